@@ -1,0 +1,167 @@
+"""Layers that Llama and CLIP share. Each parameter names its axes; ``maxlp.sharding`` places them.
+
+Shape letters: B batch · S query length · T key length · D embed · F mlp · N query heads · K kv heads ·
+H head dim · V vocab · L layers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from maxlp.sharding import constrain
+
+Axes = tuple[str | None, ...]
+
+
+def param(value: jax.Array, axes: Axes) -> nnx.Param:
+    """A parameter whose dims have these logical names (no mesh is needed to create it)."""
+    return nnx.Param(value, out_sharding=axes, eager_sharding=False)
+
+
+class Linear(nnx.Module):
+    """``y = x @ kernel``: every matmul with a weight goes through here.
+
+    ``dot_general`` is where precision enters: any callable with the signature of
+    ``jax.lax.dot_general``, or an NNX module with that ``__call__`` which then keeps its state here.
+    """
+
+    def __init__(
+        self,
+        in_dim: int,
+        out_dim: int,
+        *,
+        axes: Axes,
+        std: float,
+        dtype: jnp.dtype,
+        param_dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ):
+        kernel = std * jax.random.truncated_normal(
+            rngs.params(), -3, 3, (in_dim, out_dim), jnp.float32
+        )
+        self.kernel = param(kernel.astype(param_dtype), axes)
+        self.dtype = dtype
+        self.dot_general: Callable[..., jax.Array] = jax.lax.dot_general
+
+    def __call__(self, x: jax.Array, preferred_element_type: Any = None) -> jax.Array:
+        """``(..., in) -> (..., out)`` in ``dtype``, or in ``preferred_element_type``."""
+        contract_last_with_first = (((x.ndim - 1,), (0,)), ((), ()))
+        return self.dot_general(
+            x.astype(self.dtype),
+            self.kernel[...].astype(self.dtype),
+            contract_last_with_first,
+            preferred_element_type=preferred_element_type or self.dtype,
+        )
+
+
+class Embed(nnx.Module):
+    """A table of V vectors: looked up on the way in and, when tied, the kernel of the logits."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        dim: int,
+        *,
+        std: float,
+        dtype: jnp.dtype,
+        param_dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ):
+        table = std * jax.random.normal(rngs.params(), (vocab_size, dim), jnp.float32)
+        self.embedding = param(table.astype(param_dtype), ("vocab", "embed"))
+        self.dtype = dtype
+
+    def __call__(self, ids_BS: jax.Array) -> jax.Array:
+        # The whole row of a token is gathered before the look-up: a table split over `fsdp` in D and
+        # ids split over `fsdp` in B would make XLA copy the looked-up activations to every device.
+        table_VD = constrain(self.embedding[...].astype(self.dtype), "vocab", None)
+        return jnp.take(table_VD, ids_BS, axis=0)
+
+    def attend(self, x_BSD: jax.Array) -> jax.Array:
+        """float32 logits over the table's rows."""
+        table_VD = self.embedding[...].astype(self.dtype)
+        return jnp.einsum("BSD,VD->BSV", x_BSD, table_VD, preferred_element_type=jnp.float32)
+
+
+class RMSNorm(nnx.Module):
+    """``x / rms(x) * scale``, computed in float32 (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+
+    def __init__(self, dim: int, *, eps: float, param_dtype: jnp.dtype):
+        self.scale = param(jnp.ones((dim,), param_dtype), ("norm",))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        return (x32 * inverse_rms * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+# --- many blocks as one -------------------------------------------------------------------------------
+
+BLOCK_INPUT = "block_input"  # the one activation a block keeps under remat="block" and "offload"
+
+_policies = jax.checkpoint_policies
+REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
+    "none": None,  # keep every activation
+    "block": _policies.nothing_saveable,  # keep the input of a block, recompute the rest
+    "dots": _policies.dots_with_no_batch_dims_saveable,  # keep the outputs of the weight matmuls
+    "offload": _policies.save_and_offload_only_these_names(  # as block, the inputs wait in host memory
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[BLOCK_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+
+
+def stack(
+    make_block: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs
+) -> nnx.Module:
+    """``num_layers`` blocks as one module whose leaves have a leading ``layers`` axis."""
+    vmapped = nnx.vmap(make_block, transform_metadata={nnx.PARTITION_NAME: "layers"})
+    return vmapped(rngs.split(num_layers))
+
+
+def apply_stack(
+    blocks: nnx.Module,
+    x: jax.Array,
+    call: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]],
+    per_layer: Any = None,
+    *,
+    num_layers: int,
+    scan: bool,
+    remat: str,
+) -> tuple[jax.Array, Any]:
+    """Sends ``x`` through stacked blocks: ``x, out = call(block, x, per_layer[i])`` for each layer i.
+
+    One scanned body keeps compile time independent of depth; the unrolled form is for debugging and for
+    small models. Whatever state the blocks change (FP8 scales) is written back to ``blocks``.
+
+    Returns:
+      ``x`` after the last block, and the stacked ``out`` of all blocks.
+    """
+    graphdef, params, state = nnx.split(blocks, nnx.Param, ...)
+
+    def body(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
+        layer_params, layer_state, layer_input = layer
+        block = nnx.merge(graphdef, layer_params, layer_state)
+        x, out = call(block, checkpoint_name(x, BLOCK_INPUT), layer_input)
+        return x, (nnx.state(block, nnx.Not(nnx.Param)), out)
+
+    if remat != "none":
+        body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=not scan)
+    layers = (params, state, per_layer)
+    if scan:
+        x, (new_state, outs) = jax.lax.scan(body, x, layers)
+    else:
+        each = []
+        for i in range(num_layers):
+            x, out = body(x, jax.tree.map(lambda leaf, i=i: leaf[i], layers))
+            each.append(out)
+        new_state, outs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+    nnx.update(blocks, new_state)
+    return x, outs

@@ -1,0 +1,166 @@
+"""Where arrays live: the mesh, and one table from logical axes to mesh axes.
+
+Models name the axes of their parameters and activations; nothing in them knows of devices. This file
+turns names into shardings. Three mesh axes:
+
+* ``data``: replicas of the parameters, each with its own part of the batch (slow network, DCN);
+* ``fsdp``: the batch *and* the parameters are split (ZeRO-3; fast network);
+* ``tensor``: heads, MLP width and vocabulary are split (Megatron); between the matmuls the sequence is
+  split over the same axis, so that norms and residuals are neither stored nor computed twice.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+RULES: dict[str, str | tuple[str, ...] | None] = {
+    # parameters
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "q_heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "norm": None,
+    "layers": None,
+    # activations
+    "batch": ("data", "fsdp"),
+    "seq": None,
+    "act_seq": "tensor",  # the sequence between matmuls (residual stream and norms)
+    "act_embed": None,
+    "act_heads": "tensor",
+    "act_mlp": "tensor",
+    "act_vocab": "tensor",
+}
+
+
+def make_mesh(
+    *,
+    data: int = 1,
+    fsdp: int = -1,
+    tensor: int = 1,
+    dcn_data: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """The device mesh, with automatic (GSPMD) axes.
+
+    Args:
+      data, fsdp, tensor: sizes of the axes; one of them may be -1 and takes the devices that are left.
+      dcn_data: number of slices or hosts that the ``data`` axis spans over the slow network (HSDP): the
+        mesh's ``data`` axis has ``dcn_data * data`` entries, and ``fsdp`` and ``tensor`` stay inside one
+        slice (TPU) or one host (elsewhere).
+      devices: defaults to all devices of all processes.
+
+    Raises:
+      ValueError: sizes that do not multiply to the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = resolve_axes(len(devices), data=data, fsdp=fsdp, tensor=tensor, dcn_data=dcn_data)
+    if dcn_data > 1:
+        on_slices = len({getattr(d, "slice_index", 0) for d in devices}) == dcn_data
+        grid = mesh_utils.create_hybrid_device_mesh(
+            sizes, (dcn_data, 1, 1), devices, process_is_granule=not on_slices
+        )
+    else:
+        grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def resolve_axes(
+    num_devices: int, *, data: int, fsdp: int, tensor: int, dcn_data: int = 1
+) -> tuple[int, int, int]:
+    """The per-slice axis sizes with -1 filled in; their product times ``dcn_data`` is ``num_devices``."""
+    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    text = ", ".join(f"mesh.{k}={v}" for k, v in sizes.items()) + f", mesh.dcn_data={dcn_data}"
+    free = [name for name, size in sizes.items() if size == -1]
+    if len(free) > 1 or dcn_data < 1 or any(s < 1 and s != -1 for s in sizes.values()):
+        raise ValueError(
+            f"{text}: sizes are positive, and at most one of data, fsdp, tensor may be -1"
+        )
+    taken = dcn_data * math.prod(s for s in sizes.values() if s != -1)
+    if free and num_devices % taken == 0:
+        sizes[free[0]] = num_devices // taken
+        taken = num_devices
+    if taken != num_devices:
+        raise ValueError(
+            f"{text}: the axes ask for a multiple of {taken} devices, there are {num_devices}; "
+            "set one axis to -1 or run with that many devices"
+        )
+    return sizes["data"], sizes["fsdp"], sizes["tensor"]
+
+
+def spec(*names: str | None) -> PartitionSpec:
+    """The PartitionSpec of an array whose dims have these logical names (None: not split)."""
+    return PartitionSpec(*(None if name is None else RULES[name] for name in names))
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """Tells XLA how an activation is split; the identity without a mesh.
+
+    A dim that its mesh axes do not divide stays whole (a batch of one prompt on eight devices).
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    axes = spec(*names)
+    fit = [a if dim % _size(mesh, a) == 0 else None for dim, a in zip(x.shape, axes, strict=True)]
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*fit))
+
+
+def _size(mesh: Any, axes: str | tuple[str, ...] | None) -> int:
+    if axes is None:
+        return 1
+    return math.prod(mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes))
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """Into how many parts the batch dim is split."""
+    return _size(mesh, RULES["batch"])
+
+
+def param_shardings(variables: nnx.State, mesh: Mesh) -> dict:
+    """NamedShardings of a model's variables, as a pure dict, from their logical names.
+
+    Raises:
+      ValueError: a dim that its mesh axis does not divide, with the parameter's path and the fix.
+    """
+
+    def one(path: tuple, variable: nnx.Variable) -> NamedSharding:
+        names = variable.get_metadata("out_sharding", None) or (None,) * len(variable.shape)
+        axes = spec(*names)
+        for dim, name, axis in zip(variable.shape, names, axes, strict=True):
+            if dim % _size(mesh, axis):
+                raise ValueError(
+                    f"{'/'.join(map(str, path))}: axis {name!r} of size {dim} does not divide by the "
+                    f"mesh axis {axis!r} of size {_size(mesh, axis)}; change mesh.{axis} or the model"
+                )
+        return NamedSharding(mesh, axes)
+
+    flat = nnx.to_flat_state(variables)
+    return nnx.traversals.unflatten_mapping({path: one(path, v) for path, v in flat})
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
+
+
+def global_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """Global device arrays from this process's rows of the batch (rows in process order)."""
+    sharding = batch_sharding(mesh)
+    return {k: jax.make_array_from_process_local_data(sharding, v) for k, v in batch.items()}
+
+
+def born_sharded(init: Callable[..., Any], shardings: Any, *args: Any) -> Any:
+    """Runs ``init(*args)`` so that every output is created in its shards and never whole anywhere."""
+    return jax.jit(init, out_shardings=shardings)(*args)
