@@ -10,11 +10,12 @@ turns names into shardings. Three mesh axes:
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 from flax import nnx
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -147,6 +148,25 @@ def param_shardings(variables: nnx.State, mesh: Mesh) -> dict:
     return nnx.traversals.unflatten_mapping({path: one(path, v) for path, v in flat})
 
 
+def opt_state_shardings(
+    tx: optax.GradientTransformation, params: Any, shardings: Any, mesh: Mesh
+) -> optax.OptState:
+    """Shardings of ``tx.init(params)``: what mirrors a parameter lies like it, the rest everywhere.
+
+    Args:
+      params: the (abstract) parameters. shardings: theirs, as `param_shardings` gives them.
+    """
+    like = jax.tree.map(lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), params, shardings)
+
+    def one(leaf: jax.ShapeDtypeStruct, param: jax.ShapeDtypeStruct) -> NamedSharding:
+        return param.sharding if leaf.shape == param.shape else replicated(mesh)
+
+    state = jax.eval_shape(tx.init, params)
+    return optax.tree.map_params(
+        tx, one, state, like, transform_non_params=lambda _: replicated(mesh)
+    )
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
@@ -159,8 +179,3 @@ def global_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Arra
     """Global device arrays from this process's rows of the batch (rows in process order)."""
     sharding = batch_sharding(mesh)
     return {k: jax.make_array_from_process_local_data(sharding, v) for k, v in batch.items()}
-
-
-def born_sharded(init: Callable[..., Any], shardings: Any, *args: Any) -> Any:
-    """Runs ``init(*args)`` so that every output is created in its shards and never whole anywhere."""
-    return jax.jit(init, out_shardings=shardings)(*args)

@@ -1,0 +1,5 @@
+"""Models by name. A new one is a file here and an entry in `MODELS`."""
+
+from maxlp.models.llama import Llama
+
+MODELS = {"llama": Llama}

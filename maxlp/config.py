@@ -1,0 +1,122 @@
+"""Configs: what the commands do with a ``--config`` file before anything expensive starts.
+
+A config file is Python with ``get_config(arg)``; each section of the `ConfigDict` it returns is the keyword
+arguments of exactly one function, so the function's signature is the schema and nothing has a default
+in two places. `call` binds a section to its function and turns every misfit into one line.
+"""
+
+import inspect
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from absl import app, flags
+from ml_collections import ConfigDict, config_flags
+
+
+class ConfigError(ValueError):
+    """A config that cannot work; its message is one line for the user."""
+
+
+def define_flags(workdir: str = "Directory of the run.", config_required: bool = True) -> None:
+    """The flags ``--config`` and ``--workdir`` of a command."""
+    config_flags.DEFINE_config_file(
+        "config",
+        None,
+        "Python file with get_config(arg), as FILE.py or FILE.py:ARG; change any value with "
+        "--config.SECTION.KEY=VALUE, for example --config.optimizer.learning_rate=1e-3.",
+        lock_config=True,
+    )
+    flags.DEFINE_string("workdir", None, workdir)
+    flags.mark_flags_as_required(["config", "workdir"] if config_required else ["workdir"])
+    flags.declare_key_flag("config")
+    flags.declare_key_flag("workdir")
+
+
+def run(main: Callable[[], Any]) -> None:
+    """Runs a command: parses the flags, calls ``main()``, and shows a user's mistake as one line."""
+    try:
+        app.run(lambda _: _exit_on_error(main), flags_parser=_parse_flags)
+    except SystemExit:
+        raise
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+    # ml_collections raises while parsing: unknown keys as AttributeError/KeyError, a missing file as
+    # OSError, whatever the config file raises as itself.
+    try:
+        return app.parse_flags_with_usage(argv)
+    except (AttributeError, KeyError, TypeError, ValueError, OSError, ImportError) as error:
+        _fail(" ".join(str(error.args[0] if error.args else error).split()))
+
+
+def _exit_on_error(main: Callable[[], Any]) -> None:
+    try:
+        code = main()
+    except ValueError as error:
+        if os.environ.get("MAXLP_TRACEBACK"):
+            raise
+        _fail(str(error))
+    except FileNotFoundError as error:
+        _fail(str(error))
+    else:
+        sys.exit(code)
+
+
+def _fail(message: str) -> typing.NoReturn:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def call(function: Callable[..., Any], section: str, values: Mapping[str, Any], **extra: Any) -> Any:
+    """``function(**values, **extra)`` with values checked against the signature.
+
+    Args:
+      section: where the values come from, for messages ("optimizer").
+      extra: arguments that the program supplies and a config must not.
+
+    Raises:
+      ConfigError: an unknown, missing or wrongly typed key; or a ValueError of the function itself.
+    """
+    values = {k: _plain(v) for k, v in values.items()}
+    parameters = inspect.signature(function).parameters
+    known = [n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD and n not in extra and n != "self"]
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"config.{section}.{key} is unknown; keys: {', '.join(sorted(known))}")
+    for key in known:
+        if parameters[key].default is inspect.Parameter.empty and key not in values:
+            raise ConfigError(f"config.{section}.{key} is missing")
+    hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
+    for key, value in values.items():
+        if key in hints and not _fits(value, hints[key]):
+            raise ConfigError(
+                f"config.{section}.{key}={value!r} is {type(value).__name__}, expected {_show(hints[key])}"
+            )
+    return function(**values, **extra)
+
+
+def _plain(value: Any) -> Any:
+    return value.to_dict() if isinstance(value, ConfigDict) else value
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotated type, as far as config values go."""
+    if hint is Any:
+        return True
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, option) for option in typing.get_args(hint))
+    kind = origin or hint
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind) if isinstance(kind, type) else True
+
+
+def _show(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint)

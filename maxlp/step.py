@@ -1,0 +1,187 @@
+"""The training state and the two compiled functions: one that trains, one that evaluates.
+
+The state is a plain pytree, so that every tool of JAX works on it::
+
+    {"params": …, "model_state": …, "opt_state": …, "step": int32}
+
+``params`` and ``model_state`` are nested dicts of arrays. ``model_state`` holds what the forward pass
+changes (the scales of low-precision matmuls; nothing in plain bf16): no optimizer, clip or norm sees it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from maxlp import losses, sharding
+
+State = dict[str, Any]
+Batch = dict[str, jax.Array]
+Sums = dict[str, jax.Array]
+LossFn = Callable[[nnx.Module, Batch], Sums]
+
+
+# --- state --------------------------------------------------------------------------------------------
+
+
+def split(model: nnx.Module) -> tuple[nnx.GraphDef, dict, dict]:
+    """A model as its structure, its parameters and its other state."""
+    graphdef, params, model_state = nnx.split(model, nnx.Param, ...)
+    return graphdef, nnx.to_pure_dict(params), nnx.to_pure_dict(model_state)
+
+
+def init_state(make_model: Callable[[nnx.Rngs], nnx.Module], tx: optax.GradientTransformation, seed: int):
+    """A fresh state; run it under jit with the shardings of `abstract_state`, and it is born in shards."""
+    _, params, model_state = split(make_model(nnx.Rngs(seed)))
+    step = jnp.zeros((), jnp.int32)
+    return {"params": params, "model_state": model_state, "opt_state": tx.init(params), "step": step}
+
+
+def abstract_model(make_model: Callable[[nnx.Rngs], nnx.Module]) -> tuple[nnx.GraphDef, Any, Any]:
+    """A model's structure, parameters and other state; the variables hold shapes and logical axes."""
+    # Not nnx.eval_shape: under a mesh it takes logical axes for mesh axes.
+    structure = []
+
+    def variables() -> tuple[nnx.State, nnx.State]:
+        graphdef, params, model_state = nnx.split(make_model(nnx.Rngs(0)), nnx.Param, ...)
+        structure.append(graphdef)
+        return params, model_state
+
+    params, model_state = jax.eval_shape(variables)
+    return structure[0], params, model_state
+
+
+def abstract_state(
+    make_model: Callable[[nnx.Rngs], nnx.Module], tx: optax.GradientTransformation, mesh: Mesh
+) -> tuple[nnx.GraphDef, State]:
+    """The model's structure and the state as shapes, dtypes and shardings; nothing is allocated."""
+    graphdef, params, model_state = abstract_model(make_model)
+    param_shardings = sharding.param_shardings(params, mesh)
+    state_shardings = {
+        "params": param_shardings,
+        "model_state": sharding.param_shardings(model_state, mesh),
+        "opt_state": sharding.opt_state_shardings(tx, nnx.to_pure_dict(params), param_shardings, mesh),
+        "step": sharding.replicated(mesh),
+    }
+    shapes = jax.eval_shape(functools.partial(init_state, make_model, tx, 0))
+    return graphdef, jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, state_shardings
+    )
+
+
+# --- loss ---------------------------------------------------------------------------------------------
+
+
+def next_token_loss(model: nnx.Module, batch: Batch, *, num_chunks: int = 1, z_loss: float = 0.0) -> Sums:
+    """Sums over a batch of packed text; see `losses.next_token`.
+
+    Args:
+      num_chunks: pieces in which the logits are made, so that they never all exist. Divides the length.
+      z_loss: weight of the squared log-partition; 0 is off, 1e-4 is PaLM's.
+    """
+    x_BSD, _ = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
+    return losses.next_token(
+        model.logits, x_BSD, batch["targets"], batch["loss_mask"], num_chunks=num_chunks, z_loss=z_loss
+    )
+
+
+# --- steps --------------------------------------------------------------------------------------------
+
+
+def train_step(
+    state: State,
+    batch: Batch,
+    *,
+    graphdef: nnx.GraphDef,
+    tx: optax.GradientTransformation,
+    loss_fn: LossFn,
+    microbatches: int,
+    schedule: optax.Schedule,
+) -> tuple[State, dict[str, jax.Array]]:
+    """One update from a global batch, in ``microbatches`` forward and backward passes.
+
+    The loss is the mean over the *tokens* of the whole batch: each microbatch's sum is divided by the
+    whole batch's count, so that the number of microbatches changes nothing but memory. The model's own
+    state is combined by maximum over the microbatches (amax histories; an average would be wrong).
+
+    Returns:
+      the new state, and scalars: loss, accuracy, grad_norm, param_norm, learning_rate, tokens.
+    """
+    num_tokens = jnp.maximum(jnp.sum(batch["loss_mask"], dtype=jnp.float32), 1.0)
+
+    def mean_loss(params: dict, microbatch: Batch) -> tuple[jax.Array, tuple[Sums, dict]]:
+        model = nnx.merge(graphdef, params, state["model_state"])
+        sums = loss_fn(model, microbatch)
+        return sums["loss"] / num_tokens, (sums, split(model)[2])
+
+    gradients = jax.grad(mean_loss, has_aux=True)
+    if microbatches == 1:
+        grads, (sums, model_state) = gradients(state["params"], batch)
+    else:
+
+        def accumulate(grads: dict, microbatch: Batch) -> tuple[dict, tuple[Sums, dict]]:
+            more, aux = gradients(state["params"], microbatch)
+            return jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, more), aux
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state["params"])
+        grads, (sums, model_state) = jax.lax.scan(accumulate, zeros, _microbatches(batch, microbatches))
+        sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+        model_state = jax.tree.map(lambda x: jnp.max(x, axis=0), model_state)
+
+    with jax.named_scope("optimizer"):
+        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+    metrics = {
+        "loss": sums["loss"] / num_tokens,
+        "accuracy": sums["correct"] / num_tokens,
+        "grad_norm": optax.tree.norm(grads),
+        "param_norm": optax.tree.norm(params),
+        "learning_rate": jnp.asarray(schedule(state["step"]), jnp.float32),
+        "tokens": num_tokens,
+    }
+    step = state["step"] + 1
+    return {"params": params, "model_state": model_state, "opt_state": opt_state, "step": step}, metrics
+
+
+def _microbatches(batch: Batch, n: int) -> Batch:
+    """(B, …) to (n, B/n, …). Microbatch i takes rows i, n+i, 2n+i, …: each device keeps its own rows."""
+    names = ("batch", None)
+    return {
+        k: sharding.constrain(jnp.moveaxis(v.reshape(v.shape[0] // n, n, -1), 1, 0), None, *names)
+        for k, v in batch.items()
+    }
+
+
+def eval_step(state: State, batch: Batch, *, graphdef: nnx.GraphDef, loss_fn: LossFn) -> Sums:
+    """The loss's sums over a batch, nothing changed."""
+    return loss_fn(nnx.merge(graphdef, state["params"], state["model_state"]), batch)
+
+
+def compile_steps(
+    abstract: State,
+    mesh: Mesh,
+    *,
+    graphdef: nnx.GraphDef,
+    tx: optax.GradientTransformation,
+    loss_fn: LossFn,
+    microbatches: int,
+    schedule: optax.Schedule,
+) -> tuple[Callable, Callable]:
+    """The jitted train and eval steps. The train step's state is donated and its layout pinned.
+
+    Without pinned output shardings XLA may move small parameters after the first step and compile again.
+    """
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    train = functools.partial(
+        train_step, graphdef=graphdef, tx=tx, loss_fn=loss_fn, microbatches=microbatches, schedule=schedule
+    )
+    evaluate = functools.partial(eval_step, graphdef=graphdef, loss_fn=loss_fn)
+    return (
+        jax.jit(train, donate_argnums=0, out_shardings=(shardings, sharding.replicated(mesh))),
+        jax.jit(evaluate, out_shardings=sharding.replicated(mesh)),
+    )
