@@ -5,6 +5,7 @@ arguments of exactly one function, so the function's signature is the schema and
 in two places. `call` binds a section to its function and turns every misfit into one line.
 """
 
+import functools
 import inspect
 import os
 import sys
@@ -38,10 +39,7 @@ def define_flags(workdir: str = "Directory of the run.", config_required: bool =
 
 def run(main: Callable[[], Any]) -> None:
     """Runs a command: parses the flags, calls ``main()``, and shows a user's mistake as one line."""
-    try:
-        app.run(lambda _: _exit_on_error(main), flags_parser=_parse_flags)
-    except SystemExit:
-        raise
+    app.run(lambda _: _exit_on_error(main), flags_parser=_parse_flags)
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
@@ -55,15 +53,11 @@ def _parse_flags(argv: list[str]) -> list[str]:
 
 def _exit_on_error(main: Callable[[], Any]) -> None:
     try:
-        code = main()
-    except ValueError as error:
+        sys.exit(main())
+    except (ValueError, FileNotFoundError) as error:
         if os.environ.get("MAXLP_TRACEBACK"):
             raise
-        _fail(str(error))
-    except FileNotFoundError as error:
-        _fail(str(error))
-    else:
-        sys.exit(code)
+        _fail(f"{error} (MAXLP_TRACEBACK=1 shows where)")
 
 
 def _fail(message: str) -> typing.NoReturn:
@@ -71,32 +65,44 @@ def _fail(message: str) -> typing.NoReturn:
     sys.exit(2)
 
 
-def call(function: Callable[..., Any], section: str, values: Mapping[str, Any], **extra: Any) -> Any:
-    """``function(**values, **extra)`` with values checked against the signature.
+def bind(
+    function: Callable[..., Any], section: str, values: Mapping[str, Any], *later: str
+) -> functools.partial:
+    """``partial(function, **values)`` with the values checked against the function's signature.
 
     Args:
       section: where the values come from, for messages ("optimizer").
-      extra: arguments that the program supplies and a config must not.
+      later: arguments that the program supplies and a config must not.
 
     Raises:
-      ConfigError: an unknown, missing or wrongly typed key; or a ValueError of the function itself.
+      ConfigError: an unknown, missing or wrongly typed key.
     """
     values = {k: _plain(v) for k, v in values.items()}
-    parameters = inspect.signature(function).parameters
-    known = [n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD and n not in extra and n != "self"]
+    signed = function.__init__ if inspect.isclass(function) else function
+    parameters = inspect.signature(signed).parameters
+    known = [name for name in parameters if name not in later and name != "self"]
     for key in values:
         if key not in known:
             raise ConfigError(f"config.{section}.{key} is unknown; keys: {', '.join(sorted(known))}")
     for key in known:
         if parameters[key].default is inspect.Parameter.empty and key not in values:
             raise ConfigError(f"config.{section}.{key} is missing")
-    hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
+    hints = typing.get_type_hints(signed)
     for key, value in values.items():
-        if key in hints and not _fits(value, hints[key]):
-            raise ConfigError(
-                f"config.{section}.{key}={value!r} is {type(value).__name__}, expected {_show(hints[key])}"
-            )
-    return function(**values, **extra)
+        if _fits(value, hints.get(key, Any)):
+            continue
+        if value is None:
+            raise ConfigError(f"config.{section}.{key} is not set; give --config.{section}.{key}=VALUE")
+        expected = hints[key].__name__ if isinstance(hints[key], type) else str(hints[key])
+        raise ConfigError(
+            f"config.{section}.{key}={value!r} is of type {type(value).__name__}, expected {expected}"
+        )
+    return functools.partial(function, **values)
+
+
+def call(function: Callable[..., Any], section: str, values: Mapping[str, Any], **extra: Any) -> Any:
+    """``function(**values, **extra)``, bound as in `bind`."""
+    return bind(function, section, values, *extra)(**extra)
 
 
 def _plain(value: Any) -> Any:
@@ -116,7 +122,3 @@ def _fits(value: Any, hint: Any) -> bool:
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, kind) if isinstance(kind, type) else True
-
-
-def _show(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint)

@@ -82,9 +82,7 @@ def resolve_axes(
     text = ", ".join(f"mesh.{k}={v}" for k, v in sizes.items()) + f", mesh.dcn_data={dcn_data}"
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1 or dcn_data < 1 or any(s < 1 and s != -1 for s in sizes.values()):
-        raise ValueError(
-            f"{text}: sizes are positive, and at most one of data, fsdp, tensor may be -1"
-        )
+        raise ValueError(f"{text}: sizes are positive, and at most one of data, fsdp, tensor may be -1")
     taken = dcn_data * math.prod(s for s in sizes.values() if s != -1)
     if free and num_devices % taken == 0:
         sizes[free[0]] = num_devices // taken
@@ -162,9 +160,7 @@ def opt_state_shardings(
         return param.sharding if leaf.shape == param.shape else replicated(mesh)
 
     state = jax.eval_shape(tx.init, params)
-    return optax.tree.map_params(
-        tx, one, state, like, transform_non_params=lambda _: replicated(mesh)
-    )
+    return optax.tree.map_params(tx, one, state, like, transform_non_params=lambda _: replicated(mesh))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

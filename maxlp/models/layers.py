@@ -40,9 +40,7 @@ class Linear(nnx.Module):
         param_dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ):
-        kernel = std * jax.random.truncated_normal(
-            rngs.params(), -3, 3, (in_dim, out_dim), jnp.float32
-        )
+        kernel = std * jax.random.truncated_normal(rngs.params(), -3, 3, (in_dim, out_dim), jnp.float32)
         self.kernel = param(kernel.astype(param_dtype), axes)
         self.dtype = dtype
         self.dot_general: Callable[..., jax.Array] = jax.lax.dot_general
@@ -118,9 +116,7 @@ REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
 }
 
 
-def stack(
-    make_block: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs
-) -> nnx.Module:
+def stack(make_block: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> nnx.Module:
     """``num_layers`` blocks as one module whose leaves have a leading ``layers`` axis."""
     vmapped = nnx.vmap(make_block, transform_metadata={nnx.PARTITION_NAME: "layers"})
     return vmapped(rngs.split(num_layers))

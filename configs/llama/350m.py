@@ -1,0 +1,21 @@
+"""Llama 350M on C4, the full-rank setting of GaLore's table 2 (arXiv:2403.03507).
+
+python -m maxlp.train --config=configs/llama/350m.py --workdir=/tmp/run \
+    --config.data.source=array_record:/data/c4 --config.data.tokenizer=/data/tokenizer.json
+"""
+
+from configs.common import llama_c4, parse_arg
+
+
+def get_config(arg: str = ""):
+    parse_arg(arg)
+    return llama_c4(
+        steps=60_000,
+        learning_rate=0.0005,
+        embed_dim=1024,
+        num_layers=24,
+        num_heads=16,
+        num_kv_heads=16,
+        head_dim=64,
+        mlp_dim=2736,
+    )

@@ -1,0 +1,24 @@
+"""Llama 3.1 8B (arXiv:2407.21783, table 3): 8,030,261,248 parameters.
+
+One mesh axis, fsdp, over all devices; on TPU set --config.model.attention=splash, on GPU cudnn.
+
+python -m maxlp.train --config=configs/llama/8b.py --workdir=/tmp/run \
+    --config.data.source=array_record:/data/corpus --config.data.tokenizer=/data/tokenizer.json
+"""
+
+from configs.common import LLAMA_3_1_ROPE, llama, parse_arg
+
+
+def get_config(arg: str = ""):
+    parse_arg(arg)
+    c = llama(
+        embed_dim=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        mlp_dim=14336,
+        rope_scaling=LLAMA_3_1_ROPE,
+        max_seq_len=131072,
+    )
+    return c

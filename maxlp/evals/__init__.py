@@ -1,0 +1,1 @@
+"""What a trained model is measured by, one file a measure."""

@@ -1,0 +1,105 @@
+"""What a run leaves beside its checkpoints so that it can be understood, resumed and sampled.
+
+config.json   the resolved config
+run.json      every start of the run: time, step, command, git revision, versions, devices
+tokenizer.*   the tokenizer's own file, if it has one
+metrics.jsonl, tensorboard/, loss.png, checkpoints/
+"""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+PACKAGES = ("maxlp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def save_config(workdir: Path, c: ConfigDict) -> list[str]:
+    """Writes the resolved config; returns one line for each value that differs from the one before."""
+    path = workdir / "config.json"
+    new = json.loads(c.to_json_best_effort())
+    changes = []
+    if path.exists():
+        old, now = (_flat(tree) for tree in (json.loads(path.read_text()), new))
+        keys = sorted(k for k in old.keys() | now.keys() if old.get(k) != now.get(k))
+        changes = [f"config.{k}: {old.get(k)!r} -> {now.get(k)!r}" for k in keys]
+    write_json(path, new)
+    return changes
+
+
+def load_config(workdir: Path) -> ConfigDict:
+    """The config of a run.
+
+    Raises:
+      ValueError: the directory holds no run.
+    """
+    path = workdir / "config.json"
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: --workdir={workdir} holds no run")
+    return ConfigDict(json.loads(path.read_text()))
+
+
+def record_start(workdir: Path, step: int) -> None:
+    """Appends this start of the run, at ``step`` finished updates, to run.json."""
+    path = workdir / "run.json"
+    record = json.loads(path.read_text()) if path.exists() else {"starts": []}
+    device = jax.devices()[0]
+    record["starts"].append(
+        {
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "step": step,
+            "command": " ".join(sys.argv),
+            "git": git_revision(),
+            "python": platform.python_version(),
+            "versions": versions(),
+            "platform": device.platform,
+            "device_kind": device.device_kind,
+            "num_devices": jax.device_count(),
+            "num_processes": jax.process_count(),
+            "host": platform.node(),
+        }
+    )
+    write_json(path, record)
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def git_revision() -> str | None:
+    """The commit of the code that runs, with "-dirty" if it was changed since; None outside of git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces a file in one go: a kill leaves the old one or the new one."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(part, path)
+
+
+def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
