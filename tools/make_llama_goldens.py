@@ -1,0 +1,98 @@
+"""Writes tests/goldens/llama_*.npz: what Hugging Face's Llama computes on small random models.
+
+    pip install torch transformers numpy
+    python tools/make_llama_goldens.py tests/goldens
+
+Each file holds
+
+* ``config``: the model's config.json, as text;
+* ``weights/NAME``: every tensor of the state dict. Stored as float16, and the model's float32 weights
+  are exactly these values, so that nothing is lost and the file is small;
+* ``tokens``, ``positions``: int32 (B, S);
+* ``logits``: float32 (B, S, V);
+* ``loss``: mean cross-entropy of the next token, float32;
+* ``grads/NAME``: d loss / d weight for some weights, float32.
+"""
+
+import sys
+
+import numpy as np
+import torch
+import transformers
+
+# H = 16, so the rotary wavelengths are 6, 32, 167, 861, … for theta = 5e5. With an original context of
+# 64 tokens llama3 scaling keeps the first, blends the second and stretches the others by 8; sequences
+# of more than 64 tokens make that visible.
+LLAMA_3 = dict(
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    rope_parameters=dict(
+        rope_type="llama3",
+        rope_theta=500_000.0,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,
+    ),
+)
+LLAMA_2 = dict(
+    num_key_value_heads=4,
+    max_position_embeddings=64,
+    rope_parameters=dict(rope_type="default", rope_theta=10_000.0),
+)
+CASES = {
+    "llama_3_1": dict(seq_len=144, tie_word_embeddings=False, **LLAMA_3),
+    "llama_3_2_tied": dict(seq_len=144, tie_word_embeddings=True, **LLAMA_3),
+    "llama_2": dict(seq_len=48, tie_word_embeddings=False, **LLAMA_2),
+}
+GRADS = (
+    "model.embed_tokens.weight",
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.layers.0.self_attn.k_proj.weight",
+    "model.layers.1.self_attn.o_proj.weight",
+    "model.layers.1.mlp.down_proj.weight",
+    "model.layers.1.input_layernorm.weight",
+    "model.norm.weight",
+)
+
+
+def golden(seed: int, seq_len: int, **config) -> dict[str, np.ndarray]:
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        head_dim=16,
+        intermediate_size=48,
+        rms_norm_eps=1e-5,
+        attn_implementation="eager",
+        **config,
+    )
+    torch.manual_seed(seed)
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        # Large enough that attention is far from uniform and a wrong detail shows in the logits.
+        for weight in model.parameters():
+            mean = 1.0 if weight.ndim == 1 else 0.0
+            weight.copy_((mean + 0.2 * torch.randn_like(weight)).half().float())
+
+    tokens = torch.randint(config.vocab_size, (1, seq_len))
+    positions = torch.arange(seq_len)[None]
+    logits = model(input_ids=tokens, position_ids=positions).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    weights = dict(model.named_parameters())
+    return {
+        "config": np.array(config.to_json_string(use_diff=False)),
+        "tokens": tokens.numpy().astype(np.int32),
+        "positions": positions.numpy().astype(np.int32),
+        "logits": logits.detach().numpy(),
+        "loss": loss.detach().numpy(),
+        **{f"weights/{k}": w.detach().numpy().astype(np.float16) for k, w in weights.items()},
+        **{f"grads/{k}": weights[k].grad.numpy() for k in GRADS},
+    }
+
+
+if __name__ == "__main__":
+    for seed, (name, case) in enumerate(CASES.items()):
+        np.savez_compressed(f"{sys.argv[1]}/{name}.npz", **golden(seed, **case))
