@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -54,7 +54,7 @@ def to_maxlp(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> di
     Raises:
       ValueError: a missing or unknown tensor or a wrong shape, with the tensor's name.
     """
-    leaves = flatten_dict(_abstract_params(config), sep="/")
+    leaves = flatten_mapping(_abstract_params(config), sep="/")
     wanted = {name for path, leaf in leaves.items() for _, name in _places(path, leaf.shape)}
     if missing := sorted(wanted - set(tensors)):
         raise ValueError(f"tensor {missing[0]!r} is missing{_and_more(missing)}")
@@ -74,7 +74,7 @@ def to_maxlp(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> di
                     f"the config wants {_turn(path, place).shape}"
                 )
             place[...] = tensor
-    return unflatten_dict(params, sep="/")
+    return unflatten_mapping(params, sep="/")
 
 
 def to_hf(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -83,7 +83,7 @@ def to_hf(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
     Raises:
       ValueError: parameters that are not those of a `Llama`.
     """
-    leaves = flatten_dict(params, sep="/")
+    leaves = flatten_mapping(params, sep="/")
     if misfit := sorted((set(leaves) ^ set(LLAMA)) - {"lm_head/kernel"}):
         what = "not one of a Llama" if misfit[0] in leaves else "missing"
         raise ValueError(f"parameter {misfit[0]!r} is {what}{_and_more(misfit)}")
