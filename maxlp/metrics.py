@@ -186,6 +186,7 @@ class Throughput:
         self._peak, self._num_devices, self._total_steps = peak, num_devices, total_steps
         self._clock = clock
         self._start: tuple[int, float] | None = None
+        self._mark = 0.0
 
     def tick(self, step: int) -> None:
         """Notes that the result of `step` has just reached the host."""
@@ -200,8 +201,9 @@ class Throughput:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Takes the time inside out of the count. Wait for the last step and tick it first."""
+        start = self._clock()
         yield
-        self._mark = self._clock()
+        self._mark += self._clock() - start
 
     def report(self) -> dict[str, float]:
         """The `perf/` metrics of the steps since the last report; {} if there are none.
@@ -302,7 +304,7 @@ class MetricWriter:
             writer.write(record)
 
     def close(self) -> None:
-        """Flushes and closes every output."""
+        """Flushes and closes every output; `contextlib.closing` does it on errors too."""
         for writer in self._writers:
             writer.close()
 
@@ -402,7 +404,7 @@ class TensorBoardWriter:
             raise ValueError(
                 "tensorboard=True needs tensorboardX: pip install tensorboardX, or set it to False"
             ) from None
-        self._writer = SummaryWriter(str(logdir), purge_step=resume_step and resume_step + 1)
+        self._writer = SummaryWriter(str(logdir), purge_step=resume_step and resume_step + 1, flush_secs=10)
 
     def write(self, record: Mapping[str, Any]) -> None:
         for name, value in record.items():

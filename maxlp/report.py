@@ -46,6 +46,11 @@ class Run:
         return self.info.get("starts", [])
 
     @property
+    def num_params(self) -> int | None:
+        """Parameters of the model, if the newest start noted them."""
+        return self.starts[-1].get("num_params") if self.starts else None
+
+    @property
     def step(self) -> int:
         """Finished updates at the last record."""
         return self.records[-1]["step"] if self.records else 0
@@ -171,8 +176,8 @@ def _state(run: Run) -> str:
 def config_lines(run: Run) -> Lines:
     """The resolved config, a paragraph for each section."""
     lines = []
-    if params := run.info.get("num_params"):
-        lines.append(("parameters", f"{params:,}"))
+    if run.num_params:
+        lines.append(("parameters", f"{run.num_params:,}"))
     for section, values in run.config.items():
         pairs = values.items() if isinstance(values, dict) else [(section, values)]
         lines.append((section, " ".join(f"{key}={value}" for key, value in pairs if value is not None)))
@@ -369,9 +374,9 @@ PANELS: tuple[Callable[[Any, Run], None], ...] = (learning_rate_panel, grad_norm
 
 
 def _subtitle(run: Run) -> str:
-    params, tokens = run.info.get("num_params"), _tokens_per_step(run) * run.step
+    tokens = _tokens_per_step(run) * run.step
     parts = [run.setting("model", "name"), f"step {run.step:,}"]
-    parts += [f"{params / 1e6:,.4g} M parameters"] if params else []
+    parts += [f"{run.num_params / 1e6:,.4g} M parameters"] if run.num_params else []
     parts += [f"{tokens / 1e6:,.4g} M tokens"] if tokens else []
     return " · ".join(filter(None, parts))
 

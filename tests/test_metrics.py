@@ -166,12 +166,13 @@ def test_throughput_leaves_out_compilation_and_pauses():
     assert report["perf/mfu_causal"] == report["perf/mfu"] / 2
     assert report["perf/eta"] == 2 * 3.0
     assert (report["perf/peak_tflops"], report["perf/peak_measured"]) == (1e-3, 1.0)
+    now[0] += 1.0  # between the tick and the pause: still training
     with meter.paused():
         now[0] += 100.0
-    train(103, 5.0)
+    train(103, 4.0)
     report = meter.report()
     assert report["perf/step_time"] == 5.0
-    assert report["perf/eta"] == (6 + 100 + 5) / 3  # an hour of evaluation is an hour of waiting
+    assert report["perf/eta"] == (6 + 100 + 5) / 3  # who waits for the end waits for evaluations too
     assert meter.report() == {}
 
 

@@ -106,6 +106,13 @@ def test_a_start_from_nothing_after_a_start(tmp_path):
     assert set(shown(tmp_path)["Run"]) >= {"started", "started anew"}
 
 
+def test_parameters_are_those_of_the_newest_start(tmp_path):
+    run = report.load_run(tmp_path)
+    assert run.num_params is None
+    run = dataclasses.replace(run, info={"starts": [{"num_params": 1}, {"num_params": 8030261248}]})
+    assert report.config_lines(run) == [("parameters", "8,030,261,248")]
+
+
 def test_checkpoints_are_listed_with_their_state(tmp_path):
     run = dataclasses.replace(
         report.load_run(tmp_path),
