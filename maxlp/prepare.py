@@ -100,9 +100,7 @@ def prepare_text(
     os.makedirs(output, exist_ok=True)
     _remove(output, "*" + PARTIAL)  # of a run that was killed
     try:
-        written = _write_shards(
-            _plan(output, len(documents), shards), documents, encoder, num_workers
-        )
+        written = _write_shards(_plan(output, len(documents), shards), documents, encoder, num_workers)
         manifest = _manifest(documents, split, written, encoder, split_options(tokenizer)[1])
         _commit(output, manifest, encoder)
     finally:
@@ -177,10 +175,7 @@ class Shard:
 def _plan(output: str, documents: int, shards: int) -> list[Shard]:
     shards = min(shards, documents)
     ends = [documents * number // shards for number in range(shards + 1)]
-    paths = [
-        os.path.join(output, f"{number:05d}-of-{shards:05d}.array_record")
-        for number in range(shards)
-    ]
+    paths = [os.path.join(output, f"{number:05d}-of-{shards:05d}.array_record") for number in range(shards)]
     return [Shard(*each) for each in zip(paths, ends[:-1], ends[1:], strict=True)]
 
 
@@ -321,7 +316,7 @@ def define_flags() -> None:
 def text_command() -> None:
     """`prepare text`: flags to arguments, and a line on what was written."""
     names = ("source", "output", "split", "tokenizer", "train_tokenizer", "shards", "num_workers")
-    kwargs = {name: flags.FLAGS[name].value for name in (*names, "overwrite")}
+    kwargs: dict[str, Any] = {name: flags.FLAGS[name].value for name in (*names, "overwrite")}
     for name in ("source", "output"):
         if not kwargs[name]:
             raise ValueError(f"--{name} is missing; see --help")

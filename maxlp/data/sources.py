@@ -42,6 +42,7 @@ HELDOUT = 0.02
 SPLITS = ("train", "heldout", "all")
 MANIFEST = "dataset.json"  # what `maxlp.prepare` writes last: without it a folder is not a dataset
 MANIFEST_FORMAT = "maxlp-documents-1"
+BLOCK_BYTES = 1 << 24  # read at a time to find the lines of a file
 
 
 class Records(Protocol):
@@ -460,7 +461,7 @@ def _line_starts(path: str) -> np.ndarray:
     """Byte offsets [n] int64 of the lines of a file that are not blank."""
     starts, size = [np.zeros(1, np.int64)], 0
     with open(path, "rb") as file:
-        while block := file.read(1 << 24):
+        while block := file.read(BLOCK_BYTES):
             starts.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + size + 1)
             size += len(block)
     all_starts = np.concatenate(starts)
@@ -532,8 +533,7 @@ def _open_tfds(name: str, split: str, data_dir: str | None) -> Any:
     import tensorflow_datasets as tfds
 
     try:
-        builder = tfds.builder(name, data_dir=data_dir)
-        return builder.as_data_source(split=split)
+        return tfds.data_source(name, split=split, data_dir=data_dir, download=False)
     except Exception as error:  # TFDS raises many types, some with pages of text
         where = f" in data_dir {data_dir}" if data_dir else ""
         raise ValueError(

@@ -21,7 +21,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -45,16 +45,12 @@ SPLIT = (
 )
 
 
-class Tokenizer(Protocol):
-    """What a tokenizer offers. All are picklable.
+class Tokenizer:
+    """What every tokenizer offers. All are picklable.
 
     Attributes:
       vocab_size: the number V of ids.
-      bos_id, eos_id, pad_id: specials; `pad_id` is `eos_id` where the vocabulary has no padding.
-      byte_lengths: int32 [V], the bytes of text that each id stands for, 0 for specials. Summed
-        over `encode(text)` they are the length of `text` in bytes, plus `prefix_bytes`, as long as
-        nothing in it is outside the vocabulary or changed by a normalizer.
-      prefix_bytes: 1 where `encode` puts a space before each text (SentencePiece's dummy prefix).
+      bos_id, eos_id, pad_id: specials. A vocabulary without bos or pad uses `eos_id` for them.
       fingerprint: tells tokenizers apart: the SHA-256 of the file, or "bytes".
       files: file name to contents, all that is needed to make it again.
     """
@@ -63,20 +59,36 @@ class Tokenizer(Protocol):
     bos_id: int
     eos_id: int
     pad_id: int
-    prefix_bytes: int
     fingerprint: str
     files: dict[str, bytes]
 
-    @property
-    def byte_lengths(self) -> np.ndarray: ...
-
     def encode(self, text: str | bytes) -> np.ndarray:
         """Ids [T] int32 of a text, without specials."""
-        ...
+        raise NotImplementedError
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids; specials and ids that do not exist are left out."""
-        ...
+        raise NotImplementedError
+
+    @cached_property
+    def byte_lengths(self) -> np.ndarray:
+        """Bytes of text that each id stands for, [V] int32; 0 for specials.
+
+        Summed over `encode(text)` they are the length of `text` in bytes, plus `prefix_bytes`, as
+        long as nothing in it is outside the vocabulary or changed by a normalizer.
+
+        Raises:
+          ValueError: the tokens do not map to bytes (WordPiece, for one).
+        """
+        return self._byte_lengths()
+
+    @cached_property
+    def prefix_bytes(self) -> int:
+        """1 where `encode` puts a space before any text (SentencePiece's dummy prefix), else 0."""
+        return max(0, int(self.byte_lengths[self.encode("a")].sum()) - 1)
+
+    def _byte_lengths(self) -> np.ndarray:
+        raise NotImplementedError
 
 
 def make_tokenizer(spec: str) -> Tokenizer:
@@ -109,19 +121,17 @@ def make_tokenizer(spec: str) -> Tokenizer:
         raise ValueError(f"tokenizer {path}: {one_line(error)}") from None
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Ids 0 to 255 are the bytes, 256 bos, 257 eos, 258 pad: `vocab_size` is exactly 259."""
 
     vocab_size = 259
     bos_id, eos_id, pad_id = 256, 257, 258
-    prefix_bytes = 0
     fingerprint = "bytes"
 
     def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
+        self.files = {}
 
-    @cached_property
-    def byte_lengths(self) -> np.ndarray:
+    def _byte_lengths(self) -> np.ndarray:
         return np.array([1] * 256 + [0] * 3, np.int32)
 
     def encode(self, text: str | bytes) -> np.ndarray:
@@ -132,7 +142,7 @@ class ByteTokenizer:
         return ids.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json`. It has `byte_lengths` if it is byte-level or made of `▁` pieces."""
 
     def __init__(
@@ -163,8 +173,7 @@ class HuggingFaceTokenizer:
         # Not the library's own pickle: it forgets `encode_special_tokens`.
         return type(self), self._args
 
-    @cached_property
-    def byte_lengths(self) -> np.ndarray:
+    def _byte_lengths(self) -> np.ndarray:
         config = json.loads(self._args[0])
         if '"ByteLevel"' in json.dumps(config["decoder"]):
             length = len  # each character of a byte-level token is one byte
@@ -182,10 +191,6 @@ class HuggingFaceTokenizer:
             lengths[i] = 0 if token.special else len(token.content.encode())
         return lengths
 
-    @cached_property
-    def prefix_bytes(self) -> int:
-        return _prefix_bytes(self)
-
     def encode(self, text: str | bytes) -> np.ndarray:
         # The batch call of one is twice as fast as `encode`: it keeps no character offsets.
         (encoding,) = self._tok.encode_batch_fast([_as_str(text)], add_special_tokens=False)
@@ -196,7 +201,7 @@ class HuggingFaceTokenizer:
         return self._tok.decode(_ids_below(ids, self.vocab_size).tolist())
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece `.model`."""
 
     def __init__(
@@ -220,17 +225,12 @@ class SentencePieceTokenizer:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._args
 
-    @cached_property
-    def byte_lengths(self) -> np.ndarray:
+    def _byte_lengths(self) -> np.ndarray:
         sp, lengths = self._sp, np.zeros(self.vocab_size, np.int32)
         for i in range(self.vocab_size):
             if not (sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i)):
                 lengths[i] = _piece_bytes(sp.id_to_piece(i))
         return lengths
-
-    @cached_property
-    def prefix_bytes(self) -> int:
-        return _prefix_bytes(self)
 
     def encode(self, text: str | bytes) -> np.ndarray:
         return np.asarray(self._sp.encode(_as_str(text)), np.int32)
@@ -253,16 +253,17 @@ def train_bpe(texts: Iterable[str | bytes], vocab_size: int, path: str) -> Token
     Raises:
       ValueError: `vocab_size` is too small, or the texts too few to learn that many.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     least = len(alphabet) + len(SPECIALS)
     if vocab_size < least:
         raise ValueError(f"vocab_size {vocab_size} is below {least}, the bytes and the specials")
-    tok = Tokenizer(models.BPE())
+    tok = tokenizers.Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.Split(tokenizers.Regex(SPLIT), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -350,10 +351,6 @@ def _piece_bytes(piece: str) -> int:
     if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", piece):
         return 1
     return len(piece.replace("▁", " ").encode())
-
-
-def _prefix_bytes(tokenizer: HuggingFaceTokenizer | SentencePieceTokenizer) -> int:
-    return max(0, int(tokenizer.byte_lengths[tokenizer.encode("a")].sum()) - 1)
 
 
 @contextlib.contextmanager
