@@ -94,7 +94,7 @@ def llama(**sizes) -> ConfigDict:
         )
     )
     c.checkpoint = ConfigDict(dict(every_steps=1000, keep_last=2))
-    c.metrics = ConfigDict(dict(tensorboard=True, wandb=False))
+    c.metrics = ConfigDict(dict(tensorboard=True, wandb_project=""))
     return c
 
 

@@ -5,7 +5,10 @@ can know alone. All of it runs in seconds and before anything is allocated or co
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
 import optax
@@ -13,11 +16,15 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from maxlp import optim, sharding, step
+from maxlp import checkpoint, distributed, metrics, optim, sharding, step
 from maxlp.config import ConfigError, bind, call
+from maxlp.data import DATA, sources, text
+from maxlp.data import tokenizer as tokenizers
 from maxlp.models import MODELS
 
 SECTIONS = ("model", "mesh", "optimizer", "data", "loss", "train", "checkpoint", "metrics")
+WRITER_ARGUMENTS = ("workdir", "total_steps", "resume_step", "run_config")
+BPE_BYTES = 4_000_000  # of the corpus that "bpe:V" learns from: 2 seconds on 2 cores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +80,126 @@ def loss(c: ConfigDict) -> step.LossFn:
     return bind(step.next_token_loss, "loss", c.loss, "model", "batch")
 
 
+def checkpointer(c: ConfigDict, directory: Path) -> checkpoint.Checkpointer:
+    return call(checkpoint.Checkpointer, "checkpoint", c.checkpoint, directory=directory)
+
+
+def metric_writer(c: ConfigDict, workdir: Path, total_steps: int, start: int) -> metrics.MetricWriter:
+    values = (workdir, total_steps, start, c.to_dict())
+    return call(
+        metrics.MetricWriter, "metrics", c.metrics, **dict(zip(WRITER_ARGUMENTS, values, strict=True))
+    )
+
+
+def tokenizer(c: ConfigDict, workdir: Path) -> str:
+    """The spec of the run's tokenizer, whose file it puts into the workdir: the run needs no other.
+
+    ``config.data.tokenizer`` is a spec of `data.tokenizer.make_tokenizer`, or ``bpe:V``: a byte-level BPE
+    of V tokens, trained on the start of the corpus when the run begins (seconds).
+
+    Raises:
+      ValueError: no such tokenizer, another one than the run began with, or more tokens than the model.
+    """
+    spec = c.data.tokenizer
+    if distributed.is_primary():
+        if spec.startswith("bpe:"):
+            source = sources.make_source(c.data.source, "train")
+            size = int(spec.removeprefix("bpe:"))
+            tokenizers.train_or_load(str(workdir / "tokenizer.json"), source, size, BPE_BYTES, c.train.seed)
+        else:
+            for name, content in tokenizers.make_tokenizer(spec).files.items():
+                path = workdir / name
+                if path.exists() and path.read_bytes() != content:
+                    raise ConfigError(
+                        f"config.data.tokenizer={spec} is another tokenizer than {path}, with which the "
+                        "run began; use that one or a new workdir"
+                    )
+                path.write_bytes(content)
+    distributed.barrier("tokenizer")
+    return saved_tokenizer(c, workdir)
+
+
+def saved_tokenizer(c: ConfigDict, workdir: Path) -> str:
+    """The spec of the tokenizer that a run keeps in its workdir."""
+    path, _, options = c.data.tokenizer.partition("?")
+    if path == "bytes":
+        return "bytes"
+    found = [p for p in (workdir / "tokenizer.json", workdir / "tokenizer.model") if p.exists()]
+    if not found:
+        raise ConfigError(f"{workdir} has no tokenizer.json or tokenizer.model: it holds no run")
+    return f"{found[0]}?{options}" if options else str(found[0])
+
+
+def train_data(c: ConfigDict, tokenizer: str) -> text.TextDataset:
+    """This process's part of the training batches."""
+    return _data_section(c)(split="train", **_data_extra(c, tokenizer))
+
+
+def heldout(c: ConfigDict, tokenizer: str) -> text.TextDataset:
+    """This process's part of the held-out batches: every token once, then it ends."""
+    return _data_section(c)(split="heldout", **_data_extra(c, tokenizer))
+
+
+def _data_extra(c: ConfigDict, tokenizer: str) -> dict:
+    here = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    return {"tokenizer": tokenizer, "seed": c.train.seed, **here}
+
+
+def _data_section(c: ConfigDict) -> functools.partial:
+    values = dict(c.data.items())
+    name = values.pop("name", None)
+    if name not in DATA:
+        raise ConfigError(f"config.data.name={name!r} is unknown; one of {', '.join(DATA)}")
+    return bind(DATA[name], "data", values, "split", "seed", "process_index", "process_count")
+
+
+def restore_model(
+    c: ConfigDict, workdir: Path, step_number: int | None, mesh: Mesh
+) -> tuple[nnx.GraphDef, dict, int]:
+    """A checkpoint's model: its structure, {"params", "model_state"} on the mesh, and the step.
+
+    Args:
+      step_number: None takes the newest sound checkpoint.
+    """
+    graphdef, abstract = step.abstract_model(model(c), mesh)
+    root = workdir / "checkpoints"
+    restored = checkpoint.restore(root if step_number is None else root / str(step_number), abstract)
+    return graphdef, restored.state, restored.step
+
+
+def flops_per_token(c: ConfigDict, params: dict) -> tuple[float, float]:
+    """Training FLOPs per token with full and with causal attention; see `metrics`."""
+    m = c.model
+    num_params = sum(math.prod(p.shape) for p in jax.tree.leaves(params))
+    looked_up = 0 if m.tie_embeddings else m.vocab_size * m.embed_dim
+    return metrics.train_flops_per_token(
+        num_params - looked_up, m.num_layers, m.num_heads, m.head_dim, c.data.seq_len
+    )
+
+
+def describe(c: ConfigDict, mesh: Mesh, state: dict, flops: tuple[float, float]) -> str:
+    """What will run, in a few lines."""
+    num_params = sum(math.prod(p.shape) for p in jax.tree.leaves(state["params"]))
+    local = {
+        part: sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(state[part])
+        )
+        for part in ("params", "opt_state", "model_state")
+    }
+    device = mesh.devices.flat[0]
+    axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    held = ", ".join(f"{part} {size / 2**30:.3g} GiB" for part, size in local.items() if size)
+    tokens = c.data.batch_size * c.data.seq_len
+    return (
+        f"{c.model.name}: {num_params:,} parameters, {c.model.param_dtype}, computing in {c.model.dtype}\n"
+        f"mesh: {axes} on {mesh.size} × {device.device_kind}; per device {held}\n"
+        f"batch: {c.data.batch_size} × {c.data.seq_len} = {tokens:,} tokens, "
+        f"{c.train.total_steps:,} steps = {c.train.total_steps * tokens:,} tokens, "
+        f"{flops[0]:.3g} FLOPs a token ({flops[1]:.3g} causal)"
+    )
+
+
 def check(c: ConfigDict, devices: Mesh) -> None:
     """Raises a ConfigError with the first pair of sections that do not fit each other."""
     for name in SECTIONS:
@@ -81,6 +208,9 @@ def check(c: ConfigDict, devices: Mesh) -> None:
     for name in c:
         if name not in SECTIONS:
             raise ConfigError(f"config.{name} is unknown; sections: {', '.join(SECTIONS)}")
+    _data_section(c)
+    bind(checkpoint.Checkpointer, "checkpoint", c.checkpoint, "directory")
+    bind(metrics.MetricWriter, "metrics", c.metrics, *WRITER_ARGUMENTS)
     batch, seq, shards = c.data.batch_size, c.data.seq_len, sharding.batch_shards(devices)
     rows = shards * c.train.microbatches
     if batch % rows:

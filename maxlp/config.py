@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 
@@ -52,6 +52,8 @@ def _parse_flags(argv: list[str]) -> list[str]:
 
 
 def _exit_on_error(main: Callable[[], Any]) -> None:
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)
     try:
         sys.exit(main())
     except (ValueError, FileNotFoundError) as error:
@@ -102,7 +104,13 @@ def bind(
 
 def call(function: Callable[..., Any], section: str, values: Mapping[str, Any], **extra: Any) -> Any:
     """``function(**values, **extra)``, bound as in `bind`."""
-    return bind(function, section, values, *extra)(**extra)
+    bound = bind(function, section, values, *extra)
+    try:
+        return bound(**extra)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"config.{section}: {error}") from error
 
 
 def _plain(value: Any) -> Any:

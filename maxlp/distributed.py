@@ -128,6 +128,12 @@ def is_primary() -> bool:
     return jax.process_index() == 0
 
 
+def say(message: object) -> None:
+    """Prints a line for the user, once for all processes."""
+    if is_primary():
+        print(message, flush=True)
+
+
 def barrier(name: str) -> None:
     """Waits until every process has come to the barrier of this name."""
     if jax.process_count() > 1:

@@ -9,8 +9,9 @@ turns names into shardings. Three mesh axes:
   split over the same axis, so that norms and residuals are neither stored nor computed twice.
 """
 
+import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -146,21 +147,18 @@ def param_shardings(variables: nnx.State, mesh: Mesh) -> dict:
     return nnx.traversals.unflatten_mapping({path: one(path, v) for path, v in flat})
 
 
-def opt_state_shardings(
-    tx: optax.GradientTransformation, params: Any, shardings: Any, mesh: Mesh
-) -> optax.OptState:
+def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mesh) -> optax.OptState:
     """Shardings of ``tx.init(params)``: what mirrors a parameter lies like it, the rest everywhere.
 
     Args:
-      params: the (abstract) parameters. shardings: theirs, as `param_shardings` gives them.
+      params: the parameters as `jax.ShapeDtypeStruct` with shardings.
     """
-    like = jax.tree.map(lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), params, shardings)
 
     def one(leaf: jax.ShapeDtypeStruct, param: jax.ShapeDtypeStruct) -> NamedSharding:
         return param.sharding if leaf.shape == param.shape else replicated(mesh)
 
     state = jax.eval_shape(tx.init, params)
-    return optax.tree.map_params(tx, one, state, like, transform_non_params=lambda _: replicated(mesh))
+    return optax.tree.map_params(tx, one, state, params, transform_non_params=lambda _: replicated(mesh))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -175,3 +173,21 @@ def global_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Arra
     """Global device arrays from this process's rows of the batch (rows in process order)."""
     sharding = batch_sharding(mesh)
     return {k: jax.make_array_from_process_local_data(sharding, v) for k, v in batch.items()}
+
+
+def device_batches(
+    batches: Iterator[dict], mesh: Mesh, limit: int = 0, ahead: int = 2
+) -> Iterator[tuple[dict[str, jax.Array], dict]]:
+    """Global device batches, ``ahead`` of their use, each with the iterator's state after it.
+
+    The state of a batch still waiting here is not yet that of the run: a checkpoint takes the state that
+    came with the last batch trained on. ``limit`` batches are taken, 0 for all.
+    """
+    waiting: collections.deque = collections.deque()
+    for count, batch in enumerate(batches, 1):
+        waiting.append((global_batch(batch, mesh), batches.get_state()))
+        if count == limit:
+            break
+        if len(waiting) > ahead:
+            yield waiting.popleft()
+    yield from waiting

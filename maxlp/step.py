@@ -42,8 +42,10 @@ def init_state(make_model: Callable[[nnx.Rngs], nnx.Module], tx: optax.GradientT
     return {"params": params, "model_state": model_state, "opt_state": tx.init(params), "step": step}
 
 
-def abstract_model(make_model: Callable[[nnx.Rngs], nnx.Module]) -> tuple[nnx.GraphDef, Any, Any]:
-    """A model's structure, parameters and other state; the variables hold shapes and logical axes."""
+def abstract_model(
+    make_model: Callable[[nnx.Rngs], nnx.Module], mesh: Mesh
+) -> tuple[nnx.GraphDef, dict[str, Any]]:
+    """A model's structure, and its params and model_state as shapes, dtypes and shardings."""
     # Not nnx.eval_shape: under a mesh it takes logical axes for mesh axes.
     structure = []
 
@@ -53,25 +55,38 @@ def abstract_model(make_model: Callable[[nnx.Rngs], nnx.Module]) -> tuple[nnx.Gr
         return params, model_state
 
     params, model_state = jax.eval_shape(variables)
-    return structure[0], params, model_state
+    abstract = {
+        key: jax.tree.map(_placed, nnx.to_pure_dict(state), sharding.param_shardings(state, mesh))
+        for key, state in (("params", params), ("model_state", model_state))
+    }
+    return structure[0], abstract
 
 
 def abstract_state(
     make_model: Callable[[nnx.Rngs], nnx.Module], tx: optax.GradientTransformation, mesh: Mesh
 ) -> tuple[nnx.GraphDef, State]:
-    """The model's structure and the state as shapes, dtypes and shardings; nothing is allocated."""
-    graphdef, params, model_state = abstract_model(make_model)
-    param_shardings = sharding.param_shardings(params, mesh)
-    state_shardings = {
-        "params": param_shardings,
-        "model_state": sharding.param_shardings(model_state, mesh),
-        "opt_state": sharding.opt_state_shardings(tx, nnx.to_pure_dict(params), param_shardings, mesh),
-        "step": sharding.replicated(mesh),
+    """The model's structure and the whole state as shapes, dtypes and shardings; nothing is allocated."""
+    graphdef, abstract = abstract_model(make_model, mesh)
+    opt_state = jax.eval_shape(tx.init, abstract["params"])
+    opt_shardings = sharding.opt_state_shardings(tx, abstract["params"], mesh)
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(mesh))
+    return graphdef, {
+        **abstract,
+        "opt_state": jax.tree.map(_placed, opt_state, opt_shardings),
+        "step": step,
     }
-    shapes = jax.eval_shape(functools.partial(init_state, make_model, tx, 0))
-    return graphdef, jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, state_shardings
-    )
+
+
+def _placed(leaf: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+
+def abstract_batch(batch_size: int, seq_len: int, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """The global batch of packed text as shapes: int32 (B, S), and a bool mask."""
+    dtypes = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), jnp.int32)
+    dtypes["loss_mask"] = jnp.bool_
+    where = sharding.batch_sharding(mesh)
+    return {k: jax.ShapeDtypeStruct((batch_size, seq_len), t, sharding=where) for k, t in dtypes.items()}
 
 
 # --- loss ---------------------------------------------------------------------------------------------

@@ -1,0 +1,152 @@
+r"""Continues prompts with a trained Llama.
+
+    python -m maxlp.generate --workdir=/tmp/run --prompt="def " --prompt="class " --max_new_tokens=100
+
+Each --prompt is one row of a batch. The same seed gives the same text, whatever else is in the batch.
+"""
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from flax import nnx
+
+from maxlp import build, config, distributed, sharding
+from maxlp import workdir as files
+from maxlp.data import tokenizer as tokenizers
+
+PROMPTS = flags.DEFINE_multi_string("prompt", None, "Text to continue; give it several times for a batch.")
+WORKDIR = flags.DEFINE_string("workdir", None, "Directory of a run.", required=True)
+STEP = flags.DEFINE_integer("step", None, "Checkpoint to use; the newest by default.", lower_bound=0)
+NEW = flags.DEFINE_integer("max_new_tokens", 128, "Tokens to add to each prompt.", lower_bound=1)
+TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "0 takes the likeliest token.", lower_bound=0.0)
+TOP_K = flags.DEFINE_integer("top_k", 0, "Sample among the k likeliest tokens; 0: all.", lower_bound=0)
+TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample among the likeliest tokens that hold this probability.")
+SEED = flags.DEFINE_integer("seed", 0, "Seed of the sampling.")
+
+
+class Sampling(NamedTuple):
+    """How a token is drawn; see `sample`."""
+
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def main() -> None:
+    distributed.initialize()
+    if not 0 < TOP_P.value <= 1:
+        raise ValueError(f"--top_p={TOP_P.value} must be above 0 and at most 1")
+    workdir, texts = Path(WORKDIR.value), PROMPTS.value or [""]
+    c = files.load_config(workdir)
+    tokenizer = tokenizers.make_tokenizer(build.saved_tokenizer(c, workdir))
+    prompts = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts]
+    longest = max(map(len, prompts)) + NEW.value
+    if longest > c.model.max_seq_len:
+        raise ValueError(
+            f"the longest prompt and --max_new_tokens={NEW.value} make {longest} tokens, beyond the "
+            f"model's max_seq_len={c.model.max_seq_len}"
+        )
+    mesh = sharding.make_mesh(fsdp=-1)
+    with jax.set_mesh(mesh):
+        graphdef, state, _ = build.restore_model(c, workdir, STEP.value, mesh)
+        rows = generate(
+            nnx.merge(graphdef, state["params"], state["model_state"]),
+            prompts,
+            max_new_tokens=NEW.value,
+            sampling=Sampling(TEMPERATURE.value, TOP_K.value, TOP_P.value),
+            seed=SEED.value,
+            eos_id=tokenizer.eos_id,
+        )
+    for text, row in zip(texts, rows, strict=True):
+        distributed.say(f"{'─' * 80}\n{text}{tokenizer.decode(row)}")
+
+
+def generate(
+    model: nnx.Module,
+    prompts: list[list[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int = 0,
+    eos_id: int | None = None,
+) -> list[list[int]]:
+    """New tokens for each prompt, up to and without ``eos_id``.
+
+    Args:
+      prompts: token ids, at least one each; they may differ in length.
+      seed: row i draws with a key of its own, so its text depends on no other row.
+    """
+    lengths_B = np.array([len(p) for p in prompts], np.int32)
+    width = -(-lengths_B.max() // 32) * 32  # few different shapes, few compilations
+    tokens_BS = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in zip(tokens_BS, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    stop = -1 if eos_id is None else eos_id
+    rows = np.asarray(
+        _generate(*nnx.split(model), tokens_BS, lengths_B, seed, stop, sampling, max_new_tokens)
+    ).tolist()
+    return [row[: row.index(stop)] if stop in row else row for row in rows]
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "sampling", "new"))
+def _generate(graphdef, state, tokens_BS, lengths_B, seed, stop, sampling, new):
+    model = nnx.merge(graphdef, state)
+    B, S = tokens_BS.shape
+    keys_B = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(jnp.arange(B))
+
+    def draw(i, x_B1D):
+        keys = jax.vmap(jax.random.fold_in, (0, None))(keys_B, i)
+        logits_BV = model.logits(x_B1D)[:, 0]
+        return jax.vmap(lambda key, logits_V: sample(key, logits_V, sampling))(keys, logits_BV)
+
+    # All prompts at once. The slots behind a short one hold keys of padding, which nobody sees: a slot's
+    # number is its position, and a new token overwrites the slot of its position before it attends.
+    positions_BS = jnp.broadcast_to(jnp.arange(S), (B, S))
+    x_BSD, cache = model.hidden(tokens_BS, positions_BS, cache=model.init_cache(B, S + new))
+    first_B = draw(0, jnp.take_along_axis(x_BSD, (lengths_B - 1)[:, None, None], axis=1))
+    out_BN = jnp.full((B, new), stop, jnp.int32).at[:, 0].set(first_B)
+
+    def unfinished(carry):
+        i, token_B, ended_B, _, _ = carry
+        return (i < new) & ~jnp.all(ended_B | (token_B == stop))
+
+    def body(carry):
+        i, token_B, ended_B, cache, out_BN = carry
+        ended_B |= token_B == stop
+        x_B1D, cache = model.hidden(token_B[:, None], (lengths_B + i - 1)[:, None], cache=cache)
+        token_B = jnp.where(ended_B, stop, draw(i, x_B1D))
+        return i + 1, token_B, ended_B, cache, out_BN.at[:, i].set(token_B)
+
+    start = (1, first_B, jnp.zeros(B, bool), cache, out_BN)
+    return jax.lax.while_loop(unfinished, body, start)[-1]
+
+
+def sample(key: jax.Array, logits_V: jax.Array, sampling: Sampling) -> jax.Array:
+    """One token id from float32 logits.
+
+    ``temperature`` divides the logits, 0 takes the largest. ``top_k`` keeps the k largest, 0 keeps all.
+    ``top_p`` keeps the fewest of the largest that hold this probability, after temperature and top_k
+    (nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751).
+    """
+    temperature, top_k, top_p = sampling
+    if temperature == 0:
+        return jnp.argmax(logits_V).astype(jnp.int32)
+    logits_V = logits_V / temperature
+    if 0 < top_k < logits_V.size:
+        logits_V = jnp.where(logits_V < jax.lax.top_k(logits_V, top_k)[0][-1], -jnp.inf, logits_V)
+    if top_p < 1:
+        sorted_V = jnp.sort(logits_V, descending=True)
+        probability_V = jax.nn.softmax(sorted_V)
+        before_V = jnp.cumsum(probability_V) - probability_V
+        least = jnp.min(jnp.where(before_V < top_p, sorted_V, jnp.inf))
+        logits_V = jnp.where(logits_V < least, -jnp.inf, logits_V)
+    return jax.random.categorical(key, logits_V).astype(jnp.int32)
+
+
+if __name__ == "__main__":
+    config.run(main)

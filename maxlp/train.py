@@ -1,0 +1,188 @@
+r"""Trains a model; started again with the same command, it goes on where it was.
+
+    python -m maxlp.train --config=configs/llama/debug.py --workdir=/tmp/run
+
+Any value of the config can be changed on the command line:
+
+    python -m maxlp.train --config=configs/llama/8b.py --workdir=/data/run \
+        --config.data.source=array_record:/data/c4 --config.optimizer.learning_rate=1e-4
+
+--dry_run checks the config and prints what would run: the resolved values, parameters, FLOPs, bytes per
+device. SIGTERM saves a checkpoint and exits with code 75 (start me again); Ctrl-C too, with code 130.
+"""
+
+import concurrent.futures
+import functools
+import math
+import time
+from pathlib import Path
+
+import jax
+import psutil
+from absl import flags
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from maxlp import build, config, distributed, metrics, report, sharding, step
+from maxlp import workdir as files
+from maxlp.checkpoint import load_params
+from maxlp.data import merge_states
+from maxlp.evals.perplexity import perplexity
+
+config.define_flags("Directory of the run: checkpoints, metrics, config; resumed if it holds a checkpoint.")
+DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the config, print what would run, and stop.")
+
+
+def main() -> int:
+    startup = Startup()
+    distributed.initialize()
+    c, workdir = flags.FLAGS.config, Path(flags.FLAGS.workdir)
+    return train(c, workdir, startup, dry_run=DRY_RUN.value)
+
+
+def train(c: ConfigDict, workdir: Path, startup: "Startup", *, dry_run: bool = False) -> int:
+    """Runs a config to its end in ``workdir``; returns the exit code of the process."""
+    # --- What the run is: every choice is checked before anything is allocated or compiled.
+    mesh = build.mesh(c)
+    build.check(c, mesh)
+    loop, make_model, loss_fn = build.loop(c), build.model(c), build.loss(c)
+    tx, schedule = build.tx(c)
+    with jax.set_mesh(mesh):
+        graphdef, abstract = step.abstract_state(make_model, tx, mesh)
+        flops = build.flops_per_token(c, abstract["params"])
+        distributed.say(build.describe(c, mesh, abstract, flops))
+        if dry_run:
+            distributed.say(c)
+            return 0
+        train_step, eval_step = step.compile_steps(
+            abstract,
+            mesh,
+            graphdef=graphdef,
+            tx=tx,
+            loss_fn=loss_fn,
+            microbatches=loop.microbatches,
+            schedule=schedule,
+        )
+        startup.mark("config and mesh")
+
+        # --- XLA compiles in the background while the data is opened.
+        use_compilation_cache()
+        shapes = step.abstract_batch(c.data.batch_size, c.data.seq_len, mesh)
+        background = concurrent.futures.ThreadPoolExecutor(1)
+        compiled = background.submit(compile_under, mesh, train_step, abstract, shapes)
+        workdir.mkdir(parents=True, exist_ok=True)
+        tokenizer = build.tokenizer(c, workdir)
+        train_data, heldout = build.train_data(c, tokenizer), build.heldout(c, tokenizer)
+        startup.mark("tokenizer and data")
+
+        # --- The state: restored, or born sharded.
+        with (
+            build.checkpointer(c, workdir / "checkpoints") as checkpoints,
+            distributed.PreemptionGuard() as guard,
+        ):
+            batches = iter(train_data)
+            restored = checkpoints.restore_latest(abstract)
+            if restored is not None:
+                start, state = restored.step, restored.state
+                batches.set_state(restored.data_state)
+            else:
+                shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+                init = functools.partial(step.init_state, make_model, tx, loop.seed)
+                start, state = 0, jax.jit(init, out_shardings=shardings)()
+                if loop.init_from:
+                    state["params"] = load_params(loop.init_from, abstract["params"])
+            if distributed.is_primary():
+                for change in files.save_config(workdir, c):
+                    distributed.say(f"changed since the last start: {change}")
+                files.record_start(workdir, start)
+            startup.mark("state restored" if start else "state initialised")
+            train_step = compiled.result()
+            startup.mark("rest of compilation")
+            if start >= loop.total_steps:
+                distributed.say(
+                    f"{workdir} is at step {start} of {loop.total_steps}: nothing left to train"
+                )
+                return 0
+            distributed.say(f"resuming at step {start}" if start else "starting at step 0")
+
+            # --- The loop. The metrics of a step are read when the next one is queued already.
+            writer = build.metric_writer(c, workdir, loop.total_steps, start)
+            fetch = metrics.DelayedFetch()
+            throughput = metrics.Throughput(
+                tokens_per_step=c.data.batch_size * c.data.seq_len,
+                flops_per_token=flops,
+                peak=metrics.peak_flops(),
+                num_devices=jax.device_count(),
+                total_steps=loop.total_steps,
+            )
+
+            def evaluate(n: int, num_batches: int) -> None:
+                held = sharding.device_batches(iter(heldout), mesh, limit=num_batches)
+                lengths = heldout.tokenizer.byte_lengths
+                results = perplexity(eval_step, state, (batch for batch, _ in held), lengths)
+                writer.write(n, {f"eval/{name}": value for name, value in results.items()})
+
+            for n, (batch, data_state) in enumerate(sharding.device_batches(batches, mesh), start + 1):
+                state, out = train_step(state, batch)
+                last, stop = n == loop.total_steps, guard.should_stop(n)
+                evaluates = last or (loop.eval_every > 0 and n % loop.eval_every == 0)
+                saves = last or stop or checkpoints.should_save(n)
+                for done, values in fetch.push(n, out, wait=evaluates or saves or n == start + 1):
+                    throughput.tick(done)
+                    if not math.isfinite(values["loss"]):  # before it is saved
+                        raise FloatingPointError(f"the loss of step {done} is {values['loss']}")
+                    if done % loop.log_every == 0 or done == loop.total_steps:
+                        values = {f"train/{name}": value for name, value in values.items()}
+                        writer.write(done, values | throughput.report() | metrics.memory_metrics())
+                if n == start + 1:
+                    startup.mark("first step")
+                    distributed.say(startup)
+                with throughput.paused():
+                    if evaluates and not stop:
+                        evaluate(n, 0 if last else loop.eval_batches)
+                    if saves:
+                        checkpoints.save(n, state, merge_states(distributed.gather_json(data_state)))
+                if stop:
+                    checkpoints.wait()
+                    distributed.say(f"stopped and saved at step {n}; the same command goes on from here")
+                    return guard.exit_code
+                if last:
+                    break
+        writer.close()
+        if distributed.is_primary():
+            report.plot_curves(workdir)
+            distributed.say(f"done; {workdir}/loss.png; python -m maxlp.report {workdir} tells the rest")
+    return 0
+
+
+def compile_under(mesh: Mesh, function: jax.stages.Wrapped, *shapes) -> jax.stages.Compiled:
+    with jax.set_mesh(mesh):  # the mesh of a context is a thread's own
+        return function.lower(*shapes).compile()
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled steps between starts, unless JAX_COMPILATION_CACHE_DIR says where or the user no."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "maxlp" / "xla"))
+
+
+class Startup:
+    """Where the seconds before the first step went."""
+
+    def __init__(self):
+        self.stages: list[tuple[str, float]] = []
+        self.last = psutil.Process().create_time()
+        self.mark("imports")
+
+    def mark(self, stage: str) -> None:
+        now = time.time()
+        self.stages.append((stage, now - self.last))
+        self.last = now
+
+    def __str__(self) -> str:
+        total = sum(seconds for _, seconds in self.stages)
+        return f"first step after {total:.1f} s: " + ", ".join(f"{name} {s:.1f}" for name, s in self.stages)
+
+
+if __name__ == "__main__":
+    config.run(main)
