@@ -15,9 +15,10 @@ DIR is on a file system that all processes share and that renames atomically (lo
 a mounted bucket).
 
 Why CRC-32: the enemy is a disk, a cable or a cut-off write, not a forger. It sees every flipped bit,
-every burst up to 32 bits and all but one in 4e9 of other changes, and it is the fastest checksum of the
-standard library (zlib's: 2 to 4 GB/s on one core, twice SHA-256 with hardware support), run outside
-the GIL. All processes share the work, at saving and at restoring.
+every burst up to 32 bits and all but one in 4e9 of other changes, and zlib's is the fastest checksum of
+the standard library (4.1 GB/s measured on one server core; SHA-256 with its own instructions 1.8) and
+lets the GIL go. All processes share the work, at saving and at restoring, because the checksums of a
+large model would take one of them minutes to hours.
 """
 
 import json
@@ -315,12 +316,12 @@ def list_steps(directory: str | os.PathLike[str]) -> list[StepInfo]:
 def _find(path: str | os.PathLike[str]) -> Path:
     """The step directory that `path` means, verified."""
     root = _local_path(path)
-    if root.name.isdigit() and root.is_dir():
+    if (root / "checkpoints").is_dir():
+        root /= "checkpoints"
+    if root.name.isdigit() and root.is_dir() and not _steps(root):
         if faults := _verify(root):
             raise CheckpointError(f"{root} is damaged: {faults[0]}")
         return root
-    if (root / "checkpoints").is_dir():
-        root /= "checkpoints"
     step, damaged = _newest_sound(root)
     if step is None:
         reason = ", ".join(f"{bad} is damaged ({faults[0]})" for bad, faults in damaged.items())

@@ -394,7 +394,7 @@ def test_a_state_of_another_shape_is_named(two_steps):
 
 
 def test_load_params_takes_weights_alone_from_any_place_of_a_run(two_steps, tmp_path, logged):
-    run = tmp_path / "run"
+    run = tmp_path / "2026"  # a run may have a number for a name, as a step has
     shutil.copytree(two_steps, run / "checkpoints")
     wanted = abstract(small_state()["params"])
     assert_same_bits(checkpoint.load_params(run, wanted), small_state(20)["params"])
