@@ -374,7 +374,14 @@ def _format_record(record: Mapping[str, Any], total_steps: int) -> str:
     """A progress line for training records, `name value` pairs for others."""
     parts = [f"step {record['step']}/{total_steps}"]
     if "train/loss" not in record:
-        return "  ".join(parts + [f"{k} {v:.4g}" for k, v in record.items() if k not in ("step", "time")])
+        return "  ".join(
+            parts
+            + [
+                f"{k} {v:,.0f}" if abs(v) >= 1000 else f"{k} {v:.4g}"
+                for k, v in record.items()
+                if k not in ("step", "time")
+            ]
+        )
     of_what = " of measured peak" if record.get("perf/peak_measured") else ""
     formats: dict[str, Callable[[Any], str]] = {
         "train/loss": lambda v: f"loss {v:.4f}",

@@ -191,7 +191,10 @@ def loss_lines(run: Run) -> Lines:
     if len(steps):
         if tokens := _tokens_per_step(run):
             lines.append(("tokens seen", f"{run.step * tokens:,}, {tokens:,} a step"))
-        lines.append(("train/loss", f"{last_loss(losses):.4f}, mean of the last records (up to 10)"))
+        count = len(_tail(losses))
+        lines.append(
+            ("train/loss", f"{_tail(losses).mean():.4f}, mean of the last {_count(count, 'record')}")
+        )
         if bad := steps[~np.isfinite(losses)].tolist():
             lines.append(("not finite", f"{_count(len(bad), 'record')}, the first at step {bad[0]:,}"))
     for name in ("eval/loss", "eval/bits_per_byte", "eval/perplexity"):
@@ -201,9 +204,9 @@ def loss_lines(run: Run) -> Lines:
     return lines
 
 
-def last_loss(losses: np.ndarray) -> float:
-    """Mean of the last ten: one record is too noisy to compare runs by."""
-    return float(np.mean(losses[-10:]))
+def _tail(losses: np.ndarray) -> np.ndarray:
+    """The last tenth, at most ten records: one is too noisy to compare runs by."""
+    return losses[-min(10, max(1, len(losses) // 10)) :]
 
 
 def _tokens_per_step(run: Run) -> int:
@@ -290,6 +293,7 @@ def report_text(run: Run) -> str:
                     initial_indent=f"  {label:<{width}}",
                     subsequent_indent=indent,
                     break_long_words=False,
+                    break_on_hyphens=False,
                 )
                 for label, text in lines
             ]
@@ -326,7 +330,7 @@ def plot_curves(workdir: str | os.PathLike[str]) -> Path | None:
 def loss_panel(axes: Any, run: Run) -> None:
     """Training loss with its smoothed curve, evaluations, spikes."""
     steps, losses = run.series("train/loss")
-    label = f"train, {last_loss(losses):.3f} at the end"
+    label = f"train, {_tail(losses).mean():.3f} at the end"
     _plot_smoothed(axes, steps, losses, linewidth=1.8, label=label)
     eval_steps, evals = run.series("eval/loss")
     if len(evals):

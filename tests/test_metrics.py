@@ -290,12 +290,14 @@ def test_console_prints_a_line_a_record_without_a_terminal():
     console = metrics.ConsoleWriter(20, stream)
     console.write(RECORD)
     console.write({"step": 11, "time": 0.0, "train/loss": math.nan})
-    console.write({"step": 20, "time": 0.0, "eval/loss": 1.0, "eval/bits_per_byte": 1.44269})
+    console.write(
+        {"step": 20, "time": 0.0, "eval/loss": 1.0, "eval/bits_per_byte": 1.44269, "eval/tokens": 20470}
+    )
     console.close()
     assert stream.getvalue().splitlines() == [
         LINE,
         "step 11/20  loss nan",
-        "step 20/20  eval/loss 1  eval/bits_per_byte 1.443",
+        "step 20/20  eval/loss 1  eval/bits_per_byte 1.443  eval/tokens 20,470",
     ]
 
 
