@@ -1,4 +1,4 @@
-"""Input pipelines by name."""
+"""Input pipelines by name: each entry takes a config's data section as its keyword arguments."""
 
 from maxlp.data.text import make_data, merge_states
 
