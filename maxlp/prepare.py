@@ -21,8 +21,10 @@ import glob
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
@@ -215,15 +217,25 @@ def _wait(pending: list[futures.Future], show: Callable[[], None]) -> list[Any]:
 
 def _start_worker(documents: Source, encoder: Tokenizer | None, counters: Any) -> None:
     global _worker
-    _worker = documents, encoder, counters, os.getppid()
+    _worker = documents, encoder, counters
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which stops us
+    # A pool's idle workers wait for ever if the process that made them is killed.
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _work(shard: Shard) -> dict[str, Any]:
-    documents, encoder, counters, parent = _worker
+    documents, encoder, counters = _worker
 
     def add(count: int, size: int) -> None:
-        if counters[2] or os.getppid() != parent:
-            raise SystemExit
+        if counters[2]:
+            raise RuntimeError("another worker failed")
         with counters.get_lock():
             counters[0] += count
             counters[1] += size

@@ -302,9 +302,7 @@ def _text_files(name: str, path: str, split: str, *, heldout: float = HELDOUT) -
     return Source(name, split, _TextFiles(root, _choose_files(names, split, heldout)))
 
 
-def _jsonl(
-    name: str, path: str, split: str, *, text_key: str = "text", heldout: float = HELDOUT
-) -> Source:
+def _jsonl(name: str, path: str, split: str, *, text_key: str = "text", heldout: float = HELDOUT) -> Source:
     _, paths = _find_files(name, path, ".jsonl")
     return Source(name, split, _JsonLines(paths, text_key), _every(heldout))
 

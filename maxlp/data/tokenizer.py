@@ -145,9 +145,7 @@ class ByteTokenizer(Tokenizer):
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json`. It has `byte_lengths` if it is byte-level or made of `▁` pieces."""
 
-    def __init__(
-        self, data: bytes, bos: str | None = None, eos: str | None = None, pad: str | None = None
-    ):
+    def __init__(self, data: bytes, bos: str | None = None, eos: str | None = None, pad: str | None = None):
         """Reads the bytes of a `tokenizer.json`; `bos`, `eos`, `pad` name specials if unusual."""
         import tokenizers
 
@@ -163,9 +161,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._added = tok.get_added_tokens_decoder()
         self.vocab_size = max(tok.get_vocab(with_added_tokens=True).values()) + 1
         specials = {tok.content: i for i, tok in self._added.items() if tok.special}
-        self.bos_id, self.eos_id, self.pad_id = _special_ids(
-            specials, tok.token_to_id, bos, eos, pad
-        )
+        self.bos_id, self.eos_id, self.pad_id = _special_ids(specials, tok.token_to_id, bos, eos, pad)
         self.fingerprint = hashlib.sha256(data).hexdigest()
         self.files = {"tokenizer.json": data}
 
@@ -202,11 +198,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece `.model`."""
+    """A SentencePiece `.model`. The character `▁` (U+2581) is a space to it."""
 
-    def __init__(
-        self, data: bytes, bos: str | None = None, eos: str | None = None, pad: str | None = None
-    ):
+    def __init__(self, data: bytes, bos: str | None = None, eos: str | None = None, pad: str | None = None):
         """Reads the bytes of a model; `bos`, `eos`, `pad` name its specials if unusual."""
         import sentencepiece
 

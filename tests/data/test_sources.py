@@ -77,9 +77,7 @@ def test_text_files_are_read_byte_for_byte(tmp_path):
 def test_jsonl_round_trip(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:20], key="content")
     second = write_jsonl(tmp_path / "b.jsonl", TEXTS[20:], key="content")
-    second.write_bytes(
-        b"\n\r\n" + second.read_bytes().rstrip(b"\n")
-    )  # blank lines, no last newline
+    second.write_bytes(b"\n\r\n" + second.read_bytes().rstrip(b"\n"))  # blank lines, no last newline
     for spec in (f"jsonl:{tmp_path}", f"jsonl:{tmp_path}/?.jsonl"):
         assert texts_of(make_source(spec + "?text_key=content", "all")) == TEXTS
 
@@ -140,9 +138,7 @@ def test_reads_from_many_threads_agree(tmp_path):
     ):
         with ThreadPoolExecutor(8) as pool:
             order = np.random.default_rng(0).permutation(len(TEXTS) * 20) % len(TEXTS)
-            assert list(pool.map(lambda i, s=source: s[i]["text"], order)) == [
-                TEXTS[i] for i in order
-            ]
+            assert list(pool.map(lambda i, s=source: s[i]["text"], order)) == [TEXTS[i] for i in order]
 
 
 # --- splits ---------------------------------------------------------------------------------------
@@ -181,8 +177,7 @@ def test_text_split_does_not_depend_on_the_folder(tmp_path):
 def test_record_split_takes_every_record_once(tmp_path, heldout, every, total):
     path = write_jsonl(tmp_path / "a.jsonl", [str(i) for i in range(total)])
     train, held = (
-        texts_of(make_source(f"jsonl:{path}?heldout={heldout}", split))
-        for split in ("train", "heldout")
+        texts_of(make_source(f"jsonl:{path}?heldout={heldout}", split)) for split in ("train", "heldout")
     )
     assert held == [str(i) for i in range(total) if i % every == every - 1]
     assert train == [str(i) for i in range(total) if i % every != every - 1]

@@ -1,0 +1,265 @@
+import contextlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from maxlp import prepare
+from maxlp.data.sources import make_source
+from maxlp.data.tokenizer import make_tokenizer, train_bpe
+from maxlp.prepare import prepare_text
+
+TEXTS = [f"document {i}: äöü 漢字 🎉\n" * (i % 7) for i in range(100)]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return f"jsonl:{path}"
+
+
+def documents(folder, split="all"):
+    source = make_source(f"array_record:{folder}", split)
+    return [source[i] for i in range(len(source))]
+
+
+def run(*args, **kwargs):
+    command = [sys.executable, "-m", "maxlp.prepare", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, **kwargs)
+
+
+# --- round trips ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [1, 3, 1000])
+def test_text_round_trip(corpus, tmp_path, shards):
+    output = str(tmp_path / "out")
+    manifest = prepare_text(corpus, output, shards=shards)
+    expected = [{"text": text.encode()} for text in TEXTS if text]
+    assert documents(output) == expected
+    assert json.loads((tmp_path / "out/dataset.json").read_text()) == manifest
+    assert manifest["documents"] == len(expected) and manifest["empty_documents"] == 15
+    assert manifest["bytes"] == sum(len(text.encode()) for text in TEXTS)
+    assert len(manifest["shards"]) == min(shards, 100)
+    for shard in manifest["shards"]:
+        assert os.path.getsize(os.path.join(output, shard["file"])) == shard["file_size"]
+    train, heldout = documents(output, "train"), documents(output, "heldout")
+    assert train + heldout == [*expected[:49], *expected[50:], expected[49]]
+
+
+def test_bytes_that_are_not_utf8_are_kept(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a").write_bytes(bytes(range(256)))
+    prepare_text(f"text:{tmp_path}/in", str(tmp_path / "out"))
+    assert documents(tmp_path / "out") == [{"text": bytes(range(256))}]
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_token_round_trip(corpus, tmp_path, wide, monkeypatch):
+    if wide:  # as if the vocabulary had more than 65,536 ids
+        monkeypatch.setattr(prepare, "_token_dtype", lambda encoder: np.dtype("<u4"))
+    output = str(tmp_path / "out")
+    manifest = prepare_text(corpus, output, tokenizer="bytes", shards=3)
+    tokens = [each["tokens"] for each in documents(output)]
+    assert [bytes(ids.astype(np.uint8)).decode() for ids in tokens] == [t for t in TEXTS if t]
+    assert {ids.dtype for ids in tokens} == {np.dtype("uint32" if wide else "uint16")}
+    assert manifest["tokens"] == manifest["bytes"] == sum(map(len, tokens))
+    source = make_source(f"array_record:{output}", "all")
+    assert source.tokenizer == {"spec": "bytes", "fingerprint": "bytes", "vocab_size": 259}
+
+
+def test_token_dtype_by_vocabulary():
+    class Encoder:
+        vocab_size = 65_536
+
+    assert prepare._token_dtype(Encoder()) == np.uint16  # ids up to 65,535
+    Encoder.vocab_size = 65_537
+    assert prepare._token_dtype(Encoder()) == np.uint32
+
+
+def test_tokenizer_is_kept_beside_the_tokens(corpus, tmp_path):
+    path = str(tmp_path / "tokenizer.json")
+    tokenizer = train_bpe(TEXTS, 300, path)
+    prepare_text(corpus, str(tmp_path / "out"), tokenizer=f"{path}?pad=a")
+    os.remove(path)
+    source = make_source(f"array_record:{tmp_path}/out", "all")
+    again = make_tokenizer(source.tokenizer["spec"])
+    assert again.fingerprint == source.tokenizer["fingerprint"] == tokenizer.fingerprint
+    assert again.decode([again.pad_id]) == "a"
+    assert [again.decode(each["tokens"]) for each in source] == [text for text in TEXTS if text]
+
+
+def test_train_tokenizer(corpus, tmp_path):
+    manifest = prepare_text(corpus, str(tmp_path / "out"), train_tokenizer=300)
+    source = make_source(f"array_record:{tmp_path}/out", "all")
+    tokenizer = make_tokenizer(source.tokenizer["spec"])
+    assert tokenizer.vocab_size == 300 and manifest["tokens"] < manifest["bytes"] / 2
+    assert [tokenizer.decode(each["tokens"]) for each in source] == [text for text in TEXTS if text]
+
+
+def test_workers_write_the_same_files(corpus, tmp_path):
+    for workers in (1, 2):
+        folder = str(tmp_path / str(workers))
+        prepare_text(corpus, folder, tokenizer="bytes", shards=5, num_workers=workers)
+    names = sorted(os.listdir(tmp_path / "1"))
+    assert names == sorted(os.listdir(tmp_path / "2")) and len(names) == 6
+    for name in names:
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+
+
+def test_prepared_source_pickles(corpus, tmp_path):
+    prepare_text(corpus, str(tmp_path / "out"), shards=3)
+    source = make_source(f"array_record:{tmp_path}/out", "train")
+    source[0]
+    again = pickle.loads(pickle.dumps(source))
+    assert repr(again) == repr(source) and list(again) == list(source)
+
+
+def test_stdlib_split_is_what_was_asked(tmp_path):
+    prepare_text("stdlib", str(tmp_path), split="heldout", shards=2)
+    source = make_source("stdlib", "heldout")
+    assert documents(tmp_path) == [each for each in source if each["text"]]
+
+
+# --- what is there, what is broken ----------------------------------------------------------------
+
+
+def test_overwrite(corpus, tmp_path):
+    output = str(tmp_path / "out")
+    prepare_text(corpus, output, shards=7, tokenizer="bytes")
+    with pytest.raises(ValueError, match="holds a dataset already; pass --overwrite"):
+        prepare_text(corpus, output)
+    prepare_text(corpus, output, shards=2, overwrite=True)
+    assert len(os.listdir(output)) == 3  # none of the seven is left
+    assert "text" in documents(output)[0]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_an_error_on_the_way_leaves_the_old_dataset(corpus, tmp_path, num_workers):
+    output = str(tmp_path / "out")
+    prepare_text(corpus, output)
+    before = {name: (tmp_path / "out" / name).read_bytes() for name in os.listdir(output)}
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "a"}\n' * 50 + '{"text": "trunc')
+    with pytest.raises(ValueError, match=f"{broken}:51: not a complete JSON object"):
+        prepare_text(f"jsonl:{broken}", output, overwrite=True, num_workers=num_workers)
+    after = {name: (tmp_path / "out" / name).read_bytes() for name in os.listdir(output)}
+    assert after == before
+
+
+@contextlib.contextmanager
+def running(tmp_path, num_workers):
+    """A `prepare` process that has written one of its eight shards, with its output folder."""
+    corpus, output = tmp_path / "big.jsonl", tmp_path / "out"
+    corpus.write_text("".join(json.dumps({"text": f"{i} " * 100_000}) + "\n" for i in range(100)))
+    args = ["text", f"--source=jsonl:{corpus}", f"--output={output}", "--tokenizer=bytes"]
+    args += ["--shards=8", f"--num_workers={num_workers}"]
+    command = [sys.executable, "-m", "maxlp.prepare", *args]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while len(list(output.glob("*.partial"))) <= num_workers:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    with process:
+        yield psutil.Process(process.pid), process, output
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_killed_run_leaves_nothing_that_looks_complete(corpus, tmp_path, num_workers):
+    with running(tmp_path, num_workers) as (handle, process, output):
+        workers = handle.children(recursive=True)
+        assert len(workers) >= num_workers - 1
+        process.kill()
+    assert not psutil.wait_procs(workers, timeout=10)[1]  # they notice that their parent is gone
+    names = os.listdir(output)
+    assert names and all(name.endswith(".partial") for name in names)
+    with pytest.raises(ValueError, match=r"holds no dataset\.json"):
+        make_source(f"array_record:{output}", "all")
+    prepare_text(corpus, str(output))
+    assert documents(output) == [{"text": text.encode()} for text in TEXTS if text]
+    assert not list(output.glob("*.partial"))
+
+
+def test_killed_worker_is_reported_and_nothing_is_left(tmp_path):
+    with running(tmp_path, num_workers=2) as (handle, process, output):
+        next(each for each in handle.children() if "spawn_main" in " ".join(each.cmdline())).kill()
+        message = process.communicate(timeout=60)[1].splitlines()[-1]
+    assert process.returncode == 1 and message.startswith("prepare: a worker process died")
+    assert not os.listdir(output)
+
+
+def test_damaged_datasets_are_refused(corpus, tmp_path):
+    manifest = prepare_text(corpus, str(tmp_path / "out"), shards=3)
+    path = tmp_path / "out" / manifest["shards"][1]["file"]
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    with pytest.raises(ValueError, match=f"{path} has {len(data) - 1} bytes, expected"):
+        make_source(f"array_record:{tmp_path}/out")
+    path.unlink()
+    with pytest.raises(ValueError, match=f"{path} is missing"):
+        make_source(f"array_record:{tmp_path}/out")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"shards": 0}, "shards=0"),
+        ({"num_workers": 0}, "num_workers=0"),
+        ({"tokenizer": "bytes", "train_tokenizer": 300}, "not both"),
+        ({"tokenizer": "/nowhere.json"}, "/nowhere.json"),
+        ({"train_tokenizer": 100_000}, "train on more"),
+        ({"split": "test"}, "train, heldout, all"),
+        ({"source": "stdlib?weight=1;stdlib?heldout=0.1"}, "is a mixture"),
+    ],
+)
+def test_wrong_arguments_write_nothing(corpus, tmp_path, kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        prepare_text(**{"source": corpus, "output": str(tmp_path / "out"), **kwargs})
+    assert not (tmp_path / "out").exists()
+
+
+def test_sources_that_cannot_be_prepared(corpus, tmp_path):
+    prepare_text(corpus, str(tmp_path / "tokens"), tokenizer="bytes")
+    with pytest.raises(ValueError, match="holds tokens already"):
+        prepare_text(f"array_record:{tmp_path}/tokens", str(tmp_path / "out"))
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(ValueError, match="all of its documents are empty"):
+        prepare_text(f"text:{tmp_path}/empty.txt", str(tmp_path / "out"))
+    assert not list((tmp_path / "out").iterdir())
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_command(corpus, tmp_path):
+    output = tmp_path / "out"
+    done = run("text", f"--source={corpus}", f"--output={output}", "--tokenizer=bytes", check=True)
+    assert done.stdout.startswith("wrote 85 documents, ") and str(output) in done.stdout
+    assert done.stderr.count("\n") == 1 and "100 of 100 documents (100%)" in done.stderr
+    again = run("text", f"--source={corpus}", f"--output={output}")
+    assert again.returncode == 1 and again.stderr.count("\n") == 1
+    assert "--overwrite" in again.stderr
+
+
+def test_subcommand_errors_are_one_line():
+    for argv, words in (
+        ([], "expected one subcommand of: text; got nothing"),
+        (["image_text"], "expected one subcommand of: text; got image_text"),
+        (["text", "more"], "got text more"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            prepare.main(["prepare", *argv])
+        assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_help_has_examples():
+    done = run("--help")
+    assert "python -m maxlp.prepare text --source=" in done.stdout
+    assert all(f"--{name}" in done.stdout for name in ("output", "train_tokenizer", "shards"))
