@@ -1,0 +1,229 @@
+"""One quantized ``dot_general`` for every recipe, with its own backward pass.
+
+Shapes: the input is ``(…, K)``, the kernel ``(K, N)``, the output and its gradient ``(…, N)``.
+
+What the matmuls return before scales are applied: int8 gives int32, exactly. ``fwd`` and ``dlhs`` give
+float32, so that the scales do not round twice. ``drhs``, the one matmul whose result is summed over the
+devices of a data-parallel mesh, gives the kernel's dtype: in float32 the all-reduce would move twice the
+bytes of bfloat16 training (in float16 the unscaled sum could overflow, so there it is float32).
+
+Precision: DEFAULT lets GPUs accumulate FP8 products fast (with fewer bits), HIGHEST does not; forward is
+fast and backward precise, as in Transformer Engine.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.lax import Precision
+from jax.sharding import AxisType
+
+from maxlp.precision import delayed, formats, mx
+from maxlp.precision.formats import Quantized
+from maxlp.precision.recipes import Operand, Recipe
+
+RESIDUALS = ("quant_dot_input", "quant_dot_kernel")  # names for remat policies
+
+
+class QuantDot(nnx.Module):
+    """Stands in for ``jax.lax.dot_general`` where the last axis of the input meets the first of a kernel.
+
+    Delayed scaling keeps a history per tensor here, float32 ``(…, history)``: ``input_amax_history`` and
+    ``kernel_amax_history`` are written by the forward pass, ``output_grad_amax_history`` is the gradient
+    of itself (`delayed.OverwriteWithGradient`).
+
+    Args:
+      stack: the leading axes of a stacked kernel; the histories get the same. Calling needs them sliced.
+    """
+
+    def __init__(self, recipe: Recipe, stack: tuple[int, ...] = ()):
+        self.recipe = recipe
+        axes = ("layers",) * len(stack) + (None,)
+        for name in recipe.delayed:
+            kind = delayed.OverwriteWithGradient if name == "output_grad" else delayed.AmaxHistory
+            zeros = jnp.zeros((*stack, recipe.history), jnp.float32)
+            setattr(self, f"{name}_amax_history", kind(zeros, out_sharding=axes, eager_sharding=False))
+
+    def __call__(
+        self,
+        x: jax.Array,
+        kernel: jax.Array,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """``x @ kernel`` in ``preferred_element_type`` (default: that of ``x``)."""
+        assert dimension_numbers == (((x.ndim - 1,), (0,)), ((), ())), "QuantDot multiplies by a kernel"
+        seen = {}
+        for name, value in (("input", x), ("kernel", kernel)):
+            if name in self.recipe.delayed:
+                history = getattr(self, f"{name}_amax_history")
+                amax = formats.amax(jax.lax.stop_gradient(value))
+                seen[name] = delayed.seen(history[...], amax, self.recipe.cold_start)
+                history[...] = delayed.push(history[...], amax)
+        grad_history = self.output_grad_amax_history[...] if "output_grad" in self.recipe.delayed else None
+        assert x.dtype == kernel.dtype
+        dtype = jnp.dtype(preferred_element_type or x.dtype)
+        static = _Static(self.recipe, x.dtype, dtype, out_sharding)
+        return _dot(static, x, kernel, seen, grad_history)
+
+
+class _Static(NamedTuple):
+    recipe: Recipe
+    in_dtype: Any  # of input, kernel and their gradients
+    out_dtype: Any  # of the output and its gradient
+    out_sharding: Any
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dot(static: _Static, x, kernel, seen, grad_history):
+    return _forward(static, x, kernel, seen, grad_history)[0]
+
+
+def _forward(static: _Static, x, kernel, seen, grad_history):
+    recipe, _, dtype, out_sharding = static
+    if recipe.fwd is None:
+        saved = (x, kernel)
+        y = jax.lax.dot_general(
+            x, kernel, _numbers((-1,), (0,), x), preferred_element_type=dtype, out_sharding=out_sharding
+        )
+    else:
+        q_x = _quantize(recipe, recipe.fwd[0], x, (x.ndim - 1,), seen.get("input"))
+        q_kernel = _quantize(recipe, recipe.fwd[1], kernel, (0,), seen.get("kernel"))
+        y = _gemm(
+            q_x, q_kernel, (-1,), (0,), recipe.fwd, dtype, jnp.float32, Precision.DEFAULT, out_sharding
+        )
+        saved = (q_x, q_kernel) if recipe.residuals == "quantized" else (x, kernel)
+    saved = tuple(
+        jax.tree.map(lambda a, n=n: checkpoint_name(a, n), s) for s, n in zip(saved, RESIDUALS, strict=True)
+    )
+    return y, (saved, seen, grad_history)
+
+
+def _backward(static: _Static, residuals, g):
+    recipe, dtype, out_dtype, _ = static
+    (saved_x, saved_kernel), seen, history = residuals
+    grad_seen, new_history = None, None
+    if history is not None:
+        amax = formats.amax(g)
+        grad_seen, new_history = delayed.seen(history, amax, recipe.cold_start), delayed.push(history, amax)
+    quantize_grad = lambda operand, axes: _quantize(recipe, operand, g, axes, grad_seen)  # noqa: E731
+    again = functools.partial(_quantize_again, recipe)
+    sharded_like = lambda saved: _explicit_sharding(jax.tree.leaves(saved)[0])  # noqa: E731
+
+    if recipe.dlhs is None:
+        kernel = _as(saved_kernel, dtype)
+        dx = _transpose_of_dot(g, out_dtype, kernel=kernel, x=_shape_of(saved_x, dtype))
+    else:
+        q_kernel = again(saved_kernel, 1, recipe.dlhs[1], (1,), seen.get("kernel"))
+        q_g = quantize_grad(recipe.dlhs[0], (g.ndim - 1,))
+        dx = _gemm(
+            q_g, q_kernel, (-1,), (1,), recipe.dlhs, dtype, jnp.float32, Precision.HIGHEST,
+            sharded_like(saved_x),
+        )  # fmt: skip
+
+    tokens = tuple(range(g.ndim - 1))
+    if recipe.drhs is None:
+        x = _as(saved_x, dtype)
+        dkernel = _transpose_of_dot(g, out_dtype, x=x, kernel=_shape_of(saved_kernel, dtype))
+    else:
+        q_x = again(saved_x, 0, recipe.drhs[0], tokens, seen.get("input"))
+        q_g = quantize_grad(recipe.drhs[1], tokens)
+        emit = jnp.float32 if dtype == jnp.float16 else dtype
+        dkernel = _gemm(
+            q_x, q_g, tokens, tokens, recipe.drhs, dtype, emit, Precision.HIGHEST,
+            sharded_like(saved_kernel),
+        )  # fmt: skip
+    return dx, dkernel, jax.tree.map(jnp.zeros_like, seen), new_history
+
+
+_dot.defvjp(_forward, _backward)
+
+
+# --- parts --------------------------------------------------------------------------------------------
+
+
+def _quantize(recipe: Recipe, operand: Operand, x: jax.Array, contract, seen) -> Quantized:
+    return formats.quantize(
+        x,
+        formats.get(operand.format),
+        operand.granularity,
+        contract,
+        seen=seen if operand.delayed else None,
+        margin=recipe.margin if operand.delayed else 0.0,
+        power_of_two=operand.power_of_two,
+        rounding=operand.rounding,
+    )
+
+
+def _quantize_again(recipe: Recipe, saved, index: int, operand: Operand, contract, seen) -> Quantized:
+    """An operand of the forward pass for a backward matmul, which may sum over another axis."""
+    if not isinstance(saved, Quantized):
+        return _quantize(recipe, operand, saved, contract, seen)
+    if operand == recipe.fwd[index] and operand.granularity in ("tensor", "unscaled"):
+        return saved  # such scales fit every contraction
+    return _quantize(recipe, operand, formats.dequantize(saved, jnp.float32), contract, seen)
+
+
+def _gemm(a: Quantized, b: Quantized, contract_a, contract_b, pair, dtype, emit, precision, out_sharding):
+    """``a · b`` over the contracted axes in ``dtype``; ``emit`` is what the matmul itself returns."""
+    numbers = _numbers(contract_a, contract_b, a.values)
+    if pair[0].granularity == "block":
+        return mx.dot_general(a, b, numbers, out_sharding).astype(dtype)
+    kind = formats.get(pair[0].format).kind
+    product = jax.lax.dot_general(
+        a.values,
+        b.values,
+        numbers,
+        precision=precision if kind == "float" else None,
+        preferred_element_type={"int": jnp.int32, "float": emit, "simulated": jnp.float32}[kind],
+        out_sharding=out_sharding,
+    )
+    (axes_a, axes_b), _ = numbers
+    free_b = b.values.ndim - len(axes_b)
+    scale = _free(a.scale, axes_a, free_b) * _free(b.scale, axes_b, 0)
+    return (product.astype(jnp.float32) * scale).astype(dtype)
+
+
+def _free(scale: jax.Array, contracted, after: int) -> jax.Array:
+    """A scale as it multiplies the product: a scalar, or with ``after`` more axes behind."""
+    if scale.size == 1:
+        return scale.reshape(())
+    scale = jnp.squeeze(scale, contracted)
+    return scale.reshape(*scale.shape, *(1,) * after)
+
+
+def _numbers(contract_a, contract_b, a: jax.Array):
+    return ((tuple(axis % a.ndim for axis in contract_a), tuple(contract_b)), ((), ()))
+
+
+def _transpose_of_dot(g: jax.Array, dtype, **operands: Any) -> jax.Array:
+    """The gradient of the plain matmul for the operand given as a shape, by JAX's own rule."""
+    (name,) = (n for n, o in operands.items() if isinstance(o, jax.ShapeDtypeStruct))
+
+    def dot(operand):
+        x, kernel = (operands | {name: operand})["x"], (operands | {name: operand})["kernel"]
+        return jax.lax.dot_general(x, kernel, _numbers((-1,), (0,), x), preferred_element_type=dtype)
+
+    return jax.linear_transpose(dot, operands[name])(g)[0]
+
+
+def _as(saved, dtype) -> jax.Array:
+    return formats.dequantize(saved, dtype) if isinstance(saved, Quantized) else saved
+
+
+def _shape_of(saved, dtype) -> jax.ShapeDtypeStruct:
+    array = jax.tree.leaves(saved)[0]
+    return jax.ShapeDtypeStruct(array.shape, dtype, sharding=_explicit_sharding(array))
+
+
+def _explicit_sharding(x: jax.Array):
+    """The sharding in the type of ``x`` on a mesh of explicit axes, else None."""
+    sharding = jax.typeof(x).sharding
+    types = sharding.mesh.axis_types
+    return sharding if types and all(t == AxisType.Explicit for t in types) else None

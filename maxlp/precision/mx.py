@@ -1,0 +1,49 @@
+"""Matmuls of blocks that share a power-of-two scale (OCP MX), in hardware where there is some.
+
+GPUs from Blackwell on multiply MXFP8 blocks directly (`jax.nn.scaled_matmul`, which XLA decomposes on older
+ones). Elsewhere the operands are multiplied out to bfloat16 first, which is exact: 4 bits of E4M3 and a
+power of two fit. Both sum in float32.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxlp.precision import formats
+from maxlp.precision.formats import Quantized
+
+
+def dot_general(a: Quantized, b: Quantized, dimension_numbers: Any, out_sharding: Any) -> jax.Array:
+    """float32 product of two arrays in blocks along the last of their contracted axes."""
+
+    def emulated(a: Quantized, b: Quantized) -> jax.Array:
+        a, b = (formats.dequantize(q, _exact_dtype(q)) for q in (a, b))
+        return jax.lax.dot_general(
+            a, b, dimension_numbers, preferred_element_type=jnp.float32, out_sharding=out_sharding
+        )
+
+    def hardware(a: Quantized, b: Quantized) -> jax.Array:
+        (axes_a, axes_b), _ = dimension_numbers
+        free = [q.values.shape[i] for q, axes in ((a, axes_a), (b, axes_b))
+                for i in range(q.values.ndim) if i not in axes]  # fmt: skip
+        a, b = _blocks_last(a, axes_a), _blocks_last(b, axes_b)
+        y = jax.nn.scaled_matmul(a.values, b.values, a.scale, b.scale, preferred_element_type=jnp.float32)
+        return y.reshape(free)
+
+    if a.values.dtype != jnp.float8_e4m3fn or out_sharding is not None:
+        return emulated(a, b)
+    return jax.lax.platform_dependent(a, b, cuda=hardware, default=emulated)
+
+
+def _blocks_last(q: Quantized, contracted: tuple[int, ...]) -> Quantized:
+    """(1, rows, contracted) with E8M0 scales, as `jax.nn.scaled_matmul` wants them."""
+    free = tuple(i for i in range(q.values.ndim) if i not in contracted)
+    rows = math.prod(q.values.shape[i] for i in free)
+    flat = lambda x: x.transpose(*free, *contracted).reshape(1, rows, -1)  # noqa: E731
+    return Quantized(flat(q.values), flat(q.scale).astype(jnp.float8_e8m0fnu))
+
+
+def _exact_dtype(q: Quantized) -> Any:
+    return jnp.float32 if q.values.dtype == jnp.float32 else jnp.bfloat16

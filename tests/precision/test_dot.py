@@ -1,0 +1,117 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlp import precision
+from maxlp.precision import QuantDot, make_recipe
+
+DIMS = (((2,), (0,)), ((), ()))
+
+
+def arrays(dtype=jnp.bfloat16, shape=(4, 16, 64), out=96, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=shape)
+    w = rng.normal(size=(shape[-1], out)) / np.sqrt(shape[-1])
+    g = rng.normal(size=(*shape[:-1], out)) * 1e-3
+    return tuple(jnp.asarray(a, dtype) for a in (x, w, g))
+
+
+def run(recipe, x, w, g):
+    """Output and both gradients of one matmul."""
+    structure, state = nnx.split(QuantDot(recipe))
+
+    @jax.jit
+    def f(state, x, w, g):
+        y, pull = jax.vjp(lambda x, w: nnx.merge(structure, state, copy=True)(x, w, DIMS), x, w)
+        return y, *pull(g)
+
+    return f(state, x, w, g)
+
+
+def plain(x, w, g):
+    y, pull = jax.vjp(lambda x, w: jax.lax.dot_general(x, w, DIMS, preferred_element_type=x.dtype), x, w)
+    return y, *pull(g)
+
+
+def sqnr(ours, exact):
+    ours, exact = (np.asarray(a, np.float64) for a in (ours, exact))
+    return 10 * np.log10(np.sum(exact**2) / np.sum((ours - exact) ** 2))
+
+
+# --- int8 ---------------------------------------------------------------------------------------------
+
+
+def int8(x, axes):
+    """numpy: int64 codes and the float32 scale."""
+    x = np.asarray(x, np.float32)
+    a = np.abs(x).max(axes, keepdims=True)
+    scale = np.where(a == 0, np.float32(1), a * np.float32(1 / 127)).astype(np.float32)
+    return np.clip(np.rint(x * (np.float32(1) / scale)), -127, 127).astype(np.int64), scale
+
+
+def scaled(product, a, b):
+    assert np.abs(product).max() < 2**24, "exact as float32, so that only the scales round"
+    return jnp.asarray(product.astype(np.float32) * (a * b))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name, kernel_rows", [("int8_switchback", False), ("int8_switchback_m", False),
+                                               ("int8_switchback_q", True), ("int8_all", True)])  # fmt: skip
+def test_int8_matmuls_equal_an_integer_reference_to_the_bit(name, kernel_rows, dtype):
+    x, w, g = arrays(dtype)
+    x = x.at[0, 3].set(0)  # an all-zero row has scale 1 and gives zeros
+    y, dx, dw = run(make_recipe(name), x, w, g)
+
+    (qx, sx), (qw, sw) = int8(x, 2), int8(w, 0 if kernel_rows else (0, 1))
+    np.testing.assert_array_equal(y, scaled(qx @ qw, sx, sw).astype(dtype))
+    assert not np.any(np.asarray(y, np.float32)[0, 3])
+
+    (qg, sg), (qw, sw) = int8(g, 2), int8(w, 1 if kernel_rows else (0, 1))
+    np.testing.assert_array_equal(dx, scaled(qg @ qw.T, sg, sw.T).astype(dtype))
+
+    if name == "int8_all":
+        (qx, sx), (qg, sg) = int8(x, (0, 1)), int8(g, (0, 1))
+        product = np.einsum("bsk,bsn->kn", qx, qg)
+        np.testing.assert_array_equal(dw, scaled(product, sx[0, 0][:, None], sg[0, 0]).astype(dtype))
+
+
+@pytest.mark.parametrize(
+    "name", ["int8_switchback", "int8_switchback_q", "fp8_switchback", "fp8_rowwise_with_gw_hp"]
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_kernel_gradient_left_in_high_precision_is_the_plain_layers_to_the_bit(name, dtype):
+    x, w, g = arrays(dtype)
+    np.testing.assert_array_equal(run(make_recipe(name), x, w, g)[2], jax.jit(plain)(x, w, g)[2])
+
+
+def test_switchback_errors_on_gaussian_data_are_the_published_size():
+    x, w, g = arrays(jnp.float32, (1, 128, 256), 256)
+    exact = plain(x, w, g)
+    error = lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b)  # noqa: E731
+    y, dx, _ = run(make_recipe("int8_switchback"), x, w, g)
+    assert error(y, exact[0]) == pytest.approx(0.012, abs=0.002)
+    assert error(dx, exact[1]) == pytest.approx(0.012, abs=0.002)
+    dw = run(make_recipe("int8_switchback_m"), x, w, g)[2]
+    assert error(dw, exact[2]) == pytest.approx(0.0064, abs=0.001)
+
+
+# --- every recipe -------------------------------------------------------------------------------------
+
+QUANTIZED = [name for name in precision.RECIPES if name != "bf16"]
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_signal_to_noise(name):
+    x, w, g = arrays(jnp.bfloat16, (4, 32, 256), 128)
+    exact = plain(*(a.astype(jnp.float32) for a in (x, w, g)))
+    decibels = [sqnr(*pair) for pair in zip(run(make_recipe(name), x, w, g), exact, strict=True)]
+    # int8 rows; E4M3 × E4M3; E4M3 × E5M2. More than 50 is a matmul that was not quantized.
+    least = [37, 37, 37] if name.startswith("int8") else [28, 24, 24]
+    assert all(d > bound for d, bound in zip(decibels, least, strict=True)), decibels
+    recipe = make_recipe(name)
+    assert [d < 50 for d in decibels] == [
+        bool(gemm) or (i == 2 and recipe.residuals == "quantized")
+        for i, gemm in enumerate((recipe.fwd, recipe.dlhs, recipe.drhs))
+    ]
