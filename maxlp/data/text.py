@@ -603,8 +603,12 @@ def _shuffled(index: int, size: int, seeds: Seeds) -> int:
     """The `index`-th element of a random permutation."""
     if size <= 2**16:  # there Grain's, which needs no memory, takes up to 25 ms
         return int(_cached_permutation(size, seeds)[index])
-    seed = int(np.random.SeedSequence(seeds).generate_state(1)[0])
-    return index_shuffle(index, max_index=size - 1, seed=seed, rounds=4)
+    return index_shuffle(index, max_index=size - 1, seed=_one_seed(seeds), rounds=4)
+
+
+@functools.lru_cache(maxsize=16)
+def _one_seed(seeds: Seeds) -> int:
+    return int(np.random.SeedSequence(seeds).generate_state(1)[0])
 
 
 def _permutation(size: int, seeds: Seeds) -> np.ndarray:

@@ -179,6 +179,13 @@ def test_shuffle_differs_by_epoch_and_seed_and_is_a_permutation():
     assert len({tuple(order) for order in [whole, *orders.values()]}) == 7
 
 
+@pytest.mark.parametrize("size", [1, 2, 1000, 2**16 + 3])
+def test_any_number_of_documents_is_permuted(size):
+    orders = [[text._shuffled(i, size, (seed, 5)) for i in range(size)] for seed in (0, 1)]
+    assert all(sorted(order) == list(range(size)) for order in orders)
+    assert size < 1000 or np.mean(np.equal(*orders)) < 0.01
+
+
 def test_windows_of_a_block_are_mixed():
     documents = corpus(50, 200)
     plain = take(iter(make([documents], shuffle_tokens=0)), 12)
