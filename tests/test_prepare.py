@@ -158,7 +158,7 @@ def test_an_error_on_the_way_leaves_the_old_dataset(corpus, tmp_path, num_worker
 def running(tmp_path, num_workers):
     """A `prepare` process that has written one of its eight shards, with its output folder."""
     corpus, output = tmp_path / "big.jsonl", tmp_path / "out"
-    corpus.write_text("".join(json.dumps({"text": f"{i} " * 100_000}) + "\n" for i in range(100)))
+    corpus.write_text("".join(json.dumps({"text": f"{i} " * 100_000}) + "\n" for i in range(200)))
     args = ["text", f"--source=jsonl:{corpus}", f"--output={output}", "--tokenizer=bytes"]
     args += ["--shards=8", f"--num_workers={num_workers}"]
     command = [sys.executable, "-m", "maxlp.prepare", *args]
