@@ -25,6 +25,7 @@ whole row group for one document): prepare such a corpus as ArrayRecord once.
 import bisect
 import functools
 import glob
+import importlib
 import inspect
 import itertools
 import json
@@ -186,6 +187,14 @@ def split_options(spec: str) -> tuple[str, dict[str, str]]:
 def one_line(error: BaseException) -> str:
     """The first line of an error's message, to be put into ours."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def import_extra(module: str) -> Any:
+    """Imports a library that only some sources need, or says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"this needs {error.name}; pip install 'maxlp[data]'") from None
 
 
 # --- the kinds ------------------------------------------------------------------------------------
@@ -486,10 +495,9 @@ def _line_number(path: str, start: int) -> str:
 
 def _parquet_groups(path: str, text_key: str) -> list[int]:
     """Rows in each row group."""
-    import pyarrow.parquet
-
+    parquet = import_extra("pyarrow.parquet")
     try:
-        file = pyarrow.parquet.ParquetFile(path)
+        file = parquet.ParquetFile(path)
     except (ValueError, OSError) as error:
         raise ValueError(f"{path} is not a readable Parquet file ({one_line(error)})") from None
     with file:
@@ -513,9 +521,7 @@ def _tokenizer_of(
 @functools.lru_cache(maxsize=8)
 def _parquet_column(path: str, group: int, column: str) -> Any:
     # Opened anew for each row group: a ParquetFile is not to be shared between reader threads.
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(path) as file:
+    with import_extra("pyarrow.parquet").ParquetFile(path) as file:
         return file.read_row_group(group, columns=[column]).column(0)
 
 
@@ -539,8 +545,7 @@ def _read_manifest(folder: str) -> dict[str, Any]:
 
 
 def _open_tfds(name: str, split: str, data_dir: str | None) -> Any:
-    import tensorflow_datasets as tfds
-
+    tfds = import_extra("tensorflow_datasets")
     try:
         return tfds.data_source(name, split=split, data_dir=data_dir, download=False)
     except Exception as error:  # TFDS raises many types, some with pages of text

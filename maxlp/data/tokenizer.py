@@ -25,7 +25,15 @@ from typing import Any
 
 import numpy as np
 
-from maxlp.data.sources import Mixture, Source, as_bytes, one_line, sample_texts, split_options
+from maxlp.data.sources import (
+    Mixture,
+    Source,
+    as_bytes,
+    import_extra,
+    one_line,
+    sample_texts,
+    split_options,
+)
 
 SPECIALS = ("<|begin_of_text|>", "<|end_of_text|>", "<|pad|>")  # of the tokenizers trained here
 BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<|endoftext|>")
@@ -202,8 +210,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, data: bytes, bos: str | None = None, eos: str | None = None, pad: str | None = None):
         """Reads the bytes of a model; `bos`, `eos`, `pad` name its specials if unusual."""
-        import sentencepiece
-
+        sentencepiece = import_extra("sentencepiece")
         try:
             self._sp = sentencepiece.SentencePieceProcessor(model_proto=data)
         except RuntimeError as error:

@@ -313,6 +313,13 @@ def test_tfds_errors(tmp_path):
     assert "'test'" in error_of(f"tfds:toy_text?data_dir={tmp_path}&split=test")
 
 
+def test_missing_libraries_are_named(tmp_path, monkeypatch):
+    path = write_parquet(tmp_path / "a.parquet", TEXTS)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    message = error_of(f"parquet:{path}")
+    assert "pyarrow" in message and "pip install 'maxlp[data]'" in message
+
+
 def test_import_is_light():
     heavy = ("tensorflow", "tensorflow_datasets", "pyarrow", "tokenizers", "sentencepiece")
     code = "import sys, maxlp.data.sources, maxlp.data.tokenizer; print(*sys.modules)"
