@@ -147,18 +147,69 @@ def param_shardings(variables: nnx.State, mesh: Mesh) -> dict:
     return nnx.traversals.unflatten_mapping({path: one(path, v) for path, v in flat})
 
 
-def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mesh) -> optax.OptState:
-    """Shardings of ``tx.init(params)``: what mirrors a parameter lies like it, the rest everywhere.
+def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any:
+    """Shardings of ``tx.init(params)``, so that the state is born sharded.
+
+    A leaf belongs to the parameter whose path is part of its own; counters belong to none and lie on
+    every device. What belongs to a parameter
+
+    * lies like it, if it has its shape (moments);
+    * keeps the axes of the dims that it shares, if it has its rank but one dim of another size (low-rank
+      moments and projectors). The axes of the other dim go to the largest shared one: a device holds as
+      small a part as of the parameter, and what GaLore multiplies by its projector is not split where
+      it is summed over;
+    * lies on every device otherwise (one number a layer, factored moments).
+
+    A quantized array is a node with ``codes`` and ``scale``; the scale lies like the codes.
 
     Args:
       params: the parameters as `jax.ShapeDtypeStruct` with shardings.
     """
+    by_path = dict(jax.tree.flatten_with_path(params)[0])
 
-    def one(leaf: jax.ShapeDtypeStruct, param: jax.ShapeDtypeStruct) -> NamedSharding:
-        return param.sharding if leaf.shape == param.shape else replicated(mesh)
+    def owner(path: tuple) -> Any:
+        parts = (path[i:j] for i in range(len(path)) for j in range(i + 1, len(path) + 1))
+        return next((by_path[part] for part in parts if part in by_path), None)
+
+    def one(path: tuple, leaf: Any) -> Any:
+        param = owner(path)
+        if not hasattr(leaf, "codes"):
+            return _beside(leaf.shape, param, mesh)
+        codes = _beside(leaf.codes.shape, param, mesh)
+        return leaf._replace(codes=codes, scale=_fitted(codes, leaf.scale.shape))
 
     state = jax.eval_shape(tx.init, params)
-    return optax.tree.map_params(tx, one, state, params, transform_non_params=lambda _: replicated(mesh))
+    return jax.tree.map_with_path(one, state, is_leaf=lambda x: hasattr(x, "codes"))
+
+
+def _beside(shape: tuple[int, ...], param: Any, mesh: Mesh) -> NamedSharding:
+    """The sharding of a state of this shape that belongs to a parameter (None: to no one)."""
+    if param is None or len(shape) != len(param.shape):
+        return replicated(mesh)
+    if shape == param.shape:
+        return param.sharding
+    axes = _dim_axes(param.sharding, len(shape))
+    shared = [i for i, (a, b) in enumerate(zip(shape, param.shape, strict=True)) if a == b]
+    moved = tuple(axis for i, dim_axes in enumerate(axes) if i not in shared for axis in dim_axes)
+    axes = [dim_axes if i in shared else () for i, dim_axes in enumerate(axes)]
+    for i in sorted(shared, key=lambda i: -shape[i]):
+        if shape[i] % _size(mesh, axes[i] + moved) == 0:
+            axes[i] += moved
+            break
+    return NamedSharding(mesh, PartitionSpec(*(dim_axes or None for dim_axes in axes)))
+
+
+def _fitted(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """The sharding with those dims whole that it does not divide."""
+    axes = zip(shape, _dim_axes(sharding, len(shape)), strict=True)
+    fit = (a if a and dim % _size(sharding.mesh, a) == 0 else None for dim, a in axes)
+    return NamedSharding(sharding.mesh, PartitionSpec(*fit))
+
+
+def _dim_axes(sharding: NamedSharding, rank: int) -> list[tuple[str, ...]]:
+    """The mesh axes of each dim."""
+    named = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in sharding.spec]
+    return named + [()] * (rank - len(named))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

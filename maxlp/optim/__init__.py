@@ -2,24 +2,25 @@
 
     clip by global norm -> rescale (OPTIMIZERS[name]) -> decoupled weight decay -> learning rate
 
-A new optimizer is one new file with a `scale_by_<x>` that takes `b1, b2, eps, mu_dtype` and its
-own options as keywords, and one entry in `OPTIMIZERS`.
+A new optimizer is one new file with a `scale_by_<x>` that takes what it needs of `b1, b2, eps, mu_dtype`
+and its own options as keywords, and one entry in `OPTIMIZERS`.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import optax
 
 from maxlp.optim.schedules import SCHEDULES, make_schedule
+from maxlp.optim.stable_adamw import clip_decay, scale_by_stable_adam
 
-__all__ = ["OPTIMIZERS", "SCHEDULES", "decay_mask", "make_schedule", "make_tx", "state_shardings"]
+__all__ = ["OPTIMIZERS", "SCHEDULES", "decay_mask", "make_schedule", "make_tx"]
 
-OPTIMIZERS = {"adamw": optax.scale_by_adam}
+OPTIMIZERS = {"adamw": optax.scale_by_adam, "stable_adamw": scale_by_stable_adam}
 
-_COMMON = ("b1", "b2", "eps", "mu_dtype")
+_NOT_OPTIONS = ("layer_axes",)  # arguments that are no values of a config
 
 
 def make_tx(
@@ -34,6 +35,7 @@ def make_tx(
     clip_norm: float,
     weight_decay: float,
     decay_embeddings: bool = False,
+    decay_with_clip: bool = True,
     b1: float,
     b2: float,
     eps: float,
@@ -56,6 +58,7 @@ def make_tx(
         clip_norm: gradients are scaled down to this global L2 norm; 0 turns clipping off.
         weight_decay: decoupled, for the tensors that `decay_mask` picks.
         decay_embeddings: whether embedding tables decay too.
+        decay_with_clip: whether update clipping (stable_adamw) shortens the decay as well as the step.
         b1: decay rate of the first moment.
         b2: decay rate of the second moment.
         eps: added to the denominator.
@@ -87,25 +90,31 @@ def make_tx(
         final_lr_fraction=final_lr_fraction,
         decay_fraction=decay_fraction,
     )
-    rescale = OPTIMIZERS[name](b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype, **_checked_options(name, options))
+    common = {"b1": b1, "b2": b2, "eps": eps, "mu_dtype": mu_dtype}
+    rescale = _call(OPTIMIZERS[name], f"optimizer {name!r}", common, options or {})
+    decay = optax.add_decayed_weights(weight_decay, lambda p: decay_mask(p, decay_embeddings))
+    if name == "stable_adamw" and decay_with_clip:
+        rescale_and_decay = (clip_decay(rescale, decay, (options or {}).get("clip_threshold", 1.0)),)
+    else:
+        rescale_and_decay = (rescale, decay)
     tx = optax.chain(
         optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity(),
-        rescale,
-        optax.add_decayed_weights(weight_decay, lambda p: decay_mask(p, decay_embeddings)),
+        *rescale_and_decay,
         optax.scale_by_learning_rate(lr_schedule),
     )
     return tx, lr_schedule
 
 
-def _checked_options(name: str, options: Mapping[str, Any] | None) -> dict[str, Any]:
-    options = dict(options or {})
-    allowed = [p for p in inspect.signature(OPTIMIZERS[name]).parameters if p not in _COMMON]
+def _call(
+    function: Callable[..., Any], owner: str, common: Mapping[str, Any], options: Mapping[str, Any]
+) -> Any:
+    """The function of its own `options`, and of those `common` arguments that it takes."""
+    takes = inspect.signature(function).parameters
+    allowed = [key for key in takes if key not in common and key not in _NOT_OPTIONS]
     for key in options:
         if key not in allowed:
-            raise ValueError(
-                f"options.{key} is unknown to optimizer {name!r}, allowed: {', '.join(allowed)}"
-            )
-    return options
+            raise ValueError(f"options.{key} is unknown to {owner}, allowed: {', '.join(allowed)}")
+    return function(**{key: value for key, value in common.items() if key in takes}, **options)
 
 
 def decay_mask(params: Any, decay_embeddings: bool) -> Any:
@@ -121,37 +130,3 @@ def decay_mask(params: Any, decay_embeddings: bool) -> Any:
         return jax.tree_util.keystr(path[-1:], simple=True) in decayed
 
     return jax.tree.map_with_path(decays, params)
-
-
-def state_shardings(
-    tx: optax.GradientTransformation, abstract_params: Any, param_shardings: Any, replicated: Any
-) -> Any:
-    """Shardings of `tx.init(params)`, so that the state can be born sharded.
-
-    Moments shaped like their parameter lie where it lies. All else is replicated: counters, and
-    per-parameter state of another shape (factored moments, projectors).
-
-    Args:
-        tx: the transformation.
-        abstract_params: tree of arrays or `jax.ShapeDtypeStruct`.
-        param_shardings: tree of shardings with the structure of `abstract_params`.
-        replicated: the sharding of everything that does not follow a parameter.
-
-    Returns:
-        A tree of shardings with the structure of the optimizer state, fit for `out_shardings`.
-    """
-
-    def follow(leaf: Any, param: Any, sharding: Any) -> Any:
-        if isinstance(leaf, optax.MaskedNode):
-            return leaf
-        return sharding if leaf.shape == param.shape else replicated
-
-    return optax.tree.map_params(
-        tx,
-        follow,
-        jax.eval_shape(tx.init, abstract_params),
-        abstract_params,
-        param_shardings,
-        transform_non_params=lambda _: replicated,
-        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
-    )

@@ -3,8 +3,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from maxlp import optim
 
@@ -178,7 +176,7 @@ def test_mu_dtype_holds_only_the_first_moment():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"name": "adamww"}, r"'adamww' is unknown, choose one of: adamw"),
+        ({"name": "adamww"}, r"'adamww' is unknown, choose one of: adamw, "),
         ({"schedule": "cosin"}, r"schedule='cosin' is unknown, choose one of: cosine, wsd, const"),
         ({"learning_rate": 0.0}, r"learning_rate=0.0 must be positive"),
         ({"warmup_steps": 11}, r"warmup_steps=11 .* below total_steps=11"),
@@ -201,39 +199,3 @@ def test_errors_are_one_line_with_key_and_value(changes, message):
     with pytest.raises(ValueError, match=message) as error:
         optim.make_tx(**(BASE | changes))
     assert "\n" not in str(error.value)
-
-
-def mesh_and_shardings():
-    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    params = {"kernel": jnp.ones((8, 4)), "scale": jnp.ones(8)}
-    specs = {"kernel": P("fsdp", "tensor"), "scale": P("fsdp")}
-    return params, {k: NamedSharding(mesh, s) for k, s in specs.items()}, NamedSharding(mesh, P())
-
-
-def test_state_is_born_where_its_parameter_lies():
-    params, shardings, replicated = mesh_and_shardings()
-    tx, _ = optim.make_tx(**BASE)
-    abstract = jax.eval_shape(lambda: params)
-    out = optim.state_shardings(tx, abstract, shardings, replicated)
-    adam = jax.jit(tx.init, out_shardings=out)(params)[1]
-    for moment in (adam.mu, adam.nu):
-        assert {k: v.sharding for k, v in moment.items()} == shardings
-        assert moment["kernel"].addressable_shards[0].data.shape == (2, 2)
-    assert adam.count.sharding.is_fully_replicated
-
-
-def test_state_of_another_shape_and_masked_parts_are_replicated():
-    params, shardings, replicated = mesh_and_shardings()
-    tx = optax.partition(
-        {
-            "factored": optax.scale_by_factored_rms(min_dim_size_to_factor=2),
-            "adam": optax.scale_by_adam(),
-        },
-        {"kernel": "factored", "scale": "adam"},
-    )
-    out = optim.state_shardings(tx, params, shardings, replicated)
-    state = jax.jit(tx.init, out_shardings=out)(params)
-    factored = state.inner_states["factored"].inner_state
-    assert factored.v_row["kernel"].sharding.is_fully_replicated
-    adam = state.inner_states["adam"].inner_state
-    assert adam.mu["scale"].sharding == shardings["scale"]

@@ -1,0 +1,124 @@
+"""StableAdamW: AdamW whose step shrinks where the second moment lags behind the gradient.
+
+After a quiet time v̂ is small. If the signal then changes, the first large gradients are divided by a
+√v̂ that does not know them yet, and the step is far too long: this is how a loss spike begins. One number
+for each tensor sees it coming (Wortsman et al. 2023, arXiv:2304.13013, algorithm 2):
+
+    RMS_t = √mean(g² / max(v̂, eps²))        about 1 as long as v̂ knows the gradient
+    lr_t  = lr / max(1, RMS_t / d)          d = 1: update clipping, as in Adafactor
+    θ    ← θ − lr_t·weight_decay·θ − lr_t·m̂ / (√v̂ + eps)
+
+It is not `optax.clip_by_block_rms` after Adam: that bounds m̂/√v̂, which the momentum has already
+smoothed, and rarely acts at all.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import KeyPath
+
+from maxlp.optim.trees import LayerAxes, layer_axes, over_tensor, tensor_mean, widened
+
+
+class StableAdamState(NamedTuple):
+    """As `optax.ScaleByAdamState`, and the RMS_t of the last update: (*layers) for each parameter."""
+
+    count: jax.Array
+    mu: optax.Updates
+    nu: optax.Updates
+    rms: optax.Updates
+
+
+def scale_by_stable_adam(
+    b1: float = 0.9,
+    b2: float = 0.99,
+    eps: float = 1e-6,
+    mu_dtype: Any = None,
+    *,
+    clip_threshold: float = 1.0,
+    layer_axes: LayerAxes = layer_axes,
+) -> optax.GradientTransformation:
+    """Adam's direction, divided by max(1, RMS_t / clip_threshold) for each tensor of each layer.
+
+    Where it does not clip it is `optax.scale_by_adam`. Moments and RMS_t are at least float32.
+
+    Args:
+        b1: decay rate of the first moment.
+        b2: decay rate of the second moment.
+        eps: added to √v̂, and its square is the least v̂ that RMS_t divides by.
+        mu_dtype: dtype of the first moment, None for float32.
+        clip_threshold: d above; `inf` is Adam with its RMS_t measured.
+        layer_axes: how many leading axes of the parameter at a path count its layers.
+
+    Raises:
+        ValueError: a threshold that is not positive.
+    """
+    if not clip_threshold > 0:
+        raise ValueError(f"{clip_threshold=} must be positive (inf turns update clipping off)")
+
+    def init(params: optax.Params) -> StableAdamState:
+        zeros = optax.tree.zeros_like(widened(params))
+        return StableAdamState(
+            count=jnp.zeros([], jnp.int32),
+            mu=optax.tree.cast(zeros, mu_dtype),
+            nu=zeros,
+            rms=jax.tree.map_with_path(lambda k, z: jnp.zeros(z.shape[: layer_axes(k)], z.dtype), zeros),
+        )
+
+    def update(grads: optax.Updates, state: StableAdamState, params: optax.Params | None = None) -> Any:
+        del params
+        count = optax.safe_increment(state.count)
+        wide = widened(grads)
+        mu = optax.tree.update_moment(wide, state.mu, b1, 1)
+        nu = optax.tree.update_moment_per_elem_norm(wide, state.nu, b2, 2)
+        mu_hat = optax.tree.bias_correction(mu, b1, count)
+        nu_hat = optax.tree.bias_correction(nu, b2, count)
+
+        def rms(path: KeyPath, g: jax.Array, v: jax.Array) -> jax.Array:
+            return jnp.sqrt(tensor_mean(jnp.square(g) / jnp.maximum(v, eps**2), layer_axes(path)))
+
+        def step(g: jax.Array, m: jax.Array, v: jax.Array, rms: jax.Array) -> jax.Array:
+            u = m / (jnp.sqrt(v) + eps)
+            return (u / over_tensor(clip_factor(rms, clip_threshold), u)).astype(g.dtype)
+
+        rms_t = jax.tree.map_with_path(rms, wide, nu_hat)
+        updates = jax.tree.map(step, grads, mu_hat, nu_hat, rms_t)
+        return updates, StableAdamState(count, optax.tree.cast(mu, mu_dtype), nu, rms_t)
+
+    return optax.GradientTransformation(init, update)
+
+
+def clip_factor(rms: jax.Array, clip_threshold: float) -> jax.Array:
+    """What the step is divided by."""
+    return jnp.maximum(1.0, rms / clip_threshold)
+
+
+def clip_decay(
+    rescale: optax.GradientTransformation, decay: optax.GradientTransformation, clip_threshold: float = 1.0
+) -> optax.GradientTransformation:
+    """`optax.chain(rescale, decay)` in which the decay is divided by the same factor as the step.
+
+    So it stands in algorithm 2 and in the authors' published reference. The optimizer of their training
+    runs multiplied the decay by the unclipped rate: that is the plain chain.
+
+    Args:
+        rescale: `scale_by_stable_adam`, itself or wrapped.
+        decay: `optax.add_decayed_weights`.
+        clip_threshold: that of `rescale`.
+    """
+
+    def init(params: optax.Params) -> Any:
+        return rescale.init(params), decay.init(params)
+
+    def update(grads: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
+        updates, rescaled = rescale.update(grads, state[0], params)
+        decays, decayed = decay.update(optax.tree.zeros_like(updates), state[1], params)
+
+        def add(u: jax.Array, d: jax.Array, rms: jax.Array) -> jax.Array:
+            return u + (d / over_tensor(clip_factor(rms, clip_threshold), d)).astype(u.dtype)
+
+        return jax.tree.map(add, updates, decays, optax.tree.get(rescaled, "rms")), (rescaled, decayed)
+
+    return optax.GradientTransformation(init, update)

@@ -1,0 +1,70 @@
+"""Where `sharding.opt_state_shardings` puts the state of each kind of transformation."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxlp import optim, sharding
+
+BASE = dict(
+    learning_rate=1e-2,
+    warmup_steps=0,
+    total_steps=10,
+    final_lr_fraction=0.1,
+    clip_norm=1.0,
+    weight_decay=0.1,
+    b1=0.9,
+    b2=0.95,
+    eps=1e-8,
+)
+SPECS = {"kernel": P("fsdp", "tensor"), "scale": P("fsdp")}
+
+
+def placed():
+    """Parameters as shapes on a mesh of 4 × 2, and the mesh."""
+    mesh = sharding.make_mesh(fsdp=4, tensor=2)
+    shapes = {"kernel": (8, 4), "scale": (8,)}
+    return {
+        k: jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(mesh, SPECS[k]))
+        for k, s in shapes.items()
+    }, mesh
+
+
+def born(tx, abstract, mesh):
+    shardings = sharding.opt_state_shardings(tx, abstract, mesh)
+    params = jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype), abstract)
+    return jax.jit(tx.init, out_shardings=shardings)(params)
+
+
+def test_moments_are_born_where_their_parameter_lies():
+    abstract, mesh = placed()
+    adam = born(optim.make_tx(**BASE)[0], abstract, mesh)[1]
+    for moment in (adam.mu, adam.nu):
+        assert {k: v.sharding.spec for k, v in moment.items()} == SPECS
+        assert moment["kernel"].addressable_shards[0].data.shape == (2, 2)
+    assert adam.count.sharding.is_fully_replicated
+
+
+def test_masked_parts_and_factored_moments():
+    abstract, mesh = placed()
+    tx = optax.partition(
+        {
+            "factored": optax.scale_by_factored_rms(min_dim_size_to_factor=2),
+            "adam": optax.scale_by_adam(),
+        },
+        {"kernel": "factored", "scale": "adam"},
+    )
+    state = born(tx, abstract, mesh)
+    factored = state.inner_states["factored"].inner_state
+    assert factored.v_row["kernel"].sharding.is_fully_replicated
+    adam = state.inner_states["adam"].inner_state
+    assert adam.mu["scale"].sharding.spec == SPECS["scale"]
+
+
+def test_one_rms_a_tensor_lies_everywhere():
+    abstract, mesh = placed()
+    state = born(optim.make_tx("stable_adamw", **BASE)[0], abstract, mesh)
+    assert optax.tree.get(state, "nu")["kernel"].sharding.spec == SPECS["kernel"]
+    assert optax.tree.get(state, "rms")["kernel"].sharding.is_fully_replicated
