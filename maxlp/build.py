@@ -20,7 +20,7 @@ from maxlp import checkpoint, distributed, metrics, optim, sharding, step
 from maxlp.config import ConfigError, bind, call
 from maxlp.data import DATA, sources, text
 from maxlp.data import tokenizer as tokenizers
-from maxlp.models import MODELS
+from maxlp.models import MODELS, attention
 
 SECTIONS = ("model", "mesh", "optimizer", "data", "loss", "train", "checkpoint", "metrics")
 WRITER_ARGUMENTS = ("workdir", "total_steps", "resume_step", "run_config")
@@ -167,19 +167,21 @@ def restore_model(
     return graphdef, restored.state, restored.step
 
 
+def num_params(params: dict) -> int:
+    return sum(math.prod(p.shape) for p in jax.tree.leaves(params))
+
+
 def flops_per_token(c: ConfigDict, params: dict) -> tuple[float, float]:
     """Training FLOPs per token with full and with causal attention; see `metrics`."""
     m = c.model
-    num_params = sum(math.prod(p.shape) for p in jax.tree.leaves(params))
     looked_up = 0 if m.tie_embeddings else m.vocab_size * m.embed_dim
     return metrics.train_flops_per_token(
-        num_params - looked_up, m.num_layers, m.num_heads, m.head_dim, c.data.seq_len
+        num_params(params) - looked_up, m.num_layers, m.num_heads, m.head_dim, c.data.seq_len
     )
 
 
 def describe(c: ConfigDict, mesh: Mesh, state: dict, flops: tuple[float, float]) -> str:
     """What will run, in a few lines."""
-    num_params = sum(math.prod(p.shape) for p in jax.tree.leaves(state["params"]))
     local = {
         part: sum(
             math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -192,7 +194,8 @@ def describe(c: ConfigDict, mesh: Mesh, state: dict, flops: tuple[float, float])
     held = ", ".join(f"{part} {size / 2**30:.3g} GiB" for part, size in local.items() if size)
     tokens = c.data.batch_size * c.data.seq_len
     return (
-        f"{c.model.name}: {num_params:,} parameters, {c.model.param_dtype}, computing in {c.model.dtype}\n"
+        f"{c.model.name}: {num_params(state['params']):,} parameters in {c.model.param_dtype}, "
+        f"activations in {c.model.dtype}\n"
         f"mesh: {axes} on {mesh.size} × {device.device_kind}; per device {held}\n"
         f"batch: {c.data.batch_size} × {c.data.seq_len} = {tokens:,} tokens, "
         f"{c.train.total_steps:,} steps = {c.train.total_steps * tokens:,} tokens, "
@@ -211,6 +214,7 @@ def check(c: ConfigDict, devices: Mesh) -> None:
     _data_section(c)
     bind(checkpoint.Checkpointer, "checkpoint", c.checkpoint, "directory")
     bind(metrics.MetricWriter, "metrics", c.metrics, *WRITER_ARGUMENTS)
+    attention.check(c.model.attention, devices.devices.flat[0].platform)
     batch, seq, shards = c.data.batch_size, c.data.seq_len, sharding.batch_shards(devices)
     rows = shards * c.train.microbatches
     if batch % rows:

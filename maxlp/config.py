@@ -43,12 +43,26 @@ def run(main: Callable[[], Any]) -> None:
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
-    # ml_collections raises while parsing: unknown keys as AttributeError/KeyError, a missing file as
-    # OSError, whatever the config file raises as itself.
+    # ml_collections loads the config while parsing: unknown keys come as AttributeError or KeyError, what
+    # the file raises as itself with a traceback in its text, a missing file only when the value is used.
     try:
-        return app.parse_flags_with_usage(argv)
-    except (AttributeError, KeyError, TypeError, ValueError, OSError, ImportError) as error:
-        _fail(" ".join(str(error.args[0] if error.args else error).split()))
+        rest = flags.FLAGS(argv)
+        if (config := flags.FLAGS["config"].value if "config" in flags.FLAGS else None) is not None:
+            config.items()
+        return rest
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError, ImportError) as error:
+        _fail(_one_line(error))
+
+
+def _one_line(error: Exception) -> str:
+    while len(error.args) == 1 and isinstance(error.args[0], Exception):
+        error = error.args[0]
+    text = str(error.args[0] if len(error.args) == 1 else error)
+    if "Traceback (most recent call last)" in text:
+        text = text.strip().splitlines()[-1].partition(": ")[2]
+    return " ".join(
+        text.replace("Configuration is not available because of an earlier failure to load:", "").split()
+    )
 
 
 def _exit_on_error(main: Callable[[], Any]) -> None:

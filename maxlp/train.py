@@ -12,6 +12,7 @@ device. SIGTERM saves a checkpoint and exits with code 75 (start me again); Ctrl
 """
 
 import concurrent.futures
+import contextlib
 import functools
 import math
 import time
@@ -36,122 +37,129 @@ DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the config, print what woul
 def main() -> int:
     startup = Startup()
     distributed.initialize()
-    c, workdir = flags.FLAGS.config, Path(flags.FLAGS.workdir)
-    return train(c, workdir, startup, dry_run=DRY_RUN.value)
+    with contextlib.ExitStack() as stack:
+        return train(flags.FLAGS.config, Path(flags.FLAGS.workdir), stack, startup)
 
 
-def train(c: ConfigDict, workdir: Path, startup: "Startup", *, dry_run: bool = False) -> int:
-    """Runs a config to its end in ``workdir``; returns the exit code of the process."""
-    # --- What the run is: every choice is checked before anything is allocated or compiled.
+def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "Startup") -> int:
+    """Runs a config to its end in ``workdir``; returns the exit code of the process.
+
+    What has to be closed, however the run ends, is put on the ``stack``.
+    """
+    # --- The choices, checked before anything is allocated or compiled.
     mesh = build.mesh(c)
     build.check(c, mesh)
     loop, make_model, loss_fn = build.loop(c), build.model(c), build.loss(c)
     tx, schedule = build.tx(c)
-    with jax.set_mesh(mesh):
-        graphdef, abstract = step.abstract_state(make_model, tx, mesh)
-        flops = build.flops_per_token(c, abstract["params"])
-        distributed.say(build.describe(c, mesh, abstract, flops))
-        if dry_run:
-            distributed.say(c)
-            return 0
-        train_step, eval_step = step.compile_steps(
-            abstract,
-            mesh,
-            graphdef=graphdef,
-            tx=tx,
-            loss_fn=loss_fn,
-            microbatches=loop.microbatches,
-            schedule=schedule,
-        )
-        startup.mark("config and mesh")
+    stack.enter_context(jax.set_mesh(mesh))
 
-        # --- XLA compiles in the background while the data is opened.
-        use_compilation_cache()
-        shapes = step.abstract_batch(c.data.batch_size, c.data.seq_len, mesh)
-        background = concurrent.futures.ThreadPoolExecutor(1)
-        compiled = background.submit(compile_under, mesh, train_step, abstract, shapes)
-        workdir.mkdir(parents=True, exist_ok=True)
-        tokenizer = build.tokenizer(c, workdir)
-        train_data, heldout = build.train_data(c, tokenizer), build.heldout(c, tokenizer)
-        startup.mark("tokenizer and data")
+    # --- The state as shapes and shardings.
+    graphdef, abstract = step.abstract_state(make_model, tx, mesh)
+    flops = build.flops_per_token(c, abstract["params"])
+    distributed.say(build.describe(c, mesh, abstract, flops))
+    if DRY_RUN.value:
+        distributed.say(c)
+        return 0
+    startup.mark("config and mesh")
 
-        # --- The state: restored, or born sharded.
-        with (
-            build.checkpointer(c, workdir / "checkpoints") as checkpoints,
-            distributed.PreemptionGuard() as guard,
-        ):
-            batches = iter(train_data)
-            restored = checkpoints.restore_latest(abstract)
-            if restored is not None:
-                start, state = restored.step, restored.state
-                batches.set_state(restored.data_state)
-            else:
-                shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-                init = functools.partial(step.init_state, make_model, tx, loop.seed)
-                start, state = 0, jax.jit(init, out_shardings=shardings)()
-                if loop.init_from:
-                    state["params"] = load_params(loop.init_from, abstract["params"])
-            if distributed.is_primary():
-                for change in files.save_config(workdir, c):
-                    distributed.say(f"changed since the last start: {change}")
-                files.record_start(workdir, start)
-            startup.mark("state restored" if start else "state initialised")
-            train_step = compiled.result()
-            startup.mark("rest of compilation")
-            if start >= loop.total_steps:
-                distributed.say(
-                    f"{workdir} is at step {start} of {loop.total_steps}: nothing left to train"
-                )
-                return 0
-            distributed.say(f"resuming at step {start}" if start else "starting at step 0")
+    # --- The step, compiled in the background while the data is opened.
+    use_compilation_cache()
+    train_step, eval_step = step.compile_steps(
+        abstract,
+        mesh,
+        graphdef=graphdef,
+        tx=tx,
+        loss_fn=loss_fn,
+        microbatches=loop.microbatches,
+        schedule=schedule,
+    )
+    batch_shapes = step.abstract_batch(c.data.batch_size, c.data.seq_len, mesh)
+    background = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1))
+    compiled = background.submit(compile_under, mesh, train_step, abstract, batch_shapes)
 
-            # --- The loop. The metrics of a step are read when the next one is queued already.
-            writer = build.metric_writer(c, workdir, loop.total_steps, start)
-            fetch = metrics.DelayedFetch()
-            throughput = metrics.Throughput(
-                tokens_per_step=c.data.batch_size * c.data.seq_len,
-                flops_per_token=flops,
-                peak=metrics.peak_flops(),
-                num_devices=jax.device_count(),
-                total_steps=loop.total_steps,
-            )
+    # --- The data.
+    workdir.mkdir(parents=True, exist_ok=True)
+    tokenizer = build.tokenizer(c, workdir)
+    heldout, batches = build.heldout(c, tokenizer), iter(build.train_data(c, tokenizer))
+    stack.callback(batches.close)
+    startup.mark("tokenizer and data")
 
-            def evaluate(n: int, num_batches: int) -> None:
-                held = sharding.device_batches(iter(heldout), mesh, limit=num_batches)
-                lengths = heldout.tokenizer.byte_lengths
-                results = perplexity(eval_step, state, (batch for batch, _ in held), lengths)
-                writer.write(n, {f"eval/{name}": value for name, value in results.items()})
+    # --- The state: restored, or born in its shards.
+    checkpoints = stack.enter_context(build.checkpointer(c, workdir / "checkpoints"))
+    start = 0
+    if (restored := checkpoints.restore_latest(abstract)) is not None:
+        start, state = restored.step, restored.state
+        batches.set_state(restored.data_state)
+    else:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+        init = functools.partial(step.init_state, make_model, tx, loop.seed)
+        state = jax.jit(init, out_shardings=shardings)()
+        if loop.init_from:
+            state["params"] = load_params(loop.init_from, abstract["params"])
+    if start >= loop.total_steps:
+        distributed.say(f"{workdir} is at step {start} of {loop.total_steps}: nothing is left to train")
+        return 0
+    batches.start_prefetch()
+    if distributed.is_primary():
+        for change in files.save_config(workdir, c):
+            distributed.say(f"changed since the last start: {change}")
+        files.record_start(workdir, start, build.num_params(abstract["params"]))
+    startup.mark("state")
+    train_step = compiled.result()
+    startup.mark("rest of compilation")
+    distributed.say(f"{workdir}: resuming at step {start}" if start else f"{workdir}: a new run")
 
-            for n, (batch, data_state) in enumerate(sharding.device_batches(batches, mesh), start + 1):
-                state, out = train_step(state, batch)
-                last, stop = n == loop.total_steps, guard.should_stop(n)
-                evaluates = last or (loop.eval_every > 0 and n % loop.eval_every == 0)
-                saves = last or stop or checkpoints.should_save(n)
-                for done, values in fetch.push(n, out, wait=evaluates or saves or n == start + 1):
-                    throughput.tick(done)
-                    if not math.isfinite(values["loss"]):  # before it is saved
-                        raise FloatingPointError(f"the loss of step {done} is {values['loss']}")
-                    if done % loop.log_every == 0 or done == loop.total_steps:
-                        values = {f"train/{name}": value for name, value in values.items()}
-                        writer.write(done, values | throughput.report() | metrics.memory_metrics())
-                if n == start + 1:
-                    startup.mark("first step")
-                    distributed.say(startup)
-                with throughput.paused():
-                    if evaluates and not stop:
-                        evaluate(n, 0 if last else loop.eval_batches)
-                    if saves:
-                        checkpoints.save(n, state, merge_states(distributed.gather_json(data_state)))
-                if stop:
-                    checkpoints.wait()
-                    distributed.say(f"stopped and saved at step {n}; the same command goes on from here")
-                    return guard.exit_code
-                if last:
-                    break
-        writer.close()
-        if distributed.is_primary():
-            report.plot_curves(workdir)
-            distributed.say(f"done; {workdir}/loss.png; python -m maxlp.report {workdir} tells the rest")
+    # --- The loop. The metrics of a step are read when the next one is already queued.
+    guard = stack.enter_context(distributed.PreemptionGuard())
+    writer = stack.enter_context(
+        contextlib.closing(build.metric_writer(c, workdir, loop.total_steps, start))
+    )
+    fetch = metrics.DelayedFetch()
+    throughput = metrics.Throughput(
+        tokens_per_step=c.data.batch_size * c.data.seq_len,
+        flops_per_token=flops,
+        peak=metrics.peak_flops(),
+        num_devices=jax.device_count(),
+        total_steps=loop.total_steps,
+    )
+
+    def evaluate(num_batches: int) -> dict[str, float]:
+        held = sharding.device_batches(iter(heldout), mesh, limit=num_batches)
+        lengths = heldout.tokenizer.byte_lengths
+        results = perplexity(eval_step, state, (batch for batch, _ in held), lengths)
+        return {f"eval/{name}": value for name, value in results.items()}
+
+    for n, (batch, data_state) in enumerate(sharding.device_batches(batches, mesh), start + 1):
+        state, out = train_step(state, batch)
+        first, last, stop = n == start + 1, n == loop.total_steps, guard.should_stop(n)
+        evaluates = last or (loop.eval_every > 0 and n % loop.eval_every == 0)
+        saves = last or stop or checkpoints.should_save(n)
+        for done, values in fetch.push(n, out, wait=first or evaluates or saves):
+            throughput.tick(done)
+            if not math.isfinite(values["loss"]):  # before it is saved
+                raise FloatingPointError(f"the loss of step {done} is {values['loss']}")
+            if done % loop.log_every == 0 or done == loop.total_steps:
+                values = {f"train/{name}": value for name, value in values.items()}
+                writer.write(done, values | throughput.report() | metrics.memory_metrics())
+        if first:
+            startup.mark("first step")
+            distributed.say(startup)
+        with throughput.paused():
+            if evaluates:
+                writer.write(n, evaluate(0 if last else loop.eval_batches))
+            if saves:
+                checkpoints.save(n, state, merge_states(distributed.gather_json(data_state)))
+        if stop and not last:
+            checkpoints.wait()
+            distributed.say(f"stopped and saved at step {n}; the same command goes on from here")
+            return guard.exit_code
+        if last:
+            break
+
+    checkpoints.wait()
+    if distributed.is_primary():
+        report.plot_curves(workdir)
+        distributed.say(f"done: {workdir}/loss.png; python -m maxlp.report {workdir} tells more")
     return 0
 
 

@@ -47,7 +47,7 @@ def load_config(workdir: Path) -> ConfigDict:
     return ConfigDict(json.loads(path.read_text()))
 
 
-def record_start(workdir: Path, step: int) -> None:
+def record_start(workdir: Path, step: int, num_params: int) -> None:
     """Appends this start of the run, at ``step`` finished updates, to run.json."""
     path = workdir / "run.json"
     record = json.loads(path.read_text()) if path.exists() else {"starts": []}
@@ -56,6 +56,7 @@ def record_start(workdir: Path, step: int) -> None:
         {
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "step": step,
+            "num_params": num_params,
             "command": " ".join(sys.argv),
             "git": git_revision(),
             "python": platform.python_version(),

@@ -1,0 +1,167 @@
+"""Configs: presets are exact, and whatever cannot work is refused in one line before anything compiles."""
+
+import importlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+from flax import nnx
+from ml_collections import ConfigDict
+
+from maxlp import build, config, sharding, step
+from maxlp.models.llama import num_params
+
+ROOT = Path(__file__).parent.parent
+PRESETS = {
+    "60m": 58_073_600,
+    "130m": 134_105_856,
+    "350m": 367_969_280,
+    "1b": 1_339_082_752,
+    "llama2_7b": 6_738_415_616,
+    "llama3_2_1b": 1_235_814_400,
+    "8b": 8_030_261_248,
+    "70b": 70_553_706_496,
+    "405b": 405_853_388_800,
+}
+
+
+def load(name: str, arg: str = "") -> ConfigDict:
+    return importlib.import_module(f"configs.llama.{name}").get_config(arg)
+
+
+@pytest.mark.parametrize(("name", "count"), PRESETS.items())
+def test_preset_has_the_published_number_of_parameters(name, count):
+    c = load(name)
+    assert num_params(nnx.eval_shape(build.model(c), nnx.Rngs(0))) == count
+    c.data.source = c.data.tokenizer = "bytes"
+    c.mesh.tensor = 1
+    build.check(c, build.mesh(c))
+
+
+def test_every_config_file_is_a_preset_or_debug():
+    names = {path.stem for path in (ROOT / "configs" / "llama").glob("*.py")} - {"__init__"}
+    assert names == PRESETS.keys() | {"debug"}
+
+
+def test_405b_state_and_shardings_without_allocating():
+    """The whole training state of 405B over 8 devices: shapes and shardings in seconds, no memory."""
+    c = load("405b")
+    start = time.monotonic()
+    mesh = build.mesh(c)
+    _, state = step.abstract_state(build.model(c), build.tx(c)[0], mesh)
+    assert time.monotonic() - start < 20
+    kernel = state["params"]["layers"]["mlp"]["up_proj"]["kernel"]
+    assert kernel.sharding.spec == sharding.spec("layers", "embed", "mlp")
+    moments = [leaf for leaf in jax.tree.leaves(state["opt_state"]) if leaf.shape == kernel.shape]
+    assert len(moments) == 4  # gate and up have the same shape, two moments each
+    assert all(m.sharding == kernel.sharding for m in moments)
+
+
+BAD_VALUES = [
+    ({"model.num_heads": 5}, "num_kv_heads"),
+    ({"model.head_dim": 33}, "head_dim=33"),
+    ({"model.attention": "flash"}, "xla"),
+    ({"model.remat": "all"}, "block"),
+    ({"model.name": "gpt"}, "llama"),
+    ({"mesh.data": 3}, "mesh.data=3"),
+    ({"mesh.data": -1}, "-1"),
+    ({"mesh.tensor": 0}, "mesh.tensor=0"),
+    ({"data.batch_size": 12, "mesh.data": 8, "mesh.fsdp": 1}, "batch_size=12"),
+    ({"train.microbatches": 5}, "microbatches=5"),
+    ({"train.total_steps": 0}, "total_steps=0"),
+    ({"data.seq_len": 2048}, "max_seq_len=1024"),
+    ({"loss.num_chunks": 7}, "num_chunks=7"),
+    ({"data.name": "video"}, "text"),
+    ({"optimizer.name": "adam"}, "adamw"),
+    ({"optimizer.schedule": "step"}, "cosine"),
+    ({"checkpoint.every_steps": 0}, "every_steps"),
+    ({"data.packing": "none"}, "packing"),
+]
+
+
+@pytest.mark.parametrize(("values", "says"), BAD_VALUES, ids=lambda v: str(v)[:50])
+def test_impossible_value_is_one_clear_line(values, says, tmp_path):
+    c = load("debug")
+    for key, value in values.items():
+        with c.unlocked():
+            c[key.split(".")[0]][key.split(".")[1]] = value
+    with pytest.raises(ValueError) as caught:
+        mesh = build.mesh(c)
+        build.check(c, mesh)
+        build.loop(c)
+        build.tx(c)
+        build.loss(c)
+        step.abstract_model(build.model(c), mesh)
+        build.checkpointer(c, tmp_path / "checkpoints")
+        c.data.tokenizer = "bytes"
+        build.train_data(c, "bytes")
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_missing_and_wrongly_typed_keys():
+    def section(*, size: int, rate: float, name: str | None = None, extra=None):
+        return size, rate, name
+
+    assert config.call(section, "s", {"size": 1, "rate": 2}, extra=0) == (1, 2, None)
+    for values, says in [
+        ({"size": 1, "rate": 1.0, "sise": 2}, "config.s.sise is unknown; keys: name, rate, size"),
+        ({"size": 1}, "config.s.rate is missing"),
+        ({"size": "1", "rate": 1.0}, "config.s.size='1' is of type str, expected int"),
+        ({"size": True, "rate": 1.0}, "expected int"),
+        ({"size": 1.5, "rate": 1.0}, "expected int"),
+        ({"size": None, "rate": 1.0}, "config.s.size is not set"),
+        ({"size": 1, "rate": 1.0, "extra": 1}, "config.s.extra is unknown"),
+    ]:
+        with pytest.raises(config.ConfigError) as caught:
+            config.call(section, "s", values, extra=0)
+        assert says in str(caught.value)
+
+
+def run(*args: str) -> tuple[subprocess.CompletedProcess, float]:
+    start = time.monotonic()
+    command = [sys.executable, "-m", "maxlp.train", *args]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return done, time.monotonic() - start
+
+
+DEBUG = "--config=configs/llama/debug.py"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ([DEBUG, "--config.optimizer.learning_rat=1"], "learning_rate"),
+        ([DEBUG, "--config.train.total_steps=1.5"], "1.5"),
+        (["--config=configs/llama/debug.py:speed=fast"], "speed"),
+        (["--config=configs/llama/none.py"], "none.py"),
+        ([DEBUG, "--config.mesh.fsdp=3"], "mesh.fsdp=3"),
+        ([DEBUG, "--config.data.source=text:/nowhere/*.txt"], "/nowhere"),
+        (["--config=configs/llama/8b.py"], "config.data.source is not set"),
+    ],
+    ids=lambda v: v[-1] if isinstance(v, list) else "",
+)
+def test_command_line_mistake_ends_with_one_line(args, says, tmp_path):
+    done, _ = run(*args, f"--workdir={tmp_path}/run")
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert done.returncode != 0
+    assert says in lines[-1]
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_dry_run_prints_and_leaves_nothing(tmp_path):
+    done, _ = run(
+        "--config=configs/llama/405b.py",
+        f"--workdir={tmp_path}/run",
+        "--dry_run",
+        "--config.data.source=stdlib",
+        "--config.data.tokenizer=bytes",
+        "--config.mesh.tensor=1",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "405,853,388,800 parameters" in done.stdout
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,187 @@
+"""The train step is the same function on every mesh, for every way to cut the batch and the layers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from maxlp import sharding, step
+from maxlp.models.llama import Llama
+
+MODEL = dict(
+    vocab_size=128,
+    embed_dim=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=64,
+    max_seq_len=64,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    norm_eps=1e-5,
+    tie_embeddings=False,
+    init_std=0.1,
+    dtype="float32",
+    param_dtype="float32",
+    attention="xla",
+    scan_layers=True,
+    remat="none",
+)
+B, S, STEPS = 32, 16, 3
+MESHES = {
+    "data8": dict(data=8, fsdp=1),
+    "fsdp8": dict(fsdp=8),
+    "fsdp4_tensor2": dict(fsdp=4, tensor=2),
+    "data2_fsdp2_tensor2": dict(data=2, fsdp=2, tensor=2),
+}
+
+
+def batch(seed: int) -> dict[str, np.ndarray]:
+    """Two documents a row, and a mask that leaves very different counts to different rows."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, MODEL["vocab_size"], (B, S + 1)).astype(np.int32)
+    cut = rng.integers(1, S, (B, 1))
+    column = np.arange(S)
+    first = column < cut
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "segment_ids": np.where(first, 1, 2).astype(np.int32),
+        "positions": np.where(first, column, column - cut).astype(np.int32),
+        "loss_mask": rng.random((B, S)) < rng.random((B, 1)),
+    }
+
+
+class Trained:
+    """A few steps of training, and what it took."""
+
+    def __init__(self, devices=8, microbatches=1, num_chunks=1, z_loss=1e-3, tx=None, mesh=None, **model):
+        # Plain gradient descent: parameters then differ by as much as the gradients do.
+        self.tx = tx or optax.sgd(0.5)
+        self.mesh = sharding.make_mesh(**(mesh or {"fsdp": 1}), devices=jax.devices()[:devices])
+        make = lambda rngs: Llama(**{**MODEL, **model}, rngs=rngs)  # noqa: E731
+        with jax.set_mesh(self.mesh):
+            self.graphdef, self.abstract = step.abstract_state(make, self.tx, self.mesh)
+            self.shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+            self.init = jax.jit(
+                functools.partial(step.init_state, make, self.tx, 0), out_shardings=self.shardings
+            )
+            self.train_step, _ = step.compile_steps(
+                self.abstract,
+                self.mesh,
+                graphdef=self.graphdef,
+                tx=self.tx,
+                loss_fn=functools.partial(step.next_token_loss, num_chunks=num_chunks, z_loss=z_loss),
+                microbatches=microbatches,
+                schedule=lambda n: 0.5,
+            )
+
+    def run(self):
+        with jax.set_mesh(self.mesh):
+            state, self.losses, self.norms = self.init(), [], []
+            for seed in range(STEPS):
+                state, metrics = self.train_step(state, sharding.global_batch(batch(seed), self.mesh))
+                self.losses.append(float(metrics["loss"]))
+                self.norms.append(float(metrics["grad_norm"]))
+        self.state = state
+        return self
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return Trained(devices=1).run()
+
+
+def assert_same(got: Trained, want: Trained):
+    # Sums in another order: a few units in the last place of float32.
+    np.testing.assert_allclose(got.losses, want.losses, rtol=2e-6)
+    np.testing.assert_allclose(got.norms, want.norms, rtol=2e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(jax.device_get(a), jax.device_get(b), rtol=2e-4, atol=5e-6),
+        got.state["params"],
+        want.state["params"],
+    )
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize(
+    ("scan_layers", "remat"), [(True, "none"), (True, "block"), (False, "none"), (False, "dots")]
+)
+def test_mesh_accumulation_scan_remat_change_nothing(one_device, mesh, microbatches, scan_layers, remat):
+    got = Trained(
+        mesh=MESHES[mesh],
+        microbatches=microbatches,
+        num_chunks=microbatches,
+        scan_layers=scan_layers,
+        remat=remat,
+    ).run()
+    assert_same(got, one_device)
+    assert got.train_step._cache_size() == 1, "the step was compiled twice"
+
+
+def test_loss_is_the_mean_over_tokens_of_all_microbatches(one_device):
+    """Against the definition, computed row by row with plain logits."""
+    params = jax.device_get(Trained(devices=1).init()["params"])
+    model = nnx.merge(one_device.graphdef, params, {})
+    b = batch(0)
+    total, count = 0.0, 0
+    for i in range(B):
+        for segment in (1, 2):
+            where = b["segment_ids"][i] == segment
+            logits = model(b["tokens"][i : i + 1, where])[0]  # a document alone
+            nll = optax.softmax_cross_entropy_with_integer_labels(logits, b["targets"][i, where])
+            nll += 1e-3 * jax.nn.logsumexp(logits, -1) ** 2
+            total += float(jnp.sum(nll * b["loss_mask"][i, where]))
+            count += int(b["loss_mask"][i, where].sum())
+    np.testing.assert_allclose(one_device.losses[0], total / count, rtol=1e-5)
+
+
+def test_state_is_born_in_shards():
+    """Compiled initialisation: each of 8 devices holds an eighth, and never the whole."""
+    tx = optax.adamw(1e-3)
+    whole = Trained(devices=1, embed_dim=256, mlp_dim=1024, vocab_size=4096, tx=tx)
+    split = Trained(mesh=MESHES["fsdp8"], embed_dim=256, mlp_dim=1024, vocab_size=4096, tx=tx)
+
+    def memory(trained):
+        with jax.set_mesh(trained.mesh):
+            return trained.init.lower().compile().memory_analysis()
+
+    total = memory(whole).output_size_in_bytes
+    per_device = memory(split)
+    assert per_device.output_size_in_bytes < total / 8 * 1.05
+    assert per_device.temp_size_in_bytes < total / 8
+
+
+@pytest.mark.parametrize("mesh", ["fsdp8", "fsdp4_tensor2"])
+def test_no_activation_is_copied_whole(mesh, capfd):
+    """XLA says so when it must gather an activation to change its layout."""
+    Trained(mesh=MESHES[mesh], remat="block").run()
+    assert "Involuntary full rematerialization" not in capfd.readouterr().err
+
+
+def test_compiled_step_does_not_grow_with_depth():
+    def program(num_layers):
+        t = Trained(devices=1, num_layers=num_layers, remat="block")
+        with jax.set_mesh(t.mesh):
+            return t.train_step.lower(t.abstract, step.abstract_batch(B, S, t.mesh)).as_text()
+
+    shallow, deep = program(2), program(64)
+    assert len(deep) < 1.01 * len(shallow)
+
+
+def test_remat_and_chunks_lower_peak_memory():
+    def temp(**kwargs):
+        t = Trained(devices=1, num_layers=8, **kwargs)
+        with jax.set_mesh(t.mesh):
+            lowered = t.train_step.lower(t.abstract, step.abstract_batch(B, S, t.mesh))
+            return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    none, dots, block = (temp(remat=r) for r in ("none", "dots", "block"))
+    assert block < dots < none
+    assert temp(remat="block", microbatches=4) < block
