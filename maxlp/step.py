@@ -4,8 +4,8 @@ The state is a plain pytree, so that every tool of JAX works on it::
 
     {"params": …, "model_state": …, "opt_state": …, "step": int32}
 
-``params`` and ``model_state`` are nested dicts of arrays. ``model_state`` holds what the forward pass
-changes (the scales of low-precision matmuls; nothing in plain bf16): no optimizer, clip or norm sees it.
+``params`` and ``model_state`` are nested dicts of arrays. ``model_state`` holds what the forward and the
+backward pass change (amax histories of FP8; nothing in plain bf16): no optimizer, clip or norm sees it.
 """
 
 import functools
@@ -24,6 +24,9 @@ State = dict[str, Any]
 Batch = dict[str, jax.Array]
 Sums = dict[str, jax.Array]
 LossFn = Callable[[nnx.Module, Batch], Sums]
+
+# State of the backward pass (scales of output gradients), which only the cotangents see.
+OVERWRITE_WITH_GRADIENT = nnx.WithTag("overwrite_with_gradient")
 
 
 # --- state --------------------------------------------------------------------------------------------
@@ -128,19 +131,24 @@ def train_step(
       the new state, and scalars: loss, accuracy, grad_norm, param_norm, learning_rate, tokens.
     """
     num_tokens = jnp.maximum(jnp.sum(batch["loss_mask"], dtype=jnp.float32), 1.0)
+    forward, backward = _split_state(nnx.merge(graphdef, state["params"], state["model_state"]))
 
-    def mean_loss(params: dict, microbatch: Batch) -> tuple[jax.Array, tuple[Sums, dict]]:
-        model = nnx.merge(graphdef, params, state["model_state"])
+    def mean_loss(params: dict, backward: dict, microbatch: Batch) -> tuple[jax.Array, tuple[Sums, dict]]:
+        model = nnx.merge(graphdef, params, forward, backward)
         sums = loss_fn(model, microbatch)
-        return sums["loss"] / num_tokens, (sums, split(model)[2])
+        return sums["loss"] / num_tokens, (sums, _split_state(model)[0])
 
-    gradients = jax.grad(mean_loss, has_aux=True)
+    def gradients(microbatch: Batch) -> tuple[dict, tuple[Sums, dict]]:
+        both = jax.grad(mean_loss, argnums=(0, 1), has_aux=True)
+        (grads, new_backward), (sums, new_forward) = both(state["params"], backward, microbatch)
+        return grads, (sums, _join(new_forward, new_backward))
+
     if microbatches == 1:
-        grads, (sums, model_state) = gradients(state["params"], batch)
+        grads, (sums, model_state) = gradients(batch)
     else:
 
         def accumulate(grads: dict, microbatch: Batch) -> tuple[dict, tuple[Sums, dict]]:
-            more, aux = gradients(state["params"], microbatch)
+            more, aux = gradients(microbatch)
             return jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, more), aux
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state["params"])
@@ -161,6 +169,17 @@ def train_step(
     }
     step = state["step"] + 1
     return {"params": params, "model_state": model_state, "opt_state": opt_state, "step": step}, metrics
+
+
+def _split_state(model: nnx.Module) -> tuple[dict, dict]:
+    """A model's state that the forward pass writes, and that whose gradient is its new value."""
+    _, _, backward, forward = nnx.split(model, nnx.Param, OVERWRITE_WITH_GRADIENT, ...)
+    return nnx.to_pure_dict(forward), nnx.to_pure_dict(backward)
+
+
+def _join(*states: dict) -> dict:
+    flat = [nnx.traversals.flatten_mapping(state) for state in states]
+    return nnx.traversals.unflatten_mapping(functools.reduce(dict.__or__, flat))
 
 
 def _microbatches(batch: Batch, n: int) -> Batch:

@@ -16,6 +16,9 @@ from maxlp.sharding import constrain
 
 Axes = tuple[str | None, ...]
 
+LINEAR_OUTPUT = "linear_output"  # names for remat policies
+BLOCK_INPUT = "block_input"
+
 
 def param(value: jax.Array, axes: Axes) -> nnx.Param:
     """A parameter whose dims have these logical names (no mesh is needed to create it)."""
@@ -48,12 +51,13 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array, preferred_element_type: Any = None) -> jax.Array:
         """``(..., in) -> (..., out)`` in ``dtype``, or in ``preferred_element_type``."""
         contract_last_with_first = (((x.ndim - 1,), (0,)), ((), ()))
-        return self.dot_general(
+        y = self.dot_general(
             x.astype(self.dtype),
             self.kernel[...].astype(self.dtype),
             contract_last_with_first,
             preferred_element_type=preferred_element_type or self.dtype,
         )
+        return checkpoint_name(y, LINEAR_OUTPUT)
 
 
 class Embed(nnx.Module):
@@ -100,13 +104,11 @@ class RMSNorm(nnx.Module):
 
 # --- many blocks as one -------------------------------------------------------------------------------
 
-BLOCK_INPUT = "block_input"  # the one activation a block keeps under remat="block" and "offload"
-
 _policies = jax.checkpoint_policies
 REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
     "none": None,  # keep every activation
     "block": _policies.nothing_saveable,  # keep the input of a block, recompute the rest
-    "dots": _policies.dots_with_no_batch_dims_saveable,  # keep the outputs of the weight matmuls
+    "dots": _policies.save_only_these_names(LINEAR_OUTPUT),  # keep the outputs of the weight matmuls
     "offload": _policies.save_and_offload_only_these_names(  # as block, the inputs wait in host memory
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=[BLOCK_INPUT],
@@ -117,9 +119,15 @@ REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
 
 
 def stack(make_block: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> nnx.Module:
-    """``num_layers`` blocks as one module whose leaves have a leading ``layers`` axis."""
+    """``num_layers`` blocks as one module whose leaves have a leading ``layers`` axis.
+
+    Its ``plain_ends`` (first, last) are numbers of blocks at either end whose `Linear` layers use plain
+    ``jax.lax.dot_general``, whatever was put in its place.
+    """
     vmapped = nnx.vmap(make_block, transform_metadata={nnx.PARTITION_NAME: "layers"})
-    return vmapped(rngs.split(num_layers))
+    blocks = vmapped(rngs.split(num_layers))
+    blocks.plain_ends = (0, 0)
+    return blocks
 
 
 def apply_stack(
@@ -141,23 +149,44 @@ def apply_stack(
       ``x`` after the last block, and the stacked ``out`` of all blocks.
     """
     graphdef, params, state = nnx.split(blocks, nnx.Param, ...)
-
-    def body(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
-        layer_params, layer_state, layer_input = layer
-        block = nnx.merge(graphdef, layer_params, layer_state)
-        x, out = call(block, checkpoint_name(x, BLOCK_INPUT), layer_input)
-        return x, (nnx.state(block, nnx.Not(nnx.Param)), out)
-
-    if remat != "none":
-        body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=not scan)
     layers = (params, state, per_layer)
-    if scan:
-        x, (new_state, outs) = jax.lax.scan(body, x, layers)
-    else:
+
+    def run(x: jax.Array, start: int, stop: int, plain: bool) -> tuple[jax.Array, Any]:
+        def body(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
+            layer_params, layer_state, layer_input = layer
+            block = nnx.merge(graphdef, layer_params, layer_state)
+            x, out = call(_plain(block) if plain else block, checkpoint_name(x, BLOCK_INPUT), layer_input)
+            return x, (layer_state if plain else nnx.state(block, nnx.Not(nnx.Param)), out)
+
+        scanned = scan and stop - start > 1
+        if remat != "none":
+            body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=not scanned)
+        if scanned:
+            whole = stop - start == num_layers
+            part = layers if whole else jax.tree.map(lambda leaf: leaf[start:stop], layers)
+            return jax.lax.scan(body, x, part)
         each = []
-        for i in range(num_layers):
+        for i in range(start, stop):
             x, out = body(x, jax.tree.map(lambda leaf, i=i: leaf[i], layers))
             each.append(out)
-        new_state, outs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+
+    # The plain ends are loops of their own. A condition inside one loop would copy no weights, but it
+    # would stop a GPU at every layer to ask, and keep the activations of both branches.
+    first, last = blocks.plain_ends
+    cuts = (0, first, num_layers - last, num_layers)
+    parts = []
+    for start, stop, plain in zip(cuts[:-1], cuts[1:], (True, False, True), strict=True):
+        if start < stop:
+            x, out = run(x, start, stop, plain)
+            parts.append(out)
+    new_state, outs = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
     nnx.update(blocks, new_state)
     return x, outs
+
+
+def _plain(block: nnx.Module) -> nnx.Module:
+    for _, module in nnx.iter_modules(block):
+        if isinstance(module, Linear):
+            module.dot_general = nnx.static(jax.lax.dot_general)
+    return block

@@ -7,6 +7,7 @@ recipe is for; which layers, is decided by their paths.
 import fnmatch
 from typing import Any
 
+import jax
 from flax import nnx
 
 from maxlp.precision import formats
@@ -82,7 +83,6 @@ def inject(
         not divide into blocks.
     """
     table: dict[str, str] = {}
-    stacks: dict[str, int] = {}
     unused = {pattern for pattern, _ in rules}
     for path, module in _matmuls(model):
         stack = module.kernel.shape[:-2]
@@ -95,15 +95,28 @@ def inject(
             _check_blocks(path, module.kernel.shape[-2:], chosen)
             module.dot_general = nnx.data(QuantDot(chosen, stack))
             table[path] = chosen.name
-            if stack:
-                stacks[path.split("/")[0]] = stack[0]
         else:
             table[path] = HIGH_PRECISION
     if unused:
         raise ValueError(
             f"precision.rules: pattern {min(unused)!r} matches no matmul; paths: {', '.join(sorted(table))}"
         )
+    if set(table.values()) != {HIGH_PRECISION}:
+        _set_plain_ends(model, first_blocks, last_blocks)
     return table
+
+
+def _set_plain_ends(model: nnx.Module, first: int, last: int) -> None:
+    for path, blocks in nnx.iter_modules(model):
+        if not hasattr(blocks, "plain_ends"):
+            continue
+        num_layers = jax.tree.leaves(nnx.state(blocks, nnx.Param))[0].shape[0]
+        if first < 0 or last < 0 or first + last >= num_layers:
+            raise ValueError(
+                f"precision.first_blocks={first} and precision.last_blocks={last} leave none of the "
+                f"{num_layers} blocks of {'/'.join(map(str, path))}; lower them"
+            )
+        blocks.plain_ends = (first, last)
 
 
 def _matmuls(model: nnx.Module) -> list[tuple[str, Any]]:
@@ -119,6 +132,6 @@ def _matmuls(model: nnx.Module) -> list[tuple[str, Any]]:
 def _check_blocks(path: str, dims: tuple[int, int], recipe: Recipe) -> None:
     if recipe.in_blocks and any(dim % formats.MX_BLOCK for dim in dims):
         raise ValueError(
-            f"precision recipe {recipe.name!r}: the kernel of {path} is {dims[0]} × {dims[1]}, which does not "
-            f"divide into blocks of {formats.MX_BLOCK}; use other sizes or a rule with another recipe for it"
+            f"precision recipe {recipe.name!r}: {path} is {dims[0]} × {dims[1]}, which blocks "
+            f"of {formats.MX_BLOCK} do not divide; use other sizes or a rule with another recipe for it"
         )

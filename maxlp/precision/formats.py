@@ -180,7 +180,7 @@ def _inverse(scale: jax.Array) -> jax.Array:
 
 
 class Quantized(NamedTuple):
-    """``values * scale``. The scale has 1 where it is shared and ``dim / MX_BLOCK`` where it is per block."""
+    """``values * scale``; the scale has size 1 along axes that share it, and dim / MX_BLOCK in blocks."""
 
     values: jax.Array
     scale: jax.Array

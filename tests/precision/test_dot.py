@@ -57,8 +57,15 @@ def scaled(product, a, b):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name, kernel_rows", [("int8_switchback", False), ("int8_switchback_m", False),
-                                               ("int8_switchback_q", True), ("int8_all", True)])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, kernel_rows",
+    [
+        ("int8_switchback", False),
+        ("int8_switchback_m", False),
+        ("int8_switchback_q", True),
+        ("int8_all", True),
+    ],
+)
 def test_int8_matmuls_equal_an_integer_reference_to_the_bit(name, kernel_rows, dtype):
     x, w, g = arrays(dtype)
     x = x.at[0, 3].set(0)  # an all-zero row has scale 1 and gives zeros

@@ -1,0 +1,156 @@
+"""Delayed scaling of one layer against two independent implementations."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from flax.linen import fp8_ops
+
+from maxlp.precision import QuantDot, delayed, make_recipe
+
+DIMS = (((1,), (0,)), ((), ()))
+E4M3, E5M2 = (448.0, ml_dtypes.float8_e4m3fn), (57344.0, ml_dtypes.float8_e5m2)
+
+
+def data(step):
+    """Input, kernel and output gradient whose largest magnitudes jump by powers of two."""
+    rng = np.random.default_rng(step)
+    arrays = []
+    for shape, exponent in (((24, 32), 0), ((32, 16), -3), ((24, 16), -12)):
+        a = rng.uniform(-3, 3, shape).astype(np.float32)
+        a[3, 5] = -3.5  # 448 and 57344 are multiples: the scales are exact powers of two
+        arrays.append(a * np.float32(2.0 ** (exponent + rng.integers(-2, 3))))
+    return arrays
+
+
+class Layer:
+    """A QuantDot, run step by step as the train step does."""
+
+    def __init__(self, **options):
+        dot = QuantDot(make_recipe("fp8_delayed", **options))
+        self.structure, backward, forward = nnx.split(dot, delayed.OverwriteWithGradient, ...)
+        self.forward, self.backward = nnx.to_pure_dict(forward), nnx.to_pure_dict(backward)
+        self.compiled = jax.jit(self.step)
+
+    def step(self, forward, backward, x, w, g):
+        def product(x, w, backward):
+            dot = nnx.merge(self.structure, forward, backward)
+            y = dot(x, w, DIMS)
+            new = nnx.split(dot, delayed.OverwriteWithGradient, ...)[2]
+            return y, nnx.to_pure_dict(new)
+
+        y, pull, new_forward = jax.vjp(product, x, w, backward, has_aux=True)
+        return y, *pull(g), new_forward
+
+    def __call__(self, x, w, g):
+        y, dx, dw, self.backward, self.forward = self.compiled(self.forward, self.backward, x, w, g)
+        return y, dx, dw
+
+    @property
+    def histories(self):
+        state = self.forward | self.backward
+        return [state[f"{name}_amax_history"] for name in ("input", "kernel", "output_grad")]
+
+
+def test_five_steps_equal_an_independent_model():
+    history_length, margin = 3, 1.0
+    layer = Layer(history=history_length, margin=margin)
+    seen = [[], [], []]
+
+    def fp8(a, past, kind):
+        largest, dtype = kind
+        amax = max(past[-history_length:], default=np.abs(a).max())
+        scale = amax * 2**margin / largest
+        return np.clip(a / scale, -largest, largest).astype(dtype).astype(np.float64) * scale
+
+    for step in range(5):
+        arrays = data(step)
+        x, w, g = (fp8(*z) for z in zip(arrays, seen, (E4M3, E4M3, E5M2), strict=True))
+        for ours, exact in zip(layer(*arrays), (x @ w, g @ w.T, x.T @ g), strict=True):
+            np.testing.assert_allclose(ours, exact, rtol=1e-5, atol=1e-6 * np.abs(exact).max())
+        for past, a, history in zip(seen, arrays, layer.histories, strict=True):
+            past.append(np.abs(a).max())
+            newest_first = [*past[::-1], 0, 0][:history_length]
+            np.testing.assert_array_equal(history, newest_first)
+
+
+def test_five_steps_equal_flax():
+    layer = Layer(history=3, cold_start=False)
+    scales, histories = [jnp.ones(1)] * 3, [jnp.zeros(3)] * 3
+
+    @jax.jit
+    def flax_step(x, w, g, scales, histories):
+        def product(x, w, scales, histories):
+            return fp8_ops.fp8_scaled_dot_general(
+                x,
+                w,
+                DIMS,
+                preferred_element_type=jnp.float32,
+                lhs_scale=scales[0],
+                rhs_scale=scales[1],
+                grad_scale=scales[2],
+                lhs_amax_history=histories[0],
+                rhs_amax_history=histories[1],
+                grad_amax_history=histories[2],
+                quantize_compute_type=jnp.float32,
+            )
+
+        y, pull = jax.vjp(product, x, w, scales, histories)
+        return y, *pull(g)
+
+    for step in range(5):
+        arrays = data(step)
+        *theirs, scales, histories = flax_step(*arrays, scales, histories)
+        if step:  # at step 0 a scale of 1 flushes the gradients in both
+            assert all(np.any(a) for a in theirs)
+        for ours, exact in zip(layer(*arrays), theirs, strict=True):
+            np.testing.assert_allclose(ours, exact, rtol=1e-5, atol=1e-6 * np.abs(exact).max())
+        for ours, exact in zip(layer.histories, histories, strict=True):
+            np.testing.assert_array_equal(ours, exact[jnp.array([0, 2, 1])])  # theirs is a ring
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_non_finite_data_does_not_enter_and_the_next_step_is_normal(bad):
+    layer, clean = Layer(history=4), Layer(history=4)
+    layer(*data(0)), clean(*data(0))
+    spoiled = data(1)
+    for a in spoiled:
+        a[0, 0] = bad
+    layer(*spoiled)
+    for ours, expected in zip(layer.histories, clean.histories, strict=True):
+        np.testing.assert_array_equal(ours, [0, expected[0], 0, 0])
+    for ours, exact in zip(layer(*data(2)), clean(*data(2)), strict=True):
+        np.testing.assert_array_equal(ours, exact)
+
+
+def test_in_the_first_step_non_finite_data_gives_a_non_finite_result():
+    x, w, g = data(0)
+    x[0, 0] = np.inf
+    y, _, dw = Layer(history=4)(x, w, g)
+    assert not np.any(np.isfinite(y)) and not np.any(np.isfinite(dw))
+
+
+@pytest.mark.parametrize("cold_start, alive", [(True, 4), (False, 0)])
+def test_cold_start_reaches_every_layer_in_the_first_step(cold_start, alive):
+    """Gradients of 1e-7 are below E5M2's smallest number; with a first scale of 1 nothing would learn."""
+    recipe = make_recipe("fp8_delayed", history=4, cold_start=cold_start)
+    rng = np.random.default_rng(0)
+    kernels = [rng.normal(size=(32, 32)).astype(np.float32) / 6 for _ in range(4)]
+
+    def loss(kernels, x):
+        for kernel in kernels:
+            x = QuantDot(recipe)(x, kernel, DIMS)
+        return 1e-7 * jnp.sum(x)
+
+    grads = jax.grad(loss)(kernels, rng.normal(size=(8, 32)).astype(np.float32))
+    assert sum(bool(np.all(np.any(g, axis=1))) for g in grads) == alive
+
+
+def test_most_recent_is_a_history_of_one():
+    layer = Layer(history=1)
+    for step in range(3):
+        layer(*data(step))
+        for history, a in zip(layer.histories, data(step), strict=True):
+            np.testing.assert_array_equal(history, [np.abs(a).max()])
