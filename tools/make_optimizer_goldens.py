@@ -5,13 +5,31 @@
     python tools/make_optimizer_goldens.py
 
 * stable_adamw.npz: torch-optimi's StableAdamW, 40 steps with a burst of gradients 30 times as large.
+* galore.npz: galore-torch's AdamW with `std` and `reverse_std` projection of a tall, a wide and a square
+  weight, 24 steps in 3 subspaces. Its singular vectors are given the sign that makes their largest entry
+  positive (LAPACK leaves it open, and the run depends on it since momentum is kept); all else is theirs.
+* dynamic8.npz: the tables of bitsandbytes' dynamic code, and 8 blocks of 256 that it quantized.
 """
 
+import sys
+import types
 from pathlib import Path
 
+import bitsandbytes.functional as bnb
 import numpy as np
 import optimi
 import torch
+
+# galore-torch asks transformers to check torch's version, and for nothing else.
+versions = types.ModuleType("transformers.utils.versions")
+versions.require_version = lambda requirement: None
+sys.modules |= {
+    "transformers": types.ModuleType("transformers"),
+    "transformers.utils": types.ModuleType("transformers.utils"),
+    "transformers.utils.versions": versions,
+}
+from galore_torch.adamw import AdamW as GaLoreAdamW  # noqa: E402
+from galore_torch.galore_projector import GaLoreProjector  # noqa: E402
 
 OUT = Path(__file__).parent.parent / "tests" / "optim" / "goldens"
 
@@ -43,6 +61,65 @@ def stable_adamw() -> None:
     np.savez_compressed(OUT / "stable_adamw.npz", **out)
 
 
+def with_fixed_signs(get_orthogonal_matrix):
+    """The projector's basis, (short, rank) or (rank, short), with the largest entries positive."""
+
+    def fixed(self, weights, rank, type):
+        basis = get_orthogonal_matrix(self, weights, rank, type)
+        dim = 0 if type == "left" else 1
+        largest = basis.gather(dim, basis.abs().argmax(dim, keepdim=True))
+        return torch.where(largest < 0, -basis, basis)
+
+    return fixed
+
+
+def galore() -> None:
+    GaLoreProjector.get_orthogonal_matrix = with_fixed_signs(GaLoreProjector.get_orthogonal_matrix)
+    rng = np.random.default_rng(11)
+    rank, steps, out = 3, 24, {}
+    for name, (n_out, n_in) in {"tall": (10, 6), "wide": (6, 10), "square": (7, 7)}.items():
+        # A low-rank signal that turns slowly, and noise: what a gradient looks like.
+        left, right = rng.normal(size=(2, steps + 4, max(n_out, n_in), 4)).cumsum(axis=1) / 2
+        signal = np.einsum("tor,tir->toi", left[4:, :n_out], right[4:, :n_in])
+        grads = (signal + 0.3 * rng.normal(size=signal.shape)).astype(np.float32)
+        start = rng.normal(size=(n_out, n_in)).astype(np.float32)
+        out |= {f"{name}_0": start, f"{name}_grads": grads}
+        for proj_type in ("std", "reverse_std"):
+            p = torch.nn.Parameter(torch.tensor(start))
+            group = {"params": [p], "rank": rank, "update_proj_gap": 10, "scale": 0.25}
+            optimizer = GaLoreAdamW(
+                [group | {"proj_type": proj_type}],
+                lr=1e-2,
+                betas=(0.9, 0.95),
+                eps=1e-12,
+                no_deprecation_warning=True,
+            )
+            trajectory = []
+            for g in grads:
+                p.grad = torch.tensor(g)
+                optimizer.step()
+                trajectory.append(p.detach().numpy().copy())
+            out[f"{name}_{proj_type}"] = np.stack(trajectory)
+    np.savez_compressed(OUT / "galore.npz", **out)
+
+
+def dynamic8() -> None:
+    rng = np.random.default_rng(13)
+    out = {
+        "signed": bnb.create_dynamic_map(True).numpy(),
+        "unsigned": bnb.create_dynamic_map(False).numpy(),
+    }
+    x = rng.normal(size=(4, 512)) * 10.0 ** rng.uniform(-4, 0, size=(4, 512))
+    for name, values in (("signed", x), ("unsigned", x**2)):
+        values = torch.tensor(values.astype(np.float32))
+        codes, state = bnb.quantize_blockwise(values, code=torch.tensor(out[name]), blocksize=256)
+        out |= {f"{name}_x": values.numpy(), f"{name}_codes": codes.numpy()}
+        out[f"{name}_decoded"] = bnb.dequantize_blockwise(codes, state).numpy()
+    np.savez_compressed(OUT / "dynamic8.npz", **out)
+
+
 if __name__ == "__main__":
     OUT.mkdir(parents=True, exist_ok=True)
     stable_adamw()
+    galore()
+    dynamic8()

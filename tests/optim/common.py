@@ -1,5 +1,7 @@
 """Trees that look like a Llama's parameters, small."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,15 +19,18 @@ def random_tree(shapes, seed, scale=1.0):
     )
 
 
-def run(tx, params, grads_of_step, jit=True):
-    """Parameters and state after one update for each tree of gradients."""
-    state = tx.init(params)
-
+@functools.cache
+def jitted_step(tx):
     def step(grads, state, params):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    step = jax.jit(step) if jit else step
+    return jax.jit(step)
+
+
+def run(tx, params, grads_of_step):
+    """Parameters and state after one update for each tree of gradients."""
+    state, step = tx.init(params), jitted_step(tx)
     for grads in grads_of_step:
         params, state = step(grads, state, params)
     return params, state

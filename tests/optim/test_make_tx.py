@@ -59,6 +59,11 @@ def test_warmup_rises_evenly_to_the_peak_and_wastes_no_step():
         assert schedule_values(name, warmup_steps=0)[0] == 1.0
 
 
+def test_linear_is_a_line():
+    values = schedule_values("linear")[3:]
+    np.testing.assert_allclose(np.diff(values), np.diff(values)[0], rtol=1e-4)
+
+
 def test_cosine_is_the_closed_form():
     progress = np.minimum(np.arange(3, 13) - 3, 8) / 8
     expected = 0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * progress))
@@ -177,7 +182,7 @@ def test_mu_dtype_holds_only_the_first_moment():
     ("changes", "message"),
     [
         ({"name": "adamww"}, r"'adamww' is unknown, choose one of: adamw, "),
-        ({"schedule": "cosin"}, r"schedule='cosin' is unknown, choose one of: cosine, wsd, const"),
+        ({"schedule": "cosin"}, r"schedule='cosin' is unknown, choose one of: cosine, linear, wsd, const"),
         ({"learning_rate": 0.0}, r"learning_rate=0.0 must be positive"),
         ({"warmup_steps": 11}, r"warmup_steps=11 .* below total_steps=11"),
         ({"warmup_steps": -1}, r"warmup_steps=-1"),
