@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from maxlp.precision import formats
+from maxlp.precision import smooth_swiglu as smooth_swiglu_module
 from maxlp.precision.dot import QuantDot
 from maxlp.precision.recipes import RECIPES, Operand, Recipe, make_recipe
 
@@ -28,13 +29,14 @@ def apply(
     first_blocks: int,
     last_blocks: int,
     min_dim: int,
+    smooth_swiglu: str,
 ) -> dict[str, str]:
     """Gives a model's matmuls their recipes, in place; the ``precision`` section of a config.
 
     Args:
       recipe: name in `RECIPES`, for all layers that no rule names. ``bf16`` leaves the model's own dtype.
       options: of `make_recipe`, for that recipe.
-      rules, first_blocks, last_blocks, min_dim: see `inject`; a rule's recipe is a name.
+      rules, first_blocks, last_blocks, min_dim, smooth_swiglu: see `inject`; a rule's recipe is a name.
 
     Returns:
       the recipe of each matmul by path, for printing.
@@ -50,6 +52,7 @@ def apply(
         first_blocks=first_blocks,
         last_blocks=last_blocks,
         min_dim=min_dim,
+        smooth_swiglu=smooth_swiglu,
     )
 
 
@@ -61,6 +64,7 @@ def inject(
     first_blocks: int = 0,
     last_blocks: int = 0,
     min_dim: int = 0,
+    smooth_swiglu: str = "none",
 ) -> dict[str, str]:
     """Replaces ``dot_general`` in the modules that have one and a ``kernel``, in place.
 
@@ -74,6 +78,7 @@ def inject(
       first_blocks, last_blocks: blocks at either end of each stack that stay in high precision.
       min_dim: a kernel with a smaller dim than this stays in high precision (unless a rule names it):
         small matmuls lose more time to quantizing than they win.
+      smooth_swiglu: form of `precision.smooth_swiglu`, for the quantized layers called ``down_proj``.
 
     Returns:
       path → name of the recipe.
@@ -93,8 +98,12 @@ def inject(
             chosen = recipe if stack and large else RECIPES["bf16"]
         if chosen.fwd or chosen.dlhs or chosen.drhs:
             _check_blocks(path, module.kernel.shape[-2:], chosen)
+            if path.endswith("/down_proj"):
+                chosen = smooth_swiglu_module.smooth(chosen, smooth_swiglu)
             module.dot_general = nnx.data(QuantDot(chosen, stack))
-            table[path] = chosen.name
+            table[path] = (
+                chosen.name if chosen.smooth == "none" else f"{chosen.name}, smooth {chosen.smooth}"
+            )
         else:
             table[path] = HIGH_PRECISION
     if unused:

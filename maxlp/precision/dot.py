@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.lax import Precision
 from jax.sharding import AxisType
 
-from maxlp.precision import delayed, formats, mx
+from maxlp.precision import delayed, formats, mx, smooth_swiglu
 from maxlp.precision.formats import Quantized
 from maxlp.precision.recipes import Operand, Recipe
 
@@ -59,6 +59,18 @@ class QuantDot(nnx.Module):
     ) -> jax.Array:
         """``x @ kernel`` in ``preferred_element_type`` (default: that of ``x``)."""
         assert dimension_numbers == (((x.ndim - 1,), (0,)), ((), ())), "QuantDot multiplies by a kernel"
+        assert x.dtype == kernel.dtype
+        dtype = jnp.dtype(preferred_element_type or x.dtype)
+        if self.recipe.smooth == "none":
+            return self._product(x, kernel, dtype, out_sharding)
+        s = smooth_swiglu.factors(x, kernel, self.recipe.smooth)
+        if self.recipe.smooth == "token":
+            y = self._product(x / s.astype(x.dtype), kernel, jnp.dtype(jnp.float32), out_sharding)
+            return (y * s).astype(dtype)
+        s = s.astype(x.dtype)
+        return self._product(x / s, kernel * s[:, None], dtype, out_sharding)
+
+    def _product(self, x: jax.Array, kernel: jax.Array, dtype: Any, out_sharding: Any) -> jax.Array:
         seen = {}
         for name, value in (("input", x), ("kernel", kernel)):
             if name in self.recipe.delayed:
@@ -67,8 +79,6 @@ class QuantDot(nnx.Module):
                 seen[name] = delayed.seen(history[...], amax, self.recipe.cold_start)
                 history[...] = delayed.push(history[...], amax)
         grad_history = self.output_grad_amax_history[...] if "output_grad" in self.recipe.delayed else None
-        assert x.dtype == kernel.dtype
-        dtype = jnp.dtype(preferred_element_type or x.dtype)
         static = _Static(self.recipe, x.dtype, dtype, out_sharding)
         return _dot(static, x, kernel, seen, grad_history)
 

@@ -52,6 +52,7 @@ class Recipe:
       history: steps that a delayed scale looks back on; 1 is the most recent only.
       margin: a delayed scale leaves ``2^margin`` of head-room.
       cold_start: delayed scales are current ones until something was seen.
+      smooth: see `smooth_swiglu`.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Recipe:
     history: int = 1024
     margin: float = 0.0
     cold_start: bool = True
+    smooth: str = "none"
 
     def __post_init__(self):
         where = f"precision recipe {self.name!r}"

@@ -163,9 +163,20 @@ def test_a_stateful_recipe_works_outside_of_a_stack_and_in_generation():
 
 
 def test_apply_takes_a_config_section():
-    section = dict(recipe="fp8_delayed", options=dict(history=8), rules=(("lm_head", "bf16"),), first_blocks=1,
-                   last_blocks=0, min_dim=0)  # fmt: skip
+    section = dict(
+        recipe="fp8_delayed",
+        options=dict(history=8),
+        rules=(("lm_head", "bf16"),),
+        first_blocks=1,
+        last_blocks=0,
+        min_dim=0,
+        smooth_swiglu="balanced",
+    )
     model = abstract()
     assert set(precision.apply(model, **section)) == PATHS | {"lm_head"}
     assert model.layers.plain_ends == (1, 0)
     assert model.layers.mlp.up_proj.dot_general.kernel_amax_history.shape == (2, 8)
+    down = model.layers.mlp.down_proj.dot_general
+    assert down.recipe.smooth == "balanced" and down.recipe.delayed == ("output_grad",)
+    with pytest.raises(ValueError, match="smooth_swiglu='channels': one of none, channel, balanced, token"):
+        precision.apply(abstract(), **(section | dict(smooth_swiglu="channels")))

@@ -1,0 +1,103 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlp.precision import QuantDot, formats, make_recipe, smooth_swiglu
+from maxlp.precision.recipes import Recipe
+
+DIMS = (((1,), (0,)), ((), ()))
+ALIGNED = 7  # the channel whose two branches are the same vector
+
+
+def network(magnitude, features=512, width=128, tokens=256):
+    """Input and the three kernels of a SwiGLU, float32."""
+    rng = np.random.default_rng(0)
+    x, gate, up, down = (
+        rng.normal(size=shape).astype(np.float32) / np.float32(np.sqrt(fan_in))
+        for shape, fan_in in (
+            ((tokens, width), 1),
+            ((width, features), width),
+            ((width, features), width),
+            ((features, width), features),
+        )
+    )
+    gate[:, ALIGNED] = up[:, ALIGNED] = magnitude * gate[:, 0]
+    return x, gate, up, down
+
+
+def product(x, gate, up):
+    return jax.nn.silu(x @ gate) * (x @ up)
+
+
+@pytest.mark.parametrize("form", ["channel", "balanced", "token"])
+def test_the_function_and_its_gradients_are_unchanged_to_the_bit(form):
+    x, gate, up, down = network(16)
+    h = product(x, gate, up).at[:, 3].set(0)  # an all-zero channel too
+    dot = QuantDot(dataclasses.replace(Recipe("unquantized"), smooth=form))
+    smooth, pull = jax.vjp(lambda h, w: dot(h, w, DIMS), h, down)
+    plain, pull_plain = jax.vjp(lambda h, w: jax.lax.dot_general(h, w, DIMS), h, down)
+    np.testing.assert_array_equal(smooth, plain)
+    g = jnp.asarray(np.random.default_rng(1).normal(size=plain.shape), jnp.float32)
+    for ours, exact in zip(pull(g), pull_plain(g), strict=True):
+        np.testing.assert_array_equal(ours, exact)
+    if form != "token":
+        s = smooth_swiglu.factors(h, down, form)
+        assert len(np.unique(s)) > 2 and np.all(np.frexp(np.asarray(s))[0] == 0.5)
+        folded_up, folded_down = smooth_swiglu.fold(up, down, s)
+        folded = product(x, gate, folded_up).at[:, 3].set(0) @ folded_down
+        np.testing.assert_array_equal(folded, plain)
+
+
+def error_of_others(form, magnitude):
+    """Relative error of what all channels but the aligned one contribute to the output, current scales."""
+    x, gate, up, down = network(magnitude)
+    h = product(x, gate, up)
+    s = smooth_swiglu.factors(h, down, form) if form != "none" else jnp.float32(1)
+    of_kernel = s[:, None] if s.ndim == 1 else 1.0
+
+    def round_trip(a):
+        return formats.dequantize(
+            formats.quantize(a, formats.get("float8_e4m3fn"), "tensor", (0,)), a.dtype
+        )
+
+    others = np.arange(h.shape[1]) != ALIGNED
+    ours = (round_trip(h / s) * s)[:, others] @ (round_trip(down * of_kernel) / of_kernel)[others]
+    exact = h[:, others] @ down[others]
+    return np.linalg.norm(ours - exact) / np.linalg.norm(exact)
+
+
+def error_after_alignment(form):
+    """Relative error of the output under delayed scaling when a channel aligned since the last step."""
+    dot = QuantDot(smooth_swiglu.smooth(make_recipe("fp8_delayed", history=1), form))
+    for magnitude in (1, 32):
+        x, gate, up, down = network(magnitude)
+        h = product(x, gate, up)
+        y = dot(h, down, DIMS)
+    return np.linalg.norm(y - h @ down) / np.linalg.norm(h @ down)
+
+
+def test_current_scales_lose_the_other_channels_and_the_balanced_form_keeps_them():
+    for form in smooth_swiglu.FORMS:
+        assert error_of_others(form, 1) < 0.045
+        assert (error_of_others(form, 512) < 0.045) == (form == "balanced")
+    assert error_of_others("none", 512) > 0.5
+
+
+def test_delayed_scales_saturate_when_a_channel_aligns_and_smoothing_prevents_it():
+    assert error_after_alignment("none") > 0.9
+    assert error_after_alignment("channel") < 0.05
+    assert error_after_alignment("balanced") < 0.05
+
+
+def test_only_what_smoothing_makes_jump_becomes_current():
+    recipe = make_recipe("fp8_delayed")
+    delayed = {form: smooth_swiglu.smooth(recipe, form).delayed for form in smooth_swiglu.FORMS}
+    assert delayed == {
+        "none": ("input", "kernel", "output_grad"),
+        "token": ("input", "kernel", "output_grad"),
+        "channel": ("input", "output_grad"),
+        "balanced": ("output_grad",),
+    }
