@@ -16,7 +16,7 @@ from absl import flags
 
 from maxlp import build, config, distributed, sharding, step
 from maxlp import workdir as files
-from maxlp.evals.perplexity import perplexity
+from maxlp.evals.perplexity import make_perplexity
 
 config.define_flags("Directory of the run.", config_required=False)
 STEP = flags.DEFINE_integer("step", None, "Checkpoint to measure; the newest by default.", lower_bound=0)
@@ -30,10 +30,10 @@ def main() -> None:
     build.check(c, mesh)
     with jax.set_mesh(mesh):
         graphdef, state, at_step = build.restore_model(c, workdir, STEP.value, mesh)
-        loss_fn = functools.partial(step.eval_step, graphdef=graphdef, loss_fn=build.loss(c))
+        eval_step = functools.partial(step.eval_step, graphdef=graphdef, loss_fn=build.loss(c))
         data = build.heldout(c, build.saved_tokenizer(c, workdir))
         batches = (batch for batch, _ in sharding.device_batches(iter(data), mesh))
-        results = perplexity(jax.jit(loss_fn), state, batches, data.tokenizer.byte_lengths)
+        results = make_perplexity(eval_step, data.tokenizer.byte_lengths)(state, batches)
     distributed.say(f"{workdir} at step {at_step}, on {c.data.source}")
     for name, value in results.items():
         distributed.say(

@@ -135,8 +135,8 @@ class DelayedFetch:
     def __init__(self) -> None:
         self._pending: list[tuple[int, Any]] = []
 
-    def push(self, step: int, metrics: Any, wait: bool = False) -> list[tuple[int, Any]]:
-        """Takes a step's device metrics and returns what has come to the host.
+    def push(self, step: int, metrics: Any, wait: bool = False) -> Iterator[tuple[int, Any]]:
+        """Takes a step's device metrics and yields what has come to the host, each when it comes.
 
         Args:
             step: finished updates.
@@ -145,14 +145,14 @@ class DelayedFetch:
 
         Returns:
             (step, tree of numpy arrays) of the step before, unless it was waited for, and with
-            `wait` of this one.
+            `wait` of this one. Take them all before the next push.
         """
         for leaf in jax.tree.leaves(metrics):
             leaf.copy_to_host_async()
         done, self._pending = [*self._pending, (step, metrics)], []
         if not wait:
             self._pending = [done.pop()]
-        return [(step, jax.device_get(metrics)) for step, metrics in done]
+        return ((step, jax.device_get(metrics)) for step, metrics in done)
 
 
 class Throughput:

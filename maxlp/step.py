@@ -196,7 +196,7 @@ def eval_step(state: State, batch: Batch, *, graphdef: nnx.GraphDef, loss_fn: Lo
     return loss_fn(nnx.merge(graphdef, state["params"], state["model_state"]), batch)
 
 
-def compile_steps(
+def jit_train_step(
     abstract: State,
     mesh: Mesh,
     *,
@@ -205,17 +205,14 @@ def compile_steps(
     loss_fn: LossFn,
     microbatches: int,
     schedule: optax.Schedule,
-) -> tuple[Callable, Callable]:
-    """The jitted train and eval steps. The train step's state is donated and its layout pinned.
+) -> jax.stages.Wrapped:
+    """`train_step` under jit: (state, batch) to (state, metrics), the state donated.
 
-    Without pinned output shardings XLA may move small parameters after the first step and compile again.
+    Its layout is pinned to that of ``abstract``: without, XLA may move small parameters after the first
+    step and compile again.
     """
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    train = functools.partial(
+    function = functools.partial(
         train_step, graphdef=graphdef, tx=tx, loss_fn=loss_fn, microbatches=microbatches, schedule=schedule
     )
-    evaluate = functools.partial(eval_step, graphdef=graphdef, loss_fn=loss_fn)
-    return (
-        jax.jit(train, donate_argnums=0, out_shardings=(shardings, sharding.replicated(mesh))),
-        jax.jit(evaluate, out_shardings=sharding.replicated(mesh)),
-    )
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return jax.jit(function, donate_argnums=0, out_shardings=(shardings, sharding.replicated(mesh)))

@@ -28,7 +28,7 @@ from maxlp import build, config, distributed, metrics, report, sharding, step
 from maxlp import workdir as files
 from maxlp.checkpoint import load_params
 from maxlp.data import merge_states
-from maxlp.evals.perplexity import perplexity
+from maxlp.evals.perplexity import make_perplexity
 
 config.define_flags("Directory of the run: checkpoints, metrics, config; resumed if it holds a checkpoint.")
 DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the config, print what would run, and stop.")
@@ -51,6 +51,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     build.check(c, mesh)
     loop, make_model, loss_fn = build.loop(c), build.model(c), build.loss(c)
     tx, schedule = build.tx(c)
+    peak = metrics.peak_flops()
     stack.enter_context(jax.set_mesh(mesh))
 
     # --- The state as shapes and shardings.
@@ -64,7 +65,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
 
     # --- The step, compiled in the background while the data is opened.
     use_compilation_cache()
-    train_step, eval_step = step.compile_steps(
+    train_step = step.jit_train_step(
         abstract,
         mesh,
         graphdef=graphdef,
@@ -118,16 +119,13 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     throughput = metrics.Throughput(
         tokens_per_step=c.data.batch_size * c.data.seq_len,
         flops_per_token=flops,
-        peak=metrics.peak_flops(),
+        peak=peak,
         num_devices=jax.device_count(),
         total_steps=loop.total_steps,
     )
 
-    def evaluate(num_batches: int) -> dict[str, float]:
-        held = sharding.device_batches(iter(heldout), mesh, limit=num_batches)
-        lengths = heldout.tokenizer.byte_lengths
-        results = perplexity(eval_step, state, (batch for batch, _ in held), lengths)
-        return {f"eval/{name}": value for name, value in results.items()}
+    eval_step = functools.partial(step.eval_step, graphdef=graphdef, loss_fn=loss_fn)
+    perplexity = make_perplexity(eval_step, heldout.tokenizer.byte_lengths)
 
     for n, (batch, data_state) in enumerate(sharding.device_batches(batches, mesh), start + 1):
         state, out = train_step(state, batch)
@@ -146,7 +144,9 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
             distributed.say(startup)
         with throughput.paused():
             if evaluates:
-                writer.write(n, evaluate(0 if last else loop.eval_batches))
+                limit = 0 if last else loop.eval_batches
+                held = (batch for batch, _ in sharding.device_batches(iter(heldout), mesh, limit))
+                writer.write(n, {f"eval/{name}": v for name, v in perplexity(state, held).items()})
             if saves:
                 checkpoints.save(n, state, merge_states(distributed.gather_json(data_state)))
         if stop and not last:

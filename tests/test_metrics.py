@@ -123,9 +123,9 @@ class Leaf:
 def test_a_step_is_waited_for_only_when_the_next_is_queued():
     log = []
     fetch = metrics.DelayedFetch()
-    fetch.push(1, {"x": Leaf("1", log)})
+    list(fetch.push(1, {"x": Leaf("1", log)}))
     assert "wait 1" not in log
-    fetch.push(2, {"x": Leaf("2", log)})
+    list(fetch.push(2, {"x": Leaf("2", log)}))
     assert log.index("copy 2") < log.index("wait 1")
     assert "wait 2" not in log
 

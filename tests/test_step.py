@@ -71,7 +71,7 @@ class Trained:
             self.init = jax.jit(
                 functools.partial(step.init_state, make, self.tx, 0), out_shardings=self.shardings
             )
-            self.train_step, _ = step.compile_steps(
+            self.train_step = step.jit_train_step(
                 self.abstract,
                 self.mesh,
                 graphdef=self.graphdef,

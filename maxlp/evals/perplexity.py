@@ -4,50 +4,51 @@ import math
 from collections.abc import Callable, Iterable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+Sums = dict[str, jax.Array]
 
-def perplexity(
-    eval_step: Callable[[dict, dict], dict[str, jax.Array]],
-    state: dict,
-    batches: Iterable[dict[str, jax.Array]],
-    byte_lengths_V: np.ndarray,
-) -> dict[str, float]:
-    """Averages over every unmasked token of the batches.
+
+def make_perplexity(
+    eval_step: Callable[[dict, dict], Sums], byte_lengths_V: np.ndarray
+) -> Callable[[dict, Iterable[dict]], dict[str, float]]:
+    """A function of (state, batches) that averages over every unmasked token of the batches.
 
     Args:
       eval_step: (state, batch) to the sums ``nll`` (nats), ``correct`` and ``tokens``.
-      batches: global batches.
       byte_lengths_V: bytes of text that each token stands for; 0 for special tokens. Predicting those
         costs bits and adds no bytes, so bits per byte are those of a complete code for the text.
 
     Returns:
-      loss (nats a token), perplexity, accuracy, bits_per_byte, and the counts tokens and bytes.
+      The function; it gives loss (nats a token), perplexity, accuracy, bits_per_byte, tokens, bytes.
     """
-    lengths_V = jax.numpy.asarray(byte_lengths_V)
-    count_bytes = jax.jit(lambda targets, mask: jax.numpy.sum(lengths_V[targets] * mask))
-    sums = []
-    for batch in batches:
-        out = eval_step(state, batch)
-        sums.append(
-            {
-                "nll": out["nll"],
-                "correct": out["correct"],
-                "tokens": out["tokens"],
-                "bytes": count_bytes(batch["targets"], batch["loss_mask"]),
-            }
-        )
-    if not sums:
-        raise ValueError("the held-out data has no batch")
-    # Sums of float32 batch sums are taken in float64 on the host: the whole is not bounded by a batch.
-    host = jax.device_get(sums)
-    total = {k: float(np.sum([s[k] for s in host], dtype=np.float64)) for k in host[0]}
-    loss = total["nll"] / total["tokens"]
-    return {
-        "loss": loss,
-        "perplexity": math.exp(min(loss, 700.0)),
-        "accuracy": total["correct"] / total["tokens"],
-        "bits_per_byte": total["nll"] / math.log(2) / max(total["bytes"], 1.0),
-        "tokens": total["tokens"],
-        "bytes": total["bytes"],
-    }
+
+    @jax.jit
+    def count(state: dict, batch: dict) -> Sums:
+        sums = eval_step(state, batch)
+        length_BS = jnp.asarray(byte_lengths_V)[batch["targets"]]
+        num_bytes = jnp.sum(length_BS * batch["loss_mask"])
+        return {key: sums[key] for key in ("nll", "correct", "tokens")} | {"bytes": num_bytes}
+
+    def perplexity(state: dict, batches: Iterable[dict]) -> dict[str, float]:
+        # One batch at a time: no data ties the batches together, and on CPUs nothing else keeps the
+        # collectives of two of them in one order in all processes. On the host the sums are float64, so
+        # that they stay exact enough however many batches there are.
+        total = dict.fromkeys(("nll", "correct", "tokens", "bytes"), 0.0)
+        for batch in batches:
+            for key, value in jax.device_get(count(state, batch)).items():
+                total[key] += float(value)
+        if not total["tokens"]:
+            raise ValueError("the held-out data has no token to predict")
+        loss = total["nll"] / total["tokens"]
+        return {
+            "loss": loss,
+            "perplexity": math.exp(min(loss, 700.0)),
+            "accuracy": total["correct"] / total["tokens"],
+            "bits_per_byte": total["nll"] / math.log(2) / max(total["bytes"], 1.0),
+            "tokens": total["tokens"],
+            "bytes": total["bytes"],
+        }
+
+    return perplexity

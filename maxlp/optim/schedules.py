@@ -14,6 +14,12 @@ def cosine(peak: float, final: float, steps: int, decay_steps: int) -> optax.Sch
     return optax.cosine_decay_schedule(peak, steps, alpha=final / peak)
 
 
+def linear(peak: float, final: float, steps: int, decay_steps: int) -> optax.Schedule:
+    """A straight line from `peak` to `final` over all `steps`."""
+    del decay_steps
+    return optax.linear_schedule(peak, final, steps)
+
+
 def wsd(peak: float, final: float, steps: int, decay_steps: int) -> optax.Schedule:
     """Stays at `peak`, then falls linearly to `final` over the last `decay_steps`.
 
@@ -30,7 +36,7 @@ def constant(peak: float, final: float, steps: int, decay_steps: int) -> optax.S
     return optax.constant_schedule(peak)
 
 
-SCHEDULES = {"cosine": cosine, "wsd": wsd, "constant": constant}
+SCHEDULES = {"cosine": cosine, "linear": linear, "wsd": wsd, "constant": constant}
 
 
 def make_schedule(

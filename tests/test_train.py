@@ -1,0 +1,270 @@
+"""The training command as a user runs it: kills, restarts, other meshes, several processes, bad losses."""
+
+import json
+import math
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint
+import pytest
+
+from maxlp.metrics import read_jsonl
+
+ROOT = Path(__file__).parent.parent
+SMALL = [
+    "--config=configs/llama/debug.py",
+    "--config.model.embed_dim=32",
+    "--config.model.num_layers=2",
+    "--config.model.num_heads=2",
+    "--config.model.num_kv_heads=2",
+    "--config.model.head_dim=16",
+    "--config.model.mlp_dim=64",
+    "--config.model.vocab_size=512",
+    "--config.data.source=stdlib?heldout=0.002",
+    "--config.data.tokenizer=bytes",
+    "--config.data.seq_len=64",
+    "--config.data.shuffle_tokens=16384",
+    "--config.optimizer.warmup_steps=2",
+    "--config.train.log_every=1",
+    "--config.train.eval_batches=2",
+    "--config.checkpoint.every_steps=3",
+]
+
+
+def start(workdir: Path, *options: str, devices: int = 1, **env: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "maxlp.train", f"--workdir={workdir}", *SMALL, *options]
+    env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"} | env
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(process: subprocess.Popen, code: int = 0) -> str:
+    out = process.communicate(timeout=300)[0]
+    assert process.returncode == code, out
+    return out
+
+
+def run(workdir: Path, *options: str, **kwargs) -> str:
+    return finish(start(workdir, *options, **kwargs))
+
+
+def losses(workdir: Path) -> dict[int, float]:
+    return {r["step"]: r["train/loss"] for r in read_jsonl(workdir / "metrics.jsonl") if "train/loss" in r}
+
+
+def records(workdir: Path) -> list[dict]:
+    """What the metrics file says, less what depends on the clock and the machine."""
+    kept = ("train/", "eval/")
+    return [
+        {k: v for k, v in r.items() if k == "step" or k.startswith(kept)}
+        for r in read_jsonl(workdir / "metrics.jsonl")
+    ]
+
+
+def checkpoint(workdir: Path, step: int) -> dict:
+    """The data's position and every array, as bytes: equal bytes, equal checkpoints."""
+    root = workdir / "checkpoints" / str(step)
+    record = json.loads((root / "checkpoint.json").read_text())
+    return {"data": record["data_state"], "arrays": arrays(root)}
+
+
+def arrays(root: Path) -> dict[str, bytes]:
+    """Every array of a checkpoint, as bytes, read without the code under test."""
+    reader = orbax.checkpoint.PyTreeCheckpointer()
+    tree = reader.metadata(root / "state").item_metadata.tree
+    as_numpy = jax.tree.map(lambda _: orbax.checkpoint.RestoreArgs(restore_type=np.ndarray), tree)
+    saved = reader.restore(root / "state", restore_args=as_numpy)
+    return {jax.tree_util.keystr(k): v.tobytes() for k, v in jax.tree_util.tree_leaves_with_path(saved)}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run of 12 steps."""
+    workdir = tmp_path_factory.mktemp("whole") / "run"
+    out = run(workdir, "--config.train.total_steps=12", "--config.train.eval_every=4")
+    return workdir, out
+
+
+def test_a_run_leaves_what_it_promises(whole):
+    workdir, out = whole
+    assert {"config.json", "run.json", "metrics.jsonl", "loss.png", "checkpoints", "tensorboard"} <= {
+        p.name for p in workdir.iterdir()
+    }
+    assert "first step after" in out and "step 12/12" in out
+    seen = losses(workdir)
+    assert sorted(seen) == list(range(1, 13))
+    # Fresh weights know nothing: a loss near the entropy of a uniform guess, then it falls.
+    assert abs(seen[1] - math.log(512)) < 1.0
+    assert seen[12] < seen[1]
+    evals = [r for r in records(workdir) if "eval/loss" in r]
+    assert [r["step"] for r in evals] == [4, 8, 12]
+    begun = json.loads((workdir / "run.json").read_text())["starts"][0]
+    assert begun["versions"]["jax"] == jax.__version__
+    assert begun["num_params"] == sum(
+        len(v) // 4 for k, v in arrays(workdir / "checkpoints" / "12").items() if "params" in k
+    )
+
+
+def test_sigterm_saves_exits_with_75_and_the_run_goes_on_exactly(whole, tmp_path):
+    options = ("--config.train.total_steps=12", "--config.train.eval_every=4")
+    process = start(tmp_path, *options)
+    for line in process.stdout:
+        if line.startswith("step 5/"):
+            process.send_signal(signal.SIGTERM)
+            break
+    out = finish(process, code=75)
+    assert "the same command goes on" in out
+    out = run(tmp_path, *options)
+    assert "resuming at step" in out
+    assert records(tmp_path) == records(whole[0])
+    assert checkpoint(tmp_path, 12) == checkpoint(whole[0], 12)
+    assert "nothing is left to train" in run(tmp_path, *options)
+
+
+def test_a_loss_that_is_not_finite_is_not_saved(tmp_path):
+    process = start(tmp_path, "--config.train.total_steps=12", "--config.optimizer.learning_rate=1e30")
+    out = process.communicate(timeout=300)[0]
+    assert process.returncode not in (0, 75)
+    assert "the loss of step" in out
+    seen = losses(tmp_path)
+    saved = [int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()]
+    assert all(math.isfinite(seen[n]) for n in saved)
+    assert len(seen) < 12
+
+
+def test_init_from_takes_weights_only(whole, tmp_path):
+    out = run(
+        tmp_path,
+        "--config.train.total_steps=3",
+        "--config.optimizer.learning_rate=1e-30",
+        f"--config.train.init_from={whole[0]}",
+    )
+    assert "a new run" in out
+    before, after = (arrays(d / "checkpoints" / str(n)) for d, n in ((whole[0], 12), (tmp_path, 3)))
+    params = [name for name in before if "params" in name]
+    assert params and all(before[name] == after[name] for name in params)
+    assert losses(tmp_path)[1] < losses(whole[0])[1]
+
+
+def test_another_mesh_goes_on_with_equal_losses(whole, tmp_path):
+    """fsdp 8 to data 2 × tensor 4 in the middle of a run: losses of the uninterrupted run, to rounding."""
+    heads = ["--config.model.num_heads=4", "--config.model.num_kv_heads=4", "--config.model.head_dim=8"]
+    total, stop = "--config.train.total_steps=12", "--config.optimizer.warmup_steps=2"
+    reference, moved = tmp_path / "reference", tmp_path / "moved"
+    run(reference, *heads, total, stop, devices=8)
+    process = start(moved, *heads, total, stop, devices=8)
+    for line in process.stdout:
+        if line.startswith("step 5/"):
+            process.send_signal(signal.SIGTERM)
+            break
+    finish(process, code=75)
+    out = run(
+        moved,
+        *heads,
+        total,
+        stop,
+        "--config.mesh.data=2",
+        "--config.mesh.fsdp=1",
+        "--config.mesh.tensor=4",
+        devices=8,
+    )
+    assert "changed since the last start: config.mesh.tensor: 1 -> 4" in out
+    got, want = losses(moved), losses(reference)
+    assert got.keys() == want.keys()
+    assert all(math.isclose(got[n], want[n], rel_tol=1e-4) for n in want), (got, want)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_several_processes_train_as_one(whole, processes, tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    group = [
+        start(
+            tmp_path,
+            "--config.train.total_steps=6",
+            "--config.train.eval_every=4",
+            devices=4 // processes,
+            MAXLP_COORDINATOR=f"localhost:{port}",
+            MAXLP_NUM_PROCESSES=str(processes),
+            MAXLP_PROCESS_ID=str(rank),
+        )
+        for rank in range(processes)
+    ]
+    for process in group:
+        finish(process)
+    one = tmp_path / "one"
+    run(one, "--config.train.total_steps=6", "--config.train.eval_every=4", devices=4)
+    got, want = records(tmp_path), records(one)
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        assert a.keys() == b.keys()
+        assert all(math.isclose(a[k], b[k], rel_tol=1e-4) for k in a), (a, b)
+    # And the state of two processes is one that a single process resumes.
+    assert "nothing is left" in run(
+        tmp_path, "--config.train.total_steps=6", "--config.train.eval_every=4", devices=4
+    )
+
+
+@pytest.mark.slow
+def test_killed_at_random_at_least_five_times(tmp_path):
+    """kill -9 wherever it falls; weights, optimizer, data position and records as if never killed."""
+    options = ("--config.train.total_steps=60", "--config.train.eval_every=10")
+    run(tmp_path / "whole", *options)
+    killed, rng, kills, steps = tmp_path / "killed", random.Random(0), 0, set()
+    while kills < 6:
+        process = start(killed, *options)
+        wait = rng.randint(1, 12)
+        for line in process.stdout:
+            if line.startswith("step "):
+                steps.add(line.split()[1])
+                wait -= 1
+                if wait == 0:
+                    time.sleep(rng.random() * 0.2)
+                    break
+        if process.poll() is not None:
+            break
+        process.kill()
+        process.wait()
+        kills += 1
+    assert kills >= 5
+    run(killed, *options)
+    assert checkpoint(killed, 60) == checkpoint(tmp_path / "whole", 60)
+    assert records(killed) == records(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_debug_run_learns_as_its_header_says(tmp_path):
+    """The README's main job: held-out bits per byte below what configs/llama/debug.py promises."""
+    command = [
+        sys.executable,
+        "-m",
+        "maxlp.train",
+        "--config=configs/llama/debug.py",
+        f"--workdir={tmp_path}",
+    ]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=1800)
+    promised = next(
+        float(line.split(":")[1].split()[0])
+        for line in (ROOT / "configs/llama/debug.py").read_text().splitlines()
+        if line.startswith("Held-out bits per byte:")
+    )
+    final = [r for r in read_jsonl(tmp_path / "metrics.jsonl") if "eval/bits_per_byte" in r][-1]
+    assert final["eval/bits_per_byte"] < promised + 0.03
+    shown = subprocess.run(
+        [sys.executable, "-m", "maxlp.generate", f"--workdir={tmp_path}", "--prompt=def "],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "def " in shown and len(shown) > 100
