@@ -20,6 +20,7 @@ float8 as in Fishman et al. 2024 (arXiv:2409.12517) and float16 as in Balança e
 divided by its root) is stored as the least positive value of its format.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -97,12 +98,15 @@ def _amax(x: jax.Array, block_size: int, layer_axes: int) -> jax.Array:
 
 
 def _scale(amax: jax.Array, form: Format) -> jax.Array:
-    scale = amax / form.top
-    if form.power_of_two:
-        mantissa, exponent = jnp.frexp(scale)  # scale = mantissa · 2^exponent, mantissa in [1/2, 1)
-        exponent = exponent - (mantissa == 0.5)
-        scale = jnp.ldexp(jnp.ones_like(scale), jnp.clip(exponent, -126, 127))
-    return jnp.where((amax > 0) & (scale > 0) & (form.top < jnp.inf), scale, 1.0)
+    if math.isinf(form.top):
+        return jnp.ones_like(amax)
+    if not form.power_of_two:
+        return jnp.where(amax > 0, amax / form.top, 1.0)
+    # The least power of two that brings amax to top or below, from their mantissas and exponents.
+    mantissa, exponent = jnp.frexp(amax)
+    top_mantissa, top_exponent = math.frexp(form.top)
+    exponent = exponent - top_exponent + (mantissa > top_mantissa)
+    return jnp.where(amax > 0, jnp.ldexp(jnp.ones_like(amax), jnp.clip(exponent, -126, 127)), 1.0)
 
 
 def _spread(scale: jax.Array, block_size: int, shape: tuple[int, ...]) -> jax.Array:
@@ -140,9 +144,26 @@ def dynamic_values(signed: bool) -> np.ndarray:
 
 
 def _dynamic_encode(y: jax.Array, signed: bool, key: Any) -> jax.Array:
-    values = dynamic_values(signed)
-    middles = (values[:-1] + values[1:]) / 2
-    return jnp.searchsorted(middles, y).astype(jnp.uint8)
+    """The place of the nearest value in `dynamic_values`, without a search.
+
+    On each side of zero the values are 0, then `parts` centres in decade i, then 1. So the place is
+    `parts` and a linear part, as the exponent and mantissa of a float, but with decades for octaves.
+    """
+    del key
+    size, x, parts = jnp.abs(y), jnp.abs(y), 64 if signed else 128
+    place = jnp.zeros(y.shape, jnp.int32)
+    above = jnp.inf
+    for i in range(6, -1, -1):
+        lowest = 10.0 ** (i - 6) * (0.1 + 0.45 / parts)
+        highest_below = 10.0 ** (i - 7) * (1 - 0.9 / parts) if i else 0.0
+        start = (lowest + highest_below) / 2  # nearer to this decade than to the one below, or to zero
+        part = jnp.clip(jnp.floor((x - 0.1) / 0.9 * parts), 0, parts - 1).astype(jnp.int32)
+        place = jnp.where((size >= start) & (size < above), parts + part, place)
+        x, parts, above = 10.0 * x, parts // 2, start
+    if not signed:
+        return jnp.where(size >= 1 - 0.45 / 256, 255, jnp.maximum(place - 1, 0)).astype(jnp.uint8)
+    place = jnp.where(y >= 1 - 0.45 / 128, 128, place)
+    return jnp.where(y < 0, 127 - place, 127 + place).astype(jnp.uint8)
 
 
 def _integer(top: int) -> Format:
@@ -167,7 +188,7 @@ def _int4_decode(codes: jax.Array, signed: bool) -> jax.Array:
 def _round_stochastically(y: jax.Array, signed: bool, key: jax.Array) -> jax.Array:
     """To one of the two neighbours in bfloat16, each the likelier the nearer it is."""
     noise = jax.random.bits(key, y.shape, jnp.uint32) & 0xFFFF
-    bits = (jax.lax.bitcast_convert_type(y, jnp.uint32) + noise) & 0xFFFF0000
+    bits = (jax.lax.bitcast_convert_type(y, jnp.uint32) + noise) >> 16 << 16
     return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.bfloat16)
 
 

@@ -1,0 +1,115 @@
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlp.optim.codes import FORMATS, decode, dynamic_values, encode
+
+GOLDEN = Path(__file__).parent / "goldens" / "dynamic8.npz"
+FLOATS = ["float8_e4m3fn", "float8_e5m2", "float16"]
+
+
+def wide(shape, decades=4, seed=0):
+    """Numbers of many magnitudes, both signs."""
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=shape) * 10.0 ** rng.uniform(-decades, 0, shape), jnp.float32)
+
+
+@pytest.mark.parametrize("sign", ["signed", "unsigned"])
+def test_dynamic_code_is_that_of_bitsandbytes(sign):
+    """The same values, codes and decoding. Its CPU encoder is coarse: ours is never further off."""
+    golden = np.load(GOLDEN)
+    signed, x = sign == "signed", golden[f"{sign}_x"]
+    np.testing.assert_allclose(dynamic_values(signed), golden[sign], rtol=1e-6)
+    ours = encode(jnp.asarray(x), "dynamic8", signed=signed, block_size=256)
+    theirs = ours._replace(codes=jnp.asarray(golden[f"{sign}_codes"]))
+    decoded = [np.asarray(decode(c, "dynamic8", signed=signed, block_size=256)) for c in (ours, theirs)]
+    np.testing.assert_allclose(decoded[1], golden[f"{sign}_decoded"], rtol=1e-6)
+    least = golden[sign][golden[sign] > 0].min() * np.abs(x).max()
+    assert (np.abs(decoded[0] - x) <= np.abs(decoded[1] - x) * (1 + 1e-5) + least * (not signed)).all()
+
+
+@pytest.mark.parametrize("name", ["dynamic8", *FLOATS])
+@pytest.mark.parametrize("signed", [True, False])
+def test_encoding_takes_the_nearest_value(name, signed):
+    """Against all values of the format, found by decoding all of its codes."""
+    x = wide((4, 96)) if signed else wide((4, 96)) ** 2
+    got = decode(encode(x, name, signed=signed), name, signed=signed)
+    if name == "dynamic8":
+        values, top = dynamic_values(signed), 1.0
+    else:
+        bits = jnp.arange(2 ** (16 if name == "float16" else 8))
+        values = jax.lax.bitcast_convert_type(bits.astype(f"uint{bits.size.bit_length() - 1}"), name)
+        values, top = np.asarray(values, np.float64), FORMATS[name].top
+    values = values[np.isfinite(values) & (signed | (values > 0))]
+    scale = np.abs(np.asarray(x, np.float64)).max() / top
+    scale = scale if name == "dynamic8" else 2.0 ** np.ceil(np.log2(scale))
+    error = np.abs(np.asarray(x, np.float64)[..., None] - scale * values).min(axis=-1)
+    np.testing.assert_allclose(np.abs(got - x), error, atol=1e-7 * np.abs(x).max())
+
+
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("block_size", [0, 32])
+def test_float_scales_are_powers_of_two_and_coding_twice_changes_nothing(name, block_size):
+    x = 1e-9 * wide((3, 100), seed=1)
+    once = encode(x, name, block_size=block_size, layer_axes=1)
+    mantissa, _ = np.frexp(once.scale)
+    assert (mantissa == 0.5).all()
+    assert once.scale.shape == ((3, 4) if block_size else (3, 1))
+    value = decode(once, name, block_size=block_size)
+    again = encode(value, name, block_size=block_size, layer_axes=1)
+    np.testing.assert_array_equal(decode(again, name, block_size=block_size), value)
+    amax = jnp.abs(value).max()
+    assert 0.87 < amax / jnp.abs(x).max() < 1.13, "the largest number does not overflow"
+
+
+@pytest.mark.parametrize("name", ["dynamic8", *FLOATS])
+def test_a_second_moment_never_becomes_zero(name):
+    x = jnp.asarray([[0.0, 1e-30, 1e-20, 1e-12, 1e-3, 1.0]])
+    got = decode(encode(x, name, signed=False), name, signed=False)
+    assert (got[0, 1:] > 0).all() and got[0, 0] == 0
+    assert (decode(encode(x, name), name)[0, 1:3] == 0).all(), "nothing is added to what may be zero"
+
+
+@pytest.mark.parametrize("name", ["dynamic8", "int8", "int4", *FLOATS])
+def test_zeros_stay_zeros(name):
+    zeros = encode(jnp.zeros((2, 6)), name)
+    assert (decode(zeros, name) == 0).all() and (zeros.scale == 1).all()
+
+
+def test_an_outlier_spoils_its_block_and_no_other():
+    x = wide((1, 512), decades=0.5).at[0, 3].set(1e6)
+    for name in ("float8_e4m3fn", "dynamic8", "int8"):
+        error = jnp.abs(decode(encode(x, name, block_size=256), name, block_size=256) - x)[0, 256:]
+        whole = jnp.abs(decode(encode(x, name), name) - x)[0, 256:]
+        assert error.mean() < 0.05 * whole.mean()
+
+
+def test_layers_have_a_scale_each():
+    x = wide((3, 8, 8)) * jnp.asarray([1.0, 1e3, 1e-3]).reshape(3, 1, 1)
+    together = decode(encode(x, "float8_e4m3fn", layer_axes=1), "float8_e4m3fn")
+    for i in range(3):
+        alone = decode(encode(x[i], "float8_e4m3fn"), "float8_e4m3fn")
+        np.testing.assert_array_equal(together[i], alone)
+
+
+@pytest.mark.parametrize(("name", "top"), [("int8", 127), ("int4", 7)])
+def test_integers_are_within_half_a_step(name, top):
+    x = wide((5, 64), decades=1)
+    got = decode(encode(x, name, block_size=16), name, block_size=16)
+    step = jnp.repeat(jnp.abs(x).reshape(5, 4, 16).max(axis=-1), 16, axis=-1) / top
+    assert (jnp.abs(got - x) <= 0.5001 * step).all()
+    assert encode(x, name).codes.nbytes == x.size * (1 if name == "int8" else 0.5)
+
+
+def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_on_average():
+    x = wide((4, 50), decades=2)
+    keys = jax.random.split(jax.random.key(0), 2000)
+    rounded = jax.vmap(lambda k: decode(encode(x, "bfloat16", key=k), "bfloat16"))(keys)
+    gap = 2.0 ** (np.floor(np.log2(np.abs(x))) - 7)
+    assert (jnp.abs(rounded - x) < gap).all()
+    np.testing.assert_allclose((rounded.mean(axis=0) - x) / gap, 0, atol=0.06)  # 5 σ of 0.5/√2000
+    exact = x.astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_array_equal(decode(encode(exact, "bfloat16", key=keys[0]), "bfloat16"), exact)
