@@ -205,7 +205,7 @@ def config_to_hf(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         ),
         rms_norm_eps=config["norm_eps"],
         tie_word_embeddings=config["tie_embeddings"],
-        initializer_range=config["init_std"],
+        initializer_range=config["init_std"] or 0.02,
         attention_bias=False,
         mlp_bias=False,
         bos_token_id=None,
@@ -264,7 +264,7 @@ def write_tensors(
     tensors: Mapping[str, np.ndarray],
     *,
     dtype: str,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = 2 * 10**9,
 ) -> None:
     """Writes tensors in ``dtype`` as ``model.safetensors``, or as shards and their index.
 
