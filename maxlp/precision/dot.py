@@ -2,10 +2,11 @@
 
 Shapes: the input is ``(…, K)``, the kernel ``(K, N)``, the output and its gradient ``(…, N)``.
 
-What the matmuls return before scales are applied: int8 gives int32, exactly. ``fwd`` and ``dlhs`` give
-float32, so that the scales do not round twice. ``drhs``, the one matmul whose result is summed over the
-devices of a data-parallel mesh, gives the kernel's dtype: in float32 the all-reduce would move twice the
-bytes of bfloat16 training (in float16 the unscaled sum could overflow, so there it is float32).
+What a matmul returns before scales are applied: int8 gives int32, exactly. FP8 gives bfloat16 where
+that is asked for and the scales are powers of two: multiplying by them is exact, and XLA folds it into
+the matmul. Other scales are applied in float32, so that nothing rounds twice; except in ``drhs``, the one
+matmul whose result is summed over data-parallel devices: in float32 that would move twice the bytes of
+bfloat16 training. (In float16 unscaled products could overflow, so it is never returned.)
 
 Precision: DEFAULT lets GPUs accumulate FP8 products fast (with fewer bits), HIGHEST does not; forward is
 fast and backward precise, as in Transformer Engine.
@@ -105,9 +106,7 @@ def _forward(static: _Static, x, kernel, seen, grad_history):
     else:
         q_x = _quantize(recipe, recipe.fwd[0], x, (x.ndim - 1,), seen.get("input"))
         q_kernel = _quantize(recipe, recipe.fwd[1], kernel, (0,), seen.get("kernel"))
-        y = _gemm(
-            q_x, q_kernel, (-1,), (0,), recipe.fwd, dtype, jnp.float32, Precision.DEFAULT, out_sharding
-        )
+        y = _gemm(q_x, q_kernel, (-1,), (0,), recipe.fwd, dtype, Precision.DEFAULT, out_sharding)
         saved = (q_x, q_kernel) if recipe.residuals == "quantized" else (x, kernel)
     saved = tuple(
         jax.tree.map(lambda a, n=n: checkpoint_name(a, n), s) for s, n in zip(saved, RESIDUALS, strict=True)
@@ -124,7 +123,6 @@ def _backward(static: _Static, residuals, g):
         grad_seen, new_history = delayed.seen(history, amax, recipe.cold_start), delayed.push(history, amax)
     quantize_grad = lambda operand, axes: _quantize(recipe, operand, g, axes, grad_seen)  # noqa: E731
     again = functools.partial(_quantize_again, recipe)
-    sharded_like = lambda saved: _explicit_sharding(jax.tree.leaves(saved)[0])  # noqa: E731
 
     if recipe.dlhs is None:
         kernel = _as(saved_kernel, dtype)
@@ -132,10 +130,8 @@ def _backward(static: _Static, residuals, g):
     else:
         q_kernel = again(saved_kernel, 1, recipe.dlhs[1], (1,), seen.get("kernel"))
         q_g = quantize_grad(recipe.dlhs[0], (g.ndim - 1,))
-        dx = _gemm(
-            q_g, q_kernel, (-1,), (1,), recipe.dlhs, dtype, jnp.float32, Precision.HIGHEST,
-            sharded_like(saved_x),
-        )  # fmt: skip
+        sharding = _explicit_sharding(saved_x)
+        dx = _gemm(q_g, q_kernel, (-1,), (1,), recipe.dlhs, dtype, Precision.HIGHEST, sharding)
 
     tokens = tuple(range(g.ndim - 1))
     if recipe.drhs is None:
@@ -144,11 +140,18 @@ def _backward(static: _Static, residuals, g):
     else:
         q_x = again(saved_x, 0, recipe.drhs[0], tokens, seen.get("input"))
         q_g = quantize_grad(recipe.drhs[1], tokens)
-        emit = jnp.float32 if dtype == jnp.float16 else dtype
+        sharding = _explicit_sharding(saved_kernel)
         dkernel = _gemm(
-            q_x, q_g, tokens, tokens, recipe.drhs, dtype, emit, Precision.HIGHEST,
-            sharded_like(saved_kernel),
-        )  # fmt: skip
+            q_x,
+            q_g,
+            tokens,
+            tokens,
+            recipe.drhs,
+            dtype,
+            Precision.HIGHEST,
+            sharding,
+            summed_over_devices=True,
+        )
     return dx, dkernel, jax.tree.map(jnp.zeros_like, seen), new_history
 
 
@@ -180,24 +183,30 @@ def _quantize_again(recipe: Recipe, saved, index: int, operand: Operand, contrac
     return _quantize(recipe, operand, formats.dequantize(saved, jnp.float32), contract, seen)
 
 
-def _gemm(a: Quantized, b: Quantized, contract_a, contract_b, pair, dtype, emit, precision, out_sharding):
-    """``a · b`` over the contracted axes in ``dtype``; ``emit`` is what the matmul itself returns."""
+def _gemm(
+    a: Quantized, b: Quantized, contract_a, contract_b, pair, dtype, precision, out_sharding,
+    summed_over_devices=False,
+) -> jax.Array:  # fmt: skip
+    """``a · b`` over the contracted axes in ``dtype``."""
     numbers = _numbers(contract_a, contract_b, a.values)
     if pair[0].granularity == "block":
         return mx.dot_general(a, b, numbers, out_sharding).astype(dtype)
     kind = formats.get(pair[0].format).kind
+    exact_scales = all(operand.power_of_two for operand in pair)
+    narrow = kind == "float" and dtype == jnp.bfloat16 and (exact_scales or summed_over_devices)
     product = jax.lax.dot_general(
         a.values,
         b.values,
         numbers,
         precision=precision if kind == "float" else None,
-        preferred_element_type={"int": jnp.int32, "float": emit, "simulated": jnp.float32}[kind],
+        preferred_element_type=jnp.int32 if kind == "int" else dtype if narrow else jnp.float32,
         out_sharding=out_sharding,
     )
     (axes_a, axes_b), _ = numbers
     free_b = b.values.ndim - len(axes_b)
     scale = _free(a.scale, axes_a, free_b) * _free(b.scale, axes_b, 0)
-    return (product.astype(jnp.float32) * scale).astype(dtype)
+    multiply_in = dtype if narrow and exact_scales else jnp.float32
+    return (product.astype(multiply_in) * scale.astype(multiply_in)).astype(dtype)
 
 
 def _free(scale: jax.Array, contracted, after: int) -> jax.Array:
@@ -229,11 +238,11 @@ def _as(saved, dtype) -> jax.Array:
 
 def _shape_of(saved, dtype) -> jax.ShapeDtypeStruct:
     array = jax.tree.leaves(saved)[0]
-    return jax.ShapeDtypeStruct(array.shape, dtype, sharding=_explicit_sharding(array))
+    return jax.ShapeDtypeStruct(array.shape, dtype, sharding=_explicit_sharding(saved))
 
 
-def _explicit_sharding(x: jax.Array):
-    """The sharding in the type of ``x`` on a mesh of explicit axes, else None."""
-    sharding = jax.typeof(x).sharding
+def _explicit_sharding(x: Any):
+    """The sharding in the type of ``x`` (an array or its quantized form) on explicit axes, else None."""
+    sharding = jax.typeof(jax.tree.leaves(x)[0]).sharding
     types = sharding.mesh.axis_types
     return sharding if types and all(t == AxisType.Explicit for t in types) else None

@@ -96,12 +96,14 @@ class Recipe:
         return any(o.granularity == "block" for pair in gemms if pair for o in pair)
 
 
-_E4M3 = Operand("float8_e4m3fn")
-_E5M2 = Operand("float8_e5m2")
-_E4M3_DELAYED = Operand("float8_e4m3fn", delayed=True)
-_E5M2_DELAYED = Operand("float8_e5m2", delayed=True)
-_E4M3_ROW = Operand("float8_e4m3fn", "row", power_of_two=True)
-_E4M3_TENSOR = Operand("float8_e4m3fn", "tensor", power_of_two=True)
+# FP8 scales are powers of two: of a floating format that costs at most one bit of range and no
+# precision, and applying them is exact.
+_E4M3 = Operand("float8_e4m3fn", power_of_two=True)
+_E5M2 = Operand("float8_e5m2", power_of_two=True)
+_E4M3_DELAYED = dataclasses.replace(_E4M3, delayed=True)
+_E5M2_DELAYED = dataclasses.replace(_E5M2, delayed=True)
+_E4M3_ROW = dataclasses.replace(_E4M3, granularity="row")
+_E5M2_ROW = dataclasses.replace(_E5M2, granularity="row")
 _INT8 = Operand("int8")
 _INT8_ROW = Operand("int8", "row")
 _MX = Operand("float8_e4m3fn", "block")
@@ -129,17 +131,17 @@ RECIPES = {
         drhs=(_E4M3, _E5M2),
         residuals="quantized",
     ),
-    # torchao's two row-wise recipes: E4M3 throughout, scales are powers of two.
+    # torchao's two row-wise recipes: E4M3 throughout.
     "fp8_rowwise": _same("fp8_rowwise", _E4M3_ROW),
     "fp8_rowwise_with_gw_hp": Recipe(
-        "fp8_rowwise_with_gw_hp", fwd=(_E4M3_ROW, _E4M3_ROW), dlhs=(_E4M3_ROW, _E4M3_TENSOR)
+        "fp8_rowwise_with_gw_hp", fwd=(_E4M3_ROW, _E4M3_ROW), dlhs=(_E4M3_ROW, _E4M3)
     ),
     # Wortsman et al. 2023 (arXiv:2304.13013): the gradient of the kernel sums over all tokens of a batch,
     # too many for 8 bits, and stays in 16. In the paper FP8 is a simulation with its own value tables.
     "fp8_switchback": Recipe(
         "fp8_switchback",
-        fwd=(Operand("float8_e4m3fn", "row"), _E4M3),
-        dlhs=(Operand("float8_e5m2", "row"), _E4M3),
+        fwd=(_E4M3_ROW, _E4M3),
+        dlhs=(_E5M2_ROW, _E4M3),
     ),
     "int8_switchback": Recipe("int8_switchback", fwd=(_INT8_ROW, _INT8), dlhs=(_INT8_ROW, _INT8)),
     "int8_switchback_m": Recipe(  # memory-efficient: int8 residuals, drhs from the dequantized input

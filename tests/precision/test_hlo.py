@@ -1,0 +1,178 @@
+"""What the compilers are given and what they make of it, without a GPU or a TPU.
+
+The first half reads StableHLO. The second half compiles ahead of time for an H100, which needs only the
+compiler (extra ``aot``: jax-cuda13-plugin and jax-cuda13-pjrt, without CUDA libraries).
+"""
+
+import importlib.util
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxlp.precision import QuantDot, delayed, make_recipe
+
+E4, E5, BF16, I8 = "f8E4M3FN", "f8E5M2", "bf16", "i8"
+PLAIN = (BF16, BF16, "bf16")
+MATMULS = {  # operand and result types of the matmul, for fwd, dlhs and drhs
+    "bf16": (PLAIN, PLAIN, PLAIN),
+    "fp8_delayed": ((E4, E4, "bf16"), (E5, E4, "bf16"), (E4, E5, "bf16")),
+    "fp8_current": ((E4, E4, "bf16"), (E5, E4, "bf16"), (E4, E5, "bf16")),
+    "fp8_rowwise": ((E4, E4, "bf16"), (E4, E4, "bf16"), (E4, E4, "bf16")),
+    "fp8_rowwise_with_gw_hp": ((E4, E4, "bf16"), (E4, E4, "bf16"), PLAIN),
+    "fp8_switchback": ((E4, E4, "bf16"), (E5, E4, "bf16"), PLAIN),
+    "int8_switchback": ((I8, I8, "i32"), (I8, I8, "i32"), PLAIN),
+    "int8_switchback_m": ((I8, I8, "i32"), (I8, I8, "i32"), PLAIN),
+    "int8_switchback_q": ((I8, I8, "i32"), (I8, I8, "i32"), PLAIN),
+    "int8_all": ((I8, I8, "i32"), (I8, I8, "i32"), (I8, I8, "i32")),
+}
+HALF = [name for name in MATMULS if MATMULS[name][2] == PLAIN and name != "bf16"]
+
+
+def layer(name):
+    """Forward and backward of one matmul with a float32 kernel, as a function, and its abstract state."""
+    dot = QuantDot(make_recipe(name, **(dict(history=4) if name == "fp8_delayed" else {})))
+    structure, backward, forward = nnx.split(dot, delayed.OverwriteWithGradient, ...)
+    state = jax.eval_shape(lambda: (nnx.to_pure_dict(forward), nnx.to_pure_dict(backward)))
+
+    def both(state, x, w, g):
+        forward, backward = state
+
+        def product(x, w, backward):
+            dot = nnx.merge(structure, forward, backward)
+            y = dot(x, w.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
+            return y, nnx.to_pure_dict(nnx.split(dot, delayed.OverwriteWithGradient, ...)[2])
+
+        y, pull, forward = jax.vjp(product, x, w, backward, has_aux=True)
+        dx, dw, backward = pull(g)
+        return y, dx, dw, forward, backward
+
+    return both, state
+
+
+def arguments(shardings=(None, None, None), K=512, N=256):
+    shapes = ((8, 128, K), jnp.bfloat16), ((K, N), jnp.float32), ((8, 128, N), jnp.bfloat16)
+    return [jax.ShapeDtypeStruct(*s, sharding=h) for s, h in zip(shapes, shardings, strict=True)]
+
+
+def lowered(name, platform):
+    both, state = layer(name)
+    return jax.jit(both).trace(state, *arguments()).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("name", MATMULS)
+def test_stablehlo_multiplies_in_the_format(name, platform):
+    pattern = (
+        r"dot_general.*precision = \[(\w+), \w+\].*: "
+        r"\(tensor<[\dx]+x(\w+)>, tensor<[\dx]+x(\w+)>\) -> tensor<[\dx]+x(\w+)>"
+    )
+    found = re.findall(pattern, lowered(name, platform))
+    unordered = lambda a, b, out: (*sorted((a, b)), out)  # noqa: E731
+    assert Counter(unordered(*types) for _, *types in found) == Counter(
+        unordered(*t) for t in MATMULS[name]
+    )
+    if name.startswith("fp8"):  # fast accumulation forward, precise backward
+        fp8 = [precision for precision, a, *_ in found if a != BF16]
+        assert fp8 == ["DEFAULT"] + ["HIGHEST"] * (len(fp8) - 1)
+
+
+def test_stablehlo_of_mxfp8_is_the_block_scaled_matmul_on_cuda_and_bf16_elsewhere():
+    cuda, tpu = lowered("mxfp8", "cuda"), lowered("mxfp8", "tpu")
+    assert len(re.findall(r"custom_call @__op\$block_scaled_dot", cuda)) == 3
+    assert "block_scaled" not in tpu and len(re.findall("dot_general", tpu)) == 3
+
+
+# --- ahead of time for an H100 ------------------------------------------------------------------------
+
+aot = pytest.mark.skipif(
+    importlib.util.find_spec("jax_plugins") is None
+    or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
+    reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed (pip install --no-deps)",
+)
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024  threads_per_warp: 32
+  shared_memory_per_block: 49152  shared_memory_per_core: 233472  threads_per_core_limit: 2048
+  core_count: 132  fpus_per_core: 128
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000  l2_cache_size: 52428800  clock_rate_ghz: 1.98
+  device_memory_size: 84929347584  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+def compiled(name, gpus=1):
+    """Optimized HLO for ``gpus`` H100: tokens and the kernel's rows are split (FSDP)."""
+    topology = topologies.get_topology_desc("", platform="cuda", target_config=H100, topology=f"1x1x{gpus}")
+    mesh = Mesh(topology.devices, ("fsdp",), axis_types=(AxisType.Auto,))
+    both, state = layer(name)
+    split, whole = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
+    state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole), state)
+    # Outputs lie like what they belong to.
+    outputs = (split, split, split, *jax.tree.map(lambda _: whole, state))
+    with jax.set_mesh(mesh):
+        program = jax.jit(both, out_shardings=outputs).lower(state, *arguments((split, split, split)))
+        return program.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
+
+
+def calls(hlo):
+    return Counter(re.findall(r'custom_call_target="(__cublas[^"]*)"', hlo))
+
+
+@aot
+@pytest.mark.parametrize("name", [n for n in MATMULS if n.startswith("fp8")])
+def test_h100_multiplies_fp8_in_cublaslt(name):
+    fp8 = 2 if name in HALF else 3
+    expected = {"__cublas$lt$matmul$f8": fp8} | ({"__cublas$lt$matmul": 3 - fp8} if fp8 < 3 else {})
+    assert calls(compiled(name)) == expected
+
+
+@aot
+@pytest.mark.parametrize("name", ["int8_switchback", "int8_all"])
+def test_h100_multiplies_int8_in_cublaslt(name):
+    hlo = compiled(name)
+    assert calls(hlo) == {"__cublas$lt$matmul": 3}
+    operands = re.findall(r"= \(?(\w+)\[.*custom-call\(.*__cublas\$lt\$matmul", hlo)
+    assert Counter(operands)["s32"] == (3 if name == "int8_all" else 2)
+
+
+@aot
+@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_current"])
+def test_h100_applies_power_of_two_scales_inside_the_matmul(name):
+    """Output and input gradient leave the matmul as they are: bfloat16 and scaled, no pass behind it."""
+    results = re.findall(
+        r"= \(?(\w+)\[[\d,]*\][^=]*custom-call\(.*__cublas\$lt\$matmul\$f8", compiled(name)
+    )
+    assert results == ["bf16"] * 3
+    behind = re.findall(r"(bf16|f32)\[(?:1024|8,128),(?:512|256)\]\S* fusion\(", compiled(name))
+    assert not behind
+
+
+@aot
+@pytest.mark.parametrize(
+    "name, gathered",
+    [("bf16", "bf16"), ("fp8_current", "f8e4m3fn"), ("fp8_delayed", "f8e4m3fn"), ("int8_switchback", "s8")],
+)
+def test_fsdp_gathers_weights_in_the_format_and_reduces_their_gradient_in_16_bits(name, gathered):
+    lines = compiled(name, gpus=8).splitlines()
+    types = lambda op: {  # noqa: E731
+        dtype
+        for line in lines
+        if re.search(rf" {op}(-start)?\(", line)
+        for dtype in re.findall(r"(\w+)\[\d+,\d+\]", line.split(f" {op}")[0])
+    }
+    assert types("all-gather") == {gathered}
+    assert types("reduce-scatter") | types("all-reduce") == {"bf16"}
