@@ -1,9 +1,12 @@
 """What an update is: one visible optax chain, chosen by name.
 
-    clip by global norm -> rescale (OPTIMIZERS[name]) -> decoupled weight decay -> learning rate
+    clip by global norm → rescale → decoupled weight decay → learning rate
+
+    rescale = low_bit(galore(OPTIMIZERS[name]))      both wrappers optional
 
 A new optimizer is one new file with a `scale_by_<x>` that takes what it needs of `b1, b2, eps, mu_dtype`
-and its own options as keywords, and one entry in `OPTIMIZERS`.
+and its own options as keywords, and one entry in `OPTIMIZERS`. States lie on a mesh like their
+parameters: see `maxlp.sharding.opt_state_shardings`.
 """
 
 import inspect
@@ -13,14 +16,35 @@ from typing import Any
 import jax
 import optax
 
+from maxlp.optim.galore import galore as with_galore
+from maxlp.optim.low_bit import bytes_per_parameter, state_bytes
+from maxlp.optim.low_bit import low_bit as with_low_bit
+from maxlp.optim.others import eval_params, scale_by_adafactor, scale_by_debiased_rms, scale_by_muon
 from maxlp.optim.schedules import SCHEDULES, make_schedule
 from maxlp.optim.stable_adamw import clip_decay, scale_by_stable_adam
 
-__all__ = ["OPTIMIZERS", "SCHEDULES", "decay_mask", "make_schedule", "make_tx"]
+__all__ = [
+    "OPTIMIZERS",
+    "SCHEDULES",
+    "bytes_per_parameter",
+    "decay_mask",
+    "eval_params",
+    "make_schedule",
+    "make_tx",
+    "state_bytes",
+]
 
-OPTIMIZERS = {"adamw": optax.scale_by_adam, "stable_adamw": scale_by_stable_adam}
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "adamw": optax.scale_by_adam,
+    "stable_adamw": scale_by_stable_adam,
+    "adafactor": scale_by_adafactor,
+    "lion": optax.scale_by_lion,
+    "muon": scale_by_muon,
+    "schedule_free_adamw": scale_by_debiased_rms,
+}
+WRAPPERS = {"galore": with_galore, "low_bit": with_low_bit}
 
-_NOT_OPTIONS = ("layer_axes",)  # arguments that are no values of a config
+_NOT_OPTIONS = ("inner", "layer_axes")  # arguments that are no values of a config
 
 
 def make_tx(
@@ -41,6 +65,8 @@ def make_tx(
     eps: float,
     mu_dtype: str | None = None,
     options: Mapping[str, Any] | None = None,
+    galore: Mapping[str, Any] | None = None,
+    low_bit: Mapping[str, Any] | None = None,
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """Builds the gradient transformation of a run and its learning-rate schedule.
 
@@ -59,11 +85,14 @@ def make_tx(
         weight_decay: decoupled, for the tensors that `decay_mask` picks.
         decay_embeddings: whether embedding tables decay too.
         decay_with_clip: whether update clipping (stable_adamw) shortens the decay as well as the step.
-        b1: decay rate of the first moment.
+        b1: decay rate of the first moment; of schedule_free_adamw, the weight of the average.
         b2: decay rate of the second moment.
         eps: added to the denominator.
         mu_dtype: dtype of the first moment, None for that of the parameters.
-        options: further keywords of `OPTIMIZERS[name]` alone.
+        options: further keywords of `OPTIMIZERS[name]` alone. Of `b1, b2, eps, mu_dtype` it is given
+            those that it knows: adafactor none of the first three, lion no `eps`.
+        galore: keywords of `galore.galore`, at least `rank`; None: no projection.
+        low_bit: keywords of `low_bit.low_bit`, may be empty; None: moments as the optimizer keeps them.
 
     Returns:
         The transformation, and the function from finished updates to the learning rate.
@@ -81,6 +110,9 @@ def make_tx(
             raise ValueError(f"{key}={value} must be at least 0 and below 1")
     if not eps > 0:
         raise ValueError(f"{eps=} must be positive")
+    schedule_free = name == "schedule_free_adamw"
+    if schedule_free and (schedule != "constant" or b1 == 0):
+        raise ValueError(f"{name} averages instead of decaying: set schedule='constant' and b1 above 0")
 
     lr_schedule = make_schedule(
         schedule,
@@ -90,11 +122,16 @@ def make_tx(
         final_lr_fraction=final_lr_fraction,
         decay_fraction=decay_fraction,
     )
+    options = options or {}
     common = {"b1": b1, "b2": b2, "eps": eps, "mu_dtype": mu_dtype}
-    rescale = _call(OPTIMIZERS[name], f"optimizer {name!r}", common, options or {})
+    rescale = _call(OPTIMIZERS[name], "options", f"optimizer {name!r}", options, common)
+    for key, values in {"galore": galore, "low_bit": low_bit}.items():
+        if values is not None:
+            rescale = _call(WRAPPERS[key], key, key, values, {"inner": rescale})
+
     decay = optax.add_decayed_weights(weight_decay, lambda p: decay_mask(p, decay_embeddings))
     if name == "stable_adamw" and decay_with_clip:
-        rescale_and_decay = (clip_decay(rescale, decay, (options or {}).get("clip_threshold", 1.0)),)
+        rescale_and_decay = (clip_decay(rescale, decay, options.get("clip_threshold", 1.0)),)
     else:
         rescale_and_decay = (rescale, decay)
     tx = optax.chain(
@@ -102,19 +139,28 @@ def make_tx(
         *rescale_and_decay,
         optax.scale_by_learning_rate(lr_schedule),
     )
+    if schedule_free:
+        tx = optax.contrib.schedule_free(tx, lr_schedule, b1)
     return tx, lr_schedule
 
 
 def _call(
-    function: Callable[..., Any], owner: str, common: Mapping[str, Any], options: Mapping[str, Any]
+    function: Callable[..., Any],
+    section: str,
+    owner: str,
+    values: Mapping[str, Any],
+    common: Mapping[str, Any],
 ) -> Any:
-    """The function of its own `options`, and of those `common` arguments that it takes."""
+    """The function of its own `values`, a section of the config, and of those `common` ones it takes."""
     takes = inspect.signature(function).parameters
-    allowed = [key for key in takes if key not in common and key not in _NOT_OPTIONS]
-    for key in options:
-        if key not in allowed:
-            raise ValueError(f"options.{key} is unknown to {owner}, allowed: {', '.join(allowed)}")
-    return function(**{key: value for key, value in common.items() if key in takes}, **options)
+    own = [key for key in takes if key not in common and key not in _NOT_OPTIONS]
+    for key in values:
+        if key not in own:
+            raise ValueError(f"{section}.{key} is unknown to {owner}, allowed: {', '.join(own)}")
+    for key in own:
+        if takes[key].default is inspect.Parameter.empty and key not in values:
+            raise ValueError(f"{section}.{key} is missing")
+    return function(**{key: value for key, value in common.items() if key in takes}, **values)
 
 
 def decay_mask(params: Any, decay_embeddings: bool) -> Any:

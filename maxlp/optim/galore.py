@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import KeyPath
 
 from maxlp.optim.codes import decode, encode
-from maxlp.optim.trees import LayerAxes, layer_axes, map_moments, name_of
+from maxlp.optim.trees import HIDDEN_KERNELS, LayerAxes, layer_axes, map_moments, matches, name_of
 
 OVERSAMPLING, POWER_ITERATIONS = 8, 2  # Halko et al. 2011: 5 to 10, and 1 or 2
 OVERLAPS = 5  # refreshes that the lazy schedule looks back on
@@ -44,7 +44,8 @@ NEVER = -(2**30)
 class Subspace(NamedTuple):
     """Of one kernel, (*layers, …): where its gradients are projected to.
 
-    projector: float32 (*layers, short, rank), or its `Blocks`.
+    projector: float32 (*layers, short, rank), or (*layers, rank, short) if the short dim of the kernel is
+        its last; or the `Blocks` of that.
     last_refresh: the count at which the projector was made, `NEVER` before the first.
     stretch: the gap over `update_proj_gap`, 1 unless lazy.
     overlaps: |cos| of the leading vectors before and after the last refreshes.
@@ -75,7 +76,7 @@ def galore(
     moments: str = "keep",
     projector: str = "float32",
     lazy_threshold: float = 0.0,
-    targets: Sequence[str] = ("(attn|mlp)/.*kernel$",),
+    targets: Sequence[str] = HIDDEN_KERNELS,
     seed: int = 0,
     layer_axes: LayerAxes = layer_axes,
 ) -> optax.GradientTransformation:
@@ -122,18 +123,18 @@ def galore(
     choose = {"side": side, "rank": rank}
 
     def subspace(path: KeyPath, p: jax.Array) -> Subspace | optax.MaskedNode:
-        if not any(re.search(target, name_of(path)) for target in targets):
+        if not matches(path, targets):
             return optax.MaskedNode()
         layers = p.shape[: layer_axes(path)]
         if p.ndim - len(layers) != 2:
             raise ValueError(
                 f"galore targets {name_of(path)}, which is no matrix: {p.shape}; narrow {targets=}"
             )
-        m, r = _projected(p.shape, **choose)[1:]
+        dim, m, r = _projected(p.shape, **choose)
         if projector == "int4" and r % 2:
             raise ValueError(f"{name_of(path)} has rank {r}, which is odd; use projector='int8'")
         return Subspace(
-            projector=_packed(jnp.zeros((*layers, m, r), jnp.float32), projector),
+            projector=_packed(jnp.zeros((*layers, m, r), jnp.float32), projector, dim),
             last_refresh=jnp.full(layers, NEVER, jnp.int32),
             stretch=jnp.ones(layers, jnp.int32),
             overlaps=jnp.full((*layers, OVERLAPS), -jnp.inf),
@@ -173,7 +174,8 @@ def galore(
             # Layer after layer: in a batch the condition would be a selection, and every layer computed.
             p_new = _over_layers(new_basis, layer_axes(path))((g, due))
             done = due & jnp.isfinite(p_new).all(axis=(-2, -1))  # of a NaN no basis is made: next step
-            cos = jnp.abs(jnp.sum(p_new[..., :1] * _unpacked(old.projector, projector)[..., :1], axis=-2))
+            p_old = _unpacked(old.projector, projector, dim)
+            cos = jnp.abs(jnp.sum(p_new[..., :1] * p_old[..., :1], axis=-2))
             known = done & (old.last_refresh >= 0)
             overlaps = jnp.concatenate([old.overlaps[..., 1:], cos], axis=-1)
             overlaps = jnp.where(known[..., None], overlaps, old.overlaps)
@@ -181,7 +183,7 @@ def galore(
             return Subspace(
                 projector=jax.tree.map(
                     lambda new, old: jnp.where(done[..., None, None], new, old),
-                    _packed(p_new, projector),
+                    _packed(p_new, projector, dim),
                     old.projector,
                 ),
                 last_refresh=jnp.where(done, count, old.last_refresh),
@@ -202,16 +204,17 @@ def galore(
             g, low_rank, old, new = (tree.get(path) for tree in leaves)
             if not isinstance(old, Subspace):
                 return x
+            dim = _projected(g.shape, **choose)[0]
             moves = (new.last_refresh == count) & (old.last_refresh >= 0)
 
             def move() -> jax.Array:
                 if moments == "reset":
                     y = low_rank if moment == "mu" else jnp.square(low_rank)
                 else:
-                    p_old, p_new = (_unpacked(space.projector, projector) for space in (old, new))
+                    p_old, p_new = (_unpacked(space.projector, projector, dim) for space in (old, new))
                     overlap = jnp.swapaxes(p_old, -2, -1) @ p_new
                     overlap = overlap if moment == "mu" else jnp.square(overlap)
-                    y = _project(overlap, x, _projected(g.shape, **choose)[0])
+                    y = _project(overlap, x, dim)
                 return jnp.where(moves[..., None, None], y, x).astype(x.dtype)
 
             return jax.lax.cond(jnp.any(moves), move, lambda: x)
@@ -221,13 +224,14 @@ def galore(
     def project(g: jax.Array, space: Any) -> jax.Array:
         if not isinstance(space, Subspace):
             return g
-        p = _whole(_unpacked(space.projector, projector))
-        return _project(p, g, _projected(g.shape, **choose)[0])
+        dim = _projected(g.shape, **choose)[0]
+        return _project(_whole(_unpacked(space.projector, projector, dim)), g, dim)
 
     def unproject(g: jax.Array, u: jax.Array, space: Any) -> jax.Array:
         if not isinstance(space, Subspace):
             return u
-        p, dim = _whole(_unpacked(space.projector, projector)), _projected(g.shape, **choose)[0]
+        dim = _projected(g.shape, **choose)[0]
+        p = _whole(_unpacked(space.projector, projector, dim))
         return _whole((scale * _unproject(p, u.astype(g.dtype), dim)).astype(g.dtype), dim)
 
     def short_side_whole(g: jax.Array, space: Any) -> jax.Array:
@@ -283,11 +287,14 @@ def _whole(x: jax.Array, dim: int | None = None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes))
 
 
-def _packed(p: jax.Array, projector: str) -> Any:
-    return p if projector == "float32" else encode(p, projector, block_size=BLOCK_SIZE)
+def _packed(p: jax.Array, projector: str, dim: int) -> Any:
+    """P, (*layers, m, r), as it is stored: m where the kernel has it, so that it can lie as there."""
+    p = p if projector == "float32" else encode(p, projector, block_size=BLOCK_SIZE)
+    return p if dim == -2 else jax.tree.map(lambda x: jnp.swapaxes(x, -2, -1), p)
 
 
-def _unpacked(p: Any, projector: str) -> jax.Array:
+def _unpacked(p: Any, projector: str, dim: int) -> jax.Array:
+    p = p if dim == -2 else jax.tree.map(lambda x: jnp.swapaxes(x, -2, -1), p)
     return p if projector == "float32" else decode(p, projector, block_size=BLOCK_SIZE)
 
 

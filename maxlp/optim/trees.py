@@ -1,6 +1,7 @@
 """Where a tensor's layers are, and where a state's moments are."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ from jax.tree_util import DictKey, GetAttrKey, KeyPath
 
 LayerAxes = Callable[[KeyPath], int]
 
+# The matrices that GaLore and Muon are for: no embedding, no head, no norm.
+HIDDEN_KERNELS = ("(attn|mlp)/.*kernel$",)
 MOMENTS = ("mu", "nu")  # what optax calls the first and the second moment, in every state that has them
 
 
@@ -29,6 +32,11 @@ def name_of(path: KeyPath) -> str:
 def widened(tree: Any) -> Any:
     """The arrays of a tree in float32, or in float64 if that is what they are."""
     return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
+
+
+def matches(path: KeyPath, patterns: Sequence[str]) -> bool:
+    """Whether one of the regular expressions is found in the parameter's name."""
+    return any(re.search(pattern, name_of(path)) for pattern in patterns)
 
 
 def tensor_mean(x: jax.Array, axes: int) -> jax.Array:

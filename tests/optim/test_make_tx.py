@@ -60,7 +60,7 @@ def test_warmup_rises_evenly_to_the_peak_and_wastes_no_step():
 
 
 def test_linear_is_a_line():
-    values = schedule_values("linear")[3:]
+    values = schedule_values("linear")[3:12]
     np.testing.assert_allclose(np.diff(values), np.diff(values)[0], rtol=1e-4)
 
 
@@ -198,9 +198,45 @@ def test_mu_dtype_holds_only_the_first_moment():
             r"options.nesterow is unknown to optimizer 'adamw', allowed: eps_root, nesterov",
         ),
         ({"options": {"b1": 0.5}}, r"options.b1 is unknown"),
+        ({"galore": {"rnk": 4}}, r"galore.rnk is unknown to galore, allowed: rank, update_proj_gap"),
+        ({"galore": {}}, r"galore.rank is missing"),
+        ({"galore": {"rank": 4, "layer_axes": None}}, r"galore.layer_axes is unknown"),
+        ({"low_bit": {"mu": "fp8"}}, r"mu='fp8' is unknown"),
+        ({"name": "schedule_free_adamw"}, r"schedule='constant'"),
     ],
 )
 def test_errors_are_one_line_with_key_and_value(changes, message):
     with pytest.raises(ValueError, match=message) as error:
         optim.make_tx(**(BASE | changes))
     assert "\n" not in str(error.value)
+
+
+def test_wrappers_are_around_the_optimizer_and_low_bit_outermost():
+    tx, _ = optim.make_tx(**BASE, galore={"rank": 2}, low_bit={"min_size": 0})
+    params = random_tree(llama_shapes(2), 0)
+    rescale = tx.init(params)[1]
+    nu = rescale.inner.inner.nu["layers"]["mlp"]["up_proj"]["kernel"]
+    assert nu.codes.dtype == jnp.float8_e5m2 and nu.codes.shape == (2, 2, 8)
+    assert rescale.inner.subspaces["layers"]["mlp"]["up_proj"]["kernel"].projector.shape == (2, 4, 2)
+
+
+def test_evaluation_sees_the_average_of_schedule_free_and_the_parameters_of_all_others():
+    params, grads = {"kernel": jnp.ones((2, 2))}, {"kernel": jnp.ones((2, 2))}
+    for name in optim.OPTIMIZERS:
+        if name == "muon":  # has matrices of layers for its own
+            continue
+        tx, schedule = optim.make_tx(name, **(BASE | {"schedule": "constant", "weight_decay": 0.0}))
+        state, trained, iterates = tx.init(params), params, []
+        for _ in range(4):
+            updates, state = tx.update(grads, state, trained)
+            trained = optax.apply_updates(trained, updates)
+            if name == "schedule_free_adamw":
+                iterates.append(state.z["kernel"])
+        seen = optim.eval_params(state, trained)
+        if name == "schedule_free_adamw":
+            # z weighted by the square of the largest rate so far (Defazio et al. 2024, section 4).
+            rates = np.maximum.accumulate([schedule(i + 1) for i in range(4)]) ** 2
+            want = sum(w * z for w, z in zip(rates / rates.sum(), iterates, strict=True))
+            np.testing.assert_allclose(seen["kernel"], want, rtol=1e-5)
+        else:
+            assert seen is trained
