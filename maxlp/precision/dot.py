@@ -115,7 +115,7 @@ def _forward(static: _Static, x, kernel, seen, grad_history):
 
 
 def _backward(static: _Static, residuals, g):
-    recipe, dtype, out_dtype, _ = static
+    recipe, dtype, _, _ = static
     (saved_x, saved_kernel), seen, history = residuals
     grad_seen, new_history = None, None
     if history is not None:
@@ -124,9 +124,12 @@ def _backward(static: _Static, residuals, g):
     quantize_grad = lambda operand, axes: _quantize(recipe, operand, g, axes, grad_seen)  # noqa: E731
     again = functools.partial(_quantize_again, recipe)
 
+    plain = functools.partial(jax.lax.dot_general, preferred_element_type=dtype)
     if recipe.dlhs is None:
-        kernel = _as(saved_kernel, dtype)
-        dx = _transpose_of_dot(g, out_dtype, kernel=kernel, x=_shape_of(saved_x, dtype))
+        dx = plain(
+            g.astype(dtype), _as(saved_kernel, dtype), _numbers((-1,), (1,), g),
+            out_sharding=_explicit_sharding(saved_x),
+        )  # fmt: skip
     else:
         q_kernel = again(saved_kernel, 1, recipe.dlhs[1], (1,), seen.get("kernel"))
         q_g = quantize_grad(recipe.dlhs[0], (g.ndim - 1,))
@@ -135,8 +138,10 @@ def _backward(static: _Static, residuals, g):
 
     tokens = tuple(range(g.ndim - 1))
     if recipe.drhs is None:
-        x = _as(saved_x, dtype)
-        dkernel = _transpose_of_dot(g, out_dtype, x=x, kernel=_shape_of(saved_kernel, dtype))
+        dkernel = plain(
+            _as(saved_x, dtype), g.astype(dtype), _numbers(tokens, tokens, g),
+            out_sharding=_explicit_sharding(saved_kernel),
+        )  # fmt: skip
     else:
         q_x = again(saved_x, 0, recipe.drhs[0], tokens, seen.get("input"))
         q_g = quantize_grad(recipe.drhs[1], tokens)
@@ -221,24 +226,8 @@ def _numbers(contract_a, contract_b, a: jax.Array):
     return ((tuple(axis % a.ndim for axis in contract_a), tuple(contract_b)), ((), ()))
 
 
-def _transpose_of_dot(g: jax.Array, dtype, **operands: Any) -> jax.Array:
-    """The gradient of the plain matmul for the operand given as a shape, by JAX's own rule."""
-    (name,) = (n for n, o in operands.items() if isinstance(o, jax.ShapeDtypeStruct))
-
-    def dot(operand):
-        x, kernel = (operands | {name: operand})["x"], (operands | {name: operand})["kernel"]
-        return jax.lax.dot_general(x, kernel, _numbers((-1,), (0,), x), preferred_element_type=dtype)
-
-    return jax.linear_transpose(dot, operands[name])(g)[0]
-
-
 def _as(saved, dtype) -> jax.Array:
     return formats.dequantize(saved, dtype) if isinstance(saved, Quantized) else saved
-
-
-def _shape_of(saved, dtype) -> jax.ShapeDtypeStruct:
-    array = jax.tree.leaves(saved)[0]
-    return jax.ShapeDtypeStruct(array.shape, dtype, sharding=_explicit_sharding(saved))
 
 
 def _explicit_sharding(x: Any):

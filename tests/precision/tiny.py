@@ -59,7 +59,7 @@ def trainer(make, *, mesh=None, microbatches=1, tx=None, loss_fn=step.next_token
         graphdef, abstract = step.abstract_state(make, tx, mesh)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
         state = jax.jit(lambda: step.init_state(make, tx, 0), out_shardings=shardings)()
-        train, _ = step.compile_steps(
+        train = step.jit_train_step(
             abstract,
             mesh,
             graphdef=graphdef,
