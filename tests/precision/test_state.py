@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from maxlp import sharding
+from maxlp.checkpoint import Checkpointer
 from maxlp.models import layers
 from maxlp.precision import inject, make_recipe
 from tests.precision import tiny
@@ -66,13 +67,18 @@ def exact_batch(seed):
     }
 
 
-def run_exact(devices, microbatches, scan, remat, *, plain_ends=0, tx=None, steps=5):
+def exact_model(scan, remat, plain_ends=0):
     def make(rngs):
         model = Exact(scan, remat, rngs)
-        recipe = make_recipe("fp8_delayed", history=3, power_of_two=True)
+        recipe = make_recipe("fp8_delayed", history=3)
         inject(model, recipe, first_blocks=plain_ends, last_blocks=plain_ends)
         return model
 
+    return make
+
+
+def run_exact(devices, microbatches, scan, remat, *, plain_ends=0, tx=None, steps=5):
+    make = exact_model(scan, remat, plain_ends)
     mesh = sharding.make_mesh(devices=jax.devices()[:devices])
     state, train = tiny.trainer(
         make, mesh=mesh, microbatches=microbatches, tx=tx or optax.sgd(0.0), loss_fn=exact_loss
@@ -151,3 +157,25 @@ def test_llamas_state_is_bit_equal_in_every_layout(layout, llama_reference):
     for path, history in expected.items():
         np.testing.assert_array_equal(ours[path], history, err_msg=path)
         assert history.shape == (2, 4) and len(np.unique(history)) > 1, path
+
+
+def test_saved_and_restored_on_another_mesh_the_state_goes_on_to_the_bit(tmp_path, exact_reference):
+    def on(devices):
+        mesh = sharding.make_mesh(devices=jax.devices()[:devices])
+        return tiny.trainer(exact_model(True, "none"), mesh=mesh, tx=optax.sgd(0.0), loss_fn=exact_loss)
+
+    state, train = on(4)
+    for i in range(2):
+        state, _ = train(state, exact_batch(i))
+    checkpoints = Checkpointer(tmp_path, every_steps=1, asynchronous=False)
+    checkpoints.save(2, state, {})
+    fresh, train = on(2)
+    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), fresh)
+    state = checkpoints.restore_latest(abstract).state
+    losses = []
+    for i in range(2, 5):
+        state, metrics = train(state, exact_batch(i))
+        losses.append(float(metrics["loss"]))
+    assert losses == exact_reference[1][2:]
+    jax.tree.map(np.testing.assert_array_equal, tiny.histories(state), exact_reference[0])
+    checkpoints.close()
