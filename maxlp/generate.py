@@ -45,6 +45,7 @@ def main() -> None:
     c = files.load_config(workdir)
     tokenizer = tokenizers.make_tokenizer(build.saved_tokenizer(c, workdir))
     prompts = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts]
+    healed = heal(tokenizer, prompts, c.model.vocab_size)
     longest = max(map(len, prompts)) + NEW.value
     if longest > c.model.max_seq_len:
         raise ValueError(
@@ -56,14 +57,36 @@ def main() -> None:
         graphdef, state, _ = build.restore_model(c, workdir, STEP.value, mesh)
         rows = generate(
             nnx.merge(graphdef, state["params"], state["model_state"]),
-            prompts,
+            [prompt for prompt, _ in healed],
+            first=np.stack([allowed_V for _, allowed_V in healed]),
             max_new_tokens=NEW.value,
             sampling=Sampling(TEMPERATURE.value, TOP_K.value, TOP_P.value),
             seed=SEED.value,
             eos_id=tokenizer.eos_id,
         )
-    for text, row in zip(texts, rows, strict=True):
-        distributed.say(f"{'─' * 80}\n{text}{tokenizer.decode(row)}")
+    for (prompt, _), row in zip(healed, rows, strict=True):
+        distributed.say(f"{'─' * 80}\n{tokenizer.decode(prompt + row)}")
+
+
+def heal(
+    tokenizer: tokenizers.Tokenizer, prompts: list[list[int]], vocab_size: int
+) -> list[tuple[list[int], np.ndarray]]:
+    """Each prompt less its last token, and which tokens (V,) may come instead: those that begin like it.
+
+    A prompt may end in the middle of what the model knows as one token: "def " ends in a space, and in the
+    text that trained the model the space belongs to the name that follows.
+    """
+    pieces = [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]
+    healed = []
+    for prompt in prompts:
+        allowed_V = np.ones(vocab_size, bool)
+        if len(prompt) > 1 and pieces[prompt[-1]]:
+            last = pieces[prompt[-1]]
+            allowed_V[: len(pieces)] = [piece.startswith(last) for piece in pieces]
+            allowed_V[len(pieces) :] = False
+            prompt = prompt[:-1]
+        healed.append((prompt, allowed_V))
+    return healed
 
 
 def generate(
@@ -74,12 +97,14 @@ def generate(
     sampling: Sampling,
     seed: int = 0,
     eos_id: int | None = None,
+    first: np.ndarray | None = None,
 ) -> list[list[int]]:
     """New tokens for each prompt, up to and without ``eos_id``.
 
     Args:
       prompts: token ids, at least one each; they may differ in length.
       seed: row i draws with a key of its own, so its text depends on no other row.
+      first: bool (B, V), the tokens that each row may begin with; None allows all.
     """
     lengths_B = np.array([len(p) for p in prompts], np.int32)
     width = -(-lengths_B.max() // 32) * 32  # few different shapes, few compilations
@@ -88,27 +113,29 @@ def generate(
         row[: len(prompt)] = prompt
     stop = -1 if eos_id is None else eos_id
     rows = np.asarray(
-        _generate(*nnx.split(model), tokens_BS, lengths_B, seed, stop, sampling, max_new_tokens)
+        _generate(*nnx.split(model), tokens_BS, lengths_B, first, seed, stop, sampling, max_new_tokens)
     ).tolist()
     return [row[: row.index(stop)] if stop in row else row for row in rows]
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "sampling", "new"))
-def _generate(graphdef, state, tokens_BS, lengths_B, seed, stop, sampling, new):
+def _generate(graphdef, state, tokens_BS, lengths_B, first_BV, seed, stop, sampling, new):
     model = nnx.merge(graphdef, state)
     B, S = tokens_BS.shape
     keys_B = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(jnp.arange(B))
 
-    def draw(i, x_B1D):
+    def draw(i, x_B1D, allowed_BV=None):
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys_B, i)
         logits_BV = model.logits(x_B1D)[:, 0]
+        if allowed_BV is not None:
+            logits_BV = jnp.where(allowed_BV, logits_BV, -jnp.inf)
         return jax.vmap(lambda key, logits_V: sample(key, logits_V, sampling))(keys, logits_BV)
 
     # All prompts at once. The slots behind a short one hold keys of padding, which nobody sees: a slot's
     # number is its position, and a new token overwrites the slot of its position before it attends.
     positions_BS = jnp.broadcast_to(jnp.arange(S), (B, S))
     x_BSD, cache = model.hidden(tokens_BS, positions_BS, cache=model.init_cache(B, S + new))
-    first_B = draw(0, jnp.take_along_axis(x_BSD, (lengths_B - 1)[:, None, None], axis=1))
+    first_B = draw(0, jnp.take_along_axis(x_BSD, (lengths_B - 1)[:, None, None], axis=1), first_BV)
     out_BN = jnp.full((B, new), stop, jnp.int32).at[:, 0].set(first_B)
 
     def unfinished(carry):

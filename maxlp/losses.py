@@ -9,16 +9,20 @@ import jax
 import jax.numpy as jnp
 
 
-def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Per-token cross-entropy in nats and log-partition, both float32 (B, S).
+def cross_entropy(
+    logits_BSV: jax.Array, targets_BS: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Per token, each (B, S): cross-entropy in nats, log-partition, and whether the target came first.
 
-    The target's logit is a masked sum and not a gather: with V split over devices it stays local.
+    The target's logit is a masked sum and not a gather: with V split over devices it stays local. It comes
+    first if no logit is larger, which needs only the maximum that the partition is computed with anyway.
     """
     logits_BSV = logits_BSV.astype(jnp.float32)
-    log_z_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
+    max_BS = jax.lax.stop_gradient(jnp.max(logits_BSV, axis=-1))
+    log_z_BS = jnp.log(jnp.sum(jnp.exp(logits_BSV - max_BS[..., None]), axis=-1)) + max_BS
     is_target = jnp.arange(logits_BSV.shape[-1]) == targets_BS[..., None]
-    target_logit_BS = jnp.sum(jnp.where(is_target, logits_BSV, 0.0), axis=-1)
-    return log_z_BS - target_logit_BS, log_z_BS
+    target_BS = jnp.sum(jnp.where(is_target, logits_BSV, 0.0), axis=-1)
+    return log_z_BS - target_BS, log_z_BS, target_BS >= max_BS
 
 
 def next_token(
@@ -44,9 +48,7 @@ def next_token(
     """
 
     def piece(x_BsD: jax.Array, targets_Bs: jax.Array, mask_Bs: jax.Array) -> dict[str, jax.Array]:
-        logits_BsV = logits_fn(x_BsD)
-        nll_Bs, log_z_Bs = cross_entropy(logits_BsV, targets_Bs)
-        hit_Bs = jnp.argmax(logits_BsV, axis=-1) == targets_Bs
+        nll_Bs, log_z_Bs, hit_Bs = cross_entropy(logits_fn(x_BsD), targets_Bs)
         total = lambda v: jnp.sum(jnp.where(mask_Bs, v, 0.0), dtype=jnp.float32)  # noqa: E731
         return {
             "loss": total(nll_Bs + z_loss * jnp.square(log_z_Bs)),

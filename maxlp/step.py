@@ -86,7 +86,7 @@ def _placed(leaf: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.Sha
 
 def abstract_batch(batch_size: int, seq_len: int, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """The global batch of packed text as shapes: int32 (B, S), and a bool mask."""
-    dtypes = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), jnp.int32)
+    dtypes: dict[str, Any] = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), jnp.int32)
     dtypes["loss_mask"] = jnp.bool_
     where = sharding.batch_sharding(mesh)
     return {k: jax.ShapeDtypeStruct((batch_size, seq_len), t, sharding=where) for k, t in dtypes.items()}

@@ -19,7 +19,9 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-PACKAGES = ("maxlp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+import maxlp
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 def save_config(workdir: Path, c: ConfigDict) -> list[str]:
@@ -72,7 +74,7 @@ def record_start(workdir: Path, step: int, num_params: int) -> None:
 
 
 def versions() -> dict[str, str]:
-    found = {}
+    found = {"maxlp": maxlp.__version__}
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlp.generate import Sampling, generate, sample
+from maxlp.generate import Sampling, generate, heal, sample
 from maxlp.models.llama import Llama
 
 V = 64
@@ -56,6 +56,28 @@ def test_stops_at_the_end_token_of_each_row(model):
     eos = free[1][3]
     got = generate(model, PROMPTS, max_new_tokens=12, sampling=Sampling(0.0), eos_id=eos)
     assert got == [row[: row.index(eos)] if eos in row else row for row in free]
+
+
+def test_a_prompt_that_ends_inside_a_token_is_healed(model):
+    """ "ab" ends in the token "b"; "bc" continues it, so it may come instead of "b" and something else."""
+
+    class Letters:
+        pieces = ("", "a", "b", "bc", "c", "bcd")
+        vocab_size = len(pieces)
+
+        def decode(self, ids):
+            return "".join(self.pieces[i] for i in ids)
+
+    (prompt, allowed_V), (empty, all_V) = heal(Letters(), [[0, 1, 2], [0]], V)
+    assert prompt == [0, 1] and np.flatnonzero(allowed_V).tolist() == [2, 3, 5]
+    assert empty == [0] and all_V.all()
+    first = np.stack([allowed_V, all_V])
+    rows = [
+        generate(model, [prompt, empty], max_new_tokens=2, sampling=Sampling(1.0), seed=seed, first=first)
+        for seed in range(20)
+    ]
+    assert {row[0][0] for row in rows} <= {2, 3, 5} and len({row[0][0] for row in rows}) > 1
+    assert {row[1][0] for row in rows} - {2, 3, 5}
 
 
 def test_seed_decides_and_rows_do_not_disturb_each_other(model):

@@ -108,8 +108,9 @@ class Llama(nnx.Module):
       rope_scaling: fields of `RopeScaling`, or None.
       norm_eps: epsilon of the norms.
       tie_embeddings: the logits use the embedding table.
-      init_std: standard deviation of the weights; the two projections that write to the residual stream
-        are drawn with ``init_std / sqrt(2 L)`` (GPT-2).
+      init_std: standard deviation of the weights. None: 1 / sqrt(inputs) for kernels, 1 for an embedding
+        table (1 / sqrt(D) if tied). The two projections that write to the residual stream are drawn
+        smaller by ``sqrt(2 L)`` (GPT-2).
       dtype: of activations and matmuls. param_dtype: of the stored parameters.
       attention: name in `attention.ATTENTION`.
       scan_layers, remat: see `layers.apply_stack` and `layers.REMAT_POLICIES`.
@@ -133,7 +134,7 @@ class Llama(nnx.Module):
         rope_scaling: dict | None,
         norm_eps: float,
         tie_embeddings: bool,
-        init_std: float,
+        init_std: float | None,
         dtype: str,
         param_dtype: str,
         attention: str,
@@ -160,8 +161,14 @@ class Llama(nnx.Module):
         self.remat = remat
         check(self)
 
-        table = dict(std=init_std, dtype=self.dtype, param_dtype=self.param_dtype, rngs=rngs)
-        self.tok_embed = layers.Embed(vocab_size, embed_dim, **table)
+        self.tok_embed = layers.Embed(
+            vocab_size,
+            embed_dim,
+            std=init_std or (embed_dim**-0.5 if tie_embeddings else 1.0),
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            rngs=rngs,
+        )
         self.layers = layers.stack(lambda rngs: Block(self, rngs), num_layers, rngs)
         self.final_norm = layers.RMSNorm(embed_dim, eps=norm_eps, param_dtype=self.param_dtype)
         self.lm_head = (
@@ -169,7 +176,9 @@ class Llama(nnx.Module):
         )
 
     def linear(self, in_dim: int, out_dim: int, axes: layers.Axes, rngs: nnx.Rngs, residual=False):
-        std = self.init_std / math.sqrt(2 * self.num_layers) if residual else self.init_std
+        std = self.init_std or in_dim**-0.5
+        if residual:
+            std /= math.sqrt(2 * self.num_layers)
         return layers.Linear(
             in_dim,
             out_dim,
