@@ -183,6 +183,7 @@ def _quantize_again(recipe: Recipe, saved, index: int, operand: Operand, contrac
     """An operand of the forward pass for a backward matmul, which may sum over another axis."""
     if not isinstance(saved, Quantized):
         return _quantize(recipe, operand, saved, contract, seen)
+    assert recipe.fwd is not None
     if operand == recipe.fwd[index] and operand.granularity in ("tensor", "unscaled"):
         return saved  # such scales fit every contraction
     return _quantize(recipe, operand, formats.dequantize(saved, jnp.float32), contract, seen)

@@ -126,6 +126,7 @@ def _to_integer(x: jax.Array, rounding: str, noise: jax.Array | None) -> jax.Arr
         return jnp.round(x)
     if rounding == "truncate":
         return jnp.trunc(x)
+    assert noise is not None, "stochastic rounding needs a key"
     whole = jnp.floor(x)
     return whole + ((noise >> 8).astype(jnp.float32) * 2.0**-24 < x - whole)
 
@@ -137,6 +138,7 @@ def _round_mantissa(x: jax.Array, drop: int, rounding: str, noise: jax.Array | N
     if rounding == "nearest":
         bits += (mask >> 1) + ((bits >> drop) & 1)
     elif rounding == "stochastic":
+        assert noise is not None, "stochastic rounding needs a key"
         bits += noise >> (32 - drop)
     rounded = jax.lax.bitcast_convert_type(bits & ~mask, jnp.float32)
     return jnp.where(jnp.isnan(x), x, rounded)

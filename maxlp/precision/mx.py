@@ -19,9 +19,12 @@ def dot_general(a: Quantized, b: Quantized, dimension_numbers: Any, out_sharding
     """float32 product of two arrays in blocks along the last of their contracted axes."""
 
     def emulated(a: Quantized, b: Quantized) -> jax.Array:
-        a, b = (formats.dequantize(q, _exact_dtype(q)) for q in (a, b))
         return jax.lax.dot_general(
-            a, b, dimension_numbers, preferred_element_type=jnp.float32, out_sharding=out_sharding
+            formats.dequantize(a, _exact_dtype(a)),
+            formats.dequantize(b, _exact_dtype(b)),
+            dimension_numbers,
+            preferred_element_type=jnp.float32,
+            out_sharding=out_sharding,
         )
 
     def hardware(a: Quantized, b: Quantized) -> jax.Array:

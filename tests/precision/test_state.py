@@ -137,7 +137,7 @@ def run_llama(devices, microbatches, scan, remat):
     state = tiny.warm(state, input=4.0, kernel=0.4, output_grad=1e-3)
     losses = []
     for i in range(3):
-        state, metrics = train(state, tiny.batch(i))
+        state, metrics = train(state, tiny.batch(i, rows=16))
         losses.append(float(metrics["loss"]))
     return tiny.histories(state), losses
 
