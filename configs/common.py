@@ -28,12 +28,18 @@ def parse_arg(arg: str, **defaults):
     return values
 
 
+def choose(arg: str, c: ConfigDict) -> ConfigDict:
+    """The config with the choices of its argument string: ``precision=fp8_delayed,optimizer=adamw``."""
+    chosen = parse_arg(arg, precision=c.precision.recipe, optimizer=c.optimizer.name)
+    c.precision.recipe = chosen.precision
+    c.optimizer.name = chosen.optimizer
+    return c
+
+
 def llama(**sizes) -> ConfigDict:
     """A Llama run in which only sizes, lengths and rates are left to choose.
 
-    Every section holds the keyword arguments of one function: model, `models.llama.Llama`; mesh,
-    `sharding.make_mesh`; optimizer, `optim.make_tx`; data, `data.make_train`; loss,
-    `step.next_token_loss`; train, `train.train`; checkpoint, `checkpoint.Checkpointer`.
+    Every section holds the keyword arguments of one function; the README lists which.
     """
     c = ConfigDict()
     c.model = ConfigDict(
@@ -54,6 +60,17 @@ def llama(**sizes) -> ConfigDict:
         )
     )
     c.model.update(sizes)
+    c.precision = ConfigDict(
+        dict(
+            recipe="bf16",  # matmuls in model.dtype; others: precision.recipes.RECIPES
+            options={},
+            rules=(),
+            first_blocks=1,
+            last_blocks=1,
+            min_dim=0,
+            smooth_swiglu="none",
+        )
+    )
     c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1, dcn_data=1))
     c.optimizer = ConfigDict(
         dict(

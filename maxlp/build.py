@@ -16,13 +16,13 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from maxlp import checkpoint, distributed, metrics, optim, sharding, step
+from maxlp import checkpoint, distributed, metrics, optim, precision, sharding, step
 from maxlp.config import ConfigError, bind, call
 from maxlp.data import DATA, sources, text
 from maxlp.data import tokenizer as tokenizers
 from maxlp.models import MODELS, attention
 
-SECTIONS = ("model", "mesh", "optimizer", "data", "loss", "train", "checkpoint", "metrics")
+SECTIONS = ("model", "precision", "mesh", "optimizer", "data", "loss", "train", "checkpoint", "metrics")
 WRITER_ARGUMENTS = ("workdir", "total_steps", "resume_step", "run_config")
 BPE_BYTES = 4_000_000  # of the corpus that "bpe:V" learns from: 2 seconds on 2 cores
 
@@ -58,7 +58,17 @@ def loop(c: ConfigDict) -> Loop:
     return call(Loop, "train", c.train)
 
 
+def check_sections(c: ConfigDict) -> None:
+    for name in SECTIONS:
+        if name not in c:
+            raise ConfigError(f"config.{name} is missing; sections: {', '.join(SECTIONS)}")
+    for name in c:
+        if name not in SECTIONS:
+            raise ConfigError(f"config.{name} is unknown; sections: {', '.join(SECTIONS)}")
+
+
 def mesh(c: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    check_sections(c)
     return call(sharding.make_mesh, "mesh", c.mesh, devices=devices)
 
 
@@ -69,7 +79,14 @@ def model(c: ConfigDict) -> Callable[[nnx.Rngs], nnx.Module]:
     if name not in MODELS:
         raise ConfigError(f"config.model.name={name!r} is unknown; one of {', '.join(MODELS)}")
     make = bind(MODELS[name], "model", values, "rngs")
-    return lambda rngs: make(rngs=rngs)
+    lower = bind(precision.apply, "precision", c.precision, "model")
+
+    def make_model(rngs: nnx.Rngs) -> nnx.Module:
+        made = make(rngs=rngs)
+        lower(made)
+        return made
+
+    return make_model
 
 
 def tx(c: ConfigDict) -> tuple[optax.GradientTransformation, optax.Schedule]:
@@ -180,37 +197,48 @@ def flops_per_token(c: ConfigDict, params: dict) -> tuple[float, float]:
     )
 
 
+def precision_table(c: ConfigDict) -> dict[str, str]:
+    """Path of each matmul of the model → name of its precision recipe."""
+    name = c.model.name
+    values = {key: value for key, value in c.model.items() if key != "name"}
+    table: dict[str, str] = {}
+
+    def make() -> None:
+        made = call(MODELS[name], "model", values, rngs=nnx.Rngs(0))
+        table.update(call(precision.apply, "precision", c.precision, model=made))
+
+    jax.eval_shape(make)
+    return table
+
+
 def describe(c: ConfigDict, mesh: Mesh, state: dict, flops: tuple[float, float]) -> str:
     """What will run, in a few lines."""
-    local = {
-        part: sum(
-            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(state[part])
-        )
-        for part in ("params", "opt_state", "model_state")
-    }
-    device = mesh.devices.flat[0]
+
+    def per_device(tree: dict) -> float:
+        shards = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(tree))
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shards) / 2**30
+
     axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    held = ", ".join(f"{part} {size / 2**30:.3g} GiB" for part, size in local.items() if size)
     tokens = c.data.batch_size * c.data.seq_len
-    return (
+    lines = [
         f"{c.model.name}: {num_params(state['params']):,} parameters in {c.model.param_dtype}, "
-        f"activations in {c.model.dtype}\n"
-        f"mesh: {axes} on {mesh.size} × {device.device_kind}; per device {held}\n"
+        f"activations in {c.model.dtype}",
+        f"mesh: {axes} on {mesh.size} × {mesh.devices.flat[0].device_kind}; per device "
+        f"params {per_device(state['params']):.3g} GiB, optimizer {per_device(state['opt_state']):.3g} GiB",
         f"batch: {c.data.batch_size} × {c.data.seq_len} = {tokens:,} tokens, "
         f"{c.train.total_steps:,} steps = {c.train.total_steps * tokens:,} tokens, "
-        f"{flops[0]:.3g} FLOPs a token ({flops[1]:.3g} causal)"
-    )
+        f"{flops[0]:.3g} FLOPs a token ({flops[1]:.3g} causal)",
+    ]
+    matmuls = precision_table(c)
+    if set(matmuls.values()) != {precision.HIGH_PRECISION}:
+        ends = f"{c.precision.first_blocks} first and {c.precision.last_blocks} last blocks"
+        lines.append(f"precision ({ends} stay in {c.model.dtype}):")
+        lines += [f"  {path}: {recipe}" for path, recipe in matmuls.items()]
+    return "\n".join(lines)
 
 
 def check(c: ConfigDict, devices: Mesh) -> None:
     """Raises a ConfigError with the first pair of sections that do not fit each other."""
-    for name in SECTIONS:
-        if name not in c:
-            raise ConfigError(f"config.{name} is missing; sections: {', '.join(SECTIONS)}")
-    for name in c:
-        if name not in SECTIONS:
-            raise ConfigError(f"config.{name} is unknown; sections: {', '.join(SECTIONS)}")
     _data_section(c)
     bind(checkpoint.Checkpointer, "checkpoint", c.checkpoint, "directory")
     bind(metrics.MetricWriter, "metrics", c.metrics, *WRITER_ARGUMENTS)

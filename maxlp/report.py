@@ -200,8 +200,18 @@ def loss_lines(run: Run) -> Lines:
     for name in ("eval/loss", "eval/bits_per_byte", "eval/perplexity"):
         steps, values = run.series(name)
         if len(steps):
-            lines.append((name, f"{values[-1]:.4f} at step {steps[-1]:,}{_best(steps, values)}"))
+            whole = _on_as_much_text_as_the_last(run, steps)
+            best = _best(steps[whole], values[whole])
+            lines.append((name, f"{values[-1]:.4f} at step {steps[-1]:,}{best}"))
     return lines
+
+
+def _on_as_much_text_as_the_last(run: Run, steps: np.ndarray) -> np.ndarray:
+    """Which evaluations compare with the last one, bool: during a run they may take a part of the text."""
+    counted, tokens = run.series("eval/tokens")
+    if not np.array_equal(counted, steps):
+        return np.ones(len(steps), bool)
+    return tokens == tokens[-1]
 
 
 def _tail(losses: np.ndarray) -> np.ndarray:

@@ -24,8 +24,8 @@ CONFIG = {
 def write_run(path, steps=400, losses=None):
     """A run as training leaves it: a record every 10 steps, an evaluation every 100, one resume."""
     workdir.save_config(path, ConfigDict(CONFIG))
-    workdir.record_start(path, 0)
-    workdir.record_start(path, 200)
+    workdir.record_start(path, 0, num_params=1000)
+    workdir.record_start(path, 200, num_params=1000)
     writer = MetricWriter(path, total_steps=400, console=False, tensorboard=False)
     for i, step in enumerate(range(10, steps + 1, 10)):
         loss = 1.5 + 4 * math.exp(-step / 50) if losses is None else losses[i]
@@ -101,8 +101,8 @@ def test_an_empty_directory(tmp_path):
 
 
 def test_a_start_from_nothing_after_a_start(tmp_path):
-    workdir.record_start(tmp_path, 0)
-    workdir.record_start(tmp_path, 0)
+    workdir.record_start(tmp_path, 0, num_params=1000)
+    workdir.record_start(tmp_path, 0, num_params=1000)
     assert set(shown(tmp_path)["Run"]) >= {"started", "started anew"}
 
 

@@ -4,12 +4,11 @@ python -m maxlp.train --config=configs/llama/130m.py --workdir=/tmp/run \
     --config.data.source=array_record:/data/c4 --config.data.tokenizer=/data/tokenizer.json
 """
 
-from configs.common import llama_c4, parse_arg
+from configs.common import choose, llama_c4
 
 
 def get_config(arg: str = ""):
-    parse_arg(arg)
-    return llama_c4(
+    c = llama_c4(
         steps=20_000,
         learning_rate=0.001,
         embed_dim=768,
@@ -19,3 +18,4 @@ def get_config(arg: str = ""):
         head_dim=64,
         mlp_dim=2048,
     )
+    return choose(arg, c)

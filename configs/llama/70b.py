@@ -6,11 +6,10 @@ python -m maxlp.train --config=configs/llama/70b.py --workdir=/tmp/run \
     --config.data.source=array_record:/data/corpus --config.data.tokenizer=/data/tokenizer.json
 """
 
-from configs.common import LLAMA_3_1_ROPE, llama, parse_arg
+from configs.common import LLAMA_3_1_ROPE, choose, llama
 
 
 def get_config(arg: str = ""):
-    parse_arg(arg)
     c = llama(
         embed_dim=8192,
         num_layers=80,
@@ -23,4 +22,4 @@ def get_config(arg: str = ""):
     )
     c.mesh.tensor = 8
     c.optimizer.learning_rate = 1.5e-4
-    return c
+    return choose(arg, c)

@@ -6,11 +6,10 @@ python -m maxlp.train --config=configs/llama/8b.py --workdir=/tmp/run \
     --config.data.source=array_record:/data/corpus --config.data.tokenizer=/data/tokenizer.json
 """
 
-from configs.common import LLAMA_3_1_ROPE, llama, parse_arg
+from configs.common import LLAMA_3_1_ROPE, choose, llama
 
 
 def get_config(arg: str = ""):
-    parse_arg(arg)
     c = llama(
         embed_dim=4096,
         num_layers=32,
@@ -21,4 +20,4 @@ def get_config(arg: str = ""):
         rope_scaling=LLAMA_3_1_ROPE,
         max_seq_len=131072,
     )
-    return c
+    return choose(arg, c)

@@ -3,11 +3,10 @@
 python -m maxlp.train --config=configs/llama/debug.py --workdir=/tmp/run
 """
 
-from configs.common import llama, parse_arg
+from configs.common import choose, llama
 
 
 def get_config(arg: str = ""):
-    parse_arg(arg)
     c = llama(
         vocab_size=4096,
         embed_dim=192,
@@ -38,4 +37,4 @@ def get_config(arg: str = ""):
     c.train.eval_every = 150
     c.train.eval_batches = 10
     c.checkpoint.every_steps = 150
-    return c
+    return choose(arg, c)

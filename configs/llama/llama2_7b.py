@@ -6,11 +6,10 @@ python -m maxlp.train --config=configs/llama/llama2_7b.py --workdir=/tmp/run \
     --config.data.source=array_record:/data/corpus --config.data.tokenizer=/data/tokenizer.json
 """
 
-from configs.common import llama, parse_arg
+from configs.common import choose, llama
 
 
 def get_config(arg: str = ""):
-    parse_arg(arg)
     c = llama(
         embed_dim=4096,
         num_layers=32,
@@ -24,4 +23,4 @@ def get_config(arg: str = ""):
     )
     c.data.seq_len = 4096
     c.data.batch_size = 1024
-    return c
+    return choose(arg, c)

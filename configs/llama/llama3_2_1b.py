@@ -6,11 +6,10 @@ python -m maxlp.train --config=configs/llama/llama3_2_1b.py --workdir=/tmp/run \
     --config.data.source=array_record:/data/corpus --config.data.tokenizer=/data/tokenizer.json
 """
 
-from configs.common import LLAMA_3_2_ROPE, llama, parse_arg
+from configs.common import LLAMA_3_2_ROPE, choose, llama
 
 
 def get_config(arg: str = ""):
-    parse_arg(arg)
     c = llama(
         embed_dim=2048,
         num_layers=16,
@@ -22,4 +21,4 @@ def get_config(arg: str = ""):
         max_seq_len=131072,
         tie_embeddings=True,
     )
-    return c
+    return choose(arg, c)
