@@ -22,6 +22,7 @@ from maxlp import build, checkpoint, config, sharding, step
 from maxlp import workdir as files
 from maxlp.data import tokenizer as tokenizers
 from maxlp.models import hf
+from maxlp.models.llama import Llama
 
 flags.DEFINE_enum("format", "hf_llama", ["hf_llama"], "What the weights are outside of maxlp.")
 flags.DEFINE_string("input", None, "import: directory with config.json and safetensors files.")
@@ -37,6 +38,9 @@ DTYPE = flags.DEFINE_enum(
     "Of the weights written; by default that of those read.",
 )
 
+PRECISION = dict(  # of an imported model: all matmuls in model.dtype
+    recipe="bf16", options={}, rules=(), first_blocks=0, last_blocks=0, min_dim=0, smooth_swiglu="none"
+)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -77,7 +81,7 @@ def import_hf_llama(source: Path, workdir: Path, dtype: str | None = None) -> No
         checkpoints.save(0, {"params": params, "model_state": {}}, data_state={})
     _copy(TOKENIZER_FILES, source, workdir)
     files.record_start(workdir, 0, build.num_params(params))
-    c = dict(model=dict(name="llama", **model), data=dict(tokenizer="tokenizer.json"))
+    c = dict(model=dict(name="llama", **model), precision=PRECISION, data=dict(tokenizer="tokenizer.json"))
     files.save_config(workdir, ConfigDict(c))
 
 
@@ -96,12 +100,12 @@ def export_hf_llama(
     _refuse_if_used(output)
     c = files.load_config(workdir)
     model = c.to_dict()["model"]
-    if model["name"] != "llama":
-        raise ValueError(f"{workdir} holds a {model['name']}; --format=hf_llama is for llama")
+    if (name := model.pop("name")) != "llama":
+        raise ValueError(f"{workdir} holds a {name}; --format=hf_llama is for llama")
     dtype = dtype or model["param_dtype"]
     model["param_dtype"] = dtype  # the checkpoint is cast as it is read
     mesh = sharding.make_mesh(devices=jax.devices("cpu")[:1])
-    _, abstract = step.abstract_model(build.model(ConfigDict(dict(model=model))), mesh)
+    _, abstract = step.abstract_model(lambda rngs: Llama(**model, rngs=rngs), mesh)
     root = workdir / "checkpoints"
     params = checkpoint.load_params(
         root if step_number is None else root / str(step_number), abstract["params"]

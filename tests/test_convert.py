@@ -55,6 +55,8 @@ def test_what_goes_in_comes_out_bit_for_bit(source, tmp_path):
     assert ours["torch_dtype"] == "float32"
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     assert (ours["bos_token_id"], ours["eos_token_id"]) == (0, 1)
+    special = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert (special["bos_token"], special["eos_token"]) == ("<|begin_of_text|>", "<|end_of_text|>")
 
 
 def test_an_import_is_a_run_that_computes_the_golden_logits(source, tmp_path):
