@@ -259,6 +259,11 @@ def check(c: ConfigDict, devices: Mesh) -> None:
         raise ConfigError(
             f"config.data.seq_len={seq} is not a multiple of config.loss.num_chunks={c.loss.num_chunks}"
         )
+    if c.loss.num_chunks > 1 and "delayed" in precision_table(c).get("lm_head", ""):
+        raise ConfigError(
+            f"config.loss.num_chunks={c.loss.num_chunks} runs lm_head several times a step, which its "
+            "delayed scaling cannot follow; use num_chunks=1 or a rule with another recipe for lm_head"
+        )
     if seq % devices.shape["tensor"]:
         raise ConfigError(
             f"config.data.seq_len={seq} is not a multiple of config.mesh.tensor={devices.shape['tensor']}"

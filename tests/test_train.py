@@ -114,6 +114,27 @@ def test_a_run_leaves_what_it_promises(whole):
     )
 
 
+def test_low_precision_run_resumes_exactly(tmp_path):
+    """FP8 histories and StableAdamW's state are part of the run as weights are."""
+    options = (
+        "--config.precision.recipe=fp8_delayed",
+        "--config.optimizer.name=stable_adamw",
+        "--config.precision.first_blocks=0",
+        "--config.train.total_steps=6",
+    )
+    out = run(tmp_path / "whole", *options)
+    assert "layers/mlp/down_proj: fp8_delayed" in out
+    process = start(tmp_path / "cut", *options)
+    for line in process.stdout:
+        if line.startswith("step 2/"):
+            process.send_signal(signal.SIGTERM)
+            break
+    finish(process, code=75)
+    run(tmp_path / "cut", *options)
+    assert checkpoint(tmp_path / "cut", 6) == checkpoint(tmp_path / "whole", 6)
+    assert records(tmp_path / "cut") == records(tmp_path / "whole")
+
+
 def test_sigterm_saves_exits_with_75_and_the_run_goes_on_exactly(whole, tmp_path):
     options = ("--config.train.total_steps=12", "--config.train.eval_every=4")
     process = start(tmp_path, *options)
