@@ -50,7 +50,7 @@ class Format(NamedTuple):
 
     top: float
     power_of_two: bool
-    encode: Callable[[jax.Array, bool, jax.Array], jax.Array]
+    encode: Callable[[jax.Array, bool, Any], jax.Array]
     decode: Callable[[jax.Array, bool], jax.Array]
     least: Any = None
 

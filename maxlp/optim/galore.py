@@ -60,7 +60,7 @@ class Subspace(NamedTuple):
 class GaloreState(NamedTuple):
     """Finished updates, a `Subspace` for each projected kernel, the state of the inner transformation."""
 
-    count: jax.Array
+    count: jax.typing.ArrayLike
     subspaces: Any
     inner: optax.OptState
 
@@ -120,7 +120,7 @@ def galore(
     if projector == "int4" and rank % 2:
         raise ValueError(f"{rank=} must be even for projector='int4', which holds two entries in a byte")
 
-    choose = {"side": side, "rank": rank}
+    choose: Any = {"side": side, "rank": rank}
 
     def subspace(path: KeyPath, p: jax.Array) -> Subspace | optax.MaskedNode:
         if not matches(path, targets):
@@ -201,9 +201,9 @@ def galore(
         leaves = [dict(jax.tree.flatten_with_path(t, is_leaf=_is_subspace)[0]) for t in trees]
 
         def one(moment: str, path: KeyPath, x: jax.Array) -> jax.Array:
-            g, low_rank, old, new = (tree.get(path) for tree in leaves)
-            if not isinstance(old, Subspace):
+            if path not in leaves[-1]:
                 return x
+            g, low_rank, old, new = (tree[path] for tree in leaves)
             dim = _projected(g.shape, **choose)[0]
             moves = (new.last_refresh == count) & (old.last_refresh >= 0)
 
@@ -237,18 +237,18 @@ def galore(
     def short_side_whole(g: jax.Array, space: Any) -> jax.Array:
         return _whole(g, _projected(g.shape, **choose)[0]) if isinstance(space, Subspace) else g
 
-    def update(grads: optax.Updates, state: GaloreState, params: optax.Params | None = None) -> Any:
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
         del params
         count, old = state.count, state.subspaces
         with jax.named_scope("galore"):
-            grads = jax.tree.map(short_side_whole, grads, old)
+            grads = jax.tree.map(short_side_whole, updates, old)
             new = jax.tree.map_with_path(lambda k, g, space: refreshed(k, g, space, count), grads, old)
             low_rank = jax.tree.map(project, grads, new)
             inner_state = state.inner
             if moments != "keep":
                 inner_state = moved(inner_state, count, grads, low_rank, old, new)
-            updates, inner_state = inner.update(low_rank, inner_state)
-            updates = jax.tree.map(unproject, grads, updates, new)
+            low_rank, inner_state = inner.update(low_rank, inner_state)
+            updates = jax.tree.map(unproject, grads, low_rank, new)
         return updates, GaloreState(optax.safe_increment(count), new, inner_state)
 
     return optax.GradientTransformation(init, update)
@@ -287,7 +287,7 @@ def _whole(x: jax.Array, dim: int | None = None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes))
 
 
-def _packed(p: jax.Array, projector: str, dim: int) -> Any:
+def _packed(p: Any, projector: str, dim: int) -> Any:
     """P, (*layers, m, r), as it is stored: m where the kernel has it, so that it can lie as there."""
     p = p if projector == "float32" else encode(p, projector, block_size=BLOCK_SIZE)
     return p if dim == -2 else jax.tree.map(lambda x: jnp.swapaxes(x, -2, -1), p)

@@ -20,7 +20,7 @@ from maxlp.optim.trees import MOMENTS, LayerAxes, layer_axes, map_moments
 class LowBitState(NamedTuple):
     """The state of the inner transformation with `Blocks` in the place of its moments."""
 
-    count: jax.Array
+    count: jax.typing.ArrayLike
     inner: optax.OptState
 
 
@@ -66,7 +66,7 @@ def low_bit(
     def is_blocks(x: Any) -> bool:
         return isinstance(x, Blocks)
 
-    def packed(state: optax.OptState, count: jax.Array) -> optax.OptState:
+    def packed(state: optax.OptState, count: Any) -> optax.OptState:
         numbers = itertools.count()
 
         def one(moment: str, path: KeyPath, x: jax.Array) -> Any:
@@ -105,8 +105,8 @@ def low_bit(
         count = jnp.zeros([], jnp.int32)
         return LowBitState(count, packed(state, count))
 
-    def update(grads: optax.Updates, state: LowBitState, params: optax.Params | None = None) -> Any:
-        updates, new = inner.update(grads, unpacked(state.inner), params)
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
+        updates, new = inner.update(updates, unpacked(state.inner), params)
         count = optax.safe_increment(state.count)
         return updates, LowBitState(count, packed(new, count))
 

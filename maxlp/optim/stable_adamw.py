@@ -25,7 +25,7 @@ from maxlp.optim.trees import LayerAxes, layer_axes, over_tensor, tensor_mean, w
 class StableAdamState(NamedTuple):
     """As `optax.ScaleByAdamState`, and the RMS_t of the last update: (*layers) for each parameter."""
 
-    count: jax.Array
+    count: jax.typing.ArrayLike
     mu: optax.Updates
     nu: optax.Updates
     rms: optax.Updates
@@ -67,10 +67,10 @@ def scale_by_stable_adam(
             rms=jax.tree.map_with_path(lambda k, z: jnp.zeros(z.shape[: layer_axes(k)], z.dtype), zeros),
         )
 
-    def update(grads: optax.Updates, state: StableAdamState, params: optax.Params | None = None) -> Any:
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
         del params
         count = optax.safe_increment(state.count)
-        wide = widened(grads)
+        wide = widened(updates)
         mu = optax.tree.update_moment(wide, state.mu, b1, 1)
         nu = optax.tree.update_moment_per_elem_norm(wide, state.nu, b2, 2)
         mu_hat = optax.tree.bias_correction(mu, b1, count)
@@ -84,7 +84,7 @@ def scale_by_stable_adam(
             return (u / over_tensor(clip_factor(rms, clip_threshold), u)).astype(g.dtype)
 
         rms_t = jax.tree.map_with_path(rms, wide, nu_hat)
-        updates = jax.tree.map(step, grads, mu_hat, nu_hat, rms_t)
+        updates = jax.tree.map(step, updates, mu_hat, nu_hat, rms_t)
         return updates, StableAdamState(count, optax.tree.cast(mu, mu_dtype), nu, rms_t)
 
     return optax.GradientTransformation(init, update)
@@ -112,8 +112,8 @@ def clip_decay(
     def init(params: optax.Params) -> Any:
         return rescale.init(params), decay.init(params)
 
-    def update(grads: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
-        updates, rescaled = rescale.update(grads, state[0], params)
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
+        updates, rescaled = rescale.update(updates, state[0], params)
         decays, decayed = decay.update(optax.tree.zeros_like(updates), state[1], params)
 
         def add(u: jax.Array, d: jax.Array, rms: jax.Array) -> jax.Array:
