@@ -15,25 +15,18 @@ files for later ones. Each one is also shown without the training text, as `alon
 import bz2
 import json
 import lzma
-import sysconfig
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 
-HELD_OUT_ONE_IN = 50
+from maxlp.data.sources import make_source
+
 XZ_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 26}]
 
 
-def read_stdlib() -> tuple[bytes, bytes]:
-    """All `*.py` of the running standard library, concatenated in path order: (train, held out)."""
-    root = Path(sysconfig.get_path("stdlib"))
-    train, held_out = [], []
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if "site-packages" not in name.parts:
-            is_held_out = zlib.crc32(name.as_posix().encode()) % HELD_OUT_ONE_IN == 0
-            (held_out if is_held_out else train).append(path.read_bytes())
-    return b"".join(train), b"".join(held_out)
+def read_stdlib(split: str) -> bytes:
+    """All modules of one split of the running standard library, concatenated in path order."""
+    source = make_source("stdlib", split)
+    return b"".join(source[i]["text"] for i in range(len(source)))
 
 
 def xz(data: bytes) -> bytes:
@@ -48,7 +41,7 @@ def bits_per_byte(compress: Callable[[bytes], bytes], train: bytes, held_out: by
 
 
 def main() -> None:
-    train, held_out = read_stdlib()
+    train, held_out = read_stdlib("train"), read_stdlib("heldout")
     assert len(train) + len(held_out) < XZ_FILTERS[0]["dict_size"], "the window must hold all text"
     result = {
         "train_bytes": len(train),
