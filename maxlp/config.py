@@ -11,7 +11,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from absl import app, flags, logging
@@ -81,13 +81,12 @@ def _fail(message: str) -> typing.NoReturn:
     sys.exit(2)
 
 
-def bind(
-    function: Callable[..., Any], section: str, values: Mapping[str, Any], *later: str
-) -> functools.partial:
+def bind(function: Callable[..., Any], section: str, values: Any, *later: str) -> functools.partial:
     """``partial(function, **values)`` with the values checked against the function's signature.
 
     Args:
       section: where the values come from, for messages ("optimizer").
+      values: a ConfigDict or another mapping.
       later: arguments that the program supplies and a config must not.
 
     Raises:
@@ -116,7 +115,7 @@ def bind(
     return functools.partial(function, **values)
 
 
-def call(function: Callable[..., Any], section: str, values: Mapping[str, Any], **extra: Any) -> Any:
+def call(function: Callable[..., Any], section: str, values: Any, **extra: Any) -> Any:
     """``function(**values, **extra)``, bound as in `bind`."""
     bound = bind(function, section, values, *extra)
     try:
@@ -128,7 +127,11 @@ def call(function: Callable[..., Any], section: str, values: Mapping[str, Any], 
 
 
 def _plain(value: Any) -> Any:
-    return value.to_dict() if isinstance(value, ConfigDict) else value
+    if isinstance(value, ConfigDict):
+        return value.to_dict()
+    if isinstance(value, list):  # what JSON makes of a tuple
+        return tuple(_plain(item) for item in value)
+    return value
 
 
 def _fits(value: Any, hint: Any) -> bool:

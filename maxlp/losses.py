@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 
 
-def cross_entropy(
-    logits_BSV: jax.Array, targets_BS: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Per token, each (B, S): cross-entropy in nats, log-partition, and whether the target came first.
 
     The target's logit is a masked sum and not a gather: with V split over devices it stays local. It comes

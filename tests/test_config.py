@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from ml_collections import ConfigDict
 
-from maxlp import build, config, sharding, step
+from maxlp import build, config, sharding, step, workdir
 from maxlp.models.llama import num_params
 
 ROOT = Path(__file__).parent.parent
@@ -123,6 +123,17 @@ def test_unknown_missing_and_wrongly_typed_keys():
         with pytest.raises(config.ConfigError) as caught:
             config.call(section, "s", values, extra=0)
         assert says in str(caught.value)
+
+
+def test_a_saved_config_builds_the_same_model(tmp_path):
+    c = load("debug", "precision=fp8_current")
+    with c.unlocked():
+        c.precision.rules = (("lm_head", "int8_switchback"),)
+    workdir.save_config(tmp_path, c)
+    assert build.precision_table(workdir.load_config(tmp_path)) == build.precision_table(c)
+    assert workdir.save_config(tmp_path, c) == []
+    c.train.seed = 7
+    assert workdir.save_config(tmp_path, c) == ["config.train.seed: 0 -> 7"]
 
 
 def run(*args: str) -> tuple[subprocess.CompletedProcess, float]:

@@ -20,10 +20,11 @@ def test_files_named_exist():
 
 
 def test_presets_and_sections_are_those_of_the_code():
-    listed = re.findall(r"`configs/llama/` holds (.*?)\. Each", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    readme = (ROOT / "README.md").read_text()
+    listed = re.findall(r"`configs/llama/` holds (.*?)\. Each", readme, re.DOTALL)[0]
     names = {name for group in re.findall(r"`([\w ]+)`", listed) for name in group.split()}
     assert names == {p.stem for p in (ROOT / "configs" / "llama").glob("*.py")} - {"__init__"}
-    rows = re.findall(r"^\| `(\w+)` \| `[\w.]+` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| `[\w.]+` \|", readme, re.MULTILINE)
     assert rows == list(build.SECTIONS)
 
 
