@@ -19,6 +19,7 @@ from maxlp import workdir as files
 from maxlp.evals.perplexity import make_perplexity
 
 config.define_flags("Directory of the run.", config_required=False)
+flags.adopt_module_key_flags(config)
 STEP = flags.DEFINE_integer("step", None, "Checkpoint to measure; the newest by default.", lower_bound=0)
 
 

@@ -19,11 +19,11 @@ import time
 from pathlib import Path
 
 import jax
-import psutil
 from absl import flags
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+import maxlp
 from maxlp import build, config, distributed, metrics, report, sharding, step
 from maxlp import workdir as files
 from maxlp.checkpoint import load_params
@@ -31,6 +31,7 @@ from maxlp.data import merge_states
 from maxlp.evals.perplexity import make_perplexity
 
 config.define_flags("Directory of the run: checkpoints, metrics, config; resumed if it holds a checkpoint.")
+flags.adopt_module_key_flags(config)
 DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the config, print what would run, and stop.")
 
 
@@ -179,7 +180,7 @@ class Startup:
 
     def __init__(self):
         self.stages: list[tuple[str, float]] = []
-        self.last = psutil.Process().create_time()
+        self.last = maxlp.IMPORTED_AT
         self.mark("imports")
 
     def mark(self, stage: str) -> None:

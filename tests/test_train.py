@@ -114,6 +114,27 @@ def test_a_run_leaves_what_it_promises(whole):
     )
 
 
+def test_evaluate_and_generate_and_report_on_the_run(whole):
+    workdir, _ = whole
+
+    def shown(command: str, *options: str) -> str:
+        args = [sys.executable, "-m", f"maxlp.{command}", *options]
+        done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    measured = dict(line.split() for line in shown("evaluate", f"--workdir={workdir}").splitlines()[1:])
+    last = [r for r in records(workdir) if "eval/loss" in r][-1]
+    assert float(measured["loss"]) == pytest.approx(last["eval/loss"], abs=1e-4)
+    assert float(measured["bits_per_byte"]) == pytest.approx(last["eval/bits_per_byte"], abs=1e-4)
+    text = shown("generate", f"--workdir={workdir}", "--prompt=def ", "--prompt=x", "--max_new_tokens=5")
+    assert "\ndef " in text and "\nx" in text
+    assert text == shown(
+        "generate", f"--workdir={workdir}", "--prompt=def ", "--prompt=x", "--max_new_tokens=5"
+    )
+    assert "finished, 12 steps" in shown("report", str(workdir))
+
+
 def test_low_precision_run_resumes_exactly(tmp_path):
     """FP8 histories and StableAdamW's state are part of the run as weights are."""
     options = (
@@ -204,16 +225,23 @@ def test_another_mesh_goes_on_with_equal_losses(whole, tmp_path):
     assert all(math.isclose(got[n], want[n], rel_tol=1e-4) for n in want), (got, want)
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_several_processes_train_as_one(whole, processes, tmp_path):
+@pytest.mark.parametrize(
+    ("processes", "mesh"), [(2, "--config.mesh.dcn_data=2"), (4, "--config.mesh.data=1")]
+)
+def test_several_processes_train_as_one_and_one_goes_on(processes, mesh, tmp_path):
+    """Two processes with one replica each, four that share one: the losses of a single process; then a
+    single process resumes what they left, on a mesh of its own."""
+    options = ("--config.train.eval_every=4", "--config.optimizer.schedule=constant")
+    six, nine = "--config.train.total_steps=6", "--config.train.total_steps=9"
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     group = [
         start(
             tmp_path,
-            "--config.train.total_steps=6",
-            "--config.train.eval_every=4",
+            *options,
+            six,
+            mesh,
             devices=4 // processes,
             MAXLP_COORDINATOR=f"localhost:{port}",
             MAXLP_NUM_PROCESSES=str(processes),
@@ -223,17 +251,12 @@ def test_several_processes_train_as_one(whole, processes, tmp_path):
     ]
     for process in group:
         finish(process)
+    assert "resuming at step 6" in run(tmp_path, *options, nine, devices=2)
     one = tmp_path / "one"
-    run(one, "--config.train.total_steps=6", "--config.train.eval_every=4", devices=4)
-    got, want = records(tmp_path), records(one)
-    assert len(got) == len(want)
-    for a, b in zip(got, want, strict=True):
-        assert a.keys() == b.keys()
-        assert all(math.isclose(a[k], b[k], rel_tol=1e-4) for k in a), (a, b)
-    # And the state of two processes is one that a single process resumes.
-    assert "nothing is left" in run(
-        tmp_path, "--config.train.total_steps=6", "--config.train.eval_every=4", devices=4
-    )
+    run(one, *options, nine, devices=1)
+    got, want = losses(tmp_path), losses(one)
+    assert sorted(got) == list(range(1, 10))
+    assert all(math.isclose(got[n], want[n], rel_tol=1e-4) for n in want), (got, want)
 
 
 @pytest.mark.slow
