@@ -95,7 +95,8 @@ def low_bit(
         return map_moments(one, state, is_leaf=is_blocks)
 
     def init(params: optax.Params) -> LowBitState:
-        state = inner.init(params)
+        # Behind the barrier, for XLA would encode the zeros while it compiles.
+        state = jax.lax.optimization_barrier(inner.init(params))
         found = set()
         map_moments(lambda moment, path, x: found.add(moment), state)
         if not found and jax.tree.leaves(params):
