@@ -95,6 +95,7 @@ def llama(**sizes) -> ConfigDict:
             seq_len=8192,
             batch_size=512,
             packing="concat",
+            num_epochs=config_dict.placeholder(int),  # without end
             num_workers=0,
         )
     )

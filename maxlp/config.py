@@ -70,7 +70,7 @@ def _exit_on_error(main: Callable[[], Any]) -> None:
         logging.set_verbosity(logging.WARNING)
     try:
         sys.exit(main())
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FloatingPointError, FileNotFoundError) as error:
         if os.environ.get("MAXLP_TRACEBACK"):
             raise
         _fail(f"{error} (MAXLP_TRACEBACK=1 shows where)")

@@ -18,9 +18,11 @@ from maxlp import build, config, distributed, sharding, step
 from maxlp import workdir as files
 from maxlp.evals.perplexity import make_perplexity
 
-config.define_flags("Directory of the run.", config_required=False)
-flags.adopt_module_key_flags(config)
-STEP = flags.DEFINE_integer("step", None, "Checkpoint to measure; the newest by default.", lower_bound=0)
+
+def define_flags() -> None:
+    config.define_flags("Directory of the run.", config_required=False)
+    flags.adopt_module_key_flags(config)
+    flags.DEFINE_integer("step", None, "Checkpoint to measure; the newest by default.", lower_bound=0)
 
 
 def main() -> None:
@@ -30,7 +32,7 @@ def main() -> None:
     mesh = build.mesh(c)
     build.check(c, mesh)
     with jax.set_mesh(mesh):
-        graphdef, state, at_step = build.restore_model(c, workdir, STEP.value, mesh)
+        graphdef, state, at_step = build.restore_model(c, workdir, flags.FLAGS.step, mesh)
         eval_step = functools.partial(step.eval_step, graphdef=graphdef, loss_fn=build.loss(c))
         data = build.heldout(c, build.saved_tokenizer(c, workdir))
         batches = (batch for batch, _ in sharding.device_batches(iter(data), mesh))
@@ -43,4 +45,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    define_flags()
     config.run(main)

@@ -19,14 +19,16 @@ from maxlp import build, config, distributed, sharding
 from maxlp import workdir as files
 from maxlp.data import tokenizer as tokenizers
 
-PROMPTS = flags.DEFINE_multi_string("prompt", None, "Text to continue; give it several times for a batch.")
-WORKDIR = flags.DEFINE_string("workdir", None, "Directory of a run.", required=True)
-STEP = flags.DEFINE_integer("step", None, "Checkpoint to use; the newest by default.", lower_bound=0)
-NEW = flags.DEFINE_integer("max_new_tokens", 128, "Tokens to add to each prompt.", lower_bound=1)
-TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "0 takes the likeliest token.", lower_bound=0.0)
-TOP_K = flags.DEFINE_integer("top_k", 0, "Sample among the k likeliest tokens; 0: all.", lower_bound=0)
-TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample among the likeliest tokens that hold this probability.")
-SEED = flags.DEFINE_integer("seed", 0, "Seed of the sampling.")
+
+def define_flags() -> None:
+    flags.DEFINE_multi_string("prompt", None, "Text to continue; give it several times for a batch.")
+    flags.DEFINE_string("workdir", None, "Directory of a run.", required=True)
+    flags.DEFINE_integer("step", None, "Checkpoint to use; the newest by default.", lower_bound=0)
+    flags.DEFINE_integer("max_new_tokens", 128, "Tokens to add to each prompt.", lower_bound=1)
+    flags.DEFINE_float("temperature", 0.8, "0 takes the likeliest token.", lower_bound=0.0)
+    flags.DEFINE_integer("top_k", 0, "Sample among the k likeliest tokens; 0: all.", lower_bound=0)
+    flags.DEFINE_float("top_p", 1.0, "Sample among the likeliest tokens that hold this probability.")
+    flags.DEFINE_integer("seed", 0, "Seed of the sampling.")
 
 
 class Sampling(NamedTuple):
@@ -39,29 +41,30 @@ class Sampling(NamedTuple):
 
 def main() -> None:
     distributed.initialize()
-    if not 0 < TOP_P.value <= 1:
-        raise ValueError(f"--top_p={TOP_P.value} must be above 0 and at most 1")
-    workdir, texts = Path(WORKDIR.value), PROMPTS.value or [""]
+    f = flags.FLAGS
+    if not 0 < f.top_p <= 1:
+        raise ValueError(f"--top_p={f.top_p} must be above 0 and at most 1")
+    workdir, texts = Path(f.workdir), f.prompt or [""]
     c = files.load_config(workdir)
     tokenizer = tokenizers.make_tokenizer(build.saved_tokenizer(c, workdir))
     prompts = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts]
     healed = heal(tokenizer, prompts, c.model.vocab_size)
-    longest = max(map(len, prompts)) + NEW.value
+    longest = max(map(len, prompts)) + f.max_new_tokens
     if longest > c.model.max_seq_len:
         raise ValueError(
-            f"the longest prompt and --max_new_tokens={NEW.value} make {longest} tokens, beyond the "
+            f"the longest prompt and --max_new_tokens={f.max_new_tokens} make {longest} tokens, beyond the "
             f"model's max_seq_len={c.model.max_seq_len}"
         )
     mesh = sharding.make_mesh(fsdp=-1)
     with jax.set_mesh(mesh):
-        graphdef, state, _ = build.restore_model(c, workdir, STEP.value, mesh)
+        graphdef, state, _ = build.restore_model(c, workdir, f.step, mesh)
         rows = generate(
             nnx.merge(graphdef, state["params"], state["model_state"]),
             [prompt for prompt, _ in healed],
             first=np.stack([allowed_V for _, allowed_V in healed]),
-            max_new_tokens=NEW.value,
-            sampling=Sampling(TEMPERATURE.value, TOP_K.value, TOP_P.value),
-            seed=SEED.value,
+            max_new_tokens=f.max_new_tokens,
+            sampling=Sampling(f.temperature, f.top_k, f.top_p),
+            seed=f.seed,
             eos_id=tokenizer.eos_id,
         )
     for (prompt, _), row in zip(healed, rows, strict=True):
@@ -176,4 +179,5 @@ def sample(key: jax.Array, logits_V: jax.Array, sampling: Sampling) -> jax.Array
 
 
 if __name__ == "__main__":
+    define_flags()
     config.run(main)

@@ -30,9 +30,13 @@ from maxlp.checkpoint import load_params
 from maxlp.data import merge_states
 from maxlp.evals.perplexity import make_perplexity
 
-config.define_flags("Directory of the run: checkpoints, metrics, config; resumed if it holds a checkpoint.")
-flags.adopt_module_key_flags(config)
-DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the config, print what would run, and stop.")
+
+def define_flags() -> None:
+    config.define_flags(
+        "Directory of the run: checkpoints, metrics, config. Resumed if it holds a checkpoint."
+    )
+    flags.adopt_module_key_flags(config)
+    flags.DEFINE_bool("dry_run", False, "Check the config, print what would run, and stop.")
 
 
 def main() -> int:
@@ -59,12 +63,19 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     graphdef, abstract = step.abstract_state(make_model, tx, mesh)
     flops = build.flops_per_token(c, abstract["params"])
     distributed.say(build.describe(c, mesh, abstract, flops))
-    if DRY_RUN.value:
+    if flags.FLAGS.dry_run:
         distributed.say(c)
         return 0
     startup.mark("config and mesh")
 
-    # --- The step, compiled in the background while the data is opened.
+    # --- The data.
+    workdir.mkdir(parents=True, exist_ok=True)
+    tokenizer = build.tokenizer(c, workdir)
+    heldout, batches = build.heldout(c, tokenizer), iter(build.train_data(c, tokenizer))
+    stack.callback(batches.close)
+    startup.mark("tokenizer and data")
+
+    # --- The step, compiled in the background while the state is made.
     use_compilation_cache()
     train_step = step.jit_train_step(
         abstract,
@@ -78,13 +89,6 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     batch_shapes = step.abstract_batch(c.data.batch_size, c.data.seq_len, mesh)
     background = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1))
     compiled = background.submit(compile_under, mesh, train_step, abstract, batch_shapes)
-
-    # --- The data.
-    workdir.mkdir(parents=True, exist_ok=True)
-    tokenizer = build.tokenizer(c, workdir)
-    heldout, batches = build.heldout(c, tokenizer), iter(build.train_data(c, tokenizer))
-    stack.callback(batches.close)
-    startup.mark("tokenizer and data")
 
     # --- The state: restored, or born in its shards.
     checkpoints = stack.enter_context(build.checkpointer(c, workdir / "checkpoints"))
@@ -128,6 +132,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     eval_step = functools.partial(step.eval_step, graphdef=graphdef, loss_fn=loss_fn)
     perplexity = make_perplexity(eval_step, heldout.tokenizer.byte_lengths)
 
+    n, data_state = start, batches.get_state()
     for n, (batch, data_state) in enumerate(sharding.device_batches(batches, mesh), start + 1):
         state, out = train_step(state, batch)
         first, last, stop = n == start + 1, n == loop.total_steps, guard.should_stop(n)
@@ -156,6 +161,12 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
             return guard.exit_code
         if last:
             break
+    else:
+        checkpoints.save(n, state, merge_states(distributed.gather_json(data_state)))
+        raise ValueError(
+            f"the data ended at step {n} of config.train.total_steps={loop.total_steps} and is saved "
+            "there; raise config.data.num_epochs or lower total_steps"
+        )
 
     checkpoints.wait()
     if distributed.is_primary():
@@ -194,4 +205,5 @@ class Startup:
 
 
 if __name__ == "__main__":
+    define_flags()
     config.run(main)

@@ -175,12 +175,25 @@ def test_sigterm_saves_exits_with_75_and_the_run_goes_on_exactly(whole, tmp_path
 def test_a_loss_that_is_not_finite_is_not_saved(tmp_path):
     process = start(tmp_path, "--config.train.total_steps=12", "--config.optimizer.learning_rate=1e30")
     out = process.communicate(timeout=300)[0]
-    assert process.returncode not in (0, 75)
-    assert "the loss of step" in out
+    assert process.returncode == 2
+    assert "error: the loss of step" in out.splitlines()[-1]
     seen = losses(tmp_path)
     saved = [int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()]
     assert all(math.isfinite(seen[n]) for n in saved)
     assert len(seen) < 12
+
+
+def test_data_that_ends_is_said_and_saved(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    for i in range(40):
+        (tmp_path / "corpus" / f"{i}.txt").write_text(f"{i} bottles of beer on the wall. " * 20)
+    options = [f"--config.data.source=text:{tmp_path}/corpus?heldout=0.1", "--config.data.num_epochs=1"]
+    process = start(tmp_path / "run", *options, "--config.train.total_steps=1000")
+    out = finish(process, code=2)
+    said = out.splitlines()[-1]
+    assert "the data ended at step" in said and "num_epochs" in said
+    ended = int(said.split("ended at step ")[1].split()[0])
+    assert (tmp_path / "run" / "checkpoints" / str(ended)).exists()
 
 
 def test_init_from_takes_weights_only(whole, tmp_path):
