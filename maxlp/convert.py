@@ -24,33 +24,29 @@ from maxlp.data import tokenizer as tokenizers
 from maxlp.models import hf
 from maxlp.models.llama import Llama
 
-flags.DEFINE_enum("format", "hf_llama", ["hf_llama"], "What the weights are outside of maxlp.")
-flags.DEFINE_string("input", None, "import: directory with config.json and safetensors files.")
-flags.DEFINE_string("workdir", None, "export: directory of a run.")
-STEP = flags.DEFINE_integer(
-    "step", None, "export: checkpoint to take; the newest by default.", lower_bound=0
-)
-flags.DEFINE_string("output", None, "Directory to write; new or empty.")
-DTYPE = flags.DEFINE_enum(
-    "dtype",
-    None,
-    ["float32", "bfloat16", "float16"],
-    "Of the weights written; by default that of those read.",
-)
-
 PRECISION = dict(  # of an imported model: all matmuls in model.dtype
     recipe="bf16", options={}, rules=(), first_blocks=0, last_blocks=0, min_dim=0, smooth_swiglu="none"
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
 
 
+def define_flags() -> None:
+    flags.DEFINE_enum("format", "hf_llama", ["hf_llama"], "What the weights are outside of maxlp.")
+    flags.DEFINE_string("input", None, "import: directory with config.json and safetensors files.")
+    flags.DEFINE_string("workdir", None, "export: directory of a run.")
+    flags.DEFINE_integer("step", None, "export: checkpoint to take, by default the newest.", lower_bound=0)
+    flags.DEFINE_string("output", None, "Directory to write; new or empty.")
+    dtypes = ["float32", "bfloat16", "float16"]
+    flags.DEFINE_enum("dtype", None, dtypes, "Of the weights written; by default that of those read.")
+
+
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     command = sys.argv[1] if len(sys.argv) > 1 else "nothing"
     if command == "import":
-        import_hf_llama(_given("input"), _given("output"), DTYPE.value)
+        import_hf_llama(_given("input"), _given("output"), flags.FLAGS.dtype)
     elif command == "export":
-        export_hf_llama(_given("workdir"), _given("output"), STEP.value, DTYPE.value)
+        export_hf_llama(_given("workdir"), _given("output"), flags.FLAGS.step, flags.FLAGS.dtype)
     else:
         raise ValueError(f"expected 'import' or 'export' as first argument, got {command!r}")
 
@@ -148,4 +144,5 @@ def _copy(names: tuple[str, ...], source: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
+    define_flags()
     config.run(main)
