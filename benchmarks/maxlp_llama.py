@@ -33,6 +33,8 @@ def main() -> None:
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--attention", default="xla")
     parser.add_argument("--remat", default="none")
+    parser.add_argument("--unroll", action="store_true", help="no scan over the layers")
+    parser.add_argument("--num_chunks", type=int, default=1, help="pieces of the cross-entropy")
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
 
@@ -54,7 +56,7 @@ def main() -> None:
             dtype=args.dtype,
             param_dtype="float32",
             attention=args.attention,
-            scan_layers=True,
+            scan_layers=not args.unroll,
             remat=args.remat,
             rngs=rngs,
         )
@@ -94,7 +96,7 @@ def main() -> None:
             mesh,
             graphdef=graphdef,
             tx=tx,
-            loss_fn=step.next_token_loss,
+            loss_fn=functools.partial(step.next_token_loss, num_chunks=args.num_chunks),
             microbatches=1,
             schedule=schedule,
         )
