@@ -69,7 +69,6 @@ NAMES = {
         "attn": {"k_proj": {"kernel": ("layers", "embed", "kv_heads")}},
         "mlp": {"up_proj": {"kernel": ("layers", "embed", "mlp")}},
     },
-    "lm_head": {"kernel": ("embed", "vocab")},
 }
 SHAPES = {
     "tok_embed": {"embedding": (16, 8)},
@@ -78,7 +77,6 @@ SHAPES = {
         "attn": {"k_proj": {"kernel": (2, 8, 4)}},
         "mlp": {"up_proj": {"kernel": (2, 8, 16)}},
     },
-    "lm_head": {"kernel": (8, 16)},
 }
 every = pytest.mark.parametrize("name", OPTIMIZERS)
 
