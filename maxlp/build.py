@@ -90,6 +90,13 @@ def model(c: ConfigDict) -> Callable[[nnx.Rngs], nnx.Module]:
 
 
 def tx(c: ConfigDict) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    if c.optimizer.name == "schedule_free_adamw":
+        # It is measured at the average of its iterates (`optim.eval_params`), which the commands that
+        # evaluate and sample do not restore.
+        raise ConfigError(
+            "config.optimizer.name='schedule_free_adamw' is for use as a library (maxlp.optim); "
+            "choose adamw or stable_adamw here"
+        )
     return call(optim.make_tx, "optimizer", c.optimizer, total_steps=c.train.total_steps)
 
 
