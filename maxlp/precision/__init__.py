@@ -13,9 +13,10 @@ from flax import nnx
 from maxlp.precision import formats
 from maxlp.precision import smooth_swiglu as smooth_swiglu_module
 from maxlp.precision.dot import QuantDot
+from maxlp.precision.loss_scale import DynamicLossScale
 from maxlp.precision.recipes import RECIPES, Operand, Recipe, make_recipe
 
-__all__ = ["RECIPES", "Operand", "QuantDot", "Recipe", "apply", "inject", "make_recipe"]
+__all__ = ["RECIPES", "DynamicLossScale", "Operand", "QuantDot", "Recipe", "apply", "inject", "make_recipe"]
 
 HIGH_PRECISION = "high precision"
 
