@@ -20,6 +20,7 @@ from maxlp.optim.galore import galore as with_galore
 from maxlp.optim.low_bit import bytes_per_parameter, state_bytes
 from maxlp.optim.low_bit import low_bit as with_low_bit
 from maxlp.optim.others import eval_params, scale_by_adafactor, scale_by_debiased_rms, scale_by_muon
+from maxlp.optim.pure_bf16 import pure_bf16
 from maxlp.optim.schedules import SCHEDULES, make_schedule
 from maxlp.optim.stable_adamw import clip_decay, scale_by_stable_adam
 
@@ -67,6 +68,7 @@ def make_tx(
     options: Mapping[str, Any] | None = None,
     galore: Mapping[str, Any] | None = None,
     low_bit: Mapping[str, Any] | None = None,
+    param_rounding: str | None = None,
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """Builds the gradient transformation of a run and its learning-rate schedule.
 
@@ -93,6 +95,8 @@ def make_tx(
             those that it knows: adafactor none of the first three, lion no `eps`.
         galore: keywords of `galore.galore`, at least `rank`; None: no projection.
         low_bit: keywords of `low_bit.low_bit`, may be empty; None: moments as the optimizer keeps them.
+        param_rounding: how bfloat16 parameters are rounded after an update, one of `pure_bf16.METHODS`;
+            None: like any others, to the nearest, which loses small updates.
 
     Returns:
         The transformation, and the function from finished updates to the learning rate.
@@ -140,7 +144,11 @@ def make_tx(
         optax.scale_by_learning_rate(lr_schedule),
     )
     if schedule_free:
+        if param_rounding is not None:
+            raise ValueError(f"{param_rounding=} does not go with {name}, which keeps a copy of its own")
         tx = optax.contrib.schedule_free(tx, lr_schedule, b1)
+    if param_rounding is not None:
+        tx = pure_bf16(tx, method=param_rounding)
     return tx, lr_schedule
 
 
