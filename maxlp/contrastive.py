@@ -1,18 +1,18 @@
 """Contrastive losses over all pairs of a global batch: softmax (CLIP) and sigmoid (SigLIP).
 
-A batch of B pairs has B² logits, X_ij = scale · <image_i, text_j> + bias, and pair i is right where i = j. The
-two losses weigh them differently, and each can be had in three ways that differ only in memory:
+A batch of B pairs has B² logits, X_ij = scale · <image_i, text_j> + bias, and pair i is right where i = j.
+The two losses weigh them differently, and each can be had in three ways that differ only in memory:
 
 * ``plain``: all logits exist, split over the devices as XLA likes;
 * ``sharded``: a device gathers all texts and holds the logits of its own images, O(B²/devices);
 * ``tiled``: no more than one tile of logits exists on a device, O(B/devices) in all (Inf-CL,
   arXiv:2410.17243). Texts go around a ring of devices; each device meets the texts that are with it one
-  tile at a time and keeps, per image and per text, the running maximum and the sum of exponentials under it.
-  The texts' own running sums travel with them, so that one round serves both directions. The backward pass
-  goes around once more: it makes each tile again, and the gradients of the texts travel with the texts.
+  tile at a time and keeps, per image and per text, the running maximum and the sum of exponentials under
+  it. The texts' own running sums travel with them, so that one round serves both directions. The backward
+  pass goes around once more: it makes each tile again, and the gradients of the texts travel with them.
 
-The logits are float32 with float32 matmuls: at CLIP's largest scale of 100 a bfloat16 product would be wrong by
-up to 0.4.
+The logits are float32 with float32 matmuls: at CLIP's largest scale of 100 a bfloat16 product would be
+wrong by up to 0.4.
 
 Shape letters: B global batch · b this device's part of it · E embed · n tiles · t, s rows and columns of a
 tile.
@@ -169,9 +169,8 @@ def _sigmoid_loss(logits: jax.Array, own: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _tiled(
-    image_BE: jax.Array, text_BE: jax.Array, scale: jax.Array, bias: jax.Array, loss: str, tile_size: int
-) -> tuple[jax.Array, jax.Array]:
+def _tiled(image_BE, text_BE, scale, bias, loss: str, tile_size: int) -> Any:
+    """Loss and hits, as `_dense` has them."""
     return _tiled_fwd(image_BE, text_BE, scale, bias, loss, tile_size)[0]
 
 
@@ -208,7 +207,8 @@ def _forward(rows: tuple, scalars: tuple, *, loss: str, tile_size: int, axes: tu
             total_t += jnp.sum(_sigmoid_loss(logits_ts, own_ts), axis=1)
             return (best_t, total_t, own_t), ()
         best_t, total_t = _add_exponentials(best_t, total_t, logits_ts, axis=1)
-        return (best_t, total_t, own_t), _add_exponentials(*by_text, logits_ts, axis=0)
+        best_s, total_s = by_text
+        return (best_t, total_t, own_t), _add_exponentials(best_s, total_s, logits_ts, axis=0)
 
     zeros, lowest = (_zeros(id_nt.shape, axes, value) for value in (0.0, NO_LOGIT))
     by_image, by_text = (lowest, zeros, zeros), (lowest, zeros) if loss == "softmax" else ()

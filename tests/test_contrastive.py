@@ -15,6 +15,7 @@ MESHES = {
     "data 2 x fsdp 4": {"data": 2, "fsdp": 4},
     "fsdp 4 x tensor 2": {"fsdp": 4, "tensor": 2},
 }
+NAMES = ("image", "text", "scale", "bias")
 # float32 sums in another order: 100 roundings of 6e-8.
 CLOSE = {"rtol": 6e-6, "atol": 6e-6}
 
@@ -95,10 +96,8 @@ def test_equals_float64(B, tile_size, scale, bias, spread):
         if spread == 1.0:  # else the order is within rounding
             assert sums["correct"] == hits, where
         assert sums["examples"] == B
-        for got, grad, name in zip(
-            grads, reference_grads(*args, loss=loss), "image text scale bias".split()
-        ):
-            # Probabilities are as wrong as logits, 1e-5 at scale 100, and images and texts get them times scale.
+        for got, grad, name in zip(grads, reference_grads(*args, loss=loss), NAMES, strict=True):
+            # Probabilities are as wrong as logits, 1e-5 at scale 100; features get them times scale.
             atol = (scale if name in ("image", "text") else B) * max(1e-6, scale * 1e-7)
             np.testing.assert_allclose(got, grad / 3, rtol=1e-5, atol=atol, err_msg=f"{where} {name}")
 
