@@ -14,8 +14,9 @@ import time
 import jax
 import numpy as np
 
-from maxlp import optim, sharding, step
+from maxlp import gradients, optim, sharding, step
 from maxlp.models.llama import Llama
+from maxlp.tasks import language
 
 
 def main() -> None:
@@ -95,9 +96,11 @@ def main() -> None:
             abstract,
             mesh,
             graphdef=graphdef,
+            gradients=gradients.of_sums(
+                functools.partial(language.next_token_loss, num_chunks=args.num_chunks),
+                language.num_targets,
+            ),
             tx=tx,
-            loss_fn=functools.partial(step.next_token_loss, num_chunks=args.num_chunks),
-            microbatches=1,
             schedule=schedule,
         )
         start = time.perf_counter()

@@ -21,8 +21,9 @@ import jax
 import numpy as np
 import optax
 
-from maxlp import optim, sharding, step
+from maxlp import gradients, optim, sharding, step
 from maxlp.models.llama import Llama
+from maxlp.tasks import language
 
 COMMON = dict(
     learning_rate=1e-3,
@@ -68,16 +69,14 @@ class Run:
     def __init__(self, tx: optax.GradientTransformation, make_model, mesh, batch):
         graphdef, abstract = step.abstract_state(make_model, tx, mesh)
         places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-        loss_fn = functools.partial(step.next_token_loss, num_chunks=1)
         self.batch = batch
         self.init = jax.jit(functools.partial(step.init_state, make_model, tx, 0), out_shardings=places)
         self.step = step.jit_train_step(
             abstract,
             mesh,
             graphdef=graphdef,
+            gradients=gradients.of_sums(language.next_token_loss, language.num_targets),
             tx=tx,
-            loss_fn=loss_fn,
-            microbatches=1,
             schedule=optax.constant_schedule(1e-3),
         )
         self.first_steps = [self.first_step() for _ in range(4)][1:]  # without the one that compiles

@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import jax
 import optax
@@ -20,7 +21,8 @@ from maxlp import checkpoint, distributed, metrics, optim, precision, sharding, 
 from maxlp.config import ConfigError, bind, call
 from maxlp.data import DATA, sources, text
 from maxlp.data import tokenizer as tokenizers
-from maxlp.models import MODELS, attention
+from maxlp.models import MODELS
+from maxlp.tasks import TASKS
 
 SECTIONS = ("model", "precision", "mesh", "optimizer", "data", "loss", "train", "checkpoint", "metrics")
 WRITER_ARGUMENTS = ("workdir", "total_steps", "resume_step", "run_config")
@@ -100,8 +102,9 @@ def tx(c: ConfigDict) -> tuple[optax.GradientTransformation, optax.Schedule]:
     return call(optim.make_tx, "optimizer", c.optimizer, total_steps=c.train.total_steps)
 
 
-def loss(c: ConfigDict) -> step.LossFn:
-    return bind(step.next_token_loss, "loss", c.loss, "model", "batch")
+def task(c: ConfigDict) -> ModuleType:
+    """What this family of models trains on: see `maxlp.tasks`."""
+    return TASKS[c.model.name]
 
 
 def checkpointer(c: ConfigDict, directory: Path) -> checkpoint.Checkpointer:
@@ -195,15 +198,6 @@ def num_params(params: dict) -> int:
     return sum(math.prod(p.shape) for p in jax.tree.leaves(params))
 
 
-def flops_per_token(c: ConfigDict, params: dict) -> tuple[float, float]:
-    """Training FLOPs per token with full and with causal attention; see `metrics`."""
-    m = c.model
-    looked_up = 0 if m.tie_embeddings else m.vocab_size * m.embed_dim
-    return metrics.train_flops_per_token(
-        num_params(params) - looked_up, m.num_layers, m.num_heads, m.head_dim, c.data.seq_len
-    )
-
-
 def precision_table(c: ConfigDict) -> dict[str, str]:
     """Path of each matmul of the model → name of its precision recipe."""
     name = c.model.name
@@ -218,23 +212,24 @@ def precision_table(c: ConfigDict) -> dict[str, str]:
     return table
 
 
-def describe(c: ConfigDict, mesh: Mesh, state: dict, flops: tuple[float, float]) -> str:
+def describe(c: ConfigDict, mesh: Mesh, state: dict) -> str:
     """What will run, in a few lines."""
+    family = task(c)
+    full, causal = family.flops(c, num_params(state["params"]))
 
     def per_device(tree: dict) -> float:
         shards = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(tree))
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shards) / 2**30
 
     axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    tokens = c.data.batch_size * c.data.seq_len
     lines = [
         f"{c.model.name}: {num_params(state['params']):,} parameters in {c.model.param_dtype}, "
         f"activations in {c.model.dtype}",
         f"mesh: {axes} on {mesh.size} × {mesh.devices.flat[0].device_kind}; per device "
         f"params {per_device(state['params']):.3g} GiB, optimizer {per_device(state['opt_state']):.3g} GiB",
-        f"batch: {c.data.batch_size} × {c.data.seq_len} = {tokens:,} tokens, "
-        f"{c.train.total_steps:,} steps = {c.train.total_steps * tokens:,} tokens, "
-        f"{flops[0]:.3g} FLOPs a token ({flops[1]:.3g} causal)",
+        f"batch: {family.describe(c)}, {c.train.total_steps:,} steps = "
+        f"{c.train.total_steps * family.units(c):,} {family.UNIT}, "
+        f"{full:.3g} FLOPs each ({causal:.3g} with causal attention)",
     ]
     matmuls = precision_table(c)
     if set(matmuls.values()) != {precision.HIGH_PRECISION}:
@@ -249,29 +244,11 @@ def check(c: ConfigDict, devices: Mesh) -> None:
     _data_section(c)
     bind(checkpoint.Checkpointer, "checkpoint", c.checkpoint, "directory")
     bind(metrics.MetricWriter, "metrics", c.metrics, *WRITER_ARGUMENTS)
-    attention.check(c.model.attention, devices.devices.flat[0].platform)
-    batch, seq, shards = c.data.batch_size, c.data.seq_len, sharding.batch_shards(devices)
+    batch, shards = c.data.batch_size, sharding.batch_shards(devices)
     rows = shards * c.train.microbatches
     if batch % rows:
         raise ConfigError(
             f"config.data.batch_size={batch} does not divide into {shards} data shards × "
             f"config.train.microbatches={c.train.microbatches}; use a multiple of {rows}"
         )
-    if seq > c.model.max_seq_len:
-        raise ConfigError(
-            f"config.data.seq_len={seq} is beyond config.model.max_seq_len={c.model.max_seq_len}, "
-            "the range of the rotary embedding"
-        )
-    if seq % c.loss.num_chunks:
-        raise ConfigError(
-            f"config.data.seq_len={seq} is not a multiple of config.loss.num_chunks={c.loss.num_chunks}"
-        )
-    if c.loss.num_chunks > 1 and "delayed" in precision_table(c).get("lm_head", ""):
-        raise ConfigError(
-            f"config.loss.num_chunks={c.loss.num_chunks} runs lm_head several times a step, which its "
-            "delayed scaling cannot follow; use num_chunks=1 or a rule with another recipe for lm_head"
-        )
-    if seq % devices.shape["tensor"]:
-        raise ConfigError(
-            f"config.data.seq_len={seq} is not a multiple of config.mesh.tensor={devices.shape['tensor']}"
-        )
+    task(c).check(c, devices, precision_table(c))

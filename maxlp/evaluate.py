@@ -8,15 +8,13 @@ r"""Measures a trained Llama on held-out text: loss, perplexity, bits per byte.
 Without --config the run's own config says what the held-out text is.
 """
 
-import functools
 from pathlib import Path
 
 import jax
 from absl import flags
 
-from maxlp import build, config, distributed, sharding, step
+from maxlp import build, config, distributed, sharding
 from maxlp import workdir as files
-from maxlp.evals.perplexity import make_perplexity
 
 
 def define_flags() -> None:
@@ -33,10 +31,9 @@ def main() -> None:
     build.check(c, mesh)
     with jax.set_mesh(mesh):
         graphdef, state, at_step = build.restore_model(c, workdir, flags.FLAGS.step, mesh)
-        eval_step = functools.partial(step.eval_step, graphdef=graphdef, loss_fn=build.loss(c))
         data = build.heldout(c, build.saved_tokenizer(c, workdir))
         batches = (batch for batch, _ in sharding.device_batches(iter(data), mesh))
-        results = make_perplexity(eval_step, data.tokenizer.byte_lengths)(state, batches)
+        results = build.task(c).evaluator(c, graphdef, data)(state, batches)
     distributed.say(f"{workdir} at step {at_step}, on {c.data.source}")
     for name, value in results.items():
         distributed.say(

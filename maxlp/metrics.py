@@ -156,7 +156,7 @@ class DelayedFetch:
 
 
 class Throughput:
-    """Tokens/s, step time, MFU and ETA of finished steps.
+    """Tokens (or images) per second, step time, MFU and ETA of finished steps.
 
     Counted are the seconds between ticks, less those in `paused`. The first tick only starts the
     clock: what came before it is the compilation.
@@ -165,24 +165,26 @@ class Throughput:
     def __init__(
         self,
         *,
-        tokens_per_step: int,
-        flops_per_token: tuple[float, float],
+        units_per_step: int,
+        flops_per_unit: tuple[float, float],
         peak: Peak,
         num_devices: int,
         total_steps: int,
+        unit: str = "tokens",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Sets the constants of a run.
 
         Args:
-            tokens_per_step: of all processes together.
-            flops_per_token: (full, causal) from `train_flops_per_token`.
+            units_per_step: tokens or images of all processes together.
+            flops_per_unit: (full, causal) attention, as from `train_flops_per_token`.
             peak: of one device, from `peak_flops`.
             num_devices: of all processes together.
             total_steps: of the whole run, for the ETA.
+            unit: what is counted; the metric is ``perf/<unit>_per_sec``.
             clock: seconds that never go back.
         """
-        self._tokens_per_step, self._flops_per_token = tokens_per_step, flops_per_token
+        self._unit, self._units_per_step, self._flops_per_unit = unit, units_per_step, flops_per_unit
         self._peak, self._num_devices, self._total_steps = peak, num_devices, total_steps
         self._clock = clock
         self._start: tuple[int, float] | None = None
@@ -214,13 +216,13 @@ class Throughput:
             return {}
         step_time = self._seconds / (self._step - self._reported_step)
         self._reported_step, self._seconds = self._step, 0.0
-        tokens_per_sec = self._tokens_per_step / step_time
-        per_flop = tokens_per_sec / (self._peak.flops * self._num_devices)
-        full, causal = self._flops_per_token
+        units_per_sec = self._units_per_step / step_time
+        per_flop = units_per_sec / (self._peak.flops * self._num_devices)
+        full, causal = self._flops_per_unit
         first_step, start = self._start
         wall_per_step = (self._mark - start) / (self._step - first_step)
         return {
-            "perf/tokens_per_sec": tokens_per_sec,
+            f"perf/{self._unit}_per_sec": units_per_sec,
             "perf/step_time": step_time,
             "perf/mfu": full * per_flop,
             "perf/mfu_causal": causal * per_flop,
@@ -386,6 +388,7 @@ def _format_record(record: Mapping[str, Any], total_steps: int) -> str:
     formats: dict[str, Callable[[Any], str]] = {
         "train/loss": lambda v: f"loss {v:.4f}",
         "perf/tokens_per_sec": lambda v: f"{v:,.0f} tok/s",
+        "perf/images_per_sec": lambda v: f"{v:,.0f} img/s",
         "perf/mfu": lambda v: f"mfu {v:.1%}{of_what}",
         "train/learning_rate": lambda v: f"lr {v:.2e}",
         "train/grad_norm": lambda v: f"grad {v:.3g}",

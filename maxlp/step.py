@@ -1,4 +1,4 @@
-"""The training state and the two compiled functions: one that trains, one that evaluates.
+"""The training state, and the compiled function that trains.
 
 The state is a plain pytree, so that every tool of JAX works on it::
 
@@ -18,16 +18,8 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from maxlp import losses, sharding
-
-State = dict[str, Any]
-Batch = dict[str, jax.Array]
-Sums = dict[str, jax.Array]
-LossFn = Callable[[nnx.Module, Batch], Sums]
-
-# State of the backward pass (scales of output gradients), which only the cotangents see.
-OVERWRITE_WITH_GRADIENT = nnx.WithTag("overwrite_with_gradient")
-
+from maxlp import sharding
+from maxlp.gradients import Batch, Gradients, State
 
 # --- state --------------------------------------------------------------------------------------------
 
@@ -84,30 +76,6 @@ def _placed(leaf: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.Sha
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
 
-def abstract_batch(batch_size: int, seq_len: int, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """The global batch of packed text as shapes: int32 (B, S), and a bool mask."""
-    dtypes: dict[str, Any] = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), jnp.int32)
-    dtypes["loss_mask"] = jnp.bool_
-    where = sharding.batch_sharding(mesh)
-    return {k: jax.ShapeDtypeStruct((batch_size, seq_len), t, sharding=where) for k, t in dtypes.items()}
-
-
-# --- loss ---------------------------------------------------------------------------------------------
-
-
-def next_token_loss(model: nnx.Module, batch: Batch, *, num_chunks: int = 1, z_loss: float = 0.0) -> Sums:
-    """Sums over a batch of packed text; see `losses.next_token`.
-
-    Args:
-      num_chunks: pieces in which the logits are made, so that they never all exist. Divides the length.
-      z_loss: weight of the squared log-partition; 0 is off, 1e-4 is PaLM's.
-    """
-    x_BSD, _ = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
-    return losses.next_token(
-        model.logits, x_BSD, batch["targets"], batch["loss_mask"], num_chunks=num_chunks, z_loss=z_loss
-    )
-
-
 # --- steps --------------------------------------------------------------------------------------------
 
 
@@ -116,84 +84,27 @@ def train_step(
     batch: Batch,
     *,
     graphdef: nnx.GraphDef,
+    gradients: Gradients,
     tx: optax.GradientTransformation,
-    loss_fn: LossFn,
-    microbatches: int,
     schedule: optax.Schedule,
 ) -> tuple[State, dict[str, jax.Array]]:
-    """One update from a global batch, in ``microbatches`` forward and backward passes.
-
-    The loss is the mean over the *tokens* of the whole batch: each microbatch's sum is divided by the
-    whole batch's count, so that the number of microbatches changes nothing but memory. The model's own
-    state is combined by maximum over the microbatches (amax histories; an average would be wrong).
+    """One update from a global batch.
 
     Returns:
-      the new state, and scalars: loss, accuracy, grad_norm, param_norm, learning_rate, tokens.
+      the new state, and scalars: those of ``gradients`` (loss, accuracy, …), grad_norm, param_norm,
+      learning_rate.
     """
-    num_tokens = jnp.maximum(jnp.sum(batch["loss_mask"], dtype=jnp.float32), 1.0)
-    forward, backward = _split_state(nnx.merge(graphdef, state["params"], state["model_state"]))
-
-    def mean_loss(params: dict, backward: dict, microbatch: Batch) -> tuple[jax.Array, tuple[Sums, dict]]:
-        model = nnx.merge(graphdef, params, forward, backward)
-        sums = loss_fn(model, microbatch)
-        return sums["loss"] / num_tokens, (sums, _split_state(model)[0])
-
-    def gradients(microbatch: Batch) -> tuple[dict, tuple[Sums, dict]]:
-        both = jax.grad(mean_loss, argnums=(0, 1), has_aux=True)
-        (grads, new_backward), (sums, new_forward) = both(state["params"], backward, microbatch)
-        return grads, (sums, _join(new_forward, new_backward))
-
-    if microbatches == 1:
-        grads, (sums, model_state) = gradients(batch)
-    else:
-
-        def accumulate(grads: dict, microbatch: Batch) -> tuple[dict, tuple[Sums, dict]]:
-            more, aux = gradients(microbatch)
-            return jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, more), aux
-
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state["params"])
-        grads, (sums, model_state) = jax.lax.scan(accumulate, zeros, _microbatches(batch, microbatches))
-        sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
-        model_state = jax.tree.map(lambda x: jnp.max(x, axis=0), model_state)
-
+    grads, model_state, metrics = gradients(graphdef, state, batch)
     with jax.named_scope("optimizer"):
         updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-    metrics = {
-        "loss": sums["loss"] / num_tokens,
-        "accuracy": sums["correct"] / num_tokens,
+    metrics = metrics | {
         "grad_norm": optax.tree.norm(grads),
         "param_norm": optax.tree.norm(params),
         "learning_rate": jnp.asarray(schedule(state["step"]), jnp.float32),
-        "tokens": num_tokens,
     }
     step = state["step"] + 1
     return {"params": params, "model_state": model_state, "opt_state": opt_state, "step": step}, metrics
-
-
-def _split_state(model: nnx.Module) -> tuple[dict, dict]:
-    """A model's state that the forward pass writes, and that whose gradient is its new value."""
-    _, _, backward, forward = nnx.split(model, nnx.Param, OVERWRITE_WITH_GRADIENT, ...)
-    return nnx.to_pure_dict(forward), nnx.to_pure_dict(backward)
-
-
-def _join(*states: dict) -> dict:
-    flat = [nnx.traversals.flatten_mapping(state) for state in states]
-    return nnx.traversals.unflatten_mapping(functools.reduce(dict.__or__, flat))
-
-
-def _microbatches(batch: Batch, n: int) -> Batch:
-    """(B, …) to (n, B/n, …). Microbatch i takes rows i, n+i, 2n+i, …: each device keeps its own rows."""
-    names = ("batch", None)
-    return {
-        k: sharding.constrain(jnp.moveaxis(v.reshape(v.shape[0] // n, n, -1), 1, 0), None, *names)
-        for k, v in batch.items()
-    }
-
-
-def eval_step(state: State, batch: Batch, *, graphdef: nnx.GraphDef, loss_fn: LossFn) -> Sums:
-    """The loss's sums over a batch, nothing changed."""
-    return loss_fn(nnx.merge(graphdef, state["params"], state["model_state"]), batch)
 
 
 def jit_train_step(
@@ -201,9 +112,8 @@ def jit_train_step(
     mesh: Mesh,
     *,
     graphdef: nnx.GraphDef,
+    gradients: Gradients,
     tx: optax.GradientTransformation,
-    loss_fn: LossFn,
-    microbatches: int,
     schedule: optax.Schedule,
 ) -> jax.stages.Wrapped:
     """`train_step` under jit: (state, batch) to (state, metrics), the state donated.
@@ -212,7 +122,7 @@ def jit_train_step(
     step and compile again.
     """
     function = functools.partial(
-        train_step, graphdef=graphdef, tx=tx, loss_fn=loss_fn, microbatches=microbatches, schedule=schedule
+        train_step, graphdef=graphdef, gradients=gradients, tx=tx, schedule=schedule
     )
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return jax.jit(function, donate_argnums=0, out_shardings=(shardings, sharding.replicated(mesh)))

@@ -28,7 +28,6 @@ from maxlp import build, config, distributed, metrics, report, sharding, step
 from maxlp import workdir as files
 from maxlp.checkpoint import load_params
 from maxlp.data import merge_states
-from maxlp.evals.perplexity import make_perplexity
 
 
 def define_flags() -> None:
@@ -54,15 +53,14 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     # --- The choices, checked before anything is allocated or compiled.
     mesh = build.mesh(c)
     build.check(c, mesh)
-    loop, make_model, loss_fn = build.loop(c), build.model(c), build.loss(c)
+    loop, task, make_model = build.loop(c), build.task(c), build.model(c)
     tx, schedule = build.tx(c)
     peak = metrics.peak_flops()
     stack.enter_context(jax.set_mesh(mesh))
 
     # --- The state as shapes and shardings.
     graphdef, abstract = step.abstract_state(make_model, tx, mesh)
-    flops = build.flops_per_token(c, abstract["params"])
-    distributed.say(build.describe(c, mesh, abstract, flops))
+    distributed.say(build.describe(c, mesh, abstract))
     if flags.FLAGS.dry_run:
         distributed.say(c)
         return 0
@@ -81,14 +79,14 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
         abstract,
         mesh,
         graphdef=graphdef,
+        gradients=task.gradients(c),
         tx=tx,
-        loss_fn=loss_fn,
-        microbatches=loop.microbatches,
         schedule=schedule,
     )
-    batch_shapes = step.abstract_batch(c.data.batch_size, c.data.seq_len, mesh)
     background = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1))
-    compiled = background.submit(compile_under, mesh, train_step, abstract, batch_shapes)
+    compiled = background.submit(
+        compile_under, mesh, train_step, abstract, task.abstract_batch(c, mesh)
+    )
 
     # --- The state: restored, or born in its shards.
     checkpoints = stack.enter_context(build.checkpointer(c, workdir / "checkpoints"))
@@ -122,15 +120,14 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     )
     fetch = metrics.DelayedFetch()
     throughput = metrics.Throughput(
-        tokens_per_step=c.data.batch_size * c.data.seq_len,
-        flops_per_token=flops,
+        unit=task.UNIT,
+        units_per_step=task.units(c),
+        flops_per_unit=task.flops(c, build.num_params(abstract["params"])),
         peak=peak,
         num_devices=jax.device_count(),
         total_steps=loop.total_steps,
     )
-
-    eval_step = functools.partial(step.eval_step, graphdef=graphdef, loss_fn=loss_fn)
-    perplexity = make_perplexity(eval_step, heldout.tokenizer.byte_lengths)
+    evaluate = task.evaluator(c, graphdef, heldout)
 
     n, data_state = start, batches.get_state()
     for n, (batch, data_state) in enumerate(sharding.device_batches(batches, mesh), start + 1):
@@ -152,7 +149,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
             if evaluates:
                 limit = 0 if last else loop.eval_batches
                 held = (batch for batch, _ in sharding.device_batches(iter(heldout), mesh, limit))
-                writer.write(n, {f"eval/{name}": v for name, v in perplexity(state, held).items()})
+                writer.write(n, {f"eval/{name}": v for name, v in evaluate(state, held).items()})
             if saves:
                 checkpoints.save(n, state, merge_states(distributed.gather_json(data_state)))
         if stop and not last:

@@ -56,8 +56,8 @@ def test_flops_per_token_of_llama_3_1(name, full, causal):
 def test_mfu_of_published_runs(name, kind, tokens_per_sec, full, causal):
     now = iter([0.0, 1.0])
     meter = metrics.Throughput(
-        tokens_per_step=round(256 * tokens_per_sec),
-        flops_per_token=llama_flops(name),
+        units_per_step=round(256 * tokens_per_sec),
+        flops_per_unit=llama_flops(name),
         peak=metrics.peak_flops(device(kind)),
         num_devices=256,
         total_steps=10,
@@ -142,8 +142,8 @@ def test_every_step_comes_back_once_and_in_order():
 def test_throughput_leaves_out_compilation_and_pauses():
     now = [0.0]
     meter = metrics.Throughput(
-        tokens_per_step=1000,
-        flops_per_token=(4e6, 2e6),
+        units_per_step=1000,
+        flops_per_unit=(4e6, 2e6),
         peak=metrics.Peak(1e9, measured=True),
         num_devices=8,
         total_steps=104,
@@ -178,7 +178,7 @@ def test_throughput_leaves_out_compilation_and_pauses():
 
 def test_an_exception_in_a_pause_passes():
     meter = metrics.Throughput(
-        tokens_per_step=1, flops_per_token=(1, 1), peak=metrics.Peak(1, False), num_devices=1, total_steps=1
+        units_per_step=1, flops_per_unit=(1, 1), peak=metrics.Peak(1, False), num_devices=1, total_steps=1
     )
     with pytest.raises(RuntimeError, match="evaluation failed"), meter.paused():
         raise RuntimeError("evaluation failed")

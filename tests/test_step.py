@@ -9,8 +9,9 @@ import optax
 import pytest
 from flax import nnx
 
-from maxlp import sharding, step
+from maxlp import gradients, sharding, step
 from maxlp.models.llama import Llama
+from maxlp.tasks import language
 
 MODEL = dict(
     vocab_size=128,
@@ -75,9 +76,12 @@ class Trained:
                 self.abstract,
                 self.mesh,
                 graphdef=self.graphdef,
+                gradients=gradients.of_sums(
+                    functools.partial(language.next_token_loss, num_chunks=num_chunks, z_loss=z_loss),
+                    language.num_targets,
+                    microbatches=microbatches,
+                ),
                 tx=self.tx,
-                loss_fn=functools.partial(step.next_token_loss, num_chunks=num_chunks, z_loss=z_loss),
-                microbatches=microbatches,
                 schedule=lambda n: 0.5,
             )
 
@@ -169,7 +173,7 @@ def test_compiled_step_does_not_grow_with_depth():
     def program(num_layers):
         t = Trained(devices=1, num_layers=num_layers, remat="block")
         with jax.set_mesh(t.mesh):
-            return t.train_step.lower(t.abstract, step.abstract_batch(B, S, t.mesh)).as_text()
+            return t.train_step.lower(t.abstract, sharding.global_batch(batch(0), t.mesh)).as_text()
 
     shallow, deep = program(2), program(64)
     assert len(deep) < 1.01 * len(shallow)
@@ -179,7 +183,7 @@ def test_remat_and_chunks_lower_peak_memory():
     def temp(**kwargs):
         t = Trained(devices=1, num_layers=8, **kwargs)
         with jax.set_mesh(t.mesh):
-            lowered = t.train_step.lower(t.abstract, step.abstract_batch(B, S, t.mesh))
+            lowered = t.train_step.lower(t.abstract, sharding.global_batch(batch(0), t.mesh))
             return lowered.compile().memory_analysis().temp_size_in_bytes
 
     none, dots, block = (temp(remat=r) for r in ("none", "dots", "block"))

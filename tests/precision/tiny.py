@@ -5,8 +5,9 @@ import numpy as np
 import optax
 from flax import nnx
 
-from maxlp import precision, sharding, step
+from maxlp import gradients, precision, sharding, step
 from maxlp.models.llama import Llama
+from maxlp.tasks import language
 
 SIZES = dict(
     vocab_size=64,
@@ -51,7 +52,7 @@ def make_model(
     return make
 
 
-def trainer(make, *, mesh=None, microbatches=1, tx=None, loss_fn=step.next_token_loss):
+def trainer(make, *, mesh=None, microbatches=1, tx=None, loss_fn=language.next_token_loss):
     """The initial state and the function (state, batch) -> (state, metrics)."""
     mesh = sharding.make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
     tx = optax.sgd(0.1) if tx is None else tx
@@ -63,9 +64,8 @@ def trainer(make, *, mesh=None, microbatches=1, tx=None, loss_fn=step.next_token
             abstract,
             mesh,
             graphdef=graphdef,
+            gradients=gradients.of_sums(loss_fn, language.num_targets, microbatches=microbatches),
             tx=tx,
-            loss_fn=loss_fn,
-            microbatches=microbatches,
             schedule=optax.constant_schedule(0.1),
         )
 
