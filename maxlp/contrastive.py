@@ -168,12 +168,6 @@ def _sigmoid_loss(logits: jax.Array, own: jax.Array) -> jax.Array:
 # --- one tile at a time --------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _tiled(image_BE, text_BE, scale, bias, loss: str, tile_size: int) -> Any:
-    """Loss and hits, as `_dense` has them."""
-    return _tiled_fwd(image_BE, text_BE, scale, bias, loss, tile_size)[0]
-
-
 def _tiled_fwd(image_BE, text_BE, scale, bias, loss, tile_size):
     forward = functools.partial(_forward, loss=loss, tile_size=tile_size)
     rows = (image_BE, text_BE, _ids(image_BE))
@@ -189,6 +183,13 @@ def _tiled_bwd(loss, tile_size, saved, cotangents):
     return jax.tree.map(lambda g: cotangents[0] * g, (*d_features, *d_scalars))
 
 
+def _tiled_value(
+    image_BE: jax.Array, text_BE: jax.Array, scale: jax.Array, bias: jax.Array, loss: str, tile_size: int
+) -> tuple[jax.Array, jax.Array]:
+    return _tiled_fwd(image_BE, text_BE, scale, bias, loss, tile_size)[0]
+
+
+_tiled = jax.custom_vjp(_tiled_value, nondiff_argnums=(4, 5))
 _tiled.defvjp(_tiled_fwd, _tiled_bwd)
 
 
