@@ -1,5 +1,7 @@
 """What config files share: the argument string."""
 
+import math
+
 from ml_collections import ConfigDict, config_dict
 
 
@@ -135,4 +137,96 @@ def llama_c4(steps: int, learning_rate: float, **sizes) -> ConfigDict:
     c.optimizer.weight_decay = 0.0
     c.optimizer.b2 = 0.999
     c.train.total_steps = steps
+    return c
+
+
+# --- CLIP ---------------------------------------------------------------------------------------------
+
+
+def _clip_size(embed_dim: int, patch_size: int, visual: tuple, text: tuple) -> dict:
+    keys = ("width", "num_layers", "num_heads", "mlp_dim")
+    return dict(
+        embed_dim=embed_dim,
+        visual=dict(zip(keys, visual, strict=True), patch_size=patch_size),
+        text=dict(zip(keys, (*text, 4 * text[0]), strict=True)),
+    )
+
+
+# Of open_clip: joint dim, patch, image tower (width, layers, heads, mlp), text tower (width, layers, heads).
+CLIP_SIZES = {
+    "s32": _clip_size(384, 32, (384, 12, 6, 1536), (384, 12, 6)),
+    "b32": _clip_size(512, 32, (768, 12, 12, 3072), (512, 12, 8)),
+    "b16": _clip_size(512, 16, (768, 12, 12, 3072), (512, 12, 8)),
+    "l14": _clip_size(768, 14, (1024, 24, 16, 4096), (768, 12, 12)),
+    "h14": _clip_size(1024, 14, (1280, 32, 16, 5120), (1024, 24, 16)),
+    "g14": _clip_size(1024, 14, (1408, 40, 16, 6144), (1024, 24, 16)),
+    "bigG14": _clip_size(1280, 14, (1664, 48, 16, 8192), (1280, 32, 20)),
+}
+
+
+def clip(**sizes) -> ConfigDict:
+    """A CLIP run in which only sizes, lengths and rates are left to choose.
+
+    Args:
+      sizes: keys of the ``model`` section (`CLIP_SIZES` has sets of them); those of ``visual`` and ``text``
+        are merged into what is here.
+    """
+    c = llama()
+    c.model = ConfigDict(
+        dict(
+            name="clip",
+            embed_dim=512,
+            visual=dict(
+                image_size=224,
+                pool="cls",
+                pre_norm=True,
+                patch_bias=False,
+                proj=True,
+                patch_dropout=0.0,
+            ),
+            text=dict(
+                vocab_size=49408,  # CLIP's BPE
+                max_len=77,
+                causal=True,
+                pool="argmax",
+                eos_id=config_dict.placeholder(int),
+                proj_bias=False,
+            ),
+            act="gelu",
+            norm_eps=1e-5,
+            layer_scale=config_dict.placeholder(float),
+            qk_norm=False,
+            init="clip",
+            logit_scale=math.log(1 / 0.07),
+            logit_bias=config_dict.placeholder(float),
+            image_mean=(0.48145466, 0.4578275, 0.40821073),  # OpenAI's
+            image_std=(0.26862954, 0.26130258, 0.27577711),
+            dtype="bfloat16",
+            param_dtype="float32",
+            attention="xla",
+            scan_layers=True,
+            remat="block",
+        )
+    )
+    c.model.update(sizes)
+    # What open_clip trains these sizes with.
+    c.optimizer.update(
+        dict(
+            learning_rate=5e-4, warmup_steps=10_000, final_lr_fraction=0.0, clip_norm=0.0, weight_decay=0.2
+        )
+    )
+    c.optimizer.update(dict(b1=0.9, b2=0.98, eps=1e-6, decay_embeddings=True))
+    c.data = ConfigDict(
+        dict(
+            name="image_text",
+            source=config_dict.placeholder(str),
+            tokenizer=config_dict.placeholder(str),
+            image_size=224,
+            text_len=77,
+            batch_size=32768,
+            num_epochs=config_dict.placeholder(int),  # without end
+            num_workers=0,
+        )
+    )
+    c.loss = ConfigDict(dict(kind="softmax", method="tiled", tile_size=4096))
     return c

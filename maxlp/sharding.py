@@ -30,7 +30,9 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "q_heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
-    "norm": None,
+    "norm": None,  # vectors of the residual stream: norms, gains, biases, positions
+    "patch": None,  # the pixels of a patch
+    "joint": None,  # the features that CLIP compares
     "layers": None,
     # activations
     "batch": ("data", "fsdp"),

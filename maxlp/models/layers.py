@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlp.sharding import constrain
 
 Axes = tuple[str | None, ...]
+Draw = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
 LINEAR_OUTPUT = "linear_output"  # names for remat policies
 BLOCK_INPUT = "block_input"
@@ -24,6 +25,20 @@ BLOCK_INPUT = "block_input"
 def param(value: jax.Array, axes: Axes) -> nnx.Param:
     """A parameter whose dims have these logical names (no mesh is needed to create it)."""
     return nnx.Param(value, out_sharding=axes, eager_sharding=False)
+
+
+def truncated_normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """float32 draws of a normal distribution, none beyond three deviations."""
+    return jax.random.truncated_normal(key, -3, 3, shape, jnp.float32)
+
+
+def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jax.random.normal(key, shape, jnp.float32)
+
+
+def uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """float32 draws with mean 0 and variance 1."""
+    return jax.random.uniform(key, shape, jnp.float32, -(3**0.5), 3**0.5)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -60,10 +75,12 @@ def _last_with_first(x: jax.Array) -> Any:
 
 
 class Linear(nnx.Module):
-    """``y = x @ kernel``: every matmul with a weight goes through here.
+    """``y = x @ kernel + bias``: every matmul with a weight goes through here.
 
-    ``dot_general`` is where precision enters: any callable with the signature of
-    ``jax.lax.dot_general``, or an NNX module with that ``__call__`` which then keeps its state here.
+    The kernel is ``std`` times what ``draw`` draws. ``bias`` names the axis of the bias (None: there is
+    none), which is drawn uniformly with deviation ``bias_std``. ``dot_general`` is where precision enters:
+    any callable with the signature of ``jax.lax.dot_general``, or an NNX module with that ``__call__``
+    which then keeps its state here.
     """
 
     def __init__(
@@ -76,9 +93,17 @@ class Linear(nnx.Module):
         dtype: jnp.dtype,
         param_dtype: jnp.dtype,
         rngs: nnx.Rngs,
+        draw: Draw = truncated_normal,
+        bias: str | None = None,
+        bias_std: float = 0.0,
     ):
-        kernel = std * jax.random.truncated_normal(rngs.params(), -3, 3, (in_dim, out_dim), jnp.float32)
+        kernel = std * draw(rngs.params(), (in_dim, out_dim))
         self.kernel = param(kernel.astype(param_dtype), axes)
+        self.bias = (
+            None
+            if bias is None
+            else param((bias_std * uniform(rngs.params(), (out_dim,))).astype(param_dtype), (bias,))
+        )
         self.dtype = dtype
         self.dot_general: Callable[..., jax.Array] = dot_general
 
@@ -90,6 +115,8 @@ class Linear(nnx.Module):
             _last_with_first(x),
             preferred_element_type=preferred_element_type or self.dtype,
         )
+        if self.bias is not None:
+            y += self.bias[...].astype(y.dtype)
         return checkpoint_name(y, LINEAR_OUTPUT)
 
 
@@ -133,6 +160,33 @@ class RMSNorm(nnx.Module):
         x32 = x.astype(jnp.float32)
         inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
         return (x32 * inverse_rms * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """``(x - mean(x)) / std(x) * scale + bias``, computed in float32 (Ba et al. 2016, arXiv:1607.06450)."""
+
+    def __init__(self, dim: int, *, eps: float, param_dtype: jnp.dtype):
+        self.scale = param(jnp.ones((dim,), param_dtype), ("norm",))
+        self.bias = param(jnp.zeros((dim,), param_dtype), ("norm",))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        x32 -= jnp.mean(x32, axis=-1, keepdims=True)
+        inverse_std = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        scale, bias = self.scale[...].astype(jnp.float32), self.bias[...].astype(jnp.float32)
+        return (x32 * inverse_std * scale + bias).astype(x.dtype)
+
+
+class LayerScale(nnx.Module):
+    """``x * scale``: a learned gain for each channel of a residual branch (Touvron et al. 2021,
+    arXiv:2103.17239). It starts small, or at zero as in Wortsman et al. 2023 (arXiv:2304.13013)."""
+
+    def __init__(self, dim: int, value: float, *, param_dtype: jnp.dtype):
+        self.scale = param(jnp.full((dim,), value, param_dtype), ("norm",))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * self.scale[...].astype(x.dtype)
 
 
 # --- many blocks as one -------------------------------------------------------------------------------
