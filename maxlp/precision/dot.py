@@ -104,8 +104,8 @@ def _forward(static: _Static, x, kernel, seen, grad_history):
             x, kernel, _numbers((-1,), (0,), x), preferred_element_type=dtype, out_sharding=out_sharding
         )
     else:
-        q_x = _quantize(recipe, recipe.fwd[0], x, (x.ndim - 1,), seen.get("input"))
-        q_kernel = _quantize(recipe, recipe.fwd[1], kernel, (0,), seen.get("kernel"))
+        q_x = quantize(recipe, recipe.fwd[0], x, (x.ndim - 1,), seen.get("input"))
+        q_kernel = quantize(recipe, recipe.fwd[1], kernel, (0,), seen.get("kernel"))
         y = _gemm(q_x, q_kernel, (-1,), (0,), recipe.fwd, dtype, Precision.DEFAULT, out_sharding)
         saved = (q_x, q_kernel) if recipe.residuals == "quantized" else (x, kernel)
     saved = tuple(
@@ -121,7 +121,7 @@ def _backward(static: _Static, residuals, g):
     if history is not None:
         amax = formats.amax(g)
         grad_seen, new_history = delayed.seen(history, amax, recipe.cold_start), delayed.push(history, amax)
-    quantize_grad = lambda operand, axes: _quantize(recipe, operand, g, axes, grad_seen)  # noqa: E731
+    quantize_grad = lambda operand, axes: quantize(recipe, operand, g, axes, grad_seen)  # noqa: E731
     again = functools.partial(_quantize_again, recipe)
 
     plain = functools.partial(jax.lax.dot_general, preferred_element_type=dtype)
@@ -166,7 +166,8 @@ _dot.defvjp(_forward, _backward)
 # --- parts --------------------------------------------------------------------------------------------
 
 
-def _quantize(recipe: Recipe, operand: Operand, x: jax.Array, contract, seen) -> Quantized:
+def quantize(recipe: Recipe, operand: Operand, x: jax.Array, contract, seen) -> Quantized:
+    """An operand of a matmul that sums over the axes ``contract``; ``seen`` as of `delayed.seen`."""
     return formats.quantize(
         x,
         formats.get(operand.format),
@@ -182,11 +183,11 @@ def _quantize(recipe: Recipe, operand: Operand, x: jax.Array, contract, seen) ->
 def _quantize_again(recipe: Recipe, saved, index: int, operand: Operand, contract, seen) -> Quantized:
     """An operand of the forward pass for a backward matmul, which may sum over another axis."""
     if not isinstance(saved, Quantized):
-        return _quantize(recipe, operand, saved, contract, seen)
+        return quantize(recipe, operand, saved, contract, seen)
     assert recipe.fwd is not None
     if operand == recipe.fwd[index] and operand.granularity in ("tensor", "unscaled"):
         return saved  # such scales fit every contraction
-    return _quantize(recipe, operand, formats.dequantize(saved, jnp.float32), contract, seen)
+    return quantize(recipe, operand, formats.dequantize(saved, jnp.float32), contract, seen)
 
 
 def _gemm(

@@ -81,14 +81,19 @@ class Recipe:
             raise ValueError(f"{where}: history={self.history}: delayed scaling needs 1 step or more")
 
     @property
-    def delayed(self) -> tuple[str, ...]:
-        """Which of the three tensors of a layer have a history."""
+    def operands(self) -> dict[str, tuple[Operand, ...]]:
+        """What each of the three tensors of a layer is quantized to, in the order of the matmuls."""
         uses = {
             "input": (self.fwd and self.fwd[0], self.drhs and self.drhs[0]),
             "kernel": (self.fwd and self.fwd[1], self.dlhs and self.dlhs[1]),
             "output_grad": (self.dlhs and self.dlhs[0], self.drhs and self.drhs[1]),
         }
-        return tuple(name for name, pair in uses.items() if any(o and o.delayed for o in pair))
+        return {name: tuple(operand for operand in pair if operand) for name, pair in uses.items()}
+
+    @property
+    def delayed(self) -> tuple[str, ...]:
+        """Which of the three tensors of a layer have a history."""
+        return tuple(name for name, uses in self.operands.items() if any(o.delayed for o in uses))
 
     @property
     def in_blocks(self) -> bool:
