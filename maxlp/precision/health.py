@@ -30,7 +30,7 @@ from flax import nnx
 
 from maxlp.precision import delayed, formats
 from maxlp.precision.dot import QuantDot, quantize
-from maxlp.precision.recipes import Operand, Recipe
+from maxlp.precision.recipes import Recipe
 
 STATISTICS = ("amax", "scale", "age", "saturated", "underflow")
 TENSORS = ("input", "kernel", "output_grad")
@@ -101,6 +101,7 @@ def statistics(recipe: Recipe, tensor: str, x: jax.Array, history: jax.Array | N
     operand = recipe.operands[tensor][0]
     amax, age, seen = formats.amax(x), jnp.zeros(()), None
     if operand.delayed:
+        assert history is not None
         seen = delayed.seen(history, amax, recipe.cold_start)
         age = jnp.where(jnp.max(history) > 0, jnp.argmax(history) + 1.0, 0.0)
     q = quantize(recipe, operand, x, _contracted(recipe, tensor, x), seen)

@@ -41,7 +41,7 @@ def measured(batch, devices=1, microbatches=1, change=lambda state: state):
 
 
 def test_amax_scale_and_age_are_those_of_the_training_step():
-    """The next step of training enters the same amax into its histories and derives its scales from them."""
+    """The next training step enters the same amax into its histories, from which the scales come."""
     _, before, train, _ = prepared()
     flat = health.flatten(measured(tiny.batch(7)))
     histories = tiny.histories(before)
@@ -147,7 +147,7 @@ def test_shards_and_microbatches_see_the_same_tensors():
     whole = health.flatten(measured(tiny.batch(7)))
     split = health.flatten(measured(tiny.batch(7), devices=4, microbatches=2))
     assert whole.keys() == split.keys()
-    mesh, state, *_ = prepared(4, 2)
+    _, state, *_ = prepared(4, 2)
     for key, value in split.items():
         if key.endswith("kernel/amax"):
             module = key.removeprefix("health/").removesuffix("/1/kernel/amax")
