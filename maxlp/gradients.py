@@ -47,7 +47,7 @@ def of_sums(loss_fn: LossFn, weight: Callable[[Batch], jax.Array], *, microbatch
         def mean_loss(params: dict, backward: dict, part: Batch) -> tuple[jax.Array, tuple[Sums, dict]]:
             model = nnx.merge(graphdef, params, forward, backward)
             sums = loss_fn(model, part)
-            return sums["loss"] / count, (sums, forward_state(model))
+            return scaled(state, sums["loss"] / count), (sums, forward_state(model))
 
         def of_part(part: Batch) -> tuple[dict, tuple[Sums, dict]]:
             both = jax.grad(mean_loss, argnums=(0, 1), has_aux=True)
@@ -61,7 +61,7 @@ def of_sums(loss_fn: LossFn, weight: Callable[[Batch], jax.Array], *, microbatch
             sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
             model_state = jax.tree.map(lambda x: jnp.max(x, axis=0), model_state)
         metrics = {"loss": sums["loss"] / count, "accuracy": sums["correct"] / count, "tokens": count}
-        return grads, model_state, metrics
+        return unscaled(state, grads), model_state, metrics
 
     return gradients
 
@@ -91,7 +91,7 @@ def of_pairs(loss_fn: PairLossFn, *, microbatches: int = 1, seed: int = 0) -> Gr
         def mean_loss(params: dict, features: Features) -> tuple[jax.Array, Sums]:
             temperature = nnx.merge(graphdef, params, forward, backward).temperature()
             sums = loss_fn(*features, *temperature)
-            return sums["loss"] / sums["examples"], sums
+            return scaled(state, sums["loss"] / sums["examples"]), sums
 
         def in_one() -> tuple[dict, dict, Sums]:
             def loss(params: dict, backward: dict) -> tuple[jax.Array, tuple[Sums, dict]]:
@@ -127,9 +127,22 @@ def of_pairs(loss_fn: PairLossFn, *, microbatches: int = 1, seed: int = 0) -> Gr
         grads, model_state, sums = in_one() if microbatches == 1 else in_parts()
         count = sums["examples"]
         metrics = {"loss": sums["loss"] / count, "accuracy": sums["correct"] / count, "examples": count}
-        return grads, model_state, metrics
+        return unscaled(state, grads), model_state, metrics
 
     return gradients
+
+
+def scaled(state: State, loss: jax.Array) -> jax.Array:
+    """The loss to differentiate: times the scale, in a training state that has one (float16)."""
+    return loss * state["loss_scale"]["scale"] if "loss_scale" in state else loss
+
+
+def unscaled(state: State, grads: dict) -> dict:
+    """The gradients of the loss itself; in float32, for in float16 they would vanish again."""
+    if "loss_scale" not in state:
+        return grads
+    inverse = 1.0 / state["loss_scale"]["scale"]
+    return jax.tree.map(lambda g: g.astype(jnp.float32) * inverse, grads)
 
 
 def accumulate(of_part: Callable[[Any], tuple[dict, Any]], params: dict, parts: Any) -> tuple[dict, Any]:

@@ -12,9 +12,7 @@ are powers of two, so that multiplying and dividing by them rounds nothing.
 """
 
 import dataclasses
-import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,49 +56,16 @@ class DynamicLossScale:
     def init(self) -> State:
         return {"scale": jnp.float32(self.initial), "good_steps": jnp.int32(0)}
 
-    def scale(self, state: State, loss: jax.Array) -> jax.Array:
-        """The float32 loss to differentiate."""
-        return loss.astype(jnp.float32) * state["scale"]
+    def judge(self, state: State, metrics: dict[str, jax.Array]) -> tuple[jax.Array, State, State]:
+        """Whether a step counts (`step.Judge`): if the norm of all of its gradients is finite.
 
-    def unscale(self, state: State, grads: Any) -> Any:
-        """The gradients of the loss itself, in float32: in float16 they would vanish again."""
-        inverse = 1.0 / state["scale"]
-        return jax.tree.map(lambda g: g.astype(jnp.float32) * inverse, grads)
-
-    def update(self, state: State, finite: jax.Array) -> State:
-        """The state after a step whose gradients were all finite, or not (a bool scalar)."""
+        Returns:
+          the verdict, the state with the next scale, and the metric ``loss_scale`` that the step used.
+        """
+        finite = jnp.isfinite(metrics["grad_norm"])
         good_steps = jnp.where(finite, state["good_steps"] + 1, 0)
         grows = good_steps >= self.growth_interval
         factor = jnp.where(finite, jnp.where(grows, 2.0, 1.0), 0.5)
         scale = jnp.clip(state["scale"] * factor, self.minimum, self.maximum)
-        return {"scale": scale, "good_steps": jnp.where(grows, 0, good_steps)}
-
-    def commit(self, old: dict, new: dict, grads: Any) -> tuple[dict, dict[str, jax.Array]]:
-        """Takes a training step that was made with finite gradients, or undoes it.
-
-        Args:
-          old, new: training states, dicts with ``step`` and, of this class, ``loss_scale``. ``new`` has the
-            next ``step``, and may have any ``loss_scale``.
-          grads: all gradients of the step, divided by the scale or not.
-
-        Returns:
-          ``new``, or ``old`` to the bit but for its step; either with the next scale. And the metrics:
-          ``loss_scale`` that the step used, and ``skipped`` (0 or 1).
-        """
-        finite = all_finite(grads)
-        goes_on = {"step": new["step"], "loss_scale": self.update(old["loss_scale"], finite)}
-        either = {
-            key: jax.tree.map(functools.partial(jnp.where, finite), new[key], old[key])
-            for key in new
-            if key not in goes_on
-        }
-        metrics = {
-            "loss_scale": old["loss_scale"]["scale"],
-            "skipped": 1.0 - finite.astype(jnp.float32),
-        }
-        return {**either, **goes_on}, metrics
-
-
-def all_finite(tree: Any) -> jax.Array:
-    """Whether every number of every array is finite: a bool scalar, over all devices under jit."""
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
+        after = {"scale": scale, "good_steps": jnp.where(grows, 0, good_steps)}
+        return finite, after, {"loss_scale": state["scale"]}

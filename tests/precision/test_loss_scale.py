@@ -1,12 +1,14 @@
 """Dynamic loss scaling: the scale's path, skipped steps, and that no gradient is off by a factor."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from maxlp import sharding
+from maxlp import gradients, step
 from maxlp.precision import DynamicLossScale
 
 
@@ -31,10 +33,12 @@ def test_the_scale_follows_an_independent_model(lowest, highest):
     finite[100:160] = True  # and up to the ceiling
     ours = DynamicLossScale(8.0, 3, lowest, highest)
 
-    def step(state, ok):
-        return ours.update(state, ok), state["scale"]
+    def judge(state, ok):
+        verdict, state, metrics = ours.judge(state, {"grad_norm": jnp.where(ok, 1.0, jnp.nan)})
+        return state, (verdict, metrics["loss_scale"])
 
-    last, used = jax.jit(lambda s: jax.lax.scan(step, s, jnp.asarray(finite)))(ours.init())
+    last, (verdicts, used) = jax.jit(lambda s: jax.lax.scan(judge, s, jnp.asarray(finite)))(ours.init())
+    np.testing.assert_array_equal(verdicts, finite)
     expected, expected_last = expected_path(8.0, 3, lowest, highest, finite)
     np.testing.assert_array_equal(used, expected)
     assert last["scale"] == expected_last
@@ -53,21 +57,20 @@ def trainer(loss_scale, size=1e-7):
         h = batch["x"].astype(jnp.float16) * params["w"].astype(jnp.float16)
         return size * jnp.sum(jnp.square(h.astype(jnp.float32) - batch["y"]))
 
-    def train_step(state, batch):
-        scale = state["loss_scale"]
-        grads = jax.grad(lambda p: loss_scale.scale(scale, loss_fn(p, batch)))(state["params"])
-        grads = loss_scale.unscale(scale, grads)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        new = dict(
-            state,
-            params=optax.apply_updates(state["params"], updates),
-            model_state={"seen": state["model_state"]["seen"] + 1},
-            opt_state=opt_state,
-            step=state["step"] + 1,
-        )
-        state, metrics = loss_scale.commit(state, new, grads)
-        return state, metrics | {"loss": loss_fn(state["params"], batch) / size, "grads": grads}
+    def gradients_of(graphdef, state, batch):
+        grads = jax.grad(lambda p: gradients.scaled(state, loss_fn(p, batch)))(state["params"])
+        metrics = {"loss": loss_fn(state["params"], batch) / size}
+        return gradients.unscaled(state, grads), {"seen": state["model_state"]["seen"] + 1}, metrics
 
+    train_step = functools.partial(
+        step.train_step,
+        graphdef=None,
+        gradients=gradients_of,
+        tx=tx,
+        schedule=optax.constant_schedule(0.02),
+        judges={"loss_scale": loss_scale},
+        statistics=lambda grads, opt_state: {"grads": grads},
+    )
     state = dict(
         params={"w": jnp.zeros(16)},
         model_state={"seen": jnp.zeros(())},
@@ -123,18 +126,6 @@ def test_small_gradients_vanish_without_and_train_with_a_scale():
         moved.append(bool(np.any(state["params"]["w"])))
         losses.append(float(metrics["loss"]))
     assert moved == [False, True] and losses[1] < 0.01 * losses[0]
-
-
-def test_the_check_sees_the_shards_of_all_devices():
-    loss_scale = DynamicLossScale()
-    mesh = sharding.make_mesh(fsdp=8)
-    grads = jax.device_put({"w": np.zeros((8, 4), np.float32)}, sharding.batch_sharding(mesh))
-    old = {"params": grads, "step": jnp.int32(0), "loss_scale": loss_scale.init()}
-    new = {**old, "step": jnp.int32(1)}
-    commit = jax.jit(loss_scale.commit)
-    with jax.set_mesh(mesh):
-        assert commit(old, new, grads)[1]["skipped"] == 0
-        assert commit(old, new, {"w": grads["w"].at[5, 1].set(jnp.inf)})[1]["skipped"] == 1
 
 
 @pytest.mark.parametrize(
