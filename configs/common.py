@@ -30,11 +30,37 @@ def parse_arg(arg: str, **defaults):
     return values
 
 
+LOW_BIT = {
+    "fp8": dict(mu="float8_e4m3fn", nu="float8_e5m2"),
+    "8bit": dict(mu="dynamic8", nu="dynamic8", block_size=256),
+}
+
+
 def choose(arg: str, c: ConfigDict) -> ConfigDict:
-    """The config with the choices of its argument string: ``precision=fp8_delayed,optimizer=adamw``."""
-    chosen = parse_arg(arg, precision=c.precision.recipe, optimizer=c.optimizer.name)
-    c.precision.recipe = chosen.precision
+    """The config with the choices of its argument string: ``precision=fp8_delayed,optimizer=adamw``.
+
+    precision: a recipe of `maxlp.precision.RECIPES`; ``fp16``: matmuls and activations in float16 under a
+      dynamic loss scale; ``pure_bf16``: no float32 copy of the parameters, stochastic rounding.
+    optimizer: a name in `maxlp.optim.OPTIMIZERS`.
+    galore: the rank of the projected gradients; 0 does not project.
+    low_bit: moments in ``fp8`` (e4m3 and e5m2, a scale per tensor) or ``8bit`` (dynamic, in blocks of 256).
+    """
+    chosen = parse_arg(arg, precision=c.precision.recipe, optimizer=c.optimizer.name, galore=0, low_bit="")
+    if chosen.precision == "fp16":
+        c.model.dtype = "float16"
+        c.precision.loss_scale = dict(initial=2.0**15, growth_interval=2000)
+    elif chosen.precision == "pure_bf16":
+        c.model.dtype = c.model.param_dtype = "bfloat16"
+        c.optimizer.param_rounding = "stochastic"
+    else:
+        c.precision.recipe = chosen.precision
     c.optimizer.name = chosen.optimizer
+    if chosen.galore:
+        c.optimizer.galore = dict(rank=chosen.galore)
+    if chosen.low_bit:
+        if chosen.low_bit not in LOW_BIT:
+            raise ValueError(f"config argument low_bit={chosen.low_bit!r}: one of {', '.join(LOW_BIT)}")
+        c.optimizer.low_bit = LOW_BIT[chosen.low_bit]
     return c
 
 
@@ -71,6 +97,8 @@ def llama(**sizes) -> ConfigDict:
             last_blocks=1,
             min_dim=0,
             smooth_swiglu="none",
+            loss_scale=config_dict.placeholder(dict),  # of float16: precision.DynamicLossScale
+            health_every=0,  # steps between measurements of what quantization does; 0: none
         )
     )
     c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1, dcn_data=1))
@@ -87,6 +115,10 @@ def llama(**sizes) -> ConfigDict:
             b1=0.9,
             b2=0.95,
             eps=1e-8,
+            options=dict(),  # further keywords of the optimizer
+            galore=config_dict.placeholder(dict),
+            low_bit=config_dict.placeholder(dict),
+            param_rounding=config_dict.placeholder(str),  # of bfloat16 parameters: stochastic, kahan
         )
     )
     c.data = ConfigDict(

@@ -81,7 +81,7 @@ def model(c: ConfigDict) -> Callable[[nnx.Rngs], nnx.Module]:
     if name not in MODELS:
         raise ConfigError(f"config.model.name={name!r} is unknown; one of {', '.join(MODELS)}")
     make = bind(MODELS[name], "model", values, "rngs")
-    lower = bind(precision.apply, "precision", c.precision, "model")
+    lower = bind(precision.apply, "precision", _recipes(c), "model")
 
     def make_model(rngs: nnx.Rngs) -> nnx.Module:
         made = make(rngs=rngs)
@@ -89,6 +89,19 @@ def model(c: ConfigDict) -> Callable[[nnx.Rngs], nnx.Module]:
         return made
 
     return make_model
+
+
+def _recipes(c: ConfigDict) -> dict:
+    """The part of the precision section that is about the model."""
+    return {key: value for key, value in c.precision.items() if key not in ("loss_scale", "health_every")}
+
+
+def judges(c: ConfigDict) -> step.Judges:
+    """What decides whether a step counts: see `step.Judge`."""
+    found: dict[str, step.Judge] = {}
+    if (loss_scale := c.precision.get("loss_scale")) is not None:
+        found["loss_scale"] = call(precision.DynamicLossScale, "precision.loss_scale", loss_scale)
+    return found
 
 
 def tx(c: ConfigDict) -> tuple[optax.GradientTransformation, optax.Schedule]:
@@ -206,7 +219,7 @@ def precision_table(c: ConfigDict) -> dict[str, str]:
 
     def make() -> None:
         made = call(MODELS[name], "model", values, rngs=nnx.Rngs(0))
-        table.update(call(precision.apply, "precision", c.precision, model=made))
+        table.update(call(precision.apply, "precision", _recipes(c), model=made))
 
     jax.eval_shape(make)
     return table
@@ -250,5 +263,10 @@ def check(c: ConfigDict, devices: Mesh) -> None:
         raise ConfigError(
             f"config.data.batch_size={batch} does not divide into {shards} data shards × "
             f"config.train.microbatches={c.train.microbatches}; use a multiple of {rows}"
+        )
+    if c.model.dtype == "float16" and c.precision.get("loss_scale") is None:
+        raise ConfigError(
+            "config.model.dtype=float16 needs config.precision.loss_scale, or its gradients vanish; choose "
+            "both with --config=FILE:precision=fp16"
         )
     task(c).check(c, devices, precision_table(c))

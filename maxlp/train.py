@@ -54,12 +54,12 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     mesh = build.mesh(c)
     build.check(c, mesh)
     loop, task, make_model = build.loop(c), build.task(c), build.model(c)
-    tx, schedule = build.tx(c)
+    (tx, schedule), judges = build.tx(c), build.judges(c)
     peak = metrics.peak_flops()
     stack.enter_context(jax.set_mesh(mesh))
 
     # --- The state as shapes and shardings.
-    graphdef, abstract = step.abstract_state(make_model, tx, mesh)
+    graphdef, abstract = step.abstract_state(make_model, tx, mesh, judges)
     distributed.say(build.describe(c, mesh, abstract))
     if flags.FLAGS.dry_run:
         distributed.say(c)
@@ -82,6 +82,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
         gradients=task.gradients(c),
         tx=tx,
         schedule=schedule,
+        judges=judges,
     )
     background = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1))
     compiled = background.submit(
@@ -96,7 +97,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
         batches.set_state(restored.data_state)
     else:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-        init = functools.partial(step.init_state, make_model, tx, loop.seed)
+        init = functools.partial(step.init_state, make_model, tx, loop.seed, judges)
         state = jax.jit(init, out_shardings=shardings)()
         if loop.init_from:
             state["params"] = load_params(loop.init_from, abstract["params"])
