@@ -1,0 +1,160 @@
+"""What the compiler says of a train step: the memory it will take and the collectives it will run.
+
+The step is the one that `maxlp.train` compiles, from the same functions, for devices that are not here. The
+compiler is the real one (libtpu's, or XLA's for CUDA); what it cannot do without a device is to measure:
+XLA's GPU autotuning is off, so its choice of matmul kernels may differ on a real machine.
+"""
+
+import contextlib
+import dataclasses
+import re
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+from ml_collections import ConfigDict
+
+from maxlp import build, step
+from maxlp.planning import hlo
+
+PLATFORMS = {"gpu": "cuda"}  # what JAX lowers for, where it is not the platform's own name
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device.
+
+    arguments: the state and the batch, which are there before and after.
+    outputs: results that take no argument's place (metrics).
+    temporaries: what the step needs beside them, one block as large as its worst moment.
+    code: the program itself (TPU).
+    live: the largest sum that is in use at one moment, where the compiler tells: below what it reserves.
+    host: temporaries in the host's memory.
+    """
+
+    arguments: float
+    outputs: float
+    temporaries: float
+    code: float = 0.0
+    live: float = 0.0
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """What has to fit."""
+        return self.arguments + self.outputs + self.temporaries + self.code
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A train step for a topology.
+
+    memory: None if the compiler found that it does not fit, and said only ``needed``.
+    needed: bytes on one device.
+    kernels: custom kernels in the program by name, how many of each.
+    host_memory: the largest resident size of this process so far, in bytes.
+    """
+
+    memory: Memory | None
+    needed: float
+    collectives: list[hlo.Collective]
+    kernels: dict[str, int]
+    seconds: float
+    host_memory: float
+
+
+def compile_step(c: ConfigDict, devices: Sequence[jax.Device]) -> Compiled:
+    """Compiles the config's train step for these devices, real or not.
+
+    Raises:
+      ValueError: a config that cannot work on them.
+    """
+    mesh = build.mesh(c, devices)
+    build.check(c, mesh)
+    platform = devices[0].platform
+    with jax.set_mesh(mesh), _cudnn_without_a_library(platform):
+        tx, schedule = build.tx(c)
+        graphdef, abstract = step.abstract_state(build.model(c), tx, mesh)
+        family = build.task(c)
+        function = step.jit_train_step(
+            abstract,
+            mesh,
+            graphdef=graphdef,
+            gradients=family.gradients(c),
+            tx=tx,
+            schedule=schedule,
+        )
+        start = time.perf_counter()
+        traced = function.trace(abstract, family.abstract_batch(c, mesh))
+        lowered = traced.lower(lowering_platforms=(PLATFORMS.get(platform, platform),))
+        try:
+            done = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            return Compiled(None, _needed(error), [], {}, time.perf_counter() - start, host_memory())
+    seconds = time.perf_counter() - start
+    text = done.as_text()
+    assert text is not None
+    memory = read_memory(done)
+    return Compiled(
+        memory,
+        memory.total,
+        hlo.collectives(text, dict(mesh.shape)),
+        kernels(text),
+        seconds,
+        host_memory(),
+    )
+
+
+def read_memory(done: jax.stages.Compiled) -> Memory:
+    m: Any = done.memory_analysis()
+    return Memory(
+        arguments=m.argument_size_in_bytes,
+        outputs=max(0, m.output_size_in_bytes - m.alias_size_in_bytes),
+        temporaries=m.temp_size_in_bytes,
+        code=m.generated_code_size_in_bytes,
+        live=getattr(m, "peak_memory_in_bytes", 0),
+        host=m.host_temp_size_in_bytes,
+    )
+
+
+def _needed(error: jax.errors.JaxRuntimeError) -> float:
+    """The bytes that a program would need, from the TPU compiler's refusal; other errors go on."""
+    units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    text = str(error)
+    match = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", text) or re.search(
+        r"\(([\d.]+)([KMGT]?)\) exceeds available HBM", text
+    )
+    if match is None:
+        raise error
+    return float(match[1]) * units[match[2]]
+
+
+def kernels(text: str) -> dict[str, int]:
+    """Custom calls by target, those with which XLA talks to itself left out."""
+    own = {"AllocateBuffer", "AsyncCollectiveStart", "AsyncCollectiveDone", "ConcatBitcast", "Sharding"}
+    counts: dict[str, int] = {}
+    for target in re.findall(r'custom_call_target="([^"]+)"', text):
+        if target not in own and not target.startswith("Assume"):
+            counts[target] = counts.get(target, 0) + 1
+    return counts
+
+
+def host_memory() -> float:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@contextlib.contextmanager
+def _cudnn_without_a_library(platform: str) -> Iterator[None]:
+    """Lets cuDNN attention be compiled for: JAX would ask the library, which is not here, for its version."""
+    if platform not in ("gpu", "cuda"):
+        yield
+        return
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    with mock.patch.object(fused, "check_cudnn_version", lambda: 92800):
+        yield

@@ -1,0 +1,274 @@
+"""The collectives of a compiled program, read from its HLO text.
+
+A scanned loop's body stands in the text once and runs many times, and its trip count is in the text too: as
+``known_trip_count`` (GPU, CPU) or as the constant that the condition compares with (TPU). What runs in the
+background is a ``-start`` with a ``-done`` and work between them, and on TPU a fusion that carries steps of a
+collective along with its own work.
+"""
+
+import dataclasses
+import math
+import re
+
+import numpy as np
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all", "collective-broadcast")
+WORK = {"fusion", "convolution", "dot", "custom-call", "while", "call", "conditional", "sort", "scatter", "reduce"}
+
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
+_CALLED = re.compile(r"(?:calls|body|async_wrapped)=%?([\w.-]+)")
+_BITS = re.compile(r"\d+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective operation of one step.
+
+    kind: one of `KINDS`.
+    axes: the mesh axes over which it runs.
+    participants: devices of one group.
+    bytes: of its result on one device (of a reduce-scatter: of its operand), once.
+    times: executions a step.
+    overlapped: whether other work runs between its start and its end.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    participants: int
+    bytes: int
+    times: int
+    overlapped: bool
+
+    @property
+    def sent(self) -> float:
+        """Bytes that one device sends in a step, by the ring algorithms."""
+        n = self.participants
+        factor = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0, "collective-broadcast": 1.0}
+        return self.times * self.bytes * factor.get(self.kind, (n - 1) / n)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line: ``%name = type opcode(rest``."""
+
+    name: str
+    type: str
+    opcode: str
+    rest: str
+
+
+def collectives(text: str, mesh: dict[str, int]) -> list[Collective]:
+    """All collectives of a program.
+
+    Args:
+      text: the optimized HLO of a program for ``mesh``, from ``compiled.as_text()``.
+      mesh: axis sizes in the order of the mesh.
+
+    Raises:
+      ValueError: groups of devices in a form that this does not know.
+    """
+    program, entry = computations(text)
+    # Pieces of one asynchronous collective on TPU share a channel; only that which starts it counts.
+    started = {
+        channel(i)
+        for body in program.values()
+        if any("AsyncCollectiveStart" in i.rest for i in body)
+        for i in body
+        if i.opcode in KINDS
+    }
+    found: list[Collective] = []
+
+    def visit(name: str, times: int, overlapped: bool) -> None:
+        body = program.get(name, [])
+        starts = any("AsyncCollectiveStart" in i.rest for i in body)
+        for place, i in enumerate(body):
+            kind = i.opcode.removesuffix("-start")
+            if kind in KINDS:
+                if channel(i) in started and not starts:
+                    continue
+                hidden = overlapped or starts or hides_work(body, place)
+                if (one := read(i, kind, name, body, mesh, times, hidden)) is not None:
+                    found.append(one)
+            elif i.opcode == "while":
+                called = re.search(r"body=%?([\w.-]+)", i.rest)
+                assert called is not None, i.rest
+                visit(called[1], times * trip_count(i, program), overlapped)
+            elif i.opcode in ("fusion", "call", "async-start", "custom-call", "conditional"):
+                hidden = overlapped or (i.opcode == "async-start" and hides_work(body, place))
+                for called in _CALLED.findall(i.rest):
+                    visit(called, times, hidden)
+
+    visit(entry, 1, False)
+    return found
+
+
+def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    """The instructions of each computation, and the entry's name."""
+    program: dict[str, list[Instruction]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if line[:1] in ("%", "E") and line.rstrip().endswith("{") and " = " not in line[:80].split("(")[0]:
+            name = line.removeprefix("ENTRY ").lstrip("%").split(" ", 1)[0].split("(", 1)[0]
+            current = program.setdefault(name, [])
+            if line.startswith("ENTRY"):
+                entry = name
+        elif line == "}":
+            current = None
+        elif current is not None and (match := _INSTRUCTION.match(line)):
+            current.append(Instruction(*match.groups()))
+    return program, entry
+
+
+def channel(i: Instruction) -> str:
+    match = re.search(r"channel_id=(\d+)", i.rest)
+    return match[1] if match else i.name
+
+
+def hides_work(body: list[Instruction], place: int) -> bool:
+    """Whether something else runs between an instruction's start and its ``-done``."""
+    start = body[place]
+    if not start.opcode.endswith("-start") or '"is_sync":true' in start.rest:
+        return False
+    operand = re.compile(rf"%?{re.escape(start.name)}[,)]")
+    for later in body[place + 1 :]:
+        if later.opcode.endswith("-done") and operand.search(later.rest):
+            return False
+        if later.opcode in WORK:
+            return True
+    return True  # its end is in another iteration
+
+
+def read(
+    i: Instruction, kind: str, where: str, body: list[Instruction], mesh: dict[str, int], times: int, hidden: bool
+) -> Collective | None:
+    axes, n = groups(i, mesh)
+    if n < 2:
+        return None
+    done = re.compile(rf"%?{re.escape(i.name)}[,)]")
+    end = next((j for j in body if j.opcode == f"{kind}-done" and done.search(j.rest)), None)
+    if end is not None:
+        size = num_bytes(end.type)
+    else:  # a start's type holds its operands too
+        of_start = {"all-gather": n / (n + 1), "reduce-scatter": 1 / (n + 1), "collective-permute": 0.5}
+        size = num_bytes(i.type) * (of_start.get(kind, 1.0) if i.opcode.endswith("-start") else 1.0)
+    if kind == "all-reduce" and "all-reduce-scatter" in where:  # TPU: of which each keeps its part
+        kind = "reduce-scatter"
+    elif kind == "reduce-scatter":
+        size *= n
+    return Collective(kind, axes, n, int(size), times, hidden)
+
+
+def num_bytes(type_text: str) -> float:
+    """Bytes of all arrays of an HLO type."""
+    total = 0.0
+    for dtype, dims in _SHAPE.findall(type_text):
+        match = _BITS.search(dtype)
+        bits = 8 if match is None else int(match[0])  # pred
+        total += bits / 8 * math.prod(int(d) for d in dims.split(",") if d)
+    return total
+
+
+def trip_count(loop: Instruction, program: dict[str, list[Instruction]]) -> int:
+    """How often a loop's body runs; 1 if the text does not tell."""
+    if match := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
+        return int(match[1])
+    names = dict(re.findall(r"(condition|body)=%?([\w.-]+)", loop.rest))
+    condition = {i.name: i for i in program.get(names["condition"], [])}
+    test = next((i for i in condition.values() if i.opcode == "compare" and "direction=LT" in i.rest), None)
+    if test is None:
+        return 1
+    left, right = (condition.get(name) for name in re.findall(r"%([\w.-]+)", test.rest)[:2])
+    limit = constant(right)
+    index = re.search(r"index=(\d+)", left.rest) if left is not None else None
+    if limit is None or index is None:
+        return 1
+    return math.ceil(limit / _increment(program.get(names["body"], []), int(index[1])))
+
+
+def constant(i: Instruction | None) -> int | None:
+    match = re.match(r"(-?\d+)\)", i.rest) if i is not None and i.opcode == "constant" else None
+    return int(match[1]) if match else None
+
+
+def _increment(body: list[Instruction], index: int) -> int:
+    """What an iteration adds to the counter at ``index`` of the loop's tuple."""
+    by_name = {i.name: i for i in body}
+    operands = re.findall(r"%([\w.-]+)", body[-1].rest.split("), ")[0]) if body else []
+    add = by_name.get(operands[index]) if index < len(operands) else None
+    if add is None or add.opcode != "add":
+        return 1
+    steps = [constant(by_name.get(name)) for name in re.findall(r"%([\w.-]+)", add.rest)[:2]]
+    return next((step for step in steps if step), 1)
+
+
+# --- groups of devices ----------------------------------------------------------------------------------
+
+
+def groups(i: Instruction, mesh: dict[str, int]) -> tuple[tuple[str, ...], int]:
+    """The mesh axes along which the devices of a group differ, and how many they are.
+
+    A program numbers its devices in the order of the mesh. Of a permutation, whose pairs may form many
+    rings, the number is that of a whole axis.
+    """
+    sizes = tuple(mesh.values())
+    if match := re.search(r"source_target_pairs=\{(.*?)\}\}", i.rest):
+        pairs = np.array([[int(n) for n in re.findall(r"\d+", pair)] for pair in match[1].split("},")])
+        a, b = (np.array(np.unravel_index(side, sizes)) for side in pairs.T)
+        moved = (a != b).any(axis=1)
+    else:
+        members = _members(i.rest, math.prod(sizes))
+        coordinates = np.array(np.unravel_index(members, sizes))  # (axes, groups, members)
+        moved = (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
+        if members.shape[1] < 2:
+            return (), 1
+        return tuple(name for name, m in zip(mesh, moved, strict=True) if m), members.shape[1]
+    axes = tuple(name for name, m in zip(mesh, moved, strict=True) if m)
+    return axes, math.prod(mesh[a] for a in axes)
+
+
+def _members(rest: str, num_devices: int) -> np.ndarray:
+    """The devices of each group, (groups, members)."""
+    _, _, text = rest.partition("replica_groups=")
+    if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        return _iota(iota[2], iota[3]).reshape(_ints(iota[1]))
+    if named := re.match(r"mesh\[(.*?)\]([^{]*)\{([^}]*)\}", text):
+        return _named(*named.groups())
+    if not text or text.startswith("{}"):
+        return np.arange(num_devices)[None]
+    if listed := re.match(r"\{(\{[\d,]+\},?)+\}", text):
+        return np.array([_ints(group) for group in re.findall(r"\{([\d,]+)\}", listed[0])])
+    raise ValueError(f"replica_groups={text[:80]} is in a form that this parser does not know")
+
+
+def _named(axes: str, order: str, chosen: str) -> np.ndarray:
+    """``mesh['x'=8,'y'=2] {'y'}``: groups along named axes of a mesh of the compiler's own."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+    devices = np.arange(math.prod(sizes.values()))
+    if iota := re.search(r"\[([\d,]+)\]T\(([\d,]+)\)", order):
+        devices = _iota(iota[1], iota[2]).ravel()
+    elif listed := re.search(r"device_ids=\(?\[?([\d,]+)", order):
+        devices = np.array(_ints(listed[1]))
+    parts: list[int] = []  # the dims of the grid, an axis split where only a part of it is named
+    picked: list[int] = []
+    wanted = {m[0]: (m[1], m[2]) for m in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen)}
+    for name, size in sizes.items():
+        if name in wanted and wanted[name][0]:
+            before, taken = (int(n) for n in wanted[name])
+            picked.append(len(parts) + 1)
+            parts += [before, taken, size // before // taken]
+        else:
+            if name in wanted:
+                picked.append(len(parts))
+            parts.append(size)
+    grid = np.moveaxis(devices.reshape(parts), picked, range(len(parts) - len(picked), len(parts)))
+    return grid.reshape(-1, math.prod(parts[p] for p in picked))
+
+
+def _iota(dims: str, permutation: str | None) -> np.ndarray:
+    grid = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
+    return grid.transpose(_ints(permutation)) if permutation else grid
+
+
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]

@@ -1,0 +1,273 @@
+"""The machines that a plan can be made for, by name, with what their makers say of them.
+
+A topology is ``CHIP:SHAPE`` or ``CHIP:SHAPE*SLICES``: a TPU's shape is that of its torus in chips
+(``v5p:8x16x16``, ``v5e:16x16*2``), a GPU's is hosts × GPUs of each (``h100:64x8``). One JAX device is a chip,
+except on TPU7x, whose chips are two.
+
+Sources: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}; NVIDIA's data sheets of H100 SXM, H200 SXM and
+HGX B200, and the DGX H100, H200 and B200 user guides for the network (one 400 Gb/s adapter a GPU). Peak
+FLOP/s are in `metrics.PEAK_TFLOPS`. TPU memory is the limit that the compiler itself holds a program to.
+"""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+import types
+
+import jax
+from jax.experimental import topologies
+
+from maxlp import metrics
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One JAX device and its share of the links.
+
+    kind: as in `jax.Device.device_kind`.
+    platform: "tpu" or "cuda".
+    memory: bytes that a program may use.
+    hbm: bytes/s of that memory.
+    links: bytes/s that a device sends to its neighbours (ICI, all links together; NVLink).
+    network: bytes/s that a device sends to other slices (TPU) or hosts (GPU).
+    torus: dimensions of the ICI torus; 0 for GPUs.
+    per_chip: JAX devices of a chip.
+    wraps: a torus dimension closes to a ring if this divides it.
+    pod: chips of the largest slice (TPU) that can be had.
+    """
+
+    kind: str
+    platform: str
+    memory: float
+    hbm: float
+    links: float
+    network: float
+    torus: int = 0
+    per_chip: int = 1
+    wraps: int = 0
+    pod: int = 0
+
+    def peak(self, dtype: str = "bfloat16") -> float:
+        """FLOP/s of dense matmuls of a dtype: "bfloat16", "float8" or "int8"."""
+        return metrics.peak_flops(types.SimpleNamespace(device_kind=self.kind), dtype).flops  # pyright: ignore[reportArgumentType]
+
+
+# The bidirectional ICI figures of the documentation are halved, and TPU7x's are those of half a chip. The
+# network of a TPU v4 chip is not documented; v5p's stands for it. A GPU program gets 95 % of the memory: the
+# rest is the CUDA context and NCCL's buffers (run it with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95).
+CHIPS: dict[str, Chip] = {
+    "v4": Chip("TPU v4", "tpu", 30.75 * GIB, 1.228e12, 300e9, 6.25e9, torus=3, wraps=4, pod=4096),
+    "v5e": Chip("TPU v5 lite", "tpu", 15.75 * GIB, 0.819e12, 200e9, 3.125e9, torus=2, wraps=16, pod=256),
+    "v5p": Chip("TPU v5", "tpu", 95.73 * GIB, 2.765e12, 600e9, 6.25e9, torus=3, wraps=4, pod=6144),
+    "v6e": Chip("TPU v6 lite", "tpu", 31.24 * GIB, 1.638e12, 400e9, 12.5e9, torus=2, wraps=16, pod=256),
+    "v7x": Chip("TPU7x", "tpu", 94.74 * GIB, 3.690e12, 300e9, 6.25e9, torus=3, per_chip=2, wraps=4, pod=9216),
+    "h100": Chip("NVIDIA H100 80GB HBM3", "cuda", 0.95 * 84929347584, 3.352e12, 450e9, 50e9),
+    "h200": Chip("NVIDIA H200", "cuda", 0.95 * 150754820096, 4.8e12, 450e9, 50e9),
+    "b200": Chip("NVIDIA B200", "cuda", 0.95 * 192265846784, 8.0e12, 900e9, 50e9),
+}
+ALIASES = {"tpu7x": "v7x", "v5": "v5p"}
+EXAMPLES = {
+    "v4": "2x2x4 … 12x16x16",
+    "v5e": "1x1 … 16x16",
+    "v5p": "2x2x1 … 16x16x24",
+    "v6e": "1x1 … 16x16",
+    "v7x": "2x2x1 … 16x16x24",
+}
+
+# What the GPU compiler asks of a device that is not here: multiprocessors, L2 cache, compute capability.
+GPUS = {
+    "h100": (132, 52428800, (9, 0), 84929347584),
+    "h200": (132, 62914560, (9, 0), 150754820096),
+    "b200": (148, 132644864, (10, 0), 192265846784),
+}
+
+NOT_INSTALLED = (
+    "{name} is compiled for with {package}, which is not installed: pip install 'maxlp[aot]' "
+    "(Linux), or add --estimate_only"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """A number of chips and how they hang together.
+
+    shape: chips along each torus dimension, or (hosts, GPUs of a host).
+    slices: copies that only the slow network joins.
+    """
+
+    name: str
+    chip: Chip
+    shape: tuple[int, ...]
+    slices: int = 1
+
+    @property
+    def size(self) -> int:
+        """JAX devices in all."""
+        return math.prod(self.shape) * self.chip.per_chip * self.slices
+
+    @property
+    def chip_name(self) -> str:
+        return next(name for name, chip in CHIPS.items() if chip is self.chip)
+
+
+def parse(name: str) -> Topology:
+    """A topology from its name; nothing needs to be installed for it.
+
+    Raises:
+      ValueError: a name that is none.
+    """
+    match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)(?:\*(\d+))?", name)
+    known = f"one of {', '.join(CHIPS)}"
+    if match is None:
+        raise ValueError(f"topology {name!r} is not CHIP:SHAPE, as v5p:4x4x8, v5e:16x16*2 or h100:8x8; CHIP is {known}")
+    chip_name = ALIASES.get(match[1], match[1])
+    if chip_name not in CHIPS:
+        raise ValueError(f"topology {name!r}: chip {match[1]!r} is unknown, {known}")
+    chip = CHIPS[chip_name]
+    shape, slices = tuple(int(n) for n in match[2].split("x")), int(match[3] or 1)
+    if len(shape) != (chip.torus or 2) or not all(shape) or not slices:
+        form = f"{chip.torus} dimensions of a torus" if chip.torus else "HOSTSxGPUS"
+        raise ValueError(f"topology {name!r}: the shape of {chip_name} is {form}, all at least 1")
+    if chip.pod and math.prod(shape) > chip.pod:
+        raise ValueError(f"topology {name!r}: a slice of {chip_name} has at most {chip.pod} chips; use SHAPE*SLICES")
+    return Topology(name, chip, shape, slices)
+
+
+def devices(topology: Topology) -> list[jax.Device]:
+    """Devices to compile for, which no one has to own: nothing can run on them.
+
+    Raises:
+      ValueError: the compiler is not installed, or knows no such shape.
+    """
+    compile_without_devices()
+    package, find = ("libtpu", "libtpu") if topology.chip.torus else ("jax-cuda13-plugin", "jax_cuda13_plugin")
+    if importlib.util.find_spec(find) is None:
+        raise ValueError(NOT_INSTALLED.format(name=topology.name, package=package))
+    try:
+        return list((_tpu if topology.chip.torus else _gpu)(topology).devices)
+    except jax.errors.JaxRuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"topology {topology.name!r}: the compiler refuses it: {reason}") from error
+
+
+def compile_without_devices() -> None:
+    """Keeps this process from devices that the machine may have, and libtpu from asking where it is."""
+    jax.config.update("jax_platforms", "cpu")
+    for key, value in {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_LOG_DIR": "disabled",
+    }.items():
+        os.environ.setdefault(key, value)
+
+
+def _tpu(topology: Topology) -> topologies.TopologyDescription:
+    name = {"v7x": "tpu7x"}.get(topology.chip_name, topology.chip_name)
+    options: dict = {}
+    if topology.slices > 1:
+        options["num_slices"] = topology.slices
+    if topology.chip_name == "v4":
+        options["chip_config_name"] = "megacore"  # a chip's two cores as one device
+    if math.prod(topology.shape) < 4:
+        options["chips_per_host_bounds"] = (*topology.shape, 1, 1)[:3]
+    shape = "x".join(map(str, topology.shape))
+    return topologies.get_topology_desc(f"{name}:{shape}", platform="tpu", **options)
+
+
+def _gpu(topology: Topology) -> topologies.TopologyDescription:
+    cores, cache, (major, minor), memory = GPUS[topology.chip_name]
+    # The fields of the H100 are from its data sheet and CUDA's device query; what the others do not tell of
+    # themselves (threads, registers, shared memory) is taken to be the same.
+    config = f"""
+        gpu_device_info {{
+          threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
+          shared_memory_per_block: 49152  shared_memory_per_core: 233472
+          shared_memory_per_block_optin: 232448
+          core_count: {cores}  fpus_per_core: 128  clock_rate_ghz: 1.98
+          block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+          memory_bandwidth: {int(topology.chip.hbm)}  l2_cache_size: {cache}  device_memory_size: {memory}
+          cuda_compute_capability {{ major: {major} minor: {minor} }}
+          registers_per_core_limit: 65536  registers_per_block_limit: 65536
+        }}
+        platform_name: "CUDA"
+        dnn_version_info {{ major: 9 minor: 10 }}
+        runtime_version {{ major: 13 minor: 0 patch: 0 }}
+        device_description_str: "{topology.chip.kind}"
+    """
+    hosts, gpus = topology.shape
+    grid = f"{topology.slices}x{hosts}x{gpus}"
+    return topologies.get_topology_desc("", platform="cuda", target_config=config, topology=grid)
+
+
+def listing() -> str:
+    """What ``--list_topologies`` prints."""
+    lines = ["chip  shapes                memory    peak bf16  memory bandwidth  links       network"]
+    for name, chip in CHIPS.items():
+        shapes = EXAMPLES.get(name, "HOSTSxGPUS, as 8x8")
+        lines.append(
+            f"{name:5} {shapes:20} {chip.memory / GIB:6.1f} GiB {chip.peak() / 1e12:6.0f} TFLOP/s "
+            f"{chip.hbm / 1e9:10.0f} GB/s {chip.links / 1e9:9.0f} GB/s {chip.network / 1e9:7.1f} GB/s"
+        )
+    lines.append("Several slices: SHAPE*SLICES, as v5e:16x16*2. Figures are of one JAX device, one way.")
+    return "\n".join(lines)
+
+
+# --- how fast a mesh axis is ----------------------------------------------------------------------------
+
+
+def axis_bandwidth(topology: Topology, mesh: dict[str, int], axes: tuple[str, ...], dcn: int = 1) -> float:
+    """Bytes/s at which a device takes part in a collective over some mesh axes, at best.
+
+    Args:
+      mesh: axis sizes in the order of the mesh, slowest first; a GPU's devices lie in it host by host.
+      axes: those over which the collective runs.
+      dcn: slices or hosts that the first axis spans over the network.
+
+    A torus dimension serves the mesh axis that lies along it with links in both directions, or with half if
+    it does not close to a ring. `mesh_utils` decides who lies where; here the last axis takes the fewest
+    dimensions that hold it and the others share the rest, which is what it does for common shapes. On GPUs,
+    the members of a group that share a host use all their network adapters together.
+    """
+    names = list(mesh)
+    involved = [a for a in names if a in axes and mesh[a] > 1]
+    if not involved:
+        return math.inf
+    if dcn > 1 and names[0] in involved and topology.chip.torus:
+        return topology.chip.network
+    if not topology.chip.torus:
+        per_host = topology.shape[1]
+        stride = math.prod(mesh[a] for a in names[names.index(involved[-1]) + 1 :])
+        span = stride * math.prod(mesh[a] for a in names[names.index(involved[0]) : names.index(involved[-1]) + 1])
+        if span <= per_host:
+            return topology.chip.links
+        beside = max(1, min(per_host // stride, mesh[involved[-1]]))
+        return min(topology.chip.links, topology.chip.network * beside)
+    return topology.chip.links * _torus_share(topology, mesh, involved)
+
+
+def _torus_share(topology: Topology, mesh: dict[str, int], involved: list[str]) -> float:
+    """The part of a chip's links that lies along these mesh axes."""
+    dims = sorted((d for d in topology.shape if d > 1), reverse=True)
+    if not dims:
+        return 1.0
+    rings = {d: 1.0 if d % topology.chip.wraps == 0 else 0.5 for d in dims}
+    whole = [a for a in mesh if mesh[a] > 1]
+    if involved == whole:
+        return sum(rings[d] for d in dims) / topology.chip.torus
+    # The fastest axis: as few dimensions as hold it; a part of a dimension is a line, not a ring.
+    inner, left = mesh[whole[-1]], list(dims)
+    taken: list[float] = []
+    while inner > 1 and left:
+        d = next((d for d in reversed(left) if d >= inner), left[0])
+        left.remove(d)
+        taken.append(rings[d] if d <= inner else 0.5)
+        inner = math.ceil(inner / d)
+    rest = [rings[d] for d in left] or [0.5]
+    share = sum(taken if involved == whole[-1:] else rest)
+    return share / topology.chip.torus
