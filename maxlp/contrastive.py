@@ -196,8 +196,8 @@ _tiled.defvjp(_tiled_fwd, _tiled_bwd)
 def _forward(rows: tuple, scalars: tuple, *, loss: str, tile_size: int, axes: tuple[str, ...]) -> tuple:
     """The log-sums of exponentials by image and by text (softmax only), and loss and hits."""
     image_bE, text_bE, id_b = rows
-    cut = functools.partial(_cut, tile_size=tile_size)
-    image_ntE, text_nsE, id_nt = cut(image_bE), cut(text_bE), cut(id_b, fill=PADDING)
+    tiles = functools.partial(cut, tile_size=tile_size)
+    image_ntE, text_nsE, id_nt = tiles(image_bE), tiles(text_bE), tiles(id_b, fill=PADDING)
 
     def visit(image: tuple, text: tuple, by_image: tuple, by_text: tuple) -> tuple[tuple, tuple]:
         logits_ts, own_ts = _tile(image, text, *scalars)
@@ -231,10 +231,10 @@ def _backward(rows: tuple, scalars: tuple, *, loss: str, tile_size: int, axes: t
     Σ G_ij <image_i, text_j> = Σ_i <image_i, (G @ text)_i>: no tile is needed for it.
     """
     image_bE, text_bE, id_b, *log_sums_b = rows
-    cut = functools.partial(_cut, tile_size=tile_size)
-    image_ntE, text_nsE, id_nt = cut(image_bE), cut(text_bE), cut(id_b, fill=PADDING)
+    tiles = functools.partial(cut, tile_size=tile_size)
+    image_ntE, text_nsE, id_nt = tiles(image_bE), tiles(text_bE), tiles(id_b, fill=PADDING)
     # softmax: that by image goes with the images, that by text with the texts
-    image_sums, text_sums = map(cut, log_sums_b[:1]), map(cut, log_sums_b[1:])
+    image_sums, text_sums = map(tiles, log_sums_b[:1]), map(tiles, log_sums_b[1:])
 
     def visit(image: tuple, text: tuple, by_image: tuple, by_text: jax.Array) -> tuple[tuple, jax.Array]:
         logits_ts, own_ts = _tile(image[:2], text[:2], *scalars)
@@ -307,7 +307,7 @@ def _add_exponentials(
     return new, total * jnp.exp(best - new) + jnp.sum(exponentials, axis=axis)
 
 
-def _cut(x: jax.Array, *, tile_size: int, fill: int = 0) -> jax.Array:
+def cut(x: jax.Array, *, tile_size: int, fill: int = 0) -> jax.Array:
     """(b, …) into tiles (n, t, …) of equal size, at most ``tile_size``; the last is filled up."""
     n = math.ceil(len(x) / tile_size)
     t = math.ceil(len(x) / n)

@@ -1,0 +1,89 @@
+"""Features are the images and texts themselves, so that every score is known."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlp import sharding
+from maxlp.evals.retrieval import retrieval
+
+
+def batches(images, texts, mask=None, size=4):
+    mask = np.ones(len(images), bool) if mask is None else np.asarray(mask)
+    for i in range(0, len(images), size):
+        stop = i + size
+        yield {"image": images[i:stop], "text": texts[i:stop], "mask": mask[i:stop]}
+
+
+def same(x):
+    return jnp.asarray(x)
+
+
+def points(N, K=None, E=6, noise=0.5, seed=0):
+    """Images, and texts near them."""
+    rng = np.random.default_rng(seed)
+    unit = lambda x: (x / np.linalg.norm(x, axis=-1, keepdims=True)).astype(np.float32)  # noqa: E731
+    images = unit(rng.normal(size=(N, E)))
+    around = images if K is None else images[:, None]
+    return images, unit(around + noise * rng.normal(size=(N, E) if K is None else (N, K, E)))
+
+
+def by_hand(images, texts):
+    """By sorting all scores of each query."""
+    if texts.ndim == 2:
+        texts = texts[:, None]
+    N, K, E = texts.shape
+    score = images.astype(np.float64) @ texts.reshape(N * K, E).T
+    owner = np.repeat(np.arange(N), K)
+    text_order, image_order = np.argsort(-score, axis=1), np.argsort(-score, axis=0)
+    results = {}
+    for k in (1, 5, 10):
+        found = [i in owner[text_order[i, :k]] for i in range(N)]
+        results[f"image_to_text_recall_{k}"] = np.mean(found)
+        found = [owner[j] in image_order[:k, j] for j in range(N * K)]
+        results[f"text_to_image_recall_{k}"] = np.mean(found)
+    return results | {"images": N, "texts": N * K}
+
+
+@pytest.mark.parametrize("K", [None, 3])
+@pytest.mark.parametrize("tile_size", [7, 1000])
+def test_equals_sorting(K, tile_size):
+    images, texts = points(30, K, noise=1.0)
+    want = by_hand(images, texts)
+    assert 0.1 < want["image_to_text_recall_1"] < want["text_to_image_recall_10"] < 1
+    got = retrieval(same, same, batches(images, texts), tile_size=tile_size)
+    np.testing.assert_allclose(list(got.values()), [want[key] for key in got], rtol=1e-12)
+
+
+def test_padding_is_no_candidate():
+    images, texts = points(12)
+    images[8:], texts[8:] = images[:4], texts[:4]  # would tie
+    mask = np.arange(12) < 8
+    got = retrieval(same, same, batches(images, texts, mask))
+    np.testing.assert_allclose(
+        list(got.values()), list(retrieval(same, same, batches(images[:8], texts[:8])).values())
+    )
+    with pytest.raises(ValueError, match="no example"):
+        retrieval(same, same, batches(images, texts, mask & False))
+
+
+def test_ties_count_against_whatever_the_order():
+    images, texts = points(16, noise=0.0)
+    assert retrieval(same, same, batches(images, texts))["image_to_text_recall_1"] == 1
+    texts[7] = texts[3] = images[3]  # 3 has a rival, 7 has a wrong text
+    got = retrieval(same, same, batches(images, texts))
+    assert got["image_to_text_recall_1"] == 14 / 16
+    assert got["text_to_image_recall_1"] == 15 / 16
+    collapsed = np.ones_like(images) / np.sqrt(6).astype(np.float32)
+    for broken in (collapsed, collapsed * np.nan):
+        results = retrieval(same, same, batches(broken, broken))
+        assert results["text_to_image_recall_10"] == results["image_to_text_recall_10"] == 0
+
+
+def test_devices_change_nothing():
+    images, texts = points(40)
+    want = retrieval(same, same, batches(images, texts, size=8))
+    with jax.set_mesh(mesh := sharding.make_mesh(fsdp=4, tensor=2)):
+        placed = (sharding.global_batch(b, mesh) for b in batches(images, texts, size=8))
+        assert retrieval(same, same, placed, tile_size=16) == want

@@ -1,0 +1,81 @@
+"""Features are the images and the tokens themselves, so that every score is known."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlp import sharding
+from maxlp.evals.zero_shot import class_embeddings, zero_shot
+
+CLASSES = ["a", "b", "c", "d", "e", "f", "g"]
+# In two dimensions, class c points at the angle 10 c degrees; the prompts of a class lie beside it.
+ANGLE = {name: 10.0 * i for i, name in enumerate(CLASSES)}
+TEMPLATES = ["{} -", "{} +"]
+
+
+def tokenize(texts):
+    shift = {"-": -4, "+": 4}
+    return np.array([[ANGLE[t[0]] + shift[t[-1]]] for t in texts], np.int32)
+
+
+def direction(degrees):
+    radians = jnp.deg2rad(jnp.asarray(degrees, jnp.float32))
+    return jnp.concatenate([jnp.cos(radians), jnp.sin(radians)], axis=-1)
+
+
+def batches(angles, labels, mask=None, size=4):
+    mask = np.ones(len(angles), bool) if mask is None else np.asarray(mask)
+    for i in range(0, len(angles), size):
+        yield {
+            "image": np.asarray(angles, np.float32)[i : i + size, None],
+            "label": np.asarray(labels, np.int32)[i : i + size],
+            "mask": mask[i : i + size],
+        }
+
+
+def run(data, batch_size=4, **changes):
+    options = {"classes": CLASSES, "templates": TEMPLATES, "tokenize": tokenize} | changes
+    return zero_shot(direction, direction, data, batch_size=batch_size, **options)
+
+
+def test_counts_known_by_hand():
+    # Nearest of the angles 0, 10, … 60: right; right; second; fifth; sixth.
+    angles, labels = [0, 21, 16, 34, 36], [0, 2, 1, 1, 1]
+    assert run(batches(angles, labels)) == {"top1": 2 / 5, "top5": 4 / 5, "examples": 5.0}
+
+
+def test_padding_and_unlabelled_rows_do_not_count():
+    angles, labels, mask = [0, 0, 0, 30], [0, -1, 3, 1], [True, True, False, True]
+    assert run(batches(angles, labels, mask)) == {"top1": 1 / 2, "top5": 1.0, "examples": 2.0}
+    with pytest.raises(ValueError, match="no image with a label"):
+        run(batches([0], [-1]))
+
+
+def test_ties_count_against():
+    same = lambda x: jnp.ones((len(x), 2)) / jnp.sqrt(2.0)  # noqa: E731
+    options = {"classes": CLASSES, "templates": TEMPLATES, "tokenize": tokenize, "batch_size": 4}
+    assert zero_shot(same, same, batches([0] * 4, [0] * 4), **options)["top5"] == 0
+    lost = lambda x: jnp.full((len(x), 2), jnp.nan)  # noqa: E731
+    assert zero_shot(lost, same, batches([0] * 4, [0] * 4), **options)["top5"] == 0
+
+
+def test_a_class_is_the_normalized_mean_of_its_normalized_prompts():
+    longer = lambda tokens: 3 * direction(tokens)  # noqa: E731
+    want = np.asarray(direction(np.array([[ANGLE[c]] for c in CLASSES])))
+    for batch_size in (3, 14, 100):  # prompts of a class in two batches, all in one, and many to spare
+        got = class_embeddings(longer, CLASSES, TEMPLATES, tokenize, batch_size)
+        np.testing.assert_allclose(got, want, atol=2e-7)  # float32 angles
+
+
+def test_devices_change_nothing():
+    angles, labels = np.arange(16) * 4.0, np.arange(16) % 7
+    want = run(batches(angles, labels, size=8), batch_size=8)
+    with jax.set_mesh(mesh := sharding.make_mesh(data=2, fsdp=4)):
+        placed = (sharding.global_batch(b, mesh) for b in batches(angles, labels, size=8))
+        assert run(placed, batch_size=8) == want
+
+
+def test_a_template_names_the_class():
+    with pytest.raises(ValueError, match="template 'a photo' has no"):
+        run(batches([0], [0]), templates=["a photo"])
