@@ -407,10 +407,14 @@ def _every(heldout: float) -> int:
 
 
 def _choose_files(names: Sequence[str], split: str, heldout: float) -> list[str]:
-    def is_heldout(name: str) -> bool:
-        return zlib.crc32(os.fsencode(name)) < heldout * 2**32
-
-    return [name for name in names if split == "all" or is_heldout(name) == (split == "heldout")]
+    """Those of a split: held out is that share of the files, by the hash of their names, and one at least."""
+    if split == "all":
+        return list(names)
+    hashes = {name: zlib.crc32(os.fsencode(name)) for name in names}
+    below = heldout * 2**32
+    if heldout and len(names) > 1:
+        below = max(below, min(hashes.values()) + 1)
+    return [name for name in names if (hashes[name] < below) == (split == "heldout")]
 
 
 # --- files ----------------------------------------------------------------------------------------
