@@ -1,9 +1,10 @@
 """What the compilers are given and what they make of it, without a GPU or a TPU.
 
-The first half reads StableHLO. The second half compiles ahead of time for an H100, which needs only the
-compiler (extra ``aot``: jax-cuda13-plugin and jax-cuda13-pjrt, without CUDA libraries).
+The first half reads StableHLO. The second half compiles ahead of time for H100 and TPUs, which needs only
+their compilers (extra ``aot``; no driver, no CUDA library).
 """
 
+import functools
 import importlib.util
 import re
 from collections import Counter
@@ -12,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxlp.planning import topologies
 from maxlp.precision import QuantDot, delayed, make_recipe
 
 E4, E5, BF16, I8 = "f8E4M3FN", "f8E5M2", "bf16", "i8"
@@ -89,50 +90,40 @@ def test_stablehlo_of_mxfp8_is_the_block_scaled_matmul_on_cuda_and_bf16_elsewher
     assert "block_scaled" not in tpu and len(re.findall("dot_general", tpu)) == 3
 
 
-# --- ahead of time for an H100 ------------------------------------------------------------------------
-
-aot = pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins") is None
-    or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
-    reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed (pip install --no-deps)",
-)
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024  threads_per_warp: 32
-  shared_memory_per_block: 49152  shared_memory_per_core: 233472  threads_per_core_limit: 2048
-  core_count: 132  fpus_per_core: 128
-  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000  l2_cache_size: 52428800  clock_rate_ghz: 1.98
-  device_memory_size: 84929347584  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 minor: 0 }
-  registers_per_core_limit: 65536  registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 }
-runtime_version { major: 13 minor: 0 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
+# --- ahead of time, for GPUs and TPUs that no one has to own ------------------------------------------
 
 
-def compiled(name, gpus=1):
-    """Optimized HLO for ``gpus`` H100: tokens and the kernel's rows are split (FSDP)."""
-    topology = topologies.get_topology_desc("", platform="cuda", target_config=H100, topology=f"1x1x{gpus}")
-    mesh = Mesh(topology.devices, ("fsdp",), axis_types=(AxisType.Auto,))
+def compiled_for(package):
+    return pytest.mark.skipif(
+        importlib.util.find_spec(package) is None,
+        reason=f"{package} is not installed (pip install 'maxlp[aot]')",
+    )
+
+
+h100, tpu = compiled_for("jax_cuda13_plugin"), compiled_for("libtpu")
+
+
+@functools.cache
+def compiled(name, where="h100:1x1"):
+    """Optimized HLO for all devices of a topology: tokens and the kernel's rows are split (FSDP)."""
+    topology = topologies.parse(where)
+    mesh = Mesh(topologies.devices(topology), ("fsdp",), axis_types=(AxisType.Auto,))
     both, state = layer(name)
     split, whole = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
     state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole), state)
     # Outputs lie like what they belong to.
     outputs = (split, split, split, *jax.tree.map(lambda _: whole, state))
+    options = {"xla_gpu_enable_triton_gemm": False} if topology.chip.platform == "cuda" else {}
     with jax.set_mesh(mesh):
         program = jax.jit(both, out_shardings=outputs).lower(state, *arguments((split, split, split)))
-        return program.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
+        return program.compile(compiler_options=options).as_text()
 
 
 def calls(hlo):
     return Counter(re.findall(r'custom_call_target="(__cublas[^"]*)"', hlo))
 
 
-@aot
+@h100
 @pytest.mark.parametrize("name", [n for n in MATMULS if n.startswith("fp8")])
 def test_h100_multiplies_fp8_in_cublaslt(name):
     fp8 = 2 if name in HALF else 3
@@ -140,7 +131,7 @@ def test_h100_multiplies_fp8_in_cublaslt(name):
     assert calls(compiled(name)) == expected
 
 
-@aot
+@h100
 @pytest.mark.parametrize("name", ["int8_switchback", "int8_all"])
 def test_h100_multiplies_int8_in_cublaslt(name):
     hlo = compiled(name)
@@ -149,7 +140,7 @@ def test_h100_multiplies_int8_in_cublaslt(name):
     assert Counter(operands)["s32"] == (3 if name == "int8_all" else 2)
 
 
-@aot
+@h100
 @pytest.mark.parametrize("name", ["fp8_delayed", "fp8_current"])
 def test_h100_applies_power_of_two_scales_inside_the_matmul(name):
     """Output and input gradient leave the matmul as they are: bfloat16 and scaled, no pass behind it."""
@@ -161,18 +152,38 @@ def test_h100_applies_power_of_two_scales_inside_the_matmul(name):
     assert not behind
 
 
-@aot
+GATHERED = {"bf16": "bf16", "fp8_current": "f8e4m3fn", "fp8_delayed": "f8e4m3fn", "int8_switchback": "s8"}
+
+
 @pytest.mark.parametrize(
-    "name, gathered",
-    [("bf16", "bf16"), ("fp8_current", "f8e4m3fn"), ("fp8_delayed", "f8e4m3fn"), ("int8_switchback", "s8")],
+    "name, where",
+    [pytest.param(name, "h100:1x8", marks=h100) for name in GATHERED]
+    + [pytest.param("int8_switchback", "v5e:2x4", marks=tpu)],
 )
-def test_fsdp_gathers_weights_in_the_format_and_reduces_their_gradient_in_16_bits(name, gathered):
-    lines = compiled(name, gpus=8).splitlines()
+def test_fsdp_gathers_weights_in_the_format_and_reduces_their_gradient_in_16_bits(name, where):
+    lines = compiled(name, where).splitlines()
     types = lambda op: {  # noqa: E731
         dtype
         for line in lines
         if re.search(rf" {op}(-start)?\(", line)
         for dtype in re.findall(r"(\w+)\[\d+,\d+\]", line.split(f" {op}")[0])
     }
-    assert types("all-gather") == {gathered}
+    assert types("all-gather") == {GATHERED[name]}
     assert types("reduce-scatter") | types("all-reduce") == {"bf16"}
+
+
+# On TPUs a matmul is a convolution. Types prove that its operands are not widened before it; whether the
+# chip multiplies FP8 as such (TPU7x does, v5e and v6e do not) is not in the program.
+TPU_TYPES = {E4: "f8e4m3fn", E5: "f8e5m2", BF16: "bf16", I8: "s8", "i32": "s32"}
+
+
+@tpu
+@pytest.mark.parametrize("chip", ["v5e:2x2", "v6e:2x2"])
+@pytest.mark.parametrize("name", ["int8_switchback", "int8_all", "fp8_delayed"])
+def test_tpus_multiply_in_the_format(name, chip):
+    hlo = compiled(name, chip)
+    types = dict(re.findall(r"%([\w.-]+) = \(?(\w+)\[", hlo))
+    found = re.findall(r"= (\w+)\[.* convolution\(%([\w.-]+), %([\w.-]+)\)", hlo)
+    matmuls = {(*sorted((types[a], types[b])), out) for out, a, b in found}
+    expected = {(*sorted((TPU_TYPES[a], TPU_TYPES[b])), TPU_TYPES[out]) for a, b, out in MATMULS[name]}
+    assert matmuls == expected
