@@ -1,9 +1,11 @@
 """Tells what a run was and how it went, from the files in its workdir alone.
 
     python -m maxlp.report /tmp/run
+    python -m maxlp.report /tmp/run --spike=2300 --precision=float32
 
 Prints the text and draws `loss.png` there. It reads `config.json`, `run.json`, `metrics.jsonl` and the
 names of the checkpoints, and takes a run as it finds it: not begun, in progress, cut off or finished.
+With --spike it runs the steps before that one again and says which tensor went first: `diagnostics.replay`.
 
 A new section of the text is one function from a `Run` to its lines (none: nothing to say) and one entry in
 `SECTIONS`; a new panel of the picture is one function and one entry in `PANELS`.
@@ -19,12 +21,15 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from absl import app
+from absl import app, flags
 
 from maxlp import checkpoint
+from maxlp.diagnostics.guard import read_rollbacks
+from maxlp.diagnostics.spikes import PRECISIONS, Policy, Spike, find_spikes
+from maxlp.diagnostics.watch import recorded_spikes
 from maxlp.metrics import format_seconds, read_jsonl
 
 # --- What a run left ----------------------------------------------------------------------------------
@@ -61,6 +66,14 @@ class Run:
         steps, values = zip(*found, strict=True) if found else ((), ())
         return np.array(steps, np.int64), np.array(values, np.float64)
 
+    @property
+    def policy(self) -> Policy:
+        """What counts as a spike in this run."""
+        try:
+            return Policy(**self.config.get("spikes", {}))
+        except (TypeError, ValueError):  # of another version
+            return Policy()
+
     def setting(self, section: str, key: str) -> Any:
         """A value of the config, or None."""
         return self.config.get(section, {}).get(key)
@@ -90,51 +103,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-class Spike(NamedTuple):
-    """A loss that stands out of those before it; `sigmas` above their `mean`."""
-
-    step: int
-    loss: float
-    mean: float
-    sigmas: float
-
-
-def find_spikes(
-    steps: np.ndarray,
-    losses: np.ndarray,
-    *,
-    window: int = 64,
-    threshold: float = 3.2,
-    min_history: int = 16,
-    merge_steps: int = 10,
-) -> list[Spike]:
-    """Losses beyond the running mean by `threshold` running standard deviations.
-
-    The threshold is that of Wortsman et al. 2023, "Stable and low-precision training for large-scale
-    vision-language models", appendix D. It is applied to the losses that were logged, which are not all.
-
-    Args:
-        steps: (n,) of the records, rising.
-        losses: (n,); those that are not finite are skipped.
-        window: how many records before one make its mean and deviation.
-        threshold: in standard deviations.
-        min_history: records before which nothing counts.
-        merge_steps: spikes up to this many steps after another belong to it.
-    """
-    finite = np.isfinite(losses)
-    steps, losses = steps[finite], losses[finite]
-    spikes, last = [], -math.inf
-    for i in range(max(min_history, 1), len(losses)):
-        before = losses[max(0, i - window) : i]
-        mean, std = before.mean(), before.std()
-        if std == 0 or losses[i] <= mean + threshold * std:
-            continue
-        if steps[i] - last > merge_steps:
-            spikes.append(Spike(int(steps[i]), float(losses[i]), mean, (losses[i] - mean) / std))
-        last = steps[i]
-    return spikes
 
 
 # --- Text ---------------------------------------------------------------------------------------------
@@ -254,13 +222,31 @@ def speed_lines(run: Run) -> Lines:
 
 
 def spike_lines(run: Run, at_most: int = 10) -> Lines:
-    """The loss spikes of `find_spikes`."""
-    spikes = find_spikes(*run.series("train/loss"))
-    lines = [
-        (f"step {s.step:,}", f"loss {s.loss:.4f}, {s.sigmas:.1f} σ above the mean {s.mean:.4f} before it")
-        for s in spikes[:at_most]
+    """The spikes that the run wrote down; of one that wrote none, those among its logged losses."""
+    recorded = [
+        (Spike(*(r[key] for key in Spike._fields)), _first_tensor(r)) for r in recorded_spikes(run.workdir)
     ]
-    return lines + ([("", f"and {len(spikes) - at_most} more")] if len(spikes) > at_most else [])
+    spikes = recorded or [(s, "") for s in find_spikes(*run.series("train/loss"), run.policy)]
+    lines = [
+        (
+            f"step {s.step:,}",
+            f"loss {s.loss:.4f}, {s.sigmas:.1f} σ above the mean {s.mean:.4f} before it{first}",
+        )
+        for s, first in spikes[:at_most]
+    ]
+    lines += [("", f"and {len(spikes) - at_most} more")] if len(spikes) > at_most else []
+    for r in read_rollbacks(run.workdir):
+        begin, end = r["batches"]
+        went = f"to step {r['to']:,}, without batches {begin + 1:,} to {end:,}"
+        lines.append(("rolled back", f"from step {r['spike']['step']:,} {went}"))
+    return lines
+
+
+def _first_tensor(record: Mapping[str, Any]) -> str:
+    if not (first := record.get("first")):
+        return ""
+    ahead = record["step"] - first["step"]
+    return f"; first {first['tensor']}, RMS_t {first['value']:.2f} {_count(ahead, 'step')} before"
 
 
 def checkpoint_lines(run: Run) -> Lines:
@@ -346,7 +332,7 @@ def loss_panel(axes: Any, run: Run) -> None:
     if len(evals):
         label = f"eval, {evals[-1]:.3f} at the end"
         axes.plot(eval_steps, evals, "o-", color=ORANGE, markersize=4.5, linewidth=1.2, label=label)
-    if spikes := find_spikes(steps, losses):
+    if spikes := find_spikes(steps, losses, run.policy):
         where = [s.step for s in spikes], [s.loss for s in spikes]
         axes.plot(*where, "v", color=RED, markersize=6, label=_count(len(spikes), "spike"))
     if resumes := sum(bool(start.get("step")) for start in run.starts):
@@ -440,12 +426,22 @@ def _finish_axes(axes: Any, run: Run) -> None:
             axes.axvline(start["step"], color=GREY, linewidth=1, linestyle=":")
 
 
-def main(argv: list[str]) -> None:
-    """Prints the report of the workdir that the command line names, and draws its curves."""
+def define_flags() -> None:
+    flags.DEFINE_integer("spike", None, "Step to run up to again, from the checkpoint before it.")
+    flags.DEFINE_enum("precision", "recipe", PRECISIONS, "Of --spike; recipe is what the run computed in.")
+
+
+def main(argv: list[str], spike: int | None = None, precision: str = "recipe") -> None:
+    """Prints the report of the workdir that the command line names, and draws its curves; or replays."""
     if len(argv) != 2:
         raise app.UsageError("give one workdir: python -m maxlp.report DIR")
     try:
         run = load_run(argv[1])
+        if spike is not None:
+            from maxlp.diagnostics.replay import replay  # and the whole of training with it
+
+            replay(run.workdir, spike, precision)
+            return
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(report_text(run))
@@ -454,4 +450,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    define_flags()
+    app.run(lambda argv: main(argv, flags.FLAGS.spike, flags.FLAGS.precision))

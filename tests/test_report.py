@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from maxlp import report, workdir
 from maxlp.checkpoint import StepInfo
+from maxlp.diagnostics.spikes import Policy, Spike
 from maxlp.metrics import MetricWriter
 
 CONFIG = {
@@ -150,9 +151,9 @@ def test_planted_spikes_are_found_once_each():
     assert found[0].loss == losses[300]
     assert found[0].mean == pytest.approx(before.mean())
     assert found[0].sigmas == pytest.approx((losses[300] - before.mean()) / before.std())
-    assert len(report.find_spikes(steps, losses, merge_steps=0)) == 3
-    assert report.find_spikes(steps, losses, threshold=100) == []
-    assert report.find_spikes(steps, losses, min_history=700) == []
+    assert len(report.find_spikes(steps, losses, Policy(merge_steps=0))) == 3
+    assert report.find_spikes(steps, losses, Policy(threshold=100)) == []
+    assert report.find_spikes(steps, losses, Policy(min_history=700, window=700)) == []
 
 
 def test_spikes_in_the_report(tmp_path):
@@ -161,6 +162,30 @@ def test_spikes_in_the_report(tmp_path):
     write_run(tmp_path, losses=losses)
     assert list(shown(tmp_path)["Spikes"]) == ["step 210", "step 310"]
     assert report.spike_lines(report.load_run(tmp_path), at_most=1)[1] == ("", "and 1 more")
+
+
+def test_spikes_that_a_run_wrote_down(tmp_path):
+    write_run(tmp_path)
+    (tmp_path / "spikes").mkdir()
+    first = {"tensor": "layers/mlp/up_proj/kernel/3", "step": 206, "value": 4.2}
+    record = Spike(210, 3.0, 2.0, 5.0)._asdict() | {"first": first}
+    workdir.write_json(tmp_path / "spikes" / "210.json", record)
+    rollback = {"spike": {"step": 210}, "to": 100, "batches": [100, 300]}
+    workdir.write_json(tmp_path / "spikes" / "rollbacks.json", [rollback])
+    assert shown(tmp_path)["Spikes"] == {
+        "step 210": "loss 3.0000, 5.0 σ above the mean 2.0000 before it; "
+        "first layers/mlp/up_proj/kernel/3, RMS_t 4.20 4 steps before",
+        "rolled back": "from step 210 to step 100, without batches 101 to 300",
+    }
+
+
+def test_the_policy_of_the_run_says_what_a_spike_is(tmp_path):
+    losses = 2 + 0.01 * np.sin(np.arange(40))
+    losses[20] += 1.0
+    write_run(tmp_path, losses=losses)
+    config = json.loads((tmp_path / "config.json").read_text())
+    workdir.write_json(tmp_path / "config.json", config | {"spikes": {"threshold": 1000.0}})
+    assert "Spikes" not in shown(tmp_path)
 
 
 # --- Picture ------------------------------------------------------------------------------------------
