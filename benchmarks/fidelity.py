@@ -1,0 +1,351 @@
+"""Do the claims about low precision and small optimizers hold? Small runs on real text, seed by seed.
+
+    python benchmarks/fidelity.py precision smooth_swiglu optimizers galore moments --seeds 0 1 2
+
+Each experiment trains variants of `configs/llama/tiny.py`: a few changed values, listed here. A seed sets
+weights and data order, which all variants of a seed share: their difference is that of the variants. What
+is measured lands in `benchmarks/results/fidelity_<experiment>.json` after each run; finished runs are not
+repeated. Printed is a table of the held-out loss, drawn is the figure. What was claimed, what counts as
+success and what came out: `docs/fidelity.md`.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fidelity_figures
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from ml_collections import ConfigDict
+
+from configs.llama import tiny
+from maxlp import build, precision, sharding, step, train
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+HELDOUT_BATCHES = 64  # of 1,024 tokens each, the same for all runs
+
+SPIKY = {  # a rate and a memory of the second moment that make AdamW spike
+    "optimizer.learning_rate": 3e-2,
+    "optimizer.schedule": "constant",
+    "optimizer.b2": 0.999,
+    "optimizer.clip_norm": 0.0,
+    "train.total_steps": 600,
+}
+GALORE = {"update_proj_gap": 50, "scale": 0.25}
+
+# Experiment → variant → changes of the tiny config.
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "precision": {
+        "bf16": {},
+        "float32": {"model.dtype": "float32"},
+        "fp8_current": {"precision.recipe": "fp8_current"},
+        "fp8_delayed": {"precision.recipe": "fp8_delayed"},
+        "mxfp8": {"precision.recipe": "mxfp8"},
+        "int8_switchback": {"precision.recipe": "int8_switchback"},
+        "int8_all": {"precision.recipe": "int8_all"},
+        "e3m1": {"precision.recipe": "simulate", "precision.options": {"format": "e3m1"}},
+    },
+    "optimizers": {
+        # StableAdamW that never clips is AdamW with its RMS_t measured.
+        "AdamW": SPIKY | {"optimizer.name": "stable_adamw", "optimizer.options": {"clip_threshold": 1e30}},
+        "AdamW, gradient clip 1": SPIKY
+        | {
+            "optimizer.name": "stable_adamw",
+            "optimizer.options": {"clip_threshold": 1e30},
+            "optimizer.clip_norm": 1.0,
+        },
+        "StableAdamW": SPIKY | {"optimizer.name": "stable_adamw"},
+    },
+    "galore": {  # and of "precision" bf16, which is full rank
+        "rank d/2": {"optimizer.galore": GALORE | {"rank": 32}},
+        "rank d/4": {"optimizer.galore": GALORE | {"rank": 16}},
+    },
+    "moments": {  # and of "precision" bf16, which has float32 moments
+        "fp8 (e4m3, e5m2)": {"optimizer.low_bit": {}},
+        "fp8, blocks of 256": {"optimizer.low_bit": {"block_size": 256}},
+        "8-bit dynamic, blocks of 256": {
+            "optimizer.low_bit": {"mu": "dynamic8", "nu": "dynamic8", "block_size": 256}
+        },
+        "e4m3 for both": {"optimizer.low_bit": {"nu": "float8_e4m3fn"}},
+    },
+}
+BASELINES = {"galore": "full rank", "moments": "float32"}  # which is bf16 of "precision"
+
+
+# --- one variant --------------------------------------------------------------------------------------
+
+
+def changed(changes: dict[str, Any]) -> ConfigDict:
+    """The tiny config with values such as {"precision.recipe": "mxfp8"} in their places."""
+    c = tiny.get_config()
+    for path, value in changes.items():
+        section, key = path.split(".")
+        c[section][key] = value
+    return c
+
+
+class Trainer:
+    """A variant's train step, compiled once for all seeds, and its held-out loss."""
+
+    def __init__(self, changes: dict[str, Any], data: "Data"):
+        self.c, self.data = changed(changes), data
+        self.mesh = build.mesh(self.c)
+        build.check(self.c, self.mesh)
+        tx, schedule = build.tx(self.c)
+        task, make_model = build.task(self.c), build.model(self.c)
+        graphdef, abstract = step.abstract_state(make_model, tx, self.mesh)
+        self.step = step.jit_train_step(
+            abstract,
+            self.mesh,
+            graphdef=graphdef,
+            gradients=task.gradients(self.c),
+            tx=tx,
+            schedule=schedule,
+        )
+        self.evaluate = task.evaluator(self.c, graphdef, data.heldout_set)
+        self.shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+        init = jax.jit(functools.partial(step.init_state, make_model, tx), out_shardings=self.shardings)
+        self.init = lambda seed: init(jax.random.key(seed))
+
+    def train(self, state: dict, batches: list[dict], watch: Callable[[dict], dict]) -> tuple[dict, dict]:
+        """The state after all batches, and what was seen at each: loss, grad_norm and what watch picks."""
+        seen = []
+        for batch in batches:
+            state, out = self.step(state, sharding.global_batch(batch, self.mesh))
+            seen.append({key: out[key] for key in ("loss", "grad_norm")} | watch(state))
+        seen = jax.device_get(seen)
+        return state, {key: [digits(s[key]) for s in seen] for key in seen[0]}
+
+    def heldout(self, state: dict, limit: int = HELDOUT_BATCHES) -> float:
+        batches = (sharding.global_batch(batch, self.mesh) for batch in self.data.heldout[:limit])
+        return digits(self.evaluate(state, batches)["loss"])
+
+
+class Data:
+    """The batches of each seed, and the held-out ones."""
+
+    def __init__(self, folder: Path):
+        self.tokenizer = build.tokenizer(tiny.get_config(), folder)
+        self.heldout_set = build.heldout(tiny.get_config(), self.tokenizer)
+        self.heldout = list(itertools.islice(iter(self.heldout_set), HELDOUT_BATCHES))
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019
+    def batches(self, seed: int, steps: int) -> list[dict]:
+        iterator = iter(build.train_data(changed({"train.seed": seed}), self.tokenizer))
+        batches = list(itertools.islice(iterator, steps))
+        iterator.close()
+        return batches
+
+
+def digits(x: Any) -> float:
+    return float(f"{float(x):.6g}")
+
+
+# --- the experiments ----------------------------------------------------------------------------------
+
+
+def compare(experiment: str, seeds: list[int], only: list[str], data: Data) -> None:
+    """Trains each variant with each seed."""
+    results = Results(experiment)
+    variants = {name: v for name, v in VARIANTS[experiment].items() if not only or name in only}
+    trainer = functools.cache(lambda name: Trainer(variants[name], data))
+    for seed, name in itertools.product(seeds, variants):
+        if results.has(name, seed):
+            continue
+        start = time.time()
+        run = trainer(name)
+        batches = data.batches(seed, run.c.train.total_steps)
+        state, seen = run.train(run.init(seed), batches, watch_rms)
+        held = run.heldout(state)
+        results.add(name, seed, {"heldout": held, **seen})
+        print(f"{experiment} / {name} / seed {seed}: {held:.4f} ({time.time() - start:.0f} s)", flush=True)
+
+
+@jax.jit
+def _rms(rms: Any) -> dict[str, jax.Array]:
+    hidden = jnp.stack([jnp.max(x) for x in jax.tree.leaves((rms["layers"]["attn"], rms["layers"]["mlp"]))])
+    embedding, head = rms["tok_embed"]["embedding"], rms["lm_head"]["kernel"]
+    return {"rms_hidden": jnp.max(hidden), "rms_embedding": embedding, "rms_head": head}
+
+
+def watch_rms(state: dict) -> dict[str, jax.Array]:
+    """RMS_t of the embedding, of the head, and the largest of the kernels in the blocks."""
+    rms = optax.tree.get(state["opt_state"], "rms")
+    return {} if rms is None else _rms(rms)
+
+
+# Smooth-SwiGLU: a trained model some channels of which are aligned and grow, step by step.
+FORMS = {
+    "bf16": {},
+    "fp8_current": {"precision.recipe": "fp8_current"},
+    "fp8_delayed": {"precision.recipe": "fp8_delayed"},
+    "fp8_current, token": {"precision.recipe": "fp8_current", "precision.smooth_swiglu": "token"},
+    "fp8_current, channel": {"precision.recipe": "fp8_current", "precision.smooth_swiglu": "channel"},
+    "fp8_current, balanced": {"precision.recipe": "fp8_current", "precision.smooth_swiglu": "balanced"},
+    "fp8_delayed, channel": {"precision.recipe": "fp8_delayed", "precision.smooth_swiglu": "channel"},
+    "fp8_delayed, balanced": {"precision.recipe": "fp8_delayed", "precision.smooth_swiglu": "balanced"},
+}
+GROWTH = 4.0  # of the aligned channel's gate and up kernels at each stage; the product grows 16-fold
+STAGES, STAGE_STEPS = 6, 15
+TUNING = {
+    "optimizer.learning_rate": 3e-6,
+    "optimizer.schedule": "constant",
+    "optimizer.warmup_steps": 0,
+    "train.total_steps": STAGES * STAGE_STEPS,
+}
+
+
+def smooth_swiglu(seeds: list[int], only: list[str], data: Data) -> None:
+    """A trained model goes on with the recipe, while one channel of each layer is aligned and grows."""
+    results = Results("smooth_swiglu")
+    forms = {name: v for name, v in FORMS.items() if not only or name in only}
+    trainer = functools.cache(lambda name: Trainer(TUNING | forms[name], data))
+    before = Trainer({}, data)
+    steps = before.c.train.total_steps
+    for seed in seeds:
+        if all(results.has(name, seed) for name in forms):
+            continue
+        batches = data.batches(seed, steps + STAGES * STAGE_STEPS)
+        trained, _ = before.train(before.init(seed), batches[:steps], watch_rms)
+        aligned = align(jax.device_get(trained["params"]))
+        for name in forms:
+            if results.has(name, seed):
+                continue
+            start = time.time()
+            run = trainer(name)
+            state = run.init(seed) | {"params": jax.device_put(aligned, run.shardings["params"])}
+            stages = []
+            for stage in range(STAGES):
+                if stage:
+                    state = state | {"params": grow(state["params"])}
+                part = batches[steps + stage * STAGE_STEPS :][:STAGE_STEPS]
+                state, seen = run.train(state, part, watch_rms)
+                stages.append(seen | {"heldout": run.heldout(state, 24), **amax_of_product(state)})
+            results.add(name, seed, {"stages": stages, "heldout": stages[-1]["heldout"]})
+            shown = " ".join(f"{stage['heldout']:.3f}" for stage in stages)
+            print(
+                f"smooth_swiglu / {name} / seed {seed}: {shown} ({time.time() - start:.0f} s)", flush=True
+            )
+
+
+def align(params: dict) -> dict:
+    """One channel of each layer, the one that writes most, gets an up kernel equal to its gate kernel."""
+    mlp = params["layers"]["mlp"]
+    kernels = {name: np.array(mlp[name]["kernel"]) for name in ("gate_proj", "up_proj", "down_proj")}
+    gate_LDF, up_LDF, down_LFD = kernels.values()
+    size_LF = (
+        np.linalg.norm(gate_LDF, axis=1) * np.linalg.norm(up_LDF, axis=1) * np.linalg.norm(down_LFD, axis=2)
+    )
+    layers, chosen_L = np.arange(len(size_LF)), np.argmax(size_LF, axis=1)
+    # Channel 0 and the chosen one change places, so that the outlier is channel 0 in every layer.
+    for kernel_LFx in (gate_LDF.swapaxes(1, 2), up_LDF.swapaxes(1, 2), down_LFD):
+        kernel_LFx[layers, 0], kernel_LFx[layers, chosen_L] = (
+            kernel_LFx[layers, chosen_L].copy(),
+            kernel_LFx[layers, 0].copy(),
+        )
+    up_LDF[:, :, 0] = gate_LDF[:, :, 0]
+    new = {name: {"kernel": kernel} for name, kernel in kernels.items()}
+    return params | {"layers": params["layers"] | {"mlp": new}}
+
+
+@jax.jit
+def grow(params: dict) -> dict:
+    """The aligned channel's product grows, its row of the down projection shrinks: the function stays.
+
+    (Up to silu, which a large product turns into relu.)
+    """
+    mlp = params["layers"]["mlp"]
+    new = {
+        "gate_proj": {"kernel": mlp["gate_proj"]["kernel"].at[:, :, 0].multiply(GROWTH)},
+        "up_proj": {"kernel": mlp["up_proj"]["kernel"].at[:, :, 0].multiply(GROWTH)},
+        "down_proj": {"kernel": mlp["down_proj"]["kernel"].at[:, 0].divide(GROWTH**2)},
+    }
+    return params | {"layers": params["layers"] | {"mlp": new}}
+
+
+def amax_of_product(state: dict) -> dict[str, float]:
+    """The largest input of a down projection, where delayed scaling remembers it."""
+    down = state["model_state"].get("layers", {}).get("mlp", {}).get("down_proj", {}).get("dot_general", {})
+    history = down.get("input_amax_history")
+    return {} if history is None else {"amax": digits(jnp.max(history[:, 0]))}
+
+
+def weight_gradient() -> None:
+    """Error of a kernel's gradient summed over 2^10 … 2^17 tokens; SwitchBack leaves it in 16 bits."""
+    D, N = 64, 64
+    results = Results("weight_gradient")
+    kinds = {"Gaussian": 1.0, "1 token in 1000 is 30 times as large": 30.0}
+    numbers = (((1,), (0,)), ((), ()))
+    for exponent, (kind, size), seed in itertools.product((10, 12, 14, 16), kinds.items(), range(3)):
+        rng = np.random.default_rng(seed)
+        size_T1 = np.where(rng.random((2**exponent, 1)) < 1e-3, size, 1.0)
+        x_TD, g_TN = (jnp.bfloat16(size_T1 * rng.standard_normal((2**exponent, n))) for n in (D, N))
+        w_DN = jnp.bfloat16(rng.standard_normal((D, N)) / 8)
+        exact_DN = np.float64(x_TD).T @ np.float64(g_TN)
+        for recipe in ("bf16", "int8_all", "fp8_current", "mxfp8"):
+            dot = precision.QuantDot(precision.make_recipe(recipe))
+            _, pull = jax.vjp(functools.partial(_dot, dot, x_TD, numbers), w_DN)
+            error = np.linalg.norm(np.float64(pull(g_TN)[0]) - exact_DN) / np.linalg.norm(exact_DN)
+            results.add(f"{recipe}, {kind}, 2^{exponent}", seed, {"error": digits(error)})
+
+
+def _dot(dot: precision.QuantDot, x: jax.Array, numbers: Any, w: jax.Array) -> jax.Array:
+    return dot(x, w, numbers)
+
+
+# --- files and tables ---------------------------------------------------------------------------------
+
+
+class Results:
+    """{variant: {seed: what was measured}} in a JSON file."""
+
+    def __init__(self, experiment: str):
+        self.path = RESULTS / f"fidelity_{experiment}.json"
+        self.runs = json.loads(self.path.read_text()) if self.path.exists() else {}
+
+    def has(self, name: str, seed: int) -> bool:
+        return str(seed) in self.runs.get(name, {})
+
+    def add(self, name: str, seed: int, measured: dict) -> None:
+        self.runs.setdefault(name, {})[str(seed)] = measured
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.runs, separators=(",", ":")) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    known = [*VARIANTS, "smooth_swiglu", "weight_gradient"]
+    parser.add_argument("experiments", nargs="+", choices=known)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="*", default=[], help="names of variants")
+    parser.add_argument(
+        "--draw", action="store_true", help="train nothing: tables and figures of what is there"
+    )
+    args = parser.parse_args()
+    train.use_compilation_cache()
+    with tempfile.TemporaryDirectory() as folder:
+        data = None if args.draw else Data(Path(folder))
+        for experiment in args.experiments:
+            with jax.set_mesh(build.mesh(tiny.get_config())):
+                if data and experiment == "weight_gradient":
+                    weight_gradient()
+                elif data and experiment == "smooth_swiglu":
+                    smooth_swiglu(args.seeds, args.only, data)
+                elif data:
+                    compare(experiment, args.seeds, args.only, data)
+            shared = Results("precision").runs.get("bf16", {}) if experiment in BASELINES else {}
+            baseline = {BASELINES[experiment]: shared} if shared else {}
+            fidelity_figures.show(experiment, Results(experiment).runs, ROOT / "docs" / "figures", baseline)
+
+
+if __name__ == "__main__":
+    main()

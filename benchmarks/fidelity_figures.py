@@ -1,0 +1,255 @@
+"""Tables and figures of what `fidelity.py` measured.
+
+python benchmarks/fidelity.py precision --draw
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from maxlp import report
+
+Runs = dict[str, dict[str, dict[str, Any]]]  # variant → seed → what was measured
+
+COLORS = ["#2f6db3", "#e07b1a", "#3a9a5c", "#c8322b", "#7d5ba6", "#1aa3b0", "#8a6d3b", "#d45d9e", "#555555"]
+RMS_SPIKE = 2.3  # Wortsman et al. 2023; their code uses 1.8, which is counted too
+LEAD = range(1, 9)  # steps that an RMS_t spike comes before the loss's
+WARMED_UP = 60  # steps, before which nothing counts as a spike
+
+
+def show(experiment: str, runs: Runs, folder: Path, baseline: Runs) -> None:
+    """Prints the table and draws `folder/fidelity_<experiment>.png`.
+
+    Args:
+      baseline: the variant that others are compared to, where the experiment does not have it itself.
+    """
+    runs = baseline | runs
+    if not runs:
+        return
+    figure = Figure(figsize=(12, 4.6), layout="constrained", facecolor="white")
+    SHOW[experiment](runs, figure)
+    for axes in figure.axes:
+        axes.grid(True, color="#e6e6e6", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / f"fidelity_{experiment}.png", dpi=110)
+
+
+# --- held-out loss beside that of the first variant ---------------------------------------------------
+
+
+def compared(runs: Runs, figure: Figure) -> None:
+    base_name, base = next(iter(runs.items()))
+    rows = []
+    for name, seeds in runs.items():
+        losses = np.array([run["heldout"] for run in seeds.values()])
+        both = [seed for seed in seeds if seed in base]
+        differences = np.array([seeds[seed]["heldout"] - base[seed]["heldout"] for seed in both])
+        row = [name, str(len(losses)), plus_minus(losses)]
+        if name == base_name or not both:
+            row += ["", "", ""]
+        else:
+            relative = math.exp(differences.mean()) - 1
+            row += [plus_minus(differences, "+.4f"), signed(differences), f"{100 * relative:+.2f} %"]
+        rows.append(row)
+    header = ["variant", "seeds", "held-out loss", f"minus {base_name}", "of each seed", "perplexity"]
+    print_table(header, rows)
+
+    left, right = figure.subplots(1, 2, width_ratios=[1.6, 1])
+    for color, (name, seeds) in zip(COLORS, list(runs.items())[1:], strict=False):
+        both = [seed for seed in seeds if seed in base]
+        if not both:
+            continue
+        curves = np.array([running(np.subtract(seeds[s]["loss"], base[s]["loss"])) for s in both])
+        left.plot(curves.mean(0), color=color, label=name)
+        left.fill_between(
+            range(curves.shape[1]), curves.min(0), curves.max(0), color=color, alpha=0.15, lw=0
+        )
+        held = [seeds[s]["heldout"] - base[s]["heldout"] for s in both]
+        right.plot(held, [name] * len(held), "o", color=color, alpha=0.8)
+    left.axhline(0, color="black", linewidth=0.8)
+    right.axvline(0, color="black", linewidth=0.8)
+    left.set_title(f"training loss minus that of {base_name}, mean of 21 steps", loc="left")
+    left.set_xlabel("step")
+    left.set_ylabel("nats per token; mean and range of the seeds")
+    left.legend(frameon=False, fontsize=9)
+    right.set_title(f"held-out loss minus that of {base_name}", loc="left")
+    right.invert_yaxis()
+
+
+# --- spikes -------------------------------------------------------------------------------------------
+
+
+def loss_spikes(run: dict) -> list[int]:
+    """Steps of the loss spikes: `maxlp.report`'s definition, after the warm-up."""
+    losses = np.array(run["loss"])
+    steps = np.arange(len(losses))
+    found = report.find_spikes(steps[WARMED_UP - 16 :], losses[WARMED_UP - 16 :])
+    return [spike.step for spike in found]
+
+
+def rms_spikes(run: dict, threshold: float = RMS_SPIKE) -> list[int]:
+    """Steps with an RMS_t of a kernel in the blocks above the threshold, 10 steps apart."""
+    rms, found = np.array(run["rms_hidden"]), []
+    for i in np.flatnonzero(rms > threshold):
+        if i >= WARMED_UP - 16 and (not found or i - found[-1] > 10):
+            found.append(int(i))
+    return found
+
+
+def explained(losses: list[int], rms: list[int], steps: int) -> tuple[int, float]:
+    """How many loss spikes an RMS_t spike precedes by 1 to 8 steps; the share of all steps it precedes."""
+    covered = {r + lead for r in rms for lead in LEAD}
+    return sum(step in covered for step in losses), len(covered) / max(1, steps - WARMED_UP + 16)
+
+
+def optimizers(runs: Runs, figure: Figure) -> None:
+    rows = []
+    for name, seeds in runs.items():
+        spikes = {seed: loss_spikes(run) for seed, run in seeds.items()}
+        held = np.array([run["heldout"] for run in seeds.values()])
+        found, share = 0, []
+        for seed, run in seeds.items():
+            if "rms_hidden" in run:
+                count, part = explained(spikes[seed], rms_spikes(run), len(run["loss"]))
+                found, share = found + count, [*share, part]
+        total = sum(map(len, spikes.values()))
+        largest = [max(run["rms_hidden"][WARMED_UP:]) for run in seeds.values() if "rms_hidden" in run]
+        rows.append(
+            [
+                name,
+                str(len(seeds)),
+                plus_minus(held),
+                f"{total} ({', '.join(str(len(s)) for s in spikes.values())})",
+                f"{found} of {total}" if share else "",
+                f"{np.mean(share):.0%}" if share else "",
+                f"{max(largest):.1f}" if largest else "",
+            ]
+        )
+    header = ["optimizer", "seeds", "held-out loss", "loss spikes (each seed)", "RMS_t spike 1 to 8 before"]
+    print_table([*header, "by chance", "largest RMS_t"], rows)
+
+    figure.set_size_inches(12, 7)
+    grid = figure.subplots(2, len(runs), sharex=True, sharey="row", squeeze=False)
+    for (top, bottom), (name, seeds) in zip(grid.T, runs.items(), strict=True):
+        for color, (seed, run) in zip(COLORS, seeds.items(), strict=False):
+            top.plot(run["loss"], color=color, linewidth=0.9, label=f"seed {seed}")
+            where = loss_spikes(run)
+            top.plot(where, [run["loss"][i] for i in where], "v", color=color, markersize=6)
+            if "rms_hidden" in run:
+                bottom.plot(run["rms_hidden"], color=color, linewidth=0.9)
+        bottom.axhline(RMS_SPIKE, color="black", linewidth=0.8, linestyle=":")
+        top.set_title(name, loc="left")
+        bottom.set_yscale("log")
+        bottom.set_xlabel("step")
+    grid[0, 0].set_ylabel("training loss, spikes marked")
+    grid[1, 0].set_ylabel("largest RMS_t of the kernels in the blocks")
+    grid[0, 0].legend(frameon=False, fontsize=9)
+
+
+# --- Smooth-SwiGLU ------------------------------------------------------------------------------------
+
+
+def smooth_swiglu(runs: Runs, figure: Figure) -> None:
+    base = runs["bf16"]
+    amax = [s["amax"] for run in runs.get("fp8_delayed", {}).values() for s in run["stages"] if "amax" in s]
+    num_stages = len(next(iter(base.values()))["stages"])
+    size = np.array(amax).reshape(-1, num_stages).mean(0) if amax else 16.0 ** np.arange(num_stages)
+    rows = []
+    left, right = figure.subplots(1, 2)
+    for color, (name, seeds) in zip(COLORS, runs.items(), strict=False):
+        held = {s: np.array([stage["heldout"] for stage in run["stages"]]) for s, run in seeds.items()}
+        if name == "bf16":
+            values = np.array(list(held.values()))
+            rows.append([f"{name} (the loss itself)", *[f"{v:.3f}" for v in values.mean(0)]])
+            continue
+        differences = np.array(
+            [held[s] - [stage["heldout"] for stage in base[s]["stages"]] for s in held if s in base]
+        )
+        rows.append([name, *[plus_minus(column, "+.3f") for column in differences.T]])
+        left.plot(size, np.maximum(differences.mean(0), 1e-4), "o-", color=color, label=name, markersize=4)
+        curves = []
+        for s, run in seeds.items():
+            train = [np.concatenate([stage["loss"] for stage in r["stages"]]) for r in (run, base[s])]
+            curves.append(train[0] - train[1])
+        right.plot(np.mean(curves, 0), color=color, linewidth=1)
+    print_table(["largest product of the gates", *[f"{x:.1e}" for x in size]], rows)
+    left.set_xscale("log")
+    left.set_yscale("log")
+    left.set_xlabel("largest product of the gates")
+    left.set_title("held-out loss minus that of bf16", loc="left")
+    left.set_ylabel("nats per token, mean of the seeds (at least 1e-4)")
+    left.legend(frameon=False, fontsize=9)
+    right.set_xlabel("step; the aligned channel grows 16-fold every 15 steps")
+    right.set_title("training loss minus that of bf16", loc="left")
+
+
+# --- error of the weight gradient ---------------------------------------------------------------------
+
+
+def weight_gradient(runs: Runs, figure: Figure) -> None:
+    table: dict[tuple[str, str], dict[int, float]] = {}
+    for key, seeds in runs.items():
+        recipe, kind, tokens = key.split(", ")
+        mean = float(np.mean([run["error"] for run in seeds.values()]))
+        table.setdefault((kind, recipe), {})[int(tokens.removeprefix("2^"))] = mean
+    exponents = sorted({e for row in table.values() for e in row})
+    rows = [[k, r, *[f"{row[e]:.4f}" for e in exponents]] for (k, r), row in table.items()]
+    print_table(["data", "recipe", *[f"2^{e} tokens" for e in exponents]], rows)
+    kinds = list(dict.fromkeys(kind for kind, _ in table))
+    for axes, kind in zip(
+        figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds, strict=True
+    ):
+        recipes = [recipe for k, recipe in table if k == kind]
+        for color, recipe in zip(COLORS, recipes, strict=False):
+            row = table[kind, recipe]
+            axes.plot(
+                [2.0**e for e in row], list(row.values()), "o-", color=color, label=recipe, markersize=4
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_title(kind, loc="left")
+        axes.set_xlabel("tokens summed over")
+        axes.legend(frameon=False, fontsize=9)
+    figure.axes[0].set_ylabel("relative error of the kernel's gradient")
+
+
+SHOW: dict[str, Callable[[Runs, Figure], None]] = {
+    "precision": compared,
+    "galore": compared,
+    "moments": compared,
+    "optimizers": optimizers,
+    "smooth_swiglu": smooth_swiglu,
+    "weight_gradient": weight_gradient,
+}
+
+
+# --- parts --------------------------------------------------------------------------------------------
+
+
+def running(values: np.ndarray, half: int = 10) -> np.ndarray:
+    """Mean of a value and up to `half` on each side."""
+    return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
+
+
+def plus_minus(values: np.ndarray, form: str = ".4f") -> str:
+    """Mean ± standard deviation (of a sample)."""
+    if len(values) == 1:
+        return f"{values[0]:{form}}"
+    return f"{values.mean():{form}} ± {values.std(ddof=1):{form.lstrip('+')}}"
+
+
+def signed(values: np.ndarray) -> str:
+    return ", ".join(f"{v:+.4f}" for v in values)
+
+
+def print_table(header: list[str], rows: list[list[str]]) -> None:
+    print(f"| {' | '.join(header)} |")
+    print(f"|{'---|' * len(header)}")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
