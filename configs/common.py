@@ -147,6 +147,7 @@ def llama(**sizes) -> ConfigDict:
     )
     c.checkpoint = ConfigDict(dict(every_steps=1000, keep_last=2))
     c.metrics = ConfigDict(dict(tensorboard=True, wandb_project=""))
+    c.profile = ConfigDict(dict(start=0, steps=3))
     return c
 
 
@@ -184,7 +185,7 @@ def _clip_size(embed_dim: int, patch_size: int, visual: tuple, text: tuple) -> d
     )
 
 
-# Of open_clip: joint dim, patch, image tower (width, layers, heads, mlp), text tower (width, layers, heads).
+# Of open_clip: joint dim, patch, image (width, layers, heads, mlp), text (width, layers, heads).
 CLIP_SIZES = {
     "s32": _clip_size(384, 32, (384, 12, 6, 1536), (384, 12, 6)),
     "b32": _clip_size(512, 32, (768, 12, 12, 3072), (512, 12, 8)),
@@ -244,10 +245,17 @@ def clip(**sizes) -> ConfigDict:
     # What open_clip trains these sizes with.
     c.optimizer.update(
         dict(
-            learning_rate=5e-4, warmup_steps=10_000, final_lr_fraction=0.0, clip_norm=0.0, weight_decay=0.2
+            learning_rate=5e-4,
+            warmup_steps=10_000,
+            final_lr_fraction=0.0,
+            clip_norm=0.0,
+            weight_decay=0.2,
+            decay_embeddings=True,
+            b1=0.9,
+            b2=0.98,
+            eps=1e-6,
         )
     )
-    c.optimizer.update(dict(b1=0.9, b2=0.98, eps=1e-6, decay_embeddings=True))
     c.data = ConfigDict(
         dict(
             name="image_text",

@@ -22,9 +22,14 @@ from maxlp.config import ConfigError, bind, call
 from maxlp.data import DATA, sources, text
 from maxlp.data import tokenizer as tokenizers
 from maxlp.models import MODELS
+from maxlp.precision import health as precision_health
+from maxlp.profiler import Profiler
 from maxlp.tasks import TASKS
 
-SECTIONS = ("model", "precision", "mesh", "optimizer", "data", "loss", "train", "checkpoint", "metrics")
+SECTIONS = (
+    *("model", "precision", "mesh", "optimizer", "data", "loss", "train"),
+    *("checkpoint", "metrics", "profile"),
+)
 WRITER_ARGUMENTS = ("workdir", "total_steps", "resume_step", "run_config")
 BPE_BYTES = 4_000_000  # of the corpus that "bpe:V" learns from: 2 seconds on 2 cores
 
@@ -104,6 +109,18 @@ def judges(c: ConfigDict) -> step.Judges:
     return found
 
 
+def health(c: ConfigDict, graphdef: nnx.GraphDef) -> Callable[[dict, dict], dict[str, float]]:
+    """A function of (state, batch) to what quantization does to every tensor: see `precision.health`."""
+    measure = functools.partial(precision_health.measure, graphdef=graphdef, gradients=task(c).gradients(c))
+    compiled = jax.jit(measure, out_shardings=sharding.replicated(jax.sharding.get_mesh()))
+
+    def numbers(state: dict, batch: dict) -> dict[str, float]:
+        found = precision_health.flatten(jax.device_get(compiled(state, batch)))
+        return precision_health.summary(found) | found
+
+    return numbers
+
+
 def tx(c: ConfigDict) -> tuple[optax.GradientTransformation, optax.Schedule]:
     if c.optimizer.name == "schedule_free_adamw":
         # It is measured at the average of its iterates (`optim.eval_params`), which the commands that
@@ -122,6 +139,10 @@ def task(c: ConfigDict) -> ModuleType:
 
 def checkpointer(c: ConfigDict, directory: Path) -> checkpoint.Checkpointer:
     return call(checkpoint.Checkpointer, "checkpoint", c.checkpoint, directory=directory)
+
+
+def profiler(c: ConfigDict, workdir: Path) -> Profiler:
+    return call(Profiler, "profile", c.profile, workdir=workdir)
 
 
 def metric_writer(c: ConfigDict, workdir: Path, total_steps: int, start: int) -> metrics.MetricWriter:
@@ -145,9 +166,12 @@ def tokenizer(c: ConfigDict, workdir: Path) -> str:
         if spec.startswith("bpe:"):
             source = sources.make_source(c.data.source, "train")
             size = int(spec.removeprefix("bpe:"))
+            check_vocabulary(c, size)
             tokenizers.train_or_load(str(workdir / "tokenizer.json"), source, size, BPE_BYTES, c.train.seed)
         else:
-            for name, content in tokenizers.make_tokenizer(spec).files.items():
+            made = tokenizers.make_tokenizer(spec)
+            check_vocabulary(c, made.vocab_size)
+            for name, content in made.files.items():
                 path = workdir / name
                 if path.exists() and path.read_bytes() != content:
                     raise ConfigError(
@@ -157,6 +181,15 @@ def tokenizer(c: ConfigDict, workdir: Path) -> str:
                 path.write_bytes(content)
     distributed.barrier("tokenizer")
     return saved_tokenizer(c, workdir)
+
+
+def check_vocabulary(c: ConfigDict, size: int) -> None:
+    key, room = task(c).vocabulary(c)
+    if size > room:
+        raise ConfigError(
+            f"config.data.tokenizer={c.data.tokenizer} has {size:,} tokens, the model room for {room:,}; "
+            f"set config.{key}={size}"
+        )
 
 
 def saved_tokenizer(c: ConfigDict, workdir: Path) -> str:
@@ -257,6 +290,9 @@ def check(c: ConfigDict, devices: Mesh) -> None:
     _data_section(c)
     bind(checkpoint.Checkpointer, "checkpoint", c.checkpoint, "directory")
     bind(metrics.MetricWriter, "metrics", c.metrics, *WRITER_ARGUMENTS)
+    call(Profiler, "profile", c.profile, workdir=Path())
+    if c.precision.health_every < 0:
+        raise ConfigError(f"config.precision.health_every={c.precision.health_every} must not be negative")
     batch, shards = c.data.batch_size, sharding.batch_shards(devices)
     rows = shards * c.train.microbatches
     if batch % rows:

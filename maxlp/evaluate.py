@@ -32,7 +32,7 @@ def main() -> None:
     with jax.set_mesh(mesh):
         graphdef, state, at_step = build.restore_model(c, workdir, flags.FLAGS.step, mesh)
         data = build.heldout(c, build.saved_tokenizer(c, workdir))
-        batches = (batch for batch, _ in sharding.device_batches(iter(data), mesh))
+        batches = lambda: (batch for batch, _ in sharding.device_batches(iter(data), mesh))  # noqa: E731
         results = build.task(c).evaluator(c, graphdef, data)(state, batches)
     distributed.say(f"{workdir} at step {at_step}, on {c.data.source}")
     for name, value in results.items():

@@ -372,6 +372,9 @@ class ConsoleWriter:
             print(file=self._stream, flush=True)
 
 
+MAX_DEPTH = 2  # names with more slashes are of single layers, too many for a line
+
+
 def _format_record(record: Mapping[str, Any], total_steps: int) -> str:
     """A progress line for training records, `name value` pairs for others."""
     parts = [f"step {record['step']}/{total_steps}"]
@@ -381,7 +384,7 @@ def _format_record(record: Mapping[str, Any], total_steps: int) -> str:
             + [
                 f"{k} {v:,.0f}" if abs(v) >= 1000 else f"{k} {v:.4g}"
                 for k, v in record.items()
-                if k not in ("step", "time")
+                if k not in ("step", "time") and k.count("/") <= MAX_DEPTH
             ]
         )
     of_what = " of measured peak" if record.get("perf/peak_measured") else ""

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -85,9 +86,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
         judges=judges,
     )
     background = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1))
-    compiled = background.submit(
-        compile_under, mesh, train_step, abstract, task.abstract_batch(c, mesh)
-    )
+    compiled = background.submit(compile_under, mesh, train_step, abstract, task.abstract_batch(c, mesh))
 
     # --- The state: restored, or born in its shards.
     checkpoints = stack.enter_context(build.checkpointer(c, workdir / "checkpoints"))
@@ -129,14 +128,19 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
         total_steps=loop.total_steps,
     )
     evaluate = task.evaluator(c, graphdef, heldout)
+    measure_health = build.health(c, graphdef)
+    profiler = stack.enter_context(contextlib.closing(build.profiler(c, workdir)))
 
     n, data_state = start, batches.get_state()
     for n, (batch, data_state) in enumerate(sharding.device_batches(batches, mesh), start + 1):
+        profiler.before(n - start)
         state, out = train_step(state, batch)
+        profiler.after(n - start, out)
         first, last, stop = n == start + 1, n == loop.total_steps, guard.should_stop(n)
         evaluates = last or (loop.eval_every > 0 and n % loop.eval_every == 0)
+        measures = c.precision.health_every > 0 and n % c.precision.health_every == 0
         saves = last or stop or checkpoints.should_save(n)
-        for done, values in fetch.push(n, out, wait=first or evaluates or saves):
+        for done, values in fetch.push(n, out, wait=first or evaluates or measures or saves):
             throughput.tick(done)
             if not math.isfinite(values["loss"]):  # before it is saved
                 raise FloatingPointError(f"the loss of step {done} is {values['loss']}")
@@ -149,8 +153,10 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
         with throughput.paused():
             if evaluates:
                 limit = 0 if last else loop.eval_batches
-                held = (batch for batch, _ in sharding.device_batches(iter(heldout), mesh, limit))
+                held = functools.partial(heldout_batches, heldout, mesh, limit)
                 writer.write(n, {f"eval/{name}": v for name, v in evaluate(state, held).items()})
+            if measures:
+                writer.write(n, measure_health(state, batch))
             if saves:
                 checkpoints.save(n, state, merge_states(distributed.gather_json(data_state)))
         if stop and not last:
@@ -171,6 +177,10 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
         report.plot_curves(workdir)
         distributed.say(f"done: {workdir}/loss.png; python -m maxlp.report {workdir} tells more")
     return 0
+
+
+def heldout_batches(heldout, mesh: Mesh, limit: int) -> Iterator[dict]:
+    return (batch for batch, _ in sharding.device_batches(iter(heldout), mesh, limit))
 
 
 def compile_under(mesh: Mesh, function: jax.stages.Wrapped, *shapes) -> jax.stages.Compiled:

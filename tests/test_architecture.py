@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = {"train", "evaluate", "generate", "plan", "convert", "prepare", "report"}
-LEAVES = {"precision", "optim", "data", "metrics", "distributed"}
+LEAVES = {"precision", "optim", "data", "metrics", "distributed", "profiler"}
 
 
 def imported(path: Path) -> set[str]:

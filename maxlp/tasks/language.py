@@ -53,7 +53,8 @@ def evaluator(c: ConfigDict, graphdef: nnx.GraphDef, data: Any) -> Callable:
     def sums(state: dict, batch: dict) -> dict[str, jax.Array]:
         return loss_fn(nnx.merge(graphdef, state["params"], state["model_state"]), batch)
 
-    return make_perplexity(sums, data.tokenizer.byte_lengths)
+    perplexity = make_perplexity(sums, data.tokenizer.byte_lengths)
+    return lambda state, batches: perplexity(state, batches())
 
 
 def abstract_batch(c: ConfigDict, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
@@ -64,6 +65,10 @@ def abstract_batch(c: ConfigDict, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]
         jax.ShapeDtypeStruct, (c.data.batch_size, c.data.seq_len), sharding=sharding.batch_sharding(mesh)
     )
     return {name: of(dtype) for name, dtype in dtypes.items()}
+
+
+def vocabulary(c: ConfigDict) -> tuple[str, int]:
+    return "model.vocab_size", c.model.vocab_size
 
 
 def units(c: ConfigDict) -> int:
