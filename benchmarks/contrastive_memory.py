@@ -1,0 +1,86 @@
+"""Memory of the contrastive losses: bytes a device for loss and gradients, as compiled and not run.
+
+    python benchmarks/contrastive_memory.py --topology=v5e:4x4 --topology=h100:2x8
+
+Needs no device, but the compilers: `pip install -e '.[aot]'` (Linux). The function compiled takes float32
+features (B, E), split over all devices, and returns the loss and its gradients by features, scale and bias.
+Its arguments and results alone are four arrays of features, 16 B E / devices bytes.
+"""
+
+import argparse
+import datetime
+import functools
+import importlib.metadata
+import re
+
+import jax
+import jax.numpy as jnp
+
+from maxlp import sharding
+from maxlp.contrastive import METHODS, contrastive
+from maxlp.planning import compiled, topologies
+
+GIB = 2**30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--topology", action="append", required=True)
+    parser.add_argument("--batch_size", type=int, nargs="+", default=[2**15, 2**18, 2**20])
+    parser.add_argument("--embed_dim", type=int, nargs="+", default=[512])
+    parser.add_argument("--loss", nargs="+", default=["softmax"])
+    parser.add_argument("--method", nargs="+", default=list(METHODS))
+    parser.add_argument("--tile_size", type=int, default=4096)
+    args = parser.parse_args()
+    versions = ", ".join(f"{name} {_version(name)}" for name in ("jax", "libtpu", "jax-cuda13-plugin"))
+    print(
+        f"{datetime.date.today()}, {versions}, tiles of {args.tile_size}; GiB a device: temporaries (all)",
+        flush=True,
+    )
+    for name in args.topology:
+        topology = topologies.parse(name)
+        print(f"\n{topology.size} × {topology.chip.kind}, {topology.chip.memory / GIB:.2f} GiB")
+        print(
+            f"| loss | E | B | {' | '.join(args.method)} |\n|---|---|---|{'---|' * len(args.method)}",
+            flush=True,
+        )
+        mesh = sharding.make_mesh(data=1, fsdp=-1, devices=topologies.devices(topology))
+        for loss in args.loss:
+            for E in args.embed_dim:
+                for B in args.batch_size:
+                    cells = [_cell(mesh, B, E, loss, method, args.tile_size) for method in args.method]
+                    print(f"| {loss} | {E} | {B:,} | {' | '.join(cells)} |", flush=True)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _cell(mesh: jax.sharding.Mesh, B: int, E: int, loss: str, method: str, tile_size: int) -> str:
+    """GiB beside arguments and results, and with them; or what the compiler says that it needs."""
+    with jax.set_mesh(mesh):
+        rows = jax.ShapeDtypeStruct((B, E), jnp.float32, sharding=sharding.batch_sharding(mesh))
+        scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(mesh))
+        value = functools.partial(_value, loss=loss, method=method, tile_size=tile_size)
+        traced = jax.jit(jax.value_and_grad(value, argnums=range(4))).trace(rows, rows, scalar, scalar)
+        platform = mesh.devices.flat[0].platform
+        lowered = traced.lower(lowering_platforms=(compiled.PLATFORMS.get(platform, platform),))
+        try:
+            memory = compiled.read_memory(lowered.compile())
+        except jax.errors.JaxRuntimeError as error:
+            found = re.search(r"([\d.]+[KMGT])\)? (?:of [\d.]+[KMGT] hbm|exceeds)", str(error))
+            if found is None:
+                raise
+            return f"refused, needs {found[1]}"
+    return f"{memory.temporaries / GIB:.3g} ({memory.total / GIB:.3g})"
+
+
+def _value(*args: jax.Array, **options) -> jax.Array:
+    return contrastive(*args, **options)["loss"]
+
+
+if __name__ == "__main__":
+    main()
