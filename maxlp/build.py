@@ -81,11 +81,8 @@ def mesh(c: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
 
 def model(c: ConfigDict) -> Callable[[nnx.Rngs], nnx.Module]:
     """The function that makes the model; call it under `jax.jit` or `jax.eval_shape` if it is large."""
-    values = dict(c.model.items())
-    name = values.pop("name", None)
-    if name not in MODELS:
-        raise ConfigError(f"config.model.name={name!r} is unknown; one of {', '.join(MODELS)}")
-    make = bind(MODELS[name], "model", values, "rngs")
+    task(c)  # knows the name, or says so
+    make = bind(MODELS[c.model.name], "model", _sizes(c), "rngs")
     lower = bind(precision.apply, "precision", _recipes(c), "model")
 
     def make_model(rngs: nnx.Rngs) -> nnx.Module:
@@ -94,6 +91,10 @@ def model(c: ConfigDict) -> Callable[[nnx.Rngs], nnx.Module]:
         return made
 
     return make_model
+
+
+def _sizes(c: ConfigDict) -> dict:
+    return {key: value for key, value in c.model.items() if key != "name"}
 
 
 def _recipes(c: ConfigDict) -> dict:
@@ -134,7 +135,10 @@ def tx(c: ConfigDict) -> tuple[optax.GradientTransformation, optax.Schedule]:
 
 def task(c: ConfigDict) -> ModuleType:
     """What this family of models trains on: see `maxlp.tasks`."""
-    return TASKS[c.model.name]
+    name = c.model.get("name")
+    if name not in TASKS:
+        raise ConfigError(f"config.model.name={name!r} is unknown; one of {', '.join(TASKS)}")
+    return TASKS[name]
 
 
 def checkpointer(c: ConfigDict, directory: Path) -> checkpoint.Checkpointer:
@@ -246,12 +250,10 @@ def num_params(params: dict) -> int:
 
 def precision_table(c: ConfigDict) -> dict[str, str]:
     """Path of each matmul of the model → name of its precision recipe."""
-    name = c.model.name
-    values = {key: value for key, value in c.model.items() if key != "name"}
     table: dict[str, str] = {}
 
     def make() -> None:
-        made = call(MODELS[name], "model", values, rngs=nnx.Rngs(0))
+        made = call(MODELS[c.model.name], "model", _sizes(c), rngs=nnx.Rngs(0))
         table.update(call(precision.apply, "precision", _recipes(c), model=made))
 
     jax.eval_shape(make)

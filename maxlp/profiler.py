@@ -1,4 +1,4 @@
-"""A trace of a few steps for XProf: ``pip install xprof tensorboard``, ``tensorboard --logdir=RUN/profile``."""
+"""A trace of a few steps for XProf (``pip install xprof tensorboard``)."""
 
 from pathlib import Path
 from typing import Any
