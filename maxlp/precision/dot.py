@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import Precision
-from jax.sharding import AxisType
+from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlp.precision import delayed, formats, mx, smooth_swiglu
 from maxlp.precision.formats import Quantized
@@ -128,24 +128,24 @@ def _backward(static: _Static, residuals, g):
     if recipe.dlhs is None:
         dx = plain(
             g.astype(dtype), _as(saved_kernel, dtype), _numbers((-1,), (1,), g),
-            out_sharding=_explicit_sharding(saved_x),
+            out_sharding=_sharding(saved_x),
         )  # fmt: skip
     else:
         q_kernel = again(saved_kernel, 1, recipe.dlhs[1], (1,), seen.get("kernel"))
         q_g = quantize_grad(recipe.dlhs[0], (g.ndim - 1,))
-        sharding = _explicit_sharding(saved_x)
+        sharding = _sharding(saved_x)
         dx = _gemm(q_g, q_kernel, (-1,), (1,), recipe.dlhs, dtype, Precision.HIGHEST, sharding)
 
     tokens = tuple(range(g.ndim - 1))
     if recipe.drhs is None:
         dkernel = plain(
             _as(saved_x, dtype), g.astype(dtype), _numbers(tokens, tokens, g),
-            out_sharding=_explicit_sharding(saved_kernel),
+            out_sharding=_sharding(saved_kernel),
         )  # fmt: skip
     else:
         q_x = again(saved_x, 0, recipe.drhs[0], tokens, seen.get("input"))
         q_g = quantize_grad(recipe.drhs[1], tokens)
-        sharding = _explicit_sharding(saved_kernel)
+        sharding = _sharding(saved_kernel)
         dkernel = _gemm(
             q_x,
             q_g,
@@ -211,7 +211,7 @@ def _gemm(
     )
     (axes_a, axes_b), _ = numbers
     free_b = b.values.ndim - len(axes_b)
-    scale = _free(a.scale, axes_a, free_b) * _free(b.scale, axes_b, 0)
+    scale = _like(_free(a.scale, axes_a, free_b), product) * _like(_free(b.scale, axes_b, 0), product)
     multiply_in = dtype if narrow and exact_scales else jnp.float32
     return (product.astype(multiply_in) * scale.astype(multiply_in)).astype(dtype)
 
@@ -232,8 +232,16 @@ def _as(saved, dtype) -> jax.Array:
     return formats.dequantize(saved, dtype) if isinstance(saved, Quantized) else saved
 
 
-def _explicit_sharding(x: Any):
-    """The sharding in the type of ``x`` (an array or its quantized form) on explicit axes, else None."""
-    sharding = jax.typeof(jax.tree.leaves(x)[0]).sharding
-    types = sharding.mesh.axis_types
-    return sharding if types and all(t == AxisType.Explicit for t in types) else None
+def _sharding(saved) -> Any:
+    """How a residual (an array or its quantized form) is split on explicit axes, else None."""
+    return formats.explicit_sharding(jax.tree.leaves(saved)[0])
+
+
+def _like(scale: jax.Array, product: jax.Array) -> jax.Array:
+    """A scale that lies on explicit axes as the product it multiplies."""
+    sharding = formats.explicit_sharding(product)
+    if sharding is None or scale.ndim == 0:
+        return scale
+    split = sharding.spec[product.ndim - scale.ndim :]
+    axes = (None if n == 1 else axis for n, axis in zip(scale.shape, split, strict=True))
+    return jax.sharding.reshard(scale, NamedSharding(sharding.mesh, PartitionSpec(*axes)))

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 MX_BLOCK = 32  # elements that share a scale in the OCP microscaling formats
 
@@ -233,11 +234,10 @@ def _quantize_blocks(x: jax.Array, to: Format, axis: int, rounding: str) -> Quan
             f"block scales need a contracted axis of a multiple of {MX_BLOCK}, got {x.shape[axis]} in "
             f"shape {x.shape}; use another size or a recipe without blocks"
         )
-    blocked = (*x.shape[:axis], x.shape[axis] // MX_BLOCK, MX_BLOCK, *x.shape[axis + 1 :])
-    x = x.astype(jnp.float32).reshape(blocked)
+    x = _split_blocks(x.astype(jnp.float32), axis)
     scale = scale_for(amax(x, (axis + 1,)), to, power_of_two=True)
     values = cast(x * _inverse(scale), to, rounding)
-    return Quantized(values.reshape(*blocked[:axis], -1, *blocked[axis + 2 :]), scale.squeeze(axis + 1))
+    return Quantized(_join_blocks(values, axis), scale.squeeze(axis + 1))
 
 
 def dequantize(q: Quantized, dtype: Any) -> jax.Array:
@@ -245,5 +245,31 @@ def dequantize(q: Quantized, dtype: Any) -> jax.Array:
     scale = q.scale
     for axis, (size, scales) in enumerate(zip(q.values.shape, scale.shape, strict=True)):
         if scales not in (1, size):
-            scale = jnp.repeat(scale, size // scales, axis=axis)
+            blocks = (*scale.shape[: axis + 1], size // scales, *scale.shape[axis + 1 :])
+            scale = _join_blocks(jnp.broadcast_to(jnp.expand_dims(scale, axis + 1), blocks), axis)
     return (q.values.astype(jnp.float32) * scale).astype(dtype)
+
+
+def _split_blocks(x: jax.Array, axis: int) -> jax.Array:
+    """(…, n, …) to (…, n / MX_BLOCK, MX_BLOCK, …)."""
+    shape = (*x.shape[:axis], x.shape[axis] // MX_BLOCK, MX_BLOCK, *x.shape[axis + 1 :])
+    if (sharding := explicit_sharding(x)) is None:
+        return x.reshape(shape)
+    axes = (*sharding.spec[: axis + 1], None, *sharding.spec[axis + 1 :])
+    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*axes)))
+
+
+def _join_blocks(x: jax.Array, axis: int) -> jax.Array:
+    """(…, blocks, m, …) to (…, blocks · m, …)."""
+    shape = (*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+    if (sharding := explicit_sharding(x)) is None:
+        return x.reshape(shape)
+    axes = (*sharding.spec[: axis + 1], *sharding.spec[axis + 2 :])
+    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*axes)))
+
+
+def explicit_sharding(x: jax.Array) -> NamedSharding | None:
+    """The sharding in the type of an array on explicit axes; None elsewhere."""
+    sharding = jax.typeof(x).sharding
+    types = sharding.mesh.axis_types
+    return sharding if types and all(t == AxisType.Explicit for t in types) else None
