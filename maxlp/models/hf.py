@@ -216,25 +216,30 @@ def config_to_hf(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 # --- files --------------------------------------------------------------------------------------------
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
 
 
 class Tensors(Mapping[str, np.ndarray]):
-    """The tensors of a directory with ``model.safetensors`` or its shards; each is read when asked for.
+    """The tensors of a directory with a safetensors file or its shards; each is read when asked for.
+
+    Args:
+      weights: name of the file; that of the shards' index is this and ".index.json".
 
     Raises:
       ValueError: no such files, or a damaged one.
     """
 
-    def __init__(self, directory: str | os.PathLike):
+    def __init__(self, directory: str | os.PathLike, weights: str = WEIGHTS):
         self.directory = os.fspath(directory)
-        if os.path.exists(self._path(WEIGHTS)):
-            self.file_of = dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
-        elif os.path.exists(self._path(INDEX)):
-            with open(self._path(INDEX)) as file:
+        index = f"{weights}.index.json"
+        if os.path.exists(self._path(weights)):
+            self.file_of = dict.fromkeys(self._open(weights).keys(), weights)
+        elif os.path.exists(self._path(index)):
+            with open(self._path(index)) as file:
                 self.file_of = json.load(file)["weight_map"]
         else:
-            raise ValueError(f"{self.directory}: holds neither {WEIGHTS} nor {INDEX}")
+            raise ValueError(f"{self.directory}: holds neither {weights} nor {index}")
 
     def __getitem__(self, name: str) -> np.ndarray:
         with self._open(self.file_of[name]) as file:
@@ -265,8 +270,9 @@ def write_tensors(
     *,
     dtype: str,
     max_shard_bytes: int = 2 * 10**9,
+    weights: str = WEIGHTS,
 ) -> None:
-    """Writes tensors in ``dtype`` as ``model.safetensors``, or as shards and their index.
+    """Writes tensors in ``dtype`` as the file ``weights``, or as shards and their index.
 
     One shard is copied (cast, made contiguous) at a time.
     """
@@ -282,9 +288,10 @@ def write_tensors(
     os.makedirs(directory, exist_ok=True)
     weight_map = {}
     for i, names in enumerate(shards):
-        file = WEIGHTS
+        file = weights
         if len(shards) > 1:
-            file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+            stem = weights.removesuffix(".safetensors")
+            file = f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         save_file(
             # save_file takes the memory as it lies: a transposed view would be written untransposed.
             {name: np.ascontiguousarray(tensors[name], dtype=to) for name in names},
@@ -295,5 +302,5 @@ def write_tensors(
     if len(shards) > 1:
         total = sum(tensor.size * to.itemsize for tensor in tensors.values())
         index = dict(metadata=dict(total_size=total), weight_map=weight_map)
-        with open(os.path.join(directory, INDEX), "w") as file:
+        with open(os.path.join(directory, f"{weights}.index.json"), "w") as file:
             json.dump(index, file, indent=2, sort_keys=True)
