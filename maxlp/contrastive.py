@@ -42,7 +42,7 @@ def contrastive(
     scale: jax.Array | float,
     bias: jax.Array | float,
     *,
-    loss: str,
+    kind: str,
     method: str,
     tile_size: int = 4096,
 ) -> dict[str, jax.Array]:
@@ -54,7 +54,7 @@ def contrastive(
         axis of the mesh, the tensor axis too, as long as the axes divide B.
       scale: the factor of the products (CLIP's exp(logit_scale)).
       bias: added to each logit. The softmax does not see a constant: its gradient is zero there.
-      loss: "softmax", the mean of the cross-entropies of image → text and text → image (CLIP,
+      kind: "softmax", the mean of the cross-entropies of image → text and text → image (CLIP,
         arXiv:2103.00020, fig. 3); or "sigmoid", -Σ_j log σ(±X_ij) with plus where i = j, summed over
         the B texts and not averaged (SigLIP, arXiv:2303.15343, eq. 1).
       method: "plain", "sharded" or "tiled".
@@ -65,23 +65,23 @@ def contrastive(
       larger logit than their own; ``examples``, B. Differentiable in the first four arguments.
 
     Raises:
-      ValueError: an unknown loss or method, or a tile size below 1.
+      ValueError: an unknown kind or method, or a tile size below 1.
     """
-    if loss not in LOSSES:
-        raise ValueError(f"loss={loss!r} is unknown; one of {', '.join(LOSSES)}")
+    if kind not in LOSSES:
+        raise ValueError(f"kind={kind!r} is unknown; one of {', '.join(LOSSES)}")
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown; one of {', '.join(METHODS)}")
     if tile_size < 1:
         raise ValueError(f"tile_size={tile_size} must be at least 1; 4096 suits large batches")
     image_BE, text_BE = image_BE.astype(jnp.float32), text_BE.astype(jnp.float32)
     scale = jnp.asarray(scale, jnp.float32)
-    bias = jnp.asarray(bias if loss == "sigmoid" else 0.0, jnp.float32)
+    bias = jnp.asarray(bias if kind == "sigmoid" else 0.0, jnp.float32)
     with jax.named_scope(f"contrastive_{method}"):
         if method == "tiled":
-            total, correct = _tiled(image_BE, text_BE, scale, bias, loss, tile_size)
+            total, correct = _tiled(image_BE, text_BE, scale, bias, kind, tile_size)
         else:
             axes = _axes(len(image_BE)) if method == "sharded" else ()
-            rows, dense = (image_BE, text_BE, _ids(image_BE)), functools.partial(_dense, loss=loss)
+            rows, dense = (image_BE, text_BE, _ids(image_BE)), functools.partial(_dense, loss=kind)
             _, (total, correct) = _on_each_device(dense, axes)(rows, (scale, bias))
     return {"loss": total, "correct": correct, "examples": jnp.float32(len(image_BE))}
 
@@ -149,7 +149,8 @@ def _dense(rows: tuple, scalars: tuple, *, loss: str, axes: tuple[str, ...]) -> 
         text_BE, id_B = jax.lax.all_gather((text_bE, id_b), axes, tiled=True)
     logits_bB = _logits(image_bE, text_BE, *scalars)
     own_bB = id_b[:, None] == id_B
-    own_b = jnp.sum(jnp.where(own_bB, logits_bB, 0.0), axis=1)
+    own_logits_bB = jnp.where(own_bB, logits_bB, 0.0)
+    own_b = jnp.sum(own_logits_bB, axis=1)
     fixed_bB = jax.lax.stop_gradient(logits_bB)
     correct = _sum(jnp.sum(own_b >= jnp.max(fixed_bB, axis=1), dtype=jnp.float32), axes)
     if loss == "sigmoid":
@@ -157,8 +158,10 @@ def _dense(rows: tuple, scalars: tuple, *, loss: str, axes: tuple[str, ...]) -> 
     best_B = jnp.max(fixed_bB, axis=0)
     best_B = jax.lax.pmax(best_B, axes) if axes else best_B
     by_text_B = best_B + jnp.log(_sum(jnp.sum(jnp.exp(logits_bB - best_B), axis=0), axes))
-    by_image_b = jax.nn.logsumexp(logits_bB, axis=1)
-    return (), (_sum(jnp.sum(by_image_b / 2 - own_b), axes) + jnp.sum(by_text_B) / 2, correct)
+    # Each direction's small differences are summed, not its large terms.
+    text_loss_B = by_text_B - _sum(jnp.sum(own_logits_bB, axis=0), axes)
+    image_loss_b = jax.nn.logsumexp(logits_bB, axis=1) - own_b
+    return (), ((_sum(jnp.sum(image_loss_b), axes) + jnp.sum(text_loss_B)) / 2, correct)
 
 
 def _sigmoid_loss(logits: jax.Array, own: jax.Array) -> jax.Array:
