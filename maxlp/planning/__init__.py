@@ -1,0 +1,12 @@
+"""What a run would need on machines that are not here.
+
+* `topologies`: machines by name, their chips' memory and speeds, and devices to compile for;
+* `compiled`: what the compiler says of the real train step;
+* `hlo`: the collectives of a compiled program;
+* `estimate`: a closed form of the same, without any compiler;
+* `bounds`: seconds of a step, from FLOPs, bytes and collectives;
+* `search`: the nearest settings that fit;
+* `picture`: a plan as an image.
+
+`maxlp.plan` is the command.
+"""

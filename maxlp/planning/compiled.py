@@ -7,6 +7,7 @@ XLA's GPU autotuning is off, so its choice of matmul kernels may differ on a rea
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import re
 import resource
 import sys
@@ -44,23 +45,23 @@ class Memory:
     host: float = 0.0
 
     @property
-    def total(self) -> float:
-        """What has to fit."""
-        return self.arguments + self.outputs + self.temporaries + self.code
+    def peak(self) -> float:
+        """What is in use at the worst moment, and the program."""
+        return (self.live or self.arguments + self.outputs + self.temporaries) + self.code
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """A train step for a topology.
 
-    memory: None if the compiler found that it does not fit, and said only ``needed``.
-    needed: bytes on one device.
+    memory: None if the compiler found that it does not fit, and said only how much it needs.
+    peak: bytes on one device at the worst moment.
     kernels: custom kernels in the program by name, how many of each.
     host_memory: the largest resident size of this process so far, in bytes.
     """
 
     memory: Memory | None
-    needed: float
+    peak: float
     collectives: list[hlo.Collective]
     kernels: dict[str, int]
     seconds: float
@@ -101,7 +102,7 @@ def compile_step(c: ConfigDict, devices: Sequence[jax.Device]) -> Compiled:
     memory = read_memory(done)
     return Compiled(
         memory,
-        memory.total,
+        memory.peak,
         hlo.collectives(text, dict(mesh.shape)),
         kernels(text),
         seconds,
@@ -119,6 +120,12 @@ def read_memory(done: jax.stages.Compiled) -> Memory:
         live=getattr(m, "peak_memory_in_bytes", 0),
         host=m.host_temp_size_in_bytes,
     )
+
+
+def versions(platform: str) -> str:
+    """Of JAX and of the compiler, which decides everything here."""
+    package = "libtpu" if platform == "tpu" else "jax-cuda13-plugin"
+    return f"jax {jax.__version__}, {package} {importlib.metadata.version(package)}"
 
 
 def _needed(error: jax.errors.JaxRuntimeError) -> float:

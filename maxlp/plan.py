@@ -1,0 +1,247 @@
+r"""Plans a run on machines that are not here: what it would need of memory, network and time.
+
+    python -m maxlp.plan --config=configs/llama/8b.py --topology=v5p:4x4x4 --config.model.attention=splash
+
+Compiles the train step, the one that `maxlp.train` runs, for that topology, and puts a closed form beside it
+that needs no compiler (--estimate_only). --list_topologies says which there are; compiling takes Linux and
+pip install 'maxlp[aot]', and no device. If the step does not fit, the nearest settings that do are searched.
+"""
+
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from maxlp import build, config
+from maxlp.planning import bounds, compiled, estimate, picture, search, topologies
+from maxlp.planning.topologies import GIB, Topology
+
+
+def define_flags() -> None:
+    config_flags.DEFINE_config_file("config", None, "Config file, as FILE.py or FILE.py:ARG.", lock_config=True)
+    flags.declare_key_flag("config")
+    flags.DEFINE_string("topology", None, "Machines as CHIP:SHAPE, for example v5p:8x8x8, v5e:16x16*2, h100:64x8.")
+    flags.DEFINE_bool("list_topologies", False, "Print what is known, and stop.")
+    flags.DEFINE_bool("estimate_only", False, "The closed form alone: a second, on any machine.")
+    flags.DEFINE_bool("search", True, "Search settings that fit if the config's do not.")
+    flags.DEFINE_string("json", None, "File for the plan as JSON.")
+    flags.DEFINE_string("picture", None, "File for the plan as an image (.png, .svg, .pdf).")
+
+
+def main() -> int:
+    topologies.compile_without_devices()
+    if flags.FLAGS.list_topologies:
+        print(topologies.listing())
+        return 0
+    for name in ("config", "topology"):
+        if flags.FLAGS[name].value is None:
+            raise ValueError(f"--{name} is missing; --list_topologies and configs/ say what there is")
+    topology, compiles = topologies.parse(flags.FLAGS.topology), not flags.FLAGS.estimate_only
+    c = readable(flags.FLAGS.config)
+    plan = {"command": command(), **make_plan(c, topology, compiles)}
+    print(report(plan))
+    if not plan["fits"] and flags.FLAGS.search:
+        plan["nearest"] = search_settings(c, topology, compiles)
+    if flags.FLAGS.json:
+        Path(flags.FLAGS.json).write_text(json.dumps(plan, indent=1) + "\n")
+    if flags.FLAGS.picture:
+        picture.draw(plan, flags.FLAGS.picture)
+    return 0
+
+
+def readable(c: ConfigDict) -> ConfigDict:
+    """The config with names for the data that it may leave open: a plan does not read any."""
+    open_keys = [key for key in ("source", "tokenizer") if key in c.data and c.data[key] is None]
+    return search.changed(c, {f"data.{key}": "unread" for key in open_keys})
+
+
+def command() -> str:
+    overrides = config_flags.get_override_values(flags.FLAGS["config"])
+    parts = [f"--config={config_flags.get_config_filename(flags.FLAGS['config'])}"]
+    parts += [f"--topology={flags.FLAGS.topology}"]
+    parts += [f"--config.{key}={value}" for key, value in overrides.items()]
+    return "python -m maxlp.plan " + " ".join(parts)
+
+
+def make_plan(c: ConfigDict, topology: Topology, compiles: bool = True) -> dict[str, Any]:
+    """A config's plan as plain numbers: bytes and seconds of one device, unless their names say otherwise.
+
+    Raises:
+      ValueError: a config, a topology or packages that do not work, in one line.
+    """
+    start = time.perf_counter()
+    build.check_sections(c)
+    axes = estimate.mesh_axes(c, topology.size)
+    state = estimate.abstract_state(c, axes)
+    traced = time.perf_counter()
+    full, causal = build.task(c).flops(c, state.num_params)
+    plan: dict[str, Any] = {
+        "topology": topology.name,
+        "devices": topology.size,
+        "mesh": axes,
+        "chip": dataclasses.asdict(topology.chip) | {"peak_bfloat16": topology.chip.peak()},
+        "parameters": state.num_params,
+        "units_per_step": build.task(c).units(c),
+        "unit": build.task(c).UNIT,
+        "flops_per_unit": {"full": full, "causal": causal},
+        "has": topology.chip.memory,
+    }
+    work = None
+    if c.model.name == "llama":
+        parts, found = estimate.memory(c, axes, state), estimate.collectives(c, axes)
+        work = estimate.work(c, axes, state)
+        plan["estimate"] = {
+            "memory": parts,
+            "peak": sum(parts.values()),
+            "work": dataclasses.asdict(work),
+            "seconds": time.perf_counter() - traced,
+        } | timing(plan, work, found, topology, c)
+    elif not compiles:
+        raise ValueError(f"--estimate_only knows Llama, not config.model.name={c.model.name!r}; compile it instead")
+    if compiles:
+        done = compiled.compile_step(c, topologies.devices(topology))
+        plan["compiled"] = {
+            "memory": done.memory and dataclasses.asdict(done.memory),
+            "peak": done.peak,
+            "refused": done.memory is None,
+            "kernels": done.kernels,
+            "compile_seconds": done.seconds,
+            "host_memory": done.host_memory,
+            "compiler": compiled.versions(topology.chip.platform),
+        }
+        if work is not None and done.memory is not None:
+            plan["compiled"] |= timing(plan, work, done.collectives, topology, c)
+    plan["fits"] = fits(plan, topology)
+    plan["seconds"] = time.perf_counter() - start
+    return plan
+
+
+def fits(plan: dict[str, Any], topology: Topology) -> bool:
+    """A TPU's compiler refuses what does not fit; a GPU's compiles it, and its block of temporaries counts."""
+    if "compiled" not in plan:
+        return plan["estimate"]["peak"] <= topology.chip.memory
+    done = plan["compiled"]
+    return not done["refused"] and done["peak"] <= topology.chip.memory
+
+
+def timing(plan: dict[str, Any], work: Any, found: list, topology: Topology, c: ConfigDict) -> dict[str, Any]:
+    """Collectives by kind and axes, the seconds of a step and the MFU that they leave."""
+    table = bounds.rows(found, topology, plan["mesh"], c.mesh.get("dcn_data", 1))
+    bound = bounds.bounds(work, table, topology)
+    model_flops = plan["units_per_step"] / plan["devices"] / topology.chip.peak()
+    return {
+        "collectives": [dataclasses.asdict(row) for row in table],
+        "time": dataclasses.asdict(bound)
+        | {"least": bound.least, "expected": bound.expected, "limit": bound.limit},
+        "mfu": {
+            name: flops * model_flops / bound.expected for name, flops in plan["flops_per_unit"].items()
+        },
+    }
+
+
+def search_settings(c: ConfigDict, topology: Topology, compiles: bool) -> list[dict[str, Any]]:
+    """Prints and returns the nearest settings that fit, checked by the compiler where there is one."""
+    if c.model.name != "llama":
+        return []
+    found = search.nearest(c, topology)
+    if not found:
+        print("no setting of remat, microbatches, mesh and optimizer state fits by the closed form: take more devices")
+        return []
+    checked = []
+    for candidate in found[:3]:
+        values = dataclasses.asdict(candidate)
+        if compiles:
+            done = compiled.compile_step(search.changed(c, candidate.changes), topologies.devices(topology))
+            values["compiled_peak"] = done.peak
+            values["fits"] = done.memory is not None and done.peak <= topology.chip.memory
+        checked.append(values)
+        by = f"compiled {values['compiled_peak'] / GIB:.1f} GiB" if compiles else "by the closed form"
+        verdict = "fits" if values.get("fits", True) else "does not fit after all"
+        changes = " ".join(f"--config.{k}={v}" for k, v in candidate.changes.items())
+        print(f"{verdict}: {changes}  (estimate {candidate.peak / GIB:.1f} GiB, {by}, step ≥ {candidate.seconds:.3g} s)")
+        if compiles and values["fits"]:
+            break
+    return checked
+
+
+# --- in words -------------------------------------------------------------------------------------------
+
+
+def report(plan: dict[str, Any]) -> str:
+    mesh = " × ".join(f"{name} {size}" for name, size in plan["mesh"].items())
+    units = plan["units_per_step"]
+    full, causal = (plan["flops_per_unit"][name] for name in ("full", "causal"))
+    lines = [
+        f"{plan['topology']}: {plan['devices']} × {plan['chip']['kind']}, mesh {mesh}",
+        f"{plan['parameters']:,} parameters; {units:,} {plan['unit']} a step × {full:.3g} FLOPs = "
+        f"{units * full:.3g} ({units * causal:.3g} with causal attention)",
+        "",
+        *_memory_lines(plan),
+    ]
+    source = "compiled" if "time" in plan.get("compiled", {}) else "estimate"
+    if source in plan and "time" in plan[source]:
+        lines += ["", *_collective_lines(plan, source), "", *_time_lines(plan, source)]
+    lines += ["", _verdict(plan)]
+    return "\n".join(lines)
+
+
+def _memory_lines(plan: dict[str, Any]) -> list[str]:
+    lines = ["memory of one device, GiB"]
+    if "estimate" in plan:
+        lines += [f"  {name:28} {size / GIB:8.2f}" for name, size in plan["estimate"]["memory"].items()]
+        lines.append(f"  {'estimated peak':28} {plan['estimate']['peak'] / GIB:8.2f}")
+    if (done := plan.get("compiled")) is not None:
+        if done["memory"]:
+            for name in ("arguments", "temporaries", "outputs", "code", "host"):
+                if done["memory"][name] > 2**20:
+                    lines.append(f"  {'compiled: ' + name:28} {done['memory'][name] / GIB:8.2f}")
+        lines.append(f"  {'compiled peak':28} {done['peak'] / GIB:8.2f}")
+        lines.append(f"  compiled in {done['compile_seconds']:.0f} s with {done['host_memory'] / GIB:.1f} GiB")
+    return lines
+
+
+def _collective_lines(plan: dict[str, Any], source: str) -> list[str]:
+    lines = [f"collectives of one device and step ({source})     times   GiB sent  overlapped  seconds at best"]
+    for row in plan[source]["collectives"]:
+        if row["seconds"] * 1000 < plan[source]["time"]["network"]:
+            continue  # below a thousandth of the sum
+        overlapped = f"{row['overlapped'] / row['sent']:10.0%}" if source == "compiled" else "         ?"
+        lines.append(
+            f"  {row['kind']:20} {'+'.join(row['axes']):22} {row['times']:7,} {row['sent'] / GIB:10.3g} "
+            f"{overlapped} {row['seconds']:12.3g}"
+        )
+    return lines
+
+
+def _time_lines(plan: dict[str, Any], source: str) -> list[str]:
+    t, work, chip = plan[source]["time"], plan["estimate"]["work"], plan["chip"]
+    flops = " + ".join(f"{n:.3g} {dtype}" for dtype, n in work["flops"].items())
+    mfu = plan[source]["mfu"]
+    rate = plan["units_per_step"] / t["expected"]
+    return [
+        "seconds of a step at published speeds",
+        f"  compute {t['compute']:8.3g}   {flops} FLOPs, recomputation counted, at {chip['peak_bfloat16'] / 1e12:.0f} "
+        "TFLOP/s in bfloat16",
+        f"  memory  {t['memory']:8.3g}   about {work['bytes'] / 1e9:.3g} GB at {chip['hbm'] / 1e9:.0f} GB/s",
+        f"  network {t['network']:8.3g}   of which {t['exposed']:.3g} nothing hides",
+        f"  step at least {t['least']:.3g} s ({t['limit']} bound), {t['expected']:.3g} s with what nothing hides: "
+        f"at most {rate:,.0f} {plan['unit']}/s, MFU {mfu['full']:.1%} ({mfu['causal']:.1%} causal)",
+    ]
+
+
+def _verdict(plan: dict[str, Any]) -> str:
+    source = "compiled" if "compiled" in plan else "estimate"
+    peak, has = plan[source]["peak"] / GIB, plan["has"] / GIB
+    word = "fits" if plan["fits"] else "does not fit"
+    assert not math.isnan(peak)
+    return f"{word}: {peak:.2f} of {has:.2f} GiB ({source})"
+
+
+if __name__ == "__main__":
+    define_flags()
+    config.run(main)

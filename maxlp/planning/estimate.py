@@ -1,0 +1,272 @@
+"""A closed form of a Llama train step: memory, collectives and FLOPs of one device, without a compiler.
+
+The state is exact: it is that of the step itself, as shapes. Everything else is arithmetic of the sizes below.
+What XLA holds at the worst moment was read from its buffer assignment for a grid of settings, and
+`tests/planning` holds the sum to it.
+
+Shape letters, all of one device and one microbatch: R rows · S length · T = R S tokens · D embed · F mlp ·
+N query heads · K kv heads · H head dim · V vocab · L layers · t the tensor axis.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from ml_collections import ConfigDict
+
+from maxlp import build, sharding, step
+from maxlp.config import ConfigError
+from maxlp.planning.hlo import Collective
+
+HIGH = "high precision"  # `precision_table`'s word for the model's own dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """The training state as shapes and partition specs, which is the same on every mesh."""
+
+    tree: dict
+
+    @property
+    def num_params(self) -> int:
+        return build.num_params(self.tree["params"])
+
+    def bytes_on(self, mesh: AbstractMesh, part: str) -> float:
+        """Bytes of ``params``, ``opt_state`` or ``model_state`` on one device of a mesh."""
+        total = 0.0
+        for leaf in jax.tree.leaves(self.tree[part]):
+            shape = NamedSharding(mesh, leaf.sharding.spec).shard_shape(leaf.shape)
+            total += math.prod(shape) * leaf.dtype.itemsize
+        return total
+
+
+def abstract_mesh(axes: dict[str, int]) -> AbstractMesh:
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def mesh_axes(c: ConfigDict, num_devices: int) -> dict[str, int]:
+    """Sizes of the config's mesh on so many devices, as `sharding.make_mesh` would make it.
+
+    Raises:
+      ConfigError: sizes that do not multiply to them.
+    """
+    values = dict(c.mesh.items())
+    try:
+        data, fsdp, tensor = sharding.resolve_axes(num_devices, **values)
+    except ValueError as error:
+        raise ConfigError(f"config.mesh: {error}") from error
+    return dict(zip(sharding.MESH_AXES, (data * values.get("dcn_data", 1), fsdp, tensor), strict=True))
+
+
+def abstract_state(c: ConfigDict, axes: dict[str, int]) -> State:
+    """The state of the config's run; a second of tracing."""
+    tx, _ = build.tx(c)
+    return State(step.abstract_state(build.model(c), tx, abstract_mesh(axes))[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """A step's sizes on one device; see the letters above. ``a``: bytes of an activation."""
+
+    R: int
+    S: int
+    D: int
+    F: int
+    N: int
+    K: int
+    H: int
+    V: int
+    L: int
+    t: int
+    fsdp: int
+    data: int
+    microbatches: int
+    chunks: int
+    a: int
+    param: int
+
+    @property
+    def T(self) -> int:
+        return self.R * self.S
+
+    @property
+    def block_params(self) -> int:
+        return self.D * (2 * self.N + 2 * self.K) * self.H + 3 * self.D * self.F
+
+
+def sizes(c: ConfigDict, axes: dict[str, int]) -> Sizes:
+    """Raises a ConfigError for a batch or a length that does not divide, as training would."""
+    m, shards = c.model, axes["data"] * axes["fsdp"]
+    if c.data.batch_size % (shards * c.train.microbatches):
+        raise ConfigError(
+            f"config.data.batch_size={c.data.batch_size} does not divide into {shards} data shards × "
+            f"config.train.microbatches={c.train.microbatches}; use a multiple of {shards * c.train.microbatches}"
+        )
+    if c.data.seq_len % c.loss.num_chunks or c.data.seq_len % axes["tensor"]:
+        raise ConfigError(
+            f"config.data.seq_len={c.data.seq_len} is not a multiple of config.loss.num_chunks="
+            f"{c.loss.num_chunks} and of config.mesh.tensor={axes['tensor']}"
+        )
+    return Sizes(
+        R=c.data.batch_size // (shards * c.train.microbatches),
+        S=c.data.seq_len,
+        D=m.embed_dim,
+        F=m.mlp_dim,
+        N=m.num_heads,
+        K=m.num_kv_heads,
+        H=m.head_dim,
+        V=m.vocab_size,
+        L=m.num_layers,
+        t=axes["tensor"],
+        fsdp=axes["fsdp"],
+        data=axes["data"],
+        microbatches=c.train.microbatches,
+        chunks=c.loss.num_chunks,
+        a=jnp.dtype(m.dtype).itemsize,
+        param=jnp.dtype(m.param_dtype).itemsize,
+    )
+
+
+# --- memory -----------------------------------------------------------------------------------------------
+
+
+def memory(c: ConfigDict, axes: dict[str, int], state: State) -> dict[str, float]:
+    """Bytes of one device at the worst moment of a step, by what they hold.
+
+    Two moments compete: the backward pass of a block, and the loss of one chunk of the sequence.
+    """
+    s, mesh = sizes(c, axes), abstract_mesh(axes)
+    held = {
+        "parameters": state.bytes_on(mesh, "params"),
+        "optimizer": state.bytes_on(mesh, "opt_state") + state.bytes_on(mesh, "model_state"),
+        "batch": 17.0 * s.R * s.microbatches * s.S,  # four int32 and a bool a token
+        "saved activations": s.L * saved(s, c.model.remat, c.model.attention),
+        "gradients": gradients(s),
+    }
+    block, loss = of_block(s, c.model.remat, c.model.attention), of_loss(s)
+    return held | (block if sum(block.values()) > sum(loss.values()) else loss)
+
+
+def saved(s: Sizes, remat: str, attention: str) -> float:
+    """Bytes that one block's forward pass leaves for its backward pass."""
+    x, f = s.T * s.D * s.a / s.t, s.T * s.F * s.a / s.t
+    q, k = s.T * s.N * s.H * s.a / s.t, s.T * s.K * s.H * s.a / s.t
+    if remat == "offload":
+        return 0.0
+    if remat == "block":
+        return x
+    if remat == "dots":  # the block's input, and what q, k, v, o, gate and up return
+        return x + q + 2 * k + x + 2 * f
+    # What JAX keeps: six F-wide arrays, three float32 ones of each norm, both normed inputs, q, k, v, the
+    # attention's output twice; and the weights in the dtype of the matmuls.
+    norms = 6 * s.T * s.D * 4 / s.t + 2 * s.T * s.D * s.a
+    probs = (4 + s.a) * squares(s) if attention == "xla" else 0.0
+    return 6 * f + norms + 2 * q + 2 * k + x + probs + s.block_params * s.a / (s.fsdp * s.t)
+
+
+def squares(s: Sizes) -> float:
+    """Entries of the (S, S) matrices of plain attention: 5/8 of all, see `models.attention.xla`."""
+    return 5 / 8 * s.R * s.N / s.t * s.S**2
+
+
+def gradients(s: Sizes) -> float:
+    """Those of the blocks and of the head, split; summed over microbatches they exist a second time."""
+    blocks = s.L * s.block_params * s.param / (s.fsdp * s.t)
+    ends = s.V * s.D * s.param / (s.fsdp * s.t)
+    return blocks + ends + (blocks + 2 * ends if s.microbatches > 1 else 0.0)
+
+
+def of_block(s: Sizes, remat: str, attention: str) -> dict[str, float]:
+    """The backward pass of one block.
+
+    Of the MLP, gate, up, their product and the gradients of two of them; of attention its inputs and output
+    (plain attention: probabilities and their gradient in float32 and once more rounded, before the MLP is
+    recomputed); of the residual stream four whole rows. The table's gradient is whole until the end.
+    """
+    x, f = s.T * s.D * s.a, s.T * s.F * s.a / s.t
+    q, k = s.T * s.N * s.H * s.a / s.t, s.T * s.K * s.H * s.a / s.t
+    bias = s.R * s.S**2 * s.a if attention == "cudnn" else 0.0
+    split = x / s.t if s.t > 1 else 0.0
+    mlp = 5 * f + bias + 2 * q + 2 * k + 4 * x + split
+    plain = (8 + s.a) * squares(s) + 2 * q + 2 * k + 2 * x + split if attention == "xla" else 0.0
+    weights = s.block_params * s.a / s.t
+    return {
+        "a block's activations": max(mlp, plain) + x / s.t,
+        "a block's weights": 0.7 * weights + 0.7 * s.L * weights / s.fsdp,
+        "embedding's gradient": s.V * s.D * s.a,
+    }
+
+
+def of_loss(s: Sizes) -> dict[str, float]:
+    """The loss of one chunk: logits in float32 and their gradient rounded; the head and its gradient whole."""
+    logits = s.R * s.S / s.chunks * s.V / s.t
+    return {"logits": logits * (4 + s.a), "head": 3 * s.V * s.D * s.a / s.t}
+
+
+# --- work and collectives -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one device does in a step, recomputation counted: FLOPs by dtype, and bytes of its memory."""
+
+    flops: dict[str, float]
+    bytes: float
+
+
+def work(c: ConfigDict, axes: dict[str, int], state: State) -> Work:
+    """Matmuls that causal attention needs are counted in half, as flash kernels do them; plain ones 5/8."""
+    s, remat = sizes(c, axes), c.model.remat
+    tokens, devices = c.data.batch_size * s.S, math.prod(axes.values())
+    again = {"none": 0, "dots": 0}.get(remat, 1)  # forward passes that run again
+    flops = {"bfloat16": 0.0, "float8": 0.0, "int8": 0.0}
+    widths = {"q": s.N * s.H, "k": s.K * s.H, "v": s.K * s.H, "o": s.N * s.H, "gate": s.F, "up": s.F, "down": s.F}
+    recipes = {path.rsplit("/", 1)[-1]: recipe for path, recipe in build.precision_table(c).items()}
+    for name, width in widths.items():
+        recipe = recipes.get(f"{name}_proj", HIGH)
+        dtype = "int8" if recipe.startswith("int8") else "bfloat16" if recipe == HIGH else "float8"
+        flops[dtype] += (6 + 2 * again) * tokens * s.L * s.D * width
+    flops["bfloat16"] += (6 + 2 * (s.chunks > 1)) * tokens * s.D * s.V
+    of_square = 5 / 8 if c.model.attention == "xla" else 1 / 2
+    passes = 1 + (2 if c.model.attention == "xla" else 2.5) + (remat != "none")
+    flops["bfloat16"] += of_square * passes * 4 * tokens * s.S * s.L * s.N * s.H
+
+    # Weights are written gathered and read in each pass; the optimizer reads and writes the state; about
+    # thirty arrays of width D and twelve of F pass through memory for each block and token.
+    mesh = abstract_mesh(axes)
+    once = 2 * (state.bytes_on(mesh, "params") + state.bytes_on(mesh, "opt_state")) + 2 * gradients(s)
+    weights = (3 + again) * 2 * s.L * s.block_params * s.a / s.t * s.microbatches
+    widths_of_token = 30 * s.D + 12 * s.F / s.t + (24 * s.S * s.N / s.t * 5 / 8 if c.model.attention == "xla" else 0)
+    activations = s.L * s.T * s.microbatches * s.a * widths_of_token * (1 + again / 3)
+    logits = 4 * s.T * s.microbatches * s.V / s.t * 4
+    return Work({k: v / devices for k, v in flops.items() if v}, once + weights + activations + logits)
+
+
+def collectives(c: ConfigDict, axes: dict[str, int]) -> list[Collective]:
+    """What the mesh makes necessary; XLA runs about that, in other pieces.
+
+    * fsdp: weights gathered for the forward and again for the backward pass, gradients scattered, each for
+      every microbatch; the head for every chunk of the loss;
+    * tensor: the residual stream gathered before and scattered after attention and MLP;
+    * data: gradients summed.
+    """
+    s = sizes(c, axes)
+    found: list[Collective] = []
+
+    def add(kind: str, axis: str, size: float, times: int) -> None:
+        if axes[axis] > 1 and size and times:
+            found.append(Collective(kind, (axis,), axes[axis], int(size), times, overlapped=True))
+
+    m, weights, x = s.microbatches, s.block_params * s.a / s.t, s.T * s.D * s.a
+    head = s.V * s.D * s.a / s.t
+    again = c.model.remat in ("block", "offload")
+    add("all-gather", "fsdp", weights, 2 * s.L * m)
+    add("reduce-scatter", "fsdp", weights, s.L * m)
+    add("all-gather", "fsdp", head, (2 * s.chunks if s.chunks > 1 else 1) * m + m)
+    add("reduce-scatter", "fsdp", head, (s.chunks + 1) * m)
+    add("all-gather", "tensor", x, (4 + 2 * again) * s.L * m)
+    add("reduce-scatter", "tensor", x, (4 + again) * s.L * m)
+    add("all-reduce", "data", (s.L * weights + 2 * head) / s.fsdp, m)
+    return found
