@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import app, flags, logging
 
 from maxlp import checkpoint
 from maxlp.diagnostics.guard import read_rollbacks
@@ -440,6 +440,7 @@ def main(argv: list[str], spike: int | None = None, precision: str = "recipe") -
         if spike is not None:
             from maxlp.diagnostics.replay import replay  # and the whole of training with it
 
+            logging.set_verbosity(logging.WARNING)
             replay(run.workdir, spike, precision)
             return
     except ValueError as error:

@@ -3,7 +3,10 @@
 import functools
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -15,10 +18,11 @@ import pytest
 from maxlp import gradients as gradients_lib
 from maxlp import optim, sharding, step
 from maxlp.checkpoint import Checkpointer, list_steps
-from maxlp.diagnostics import guard, statistics
+from maxlp.diagnostics import guard, replay, statistics
 from maxlp.diagnostics.guard import SkipGuard
 from maxlp.diagnostics.spikes import Detector, Policy, Spike, find_rms_spikes, find_spikes, foretold
 from maxlp.diagnostics.watch import Watch, first_to_cross, read_record, recorded_spikes
+from maxlp.metrics import read_jsonl
 from maxlp.models.llama import Llama
 from maxlp.tasks import language
 from tests.optim.common import random_tree, run
@@ -465,3 +469,75 @@ def test_find_spikes_uses_the_policy():
     assert [s.step for s in find_spikes(np.arange(300), losses)] == [200]
     assert find_spikes(np.arange(300), losses, Policy(threshold=100.0)) == []
     assert isinstance(find_spikes(np.arange(300), losses)[0], Spike)
+
+
+# --- Replay -------------------------------------------------------------------------------------------
+
+
+def test_the_first_gradient_to_stand_out():
+    rng = np.random.default_rng(0)
+    norms = {name: 1 + 0.1 * rng.uniform(-1, 1, 40) for name in "abc"}
+    norms["b"][10] = 5.0  # long before
+    norms["a"][36], norms["c"][36], norms["b"][38] = 3.0, 2.0, 9.0
+    steps = [{"step": i, "grad_norms": {k: v[i] for k, v in norms.items()}} for i in range(40)]
+    first = replay.first_to_stand_out(steps, Policy())
+    assert (first["tensor"], first["step"]) == ("a", 36) and first["value"] > 10
+    assert replay.first_to_stand_out(steps[:20], Policy(lead=2)) is None
+    lines = list(replay.verdict_lines(replay.Verdict({}, None, first), 39, Policy()))
+    assert lines[0] == "first by RMS_t: none was above 1.8 in the 8 steps before"
+    assert lines[1].startswith("first by gradient norm: a at step 36, 3 before (")
+
+
+@pytest.mark.slow
+def test_a_replay_repeats_the_run_and_answers_in_another_precision(tmp_path):
+    def command(name, *options, code=0):
+        full = [sys.executable, "-m", f"maxlp.{name}", *options]
+        env = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
+        root = Path(__file__).parent.parent
+        done = subprocess.run(full, cwd=root, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == code, done.stderr
+        return done.stdout if code == 0 else done.stderr
+
+    sizes = dict(embed_dim=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, mlp_dim=64)
+    options = {f"model.{key}": value for key, value in sizes.items()} | {
+        "model.vocab_size": 512,
+        "model.dtype": "bfloat16",
+        "data.source": "stdlib?heldout=0.002",
+        "data.tokenizer": "bytes",
+        "data.seq_len": 32,
+        "data.shuffle_tokens": 4096,
+        "optimizer.name": "stable_adamw",
+        "optimizer.warmup_steps": 2,
+        "train.total_steps": 14,
+        "train.log_every": 1,
+        "train.eval_every": 0,
+        "checkpoint.every_steps": 5,
+    }
+    values = [f"--config.{key}={value}" for key, value in options.items()]
+    command("train", "--config=configs/llama/debug.py", f"--workdir={tmp_path}", *values)
+    logged = {
+        r["step"]: r["train/loss"] for r in read_jsonl(tmp_path / "metrics.jsonl") if "train/loss" in r
+    }
+
+    def replayed(*options):
+        lines = command("report", str(tmp_path), *options).splitlines()
+        assert lines[0].startswith("from step 10 to 13") and "RMS_t " in lines[1]
+        assert lines[4].startswith("first by RMS_t: ") and lines[5].startswith("first by gradient norm: ")
+        return [float(line.split()[3]) for line in lines[1:4]]
+
+    assert replayed("--spike=13") == [round(logged[n], 4) for n in (11, 12, 13)]
+    exact = replayed("--spike=13", "--precision=float32")
+    assert exact != replayed("--spike=13") and exact == pytest.approx(
+        [logged[n] for n in (11, 12, 13)], 0.01
+    )
+    assert "no checkpoint before step 9, its oldest is of 10" in command(
+        "report", str(tmp_path), "--spike=9", code=1
+    )
+
+
+def test_a_precision_that_cannot_be(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match="precision='fp4' is unknown, choose one of: recipe, bf16, float32"
+    ):
+        replay.replay(tmp_path, 13, "fp4")
