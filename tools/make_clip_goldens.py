@@ -103,8 +103,11 @@ def golden(seed: int, name: str) -> dict[str, np.ndarray]:
             weight.copy_((mean + 0.2 * torch.randn_like(weight)).half().float())
     image_BCHW = torch.randn(4, 3, 20, 20).half().float()
     text_BS = torch.randint(1, 50, (4, 12))
-    for row, end in enumerate((3, 7, 11, 5)):
-        text_BS[row, end] = FIRST_EOS if name == "clip_hf_gelu" else EOS
+    end_B = torch.tensor([3, 7, 11, 5])
+    text_BS[torch.arange(4), end_B] = EOS
+    if name == "clip_hf_gelu":
+        text_BS[torch.arange(4), end_B] = FIRST_EOS
+        text_BS[:, 1] = EOS  # higher, and not the end
     weight_BB = torch.randn(4, 4)
     image_BE, text_BE = features(model, image_BCHW, text_BS)
     (weight_BB * (image_BE @ text_BE.T)).sum().backward()

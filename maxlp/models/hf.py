@@ -218,6 +218,7 @@ def config_to_hf(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
+SHARD_BYTES = 2 * 10**9
 
 
 class Tensors(Mapping[str, np.ndarray]):
@@ -269,7 +270,7 @@ def write_tensors(
     tensors: Mapping[str, np.ndarray],
     *,
     dtype: str,
-    max_shard_bytes: int = 2 * 10**9,
+    max_shard_bytes: int = SHARD_BYTES,
     weights: str = WEIGHTS,
 ) -> None:
     """Writes tensors in ``dtype`` as the file ``weights``, or as shards and their index.
