@@ -16,13 +16,15 @@ from typing import Any
 import jax
 import optax
 
+from maxlp.optim.adamp import decay_divisors, scale_by_adamp
+from maxlp.optim.adascale import scale_by_adascale
 from maxlp.optim.galore import galore as with_galore
 from maxlp.optim.low_bit import bytes_per_parameter, state_bytes
 from maxlp.optim.low_bit import low_bit as with_low_bit
 from maxlp.optim.others import eval_params, scale_by_adafactor, scale_by_debiased_rms, scale_by_muon
 from maxlp.optim.pure_bf16 import pure_bf16
 from maxlp.optim.schedules import SCHEDULES, make_schedule
-from maxlp.optim.stable_adamw import clip_decay, scale_by_stable_adam
+from maxlp.optim.stable_adamw import clip_decay, divide_decay, scale_by_stable_adam
 
 __all__ = [
     "OPTIMIZERS",
@@ -32,6 +34,7 @@ __all__ = [
     "eval_params",
     "make_schedule",
     "make_tx",
+    "scale_by_adascale",
     "state_bytes",
 ]
 
@@ -42,6 +45,7 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "lion": optax.scale_by_lion,
     "muon": scale_by_muon,
     "schedule_free_adamw": scale_by_debiased_rms,
+    "adamp": scale_by_adamp,
 }
 WRAPPERS = {"galore": with_galore, "low_bit": with_low_bit}
 
@@ -136,6 +140,8 @@ def make_tx(
     decay = optax.add_decayed_weights(weight_decay, lambda p: decay_mask(p, decay_embeddings))
     if name == "stable_adamw" and decay_with_clip:
         rescale_and_decay = (clip_decay(rescale, decay, options.get("clip_threshold", 1.0)),)
+    elif name == "adamp":
+        rescale_and_decay = (divide_decay(rescale, decay, decay_divisors),)
     else:
         rescale_and_decay = (rescale, decay)
     tx = optax.chain(

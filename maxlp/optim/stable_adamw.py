@@ -12,6 +12,7 @@ It is not `optax.clip_by_block_rms` after Adam: that bounds m̂/√v̂, which th
 smoothed, and rarely acts at all.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -109,6 +110,28 @@ def clip_decay(
         clip_threshold: that of `rescale`.
     """
 
+    return divide_decay(
+        rescale,
+        decay,
+        lambda state: jax.tree.map(
+            lambda rms: clip_factor(rms, clip_threshold), optax.tree.get(state, "rms")
+        ),
+    )
+
+
+def divide_decay(
+    rescale: optax.GradientTransformation,
+    decay: optax.GradientTransformation,
+    divisors: Callable[[optax.OptState], optax.Updates],
+) -> optax.GradientTransformation:
+    """`optax.chain(rescale, decay)` with the decay of each tensor divided by a number that `rescale` knows.
+
+    Args:
+        rescale: any rescaling.
+        decay: `optax.add_decayed_weights`.
+        divisors: from the new state of `rescale` to (*layers) for each parameter.
+    """
+
     def init(params: optax.Params) -> Any:
         return rescale.init(params), decay.init(params)
 
@@ -116,9 +139,9 @@ def clip_decay(
         updates, rescaled = rescale.update(updates, state[0], params)
         decays, decayed = decay.update(optax.tree.zeros_like(updates), state[1], params)
 
-        def add(u: jax.Array, d: jax.Array, rms: jax.Array) -> jax.Array:
-            return u + (d / over_tensor(clip_factor(rms, clip_threshold), d)).astype(u.dtype)
+        def add(u: jax.Array, d: jax.Array, divisor: jax.Array) -> jax.Array:
+            return u + (d / over_tensor(divisor, d)).astype(u.dtype)
 
-        return jax.tree.map(add, updates, decays, optax.tree.get(rescaled, "rms")), (rescaled, decayed)
+        return jax.tree.map(add, updates, decays, divisors(rescaled)), (rescaled, decayed)
 
     return optax.GradientTransformation(init, update)

@@ -46,6 +46,7 @@ OPTIMIZERS = {
     "lion": dict(learning_rate=0.02, b2=0.98),
     "muon": dict(learning_rate=0.05),
     "schedule_free_adamw": dict(schedule="constant", learning_rate=0.05),
+    "adamp": {},
     "galore": dict(name="adamw", galore=GALORE, learning_rate=0.1),
     "galore_2": dict(
         name="stable_adamw",
