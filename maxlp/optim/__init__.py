@@ -21,7 +21,13 @@ from maxlp.optim.adascale import scale_by_adascale
 from maxlp.optim.galore import galore as with_galore
 from maxlp.optim.low_bit import bytes_per_parameter, state_bytes
 from maxlp.optim.low_bit import low_bit as with_low_bit
-from maxlp.optim.others import eval_params, scale_by_adafactor, scale_by_debiased_rms, scale_by_muon
+from maxlp.optim.others import (
+    eval_params,
+    eval_part,
+    scale_by_adafactor,
+    scale_by_debiased_rms,
+    scale_by_muon,
+)
 from maxlp.optim.pure_bf16 import pure_bf16
 from maxlp.optim.schedules import SCHEDULES, make_schedule
 from maxlp.optim.stable_adamw import clip_decay, divide_decay, scale_by_stable_adam
@@ -32,6 +38,7 @@ __all__ = [
     "bytes_per_parameter",
     "decay_mask",
     "eval_params",
+    "eval_part",
     "make_schedule",
     "make_tx",
     "scale_by_adascale",

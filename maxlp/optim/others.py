@@ -1,5 +1,6 @@
 """Optax's other optimizers as rescalings of stacked parameters."""
 
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from maxlp.optim.trees import (
     LayerAxes,
     layer_axes,
     matches,
+    name_of,
     over_tensor,
     tensor_mean,
     widened,
@@ -117,13 +119,35 @@ def scale_by_debiased_rms(b2: float = 0.999, eps: float = 1e-8) -> optax.Gradien
     return optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True)
 
 
-def eval_params(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
+def eval_params(opt_state: Any, params: optax.Params) -> optax.Params:
     """The parameters to evaluate and to publish; with `schedule_free_adamw` not those that are trained.
 
     Args:
-        opt_state: of a transformation made by `make_tx`.
+        opt_state: of a transformation made by `make_tx`, or its `eval_part`.
         params: the trained parameters.
     """
-    if isinstance(opt_state, optax.contrib.ScheduleFreeState):
-        return optax.contrib.schedule_free_eval_params(opt_state, params)
+    for node in jax.tree.leaves(opt_state, is_leaf=_averages):
+        if _averages(node):
+            state = types.SimpleNamespace(**node) if isinstance(node, dict) else node
+            return optax.contrib.schedule_free_eval_params(state, params)  # reads b1 and z alone
     return params
+
+
+def eval_part(opt_state: Any) -> dict[str, Any]:
+    """What `eval_params` needs of a state (arrays or shapes), at its place in nested dicts: {} for most.
+
+    So a program that only evaluates restores that part alone:
+    ``restore(path, {"params": …, "opt_state": eval_part(abstract["opt_state"])})``.
+    """
+    for path, node in jax.tree.flatten_with_path(opt_state, is_leaf=_averages)[0]:
+        if _averages(node):
+            part: dict[str, Any] = {"b1": node.b1, "z": node.z}
+            for key in reversed(path):
+                part = {name_of((key,)): part}
+            return part
+    return {}
+
+
+def _averages(node: Any) -> bool:
+    found = isinstance(node, dict) and {"b1", "z"} <= node.keys()
+    return found or isinstance(node, optax.contrib.ScheduleFreeState)
