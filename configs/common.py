@@ -145,6 +145,12 @@ def llama(**sizes) -> ConfigDict:
             init_from="",
         )
     )
+    c.spikes = ConfigDict(
+        dict(
+            guard="off",  # or "skip", "rollback"; the other numbers: diagnostics.spikes.Policy
+            statistics=True,  # gradient norm and RMS_t of every tensor
+        )
+    )
     c.checkpoint = ConfigDict(dict(every_steps=1000, keep_last=2))
     c.metrics = ConfigDict(dict(tensorboard=True, wandb_project=""))
     c.profile = ConfigDict(dict(start=0, steps=3))
@@ -269,4 +275,37 @@ def clip(**sizes) -> ConfigDict:
         )
     )
     c.loss = ConfigDict(dict(kind="softmax", method="tiled", tile_size=4096))
+    return c
+
+
+def clip_size(arg: str, default: str) -> tuple[dict, str]:
+    """The entry of `CLIP_SIZES` that ``size=NAME`` in an argument string asks for, and the string's rest.
+
+    Raises ValueError for a name that is none.
+    """
+    items = (arg or "").split(",")
+    names = [item.removeprefix("size=") for item in items if item.startswith("size=")]
+    name = names[-1] if names else default
+    if name not in CLIP_SIZES:
+        raise ValueError(f"config argument size={name!r}: one of {', '.join(CLIP_SIZES)}")
+    return CLIP_SIZES[name], ",".join(item for item in items if not item.startswith("size="))
+
+
+def siglip(**sizes) -> ConfigDict:
+    """As `clip`, for a SigLIP (Zhai et al. 2023, arXiv:2303.15343): pairs are judged one by one."""
+    c = clip(
+        visual=dict(pool="map", pre_norm=False, patch_bias=True, proj=False),
+        text=dict(vocab_size=32000, max_len=64, causal=False, pool="last", proj_bias=True),
+        act="gelu_tanh",
+        norm_eps=1e-6,
+        init="siglip",
+        logit_scale=math.log(10),
+        logit_bias=-10.0,
+        image_mean=(0.5, 0.5, 0.5),
+        image_std=(0.5, 0.5, 0.5),
+    )
+    c.model.update(sizes)
+    c.optimizer.update(dict(learning_rate=1e-3, weight_decay=1e-4, decay_embeddings=False, b2=0.95))
+    c.data.text_len = 64
+    c.loss.kind = "sigmoid"
     return c

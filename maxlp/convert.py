@@ -218,9 +218,8 @@ def export_hf_llama(
     """`export_weights` of a Llama."""
     _refuse_if_used(output)
     c, model, params = _load_run(workdir, "llama", step_number, dtype)
-    dtype = model["param_dtype"]
-    hf.write_tensors(output, hf.to_hf(params), dtype=dtype)
-    config_json = hf.config_to_hf(model, dtype)
+    hf.write_tensors(output, hf.to_hf(params), dtype=model["param_dtype"])
+    config_json = hf.config_to_hf(model, model["param_dtype"])
     _copy(TOKENIZER_FILES, workdir, output)
     if any((workdir / name).exists() for name in TOKENIZER_FILES):
         tokenizer = tokenizers.make_tokenizer(build.saved_tokenizer(c, workdir))

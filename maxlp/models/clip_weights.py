@@ -227,7 +227,7 @@ def resized(params: dict, config: Mapping[str, Any], image_size: int) -> tuple[d
     visual = dict(config["visual"], image_size=image_size)
     pos_SD = params["visual"]["pos_embed"]
     grid_SD = resize_pos_embed(
-        np.asarray(pos_SD, np.float32),
+        jax.numpy.asarray(pos_SD, np.float32),
         (image_size // visual["patch_size"]) ** 2,
         first=int(visual["pool"] == "cls"),
     )

@@ -1,0 +1,48 @@
+"""A small CLIP that learns what characters are called, on two CPU cores, from what is installed already.
+
+python -m maxlp.train --config=configs/clip/debug.py --workdir=/tmp/clip
+
+The images are characters drawn with the fonts that come with matplotlib, the texts their names in Unicode
+("latin small letter a with diaeresis"). The faces that are held out are never seen in training.
+"""
+
+from configs.common import choose, clip
+
+
+def get_config(arg: str = ""):
+    c = clip(
+        embed_dim=96,
+        visual=dict(
+            image_size=32, patch_size=8, width=96, num_layers=3, num_heads=3, mlp_dim=384, pool="gap"
+        ),
+        text=dict(
+            vocab_size=259,
+            max_len=64,
+            width=96,
+            num_layers=3,
+            num_heads=3,
+            mlp_dim=384,
+            pool="eos",
+            eos_id=257,  # of bytes
+        ),
+        dtype="float32",
+        remat="none",
+        image_mean=(0.5, 0.5, 0.5),
+        image_std=(0.5, 0.5, 0.5),
+    )
+    c.data.source = "glyphs"
+    c.data.tokenizer = "bytes"
+    c.data.image_size = 32
+    c.data.text_len = 64
+    c.data.batch_size = 128
+    c.loss.method = "plain"
+    c.optimizer.learning_rate = 2e-3
+    c.optimizer.warmup_steps = 50
+    c.optimizer.clip_norm = 1.0
+    c.optimizer.weight_decay = 0.05
+    c.train.total_steps = 600
+    c.train.log_every = 20
+    c.train.eval_every = 200
+    c.train.eval_batches = 0
+    c.checkpoint.every_steps = 200
+    return choose(arg, c)
