@@ -21,6 +21,9 @@ from maxlp import checkpoint, distributed, metrics, optim, precision, sharding, 
 from maxlp.config import ConfigError, bind, call
 from maxlp.data import DATA, sources, text
 from maxlp.data import tokenizer as tokenizers
+from maxlp.diagnostics import guard
+from maxlp.diagnostics.spikes import Policy
+from maxlp.diagnostics.statistics import tensor_statistics
 from maxlp.models import MODELS
 from maxlp.precision import health as precision_health
 from maxlp.profiler import Profiler
@@ -28,7 +31,7 @@ from maxlp.tasks import TASKS
 
 SECTIONS = (
     *("model", "precision", "mesh", "optimizer", "data", "loss", "train"),
-    *("checkpoint", "metrics", "profile"),
+    *("spikes", "checkpoint", "metrics", "profile"),
 )
 WRITER_ARGUMENTS = ("workdir", "total_steps", "resume_step", "run_config")
 BPE_BYTES = 4_000_000  # of the corpus that "bpe:V" learns from: 2 seconds on 2 cores
@@ -107,7 +110,20 @@ def judges(c: ConfigDict) -> step.Judges:
     found: dict[str, step.Judge] = {}
     if (loss_scale := c.precision.get("loss_scale")) is not None:
         found["loss_scale"] = call(precision.DynamicLossScale, "precision.loss_scale", loss_scale)
-    return found
+    return found | guard.judges(spike_policy(c))
+
+
+def spike_policy(c: ConfigDict) -> Policy:
+    """What counts as a spike, and what is done about it."""
+    return call(Policy, "spikes", {key: value for key, value in c.spikes.items() if key != "statistics"})
+
+
+def statistics(c: ConfigDict) -> step.Statistics:
+    """What each step tells of single tensors: see `diagnostics.statistics`."""
+    if not c.spikes.statistics:
+        return step.no_statistics
+    o = c.optimizer
+    return functools.partial(tensor_statistics, b2=o.b2, eps=o.eps, clip_norm=o.clip_norm)
 
 
 def health(c: ConfigDict, graphdef: nnx.GraphDef) -> Callable[[dict, dict], dict[str, float]]:

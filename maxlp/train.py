@@ -14,7 +14,6 @@ device. SIGTERM saves a checkpoint and exits with code 75 (start me again); Ctrl
 import concurrent.futures
 import contextlib
 import functools
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +28,9 @@ from maxlp import build, config, distributed, metrics, report, sharding, step
 from maxlp import workdir as files
 from maxlp.checkpoint import load_params
 from maxlp.data import merge_states
+from maxlp.diagnostics import guard as spike_guard
+from maxlp.diagnostics.statistics import flat
+from maxlp.diagnostics.watch import Watch
 
 
 def define_flags() -> None:
@@ -42,8 +44,13 @@ def define_flags() -> None:
 def main() -> int:
     startup = Startup()
     distributed.initialize()
-    with contextlib.ExitStack() as stack:
-        return train(flags.FLAGS.config, Path(flags.FLAGS.workdir), stack, startup)
+    c, workdir = flags.FLAGS.config, Path(flags.FLAGS.workdir)
+    while True:
+        try:
+            with contextlib.ExitStack() as stack:
+                return train(c, workdir, stack, startup)
+        except spike_guard.RolledBack as event:
+            distributed.say(spike_guard.roll_back(workdir, event.spike, build.spike_policy(c)))
 
 
 def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "Startup") -> int:
@@ -84,22 +91,25 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
         tx=tx,
         schedule=schedule,
         judges=judges,
+        statistics=build.statistics(c),
     )
     background = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1))
     compiled = background.submit(compile_under, mesh, train_step, abstract, task.abstract_batch(c, mesh))
 
     # --- The state: restored, or born in its shards.
     checkpoints = stack.enter_context(build.checkpointer(c, workdir / "checkpoints"))
-    start = 0
+    start, watch = 0, Watch(build.spike_policy(c))
     if (restored := checkpoints.restore_latest(abstract)) is not None:
         start, state = restored.step, restored.state
         batches.set_state(restored.data_state)
+        watch.set_state(restored.meta["watch"])
     else:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
         init = functools.partial(step.init_state, make_model, tx, loop.seed, judges)
         state = jax.jit(init, out_shardings=shardings)()
         if loop.init_from:
             state["params"] = load_params(loop.init_from, abstract["params"])
+    spike_guard.pass_over(workdir, start, batches)
     if start >= loop.total_steps:
         distributed.say(f"{workdir} is at step {start} of {loop.total_steps}: nothing is left to train")
         return 0
@@ -132,7 +142,9 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     profiler = stack.enter_context(contextlib.closing(build.profiler(c, workdir)))
 
     n, data_state = start, batches.get_state()
+    watch.note(start, data_state)
     for n, (batch, data_state) in enumerate(sharding.device_batches(batches, mesh), start + 1):
+        watch.note(n, data_state)
         profiler.before(n - start)
         state, out = train_step(state, batch)
         profiler.after(n - start, out)
@@ -142,10 +154,10 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
         saves = last or stop or checkpoints.should_save(n)
         for done, values in fetch.push(n, out, wait=first or evaluates or measures or saves):
             throughput.tick(done)
-            if not math.isfinite(values["loss"]):  # before it is saved
-                raise FloatingPointError(f"the loss of step {done} is {values['loss']}")
+            if spike := watch.observe(done, values):  # before it is saved
+                watch.act(workdir, spike, values)
             if done % loop.log_every == 0 or done == loop.total_steps:
-                values = {f"train/{name}": value for name, value in values.items()}
+                values = {f"train/{name}": value for name, value in flat(values).items()}
                 writer.write(done, values | throughput.report() | metrics.memory_metrics())
         if first:
             startup.mark("first step")
@@ -158,7 +170,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
             if measures:
                 writer.write(n, measure_health(state, batch))
             if saves:
-                checkpoints.save(n, state, merge_states(distributed.gather_json(data_state)))
+                checkpoints.save(n, state, merge_states(distributed.gather_json(data_state)), watch.meta())
         if stop and not last:
             checkpoints.wait()
             distributed.say(f"stopped and saved at step {n}; the same command goes on from here")
@@ -166,7 +178,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
         if last:
             break
     else:
-        checkpoints.save(n, state, merge_states(distributed.gather_json(data_state)))
+        checkpoints.save(n, state, merge_states(distributed.gather_json(data_state)), watch.meta())
         raise ValueError(
             f"the data ended at step {n} of config.train.total_steps={loop.total_steps} and is saved "
             "there; raise config.data.num_epochs or lower total_steps"

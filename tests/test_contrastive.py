@@ -67,7 +67,7 @@ def value_and_grads(*args, **kwargs):
 @functools.partial(jax.jit, static_argnames="tile_size")
 def everything(*args, tile_size):
     return {
-        (loss, method): value_and_grads(*args, loss=loss, method=method, tile_size=tile_size)
+        (loss, method): value_and_grads(*args, kind=loss, method=method, tile_size=tile_size)
         for loss in LOSSES
         for method in METHODS
     }
@@ -126,9 +126,9 @@ def test_a_batch_that_the_mesh_does_not_divide():
     for B in (12, 9):
         args = (*features(B), 20.0, -5.0)
         for loss in LOSSES:
-            want = jax.jit(functools.partial(contrastive, loss=loss, method="plain"))(*args)
+            want = jax.jit(functools.partial(contrastive, kind=loss, method="plain"))(*args)
             with jax.set_mesh(sharding.make_mesh(fsdp=4, tensor=2)):
-                tiled = functools.partial(value_and_grads, loss=loss, method="tiled", tile_size=2)
+                tiled = functools.partial(value_and_grads, kind=loss, method="tiled", tile_size=2)
                 (_, got), _ = jax.jit(tiled)(*args)
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **CLOSE), got, want)
 
@@ -138,7 +138,7 @@ def test_equal_features_are_hits_and_log_batch(method):
     """A tie is no text with a larger logit; the loss tells of it: log B a pair."""
     B = 6
     ones = jnp.ones((B, 4)) / 2
-    sums = contrastive(ones, ones, 100.0, 0.0, loss="softmax", method=method, tile_size=4)
+    sums = contrastive(ones, ones, 100.0, 0.0, kind="softmax", method=method, tile_size=4)
     assert sums["correct"] == B
     # log-sum of 100 + log 6, known to a rounding of 8e-6
     np.testing.assert_allclose(sums["loss"] / B, np.log(B), atol=2e-5)
@@ -147,9 +147,9 @@ def test_equal_features_are_hits_and_log_batch(method):
 def test_bfloat16_features_are_computed_in_float32():
     image, text = (jnp.asarray(x, jnp.bfloat16) for x in features(6))
     exact = contrastive(
-        image.astype(jnp.float32), text.astype(jnp.float32), 50.0, 0.0, loss="softmax", method="tiled"
+        image.astype(jnp.float32), text.astype(jnp.float32), 50.0, 0.0, kind="softmax", method="tiled"
     )
-    (_, sums), grads = value_and_grads(image, text, 50.0, 0.0, loss="softmax", method="tiled")
+    (_, sums), grads = value_and_grads(image, text, 50.0, 0.0, kind="softmax", method="tiled")
     assert sums["loss"] == exact["loss"]
     assert grads[0].dtype == jnp.bfloat16
 
@@ -159,7 +159,7 @@ def test_memory_of_tiles_grows_with_the_batch_and_not_with_its_square():
 
     def temp(B, method):
         shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((B, 16), (B, 16), (), ())]
-        run = functools.partial(value_and_grads, loss="softmax", method=method, tile_size=64)
+        run = functools.partial(value_and_grads, kind="softmax", method=method, tile_size=64)
         return jax.jit(run).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
     assert temp(4096, "plain") > 4096**2 * 4
@@ -170,11 +170,11 @@ def test_memory_of_tiles_grows_with_the_batch_and_not_with_its_square():
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"loss": "clip"}, "loss='clip' is unknown; one of softmax, sigmoid"),
+        ({"kind": "clip"}, "kind='clip' is unknown; one of softmax, sigmoid"),
         ({"method": "ring"}, "method='ring' is unknown; one of plain, sharded, tiled"),
         ({"tile_size": 0}, "tile_size=0 must be at least 1"),
     ],
 )
 def test_errors_name_the_way_out(wrong, message):
     with pytest.raises(ValueError, match=message):
-        contrastive(*features(2), 1.0, 0.0, **({"loss": "softmax", "method": "tiled"} | wrong))
+        contrastive(*features(2), 1.0, 0.0, **({"kind": "softmax", "method": "tiled"} | wrong))

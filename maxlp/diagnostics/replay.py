@@ -49,7 +49,8 @@ def replay(
         ValueError: no such precision, no run, no data before that step.
     """
     c = with_precision(files.load_config(workdir), precision)
-    policy = Policy(**dict(c.get("spikes", {}).items()))
+    c.spikes.statistics = True
+    policy = build.spike_policy(c)
     mesh = build.mesh(c)
     build.check(c, mesh)
     make_model, (tx, schedule), judges = build.model(c), build.tx(c), build.judges(c)
@@ -70,7 +71,7 @@ def replay(
             tx=tx,
             schedule=schedule,
             judges=judges,
-            statistics=_statistics(c),
+            statistics=build.statistics(c),
         )
         seen = []
         for n, (batch, _) in enumerate(
@@ -141,11 +142,6 @@ def _checkpoint_before(workdir: Path, spike_step: int, policy: Policy) -> Path |
         oldest = min(c.step for c in found)
         raise ValueError(f"{workdir} has no checkpoint before step {spike_step}, its oldest is of {oldest}")
     return None
-
-
-def _statistics(c: ConfigDict) -> step.Statistics:
-    o = c.optimizer
-    return functools.partial(statistics.tensor_statistics, b2=o.b2, eps=o.eps, clip_norm=o.clip_norm)
 
 
 # --- what is said -------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@
 
 import collections
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from maxlp import checkpoint, distributed
 from maxlp import workdir as files
 from maxlp.data import merge_states
 from maxlp.diagnostics import statistics
+from maxlp.diagnostics.guard import RolledBack
 from maxlp.diagnostics.spikes import Detector, Policy, Spike
 
 
@@ -72,6 +74,23 @@ class Watch:
             )
         return self._detector.observe(step, loss)
 
+    def act(self, workdir: Path, spike: Spike, values: dict[str, Any]) -> None:
+        """Writes down a spike where it begins, and ends this life of the run if it has to.
+
+        Args:
+            values: those of `observe`.
+
+        Raises:
+            RolledBack: the policy is to go back.
+            FloatingPointError: the loss is not finite, and its step counted.
+        """
+        if spike.begins:
+            self.save(workdir, spike)
+        if self.acts_on(spike):
+            raise RolledBack(spike)
+        if not math.isfinite(spike.loss) and not values.get("skipped"):
+            raise FloatingPointError(f"the loss of step {spike.step} is {spike.loss}")
+
     def acts_on(self, spike: Spike) -> bool:
         """Whether the run is to be rolled back."""
         return self.policy.guard == "rollback" and spike.sigmas > self.policy.guard_threshold
@@ -94,8 +113,12 @@ class Watch:
         path.parent.mkdir(exist_ok=True)
         files.write_json(path, record)
 
+    def meta(self) -> dict[str, Any]:
+        """What a checkpoint keeps: a resumed run sees the same spikes."""
+        return {"watch": self.get_state()}
+
     def get_state(self) -> dict[str, Any]:
-        """JSON-able, for the `meta` of a checkpoint: a resumed run sees the same spikes."""
+        """JSON-able."""
         return {"detector": self._detector.get_state(), "steps": list(self._steps)}
 
     def set_state(self, state: dict[str, Any]) -> None:
