@@ -5,8 +5,12 @@ r"""What low precision wins: time, TFLOP/s, speed-up over bfloat16 and memory fo
 
 For every layer shape: each of the three matmuls of a training step alone (operands already quantized), and
 the whole layer forward and backward with all its quantization; then a SwiGLU block with the activations
-that quantization can fuse with. The last column is the proof of what was compiled: the matmuls of the
-optimized program by the type of their operands. Prints a Markdown table; --json=FILE keeps the rows.
+that quantization can fuse with; at last whole training steps of a Llama (Llama 3.2 1B with a smaller
+vocabulary), AdamW and all. The last column is the proof of what was compiled: the matmuls of the optimized
+program by the type of their operands. Prints a Markdown table; --json=FILE keeps the rows.
+
+MFU is of the bfloat16 peak for every recipe, so that it compares; only the steps of Llama have one. What
+quantization costs in passes over the data is in passes.py, for which no GPU is needed.
 """
 
 import argparse
@@ -19,11 +23,14 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from maxlp import precision
+from maxlp import gradients, metrics, optim, precision, sharding, step
 from maxlp.models import layers
+from maxlp.models.llama import Llama
 from maxlp.precision import QuantDot, formats
+from maxlp.tasks import language
 
 # (tokens, inputs, outputs) of the linear layers; ViT-H: 256 images of 257 patches
 SHAPES = {
@@ -43,6 +50,18 @@ SHAPES = {
 }
 MLP = {"llama8b": (16384, 4096, 14336), "vith": (65792, 1280, 5120), "tiny": (256, 128, 256)}
 KERNEL_AXIS = (((1,), (0,)), ((), ()))
+
+# batch, length and sizes of the Llama that is trained
+STEPS = {
+    "llama8b": dict(
+        batch=8, length=2048, vocab_size=32768, embed_dim=2048, num_layers=16, num_heads=32, num_kv_heads=8,
+        head_dim=64, mlp_dim=8192,
+    ),
+    "tiny": dict(
+        batch=2, length=64, vocab_size=256, embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=2,
+        head_dim=16, mlp_dim=128,
+    ),
+}  # fmt: skip
 
 
 def seconds(function, args, repeats: int) -> float:
@@ -71,14 +90,17 @@ def matmul_types(hlo: str) -> str:
 
 def measure(name: str, function, args, flops: float, repeats: int) -> dict:
     compiled = jax.jit(function).lower(*args).compile()
-    taken = seconds(compiled, args, repeats)
+    return row(name, compiled, seconds(compiled, args, repeats), flops)
+
+
+def row(name: str, compiled, taken: float, flops: float) -> dict:
     memory = compiled.memory_analysis()
     peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
     return dict(
         what=name,
         ms=1e3 * taken,
         tflops=flops / taken / 1e12,
-        gib=peak / 2**30,
+        gib=(peak - memory.alias_size_in_bytes) / 2**30,
         matmuls=matmul_types(compiled.as_text()),
     )
 
@@ -111,7 +133,7 @@ def layer(recipe, tokens: int, inputs: int, outputs: int):
     """Forward and backward of one linear layer with a float32 kernel."""
     structure, state = nnx.split(QuantDot(recipe))
 
-    def step(state, x, w, g):
+    def both(state, x, w, g):
         def y(x, w):
             return nnx.merge(structure, state, copy=True)(x, w.astype(x.dtype), KERNEL_AXIS)
 
@@ -119,7 +141,7 @@ def layer(recipe, tokens: int, inputs: int, outputs: int):
         return y, *pull(g)
 
     kernel = normal(inputs, outputs, dtype=jnp.float32)
-    return step, (state, normal(tokens, inputs), kernel, normal(tokens, outputs))
+    return both, (state, normal(tokens, inputs), kernel, normal(tokens, outputs))
 
 
 class SwiGLU(nnx.Module):
@@ -141,14 +163,70 @@ def swiglu(recipe, tokens: int, width: int, hidden: int):
     precision.inject(model, recipe, rules=(("*", recipe),))
     structure, params, state = nnx.split(model, nnx.Param, ...)
 
-    def step(params, state, x):
+    def both(params, state, x):
         def loss(params, x):
             y = nnx.merge(structure, params, state, copy=True)(x)
             return jnp.sum(jnp.square(y.astype(jnp.float32)))
 
         return jax.grad(loss, argnums=(0, 1))(params, x)
 
-    return step, (params, state, normal(tokens, width))
+    return both, (params, state, normal(tokens, width))
+
+
+def train_step(recipe, repeats: int, *, batch: int, length: int, **sizes) -> dict:
+    """Training steps of a Llama as `maxlp.train` runs them, on one device."""
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    attention = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    how = dict(rope_theta=5e5, rope_scaling=None, norm_eps=1e-5, tie_embeddings=False, init_std=0.02,
+               dtype="bfloat16", param_dtype="float32", attention=attention, scan_layers=True,
+               remat="none", max_seq_len=length)  # fmt: skip
+
+    def make_model(rngs):
+        model = Llama(**sizes, **how, rngs=rngs)
+        precision.inject(model, recipe)
+        return model
+
+    tx, schedule = optim.make_tx(
+        learning_rate=3e-4, warmup_steps=10, total_steps=1000, final_lr_fraction=0.1, clip_norm=1.0,
+        weight_decay=0.1, b1=0.9, b2=0.95, eps=1e-8,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, sizes["vocab_size"], (batch, length + 1), np.int32)
+    data = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "segment_ids": np.ones((batch, length), np.int32),
+        "positions": np.tile(np.arange(length, dtype=np.int32), (batch, 1)),
+        "loss_mask": np.ones((batch, length), bool),
+    }
+    with jax.set_mesh(mesh):
+        graphdef, abstract = step.abstract_state(make_model, tx, mesh)
+        state = jax.jit(functools.partial(step.init_state, make_model, tx, 0))()
+        loss = functools.partial(language.next_token_loss, num_chunks=4)
+        function = step.jit_train_step(
+            abstract,
+            mesh,
+            graphdef=graphdef,
+            gradients=gradients.of_sums(loss, language.num_targets),
+            tx=tx,
+            schedule=schedule,
+        )
+        data = sharding.global_batch(data, mesh)
+        compiled = function.lower(state, data).compile()
+        times = []
+        for _ in range(repeats + 2):
+            start = time.perf_counter()
+            state, out = compiled(state, data)
+            assert np.isfinite(float(out["loss"]))  # waits
+            times.append(time.perf_counter() - start)
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(abstract["params"]))
+    looked_up = sizes["vocab_size"] * sizes["embed_dim"]
+    per_token = metrics.train_flops_per_token(
+        num_params - looked_up, sizes["num_layers"], sizes["num_heads"], sizes["head_dim"], length
+    )[1]
+    flops = per_token * batch * length
+    found = row("step", compiled, statistics.median(times[2:]), flops)
+    return found | dict(mfu=flops / (found["ms"] / 1e3) / metrics.peak_flops().flops)
 
 
 def main() -> None:
@@ -162,8 +240,8 @@ def main() -> None:
     args = parser.parse_args()
     device = jax.devices()[0]
     print(f"{device.device_kind}, jax {jax.__version__}, median of {args.repeats}\n")
-    print("| shapes | layer | recipe | what | ms | TFLOP/s | × bf16 | GiB | matmuls |")
-    print("|---|---|---|---|---:|---:|---:|---:|---|")
+    print("| shapes | layer | recipe | what | ms | TFLOP/s | × bf16 | MFU | GiB | matmuls |")
+    print("|---|---|---|---|---:|---:|---:|---:|---:|---|")
     rows, base = [], {}
 
     def add(shapes: str, where: str, recipe: str, row: dict) -> None:
@@ -171,9 +249,10 @@ def main() -> None:
         base.setdefault(key, row["ms"])  # bf16 comes first
         row = dict(shapes=shapes, layer=where, recipe=recipe, speedup=base[key] / row["ms"], **row)
         rows.append(row)
+        mfu = f"{row['mfu']:.1%}" if "mfu" in row else ""
         print(
             f"| {shapes} | {where} | {recipe} | {row['what']} | {row['ms']:.3f} | {row['tflops']:.1f} "
-            f"| {row['speedup']:.2f} | {row['gib']:.2f} | {row['matmuls']} |",
+            f"| {row['speedup']:.2f} | {mfu} | {row['gib']:.2f} | {row['matmuls']} |",
             flush=True,
         )
 
@@ -186,13 +265,15 @@ def main() -> None:
                     if (made := gemm(recipe, which, *size)) is not None:
                         dot, operands, flops = made
                         add(shapes, where, name, measure(which, dot, operands, flops, args.repeats))
-                step, operands = layer(recipe, *size)
+                function, operands = layer(recipe, *size)
                 flops = 6.0 * size[0] * size[1] * size[2]
-                add(shapes, where, name, measure("layer", step, operands, flops, args.repeats))
-            step, operands = swiglu(recipe, *MLP[shapes])
+                add(shapes, where, name, measure("layer", function, operands, flops, args.repeats))
+            function, operands = swiglu(recipe, *MLP[shapes])
             tokens, width, hidden = MLP[shapes]
             flops = 18.0 * tokens * width * hidden
-            add(shapes, "SwiGLU", name, measure("block", step, operands, flops, args.repeats))
+            add(shapes, "SwiGLU", name, measure("block", function, operands, flops, args.repeats))
+            if shapes in STEPS:
+                add(shapes, "Llama", name, train_step(recipe, args.repeats, **STEPS[shapes]))
     if args.json:
         with open(args.json, "w") as file:
             json.dump(rows, file, indent=1)

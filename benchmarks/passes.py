@@ -1,0 +1,267 @@
+"""What quantization costs in passes over the data, read from programs for an H100 that no one has to own.
+
+    pip install 'maxlp[aot]'
+    python benchmarks/passes.py
+
+Compiles the forward and backward pass of one Llama 8B block for each recipe and takes the optimized program
+apart: which kernels are matmuls, which others read or write a tensor of the size of an activation, a weight
+or a gradient, and how many bytes they move beyond what the bfloat16 program moves. Then, for 8 GPUs that
+split the weights (FSDP): what is gathered and reduced, in which type. Prints two Markdown tables.
+"""
+
+import argparse
+import math
+import re
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxlp import precision, sharding
+from maxlp.models import llama
+from maxlp.planning import hlo, topologies
+
+SIZES = dict(
+    vocab_size=256,
+    embed_dim=4096,
+    num_layers=1,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    mlp_dim=14336,
+    max_seq_len=8192,
+    rope_theta=5e5,
+    rope_scaling=None,
+    norm_eps=1e-5,
+    tie_embeddings=True,
+    init_std=0.02,
+    dtype="bfloat16",
+    param_dtype="float32",
+    attention="xla",
+    scan_layers=False,
+    remat="none",
+)
+LARGE = 2**20  # elements of the smallest weight matrix, and fewer than of any activation
+RECIPES = {
+    name: precision.make_recipe(name) for name in precision.RECIPES if name not in ("mxfp8", "simulate")
+}
+RECIPES["fp8_delayed, cold_start=False"] = precision.make_recipe("fp8_delayed", cold_start=False)
+
+
+# --- the program --------------------------------------------------------------------------------------
+
+
+def compiled(name: str, gpus: int, rows: int, length: int) -> str:
+    """Optimized HLO of one block's forward and backward pass, ``rows`` sequences on each GPU."""
+    mesh = sharding.make_mesh(fsdp=gpus, devices=topologies.devices(topologies.parse(f"h100:1x{gpus}")))
+    recipe = RECIPES[name]
+
+    def make():
+        model = llama.Llama(**SIZES, rngs=nnx.Rngs(0))
+        precision.inject(model, recipe)
+        return model.layers
+
+    structure = []
+
+    def split():
+        graphdef, params, state = nnx.split(make(), nnx.Param, ...)
+        structure.append(graphdef)
+        return params, state
+
+    abstract = jax.eval_shape(split)
+
+    def one_layer(leaf, place):
+        where = NamedSharding(mesh, P(*place.spec[1:]))
+        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=where)
+
+    state = tuple(
+        jax.tree.map(one_layer, nnx.to_pure_dict(part), sharding.param_shardings(part, mesh))
+        for part in abstract
+    )
+    batch = NamedSharding(mesh, sharding.spec("batch"))
+    shape = (rows * gpus, length)
+    x = jax.ShapeDtypeStruct((*shape, SIZES["embed_dim"]), jnp.bfloat16, sharding=batch)
+    ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch)
+
+    def step(params, state, x, g, positions, segments):
+        backward = nnx.WithTag("overwrite_with_gradient")
+        block = nnx.merge(structure[0], params, state)
+        _, _, of_backward, of_forward = nnx.split(block, nnx.Param, backward, ...)
+        rope = llama.rope_table(positions, SIZES["head_dim"], SIZES["rope_theta"], None)
+
+        def run(params, of_backward, x):
+            block = nnx.merge(structure[0], params, of_forward, of_backward, copy=True)
+            y, _ = block(x, rope, positions, segments, None)
+            return y, nnx.to_pure_dict(nnx.split(block, nnx.Param, backward, ...)[3])
+
+        y, pull, new_forward = jax.vjp(run, params, of_backward, x, has_aux=True)
+        return y, pull(g), new_forward
+
+    like_params = jax.tree.map(lambda a: a.sharding, state[0])
+    places = (batch, (like_params, sharding.replicated(mesh), batch), sharding.replicated(mesh))
+    with jax.set_mesh(mesh):
+        program = jax.jit(step, out_shardings=places).lower(*state, x, x, ids, ids)
+        return program.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
+
+
+# --- reading it ---------------------------------------------------------------------------------------
+
+
+class Kernel(NamedTuple):
+    """A kernel that is launched: types of its operands (with what made them) and of its results."""
+
+    opcode: str
+    target: str
+    operands: list[tuple[str, str]]  # (type, opcode that made it)
+    results: list[str]
+
+    @property
+    def bytes(self) -> float:
+        return sum(map(hlo.num_bytes, [*(kind for kind, _ in self.operands), *self.results]))
+
+
+def kernels(text: str) -> list[Kernel]:
+    """The kernels of a program's entry. (A block has no loop.)"""
+    program, entry = hlo.computations(text)
+    made = {i.name: i for i in program[entry]}
+
+    def origin(name: str) -> tuple[str, str]:
+        first = made[name]
+        i = first
+        while i.opcode in ("bitcast", "get-tuple-element", "copy"):
+            i = made[re.findall(r"%([\w.-]+)", i.rest)[0]]
+        return first.type, "matmul" if "cublas" in i.rest else i.opcode
+
+    found = []
+    for i in program[entry]:
+        if i.opcode in ("parameter", "constant", "bitcast", "get-tuple-element", "tuple", "after-all"):
+            continue
+        operands = i.rest.split("), ")[0]
+        names = [name for name in re.findall(r"%([\w.-]+)", operands) if name in made]
+        target = re.search(r'custom_call_target="([^"]*)"', i.rest)
+        target = target[1] if target else ""
+        results = TYPE.findall(i.type)
+        if "cublas" in target:
+            results = results[:1]  # the second is workspace
+        found.append(Kernel(i.opcode, target, [origin(name) for name in names], results))
+    return found
+
+
+def large(kind: str) -> bool:
+    return any(
+        math.prod(int(n) for n in dims.split(",") if n) >= LARGE
+        for dims in re.findall(r"\[([\d,]*)\]", kind)
+    )
+
+
+def narrow(kind: str) -> bool:
+    return kind.startswith(("f8", "s8"))
+
+
+def sort(kernel: Kernel) -> str:
+    """What a kernel is for, of those that a recipe adds or changes."""
+    if "cublas" in kernel.target:
+        return "matmul"
+    if not any(map(large, [*kernel.results, *(kind for kind, _ in kernel.operands)])):
+        return "small"
+    if not any(map(large, kernel.results)):
+        return "reduce"
+    if not any(large(kind) and narrow(kind) for kind in kernel.results):
+        return "other"
+    sources = [(kind, maker) for kind, maker in kernel.operands if "," in kind.split("]")[0]]
+    big = [(kind, maker) for kind, maker in sources if large(kind)]
+    if all(narrow(kind) for kind, _ in big):
+        return "transpose"
+    if all(maker == "parameter" and kind.startswith("f32") for kind, maker in big):
+        return "weight"
+    alone = len(big) == 1 and all(
+        large(kind) or re.match(r"\w+\[[1,]*\]", kind) for kind, _ in kernel.operands
+    )
+    return "alone" if alone else "fused"
+
+
+TYPE = re.compile(r"\b[a-z]\w*\[[\d,]*\]")
+
+
+def matmuls(found: list[Kernel]) -> str:
+    types = Counter(
+        "·".join(kind.split("[")[0] for kind, _ in k.operands[:2]) for k in found if sort(k) == "matmul"
+    )
+    return ", ".join(f"{n} {kind}" for kind, n in sorted(types.items(), reverse=True))
+
+
+def on_the_wire(text: str) -> dict[str, str]:
+    """MiB of the results of each kind of collective, by type."""
+    sizes: dict[str, Counter] = {
+        "all-gather": Counter(),
+        "reduce-scatter": Counter(),
+        "all-reduce": Counter(),
+    }
+    for body in hlo.computations(text)[0].values():
+        for i in body:
+            kind = i.opcode.removesuffix("-start")
+            if kind in sizes:
+                types = TYPE.findall(i.type)
+                if i.opcode.endswith("-start") and kind != "all-reduce":
+                    types = types[len(types) // 2 :]  # operands, then results
+                for one in types:
+                    sizes[kind][one.split("[")[0]] += hlo.num_bytes(one)
+    return {
+        kind: ", ".join(f"{size / 2**20:.1f} {dtype}" for dtype, size in counts.items() if size >= 2**20)
+        or "–"
+        for kind, counts in sizes.items()
+    }
+
+
+# --- tables -------------------------------------------------------------------------------------------
+
+
+COLUMNS = (
+    "recipe", "matmuls", "reductions", "weights quantized", "quantized with their producer",
+    "quantized alone", "8-bit transposed", "kernels in all", "GB beside matmuls", "beyond bf16",
+    "GB of matmuls",
+)  # fmt: skip
+
+
+def main() -> None:
+    how = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=how)
+    parser.add_argument("--recipes", default=";".join(RECIPES), help="separated by ;")
+    parser.add_argument("--rows", type=int, default=2, help="sequences on each GPU")
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--dump", default="", help="directory for the programs")
+    args = parser.parse_args()
+    names = ["bf16", *(name for name in args.recipes.split(";") if name != "bf16")]
+    print(f"jax {jax.__version__}, H100, a Llama 8B block on {args.rows} × {args.length} tokens\n")
+    print("| " + " | ".join(COLUMNS) + " |\n|---|---|" + "---:|" * (len(COLUMNS) - 2))
+    base = None
+    for name in names:
+        text = compiled(name, 1, args.rows, args.length)
+        if args.dump:
+            Path(args.dump, f"{name}.txt").write_text(text)
+        found = kernels(text)
+        count = Counter(map(sort, found))
+        beside = sum(k.bytes for k in found if sort(k) not in ("matmul", "small")) / 1e9
+        of_matmuls = sum(k.bytes for k in found if sort(k) == "matmul") / 1e9
+        base = base or beside
+        passes = sum(n for kind, n in count.items() if kind not in ("matmul", "small"))
+        numbers = [*(count[kind] for kind in ("reduce", "weight", "fused", "alone", "transpose")), passes]
+        gigabytes = f"{beside:.2f} | {beside - base:+.2f} | {of_matmuls:.2f}"
+        print(f"| {name} | {matmuls(found)} | {' | '.join(map(str, numbers))} | {gigabytes} |", flush=True)
+    print("\nMiB that 8 GPUs with split weights (fsdp=8) exchange for one block, forward and backward:\n")
+    print("| recipe | gathered | reduced and scattered | reduced |\n|---|---|---|---|")
+    for name in names:
+        wire = on_the_wire(compiled(name, 8, 1, args.length))
+        print(
+            f"| {name} | {wire['all-gather']} | {wire['reduce-scatter']} | {wire['all-reduce']} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
