@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from maxlp import report
+from maxlp.diagnostics import spikes
 
 Runs = dict[str, dict[str, dict[str, Any]]]  # variant → seed → what was measured
 
 COLORS = ["#2f6db3", "#e07b1a", "#3a9a5c", "#c8322b", "#7d5ba6", "#1aa3b0", "#8a6d3b", "#d45d9e", "#555555"]
-RMS_SPIKE = 2.3  # Wortsman et al. 2023; their code uses 1.8, which is counted too
-LEAD = range(1, 9)  # steps that an RMS_t spike comes before the loss's
 WARMED_UP = 60  # steps, before which nothing counts as a spike
+POLICY = spikes.Policy()  # that of training: 3.2 deviations above the mean of 64 losses; RMS_t above 1.8
 
 
 def show(experiment: str, runs: Runs, folder: Path, baseline: Runs) -> None:
@@ -73,6 +72,7 @@ def compared(runs: Runs, figure: Figure) -> None:
         held = [seeds[s]["heldout"] - base[s]["heldout"] for s in both]
         right.plot(held, [name] * len(held), "o", color=color, alpha=0.8)
     left.axhline(0, color="black", linewidth=0.8)
+    left.set_yscale("symlog", linthresh=0.01)
     right.axvline(0, color="black", linewidth=0.8)
     left.set_title(f"training loss minus that of {base_name}, mean of 21 steps", loc="left")
     left.set_xlabel("step")
@@ -86,64 +86,51 @@ def compared(runs: Runs, figure: Figure) -> None:
 
 
 def loss_spikes(run: dict) -> list[int]:
-    """Steps of the loss spikes: `maxlp.report`'s definition, after the warm-up."""
+    """Steps of the loss spikes after the warm-up."""
+    start = WARMED_UP - POLICY.min_history
     losses = np.array(run["loss"])
-    steps = np.arange(len(losses))
-    found = report.find_spikes(steps[WARMED_UP - 16 :], losses[WARMED_UP - 16 :])
-    return [spike.step for spike in found]
+    return [
+        spike.step for spike in spikes.find_spikes(np.arange(start, len(losses)), losses[start:], POLICY)
+    ]
 
 
-def rms_spikes(run: dict, threshold: float = RMS_SPIKE) -> list[int]:
-    """Steps with an RMS_t of a kernel in the blocks above the threshold, 10 steps apart."""
-    rms, found = np.array(run["rms_hidden"]), []
-    for i in np.flatnonzero(rms > threshold):
-        if i >= WARMED_UP - 16 and (not found or i - found[-1] > 10):
-            found.append(int(i))
-    return found
-
-
-def explained(losses: list[int], rms: list[int], steps: int) -> tuple[int, float]:
-    """How many loss spikes an RMS_t spike precedes by 1 to 8 steps; the share of all steps it precedes."""
-    covered = {r + lead for r in rms for lead in LEAD}
-    return sum(step in covered for step in losses), len(covered) / max(1, steps - WARMED_UP + 16)
+def rms_spikes(run: dict) -> list[int]:
+    """Steps at which the largest RMS_t of the kernels in the blocks begins to stand out."""
+    rms = np.array(run["rms_hidden"])
+    return spikes.find_rms_spikes(
+        np.arange(WARMED_UP - POLICY.lead, len(rms)), rms[WARMED_UP - POLICY.lead :]
+    )
 
 
 def optimizers(runs: Runs, figure: Figure) -> None:
     rows = []
     for name, seeds in runs.items():
-        spikes = {seed: loss_spikes(run) for seed, run in seeds.items()}
-        held = np.array([run["heldout"] for run in seeds.values()])
-        found, share = 0, []
-        for seed, run in seeds.items():
-            if "rms_hidden" in run:
-                count, part = explained(spikes[seed], rms_spikes(run), len(run["loss"]))
-                found, share = found + count, [*share, part]
-        total = sum(map(len, spikes.values()))
-        largest = [max(run["rms_hidden"][WARMED_UP:]) for run in seeds.values() if "rms_hidden" in run]
-        rows.append(
-            [
-                name,
-                str(len(seeds)),
-                plus_minus(held),
-                f"{total} ({', '.join(str(len(s)) for s in spikes.values())})",
-                f"{found} of {total}" if share else "",
-                f"{np.mean(share):.0%}" if share else "",
-                f"{max(largest):.1f}" if largest else "",
-            ]
-        )
-    header = ["optimizer", "seeds", "held-out loss", "loss spikes (each seed)", "RMS_t spike 1 to 8 before"]
+        counts = [len(loss_spikes(run)) for run in seeds.values()]
+        foretold = [
+            spikes.foretold(loss_spikes(run), rms_spikes(run), len(run["loss"]) - WARMED_UP, POLICY)
+            for run in seeds.values()
+            if "rms_hidden" in run
+        ]
+        row = [name, str(len(seeds)), plus_minus(np.array([run["heldout"] for run in seeds.values()]))]
+        row += [f"{sum(counts)} ({', '.join(map(str, counts))})"]
+        if foretold:
+            hits, chance = sum(f.foretold for f in foretold), sum(f.by_chance for f in foretold)
+            row += [f"{hits} of {sum(counts)}", f"{chance:.1f}"]
+            row += [f"{max(max(run['rms_hidden'][WARMED_UP:]) for run in seeds.values()):.1f}"]
+        rows.append(row + [""] * (7 - len(row)))
+    header = ["optimizer", "seeds", "held-out loss", "loss spikes (each seed)", "after an RMS_t spike"]
     print_table([*header, "by chance", "largest RMS_t"], rows)
 
     figure.set_size_inches(12, 7)
+    runs = {name: seeds for name, seeds in runs.items() if "rms_hidden" in next(iter(seeds.values()))}
     grid = figure.subplots(2, len(runs), sharex=True, sharey="row", squeeze=False)
     for (top, bottom), (name, seeds) in zip(grid.T, runs.items(), strict=True):
         for color, (seed, run) in zip(COLORS, seeds.items(), strict=False):
             top.plot(run["loss"], color=color, linewidth=0.9, label=f"seed {seed}")
             where = loss_spikes(run)
             top.plot(where, [run["loss"][i] for i in where], "v", color=color, markersize=6)
-            if "rms_hidden" in run:
-                bottom.plot(run["rms_hidden"], color=color, linewidth=0.9)
-        bottom.axhline(RMS_SPIKE, color="black", linewidth=0.8, linestyle=":")
+            bottom.plot(run["rms_hidden"], color=color, linewidth=0.9)
+        bottom.axhline(POLICY.rms_threshold, color="black", linewidth=0.8, linestyle=":")
         top.set_title(name, loc="left")
         bottom.set_yscale("log")
         bottom.set_xlabel("step")
