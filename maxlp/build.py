@@ -139,13 +139,6 @@ def health(c: ConfigDict, graphdef: nnx.GraphDef) -> Callable[[dict, dict], dict
 
 
 def tx(c: ConfigDict) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    if c.optimizer.name == "schedule_free_adamw":
-        # It is measured at the average of its iterates (`optim.eval_params`), which the commands that
-        # evaluate and sample do not restore.
-        raise ConfigError(
-            "config.optimizer.name='schedule_free_adamw' is for use as a library (maxlp.optim); "
-            "choose adamw or stable_adamw here"
-        )
     return call(optim.make_tx, "optimizer", c.optimizer, total_steps=c.train.total_steps)
 
 
@@ -254,10 +247,19 @@ def restore_model(
     Args:
       step_number: None takes the newest sound checkpoint.
     """
-    graphdef, abstract = step.abstract_model(model(c), mesh)
+    graphdef, abstract = step.abstract_state(model(c), tx(c)[0], mesh)
+    wanted = {key: abstract[key] for key in ("params", "model_state")}
+    if part := optim.eval_part(abstract["opt_state"]):
+        wanted["opt_state"] = part
     root = workdir / "checkpoints"
-    restored = checkpoint.restore(root if step_number is None else root / str(step_number), abstract)
-    return graphdef, restored.state, restored.step
+    restored = checkpoint.restore(root if step_number is None else root / str(step_number), wanted)
+    return graphdef, evaluated(restored.state), restored.step
+
+
+def evaluated(state: dict) -> dict:
+    """The state with the parameters to measure: of schedule_free_adamw, the average of those it trains."""
+    params = optim.eval_params(state.get("opt_state", {}), state["params"])
+    return {"params": params, "model_state": state["model_state"]}
 
 
 def num_params(params: dict) -> int:

@@ -166,7 +166,9 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
             if evaluates:
                 limit = 0 if last else loop.eval_batches
                 held = functools.partial(heldout_batches, heldout, mesh, limit)
-                writer.write(n, {f"eval/{name}": v for name, v in evaluate(state, held).items()})
+                writer.write(
+                    n, {f"eval/{name}": v for name, v in evaluate(build.evaluated(state), held).items()}
+                )
             if measures:
                 writer.write(n, measure_health(state, batch))
             if saves:

@@ -76,7 +76,6 @@ BAD_VALUES = [
     ({"loss.num_chunks": 7}, "num_chunks=7"),
     ({"data.name": "video"}, "text"),
     ({"optimizer.name": "adam"}, "adamw"),
-    ({"optimizer.name": "schedule_free_adamw"}, "library"),
     ({"precision.recipe": "fp4"}, "fp8_delayed"),
     ({"precision.rules": (("layers/mlp/fc", "fp8_current"),)}, "layers/mlp/fc"),
     ({"precision.rules": (("lm_head", "fp8_delayed"),), "loss.num_chunks": 2}, "num_chunks=2"),
