@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from maxlp import sharding
 from maxlp.contrastive import METHODS, contrastive
-from maxlp.planning import compiled, topologies
+from maxlp.planning import topologies
 
 GIB = 2**30
 
@@ -64,18 +64,20 @@ def _cell(mesh: jax.sharding.Mesh, B: int, E: int, loss: str, method: str, tile_
     with jax.set_mesh(mesh):
         rows = jax.ShapeDtypeStruct((B, E), jnp.float32, sharding=sharding.batch_sharding(mesh))
         scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(mesh))
-        value = functools.partial(_value, loss=loss, method=method, tile_size=tile_size)
+        value = functools.partial(_value, kind=loss, method=method, tile_size=tile_size)
         traced = jax.jit(jax.value_and_grad(value, argnums=range(4))).trace(rows, rows, scalar, scalar)
         platform = mesh.devices.flat[0].platform
-        lowered = traced.lower(lowering_platforms=(compiled.PLATFORMS.get(platform, platform),))
+        lowered = traced.lower(lowering_platforms=("cuda" if platform == "gpu" else platform,))
         try:
-            memory = compiled.read_memory(lowered.compile())
+            memory = lowered.compile().memory_analysis()
         except jax.errors.JaxRuntimeError as error:
             found = re.search(r"([\d.]+[KMGT])\)? (?:of [\d.]+[KMGT] hbm|exceeds)", str(error))
             if found is None:
                 raise
             return f"refused, needs {found[1]}"
-    return f"{memory.temporaries / GIB:.3g} ({memory.total / GIB:.3g})"
+    temporaries, code = memory.temp_size_in_bytes, memory.generated_code_size_in_bytes
+    rest = memory.argument_size_in_bytes + memory.output_size_in_bytes + code
+    return f"{temporaries / GIB:.3g} ({(temporaries + rest) / GIB:.3g})"
 
 
 def _value(*args: jax.Array, **options) -> jax.Array:
