@@ -157,8 +157,9 @@ def loss_lines(run: Run) -> Lines:
     lines = []
     steps, losses = run.series("train/loss")
     if len(steps):
-        if tokens := _tokens_per_step(run):
-            lines.append(("tokens seen", f"{run.step * tokens:,}, {tokens:,} a step"))
+        unit, count = _units_per_step(run)
+        if count:
+            lines.append((f"{unit} seen", f"{run.step * count:,}, {count:,} a step"))
         count = len(_tail(losses))
         lines.append(
             ("train/loss", f"{_tail(losses).mean():.4f}, mean of the last {_count(count, 'record')}")
@@ -171,6 +172,10 @@ def loss_lines(run: Run) -> Lines:
             whole = _on_as_much_text_as_the_last(run, steps)
             best = _best(steps[whole], values[whole])
             lines.append((name, f"{values[-1]:.4f} at step {steps[-1]:,}{best}"))
+    for name in sorted({name for record in run.records for name in record}):
+        if name.startswith("eval/") and any(part in name for part in ("top", "recall")):
+            steps, values = run.series(name)
+            lines.append((name, f"{values[-1]:.2%} at step {steps[-1]:,}"))
     return lines
 
 
@@ -187,8 +192,10 @@ def _tail(losses: np.ndarray) -> np.ndarray:
     return losses[-min(10, max(1, len(losses) // 10)) :]
 
 
-def _tokens_per_step(run: Run) -> int:
-    return (run.setting("data", "batch_size") or 0) * (run.setting("data", "seq_len") or 0)
+def _units_per_step(run: Run) -> tuple[str, int]:
+    """What throughput counts, and how many a step has (0: not known)."""
+    rows, length = run.setting("data", "batch_size") or 0, run.setting("data", "seq_len")
+    return ("images", rows) if length is None else ("tokens", rows * length)
 
 
 def _best(steps: np.ndarray, values: np.ndarray) -> str:
@@ -201,7 +208,8 @@ def _best(steps: np.ndarray, values: np.ndarray) -> str:
 def speed_lines(run: Run) -> Lines:
     """Throughput, step time, MFU and memory over the records."""
     lines = []
-    for name, unit, form in (("tokens_per_sec", "", ",.0f"), ("step_time", " s", ".4g")):
+    per_sec = f"{_units_per_step(run)[0]}_per_sec"
+    for name, unit, form in ((per_sec, "", ",.0f"), ("step_time", " s", ".4g")):
         _, values = run.series(f"perf/{name}")
         if len(values):
             p5, median, p95 = (f"{v:{form}}{unit}" for v in np.percentile(values, (5, 50, 95)))
@@ -249,6 +257,18 @@ def _first_tensor(record: Mapping[str, Any]) -> str:
     return f"; first {first['tensor']}, RMS_t {first['value']:.2f} {_count(ahead, 'step')} before"
 
 
+def health_lines(run: Run) -> Lines:
+    """What the last measurement of `precision.health` found, a line for each tensor of a stack."""
+    measured = [record for record in run.records if any(name.startswith("health/") for name in record)]
+    if not measured:
+        return []
+    from maxlp.precision import (
+        health,
+    )  # imports JAX's model code: only reports with something to say need it
+
+    return [("measured at", f"step {measured[-1]['step']:,}"), *health.record_lines(measured[-1])]
+
+
 def checkpoint_lines(run: Run) -> Lines:
     """Each checkpoint that is there."""
     return [
@@ -271,6 +291,7 @@ SECTIONS: dict[str, Callable[[Run], Lines]] = {
     "Loss": loss_lines,
     "Speed": speed_lines,
     "Spikes": spike_lines,
+    "Quantization": health_lines,
     "Checkpoints": checkpoint_lines,
 }
 
@@ -340,7 +361,7 @@ def loss_panel(axes: Any, run: Run) -> None:
     _log_scale(axes, losses)
     axes.set_title(run.workdir.resolve().name, loc="left", fontsize=13, fontweight="bold")
     axes.set_title(_subtitle(run), loc="right", fontsize=10, color=GREY)
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel(f"loss (nats per {_units_per_step(run)[0][:-1]})")
     axes.set_xlabel("step")
     axes.legend(frameon=False, loc="upper right")
 
@@ -361,10 +382,11 @@ def grad_norm_panel(axes: Any, run: Run) -> None:
 
 
 def throughput_panel(axes: Any, run: Run) -> None:
-    """Tokens/s of each record."""
-    steps, values = run.series("perf/tokens_per_sec")
+    """Tokens or images per second of each record."""
+    unit, _ = _units_per_step(run)
+    steps, values = run.series(f"perf/{unit}_per_sec")
     axes.plot(steps, values, color=BLUE)
-    axes.set_title("tokens/s", loc="left")
+    axes.set_title(f"{unit}/s", loc="left")
     axes.yaxis.set_major_formatter("{x:,.0f}")
     if len(values):
         axes.set_ylim(0, 1.15 * np.max(values))
@@ -374,10 +396,11 @@ PANELS: tuple[Callable[[Any, Run], None], ...] = (learning_rate_panel, grad_norm
 
 
 def _subtitle(run: Run) -> str:
-    tokens = _tokens_per_step(run) * run.step
+    unit, count = _units_per_step(run)
+    seen = count * run.step
     parts = [run.setting("model", "name"), f"step {run.step:,}"]
     parts += [f"{run.num_params / 1e6:,.4g} M parameters"] if run.num_params else []
-    parts += [f"{tokens / 1e6:,.4g} M tokens"] if tokens else []
+    parts += [f"{seen / 1e6:,.4g} M {unit}"] if seen else []
     return " · ".join(filter(None, parts))
 
 

@@ -242,6 +242,11 @@ def lines(flat: Mapping[str, float]) -> list[tuple[str, str]]:
     return table
 
 
+def record_lines(record: Mapping[str, float]) -> list[tuple[str, str]]:
+    """`lines` of a record of metrics, which holds the `summary` too."""
+    return lines({k: v for k, v in record.items() if k.startswith("health/") and k.count("/") > 2})
+
+
 def _worst(names: Mapping[str, Mapping[str, float]], name: str) -> str:
     layer = max(names[name], key=lambda i: names[name][i])
     return f"{name} {names[name][layer]:.2%}{_layer(layer) if names[name][layer] else ''}"
