@@ -21,6 +21,7 @@ LAYOUT_OF = {
     "clip_open_clip_quick_gelu": "open_clip",
 }
 RUN = dict(dtype="float32", param_dtype="float32", attention="xla", scan_layers=True, remat="none")
+COMPILE = {"xla_backend_optimization_level": 0}  # half of the time
 
 
 def load(name: str) -> dict:
@@ -55,7 +56,7 @@ def test_features_and_gradients_equal_theirs(name):
         image_BE, text_BE = features(params, golden["config"], image, text)
         return jnp.sum(golden["weight"] * (image_BE @ text_BE.T)), (image_BE, text_BE)
 
-    compute = jax.jit(jax.grad(loss, has_aux=True))
+    compute = jax.jit(jax.grad(loss, has_aux=True), compiler_options=COMPILE)
     grads, (image_BE, text_BE) = compute(params, np.float32(golden["image"]), golden["text"])
     np.testing.assert_allclose(image_BE, golden["image_features"], atol=3e-6, rtol=0)
     np.testing.assert_allclose(text_BE, golden["text_features"], atol=3e-6, rtol=0)
@@ -88,7 +89,7 @@ def test_the_goldens_see_what_sets_the_models_apart():
         for key, value in change.items():
             config[key] = config[key] | value if isinstance(value, dict) else value
         params = clip_weights.to_maxlp(golden["weights"], golden["config"], LAYOUT_OF[name])
-        compute = jax.jit(lambda params, *x, config=config: features(params, config, *x))
+        compute = jax.jit(lambda p, *x, c=config: features(p, c, *x), compiler_options=COMPILE)
         found = compute(params, np.float32(golden["image"]), golden["text"])
         wanted = golden["image_features"], golden["text_features"]
         assert max(np.abs(a - b).max() for a, b in zip(found, wanted, strict=True)) > 5e-5, (name, change)
