@@ -11,13 +11,17 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxlp import gradients, sharding, step
 from maxlp.planning import topologies
 from maxlp.precision import QuantDot, delayed, make_recipe
+from maxlp.tasks import language
+from tests.precision import tiny
 
 E4, E5, BF16, I8 = "f8E4M3FN", "f8E5M2", "bf16", "i8"
 PLAIN = (BF16, BF16, "bf16")
@@ -187,3 +191,36 @@ def test_tpus_multiply_in_the_format(name, chip):
     matmuls = {(*sorted((types[a], types[b])), out) for out, a, b in found}
     expected = {(*sorted((TPU_TYPES[a], TPU_TYPES[b])), TPU_TYPES[out]) for a, b, out in MATMULS[name]}
     assert matmuls == expected
+
+
+@h100
+@pytest.mark.parametrize("remat", ["none", "block"])
+def test_a_scanned_llama_gathers_its_kernels_in_fp8(remat):
+    """The whole training step on 8 GPUs: forward, rematerialisation and backward."""
+    mesh = sharding.make_mesh(fsdp=8, devices=topologies.devices(topologies.parse("h100:1x8")))
+    make, tx = tiny.make_model(history=4, remat=remat), optax.sgd(0.1)
+    with jax.set_mesh(mesh):
+        graphdef, abstract = step.abstract_state(make, tx, mesh)
+        train = step.jit_train_step(
+            abstract,
+            mesh,
+            graphdef=graphdef,
+            gradients=gradients.of_sums(language.next_token_loss, language.num_targets),
+            tx=tx,
+            schedule=optax.constant_schedule(0.1),
+        )
+        where = sharding.batch_sharding(mesh)
+        batch = {
+            k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=where) for k, v in tiny.batch(0).items()
+        }
+        program = train.lower(abstract, batch)
+        hlo = program.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
+    mlp = {str(tiny.SIZES["mlp_dim"])}  # a dim that only kernels of the MLP have
+    gathered = [
+        (dtype, dims)
+        for line in hlo.splitlines()
+        if " all-gather-start(" in line or " all-gather(" in line
+        for dtype, dims in re.findall(r"(\w+)\[([\d,]+)\]", line.split(" all-gather")[0])
+        if mlp & set(dims.split(","))
+    ]
+    assert {dtype for dtype, _ in gathered} == {"f8e4m3fn"}
