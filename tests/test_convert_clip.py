@@ -54,6 +54,9 @@ def test_what_goes_in_comes_out_bit_for_bit(name, tmp_path):
     first, again = (workdir.load_config(tmp_path / run).to_dict() for run in ("run", "again"))
     assert first == again
     assert json.loads((tmp_path / "out" / config).read_text())
+    with np.load(GOLDENS / f"{name}.npz") as golden:
+        scale = hf.Tensors(tmp_path / "out", weights)["logit_scale"]
+        np.testing.assert_array_equal(scale, golden["weights/logit_scale"].astype(np.float32), strict=True)
 
 
 def test_an_import_is_a_run_that_computes_the_golden_features(tmp_path):

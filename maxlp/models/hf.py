@@ -295,7 +295,7 @@ def write_tensors(
             file = f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         save_file(
             # save_file takes the memory as it lies: a transposed view would be written untransposed.
-            {name: np.ascontiguousarray(tensors[name], dtype=to) for name in names},
+            {name: np.asarray(tensors[name], to, order="C") for name in names},
             os.path.join(directory, file),
             metadata={"format": "pt"},
         )
