@@ -69,10 +69,8 @@ class Run:
     @property
     def policy(self) -> Policy:
         """What counts as a spike in this run."""
-        try:
-            return Policy(**self.config.get("spikes", {}))
-        except (TypeError, ValueError):  # of another version
-            return Policy()
+        known = {field.name for field in dataclasses.fields(Policy)}
+        return Policy(**{k: v for k, v in self.config.get("spikes", {}).items() if k in known})
 
     def setting(self, section: str, key: str) -> Any:
         """A value of the config, or None."""

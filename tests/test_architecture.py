@@ -40,6 +40,8 @@ def test_imports_point_one_way(path):
         assert uses <= {"sharding"}
     elif part == "step":
         assert uses <= {"gradients", "sharding"}
+    elif part == "layerwise":
+        assert uses <= {"gradients", "models", "sharding"}
     elif part in LEAVES:
         assert not uses
     elif part == "checkpoint":

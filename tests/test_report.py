@@ -184,7 +184,9 @@ def test_the_policy_of_the_run_says_what_a_spike_is(tmp_path):
     losses[20] += 1.0
     write_run(tmp_path, losses=losses)
     config = json.loads((tmp_path / "config.json").read_text())
-    workdir.write_json(tmp_path / "config.json", config | {"spikes": {"threshold": 1000.0}})
+    workdir.write_json(
+        tmp_path / "config.json", config | {"spikes": {"threshold": 1000.0, "statistics": True}}
+    )
     assert "Spikes" not in shown(tmp_path)
 
 

@@ -128,7 +128,7 @@ def eval_params(opt_state: Any, params: optax.Params) -> optax.Params:
     """
     for node in jax.tree.leaves(opt_state, is_leaf=_averages):
         if _averages(node):
-            state = types.SimpleNamespace(**node) if isinstance(node, dict) else node
+            state: Any = types.SimpleNamespace(**node) if isinstance(node, dict) else node
             return optax.contrib.schedule_free_eval_params(state, params)  # reads b1 and z alone
     return params
 
