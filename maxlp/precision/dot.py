@@ -107,7 +107,10 @@ def _forward(static: _Static, x, kernel, seen, grad_history):
         q_x = quantize(recipe, recipe.fwd[0], x, (x.ndim - 1,), seen.get("input"))
         q_kernel = quantize(recipe, recipe.fwd[1], kernel, (0,), seen.get("kernel"))
         y = _gemm(q_x, q_kernel, (-1,), (0,), recipe.fwd, dtype, Precision.DEFAULT, out_sharding)
-        saved = (q_x, q_kernel) if recipe.residuals == "quantized" else (x, kernel)
+        quantized = recipe.residuals == "quantized"
+        # The kernel may be needed in this form alone: it is smaller, and FSDP gathers it only once.
+        again = quantized or (recipe.dlhs is not None and _fits(recipe.fwd[1], recipe.dlhs[1]))
+        saved = (q_x if quantized else x, q_kernel if again else kernel)
     saved = tuple(
         jax.tree.map(lambda a, n=n: checkpoint_name(a, n), s) for s, n in zip(saved, RESIDUALS, strict=True)
     )
@@ -185,9 +188,14 @@ def _quantize_again(recipe: Recipe, saved, index: int, operand: Operand, contrac
     if not isinstance(saved, Quantized):
         return quantize(recipe, operand, saved, contract, seen)
     assert recipe.fwd is not None
-    if operand == recipe.fwd[index] and operand.granularity in ("tensor", "unscaled"):
-        return saved  # such scales fit every contraction
+    if _fits(recipe.fwd[index], operand):
+        return saved
     return quantize(recipe, operand, formats.dequantize(saved, jnp.float32), contract, seen)
+
+
+def _fits(of_forward: Operand, operand: Operand) -> bool:
+    """Whether what the forward pass quantized will do for a matmul that sums over another axis."""
+    return operand == of_forward and operand.granularity in ("tensor", "unscaled")
 
 
 def _gemm(

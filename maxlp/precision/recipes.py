@@ -48,7 +48,8 @@ class Recipe:
     Attributes:
       fwd: (input, kernel). dlhs: (output gradient, kernel). drhs: (input, output gradient).
       residuals: what waits for the backward pass: input and kernel in the layer's dtype (``full``), or as
-        ``fwd`` quantized them (``quantized``: half the bytes).
+        ``fwd`` quantized them (``quantized``: half the bytes). A kernel is always kept as quantized if
+        ``dlhs`` takes it so.
       history: steps that a delayed scale looks back on; 1 is the most recent only.
       margin: a delayed scale leaves ``2^margin`` of head-room.
       cold_start: delayed scales are current ones until something was seen.
