@@ -2,9 +2,9 @@ r"""Plans a run on machines that are not here: what it would need of memory, net
 
     python -m maxlp.plan --config=configs/llama/8b.py --topology=v5p:4x4x4 --config.model.attention=splash
 
-Compiles the train step, the one that `maxlp.train` runs, for that topology, and puts a closed form beside it
-that needs no compiler (--estimate_only). --list_topologies says which there are; compiling takes Linux and
-pip install 'maxlp[aot]', and no device. If the step does not fit, the nearest settings that do are searched.
+Compiles the train step that `maxlp.train` runs for that topology, and puts a closed form beside it that
+needs no compiler (--estimate_only). --list_topologies says which there are; compiling takes Linux and
+pip install 'maxlp[aot]', and no device. If a step does not fit, the nearest settings that do are searched.
 """
 
 import dataclasses
@@ -23,9 +23,13 @@ from maxlp.planning.topologies import GIB, Topology
 
 
 def define_flags() -> None:
-    config_flags.DEFINE_config_file("config", None, "Config file, as FILE.py or FILE.py:ARG.", lock_config=True)
+    config_flags.DEFINE_config_file(
+        "config", None, "Config file, as FILE.py or FILE.py:ARG.", lock_config=True
+    )
     flags.declare_key_flag("config")
-    flags.DEFINE_string("topology", None, "Machines as CHIP:SHAPE, for example v5p:8x8x8, v5e:16x16*2, h100:64x8.")
+    flags.DEFINE_string(
+        "topology", None, "Machines as CHIP:SHAPE, for example v5p:8x8x8, v5e:16x16*2, h100:64x8."
+    )
     flags.DEFINE_bool("list_topologies", False, "Print what is known, and stop.")
     flags.DEFINE_bool("estimate_only", False, "The closed form alone: a second, on any machine.")
     flags.DEFINE_bool("search", True, "Search settings that fit if the config's do not.")
@@ -56,7 +60,8 @@ def main() -> int:
 
 def readable(c: ConfigDict) -> ConfigDict:
     """The config with names for the data that it may leave open: a plan does not read any."""
-    open_keys = [key for key in ("source", "tokenizer") if key in c.data and c.data[key] is None]
+    data: Any = c.data
+    open_keys = [key for key in ("source", "tokenizer") if key in data and data[key] is None]
     return search.changed(c, {f"data.{key}": "unread" for key in open_keys})
 
 
@@ -102,7 +107,9 @@ def make_plan(c: ConfigDict, topology: Topology, compiles: bool = True) -> dict[
             "seconds": time.perf_counter() - traced,
         } | timing(plan, work, found, topology, c)
     elif not compiles:
-        raise ValueError(f"--estimate_only knows Llama, not config.model.name={c.model.name!r}; compile it instead")
+        raise ValueError(
+            f"--estimate_only knows Llama, not config.model.name={c.model.name!r}; compile it instead"
+        )
     if compiles:
         done = compiled.compile_step(c, topologies.devices(topology))
         plan["compiled"] = {
@@ -122,14 +129,16 @@ def make_plan(c: ConfigDict, topology: Topology, compiles: bool = True) -> dict[
 
 
 def fits(plan: dict[str, Any], topology: Topology) -> bool:
-    """A TPU's compiler refuses what does not fit; a GPU's compiles it, and its block of temporaries counts."""
+    """A TPU's compiler refuses what does not fit; a GPU's compiles it all the same."""
     if "compiled" not in plan:
         return plan["estimate"]["peak"] <= topology.chip.memory
     done = plan["compiled"]
     return not done["refused"] and done["peak"] <= topology.chip.memory
 
 
-def timing(plan: dict[str, Any], work: Any, found: list, topology: Topology, c: ConfigDict) -> dict[str, Any]:
+def timing(
+    plan: dict[str, Any], work: Any, found: list, topology: Topology, c: ConfigDict
+) -> dict[str, Any]:
     """Collectives by kind and axes, the seconds of a step and the MFU that they leave."""
     table = bounds.rows(found, topology, plan["mesh"], c.mesh.get("dcn_data", 1))
     bound = bounds.bounds(work, table, topology)
@@ -150,7 +159,10 @@ def search_settings(c: ConfigDict, topology: Topology, compiles: bool) -> list[d
         return []
     found = search.nearest(c, topology)
     if not found:
-        print("no setting of remat, microbatches, mesh and optimizer state fits by the closed form: take more devices")
+        print(
+            "no setting of remat, microbatches, mesh and optimizer state fits by the closed form: "
+            "take more devices"
+        )
         return []
     checked = []
     for candidate in found[:3]:
@@ -163,7 +175,10 @@ def search_settings(c: ConfigDict, topology: Topology, compiles: bool) -> list[d
         by = f"compiled {values['compiled_peak'] / GIB:.1f} GiB" if compiles else "by the closed form"
         verdict = "fits" if values.get("fits", True) else "does not fit after all"
         changes = " ".join(f"--config.{k}={v}" for k, v in candidate.changes.items())
-        print(f"{verdict}: {changes}  (estimate {candidate.peak / GIB:.1f} GiB, {by}, step ≥ {candidate.seconds:.3g} s)")
+        print(
+            f"{verdict}: {changes}  (estimate {candidate.peak / GIB:.1f} GiB, {by}, "
+            f"step ≥ {candidate.seconds:.3g} s)"
+        )
         if compiles and values["fits"]:
             break
     return checked
@@ -201,12 +216,16 @@ def _memory_lines(plan: dict[str, Any]) -> list[str]:
                 if done["memory"][name] > 2**20:
                     lines.append(f"  {'compiled: ' + name:28} {done['memory'][name] / GIB:8.2f}")
         lines.append(f"  {'compiled peak':28} {done['peak'] / GIB:8.2f}")
-        lines.append(f"  compiled in {done['compile_seconds']:.0f} s with {done['host_memory'] / GIB:.1f} GiB")
+        lines.append(
+            f"  compiled in {done['compile_seconds']:.0f} s with {done['host_memory'] / GIB:.1f} GiB"
+        )
     return lines
 
 
 def _collective_lines(plan: dict[str, Any], source: str) -> list[str]:
-    lines = [f"collectives of one device and step ({source})     times   GiB sent  overlapped  seconds at best"]
+    lines = [
+        f"collectives of one device and step ({source})     times   GiB sent  overlapped  seconds at best"
+    ]
     for row in plan[source]["collectives"]:
         if row["seconds"] * 1000 < plan[source]["time"]["network"]:
             continue  # below a thousandth of the sum
@@ -219,18 +238,21 @@ def _collective_lines(plan: dict[str, Any], source: str) -> list[str]:
 
 
 def _time_lines(plan: dict[str, Any], source: str) -> list[str]:
-    t, work, chip = plan[source]["time"], plan["estimate"]["work"], plan["chip"]
+    t, work, chip, unit = plan[source]["time"], plan["estimate"]["work"], plan["chip"], plan["unit"]
     flops = " + ".join(f"{n:.3g} {dtype}" for dtype, n in work["flops"].items())
     mfu = plan[source]["mfu"]
     rate = plan["units_per_step"] / t["expected"]
     return [
         "seconds of a step at published speeds",
-        f"  compute {t['compute']:8.3g}   {flops} FLOPs, recomputation counted, at {chip['peak_bfloat16'] / 1e12:.0f} "
-        "TFLOP/s in bfloat16",
-        f"  memory  {t['memory']:8.3g}   about {work['bytes'] / 1e9:.3g} GB at {chip['hbm'] / 1e9:.0f} GB/s",
+        f"  compute {t['compute']:8.3g}   {flops} FLOPs, recomputation counted, "
+        f"at {chip['peak_bfloat16'] / 1e12:.0f} TFLOP/s in bfloat16",
+        f"  memory  {t['memory']:8.3g}   about {work['bytes'] / 1e9:.3g} GB "
+        f"at {chip['hbm'] / 1e9:.0f} GB/s",
         f"  network {t['network']:8.3g}   of which {t['exposed']:.3g} nothing hides",
-        f"  step at least {t['least']:.3g} s ({t['limit']} bound), {t['expected']:.3g} s with what nothing hides: "
-        f"at most {rate:,.0f} {plan['unit']}/s, MFU {mfu['full']:.1%} ({mfu['causal']:.1%} causal)",
+        f"  step at least {t['least']:.3g} s ({t['limit']} bound), "
+        f"{t['expected']:.3g} s with what nothing hides:",
+        f"  at most {rate:,.0f} {unit}/s, "
+        f"MFU {mfu['full']:.1%} ({mfu['causal']:.1%} with causal attention)",
     ]
 
 

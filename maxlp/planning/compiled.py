@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 from maxlp import build, step
 from maxlp.planning import hlo
 
-PLATFORMS = {"gpu": "cuda"}  # what JAX lowers for, where it is not the platform's own name
+PLATFORMS: dict[str, str] = {"gpu": "cuda"}  # what JAX lowers for, where it is not the platform's own name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Memory:
     @property
     def peak(self) -> float:
         """What is in use at the worst moment, and the program."""
-        return (self.live or self.arguments + self.outputs + self.temporaries) + self.code
+        told = self.live > self.arguments  # not on CPU
+        return (self.live if told else self.arguments + self.outputs + self.temporaries) + self.code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ def compile_step(c: ConfigDict, devices: Sequence[jax.Device]) -> Compiled:
     """
     mesh = build.mesh(c, devices)
     build.check(c, mesh)
-    platform = devices[0].platform
+    platform = str(devices[0].platform)
     with jax.set_mesh(mesh), _cudnn_without_a_library(platform):
         tx, schedule = build.tx(c)
         graphdef, abstract = step.abstract_state(build.model(c), tx, mesh)
@@ -157,7 +158,7 @@ def host_memory() -> float:
 
 @contextlib.contextmanager
 def _cudnn_without_a_library(platform: str) -> Iterator[None]:
-    """Lets cuDNN attention be compiled for: JAX would ask the library, which is not here, for its version."""
+    """Lets cuDNN attention be compiled: JAX would ask the library, which is not here, for its version."""
     if platform not in ("gpu", "cuda"):
         yield
         return

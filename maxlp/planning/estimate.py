@@ -1,6 +1,6 @@
 """A closed form of a Llama train step: memory, collectives and FLOPs of one device, without a compiler.
 
-The state is exact: it is that of the step itself, as shapes. Everything else is arithmetic of the sizes below.
+The state is exact: it is that of the step itself, as shapes. The rest is arithmetic of the sizes below.
 What XLA holds at the worst moment was read from its buffer assignment for a grid of settings, and
 `tests/planning` holds the sum to it.
 
@@ -10,6 +10,7 @@ N query heads · K kv heads · H head dim · V vocab · L layers · t the tensor
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +64,8 @@ def mesh_axes(c: ConfigDict, num_devices: int) -> dict[str, int]:
 def abstract_state(c: ConfigDict, axes: dict[str, int]) -> State:
     """The state of the config's run; a second of tracing."""
     tx, _ = build.tx(c)
-    return State(step.abstract_state(build.model(c), tx, abstract_mesh(axes))[1])
+    mesh: Any = abstract_mesh(axes)  # no devices are asked for shapes
+    return State(step.abstract_state(build.model(c), tx, mesh)[1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +102,10 @@ def sizes(c: ConfigDict, axes: dict[str, int]) -> Sizes:
     """Raises a ConfigError for a batch or a length that does not divide, as training would."""
     m, shards = c.model, axes["data"] * axes["fsdp"]
     if c.data.batch_size % (shards * c.train.microbatches):
+        rows = shards * c.train.microbatches
         raise ConfigError(
             f"config.data.batch_size={c.data.batch_size} does not divide into {shards} data shards × "
-            f"config.train.microbatches={c.train.microbatches}; use a multiple of {shards * c.train.microbatches}"
+            f"config.train.microbatches={c.train.microbatches}; use a multiple of {rows}"
         )
     if c.data.seq_len % c.loss.num_chunks or c.data.seq_len % axes["tensor"]:
         raise ConfigError(
@@ -200,12 +203,12 @@ def of_block(s: Sizes, remat: str, attention: str) -> dict[str, float]:
 
 
 def of_loss(s: Sizes) -> dict[str, float]:
-    """The loss of one chunk: logits in float32 and their gradient rounded; the head and its gradient whole."""
+    """The loss of one chunk: logits in float32, their gradient rounded; the head and its gradient whole."""
     logits = s.R * s.S / s.chunks * s.V / s.t
     return {"logits": logits * (4 + s.a), "head": 3 * s.V * s.D * s.a / s.t}
 
 
-# --- work and collectives -----------------------------------------------------------------------------------
+# --- work and collectives -----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +225,15 @@ def work(c: ConfigDict, axes: dict[str, int], state: State) -> Work:
     tokens, devices = c.data.batch_size * s.S, math.prod(axes.values())
     again = {"none": 0, "dots": 0}.get(remat, 1)  # forward passes that run again
     flops = {"bfloat16": 0.0, "float8": 0.0, "int8": 0.0}
-    widths = {"q": s.N * s.H, "k": s.K * s.H, "v": s.K * s.H, "o": s.N * s.H, "gate": s.F, "up": s.F, "down": s.F}
+    widths = {
+        "q": s.N * s.H,
+        "k": s.K * s.H,
+        "v": s.K * s.H,
+        "o": s.N * s.H,
+        "gate": s.F,
+        "up": s.F,
+        "down": s.F,
+    }
     recipes = {path.rsplit("/", 1)[-1]: recipe for path, recipe in build.precision_table(c).items()}
     for name, width in widths.items():
         recipe = recipes.get(f"{name}_proj", HIGH)
@@ -238,7 +249,9 @@ def work(c: ConfigDict, axes: dict[str, int], state: State) -> Work:
     mesh = abstract_mesh(axes)
     once = 2 * (state.bytes_on(mesh, "params") + state.bytes_on(mesh, "opt_state")) + 2 * gradients(s)
     weights = (3 + again) * 2 * s.L * s.block_params * s.a / s.t * s.microbatches
-    widths_of_token = 30 * s.D + 12 * s.F / s.t + (24 * s.S * s.N / s.t * 5 / 8 if c.model.attention == "xla" else 0)
+    widths_of_token = (
+        30 * s.D + 12 * s.F / s.t + (24 * s.S * s.N / s.t * 5 / 8 if c.model.attention == "xla" else 0)
+    )
     activations = s.L * s.T * s.microbatches * s.a * widths_of_token * (1 + again / 3)
     logits = 4 * s.T * s.microbatches * s.V / s.t * 4
     return Work({k: v / devices for k, v in flops.items() if v}, once + weights + activations + logits)

@@ -2,8 +2,8 @@
 
 A scanned loop's body stands in the text once and runs many times, and its trip count is in the text too: as
 ``known_trip_count`` (GPU, CPU) or as the constant that the condition compares with (TPU). What runs in the
-background is a ``-start`` with a ``-done`` and work between them, and on TPU a fusion that carries steps of a
-collective along with its own work.
+background is a ``-start`` with a ``-done`` and work between them, and on TPU a fusion that carries steps of
+a collective along with its own work.
 """
 
 import dataclasses
@@ -12,12 +12,30 @@ import re
 
 import numpy as np
 
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all", "collective-broadcast")
-WORK = {"fusion", "convolution", "dot", "custom-call", "while", "call", "conditional", "sort", "scatter", "reduce"}
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "collective-permute",
+    "all-to-all",
+    "collective-broadcast",
+)
+WORK = {
+    "fusion",
+    "convolution",
+    "dot",
+    "custom-call",
+    "while",
+    "call",
+    "conditional",
+    "sort",
+    "scatter",
+    "reduce",
+}
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
-_CALLED = re.compile(r"(?:calls|body|async_wrapped)=%?([\w.-]+)")
+_CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
 _BITS = re.compile(r"\d+")
 
 
@@ -96,7 +114,9 @@ def collectives(text: str, mesh: dict[str, int]) -> list[Collective]:
                 visit(called[1], times * trip_count(i, program), overlapped)
             elif i.opcode in ("fusion", "call", "async-start", "custom-call", "conditional"):
                 hidden = overlapped or (i.opcode == "async-start" and hides_work(body, place))
-                for called in _CALLED.findall(i.rest):
+                branches = re.search(r"branch_computations=\{(.*?)\}", i.rest)
+                names = re.findall(r"[\w.-]+", branches[1]) if branches else _CALLED.findall(i.rest)
+                for called in names:
                     visit(called, times, hidden)
 
     visit(entry, 1, False)
@@ -140,7 +160,13 @@ def hides_work(body: list[Instruction], place: int) -> bool:
 
 
 def read(
-    i: Instruction, kind: str, where: str, body: list[Instruction], mesh: dict[str, int], times: int, hidden: bool
+    i: Instruction,
+    kind: str,
+    where: str,
+    body: list[Instruction],
+    mesh: dict[str, int],
+    times: int,
+    hidden: bool,
 ) -> Collective | None:
     axes, n = groups(i, mesh)
     if n < 2:

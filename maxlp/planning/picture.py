@@ -57,5 +57,7 @@ def _seconds(axes: Any, values: dict[str, Any], source: str) -> None:
     axes.axvline(time["expected"], color="black", linestyle="--", linewidth=1)
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=7)
-    axes.set_xlabel(f"seconds of a step at best ({source}; light: hidden behind other work; dashed: the step)")
+    axes.set_xlabel(
+        f"seconds of a step at best ({source}; light: hidden behind other work; dashed: the step)"
+    )
     axes.spines[["top", "right"]].set_visible(False)

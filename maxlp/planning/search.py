@@ -25,7 +25,7 @@ class Candidate:
 
 def changed(c: ConfigDict, changes: dict[str, Any]) -> ConfigDict:
     """A copy of the config with some values set, as ``{"model.remat": "block"}``."""
-    copy = c.copy_and_resolve_references()
+    copy: Any = c.copy_and_resolve_references()
     with copy.unlocked():
         for key, value in changes.items():
             section, name = key.split(".")

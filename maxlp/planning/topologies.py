@@ -1,11 +1,11 @@
 """The machines that a plan can be made for, by name, with what their makers say of them.
 
 A topology is ``CHIP:SHAPE`` or ``CHIP:SHAPE*SLICES``: a TPU's shape is that of its torus in chips
-(``v5p:8x16x16``, ``v5e:16x16*2``), a GPU's is hosts × GPUs of each (``h100:64x8``). One JAX device is a chip,
-except on TPU7x, whose chips are two.
+(``v5p:8x16x16``, ``v5e:16x16*2``), a GPU's is hosts × GPUs of each (``h100:64x8``). One JAX device is a
+chip, except on TPU7x, whose chips are two.
 
-Sources: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}; NVIDIA's data sheets of H100 SXM, H200 SXM and
-HGX B200, and the DGX H100, H200 and B200 user guides for the network (one 400 Gb/s adapter a GPU). Peak
+Sources: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}; NVIDIA's data sheets of H100 SXM, H200 SXM
+and HGX B200, and the DGX H100, H200 and B200 user guides for the network (one 400 Gb/s adapter a GPU). Peak
 FLOP/s are in `metrics.PEAK_TFLOPS`. TPU memory is the limit that the compiler itself holds a program to.
 """
 
@@ -57,14 +57,16 @@ class Chip:
 
 
 # The bidirectional ICI figures of the documentation are halved, and TPU7x's are those of half a chip. The
-# network of a TPU v4 chip is not documented; v5p's stands for it. A GPU program gets 95 % of the memory: the
-# rest is the CUDA context and NCCL's buffers (run it with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95).
+# network of a TPU v4 chip is not documented; v5p's stands for it. A GPU program gets 95 % of the memory,
+# the rest is the CUDA context and NCCL's buffers (run it with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95).
 CHIPS: dict[str, Chip] = {
     "v4": Chip("TPU v4", "tpu", 30.75 * GIB, 1.228e12, 300e9, 6.25e9, torus=3, wraps=4, pod=4096),
     "v5e": Chip("TPU v5 lite", "tpu", 15.75 * GIB, 0.819e12, 200e9, 3.125e9, torus=2, wraps=16, pod=256),
     "v5p": Chip("TPU v5", "tpu", 95.73 * GIB, 2.765e12, 600e9, 6.25e9, torus=3, wraps=4, pod=6144),
     "v6e": Chip("TPU v6 lite", "tpu", 31.24 * GIB, 1.638e12, 400e9, 12.5e9, torus=2, wraps=16, pod=256),
-    "v7x": Chip("TPU7x", "tpu", 94.74 * GIB, 3.690e12, 300e9, 6.25e9, torus=3, per_chip=2, wraps=4, pod=9216),
+    "v7x": Chip(
+        "TPU7x", "tpu", 94.74 * GIB, 3.690e12, 300e9, 6.25e9, torus=3, per_chip=2, wraps=4, pod=9216
+    ),
     "h100": Chip("NVIDIA H100 80GB HBM3", "cuda", 0.95 * 84929347584, 3.352e12, 450e9, 50e9),
     "h200": Chip("NVIDIA H200", "cuda", 0.95 * 150754820096, 4.8e12, 450e9, 50e9),
     "b200": Chip("NVIDIA B200", "cuda", 0.95 * 192265846784, 8.0e12, 900e9, 50e9),
@@ -123,7 +125,9 @@ def parse(name: str) -> Topology:
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)(?:\*(\d+))?", name)
     known = f"one of {', '.join(CHIPS)}"
     if match is None:
-        raise ValueError(f"topology {name!r} is not CHIP:SHAPE, as v5p:4x4x8, v5e:16x16*2 or h100:8x8; CHIP is {known}")
+        raise ValueError(
+            f"topology {name!r} is not CHIP:SHAPE, as v5p:4x4x8, v5e:16x16*2 or h100:8x8; CHIP is {known}"
+        )
     chip_name = ALIASES.get(match[1], match[1])
     if chip_name not in CHIPS:
         raise ValueError(f"topology {name!r}: chip {match[1]!r} is unknown, {known}")
@@ -133,7 +137,9 @@ def parse(name: str) -> Topology:
         form = f"{chip.torus} dimensions of a torus" if chip.torus else "HOSTSxGPUS"
         raise ValueError(f"topology {name!r}: the shape of {chip_name} is {form}, all at least 1")
     if chip.pod and math.prod(shape) > chip.pod:
-        raise ValueError(f"topology {name!r}: a slice of {chip_name} has at most {chip.pod} chips; use SHAPE*SLICES")
+        raise ValueError(
+            f"topology {name!r}: a slice of {chip_name} has at most {chip.pod} chips; use SHAPE*SLICES"
+        )
     return Topology(name, chip, shape, slices)
 
 
@@ -144,7 +150,9 @@ def devices(topology: Topology) -> list[jax.Device]:
       ValueError: the compiler is not installed, or knows no such shape.
     """
     compile_without_devices()
-    package, find = ("libtpu", "libtpu") if topology.chip.torus else ("jax-cuda13-plugin", "jax_cuda13_plugin")
+    package, find = (
+        ("libtpu", "libtpu") if topology.chip.torus else ("jax-cuda13-plugin", "jax_cuda13_plugin")
+    )
     if importlib.util.find_spec(find) is None:
         raise ValueError(NOT_INSTALLED.format(name=topology.name, package=package))
     try:
@@ -243,7 +251,9 @@ def axis_bandwidth(topology: Topology, mesh: dict[str, int], axes: tuple[str, ..
     if not topology.chip.torus:
         per_host = topology.shape[1]
         stride = math.prod(mesh[a] for a in names[names.index(involved[-1]) + 1 :])
-        span = stride * math.prod(mesh[a] for a in names[names.index(involved[0]) : names.index(involved[-1]) + 1])
+        span = stride * math.prod(
+            mesh[a] for a in names[names.index(involved[0]) : names.index(involved[-1]) + 1]
+        )
         if span <= per_host:
             return topology.chip.links
         beside = max(1, min(per_host // stride, mesh[involved[-1]]))

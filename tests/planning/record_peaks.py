@@ -1,0 +1,66 @@
+"""Makes ``peaks.json``: what the compilers say of a grid of small runs, for `test_estimate.py`.
+
+    python tests/planning/record_peaks.py h100:1x8 v5p:2x2x2
+
+Needs pip install 'maxlp[aot]'; 15 seconds (GPU) to a minute (TPU) for each of the twelve on 2 cores.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from configs.common import llama
+from maxlp.planning import compiled, search, topologies
+
+FILE = Path(__file__).parent / "peaks.json"
+KERNELS = {"cuda": "cudnn", "tpu": "splash", "cpu": "xla"}
+SIZES = dict(
+    embed_dim=1024,
+    num_layers=8,
+    num_heads=16,
+    num_kv_heads=4,
+    head_dim=64,
+    mlp_dim=4096,
+    vocab_size=32000,
+)
+RUN = {"data.source": "unread", "data.tokenizer": "bytes", "data.seq_len": 2048, "data.batch_size": 32}
+GRID: dict[str, dict] = {
+    "as it is": {},
+    "tensor 2": {"mesh.tensor": 2},
+    "remat none": {"model.remat": "none"},
+    "remat dots": {"model.remat": "dots"},
+    "2 microbatches": {"train.microbatches": 2},
+    "tensor 2, remat none": {"mesh.tensor": 2, "model.remat": "none"},
+    "logits at once": {"loss.num_chunks": 1},
+    "plain attention": {"model.attention": "xla"},
+    "twice as wide": {"model.embed_dim": 2048, "model.mlp_dim": 8192, "data.batch_size": 16},
+    "twice the batch": {"data.batch_size": 64},
+    "twice as deep": {"model.num_layers": 16},
+    "tensor 4, remat dots": {"mesh.tensor": 4, "model.remat": "dots"},
+}
+
+
+def config_of(name: str, platform: str):
+    return search.changed(llama(**SIZES), RUN | {"model.attention": KERNELS[platform]} | GRID[name])
+
+
+def main() -> None:
+    peaks = json.loads(FILE.read_text()) if FILE.exists() else {}
+    for topology_name in sys.argv[1:]:
+        topology = topologies.parse(topology_name)
+        peaks.setdefault(topology_name, {})
+        for name in GRID:
+            done = compiled.compile_step(
+                config_of(name, topology.chip.platform), topologies.devices(topology)
+            )
+            peaks[topology_name][name] = done.peak
+            print(topology_name, name, f"{done.peak / 2**20:.0f} MiB", f"{done.seconds:.0f} s", flush=True)
+            peaks["compilers"] = {
+                **peaks.get("compilers", {}),
+                topology_name: compiled.versions(topology.chip.platform),
+            }
+            FILE.write_text(json.dumps(peaks, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

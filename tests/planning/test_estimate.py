@@ -1,0 +1,140 @@
+"""The closed form against what compilers say: recorded ones, and one that runs here."""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import pytest
+
+from configs.common import llama
+from maxlp import build, sharding, step
+from maxlp.config import ConfigError
+from maxlp.planning import bounds, compiled, estimate, search, topologies
+from tests.planning import record_peaks
+
+PEAKS = json.loads(record_peaks.FILE.read_text())
+PLANS = sorted((Path(__file__).parents[2] / "docs" / "plans").glob("*.json"))
+RECORDED = [(t, name) for t in PEAKS if t != "compilers" for name in PEAKS[t]]
+
+
+def estimated_peak(c, num_devices):
+    axes = estimate.mesh_axes(c, num_devices)
+    return sum(estimate.memory(c, axes, estimate.abstract_state(c, axes)).values())
+
+
+@pytest.mark.parametrize(("topology", "name"), RECORDED)
+def test_within_ten_percent_of_the_compilers_peak(topology, name):
+    """Small runs that differ from the first in one or two settings, as recorded by `record_peaks`."""
+    machine = topologies.parse(topology)
+    c = record_peaks.config_of(name, machine.chip.platform)
+    assert estimated_peak(c, machine.size) == pytest.approx(PEAKS[topology][name], rel=0.10)
+
+
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
+def test_committed_plans(path):
+    """8 to 512 devices, 8 to 405 billion parameters: within 15 %, and the state to the byte."""
+    plan = json.loads(path.read_text())
+    if "estimate" not in plan or not plan["compiled"]["memory"]:
+        pytest.skip("the step did not fit, or is not a Llama's")
+    assert plan["estimate"]["peak"] == pytest.approx(plan["compiled"]["peak"], rel=0.15)
+    held = sum(plan["estimate"]["memory"][name] for name in ("parameters", "optimizer", "batch"))
+    assert held == pytest.approx(plan["compiled"]["memory"]["arguments"], rel=0.02)
+
+
+SMALL = dict(
+    embed_dim=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=1024, vocab_size=2048
+)
+RUN = {"data.source": "unread", "data.tokenizer": "bytes", "data.seq_len": 256, "data.batch_size": 64}
+
+
+def small(**changes):
+    values = RUN | {"model.dtype": "float32", "loss.num_chunks": 4}
+    return search.changed(llama(**SMALL), values | {k.replace("__", "."): v for k, v in changes.items()})
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"mesh__tensor": 2, "train__microbatches": 2}], ids=["fsdp", "tensor"]
+)
+def test_against_a_compilation_here(changes):
+    """On CPU, whose compiler gathers a block's weights and their gradients earlier than it must."""
+    c = small(**changes)
+    done = compiled.compile_step(c, jax.devices())
+    assert done.memory is not None
+    axes = estimate.mesh_axes(c, 8)
+    state = estimate.abstract_state(c, axes)
+    parts = estimate.memory(c, axes, state)
+    held = sum(parts[name] for name in ("parameters", "optimizer", "batch"))
+    assert held == pytest.approx(done.memory.arguments, rel=1e-3)
+    assert sum(parts.values()) == pytest.approx(done.peak, rel=0.25)
+
+    # FLOPs and collectives are those of the algorithm; XLA may gather more often, not less.
+    gathered = lambda found: sum(  # noqa: E731
+        one.sent for one in found if one.kind == "all-gather" and one.axes == ("fsdp",)
+    )
+    needed = gathered(estimate.collectives(c, axes))
+    assert needed * 0.9 <= gathered(done.collectives) <= 2.5 * needed
+
+
+def test_state_is_that_of_the_step():
+    c = small(optimizer__mu_dtype="bfloat16", mesh__tensor=2)
+    mesh = sharding.make_mesh(fsdp=4, tensor=2)
+    tx, _ = build.tx(c)
+    _, abstract = step.abstract_state(build.model(c), tx, mesh)
+    state = estimate.abstract_state(c, estimate.mesh_axes(c, 8))
+    for part in ("params", "opt_state"):
+        real = sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(abstract[part])
+        )
+        assert state.bytes_on(estimate.abstract_mesh({"data": 1, "fsdp": 4, "tensor": 2}), part) == real
+
+
+def test_a_batch_that_does_not_divide_is_named():
+    c = small(data__batch_size=12)
+    with pytest.raises(ConfigError, match=r"config.data.batch_size=12 does not divide into 8 data shards"):
+        estimated_peak(c, 8)
+    with pytest.raises(ConfigError, match=r"mesh.tensor=3.*there are 8"):
+        estimated_peak(small(mesh__tensor=3), 8)
+
+
+def test_eight_bits_use_the_eight_bit_units():
+    """FP8 halves the seconds of the matmuls that it covers, and nothing else."""
+    axes = {"data": 1, "fsdp": 8, "tensor": 1}
+    c = small()
+    state = estimate.abstract_state(c, axes)
+    plain = estimate.work(c, axes, state)
+    low = estimate.work(small(precision__recipe="fp8_current"), axes, state)
+    assert sum(low.flops.values()) == pytest.approx(sum(plain.flops.values()))
+    assert 0 < low.flops["bfloat16"] < plain.flops["bfloat16"]
+    h100 = topologies.parse("h100:1x8")
+    seconds = [bounds.bounds(work, [], h100).compute for work in (plain, low)]
+    # (but for the peaks' rounding: 989 and 1979 TFLOP/s)
+    saved = low.flops["float8"] / 2 / 989e12
+    assert seconds[0] - seconds[1] == pytest.approx(saved, rel=0.01)
+
+
+def test_model_flops_are_bounded_by_the_work():
+    """Recomputation is counted in the work and not in the model's FLOPs, so MFU stays below one."""
+    c = small(model__remat="none", loss__num_chunks=1)
+    axes = {"data": 1, "fsdp": 8, "tensor": 1}
+    state = estimate.abstract_state(c, axes)
+    _, causal = build.task(c).flops(c, state.num_params)
+    done = sum(estimate.work(c, axes, state).flops.values()) * 8
+    tokens = build.task(c).units(c)
+    assert causal * tokens <= done <= 1.2 * causal * tokens
+
+
+def test_search_finds_the_nearest_that_fits():
+    """A run that keeps every activation of 16 rows a device fits by recomputing them, one change."""
+    c = search.changed(
+        llama(**record_peaks.SIZES),
+        record_peaks.RUN | {"model.remat": "none", "model.attention": "splash", "data.batch_size": 128},
+    )
+    topology = topologies.parse("v5e:2x4")
+    assert estimated_peak(c, 8) > topology.chip.memory
+    found = search.nearest(c, topology)
+    assert all(one.peak <= topology.chip.memory for one in found)
+    assert len(found[0].changes) == 1
+    best = search.changed(c, found[0].changes)
+    assert estimated_peak(best, 8) == pytest.approx(found[0].peak)

@@ -1,0 +1,74 @@
+"""The collectives that are read from a program's text are those that it runs."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from maxlp import sharding
+from maxlp.planning import hlo
+
+MESH = {"data": 1, "fsdp": 4, "tensor": 2}
+
+# Cut from two compiled train steps: the forms in which XLA for GPU and the TPU compiler write things.
+GPU = (Path(__file__).parent / "gpu.hlo").read_text()
+TPU = (Path(__file__).parent / "tpu.hlo").read_text()
+
+
+def test_gpu_loops_groups_and_what_overlaps():
+    found = hlo.collectives(GPU, MESH)
+    matrix = 64 * 64 * 2
+    assert found == [
+        hlo.Collective("all-gather", ("fsdp",), 4, matrix, 32, overlapped=True),
+        hlo.Collective("reduce-scatter", ("fsdp",), 4, matrix, 32, overlapped=False),
+        hlo.Collective("all-reduce", ("tensor",), 2, 1024, 1, overlapped=False),
+        hlo.Collective("all-reduce", ("fsdp", "tensor"), 8, 1024, 1, overlapped=False),
+    ]
+    assert [one.sent for one in found] == [32 * matrix * 3 / 4, 32 * matrix * 3 / 4, 1024, 2 * 1024 * 7 / 8]
+
+
+def test_tpu_counts_a_gather_in_pieces_once_and_its_loops_by_their_conditions():
+    assert hlo.collectives(TPU, MESH) == [
+        hlo.Collective("all-gather", ("fsdp",), 4, 64 * 64 * 2, 1, overlapped=True),
+        hlo.Collective("reduce-scatter", ("tensor",), 2, 8 * 64 * 2, 1, overlapped=False),
+        hlo.Collective("collective-permute", ("fsdp",), 4, 4 * 64 * 2, 2, overlapped=True),
+    ]
+
+
+def test_a_permuted_mesh_and_a_part_of_an_axis():
+    """A group along 'axis_0' of a transposed order of devices is one along our last axis, and so on."""
+    line = (
+        "x), replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_0'}, to_apply=%a"
+    )
+    assert hlo.groups(hlo.Instruction("a", "", "all-gather", line), MESH) == (("tensor",), 2)
+    line = "x), replica_groups=mesh['axis_0'=8] {'axis_0':(1)4}, dimensions={0}"
+    assert hlo.groups(hlo.Instruction("a", "", "all-gather", line), MESH) == (("fsdp",), 4)
+    with pytest.raises(ValueError, match="replica_groups=<new form>"):
+        hlo.groups(hlo.Instruction("a", "", "all-gather", "x), replica_groups=<new form>"), MESH)
+
+
+def test_of_a_program_compiled_here():
+    """Five steps of a loop that gathers a matrix over fsdp, and sums once over both axes."""
+    mesh = sharding.make_mesh(fsdp=4, tensor=2)
+
+    def loop(w, x):
+        def body(x, _):
+            whole = jax.lax.with_sharding_constraint(w, P(None, None))
+            return jnp.tanh(x @ whole), None
+
+        return jnp.sum(jax.lax.scan(body, x, None, length=5)[0])
+
+    with jax.set_mesh(mesh):
+        w = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=jax.NamedSharding(mesh, P("fsdp", None)))
+        x = jax.ShapeDtypeStruct(
+            (16, 64), jnp.float32, sharding=jax.NamedSharding(mesh, P(("fsdp", "tensor")))
+        )
+        text = jax.jit(loop).lower(w, x).compile().as_text()
+    found = hlo.collectives(text, dict(mesh.shape))
+    gathers = [one for one in found if one.kind == "all-gather"]
+    assert {(one.axes, one.participants, one.bytes) for one in gathers} == {(("fsdp",), 4, 64 * 64 * 4)}
+    assert sum(one.times for one in gathers) in (1, 5)  # XLA may lift it out of the loop
+    sums = [one for one in found if one.kind == "all-reduce"]
+    assert {one.axes for one in sums} == {("fsdp", "tensor")} and sum(one.bytes for one in sums) == 4

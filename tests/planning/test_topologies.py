@@ -1,0 +1,68 @@
+"""Machines by name."""
+
+import importlib.util
+import math
+
+import pytest
+
+from maxlp.planning import topologies
+
+
+def test_names_count_devices():
+    sizes = {"v5p:8x16x16": 2048, "v5e:16x16*2": 512, "tpu7x:2x2x2": 16, "v4:2x2x4": 16, "h100:64x8": 512}
+    assert {name: topologies.parse(name).size for name in sizes} == sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v5p", "is not CHIP:SHAPE"),
+        ("v9:2x2", "chip 'v9' is unknown, one of v4, v5e"),
+        ("v5e:4x4x4", "the shape of v5e is 2 dimensions of a torus"),
+        ("h100:8", "the shape of h100 is HOSTSxGPUS"),
+        ("v5e:64x64", "at most 256 chips"),
+        ("v5e:0x4", "at least 1"),
+    ],
+)
+def test_a_name_that_is_none_says_why(name, message):
+    with pytest.raises(ValueError, match=message) as error:
+        topologies.parse(name)
+    assert name in str(error.value) and "\n" not in str(error.value)
+
+
+def test_missing_packages_are_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    for name, package in (("v5e:2x2", "libtpu"), ("h100:1x8", "jax-cuda13-plugin")):
+        with pytest.raises(
+            ValueError, match=rf"{package}, which is not installed: pip install 'maxlp\[aot\]'"
+        ):
+            topologies.devices(topologies.parse(name))
+
+
+def test_peaks_are_published_ones():
+    assert topologies.CHIPS["v5p"].peak() == 459e12
+    assert topologies.CHIPS["h100"].peak("float8") == 1979e12
+    assert topologies.CHIPS["v7x"].peak() == 2307e12 / 2
+
+
+def test_bandwidth_of_mesh_axes():
+    h100 = topologies.parse("h100:8x8")
+    mesh = {"data": 1, "fsdp": 8, "tensor": 8}
+    assert topologies.axis_bandwidth(h100, mesh, ("tensor",)) == 450e9  # inside a host
+    assert topologies.axis_bandwidth(h100, mesh, ("fsdp",)) == 50e9  # one adapter each, across hosts
+    whole = {"data": 1, "fsdp": 64, "tensor": 1}
+    assert topologies.axis_bandwidth(h100, whole, ("fsdp",)) == 400e9  # all eight adapters of a host
+
+    v5p = topologies.parse("v5p:8x8x8")
+    assert topologies.axis_bandwidth(v5p, {"data": 1, "fsdp": 512, "tensor": 1}, ("fsdp",)) == 600e9
+    two = {"data": 1, "fsdp": 64, "tensor": 8}
+    assert topologies.axis_bandwidth(v5p, two, ("tensor",)) == pytest.approx(
+        200e9
+    )  # one dimension of three
+    assert topologies.axis_bandwidth(v5p, two, ("fsdp",)) == pytest.approx(400e9)
+    small = topologies.parse("v5e:4x4")  # its dimensions do not close to rings
+    assert topologies.axis_bandwidth(small, {"data": 1, "fsdp": 16, "tensor": 1}, ("fsdp",)) == 100e9
+    slices = topologies.parse("v5e:16x16*2")
+    hybrid = {"data": 2, "fsdp": 256, "tensor": 1}
+    assert topologies.axis_bandwidth(slices, hybrid, ("data",), dcn=2) == 3.125e9
+    assert math.isinf(topologies.axis_bandwidth(slices, hybrid, ("tensor",)))

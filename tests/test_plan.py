@@ -1,0 +1,98 @@
+"""The command: what it prints and writes, its errors, and real compilers where they are installed."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.common import llama
+from maxlp import plan
+from maxlp.planning import picture, search, topologies
+
+ROOT = Path(__file__).parent.parent
+TINY = dict(
+    embed_dim=256, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=512, vocab_size=512
+)
+
+
+def tiny(**changes):
+    values = {"data.seq_len": 256, "data.batch_size": 8, "loss.num_chunks": 2}
+    return plan.readable(search.changed(llama(**TINY), values | changes))
+
+
+def run(*arguments):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "maxlp.plan", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+
+
+def test_command_without_a_compiler(tmp_path):
+    """405B on 1024 chips from a laptop: numbers that the files repeat."""
+    done = run(
+        "--config=configs/llama/405b.py",
+        "--topology=v5p:8x8x16",
+        "--estimate_only",
+        f"--json={tmp_path / 'plan.json'}",
+        f"--picture={tmp_path / 'plan.png'}",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1024 × TPU v5, mesh data 1 × fsdp 128 × tensor 8" in done.stdout
+    assert "405,853,388,800 parameters" in done.stdout and "\nfits: " in done.stdout
+    values = json.loads((tmp_path / "plan.json").read_text())
+    assert values["estimate"]["seconds"] < 1  # arithmetic; the shapes of the state come before
+    assert values["estimate"]["memory"]["parameters"] == pytest.approx(405853388800 * 4 / 1024, rel=0.01)
+    assert values["command"].startswith(
+        "python -m maxlp.plan --config=configs/llama/405b.py --topology=v5p"
+    )
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_errors_are_one_line():
+    done = run("--config=configs/llama/8b.py", "--topology=v9:4x4", "--estimate_only")
+    assert done.returncode == 2 and "'v9' is unknown, one of v4, v5e" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_listing_names_every_chip():
+    assert all(name in topologies.listing() for name in topologies.CHIPS)
+
+
+def test_what_does_not_fit_comes_with_what_does(capsys):
+    """70B keeps no activations on 16 chips of 96 GiB with eight rows each, and says what to change."""
+    c = llama(embed_dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128, mlp_dim=28672)
+    c = search.changed(c, {"model.attention": "splash", "data.batch_size": 128, "data.seq_len": 4096})
+    c, topology = plan.readable(c), topologies.parse("v5p:2x2x4")
+    values = plan.make_plan(c, topology, compiles=False)
+    assert not values["fits"] and plan.report(values).splitlines()[-1].startswith("does not fit")
+    nearest = plan.search_settings(c, topology, compiles=False)
+    assert nearest and f"--config.{next(iter(nearest[0]['changes']))}=" in capsys.readouterr().out
+    again = plan.make_plan(search.changed(c, nearest[0]["changes"]), topology, compiles=False)
+    assert again["fits"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "package", "attention", "kernel"),
+    [
+        ("v5e:2x2", "libtpu", "splash", "tpu_custom_call"),
+        ("h100:1x4", "jax_cuda13_plugin", "cudnn", "__cudnn$fmha"),
+    ],
+)
+def test_compiled_for_what_is_not_here(name, package, attention, kernel, tmp_path):
+    """The step of `maxlp.train`, by the real compilers: kernels, memory of the state, collectives."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install 'maxlp[aot]'")
+    topology = topologies.parse(name)
+    values = plan.make_plan(tiny(**{"model.attention": attention}), topology)
+    done = values["compiled"]
+    assert any(target.startswith(kernel) for target in done["kernels"])
+    held = sum(values["estimate"]["memory"][part] for part in ("parameters", "optimizer", "batch"))
+    assert held == pytest.approx(done["memory"]["arguments"], rel=0.1)  # TPU pads small arrays
+    assert {axis for row in done["collectives"] for axis in row["axes"]} == {"fsdp"}
+    assert values["fits"] and "fits: " in plan.report(values)
+    picture.draw(values, str(tmp_path / "plan.png"))
+    assert (tmp_path / "plan.png").stat().st_size > 1000
