@@ -280,6 +280,11 @@ class ImageTower(nnx.Module):
 
     def __call__(self, image_BHWC: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
         """float32 features (B, E) of float images; without a key no patch is dropped."""
+        if image_BHWC.shape[1:] != (self.image_size, self.image_size, 3):
+            raise ValueError(
+                f"images of {' × '.join(map(str, image_BHWC.shape[1:]))} are not of "
+                f"model.visual.image_size={self.image_size} with 3 channels"
+            )
         with jax.named_scope("patches"):
             x_BSD = self.patch_embed(patches(image_BHWC, self.patch_size))
             if self.class_embed is not None:
@@ -318,7 +323,8 @@ def drop_patches(x_BSD: jax.Array, rate: float, key: jax.Array, first: int) -> j
     """
     B, S, _ = x_BSD.shape
     kept = max(1, int((S - first) * (1 - rate)))
-    _, index_BP = jax.lax.top_k(jax.random.uniform(key, (B, S - first)), kept)
+    draws_BP = constrain(jax.random.uniform(key, (B, S - first)), "batch", "seq")
+    _, index_BP = jax.lax.top_k(draws_BP, kept)
     x_BPD = jnp.take_along_axis(x_BSD[:, first:], index_BP[:, :, None], axis=1)
     return jnp.concatenate([x_BSD[:, :first], x_BPD], axis=1)
 

@@ -285,6 +285,13 @@ def test_models_that_cannot_be_are_refused(changes, message):
         jax.eval_shape(lambda: nnx.state(make(**changes)))
 
 
+def test_inputs_of_another_size_are_refused():
+    with pytest.raises(ValueError, match=r"images of 20 × 16 × 3 are not of model.visual.image_size=16"):
+        make().encode_image(jnp.zeros((2, 20, 16, 3)))
+    with pytest.raises(ValueError, match=r"texts of 13 tokens are longer than model.text.max_len=12"):
+        make().encode_text(jnp.zeros((2, 13), jnp.int32))
+
+
 # --- initialisation -----------------------------------------------------------------------------------
 
 
