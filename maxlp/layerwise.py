@@ -67,7 +67,8 @@ def train_step(
         return nnx.merge(blocks, layer)(x_BSD, rope, positions_BS, segment_ids_BS, None)[0]
 
     def mean_loss(outer: dict, x_BSD: jax.Array) -> tuple[jax.Array, dict]:
-        sums = loss_fn(_Tail(model(outer), x_BSD), batch)
+        tail: Any = _Tail(model(outer), x_BSD)
+        sums = loss_fn(tail, batch)
         return sums["loss"] / count, sums
 
     x_BSD, embed_vjp = jax.vjp(embed, outer)

@@ -11,7 +11,7 @@ First for every output channel of a tensor, else for the tensor as a whole, else
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -55,15 +55,16 @@ def scale_by_adamp(
     adam = optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype)
 
     def init(params: optax.Params) -> AdamPState:
-        count, mu, nu = adam.init(widened(params))
+        moments: Any = adam.init(widened(params))
         ones = jax.tree.map_with_path(lambda k, p: jnp.ones(p.shape[: layer_axes(k)]), params)
-        return AdamPState(count, mu, nu, ones)
+        return AdamPState(moments.count, moments.mu, moments.nu, ones)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
         if params is None:
             raise ValueError("adamp needs the parameters; it cannot run inside galore")
         grads, weights = widened(updates), widened(params)
-        steps, moments = adam.update(grads, optax.ScaleByAdamState(*state[:3]))
+        old = optax.ScaleByAdamState(state.count, state.mu, state.nu)
+        steps, moments = cast(tuple[Any, Any], adam.update(grads, old))
 
         def one(path: KeyPath, g: jax.Array, w: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
             axes, layers = layer_axes(path), jnp.ones(g.shape[: layer_axes(path)])
@@ -81,7 +82,7 @@ def scale_by_adamp(
         both = jax.tree.map_with_path(one, grads, weights, steps)
         steps, divisors = jax.tree.transpose(jax.tree.structure(grads), jax.tree.structure((0, 0)), both)
         steps = jax.tree.map(lambda s, u: s.astype(u.dtype), steps, updates)
-        return steps, AdamPState(*moments, divisors)
+        return steps, AdamPState(moments.count, moments.mu, moments.nu, divisors)
 
     return optax.GradientTransformation(init, update)
 

@@ -13,7 +13,7 @@ gradients g_i of n parts of the batch (microbatches, replicas) and their mean �
 τ counts steps of the small batch: the schedule is that of the small batch, and the run ends at its τ.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +80,7 @@ def scale_by_adascale(
         updates = jax.tree.map(lambda u: (rate * u).astype(u.dtype), updates)
         return updates, new._replace(tau=state.tau + gain)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, cast(Any, update))
 
 
 def gain_of(state: AdascaleState, scale: float) -> jax.Array:
