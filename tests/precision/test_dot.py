@@ -127,3 +127,24 @@ def test_signal_to_noise(name):
         bool(gemm) or (i == 2 and recipe.residuals == "quantized")
         for i, gemm in enumerate((recipe.fwd, recipe.dlhs, recipe.drhs))
     ]
+
+
+@pytest.mark.parametrize(
+    "name, input_bytes, kernel_bytes",
+    [
+        ("bf16", 2, 2),
+        ("fp8_delayed", 1, 1),
+        ("fp8_switchback", 2, 1),  # dlhs wants the kernel as it was quantized, drhs the input as it was
+        ("int8_switchback", 2, 1),
+        ("int8_switchback_m", 1, 1),
+        ("int8_switchback_q", 2, 2),
+    ],
+)
+def test_what_waits_for_the_backward_pass(name, input_bytes, kernel_bytes):
+    x, w, _ = arrays()
+    options = dict(history=2) if "delayed" in name else {}
+    structure, state = nnx.split(QuantDot(make_recipe(name, **options)))
+    product = lambda x, w: nnx.merge(structure, state, copy=True)(x, w, DIMS)  # noqa: E731
+    _, pull = jax.vjp(product, x, w)
+    kept = {leaf.shape: leaf.dtype.itemsize for leaf in jax.tree.leaves(pull) if leaf.size > 8}
+    assert (kept[x.shape], kept[w.shape]) == (input_bytes, kernel_bytes)
