@@ -34,6 +34,7 @@ def define_flags() -> None:
     flags.DEFINE_bool("estimate_only", False, "The closed form alone: a second, on any machine.")
     flags.DEFINE_bool("search", True, "Search settings that fit if the config's do not.")
     flags.DEFINE_string("json", None, "File for the plan as JSON.")
+    flags.DEFINE_string("hlo", None, "File for the compiled program as text.")
     flags.DEFINE_string("picture", None, "File for the plan as an image (.png, .svg, .pdf).")
 
 
@@ -47,7 +48,7 @@ def main() -> int:
             raise ValueError(f"--{name} is missing; --list_topologies and configs/ say what there is")
     topology, compiles = topologies.parse(flags.FLAGS.topology), not flags.FLAGS.estimate_only
     c = readable(flags.FLAGS.config)
-    plan = {"command": command(), **make_plan(c, topology, compiles)}
+    plan = {"command": command(), **make_plan(c, topology, compiles, flags.FLAGS.hlo)}
     print(report(plan))
     if not plan["fits"] and flags.FLAGS.search:
         plan["nearest"] = search_settings(c, topology, compiles)
@@ -73,7 +74,9 @@ def command() -> str:
     return "python -m maxlp.plan " + " ".join(parts)
 
 
-def make_plan(c: ConfigDict, topology: Topology, compiles: bool = True) -> dict[str, Any]:
+def make_plan(
+    c: ConfigDict, topology: Topology, compiles: bool = True, hlo_file: str | None = None
+) -> dict[str, Any]:
     """A config's plan as plain numbers: bytes and seconds of one device, unless their names say otherwise.
 
     Raises:
@@ -111,7 +114,7 @@ def make_plan(c: ConfigDict, topology: Topology, compiles: bool = True) -> dict[
             f"--estimate_only knows Llama, not config.model.name={c.model.name!r}; compile it instead"
         )
     if compiles:
-        done = compiled.compile_step(c, topologies.devices(topology))
+        done = compiled.compile_step(c, topologies.devices(topology), hlo_file)
         plan["compiled"] = {
             "memory": done.memory and dataclasses.asdict(done.memory),
             "peak": done.peak,

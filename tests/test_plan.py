@@ -44,7 +44,7 @@ def test_command_without_a_compiler(tmp_path):
     assert "405,853,388,800 parameters" in done.stdout and "\nfits: " in done.stdout
     values = json.loads((tmp_path / "plan.json").read_text())
     assert values["estimate"]["seconds"] < 1  # arithmetic; the shapes of the state come before
-    assert values["estimate"]["memory"]["parameters"] == pytest.approx(405853388800 * 4 / 1024, rel=0.01)
+    assert values["estimate"]["memory"]["parameters"] == pytest.approx(405853388800 * 4 / 1024, rel=0.02)
     assert values["command"].startswith(
         "python -m maxlp.plan --config=configs/llama/405b.py --topology=v5p"
     )

@@ -13,6 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -47,8 +48,7 @@ class Memory:
     @property
     def peak(self) -> float:
         """What is in use at the worst moment, and the program."""
-        told = self.live > self.arguments  # not on CPU
-        return (self.live if told else self.arguments + self.outputs + self.temporaries) + self.code
+        return (self.live or self.arguments + self.outputs + self.temporaries) + self.code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +69,11 @@ class Compiled:
     host_memory: float
 
 
-def compile_step(c: ConfigDict, devices: Sequence[jax.Device]) -> Compiled:
+def compile_step(c: ConfigDict, devices: Sequence[jax.Device], hlo_file: str | None = None) -> Compiled:
     """Compiles the config's train step for these devices, real or not.
+
+    Args:
+      hlo_file: where to write the compiled program as text.
 
     Raises:
       ValueError: a config that cannot work on them.
@@ -100,7 +103,9 @@ def compile_step(c: ConfigDict, devices: Sequence[jax.Device]) -> Compiled:
     seconds = time.perf_counter() - start
     text = done.as_text()
     assert text is not None
-    memory = read_memory(done)
+    if hlo_file:
+        Path(hlo_file).write_text(text)
+    memory = read_memory(done, platform)
     return Compiled(
         memory,
         memory.peak,
@@ -111,14 +116,14 @@ def compile_step(c: ConfigDict, devices: Sequence[jax.Device]) -> Compiled:
     )
 
 
-def read_memory(done: jax.stages.Compiled) -> Memory:
+def read_memory(done: jax.stages.Compiled, platform: str) -> Memory:
     m: Any = done.memory_analysis()
     return Memory(
         arguments=m.argument_size_in_bytes,
         outputs=max(0, m.output_size_in_bytes - m.alias_size_in_bytes),
         temporaries=m.temp_size_in_bytes,
         code=m.generated_code_size_in_bytes,
-        live=getattr(m, "peak_memory_in_bytes", 0),
+        live=0 if platform == "cpu" else getattr(m, "peak_memory_in_bytes", 0),  # a CPU's means nothing
         host=m.host_temp_size_in_bytes,
     )
 

@@ -57,23 +57,22 @@ def small(**changes):
     "changes", [{}, {"mesh__tensor": 2, "train__microbatches": 2}], ids=["fsdp", "tensor"]
 )
 def test_against_a_compilation_here(changes):
-    """On CPU, whose compiler gathers a block's weights and their gradients earlier than it must."""
+    """State to the byte, peak within a tenth, and what fsdp has to gather."""
     c = small(**changes)
     done = compiled.compile_step(c, jax.devices())
     assert done.memory is not None
     axes = estimate.mesh_axes(c, 8)
     state = estimate.abstract_state(c, axes)
-    parts = estimate.memory(c, axes, state)
+    parts = estimate.memory(c, axes, state, "cpu")
     held = sum(parts[name] for name in ("parameters", "optimizer", "batch"))
     assert held == pytest.approx(done.memory.arguments, rel=1e-3)
-    assert sum(parts.values()) == pytest.approx(done.peak, rel=0.25)
+    assert sum(parts.values()) == pytest.approx(done.peak, rel=0.10)
 
-    # FLOPs and collectives are those of the algorithm; XLA may gather more often, not less.
     gathered = lambda found: sum(  # noqa: E731
         one.sent for one in found if one.kind == "all-gather" and one.axes == ("fsdp",)
     )
     needed = gathered(estimate.collectives(c, axes))
-    assert needed * 0.9 <= gathered(done.collectives) <= 2.5 * needed
+    assert gathered(done.collectives) == pytest.approx(needed, rel=0.15)
 
 
 def test_state_is_that_of_the_step():
