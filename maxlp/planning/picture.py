@@ -4,8 +4,6 @@ from typing import Any
 
 from maxlp.planning.topologies import GIB
 
-TEMPORARY = ("arguments", "temporaries", "outputs", "code")
-
 
 def draw(plan: dict[str, Any], path: str) -> None:
     """Writes the picture; the file's ending says in which format."""
@@ -26,16 +24,15 @@ def _memory(axes: Any, plan: dict[str, Any]) -> None:
     bars = {}
     if "estimate" in plan:
         bars["estimate"] = plan["estimate"]["memory"]
-    if plan.get("compiled", {}).get("memory"):
-        bars["compiled"] = {name: plan["compiled"]["memory"][name] for name in TEMPORARY}
+    if (memory := plan.get("compiled", {}).get("memory")) is not None:
+        in_use = plan["compiled"]["peak"] - memory["arguments"] - memory["code"]
+        bars["compiled"] = {"arguments": memory["arguments"], "temporaries": in_use, "code": memory["code"]}
     for name, parts in bars.items():
         bottom = 0.0
         for part, size in parts.items():
-            if size < 0.01 * plan["has"]:
-                bottom += size / GIB
-                continue
             axes.bar(name, size / GIB, bottom=bottom, width=0.8, edgecolor="white")
-            axes.annotate(part, (name, bottom + size / GIB / 2), ha="center", va="center", fontsize=7)
+            if size > 0.025 * max(plan["has"], sum(parts.values())):
+                axes.annotate(part, (name, bottom + size / GIB / 2), ha="center", va="center", fontsize=7)
             bottom += size / GIB
     axes.axhline(plan["has"] / GIB, color="black", linestyle="--", linewidth=1)
     axes.annotate("the chip's memory", (0, plan["has"] / GIB), va="bottom", ha="center", fontsize=8)
@@ -48,7 +45,9 @@ def _seconds(axes: Any, values: dict[str, Any], source: str) -> None:
     names = ["compute", "memory"]
     lengths = [time["compute"], time["memory"]]
     hidden = [0.0, 0.0]
-    for row in values["collectives"][:8]:
+    for row in values["collectives"]:
+        if row["seconds"] < 0.01 * time["network"]:
+            continue
         names.append(f"{row['kind']}\n{' + '.join(row['axes'])}")
         lengths.append(row["seconds"])
         hidden.append(row["seconds"] * row["overlapped"] / row["sent"] if row["sent"] else 0.0)
@@ -58,6 +57,6 @@ def _seconds(axes: Any, values: dict[str, Any], source: str) -> None:
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=7)
     axes.set_xlabel(
-        f"seconds of a step at best ({source}; light: hidden behind other work; dashed: the step)"
+        f"seconds of a step at best ({source})\nlight: hidden behind other work; dashed: the step"
     )
     axes.spines[["top", "right"]].set_visible(False)
