@@ -31,6 +31,8 @@ from collections import Counter
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from maxlp.data.images import Example
+
 HELDOUT_FACES = "DejaVuSansMono-Oblique"
 HELDOUT_CHARACTERS = 0.1
 
@@ -126,8 +128,8 @@ class Glyphs:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def example(self, index: int, rng: np.random.Generator | None) -> tuple[np.ndarray, str, int]:
-        """Image uint8 (image_size, image_size, 3), caption and class; drawn plainly without `rng`."""
+    def example(self, index: int, rng: np.random.Generator | None) -> Example:
+        """A character, drawn plainly without `rng`."""
         character, faces = self._rows[index]
         label = self._label[character]
         if rng is None:
@@ -135,7 +137,7 @@ class Glyphs:
         else:
             face = faces[int(rng.integers(len(faces)))]
             image = varied(face, character, self.image_size, rng)
-        return image, self.classes[label], label
+        return Example(image, self.classes[label], label)
 
     def where(self, index: int) -> str:
         """Names an example."""

@@ -7,6 +7,7 @@ an orientation in EXIF is not applied and transparency is dropped.
 
 import io
 import math
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -15,6 +16,14 @@ MAX_PIXELS = 50_000_000
 CROP_SCALE = (0.9, 1.0)  # open_clip's, of the area
 CROP_RATIO = (3 / 4, 4 / 3)
 CROP_ATTEMPTS = 10
+
+
+class Example(NamedTuple):
+    """An image uint8 (H, W, 3), its caption, and its class or -1."""
+
+    image: np.ndarray
+    text: str
+    label: int
 
 
 class BrokenExample(ValueError):
@@ -80,6 +89,13 @@ def random_crop(
     x, y = image.width / full_width, image.height / full_height
     box = (left * x, top * y, (left + width) * x, (top + height) * y)
     return np.asarray(_decode(image).resize((size, size), Image.Resampling.BICUBIC, box=box))
+
+
+def encode_png(pixels_HWC: np.ndarray) -> bytes:
+    """A PNG file of uint8 pixels."""
+    file = io.BytesIO()
+    Image.fromarray(pixels_HWC).save(file, "PNG")
+    return file.getvalue()
 
 
 def _crop_box(

@@ -89,6 +89,10 @@ class Source:
         return self._len
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.records[self.row(index)]
+
+    def row(self, index: int) -> int:
+        """The row of the records that document `index` of the split is."""
         index = int(index)
         if not 0 <= index < self._len:
             raise IndexError(f"document {index} of {self!r}")
@@ -96,7 +100,7 @@ class Source:
             index = index * self.every + self.every - 1
         elif self.every and self.split == "train":
             index += index // (self.every - 1)
-        return self.records[index]
+        return index
 
     def __repr__(self) -> str:
         return f"Source({self.name!r}, split={self.split!r}, documents={self._len})"
@@ -272,7 +276,7 @@ class _ArrayRecord:
     def __init__(self, folder: str):
         from array_record.python.array_record_data_source import ArrayRecordDataSource
 
-        manifest = _read_manifest(folder)
+        manifest = read_manifest(folder, MANIFEST_FORMAT)
         self.dtype = np.dtype(manifest["dtype"]) if manifest["kind"] == "tokens" else None
         self.tokenizer = manifest["tokenizer"] and _tokenizer_of(folder, **manifest["tokenizer"])
         # The record range spares the reader from opening every shard only to count it.
@@ -529,7 +533,8 @@ def _parquet_column(path: str, group: int, column: str) -> Any:
         return file.read_row_group(group, columns=[column]).column(0)
 
 
-def _read_manifest(folder: str) -> dict[str, Any]:
+def read_manifest(folder: str, kind: str) -> dict[str, Any]:
+    """What `maxlp.prepare` wrote last into a folder, if it is of this format and its files are there."""
     path = os.path.join(folder, MANIFEST)
     if not os.path.isfile(path):
         raise ValueError(
@@ -537,8 +542,8 @@ def _read_manifest(folder: str) -> dict[str, Any]:
         )
     with open(path, encoding="utf-8") as file:
         manifest = json.load(file)
-    if manifest.get("format") != MANIFEST_FORMAT:
-        raise ValueError(f"{path}: format {manifest.get('format')!r} is not {MANIFEST_FORMAT!r}")
+    if manifest.get("format") != kind:
+        raise ValueError(f"{path}: format {manifest.get('format')!r} is not {kind!r}")
     for shard in manifest["shards"]:
         shard_path = os.path.join(folder, shard["file"])
         size = os.path.getsize(shard_path) if os.path.isfile(shard_path) else None
@@ -548,10 +553,10 @@ def _read_manifest(folder: str) -> dict[str, Any]:
     return manifest
 
 
-def _open_tfds(name: str, split: str, data_dir: str | None) -> Any:
+def _open_tfds(name: str, split: str, data_dir: str | None, decoders: Any = None) -> Any:
     tfds = import_extra("tensorflow_datasets")
     try:
-        return tfds.data_source(name, split=split, data_dir=data_dir, download=False)
+        return tfds.data_source(name, split=split, data_dir=data_dir, download=False, decoders=decoders)
     except Exception as error:  # TFDS raises many types, some with pages of text
         where = f" in data_dir {data_dir}" if data_dir else ""
         raise ValueError(

@@ -10,6 +10,7 @@ Compressed tars have no random access; images gain nothing from it.
 """
 
 import contextlib
+import functools
 import glob
 import itertools
 import json
@@ -92,8 +93,10 @@ class Tars:
         return self.paths[number], _index(self._indices[number])[row]
 
     def _caption(self, data: bytes | None) -> str | None:
-        if data is None or self._type != "json":
-            return data and data.decode("utf-8", errors="replace").strip()
+        if data is None:
+            return None
+        if self._type != "json":
+            return data.decode("utf-8", errors="replace").strip()
         try:
             value = json.loads(data)[self._key]
         except (ValueError, KeyError, TypeError):
@@ -209,6 +212,11 @@ def _read(file: Any, offset: int, size: int) -> bytes:
 
 def _index(index: str | np.ndarray) -> np.ndarray:
     return _load(index) if isinstance(index, str) else index
+
+
+@functools.lru_cache(maxsize=2**14)
+def _load(path: str) -> np.ndarray:
+    return np.load(path, mmap_mode="r")
 
 
 def _expand_braces(pattern: str) -> list[str]:
