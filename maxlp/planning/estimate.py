@@ -140,8 +140,8 @@ def memory(c: ConfigDict, axes: dict[str, int], state: State, platform: str = "t
 
     XLA for CPU does not order its work for memory: a block's activations take 1.45 times as much there.
 
-    Moments that compete: the backward pass of a block, the loss of one chunk of the sequence, and with
-    quantized moments the update, whose decoded moments and updates exist side by side.
+    Two moments compete: the backward pass of a block, and the loss of one chunk of the sequence. The update
+    is taken to need less, which holds for AdamW; moments that are decoded for it can need more.
     """
     s, mesh = sizes(c, axes), abstract_mesh(axes)
     held = {
@@ -157,9 +157,6 @@ def memory(c: ConfigDict, axes: dict[str, int], state: State, platform: str = "t
     if platform == "cpu":
         block["a block's activations"] *= 1.45
     moments = [during | block, during | of_loss(s)]
-    if c.optimizer.get("low_bit") is not None:
-        decoded = 4.0 * s.param * state.num_params / (s.fsdp * s.t)
-        moments.append({"gradients": decoded / 4, "moments, decoded": decoded})
     return held | max(moments, key=lambda parts: sum(parts.values()))
 
 
@@ -198,6 +195,7 @@ def of_block(s: Sizes, remat: str, attention: str) -> dict[str, float]:
     Of the MLP, gate, up, their product and the gradients of two of them; of attention its inputs and output
     (plain attention: probabilities and their gradient in float32 and once more rounded, before the MLP is
     recomputed); of the residual stream four whole rows. The table's gradient is whole until the end.
+    Seven tenths of the weights are in use at that moment, gathered, and rounded if they are kept wider.
     """
     x, f = s.T * s.D * s.a, s.T * s.F * s.a / s.t
     q, k = s.T * s.N * s.H * s.a / s.t, s.T * s.K * s.H * s.a / s.t
@@ -206,9 +204,10 @@ def of_block(s: Sizes, remat: str, attention: str) -> dict[str, float]:
     mlp = 5 * f + bias + 2 * q + 2 * k + 4 * x + split
     plain = (8 + s.a) * squares(s) + 2 * q + 2 * k + 2 * x + split if attention == "xla" else 0.0
     weights = s.block_params * s.a / s.t
+    rounded = s.L * weights / s.fsdp if s.param != s.a else 0.0  # outside of the loop
     return {
         "a block's activations": max(mlp, plain) + x / s.t,
-        "a block's weights": 0.7 * weights + 0.7 * s.L * weights / s.fsdp,
+        "a block's weights": 0.7 * (weights + rounded),
         "embedding's gradient": s.V * s.D * s.a,
     }
 
