@@ -265,8 +265,10 @@ def clip(**sizes) -> ConfigDict:
     c.data = ConfigDict(
         dict(
             name="image_text",
-            source=config_dict.placeholder(str),
-            tokenizer=config_dict.placeholder(str),
+            source=config_dict.placeholder(str),  # e.g. "tar:/data/laion/{00000..41455}.tar"
+            heldout_source="",  # e.g. "tfds:imagenet2012?data_dir=/data/tfds"; part of the source if empty
+            tokenizer=config_dict.placeholder(str),  # of CLIP's 49408 tokens
+            classes="",  # a file of names for labels that have none
             image_size=224,
             text_len=77,
             batch_size=32768,

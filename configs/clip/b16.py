@@ -3,7 +3,7 @@
 open_clip's run: batch 33792, 176 A100 for 61 hours, 67.05 % zero-shot on ImageNet.
 
 python -m maxlp.train --config=configs/clip/b16.py --workdir=/tmp/run \
-    --config.data.source=tar:/data/laion/*.tar --config.data.tokenizer=/data/tokenizer.json
+    --config.data.source='tar:/data/laion/*.tar' --config.data.tokenizer=/data/tokenizer.json
 """
 
 from configs.common import CLIP_SIZES, choose, clip

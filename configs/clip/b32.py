@@ -4,7 +4,7 @@ open_clip's run: batch 32768, 128 A100 for 36 hours, 62.96 % zero-shot on ImageN
 --config.model.act=quick_gelu).
 
 python -m maxlp.train --config=configs/clip/b32.py --workdir=/tmp/run \
-    --config.data.source=tar:/data/laion/*.tar --config.data.tokenizer=/data/tokenizer.json
+    --config.data.source='tar:/data/laion/*.tar' --config.data.tokenizer=/data/tokenizer.json
 """
 
 from configs.common import CLIP_SIZES, choose, clip

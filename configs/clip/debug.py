@@ -16,14 +16,14 @@ def get_config(arg: str = ""):
             image_size=32, patch_size=8, width=96, num_layers=3, num_heads=3, mlp_dim=384, pool="gap"
         ),
         text=dict(
-            vocab_size=259,
-            max_len=64,
-            width=96,
-            num_layers=3,
-            num_heads=3,
-            mlp_dim=384,
+            vocab_size=512,
+            max_len=20,
+            width=64,
+            num_layers=2,
+            num_heads=2,
+            mlp_dim=256,
             pool="eos",
-            eos_id=257,  # of bytes
+            eos_id=1,
         ),
         dtype="float32",
         remat="none",
@@ -31,12 +31,12 @@ def get_config(arg: str = ""):
         image_std=(0.5, 0.5, 0.5),
     )
     c.data.source = "glyphs"
-    c.data.tokenizer = "bytes"
+    c.data.tokenizer = "bpe:512"  # learned from the captions when the run begins
     c.data.image_size = 32
-    c.data.text_len = 64
+    c.data.text_len = 20
     c.data.batch_size = 128
     c.loss.method = "plain"
-    c.optimizer.learning_rate = 2e-3
+    c.optimizer.learning_rate = 3e-3
     c.optimizer.warmup_steps = 50
     c.optimizer.clip_norm = 1.0
     c.optimizer.weight_decay = 0.05

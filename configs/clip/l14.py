@@ -3,7 +3,7 @@
 open_clip's run: batch 38400, 50,800 hours of A100s, 72.77 % zero-shot on ImageNet.
 
 python -m maxlp.train --config=configs/clip/l14.py --workdir=/tmp/run \
-    --config.data.source=tar:/data/laion/*.tar --config.data.tokenizer=/data/tokenizer.json
+    --config.data.source='tar:/data/laion/*.tar' --config.data.tokenizer=/data/tokenizer.json
 """
 
 from configs.common import CLIP_SIZES, choose, clip

@@ -5,7 +5,7 @@ the residual branches start at zero, without which FP8 of whole tensors diverges
 claims: SwitchBack 13 to 25 % faster than bf16 and within 0.1 points of it for H/14.
 
 python -m maxlp.train --config=configs/clip/low_precision.py:size=h14,precision=fp8_switchback \
-    --config.data.source=tar:/data/laion/*.tar --config.data.tokenizer=/data/tokenizer.json \
+    --config.data.source='tar:/data/laion/*.tar' --config.data.tokenizer=/data/tokenizer.json \
     --workdir=/tmp/run
 
 Other precisions: int8_switchback (the default), fp8_current (of whole tensors), bf16. AdamW:

@@ -1,3 +1,4 @@
+import functools
 import importlib
 import math
 
@@ -85,22 +86,34 @@ def loss_of(model: CLIP, image, text, dropout_key=None) -> jax.Array:
     return -jnp.mean(jnp.diag(jax.nn.log_softmax(logits_BB)))
 
 
-def run(model: CLIP, *args, mesh=None):
-    """(loss, gradients) of the compiled model, on one device or with its parameters spread over a mesh."""
+def run(model: CLIP, mesh=None):
+    """(loss, gradients) with dropped patches, on one device or with the parameters spread over a mesh."""
     graphdef, params, state = nnx.split(model, nnx.Param, ...)
 
     def loss(params, *args):
         return loss_of(nnx.merge(graphdef, params, state), *args)
 
     compute = jax.jit(jax.value_and_grad(loss), compiler_options=COMPILE)
+    pairs, key = batch(), jax.random.key(5)
     if mesh is None:
-        return compute(params, *args)
+        return compute(params, *pairs, key)
     shardings = sharding.param_shardings(params, mesh)
     nnx.replace_by_pure_dict(params, jax.device_put(nnx.to_pure_dict(params), shardings))
-    image, text, *key = args
-    image, text = jax.device_put((image, text), sharding.batch_sharding(mesh))
+    pairs = jax.device_put(pairs, sharding.batch_sharding(mesh))
     with jax.set_mesh(mesh):
-        return compute(params, image, text, *jax.device_put(key, sharding.replicated(mesh)))
+        return compute(params, *pairs, jax.device_put(key, sharding.replicated(mesh)))
+
+
+VARIANTS = {"plain": {}, "all": dict(layer_scale=0.1, qk_norm=True), "siglip": SIGLIP}
+
+
+@functools.cache
+def on_one_device(variant: str):
+    return run(make(**VARIANTS[variant]))
+
+
+encode_image = jax.jit(lambda model, *args: model.encode_image(*args), compiler_options=COMPILE)
+encode_text = jax.jit(lambda model, text_BS: model.encode_text(text_BS), compiler_options=COMPILE)
 
 
 def assert_same_gradients(got, expected, rtol) -> None:
@@ -172,8 +185,8 @@ def test_pixels_are_normalised_and_floats_are_taken_as_they_are():
     image, _ = batch()
     model = make()
     normalised = (np.asarray(image) / 255 - TINY["image_mean"]) / TINY["image_std"]
-    features_BE = model.encode_image(image)
-    np.testing.assert_allclose(features_BE, model.encode_image(jnp.float32(normalised)), atol=1e-6)
+    features_BE = encode_image(model, image)
+    np.testing.assert_allclose(features_BE, encode_image(model, jnp.float32(normalised)), atol=1e-6)
     np.testing.assert_allclose(jnp.linalg.norm(features_BE, axis=-1), 1, atol=1e-6)
     assert features_BE.dtype == jnp.float32
 
@@ -188,12 +201,12 @@ def test_a_text_is_what_stands_before_its_pooled_token(pool):
     before, behind = text_BS.copy(), text_BS.copy()
     before[:, end - 1] = 51
     behind[:, end + 1 :] = 52 if pool == "argmax" else 60
-    features_BE = model.encode_text(jnp.asarray(text_BS))
-    np.testing.assert_allclose(model.encode_text(jnp.asarray(behind)), features_BE, atol=1e-6)
-    assert jnp.abs(model.encode_text(jnp.asarray(before)) - features_BE).max() > 1e-3
+    features_BE = encode_text(model, jnp.asarray(text_BS))
+    np.testing.assert_allclose(encode_text(model, jnp.asarray(behind)), features_BE, atol=1e-6)
+    assert jnp.abs(encode_text(model, jnp.asarray(before)) - features_BE).max() > 1e-3
     if pool != "last":  # short texts need no padding
         np.testing.assert_allclose(
-            model.encode_text(jnp.asarray(text_BS[:, : end + 1])), features_BE, atol=1e-6
+            encode_text(model, jnp.asarray(text_BS[:, : end + 1])), features_BE, atol=1e-6
         )
 
 
@@ -201,10 +214,10 @@ def test_zero_layer_scale_starts_at_the_identity():
     """Then the text's features are those of its pooled token and position alone."""
     model = make(layer_scale=0.0)
     text_BS = jnp.asarray([[1, 2, 60, 0], [5, 7, 60, 0], [1, 2, 3, 60]])
-    features_BE = model.encode_text(text_BS)
+    features_BE = encode_text(model, text_BS)
     np.testing.assert_allclose(features_BE[0], features_BE[1], atol=1e-6)
     assert jnp.abs(features_BE[0] - features_BE[2]).max() > 1e-3
-    _, grads = run(model, *batch())
+    _, grads = run(model)
     assert jnp.abs(grads["visual"]["layers"]["mlp_scale"]["scale"][...]).max() > 0
 
 
@@ -225,18 +238,20 @@ def test_patch_dropout_is_for_training():
     image, _ = batch()
     without = make(visual=dict(VISUAL, patch_dropout=0.0))
     model = make()
-    np.testing.assert_array_equal(model.encode_image(image), without.encode_image(image))
-    np.testing.assert_array_equal(without.encode_image(image, jax.random.key(0)), model.encode_image(image))
-    assert jnp.abs(model.encode_image(image, jax.random.key(0)) - model.encode_image(image)).max() > 1e-3
+    np.testing.assert_array_equal(encode_image(model, image), encode_image(without, image))
+    np.testing.assert_array_equal(
+        encode_image(without, image, jax.random.key(0)), encode_image(model, image)
+    )
+    assert jnp.abs(encode_image(model, image, jax.random.key(0)) - encode_image(model, image)).max() > 1e-3
 
 
 def test_qk_norm_bounds_the_logits():
     """With normed queries and keys, attention does not see how large their kernels are."""
     image, _ = batch()
     model = make(qk_norm=True, norm_eps=1e-12)
-    features_BE = model.encode_image(image)
+    features_BE = encode_image(model, image)
     model.visual.layers.attn.q_proj.kernel[...] *= 100.0
-    np.testing.assert_allclose(model.encode_image(image), features_BE, atol=1e-5)
+    np.testing.assert_allclose(encode_image(model, image), features_BE, atol=1e-5)
 
 
 def test_resized_positions():
@@ -287,9 +302,9 @@ def test_models_that_cannot_be_are_refused(changes, message):
 
 def test_inputs_of_another_size_are_refused():
     with pytest.raises(ValueError, match=r"images of 20 × 16 × 3 are not of model.visual.image_size=16"):
-        make().encode_image(jnp.zeros((2, 20, 16, 3)))
+        encode_image(make(), jnp.zeros((2, 20, 16, 3)))
     with pytest.raises(ValueError, match=r"texts of 13 tokens are longer than model.text.max_len=12"):
-        make().encode_text(jnp.zeros((2, 13), jnp.int32))
+        encode_text(make(), jnp.zeros((2, 13), jnp.int32))
 
 
 # --- initialisation -----------------------------------------------------------------------------------
@@ -330,28 +345,21 @@ def test_initialisation_of_clip():
 
 
 def test_unrolled_and_recomputed_equal_scanned():
-    loss, grads = run(make(), *batch(), jax.random.key(3))
-    for how in (dict(scan_layers=False, remat="block"), dict(remat="dots")):
-        other, other_grads = run(make(**how), *batch(), jax.random.key(3))
-        np.testing.assert_allclose(other, loss, rtol=1e-6)
-        assert_same_gradients(other_grads, grads, 1e-5)
+    loss, grads = run(make(scan_layers=False, remat="dots"))
+    expected, expected_grads = on_one_device("plain")
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    assert_same_gradients(grads, expected_grads, 1e-5)
 
 
 @pytest.mark.parametrize(
-    "axes, changes",
-    [
-        (dict(data=2, fsdp=4), dict(layer_scale=0.1, qk_norm=True)),
-        (dict(fsdp=4, tensor=2), dict(layer_scale=0.1, qk_norm=True)),
-        (dict(fsdp=4, tensor=2), SIGLIP),
-    ],
+    "axes, variant",
+    [(dict(data=2, fsdp=4), "all"), (dict(fsdp=4, tensor=2), "all"), (dict(fsdp=4, tensor=2), "siglip")],
     ids=["data2_fsdp4", "fsdp4_tensor2", "siglip_fsdp4_tensor2"],
 )
-def test_eight_devices_equal_one(axes, changes):
+def test_eight_devices_equal_one(axes, variant):
     """The patches that are dropped too."""
-    image, text = batch()
-    key = jax.random.key(5)
-    expected, expected_grads = run(make(**changes), image, text, key)
-    loss, grads = run(make(**changes), image, text, key, mesh=sharding.make_mesh(**axes))
+    loss, grads = run(make(**VARIANTS[variant]), mesh=sharding.make_mesh(**axes))
+    expected, expected_grads = on_one_device(variant)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     assert_same_gradients(grads, expected_grads, 2e-5)
 
@@ -359,7 +367,7 @@ def test_eight_devices_equal_one(axes, changes):
 @pytest.mark.parametrize("recipe", ["fp8_current", "int8_switchback"])
 def test_low_precision(recipe):
     """Only the middle block of each tower computes in it; the loss stays close, and it is not the same."""
-    expected, expected_grads = run(make(), *batch())
+    expected, expected_grads = on_one_device("plain")
     model = make()
     table = precision.apply(
         model,
@@ -375,7 +383,7 @@ def test_low_precision(recipe):
     matmuls = ("attn/q_proj", "attn/k_proj", "attn/v_proj", "attn/o_proj", "mlp/up_proj", "mlp/down_proj")
     assert low == {f"{tower}/layers/{name}" for tower in ("visual", "text") for name in matmuls}
     assert set(table) - low == {"visual/patch_embed", "visual/proj", "text/proj"}
-    loss, grads = run(model, *batch())
+    loss, grads = run(model)
     assert 0 < abs(loss - expected) < 0.02 * expected
     for path, leaf in nnx.to_flat_state(grads):
         assert np.isfinite(leaf[...]).all(), path
@@ -391,9 +399,12 @@ def test_fp8_state_of_both_towers_is_kept():
     model = make()
     precision.inject(model, precision.make_recipe("fp8_delayed"))
     _, _, before = step.split(model)
-    model.encode_image(batch()[0])
-    model.encode_text(batch()[1])
-    _, _, after = step.split(model)
+
+    def forward(model, image, text):
+        model.encode_image(image), model.encode_text(text)
+        return step.split(model)[2]
+
+    after = jax.jit(forward, compiler_options=COMPILE)(model, *batch())
     for tower in ("visual", "text"):
         history = after[tower]["layers"]["mlp"]["up_proj"]["dot_general"]["input_amax_history"]
         assert (history.max(axis=-1) > 0).all()
