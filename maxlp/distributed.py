@@ -16,15 +16,17 @@ job (JobSet) are recognised, and JAX's own detection finds the addresses.
 ``JAX_LOCAL_DEVICE_IDS=0`` restricts a process to some of the GPUs of its host.
 
 When one process dies, JAX ends all of them after the heartbeat timeout: there is no recovery inside
-the job, its supervisor starts it again and it resumes from the last checkpoint.
+the job, its supervisor starts it again and it resumes from the last checkpoint. `launch/` has supervisors
+that do not wait for the timeout.
 """
 
 import importlib.util
 import json
 import os
 import signal
+import sys
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -68,6 +70,7 @@ def initialize() -> None:
                 "or MAXLP_DISTRIBUTED=0 for a single process"
             ) from error
     if jax.distributed.is_initialized():
+        sys.excepthook = _leave_after(sys.excepthook)
         logging.info("process %d of %d", jax.process_index(), jax.process_count())
 
 
@@ -110,6 +113,27 @@ def _detect_cluster() -> str | None:
             )
         return "JOB_COMPLETION_INDEX is set"
     return None
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process now, for a failure that the others may not share.
+
+    `sys.exit` of one process among several takes minutes: at exit JAX waits for all processes, while they
+    wait for this one in a collective, alive and silent.
+    """
+    if not jax.distributed.is_initialized():
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _leave_after(report: Any) -> Any:
+    def excepthook(kind: type[BaseException], *error: Any) -> None:
+        report(kind, *error)
+        leave(EXIT_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
+
+    return excepthook
 
 
 def _env_int(name: str, default: int | None = None, *, least: int) -> int:

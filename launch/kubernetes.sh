@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# Trains on Kubernetes as a JobSet: slices of TPUs (GKE), or hosts with GPUs.
+#
+#   launch/kubernetes.sh tpu NAME --image=IMAGE --type=v5p --topology=4x4x8 [--slices=2] -- --config=... --workdir=gs://...
+#   launch/kubernetes.sh gpu NAME --image=IMAGE --hosts=4 [--gpus=8] -- --config=... --workdir=/data/run
+#   kubectl logs -f -l jobset.sigs.k8s.io/jobset-name=NAME,batch.kubernetes.io/job-completion-index=0
+#   kubectl delete jobset NAME                               all processes save and exit
+#
+# --restarts=R (default 10): how often a failure restarts all pods; saved because of SIGTERM does not count.
+# --volume=CLAIM (gpu): a PersistentVolumeClaim that all hosts share, seen as /data (default maxlp).
+# --xla_flags=FILE: flags for the compiler (default those of the type in launch/xla_flags; empty for none).
+# --dry_run prints the manifest. The cluster has JobSet (jobset.sigs.k8s.io); the image has maxlp installed.
+cd "$(dirname "$0")/.." || exit
+source launch/common.sh
+
+# shellcheck disable=SC2034 # the loop at the end uses them by name
+kind=${1:-} name=${2:-} image='' type='' topology='' slices=1 hosts='' gpus=8 restarts=10 volume=maxlp dry_run=''
+case $kind in tpu | gpu) ;; --help) usage launch/kubernetes.sh && exit ;; *) die "'$kind' is neither tpu nor gpu" ;; esac
+[[ $name =~ ^[a-z][a-z0-9-]{0,39}$ ]] || die "NAME '$name' is not made of a-z, 0-9 and -, at most 40 characters"
+shift 2
+while (($#)) && [[ $1 != -- ]]; do
+  case $1 in
+    --slices=*[!0-9]* | --hosts=*[!0-9]* | --gpus=*[!0-9]* | --restarts=*[!0-9]*) die "$1 is not a whole number" ;;
+    --image=* | --type=* | --topology=* | --slices=* | --hosts=* | --gpus=* | --restarts=* | --volume=* | --xla_flags=*)
+      option=${1%%=*} && printf -v "${option#--}" %s "${1#*=}" ;;
+    --dry_run) dry_run=1 ;;
+    *) die "$1 is not understood" ;;
+  esac
+  shift
+done
+if [[ -z $image ]] || (($# < 2)); then die "--image=IMAGE and -- --config=... --workdir=... are needed"; fi
+shift
+
+# shellcheck disable=SC2034
+if [[ $kind == tpu ]]; then
+  case $type in
+    v4) accelerator=tpu-v4-podslice ;;
+    v5e) accelerator=tpu-v5-lite-podslice ;;
+    v5p) accelerator=tpu-v5p-slice ;;
+    v6e) accelerator=tpu-v6e-slice ;;
+    *) die "--type=$type is none of v4, v5e, v5p, v6e" ;;
+  esac
+  [[ $topology =~ ^[0-9]+(x[0-9]+){1,2}$ ]] || die "--topology=$topology is not that of a slice, as 4x4 or 4x4x8"
+  chips=$((${topology//x/*}))
+  per_host=$((chips < 4 ? chips : 4)) # hosts of slices have 4 chips
+  hosts=$((chips / per_host)) flags=${xla_flags-launch/xla_flags/tpu_$type.txt}
+elif [[ -z $hosts ]]; then
+  die "--hosts=N is needed: how many hosts of $gpus GPUs"
+else
+  flags=${xla_flags-launch/xla_flags/gpu.txt}
+fi
+flags=$(if [[ -r $flags ]]; then flags_of "$flags"; fi)
+args=''
+for arg; do
+  arg=${arg//\\/\\\\}
+  args+="${args:+, }\"${arg//\"/\\\"}\""
+done
+
+manifest=$(<"launch/jobset_$kind.yaml")
+for variable in name image accelerator topology slices hosts per_host gpus restarts volume flags args; do
+  manifest=${manifest//"\${$variable}"/"${!variable}"}
+done
+if [[ -n $dry_run ]]; then echo "$manifest"; else kubectl apply -f - <<<"$manifest"; fi

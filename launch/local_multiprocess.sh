@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# Runs a command as N processes of this machine, as if each were a host; starts them again when one is lost.
+#
+#   launch/local_multiprocess.sh N [--restarts=R] [--logs=DIR] [--xla_flags=FILE] [--dry_run] -- COMMAND...
+#   launch/local_multiprocess.sh 2 --restarts=3 -- python -m maxlp.train --config=configs/llama/debug.py --workdir=/tmp/run
+#
+# Process 0 prints here, process I into DIR/process-I.log (default: a new directory). GPUs are dealt out evenly.
+# With N=1 it only watches over the process, which finds others by itself (TPU hosts).
+# A process that fails ends the others within 3 seconds, and all start again, up to R times (default 0); so does
+# exit code 75 (saved because of SIGTERM). Codes 0 (done), 2 (a mistake of the user) and 130 (Ctrl-C) are final.
+# Ctrl-C and SIGTERM go to all processes, which save and exit within MAXLP_GRACE seconds (default 300); twice kills.
+# FILE: flags for the compiler, one of launch/xla_flags. --dry_run prints what would run.
+# shellcheck source=launch/common.sh
+source "$(dirname "$0")/common.sh"
+n='' restarts=0 logs='' dry_run='' grace=${MAXLP_GRACE:-300} gpus=$(nvidia-smi -L 2>/dev/null | wc -l)
+while (($#)) && [[ $1 != -- ]]; do
+  case $1 in
+    --help) usage "$0" && exit ;;
+    --restarts=*[!0-9]*) die "$1 is not a whole number" ;;
+    --restarts=*) restarts=${1#*=} ;;
+    --logs=*) logs=${1#*=} ;;
+    --xla_flags=*) load_flags "${1#*=}" ;;
+    --dry_run) dry_run=1 ;;
+    *[!0-9]* | 0* | '') die "$1 is not understood" ;;
+    *) n=$1 ;;
+  esac
+  shift
+done
+if [[ -z $n ]] || (($# < 2)); then die "N -- COMMAND... is needed, for example 2 -- python -m maxlp.train"; fi && shift
+
+process() { # PROCESS PORT COMMAND...: becomes it, or prints it
+  local env=()
+  if ((n > 1)); then env=("MAXLP_COORDINATOR=localhost:$2" "MAXLP_NUM_PROCESSES=$n" "MAXLP_PROCESS_ID=$1"); fi
+  if ((n > 1 && gpus >= n)); then env+=("JAX_LOCAL_DEVICE_IDS=$(seq -s, $(($1 * gpus / n)) $((($1 + 1) * gpus / n - 1)))"); fi
+  if [[ -n $dry_run ]]; then printf '%q ' "${env[@]}" "${@:3}" && echo && return; fi
+  if (($1)); then exec >>"$logs/process-$1.log" 2>&1; else exec 2>&3; fi
+  exec env "${env[@]}" "${@:3}" </dev/null 3>&-
+}
+# shellcheck disable=SC2329
+stop() { # SIGNAL; the second time it is the end
+  if [[ -n $stopping ]]; then grace=-1; fi
+  stopping=$1 deadline=$((SECONDS + grace))
+  kill "-$1" "${pids[@]}"
+}
+ended() { # PROCESS CODE: notes why the first failed, and until when the others may go on
+  # 2 may be the report of a process that another one left alone, seen before that one.
+  if ((code && code != 2 && $2 != 130)); then return; fi
+  code=$2 deadline=$((SECONDS + grace))
+  if [[ -n $stopping || $2 == 75 || $2 == 130 ]]; then return; fi
+  deadline=$((SECONDS + 2))
+  say "lost process $1 of $n, exit code $2$( (($2 > 128)) && echo " (SIG$(kill -l "$2"))");" \
+    "ending the others${logs:+; output of process I: $logs/process-I.log}" 2>&3
+}
+
+if [[ -n $dry_run ]]; then print_flags && for ((i = 0; i < n; i++)); do process "$i" PORT "$@"; done && exit; fi
+if ((n > 1)); then mkdir -p "${logs:=$(mktemp -d "${TMPDIR:-/tmp}/maxlp-logs.XXXXXX")}" || exit; fi
+exec 3>&2 2>/dev/null # else the shell tells of every process that it had to kill
+trap 'stop INT' INT
+trap 'stop TERM' TERM
+code=75 starts=0 stopping='' pids=()
+while again "$code" && [[ -z $stopping ]] && ((starts <= restarts)); do
+  if ((starts++)); then say "start $((starts - 1)) of $restarts again, after exit code $code" 2>&3; fi
+  code=0 deadline=$((2 ** 62)) port=$(free_port)
+  for ((i = 0; i < n; i++)); do
+    set -m # a process group of its own: Ctrl-C comes from here only, and what a process started ends with it
+    process "$i" "$port" "$@" &
+    set +m
+    pids[i]=$!
+  done
+  while ((${#pids[@]})); do
+    for i in "${!pids[@]}"; do
+      if kill -0 "${pids[i]}"; then continue; fi
+      wait "${pids[i]}" || ended "$i" $?
+      unset "pids[i]"
+    done
+    if ((SECONDS > deadline)); then kill -KILL "${pids[@]/#/-}" && wait && pids=(); fi
+    sleep 0.2
+  done
+done
+exit "$code"

@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# Trains on all hosts of a TPU slice (Cloud TPU VMs), through gcloud.
+#
+#   launch/tpu_pod.sh install NAME --zone=ZONE [--project=PROJECT]     this commit, and what it needs, to every host
+#   launch/tpu_pod.sh run NAME --zone=ZONE [--restarts=R] [--xla_flags=FILE] -- --config=... --workdir=gs://...
+#   launch/tpu_pod.sh log NAME --zone=ZONE                             follows the output of host 0
+#   launch/tpu_pod.sh stop NAME --zone=ZONE                            all hosts save and exit
+#
+# `run` returns when all hosts have begun. Each then watches over its own process and starts it again, up to R
+# times (default 10), when it fails or was saved because of SIGTERM: a process that is lost ends the others after
+# MAXLP_HEARTBEAT_TIMEOUT seconds (default 100), and they wait MAXLP_INIT_TIMEOUT seconds (300) for each other.
+# FILE: flags for the compiler, such as launch/xla_flags/tpu_v5p.txt. --dry_run prints what would run.
+# The slice exists already (gcloud compute tpus tpu-vm create); the workdir is one that all hosts share.
+cd "$(dirname "$0")/.." || exit
+source launch/common.sh
+
+action=${1:-} name=${2:-} restarts=10 dry_run='' gcloud=()
+case $action in
+  install | run | log | stop) ;;
+  --help) usage launch/tpu_pod.sh && exit ;;
+  *) die "'$action' is none of install, run, log, stop" ;;
+esac
+if [[ $name != [a-z]* ]]; then die "$action needs the NAME of a TPU"; fi
+shift 2
+while (($#)) && [[ $1 != -- ]]; do
+  case $1 in
+    --zone=* | --project=*) gcloud+=("$1") ;;
+    --restarts=*[!0-9]* | --restarts=) die "$1 is not a whole number" ;;
+    --restarts=*) restarts=${1#*=} ;;
+    --xla_flags=*) load_flags "${1#*=}" ;;
+    --dry_run) dry_run=1 ;;
+    *) die "$1 is not understood" ;;
+  esac
+  shift
+done
+if [[ $1 == -- ]]; then shift; fi
+
+do_it() { if [[ -n $dry_run ]]; then printf '%q ' "$@" && echo; else "$@"; fi; }
+on_hosts() { # all|0 COMMAND
+  do_it gcloud compute tpus tpu-vm ssh "$name" "${gcloud[@]}" --worker="$1" --command="$2"
+}
+
+case $action in
+  install)
+    archive=$(mktemp "${TMPDIR:-/tmp}/maxlp.XXXXXX")
+    trap 'rm -f "$archive"' EXIT
+    do_it git archive --format=tar.gz --output="$archive" HEAD &&
+      do_it gcloud compute tpus tpu-vm scp "$archive" "$name:maxlp.tar.gz" "${gcloud[@]}" --worker=all &&
+      on_hosts all 'mkdir -p maxlp && tar xzf maxlp.tar.gz -C maxlp && cd maxlp && python3 -m venv .venv &&
+        .venv/bin/pip install -q -e ".[tpu]"'
+    ;;
+  run)
+    if (($# == 0)); then die "run needs -- --config=... --workdir=..."; fi
+    settings=''
+    for variable in LIBTPU_INIT_ARGS "${!MAXLP_@}"; do
+      if [[ -n ${!variable:-} ]]; then settings+="export $variable=$(printf %q "${!variable}"); "; fi
+    done
+    on_hosts all "cd maxlp || exit; ${settings}nohup launch/local_multiprocess.sh 1 --restarts=$restarts -- \
+      .venv/bin/python -m maxlp.train $(printf '%q ' "$@") >run.log 2>&1 </dev/null & echo \$! >run.pid"
+    ;;
+  log) on_hosts 0 'tail -n 50 -F maxlp/run.log' ;;
+  stop) on_hosts all "xargs kill -TERM <maxlp/run.pid" ;;
+esac

