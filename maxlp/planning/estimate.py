@@ -26,9 +26,13 @@ HIGH = "high precision"  # `precision_table`'s word for the model's own dtype
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """The training state as shapes and partition specs, which is the same on every mesh."""
+    """The training state as shapes and partition specs, which are the same on every mesh.
+
+    recipes: path of each matmul to its precision.
+    """
 
     tree: dict
+    recipes: dict[str, str]
 
     @property
     def num_params(self) -> int:
@@ -65,7 +69,7 @@ def abstract_state(c: ConfigDict, axes: dict[str, int]) -> State:
     """The state of the config's run; a second of tracing."""
     tx, _ = build.tx(c)
     mesh: Any = abstract_mesh(axes)  # no devices are asked for shapes
-    return State(step.abstract_state(build.model(c), tx, mesh)[1])
+    return State(step.abstract_state(build.model(c), tx, mesh)[1], build.precision_table(c))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +248,7 @@ def work(c: ConfigDict, axes: dict[str, int], state: State) -> Work:
         "up": s.F,
         "down": s.F,
     }
-    recipes = {path.rsplit("/", 1)[-1]: recipe for path, recipe in build.precision_table(c).items()}
+    recipes = {path.rsplit("/", 1)[-1]: recipe for path, recipe in state.recipes.items()}
     for name, width in widths.items():
         recipe = recipes.get(f"{name}_proj", HIGH)
         dtype = "int8" if recipe.startswith("int8") else "bfloat16" if recipe == HIGH else "float8"

@@ -36,7 +36,7 @@ def changed(c: ConfigDict, changes: dict[str, Any]) -> ConfigDict:
 def nearest(c: ConfigDict, topology: Topology) -> list[Candidate]:
     """Settings that fit: fewest changes first, then the fastest; remat, microbatches, mesh, moments."""
     found = []
-    states: dict[str, estimate.State] = {}
+    states: dict[str | None, estimate.State] = {}
     axes = estimate.mesh_axes(c, topology.size)
     for moments, remat, tensor, factor in itertools.product(
         (None, "bfloat16"), REMATS, (1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 32)
@@ -55,7 +55,9 @@ def nearest(c: ConfigDict, topology: Topology) -> list[Candidate]:
         candidate = changed(c, changes)
         try:
             its_axes = estimate.mesh_axes(candidate, topology.size)
-            state = states.setdefault(str(moments), estimate.abstract_state(candidate, its_axes))
+            if moments not in states:
+                states[moments] = estimate.abstract_state(candidate, its_axes)
+            state = states[moments]
             peak = sum(estimate.memory(candidate, its_axes, state).values())
         except (ConfigError, ValueError):
             continue  # does not divide

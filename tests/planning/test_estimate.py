@@ -103,7 +103,8 @@ def test_eight_bits_use_the_eight_bit_units():
     c = small()
     state = estimate.abstract_state(c, axes)
     plain = estimate.work(c, axes, state)
-    low = estimate.work(small(precision__recipe="fp8_current"), axes, state)
+    eight = small(precision__recipe="fp8_current")
+    low = estimate.work(eight, axes, estimate.abstract_state(eight, axes))
     assert sum(low.flops.values()) == pytest.approx(sum(plain.flops.values()))
     assert 0 < low.flops["bfloat16"] < plain.flops["bfloat16"]
     h100 = topologies.parse("h100:1x8")
