@@ -1,9 +1,11 @@
-"""Text to token ids and back: bytes, Hugging Face `tokenizer.json`, SentencePiece; byte-level BPE.
+"""Text to token ids and back: bytes, Hugging Face `tokenizer.json`, SentencePiece, CLIP; byte-level BPE.
 
     bytes                             the 256 bytes and three specials, no file
     /models/llama3/tokenizer.json     a Hugging Face tokenizer
     /models/llama2/tokenizer.model    a SentencePiece model
-    /models/llama3                    the folder of either
+    /models/clip/tokenizer.json       that of a CLIP, of Hugging Face
+    /models/bpe_simple_vocab_16e6.txt.gz   the same vocabulary as OpenAI and open_clip have it
+    /models/llama3                    the folder of either tokenizer.json or tokenizer.model
 
 Beginning-of-document, end-of-document and padding ids are found by their usual names; other names
 are given as `tokenizer.json?bos=<start>&eos=<stop>&pad=<pad>`.
@@ -11,10 +13,15 @@ are given as `tokenizer.json?bos=<start>&eos=<stop>&pad=<pad>`.
 `encode` adds no specials and reads none out of the text: the characters `<|end_of_text|>` in a
 document are ordinary tokens. Bytes that are not UTF-8 become U+FFFD, save for the byte tokenizer,
 which keeps every byte.
+
+CLIP's vocabulary is of lower-case words without the white space between them, so its `decode` does not
+give back a text as it was. `?pad=!` pads as OpenAI and open_clip do, with id 0.
 """
 
 import contextlib
+import gzip
 import hashlib
+import html
 import json
 import os
 import re
@@ -26,12 +33,9 @@ from typing import Any
 import numpy as np
 
 from maxlp.data.sources import (
-    Mixture,
-    Source,
     as_bytes,
     import_extra,
     one_line,
-    sample_texts,
     split_options,
 )
 
@@ -51,6 +55,13 @@ SPLIT = (
     r"|[\r\n]+[ \t]*"
     r"|\s+(?!\S)|\s"
 )
+
+# What CLIP's BPE may merge: a contraction's end, a run of letters, a digit, a run of signs.
+CLIP_WORD = r"'s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+"
+CLIP_SPECIALS = ("<|startoftext|>", "<|endoftext|>")
+CLIP_MERGES = 49_408 - 2 * 256 - len(CLIP_SPECIALS)
+WORD_END_SUFFIX = b'"</w>"'  # in a tokenizer.json only as the setting of that name
+GZIP_MAGIC = b"\x1f\x8b"
 
 
 class Tokenizer:
@@ -116,14 +127,18 @@ def make_tokenizer(spec: str) -> Tokenizer:
         found = [name for name in ("tokenizer.json", "tokenizer.model") if _is_file(path, name)]
         path = os.path.join(path, found[0] if found else "tokenizer.json")
     if not os.path.isfile(path):
-        hint = "'bytes', a tokenizer.json or a SentencePiece .model"
+        hint = "'bytes', a tokenizer.json, a SentencePiece .model or CLIP's bpe_simple_vocab_16e6.txt.gz"
         if re.fullmatch(r"bpe:\d+", path):
             hint += "; train a BPE with `python -m maxlp.prepare text --train_tokenizer=VOCAB`"
         raise ValueError(f"tokenizer {spec!r}: no such file; give {hint}")
-    kind = SentencePieceTokenizer if path.endswith(".model") else HuggingFaceTokenizer
     with open(path, "rb") as file:
         data = file.read()
     try:
+        if path.endswith((".txt.gz", ".txt")):
+            data = clip_bpe(data)
+        if path.endswith(".model"):
+            return SentencePieceTokenizer(data, **options)
+        kind = ClipTokenizer if WORD_END_SUFFIX in data else HuggingFaceTokenizer
         return kind(data, **options)
     except ValueError as error:
         raise ValueError(f"tokenizer {path}: {one_line(error)}") from None
@@ -203,6 +218,61 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._tok.decode(_ids_below(ids, self.vocab_size).tolist())
+
+
+class ClipTokenizer(HuggingFaceTokenizer):
+    """CLIP's byte-level BPE, words ending in `</w>`: lower case, no HTML entities, no white space."""
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        # Twice, as OpenAI's does: alt-texts are often escaped twice. The rest is in the tokenizer.json.
+        return super().encode(html.unescape(html.unescape(_as_str(text))))
+
+    def _byte_lengths(self) -> np.ndarray:
+        raise ValueError(
+            "bits per byte need a tokenizer that keeps white space and case; CLIP's drops them"
+        )
+
+
+def clip_bpe(data: bytes) -> bytes:
+    """The `tokenizer.json` of OpenAI's list of merges, `bpe_simple_vocab_16e6.txt.gz` or unpacked.
+
+    Ids are those of OpenAI's CLIP: the 256 bytes, the same at the end of a word, the merges in order, and
+    the beginning and the end of a text. The list has more merges than CLIP uses: the first 48,894 count.
+
+    Raises:
+      ValueError: not such a list.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    try:
+        text = (gzip.decompress(data) if data[:2] == GZIP_MAGIC else data).decode()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ValueError(f"not a list of merges ({one_line(error)})") from None
+    lines = [line.split() for line in text.split("\n")[1 : CLIP_MERGES + 1]]
+    merges = [(line[0], line[1]) for line in lines if len(line) == 2]
+    # The bytes that are printable come first, then the others, each as the character that stands for it.
+    stand_ins = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: (ord(c) >= 256, ord(c)))
+    tokens = [*stand_ins, *(c + "</w>" for c in stand_ins), *(first + second for first, second in merges)]
+    tokens += CLIP_SPECIALS
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    try:
+        tok = tokenizers.Tokenizer(models.BPE(vocabulary, merges, end_of_word_suffix="</w>"))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"not a list of merges ({one_line(error)})") from None
+    white = tokenizers.Regex(r"\s+")
+    tok.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Replace(white, " "), normalizers.Lowercase()]
+    )
+    tok.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(CLIP_WORD), "removed", invert=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tok.decoder = decoders.ByteLevel()
+    tok.add_special_tokens([*CLIP_SPECIALS])
+    return tok.to_str().encode()
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -288,19 +358,16 @@ def train_bpe(texts: Iterable[str | bytes], vocab_size: int, path: str) -> Token
     return HuggingFaceTokenizer(data)
 
 
-def train_or_load(
-    path: str, source: Source | Mixture, vocab_size: int, max_bytes: int, seed: int
-) -> Tokenizer:
-    """Loads the tokenizer at `path`, or trains it there on a random sample of `source`.
+def train_or_load(path: str, texts: Iterable[str | bytes], vocab_size: int) -> Tokenizer:
+    """Loads the tokenizer at `path`, or trains it there on `texts`, which are read only then.
 
-    The file is the same for the same source, `vocab_size`, `max_bytes` and `seed`, in any process.
     A file that is there already is used as it is, whatever it was trained on.
 
     Raises:
       ValueError: the file at `path` has another vocabulary size; and those of `train_bpe`.
     """
     if not os.path.exists(path):
-        return train_bpe(sample_texts(source, max_bytes, seed), vocab_size, path)
+        return train_bpe(texts, vocab_size, path)
     tokenizer = make_tokenizer(path)
     if tokenizer.vocab_size != vocab_size:
         raise ValueError(

@@ -1,0 +1,122 @@
+"""What is held out stays unseen, and captions say what is drawn."""
+
+import os
+import unicodedata
+
+import matplotlib
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw, ImageFont
+
+from maxlp.data import glyphs
+from maxlp.data.glyphs import Glyphs
+
+HELDOUT = glyphs.HELDOUT_FACES
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def test_training_draws_no_held_out_face(monkeypatch):
+    drawn = set()
+    glyph = glyphs._glyph
+
+    def record(face, character, canvas):
+        drawn.add((face, character))
+        return glyph(face, character, canvas)
+
+    train, faces, characters, both = (
+        Glyphs(split, 16, heldout=heldout, heldout_faces=f"{HELDOUT},STIXGeneral")
+        for split, heldout in [
+            ("train", "both"),
+            ("heldout", "faces"),
+            ("heldout", "characters"),
+            ("heldout", "both"),
+        ]
+    )
+    monkeypatch.setattr(glyphs, "_glyph", record)
+    seen = {}
+    for name, data in dict(train=train, faces=faces, characters=characters, both=both).items():
+        drawn.clear()
+        for index in range(len(data)):
+            for seed in range(8 if data is train else 1):
+                data.example(index, rng([seed, index]) if data is train else None)
+        seen[name] = {face for face, _ in drawn}, {character for _, character in drawn}
+    held = {HELDOUT, "STIXGeneral"}
+    assert seen["train"][0] == set(glyphs.FACES) - held
+    assert seen["faces"] == (held, seen["train"][1])
+    assert seen["characters"][0] == seen["train"][0]
+    assert seen["both"] == (held, seen["characters"][1])
+    assert not seen["train"][1] & seen["characters"][1]
+    # Compositional: each word of a held-out name is in a name of training.
+    words = {word for character in seen["train"][1] for word in glyphs.caption_of(character).split()}
+    assert all(set(glyphs.caption_of(character).split()) <= words for character in seen["characters"][1])
+    assert 0.05 < len(seen["characters"][1]) / len(train.classes) < 0.15
+
+
+def test_captions_are_unicode_names_of_what_is_drawn():
+    data = Glyphs("heldout", 32, heldout="faces")
+    path = os.path.join(matplotlib.get_data_path(), "fonts", "ttf", f"{HELDOUT}.ttf")
+    font = ImageFont.truetype(path, 200)
+    captions = []
+    for index in range(0, len(data), 29):
+        image, caption, label = data.example(index, None)
+        captions.append(caption)
+        assert data.classes[label] == caption
+        character = unicodedata.lookup(caption.upper())
+        assert f"U+{ord(character):04X}" in data.where(index)
+        # Another drawing of it: ink in the same rows and columns, up to size and place.
+        other = Image.new("L", (400, 400))
+        ImageDraw.Draw(other).text((200, 300), character, fill=255, font=font, anchor="ms")
+        (left, top, right, bottom), ink = other.getbbox(), 255 - image[..., 0]
+        rows, columns = np.flatnonzero(ink.max(1) > 100), np.flatnonzero(ink.max(0) > 100)
+        shape = np.ptp(rows) + 1, np.ptp(columns) + 1
+        assert abs(shape[0] / (bottom - top) - shape[1] / (right - left)) < 0.05, caption
+    assert len(set(captions)) == len(captions) > 10
+
+
+def test_every_class_has_a_caption_and_a_look_of_its_own():
+    for kind in glyphs.CHARACTERS:
+        train = Glyphs("train", 32, characters=kind)
+        assert len(set(train.classes)) == len(train.classes) > 600
+        labels = [train._label[character] for character, _ in train._rows]
+        assert len(set(labels)) == len(train), "a pass has each caption once"
+    alphabets = Glyphs("train", 32, characters="alphabets").classes
+    assert "latin capital letter a" in alphabets and "greek capital letter alpha" not in alphabets
+
+
+def test_glyphs_are_whole_and_legible():
+    """No glyph is cut by the border, and augmentation leaves each with ink and contrast."""
+    train = Glyphs("train", 32)
+    for index in range(0, len(train), 7):
+        character, faces = train._rows[index]
+        for face in set(faces) & set(glyphs.COMMON):  # in STIX some cedillas hang far below
+            ink_HW = np.asarray(glyphs._glyph(face, character, 64))
+            border = np.concatenate([ink_HW[0], ink_HW[-1], ink_HW[:, 0], ink_HW[:, -1]])
+            assert not border.any(), (face, glyphs.caption_of(character))
+        image = train.example(index, rng(index)).image.astype(float).mean(-1)
+        assert np.percentile(image, 95) - image.min() > 30
+
+
+def test_augmentation_depends_on_the_generator_alone():
+    train = Glyphs("train", 32)
+    first, second, other = (train.example(5, rng(seed)).image for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first, second)
+    assert (first != other).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(characters="runes"), "characters='runes' is unknown; choose of latin"),
+        (dict(heldout="fonts"), "heldout='fonts' is unknown; choose of faces"),
+        (dict(heldout_faces="Arial"), "heldout_faces='Arial' is unknown; choose of DejaVuSans"),
+        (dict(heldout_characters=0.9), "heldout_characters=0.9 must be"),
+        (dict(heldout_faces=",".join(glyphs.FACES)), "nothing is left"),
+    ],
+)
+def test_mistakes_are_one_line(options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        Glyphs("train", 32, **options)
+    assert "\n" not in str(error.value)

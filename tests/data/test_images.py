@@ -1,0 +1,142 @@
+"""Crops against slow references, and what cannot be decoded."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from maxlp.data import images
+
+
+def photo(width, height, seed=0):
+    """A smooth picture with some noise, so that resampling filters differ on it."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[:height, :width]
+    waves = [128 + 90 * np.sin(x / (7 + 3 * c) + c) * np.cos(y / (11 - 2 * c)) for c in range(3)]
+    return np.clip(np.stack(waves, -1) + rng.normal(0, 12, (height, width, 3)), 0, 255).astype(np.uint8)
+
+
+def encoded(pixels, kind="PNG", **options):
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind, **options)
+    return file.getvalue()
+
+
+def bicubic(x):
+    """Keys' kernel with a = -0.5, which Pillow's BICUBIC is."""
+    x = np.abs(x)
+    return np.where(
+        x < 1, 1.5 * x**3 - 2.5 * x**2 + 1, np.where(x < 2, -0.5 * (x**3 - 5 * x**2 + 8 * x - 4), 0)
+    )
+
+
+def slow_resize(pixels_LXC, size):
+    """Antialiased bicubic along the first axis, rounded to bytes as Pillow does after each axis."""
+    length = len(pixels_LXC)
+    scale = length / size
+    centers = (np.arange(size) + 0.5) * scale
+    weights = bicubic((np.arange(length) + 0.5 - centers[:, None]) / max(scale, 1))
+    weights /= weights.sum(1, keepdims=True)
+    return np.clip(np.floor(np.einsum("sl,lxc->sxc", weights, pixels_LXC) + 0.5), 0, 255)
+
+
+@pytest.mark.parametrize(("width", "height"), [(61, 40), (40, 61), (47, 47), (20, 33), (32, 32), (33, 150)])
+def test_eval_crop_is_resize_of_the_short_side_and_the_middle(width, height):
+    size, pixels = 32, photo(width, height)
+    # torchvision: the long side is truncated to an integer, the offset of the crop rounded half to even.
+    long = int(size * max(width, height) / min(width, height))
+    new_width, new_height = (size, long) if width <= height else (long, size)
+    left, top = round((new_width - size) / 2), round((new_height - size) / 2)
+    found = images.eval_crop(images.open_image(encoded(pixels)), size)
+    assert found.dtype == np.uint8
+    # Bytes are rounded between the axes, and which of them is first is Pillow's choice.
+    sides = (new_height, new_width)
+    for order in ((1, 0), (0, 1)):
+        expected = pixels.astype(float)
+        for axis in order:
+            expected = np.moveaxis(slow_resize(np.moveaxis(expected, axis, 0), sides[axis]), 0, axis)
+        difference = np.abs(found - expected[top : top + size, left : left + size])
+        if (difference > 0).mean() < 0.01:  # its weights are fixed-point numbers
+            break
+    assert difference.max() <= 1 and (difference > 0).mean() < 0.01
+
+
+def test_random_crop_shows_the_box_it_drew():
+    """Pixels whose value is their position tell which part of the image a crop is."""
+    height, width, size = 120, 180, 40
+    y, x = np.mgrid[:height, :width]
+    position = np.stack([x, y, 0 * x], -1).astype(np.uint8)
+    areas, ratios = [], []
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        crop = images.random_crop(images.open_image(encoded(position)), size, rng, (0.2, 0.5)).astype(float)
+        # A pixel of the crop is 1/size of the box, away from the borders where the filter is cut.
+        box_width = (crop[20, 30, 0] - crop[20, 10, 0]) / 20 * size
+        box_height = (crop[30, 20, 1] - crop[10, 20, 1]) / 20 * size
+        areas.append(box_width * box_height / (width * height))
+        ratios.append(box_width / box_height)
+    # Positions are whole numbers: 1/20 of the size is 2 pixels of error in some 60.
+    assert 0.18 < min(areas) < 0.23 and 0.46 < max(areas) < 0.54
+    assert 0.70 < min(ratios) < 0.80 and 1.25 < max(ratios) < 1.42
+    assert abs(np.mean(np.log(ratios))) < 0.05  # as often wide as high
+
+
+def test_reduced_jpeg_shows_the_same_crop():
+    """A large JPEG is decoded at half or a quarter of its size, and the crop stays where it was."""
+    smooth = np.asarray(Image.fromarray(photo(20, 15)).resize((800, 600), Image.Resampling.BICUBIC))
+    jpeg, png = encoded(smooth, "JPEG", quality=95), encoded(smooth)
+    for seed in range(5):
+        crops = [
+            images.random_crop(images.open_image(data), 32, np.random.default_rng(seed), (0.5, 1.0))
+            for data in (jpeg, png)
+        ]
+        assert np.abs(crops[0].astype(int) - crops[1]).mean() < 2
+
+
+def test_fallback_is_the_widest_central_part():
+    assert images._crop_box((1000, 10), np.random.default_rng(0), (0.9, 1.0), images.CROP_RATIO) == (
+        493,
+        0,
+        13,
+        10,
+    )
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "CMYK", "LA"])
+def test_every_mode_becomes_rgb(mode):
+    kind = "JPEG" if mode == "CMYK" else "PNG"
+    file = io.BytesIO()
+    Image.fromarray(photo(40, 40)).convert(mode).save(file, kind)
+    pixels = images.eval_crop(images.open_image(file.getvalue()), 8)
+    assert pixels.shape == (8, 8, 3)
+    expected = (
+        Image.open(io.BytesIO(file.getvalue())).convert("RGB").resize((8, 8), Image.Resampling.BICUBIC)
+    )
+    np.testing.assert_array_equal(pixels, np.asarray(expected))
+
+
+def test_orientation_is_left_alone():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # lies on its side
+    data = encoded(photo(40, 40), "JPEG", exif=exif, quality=100)
+    plain = encoded(photo(40, 40), "JPEG", quality=100)
+    found, expected = (images.eval_crop(images.open_image(each), 40) for each in (data, plain))
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_broken_images_are_told():
+    jpeg = encoded(photo(64, 64), "JPEG")
+    for data in (b"", b"<html>not found</html>", jpeg[:10]):
+        with pytest.raises(images.BrokenExample, match="not an image"):
+            images.open_image(data)
+    for cut in (len(jpeg) // 2, len(jpeg) * 9 // 10):
+        with pytest.raises(images.BrokenExample, match="JPEG cannot be decoded"):
+            images.eval_crop(images.open_image(jpeg[:cut]), 32)
+        with pytest.raises(images.BrokenExample, match="JPEG cannot be decoded"):
+            images.random_crop(images.open_image(jpeg[:cut]), 32, np.random.default_rng(0))
+    with pytest.raises(images.BrokenExample, match=r"64 × 64 pixels are more than max_pixels=4095"):
+        images.open_image(jpeg, 4095)
+    bomb = encoded(np.zeros((1, 1, 3), np.uint8)).replace(b"IHDR\0\0\0\1\0\0\0\1", b"IHDR\0\1\0\0\0\1\0\0")
+    with pytest.raises(images.BrokenExample):
+        images.open_image(bomb)
