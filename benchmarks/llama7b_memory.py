@@ -12,7 +12,7 @@ or 80 GB. `released` is `maxlp.layerwise`: each layer is updated in the backward
 Sizes are those of GaLore's llama_7b (arXiv:2403.03507): parameters in bfloat16, rank 1024, and 8-bit
 moments in blocks of 256 (Dettmers et al. 2021). Moments of `adamw` are bfloat16 then, like the parameters;
 `adamw32` has float32 ones, as has GaLore. Plain rounding of bfloat16 parameters is what the paper's figures
-are of; to train for long take `optimizer.pure_bf16`.
+are of; to train for long take `--param_rounding=stochastic`.
 """
 
 import argparse
@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--seq_len", type=int, default=256)
     parser.add_argument("--rank", type=int, default=1024)
     parser.add_argument("--param_dtype", default="bfloat16")
+    parser.add_argument("--param_rounding", help="stochastic or kahan; plain by default")
     parser.add_argument("--only", default="", help="comma-separated: optimizers; all, or released, or not")
     parser.add_argument("--state_only", action="store_true", help="do not compile")
     args = parser.parse_args()
@@ -110,7 +111,9 @@ def main() -> None:
         for name, changes in optimizers(args.rank).items():
             if only & optimizers(1).keys() and name not in only | {"adamw"}:
                 continue
-            tx, schedule = optim.make_tx(**COMMON | {"name": "adamw"} | changes)
+            tx, schedule = optim.make_tx(
+                **COMMON | {"name": "adamw"} | changes, param_rounding=args.param_rounding
+            )
             graphdef, abstract = step.abstract_state(make_model, tx, mesh)
             state = optim.state_bytes(abstract["opt_state"])
             base = base or state
@@ -146,7 +149,7 @@ def compile_for(abstract, batch, mesh, released: bool, common: dict) -> tuple[co
     jitted = jax.jit(function, donate_argnums=0, out_shardings=(places, sharding.replicated(mesh)))
     start = time.perf_counter()
     done = jitted.trace(abstract, batch).lower(lowering_platforms=("cuda",)).compile()
-    return compiled.read_memory(done), time.perf_counter() - start
+    return compiled.read_memory(done, "gpu"), time.perf_counter() - start
 
 
 if __name__ == "__main__":
