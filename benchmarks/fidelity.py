@@ -33,13 +33,15 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 HELDOUT_BATCHES = 64  # of 1,024 tokens each, the same for all runs
 
-SPIKY = {  # a rate and a memory of the second moment that make AdamW spike
-    "optimizer.learning_rate": 3e-2,
+SPIKY = {  # a rate and a memory of the second moment under which broken batches make AdamW's loss spike
+    "optimizer.learning_rate": 1e-2,
     "optimizer.schedule": "constant",
     "optimizer.b2": 0.999,
     "optimizer.clip_norm": 0.0,
-    "train.total_steps": 600,
+    "optimizer.name": "stable_adamw",
 }
+# StableAdamW that never clips is AdamW with its RMS_t measured.
+PLAIN = SPIKY | {"optimizer.options": {"clip_threshold": 1e30}}
 
 # Experiment → variant → changes of the tiny config.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -54,29 +56,23 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "e3m1": {"precision.recipe": "simulate", "precision.options": {"format": "e3m1"}},
     },
     "optimizers": {
-        # StableAdamW that never clips is AdamW with its RMS_t measured.
-        "AdamW": SPIKY | {"optimizer.name": "stable_adamw", "optimizer.options": {"clip_threshold": 1e30}},
-        "AdamW, gradient clip 1": SPIKY
-        | {
-            "optimizer.name": "stable_adamw",
-            "optimizer.options": {"clip_threshold": 1e30},
-            "optimizer.clip_norm": 1.0,
-        },
-        "StableAdamW": SPIKY | {"optimizer.name": "stable_adamw"},
+        "AdamW": PLAIN,
+        "AdamW, gradient clip 1": PLAIN | {"optimizer.clip_norm": 1.0},
+        "StableAdamW": SPIKY,
     },
     "galore": {
-        f"rank d/{64 // rank}, scale {scale}": {
-            "optimizer.galore": {"rank": rank, "scale": scale, "update_proj_gap": 50}
+        f"rank d/{64 // rank}, new every {gap} steps": {
+            "optimizer.galore": {"rank": rank, "scale": 1.0, "update_proj_gap": gap}
         }
+        for gap in (6, 50)
         for rank in (32, 16)
-        for scale in (0.25, 1.0)
     },
-    "moments": {  # and of "precision" bf16, which has float32 moments
+    "moments": {
         "fp8 (e4m3, e5m2)": {"optimizer.low_bit": {}},
         "8-bit dynamic, blocks of 256": {
             "optimizer.low_bit": {"mu": "dynamic8", "nu": "dynamic8", "block_size": 256}
         },
-        "e4m3 for both": {"optimizer.low_bit": {"nu": "float8_e4m3fn"}},
+        "e4m3, float32": {"optimizer.low_bit": {"nu": "float32"}},
     },
 }
 BASELINES = {  # names of bf16 of "precision" in other experiments
@@ -131,7 +127,9 @@ class Trainer:
         return state, {key: [digits(s[key]) for s in seen] for key in seen[0]}
 
     def heldout(self, state: dict, limit: int = HELDOUT_BATCHES) -> float:
-        batches = (sharding.global_batch(batch, self.mesh) for batch in self.data.heldout[:limit])
+        def batches():
+            return (sharding.global_batch(batch, self.mesh) for batch in self.data.heldout[:limit])
+
         return digits(self.evaluate(state, batches)["loss"])
 
 
@@ -169,10 +167,22 @@ def compare(experiment: str, seeds: list[int], only: list[str], data: Data) -> N
         start = time.time()
         run = trainer(name)
         batches = data.batches(seed, run.c.train.total_steps)
+        if experiment == "optimizers":
+            batches = [
+                broken(batch, i) if i in fidelity_figures.BROKEN else batch
+                for i, batch in enumerate(batches)
+            ]
         state, seen = run.train(run.init(seed), batches, watch_rms)
         held = run.heldout(state)
         results.add(name, seed, {"heldout": held, **seen})
         print(f"{experiment} / {name} / seed {seed}: {held:.4f} ({time.time() - start:.0f} s)", flush=True)
+
+
+def broken(batch: dict, seed: int) -> dict:
+    """The batch with random tokens for text."""
+    shape, size = batch["tokens"].shape, tiny.get_config().model.vocab_size
+    tokens = np.random.default_rng(seed).integers(0, size, (shape[0], shape[1] + 1), np.int32)
+    return batch | {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
 @jax.jit
@@ -200,7 +210,7 @@ FORMS = {
 GROWTH = 4.0  # of the aligned channel's gate and up kernels at each stage; the product grows 16-fold
 STAGES, STAGE_STEPS = 6, 15
 TUNING = {
-    "optimizer.learning_rate": 3e-6,
+    "optimizer.learning_rate": 3e-7,
     "optimizer.schedule": "constant",
     "optimizer.warmup_steps": 0,
     "train.total_steps": STAGES * STAGE_STEPS,
@@ -219,6 +229,7 @@ def smooth_swiglu(seeds: list[int], only: list[str], data: Data) -> None:
             continue
         batches = data.batches(seed, steps + STAGES * STAGE_STEPS)
         trained, _ = before.train(before.init(seed), batches[:steps], watch_rms)
+        unaligned = before.heldout(trained, 16)
         aligned = align(jax.device_get(trained["params"]))
         for name in forms:
             if results.has(name, seed):
@@ -233,7 +244,7 @@ def smooth_swiglu(seeds: list[int], only: list[str], data: Data) -> None:
                 part = batches[steps + stage * STAGE_STEPS :][:STAGE_STEPS]
                 state, seen = run.train(state, part, watch_rms)
                 stages.append(seen | {"heldout": run.heldout(state, 16), **amax_of_product(state)})
-            results.add(name, seed, {"stages": stages, "heldout": stages[-1]["heldout"]})
+            results.add(name, seed, {"unaligned": unaligned, "stages": stages})
             shown = " ".join(f"{stage['heldout']:.3f}" for stage in stages)
             print(
                 f"smooth_swiglu / {name} / seed {seed}: {shown} ({time.time() - start:.0f} s)", flush=True
@@ -241,21 +252,21 @@ def smooth_swiglu(seeds: list[int], only: list[str], data: Data) -> None:
 
 
 def align(params: dict) -> dict:
-    """One channel of each layer, the one that writes most, gets an up kernel equal to its gate kernel."""
+    """The channel of each layer whose gate and up kernels are most alike gets them in one direction.
+
+    It changes places with channel 0, so that the outlier is channel 0 in every layer.
+    """
     mlp = params["layers"]["mlp"]
     kernels = {name: np.array(mlp[name]["kernel"]) for name in ("gate_proj", "up_proj", "down_proj")}
     gate_LDF, up_LDF, down_LFD = kernels.values()
-    size_LF = (
-        np.linalg.norm(gate_LDF, axis=1) * np.linalg.norm(up_LDF, axis=1) * np.linalg.norm(down_LFD, axis=2)
-    )
-    layers, chosen_L = np.arange(len(size_LF)), np.argmax(size_LF, axis=1)
-    # Channel 0 and the chosen one change places, so that the outlier is channel 0 in every layer.
-    for kernel_LFx in (gate_LDF.swapaxes(1, 2), up_LDF.swapaxes(1, 2), down_LFD):
-        kernel_LFx[layers, 0], kernel_LFx[layers, chosen_L] = (
-            kernel_LFx[layers, chosen_L].copy(),
-            kernel_LFx[layers, 0].copy(),
-        )
-    up_LDF[:, :, 0] = gate_LDF[:, :, 0]
+    size_LF = np.linalg.norm(up_LDF, axis=1) / np.linalg.norm(gate_LDF, axis=1)
+    cosine_LF = np.sum(gate_LDF * up_LDF, axis=1) / np.sum(gate_LDF**2, axis=1) / size_LF
+    layers, chosen_L = np.arange(len(cosine_LF)), np.argmax(np.abs(cosine_LF), axis=1)
+    factor_LF = np.sign(cosine_LF) * size_LF
+    for i, c in zip(layers, chosen_L, strict=True):
+        up_LDF[i, :, c] = factor_LF[i, c] * gate_LDF[i, :, c]
+        for kernel_xF in (gate_LDF[i], up_LDF[i], down_LFD[i].T):
+            kernel_xF[:, [0, c]] = kernel_xF[:, [c, 0]]
     new = {name: {"kernel": kernel} for name, kernel in kernels.items()}
     return params | {"layers": params["layers"] | {"mlp": new}}
 

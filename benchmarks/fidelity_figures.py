@@ -16,6 +16,7 @@ from maxlp.diagnostics import spikes
 Runs = dict[str, dict[str, dict[str, Any]]]  # variant → seed → what was measured
 
 COLORS = ["#2f6db3", "#e07b1a", "#3a9a5c", "#c8322b", "#7d5ba6", "#1aa3b0", "#8a6d3b", "#d45d9e", "#555555"]
+BROKEN = [start + i for start in (120, 165, 210, 255) for i in range(4)]  # steps with random tokens
 WARMED_UP = 60  # steps, before which nothing counts as a spike
 POLICY = spikes.Policy()  # that of training: 3.2 deviations above the mean of 64 losses; RMS_t above 1.8
 
@@ -86,12 +87,19 @@ def compared(runs: Runs, figure: Figure) -> None:
 
 
 def loss_spikes(run: dict) -> list[int]:
-    """Steps of the loss spikes after the warm-up."""
-    start = WARMED_UP - POLICY.min_history
+    """Steps of the loss spikes after the warm-up, broken batches left out."""
     losses = np.array(run["loss"])
-    return [
-        spike.step for spike in spikes.find_spikes(np.arange(start, len(losses)), losses[start:], POLICY)
-    ]
+    steps = np.arange(len(losses))[WARMED_UP - POLICY.min_history :]
+    steps = np.setdiff1d(steps, BROKEN if "rms_hidden" in run else [])
+    return [spike.step for spike in spikes.find_spikes(steps, losses[steps], POLICY)]
+
+
+def after_effect(run: dict) -> float:
+    """Loss of the 8 batches after each broken stretch minus that of the 16 before it, mean."""
+    loss = np.array(run["loss"])
+    before = [loss[i - 16 : i].mean() for i in BROKEN if i - 1 not in BROKEN]
+    after = [loss[i + 1 : i + 9].mean() for i in BROKEN if i + 1 not in BROKEN]
+    return float(np.mean(after) - np.mean(before))
 
 
 def rms_spikes(run: dict) -> list[int]:
@@ -115,11 +123,12 @@ def optimizers(runs: Runs, figure: Figure) -> None:
         row += [f"{sum(counts)} ({', '.join(map(str, counts))})"]
         if foretold:
             hits, chance = sum(f.foretold for f in foretold), sum(f.by_chance for f in foretold)
+            row += [plus_minus(np.array([after_effect(run) for run in seeds.values()]), "+.3f")]
             row += [f"{hits} of {sum(counts)}", f"{chance:.1f}"]
             row += [f"{max(max(run['rms_hidden'][WARMED_UP:]) for run in seeds.values()):.1f}"]
-        rows.append(row + [""] * (7 - len(row)))
-    header = ["optimizer", "seeds", "held-out loss", "loss spikes (each seed)", "after an RMS_t spike"]
-    print_table([*header, "by chance", "largest RMS_t"], rows)
+        rows.append(row + [""] * (8 - len(row)))
+    header = ["optimizer", "seeds", "held-out loss", "loss spikes (each seed)", "after-effect"]
+    print_table([*header, "after an RMS_t spike", "by chance", "largest RMS_t"], rows)
 
     figure.set_size_inches(12, 7)
     runs = {name: seeds for name, seeds in runs.items() if "rms_hidden" in next(iter(seeds.values()))}
