@@ -1,10 +1,11 @@
-"""Writes a corpus as ArrayRecord shards, ready for random access at any size.
+"""Writes a corpus, or images with texts, as ArrayRecord shards, ready for random access at any size.
 
     python -m maxlp.prepare text --source='jsonl:/data/c4/*.jsonl' --output=/data/c4_text
     python -m maxlp.prepare text --source=parquet:/data/fineweb --output=/data/fineweb_llama3 \\
         --tokenizer=/models/llama3/tokenizer.json --shards=64 --num_workers=16
     python -m maxlp.prepare text --source=stdlib --split=train --output=/data/stdlib \\
         --train_tokenizer=4096
+    python -m maxlp.prepare image_text --source='tar:/data/cc12m/{00000..01242}.tar' --output=/data/cc12m_ar
 
 The folder then serves as `array_record:/data/c4_text` wherever a source is named. Sources and
 tokenizers are named as in a training config; see maxlp/data/sources.py and maxlp/data/tokenizer.py.
@@ -13,6 +14,9 @@ Shards hold the UTF-8 text, or with a tokenizer its ids (uint16, or uint32 from 
 65,537 on) without beginning- and end-of-document ids, which training adds. Empty documents are left
 out. Beside the shards lie `dataset.json`, written last, and the tokenizer. A run that is killed
 leaves no `dataset.json`, and without one the folder is refused as a source.
+
+Images are kept encoded as they are, broken ones too, each with its caption, its label and the file that
+it is from.
 """
 
 import contextlib
@@ -26,7 +30,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -34,6 +39,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
+from maxlp.data import image_text
 from maxlp.data.sources import (
     MANIFEST,
     MANIFEST_FORMAT,
@@ -81,12 +87,9 @@ def prepare_text(
     Raises:
       ValueError: `output` holds a dataset already, or the source, split or tokenizer is wrong.
     """
-    if shards < 1 or num_workers < 1:
-        raise ValueError(f"shards={shards} and num_workers={num_workers} must be at least 1")
     if tokenizer and train_tokenizer:
         raise ValueError("give tokenizer or train_tokenizer, not both")
-    if os.path.exists(os.path.join(output, MANIFEST)) and not overwrite:
-        raise ValueError(f"{output} holds a dataset already; pass --overwrite to replace it")
+    _check_output(output, shards, num_workers, overwrite)
     documents = make_source(source, split)
     if isinstance(documents, Mixture):
         raise ValueError(f"source {source!r} is a mixture; prepare each part and mix in training")
@@ -99,15 +102,67 @@ def prepare_text(
             sample = sample_texts(documents, TOKENIZER_SAMPLE_BYTES, seed=0)
             encoder = train_bpe(sample, train_tokenizer, os.path.join(folder, "tokenizer.json"))
 
-    os.makedirs(output, exist_ok=True)
-    _remove(output, "*" + PARTIAL)  # of a run that was killed
-    try:
-        written = _write_shards(_plan(output, len(documents), shards), documents, encoder, num_workers)
+    with _no_partial_files(output):
+        written = _write_shards(output, documents, _TextRecords(encoder), shards, num_workers)
         manifest = _manifest(documents, split, written, encoder, split_options(tokenizer)[1])
-        _commit(output, manifest, encoder)
+        _commit(output, manifest, encoder.files if encoder else {})
+    return manifest
+
+
+def prepare_image_text(
+    source: str,
+    output: str,
+    split: str = "all",
+    shards: int = 16,
+    num_workers: int = 1,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Writes the images of `source` with their captions and labels to the folder `output`.
+
+    The files hold the examples in the order of the source and do not depend on `num_workers`.
+
+    Args:
+      source: as in `maxlp.data.image_text`, but not `glyphs`, which are drawn.
+      The others: as in `prepare_text`.
+
+    Returns:
+      What was written as `dataset.json`.
+
+    Raises:
+      ValueError: `output` holds a dataset already, or the source or split is wrong.
+    """
+    _check_output(output, shards, num_workers, overwrite)
+    records = image_text.open_records(source, split)
+    with _no_partial_files(output):
+        written = _write_shards(output, records, _ImageTextRecords(), shards, num_workers)
+        manifest = {
+            "format": image_text.MANIFEST_FORMAT,
+            "source": source,
+            "split": split,
+            "classes": list(records.classes),
+            **_totals(written),
+            "shards": written,
+        }
+        _commit(output, manifest, {})
+    return manifest
+
+
+def _check_output(output: str, shards: int, num_workers: int, overwrite: bool) -> None:
+    if shards < 1 or num_workers < 1:
+        raise ValueError(f"shards={shards} and num_workers={num_workers} must be at least 1")
+    if os.path.exists(os.path.join(output, MANIFEST)) and not overwrite:
+        raise ValueError(f"{output} holds a dataset already; pass --overwrite to replace it")
+
+
+@contextlib.contextmanager
+def _no_partial_files(output: str) -> Iterator[None]:
+    """Makes the folder, and removes what a run that was killed left there, and this one."""
+    os.makedirs(output, exist_ok=True)
+    _remove(output, "*" + PARTIAL)
+    try:
+        yield
     finally:
         _remove(output, "*" + PARTIAL)
-    return manifest
 
 
 def _manifest(
@@ -117,7 +172,7 @@ def _manifest(
     encoder: Tokenizer | None,
     options: dict[str, str],
 ) -> dict[str, Any]:
-    totals = {key: sum(shard[key] for shard in written) for key in written[0] if key.endswith("s")}
+    totals = _totals(written)
     if not totals["documents"]:
         raise ValueError(f"source {documents.name!r}: all of its documents are empty")
     return {
@@ -139,17 +194,18 @@ def _manifest(
     }
 
 
-def _commit(output: str, manifest: dict[str, Any], encoder: Tokenizer | None) -> None:
+def _totals(written: list[dict[str, Any]]) -> dict[str, int]:
+    return {key: sum(shard[key] for shard in written) for key in written[0] if key.endswith("s")}
+
+
+def _commit(output: str, manifest: dict[str, Any], beside: dict[str, bytes]) -> None:
     """Puts the new files in place of the old ones; there is no manifest until all of them are."""
     _remove(output, MANIFEST)
     _remove(output, "*.array_record")
     for shard in manifest["shards"]:
         path = os.path.join(output, shard["file"])
         os.replace(path + PARTIAL, path)
-    files = {
-        **(encoder.files if encoder else {}),
-        MANIFEST: json.dumps(manifest, indent=2).encode(),
-    }
+    files = {**beside, MANIFEST: json.dumps(manifest, indent=2).encode()}
     for name, data in files.items():
         path = os.path.join(output, name)
         with open(path + PARTIAL, "wb") as file:
@@ -160,6 +216,33 @@ def _commit(output: str, manifest: dict[str, Any], encoder: Tokenizer | None) ->
 def _remove(folder: str, pattern: str) -> None:
     for path in glob.glob(os.path.join(glob.escape(folder), pattern)):
         os.remove(path)
+
+
+# --- records --------------------------------------------------------------------------------------
+
+
+class _TextRecords:
+    """Documents as UTF-8 bytes, or with a tokenizer as its ids; the empty ones are left out."""
+
+    def __init__(self, encoder: Tokenizer | None):
+        self.encoder = encoder
+
+    def __call__(self, documents: Source, index: int) -> tuple[bytes, dict[str, int]]:
+        """The record, and what it adds to the totals."""
+        data = as_bytes(documents[index]["text"])
+        size, tokens = len(data), 0
+        if self.encoder and data:
+            ids = self.encoder.encode(data)
+            data, tokens = ids.astype(_token_dtype(self.encoder)).tobytes(), len(ids)
+        return data, {"bytes": size, "tokens": tokens}
+
+
+class _ImageTextRecords:
+    """Images with captions and labels."""
+
+    def __call__(self, documents: Any, index: int) -> tuple[bytes, dict[str, int]]:
+        data = image_text.pack_record(documents.source[index], documents.where(index))
+        return data, {"bytes": len(data)}
 
 
 # --- shards ---------------------------------------------------------------------------------------
@@ -182,15 +265,16 @@ def _plan(output: str, documents: int, shards: int) -> list[Shard]:
 
 
 def _write_shards(
-    plan: list[Shard], documents: Source, encoder: Tokenizer | None, num_workers: int
+    output: str, documents: Any, record: Callable, shards: int, num_workers: int
 ) -> list[dict[str, Any]]:
+    plan = _plan(output, len(documents), shards)
     with Progress(len(documents)) as progress:
         if num_workers == 1:
-            return [_write_shard(shard, documents, encoder, progress.add) for shard in plan]
+            return [_write_shard(shard, documents, record, progress.add) for shard in plan]
         context = multiprocessing.get_context("spawn")
         counters = context.Array("q", 3)  # documents, bytes, whether to stop
         pool = futures.ProcessPoolExecutor(
-            min(num_workers, len(plan)), context, _start_worker, (documents, encoder, counters)
+            min(num_workers, len(plan)), context, _start_worker, (documents, record, counters)
         )
         try:
             pending = [pool.submit(_work, shard) for shard in plan]
@@ -215,9 +299,9 @@ def _wait(pending: list[futures.Future], show: Callable[[], None]) -> list[Any]:
     return [each.result() for each in pending]
 
 
-def _start_worker(documents: Source, encoder: Tokenizer | None, counters: Any) -> None:
+def _start_worker(documents: Any, record: Callable, counters: Any) -> None:
     global _worker
-    _worker = documents, encoder, counters
+    _worker = documents, record, counters
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which stops us
     # A pool's idle workers wait for ever if the process that made them is killed.
     threading.Thread(target=_die_with_parent, daemon=True).start()
@@ -231,7 +315,7 @@ def _die_with_parent() -> None:
 
 
 def _work(shard: Shard) -> dict[str, Any]:
-    documents, encoder, counters = _worker
+    documents, record, counters = _worker
 
     def add(count: int, size: int) -> None:
         if counters[2]:
@@ -240,28 +324,25 @@ def _work(shard: Shard) -> dict[str, Any]:
             counters[0] += count
             counters[1] += size
 
-    return _write_shard(shard, documents, encoder, add)
+    return _write_shard(shard, documents, record, add)
 
 
 def _write_shard(
-    shard: Shard, documents: Source, encoder: Tokenizer | None, add: Callable[[int, int], None]
+    shard: Shard, documents: Any, record: Callable, add: Callable[[int, int], None]
 ) -> dict[str, Any]:
     """Writes the file, still PARTIAL, and returns its entry in the manifest."""
     from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-    path, records, size, tokens = shard.path + PARTIAL, 0, 0, 0
+    path, records = shard.path + PARTIAL, 0
+    totals: Counter[str] = Counter()
     with contextlib.closing(ArrayRecordWriter(path, "group_size:1")) as writer:
         for index in range(shard.start, shard.stop):
-            data = as_bytes(documents[index]["text"])
-            add(1, len(data))
-            if not data:
-                continue
-            records, size = records + 1, size + len(data)
-            if encoder:
-                ids = encoder.encode(data)
-                tokens += len(ids)
-                data = ids.astype(_token_dtype(encoder)).tobytes()
-            writer.write(data)
+            data, counts = record(documents, index)
+            add(1, counts["bytes"])
+            totals.update(counts)
+            if data:
+                records += 1
+                writer.write(data)
     with contextlib.closing(ArrayRecordReader(path)) as reader:
         if reader.num_records() != records:
             raise ValueError(f"{path} lacks some of its {records} documents; is the disk full?")
@@ -269,8 +350,7 @@ def _write_shard(
         "file": os.path.basename(shard.path),
         "file_size": os.path.getsize(path),
         "documents": records,
-        "bytes": size,
-        "tokens": tokens,
+        **totals,
     }
 
 
@@ -328,10 +408,7 @@ def define_flags() -> None:
 def text_command() -> None:
     """`prepare text`: flags to arguments, and a line on what was written."""
     names = ("source", "output", "split", "tokenizer", "train_tokenizer", "shards", "num_workers")
-    kwargs: dict[str, Any] = {name: flags.FLAGS[name].value for name in (*names, "overwrite")}
-    for name in ("source", "output"):
-        if not kwargs[name]:
-            raise ValueError(f"--{name} is missing; see --help")
+    kwargs = _kwargs(*names, "overwrite")
     made = prepare_text(**kwargs)
     tokens = f", {made['tokens']:,} tokens" if made["kind"] == "tokens" else ""
     print(
@@ -340,7 +417,27 @@ def text_command() -> None:
     )
 
 
-COMMANDS = {"text": text_command}
+def image_text_command() -> None:
+    """`prepare image_text`: flags to arguments, and a line on what was written."""
+    for name in ("tokenizer", "train_tokenizer"):
+        if flags.FLAGS[name].value:
+            raise ValueError(f"--{name} is for text; captions are kept as they are, drop it")
+    kwargs = _kwargs("source", "output", "split", "shards", "num_workers", "overwrite")
+    made = prepare_image_text(**kwargs)
+    print(
+        f"wrote {made['documents']:,} images, {made['bytes']:,} bytes in {len(made['shards'])} shards;"
+        f" use them as array_record:{kwargs['output']}"
+    )
+
+
+def _kwargs(*names: str) -> dict[str, Any]:
+    for name in ("source", "output"):
+        if not flags.FLAGS[name].value:
+            raise ValueError(f"--{name} is missing; see --help")
+    return {name: flags.FLAGS[name].value for name in names}
+
+
+COMMANDS = {"text": text_command, "image_text": image_text_command}
 
 
 def main(argv: list[str]) -> None:

@@ -250,8 +250,8 @@ def test_command(corpus, tmp_path):
 
 def test_subcommand_errors_are_one_line():
     for argv, words in (
-        ([], "expected one subcommand of: text; got nothing"),
-        (["image_text"], "expected one subcommand of: text; got image_text"),
+        ([], "expected one subcommand of: text, image_text; got nothing"),
+        (["video"], "expected one subcommand of: text, image_text; got video"),
         (["text", "more"], "got text more"),
     ):
         with pytest.raises(SystemExit) as caught:

@@ -165,12 +165,24 @@ def captions(spec: str) -> Iterator[str]:
 
     For a source of labelled images they are the names of its classes in its templates.
     """
-    examples = _open(spec, "train", 32, images.CROP_SCALE, "", (), images.MAX_PIXELS)
-    if examples.classes:
-        yield from (template.format(name) for name in examples.classes for template in examples.templates)
+    if spec.partition("?")[0] == "glyphs":
+        yield from _open(spec, "train", 32, images.CROP_SCALE, "", (), images.MAX_PIXELS).classes
         return
-    assert isinstance(examples, Records)
-    yield from (examples.source[index]["text"] or "" for index in range(len(examples)))
+    records = open_records(spec, "train")
+    yield from (template.format(name) for name in records.classes for template in records.templates)
+    if not records.classes:
+        yield from (records.source[index]["text"] or "" for index in range(len(records)))
+
+
+def open_records(spec: str, split: str) -> Records:
+    """The records of a source as they are read: encoded images with captions or labels.
+
+    Raises:
+      ValueError: there is no such source, or its images are drawn.
+    """
+    if spec.partition("?")[0] == "glyphs":
+        raise ValueError(f"source {spec!r} is drawn when it is used; there are no files to read")
+    return _open(spec, split, 1, images.CROP_SCALE, "", (), images.MAX_PIXELS)
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[str], text_len: int) -> np.ndarray:

@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from maxlp import prepare
 from maxlp.data import DATA, image_text, merge_states
+from maxlp.data.sources import make_source
 from maxlp.data.tokenizer import make_tokenizer
 
 SMALL = dict(text_len=16, image_size=8, batch_size=8, num_threads=2)
@@ -126,7 +128,7 @@ def test_worker_processes_change_nothing(whole):
 
 def test_epochs_are_permutations_without_twins(whole):
     texts = [[ids.tobytes() for ids in batch["text"]] for batch in take(make(text_len=64), 158)]
-    epochs = [sum(texts[:79], []), sum(texts[79:], [])]
+    epochs = [[text for batch in part for text in batch] for part in (texts[:79], texts[79:])]
     for epoch in epochs:
         assert len(set(epoch)) == len(epoch) == 79 * 8
     assert epochs[0] != epochs[1] and len(set(epochs[0]) ^ set(epochs[1])) > 0
@@ -149,7 +151,7 @@ def test_held_out_has_each_example_once(tmp_path, count):
         take(make("heldout", heldout_source=spec, process_index=index, process_count=count))
         for index in range(count)
     ]
-    joined = [sum((numbers(part) for part in step), []) for step in zip(*parts, strict=True)]
+    joined = [[n for part in step for n in numbers(part)] for step in zip(*parts, strict=True)]
     assert joined == [list(range(8)), list(range(8, 16)), [16, 17, 18] + [-1] * 5]
 
 
@@ -182,7 +184,9 @@ def test_broken_examples_are_replaced_and_counted(tmp_path):
     for count in (1, 2):
         iterators = [iter(make(source=spec, process_index=i, process_count=count)) for i in range(count)]
         parts = [list(itertools.islice(iterator, 3)) for iterator in iterators]
-        assert [sum(map(numbers, step), []) for step in zip(*parts, strict=True)] == found[:3]
+        assert [[n for part in step for n in numbers(part)] for step in zip(*parts, strict=True)] == found[
+            :3
+        ]
         state = json.loads(json.dumps(merge_states([iterator.get_state() for iterator in iterators])))
         resumed = iter(make(source=spec))
         resumed.set_state(state)
@@ -275,7 +279,6 @@ def test_class_names_and_templates(tmp_path):
 
 
 def test_prepared_records_are_what_they_were(tmp_path):
-    prepare = pytest.importorskip("maxlp.prepare")
     spec = write_tar(tmp_path / "a.tar", 20, {4})
     prepare.prepare_image_text(spec.partition("?")[0], str(tmp_path / "out"), split="all", shards=3)
     prepared = f"array_record:{tmp_path / 'out'}?split=all"
@@ -284,8 +287,6 @@ def test_prepared_records_are_what_they_were(tmp_path):
     with pytest.raises(ValueError, match=r"record 4, from .*a\.tar: 004"):
         take(make("heldout", heldout_source=prepared, max_broken=0))
     with pytest.raises(ValueError, match="maxlp-image-text-1"):
-        from maxlp.data.sources import make_source
-
         make_source(f"array_record:{tmp_path / 'out'}")
 
 
