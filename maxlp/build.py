@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from maxlp import checkpoint, distributed, metrics, optim, precision, sharding, step
 from maxlp.config import ConfigError, bind, call
-from maxlp.data import DATA, sources, text
+from maxlp.data import DATA, text
 from maxlp.data import tokenizer as tokenizers
 from maxlp.diagnostics import guard
 from maxlp.diagnostics.spikes import Policy
@@ -34,7 +34,6 @@ SECTIONS = (
     *("spikes", "checkpoint", "metrics", "profile"),
 )
 WRITER_ARGUMENTS = ("workdir", "total_steps", "resume_step", "run_config")
-BPE_BYTES = 4_000_000  # of the corpus that "bpe:V" learns from: 2 seconds on 2 cores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,10 +176,9 @@ def tokenizer(c: ConfigDict, workdir: Path) -> str:
     spec = c.data.tokenizer
     if distributed.is_primary():
         if spec.startswith("bpe:"):
-            source = sources.make_source(c.data.source, "train")
             size = int(spec.removeprefix("bpe:"))
             check_vocabulary(c, size)
-            tokenizers.train_or_load(str(workdir / "tokenizer.json"), source, size, BPE_BYTES, c.train.seed)
+            tokenizers.train_or_load(str(workdir / "tokenizer.json"), task(c).texts(c), size)
         else:
             made = tokenizers.make_tokenizer(spec)
             check_vocabulary(c, made.vocab_size)
@@ -247,10 +245,11 @@ def restore_model(
     Args:
       step_number: None takes the newest sound checkpoint.
     """
-    graphdef, abstract = step.abstract_state(model(c), tx(c)[0], mesh)
-    wanted = {key: abstract[key] for key in ("params", "model_state")}
-    if part := optim.eval_part(abstract["opt_state"]):
-        wanted["opt_state"] = part
+    graphdef, wanted = step.abstract_model(model(c), mesh)
+    if "optimizer" in c:  # an imported model has none
+        _, abstract = step.abstract_state(model(c), tx(c)[0], mesh)
+        if part := optim.eval_part(abstract["opt_state"]):
+            wanted["opt_state"] = part
     root = workdir / "checkpoints"
     restored = checkpoint.restore(root if step_number is None else root / str(step_number), wanted)
     return graphdef, evaluated(restored.state), restored.step

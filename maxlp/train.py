@@ -79,6 +79,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     tokenizer = build.tokenizer(c, workdir)
     heldout, batches = build.heldout(c, tokenizer), iter(build.train_data(c, tokenizer))
     stack.callback(batches.close)
+    evaluate = task.evaluator(c, graphdef, heldout)
     startup.mark("tokenizer and data")
 
     # --- The step, compiled in the background while the state is made.
@@ -137,7 +138,6 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
         num_devices=jax.device_count(),
         total_steps=loop.total_steps,
     )
-    evaluate = task.evaluator(c, graphdef, heldout)
     measure_health = build.health(c, graphdef)
     profiler = stack.enter_context(contextlib.closing(build.profiler(c, workdir)))
 

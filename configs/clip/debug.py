@@ -30,7 +30,7 @@ def get_config(arg: str = ""):
         image_mean=(0.5, 0.5, 0.5),
         image_std=(0.5, 0.5, 0.5),
     )
-    c.data.source = "glyphs"
+    c.data.source = "glyphs?augment=0.4"
     c.data.tokenizer = "bpe:512"  # learned from the captions when the run begins
     c.data.image_size = 32
     c.data.text_len = 20
@@ -40,9 +40,9 @@ def get_config(arg: str = ""):
     c.optimizer.warmup_steps = 50
     c.optimizer.clip_norm = 1.0
     c.optimizer.weight_decay = 0.05
-    c.train.total_steps = 600
+    c.train.total_steps = 1200
     c.train.log_every = 20
-    c.train.eval_every = 200
+    c.train.eval_every = 400
     c.train.eval_batches = 0
-    c.checkpoint.every_steps = 200
+    c.checkpoint.every_steps = 400
     return choose(arg, c)

@@ -54,7 +54,7 @@ CHARACTERS = {
 
 CAP_HEIGHT, BASELINE, BLACK = 0.45, 0.77, 255  # of the side of the canvas, from the top
 ROTATION, SHEAR, LOG_SCALE, SHIFT = 0.12, 0.2, 0.12, 0.06  # at most; radians, -, -, of the side
-PAPER, INK = (160, 255), (0, 95)
+DARKEST_PAPER, LIGHTEST_INK = 95, 95  # at most so far from white and from black
 
 
 class Glyphs:
@@ -77,6 +77,7 @@ class Glyphs:
         heldout: str = "faces",
         heldout_faces: str = HELDOUT_FACES,
         heldout_characters: float = HELDOUT_CHARACTERS,
+        augment: float = 1.0,
     ):
         """Chooses characters and faces.
 
@@ -87,6 +88,7 @@ class Glyphs:
           heldout: what the split "heldout" holds: "faces", "characters" or "both"; training has none of
             either whatever it is.
           heldout_faces: names out of `FACES`, joined by commas.
+          augment: strength of what is random about the images of training, 0 to 1.
           heldout_characters: about which part of the characters with a composed name is held out.
 
         Raises:
@@ -102,6 +104,9 @@ class Glyphs:
                 raise ValueError(f"{key}={value!r} is unknown; choose of {', '.join(known)}")
         if not 0 <= heldout_characters <= 0.5:
             raise ValueError(f"heldout_characters={heldout_characters} must be a fraction from 0 to 0.5")
+        if not 0 <= augment <= 1:
+            raise ValueError(f"augment={augment} must be from 0 to 1")
+        self.augment = augment
         chosen = _characters(characters)
         captions = {character: caption_of(character) for character in chosen}
         held = _held_out(tuple(captions.values()), heldout_characters)
@@ -136,7 +141,7 @@ class Glyphs:
             image = plain(faces[0], character, self.image_size)
         else:
             face = faces[int(rng.integers(len(faces)))]
-            image = varied(face, character, self.image_size, rng)
+            image = varied(face, character, self.image_size, rng, self.augment)
         return Example(image, self.classes[label], label)
 
     def where(self, index: int) -> str:
@@ -159,17 +164,18 @@ def plain(face: str, character: str, image_size: int) -> np.ndarray:
     return np.repeat(255 - mask_HW[..., None], 3, axis=-1)
 
 
-def varied(face: str, character: str, image_size: int, rng: np.random.Generator) -> np.ndarray:
+def varied(
+    face: str, character: str, image_size: int, rng: np.random.Generator, strength: float
+) -> np.ndarray:
     """Rotated, sheared, scaled, moved and coloured at random, uint8 (image_size, image_size, 3)."""
     chance = rng.random(12)
-    angle, shear, *logs = (2 * chance[:4] - 1) * (ROTATION, SHEAR, LOG_SCALE, LOG_SCALE)
+    angle, shear, *logs = strength * (2 * chance[:4] - 1) * (ROTATION, SHEAR, LOG_SCALE, LOG_SCALE)
     cos, sin = math.cos(angle), math.sin(angle)
     stretch = np.array([[math.exp(logs[0]), shear], [0.0, math.exp(logs[1])]])
-    shift = (2 * chance[4:6] - 1) * SHIFT * image_size
+    shift = strength * (2 * chance[4:6] - 1) * SHIFT * image_size
     glyph = _glyph(face, character, _canvas(image_size))
     mask_HW = np.asarray(_resample(glyph, image_size, np.array([[cos, -sin], [sin, cos]]) @ stretch, shift))
-    paper = PAPER[0] + chance[6:9] * (PAPER[1] - PAPER[0])
-    ink = INK[0] + chance[9:12] * (INK[1] - INK[0])
+    paper, ink = 255 - strength * chance[6:9] * DARKEST_PAPER, strength * chance[9:12] * LIGHTEST_INK
     colours = (paper + _COVERAGE * (ink - paper)).astype(np.uint8)
     return np.take(colours, mask_HW, axis=0)
 

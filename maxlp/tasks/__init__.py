@@ -8,6 +8,7 @@ A task is a module with the functions below, which take the whole config ``c``; 
     gradients(c)                    what a step differentiates: see `maxlp.gradients`
     evaluator(c, graphdef, data)    (state, function that gives the held-out batches) to a dict of numbers
     flops(c, num_params)            of training on one of what is counted, (full, causal) attention
+    texts(c)                        what a tokenizer learns from ("bpe:V")
     vocabulary(c)                   the key that says how many tokens the model knows, and their number
     UNIT, units(c)                  what throughput counts, and how many a step has
     describe(c)                     the batch in words

@@ -1,7 +1,7 @@
 """Images and the texts that belong to them: CLIP and SigLIP."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from maxlp import gradients as gradients_lib
 from maxlp import sharding
 from maxlp.config import ConfigError, bind
 from maxlp.contrastive import contrastive
+from maxlp.data.image_text import captions
 from maxlp.evals.linear_probe import linear_probe as probe
 from maxlp.evals.retrieval import retrieval
 from maxlp.evals.zero_shot import zero_shot
@@ -32,6 +33,7 @@ def gradients(c: ConfigDict) -> gradients_lib.Gradients:
 
 def evaluator(c: ConfigDict, graphdef: nnx.GraphDef, data: Any) -> Callable:
     """Zero-shot classification of held-out images with labels, and retrieval among held-out pairs."""
+    check_pool(c, data.tokenizer)
     encode_image, encode_text = encoders(graphdef)
 
     def evaluate(state: dict, batches: Callable[[], Iterable[dict]]) -> dict[str, float]:
@@ -90,6 +92,11 @@ def vocabulary(c: ConfigDict) -> tuple[str, int]:
     return "model.text.vocab_size", c.model.text.vocab_size
 
 
+def texts(c: ConfigDict) -> Iterator[str]:
+    """The training captions, for a tokenizer to learn from."""
+    return captions(c.data.source)
+
+
 def units(c: ConfigDict) -> int:
     return c.data.batch_size
 
@@ -114,6 +121,18 @@ def flops(c: ConfigDict, num_params: int) -> tuple[float, float]:
 
 def describe(c: ConfigDict) -> str:
     return f"{c.data.batch_size:,} pairs of {c.data.image_size}² pixels and {c.data.text_len} tokens"
+
+
+def check_pool(c: ConfigDict, tokenizer: Any) -> None:
+    """Raises a ConfigError if the text tower would not find the end of a text."""
+    text = c.model.text
+    wrong_eos = text.pool == "eos" and text.eos_id != tokenizer.eos_id
+    if wrong_eos or (text.pool == "argmax" and tokenizer.eos_id != tokenizer.vocab_size - 1):
+        raise ConfigError(
+            f"config.model.text.pool={text.pool} with eos_id={text.eos_id} does not find the end of a text, "
+            f"which is {tokenizer.eos_id} in {c.data.tokenizer}; set config.model.text.pool=eos and "
+            f"config.model.text.eos_id={tokenizer.eos_id}"
+        )
 
 
 def check(c: ConfigDict, mesh: Mesh, matmuls: dict[str, str]) -> None:

@@ -133,14 +133,14 @@ def test_training_is_deterministic_across_processes(tmp_path):
     code = (
         "import sys; from maxlp.data import sources, tokenizer;"
         "source = sources.make_source('stdlib', 'train');"
-        "tokenizer.train_or_load(sys.argv[1], source, 700, 200_000, 0)"
+        "tokenizer.train_or_load(sys.argv[1], sources.sample_texts(source, 200_000, 0), 700)"
     )
     here, there, other = (tmp_path / name / "tokenizer.json" for name in ("a", "b", "c"))
     env = {**os.environ, "PYTHONHASHSEED": "7"}
     subprocess.run([sys.executable, "-c", code, str(there)], check=True, env=env)
     source = make_source("stdlib", "train")
-    train_or_load(str(here), source, 700, 200_000, 0)
-    train_or_load(str(other), source, 700, 200_000, 1)
+    train_or_load(str(here), sample_texts(source, 200_000, 0), 700)
+    train_or_load(str(other), sample_texts(source, 200_000, 1), 700)
     assert here.read_bytes() == there.read_bytes() != other.read_bytes()
     assert os.listdir(here.parent) == ["tokenizer.json"]  # no temporary files are left
 
@@ -148,12 +148,12 @@ def test_training_is_deterministic_across_processes(tmp_path):
 def test_train_or_load_keeps_what_is_there(tmp_path):
     path = str(tmp_path / "tokenizer.json")
     source = make_source("stdlib", "train")
-    made = train_or_load(path, source, 600, 100_000, 0)
+    made = train_or_load(path, sample_texts(source, 100_000, 0), 600)
     before = os.stat(path).st_mtime_ns
-    again = train_or_load(path, source, 600, 200_000, 1)
+    again = train_or_load(path, sample_texts(source, 200_000, 1), 600)
     assert again.fingerprint == made.fingerprint and os.stat(path).st_mtime_ns == before
     with pytest.raises(ValueError, match="has vocab_size 600, not 700"):
-        train_or_load(path, source, 700, 100_000, 0)
+        train_or_load(path, sample_texts(source, 100_000, 0), 700)
 
 
 def test_training_errors(tmp_path):
