@@ -101,7 +101,8 @@ def make_plan(
     }
     work = None
     if c.model.name == "llama":
-        parts, found = estimate.memory(c, axes, state), estimate.collectives(c, axes)
+        parts = estimate.memory(c, axes, state, topology.chip.platform)
+        found = estimate.collectives(c, axes)
         work = estimate.work(c, axes, state)
         plan["estimate"] = {
             "memory": parts,

@@ -11,7 +11,7 @@ import pytest
 
 from configs.common import llama
 from maxlp import plan
-from maxlp.planning import picture, search, topologies
+from maxlp.planning import search, topologies
 
 ROOT = Path(__file__).parent.parent
 TINY = dict(
@@ -27,7 +27,7 @@ def tiny(**changes):
 def run(*arguments):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "maxlp.plan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=480)
 
 
 def test_command_without_a_compiler(tmp_path):
@@ -86,13 +86,20 @@ def test_compiled_for_what_is_not_here(name, package, attention, kernel, tmp_pat
     """The step of `maxlp.train`, by the real compilers: kernels, memory of the state, collectives."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install 'maxlp[aot]'")
-    topology = topologies.parse(name)
-    values = plan.make_plan(tiny(**{"model.attention": attention}), topology)
-    done = values["compiled"]
-    assert any(target.startswith(kernel) for target in done["kernels"])
+    done = run(
+        "--config=configs/llama/debug.py",
+        f"--topology={name}",
+        f"--config.model.attention={attention}",
+        "--config.model.dtype=bfloat16",
+        f"--json={tmp_path / 'plan.json'}",
+        f"--picture={tmp_path / 'plan.png'}",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\nfits: " in done.stdout
+    values = json.loads((tmp_path / "plan.json").read_text())
+    compiled = values["compiled"]
+    assert any(target.startswith(kernel) for target in compiled["kernels"])
     held = sum(values["estimate"]["memory"][part] for part in ("parameters", "optimizer", "batch"))
-    assert held == pytest.approx(done["memory"]["arguments"], rel=0.1)  # TPU pads small arrays
-    assert {axis for row in done["collectives"] for axis in row["axes"]} == {"fsdp"}
-    assert values["fits"] and "fits: " in plan.report(values)
-    picture.draw(values, str(tmp_path / "plan.png"))
+    assert held == pytest.approx(compiled["memory"]["arguments"], rel=0.1)  # TPU pads small arrays
+    assert {axis for row in compiled["collectives"] for axis in row["axes"]} == {"fsdp"}
     assert (tmp_path / "plan.png").stat().st_size > 1000

@@ -58,7 +58,7 @@ def nearest(c: ConfigDict, topology: Topology) -> list[Candidate]:
             if moments not in states:
                 states[moments] = estimate.abstract_state(candidate, its_axes)
             state = states[moments]
-            peak = sum(estimate.memory(candidate, its_axes, state).values())
+            peak = sum(estimate.memory(candidate, its_axes, state, topology.chip.platform).values())
         except (ConfigError, ValueError):
             continue  # does not divide
         if peak > MARGIN * topology.chip.memory:
