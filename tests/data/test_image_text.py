@@ -99,7 +99,8 @@ def test_resume_is_exact(whole, step):
 def test_processes_share_one_order(whole, count):
     parts = [take(make(process_index=index, process_count=count), 5) for index in range(count)]
     joined = [
-        {key: np.concatenate([part[key] for part in step]) for key in step[0]} for step in zip(*parts)
+        {key: np.concatenate([part[key] for part in step]) for key in step[0]}
+        for step in zip(*parts, strict=True)
     ]
     assert_same(joined, whole[:5])
 
