@@ -4,9 +4,9 @@
 
 The rates are per second of CPU time of this process, so that a busy machine does not change them much:
 a machine with N cores for data makes about N times as many. Needed are, for the glyphs, the 600 steps of
-128 of configs/clip/debug.py in 300 seconds; for photographs, pairs for each 100 TFLOP/s that the devices of
-a machine achieve (not their peak), at three times open_clip's FLOPs of a forward pass. The photographs are smooth noise, saved as
-JPEG of quality 90 in a tar; real ones decode at much the same speed.
+128 of configs/clip/debug.py in 300 seconds; for photographs, pairs for each 100 TFLOP/s that the devices
+of a machine achieve (not their peak), at three times open_clip's FLOPs of a forward pass. The photographs
+are smooth colours with grain, saved as JPEG of quality 90 in a tar.
 """
 
 import io

@@ -2,9 +2,9 @@
 
 A sample is a run of files of one name but for what follows its first dot: `000017.jpg`, `000017.txt`,
 `000017.json`, `000017.cls`. Each tar is read through once, headers only, for where its samples lie. That
-index is put beside the tar as `NAME.tar.index.npy`, or where the folder cannot be written kept in memory,
-and is made again when the tar changes. Indices are mapped into memory: of the 36 bytes a sample, those in
-use are shared by all processes of a machine.
+index is put beside the tar, as `NAME.tar.TYPE-SIZE-TIME.index.npy`, or where the folder cannot be written
+kept in memory, and is made again when the tar changes. Indices are mapped into memory: of the 36 bytes a
+sample, those in use are shared by all processes of a machine.
 
 Compressed tars have no random access; images gain nothing from it.
 """
@@ -133,7 +133,7 @@ def index_tar(path: str, text_type: str) -> str | np.ndarray:
     Raises:
       ValueError: the tar is cut short, not a tar or without samples.
     """
-    # What an index is of is in its name: one of another caption type, size or time is another file's.
+    # What an index is of is in its name: with another type of captions, size or time it is another.
     stat = os.stat(path)
     stamp = f"{text_type}-{stat.st_size:x}-{stat.st_mtime_ns:x}"
     index_path = f"{path}.{stamp}.index.npy"
