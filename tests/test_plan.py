@@ -14,14 +14,6 @@ from maxlp import plan
 from maxlp.planning import search, topologies
 
 ROOT = Path(__file__).parent.parent
-TINY = dict(
-    embed_dim=256, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=512, vocab_size=512
-)
-
-
-def tiny(**changes):
-    values = {"data.seq_len": 256, "data.batch_size": 8, "loss.num_chunks": 2}
-    return plan.readable(search.changed(llama(**TINY), values | changes))
 
 
 def run(*arguments):
