@@ -143,12 +143,23 @@ def llama(**sizes) -> ConfigDict:
             eval_every=1000,
             eval_batches=20,
             init_from="",
+            release_gradients=False,
         )
     )
     c.spikes = ConfigDict(
         dict(
-            guard="off",  # or "skip", "rollback"; the other numbers: diagnostics.spikes.Policy
+            guard="off",  # or "skip", "rollback"
             statistics=True,  # gradient norm and RMS_t of every tensor
+            window=64,
+            threshold=3.2,
+            min_history=16,
+            merge_steps=10,
+            rms_threshold=1.8,
+            lead=8,
+            guard_threshold=6.0,
+            rewind_steps=100,
+            skip_batches=200,
+            max_actions=10,
         )
     )
     c.checkpoint = ConfigDict(dict(every_steps=1000, keep_last=2))

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import jax
 import optax
@@ -17,9 +18,9 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from maxlp import checkpoint, distributed, metrics, optim, precision, sharding, step
+from maxlp import checkpoint, distributed, layerwise, metrics, optim, precision, sharding, step
 from maxlp.config import ConfigError, bind, call
-from maxlp.data import DATA, text
+from maxlp.data import DATA
 from maxlp.data import tokenizer as tokenizers
 from maxlp.diagnostics import guard
 from maxlp.diagnostics.spikes import Policy
@@ -27,7 +28,7 @@ from maxlp.diagnostics.statistics import tensor_statistics
 from maxlp.models import MODELS
 from maxlp.precision import health as precision_health
 from maxlp.profiler import Profiler
-from maxlp.tasks import TASKS
+from maxlp.tasks import TASKS, language
 
 SECTIONS = (
     *("model", "precision", "mesh", "optimizer", "data", "loss", "train"),
@@ -46,6 +47,8 @@ class Loop:
     log_every, eval_every: updates between records and held-out evaluations (eval_every 0: at the end).
     eval_batches: of held-out data during the run (0: all); the last evaluation always takes all.
     init_from: a run or checkpoint whose weights to start from; "" draws them at random.
+    release_gradients: each layer is updated in the backward pass, so that the gradients never all exist:
+      see `layerwise`.
     """
 
     total_steps: int
@@ -55,6 +58,7 @@ class Loop:
     eval_every: int
     eval_batches: int
     init_from: str
+    release_gradients: bool = False
 
     def __post_init__(self):
         least = {"total_steps": 1, "microbatches": 1, "log_every": 1, "eval_every": 0, "eval_batches": 0}
@@ -137,6 +141,31 @@ def health(c: ConfigDict, graphdef: nnx.GraphDef) -> Callable[[dict, dict], dict
     return numbers
 
 
+def train_step(c: ConfigDict, graphdef: nnx.GraphDef, abstract: dict, mesh: Mesh) -> jax.stages.Wrapped:
+    """The compiled step of the run: (state, batch) to (state, metrics)."""
+    transformation, schedule = tx(c)
+    if c.train.release_gradients:
+        released = functools.partial(
+            layerwise.train_step,
+            graphdef=graphdef,
+            loss_fn=task(c).loss(c),
+            weight=language.num_targets,
+            tx=transformation,
+            schedule=schedule,
+        )
+        return step.jit(released, abstract, mesh)
+    return step.jit_train_step(
+        abstract,
+        mesh,
+        graphdef=graphdef,
+        gradients=task(c).gradients(c),
+        tx=transformation,
+        schedule=schedule,
+        judges=judges(c),
+        statistics=statistics(c),
+    )
+
+
 def tx(c: ConfigDict) -> tuple[optax.GradientTransformation, optax.Schedule]:
     return call(optim.make_tx, "optimizer", c.optimizer, total_steps=c.train.total_steps)
 
@@ -214,14 +243,22 @@ def saved_tokenizer(c: ConfigDict, workdir: Path) -> str:
     return f"{found[0]}?{options}" if options else str(found[0])
 
 
-def train_data(c: ConfigDict, tokenizer: str) -> text.TextDataset:
+def train_data(c: ConfigDict, tokenizer: str) -> Any:
     """This process's part of the training batches."""
     return _data_section(c)(split="train", **_data_extra(c, tokenizer))
 
 
-def heldout(c: ConfigDict, tokenizer: str) -> text.TextDataset:
-    """This process's part of the held-out batches: every token once, then it ends."""
-    return _data_section(c)(split="heldout", **_data_extra(c, tokenizer))
+def heldout(c: ConfigDict, tokenizer: str, of_training: bool = False) -> Any:
+    """This process's part of the held-out batches: everything once, then it ends.
+
+    Args:
+      of_training: the training data in that form (images: as they are, with labels).
+    """
+    data = _data_section(c)
+    if of_training:
+        join = "&" if "?" in c.data.source else "?"
+        data = functools.partial(data, source=f"{c.data.source}{join}split=train", heldout_source="")
+    return data(split="heldout", **_data_extra(c, tokenizer))
 
 
 def _data_extra(c: ConfigDict, tokenizer: str) -> dict:
@@ -304,6 +341,26 @@ def describe(c: ConfigDict, mesh: Mesh, state: dict) -> str:
     return "\n".join(lines)
 
 
+def check_release(c: ConfigDict) -> None:
+    """Raises a ConfigError if a section needs the gradients of all layers at once, or all of a step."""
+    needed = {
+        "model.name": (c.model.name, "llama"),
+        "optimizer.clip_norm": (c.optimizer.clip_norm, 0.0),
+        "train.microbatches": (c.train.microbatches, 1),
+        "spikes.guard": (c.spikes.guard, "off"),
+        "precision.loss_scale": (c.precision.get("loss_scale"), None),
+    }
+    if set(precision_table(c).values()) != {precision.HIGH_PRECISION}:
+        needed["precision.first_blocks"] = (c.precision.first_blocks, 0)
+        needed["precision.last_blocks"] = (c.precision.last_blocks, 0)
+    for key, (value, possible) in needed.items():
+        if value != possible:
+            raise ConfigError(
+                f"config.{key}={value} does not go with config.train.release_gradients=True, which updates "
+                f"each layer by itself; set config.{key}={possible}"
+            )
+
+
 def check(c: ConfigDict, devices: Mesh) -> None:
     """Raises a ConfigError with the first pair of sections that do not fit each other."""
     _data_section(c)
@@ -324,4 +381,6 @@ def check(c: ConfigDict, devices: Mesh) -> None:
             "config.model.dtype=float16 needs config.precision.loss_scale, or its gradients vanish; choose "
             "both with --config=FILE:precision=fp16"
         )
+    if c.train.release_gradients:
+        check_release(c)
     task(c).check(c, devices, precision_table(c))

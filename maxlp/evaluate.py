@@ -1,17 +1,25 @@
-r"""Measures a trained Llama on held-out text: loss, perplexity, bits per byte.
+r"""Measures a trained model on held-out data.
+
+Llama: loss, perplexity, bits per byte of text. CLIP: zero-shot classification, retrieval, linear probe.
 
     python -m maxlp.evaluate --workdir=/tmp/run
     python -m maxlp.evaluate --workdir=/tmp/run --step=200
     python -m maxlp.evaluate --workdir=/tmp/run --config=configs/llama/debug.py \
         --config.data.source='text:/data/books/*.txt?split=all'
 
-Without --config the run's own config says what the held-out text is.
+    python -m maxlp.evaluate --workdir=/tmp/clip --linear_probe
+
+Without --config the run's own config says what the held-out data is.
 """
 
+import functools
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import flags
+from jax.sharding import Mesh
 
 from maxlp import build, config, distributed, sharding
 from maxlp import workdir as files
@@ -20,6 +28,8 @@ from maxlp import workdir as files
 def define_flags() -> None:
     config.define_flags("Directory of the run.", config_required=False)
     flags.adopt_module_key_flags(config)
+    flags.DEFINE_bool("linear_probe", False, "CLIP: also fit a linear classifier to the image features.")
+    flags.DEFINE_float("l2", 1e-4, "Weight decay of the linear probe.", lower_bound=0.0)
     flags.DEFINE_integer("step", None, "Checkpoint to measure; the newest by default.", lower_bound=0)
 
 
@@ -27,18 +37,30 @@ def main() -> None:
     distributed.initialize()
     workdir = Path(flags.FLAGS.workdir)
     c = flags.FLAGS.config or files.load_config(workdir)
-    mesh = build.mesh(c)
+    mesh, task = build.mesh(c), build.task(c)
     build.check(c, mesh)
+    if flags.FLAGS.linear_probe and not hasattr(task, "linear_probe"):
+        raise config.ConfigError(f"--linear_probe is of images, config.model.name={c.model.name} has none")
     with jax.set_mesh(mesh):
         graphdef, state, at_step = build.restore_model(c, workdir, flags.FLAGS.step, mesh)
-        data = build.heldout(c, build.saved_tokenizer(c, workdir))
-        batches = lambda: (batch for batch, _ in sharding.device_batches(iter(data), mesh))  # noqa: E731
-        results = build.task(c).evaluator(c, graphdef, data)(state, batches)
+        tokenizer = build.saved_tokenizer(c, workdir)
+        data = build.heldout(c, tokenizer)
+        results = task.evaluator(c, graphdef, data)(state, lambda: batches(data, mesh))
+        if flags.FLAGS.linear_probe:
+            train = batches(build.heldout(c, tokenizer, of_training=True), mesh)
+            probe = functools.partial(task.linear_probe, graphdef, state, train, batches(data, mesh))
+            found = probe(num_classes=len(data.classes), l2=flags.FLAGS.l2)
+            results |= {f"linear_probe_{name}": value for name, value in found.items()}
     distributed.say(f"{workdir} at step {at_step}, on {c.data.source}")
+    width = max(map(len, results))
     for name, value in results.items():
         distributed.say(
-            f"{name:>14}  {value:,.0f}" if name in ("tokens", "bytes") else f"{name:>14}  {value:.4f}"
+            f"{name:>{width}}  {value:,.0f}" if value >= 1000 else f"{name:>{width}}  {value:.4f}"
         )
+
+
+def batches(data: Any, mesh: Mesh) -> Iterator[dict]:
+    return (batch for batch, _ in sharding.device_batches(iter(data), mesh))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,8 @@ def main() -> None:
         raise ValueError(f"--top_p={f.top_p} must be above 0 and at most 1")
     workdir, texts = Path(f.workdir), f.prompt or [""]
     c = files.load_config(workdir)
+    if c.model.name != "llama":
+        raise ValueError(f"{workdir} holds a {c.model.name}, which does not generate text")
     tokenizer = tokenizers.make_tokenizer(build.saved_tokenizer(c, workdir))
     prompts = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts]
     healed = heal(tokenizer, prompts, c.model.vocab_size)

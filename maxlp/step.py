@@ -109,6 +109,11 @@ def _placed(leaf: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.Sha
 # --- the step -----------------------------------------------------------------------------------------
 
 
+def norm(tree: Any) -> jax.Array:
+    """Global L2 norm, summed in float32 (of bfloat16 arrays too)."""
+    return optax.tree.norm(optax.tree.cast(tree, jnp.float32))
+
+
 def no_statistics(grads: optax.Updates, opt_state: optax.OptState) -> dict:
     return {}
 
@@ -139,7 +144,7 @@ def train_step(
         updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
     new = {"params": params, "model_state": model_state, "opt_state": opt_state}
-    metrics |= {"grad_norm": optax.tree.norm(grads), **statistics(grads, opt_state)}
+    metrics |= {"grad_norm": norm(grads), **statistics(grads, opt_state)}
     if judges:
         counts = jnp.bool_(True)
         for name, judge in judges.items():
@@ -150,7 +155,7 @@ def train_step(
         core = ("params", "model_state", "opt_state")
         new |= {k: jax.tree.map(functools.partial(jnp.where, counts), new[k], state[k]) for k in core}
     metrics |= {
-        "param_norm": optax.tree.norm(new["params"]),
+        "param_norm": norm(new["params"]),
         "learning_rate": jnp.asarray(schedule(state["step"]), jnp.float32),
     }
     return new | {"step": state["step"] + 1}, metrics
@@ -167,11 +172,7 @@ def jit_train_step(
     judges: Judges = NO_JUDGES,
     statistics: Statistics = no_statistics,
 ) -> jax.stages.Wrapped:
-    """`train_step` under jit: (state, batch) to (state, metrics), the state donated.
-
-    Its layout is pinned to that of ``abstract``: without, XLA may move small parameters after the first
-    step and compile again.
-    """
+    """`train_step` under `jit`."""
     function = functools.partial(
         train_step,
         graphdef=graphdef,
@@ -181,5 +182,14 @@ def jit_train_step(
         judges=judges,
         statistics=statistics,
     )
+    return jit(function, abstract, mesh)
+
+
+def jit(function: Callable[[State, Batch], Any], abstract: State, mesh: Mesh) -> jax.stages.Wrapped:
+    """A train step compiled: (state, batch) to (state, metrics), the state donated.
+
+    Its layout is pinned to that of ``abstract``: without, XLA may move small parameters after the first
+    step and compile again.
+    """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return jax.jit(function, donate_argnums=0, out_shardings=(shardings, sharding.replicated(mesh)))

@@ -42,7 +42,8 @@ def define_flags() -> None:
 
 
 def main() -> int:
-    startup = Startup()
+    startup = Startup(maxlp.IMPORTED_AT)
+    startup.mark("imports")
     distributed.initialize()
     c, workdir = flags.FLAGS.config, Path(flags.FLAGS.workdir)
     while True:
@@ -51,6 +52,7 @@ def main() -> int:
                 return train(c, workdir, stack, startup)
         except spike_guard.RolledBack as event:
             distributed.say(spike_guard.roll_back(workdir, event.spike, build.spike_policy(c)))
+            startup = Startup(time.time())
 
 
 def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "Startup") -> int:
@@ -62,7 +64,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     mesh = build.mesh(c)
     build.check(c, mesh)
     loop, task, make_model = build.loop(c), build.task(c), build.model(c)
-    (tx, schedule), judges = build.tx(c), build.judges(c)
+    (tx, _), judges = build.tx(c), build.judges(c)
     peak = metrics.peak_flops()
     stack.enter_context(jax.set_mesh(mesh))
 
@@ -84,16 +86,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
 
     # --- The step, compiled in the background while the state is made.
     use_compilation_cache()
-    train_step = step.jit_train_step(
-        abstract,
-        mesh,
-        graphdef=graphdef,
-        gradients=task.gradients(c),
-        tx=tx,
-        schedule=schedule,
-        judges=judges,
-        statistics=build.statistics(c),
-    )
+    train_step = build.train_step(c, graphdef, abstract, mesh)
     background = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1))
     compiled = background.submit(compile_under, mesh, train_step, abstract, task.abstract_batch(c, mesh))
 
@@ -211,10 +204,9 @@ def use_compilation_cache() -> None:
 class Startup:
     """Where the seconds before the first step went."""
 
-    def __init__(self):
+    def __init__(self, began: float):
         self.stages: list[tuple[str, float]] = []
-        self.last = maxlp.IMPORTED_AT
-        self.mark("imports")
+        self.last = began
 
     def mark(self, stage: str) -> None:
         now = time.time()

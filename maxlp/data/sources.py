@@ -411,7 +411,7 @@ def _every(heldout: float) -> int:
 
 
 def _choose_files(names: Sequence[str], split: str, heldout: float) -> list[str]:
-    """Those of a split: held out is that share of the files, by the hash of their names, and one at least."""
+    """Those of a split: held out is that share of the files, by their names' hashes, and one at least."""
     if split == "all":
         return list(names)
     hashes = {name: zlib.crc32(os.fsencode(name)) for name in names}

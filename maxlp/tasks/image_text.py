@@ -129,8 +129,8 @@ def check_pool(c: ConfigDict, tokenizer: Any) -> None:
     wrong_eos = text.pool == "eos" and text.eos_id != tokenizer.eos_id
     if wrong_eos or (text.pool == "argmax" and tokenizer.eos_id != tokenizer.vocab_size - 1):
         raise ConfigError(
-            f"config.model.text.pool={text.pool} with eos_id={text.eos_id} does not find the end of a text, "
-            f"which is {tokenizer.eos_id} in {c.data.tokenizer}; set config.model.text.pool=eos and "
+            f"config.model.text.pool={text.pool}, eos_id={text.eos_id}: the end of a text is not found; it "
+            f"is {tokenizer.eos_id} in {c.data.tokenizer}; set config.model.text.pool=eos and "
             f"config.model.text.eos_id={tokenizer.eos_id}"
         )
 
