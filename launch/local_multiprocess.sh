@@ -43,8 +43,7 @@ stop() { # SIGNAL; the second time it is the end
   kill "-$1" "${pids[@]}"
 }
 ended() { # PROCESS CODE: notes why the first failed, and until when the others may go on
-  # 2 may be the report of a process that another one left alone, seen before that one.
-  if ((code && code != 2 && $2 != 130)); then return; fi
+  if ((code && $2 != 130)); then return; fi
   code=$2 deadline=$((SECONDS + grace))
   if [[ -n $stopping || $2 == 75 || $2 == 130 ]]; then return; fi
   deadline=$((SECONDS + 2))
@@ -67,12 +66,13 @@ while again "$code" && [[ -z $stopping ]] && ((starts <= restarts)); do
     set +m
     pids[i]=$!
   done
-  while ((${#pids[@]})); do
+  while gone='' && ((${#pids[@]})); do
     for i in "${!pids[@]}"; do
       if kill -0 "${pids[i]}"; then continue; fi
-      wait "${pids[i]}" || ended "$i" $?
+      wait "${pids[i]}" || gone+="$? $i"$'\n'
       unset "pids[i]"
-    done
+    done # Highest code first: of those seen to end together, one was killed and the others lost it.
+    while read -r status i && [[ -n $i ]]; do ended "$i" "$status"; done < <(sort -rn <<<"$gone")
     if ((SECONDS > deadline)); then kill -KILL "${pids[@]/#/-}" && wait && pids=(); fi
     sleep 0.2
   done
