@@ -66,6 +66,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         }
         for gap in (6, 50)
         for rank in (32, 16)
+    }
+    | {
+        f"rank d/{64 // rank}, scale {scale}": {
+            "optimizer.galore": {"rank": rank, "scale": float(scale), "update_proj_gap": 50}
+        }
+        for rank, scale in ((32, 2), (16, 2), (32, 4), (16, 4))
     },
     "moments": {
         "fp8 (e4m3, e5m2)": {"optimizer.low_bit": {}},

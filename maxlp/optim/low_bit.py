@@ -49,7 +49,7 @@ def low_bit(
         nu: format of the second moment.
         block_size: entries in a row that share a scale; 0: one scale for a tensor of a layer.
         min_size: tensors of fewer entries (in one layer) are left alone: norms, biases.
-        seed: of the stochastic rounding of bfloat16.
+        seed: of the stochastic rounding of bfloat16 and float8_e5m2.
         layer_axes: how many leading axes of the parameter at a path count its layers.
 
     Raises:
