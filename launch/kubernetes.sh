@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on Kubernetes as a JobSet: slices of TPUs (GKE), or hosts with GPUs.
 #
-#   launch/kubernetes.sh tpu NAME --image=IMAGE --type=v5p --topology=4x4x8 [--slices=2] -- --config=... --workdir=gs://...
+#   launch/kubernetes.sh tpu NAME --image=IMAGE --type=v5p --topology=4x4x8 [--slices=2] -- --config=... --workdir=/mnt/shared/run
 #   launch/kubernetes.sh gpu NAME --image=IMAGE --hosts=4 [--gpus=8] -- --config=... --workdir=/data/run
 #   kubectl logs -f -l jobset.sigs.k8s.io/jobset-name=NAME,batch.kubernetes.io/job-completion-index=0
 #   kubectl delete jobset NAME                               all processes save and exit

@@ -2,7 +2,7 @@
 # Trains on all hosts of a TPU slice (Cloud TPU VMs), through gcloud.
 #
 #   launch/tpu_pod.sh install NAME --zone=ZONE [--project=PROJECT]     this commit, and what it needs, to every host
-#   launch/tpu_pod.sh run NAME --zone=ZONE [--restarts=R] [--xla_flags=FILE] -- --config=... --workdir=gs://...
+#   launch/tpu_pod.sh run NAME --zone=ZONE [--restarts=R] [--xla_flags=FILE] -- --config=... --workdir=/mnt/shared/run
 #   launch/tpu_pod.sh log NAME --zone=ZONE                             follows the output of host 0
 #   launch/tpu_pod.sh stop NAME --zone=ZONE                            all hosts save and exit
 #
