@@ -17,6 +17,8 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
+from maxlp import distributed
+
 
 class ConfigError(ValueError):
     """A config that cannot work; its message is one line for the user."""
@@ -78,7 +80,7 @@ def _exit_on_error(main: Callable[[], Any]) -> None:
 
 def _fail(message: str) -> typing.NoReturn:
     print(f"error: {message}", file=sys.stderr, flush=True)
-    sys.exit(2)
+    distributed.leave(2)
 
 
 def bind(function: Callable[..., Any], section: str, values: Any, *later: str) -> functools.partial:
