@@ -123,10 +123,15 @@ def spike_policy(c: ConfigDict) -> Policy:
 
 def statistics(c: ConfigDict) -> step.Statistics:
     """What each step tells of single tensors: see `diagnostics.statistics`."""
-    if not c.spikes.statistics:
+    if not c.spikes.get("statistics", True):
         return step.no_statistics
     o = c.optimizer
     return functools.partial(tensor_statistics, b2=o.b2, eps=o.eps, clip_norm=o.clip_norm)
+
+
+def health_every(c: ConfigDict) -> int:
+    """Steps between measurements of `health`; 0: none."""
+    return c.precision.get("health_every", 0)
 
 
 def health(c: ConfigDict, graphdef: nnx.GraphDef) -> Callable[[dict, dict], dict[str, float]]:
@@ -367,8 +372,8 @@ def check(c: ConfigDict, devices: Mesh) -> None:
     bind(checkpoint.Checkpointer, "checkpoint", c.checkpoint, "directory")
     bind(metrics.MetricWriter, "metrics", c.metrics, *WRITER_ARGUMENTS)
     call(Profiler, "profile", c.profile, workdir=Path())
-    if c.precision.health_every < 0:
-        raise ConfigError(f"config.precision.health_every={c.precision.health_every} must not be negative")
+    if health_every(c) < 0:
+        raise ConfigError(f"config.precision.health_every={health_every(c)} must not be negative")
     batch, shards = c.data.batch_size, sharding.batch_shards(devices)
     rows = shards * c.train.microbatches
     if batch % rows:

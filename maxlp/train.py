@@ -131,7 +131,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
         num_devices=jax.device_count(),
         total_steps=loop.total_steps,
     )
-    measure_health = build.health(c, graphdef)
+    health_every, measure_health = build.health_every(c), build.health(c, graphdef)
     profiler = stack.enter_context(contextlib.closing(build.profiler(c, workdir)))
 
     n, data_state = start, batches.get_state()
@@ -143,7 +143,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
         profiler.after(n - start, out)
         first, last, stop = n == start + 1, n == loop.total_steps, guard.should_stop(n)
         evaluates = last or (loop.eval_every > 0 and n % loop.eval_every == 0)
-        measures = c.precision.health_every > 0 and n % c.precision.health_every == 0
+        measures = health_every > 0 and n % health_every == 0
         saves = last or stop or checkpoints.should_save(n)
         for done, values in fetch.push(n, out, wait=first or evaluates or measures or saves):
             throughput.tick(done)

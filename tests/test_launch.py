@@ -48,6 +48,14 @@ TINY = [
 ]
 
 
+# A shell cannot trap a signal that was ignored when it began, as Ctrl-C is by what runs in the background.
+HEARS_CTRL_C = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 def environment(**more):
     """An environment that speaks of no cluster."""
     clusters = ("MAXLP_", "SLURM_", "KUBERNETES_", "XLA_FLAGS", "LIBTPU_", "JAX_LOCAL_DEVICE_IDS")
@@ -57,7 +65,7 @@ def environment(**more):
 
 def start(script, *arguments, **env):
     return subprocess.Popen(
-        [LAUNCH / script, *map(str, arguments)],
+        [sys.executable, "-c", HEARS_CTRL_C, LAUNCH / script, *map(str, arguments)],
         cwd=ROOT,
         env=environment(**env),
         stdout=subprocess.PIPE,
@@ -67,7 +75,11 @@ def start(script, *arguments, **env):
 
 
 def finish(process, code=0):
-    out = process.communicate(timeout=300)[0]
+    try:
+        out = process.communicate(timeout=300)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
     assert process.returncode == code, out
     return out
 

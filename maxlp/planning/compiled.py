@@ -82,19 +82,10 @@ def compile_step(c: ConfigDict, devices: Sequence[jax.Device], hlo_file: str | N
     build.check(c, mesh)
     platform = str(devices[0].platform)
     with jax.set_mesh(mesh), _cudnn_without_a_library(platform):
-        tx, schedule = build.tx(c)
-        graphdef, abstract = step.abstract_state(build.model(c), tx, mesh)
-        family = build.task(c)
-        function = step.jit_train_step(
-            abstract,
-            mesh,
-            graphdef=graphdef,
-            gradients=family.gradients(c),
-            tx=tx,
-            schedule=schedule,
-        )
+        graphdef, abstract = step.abstract_state(build.model(c), build.tx(c)[0], mesh, build.judges(c))
+        function = build.train_step(c, graphdef, abstract, mesh)
         start = time.perf_counter()
-        traced = function.trace(abstract, family.abstract_batch(c, mesh))
+        traced = function.trace(abstract, build.task(c).abstract_batch(c, mesh))
         lowered = traced.lower(lowering_platforms=(PLATFORMS.get(platform, platform),))
         try:
             done = lowered.compile()
