@@ -190,7 +190,7 @@ def test_restored_state_goes_on_to_the_bit(name, tmp_path):
     assert_trees_equal(again, four_steps(name))
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("bf16", "fp8")])  # their noise differs
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("bf16", "fp8")])  # noise
 def test_stacked_layers_equal_single_ones(name):
     """Only global clipping sees all layers at once; it is not reached here."""
     tx = make(name)
