@@ -46,6 +46,19 @@ def test_every_config_file_is_a_preset_or_debug():
     assert names == PRESETS.keys() | {"debug", "tiny"}
 
 
+@pytest.mark.parametrize("family", ["llama", "clip"])
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "mxfp8", "int8_switchback", "fp16", "pure_bf16"])
+def test_debug_configs_take_every_choice_of_precision(family, recipe):
+    config = importlib.import_module(f"configs.{family}.debug")
+    c = config.get_config(f"precision={recipe},optimizer=stable_adamw,galore=16,low_bit=8bit")
+    mesh = build.mesh(c)
+    build.check(c, mesh)
+    _, state = step.abstract_state(build.model(c), build.tx(c)[0], mesh, build.judges(c))
+    assert ("loss_scale" in state) == (recipe == "fp16")
+    low = {name for name in build.precision_table(c).values() if name != "high precision"}
+    assert low == (set() if recipe in ("fp16", "pure_bf16") else {recipe})
+
+
 def test_405b_state_and_shardings_without_allocating():
     """The whole training state of 405B over 8 devices: shapes and shardings in seconds, no memory."""
     c = load("405b")
