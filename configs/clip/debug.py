@@ -3,7 +3,7 @@
 python -m maxlp.train --config=configs/clip/debug.py --workdir=/tmp/clip
 
 Two CPU cores: 4 minutes. Held out: 77.7 % of the images in a face that was never seen are given the right
-one of 692 names (chance 0.14 %), 98.4 % one of the five nearest (one seed, Python 3.11.7 and matplotlib 3.11).
+one of 692 names (chance 0.14 %), 98.4 % one of the five nearest (one seed, Python 3.11.7, matplotlib 3.11).
 
 The images are characters drawn with the fonts that come with matplotlib, the texts their names in Unicode
 ("latin small letter a with diaeresis").
