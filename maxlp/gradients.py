@@ -114,7 +114,7 @@ def of_pairs(loss_fn: PairLossFn, *, microbatches: int = 1, seed: int = 0) -> Gr
 
                 def product(params: dict, backward: dict) -> tuple[jax.Array, dict]:
                     features, new_forward = encode(params, backward, *part)
-                    return optax.tree.vdot(features, feature_grads), new_forward
+                    return jnp.asarray(optax.tree.vdot(features, feature_grads)), new_forward
 
                 both = jax.grad(product, argnums=(0, 1), has_aux=True)
                 (grads, new_backward), new_forward = both(params, backward)
