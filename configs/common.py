@@ -101,7 +101,7 @@ def llama(**sizes) -> ConfigDict:
             health_every=0,  # steps between measurements of what quantization does; 0: none
         )
     )
-    c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1, dcn_data=1))
+    c.mesh = ConfigDict(dict(stage=1, data=1, fsdp=-1, context=1, tensor=1, dcn_data=1))
     c.optimizer = ConfigDict(
         dict(
             name="adamw",

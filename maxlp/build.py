@@ -267,8 +267,8 @@ def heldout(c: ConfigDict, tokenizer: str, of_training: bool = False) -> Any:
 
 
 def _data_extra(c: ConfigDict, tokenizer: str) -> dict:
-    here = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-    return {"tokenizer": tokenizer, "seed": c.train.seed, **here}
+    index, count = sharding.batch_part(jax.sharding.get_mesh())
+    return {"tokenizer": tokenizer, "seed": c.train.seed, "process_index": index, "process_count": count}
 
 
 def _data_section(c: ConfigDict) -> functools.partial:
@@ -328,12 +328,11 @@ def describe(c: ConfigDict, mesh: Mesh, state: dict) -> str:
         shards = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(tree))
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shards) / 2**30
 
-    axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
     lines = [
         f"{c.model.name}: {num_params(state['params']):,} parameters in {c.model.param_dtype}, "
         f"activations in {c.model.dtype}",
-        f"mesh: {axes} on {mesh.size} × {mesh.devices.flat[0].device_kind}; per device "
-        f"params {per_device(state['params']):.3g} GiB, optimizer {per_device(state['opt_state']):.3g} GiB",
+        f"mesh: {sharding.describe(mesh.shape)} on {mesh.size} × {mesh.devices.flat[0].device_kind}; "
+        f"per device params {per_device(state['params']):.3g} GiB, optimizer {per_device(state['opt_state']):.3g} GiB",
         f"batch: {family.describe(c)}, {c.train.total_steps:,} steps = "
         f"{c.train.total_steps * family.units(c):,} {family.UNIT}, "
         f"{full:.3g} FLOPs each ({causal:.3g} with causal attention)",

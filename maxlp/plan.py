@@ -17,7 +17,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from maxlp import build, config
+from maxlp import build, config, sharding
 from maxlp.planning import bounds, compiled, estimate, picture, search, topologies
 from maxlp.planning.topologies import GIB, Topology
 
@@ -192,7 +192,7 @@ def search_settings(c: ConfigDict, topology: Topology, compiles: bool) -> list[d
 
 
 def report(plan: dict[str, Any]) -> str:
-    mesh = " × ".join(f"{name} {size}" for name, size in plan["mesh"].items())
+    mesh = sharding.describe(plan["mesh"])
     units = plan["units_per_step"]
     full, causal = (plan["flops_per_unit"][name] for name in ("full", "causal"))
     lines = [

@@ -1,17 +1,19 @@
 """Where arrays live: the mesh, and one table from logical axes to mesh axes.
 
 Models name the axes of their parameters and activations; nothing in them knows of devices. This file
-turns names into shardings. Three mesh axes:
+turns names into shardings. Five mesh axes, from the slowest network to the fastest:
 
+* ``stage``: the layers are split, and microbatches pass through them (`models.pipeline`);
 * ``data``: replicas of the parameters, each with its own part of the batch (slow network, DCN);
 * ``fsdp``: the batch *and* the parameters are split (ZeRO-3; fast network);
+* ``context``: the sequence and the parameters are split (`models.ring`);
 * ``tensor``: heads, MLP width and vocabulary are split (Megatron); between the matmuls the sequence is
   split over the same axis, so that norms and residuals are neither stored nor computed twice.
 """
 
 import collections
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,23 +23,23 @@ from flax import nnx
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("stage", "data", "fsdp", "context", "tensor")
 
 RULES: dict[str, str | tuple[str, ...] | None] = {
     # parameters
     "vocab": "tensor",
-    "embed": "fsdp",
+    "embed": ("fsdp", "context"),
     "q_heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
     "norm": None,  # vectors of the residual stream: norms, gains, biases, positions
     "patch": None,  # the pixels of a patch
     "joint": None,  # the features that CLIP compares
-    "layers": None,
+    "layers": "stage",
     # activations
     "batch": ("data", "fsdp"),
-    "seq": None,
-    "act_seq": "tensor",  # the sequence between matmuls (residual stream and norms)
+    "seq": "context",
+    "act_seq": ("context", "tensor"),  # the sequence between matmuls (residual stream and norms)
     "act_embed": None,
     "act_heads": "tensor",
     "act_mlp": "tensor",
@@ -47,8 +49,10 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
 
 def make_mesh(
     *,
+    stage: int = 1,
     data: int = 1,
     fsdp: int = -1,
+    context: int = 1,
     tensor: int = 1,
     dcn_data: int = 1,
     devices: Sequence[jax.Device] | None = None,
@@ -56,36 +60,36 @@ def make_mesh(
     """The device mesh, with automatic (GSPMD) axes.
 
     Args:
-      data, fsdp, tensor: sizes of the axes; one of them may be -1 and takes the devices that are left.
+      stage, data, fsdp, context, tensor: sizes of the axes; one of them may be -1 and takes the devices
+        that are left.
       dcn_data: number of slices or hosts that the ``data`` axis spans over the slow network (HSDP): the
-        mesh's ``data`` axis has ``dcn_data * data`` entries, and ``fsdp`` and ``tensor`` stay inside one
-        slice (TPU) or one host (elsewhere).
+        mesh's ``data`` axis has ``dcn_data * data`` entries, and the other axes stay inside one slice
+        (TPU) or one host (elsewhere).
       devices: defaults to all devices of all processes.
 
     Raises:
       ValueError: sizes that do not multiply to the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    sizes = resolve_axes(len(devices), data=data, fsdp=fsdp, tensor=tensor, dcn_data=dcn_data)
+    axes = dict(stage=stage, data=data, fsdp=fsdp, context=context, tensor=tensor)
+    sizes = tuple(resolve_axes(len(devices), dcn_data=dcn_data, **axes).values())
     if dcn_data > 1:
         on_slices = len({getattr(d, "slice_index", 0) for d in devices}) == dcn_data
         grid = mesh_utils.create_hybrid_device_mesh(
-            sizes, (dcn_data, 1, 1), devices, process_is_granule=not on_slices
+            sizes, (1, dcn_data, 1, 1, 1), devices, process_is_granule=not on_slices
         )
     else:
         grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def resolve_axes(
-    num_devices: int, *, data: int, fsdp: int, tensor: int, dcn_data: int = 1
-) -> tuple[int, int, int]:
-    """The per-slice axis sizes with -1 filled in; their product times ``dcn_data`` is ``num_devices``."""
-    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
-    text = ", ".join(f"mesh.{k}={v}" for k, v in sizes.items()) + f", mesh.dcn_data={dcn_data}"
+def resolve_axes(num_devices: int, *, dcn_data: int = 1, **axes: int) -> dict[str, int]:
+    """The sizes of all axes in one slice, -1 filled in; ``dcn_data`` times their product is ``num_devices``."""
+    sizes = {name: axes.get(name, 1) for name in MESH_AXES}
+    text = ", ".join(f"mesh.{k}={v}" for k, v in (sizes | {"dcn_data": dcn_data}).items())
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1 or dcn_data < 1 or any(s < 1 and s != -1 for s in sizes.values()):
-        raise ValueError(f"{text}: sizes are positive, and at most one of data, fsdp, tensor may be -1")
+        raise ValueError(f"{text}: sizes are positive, and at most one of {', '.join(MESH_AXES)} may be -1")
     taken = dcn_data * math.prod(s for s in sizes.values() if s != -1)
     if free and num_devices % taken == 0:
         sizes[free[0]] = num_devices // taken
@@ -95,7 +99,12 @@ def resolve_axes(
             f"{text}: the axes ask for a multiple of {taken} devices, there are {num_devices}; "
             "set one axis to -1 or run with that many devices"
         )
-    return sizes["data"], sizes["fsdp"], sizes["tensor"]
+    return sizes
+
+
+def describe(axes: Mapping[str, int]) -> str:
+    """The axes of a mesh that split anything, as in "fsdp 4 × tensor 2"."""
+    return " × ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one device"
 
 
 def spec(*names: str | None) -> PartitionSpec:
@@ -125,6 +134,31 @@ def _size(mesh: Any, axes: str | tuple[str, ...] | None) -> int:
 def batch_shards(mesh: Mesh) -> int:
     """Into how many parts the batch dim is split."""
     return _size(mesh, RULES["batch"])
+
+
+def batch_part(mesh: Mesh) -> tuple[int, int]:
+    """Which of how many equal parts of the global batch this process reads.
+
+    Processes that hold the same rows (other stages, other parts of the sequence) read the same part.
+
+    Raises:
+      ValueError: processes whose rows overlap in part.
+    """
+    if mesh.empty:
+        return jax.process_index(), jax.process_count()
+    rows = np.indices(mesh.devices.shape)
+    which = [MESH_AXES.index(axis) for axis in RULES["batch"] or ()]
+    shard = np.ravel_multi_index([rows[i] for i in which], [mesh.devices.shape[i] for i in which])
+    held: dict[int, set[int]] = {}
+    for device, part in zip(mesh.devices.flat, shard.flat, strict=True):
+        held.setdefault(device.process_index, set()).add(int(part))
+    parts = sorted({tuple(sorted(one)) for one in held.values()})
+    if sum(map(len, parts)) != batch_shards(mesh):
+        raise ValueError(
+            f"mesh {dict(mesh.shape)}: the parts of the batch that processes hold overlap; let "
+            "mesh.context × mesh.tensor fill whole processes, or one process a whole number of them"
+        )
+    return parts.index(tuple(sorted(held[jax.process_index()]))), len(parts)
 
 
 def param_shardings(variables: nnx.State, mesh: Mesh) -> dict:
@@ -223,7 +257,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def global_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """Global device arrays from this process's rows of the batch (rows in process order)."""
+    """Global device arrays from this process's rows of the batch: those of its `batch_part`."""
     sharding = batch_sharding(mesh)
     return {k: jax.make_array_from_process_local_data(sharding, v) for k, v in batch.items()}
 

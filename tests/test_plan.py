@@ -32,7 +32,7 @@ def test_command_without_a_compiler(tmp_path):
         f"--picture={tmp_path / 'plan.png'}",
     )
     assert done.returncode == 0, done.stderr
-    assert "1024 × TPU v5, mesh data 1 × fsdp 128 × tensor 8" in done.stdout
+    assert "1024 × TPU v5, mesh fsdp 128 × tensor 8" in done.stdout
     assert "405,853,388,800 parameters" in done.stdout and "\nfits: " in done.stdout
     values = json.loads((tmp_path / "plan.json").read_text())
     assert values["estimate"]["seconds"] < 1  # arithmetic; the shapes of the state come before

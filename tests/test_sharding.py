@@ -1,3 +1,5 @@
+import math
+
 import jax
 import numpy as np
 import pytest
@@ -8,8 +10,10 @@ from maxlp import sharding
 
 
 def test_one_axis_takes_what_is_left():
-    assert dict(sharding.make_mesh(data=2, fsdp=-1, tensor=2).shape) == {"data": 2, "fsdp": 2, "tensor": 2}
-    assert dict(sharding.make_mesh(data=-1, fsdp=1).shape) == {"data": 8, "fsdp": 1, "tensor": 1}
+    sizes = lambda **axes: tuple(sharding.make_mesh(**axes).shape.values())  # noqa: E731
+    assert sizes(data=2, fsdp=-1, tensor=2) == (1, 2, 2, 1, 2)
+    assert sizes(data=-1, fsdp=1) == (1, 8, 1, 1, 1)
+    assert sizes(stage=2, context=2) == (2, 1, 2, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -29,9 +33,33 @@ def test_kernel_is_split_by_its_names_and_a_misfit_is_named():
         )
         return sharding.param_shardings(nnx.State({"mlp": {"kernel": kernel}}), mesh)
 
-    assert shardings((8, 6))["mlp"]["kernel"].spec == P("fsdp", "tensor")
+    assert shardings((8, 6))["mlp"]["kernel"].spec == P(("fsdp", "context"), "tensor")
     with pytest.raises(ValueError, match=r"mlp/kernel: axis 'mlp' of size 7 .* 'tensor' of size 2"):
         shardings((8, 7))
+
+
+def test_processes_read_different_rows_only_where_they_hold_different_rows(monkeypatch):
+    class Device:
+        def __init__(self, process_index):
+            self.process_index = process_index
+
+    def parts(processes, **sizes):
+        shape = tuple(sharding.resolve_axes(8, **{"fsdp": 1} | sizes).values())
+        devices = np.array([Device(i * processes // 8) for i in range(8)]).reshape(shape)
+        mesh = type("Mesh", (), {"devices": devices, "empty": False, "shape": sizes})()
+        monkeypatch.setattr(
+            sharding, "batch_shards", lambda mesh: math.prod(sizes.get(a, 1) for a in ("data", "fsdp"))
+        )
+        found = []
+        for process in range(processes):
+            monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+            found.append(sharding.batch_part(mesh))
+        return found
+
+    assert parts(4, data=2, fsdp=4) == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    assert parts(4, fsdp=2, context=4) == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert parts(4, stage=2, fsdp=2, tensor=2) == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    assert parts(2, stage=2, fsdp=4) == [(0, 1), (0, 1)]
 
 
 def test_batches_run_ahead_but_keep_their_own_state():

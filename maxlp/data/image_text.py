@@ -24,25 +24,21 @@ import csv
 import dataclasses
 import gzip
 import importlib.util
-import inspect
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import grain
 import numpy as np
-from absl import flags, logging
+from absl import logging
 
 from maxlp.data import images, tars
 from maxlp.data import sources as sources_lib
-from maxlp.data import text as text_lib
 from maxlp.data import tokenizer as tokenizer_lib
+from maxlp.data.common import Batch, check, check_settings, claims, in_workers, largest_divisor, shuffled
 from maxlp.data.glyphs import Glyphs
 from maxlp.data.images import BrokenExample, Example
-
-Batch = dict[str, np.ndarray]
 
 MANIFEST_FORMAT = "maxlp-image-text-1"
 TEMPLATES = ("a photo of a {}.",)
@@ -103,14 +99,8 @@ def make_data(
     Raises:
       ValueError: a value out of range, a source or tokenizer that cannot be read.
     """
-    checks = {
+    wanted = claims(batch_size, num_epochs, num_workers, seed, process_index, process_count) | {
         f"split={split!r} is unknown; choose 'train' or 'heldout'": split in ("train", "heldout"),
-        f"process_index={process_index} must be in 0 … process_count-1={process_count - 1}": (
-            0 <= process_index < process_count
-        ),
-        f"batch_size={batch_size} must be a positive multiple of the {process_count} processes": (
-            batch_size > 0 and batch_size % process_count == 0
-        ),
         f"text_len={text_len} must be at least 3: beginning, text and end": text_len >= 3,
         f"image_size={image_size} must be positive": image_size > 0,
         f"crop_scale={tuple(crop_scale)} must be two ascending fractions above 0, up to 1": (
@@ -119,17 +109,10 @@ def make_data(
         f"templates={templates!r} must each have a {{}} for the class": (
             not isinstance(templates, str) and all("{}" in each for each in templates)
         ),
-        f"num_epochs={num_epochs} must be positive, or None for no end": (
-            num_epochs is None or num_epochs > 0
-        ),
         f"num_threads={num_threads} must be positive": num_threads > 0,
-        f"num_workers={num_workers} must not be negative": num_workers >= 0,
         f"max_broken={max_broken} must not be negative": max_broken >= 0,
-        f"seed={seed} must be in 0 … 2**32-1": 0 <= seed < 2**32,
     }
-    for message, holds in checks.items():
-        if not holds:
-            raise ValueError(message)
+    check(wanted)
     spec = heldout_source if split == "heldout" and heldout_source else source
     examples = _open(
         spec, split, image_size, (crop_scale[0], crop_scale[1]), classes, tuple(templates), max_pixels
@@ -254,7 +237,7 @@ class ImageTextIterator:
         self._broken: set[int] = set()
         self._chunks: grain.DatasetIterator | None = None  # made ahead
         rows = dataset.settings["batch_size"] // dataset.process_count
-        self._parts = rows // text_lib._largest_divisor(rows, CHUNK_ROWS)
+        self._parts = rows // largest_divisor(rows, CHUNK_ROWS)
 
     def __iter__(self) -> ImageTextIterator:
         return self
@@ -289,12 +272,7 @@ class ImageTextIterator:
         Raises:
           ValueError: the state is of other data settings.
         """
-        for key, value in self._dataset.settings.items():
-            if state["settings"].get(key) != value:
-                raise ValueError(
-                    f"data state was saved with {key}={state['settings'].get(key)}, now {key}={value};"
-                    " resume with what it was, or start the run in a new workdir"
-                )
+        check_settings(state["settings"], self._dataset.settings)
         self.close()
         self._step = state["step"]
         self._broken = {index for broken in state["streams"].values() for index in broken}
@@ -323,12 +301,7 @@ class ImageTextIterator:
         todo = grain.MapDataset.source(chunks)[self._step * self._parts :]
         found = todo.to_iter_dataset(grain.ReadOptions(dataset.num_threads, ahead))
         if dataset.num_workers:
-            if not flags.FLAGS.is_parsed():  # Grain reads them; only absl programs parse them
-                flags.FLAGS.mark_as_parsed()
-            # Through pipes: the shared memory of a container is often smaller than a few batches.
-            pipes = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
-            found = grain.experimental.WithOptionsIterDataset(found, pipes)
-            found = found.mp_prefetch(grain.MultiprocessingOptions(dataset.num_workers))
+            found = in_workers(found, grain.MultiprocessingOptions(dataset.num_workers))
         return iter(found)
 
 
@@ -368,7 +341,7 @@ class _Chunks:
         data, (seed, batch_size) = self._dataset, self._seed_and_batch_size
         for _ in range(data.max_broken + 1):
             order = (seed, ORDER, epoch)
-            index = text_lib._shuffled(place % len(data.examples), len(data.examples), order)
+            index = shuffled(place % len(data.examples), len(data.examples), order)
             rng = np.random.Generator(np.random.PCG64((seed, AUGMENT, epoch, index)))
             try:
                 return data.examples.example(index, rng)
@@ -472,35 +445,17 @@ def _open(
     templates: tuple[str, ...],
     max_pixels: int,
 ) -> Any:
-    head, options = sources_lib.split_options(spec)
-    kind, _, path = head.partition(":")
-    if kind not in KINDS:
-        raise ValueError(f"source {spec!r}: unknown kind {kind!r}; known: {', '.join(KINDS)}")
-    if bool(path) != (kind not in ("glyphs", "digits")):
-        raise ValueError(f"source {spec!r}: write {kind!r}" + (" without a path" if path else " + ':PATH'"))
-    split = options.pop("split", split)
-    if split not in sources_lib.SPLITS and kind != "tfds":
-        raise ValueError(f"source {spec!r}: split {split!r} is none of {', '.join(sources_lib.SPLITS)}")
-    known = inspect.signature(KINDS[kind]).parameters
-    kwargs: dict[str, Any] = dict(options)
-    for key, value in options.items():
-        if key not in known or key in ("split", "image_size", "path"):
-            choices = ", ".join([key for key in known if key not in ("split", "image_size", "path")])
-            raise ValueError(f"source {spec!r}: unknown option {key!r}; {kind} takes {choices}, split")
-        if known[key].annotation in (float, "float"):
-            kwargs[key] = sources_lib._number(spec, key, value)
+    kind, path, split, options = sources_lib.parse_spec(spec, split, KINDS, pathless=("glyphs", "digits"))
     try:
         if kind == "glyphs":
-            return Glyphs(split, image_size, **kwargs)
-        records, names, own_templates, part = KINDS[kind](path=path, split=split, **kwargs)
+            return Glyphs(split, image_size, **options)
+        records, names, own_templates, part = KINDS[kind](path, split, **options)
     except ValueError as error:
         raise ValueError(f"source {spec!r}: {sources_lib.one_line(error)}") from None
-    if not 0 <= part <= 0.5:
-        raise ValueError(f"source {spec!r}: heldout={part} must be a fraction from 0 to 0.5")
     if class_file:
         with open(os.path.expanduser(class_file), encoding="utf-8") as file:
             names = [line.strip() for line in file if line.strip()]
-    every = None if kind == "tfds" else sources_lib._every(part)
+    every = None if kind == "tfds" else sources_lib.every(part)
     source = sources_lib.Source(spec, split, records, every)
     return Records(source, names, templates or own_templates, image_size, crop_scale, max_pixels)
 
@@ -573,15 +528,9 @@ class _ArrayRecord:
     """What `maxlp.prepare image_text` wrote; see `pack_record`."""
 
     def __init__(self, folder: str):
-        from array_record.python.array_record_data_source import ArrayRecordDataSource
-
         manifest = sources_lib.read_manifest(folder, MANIFEST_FORMAT)
         self.folder, self.classes = folder, manifest["classes"]
-        paths = [os.path.join(folder, shard["file"]) for shard in manifest["shards"]]
-        counts = [shard["documents"] for shard in manifest["shards"]]
-        self.reader = ArrayRecordDataSource(
-            [f"{path}[0:{count}]" for path, count in zip(paths, counts, strict=True)]
-        )
+        self.reader = sources_lib.open_shards(folder, manifest)
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -601,9 +550,8 @@ class _Tfds:
     ):
         tfds = sources_lib.import_extra("tensorflow_datasets")
         self.name, self.keys = name, (image_key, text_key, label_key)
-        split = {"heldout": "validation"}.get(split, split)
         decoders = {image_key: tfds.decode.SkipDecoding()}
-        self.examples = sources_lib._open_tfds(name, split, data_dir, decoders)
+        self.examples = sources_lib.open_tfds(name, split, data_dir, decoders)
         features = self.examples.dataset_info.features
         for key in filter(None, (image_key, text_key or label_key)):
             if key not in features:

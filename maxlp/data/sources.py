@@ -34,7 +34,7 @@ import platform
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -230,7 +230,7 @@ class _JsonLines:
         return self.ends[-1]
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        number, row = _locate(self.ends, row)
+        number, row = locate(self.ends, row)
         path, start = self.paths[number], int(self.starts[number][row])
         with open(path, "rb") as file:
             file.seek(start)
@@ -264,7 +264,7 @@ class _Parquet:
         return self.ends[-1]
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        number, row = _locate(self.ends, row)
+        number, row = locate(self.ends, row)
         path, group = self.groups[number]
         value = _parquet_column(path, group, self.text_key)[row].as_py()
         return _text(value, self.text_key, lambda: f"{path}: row {row} of row group {group}")
@@ -274,17 +274,10 @@ class _ArrayRecord:
     """What `maxlp.prepare` wrote: UTF-8 bytes, or token ids as little-endian uint16 or uint32."""
 
     def __init__(self, folder: str):
-        from array_record.python.array_record_data_source import ArrayRecordDataSource
-
         manifest = read_manifest(folder, MANIFEST_FORMAT)
         self.dtype = np.dtype(manifest["dtype"]) if manifest["kind"] == "tokens" else None
         self.tokenizer = manifest["tokenizer"] and _tokenizer_of(folder, **manifest["tokenizer"])
-        # The record range spares the reader from opening every shard only to count it.
-        paths = [os.path.join(folder, shard["file"]) for shard in manifest["shards"]]
-        counts = [shard["documents"] for shard in manifest["shards"]]
-        self.reader = ArrayRecordDataSource(
-            [f"{path}[0:{count}]" for path, count in zip(paths, counts, strict=True)]
-        )
+        self.reader = open_shards(folder, manifest)
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -301,7 +294,7 @@ class _Tfds:
 
     def __init__(self, name: str, split: str, text_key: str, data_dir: str | None):
         self.name, self.text_key = name, text_key
-        self.examples = _open_tfds(name, split, data_dir)
+        self.examples = open_tfds(name, split, data_dir)
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -315,8 +308,6 @@ class _Tfds:
 
 
 def _stdlib(name: str, path: str, split: str, *, heldout: float = HELDOUT) -> Source:
-    if path:
-        raise ValueError(f"source {name!r}: stdlib takes no path; for a folder use 'text:{path}'")
     root, names = _stdlib_files()
     chosen = _choose_files(names, split, heldout)
     return Source(f"{name} (Python {platform.python_version()})", split, _TextFiles(root, chosen))
@@ -330,25 +321,24 @@ def _text_files(name: str, path: str, split: str, *, heldout: float = HELDOUT) -
 
 def _jsonl(name: str, path: str, split: str, *, text_key: str = "text", heldout: float = HELDOUT) -> Source:
     _, paths = _find_files(name, path, ".jsonl")
-    return Source(name, split, _JsonLines(paths, text_key), _every(heldout))
+    return Source(name, split, _JsonLines(paths, text_key), every(heldout))
 
 
 def _parquet(
     name: str, path: str, split: str, *, text_key: str = "text", heldout: float = HELDOUT
 ) -> Source:
     _, paths = _find_files(name, path, ".parquet")
-    return Source(name, split, _Parquet(paths, text_key), _every(heldout))
+    return Source(name, split, _Parquet(paths, text_key), every(heldout))
 
 
 def _array_record(name: str, path: str, split: str, *, heldout: float = HELDOUT) -> Source:
-    return Source(name, split, _ArrayRecord(os.path.expanduser(path)), _every(heldout))
+    return Source(name, split, _ArrayRecord(os.path.expanduser(path)), every(heldout))
 
 
 def _tfds(
     name: str, path: str, split: str, *, text_key: str = "text", data_dir: str | None = None
 ) -> Source:
-    expression = {"heldout": "validation"}.get(split, split)
-    return Source(name, split, _Tfds(path, expression, text_key, data_dir))
+    return Source(name, split, _Tfds(path, split, text_key, data_dir))
 
 
 KINDS = {
@@ -375,28 +365,63 @@ def _parse_mixture(spec: str) -> dict[str, float]:
 
 
 def _make_one(spec: str, split: str) -> Source:
-    head, options = split_options(spec)
-    kind, _, path = head.partition(":")
-    if kind not in KINDS:
-        raise ValueError(f"source {spec!r}: unknown kind {kind!r}; known: {', '.join(KINDS)}")
-    if not path and kind != "stdlib":
-        raise ValueError(f"source {spec!r} lacks what to read; write '{kind}:PATH'")
-    split = options.pop("split", split)
-    if split not in SPLITS and kind != "tfds":
-        raise ValueError(f"source {spec!r}: split {split!r} is none of {', '.join(SPLITS)}")
-    known = inspect.getfullargspec(KINDS[kind]).kwonlyargs
-    for key in options:
-        if key not in known:
-            choices = ", ".join([*known, "split", "weight"])
-            raise ValueError(f"source {spec!r}: unknown option {key!r}; {kind} takes {choices}")
-    kwargs: dict[str, Any] = dict(options)
-    if "heldout" in kwargs:
-        kwargs["heldout"] = _number(spec, "heldout", kwargs["heldout"])
-        if not 0 <= kwargs["heldout"] <= 0.5:
-            raise ValueError(f"source {spec!r}: heldout must be a fraction from 0 to 0.5")
-    source = KINDS[kind](spec, path, split, **kwargs)
+    kind, path, split, options = parse_spec(spec, split, KINDS, pathless=("stdlib",), also=("weight",))
+    source = KINDS[kind](spec, path, split, **options)
     source[0]
     return source
+
+
+class Spec(NamedTuple):
+    """`kind:path?key=value&split=…` in its parts, the options as their function takes them."""
+
+    kind: str
+    path: str
+    split: str
+    options: dict[str, Any]
+
+
+def parse_spec(
+    spec: str,
+    split: str,
+    kinds: Mapping[str, Callable],
+    pathless: Sequence[str] = (),
+    also: Sequence[str] = (),
+) -> Spec:
+    """Takes a spec apart and checks it.
+
+    Args:
+      split: used unless the spec has one.
+      kinds: by name, what opens them; their keyword-only parameters are the options.
+      pathless: those that take no path.
+      also: options that the caller took out, for the message.
+
+    Raises:
+      ValueError: unknown kind, option or split, a path missing or too many, a number that is none.
+    """
+    head, texts = split_options(spec)
+    kind, _, path = head.partition(":")
+    if kind not in kinds:
+        raise ValueError(f"source {spec!r}: unknown kind {kind!r}; known: {', '.join(kinds)}")
+    if not path and kind not in pathless:
+        raise ValueError(f"source {spec!r} lacks what to read; write '{kind}:PATH'")
+    if path and kind in pathless:
+        others = ", ".join(name for name in kinds if name not in pathless)
+        raise ValueError(f"source {spec!r}: {kind} takes no path; for one there are {others}")
+    split = texts.pop("split", split)
+    if split not in SPLITS and kind != "tfds":
+        raise ValueError(f"source {spec!r}: split {split!r} is none of {', '.join(SPLITS)}")
+    parameters = inspect.signature(kinds[kind], eval_str=True).parameters.values()
+    known = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY}
+    options: dict[str, Any] = {}
+    for key, text in texts.items():
+        if key not in known:
+            choices = ", ".join([*known, "split", *also])
+            raise ValueError(f"source {spec!r}: unknown option {key!r}; {kind} takes {choices}")
+        options[key] = _number(spec, key, text) if known[key] is float else text
+    part = options.get("heldout", 0.0)
+    if isinstance(part, float) and not 0 <= part <= 0.5:
+        raise ValueError(f"source {spec!r}: heldout={part} must be a fraction from 0 to 0.5")
+    return Spec(kind, path, split, options)
 
 
 def _number(spec: str, key: str, value: str) -> float:
@@ -406,7 +431,8 @@ def _number(spec: str, key: str, value: str) -> float:
         raise ValueError(f"source {spec!r}: {key}={value!r} is not a number") from None
 
 
-def _every(heldout: float) -> int:
+def every(heldout: float) -> int:
+    """One record in how many is held out, if that part of them is; 0 for none."""
     return round(1 / heldout) if heldout else 0
 
 
@@ -477,7 +503,7 @@ def _text(value: Any, key: str, where: Any) -> dict[str, Any]:
     return {"text": value}
 
 
-def _locate(ends: list[int], row: int) -> tuple[int, int]:
+def locate(ends: Sequence[int], row: int) -> tuple[int, int]:
     """The part that holds `row`, and the row within it; `ends` are running totals."""
     part = bisect.bisect_right(ends, row)
     return part, row - (ends[part - 1] if part else 0)
@@ -553,7 +579,19 @@ def read_manifest(folder: str, kind: str) -> dict[str, Any]:
     return manifest
 
 
-def _open_tfds(name: str, split: str, data_dir: str | None, decoders: Any = None) -> Any:
+def open_shards(folder: str, manifest: dict[str, Any]) -> Any:
+    """The records of a folder by number, as bytes; `manifest` is what `read_manifest` found there."""
+    from array_record.python.array_record_data_source import ArrayRecordDataSource
+
+    # The record range spares the reader from opening every shard only to count it.
+    return ArrayRecordDataSource(
+        [f"{os.path.join(folder, shard['file'])}[0:{shard['documents']}]" for shard in manifest["shards"]]
+    )
+
+
+def open_tfds(name: str, split: str, data_dir: str | None, decoders: Any = None) -> Any:
+    """Examples of a prepared TFDS dataset by number, or a `ValueError` that says how to prepare it."""
+    split = {"heldout": "validation"}.get(split, split)
     tfds = import_extra("tensorflow_datasets")
     try:
         return tfds.data_source(name, split=split, data_dir=data_dir, download=False, decoders=decoders)

@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 
 from maxlp.data.images import BrokenExample
-from maxlp.data.sources import _locate as locate
-from maxlp.data.sources import one_line
+from maxlp.data.sources import locate, one_line
 
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp")
 INDEX_THREADS = 16

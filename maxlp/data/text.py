@@ -25,7 +25,6 @@ Letters: B batch, S sequence length, W windows of a block, R rows of a stream on
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import sys
@@ -35,15 +34,22 @@ from typing import Any
 
 import grain
 import numpy as np
-from absl import flags
-from grain.experimental import index_shuffle
 
 from maxlp.data import sources as sources_lib
 from maxlp.data import tokenizer as tokenizer_lib
+from maxlp.data.common import (
+    Batch,
+    Seeds,
+    check,
+    check_settings,
+    claims,
+    in_workers,
+    largest_divisor,
+    permutation,
+    shuffled,
+)
 
-Batch = dict[str, np.ndarray]
 Cursor = tuple[int, int]  # (document of the stream, offset in its tokens)
-Seeds = tuple[int, ...]
 
 SHUFFLE_TOKENS = 2**20
 # A stream of fewer documents would run through its epochs visibly faster or slower than others.
@@ -212,30 +218,18 @@ def make_text_dataset(
     """
     _check_sources(sources)
     weights = [1.0] * len(sources) if weights is None else [float(weight) for weight in weights]
-    checks = {
+    wanted = claims(global_batch_size, num_epochs, num_workers, seed, process_index, process_count) | {
         f"seq_len={seq_len} must be at least 2": seq_len >= 2,
-        f"process_index={process_index} must be in 0 … process_count-1={process_count - 1}": (
-            0 <= process_index < process_count
-        ),
-        f"batch_size={global_batch_size} must be a positive multiple of the {process_count}"
-        " processes": global_batch_size > 0 and global_batch_size % process_count == 0,
         f"packing={packing!r} is unknown; choose one of {', '.join(PACKERS)}": packing in PACKERS,
-        f"seed={seed} must be in 0 … 2**32-1": 0 <= seed < 2**32,
-        f"num_epochs={num_epochs} must be positive, or None for no end": (
-            num_epochs is None or num_epochs > 0
-        ),
         f"num_epochs={num_epochs} needs a single source; a mixture repeats, set num_epochs=None": (
             num_epochs is None or len(sources) == 1
         ),
-        f"num_workers={num_workers} must not be negative": num_workers >= 0,
         f"shuffle_tokens={shuffle_tokens} must not be negative": shuffle_tokens >= 0,
         f"weights {weights} must be {len(sources)} positive numbers, one for each source": (
             len(weights) == len(sources) and all(0 < weight < math.inf for weight in weights)
         ),
     }
-    for message, holds in checks.items():
-        if not holds:
-            raise ValueError(message)
+    check(wanted)
     settings = dict(
         seed=seed,
         batch_size=global_batch_size,
@@ -329,12 +323,7 @@ class TextIterator:
         Raises:
           ValueError: the state is of other data settings, or lacks streams of this process.
         """
-        for key, value in self._dataset.settings.items():
-            if state["settings"].get(key) != value:
-                raise ValueError(
-                    f"data state was saved with {key}={state['settings'].get(key)}, now {key}={value};"
-                    " resume with what it was, or start the run in a new workdir"
-                )
+        check_settings(state["settings"], self._dataset.settings)
         missing = [stream for stream, _ in self._rows if str(stream) not in state["streams"]]
         if missing:
             raise ValueError(
@@ -357,34 +346,13 @@ class TextIterator:
         streams = [(stream, rows, self._cursors[stream]) for stream, rows in self._rows]
         first = self._step // self._plan.steps_per_block
         blocks = _Blocks(self._dataset, self._plan, streams, first)
-        workers = _largest_divisor(len(streams), self._dataset.num_workers)
+        workers = largest_divisor(len(streams), self._dataset.num_workers)
         if workers:
-            if not flags.FLAGS.is_parsed():  # Grain reads them; only absl programs parse them
-                flags.FLAGS.mark_as_parsed()
-            # Through pipes: the shared memory of a container is often smaller than a block.
-            pipes = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
-            blocks = grain.experimental.WithOptionsIterDataset(blocks, pipes)
             buffer = len(streams) // workers
-            options = grain.MultiprocessingOptions(workers, per_worker_buffer_size=buffer)
-            blocks = blocks.mp_prefetch(options)
+            blocks = in_workers(
+                blocks, grain.MultiprocessingOptions(workers, per_worker_buffer_size=buffer)
+            )
         return iter(grain.experimental.ThreadPrefetchIterDataset(blocks, prefetch_buffer_size=len(streams)))
-
-
-def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The states of all processes at one step → the state that any number of processes can take.
-
-    Raises:
-      ValueError: the states are of different steps or settings.
-    """
-    for state in states:
-        for key in ("step", "settings"):
-            if state[key] != states[0][key]:
-                raise ValueError(
-                    f"data states of different {key}: {states[0][key]} and {state[key]};"
-                    " merge those of one checkpoint"
-                )
-    streams = {stream: c for state in states for stream, c in state["streams"].items()}
-    return {**states[0], "streams": streams}
 
 
 # --- streams and blocks -----------------------------------------------------------------------
@@ -404,7 +372,7 @@ class _Plan:
         # Processes that end must do so at one step, which none of them knows from a part alone.
         endless = settings["num_epochs"] is None
         full_streams = max(settings["documents"]) // DOCUMENTS_PER_STREAM if endless else 1
-        num_streams = _largest_divisor(batch_size, max(1, full_streams))
+        num_streams = largest_divisor(batch_size, max(1, full_streams))
         mixed_tokens = settings["shuffle_tokens"] if settings["shuffle"] else 0
         steps = max(1, mixed_tokens // (batch_size * settings["seq_len"]))
         if settings["packing"] == "first_fit":
@@ -518,7 +486,7 @@ class _Stream:
         order_W = np.arange(-(-used // self.plan.rows_per_stream) * self.plan.rows_per_stream)
         if self.settings["shuffle"]:
             seeds = (self.settings["seed"], WINDOWS, self.number, block)
-            order_W[:used] = _permutation(used, seeds)
+            order_W[:used] = permutation(used, seeds)
         chosen = order_W.reshape(-1, self.plan.rows_per_stream)[:, self.rows]
         return {
             "windows": {key: array[chosen] for key, array in windows.items()},
@@ -593,30 +561,10 @@ class _Documents:
     def __getitem__(self, index: int) -> np.ndarray:
         epoch, index = divmod(index, self.per_epoch)
         if self._shuffle:
-            index = _shuffled(index, self.per_epoch, (*self._seeds, epoch))
+            index = shuffled(index, self.per_epoch, (*self._seeds, epoch))
         document = self._source[index]
         tokens = document["tokens"] if "tokens" in document else self._encode(document["text"])
         return np.concatenate([self._bos, tokens, self._eos], dtype=np.int32, casting="unsafe")
-
-
-def _shuffled(index: int, size: int, seeds: Seeds) -> int:
-    """The `index`-th element of a random permutation."""
-    if size <= 2**16:  # there Grain's, which needs no memory, takes up to 25 ms
-        return int(_cached_permutation(size, seeds)[index])
-    return index_shuffle(index, max_index=size - 1, seed=_one_seed(seeds), rounds=4)
-
-
-@functools.lru_cache(maxsize=16)
-def _one_seed(seeds: Seeds) -> int:
-    return int(np.random.SeedSequence(seeds).generate_state(1)[0])
-
-
-def _permutation(size: int, seeds: Seeds) -> np.ndarray:
-    # From raw bits, because NumPy may change what `Generator.permutation` makes of them.
-    return np.argsort(np.random.PCG64(seeds).random_raw(size), kind="stable")
-
-
-_cached_permutation = functools.lru_cache(maxsize=16)(_permutation)
 
 
 # --- packing ------------------------------------------------------------------------------------
@@ -692,11 +640,6 @@ def _segments(owner_WS: np.ndarray) -> Batch:
         "segment_ids": (np.cumsum(starts_WS, axis=1, dtype=np.int32) + 1) * is_text_WS,
         "positions": (column_S - start_WS) * is_text_WS,
     }
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of `number` that is at most `limit`; 0 for limit 0."""
-    return max((d for d in range(1, min(number, limit) + 1) if number % d == 0), default=0)
 
 
 def _check_sources(sources: Sequence[Any]) -> None:

@@ -48,7 +48,8 @@ class State:
 
 
 def abstract_mesh(axes: dict[str, int]) -> AbstractMesh:
-    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    sizes = tuple(axes.get(name, 1) for name in sharding.MESH_AXES)
+    return AbstractMesh(sizes, sharding.MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def mesh_axes(c: ConfigDict, num_devices: int) -> dict[str, int]:
@@ -57,12 +58,11 @@ def mesh_axes(c: ConfigDict, num_devices: int) -> dict[str, int]:
     Raises:
       ConfigError: sizes that do not multiply to them.
     """
-    values = dict(c.mesh.items())
     try:
-        data, fsdp, tensor = sharding.resolve_axes(num_devices, **values)
+        axes = sharding.resolve_axes(num_devices, **dict(c.mesh.items()))
     except ValueError as error:
         raise ConfigError(f"config.mesh: {error}") from error
-    return dict(zip(sharding.MESH_AXES, (data * values.get("dcn_data", 1), fsdp, tensor), strict=True))
+    return axes | {"data": axes["data"] * c.mesh.get("dcn_data", 1)}
 
 
 def abstract_state(c: ConfigDict, axes: dict[str, int]) -> State:

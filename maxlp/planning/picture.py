@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from maxlp import sharding
 from maxlp.planning.topologies import GIB
 
 
@@ -15,7 +16,7 @@ def draw(plan: dict[str, Any], path: str) -> None:
     source = "compiled" if "time" in plan.get("compiled", {}) else "estimate"
     if "time" in plan.get(source, {}):
         _seconds(seconds, plan[source], source)
-    mesh = " × ".join(f"{name} {size}" for name, size in plan["mesh"].items())
+    mesh = sharding.describe(plan["mesh"])
     figure.suptitle(f"{plan['parameters'] / 1e9:.3g} B parameters on {plan['topology']}, {mesh}")
     figure.savefig(path, dpi=120)
 

@@ -235,7 +235,7 @@ def axis_bandwidth(topology: Topology, mesh: dict[str, int], axes: tuple[str, ..
     Args:
       mesh: axis sizes in the order of the mesh, slowest first; a GPU's devices lie in it host by host.
       axes: those over which the collective runs.
-      dcn: slices or hosts that the first axis spans over the network.
+      dcn: slices or hosts that the ``data`` axis spans over the network.
 
     A torus dimension serves the mesh axis that lies along it with links in both directions, or with half if
     it does not close to a ring. `mesh_utils` decides who lies where; here the last axis takes the fewest
@@ -246,7 +246,7 @@ def axis_bandwidth(topology: Topology, mesh: dict[str, int], axes: tuple[str, ..
     involved = [a for a in names if a in axes and mesh[a] > 1]
     if not involved:
         return math.inf
-    if dcn > 1 and names[0] in involved and topology.chip.torus:
+    if dcn > 1 and "data" in involved and topology.chip.torus:
         return topology.chip.network
     if not topology.chip.torus:
         per_host = topology.shape[1]

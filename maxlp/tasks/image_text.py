@@ -139,6 +139,12 @@ def check(c: ConfigDict, mesh: Mesh, matmuls: dict[str, str]) -> None:
     """Raises a ConfigError for sections that do not fit each other."""
     loss(c)
     attention.check(c.model.attention, mesh.devices.flat[0].platform)
+    for axis in ("stage", "context"):
+        if mesh.shape[axis] > 1:
+            raise ConfigError(
+                f"config.mesh.{axis}={mesh.shape[axis]} is for Llama; of CLIP, mesh.data, mesh.fsdp and "
+                "mesh.tensor split the work"
+            )
     if c.data.image_size != c.model.visual.image_size:
         raise ConfigError(
             f"config.data.image_size={c.data.image_size} is not "
