@@ -332,7 +332,8 @@ def describe(c: ConfigDict, mesh: Mesh, state: dict) -> str:
         f"{c.model.name}: {num_params(state['params']):,} parameters in {c.model.param_dtype}, "
         f"activations in {c.model.dtype}",
         f"mesh: {sharding.describe(mesh.shape)} on {mesh.size} × {mesh.devices.flat[0].device_kind}; "
-        f"per device params {per_device(state['params']):.3g} GiB, optimizer {per_device(state['opt_state']):.3g} GiB",
+        f"per device params {per_device(state['params']):.3g} GiB, "
+        f"optimizer {per_device(state['opt_state']):.3g} GiB",
         f"batch: {family.describe(c)}, {c.train.total_steps:,} steps = "
         f"{c.train.total_steps * family.units(c):,} {family.UNIT}, "
         f"{full:.3g} FLOPs each ({causal:.3g} with causal attention)",

@@ -84,7 +84,10 @@ def make_mesh(
 
 
 def resolve_axes(num_devices: int, *, dcn_data: int = 1, **axes: int) -> dict[str, int]:
-    """The sizes of all axes in one slice, -1 filled in; ``dcn_data`` times their product is ``num_devices``."""
+    """The sizes of all axes in one slice, with -1 filled in.
+
+    ``dcn_data`` times their product is ``num_devices``.
+    """
     sizes = {name: axes.get(name, 1) for name in MESH_AXES}
     text = ", ".join(f"mesh.{k}={v}" for k, v in (sizes | {"dcn_data": dcn_data}).items())
     free = [name for name, size in sizes.items() if size == -1]
