@@ -316,7 +316,8 @@ def test_tfds(monkeypatch):
     ("kwargs", "message"),
     [
         (dict(source="wds:x.tar"), "unknown kind 'wds'; known: glyphs, digits, tar"),
-        (dict(source="tar"), "write 'tar' \\+ ':PATH'|write 'tar'"),
+        (dict(source="tar"), "source 'tar' lacks what to read; write 'tar:PATH'"),
+        (dict(source="digits:x"), "digits takes no path; for one there are tar, array_record, tfds"),
         (dict(source="glyphs?colour=red"), "unknown option 'colour'; glyphs takes characters"),
         (dict(source="glyphs?heldout_characters=lots"), "heldout_characters='lots' is not a number"),
         (dict(source="glyphs?heldout=fonts"), "heldout='fonts' is unknown"),

@@ -261,7 +261,7 @@ def error_of(spec, split="train", index=None):
         ("json:/x", ["'json'", "stdlib, text, jsonl, parquet, array_record, tfds"]),
         ("/data/x.txt", ["unknown kind '/data/x.txt'"]),
         ("jsonl:", ["jsonl:PATH"]),
-        ("stdlib:/x", ["text:/x"]),
+        ("stdlib:/x", ["no path", "text, jsonl"]),
         ("stdlib?heldout=a", ["heldout='a'"]),
         ("stdlib?heldout=0.9", ["0 to 0.5"]),
         ("stdlib?holdout=0.1", ["'holdout'", "heldout, split, weight"]),

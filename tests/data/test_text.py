@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from maxlp.data import text
+from maxlp.data import common, text
 from maxlp.data.sources import Mixture
 from maxlp.data.tokenizer import ByteTokenizer
 
@@ -181,7 +181,7 @@ def test_shuffle_differs_by_epoch_and_seed_and_is_a_permutation():
 
 @pytest.mark.parametrize("size", [1, 2, 1000, 2**16 + 3])
 def test_any_number_of_documents_is_permuted(size):
-    orders = [[text._shuffled(i, size, (seed, 5)) for i in range(size)] for seed in (0, 1)]
+    orders = [[common.shuffled(i, size, (seed, 5)) for i in range(size)] for seed in (0, 1)]
     assert all(sorted(order) == list(range(size)) for order in orders)
     assert size < 1000 or np.mean(np.equal(*orders)) < 0.01
 
@@ -275,7 +275,7 @@ def test_resume_is_exact_on_any_number_of_processes(kwargs, monkeypatch):
             if stop:
                 take(iterator, stop)
             states.append(iterator.get_state())
-        merged = json.loads(json.dumps(text.merge_states(states)))
+        merged = json.loads(json.dumps(common.merge_states(states)))
         rest = {key: array[stop:] for key, array in expected.items()}
         for count in (1, 2, 4):
             parts = []
@@ -306,12 +306,12 @@ def test_state_of_other_data_or_too_few_processes_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"lacks stream 2.*merge_states"):
         iter(make([documents])).set_state(states[0])
     with pytest.raises(ValueError, match="seq_len=8, now seq_len=16"):
-        iter(make([documents], seq_len=16)).set_state(text.merge_states(states))
+        iter(make([documents], seq_len=16)).set_state(common.merge_states(states))
     with pytest.raises(ValueError, match=r"documents=\[400\], now documents=\[401\]"):
-        iter(make([corpus(401, 30)])).set_state(text.merge_states(states))
+        iter(make([corpus(401, 30)])).set_state(common.merge_states(states))
     states[1]["step"] += 1
     with pytest.raises(ValueError, match="different step: 0 and 1"):
-        text.merge_states(states)
+        common.merge_states(states)
 
 
 def test_eval_counts_each_token_once_for_any_process_count():
