@@ -28,11 +28,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+T = TypeVar("T")
 
 # --- FLOPs and peaks ------------------------------------------------------------------------------
 
@@ -188,17 +190,31 @@ class Throughput:
         self._peak, self._num_devices, self._total_steps = peak, num_devices, total_steps
         self._clock = clock
         self._start: tuple[int, float] | None = None
-        self._mark = 0.0
+        self._mark = self._waited = 0.0
 
     def tick(self, step: int) -> None:
         """Notes that the result of `step` has just reached the host."""
         now = self._clock()
         if self._start is None:
             self._start = (step, now)
-            self._reported_step, self._seconds = step, 0.0
+            self._reported_step, self._seconds, self._waited = step, 0.0, 0.0
         else:
             self._seconds += now - self._mark
         self._step, self._mark = step, now
+
+    def waiting_for(self, batches: Iterator[T]) -> Iterator[T]:
+        """The batches, while the seconds until each is there are counted.
+
+        The device works on the step before meanwhile, so that they are the most that data can have cost.
+        """
+        while True:
+            start = self._clock()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self._waited += self._clock() - start
+            yield batch
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -210,12 +226,14 @@ class Throughput:
     def report(self) -> dict[str, float]:
         """The `perf/` metrics of the steps since the last report; {} if there are none.
 
+        `perf/data_wait` is the fraction of the time in which the loop waited for data, see `waiting_for`.
         `perf/eta` is in seconds and, unlike the others, expects pauses to go on as before.
         """
         if self._start is None or self._step == self._reported_step:
             return {}
         step_time = self._seconds / (self._step - self._reported_step)
-        self._reported_step, self._seconds = self._step, 0.0
+        data_wait = self._waited / self._seconds
+        self._reported_step, self._seconds, self._waited = self._step, 0.0, 0.0
         units_per_sec = self._units_per_step / step_time
         per_flop = units_per_sec / (self._peak.flops * self._num_devices)
         full, causal = self._flops_per_unit
@@ -224,6 +242,7 @@ class Throughput:
         return {
             f"perf/{self._unit}_per_sec": units_per_sec,
             "perf/step_time": step_time,
+            "perf/data_wait": data_wait,
             "perf/mfu": full * per_flop,
             "perf/mfu_causal": causal * per_flop,
             "perf/peak_tflops": self._peak.flops / 1e12,
@@ -372,6 +391,7 @@ class ConsoleWriter:
             print(file=self._stream, flush=True)
 
 
+WORTH_A_WORD = 0.05  # of the time waited for data
 MAX_DEPTH = 2  # names with more slashes are of single layers, too many for a line
 
 
@@ -393,10 +413,13 @@ def _format_record(record: Mapping[str, Any], total_steps: int) -> str:
         "perf/tokens_per_sec": lambda v: f"{v:,.0f} tok/s",
         "perf/images_per_sec": lambda v: f"{v:,.0f} img/s",
         "perf/mfu": lambda v: f"mfu {v:.1%}{of_what}",
+        "perf/data_wait": lambda v: f"data wait {v:.0%}",
         "train/learning_rate": lambda v: f"lr {v:.2e}",
         "train/grad_norm": lambda v: f"grad {v:.3g}",
         "perf/eta": lambda v: f"eta {format_seconds(v)}",
     }
+    if record.get("perf/data_wait", 0.0) < WORTH_A_WORD:
+        del formats["perf/data_wait"]
     return "  ".join(parts + [f(record[k]) for k, f in formats.items() if k in record])
 
 

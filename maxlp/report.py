@@ -207,7 +207,7 @@ def speed_lines(run: Run) -> Lines:
     """Throughput, step time, MFU and memory over the records."""
     lines = []
     per_sec = f"{_units_per_step(run)[0]}_per_sec"
-    for name, unit, form in ((per_sec, "", ",.0f"), ("step_time", " s", ".4g")):
+    for name, unit, form in ((per_sec, "", ",.0f"), ("step_time", " s", ".4g"), ("data_wait", "", ".1%")):
         _, values = run.series(f"perf/{name}")
         if len(values):
             p5, median, p95 = (f"{v:{form}}{unit}" for v in np.percentile(values, (5, 50, 95)))

@@ -136,7 +136,8 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
 
     n, data_state = start, batches.get_state()
     watch.note(start, data_state)
-    for n, (batch, data_state) in enumerate(sharding.device_batches(batches, mesh), start + 1):
+    ahead = throughput.waiting_for(sharding.device_batches(batches, mesh))
+    for n, (batch, data_state) in enumerate(ahead, start + 1):
         watch.note(n, data_state)
         profiler.before(n - start)
         state, out = train_step(state, batch)

@@ -166,13 +166,23 @@ def test_throughput_leaves_out_compilation_and_pauses():
     assert report["perf/mfu_causal"] == report["perf/mfu"] / 2
     assert report["perf/eta"] == 2 * 3.0
     assert (report["perf/peak_tflops"], report["perf/peak_measured"]) == (1e-3, 1.0)
+    assert report["perf/data_wait"] == 0
+
+    def slow():
+        for batch in "abc":
+            now[0] += 0.5
+            yield batch
+
+    batches = meter.waiting_for(slow())
+    assert next(batches) == "a"
     now[0] += 1.0  # between the tick and the pause: still training
     with meter.paused():
         now[0] += 100.0
     train(103, 4.0)
     report = meter.report()
-    assert report["perf/step_time"] == 5.0
-    assert report["perf/eta"] == (6 + 100 + 5) / 3  # who waits for the end waits for evaluations too
+    assert report["perf/step_time"] == 5.5
+    assert report["perf/data_wait"] == 0.5 / 5.5
+    assert report["perf/eta"] == (6 + 100 + 5.5) / 3  # who waits for the end waits for evaluations too
     assert meter.report() == {}
 
 
