@@ -242,10 +242,12 @@ class ImageTextIterator:
     def __iter__(self) -> ImageTextIterator:
         return self
 
-    @property
-    def skipped(self) -> int:
-        """Different broken examples met since the run began: by this process, before a resume by all."""
-        return len(self._broken)
+    def metrics(self) -> dict[str, int]:
+        """`data/skipped`, where it is not zero: different broken examples met since the run began.
+
+        Those that this process met, and before a resume all processes: the state has their numbers.
+        """
+        return {"data/skipped": len(self._broken)} if self._broken else {}
 
     def __next__(self) -> Batch:
         chunks = self.start_prefetch()

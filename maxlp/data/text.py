@@ -313,6 +313,10 @@ class TextIterator:
             self._source.start_prefetch()
         return self._source
 
+    def metrics(self) -> dict[str, int]:
+        """What to record beside the loss: nothing, text is never skipped."""
+        return {}
+
     def get_state(self) -> dict[str, Any]:
         streams = {str(s): [[int(n) for n in c] for c in cs] for s, cs in self._cursors.items()}
         return {"step": self._step, "streams": streams, "settings": dict(self._dataset.settings)}

@@ -176,11 +176,12 @@ def test_broken_examples_are_replaced_and_counted(tmp_path):
     broken = {3, 4, 11}
     spec = write_tar(tmp_path / "a.tar", 24, broken)
     whole = iter(make(source=spec))
+    assert whole.metrics() == {}
     batches = list(itertools.islice(whole, 6))
     found = [numbers(batch) for batch in batches]
     for batch in found:  # in place of a broken one comes another of its epoch, never one of its batch
         assert not broken & set(batch) and len(set(batch)) == 8
-    assert whole.skipped == 3
+    assert whole.metrics() == {"data/skipped": 3}
 
     for count in (1, 2):
         iterators = [iter(make(source=spec, process_index=i, process_count=count)) for i in range(count)]
@@ -191,9 +192,9 @@ def test_broken_examples_are_replaced_and_counted(tmp_path):
         state = json.loads(json.dumps(merge_states([iterator.get_state() for iterator in iterators])))
         resumed = iter(make(source=spec))
         resumed.set_state(state)
-        assert resumed.skipped == 3
+        assert resumed.metrics() == {"data/skipped": 3}
         assert_same(list(itertools.islice(resumed, 3)), batches[3:])
-        assert resumed.skipped == 3, "known ones are not counted again"
+        assert resumed.metrics() == {"data/skipped": 3}, "known ones are not counted again"
         for iterator in [*iterators, resumed]:
             iterator.close()
     whole.close()
