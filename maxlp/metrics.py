@@ -414,6 +414,7 @@ def _format_record(record: Mapping[str, Any], total_steps: int) -> str:
         "perf/images_per_sec": lambda v: f"{v:,.0f} img/s",
         "perf/mfu": lambda v: f"mfu {v:.1%}{of_what}",
         "perf/data_wait": lambda v: f"data wait {v:.0%}",
+        "data/skipped": lambda v: f"{v:,.0f} broken skipped",
         "train/learning_rate": lambda v: f"lr {v:.2e}",
         "train/grad_norm": lambda v: f"grad {v:.3g}",
         "perf/eta": lambda v: f"eta {format_seconds(v)}",

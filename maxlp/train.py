@@ -96,7 +96,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     if (restored := checkpoints.restore_latest(abstract)) is not None:
         start, state = restored.step, restored.state
         batches.set_state(restored.data_state)
-        watch.set_state(restored.meta["watch"])
+        watch.set_state(restored.meta.get("watch", watch.get_state()))  # older checkpoints have none
     else:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
         init = functools.partial(step.init_state, make_model, tx, loop.seed, judges)
@@ -152,7 +152,8 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
                 watch.act(workdir, spike, values)
             if done % loop.log_every == 0 or done == loop.total_steps:
                 values = {f"train/{name}": value for name, value in flat(values).items()}
-                writer.write(done, values | throughput.report() | metrics.memory_metrics())
+                running = throughput.report() | metrics.memory_metrics() | batches.metrics()
+                writer.write(done, values | running)
         if first:
             startup.mark("first step")
             distributed.say(startup)
