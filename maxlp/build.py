@@ -331,7 +331,7 @@ def describe(c: ConfigDict, mesh: Mesh, state: dict) -> str:
     lines = [
         f"{c.model.name}: {num_params(state['params']):,} parameters in {c.model.param_dtype}, "
         f"activations in {c.model.dtype}",
-        f"mesh: {sharding.describe(mesh.shape)} on {mesh.size} × {mesh.devices.flat[0].device_kind}; "
+        f"mesh: {sharding.describe(mesh.shape)} ({mesh.size} × {mesh.devices.flat[0].device_kind}); "
         f"per device params {per_device(state['params']):.3g} GiB, "
         f"optimizer {per_device(state['opt_state']):.3g} GiB",
         f"batch: {family.describe(c)}, {c.train.total_steps:,} steps = "
