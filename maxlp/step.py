@@ -144,7 +144,8 @@ def train_step(
         updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
     new = {"params": params, "model_state": model_state, "opt_state": opt_state}
-    metrics |= {"grad_norm": norm(grads), **statistics(grads, opt_state)}
+    with jax.named_scope("statistics"):
+        metrics |= {"grad_norm": norm(grads), **statistics(grads, opt_state)}
     if judges:
         counts = jnp.bool_(True)
         for name, judge in judges.items():
@@ -154,10 +155,9 @@ def train_step(
         metrics["skipped"] = 1.0 - counts
         core = ("params", "model_state", "opt_state")
         new |= {k: jax.tree.map(functools.partial(jnp.where, counts), new[k], state[k]) for k in core}
-    metrics |= {
-        "param_norm": norm(new["params"]),
-        "learning_rate": jnp.asarray(schedule(state["step"]), jnp.float32),
-    }
+    with jax.named_scope("statistics"):
+        metrics["param_norm"] = norm(new["params"])
+    metrics["learning_rate"] = jnp.asarray(schedule(state["step"]), jnp.float32)
     return new | {"step": state["step"] + 1}, metrics
 
 
