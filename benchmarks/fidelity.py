@@ -12,10 +12,8 @@ success and what came out: `docs/fidelity.md`.
 import argparse
 import functools
 import itertools
-import json
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from ml_collections import ConfigDict
+from fidelity_runs import ROOT, Data, Results, Trainer, digits
 
 from configs.llama import tiny
-from maxlp import build, precision, sharding, step, train
+from maxlp import build, precision, train
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 HELDOUT_BATCHES = 64  # of 1,024 tokens each, the same for all runs
 
 SPIKY = {  # a rate and a memory of the second moment under which broken batches make AdamW's loss spike
@@ -88,77 +84,6 @@ BASELINES = {  # names of bf16 of "precision" in other experiments
 }
 
 
-# --- one variant --------------------------------------------------------------------------------------
-
-
-def changed(changes: dict[str, Any]) -> ConfigDict:
-    """The tiny config with values such as {"precision.recipe": "mxfp8"} in their places."""
-    c = tiny.get_config()
-    for path, value in changes.items():
-        section, key = path.split(".")
-        c[section][key] = value
-    return c
-
-
-class Trainer:
-    """A variant's train step, compiled once for all seeds, and its held-out loss."""
-
-    def __init__(self, changes: dict[str, Any], data: "Data"):
-        self.c, self.data = changed(changes), data
-        self.mesh = build.mesh(self.c)
-        build.check(self.c, self.mesh)
-        tx, schedule = build.tx(self.c)
-        task, make_model = build.task(self.c), build.model(self.c)
-        graphdef, abstract = step.abstract_state(make_model, tx, self.mesh)
-        self.step = step.jit_train_step(
-            abstract,
-            self.mesh,
-            graphdef=graphdef,
-            gradients=task.gradients(self.c),
-            tx=tx,
-            schedule=schedule,
-        )
-        self.evaluate = task.evaluator(self.c, graphdef, data.heldout_set)
-        self.shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-        init = jax.jit(functools.partial(step.init_state, make_model, tx), out_shardings=self.shardings)
-        self.init = lambda seed: init(jax.random.key(seed))
-
-    def train(self, state: dict, batches: list[dict], watch: Callable[[dict], dict]) -> tuple[dict, dict]:
-        """The state after all batches, and what was seen at each: loss, grad_norm and what watch picks."""
-        seen = []
-        for batch in batches:
-            state, out = self.step(state, sharding.global_batch(batch, self.mesh))
-            seen.append({key: out[key] for key in ("loss", "grad_norm")} | watch(state))
-        seen = jax.device_get(seen)
-        return state, {key: [digits(s[key]) for s in seen] for key in seen[0]}
-
-    def heldout(self, state: dict, limit: int = HELDOUT_BATCHES) -> float:
-        def batches():
-            return (sharding.global_batch(batch, self.mesh) for batch in self.data.heldout[:limit])
-
-        return digits(self.evaluate(state, batches)["loss"])
-
-
-class Data:
-    """The batches of each seed, and the held-out ones."""
-
-    def __init__(self, folder: Path):
-        self.tokenizer = build.tokenizer(tiny.get_config(), folder)
-        self.heldout_set = build.heldout(tiny.get_config(), self.tokenizer)
-        self.heldout = list(itertools.islice(iter(self.heldout_set), HELDOUT_BATCHES))
-
-    @functools.lru_cache(maxsize=1)  # noqa: B019
-    def batches(self, seed: int, steps: int) -> list[dict]:
-        iterator = iter(build.train_data(changed({"train.seed": seed}), self.tokenizer))
-        batches = list(itertools.islice(iterator, steps))
-        iterator.close()
-        return batches
-
-
-def digits(x: Any) -> float:
-    return float(f"{float(x):.6g}")
-
-
 # --- the experiments ----------------------------------------------------------------------------------
 
 
@@ -179,9 +104,13 @@ def compare(experiment: str, seeds: list[int], only: list[str], data: Data) -> N
                 for i, batch in enumerate(batches)
             ]
         state, seen = run.train(run.init(seed), batches, watch_rms)
-        held = run.heldout(state)
+        held = heldout(run, state)
         results.add(name, seed, {"heldout": held, **seen})
         print(f"{experiment} / {name} / seed {seed}: {held:.4f} ({time.time() - start:.0f} s)", flush=True)
+
+
+def heldout(run: Trainer, state: dict, limit: int = HELDOUT_BATCHES) -> float:
+    return run.evaluate(state, limit)["loss"]
 
 
 def broken(batch: dict, seed: int) -> dict:
@@ -235,7 +164,7 @@ def smooth_swiglu(seeds: list[int], only: list[str], data: Data) -> None:
             continue
         batches = data.batches(seed, steps + STAGES * STAGE_STEPS)
         trained, _ = before.train(before.init(seed), batches[:steps], watch_rms)
-        unaligned = before.heldout(trained, 16)
+        unaligned = heldout(before, trained, 16)
         aligned = align(jax.device_get(trained["params"]))
         for name in forms:
             if results.has(name, seed):
@@ -249,7 +178,7 @@ def smooth_swiglu(seeds: list[int], only: list[str], data: Data) -> None:
                     state = state | {"params": grow(state["params"])}
                 part = batches[steps + stage * STAGE_STEPS :][:STAGE_STEPS]
                 state, seen = run.train(state, part, watch_rms)
-                stages.append(seen | {"heldout": run.heldout(state, 16), **amax_of_product(state)})
+                stages.append(seen | {"heldout": heldout(run, state, 16), **amax_of_product(state)})
             results.add(name, seed, {"unaligned": unaligned, "stages": stages})
             shown = " ".join(f"{stage['heldout']:.3f}" for stage in stages)
             print(
@@ -325,22 +254,6 @@ def _dot(dot: precision.QuantDot, x: jax.Array, numbers: Any, w: jax.Array) -> j
 # --- files and tables ---------------------------------------------------------------------------------
 
 
-class Results:
-    """{variant: {seed: what was measured}} in a JSON file."""
-
-    def __init__(self, experiment: str):
-        self.path = RESULTS / f"fidelity_{experiment}.json"
-        self.runs = json.loads(self.path.read_text()) if self.path.exists() else {}
-
-    def has(self, name: str, seed: int) -> bool:
-        return str(seed) in self.runs.get(name, {})
-
-    def add(self, name: str, seed: int, measured: dict) -> None:
-        self.runs.setdefault(name, {})[str(seed)] = measured
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.runs, separators=(",", ":")) + "\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     known = [*VARIANTS, "smooth_swiglu", "weight_gradient"]
@@ -353,7 +266,7 @@ def main() -> None:
     args = parser.parse_args()
     train.use_compilation_cache()
     with tempfile.TemporaryDirectory() as folder:
-        data = None if args.draw else Data(Path(folder))
+        data = None if args.draw else Data(tiny.get_config(), Path(folder), HELDOUT_BATCHES)
         for experiment in args.experiments:
             with jax.set_mesh(build.mesh(tiny.get_config())):
                 if data and experiment == "weight_gradient":

@@ -32,12 +32,7 @@ def show(experiment: str, runs: Runs, folder: Path, baseline: Runs) -> None:
         return
     figure = Figure(figsize=(12, 4.6), layout="constrained", facecolor="white")
     SHOW[experiment](runs, figure)
-    for axes in figure.axes:
-        axes.grid(True, color="#e6e6e6", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / f"fidelity_{experiment}.png", dpi=110)
+    save(figure, folder / f"fidelity_{experiment}.png")
 
 
 # --- held-out loss beside that of the first variant ---------------------------------------------------
@@ -226,6 +221,15 @@ SHOW: dict[str, Callable[[Runs, Figure], None]] = {
 
 
 # --- parts --------------------------------------------------------------------------------------------
+
+
+def save(figure: Figure, path: Path) -> None:
+    for axes in figure.axes:
+        axes.grid(True, color="#e6e6e6", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
 
 
 def running(values: np.ndarray, half: int = 10) -> np.ndarray:

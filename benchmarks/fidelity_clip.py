@@ -1,0 +1,282 @@
+"""Do the claims about CLIP in low precision hold? Small runs on drawn characters, seed by seed.
+
+    python benchmarks/fidelity_clip.py precision --runs /tmp/runs    # twelve full runs of 4 to 6 minutes
+    python benchmarks/fidelity_clip.py spikes layer_scale            # variants of a smaller model
+
+`precision` starts `python -m maxlp.train` with `configs/clip/debug.py` and reads what its last evaluation
+found; a run that has come to its end in the folder is not repeated. The others train here, as those of
+`fidelity.py` do. What is measured lands in `benchmarks/results/fidelity_clip_<experiment>.json`. What was
+claimed, what counts as success and what came out: `docs/fidelity.md`.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fidelity_clip_figures
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from fidelity_clip_figures import QUIET, SHIFTS
+from fidelity_runs import ROOT, Data, Results, Trainer, Watch, changed, digits
+from flax import nnx
+
+from configs.clip import debug
+from maxlp import build, train
+from maxlp.gradients import Gradients
+from maxlp.models import layers, vit
+
+# --- the debug config in every precision --------------------------------------------------------------
+
+PRECISIONS = {  # what is added to the command; all but float32 compute activations in bfloat16
+    "float32": ("", []),
+    "bf16": ("", ["--config.model.dtype=bfloat16"]),
+    "fp8_delayed": (":precision=fp8_delayed", ["--config.model.dtype=bfloat16"]),
+    "int8_switchback": (":precision=int8_switchback", ["--config.model.dtype=bfloat16"]),
+}
+
+
+def precision(seeds: list[int], only: list[str], folder: Path) -> None:
+    """Trains the debug config with each recipe and seed, each in a process of its own."""
+    results = Results("clip_precision")
+    for seed, (name, (arg, flags)) in itertools.product(seeds, PRECISIONS.items()):
+        if results.has(name, seed) or (only and name not in only):
+            continue
+        workdir = folder / f"{name}-{seed}"
+        command = [sys.executable, "-m", "maxlp.train", f"--config=configs/clip/debug.py{arg}"]
+        command += [f"--workdir={workdir}", f"--config.train.seed={seed}", *flags]
+        measured = outcome(workdir)
+        if not measured:
+            subprocess.run(command, cwd=ROOT, check=True)
+            measured = outcome(workdir)
+        results.add(name, seed, measured)
+        print(f"precision / {name} / seed {seed}: top-1 {measured['top1']:.4f}", flush=True)
+
+
+def outcome(workdir: Path) -> dict[str, Any]:
+    """The logged losses and the last evaluation of a run that is complete; {} of another."""
+    path = workdir / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    last = next((r for r in reversed(records) if "eval/zero_shot_top1" in r), {})
+    if last.get("step") != debug.get_config().train.total_steps:
+        return {}
+    return {
+        "top1": digits(last["eval/zero_shot_top1"]),
+        "top5": digits(last["eval/zero_shot_top5"]),
+        "images": int(last["eval/images"]),
+        "loss": [digits(r["train/loss"]) for r in records if "train/loss" in r],
+    }
+
+
+# --- a smaller model for the rest ---------------------------------------------------------------------
+
+SMALL = {
+    "data.batch_size": 64,
+    "model.embed_dim": 64,
+    "model.visual.width": 64,
+    "model.visual.num_heads": 2,
+    "model.visual.mlp_dim": 256,
+    "model.text.width": 48,
+    "model.text.mlp_dim": 192,
+    "optimizer.schedule": "constant",
+    "optimizer.warmup_steps": 20,
+    "optimizer.clip_norm": 0.0,
+}
+
+
+# --- spikes -------------------------------------------------------------------------------------------
+
+STABLE = {"optimizer.name": "stable_adamw", "optimizer.b2": 0.999, "optimizer.learning_rate": 3e-3}
+# StableAdamW that never clips is AdamW with its RMS_t measured.
+ADAMW = STABLE | {"optimizer.options": {"clip_threshold": 1e30}}
+GRADIENT_STEPS, CONTRAST_STEPS = 300, 200
+
+GRADIENT_SHIFTS = {
+    "AdamW": ADAMW,
+    "AdamW, gradient clip 1": ADAMW | {"optimizer.clip_norm": 1.0},
+    "StableAdamW": STABLE,
+    "AdamW, β2 0.98": ADAMW | {"optimizer.b2": 0.98},
+    "AdamW, β2 0.9": ADAMW | {"optimizer.b2": 0.9},
+}
+CONTRAST_SHIFT = {
+    "contrast: AdamW": ADAMW | {"optimizer.learning_rate": 2e-3},
+    "contrast: StableAdamW": STABLE | {"optimizer.learning_rate": 2e-3},
+}
+
+
+def spikes(seeds: list[int], only: list[str], data: Data) -> None:
+    """The learning signal becomes stronger at once, after a time in which β2 forgot that it ever was."""
+    results = Results("clip_spikes")
+    for name, changes in (GRADIENT_SHIFTS | CONTRAST_SHIFT).items():
+        todo = [seed for seed in seeds if not results.has(name, seed)]
+        if not todo or (only and name not in only):
+            continue
+        in_contrast = name in CONTRAST_SHIFT
+        run = Trainer(changes, data, (lambda g: g) if in_contrast else growing)
+        watch = watch_rms(run, data.heldout[0] if in_contrast else None)
+        for seed in todo:
+            start = time.time()
+            batches = data.batches(seed, GRADIENT_STEPS)
+            if in_contrast:
+                batches = [
+                    at_contrast(batch, QUIET if i < SHIFTS[0] else 1.0)
+                    for i, batch in enumerate(batches[:CONTRAST_STEPS])
+                ]
+            _, seen = run.train(run.init(seed), batches, watch)
+            results.add(name, seed, seen)
+            print(f"spikes / {name} / seed {seed}: {time.time() - start:.0f} s", flush=True)
+
+
+def growing(gradients: Gradients) -> Gradients:
+    """Gradients times a strength that is eight times as large after each of the shifts, and 1 at last."""
+
+    def scaled(graphdef: nnx.GraphDef, state: dict, batch: dict) -> tuple[dict, dict, dict]:
+        grads, model_state, metrics = gradients(graphdef, state, batch)
+        to_come = jnp.sum(state["step"] < jnp.array(SHIFTS))
+        return jax.tree.map(lambda g: g * 8.0**-to_come, grads), model_state, metrics
+
+    return scaled
+
+
+def at_contrast(batch: dict, contrast: float) -> dict:
+    """The batch with its images normalised as the model does it, and nearer to grey."""
+    return batch | {"image": np.float32(contrast) * (batch["image"].astype(np.float32) / 127.5 - 1)}
+
+
+def watch_rms(run: Trainer, probe: dict | None) -> Watch:
+    """RMS_t of the patch embedding and of a kernel in the middle, and the loss of a batch, the probe."""
+    loss_fn = build.task(run.c).loss(run.c)
+
+    @jax.jit
+    def watch(params: dict, model_state: dict, rms: Any) -> dict[str, jax.Array]:
+        visual = rms["visual"]
+        up_L = visual["layers"]["mlp"]["up_proj"]["kernel"]
+        seen = {"rms_patch": visual["patch_embed"]["kernel"], "rms_middle": up_L[len(up_L) // 2]}
+        if probe is not None:
+            model = nnx.merge(run.graphdef, params, model_state)
+            image_BE, text_BE = model.encode_image(probe["image"]), model.encode_text(probe["text"])
+            sums = loss_fn(image_BE, text_BE, *model.temperature())
+            seen["probe"] = sums["loss"] / sums["examples"]
+        return seen
+
+    return lambda state: watch(
+        state["params"], state["model_state"], optax.tree.get(state["opt_state"], "rms")
+    )
+
+
+# --- layer-scale --------------------------------------------------------------------------------------
+
+DEEP = {"model.visual.num_layers": 8, "optimizer.learning_rate": 3e-3}
+DEEP_STEPS, DEEP_BATCH = 160, 32
+FORMATS = {
+    "float32": {},
+    "fp8_current": {"precision.recipe": "fp8_current"},
+    "e3m1": {"precision.recipe": "simulate", "precision.options": {"format": "e3m1"}},
+}
+LAYER_SCALE = {
+    f"{name}, {words}": DEEP | changes | {"model.layer_scale": start}
+    for name, changes in FORMATS.items()
+    for words, start in (("none", None), ("from zero", 0.0))
+}
+
+
+def layer_scale(seeds: list[int], only: list[str], data: Data) -> None:
+    """A deep and thin image tower with and without layer-scale, all matmuls of all blocks in a format."""
+    results = Results("clip_layer_scale")
+    for name, changes in LAYER_SCALE.items():
+        todo = [seed for seed in seeds if not results.has(name, seed)]
+        if not todo or (only and name not in only):
+            continue
+        run = Trainer(changes, data)
+        sizes = block_sizes(run, data.heldout[0]["image"])
+        for seed in todo:
+            start = time.time()
+            batches = [first_rows(batch, DEEP_BATCH) for batch in data.batches(seed, DEEP_STEPS)]
+            state = run.init(seed)
+            before = sizes(state)
+            state, seen = run.train(state, batches, lambda _: {})
+            measured = {
+                "before": before,
+                "after": sizes(state),
+                "top1": run.evaluate(state)["zero_shot_top1"],
+            }
+            results.add(name, seed, measured | seen)
+            print(f"layer_scale / {name} / seed {seed}: {time.time() - start:.0f} s", flush=True)
+
+
+def first_rows(batch: dict, rows: int) -> dict:
+    return {key: value[:rows] for key, value in batch.items()}
+
+
+def block_sizes(run: Trainer, image_BHWC: np.ndarray) -> Callable[[dict], dict[str, list[float]]]:
+    """A function of a state to mean and maximum of |x| behind each block of the image tower."""
+
+    @jax.jit
+    def measure(params: dict, model_state: dict) -> tuple[jax.Array, jax.Array]:
+        tower = nnx.merge(run.graphdef, params, model_state).visual
+        recorder = tower.encoder = Recorder(tower.encoder)
+        tower(jnp.float32(image_BHWC) / 127.5 - 1)
+        return recorder.sizes
+
+    def numbers(state: dict) -> dict[str, list[float]]:
+        mean_L, largest_L = jax.device_get(measure(state["params"], state["model_state"]))
+        return {"mean": [*map(digits, mean_L)], "max": [*map(digits, largest_L)]}
+
+    return numbers
+
+
+class Recorder:
+    """In the place of a tower's `vit.Encoder`: runs its blocks and keeps the sizes of what they return."""
+
+    def __init__(self, encoder: vit.Encoder):
+        self.encoder = encoder
+
+    def run(self, blocks: nnx.Module, x_BSD: jax.Array) -> jax.Array:
+        def call(block: Any, x_BSD: jax.Array, _: None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            y_BSD = block(x_BSD)
+            return y_BSD, (jnp.mean(jnp.abs(y_BSD)), jnp.max(jnp.abs(y_BSD)))
+
+        c = self.encoder
+        how = dict(num_layers=c.num_layers, scan=c.scan_layers, remat=c.remat)
+        y_BSD, self.sizes = layers.apply_stack(blocks, x_BSD, call, **how)
+        return y_BSD
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("experiments", nargs="+", choices=["precision", "spikes", "layer_scale"])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="*", default=[], help="names of variants")
+    parser.add_argument("--runs", type=Path, default=Path(tempfile.gettempdir()) / "maxlp_fidelity_clip")
+    parser.add_argument(
+        "--draw", action="store_true", help="train nothing: tables and figures of what is there"
+    )
+    args = parser.parse_args()
+    train.use_compilation_cache()
+    small = changed(debug.get_config(), SMALL)
+    with tempfile.TemporaryDirectory() as folder, jax.set_mesh(build.mesh(small)):
+        of_small = functools.cache(lambda: Data(small, Path(folder)))
+        for experiment in args.experiments:
+            if args.draw:
+                pass
+            elif experiment == "precision":
+                precision(args.seeds, args.only, args.runs)
+            elif experiment == "spikes":
+                spikes(args.seeds, args.only, of_small())
+            else:
+                layer_scale(args.seeds, args.only, of_small())
+            runs = Results(f"clip_{experiment}").runs
+            fidelity_clip_figures.show(experiment, runs, ROOT / "docs" / "figures")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Tables and figures of what `fidelity_clip.py` measured.
+
+python benchmarks/fidelity_clip.py precision spikes layer_scale --draw
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from fidelity_figures import COLORS, POLICY, Runs, plus_minus, print_table, running, save
+from matplotlib.figure import Figure
+
+from maxlp.diagnostics import spikes
+
+SHIFTS = (120, 180, 240)  # steps from which on the gradients are eight times as large
+QUIET = 0.1  # contrast of the images until the first of them, in the runs that change that
+STEADY = 60  # steps, before which nothing counts as a spike
+AFTER = 16  # steps in which a shift has its effect
+
+
+def show(experiment: str, runs: Runs, folder: Path) -> None:
+    """Prints the tables and draws `folder/fidelity_clip_<experiment>.png`."""
+    if runs:
+        figure = Figure(figsize=(12, 4.6), layout="constrained", facecolor="white")
+        SHOW[experiment](runs, figure)
+        save(figure, folder / f"fidelity_clip_{experiment}.png")
+
+
+# --- top-1 in every precision -------------------------------------------------------------------------
+
+
+def precision(runs: Runs, figure: Figure) -> None:
+    base = runs["float32"]
+    left, right = figure.subplots(1, 2, width_ratios=[1.6, 1])
+    rows = []
+    for color, (name, seeds) in zip(COLORS, runs.items(), strict=False):
+        top1, top5 = (
+            np.array([100 * run[key] for _, run in sorted(seeds.items())]) for key in ("top1", "top5")
+        )
+        right.plot(top1, [name] * len(top1), "o", color=color, alpha=0.8)
+        row = [name, plus_minus(top1, ".1f"), ", ".join(f"{t:.1f}" for t in top1), plus_minus(top5, ".1f")]
+        both = sorted(seed for seed in seeds if seed in base and name != "float32")
+        if both:
+            differences = np.array([100 * (seeds[s]["top1"] - base[s]["top1"]) for s in both])
+            row += [plus_minus(differences, "+.1f"), ", ".join(f"{d:+.1f}" for d in differences)]
+            curves = np.array([running(np.subtract(seeds[s]["loss"], base[s]["loss"]), 2) for s in both])
+            steps = 20 * np.arange(1, curves.shape[1] + 1)
+            left.plot(steps, curves.mean(0), color=color, label=name)
+            left.fill_between(steps, curves.min(0), curves.max(0), color=color, alpha=0.15, lw=0)
+        rows.append(row + [""] * (6 - len(row)))
+    header = ["variant", "top-1 (%)", "each seed", "top-5 (%)", "top-1 minus float32", "each seed"]
+    print_table(header, rows)
+    left.axhline(0, color="black", linewidth=0.8)
+    left.set_title("training loss minus that of float32", loc="left")
+    left.set_xlabel("step")
+    left.set_ylabel("mean of 5 records (of every 20th step); mean and range of the seeds")
+    left.legend(frameon=False, fontsize=9)
+    right.set_title("top-1 on the held-out face, %", loc="left")
+    right.invert_yaxis()
+
+
+# --- spikes -------------------------------------------------------------------------------------------
+
+
+def loss_spikes(losses: list[float]) -> list[int]:
+    steps = np.arange(STEADY - POLICY.min_history, len(losses))
+    return [spike.step for spike in spikes.find_spikes(steps, np.array(losses)[steps], POLICY)]
+
+
+def rms_spikes(rms: list[float]) -> list[int]:
+    steps = np.arange(STEADY - POLICY.lead, len(rms))
+    return spikes.find_rms_spikes(steps, np.array(rms)[steps], POLICY)
+
+
+def worst(losses: list[float], shift: int) -> float:
+    """The largest loss of the steps after a shift over the mean of those before it.
+
+    The loss of the very step was computed before its update.
+    """
+    loss = np.array(losses)
+    return float(loss[shift + 1 : shift + 1 + AFTER].max() - loss[shift - AFTER : shift].mean())
+
+
+def lasting(losses: list[float], shift: int) -> float:
+    """The mean loss in the steps after a shift minus that before it."""
+    loss = np.array(losses)
+    return float(loss[shift + 1 : shift + 1 + AFTER].mean() - loss[shift - AFTER : shift].mean())
+
+
+def of_shifts(runs: Runs, figure: Figure) -> None:
+    gradient = {name: seeds for name, seeds in runs.items() if not name.startswith("contrast")}
+    rows = []
+    for name, seeds in gradient.items():
+        found = {seed: loss_spikes(run["loss"]) for seed, run in sorted(seeds.items())}
+        row = [name, f"{sum(map(len, found.values()))} ({', '.join(str(len(f)) for f in found.values())})"]
+        for key in ("rms_patch", "rms_middle"):
+            foretold = [
+                spikes.foretold(found[s], rms_spikes(seeds[s][key]), len(seeds[s]["loss"]) - STEADY, POLICY)
+                for s in found
+            ]
+            row += [f"{sum(f.foretold for f in foretold)} of {sum(f.loss_spikes for f in foretold)}"]
+        chance = [
+            spikes.foretold(found[s], rms_spikes(seeds[s]["rms_patch"]), len(seeds[s]["loss"]) - STEADY)
+            for s in found
+        ]
+        row += [f"{sum(f.by_chance for f in chance):.1f}"]
+        at_shifts = [[worst(run["loss"], s) for run in seeds.values()] for s in SHIFTS]
+        row += [", ".join(f"{np.mean(values):+.2f}" for values in at_shifts)]
+        peaks = [[max(run["rms_patch"][s : s + 4]) for run in seeds.values()] for s in SHIFTS]
+        row += [", ".join(f"{np.mean(values):.1f}" for values in peaks)]
+        row += [plus_minus(np.array([np.mean(run["loss"][-AFTER:]) for run in seeds.values()]), ".2f")]
+        rows.append(row)
+    header = ["optimizer", "loss spikes (each seed)", "after an RMS_t spike of the patch embedding"]
+    header += [
+        "of a middle kernel",
+        "by chance",
+        "loss rises at the shifts by",
+        "RMS_t there",
+        "loss at last",
+    ]
+    print_table([*header, "loss at last"], rows)
+    of_contrast({name: seeds for name, seeds in runs.items() if name not in gradient})
+
+    figure.set_size_inches(14, 7)
+    grid = figure.subplots(2, len(gradient), sharex=True, sharey="row", squeeze=False)
+    for (top, bottom), (name, seeds) in zip(grid.T, gradient.items(), strict=True):
+        for color, (seed, run) in zip(COLORS, sorted(seeds.items()), strict=False):
+            top.plot(run["loss"], color=color, linewidth=0.9, label=f"seed {seed}")
+            where = loss_spikes(run["loss"])
+            top.plot(where, [run["loss"][i] for i in where], "v", color=color, markersize=6)
+            bottom.plot(run["rms_patch"], color=color, linewidth=0.9)
+        bottom.axhline(POLICY.rms_threshold, color="black", linewidth=0.8, linestyle=":")
+        top.set_title(name, loc="left")
+        bottom.set_yscale("log")
+        bottom.set_ylim(0.1, 20)
+        bottom.set_xlabel("step")
+    grid[0, 0].set_ylabel("training loss, spikes marked")
+    grid[1, 0].set_ylabel("RMS_t of the patch embedding")
+    grid[0, 0].legend(frameon=False, fontsize=9)
+
+
+def of_contrast(runs: Runs) -> None:
+    shift, rows = SHIFTS[0], []
+    for name, seeds in runs.items():
+        probes = [run["probe"] for _, run in sorted(seeds.items())]
+        rows.append([name.removeprefix("contrast: ")])
+        for part in (slice(shift - 1, shift), slice(shift + 3, shift + 4), slice(shift + 15, shift + 16)):
+            rows[-1] += [plus_minus(np.array([np.mean(p[part]) for p in probes]), ".2f")]
+        rows[-1] += [plus_minus(np.array([np.mean(p[-AFTER:]) for p in probes]), ".2f")]
+        rows[-1] += [f"{np.mean([max(run['rms_patch'][shift : shift + 4]) for run in seeds.values()]):.1f}"]
+    if rows:
+        print()
+        header = ["optimizer", "before the shift", "4 steps after", "16 steps after", "at last", "RMS_t"]
+        print_table(header, rows)
+
+
+# --- layer-scale --------------------------------------------------------------------------------------
+
+
+def layer_scale(runs: Runs, figure: Figure) -> None:
+    raise NotImplementedError
+
+
+SHOW: dict[str, Callable[[Runs, Figure], None]] = {
+    "precision": precision,
+    "spikes": of_shifts,
+    "layer_scale": layer_scale,
+}
