@@ -8,6 +8,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from maxlp import sharding
+
 
 def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Per token, each (B, S): cross-entropy in nats, log-partition, and whether the target came first.
@@ -34,7 +36,8 @@ def next_token(
 ) -> dict[str, jax.Array]:
     """Sums over the unmasked tokens of a language-model loss, in ``num_chunks`` pieces of the sequence.
 
-    Only one chunk's logits (B, S/num_chunks, V) exist at a time: the backward pass recomputes them.
+    Only one chunk's logits (B, S/num_chunks, V) exist at a time: the backward pass recomputes them. Where
+    the sequence is split over devices, a chunk takes a part of every device's.
 
     Args:
       logits_fn: hidden states (B, s, D) to float32 logits (B, s, V).
@@ -59,13 +62,19 @@ def next_token(
         return piece(x_BSD, targets_BS, mask_BS)
     B, S = targets_BS.shape
     assert S % num_chunks == 0, "checked with the config"
-    chunks = [
-        jnp.moveaxis(a.reshape(B, num_chunks, S // num_chunks, *a.shape[2:]), 1, 0)
-        for a in (x_BSD, targets_BS, mask_BS)
-    ]
+    parts = sharding.seq_shards(S // num_chunks)
+
+    def cut(a: jax.Array) -> jax.Array:
+        names = [None] * (a.ndim - 2)
+        a = jnp.moveaxis(a.reshape(B, parts, num_chunks, -1, *a.shape[2:]), 2, 0)
+        if parts > 1:
+            a = sharding.constrain(a, None, "batch", "seq", None, *names)
+        return a.reshape(num_chunks, B, -1, *a.shape[4:])
+
+    chunks = tuple(map(cut, (x_BSD, targets_BS, mask_BS)))
 
     def body(sums: dict[str, jax.Array], chunk: tuple) -> tuple[dict[str, jax.Array], None]:
         return jax.tree.map(jnp.add, sums, jax.checkpoint(piece)(*chunk)), None
 
     zeros = {k: jnp.zeros((), jnp.float32) for k in ("loss", "nll", "correct", "tokens")}
-    return jax.lax.scan(body, zeros, tuple(chunks))[0]
+    return jax.lax.scan(body, zeros, chunks)[0]

@@ -139,6 +139,13 @@ def batch_shards(mesh: Mesh) -> int:
     return _size(mesh, RULES["batch"])
 
 
+def seq_shards(length: int) -> int:
+    """Into how many parts a sequence of this length is split on the current mesh; 1 if it stays whole."""
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = 1 if mesh.empty else _size(mesh, RULES["seq"])
+    return parts if length % parts == 0 else 1
+
+
 def batch_part(mesh: Mesh) -> tuple[int, int]:
     """Which of how many equal parts of the global batch this process reads.
 

@@ -6,6 +6,7 @@ name   platform  memory beside q, k, v and the output  limits
 xla    any       5/8 of the (N, S, S) probabilities    none
 cudnn  gpu       none; (S, S) with segment ids         bfloat16, float16; H a multiple of 8, ≤ 256
 splash tpu       none                                  S a multiple of 128
+ring   any       none                                  K a multiple of the tensor axis
 ====== ========= ===================================== ============================================
 
 Shape letters: B batch · S query length · T key length · N query heads · K kv heads · G = N/K · H head dim ·
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from maxlp import sharding
+from maxlp.models.ring import ring
 
 PLATFORMS: dict[str, tuple[str, ...]] = {"cudnn": ("gpu", "cuda"), "splash": ("tpu",)}
 
@@ -192,7 +194,12 @@ def _on_each_device(attend: Callable[..., jax.Array], q_BSNH, k_BSKH, v_BSKH, se
     )
 
 
-ATTENTION: dict[str, Callable[..., jax.Array]] = {"xla": xla, "cudnn": cudnn, "splash": splash}
+ATTENTION: dict[str, Callable[..., jax.Array]] = {
+    "xla": xla,
+    "cudnn": cudnn,
+    "splash": splash,
+    "ring": ring,
+}
 
 
 def cached(q_BSNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BS: jax.Array) -> jax.Array:

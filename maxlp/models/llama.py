@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlp.models import attention, layers
+from maxlp.models import attention, layers, ring
 from maxlp.sharding import constrain
 
 
@@ -198,6 +198,8 @@ class Llama(nnx.Module):
     ) -> tuple[jax.Array, Cache | None]:
         """Tokens to the normed output of the last block.
 
+        With ring attention the blocks see the sequence in the order of `ring.balance`.
+
         Args:
           tokens_BS: int32 ids.
           positions_BS: int32, from 0 in each document.
@@ -207,6 +209,11 @@ class Llama(nnx.Module):
         Returns:
           x_BSD in ``dtype``, and the cache with these tokens written to it.
         """
+        balanced = self.attention == "ring" and cache is None
+        if balanced:
+            tokens_BS, positions_BS, segment_ids_BS = jax.tree.map(
+                ring.balance, (tokens_BS, positions_BS, segment_ids_BS)
+            )
         with jax.named_scope("embed"):
             x_BSD = constrain(self.tok_embed(tokens_BS), "batch", "act_seq", "act_embed")
         rope = rope_table(positions_BS, self.head_dim, self.rope_theta, self.rope_scaling)
@@ -224,7 +231,8 @@ class Llama(nnx.Module):
                 scan=self.scan_layers,
                 remat=self.remat,
             )
-        return self.final_norm(x_BSD), None if cache is None else Cache(*kv)
+        x_BSD = self.final_norm(x_BSD)
+        return ring.unbalance(x_BSD) if balanced else x_BSD, None if cache is None else Cache(*kv)
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         """float32 logits_BSV of normed hidden states."""
