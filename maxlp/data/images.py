@@ -2,11 +2,14 @@
 
 The resampling is Pillow's bicubic with antialiasing, and the arithmetic of sizes is torchvision's, so
 that what an image becomes for evaluation is equal to the byte to what open_clip makes of it. As there,
-an orientation in EXIF is not applied and transparency is dropped.
+an orientation in EXIF is not applied and transparency is dropped, and only the resized image becomes RGB:
+Pillow resizes palettes and bits without a filter, and colours in the measure that they are opaque.
 """
 
+import contextlib
 import io
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -51,16 +54,19 @@ def eval_crop(image: Image.Image, size: int) -> np.ndarray:
     """The middle square of the image with its shorter side resized, uint8 (size, size, 3).
 
     Raises:
-      BrokenExample: the pixels cannot be decoded.
+      BrokenExample: the pixels cannot be decoded, or the image is a line that would be resized to
+        more than `MAX_PIXELS`.
     """
-    image = _decode(image)
     short, long = sorted(image.size)
     resized = size, int(size * long / short)
     width, height = resized if image.width <= image.height else resized[::-1]
-    if image.size != (width, height):
-        image = image.resize((width, height), Image.Resampling.BICUBIC)
+    if width * height > MAX_PIXELS:
+        raise BrokenExample(f"{image.width} × {image.height} pixels are too narrow to be resized to {size}")
     left, top = round((width - size) / 2), round((height - size) / 2)
-    return np.asarray(image.crop((left, top, left + size, top + size)))
+    with _decoding(image):
+        if image.size != (width, height):
+            image = image.resize((width, height), Image.Resampling.BICUBIC)
+        return np.asarray(image.crop((left, top, left + size, top + size)).convert("RGB"))
 
 
 def random_crop(
@@ -88,7 +94,8 @@ def random_crop(
     image.draft(None, (math.ceil(full_width * size / width), math.ceil(full_height * size / height)))
     x, y = image.width / full_width, image.height / full_height
     box = (left * x, top * y, (left + width) * x, (top + height) * y)
-    return np.asarray(_decode(image).resize((size, size), Image.Resampling.BICUBIC, box=box))
+    with _decoding(image):
+        return np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC, box=box))
 
 
 def encode_png(pixels_HWC: np.ndarray) -> bytes:
@@ -118,8 +125,9 @@ def _crop_box(
     return (full_width - width) // 2, (full_height - height) // 2, width, height
 
 
-def _decode(image: Image.Image) -> Image.Image:
+@contextlib.contextmanager
+def _decoding(image: Image.Image) -> Iterator[None]:
     try:
-        return image.convert("RGB")
+        yield
     except Exception as error:  # of any type, as broken files make decoders raise
         raise BrokenExample(f"the {image.format} cannot be decoded ({error})") from None

@@ -1,12 +1,15 @@
 """Crops against slow references, and what cannot be decoded."""
 
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from maxlp.data import images
+
+GOLDENS = Path(__file__).parent.parent / "goldens"
 
 
 def photo(width, height, seed=0):
@@ -103,17 +106,27 @@ def test_fallback_is_the_widest_central_part():
     )
 
 
+def test_eval_crop_is_that_of_open_clip():
+    """Every mode and format, to the byte; the file is made by tools/make_crop_goldens.py."""
+    golden = np.load(GOLDENS / "eval_crops.npz")
+    names = [name for name in golden if not name.endswith(".file")]
+    assert len(names) == 77
+    for name in names:
+        image = images.open_image(golden[f"{name}.file"].tobytes())
+        found = images.eval_crop(image, len(golden[name]))
+        np.testing.assert_array_equal(found, golden[name], err_msg=name)
+
+
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "CMYK", "LA"])
-def test_every_mode_becomes_rgb(mode):
-    kind = "JPEG" if mode == "CMYK" else "PNG"
+def test_every_mode_is_trained_on_as_rgb(mode):
     file = io.BytesIO()
-    Image.fromarray(photo(40, 40)).convert(mode).save(file, kind)
-    pixels = images.eval_crop(images.open_image(file.getvalue()), 8)
-    assert pixels.shape == (8, 8, 3)
-    expected = (
-        Image.open(io.BytesIO(file.getvalue())).convert("RGB").resize((8, 8), Image.Resampling.BICUBIC)
+    Image.fromarray(photo(40, 40)).convert(mode).save(file, "TIFF")
+    rgb = encoded(np.asarray(Image.open(io.BytesIO(file.getvalue())).convert("RGB")))
+    found, expected = (
+        images.random_crop(images.open_image(data), 8, np.random.default_rng(0))
+        for data in (file.getvalue(), rgb)
     )
-    np.testing.assert_array_equal(pixels, np.asarray(expected))
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_orientation_is_left_alone():
@@ -140,3 +153,5 @@ def test_broken_images_are_told():
     bomb = encoded(np.zeros((1, 1, 3), np.uint8)).replace(b"IHDR\0\0\0\1\0\0\0\1", b"IHDR\0\1\0\0\0\1\0\0")
     with pytest.raises(images.BrokenExample):
         images.open_image(bomb)
+    with pytest.raises(images.BrokenExample, match="20000 × 1 pixels are too narrow to be resized to 64"):
+        images.eval_crop(images.open_image(encoded(np.zeros((1, 20000, 3), np.uint8))), 64)
