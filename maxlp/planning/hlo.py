@@ -108,16 +108,11 @@ def collectives(text: str, mesh: dict[str, int]) -> list[Collective]:
                 hidden = overlapped or starts or hides_work(body, place)
                 if (one := read(i, kind, name, body, mesh, times, hidden)) is not None:
                     found.append(one)
-            elif i.opcode == "while":
-                called = re.search(r"body=%?([\w.-]+)", i.rest)
-                assert called is not None, i.rest
-                visit(called[1], times * trip_count(i, program), overlapped)
-            elif i.opcode in ("fusion", "call", "async-start", "custom-call", "conditional"):
+            else:
                 hidden = overlapped or (i.opcode == "async-start" and hides_work(body, place))
-                branches = re.search(r"branch_computations=\{(.*?)\}", i.rest)
-                names = re.findall(r"[\w.-]+", branches[1]) if branches else _CALLED.findall(i.rest)
-                for called in names:
-                    visit(called, times, hidden)
+                inner = times * trip_count(i, program) if i.opcode == "while" else times
+                for computation in called(i):
+                    visit(computation, inner, hidden)
 
     visit(entry, 1, False)
     return found
@@ -138,6 +133,18 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
         elif current is not None and (match := _INSTRUCTION.match(line)):
             current.append(Instruction(*match.groups()))
     return program, entry
+
+
+def called(i: Instruction) -> list[str]:
+    """The computations that an instruction runs; of a loop its body."""
+    if i.opcode == "while":
+        body = re.search(r"body=%?([\w.-]+)", i.rest)
+        assert body is not None, i.rest
+        return [body[1]]
+    if i.opcode not in ("fusion", "call", "async-start", "custom-call", "conditional"):
+        return []
+    branches = re.search(r"branch_computations=\{(.*?)\}", i.rest)
+    return re.findall(r"[\w.-]+", branches[1]) if branches else _CALLED.findall(i.rest)
 
 
 def channel(i: Instruction) -> str:

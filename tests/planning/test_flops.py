@@ -1,0 +1,39 @@
+"""Matmuls are counted as often as they run, in every form in which a compiler writes them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from maxlp.planning import flops
+
+# As the TPU compiler writes two matmuls. The first sums over two dims, one of them as a window. The second
+# gives its output two dims of features, one of them as a window that slides over padding: one place of
+# three is a product of entries that exist.
+TPU = """
+ENTRY %main (x: bf16[8,3,5], w: bf16[3,5,7], y: bf16[8,5,1], v: bf16[5,3,7]) -> bf16[8,7] {
+  %x = bf16[8,3,5]{2,1,0:T(8,128)} parameter(0)
+  %w = bf16[3,5,7]{2,1,0} parameter(1)
+  %y = bf16[8,5,1]{1,0,2} parameter(2)
+  %v = bf16[5,3,7]{2,1,0} parameter(3)
+  %convolution.1 = bf16[8,7,1]{1,0,2} convolution(%x, %w), window={size=3}, dim_labels=b0f_0io->bf0
+  %convolution.2 = bf16[8,3,7]{2,1,0} convolution(%y, %v), window={size=3 pad=2_2}, dim_labels=bf0_i0o->b0f
+  %splash_fwd.3 = bf16[8,7]{1,0} custom-call(%x), custom_call_target="tpu_custom_call"
+}
+"""
+
+
+def test_convolutions_count_what_exists():
+    assert flops.matmul_flops(TPU) == 2 * 8 * (3 * 5) * 7 + 2 * 8 * 5 * (3 * 7)
+    assert flops.kernel_calls(TPU) == {"splash_fwd": 1}
+
+
+@pytest.mark.parametrize("num_steps", [1, 6])
+def test_loops_and_gradients_of_a_program_compiled_here(num_steps):
+    def loss(w, x):
+        return jnp.sum(jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=num_steps)[0])
+
+    w, x = jax.ShapeDtypeStruct((48, 48), jnp.float32), jax.ShapeDtypeStruct((16, 48), jnp.float32)
+    text = jax.jit(jax.grad(loss)).lower(w, x).compile().as_text()
+    matmul = 2 * 16 * 48 * 48
+    needed = num_steps * 3 - 1  # the first step's input needs no gradient, which XLA may not see in a loop
+    assert flops.matmul_flops(text) / matmul in (needed, needed + 1)
