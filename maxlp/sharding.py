@@ -41,6 +41,8 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "seq": "context",
     "act_seq": ("context", "tensor"),  # the sequence between matmuls (residual stream and norms)
     "act_embed": None,
+    "embed_seq": ("context", "stage", "tensor"),  # outside of the pipeline: between embedding and blocks
+    "ends_seq": ("context", "stage"),  # and in the head
     "act_heads": "tensor",
     "act_mlp": "tensor",
     "act_vocab": "tensor",

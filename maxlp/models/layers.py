@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from maxlp.models import pipeline as pipelines
 from maxlp.sharding import constrain
 
 Axes = tuple[str | None, ...]
@@ -203,6 +204,12 @@ REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
         offload_dst="pinned_host",
     ),
 }
+# What a tick of a pipeline keeps besides, so that only its choice of weights is repeated.
+_TICK_POLICIES = {
+    "block": _policies.save_only_these_names(BLOCK_INPUT),
+    "dots": _policies.save_only_these_names(BLOCK_INPUT, LINEAR_OUTPUT),
+    "offload": REMAT_POLICIES["offload"],
+}
 
 
 def stack(make_block: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> nnx.Module:
@@ -220,34 +227,65 @@ def stack(make_block: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: n
 def apply_stack(
     blocks: nnx.Module,
     x: jax.Array,
-    call: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]],
+    call: Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, Any]],
+    per_row: Any = None,
     per_layer: Any = None,
     *,
     num_layers: int,
     scan: bool,
     remat: str,
+    pipeline: dict | None = None,
 ) -> tuple[jax.Array, Any]:
-    """Sends ``x`` through stacked blocks: ``x, out = call(block, x, per_layer[i])`` for each layer i.
+    """Sends ``x`` through stacked blocks: ``x, out = call(block, x, per_row, per_layer[i])`` for layer i.
 
     One scanned body keeps compile time independent of depth; the unrolled form is for debugging and for
     small models. Whatever state the blocks change (FP8 scales) is written back to ``blocks``.
 
+    On a mesh with stages the blocks run as a pipeline, unless there is something ``per_layer`` (the cache
+    of generation) or the batch does not divide into microbatches.
+
+    Args:
+      per_row: arrays with the batch axis of ``x`` in front; in a pipeline a call gets its microbatch's.
+      per_layer: arrays with the layers axis in front.
+      pipeline: see `pipeline.schedule`.
+
     Returns:
-      ``x`` after the last block, and the stacked ``out`` of all blocks.
+      ``x`` after the last block, and the stacked ``out`` of all blocks (None from a pipeline).
     """
     graphdef, params, state = nnx.split(blocks, nnx.Param, ...)
+    schedule = pipelines.in_mesh(pipeline, x.shape[0]) if per_layer is None else None
+    if schedule is not None:
+        assert blocks.plain_ends == (0, 0), "checked with the config"
+
+        def layer(x: jax.Array, params: Any, state: Any, rows: Any) -> tuple[jax.Array, Any]:
+            block = nnx.merge(graphdef, params, state)
+            x, _ = call(block, checkpoint_name(x, BLOCK_INPUT), rows, None)
+            return x, nnx.state(block, nnx.Not(nnx.Param))
+
+        x, new_state = pipelines.run(
+            layer,
+            x,
+            per_row,
+            params,
+            state,
+            schedule=schedule,
+            remat=_remat(REMAT_POLICIES, remat),
+            remat_tick=_remat(_TICK_POLICIES, remat),
+        )
+        nnx.update(blocks, new_state)
+        return x, None
     layers = (params, state, per_layer)
 
     def run(x: jax.Array, start: int, stop: int, plain: bool) -> tuple[jax.Array, Any]:
         def body(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
             layer_params, layer_state, layer_input = layer
             block = nnx.merge(graphdef, layer_params, layer_state)
-            x, out = call(_plain(block) if plain else block, checkpoint_name(x, BLOCK_INPUT), layer_input)
+            x = checkpoint_name(x, BLOCK_INPUT)
+            x, out = call(_plain(block) if plain else block, x, per_row, layer_input)
             return x, (layer_state if plain else nnx.state(block, nnx.Not(nnx.Param)), out)
 
         scanned = scan and stop - start > 1
-        if remat != "none":
-            body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=not scanned)
+        body = _remat(REMAT_POLICIES, remat, prevent_cse=not scanned)(body)
         if scanned:
             whole = stop - start == num_layers
             part = layers if whole else jax.tree.map(lambda leaf: leaf[start:stop], layers)
@@ -270,6 +308,12 @@ def apply_stack(
     new_state, outs = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
     nnx.update(blocks, new_state)
     return x, outs
+
+
+def _remat(policies: dict, name: str, prevent_cse: bool = False) -> Callable[[Callable], Callable]:
+    if name == "none":
+        return lambda function: function
+    return functools.partial(jax.checkpoint, policy=policies[name], prevent_cse=prevent_cse)
 
 
 def _plain(block: nnx.Module) -> nnx.Module:

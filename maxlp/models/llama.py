@@ -116,6 +116,7 @@ class Llama(nnx.Module):
       scan_layers, remat: see `layers.apply_stack` and `layers.REMAT_POLICIES`.
 
     Raises:
+      pipeline: ``microbatches`` and ``rounds`` on a mesh with stages, see `pipeline.schedule`.
       ValueError: sizes that do not fit each other, unknown names.
     """
 
@@ -143,6 +144,7 @@ class Llama(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.vocab_size = vocab_size
+        pipeline: dict | None = None,
         self.embed_dim = embed_dim
         self.num_layers = num_layers
         self.num_heads = num_heads
@@ -161,6 +163,7 @@ class Llama(nnx.Module):
         self.remat = remat
         check(self)
 
+        self.pipeline = nnx.static(dict(pipeline)) if pipeline else None
         self.tok_embed = layers.Embed(
             vocab_size,
             embed_dim,
@@ -215,11 +218,11 @@ class Llama(nnx.Module):
                 ring.balance, (tokens_BS, positions_BS, segment_ids_BS)
             )
         with jax.named_scope("embed"):
-            x_BSD = constrain(self.tok_embed(tokens_BS), "batch", "act_seq", "act_embed")
+            x_BSD = constrain(self.tok_embed(tokens_BS), "batch", "embed_seq", "act_embed")
         rope = rope_table(positions_BS, self.head_dim, self.rope_theta, self.rope_scaling)
 
-        def call(block, x_BSD, layer_cache):
-            return block(x_BSD, rope, positions_BS, segment_ids_BS, layer_cache)
+        def call(block, x_BSD, of_rows, layer_cache):
+            return block(x_BSD, *of_rows, layer_cache)
 
         with jax.named_scope("layers"):
             x_BSD, kv = layers.apply_stack(
@@ -228,20 +231,22 @@ class Llama(nnx.Module):
                 call,
                 None if cache is None else tuple(cache),
                 num_layers=self.num_layers,
+                (rope, positions_BS, segment_ids_BS),
                 scan=self.scan_layers,
                 remat=self.remat,
             )
         x_BSD = self.final_norm(x_BSD)
+                pipeline=self.pipeline,
         return ring.unbalance(x_BSD) if balanced else x_BSD, None if cache is None else Cache(*kv)
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         """float32 logits_BSV of normed hidden states."""
-        x_BSD = constrain(x_BSD, "batch", "seq", "act_embed")
+        x_BSD = constrain(x_BSD, "batch", "ends_seq", "act_embed")
         if self.lm_head is None:
             logits_BSV = self.tok_embed.attend(x_BSD)
         else:
             logits_BSV = self.lm_head(x_BSD, preferred_element_type=jnp.float32)
-        return constrain(logits_BSV, "batch", "seq", "act_vocab")
+        return constrain(logits_BSV, "batch", "ends_seq", "act_vocab")
 
     def __call__(self, tokens_BS, positions_BS=None, segment_ids_BS=None):
         """float32 logits_BSV; positions default to 0, 1, 2, …"""

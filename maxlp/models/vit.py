@@ -115,7 +115,7 @@ class Encoder:
             return layers.apply_stack(
                 blocks,
                 constrain(x_BSD, "batch", "act_seq", "act_embed"),
-                lambda block, x_BSD, _: (block(x_BSD), None),
+                lambda block, x_BSD, *_: (block(x_BSD), None),
                 num_layers=self.num_layers,
                 scan=self.scan_layers,
                 remat=self.remat,

@@ -47,7 +47,7 @@ class Exact(nnx.Module):
         self.how = dict(num_layers=3, scan=scan, remat=remat)
 
     def __call__(self, x_BSD):
-        return layers.apply_stack(self.layers, x_BSD, lambda block, x, _: (block(x), None), **self.how)[0]
+        return layers.apply_stack(self.layers, x_BSD, lambda block, x, *_: (block(x), None), **self.how)[0]
 
 
 def exact_loss(model, batch):
