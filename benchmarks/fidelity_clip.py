@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from fidelity_clip_figures import QUIET, SHIFTS
+from fidelity_clip_figures import GROWTH, QUIET, SHIFTS
 from fidelity_runs import ROOT, Data, Results, Trainer, Watch, changed, digits
 from flax import nnx
 
@@ -95,10 +95,16 @@ SMALL = {
 
 # --- spikes -------------------------------------------------------------------------------------------
 
-STABLE = {"optimizer.name": "stable_adamw", "optimizer.b2": 0.999, "optimizer.learning_rate": 3e-3}
+STABLE = {
+    "optimizer.name": "stable_adamw",
+    "optimizer.b2": 0.999,
+    "optimizer.eps": 1e-8,  # so that the smallest gradients count
+    "optimizer.learning_rate": 5e-3,
+    "optimizer.warmup_steps": 60,
+}
 # StableAdamW that never clips is AdamW with its RMS_t measured.
 ADAMW = STABLE | {"optimizer.options": {"clip_threshold": 1e30}}
-GRADIENT_STEPS, CONTRAST_STEPS = 300, 200
+GRADIENT_STEPS, CONTRAST_STEPS = 260, 180
 
 GRADIENT_SHIFTS = {
     "AdamW": ADAMW,
@@ -116,33 +122,39 @@ CONTRAST_SHIFT = {
 def spikes(seeds: list[int], only: list[str], data: Data) -> None:
     """The learning signal becomes stronger at once, after a time in which β2 forgot that it ever was."""
     results = Results("clip_spikes")
-    for name, changes in (GRADIENT_SHIFTS | CONTRAST_SHIFT).items():
-        todo = [seed for seed in seeds if not results.has(name, seed)]
-        if not todo or (only and name not in only):
+    variants = GRADIENT_SHIFTS | CONTRAST_SHIFT
+
+    @functools.cache
+    def trainer(name: str) -> tuple[Trainer, Watch]:
+        if name in GRADIENT_SHIFTS:
+            run = Trainer(variants[name], data, growing)
+            return run, watch_rms(run, None)
+        run = Trainer(variants[name], data)
+        return run, watch_rms(run, at_contrast(data.heldout[0], 1.0))
+
+    for seed, name in itertools.product(seeds, variants):
+        if results.has(name, seed) or (only and name not in only):
             continue
-        in_contrast = name in CONTRAST_SHIFT
-        run = Trainer(changes, data, (lambda g: g) if in_contrast else growing)
-        watch = watch_rms(run, data.heldout[0] if in_contrast else None)
-        for seed in todo:
-            start = time.time()
-            batches = data.batches(seed, GRADIENT_STEPS)
-            if in_contrast:
-                batches = [
-                    at_contrast(batch, QUIET if i < SHIFTS[0] else 1.0)
-                    for i, batch in enumerate(batches[:CONTRAST_STEPS])
-                ]
-            _, seen = run.train(run.init(seed), batches, watch)
-            results.add(name, seed, seen)
-            print(f"spikes / {name} / seed {seed}: {time.time() - start:.0f} s", flush=True)
+        start = time.time()
+        run, watch = trainer(name)
+        batches = data.batches(seed, GRADIENT_STEPS)
+        if name in CONTRAST_SHIFT:
+            batches = [
+                at_contrast(batch, QUIET if i < SHIFTS[0] else 1.0)
+                for i, batch in enumerate(batches[:CONTRAST_STEPS])
+            ]
+        _, seen = run.train(run.init(seed), batches, watch)
+        results.add(name, seed, seen)
+        print(f"spikes / {name} / seed {seed}: {time.time() - start:.0f} s", flush=True)
 
 
 def growing(gradients: Gradients) -> Gradients:
-    """Gradients times a strength that is eight times as large after each of the shifts, and 1 at last."""
+    """Gradients times a strength that each of the shifts makes GROWTH times as large, to 1 at last."""
 
     def scaled(graphdef: nnx.GraphDef, state: dict, batch: dict) -> tuple[dict, dict, dict]:
         grads, model_state, metrics = gradients(graphdef, state, batch)
         to_come = jnp.sum(state["step"] < jnp.array(SHIFTS))
-        return jax.tree.map(lambda g: g * 8.0**-to_come, grads), model_state, metrics
+        return jax.tree.map(lambda g: g * GROWTH**-to_come, grads), model_state, metrics
 
     return scaled
 
@@ -176,7 +188,7 @@ def watch_rms(run: Trainer, probe: dict | None) -> Watch:
 # --- layer-scale --------------------------------------------------------------------------------------
 
 DEEP = {"model.visual.num_layers": 8, "optimizer.learning_rate": 3e-3}
-DEEP_STEPS, DEEP_BATCH = 160, 32
+DEEP_STEPS = 120
 FORMATS = {
     "float32": {},
     "fp8_current": {"precision.recipe": "fp8_current"},
@@ -192,29 +204,23 @@ LAYER_SCALE = {
 def layer_scale(seeds: list[int], only: list[str], data: Data) -> None:
     """A deep and thin image tower with and without layer-scale, all matmuls of all blocks in a format."""
     results = Results("clip_layer_scale")
-    for name, changes in LAYER_SCALE.items():
-        todo = [seed for seed in seeds if not results.has(name, seed)]
-        if not todo or (only and name not in only):
+
+    @functools.cache
+    def trainer(name: str) -> tuple[Trainer, Callable[[dict], dict[str, list[float]]]]:
+        run = Trainer(LAYER_SCALE[name], data)
+        return run, block_sizes(run, data.heldout[0]["image"])
+
+    for seed, name in itertools.product(seeds, LAYER_SCALE):
+        if results.has(name, seed) or (only and name not in only):
             continue
-        run = Trainer(changes, data)
-        sizes = block_sizes(run, data.heldout[0]["image"])
-        for seed in todo:
-            start = time.time()
-            batches = [first_rows(batch, DEEP_BATCH) for batch in data.batches(seed, DEEP_STEPS)]
-            state = run.init(seed)
-            before = sizes(state)
-            state, seen = run.train(state, batches, lambda _: {})
-            measured = {
-                "before": before,
-                "after": sizes(state),
-                "top1": run.evaluate(state)["zero_shot_top1"],
-            }
-            results.add(name, seed, measured | seen)
-            print(f"layer_scale / {name} / seed {seed}: {time.time() - start:.0f} s", flush=True)
-
-
-def first_rows(batch: dict, rows: int) -> dict:
-    return {key: value[:rows] for key, value in batch.items()}
+        start = time.time()
+        run, sizes = trainer(name)
+        state = run.init(seed)
+        before = sizes(state)
+        state, seen = run.train(state, data.batches(seed, DEEP_STEPS), lambda _: {})
+        top1 = run.evaluate(state)["zero_shot_top1"]
+        results.add(name, seed, {"before": before, "after": sizes(state), "top1": top1} | seen)
+        print(f"layer_scale / {name} / seed {seed}: {time.time() - start:.0f} s", flush=True)
 
 
 def block_sizes(run: Trainer, image_BHWC: np.ndarray) -> Callable[[dict], dict[str, list[float]]]:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from maxlp.diagnostics import spikes
 
-SHIFTS = (120, 180, 240)  # steps from which on the gradients are eight times as large
+SHIFTS, GROWTH = (130, 200), 30.0  # steps from which on the gradients are so many times as large
 QUIET = 0.1  # contrast of the images until the first of them, in the runs that change that
 STEADY = 60  # steps, before which nothing counts as a spike
 AFTER = 16  # steps in which a shift has its effect
@@ -108,7 +108,7 @@ def of_shifts(runs: Runs, figure: Figure) -> None:
         row += [", ".join(f"{np.mean(values):+.2f}" for values in at_shifts)]
         peaks = [[max(run["rms_patch"][s : s + 4]) for run in seeds.values()] for s in SHIFTS]
         row += [", ".join(f"{np.mean(values):.1f}" for values in peaks)]
-        row += [plus_minus(np.array([np.mean(run["loss"][-AFTER:]) for run in seeds.values()]), ".2f")]
+        row += [plus_minus(np.array([*at_last(seeds).values()]), ".2f")]
         rows.append(row)
     header = ["optimizer", "loss spikes (each seed)", "after an RMS_t spike of the patch embedding"]
     header += [
@@ -156,9 +156,45 @@ def of_contrast(runs: Runs) -> None:
 
 # --- layer-scale --------------------------------------------------------------------------------------
 
+FORMS = ("float32", "fp8_current", "e3m1")
+
 
 def layer_scale(runs: Runs, figure: Figure) -> None:
-    raise NotImplementedError
+    rows = []
+    left, right = figure.subplots(1, 2)
+    for name, seeds in runs.items():
+        form, start = name.split(", ")
+        color, line = COLORS[FORMS.index(form)], "-" if start == "from zero" else "--"
+        last, base = at_last(seeds), at_last(runs.get(f"float32, {start}", {}))
+        over = [100 * (last[seed] / base[seed] - 1) for seed in last if seed in base and form != "float32"]
+        row = [form, start, plus_minus(np.array([*last.values()]), ".2f")]
+        row += [", ".join(f"{percent:+.1f} %" for percent in over)]
+        row += [plus_minus(np.array([100 * run["top1"] for run in seeds.values()]), ".1f")]
+        sizes = {
+            key: np.mean([run["after"][key] for run in seeds.values()], axis=0) for key in ("mean", "max")
+        }
+        row += [f"{sizes['mean'][0]:.2f}, {sizes['mean'][-1]:.2f}", f"{sizes['max'][-1]:.1f}"]
+        rows.append(row)
+        left.plot(
+            np.mean([running(np.array(r["loss"]), 4) for r in seeds.values()], 0),
+            line,
+            color=color,
+            label=name,
+        )
+        blocks = np.arange(1, len(sizes["mean"]) + 1)
+        right.plot(blocks, sizes["mean"], f"o{line}", color=color, label=name, markersize=4)
+    header = ["format", "layer-scale", "loss at last", "over float32, each seed", "top-1 (%)"]
+    print_table([*header, "mean of |x| behind the first and the last block", "largest |x|"], rows)
+    left.set_title("training loss, mean of 9 steps and of the seeds", loc="left")
+    left.set_xlabel("step")
+    left.legend(frameon=False, fontsize=9)
+    right.set_title("mean of |x| behind each block, after training", loc="left")
+    right.set_yscale("log")
+    right.set_xlabel("block of the image tower")
+
+
+def at_last(seeds: dict[str, dict]) -> dict[str, float]:
+    return {seed: float(np.mean(run["loss"][-AFTER:])) for seed, run in sorted(seeds.items())}
 
 
 SHOW: dict[str, Callable[[Runs, Figure], None]] = {
