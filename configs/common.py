@@ -85,6 +85,7 @@ def llama(**sizes) -> ConfigDict:
             attention="xla",
             scan_layers=True,
             remat="block",
+            pipeline=dict(microbatches=config_dict.placeholder(int), rounds=1),  # on mesh.stage > 1
         )
     )
     c.model.update(sizes)

@@ -26,6 +26,7 @@ from maxlp.diagnostics import guard
 from maxlp.diagnostics.spikes import Policy
 from maxlp.diagnostics.statistics import tensor_statistics
 from maxlp.models import MODELS
+from maxlp.models.pipeline import Pipeline
 from maxlp.precision import health as precision_health
 from maxlp.profiler import Profiler
 from maxlp.tasks import TASKS, language
@@ -366,12 +367,60 @@ def check_release(c: ConfigDict) -> None:
             )
 
 
+def pipeline(c: ConfigDict) -> Pipeline:
+    return call(Pipeline, "model.pipeline", c.model.get("pipeline") or {})
+
+
+def check_stages(c: ConfigDict, stages: int, rows: int, matmuls: dict[str, str]) -> None:
+    """Raises a ConfigError if the layers or the batch do not go through so many pipeline stages.
+
+    Args:
+      rows: of the batch on one device, in one of its microbatches.
+    """
+    s = pipeline(c).over(stages)
+    key, mesh = "config.model.pipeline", f"config.mesh.stage={stages}"
+    for name, value in (("microbatches", s.microbatches), ("rounds", s.rounds)):
+        if value < 1:
+            raise ConfigError(f"{key}.{name}={value} must be at least 1")
+    if stages == 1:
+        return
+    for name, possible in (("model.scan_layers", True), ("train.release_gradients", False)):
+        section, field = name.split(".")
+        if c[section][field] != possible:
+            raise ConfigError(f"{mesh} does not go with config.{name}={not possible}; set it to {possible}")
+    if c.model.num_layers % (stages * s.rounds):
+        raise ConfigError(
+            f"config.model.num_layers={c.model.num_layers} does not divide into {mesh} × "
+            f"{key}.rounds={s.rounds}; choose stages and rounds whose product divides it"
+        )
+    if s.microbatches % stages:
+        more = -(-s.microbatches // stages) * stages
+        raise ConfigError(f"{key}.microbatches={s.microbatches} is not a multiple of {mesh}; take {more}")
+    if rows % s.microbatches:
+        raise ConfigError(
+            f"{key}.microbatches={s.microbatches} does not divide the {rows} rows of a device in each of "
+            "config.train.microbatches; change it or config.data.batch_size"
+        )
+    if s.rounds > 1 and c.model.remat == "none":
+        raise ConfigError(
+            f"{key}.rounds={s.rounds} with config.model.remat=none would keep a copy of the weights for "
+            "every tick; set config.model.remat=block or dots"
+        )
+    ends = (c.precision.first_blocks, c.precision.last_blocks)
+    if ends != (0, 0) and set(matmuls.values()) != {precision.HIGH_PRECISION}:
+        raise ConfigError(
+            f"{mesh} needs stages that are alike; set config.precision.first_blocks=0 and "
+            "config.precision.last_blocks=0"
+        )
+
+
 def check(c: ConfigDict, devices: Mesh) -> None:
     """Raises a ConfigError with the first pair of sections that do not fit each other."""
     _data_section(c)
     bind(checkpoint.Checkpointer, "checkpoint", c.checkpoint, "directory")
     bind(metrics.MetricWriter, "metrics", c.metrics, *WRITER_ARGUMENTS)
     call(Profiler, "profile", c.profile, workdir=Path())
+    pipeline(c)
     if health_every(c) < 0:
         raise ConfigError(f"config.precision.health_every={health_every(c)} must not be negative")
     batch, shards = c.data.batch_size, sharding.batch_shards(devices)
@@ -388,4 +437,7 @@ def check(c: ConfigDict, devices: Mesh) -> None:
         )
     if c.train.release_gradients:
         check_release(c)
-    task(c).check(c, devices, precision_table(c))
+    matmuls = precision_table(c)
+    task(c).check(c, devices, matmuls)
+    if c.model.name == "llama":
+        check_stages(c, devices.shape["stage"], batch // rows, matmuls)

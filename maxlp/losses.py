@@ -68,7 +68,7 @@ def next_token(
         names = [None] * (a.ndim - 2)
         a = jnp.moveaxis(a.reshape(B, parts, num_chunks, -1, *a.shape[2:]), 2, 0)
         if parts > 1:
-            a = sharding.constrain(a, None, "batch", "seq", None, *names)
+            a = sharding.constrain(a, None, "batch", "ends_seq", None, *names)
         return a.reshape(num_chunks, B, -1, *a.shape[4:])
 
     chunks = tuple(map(cut, (x_BSD, targets_BS, mask_BS)))

@@ -40,9 +40,9 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "batch": ("data", "fsdp"),
     "seq": "context",
     "act_seq": ("context", "tensor"),  # the sequence between matmuls (residual stream and norms)
-    "act_embed": None,
     "embed_seq": ("context", "stage", "tensor"),  # outside of the pipeline: between embedding and blocks
     "ends_seq": ("context", "stage"),  # and in the head
+    "act_embed": None,
     "act_heads": "tensor",
     "act_mlp": "tensor",
     "act_vocab": "tensor",
@@ -144,7 +144,7 @@ def batch_shards(mesh: Mesh) -> int:
 def seq_shards(length: int) -> int:
     """Into how many parts a sequence of this length is split on the current mesh; 1 if it stays whole."""
     mesh = jax.sharding.get_abstract_mesh()
-    parts = 1 if mesh.empty else _size(mesh, RULES["seq"])
+    parts = 1 if mesh.empty else _size(mesh, RULES["ends_seq"])
     return parts if length % parts == 0 else 1
 
 

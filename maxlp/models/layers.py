@@ -14,6 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlp.models import pipeline as pipelines
+from maxlp.models.pipeline import Pipeline
 from maxlp.sharding import constrain
 
 Axes = tuple[str | None, ...]
@@ -234,7 +235,7 @@ def apply_stack(
     num_layers: int,
     scan: bool,
     remat: str,
-    pipeline: dict | None = None,
+    pipeline: Pipeline | None = None,
 ) -> tuple[jax.Array, Any]:
     """Sends ``x`` through stacked blocks: ``x, out = call(block, x, per_row, per_layer[i])`` for layer i.
 
@@ -247,13 +248,13 @@ def apply_stack(
     Args:
       per_row: arrays with the batch axis of ``x`` in front; in a pipeline a call gets its microbatch's.
       per_layer: arrays with the layers axis in front.
-      pipeline: see `pipeline.schedule`.
+      pipeline: how, on a mesh with stages.
 
     Returns:
       ``x`` after the last block, and the stacked ``out`` of all blocks (None from a pipeline).
     """
     graphdef, params, state = nnx.split(blocks, nnx.Param, ...)
-    schedule = pipelines.in_mesh(pipeline, x.shape[0]) if per_layer is None else None
+    schedule = (pipeline or Pipeline()).in_mesh(x.shape[0]) if per_layer is None else None
     if schedule is not None:
         assert blocks.plain_ends == (0, 0), "checked with the config"
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlp.models import attention, layers, ring
+from maxlp.models.pipeline import Pipeline
 from maxlp.sharding import constrain
 
 
@@ -114,9 +115,9 @@ class Llama(nnx.Module):
       dtype: of activations and matmuls. param_dtype: of the stored parameters.
       attention: name in `attention.ATTENTION`.
       scan_layers, remat: see `layers.apply_stack` and `layers.REMAT_POLICIES`.
+      pipeline: fields of `pipeline.Pipeline`, for a mesh with stages.
 
     Raises:
-      pipeline: ``microbatches`` and ``rounds`` on a mesh with stages, see `pipeline.schedule`.
       ValueError: sizes that do not fit each other, unknown names.
     """
 
@@ -142,9 +143,9 @@ class Llama(nnx.Module):
         scan_layers: bool,
         remat: str,
         rngs: nnx.Rngs,
+        pipeline: dict | None = None,
     ):
         self.vocab_size = vocab_size
-        pipeline: dict | None = None,
         self.embed_dim = embed_dim
         self.num_layers = num_layers
         self.num_heads = num_heads
@@ -161,9 +162,9 @@ class Llama(nnx.Module):
         self.attention = attention
         self.scan_layers = scan_layers
         self.remat = remat
+        self.pipeline = Pipeline(**(pipeline or {}))
         check(self)
 
-        self.pipeline = nnx.static(dict(pipeline)) if pipeline else None
         self.tok_embed = layers.Embed(
             vocab_size,
             embed_dim,
@@ -229,14 +230,14 @@ class Llama(nnx.Module):
                 self.layers,
                 x_BSD,
                 call,
+                (rope, positions_BS, segment_ids_BS),
                 None if cache is None else tuple(cache),
                 num_layers=self.num_layers,
-                (rope, positions_BS, segment_ids_BS),
                 scan=self.scan_layers,
                 remat=self.remat,
+                pipeline=self.pipeline,
             )
         x_BSD = self.final_norm(x_BSD)
-                pipeline=self.pipeline,
         return ring.unbalance(x_BSD) if balanced else x_BSD, None if cache is None else Cache(*kv)
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:

@@ -20,6 +20,7 @@ Shape letters: P stages · M microbatches · R rounds · B batch · S length · 
 J = L / (P R) layers of a stage in a round.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -58,17 +59,21 @@ class Schedule(NamedTuple):
         return (self.stages - 1) / self.ticks
 
 
-def schedule(stages: int, *, microbatches: int | None = None, rounds: int | None = None) -> Schedule:
-    """The ``model.pipeline`` section of a config: as many microbatches as stages, and one round."""
-    return Schedule(stages, stages if microbatches is None else microbatches, rounds or 1)
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """The ``model.pipeline`` section of a config; see `Schedule`. None: as many microbatches as stages."""
 
+    microbatches: int | None = None
+    rounds: int = 1
 
-def in_mesh(pipeline: dict | None, batch_size: int) -> Schedule | None:
-    """The schedule under the current mesh; None without stages, or for a batch that does not divide."""
-    mesh = jax.sharding.get_abstract_mesh()
-    stages = 1 if mesh.empty else mesh.shape.get(STAGE, 1)
-    found = schedule(stages, **(pipeline or {}))
-    return found if stages > 1 and batch_size % found.microbatches == 0 else None
+    def over(self, stages: int) -> Schedule:
+        return Schedule(stages, stages if self.microbatches is None else self.microbatches, self.rounds)
+
+    def in_mesh(self, batch_size: int) -> Schedule | None:
+        """The schedule on the current mesh; None without stages, or for a batch that does not divide."""
+        mesh = jax.sharding.get_abstract_mesh()
+        schedule = self.over(1 if mesh.empty else mesh.shape.get(STAGE, 1))
+        return schedule if schedule.stages > 1 and batch_size % schedule.microbatches == 0 else None
 
 
 def run(

@@ -119,6 +119,13 @@ def check(c: ConfigDict, mesh: Mesh, matmuls: dict[str, str]) -> None:
             f"config.loss.num_chunks={c.loss.num_chunks} runs lm_head several times a step, which its "
             "delayed scaling cannot follow; use num_chunks=1 or a rule with another recipe for lm_head"
         )
+    stages = mesh.shape["stage"]
+    if stages > 1 and seq % (c.loss.num_chunks * mesh.shape["context"] * stages):
+        raise ConfigError(
+            f"config.data.seq_len={seq} is not a multiple of config.loss.num_chunks={c.loss.num_chunks} × "
+            f"config.mesh.context={mesh.shape['context']} × config.mesh.stage={stages}, over which the "
+            "head splits it; use fewer chunks"
+        )
     if seq % mesh.shape["tensor"]:
         raise ConfigError(
             f"config.data.seq_len={seq} is not a multiple of config.mesh.tensor={mesh.shape['tensor']}"
