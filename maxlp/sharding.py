@@ -12,6 +12,7 @@ turns names into shardings. Five mesh axes, from the slowest network to the fast
 """
 
 import collections
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -128,6 +129,24 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     axes = spec(*names)
     fit = [a if dim % _size(mesh, a) == 0 else None for dim, a in zip(x.shape, axes, strict=True)]
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*fit))
+
+
+def constrain_gradient(x: jax.Array, *names: str | None) -> jax.Array:
+    """The identity, whose gradient is `constrain`-ed on a mesh with a context axis.
+
+    There the gradient of a weight sums over positions that are split over context in one operand and over
+    context and tensor in the other, and XLA, told nothing, gathers both over all axes. Without a context
+    axis it finds the way by itself.
+    """
+    return x if seq_shards(0) == 1 else _constrain_gradient(x, names)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _constrain_gradient(x: jax.Array, names: tuple) -> jax.Array:
+    return x
+
+
+_constrain_gradient.defvjp(lambda x, names: (x, None), lambda names, _, g: (constrain(g, *names),))
 
 
 def _size(mesh: Any, axes: str | tuple[str, ...] | None) -> int:

@@ -13,7 +13,7 @@ from flax import nnx
 
 from maxlp.models import attention, layers, ring
 from maxlp.models.pipeline import Pipeline
-from maxlp.sharding import constrain
+from maxlp.sharding import constrain, constrain_gradient
 
 
 class RopeScaling(NamedTuple):
@@ -89,7 +89,9 @@ class Block(nnx.Module):
 
     def __call__(self, x_BSD, rope, positions_BS, segment_ids_BS, cache):
         whole = lambda y: constrain(y, "batch", "seq", "act_embed")  # noqa: E731
-        split = lambda y: constrain(y, "batch", "act_seq", "act_embed")  # noqa: E731
+        split = lambda y: constrain(  # noqa: E731
+            constrain_gradient(y, "batch", "seq", "act_embed"), "batch", "act_seq", "act_embed"
+        )
         with jax.named_scope("attn"):
             h_BSD = whole(self.attn_norm(x_BSD))
             h_BSD, cache = self.attn(h_BSD, rope, positions_BS, segment_ids_BS, cache)
