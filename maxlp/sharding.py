@@ -138,7 +138,8 @@ def constrain_gradient(x: jax.Array, *names: str | None) -> jax.Array:
     context and tensor in the other, and XLA, told nothing, gathers both over all axes. Without a context
     axis it finds the way by itself.
     """
-    return x if seq_shards(0) == 1 else _constrain_gradient(x, names)
+    mesh = jax.sharding.get_abstract_mesh()
+    return x if mesh.shape.get("context", 1) == 1 else _constrain_gradient(x, names)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -161,7 +162,7 @@ def batch_shards(mesh: Mesh) -> int:
 
 
 def seq_shards(length: int) -> int:
-    """Into how many parts a sequence of this length is split on the current mesh; 1 if it stays whole."""
+    """Into how many parts the current mesh splits the sequence in the head; 1 if the length stays whole."""
     mesh = jax.sharding.get_abstract_mesh()
     parts = 1 if mesh.empty else _size(mesh, RULES["ends_seq"])
     return parts if length % parts == 0 else 1

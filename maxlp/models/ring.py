@@ -45,11 +45,10 @@ def parts(seq_len: int) -> int:
     """Over how many devices a sequence of this (global) length is balanced.
 
     1 where it stays in its natural order: without a mesh, without a context axis, and for a length that is
-    not a multiple of 2 × context × tensor.
+    not a multiple of 2 × context × stage × tensor.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    n, tensor = _sizes(mesh)
-    return n if seq_len % (2 * n * tensor) == 0 else 1
+    n, inner = _sizes(jax.sharding.get_abstract_mesh())
+    return n if seq_len % (2 * n * inner) == 0 else 1
 
 
 def balance(x_BS: jax.Array) -> jax.Array:
@@ -69,14 +68,14 @@ def balance(x_BS: jax.Array) -> jax.Array:
 def unbalance(x_BSD: jax.Array) -> jax.Array:
     """Balanced activations in natural order; every device sends two halves, and none holds more.
 
-    The sequence is split over (context, tensor) as between matmuls. Halves of the devices' parts with an
-    even place in the natural order form one permutation of the devices, those with an odd place another.
+    The sequence is split as between embedding and blocks. Halves of the devices' parts with an even place
+    in the natural order form one permutation of the devices, those with an odd place another.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if parts(x_BSD.shape[1]) == 1:
         return x_BSD
     places = natural_places(*_sizes(mesh))
-    axes = (AXIS, "tensor")
+    axes = sharding.RULES["embed_seq"]
 
     def move(x_BsD: jax.Array) -> jax.Array:
         first, second = jnp.split(x_BsD, 2, axis=1)
@@ -91,15 +90,20 @@ def unbalance(x_BSD: jax.Array) -> jax.Array:
     return jax.shard_map(move, in_specs=spec, out_specs=spec)(x_BSD)
 
 
-def natural_places(n: int, tensor: int) -> np.ndarray:
-    """The place in the natural order of each half of a device's part, in the balanced order."""
-    device, half = np.divmod(np.arange(2 * n * tensor), 2 * tensor)
-    late, half = np.divmod(half, tensor)
-    return np.where(late == 0, device, 2 * n - 1 - device) * tensor + half
+def natural_places(n: int, inner: int) -> np.ndarray:
+    """The place in the natural order of each half of a device's part, in the balanced order.
+
+    Args:
+      inner: into how many parts the part of each of the n devices is split once more.
+    """
+    device, half = np.divmod(np.arange(2 * n * inner), 2 * inner)
+    late, half = np.divmod(half, inner)
+    return np.where(late == 0, device, 2 * n - 1 - device) * inner + half
 
 
 def _sizes(mesh: Any) -> tuple[int, int]:
-    return mesh.shape.get(AXIS, 1), mesh.shape.get("tensor", 1)
+    """Of the axis of the ring, and of those that split the sequence further outside of attention."""
+    return mesh.shape.get(AXIS, 1), mesh.shape.get("stage", 1) * mesh.shape.get("tensor", 1)
 
 
 def _rows(mesh: Any, batch_size: int) -> Any:
