@@ -1,5 +1,6 @@
 """The training command as a user runs it: kills, restarts, other meshes, several processes, bad losses."""
 
+import io
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -16,6 +18,8 @@ import numpy as np
 import orbax.checkpoint
 import pytest
 
+from maxlp import checkpoint as checkpoints
+from maxlp.data.images import encode_png
 from maxlp.metrics import read_jsonl
 
 ROOT = Path(__file__).parent.parent
@@ -38,9 +42,28 @@ SMALL = [
     "--config.checkpoint.every_steps=3",
 ]
 
+SMALL_CLIP = [
+    "--config=configs/clip/debug.py",
+    "--config.model.embed_dim=16",
+    "--config.model.visual.image_size=16",
+    *(
+        f"--config.model.{tower}.{key}={value}"
+        for tower in ("visual", "text")
+        for key, value in dict(width=32, num_layers=1, num_heads=2, mlp_dim=64).items()
+    ),
+    "--config.model.visual.patch_dropout=0.5",
+    "--config.model.text.eos_id=257",
+    "--config.data.tokenizer=bytes",
+    "--config.data.image_size=16",
+    "--config.data.batch_size=16",
+    "--config.optimizer.warmup_steps=2",
+    "--config.train.log_every=1",
+    "--config.train.eval_every=4",
+]
 
-def start(workdir: Path, *options: str, devices: int = 1, **env: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "maxlp.train", f"--workdir={workdir}", *SMALL, *options]
+
+def start(workdir: Path, *options: str, config=SMALL, devices: int = 1, **env: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "maxlp.train", f"--workdir={workdir}", *config, *options]
     env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"} | env
     return subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -55,6 +78,23 @@ def finish(process: subprocess.Popen, code: int = 0) -> str:
 
 def run(workdir: Path, *options: str, **kwargs) -> str:
     return finish(start(workdir, *options, **kwargs))
+
+
+def stop_at(step: int, workdir: Path, *options: str, **kwargs) -> str:
+    """A run that hears SIGTERM when it has said that this step is done."""
+    process = start(workdir, *options, **kwargs)
+    for line in process.stdout:
+        if line.startswith(f"step {step}/"):
+            process.send_signal(signal.SIGTERM)
+            break
+    return finish(process, code=75)
+
+
+def shown(command: str, *options: str) -> str:
+    args = [sys.executable, "-m", f"maxlp.{command}", *options]
+    done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def losses(workdir: Path) -> dict[int, float]:
@@ -117,12 +157,6 @@ def test_a_run_leaves_what_it_promises(whole):
 def test_evaluate_and_generate_and_report_on_the_run(whole):
     workdir, _ = whole
 
-    def shown(command: str, *options: str) -> str:
-        args = [sys.executable, "-m", f"maxlp.{command}", *options]
-        done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
     measured = dict(line.split() for line in shown("evaluate", f"--workdir={workdir}").splitlines()[1:])
     last = [r for r in records(workdir) if "eval/loss" in r][-1]
     assert float(measured["loss"]) == pytest.approx(last["eval/loss"], abs=1e-4)
@@ -145,12 +179,7 @@ def test_low_precision_run_resumes_exactly(tmp_path):
     )
     out = run(tmp_path / "whole", *options)
     assert "layers/mlp/down_proj: fp8_delayed" in out
-    process = start(tmp_path / "cut", *options)
-    for line in process.stdout:
-        if line.startswith("step 2/"):
-            process.send_signal(signal.SIGTERM)
-            break
-    finish(process, code=75)
+    stop_at(2, tmp_path / "cut", *options)
     run(tmp_path / "cut", *options)
     assert checkpoint(tmp_path / "cut", 6) == checkpoint(tmp_path / "whole", 6)
     assert records(tmp_path / "cut") == records(tmp_path / "whole")
@@ -158,18 +187,23 @@ def test_low_precision_run_resumes_exactly(tmp_path):
 
 def test_sigterm_saves_exits_with_75_and_the_run_goes_on_exactly(whole, tmp_path):
     options = ("--config.train.total_steps=12", "--config.train.eval_every=4")
-    process = start(tmp_path, *options)
-    for line in process.stdout:
-        if line.startswith("step 5/"):
-            process.send_signal(signal.SIGTERM)
-            break
-    out = finish(process, code=75)
-    assert "the same command goes on" in out
+    assert "the same command goes on" in stop_at(5, tmp_path, *options)
     out = run(tmp_path, *options)
     assert "resuming at step" in out
     assert records(tmp_path) == records(whole[0])
     assert checkpoint(tmp_path, 12) == checkpoint(whole[0], 12)
+    forget_the_watch(tmp_path / "checkpoints" / "12")
     assert "nothing is left to train" in run(tmp_path, *options)
+
+
+def forget_the_watch(saved: Path) -> None:
+    """Makes a checkpoint what it was before there were spikes to be watched for."""
+    record = json.loads((saved / "checkpoint.json").read_text())
+    del record["meta"]["watch"]
+    (saved / "checkpoint.json").write_text(json.dumps(record))
+    (saved / "manifest.txt").unlink()
+    sums = checkpoints._checksums(saved, checkpoints._files(saved))
+    (saved / "manifest.txt").write_text(checkpoints._format_manifest(sums))
 
 
 def test_a_loss_that_is_not_finite_is_not_saved(tmp_path):
@@ -216,12 +250,7 @@ def test_another_mesh_goes_on_with_equal_losses(whole, tmp_path):
     total, stop = "--config.train.total_steps=12", "--config.optimizer.warmup_steps=2"
     reference, moved = tmp_path / "reference", tmp_path / "moved"
     run(reference, *heads, total, stop, devices=8)
-    process = start(moved, *heads, total, stop, devices=8)
-    for line in process.stdout:
-        if line.startswith("step 5/"):
-            process.send_signal(signal.SIGTERM)
-            break
-    finish(process, code=75)
+    stop_at(5, moved, *heads, total, stop, devices=8)
     out = run(
         moved,
         *heads,
@@ -270,6 +299,50 @@ def test_several_processes_train_as_one_and_one_goes_on(processes, mesh, tmp_pat
     got, want = losses(tmp_path), losses(one)
     assert sorted(got) == list(range(1, 10))
     assert all(math.isclose(got[n], want[n], rel_tol=1e-4) for n in want), (got, want)
+
+
+def write_pictures(folder: Path, count: int, broken: int) -> None:
+    """A WebDataset of squares of three shades with their names as classes, one of them cut short."""
+    names = ("black", "gray", "white")
+    (folder / "classes.txt").write_text("\n".join(names))
+    rng = np.random.default_rng(0)
+    with tarfile.open(folder / "pictures.tar", "w") as tar:
+        for number in range(count):
+            label = number % 3
+            pixels = np.uint8(100 * label + rng.integers(0, 50, (20, 24, 3)))
+            image = encode_png(pixels)[: 200 if number == broken else None]
+            for kind, data in (("png", image), ("cls", b"%d" % label)):
+                member = tarfile.TarInfo(f"{number:03d}.{kind}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+
+
+def test_clip_trains_resumes_exactly_and_is_evaluated(tmp_path):
+    """From a tar with a broken image, which is counted over the interruption."""
+    write_pictures(tmp_path, count=40, broken=5)
+    options = [
+        f"--config.data.source=tar:{tmp_path}/pictures.tar?heldout=0.25",
+        f"--config.data.classes={tmp_path}/classes.txt",
+        "--config.train.total_steps=8",
+    ]
+    out = run(tmp_path / "whole", *options, config=SMALL_CLIP)
+    assert "1 broken skipped" in out and "pictures.tar: 005" in out
+    stop_at(3, tmp_path / "cut", *options, config=SMALL_CLIP)
+    assert "resuming at step" in run(tmp_path / "cut", *options, config=SMALL_CLIP)
+    assert checkpoint(tmp_path / "cut", 8) == checkpoint(tmp_path / "whole", 8)
+    assert records(tmp_path / "cut") == records(tmp_path / "whole")
+    last = read_jsonl(tmp_path / "cut" / "metrics.jsonl")
+    assert [r["data/skipped"] for r in last if "train/loss" in r][-1] == 1
+    seen = losses(tmp_path / "whole")
+    assert sorted(seen) == list(range(1, 9)) and seen[8] < seen[1]
+
+    found = shown("evaluate", f"--workdir={tmp_path / 'cut'}", "--linear_probe").splitlines()[1:]
+    measured = {name: float(value) for name, value in map(str.split, found)}
+    at_end = [r for r in records(tmp_path / "whole") if "eval/zero_shot_top1" in r][-1]
+    for name, value in at_end.items():
+        if name != "step":
+            assert measured[name.removeprefix("eval/")] == pytest.approx(value, abs=1e-4)
+    assert measured["linear_probe_accuracy"] == 1.0  # shades are easily told
 
 
 @pytest.mark.slow
