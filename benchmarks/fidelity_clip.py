@@ -188,7 +188,7 @@ def watch_rms(run: Trainer, probe: dict | None) -> Watch:
 # --- layer-scale --------------------------------------------------------------------------------------
 
 DEEP = {"model.visual.num_layers": 8, "optimizer.learning_rate": 3e-3}
-DEEP_STEPS = 120
+DEEP_STEPS = 100
 FORMATS = {
     "float32": {},
     "fp8_current": {"precision.recipe": "fp8_current"},

@@ -105,19 +105,26 @@ def rms_spikes(run: dict) -> list[int]:
     )
 
 
+def foretold(loss_steps: list[int], rms_steps: list[int], steps: int, begin: int) -> spikes.Foretold:
+    """How many loss spikes follow an RMS_t spike, of a run that counts from step `begin` on."""
+    return spikes.foretold(
+        [step - begin for step in loss_steps], [step - begin for step in rms_steps], steps - begin, POLICY
+    )
+
+
 def optimizers(runs: Runs, figure: Figure) -> None:
     rows = []
     for name, seeds in runs.items():
         counts = [len(loss_spikes(run)) for run in seeds.values()]
-        foretold = [
-            spikes.foretold(loss_spikes(run), rms_spikes(run), len(run["loss"]) - WARMED_UP, POLICY)
+        led = [
+            foretold(loss_spikes(run), rms_spikes(run), len(run["loss"]), WARMED_UP)
             for run in seeds.values()
             if "rms_hidden" in run
         ]
         row = [name, str(len(seeds)), plus_minus(np.array([run["heldout"] for run in seeds.values()]))]
         row += [f"{sum(counts)} ({', '.join(map(str, counts))})"]
-        if foretold:
-            hits, chance = sum(f.foretold for f in foretold), sum(f.by_chance for f in foretold)
+        if led:
+            hits, chance = sum(f.foretold for f in led), sum(f.by_chance for f in led)
             row += [plus_minus(np.array([after_effect(run) for run in seeds.values()]), "+.3f")]
             row += [f"{hits} of {sum(counts)}", f"{chance:.1f}"]
             row += [f"{max(max(run['rms_hidden'][WARMED_UP:]) for run in seeds.values()):.1f}"]
