@@ -130,3 +130,32 @@ def check(c: ConfigDict, mesh: Mesh, matmuls: dict[str, str]) -> None:
         raise ConfigError(
             f"config.data.seq_len={seq} is not a multiple of config.mesh.tensor={mesh.shape['tensor']}"
         )
+    if mesh.shape["context"] > 1:
+        _check_context(c, mesh)
+
+
+def _check_context(c: ConfigDict, mesh: Mesh) -> None:
+    """Raises a ConfigError if the sequence cannot be split over devices."""
+    seq, axes = c.data.seq_len, mesh.shape
+    context = f"config.mesh.context={axes['context']}"
+    if c.model.attention != "ring":
+        raise ConfigError(
+            f"config.model.attention={c.model.attention!r} does not see a sequence that {context} splits; "
+            "use config.model.attention=ring"
+        )
+    if c.train.release_gradients:
+        raise ConfigError(
+            f"config.train.release_gradients=True does not go with {context}; set one of them off"
+        )
+    for parts, name in (
+        (2 * axes["stage"] * axes["tensor"], "2 × config.mesh.stage × config.mesh.tensor"),
+        (c.loss.num_chunks, f"config.loss.num_chunks={c.loss.num_chunks}"),
+    ):
+        if seq % (axes["context"] * parts):
+            raise ConfigError(f"config.data.seq_len={seq} is not a multiple of {context} × {name}")
+    for key in ("num_heads", "num_kv_heads"):
+        if c.model[key] % axes["tensor"]:
+            raise ConfigError(
+                f"config.model.{key}={c.model[key]} is not a multiple of "
+                f"config.mesh.tensor={axes['tensor']}, which ring attention needs"
+            )
