@@ -75,15 +75,19 @@ def unbalance(x_BSD: jax.Array) -> jax.Array:
     if parts(x_BSD.shape[1]) == 1:
         return x_BSD
     places = natural_places(*_sizes(mesh))
-    axes = sharding.RULES["embed_seq"]
+    axes = tuple(sharding.RULES["embed_seq"] or ())
+    in_mesh = tuple(axis for axis in sharding.MESH_AXES if axis in axes)  # as ppermute counts devices
+    numbers = np.arange(len(places) // 2).reshape([mesh.shape[axis] for axis in in_mesh])
+    number = numbers.transpose([in_mesh.index(axis) for axis in axes]).ravel()
 
     def move(x_BsD: jax.Array) -> jax.Array:
         first, second = jnp.split(x_BsD, 2, axis=1)
         parity = jnp.asarray(places[::2] % 2)[jax.lax.axis_index(axes)]  # of this device's first half
         came = []
         for slot in (0, 1):
-            moves = [(half // 2, place // 2) for half, place in enumerate(places) if place % 2 == slot]
-            came.append(jax.lax.ppermute(jnp.where(parity == slot, first, second), axes, moves))
+            halves = np.flatnonzero(places % 2 == slot)
+            moves = list(zip(number[halves // 2], number[places[halves] // 2], strict=True))
+            came.append(jax.lax.ppermute(jnp.where(parity == slot, first, second), in_mesh, moves))
         return jnp.concatenate(came, axis=1)
 
     spec = PartitionSpec(_rows(mesh, len(x_BSD)), axes, None)
