@@ -100,14 +100,19 @@ def make_plan(
         "has": topology.chip.memory,
     }
     work = None
-    if c.model.name == "llama":
+    if c.model.name == "llama" and axes["stage"] > 1:
+        if not compiles:
+            raise ValueError(
+                f"--estimate_only does not know config.mesh.stage={axes['stage']}; compile it instead"
+            )
+        work = staged_work(c, axes, state)
+    elif c.model.name == "llama":
         parts = estimate.memory(c, axes, state, topology.chip.platform)
         found = estimate.collectives(c, axes)
         work = estimate.work(c, axes, state)
         plan["estimate"] = {
             "memory": parts,
             "peak": sum(parts.values()),
-            "work": dataclasses.asdict(work),
             "seconds": time.perf_counter() - traced,
         } | timing(plan, work, found, topology, c)
     elif not compiles:
@@ -132,6 +137,18 @@ def make_plan(
     return plan
 
 
+def staged_work(c: ConfigDict, axes: dict[str, int], state: estimate.State) -> estimate.Work:
+    """What a stage of a pipeline does, with what it computes in bubbles, for which all wait."""
+    schedule = build.pipeline(c).over(axes["stage"])
+    flops = estimate.work(c, axes, state).flops
+    of_stage = {
+        "model.num_layers": c.model.num_layers // schedule.stages,
+        "train.microbatches": c.train.microbatches * schedule.microbatches,
+    }
+    moved = estimate.work(search.changed(c, of_stage), axes, state).bytes
+    return estimate.Work({k: v / (1 - schedule.bubble) for k, v in flops.items()}, moved)
+
+
 def fits(plan: dict[str, Any], topology: Topology) -> bool:
     """A TPU's compiler refuses what does not fit; a GPU's compiles it all the same."""
     if "compiled" not in plan:
@@ -148,6 +165,7 @@ def timing(
     bound = bounds.bounds(work, table, topology)
     model_flops = plan["units_per_step"] / plan["devices"] / topology.chip.peak()
     return {
+        "work": dataclasses.asdict(work),
         "collectives": [dataclasses.asdict(row) for row in table],
         "time": dataclasses.asdict(bound)
         | {"least": bound.least, "expected": bound.expected, "limit": bound.limit},
@@ -160,6 +178,9 @@ def timing(
 def search_settings(c: ConfigDict, topology: Topology, compiles: bool) -> list[dict[str, Any]]:
     """Prints and returns the nearest settings that fit, checked by the compiler where there is one."""
     if c.model.name != "llama":
+        return []
+    if c.mesh.stage != 1:
+        print(f"no search: it does not know config.mesh.stage={c.mesh.stage}")
         return []
     found = search.nearest(c, topology)
     if not found:
@@ -242,7 +263,7 @@ def _collective_lines(plan: dict[str, Any], source: str) -> list[str]:
 
 
 def _time_lines(plan: dict[str, Any], source: str) -> list[str]:
-    t, work, chip, unit = plan[source]["time"], plan["estimate"]["work"], plan["chip"], plan["unit"]
+    t, work, chip, unit = plan[source]["time"], plan[source]["work"], plan["chip"], plan["unit"]
     flops = " + ".join(f"{n:.3g} {dtype}" for dtype, n in work["flops"].items())
     mfu = plan[source]["mfu"]
     rate = plan["units_per_step"] / t["expected"]

@@ -13,12 +13,14 @@ Shape letters: B batch · S query length · T key length · N query heads · K k
 s the queries of one block, for all G heads that share a key.
 """
 
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlp import sharding
 from maxlp.models.ring import ring
@@ -174,12 +176,34 @@ def splash(
     return _on_each_device(attend, q_BSNH, k_BSKH, v_BSKH, segment_ids_BS)
 
 
-def _on_each_device(attend: Callable[..., jax.Array], q_BSNH, k_BSKH, v_BSKH, segment_ids_BS) -> jax.Array:
-    """``attend`` on every device's part of the batch and the heads: XLA cannot split a custom call."""
+def _on_each_device(attend: Callable[..., jax.Array], *arrays: jax.Array | None) -> jax.Array:
+    """``attend`` on every device's part of the batch and the heads: XLA cannot split a custom call.
+
+    In a pipeline, which maps over its stages, those are more rows: kernels then need no rule for the map.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        return attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS)
-    heads, ids = sharding.spec("batch", None, "act_heads", None), sharding.spec("batch", None)
+        return attend(*arrays)
+    rows = sharding.spec("batch")[0]
+    if mesh.shape["stage"] == 1:
+        return _on_rows(attend, rows, *arrays)
+    one_stage = jax.custom_batching.custom_vmap(functools.partial(_on_rows, attend, rows))
+
+    @one_stage.def_vmap
+    def all_stages(stages, batched, *arrays):
+        assert all(jax.tree.leaves(batched))
+        arrays = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays)
+        out_BSNH = _on_rows(attend, ("stage", *rows), *arrays)
+        return out_BSNH.reshape(stages, -1, *out_BSNH.shape[1:]), True
+
+    return one_stage(*arrays)
+
+
+def _on_rows(
+    attend: Callable[..., jax.Array], rows: Any, q_BSNH, k_BSKH, v_BSKH, segment_ids_BS
+) -> jax.Array:
+    mesh = jax.sharding.get_abstract_mesh()
+    heads = PartitionSpec(rows, None, sharding.RULES["act_heads"], None)
     for x in (q_BSNH, k_BSKH):
         try:
             NamedSharding(mesh, heads).shard_shape(x.shape)
@@ -188,10 +212,10 @@ def _on_each_device(attend: Callable[..., jax.Array], q_BSNH, k_BSKH, v_BSKH, se
                 f"attention: (batch, seq, heads, head_dim)={x.shape} does not split as {heads} over the "
                 f"mesh {dict(mesh.shape)}; choose sizes that divide, or model.attention='xla'"
             ) from None
+    specs = (heads, heads, heads, PartitionSpec(rows, None))
     # Without check_vma: the kernels do not say over which axes their outputs vary.
-    return jax.shard_map(attend, in_specs=(heads, heads, heads, ids), out_specs=heads, check_vma=False)(
-        q_BSNH, k_BSKH, v_BSKH, segment_ids_BS
-    )
+    run = jax.shard_map(attend, in_specs=specs, out_specs=heads, check_vma=False)
+    return run(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS)
 
 
 ATTENTION: dict[str, Callable[..., jax.Array]] = {

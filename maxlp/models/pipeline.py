@@ -3,7 +3,7 @@
 A circular schedule (Huang et al. 2019, arXiv:1811.06965, for one round; Narayanan et al. 2021,
 arXiv:2104.04473, for more), as one program for all devices: the activations of all stages are one array
 whose first axis is split over ``stage``, and a tick runs every stage's layers on its part of it at once. In
-between the array is rolled by one place, which XLA compiles to a collective-permute. A scan over the ticks
+between each part goes to the next stage (a collective-permute). A scan over the ticks
 keeps compile time independent of depth and of the number of microbatches; its derivative is the pipeline
 run backwards.
 
@@ -21,7 +21,6 @@ J = L / (P R) layers of a stage in a round.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -142,10 +141,10 @@ def run(
         out_P = at_stage(out_P)
         hit_RP = busy_P & (r_P == jnp.arange(R)[:, None])
         written = jax.tree.map(lambda a, n: _maximum(a, n[None], hit_RP, m_P == 0), written, new)
-        next_P = at_stage(_shift(out_P, 1))
-        slots = _placed(slots, _shift(slot_P, -1), t)
+        next_P = at_stage(_sent(out_P, _ring(P, 1)))
+        slots = _placed(slots, _sent(slot_P, _ring(P, -1)), t)
         done = t - (P - 1)  # what the last stage ends
-        back_P = next_P if late == P - 1 else _shift(out_P, -late)
+        back_P = next_P if late == P - 1 else _sent(out_P, [(P - 1, P - 1 - late)])
         here_P = (stage_P == P - 1 - late) & (done >= 0)
         slots = _placed(slots, _where(here_P, back_P, _place(slots, done)), done)
         return (at_stage(slots), next_P, old, written), None
@@ -156,7 +155,8 @@ def run(
     slots = at_stage(x_M.reshape(P, waiting, *x_M.shape[1:]))
     start = (slots, at_stage(jnp.zeros_like(slots[:, 0])), state_RPJ, state_RPJ)
     (slots, _, _, written), _ = jax.lax.scan(tick, start, jnp.arange(schedule.ticks))
-    ahead, behind = _shift(slots[:, :extra], late + 1), _shift(slots[:, extra:], late)
+    ahead = _sent(slots[:, :extra], _ring(P, late + 1))  # these moved once more than the others
+    behind = _sent(slots[:, extra:], _ring(P, late))
     x_M = at_stage(jnp.concatenate([ahead, behind], axis=1)).reshape(x_M.shape)
     x_M = constrain(x_M, None, *_ends(x_BSD))
     x_BSD = constrain(jnp.moveaxis(x_M, 0, 1).reshape(x_BSD.shape), *_ends(x_BSD))
@@ -190,13 +190,18 @@ def _where(condition_P: jax.Array, x: jax.Array, y: Any) -> jax.Array:
     return jnp.where(condition_P.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _shift(x_P: jax.Array, by: int) -> jax.Array:
-    """Each stage's part, ``by`` stages on. JAX's derivative of a roll would be two collectives."""
-    return jnp.roll(x_P, by, axis=0)
+def _sent(x_P: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+    """Parts of stages to other stages, zeros where nothing comes.
+
+    A roll says the same, but by more than one place XLA makes three all-to-alls of it.
+    """
+    axis = jax.P(STAGE)
+    send = lambda x: jax.lax.ppermute(x, STAGE, pairs)  # noqa: E731
+    return jax.shard_map(send, in_specs=axis, out_specs=axis, axis_names={STAGE})(x_P)
 
 
-_shift.defvjp(lambda x_P, by: (_shift(x_P, by), None), lambda by, _, g_P: (_shift(g_P, -by),))
+def _ring(P: int, by: int) -> list[tuple[int, int]]:
+    return [(stage, (stage + by) % P) for stage in range(P)]
 
 
 def _place(slots: jax.Array, t: jax.Array) -> jax.Array:

@@ -39,12 +39,12 @@ class Block(nnx.Module):
 class Exact(nnx.Module):
     """Weights of -1, 0 and 1, few of them not 0; the loss weighs outputs by the batch's small integers."""
 
-    def __init__(self, scan, remat, rngs):
-        self.layers = layers.stack(Block, 3, rngs)
+    def __init__(self, scan, remat, rngs, num_layers=3, **how):
+        self.layers = layers.stack(Block, num_layers, rngs)
         for linear in (self.layers.up_proj, self.layers.down_proj):
             draw = jax.random.randint(rngs.params(), linear.kernel.shape, 0, 8)
             linear.kernel[...] = jnp.where(draw == 0, 1.0, jnp.where(draw == 1, -1.0, 0.0))
-        self.how = dict(num_layers=3, scan=scan, remat=remat)
+        self.how = nnx.static(dict(num_layers=num_layers, scan=scan, remat=remat, **how))
 
     def __call__(self, x_BSD):
         return layers.apply_stack(self.layers, x_BSD, lambda block, x, *_: (block(x), None), **self.how)[0]
@@ -67,9 +67,9 @@ def exact_batch(seed):
     }
 
 
-def exact_model(scan, remat, plain_ends=0):
+def exact_model(scan, remat, plain_ends=0, **how):
     def make(rngs):
-        model = Exact(scan, remat, rngs)
+        model = Exact(scan, remat, rngs, **how)
         recipe = make_recipe("fp8_delayed", history=3)
         inject(model, recipe, first_blocks=plain_ends, last_blocks=plain_ends)
         return model
