@@ -195,10 +195,10 @@ def _forward(q_BSNH, k_BSKH, v_BSKH, ids_BS, *, causal: bool, devices: int) -> t
             out = out * keep[..., None] + _matmul("BKGst,BKtH->BKGsH", exp, _get(v_nBKtH, j))
             return tuple(_put(x, i, y) for x, y in zip(sums, (new, total, out), strict=True)), None
 
-        return jax.lax.scan(visit, sums, _pairs(step, len(q_nBKGsH), causal))[0]
+        return jax.lax.scan(visit, sums, _within(_pairs(step, len(q_nBKGsH), causal), keys[0]))[0]
 
-    zeros = jnp.zeros(q_nBKGsH.shape, jnp.float32)
-    sums = jnp.full_like(zeros[..., 0], NO_LOGIT), zeros[..., 0], zeros
+    zeros = _zeros(q_nBKGsH)
+    sums = zeros[..., 0] + NO_LOGIT, zeros[..., 0], zeros
     best, total, out = _round(turn, (k_nBKtH, v_nBKtH, ids_nBs), sums, devices)
     log_sum_BSN = join((best + jnp.log(total))[..., None])[..., 0]
     return join((out / total[..., None]).astype(q_BSNH.dtype)), log_sum_BSN
@@ -234,14 +234,13 @@ def _backward(
             dv = _put(dv, j, _get(dv, j) + _matmul("BKGst,BKGsH->BKtH", prob, dout))
             return (dq, dk, dv), None
 
-        zeros = jnp.zeros(k_nBKtH.shape, jnp.float32)
+        zeros = _zeros(k_nBKtH)
         sums = dq_nBKGsH, zeros, zeros
-        sums, _ = jax.lax.scan(visit, sums, _pairs(step, len(q_nBKGsH), causal))
+        sums, _ = jax.lax.scan(visit, sums, _within(_pairs(step, len(q_nBKGsH), causal), k_nBKtH))
         dq_nBKGsH, *d_keys = sums
         return dq_nBKGsH, tuple(d_keys) if _own(step) else jax.tree.map(jnp.add, travelling, tuple(d_keys))
 
-    zeros = jnp.zeros(q_nBKGsH.shape, jnp.float32)
-    dq, d_keys = _round(turn, (k_nBKtH, v_nBKtH, ids_nBs), (zeros, ()), devices)
+    dq, d_keys = _round(turn, (k_nBKtH, v_nBKtH, ids_nBs), (_zeros(q_nBKGsH), ()), devices)
     dk, dv = _shift(d_keys) if devices > 1 else d_keys  # home
     dk, dv = dk[:, :, :, None], dv[:, :, :, None]
     return tuple(join(dx).astype(q_BSNH.dtype) for dx in (dq, dk, dv))  # pyright: ignore[reportReturnType]
@@ -261,6 +260,18 @@ def _round(turn: Callable, keys: tuple, sums: Any, devices: int) -> Any:
             1, devices - 1, lambda step, carry: (_shift(carry[0]), turn(step, *carry)), (keys, sums)
         )
     return turn(devices - 1, keys, sums)
+
+
+def _within(x: Any, activation: jax.Array) -> Any:
+    """``x``, as if it depended on an activation.
+
+    JAX computes what does not before the scan over layers, and keeps it: the masks of all pairs of tiles.
+    """
+    return jax.lax.optimization_barrier((x, activation))[0]
+
+
+def _zeros(activation: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(_within(jnp.zeros((), jnp.float32), activation), activation.shape)
 
 
 def _own(step: Any) -> bool:
@@ -307,7 +318,7 @@ def _seen(pair: tuple, step: Any, causal: bool, size: int, ids_nBs: Any, key_ids
 
 def _logits(q_BKGsH: jax.Array, k_BKtH: jax.Array, seen: jax.Array | None) -> jax.Array:
     logits = _matmul("BKGsH,BKtH->BKGst", q_BKGsH, k_BKtH) * q_BKGsH.shape[-1] ** -0.5
-    return logits if seen is None else jnp.where(seen, logits, NO_LOGIT)
+    return logits if seen is None else logits + NO_LOGIT * jnp.logical_not(seen).astype(logits.dtype)
 
 
 def _matmul(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -125,10 +125,18 @@ def test_equals_plain_attention_with_its_gradients(name, causal, packed, monkeyp
 
 
 def test_memory_grows_with_the_length_and_not_its_square():
+    """Also of two recomputed layers, of which JAX takes out what is the same for both."""
+
+    def layer(ids_BS, x_BSNH, _):
+        return ring.ring(x_BSNH, *(x_BSNH[:, :, :1],) * 2, causal=True, segment_ids_BS=ids_BS), None
+
+    def loss(x_BSNH, ids_BS):
+        layers = jax.checkpoint(functools.partial(layer, ids_BS))
+        return jnp.sum(jax.lax.scan(layers, x_BSNH, length=2)[0])
+
     def temporaries(S):
-        shapes = [jax.ShapeDtypeStruct((1, S, heads, 16), jnp.float32) for heads in (2, 1, 1, 2)]
-        ids = jax.ShapeDtypeStruct((1, S), jnp.int32)
-        compiled = out_and_grads.lower(ring.ring, *shapes, ids).compile()
+        x, ids = jax.ShapeDtypeStruct((1, S, 2, 16), jnp.float32), jax.ShapeDtypeStruct((1, S), jnp.int32)
+        compiled = jax.jit(jax.grad(loss)).lower(x, ids).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     short, long = temporaries(8192), temporaries(16384)
@@ -206,12 +214,15 @@ def test_eight_bits_and_their_state_equal_one_device(recipe, mesh, monkeypatch):
         np.testing.assert_allclose(ours[path], history, rtol=1e-2, err_msg=path)
 
 
+WHOLE_LAYERS = {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "spikes.guard": "off"}
+
+
 @pytest.mark.parametrize(
     ("values", "says"),
     [
         ({"model.attention": "xla"}, "use config.model.attention=ring"),
         (
-            {"train.release_gradients": True},
+            WHOLE_LAYERS,
             "release_gradients=True does not go with config.mesh.context=2",
         ),
         ({"data.seq_len": 252}, "seq_len=252 is not a multiple of config.mesh.context=2 × 2 × config.mesh"),
@@ -223,7 +234,8 @@ def test_eight_bits_and_their_state_equal_one_device(recipe, mesh, monkeypatch):
     ],
 )
 def test_a_config_that_cannot_be_split_is_named(values, says):
-    base = {"model.attention": "ring", "mesh.context": 2, "mesh.tensor": 2, "data.tokenizer": "bytes"}
+    base = {"model.attention": "ring", "model.num_heads": 4, "model.num_kv_heads": 2}
+    base |= {"mesh.context": 2, "mesh.tensor": 2, "data.tokenizer": "bytes"}
     c = search.changed(debug.get_config(), base)
     build.check(c, build.mesh(c))
     c = search.changed(c, values)
