@@ -3,11 +3,10 @@
 A circular schedule (Huang et al. 2019, arXiv:1811.06965, for one round; Narayanan et al. 2021,
 arXiv:2104.04473, for more), as one program for all devices: the activations of all stages are one array
 whose first axis is split over ``stage``, and a tick runs every stage's layers on its part of it at once. In
-between each part goes to the next stage (a collective-permute). A scan over the ticks
-keeps compile time independent of depth and of the number of microbatches; its derivative is the pipeline
-run backwards.
+between each part goes to the next stage (a collective-permute). A scan over the ticks keeps compile time
+independent of depth and of the number of microbatches; its derivative is the pipeline run backwards.
 
-Three microbatches a, b, c through two stages, in one round and in two (layers 0 1 2 3, two microbatches)::
+Four layers in two stages: three microbatches a, b, c in one round, and two in two rounds::
 
     tick       0    1    2    3             tick       0    1    2    3    4
     stage 0    a01  b01  c01  ·             stage 0    a0   b0   a2   b2   ·
@@ -317,5 +316,7 @@ def _choose(a_RP: jax.Array, r_P: jax.Array) -> jax.Array:
     """The round that each stage is in: (R, P, …) to (P, …)."""
     if a_RP.shape[0] == 1:
         return a_RP[0]
-    one = lambda a_R, r: jax.lax.dynamic_index_in_dim(a_R, r, 0, keepdims=False)  # noqa: E731
-    return jax.vmap(one, in_axes=(1, 0), spmd_axis_name=STAGE)(a_RP, r_P)
+    # As a map over the stages it is a gather, of which some of XLA's compilers make no slices.
+    pick = lambda a_RP, r_P: jax.lax.dynamic_index_in_dim(a_RP, r_P[0], 0, keepdims=False)  # noqa: E731
+    specs = jax.P(None, STAGE), jax.P(STAGE)
+    return jax.shard_map(pick, in_specs=specs, out_specs=specs[1], axis_names={STAGE})(a_RP, r_P)
