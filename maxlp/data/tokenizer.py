@@ -350,8 +350,8 @@ def train_bpe(texts: Iterable[str | bytes], vocab_size: int, path: str) -> Token
     if tok.get_vocab_size() != vocab_size:
         learned = tok.get_vocab_size()
         raise ValueError(
-            f"vocab_size {vocab_size}: the texts gave only {learned} tokens; lower it to {learned}"
-            " or train on more"
+            f"a BPE of {vocab_size} tokens was asked for, the texts gave only {learned} tokens;"
+            f" write bpe:{learned} (--train_tokenizer={learned}) or train on more"
         )
     data = tok.to_str().encode()
     _write_atomically(path, data)

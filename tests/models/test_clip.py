@@ -65,8 +65,6 @@ SIGLIP = dict(
     text=dict(TEXT, causal=False, pool="last", proj_bias=True),
 )
 
-COMPILE = {"xla_backend_optimization_level": 0}  # half of the time
-
 
 def make(seed=0, **changes) -> CLIP:
     return CLIP(**dict(TINY, visual=VISUAL, text=TEXT) | changes, rngs=nnx.Rngs(seed))
@@ -93,7 +91,7 @@ def run(model: CLIP, mesh=None):
     def loss(params, *args):
         return loss_of(nnx.merge(graphdef, params, state), *args)
 
-    compute = jax.jit(jax.value_and_grad(loss), compiler_options=COMPILE)
+    compute = jax.jit(jax.value_and_grad(loss))
     pairs, key = batch(), jax.random.key(5)
     if mesh is None:
         return compute(params, *pairs, key)
@@ -112,8 +110,8 @@ def on_one_device(variant: str):
     return run(make(**VARIANTS[variant]))
 
 
-encode_image = jax.jit(lambda model, *args: model.encode_image(*args), compiler_options=COMPILE)
-encode_text = jax.jit(lambda model, text_BS: model.encode_text(text_BS), compiler_options=COMPILE)
+encode_image = jax.jit(lambda model, *args: model.encode_image(*args))
+encode_text = jax.jit(lambda model, text_BS: model.encode_text(text_BS))
 
 
 def assert_same_gradients(got, expected, rtol) -> None:
@@ -404,7 +402,7 @@ def test_fp8_state_of_both_towers_is_kept():
         model.encode_image(image), model.encode_text(text)
         return step.split(model)[2]
 
-    after = jax.jit(forward, compiler_options=COMPILE)(model, *batch())
+    after = jax.jit(forward)(model, *batch())
     for tower in ("visual", "text"):
         history = after[tower]["layers"]["mlp"]["up_proj"]["dot_general"]["input_amax_history"]
         assert (history.max(axis=-1) > 0).all()
