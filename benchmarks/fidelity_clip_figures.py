@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from maxlp.diagnostics import spikes
 
 SHIFTS, GROWTH = (130, 200), 30.0  # steps from which on the gradients are so many times as large
-QUIET = 0.1  # contrast of the images until the first of them, in the runs that change that
 STEADY = 60  # steps, before which nothing counts as a spike
 LARGE = dataclasses.replace(POLICY, rms_threshold=5.0)  # chosen afterwards: see docs/fidelity.md
 AFTER = 16  # steps in which a shift has its effect
@@ -80,10 +79,9 @@ def lasting(losses: list[float], shift: int) -> float:
     return float(loss[shift + 1 : shift + 1 + AFTER].mean() - loss[shift - AFTER : shift].mean())
 
 
-def of_shifts(runs: Runs, figure: Figure) -> None:
-    gradient = {name: seeds for name, seeds in runs.items() if not name.startswith("contrast")}
+def shifts(runs: Runs, figure: Figure) -> None:
     rows = []
-    for name, seeds in gradient.items():
+    for name, seeds in runs.items():
         found = {seed: loss_spikes(run["loss"]) for seed, run in sorted(seeds.items())}
         row = [name, f"{sum(map(len, found.values()))} ({', '.join(str(len(f)) for f in found.values())})"]
         for policy in (POLICY, LARGE):
@@ -101,11 +99,10 @@ def of_shifts(runs: Runs, figure: Figure) -> None:
     for policy in (POLICY, LARGE):
         header += [f"led by RMS_t > {policy.rms_threshold}", "by chance"]
     print_table([*header, "the shifts raise the loss by", "loss at last"], rows)
-    of_contrast({name: seeds for name, seeds in runs.items() if name not in gradient})
 
     figure.set_size_inches(14, 7)
-    grid = figure.subplots(2, len(gradient), sharex=True, sharey="row", squeeze=False)
-    for (top, bottom), (name, seeds) in zip(grid.T, gradient.items(), strict=True):
+    grid = figure.subplots(2, len(runs), sharex=True, sharey="row", squeeze=False)
+    for (top, bottom), (name, seeds) in zip(grid.T, runs.items(), strict=True):
         for color, (seed, run) in zip(COLORS, sorted(seeds.items()), strict=False):
             top.plot(run["loss"], color=color, linewidth=0.9, label=f"seed {seed}")
             where = loss_spikes(run["loss"])
@@ -119,21 +116,6 @@ def of_shifts(runs: Runs, figure: Figure) -> None:
     grid[0, 0].set_ylabel("training loss, spikes marked")
     grid[1, 0].set_ylabel("RMS_t of the patch embedding")
     grid[0, 0].legend(frameon=False, fontsize=9)
-
-
-def of_contrast(runs: Runs) -> None:
-    shift, rows = SHIFTS[0], []
-    for name, seeds in runs.items():
-        probes = [run["probe"] for _, run in sorted(seeds.items())]
-        rows.append([name.removeprefix("contrast: ")])
-        for part in (slice(shift - 1, shift), slice(shift + 3, shift + 4), slice(shift + 15, shift + 16)):
-            rows[-1] += [plus_minus(np.array([np.mean(p[part]) for p in probes]), ".2f")]
-        rows[-1] += [plus_minus(np.array([np.mean(p[-AFTER:]) for p in probes]), ".2f")]
-        rows[-1] += [f"{np.mean([max(run['rms_patch'][shift : shift + 4]) for run in seeds.values()]):.1f}"]
-    if rows:
-        print()
-        header = ["optimizer", "before the shift", "4 steps after", "16 steps after", "at last", "RMS_t"]
-        print_table(header, rows)
 
 
 # --- layer-scale --------------------------------------------------------------------------------------
@@ -181,6 +163,6 @@ def at_last(seeds: dict[str, dict]) -> dict[str, float]:
 
 SHOW: dict[str, Callable[[Runs, Figure], None]] = {
     "precision": precision,
-    "spikes": of_shifts,
+    "spikes": shifts,
     "layer_scale": layer_scale,
 }

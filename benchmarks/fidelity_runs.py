@@ -23,7 +23,10 @@ def changed(c: ConfigDict, changes: dict[str, Any]) -> ConfigDict:
     c = c.copy_and_resolve_references()
     for path, value in changes.items():
         *sections, key = path.split(".")
-        functools.reduce(lambda part, name: part[name], sections, c)[key] = value
+        part: Any = c
+        for section in sections:
+            part = part[section]
+        part[key] = value
     return c
 
 
