@@ -53,7 +53,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
             config.items()
         return rest
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError, ImportError) as error:
-        _fail(_one_line(error))
+        _fail(_naming_the_flag(_one_line(error), argv))
 
 
 def _one_line(error: Exception) -> str:
@@ -65,6 +65,14 @@ def _one_line(error: Exception) -> str:
     return " ".join(
         text.replace("Configuration is not available because of an earlier failure to load:", "").split()
     )
+
+
+def _naming_the_flag(message: str, argv: list[str]) -> str:
+    """ml_collections says no more of an unknown key than its last part, in quotes."""
+    key, _, rest = message.removeprefix("'").partition("'")
+    names = [argument.partition("=")[0].lstrip("-") for argument in argv if "config." in argument]
+    found = [name for name in names if key in name.split(".")[1:]]
+    return f"{found[0]}: there is no key {key!r}.{rest}" if message.startswith("'") and found else message
 
 
 def _exit_on_error(main: Callable[[], Any]) -> None:

@@ -162,7 +162,7 @@ DEBUG = "--config=configs/llama/debug.py"
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ([DEBUG, "--config.optimizer.learning_rat=1"], "learning_rate"),
+        ([DEBUG, "--config.optimizer.learning_rat=1"], "config.optimizer.learning_rat: there is no key"),
         ([DEBUG, "--config.train.total_steps=1.5"], "1.5"),
         (["--config=configs/llama/debug.py:speed=fast"], "speed"),
         (["--config=configs/llama/none.py"], "none.py"),
