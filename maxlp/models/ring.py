@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec
 
 from maxlp import sharding
 
-TILE = 1024
+TILE = 512
 NO_LOGIT = -1e30  # of a key that is not seen: its exponential is 0, and differences of two are defined
 AXIS = "context"
 
@@ -241,9 +241,9 @@ def _backward(
         return dq_nBKGsH, tuple(d_keys) if _own(step) else jax.tree.map(jnp.add, travelling, tuple(d_keys))
 
     dq, d_keys = _round(turn, (k_nBKtH, v_nBKtH, ids_nBs), (_zeros(q_nBKGsH), ()), devices)
+    d_keys = jax.tree.map(lambda x: x.astype(k_BSKH.dtype), d_keys)
     dk, dv = _shift(d_keys) if devices > 1 else d_keys  # home
-    dk, dv = dk[:, :, :, None], dv[:, :, :, None]
-    return tuple(join(dx).astype(q_BSNH.dtype) for dx in (dq, dk, dv))  # pyright: ignore[reportReturnType]
+    return join(dq.astype(q_BSNH.dtype)), join(dk[:, :, :, None]), join(dv[:, :, :, None])
 
 
 def _round(turn: Callable, keys: tuple, sums: Any, devices: int) -> Any:

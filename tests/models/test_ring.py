@@ -1,6 +1,8 @@
 """Ring attention: the same numbers as on one device, equal work everywhere, no square and no whole copy."""
 
 import functools
+import math
+import socket
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from maxlp import build, losses, sharding
 from maxlp.config import ConfigError
 from maxlp.models import attention, ring
 from maxlp.planning import hlo, search
-from tests import test_step
+from tests import test_step, test_train
 from tests.models.test_attention import assert_close, inputs, out_and_grads
 from tests.precision import tiny
 from tests.test_step import Trained
@@ -266,3 +268,30 @@ def test_a_chunk_of_the_loss_takes_a_part_of_every_devices_sequence():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), got, expected)
     found = hlo.collectives(compiled.as_text(), dict(mesh.shape))
     assert all(one.kind == "all-reduce" and one.bytes <= D * V * 4 for one in found), found
+
+
+@pytest.mark.slow
+def test_processes_that_share_their_rows_train_as_one(tmp_path):
+    """Two processes with one device each hold halves of the same sequences."""
+    options = ("--config.train.total_steps=4", "--config.optimizer.schedule=constant")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    group = [
+        test_train.start(
+            tmp_path / "two",
+            *options,
+            "--config.mesh.context=2",
+            "--config.model.attention=ring",
+            MAXLP_COORDINATOR=f"localhost:{port}",
+            MAXLP_NUM_PROCESSES="2",
+            MAXLP_PROCESS_ID=str(rank),
+        )
+        for rank in range(2)
+    ]
+    for process in group:
+        test_train.finish(process)
+    test_train.run(tmp_path / "one", *options)
+    got, want = (test_train.losses(tmp_path / name) for name in ("two", "one"))
+    assert sorted(got) == sorted(want) == [1, 2, 3, 4]
+    assert all(math.isclose(got[n], want[n], rel_tol=1e-4) for n in want), (got, want)
