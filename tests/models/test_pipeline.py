@@ -18,6 +18,7 @@ from maxlp.models.llama import Llama
 from maxlp.models.pipeline import Pipeline
 from maxlp.planning import hlo
 from maxlp.tasks import language
+from tests import test_train
 from tests.precision import test_state, tiny
 
 B, S, D, L = 16, 32, 64, 8
@@ -236,3 +237,21 @@ def test_settings_that_cannot_work_are_one_line(changes, message):
     with pytest.raises(ConfigError) as error:
         build.check(c, build.mesh(c))
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_stages(tmp_path):
+    """Checkpoints know nothing of stages: what one device wrote, four go on with, and the reverse."""
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    options = (*test_train.WHOLE, "--config.model.num_layers=4", "--config.precision.recipe=fp8_delayed")
+    options += ("--config.precision.first_blocks=0", "--config.precision.last_blocks=0")
+    until = "--config.train.total_steps={}".format
+    stages = ("--config.mesh.stage=4", "--config.model.remat=block")
+    in_parts = (*options, "--config.train.microbatches=4")
+    test_train.run(whole, *in_parts, until(9))
+    test_train.run(moved, *in_parts, until(3))
+    test_train.run(moved, *options, *stages, until(6), devices=4)
+    test_train.run(moved, *in_parts, until(9))
+    want, ours = test_train.losses(whole), test_train.losses(moved)
+    assert ours.keys() == want.keys() and len(want) == 9
+    np.testing.assert_allclose(list(ours.values()), list(want.values()), rtol=2e-4)
