@@ -153,9 +153,9 @@ def _check_context(c: ConfigDict, mesh: Mesh) -> None:
     ):
         if seq % (axes["context"] * parts):
             raise ConfigError(f"config.data.seq_len={seq} is not a multiple of {context} × {name}")
-    for key in ("num_heads", "num_kv_heads"):
-        if c.model[key] % axes["tensor"]:
-            raise ConfigError(
-                f"config.model.{key}={c.model[key]} is not a multiple of "
-                f"config.mesh.tensor={axes['tensor']}, which ring attention needs"
-            )
+    heads = c.model.num_kv_heads  # divides num_heads
+    if heads % axes["tensor"]:
+        raise ConfigError(
+            f"config.model.num_kv_heads={heads} is not a multiple of config.mesh.tensor={axes['tensor']}, "
+            "which ring attention needs"
+        )
