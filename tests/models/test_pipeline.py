@@ -11,12 +11,12 @@ import pytest
 from flax import nnx
 
 from configs.llama import debug
-from maxlp import build, gradients, sharding, step
+from maxlp import build, gradients, plan, sharding, step
 from maxlp.config import ConfigError
 from maxlp.models import layers, pipeline
 from maxlp.models.llama import Llama
 from maxlp.models.pipeline import Pipeline
-from maxlp.planning import hlo
+from maxlp.planning import estimate, hlo, topologies
 from maxlp.tasks import language
 from tests import test_train
 from tests.precision import test_state, tiny
@@ -202,6 +202,17 @@ def test_routes_bring_every_block_where_it_runs(P, R):
 def test_bubble_is_smaller_with_rounds():
     assert Pipeline().over(4).bubble == 3 / 7
     assert Pipeline(8, 2).over(4).bubble == 3 / 19
+
+
+def test_a_plan_counts_bubbles_or_says_that_it_cannot():
+    c = debug.get_config()
+    c.mesh.stage, c.mesh.fsdp, c.data.batch_size = 4, 2, 16
+    axes = estimate.mesh_axes(c, 8)
+    state = estimate.abstract_state(c, axes)
+    flops = estimate.work(c, axes, state).flops["bfloat16"]
+    assert plan.staged_work(c, axes, state).flops["bfloat16"] == pytest.approx(flops * 7 / 4)
+    with pytest.raises(ValueError, match=r"--estimate_only does not know config\.mesh\.stage=4"):
+        plan.make_plan(c, topologies.parse("h100:1x8"), compiles=False)
 
 
 # --- settings ------------------------------------------------------------------------------------------
