@@ -4,8 +4,8 @@ The state is exact: it is that of the step itself, as shapes. The rest is arithm
 What XLA holds at the worst moment was read from its buffer assignment for a grid of settings, and
 `tests/planning` holds the sum to it.
 
-Shape letters, all of one device and one microbatch: R rows · S length · T = R S tokens · D embed · F mlp ·
-N query heads · K kv heads · H head dim · V vocab · L layers · t the tensor axis.
+Shape letters, all of one microbatch: R rows of a device · S length · T tokens of a device (R S / context) ·
+D embed · F mlp · N query heads · K kv heads · H head dim · V vocab · L layers · t the tensor axis.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 
 from maxlp import build, sharding, step
 from maxlp.config import ConfigError
+from maxlp.models import ring
 from maxlp.planning.hlo import Collective
 
 HIGH = "high precision"  # `precision_table`'s word for the model's own dtype
@@ -87,6 +88,7 @@ class Sizes:
     L: int
     t: int
     fsdp: int
+    context: int
     data: int
     microbatches: int
     chunks: int
@@ -95,7 +97,12 @@ class Sizes:
 
     @property
     def T(self) -> int:
-        return self.R * self.S
+        return self.R * self.S // self.context
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts a weight is split, the tensor axis left out."""
+        return self.fsdp * self.context
 
     @property
     def block_params(self) -> int:
@@ -111,11 +118,16 @@ def sizes(c: ConfigDict, axes: dict[str, int]) -> Sizes:
             f"config.data.batch_size={c.data.batch_size} does not divide into {shards} data shards × "
             f"config.train.microbatches={c.train.microbatches}; use a multiple of {rows}"
         )
-    if c.data.seq_len % c.loss.num_chunks or c.data.seq_len % axes["tensor"]:
+    context = axes["context"]
+    halves = 2 * context if context > 1 else 1
+    if c.data.seq_len % (c.loss.num_chunks * context) or c.data.seq_len % (axes["tensor"] * halves):
         raise ConfigError(
             f"config.data.seq_len={c.data.seq_len} is not a multiple of config.loss.num_chunks="
             f"{c.loss.num_chunks} and of config.mesh.tensor={axes['tensor']}"
+            + (f", with config.mesh.context={context} that many and twice that many times" * (context > 1))
         )
+    if context > 1 and m.attention != "ring":
+        raise ConfigError(f"config.mesh.context={context} needs config.model.attention=ring")
     return Sizes(
         R=c.data.batch_size // (shards * c.train.microbatches),
         S=c.data.seq_len,
@@ -128,6 +140,7 @@ def sizes(c: ConfigDict, axes: dict[str, int]) -> Sizes:
         L=m.num_layers,
         t=axes["tensor"],
         fsdp=axes["fsdp"],
+        context=context,
         data=axes["data"],
         microbatches=c.train.microbatches,
         chunks=c.loss.num_chunks,
@@ -161,7 +174,7 @@ def memory(c: ConfigDict, axes: dict[str, int], state: State, platform: str) -> 
     }
     block = of_block(s, c.model.remat, c.model.attention)
     if platform == "tpu":  # whose compiler splits it at once
-        block["embedding's gradient"] /= s.fsdp * s.t
+        block["embedding's gradient"] /= s.shards * s.t
     if platform == "cpu":
         block["a block's activations"] *= 1.45
     moments = [during | block, during | of_loss(s, platform)]
@@ -182,7 +195,7 @@ def saved(s: Sizes, remat: str, attention: str) -> float:
     # attention's output twice; and the weights in the dtype of the matmuls.
     norms = 6 * s.T * s.D * 4 / s.t + 2 * s.T * s.D * s.a
     probs = (4 + s.a) * squares(s) if attention == "xla" else 0.0
-    return 6 * f + norms + 2 * q + 2 * k + x + probs + s.block_params * s.a / (s.fsdp * s.t)
+    return 6 * f + norms + 2 * q + 2 * k + x + probs + s.block_params * s.a / (s.shards * s.t)
 
 
 def squares(s: Sizes) -> float:
@@ -192,8 +205,8 @@ def squares(s: Sizes) -> float:
 
 def gradients(s: Sizes) -> float:
     """Those of the blocks and of the head, split; summed over microbatches they exist a second time."""
-    blocks = s.L * s.block_params * s.param / (s.fsdp * s.t)
-    ends = s.V * s.D * s.param / (s.fsdp * s.t)
+    blocks = s.L * s.block_params * s.param / (s.shards * s.t)
+    ends = s.V * s.D * s.param / (s.shards * s.t)
     return blocks + ends + (blocks + 2 * ends if s.microbatches > 1 else 0.0)
 
 
@@ -202,8 +215,9 @@ def of_block(s: Sizes, remat: str, attention: str) -> dict[str, float]:
 
     Of the MLP, gate, up, their product and the gradients of two of them; of attention its inputs and output
     (plain attention: probabilities and their gradient in float32 and once more rounded, before the MLP is
-    recomputed); of the residual stream four whole rows. The table's gradient is whole until the end.
-    Seven tenths of the weights are in use at that moment, gathered, and rounded if they are kept wider.
+    recomputed; ring attention: see `of_ring`); of the residual stream four whole rows. The table's
+    gradient is whole until the end. Seven tenths of the weights are in use at that moment, gathered, and
+    rounded if they are kept wider.
     """
     x, f = s.T * s.D * s.a, s.T * s.F * s.a / s.t
     q, k = s.T * s.N * s.H * s.a / s.t, s.T * s.K * s.H * s.a / s.t
@@ -211,13 +225,29 @@ def of_block(s: Sizes, remat: str, attention: str) -> dict[str, float]:
     split = x / s.t if s.t > 1 else 0.0
     mlp = 5 * f + bias + 2 * q + 2 * k + 4 * x + split
     plain = (8 + s.a) * squares(s) + 2 * q + 2 * k + 2 * x + split if attention == "xla" else 0.0
+    if attention == "ring":
+        plain = of_ring(s) + 4 * x + split
     weights = s.block_params * s.a / s.t
-    rounded = s.L * weights / s.fsdp if s.param != s.a else 0.0  # outside of the loop
+    rounded = s.L * weights / s.shards if s.param != s.a else 0.0  # outside of the loop
     return {
         "a block's activations": max(mlp, plain) + x / s.t,
         "a block's weights": 0.7 * (weights + rounded),
         "embedding's gradient": s.V * s.D * s.a,
     }
+
+
+def of_ring(s: Sizes) -> float:
+    """The backward pass of ring attention, in bytes.
+
+    Of one pair of tiles three float32 squares and two rounded ones; q, the output, its gradient and the
+    residual stream, as they come and in tiles (ten arrays of the size of q); the gradient of q twice in
+    float32 (a loop's input and its result); k and v as they come, in tiles and on their way; their
+    gradients, float32: of this turn, of those before, on their way, and a loop's input.
+    """
+    tile = ring.tile_size(s.S // s.context, s.context)
+    squares = s.R * s.N / s.t * tile**2 * (3 * 4 + 2 * s.a)
+    q, k = s.T * s.N * s.H / s.t, s.T * s.K * s.H / s.t
+    return squares + q * (10 * s.a + 2 * 4) + k * (6 * s.a + 8 * 4)
 
 
 def of_loss(s: Sizes, platform: str) -> dict[str, float]:
@@ -226,7 +256,7 @@ def of_loss(s: Sizes, platform: str) -> dict[str, float]:
     The TPU compiler multiplies by parts of the head as they arrive, and holds half of that.
     """
     copies = 1.5 if platform == "tpu" else 3
-    logits = s.R * s.S / s.chunks * s.V / s.t
+    logits = s.T / s.chunks * s.V / s.t
     return {"logits": logits * (4 + s.a), "head": copies * s.V * s.D * s.a / s.t}
 
 
@@ -271,9 +301,9 @@ def work(c: ConfigDict, axes: dict[str, int], state: State) -> Work:
     mesh = abstract_mesh(axes)
     once = 2 * (state.bytes_on(mesh, "params") + state.bytes_on(mesh, "opt_state")) + 2 * gradients(s)
     weights = (3 + again) * 2 * s.L * s.block_params * s.a / s.t * s.microbatches
-    widths_of_token = (
-        30 * s.D + 12 * s.F / s.t + (24 * s.S * s.N / s.t * 5 / 8 if c.model.attention == "xla" else 0)
-    )
+    widths_of_token = 30 * s.D + 12 * s.F / s.t
+    if c.model.attention in ("xla", "ring"):  # the squares pass through memory, in tiles or not
+        widths_of_token += 24 * s.S * s.N / s.t * of_square
     activations = s.L * s.T * s.microbatches * s.a * widths_of_token * (1 + again / 3)
     logits = 4 * s.T * s.microbatches * s.V / s.t * 4
     return Work({k: v / devices for k, v in flops.items() if v}, once + weights + activations + logits)
@@ -282,26 +312,38 @@ def work(c: ConfigDict, axes: dict[str, int], state: State) -> Work:
 def collectives(c: ConfigDict, axes: dict[str, int]) -> list[Collective]:
     """What the mesh makes necessary; XLA runs about that, in other pieces.
 
-    * fsdp: weights gathered for the forward and again for the backward pass, gradients scattered, each for
-      every microbatch; the head for every chunk of the loss;
+    * fsdp and context: weights gathered for the forward and again for the backward pass, gradients
+      scattered, each for every microbatch; the head for every chunk of the loss;
+    * context: the ring; keys and values in every pass (the first turns of the backward pass and of what it
+      recomputes share them), their gradients in float32, and rounded on the last way, home; after the
+      blocks the residual stream back into its order;
     * tensor: the residual stream gathered before and scattered after attention and MLP;
     * data: gradients summed.
     """
     s = sizes(c, axes)
     found: list[Collective] = []
 
-    def add(kind: str, axis: str, size: float, times: int) -> None:
-        if axes[axis] > 1 and size and times:
-            found.append(Collective(kind, (axis,), axes[axis], int(size), times, overlapped=True))
+    def add(kind: str, names: tuple[str, ...], size: float, times: int) -> None:
+        over = tuple(name for name in names if axes[name] > 1)
+        if over and size and times:
+            n = math.prod(axes[name] for name in over)
+            found.append(Collective(kind, over, n, int(size), times, overlapped=True))
 
     m, weights, x = s.microbatches, s.block_params * s.a / s.t, s.T * s.D * s.a
     head = s.V * s.D * s.a / s.t
     again = c.model.remat in ("block", "offload")
-    add("all-gather", "fsdp", weights, 2 * s.L * m)
-    add("reduce-scatter", "fsdp", weights, s.L * m)
-    add("all-gather", "fsdp", head, (2 * s.chunks if s.chunks > 1 else 1) * m + m)
-    add("reduce-scatter", "fsdp", head, (s.chunks + 1) * m)
-    add("all-gather", "tensor", x, (4 + 2 * again) * s.L * m)
-    add("reduce-scatter", "tensor", x, (4 + again) * s.L * m)
-    add("all-reduce", "data", (s.L * weights + 2 * head) / s.fsdp, m)
+    split, turns = ("fsdp", "context"), s.context - 1
+    add("all-gather", split, weights, 2 * s.L * m)
+    add("reduce-scatter", split, weights, s.L * m)
+    add("all-gather", split, head, (2 * s.chunks if s.chunks > 1 else 1) * m + m)
+    add("reduce-scatter", split, head, (s.chunks + 1) * m)
+    k = s.T * s.K * s.H / s.t
+    passes = 2 + (c.model.remat != "none")
+    keys = passes * turns - (passes == 3) + 1 if turns else 0
+    add("collective-permute", ("context",), k * s.a, 2 * keys * s.L * m)
+    add("collective-permute", ("context",), k * 4, 2 * turns * s.L * m)
+    add("collective-permute", ("context", "tensor") if turns else (), x / s.t / 2, 4 * m)
+    add("all-gather", ("tensor",), x, (4 + 2 * again) * s.L * m)
+    add("reduce-scatter", ("tensor",), x, (4 + again) * s.L * m)
+    add("all-reduce", ("data",), (s.L * weights + 2 * head) / s.shards, m)
     return found

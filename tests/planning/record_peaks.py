@@ -2,7 +2,7 @@
 
     python tests/planning/record_peaks.py h100:1x8 v5p:2x2x2
 
-Needs pip install 'maxlp[aot]'; 15 seconds (GPU) to a minute (TPU) for each of the twelve on 2 cores.
+Needs pip install 'maxlp[aot]'; 15 seconds (GPU) to a minute (TPU) for each of the fourteen on 2 cores.
 """
 
 import json
@@ -37,6 +37,8 @@ GRID: dict[str, dict] = {
     "twice the batch": {"data.batch_size": 64},
     "twice as deep": {"model.num_layers": 16},
     "tensor 4, remat dots": {"mesh.tensor": 4, "model.remat": "dots"},
+    "context 2": {"mesh.context": 2, "model.attention": "ring"},
+    "context 4": {"mesh.context": 4, "model.attention": "ring"},
 }
 
 
