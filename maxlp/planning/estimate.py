@@ -118,13 +118,13 @@ def sizes(c: ConfigDict, axes: dict[str, int]) -> Sizes:
             f"config.data.batch_size={c.data.batch_size} does not divide into {shards} data shards × "
             f"config.train.microbatches={c.train.microbatches}; use a multiple of {rows}"
         )
-    context = axes["context"]
-    halves = 2 * context if context > 1 else 1
-    if c.data.seq_len % (c.loss.num_chunks * context) or c.data.seq_len % (axes["tensor"] * halves):
+    context, tensor, chunks = axes.get("context", 1), axes["tensor"], c.loss.num_chunks
+    if c.data.seq_len % (chunks * context) or c.data.seq_len % (tensor * context * (1 + (context > 1))):
         raise ConfigError(
-            f"config.data.seq_len={c.data.seq_len} is not a multiple of config.loss.num_chunks="
-            f"{c.loss.num_chunks} and of config.mesh.tensor={axes['tensor']}"
-            + (f", with config.mesh.context={context} that many and twice that many times" * (context > 1))
+            f"config.data.seq_len={c.data.seq_len} is not a multiple of config.loss.num_chunks={chunks} × "
+            f"config.mesh.context={context} and of config.mesh.tensor={tensor} × config.mesh.context"
+            + " × 2"
+            * (context > 1)
         )
     if context > 1 and m.attention != "ring":
         raise ConfigError(f"config.mesh.context={context} needs config.model.attention=ring")
@@ -324,7 +324,7 @@ def collectives(c: ConfigDict, axes: dict[str, int]) -> list[Collective]:
     found: list[Collective] = []
 
     def add(kind: str, names: tuple[str, ...], size: float, times: int) -> None:
-        over = tuple(name for name in names if axes[name] > 1)
+        over = tuple(name for name in names if axes.get(name, 1) > 1)
         if over and size and times:
             n = math.prod(axes[name] for name in over)
             found.append(Collective(kind, over, n, int(size), times, overlapped=True))
