@@ -218,8 +218,9 @@ class Recorder:
             return y_BSD, (jnp.mean(jnp.abs(y_BSD)), jnp.max(jnp.abs(y_BSD)))
 
         c = self.encoder
-        how = dict(num_layers=c.num_layers, scan=c.scan_layers, remat=c.remat)
-        y_BSD, self.sizes = layers.apply_stack(blocks, x_BSD, call, **how)
+        y_BSD, self.sizes = layers.apply_stack(
+            blocks, x_BSD, call, num_layers=c.num_layers, scan=c.scan_layers, remat=c.remat
+        )
         return y_BSD
 
 
