@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from configs.llama import debug
-from maxlp import build, gradients, plan, sharding, step
+from maxlp import build, gradients, plan, precision, sharding, step
 from maxlp.config import ConfigError
 from maxlp.models import layers, pipeline
 from maxlp.models.llama import Llama
@@ -155,6 +155,27 @@ def test_delayed_scaling_is_that_of_microbatches_to_the_bit(mesh, rounds):
     for path, history in want.items():
         assert np.all(history > 0), path
         np.testing.assert_array_equal(ours[path], history, err_msg=path)
+
+
+@pytest.mark.slow
+def test_delayed_scaling_of_a_bfloat16_llama_is_that_of_microbatches_to_the_bit():
+    """With fixed weights, and histories that start full: see `test_state.run_llama`."""
+
+    def run(mesh, microbatches=1, pipeline=None):
+        def make(rngs):
+            how = dict(num_layers=4, scan_layers=True, remat="block", dtype="bfloat16", pipeline=pipeline)
+            model = Llama(**tiny.SIZES | how, rngs=rngs)
+            precision.inject(model, precision.make_recipe("fp8_delayed", history=4))
+            return model
+
+        state, train = tiny.trainer(make, mesh=on(mesh), microbatches=microbatches, tx=optax.sgd(0.0))
+        state = tiny.warm(state, input=4.0, kernel=0.4, output_grad=1e-3)
+        for i in range(3):
+            state, _ = train(state, tiny.batch(i, rows=B))
+        return tiny.histories(state)
+
+    want, ours = run({}, 4), run(dict(stage=2, fsdp=2), pipeline=dict(microbatches=4, rounds=2))
+    jax.tree.map(np.testing.assert_array_equal, ours, want)
 
 
 class Watch(nnx.Module):
