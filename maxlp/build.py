@@ -437,7 +437,7 @@ def check(c: ConfigDict, devices: Mesh) -> None:
         )
     if c.train.release_gradients:
         check_release(c)
-    matmuls = precision_table(c)
-    task(c).check(c, devices, matmuls)
+    family, matmuls = task(c), precision_table(c)
+    family.check(c, devices, matmuls)
     if c.model.name == "llama":
         check_stages(c, devices.shape["stage"], batch // rows, matmuls)
