@@ -41,6 +41,8 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "batch": ("data", "fsdp"),
     "seq": "context",
     "act_seq": ("context", "tensor"),  # the sequence between matmuls (residual stream and norms)
+    "lookup": "data",  # batch and sequence where the embeddings are looked up: not split as the table is
+    "lookup_seq": "stage",
     "embed_seq": ("context", "stage", "tensor"),  # outside of the pipeline: between embedding and blocks
     "ends_seq": ("context", "stage"),  # and in the head
     "act_embed": None,

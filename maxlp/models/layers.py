@@ -140,10 +140,11 @@ class Embed(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, ids_BS: jax.Array) -> jax.Array:
-        # The whole row of a token is gathered before the look-up: a table split over `fsdp` in D and
-        # ids split over `fsdp` in B would make XLA copy the looked-up activations to every device.
-        table_VD = constrain(self.embedding[...].astype(self.dtype), "vocab", None)
-        return jnp.take(table_VD, ids_BS, axis=0)
+        # The ids of all rows come to each part of the table, and what was looked up goes to its row. Left
+        # alone, XLA moves the table, or copies the looked-up activations to every device.
+        ids_BS = constrain(ids_BS, "lookup", "lookup_seq")
+        x_BSD = jnp.take(self.embedding[...].astype(self.dtype), ids_BS, axis=0)
+        return constrain(x_BSD, "lookup", "lookup_seq", "embed")
 
     def attend(self, x_BSD: jax.Array) -> jax.Array:
         """float32 logits over the table's rows."""

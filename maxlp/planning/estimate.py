@@ -313,7 +313,8 @@ def collectives(c: ConfigDict, axes: dict[str, int]) -> list[Collective]:
     """What the mesh makes necessary; XLA runs about that, in other pieces.
 
     * fsdp and context: weights gathered for the forward and again for the backward pass, gradients
-      scattered, each for every microbatch; the head for every chunk of the loss;
+      scattered, each for every microbatch; the head for every chunk of the loss; what is looked up in the
+      table of embeddings, and its gradient;
     * context: the ring; keys and values in every pass (the first turns of the backward pass and of what it
       recomputes share them), their gradients in float32, and rounded on the last way, home; after the
       blocks the residual stream back into its order;
@@ -335,8 +336,9 @@ def collectives(c: ConfigDict, axes: dict[str, int]) -> list[Collective]:
     split, turns = ("fsdp", "context"), s.context - 1
     add("all-gather", split, weights, 2 * s.L * m)
     add("reduce-scatter", split, weights, s.L * m)
-    add("all-gather", split, head, (2 * s.chunks if s.chunks > 1 else 1) * m + m)
-    add("reduce-scatter", split, head, (s.chunks + 1) * m)
+    add("all-gather", split, head, (2 * s.chunks if s.chunks > 1 else 1) * m)
+    add("reduce-scatter", split, head, s.chunks * m)
+    add("all-to-all", split, x, 2 * m)
     k = s.T * s.K * s.H / s.t
     passes = 2 + (c.model.remat != "none")
     keys = passes * turns - (passes == 3) + 1 if turns else 0
