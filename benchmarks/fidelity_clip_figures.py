@@ -54,7 +54,7 @@ def precision(runs: Runs, figure: Figure) -> None:
     left.axhline(0, color="black", linewidth=0.8)
     left.set_title("training loss minus that of float32", loc="left")
     left.set_xlabel("step")
-    left.set_ylabel("mean of 5 records (of every 20th step); mean and range of the seeds")
+    left.set_ylabel("running mean of 5 records; mean and range of seeds")
     left.legend(frameon=False, fontsize=9)
     right.set_title("top-1 on the held-out face, %", loc="left")
     right.invert_yaxis()
@@ -126,30 +126,26 @@ FORMS = ("float32", "fp8_current", "e3m1")
 def layer_scale(runs: Runs, figure: Figure) -> None:
     rows = []
     left, right = figure.subplots(1, 2)
+    common = set.intersection(*(set(seeds) for seeds in runs.values()))
     for name, seeds in runs.items():
         form, start = name.split(", ")
         color, line = COLORS[FORMS.index(form)], "-" if start == "from zero" else "--"
         last, base = at_last(seeds), at_last(runs.get(f"float32, {start}", {}))
         over = [100 * (last[seed] / base[seed] - 1) for seed in last if seed in base and form != "float32"]
-        row = [form, start, plus_minus(np.array([*last.values()]), ".2f")]
+        row = [form, start, str(len(last)), plus_minus(np.array([*last.values()]), ".2f")]
         row += [", ".join(f"{percent:+.1f} %" for percent in over)]
         row += [plus_minus(np.array([100 * run["top1"] for run in seeds.values()]), ".1f")]
-        sizes = {
-            key: np.mean([run["after"][key] for run in seeds.values()], axis=0) for key in ("mean", "max")
-        }
+        sizes = {key: np.mean([run["after"][key] for run in seeds.values()], 0) for key in ("mean", "max")}
         row += [f"{sizes['mean'][0]:.2f}, {sizes['mean'][-1]:.2f}", f"{sizes['max'][-1]:.1f}"]
         rows.append(row)
-        left.plot(
-            np.mean([running(np.array(r["loss"]), 4) for r in seeds.values()], 0),
-            line,
-            color=color,
-            label=name,
-        )
-        blocks = np.arange(1, len(sizes["mean"]) + 1)
-        right.plot(blocks, sizes["mean"], f"o{line}", color=color, label=name, markersize=4)
-    header = ["format", "layer-scale", "loss at last", "over float32, each seed", "top-1 (%)"]
-    print_table([*header, "mean of |x| behind the first and the last block", "largest |x|"], rows)
-    left.set_title("training loss, mean of 9 steps and of the seeds", loc="left")
+        drawn = [seeds[seed] for seed in common]
+        curve = np.mean([running(np.array(run["loss"]), 4) for run in drawn], 0)
+        left.plot(curve, line, color=color, label=name)
+        size_L = np.mean([run["after"]["mean"] for run in drawn], 0)
+        right.plot(np.arange(1, len(size_L) + 1), size_L, f"o{line}", color=color, markersize=4)
+    header = ["format", "layer-scale", "seeds", "loss at last", "over float32, each seed", "top-1 (%)"]
+    print_table([*header, r"mean of \|x\| behind the first and the last block", r"largest \|x\|"], rows)
+    left.set_title("training loss, running mean of 9 steps; seeds that all have", loc="left")
     left.set_xlabel("step")
     left.legend(frameon=False, fontsize=9)
     right.set_title("mean of |x| behind each block, after training", loc="left")
