@@ -384,10 +384,10 @@ def check_stages(c: ConfigDict, stages: int, rows: int, matmuls: dict[str, str])
             raise ConfigError(f"{key}.{name}={value} must be at least 1")
     if stages == 1:
         return
-    for name, possible in (("model.scan_layers", True), ("train.release_gradients", False)):
-        section, field = name.split(".")
-        if c[section][field] != possible:
-            raise ConfigError(f"{mesh} does not go with config.{name}={not possible}; set it to {possible}")
+    if not c.model.scan_layers:
+        raise ConfigError(f"{mesh} does not go with config.model.scan_layers=False; set it to True")
+    if c.train.release_gradients:
+        raise ConfigError(f"{mesh} does not go with config.train.release_gradients=True; set it to False")
     if c.model.num_layers % (stages * s.rounds):
         raise ConfigError(
             f"config.model.num_layers={c.model.num_layers} does not divide into {mesh} × "

@@ -120,7 +120,8 @@ def run(
         chosen_JP = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), chosen)
 
         def one(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
-            return jax.vmap(block, spmd_axis_name=STAGE)(x, *layer, mine)
+            params, state = layer
+            return jax.vmap(block, spmd_axis_name=STAGE)(x, params, state, mine)
 
         x_P, new_JP = jax.lax.scan(remat(one), x_P, chosen_JP)
         return x_P, jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1), new_JP)
