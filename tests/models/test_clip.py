@@ -117,6 +117,9 @@ encode_text = jax.jit(lambda model, text_BS: model.encode_text(text_BS))
 def assert_same_gradients(got, expected, rtol) -> None:
     expected = dict(nnx.to_flat_state(expected))
     for path, leaf in nnx.to_flat_state(got):
+        if path[-2:] == ("k_norm", "bias"):  # a shift of all keys changes no softmax: 0 but for rounding
+            np.testing.assert_allclose([leaf[...], expected[path][...]], 0, atol=5e-7, err_msg=str(path))
+            continue
         largest = float(jnp.abs(expected[path][...]).max())
         np.testing.assert_allclose(
             leaf[...], expected[path][...], atol=rtol * largest + 1e-7, rtol=0, err_msg=str(path)
