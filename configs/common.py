@@ -284,6 +284,7 @@ def clip(**sizes) -> ConfigDict:
             image_size=224,
             text_len=77,
             batch_size=32768,
+            max_broken=100,  # examples that a process passes over before it stops
             num_epochs=config_dict.placeholder(int),  # without end
             num_workers=0,
         )

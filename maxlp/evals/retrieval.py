@@ -27,7 +27,7 @@ def retrieval(
 
     An image counts as found if one of its texts is among the k nearest of all texts, a text if its image
     is among the k nearest images. Ties count against both, so that the order of the data means nothing
-    and features that have collapsed find nothing.
+    and features that have collapsed find nothing. Images with the same texts are found by any of them.
 
     Args:
       encode_image, encode_text: as for `zero_shot`, of unit norm.
@@ -41,18 +41,22 @@ def retrieval(
     def encode(batch: dict) -> dict[str, jax.Array]:
         *rows, S = batch["text"].shape
         text_NE = encode_text(batch["text"].reshape(-1, S))
-        return {"image": encode_image(batch["image"]), "text": text_NE.reshape(*rows, -1)}
+        text = {"text": text_NE.reshape(*rows, -1), "tokens": batch["text"].reshape(rows[0], -1)}
+        return {"image": encode_image(batch["image"])} | text
 
     found = features.collect(encode, batches)
     image_NE, E = found["image"], found["image"].shape[1]
     text_NKE = found["text"].reshape(len(image_NE), -1, E)
     N, K, _ = text_NKE.shape
     own_NK = np.einsum("ne,nke->nk", image_NE, text_NKE)
-    images = (image_NE, np.arange(N, dtype=np.int32))
-    texts = (text_NKE.reshape(-1, E), np.repeat(images[1], K))
+    _, id_N = np.unique(found["tokens"], axis=0, return_inverse=True)
+    id_N = id_N.reshape(-1).astype(np.int32)
+    nearest_NK = np.full_like(own_NK, -np.inf)  # of the images with these texts
+    np.maximum.at(nearest_NK, id_N, own_NK)
+    images, texts = (image_NE, id_N), (text_NKE.reshape(-1, E), np.repeat(id_N, K))
     rank = {
         "image_to_text": _ranks(images, own_NK.max(axis=1), texts, tile_size=tile_size),
-        "text_to_image": _ranks(texts, own_NK.reshape(-1), images, tile_size=tile_size),
+        "text_to_image": _ranks(texts, nearest_NK[id_N].reshape(-1), images, tile_size=tile_size),
     }
     recall = {
         f"{way}_recall_{k}": float(np.mean(jax.device_get(rank[way]) < k))

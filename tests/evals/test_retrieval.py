@@ -72,13 +72,28 @@ def test_ties_count_against_whatever_the_order():
     images, texts = points(16, noise=0.0)
     assert retrieval(same, same, batches(images, texts))["image_to_text_recall_1"] == 1
     texts[7] = texts[3] = images[3]  # 3 has a rival, 7 has a wrong text
-    got = retrieval(same, same, batches(images, texts))
+    number = np.arange(16)[:, None].astype(np.float32)
+
+    def run(images, texts):
+        numbered = np.append(texts, number, axis=1)  # so that no two are the same
+        return retrieval(same, lambda x: x[:, :-1], batches(images, numbered))
+
+    got = run(images, texts)
     assert got["image_to_text_recall_1"] == 14 / 16
     assert got["text_to_image_recall_1"] == 15 / 16
     collapsed = np.ones_like(images) / np.sqrt(6).astype(np.float32)
     for broken in (collapsed, collapsed * np.nan):
-        results = retrieval(same, same, batches(broken, broken))
+        results = run(broken, broken)
         assert results["text_to_image_recall_10"] == results["image_to_text_recall_10"] == 0
+
+
+def test_the_same_text_is_no_rival():
+    """Images of one class, of which each has the same text."""
+    images, texts = points(16, noise=0.0)
+    texts[7] = texts[3]  # the text of 7 is nearest to image 3, which has it too; image 7 has a wrong one
+    got = retrieval(same, same, batches(images, texts))
+    assert got["image_to_text_recall_1"] == 15 / 16
+    assert got["text_to_image_recall_1"] == 1
 
 
 def test_devices_change_nothing():
