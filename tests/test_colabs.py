@@ -19,7 +19,6 @@ def code_of(path: Path) -> str:
     return "".join(line for line in lines if not line.startswith("%"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_from_top_to_bottom(path):
     env = {**os.environ, "MAXLP_COLAB_SMALL": "1", "MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)}
