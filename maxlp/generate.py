@@ -7,7 +7,7 @@ Each --prompt is one row of a batch. The same seed gives the same text, whatever
 
 import functools
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -117,21 +117,26 @@ def generate(
     for row, prompt in zip(tokens_BS, prompts, strict=True):
         row[: len(prompt)] = prompt
     stop = -1 if eos_id is None else eos_id
+    graphdef, state = nnx.split(model)
+    values = nnx.to_pure_dict(state)
     rows = np.asarray(
-        _generate(*nnx.split(model), tokens_BS, lengths_B, first, seed, stop, sampling, max_new_tokens)
+        _generate(graphdef, values, tokens_BS, lengths_B, first, seed, stop, sampling, max_new_tokens)
     ).tolist()
     return [row[: row.index(stop)] if stop in row else row for row in rows]
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "sampling", "new"))
 def _generate(graphdef, state, tokens_BS, lengths_B, first_BV, seed, stop, sampling, new):
-    model = nnx.merge(graphdef, state)
+    def model() -> Any:
+        # Anew for each use: what it quantizes with stays as training left it, whatever the prompts are.
+        return nnx.merge(graphdef, state)
+
     B, S = tokens_BS.shape
     keys_B = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(jnp.arange(B))
 
     def draw(i, x_B1D, allowed_BV=None):
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys_B, i)
-        logits_BV = model.logits(x_B1D)[:, 0]
+        logits_BV = model().logits(x_B1D)[:, 0]
         if allowed_BV is not None:
             logits_BV = jnp.where(allowed_BV, logits_BV, -jnp.inf)
         return jax.vmap(lambda key, logits_V: sample(key, logits_V, sampling))(keys, logits_BV)
@@ -139,7 +144,7 @@ def _generate(graphdef, state, tokens_BS, lengths_B, first_BV, seed, stop, sampl
     # All prompts at once. The slots behind a short one hold keys of padding, which nobody sees: a slot's
     # number is its position, and a new token overwrites the slot of its position before it attends.
     positions_BS = jnp.broadcast_to(jnp.arange(S), (B, S))
-    x_BSD, cache = model.hidden(tokens_BS, positions_BS, cache=model.init_cache(B, S + new))
+    x_BSD, cache = model().hidden(tokens_BS, positions_BS, cache=model().init_cache(B, S + new))
     first_B = draw(0, jnp.take_along_axis(x_BSD, (lengths_B - 1)[:, None, None], axis=1), first_BV)
     out_BN = jnp.full((B, new), stop, jnp.int32).at[:, 0].set(first_B)
 
@@ -150,7 +155,7 @@ def _generate(graphdef, state, tokens_BS, lengths_B, first_BV, seed, stop, sampl
     def body(carry):
         i, token_B, ended_B, cache, out_BN = carry
         ended_B |= token_B == stop
-        x_B1D, cache = model.hidden(token_B[:, None], (lengths_B + i - 1)[:, None], cache=cache)
+        x_B1D, cache = model().hidden(token_B[:, None], (lengths_B + i - 1)[:, None], cache=cache)
         token_B = jnp.where(ended_B, stop, draw(i, x_B1D))
         return i + 1, token_B, ended_B, cache, out_BN.at[:, i].set(token_B)
 

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from maxlp import precision
 from maxlp.generate import Sampling, generate, heal, sample
 from maxlp.models.llama import Llama
 
 V = 64
 
 
-@pytest.fixture(scope="module")
-def model():
+def make_model():
     return Llama(
         vocab_size=V,
         embed_dim=32,
@@ -35,6 +35,11 @@ def model():
     )
 
 
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
 PROMPTS = [[1], [5, 9, 2, 7, 7, 3, 1, 40], [8, 8, 1]]
 
 
@@ -56,6 +61,27 @@ def test_stops_at_the_end_token_of_each_row(model):
     eos = free[1][3]
     got = generate(model, PROMPTS, max_new_tokens=12, sampling=Sampling(0.0), eos_id=eos)
     assert got == [row[: row.index(eos)] if eos in row else row for row in free]
+
+
+def test_a_model_with_remembered_scales_is_left_as_it_is():
+    """With delayed scaling the prompts neither change the scales nor, by them, each other."""
+    model = make_model()
+    precision.apply(
+        model,
+        recipe="fp8_delayed",
+        options={},
+        rules=(),
+        first_blocks=0,
+        last_blocks=0,
+        min_dim=0,
+        smooth_swiglu="none",
+    )
+    before = jax.device_get(nnx.to_pure_dict(nnx.state(model)))
+    run = lambda prompts: generate(model, prompts, max_new_tokens=12, sampling=Sampling(0.0))  # noqa: E731
+    together = run(PROMPTS)
+    assert together == [run([prompt])[0] for prompt in PROMPTS]
+    assert len({tuple(row) for row in together}) == len(PROMPTS)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(nnx.to_pure_dict(nnx.state(model))), before)
 
 
 def test_a_prompt_that_ends_inside_a_token_is_healed(model):
