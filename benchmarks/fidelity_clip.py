@@ -213,7 +213,7 @@ class Recorder:
         self.encoder = encoder
 
     def run(self, blocks: nnx.Module, x_BSD: jax.Array) -> jax.Array:
-        def call(block: Any, x_BSD: jax.Array, _: None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        def call(block: Any, x_BSD: jax.Array, *_: None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             y_BSD = block(x_BSD)
             return y_BSD, (jnp.mean(jnp.abs(y_BSD)), jnp.max(jnp.abs(y_BSD)))
 

@@ -3,8 +3,8 @@
     python benchmarks/image_pipeline.py
 
 The rates are per second of CPU time of this process, so that a busy machine does not change them much:
-a machine with N cores for data makes about N times as many. Needed are, for the glyphs, the 600 steps of
-128 of configs/clip/debug.py in 300 seconds; for photographs, pairs for each 100 TFLOP/s that the devices
+a machine with N cores for data makes about N times as many. Needed are, for the glyphs, the 1,200 steps of
+128 of configs/clip/debug.py in 240 seconds; for photographs, pairs for each 100 TFLOP/s that the devices
 of a machine achieve (not their peak), at three times open_clip's FLOPs of a forward pass. The photographs
 are smooth colours with grain, saved as JPEG of quality 90 in a tar.
 """
@@ -25,7 +25,7 @@ PHOTOS = 48
 BATCH = 32
 
 FORWARD_GFLOP = {"B/32": 14.78, "B/16": 41.09, "L/14": 175.33}
-NEED_GLYPHS = 600 * 128 / 300
+NEED_GLYPHS = 1200 * 128 / 240
 
 
 def write_photos(path: str, width: int, height: int) -> None:
