@@ -1,6 +1,7 @@
 """Images a second that one core decodes and augments, next to what training takes.
 
-    python benchmarks/image_pipeline.py
+    python benchmarks/image_pipeline.py           # rates of the pipeline alone
+    python benchmarks/image_pipeline.py --stall   # steps of the debug CLIP fed by it, and by one batch
 
 The rates are per second of CPU time of this process, so that a busy machine does not change them much:
 a machine with N cores for data makes about N times as many. Needed are, for the glyphs, the 1,200 steps of
@@ -9,16 +10,22 @@ of a machine achieve (not their peak), at three times open_clip's FLOPs of a for
 are smooth colours with grain, saved as JPEG of quality 90 in a tar.
 """
 
+import functools
 import io
 import itertools
 import os
+import sys
 import tarfile
 import tempfile
 import time
+from pathlib import Path
 
+import jax
 import numpy as np
 from PIL import Image
 
+from configs.clip import debug
+from maxlp import build, sharding, step
 from maxlp.data import DATA
 
 PHOTOS = 48
@@ -54,7 +61,42 @@ def images_per_core_second(batches: int, **kwargs) -> float:
     return BATCH * batches / seconds
 
 
+def stall(turns: int = 6, steps: int = 25) -> None:
+    """Steps of configs/clip/debug.py in turns: from the pipeline, and with one batch again and again."""
+    c = debug.get_config()
+    mesh = build.mesh(c)
+    with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as folder:
+        graphdef, abstract = step.abstract_state(build.model(c), build.tx(c)[0], mesh, build.judges(c))
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+        init = functools.partial(step.init_state, build.model(c), build.tx(c)[0], 0, build.judges(c))
+        state = jax.jit(init, out_shardings=shardings)()
+        train_step = build.train_step(c, graphdef, abstract, mesh)
+        batches = iter(build.train_data(c, build.tokenizer(c, Path(folder))))
+        batches.start_prefetch()
+        stream = sharding.device_batches(batches, mesh)
+        one, _ = next(stream)
+        state, out = train_step(state, one)
+        seconds: dict[str, list[float]] = {"pipeline": [], "one batch": []}
+        for kind in turns * list(seconds):
+            jax.block_until_ready(out)
+            start = time.perf_counter()
+            for _ in range(steps):
+                state, out = train_step(state, next(stream)[0] if kind == "pipeline" else one)
+            jax.block_until_ready(out)
+            seconds[kind].append((time.perf_counter() - start) / steps)
+        batches.close()
+    fed, alone = (np.array(found) for found in seconds.values())
+    ratio, (of_fed, of_alone) = np.median(fed / alone), (1e3 * np.median(found) for found in (fed, alone))
+    print(
+        f"a step from the pipeline takes {of_fed:.0f} ms, {ratio:.3f} times as long as one of a batch that"
+    )
+    print(f"is there ({of_alone:.0f} ms); median of {turns} pairs of {steps} steps")
+
+
 def main() -> None:
+    if "--stall" in sys.argv:
+        stall()
+        return
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         rate = images_per_core_second(60, source="glyphs", image_size=32, text_len=64)
