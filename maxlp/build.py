@@ -437,7 +437,6 @@ def check(c: ConfigDict, devices: Mesh) -> None:
         )
     if c.train.release_gradients:
         check_release(c)
-    family, matmuls = task(c), precision_table(c)
+    family, matmuls = task(c), precision_table(c)  # in this order: an unknown model is said first
     family.check(c, devices, matmuls)
-    if c.model.name == "llama":
-        check_stages(c, devices.shape["stage"], batch // rows, matmuls)
+    check_stages(c, devices.shape["stage"], batch // rows, matmuls)
