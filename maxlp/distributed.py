@@ -50,6 +50,7 @@ def initialize() -> None:
     Raises:
         ValueError: the environment contradicts itself, or names a cluster that JAX cannot find.
     """
+    _give_simulated_devices_threads()
     timeouts: dict[str, Any] = {
         "initialization_timeout": _env_int("MAXLP_INIT_TIMEOUT", 300, least=1),
         "heartbeat_timeout_seconds": _env_int("MAXLP_HEARTBEAT_TIMEOUT", 100, least=1),
@@ -72,6 +73,17 @@ def initialize() -> None:
     if jax.distributed.is_initialized():
         sys.excepthook = _leave_after(sys.excepthook)
         logging.info("process %d of %d", jax.process_index(), jax.process_count())
+
+
+def _give_simulated_devices_threads() -> None:
+    """Eight threads for each simulated device, unless NPROC is set.
+
+    XLA's CPU client has one for each. A device whose program has independent branches (CLIP's towers) waits
+    in a collective of each at once; when the waiting ones hold every thread, the program hangs.
+    """
+    devices = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    if devices > 1:
+        os.environ.setdefault("NPROC", str(8 * devices))
 
 
 def _initialize_explicit(timeouts: dict[str, Any]) -> None:

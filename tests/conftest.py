@@ -7,6 +7,7 @@ import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+os.environ["NPROC"] = "64"  # threads: with one for each device, collectives of independent branches hang
 # Most of the time would go into compiling what then runs for milliseconds.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 # The commands that tests start share what they compile, and nothing of it stays.
