@@ -168,13 +168,18 @@ def open_records(spec: str, split: str) -> Records:
     return _open(spec, split, 1, images.CROP_SCALE, "", (), images.MAX_PIXELS)
 
 
-def encode_texts(tokenizer: Any, texts: Sequence[str], text_len: int) -> np.ndarray:
-    """Tokens int32 (N, text_len): beginning, text, end and padding; of a long text the end is kept."""
-    ids_NS = np.full((len(texts), text_len), tokenizer.pad_id, np.int32)
+def encode_texts(tokenizer: Any, texts: Sequence[str], text_len: int) -> tuple[np.ndarray, int]:
+    """Tokens int32 (N, text_len), and how many texts are cut because they are longer.
+
+    A row is beginning, text, end and padding; of a long text the end is kept.
+    """
+    ids_NS, room, cut = np.full((len(texts), text_len), tokenizer.pad_id, np.int32), text_len - 2, 0
     for row_S, text in zip(ids_NS, texts, strict=True):
-        ids = tokenizer.encode(text)[: text_len - 2]
+        ids = tokenizer.encode(text)
+        cut += len(ids) > room
+        ids = ids[:room]
         row_S[0], row_S[1 : len(ids) + 1], row_S[len(ids) + 1] = tokenizer.bos_id, ids, tokenizer.eos_id
-    return ids_NS
+    return ids_NS, cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +222,7 @@ class ImageTextDataset:
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """Tokens int32 (N, text_len) of N texts; see `encode_texts`."""
-        return encode_texts(self.tokenizer, texts, self.text_len)
+        return encode_texts(self.tokenizer, texts, self.text_len)[0]
 
 
 class ImageTextIterator:
@@ -235,6 +240,7 @@ class ImageTextIterator:
     def __init__(self, dataset: ImageTextDataset):
         self._dataset, self._step = dataset, 0
         self._broken: set[int] = set()
+        self._texts = self._cut = 0  # since this start
         self._chunks: grain.DatasetIterator | None = None  # made ahead
         rows = dataset.settings["batch_size"] // dataset.process_count
         self._parts = rows // largest_divisor(rows, CHUNK_ROWS)
@@ -242,18 +248,22 @@ class ImageTextIterator:
     def __iter__(self) -> ImageTextIterator:
         return self
 
-    def metrics(self) -> dict[str, int]:
-        """`data/skipped`, where it is not zero: different broken examples met since the run began.
+    def metrics(self) -> dict[str, float]:
+        """`data/skipped` and `data/texts_cut`, where they are not zero.
 
-        Those that this process met, and before a resume all processes: the state has their numbers.
+        Skipped are the different broken examples met since the run began: those that this process met, and
+        before a resume all processes; the state has their numbers. Cut is the fraction of this process's
+        texts since the start that have more tokens than `text_len`.
         """
-        return {"data/skipped": len(self._broken)} if self._broken else {}
+        found = {"data/skipped": len(self._broken), "data/texts_cut": self._cut / max(self._texts, 1)}
+        return {name: value for name, value in found.items() if value}
 
     def __next__(self) -> Batch:
         chunks = self.start_prefetch()
         parts = [next(chunks) for _ in range(self._parts)]
         for part in parts:
             self._note(part.pop("broken"))
+        self._count_cut(sum(part.pop("cut") for part in parts), sum(len(part["text"]) for part in parts))
         self._step += 1
         return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
@@ -296,6 +306,15 @@ class ImageTextIterator:
                     f" them {message}; mend the data or raise max_broken"
                 )
 
+    def _count_cut(self, cut: int, texts: int) -> None:
+        if cut and not self._cut and self._dataset.is_train:
+            logging.warning(
+                "%d of %d texts are longer than text_len=%d tokens and are cut; data/texts_cut is their share"
+                " from here on",
+                *(cut, texts, self._dataset.text_len),
+            )
+        self._cut, self._texts = self._cut + cut, self._texts + texts
+
     def _open_chunks(self) -> grain.DatasetIterator:
         dataset = self._dataset
         chunks = _Chunks(dataset, self._parts)
@@ -329,10 +348,12 @@ class _Chunks:
         size = data.examples.image_size
         blank = Example(np.zeros((size, size, 3), np.uint8), "", -1)
         chosen = [row or blank for row in rows]
+        text_NS, cut = encode_texts(data.tokenizer, [row.text for row in chosen], data.text_len)
         chunk = {
             "image": np.stack([row.image for row in chosen]),
-            "text": data.encode([row.text for row in chosen]),
+            "text": text_NS,
             "broken": broken,
+            "cut": cut,
         }
         if not data.is_train:
             chunk["label"] = np.array([row.label for row in chosen], np.int32)
@@ -429,7 +450,10 @@ class Records:
             pixels = images.random_crop(image, self.image_size, rng, self.crop_scale)
         if text is None:
             if not 0 <= label < len(self.classes):
-                raise BrokenExample(f"label {label} is none of {len(self.classes)} classes")
+                raise BrokenExample(
+                    f"it has no caption, and its label {label} is none of {len(self.classes)} classes, whose"
+                    " names the file of data.classes gives"
+                )
             choice = 0 if rng is None else int(rng.integers(len(self.templates)))
             text = self.templates[choice].format(self.classes[label])
         return Example(pixels, text, label)
@@ -455,11 +479,20 @@ def _open(
     except ValueError as error:
         raise ValueError(f"source {spec!r}: {sources_lib.one_line(error)}") from None
     if class_file:
-        with open(os.path.expanduser(class_file), encoding="utf-8") as file:
-            names = [line.strip() for line in file if line.strip()]
+        names = _class_names(class_file)
     every = None if kind == "tfds" else sources_lib.every(part)
     source = sources_lib.Source(spec, split, records, every)
     return Records(source, names, templates or own_templates, image_size, crop_scale, max_pixels)
+
+
+def _class_names(path: str) -> list[str]:
+    try:
+        with open(os.path.expanduser(path), encoding="utf-8") as file:
+            return [line.strip() for line in file if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"classes={path!r} cannot be read ({error}); give a text file with the name of a class a line"
+        ) from None
 
 
 # What a kind makes of its options: records, names of classes, templates, part that is held out.

@@ -193,8 +193,17 @@ def _row(by_type: dict[str, tarfile.TarInfo], text_type: str, file: Any) -> tupl
     if image is None or (text is None and label is None):
         return None
     place = (text.offset_data, text.size) if text else (0, 0)
-    number = int(_read(file, label.offset_data, label.size)) if label else -1
-    return image.offset, image.offset_data, image.size, *place, number
+    return image.offset, image.offset_data, image.size, *place, _label(label, file) if label else -1
+
+
+def _label(member: tarfile.TarInfo, file: Any) -> int:
+    data = _read(file, member.offset_data, member.size)
+    try:
+        return int(np.int32(int(data)))
+    except (ValueError, OverflowError):
+        raise ValueError(
+            f"{file.name}: {member.name} is {data[:20]!r}, not the number of a class"
+        ) from None
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -278,6 +278,12 @@ def test_class_names_and_templates(tmp_path):
     assert batch["mask"].tolist() == [True, True, False, True, True, False, False, False]
     np.testing.assert_array_equal(batch["text"][:2], data.encode(["one cat", "one dog"]))
     assert data.templates == ["one {}", "{}!"]
+    with pytest.raises(ValueError, match="no caption, and its label . is none of 0 classes.*data.classes"):
+        take(make(source=f"tar:{tmp_path}/a.tar?split=all", batch_size=2, max_broken=3))
+    with pytest.raises(
+        ValueError, match=f"^classes='{tmp_path}/no.txt' cannot be read .*; give a text file"
+    ):
+        make(source=f"tar:{tmp_path}/a.tar?split=all", classes=str(tmp_path / "no.txt"))
 
 
 def test_prepared_records_are_what_they_were(tmp_path):
@@ -345,6 +351,19 @@ def test_texts_keep_their_end():
         [256, 97, 98, 99, 100, 257],
         [256, 257, 258, 258, 258, 258],
     ]
+
+
+def test_texts_that_are_cut_are_counted_and_told_once(tmp_path, monkeypatch):
+    spec = write_tar(tmp_path / "a.tar", 16)  # "number 0" to "number 15": six have nine bytes, not eight
+    told = []
+    monkeypatch.setattr(image_text.logging, "warning", lambda text, *values: told.append(text % values))
+    for text_len, share in (10, 6 / 16), (11, 0):
+        iterator = iter(make(source=spec, text_len=text_len))
+        for _ in range(2):  # epochs
+            list(itertools.islice(iterator, 2))
+            assert iterator.metrics() == ({"data/texts_cut": share} if share else {})
+        iterator.close()
+    assert len(told) == 1 and "of 8 texts are longer than text_len=10 tokens" in told[0]
 
 
 def test_captions_for_a_tokenizer(tmp_path):

@@ -120,10 +120,12 @@ def test_mistakes_are_named(tmp_path):
     write_tar(tmp_path / "a.tar", [("a.npy", b"1")])
     (tmp_path / "b.tar").write_bytes(b"<html>" * 200)
     (tmp_path / "c.tar.gz").write_bytes(b"")
+    write_tar(tmp_path / "e.tar", [("7.jpg", b"1"), ("7.cls", b"cat")])
     for name, message in {
         "a.tar": r"a\.tar has no sample of a \.jpg/.*set \?text=",
         "b.tar": r"b\.tar is not a whole tar",
         "c.tar.gz": r"c\.tar\.gz is not a \.tar",
+        "e.tar": r"e\.tar: 7\.cls is b'cat', not the number of a class",
         "{0..3}.tar": r"no file .*0\.tar",
         "d*.tar": r"no file .*d\*\.tar",
     }.items():
