@@ -309,8 +309,8 @@ class ImageTextIterator:
     def _count_cut(self, cut: int, texts: int) -> None:
         if cut and not self._cut and self._dataset.is_train:
             logging.warning(
-                "%d of %d texts are longer than text_len=%d tokens and are cut; data/texts_cut is their share"
-                " from here on",
+                "%d of %d texts are longer than text_len=%d tokens and are cut; data/texts_cut is the share"
+                " of such texts from here on",
                 *(cut, texts, self._dataset.text_len),
             )
         self._cut, self._texts = self._cut + cut, self._texts + texts
@@ -451,8 +451,8 @@ class Records:
         if text is None:
             if not 0 <= label < len(self.classes):
                 raise BrokenExample(
-                    f"it has no caption, and its label {label} is none of {len(self.classes)} classes, whose"
-                    " names the file of data.classes gives"
+                    f"no caption, and its label {label} is none of {len(self.classes)} classes, whose names"
+                    " the file of data.classes gives"
                 )
             choice = 0 if rng is None else int(rng.integers(len(self.templates)))
             text = self.templates[choice].format(self.classes[label])
