@@ -35,6 +35,14 @@ SECTIONS = (
     *("model", "precision", "mesh", "optimizer", "data", "loss", "train"),
     *("spikes", "checkpoint", "metrics", "profile"),
 )
+# Numbers of which less makes no sense, wherever they stand.
+LEAST = {
+    **dict.fromkeys(("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim"), 1),
+    **dict.fromkeys(("mlp_dim", "max_seq_len", "width", "patch_size", "image_size", "max_len"), 1),
+    **dict.fromkeys(("batch_size", "seq_len", "text_len", "num_chunks", "tile_size"), 1),
+    **dict.fromkeys(("first_blocks", "last_blocks", "min_dim", "health_every", "z_loss", "seed"), 0),
+}
+DTYPES = ("float32", "bfloat16", "float16")
 WRITER_ARGUMENTS = ("workdir", "total_steps", "resume_step", "run_config")
 
 
@@ -414,15 +422,26 @@ def check_stages(c: ConfigDict, stages: int, rows: int, matmuls: dict[str, str])
         )
 
 
+def check_values(c: ConfigDict) -> None:
+    """Raises a ConfigError for a size that is none, or a dtype that no model computes in."""
+    for path, value in jax.tree_util.tree_leaves_with_path(c.to_dict()):
+        least = LEAST.get(getattr(path[-1], "key", ""))
+        if least is not None and isinstance(value, int | float) and value < least:
+            key = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise ConfigError(f"config.{key}={value} must be at least {least}")
+    for key in ("dtype", "param_dtype"):
+        if c.model.get(key, DTYPES[0]) not in DTYPES:
+            raise ConfigError(f"config.model.{key}={c.model[key]!r} is unknown; one of {', '.join(DTYPES)}")
+
+
 def check(c: ConfigDict, devices: Mesh) -> None:
     """Raises a ConfigError with the first pair of sections that do not fit each other."""
+    check_values(c)
     _data_section(c)
     bind(checkpoint.Checkpointer, "checkpoint", c.checkpoint, "directory")
     bind(metrics.MetricWriter, "metrics", c.metrics, *WRITER_ARGUMENTS)
     call(Profiler, "profile", c.profile, workdir=Path())
     pipeline(c)
-    if health_every(c) < 0:
-        raise ConfigError(f"config.precision.health_every={health_every(c)} must not be negative")
     batch, shards = c.data.batch_size, sharding.batch_shards(devices)
     rows = shards * c.train.microbatches
     if batch % rows:

@@ -39,18 +39,24 @@ def define_flags(workdir: str = "Directory of the run.", config_required: bool =
     flags.declare_key_flag("workdir")
 
 
-def run(main: Callable[[], Any]) -> None:
-    """Runs a command: parses the flags, calls ``main()``, and shows a user's mistake as one line."""
-    app.run(lambda _: _exit_on_error(main), flags_parser=_parse_flags)
+def run(main: Callable[[], Any], words: int = 0) -> None:
+    """Runs a command: parses the flags, calls ``main()``, and shows a user's mistake as one line.
+
+    Args:
+      words: how many arguments besides flags it takes; others are mistyped flags.
+    """
+    app.run(lambda _: _exit_on_error(main), flags_parser=functools.partial(_parse_flags, words=words))
 
 
-def _parse_flags(argv: list[str]) -> list[str]:
+def _parse_flags(argv: list[str], words: int = 0) -> list[str]:
     # ml_collections loads the config while parsing: unknown keys come as AttributeError or KeyError, what
     # the file raises as itself with a traceback in its text, a missing file only when the value is used.
     try:
         rest = flags.FLAGS(argv)
         if (config := flags.FLAGS["config"].value if "config" in flags.FLAGS else None) is not None:
             config.items()
+        for word in rest[1 + words :]:
+            raise ValueError(f"argument {word!r} is not a flag; flags are --NAME=VALUE, see --help")
         return rest
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError, ImportError) as error:
         _fail(_naming_the_flag(_one_line(error), argv))

@@ -300,4 +300,4 @@ def _copy(names: tuple[str, ...], source: Path, target: Path) -> None:
 
 if __name__ == "__main__":
     define_flags()
-    config.run(main)
+    config.run(main, words=1)

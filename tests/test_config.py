@@ -96,6 +96,11 @@ BAD_VALUES = [
     ({"optimizer.schedule": "step"}, "cosine"),
     ({"checkpoint.every_steps": 0}, "every_steps"),
     ({"data.packing": "none"}, "packing"),
+    ({"model.num_layers": 0}, "config.model.num_layers=0 must be at least 1"),
+    ({"model.embed_dim": -64}, "config.model.embed_dim=-64 must be at least 1"),
+    ({"model.dtype": "float8"}, "config.model.dtype='float8' is unknown; one of float32, bfloat16"),
+    ({"loss.num_chunks": 0}, "config.loss.num_chunks=0 must be at least 1"),
+    ({"precision.first_blocks": -1}, "config.precision.first_blocks=-1 must be at least 0"),
 ]
 
 
@@ -117,6 +122,24 @@ def test_impossible_value_is_one_clear_line(values, says, tmp_path):
         build.train_data(c, "bytes")
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"loss.kind": "cosine"}, "config.loss: kind='cosine' is unknown; one of softmax, sigmoid"),
+        ({"loss.method": "chunked"}, "config.loss: method='chunked' is unknown"),
+        ({"model.visual.patch_size": 0}, "config.model.visual.patch_size=0 must be at least 1"),
+        ({"model.text.num_heads": 0}, "config.model.text.num_heads=0 must be at least 1"),
+    ],
+    ids=str,
+)
+def test_impossible_value_of_a_clip_is_one_clear_line(values, says):
+    c = importlib.import_module("configs.clip.debug").get_config()
+    c.update_from_flattened_dict(values)
+    with pytest.raises(config.ConfigError) as caught:
+        build.check(c, build.mesh(c))
+    assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_unknown_missing_and_wrongly_typed_keys():
@@ -167,6 +190,7 @@ DEBUG = "--config=configs/llama/debug.py"
         (["--config=configs/llama/debug.py:speed=fast"], "speed"),
         (["--config=configs/llama/none.py"], "none.py"),
         ([DEBUG, "--config.mesh.fsdp=3"], "mesh.fsdp=3"),
+        ([DEBUG, "config.train.total_steps=3"], "'config.train.total_steps=3' is not a flag"),
         ([DEBUG, "--config.data.source=text:/nowhere/*.txt"], "/nowhere"),
         (["--config=configs/llama/8b.py"], "config.data.source is not set"),
     ],

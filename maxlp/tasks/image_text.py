@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from maxlp import gradients as gradients_lib
 from maxlp import sharding
-from maxlp.config import ConfigError, bind
+from maxlp.config import ConfigError, bind, call
 from maxlp.contrastive import contrastive
 from maxlp.data.image_text import captions
 from maxlp.evals.linear_probe import linear_probe as probe
@@ -137,7 +137,8 @@ def check_pool(c: ConfigDict, tokenizer: Any) -> None:
 
 def check(c: ConfigDict, mesh: Mesh, matmuls: dict[str, str]) -> None:
     """Raises a ConfigError for sections that do not fit each other."""
-    loss(c)
+    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    jax.eval_shape(lambda x: call(contrastive, "loss", c.loss, image_BE=x, text_BE=x, scale=1, bias=0), one)
     attention.check(c.model.attention, mesh.devices.flat[0].platform)
     for axis in ("stage", "context"):
         if mesh.shape[axis] > 1:

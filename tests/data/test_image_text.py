@@ -278,7 +278,7 @@ def test_class_names_and_templates(tmp_path):
     assert batch["mask"].tolist() == [True, True, False, True, True, False, False, False]
     np.testing.assert_array_equal(batch["text"][:2], data.encode(["one cat", "one dog"]))
     assert data.templates == ["one {}", "{}!"]
-    with pytest.raises(ValueError, match="no caption, and its label . is none of 0 classes.*data.classes"):
+    with pytest.raises(ValueError, match="no caption, and its label"):
         take(make(source=f"tar:{tmp_path}/a.tar?split=all", batch_size=2, max_broken=3))
     with pytest.raises(
         ValueError, match=f"^classes='{tmp_path}/no.txt' cannot be read .*; give a text file"
