@@ -4,8 +4,9 @@ The mesh axis ``context`` of n devices splits the sequence. Queries stay where t
 round the ring of devices, each part sent on while the part before it is used, and each device keeps of its
 queries the running maximum of the logits, the sum of exponentials under it and the weighted values. The
 backward pass goes round once more: it makes the logits again, and the gradients of keys and values travel
-with them. On one device, and within each, the work is cut into tiles of at most `TILE` queries and keys, so
-that nothing of the size of the square exists; tiles above the diagonal are not computed.
+with them. On one device, and within each, the work is cut into tiles of queries and keys, so that nothing
+of the size of the square exists; tiles above the diagonal are not computed. What is done with tiles that
+meet is in `models.tiles`, and for TPU in `models.flash_tile`.
 
 A causal square cut into n equal parts would leave the device with the last part nearly twice the average
 work, for which all wait. Hence the order of `balance`: of 2n chunks, device i holds chunks i and 2n-1-i,
@@ -32,9 +33,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from maxlp import sharding
+from maxlp.models import flash_tile, tiles
 
-TILE = 512
-NO_LOGIT = -1e30  # of a key that is not seen: its exponential is 0, and differences of two are defined
 AXIS = "context"
 
 
@@ -160,11 +160,11 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def _on_each_device(function: Callable, arrays: tuple, results: tuple[str, ...], causal: bool) -> Any:
-    """``function(*arrays, causal=…, devices=…)`` of each device's rows, part of the sequence and heads."""
+    """``function(…, *arrays, …)`` of each device's rows, part of the sequence and heads."""
     mesh = jax.sharding.get_abstract_mesh()
     B, S = arrays[0].shape[:2]
     n = parts(S)
-    function = functools.partial(function, causal=causal, devices=n)
+    function = functools.partial(_on_platform, functools.partial(function, causal=causal, devices=n), n)
     if mesh.empty or mesh.size == 1:
         return function(*arrays)
     rows, seq = _rows(mesh, B), AXIS if n > 1 else None
@@ -175,75 +175,67 @@ def _on_each_device(function: Callable, arrays: tuple, results: tuple[str, ...],
     return run(*arrays)
 
 
-def _forward(q_BSNH, k_BSKH, v_BSKH, ids_BS, *, causal: bool, devices: int) -> tuple[jax.Array, jax.Array]:
+def _on_platform(function: Callable, devices: int, *arrays: jax.Array | None) -> Any:
+    """``function(tiles, *arrays)`` with fused tiles on TPU if they fit, and with plain ones elsewhere."""
+    plain, fused = (functools.partial(function, kind) for kind in (tiles, flash_tile))
+    assert arrays[0] is not None
+    if not tile_size(arrays[0].shape[1], devices, flash_tile):
+        return plain(*arrays)
+    return jax.lax.platform_dependent(*arrays, tpu=fused, default=plain)
+
+
+def _forward(
+    kind: Any, q_BSNH, k_BSKH, v_BSKH, ids_BS, *, causal: bool, devices: int
+) -> tuple[jax.Array, jax.Array]:
     """The output, and the logarithm of each query's sum of exponentials, float32 (B, S, N)."""
-    cut, cut_ids, join = _tiles(q_BSNH, k_BSKH, devices)
+    cut, cut_ids, join = _tiling(kind, q_BSNH, k_BSKH, devices)
     q_nBKGsH, k_nBKtH, v_nBKtH = cut(q_BSNH), cut(k_BSKH)[:, :, :, 0], cut(v_BSKH)[:, :, :, 0]
     ids_nBs = cut_ids(ids_BS)
 
-    def turn(step: Any, keys: tuple, sums: tuple) -> tuple:
+    def turn(step: Any, keys: tuple, sums: Any) -> tuple:
         k_nBKtH, v_nBKtH, key_ids_nBt = keys
+        pairs, masked = _pairs(step, len(q_nBKGsH), causal, k_nBKtH), causal and _own(step)
+        return kind.forward(pairs, masked, q_nBKGsH, k_nBKtH, v_nBKtH, (ids_nBs, key_ids_nBt), sums)
 
-        def visit(sums: tuple, pair: tuple) -> tuple[tuple, None]:
-            i, j = pair
-            seen = _seen(pair, step, causal, q_nBKGsH.shape[-2], ids_nBs, key_ids_nBt)
-            logits = _logits(_get(q_nBKGsH, i), _get(k_nBKtH, j), seen)
-            best, total, out = (_get(x, i) for x in sums)
-            new = jnp.maximum(best, jnp.max(logits, axis=-1))
-            exp, keep = jnp.exp(logits - new[..., None]), jnp.exp(best - new)
-            total = total * keep + jnp.sum(exp, axis=-1)
-            out = out * keep[..., None] + _matmul("BKGst,BKtH->BKGsH", exp, _get(v_nBKtH, j))
-            return tuple(_put(x, i, y) for x, y in zip(sums, (new, total, out), strict=True)), None
-
-        return jax.lax.scan(visit, sums, _within(_pairs(step, len(q_nBKGsH), causal), keys[0]))[0]
-
-    zeros = _zeros(q_nBKGsH)
-    sums = zeros[..., 0] + NO_LOGIT, zeros[..., 0], zeros
-    best, total, out = _round(turn, (k_nBKtH, v_nBKtH, ids_nBs), sums, devices)
-    log_sum_BSN = join((best + jnp.log(total))[..., None])[..., 0]
-    return join((out / total[..., None]).astype(q_BSNH.dtype)), log_sum_BSN
+    out, log_sum = kind.attended(_round(turn, (k_nBKtH, v_nBKtH, ids_nBs), None, devices))
+    return join(out.astype(q_BSNH.dtype)), join(log_sum)[..., 0]
 
 
 def _backward(
-    q_BSNH, k_BSKH, v_BSKH, ids_BS, out_BSNH, log_sum_BSN, dout_BSNH, *, causal: bool, devices: int
+    kind: Any,
+    q_BSNH,
+    k_BSKH,
+    v_BSKH,
+    ids_BS,
+    out_BSNH,
+    log_sum_BSN,
+    dout_BSNH,
+    *,
+    causal: bool,
+    devices: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of q, k and v; with P the probabilities, that of the logits is
-    P * (dout @ vT - sum(dout * out)) (FlashAttention-2, arXiv:2307.08691, algorithm 2)."""
-    cut, cut_ids, join = _tiles(q_BSNH, k_BSKH, devices)
+    """The gradients of q, k and v."""
+    cut, cut_ids, join = _tiling(kind, q_BSNH, k_BSKH, devices)
     q_nBKGsH, k_nBKtH, v_nBKtH = cut(q_BSNH), cut(k_BSKH)[:, :, :, 0], cut(v_BSKH)[:, :, :, 0]
     ids_nBs, dout_nBKGsH = cut_ids(ids_BS), cut(dout_BSNH)
     product_BSN = jnp.sum(dout_BSNH.astype(jnp.float32) * out_BSNH.astype(jnp.float32), axis=-1)
-    log_sum_nBKGs1, product_nBKGs1 = cut(log_sum_BSN[..., None]), cut(product_BSN[..., None])
-    scale = q_BSNH.shape[-1] ** -0.5
+    rows = cut(log_sum_BSN[..., None]), cut(product_BSN[..., None]), dout_nBKGsH
 
     def turn(step: Any, keys: tuple, sums: tuple) -> tuple:
         k_nBKtH, v_nBKtH, key_ids_nBt = keys
-        dq_nBKGsH, travelling = sums
+        dq, travelling = sums
         if not _own(step):  # not needed by this turn: it travels while the turn computes
             travelling = _shift(travelling)
+        pairs, masked = _pairs(step, len(q_nBKGsH), causal, k_nBKtH), causal and _own(step)
+        ids = ids_nBs, key_ids_nBt
+        dq, *d_keys = kind.backward(pairs, masked, q_nBKGsH, k_nBKtH, v_nBKtH, ids, *rows, dq)
+        return dq, tuple(d_keys) if _own(step) else jax.tree.map(jnp.add, travelling, tuple(d_keys))
 
-        def visit(sums: tuple, pair: tuple) -> tuple[tuple, None]:
-            (i, j), (dq, dk, dv) = pair, sums
-            q, k, v, dout = _get(q_nBKGsH, i), _get(k_nBKtH, j), _get(v_nBKtH, j), _get(dout_nBKGsH, i)
-            logits = _logits(q, k, _seen(pair, step, causal, q.shape[-2], ids_nBs, key_ids_nBt))
-            prob = jnp.exp(logits - _get(log_sum_nBKGs1, i))
-            dprob = _matmul("BKGsH,BKtH->BKGst", dout, v)
-            dlogits = prob * (dprob - _get(product_nBKGs1, i)) * scale
-            dq = _put(dq, i, _get(dq, i) + _matmul("BKGst,BKtH->BKGsH", dlogits, k))
-            dk = _put(dk, j, _get(dk, j) + _matmul("BKGst,BKGsH->BKtH", dlogits, q))
-            dv = _put(dv, j, _get(dv, j) + _matmul("BKGst,BKGsH->BKtH", prob, dout))
-            return (dq, dk, dv), None
-
-        zeros = _zeros(k_nBKtH)
-        sums = dq_nBKGsH, zeros, zeros
-        sums, _ = jax.lax.scan(visit, sums, _within(_pairs(step, len(q_nBKGsH), causal), k_nBKtH))
-        dq_nBKGsH, *d_keys = sums
-        return dq_nBKGsH, tuple(d_keys) if _own(step) else jax.tree.map(jnp.add, travelling, tuple(d_keys))
-
-    dq, d_keys = _round(turn, (k_nBKtH, v_nBKtH, ids_nBs), (_zeros(q_nBKGsH), ()), devices)
+    dq, d_keys = _round(turn, (k_nBKtH, v_nBKtH, ids_nBs), (None, ()), devices)
     d_keys = jax.tree.map(lambda x: x.astype(k_BSKH.dtype), d_keys)
     dk, dv = _shift(d_keys) if devices > 1 else d_keys  # home
-    return join(dq.astype(q_BSNH.dtype)), join(dk[:, :, :, None]), join(dv[:, :, :, None])
+    dq = kind.upright(dq).astype(q_BSNH.dtype)
+    return join(dq), join(dk[:, :, :, None]), join(dv[:, :, :, None])
 
 
 def _round(turn: Callable, keys: tuple, sums: Any, devices: int) -> Any:
@@ -262,18 +254,6 @@ def _round(turn: Callable, keys: tuple, sums: Any, devices: int) -> Any:
     return turn(devices - 1, keys, sums)
 
 
-def _within(x: Any, activation: jax.Array) -> Any:
-    """``x``, as if it depended on an activation.
-
-    JAX computes what does not before the scan over layers, and keeps it: the masks of all pairs of tiles.
-    """
-    return jax.lax.optimization_barrier((x, activation))[0]
-
-
-def _zeros(activation: jax.Array) -> jax.Array:
-    return jnp.broadcast_to(_within(jnp.zeros((), jnp.float32), activation), activation.shape)
-
-
 def _own(step: Any) -> bool:
     return isinstance(step, int) and step == 0
 
@@ -287,49 +267,36 @@ def _shift(tree: Any) -> Any:
 # --- tiles --------------------------------------------------------------------------------------------
 
 
-def _pairs(step: Any, n: int, causal: bool) -> tuple[jax.Array, jax.Array]:
-    """Tiles of queries (of n) and of keys that meet in a turn: those of which anything is seen."""
+def _pairs(step: Any, n: int, causal: bool, activation: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Tiles of queries (of n) and of keys that meet in a turn, in the order of the former: those of which
+    anything is seen."""
     if not causal:
-        i, j = np.indices((n, n)).reshape(2, -1)
+        pairs = np.indices((n, n)).reshape(2, -1)
     elif _own(step):
-        i, j = np.tril_indices(n)
+        pairs = np.tril_indices(n)
     else:
-        i, j = far_pairs(n, jax.lax.axis_index(AXIS) < step)
-    return jnp.asarray(i), jnp.asarray(j)
+        pairs = far_pairs(n, jax.lax.axis_index(AXIS) < step)
+    i, j = (jnp.asarray(x, jnp.int32) for x in pairs)
+    return tiles.within((i, j), activation)
 
 
 def far_pairs(n: int, later: Any) -> tuple[Any, Any]:
-    """The pairs of a turn with keys of another device, ``later`` in the order of early chunks or not."""
-    i, j = np.indices((n // 2, n // 2)).reshape(2, -1)
-    other = later * (n // 2)
-    return jnp.concatenate([i + n // 2, i + other]), jnp.concatenate([j, j + other])
+    """The pairs of a turn with keys of another device: late queries × all keys if it is ``later`` in the
+    order of early chunks, and else all queries × early keys."""
+    width = n // 2 + later * (n // 2)
+    i, j = jnp.divmod(jnp.arange(n * n // 2), width)
+    return i + later * (n // 2), j
 
 
-def _seen(pair: tuple, step: Any, causal: bool, size: int, ids_nBs: Any, key_ids_nBt: Any) -> Any:
-    """Which keys a query of a pair of tiles sees, bool (B or 1, 1, 1, s, t); None: all."""
-    (i, j), seen, place = pair, None, jnp.arange(size)
-    if causal and _own(step):
-        seen = ((i * size + place)[:, None] >= j * size + place)[None]
-    if ids_nBs is not None:
-        same = _get(ids_nBs, i)[:, :, None] == _get(key_ids_nBt, j)[:, None]
-        seen = same if seen is None else seen & same
-    return None if seen is None else seen[:, None, None]
+def tile_size(S: int, devices: int, kind: Any = tiles) -> int:
+    """Queries and keys of a tile of one device's S; of `flash_tile` 0 where its kernels do not fit."""
+    return kind.tile_size(S // 2 if devices > 1 else S)
 
 
-def _logits(q_BKGsH: jax.Array, k_BKtH: jax.Array, seen: jax.Array | None) -> jax.Array:
-    logits = _matmul("BKGsH,BKtH->BKGst", q_BKGsH, k_BKtH) * q_BKGsH.shape[-1] ** -0.5
-    return logits if seen is None else logits + NO_LOGIT * jnp.logical_not(seen).astype(logits.dtype)
-
-
-def _matmul(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """In the dtype of y, summed in float32."""
-    return jnp.einsum(subscripts, x.astype(y.dtype), y, preferred_element_type=jnp.float32)
-
-
-def _tiles(q_BSNH: jax.Array, k_BSKH: jax.Array, devices: int) -> tuple[Callable, Callable, Callable]:
+def _tiling(kind: Any, q_BSNH: jax.Array, k_BSKH: jax.Array, devices: int) -> tuple:
     """Cut (B, S, heads, …) into (n, B, K, heads/K, s, …), cut (B, S) into (n, B, s), join the former."""
     B, S = q_BSNH.shape[:2]
-    K, size = k_BSKH.shape[2], tile_size(S, devices)
+    K, size = k_BSKH.shape[2], tile_size(S, devices, kind)
 
     def cut(x_BSNH: jax.Array) -> jax.Array:
         N, H = x_BSNH.shape[2:]
@@ -342,18 +309,3 @@ def _tiles(q_BSNH: jax.Array, k_BSKH: jax.Array, devices: int) -> tuple[Callable
         return jnp.transpose(x_nBKGsH, (1, 0, 4, 2, 3, 5)).reshape(B, S, -1, x_nBKGsH.shape[-1])
 
     return cut, cut_ids, join
-
-
-def tile_size(S: int, devices: int) -> int:
-    """The largest divisor of a device's chunks of at most `TILE`; a whole chunk if that is below 64."""
-    chunk = S // 2 if devices > 1 else S
-    size = next(size for size in range(min(TILE, chunk), 0, -1) if chunk % size == 0)
-    return size if size >= 64 else chunk
-
-
-def _get(x: jax.Array, i: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
-
-
-def _put(x: jax.Array, i: jax.Array, value: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(x, value, i, 0)

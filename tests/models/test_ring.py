@@ -13,7 +13,7 @@ import pytest
 from configs.llama import debug
 from maxlp import build, losses, sharding
 from maxlp.config import ConfigError
-from maxlp.models import attention, ring
+from maxlp.models import attention, ring, tiles
 from maxlp.planning import hlo, search
 from tests import test_step, test_train
 from tests.models.test_attention import assert_close, inputs, out_and_grads
@@ -118,7 +118,7 @@ def balanced(attend):
 )
 def test_equals_plain_attention_with_its_gradients(name, causal, packed, monkeypatch):
     """Several tiles of 64 where a device has more than two chunks of that."""
-    monkeypatch.setattr(ring, "TILE", 64)
+    monkeypatch.setattr(tiles, "TILE", 64)
     *arrays, ids = inputs(2, 512, 4, 2, 16)
     args = (*arrays, ids if packed else None, causal)
     with on_mesh(name) if name else jax.set_mesh(sharding.make_mesh(devices=jax.devices()[:1])):
