@@ -18,7 +18,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from maxlp import build, config, sharding
-from maxlp.planning import bounds, compiled, estimate, picture, search, topologies
+from maxlp.planning import FORMS, bounds, compiled, estimate, picture, search, topologies
 from maxlp.planning.topologies import GIB, Topology
 
 
@@ -99,26 +99,22 @@ def make_plan(
         "flops_per_unit": {"full": full, "causal": causal},
         "has": topology.chip.memory,
     }
-    work = None
-    if c.model.name == "llama" and axes["stage"] > 1:
+    form = FORMS[c.model.name]
+    if axes["stage"] > 1 and c.model.name == "llama":
         if not compiles:
             raise ValueError(
                 f"--estimate_only does not know config.mesh.stage={axes['stage']}; compile it instead"
             )
         work = staged_work(c, axes, state)
-    elif c.model.name == "llama":
-        parts = estimate.memory(c, axes, state, topology.chip.platform)
-        found = estimate.collectives(c, axes)
-        work = estimate.work(c, axes, state)
+    else:
+        parts = form.memory(c, axes, state, topology.chip.platform)
+        found = form.collectives(c, axes)
+        work = form.work(c, axes, state)
         plan["estimate"] = {
             "memory": parts,
             "peak": sum(parts.values()),
             "seconds": time.perf_counter() - traced,
         } | timing(plan, work, found, topology, c)
-    elif not compiles:
-        raise ValueError(
-            f"--estimate_only knows Llama, not config.model.name={c.model.name!r}; compile it instead"
-        )
     if compiles:
         done = compiled.compile_step(c, topologies.devices(topology), hlo_file)
         plan["compiled"] = {
@@ -130,7 +126,7 @@ def make_plan(
             "host_memory": done.host_memory,
             "compiler": compiled.versions(topology.chip.platform),
         }
-        if work is not None and done.memory is not None:
+        if done.memory is not None:
             plan["compiled"] |= timing(plan, work, done.collectives, topology, c)
     plan["fits"] = fits(plan, topology)
     plan["seconds"] = time.perf_counter() - start
@@ -177,8 +173,6 @@ def timing(
 
 def search_settings(c: ConfigDict, topology: Topology, compiles: bool) -> list[dict[str, Any]]:
     """Prints and returns the nearest settings that fit, checked by the compiler where there is one."""
-    if c.model.name != "llama":
-        return []
     if c.mesh.stage != 1:
         print(f"no search: it does not know config.mesh.stage={c.mesh.stage}")
         return []

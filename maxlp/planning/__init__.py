@@ -3,10 +3,15 @@
 * `topologies`: machines by name, their chips' memory and speeds, and devices to compile for;
 * `compiled`: what the compiler says of the real train step;
 * `hlo`: the collectives of a compiled program;
-* `estimate`: a closed form of the same, without any compiler;
+* `estimate`, `estimate_clip`: a closed form of the same, without any compiler; `FORMS` has the one of each
+  family of models, a module with functions `memory`, `work` and `collectives`;
 * `bounds`: seconds of a step, from FLOPs, bytes and collectives;
 * `search`: the nearest settings that fit;
 * `picture`: a plan as an image.
 
 `maxlp.plan` is the command.
 """
+
+from maxlp.planning import estimate, estimate_clip
+
+FORMS = {"llama": estimate, "clip": estimate_clip}

@@ -10,6 +10,7 @@ D embed · F mlp · N query heads · K kv heads · H head dim · V vocab · L la
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from ml_collections import ConfigDict
 
 from maxlp import build, sharding, step
 from maxlp.config import ConfigError
+from maxlp.models import attention as kernels
 from maxlp.models import ring
 from maxlp.planning.hlo import Collective
 
@@ -128,6 +130,11 @@ def sizes(c: ConfigDict, axes: dict[str, int]) -> Sizes:
         )
     if context > 1 and m.attention != "ring":
         raise ConfigError(f"config.mesh.context={context} needs config.model.attention=ring")
+    if m.attention != "xla" and m.num_kv_heads % tensor:
+        raise ConfigError(
+            f"config.model.num_kv_heads={m.num_kv_heads} is not a multiple of config.mesh.tensor={tensor}, "
+            f"which config.model.attention={m.attention} needs"
+        )
     return Sizes(
         R=c.data.batch_size // (shards * c.train.microbatches),
         S=c.data.seq_len,
@@ -163,6 +170,7 @@ def memory(c: ConfigDict, axes: dict[str, int], state: State, platform: str) -> 
     is taken to need less, which holds for AdamW; moments that are decoded for it can need more.
     """
     s, mesh = sizes(c, axes), abstract_mesh(axes)
+    check_attention(c, platform, s.S, s.H)
     held = {
         "parameters": state.bytes_on(mesh, "params"),
         "optimizer": state.bytes_on(mesh, "opt_state") + state.bytes_on(mesh, "model_state"),
@@ -179,6 +187,22 @@ def memory(c: ConfigDict, axes: dict[str, int], state: State, platform: str) -> 
         block["a block's activations"] *= 1.45
     moments = [during | block, during | of_loss(s, platform)]
     return held | max(moments, key=lambda parts: sum(parts.values()))
+
+
+def check_attention(c: ConfigDict, platform: str, length: int, head_dim: int) -> None:
+    """Raises a ConfigError for a kernel that is not of this platform, or not for these sizes."""
+    name = c.model.attention
+    try:
+        kernels.check(name, platform)
+    except ValueError as error:
+        raise ConfigError(f"config.{error}") from error
+    if name == "splash" and length % 128:
+        raise ConfigError(f"config.model.attention=splash needs a length that 128 divides, not {length}")
+    if name == "cudnn" and (c.model.dtype not in ("bfloat16", "float16") or head_dim % 8 or head_dim > 256):
+        raise ConfigError(
+            f"config.model.attention=cudnn needs bfloat16 or float16 and a head dim of 8, 16, … 256, "
+            f"not config.model.dtype={c.model.dtype} and {head_dim}"
+        )
 
 
 def saved(s: Sizes, remat: str, attention: str) -> float:
@@ -288,8 +312,7 @@ def work(c: ConfigDict, axes: dict[str, int], state: State) -> Work:
     }
     recipes = {path.rsplit("/", 1)[-1]: recipe for path, recipe in state.recipes.items()}
     for name, width in widths.items():
-        recipe = recipes.get(f"{name}_proj", HIGH)
-        dtype = "int8" if recipe.startswith("int8") else "bfloat16" if recipe == HIGH else "float8"
+        dtype = matmul_dtype(recipes.get(f"{name}_proj", HIGH))
         flops[dtype] += (6 + 2 * again) * tokens * s.L * s.D * width
     flops["bfloat16"] += (6 + 2 * (s.chunks > 1)) * tokens * s.D * s.V
     of_square = 5 / 8 if c.model.attention == "xla" else 1 / 2
@@ -309,6 +332,25 @@ def work(c: ConfigDict, axes: dict[str, int], state: State) -> Work:
     return Work({k: v / devices for k, v in flops.items() if v}, once + weights + activations + logits)
 
 
+def matmul_dtype(recipe: str) -> str:
+    """In which units a precision recipe multiplies."""
+    return "int8" if recipe.startswith("int8") else "bfloat16" if recipe == HIGH else "float8"
+
+
+def ledger(axes: dict[str, int]) -> tuple[list[Collective], Callable[..., None]]:
+    """A list of collectives, and a function (kind, mesh axes, bytes, times) that adds one of those that
+    the mesh needs."""
+    found: list[Collective] = []
+
+    def add(kind: str, names: tuple[str, ...], size: float, times: int) -> None:
+        over = tuple(name for name in names if axes.get(name, 1) > 1)
+        if over and size and times:
+            n = math.prod(axes[name] for name in over)
+            found.append(Collective(kind, over, n, int(size), times, overlapped=True))
+
+    return found, add
+
+
 def collectives(c: ConfigDict, axes: dict[str, int]) -> list[Collective]:
     """What the mesh makes necessary; XLA runs about that, in other pieces.
 
@@ -321,15 +363,7 @@ def collectives(c: ConfigDict, axes: dict[str, int]) -> list[Collective]:
     * tensor: the residual stream gathered before and scattered after attention and MLP;
     * data: gradients summed.
     """
-    s = sizes(c, axes)
-    found: list[Collective] = []
-
-    def add(kind: str, names: tuple[str, ...], size: float, times: int) -> None:
-        over = tuple(name for name in names if axes.get(name, 1) > 1)
-        if over and size and times:
-            n = math.prod(axes[name] for name in over)
-            found.append(Collective(kind, over, n, int(size), times, overlapped=True))
-
+    s, (found, add) = sizes(c, axes), ledger(axes)
     m, weights, x = s.microbatches, s.block_params * s.a / s.t, s.T * s.D * s.a
     head = s.V * s.D * s.a / s.t
     again = c.model.remat in ("block", "offload")

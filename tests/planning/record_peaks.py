@@ -1,15 +1,16 @@
 """Makes ``peaks.json``: what the compilers say of a grid of small runs, for `test_estimate.py`.
 
-    python tests/planning/record_peaks.py h100:1x8 v5p:2x2x2
+    python tests/planning/record_peaks.py h100:1x8 "twice the batch" "CLIP l14"
 
-Needs pip install 'maxlp[aot]'; 15 seconds (GPU) to a minute (TPU) for each of the fourteen on 2 cores.
+A topology, and names of `GRID` or `CLIP` (all of `GRID` if there are none). Needs pip install 'maxlp[aot]';
+15 seconds (GPU) to a minute (TPU) for each on 2 cores.
 """
 
 import json
 import sys
 from pathlib import Path
 
-from configs.common import llama
+from configs.common import CLIP_SIZES, clip, llama, siglip
 from maxlp.planning import compiled, search, topologies
 
 FILE = Path(__file__).parent / "peaks.json"
@@ -42,26 +43,50 @@ GRID: dict[str, dict] = {
 }
 
 
+CLIP: dict[str, tuple[str, dict]] = {
+    "CLIP b32": ("b32", {"data.batch_size": 8192}),
+    "CLIP b32, remat none": ("b32", {"data.batch_size": 4096, "model.remat": "none"}),
+    "CLIP b32, remat dots": ("b32", {"data.batch_size": 8192, "model.remat": "dots"}),
+    "CLIP b32, 32k sharded": ("b32", {"data.batch_size": 32768, "loss.method": "sharded"}),
+    "CLIP b32, 32k plain": ("b32", {"data.batch_size": 32768, "loss.method": "plain"}),
+    "CLIP b32, 32k plain, 8 microbatches": (
+        "b32",
+        {"data.batch_size": 32768, "loss.method": "plain", "train.microbatches": 8},
+    ),
+    "CLIP b32, 32k": ("b32", {"data.batch_size": 32768}),
+    "CLIP b32, tensor 2": ("b32", {"data.batch_size": 4096, "mesh.tensor": 2}),
+    "CLIP l14": ("l14", {"data.batch_size": 2048}),
+    "CLIP l14, half the patches": (
+        "l14",
+        {"data.batch_size": 2048, "model.visual.patch_dropout": 0.5},
+    ),
+    "CLIP l14, cudnn": ("l14", {"data.batch_size": 2048, "model.attention": "cudnn"}),
+    "CLIP l14, 2 microbatches": ("l14", {"data.batch_size": 2048, "train.microbatches": 2}),
+    "CLIP h14": ("h14", {"data.batch_size": 1024}),
+    "CLIP h14, 4 microbatches": ("h14", {"data.batch_size": 4096, "train.microbatches": 4}),
+    "SigLIP b16": ("b16", {"data.batch_size": 4096}),
+}
+
+
 def config_of(name: str, platform: str):
+    if name in CLIP:
+        size, changes = CLIP[name]
+        family = siglip if name.startswith("SigLIP") else clip
+        return search.changed(family(**CLIP_SIZES[size]), {"data.source": "unread"} | changes)
     return search.changed(llama(**SIZES), RUN | {"model.attention": KERNELS[platform]} | GRID[name])
 
 
 def main() -> None:
-    peaks = json.loads(FILE.read_text()) if FILE.exists() else {}
-    for topology_name in sys.argv[1:]:
-        topology = topologies.parse(topology_name)
-        peaks.setdefault(topology_name, {})
-        for name in GRID:
-            done = compiled.compile_step(
-                config_of(name, topology.chip.platform), topologies.devices(topology)
-            )
-            peaks[topology_name][name] = done.peak
-            print(topology_name, name, f"{done.peak / 2**20:.0f} MiB", f"{done.seconds:.0f} s", flush=True)
-            peaks["compilers"] = {
-                **peaks.get("compilers", {}),
-                topology_name: compiled.versions(topology.chip.platform),
-            }
-            FILE.write_text(json.dumps(peaks, indent=1) + "\n")
+    peaks = json.loads(FILE.read_text()) if FILE.exists() else {"compilers": {}}
+    topology_name, *names = sys.argv[1:]
+    topology = topologies.parse(topology_name)
+    recorded = peaks.setdefault(topology_name, {})
+    for name in names or GRID:
+        done = compiled.compile_step(config_of(name, topology.chip.platform), topologies.devices(topology))
+        recorded[name] = done.peak
+        print(topology_name, name, f"{done.peak / 2**20:.0f} MiB", f"{done.seconds:.0f} s", flush=True)
+        peaks["compilers"][topology_name] = compiled.versions(topology.chip.platform)
+        FILE.write_text(json.dumps(peaks, indent=1) + "\n")
 
 
 if __name__ == "__main__":

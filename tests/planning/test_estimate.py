@@ -10,7 +10,7 @@ import pytest
 from configs.common import llama
 from maxlp import build, sharding, step
 from maxlp.config import ConfigError
-from maxlp.planning import bounds, compiled, estimate, search, topologies
+from maxlp.planning import FORMS, bounds, compiled, estimate, estimate_clip, search, topologies
 from tests.planning import record_peaks
 
 PEAKS = json.loads(record_peaks.FILE.read_text())
@@ -20,7 +20,8 @@ RECORDED = [(t, name) for t in PEAKS if t != "compilers" for name in PEAKS[t]]
 
 def estimated_peak(c, num_devices, platform="tpu"):
     axes = estimate.mesh_axes(c, num_devices)
-    return sum(estimate.memory(c, axes, estimate.abstract_state(c, axes), platform).values())
+    form = FORMS[c.model.name]
+    return sum(form.memory(c, axes, estimate.abstract_state(c, axes), platform).values())
 
 
 @pytest.mark.parametrize(("topology", "name"), RECORDED)
@@ -145,3 +146,69 @@ def test_search_finds_the_nearest_that_fits():
     assert len(found[0].changes) == 1
     best = search.changed(c, found[0].changes)
     assert estimated_peak(best, 8) == pytest.approx(found[0].peak)
+
+
+def of_8b(**changes):
+    sizes = dict(embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=14336)
+    values = {"data.seq_len": 131072, "data.batch_size": 16, "loss.num_chunks": 16}
+    return search.changed(llama(**sizes), values | {k.replace("__", "."): v for k, v in changes.items()})
+
+
+@pytest.mark.parametrize("attention", ["ring", "cudnn"])
+def test_a_long_sequence_is_offered_context(attention):
+    """Two rows of 131,072 for each GPU do not fit; split over devices they do, with ring attention."""
+    c, topology = of_8b(model__attention=attention), topologies.parse("h100:1x8")
+    assert estimated_peak(c, 8, "cuda") > topology.chip.memory
+    found = search.nearest(c, topology)
+    split = next(one for one in found if one.changes.get("mesh.context", 1) > 1)
+    assert search.changed(c, split.changes).model.attention == "ring"
+    axes = estimate.mesh_axes(search.changed(c, split.changes), 8)
+    assert axes["context"] > 1 and axes["fsdp"] * axes["context"] * axes["tensor"] == 8
+    assert estimated_peak(search.changed(c, split.changes), 8, "cuda") <= topology.chip.memory
+
+
+def test_search_proposes_nothing_that_another_does_not_need():
+    """No settings are a superset of others that fit; where one change is enough no second comes with it."""
+    c = of_8b(model__attention="xla", data__batch_size=8)
+    found = search.nearest(c, topologies.parse("h200:1x8"))
+    assert found[0].changes == {"model.attention": "cudnn"}  # faster than the ring, which fits too
+    assert not any(a.settings < b.settings for a in found for b in found)
+
+
+def test_search_keeps_to_what_the_model_and_the_platform_have():
+    """No context where layers are updated alone, or for CLIP; no kernel of another platform; no new key."""
+    released = of_8b(train__release_gradients=True, optimizer__clip_norm=0.0)
+    choices = search._choices(released, "cuda")
+    assert "mesh.context" not in choices and choices["model.attention"] == ("cudnn",)
+    of_clip = search._choices(record_peaks.config_of("CLIP b32", "tpu"), "tpu")
+    assert "mesh.context" not in of_clip and of_clip["model.attention"] == ("splash",)
+    known = released.to_dict()
+    assert all(key.split(".")[1] in known[key.split(".")[0]] for key in choices)
+
+
+def test_clip_drops_patches_and_tiles_its_loss():
+    """Half the patches are half of the image tower's positions; tiles do not grow with B²."""
+    whole = record_peaks.config_of("CLIP l14", "cuda")
+    half = record_peaks.config_of("CLIP l14, half the patches", "cuda")
+    axes = estimate.mesh_axes(whole, 8)
+    (a, text), (b, same) = (estimate_clip.towers(c, axes) for c in (whole, half))
+    assert (a.S, b.S) == (257, 129) and text == same
+    of_loss = lambda method: estimate_clip.loss(  # noqa: E731
+        search.changed(whole, {"loss.method": method, "data.batch_size": 65536}), axes
+    )
+    assert of_loss("sharded") >= 65536**2 / 8 * 4 * 3
+    assert of_loss("tiled") < of_loss("sharded") / 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.attention": "splash"}, "config.model.attention='splash' runs on tpu"),
+        ({"mesh.context": 2}, "config.mesh.context=2 is for Llama"),
+        ({"data.batch_size": 12}, "data.batch_size=12 does not divide into 8 data shards"),
+    ],
+)
+def test_what_clip_cannot_do_is_named(changes, message):
+    c = search.changed(record_peaks.config_of("CLIP b32", "cuda"), changes)
+    with pytest.raises(ConfigError, match=message):
+        estimated_peak(c, 8, "cuda")
