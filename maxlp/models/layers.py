@@ -255,17 +255,23 @@ def apply_stack(
       ``x`` after the last block, and the stacked ``out`` of all blocks (None from a pipeline).
     """
     graphdef, params, state = nnx.split(blocks, nnx.Param, ...)
+
+    def layer(x: jax.Array, params: Any, state: Any, rows: Any, at: Any, plain=False) -> tuple[Any, Any]:
+        block = nnx.merge(graphdef, params, state)
+        x = checkpoint_name(x, BLOCK_INPUT)
+        x, out = call(_plain(block) if plain else block, x, rows, at)
+        return x, (state if plain else nnx.state(block, nnx.Not(nnx.Param)), out)
+
     schedule = (pipeline or Pipeline()).in_mesh(x.shape[0]) if per_layer is None else None
     if schedule is not None:
         assert blocks.plain_ends == (0, 0), "checked with the config"
 
-        def layer(x: jax.Array, params: Any, state: Any, rows: Any) -> tuple[jax.Array, Any]:
-            block = nnx.merge(graphdef, params, state)
-            x, _ = call(block, checkpoint_name(x, BLOCK_INPUT), rows, None)
-            return x, nnx.state(block, nnx.Not(nnx.Param))
+        def of_microbatch(x: jax.Array, params: Any, state: Any, rows: Any) -> tuple[jax.Array, Any]:
+            x, (state, _) = layer(x, params, state, rows, None)
+            return x, state
 
         x, new_state = pipelines.run(
-            layer,
+            of_microbatch,
             x,
             per_row,
             params,
@@ -274,42 +280,93 @@ def apply_stack(
             remat=_remat(REMAT_POLICIES, remat),
             remat_tick=_remat(_TICK_POLICIES, remat),
         )
-        nnx.update(blocks, new_state)
-        return x, None
-    layers = (params, state, per_layer)
+        outs = None
+    elif scan and num_layers > 1 and blocks.plain_ends == (0, 0):
+        body = _remat(REMAT_POLICIES, remat)(lambda x, at: layer(x, at[0], at[1], per_row, at[2]))
+        x, (new_state, outs) = jax.lax.scan(body, x, (params, state, per_layer))
+    else:
 
-    def run(x: jax.Array, start: int, stop: int, plain: bool) -> tuple[jax.Array, Any]:
-        def body(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
-            layer_params, layer_state, layer_input = layer
-            block = nnx.merge(graphdef, layer_params, layer_state)
-            x = checkpoint_name(x, BLOCK_INPUT)
-            x, out = call(_plain(block) if plain else block, x, per_row, layer_input)
-            return x, (layer_state if plain else nnx.state(block, nnx.Not(nnx.Param)), out)
+        def of_part(x: jax.Array, params: Any, rest: Any, plain: bool) -> tuple[jax.Array, Any]:
+            return layer(x, params, rest[0], per_row, rest[1], plain)
 
-        scanned = scan and stop - start > 1
-        body = _remat(REMAT_POLICIES, remat, prevent_cse=not scanned)(body)
-        if scanned:
-            whole = stop - start == num_layers
-            part = layers if whole else jax.tree.map(lambda leaf: leaf[start:stop], layers)
-            return jax.lax.scan(body, x, part)
-        each = []
-        for i in range(start, stop):
-            x, out = body(x, jax.tree.map(lambda leaf, i=i: leaf[i], layers))
-            each.append(out)
-        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-
-    # The plain ends are loops of their own. A condition inside one loop would copy no weights, but it
-    # would stop a GPU at every layer to ask, and keep the activations of both branches.
-    first, last = blocks.plain_ends
-    cuts = (0, first, num_layers - last, num_layers)
-    parts = []
-    for start, stop, plain in zip(cuts[:-1], cuts[1:], (True, False, True), strict=True):
-        if start < stop:
-            x, out = run(x, start, stop, plain)
-            parts.append(out)
-    new_state, outs = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+        first, last = blocks.plain_ends
+        cuts = (0, first, num_layers - last, num_layers)
+        x, (new_state, outs) = _in_parts(of_part, x, params, (state, per_layer), cuts, scan, remat)
     nnx.update(blocks, new_state)
     return x, outs
+
+
+def _in_parts(
+    layer: Callable, x: jax.Array, params: Any, rest: Any, cuts: Any, scan: bool, remat: str
+) -> Any:
+    """The plain ends of a stack and what is between them, as loops of their own.
+
+    (A condition inside one loop would stop a GPU at every layer to ask, and keep the activations of both
+    branches.) A part that is cut out of the stacked weights would be a copy of them, and the gradients of
+    the parts would be joined in yet another. So every loop reads from the whole stacks; and these pass
+    through all loops once more, unchanged, for their gradient alone: backwards it is one buffer, into which
+    each layer writes its own. (To stacks that a loop only reads, JAX adds a gradient of the whole size in
+    every iteration.)
+    """
+    carry, outs = (x, params), []
+    for start, stop, plain in zip(cuts[:-1], cuts[1:], (True, False, True), strict=True):
+        if start == stop:
+            continue
+
+        def at_index(x: jax.Array, i: Any, taken: Any, rest: Any, plain=plain) -> tuple[jax.Array, Any]:
+            # What is recomputed reads the layer itself, so that it keeps an index, and not the layer.
+            here = jax.tree.map(lambda stack: _index(stack, i), jax.lax.stop_gradient(params))
+            return layer(x, jax.tree.map(_with_gradient_of, here, taken), rest, plain)
+
+        scanned = scan and stop - start > 1
+        at_index = _remat(REMAT_POLICIES, remat, prevent_cse=not scanned)(at_index)
+
+        def body(carry: Any, at: Any, at_index=at_index) -> tuple[Any, Any]:
+            (x, stacks), (i, rest) = carry, at
+            stacks, taken = _take(stacks, i)
+            x, out = at_index(x, i, taken, rest)
+            return (x, stacks), out
+
+        part = jnp.arange(start, stop), jax.tree.map(lambda leaf, s=slice(start, stop): leaf[s], rest)
+        carry, out = (jax.lax.scan if scanned else _unrolled)(body, carry, part)
+        outs.append(out)
+    return carry[0], jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outs)
+
+
+def _unrolled(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any, Any]:
+    """`jax.lax.scan` without a loop."""
+    ys = []
+    for i in range(len(jax.tree.leaves(xs)[0])):
+        carry, y = body(carry, jax.tree.map(lambda leaf, i=i: leaf[i], xs))
+        ys.append(y)
+    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *ys)
+
+
+@jax.custom_vjp
+def _take(stacks: Any, i: Any) -> tuple[Any, Any]:
+    """The stacks, and layer i of them. Each may be taken once: its gradient is written, not added."""
+    return stacks, jax.tree.map(lambda stack: _index(stack, i), stacks)
+
+
+def _take_bwd(i: Any, gradients: tuple[Any, Any]) -> tuple[Any, None]:
+    write = functools.partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
+    return jax.tree.map(write, *gradients), None
+
+
+_take.defvjp(lambda stacks, i: (_take(stacks, i), i), _take_bwd)
+
+
+@jax.custom_jvp
+def _with_gradient_of(value: jax.Array, other: jax.Array) -> jax.Array:
+    """``value``, whose gradient goes to ``other``."""
+    return value
+
+
+_with_gradient_of.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
+
+
+def _index(stack: jax.Array, i: Any) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stack, i, keepdims=False)
 
 
 def _remat(policies: dict, name: str, prevent_cse: bool = False) -> Callable[[Callable], Callable]:
