@@ -19,6 +19,9 @@ from ml_collections import ConfigDict, config_flags
 
 from maxlp import distributed
 
+# What a path can be that cannot be. (Other errors of the system may be gone at the next start.)
+WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+
 
 class ConfigError(ValueError):
     """A config that cannot work; its message is one line for the user."""
@@ -86,15 +89,17 @@ def _exit_on_error(main: Callable[[], Any]) -> None:
         logging.set_verbosity(logging.WARNING)
     try:
         sys.exit(main())
-    except (ValueError, FloatingPointError, FileNotFoundError) as error:
+    except (ValueError, FloatingPointError, KeyboardInterrupt, *WRONG_PATH) as error:
         if os.environ.get("MAXLP_TRACEBACK"):
             raise
+        if isinstance(error, KeyboardInterrupt):
+            _fail("interrupted", distributed.EXIT_INTERRUPTED)
         _fail(f"{error} (MAXLP_TRACEBACK=1 shows where)")
 
 
-def _fail(message: str) -> typing.NoReturn:
+def _fail(message: str, code: int = 2) -> typing.NoReturn:
     print(f"error: {message}", file=sys.stderr, flush=True)
-    distributed.leave(2)
+    distributed.leave(code)
 
 
 def bind(function: Callable[..., Any], section: str, values: Any, *later: str) -> functools.partial:

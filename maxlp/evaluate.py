@@ -45,18 +45,23 @@ def main() -> None:
         graphdef, state, at_step = build.restore_model(c, workdir, flags.FLAGS.step, mesh)
         tokenizer = build.saved_tokenizer(c, workdir)
         data = build.heldout(c, tokenizer)
+        source = c.data.get("heldout_source") or c.data.source
+        if flags.FLAGS.linear_probe and not data.classes:
+            raise config.ConfigError(
+                f"--linear_probe needs images with labels, and {source} has no classes; name them with "
+                "--config.data.classes=FILE, or drop it"
+            )
         results = task.evaluator(c, graphdef, data)(state, lambda: batches(data, mesh))
         if flags.FLAGS.linear_probe:
             train = batches(build.heldout(c, tokenizer, of_training=True), mesh)
             probe = functools.partial(task.linear_probe, graphdef, state, train, batches(data, mesh))
             found = probe(num_classes=len(data.classes), l2=flags.FLAGS.l2)
             results |= {f"linear_probe_{name}": value for name, value in found.items()}
-    distributed.say(f"{workdir} at step {at_step}, on {c.data.source}")
+    distributed.say(f"{workdir} at step {at_step}, on {source}")
     width = max(map(len, results))
     for name, value in results.items():
-        distributed.say(
-            f"{name:>{width}}  {value:,.0f}" if value >= 1000 else f"{name:>{width}}  {value:.4f}"
-        )
+        counts = value >= 1000 or (value > 1 and float(value).is_integer())
+        distributed.say(f"{name:>{width}}  {value:,.0f}" if counts else f"{name:>{width}}  {value:.4f}")
 
 
 def batches(data: Any, mesh: Mesh) -> Iterator[dict]:

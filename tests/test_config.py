@@ -205,6 +205,21 @@ def test_command_line_mistake_ends_with_one_line(args, says, tmp_path):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        ("KeyboardInterrupt", 130, "error: interrupted"),
+        ("PermissionError(13, 'Permission denied', '/w')", 2, "Permission denied: '/w'"),
+        ("OSError(5, 'Input/output error', '/w')", 1, "OSError: [Errno 5]"),  # the launchers start again
+    ],
+)
+def test_what_ends_a_command_from_outside(error, code, says):
+    program = f"from maxlp import config\ndef main():\n  raise {error}\nconfig.run(main)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code and says in done.stderr.splitlines()[-1]
+    assert ("Traceback" in done.stderr) == (code == 1)
+
+
 def test_dry_run_prints_and_leaves_nothing(tmp_path):
     done, _ = run(
         "--config=configs/llama/405b.py",
