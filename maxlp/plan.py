@@ -105,11 +105,11 @@ def make_plan(
             raise ValueError(
                 f"--estimate_only does not know config.mesh.stage={axes['stage']}; compile it instead"
             )
-        work = staged_work(c, axes, state)
+        work = staged_work(c, axes, state, topology.chip.platform)
     else:
         parts = form.memory(c, axes, state, topology.chip.platform)
         found = form.collectives(c, axes)
-        work = form.work(c, axes, state)
+        work = form.work(c, axes, state, topology.chip.platform)
         plan["estimate"] = {
             "memory": parts,
             "peak": sum(parts.values()),
@@ -133,15 +133,15 @@ def make_plan(
     return plan
 
 
-def staged_work(c: ConfigDict, axes: dict[str, int], state: estimate.State) -> estimate.Work:
+def staged_work(c: ConfigDict, axes: dict[str, int], state: estimate.State, platform: str) -> estimate.Work:
     """What a stage of a pipeline does, with what it computes in bubbles, for which all wait."""
     schedule = build.pipeline(c).over(axes["stage"])
-    flops = estimate.work(c, axes, state).flops
+    flops = estimate.work(c, axes, state, platform).flops
     of_stage = {
         "model.num_layers": c.model.num_layers // schedule.stages,
         "train.microbatches": c.train.microbatches * schedule.microbatches,
     }
-    moved = estimate.work(search.changed(c, of_stage), axes, state).bytes
+    moved = estimate.work(search.changed(c, of_stage), axes, state, platform).bytes
     return estimate.Work({k: v / (1 - schedule.bubble) for k, v in flops.items()}, moved)
 
 

@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 from maxlp import build, sharding, step
 from maxlp.config import ConfigError
 from maxlp.models import attention as kernels
-from maxlp.models import ring
+from maxlp.models import flash_tile, ring
 from maxlp.planning.hlo import Collective
 
 HIGH = "high precision"  # `precision_table`'s word for the model's own dtype
@@ -180,7 +180,7 @@ def memory(c: ConfigDict, axes: dict[str, int], state: State, platform: str) -> 
         "saved activations": s.L * saved(s, c.model.remat, c.model.attention),
         "gradients": gradients(s),
     }
-    block = of_block(s, c.model.remat, c.model.attention)
+    block = of_block(s, c.model.remat, c.model.attention, platform)
     if platform == "tpu":  # whose compiler splits it at once
         block["embedding's gradient"] /= s.shards * s.t
     if platform == "cpu":
@@ -234,7 +234,7 @@ def gradients(s: Sizes) -> float:
     return blocks + ends + (blocks + 2 * ends if s.microbatches > 1 else 0.0)
 
 
-def of_block(s: Sizes, remat: str, attention: str) -> dict[str, float]:
+def of_block(s: Sizes, remat: str, attention: str, platform: str) -> dict[str, float]:
     """The backward pass of one block.
 
     Of the MLP, gate, up, their product and the gradients of two of them; of attention its inputs and output
@@ -250,7 +250,7 @@ def of_block(s: Sizes, remat: str, attention: str) -> dict[str, float]:
     mlp = 5 * f + bias + 2 * q + 2 * k + 4 * x + split
     plain = (8 + s.a) * squares(s) + 2 * q + 2 * k + 2 * x + split if attention == "xla" else 0.0
     if attention == "ring":
-        plain = of_ring(s) + 4 * x + split
+        plain = of_ring(s, platform) + 4 * x + split
     weights = s.block_params * s.a / s.t
     rounded = s.L * weights / s.shards if s.param != s.a else 0.0  # outside of the loop
     return {
@@ -260,18 +260,23 @@ def of_block(s: Sizes, remat: str, attention: str) -> dict[str, float]:
     }
 
 
-def of_ring(s: Sizes) -> float:
+def of_ring(s: Sizes, platform: str) -> float:
     """The backward pass of ring attention, in bytes.
 
-    Of one pair of tiles three float32 squares and two rounded ones; q, the output, its gradient and the
-    residual stream, as they come and in tiles (ten arrays of the size of q); the gradient of q twice in
-    float32 (a loop's input and its result); k and v as they come, in tiles and on their way; their
-    gradients, float32: of this turn, of those before, on their way, and a loop's input.
+    Of one pair of tiles, where it is no kernel, three float32 squares and two rounded ones; q, the output,
+    its gradient and the residual stream, as they come and in tiles (ten arrays of the size of q); the
+    gradient of q twice in float32 (a loop's input and its result); k and v as they come, in tiles and on
+    their way; their gradients, float32: of this turn, of those before, on their way, and a loop's input.
     """
     tile = ring.tile_size(s.S // s.context, s.context)
-    squares = s.R * s.N / s.t * tile**2 * (3 * 4 + 2 * s.a)
+    squares = 0.0 if fused_ring(s, platform) else s.R * s.N / s.t * tile**2 * (3 * 4 + 2 * s.a)
     q, k = s.T * s.N * s.H / s.t, s.T * s.K * s.H / s.t
     return squares + q * (10 * s.a + 2 * 4) + k * (6 * s.a + 8 * 4)
+
+
+def fused_ring(s: Sizes, platform: str) -> bool:
+    """Whether the tiles of ring attention are kernels, as `models.ring` decides it."""
+    return platform == "tpu" and ring.tile_size(s.S // s.context, s.context, flash_tile) > 0
 
 
 def of_loss(s: Sizes, platform: str) -> dict[str, float]:
@@ -295,8 +300,11 @@ class Work:
     bytes: float
 
 
-def work(c: ConfigDict, axes: dict[str, int], state: State) -> Work:
-    """Matmuls that causal attention needs are counted in half, as flash kernels do them; plain ones 5/8."""
+def work(c: ConfigDict, axes: dict[str, int], state: State, platform: str) -> Work:
+    """Matmuls that causal attention needs are counted in half, as flash kernels do them; plain ones 5/8.
+
+    Those of a flash kernel's backward pass are counted as five, though some make the logits twice.
+    """
     s, remat = sizes(c, axes), c.model.remat
     tokens, devices = c.data.batch_size * s.S, math.prod(axes.values())
     again = {"none": 0, "dots": 0}.get(remat, 1)  # forward passes that run again
@@ -325,7 +333,8 @@ def work(c: ConfigDict, axes: dict[str, int], state: State) -> Work:
     once = 2 * (state.bytes_on(mesh, "params") + state.bytes_on(mesh, "opt_state")) + 2 * gradients(s)
     weights = (3 + again) * 2 * s.L * s.block_params * s.a / s.t * s.microbatches
     widths_of_token = 30 * s.D + 12 * s.F / s.t
-    if c.model.attention in ("xla", "ring"):  # the squares pass through memory, in tiles or not
+    attention = c.model.attention  # the squares pass through memory, in tiles or not
+    if attention == "xla" or (attention == "ring" and not fused_ring(s, platform)):
         widths_of_token += 24 * s.S * s.N / s.t * of_square
     activations = s.L * s.T * s.microbatches * s.a * widths_of_token * (1 + again / 3)
     logits = 4 * s.T * s.microbatches * s.V / s.t * 4

@@ -228,7 +228,7 @@ def loss(c: ConfigDict, axes: dict[str, int]) -> float:
 # --- work and collectives -----------------------------------------------------------------------------
 
 
-def work(c: ConfigDict, axes: dict[str, int], state: State) -> Work:
+def work(c: ConfigDict, axes: dict[str, int], state: State, platform: str) -> Work:
     """As `estimate.work`. In microbatches both towers run forward once more, for the features. The loss's
     float32 products are six bfloat16 ones each."""
     devices, M = math.prod(axes.values()), c.train.microbatches

@@ -111,7 +111,7 @@ def _tried(c: ConfigDict, topology: Topology, changes: dict, states: dict) -> Ca
         return None
     if peak > MARGIN * topology.chip.memory:
         return None
-    work = form.work(changed_c, axes, states[mu])
+    work = form.work(changed_c, axes, states[mu], topology.chip.platform)
     found = form.collectives(changed_c, axes)
     table = bounds.rows(found, topology, axes, c.mesh.get("dcn_data", 1))
     return Candidate(changes, peak, bounds.bounds(work, table, topology).expected)

@@ -230,8 +230,8 @@ def test_a_plan_counts_bubbles_or_says_that_it_cannot():
     c.mesh.stage, c.mesh.fsdp, c.data.batch_size = 4, 2, 16
     axes = estimate.mesh_axes(c, 8)
     state = estimate.abstract_state(c, axes)
-    flops = estimate.work(c, axes, state).flops["bfloat16"]
-    assert plan.staged_work(c, axes, state).flops["bfloat16"] == pytest.approx(flops * 7 / 4)
+    flops = estimate.work(c, axes, state, "tpu").flops["bfloat16"]
+    assert plan.staged_work(c, axes, state, "tpu").flops["bfloat16"] == pytest.approx(flops * 7 / 4)
     with pytest.raises(ValueError, match=r"--estimate_only does not know config\.mesh\.stage=4"):
         plan.make_plan(c, topologies.parse("h100:1x8"), compiles=False)
 

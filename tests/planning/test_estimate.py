@@ -110,9 +110,9 @@ def test_eight_bits_use_the_eight_bit_units():
     axes = {"data": 1, "fsdp": 8, "tensor": 1}
     c = small()
     state = estimate.abstract_state(c, axes)
-    plain = estimate.work(c, axes, state)
+    plain = estimate.work(c, axes, state, "cuda")
     eight = small(precision__recipe="fp8_current")
-    low = estimate.work(eight, axes, estimate.abstract_state(eight, axes))
+    low = estimate.work(eight, axes, estimate.abstract_state(eight, axes), "cuda")
     assert sum(low.flops.values()) == pytest.approx(sum(plain.flops.values()))
     assert 0 < low.flops["bfloat16"] < plain.flops["bfloat16"]
     h100 = topologies.parse("h100:1x8")
@@ -128,9 +128,23 @@ def test_model_flops_are_bounded_by_the_work():
     axes = {"data": 1, "fsdp": 8, "tensor": 1}
     state = estimate.abstract_state(c, axes)
     _, causal = build.task(c).flops(c, state.num_params)
-    done = sum(estimate.work(c, axes, state).flops.values()) * 8
+    done = sum(estimate.work(c, axes, state, "cuda").flops.values()) * 8
     tokens = build.task(c).units(c)
     assert causal * tokens <= done <= 1.2 * causal * tokens
+
+
+def test_squares_pass_through_memory_unless_a_kernel_holds_them():
+    """Ring attention is a kernel on TPU, for lengths that fit it, as splash attention is."""
+    axes = {"data": 1, "fsdp": 4, "tensor": 1}
+    state = estimate.abstract_state(small(), axes | {"context": 2})
+
+    def moved(platform, attention="ring", length=4096, context=2):
+        c = small(model__attention=attention, mesh__context=context, data__seq_len=length)
+        return estimate.work(c, axes | {"context": context}, state, platform).bytes
+
+    assert moved("tpu", length=8192) < 2.01 * moved("tpu") < 2.01 * moved("cuda")
+    assert moved("cuda", length=8192) > 3 * moved("cuda")
+    assert moved("tpu", length=4096 + 64) == moved("cuda", length=4096 + 64)
 
 
 def test_search_finds_the_nearest_that_fits():
