@@ -202,8 +202,14 @@ def test_damaged_datasets_are_refused(corpus, tmp_path):
     path.write_bytes(data[:-1])
     with pytest.raises(ValueError, match=f"{path} has {len(data) - 1} bytes, expected"):
         make_source(f"array_record:{tmp_path}/out")
+    path.write_bytes(data[:1000] + bytes(400) + data[1400:])
+    with pytest.raises(ValueError, match=r"document \d+ cannot be read \(Corrupted.*\); prepare again"):
+        documents(tmp_path / "out", "all")
     path.unlink()
     with pytest.raises(ValueError, match=f"{path} is missing"):
+        make_source(f"array_record:{tmp_path}/out")
+    (tmp_path / "out" / "dataset.json").write_text("{")
+    with pytest.raises(ValueError, match=r"out/dataset.json is damaged \(.*\): prepare again"):
         make_source(f"array_record:{tmp_path}/out")
 
 

@@ -571,10 +571,16 @@ class _ArrayRecord:
         return len(self.reader)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return unpack_record(self.reader[row])
+        try:
+            return unpack_record(self.reader[row])
+        except RuntimeError as error:  # its checksum is wrong
+            raise BrokenExample(f"it cannot be read ({sources_lib.one_line(error)})") from None
 
     def where(self, row: int) -> str:
-        return f"{self.folder}: record {row}, from {self[row]['where']}"
+        try:
+            return f"{self.folder}: record {row}, from {self[row]['where']}"
+        except BrokenExample:
+            return f"{self.folder}: record {row}"
 
 
 class _Tfds:

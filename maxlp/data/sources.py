@@ -277,13 +277,18 @@ class _ArrayRecord:
         manifest = read_manifest(folder, MANIFEST_FORMAT)
         self.dtype = np.dtype(manifest["dtype"]) if manifest["kind"] == "tokens" else None
         self.tokenizer = manifest["tokenizer"] and _tokenizer_of(folder, **manifest["tokenizer"])
+        self.folder = folder
         self.reader = open_shards(folder, manifest)
 
     def __len__(self) -> int:
         return len(self.reader)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        record = self.reader[row]
+        try:
+            record = self.reader[row]
+        except RuntimeError as error:  # its checksum is wrong
+            where = f"{self.folder}: document {row}"
+            raise ValueError(f"{where} cannot be read ({one_line(error)}); prepare again") from None
         if self.dtype is None:
             return {"text": record}
         return {"tokens": np.frombuffer(record, self.dtype.newbyteorder("<")).astype(self.dtype)}
@@ -567,7 +572,10 @@ def read_manifest(folder: str, kind: str) -> dict[str, Any]:
             f"{folder} holds no {MANIFEST}: not a folder that `maxlp.prepare` wrote to its end"
         )
     with open(path, encoding="utf-8") as file:
-        manifest = json.load(file)
+        try:
+            manifest = json.load(file)
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged ({one_line(error)}): prepare again") from None
     if manifest.get("format") != kind:
         raise ValueError(f"{path}: format {manifest.get('format')!r} is not {kind!r}")
     for shard in manifest["shards"]:

@@ -296,6 +296,11 @@ def test_prepared_records_are_what_they_were(tmp_path):
         take(make("heldout", heldout_source=prepared, max_broken=0))
     with pytest.raises(ValueError, match="maxlp-image-text-1"):
         make_source(f"array_record:{tmp_path / 'out'}")
+    path = tmp_path / "out" / "00002-of-00003.array_record"
+    data = path.read_bytes()
+    path.write_bytes(data[:300] + bytes(40) + data[340:])
+    with pytest.raises(ValueError, match=r"out: record 1\d: it cannot be read \(Corrupted"):
+        take(make("heldout", heldout_source=prepared, max_broken=1))
 
 
 def test_tfds(monkeypatch):
