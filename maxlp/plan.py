@@ -99,22 +99,14 @@ def make_plan(
         "flops_per_unit": {"full": full, "causal": causal},
         "has": topology.chip.memory,
     }
-    form = FORMS[c.model.name]
-    if axes["stage"] > 1 and c.model.name == "llama":
-        if not compiles:
-            raise ValueError(
-                f"--estimate_only does not know config.mesh.stage={axes['stage']}; compile it instead"
-            )
-        work = staged_work(c, axes, state, topology.chip.platform)
-    else:
-        parts = form.memory(c, axes, state, topology.chip.platform)
-        found = form.collectives(c, axes)
-        work = form.work(c, axes, state, topology.chip.platform)
-        plan["estimate"] = {
-            "memory": parts,
-            "peak": sum(parts.values()),
-            "seconds": time.perf_counter() - traced,
-        } | timing(plan, work, found, topology, c)
+    form, platform = FORMS[c.model.name], topology.chip.platform
+    parts = form.memory(c, axes, state, platform)
+    work = form.work(c, axes, state, platform)
+    plan["estimate"] = {
+        "memory": parts,
+        "peak": sum(parts.values()),
+        "seconds": time.perf_counter() - traced,
+    } | timing(plan, work, form.collectives(c, axes), topology, c)
     if compiles:
         done = compiled.compile_step(c, topologies.devices(topology), hlo_file)
         plan["compiled"] = {
@@ -131,18 +123,6 @@ def make_plan(
     plan["fits"] = fits(plan, topology)
     plan["seconds"] = time.perf_counter() - start
     return plan
-
-
-def staged_work(c: ConfigDict, axes: dict[str, int], state: estimate.State, platform: str) -> estimate.Work:
-    """What a stage of a pipeline does, with what it computes in bubbles, for which all wait."""
-    schedule = build.pipeline(c).over(axes["stage"])
-    flops = estimate.work(c, axes, state, platform).flops
-    of_stage = {
-        "model.num_layers": c.model.num_layers // schedule.stages,
-        "train.microbatches": c.train.microbatches * schedule.microbatches,
-    }
-    moved = estimate.work(search.changed(c, of_stage), axes, state, platform).bytes
-    return estimate.Work({k: v / (1 - schedule.bubble) for k, v in flops.items()}, moved)
 
 
 def fits(plan: dict[str, Any], topology: Topology) -> bool:
@@ -173,9 +153,6 @@ def timing(
 
 def search_settings(c: ConfigDict, topology: Topology, compiles: bool) -> list[dict[str, Any]]:
     """Prints and returns the nearest settings that fit, checked by the compiler where there is one."""
-    if c.mesh.stage != 1:
-        print(f"no search: it does not know config.mesh.stage={c.mesh.stage}")
-        return []
     found = search.nearest(c, topology)
     if not found:
         print(

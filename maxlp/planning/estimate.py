@@ -22,6 +22,7 @@ from maxlp import build, sharding, step
 from maxlp.config import ConfigError
 from maxlp.models import attention as kernels
 from maxlp.models import flash_tile, ring
+from maxlp.models.pipeline import Schedule
 from maxlp.planning.hlo import Collective
 
 HIGH = "high precision"  # `precision_table`'s word for the model's own dtype
@@ -77,7 +78,12 @@ def abstract_state(c: ConfigDict, axes: dict[str, int]) -> State:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """A step's sizes on one device; see the letters above. ``a``: bytes of an activation."""
+    """A step's sizes on one device; see the letters above.
+
+    a, param: bytes of an activation and of a parameter.
+    schedule: of the pipeline; one stage and one microbatch where there is none.
+    released: each layer is updated in the backward pass.
+    """
 
     R: int
     S: int
@@ -96,6 +102,8 @@ class Sizes:
     chunks: int
     a: int
     param: int
+    schedule: Schedule
+    released: bool
 
     @property
     def T(self) -> int:
@@ -109,6 +117,12 @@ class Sizes:
     @property
     def block_params(self) -> int:
         return self.D * (2 * self.N + 2 * self.K) * self.H + 3 * self.D * self.F
+
+    @property
+    def of_stage(self) -> "Sizes":
+        """Those of the layers of one stage and of one of its microbatches."""
+        stages, microbatches, _ = self.schedule
+        return dataclasses.replace(self, R=self.R // microbatches, L=self.L // stages)
 
 
 def sizes(c: ConfigDict, axes: dict[str, int]) -> Sizes:
@@ -135,8 +149,14 @@ def sizes(c: ConfigDict, axes: dict[str, int]) -> Sizes:
             f"config.model.num_kv_heads={m.num_kv_heads} is not a multiple of config.mesh.tensor={tensor}, "
             f"which config.model.attention={m.attention} needs"
         )
+    rows, stages = c.data.batch_size // (shards * c.train.microbatches), axes.get("stage", 1)
+    if stages > 1 and c.data.seq_len % (chunks * context * stages):
+        raise ConfigError(
+            f"config.data.seq_len={c.data.seq_len} is not a multiple of config.loss.num_chunks={chunks} × "
+            f"config.mesh.context={context} × config.mesh.stage={stages}"
+        )
     return Sizes(
-        R=c.data.batch_size // (shards * c.train.microbatches),
+        R=rows,
         S=c.data.seq_len,
         D=m.embed_dim,
         F=m.mlp_dim,
@@ -153,6 +173,8 @@ def sizes(c: ConfigDict, axes: dict[str, int]) -> Sizes:
         chunks=c.loss.num_chunks,
         a=jnp.dtype(m.dtype).itemsize,
         param=jnp.dtype(m.param_dtype).itemsize,
+        schedule=build.pipeline(c).over(stages) if stages > 1 else Schedule(1, 1, 1),
+        released=c.train.release_gradients,
     )
 
 
@@ -170,6 +192,7 @@ def memory(c: ConfigDict, axes: dict[str, int], state: State, platform: str) -> 
     is taken to need less, which holds for AdamW; moments that are decoded for it can need more.
     """
     s, mesh = sizes(c, axes), abstract_mesh(axes)
+    build.check_stages(c, s.schedule.stages, s.R, state.recipes)
     check_attention(c, platform, s.S, s.H)
     held = {
         "parameters": state.bytes_on(mesh, "params"),
@@ -177,10 +200,12 @@ def memory(c: ConfigDict, axes: dict[str, int], state: State, platform: str) -> 
         "batch": 17.0 * s.R * s.microbatches * s.S,  # four int32 and a bool a token
     }
     during = {
-        "saved activations": s.L * saved(s, c.model.remat, c.model.attention),
+        "saved activations": kept(s, c.model.remat, c.model.attention),
         "gradients": gradients(s),
     }
-    block = of_block(s, c.model.remat, c.model.attention, platform)
+    block = of_block(s.of_stage, c.model.remat, c.model.attention, platform)
+    if s.released:
+        block["a layer's update"] = s.block_params * 4.0 / (s.shards * s.t)
     if platform == "tpu":  # whose compiler splits it at once
         block["embedding's gradient"] /= s.shards * s.t
     if platform == "cpu":
@@ -203,6 +228,18 @@ def check_attention(c: ConfigDict, platform: str, length: int, head_dim: int) ->
             f"config.model.attention=cudnn needs bfloat16 or float16 and a head dim of 8, 16, … 256, "
             f"not config.model.dtype={c.model.dtype} and {head_dim}"
         )
+
+
+def kept(s: Sizes, remat: str, attention: str) -> float:
+    """Bytes that the forward pass leaves: of a pipeline those of each tick, bubbles too, the microbatches
+    that wait at its two ends, and with more than one round the weights where they run."""
+    stages, _, rounds = s.schedule
+    of_ticks = s.schedule.ticks * s.of_stage.L / rounds * saved(s.of_stage, remat, attention)
+    if stages == 1:
+        return of_ticks
+    waiting = 2 * s.T * s.D * s.a / (stages * s.t)
+    moved = s.of_stage.L * s.block_params * s.param / (s.shards * s.t) if rounds > 1 else 0.0
+    return of_ticks + waiting + moved
 
 
 def saved(s: Sizes, remat: str, attention: str) -> float:
@@ -228,10 +265,15 @@ def squares(s: Sizes) -> float:
 
 
 def gradients(s: Sizes) -> float:
-    """Those of the blocks and of the head, split; summed over microbatches they exist a second time."""
-    blocks = s.L * s.block_params * s.param / (s.shards * s.t)
+    """Those of the blocks and of the head, split; summed over microbatches, or over the ticks of a
+    pipeline, they exist a second time. Where layers are updated in the backward pass, those of one."""
+    layers = 1 if s.released else s.of_stage.L
+    blocks = layers * s.block_params * s.param / (s.shards * s.t)
     ends = s.V * s.D * s.param / (s.shards * s.t)
-    return blocks + ends + (blocks + 2 * ends if s.microbatches > 1 else 0.0)
+    if s.released:
+        return blocks + 2 * ends
+    twice = blocks if s.schedule.stages > 1 else 0.0
+    return blocks + ends + twice + (blocks + 2 * ends if s.microbatches > 1 else 0.0)
 
 
 def of_block(s: Sizes, remat: str, attention: str, platform: str) -> dict[str, float]:
@@ -252,7 +294,8 @@ def of_block(s: Sizes, remat: str, attention: str, platform: str) -> dict[str, f
     if attention == "ring":
         plain = of_ring(s, platform) + 4 * x + split
     weights = s.block_params * s.a / s.t
-    rounded = s.L * weights / s.shards if s.param != s.a else 0.0  # outside of the loop
+    outside = s.param != s.a and not s.released  # of the loop
+    rounded = s.L * weights / s.shards if outside else 0.0
     return {
         "a block's activations": max(mlp, plain) + x / s.t,
         "a block's weights": 0.7 * (weights + rounded),
@@ -285,7 +328,7 @@ def of_loss(s: Sizes, platform: str) -> dict[str, float]:
     The TPU compiler multiplies by parts of the head as they arrive, and holds half of that.
     """
     copies = 1.5 if platform == "tpu" else 3
-    logits = s.T / s.chunks * s.V / s.t
+    logits = s.T / s.chunks / s.schedule.stages * s.V / s.t
     return {"logits": logits * (4 + s.a), "head": copies * s.V * s.D * s.a / s.t}
 
 
@@ -303,9 +346,12 @@ class Work:
 def work(c: ConfigDict, axes: dict[str, int], state: State, platform: str) -> Work:
     """Matmuls that causal attention needs are counted in half, as flash kernels do them; plain ones 5/8.
 
-    Those of a flash kernel's backward pass are counted as five, though some make the logits twice.
+    Those of a flash kernel's backward pass are counted as five, though some make the logits twice. What a
+    pipeline computes in its bubbles is counted: all wait for it.
     """
     s, remat = sizes(c, axes), c.model.remat
+    of_stage, ticks, rounds = s.of_stage, s.schedule.ticks, s.schedule.rounds
+    busy = 1 - s.schedule.bubble
     tokens, devices = c.data.batch_size * s.S, math.prod(axes.values())
     again = {"none": 0, "dots": 0}.get(remat, 1)  # forward passes that run again
     flops = {"bfloat16": 0.0, "float8": 0.0, "int8": 0.0}
@@ -331,14 +377,16 @@ def work(c: ConfigDict, axes: dict[str, int], state: State, platform: str) -> Wo
     # thirty arrays of width D and twelve of F pass through memory for each block and token.
     mesh = abstract_mesh(axes)
     once = 2 * (state.bytes_on(mesh, "params") + state.bytes_on(mesh, "opt_state")) + 2 * gradients(s)
-    weights = (3 + again) * 2 * s.L * s.block_params * s.a / s.t * s.microbatches
+    runs = ticks * of_stage.L / rounds * s.microbatches  # of a block on this device
+    weights = (3 + again) * 2 * runs * s.block_params * s.a / s.t
     widths_of_token = 30 * s.D + 12 * s.F / s.t
     attention = c.model.attention  # the squares pass through memory, in tiles or not
     if attention == "xla" or (attention == "ring" and not fused_ring(s, platform)):
         widths_of_token += 24 * s.S * s.N / s.t * of_square
-    activations = s.L * s.T * s.microbatches * s.a * widths_of_token * (1 + again / 3)
-    logits = 4 * s.T * s.microbatches * s.V / s.t * 4
-    return Work({k: v / devices for k, v in flops.items() if v}, once + weights + activations + logits)
+    activations = runs * of_stage.T * s.a * widths_of_token * (1 + again / 3)
+    logits = 4 * s.T / s.schedule.stages * s.microbatches * s.V / s.t * 4
+    moved = once + weights + activations + logits
+    return Work({k: v / devices / busy for k, v in flops.items() if v}, moved)
 
 
 def matmul_dtype(recipe: str) -> str:
@@ -370,25 +418,33 @@ def collectives(c: ConfigDict, axes: dict[str, int]) -> list[Collective]:
       recomputes share them), their gradients in float32, and rounded on the last way, home; after the
       blocks the residual stream back into its order;
     * tensor: the residual stream gathered before and scattered after attention and MLP;
-    * data: gradients summed.
+    * data: gradients summed;
+    * stage: in each tick and on both ways a microbatch's activations, those of one that waits and those of
+      one that is done; with more than one round the weights to where they run, and their gradients.
     """
     s, (found, add) = sizes(c, axes), ledger(axes)
-    m, weights, x = s.microbatches, s.block_params * s.a / s.t, s.T * s.D * s.a
-    head = s.V * s.D * s.a / s.t
+    of_stage, (stages, _, rounds) = s.of_stage, s.schedule
+    m, weights, x = s.microbatches, s.block_params * s.a / s.t, of_stage.T * s.D * s.a
+    runs = int(s.schedule.ticks * of_stage.L / rounds) * m  # of a block on this device
+    head, whole_x = s.V * s.D * s.a / s.t, s.T * s.D * s.a / stages
     again = c.model.remat in ("block", "offload")
     split, turns = ("fsdp", "context"), s.context - 1
-    add("all-gather", split, weights, 2 * s.L * m)
-    add("reduce-scatter", split, weights, s.L * m)
+    add("all-gather", split, weights, 2 * runs)
+    add("reduce-scatter", split, weights, runs)
     add("all-gather", split, head, (2 * s.chunks if s.chunks > 1 else 1) * m)
     add("reduce-scatter", split, head, s.chunks * m)
-    add("all-to-all", split, x, 2 * m)
-    k = s.T * s.K * s.H / s.t
+    add("all-to-all", split, whole_x, 2 * m)
+    k = of_stage.T * s.K * s.H / s.t
     passes = 2 + (c.model.remat != "none")
     keys = passes * turns - (passes == 3) + 1 if turns else 0
-    add("collective-permute", ("context",), k * s.a, 2 * keys * s.L * m)
-    add("collective-permute", ("context",), k * 4, 2 * turns * s.L * m)
-    add("collective-permute", ("context", "tensor") if turns else (), x / s.t / 2, 4 * m)
-    add("all-gather", ("tensor",), x, (4 + 2 * again) * s.L * m)
-    add("reduce-scatter", ("tensor",), x, (4 + again) * s.L * m)
-    add("all-reduce", ("data",), (s.L * weights + 2 * head) / s.shards, m)
+    add("collective-permute", ("context",), k * s.a, 2 * keys * runs)
+    add("collective-permute", ("context",), k * 4, 2 * turns * runs)
+    add("collective-permute", ("context", "tensor") if turns else (), whole_x / s.t / 2, 4 * m)
+    add("all-gather", ("tensor",), x, (4 + 2 * again) * runs)
+    add("reduce-scatter", ("tensor",), x, (4 + again) * runs)
+    add("all-reduce", ("data",), (of_stage.L * weights + 2 * head) / s.shards, m)
+    add("collective-permute", ("stage",), x / s.t, 2 * 3 * s.schedule.ticks * m)
+    if rounds > 1:
+        share = of_stage.L * s.block_params * s.param / (s.shards * s.t)
+        add("collective-permute", ("stage",), share, 2 * m)
     return found

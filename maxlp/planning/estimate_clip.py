@@ -43,11 +43,6 @@ class Tower:
     tile: tuple[int, int]
 
     @property
-    def seq(self) -> int:
-        """Into how many parts the positions are split between matmuls: those of the tensor axis, or one."""
-        return self.t if self.S % self.t == 0 else 1
-
-    @property
     def x(self) -> float:
         """Bytes of the tokens at width D."""
         return self.R * self.S * self.D * self.a
@@ -75,7 +70,8 @@ class Tower:
 
     @property
     def saved(self) -> float:
-        """Bytes that one block's forward pass leaves for its backward pass.
+        """Bytes that one block's forward pass leaves for its backward pass. Over the tensor axis XLA splits
+        the positions, or the rows if it does not divide those.
 
         remat none: four F-wide arrays, six float32 ones of the norms, both normed inputs, q, k, v and the
         attention's output, probabilities in float32 and rounded; the weights in the matmuls' dtype.
@@ -83,11 +79,11 @@ class Tower:
         if self.remat == "offload":
             return 0.0
         if self.remat == "block":
-            return self.x / self.seq
+            return self.x / self.t
         if self.remat == "dots":  # the block's input, q, k, v, o and up
-            return 2 * self.x / self.seq + 3 * self.x / self.t + self.f
+            return 5 * self.x / self.t + self.f
         weights = self.block_params * self.a / (self.shards * self.t)
-        norms = 6 * self.x / self.a * 4 / self.seq
+        norms = 6 * self.x / self.a * 4 / self.t
         return 4 * self.f + norms + 6 * self.x / self.t + (4 + self.a) * self.squares + weights
 
     @property
@@ -195,7 +191,7 @@ def kept_by(tower: Tower) -> float:
     end and the gradient of what is pooled; for plain causal attention its mask, and what stands for hidden
     logits, which XLA makes once."""
     masks = 5 * tower.squares if tower.causal else 0.0
-    return tower.L * tower.saved + 3 * tower.x + masks
+    return tower.L * tower.saved + 3 * tower.x / tower.t + masks
 
 
 def gradients(c: ConfigDict, axes: dict[str, int], state: State) -> float:

@@ -40,6 +40,8 @@ GRID: dict[str, dict] = {
     "tensor 4, remat dots": {"mesh.tensor": 4, "model.remat": "dots"},
     "context 2": {"mesh.context": 2, "model.attention": "ring"},
     "context 4": {"mesh.context": 4, "model.attention": "ring"},
+    "stage 2": {"mesh.stage": 2, "model.pipeline.microbatches": 4},
+    "stage 4, 2 rounds": {"mesh.stage": 4, "model.pipeline.rounds": 2},
 }
 
 
