@@ -66,8 +66,13 @@ def main() -> None:
     if command == "import":
         source, workdir = _given("input"), _given("output")
         import_weights(source, workdir, values.format, values.dtype, values.image_size)
+        print(
+            f"{workdir} is a run at step 0; training starts there with --config.train.init_from={workdir}"
+        )
     elif command == "export":
-        export_weights(_given("workdir"), _given("output"), values.format, values.step, values.dtype)
+        workdir, output = _given("workdir"), _given("output")
+        export_weights(workdir, output, values.format, values.step, values.dtype)
+        print(f"{output} holds {', '.join(sorted(path.name for path in output.iterdir()))}")
     else:
         raise ValueError(f"expected 'import' or 'export' as first argument, got {command!r}")
 

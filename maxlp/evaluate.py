@@ -37,6 +37,10 @@ def main() -> None:
     distributed.initialize()
     workdir = Path(flags.FLAGS.workdir)
     c = flags.FLAGS.config or files.load_config(workdir)
+    if flags.FLAGS.config is None and "mesh" not in c:
+        raise config.ConfigError(
+            f"{workdir} holds imported weights and names no data; give --config=FILE with the same model"
+        )
     mesh, task = build.mesh(c), build.task(c)
     build.check(c, mesh)
     if flags.FLAGS.linear_probe and not hasattr(task, "linear_probe"):

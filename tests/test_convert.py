@@ -117,14 +117,18 @@ def test_nothing_is_overwritten_and_nothing_is_invented(source, tmp_path):
 
 
 def test_the_command(source, tmp_path):
-    def convert_cli(*args) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "maxlp.convert", *args]
+    def convert_cli(*args, module="convert") -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", f"maxlp.{module}", *args]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     done = convert_cli("import", f"--input={source}", f"--output={tmp_path}/run")
     assert done.returncode == 0, done.stderr
+    assert f"--config.train.init_from={tmp_path}/run" in done.stdout
     done = convert_cli("export", f"--workdir={tmp_path}/run", f"--output={tmp_path}/out")
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{tmp_path}/out holds config.json, ")
+    done = convert_cli(f"--workdir={tmp_path}/run", module="evaluate")
+    assert done.returncode == 2 and "imported weights and names no data; give --config=FILE" in done.stderr
     assert_same_tensors(source, tmp_path / "out")
     done = convert_cli("export", f"--output={tmp_path}/out2")
     assert done.returncode == 2
