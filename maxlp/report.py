@@ -170,7 +170,7 @@ def loss_lines(run: Run) -> Lines:
             whole = _on_as_much_text_as_the_last(run, steps)
             best = _best(steps[whole], values[whole])
             lines.append((name, f"{values[-1]:.4f} at step {steps[-1]:,}{best}"))
-    for name in sorted({name for record in run.records for name in record}):
+    for name in dict.fromkeys(name for record in run.records for name in record):  # as they were written
         if name.startswith("eval/") and any(part in name for part in ("top", "recall")):
             steps, values = run.series(name)
             lines.append((name, f"{values[-1]:.2%} at step {steps[-1]:,}"))
@@ -201,6 +201,19 @@ def _best(steps: np.ndarray, values: np.ndarray) -> str:
         return ""
     i = int(np.nanargmin(values))
     return "" if i == len(values) - 1 else f", best {values[i]:.4f} at step {steps[i]:,}"
+
+
+def data_lines(run: Run) -> Lines:
+    """What of the data was not used, or not as it is."""
+    lines = []
+    _, skipped = run.series("data/skipped")
+    _, cut = run.series("data/texts_cut")
+    if len(skipped):
+        lines.append(("skipped", _count(int(skipped[-1]), "broken example")))
+    if len(cut):
+        room = run.setting("data", "text_len")
+        lines.append(("texts cut", f"{cut[-1]:.1%} since the last start, longer than data.text_len={room}"))
+    return lines
 
 
 def speed_lines(run: Run) -> Lines:
@@ -287,6 +300,7 @@ SECTIONS: dict[str, Callable[[Run], Lines]] = {
     "Run": run_lines,
     "Config": config_lines,
     "Loss": loss_lines,
+    "Data": data_lines,
     "Speed": speed_lines,
     "Spikes": spike_lines,
     "Quantization": health_lines,

@@ -83,6 +83,20 @@ def test_a_run_in_progress_with_a_cut_off_line_and_nothing_but_metrics(tmp_path)
     assert set(text) == {"Run", "Loss", "Speed"}
 
 
+def test_data_that_was_not_used_as_it_is(tmp_path):
+    workdir.save_config(tmp_path, ConfigDict({"data": {"text_len": 77}}))
+    recalls = {f"eval/recall_{k}": k / 10 for k in (1, 5, 10)}
+    records = [
+        {"step": 1, "data/skipped": 1},
+        {"step": 2, "data/skipped": 5, "data/texts_cut": 0.03} | recalls,
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    text = shown(tmp_path)
+    cut = "3.0% since the last start, longer than data.text_len=77"
+    assert text["Data"] == {"skipped": "5 broken examples", "texts cut": cut}
+    assert list(text["Loss"]) == list(recalls)  # 10 after 5
+
+
 def test_losses_that_are_not_finite_are_told(tmp_path):
     losses = [2.0] * 3 + [math.nan] * 4 + [math.inf] + [2.0] * 32
     write_run(tmp_path, losses=losses)
