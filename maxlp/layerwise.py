@@ -112,7 +112,7 @@ class _Tail:
 
     def __init__(self, model: nnx.Module, x_BSD: jax.Array):
         self.hidden = lambda *_: (model.final_norm(x_BSD), None)
-        self.logits = model.logits
+        self.logits, self.head = model.logits, model.head
 
 
 def _check(model: nnx.Module, state: State) -> None:

@@ -3,12 +3,17 @@
 Shape letters: B batch · S length · C chunks · D embed · V vocab.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from maxlp import sharding
+
+Sums = dict[str, jax.Array]
 
 
 def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -25,56 +30,99 @@ def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> tuple[jax.Arr
     return log_z_BS - target_BS, log_z_BS, target_BS >= max_BS
 
 
-def next_token(
-    logits_fn: Callable[[jax.Array], jax.Array],
+def next_token(logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array, *, z_loss: float) -> Sums:
+    """Sums over the unmasked tokens of a language-model loss.
+
+    Args:
+      z_loss: weight of ``log(Z)^2``, which keeps logits from drifting (PaLM, arXiv:2204.02311).
+
+    Returns:
+      float32 scalars: ``loss`` (with z-loss), ``nll`` (nats), ``correct`` (greedy hits), ``tokens``.
+    """
+    nll_BS, log_z_BS, hit_BS = cross_entropy(logits_BSV, targets_BS)
+    total = lambda v: jnp.sum(jnp.where(mask_BS, v, 0.0), dtype=jnp.float32)  # noqa: E731
+    return {
+        "loss": total(nll_BS + z_loss * jnp.square(log_z_BS)),
+        "nll": total(nll_BS),
+        "correct": total(hit_BS),
+        "tokens": jnp.sum(mask_BS, dtype=jnp.float32),
+    }
+
+
+def next_token_in_chunks(
+    logits_fn: Callable[[nnx.State, jax.Array], jax.Array],
+    weights: nnx.State,
     x_BSD: jax.Array,
     targets_BS: jax.Array,
     mask_BS: jax.Array,
     *,
     num_chunks: int,
     z_loss: float,
-) -> dict[str, jax.Array]:
-    """Sums over the unmasked tokens of a language-model loss, in ``num_chunks`` pieces of the sequence.
+) -> Sums:
+    """`next_token` in ``num_chunks`` pieces of the sequence, whose logits never all exist.
 
-    Only one chunk's logits (B, S/num_chunks, V) exist at a time: the backward pass recomputes them. Where
-    the sequence is split over devices, a chunk takes a part of every device's.
+    The logits of a piece are made once, and the loss's gradient beside them, in the forward pass. (The
+    other sums have none.) The weights are gathered once. Each device adds up their gradient over its own
+    tokens, in float32, and the devices' sums meet once, after the last piece.
 
     Args:
-      logits_fn: hidden states (B, s, D) to float32 logits (B, s, V).
-      num_chunks: divides S; 1 keeps the logits.
-      z_loss: weight of ``log(Z)^2``, which keeps logits from drifting (PaLM, arXiv:2204.02311).
-
-    Returns:
-      float32 scalars: ``loss`` (with z-loss), ``nll`` (nats), ``correct`` (greedy hits), ``tokens``.
+      logits_fn: (weights, hidden states (B, s, D)) to float32 logits (B, s, V). It gets the rows of one
+        device and says nothing of where they lie.
+      weights: those of ``logits_fn``, in the dtype to gather, with the names of their axes.
+      num_chunks: divides S.
     """
 
-    def piece(x_BsD: jax.Array, targets_Bs: jax.Array, mask_Bs: jax.Array) -> dict[str, jax.Array]:
-        nll_Bs, log_z_Bs, hit_Bs = cross_entropy(logits_fn(x_BsD), targets_Bs)
-        total = lambda v: jnp.sum(jnp.where(mask_Bs, v, 0.0), dtype=jnp.float32)  # noqa: E731
-        return {
-            "loss": total(nll_Bs + z_loss * jnp.square(log_z_Bs)),
-            "nll": total(nll_Bs),
-            "correct": total(hit_Bs),
-            "tokens": jnp.sum(mask_Bs, dtype=jnp.float32),
-        }
+    def loss(weights: Any, x_BsD: jax.Array, *labels_Bs: jax.Array) -> tuple[jax.Array, Sums]:
+        sums = next_token(logits_fn(weights, x_BsD), *labels_Bs, z_loss=z_loss)
+        return sums.pop("loss"), sums
 
-    if num_chunks == 1:
-        return piece(x_BSD, targets_BS, mask_BS)
-    B, S = targets_BS.shape
-    assert S % num_chunks == 0, "checked with the config"
-    parts = sharding.seq_shards(S // num_chunks)
+    chunks = [sharding.chunks(a, num_chunks) for a in (x_BSD, targets_BS, mask_BS)]
+    loss_sum, sums = _sum_of_chunks(loss, weights, *chunks)
+    return {"loss": loss_sum} | jax.lax.stop_gradient(sums)
 
-    def cut(a: jax.Array) -> jax.Array:
-        names = [None] * (a.ndim - 2)
-        a = jnp.moveaxis(a.reshape(B, parts, num_chunks, -1, *a.shape[2:]), 2, 0)
-        if parts > 1:
-            a = sharding.constrain(a, None, "batch", "ends_seq", None, *names)
-        return a.reshape(num_chunks, B, -1, *a.shape[4:])
 
-    chunks = tuple(map(cut, (x_BSD, targets_BS, mask_BS)))
+# --- a sum over chunks, whose gradient is made in the forward pass --------------------------------------
 
-    def body(sums: dict[str, jax.Array], chunk: tuple) -> tuple[dict[str, jax.Array], None]:
-        return jax.tree.map(jnp.add, sums, jax.checkpoint(piece)(*chunk)), None
 
-    zeros = {k: jnp.zeros((), jnp.float32) for k in ("loss", "nll", "correct", "tokens")}
-    return jax.lax.scan(body, zeros, chunks)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_of_chunks(loss: Callable, weights: nnx.State, x_CPBsD: jax.Array, *labels_CPBs: jax.Array) -> Any:
+    """``loss(weights, x, *labels)``, a number and others, summed over C chunks and P parts."""
+
+    def add(total: Any, chunk: tuple) -> tuple[Any, None]:
+        return _plus(total, jax.vmap(loss)(weights_P, *chunk)), None
+
+    weights_P = sharding.copies(weights)
+    return jax.lax.scan(add, _zeros(loss, weights_P, x_CPBsD, labels_CPBs), (x_CPBsD, *labels_CPBs))[0]
+
+
+def _forward(loss, weights, x_CPBsD, *labels_CPBs):
+    def add(carry: tuple, chunk: tuple) -> tuple[tuple, jax.Array]:
+        total, dweights_P = carry
+        out, (more_P, dx_PBsD) = with_gradients(weights_P, *chunk)
+        dweights_P = jax.tree.map(lambda a, g: a + g.astype(a.dtype), dweights_P, more_P)
+        return (_plus(total, out), dweights_P), dx_PBsD
+
+    with_gradients = jax.vmap(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    weights_P, scatter = jax.vjp(sharding.copies, weights)
+    zeros_P = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), weights_P)
+    start = _zeros(loss, weights_P, x_CPBsD, labels_CPBs), zeros_P
+    (total, dweights_P), dx_CPBsD = jax.lax.scan(add, start, (x_CPBsD, *labels_CPBs))
+    [dweights] = scatter(jax.tree.map(lambda g, w: g.astype(w.dtype), dweights_P, weights_P))
+    # Told nothing, XLA would scatter the gradient after the blocks' backward pass, and keep it until then.
+    return total, jax.lax.optimization_barrier((dweights, dx_CPBsD))
+
+
+def _backward(loss, gradients, cotangents):
+    return *jax.tree.map(lambda g: (g * cotangents[0]).astype(g.dtype), gradients), None, None
+
+
+_sum_of_chunks.defvjp(_forward, _backward)
+
+
+def _zeros(loss: Callable, weights_P: nnx.State, x_CPBsD: jax.Array, labels_CPBs: tuple) -> Any:
+    of_chunk = jax.eval_shape(jax.vmap(loss), weights_P, x_CPBsD[0], *(a[0] for a in labels_CPBs))
+    return jax.tree.map(lambda s: jnp.zeros((), s.dtype), of_chunk)
+
+
+def _plus(total: Any, parts_P: Any) -> Any:
+    return jax.tree.map(lambda a, b: a + jnp.sum(b), total, parts_P)

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -45,6 +46,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "lookup_seq": "stage",
     "embed_seq": ("context", "stage", "tensor"),  # outside of the pipeline: between embedding and blocks
     "ends_seq": ("context", "stage"),  # and in the head
+    "parts": ("data", "fsdp", "context", "stage"),  # those of batch and ends_seq as one dim
     "act_embed": None,
     "act_heads": "tensor",
     "act_mlp": "tensor",
@@ -163,11 +165,53 @@ def batch_shards(mesh: Mesh) -> int:
     return _size(mesh, RULES["batch"])
 
 
-def seq_shards(length: int) -> int:
-    """Into how many parts the current mesh splits the sequence in the head; 1 if the length stays whole."""
+def chunks(x: jax.Array, n: int) -> jax.Array:
+    """(B, S, …) in ``n`` pieces of the sequence that all devices share: (n, P, B/b, S/s/n, …).
+
+    P = b × s parts of rows and sequence, one for each device that has tokens of its own in the head.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    parts = 1 if mesh.empty else _size(mesh, RULES["ends_seq"])
-    return parts if length % parts == 0 else 1
+    b, s = (1 if mesh.empty else _size(mesh, RULES[name]) for name in ("batch", "ends_seq"))
+    B, S = x.shape[:2]
+    assert B % b == S % (s * n) == 0, "checked with the config"
+    x = x.reshape(b, B // b, s, n, S // (s * n), *x.shape[2:])
+    x = jnp.moveaxis(x, (3, 0, 2), (0, 1, 2))
+    x = x.reshape(n, b * s, *x.shape[3:])
+    return constrain(x, None, "parts", *[None] * (x.ndim - 2))
+
+
+def split_first(x: jax.Array, name: str) -> jax.Array:
+    """Tells XLA how the first dim is split, and leaves the other dims to it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or x.shape[0] % _size(mesh, RULES[name]):
+        return x
+    others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(RULES[name], *others))
+
+
+def copies(variables: nnx.State) -> nnx.State:
+    """Every parameter whole, once for each of the parts of `chunks`, which are its first axis.
+
+    Only tensor still splits a copy. A parameter is gathered once; its gradient, a sum over the parts, is
+    scattered once to where the parameter lies.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def one(variable: nnx.Variable) -> nnx.Variable:
+        if mesh.empty or mesh.size == 1:
+            return variable.replace(variable[...][None])
+        axes = spec(*variable.get_metadata("out_sharding"))
+        split = [(dim, axis) for dim, axis in enumerate(axes) if axis not in (None, "tensor")]
+
+        def gather(shard: jax.Array) -> jax.Array:
+            for dim, axis in split:
+                shard = jax.lax.all_gather(shard, axis, axis=dim, tiled=True)
+            return shard[None]
+
+        whole = PartitionSpec(RULES["parts"], *(axis if axis == "tensor" else None for axis in axes))
+        return variable.replace(jax.shard_map(gather, in_specs=axes, out_specs=whole)(variable[...]))
+
+    return jax.tree.map(one, variables, is_leaf=lambda v: isinstance(v, nnx.Variable))
 
 
 def batch_part(mesh: Mesh) -> tuple[int, int]:

@@ -3,8 +3,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
-from maxlp import losses
+from maxlp import losses, sharding
+from maxlp.models import layers
+from maxlp.planning import hlo
 
 B, S, D, V = 3, 8, 16, 50
 
@@ -20,10 +23,19 @@ def problem():
     }
 
 
-def total(p, w, x, num_chunks, z_loss):
-    sums = losses.next_token(
-        lambda x: x @ w, x, p["targets"], p["mask"], num_chunks=num_chunks, z_loss=z_loss
+def head(w_DV):
+    """As of a model: a function of weights and hidden states, and the weights."""
+    return lambda weights, x: x @ weights["w"][...], nnx.State(
+        {"w": layers.param(w_DV, ("embed", "vocab"))}
     )
+
+
+def total(p, w, x, num_chunks, z_loss):
+    labels = p["targets"], p["mask"]
+    if num_chunks == 1:
+        sums = losses.next_token(x @ w, *labels, z_loss=z_loss)
+    else:
+        sums = losses.next_token_in_chunks(*head(w), x, *labels, num_chunks=num_chunks, z_loss=z_loss)
     return sums["loss"], sums
 
 
@@ -61,14 +73,49 @@ def test_chunks_never_hold_all_logits():
 
     def temp(num_chunks):
         def loss(w, x):
-            targets, mask = jnp.zeros((B, S), jnp.int32), jnp.ones((B, S), bool)
-            return losses.next_token(lambda x: x @ w, x, targets, mask, num_chunks=num_chunks, z_loss=0.0)[
-                "loss"
-            ]
+            p = {"targets": jnp.zeros((B, S), jnp.int32), "mask": jnp.ones((B, S), bool)}
+            return total(p, w, x, num_chunks, 0.0)[0]
 
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     all_logits = B * S * V * 4
     assert temp(1) > all_logits
-    assert temp(16) < all_logits / 4
+    assert temp(32) < all_logits / 4
+
+
+def test_chunks_make_the_logits_once(problem):
+    """Three matmuls a chunk: the logits, and the gradients of hidden states and weights."""
+    p = problem
+    loss = lambda w, x: total(p, w, x, 4, 1e-4)[0]  # noqa: E731
+    assert str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(p["w"], p["x"])).count("dot_general[") == 3
+    assert str(jax.make_jaxpr(loss)(p["w"], p["x"])).count("dot_general[") == 1
+
+
+def test_chunks_send_the_weights_once_and_their_gradient_once():
+    """On a mesh with every axis of the head, whose vocabulary, rows and sequence are all split; the numbers
+    are those of one device. Besides go scalars, and what the softmax needs of a row."""
+    mesh = sharding.make_mesh(fsdp=2, context=2, tensor=2)
+    B, S, D, V = 4, 64, 32, 1024
+
+    def loss(w_DV, x_BSD, targets_BS):
+        return total({"targets": targets_BS, "mask": targets_BS > 3}, w_DV, x_BSD, 4, 1e-4)[0]
+
+    rng = np.random.default_rng(0)
+    w_DV, x_BSD = (rng.standard_normal(s).astype(np.float32) for s in ((D, V), (B, S, D)))
+    args = w_DV, x_BSD, rng.integers(0, V, (B, S), np.int32)
+    places = sharding.spec("embed", "vocab"), *[sharding.spec("batch", "seq")] * 2
+    expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(*args)
+    with jax.set_mesh(mesh):
+        step = jax.jit(jax.value_and_grad(loss, (0, 1)), out_shardings=(None, places[:2]))
+        args = tuple(map(jax.device_put, args, places))
+        compiled = step.lower(*args).compile()
+        got = compiled(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
+    of_device = D * V * 4 // 2  # the vocabulary stays split over tensor
+    found = hlo.collectives(compiled.as_text(), dict(mesh.shape))
+    large = [one for one in found if one.bytes * one.times > of_device // 8]
+    assert sorted((one.kind, one.bytes, one.times) for one in large) == [
+        ("all-gather", of_device, 1),
+        ("reduce-scatter", of_device, 1),
+    ], found

@@ -5,6 +5,7 @@ H head dim · V vocab · L layers.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -46,8 +47,11 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BSD, rope, positions_BS, segment_ids_BS, cache):
         B, S, _ = x_BSD.shape
+        # Left alone, XLA on TPU moves the reshape through the matmul to the kernel; the gradient's matmul
+        # keeps the flat kernel, and the backward pass gathers both.
+        flat = lambda y: constrain(y, "batch", "seq", "act_heads")  # noqa: E731
         heads = lambda y: constrain(  # noqa: E731
-            y.reshape(B, S, -1, self.head_dim), "batch", "seq", "act_heads", None
+            flat(y).reshape(B, S, -1, self.head_dim), "batch", "seq", "act_heads", None
         )
         q_BSNH = rotate(heads(self.q_proj(x_BSD)), *rope)
         k_BSKH = rotate(heads(self.k_proj(x_BSD)), *rope)
@@ -62,7 +66,7 @@ class Attention(nnx.Module):
                 v_BTKH.at[row_B1, positions_BS].set(v_BSKH),
             )
             o_BSNH = attention.cached(q_BSNH, *cache, positions_BS)
-        return self.o_proj(o_BSNH.reshape(B, S, -1)), cache
+        return self.o_proj(flat(o_BSNH.reshape(B, S, -1))), cache
 
 
 class Mlp(nnx.Module):
@@ -245,11 +249,17 @@ class Llama(nnx.Module):
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         """float32 logits_BSV of normed hidden states."""
         x_BSD = constrain(x_BSD, "batch", "ends_seq", "act_embed")
-        if self.lm_head is None:
-            logits_BSV = self.tok_embed.attend(x_BSD)
-        else:
-            logits_BSV = self.lm_head(x_BSD, preferred_element_type=jnp.float32)
-        return constrain(logits_BSV, "batch", "ends_seq", "act_vocab")
+        return constrain(_head(self._head_module(), x_BSD), "batch", "ends_seq", "act_vocab")
+
+    def head(self) -> tuple[Callable[[nnx.State, jax.Array], jax.Array], nnx.State]:
+        """`logits` in two parts, a function of weights and hidden states, and the weights in ``dtype``; it
+        says nothing of where rows lie."""
+        graphdef, params, rest = nnx.split(self._head_module(), nnx.Param, ...)
+        weights = jax.tree.map(lambda p: p.astype(self.dtype), params)
+        return lambda weights, x_BSD: _head(nnx.merge(graphdef, weights, rest), x_BSD), weights
+
+    def _head_module(self) -> nnx.Module:
+        return self.tok_embed if self.lm_head is None else self.lm_head
 
     def __call__(self, tokens_BS, positions_BS=None, segment_ids_BS=None):
         """float32 logits_BSV; positions default to 0, 1, 2, …"""
@@ -260,6 +270,12 @@ class Llama(nnx.Module):
     def init_cache(self, batch_size: int, length: int) -> Cache:
         shape = (self.num_layers, batch_size, length, self.num_kv_heads, self.head_dim)
         return Cache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
+
+
+def _head(module: nnx.Module, x_BSD: jax.Array) -> jax.Array:
+    if isinstance(module, layers.Embed):
+        return module.attend(x_BSD)
+    return module(x_BSD, preferred_element_type=jnp.float32)
 
 
 def rope_table(

@@ -38,8 +38,9 @@ def loss_and_logits(params: dict, config: dict, tokens, positions) -> tuple[jax.
     x_BSD, _ = model.hidden(tokens, positions)
     targets = tokens[:, 1:]
     every = jnp.ones_like(targets, bool)
-    sums = losses.next_token(model.logits, x_BSD[:, :-1], targets, every, num_chunks=1, z_loss=0.0)
-    return sums["loss"] / sums["tokens"], model.logits(x_BSD)
+    logits_BSV = model.logits(x_BSD)
+    sums = losses.next_token(logits_BSV[:, :-1], targets, every, z_loss=0.0)
+    return sums["loss"] / sums["tokens"], logits_BSV
 
 
 @pytest.mark.parametrize("scan_layers, remat", [(True, "none"), (False, "block")])

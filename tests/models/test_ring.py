@@ -245,31 +245,6 @@ def test_a_config_that_cannot_be_split_is_named(values, says):
         build.check(c, build.mesh(c))
 
 
-def test_a_chunk_of_the_loss_takes_a_part_of_every_devices_sequence():
-    """Nothing but the weights and scalars is gathered or summed: the hidden states stay where they are."""
-    mesh = sharding.make_mesh(fsdp=2, context=4)
-    B, S, D, V = 4, 64, 32, 128
-
-    def loss(w_DV, x_BSD, targets_BS):
-        fn = lambda x_BSD: sharding.constrain(x_BSD @ w_DV, "batch", "ends_seq", "act_vocab")  # noqa: E731
-        mask_BS = targets_BS > 3
-        return losses.next_token(fn, x_BSD, targets_BS, mask_BS, num_chunks=4, z_loss=0.0)["loss"]
-
-    rng = np.random.default_rng(0)
-    w_DV, x_BSD = (rng.standard_normal(s).astype(np.float32) for s in ((D, V), (B, S, D)))
-    targets_BS = rng.integers(0, V, (B, S))
-    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-    expected = step(w_DV, x_BSD, targets_BS)
-    with jax.set_mesh(mesh):
-        split = jax.P(sharding.RULES["batch"], "context")
-        args = w_DV, jax.device_put(x_BSD, split), jax.device_put(targets_BS, split)
-        compiled = step.lower(*args).compile()
-        got = compiled(*args)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), got, expected)
-    found = hlo.collectives(compiled.as_text(), dict(mesh.shape))
-    assert all(one.kind == "all-reduce" and one.bytes <= D * V * 4 for one in found), found
-
-
 @pytest.mark.slow
 def test_processes_that_share_their_rows_train_as_one(tmp_path):
     """Two processes with one device each hold halves of the same sequences."""
