@@ -7,6 +7,7 @@ metrics.jsonl, tensorboard/, loss.png, checkpoints/
 """
 
 import datetime
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from absl import logging
 from ml_collections import ConfigDict
 
 import maxlp
@@ -51,6 +53,8 @@ def load_config(workdir: Path) -> ConfigDict:
 
 def record_start(workdir: Path, step: int, num_params: int) -> None:
     """Appends this start of the run, at ``step`` finished updates, to run.json."""
+    if not claim(workdir):
+        logging.warning("another process trains in %s: each loses the other's records, stop one", workdir)
     path = workdir / "run.json"
     record = json.loads(path.read_text()) if path.exists() else {"starts": []}
     device = jax.devices()[0]
@@ -71,6 +75,30 @@ def record_start(workdir: Path, step: int, num_params: int) -> None:
         }
     )
     write_json(path, record)
+
+
+def claim(workdir: Path) -> bool:
+    """Locks a workdir for the life of this process; False if another process of the machine holds it.
+
+    Where the file system keeps no locks it is always True. No more than a warning is to come of it: a lock
+    on a network may outlive a host that is lost, and what is lost must be able to start again.
+    """
+    path = str(workdir.resolve())
+    if path in _claimed:
+        return True
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(directory)
+        return False
+    except OSError:
+        pass
+    _claimed[path] = directory
+    return True
+
+
+_claimed: dict[str, int] = {}
 
 
 def versions() -> dict[str, str]:

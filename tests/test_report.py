@@ -2,6 +2,8 @@ import dataclasses
 import json
 import math
 import re
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -119,6 +121,21 @@ def test_a_start_from_nothing_after_a_start(tmp_path):
     workdir.record_start(tmp_path, 0, num_params=1000)
     workdir.record_start(tmp_path, 0, num_params=1000)
     assert set(shown(tmp_path)["Run"]) >= {"started", "started anew"}
+
+
+def test_a_start_beside_another_is_told(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(workdir.logging, "warning", lambda text, *values: told.append(text % values))
+    lock = f"fcntl.flock(os.open({str(tmp_path)!r}, os.O_RDONLY), fcntl.LOCK_EX)"
+    hold = f"import fcntl, os; {lock}; print(1, flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", hold], stdin=-1, stdout=-1, text=True) as other:
+        assert other.stdout.readline() == "1\n"
+        workdir.record_start(tmp_path, 0, num_params=1000)
+        assert len(told) == 1 and f"another process trains in {tmp_path}" in told[0]
+        other.kill()
+    for _ in range(2):  # the second after a rollback in the same process
+        workdir.record_start(tmp_path, 0, num_params=1000)
+    assert len(told) == 1
 
 
 def test_parameters_are_those_of_the_newest_start(tmp_path):
