@@ -430,8 +430,8 @@ def check_values(c: ConfigDict) -> None:
             key = jax.tree_util.keystr(path, simple=True, separator=".")
             raise ConfigError(f"config.{key}={value} must be at least {least}")
     for key in ("dtype", "param_dtype"):
-        if c.model.get(key, DTYPES[0]) not in DTYPES:
-            raise ConfigError(f"config.model.{key}={c.model[key]!r} is unknown; one of {', '.join(DTYPES)}")
+        if (value := c.model.get(key, DTYPES[0])) not in DTYPES:
+            raise ConfigError(f"config.model.{key}={value!r} is unknown; one of {', '.join(DTYPES)}")
 
 
 def check(c: ConfigDict, devices: Mesh) -> None:
