@@ -321,6 +321,11 @@ def _stdlib(name: str, path: str, split: str, *, heldout: float = HELDOUT) -> So
 def _text_files(name: str, path: str, split: str, *, heldout: float = HELDOUT) -> Source:
     root, paths = _find_files(name, path, "")
     names = [os.path.relpath(each, root).replace(os.sep, "/") for each in paths]
+    if len(names) == 1 and split == "heldout":
+        raise ValueError(
+            f"source {name!r} is one document, of which no part can be held out; cut it into several files,"
+            " or add ?split=all to measure on what is trained on"
+        )
     return Source(name, split, _TextFiles(root, _choose_files(names, split, heldout)))
 
 

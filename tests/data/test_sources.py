@@ -281,6 +281,9 @@ def test_errors_are_one_line_and_name_what_is_wrong(spec, words):
 def test_empty_folder_and_empty_split(tmp_path):
     assert str(tmp_path) in error_of(f"text:{tmp_path}")
     (tmp_path / "only.txt").write_text("x")
+    assert "one document" in (told := error_of(f"text:{tmp_path}", "heldout")) and "?split=all" in told
+    assert len(make_source(f"text:{tmp_path}?split=all", "heldout")) == 1
+    (tmp_path / "other.txt").write_text("x")
     assert "'heldout'" in error_of(f"text:{tmp_path}?heldout=0", "heldout")
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     assert "'heldout'" in error_of(f"jsonl:{path}?heldout=0", "heldout")
