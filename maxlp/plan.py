@@ -47,6 +47,7 @@ def main() -> int:
         if flags.FLAGS[name].value is None:
             raise ValueError(f"--{name} is missing; --list_topologies and configs/ say what there is")
     topology, compiles = topologies.parse(flags.FLAGS.topology), not flags.FLAGS.estimate_only
+    check_files({name: flags.FLAGS[name].value for name in ("json", "hlo", "picture")}, compiles)
     c = readable(flags.FLAGS.config)
     plan = {"command": command(), **make_plan(c, topology, compiles, flags.FLAGS.hlo)}
     print(report(plan))
@@ -57,6 +58,17 @@ def main() -> int:
     if flags.FLAGS.picture:
         picture.draw(plan, flags.FLAGS.picture)
     return 0
+
+
+def check_files(files: dict[str, str | None], compiles: bool) -> None:
+    """Raises a ValueError for a file of --json, --hlo or --picture that could not be written in the end."""
+    for name, path in files.items():
+        if path and not Path(path).resolve().parent.is_dir():
+            raise ValueError(f"--{name}={path}: its folder does not exist; make it first")
+    if files["hlo"] and not compiles:
+        raise ValueError(f"--hlo={files['hlo']} needs a compiled program; leave out --estimate_only")
+    if (path := files["picture"]) and Path(path).suffix not in picture.FORMATS:
+        raise ValueError(f"--picture={path} must end in one of {', '.join(picture.FORMATS)}")
 
 
 def readable(c: ConfigDict) -> ConfigDict:
@@ -155,22 +167,25 @@ def search_settings(c: ConfigDict, topology: Topology, compiles: bool) -> list[d
     """Prints and returns the nearest settings that fit, checked by the compiler where there is one."""
     found = search.nearest(c, topology)
     if not found:
-        print(
-            "no setting of remat, microbatches, mesh and optimizer state fits by the closed form: "
-            "take more devices"
-        )
+        print("no remat, microbatches, mesh and attention fit by the closed form: take more devices")
         return []
     checked = []
     for candidate in found[:3]:
         values = dataclasses.asdict(candidate)
+        changes = " ".join(f"--config.{k}={v}" for k, v in candidate.changes.items())
         if compiles:
-            done = compiled.compile_step(search.changed(c, candidate.changes), topologies.devices(topology))
+            try:
+                done = compiled.compile_step(
+                    search.changed(c, candidate.changes), topologies.devices(topology)
+                )
+            except ValueError as error:
+                print(f"does not work after all: {changes}: {error}")
+                continue
             values["compiled_peak"] = done.peak
             values["fits"] = done.memory is not None and done.peak <= topology.chip.memory
         checked.append(values)
         by = f"compiled {values['compiled_peak'] / GIB:.1f} GiB" if compiles else "by the closed form"
         verdict = "fits" if values.get("fits", True) else "does not fit after all"
-        changes = " ".join(f"--config.{k}={v}" for k, v in candidate.changes.items())
         print(
             f"{verdict}: {changes}  (estimate {candidate.peak / GIB:.1f} GiB, {by}, "
             f"step ≥ {candidate.seconds:.3g} s)"
@@ -195,8 +210,9 @@ def report(plan: dict[str, Any]) -> str:
         *_memory_lines(plan),
     ]
     source = "compiled" if "time" in plan.get("compiled", {}) else "estimate"
-    if source in plan and "time" in plan[source]:
-        lines += ["", *_collective_lines(plan, source), "", *_time_lines(plan, source)]
+    if plan[source]["collectives"]:
+        lines += ["", *_collective_lines(plan, source)]
+    lines += ["", *_time_lines(plan, source)]
     lines += ["", _verdict(plan)]
     return "\n".join(lines)
 

@@ -3,13 +3,14 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from configs.common import llama
+from configs.common import CLIP_SIZES, clip, llama
 from maxlp import plan
 from maxlp.planning import search, topologies
 
@@ -47,6 +48,46 @@ def test_errors_are_one_line():
     done = run("--config=configs/llama/8b.py", "--topology=v9:4x4", "--estimate_only")
     assert done.returncode == 2 and "'v9' is unknown, one of v4, v5e" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "message"),
+    [
+        ("json", "/nowhere/plan.json", "--json=/nowhere/plan.json: its folder does not exist"),
+        ("picture", "plan.gif", "--picture=plan.gif must end in one of .png, .svg, .pdf"),
+        ("hlo", "step.txt", "--hlo=step.txt needs a compiled program"),
+    ],
+)
+def test_files_that_cannot_be_written_are_said_before_anything_runs(name, path, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan.check_files({"json": None, "hlo": None, "picture": None, name: path}, compiles=False)
+
+
+def test_clip_is_estimated_and_what_does_not_fit_is_split(capsys):
+    """b32 with the activations of 4,096 images a device does not fit on v5e; recomputed, it does."""
+    c = search.changed(clip(**CLIP_SIZES["b32"]), {"model.remat": "none", "data.batch_size": 32768})
+    c, topology = plan.readable(c), topologies.parse("v5e:2x4")
+    values = plan.make_plan(c, topology, compiles=False)
+    assert values["estimate"]["memory"]["batch"] == 4096 * (224 * 224 * 3 + 77 * 4)
+    assert not values["fits"] and "images/s" in plan.report(values)
+    nearest = plan.search_settings(c, topology, compiles=False)
+    assert list(nearest[0]["changes"]) in (["model.remat"], ["train.microbatches"])
+    assert plan.make_plan(search.changed(c, nearest[0]["changes"]), topology, compiles=False)["fits"]
+
+
+def test_a_candidate_that_the_compiler_refuses_ends_nothing(capsys, monkeypatch):
+    """The closed form's proposals are tried one after the other, and one that cannot be is said."""
+
+    def refuse(*_):
+        raise ValueError("this cannot be")
+
+    monkeypatch.setattr(plan.compiled, "compile_step", refuse)
+    monkeypatch.setattr(plan.topologies, "devices", lambda _: [])
+    one = search.Candidate({"model.remat": "block"}, 1.0, 1.0)
+    monkeypatch.setattr(plan.search, "nearest", lambda *_: [one])
+    c = plan.readable(clip(**CLIP_SIZES["b32"]))
+    assert plan.search_settings(c, topologies.parse("v5e:2x4"), compiles=True) == []
+    assert "does not work after all: --config.model.remat=block: this cannot be" in capsys.readouterr().out
 
 
 def test_listing_names_every_chip():

@@ -223,6 +223,8 @@ def check_attention(c: ConfigDict, platform: str, length: int, head_dim: int) ->
         raise ConfigError(f"config.{error}") from error
     if name == "splash" and length % 128:
         raise ConfigError(f"config.model.attention=splash needs a length that 128 divides, not {length}")
+    if name == "cudnn" and length % 2:
+        raise ConfigError(f"config.model.attention=cudnn trains on even lengths, not {length}; use xla")
     if name == "cudnn" and (c.model.dtype not in ("bfloat16", "float16") or head_dim % 8 or head_dim > 256):
         raise ConfigError(
             f"config.model.attention=cudnn needs bfloat16 or float16 and a head dim of 8, 16, … 256, "
@@ -325,11 +327,14 @@ def fused_ring(s: Sizes, platform: str) -> bool:
 def of_loss(s: Sizes, platform: str) -> dict[str, float]:
     """The loss of one chunk: logits in float32, their gradient rounded; the head and its gradient whole.
 
-    The TPU compiler multiplies by parts of the head as they arrive, and holds half of that.
+    Chunks add their gradients up in float32, and leave that of the residual stream. Without chunks the TPU
+    compiler multiplies by parts of the head as they arrive, and holds half of that.
     """
-    copies = 1.5 if platform == "tpu" else 3
-    logits = s.T / s.chunks / s.schedule.stages * s.V / s.t
-    return {"logits": logits * (4 + s.a), "head": copies * s.V * s.D * s.a / s.t}
+    tokens, head = s.T / s.schedule.stages, s.V * s.D / s.t
+    parts = {"logits": tokens / s.chunks * s.V / s.t * (4 + s.a)}
+    if s.chunks == 1:
+        return parts | {"head": (1.5 if platform == "tpu" else 3) * head * s.a}
+    return parts | {"head": head * (2 * s.a + 4), "gradient of the blocks": tokens * s.D * s.a}
 
 
 # --- work and collectives -----------------------------------------------------------------------------
@@ -368,7 +373,7 @@ def work(c: ConfigDict, axes: dict[str, int], state: State, platform: str) -> Wo
     for name, width in widths.items():
         dtype = matmul_dtype(recipes.get(f"{name}_proj", HIGH))
         flops[dtype] += (6 + 2 * again) * tokens * s.L * s.D * width
-    flops["bfloat16"] += (6 + 2 * (s.chunks > 1)) * tokens * s.D * s.V
+    flops["bfloat16"] += 6 * tokens * s.D * s.V
     of_square = 5 / 8 if c.model.attention == "xla" else 1 / 2
     passes = 1 + (2 if c.model.attention == "xla" else 2.5) + (remat != "none")
     flops["bfloat16"] += of_square * passes * 4 * tokens * s.S * s.L * s.N * s.H
@@ -412,8 +417,8 @@ def collectives(c: ConfigDict, axes: dict[str, int]) -> list[Collective]:
     """What the mesh makes necessary; XLA runs about that, in other pieces.
 
     * fsdp and context: weights gathered for the forward and again for the backward pass, gradients
-      scattered, each for every microbatch; the head for every chunk of the loss; what is looked up in the
-      table of embeddings, and its gradient;
+      scattered, each for every microbatch, and so the head; what is looked up in the table of embeddings,
+      and its gradient;
     * context: the ring; keys and values in every pass (the first turns of the backward pass and of what it
       recomputes share them), their gradients in float32, and rounded on the last way, home; after the
       blocks the residual stream back into its order;
@@ -431,8 +436,8 @@ def collectives(c: ConfigDict, axes: dict[str, int]) -> list[Collective]:
     split, turns = ("fsdp", "context"), s.context - 1
     add("all-gather", split, weights, 2 * runs)
     add("reduce-scatter", split, weights, runs)
-    add("all-gather", split, head, (2 * s.chunks if s.chunks > 1 else 1) * m)
-    add("reduce-scatter", split, head, s.chunks * m)
+    add("all-gather", split, head, m)
+    add("reduce-scatter", split, head, m)
     add("all-to-all", split, whole_x, 2 * m)
     k = of_stage.T * s.K * s.H / s.t
     passes = 2 + (c.model.remat != "none")

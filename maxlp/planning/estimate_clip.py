@@ -61,7 +61,8 @@ class Tower:
         if self.attention != "xla":
             return 0.0
         rows, columns = (-(-self.S // multiple) * multiple for multiple in self.tile)
-        return self.part * self.R * self.N / self.t * rows * columns
+        heads = self.N / self.t if self.N % self.t == 0 else self.N
+        return self.part * self.R * heads * rows * columns
 
     @property
     def part(self) -> float:
@@ -103,6 +104,7 @@ class Tower:
         return max(of_mlp, of_attention) + stream + 0.7 * (weights + rounded)
 
 
+# What the compilers round (S, S) up to: the alignment of matmuls on GPU, the tiles of memory on TPU.
 TILES = {"cuda": (8, 8), "tpu": (8, 128), "cpu": (1, 1)}
 
 
@@ -159,13 +161,18 @@ def kept(visual: Any) -> int:
 def memory(c: ConfigDict, axes: dict[str, int], state: State, platform: str) -> dict[str, float]:
     """Bytes of one device at the worst moment of a step, by what they hold; arguments as `estimate.memory`.
 
-    Three moments compete: the loss, and the backward passes of a block of either tower. XLA takes the tower
-    with the smaller blocks first, while the other's activations wait; in several microbatches the loss has
-    the features alone.
+    Two moments compete: the loss, and the backward pass of a block. Which tower XLA takes first, while the
+    other's activations wait, differs from run to run: it is taken to be the one with the larger blocks. In
+    several microbatches the loss has the features alone.
     """
     image, text = towers(c, axes, platform)
     for tower in (image, text):
         estimate.check_attention(c, platform, tower.S, tower.D // tower.N)
+        if tower.attention != "xla" and tower.N % tower.t:
+            raise ConfigError(
+                f"config.mesh.tensor={tower.t} does not divide the {tower.N} heads of a tower, which "
+                f"config.model.attention={tower.attention} needs"
+            )
     mesh, M = estimate.abstract_mesh(axes), c.train.microbatches
     pixels = image.R * 3 * c.data.image_size**2
     held = {
@@ -175,14 +182,11 @@ def memory(c: ConfigDict, axes: dict[str, int], state: State, platform: str) -> 
         "features": features(c, axes) if M > 1 else 0.0,
         "gradients": gradients(c, axes, state),
     }
-    first, last = sorted((image, text), key=lambda tower: tower.block)
-    in_time = 1.45 if platform == "cpu" else 1.0
     both = {"saved activations": kept_by(image) + kept_by(text), "pixels": pixels * image.a}
-    moments = [
-        both | {"a block's activations": in_time * first.block},
-        both | {"saved activations": kept_by(last), "a block's activations": in_time * last.block},
-        {"loss": loss(c, axes)} | (both if M == 1 else {}),
-    ]
+    if c.model.visual.patch_dropout:
+        both["dropped patches"] = image.R * patches(c.model.visual) * image.D * image.a  # their gradient
+    block = max(image.block, text.block)
+    moments = [both | {"a block's activations": block}, {"loss": loss(c, axes)} | (both if M == 1 else {})]
     return held | max(moments, key=lambda parts: sum(parts.values()))
 
 

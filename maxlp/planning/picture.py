@@ -5,6 +5,8 @@ from typing import Any
 from maxlp import sharding
 from maxlp.planning.topologies import GIB
 
+FORMATS = (".png", ".svg", ".pdf")
+
 
 def draw(plan: dict[str, Any], path: str) -> None:
     """Writes the picture; the file's ending says in which format."""

@@ -1,7 +1,9 @@
 """The nearest settings that fit, by the closed form."""
 
 import dataclasses
+import functools
 import itertools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,7 +51,8 @@ def nearest(c: ConfigDict, topology: Topology) -> list[Candidate]:
     """Settings that fit: fewest changes first, then the fastest.
 
     Of those that change the same settings only the fastest is there, and none whose settings are more than
-    another's: what they add is not needed to fit.
+    another's: what they add is not needed to fit. Pipeline stages are not tried: as `fsdp` they split the
+    layers' state, but not what is at the ends, and they keep the activations of every tick.
     """
     fastest: dict[frozenset[str], Candidate] = {}
     states: dict[Any, estimate.State] = {}
@@ -65,12 +68,9 @@ def nearest(c: ConfigDict, topology: Topology) -> list[Candidate]:
 
 def _proposals(c: ConfigDict, topology: Topology) -> Iterator[dict[str, Any]]:
     """Every combination of the choices, as the changes of the config that it takes."""
-    axes, choices = estimate.mesh_axes(c, topology.size), _choices(c, topology.chip.platform)
-    flat: Any = c.to_dict()
-    present = {}
-    for key in choices:
-        section, name = key.split(".")
-        present[key] = axes[name] if section == "mesh" else flat[section][name]
+    choices = _choices(c, topology.chip.platform)
+    config: Any = c.to_dict() | {"mesh": estimate.mesh_axes(c, topology.size)}
+    present = {key: functools.reduce(operator.getitem, key.split("."), config) for key in choices}
     options = [dict.fromkeys((present[key], *values)) for key, values in choices.items()]
     for chosen in itertools.product(*options):
         changes = {key: value for key, value in zip(choices, chosen, strict=True) if value != present[key]}
