@@ -9,7 +9,7 @@ Llama: loss, perplexity, bits per byte of text. CLIP: zero-shot classification, 
 
     python -m maxlp.evaluate --workdir=/tmp/clip --linear_probe
 
-Without --config the run's own config says what the held-out data is.
+Without --config the run's own config says what the held-out data is, on however many devices are here.
 """
 
 import functools
@@ -20,6 +20,7 @@ from typing import Any
 import jax
 from absl import flags
 from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
 from maxlp import build, config, distributed, sharding
 from maxlp import workdir as files
@@ -41,7 +42,7 @@ def main() -> None:
         raise config.ConfigError(
             f"{workdir} holds imported weights and names no data; give --config=FILE with the same model"
         )
-    mesh, task = build.mesh(c), build.task(c)
+    mesh, task = mesh_of(c, given=flags.FLAGS.config is not None), build.task(c)
     build.check(c, mesh)
     if flags.FLAGS.linear_probe and not hasattr(task, "linear_probe"):
         raise config.ConfigError(f"--linear_probe is of images, config.model.name={c.model.name} has none")
@@ -66,6 +67,20 @@ def main() -> None:
     for name, value in results.items():
         counts = value >= 1000 or (value > 1 and float(value).is_integer())
         distributed.say(f"{name:>{width}}  {value:,.0f}" if counts else f"{name:>{width}}  {value:.4f}")
+
+
+def mesh_of(c: ConfigDict, given: bool) -> Mesh:
+    """The mesh of a config; where a run's own is not ``given`` and fits other machines, all devices here.
+
+    Raises:
+      ConfigError: a given one does not fit.
+    """
+    try:
+        return build.mesh(c)
+    except config.ConfigError:
+        if given:
+            raise
+        return sharding.make_mesh(fsdp=-1)
 
 
 def batches(data: Any, mesh: Mesh) -> Iterator[dict]:

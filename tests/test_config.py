@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from ml_collections import ConfigDict
 
-from maxlp import build, config, sharding, step, workdir
+from maxlp import build, config, evaluate, sharding, step, workdir
 from maxlp.models.llama import num_params
 
 ROOT = Path(__file__).parent.parent
@@ -140,6 +140,16 @@ def test_impossible_value_of_a_clip_is_one_clear_line(values, says):
     with pytest.raises(config.ConfigError) as caught:
         build.check(c, build.mesh(c))
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_run_of_other_machines_is_evaluated_on_these():
+    c = load("debug")
+    c.mesh.tensor = 2
+    assert evaluate.mesh_of(c, given=False).shape == build.mesh(c).shape
+    c.mesh.update(fsdp=64, tensor=1)
+    assert evaluate.mesh_of(c, given=False).shape["fsdp"] == jax.device_count()
+    with pytest.raises(config.ConfigError, match=r"mesh\.fsdp=64"):
+        evaluate.mesh_of(c, given=True)
 
 
 def test_unknown_missing_and_wrongly_typed_keys():
