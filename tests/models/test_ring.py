@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from configs.llama import debug
-from maxlp import build, losses, sharding
+from maxlp import build, sharding
 from maxlp.config import ConfigError
 from maxlp.models import attention, ring, tiles
 from maxlp.planning import hlo, search
