@@ -206,8 +206,6 @@ def memory(c: ConfigDict, axes: dict[str, int], state: State, platform: str) -> 
     block = of_block(s.of_stage, c.model.remat, c.model.attention, platform)
     if s.released:
         block["a layer's update"] = s.block_params * 4.0 / (s.shards * s.t)
-    if platform == "tpu":  # whose compiler splits it at once
-        block["embedding's gradient"] /= s.shards * s.t
     if platform == "cpu":
         block["a block's activations"] *= 1.45
     moments = [during | block, during | of_loss(s, platform)]
@@ -283,9 +281,8 @@ def of_block(s: Sizes, remat: str, attention: str, platform: str) -> dict[str, f
 
     Of the MLP, gate, up, their product and the gradients of two of them; of attention its inputs and output
     (plain attention: probabilities and their gradient in float32 and once more rounded, before the MLP is
-    recomputed; ring attention: see `of_ring`); of the residual stream four whole rows. The table's
-    gradient is whole until the end. Seven tenths of the weights are in use at that moment, gathered, and
-    rounded if they are kept wider.
+    recomputed; ring attention: see `of_ring`); of the residual stream four whole rows. Seven
+    tenths of the weights are in use at that moment, gathered, and rounded if they are kept wider.
     """
     x, f = s.T * s.D * s.a, s.T * s.F * s.a / s.t
     q, k = s.T * s.N * s.H * s.a / s.t, s.T * s.K * s.H * s.a / s.t
@@ -301,7 +298,7 @@ def of_block(s: Sizes, remat: str, attention: str, platform: str) -> dict[str, f
     return {
         "a block's activations": max(mlp, plain) + x / s.t,
         "a block's weights": 0.7 * (weights + rounded),
-        "embedding's gradient": s.V * s.D * s.a,
+        "embedding's gradient": s.V * s.D * s.a / (s.shards * s.t),
     }
 
 
@@ -334,7 +331,7 @@ def of_loss(s: Sizes, platform: str) -> dict[str, float]:
     parts = {"logits": tokens / s.chunks * s.V / s.t * (4 + s.a)}
     if s.chunks == 1:
         return parts | {"head": (1.5 if platform == "tpu" else 3) * head * s.a}
-    return parts | {"head": head * (2 * s.a + 4), "gradient of the blocks": tokens * s.D * s.a}
+    return parts | {"head": head * (s.a + 4), "gradient of the blocks": tokens * s.D * s.a}
 
 
 # --- work and collectives -----------------------------------------------------------------------------

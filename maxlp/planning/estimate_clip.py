@@ -201,11 +201,8 @@ def kept_by(tower: Tower) -> float:
 def gradients(c: ConfigDict, axes: dict[str, int], state: State) -> float:
     """Those of all parameters, split; summed over microbatches they exist a second time, in float32."""
     split = state.bytes_on(estimate.abstract_mesh(axes), "params")
-    table = (
-        c.model.text.vocab_size * c.model.text.width * jnp.dtype(c.model.dtype).itemsize / axes["tensor"]
-    )
     again = split * 4 / jnp.dtype(c.model.param_dtype).itemsize if c.train.microbatches > 1 else 0.0
-    return split + again + table
+    return split + again
 
 
 def features(c: ConfigDict, axes: dict[str, int]) -> float:

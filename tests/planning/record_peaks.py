@@ -56,17 +56,19 @@ CLIP: dict[str, tuple[str, dict]] = {
         {"data.batch_size": 32768, "loss.method": "plain", "train.microbatches": 8},
     ),
     "CLIP b32, 32k": ("b32", {"data.batch_size": 32768}),
+    "CLIP b32, half the batch": ("b32", {"data.batch_size": 4096}),
+    "CLIP b32, twice the batch": ("b32", {"data.batch_size": 16384}),
     "CLIP b32, tensor 2": ("b32", {"data.batch_size": 4096, "mesh.tensor": 2}),
     "CLIP l14": ("l14", {"data.batch_size": 2048}),
     "CLIP l14, half the patches": (
         "l14",
         {"data.batch_size": 2048, "model.visual.patch_dropout": 0.5},
     ),
-    "CLIP l14, cudnn": ("l14", {"data.batch_size": 2048, "model.attention": "cudnn"}),
     "CLIP l14, 2 microbatches": ("l14", {"data.batch_size": 2048, "train.microbatches": 2}),
     "CLIP h14": ("h14", {"data.batch_size": 1024}),
     "CLIP h14, 4 microbatches": ("h14", {"data.batch_size": 4096, "train.microbatches": 4}),
     "SigLIP b16": ("b16", {"data.batch_size": 4096}),
+    "SigLIP b16, cudnn": ("b16", {"data.batch_size": 4096, "model.attention": "cudnn"}),
 }
 
 
