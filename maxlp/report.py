@@ -462,6 +462,7 @@ def _finish_axes(axes: Any, run: Run) -> None:
 
 
 def define_flags() -> None:
+    flags.DEFINE_string("workdir", None, "The same as DIR, as other commands have it.")
     flags.DEFINE_integer("spike", None, "Step to run up to again, from the checkpoint before it.")
     flags.DEFINE_enum("precision", "recipe", PRECISIONS, "Of --spike; recipe is what the run computed in.")
 
@@ -473,6 +474,10 @@ def main(argv: list[str], spike: int | None = None, precision: str = "recipe") -
     try:
         run = load_run(argv[1])
         if spike is not None:
+            if spike > run.step + (run.setting("train", "log_every") or 0):
+                raise ValueError(
+                    f"--spike={spike} is beyond the run, whose last record is of step {run.step}"
+                )
             from maxlp.diagnostics.replay import replay  # and the whole of training with it
 
             logging.set_verbosity(logging.WARNING)
@@ -487,4 +492,5 @@ def main(argv: list[str], spike: int | None = None, precision: str = "recipe") -
 
 if __name__ == "__main__":
     define_flags()
-    app.run(lambda argv: main(argv, flags.FLAGS.spike, flags.FLAGS.precision))
+    given = flags.FLAGS
+    app.run(lambda argv: main(argv + [given.workdir] * bool(given.workdir), given.spike, given.precision))

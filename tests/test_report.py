@@ -276,6 +276,8 @@ def test_the_command(tmp_path, capsys):
     assert out.startswith("Run\n") and out.endswith(f"Curves in {tmp_path / 'loss.png'}\n")
     with pytest.raises(SystemExit, match=r"^error: .*missing is not a directory"):
         report.main(["report", str(tmp_path / "missing")])
+    with pytest.raises(SystemExit, match="--spike=999 is beyond the run, whose last record is of step 400"):
+        report.main(["report", str(tmp_path)], spike=999)
 
 
 def test_no_file_of_the_run_is_changed(tmp_path):
