@@ -188,8 +188,9 @@ def memory(c: ConfigDict, axes: dict[str, int], state: State, platform: str) -> 
       platform: "tpu", "cuda", or "cpu", whose compiler does not order its work for memory: a block's
         activations take 1.45 times as much there.
 
-    Two moments compete: the backward pass of a block, and the loss of one chunk of the sequence. The update
-    is taken to need less, which holds for AdamW; moments that are decoded for it can need more.
+    Three moments compete: the backward pass of a block, the loss of one chunk of the sequence, and the
+    update, if it does more than go through the arrays once: moments in 8 bits are rounded with maxima of
+    their blocks, and GaLore's updates are products of matrices. Two arrays of each parameter exist then.
     """
     s, mesh = sizes(c, axes), abstract_mesh(axes)
     build.check_stages(c, s.schedule.stages, s.R, state.recipes)
@@ -209,6 +210,8 @@ def memory(c: ConfigDict, axes: dict[str, int], state: State, platform: str) -> 
     if platform == "cpu":
         block["a block's activations"] *= 1.45
     moments = [during | block, during | of_loss(s, platform)]
+    if not s.released and (c.optimizer.get("low_bit") or c.optimizer.get("galore")):
+        moments.append({"gradients and updates": 2 * held["parameters"]})
     return held | max(moments, key=lambda parts: sum(parts.values()))
 
 
@@ -281,13 +284,15 @@ def of_block(s: Sizes, remat: str, attention: str, platform: str) -> dict[str, f
 
     Of the MLP, gate, up, their product and the gradients of two of them; of attention its inputs and output
     (plain attention: probabilities and their gradient in float32 and once more rounded, before the MLP is
-    recomputed; ring attention: see `of_ring`); of the residual stream four whole rows. Seven
+    recomputed; ring attention: see `of_ring`); of the residual stream four whole rows, and
+    with a tensor axis up to five more, as gathered for what is recomputed and as sums to scatter. Seven
     tenths of the weights are in use at that moment, gathered, and rounded if they are kept wider.
     """
     x, f = s.T * s.D * s.a, s.T * s.F * s.a / s.t
     q, k = s.T * s.N * s.H * s.a / s.t, s.T * s.K * s.H * s.a / s.t
     bias = s.R * s.S**2 * s.a if attention == "cudnn" else 0.0
-    split = x / s.t if s.t > 1 else 0.0
+    recomputed = remat in ("block", "offload")
+    split = (5 * (x - x / s.t) if recomputed else x / s.t) if s.t > 1 else 0.0
     mlp = 5 * f + bias + 2 * q + 2 * k + 4 * x + split
     plain = (8 + s.a) * squares(s) + 2 * q + 2 * k + 2 * x + split if attention == "xla" else 0.0
     if attention == "ring":
