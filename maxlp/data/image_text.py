@@ -372,7 +372,8 @@ class _Chunks:
                 broken.append((index, f"{data.examples.where(index)}: {error}"))
                 place += batch_size
         raise ValueError(
-            f"more than max_broken={data.max_broken} broken examples, the last {broken[-1][1]}"
+            f"more than max_broken={data.max_broken} broken examples, the last {broken[-1][1]}; mend the"
+            " data or raise max_broken"
         )
 
     def _heldout_example(self, epoch: int, place: int, broken: list[tuple[int, str]]) -> Example | None:

@@ -23,12 +23,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from absl import logging
 
 from maxlp.data.images import BrokenExample
 from maxlp.data.sources import locate, one_line
 
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp")
 INDEX_THREADS = 16
+TOLD_TARS = 5  # warnings about images without captions, when their indices are made
 INDEX_DTYPE = np.dtype(
     [
         ("header", "<u8"),  # of the image's tar member, which has its name
@@ -156,7 +158,7 @@ def scan_tar(path: str, text_type: str) -> np.ndarray:
     Raises:
       ValueError: the tar is cut short, not a tar or without samples.
     """
-    size, end, rows = os.path.getsize(path), 0, []
+    size, end, rows, images = os.path.getsize(path), 0, [], 0
     try:
         with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for _, members in itertools.groupby(_files(tar), key=lambda member: _split(member.name)[0]):
@@ -166,6 +168,7 @@ def scan_tar(path: str, text_type: str) -> np.ndarray:
                     break
                 row = _row(by_type, text_type, file)
                 rows += [row] if row else []
+                images += any(each in by_type for each in IMAGE_TYPES)
             # After the last file and its padding comes at least one block of zeros.
             file.seek(-(-end // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE)
             if end > size or len(file.read(tarfile.BLOCKSIZE)) < tarfile.BLOCKSIZE:
@@ -177,6 +180,9 @@ def scan_tar(path: str, text_type: str) -> np.ndarray:
     if not rows:
         types = f".{'/.'.join(IMAGE_TYPES)} beside a .{text_type} or .cls"
         raise ValueError(f"{path} has no sample of a {types}; set ?text= to the type of its captions")
+    if len(rows) < images:
+        text = "%s: %d of %d images have neither a .%s nor a .cls beside them and are left out"
+        logging.log_first_n(logging.WARNING, text, TOLD_TARS, path, images - len(rows), images, text_type)
     return np.array(rows, INDEX_DTYPE)
 
 

@@ -66,6 +66,15 @@ def test_samples_are_those_of_the_files(tmp_path, format):
         assert found.where(row) == f"{tmp_path}/{name}.tar: {stem}"
 
 
+def test_images_without_a_caption_are_left_out_and_told(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(tars.logging, "log_first_n", lambda _, text, n, *values: told.append(text % values))
+    write_tar(tmp_path / "a.tar", [*samples(3), ("x.jpg", b"1"), ("y.jpg", b"1"), ("z.txt", b"1")])
+    assert len(tars.Tars(str(tmp_path))) == len(tars.Tars(str(tmp_path))) == 3
+    left_out = "a.tar: 2 of 5 images have neither a .txt nor a .cls beside them and are left out"
+    assert len(told) == 1 and told[0].endswith(left_out)
+
+
 def test_captions_may_be_in_json(tmp_path):
     write_tar(tmp_path / "a.tar", [*samples(3), ("x.jpg", b"1"), ("x.json", b'{"alt": 3}')])
     found = tars.Tars(str(tmp_path), "json:alt")
