@@ -8,6 +8,7 @@ in two places. `call` binds a section to its function and turns every misfit int
 import functools
 import inspect
 import os
+import re
 import sys
 import types
 import typing
@@ -69,6 +70,7 @@ def _one_line(error: Exception) -> str:
     while len(error.args) == 1 and isinstance(error.args[0], Exception):
         error = error.args[0]
     text = str(error.args[0] if len(error.args) == 1 else error)
+    text = re.sub(r"flag --(\w+)=None: Flag .* must have a value .*", r"--\1 is missing; see --help", text)
     if "Traceback (most recent call last)" in text:
         text = text.strip().splitlines()[-1].partition(": ")[2]
     return " ".join(

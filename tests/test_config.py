@@ -200,11 +200,12 @@ DEBUG = "--config=configs/llama/debug.py"
         (["--config=configs/llama/debug.py:speed=fast"], "speed"),
         (["--config=configs/llama/none.py"], "none.py"),
         ([DEBUG, "--config.mesh.fsdp=3"], "mesh.fsdp=3"),
+        ([], "error: --config is missing; see --help"),
         ([DEBUG, "config.train.total_steps=3"], "'config.train.total_steps=3' is not a flag"),
         ([DEBUG, "--config.data.source=text:/nowhere/*.txt"], "/nowhere"),
         (["--config=configs/llama/8b.py"], "config.data.source is not set"),
     ],
-    ids=lambda v: v[-1] if isinstance(v, list) else "",
+    ids=lambda v: v[-1] if isinstance(v, list) and v else "",
 )
 def test_command_line_mistake_ends_with_one_line(args, says, tmp_path):
     done, _ = run(*args, f"--workdir={tmp_path}/run")

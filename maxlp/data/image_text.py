@@ -80,7 +80,8 @@ def make_data(
       source: see the module.
       heldout_source: what is read for the split "heldout"; empty for the held-out part of `source`.
       tokenizer: as in `tokenizer.make_tokenizer`.
-      text_len: S, the beginning and the end of a text included; longer texts are cut before their end.
+      text_len: S, the beginning and the end of a text included; longer texts are cut before their end, and
+        counted (`data/texts_cut`).
       image_size: H and W in pixels.
       batch_size: B of the global batch, a multiple of `process_count`.
       crop_scale: least and greatest part of an image's area that a training crop has.
