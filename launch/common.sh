@@ -8,7 +8,7 @@ die() { # MESSAGE: a mistake of the user, exit code 2
   exit 2
 }
 
-usage() { sed -n '2,/^[^#]/{ s/^#$//p; s/^# //p; }' "$1"; } # the comment at the top of a script
+usage() { sed -n '2,/^[^#]/{ /^# shellcheck/d; s/^#$//p; s/^# //p; }' "$1"; } # the comment at the top of a script
 
 # Whether a run that ended with this exit code should be started again: 0 is done, 2 a mistake that would
 # come again, 130 Ctrl-C. All else is a lost process, or 75: saved because of SIGTERM.

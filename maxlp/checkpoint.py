@@ -47,6 +47,12 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be written or read; the message is one line that names it."""
 
 
+class NotWrittenError(CheckpointError):
+    """The file system's failure and not the user's: the run may be started again."""
+
+    exit_code = 1
+
+
 class Restored(NamedTuple):
     """What `Checkpointer.restore_latest` and `restore` give back."""
 
@@ -229,7 +235,7 @@ class Checkpointer:
         except Exception as error:
             step, self._newest = self._newest, None
             reason = f"{type(error).__name__}: {error}"
-            raise CheckpointError(
+            raise NotWrittenError(
                 f"checkpoint {self.directory}/{step} was not written: {reason}"
             ) from error
 

@@ -96,7 +96,7 @@ def _exit_on_error(main: Callable[[], Any]) -> None:
             raise
         if isinstance(error, KeyboardInterrupt):
             _fail("interrupted", distributed.EXIT_INTERRUPTED)
-        _fail(f"{error} (MAXLP_TRACEBACK=1 shows where)")
+        _fail(f"{error} (MAXLP_TRACEBACK=1 shows where)", getattr(error, "exit_code", 2))
 
 
 def _fail(message: str, code: int = 2) -> typing.NoReturn:

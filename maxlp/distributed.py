@@ -23,6 +23,7 @@ that do not wait for the timeout.
 import importlib.util
 import json
 import os
+import re
 import signal
 import sys
 from types import FrameType
@@ -81,7 +82,8 @@ def _give_simulated_devices_threads() -> None:
     XLA's CPU client has one for each. A device whose program has independent branches (CLIP's towers) waits
     in a collective of each at once; when the waiting ones hold every thread, the program hangs.
     """
-    devices = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    devices = int(flag[1]) if flag else jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
     if devices > 1:
         os.environ.setdefault("NPROC", str(8 * devices))
 
@@ -128,13 +130,11 @@ def _detect_cluster() -> str | None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process now, for a failure that the others may not share.
+    """Ends this process now, for a failure.
 
-    `sys.exit` of one process among several takes minutes: at exit JAX waits for all processes, while they
-    wait for this one in a collective, alive and silent.
+    `sys.exit` waits for a compilation in the background; and of one process among several it takes minutes:
+    at exit JAX waits for all processes, while they wait for this one in a collective, alive and silent.
     """
-    if not jax.distributed.is_initialized():
-        sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -87,7 +87,8 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     # --- The step, compiled in the background while the state is made.
     use_compilation_cache()
     train_step = build.train_step(c, graphdef, abstract, mesh)
-    background = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1))
+    background = concurrent.futures.ThreadPoolExecutor(1)
+    stack.callback(background.shutdown, wait=False)  # what fails in the meantime does not wait for it
     compiled = background.submit(compile_under, mesh, train_step, abstract, task.abstract_batch(c, mesh))
 
     # --- The state: restored, or born in its shards.
@@ -112,6 +113,9 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
         for change in files.save_config(workdir, c):
             distributed.say(f"changed since the last start: {change}")
         files.record_start(workdir, start, build.num_params(abstract["params"]))
+    writer = stack.enter_context(
+        contextlib.closing(build.metric_writer(c, workdir, loop.total_steps, start))
+    )
     startup.mark("state")
     train_step = compiled.result()
     startup.mark("rest of compilation")
@@ -119,9 +123,6 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
 
     # --- The loop. The metrics of a step are read when the next one is already queued.
     guard = stack.enter_context(distributed.PreemptionGuard())
-    writer = stack.enter_context(
-        contextlib.closing(build.metric_writer(c, workdir, loop.total_steps, start))
-    )
     fetch = metrics.DelayedFetch()
     throughput = metrics.Throughput(
         unit=task.UNIT,

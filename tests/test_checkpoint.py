@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlp import checkpoint
-from maxlp.checkpoint import Checkpointer, CheckpointError
+from maxlp.checkpoint import Checkpointer, CheckpointError, NotWrittenError
 
 sys.path.append(str(Path(__file__).parent))
 import distributed_worker
@@ -291,7 +291,7 @@ def test_a_save_that_stops_anywhere_leaves_the_one_before(two_steps, tmp_path, m
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, part, fails)
         checkpointer.save(30, small_state(30), {})
-        with pytest.raises(CheckpointError, match=r"/30 was not written: OSError: .*No space left"):
+        with pytest.raises(NotWrittenError, match=r"/30 was not written: OSError: .*No space left"):
             checkpointer.wait()
     assert {"10", "20", "30.unfinished"} == set(os.listdir(directory))
     with Checkpointer(directory, every_steps=10) as checkpointer:

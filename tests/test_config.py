@@ -222,13 +222,28 @@ def test_command_line_mistake_ends_with_one_line(args, says, tmp_path):
         ("KeyboardInterrupt", 130, "error: interrupted"),
         ("PermissionError(13, 'Permission denied', '/w')", 2, "Permission denied: '/w'"),
         ("OSError(5, 'Input/output error', '/w')", 1, "OSError: [Errno 5]"),  # the launchers start again
+        ("checkpoint.NotWrittenError('/w/9 was not written: disk full')", 1, "error: /w/9 was not written"),
     ],
 )
 def test_what_ends_a_command_from_outside(error, code, says):
-    program = f"from maxlp import config\ndef main():\n  raise {error}\nconfig.run(main)"
+    program = f"from maxlp import checkpoint, config\ndef main():\n  raise {error}\nconfig.run(main)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code and says in done.stderr.splitlines()[-1]
-    assert ("Traceback" in done.stderr) == (code == 1)
+    assert ("Traceback" in done.stderr) == error.startswith("OSError")
+
+
+def test_an_error_does_not_wait_for_the_compiler():
+    program = """
+import concurrent.futures, time
+from maxlp import config
+def main():
+    concurrent.futures.ThreadPoolExecutor(1).submit(time.sleep, 60)
+    raise ValueError("config.x=1 is wrong")
+config.run(main)"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 2 and "error: config.x=1 is wrong" in done.stderr
 
 
 def test_dry_run_prints_and_leaves_nothing(tmp_path):
