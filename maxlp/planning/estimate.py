@@ -291,8 +291,8 @@ def of_block(s: Sizes, remat: str, attention: str, platform: str) -> dict[str, f
     x, f = s.T * s.D * s.a, s.T * s.F * s.a / s.t
     q, k = s.T * s.N * s.H * s.a / s.t, s.T * s.K * s.H * s.a / s.t
     bias = s.R * s.S**2 * s.a if attention == "cudnn" else 0.0
-    recomputed = remat in ("block", "offload")
-    split = (5 * (x - x / s.t) if recomputed else x / s.t) if s.t > 1 else 0.0
+    gathered = remat in ("block", "offload") and platform != "cpu"
+    split = (5 * (x - x / s.t) if gathered else x / s.t) if s.t > 1 else 0.0
     mlp = 5 * f + bias + 2 * q + 2 * k + 4 * x + split
     plain = (8 + s.a) * squares(s) + 2 * q + 2 * k + 2 * x + split if attention == "xla" else 0.0
     if attention == "ring":
@@ -329,14 +329,15 @@ def fused_ring(s: Sizes, platform: str) -> bool:
 def of_loss(s: Sizes, platform: str) -> dict[str, float]:
     """The loss of one chunk: logits in float32, their gradient rounded; the head and its gradient whole.
 
-    Chunks add their gradients up in float32, and leave that of the residual stream. Without chunks the TPU
-    compiler multiplies by parts of the head as they arrive, and holds half of that.
+    Chunks add their gradients up in float32, and leave that of the residual stream. The TPU compiler
+    multiplies by parts of the head, and holds less of it and of its gradient.
     """
     tokens, head = s.T / s.schedule.stages, s.V * s.D / s.t
     parts = {"logits": tokens / s.chunks * s.V / s.t * (4 + s.a)}
     if s.chunks == 1:
         return parts | {"head": (1.5 if platform == "tpu" else 3) * head * s.a}
-    return parts | {"head": head * (s.a + 4), "gradient of the blocks": tokens * s.D * s.a}
+    copies = 1 if platform == "tpu" else 1.5
+    return parts | {"head": head * (copies * s.a + 4), "gradient of the blocks": tokens * s.D * s.a}
 
 
 # --- work and collectives -----------------------------------------------------------------------------
