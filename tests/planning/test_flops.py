@@ -34,6 +34,7 @@ def test_loops_and_gradients_of_a_program_compiled_here(num_steps):
 
     w, x = jax.ShapeDtypeStruct((48, 48), jnp.float32), jax.ShapeDtypeStruct((16, 48), jnp.float32)
     text = jax.jit(jax.grad(loss)).lower(w, x).compile().as_text()
+    assert text is not None
     matmul = 2 * 16 * 48 * 48
     needed = num_steps * 3 - 1  # the first step's input needs no gradient, which XLA may not see in a loop
     assert flops.matmul_flops(text) / matmul in (needed, needed + 1)

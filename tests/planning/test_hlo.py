@@ -66,6 +66,7 @@ def test_of_a_program_compiled_here():
             (16, 64), jnp.float32, sharding=jax.NamedSharding(mesh, P(("fsdp", "tensor")))
         )
         text = jax.jit(loop).lower(w, x).compile().as_text()
+        assert text is not None
     found = hlo.collectives(text, dict(mesh.shape))
     gathers = [one for one in found if one.kind == "all-gather"]
     assert {(one.axes, one.participants, one.bytes) for one in gathers} == {(("fsdp",), 4, 64 * 64 * 4)}
