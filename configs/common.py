@@ -116,6 +116,7 @@ def llama(**sizes) -> ConfigDict:
             b1=0.9,
             b2=0.95,
             eps=1e-8,
+            mu_dtype=config_dict.placeholder(str),  # of the first moments: that of the parameters
             options=dict(),  # further keywords of the optimizer
             galore=config_dict.placeholder(dict),
             low_bit=config_dict.placeholder(dict),

@@ -154,10 +154,12 @@ def _constrain_gradient(x: jax.Array, names: tuple) -> jax.Array:
 _constrain_gradient.defvjp(lambda x, names: (x, None), lambda names, _, g: (constrain(g, *names),))
 
 
+def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else axes
+
+
 def _size(mesh: Any, axes: str | tuple[str, ...] | None) -> int:
-    if axes is None:
-        return 1
-    return math.prod(mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes))
+    return math.prod(mesh.shape[a] for a in _names(axes))
 
 
 def batch_shards(mesh: Mesh) -> int:
@@ -251,9 +253,10 @@ def param_shardings(variables: nnx.State, mesh: Mesh) -> dict:
         axes = spec(*names)
         for dim, name, axis in zip(variable.shape, names, axes, strict=True):
             if dim % _size(mesh, axis):
+                sizes = " × ".join(f"mesh.{a}={mesh.shape[a]}" for a in _names(axis))
                 raise ValueError(
-                    f"{'/'.join(map(str, path))}: axis {name!r} of size {dim} does not divide by the "
-                    f"mesh axis {axis!r} of size {_size(mesh, axis)}; change mesh.{axis} or the model"
+                    f"{'/'.join(map(str, path))}: axis {name!r} of size {dim} does not divide by {sizes}; "
+                    "change the mesh or the model"
                 )
         return NamedSharding(mesh, axes)
 
@@ -322,7 +325,7 @@ def _fitted(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
 
 def _dim_axes(sharding: NamedSharding, rank: int) -> list[tuple[str, ...]]:
     """The mesh axes of each dim."""
-    named = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in sharding.spec]
+    named = [tuple(_names(axes)) for axes in sharding.spec]
     return named + [()] * (rank - len(named))
 
 

@@ -34,7 +34,7 @@ def test_kernel_is_split_by_its_names_and_a_misfit_is_named():
         return sharding.param_shardings(nnx.State({"mlp": {"kernel": kernel}}), mesh)
 
     assert shardings((8, 6))["mlp"]["kernel"].spec == P(("fsdp", "context"), "tensor")
-    with pytest.raises(ValueError, match=r"mlp/kernel: axis 'mlp' of size 7 .* 'tensor' of size 2"):
+    with pytest.raises(ValueError, match=r"mlp/kernel: axis 'mlp' of size 7 .* by mesh\.tensor=2"):
         shardings((8, 7))
 
 
