@@ -1,8 +1,8 @@
 """The table of docs/plans, from the plans; with --compile, after each was made again by its own command.
 
-    pip install 'maxlp[aot]'
-    python benchmarks/committed_plans.py --compile                # an hour on 2 cores
-    python benchmarks/committed_plans.py --compile --only=8b_h100_1x8
+pip install 'maxlp[aot]'
+python benchmarks/committed_plans.py --compile                # an hour on 2 cores
+python benchmarks/committed_plans.py --compile --only=8b_h100_1x8
 """
 
 import argparse
