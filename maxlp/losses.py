@@ -1,9 +1,10 @@
 """Losses as pure functions of arrays.
 
-Shape letters: B batch · S length · C chunks · D embed · V vocab.
+Shape letters: B batch · S length · D embed · V vocab; C chunks of P parts with b rows and s tokens each.
 """
 
 import functools
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -66,18 +67,18 @@ def next_token_in_chunks(
     tokens, in float32, and the devices' sums meet once, after the last piece.
 
     Args:
-      logits_fn: (weights, hidden states (B, s, D)) to float32 logits (B, s, V). It gets the rows of one
+      logits_fn: (weights, hidden states (b, s, D)) to float32 logits (b, s, V). It gets the rows of one
         device and says nothing of where they lie.
       weights: those of ``logits_fn``, in the dtype to gather, with the names of their axes.
       num_chunks: divides S.
     """
 
-    def loss(weights: Any, x_BsD: jax.Array, *labels_Bs: jax.Array) -> tuple[jax.Array, Sums]:
-        sums = next_token(logits_fn(weights, x_BsD), *labels_Bs, z_loss=z_loss)
+    def loss(weights: Any, x_bsD: jax.Array, *labels_bs: jax.Array) -> tuple[jax.Array, Sums]:
+        sums = next_token(logits_fn(weights, x_bsD), *labels_bs, z_loss=z_loss)
         return sums.pop("loss"), sums
 
     chunks = [sharding.chunks(a, num_chunks) for a in (x_BSD, targets_BS, mask_BS)]
-    loss_sum, sums = _sum_of_chunks(loss, weights, *chunks)
+    loss_sum, sums = typing.cast(tuple, _sum_of_chunks(loss, weights, *chunks))
     return {"loss": loss_sum} | jax.lax.stop_gradient(sums)
 
 
@@ -85,31 +86,31 @@ def next_token_in_chunks(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum_of_chunks(loss: Callable, weights: nnx.State, x_CPBsD: jax.Array, *labels_CPBs: jax.Array) -> Any:
+def _sum_of_chunks(loss: Callable, weights: nnx.State, x_CPbsD: jax.Array, *labels_CPbs: jax.Array) -> Any:
     """``loss(weights, x, *labels)``, a number and others, summed over C chunks and P parts."""
 
     def add(total: Any, chunk: tuple) -> tuple[Any, None]:
         return _plus(total, jax.vmap(loss)(weights_P, *chunk)), None
 
     weights_P = sharding.copies(weights)
-    return jax.lax.scan(add, _zeros(loss, weights_P, x_CPBsD, labels_CPBs), (x_CPBsD, *labels_CPBs))[0]
+    return jax.lax.scan(add, _zeros(loss, weights_P, x_CPbsD, labels_CPbs), (x_CPbsD, *labels_CPbs))[0]
 
 
-def _forward(loss, weights, x_CPBsD, *labels_CPBs):
+def _forward(loss, weights, x_CPbsD, *labels_CPbs):
     def add(carry: tuple, chunk: tuple) -> tuple[tuple, jax.Array]:
         total, dweights_P = carry
-        out, (more_P, dx_PBsD) = with_gradients(weights_P, *chunk)
+        out, (more_P, dx_PbsD) = with_gradients(weights_P, *chunk)
         dweights_P = jax.tree.map(lambda a, g: a + g.astype(a.dtype), dweights_P, more_P)
-        return (_plus(total, out), dweights_P), dx_PBsD
+        return (_plus(total, out), dweights_P), dx_PbsD
 
     with_gradients = jax.vmap(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
     weights_P, scatter = jax.vjp(sharding.copies, weights)
     zeros_P = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), weights_P)
-    start = _zeros(loss, weights_P, x_CPBsD, labels_CPBs), zeros_P
-    (total, dweights_P), dx_CPBsD = jax.lax.scan(add, start, (x_CPBsD, *labels_CPBs))
+    start = _zeros(loss, weights_P, x_CPbsD, labels_CPbs), zeros_P
+    (total, dweights_P), dx_CPbsD = jax.lax.scan(add, start, (x_CPbsD, *labels_CPbs))
     [dweights] = scatter(jax.tree.map(lambda g, w: g.astype(w.dtype), dweights_P, weights_P))
     # Told nothing, XLA would scatter the gradient after the blocks' backward pass, and keep it until then.
-    return total, jax.lax.optimization_barrier((dweights, dx_CPBsD))
+    return total, jax.lax.optimization_barrier((dweights, dx_CPbsD))
 
 
 def _backward(loss, gradients, cotangents):
@@ -119,8 +120,8 @@ def _backward(loss, gradients, cotangents):
 _sum_of_chunks.defvjp(_forward, _backward)
 
 
-def _zeros(loss: Callable, weights_P: nnx.State, x_CPBsD: jax.Array, labels_CPBs: tuple) -> Any:
-    of_chunk = jax.eval_shape(jax.vmap(loss), weights_P, x_CPBsD[0], *(a[0] for a in labels_CPBs))
+def _zeros(loss: Callable, weights_P: nnx.State, x_CPbsD: jax.Array, labels_CPbs: tuple) -> Any:
+    of_chunk = jax.eval_shape(jax.vmap(loss), weights_P, x_CPbsD[0], *(a[0] for a in labels_CPbs))
     return jax.tree.map(lambda s: jnp.zeros((), s.dtype), of_chunk)
 
 

@@ -31,12 +31,13 @@ def next_token_loss(
       z_loss: weight of the squared log-partition; 0 is off, 1e-4 is PaLM's.
     """
     x_BSD, _ = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
-    labels = batch["targets"], batch["loss_mask"]
+    targets_BS, mask_BS = batch["targets"], batch["loss_mask"]
     with jax.named_scope("head"):
         if num_chunks == 1:
-            return losses.next_token(model.logits(x_BSD), *labels, z_loss=z_loss)
+            return losses.next_token(model.logits(x_BSD), targets_BS, mask_BS, z_loss=z_loss)
+        logits_fn, weights = model.head()
         return losses.next_token_in_chunks(
-            *model.head(), x_BSD, *labels, num_chunks=num_chunks, z_loss=z_loss
+            logits_fn, weights, x_BSD, targets_BS, mask_BS, num_chunks=num_chunks, z_loss=z_loss
         )
 
 
