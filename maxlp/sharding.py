@@ -182,15 +182,6 @@ def chunks(x: jax.Array, n: int) -> jax.Array:
     return constrain(x, None, "parts", *[None] * (x.ndim - 2))
 
 
-def split_first(x: jax.Array, name: str) -> jax.Array:
-    """Tells XLA how the first dim is split, and leaves the other dims to it."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or x.shape[0] % _size(mesh, RULES[name]):
-        return x
-    others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(RULES[name], *others))
-
-
 def copies(variables: nnx.State) -> nnx.State:
     """Every parameter whole, once for each of the parts of `chunks`, which are its first axis.
 

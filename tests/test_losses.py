@@ -81,7 +81,8 @@ def test_chunks_never_hold_all_logits():
 
     all_logits = B * S * V * 4
     assert temp(1) > all_logits
-    assert temp(32) < all_logits / 4
+    # Beside the chunks' logits: the weights' gradient, of one chunk and summed over all.
+    assert temp(16) < all_logits / 4 + 2 * D * V * 4
 
 
 def test_chunks_make_the_logits_once(problem):
@@ -111,7 +112,7 @@ def test_chunks_send_the_weights_once_and_their_gradient_once():
         args = tuple(map(jax.device_put, args, places))
         compiled = step.lower(*args).compile()
         got = compiled(*args)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, expected)
     of_device = D * V * 4 // 2  # the vocabulary stays split over tensor
     found = hlo.collectives(compiled.as_text(), dict(mesh.shape))
     large = [one for one in found if one.bytes * one.times > of_device // 8]
