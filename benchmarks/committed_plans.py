@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from maxlp import sharding
+from maxlp.parallel import sharding
 from maxlp.planning.topologies import GIB
 
 PLANS = Path(__file__).parent.parent / "docs" / "plans"

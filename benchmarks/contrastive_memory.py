@@ -16,8 +16,8 @@ import re
 import jax
 import jax.numpy as jnp
 
-from maxlp import sharding
-from maxlp.contrastive import METHODS, contrastive
+from maxlp.families.clip.contrastive import METHODS, contrastive
+from maxlp.parallel import sharding
 from maxlp.planning import topologies
 
 GIB = 2**30

@@ -25,7 +25,8 @@ import optax
 from fidelity_runs import ROOT, Data, Results, Trainer, digits
 
 from configs.llama import tiny
-from maxlp import build, precision, train
+from maxlp import precision, train
+from maxlp.run import build
 
 HELDOUT_BATCHES = 64  # of 1,024 tokens each, the same for all runs
 

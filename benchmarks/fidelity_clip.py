@@ -31,9 +31,11 @@ from fidelity_runs import ROOT, Data, Results, Trainer, changed, digits
 from flax import nnx
 
 from configs.clip import debug
-from maxlp import build, train
-from maxlp.gradients import Gradients
-from maxlp.models import layers, vit
+from maxlp import train
+from maxlp.core.gradients import Gradients
+from maxlp.families.clip import vit
+from maxlp.nn import layers
+from maxlp.run import build
 
 # --- the debug config in every precision --------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import numpy as np
 from fidelity_figures import COLORS, POLICY, Runs, foretold, plus_minus, print_table, running, save
 from matplotlib.figure import Figure
 
-from maxlp.diagnostics import spikes
+from maxlp.monitoring import spikes
 
 SHIFTS, GROWTH = (130, 200), 30.0  # steps from which on the gradients are so many times as large
 STEADY = 60  # steps, before which nothing counts as a spike

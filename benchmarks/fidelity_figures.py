@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from maxlp.diagnostics import spikes
+from maxlp.monitoring import spikes
 
 Runs = dict[str, dict[str, dict[str, Any]]]  # variant → seed → what was measured
 

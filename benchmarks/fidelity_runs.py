@@ -10,7 +10,9 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from maxlp import build, sharding, step
+from maxlp.core import train_step as step
+from maxlp.parallel import sharding
+from maxlp.run import build
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -25,8 +25,10 @@ import numpy as np
 from PIL import Image
 
 from configs.clip import debug
-from maxlp import build, sharding, step
+from maxlp.core import train_step as step
 from maxlp.data import DATA
+from maxlp.parallel import sharding
+from maxlp.run import build
 
 PHOTOS = 48
 BATCH = 32

@@ -23,10 +23,14 @@ import time
 import jax
 import numpy as np
 
-from maxlp import gradients, layerwise, optim, sharding, step
-from maxlp.models.llama import Llama
+from maxlp import optim
+from maxlp.core import fused_backward as layerwise
+from maxlp.core import gradients
+from maxlp.core import train_step as step
+from maxlp.families.llama import task as language
+from maxlp.families.llama.model import Llama
+from maxlp.parallel import sharding
 from maxlp.planning import compiled, topologies
-from maxlp.tasks import language
 
 COMMON = dict(
     learning_rate=5e-3,

@@ -26,11 +26,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxlp import gradients, metrics, optim, precision, sharding, step
-from maxlp.models import layers
-from maxlp.models.llama import Llama
-from maxlp.precision import QuantDot, formats
-from maxlp.tasks import language
+from maxlp import optim, precision
+from maxlp.core import gradients
+from maxlp.core import train_step as step
+from maxlp.families.llama import task as language
+from maxlp.families.llama.model import Llama
+from maxlp.nn import layers
+from maxlp.numerics import formats
+from maxlp.parallel import sharding
+from maxlp.precision import QuantDot
+from maxlp.runtime import metrics
 
 # (tokens, inputs, outputs) of the linear layers; ViT-H: 256 images of 257 patches
 SHAPES = {

@@ -14,9 +14,12 @@ import time
 import jax
 import numpy as np
 
-from maxlp import gradients, optim, sharding, step
-from maxlp.models.llama import Llama
-from maxlp.tasks import language
+from maxlp import optim
+from maxlp.core import gradients
+from maxlp.core import train_step as step
+from maxlp.families.llama import task as language
+from maxlp.families.llama.model import Llama
+from maxlp.parallel import sharding
 
 
 def main() -> None:

@@ -22,8 +22,9 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlp import precision, sharding
-from maxlp.models import llama
+from maxlp import precision
+from maxlp.families.llama import model as llama
+from maxlp.parallel import sharding
 from maxlp.planning import hlo, topologies
 
 SIZES = dict(

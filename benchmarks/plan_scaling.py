@@ -12,9 +12,10 @@ from pathlib import Path
 
 from absl import flags
 
-from maxlp import config, plan
+from maxlp import plan
 from maxlp.planning import search, topologies
 from maxlp.planning.topologies import GIB
+from maxlp.run import config
 
 HEADER = (
     "| topology | devices | estimated peak, GiB | compiled peak, GiB | gathered, GiB | others sent, GiB | "

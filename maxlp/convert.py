@@ -27,10 +27,16 @@ import jax
 from absl import flags
 from ml_collections import ConfigDict
 
-from maxlp import build, checkpoint, config, sharding, step
-from maxlp import workdir as files
+from maxlp.core import train_step as step
 from maxlp.data import tokenizer as tokenizers
-from maxlp.models import MODELS, clip_configs, clip_weights, hf
+from maxlp.families import MODELS
+from maxlp.families.clip import hf as clip_configs
+from maxlp.families.clip import weights as clip_weights
+from maxlp.families.llama import hf
+from maxlp.parallel import sharding
+from maxlp.run import build, config
+from maxlp.run import run_dir as files
+from maxlp.runtime import checkpoint
 
 PRECISION = dict(  # of an imported model: all matmuls in model.dtype
     recipe="bf16", options={}, rules=(), first_blocks=0, last_blocks=0, min_dim=0, smooth_swiglu="none"

@@ -22,8 +22,10 @@ from absl import flags
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from maxlp import build, config, distributed, sharding
-from maxlp import workdir as files
+from maxlp.parallel import sharding
+from maxlp.run import build, config
+from maxlp.run import run_dir as files
+from maxlp.runtime import distributed
 
 
 def define_flags() -> None:

@@ -15,9 +15,11 @@ import numpy as np
 from absl import flags
 from flax import nnx
 
-from maxlp import build, config, distributed, sharding
-from maxlp import workdir as files
 from maxlp.data import tokenizer as tokenizers
+from maxlp.parallel import sharding
+from maxlp.run import build, config
+from maxlp.run import run_dir as files
+from maxlp.runtime import distributed
 
 
 def define_flags() -> None:

@@ -17,9 +17,13 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from maxlp import build, config, sharding
-from maxlp.planning import FORMS, bounds, compiled, estimate, picture, search, topologies
+from maxlp.families.llama import cost as estimate
+from maxlp.parallel import sharding
+from maxlp.planning import FORMS, compiled, search, topologies
+from maxlp.planning import plot as picture
+from maxlp.planning import roofline as bounds
 from maxlp.planning.topologies import GIB, Topology
+from maxlp.run import build, config
 
 
 def define_flags() -> None:

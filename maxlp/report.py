@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 from absl import app, flags, logging
 
-from maxlp import checkpoint
-from maxlp.diagnostics.guard import read_rollbacks
-from maxlp.diagnostics.spikes import PRECISIONS, Policy, Spike, find_spikes
-from maxlp.diagnostics.watch import recorded_spikes
-from maxlp.metrics import format_seconds, read_jsonl
+from maxlp.monitoring.guards import read_rollbacks
+from maxlp.monitoring.spikes import PRECISIONS, Policy, Spike, find_spikes
+from maxlp.monitoring.watch import recorded_spikes
+from maxlp.runtime import checkpoint
+from maxlp.runtime.metrics import format_seconds, read_jsonl
 
 # --- What a run left ----------------------------------------------------------------------------------
 
@@ -478,7 +478,7 @@ def main(argv: list[str], spike: int | None = None, precision: str = "recipe") -
                 raise ValueError(
                     f"--spike={spike} is beyond the run, whose last record is of step {run.step}"
                 )
-            from maxlp.diagnostics.replay import replay  # and the whole of training with it
+            from maxlp.monitoring.replay import replay
 
             logging.set_verbosity(logging.WARNING)
             replay(run.workdir, spike, precision)

@@ -24,13 +24,17 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import maxlp
-from maxlp import build, config, distributed, metrics, report, sharding, step
-from maxlp import workdir as files
-from maxlp.checkpoint import load_params
+from maxlp import report
+from maxlp.core import train_step as step
 from maxlp.data import merge_states
-from maxlp.diagnostics import guard as spike_guard
-from maxlp.diagnostics.statistics import flat
-from maxlp.diagnostics.watch import Watch
+from maxlp.monitoring import guards as spike_guard
+from maxlp.monitoring.statistics import flat
+from maxlp.monitoring.watch import Watch
+from maxlp.parallel import sharding
+from maxlp.run import build, config
+from maxlp.run import run_dir as files
+from maxlp.runtime import distributed, metrics
+from maxlp.runtime.checkpoint import load_params
 
 
 def define_flags() -> None:

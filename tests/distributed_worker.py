@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlp import checkpoint, distributed
+from maxlp.runtime import checkpoint, distributed
 
 SHAPE = (64, 4096)  # 1 MiB: large enough that a kill falls into a save
 

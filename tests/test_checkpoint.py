@@ -16,8 +16,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlp import checkpoint
-from maxlp.checkpoint import Checkpointer, CheckpointError, NotWrittenError
+from maxlp.runtime import checkpoint
+from maxlp.runtime.checkpoint import Checkpointer, CheckpointError, NotWrittenError
 
 sys.path.append(str(Path(__file__).parent))
 import distributed_worker

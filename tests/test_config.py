@@ -11,8 +11,12 @@ import pytest
 from flax import nnx
 from ml_collections import ConfigDict
 
-from maxlp import build, config, evaluate, sharding, step, workdir
-from maxlp.models.llama import num_params
+from maxlp import evaluate
+from maxlp.core import train_step as step
+from maxlp.families.llama.model import num_params
+from maxlp.parallel import sharding
+from maxlp.run import build, config
+from maxlp.run import run_dir as workdir
 
 ROOT = Path(__file__).parent.parent
 PRESETS = {

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlp import sharding
-from maxlp.contrastive import LOSSES, METHODS, contrastive
+from maxlp.families.clip.contrastive import LOSSES, METHODS, contrastive
+from maxlp.parallel import sharding
 
 MESHES = {
     "data 8": {"data": 8, "fsdp": 1},

@@ -8,9 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlp import build, checkpoint, convert, sharding, step, workdir
+from maxlp import convert
+from maxlp.core import train_step as step
 from maxlp.data import tokenizer as tokenizers
-from maxlp.models import hf
+from maxlp.families.llama import hf
+from maxlp.parallel import sharding
+from maxlp.run import build
+from maxlp.run import run_dir as workdir
+from maxlp.runtime import checkpoint
 
 GOLDENS = Path(__file__).parent / "goldens"
 

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlp import build, convert, sharding, workdir
-from maxlp.models import hf
+from maxlp import convert
+from maxlp.families.llama import hf
+from maxlp.parallel import sharding
+from maxlp.run import build
+from maxlp.run import run_dir as workdir
 
 GOLDENS = Path(__file__).parent / "goldens"
 FILES = {  # golden: format, config, weights

@@ -15,16 +15,19 @@ import numpy as np
 import optax
 import pytest
 
-from maxlp import gradients as gradients_lib
-from maxlp import optim, sharding, step
-from maxlp.checkpoint import Checkpointer, list_steps
-from maxlp.diagnostics import guard, replay, statistics
-from maxlp.diagnostics.guard import SkipGuard
-from maxlp.diagnostics.spikes import Detector, Policy, Spike, find_rms_spikes, find_spikes, foretold
-from maxlp.diagnostics.watch import Watch, first_to_cross, read_record, recorded_spikes
-from maxlp.metrics import read_jsonl
-from maxlp.models.llama import Llama
-from maxlp.tasks import language
+from maxlp import optim
+from maxlp.core import gradients as gradients_lib
+from maxlp.core import train_step as step
+from maxlp.families.llama import task as language
+from maxlp.families.llama.model import Llama
+from maxlp.monitoring import guards as guard
+from maxlp.monitoring import replay, statistics
+from maxlp.monitoring.guards import SkipGuard
+from maxlp.monitoring.spikes import Detector, Policy, Spike, find_rms_spikes, find_spikes, foretold
+from maxlp.monitoring.watch import Watch, first_to_cross, read_record, recorded_spikes
+from maxlp.parallel import sharding
+from maxlp.runtime.checkpoint import Checkpointer, list_steps
+from maxlp.runtime.metrics import read_jsonl
 from tests.optim.common import random_tree, run
 
 LLAMA = dict(

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from maxlp import distributed
+from maxlp.runtime import distributed
 
 sys.path.append(str(Path(__file__).parent))
 import distributed_worker

@@ -5,8 +5,8 @@ import pytest
 from flax import nnx
 
 from maxlp import precision
+from maxlp.families.llama.model import Llama
 from maxlp.generate import Sampling, generate, heal, sample
-from maxlp.models.llama import Llama
 
 V = 64
 

@@ -9,9 +9,12 @@ import pytest
 from flax import nnx
 
 from configs.common import clip
-from maxlp import gradients, precision, sharding, step
-from maxlp.contrastive import contrastive
-from maxlp.models.clip import CLIP
+from maxlp import precision
+from maxlp.core import gradients
+from maxlp.core import train_step as step
+from maxlp.families.clip.contrastive import contrastive
+from maxlp.families.clip.model import CLIP
+from maxlp.parallel import sharding
 
 B, S = 32, 12
 MESHES = {

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from maxlp.metrics import read_jsonl
+from maxlp.runtime.metrics import read_jsonl
 
 sys.path.append(str(Path(__file__).parent))
 import test_train

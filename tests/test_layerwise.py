@@ -7,10 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from maxlp import gradients, layerwise, optim, precision, sharding, step
-from maxlp.models.llama import Llama
+from maxlp import optim, precision
+from maxlp.core import fused_backward as layerwise
+from maxlp.core import gradients
+from maxlp.core import train_step as step
+from maxlp.families.llama import task as language
+from maxlp.families.llama.model import Llama
+from maxlp.parallel import sharding
 from maxlp.planning import topologies
-from maxlp.tasks import language
 
 MODEL = dict(
     vocab_size=128,

@@ -5,8 +5,9 @@ import optax
 import pytest
 from flax import nnx
 
-from maxlp import losses, sharding
-from maxlp.models import layers
+from maxlp.families.llama import losses
+from maxlp.nn import layers
+from maxlp.parallel import sharding
 from maxlp.planning import hlo
 
 B, S, D, V = 3, 8, 16, 50

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from maxlp import metrics
+from maxlp.runtime import metrics
 
 # Llama 3.1: name, embed, layers, query heads, mlp; 8 kv heads of 128, vocabulary 128256, untied.
 LLAMA = {"8B": (4096, 32, 32, 14336), "70B": (8192, 80, 64, 28672), "405B": (16384, 126, 128, 53248)}

@@ -5,8 +5,9 @@ import re
 import jax
 
 from configs.llama import debug
-from maxlp import build, step
+from maxlp.core import train_step as step
 from maxlp.planning import hlo
+from maxlp.run import build
 
 ROWS, LENGTH = 8, 64
 

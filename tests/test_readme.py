@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from maxlp import build
+from maxlp.run import build
 
 ROOT = Path(__file__).parent.parent
 TEXT = "\n".join((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))

@@ -12,10 +12,11 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from ml_collections import ConfigDict
 
-from maxlp import report, workdir
-from maxlp.checkpoint import StepInfo
-from maxlp.diagnostics.spikes import Policy, Spike
-from maxlp.metrics import MetricWriter
+from maxlp import report
+from maxlp.monitoring.spikes import Policy, Spike
+from maxlp.run import run_dir as workdir
+from maxlp.runtime.checkpoint import StepInfo
+from maxlp.runtime.metrics import MetricWriter
 
 CONFIG = {
     "model": {"name": "llama", "embed_dim": 128, "rope_scaling": None},

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from maxlp import sharding
+from maxlp.parallel import sharding
 
 
 def test_one_axis_takes_what_is_left():

@@ -9,9 +9,11 @@ import optax
 import pytest
 from flax import nnx
 
-from maxlp import gradients, sharding, step
-from maxlp.models.llama import Llama
-from maxlp.tasks import language
+from maxlp.core import gradients
+from maxlp.core import train_step as step
+from maxlp.families.llama import task as language
+from maxlp.families.llama.model import Llama
+from maxlp.parallel import sharding
 
 MODEL = dict(
     vocab_size=128,

@@ -18,9 +18,9 @@ import numpy as np
 import orbax.checkpoint
 import pytest
 
-from maxlp import checkpoint as checkpoints
 from maxlp.data.images import encode_png
-from maxlp.metrics import read_jsonl
+from maxlp.runtime import checkpoint as checkpoints
+from maxlp.runtime.metrics import read_jsonl
 
 ROOT = Path(__file__).parent.parent
 SMALL = [

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
-from maxlp.optim.trees import LayerAxes, layer_axes, name_of, over_tensor, widened
+from maxlp.optim.tree_utils import LayerAxes, layer_axes, name_of, over_tensor, widened
 
 
 class AdamPState(NamedTuple):

@@ -32,8 +32,15 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.tree_util import KeyPath
 
-from maxlp.optim.codes import decode, encode
-from maxlp.optim.trees import HIDDEN_KERNELS, LayerAxes, layer_axes, map_moments, matches, name_of
+from maxlp.numerics.blockwise import decode, encode
+from maxlp.optim.tree_utils import (
+    HIDDEN_KERNELS,
+    LayerAxes,
+    layer_axes,
+    map_moments,
+    matches,
+    name_of,
+)
 
 OVERSAMPLING, POWER_ITERATIONS = 8, 2  # Halko et al. 2011: 5 to 10, and 1 or 2
 OVERLAPS = 5  # refreshes that the lazy schedule looks back on

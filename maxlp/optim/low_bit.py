@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
-from maxlp.optim.codes import FORMATS, Blocks, decode, encode
-from maxlp.optim.trees import MOMENTS, LayerAxes, layer_axes, map_moments
+from maxlp.numerics.blockwise import FORMATS, Blocks, decode, encode
+from maxlp.optim.tree_utils import MOMENTS, LayerAxes, layer_axes, map_moments
 
 
 class LowBitState(NamedTuple):

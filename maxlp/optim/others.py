@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
-from maxlp.optim.trees import (
+from maxlp.optim.tree_utils import (
     HIDDEN_KERNELS,
     LayerAxes,
     layer_axes,

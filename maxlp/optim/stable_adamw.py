@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
-from maxlp.optim.trees import LayerAxes, layer_axes, over_tensor, tensor_mean, widened
+from maxlp.optim.tree_utils import LayerAxes, layer_axes, over_tensor, tensor_mean, widened
 
 
 class StableAdamState(NamedTuple):

@@ -12,6 +12,7 @@
 `maxlp.plan` is the command.
 """
 
-from maxlp.planning import estimate, estimate_clip
+from maxlp.families.clip import cost as estimate_clip
+from maxlp.families.llama import cost as estimate
 
 FORMS = {"llama": estimate, "clip": estimate_clip}

@@ -20,8 +20,9 @@ from unittest import mock
 import jax
 from ml_collections import ConfigDict
 
-from maxlp import build, step
+from maxlp.core import train_step as step
 from maxlp.planning import hlo
+from maxlp.run import build
 
 PLATFORMS: dict[str, str] = {"gpu": "cuda"}  # what JAX lowers for, where it is not the platform's own name
 

@@ -9,9 +9,11 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from maxlp.config import ConfigError
-from maxlp.planning import FORMS, bounds, estimate
+from maxlp.families.llama import cost as estimate
+from maxlp.planning import FORMS
+from maxlp.planning import roofline as bounds
 from maxlp.planning.topologies import Topology
+from maxlp.run.config import ConfigError
 
 REMATS = ("none", "dots", "block")  # from most memory to least
 SIZES = (1, 2, 4, 8, 16)  # of a mesh axis

@@ -19,7 +19,7 @@ import types
 import jax
 from jax.experimental import topologies
 
-from maxlp import metrics
+from maxlp.runtime import metrics
 
 GIB = 2**30
 

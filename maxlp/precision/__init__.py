@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from maxlp.precision import formats
+from maxlp.numerics import formats
 from maxlp.precision import smooth_swiglu as smooth_swiglu_module
 from maxlp.precision.dot import QuantDot
 from maxlp.precision.loss_scale import DynamicLossScale

@@ -22,8 +22,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.lax import Precision
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxlp.precision import delayed, formats, mx, smooth_swiglu
-from maxlp.precision.formats import Quantized
+from maxlp.numerics import formats
+from maxlp.numerics.formats import Quantized
+from maxlp.precision import delayed, mx, smooth_swiglu
 from maxlp.precision.recipes import Operand, Recipe
 
 RESIDUALS = ("quant_dot_input", "quant_dot_kernel")  # names for remat policies

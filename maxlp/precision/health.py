@@ -28,7 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxlp.precision import delayed, formats
+from maxlp.numerics import formats
+from maxlp.precision import delayed
 from maxlp.precision.dot import QuantDot, quantize
 from maxlp.precision.recipes import Recipe
 

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxlp.precision import formats
-from maxlp.precision.formats import Quantized
+from maxlp.numerics import formats
+from maxlp.numerics.formats import Quantized
 
 
 def dot_general(a: Quantized, b: Quantized, dimension_numbers: Any, out_sharding: Any) -> jax.Array:

@@ -8,7 +8,7 @@ output gradient. A recipe names, for each, the formats of its two operands and w
 import dataclasses
 from typing import Any
 
-from maxlp.precision import formats
+from maxlp.numerics import formats
 
 
 @dataclasses.dataclass(frozen=True)

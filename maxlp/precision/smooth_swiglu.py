@@ -36,7 +36,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from maxlp.precision import formats
+from maxlp.numerics import formats
 from maxlp.precision.recipes import Operand, Recipe
 
 FORMS = ("none", "channel", "balanced", "token")

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlp import sharding
-from maxlp.evals.linear_probe import linear_probe
+from maxlp.families.clip.evals.linear_probe import linear_probe
+from maxlp.parallel import sharding
 
 N, E, C = 60, 4, 3
 L2 = 0.01

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlp import sharding
-from maxlp.evals.retrieval import retrieval
+from maxlp.families.clip.evals.retrieval import retrieval
+from maxlp.parallel import sharding
 
 
 def batches(images, texts, mask=None, size=4):

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlp import sharding
-from maxlp.evals.zero_shot import class_embeddings, zero_shot
+from maxlp.families.clip.evals.zero_shot import class_embeddings, zero_shot
+from maxlp.parallel import sharding
 
 CLASSES = ["a", "b", "c", "d", "e", "f", "g"]
 # In two dimensions, class c points at the angle 10 c degrees; the prompts of a class lie beside it.

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlp import sharding
-from maxlp.models import attention, llama
+from maxlp.families.llama import model as llama
+from maxlp.nn import attention
+from maxlp.parallel import sharding
 
 
 def inputs(B: int, S: int, N: int, K: int, H: int, dtype: str = "float32"):

@@ -9,9 +9,12 @@ import pytest
 from flax import nnx
 
 from configs.clip import low_precision, open_clip
-from maxlp import build, precision, sharding, step
-from maxlp.models import vit
-from maxlp.models.clip import CLIP
+from maxlp import precision
+from maxlp.core import train_step as step
+from maxlp.families.clip import vit
+from maxlp.families.clip.model import CLIP
+from maxlp.parallel import sharding
+from maxlp.run import build
 
 VISUAL = dict(
     image_size=16,

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlp.models import clip_configs, clip_weights
-from maxlp.models.clip import CLIP
+from maxlp.families.clip import hf as clip_configs
+from maxlp.families.clip import weights as clip_weights
+from maxlp.families.clip.model import CLIP
 
 GOLDENS = pathlib.Path(__file__).parent.parent / "goldens"
 LAYOUT_OF = {

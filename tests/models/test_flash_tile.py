@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlp import sharding
-from maxlp.models import attention, flash_tile, ring, tiles
+from maxlp.nn import attention
+from maxlp.nn.attention import flash_tile, ring, tiles
+from maxlp.parallel import sharding
 from tests.models.test_attention import assert_close, inputs, out_and_grads
 from tests.models.test_ring import balanced
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlp.models import hf, llama
+from maxlp.families.llama import hf
+from maxlp.families.llama import model as llama
 
 CONFIG = dict(
     vocab_size=40,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlp.models import layers
+from maxlp.nn import layers
 from maxlp.precision import inject, make_recipe
 
 D, L = 8, 5

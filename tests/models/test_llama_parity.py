@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlp import losses
-from maxlp.models import hf, llama
+from maxlp.families.llama import hf, losses
+from maxlp.families.llama import model as llama
 
 GOLDENS = pathlib.Path(__file__).parent.parent / "goldens"
 CASES = ("llama_3_1", "llama_3_2_tied", "llama_2")

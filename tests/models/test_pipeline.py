@@ -11,13 +11,18 @@ import pytest
 from flax import nnx
 
 from configs.llama import debug
-from maxlp import build, gradients, precision, sharding, step
-from maxlp.config import ConfigError
-from maxlp.models import layers, pipeline
-from maxlp.models.llama import Llama
-from maxlp.models.pipeline import Pipeline
-from maxlp.planning import estimate, hlo
-from maxlp.tasks import language
+from maxlp import precision
+from maxlp.core import gradients
+from maxlp.core import train_step as step
+from maxlp.families.llama import cost as estimate
+from maxlp.families.llama import task as language
+from maxlp.families.llama.model import Llama
+from maxlp.nn import layers
+from maxlp.parallel import pipeline, sharding
+from maxlp.parallel.pipeline import Pipeline
+from maxlp.planning import hlo
+from maxlp.run import build
+from maxlp.run.config import ConfigError
 from tests import test_train
 from tests.precision import test_state, tiny
 

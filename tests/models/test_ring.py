@@ -11,10 +11,12 @@ import optax
 import pytest
 
 from configs.llama import debug
-from maxlp import build, sharding
-from maxlp.config import ConfigError
-from maxlp.models import attention, ring, tiles
+from maxlp.nn import attention
+from maxlp.nn.attention import ring, tiles
+from maxlp.parallel import sharding
 from maxlp.planning import hlo, search
+from maxlp.run import build
+from maxlp.run.config import ConfigError
 from tests import test_step, test_train
 from tests.models.test_attention import assert_close, inputs, out_and_grads
 from tests.precision import tiny

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlp.optim.codes import FORMATS, decode, dynamic_values, encode
+from maxlp.numerics.blockwise import FORMATS, decode, dynamic_values, encode
 
 GOLDEN = Path(__file__).parent / "goldens" / "dynamic8.npz"
 FLOATS = ["float8_e4m3fn", "float8_e5m2", "float16"]

@@ -13,8 +13,9 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 
-from maxlp import optim, sharding
-from maxlp.checkpoint import Checkpointer, restore
+from maxlp import optim
+from maxlp.parallel import sharding
+from maxlp.runtime.checkpoint import Checkpointer, restore
 from tests.optim.common import (
     assert_trees_close,
     assert_trees_equal,

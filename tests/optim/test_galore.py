@@ -10,10 +10,10 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 
-from maxlp import sharding
-from maxlp.optim import codes
+from maxlp.numerics import blockwise as codes
 from maxlp.optim.galore import BASES, galore
 from maxlp.optim.stable_adamw import scale_by_stable_adam
+from maxlp.parallel import sharding
 from tests.optim.common import assert_trees_close, is_shape, random_tree, run
 
 GOLDEN = Path(__file__).parent / "goldens" / "galore.npz"

@@ -5,11 +5,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlp import sharding
-from maxlp.optim.codes import FORMATS
+from maxlp.numerics.blockwise import FORMATS
 from maxlp.optim.galore import galore
 from maxlp.optim.low_bit import bytes_per_parameter, low_bit, state_bytes
 from maxlp.optim.stable_adamw import scale_by_stable_adam
+from maxlp.parallel import sharding
 from tests.optim.common import assert_trees_close, assert_trees_equal, random_tree, run
 
 ADAM = optax.scale_by_adam(0.9, 0.98, 1e-8)
@@ -137,6 +137,6 @@ def test_errors_are_one_line_with_key_and_value(changes, message):
 
 
 def test_every_format_is_documented():
-    import maxlp.optim.codes as module
+    import maxlp.numerics.blockwise as module
 
     assert all(name in module.__doc__ for name in FORMATS)

@@ -9,9 +9,10 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 
-from maxlp import optim, sharding
-from maxlp.checkpoint import Checkpointer, restore
+from maxlp import optim
 from maxlp.optim.pure_bf16 import METHODS, pure_bf16
+from maxlp.parallel import sharding
+from maxlp.runtime.checkpoint import Checkpointer, restore
 from tests.optim.common import assert_trees_equal, jitted_step, random_tree, run
 
 BASE = dict(

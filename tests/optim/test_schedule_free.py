@@ -5,9 +5,10 @@ import numpy as np
 import optax
 import pytest
 
-from maxlp import optim, sharding
-from maxlp.checkpoint import Checkpointer, restore
+from maxlp import optim
 from maxlp.optim.pure_bf16 import PureBf16State
+from maxlp.parallel import sharding
+from maxlp.runtime.checkpoint import Checkpointer, restore
 from tests.optim.common import assert_trees_equal, random_tree, run
 
 MAKE = dict(learning_rate=0.02, schedule="constant", warmup_steps=0, total_steps=9, final_lr_fraction=1.0)

@@ -6,7 +6,8 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlp import optim, sharding
+from maxlp import optim
+from maxlp.parallel import sharding
 
 BASE = dict(
     learning_rate=1e-2,

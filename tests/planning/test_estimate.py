@@ -8,9 +8,14 @@ import jax
 import pytest
 
 from configs.common import llama
-from maxlp import build, sharding, step
-from maxlp.config import ConfigError
-from maxlp.planning import FORMS, bounds, compiled, estimate, estimate_clip, search, topologies
+from maxlp.core import train_step as step
+from maxlp.families.clip import cost as estimate_clip
+from maxlp.families.llama import cost as estimate
+from maxlp.parallel import sharding
+from maxlp.planning import FORMS, compiled, search, topologies
+from maxlp.planning import roofline as bounds
+from maxlp.run import build
+from maxlp.run.config import ConfigError
 from tests.planning import record_peaks
 
 PEAKS = json.loads(record_peaks.FILE.read_text())

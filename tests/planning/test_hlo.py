@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from maxlp import sharding
+from maxlp.parallel import sharding
 from maxlp.planning import hlo
 
 MESH = {"data": 1, "fsdp": 4, "tensor": 2}

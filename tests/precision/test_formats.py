@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from maxlp.precision import formats
+from maxlp.numerics import formats
 
 # Each of ours beside the type of ml_dtypes (or numpy) with the same values.
 REFERENCES = {

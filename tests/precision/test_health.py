@@ -10,9 +10,11 @@ import optax
 import pytest
 from flax import nnx
 
-from maxlp import gradients, sharding, step
+from maxlp.core import gradients
+from maxlp.core import train_step as step
+from maxlp.families.llama import task as language
+from maxlp.parallel import sharding
 from maxlp.precision import health, make_recipe
-from maxlp.tasks import language
 from tests.precision import tiny
 
 HISTORY = 4

@@ -17,10 +17,12 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlp import gradients, sharding, step
+from maxlp.core import gradients
+from maxlp.core import train_step as step
+from maxlp.families.llama import task as language
+from maxlp.parallel import sharding
 from maxlp.planning import topologies
 from maxlp.precision import QuantDot, delayed, make_recipe
-from maxlp.tasks import language
 from tests.precision import tiny
 
 E4, E5, BF16, I8 = "f8E4M3FN", "f8E5M2", "bf16", "i8"

@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 
 from maxlp import precision
-from maxlp.models.llama import Llama
+from maxlp.families.llama.model import Llama
 from maxlp.precision import RECIPES, QuantDot, inject, make_recipe
 from tests.precision import tiny
 

@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from maxlp import gradients, step
+from maxlp.core import gradients
+from maxlp.core import train_step as step
 from maxlp.precision import DynamicLossScale
 
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlp.precision import QuantDot, formats, make_recipe, smooth_swiglu
+from maxlp.numerics import formats
+from maxlp.precision import QuantDot, make_recipe, smooth_swiglu
 from maxlp.precision.recipes import Recipe
 
 DIMS = (((1,), (0,)), ((), ()))

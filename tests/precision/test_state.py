@@ -9,10 +9,10 @@ import optax
 import pytest
 from flax import nnx
 
-from maxlp import sharding
-from maxlp.checkpoint import Checkpointer
-from maxlp.models import layers
+from maxlp.nn import layers
+from maxlp.parallel import sharding
 from maxlp.precision import inject, make_recipe
+from maxlp.runtime.checkpoint import Checkpointer
 from tests.precision import tiny
 
 FAST = [(1, 4, True, "none"), (4, 1, False, "none"), (4, 4, True, "block")]

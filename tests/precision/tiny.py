@@ -5,9 +5,12 @@ import numpy as np
 import optax
 from flax import nnx
 
-from maxlp import gradients, precision, sharding, step
-from maxlp.models.llama import Llama
-from maxlp.tasks import language
+from maxlp import precision
+from maxlp.core import gradients
+from maxlp.core import train_step as step
+from maxlp.families.llama import task as language
+from maxlp.families.llama.model import Llama
+from maxlp.parallel import sharding
 
 SIZES = dict(
     vocab_size=64,

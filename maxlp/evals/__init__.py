@@ -1,1 +1,0 @@
-"""What a trained model is measured by, one file a measure."""
