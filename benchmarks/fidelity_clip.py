@@ -34,7 +34,7 @@ from configs.clip import debug
 from maxlp import train
 from maxlp.core.gradients import Gradients
 from maxlp.families.clip import vit
-from maxlp.nn import layers
+from maxlp.nn import stack as stacks
 from maxlp.run import build
 
 # --- the debug config in every precision --------------------------------------------------------------
@@ -220,7 +220,7 @@ class Recorder:
             return y_BSD, (jnp.mean(jnp.abs(y_BSD)), jnp.max(jnp.abs(y_BSD)))
 
         c = self.encoder
-        y_BSD, self.sizes = layers.apply_stack(
+        y_BSD, self.sizes = stacks.apply_stack(
             blocks, x_BSD, call, num_layers=c.num_layers, scan=c.scan_layers, remat=c.remat
         )
         return y_BSD

@@ -118,7 +118,7 @@ class _Tail:
 def _check(model: nnx.Module, state: State) -> None:
     if not hasattr(model, "tok_embed"):
         raise ValueError(f"layer-wise updates are for Llama, not for {type(model).__name__}")
-    if jax.tree.leaves(state["model_state"]) or model.layers.plain_ends != (0, 0):
+    if jax.tree.leaves(state["model_state"]) or model.layers.unquantized_blocks != (0, 0):
         raise ValueError(
             "layer-wise updates need equal blocks without a state: set precision.first_blocks=0 and "
             "precision.last_blocks=0, and take no delayed scaling"

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the mesh axis ``stage`` splits the layers, and microbatches pass through them.
+"""PipelineConfig parallelism: the mesh axis ``stage`` splits the layers, and microbatches pass through them.
 
 A circular schedule (Huang et al. 2019, arXiv:1811.06965, for one round; Narayanan et al. 2021,
 arXiv:2104.04473, for more), as one program for all devices: the activations of all stages are one array
@@ -58,7 +58,7 @@ class Schedule(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Pipeline:
+class PipelineConfig:
     """The ``model.pipeline`` section of a config; see `Schedule`. None: as many microbatches as stages."""
 
     microbatches: int | None = None

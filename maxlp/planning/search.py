@@ -53,7 +53,7 @@ def nearest(c: ConfigDict, topology: Topology) -> list[Candidate]:
     """Settings that fit: fewest changes first, then the fastest.
 
     Of those that change the same settings only the fastest is there, and none whose settings are more than
-    another's: what they add is not needed to fit. Pipeline stages are not tried: as `fsdp` they split the
+    another's: what they add is not needed to fit. PipelineConfig stages are not tried: as `fsdp` they split the
     layers' state, but not what is at the ends, and they keep the activations of every tick.
     """
     fastest: dict[frozenset[str], Candidate] = {}

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from maxlp.nn.stack import Block
 from maxlp.numerics import formats
 from maxlp.precision import smooth_swiglu as smooth_swiglu_module
 from maxlp.precision.dot import QuantDot
@@ -112,13 +113,13 @@ def inject(
             f"precision.rules: pattern {min(unused)!r} matches no matmul; paths: {', '.join(sorted(table))}"
         )
     if set(table.values()) != {HIGH_PRECISION}:
-        _set_plain_ends(model, first_blocks, last_blocks)
+        _set_unquantized_blocks(model, first_blocks, last_blocks)
     return table
 
 
-def _set_plain_ends(model: nnx.Module, first: int, last: int) -> None:
+def _set_unquantized_blocks(model: nnx.Module, first: int, last: int) -> None:
     for path, blocks in nnx.iter_modules(model):
-        if not hasattr(blocks, "plain_ends"):
+        if not isinstance(blocks, Block):
             continue
         num_layers = jax.tree.leaves(nnx.state(blocks, nnx.Param))[0].shape[0]
         if first < 0 or last < 0 or first + last >= num_layers:
@@ -126,7 +127,7 @@ def _set_plain_ends(model: nnx.Module, first: int, last: int) -> None:
                 f"precision.first_blocks={first} and precision.last_blocks={last} leave none of the "
                 f"{num_layers} blocks of {'/'.join(map(str, path))}; lower them"
             )
-        blocks.plain_ends = (first, last)
+        blocks.unquantized_blocks = (first, last)
 
 
 def _matmuls(model: nnx.Module) -> list[tuple[str, Any]]:

@@ -29,7 +29,7 @@ from maxlp.monitoring import guards as guard
 from maxlp.monitoring.spikes import Policy
 from maxlp.monitoring.statistics import tensor_statistics
 from maxlp.parallel import sharding
-from maxlp.parallel.pipeline import Pipeline
+from maxlp.parallel.pipeline import PipelineConfig
 from maxlp.precision import health as precision_health
 from maxlp.run.config import ConfigError, bind, call
 from maxlp.runtime import checkpoint, distributed, metrics
@@ -379,8 +379,8 @@ def check_release(c: ConfigDict) -> None:
             )
 
 
-def pipeline(c: ConfigDict) -> Pipeline:
-    return call(Pipeline, "model.pipeline", c.model.get("pipeline") or {})
+def pipeline(c: ConfigDict) -> PipelineConfig:
+    return call(PipelineConfig, "model.pipeline", c.model.get("pipeline") or {})
 
 
 def check_stages(c: ConfigDict, stages: int, rows: int, matmuls: dict[str, str]) -> None:

@@ -7,12 +7,13 @@ import pytest
 from flax import nnx
 
 from maxlp.nn import layers
+from maxlp.nn import stack as stacks
 from maxlp.precision import inject, make_recipe
 
 D, L = 8, 5
 
 
-class Block(nnx.Module):
+class Block(stacks.Block):
     def __init__(self, rngs, dim=D):
         sizes = dict(std=1.0, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs)
         self.up_proj = layers.Linear(dim, 2 * dim, axes=("embed", "mlp"), **sizes)
@@ -25,14 +26,14 @@ class Block(nnx.Module):
 class Stack(nnx.Module):
     def __init__(self, ends, dim=D, num_layers=L, **how):
         rngs = nnx.Rngs(0)
-        self.layers = layers.stack(lambda rngs: Block(rngs, dim), num_layers, rngs)
+        self.layers = stacks.stack(lambda rngs: Block(rngs, dim), num_layers, rngs)
         self.how = nnx.static(dict(num_layers=num_layers, **how))
         inject(self, make_recipe("fp8_delayed", history=2), first_blocks=ends[0], last_blocks=ends[1])
 
     def __call__(self, x_BSD):
         call = lambda block, x, _, gain: (gain * block(x), jnp.sum(x))  # noqa: E731
         gain_L = gains(self.how["num_layers"])
-        return layers.apply_stack(self.layers, x_BSD, call, None, gain_L, **self.how)
+        return stacks.apply_stack(self.layers, x_BSD, call, None, gain_L, **self.how)
 
 
 def gains(num_layers):
@@ -42,7 +43,7 @@ def gains(num_layers):
 
 def one_by_one(model, x_BSD):
     """What a stack does, from blocks that are cut out of it."""
-    first, last = model.layers.plain_ends
+    first, last = model.layers.unquantized_blocks
     graphdef, leaves = nnx.split(model.layers)
     seen = []
     for i in range(L):
@@ -70,7 +71,7 @@ def gradients(model, run, x_BSD):
     ("ends", "scan", "remat"),
     [((1, 1), True, "block"), ((2, 0), True, "none"), ((0, 2), False, "dots")],
 )
-def test_plain_ends_are_blocks_one_after_another(ends, scan, remat):
+def test_unquantized_blocks_are_blocks_one_after_another(ends, scan, remat):
     """Outputs and every layer's gradient."""
     model = Stack(ends, scan=scan, remat=remat)
     x_BSD = jax.random.normal(jax.random.key(1), (2, 4, D))
@@ -83,7 +84,7 @@ def test_plain_ends_are_blocks_one_after_another(ends, scan, remat):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * np.abs(theirs).max())
 
 
-def test_plain_ends_copy_neither_weights_nor_gradients():
+def test_unquantized_blocks_copy_neither_weights_nor_gradients():
     """Temporaries of a step that updates weights in place, where these are nearly all that there is."""
 
     def temporaries(ends):

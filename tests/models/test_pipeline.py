@@ -18,8 +18,9 @@ from maxlp.families.llama import cost as estimate
 from maxlp.families.llama import task as language
 from maxlp.families.llama.model import Llama
 from maxlp.nn import layers
+from maxlp.nn import stack as stacks
 from maxlp.parallel import pipeline, sharding
-from maxlp.parallel.pipeline import Pipeline
+from maxlp.parallel.pipeline import PipelineConfig
 from maxlp.planning import hlo
 from maxlp.run import build
 from maxlp.run.config import ConfigError
@@ -111,7 +112,7 @@ def test_equal_to_one_device(case, one_device):
     np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), params, want)
     over_stages = [one for one in found if "stage" in one.axes and one.bytes > 64]
-    schedule = Pipeline(**how).over(mesh["stage"])
+    schedule = PipelineConfig(**how).over(mesh["stage"])
     rows = B // schedule.microbatches // mesh.get("data", 1) // mesh.get("fsdp", 1)
     x = rows * S * D * 4 // mesh.get("context", 1) // mesh.get("tensor", 1)
     ticks = [(one.kind, one.bytes) for one in over_stages if one.times >= schedule.ticks - 1]
@@ -155,7 +156,7 @@ def run_exact(mesh, microbatches=1, **how):
 )
 def test_delayed_scaling_is_that_of_microbatches_to_the_bit(mesh, rounds):
     want, losses = run_exact({}, microbatches=4)
-    ours, our_losses = run_exact(mesh, pipeline=Pipeline(4, rounds))
+    ours, our_losses = run_exact(mesh, pipeline=PipelineConfig(4, rounds))
     assert our_losses == losses and len(ours) == 2 * 3
     for path, history in want.items():
         assert np.all(history > 0), path
@@ -183,7 +184,7 @@ def test_delayed_scaling_of_a_bfloat16_llama_is_that_of_microbatches_to_the_bit(
     jax.tree.map(np.testing.assert_array_equal, ours, want)
 
 
-class Watch(nnx.Module):
+class Watch(stacks.Block):
     """Its state is largest for zeros, which only bubbles see."""
 
     def __init__(self, rngs):
@@ -200,9 +201,9 @@ def test_bubbles_leave_no_trace_in_the_state():
 
     @jax.jit
     def run(x_BSD):
-        stack = layers.stack(Watch, 4, nnx.Rngs(0))
+        stack = stacks.stack(Watch, 4, nnx.Rngs(0))
         call = lambda block, x, *_: (block(x), None)  # noqa: E731
-        y, _ = layers.apply_stack(stack, x_BSD, call, num_layers=4, scan=True, remat="none")
+        y, _ = stacks.apply_stack(stack, x_BSD, call, num_layers=4, scan=True, remat="none")
         return y, stack.seen[...]
 
     x_BSD = np.arange(1.0, 9.0, dtype=np.float32).reshape(8, 1, 1)
@@ -226,8 +227,8 @@ def test_routes_bring_every_block_where_it_runs(P, R):
 
 
 def test_bubble_is_smaller_with_rounds():
-    assert Pipeline().over(4).bubble == 3 / 7
-    assert Pipeline(8, 2).over(4).bubble == 3 / 19
+    assert PipelineConfig().over(4).bubble == 3 / 7
+    assert PipelineConfig(8, 2).over(4).bubble == 3 / 19
 
 
 def test_a_plan_counts_bubbles():

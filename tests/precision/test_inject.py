@@ -173,7 +173,7 @@ def test_apply_takes_a_config_section():
     )
     model = abstract()
     assert set(precision.apply(model, **section)) == PATHS | {"lm_head"}
-    assert model.layers.plain_ends == (1, 0)
+    assert model.layers.unquantized_blocks == (1, 0)
     assert model.layers.mlp.up_proj.dot_general.kernel_amax_history.shape == (2, 8)
     down = model.layers.mlp.down_proj.dot_general
     assert down.recipe.smooth == "balanced" and down.recipe.delayed == ("output_grad",)

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from maxlp.nn import layers
+from maxlp.nn import stack as stacks
 from maxlp.parallel import sharding
 from maxlp.precision import inject, make_recipe
 from maxlp.runtime.checkpoint import Checkpointer
@@ -26,7 +27,7 @@ LAYOUTS = [  # devices, microbatches, scan, remat; all against the first
 # --- a network without rounding: whatever the order of its sums, its numbers are the same to the bit ---
 
 
-class Block(nnx.Module):
+class Block(stacks.Block):
     def __init__(self, rngs):
         sizes = dict(axes=("embed", "mlp"), std=1.0, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs)
         self.up_proj = layers.Linear(8, 16, **sizes)
@@ -40,14 +41,14 @@ class Exact(nnx.Module):
     """Weights of -1, 0 and 1, few of them not 0; the loss weighs outputs by the batch's small integers."""
 
     def __init__(self, scan, remat, rngs, num_layers=3, **how):
-        self.layers = layers.stack(Block, num_layers, rngs)
+        self.layers = stacks.stack(Block, num_layers, rngs)
         for linear in (self.layers.up_proj, self.layers.down_proj):
             draw = jax.random.randint(rngs.params(), linear.kernel.shape, 0, 8)
             linear.kernel[...] = jnp.where(draw == 0, 1.0, jnp.where(draw == 1, -1.0, 0.0))
         self.how = nnx.static(dict(num_layers=num_layers, scan=scan, remat=remat, **how))
 
     def __call__(self, x_BSD):
-        return layers.apply_stack(self.layers, x_BSD, lambda block, x, *_: (block(x), None), **self.how)[0]
+        return stacks.apply_stack(self.layers, x_BSD, lambda block, x, *_: (block(x), None), **self.how)[0]
 
 
 def exact_loss(model, batch):
@@ -67,18 +68,18 @@ def exact_batch(seed):
     }
 
 
-def exact_model(scan, remat, plain_ends=0, **how):
+def exact_model(scan, remat, unquantized_blocks=0, **how):
     def make(rngs):
         model = Exact(scan, remat, rngs, **how)
         recipe = make_recipe("fp8_delayed", history=3)
-        inject(model, recipe, first_blocks=plain_ends, last_blocks=plain_ends)
+        inject(model, recipe, first_blocks=unquantized_blocks, last_blocks=unquantized_blocks)
         return model
 
     return make
 
 
-def run_exact(devices, microbatches, scan, remat, *, plain_ends=0, tx=None, steps=5):
-    make = exact_model(scan, remat, plain_ends)
+def run_exact(devices, microbatches, scan, remat, *, unquantized_blocks=0, tx=None, steps=5):
+    make = exact_model(scan, remat, unquantized_blocks)
     mesh = sharding.make_mesh(devices=jax.devices()[:devices])
     state, train = tiny.trainer(
         make, mesh=mesh, microbatches=microbatches, tx=tx or optax.sgd(0.0), loss_fn=exact_loss
@@ -106,11 +107,11 @@ def test_state_is_bit_equal_in_every_layout(layout, exact_reference):
         np.testing.assert_array_equal(ours[path], history, err_msg=path)
 
 
-def test_plain_ends_keep_no_history_and_do_not_depend_on_the_layout():
-    expected, losses = run_exact(1, 1, True, "none", plain_ends=1)
+def test_unquantized_blocks_keep_no_history_and_do_not_depend_on_the_layout():
+    expected, losses = run_exact(1, 1, True, "none", unquantized_blocks=1)
     for path, history in expected.items():
         assert np.all(history[1] > 0) and not np.any(history[[0, 2]]), path
-    ours, ours_losses = run_exact(4, 4, False, "block", plain_ends=1)
+    ours, ours_losses = run_exact(4, 4, False, "block", unquantized_blocks=1)
     assert ours_losses == losses
     jax.tree.map(np.testing.assert_array_equal, ours, expected)
     assert losses != run_exact(1, 1, True, "none")[1]

@@ -14,7 +14,7 @@ from flax import nnx
 
 from maxlp.families.clip import vit
 from maxlp.nn import attention as attentions
-from maxlp.nn import layers
+from maxlp.nn import layers, stack
 
 TEXT_POOLS = ("argmax", "eos", "last")
 MAX_LOGIT_SCALE = math.log(100)
@@ -118,7 +118,7 @@ class CLIP(nnx.Module):
       image_mean, image_std: of the channels, for pixels in [0, 1].
       dtype: of activations and matmuls. param_dtype: of the stored parameters.
       attention: name in `attention.ATTENTION`.
-      scan_layers, remat: see `layers.apply_stack` and `layers.REMAT_POLICIES`.
+      scan_layers, remat: see `stack.apply_stack` and `stack.REMAT_POLICIES`.
 
     Raises:
       ValueError: sizes that do not fit each other, unknown names.
@@ -150,7 +150,7 @@ class CLIP(nnx.Module):
             ("act", act, vit.ACTIVATIONS),
             ("init", init, vit.INITS),
             ("attention", attention, attentions.ATTENTION),
-            ("remat", remat, layers.REMAT_POLICIES),
+            ("remat", remat, stack.REMAT_POLICIES),
         ):
             if value not in known:
                 raise ValueError(f"model.{name}={value!r} is unknown; one of {', '.join(known)}")

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlp.nn import attention, layers
+from maxlp.nn import attention, layers, stack
 from maxlp.parallel.sharding import constrain
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -108,11 +108,11 @@ class Encoder:
         return layers.param(values.astype(self.param_dtype), (*(None,) * (len(shape) - 1), "norm"))
 
     def stack(self, rngs: nnx.Rngs) -> nnx.Module:
-        return layers.stack(lambda rngs: Block(self, rngs), self.num_layers, rngs)
+        return stack.stack(lambda rngs: Block(self, rngs), self.num_layers, rngs)
 
     def run(self, blocks: nnx.Module, x_BSD: jax.Array) -> jax.Array:
         with jax.named_scope("layers"):
-            return layers.apply_stack(
+            return stack.apply_stack(
                 blocks,
                 constrain(x_BSD, "batch", "act_seq", "act_embed"),
                 lambda block, x_BSD, *_: (block(x_BSD), None),
@@ -171,7 +171,7 @@ class Mlp(nnx.Module):
         return self.down_proj(constrain(self.act(self.up_proj(x_BSD)), "batch", "seq", "act_mlp"))
 
 
-class Block(nnx.Module):
+class Block(stack.Block):
     """Attention and MLP, each behind a norm, in front of a layer-scale and around a residual."""
 
     def __init__(self, c: Encoder, rngs: nnx.Rngs):

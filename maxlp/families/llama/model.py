@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlp.nn import attention, layers
+from maxlp.nn import attention, layers, stack
 from maxlp.nn.attention import ring
-from maxlp.parallel.pipeline import Pipeline
+from maxlp.parallel.pipeline import PipelineConfig
 from maxlp.parallel.sharding import constrain, constrain_gradient
 
 
@@ -83,7 +83,7 @@ class Mlp(nnx.Module):
         return self.down_proj(constrain(h_BSF, "batch", "seq", "act_mlp"))
 
 
-class Block(nnx.Module):
+class Block(stack.Block):
     """Attention and MLP, each behind a norm and around a residual."""
 
     def __init__(self, c: "Llama", rngs: nnx.Rngs):
@@ -121,8 +121,8 @@ class Llama(nnx.Module):
         smaller by ``sqrt(2 L)`` (GPT-2).
       dtype: of activations and matmuls. param_dtype: of the stored parameters.
       attention: name in `attention.ATTENTION`.
-      scan_layers, remat: see `layers.apply_stack` and `layers.REMAT_POLICIES`.
-      pipeline: fields of `pipeline.Pipeline`, for a mesh with stages.
+      scan_layers, remat: see `stack.apply_stack` and `stack.REMAT_POLICIES`.
+      pipeline: fields of `pipeline.PipelineConfig`, for a mesh with stages.
 
     Raises:
       ValueError: sizes that do not fit each other, unknown names.
@@ -169,7 +169,7 @@ class Llama(nnx.Module):
         self.attention = attention
         self.scan_layers = scan_layers
         self.remat = remat
-        self.pipeline = Pipeline(**(pipeline or {}))
+        self.pipeline = PipelineConfig(**(pipeline or {}))
         check(self)
 
         self.tok_embed = layers.Embed(
@@ -180,7 +180,7 @@ class Llama(nnx.Module):
             param_dtype=self.param_dtype,
             rngs=rngs,
         )
-        self.layers = layers.stack(lambda rngs: Block(self, rngs), num_layers, rngs)
+        self.layers = stack.stack(lambda rngs: Block(self, rngs), num_layers, rngs)
         self.final_norm = layers.RMSNorm(embed_dim, eps=norm_eps, param_dtype=self.param_dtype)
         self.lm_head = (
             None if tie_embeddings else self.linear(embed_dim, vocab_size, ("embed", "vocab"), rngs)
@@ -233,7 +233,7 @@ class Llama(nnx.Module):
             return block(x_BSD, *of_rows, layer_cache)
 
         with jax.named_scope("layers"):
-            x_BSD, kv = layers.apply_stack(
+            x_BSD, kv = stack.apply_stack(
                 self.layers,
                 x_BSD,
                 call,
@@ -314,7 +314,7 @@ def check(c: Llama) -> None:
         raise ValueError(f"model.head_dim={c.head_dim} is odd; rotary embedding turns pairs")
     for name, value, known in (
         ("attention", c.attention, attention.ATTENTION),
-        ("remat", c.remat, layers.REMAT_POLICIES),
+        ("remat", c.remat, stack.REMAT_POLICIES),
     ):
         if value not in known:
             raise ValueError(f"model.{name}={value!r} is unknown; one of {', '.join(known)}")

@@ -1,0 +1,249 @@
+"""Blocks stacked over layers: one scanned body, so that compile time does not grow with depth."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from maxlp.nn.layers import LINEAR_OUTPUT, Linear, dot_general
+from maxlp.parallel import pipeline as pipelines
+from maxlp.parallel.pipeline import PipelineConfig
+
+BLOCK_INPUT = "block_input"  # a name for remat policies
+
+_policies = jax.checkpoint_policies
+REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
+    "none": None,  # keep every activation
+    "block": _policies.nothing_saveable,  # keep the input of a block, recompute the rest
+    "dots": _policies.save_only_these_names(LINEAR_OUTPUT),  # keep the outputs of the weight matmuls
+    "offload": _policies.save_and_offload_only_these_names(  # like "block", with the inputs in host memory
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[BLOCK_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+# What a tick of a pipeline saves in addition, so that only its choice of weights is repeated.
+_TICK_POLICIES = {
+    "block": _policies.save_only_these_names(BLOCK_INPUT),
+    "dots": _policies.save_only_these_names(BLOCK_INPUT, LINEAR_OUTPUT),
+    "offload": REMAT_POLICIES["offload"],
+}
+
+
+class StackCall(NamedTuple):
+    """A call of `apply_stack`, as `Block.run_stack` receives it.
+
+    blocks: the stacked module.
+    x: the input of the first block.
+    num_layers: L.
+    layer: (x, params, state, unquantized) of one layer to (x, its new state). params and state are slices of
+      the module's `nnx.Param` and of its other variables.
+    """
+
+    blocks: "Block"
+    x: jax.Array
+    num_layers: int
+    layer: Callable[[jax.Array, Any, Any, bool], tuple[jax.Array, Any]]
+
+
+class Block(nnx.Module):
+    """Base class of the blocks of a stack.
+
+    Attributes:
+      unquantized_blocks: how many blocks at the start and at the end of the stack use plain `dot_general` in
+        their `Linear` layers, whatever replaced it there.
+      run_stack: replaces the forward pass of the whole stack; returns x and the stacked new state. This is
+        how a train step takes over the backward pass of a stack (`core.fused_backward`).
+    """
+
+    unquantized_blocks: tuple[int, int] = (0, 0)
+    run_stack: Callable[[StackCall], tuple[jax.Array, Any]] | None = None
+
+
+def stack(make_block: Callable[[nnx.Rngs], Block], num_layers: int, rngs: nnx.Rngs) -> Any:
+    """``num_layers`` blocks as one module whose leaves have a leading ``layers`` axis."""
+    vmapped = nnx.vmap(make_block, transform_metadata={nnx.PARTITION_NAME: "layers"})
+    return vmapped(rngs.split(num_layers))
+
+
+def apply_stack(
+    blocks: Block,
+    x: jax.Array,
+    call: Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, Any]],
+    per_row: Any = None,
+    per_layer: Any = None,
+    *,
+    num_layers: int,
+    scan: bool,
+    remat: str,
+    pipeline: PipelineConfig | None = None,
+) -> tuple[jax.Array, Any]:
+    """Runs stacked blocks: ``x, out = call(block, x, per_row, per_layer[i])`` for each layer i.
+
+    The scanned form keeps compile time independent of depth; the unrolled one is for debugging and for
+    small models. State that the blocks change (FP8 scales) is written back to ``blocks``.
+
+    On a mesh with stages the blocks run as a pipeline, unless there is something ``per_layer`` (the cache of
+    generation) or the batch does not divide into microbatches.
+
+    Args:
+      per_row: arrays with the batch axis of ``x`` first; in a pipeline a call gets those of its microbatch.
+      per_layer: arrays with the layers axis first.
+      num_layers: L.
+      scan: False unrolls the loop over layers.
+      remat: a key of `REMAT_POLICIES`.
+      pipeline: the schedule on a mesh with stages.
+
+    Returns:
+      ``x`` after the last block, and the stacked ``out`` of all blocks (None from a pipeline).
+    """
+    graphdef, params, state = nnx.split(blocks, nnx.Param, ...)
+    unquantized_blocks = blocks.unquantized_blocks
+
+    def layer(x: jax.Array, params: Any, state: Any, rows: Any, at: Any, unquantized: bool = False) -> Any:
+        block = nnx.merge(graphdef, params, state)
+        x = checkpoint_name(x, BLOCK_INPUT)
+        x, out = call(_without_quantization(block) if unquantized else block, x, rows, at)
+        return x, (state if unquantized else nnx.state(block, nnx.Not(nnx.Param)), out)
+
+    schedule = (pipeline or PipelineConfig()).in_mesh(x.shape[0]) if per_layer is None else None
+    outs = None
+    if blocks.run_stack is not None:
+
+        def one(x: jax.Array, params: Any, state: Any, unquantized: bool) -> tuple[jax.Array, Any]:
+            x, (state, _) = layer(x, params, state, per_row, None, unquantized)
+            return x, state
+
+        x, new_state = blocks.run_stack(StackCall(blocks, x, num_layers, one))
+    elif schedule is not None:
+        assert unquantized_blocks == (0, 0), "refused by run.constraints"
+
+        def of_microbatch(x: jax.Array, params: Any, state: Any, rows: Any) -> tuple[jax.Array, Any]:
+            x, (state, _) = layer(x, params, state, rows, None)
+            return x, state
+
+        x, new_state = pipelines.run(
+            of_microbatch,
+            x,
+            per_row,
+            params,
+            state,
+            schedule=schedule,
+            remat=_remat(REMAT_POLICIES, remat),
+            remat_tick=_remat(_TICK_POLICIES, remat),
+        )
+    elif scan and num_layers > 1 and unquantized_blocks == (0, 0):
+        body = _remat(REMAT_POLICIES, remat)(lambda x, at: layer(x, at[0], at[1], per_row, at[2]))
+        x, (new_state, outs) = jax.lax.scan(body, x, (params, state, per_layer))
+    else:
+
+        def of_part(x: jax.Array, params: Any, rest: Any, unquantized: bool) -> tuple[jax.Array, Any]:
+            return layer(x, params, rest[0], per_row, rest[1], unquantized)
+
+        parts = stack_parts(num_layers, unquantized_blocks)
+        x, (new_state, outs) = _in_parts(of_part, x, params, (state, per_layer), parts, scan, remat)
+    nnx.update(blocks, new_state)
+    return x, outs
+
+
+def stack_parts(num_layers: int, unquantized_blocks: tuple[int, int]) -> list[tuple[int, int, bool]]:
+    """(start, stop, unquantized) of the unquantized blocks at both ends and of those between; none empty."""
+    first, last = unquantized_blocks
+    cuts = (0, first, num_layers - last, num_layers)
+    parts = zip(cuts[:-1], cuts[1:], (True, False, True), strict=True)
+    return [(start, stop, unquantized) for start, stop, unquantized in parts if start < stop]
+
+
+def _in_parts(
+    layer: Callable,
+    x: jax.Array,
+    params: Any,
+    rest: Any,
+    parts: list[tuple[int, int, bool]],
+    scan: bool,
+    remat: str,
+) -> Any:
+    """The parts of a stack, each a loop of its own.
+
+    (A condition inside a single loop would make a GPU ask the host at every layer, and would keep the
+    activations of both branches.) Slicing a part out of the stacked weights would copy them, and joining the
+    gradients of the parts would copy those. So every loop reads from the whole stacks, and the stacks pass
+    through all loops once more, unchanged, for the sake of their gradient: in the backward pass it is one
+    buffer into which each layer writes its own. (For stacks that a loop only reads, JAX adds a gradient of
+    the whole size in every iteration.)
+    """
+    carry, outs = (x, params), []
+    for start, stop, unquantized in parts:
+
+        def at_index(x: jax.Array, i: Any, taken: Any, rest: Any, unquantized=unquantized) -> Any:
+            # What is recomputed reads the layer from the stack, so remat saves an index, not weights.
+            here = jax.tree.map(lambda stack: _index(stack, i), jax.lax.stop_gradient(params))
+            return layer(x, jax.tree.map(_with_gradient_of, here, taken), rest, unquantized)
+
+        scanned = scan and stop - start > 1
+        at_index = _remat(REMAT_POLICIES, remat, prevent_cse=not scanned)(at_index)
+
+        def body(carry: Any, at: Any, at_index=at_index) -> tuple[Any, Any]:
+            (x, stacks), (i, rest) = carry, at
+            stacks, taken = _take(stacks, i)
+            x, out = at_index(x, i, taken, rest)
+            return (x, stacks), out
+
+        part = jnp.arange(start, stop), jax.tree.map(lambda leaf, s=slice(start, stop): leaf[s], rest)
+        carry, out = (jax.lax.scan if scanned else _unrolled)(body, carry, part)
+        outs.append(out)
+    return carry[0], jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outs)
+
+
+def _unrolled(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any, Any]:
+    """`jax.lax.scan` without a loop."""
+    ys = []
+    for i in range(len(jax.tree.leaves(xs)[0])):
+        carry, y = body(carry, jax.tree.map(lambda leaf, i=i: leaf[i], xs))
+        ys.append(y)
+    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *ys)
+
+
+@jax.custom_vjp
+def _take(stacks: Any, i: Any) -> tuple[Any, Any]:
+    """The stacks, and layer i of them. Take each layer once only: its gradient is written, not added."""
+    return stacks, jax.tree.map(lambda stack: _index(stack, i), stacks)
+
+
+def _take_bwd(i: Any, gradients: tuple[Any, Any]) -> tuple[Any, None]:
+    write = functools.partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
+    return jax.tree.map(write, *gradients), None
+
+
+_take.defvjp(lambda stacks, i: (_take(stacks, i), i), _take_bwd)
+
+
+@jax.custom_jvp
+def _with_gradient_of(value: jax.Array, other: jax.Array) -> jax.Array:
+    """``value``, whose gradient goes to ``other``."""
+    return value
+
+
+_with_gradient_of.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
+
+
+def _index(stack: jax.Array, i: Any) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stack, i, keepdims=False)
+
+
+def _remat(policies: dict, name: str, prevent_cse: bool = False) -> Callable[[Callable], Callable]:
+    if name == "none":
+        return lambda function: function
+    return functools.partial(jax.checkpoint, policy=policies[name], prevent_cse=prevent_cse)
+
+
+def _without_quantization(block: nnx.Module) -> nnx.Module:
+    for _, module in nnx.iter_modules(block):
+        if isinstance(module, Linear):
+            module.dot_general = nnx.static(dot_general)
+    return block
