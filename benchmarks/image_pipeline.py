@@ -27,7 +27,7 @@ from PIL import Image
 from configs.clip import debug
 from maxlp.core import train_step as step
 from maxlp.data import DATA
-from maxlp.parallel import sharding
+from maxlp.parallel.batches import device_batches
 from maxlp.run import build
 
 PHOTOS = 48
@@ -75,7 +75,7 @@ def stall(turns: int = 6, steps: int = 25) -> None:
         train_step = build.train_step(c, graphdef, abstract, mesh)
         batches = iter(build.train_data(c, build.tokenizer(c, Path(folder))))
         batches.start_prefetch()
-        stream = sharding.device_batches(batches, mesh)
+        stream = device_batches(batches, mesh)
         one, _ = next(stream)
         state, out = train_step(state, one)
         seconds: dict[str, list[float]] = {"pipeline": [], "one batch": []}

@@ -34,6 +34,7 @@ from maxlp.families.llama.model import Llama
 from maxlp.nn import layers
 from maxlp.numerics import formats
 from maxlp.parallel import sharding
+from maxlp.parallel.batches import global_batch
 from maxlp.precision import QuantDot
 from maxlp.runtime import metrics
 
@@ -216,7 +217,7 @@ def train_step(recipe, repeats: int, *, batch: int, length: int, **sizes) -> dic
             tx=tx,
             schedule=schedule,
         )
-        data = sharding.global_batch(data, mesh)
+        data = global_batch(data, mesh)
         compiled = function.lower(state, data).compile()
         times = []
         for _ in range(repeats + 2):

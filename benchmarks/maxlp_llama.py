@@ -20,6 +20,7 @@ from maxlp.core import train_step as step
 from maxlp.families.llama import task as language
 from maxlp.families.llama.model import Llama
 from maxlp.parallel import sharding
+from maxlp.parallel.batches import global_batch
 
 
 def main() -> None:
@@ -94,7 +95,7 @@ def main() -> None:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
         init = functools.partial(step.init_state, make_model, tx, 0)
         state = jax.jit(init, out_shardings=shardings)()
-        batch = sharding.global_batch(batch, mesh)
+        batch = global_batch(batch, mesh)
         train_step = step.jit_train_step(
             abstract,
             mesh,

@@ -31,6 +31,7 @@ from maxlp.core import train_step as step
 from maxlp.families.llama import task as language
 from maxlp.families.llama.model import Llama
 from maxlp.parallel import sharding
+from maxlp.parallel.batches import global_batch
 
 BARS = {"stable_adamw": 1.05, "galore, randomized": 1.10}
 COMMON = dict(
@@ -156,7 +157,7 @@ def main() -> None:
     if args.only:
         chosen = {name: chosen[name] for name in args.only.split(";")}
     with jax.set_mesh(mesh):
-        batch = sharding.global_batch(batch, mesh)
+        batch = global_batch(batch, mesh)
         mask = functools.partial(optim.decay_mask, decay_embeddings=False)
         adamw = optax.adamw(1e-3, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=mask)
         runs = {

@@ -14,6 +14,7 @@ from maxlp.core import train_step as step
 from maxlp.families.llama import task as language
 from maxlp.families.llama.model import Llama
 from maxlp.parallel import sharding
+from maxlp.parallel.batches import global_batch
 from maxlp.planning import topologies
 
 MODEL = dict(
@@ -88,7 +89,7 @@ class Setup:
             state = jax.jit(init, out_shardings=self.places)()
             function, out = self.compiled(released), []
             for i in range(steps):
-                state, metrics = function(state, sharding.global_batch(batch(i), self.mesh))
+                state, metrics = function(state, global_batch(batch(i), self.mesh))
                 out.append({k: float(v) for k, v in metrics.items()})
         return jax.device_get(state), out
 

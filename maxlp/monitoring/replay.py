@@ -22,7 +22,7 @@ from maxlp.monitoring import guards as guard
 from maxlp.monitoring import statistics
 from maxlp.monitoring.spikes import PRECISIONS, Policy
 from maxlp.monitoring.watch import Crossing, first_to_cross, read_record
-from maxlp.parallel import sharding
+from maxlp.parallel.batches import device_batches
 from maxlp.run import build
 from maxlp.run import run_dir as files
 from maxlp.runtime import checkpoint
@@ -78,9 +78,7 @@ def replay(
             statistics=build.statistics(c),
         )
         seen = []
-        for n, (batch, _) in enumerate(
-            sharding.device_batches(batches, mesh, spike_step - start), start + 1
-        ):
+        for n, (batch, _) in enumerate(device_batches(batches, mesh, spike_step - start), start + 1):
             state, metrics = train_step(state, batch)
             tensors = {key: metrics[key] for key in ("rms", "grad_norms") if key in metrics}
             numbers = {key: statistics.numbers(jax.device_get(value)) for key, value in tensors.items()}

@@ -6,7 +6,7 @@
 
 A new optimizer is one new file with a `scale_by_<x>` that takes what it needs of `b1, b2, eps, mu_dtype`
 and its own options as keywords, and one entry in `OPTIMIZERS`. States lie on a mesh like their
-parameters: see `maxlp.sharding.opt_state_shardings`.
+parameters: see `parallel.opt_state`.
 """
 
 import inspect

@@ -15,7 +15,7 @@ the projector has the dtype of the parameter, and its signs are left to the SVD 
 is kept across a refresh and the run depends on them; on a mesh every device gathers every gradient.
 
 Sharding. The moments of R carry all mesh axes of their kernel on the long dim, the projector on the
-short one (`maxlp.sharding.opt_state_shardings` derives both from the shapes). The gradient is asked to
+short one (`parallel.opt_state` derives both from the shapes). The gradient is asked to
 have its short dim whole, so that PᵀG and P·inner(R) need no communication: it changes from one split to
 another, which moves each element once, and only the projector is gathered. `basis="randomized"` sums
 (m, r) blocks over devices; `basis="svd"` gathers one layer's gradient at a time, at a refresh.

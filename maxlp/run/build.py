@@ -29,7 +29,8 @@ from maxlp.monitoring import guards as guard
 from maxlp.monitoring.spikes import Policy
 from maxlp.monitoring.statistics import tensor_statistics
 from maxlp.parallel import sharding
-from maxlp.parallel.pipeline import PipelineConfig
+from maxlp.parallel.batches import batch_part
+from maxlp.parallel.schedule import PipelineConfig
 from maxlp.precision import health as precision_health
 from maxlp.run.config import ConfigError, bind, call
 from maxlp.runtime import checkpoint, distributed, metrics
@@ -280,7 +281,7 @@ def heldout(c: ConfigDict, tokenizer: str, of_training: bool = False) -> Any:
 
 
 def _data_extra(c: ConfigDict, tokenizer: str) -> dict:
-    index, count = sharding.batch_part(jax.sharding.get_mesh())
+    index, count = batch_part(jax.sharding.get_mesh())
     return {"tokenizer": tokenizer, "seed": c.train.seed, "process_index": index, "process_count": count}
 
 
@@ -389,7 +390,7 @@ def check_stages(c: ConfigDict, stages: int, rows: int, matmuls: dict[str, str])
     Args:
       rows: of the batch on one device, in one of its microbatches.
     """
-    s = pipeline(c).over(stages)
+    s = pipeline(c).schedule(stages)
     key, mesh = "config.model.pipeline", f"config.mesh.stage={stages}"
     for name, value in (("microbatches", s.microbatches), ("rounds", s.rounds)):
         if value < 1:

@@ -14,6 +14,7 @@ from maxlp.numerics import blockwise as codes
 from maxlp.optim.galore import BASES, galore
 from maxlp.optim.stable_adamw import scale_by_stable_adam
 from maxlp.parallel import sharding
+from maxlp.parallel.opt_state import opt_state_shardings
 from tests.optim.common import assert_trees_close, is_shape, random_tree, run
 
 GOLDEN = Path(__file__).parent / "goldens" / "galore.npz"
@@ -276,7 +277,7 @@ def compiled_step(tx, mesh):
     """A compiled step with pinned shardings, and its state and parameters, on a mesh."""
     params = placed(random_tree(WIDE, 50), mesh)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-    where = sharding.opt_state_shardings(tx, abstract, mesh)
+    where = opt_state_shardings(tx, abstract, mesh)
     state = jax.jit(tx.init, out_shardings=where)(params)
 
     def step(grads, state, params):

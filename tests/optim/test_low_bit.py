@@ -10,6 +10,7 @@ from maxlp.optim.galore import galore
 from maxlp.optim.low_bit import bytes_per_parameter, low_bit, state_bytes
 from maxlp.optim.stable_adamw import scale_by_stable_adam
 from maxlp.parallel import sharding
+from maxlp.parallel.opt_state import opt_state_shardings
 from tests.optim.common import assert_trees_close, assert_trees_equal, random_tree, run
 
 ADAM = optax.scale_by_adam(0.9, 0.98, 1e-8)
@@ -114,7 +115,7 @@ def test_codes_and_scales_lie_like_their_parameter():
     abstract = {"layers": {"kernel": jax.ShapeDtypeStruct((2, 64, 128), jnp.float32, sharding=where)}}
     for options, scale_spec in ((dict(block_size=16), where.spec), ({}, P(None, None, None))):
         tx = low_bit(ADAM, **options)
-        shardings = sharding.opt_state_shardings(tx, abstract, mesh)
+        shardings = opt_state_shardings(tx, abstract, mesh)
         state = jax.jit(tx.init, out_shardings=shardings)({"layers": {"kernel": jnp.ones((2, 64, 128))}})
         nu = state.inner.nu["layers"]["kernel"]
         assert nu.codes.sharding == where

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from maxlp import optim
 from maxlp.optim.pure_bf16 import METHODS, pure_bf16
 from maxlp.parallel import sharding
+from maxlp.parallel.opt_state import opt_state_shardings
 from maxlp.runtime.checkpoint import Checkpointer, restore
 from tests.optim.common import assert_trees_equal, jitted_step, random_tree, run
 
@@ -153,7 +154,7 @@ def test_sharded_equals_one_device_and_the_compensation_lies_like_its_parameter(
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
         )
-        where = sharding.opt_state_shardings(tx, abstract, mesh)
+        where = opt_state_shardings(tx, abstract, mesh)
         state = jax.jit(tx.init, out_shardings=where)(params)
         step = jax.jit(jitted_step(tx), out_shardings=(places, where))
         for i in range(3):

@@ -1,4 +1,4 @@
-"""Where `sharding.opt_state_shardings` puts the state of each kind of transformation."""
+"""Where `opt_state_shardings` puts the state of each kind of transformation."""
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlp import optim
 from maxlp.parallel import sharding
+from maxlp.parallel.opt_state import opt_state_shardings
 
 BASE = dict(
     learning_rate=1e-2,
@@ -34,7 +35,7 @@ def placed():
 
 
 def born(tx, abstract, mesh):
-    shardings = sharding.opt_state_shardings(tx, abstract, mesh)
+    shardings = opt_state_shardings(tx, abstract, mesh)
     params = jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype), abstract)
     return jax.jit(tx.init, out_shardings=shardings)(params)
 

@@ -14,6 +14,7 @@ from maxlp.core import gradients
 from maxlp.core import train_step as step
 from maxlp.families.llama import task as language
 from maxlp.parallel import sharding
+from maxlp.parallel.batches import global_batch
 from maxlp.precision import health, make_recipe
 from tests.precision import tiny
 
@@ -37,9 +38,9 @@ def prepared(devices=1, microbatches=1):
 def measured(batch, devices=1, microbatches=1, change=lambda state: state):
     mesh, state, _, measure = prepared(devices, microbatches)
     with jax.set_mesh(mesh):
-        program = jax.jit(measure).lower(change(state), sharding.global_batch(batch, mesh))
+        program = jax.jit(measure).lower(change(state), global_batch(batch, mesh))
         compiled = program.compile(compiler_options={"xla_allow_excess_precision": False})
-        return compiled(change(state), sharding.global_batch(batch, mesh))
+        return compiled(change(state), global_batch(batch, mesh))
 
 
 def test_amax_scale_and_age_are_those_of_the_training_step():

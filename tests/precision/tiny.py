@@ -11,6 +11,7 @@ from maxlp.core import train_step as step
 from maxlp.families.llama import task as language
 from maxlp.families.llama.model import Llama
 from maxlp.parallel import sharding
+from maxlp.parallel.batches import global_batch
 
 SIZES = dict(
     vocab_size=64,
@@ -79,7 +80,7 @@ def trainer(make, *, mesh=None, microbatches=1, tx=None, loss_fn=language.next_t
 
     def run(state, batch):
         with jax.set_mesh(mesh):
-            batch = sharding.global_batch(batch, mesh)
+            batch = global_batch(batch, mesh)
             if not compiled:
                 compiled.append(train.lower(state, batch).compile(compiler_options=options))
             return compiled[0](state, batch)
