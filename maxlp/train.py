@@ -24,10 +24,9 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import maxlp
-from maxlp import report
 from maxlp.core import train_step as step
 from maxlp.data import merge_states
-from maxlp.monitoring import guards as spike_guard
+from maxlp.monitoring import guards
 from maxlp.monitoring.statistics import flat
 from maxlp.monitoring.watch import Watch
 from maxlp.parallel import sharding
@@ -54,8 +53,8 @@ def main() -> int:
         try:
             with contextlib.ExitStack() as stack:
                 return train(c, workdir, stack, startup)
-        except spike_guard.RolledBack as event:
-            distributed.say(spike_guard.roll_back(workdir, event.spike, build.spike_policy(c)))
+        except guards.RollbackRequested as event:
+            distributed.say(guards.roll_back(workdir, event.spike, build.spike_policy(c)))
             startup = Startup(time.time())
 
 
@@ -101,14 +100,14 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     if (restored := checkpoints.restore_latest(abstract)) is not None:
         start, state = restored.step, restored.state
         batches.set_state(restored.data_state)
-        watch.set_state(restored.meta.get("watch", watch.get_state()))  # older checkpoints have none
+        watch.set_meta(restored.meta)
     else:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
         init = functools.partial(step.init_state, make_model, tx, loop.seed, judges)
         state = jax.jit(init, out_shardings=shardings)()
         if loop.init_from:
             state["params"] = load_params(loop.init_from, abstract["params"])
-    spike_guard.pass_over(workdir, start, batches)
+    guards.skip_excluded_batches(workdir, start, batches)
     if start >= loop.total_steps:
         distributed.say(f"{workdir} is at step {start} of {loop.total_steps}: nothing is left to train")
         return 0
@@ -188,7 +187,9 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
 
     checkpoints.wait()
     if distributed.is_primary():
-        report.plot_curves(workdir)
+        from maxlp.monitoring.curves import plot_curves
+
+        plot_curves(workdir)
         distributed.say(f"done: {workdir}/loss.png; python -m maxlp.report {workdir} tells more")
     return 0
 
