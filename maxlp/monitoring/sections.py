@@ -206,8 +206,9 @@ def _spike_text(spike: Spike) -> str:
 def _first_tensor(record: Mapping[str, Any]) -> str:
     if not (first := record.get("first")):
         return ""
-    ahead = counted(record["step"] - first["step"], "step")
-    return f"; first tensor {first['tensor']}, RMS_t {first['value']:.2f}, {ahead} earlier"
+    ahead = record["step"] - first["step"]
+    when = f"{counted(ahead, 'step')} earlier" if ahead else "in the same step"
+    return f"; first tensor {first['tensor']}, RMS_t {first['value']:.2f}, {when}"
 
 
 def health_lines(run: Run) -> Lines:

@@ -33,7 +33,8 @@ def trees_equal(a, b):
 
 B2, TX = 0.95, optax.adam(0.01, b2=0.95)
 TOTAL_STEPS = 20
-TOY = dict(window=8, min_history=4, merge_steps=2, rewind_steps=3, skip_batches=2, lead=2)  # of `SpikeConfig`
+# Settings of `SpikeConfig` for a run so short.
+TOY = dict(window=8, min_history=4, merge_steps=2, rewind_steps=3, skip_batches=2, lead=2)
 
 
 class Batches:
