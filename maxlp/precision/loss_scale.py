@@ -56,7 +56,7 @@ class DynamicLossScale:
     def init(self) -> State:
         return {"scale": jnp.float32(self.initial), "good_steps": jnp.int32(0)}
 
-    def judge(self, state: State, metrics: dict[str, jax.Array]) -> tuple[jax.Array, State, State]:
+    def accept(self, state: State, metrics: dict[str, jax.Array]) -> tuple[jax.Array, State, State]:
         """Whether a step counts (`step.Judge`): if the norm of all of its gradients is finite.
 
         Returns:

@@ -25,9 +25,9 @@ from maxlp.data import DATA
 from maxlp.data import tokenizer as tokenizers
 from maxlp.families import MODELS, TASKS
 from maxlp.families.llama import task as language
-from maxlp.monitoring import guards as guard
-from maxlp.monitoring.spikes import Policy
-from maxlp.monitoring.statistics import tensor_statistics
+from maxlp.monitoring import guards
+from maxlp.monitoring.spikes import SpikeConfig
+from maxlp.monitoring.statistics import optimizer_rms, tensor_statistics
 from maxlp.parallel import sharding
 from maxlp.parallel.batches import batch_part
 from maxlp.parallel.schedule import PipelineConfig
@@ -127,20 +127,21 @@ def judges(c: ConfigDict) -> step.Judges:
     found: dict[str, step.Judge] = {}
     if (loss_scale := c.precision.get("loss_scale")) is not None:
         found["loss_scale"] = call(precision.DynamicLossScale, "precision.loss_scale", loss_scale)
-    return found | guard.judges(spike_policy(c))
+    return found | guards.gates(spike_policy(c))
 
 
-def spike_policy(c: ConfigDict) -> Policy:
+def spike_policy(c: ConfigDict) -> SpikeConfig:
     """What counts as a spike, and what is done about it."""
-    return call(Policy, "spikes", {key: value for key, value in c.spikes.items() if key != "statistics"})
+    return call(SpikeConfig, "spikes", c.spikes)
 
 
 def statistics(c: ConfigDict) -> step.Statistics:
-    """What each step tells of single tensors: see `diagnostics.statistics`."""
-    if not c.spikes.get("statistics", True):
+    """What each step tells of single tensors: see `monitoring.statistics`."""
+    if not spike_policy(c).statistics:
         return step.no_statistics
     o = c.optimizer
-    return functools.partial(tensor_statistics, b2=o.b2, eps=o.eps, clip_norm=o.clip_norm)
+    rms = functools.partial(optimizer_rms, b2=o.b2, eps=o.eps, clip_norm=o.clip_norm)
+    return functools.partial(tensor_statistics, rms=rms)
 
 
 def health_every(c: ConfigDict) -> int:

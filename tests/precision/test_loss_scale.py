@@ -35,7 +35,7 @@ def test_the_scale_follows_an_independent_model(lowest, highest):
     ours = DynamicLossScale(8.0, 3, lowest, highest)
 
     def judge(state, ok):
-        verdict, state, metrics = ours.judge(state, {"grad_norm": jnp.where(ok, 1.0, jnp.nan)})
+        verdict, state, metrics = ours.accept(state, {"grad_norm": jnp.where(ok, 1.0, jnp.nan)})
         return state, (verdict, metrics["loss_scale"])
 
     last, (verdicts, used) = jax.jit(lambda s: jax.lax.scan(judge, s, jnp.asarray(finite)))(ours.init())
