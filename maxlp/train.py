@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import maxlp
-from maxlp.core.train_state import State, abstract_state, init_state, num_params, shardings
+from maxlp.core.train_state import State, abstract_state, num_params
 from maxlp.core.train_step import jit_step
 from maxlp.data import merge_states
 from maxlp.monitoring import guards
@@ -39,7 +39,7 @@ from maxlp.run.restore import evaluated
 from maxlp.run.settings import Settings
 from maxlp.run.tokenizer import prepare_tokenizer
 from maxlp.runtime import distributed, hardware
-from maxlp.runtime.checkpoint import Checkpointer, load_params
+from maxlp.runtime.checkpoint import Checkpointer
 from maxlp.runtime.distributed import is_primary, print_primary
 from maxlp.runtime.throughput import Throughput
 from maxlp.runtime.writers import MetricWriter
@@ -62,8 +62,8 @@ def main() -> int:
         try:
             with contextlib.ExitStack() as stack:
                 return train(c, workdir, stack, startup)
-        except guards.RolledBack as event:
-            print_primary(guards.roll_back(workdir, event.spike, event.policy))
+        except guards.RollbackRequested as request:
+            print_primary(guards.roll_back(workdir, request.spike, request.config))
             startup = Startup(time.time())
 
 
@@ -101,7 +101,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     checkpoints = stack.enter_context(s.checkpoint(directory=workdir / "checkpoints"))
     watch = Watch(s.spikes)
     state, start = restore_or_init(run, abstract, checkpoints, batches, watch)
-    guards.skip_batches(workdir, start, batches)
+    guards.skip_excluded_batches(workdir, start, batches)
     if start >= s.train.total_steps:
         print_primary(f"{workdir} is at step {start} of {s.train.total_steps}: nothing is left to train")
         return 0
@@ -185,16 +185,11 @@ def restore_or_init(
     run: Experiment, abstract: State, checkpoints: Checkpointer, batches: Any, watch: Watch
 ) -> tuple[State, int]:
     """The newest sound checkpoint's state, or a fresh one; and the number of finished steps."""
-    if (restored := checkpoints.restore_latest(abstract)) is not None:
-        batches.set_state(restored.data_state)
-        watch.set_state(restored.meta.get("watch", watch.get_state()))  # absent in older checkpoints
-        return restored.state, restored.step
-    train = run.settings.train
-    init = functools.partial(init_state, run.make_model, run.tx, train.seed, run.gates)
-    state = jax.jit(init, out_shardings=shardings(abstract))()
-    if train.init_from:
-        state["params"] = load_params(train.init_from, abstract["params"])
-    return state, 0
+    if (restored := checkpoints.restore_latest(abstract)) is None:
+        return run.initial_state(abstract), 0
+    batches.set_state(restored.data_state)
+    watch.set_meta(restored.meta)
+    return restored.state, restored.step
 
 
 def record_start(workdir: Path, c: ConfigDict, start: int, abstract: State) -> None:

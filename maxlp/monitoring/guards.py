@@ -79,9 +79,10 @@ def gates(config: SpikeConfig) -> dict[str, SkipGuard]:
 class RollbackRequested(Exception):
     """Raised inside a training loop at a spike; its caller rolls the run back and trains again."""
 
-    def __init__(self, spike: Spike) -> None:
+    def __init__(self, spike: Spike, config: SpikeConfig) -> None:
         super().__init__(f"the loss of step {spike.step} is {spike.loss:.4g}")
         self.spike = spike
+        self.config = config
 
 
 def roll_back(workdir: Path, spike: Spike, config: SpikeConfig) -> str:

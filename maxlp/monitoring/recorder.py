@@ -42,7 +42,7 @@ class Recorder:
           wait: whether to wait for this step, as before an evaluation or a checkpoint.
 
         Raises:
-          guards.RolledBack: the run is to go back to before a spike.
+          guards.RollbackRequested: the run is to go back to before a spike.
           FloatingPointError: the loss is not finite.
         """
         for done, values in self._fetch.push(step, metrics, wait=wait):

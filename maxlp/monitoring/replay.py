@@ -9,21 +9,25 @@ recur in float32, low precision caused it.
 """
 
 import contextlib
-import functools
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
-from maxlp.core import train_step as step
+from maxlp.core.train_state import State, abstract_state
+from maxlp.core.train_step import jit_step
 from maxlp.monitoring import guards, statistics
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.monitoring.watch import Crossing, checkpoint_before, first_to_cross, read_record
-from maxlp.parallel import sharding
-from maxlp.run import build, run_dir
+from maxlp.parallel.batches import device_batches
+from maxlp.precision.recipes import RecipeOptions
+from maxlp.run import run_dir
+from maxlp.run.experiment import make_data, resolve_settings
+from maxlp.run.settings import Settings, read
+from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import checkpoint
 
 PRECISIONS = {"recipe": None, "bf16": "bfloat16", "float32": "float32"}  # name: dtype of all matmuls
@@ -52,51 +56,46 @@ def replay(workdir: Path, spike_step: int, precision: str = "recipe", log: Log =
     Raises:
       ValueError: an unknown precision, no run in the workdir, or no checkpoint from before that step.
     """
-    c = with_precision(run_dir.load_config(workdir), precision)
-    c.spikes.statistics = True
-    spikes, mesh = build.spike_policy(c), build.mesh(c)
-    build.check(c, mesh)
-    make_model, (tx, schedule), gates = build.model(c), build.tx(c), build.judges(c)
-    with jax.set_mesh(mesh), contextlib.closing(_training_batches(c, workdir)) as batches:
-        graphdef, abstract = step.abstract_state(make_model, tx, mesh, gates)
-        root = find_checkpoint(workdir, spike_step, spikes.lead)
+    s = with_precision(read(run_dir.load_config(workdir)), precision)
+    run = resolve_settings(s)
+    tokenizer = saved_tokenizer(s.data.tokenizer, workdir)
+    batches = iter(make_data(s, tokenizer, "train", run.mesh))
+    with jax.set_mesh(run.mesh), contextlib.closing(batches):
+        graphdef, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+        root = find_checkpoint(workdir, spike_step, s.spikes.lead)
         if root is None:
-            init = functools.partial(step.init_state, make_model, tx, c.train.seed, gates)
-            state, start = fresh_state(init, abstract, c.train.init_from), 0
+            state, start = run.initial_state(abstract), 0
         else:
             state, start = restore_state(root, abstract, batches, precision)
         guards.skip_excluded_batches(workdir, start, batches)
-        train_step = step.jit_train_step(
-            abstract,
-            mesh,
-            graphdef=graphdef,
-            gradients=build.task(c).gradients(c),
-            tx=tx,
-            schedule=schedule,
-            judges=gates,
-            statistics=build.statistics(c),
-        )
+        train_step = jit_step(run.step, graphdef, abstract, run.mesh)
         log(f"replaying steps {start + 1} to {spike_step}, precision {precision}")
-        ahead = (batch for batch, _ in sharding.device_batches(batches, mesh, spike_step - start))
+        ahead = (batch for batch, _ in device_batches(batches, run.mesh, spike_step - start))
         records = list(replay_steps(train_step, state, ahead, start + 1, log))
-    finding = examine(records, spikes)
-    for line in finding_lines(finding, spike_step, spikes):
+    finding = examine(records, s.spikes)
+    for line in finding_lines(finding, spike_step, s.spikes):
         log(line)
     return finding
 
 
-def with_precision(c: ConfigDict, precision: str) -> ConfigDict:
-    """The config with all matmuls in one precision; "recipe" changes nothing."""
+def with_precision(s: Settings, precision: str) -> Settings:
+    """The settings with all matmuls in one precision ("recipe" changes nothing), and with statistics.
+
+    Gradients are not released, because statistics of tensors need all of them.
+    """
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r} is unknown; choose one of: {', '.join(PRECISIONS)}")
-    if dtype := PRECISIONS[precision]:
-        c.model.dtype = dtype
-        c.precision.update(recipe="bf16", options=ConfigDict(), rules=(), smooth_swiglu="none")
-    return c
-
-
-def _training_batches(c: ConfigDict, workdir: Path) -> Any:
-    return iter(build.train_data(c, build.saved_tokenizer(c, workdir)))
+    s = dataclasses.replace(
+        s,
+        spikes=dataclasses.replace(s.spikes, statistics=True),
+        train=dataclasses.replace(s.train, release_gradients=False),
+    )
+    if not (dtype := PRECISIONS[precision]):
+        return s
+    plain = dataclasses.replace(
+        s.precision, recipe="bf16", options=RecipeOptions(), rules=(), smooth_swiglu="none"
+    )
+    return dataclasses.replace(s, model=dataclasses.replace(s.model, dtype=dtype), precision=plain)
 
 
 # --- where to start -----------------------------------------------------------------------------------
@@ -126,16 +125,7 @@ def find_checkpoint(workdir: Path, spike_step: int, lead: int) -> Path | None:
     return None
 
 
-def fresh_state(init: Callable[[], step.State], abstract: step.State, init_from: str) -> step.State:
-    """The state that the run began with: random weights, or those of `init_from`."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    state = jax.jit(init, out_shardings=shardings)()
-    if init_from:
-        state["params"] = checkpoint.load_params(init_from, abstract["params"])
-    return state
-
-
-def restore_state(root: Path, abstract: step.State, batches: Any, precision: str) -> tuple[step.State, int]:
+def restore_state(root: Path, abstract: State, batches: Any, precision: str) -> tuple[State, int]:
     """The state of a checkpoint, and its step; moves the data iterator to the position saved there.
 
     Raises:
@@ -159,7 +149,7 @@ def restore_state(root: Path, abstract: step.State, batches: Any, precision: str
 
 
 def replay_steps(
-    train_step: jax.stages.Wrapped, state: step.State, batches: Iterable[Any], first: int, log: Log
+    train_step: jax.stages.Wrapped, state: State, batches: Iterable[Any], first: int, log: Log
 ) -> Iterator[dict[str, Any]]:
     """Trains on the batches and logs a line for each step, the first of which has the number `first`.
 

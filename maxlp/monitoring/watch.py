@@ -92,7 +92,7 @@ class Watch:
         if spike.begins:
             self.save(workdir, spike)
         if self.config.guard == "rollback" and spike.sigmas > self.config.guard_threshold:
-            raise RollbackRequested(spike)
+            raise RollbackRequested(spike, self.config)
         if not math.isfinite(spike.loss) and not values.get("skipped"):
             raise FloatingPointError(
                 f"the loss of step {spike.step} is {spike.loss}; lower optimizer.learning_rate, or set "

@@ -19,16 +19,17 @@ from ml_collections import ConfigDict
 from maxlp.core import fused_backward, train_step
 from maxlp.core.gates import Gate, Gates
 from maxlp.core.gradients import Gradients
-from maxlp.core.train_state import MakeModel, State, num_params
+from maxlp.core.train_state import MakeModel, State, init_state, num_params, shardings
 from maxlp.core.train_step import Step
 from maxlp.families import Family
-from maxlp.monitoring.guards import SkipGuard
+from maxlp.monitoring import guards
 from maxlp.monitoring.statistics import tensor_statistics
 from maxlp.optim import make_tx
 from maxlp.parallel import sharding
 from maxlp.parallel.batches import batch_part
 from maxlp.run import constraints
 from maxlp.run.settings import Machine, Settings, make_model, read
+from maxlp.runtime.checkpoint import load_params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,19 @@ class Experiment:
     def family(self) -> Family:
         return self.settings.family
 
+    def initial_state(self, abstract: State) -> State:
+        """The state before the first step, initialized already sharded: random weights, or `init_from`'s.
+
+        Args:
+          abstract: the state as shapes, dtypes and shardings.
+        """
+        train = self.settings.train
+        init = functools.partial(init_state, self.make_model, self.tx, train.seed, self.gates)
+        state = jax.jit(init, out_shardings=shardings(abstract))()
+        if train.init_from:
+            state["params"] = load_params(train.init_from, abstract["params"])
+        return state
+
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The global training batch as shapes, dtypes and shardings."""
         where = sharding.batch_sharding(self.mesh)
@@ -76,7 +90,11 @@ def resolve(c: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Exper
     Raises:
       ConfigError: a config that cannot work on them.
     """
-    settings = read(c)
+    return resolve_settings(read(c), devices)
+
+
+def resolve_settings(settings: Settings, devices: Sequence[jax.Device] | None = None) -> Experiment:
+    """As `resolve`, for settings that are read already."""
     devices = list(jax.devices() if devices is None else devices)
     machine = settings.machine(len(devices), devices[0].platform)
     constraints.check(settings, machine)
@@ -91,8 +109,7 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh | AbstractMesh) ->
     gates: dict[str, Gate] = {}
     if s.precision.loss_scale is not None:
         gates["loss_scale"] = s.precision.loss_scale
-    if s.spikes.guard == "skip":
-        gates["guard"] = SkipGuard(s.spikes)
+    gates |= guards.gates(s.spikes)
     if s.train.release_gradients:
         step = functools.partial(
             fused_backward.train_step, loss=family.loss(s.loss, s.train.seed), tx=tx, schedule=schedule
