@@ -52,7 +52,7 @@ def main() -> None:
         graphdef, state, at_step = build.restore_model(c, workdir, flags.FLAGS.step, mesh)
         tokenizer = build.saved_tokenizer(c, workdir)
         data = build.heldout(c, tokenizer)
-        source = c.data.get("heldout_source") or c.data.source
+        source = c.data.get("validation_source") or c.data.source
         if flags.FLAGS.linear_probe and not data.classes:
             raise config.ConfigError(
                 f"--linear_probe needs images with labels, and {source} has no classes; name them with "

@@ -15,7 +15,7 @@ import numpy as np
 from absl import flags
 from flax import nnx
 
-from maxlp.data import tokenizer as tokenizers
+from maxlp.data import tokenizers
 from maxlp.parallel import sharding
 from maxlp.run import build, config
 from maxlp.run import run_dir as files

@@ -10,7 +10,7 @@ import pytest
 
 from maxlp import convert
 from maxlp.core import train_step as step
-from maxlp.data import tokenizer as tokenizers
+from maxlp.data import tokenizers
 from maxlp.families.llama import hf
 from maxlp.parallel import sharding
 from maxlp.run import build

@@ -21,8 +21,7 @@ from ml_collections import ConfigDict
 from maxlp import optim, precision
 from maxlp.core import fused_backward as layerwise
 from maxlp.core import train_step as step
-from maxlp.data import DATA
-from maxlp.data import tokenizer as tokenizers
+from maxlp.data import image_text, text, tokenizers
 from maxlp.families import MODELS, TASKS
 from maxlp.families.llama import task as language
 from maxlp.monitoring import guards as guard
@@ -47,6 +46,10 @@ LEAST = {
     **dict.fromkeys(("first_blocks", "last_blocks", "min_dim", "health_every", "z_loss", "seed"), 0),
 }
 DTYPES = ("float32", "bfloat16", "float16")
+DATA = {
+    "text": (text.TextDataConfig, text.make_data),
+    "image_text": (image_text.ImageTextDataConfig, image_text.make_data),
+}
 WRITER_ARGUMENTS = ("workdir", "total_steps", "resume_step", "run_config")
 
 
@@ -214,7 +217,7 @@ def metric_writer(c: ConfigDict, workdir: Path, total_steps: int, start: int) ->
 def tokenizer(c: ConfigDict, workdir: Path) -> str:
     """The spec of the run's tokenizer, whose file it puts into the workdir: the run needs no other.
 
-    ``config.data.tokenizer`` is a spec of `data.tokenizer.make_tokenizer`, or ``bpe:V``: a byte-level BPE
+    ``config.data.tokenizer`` is a spec of `data.tokenizers.make_tokenizer`, or ``bpe:V``: a byte-level BPE
     of V tokens, trained on the start of the corpus when the run begins (seconds).
 
     Raises:
@@ -225,7 +228,9 @@ def tokenizer(c: ConfigDict, workdir: Path) -> str:
         if spec.startswith("bpe:"):
             size = int(spec.removeprefix("bpe:"))
             check_vocabulary(c, size)
-            tokenizers.train_or_load(str(workdir / "tokenizer.json"), task(c).texts(c), size)
+            from maxlp.data.tokenizers.training import train_or_load
+
+            train_or_load(str(workdir / "tokenizer.json"), task(c).texts(c), size)
         else:
             made = tokenizers.make_tokenizer(spec)
             check_vocabulary(c, made.vocab_size)
@@ -263,7 +268,7 @@ def saved_tokenizer(c: ConfigDict, workdir: Path) -> str:
 
 def train_data(c: ConfigDict, tokenizer: str) -> Any:
     """This process's part of the training batches."""
-    return _data_section(c)(split="train", **_data_extra(c, tokenizer))
+    return _data_section(c, tokenizer=tokenizer)(split="train", **_data_extra(c))
 
 
 def heldout(c: ConfigDict, tokenizer: str, of_training: bool = False) -> Any:
@@ -272,24 +277,25 @@ def heldout(c: ConfigDict, tokenizer: str, of_training: bool = False) -> Any:
     Args:
       of_training: the training data in that form (images: as they are, with labels).
     """
-    data = _data_section(c)
+    changes = {}
     if of_training:
         join = "&" if "?" in c.data.source else "?"
-        data = functools.partial(data, source=f"{c.data.source}{join}split=train", heldout_source="")
-    return data(split="heldout", **_data_extra(c, tokenizer))
+        changes = {"source": f"{c.data.source}{join}split=train", "validation_source": ""}
+    return _data_section(c, tokenizer=tokenizer, **changes)(split="validation", **_data_extra(c))
 
 
-def _data_extra(c: ConfigDict, tokenizer: str) -> dict:
+def _data_extra(c: ConfigDict) -> dict:
     index, count = sharding.batch_part(jax.sharding.get_mesh())
-    return {"tokenizer": tokenizer, "seed": c.train.seed, "process_index": index, "process_count": count}
+    return {"seed": c.train.seed, "process_index": index, "process_count": count}
 
 
-def _data_section(c: ConfigDict) -> functools.partial:
-    values = dict(c.data.items())
+def _data_section(c: ConfigDict, **changes: Any) -> functools.partial:
+    values = dict(c.data.items()) | changes
     name = values.pop("name", None)
     if name not in DATA:
         raise ConfigError(f"config.data.name={name!r} is unknown; one of {', '.join(DATA)}")
-    return bind(DATA[name], "data", values, "split", "seed", "process_index", "process_count")
+    data_config, make_data = DATA[name]
+    return functools.partial(make_data, call(data_config, "data", values))
 
 
 def restore_model(
