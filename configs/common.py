@@ -279,7 +279,7 @@ def clip(**sizes) -> ConfigDict:
         dict(
             name="image_text",
             source=config_dict.placeholder(str),  # e.g. "tar:/data/laion/{00000..41455}.tar"
-            validation_source="",  # e.g. "tfds:imagenet2012?data_dir=/data/tfds"; part of the source if empty
+            validation_source="",  # e.g. "tfds:imagenet2012?data_dir=/data/tfds"; empty: part of `source`
             tokenizer=config_dict.placeholder(str),  # of CLIP's 49408 tokens
             classes="",  # a file of names for labels that have none
             image_size=224,

@@ -6,15 +6,14 @@ lower case, "latin small letter a with diaeresis". Names are composed of parts, 
 name a character that it never saw. Two kinds of data are excluded from training and can be used for
 validation:
 
-    faces        training's characters, in faces that training does not use characters   characters
-    that training does not have, in its faces; all words of their names occur in
-                 names of training's characters
+    faces        training's characters, in faces that training does not use
+    characters   characters that training does not have, in its faces; every word of their names
+                 occurs in the name of a training character
     both         those characters in those faces
 
 An epoch goes over the characters and draws each in a random one of its faces, so that no caption
 occurs twice. Of characters that look the same in all faces (Latin A, Greek Alpha, Cyrillic A), only
-the first is
-used: no image could tell their names apart.
+the first is used: no image could tell their names apart.
 
 In training, a glyph is slightly rotated, sheared, scaled and shifted, and drawn with dark ink on
 light paper, both of random colour. In validation it is black on white, upright and centred.
@@ -129,8 +128,7 @@ class Glyphs:
             for character in chosen
             if (captions[character] in excluded_captions) == new_characters
         }
-        # A training example is a character with all its faces, a validation example one with a single
-        # face.
+        # In training a row is a character with all its faces, in validation one with a single face.
         self._rows = [(character, own) for character, own in drawn.items() if own]
         if not is_train:
             self._rows = [(character, (face,)) for character, own in self._rows for face in own]

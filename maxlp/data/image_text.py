@@ -3,8 +3,7 @@
 An epoch is a permutation of the examples that depends only on the seed and the epoch, cut into whole
 batches. The few examples that remain are skipped until the next epoch, which has another order, so no
 example occurs twice in a batch. How an example is cropped or drawn depends on the seed, the epoch and
-the example. The state is therefore just the step, and any number of processes and workers can restore
-it.
+the example. So the state is just the step, and any number of processes and workers can restore it.
 
 A broken example is replaced by the one that has its row in the next batch of the epoch.
 
@@ -40,11 +39,10 @@ class ImageTextDataConfig:
 
     Attributes:
       source: examples, see `sources`.
-      validation_source: examples for the validation split; empty for the validation split of
-        `source`.
+      validation_source: examples for validation; empty for the validation split of `source`.
       tokenizer: as in `tokenizers.make_tokenizer`.
-      text_len: S, including the beginning and the end of a text. Longer texts are cut before their
-        end, and counted as the metric `data/texts_cut`.
+      text_len: S, including bos and eos. Longer texts are cut, keep their eos, and are counted in the
+        metric `data/texts_cut`.
       image_size: H and W, in pixels.
       batch_size: B, rows of the global batch.
       crop_scale: smallest and largest fraction of an image's area that a training crop covers.
@@ -75,7 +73,7 @@ class ImageTextDataConfig:
     num_workers: int = 0
 
     def __post_init__(self):
-        require(self.text_len >= 3, f"text_len={self.text_len} must be at least 3: beginning, text and end")
+        require(self.text_len >= 3, f"text_len={self.text_len} must be at least 3: bos, text and eos")
         require(self.image_size > 0, f"image_size={self.image_size} must be positive")
         common.check_batching(self.batch_size, self.num_epochs, self.num_workers)
         scale = tuple(self.crop_scale)
@@ -153,10 +151,10 @@ def captions(spec: str) -> Iterator[str]:
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], text_len: int) -> tuple[np.ndarray, int]:
-    """Encodes N texts as rows of beginning, text, end and padding; a text that is cut keeps its end.
+    """Encodes N texts as rows of bos, text, eos and padding; texts that are too long are cut.
 
     Returns:
-      Tokens, int32 [N, text_len], and the number of texts that are cut because they are too long.
+      Tokens, int32 [N, text_len], and the number of texts that are cut.
     """
     ids_NS, room, num_cut = np.full((len(texts), text_len), tokenizer.pad_id, np.int32), text_len - 2, 0
     for row_S, text in zip(ids_NS, texts, strict=True):
@@ -209,8 +207,8 @@ class ImageTextDataset:
 class ImageTextIterator:
     """Yields batches; `get_state` and `set_state` save and restore the position exactly.
 
-    The "streams" of a state map the process to the numbers of the broken examples that it knows. To
-    resume with another number of processes, give each the `merge_states` of all.
+    The "streams" of a state map the process to the numbers of the broken examples that it has met or
+    restored. To resume with another number of processes, give each the `merge_states` of all.
     """
 
     def __init__(self, dataset: ImageTextDataset):
@@ -248,7 +246,7 @@ class ImageTextIterator:
         return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
     def start_prefetch(self) -> grain.DatasetIterator:
-        """Starts to make the first batches. `next` does so too, but then has to wait for them."""
+        """Starts making the first batches, for which the first `next` would otherwise wait."""
         if self._prefetched is None:
             self._prefetched = self._open_chunks()
             self._prefetched.start_prefetch()

@@ -106,8 +106,8 @@ def make_data(
 
     Validation is one pass over the documents in order, one source after another, packed by "concat";
     of `config` it uses only the source, the tokenizer and the sizes. Every token that has a predecessor
-    in its document is a target exactly once. The last batch is padded, and all processes end at the
-    same step; each of them tokenizes all documents.
+    in its document is a target exactly once. The last batch is padded. All processes end at the same
+    step, and each tokenizes all documents.
 
     Args:
       split: "train" or "validation".
@@ -129,8 +129,8 @@ def make_data(
     if split == "validation":
         in_order = [grain.MapDataset.source(part) for part in sources]
         sources, weights, seed = [grain.MapDataset.concatenate(in_order)], [1.0], 0
-        sizes = dict(seq_len=config.seq_len, batch_size=config.batch_size)
-        config = TextDataConfig(**sizes, shuffle=False, num_epochs=1)
+        seq_len, batch_size = config.seq_len, config.batch_size
+        config = TextDataConfig(seq_len=seq_len, batch_size=batch_size, shuffle=False, num_epochs=1)
     process = dict(process_index=process_index, process_count=process_count)
     return make_dataset(sources, weights, tokenizer, config, seed=seed, **process)
 
@@ -240,7 +240,7 @@ class TextIterator:
         return batch
 
     def start_prefetch(self) -> grain.DatasetIterator:
-        """Starts to build the first blocks. `next` does so too, but then has to wait for them."""
+        """Starts building the first blocks, for which the first `next` would otherwise wait."""
         if self._prefetched is None:
             self._prefetched = self._open_blocks()
             self._prefetched.start_prefetch()
@@ -264,8 +264,8 @@ class TextIterator:
         missing = [stream for stream, _ in self._rows if str(stream) not in state["streams"]]
         if missing:
             raise ValueError(
-                f"data state lacks stream {missing[0]}: it comes from some of the processes only;"
-                " merge_states those of all"
+                f"data state lacks stream {missing[0]}: it is from some of the processes only;"
+                " merge the states of all processes with merge_states"
             )
         self.close()
         self._step = state["step"]
@@ -304,8 +304,7 @@ class _Plan:
     @classmethod
     def make(cls, settings: dict[str, Any]) -> _Plan:
         batch_size = settings["batch_size"]
-        # Processes must end at the same step, which none can compute from a part of the streams: one
-        # stream.
+        # All processes must end at the same step, which none could tell from a part of the streams.
         endless = settings["num_epochs"] is None
         full_streams = max(settings["documents"]) // DOCUMENTS_PER_STREAM if endless else 1
         num_streams = common.largest_divisor(batch_size, max(1, full_streams))
@@ -320,7 +319,7 @@ class _Plan:
         return self.batch_size // self.num_streams
 
     def rows_of_process(self, index: int, count: int) -> list[tuple[int, slice]]:
-        """The streams that feed process `index`, each with the slice of its rows that does so."""
+        """The streams that feed process `index`, and which rows of each the process takes."""
         size = self.batch_size // count
         rows = range(index * size, (index + 1) * size)
         result = []
@@ -403,8 +402,8 @@ class _Stream:
             if count
         ]
         windows = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
-        # Packers fill windows from the first on. Windows stay empty only at the end of the last
-        # epoch, and only as many of them are kept as complete the last batch.
+        # Packers fill windows from the first on. Windows are empty only at the end of the last epoch;
+        # those that complete the last batch are kept.
         used = int(np.count_nonzero(windows["segment_ids"][:, 0]))
         if not used:
             raise StopIteration

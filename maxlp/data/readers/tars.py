@@ -52,8 +52,7 @@ class Tars:
 
         Args:
           pattern: a path with braces `{00000..00041}` or wildcards, or a folder.
-          text: extension of the files with captions: `txt`, or `json:KEY` for an entry of a JSON
-            object.
+          text: extension of the caption files: `txt`, or `json:KEY` for an entry of a JSON object.
 
         Raises:
           ValueError: a tar is missing, truncated or compressed, or has no samples.
@@ -61,8 +60,7 @@ class Tars:
         self.paths = find_tars(pattern)
         self._type, _, self._key = text.partition(":")
         with ThreadPoolExecutor(INDEX_THREADS) as pool:
-            # Mostly paths, so that worker processes map the files and do not receive copies of the
-            # indices.
+            # Mostly paths: worker processes map the files instead of receiving copies of the indices.
             self._indices = list(pool.map(lambda path: index_tar(path, self._type), self.paths))
         self._ends = list(itertools.accumulate(len(_index(each)) for each in self._indices))
 

@@ -11,14 +11,15 @@ IMAGE_TEXT_KEYS = {"image_key": "image", "text_key": "", "label_key": "label"}
 
 
 class TfdsExamples:
-    """Examples of one split; images stay encoded.
-
-    Args:
-      keys: names of the features: "text_key", for images also "image_key" and "label_key". An empty
-        text key stands for images that have only labels.
-    """
+    """Examples of one split; images stay encoded."""
 
     def __init__(self, name: str, split: str, data_dir: str | None, keys: dict[str, str]):
+        """Opens the dataset.
+
+        Args:
+          keys: names of the features: "text_key", for images also "image_key" and "label_key". With
+            an empty text key, images have labels only.
+        """
         tfds = import_extra("tensorflow_datasets")
         self._name, self._keys = name, keys
         image_key = keys.get("image_key")
@@ -34,11 +35,11 @@ class TfdsExamples:
                 " it with `tfds build --file_format=array_record` and set ?data_dir= and ?split="
             ) from None
         features = self._examples.dataset_info.features
-        for key in filter(None, (image_key, keys["text_key"] or keys["label_key"])):
+        text_key, label_key = keys["text_key"], keys.get("label_key", "")
+        for key in (image_key or text_key, text_key or label_key):
             if key not in features:
                 options = ", ".join(f"?{option}=" for option in keys)
                 raise ValueError(f"no feature {key!r}, found: {', '.join(features)}; set {options}")
-        label_key = keys.get("label_key", "")
         has_names = label_key in features and isinstance(features[label_key], tfds.features.ClassLabel)
         self.classes = features[label_key].names if has_names else ()
 

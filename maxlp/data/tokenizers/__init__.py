@@ -1,5 +1,4 @@
-"""Tokenizers: text to token ids and back. Each kind has its own module, imported only when it is
-used.
+"""Tokenizers: text to token ids and back; each kind is a module that is imported when it is used.
 
     bytes                                  the 256 bytes and three special tokens; no file
     /models/llama3/tokenizer.json          a Hugging Face tokenizer, CLIP's too
