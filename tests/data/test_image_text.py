@@ -29,11 +29,14 @@ def take(dataset_or_iterator, steps=None):
     return batches
 
 
+def decoded(batch):
+    return [bytes(int(i) for i in ids if i < 256).decode() for ids in batch["text"]]
+
+
 def numbers(batch):
     """Which pictures of `write_pictures` a batch has, -1 where the mask is false; captions must agree."""
     found = batch["image"][:, 4, 4, 0].astype(int)
-    for number, ids in zip(found, batch["text"], strict=True):
-        text = bytes(int(i) for i in ids if i < 256).decode()
+    for number, text in zip(found, decoded(batch), strict=True):
         assert text in (f"number {number}", "")
     return np.where(batch["mask"], found, -1).tolist() if "mask" in batch else found.tolist()
 
@@ -219,6 +222,14 @@ def test_class_names_and_templates(tmp_path):
     assert batch["mask"].tolist() == [True, True, False, True, True, False, False, False]
     np.testing.assert_array_equal(batch["text"][:2], data.encode(["one cat", "one dog"]))
     assert data.templates == ["one {}", "{}!"]
+    names.write_text("cat\ndog\nbird\n")
+    labelled = dict(source=f"tar:{tmp_path}/a.tar?split=all", classes=str(names), batch_size=2)
+    batch = take(make("validation", **labelled, text_len=24), 1)[0]
+    assert decoded(batch) == ["a photo of a cat.", "a photo of a dog."], "the default template"
+    batches = take(make(**labelled, templates=("1 {}", "2 {}")), 30)
+    assert {text for batch in batches for text in decoded(batch)} == {
+        f"{number} {name}" for number in (1, 2) for name in ("cat", "dog", "bird")
+    }
     with pytest.raises(ValueError, match="no caption, and its label"):
         take(make(source=f"tar:{tmp_path}/a.tar?split=all", batch_size=2, max_broken=3))
     with pytest.raises(

@@ -137,7 +137,7 @@ def test_resume_is_exact_on_any_number_of_processes(kwargs, monkeypatch):
             parts = []
             for i in range(count):
                 iterator = iter(variant(kwargs, process_index=i, process_count=count))
-                next(iterator)  # a used iterator goes there as well
+                next(iterator)  # the state replaces the position
                 iterator.set_state(merged)
                 assert iterator.get_state()["step"] == stop
                 parts.append(take(iterator, steps - stop))
