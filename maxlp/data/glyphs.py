@@ -13,7 +13,7 @@ validation:
 
 An epoch goes over the characters and draws each in a random one of its faces, so that no caption
 occurs twice. Of characters that look the same in all faces (Latin A, Greek Alpha, Cyrillic A), only
-the first is used: no image could tell their names apart.
+the first is used, because no image could distinguish their names.
 
 In training, a glyph is slightly rotated, sheared, scaled and shifted, and drawn with dark ink on
 light paper, both of random colour. In validation it is black on white, upright and centred.

@@ -24,7 +24,7 @@ opens the kind (see `KINDS`). Several text sources joined by `;`, each with a `w
 mixture: `stdlib?weight=1;jsonl:/data/c4/*.jsonl?weight=3`.
 
 `split` is `train`, `validation` or `all`; an option `?split=` overrides the split that the caller
-asks for. Files (stdlib, text) are assigned to a split by a hash of their relative path, and of
+requests. Files (stdlib, text) are assigned to a split by a hash of their relative path, and of
 records every 1/`validation`-th is a validation record, so a split does not change when the data moves
 to another folder. TFDS datasets have splits of their own, and `?split=` takes any TFDS expression, as
 in `?split=train[:99%]`.

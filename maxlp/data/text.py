@@ -304,7 +304,7 @@ class _Plan:
     @classmethod
     def make(cls, settings: dict[str, Any]) -> _Plan:
         batch_size = settings["batch_size"]
-        # All processes must end at the same step, which none could tell from a part of the streams.
+        # With an end there is one stream, because all processes must end at the same step.
         endless = settings["num_epochs"] is None
         full_streams = max(settings["documents"]) // DOCUMENTS_PER_STREAM if endless else 1
         num_streams = common.largest_divisor(batch_size, max(1, full_streams))
@@ -373,7 +373,7 @@ class _BlockIterator(grain.DatasetIterator):
         super().close()
         self._pool.shutdown(wait=False)
 
-    # Grain asks for a state after each element; ours travels in the elements (see `TextIterator`).
+    # Grain reads a state after each element; ours is part of the elements (see `TextIterator`).
     def get_state(self) -> dict[str, Any]:
         return {}
 

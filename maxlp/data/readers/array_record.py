@@ -6,7 +6,7 @@ A record is one of
 * an image with its caption: the length of a header as little-endian uint32, the header as JSON with
   `text`, `label` and `where` the example came from, and the bytes of the image file.
 
-The manifest says which, and is written last: without it a folder is incomplete.
+The manifest records which, and is written last: without it a folder is incomplete.
 """
 
 import json
@@ -24,7 +24,7 @@ FORMATS = {"text": "maxlp-documents-1", "image_text": "maxlp-image-text-1"}  # b
 
 
 class ArrayRecord:
-    """The records of a folder; `content` and `manifest` tell how they are decoded."""
+    """The records of a folder, decoded as `content` and `manifest` prescribe."""
 
     def __init__(self, folder: str, content: str, manifest: dict[str, Any]):
         from array_record.python.array_record_data_source import ArrayRecordDataSource
