@@ -28,7 +28,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from maxlp.core import train_step as step
-from maxlp.data import tokenizer as tokenizers
+from maxlp.data import tokenizers
 from maxlp.families import MODELS
 from maxlp.families.clip import hf as clip_configs
 from maxlp.families.clip import weights as clip_weights

@@ -94,7 +94,7 @@ def tiny(tmp_path_factory):
     corpus = tmp_path_factory.mktemp("corpus")
     for i in range(40):
         (corpus / f"{i}.txt").write_text("".join(f"{i * n % 97} bottles of beer, " for n in range(500)))
-    return [*TINY, f"--config.data.source=text:{corpus}?heldout=0.05"]
+    return [*TINY, f"--config.data.source=text:{corpus}?validation=0.05"]
 
 
 def train(*options):

@@ -32,7 +32,7 @@ SMALL = [
     "--config.model.head_dim=16",
     "--config.model.mlp_dim=64",
     "--config.model.vocab_size=512",
-    "--config.data.source=stdlib?heldout=0.002",
+    "--config.data.source=stdlib?validation=0.002",
     "--config.data.tokenizer=bytes",
     "--config.data.seq_len=64",
     "--config.data.shuffle_tokens=16384",
@@ -223,7 +223,7 @@ def test_data_that_ends_is_said_and_saved(tmp_path):
     (tmp_path / "corpus").mkdir()
     for i in range(40):
         (tmp_path / "corpus" / f"{i}.txt").write_text(f"{i} bottles of beer on the wall. " * 20)
-    options = [f"--config.data.source=text:{tmp_path}/corpus?heldout=0.1", "--config.data.num_epochs=1"]
+    options = [f"--config.data.source=text:{tmp_path}/corpus?validation=0.1", "--config.data.num_epochs=1"]
     process = start(tmp_path / "run", *options, "--config.train.total_steps=1000")
     out = finish(process, code=2)
     said = out.splitlines()[-1]
@@ -320,7 +320,7 @@ def test_clip_trains_resumes_exactly_and_is_evaluated(tmp_path):
     """From a tar with a broken image, which is counted over the interruption."""
     write_pictures(tmp_path, count=40, broken=5)
     options = [
-        f"--config.data.source=tar:{tmp_path}/pictures.tar?heldout=0.25",
+        f"--config.data.source=tar:{tmp_path}/pictures.tar?validation=0.25",
         f"--config.data.classes={tmp_path}/classes.txt",
         "--config.train.total_steps=8",
     ]

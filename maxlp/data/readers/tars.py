@@ -1,12 +1,12 @@
 """Random access to the samples of WebDataset tars.
 
-A sample is a run of files of one name but for what follows its first dot: `000017.jpg`, `000017.txt`,
-`000017.json`, `000017.cls`. Each tar is read through once, headers only, for where its samples lie. That
-index is put beside the tar, as `NAME.tar.TYPE-SIZE-TIME.index.npy`, or where the folder cannot be written
-kept in memory, and is made again when the tar changes. Indices are mapped into memory: of the 36 bytes a
-sample, those in use are shared by all processes of a machine.
+A sample is a sequence of files whose names are equal up to the first dot: `000017.jpg`, `000017.txt`,
+`000017.json`, `000017.cls`. The headers of each tar are read once to find its samples. The resulting
+index is saved beside the tar, as `NAME.tar.TYPE-SIZE-TIME.index.npy`, or kept in memory if the folder
+is not writable, and is made again when the tar changes. Indices are mapped into memory, so that all
+processes of a machine share their pages (36 bytes per sample).
 
-Compressed tars have no random access; images gain nothing from it.
+Compressed tars have no random access and are refused; images would not get smaller anyway.
 """
 
 import contextlib
@@ -25,44 +25,44 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from maxlp.data.images import BrokenExample
-from maxlp.data.sources import locate, one_line
+from maxlp.data.readers import BrokenExample, locate
+from maxlp.data.sources import VALIDATION, Source, Spec
+from maxlp.data.specs import one_line
 
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp")
 INDEX_THREADS = 16
-TOLD_TARS = 5  # warnings about images without captions, when their indices are made
+MAX_WARNINGS = 5  # about images without captions
 INDEX_DTYPE = np.dtype(
     [
-        ("header", "<u8"),  # of the image's tar member, which has its name
+        ("header", "<u8"),  # offset of the image's tar header, which contains its name
         ("image", "<u8"),
         ("image_size", "<u4"),
         ("text", "<u8"),
         ("text_size", "<u4"),
-        ("label", "<i4"),  # what the .cls file says, -1 without one
+        ("label", "<i4"),  # content of the .cls file, -1 without one
     ]
 )
 
 
 class Tars:
-    """The samples of tars by number, as dicts; see `__getitem__`."""
+    """The samples of tars by number."""
 
     def __init__(self, pattern: str, text: str = "txt"):
         """Indexes the tars.
 
         Args:
           pattern: a path with braces `{00000..00041}` or wildcards, or a folder.
-          text: type of the files with captions: `txt`, or `json:KEY` for an entry of a JSON object.
+          text: extension of the caption files: `txt`, or `json:KEY` for an entry of a JSON object.
 
         Raises:
-          ValueError: no such tar, one that is cut short or compressed, one without samples.
+          ValueError: a tar is missing, truncated or compressed, or has no samples.
         """
         self.paths = find_tars(pattern)
         self._type, _, self._key = text.partition(":")
         with ThreadPoolExecutor(INDEX_THREADS) as pool:
-            indexed = list(pool.map(lambda path: index_tar(path, self._type), self.paths))
-        # Paths of files, or the indices themselves where there are none: workers get them by name.
-        self._indices = indexed
-        self._ends = list(itertools.accumulate(len(_index(each)) for each in indexed))
+            # Mostly paths: worker processes map the files instead of receiving copies of the indices.
+            self._indices = list(pool.map(lambda path: index_tar(path, self._type), self.paths))
+        self._ends = list(itertools.accumulate(len(_index(each)) for each in self._indices))
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -71,7 +71,7 @@ class Tars:
         """Sample `row`: {"image": bytes, "text": str or None, "label": int or -1}.
 
         Raises:
-          BrokenExample: the JSON has no such caption.
+          BrokenExample: the JSON has no caption under the given key.
         """
         path, entry = self._entry(row)
         with open(path, "rb") as file:
@@ -80,7 +80,7 @@ class Tars:
         return {"image": image, "text": self._caption(text), "label": int(entry["label"])}
 
     def where(self, row: int) -> str:
-        """File and key of a sample."""
+        """The tar and the key of a sample."""
         path, entry = self._entry(row)
         with open(path, "rb") as file:
             file.seek(int(entry["header"]))
@@ -107,11 +107,16 @@ class Tars:
         return value
 
 
+def open_tars(spec: Spec, *, text: str = "txt", validation: float = VALIDATION) -> Source:
+    """Opens WebDataset tars; see `Tars` for `text`."""
+    return Source(spec, Tars(spec.path, text), validation=validation)
+
+
 def find_tars(pattern: str) -> list[str]:
-    """The files of a pattern with braces or wildcards, or of a folder, in order.
+    """The tars of a folder, or of a pattern with braces or wildcards, in order.
 
     Raises:
-      ValueError: one that the braces name is missing, none is found, or one is compressed.
+      ValueError: no tar is found, one that the braces name is missing, or one is compressed.
     """
     pattern = os.path.expanduser(pattern)
     if os.path.isdir(pattern):
@@ -124,17 +129,20 @@ def find_tars(pattern: str) -> list[str]:
             raise ValueError(f"no file {each}; check the path and the range of its braces")
     for path in paths:
         if not path.endswith(".tar"):
-            raise ValueError(f"{path} is not a .tar; unpack compressed ones, they have no random access")
+            raise ValueError(f"{path} is not a .tar; unpack compressed tars, which have no random access")
     return paths
 
 
 def index_tar(path: str, text_type: str) -> str | np.ndarray:
-    """Makes the index of a tar if there is none, and gives the path of its file, or itself.
+    """Makes the index of a tar unless it is there already.
+
+    Returns:
+      The path of the saved index, or the index itself if it cannot be saved.
 
     Raises:
-      ValueError: the tar is cut short, not a tar or without samples.
+      ValueError: the tar is truncated, not a tar or without samples.
     """
-    # What an index is of is in its name: with another type of captions, size or time it is another.
+    # The file name contains all that the index depends on, so a stale index is never read.
     stat = os.stat(path)
     stamp = f"{text_type}-{stat.st_size:x}-{stat.st_mtime_ns:x}"
     index_path = f"{path}.{stamp}.index.npy"
@@ -153,10 +161,13 @@ def index_tar(path: str, text_type: str) -> str | np.ndarray:
 
 
 def scan_tar(path: str, text_type: str) -> np.ndarray:
-    """Reads the headers of a tar: `INDEX_DTYPE` [samples with an image and a caption or label].
+    """Reads the headers of a tar.
+
+    Returns:
+      `INDEX_DTYPE` [N], one row for each sample that has an image and a caption or label.
 
     Raises:
-      ValueError: the tar is cut short, not a tar or without samples.
+      ValueError: the tar is truncated, not a tar or without samples.
     """
     size, end, rows, images = os.path.getsize(path), 0, [], 0
     try:
@@ -169,26 +180,30 @@ def scan_tar(path: str, text_type: str) -> np.ndarray:
                 row = _row(by_type, text_type, file)
                 rows += [row] if row else []
                 images += any(each in by_type for each in IMAGE_TYPES)
-            # After the last file and its padding comes at least one block of zeros.
+            # A complete tar has at least one block of zeros after the last file and its padding.
             file.seek(-(-end // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE)
             if end > size or len(file.read(tarfile.BLOCKSIZE)) < tarfile.BLOCKSIZE:
-                raise tarfile.ReadError("it is cut short")
+                raise tarfile.ReadError("it is truncated")
     except tarfile.TarError as error:
         raise ValueError(
-            f"{path} is not a whole tar ({one_line(error)}); fetch it again or leave it out"
+            f"{path} is not a complete tar ({one_line(error)}); download it again or leave it out"
         ) from None
     if not rows:
-        types = f".{'/.'.join(IMAGE_TYPES)} beside a .{text_type} or .cls"
-        raise ValueError(f"{path} has no sample of a {types}; set ?text= to the type of its captions")
+        suffixes = f".{'/.'.join(IMAGE_TYPES)}"
+        raise ValueError(
+            f"{path} has no sample with an image ({suffixes}) and a .{text_type} or .cls; set ?text= to the"
+            " extension of its captions"
+        )
     if len(rows) < images:
-        text = "%s: %d of %d images have neither a .%s nor a .cls beside them and are left out"
-        logging.log_first_n(logging.WARNING, text, TOLD_TARS, path, images - len(rows), images, text_type)
+        message = "%s: %d of %d images have neither a .%s nor a .cls and are left out"
+        values = path, images - len(rows), images, text_type
+        logging.log_first_n(logging.WARNING, message, MAX_WARNINGS, *values)
     return np.array(rows, INDEX_DTYPE)
 
 
 def _files(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     while (member := tar.next()) is not None:
-        tar.members.clear()  # it keeps all it has read
+        tar.members.clear()  # tarfile would keep every header it has read
         if member.isfile():
             yield member
 
@@ -208,12 +223,12 @@ def _label(member: tarfile.TarInfo, file: Any) -> int:
         return int(np.int32(int(data)))
     except (ValueError, OverflowError):
         raise ValueError(
-            f"{file.name}: {member.name} is {data[:20]!r}, not the number of a class"
+            f"{file.name}: {member.name} contains {data[:20]!r}, not the number of a class"
         ) from None
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Key and lower-case type of a member: the name is split at the first dot behind the folder."""
+    """Key and lower-case extension of a member: the base name is split at its first dot."""
     folder, _, base = name.rpartition("/")
     stem, _, kind = base.partition(".")
     return f"{folder}/{stem}" if folder else stem, kind.lower()
