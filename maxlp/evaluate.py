@@ -64,11 +64,13 @@ def main() -> None:
             probe = functools.partial(task.linear_probe, graphdef, state, train, batches(data, mesh))
             found = probe(num_classes=len(data.classes), l2=flags.FLAGS.l2)
             results |= {f"linear_probe_{name}": value for name, value in found.items()}
-    distributed.say(f"{workdir} at step {at_step}, on {source}")
+    distributed.print_primary(f"{workdir} at step {at_step}, on {source}")
     width = max(map(len, results))
     for name, value in results.items():
         counts = value >= 1000 or (value > 1 and float(value).is_integer())
-        distributed.say(f"{name:>{width}}  {value:,.0f}" if counts else f"{name:>{width}}  {value:.4f}")
+        distributed.print_primary(
+            f"{name:>{width}}  {value:,.0f}" if counts else f"{name:>{width}}  {value:.4f}"
+        )
 
 
 def mesh_of(c: ConfigDict, given: bool) -> Mesh:

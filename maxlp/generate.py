@@ -72,7 +72,7 @@ def main() -> None:
             eos_id=tokenizer.eos_id,
         )
     for (prompt, _), row in zip(healed, rows, strict=True):
-        distributed.say(f"{'─' * 80}\n{tokenizer.decode(prompt + row)}")
+        distributed.print_primary(f"{'─' * 80}\n{tokenizer.decode(prompt + row)}")
 
 
 def heal(

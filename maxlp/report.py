@@ -30,7 +30,7 @@ from maxlp.monitoring.guards import read_rollbacks
 from maxlp.monitoring.spikes import PRECISIONS, Policy, Spike, find_spikes
 from maxlp.monitoring.watch import recorded_spikes
 from maxlp.runtime import checkpoint
-from maxlp.runtime.metrics import format_seconds, read_jsonl
+from maxlp.runtime.writers import format_seconds, read_jsonl
 
 # --- What a run left ----------------------------------------------------------------------------------
 

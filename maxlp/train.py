@@ -33,8 +33,9 @@ from maxlp.monitoring.watch import Watch
 from maxlp.parallel import sharding
 from maxlp.run import build, config
 from maxlp.run import run_dir as files
-from maxlp.runtime import distributed, metrics
+from maxlp.runtime import distributed, hardware, preemption
 from maxlp.runtime.checkpoint import load_params
+from maxlp.runtime.throughput import DelayedFetch, Throughput
 
 
 def define_flags() -> None:
@@ -55,7 +56,7 @@ def main() -> int:
             with contextlib.ExitStack() as stack:
                 return train(c, workdir, stack, startup)
         except spike_guard.RolledBack as event:
-            distributed.say(spike_guard.roll_back(workdir, event.spike, build.spike_policy(c)))
+            distributed.print_primary(spike_guard.roll_back(workdir, event.spike, build.spike_policy(c)))
             startup = Startup(time.time())
 
 
@@ -69,14 +70,14 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     build.check(c, mesh)
     loop, task, make_model = build.loop(c), build.task(c), build.model(c)
     (tx, _), judges = build.tx(c), build.judges(c)
-    peak = metrics.peak_flops()
+    peak = hardware.peak_flops()
     stack.enter_context(jax.set_mesh(mesh))
 
     # --- The state as shapes and shardings.
     graphdef, abstract = step.abstract_state(make_model, tx, mesh, judges)
-    distributed.say(build.describe(c, mesh, abstract))
+    distributed.print_primary(build.describe(c, mesh, abstract))
     if flags.FLAGS.dry_run:
-        distributed.say(c)
+        distributed.print_primary(c)
         return 0
     startup.mark("config and mesh")
 
@@ -110,12 +111,14 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
             state["params"] = load_params(loop.init_from, abstract["params"])
     spike_guard.pass_over(workdir, start, batches)
     if start >= loop.total_steps:
-        distributed.say(f"{workdir} is at step {start} of {loop.total_steps}: nothing is left to train")
+        distributed.print_primary(
+            f"{workdir} is at step {start} of {loop.total_steps}: nothing is left to train"
+        )
         return 0
     batches.start_prefetch()
     if distributed.is_primary():
         for change in files.save_config(workdir, c):
-            distributed.say(f"changed since the last start: {change}")
+            distributed.print_primary(f"changed since the last start: {change}")
         files.record_start(workdir, start, build.num_params(abstract["params"]))
     writer = stack.enter_context(
         contextlib.closing(build.metric_writer(c, workdir, loop.total_steps, start))
@@ -123,12 +126,12 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     startup.mark("state")
     train_step = compiled.result()
     startup.mark("rest of compilation")
-    distributed.say(f"{workdir}: resuming at step {start}" if start else f"{workdir}: a new run")
+    distributed.print_primary(f"{workdir}: resuming at step {start}" if start else f"{workdir}: a new run")
 
     # --- The loop. The metrics of a step are read when the next one is already queued.
-    guard = stack.enter_context(distributed.PreemptionGuard())
-    fetch = metrics.DelayedFetch()
-    throughput = metrics.Throughput(
+    guard = stack.enter_context(preemption.PreemptionGuard())
+    fetch = DelayedFetch()
+    throughput = Throughput(
         unit=task.UNIT,
         units_per_step=task.units(c),
         flops_per_unit=task.flops(c, build.num_params(abstract["params"])),
@@ -157,11 +160,11 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
                 watch.act(workdir, spike, values)
             if done % loop.log_every == 0 or done == loop.total_steps:
                 values = {f"train/{name}": value for name, value in flat(values).items()}
-                running = throughput.report() | metrics.memory_metrics() | batches.metrics()
+                running = throughput.report() | hardware.memory_metrics() | batches.metrics()
                 writer.write(done, values | running)
         if first:
             startup.mark("first step")
-            distributed.say(startup)
+            distributed.print_primary(startup)
         with throughput.paused():
             if evaluates:
                 limit = 0 if last else loop.eval_batches
@@ -175,7 +178,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
                 checkpoints.save(n, state, merge_states(distributed.gather_json(data_state)), watch.meta())
         if stop and not last:
             checkpoints.wait()
-            distributed.say(f"stopped and saved at step {n}; the same command goes on from here")
+            distributed.print_primary(f"stopped and saved at step {n}; the same command goes on from here")
             return guard.exit_code
         if last:
             break
@@ -189,7 +192,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     checkpoints.wait()
     if distributed.is_primary():
         report.plot_curves(workdir)
-        distributed.say(f"done: {workdir}/loss.png; python -m maxlp.report {workdir} tells more")
+        distributed.print_primary(f"done: {workdir}/loss.png; python -m maxlp.report {workdir} tells more")
     return 0
 
 

@@ -27,7 +27,7 @@ from maxlp.monitoring.spikes import Detector, Policy, Spike, find_rms_spikes, fi
 from maxlp.monitoring.watch import Watch, first_to_cross, read_record, recorded_spikes
 from maxlp.parallel import sharding
 from maxlp.runtime.checkpoint import Checkpointer, list_steps
-from maxlp.runtime.metrics import read_jsonl
+from maxlp.runtime.writers import read_jsonl
 from tests.optim.common import random_tree, run
 
 LLAMA = dict(

@@ -15,8 +15,9 @@ from ml_collections import ConfigDict
 from maxlp import report
 from maxlp.monitoring.spikes import Policy, Spike
 from maxlp.run import run_dir as workdir
+from maxlp.runtime import files
 from maxlp.runtime.checkpoint import StepInfo
-from maxlp.runtime.metrics import MetricWriter
+from maxlp.runtime.writers import MetricWriter
 
 CONFIG = {
     "model": {"name": "llama", "embed_dim": 128, "rope_scaling": None},
@@ -201,9 +202,9 @@ def test_spikes_that_a_run_wrote_down(tmp_path):
     (tmp_path / "spikes").mkdir()
     first = {"tensor": "layers/mlp/up_proj/kernel/3", "step": 206, "value": 4.2}
     record = Spike(210, 3.0, 2.0, 5.0)._asdict() | {"first": first}
-    workdir.write_json(tmp_path / "spikes" / "210.json", record)
+    files.write_json(tmp_path / "spikes" / "210.json", record)
     rollback = {"spike": {"step": 210}, "to": 100, "batches": [100, 300]}
-    workdir.write_json(tmp_path / "spikes" / "rollbacks.json", [rollback])
+    files.write_json(tmp_path / "spikes" / "rollbacks.json", [rollback])
     assert shown(tmp_path)["Spikes"] == {
         "step 210": "loss 3.0000, 5.0 σ above the mean 2.0000 before it; "
         "first layers/mlp/up_proj/kernel/3, RMS_t 4.20 4 steps before",
@@ -216,7 +217,7 @@ def test_the_policy_of_the_run_says_what_a_spike_is(tmp_path):
     losses[20] += 1.0
     write_run(tmp_path, losses=losses)
     config = json.loads((tmp_path / "config.json").read_text())
-    workdir.write_json(
+    files.write_json(
         tmp_path / "config.json", config | {"spikes": {"threshold": 1000.0, "statistics": True}}
     )
     assert "Spikes" not in shown(tmp_path)

@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlp.monitoring.spikes import Policy, Spike
-from maxlp.run import run_dir as files
-from maxlp.runtime import checkpoint, distributed
+from maxlp.runtime import checkpoint, distributed, files
 
 State = dict[str, Any]
 

@@ -20,8 +20,7 @@ from maxlp.data import merge_states
 from maxlp.monitoring import statistics
 from maxlp.monitoring.guards import RolledBack
 from maxlp.monitoring.spikes import Detector, Policy, Spike
-from maxlp.run import run_dir as files
-from maxlp.runtime import checkpoint, distributed
+from maxlp.runtime import checkpoint, distributed, files
 
 
 class Crossing(NamedTuple):

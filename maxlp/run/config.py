@@ -18,7 +18,7 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from maxlp.runtime import distributed
+from maxlp.runtime import distributed, preemption
 
 # What a path can be that cannot be. (Other errors of the system may be gone at the next start.)
 WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
@@ -95,13 +95,13 @@ def _exit_on_error(main: Callable[[], Any]) -> None:
         if os.environ.get("MAXLP_TRACEBACK"):
             raise
         if isinstance(error, KeyboardInterrupt):
-            _fail("interrupted", distributed.EXIT_INTERRUPTED)
+            _fail("interrupted", preemption.EXIT_INTERRUPTED)
         _fail(f"{error} (MAXLP_TRACEBACK=1 shows where)", getattr(error, "exit_code", 2))
 
 
 def _fail(message: str, code: int = 2) -> typing.NoReturn:
     print(f"error: {message}", file=sys.stderr, flush=True)
-    distributed.leave(code)
+    distributed.hard_exit(code)
 
 
 def bind(function: Callable[..., Any], section: str, values: Any, *later: str) -> functools.partial:

@@ -22,6 +22,7 @@ from absl import logging
 from ml_collections import ConfigDict
 
 import maxlp
+from maxlp.runtime import files
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -35,7 +36,7 @@ def save_config(workdir: Path, c: ConfigDict) -> list[str]:
         old, now = (_flat(tree) for tree in (json.loads(path.read_text()), new))
         keys = sorted(k for k in old.keys() | now.keys() if old.get(k) != now.get(k))
         changes = [f"config.{k}: {old.get(k)!r} -> {now.get(k)!r}" for k in keys]
-    write_json(path, new)
+    files.write_json(path, new)
     return changes
 
 
@@ -56,7 +57,7 @@ def record_start(workdir: Path, step: int, num_params: int) -> None:
     if not claim(workdir):
         logging.warning("another process trains in %s: each loses the other's records, stop one", workdir)
     path = workdir / "run.json"
-    record = json.loads(path.read_text()) if path.exists() else {"starts": []}
+    record = files.read_json(path, {"starts": []})
     device = jax.devices()[0]
     record["starts"].append(
         {
@@ -74,7 +75,7 @@ def record_start(workdir: Path, step: int, num_params: int) -> None:
             "host": platform.node(),
         }
     )
-    write_json(path, record)
+    files.write_json(path, record)
 
 
 def claim(workdir: Path) -> bool:
@@ -120,13 +121,6 @@ def git_revision() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replaces a file in one go: a kill leaves the old one or the new one."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(part, path)
 
 
 def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:

@@ -13,11 +13,11 @@ from ml_collections import ConfigDict
 from maxlp.core import gradients as gradients_lib
 from maxlp.data import sources
 from maxlp.families.llama import losses
+from maxlp.families.llama.flops import train_flops_per_token
 from maxlp.families.llama.perplexity import make_perplexity
 from maxlp.nn import attention
 from maxlp.parallel import sharding
 from maxlp.run.config import ConfigError, bind
-from maxlp.runtime import metrics
 
 UNIT = "tokens"
 BPE_BYTES = 4_000_000  # of text that a tokenizer learns from: 2 seconds on 2 cores
@@ -90,10 +90,10 @@ def units(c: ConfigDict) -> int:
 
 
 def flops(c: ConfigDict, num_params: int) -> tuple[float, float]:
-    """Training FLOPs per token with full and with causal attention; see `metrics`."""
+    """Training FLOPs per token with full and with causal attention."""
     m = c.model
     looked_up = 0 if m.tie_embeddings else m.vocab_size * m.embed_dim
-    return metrics.train_flops_per_token(
+    return train_flops_per_token(
         num_params - looked_up, m.num_layers, m.num_heads, m.head_dim, c.data.seq_len
     )
 
