@@ -1,7 +1,7 @@
 """Checkpoints: complete and verified, or absent.
 
-Orbax writes and reads the arrays, asynchronously and on any mesh. It stores no checksum of their bytes and
-does not fall back to an older step when the newest is damaged; this file adds both. On disk::
+Orbax writes and reads the arrays, asynchronously and on any mesh. It stores no checksum of their bytes
+and does not fall back to an older step when the newest is damaged; this file adds both. On disk::
 
     DIR/300/                 step 300; the directory gets this name once everything in it is on disk
         state/ ...           the arrays (Orbax)
@@ -67,15 +67,15 @@ class StepInfo(NamedTuple):
 class Checkpointer:
     """Saves in the background, keeps the newest checkpoints, restores the newest intact one.
 
-    Every process of a run creates one and calls the same methods in the same order, from the main thread.
-    It owns its directory: it removes what a killed run left unfinished, so a program that only reads
-    calls `restore` or `load_params` instead.
+    Every process of a run creates one and calls the same methods in the same order, from the main
+    thread. It owns its directory: it removes what a killed run left unfinished, so a program that only
+    reads calls `restore` or `load_params` instead.
 
     Args:
       directory: contains the numbered step directories; created if missing.
       every_steps: `should_save` is true at multiples of this.
-      keep_last: how many of the newest complete checkpoints to keep, at least 1. With 1 there is nothing to
-        fall back to if that checkpoint is damaged later.
+      keep_last: how many of the newest complete checkpoints to keep, at least 1. With 1 there is nothing
+        to fall back to if that checkpoint is damaged later.
       keep_every: checkpoints at multiples of this are never deleted; None deletes all old ones.
 
     Raises:
@@ -116,13 +116,14 @@ class Checkpointer:
     ) -> None:
         """Starts a checkpoint and returns as soon as `state` may be changed or donated.
 
-        Saving the step that was just saved or restored does nothing. Only one save is in flight at a time:
-        the next one first waits for it, and raises its error if it failed.
+        Saving the step that was just saved or restored does nothing. Only one save is in flight at a
+        time: the next one first waits for it, and raises its error if it failed.
 
         Args:
           step: number of finished steps.
           state: a pytree of non-empty `jax.Array`s, typed PRNG keys included.
-          data_state: JSON-serializable position of the data, merged over processes; the primary's is saved.
+          data_state: JSON-serializable position of the data, merged over processes; the primary's is
+            saved.
           meta: JSON-serializable facts about the run (config, versions); the primary's is saved.
 
         Raises:
@@ -159,15 +160,15 @@ class Checkpointer:
         the run can save these steps again.
 
         Args:
-          abstract_state: the state as `jax.ShapeDtypeStruct`s with the shardings that the restored arrays
-            get; mesh and number of processes may differ from those that saved.
+          abstract_state: the state as `jax.ShapeDtypeStruct`s with the shardings of the restored arrays;
+            mesh and number of processes may differ from those that saved.
 
         Returns:
           The checkpoint, or None if the directory never held one.
 
         Raises:
-          CheckpointError: there are checkpoints but none is intact, or the newest intact one does not match
-            `abstract_state`.
+          CheckpointError: there are checkpoints but none is intact, or the newest intact one does not
+            match `abstract_state`.
         """
         self.wait()
         step, damaged = verification.newest_intact(self.directory)
@@ -250,11 +251,11 @@ def restore(path: str | os.PathLike[str], abstract_state: Any) -> Restored:
     """Reads a checkpoint without changing anything on disk.
 
     Args:
-      path: a step directory, a directory of steps (its newest intact one is read) or the working directory
-        of a run, whose steps are in ``checkpoints``.
-      abstract_state: `jax.ShapeDtypeStruct`s with shardings, for the whole state or some of its top-level
-        entries, such as ``{"params": ..., "model_state": ...}``. Floating-point arrays are cast to the
-        requested dtype.
+      path: a step directory, a directory of steps (its newest intact one is read) or the working
+        directory of a run, whose steps are in ``checkpoints``.
+      abstract_state: `jax.ShapeDtypeStruct`s with shardings, for the whole state or some of its
+        top-level entries, such as ``{"params": ..., "model_state": ...}``. Floating-point arrays are
+        cast to the requested dtype.
 
     Raises:
       CheckpointError: there is no intact checkpoint, or its shapes differ from `abstract_state`.
@@ -263,7 +264,7 @@ def restore(path: str | os.PathLike[str], abstract_state: Any) -> Restored:
 
 
 def load_params(path: str | os.PathLike[str], abstract_params: Any) -> Any:
-    """Returns only the parameters of another run (`init_from`); arguments and errors as for `restore`."""
+    """Returns only the parameters of a run (`init_from`); arguments and errors as for `restore`."""
     return restore(path, {"params": abstract_params}).state["params"]
 
 
@@ -273,7 +274,7 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def list_steps(directory: str | os.PathLike[str]) -> list[StepInfo]:
-    """Lists a directory of checkpoints, oldest step first, from the manifests alone: no array is read."""
+    """Lists a directory of checkpoints, oldest step first, from its manifests; reads no array."""
     infos = []
     for path in files.local_path(directory).glob("[0-9]*"):
         number, *suffixes = path.name.replace("-", ".").split(".")

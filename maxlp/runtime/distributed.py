@@ -6,7 +6,7 @@ Environment variables, read once by `initialize`:
 MAXLP_COORDINATOR            ``host:port`` of process 0; with the next two, any launcher works
 MAXLP_NUM_PROCESSES          number of processes
 MAXLP_PROCESS_ID             index of this process, from 0
-MAXLP_DISTRIBUTED            ``1``: let JAX detect the cluster; ``0``: single process regardless of the rest
+MAXLP_DISTRIBUTED            ``1``: let JAX detect the cluster; ``0``: single process in any case
 MAXLP_INIT_TIMEOUT           seconds to wait for all processes at start-up (default 300)
 MAXLP_HEARTBEAT_TIMEOUT      seconds of silence after which a process counts as dead (default 100)
 ===========================  =================================================================
@@ -15,9 +15,9 @@ With none of the first four set, a Slurm step with several tasks, a TPU host and
 job (JobSet) are recognized, and JAX's own detection finds the addresses.
 ``JAX_LOCAL_DEVICE_IDS=0`` restricts a process to some of the GPUs of its host.
 
-When one process dies, JAX ends all others after the heartbeat timeout. There is no recovery within the
-job: its supervisor restarts it, and it resumes from the last checkpoint. The supervisors in `launch/` do
-not wait for the timeout.
+When one process dies, JAX ends all others after the heartbeat timeout. There is no recovery within
+the job: its supervisor restarts it, and it resumes from the last checkpoint. The supervisors in
+`launch/` do not wait for the timeout.
 """
 
 import importlib.util
@@ -174,8 +174,8 @@ def barrier(name: str) -> None:
 def gather_json(obj: Any) -> list[Any]:
     """Returns every process's `obj`, in process order, in every process.
 
-    A collective: all processes must call it, from the main thread. Even with a single process the object
-    is converted to JSON and back, so that the result does not depend on the number of processes.
+    A collective: all processes must call it, from the main thread. Even with a single process the
+    object is converted to JSON and back, so that the result does not depend on the number of processes.
 
     Args:
       obj: anything that `json.dumps` accepts; content and size may differ between processes.

@@ -36,7 +36,7 @@ def file_sizes(root: Path) -> dict[str, int]:
 
 
 def share(sizes: Mapping[str, int], index: int, count: int) -> list[str]:
-    """The files that process `index` of `count` handles: every `count`-th, in order of decreasing size."""
+    """The files for process `index` of `count`: every `count`-th, in order of decreasing size."""
     by_size = sorted(sizes, key=lambda name: (-sizes[name], name))
     return by_size[index::count]
 
@@ -56,7 +56,7 @@ def checksums(root: Path, names: Iterable[str]) -> Checksums:
 def shared_checksums(root: Path, index: int, count: int, timeout: float) -> Checksums:
     """Computes checksums together with other processes, which call this at about the same time.
 
-    The processes other than the first pass on theirs as files ``<root>.sums-<index>``, deleted when read.
+    All but the first process write theirs to ``<root>.sums-<index>``; the first reads and deletes these.
 
     Args:
       root: a folder that all processes see; each must see the files that it wrote itself.

@@ -1,8 +1,8 @@
 """How fast a run is, measured without slowing it down.
 
-`Throughput` turns finished steps into tokens/s and MFU. `DelayedFetch` brings the metrics of a step to the
-host one step later, so that the host waits for a step only after the next one is dispatched. Together
-with `writers.MetricWriter` they make this loop::
+`Throughput` turns finished steps into tokens/s and MFU. `DelayedFetch` brings the metrics of a step to
+the host one step later, so that the host waits for a step only after the next one is dispatched.
+Together with `writers.MetricWriter` they make this loop::
 
     for step in range(start + 1, total_steps + 1):
         state, metrics = train_step(state, next(batches))
@@ -42,8 +42,8 @@ class DelayedFetch:
           wait: also wait for this step, as before a pause and after the last step.
 
         Returns:
-          An iterator of (step, tree of numpy arrays): the step before, unless it was waited for, and with
-          `wait` this one. Each item is yielded when it has arrived. Exhaust it before the next push.
+          An iterator of (step, tree of numpy arrays): the step before, unless it was waited for, and
+          with `wait` this one. Each item is yielded on arrival. Exhaust it before the next push.
         """
         for leaf in jax.tree.leaves(metrics):
             leaf.copy_to_host_async()

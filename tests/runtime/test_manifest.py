@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from maxlp.runtime import files, manifest
+from maxlp.runtime import manifest
 from tests.runtime.damage import DAMAGES
 
 CONTENT = {
@@ -85,37 +85,3 @@ def test_processes_split_the_work_and_the_first_gets_all_checksums(folder):
 def test_a_process_that_does_not_answer_is_named(folder):
     with pytest.raises(TimeoutError, match=r"folder\.sums-1 did not appear within 0 s"):
         manifest.shared_checksums(folder, 0, 2, timeout=0.0)
-
-
-# --- Files that change atomically ---------------------------------------------------------------------
-
-
-def test_a_failed_write_leaves_the_old_content(tmp_path, monkeypatch):
-    path = tmp_path / "run.json"
-    assert files.read_json(path, {"starts": []}) == {"starts": []}
-    files.write_json(path, {"starts": [1]})
-
-    def fails(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(files, "sync", fails)
-    with pytest.raises(OSError, match="No space left"):
-        files.write_json(path, {"starts": [1, 2]})
-    assert files.read_json(path) == {"starts": [1]}
-
-
-def test_the_content_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
-    path, synced = tmp_path / "a", []
-    monkeypatch.setattr(files, "sync", lambda p: synced.append((p.read_text(), path.exists())))
-    files.write_text(path, "content")
-    assert synced == [("content", False)]
-    assert [p.name for p in tmp_path.iterdir()] == ["a"]
-
-
-def test_unused_paths_are_numbered(tmp_path):
-    names = []
-    for _ in range(3):
-        path = files.unused_path(tmp_path / "3.damaged")
-        path.mkdir()
-        names.append(path.name)
-    assert names == ["3.damaged", "3.damaged-2", "3.damaged-3"]
