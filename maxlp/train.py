@@ -41,6 +41,7 @@ from maxlp.run.tokenizer import prepare_tokenizer
 from maxlp.runtime import distributed, hardware
 from maxlp.runtime.checkpoint import Checkpointer
 from maxlp.runtime.distributed import is_primary, print_primary
+from maxlp.runtime.preemption import PreemptionGuard
 from maxlp.runtime.throughput import Throughput
 from maxlp.runtime.writers import MetricWriter
 
@@ -116,7 +117,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     # --- The loop.
     throughput = make_throughput(run, num_params(abstract["params"]), peak)
     recorder = Recorder(throughput, watch, writer, batches, workdir, s.train.log_every, s.train.total_steps)
-    preemption = stack.enter_context(distributed.PreemptionGuard())
+    preemption = stack.enter_context(PreemptionGuard())
     profiler = stack.enter_context(contextlib.closing(s.profile(workdir=workdir)))
     measure_health = health_probe(run, graphdef)
 

@@ -33,7 +33,7 @@ from maxlp.parallel.batches import batch_part
 from maxlp.parallel.schedule import PipelineConfig
 from maxlp.precision import health as precision_health
 from maxlp.run.config import ConfigError, bind, call
-from maxlp.runtime import checkpoint, distributed, metrics
+from maxlp.runtime import checkpoint, distributed, writers
 from maxlp.runtime.profiler import Profiler
 
 SECTIONS = (
@@ -206,10 +206,10 @@ def profiler(c: ConfigDict, workdir: Path) -> Profiler:
     return call(Profiler, "profile", c.profile, workdir=workdir)
 
 
-def metric_writer(c: ConfigDict, workdir: Path, total_steps: int, start: int) -> metrics.MetricWriter:
+def metric_writer(c: ConfigDict, workdir: Path, total_steps: int, start: int) -> writers.MetricWriter:
     values = (workdir, total_steps, start, c.to_dict())
     return call(
-        metrics.MetricWriter, "metrics", c.metrics, **dict(zip(WRITER_ARGUMENTS, values, strict=True))
+        writers.MetricWriter, "metrics", c.metrics, **dict(zip(WRITER_ARGUMENTS, values, strict=True))
     )
 
 
@@ -445,7 +445,7 @@ def check(c: ConfigDict, devices: Mesh) -> None:
     check_values(c)
     _data_section(c)
     bind(checkpoint.Checkpointer, "checkpoint", c.checkpoint, "directory")
-    bind(metrics.MetricWriter, "metrics", c.metrics, *WRITER_ARGUMENTS)
+    bind(writers.MetricWriter, "metrics", c.metrics, *WRITER_ARGUMENTS)
     call(Profiler, "profile", c.profile, workdir=Path())
     pipeline(c)
     batch, shards = c.data.batch_size, sharding.batch_shards(devices)

@@ -15,6 +15,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+RENAMED = {"data.heldout_source": "data.validation_source"}  # keys of version 0.1 -> today's
+
 
 class ConfigError(ValueError):
     """A config that cannot work; the message is one line for the user."""
@@ -40,6 +42,8 @@ def bind(function: Callable[..., Any], section: str, values: Any, *later: str) -
     known = [name for name in parameters if name not in later and name != "self"]
     bound = {}
     for key, value in values.items():
+        if new := RENAMED.get(f"{section}.{key}"):
+            raise ConfigError(f"config.{section}.{key} is now config.{new}")
         if key not in known:
             raise ConfigError(f"config.{section}.{key} is unknown; keys: {', '.join(sorted(known))}")
         hint, required = hints.get(key, Any), parameters[key].default is inspect.Parameter.empty

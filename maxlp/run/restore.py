@@ -8,8 +8,8 @@ from ml_collections import ConfigDict
 
 from maxlp.core.train_state import State, abstract_model, abstract_state
 from maxlp.optim import eval_params, eval_part, make_tx
-from maxlp.run.settings import read, read_model
 from maxlp.run.settings import make_model as model_maker
+from maxlp.run.settings import read, read_model
 from maxlp.runtime import checkpoint
 
 

@@ -22,8 +22,8 @@ from absl import logging
 from ml_collections import ConfigDict
 
 import maxlp
-from maxlp.run.settings import RENAMED
-from maxlp.runtime.files import write_json
+from maxlp.run.config import RENAMED
+from maxlp.runtime.files import read_json, write_json
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -49,7 +49,7 @@ def load_config(workdir: Path) -> ConfigDict:
     path = workdir / "config.json"
     if not path.exists():
         raise ValueError(f"{path} does not exist: --workdir={workdir} holds no run")
-    return ConfigDict(_upgraded(json.loads(path.read_text())))
+    return ConfigDict(_upgraded(read_json(path)))
 
 
 def _upgraded(config: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def record_start(workdir: Path, step: int, num_params: int) -> None:
             "another process trains in %s: they overwrite each other's records, stop one", workdir
         )
     path = workdir / "run.json"
-    record = json.loads(path.read_text()) if path.exists() else {"starts": []}
+    record = read_json(path, {"starts": []})
     device = jax.devices()[0]
     record["starts"].append(
         {

@@ -24,7 +24,6 @@ SECTIONS = (
     *("model", "precision", "mesh", "optimizer", "data", "loss", "train"),
     *("spikes", "checkpoint", "metrics", "profile"),
 )
-RENAMED = {"data.heldout_source": "data.validation_source"}  # keys of earlier versions
 WRITER_ARGUMENTS = ("workdir", "total_steps", "resume_step", "run_config")
 
 

@@ -2,16 +2,13 @@
 
 import os
 import signal
-import sys
-from pathlib import Path
 
 import jax
 import pytest
 
-from maxlp.runtime import distributed
-
-sys.path.append(str(Path(__file__).parent))
-import distributed_worker
+from maxlp.runtime import distributed, preemption
+from maxlp.runtime.checkpoint import Checkpointer
+from tests.runtime import workers
 
 EXPLICIT = {"MAXLP_COORDINATOR": "localhost:1", "MAXLP_NUM_PROCESSES": "2", "MAXLP_PROCESS_ID": "0"}
 SRUN = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2"}
@@ -20,7 +17,7 @@ INDEXED_JOB = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0
 
 @pytest.fixture
 def calls(monkeypatch):
-    """An environment that speaks of nobody, and the calls that would join other processes."""
+    """An environment without a cluster, and the calls that would join other processes."""
     for name in list(os.environ):
         if name.startswith(("MAXLP_", "SLURM_", "KUBERNETES_", "JOB_COMPLETION_")):
             monkeypatch.delenv(name)
@@ -34,7 +31,7 @@ def set_environment(monkeypatch, environment):
         monkeypatch.setenv(name, value)
 
 
-def test_alone_nothing_is_started(calls):
+def test_a_single_process_joins_nothing(calls):
     distributed.initialize()
     assert calls == []
     assert distributed.is_primary()
@@ -49,7 +46,7 @@ def test_alone_nothing_is_started(calls):
         ({"NPROC": "5"}, "5"),
     ],
 )
-def test_simulated_devices_have_threads_to_wait_in(calls, monkeypatch, environment, threads):
+def test_simulated_devices_get_threads_to_wait_in(calls, monkeypatch, environment, threads):
     monkeypatch.delenv("NPROC", raising=False)
     set_environment(monkeypatch, environment)
     distributed.initialize()
@@ -78,7 +75,7 @@ def test_explicit_environment_is_passed_on(calls, monkeypatch):
         (EXPLICIT | {"MAXLP_NUM_PROCESSES": "1"}, 0),
     ],
 )
-def test_clusters_are_recognised(calls, monkeypatch, environment, expected):
+def test_clusters_are_recognized(calls, monkeypatch, environment, expected):
     set_environment(monkeypatch, environment)
     distributed.initialize()
     assert len(calls) == expected
@@ -98,7 +95,7 @@ def test_clusters_are_recognised(calls, monkeypatch, environment, expected):
         (INDEXED_JOB, "JOB_COMPLETION_INDEX"),
     ],
 )
-def test_contradictions_are_one_clear_line(calls, monkeypatch, environment, named):
+def test_contradictions_are_reported_in_one_line(calls, monkeypatch, environment, named):
     set_environment(monkeypatch, environment)
     monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError) as error:
@@ -107,7 +104,7 @@ def test_contradictions_are_one_clear_line(calls, monkeypatch, environment, name
     assert calls == []
 
 
-def test_failed_detection_tells_the_way_out(calls, monkeypatch):
+def test_the_message_of_a_failed_detection_names_the_way_out(calls, monkeypatch):
     def fails(**_):
         raise ValueError("coordinator_address should be defined.")
 
@@ -117,19 +114,10 @@ def test_failed_detection_tells_the_way_out(calls, monkeypatch):
         distributed.initialize()
 
 
-def test_two_processes_gather_in_order():
-    said = distributed_worker.finish(distributed_worker.start("gather", processes=2))
-    gathered = [
-        {"rank": 0, "text": "", "list": []},
-        {"rank": 1, "text": "é" * 7, "list": [None, 1.5]},
-    ]
-    assert said == [[{"gathered": gathered, "primary": rank == 0}] for rank in range(2)]
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_a_signal_ends_the_step_not_the_process(number, code):
+def test_a_signal_ends_the_loop_and_not_the_process(number, code):
     before = signal.getsignal(number)
-    with distributed.PreemptionGuard() as guard:
+    with preemption.PreemptionGuard() as guard:
         assert not guard.should_stop(1)
         os.kill(os.getpid(), number)
         assert guard.should_stop(2) and guard.should_stop(3)
@@ -140,31 +128,30 @@ def test_a_signal_ends_the_step_not_the_process(number, code):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_a_run_saves_and_leaves_with_its_code_and_resumes(tmp_path, number, code):
-    [process] = distributed_worker.start("preempt", tmp_path)
-    signal_at_step(process, 5, number)
-    [said] = distributed_worker.finish([process], code)
-    stopped = said[-1]["stopped"]
-    assert stopped >= 5
-
-    [process] = distributed_worker.start("save", tmp_path)
-    [said] = distributed_worker.finish([process])
-    assert said[0] == {"start": stopped}
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(tmp_path, number):
-    processes = distributed_worker.start("preempt", tmp_path, processes=2)
-    signal_at_step(processes[1], 5, number)
-    if number == signal.SIGTERM:
-        first, second = distributed_worker.finish(processes, 75)
-    else:
-        [first] = distributed_worker.finish(processes[:1], 75)
-        [second] = distributed_worker.finish(processes[1:], 130)
-    assert first[-1] == second[-1] and first[-1]["stopped"] >= 5
-    assert [path.name for path in tmp_path.iterdir()] == [str(first[-1]["stopped"])]
+def test_a_signalled_run_saves_exits_with_its_code_and_can_be_resumed(tmp_path, number, code):
+    run = workers.Workers()
+    run.send("until_signalled", tmp_path)
+    run.read(until={"step": 5})
+    run.processes[0].send_signal(number)
+    [last] = run.finish(code)
+    assert last["stopped"] >= 5
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        assert workers.restore(checkpointer).step == last["stopped"]
 
 
-def signal_at_step(process, step, number):
-    distributed_worker.said_until(process, {"step": step})
-    process.send_signal(number)
+@pytest.mark.parametrize(("number", "codes"), [(signal.SIGTERM, (75, 75)), (signal.SIGINT, (75, 130))])
+def test_two_processes_gather_in_order_and_a_signal_to_one_stops_both_after_the_same_step(
+    tmp_path, number, codes
+):
+    pair = workers.Workers(2)
+    gathered = [
+        {"rank": 0, "text": "", "list": []},
+        {"rank": 1, "text": "é" * 7, "list": [None, 1.5]},
+    ]
+    assert pair.call("gather") == [{"gathered": gathered, "primary": rank == 0} for rank in range(2)]
+    pair.send("until_signalled", tmp_path)
+    pair.read(1, until={"step": 5})
+    pair.processes[1].send_signal(number)
+    first, second = pair.finish(*codes)
+    assert first == second and first["stopped"] >= 5
+    assert [path.name for path in tmp_path.iterdir()] == [str(first["stopped"])]

@@ -1,12 +1,11 @@
-"""Checkpoints: what comes back is what was saved, to the bit, or is named and not loaded."""
+"""Checkpoints are restored bit for bit as they were saved, or reported as damaged and not loaded."""
 
 import os
 import random
 import shutil
-import sys
+import signal
 import threading
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +15,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlp.runtime import checkpoint
+from maxlp.runtime import checkpoint, files, manifest, verification
 from maxlp.runtime.checkpoint import Checkpointer, CheckpointError, NotWrittenError
-
-sys.path.append(str(Path(__file__).parent))
-import distributed_worker
+from tests.runtime import workers
+from tests.runtime.damage import DAMAGES, flip_bit
 
 DTYPES = [
     "float32",
@@ -57,7 +55,7 @@ def assert_same_bits(tree, expected):
 
 
 def small_state(seed=0, sharding=None):
-    """Parameters, Adam's NamedTuples and a step; large enough that the arrays are files of their own."""
+    """Parameters, Adam's NamedTuples and a step; large enough that the arrays get files of their own."""
     kernel = jax.random.normal(jax.random.key(seed), (32, 1024))
     params = {"layers": {"kernel": kernel}, "final_norm": {"scale": kernel[0].astype(jnp.bfloat16)}}
     if sharding is not None:
@@ -68,7 +66,7 @@ def small_state(seed=0, sharding=None):
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory):
-    """A directory with sound checkpoints of steps 10 and 20."""
+    """A directory with intact checkpoints of steps 10 and 20."""
     directory = tmp_path_factory.mktemp("two_steps")
     with Checkpointer(directory, every_steps=10) as checkpointer:
         for step in (10, 20):
@@ -78,15 +76,16 @@ def two_steps(tmp_path_factory):
 
 @pytest.fixture
 def logged(monkeypatch):
+    """The lines logged as errors."""
     lines = []
-    monkeypatch.setattr(checkpoint.logging, "error", lambda text, *args: lines.append(text % args))
+    monkeypatch.setattr(verification.logging, "error", lambda text, *args: lines.append(text % args))
     return lines
 
 
-# What comes back
+# --- Saving and restoring -----------------------------------------------------------------------------
 
 
-def test_every_dtype_and_structure_comes_back_to_the_bit(tmp_path):
+def test_every_dtype_and_structure_is_restored_to_the_bit(tmp_path):
     rng = np.random.default_rng(0)
     params = {name: jnp.asarray(rng.integers(0, 256, 64, np.uint8)).view("uint8") for name in DTYPES}
     params = {
@@ -121,7 +120,7 @@ def pack(x, dtype):
     return jnp.asarray(np.asarray(x).view(f"uint{8 * width}"))
 
 
-def test_another_mesh_gets_the_same_bits_born_with_its_own_sharding(tmp_path):
+def test_another_mesh_gets_the_same_bits_in_its_own_sharding(tmp_path):
     fsdp = make_mesh(fsdp=8)
     state = small_state(1, NamedSharding(fsdp, P("fsdp")))
     with Checkpointer(tmp_path, every_steps=1) as checkpointer:
@@ -157,18 +156,15 @@ def test_state_may_be_donated_while_it_is_written(tmp_path):
 
 
 def test_save_returns_before_the_checkpoint_exists_and_wait_after(tmp_path, monkeypatch):
-    checksums, go_on = checkpoint._checksums, threading.Event()
-    monkeypatch.setattr(checkpoint, "_checksums", lambda *args: go_on.wait(30) and checksums(*args))
+    checksums, proceed = manifest.checksums, threading.Event()
+    monkeypatch.setattr(manifest, "checksums", lambda *args: proceed.wait(30) and checksums(*args))
     with Checkpointer(tmp_path, every_steps=1) as checkpointer:
         checkpointer.save(1, small_state(), {})
         time.sleep(0.3)
         assert not (tmp_path / "1").exists()
-        go_on.set()
+        proceed.set()
         checkpointer.wait()
         assert (tmp_path / "1" / "manifest.txt").exists()
-    with Checkpointer(tmp_path / "sync", every_steps=1, asynchronous=False) as checkpointer:
-        checkpointer.save(1, small_state(), {})
-        assert (tmp_path / "sync" / "1" / "manifest.txt").exists()
 
 
 def test_should_save(tmp_path):
@@ -176,7 +172,7 @@ def test_should_save(tmp_path):
         assert [step for step in range(13) if checkpointer.should_save(step)] == [4, 8, 12]
 
 
-# Damage
+# --- Damage -------------------------------------------------------------------------------------------
 
 KINDS = [
     "checkpoint.json",
@@ -193,54 +189,28 @@ KINDS = [
 ]
 
 
-def flip_bit(path, rng):
-    data = bytearray(path.read_bytes())
-    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    path.write_bytes(data)
-
-
-def truncate(path, rng):
-    os.truncate(path, rng.randrange(path.stat().st_size))
-
-
-def extend(path, rng):
-    path.write_bytes(path.read_bytes() + bytes([rng.randrange(256)]))
-
-
-def swap_blocks(path, rng):
-    data = path.read_bytes()
-    path.write_bytes(data[len(data) // 2 :] + data[: len(data) // 2])
-
-
-DAMAGES = {
-    "flip": flip_bit,
-    "flip again": flip_bit,
-    "truncate": truncate,
-    "extend": extend,
-    "swap": swap_blocks,
-    "delete": lambda path, rng: path.unlink(),
-}
-
-
 def test_the_kinds_of_files_are_all_there_are(two_steps):
     root = two_steps / "20"
-    files = {path for path in root.rglob("*") if path.is_file() and path.stat().st_size}
-    assert {path for kind in KINDS for path in root.glob(kind)} == files
+    found = {path for path in root.rglob("*") if path.is_file() and path.stat().st_size}
+    assert {path for kind in KINDS for path in root.glob(kind)} == found
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_noticed_and_the_step_before_is_restored(two_steps, tmp_path, logged, kind, damage):
+def test_any_damage_is_noticed_and_the_step_before_is_restored(two_steps, tmp_path, logged, kind):
     directory = shutil.copytree(two_steps, tmp_path / "run")
     path = next((directory / "20").glob(kind))
-    DAMAGES[damage](path, random.Random(f"{kind} {damage}"))
+    name, intact = path.relative_to(directory / "20").as_posix(), path.read_bytes()
+    for damage, inflict in DAMAGES.items():
+        path.write_bytes(intact)
+        inflict(path, random.Random(f"{kind} {damage}"))
+        [fault] = manifest.find_faults(directory / "20")
+        assert fault.startswith(f"{name} "), damage
     with Checkpointer(directory, every_steps=10) as checkpointer:
         restored = checkpointer.restore_latest(abstract(small_state()))
-        assert_same_bits(restored.state, small_state(10))
-        assert (restored.step, restored.data_state) == (10, {"position": 10})
-        name = path.relative_to(directory / "20").as_posix()
-        assert f"{directory}/20 is damaged: {name} " in logged[0]
-        assert sorted(os.listdir(directory)) == ["10", "20.damaged"]
+    assert_same_bits(restored.state, small_state(10))
+    assert (restored.step, restored.data_state) == (10, {"position": 10})
+    assert f"{directory}/20 is damaged: {name} " in logged[0]
+    assert sorted(os.listdir(directory)) == ["10", "20.damaged"]
 
 
 def test_a_damaged_step_can_be_saved_again(two_steps, tmp_path, logged):
@@ -255,7 +225,7 @@ def test_a_damaged_step_can_be_saved_again(two_steps, tmp_path, logged):
     assert sorted(os.listdir(directory)) == ["10", "20", "20.damaged", "20.damaged-2"]
 
 
-def test_without_a_sound_checkpoint_the_run_does_not_start_again_silently(two_steps, tmp_path, logged):
+def test_without_an_intact_checkpoint_the_run_does_not_silently_start_over(two_steps, tmp_path, logged):
     directory = shutil.copytree(two_steps, tmp_path / "run")
     for step in ("10", "20"):
         flip_bit(next((directory / step).glob("state/d/*")), random.Random(step))
@@ -263,7 +233,7 @@ def test_without_a_sound_checkpoint_the_run_does_not_start_again_silently(two_st
         with (
             Checkpointer(directory, every_steps=10) as checkpointer,
             pytest.raises(
-                CheckpointError, match=r"no sound checkpoint in .*: 20 \(state/d.*, 10 \(state/d"
+                CheckpointError, match=r"no intact checkpoint in .*: 20 \(state/d.*, 10 \(state/d"
             ),
         ):
             checkpointer.restore_latest(abstract(small_state()))
@@ -277,11 +247,22 @@ def test_without_a_sound_checkpoint_the_run_does_not_start_again_silently(two_st
         checkpointer.restore_latest(abstract(small_state()))
 
 
-# Writing that fails or is killed
+# --- Writing that fails or is killed ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", ["_files", "_checksums", "_write_synced", "_format_manifest", "_publish"])
-def test_a_save_that_stops_anywhere_leaves_the_one_before(two_steps, tmp_path, monkeypatch, part):
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [
+        (manifest, "file_sizes"),
+        (manifest, "checksums"),
+        (files, "write_text"),
+        (manifest, "write"),
+        (files, "publish"),
+    ],
+)
+def test_a_save_that_fails_anywhere_keeps_the_one_before(
+    two_steps, tmp_path, monkeypatch, module, function
+):
     directory = shutil.copytree(two_steps, tmp_path / "run")
 
     def fails(*_):
@@ -289,7 +270,7 @@ def test_a_save_that_stops_anywhere_leaves_the_one_before(two_steps, tmp_path, m
 
     checkpointer = Checkpointer(directory, every_steps=10, keep_last=1)
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, part, fails)
+        patched.setattr(module, function, fails)
         checkpointer.save(30, small_state(30), {})
         with pytest.raises(NotWrittenError, match=r"/30 was not written: OSError: .*No space left"):
             checkpointer.wait()
@@ -301,26 +282,27 @@ def test_a_save_that_stops_anywhere_leaves_the_one_before(two_steps, tmp_path, m
     assert checkpoint.restore(directory, abstract(small_state())).step == 30
 
 
-def test_kill_9_in_the_middle_of_saves_leaves_a_sound_directory(tmp_path):
-    rng, newest, cut_off = random.Random(0), 0, 0
-    for _ in range(6):
-        [process] = distributed_worker.start("kill", tmp_path)
-        distributed_worker.said_until(
-            process, {"start": newest}
-        )  # what it restored, it compared to the bit
-        distributed_worker.said_until(process, {"step": newest + 4})  # and two more are complete
-        time.sleep(rng.uniform(0, 0.3))
-        process.kill()
-        process.communicate()
+def test_kill_9_in_the_middle_of_saves_leaves_an_intact_directory(tmp_path):
+    newest, interrupted = 0, 0
+    for fraction in (0.2, 0.5, 0.8, 0.3, 0.6, 0.4):  # a busy machine may need several
+        run = workers.Workers()
+        run.send("killed_in_save", tmp_path, fraction)
+        assert run.read() == {"start": newest}
+        run.finish(-signal.SIGKILL)
         infos = checkpoint.list_steps(tmp_path)
-        cut_off += any(info.status == "unfinished" for info in infos)
-        newest = max(info.step for info in infos if info.status == "complete")
-    [said] = distributed_worker.finish(distributed_worker.start("restore", tmp_path))
-    assert said[0]["step"] == newest
-    assert cut_off > 0
+        interrupted += any(info.status == "unfinished" for info in infos)
+        complete = max(info.step for info in infos if info.status == "complete")
+        assert newest + 2 <= complete <= newest + 3
+        newest = complete
+        if interrupted == 2:
+            break
+    assert interrupted == 2
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        assert workers.restore(checkpointer).step == newest
+    assert all(name.isdigit() for name in os.listdir(tmp_path))
 
 
-# Retention
+# --- Retention ----------------------------------------------------------------------------------------
 
 
 def test_retention_keeps_the_last_and_the_multiples(tmp_path):
@@ -334,19 +316,19 @@ def test_retention_keeps_the_last_and_the_multiples(tmp_path):
 
 def test_the_only_checkpoint_stays_until_the_next_is_complete(tmp_path, monkeypatch):
     state = {"w": jnp.arange(4.0)}
-    write, sound = checkpoint._write_synced, []
+    write, intact = files.write_text, []
 
-    def write_and_look(path, text):
-        sound.append(checkpoint._find(tmp_path).name)
+    def find_then_write(path, text):
+        intact.append(checkpoint._find(tmp_path).name)
         write(path, text)
 
     with Checkpointer(tmp_path, every_steps=1, keep_last=1) as checkpointer:
         checkpointer.save(1, state, {})
         checkpointer.wait()
-        monkeypatch.setattr(checkpoint, "_write_synced", write_and_look)
+        monkeypatch.setattr(files, "write_text", find_then_write)
         checkpointer.save(2, state, {})
         checkpointer.wait()
-    assert sound == ["1", "1"]  # while checkpoint.json and while manifest.txt were written
+    assert intact == ["1", "1"]  # while checkpoint.json and while manifest.txt were written
     assert os.listdir(tmp_path) == ["2"]
 
 
@@ -357,31 +339,31 @@ def test_saving_a_step_twice_does_nothing_and_never_overwrites(tmp_path):
     assert checkpoint.restore(tmp_path, {"w": abstract(jnp.float32(0))}).state["w"] == 1
     with (
         Checkpointer(tmp_path, every_steps=1) as checkpointer,
-        pytest.raises(CheckpointError, match="exists already"),
+        pytest.raises(CheckpointError, match="already exists"),
     ):
         checkpointer.save(1, {"w": jnp.float32(2)}, {})
 
 
-# Other configs, other runs
+# --- Other configs, other runs -------------------------------------------------------------------------
 
 
-def test_a_state_of_another_shape_is_named(two_steps):
+def test_a_leaf_that_does_not_fit_is_named(two_steps):
     wanted = abstract(small_state())
     sharding = wanted["step"].sharding
     other = jax.ShapeDtypeStruct((64, 1024), jnp.float32, sharding=sharding)
     for change, message in [
         (
             {"params": {**wanted["params"], "layers": {"kernel": other}}},
-            r"params/layers/kernel is float32\[32,1024\] there and float32\[64,1024\] here",
+            r"layers/kernel is float32\[32,1024\] in the checkpoint and float32\[64,1024\] in the config",
         ),
-        ({"opt_state": ()}, r"opt_state/.* there and absent here"),
+        ({"opt_state": ()}, r"opt_state/.* in the checkpoint and absent in the config"),
         (
             {"params": {**wanted["params"], "lm_head": other}},
-            r"params/lm_head is absent there and float32\[64,1024\] here",
+            r"params/lm_head is absent in the checkpoint and float32\[64,1024\] in the config",
         ),
         (
             {"step": jax.ShapeDtypeStruct((), jnp.uint32, sharding=sharding)},
-            r"step is int32\[\] there and uint32\[\] here",
+            r"step is int32\[\] in the checkpoint and uint32\[\] in the config",
         ),
     ]:
         with (
@@ -393,8 +375,8 @@ def test_a_state_of_another_shape_is_named(two_steps):
     assert [info.status for info in checkpoint.list_steps(two_steps)] == ["complete", "complete"]
 
 
-def test_load_params_takes_weights_alone_from_any_place_of_a_run(two_steps, tmp_path, logged):
-    run = tmp_path / "2026"  # a run may have a number for a name, as a step has
+def test_load_params_reads_only_weights_from_any_level_of_a_run(two_steps, tmp_path, logged):
+    run = tmp_path / "2026"  # the name of a run may be a number, like that of a step
     shutil.copytree(two_steps, run / "checkpoints")
     wanted = abstract(small_state()["params"])
     assert_same_bits(checkpoint.load_params(run, wanted), small_state(20)["params"])
@@ -415,17 +397,17 @@ def test_load_params_takes_weights_alone_from_any_place_of_a_run(two_steps, tmp_
 
 
 @pytest.mark.parametrize("place", ["nothing", "10"])
-def test_load_params_says_what_is_not_there(tmp_path, place):
-    with pytest.raises(CheckpointError, match=f"no checkpoint in .*{place}"):
+def test_load_params_names_a_directory_without_checkpoints(tmp_path, place):
+    with pytest.raises(CheckpointError, match=f"no intact checkpoint in .*{place}: no step directory"):
         checkpoint.load_params(tmp_path / place, {})
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"every_steps": 0}, r"checkpoint.every_steps=0 must be at least 1"),
-        ({"every_steps": 1, "keep_last": 0}, r"checkpoint.keep_last=0"),
-        ({"every_steps": 1, "keep_every": 0}, r"checkpoint.keep_every=0"),
+        ({"every_steps": 0}, r"every_steps=0 must be at least 1"),
+        ({"every_steps": 1, "keep_last": 0}, r"keep_last=0"),
+        ({"every_steps": 1, "keep_every": 0}, r"keep_every=0"),
         ({"every_steps": 1, "directory": "gs://bucket/run"}, r"gs://bucket/run is a URL: mount the bucket"),
     ],
 )
@@ -444,36 +426,39 @@ def test_what_cannot_be_saved_is_named_before_anything_is_written(tmp_path, leaf
     assert os.listdir(tmp_path) == []
 
 
-# Several processes
+# --- Several processes --------------------------------------------------------------------------------
 
 
-def test_two_processes_save_and_one_restores(tmp_path):
-    distributed_worker.finish(distributed_worker.start("save", tmp_path, processes=2))
+@pytest.fixture(scope="module")
+def pair():
+    """Two processes of one run."""
+    pair = workers.Workers(2)
+    yield pair
+    pair.finish(0, 0)
+
+
+def test_two_processes_save_and_one_restores(pair, tmp_path):
+    pair.call("save", tmp_path, 2)
     assert [(info.step, info.status) for info in checkpoint.list_steps(tmp_path)] == [
         (1, "complete"),
         (2, "complete"),
     ]
+    assert any((tmp_path / "2").glob("state/ocdbt.process_1/d/*"))  # both wrote arrays
     with Checkpointer(tmp_path, every_steps=1) as checkpointer:
-        restored = checkpointer.restore_latest(distributed_worker.abstract_state())
-    distributed_worker.assert_equals_expected(restored.state, 2)
-    assert (restored.step, restored.data_state, restored.meta) == (
-        2,
-        {"position": [2, 2]},
-        {"processes": 2},
-    )
+        restored = workers.restore(checkpointer)
+    assert restored.step == 2
+    assert restored.data_state == {"position": [2, 2]} and restored.meta == {"processes": 2}
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_one_process_saves_and_two_restore_the_same_sound_step(tmp_path, damaged):
+def test_one_process_saves_and_two_restore_the_same_intact_step(pair, tmp_path, damaged):
     with Checkpointer(tmp_path, every_steps=1) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(
-                step, distributed_worker.device_state(step), {"position": [step]}, {"processes": 1}
-            )
+            checkpointer.save(step, workers.device_state(step), {"position": [step]}, {"processes": 1})
     if damaged:
         for path in (tmp_path / "2").glob("state/ocdbt.process_0/d/*"):
             flip_bit(path, random.Random(0))
-    said = distributed_worker.finish(distributed_worker.start("restore", tmp_path, processes=2))
     step = 1 if damaged else 2
-    assert said == 2 * [[{"step": step, "data_state": {"position": [step]}, "meta": {"processes": 1}}]]
+    reply = {"step": step, "data_state": {"position": [step]}, "meta": {"processes": 1}}
+    assert pair.call("restore", tmp_path) == [reply, reply]
     assert sorted(os.listdir(tmp_path)) == (["1", "2.damaged"] if damaged else ["1", "2"])
