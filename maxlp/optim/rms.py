@@ -1,4 +1,4 @@
-"""RMS_t of a step, the number that precedes loss spikes (see `maxlp.optim.stable_adamw`)."""
+"""RMS_t of a step, the number that announces loss spikes (see `maxlp.optim.stable_adamw`)."""
 
 import functools
 from collections.abc import Callable
@@ -14,14 +14,13 @@ Rms = Callable[[optax.Updates, optax.OptState], dict[str, jax.Array]]
 
 
 def make_rms(config: OptimizerConfig) -> Rms:
-    """The function that measures RMS_t of a step of this optimizer.
+    """Builds the function that measures RMS_t of this optimizer's steps.
 
-    Returns:
-      A function of the gradients before clipping and the state after the update to RMS_t by the
-      parameters' names, float32 (*layers). stable_adamw reports what it clips by, which inside GaLore is
-      RMS_t of the projected gradient. Otherwise the result lacks parameters whose second moment is not
-      stored as it is, and is {} for optimizers without one. (To see RMS_t there, use stable_adamw with
-      clip_threshold=inf: AdamW that measures it.)
+    It maps the gradients before clipping and the state after the update to RMS_t by parameter name,
+    float32 (*layers). For stable_adamw that is the number it clips by, inside GaLore RMS_t of the
+    projected gradient. For the others it is computed from Adam's second moment; parameters whose moment
+    is factored, projected or stored in few bits are left out. (To measure those, use stable_adamw with
+    clip_threshold=inf, which is AdamW.)
     """
     if config.name == "stable_adamw":
         from maxlp.optim.stable_adamw import last_rms
@@ -30,9 +29,7 @@ def make_rms(config: OptimizerConfig) -> Rms:
     state_type = _second_moment_type(config.name)
     if state_type is None or config.has_galore:
         return lambda grads, opt_state: {}
-    return functools.partial(
-        second_moment_rms, state_type=state_type, b2=config.b2, eps=config.eps, clip_norm=config.clip_norm
-    )
+    return functools.partial(_second_moment_rms, state_type=state_type, config=config)
 
 
 def _second_moment_type(name: str) -> type | None:
@@ -48,34 +45,21 @@ def _second_moment_type(name: str) -> type | None:
     return optax.ScaleByAdamState if name in ("adamw", "muon") else None
 
 
-def second_moment_rms(
-    grads: optax.Updates,
-    opt_state: optax.OptState,
-    *,
-    state_type: type,
-    b2: float,
-    eps: float,
-    clip_norm: float,
+def _second_moment_rms(
+    grads: optax.Updates, opt_state: optax.OptState, *, state_type: type, config: OptimizerConfig
 ) -> dict[str, jax.Array]:
-    """RMS_t = √mean(g² / max(v̂, eps²)), with v̂ from the first state of type `state_type`.
-
-    Args:
-      grads: before clipping.
-      opt_state: after the update.
-      state_type: a state with `count` and `nu`.
-      b2, eps, clip_norm: of the `OptimizerConfig`.
-    """
-    state = find_states(opt_state, state_type)[0][1]
+    """RMS_t = √mean(g² / max(v̂, eps²)), with v̂ from the state of type `state_type`."""
+    [(_, state)] = find_states(opt_state, state_type)
     moments = dict(jax.tree.flatten_with_path(state.nu)[0])
-    debias = 1 - b2 ** state.count.astype(jnp.float32)
+    debias = 1 - config.b2 ** state.count.astype(jnp.float32)
     scale = 1.0
-    if clip_norm:
-        scale = jnp.minimum(1.0, clip_norm / jnp.maximum(optax.tree.norm(grads), 1e-30))
+    if config.clip_norm:
+        scale = jnp.minimum(1.0, config.clip_norm / jnp.maximum(optax.tree.norm(grads), 1e-30))
     rms = {}
     for path, g in jax.tree.flatten_with_path(widened(grads))[0]:
         if path in moments:
             v = moments[path].astype(g.dtype) / debias
-            ratio = jnp.square(scale * g) / jnp.maximum(v, eps**2)
+            ratio = jnp.square(scale * g) / jnp.maximum(v, config.eps**2)
             rms[name_of(path)] = jnp.sqrt(tensor_mean(ratio, layer_axes(path)))
     return rms
 
