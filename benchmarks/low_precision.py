@@ -193,10 +193,12 @@ def train_step(recipe, repeats: int, *, batch: int, length: int, **sizes) -> dic
         precision.inject(model, recipe)
         return model
 
-    tx, schedule = optim.make_tx(
-        learning_rate=3e-4, warmup_steps=10, total_steps=1000, final_lr_fraction=0.1, clip_norm=1.0,
+    config = optim.OptimizerConfig(
+        learning_rate=3e-4, warmup_steps=10, final_lr_fraction=0.1, clip_norm=1.0,
         weight_decay=0.1, b1=0.9, b2=0.95, eps=1e-8,
     )  # fmt: skip
+    optimizer = optim.make_tx(config, total_steps=1000)
+    tx, schedule = optimizer.tx, optimizer.schedule
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, sizes["vocab_size"], (batch, length + 1), np.int32)
     data = {

@@ -187,7 +187,13 @@ def train_step(c: ConfigDict, graphdef: nnx.GraphDef, abstract: dict, mesh: Mesh
 
 
 def tx(c: ConfigDict) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    return call(optim.make_tx, "optimizer", c.optimizer, total_steps=c.train.total_steps)
+    section = dict(c.optimizer.items())
+    for key, kind in {"galore": optim.GaloreConfig, "low_bit": optim.LowBitConfig}.items():
+        if section.get(key) is not None:
+            section[key] = call(kind, f"optimizer.{key}", section[key])
+    config = {"config": call(optim.OptimizerConfig, "optimizer", section)}
+    made = call(optim.make_tx, "optimizer", config, total_steps=c.train.total_steps)
+    return made.tx, made.schedule
 
 
 def task(c: ConfigDict) -> ModuleType:

@@ -13,6 +13,7 @@ from maxlp import families, precision
 from maxlp.families import Family
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.optim.config import OptimizerConfig
+from maxlp.optim.make_tx import Optimizer, make_tx
 from maxlp.parallel import sharding
 from maxlp.precision import PrecisionConfig
 from maxlp.run.config import ConfigError, bind, call
@@ -132,6 +133,18 @@ def make_model(family: Family, model: Any, config: PrecisionConfig) -> Callable[
         return made
 
     return make
+
+
+def make_optimizer(s: Settings) -> Optimizer:
+    """The optimizer of a run of so many steps.
+
+    Raises:
+      ConfigError: an option that the optimizer does not have, or a schedule that does not fit.
+    """
+    try:
+        return make_tx(s.optimizer, total_steps=s.train.total_steps)
+    except ValueError as error:
+        raise ConfigError(f"config.optimizer: {error}") from error
 
 
 @functools.lru_cache(maxsize=64)

@@ -130,7 +130,7 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
         block["a block's activations"] *= 1.45
     moments = [during | block, during | of_loss(s)]
     optimizer = settings.optimizer
-    if not s.released and (optimizer.low_bit is not None or optimizer.galore is not None):
+    if not s.released and (optimizer.has_low_bit or optimizer.has_galore):
         moments.append({"gradients and updates": 2 * held["parameters"]})
     return held | max(moments, key=lambda parts: sum(parts.values()))
 
