@@ -1,7 +1,8 @@
 """Binding the sections of a config to what they configure.
 
 A config file is Python with ``get_config(arg)``. Each section of the `ConfigDict` that it returns holds the
-arguments of exactly one function or dataclass: the signature is the schema, and nothing has a default in two
+arguments of exactly one function or dataclass: the signature is the schema, and nothing has a default in
+  two
 places. `bind` checks a section against the signature and reports a mismatch in one line.
 """
 
@@ -25,8 +26,9 @@ class ConfigError(ValueError):
 def bind(function: Callable[..., Any], section: str, values: Any, *later: str) -> functools.partial:
     """``partial(function, **values)``, with the values checked against the function's signature.
 
-    A nested section becomes the dataclass that the signature asks for, or None if all of its values are None
-    and the signature allows that. None for an argument that has a default and is never None means the default.
+    A nested section becomes the dataclass that the signature asks for, or None if all of its values are
+    None and the signature allows that. None for an argument that has a default and is never None means
+    the default.
 
     Args:
       section: where the values come from, for messages ("optimizer").

@@ -1,8 +1,8 @@
 """An experiment: a config resolved, once, into everything that a run is made of.
 
-`resolve` reads and checks the config and makes the parts; what comes after takes the parts it needs as plain
-arguments and never looks at the config again. All of it runs in seconds, before anything is allocated or
-compiled.
+`resolve` reads and checks the config and makes the parts; what comes after takes the parts it needs as
+plain arguments and never looks at the config again. All of it runs in seconds, before anything is
+allocated or compiled.
 """
 
 import dataclasses

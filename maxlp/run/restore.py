@@ -7,7 +7,8 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from maxlp.core.train_state import State, abstract_model, abstract_state
-from maxlp.optim import eval_params, eval_part
+from maxlp.optim.schedule_free import eval_params, eval_part
+from maxlp.run import settings
 from maxlp.runtime import checkpoint
 
 
@@ -35,6 +36,6 @@ def restore_model(
 
 
 def evaluated(state: State) -> State:
-    """The state with the parameters to evaluate: schedule_free_adamw's are the average of the trained ones."""
+    """The state with the parameters to evaluate: of schedule_free_adamw, an average of the trained ones."""
     params = eval_params(state.get("opt_state", {}), state["params"])
     return {"params": params, "model_state": state["model_state"]}

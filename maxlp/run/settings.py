@@ -39,8 +39,8 @@ class TrainConfig:
     eval_every: updates between evaluations; 0 evaluates at the end only.
     eval_batches: validation batches in each evaluation during the run (0: all). The last one takes all.
     init_from: a run or checkpoint whose weights to start from; "" draws them at random.
-    release_gradients: update each layer in the backward pass, so that the gradients of all layers never exist
-      together; see `core.fused_backward`.
+    release_gradients: update each layer in the backward pass, so that the gradients of all layers never
+      exist together; see `core.fused_backward`.
     """
 
     total_steps: int
