@@ -140,7 +140,7 @@ def ring(
     causal: bool,
     segment_ids_BS: jax.Array | None,
 ) -> jax.Array:
-    """Attention with the softmax in float32; S is the global length of a sequence in the order of `balance`."""
+    """Attention with the softmax in float32; S is the global length, in the order of `balance`."""
     mesh = jax.sharding.get_abstract_mesh()
     assert mesh.empty or k_BSKH.shape[2] % mesh.shape["tensor"] == 0, "see attention.refusal"
     with jax.named_scope("ring"):
