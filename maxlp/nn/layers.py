@@ -110,9 +110,10 @@ class Linear(nnx.Module):
     ):
         kernel = std * draw(rngs.params(), (in_dim, out_dim))
         self.kernel = param(kernel.astype(param_dtype), axes)
-        self.bias = None
+        bias_param = None
         if bias is not None:
-            self.bias = param((bias_std * uniform(rngs.params(), (out_dim,))).astype(param_dtype), (bias,))
+            bias_param = param((bias_std * uniform(rngs.params(), (out_dim,))).astype(param_dtype), (bias,))
+        self.bias = bias_param  # one assignment: the first one tells NNX whether this holds data
         self.dtype = dtype
         self.dot_general: Callable[..., jax.Array] = dot_general
 
