@@ -98,14 +98,13 @@ def test_stages_of_a_pipeline_become_rows():
 interpreted = functools.partial(splash, interpret=True)
 
 
-@pytest.mark.parametrize(("causal", "N", "K"), [(True, 4, 2), (False, 2, 2)])
-def test_splash_equals_dense(causal, N, K):
-    args = inputs(2, 256, N, K, 16)
-    actual = out_and_grads(interpreted, *args, causal)
-    assert_close(actual, out_and_grads(dense, *args, causal), atol=1e-5)
+def test_splash_equals_dense():
+    args = inputs(2, 128, 2, 2, 16)
+    actual = out_and_grads(interpreted, *args, causal=False)
+    assert_close(actual, out_and_grads(dense, *args, causal=False), atol=1e-5)
 
 
-def test_splash_on_a_mesh_equals_dense_on_one_device():
+def test_causal_splash_on_a_mesh_equals_dense_on_one_device():
     args = inputs(4, 128, 4, 2, 16)
     expected = out_and_grads(dense, *args)
     with jax.set_mesh(sharding.make_mesh(data=2, fsdp=2, tensor=2)):

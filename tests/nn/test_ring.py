@@ -13,7 +13,7 @@ from maxlp.parallel import sharding
 from maxlp.parallel.schedule import PipelineConfig
 from maxlp.planning import hlo
 from tests.nn.fixtures import assert_close, in_natural_order, inputs, out_and_grads
-from tests.parallel.fixtures import Trainer, full_histories
+from tests.parallel.fixtures import Trainer, full_histories, one_device_step
 
 MESHES = {
     "context8": dict(fsdp=1, context=8),
@@ -128,15 +128,7 @@ def test_memory_grows_linearly_with_the_length():
 
 # --- in training ----------------------------------------------------------------------------------------
 
-B, S, STEPS = 16, 32, 2
-
-
-@pytest.fixture(scope="module")
-def one_device():
-    """An initial state, and the parameters and metrics after training with dense attention."""
-    trainer = Trainer({}, learning_rate=0.5)
-    start = jax.device_get(trainer.init())
-    return start, *trainer.run(trainer.init(start), STEPS, B, S)
+L, B, S = 8, 16, 32
 
 
 @pytest.mark.parametrize(
@@ -157,15 +149,14 @@ def one_device():
         ),
     ],
 )
-def test_training_equals_dense_attention_on_one_device(mesh, how, one_device):
-    start, expected, expected_metrics = one_device
-    trainer = Trainer(mesh, attention="ring", learning_rate=0.5, **how)
-    state, metrics = trainer.run(trainer.init(start), STEPS, B, S)
-    for ours, theirs in zip(metrics, expected_metrics, strict=True):
-        np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=2e-6)
-        np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=2e-5)
-    ours, theirs = jax.device_get(state["params"]), jax.device_get(expected["params"])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=5e-6), ours, theirs)
+def test_a_step_equals_dense_attention_on_one_device(mesh, how):
+    start, expected, expected_metrics = one_device_step(L, B, S)
+    trainer = Trainer(mesh, num_layers=L, attention="ring", **how)
+    state, [metrics] = trainer.run(trainer.init(start), 1, B, S)
+    np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], expected_metrics["grad_norm"], rtol=1e-5)
+    params = jax.device_get(state["params"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), params, expected)
 
 
 @pytest.mark.slow
@@ -176,14 +167,14 @@ def test_training_equals_dense_attention_on_one_device(mesh, how, one_device):
         ("fp8_current", dict(context=8)),
     ],
 )
-def test_training_in_eight_bits_equals_dense_attention_on_one_device(recipe, mesh):
+def test_steps_in_eight_bits_equal_dense_attention_on_one_device(recipe, mesh):
     """Rounding to eight bits turns a difference in the last bit into one step of the format, so that the
     largest entry of a gradient may differ by some thousandths."""
 
     def run(trainer):
         state = trainer.init()
         state["model_state"] = full_histories(state["model_state"])
-        state, metrics = trainer.run(state, STEPS, B, S)
+        state, metrics = trainer.run(state, 2, B, S)
         return [[m["loss"], m["grad_norm"]] for m in metrics], jax.device_get(state["model_state"])
 
     how = dict(recipe=recipe, microbatches=2, learning_rate=0.0)

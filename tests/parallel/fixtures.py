@@ -71,6 +71,15 @@ def full_histories(model_state: dict) -> dict:
     return jax.tree.map_with_path(fill, model_state)
 
 
+@functools.cache
+def one_device_step(num_layers: int, rows: int, length: int):
+    """An initial state, and the parameters and metrics after one step on one device, on the host."""
+    trainer = Trainer({}, num_layers=num_layers)
+    start = jax.device_get(trainer.init())
+    state, [metrics] = trainer.run(trainer.init(start), 1, rows, length)
+    return start, jax.device_get(state["params"]), metrics
+
+
 class Trainer:
     """The train step of a small Llama with plain gradient descent, so that parameters change by gradients.
 
