@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlp.nn.layers import LINEAR_OUTPUT, Linear, dot_general
-from maxlp.parallel.schedule import PipelineConfig
+from maxlp.parallel.schedule import PipelineConfig, Schedule
 
 BLOCK_INPUT = "block_input"  # a name for remat policies
 
@@ -107,52 +107,62 @@ def apply_stack(
     graphdef, params, state = nnx.split(blocks, nnx.Param, ...)
     unquantized_blocks = blocks.unquantized_blocks
 
-    def layer(x: jax.Array, params: Any, state: Any, rows: Any, at: Any, unquantized: bool = False) -> Any:
+    def layer(
+        x: jax.Array, params: Any, state: Any, rows: Any, extra: Any, unquantized: bool = False
+    ) -> Any:
         block = nnx.merge(graphdef, params, state)
         x = checkpoint_name(x, BLOCK_INPUT)
-        x, out = call(_without_quantization(block) if unquantized else block, x, rows, at)
+        x, out = call(_without_quantization(block) if unquantized else block, x, rows, extra)
         return x, (state if unquantized else nnx.state(block, nnx.Not(nnx.Param)), out)
 
-    schedule = (pipeline or PipelineConfig()).in_mesh(x.shape[0]) if per_layer is None else None
-    outs = None
     if blocks.run_stack is not None:
 
-        def one(x: jax.Array, params: dict, state: dict, unquantized: bool) -> tuple[jax.Array, dict]:
+        def layer_of_call(
+            x: jax.Array, params: dict, state: dict, unquantized: bool
+        ) -> tuple[jax.Array, dict]:
             x, (new, _) = layer(x, params, state, per_row, None, unquantized)
             return x, state if unquantized else nnx.to_pure_dict(new)
 
-        return blocks.run_stack(StackCall(blocks, x, num_layers, one)), None
+        return blocks.run_stack(StackCall(blocks, x, num_layers, layer_of_call)), None
+
+    outs = None
+    schedule = (pipeline or PipelineConfig()).in_mesh(x.shape[0]) if per_layer is None else None
     if schedule is not None:
-        from maxlp.parallel import pipeline as pipelines  # only meshes with stages need it
-
         assert unquantized_blocks == (0, 0), "see run.constraints"
-
-        def of_microbatch(x: jax.Array, params: Any, state: Any, rows: Any) -> tuple[jax.Array, Any]:
-            x, (state, _) = layer(x, params, state, rows, None)
-            return x, state
-
-        x, new_state = pipelines.run(
-            of_microbatch,
-            x,
-            per_row,
-            params,
-            state,
-            schedule=schedule,
-            remat=_remat(REMAT_POLICIES, remat),
-            remat_tick=_remat(_TICK_POLICIES, remat),
-        )
+        x, new_state = _in_pipeline(layer, x, per_row, params, state, schedule, remat)
     elif scan and num_layers > 1 and unquantized_blocks == (0, 0):
-        body = _remat(REMAT_POLICIES, remat)(lambda x, at: layer(x, at[0], at[1], per_row, at[2]))
+        body = _remat(REMAT_POLICIES, remat)(lambda x, xs: layer(x, xs[0], xs[1], per_row, xs[2]))
         x, (new_state, outs) = jax.lax.scan(body, x, (params, state, per_layer))
     else:
 
-        def of_part(x: jax.Array, params: Any, rest: Any, unquantized: bool) -> tuple[jax.Array, Any]:
+        def layer_of_part(x: jax.Array, params: Any, rest: Any, unquantized: bool) -> tuple[jax.Array, Any]:
             return layer(x, params, rest[0], per_row, rest[1], unquantized)
 
         parts = stack_parts(num_layers, unquantized_blocks)
-        x, (new_state, outs) = _in_parts(of_part, x, params, (state, per_layer), parts, scan, remat)
+        x, (new_state, outs) = _in_parts(layer_of_part, x, params, (state, per_layer), parts, scan, remat)
     nnx.update(blocks, new_state)
     return x, outs
+
+
+def _in_pipeline(
+    layer: Callable, x: jax.Array, per_row: Any, params: Any, state: Any, schedule: Schedule, remat: str
+) -> tuple[jax.Array, Any]:
+    from maxlp.parallel import pipeline  # only meshes with stages need it
+
+    def layer_of_microbatch(x: jax.Array, params: Any, state: Any, rows: Any) -> tuple[jax.Array, Any]:
+        x, (state, _) = layer(x, params, state, rows, None)
+        return x, state
+
+    return pipeline.run(
+        layer_of_microbatch,
+        x,
+        per_row,
+        params,
+        state,
+        schedule=schedule,
+        remat=_remat(REMAT_POLICIES, remat),
+        remat_tick=_remat(_TICK_POLICIES, remat),
+    )
 
 
 def stack_parts(num_layers: int, unquantized_blocks: tuple[int, int]) -> list[tuple[int, int, bool]]:
@@ -194,8 +204,8 @@ def _in_parts(
         scanned = scan and stop - start > 1
         at_index = _remat(REMAT_POLICIES, remat, prevent_cse=not scanned)(at_index)
 
-        def body(carry: Any, at: Any, at_index=at_index) -> tuple[Any, Any]:
-            (x, stacks), (i, rest) = carry, at
+        def body(carry: Any, xs: Any, at_index=at_index) -> tuple[Any, Any]:
+            (x, stacks), (i, rest) = carry, xs
             stacks, taken = _take(stacks, i)
             x, out = at_index(x, i, taken, rest)
             return (x, stacks), out

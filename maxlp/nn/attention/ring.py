@@ -247,7 +247,7 @@ def _backward(
 
     dq, dkeys = _around_the_ring(attend, (k_nBKtH, v_nBKtH, ids_nBs), (None, ()), devices)
     dkeys = jax.tree.map(lambda x: x.astype(k_BSKH.dtype), dkeys)
-    dk, dv = _send_on(dkeys) if devices > 1 else dkeys  # the last step ends one device before their own
+    dk, dv = _send_on(dkeys) if devices > 1 else dkeys  # they are one device short of home
     dq = kernels.finish_dq(dq).astype(q_BSNH.dtype)
     return _join_heads(dq), _join_heads(dk[:, :, :, None]), _join_heads(dv[:, :, :, None])
 
