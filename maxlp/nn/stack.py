@@ -126,7 +126,7 @@ def apply_stack(
         return blocks.run_stack(StackCall(blocks, x, num_layers, layer_of_call)), None
 
     outs = None
-    schedule = (pipeline or PipelineConfig()).in_mesh(x.shape[0]) if per_layer is None else None
+    schedule = _pipeline_schedule(pipeline, len(x)) if per_layer is None else None
     if schedule is not None:
         assert unquantized_blocks == (0, 0), "see run.constraints"
         x, new_state = _in_pipeline(layer, x, per_row, params, state, schedule, remat)
@@ -142,6 +142,16 @@ def apply_stack(
         x, (new_state, outs) = _in_parts(layer_of_part, x, params, (state, per_layer), parts, scan, remat)
     nnx.update(blocks, new_state)
     return x, outs
+
+
+def _pipeline_schedule(pipeline: PipelineConfig | None, batch_size: int) -> Schedule | None:
+    """The schedule on the current mesh; None without stages, or if it does not divide the batch."""
+    mesh = jax.sharding.get_abstract_mesh()
+    stages = 1 if mesh.empty else mesh.shape.get("stage", 1)
+    if stages == 1:
+        return None
+    schedule = (pipeline or PipelineConfig()).schedule(stages)
+    return None if batch_size % schedule.microbatches else schedule
 
 
 def _in_pipeline(

@@ -3,8 +3,6 @@
 import dataclasses
 from typing import NamedTuple
 
-import jax
-
 
 class Schedule(NamedTuple):
     """A circular pipeline schedule.
@@ -49,9 +47,3 @@ class PipelineConfig:
     def schedule(self, stages: int) -> Schedule:
         """The schedule for so many stages."""
         return Schedule(stages, stages if self.microbatches is None else self.microbatches, self.rounds)
-
-    def in_mesh(self, batch_size: int) -> Schedule | None:
-        """The schedule on the current mesh; None without stages, or if it does not divide the batch."""
-        mesh = jax.sharding.get_abstract_mesh()
-        schedule = self.schedule(1 if mesh.empty else mesh.shape.get("stage", 1))
-        return schedule if schedule.stages > 1 and batch_size % schedule.microbatches == 0 else None
