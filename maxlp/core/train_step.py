@@ -31,7 +31,7 @@ class Judge(Protocol):
 
     def init(self) -> dict: ...
 
-    def judge(self, remembered: dict, metrics: dict) -> tuple[jax.Array, dict, dict]:
+    def accept(self, state: dict, metrics: dict) -> tuple[jax.Array, dict, dict]:
         """(verdict, what to remember, more metrics); the verdict is a bool scalar."""
         ...
 
@@ -149,7 +149,7 @@ def train_step(
     if judges:
         counts = jnp.bool_(True)
         for name, judge in judges.items():
-            verdict, new[name], more = judge.judge(state[name], metrics)
+            verdict, new[name], more = judge.accept(state[name], metrics)
             counts &= verdict
             metrics |= more
         metrics["skipped"] = 1.0 - counts

@@ -102,11 +102,11 @@ def model(c: ConfigDict) -> Callable[[nnx.Rngs], nnx.Module]:
     """The function that makes the model; call it under `jax.jit` or `jax.eval_shape` if it is large."""
     task(c)  # knows the name, or says so
     make = bind(MODELS[c.model.name], "model", _sizes(c), "rngs")
-    lower = bind(precision.apply, "precision", _recipes(c), "model")
+    section = precision_section(c)
 
     def make_model(rngs: nnx.Rngs) -> nnx.Module:
         made = make(rngs=rngs)
-        lower(made)
+        precision.apply(made, section, gated_products=GATED_PRODUCTS.get(c.model.name, ()))
         return made
 
     return make_model
@@ -116,9 +116,15 @@ def _sizes(c: ConfigDict) -> dict:
     return {key: value for key, value in c.model.items() if key != "name"}
 
 
-def _recipes(c: ConfigDict) -> dict:
-    """The part of the precision section that is about the model."""
-    return {key: value for key, value in c.precision.items() if key not in ("loss_scale", "health_every")}
+GATED_PRODUCTS = {"llama": ("*/down_proj",)}
+
+
+def precision_section(c: ConfigDict) -> precision.PrecisionConfig:
+    options = call(precision.RecipeOptions, "precision.options", c.precision.options)
+    values = dict(c.precision, options=options)
+    if (loss_scale := c.precision.get("loss_scale")) is not None:
+        values["loss_scale"] = call(precision.DynamicLossScale, "precision.loss_scale", loss_scale)
+    return call(precision.PrecisionConfig, "precision", values)
 
 
 def judges(c: ConfigDict) -> step.Judges:
@@ -326,7 +332,11 @@ def precision_table(c: ConfigDict) -> dict[str, str]:
 
     def make() -> None:
         made = call(MODELS[c.model.name], "model", _sizes(c), rngs=nnx.Rngs(0))
-        table.update(call(precision.apply, "precision", _recipes(c), model=made))
+        products = GATED_PRODUCTS.get(c.model.name, ())
+        config = precision_section(c)
+        table.update(
+            call(precision.apply, "precision", {}, model=made, config=config, gated_products=products)
+        )
 
     jax.eval_shape(make)
     return table
