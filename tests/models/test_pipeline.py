@@ -25,7 +25,7 @@ from maxlp.planning import hlo
 from maxlp.run import build
 from maxlp.run.config import ConfigError
 from tests import test_train
-from tests.precision import test_state, tiny
+from tests.precision import fixtures
 
 B, S, D, L = 16, 32, 64, 8
 
@@ -35,7 +35,7 @@ B, S, D, L = 16, 32, 64, 8
 
 def a_step(mesh, num_chunks=1, **model):
     """One step of gradient descent on a mesh, lowered, with the function that makes its state."""
-    sizes = {**tiny.SIZES, "num_layers": L, "dtype": "float32", "scan_layers": True, "remat": "block"}
+    sizes = {**fixtures.SIZES, "num_layers": L, "dtype": "float32", "scan_layers": True, "remat": "block"}
     make = lambda rngs: Llama(**sizes | model, rngs=rngs)  # noqa: E731
     tx = optax.sgd(1.0)  # parameters then differ by as much as the gradients do
     graphdef, abstract = step.abstract_state(make, tx, mesh)
@@ -74,7 +74,7 @@ def stepped(mesh, start=None, **how):
 
 def packed():
     """Rows of two documents and of other lengths each, so that rows must not be mixed up."""
-    batch = tiny.batch(0, rows=B, length=S)
+    batch = fixtures.batch(0, rows=B, length=S)
     cut, column = np.arange(3, 3 + B)[:, None], np.arange(S)
     first = column < cut
     batch["segment_ids"] = np.where(first, 1, 2).astype(np.int32)
@@ -139,15 +139,15 @@ def test_program_does_not_grow():
 
 def run_exact(mesh, microbatches=1, **how):
     mesh = on(mesh)
-    make = test_state.exact_model(True, "block", num_layers=4, **how)
-    state, train = tiny.trainer(
-        make, mesh=mesh, microbatches=microbatches, tx=optax.sgd(0.0), loss_fn=test_state.exact_loss
+    make = fixtures.exact_model(True, "block", num_layers=4, **how)
+    state, train = fixtures.trainer(
+        make, mesh=mesh, microbatches=microbatches, tx=optax.sgd(0.0), loss_fn=fixtures.exact_loss
     )
     losses = []
     for i in range(4):
-        state, metrics = train(state, test_state.exact_batch(i))
+        state, metrics = train(state, fixtures.exact_batch(i))
         losses.append(float(metrics["loss"]))
-    return tiny.histories(state), losses
+    return fixtures.histories(state), losses
 
 
 @pytest.mark.parametrize(
@@ -165,20 +165,20 @@ def test_delayed_scaling_is_that_of_microbatches_to_the_bit(mesh, rounds):
 
 @pytest.mark.slow
 def test_delayed_scaling_of_a_bfloat16_llama_is_that_of_microbatches_to_the_bit():
-    """With fixed weights, and histories that start full: see `test_state.run_llama`."""
+    """With fixed weights, and histories that start full: see `tests.precision.test_state`."""
 
     def run(mesh, microbatches=1, pipeline=None):
         def make(rngs):
             how = dict(num_layers=4, scan_layers=True, remat="block", dtype="bfloat16", pipeline=pipeline)
-            model = Llama(**tiny.SIZES | how, rngs=rngs)
+            model = Llama(**fixtures.SIZES | how, rngs=rngs)
             precision.inject(model, precision.make_recipe("fp8_delayed", history=4))
             return model
 
-        state, train = tiny.trainer(make, mesh=on(mesh), microbatches=microbatches, tx=optax.sgd(0.0))
-        state = tiny.warm(state, input=4.0, kernel=0.4, output_grad=1e-3)
+        state, train = fixtures.trainer(make, mesh=on(mesh), microbatches=microbatches, tx=optax.sgd(0.0))
+        state = fixtures.warm(state, input=4.0, kernel=0.4, output_grad=1e-3)
         for i in range(3):
-            state, _ = train(state, tiny.batch(i, rows=B))
-        return tiny.histories(state)
+            state, _ = train(state, fixtures.batch(i, rows=B))
+        return fixtures.histories(state)
 
     want, ours = run({}, 4), run(dict(stage=2, fsdp=2), pipeline=dict(microbatches=4, rounds=2))
     jax.tree.map(np.testing.assert_array_equal, ours, want)

@@ -19,7 +19,7 @@ from maxlp.run import build
 from maxlp.run.config import ConfigError
 from tests import test_step, test_train
 from tests.models.test_attention import assert_close, inputs, out_and_grads
-from tests.precision import tiny
+from tests.precision import fixtures
 from tests.test_step import Trained
 
 MESHES = {
@@ -200,16 +200,16 @@ def test_eight_bits_and_their_state_equal_one_device(recipe, mesh, monkeypatch):
     entry may differ by some thousandths."""
 
     def run(mesh, attention):
-        monkeypatch.setitem(tiny.SIZES, "attention", attention)
-        make = tiny.make_model(recipe, dtype="float32", remat="block")
-        state, train = tiny.trainer(make, mesh=mesh, microbatches=2, tx=optax.sgd(0.0))
+        monkeypatch.setitem(fixtures.SIZES, "attention", attention)
+        make = fixtures.make_model(recipe, dtype="float32", remat="block")
+        state, train = fixtures.trainer(make, mesh=mesh, microbatches=2, tx=optax.sgd(0.0))
         if recipe == "fp8_delayed":
-            state = tiny.warm(state, input=4.0, kernel=0.4, output_grad=1e-3)
+            state = fixtures.warm(state, input=4.0, kernel=0.4, output_grad=1e-3)
         found = []
         for i in range(2):
-            state, metrics = train(state, tiny.batch(i))
+            state, metrics = train(state, fixtures.batch(i))
             found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
-        return found, tiny.histories(state)
+        return found, fixtures.histories(state)
 
     want, histories = run(sharding.make_mesh(devices=jax.devices()[:1]), "xla")
     got, ours = run(sharding.make_mesh(**mesh), "ring")

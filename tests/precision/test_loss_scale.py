@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: the scale's path, skipped steps, and that no gradient is off by a factor."""
+"""Dynamic loss scaling: the path of the scale, skipped steps, and gradients without its factor."""
 
 import functools
 
@@ -34,12 +34,12 @@ def test_the_scale_follows_an_independent_model(lowest, highest):
     finite[100:160] = True  # and up to the ceiling
     ours = DynamicLossScale(8.0, 3, lowest, highest)
 
-    def judge(state, ok):
-        verdict, state, metrics = ours.judge(state, {"grad_norm": jnp.where(ok, 1.0, jnp.nan)})
-        return state, (verdict, metrics["loss_scale"])
+    def accept(state, ok):
+        accepted, state, metrics = ours.accept(state, {"grad_norm": jnp.where(ok, 1.0, jnp.nan)})
+        return state, (accepted, metrics["loss_scale"])
 
-    last, (verdicts, used) = jax.jit(lambda s: jax.lax.scan(judge, s, jnp.asarray(finite)))(ours.init())
-    np.testing.assert_array_equal(verdicts, finite)
+    last, (accepted, used) = jax.jit(lambda s: jax.lax.scan(accept, s, jnp.asarray(finite)))(ours.init())
+    np.testing.assert_array_equal(accepted, finite)
     expected, expected_last = expected_path(8.0, 3, lowest, highest, finite)
     np.testing.assert_array_equal(used, expected)
     assert last["scale"] == expected_last
@@ -102,7 +102,7 @@ def test_a_step_with_an_overflow_changes_nothing_but_the_scale():
     assert state["model_state"]["seen"] == 1 and state["opt_state"][0].count == 1
 
 
-def test_gradients_do_not_depend_on_the_scale_and_not_on_its_growth():
+def test_gradients_depend_neither_on_the_scale_nor_on_its_growth():
     """Powers of two round nothing: with a scale that doubles in each step, all steps are the same."""
     fixed, growing = DynamicLossScale(2.0**20, 1000), DynamicLossScale(2.0**12, 1)
     runs = []
@@ -134,11 +134,11 @@ def test_small_gradients_vanish_without_and_train_with_a_scale():
     [
         (dict(initial=1000), "initial=1000 must be a power of two"),
         (dict(initial=2.0**25), "initial=33554432.0 must lie between minimum=1.0 and maximum=16777216.0"),
-        (dict(growth_interval=0), "growth_interval=0 must be 1 step or more"),
+        (dict(growth_interval=0), "growth_interval=0 must be at least 1 step"),
         (dict(minimum=float("inf")), "minimum=inf must be a power of two"),
     ],
 )
-def test_settings_that_cannot_work(options, message):
-    with pytest.raises(ValueError, match=f"precision.loss_scale.{message}") as error:
+def test_bad_settings_are_one_line_errors(options, message):
+    with pytest.raises(ValueError, match=f"^{message}") as error:
         DynamicLossScale(**options)
     assert "\n" not in str(error.value)
