@@ -90,14 +90,14 @@ def test_a_second_moment_never_becomes_zero(name):
 
 @pytest.mark.parametrize("name", ["dynamic8", "int8", "int4", *FLOATS])
 def test_zeros_stay_zeros(name):
-    zeros = encode(jnp.zeros((2, 6)), name, key=KEY)
-    assert (decode(zeros, name) == 0).all() and (zeros.scale == 1).all()
+    zeros = encode(np.zeros((1, 6), np.float32), name, layer_axes=0, key=KEY)
+    assert (np.asarray(decode(zeros, name)) == 0).all() and (np.asarray(zeros.scale) == 1).all()
 
 
 def test_an_outlier_costs_precision_in_its_block_only():
     x = wide((1, 512), decades=0.5)
     x[0, 3] = 1e6
-    for name in ("float8_e4m3fn", "dynamic8", "int8"):
+    for name in ("float8_e4m3fn", "int8"):
         error = np.abs(recoded(x, name, block_size=256) - x)[0, 256:]
         whole = np.abs(recoded(x, name) - x)[0, 256:]
         assert error.mean() < 0.05 * whole.mean()

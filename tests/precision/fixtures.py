@@ -159,14 +159,22 @@ def abstract_step(make, mesh, tx, grads):
         return graphdef, abstract, step.jit_train_step(abstract, mesh, **how)
 
 
-def trainer(make, *, mesh=None, microbatches=1, tx=None, loss_fn=language.next_token_loss):
-    """The initial state and the function (state, batch) -> (state, metrics)."""
+def trainer(make, *, mesh=None, microbatches=1, tx=None, loss_fn=language.next_token_loss, params=None):
+    """The initial state and the function (state, batch) -> (state, metrics).
+
+    Args:
+      params: initial parameters, by default those that `make` draws; to save their compilation.
+    """
     mesh = sharding.make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
     tx = optax.sgd(0.1) if tx is None else tx
     _, abstract, train = abstract_step(make, mesh, tx, token_gradients(loss_fn, microbatches))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     with jax.set_mesh(mesh):
-        state = jax.jit(lambda: step.init_state(make, tx, 0), out_shardings=shardings)()
+        if params is None:
+            state = jax.jit(lambda: step.init_state(make, tx, 0), out_shardings=shardings)()
+        else:
+            state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
+            state = jax.device_put(dict(state, params=params), shardings)
 
     compiled = []
 

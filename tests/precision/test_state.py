@@ -1,5 +1,6 @@
 """The amax histories of delayed scaling: what enters them, and that nothing else changes them."""
 
+import functools
 import itertools
 
 import jax
@@ -19,12 +20,21 @@ LAYOUTS = [  # devices, microbatches, scan, remat; all compared with (1, 1, True
 ]
 
 
+@functools.cache
+def exact_params():
+    state, _ = fixtures.trainer(fixtures.exact_model(True, "none"))
+    return jax.device_get(state["params"])
+
+
+def exact_trainer(make, mesh, *, microbatches=1, tx=None):
+    how = dict(loss_fn=fixtures.exact_loss, params=exact_params())
+    return fixtures.trainer(make, mesh=mesh, microbatches=microbatches, tx=tx or optax.sgd(0.0), **how)
+
+
 def run_exact(devices, microbatches, scan, remat, *, unquantized_blocks=0, tx=None, steps=5):
     make = fixtures.exact_model(scan, remat, unquantized_blocks)
     mesh = sharding.make_mesh(devices=jax.devices()[:devices])
-    state, train = fixtures.trainer(
-        make, mesh=mesh, microbatches=microbatches, tx=tx or optax.sgd(0.0), loss_fn=fixtures.exact_loss
-    )
+    state, train = exact_trainer(make, mesh, microbatches=microbatches, tx=tx)
     losses = []
     for i in range(steps):
         state, metrics = train(state, fixtures.exact_batch(i))
@@ -68,8 +78,7 @@ def test_optimizers_and_clipping_do_not_change_the_state(exact_reference):
 def test_saved_and_restored_on_another_mesh_the_run_continues_to_the_bit(tmp_path, exact_reference):
     def on(devices):
         mesh = sharding.make_mesh(devices=jax.devices()[:devices])
-        make = fixtures.exact_model(True, "none")
-        return fixtures.trainer(make, mesh=mesh, tx=optax.sgd(0.0), loss_fn=fixtures.exact_loss)
+        return exact_trainer(fixtures.exact_model(True, "none"), mesh)
 
     state, train = on(4)
     for i in range(2):
