@@ -2,13 +2,15 @@
 
     value = scale · decode(code)
 
-Every entry of `formats.FORMATS` can be the code. The scale is float32. For floats it is a power of
-two (as in Fishman et al. 2024, arXiv:2409.12517, for float8 and Balança et al. 2024,
-arXiv:2407.17353, for float16), so that to encode what was just decoded changes nothing; bfloat16
-needs none. dynamic8 with blocks is Dettmers et al. 2021 (arXiv:2110.02861). float8_e4m3fn, float16,
-dynamic8, int8 and int4 round to nearest,
-float8_e5m2 and bfloat16 stochastically: a second moment decays by 1 - b2 in a step, and rounded to
-nearest it would never decay where that is less than half the distance to the next value.
+Codes are numbers in one of the `formats.FORMATS`. float8_e4m3fn, float16, dynamic8, int8 and int4
+are rounded to nearest, float8_e5m2 and bfloat16 stochastically: a second moment decays by 1 - b2 in
+a step, and rounded to nearest it would stay where that is less than half the distance to the next
+value.
+
+Scales are float32. Those of floats are powers of two (Fishman et al. 2024, arXiv:2409.12517, for
+float8; Balança et al. 2024, arXiv:2407.17353, for float16), so that encoding a decoded array again
+changes nothing; bfloat16 has a scale of 1. dynamic8 with blocks is Dettmers et al. 2021
+(arXiv:2110.02861).
 """
 
 from typing import NamedTuple
@@ -26,7 +28,7 @@ class Blocks(NamedTuple):
     """An encoded array: codes of its shape, and scales of its rank.
 
     The scale is (*layers, 1, …) for one scale a tensor, or has ⌈n / block⌉ entries in the last dim.
-    The codes of int4 lie two in a byte, with half of the entries in the last dim.
+    Codes of 4 bits are packed, two neighbours of the last dim in a byte.
     """
 
     codes: jax.Array
@@ -44,12 +46,14 @@ def encode(
 ) -> Blocks:
     """Encodes an array in the format `FORMATS[name]`.
 
-    Args: x: any shape, computed on in float32. signed: False for numbers that are never negative.
-      In floats (but bfloat16) and dynamic8 those that are not zero are then stored as at least the
-      smallest positive value of the format, because an update is divided by the root of a second
-      moment. block_size: entries of the last dim that share a scale; 0: all of a tensor.
-      layer_axes: number of leading axes that count tensors. key: random key, for the formats that
-      round stochastically (bfloat16, float8_e5m2).
+    Args:
+      x: any shape, computed on in float32.
+      signed: False for numbers that are never negative. In floats (but bfloat16) and dynamic8 those
+        that are not zero are then stored as at least the smallest positive value of the format,
+        because an update is divided by the root of a second moment.
+      block_size: entries of the last dim that share a scale; 0: all of a tensor.
+      layer_axes: number of leading axes that count tensors.
+      key: random key, for the formats that round stochastically (bfloat16, float8_e5m2).
     """
     to, x = FORMATS[name], x.astype(jnp.float32)
     scale = _scale(_amax(x, block_size, layer_axes), to)

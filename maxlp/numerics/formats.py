@@ -1,18 +1,17 @@
 """Number formats by name.
 
-| format        | bits | values                                                                  |
-|---------------|------|-------------------------------------------------------------------------|
-| float8_e4m3fn | 8    | 3 mantissa bits, ±448; steps of 6–12 % over 5 decades                   |
-| float8_e5m2   | 8    | 2 mantissa bits, ±57344; steps of 12–25 % over 9 decades                |
-| float16       | 16   | 10 mantissa bits, ±65504                                                |
-| bfloat16      | 16   | 7 mantissa bits, the range of float32                                   |
-| int8, int4    | 8, 4 | evenly spaced, symmetric: ±127, ±7                                      |
+| format        | bits | values                                                                   |
+|---------------|------|--------------------------------------------------------------------------|
+| float8_e4m3fn | 8    | 3 mantissa bits, ±448; steps of 6–12 % over 5 decades                    |
+| float8_e5m2   | 8    | 2 mantissa bits, ±57344; steps of 12–25 % over 9 decades                 |
+| float16       | 16   | 10 mantissa bits, ±65504                                                 |
+| bfloat16      | 16   | 7 mantissa bits, the range of float32                                    |
+| int8, int4    | 8, 4 | evenly spaced, symmetric: ±127, ±7                                       |
 | dynamic8      | 8    | 7 decades, the top one in steps of 1.4 %, each lower one twice as coarse |
-| eXmY, eXmYfn  |      | simulated: X exponent and Y mantissa bits                               |
+| eXmY, eXmYfn  |      | simulated: X exponent and Y mantissa bits                                |
 
 All but the simulated formats can store optimizer states (`blockwise`). Matmuls take `MATMUL` and
-the
-simulated formats: values of those are rounded to the format but kept, and multiplied, in a wider
+the simulated formats, whose values are rounded to the format but kept, and multiplied, in a wider
 dtype. ``eXmY`` follows IEEE (the top exponent is infinity and NaN); ``eXmYfn`` has no infinity and
 one NaN, as OCP's E4M3.
 """
@@ -29,12 +28,16 @@ import jax.numpy as jnp
 class Format:
     """A number format.
 
-    Attributes: kind: ``float``, ``int``, ``dynamic`` (a table of values) or ``simulated``.
-      exponent_bits: 0 unless it is a float. mantissa_bits: explicit ones; of an integer, all but
-      the sign. max: the largest finite magnitude. dtype: dtype that holds the values; of int4
-      before two of them are packed into a byte. prefix_of: the wider float dtype whose leading bits
-      are this format. Optimizer states are then rounded stochastically, because their change in a
-      step is often less than half the distance of two values.
+    Attributes:
+      kind: ``float``, ``int``, ``dynamic`` (a table of values) or ``simulated``; the operands of a
+        matmul must be of one kind.
+      exponent_bits: 0 unless it is a float.
+      mantissa_bits: explicit ones; of an integer, all but the sign.
+      max: the largest finite magnitude.
+      dtype: dtype that holds the values; of int4 before two of them are packed into a byte.
+      prefix_of: the wider float dtype whose leading bits are this format. Optimizer states are then
+        rounded stochastically, because their change in a step is often less than half the distance
+        of two values.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Format:
 
     @property
     def bits(self) -> int:
+        """Bits of one number."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
@@ -56,7 +60,7 @@ class Format:
 
     @property
     def needs_scale(self) -> bool:
-        """False where the exponent is as wide as float32's."""
+        """False if the exponent is as wide as float32's."""
         return self.exponent_bits < 8
 
 

@@ -1,4 +1,4 @@
-"""Quantized arrays: the operands of low-precision matmuls, as values in a narrow format and scales."""
+"""Operands of low-precision matmuls: values in a narrow format, and their scales."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -35,13 +35,16 @@ def quantize(
 ) -> Quantized:
     """Quantizes an operand of a matmul.
 
-    Args: granularity: the elements that share a scale. ``tensor``: all; ``row``: each vector along
-      the contraction (a token of the input, an output channel of the kernel), so that scales can be
-      applied to the product; ``block``: `MX_BLOCK` neighbours along the last contracted axis;
-      ``unscaled``: scale 1. contract: the axes that the matmul sums over. delayed_amax: a scalar to
-      take the scale from instead of the data's own amax (``tensor`` only). margin, power_of_two:
-      see `scales.scale_for`; blocks always have powers of two, as in MX. rounding: see
-      `rounding.cast`.
+    Args:
+      granularity: the elements that share a scale. ``tensor``: all; ``row``: each vector along the
+        contraction (a token of the input, an output channel of the kernel), so that scales can be
+        applied to the product; ``block``: `MX_BLOCK` neighbours along the last contracted axis;
+        ``unscaled``: scale 1.
+      contract: the axes that the matmul sums over.
+      delayed_amax: a scalar to take the scale from instead of the data's own amax (``tensor``
+        only).
+      margin, power_of_two: see `scales.scale_for`; blocks always have powers of two, as in MX.
+      rounding: see `rounding.cast`.
 
     Raises:
       ValueError: a contracted axis that `MX_BLOCK` does not divide; `pad_to_blocks` makes it fit.

@@ -17,10 +17,12 @@ def cast(x: jax.Array, to: Format, rounding: str = "nearest", key: jax.Array | N
     465 into an E4M3 NaN.) Integers have no NaN and get 0; a scale from the same data is NaN and
     marks them.
 
-    Args: x: any shape, computed on in float32. to: a float, int or simulated format. rounding:
-      ``nearest`` (ties to even), ``truncate`` (towards zero) or ``stochastic`` (to one of the two
-      neighbours, with probability proportional to proximity: the expectation is ``x``). key: random
-      key; only for ``stochastic``.
+    Args:
+      x: any shape, computed on in float32.
+      to: a float, int or simulated format.
+      rounding: ``nearest`` (ties to even), ``truncate`` (towards zero) or ``stochastic`` (to one of
+        the two neighbours, with probability proportional to proximity: the expectation is ``x``).
+      key: random key; only for ``stochastic``.
     """
     x = jnp.clip(x.astype(jnp.float32), -to.max, to.max)
     if rounding == "nearest" and to.kind == "float":

@@ -1,8 +1,8 @@
-"""Scales: what maps the largest magnitude of an array to the largest number of a format.
+"""Scales, which map the largest magnitude of an array to the largest number of a format.
 
-A quantized array is ``values * scale``: a scale multiplies on the way back (Transformer Engine
-calls this ``scale_inv``). Scales are float32. As a power of two a scale rounds nothing, and to
-quantize what was just dequantized changes nothing.
+A quantized array is ``values * scale``: the scale multiplies in dequantization (Transformer Engine
+calls it ``scale_inv``). Scales are float32. Multiplying by a power of two rounds nothing, so that
+quantizing a dequantized array again changes nothing.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ def amax(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
 
 
 def scale_for(amax: jax.Array, to: Format, *, margin: float = 0.0, power_of_two: bool = False) -> jax.Array:
-    """The scale that maps ``amax * 2^margin`` to ``to.max``, or to at most that if it is a power of two.
+    """The scale that maps ``amax * 2^margin`` to ``to.max``.
 
     A power of two is rounded up so that nothing saturates: ``2^ceil(log2(amax / max))``, the rule
-    for MX of Mishra et al. 2025 (arXiv:2506.08027). All-zero data gets 1. NaN and infinity give
-    themselves, so that non-finite data gives a non-finite product as it does in bfloat16.
+    for MX of Mishra et al. 2025 (arXiv:2506.08027). The scale of zeros is 1. A non-finite amax is
+    returned as it is, so that non-finite data gives a non-finite product as it does in bfloat16.
     """
     if power_of_two:
         scale = ceil_power_of_two(amax, to.max / 2.0**margin)

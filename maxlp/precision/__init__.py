@@ -34,11 +34,14 @@ __all__ = [
 class PrecisionConfig:
     """The ``precision`` section of a config.
 
-    Attributes: recipe: name in `RECIPES`, for all layers without a rule. ``bf16`` leaves the
-      model's own dtype. options: changes to that recipe. rules: (pattern, name of a recipe) pairs.
-      first_blocks, last_blocks, min_dim, smooth_swiglu: see `inject`. loss_scale: dynamic loss
-      scale of a float16 run, None for no scale. health_every: steps between measurements of
-      `health`, 0 for none.
+    Attributes:
+      recipe: name in `RECIPES`, for all layers without a rule. ``bf16`` leaves the model's own
+        dtype.
+      options: changes to that recipe.
+      rules: (pattern, name of a recipe) pairs.
+      first_blocks, last_blocks, min_dim, smooth_swiglu: see `inject`.
+      loss_scale: dynamic loss scale of a float16 run, None for no scale.
+      health_every: steps between measurements of `health`, 0 for none.
 
     Raises:
       ValueError: an unknown name or an invalid value; the message starts with the key.

@@ -43,9 +43,10 @@ def push(history: jax.Array, amax: jax.Array) -> jax.Array:
 def delayed_amax(history: jax.Array, amax: jax.Array, cold_start: bool) -> jax.Array:
     """The amax (scalar) that this step's scale comes from: the largest of the history (H,).
 
-    Args: amax: of this step's data, taken while the history is empty. cold_start: False: the result
-      is 0 while the history is empty (a scale of 1), and quantization never waits for the amax of
-      its own data.
+    Args:
+      amax: of this step's data, taken while the history is empty.
+      cold_start: False: the result is 0 while the history is empty (a scale of 1), and quantization
+        never waits for the amax of its own data.
     """
     largest = jnp.max(history)
     return jnp.where(largest > 0, largest, amax) if cold_start else largest

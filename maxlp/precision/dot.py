@@ -39,8 +39,9 @@ class QuantDot(nnx.Module):
     ``input_amax_history`` and ``kernel_amax_history`` are written by the forward pass,
     ``output_grad_amax_history`` is the gradient of itself (`delayed.OverwriteWithGradient`).
 
-    Args: stack: the leading axes of a stacked kernel; the histories get the same. A call takes one
-      slice of them.
+    Args:
+      stack: the leading axes of a stacked kernel; the histories get the same. A call takes one
+        slice of them.
     """
 
     def __init__(self, recipe: Recipe, stack: tuple[int, ...] = ()):
@@ -77,7 +78,8 @@ class QuantDot(nnx.Module):
             y = self._product(x / s.astype(x.dtype), kernel, jnp.dtype(jnp.float32), out_sharding)
             return (y * s).astype(dtype)
         s = s.astype(x.dtype)
-        return self._product(x / s, kernel * s[:, None], dtype, out_sharding)
+        x = x / jnp.expand_dims(s, range(x.ndim - 1))
+        return self._product(x, kernel * s[:, None], dtype, out_sharding)
 
     def _product(self, x: jax.Array, kernel: jax.Array, dtype: Any, out_sharding: Any) -> jax.Array:
         histories, amaxes = self.histories, {}
@@ -230,18 +232,19 @@ def _gemm(
         out_sharding=out_sharding,
     )
     (axes_a, axes_b), _ = numbers
-    free_b = b.values.ndim - len(axes_b)
-    scale = _like(_free(a.scale, axes_a, free_b), product) * _like(_free(b.scale, axes_b, 0), product)
+    free_a, free_b = a.values.ndim - len(axes_a), b.values.ndim - len(axes_b)
+    scale_a, scale_b = _free(a.scale, axes_a, 0, free_b), _free(b.scale, axes_b, free_a, 0)
+    scale = _like(scale_a, product) * _like(scale_b, product)
     multiply_in = dtype if narrow and exact_scales else jnp.float32
     return (product.astype(multiply_in) * scale.astype(multiply_in)).astype(dtype)
 
 
-def _free(scale: jax.Array, contracted, after: int) -> jax.Array:
-    """A scale in the shape that multiplies the product: a scalar, or with ``after`` more axes behind."""
+def _free(scale: jax.Array, contracted, before: int, after: int) -> jax.Array:
+    """A scale in the shape that multiplies a product: a scalar, or with axes before and after it."""
     if scale.size == 1:
         return scale.reshape(())
     scale = jnp.squeeze(scale, contracted)
-    return scale.reshape(*scale.shape, *(1,) * after)
+    return scale.reshape(*(1,) * before, *scale.shape, *(1,) * after)
 
 
 def _numbers(contract_a, contract_b, a: jax.Array):
@@ -262,6 +265,5 @@ def _like(scale: jax.Array, product: jax.Array) -> jax.Array:
     sharding = quantized.explicit_sharding(product)
     if sharding is None or scale.ndim == 0:
         return scale
-    split = sharding.spec[product.ndim - scale.ndim :]
-    axes = (None if n == 1 else axis for n, axis in zip(scale.shape, split, strict=True))
+    axes = (None if n == 1 else axis for n, axis in zip(scale.shape, sharding.spec, strict=True))
     return jax.sharding.reshard(scale, NamedSharding(sharding.mesh, PartitionSpec(*axes)))

@@ -1,4 +1,4 @@
-"""How quantization treats each tensor of each layer: what saturates, what vanishes, which scales are old.
+"""How quantization treats each tensor of each layer: saturation, underflow and the age of scales.
 
 `measure` is a training pass over a model whose `QuantDot`s are replaced by `Probe`s, which count.
 Its gradients are not used, so XLA leaves out the matmuls of the kernels' gradients. Run it every
@@ -155,14 +155,18 @@ class SwiGLU(Protocol):
 def measure(
     state: Mapping[str, Any], batch: Any, *, graphdef: nnx.GraphDef, gradients: Callable[..., Any]
 ) -> Measurement:
-    """The statistics of every quantized layer on one batch; run it under jit, with a replicated result.
+    """The statistics of every quantized layer on one batch.
 
-    Args: state: a training state; it does not change. gradients: (graphdef, state, batch) to (…,
-      new model_state, …), as in training. The statistics of several microbatches are combined by
-      maximum.
+    Run it under jit, with a replicated result.
 
-    Returns: ``{"layers/mlp/up_proj": {"input/amax": float32 (L,), …}, …, "layers/mlp":
-      {"swiglu/corr_1": …}}``. What is not quantized (blocks at either end) has a scale of 0.
+    Args:
+      state: a training state; it does not change.
+      gradients: (graphdef, state, batch) to (…, new model_state, …), as in training. The statistics
+        of several microbatches are combined by maximum.
+
+    Returns:
+      ``{"layers/mlp/up_proj": {"input/amax": float32 (L,), …}, …, "layers/mlp": {"swiglu/corr_1":
+      …}}``. What is not quantized (blocks at either end) has a scale of 0.
     """
     probed, model_state = _with_probes(graphdef, state)
     _, model_state, _ = gradients(probed, {**state, "model_state": model_state}, batch)
@@ -196,9 +200,10 @@ def alignment(
 ) -> dict[str, jax.Array]:
     """How far the channels of a SwiGLU point the same way, from its kernels (…, D, F).
 
-    Returns: float32 (…) each: ``corr_1`` to ``corr_top``, the correlations over D of the most
-      correlated channels (signed), ``channel_1`` … the indices of these, ``norm_1`` … the largest
-      products of a channel's two norms, and ``norm_median``.
+    Returns:
+      float32 (…) each: ``corr_1`` to ``corr_top``, the correlations over D of the most correlated
+      channels (signed), ``channel_1`` … the indices of these, ``norm_1`` … the largest products of
+      a channel's two norms, and ``norm_median``.
     """
     gate, up = gate_kernel.astype(jnp.float32), up_kernel.astype(jnp.float32)
     norms = jnp.linalg.norm(gate, axis=-2) * jnp.linalg.norm(up, axis=-2)

@@ -1,4 +1,4 @@
-"""Puts recipes into a model: which of its matmuls computes in what."""
+"""Gives each matmul of a model its recipe, by its path."""
 
 import fnmatch
 from collections.abc import Callable
@@ -20,9 +20,9 @@ Rules = tuple[tuple[str, Recipe], ...]
 
 @runtime_checkable
 class Matmul(Protocol):
-    """A module that multiplies the last axis of its input by a kernel (…, in, out): `nnx.Linear`, for one.
+    """A module that multiplies the last axis of its input by a kernel, such as `nnx.Linear`.
 
-    Leading axes of the kernel are those of a stack of layers.
+    The kernel is (…, in, out), with the axes of a stack of layers in front.
     """
 
     kernel: nnx.Param
@@ -55,22 +55,26 @@ def inject(
 
     Patterns have the wildcards of `fnmatch`; ``*`` matches across ``/``.
 
-    Args: rules: (pattern, recipe) pairs. first_blocks, last_blocks: blocks at either end of each
-      stack that stay in high precision. min_dim: a kernel with a smaller dim than this stays in
-      high precision (unless a rule matches it): small matmuls lose more time to quantization than
-      they gain. smooth_swiglu: a form of `precision.smooth_swiglu`. gated_products: patterns of the
-      layers whose input is a gated product, which Smooth-SwiGLU acts on.
+    Args:
+      rules: (pattern, recipe) pairs.
+      first_blocks, last_blocks: blocks at either end of each stack that stay in high precision.
+      min_dim: a kernel with a smaller dim than this stays in high precision (unless a rule matches
+        it): small matmuls lose more time to quantization than they gain.
+      smooth_swiglu: a form of `precision.smooth_swiglu`.
+      gated_products: patterns of the layers whose input is a gated product, which Smooth-SwiGLU
+        acts on.
 
     Returns:
       path → name of the recipe.
 
-    Raises: ValueError: a pattern that matches nothing, a stack without a quantized block, a kernel
-      whose dims do not divide into blocks.
+    Raises:
+      ValueError: a pattern that matches nothing, a stack without a quantized block, a kernel whose
+        dims do not divide into blocks, Smooth-SwiGLU without a gated product.
     """
     found = matmuls(model)
     paths = [path for path, _ in found]
     for pattern, _ in rules:
-        if not fnmatch.filter(paths, pattern):
+        if not any(_matches(path, (pattern,)) for path in paths):
             raise ValueError(
                 f"rules: pattern {pattern!r} matches no matmul; use one of the paths {', '.join(paths)}"
             )
@@ -97,14 +101,14 @@ def _matches(path: str, patterns: tuple[str, ...]) -> bool:
 
 def _choose(path: str, module: Matmul, recipe: Recipe, rules: Rules, min_dim: int) -> Recipe:
     for pattern, of_rule in rules:
-        if fnmatch.fnmatchcase(path, pattern):
+        if _matches(path, (pattern,)):
             return of_rule
     *stack, in_dim, out_dim = module.kernel.shape
     return recipe if stack and min(in_dim, out_dim) >= min_dim else RECIPES["bf16"]
 
 
 def _set_recipe(path: str, module: Matmul, recipe: Recipe) -> str:
-    """Gives a module its recipe; returns the name to show for it."""
+    """Gives a module its recipe and returns the name to print for it."""
     if not recipe.gemms:
         return HIGH_PRECISION
     *stack, in_dim, out_dim = module.kernel.shape

@@ -22,7 +22,9 @@ State = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
-    """A gate that adapts the loss scale; its state is ``{"scale": float32, "good_steps": int32}``, scalars.
+    """A gate (`core.gates`) that adapts the loss scale.
+
+    Its state is ``{"scale": float32, "good_steps": int32}``, both scalars.
 
     Attributes:
       initial: the first scale.
@@ -59,8 +61,9 @@ class DynamicLossScale:
         Args:
           metrics: of the step, with the scalar ``grad_norm``.
 
-        Returns: whether the step is accepted (a bool scalar), the state with the next scale, and
-          the metric ``loss_scale`` that the step used.
+        Returns:
+          whether the step is accepted (a bool scalar), the state with the next scale, and the
+          metric ``loss_scale`` that the step used.
         """
         finite = jnp.isfinite(metrics["grad_norm"])
         good_steps = jnp.where(finite, state["good_steps"] + 1, 0)

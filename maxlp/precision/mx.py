@@ -1,4 +1,4 @@
-"""Matmuls of blocks that share a power-of-two scale (OCP MX), in hardware that supports them or emulated.
+"""Matmuls of blocks that share a power-of-two scale (OCP MX), in hardware or emulated.
 
 GPUs from Blackwell on multiply MXFP8 blocks directly (`jax.nn.scaled_matmul`, which XLA decomposes
 on older ones). Elsewhere the operands are dequantized to bfloat16 first, which is exact: it holds

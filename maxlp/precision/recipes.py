@@ -20,6 +20,7 @@ GEMMS = {  # the tensors of a layer that each matmul multiplies
 
 
 def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises a ValueError if the value is not one of the choices."""
     if value not in choices:
         raise ValueError(f"{key}={value!r} is unknown; use one of {', '.join(choices)}")
 
@@ -28,10 +29,13 @@ def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
 class Operand:
     """How one operand of a matmul is quantized.
 
-    Attributes: format: see `formats.get`. granularity: which elements share a scale, see
-      `quantized.quantize`. delayed: the scale comes from the history of earlier steps (`delayed`),
-      not from the data itself. power_of_two: scales are powers of two. rounding: ``nearest`` or
-      ``truncate``.
+    Attributes:
+      format: see `formats.get`.
+      granularity: which elements share a scale, see `quantized.quantize`.
+      delayed: the scale comes from the history of earlier steps (`delayed`), not from the data
+        itself.
+      power_of_two: scales are powers of two.
+      rounding: ``nearest`` or ``truncate``.
     """
 
     format: str
@@ -58,12 +62,16 @@ Pair = tuple[Operand, Operand] | None
 class Recipe:
     """The three matmuls of a linear layer; None is a matmul in the layer's own dtype.
 
-    Attributes: fwd: (input, kernel). dlhs: (output gradient, kernel). drhs: (input, output
-      gradient). residuals: what is saved for the backward pass: input and kernel in the layer's
-      dtype (``full``), or as ``fwd`` quantized them (``quantized``: half the bytes). A kernel is
-      always saved in quantized form if ``dlhs`` uses the same form. history: steps that a delayed
-      scale looks back on; 1 is only the most recent. margin: a delayed scale leaves ``2^margin`` of
-      headroom. cold_start: delayed scales are current ones until a nonzero amax was recorded.
+    Attributes:
+      fwd: (input, kernel).
+      dlhs: (output gradient, kernel).
+      drhs: (input, output gradient).
+      residuals: what is saved for the backward pass: input and kernel in the layer's dtype
+        (``full``), or as ``fwd`` quantized them (``quantized``: half the bytes). A kernel is always
+        saved in quantized form if ``dlhs`` uses the same form.
+      history: steps that a delayed scale looks back on; 1 is only the most recent.
+      margin: a delayed scale leaves ``2^margin`` of headroom.
+      cold_start: delayed scales are current ones until a nonzero amax was recorded.
       smooth: see `smooth_swiglu`.
 
     Raises:

@@ -44,13 +44,13 @@ import jax.numpy as jnp
 from maxlp.numerics.scales import amax, ceil_power_of_two
 from maxlp.precision.recipes import GEMMS, Operand, Recipe, check_choice
 
-# Each form, and the tensors whose scales it makes jump with the data: theirs must be current.
+# Each form, and the tensors whose scales must be current because they jump with the factors.
 _CURRENT = {"none": (), "channel": ("kernel",), "balanced": ("input", "kernel"), "token": ()}
 FORMS = tuple(_CURRENT)
 
 
 def smooth(recipe: Recipe, form: str) -> Recipe:
-    """The recipe for a down projection, with current scales where smoothing makes them jump with the data.
+    """The recipe of a down projection, with current scales where smoothing makes them jump.
 
     Raises:
       ValueError: a form that is not in `FORMS`.
@@ -82,4 +82,4 @@ def factors(x: jax.Array, kernel: jax.Array, form: str) -> jax.Array:
 
 def fold(up_kernel: jax.Array, down_kernel: jax.Array, s_F: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Kernels (D, F) and (F, D) with constant factors folded in, for export: the function is the same."""
-    return up_kernel / s_F, down_kernel * s_F[:, None]
+    return up_kernel / s_F[None], down_kernel * s_F[:, None]

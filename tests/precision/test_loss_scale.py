@@ -55,7 +55,7 @@ def trainer(loss_scale, size=1e-7):
     w = jnp.asarray(np.random.default_rng(1).normal(size=(16,)), jnp.float32)
 
     def loss_fn(params, batch):
-        h = batch["x"].astype(jnp.float16) * params["w"].astype(jnp.float16)
+        h = batch["x"].astype(jnp.float16) * params["w"].astype(jnp.float16)[None]
         return size * jnp.sum(jnp.square(h.astype(jnp.float32) - batch["y"]))
 
     def gradients_of(graphdef, state, batch):

@@ -60,13 +60,15 @@ def error_of_others(form, magnitude):
     x, gate, up, down = network(magnitude)
     h = product(x, gate, up)
     s = smooth_swiglu.factors(h, down, form) if form != "none" else jnp.float32(1)
-    of_kernel = s[:, None] if s.ndim == 1 else 1.0
+    of_product, of_kernel = (s[None], s[:, None]) if s.ndim == 1 else (s, 1.0)
 
     def round_trip(a):
         return dequantize(quantize(a, formats.get("float8_e4m3fn"), "tensor", (0,)), a.dtype)
 
     others = np.arange(h.shape[1]) != ALIGNED
-    ours = (round_trip(h / s) * s)[:, others] @ (round_trip(down * of_kernel) / of_kernel)[others]
+    ours = (round_trip(h / of_product) * of_product)[:, others] @ (
+        round_trip(down * of_kernel) / of_kernel
+    )[others]
     exact = h[:, others] @ down[others]
     return np.linalg.norm(ours - exact) / np.linalg.norm(exact)
 
