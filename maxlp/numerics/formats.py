@@ -1,19 +1,9 @@
 """Number formats by name.
 
-| format        | bits | values                                                                   |
-|---------------|------|--------------------------------------------------------------------------|
-| float8_e4m3fn | 8    | 3 mantissa bits, ±448; steps of 6–12 % over 5 decades                    |
-| float8_e5m2   | 8    | 2 mantissa bits, ±57344; steps of 12–25 % over 9 decades                 |
-| float16       | 16   | 10 mantissa bits, ±65504                                                 |
-| bfloat16      | 16   | 7 mantissa bits, the range of float32                                    |
-| int8, int4    | 8, 4 | evenly spaced, symmetric: ±127, ±7                                       |
-| dynamic8      | 8    | 7 decades, the top one in steps of 1.4 %, each lower one twice as coarse |
-| eXmY, eXmYfn  |      | simulated: X exponent and Y mantissa bits                                |
-
-All but the simulated formats can store optimizer states (`blockwise`). Matmuls take `MATMUL` and
-the simulated formats, whose values are rounded to the format but kept, and multiplied, in a wider
-dtype. ``eXmY`` follows IEEE (the top exponent is infinity and NaN); ``eXmYfn`` has no infinity and
-one NaN, as OCP's E4M3.
+`FORMATS` can store optimizer states (`blockwise`). Matmuls take some of them (`MATMUL`), and
+simulated formats of X exponent and Y mantissa bits, whose values are rounded to the format but
+kept, and multiplied, in a wider dtype: ``eXmY`` follows IEEE (the top exponent is infinity and
+NaN), ``eXmYfn`` has no infinity and one NaN, as OCP's E4M3.
 """
 
 import dataclasses
@@ -67,11 +57,12 @@ class Format:
 FORMATS = {
     f.name: f
     for f in (
-        Format("float8_e4m3fn", "float", 4, 3, 448.0, jnp.float8_e4m3fn),
-        Format("float8_e5m2", "float", 5, 2, 57344.0, jnp.float8_e5m2, prefix_of=jnp.float16),
+        Format("float8_e4m3fn", "float", 4, 3, 448.0, jnp.float8_e4m3fn),  # steps of 6–12 %, 5 decades
+        Format("float8_e5m2", "float", 5, 2, 57344.0, jnp.float8_e5m2, jnp.float16),  # 12–25 %, 9 decades
         Format("float16", "float", 5, 10, 65504.0, jnp.float16),
+        # 7 decades: the top one in steps of 1.4 %, each lower one twice as coarse
         Format("dynamic8", "dynamic", 0, 7, 1.0, jnp.uint8),
-        Format("int8", "int", 0, 7, 127.0, jnp.int8),
+        Format("int8", "int", 0, 7, 127.0, jnp.int8),  # symmetric
         Format("int4", "int", 0, 3, 7.0, jnp.int8),
         Format("bfloat16", "float", 8, 7, float(jnp.finfo(jnp.bfloat16).max), jnp.bfloat16, jnp.float32),
     )

@@ -41,7 +41,3 @@ def test_unknown_names_are_one_line_errors(name):
     with pytest.raises(ValueError, match=r"format='.*' is unknown; use one of float8_e4m3fn") as error:
         formats.get(name)
     assert "\n" not in str(error.value)
-
-
-def test_every_format_is_documented():
-    assert all(name in formats.__doc__ for name in formats.FORMATS)

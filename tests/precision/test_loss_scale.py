@@ -82,7 +82,7 @@ def trainer(loss_scale, size=1e-7):
 
     def batch(seed):
         x = jnp.asarray(np.random.default_rng(seed).normal(size=(8, 16)), jnp.float32)
-        return {"x": x, "y": x * w}
+        return {"x": x, "y": x * w[None]}
 
     return jax.jit(train_step), state, batch
 

@@ -66,9 +66,9 @@ def error_of_others(form, magnitude):
         return dequantize(quantize(a, formats.get("float8_e4m3fn"), "tensor", (0,)), a.dtype)
 
     others = np.arange(h.shape[1]) != ALIGNED
-    ours = (round_trip(h / of_product) * of_product)[:, others] @ (
-        round_trip(down * of_kernel) / of_kernel
-    )[others]
+    rounded_h = round_trip(h / of_product) * of_product
+    rounded_down = round_trip(down * of_kernel) / of_kernel
+    ours = rounded_h[:, others] @ rounded_down[others]
     exact = h[:, others] @ down[others]
     return np.linalg.norm(ours - exact) / np.linalg.norm(exact)
 
