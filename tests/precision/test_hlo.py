@@ -44,14 +44,15 @@ def layer(name):
     return made.step, jax.eval_shape(lambda: made.state)
 
 
-def arguments(shardings=(None, None, None), K=512, N=256):
-    shapes = ((8, 128, K), jnp.bfloat16), ((K, N), jnp.float32), ((8, 128, N), jnp.bfloat16)
+def arguments(shardings=(None, None, None), K=512, N=256, length=128):
+    shapes = ((8, length, K), jnp.bfloat16), ((K, N), jnp.float32), ((8, length, N), jnp.bfloat16)
     return [jax.ShapeDtypeStruct(*s, sharding=h) for s, h in zip(shapes, shardings, strict=True)]
 
 
-def lowered(name, platform):
+def lowered(name, platform, length=128):
     both, state = layer(name)
-    return jax.jit(both).trace(state, *arguments()).lower(lowering_platforms=(platform,)).as_text()
+    traced = jax.jit(both).trace(state, *arguments(length=length))
+    return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 def unordered(a, b, out):
@@ -74,8 +75,9 @@ def test_stablehlo_multiplies_in_the_format(name, platform):
         assert fp8 == ["DEFAULT"] + ["HIGHEST"] * (len(fp8) - 1)
 
 
-def test_stablehlo_of_mxfp8_is_the_block_scaled_matmul_on_cuda_and_bf16_elsewhere():
-    cuda, tpu = lowered("mxfp8", "cuda"), lowered("mxfp8", "tpu")
+@pytest.mark.parametrize("length", [128, 20])
+def test_stablehlo_of_mxfp8_is_the_block_scaled_matmul_on_cuda_and_bf16_elsewhere(length):
+    cuda, tpu = lowered("mxfp8", "cuda", length), lowered("mxfp8", "tpu", length)
     assert len(re.findall(r"custom_call @__op\$block_scaled_dot", cuda)) == 3
     assert "block_scaled" not in tpu and len(re.findall("dot_general", tpu)) == 3
 
