@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from fidelity_figures import COLORS, POLICY, Runs, foretold, plus_minus, print_table, running, save
+from fidelity_figures import COLORS, POLICY, Runs, plus_minus, predicted, print_table, running, save
 from matplotlib.figure import Figure
 
 from maxlp.monitoring import spikes
@@ -68,7 +68,7 @@ def loss_spikes(losses: list[float]) -> list[int]:
     return [spike.step for spike in spikes.find_spikes(steps, np.array(losses)[steps], POLICY)]
 
 
-def rms_spikes(rms: list[float], policy: spikes.Policy) -> list[int]:
+def rms_spikes(rms: list[float], policy: spikes.SpikeConfig) -> list[int]:
     steps = np.arange(STEADY - policy.lead, len(rms))
     return spikes.find_rms_spikes(steps, np.array(rms)[steps], policy)
 
@@ -86,10 +86,10 @@ def shifts(runs: Runs, figure: Figure) -> None:
         row = [name, f"{sum(map(len, found.values()))} ({', '.join(str(len(f)) for f in found.values())})"]
         for policy in (POLICY, LARGE):
             led = [
-                foretold(found[s], rms_spikes(run["rms_patch"], policy), len(run["loss"]), STEADY)
+                predicted(found[s], rms_spikes(run["rms_patch"], policy), len(run["loss"]), STEADY)
                 for s, run in sorted(seeds.items())
             ]
-            row += [f"{sum(f.foretold for f in led)} of {sum(f.loss_spikes for f in led)}"]
+            row += [f"{sum(f.predicted for f in led)} of {sum(f.loss_spikes for f in led)}"]
             row += [f"{sum(f.by_chance for f in led):.1f}"]
         rises = [[lasting(run["loss"], shift) for run in seeds.values()] for shift in SHIFTS]
         row += [", ".join(f"{np.mean(values):+.2f}" for values in rises)]

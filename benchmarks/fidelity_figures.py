@@ -18,7 +18,7 @@ Runs = dict[str, dict[str, dict[str, Any]]]  # variant → seed → what was mea
 COLORS = ["#2f6db3", "#e07b1a", "#3a9a5c", "#c8322b", "#7d5ba6", "#1aa3b0", "#8a6d3b", "#d45d9e", "#555555"]
 BROKEN = [start + i for start in (120, 165, 210, 255) for i in range(4)]  # steps with random tokens
 WARMED_UP = 60  # steps, before which nothing counts as a spike
-POLICY = spikes.Policy()  # that of training: 3.2 deviations above the mean of 64 losses; RMS_t above 1.8
+POLICY = spikes.SpikeConfig()  # as in training: 3.2 σ above the mean of 64 losses; RMS_t above 1.8
 
 
 def show(experiment: str, runs: Runs, folder: Path, baseline: Runs) -> None:
@@ -100,14 +100,13 @@ def after_effect(run: dict) -> float:
 def rms_spikes(run: dict) -> list[int]:
     """Steps at which the largest RMS_t of the kernels in the blocks begins to stand out."""
     rms = np.array(run["rms_hidden"])
-    return spikes.find_rms_spikes(
-        np.arange(WARMED_UP - POLICY.lead, len(rms)), rms[WARMED_UP - POLICY.lead :]
-    )
+    begin = WARMED_UP - POLICY.lead
+    return spikes.find_rms_spikes(np.arange(begin, len(rms)), rms[begin:], POLICY)
 
 
-def foretold(loss_steps: list[int], rms_steps: list[int], steps: int, begin: int) -> spikes.Foretold:
+def predicted(loss_steps: list[int], rms_steps: list[int], steps: int, begin: int) -> spikes.Prediction:
     """How many loss spikes follow an RMS_t spike, of a run that counts from step `begin` on."""
-    return spikes.foretold(
+    return spikes.count_predicted(
         [step - begin for step in loss_steps], [step - begin for step in rms_steps], steps - begin, POLICY
     )
 
@@ -117,14 +116,14 @@ def optimizers(runs: Runs, figure: Figure) -> None:
     for name, seeds in runs.items():
         counts = [len(loss_spikes(run)) for run in seeds.values()]
         led = [
-            foretold(loss_spikes(run), rms_spikes(run), len(run["loss"]), WARMED_UP)
+            predicted(loss_spikes(run), rms_spikes(run), len(run["loss"]), WARMED_UP)
             for run in seeds.values()
             if "rms_hidden" in run
         ]
         row = [name, str(len(seeds)), plus_minus(np.array([run["heldout"] for run in seeds.values()]))]
         row += [f"{sum(counts)} ({', '.join(map(str, counts))})"]
         if led:
-            hits, chance = sum(f.foretold for f in led), sum(f.by_chance for f in led)
+            hits, chance = sum(f.predicted for f in led), sum(f.by_chance for f in led)
             row += [plus_minus(np.array([after_effect(run) for run in seeds.values()]), "+.3f")]
             row += [f"{hits} of {sum(counts)}", f"{chance:.1f}"]
             row += [f"{max(max(run['rms_hidden'][WARMED_UP:]) for run in seeds.values()):.1f}"]

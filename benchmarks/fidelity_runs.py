@@ -11,7 +11,7 @@ import jax
 from ml_collections import ConfigDict
 
 from maxlp.core import train_step as step
-from maxlp.parallel import sharding
+from maxlp.parallel.batches import global_batch
 from maxlp.run import build
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,7 +86,7 @@ class Trainer:
         """The state after all batches, and what was seen at each: loss, grad_norm and what watch picks."""
         seen = []
         for batch in batches:
-            state, out = self.step(state, sharding.global_batch(batch, self.mesh))
+            state, out = self.step(state, global_batch(batch, self.mesh))
             seen.append({key: out[key] for key in ("loss", "grad_norm")} | watch(state))
         seen = jax.device_get(seen)
         return state, {key: [digits(s[key]) for s in seen] for key in seen[0]}
@@ -95,7 +95,7 @@ class Trainer:
         """The task's held-out measures on the first `limit` batches."""
 
         def batches():
-            return (sharding.global_batch(batch, self.mesh) for batch in self.data.heldout[:limit])
+            return (global_batch(batch, self.mesh) for batch in self.data.heldout[:limit])
 
         return {key: digits(value) for key, value in self.evaluator(state, batches).items()}
 

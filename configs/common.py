@@ -6,9 +6,9 @@ from ml_collections import ConfigDict, config_dict
 
 
 def parse_arg(arg: str, **defaults):
-    """``"a=1,b=x,flag"`` as a ConfigDict of the given defaults, each value in its default's type.
+    """``"a=1,b=x,flag"`` as a ConfigDict over the given defaults, each value in the type of its default.
 
-    A bare name of a boolean sets it. Raises ValueError for names without a default.
+    The bare name of a boolean sets it. Raises ValueError for a name without a default.
     """
     values = ConfigDict(defaults)
     for item in filter(None, (arg or "").split(",")):
@@ -42,13 +42,13 @@ def choose(arg: str, c: ConfigDict) -> ConfigDict:
     precision: a recipe of `maxlp.precision.RECIPES`; ``fp16``: matmuls and activations in float16 under a
       dynamic loss scale; ``pure_bf16``: no float32 copy of the parameters, stochastic rounding.
     optimizer: a name in `maxlp.optim.OPTIMIZERS`.
-    galore: the rank of the projected gradients; 0 does not project.
+    galore: rank of the projected gradients; 0 is no projection.
     low_bit: moments in ``fp8`` (e4m3 and e5m2, a scale per tensor) or ``8bit`` (dynamic, in blocks of 256).
     """
     chosen = parse_arg(arg, precision=c.precision.recipe, optimizer=c.optimizer.name, galore=0, low_bit="")
     if chosen.precision == "fp16":
         c.model.dtype = "float16"
-        c.precision.loss_scale = dict(initial=2.0**15, growth_interval=2000)
+        c.precision.loss_scale.update(initial=2.0**15, growth_interval=2000)
     elif chosen.precision == "pure_bf16":
         c.model.dtype = c.model.param_dtype = "bfloat16"
         c.optimizer.param_rounding = "stochastic"
@@ -56,18 +56,23 @@ def choose(arg: str, c: ConfigDict) -> ConfigDict:
         c.precision.recipe = chosen.precision
     c.optimizer.name = chosen.optimizer
     if chosen.galore:
-        c.optimizer.galore = dict(rank=chosen.galore)
+        c.optimizer.galore.rank = chosen.galore
     if chosen.low_bit:
         if chosen.low_bit not in LOW_BIT:
             raise ValueError(f"config argument low_bit={chosen.low_bit!r}: one of {', '.join(LOW_BIT)}")
-        c.optimizer.low_bit = LOW_BIT[chosen.low_bit]
+        c.optimizer.low_bit.update(LOW_BIT[chosen.low_bit])
     return c
+
+
+def _unset(**types) -> dict:
+    """Keys for the command line to set; while all are unset, what they configure is off."""
+    return {name: config_dict.placeholder(kind) for name, kind in types.items()}
 
 
 def llama(**sizes) -> ConfigDict:
     """A Llama run in which only sizes, lengths and rates are left to choose.
 
-    Every section holds the keyword arguments of one function; the README lists which.
+    Every section holds the fields of one dataclass or function; the README lists which.
     """
     c = ConfigDict()
     c.model = ConfigDict(
@@ -75,7 +80,9 @@ def llama(**sizes) -> ConfigDict:
             name="llama",
             vocab_size=128256,
             rope_theta=500000.0,
-            rope_scaling=None,
+            rope_scaling=_unset(
+                factor=float, low_freq_factor=float, high_freq_factor=float, original_max_seq_len=int
+            ),
             max_seq_len=8192,
             norm_eps=1e-5,
             tie_embeddings=False,
@@ -92,14 +99,26 @@ def llama(**sizes) -> ConfigDict:
     c.precision = ConfigDict(
         dict(
             recipe="bf16",  # matmuls in model.dtype; others: precision.recipes.RECIPES
-            options={},
-            rules=(),
+            options=_unset(  # in place of the recipe's own: precision.recipes.RecipeOptions
+                history=int,
+                margin=float,
+                cold_start=bool,
+                residuals=str,
+                format=str,
+                grad_format=str,
+                granularity=str,
+                power_of_two=bool,
+                rounding=str,
+            ),
+            rules=(),  # (pattern, recipe) pairs: precision.inject
             first_blocks=1,
             last_blocks=1,
             min_dim=0,
             smooth_swiglu="none",
-            loss_scale=config_dict.placeholder(dict),  # of float16: precision.DynamicLossScale
-            health_every=0,  # steps between measurements of what quantization does; 0: none
+            loss_scale=_unset(  # for float16: precision.DynamicLossScale
+                initial=float, growth_interval=int, minimum=float, maximum=float
+            ),
+            health_every=0,  # steps between measurements of the quantization; 0: none
         )
     )
     c.mesh = ConfigDict(dict(stage=1, data=1, fsdp=-1, context=1, tensor=1, dcn_data=1))
@@ -110,28 +129,44 @@ def llama(**sizes) -> ConfigDict:
             schedule="cosine",
             warmup_steps=2000,
             final_lr_fraction=0.1,
+            decay_fraction=config_dict.placeholder(float),
             clip_norm=1.0,
             weight_decay=0.1,
             decay_embeddings=False,
+            decay_with_clip=config_dict.placeholder(bool),
             b1=0.9,
             b2=0.95,
             eps=1e-8,
-            mu_dtype=config_dict.placeholder(str),  # of the first moments: that of the parameters
-            options=dict(),  # further keywords of the optimizer
-            galore=config_dict.placeholder(dict),
-            low_bit=config_dict.placeholder(dict),
+            mu_dtype=config_dict.placeholder(str),  # of the first moments; unset: that of the parameters
+            options=dict(),  # further keywords of this optimizer
+            galore=_unset(  # low-rank projection of the gradients: optim.config.GaloreConfig
+                rank=int,
+                update_proj_gap=int,
+                scale=float,
+                side=str,
+                basis=str,
+                moments=str,
+                projector=str,
+                lazy_threshold=float,
+                targets=tuple,
+                seed=int,
+            ),
+            low_bit=_unset(  # moments in few bits: optim.config.LowBitConfig
+                mu=str, nu=str, block_size=int, min_size=int, seed=int
+            ),
             param_rounding=config_dict.placeholder(str),  # of bfloat16 parameters: stochastic, kahan
         )
     )
     c.data = ConfigDict(
         dict(
-            name="text",
             source=config_dict.placeholder(str),  # e.g. "array_record:/data/c4", "text:/data/**/*.txt"
             tokenizer=config_dict.placeholder(str),  # "bytes", or a tokenizer.json or .model file
             seq_len=8192,
             batch_size=512,
             packing="concat",
-            num_epochs=config_dict.placeholder(int),  # without end
+            shuffle=config_dict.placeholder(bool),
+            shuffle_tokens=config_dict.placeholder(int),
+            num_epochs=config_dict.placeholder(int),  # unset: without end
             num_workers=0,
         )
     )
@@ -221,7 +256,7 @@ def clip(**sizes) -> ConfigDict:
 
     Args:
       sizes: keys of the ``model`` section (`CLIP_SIZES` has sets of them); those of ``visual`` and ``text``
-        are merged into what is here.
+        are merged into the defaults below.
     """
     c = llama()
     c.model = ConfigDict(
@@ -277,16 +312,19 @@ def clip(**sizes) -> ConfigDict:
     )
     c.data = ConfigDict(
         dict(
-            name="image_text",
             source=config_dict.placeholder(str),  # e.g. "tar:/data/laion/{00000..41455}.tar"
-            heldout_source="",  # e.g. "tfds:imagenet2012?data_dir=/data/tfds"; part of the source if empty
+            validation_source="",  # e.g. "tfds:imagenet2012?data_dir=/data/tfds"; if empty, part of source
             tokenizer=config_dict.placeholder(str),  # of CLIP's 49408 tokens
             classes="",  # a file of names for labels that have none
             image_size=224,
             text_len=77,
             batch_size=32768,
-            max_broken=100,  # examples that a process passes over before it stops
-            num_epochs=config_dict.placeholder(int),  # without end
+            crop_scale=config_dict.placeholder(tuple),
+            templates=config_dict.placeholder(tuple),
+            max_pixels=config_dict.placeholder(int),
+            num_threads=config_dict.placeholder(int),
+            max_broken=100,  # examples that a process skips before it stops
+            num_epochs=config_dict.placeholder(int),  # unset: without end
             num_workers=0,
         )
     )
@@ -297,7 +335,7 @@ def clip(**sizes) -> ConfigDict:
 def clip_size(arg: str, default: str) -> tuple[dict, str]:
     """The entry of `CLIP_SIZES` that ``size=NAME`` in an argument string asks for, and the string's rest.
 
-    Raises ValueError for a name that is none.
+    Raises ValueError for an unknown name.
     """
     items = (arg or "").split(",")
     names = [item.removeprefix("size=") for item in items if item.startswith("size=")]
@@ -308,7 +346,7 @@ def clip_size(arg: str, default: str) -> tuple[dict, str]:
 
 
 def siglip(**sizes) -> ConfigDict:
-    """As `clip`, for a SigLIP (Zhai et al. 2023, arXiv:2303.15343): pairs are judged one by one."""
+    """As `clip`, for a SigLIP (Zhai et al. 2023, arXiv:2303.15343): a sigmoid loss over single pairs."""
     c = clip(
         visual=dict(pool="map", pre_norm=False, patch_bias=True, proj=False),
         text=dict(vocab_size=32000, max_len=64, causal=False, pool="last", proj_bias=True),

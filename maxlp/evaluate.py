@@ -1,4 +1,4 @@
-r"""Measures a trained model on held-out data.
+r"""Evaluates a trained model on validation data.
 
 Llama: loss, perplexity, bits per byte of text. CLIP: zero-shot classification, retrieval, linear probe.
 
@@ -9,10 +9,11 @@ Llama: loss, perplexity, bits per byte of text. CLIP: zero-shot classification, 
 
     python -m maxlp.evaluate --workdir=/tmp/clip --linear_probe
 
-Without --config the run's own config says what the held-out data is, on however many devices are here.
+Without --config the run's own config names the validation data; the number of devices may differ from the
+run's.
 """
 
-import functools
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,72 +24,101 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from maxlp.parallel import sharding
-from maxlp.run import build, config
-from maxlp.run import run_dir as files
+from maxlp.parallel.batches import device_batches
+from maxlp.run import cli, constraints, run_dir
+from maxlp.run.config import ConfigError
+from maxlp.run.experiment import make_data
+from maxlp.run.restore import restore_model
+from maxlp.run.settings import Settings, read
+from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import distributed
+from maxlp.runtime.distributed import print_primary
 
 
 def define_flags() -> None:
-    config.define_flags("Directory of the run.", config_required=False)
-    flags.adopt_module_key_flags(config)
+    cli.define_flags("Directory of the run.", config_required=False)
+    flags.adopt_module_key_flags(cli)
     flags.DEFINE_bool("linear_probe", False, "CLIP: also fit a linear classifier to the image features.")
     flags.DEFINE_float("l2", 1e-4, "Weight decay of the linear probe.", lower_bound=0.0)
-    flags.DEFINE_integer("step", None, "Checkpoint to measure; the newest by default.", lower_bound=0)
+    flags.DEFINE_integer("step", None, "Checkpoint to evaluate; the newest by default.", lower_bound=0)
 
 
 def main() -> None:
     distributed.initialize()
     workdir = Path(flags.FLAGS.workdir)
-    c = flags.FLAGS.config or files.load_config(workdir)
+    c = flags.FLAGS.config or run_dir.load_config(workdir)
     if flags.FLAGS.config is None and "mesh" not in c:
-        raise config.ConfigError(
+        raise ConfigError(
             f"{workdir} holds imported weights and names no data; give --config=FILE with the same model"
         )
-    mesh, task = mesh_of(c, given=flags.FLAGS.config is not None), build.task(c)
-    build.check(c, mesh)
-    if flags.FLAGS.linear_probe and not hasattr(task, "linear_probe"):
-        raise config.ConfigError(f"--linear_probe is of images, config.model.name={c.model.name} has none")
+    s = read(c)
+    mesh = make_mesh(s, fixed=flags.FLAGS.config is not None)
+    if flags.FLAGS.linear_probe and s.family.linear_probe is None:
+        raise ConfigError(
+            f"--linear_probe needs image features, which config.model.name={s.family.name} lacks"
+        )
     with jax.set_mesh(mesh):
-        graphdef, state, at_step = build.restore_model(c, workdir, flags.FLAGS.step, mesh)
-        tokenizer = build.saved_tokenizer(c, workdir)
-        data = build.heldout(c, tokenizer)
-        source = c.data.get("heldout_source") or c.data.source
-        if flags.FLAGS.linear_probe and not data.classes:
-            raise config.ConfigError(
-                f"--linear_probe needs images with labels, and {source} has no classes; name them with "
-                "--config.data.classes=FILE, or drop it"
-            )
-        results = task.evaluator(c, graphdef, data)(state, lambda: batches(data, mesh))
-        if flags.FLAGS.linear_probe:
-            train = batches(build.heldout(c, tokenizer, of_training=True), mesh)
-            probe = functools.partial(task.linear_probe, graphdef, state, train, batches(data, mesh))
-            found = probe(num_classes=len(data.classes), l2=flags.FLAGS.l2)
-            results |= {f"linear_probe_{name}": value for name, value in found.items()}
-    distributed.say(f"{workdir} at step {at_step}, on {source}")
+        results, step, source = evaluate(c, s, workdir, mesh)
+    print_primary(f"{workdir} at step {step}, on {source}")
     width = max(map(len, results))
     for name, value in results.items():
-        counts = value >= 1000 or (value > 1 and float(value).is_integer())
-        distributed.say(f"{name:>{width}}  {value:,.0f}" if counts else f"{name:>{width}}  {value:.4f}")
+        is_count = value >= 1000 or (value > 1 and float(value).is_integer())
+        print_primary(f"{name:>{width}}  {value:,.0f}" if is_count else f"{name:>{width}}  {value:.4f}")
 
 
-def mesh_of(c: ConfigDict, given: bool) -> Mesh:
-    """The mesh of a config; where a run's own is not ``given`` and fits other machines, all devices here.
+def make_mesh(s: Settings, fixed: bool) -> Mesh:
+    """The mesh of the settings; if they do not fit the devices here, all devices along fsdp.
+
+    Args:
+      fixed: whether settings that do not fit are an error.
 
     Raises:
-      ConfigError: a given one does not fit.
+      ConfigError: settings that do not fit.
     """
+    devices = jax.devices()
     try:
-        return build.mesh(c)
-    except config.ConfigError:
-        if given:
+        machine = s.machine(len(devices), devices[0].platform)
+        mesh = s.mesh
+    except ConfigError:
+        if fixed:
             raise
-        return sharding.make_mesh(fsdp=-1)
+        mesh = dict(fsdp=-1)
+        machine = dataclasses.replace(s, mesh=mesh).machine(len(devices), devices[0].platform)
+    constraints.check(s, machine)
+    return sharding.make_mesh(**mesh)
+
+
+def evaluate(c: ConfigDict, s: Settings, workdir: Path, mesh: Mesh) -> tuple[dict[str, float], int, str]:
+    """Named results, the step of the checkpoint and the source of the data."""
+    graphdef, state, step = restore_model(c, workdir, flags.FLAGS.step, mesh)
+    tokenizer = saved_tokenizer(s.data.tokenizer, workdir)
+    validation = make_data(s, tokenizer, "validation", mesh)
+    source = c.data.get("validation_source") or c.data.source
+    if flags.FLAGS.linear_probe and not validation.classes:
+        raise ConfigError(
+            f"--linear_probe needs images with labels, and {source} has no classes; name them with "
+            "--config.data.classes=FILE, or drop the flag"
+        )
+    run = s.family.evaluator(graphdef, s.data, s.loss, validation)
+    results = run(state, lambda: batches(validation, mesh))
+    if flags.FLAGS.linear_probe:
+        train = batches(make_data(s, tokenizer, "train_as_validation", mesh), mesh)
+        found = s.family.linear_probe(
+            graphdef,
+            state,
+            train,
+            batches(validation, mesh),
+            num_classes=len(validation.classes),
+            l2=flags.FLAGS.l2,
+        )
+        results |= {f"linear_probe_{name}": value for name, value in found.items()}
+    return results, step, source
 
 
 def batches(data: Any, mesh: Mesh) -> Iterator[dict]:
-    return (batch for batch, _ in sharding.device_batches(iter(data), mesh))
+    return (batch for batch, _ in device_batches(iter(data), mesh))
 
 
 if __name__ == "__main__":
     define_flags()
-    config.run(main)
+    cli.run(main)

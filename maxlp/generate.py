@@ -15,10 +15,12 @@ import numpy as np
 from absl import flags
 from flax import nnx
 
-from maxlp.data import tokenizer as tokenizers
+from maxlp.data import tokenizers
 from maxlp.parallel import sharding
-from maxlp.run import build, config
-from maxlp.run import run_dir as files
+from maxlp.run import cli, run_dir
+from maxlp.run.restore import restore_model
+from maxlp.run.settings import read_model
+from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import distributed
 
 
@@ -47,21 +49,22 @@ def main() -> None:
     if not 0 < f.top_p <= 1:
         raise ValueError(f"--top_p={f.top_p} must be above 0 and at most 1")
     workdir, texts = Path(f.workdir), f.prompt or [""]
-    c = files.load_config(workdir)
-    if c.model.name != "llama":
-        raise ValueError(f"{workdir} holds a {c.model.name}, which does not generate text")
-    tokenizer = tokenizers.make_tokenizer(build.saved_tokenizer(c, workdir))
+    c = run_dir.load_config(workdir)
+    family, model, _ = read_model(c)
+    if family.name != "llama":
+        raise ValueError(f"{workdir} holds a {family.name}, which does not generate text")
+    tokenizer = tokenizers.make_tokenizer(saved_tokenizer(c.data.tokenizer, workdir))
     prompts = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts]
-    healed = heal(tokenizer, prompts, c.model.vocab_size)
+    healed = heal(tokenizer, prompts, model.vocab_size)
     longest = max(map(len, prompts)) + f.max_new_tokens
-    if longest > c.model.max_seq_len:
+    if longest > model.max_seq_len:
         raise ValueError(
-            f"the longest prompt and --max_new_tokens={f.max_new_tokens} make {longest} tokens, beyond the "
-            f"model's max_seq_len={c.model.max_seq_len}"
+            f"the longest prompt and --max_new_tokens={f.max_new_tokens} make {longest} tokens, more than "
+            f"the model's max_seq_len={model.max_seq_len}"
         )
     mesh = sharding.make_mesh(fsdp=-1)
     with jax.set_mesh(mesh):
-        graphdef, state, _ = build.restore_model(c, workdir, f.step, mesh)
+        graphdef, state, _ = restore_model(c, workdir, f.step, mesh)
         rows = generate(
             nnx.merge(graphdef, state["params"], state["model_state"]),
             [prompt for prompt, _ in healed],
@@ -72,16 +75,16 @@ def main() -> None:
             eos_id=tokenizer.eos_id,
         )
     for (prompt, _), row in zip(healed, rows, strict=True):
-        distributed.say(f"{'─' * 80}\n{tokenizer.decode(prompt + row)}")
+        distributed.print_primary(f"{'─' * 80}\n{tokenizer.decode(prompt + row)}")
 
 
 def heal(
     tokenizer: tokenizers.Tokenizer, prompts: list[list[int]], vocab_size: int
 ) -> list[tuple[list[int], np.ndarray]]:
-    """Each prompt less its last token, and which tokens (V,) may come instead: those that begin like it.
+    """Each prompt without its last token, and the tokens (V,) that may follow: those that begin like it.
 
-    A prompt may end in the middle of what the model knows as one token: "def " ends in a space, and in the
-    text that trained the model the space belongs to the name that follows.
+    A prompt may end in the middle of what is one token to the model: "def " ends in a space, which in the
+    training text belongs to the name that follows.
     """
     pieces = [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]
     healed = []
@@ -130,7 +133,7 @@ def generate(
 @functools.partial(jax.jit, static_argnames=("graphdef", "sampling", "new"))
 def _generate(graphdef, state, tokens_BS, lengths_B, first_BV, seed, stop, sampling, new):
     def model() -> Any:
-        # Anew for each use: what it quantizes with stays as training left it, whatever the prompts are.
+        # Merged anew for each use, so that amax histories stay as training left them.
         return nnx.merge(graphdef, state)
 
     B, S = tokens_BS.shape
@@ -143,8 +146,8 @@ def _generate(graphdef, state, tokens_BS, lengths_B, first_BV, seed, stop, sampl
             logits_BV = jnp.where(allowed_BV, logits_BV, -jnp.inf)
         return jax.vmap(lambda key, logits_V: sample(key, logits_V, sampling))(keys, logits_BV)
 
-    # All prompts at once. The slots behind a short one hold keys of padding, which nobody sees: a slot's
-    # number is its position, and a new token overwrites the slot of its position before it attends.
+    # All prompts at once. The cache slots after a short prompt hold keys of padding that nothing attends
+    # to: slot t holds position t, and a new token overwrites the slot of its position before it attends.
     positions_BS = jnp.broadcast_to(jnp.arange(S), (B, S))
     x_BSD, cache = model().hidden(tokens_BS, positions_BS, cache=model().init_cache(B, S + new))
     first_B = draw(0, jnp.take_along_axis(x_BSD, (lengths_B - 1)[:, None, None], axis=1), first_BV)
@@ -189,4 +192,4 @@ def sample(key: jax.Array, logits_V: jax.Array, sampling: Sampling) -> jax.Array
 
 if __name__ == "__main__":
     define_flags()
-    config.run(main)
+    cli.run(main)

@@ -1,29 +1,33 @@
-r"""Plans a run on machines that are not here: what it would need of memory, network and time.
+r"""Plans a run on machines that are not available: the memory, network traffic and time it would need.
 
     python -m maxlp.plan --config=configs/llama/8b.py --topology=v5p:4x4x4 --config.model.attention=splash
 
-Compiles the train step that `maxlp.train` runs for that topology, and puts a closed form beside it that
-needs no compiler (--estimate_only). --list_topologies says which there are; compiling takes Linux and
-pip install 'maxlp[aot]', and no device. If a step does not fit, the nearest settings that do are searched.
+Compiles the train step of `maxlp.train` for that topology, and prints beside it a closed form that needs no
+compiler (--estimate_only prints it alone). --list_topologies lists the topologies. Compiling needs Linux
+and pip install 'maxlp[aot]', but no device. If a step does not fit, the nearest settings that fit are
+searched.
 """
 
 import dataclasses
 import json
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from maxlp.families.llama import cost as estimate
 from maxlp.parallel import sharding
-from maxlp.planning import FORMS, compiled, search, topologies
-from maxlp.planning import plot as picture
-from maxlp.planning import roofline as bounds
+from maxlp.planning import compiled, plot, search, topologies
+from maxlp.planning.cost_model import Work, cost_of, state_shapes
+from maxlp.planning.hlo import Collective
+from maxlp.planning.roofline import group, roofline
 from maxlp.planning.topologies import GIB, Topology
-from maxlp.run import build, config
+from maxlp.run import cli, constraints
+from maxlp.run.experiment import assemble
+from maxlp.run.settings import Machine, Settings, read
 
 
 def define_flags() -> None:
@@ -52,15 +56,15 @@ def main() -> int:
             raise ValueError(f"--{name} is missing; --list_topologies and configs/ say what there is")
     topology, compiles = topologies.parse(flags.FLAGS.topology), not flags.FLAGS.estimate_only
     check_files({name: flags.FLAGS[name].value for name in ("json", "hlo", "picture")}, compiles)
-    c = readable(flags.FLAGS.config)
-    plan = {"command": command(), **make_plan(c, topology, compiles, flags.FLAGS.hlo)}
+    s = read(with_data(flags.FLAGS.config))
+    plan = {"command": command(), **make_plan(s, topology, compiles, flags.FLAGS.hlo)}
     print(report(plan))
     if not plan["fits"] and flags.FLAGS.search:
-        plan["nearest"] = search_settings(c, topology, compiles)
+        plan["nearest"] = search_settings(s, topology, compiles)
     if flags.FLAGS.json:
         Path(flags.FLAGS.json).write_text(json.dumps(plan, indent=1) + "\n")
     if flags.FLAGS.picture:
-        picture.draw(plan, flags.FLAGS.picture)
+        plot.draw(plan, flags.FLAGS.picture)
     return 0
 
 
@@ -71,15 +75,18 @@ def check_files(files: dict[str, str | None], compiles: bool) -> None:
             raise ValueError(f"--{name}={path}: its folder does not exist; make it first")
     if files["hlo"] and not compiles:
         raise ValueError(f"--hlo={files['hlo']} needs a compiled program; leave out --estimate_only")
-    if (path := files["picture"]) and Path(path).suffix not in picture.FORMATS:
-        raise ValueError(f"--picture={path} must end in one of {', '.join(picture.FORMATS)}")
+    if (path := files["picture"]) and Path(path).suffix not in plot.FORMATS:
+        raise ValueError(f"--picture={path} must end in one of {', '.join(plot.FORMATS)}")
 
 
-def readable(c: ConfigDict) -> ConfigDict:
-    """The config with names for the data that it may leave open: a plan does not read any."""
-    data: Any = c.data
-    open_keys = [key for key in ("source", "tokenizer") if key in data and data[key] is None]
-    return search.changed(c, {f"data.{key}": "unread" for key in open_keys})
+def with_data(c: ConfigDict) -> ConfigDict:
+    """The config with names for the data that it may leave open: a plan reads no data."""
+    copy: Any = c.copy_and_resolve_references()
+    with copy.unlocked():
+        for key in ("source", "tokenizer"):
+            if copy.data.get(key, "") is None:
+                copy.data[key] = "unread"
+    return copy
 
 
 def command() -> str:
@@ -91,40 +98,39 @@ def command() -> str:
 
 
 def make_plan(
-    c: ConfigDict, topology: Topology, compiles: bool = True, hlo_file: str | None = None
+    s: Settings, topology: Topology, compiles: bool = True, hlo_file: str | None = None
 ) -> dict[str, Any]:
-    """A config's plan as plain numbers: bytes and seconds of one device, unless their names say otherwise.
+    """A plan as plain numbers: bytes and seconds of one device, unless their names say otherwise.
 
     Raises:
-      ValueError: a config, a topology or packages that do not work, in one line.
+      ValueError: settings, a topology or packages that do not work.
     """
     start = time.perf_counter()
-    build.check_sections(c)
-    axes = estimate.mesh_axes(c, topology.size)
-    state = estimate.abstract_state(c, axes)
+    machine = s.machine(topology.size, topology.chip.platform)
+    constraints.check(s, machine)
+    state, cost = state_shapes(s, machine), cost_of(s)
     traced = time.perf_counter()
-    full, causal = build.task(c).flops(c, state.num_params)
+    full, causal = s.family.flops_per_unit(s.model, s.data, state.num_params)
     plan: dict[str, Any] = {
         "topology": topology.name,
         "devices": topology.size,
-        "mesh": axes,
+        "mesh": dict(machine.axes),
         "chip": dataclasses.asdict(topology.chip) | {"peak_bfloat16": topology.chip.peak()},
         "parameters": state.num_params,
-        "units_per_step": build.task(c).units(c),
-        "unit": build.task(c).UNIT,
+        "units_per_step": s.family.units_per_step(s.data),
+        "unit": s.family.unit,
         "flops_per_unit": {"full": full, "causal": causal},
         "has": topology.chip.memory,
     }
-    form, platform = FORMS[c.model.name], topology.chip.platform
-    parts = form.memory(c, axes, state, platform)
-    work = form.work(c, axes, state, platform)
+    parts, work = cost.memory(s, machine, state), cost.work(s, machine, state)
+    dcn = s.mesh.get("dcn_data", 1)
     plan["estimate"] = {
         "memory": parts,
         "peak": sum(parts.values()),
         "seconds": time.perf_counter() - traced,
-    } | timing(plan, work, form.collectives(c, axes), topology, c)
+    } | timing(plan, work, cost.collectives(s, machine), topology, dcn)
     if compiles:
-        done = compiled.compile_step(c, topologies.devices(topology), hlo_file)
+        done = compile_for(s, machine, topology, hlo_file)
         plan["compiled"] = {
             "memory": done.memory and dataclasses.asdict(done.memory),
             "peak": done.peak,
@@ -135,14 +141,22 @@ def make_plan(
             "compiler": compiled.versions(topology.chip.platform),
         }
         if done.memory is not None:
-            plan["compiled"] |= timing(plan, work, done.collectives, topology, c)
+            plan["compiled"] |= timing(plan, work, done.collectives, topology, dcn)
     plan["fits"] = fits(plan, topology)
     plan["seconds"] = time.perf_counter() - start
     return plan
 
 
+def compile_for(
+    s: Settings, machine: Machine, topology: Topology, hlo_file: str | None = None
+) -> compiled.Compiled:
+    """The train step of these settings, compiled for a topology."""
+    mesh = sharding.make_mesh(**s.mesh, devices=topologies.devices(topology))
+    return compiled.compile_step(assemble(s, machine, mesh), hlo_file)
+
+
 def fits(plan: dict[str, Any], topology: Topology) -> bool:
-    """A TPU's compiler refuses what does not fit; a GPU's compiles it all the same."""
+    """A TPU's compiler refuses a program that does not fit; a GPU's compiles it nevertheless."""
     if "compiled" not in plan:
         return plan["estimate"]["peak"] <= topology.chip.memory
     done = plan["compiled"]
@@ -150,41 +164,40 @@ def fits(plan: dict[str, Any], topology: Topology) -> bool:
 
 
 def timing(
-    plan: dict[str, Any], work: Any, found: list, topology: Topology, c: ConfigDict
+    plan: dict[str, Any], work: Work, found: Sequence[Collective], topology: Topology, dcn: int
 ) -> dict[str, Any]:
-    """Collectives by kind and axes, the seconds of a step and the MFU that they leave."""
-    table = bounds.rows(found, topology, plan["mesh"], c.mesh.get("dcn_data", 1))
-    bound = bounds.bounds(work, table, topology)
+    """Collectives by kind and axes, the seconds of a step and the MFU that results."""
+    groups = group(list(found), topology, plan["mesh"], dcn)
+    time = roofline(work, groups, topology)
     model_flops = plan["units_per_step"] / plan["devices"] / topology.chip.peak()
     return {
         "work": dataclasses.asdict(work),
-        "collectives": [dataclasses.asdict(row) for row in table],
-        "time": dataclasses.asdict(bound)
-        | {"least": bound.least, "expected": bound.expected, "limit": bound.limit},
+        "collectives": [dataclasses.asdict(row) for row in groups],
+        "time": dataclasses.asdict(time)
+        | {"least": time.least, "expected": time.expected, "limit": time.limit},
         "mfu": {
-            name: flops * model_flops / bound.expected for name, flops in plan["flops_per_unit"].items()
+            name: flops * model_flops / time.expected for name, flops in plan["flops_per_unit"].items()
         },
     }
 
 
-def search_settings(c: ConfigDict, topology: Topology, compiles: bool) -> list[dict[str, Any]]:
-    """Prints and returns the nearest settings that fit, checked by the compiler where there is one."""
-    found = search.nearest(c, topology)
+def search_settings(s: Settings, topology: Topology, compiles: bool) -> list[dict[str, Any]]:
+    """Prints and returns the nearest settings that fit, verified by the compiler if it is to be used."""
+    found = search.nearest(s, topology)
     if not found:
-        print("no remat, microbatches, mesh and attention fit by the closed form: take more devices")
+        print(
+            "no combination of remat, microbatches, mesh and attention fits by the closed form: use more "
+            "devices"
+        )
         return []
     checked = []
     for candidate in found[:3]:
         values = dataclasses.asdict(candidate)
         changes = " ".join(f"--config.{k}={v}" for k, v in candidate.changes.items())
         if compiles:
-            try:
-                done = compiled.compile_step(
-                    search.changed(c, candidate.changes), topologies.devices(topology)
-                )
-            except ValueError as error:
-                print(f"does not work after all: {changes}: {error}")
-                continue
+            changed = search.changed(s, candidate.changes)
+            machine = changed.machine(topology.size, topology.chip.platform)
+            done = compile_for(changed, machine, topology)
             values["compiled_peak"] = done.peak
             values["fits"] = done.memory is not None and done.peak <= topology.chip.memory
         checked.append(values)
@@ -282,4 +295,4 @@ def _verdict(plan: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     define_flags()
-    config.run(main)
+    cli.run(main)

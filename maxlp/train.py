@@ -1,4 +1,4 @@
-r"""Trains a model; started again with the same command, it goes on where it was.
+r"""Trains a model; started again with the same command, it resumes where it stopped.
 
     python -m maxlp.train --config=configs/llama/debug.py --workdir=/tmp/run
 
@@ -8,40 +8,50 @@ Any value of the config can be changed on the command line:
         --config.data.source=array_record:/data/c4 --config.optimizer.learning_rate=1e-4
 
 --dry_run checks the config and prints what would run: the resolved values, parameters, FLOPs, bytes per
-device. SIGTERM saves a checkpoint and exits with code 75 (start me again); Ctrl-C too, with code 130.
+device. SIGTERM saves a checkpoint and exits with code 75 (start again to resume); Ctrl-C does, with code
+130.
 """
 
 import concurrent.futures
 import contextlib
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import flags
+from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import maxlp
-from maxlp import report
-from maxlp.core import train_step as step
+from maxlp.core.train_state import State, abstract_state, num_params
+from maxlp.core.train_step import jit_step
 from maxlp.data import merge_states
-from maxlp.monitoring import guards as spike_guard
-from maxlp.monitoring.statistics import flat
+from maxlp.monitoring import guards
+from maxlp.monitoring.recorder import Recorder
 from maxlp.monitoring.watch import Watch
-from maxlp.parallel import sharding
-from maxlp.run import build, config
-from maxlp.run import run_dir as files
-from maxlp.runtime import distributed, metrics
-from maxlp.runtime.checkpoint import load_params
+from maxlp.parallel.batches import device_batches
+from maxlp.run import cli, run_dir
+from maxlp.run.experiment import Experiment, describe, make_data, resolve
+from maxlp.run.restore import evaluated
+from maxlp.run.settings import Settings
+from maxlp.run.tokenizer import prepare_tokenizer
+from maxlp.runtime import distributed, hardware
+from maxlp.runtime.checkpoint import Checkpointer
+from maxlp.runtime.distributed import is_primary, print_primary
+from maxlp.runtime.preemption import PreemptionGuard
+from maxlp.runtime.throughput import Throughput
+from maxlp.runtime.writers import MetricWriter
 
 
 def define_flags() -> None:
-    config.define_flags(
+    cli.define_flags(
         "Directory of the run: checkpoints, metrics, config. Resumed if it holds a checkpoint."
     )
-    flags.adopt_module_key_flags(config)
+    flags.adopt_module_key_flags(cli)
     flags.DEFINE_bool("dry_run", False, "Check the config, print what would run, and stop.")
 
 
@@ -54,8 +64,8 @@ def main() -> int:
         try:
             with contextlib.ExitStack() as stack:
                 return train(c, workdir, stack, startup)
-        except spike_guard.RolledBack as event:
-            distributed.say(spike_guard.roll_back(workdir, event.spike, build.spike_policy(c)))
+        except guards.RollbackRequested as request:
+            print_primary(guards.roll_back(workdir, request.spike, request.config))
             startup = Startup(time.time())
 
 
@@ -64,152 +74,187 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
 
     What has to be closed, however the run ends, is put on the ``stack``.
     """
-    # --- The choices, checked before anything is allocated or compiled.
-    mesh = build.mesh(c)
-    build.check(c, mesh)
-    loop, task, make_model = build.loop(c), build.task(c), build.model(c)
-    (tx, _), judges = build.tx(c), build.judges(c)
-    peak = metrics.peak_flops()
+    # --- Model × precision × mesh × optimizer × data, checked before anything is allocated or compiled.
+    run = resolve(c)
+    s, family, mesh, peak = run.settings, run.family, run.mesh, hardware.peak_flops()
     stack.enter_context(jax.set_mesh(mesh))
 
-    # --- The state as shapes and shardings.
-    graphdef, abstract = step.abstract_state(make_model, tx, mesh, judges)
-    distributed.say(build.describe(c, mesh, abstract))
+    # --- The state as shapes and shardings, and the step that updates it.
+    graphdef, abstract = abstract_state(run.make_model, run.tx, mesh, run.gates)
+    train_step = jit_step(run.step, graphdef, abstract, mesh)
+    print_primary(describe(run, abstract))
     if flags.FLAGS.dry_run:
-        distributed.say(c)
+        train_step.trace(abstract, run.abstract_batch())  # raises what the start of the run would raise
+        print_primary(c)
         return 0
     startup.mark("config and mesh")
 
     # --- The data.
     workdir.mkdir(parents=True, exist_ok=True)
-    tokenizer = build.tokenizer(c, workdir)
-    heldout, batches = build.heldout(c, tokenizer), iter(build.train_data(c, tokenizer))
+    tokenizer = prepare_tokenizer(s, workdir)
+    validation = make_data(s, tokenizer, "validation", mesh)
+    batches = iter(make_data(s, tokenizer, "train", mesh))
     stack.callback(batches.close)
-    evaluate = task.evaluator(c, graphdef, heldout)
+    evaluate = family.evaluator(graphdef, s.data, s.loss, validation)
     startup.mark("tokenizer and data")
 
-    # --- The step, compiled in the background while the state is made.
-    use_compilation_cache()
-    train_step = build.train_step(c, graphdef, abstract, mesh)
-    background = concurrent.futures.ThreadPoolExecutor(1)
-    stack.callback(background.shutdown, wait=False)  # what fails in the meantime does not wait for it
-    compiled = background.submit(compile_under, mesh, train_step, abstract, task.abstract_batch(c, mesh))
-
-    # --- The state: restored, or born in its shards.
-    checkpoints = stack.enter_context(build.checkpointer(c, workdir / "checkpoints"))
-    start, watch = 0, Watch(build.spike_policy(c))
-    if (restored := checkpoints.restore_latest(abstract)) is not None:
-        start, state = restored.step, restored.state
-        batches.set_state(restored.data_state)
-        watch.set_state(restored.meta.get("watch", watch.get_state()))  # older checkpoints have none
-    else:
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-        init = functools.partial(step.init_state, make_model, tx, loop.seed, judges)
-        state = jax.jit(init, out_shardings=shardings)()
-        if loop.init_from:
-            state["params"] = load_params(loop.init_from, abstract["params"])
-    spike_guard.pass_over(workdir, start, batches)
-    if start >= loop.total_steps:
-        distributed.say(f"{workdir} is at step {start} of {loop.total_steps}: nothing is left to train")
+    # --- The step is compiled in the background while the state is restored, or initialized in its shards.
+    compiled = compile_in_background(train_step, abstract, run.abstract_batch(), mesh, stack)
+    checkpoints = stack.enter_context(s.checkpoint(directory=workdir / "checkpoints"))
+    watch = Watch(s.spikes)
+    state, start = restore_or_init(run, abstract, checkpoints, batches, watch)
+    guards.skip_excluded_batches(workdir, start, batches)
+    if start >= s.train.total_steps:
+        print_primary(f"{workdir} is at step {start} of {s.train.total_steps}: nothing is left to train")
         return 0
     batches.start_prefetch()
-    if distributed.is_primary():
-        for change in files.save_config(workdir, c):
-            distributed.say(f"changed since the last start: {change}")
-        files.record_start(workdir, start, build.num_params(abstract["params"]))
-    writer = stack.enter_context(
-        contextlib.closing(build.metric_writer(c, workdir, loop.total_steps, start))
-    )
+    record_start(workdir, c, start, abstract)
+    writer = stack.enter_context(contextlib.closing(open_writer(s, workdir, start, c)))
     startup.mark("state")
     train_step = compiled.result()
     startup.mark("rest of compilation")
-    distributed.say(f"{workdir}: resuming at step {start}" if start else f"{workdir}: a new run")
+    print_primary(f"{workdir}: resuming at step {start}" if start else f"{workdir}: a new run")
 
-    # --- The loop. The metrics of a step are read when the next one is already queued.
-    guard = stack.enter_context(distributed.PreemptionGuard())
-    fetch = metrics.DelayedFetch()
-    throughput = metrics.Throughput(
-        unit=task.UNIT,
-        units_per_step=task.units(c),
-        flops_per_unit=task.flops(c, build.num_params(abstract["params"])),
-        peak=peak,
-        num_devices=jax.device_count(),
-        total_steps=loop.total_steps,
-    )
-    health_every, measure_health = build.health_every(c), build.health(c, graphdef)
-    profiler = stack.enter_context(contextlib.closing(build.profiler(c, workdir)))
+    # --- The loop.
+    throughput = make_throughput(run, num_params(abstract["params"]), peak)
+    recorder = Recorder(throughput, watch, writer, batches, workdir, s.train.log_every, s.train.total_steps)
+    preemption = stack.enter_context(PreemptionGuard())
+    profiler = stack.enter_context(contextlib.closing(s.profile(workdir=workdir)))
+    measure_health = health_probe(run, graphdef)
 
     n, data_state = start, batches.get_state()
     watch.note(start, data_state)
-    ahead = throughput.waiting_for(sharding.device_batches(batches, mesh))
-    for n, (batch, data_state) in enumerate(ahead, start + 1):
+    stream = throughput.waiting_for(device_batches(batches, mesh))
+    for n, (batch, data_state) in enumerate(stream, start + 1):
         watch.note(n, data_state)
         profiler.before(n - start)
-        state, out = train_step(state, batch)
-        profiler.after(n - start, out)
-        first, last, stop = n == start + 1, n == loop.total_steps, guard.should_stop(n)
-        evaluates = last or (loop.eval_every > 0 and n % loop.eval_every == 0)
-        measures = health_every > 0 and n % health_every == 0
+        state, metrics = train_step(state, batch)
+        profiler.after(n - start, metrics)
+        first, last, stop = n == start + 1, n == s.train.total_steps, preemption.should_stop(n)
+        evaluates, measures = last or is_due(n, s.train.eval_every), is_due(n, s.precision.health_every)
         saves = last or stop or checkpoints.should_save(n)
-        for done, values in fetch.push(n, out, wait=first or evaluates or measures or saves):
-            throughput.tick(done)
-            if spike := watch.observe(done, values):  # before it is saved
-                watch.act(workdir, spike, values)
-            if done % loop.log_every == 0 or done == loop.total_steps:
-                values = {f"train/{name}": value for name, value in flat(values).items()}
-                running = throughput.report() | metrics.memory_metrics() | batches.metrics()
-                writer.write(done, values | running)
+        recorder.push(n, metrics, wait=first or evaluates or measures or saves)
         if first:
             startup.mark("first step")
-            distributed.say(startup)
+            print_primary(startup)
         with throughput.paused():
             if evaluates:
-                limit = 0 if last else loop.eval_batches
-                held = functools.partial(heldout_batches, heldout, mesh, limit)
-                writer.write(
-                    n, {f"eval/{name}": v for name, v in evaluate(build.evaluated(state), held).items()}
+                limit = 0 if last else s.train.eval_batches
+                found = evaluate(
+                    evaluated(state), functools.partial(first_batches, validation, mesh, limit)
                 )
+                writer.write(n, {f"eval/{name}": value for name, value in found.items()})
             if measures:
                 writer.write(n, measure_health(state, batch))
             if saves:
-                checkpoints.save(n, state, merge_states(distributed.gather_json(data_state)), watch.meta())
-        if stop and not last:
-            checkpoints.wait()
-            distributed.say(f"stopped and saved at step {n}; the same command goes on from here")
-            return guard.exit_code
-        if last:
+                save(checkpoints, n, state, data_state, watch)
+        if last or stop:
             break
     else:
-        checkpoints.save(n, state, merge_states(distributed.gather_json(data_state)), watch.meta())
+        save(checkpoints, n, state, data_state, watch)
         raise ValueError(
-            f"the data ended at step {n} of config.train.total_steps={loop.total_steps} and is saved "
-            "there; raise config.data.num_epochs or lower total_steps"
+            f"the data ended at step {n} of config.train.total_steps={s.train.total_steps}; that step is "
+            "saved; raise config.data.num_epochs or lower total_steps"
         )
-
     checkpoints.wait()
-    if distributed.is_primary():
-        report.plot_curves(workdir)
-        distributed.say(f"done: {workdir}/loss.png; python -m maxlp.report {workdir} tells more")
+    if not last:
+        print_primary(f"stopped and saved at step {n}; the same command resumes the run")
+        return preemption.exit_code
+    finish(workdir)
     return 0
 
 
-def heldout_batches(heldout, mesh: Mesh, limit: int) -> Iterator[dict]:
-    return (batch for batch, _ in sharding.device_batches(iter(heldout), mesh, limit))
+# --- parts of the story ---------------------------------------------------------------------------------
 
 
-def compile_under(mesh: Mesh, function: jax.stages.Wrapped, *shapes) -> jax.stages.Compiled:
-    with jax.set_mesh(mesh):  # the mesh of a context is a thread's own
-        return function.lower(*shapes).compile()
-
-
-def use_compilation_cache() -> None:
-    """Keeps compiled steps between starts, unless JAX_COMPILATION_CACHE_DIR says where or the user no."""
-    if jax.config.jax_compilation_cache_dir is None:
+def compile_in_background(
+    train_step: jax.stages.Wrapped, abstract: State, batch: Any, mesh: Mesh, stack: contextlib.ExitStack
+) -> concurrent.futures.Future[jax.stages.Compiled]:
+    """Starts to compile the step; an error elsewhere does not wait for the compiler."""
+    if jax.config.jax_compilation_cache_dir is None:  # else the user has chosen where, or none
         jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "maxlp" / "xla"))
+
+    def compile_step() -> jax.stages.Compiled:
+        with jax.set_mesh(mesh):  # the mesh in context belongs to a thread
+            return train_step.lower(abstract, batch).compile()
+
+    background = concurrent.futures.ThreadPoolExecutor(1)
+    stack.callback(background.shutdown, wait=False)
+    return background.submit(compile_step)
+
+
+def restore_or_init(
+    run: Experiment, abstract: State, checkpoints: Checkpointer, batches: Any, watch: Watch
+) -> tuple[State, int]:
+    """The newest sound checkpoint's state, or a fresh one; and the number of finished steps."""
+    if (restored := checkpoints.restore_latest(abstract)) is None:
+        return run.initial_state(abstract), 0
+    batches.set_state(restored.data_state)
+    watch.set_meta(restored.meta)
+    return restored.state, restored.step
+
+
+def record_start(workdir: Path, c: ConfigDict, start: int, abstract: State) -> None:
+    """Writes the config and the circumstances of this start into the workdir."""
+    if is_primary():
+        for change in run_dir.save_config(workdir, c):
+            print_primary(f"changed since the last start: {change}")
+        run_dir.record_start(workdir, start, num_params(abstract["params"]))
+
+
+def open_writer(s: Settings, workdir: Path, start: int, c: ConfigDict) -> MetricWriter:
+    return s.metrics(
+        workdir=workdir, total_steps=s.train.total_steps, resume_step=start, run_config=c.to_dict()
+    )
+
+
+def make_throughput(run: Experiment, num_params: int, peak: hardware.Peak) -> Throughput:
+    s, family = run.settings, run.family
+    return Throughput(
+        unit=family.unit,
+        units_per_step=family.units_per_step(s.data),
+        flops_per_unit=family.flops_per_unit(s.model, s.data, num_params),
+        peak=peak,
+        num_devices=jax.device_count(),
+        total_steps=s.train.total_steps,
+    )
+
+
+def health_probe(
+    run: Experiment, graphdef: nnx.GraphDef
+) -> Callable[[State, dict], dict[str, float]] | None:
+    """Measures what quantization does to every tensor, if the config asks for it."""
+    if not run.settings.precision.health_every:
+        return None
+    from maxlp.precision import health
+
+    return health.probe(graphdef, run.gradients)
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def first_batches(validation: Any, mesh: Mesh, limit: int) -> Iterator[dict]:
+    """Device batches of validation data from its start; all of them if ``limit`` is 0."""
+    return (batch for batch, _ in device_batches(iter(validation), mesh, limit))
+
+
+def save(checkpoints: Checkpointer, step: int, state: State, data_state: dict, watch: Watch) -> None:
+    checkpoints.save(step, state, merge_states(distributed.gather_json(data_state)), watch.meta())
+
+
+def finish(workdir: Path) -> None:
+    """Draws the curves of a finished run."""
+    if is_primary():
+        from maxlp.monitoring.curves import plot_curves
+
+        plot_curves(workdir)
+        print_primary(f"done: {workdir}/loss.png; python -m maxlp.report {workdir} tells more")
 
 
 class Startup:
-    """Where the seconds before the first step went."""
+    """How long the stages before the first step took."""
 
     def __init__(self, began: float):
         self.stages: list[tuple[str, float]] = []
@@ -227,4 +272,4 @@ class Startup:
 
 if __name__ == "__main__":
     define_flags()
-    config.run(main)
+    cli.run(main)

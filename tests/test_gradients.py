@@ -15,6 +15,7 @@ from maxlp.core import train_step as step
 from maxlp.families.clip.contrastive import contrastive
 from maxlp.families.clip.model import CLIP
 from maxlp.parallel import sharding
+from maxlp.parallel.batches import global_batch
 
 B, S = 32, 12
 MESHES = {
@@ -76,7 +77,7 @@ def train(
         )
         found = []
         for seed in range(steps):
-            state, metrics = train_step(state, sharding.global_batch(batch(seed), mesh))
+            state, metrics = train_step(state, global_batch(batch(seed), mesh))
             found.append([float(metrics[key]) for key in ("loss", "grad_norm", "accuracy", "examples")])
     return np.array(found), jax.device_get(state)
 

@@ -7,6 +7,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from maxlp.parallel import sharding
+from maxlp.parallel.batches import batch_part, device_batches
 
 
 def test_one_axis_takes_what_is_left():
@@ -53,7 +54,7 @@ def test_processes_read_different_rows_only_where_they_hold_different_rows(monke
         found = []
         for process in range(processes):
             monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-            found.append(sharding.batch_part(mesh))
+            found.append(batch_part(mesh))
         return found
 
     assert parts(4, data=2, fsdp=4) == [(0, 4), (1, 4), (2, 4), (3, 4)]
@@ -82,12 +83,12 @@ def test_batches_run_ahead_but_keep_their_own_state():
 
     mesh, source = sharding.make_mesh(), Batches()
     seen = []
-    for batch, state in sharding.device_batches(source, mesh, ahead=2):
+    for batch, state in device_batches(source, mesh, ahead=2):
         assert batch["tokens"].sharding.is_equivalent_to(sharding.batch_sharding(mesh), 2)
         seen.append((int(batch["tokens"][0, 0]), state["taken"]))
         if len(seen) == 3:
             assert source.taken >= 5, "nothing was prepared ahead"
     assert seen == [(i, i) for i in range(1, 8)]
     source.taken = 0
-    assert len(list(sharding.device_batches(source, mesh, limit=3))) == 3
+    assert len(list(device_batches(source, mesh, limit=3))) == 3
     assert source.taken == 3

@@ -14,6 +14,7 @@ from maxlp.core import train_step as step
 from maxlp.families.llama import task as language
 from maxlp.families.llama.model import Llama
 from maxlp.parallel import sharding
+from maxlp.parallel.batches import global_batch
 
 MODEL = dict(
     vocab_size=128,
@@ -91,7 +92,7 @@ class Trained:
         with jax.set_mesh(self.mesh):
             state, self.losses, self.norms = self.init(), [], []
             for seed in range(STEPS):
-                state, metrics = self.train_step(state, sharding.global_batch(batch(seed), self.mesh))
+                state, metrics = self.train_step(state, global_batch(batch(seed), self.mesh))
                 self.losses.append(float(metrics["loss"]))
                 self.norms.append(float(metrics["grad_norm"]))
         self.state = state
@@ -194,7 +195,7 @@ def test_compiled_step_does_not_grow_with_depth():
     def program(num_layers):
         t = Trained(devices=1, num_layers=num_layers, remat="block")
         with jax.set_mesh(t.mesh):
-            return t.train_step.lower(t.abstract, sharding.global_batch(batch(0), t.mesh)).as_text()
+            return t.train_step.lower(t.abstract, global_batch(batch(0), t.mesh)).as_text()
 
     shallow, deep = program(2), program(64)
     assert len(deep) < 1.01 * len(shallow)
@@ -204,7 +205,7 @@ def test_remat_and_chunks_lower_peak_memory():
     def temp(**kwargs):
         t = Trained(devices=1, num_layers=8, **kwargs)
         with jax.set_mesh(t.mesh):
-            lowered = t.train_step.lower(t.abstract, sharding.global_batch(batch(0), t.mesh))
+            lowered = t.train_step.lower(t.abstract, global_batch(batch(0), t.mesh))
             return lowered.compile().memory_analysis().temp_size_in_bytes
 
     none, dots, block = (temp(remat=r) for r in ("none", "dots", "block"))

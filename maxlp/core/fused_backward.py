@@ -1,18 +1,23 @@
 """A train step in which the gradients of all layers never exist together.
 
-Where the optimizer treats each tensor by itself, a layer can be updated as soon as the backward pass has
-its gradient, which is then forgotten (gradient release; Lv et al. 2023, arXiv:2306.09782, and the per-layer
-updates of GaLore). Memory falls by the size of the gradients, but for one layer and the embeddings. The
-result is that of `step.train_step`, to rounding.
+Where the optimizer treats each tensor independently, a layer can be updated as soon as the backward pass
+has its gradient, which is then dropped (gradient release; Lv et al. 2023, arXiv:2306.09782, and the
+per-layer updates of GaLore). This saves the memory of the gradients of all stacked layers but one. The
+result equals that of `train_step.train_step`, up to rounding.
 
     forward    scan over the layers, keeping the input of each
-    backward   scan over the layers in reverse: the layer's forward again, its gradient, its update in place
+    backward   scan over the layers in reverse: recompute the layer, its gradient, its update in place
 
-What looks at all gradients at once cannot be done: clipping by the global norm, microbatches, judges.
+The model runs with its stacks cut out: what leads to the inputs of the stacks, and what follows their
+outputs, are two functions of all other parameters. (No stack may depend on another one's output.)
+
+What needs all gradients at once cannot be combined with this: clipping by the global norm, microbatches,
+gates. `run.constraints` refuses those.
 """
 
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,111 +25,217 @@ import optax
 from flax import nnx
 from jax.tree_util import DictKey, KeyPath
 
-from maxlp.core.gradients import Batch, LossFn, State
-from maxlp.families.llama.model import rope_table
-from maxlp.parallel import sharding
+from maxlp.core.gradients import Batch, Loss, Metrics
+from maxlp.core.train_state import (
+    OVERWRITE_WITH_GRADIENT,
+    State,
+    forward_state,
+    join_trees,
+    split_model_state,
+)
+from maxlp.core.train_step import global_norm
+from maxlp.nn.stack import Block, StackCall, stack_parts
+
+StackPath = tuple[str, ...]  # where a stack is in the model: ("layers",), ("visual", "layers")
 
 
 def train_step(
+    graphdef: nnx.GraphDef,
     state: State,
     batch: Batch,
     *,
-    graphdef: nnx.GraphDef,
-    loss_fn: LossFn,
-    weight: Callable[[Batch], jax.Array],
+    loss: Loss,
     tx: optax.GradientTransformation,
     schedule: optax.Schedule,
-) -> tuple[State, dict[str, jax.Array]]:
-    """One update of a Llama from a global batch of packed text.
+) -> tuple[State, Metrics]:
+    """One update from a global batch.
 
     Args:
-      state: as of `step.init_state`, and in no way another.
-      loss_fn, weight: as in `gradients.of_sums`.
-      tx: treats each tensor by itself. It is called once for each layer, which it sees as a stack of one.
+      loss: as in `gradients.batch_gradients`.
+      tx: treats each tensor independently. It is called once for each layer, which it sees as a stack of
+        one, and once for all other parameters.
 
     Returns:
-      the new state, and the metrics of `step.train_step` but for param_norm.
-
-    Raises:
-      ValueError: a model that is not a Llama of equal blocks, or that keeps a state of its own.
+      the new state, and the metrics of `train_step.train_step` without those of gates and statistics.
     """
     params, opt_state = state["params"], state["opt_state"]
-    outer = {key: value for key, value in params.items() if key != "layers"}
-    whole = nnx.merge(graphdef, params, state["model_state"])
-    _check(whole, state)
-    blocks, _, _ = nnx.split(whole.layers, nnx.Param, ...)
-    positions_BS, segment_ids_BS = batch["positions"], batch["segment_ids"]
-    rope = rope_table(positions_BS, whole.head_dim, whole.rope_theta, whole.rope_scaling)
-    count = jnp.maximum(weight(batch), 1.0)
+    cut = _CutModel(graphdef, state, batch, loss)
+    _, backward = split_model_state(graphdef, state)
+    outer = _without(params, cut.stacks)
 
-    def model(outer: dict) -> nnx.Module:
-        return nnx.merge(graphdef, {**outer, "layers": params["layers"]}, {})
-
-    def embed(outer: dict) -> jax.Array:
-        return sharding.constrain(model(outer).tok_embed(batch["tokens"]), "batch", "act_seq", "act_embed")
-
-    def block(layer: dict, x_BSD: jax.Array) -> jax.Array:
-        return nnx.merge(blocks, layer)(x_BSD, rope, positions_BS, segment_ids_BS, None)[0]
-
-    def mean_loss(outer: dict, x_BSD: jax.Array) -> tuple[jax.Array, dict]:
-        tail: Any = _Tail(model(outer), x_BSD)
-        sums = loss_fn(tail, batch)
-        return sums["loss"] / count, sums
-
-    x_BSD, embed_vjp = jax.vjp(embed, outer)
-    x_BSD, inputs_LBSD = jax.lax.scan(lambda x, layer: (block(layer, x), x), x_BSD, params["layers"])
-    loss, tail_vjp, sums = jax.vjp(mean_loss, outer, x_BSD, has_aux=True)
-    outer_grads, dx_BSD = tail_vjp(jnp.ones_like(loss))
-
-    def backward(carry: tuple, i: jax.Array) -> tuple[tuple, jax.Array]:
-        dx_BSD, stacks = carry
-        mine = _layer(stacks, i)
-        layer = jax.tree.map(lambda p: p[0], mine["params"]["layers"])
-        _, vjp = jax.vjp(block, layer, inputs_LBSD[i])
-        grads, dx_BSD = vjp(dx_BSD)
-        grads = {"layers": jax.tree.map(lambda g: g[None], grads)}
-        new = _updated(tx, grads, mine)
-        return (dx_BSD, _with_layer(stacks, new, i)), optax.tree.norm(grads, squared=True)
-
+    x, inputs_vjp = jax.vjp(cut.inputs, outer, backward)
+    calls = cut.calls()
     with jax.named_scope("layers"):
-        stacks = {"params": {"layers": params["layers"]}, "opt_state": _part(opt_state, params, {"layers"})}
-        order = jnp.arange(whole.num_layers)
-        (dx_BSD, stacks), squares = jax.lax.scan(backward, (dx_BSD, stacks), order, reverse=True)
-    outer_grads = jax.tree.map(jnp.add, outer_grads, embed_vjp(dx_BSD)[0])
-    rest = _updated(tx, outer_grads, {"params": outer, "opt_state": _part(opt_state, params, outer.keys())})
-    metrics = {
-        "loss": loss,
-        "accuracy": sums["correct"] / count,
-        "tokens": count,
-        "grad_norm": jnp.sqrt(jnp.sum(squares) + optax.tree.norm(outer_grads, squared=True)),
+        passes = {path: _forward(call._replace(x=x[path])) for path, call in calls.items()}
+    y = {path: done.y for path, done in passes.items()}
+    value, loss_vjp, (metrics, new_forward) = jax.vjp(cut.loss_of, outer, backward, y, has_aux=True)
+    grads, new_backward, dy = loss_vjp(jnp.ones_like(value))
+
+    released = {}
+    with jax.named_scope("layers"):
+        for path, call in calls.items():
+            mine = {"params": _only(params, path), "opt_state": _prune(opt_state, params, _only, path)}
+            released[path] = _backward(call, passes[path], dy[path], mine, path, tx)
+    more_grads, more_backward = inputs_vjp({path: done.dx for path, done in released.items()})
+    grads = jax.tree.map(jnp.add, grads, more_grads)
+    # A variable is used on one side of the stacks only; on the other side its "gradient" is zero.
+    new_backward = jax.tree.map(jnp.maximum, new_backward, more_backward)
+
+    rest = {"params": outer, "opt_state": _prune(opt_state, params, _without, cut.stacks)}
+    rest = _updated(tx, grads, rest)
+    new_params = join_trees(rest["params"], *(done.stacks["params"] for done in released.values()))
+    squares = [optax.tree.norm(grads, squared=True), *(done.square for done in released.values())]
+    new_stacks = [_at(path, done.model_state) for path, done in released.items()]
+    return {
+        "params": new_params,
+        "model_state": join_trees(new_forward, new_backward, *new_stacks),
+        "opt_state": _join_opt_states(opt_state, rest["opt_state"], released),
+        "step": state["step"] + 1,
+    }, metrics | {
+        "grad_norm": jnp.sqrt(sum(squares)),
+        "param_norm": global_norm(new_params),
         "learning_rate": jnp.asarray(schedule(state["step"]), jnp.float32),
     }
-    return {
-        "params": rest["params"] | stacks["params"],
-        "model_state": state["model_state"],
-        "opt_state": _joined(opt_state, stacks["opt_state"], rest["opt_state"]),
-        "step": state["step"] + 1,
-    }, metrics
 
 
-class _Tail:
-    """What a loss sees of a model whose blocks have run."""
-
-    def __init__(self, model: nnx.Module, x_BSD: jax.Array):
-        self.hidden = lambda *_: (model.final_norm(x_BSD), None)
-        self.logits, self.head = model.logits, model.head
+# --- the model without its stacks -----------------------------------------------------------------------
 
 
-def _check(model: nnx.Module, state: State) -> None:
-    if not hasattr(model, "tok_embed"):
-        raise ValueError(f"layer-wise updates are for Llama, not for {type(model).__name__}")
-    if jax.tree.leaves(state["model_state"]) or model.layers.unquantized_blocks != (0, 0):
-        raise ValueError(
-            "layer-wise updates need equal blocks without a state: set precision.first_blocks=0 and "
-            "precision.last_blocks=0, and take no delayed scaling"
-        )
-    if extra := state.keys() - {"params", "model_state", "opt_state", "step"}:
-        raise ValueError(f"layer-wise updates cannot wait for a verdict on the step: {', '.join(extra)}")
+@dataclasses.dataclass(frozen=True)
+class _CutModel:
+    """A model whose stacks do not run, as functions of the parameters outside of them (``outer``)."""
+
+    graphdef: nnx.GraphDef
+    state: State
+    batch: Batch
+    loss: Loss
+
+    @property
+    def stacks(self) -> list[StackPath]:
+        model = nnx.merge(self.graphdef, self.state["params"], self.state["model_state"])
+        return [path for path, module in nnx.iter_modules(model) if isinstance(module, Block)]
+
+    def inputs(self, outer: dict, backward: dict) -> dict[StackPath, jax.Array]:
+        """The inputs of the stacks."""
+        found = {}
+
+        def record(path: StackPath, call: StackCall) -> jax.Array:
+            found[path] = call.x
+            return jnp.zeros_like(call.x)
+
+        self._run(outer, backward, record)
+        return found
+
+    def calls(self) -> dict[StackPath, StackCall]:
+        """The calls of the stacks; XLA removes what is computed here."""
+        found = {}
+
+        def record(path: StackPath, call: StackCall) -> jax.Array:
+            found[path] = call
+            return jnp.zeros_like(call.x)
+
+        _, backward = split_model_state(self.graphdef, self.state)
+        self._run(_without(self.state["params"], self.stacks), backward, record)
+        return found
+
+    def loss_of(self, outer: dict, backward: dict, outputs: dict) -> tuple[jax.Array, tuple[Metrics, dict]]:
+        """The loss for given outputs of the stacks, and (metrics, new state of the forward pass)."""
+        model, (value, metrics) = self._run(outer, backward, lambda path, _: outputs[path])
+        return value, (metrics, forward_state(model))
+
+    def _run(
+        self, outer: dict, backward: dict, run_stack: Callable[[StackPath, StackCall], jax.Array]
+    ) -> tuple[nnx.Module, tuple[jax.Array, Metrics]]:
+        forward, _ = split_model_state(self.graphdef, self.state)
+        params = join_trees(self.state["params"], outer)
+        model = nnx.merge(self.graphdef, params, forward, backward)
+        for path, module in nnx.iter_modules(model):
+            if isinstance(module, Block):
+                module.run_stack = nnx.static(lambda call, path=path: run_stack(path, call))
+        return model, self.loss(model, self.batch, self.state["step"])
+
+
+# --- the stacks -----------------------------------------------------------------------------------------
+
+
+class _Forward(NamedTuple):
+    """The forward pass of a stack: its output, the inputs of the layers by part, the stacked new state."""
+
+    y: jax.Array
+    inputs: list[jax.Array]
+    model_state: dict
+
+
+class _Backward(NamedTuple):
+    """The backward pass of a stack, with its updates.
+
+    dx: gradient of its input. stacks: new ``params`` and ``opt_state``. model_state: of the stack alone.
+    square: the squared norm of its gradients.
+    """
+
+    dx: jax.Array
+    stacks: State
+    model_state: dict
+    square: jax.Array
+
+
+def _forward(call: StackCall) -> _Forward:
+    params, backward, forward = _variables(call)
+    state, x, inputs, states = join_trees(forward, backward), call.x, [], []
+    for start, stop, unquantized in _parts(call):
+
+        def body(x: jax.Array, i: jax.Array, unquantized=unquantized) -> tuple[jax.Array, tuple]:
+            y, new_state = call.layer(x, _index(params, i), _index(state, i), unquantized)
+            return y, (x, new_state)
+
+        x, (x_before, new_state) = jax.lax.scan(body, x, jnp.arange(start, stop))
+        inputs.append(x_before)
+        states.append(new_state)
+    return _Forward(x, inputs, jax.tree.map(lambda *parts: jnp.concatenate(parts), *states))
+
+
+def _backward(
+    call: StackCall,
+    done: _Forward,
+    dy: jax.Array,
+    stacks: State,
+    path: StackPath,
+    tx: optax.GradientTransformation,
+) -> _Backward:
+    _, backward, forward = _variables(call)
+    carry, new_backward, squares = (dy, stacks), [], []
+    for (start, stop, unquantized), inputs in zip(_parts(call)[::-1], done.inputs[::-1], strict=True):
+
+        def body(carry: tuple, at: tuple, unquantized=unquantized) -> tuple[tuple, tuple]:
+            (dy, stacks), (i, x) = carry, at
+            mine = _layer(stacks, path, i)
+
+            def layer(params: dict, backward: dict, x: jax.Array) -> jax.Array:
+                return call.layer(x, params, join_trees(_index(forward, i), backward), unquantized)[0]
+
+            params = jax.tree.map(lambda p: p[0], _get(mine["params"], path))
+            _, vjp = jax.vjp(layer, params, _index(backward, i), x)
+            grads, new_backward, dx = vjp(dy)
+            grads = _at(path, jax.tree.map(lambda g: g[None], grads))
+            stacks = _with_layer(stacks, _updated(tx, grads, mine), path, i)
+            return (dx, stacks), (new_backward, optax.tree.norm(grads, squared=True))
+
+        carry, (new, square) = jax.lax.scan(body, carry, (jnp.arange(start, stop), inputs), reverse=True)
+        new_backward.insert(0, new)
+        squares.append(jnp.sum(square))
+    new_backward = jax.tree.map(lambda *parts: jnp.concatenate(parts), *new_backward)
+    return _Backward(*carry, join_trees(done.model_state, new_backward), sum(squares))
+
+
+def _variables(call: StackCall) -> tuple[dict, dict, dict]:
+    """Parameters, state of the backward pass and state of the forward pass of stacked blocks."""
+    _, *variables = nnx.split(call.blocks, nnx.Param, OVERWRITE_WITH_GRADIENT, ...)
+    params, backward, forward = map(nnx.to_pure_dict, variables)
+    return params, backward, forward
+
+
+def _parts(call: StackCall) -> list[tuple[int, int, bool]]:
+    return stack_parts(call.num_layers, call.blocks.unquantized_blocks)
 
 
 def _updated(tx: optax.GradientTransformation, grads: dict, mine: State) -> State:
@@ -133,40 +244,78 @@ def _updated(tx: optax.GradientTransformation, grads: dict, mine: State) -> Stat
         return {"params": optax.apply_updates(mine["params"], updates), "opt_state": opt_state}
 
 
-# --- parts of an optimizer's state: it has trees like the parameters, and numbers that all share --------
+# --- parts of trees -------------------------------------------------------------------------------------
 
 
-def _part(opt_state: Any, params: dict, keys: Any) -> Any:
-    """The state of those parameters alone."""
-    is_like_params = lambda node: isinstance(node, dict) and node.keys() == params.keys()  # noqa: E731
-    prune = lambda node: {k: node[k] for k in keys} if is_like_params(node) else node  # noqa: E731
-    return jax.tree.map(prune, opt_state, is_leaf=is_like_params)
+def _get(tree: dict, path: StackPath) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
 
 
-def _stacked(path: KeyPath) -> bool:
-    return DictKey("layers") in path
+def _at(path: StackPath, value: Any) -> dict:
+    """``value`` as the only entry of nested dicts."""
+    for key in reversed(path):
+        value = {key: value}
+    return value
 
 
-def _layer(stacks: State, i: jax.Array) -> State:
-    """Layer i as a stack of one; what is shared as it is."""
+def _only(tree: dict, path: StackPath) -> dict:
+    return _at(path, _get(tree, path))
 
-    def one(path: KeyPath, x: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(x, i, 1) if _stacked(path) else x
+
+def _without(tree: dict, paths: Iterable[StackPath]) -> dict:
+    for path in paths:
+        head, *rest = path
+        pruned = _without(tree[head], [tuple(rest)]) if rest else {}
+        tree = {k: v for k, v in tree.items() if k != head} | ({head: pruned} if pruned else {})
+    return tree
+
+
+def _prune(opt_state: Any, params: dict, prune: Callable[[dict, Any], dict], paths: Any) -> Any:
+    """An optimizer state with ``prune(node, paths)`` for every tree in it that has the parameters' keys."""
+
+    def is_like_params(node: Any) -> bool:
+        return isinstance(node, dict) and node.keys() == params.keys()
+
+    def one(node: Any) -> Any:
+        return prune(node, paths) if is_like_params(node) else node
+
+    return jax.tree.map(one, opt_state, is_leaf=is_like_params)
+
+
+def _belongs(leaf: KeyPath, path: StackPath) -> bool:
+    """Whether a leaf of a state belongs to a stack; counters, which all parameters share, do not."""
+    keys = tuple(DictKey(key) for key in path)
+    return any(leaf[i : i + len(keys)] == keys for i in range(len(leaf)))
+
+
+def _index(stack: Any, i: jax.Array) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), stack)
+
+
+def _layer(stacks: State, path: StackPath, i: jax.Array) -> State:
+    """Layer i as a stack of one; what all layers share as it is."""
+
+    def one(leaf: KeyPath, x: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, i, 1) if _belongs(leaf, path) else x
 
     return jax.tree.map_with_path(one, stacks)
 
 
-def _with_layer(stacks: State, new: State, i: jax.Array) -> State:
-    """Writes layer i in place; what is shared stays old, for the other layers."""
+def _with_layer(stacks: State, new: State, path: StackPath, i: jax.Array) -> State:
+    """Writes layer i in place; what all layers share stays as it was, for the other layers."""
 
-    def one(path: KeyPath, x: jax.Array, layer: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(x, layer, i, 0) if _stacked(path) else x
+    def one(leaf: KeyPath, x: jax.Array, layer: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(x, layer, i, 0) if _belongs(leaf, path) else x
 
     return jax.tree.map_with_path(one, stacks, new)
 
 
-def _joined(opt_state: Any, layers: Any, rest: Any) -> Any:
-    """The whole state of its two parts; what is shared is that of the rest, which ran last."""
+def _join_opt_states(opt_state: Any, rest: Any, released: dict[StackPath, _Backward]) -> Any:
+    """The whole state of its parts; what all parameters share is that of ``rest``, the last update."""
     new = dict(jax.tree.flatten_with_path(rest)[0])
-    new |= {path: x for path, x in jax.tree.flatten_with_path(layers)[0] if _stacked(path)}
-    return jax.tree.map_with_path(lambda path, _: new[path], opt_state)
+    for path, done in released.items():
+        leaves = jax.tree.flatten_with_path(done.stacks["opt_state"])[0]
+        new |= {leaf: x for leaf, x in leaves if _belongs(leaf, path)}
+    return jax.tree.map_with_path(lambda leaf, _: new[leaf], opt_state)

@@ -1,152 +1,132 @@
-"""Gradients of a global batch, in one forward and backward pass or in several.
+"""Gradients of a global batch, in one forward and backward pass or in several microbatches.
 
-Both functions here return a `Gradients`: (graphdef, state, batch) to the gradients of the parameters, the
-model's new state and scalar metrics, among them ``loss``. Splitting a batch into microbatches saves memory
-and changes nothing else: what comes back are the gradients of the whole batch's loss.
-
-The model's own state is combined by maximum over the microbatches (amax histories; an average would be
-wrong).
+Splitting a batch into microbatches saves memory and changes nothing else: the result is the gradient of the
+whole batch's loss. The model's own state is combined by maximum over the microbatches (amax histories; an
+average would be wrong).
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
+from maxlp.core.train_state import State, forward_state, join_trees, split_model_state
 from maxlp.parallel import sharding
 
-State = dict[str, Any]
 Batch = dict[str, jax.Array]
-Sums = dict[str, jax.Array]
-Features = tuple[jax.Array, jax.Array]  # image_BE, text_BE
-LossFn = Callable[[nnx.Module, Batch], Sums]
-PairLossFn = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], Sums]
-Gradients = Callable[[nnx.GraphDef, State, Batch], tuple[dict, dict, dict[str, jax.Array]]]
+Metrics = dict[str, Any]
+# (model, batch, step) to the mean loss of the batch and scalar metrics, "loss" among them.
+Loss = Callable[[nnx.Module, Batch, jax.Array], tuple[jax.Array, Metrics]]
+# (structure, state, batch, loss scale) to the gradients of params, the new model_state and the metrics.
+# The loss scale is the factor of float16 training or None; the gradients are those of the loss without
+# it.
+Gradients = Callable[[nnx.GraphDef, State, Batch, jax.Array | None], tuple[dict, dict, Metrics]]
 
-# State of the backward pass (scales of output gradients), which only the cotangents see.
-OVERWRITE_WITH_GRADIENT = nnx.WithTag("overwrite_with_gradient")
+
+def batch_gradients(loss: Loss) -> Gradients:
+    """Gradients of a batch's loss in one forward and backward pass."""
+
+    def gradients(graphdef: nnx.GraphDef, state: State, batch: Batch, loss_scale: jax.Array | None):
+        forward, backward = split_model_state(graphdef, state)
+
+        def scaled_loss(params: dict, backward: dict) -> tuple[jax.Array, tuple[Metrics, dict]]:
+            model = nnx.merge(graphdef, params, forward, backward)
+            value, metrics = loss(model, batch, state["step"])
+            return scaled(value, loss_scale), (metrics, forward_state(model))
+
+        both = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
+        (grads, new_backward), (metrics, new_forward) = both(state["params"], backward)
+        return unscaled(grads, loss_scale), join_trees(new_forward, new_backward), metrics
+
+    return gradients
 
 
-def of_sums(loss_fn: LossFn, weight: Callable[[Batch], jax.Array], *, microbatches: int = 1) -> Gradients:
-    """Gradients of a loss that is a sum over parts of the batch (tokens), divided by their number.
+def token_loss(
+    loss_sums: Callable[[nnx.Module, Batch], Metrics], count: Callable[[Batch], jax.Array]
+) -> Loss:
+    """The mean over the parts of a batch (tokens) of a loss that is a sum over them.
 
     Args:
-      loss_fn: sums over a batch: ``loss``, ``correct`` and others.
-      weight: number of the parts in a batch. Each microbatch's sum is divided by the whole batch's.
+      loss_sums: (model, batch) to sums over the batch: ``loss``, ``correct`` and others.
+      count: the number of parts in a batch.
+    """
+
+    def loss(model: nnx.Module, batch: Batch, step: jax.Array) -> tuple[jax.Array, Metrics]:
+        del step
+        total = jnp.maximum(count(batch), 1.0)
+        metrics = _means(loss_sums(model, batch), total)
+        return metrics["loss"], metrics
+
+    return loss
+
+
+def token_gradients(
+    loss_sums: Callable[[nnx.Module, Batch], Metrics],
+    count: Callable[[Batch], jax.Array],
+    *,
+    microbatches: int = 1,
+) -> Gradients:
+    """Gradients of `token_loss`, which takes the same arguments.
+
+    Each microbatch's sum is divided by the number of tokens in the whole batch.
+
+    Args:
       microbatches: divides the rows of the batch.
     """
+    if microbatches == 1:
+        return batch_gradients(token_loss(loss_sums, count))
 
-    def gradients(graphdef: nnx.GraphDef, state: State, batch: Batch):
-        count = jnp.maximum(weight(batch), 1.0)
-        forward, backward = split_state(graphdef, state)
+    def gradients(graphdef: nnx.GraphDef, state: State, batch: Batch, loss_scale: jax.Array | None):
+        total = jnp.maximum(count(batch), 1.0)
+        forward, backward = split_model_state(graphdef, state)
 
-        def mean_loss(params: dict, backward: dict, part: Batch) -> tuple[jax.Array, tuple[Sums, dict]]:
+        def share(params: dict, backward: dict, part: Batch) -> tuple[jax.Array, tuple[Metrics, dict]]:
             model = nnx.merge(graphdef, params, forward, backward)
-            sums = loss_fn(model, part)
-            return scaled(state, sums["loss"] / count), (sums, forward_state(model))
+            sums = loss_sums(model, part)
+            return scaled(sums["loss"] / total, loss_scale), (sums, forward_state(model))
 
-        def of_part(part: Batch) -> tuple[dict, tuple[Sums, dict]]:
-            both = jax.grad(mean_loss, argnums=(0, 1), has_aux=True)
+        def of_part(part: Batch) -> tuple[dict, tuple[Metrics, dict]]:
+            both = jax.grad(share, argnums=(0, 1), has_aux=True)
             (grads, new_backward), (sums, new_forward) = both(state["params"], backward, part)
-            return grads, (sums, join(new_forward, new_backward))
+            return grads, (sums, join_trees(new_forward, new_backward))
 
-        if microbatches == 1:
-            grads, (sums, model_state) = of_part(batch)
-        else:
-            grads, (sums, model_state) = accumulate(of_part, state["params"], split(batch, microbatches))
-            sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
-            model_state = jax.tree.map(lambda x: jnp.max(x, axis=0), model_state)
-        metrics = {"loss": sums["loss"] / count, "accuracy": sums["correct"] / count, "tokens": count}
-        return unscaled(state, grads), model_state, metrics
+        grads, (sums, model_state) = accumulate(of_part, state["params"], split_batch(batch, microbatches))
+        sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+        model_state = jax.tree.map(lambda x: jnp.max(x, axis=0), model_state)
+        return unscaled(grads, loss_scale), model_state, _means(sums, total)
 
     return gradients
 
 
-def of_pairs(loss_fn: PairLossFn, *, microbatches: int = 1, seed: int = 0) -> Gradients:
-    """Gradients of a loss in which every image of the batch meets every text (CLIP).
-
-    In several microbatches the features of all are computed first and kept, then the loss's gradient with
-    respect to them, and in a second pass the encoders' gradients from that: exactly those of the whole
-    batch, with one microbatch's activations in memory (Gao et al. 2021, arXiv:2101.06983).
-
-    Args:
-      loss_fn: (image_BE, text_BE, scale, bias) to the sums ``loss``, ``correct`` and ``examples``.
-      seed: of the choice of patches that are dropped.
-    """
-
-    def gradients(graphdef: nnx.GraphDef, state: State, batch: Batch):
-        params = state["params"]
-        forward, backward = split_state(graphdef, state)
-        key = jax.random.fold_in(jax.random.key(seed), state["step"])
-
-        def encode(params: dict, backward: dict, part: Batch, index: Any) -> tuple[Features, dict]:
-            model = nnx.merge(graphdef, params, forward, backward)
-            image_BE = model.encode_image(part["image"], jax.random.fold_in(key, index))
-            return (image_BE, model.encode_text(part["text"])), forward_state(model)
-
-        def mean_loss(params: dict, features: Features) -> tuple[jax.Array, Sums]:
-            temperature = nnx.merge(graphdef, params, forward, backward).temperature()
-            sums = loss_fn(*features, *temperature)
-            return scaled(state, sums["loss"] / sums["examples"]), sums
-
-        def in_one() -> tuple[dict, dict, Sums]:
-            def loss(params: dict, backward: dict) -> tuple[jax.Array, tuple[Sums, dict]]:
-                features, new_forward = encode(params, backward, batch, 0)
-                value, sums = mean_loss(params, features)
-                return value, (sums, new_forward)
-
-            both = jax.grad(loss, argnums=(0, 1), has_aux=True)
-            (grads, new_backward), (sums, new_forward) = both(params, backward)
-            return grads, join(new_forward, new_backward), sums
-
-        def in_parts() -> tuple[dict, dict, Sums]:
-            parts = split(batch, microbatches), jnp.arange(microbatches)
-            _, kept = jax.lax.scan(lambda _, part: (None, encode(params, backward, *part)[0]), None, parts)
-            of_loss = jax.grad(mean_loss, argnums=(0, 1), has_aux=True)
-            (head_grads, feature_grads), sums = of_loss(params, jax.tree.map(unsplit, kept))
-
-            def of_part(part_and_grads: Any) -> tuple[dict, dict]:
-                part, feature_grads = part_and_grads
-
-                def product(params: dict, backward: dict) -> tuple[jax.Array, dict]:
-                    features, new_forward = encode(params, backward, *part)
-                    return jnp.asarray(optax.tree.vdot(features, feature_grads)), new_forward
-
-                both = jax.grad(product, argnums=(0, 1), has_aux=True)
-                (grads, new_backward), new_forward = both(params, backward)
-                return grads, join(new_forward, new_backward)
-
-            grads, model_state = accumulate(of_part, params, (parts, split(feature_grads, microbatches)))
-            grads = jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, head_grads)
-            return grads, jax.tree.map(lambda x: jnp.max(x, axis=0), model_state), sums
-
-        grads, model_state, sums = in_one() if microbatches == 1 else in_parts()
-        count = sums["examples"]
-        metrics = {"loss": sums["loss"] / count, "accuracy": sums["correct"] / count, "examples": count}
-        return unscaled(state, grads), model_state, metrics
-
-    return gradients
+def _means(sums: Metrics, total: jax.Array) -> Metrics:
+    return {"loss": sums["loss"] / total, "accuracy": sums["correct"] / total, "tokens": total}
 
 
-def scaled(state: State, loss: jax.Array) -> jax.Array:
-    """The loss to differentiate: times the scale, in a training state that has one (float16)."""
-    return loss * state["loss_scale"]["scale"] if "loss_scale" in state else loss
+def scaled(loss: jax.Array, loss_scale: jax.Array | None) -> jax.Array:
+    """The loss to differentiate."""
+    return loss if loss_scale is None else loss * loss_scale
 
 
-def unscaled(state: State, grads: dict) -> dict:
-    """The gradients of the loss itself; in float32, for in float16 they would vanish again."""
-    if "loss_scale" not in state:
+def unscaled(grads: dict, loss_scale: jax.Array | None) -> dict:
+    """The gradients of the loss itself; in float32, because in float16 they would underflow again."""
+    if loss_scale is None:
         return grads
-    inverse = 1.0 / state["loss_scale"]["scale"]
+    inverse = 1.0 / loss_scale
     return jax.tree.map(lambda g: g.astype(jnp.float32) * inverse, grads)
 
 
+# --- microbatches ---------------------------------------------------------------------------------------
+
+
 def accumulate(of_part: Callable[[Any], tuple[dict, Any]], params: dict, parts: Any) -> tuple[dict, Any]:
-    """The float32 sum of the gradients of all parts (leading axis), and the stacked rest."""
+    """The float32 sum of the gradients of all parts, and the stacked rest.
+
+    Args:
+      of_part: one entry of ``parts`` to its gradients and a rest.
+      parts: a tree whose leading axis counts the microbatches.
+    """
 
     def add(total: dict, part: Any) -> tuple[dict, Any]:
         grads, rest = of_part(part)
@@ -156,24 +136,7 @@ def accumulate(of_part: Callable[[Any], tuple[dict, Any]], params: dict, parts: 
     return jax.lax.scan(add, zeros, parts)
 
 
-def split_state(graphdef: nnx.GraphDef, state: State) -> tuple[dict, dict]:
-    """A model's state that the forward pass writes, and that whose gradient is its new value."""
-    model = nnx.merge(graphdef, state["params"], state["model_state"])
-    _, _, backward, _ = nnx.split(model, nnx.Param, OVERWRITE_WITH_GRADIENT, ...)
-    return forward_state(model), nnx.to_pure_dict(backward)
-
-
-def forward_state(model: nnx.Module) -> dict:
-    _, _, _, forward = nnx.split(model, nnx.Param, OVERWRITE_WITH_GRADIENT, ...)
-    return nnx.to_pure_dict(forward)
-
-
-def join(*states: dict) -> dict:
-    flat = [nnx.traversals.flatten_mapping(state) for state in states]
-    return nnx.traversals.unflatten_mapping(functools.reduce(dict.__or__, flat))
-
-
-def split(batch: Any, n: int) -> Any:
+def split_batch(batch: Any, n: int) -> Any:
     """Arrays (B, …) to (n, B/n, …). Part i takes rows i, n+i, 2n+i, …: each device keeps its own rows."""
 
     def one(x: jax.Array) -> jax.Array:
@@ -183,7 +146,7 @@ def split(batch: Any, n: int) -> Any:
     return jax.tree.map(one, batch)
 
 
-def unsplit(x: jax.Array) -> jax.Array:
-    """(n, B/n, …) to (B, …): the inverse of `split`."""
+def join_batch(x: jax.Array) -> jax.Array:
+    """(n, B/n, …) to (B, …): the inverse of `split_batch`."""
     x = jnp.moveaxis(x, 0, 1)
     return sharding.constrain(x.reshape(-1, *x.shape[2:]), "batch", *[None] * (x.ndim - 2))

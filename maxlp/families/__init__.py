@@ -1,9 +1,92 @@
-"""Families of models."""
+"""Families of models: what ``config.model.name`` chooses.
 
-from maxlp.families.clip import task as clip_task
-from maxlp.families.clip.model import CLIP
-from maxlp.families.llama import task as llama_task
-from maxlp.families.llama.model import Llama
+A family is a folder with the modules below and an entry in `FAMILIES`. It is imported only when a config
+names
+it: training a Llama imports nothing of CLIP.
 
-MODELS = {"clip": CLIP, "llama": Llama}
-TASKS = {"llama": llama_task, "clip": clip_task}
+    task.py     FAMILY: the model, its data, its loss, its evaluation (`Family`)
+    cost.py     COST: a closed form of the memory, work and collectives of a step
+    (`planning.cost_model.Cost`) export.py   FORMATS: weight formats, in and out (`maxlp.convert`)
+"""
+
+import dataclasses
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from maxlp.core.gradients import Gradients, Loss
+from maxlp.nn.attention import Use
+
+FAMILIES = {
+    "llama": "maxlp.families.llama",
+    "clip": "maxlp.families.clip",
+}
+
+# (state, a function that gives the validation batches) to named numbers
+Evaluate = Callable[[dict, Callable[[], Iterable[dict]]], dict[str, float]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Family:
+    """What maxlp needs to know of a family of models.
+
+    ``model``, ``data`` and ``loss`` in the signatures below are instances of the three config classes.
+
+    Attributes:
+      Model, Data, Loss: classes of the config's sections ``model``, ``data`` and ``loss``.
+      make_model: (model, rngs=) to the NNX module.
+      make_data: (data, split=, seed=, process_index=, process_count=) to the batches of this process.
+      loss: (loss, seed) to the loss of a batch in one pass.
+      gradients: (loss, seed, microbatches) to the gradients of that loss in so many passes.
+      evaluator: (graphdef, data, loss, validation) to an `Evaluate`; validation is what make_data gave for
+        that split.
+      batch_shapes: data to the arrays of a global batch.
+      unit: what throughput counts: "tokens" or "images".
+      units_per_step: data to the number of units in a global batch.
+      flops_per_unit: (model, data, num_params) to training FLOPs a unit with (full, causal) attention.
+      attention_uses: (model, data) to the uses of attention in a training step.
+      rules: see `run.constraints`; those of this family alone.
+      vocabulary: model to (the config key, the number of token ids that the model has room for).
+      tokenizer_texts: (data, seed) to the texts that a tokenizer ("bpe:V") learns from.
+      gated_products: patterns of the matmuls whose input is a gated product, where Smooth-SwiGLU acts.
+      search_choices: values of further settings that the planner's search tries, by config key.
+      describe_batch: data to words.
+      linear_probe: (graphdef, state, train batches, validation batches, num_classes=, l2=) to named
+        numbers, of families that have image features.
+    """
+
+    name: str
+    Model: type
+    Data: type
+    Loss: type
+    make_model: Callable[..., nnx.Module]
+    make_data: Callable[..., Any]
+    loss: Callable[[Any, int], Loss]
+    gradients: Callable[[Any, int, int], Gradients]
+    evaluator: Callable[[nnx.GraphDef, Any, Any, Any], Evaluate]
+    batch_shapes: Callable[[Any], dict[str, jax.ShapeDtypeStruct]]
+    unit: str
+    units_per_step: Callable[[Any], int]
+    flops_per_unit: Callable[[Any, Any, int], tuple[float, float]]
+    attention_uses: Callable[[Any, Any], tuple[Use, ...]]
+    rules: tuple[Callable[..., str | None], ...]
+    vocabulary: Callable[[Any], tuple[str, int]]
+    tokenizer_texts: Callable[[Any, int], Iterator[str | bytes]]
+    gated_products: tuple[str, ...]
+    describe_batch: Callable[[Any], str]
+    search_choices: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
+    linear_probe: Callable[..., dict[str, float]] | None = None
+
+
+def get(name: str) -> Family:
+    """The family of this name.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    if name not in FAMILIES:
+        raise ValueError(f"model.name={name!r} is unknown; one of {', '.join(FAMILIES)}")
+    return pkgutil.resolve_name(f"{FAMILIES[name]}.task:FAMILY")

@@ -1,28 +1,27 @@
-"""What is done about a spike: skip the step on the device, or go back on the host.
+"""Guards against loss spikes: skip a step on the device, or roll the run back on the host.
 
-Skip. A batch that makes the loss or the gradient infinite, or far larger than in the steps before, takes
-no part: `step.train_step` leaves parameters, model state and optimizer state as they were. That is decided
-on the device, so that the host need not wait for a step before it starts the next. What is remembered are
-the losses and norms of the last `window` steps, a part of the training state (and of its checkpoints),
-and the skipped ones are among them: a level that stays is soon accepted.
+Skip. A batch that makes the loss or the gradient norm infinite, or far larger than in the preceding steps,
+has no effect: the train step leaves parameters, model state and optimizer state as they were. This is
+decided on the device, so that the host need not wait for a step before it starts the next. The losses and
+norms of the last `window` steps are part of the training state and of its checkpoints. They include those
+of skipped steps, so that a persistent change of level is soon accepted.
 
-Rollback. A spike that comes from a long history of steps is not cured by leaving out its last one. PaLM
-(Chowdhery et al. 2022, section 5.1) restarted from a checkpoint about 100 steps before and passed over
-the batches around the spike; the same batches from another state made no spike.
+Rollback. If many steps led to a spike, leaving out the last of them does not prevent it. PaLM (Chowdhery et
+al. 2022, section 5.1) restarted from a checkpoint about 100 steps earlier and skipped the batches around
+the spike; the same batches did not cause a spike when training reached them from another state.
 """
 
 import dataclasses
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from maxlp.monitoring.spikes import Policy, Spike
-from maxlp.run import run_dir as files
+from maxlp.monitoring.spikes import Spike, SpikeConfig
 from maxlp.runtime import checkpoint, distributed
+from maxlp.runtime.files import read_json, unused_path, write_json
 
 State = dict[str, Any]
 
@@ -32,119 +31,142 @@ State = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class SkipGuard:
-    """A `step.Judge`: a step counts whose loss and gradient norm are finite and like those before."""
+    """A gate of the train step that accepts finite losses and gradient norms close to the recent ones.
 
-    policy: Policy
+    Its state is ``{"seen": int32 (), "values": float32 (2, window)}``: the number of finite steps so far,
+    and a ring buffer with the losses and the gradient norms of the last of them.
+    """
+
+    config: SpikeConfig
 
     def init(self) -> State:
-        return {
-            "seen": jnp.zeros((), jnp.int32),  # finite steps
-            "values": jnp.zeros(
-                (2, self.policy.window), jnp.float32
-            ),  # losses and gradient norms, in a ring
-        }
+        return {"seen": jnp.zeros((), jnp.int32), "values": jnp.zeros((2, self.config.window), jnp.float32)}
 
-    def judge(self, remembered: State, metrics: State) -> tuple[jax.Array, State, State]:
-        """(verdict, what to remember, no metrics)."""
+    def accept(self, state: State, metrics: State) -> tuple[jax.Array, State, State]:
+        """Decides whether a step counts.
+
+        Args:
+          state: as left by the previous step.
+          metrics: of this step, with the scalars "loss" and "grad_norm".
+
+        Returns:
+          (accepted, new state, additional metrics): a bool scalar, the state with this step's values if
+          they are finite, and no metrics.
+        """
         new = jnp.stack([metrics["loss"], metrics["grad_norm"]]).astype(jnp.float32)
-        seen, values = remembered["seen"], remembered["values"]
-        count = jnp.minimum(seen, self.policy.window)
-        there = jnp.arange(self.policy.window) < count
-        mean = jnp.sum(jnp.where(there, values, 0), axis=1) / jnp.maximum(count, 1)
-        above = jnp.where(there, values - mean[:, None], 0)
-        std = jnp.sqrt(jnp.sum(jnp.square(above), axis=1) / jnp.maximum(count, 1))
-        stands_out = (new > mean + self.policy.guard_threshold * std) & (std > 0)
+        seen, values = state["seen"], state["values"]
+        count = jnp.minimum(seen, self.config.window)
+        filled = jnp.arange(self.config.window) < count
+        mean = jnp.sum(jnp.where(filled, values, 0), axis=1) / jnp.maximum(count, 1)
+        deviations = jnp.where(filled, values - mean[:, None], 0)
+        std = jnp.sqrt(jnp.sum(jnp.square(deviations), axis=1) / jnp.maximum(count, 1))
+        stands_out = (new > mean + self.config.guard_threshold * std) & (std > 0)
         finite = jnp.isfinite(new).all()
-        counts = finite & ~(stands_out.any() & (count >= self.policy.min_history))
-        written = values.at[:, seen % self.policy.window].set(new)
-        return counts, {"seen": seen + finite, "values": jnp.where(finite, written, values)}, {}
+        accepted = finite & ~(stands_out.any() & (count >= self.config.min_history))
+        written = values.at[:, seen % self.config.window].set(new)
+        return accepted, {"seen": seen + finite, "values": jnp.where(finite, written, values)}, {}
 
 
-def judges(policy: Policy) -> dict[str, SkipGuard]:
-    """What a policy adds to the judges of `step.train_step`."""
-    return {"guard": SkipGuard(policy)} if policy.guard == "skip" else {}
+def gates(config: SpikeConfig) -> dict[str, SkipGuard]:
+    """The gates that a spike config adds to the train step, by their names in the training state."""
+    return {"guard": SkipGuard(config)} if config.guard == "skip" else {}
 
 
-# --- rollback: between two lives of the training loop -------------------------------------------------
+# --- rollback: between two passes of the training loop ------------------------------------------------
 
 
-class RolledBack(Exception):
-    """Raised by a training loop that has spiked; its caller rolls back and trains again."""
+class RollbackRequested(Exception):
+    """Raised inside a training loop at a spike; its caller rolls the run back and trains again."""
 
-    def __init__(self, spike: Spike) -> None:
+    def __init__(self, spike: Spike, config: SpikeConfig) -> None:
         super().__init__(f"the loss of step {spike.step} is {spike.loss:.4g}")
         self.spike = spike
+        self.config = config
 
 
-def roll_back(workdir: Path, spike: Spike, policy: Policy) -> str:
-    """Makes the next start of a run begin before a spike and pass over the data around it.
+def roll_back(workdir: Path, spike: Spike, config: SpikeConfig) -> str:
+    """Makes the next start of a run begin before a spike and skip the batches around it.
 
-    Checkpoints from the spike on, and those less than `rewind_steps` before it, are renamed to
-    ``<step>.rolled_back`` (they stay for good); with no older one the oldest before the spike is taken, or
-    none: the beginning. `spikes/rollbacks.json` says what the data passes over. Called by all processes,
-    with the run's checkpointer closed.
+    Checkpoints newer than the one chosen by `rollback_target` are renamed to ``<step>.rolled_back`` and
+    never deleted. `spikes/rollbacks.json` records the batches to skip. All processes call this, with the
+    run's checkpointer closed.
 
     Returns:
-        A line for the user.
+      A line for the user.
 
     Raises:
-        FloatingPointError: the run was rolled back `max_actions` times already.
+      FloatingPointError: the run was rolled back `max_actions` times already.
     """
     rollbacks = read_rollbacks(workdir)
-    if len(rollbacks) >= policy.max_actions:
+    if len(rollbacks) >= config.max_actions:
         raise FloatingPointError(
-            f"the loss of step {spike.step} is {spike.loss:.4g} after {len(rollbacks)} rollbacks: lower "
-            "optimizer.learning_rate or optimizer.b2, or raise spikes.max_actions"
+            f"the loss of step {spike.step} is {spike.loss:.4g} and all {len(rollbacks)} rollbacks of "
+            f"spikes.max_actions={config.max_actions} are used up; lower optimizer.learning_rate or "
+            "optimizer.b2, or raise spikes.max_actions"
         )
-    found = [c for c in checkpoint.list_steps(workdir / "checkpoints") if c.status == "complete"]
-    earlier = [c.step for c in found if c.step < spike.step]
-    enough = [step for step in earlier if step <= spike.step - policy.rewind_steps]
-    target = max(enough) if enough else min(earlier, default=0)
-    begin = data_position(workdir, target, rollbacks)
-    past = begin + max(policy.skip_batches, spike.step - target)
-    distributed.barrier("before rollback")  # all have read what is renamed and written below
+    infos = [info for info in checkpoint.list_steps(workdir / "checkpoints") if info.status == "complete"]
+    target = rollback_target([info.step for info in infos], spike.step, config.rewind_steps)
+    begin = batches_drawn(workdir, target, rollbacks)
+    end = begin + max(config.skip_batches, spike.step - target)
+    distributed.barrier("before rollback")  # all processes have read what the primary one changes below
     if distributed.is_primary():
-        for c in found:
-            if c.step > target:
-                c.path.rename(_free(c.path.with_name(f"{c.step}.rolled_back")))
-        entry = {"spike": spike._asdict(), "to": target, "batches": [begin, past]}
+        for info in infos:
+            if info.step > target:
+                info.path.rename(unused_path(info.path.with_name(f"{info.step}.rolled_back")))
+        entry = {"spike": spike._asdict(), "to": target, "batches": [begin, end]}
         (workdir / "spikes").mkdir(exist_ok=True)
-        files.write_json(workdir / "spikes" / "rollbacks.json", [*rollbacks, entry])
+        write_json(_rollbacks_path(workdir), [*rollbacks, entry])
     distributed.barrier("after rollback")
     return (
-        f"step {spike.step}: loss {spike.loss:.4g}, {spike.sigmas:.1f} σ above the mean before it; back to "
-        f"step {target}, without its batches {begin + 1} to {past}"
+        f"rolled back from step {spike.step} (loss {spike.loss:.4g}, {spike.sigmas:.1f} σ above the "
+        f"preceding mean) to step {target}; batches {begin + 1} to {end} are skipped"
     )
 
 
-def pass_over(workdir: Path, step: int, batches: Iterator[Any]) -> int:
-    """Draws the batches that rollbacks to this step, or before it, leave out; returns how many.
+def rollback_target(steps: Sequence[int], spike_step: int, rewind_steps: int) -> int:
+    """The step of the checkpoint to return to; 0 stands for the beginning of the run.
 
     Args:
-        step: of the restored state, 0 for a fresh one.
-        batches: where that state's data stands; ``get_state()["step"]`` counts its batches.
+      steps: steps of the complete checkpoints.
+      spike_step: step of the spike.
+      rewind_steps: how much older than the spike the checkpoint should be. The newest checkpoint that is
+        old enough is chosen, or else the oldest one from before the spike.
     """
-    past = max((entry["batches"][1] for entry in read_rollbacks(workdir) if entry["to"] <= step), default=0)
+    earlier = [step for step in steps if step < spike_step]
+    old_enough = [step for step in earlier if step <= spike_step - rewind_steps]
+    return max(old_enough) if old_enough else min(earlier, default=0)
+
+
+def skip_excluded_batches(workdir: Path, step: int, batches: Iterator[Any]) -> int:
+    """Draws and drops the batches that rollbacks to this step, or to an earlier one, exclude.
+
+    Args:
+      workdir: of the run.
+      step: of the restored state, 0 for a fresh one.
+      batches: the data iterator, restored with that state; ``get_state()["step"]`` counts its batches.
+
+    Returns:
+      The number of batches that were dropped.
+    """
+    end = max((entry["batches"][1] for entry in read_rollbacks(workdir) if entry["to"] <= step), default=0)
     count = 0
-    while batches.get_state()["step"] < past:
+    while batches.get_state()["step"] < end:
         next(batches)
         count += 1
     return count
 
 
 def read_rollbacks(workdir: Path) -> list[dict[str, Any]]:
-    """Every rollback of a run: its spike, the step it went to, the range of batches that it left out."""
-    path = workdir / "spikes" / "rollbacks.json"
-    return json.loads(path.read_text()) if path.exists() else []
+    """All rollbacks of a run: the spike, the step it returned to, and the range of excluded batches."""
+    return read_json(_rollbacks_path(workdir), default=[])
 
 
-def data_position(workdir: Path, step: int, rollbacks: list[dict[str, Any]]) -> int:
-    """Batches drawn when training goes on from a step: those of its checkpoint and those passed over."""
+def batches_drawn(workdir: Path, step: int, rollbacks: list[dict[str, Any]]) -> int:
+    """How many batches a run that restarts at this step has drawn or skipped before its first update."""
     record = workdir / "checkpoints" / str(step) / "checkpoint.json"
-    drawn = json.loads(record.read_text())["data_state"]["step"] if record.exists() else 0
+    drawn = read_json(record)["data_state"]["step"] if record.exists() else 0
     return max([drawn, *(entry["batches"][1] for entry in rollbacks if entry["to"] <= step)])
 
 
-def _free(path: Path) -> Path:
-    names = (path.with_name(f"{path.name}{suffix}") for suffix in ("", *(f"-{i}" for i in range(2, 1000))))
-    return next(name for name in names if not name.exists())
+def _rollbacks_path(workdir: Path) -> Path:
+    return workdir / "spikes" / "rollbacks.json"

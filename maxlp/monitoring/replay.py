@@ -1,200 +1,222 @@
-"""Runs the steps before a spike again and says where it began.
+"""Runs the steps before a loss spike again and reports which tensor departed first.
 
     python -m maxlp.report DIR --spike=2300 --precision=float32
 
-From the checkpoint that was kept at the spike (or another one before it) and the data's position in it,
-with the run's own config but for the precision. In the run's precision, on the machine of the run, the
-losses are those of the run. If the spike stays away in float32, the precision made it.
+The replay starts from the checkpoint kept for the spike, or from the newest one that is early enough, with
+the data position saved in it. It uses the run's config, with the precision replaced on request. In the
+run's own precision and on the run's hardware it repeats the losses of the run. If the spike does not
+recur in float32, low precision caused it.
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
-from maxlp.core import train_step as step
-from maxlp.monitoring import guards as guard
-from maxlp.monitoring import statistics
-from maxlp.monitoring.spikes import PRECISIONS, Policy
-from maxlp.monitoring.watch import Crossing, first_to_cross, read_record
-from maxlp.parallel import sharding
-from maxlp.run import build
-from maxlp.run import run_dir as files
+from maxlp.core.train_state import State, abstract_state
+from maxlp.core.train_step import jit_step
+from maxlp.monitoring import guards, statistics
+from maxlp.monitoring.spikes import SpikeConfig
+from maxlp.monitoring.watch import Crossing, checkpoint_before, first_to_cross, read_record
+from maxlp.parallel.batches import device_batches
+from maxlp.precision.recipes import RecipeOptions
+from maxlp.run import run_dir
+from maxlp.run.experiment import make_data, resolve_settings
+from maxlp.run.settings import Settings, read
+from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import checkpoint
 
-SHOWN = 3  # tensors a step
+PRECISIONS = {"recipe": None, "bf16": "bfloat16", "float32": "float32"}  # name: dtype of all matmuls
+SHOWN_TENSORS = 3  # per step
+
+Log = Callable[[str], None]
 
 
-class Verdict(NamedTuple):
-    """What a replay found: its losses by step, and who was first, if anyone was."""
+class Finding(NamedTuple):
+    """What a replay found: its losses by step, and the first tensor that departed by either measure."""
 
     losses: dict[int, float]
-    by_rms: dict[str, Any] | None
-    by_grad_norm: dict[str, Any] | None
+    by_rms: Crossing | None
+    by_grad_norm: Crossing | None
 
 
-def replay(
-    workdir: Path, spike_step: int, precision: str = "recipe", say: Callable[[str], None] = print
-) -> Verdict:
-    """Replays up to `spike_step`, a line for each step.
+def replay(workdir: Path, spike_step: int, precision: str = "recipe", log: Log = print) -> Finding:
+    """Replays the steps up to `spike_step` and logs a line for each.
 
     Args:
-        workdir: of the run.
-        spike_step: any step; a recorded spike brings its own checkpoint.
-        precision: "recipe" is the run's own; "bf16" and "float32" take all matmuls to that.
-        say: where the lines go.
+      workdir: of the run.
+      spike_step: any step; a recorded spike has its own checkpoint.
+      precision: "recipe" keeps that of the run; "bf16" and "float32" apply to all matmuls.
+      log: prints a line.
 
     Raises:
-        ValueError: no such precision, no run, no data before that step.
+      ValueError: an unknown precision, no run in the workdir, or no checkpoint from before that step.
     """
-    c = with_precision(files.load_config(workdir), precision)
-    c.spikes.statistics = True
-    policy = build.spike_policy(c)
-    mesh = build.mesh(c)
-    build.check(c, mesh)
-    make_model, (tx, schedule), judges = build.model(c), build.tx(c), build.judges(c)
-    with jax.set_mesh(mesh), contextlib.closing(_data(c, workdir)) as batches:
-        graphdef, abstract = step.abstract_state(make_model, tx, mesh, judges)
-        root = _checkpoint_before(workdir, spike_step, policy)
+    s = with_precision(read(run_dir.load_config(workdir)), precision)
+    run = resolve_settings(s)
+    tokenizer = saved_tokenizer(s.data.tokenizer, workdir)
+    batches = iter(make_data(s, tokenizer, "train", run.mesh))
+    with jax.set_mesh(run.mesh), contextlib.closing(batches):
+        graphdef, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+        root = find_checkpoint(workdir, spike_step, s.spikes.lead)
         if root is None:
-            state, start = _first_state(c, abstract, tx, judges), 0
+            state, start = run.initial_state(abstract), 0
         else:
-            state, start = _restored_state(root, abstract, batches, precision)
-        guard.pass_over(workdir, start, batches)
-        say(f"from step {start} to {spike_step}, precision {precision}")
-        train_step = step.jit_train_step(
-            abstract,
-            mesh,
-            graphdef=graphdef,
-            gradients=build.task(c).gradients(c),
-            tx=tx,
-            schedule=schedule,
-            judges=judges,
-            statistics=build.statistics(c),
-        )
-        seen = []
-        for n, (batch, _) in enumerate(
-            sharding.device_batches(batches, mesh, spike_step - start), start + 1
-        ):
-            state, metrics = train_step(state, batch)
-            tensors = {key: metrics[key] for key in ("rms", "grad_norms") if key in metrics}
-            numbers = {key: statistics.numbers(jax.device_get(value)) for key, value in tensors.items()}
-            seen.append({"step": n, "loss": float(metrics["loss"]), **numbers})
-            say(_line(seen[-1]))
-    last = seen[-policy.lead - 1 :]
-    verdict = Verdict(
-        {s["step"]: s["loss"] for s in seen}, first_to_cross(last, policy), first_to_stand_out(seen, policy)
-    )
-    for line in verdict_lines(verdict, spike_step, policy):
-        say(line)
-    return verdict
+            state, start = restore_state(root, abstract, batches, precision)
+        guards.skip_excluded_batches(workdir, start, batches)
+        train_step = jit_step(run.step, graphdef, abstract, run.mesh)
+        log(f"replaying steps {start + 1} to {spike_step}, precision {precision}")
+        ahead = (batch for batch, _ in device_batches(batches, run.mesh, spike_step - start))
+        records = list(replay_steps(train_step, state, ahead, start + 1, log))
+    finding = examine(records, s.spikes)
+    for line in finding_lines(finding, spike_step, s.spikes):
+        log(line)
+    return finding
 
 
-def with_precision(c: ConfigDict, precision: str) -> ConfigDict:
-    """The config with all matmuls in one precision, or as it is."""
+def with_precision(s: Settings, precision: str) -> Settings:
+    """The settings with all matmuls in one precision ("recipe" changes nothing), and with statistics.
+
+    Gradients are not released, because statistics of tensors need all of them.
+    """
     if precision not in PRECISIONS:
-        raise ValueError(f"{precision=} is unknown, choose one of: {', '.join(PRECISIONS)}")
-    if precision != "recipe":
-        c.model.dtype = {"bf16": "bfloat16", "float32": "float32"}[precision]
-        c.precision.update(recipe="bf16", options=ConfigDict(), rules=(), smooth_swiglu="none")
-    return c
+        raise ValueError(f"precision={precision!r} is unknown; choose one of: {', '.join(PRECISIONS)}")
+    s = dataclasses.replace(
+        s,
+        spikes=dataclasses.replace(s.spikes, statistics=True),
+        train=dataclasses.replace(s.train, release_gradients=False),
+    )
+    if not (dtype := PRECISIONS[precision]):
+        return s
+    plain = dataclasses.replace(
+        s.precision, recipe="bf16", options=RecipeOptions(), rules=(), smooth_swiglu="none"
+    )
+    return dataclasses.replace(s, model=dataclasses.replace(s.model, dtype=dtype), precision=plain)
 
 
-def _data(c: ConfigDict, workdir: Path) -> Any:
-    return iter(build.train_data(c, build.saved_tokenizer(c, workdir)))
+# --- where to start -----------------------------------------------------------------------------------
 
 
-def _first_state(c: ConfigDict, abstract: step.State, tx: Any, judges: step.Judges) -> step.State:
-    places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    init = functools.partial(step.init_state, build.model(c), tx, c.train.seed, judges)
-    state = jax.jit(init, out_shardings=places)()
-    if c.train.init_from:
-        state["params"] = checkpoint.load_params(c.train.init_from, abstract["params"])
-    return state
+def find_checkpoint(workdir: Path, spike_step: int, lead: int) -> Path | None:
+    """The checkpoint that the spike's record names if it exists, or else the best of all of them.
+
+    Returns:
+      None if the run has no checkpoint: the replay starts from the beginning.
+
+    Raises:
+      ValueError: all checkpoints are from the step of the spike or later.
+    """
+    named = (read_record(workdir, spike_step) or {}).get("checkpoint")
+    if named and (workdir / named).is_dir():
+        return workdir / named
+    folders = (workdir / "checkpoints", workdir / "spikes" / "checkpoints")
+    infos = [info for folder in folders for info in checkpoint.list_steps(folder)]
+    if chosen := checkpoint_before(infos, spike_step, lead):
+        return chosen.path
+    oldest = min((info.step for info in infos if info.status == "complete"), default=None)
+    if oldest is not None:
+        raise ValueError(
+            f"{workdir} has no checkpoint from before step {spike_step}; its oldest is from step {oldest}"
+        )
+    return None
 
 
-def _restored_state(
-    root: Path, abstract: step.State, batches: Any, precision: str
-) -> tuple[step.State, int]:
-    """The state of a checkpoint and its step; the data is brought to where it was."""
+def restore_state(root: Path, abstract: State, batches: Any, precision: str) -> tuple[State, int]:
+    """The state of a checkpoint, and its step; moves the data iterator to the position saved there.
+
+    Raises:
+      ValueError: another precision than the run's is asked of a model with other state than parameters.
+    """
     wanted = dict(abstract)
-    # What a recipe remembers (amax histories) is of no use to another.
-    if precision != "recipe" and jax.tree.leaves(wanted.pop("model_state")):
-        raise ValueError(f"{precision=}: this model keeps a state of its own; use precision=recipe")
+    if precision != "recipe":
+        # The state that belongs to the run's recipe (amax histories) is useless to another.
+        model_state = wanted.pop("model_state")
+        if jax.tree.leaves(model_state):
+            raise ValueError(
+                f"precision={precision!r} is impossible for a model that keeps state besides its "
+                "parameters; use precision=recipe"
+            )
     restored = checkpoint.restore(root, wanted)
     batches.set_state(restored.data_state)
     return {"model_state": abstract["model_state"]} | restored.state, restored.step
 
 
-def _checkpoint_before(workdir: Path, spike_step: int, policy: Policy) -> Path | None:
-    """The one that the spike's record names if it is there, or the best of all; None: the beginning."""
-    named = (read_record(workdir, spike_step) or {}).get("checkpoint")
-    if named and (workdir / named).is_dir():
-        return workdir / named
-    folders = (workdir / "checkpoints", workdir / "spikes" / "checkpoints")
-    found = [c for folder in folders for c in checkpoint.list_steps(folder) if c.status == "complete"]
-    earlier = sorted((c.step, c.path) for c in found if c.step < spike_step)
-    before = [item for item in earlier if item[0] < spike_step - policy.lead] or earlier
-    if before:
-        return before[-1][1]
-    if found:
-        oldest = min(c.step for c in found)
-        raise ValueError(f"{workdir} has no checkpoint before step {spike_step}, its oldest is of {oldest}")
-    return None
+# --- the steps ----------------------------------------------------------------------------------------
 
 
-# --- what is said -------------------------------------------------------------------------------------
+def replay_steps(
+    train_step: jax.stages.Wrapped, state: State, batches: Iterable[Any], first: int, log: Log
+) -> Iterator[dict[str, Any]]:
+    """Trains on the batches and logs a line for each step, the first of which has the number `first`.
+
+    Yields:
+      {"step": int, "loss": float, "rms": numbers by tensor, "grad_norms": numbers by tensor}; "rms" is
+      absent if the optimizer does not define it.
+    """
+    for n, batch in enumerate(batches, first):
+        state, metrics = train_step(state, batch)
+        tensors = jax.device_get({key: metrics[key] for key in ("rms", "grad_norms") if key in metrics})
+        numbers = {key: statistics.per_layer(value) for key, value in tensors.items()}
+        record = {"step": n, "loss": float(metrics["loss"]), **numbers}
+        log(step_line(record))
+        yield record
 
 
-def _line(seen: dict[str, Any]) -> str:
-    parts = [f"step {seen['step']}  loss {seen['loss']:.4f}"]
+def step_line(record: dict[str, Any]) -> str:
+    """The loss of a step, and its largest tensors by either measure."""
+    parts = [f"step {record['step']}  loss {record['loss']:.4f}"]
     for key, title in (("rms", "RMS_t"), ("grad_norms", "gradient norm")):
-        if key in seen:
-            top = statistics.largest(seen[key], SHOWN)
+        if key in record:
+            top = statistics.largest(record[key], SHOWN_TENSORS)
             parts.append(f"{title} " + ", ".join(f"{name} {value:.3g}" for name, value in top))
     return "  ".join(parts)
 
 
-def first_to_stand_out(steps: list[dict[str, Any]], policy: Policy) -> dict[str, Any] | None:
-    """The first tensor whose gradient norm stands out of its own before, as a loss does of its own.
+# --- what departed first ------------------------------------------------------------------------------
 
-    Looked for in the last `lead` + 1 of the steps; of several at a step the one by most deviations.
 
-    Returns:
-        A `Crossing` as a dict, its value in deviations, or None.
+def examine(records: list[dict[str, Any]], config: SpikeConfig) -> Finding:
+    """Finds the first tensor that departed in the last `lead` + 1 of the replayed steps."""
+    return Finding(
+        losses={record["step"]: record["loss"] for record in records},
+        by_rms=first_to_cross(records[-config.lead - 1 :], config.rms_threshold),
+        by_grad_norm=first_to_stand_out(records, config),
+    )
+
+
+def first_to_stand_out(records: list[dict[str, Any]], config: SpikeConfig) -> Crossing | None:
+    """The first tensor whose gradient norm spikes, by the definition used for the loss.
+
+    Searches the last `lead` + 1 steps. Of several tensors in one step it takes the one with the most
+    standard deviations, which are the value of the `Crossing`.
     """
-    names = list(steps[0]["grad_norms"]) if steps else []
-    norms = np.array([[s["grad_norms"][name] for name in names] for s in steps])
-    for i in range(max(policy.min_history, len(steps) - policy.lead - 1), len(steps)):
-        before = norms[max(0, i - policy.window) : i]
+    names = list(records[0]["grad_norms"]) if records else []
+    norms = np.array([[record["grad_norms"][name] for name in names] for record in records])
+    for i in range(max(config.min_history, len(records) - config.lead - 1), len(records)):
+        before = norms[max(0, i - config.window) : i]
         std = before.std(axis=0)
         sigmas = (norms[i] - before.mean(axis=0)) / np.where(std > 0, std, np.inf)
         sigmas = np.where(np.isfinite(norms[i]), sigmas, np.inf)
-        if (sigmas > policy.threshold).any():
+        if (sigmas > config.threshold).any():
             worst = int(np.argmax(sigmas))
-            return Crossing(names[worst], steps[i]["step"], float(sigmas[worst]))._asdict()
+            return Crossing(names[worst], records[i]["step"], float(sigmas[worst]))
     return None
 
 
-def verdict_lines(verdict: Verdict, spike_step: int, policy: Policy) -> Iterator[str]:
-    """Which layer and which tensor went first."""
-    what = {
-        "RMS_t": (verdict.by_rms, f"above {policy.rms_threshold:g}", "RMS_t {:.3g}"),
-        "gradient norm": (
-            verdict.by_grad_norm,
-            f"{policy.threshold:g} σ above its own before",
-            "{:.3g} σ",
-        ),
-    }
-    for name, (found, rule, form) in what.items():
-        if found is None:
-            yield f"first by {name}: none was {rule} in the {policy.lead} steps before"
+def finding_lines(finding: Finding, spike_step: int, config: SpikeConfig) -> Iterator[str]:
+    """Which tensor of which layer departed first, by RMS_t and by gradient norm."""
+    rms_rule = f"above {config.rms_threshold:g}"
+    norm_rule = f"{config.threshold:g} σ above its preceding mean"
+    for name, first, rule, form in (
+        ("RMS_t", finding.by_rms, rms_rule, "RMS_t {:.3g}"),
+        ("gradient norm", finding.by_grad_norm, norm_rule, "{:.3g} σ"),
+    ):
+        if first is None:
+            yield f"first by {name}: no tensor was {rule} in the {config.lead} steps before the spike"
         else:
-            ahead = spike_step - found["step"]
-            value = form.format(found["value"])
-            yield f"first by {name}: {found['tensor']} at step {found['step']}, {ahead} before ({value})"
+            when = f"step {first.step}, {spike_step - first.step} before the spike"
+            yield f"first by {name}: {first.tensor} at {when} ({form.format(first.value)})"

@@ -1,0 +1,1 @@
+"""Neural-network parts that families share: layers, stacks of blocks, attention kernels."""

@@ -10,8 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlp.nn.layers import LINEAR_OUTPUT, Linear, dot_general
-from maxlp.parallel import pipeline as pipelines
-from maxlp.parallel.pipeline import PipelineConfig
+from maxlp.parallel.schedule import PipelineConfig
 
 BLOCK_INPUT = "block_input"  # a name for remat policies
 
@@ -41,28 +40,29 @@ class StackCall(NamedTuple):
     blocks: the stacked module.
     x: the input of the first block.
     num_layers: L.
-    layer: (x, params, state, unquantized) of one layer to (x, its new state). params and state are slices of
-      the module's `nnx.Param` and of its other variables.
+    layer: (x, params, state, unquantized) of one layer to (x, new state). params and state are one layer's
+      slices of the blocks' `nnx.Param` and of their other variables, as pure dicts.
     """
 
     blocks: "Block"
     x: jax.Array
     num_layers: int
-    layer: Callable[[jax.Array, Any, Any, bool], tuple[jax.Array, Any]]
+    layer: Callable[[jax.Array, dict, dict, bool], tuple[jax.Array, dict]]
 
 
 class Block(nnx.Module):
     """Base class of the blocks of a stack.
 
     Attributes:
-      unquantized_blocks: how many blocks at the start and at the end of the stack use plain `dot_general` in
-        their `Linear` layers, whatever replaced it there.
-      run_stack: replaces the forward pass of the whole stack; returns x and the stacked new state. This is
-        how a train step takes over the backward pass of a stack (`core.fused_backward`).
+      unquantized_blocks: how many blocks at the start and at the end of the stack use plain `dot_general`
+        in their `Linear` layers, whatever replaced it there.
+      run_stack: computes the output of the whole stack in place of `apply_stack`, which then returns no
+        per-layer results and writes no state. This is how a train step takes over the backward pass of a
+        stack (`core.fused_backward`).
     """
 
     unquantized_blocks: tuple[int, int] = (0, 0)
-    run_stack: Callable[[StackCall], tuple[jax.Array, Any]] | None = None
+    run_stack: Callable[[StackCall], jax.Array] | None = None
 
 
 def stack(make_block: Callable[[nnx.Rngs], Block], num_layers: int, rngs: nnx.Rngs) -> Any:
@@ -88,8 +88,8 @@ def apply_stack(
     The scanned form keeps compile time independent of depth; the unrolled one is for debugging and for
     small models. State that the blocks change (FP8 scales) is written back to ``blocks``.
 
-    On a mesh with stages the blocks run as a pipeline, unless there is something ``per_layer`` (the cache of
-    generation) or the batch does not divide into microbatches.
+    On a mesh with stages the blocks run as a pipeline, unless there is something ``per_layer`` (the cache
+    of generation) or the batch does not divide into microbatches.
 
     Args:
       per_row: arrays with the batch axis of ``x`` first; in a pipeline a call gets those of its microbatch.
@@ -115,12 +115,14 @@ def apply_stack(
     outs = None
     if blocks.run_stack is not None:
 
-        def one(x: jax.Array, params: Any, state: Any, unquantized: bool) -> tuple[jax.Array, Any]:
-            x, (state, _) = layer(x, params, state, per_row, None, unquantized)
-            return x, state
+        def one(x: jax.Array, params: dict, state: dict, unquantized: bool) -> tuple[jax.Array, dict]:
+            x, (new, _) = layer(x, params, state, per_row, None, unquantized)
+            return x, state if unquantized else nnx.to_pure_dict(new)
 
-        x, new_state = blocks.run_stack(StackCall(blocks, x, num_layers, one))
-    elif schedule is not None:
+        return blocks.run_stack(StackCall(blocks, x, num_layers, one)), None
+    if schedule is not None:
+        from maxlp.parallel import pipeline as pipelines  # only meshes with stages need it
+
         assert unquantized_blocks == (0, 0), "refused by run.constraints"
 
         def of_microbatch(x: jax.Array, params: Any, state: Any, rows: Any) -> tuple[jax.Array, Any]:
@@ -152,7 +154,7 @@ def apply_stack(
 
 
 def stack_parts(num_layers: int, unquantized_blocks: tuple[int, int]) -> list[tuple[int, int, bool]]:
-    """(start, stop, unquantized) of the unquantized blocks at both ends and of those between; none empty."""
+    """(start, stop, unquantized) of the unquantized blocks at both ends and of those between."""
     first, last = unquantized_blocks
     cuts = (0, first, num_layers - last, num_layers)
     parts = zip(cuts[:-1], cuts[1:], (True, False, True), strict=True)
@@ -171,11 +173,11 @@ def _in_parts(
     """The parts of a stack, each a loop of its own.
 
     (A condition inside a single loop would make a GPU ask the host at every layer, and would keep the
-    activations of both branches.) Slicing a part out of the stacked weights would copy them, and joining the
-    gradients of the parts would copy those. So every loop reads from the whole stacks, and the stacks pass
-    through all loops once more, unchanged, for the sake of their gradient: in the backward pass it is one
-    buffer into which each layer writes its own. (For stacks that a loop only reads, JAX adds a gradient of
-    the whole size in every iteration.)
+    activations of both branches.) Slicing a part out of the stacked weights would copy them, and joining
+    the gradients of the parts would copy those. So every loop reads from the whole stacks, and the stacks
+    pass through all loops once more, unchanged, for the sake of their gradient: in the backward pass it is
+    one buffer into which each layer writes its own. (For stacks that a loop only reads, JAX adds a gradient
+    of the whole size in every iteration.)
     """
     carry, outs = (x, params), []
     for start, stop, unquantized in parts:

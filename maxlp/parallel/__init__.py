@@ -1,0 +1,1 @@
+"""Parallelism: the mesh, the placement of arrays on it, and the pipeline over its stages."""

@@ -1,4 +1,4 @@
-"""PipelineConfig parallelism: the mesh axis ``stage`` splits the layers, and microbatches pass through them.
+"""Pipeline parallelism: the mesh axis ``stage`` splits the layers, and microbatches pass through them.
 
 A circular schedule (Huang et al. 2019, arXiv:1811.06965, for one round; Narayanan et al. 2021,
 arXiv:2104.04473, for more), as one program for all devices: the activations of all stages are one array
@@ -19,7 +19,6 @@ Shape letters: P stages · M microbatches · R rounds · B batch · S length · 
 J = L / (P R) layers of a stage in a round.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -28,50 +27,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxlp.parallel.schedule import Schedule
 from maxlp.parallel.sharding import constrain, spec
 
 STAGE = "stage"  # the mesh axis
 
 Block = Callable[[jax.Array, Any, Any, Any], tuple[jax.Array, Any]]
-
-
-class Schedule(NamedTuple):
-    """How the layers and a batch are cut.
-
-    microbatches: a multiple of the stages: what waits is spread over them.
-    rounds: times that a microbatch passes through the stages. With more, a stage has the layers of several
-      places, the bubble is smaller, and more activations and weights travel.
-    """
-
-    stages: int
-    microbatches: int
-    rounds: int
-
-    @property
-    def ticks(self) -> int:
-        return self.rounds * self.microbatches + self.stages - 1
-
-    @property
-    def bubble(self) -> float:
-        """The part of the ticks in which a stage has nothing to do."""
-        return (self.stages - 1) / self.ticks
-
-
-@dataclasses.dataclass(frozen=True)
-class PipelineConfig:
-    """The ``model.pipeline`` section of a config; see `Schedule`. None: as many microbatches as stages."""
-
-    microbatches: int | None = None
-    rounds: int = 1
-
-    def over(self, stages: int) -> Schedule:
-        return Schedule(stages, stages if self.microbatches is None else self.microbatches, self.rounds)
-
-    def in_mesh(self, batch_size: int) -> Schedule | None:
-        """The schedule on the current mesh; None without stages, or for a batch that does not divide."""
-        mesh = jax.sharding.get_abstract_mesh()
-        schedule = self.over(1 if mesh.empty else mesh.shape.get(STAGE, 1))
-        return schedule if schedule.stages > 1 and batch_size % schedule.microbatches == 0 else None
 
 
 def run(
@@ -168,7 +129,7 @@ def run(
 
 def _ends(x: jax.Array) -> tuple[str | None, ...]:
     """Outside of the pipeline the sequence is split over the stages: embedding and head run there."""
-    return ("batch", "ends_seq", *(None,) * (x.ndim - 2))
+    return ("batch", "logits_seq", *(None,) * (x.ndim - 2))
 
 
 def _at_stage(x: jax.Array) -> jax.Array:

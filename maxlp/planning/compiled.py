@@ -1,8 +1,8 @@
-"""What the compiler says of a train step: the memory it will take and the collectives it will run.
+"""The memory and the collectives of a train step, from the compiler.
 
-The step is the one that `maxlp.train` compiles, from the same functions, for devices that are not here. The
-compiler is the real one (libtpu's, or XLA's for CUDA); what it cannot do without a device is to measure:
-XLA's GPU autotuning is off, so its choice of matmul kernels may differ on a real machine.
+The step is the one that `maxlp.train` compiles, from the same functions, for devices that are not
+available. The compiler is the real one (libtpu's, or XLA's for CUDA). Without a device it cannot measure:
+XLA's GPU autotuning is off, so that its choice of matmul kernels may differ on a real machine.
 """
 
 import contextlib
@@ -12,30 +12,30 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import jax
-from ml_collections import ConfigDict
 
-from maxlp.core import train_step as step
+from maxlp.core.train_state import abstract_state
+from maxlp.core.train_step import jit_step
 from maxlp.planning import hlo
-from maxlp.run import build
+from maxlp.run.experiment import Experiment
 
-PLATFORMS: dict[str, str] = {"gpu": "cuda"}  # what JAX lowers for, where it is not the platform's own name
+PLATFORMS: dict[str, str] = {"gpu": "cuda"}  # JAX's lowering platform where it differs from the device's
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
     """Bytes on one device.
 
-    arguments: the state and the batch, which are there before and after.
-    outputs: results that take no argument's place (metrics).
-    temporaries: what the step needs beside them, one block as large as its worst moment.
+    arguments: the state and the batch, which exist before and after the step.
+    outputs: results that do not reuse the memory of an argument (metrics).
+    temporaries: what the step needs in addition, allocated as one block for its worst moment.
     code: the program itself (TPU).
-    live: the largest sum that is in use at one moment, where the compiler tells: below what it reserves.
+    live: the largest sum in use at one moment, where the compiler reports it; less than what it reserves.
     host: temporaries in the host's memory.
     """
 
@@ -48,7 +48,7 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        """What is in use at the worst moment, and the program."""
+        """Bytes in use at the worst moment, program included."""
         return (self.live or self.arguments + self.outputs + self.temporaries) + self.code
 
 
@@ -56,9 +56,9 @@ class Memory:
 class Compiled:
     """A train step for a topology.
 
-    memory: None if the compiler found that it does not fit, and said only how much it needs.
+    memory: None if the compiler refused a program that does not fit, and reported only its peak.
     peak: bytes on one device at the worst moment.
-    kernels: custom kernels in the program by name, how many of each.
+    kernels: number of custom kernels in the program, by name.
     host_memory: the largest resident size of this process so far, in bytes.
     """
 
@@ -70,23 +70,18 @@ class Compiled:
     host_memory: float
 
 
-def compile_step(c: ConfigDict, devices: Sequence[jax.Device], hlo_file: str | None = None) -> Compiled:
-    """Compiles the config's train step for these devices, real or not.
+def compile_step(run: Experiment, hlo_file: str | None = None) -> Compiled:
+    """Compiles the train step of an experiment for its devices, real or not.
 
     Args:
       hlo_file: where to write the compiled program as text.
-
-    Raises:
-      ValueError: a config that cannot work on them.
     """
-    mesh = build.mesh(c, devices)
-    build.check(c, mesh)
-    platform = str(devices[0].platform)
-    with jax.set_mesh(mesh), _cudnn_without_a_library(platform):
-        graphdef, abstract = step.abstract_state(build.model(c), build.tx(c)[0], mesh, build.judges(c))
-        function = build.train_step(c, graphdef, abstract, mesh)
+    platform = run.machine.platform
+    with jax.set_mesh(run.mesh), _cudnn_without_a_library(platform):
+        graphdef, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+        function = jit_step(run.step, graphdef, abstract, run.mesh)
         start = time.perf_counter()
-        traced = function.trace(abstract, build.task(c).abstract_batch(c, mesh))
+        traced = function.trace(abstract, run.abstract_batch())
         lowered = traced.lower(lowering_platforms=(PLATFORMS.get(platform, platform),))
         try:
             done = _compile(lowered)
@@ -98,19 +93,16 @@ def compile_step(c: ConfigDict, devices: Sequence[jax.Device], hlo_file: str | N
     if hlo_file:
         Path(hlo_file).write_text(text)
     memory = read_memory(done, platform)
-    return Compiled(
-        memory,
-        memory.peak,
-        hlo.collectives(text, dict(mesh.shape)),
-        kernels(text),
-        seconds,
-        host_memory(),
-    )
+    found = hlo.collectives(text, dict(run.mesh.shape))
+    return Compiled(memory, memory.peak, found, kernels(text), seconds, host_memory())
 
 
 def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Without autotuning XLA for GPUs finds no tiles for some matmuls that it gave to Triton (heads of 50
-    positions): those programs are compiled with cuBLAS alone."""
+    """Compiles, if need be without Triton matmuls.
+
+    Without autotuning, XLA for GPUs finds no tiles for some matmuls that it assigned to Triton (heads of 50
+    positions); those programs are compiled with cuBLAS alone.
+    """
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -126,19 +118,19 @@ def read_memory(done: jax.stages.Compiled, platform: str) -> Memory:
         outputs=max(0, m.output_size_in_bytes - m.alias_size_in_bytes),
         temporaries=m.temp_size_in_bytes,
         code=m.generated_code_size_in_bytes,
-        live=0 if platform == "cpu" else getattr(m, "peak_memory_in_bytes", 0),  # a CPU's means nothing
+        live=0 if platform == "cpu" else getattr(m, "peak_memory_in_bytes", 0),  # meaningless on CPUs
         host=m.host_temp_size_in_bytes,
     )
 
 
 def versions(platform: str) -> str:
-    """Of JAX and of the compiler, which decides everything here."""
+    """Versions of JAX and of the compiler, on which all results depend."""
     package = "libtpu" if platform == "tpu" else "jax-cuda13-plugin"
     return f"jax {jax.__version__}, {package} {importlib.metadata.version(package)}"
 
 
 def _needed(error: jax.errors.JaxRuntimeError) -> float:
-    """The bytes that a program would need, from the TPU compiler's refusal; other errors go on."""
+    """The bytes that a program would need, from the TPU compiler's refusal; re-raises other errors."""
     units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     text = str(error)
     match = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", text) or re.search(
@@ -150,7 +142,7 @@ def _needed(error: jax.errors.JaxRuntimeError) -> float:
 
 
 def kernels(text: str) -> dict[str, int]:
-    """Custom calls by target, those with which XLA talks to itself left out."""
+    """Custom calls by target, without those that are internal to XLA."""
     own = {"AllocateBuffer", "AsyncCollectiveStart", "AsyncCollectiveDone", "ConcatBitcast", "Sharding"}
     counts: dict[str, int] = {}
     for target in re.findall(r'custom_call_target="([^"]+)"', text):
@@ -166,7 +158,7 @@ def host_memory() -> float:
 
 @contextlib.contextmanager
 def _cudnn_without_a_library(platform: str) -> Iterator[None]:
-    """Lets cuDNN attention be compiled: JAX would ask the library, which is not here, for its version."""
+    """Lets cuDNN attention compile: JAX would ask the library, which is absent, for its version."""
     if platform not in ("gpu", "cuda"):
         yield
         return

@@ -1,16 +1,22 @@
-"""How long a step takes at least: FLOPs, bytes and collectives over the published speeds of the chip."""
+"""A lower bound of a step's time: FLOPs, bytes and collectives over the published speeds of the chip."""
 
 import collections
 import dataclasses
+from collections.abc import Mapping
 
-from maxlp.families.llama.cost import Work
+from maxlp.planning.cost_model import Work
 from maxlp.planning.hlo import Collective
 from maxlp.planning.topologies import Topology, axis_bandwidth
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """All collectives of one kind over the same mesh axes: bytes that one device sends, and seconds."""
+class CollectiveGroup:
+    """All collectives of one kind over the same mesh axes, of one device and step.
+
+    times: how many there are.
+    sent: bytes sent. overlapped: bytes of those that other work can hide.
+    seconds: at the speed of the links.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -21,13 +27,13 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bounds:
+class Roofline:
     """Seconds of a step.
 
     compute: matmuls at the peak of their dtype, recomputation included.
-    memory: bytes at the bandwidth of the chip's memory.
+    memory: traffic at the bandwidth of the chip's memory.
     network: all collectives at the speed of their links.
-    exposed: those of them that nothing hides.
+    exposed: the collectives that nothing hides.
     """
 
     compute: float
@@ -37,39 +43,48 @@ class Bounds:
 
     @property
     def least(self) -> float:
-        """Everything hidden behind the slowest."""
+        """If everything else is hidden behind the slowest resource."""
         return max(self.compute, self.memory, self.network)
 
     @property
     def expected(self) -> float:
-        """Collectives that nothing hides come on top; the rest hides behind the slowest."""
+        """If everything but the exposed collectives is hidden behind the slowest resource."""
         return max(self.compute, self.memory, self.network - self.exposed) + self.exposed
 
     @property
     def limit(self) -> str:
+        """The slowest resource: "compute", "memory" or "network"."""
         return max(("compute", "memory", "network"), key=lambda name: getattr(self, name))
 
 
-def rows(found: list[Collective], topology: Topology, mesh: dict[str, int], dcn: int = 1) -> list[Row]:
-    """Collectives by kind and axes, the slowest first."""
+def group(
+    found: list[Collective], topology: Topology, mesh: Mapping[str, int], dcn: int = 1
+) -> list[CollectiveGroup]:
+    """Collectives by kind and axes, the slowest first.
+
+    Args:
+      dcn: ``mesh.dcn_data`` of the config.
+    """
     grouped = collections.defaultdict(list)
     for one in found:
         grouped[one.kind, one.axes].append(one)
     result = []
-    for (kind, axes), group in grouped.items():
-        sent = sum(one.sent for one in group)
-        overlapped = sum(one.sent for one in group if one.overlapped)
-        seconds = sent / axis_bandwidth(topology, mesh, axes, dcn)
-        result.append(Row(kind, axes, sum(one.times for one in group), sent, overlapped, seconds))
+    for (kind, axes), members in grouped.items():
+        sent = sum(one.sent for one in members)
+        overlapped = sum(one.sent for one in members if one.overlapped)
+        seconds = sent / axis_bandwidth(topology, dict(mesh), axes, dcn)
+        times = sum(one.times for one in members)
+        result.append(CollectiveGroup(kind, axes, times, sent, overlapped, seconds))
     return sorted(result, key=lambda row: -row.seconds)
 
 
-def bounds(work: Work, table: list[Row], topology: Topology) -> Bounds:
+def roofline(work: Work, groups: list[CollectiveGroup], topology: Topology) -> Roofline:
+    """The seconds of a step with this work and these collectives."""
     chip = topology.chip
-    exposed = sum(row.seconds * (1 - row.overlapped / row.sent) for row in table if row.sent)
-    return Bounds(
+    exposed = sum(row.seconds * (1 - row.overlapped / row.sent) for row in groups if row.sent)
+    return Roofline(
         compute=sum(flops / chip.peak(dtype) for dtype, flops in work.flops.items()),
         memory=work.bytes / chip.hbm,
-        network=sum(row.seconds for row in table),
+        network=sum(row.seconds for row in groups),
         exposed=exposed,
     )

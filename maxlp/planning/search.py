@@ -1,30 +1,26 @@
 """The nearest settings that fit, by the closed form."""
 
 import dataclasses
-import functools
 import itertools
-import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ml_collections import ConfigDict
-
-from maxlp.families.llama import cost as estimate
-from maxlp.planning import FORMS
-from maxlp.planning import roofline as bounds
+from maxlp.planning.cost_model import StateShapes, cost_of, state_shapes
+from maxlp.planning.roofline import group, roofline
 from maxlp.planning.topologies import Topology
-from maxlp.run.config import ConfigError
+from maxlp.run import constraints
+from maxlp.run.settings import Settings
 
 REMATS = ("none", "dots", "block")  # from most memory to least
 SIZES = (1, 2, 4, 8, 16)  # of a mesh axis
 FACTORS = (1, 2, 4, 8, 16, 32)  # of microbatches
 KERNELS = {"cuda": ("cudnn",), "tpu": ("splash",), "cpu": ()}  # attention without an (S, S) matrix
-MARGIN = 0.95  # of the memory: the closed form is not exact
+MARGIN = 0.95  # of the memory, because the closed form is not exact
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """Changes of a config by key, the peak memory (bytes) and the seconds of a step that they leave."""
+    """Changes of a config by key, with the peak memory (bytes) and the seconds of a step that result."""
 
     changes: dict[str, Any]
     peak: float
@@ -32,34 +28,32 @@ class Candidate:
 
     @property
     def settings(self) -> frozenset[str]:
-        """The keys that are changed, but for fsdp, which takes the devices that another axis leaves."""
+        """The keys that change, except fsdp, which takes the devices that the other axes leave."""
         return frozenset(self.changes) - {"mesh.fsdp"}
 
 
-def changed(c: ConfigDict, changes: dict[str, Any]) -> ConfigDict:
-    """A copy of the config with some values set, as ``{"model.remat": "block"}``."""
-    copy: Any = c.copy_and_resolve_references()
-    with copy.unlocked():
-        for key, value in changes.items():
-            *path, name = key.split(".")
-            section = copy
-            for step in path:
-                section = section[step]
-            section[name] = value
-    return copy
+def changed(s: Settings, changes: Mapping[str, Any]) -> Settings:
+    """The settings with some values replaced, as ``{"model.remat": "block"}``."""
+    for key, value in changes.items():
+        section, name = key.split(".")
+        old = getattr(s, section)
+        new = dict(old, **{name: value}) if section == "mesh" else dataclasses.replace(old, **{name: value})
+        s = dataclasses.replace(s, **{section: new})
+    return s
 
 
-def nearest(c: ConfigDict, topology: Topology) -> list[Candidate]:
+def nearest(s: Settings, topology: Topology) -> list[Candidate]:
     """Settings that fit: fewest changes first, then the fastest.
 
-    Of those that change the same settings only the fastest is there, and none whose settings are more than
-    another's: what they add is not needed to fit. PipelineConfig stages are not tried: as `fsdp` they split the
-    layers' state, but not what is at the ends, and they keep the activations of every tick.
+    Of the candidates that change the same settings only the fastest is returned, and none that changes a
+    superset of another's settings, because the additional changes are not needed to fit. Pipeline stages
+    are not tried: like ``fsdp`` they split the layers' state, but not what is outside the layers, and they
+    keep the activations of every tick.
     """
     fastest: dict[frozenset[str], Candidate] = {}
-    states: dict[Any, estimate.State] = {}
-    for changes in _proposals(c, topology):
-        if (candidate := _tried(c, topology, changes, states)) is None:
+    states: dict[Any, StateShapes] = {}
+    for changes in _proposals(s, topology):
+        if (candidate := _try(s, topology, changes, states)) is None:
             continue
         best = fastest.setdefault(candidate.settings, candidate)
         if candidate.seconds < best.seconds:
@@ -68,11 +62,12 @@ def nearest(c: ConfigDict, topology: Topology) -> list[Candidate]:
     return sorted(needed, key=lambda one: (len(one.settings), one.seconds))
 
 
-def _proposals(c: ConfigDict, topology: Topology) -> Iterator[dict[str, Any]]:
-    """Every combination of the choices, as the changes of the config that it takes."""
-    choices = _choices(c, topology.chip.platform)
-    config: Any = c.to_dict() | {"mesh": estimate.mesh_axes(c, topology.size)}
-    present = {key: functools.reduce(operator.getitem, key.split("."), config) for key in choices}
+def _proposals(s: Settings, topology: Topology) -> Iterator[dict[str, Any]]:
+    """Every combination of the choices, as changes of the settings."""
+    choices = _choices(s, topology.chip.platform)
+    axes = s.machine(topology.size, topology.chip.platform).axes
+    resolved = dataclasses.replace(s, mesh=dict(axes))
+    present = {key: _value(resolved, key) for key in choices}
     options = [dict.fromkeys((present[key], *values)) for key, values in choices.items()]
     for chosen in itertools.product(*options):
         changes = {key: value for key, value in zip(choices, chosen, strict=True) if value != present[key]}
@@ -82,38 +77,41 @@ def _proposals(c: ConfigDict, topology: Topology) -> Iterator[dict[str, Any]]:
             yield changes
 
 
-def _choices(c: ConfigDict, platform: str) -> dict[str, tuple]:
-    """What each setting may be beside what it is."""
+def _value(s: Settings, key: str) -> Any:
+    section, name = key.split(".")
+    return s.mesh[name] if section == "mesh" else getattr(getattr(s, section), name)
+
+
+def _choices(s: Settings, platform: str) -> dict[str, tuple]:
+    """The values to try for each setting besides its present one."""
     choices: dict[str, tuple] = {
         "model.remat": REMATS,
         "model.attention": KERNELS[platform],
         "mesh.tensor": SIZES,
-        "train.microbatches": tuple(n * c.train.microbatches for n in FACTORS),
+        "train.microbatches": tuple(n * s.train.microbatches for n in FACTORS),
     }
-    if c.model.name == "clip":
-        choices["loss.method"] = ("tiled",)
-    elif not c.train.release_gradients:
+    choices |= s.family.search_choices
+    if "mesh.context" in choices:
         choices["model.attention"] += ("ring",)
-        choices["mesh.context"] = SIZES
-    if c.optimizer.get("mu_dtype", "") is None:
+    if s.optimizer.mu_dtype is None:
         choices["optimizer.mu_dtype"] = ("bfloat16",)
     return choices
 
 
-def _tried(c: ConfigDict, topology: Topology, changes: dict, states: dict) -> Candidate | None:
-    """None if the changed config does not divide, or does not fit."""
-    changed_c, form = changed(c, changes), FORMS[c.model.name]
+def _try(s: Settings, topology: Topology, changes: dict, states: dict) -> Candidate | None:
+    """None if the changed settings violate a constraint or do not fit."""
+    s, cost = changed(s, changes), cost_of(s)
     try:
-        axes = estimate.mesh_axes(changed_c, topology.size)
+        machine = s.machine(topology.size, topology.chip.platform)
+        constraints.check(s, machine)
         mu = changes.get("optimizer.mu_dtype")
         if mu not in states:
-            states[mu] = estimate.abstract_state(changed_c, axes)
-        peak = sum(form.memory(changed_c, axes, states[mu], topology.chip.platform).values())
-    except (ConfigError, ValueError):
+            states[mu] = state_shapes(s, machine)
+        peak = sum(cost.memory(s, machine, states[mu]).values())
+    except ValueError:
         return None
     if peak > MARGIN * topology.chip.memory:
         return None
-    work = form.work(changed_c, axes, states[mu], topology.chip.platform)
-    found = form.collectives(changed_c, axes)
-    table = bounds.rows(found, topology, axes, c.mesh.get("dcn_data", 1))
-    return Candidate(changes, peak, bounds.bounds(work, table, topology).expected)
+    groups = group(cost.collectives(s, machine), topology, machine.axes, s.mesh.get("dcn_data", 1))
+    time = roofline(cost.work(s, machine, states[mu]), groups, topology)
+    return Candidate(changes, peak, time.expected)

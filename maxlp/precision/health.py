@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlp.numerics import formats
 from maxlp.numerics.quantized import Quantized, dequantize
@@ -43,6 +44,7 @@ TENSORS = ("input", "kernel", "output_grad")
 TOP_CHANNELS = 4
 
 Measurement = dict[str, dict[str, jax.Array]]  # path → "input/amax" → (…layers)
+LossScaleOf = Callable[[Any], jax.Array | None]
 
 
 # --- counting -----------------------------------------------------------------------------------------
@@ -152,31 +154,58 @@ class SwiGLU(Protocol):
     up_proj: Matmul
 
 
+def probe(
+    graphdef: nnx.GraphDef, gradients: Callable[..., Any], *, loss_scale: LossScaleOf | None = None
+) -> Callable[[Any, Any], dict[str, float]]:
+    """A function (state, batch) to metrics: `summary` and `flatten` of `measure`, compiled.
+
+    Args:
+      graphdef, gradients, loss_scale: see `measure`. The mesh is the one that is set.
+    """
+    measured = functools.partial(measure, graphdef=graphdef, gradients=gradients, loss_scale=loss_scale)
+    replicated = NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
+    compiled = jax.jit(measured, out_shardings=replicated)
+
+    def metrics(state: Any, batch: Any) -> dict[str, float]:
+        flat = flatten(jax.device_get(compiled(state, batch)))
+        return summary(flat) | flat
+
+    return metrics
+
+
 def measure(
-    state: Mapping[str, Any], batch: Any, *, graphdef: nnx.GraphDef, gradients: Callable[..., Any]
+    state: Mapping[str, Any],
+    batch: Any,
+    *,
+    graphdef: nnx.GraphDef,
+    gradients: Callable[..., Any],
+    loss_scale: LossScaleOf | None = None,
 ) -> Measurement:
     """The statistics of every quantized layer on one batch.
 
-    Run it under jit, with a replicated result.
+    Run it under jit, with a replicated result; `probe` does both.
 
     Args:
       state: a training state; it does not change.
-      gradients: (graphdef, state, batch) to (…, new model_state, …), as in training. The statistics
-        of several microbatches are combined by maximum.
+      gradients: see `core.gradients`. The statistics of several microbatches are combined by
+        maximum.
+      loss_scale: the factor of the loss in float16 training, from the state.
 
     Returns:
       ``{"layers/mlp/up_proj": {"input/amax": float32 (L,), …}, …, "layers/mlp": {"swiglu/corr_1":
       …}}``. What is not quantized (blocks at either end) has a scale of 0.
     """
     probed, model_state = _with_probes(graphdef, state)
-    _, model_state, _ = gradients(probed, {**state, "model_state": model_state}, batch)
+    probed_state = {**state, "model_state": model_state}
+    scale = None if loss_scale is None else loss_scale(state)
+    _, model_state, _ = gradients(probed, probed_state, batch, scale)
     model = nnx.merge(probed, state["params"], model_state)
     found: Measurement = {}
     for path, module in matmuls(model):
-        if isinstance(probe := module.dot_general, Probe):
+        if isinstance(dot := module.dot_general, Probe):
             found[path] = {
                 f"{tensor}/{name}": stats[..., i]
-                for tensor, stats in probe.health.items()
+                for tensor, stats in dot.health.items()
                 for i, name in enumerate(STATISTICS)
             }
     for path, module in nnx.iter_modules(model):

@@ -1,4 +1,4 @@
-"""What a run leaves beside its checkpoints so that it can be understood, resumed and sampled.
+"""The files of a run beside its checkpoints, from which it can be understood, resumed and sampled.
 
 config.json   the resolved config
 run.json      every start of the run: time, step, command, git revision, versions, devices
@@ -22,17 +22,18 @@ from absl import logging
 from ml_collections import ConfigDict
 
 import maxlp
+from maxlp.run.config import RENAMED
+from maxlp.runtime.files import read_json, write_json
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 def save_config(workdir: Path, c: ConfigDict) -> list[str]:
-    """Writes the resolved config; returns one line for each value that differs from the one before."""
-    path = workdir / "config.json"
+    """Writes the resolved config; returns one line for each value that differs from the previous one."""
     new = json.loads(c.to_json_best_effort())
-    changes = []
+    path, changes = workdir / "config.json", []
     if path.exists():
-        old, now = (_flat(tree) for tree in (json.loads(path.read_text()), new))
+        old, now = _flat(load_config(workdir).to_dict()), _flat(new)
         keys = sorted(k for k in old.keys() | now.keys() if old.get(k) != now.get(k))
         changes = [f"config.{k}: {old.get(k)!r} -> {now.get(k)!r}" for k in keys]
     write_json(path, new)
@@ -40,7 +41,7 @@ def save_config(workdir: Path, c: ConfigDict) -> list[str]:
 
 
 def load_config(workdir: Path) -> ConfigDict:
-    """The config of a run.
+    """The config of a run, in today's keys if an earlier version wrote it.
 
     Raises:
       ValueError: the directory holds no run.
@@ -48,15 +49,34 @@ def load_config(workdir: Path) -> ConfigDict:
     path = workdir / "config.json"
     if not path.exists():
         raise ValueError(f"{path} does not exist: --workdir={workdir} holds no run")
-    return ConfigDict(json.loads(path.read_text()))
+    return ConfigDict(_upgraded(read_json(path)))
+
+
+def _upgraded(config: dict[str, Any]) -> dict[str, Any]:
+    """A config of version 0.1 in today's keys and words."""
+    for old, new in RENAMED.items():
+        section, key = old.split(".")
+        if key in config.get(section, {}):
+            config[section][new.split(".")[1]] = config[section].pop(key)
+    low_bit = config.get("optimizer", {}).get("low_bit")
+    if low_bit is not None and "mu" not in low_bit:
+        low_bit |= {"mu": "float8_e4m3fn", "nu": "float8_e5m2"}  # what an empty section meant
+    data = config.get("data", {})
+    data.pop("name", None)  # the family determines the kind of data
+    for key in ("source", "validation_source"):
+        if data.get(key):
+            data[key] = data[key].replace("heldout", "validation")
+    return config
 
 
 def record_start(workdir: Path, step: int, num_params: int) -> None:
     """Appends this start of the run, at ``step`` finished updates, to run.json."""
     if not claim(workdir):
-        logging.warning("another process trains in %s: each loses the other's records, stop one", workdir)
+        logging.warning(
+            "another process trains in %s: they overwrite each other's records, stop one", workdir
+        )
     path = workdir / "run.json"
-    record = json.loads(path.read_text()) if path.exists() else {"starts": []}
+    record = read_json(path, {"starts": []})
     device = jax.devices()[0]
     record["starts"].append(
         {
@@ -78,10 +98,10 @@ def record_start(workdir: Path, step: int, num_params: int) -> None:
 
 
 def claim(workdir: Path) -> bool:
-    """Locks a workdir for the life of this process; False if another process of the machine holds it.
+    """Locks a workdir for the life of this process; False if another process on this machine holds it.
 
-    Where the file system keeps no locks it is always True. No more than a warning is to come of it: a lock
-    on a network may outlive a host that is lost, and what is lost must be able to start again.
+    True on file systems without locks. It only warns: a lock on a network file system may outlive a host
+    that is lost, and a lost run must be able to start again.
     """
     path = str(workdir.resolve())
     if path in _claimed:
@@ -112,7 +132,7 @@ def versions() -> dict[str, str]:
 
 
 def git_revision() -> str | None:
-    """The commit of the code that runs, with "-dirty" if it was changed since; None outside of git."""
+    """The commit of the running code, with "-dirty" if it was changed since; None outside of git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     here = Path(__file__).parent
     try:
@@ -120,13 +140,6 @@ def git_revision() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replaces a file in one go: a kill leaves the old one or the new one."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(part, path)
 
 
 def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:

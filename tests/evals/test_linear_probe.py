@@ -7,6 +7,7 @@ import pytest
 
 from maxlp.families.clip.evals.linear_probe import linear_probe
 from maxlp.parallel import sharding
+from maxlp.parallel.batches import global_batch
 
 N, E, C = 60, 4, 3
 L2 = 0.01
@@ -72,8 +73,8 @@ def test_equals_newton_and_devices_change_nothing():
     label[-4:-2] = -1
     mask = np.arange(N + 4) < N + 2
     with jax.set_mesh(mesh := sharding.make_mesh(data=2, fsdp=4)):
-        placed = (sharding.global_batch(b, mesh) for b in batches(x, label, mask))
-        tests = (sharding.global_batch(b, mesh) for b in batches(*test))
+        placed = (global_batch(b, mesh) for b in batches(x, label, mask))
+        tests = (global_batch(b, mesh) for b in batches(*test))
         check(linear_probe(jnp.asarray, placed, tests, **probe), train, test, w)
 
 

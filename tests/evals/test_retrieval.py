@@ -7,6 +7,7 @@ import pytest
 
 from maxlp.families.clip.evals.retrieval import retrieval
 from maxlp.parallel import sharding
+from maxlp.parallel.batches import global_batch
 
 
 def batches(images, texts, mask=None, size=4):
@@ -100,5 +101,5 @@ def test_devices_change_nothing():
     images, texts = points(40)
     want = retrieval(same, same, batches(images, texts, size=8))
     with jax.set_mesh(mesh := sharding.make_mesh(fsdp=4, tensor=2)):
-        placed = (sharding.global_batch(b, mesh) for b in batches(images, texts, size=8))
+        placed = (global_batch(b, mesh) for b in batches(images, texts, size=8))
         assert retrieval(same, same, placed, tile_size=16) == want

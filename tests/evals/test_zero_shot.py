@@ -7,6 +7,7 @@ import pytest
 
 from maxlp.families.clip.evals.zero_shot import class_embeddings, zero_shot
 from maxlp.parallel import sharding
+from maxlp.parallel.batches import global_batch
 
 CLASSES = ["a", "b", "c", "d", "e", "f", "g"]
 # In two dimensions, class c points at the angle 10 c degrees; the prompts of a class lie beside it.
@@ -72,7 +73,7 @@ def test_devices_change_nothing():
     angles, labels = np.arange(16) * 4.0, np.arange(16) % 7
     want = run(batches(angles, labels, size=8), batch_size=8)
     with jax.set_mesh(mesh := sharding.make_mesh(data=2, fsdp=4)):
-        placed = (sharding.global_batch(b, mesh) for b in batches(angles, labels, size=8))
+        placed = (global_batch(b, mesh) for b in batches(angles, labels, size=8))
         assert run(placed, batch_size=8) == want
 
 

@@ -20,7 +20,8 @@ from maxlp.families.llama.model import Llama
 from maxlp.nn import layers
 from maxlp.nn import stack as stacks
 from maxlp.parallel import pipeline, sharding
-from maxlp.parallel.pipeline import PipelineConfig
+from maxlp.parallel.batches import global_batch
+from maxlp.parallel.schedule import PipelineConfig
 from maxlp.planning import hlo
 from maxlp.run import build
 from maxlp.run.config import ConfigError
@@ -50,7 +51,7 @@ def a_step(mesh, num_chunks=1, **model):
         tx=tx,
         schedule=optax.constant_schedule(1.0),
     )
-    lowered = function.lower(abstract, sharding.global_batch(packed(), mesh))
+    lowered = function.lower(abstract, global_batch(packed(), mesh))
     return lowered, jax.jit(lambda: step.init_state(make, tx, 0), out_shardings=shardings)
 
 
@@ -67,7 +68,7 @@ def stepped(mesh, start=None, **how):
         like = compiled.input_shardings[0][0]
         state = init() if start is None else jax.device_put(start, like)
         start = jax.device_get(state)
-        state, metrics = compiled(state, sharding.global_batch(packed(), mesh))
+        state, metrics = compiled(state, global_batch(packed(), mesh))
     found = hlo.collectives(compiled.as_text(), dict(mesh.shape))
     return start, jax.device_get(state["params"]), float(metrics["loss"]), found
 
@@ -112,7 +113,7 @@ def test_equal_to_one_device(case, one_device):
     np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), params, want)
     over_stages = [one for one in found if "stage" in one.axes and one.bytes > 64]
-    schedule = PipelineConfig(**how).over(mesh["stage"])
+    schedule = PipelineConfig(**how).schedule(mesh["stage"])
     rows = B // schedule.microbatches // mesh.get("data", 1) // mesh.get("fsdp", 1)
     x = rows * S * D * 4 // mesh.get("context", 1) // mesh.get("tensor", 1)
     ticks = [(one.kind, one.bytes) for one in over_stages if one.times >= schedule.ticks - 1]
@@ -141,7 +142,7 @@ def run_exact(mesh, microbatches=1, **how):
     mesh = on(mesh)
     make = fixtures.exact_model(True, "block", num_layers=4, **how)
     state, train = fixtures.trainer(
-        make, mesh=mesh, microbatches=microbatches, tx=optax.sgd(0.0), loss_fn=fixtures.exact_loss
+        make, mesh=mesh, microbatches=microbatches, tx=optax.sgd(0.0), loss_sums=fixtures.exact_loss
     )
     losses = []
     for i in range(4):
@@ -227,8 +228,8 @@ def test_routes_bring_every_block_where_it_runs(P, R):
 
 
 def test_bubble_is_smaller_with_rounds():
-    assert PipelineConfig().over(4).bubble == 3 / 7
-    assert PipelineConfig(8, 2).over(4).bubble == 3 / 19
+    assert PipelineConfig().schedule(4).bubble == 3 / 7
+    assert PipelineConfig(microbatches=8, rounds=2).schedule(4).bubble == 3 / 19
 
 
 def test_a_plan_counts_bubbles():

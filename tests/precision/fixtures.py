@@ -1,5 +1,7 @@
 """Small models under any recipe, and their train step on any mesh."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,12 +9,12 @@ import optax
 from flax import nnx
 
 from maxlp import precision
-from maxlp.core import gradients
-from maxlp.core import train_step as step
-from maxlp.families.llama import task as language
-from maxlp.families.llama.model import Llama
+from maxlp.core import gradients, train_state, train_step
+from maxlp.families.llama import task
+from maxlp.families.llama.model import Llama, LlamaConfig
 from maxlp.nn import layers, stack
 from maxlp.parallel import sharding
+from maxlp.parallel.batches import global_batch
 from maxlp.precision import QuantDot, delayed, make_recipe
 
 # --- one layer ----------------------------------------------------------------------------------------
@@ -78,7 +80,8 @@ def make_model(
     recipe="fp8_delayed", *, scan=True, remat="none", dtype="bfloat16", first=0, last=0, rules=(), **options
 ):
     def make(rngs):
-        model = Llama(**SIZES, scan_layers=scan, remat=remat, dtype=dtype, rngs=rngs)
+        config = LlamaConfig(**SIZES, scan_layers=scan, remat=remat, dtype=dtype)
+        model = Llama(config, rngs=rngs)
         made = make_recipe(recipe, **options)
         precision.inject(model, made, first_blocks=first, last_blocks=last, rules=rules)
         return model
@@ -146,20 +149,24 @@ def exact_model(scan, remat, unquantized_blocks=0, **how):
 NO_EXCESS_PRECISION = {"xla_allow_excess_precision": False}
 
 
-def token_gradients(loss_fn=language.next_token_loss, microbatches=1):
-    return gradients.of_sums(loss_fn, language.num_targets, microbatches=microbatches)
+def next_token_loss(model, batch):
+    return task.next_token_sums(model, batch, task.NextTokenConfig())
+
+
+def token_gradients(loss_sums=next_token_loss, microbatches=1):
+    return gradients.token_gradients(loss_sums, task.num_targets, microbatches=microbatches)
 
 
 def abstract_step(make, mesh, tx, grads):
     """(structure, abstract state, jitted train step)."""
     with jax.set_mesh(mesh):
-        graphdef, abstract = step.abstract_state(make, tx, mesh)
-        schedule = optax.constant_schedule(0.1)
-        how = dict(graphdef=graphdef, gradients=grads, tx=tx, schedule=schedule)
-        return graphdef, abstract, step.jit_train_step(abstract, mesh, **how)
+        graphdef, abstract = train_state.abstract_state(make, tx, mesh)
+        how = dict(gradients=grads, tx=tx, schedule=optax.constant_schedule(0.1))
+        step = functools.partial(train_step.train_step, **how)
+        return graphdef, abstract, train_step.jit_step(step, graphdef, abstract, mesh)
 
 
-def trainer(make, *, mesh=None, microbatches=1, tx=None, loss_fn=language.next_token_loss, params=None):
+def trainer(make, *, mesh=None, microbatches=1, tx=None, loss_sums=next_token_loss, params=None):
     """The initial state and the function (state, batch) -> (state, metrics).
 
     Args:
@@ -167,11 +174,11 @@ def trainer(make, *, mesh=None, microbatches=1, tx=None, loss_fn=language.next_t
     """
     mesh = sharding.make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
     tx = optax.sgd(0.1) if tx is None else tx
-    _, abstract, train = abstract_step(make, mesh, tx, token_gradients(loss_fn, microbatches))
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    _, abstract, train = abstract_step(make, mesh, tx, token_gradients(loss_sums, microbatches))
+    shardings = train_state.shardings(abstract)
     with jax.set_mesh(mesh):
         if params is None:
-            state = jax.jit(lambda: step.init_state(make, tx, 0), out_shardings=shardings)()
+            state = jax.jit(lambda: train_state.init_state(make, tx, 0), out_shardings=shardings)()
         else:
             state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
             state = jax.device_put(dict(state, params=params), shardings)
@@ -180,7 +187,7 @@ def trainer(make, *, mesh=None, microbatches=1, tx=None, loss_fn=language.next_t
 
     def run(state, batch):
         with jax.set_mesh(mesh):
-            batch = sharding.global_batch(batch, mesh)
+            batch = global_batch(batch, mesh)
             if not compiled:
                 compiled.append(train.lower(state, batch).compile(compiler_options=NO_EXCESS_PRECISION))
             return compiled[0](state, batch)

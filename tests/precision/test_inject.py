@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from maxlp import precision
-from maxlp.families.llama.model import Llama
+from maxlp.families.llama.model import Llama, LlamaConfig
 from maxlp.precision import RECIPES, PrecisionConfig, QuantDot, RecipeOptions, inject, make_recipe
 from tests.precision import fixtures
 
@@ -21,7 +21,7 @@ PATHS = {f"layers/attn/{p}_proj" for p in "qkvo"} | {f"layers/mlp/{p}_proj" for 
 @functools.cache
 def structure(**changes):
     sizes = fixtures.SIZES | dict(scan_layers=True, remat="none", dtype="bfloat16") | changes
-    return nnx.split(nnx.eval_shape(lambda: Llama(**sizes, rngs=nnx.Rngs(0))))
+    return nnx.split(nnx.eval_shape(lambda: Llama(LlamaConfig(**sizes), rngs=nnx.Rngs(0))))
 
 
 def abstract(**changes):

@@ -27,7 +27,7 @@ def exact_params():
 
 
 def exact_trainer(make, mesh, *, microbatches=1, tx=None):
-    how = dict(loss_fn=fixtures.exact_loss, params=exact_params())
+    how = dict(loss_sums=fixtures.exact_loss, params=exact_params())
     return fixtures.trainer(make, mesh=mesh, microbatches=microbatches, tx=tx or optax.sgd(0.0), **how)
 
 
@@ -83,7 +83,7 @@ def test_saved_and_restored_on_another_mesh_the_run_continues_to_the_bit(tmp_pat
     state, train = on(4)
     for i in range(2):
         state, _ = train(state, fixtures.exact_batch(i))
-    checkpoints = Checkpointer(tmp_path, every_steps=1, asynchronous=False)
+    checkpoints = Checkpointer(tmp_path, every_steps=1)
     checkpoints.save(2, state, {})
     fresh, train = on(2)
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), fresh)

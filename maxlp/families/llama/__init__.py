@@ -1,0 +1,1 @@
+"""Llama: next-token prediction on packed text."""

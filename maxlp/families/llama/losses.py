@@ -1,4 +1,4 @@
-"""Losses as pure functions of arrays.
+"""The language-model loss as pure functions of arrays.
 
 Shape letters: B batch · S length · D embed · V vocab; C chunks of P parts with b rows and s tokens each.
 """
@@ -18,10 +18,10 @@ Sums = dict[str, jax.Array]
 
 
 def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Per token, each (B, S): cross-entropy in nats, log-partition, and whether the target came first.
+    """Per token, each (B, S): cross-entropy in nats, log-partition, and whether the target is the argmax.
 
-    The target's logit is a masked sum and not a gather: with V split over devices it stays local. It comes
-    first if no logit is larger, which needs only the maximum that the partition is computed with anyway.
+    The target's logit is a masked sum rather than a gather, which stays local when V is split over devices.
+    The target is the argmax if no logit is larger, which needs only the maximum that the partition uses.
     """
     logits_BSV = logits_BSV.astype(jnp.float32)
     max_BS = jax.lax.stop_gradient(jnp.max(logits_BSV, axis=-1))
@@ -41,7 +41,10 @@ def next_token(logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array,
       float32 scalars: ``loss`` (with z-loss), ``nll`` (nats), ``correct`` (greedy hits), ``tokens``.
     """
     nll_BS, log_z_BS, hit_BS = cross_entropy(logits_BSV, targets_BS)
-    total = lambda v: jnp.sum(jnp.where(mask_BS, v, 0.0), dtype=jnp.float32)  # noqa: E731
+
+    def total(x_BS: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(mask_BS, x_BS, 0.0), dtype=jnp.float32)
+
     return {
         "loss": total(nll_BS + z_loss * jnp.square(log_z_BS)),
         "nll": total(nll_BS),
@@ -60,16 +63,16 @@ def next_token_in_chunks(
     num_chunks: int,
     z_loss: float,
 ) -> Sums:
-    """`next_token` in ``num_chunks`` pieces of the sequence, whose logits never all exist.
+    """`next_token` in ``num_chunks`` chunks of the sequence, so that the logits are never all in memory.
 
-    The logits of a piece are made once, and the loss's gradient beside them, in the forward pass. (The
-    other sums have none.) The weights are gathered once. Each device adds up their gradient over its own
-    tokens, in float32, and the devices' sums meet once, after the last piece.
+    The logits of a chunk are computed once, and the gradient of the loss right after them, in the forward
+    pass. (The other sums have no gradient.) The weights are gathered once. Each device accumulates their
+    gradient over its own tokens in float32; the devices' sums are added once, after the last chunk.
 
     Args:
-      logits_fn: (weights, hidden states (b, s, D)) to float32 logits (b, s, V). It gets the rows of one
-        device and says nothing of where they lie.
-      weights: those of ``logits_fn``, in the dtype to gather, with the names of their axes.
+      logits_fn: (weights, hidden states (b, s, D)) to float32 logits (b, s, V). It runs on the rows of one
+        device and must not constrain shardings.
+      weights: the weights of ``logits_fn``, in the dtype to gather, with their logical axes.
       num_chunks: divides S.
     """
 
@@ -77,12 +80,12 @@ def next_token_in_chunks(
         sums = next_token(logits_fn(weights, x_bsD), *labels_bs, z_loss=z_loss)
         return sums.pop("loss"), sums
 
-    chunks = [sharding.chunks(a, num_chunks) for a in (x_BSD, targets_BS, mask_BS)]
+    chunks = [sharding.split_chunks(a, num_chunks) for a in (x_BSD, targets_BS, mask_BS)]
     loss_sum, sums = typing.cast(tuple, _sum_of_chunks(loss, weights, *chunks))
     return {"loss": loss_sum} | jax.lax.stop_gradient(sums)
 
 
-# --- a sum over chunks, whose gradient is made in the forward pass --------------------------------------
+# --- a sum over chunks whose gradient is computed in the forward pass -----------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -92,7 +95,7 @@ def _sum_of_chunks(loss: Callable, weights: nnx.State, x_CPbsD: jax.Array, *labe
     def add(total: Any, chunk: tuple) -> tuple[Any, None]:
         return _plus(total, jax.vmap(loss)(weights_P, *chunk)), None
 
-    weights_P = sharding.copies(weights)
+    weights_P = sharding.all_gather_params(weights)
     return jax.lax.scan(add, _zeros(loss, weights_P, x_CPbsD, labels_CPbs), (x_CPbsD, *labels_CPbs))[0]
 
 
@@ -104,12 +107,12 @@ def _forward(loss, weights, x_CPbsD, *labels_CPbs):
         return (_plus(total, out), dweights_P), dx_PbsD
 
     with_gradients = jax.vmap(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-    weights_P, scatter = jax.vjp(sharding.copies, weights)
+    weights_P, scatter = jax.vjp(sharding.all_gather_params, weights)
     zeros_P = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), weights_P)
     start = _zeros(loss, weights_P, x_CPbsD, labels_CPbs), zeros_P
     (total, dweights_P), dx_CPbsD = jax.lax.scan(add, start, (x_CPbsD, *labels_CPbs))
     [dweights] = scatter(jax.tree.map(lambda g, w: g.astype(w.dtype), dweights_P, weights_P))
-    # Told nothing, XLA would scatter the gradient after the blocks' backward pass, and keep it until then.
+    # By default XLA would scatter the gradient after the blocks' backward pass, and keep it until then.
     return total, jax.lax.optimization_barrier((dweights, dx_CPbsD))
 
 

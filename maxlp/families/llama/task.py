@@ -1,167 +1,158 @@
-"""Next-token prediction on packed text: Llama."""
+"""Next-token prediction on packed text."""
 
-import functools
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
-from maxlp.core import gradients as gradients_lib
-from maxlp.data import sources
+from maxlp.core import gradients
+from maxlp.data import sources, text
+from maxlp.families import Evaluate, Family
 from maxlp.families.llama import losses
+from maxlp.families.llama.constraints import RULES
+from maxlp.families.llama.flops import train_flops_per_token
+from maxlp.families.llama.model import Llama, LlamaConfig
 from maxlp.families.llama.perplexity import make_perplexity
-from maxlp.nn import attention
-from maxlp.parallel import sharding
-from maxlp.run.config import ConfigError, bind
-from maxlp.runtime import metrics
+from maxlp.nn.attention import Use
 
-UNIT = "tokens"
 BPE_BYTES = 4_000_000  # of text that a tokenizer learns from: 2 seconds on 2 cores
 
 
-def next_token_loss(
-    model: nnx.Module, batch: dict, *, num_chunks: int = 1, z_loss: float = 0.0
-) -> dict[str, jax.Array]:
-    """Sums over a batch of packed text; see `losses.next_token`. The ``loss`` section of a Llama's config.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NextTokenConfig:
+    """The config's ``loss`` section of a Llama.
 
-    Args:
-      num_chunks: pieces in which the logits are made, so that they never all exist. Divides the length.
-      z_loss: weight of the squared log-partition; 0 is off, 1e-4 is PaLM's.
+    num_chunks: pieces of the sequence whose logits are computed one after another; divides its length.
+    z_loss: weight of the squared log-partition; 0 is off, 1e-4 is PaLM's.
     """
+
+    num_chunks: int = 1
+    z_loss: float = 0.0
+
+    def __post_init__(self):
+        if self.num_chunks < 1:
+            raise ValueError(f"num_chunks={self.num_chunks} must be at least 1")
+        if self.z_loss < 0:
+            raise ValueError(f"z_loss={self.z_loss} must not be negative")
+
+
+# --- the loss -------------------------------------------------------------------------------------------
+
+
+def next_token_sums(model: nnx.Module, batch: dict, config: NextTokenConfig) -> dict[str, jax.Array]:
+    """Sums over a batch of packed text; see `losses.next_token`."""
     x_BSD, _ = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
     targets_BS, mask_BS = batch["targets"], batch["loss_mask"]
     with jax.named_scope("head"):
-        if num_chunks == 1:
-            return losses.next_token(model.logits(x_BSD), targets_BS, mask_BS, z_loss=z_loss)
+        if config.num_chunks == 1:
+            return losses.next_token(model.logits(x_BSD), targets_BS, mask_BS, z_loss=config.z_loss)
         logits_fn, weights = model.head()
         return losses.next_token_in_chunks(
-            logits_fn, weights, x_BSD, targets_BS, mask_BS, num_chunks=num_chunks, z_loss=z_loss
+            logits_fn,
+            weights,
+            x_BSD,
+            targets_BS,
+            mask_BS,
+            num_chunks=config.num_chunks,
+            z_loss=config.z_loss,
         )
 
 
 def num_targets(batch: dict) -> jax.Array:
+    """The number of tokens that a batch predicts, float32."""
     return jnp.sum(batch["loss_mask"], dtype=jnp.float32)
 
 
-def loss(c: ConfigDict) -> Callable:
-    return bind(next_token_loss, "loss", c.loss, "model", "batch")
+def batch_loss(config: NextTokenConfig, seed: int = 0) -> gradients.Loss:
+    """The mean loss over the predicted tokens of a batch."""
+    del seed  # nothing is random
+    return gradients.token_loss(lambda model, batch: next_token_sums(model, batch, config), num_targets)
 
 
-def gradients(c: ConfigDict) -> gradients_lib.Gradients:
-    return gradients_lib.of_sums(loss(c), num_targets, microbatches=c.train.microbatches)
+def loss_gradients(config: NextTokenConfig, seed: int = 0, microbatches: int = 1) -> gradients.Gradients:
+    """The gradients of `batch_loss`."""
+    del seed
+    return gradients.token_gradients(
+        lambda model, batch: next_token_sums(model, batch, config), num_targets, microbatches=microbatches
+    )
 
 
-def evaluator(c: ConfigDict, graphdef: nnx.GraphDef, data: Any) -> Callable:
-    """Loss, perplexity and bits per byte of held-out text."""
-    loss_fn = loss(c)
+# --- evaluation -----------------------------------------------------------------------------------------
+
+
+def evaluator(
+    graphdef: nnx.GraphDef, data: text.TextDataConfig, config: NextTokenConfig, validation: Any
+) -> Evaluate:
+    """Loss, perplexity and bits per byte of validation text."""
 
     def sums(state: dict, batch: dict) -> dict[str, jax.Array]:
-        return loss_fn(nnx.merge(graphdef, state["params"], state["model_state"]), batch)
+        model = nnx.merge(graphdef, state["params"], state["model_state"])
+        return next_token_sums(model, batch, config)
 
-    perplexity = make_perplexity(sums, data.tokenizer.byte_lengths)
+    perplexity = make_perplexity(sums, validation.tokenizer.byte_lengths)
     return lambda state, batches: perplexity(state, batches())
 
 
-def abstract_batch(c: ConfigDict, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+# --- what others need to know ---------------------------------------------------------------------------
+
+
+def batch_shapes(data: text.TextDataConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """int32 (B, S), and a bool mask."""
-    dtypes: dict[str, Any] = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), jnp.int32)
-    dtypes["loss_mask"] = jnp.bool_
-    of = functools.partial(
-        jax.ShapeDtypeStruct, (c.data.batch_size, c.data.seq_len), sharding=sharding.batch_sharding(mesh)
-    )
-    return {name: of(dtype) for name, dtype in dtypes.items()}
+    shape = (data.batch_size, data.seq_len)
+    names = ("tokens", "targets", "segment_ids", "positions")
+    return {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names} | {
+        "loss_mask": jax.ShapeDtypeStruct(shape, jnp.bool_)
+    }
 
 
-def vocabulary(c: ConfigDict) -> tuple[str, int]:
-    return "model.vocab_size", c.model.vocab_size
+def units_per_step(data: text.TextDataConfig) -> int:
+    return data.batch_size * data.seq_len
 
 
-def texts(c: ConfigDict) -> Iterator[str | bytes]:
-    """A random sample of the training text, for a tokenizer to learn from."""
-    return sources.sample_texts(sources.make_source(c.data.source, "train"), BPE_BYTES, c.train.seed)
-
-
-def units(c: ConfigDict) -> int:
-    return c.data.batch_size * c.data.seq_len
-
-
-def flops(c: ConfigDict, num_params: int) -> tuple[float, float]:
-    """Training FLOPs per token with full and with causal attention; see `metrics`."""
-    m = c.model
-    looked_up = 0 if m.tie_embeddings else m.vocab_size * m.embed_dim
-    return metrics.train_flops_per_token(
-        num_params - looked_up, m.num_layers, m.num_heads, m.head_dim, c.data.seq_len
+def flops_per_unit(model: LlamaConfig, data: text.TextDataConfig, num_params: int) -> tuple[float, float]:
+    """Training FLOPs per token with (full, causal) attention; see `train_flops_per_token`."""
+    looked_up = 0 if model.tie_embeddings else model.vocab_size * model.embed_dim
+    return train_flops_per_token(
+        num_params - looked_up, model.num_layers, model.num_heads, model.head_dim, data.seq_len
     )
 
 
-def describe(c: ConfigDict) -> str:
-    return f"{c.data.batch_size} × {c.data.seq_len} = {units(c):,} tokens"
+def attention_uses(model: LlamaConfig, data: text.TextDataConfig) -> tuple[Use, ...]:
+    use = Use(seq_len=data.seq_len, kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=model.dtype)
+    return (use,)
 
 
-def check(c: ConfigDict, mesh: Mesh, matmuls: dict[str, str]) -> None:
-    """Raises a ConfigError for sections that do not fit each other.
-
-    Args:
-      matmuls: path to precision recipe.
-    """
-    loss(c)
-    seq = c.data.seq_len
-    attention.check(c.model.attention, mesh.devices.flat[0].platform)
-    if seq > c.model.max_seq_len:
-        raise ConfigError(
-            f"config.data.seq_len={seq} is beyond config.model.max_seq_len={c.model.max_seq_len}, "
-            "the range of the rotary embedding"
-        )
-    if seq % c.loss.num_chunks:
-        raise ConfigError(
-            f"config.data.seq_len={seq} is not a multiple of config.loss.num_chunks={c.loss.num_chunks}"
-        )
-    if c.loss.num_chunks > 1 and "delayed" in matmuls.get("lm_head", ""):
-        raise ConfigError(
-            f"config.loss.num_chunks={c.loss.num_chunks} runs lm_head several times a step, which its "
-            "delayed scaling cannot follow; use num_chunks=1 or a rule with another recipe for lm_head"
-        )
-    stages = mesh.shape["stage"]
-    if stages > 1 and seq % (c.loss.num_chunks * mesh.shape["context"] * stages):
-        raise ConfigError(
-            f"config.data.seq_len={seq} is not a multiple of config.loss.num_chunks={c.loss.num_chunks} × "
-            f"config.mesh.context={mesh.shape['context']} × config.mesh.stage={stages}, over which the "
-            "head splits it; use fewer chunks"
-        )
-    if seq % mesh.shape["tensor"]:
-        raise ConfigError(
-            f"config.data.seq_len={seq} is not a multiple of config.mesh.tensor={mesh.shape['tensor']}"
-        )
-    if mesh.shape["context"] > 1:
-        _check_context(c, mesh)
+def tokenizer_texts(data: text.TextDataConfig, seed: int) -> Iterator[str | bytes]:
+    """A random sample of the training text."""
+    return sources.sample_texts(sources.make_source(data.source, "train"), BPE_BYTES, seed)
 
 
-def _check_context(c: ConfigDict, mesh: Mesh) -> None:
-    """Raises a ConfigError if the sequence cannot be split over devices."""
-    seq, axes = c.data.seq_len, mesh.shape
-    context = f"config.mesh.context={axes['context']}"
-    if c.model.attention != "ring":
-        raise ConfigError(
-            f"config.model.attention={c.model.attention!r} does not see a sequence that {context} splits; "
-            "use config.model.attention=ring"
-        )
-    if c.train.release_gradients:
-        raise ConfigError(
-            f"config.train.release_gradients=True does not go with {context}; set one of them off"
-        )
-    for parts, name in (
-        (2 * axes["stage"] * axes["tensor"], "2 × config.mesh.stage × config.mesh.tensor"),
-        (c.loss.num_chunks, f"config.loss.num_chunks={c.loss.num_chunks}"),
-    ):
-        if seq % (axes["context"] * parts):
-            raise ConfigError(f"config.data.seq_len={seq} is not a multiple of {context} × {name}")
-    heads = c.model.num_kv_heads  # divides num_heads
-    if heads % axes["tensor"]:
-        raise ConfigError(
-            f"config.model.num_kv_heads={heads} is not a multiple of config.mesh.tensor={axes['tensor']}, "
-            "which ring attention needs"
-        )
+def describe_batch(data: text.TextDataConfig) -> str:
+    return f"{data.batch_size} × {data.seq_len} = {units_per_step(data):,} tokens"
+
+
+FAMILY = Family(
+    name="llama",
+    Model=LlamaConfig,
+    Data=text.TextDataConfig,
+    Loss=NextTokenConfig,
+    make_model=Llama,
+    make_data=text.make_data,
+    loss=batch_loss,
+    gradients=loss_gradients,
+    evaluator=evaluator,
+    batch_shapes=batch_shapes,
+    unit="tokens",
+    units_per_step=units_per_step,
+    flops_per_unit=flops_per_unit,
+    attention_uses=attention_uses,
+    rules=RULES,
+    vocabulary=lambda model: ("model.vocab_size", model.vocab_size),
+    tokenizer_texts=tokenizer_texts,
+    gated_products=("layers/mlp/down_proj",),
+    describe_batch=describe_batch,
+    search_choices={"mesh.context": (1, 2, 4, 8, 16)},
+)

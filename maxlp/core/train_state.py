@@ -1,0 +1,120 @@
+"""The training state: a plain pytree, so that every tool of JAX works on it.
+
+::
+
+    {"params": …, "model_state": …, "opt_state": …, "step": int32}
+
+``params`` and ``model_state`` are nested dicts of arrays. ``model_state`` holds what the forward and
+backward passes change (FP8's amax histories; nothing in plain bfloat16); no optimizer, clipping or norm
+sees it. A run with gates (`core.gates`) has one more entry for each, under its name.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
+
+from maxlp.core.gates import NO_GATES, Gates
+from maxlp.parallel import sharding
+from maxlp.parallel.opt_state import opt_state_shardings
+
+State = dict[str, Any]
+MakeModel = Callable[[nnx.Rngs], nnx.Module]
+
+# Variables of the backward pass (scales of output gradients): the "gradient" of one is its new value.
+OVERWRITE_WITH_GRADIENT = nnx.WithTag("overwrite_with_gradient")
+
+
+def init_state(
+    make_model: MakeModel, tx: optax.GradientTransformation, seed: int, gates: Gates = NO_GATES
+) -> State:
+    """A fresh state. Under jit with the shardings of `abstract_state` it is initialized already sharded."""
+    _, params, model_state = nnx.split(make_model(nnx.Rngs(seed)), nnx.Param, ...)
+    params, model_state = nnx.to_pure_dict(params), nnx.to_pure_dict(model_state)
+    core = {"params": params, "model_state": model_state, "opt_state": tx.init(params)}
+    return core | {"step": jnp.zeros((), jnp.int32)} | {name: g.init() for name, g in gates.items()}
+
+
+def abstract_model(make_model: MakeModel, mesh: Mesh | AbstractMesh) -> tuple[nnx.GraphDef, State]:
+    """A model's structure, and its ``params`` and ``model_state`` as shapes, dtypes and shardings."""
+    # Not nnx.eval_shape, which under a mesh takes logical axes for mesh axes.
+    structure = []
+
+    def variables() -> tuple[nnx.State, nnx.State]:
+        graphdef, params, model_state = nnx.split(make_model(nnx.Rngs(0)), nnx.Param, ...)
+        structure.append(graphdef)
+        return params, model_state
+
+    params, model_state = jax.eval_shape(variables)
+    abstract = {
+        key: jax.tree.map(_with_sharding, nnx.to_pure_dict(state), sharding.param_shardings(state, mesh))
+        for key, state in (("params", params), ("model_state", model_state))
+    }
+    return structure[0], abstract
+
+
+def abstract_state(
+    make_model: MakeModel,
+    tx: optax.GradientTransformation,
+    mesh: Mesh | AbstractMesh,
+    gates: Gates = NO_GATES,
+) -> tuple[nnx.GraphDef, State]:
+    """The model's structure and the whole state as shapes, dtypes and shardings; nothing is allocated.
+
+    Raises:
+      ValueError: a parameter that the mesh does not divide, or that the optimizer cannot take.
+    """
+    graphdef, abstract = abstract_model(make_model, mesh)
+    opt_state = jax.eval_shape(tx.init, abstract["params"])
+    opt_shardings = opt_state_shardings(tx, abstract["params"], mesh)
+    small = {"step": jax.ShapeDtypeStruct((), jnp.int32)}
+    small |= jax.eval_shape(lambda: {name: gate.init() for name, gate in gates.items()})
+    replicated = sharding.replicated(mesh)
+    return graphdef, {
+        **abstract,
+        "opt_state": jax.tree.map(_with_sharding, opt_state, opt_shardings),
+        **jax.tree.map(lambda leaf: _with_sharding(leaf, replicated), small),
+    }
+
+
+def _with_sharding(leaf: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+
+def shardings(abstract: State) -> State:
+    """The shardings of an abstract state."""
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
+def num_params(params: dict) -> int:
+    """The number of scalars in a tree of arrays or shapes."""
+    return sum(math.prod(p.shape) for p in jax.tree.leaves(params))
+
+
+# --- the model's own state -------------------------------------------------------------------------------
+
+
+def split_model_state(graphdef: nnx.GraphDef, state: State) -> tuple[dict, dict]:
+    """The part of a model's state that the forward pass writes, and the part that is its own gradient."""
+    model = nnx.merge(graphdef, state["params"], state["model_state"])
+    _, _, backward, _ = nnx.split(model, nnx.Param, OVERWRITE_WITH_GRADIENT, ...)
+    return forward_state(model), nnx.to_pure_dict(backward)
+
+
+def forward_state(model: nnx.Module) -> dict:
+    """The part of a model's state that the forward pass writes."""
+    _, _, _, forward = nnx.split(model, nnx.Param, OVERWRITE_WITH_GRADIENT, ...)
+    return nnx.to_pure_dict(forward)
+
+
+def join_trees(*trees: dict) -> dict:
+    """The union of nested dicts; of leaves with the same path the last one is taken."""
+    flat: dict = {}
+    for tree in trees:
+        flat |= nnx.traversals.flatten_mapping(tree)
+    return nnx.traversals.unflatten_mapping(flat)

@@ -1,0 +1,149 @@
+"""Draws `loss.png` from the files of a run: losses, learning rate, gradient norm, throughput.
+
+A new panel is one function and one entry in `PANELS`.
+"""
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from maxlp.monitoring.run_record import Run, counted, load_run, tail
+from maxlp.monitoring.spikes import find_spikes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BLUE, ORANGE, RED, GREY = "#2f6db3", "#e07b1a", "#c8322b", "#8a8a8a"
+
+
+def plot_curves(workdir: str | os.PathLike[str]) -> Path | None:
+    """Draws `loss.png`; returns its path, or None if no training loss has been recorded yet."""
+    from matplotlib.figure import Figure  # slow to import; training needs it only at the end
+
+    run = load_run(workdir)
+    if not len(run.series("train/loss")[0]):
+        return None
+    rows = math.ceil(len(PANELS) / 3)
+    figure = Figure(figsize=(12, 4.6 + 2.4 * rows), layout="constrained", facecolor="white")
+    grid = figure.add_gridspec(1 + rows, 3, height_ratios=[2.2] + [1] * rows)
+    loss_panel(figure.add_subplot(grid[0, :]), run)
+    for i, panel in enumerate(PANELS):
+        panel(figure.add_subplot(grid[1 + i // 3, i % 3]), run)
+    for axes in figure.axes:
+        _finish_axes(axes, run)
+    path = run.workdir / "loss.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
+# --- panels -------------------------------------------------------------------------------------------
+
+
+def loss_panel(axes: "Axes", run: Run) -> None:
+    """Training loss with its smoothed curve, evaluation losses, spikes."""
+    steps, losses = run.series("train/loss")
+    label = f"train, {tail(losses).mean():.3f} at the end"
+    _plot_smoothed(axes, steps, losses, linewidth=1.8, label=label)
+    eval_steps, evals = run.series("eval/loss")
+    if len(evals):
+        label = f"eval, {evals[-1]:.3f} at the end"
+        axes.plot(eval_steps, evals, "o-", color=ORANGE, markersize=4.5, linewidth=1.2, label=label)
+    if spikes := find_spikes(steps, losses, run.spike_config):
+        points = [s.step for s in spikes], [s.loss for s in spikes]
+        axes.plot(*points, "v", color=RED, markersize=6, label=counted(len(spikes), "spike"))
+    if resumes := sum(bool(start.get("step")) for start in run.starts):
+        axes.plot([], [], ":", color=GREY, label=counted(resumes, "resume"))
+    _log_scale(axes, losses)
+    axes.set_title(run.workdir.resolve().name, loc="left", fontsize=13, fontweight="bold")
+    axes.set_title(_subtitle(run), loc="right", fontsize=10, color=GREY)
+    axes.set_ylabel(f"loss (nats per {run.unit[:-1]})")
+    axes.set_xlabel("step")
+    axes.legend(frameon=False, loc="upper right")
+
+
+def learning_rate_panel(axes: "Axes", run: Run) -> None:
+    """The learning rate of each recorded step."""
+    axes.plot(*run.series("train/learning_rate"), color=BLUE)
+    axes.set_title("learning rate", loc="left")
+    axes.yaxis.set_major_formatter("{x:.1e}")
+
+
+def grad_norm_panel(axes: "Axes", run: Run) -> None:
+    """Global gradient norm before clipping."""
+    steps, norms = run.series("train/grad_norm")
+    _plot_smoothed(axes, steps, norms)
+    _log_scale(axes, norms)
+    axes.set_title("gradient norm", loc="left")
+
+
+def throughput_panel(axes: "Axes", run: Run) -> None:
+    """Tokens or images per second of each record."""
+    steps, values = run.series(f"perf/{run.unit}_per_sec")
+    axes.plot(steps, values, color=BLUE)
+    axes.set_title(f"{run.unit}/s", loc="left")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    if len(values):
+        axes.set_ylim(0, 1.15 * np.max(values))
+
+
+PANELS: tuple[Callable[["Axes", Run], None], ...] = (learning_rate_panel, grad_norm_panel, throughput_panel)
+
+
+# --- parts of panels ----------------------------------------------------------------------------------
+
+
+def _subtitle(run: Run) -> str:
+    seen = run.units_per_step * run.step
+    parts = [run.setting("model", "name"), f"step {run.step:,}"]
+    parts += [f"{run.num_params / 1e6:,.4g} M parameters"] if run.num_params else []
+    parts += [f"{seen / 1e6:,.4g} M {run.unit}"] if seen else []
+    return " · ".join(filter(None, parts))
+
+
+def _plot_smoothed(axes: "Axes", steps: np.ndarray, values: np.ndarray, **style: Any) -> None:
+    """The values in a pale colour, and their running median over them."""
+    axes.plot(steps, values, color=BLUE, alpha=0.3, linewidth=0.8)
+    axes.plot(steps, smooth(values, len(values) // 40), color=BLUE, **style)
+
+
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """Running median of each value and up to `window` finite ones on each side; NaN where there is none.
+
+    A median ignores spikes. The window grows from zero at the beginning, where losses fall fast.
+    """
+    smoothed = np.full(len(values), np.nan)
+    for i in range(len(values)):
+        near = values[i - min(i, window) : i + min(i, window) + 1]
+        near = near[np.isfinite(near)]
+        if len(near):
+            smoothed[i] = np.median(near)
+    return smoothed
+
+
+def _log_scale(axes: "Axes", values: np.ndarray) -> None:
+    """A log axis labelled with plain numbers, if the positive values span at least a factor of two."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    positive = values[np.isfinite(values) & (values > 0)]
+    if not len(positive) or positive.max() < 2 * positive.min():
+        return
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 6, 8), numticks=12))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter("")
+
+
+def _finish_axes(axes: "Axes", run: Run) -> None:
+    """What all panels share: a light grid, no box, a line at each resume."""
+    axes.grid(True, color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlim(left=0)
+    for start in run.starts:
+        if start.get("step"):
+            axes.axvline(start["step"], color=GREY, linewidth=1, linestyle=":")

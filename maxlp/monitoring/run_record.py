@@ -1,0 +1,110 @@
+"""Reads what a run left in its workdir: one that has not begun, is in progress, was killed or finished."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxlp.monitoring.spikes import SpikeConfig
+from maxlp.runtime import checkpoint
+from maxlp.runtime.writers import read_jsonl
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The contents of a workdir; files that are missing or damaged appear as empty.
+
+    Attributes:
+      workdir: the directory.
+      config: the resolved config, `config.json`.
+      info: `run.json`, which lists every start of the run.
+      records: the records of `metrics.jsonl`, in order.
+      checkpoints: what the directory of checkpoints holds, oldest step first.
+    """
+
+    workdir: Path
+    config: Mapping[str, Any]
+    info: Mapping[str, Any]
+    records: list[dict[str, Any]]
+    checkpoints: list[checkpoint.StepInfo]
+
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        """Every start of the run in order, including resumes."""
+        return self.info.get("starts", [])
+
+    @property
+    def num_params(self) -> int | None:
+        """Number of model parameters, if the newest start recorded it."""
+        return self.starts[-1].get("num_params") if self.starts else None
+
+    @property
+    def step(self) -> int:
+        """Number of finished updates at the last record."""
+        return self.records[-1]["step"] if self.records else 0
+
+    @property
+    def unit(self) -> str:
+        """What throughput counts: "tokens" or "images"."""
+        return "images" if self.setting("data", "seq_len") is None else "tokens"
+
+    @property
+    def units_per_step(self) -> int:
+        """How many of these a step takes; 0 if the config does not tell."""
+        return (self.setting("data", "batch_size") or 0) * (self.setting("data", "seq_len") or 1)
+
+    @property
+    def spike_config(self) -> SpikeConfig:
+        """What counts as a spike in this run; keys of other versions of maxlp are ignored."""
+        known = {field.name for field in dataclasses.fields(SpikeConfig)}
+        return SpikeConfig(**{k: v for k, v in self.config.get("spikes", {}).items() if k in known})
+
+    def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps (int64) and values (float64) of the records that contain `name`."""
+        found = [(r["step"], r[name]) for r in self.records if name in r]
+        steps, values = zip(*found, strict=True) if found else ((), ())
+        return np.array(steps, np.int64), np.array(values, np.float64)
+
+    def setting(self, section: str, key: str) -> Any:
+        """A value of the config, or None."""
+        return self.config.get(section, {}).get(key)
+
+
+def load_run(workdir: str | os.PathLike[str]) -> Run:
+    """Reads a workdir.
+
+    Raises:
+      ValueError: there is no such directory.
+    """
+    workdir = Path(workdir)
+    if not workdir.is_dir():
+        raise ValueError(f"{workdir} is not a directory; give the --workdir of a run")
+    return Run(
+        workdir=workdir,
+        config=_read_json(workdir / "config.json"),
+        info=_read_json(workdir / "run.json"),
+        records=read_jsonl(workdir / "metrics.jsonl"),
+        checkpoints=checkpoint.list_steps(workdir / "checkpoints"),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def tail(losses: np.ndarray) -> np.ndarray:
+    """The last tenth of the losses, at most ten: a single one is too noisy to compare runs by."""
+    return losses[-min(10, max(1, len(losses) // 10)) :]
+
+
+def counted(number: int, singular: str, plural: str = "") -> str:
+    """`1 spike`, `2 spikes`."""
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"

@@ -1,0 +1,245 @@
+"""The sections of a report's text, written from the files of a run.
+
+A new section is one function from a `Run` to its lines (an empty list omits the section) and one entry in
+`SECTIONS`.
+"""
+
+import datetime
+import textwrap
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from maxlp.monitoring.guards import read_rollbacks
+from maxlp.monitoring.run_record import Run, counted, tail
+from maxlp.monitoring.spikes import Spike, find_spikes
+from maxlp.monitoring.watch import recorded_spikes
+from maxlp.runtime.writers import format_seconds
+
+Lines = list[tuple[str, str]]  # label, text
+
+
+def report_text(run: Run) -> str:
+    """All sections that are not empty."""
+    paragraphs = []
+    for title, section in SECTIONS.items():
+        if lines := section(run):
+            width = 2 + max(len(label) for label, _ in lines)
+            wrapped = [_wrap(f"  {label:<{width}}", text) for label, text in lines]
+            paragraphs.append("\n".join([title, *wrapped]))
+    return "\n\n".join(paragraphs)
+
+
+def _wrap(label: str, text: str) -> str:
+    return textwrap.fill(
+        text,
+        108,
+        initial_indent=label,
+        subsequent_indent=" " * len(label),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+# --- run and config -----------------------------------------------------------------------------------
+
+
+def run_lines(run: Run) -> Lines:
+    """State of the run, all starts, and what the newest start ran on."""
+    lines = [("directory", str(run.workdir)), ("state", _state(run))]
+    for i, start in enumerate(run.starts):
+        event = "resumed" if start.get("step") else "restarted" if i else "started"
+        lines.append((event, f"{start.get('time', '?')} at step {start.get('step', '?')}"))
+    if run.starts:
+        newest = run.starts[-1]
+        device = f"{newest.get('num_devices', '?')} × {newest.get('device_kind', '?')}"
+        processes = counted(newest.get("num_processes", 1), "process", "processes")
+        versions = {"python": newest.get("python", "?"), **newest.get("versions", {})}
+        lines += [
+            ("device", f"{device}, {processes}, host {newest.get('host', '?')}"),
+            ("command", newest.get("command", "?")),
+            ("git", newest.get("git") or "unknown"),
+            ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        ]
+    return lines
+
+
+def _state(run: Run) -> str:
+    total = run.setting("train", "total_steps")
+    if not run.records:
+        return "no metrics yet"
+    if total and run.step >= total:
+        return f"finished, {run.step:,} steps"
+    of_total = f" of {total:,} ({run.step / total:.1%})" if total else ""
+    age = format_seconds(max(0.0, time.time() - run.records[-1].get("time", 0.0)))
+    return f"at step {run.step:,}{of_total}, last record {age} ago"
+
+
+def config_lines(run: Run) -> Lines:
+    """The resolved config, one paragraph for each of its sections."""
+    lines = []
+    if run.num_params:
+        lines.append(("parameters", f"{run.num_params:,}"))
+    for section, values in run.config.items():
+        pairs = values.items() if isinstance(values, dict) else [(section, values)]
+        lines.append((section, " ".join(f"{key}={value}" for key, value in pairs if value is not None)))
+    return lines
+
+
+# --- loss and data ------------------------------------------------------------------------------------
+
+
+def loss_lines(run: Run) -> Lines:
+    """Final and best losses, the amount of data seen, and evaluation scores."""
+    lines = []
+    steps, losses = run.series("train/loss")
+    if len(steps):
+        if count := run.units_per_step:
+            lines.append((f"{run.unit} seen", f"{run.step * count:,} ({count:,} per step)"))
+        last = tail(losses)
+        lines.append(("train/loss", f"{last.mean():.4f}, mean of the last {counted(len(last), 'record')}"))
+        if bad := steps[~np.isfinite(losses)].tolist():
+            lines.append(("not finite", f"{counted(len(bad), 'record')}, the first at step {bad[0]:,}"))
+    for name in ("eval/loss", "eval/bits_per_byte", "eval/perplexity"):
+        steps, values = run.series(name)
+        if len(steps):
+            comparable = _comparable_with_last(run, steps)
+            best = _best(steps[comparable], values[comparable])
+            lines.append((name, f"{values[-1]:.4f} at step {steps[-1]:,}{best}"))
+    names = dict.fromkeys(name for record in run.records for name in record)  # in the order written
+    for name in names:
+        if name.startswith("eval/") and ("top" in name or "recall" in name):
+            steps, values = run.series(name)
+            lines.append((name, f"{values[-1]:.2%} at step {steps[-1]:,}"))
+    return lines
+
+
+def _comparable_with_last(run: Run, steps: np.ndarray) -> np.ndarray:
+    """A bool for each evaluation: whether it covered as much text as the last one.
+
+    Evaluations during a run may be limited to a part of the text.
+    """
+    counted_at, tokens = run.series("eval/tokens")
+    if not np.array_equal(counted_at, steps):
+        return np.ones(len(steps), bool)
+    return tokens == tokens[-1]
+
+
+def _best(steps: np.ndarray, values: np.ndarray) -> str:
+    if not np.isfinite(values).any():
+        return ""
+    i = int(np.nanargmin(values))
+    return "" if i == len(values) - 1 else f", best {values[i]:.4f} at step {steps[i]:,}"
+
+
+def data_lines(run: Run) -> Lines:
+    """Examples that were skipped or truncated."""
+    lines = []
+    _, skipped = run.series("data/skipped")
+    _, truncated = run.series("data/texts_cut")
+    if len(skipped):
+        lines.append(("skipped", counted(int(skipped[-1]), "broken example")))
+    if len(truncated):
+        limit = run.setting("data", "text_len")
+        text = f"{truncated[-1]:.1%} since the last start (longer than data.text_len={limit})"
+        lines.append(("truncated texts", text))
+    return lines
+
+
+# --- speed --------------------------------------------------------------------------------------------
+
+
+def speed_lines(run: Run) -> Lines:
+    """Throughput, step time, MFU and memory over all records."""
+    lines = []
+    per_sec = f"{run.unit}_per_sec"
+    for name, unit, form in ((per_sec, "", ",.0f"), ("step_time", " s", ".4g"), ("data_wait", "", ".1%")):
+        _, values = run.series(f"perf/{name}")
+        if len(values):
+            p5, median, p95 = (f"{v:{form}}{unit}" for v in np.percentile(values, (5, 50, 95)))
+            lines.append((f"perf/{name}", f"median {median}, 5th to 95th percentile {p5} to {p95}"))
+    lines += _mfu_lines(run)
+    for name in sorted({name for record in run.records for name in record}):
+        if name.startswith("memory/"):
+            lines.append((name, f"maximum {np.max(run.series(name)[1]):.2f}"))
+    return lines
+
+
+def _mfu_lines(run: Run) -> Lines:
+    _, full = run.series("perf/mfu")
+    _, causal = run.series("perf/mfu_causal")
+    if not (len(full) and len(causal)):
+        return []
+    _, peak = run.series("perf/peak_tflops")
+    _, measured = run.series("perf/peak_measured")
+    origin = "measured with a matmul" if len(measured) and measured[-1] else "published"
+    of_peak = f"; peak {peak[-1]:,.4g} TFLOP/s per device, {origin}" if len(peak) else ""
+    text = f"{np.median(full):.1%} (full attention FLOPs), {np.median(causal):.1%} (causal){of_peak}"
+    return [("MFU", text)]
+
+
+# --- spikes, quantization, checkpoints ----------------------------------------------------------------
+
+
+def spike_lines(run: Run, at_most: int = 10) -> Lines:
+    """The spikes that the run recorded, or else those among its logged losses, and the rollbacks."""
+    recorded = [
+        (Spike(*(record[key] for key in Spike._fields)), _first_tensor(record))
+        for record in recorded_spikes(run.workdir)
+    ]
+    spikes = recorded or [(s, "") for s in find_spikes(*run.series("train/loss"), run.spike_config)]
+    lines = [(f"step {s.step:,}", _spike_text(s) + first) for s, first in spikes[:at_most]]
+    lines += [("", f"and {len(spikes) - at_most} more")] if len(spikes) > at_most else []
+    for entry in read_rollbacks(run.workdir):
+        begin, end = entry["batches"]
+        steps = f"from step {entry['spike']['step']:,} to step {entry['to']:,}"
+        lines.append(("rolled back", f"{steps}, skipping batches {begin + 1:,} to {end:,}"))
+    return lines
+
+
+def _spike_text(spike: Spike) -> str:
+    return f"loss {spike.loss:.4f}, {spike.sigmas:.1f} σ above the preceding mean {spike.mean:.4f}"
+
+
+def _first_tensor(record: Mapping[str, Any]) -> str:
+    if not (first := record.get("first")):
+        return ""
+    ahead = record["step"] - first["step"]
+    when = f"{counted(ahead, 'step')} earlier" if ahead else "in the same step"
+    return f"; first tensor {first['tensor']}, RMS_t {first['value']:.2f}, {when}"
+
+
+def health_lines(run: Run) -> Lines:
+    """The last measurement of `precision.health`, one line for each tensor of a stack."""
+    measured = [record for record in run.records if any(name.startswith("health/") for name in record)]
+    if not measured:
+        return []
+    from maxlp.precision import health  # imports Flax, which few reports need
+
+    return [("measured at", f"step {measured[-1]['step']:,}"), *health.record_lines(measured[-1])]
+
+
+def checkpoint_lines(run: Run) -> Lines:
+    """The checkpoints that exist."""
+    return [
+        (f"step {c.step:,}", f"{c.status}, {c.num_bytes / 2**20:,.1f} MiB, saved {_local_time(c.saved_at)}")
+        for c in run.checkpoints
+    ]
+
+
+def _local_time(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
+
+
+SECTIONS: dict[str, Callable[[Run], Lines]] = {
+    "Run": run_lines,
+    "Config": config_lines,
+    "Loss": loss_lines,
+    "Data": data_lines,
+    "Speed": speed_lines,
+    "Spikes": spike_lines,
+    "Quantization": health_lines,
+    "Checkpoints": checkpoint_lines,
+}

@@ -1,0 +1,63 @@
+"""Batches on the mesh: which rows a process reads, and global device arrays made of them."""
+
+import collections
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from maxlp.parallel.sharding import MESH_AXES, RULES, axis_names, batch_sharding, batch_shards
+
+
+def batch_part(mesh: Mesh) -> tuple[int, int]:
+    """(index, count): which of how many equal parts of the global batch this process reads.
+
+    Processes that hold the same rows (other stages, other parts of the sequence) read the same part.
+
+    Raises:
+      ValueError: processes whose rows overlap partly.
+    """
+    if mesh.empty:
+        return jax.process_index(), jax.process_count()
+    rows = np.indices(mesh.devices.shape)
+    which = [MESH_AXES.index(axis) for axis in axis_names(RULES["batch"])]
+    shard = np.ravel_multi_index([rows[i] for i in which], [mesh.devices.shape[i] for i in which])
+    held: dict[int, set[int]] = {}
+    for device, part in zip(mesh.devices.flat, shard.flat, strict=True):
+        held.setdefault(device.process_index, set()).add(int(part))
+    parts = sorted({tuple(sorted(one)) for one in held.values()})
+    if sum(map(len, parts)) != batch_shards(mesh):
+        raise ValueError(
+            f"mesh {dict(mesh.shape)}: the processes' parts of the batch overlap; let mesh.context × "
+            "mesh.tensor fill whole processes, or let a process hold a whole number of them"
+        )
+    return parts.index(tuple(sorted(held[jax.process_index()]))), len(parts)
+
+
+def global_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """Global device arrays from this process's rows of the batch (its `batch_part`)."""
+    sharding = batch_sharding(mesh)
+    return {k: jax.make_array_from_process_local_data(sharding, v) for k, v in batch.items()}
+
+
+def device_batches(
+    batches: Iterator[dict], mesh: Mesh, limit: int = 0, ahead: int = 2
+) -> Iterator[tuple[dict[str, jax.Array], dict]]:
+    """Global device batches, transferred ``ahead`` of their use, each with the iterator's state after it.
+
+    A checkpoint must take the state that came with the last batch trained on: the iterator itself is ahead
+    of the training by the batches waiting here.
+
+    Args:
+      limit: number of batches to take; 0 takes all.
+      ahead: number of batches that wait on the devices.
+    """
+    waiting: collections.deque = collections.deque()
+    for count, batch in enumerate(batches, 1):
+        waiting.append((global_batch(batch, mesh), batches.get_state()))
+        if count == limit:
+            break
+        if len(waiting) > ahead:
+            yield waiting.popleft()
+    yield from waiting

@@ -1,0 +1,76 @@
+"""Placement of optimizer state: every array follows the parameter it belongs to."""
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from maxlp.numerics.blockwise import Blocks
+from maxlp.parallel.sharding import axes_size, axis_names, replicated
+
+
+def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """Shardings of ``tx.init(params)``, so that the state is initialized already sharded.
+
+    A leaf belongs to the parameter whose path is part of its own path; counters belong to none and are
+    replicated. A leaf that belongs to a parameter
+
+    * is split like it, if it has its shape (moments);
+    * keeps the axes of the dims that both share, if it has the same rank but one dim of another size
+      (low-rank moments and projectors). The axes of that dim go to the largest shared one, so that a device
+      holds as small a part as of the parameter, and GaLore's products with its projector sum over a dim
+      that is not split;
+    * is replicated otherwise (one number a layer, factored moments).
+
+    Args:
+      params: the parameters as `jax.ShapeDtypeStruct` with shardings.
+    """
+    by_path = dict(jax.tree.flatten_with_path(params)[0])
+
+    def owner(path: tuple) -> Any:
+        parts = (path[i:j] for i in range(len(path)) for j in range(i + 1, len(path) + 1))
+        return next((by_path[part] for part in parts if part in by_path), None)
+
+    def one(path: tuple, leaf: Any) -> Any:
+        param = owner(path)
+        if not _is_blocks(leaf):
+            return _like_param(leaf.shape, param, mesh)
+        codes = _like_param(leaf.codes.shape, param, mesh)
+        return Blocks(codes, _divisible(codes, leaf.scale.shape))
+
+    return jax.tree.map_with_path(one, jax.eval_shape(tx.init, params), is_leaf=_is_blocks)
+
+
+def _is_blocks(x: Any) -> bool:
+    return isinstance(x, Blocks)
+
+
+def _like_param(shape: tuple[int, ...], param: Any, mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """The sharding of state of this shape that belongs to a parameter (None: no owning parameter)."""
+    if param is None or len(shape) != len(param.shape):
+        return replicated(mesh)
+    if shape == param.shape:
+        return param.sharding
+    axes = _dim_axes(param.sharding, len(shape))
+    shared = [i for i, (a, b) in enumerate(zip(shape, param.shape, strict=True)) if a == b]
+    moved = tuple(axis for i, dim_axes in enumerate(axes) if i not in shared for axis in dim_axes)
+    axes = [dim_axes if i in shared else () for i, dim_axes in enumerate(axes)]
+    for i in sorted(shared, key=lambda i: -shape[i]):
+        if shape[i] % axes_size(mesh, axes[i] + moved) == 0:
+            axes[i] += moved
+            break
+    return NamedSharding(mesh, PartitionSpec(*(dim_axes or None for dim_axes in axes)))
+
+
+def _divisible(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """The sharding without the axes that do not divide their dim."""
+    axes = zip(shape, _dim_axes(sharding, len(shape)), strict=True)
+    fit = (a if a and dim % axes_size(sharding.mesh, a) == 0 else None for dim, a in axes)
+    return NamedSharding(sharding.mesh, PartitionSpec(*fit))
+
+
+def _dim_axes(sharding: NamedSharding, rank: int) -> list[tuple[str, ...]]:
+    """The mesh axes of each dim."""
+    named = [axis_names(axes) for axes in sharding.spec]
+    return named + [()] * (rank - len(named))

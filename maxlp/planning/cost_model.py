@@ -1,0 +1,110 @@
+"""What the closed forms of all families share: the state as shapes, work, and a ledger of collectives."""
+
+import dataclasses
+import math
+import pkgutil
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, NamedSharding
+
+from maxlp import families
+from maxlp.core.train_state import State, abstract_state, num_params
+from maxlp.parallel.sharding import abstract_mesh
+from maxlp.planning.hlo import Collective
+from maxlp.precision import HIGH_PRECISION
+from maxlp.run.experiment import assemble
+from maxlp.run.settings import Machine, Settings
+
+
+@dataclasses.dataclass(frozen=True)
+class StateShapes:
+    """The training state as shapes and partition specs, which are the same on every mesh."""
+
+    tree: State
+
+    @property
+    def num_params(self) -> int:
+        return num_params(self.tree["params"])
+
+    def bytes_on(self, mesh: AbstractMesh, part: str) -> float:
+        """Bytes of ``params``, ``opt_state`` or ``model_state`` on one device of a mesh.
+
+        Raises:
+          ValueError: a dim that the mesh does not divide.
+        """
+        total = 0.0
+        for leaf in jax.tree.leaves(self.tree[part]):
+            shape = NamedSharding(mesh, leaf.sharding.spec).shard_shape(leaf.shape)
+            total += math.prod(shape) * leaf.dtype.itemsize
+        return total
+
+
+def state_shapes(s: Settings, machine: Machine) -> StateShapes:
+    """The state of a run; takes about a second of tracing.
+
+    Raises:
+      ValueError: a parameter that the mesh does not divide.
+    """
+    mesh = abstract_mesh(machine.axes)
+    run = assemble(s, machine, mesh)
+    return StateShapes(abstract_state(run.make_model, run.tx, mesh, run.gates)[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one device does in a step, recomputation included.
+
+    flops: by the dtype of the matmuls: "bfloat16", "float8" or "int8".
+    bytes: traffic of the device's memory.
+    """
+
+    flops: dict[str, float]
+    bytes: float
+
+
+class Cost(NamedTuple):
+    """The closed form of a family; a family's ``cost.py`` holds one as COST.
+
+    memory: (settings, machine, state) to the bytes of one device at the worst moment of a step, by what
+      they hold.
+    work: (settings, machine, state) to the work of one device.
+    collectives: (settings, machine) to the collectives of one device.
+    """
+
+    memory: Callable[[Settings, Machine, StateShapes], dict[str, float]]
+    work: Callable[[Settings, Machine, StateShapes], Work]
+    collectives: Callable[[Settings, Machine], list[Collective]]
+
+
+def cost_of(s: Settings) -> Cost:
+    """The closed form of the family of these settings."""
+    return pkgutil.resolve_name(f"{families.FAMILIES[s.family.name]}.cost:COST")
+
+
+def matmul_dtype(recipe: str) -> str:
+    """The dtype of the units in which a precision recipe multiplies."""
+    return "int8" if recipe.startswith("int8") else "bfloat16" if recipe == HIGH_PRECISION else "float8"
+
+
+class Ledger:
+    """Collects the collectives that a mesh needs."""
+
+    def __init__(self, axes: Mapping[str, int]):
+        self._axes = axes
+        self.collectives: list[Collective] = []
+
+    def add(self, kind: str, names: tuple[str, ...], size: float, times: int) -> None:
+        """Adds a collective unless it has nothing to do.
+
+        Args:
+          kind: "all-gather", "reduce-scatter", ….
+          names: the mesh axes that it goes over, as far as they are larger than 1.
+          size: bytes of the whole array.
+          times: how often it runs in a step.
+        """
+        over = tuple(name for name in names if self._axes[name] > 1)
+        if over and size and times:
+            n = math.prod(self._axes[name] for name in over)
+            self.collectives.append(Collective(kind, over, n, int(size), times, overlapped=True))

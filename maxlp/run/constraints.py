@@ -1,0 +1,152 @@
+"""What goes together: the one table of constraints.
+
+`train`, its ``--dry_run``, `plan`, its closed form and its search accept the same configs because all of
+them call `check`. What a single section must fulfil is checked by its dataclass; here are the rules that
+relate sections to each other, to the mesh and to the platform. A family adds its own
+(`families.Family.rules`).
+
+A rule is a function of (settings, machine) to a message, or None if it is fulfilled. The message starts
+with a config key, names the values, and says what to do. The rule's docstring is its reason;
+`docs/composition.md` prints it.
+"""
+
+import jax.numpy as jnp
+
+from maxlp.nn.attention import refusal
+from maxlp.nn.stack import REMAT_POLICIES
+from maxlp.run.config import ConfigError
+from maxlp.run.settings import Machine, Settings
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def check(s: Settings, machine: Machine) -> None:
+    """Raises a ConfigError with the message of the first rule that is not fulfilled."""
+    for rule in (*RULES, *s.family.rules):
+        if message := rule(s, machine):
+            raise ConfigError(f"config.{message}")
+
+
+# --- names ----------------------------------------------------------------------------------------------
+
+
+def dtypes_are_known(s: Settings, machine: Machine) -> str | None:
+    """Models compute in three dtypes."""
+    for key in ("dtype", "param_dtype"):
+        if (value := getattr(s.model, key)) not in DTYPES:
+            return f"model.{key}={value!r} is unknown; one of {', '.join(DTYPES)}"
+    return None
+
+
+def remat_is_known(s: Settings, machine: Machine) -> str | None:
+    """Remat policies have names."""
+    if s.model.remat in REMAT_POLICIES:
+        return None
+    return f"model.remat={s.model.remat!r} is unknown; one of {', '.join(REMAT_POLICIES)}"
+
+
+# --- batch and mesh -------------------------------------------------------------------------------------
+
+
+def batch_divides(s: Settings, machine: Machine) -> str | None:
+    """Every device has the same number of rows in every microbatch."""
+    shards, microbatches = machine.batch_shards, s.train.microbatches
+    if s.data.batch_size % (shards * microbatches) == 0:
+        return None
+    return (
+        f"data.batch_size={s.data.batch_size} is not a multiple of {shards} data shards × "
+        f"train.microbatches={microbatches}; use a multiple of {shards * microbatches}"
+    )
+
+
+def attention_runs(s: Settings, machine: Machine) -> str | None:
+    """Attention kernels are for certain platforms, lengths, dtypes and heads."""
+    uses = s.family.attention_uses(s.model, s.data)
+    found = (refusal(s.model.attention, use, machine.axes, machine.platform) for use in uses)
+    return next(filter(None, found), None)
+
+
+# --- precision ------------------------------------------------------------------------------------------
+
+
+def float16_is_scaled(s: Settings, machine: Machine) -> str | None:
+    """Gradients underflow in float16 unless the loss is scaled (Micikevicius et al. 2018)."""
+    if s.model.dtype != "float16" or s.precision.loss_scale is not None:
+        return None
+    return (
+        "model.dtype=float16 needs precision.loss_scale, or its gradients underflow; choose both with "
+        "--config=FILE:precision=fp16"
+    )
+
+
+def rounded_params_are_bfloat16(s: Settings, machine: Machine) -> str | None:
+    """Stochastic and Kahan rounding replace the float32 copy of bfloat16 parameters."""
+    if s.optimizer.param_rounding is None or jnp.dtype(s.model.param_dtype) == jnp.bfloat16:
+        return None
+    return (
+        f"optimizer.param_rounding={s.optimizer.param_rounding} is for model.param_dtype=bfloat16, not for "
+        f"{s.model.param_dtype}; change one of them"
+    )
+
+
+def precision_fits_model(s: Settings, machine: Machine) -> str | None:
+    """Every rule names a matmul, blocks remain to be quantized, and block scales divide the kernels."""
+    _ = s.matmuls  # raises a ConfigError
+    return None
+
+
+# --- released gradients ---------------------------------------------------------------------------------
+
+
+def released_gradients_are_not_clipped(s: Settings, machine: Machine) -> str | None:
+    """The global norm needs all gradients before the first update."""
+    if not s.train.release_gradients or s.optimizer.clip_norm == 0:
+        return None
+    return _released(f"optimizer.clip_norm={s.optimizer.clip_norm}", "optimizer.clip_norm=0.0")
+
+
+def released_gradients_are_not_accumulated(s: Settings, machine: Machine) -> str | None:
+    """A layer's gradient is complete only after the last microbatch."""
+    if not s.train.release_gradients or s.train.microbatches == 1:
+        return None
+    return _released(f"train.microbatches={s.train.microbatches}", "train.microbatches=1")
+
+
+def released_gradients_are_not_pipelined(s: Settings, machine: Machine) -> str | None:
+    """A pipeline's backward pass completes the gradients of all layers of a stage at its end."""
+    if not s.train.release_gradients or machine.axes["stage"] == 1:
+        return None
+    return _released(f"mesh.stage={machine.axes['stage']}", "mesh.stage=1")
+
+
+def released_gradients_are_not_gated(s: Settings, machine: Machine) -> str | None:
+    """A gate rejects a step after its gradients are known, when released ones are applied already."""
+    if not s.train.release_gradients:
+        return None
+    if s.spikes.guard == "skip":
+        return _released("spikes.guard=skip", "spikes.guard=rollback or off")
+    if s.precision.loss_scale is not None:
+        return _released("precision.loss_scale", "model.dtype=bfloat16 and no loss scale")
+    return None
+
+
+def _released(key: str, instead: str) -> str:
+    return (
+        f"{key} cannot be combined with train.release_gradients=True, which updates each layer in the "
+        f"backward pass; set {instead}"
+    )
+
+
+RULES = (
+    dtypes_are_known,
+    remat_is_known,
+    batch_divides,
+    attention_runs,
+    float16_is_scaled,
+    rounded_params_are_bfloat16,
+    released_gradients_are_not_clipped,
+    released_gradients_are_not_accumulated,
+    released_gradients_are_not_pipelined,
+    released_gradients_are_not_gated,
+    precision_fits_model,
+)

@@ -1,0 +1,197 @@
+"""An experiment: a config resolved, once, into everything that a run is made of.
+
+`resolve` reads and checks the config and makes the parts; what comes after takes the parts it needs as
+plain arguments and never looks at the config again. All of it runs in seconds, before anything is
+allocated or compiled.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, Mesh
+from ml_collections import ConfigDict
+
+from maxlp.core import fused_backward, train_step
+from maxlp.core.gates import Gate, Gates
+from maxlp.core.gradients import Gradients
+from maxlp.core.train_state import MakeModel, State, init_state, num_params, shardings
+from maxlp.core.train_step import Step
+from maxlp.families import Family
+from maxlp.monitoring import guards
+from maxlp.monitoring.statistics import tensor_statistics
+from maxlp.parallel import sharding
+from maxlp.parallel.batches import batch_part
+from maxlp.run import constraints
+from maxlp.run.settings import Machine, Settings, make_model, make_optimizer, read
+from maxlp.runtime.checkpoint import load_params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """The parts of a run.
+
+    Attributes:
+      settings: what the config says, section by section.
+      machine: the mesh's axes and the platform.
+      mesh: the devices, or an abstract mesh where only shapes are asked for.
+      make_model: the model with its precision recipes, from `nnx.Rngs`.
+      tx, schedule: the optimizer, and its learning rate by finished updates.
+      gates: what decides whether a step counts.
+      gradients: those of a batch's loss.
+      step: the train step, which joins the parts above.
+    """
+
+    settings: Settings
+    machine: Machine
+    mesh: Mesh | AbstractMesh
+    make_model: MakeModel
+    tx: optax.GradientTransformation
+    schedule: optax.Schedule
+    gates: Gates
+    gradients: Gradients
+    step: Step
+
+    @property
+    def family(self) -> Family:
+        return self.settings.family
+
+    def initial_state(self, abstract: State) -> State:
+        """The state before the first step, initialized already sharded: random weights, or `init_from`'s.
+
+        Args:
+          abstract: the state as shapes, dtypes and shardings.
+        """
+        train = self.settings.train
+        init = functools.partial(init_state, self.make_model, self.tx, train.seed, self.gates)
+        state = jax.jit(init, out_shardings=shardings(abstract))()
+        if train.init_from:
+            state["params"] = load_params(train.init_from, abstract["params"])
+        return state
+
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The global training batch as shapes, dtypes and shardings."""
+        where = sharding.batch_sharding(self.mesh)
+        shapes = self.family.batch_shapes(self.settings.data)
+        return {k: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where) for k, s in shapes.items()}
+
+
+def resolve(c: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Experiment:
+    """The experiment of a config.
+
+    Args:
+      devices: defaults to all devices of all processes; they need not be real ones.
+
+    Raises:
+      ConfigError: a config that cannot work on them.
+    """
+    return resolve_settings(read(c), devices)
+
+
+def resolve_settings(settings: Settings, devices: Sequence[jax.Device] | None = None) -> Experiment:
+    """As `resolve`, for settings that are read already."""
+    devices = list(jax.devices() if devices is None else devices)
+    machine = settings.machine(len(devices), devices[0].platform)
+    constraints.check(settings, machine)
+    return assemble(settings, machine, sharding.make_mesh(**settings.mesh, devices=devices))
+
+
+def assemble(settings: Settings, machine: Machine, mesh: Mesh | AbstractMesh) -> Experiment:
+    """The experiment of settings that fulfil the constraints on this machine."""
+    s, family = settings, settings.family
+    optimizer = make_optimizer(s)
+    gradients = family.gradients(s.loss, s.train.seed, s.train.microbatches)
+    gates: dict[str, Gate] = {}
+    if s.precision.loss_scale is not None:
+        gates["loss_scale"] = s.precision.loss_scale
+    gates |= guards.gates(s.spikes)
+    if s.train.release_gradients:
+        step = functools.partial(
+            fused_backward.train_step,
+            loss=family.loss(s.loss, s.train.seed),
+            tx=optimizer.tx,
+            schedule=optimizer.schedule,
+        )
+    else:
+        statistics = (
+            functools.partial(tensor_statistics, rms=optimizer.rms) if s.spikes.statistics else None
+        )
+        step = functools.partial(
+            train_step.train_step,
+            gradients=gradients,
+            tx=optimizer.tx,
+            schedule=optimizer.schedule,
+            gates=gates,
+            loss_scale=_scale_in_state if "loss_scale" in gates else train_step.no_loss_scale,
+            statistics=statistics or train_step.no_statistics,
+        )
+    return Experiment(
+        settings=s,
+        machine=machine,
+        mesh=mesh,
+        make_model=make_model(family, s.model, s.precision),
+        tx=optimizer.tx,
+        schedule=optimizer.schedule,
+        gates=gates,
+        gradients=gradients,
+        step=step,
+    )
+
+
+def _scale_in_state(state: State) -> jax.Array:
+    return state["loss_scale"]["scale"]
+
+
+# --- data -----------------------------------------------------------------------------------------------
+
+
+def make_data(settings: Settings, tokenizer: str, split: str, mesh: Mesh) -> Any:
+    """This process's part of the batches of a split.
+
+    Args:
+      tokenizer: the spec of the run's own tokenizer (`run.tokenizer`).
+      split: "train", or "validation": every example once.
+    """
+    index, count = batch_part(mesh)
+    data = dataclasses.replace(settings.data, tokenizer=tokenizer)
+    return settings.family.make_data(
+        data, split=split, seed=settings.train.seed, process_index=index, process_count=count
+    )
+
+
+# --- in words -------------------------------------------------------------------------------------------
+
+
+def describe(e: Experiment, state: State) -> str:
+    """What will run, in a few lines.
+
+    Args:
+      state: the abstract training state.
+    """
+    s, family = e.settings, e.family
+    count = num_params(state["params"])
+    full, causal = family.flops_per_unit(s.model, s.data, count)
+    units = family.units_per_step(s.data)
+    lines = [
+        f"{family.name}: {count:,} parameters in {s.model.param_dtype}, activations in {s.model.dtype}",
+        f"mesh: {sharding.describe(e.mesh.shape)} ({e.mesh.size} × {e.mesh.devices.flat[0].device_kind}); "
+        f"per device: parameters {_device_gib(state['params']):.3g} GiB, "
+        f"optimizer {_device_gib(state['opt_state']):.3g} GiB",
+        f"batch: {family.describe_batch(s.data)}, {s.train.total_steps:,} steps = "
+        f"{s.train.total_steps * units:,} {family.unit}, "
+        f"{full:.3g} FLOPs each ({causal:.3g} with causal attention)",
+    ]
+    if s.is_quantized:
+        blocks = f"{s.precision.first_blocks} first and {s.precision.last_blocks} last blocks"
+        lines.append(f"precision ({blocks} stay in {s.model.dtype}):")
+        lines += [f"  {path}: {recipe}" for path, recipe in s.matmuls.items()]
+    return "\n".join(lines)
+
+
+def _device_gib(tree: Any) -> float:
+    shards = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(tree))
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shards) / 2**30

@@ -1,0 +1,41 @@
+"""The model of a finished or running run, for the commands that use one."""
+
+from pathlib import Path
+
+from flax import nnx
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from maxlp.core.train_state import State, abstract_model, abstract_state
+from maxlp.optim.schedule_free import eval_params, eval_part
+from maxlp.run import settings
+from maxlp.runtime import checkpoint
+
+
+def restore_model(
+    c: ConfigDict, workdir: Path, step: int | None, mesh: Mesh
+) -> tuple[nnx.GraphDef, State, int]:
+    """The model of a checkpoint.
+
+    Args:
+      c: the config of the run, or of imported weights, which has no optimizer.
+      step: None takes the newest sound checkpoint.
+
+    Returns:
+      its structure, {"params", "model_state"} on the mesh, and the step.
+    """
+    make_model = settings.make_model(*settings.read_model(c))
+    graphdef, wanted = abstract_model(make_model, mesh)
+    if "optimizer" in c:
+        _, abstract = abstract_state(make_model, settings.make_optimizer(settings.read(c)).tx, mesh)
+        if part := eval_part(abstract["opt_state"]):
+            wanted["opt_state"] = part
+    root = workdir / "checkpoints"
+    restored = checkpoint.restore(root if step is None else root / str(step), wanted)
+    return graphdef, evaluated(restored.state), restored.step
+
+
+def evaluated(state: State) -> State:
+    """The state with the parameters to evaluate: of schedule_free_adamw, an average of the trained ones."""
+    params = eval_params(state.get("opt_state", {}), state["params"])
+    return {"params": params, "model_state": state["model_state"]}

@@ -1,0 +1,205 @@
+"""A config as typed values: every section as the dataclass or the bound function that it configures."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from ml_collections import ConfigDict
+
+from maxlp import families, precision
+from maxlp.families import Family
+from maxlp.monitoring.spikes import SpikeConfig
+from maxlp.optim.config import OptimizerConfig
+from maxlp.optim.make_tx import Optimizer, make_tx
+from maxlp.parallel import sharding
+from maxlp.precision import PrecisionConfig
+from maxlp.run.config import ConfigError, bind, call
+from maxlp.runtime.checkpoint import Checkpointer
+from maxlp.runtime.profiler import Profiler
+from maxlp.runtime.writers import MetricWriter
+
+SECTIONS = (
+    *("model", "precision", "mesh", "optimizer", "data", "loss", "train"),
+    *("spikes", "checkpoint", "metrics", "profile"),
+)
+WRITER_ARGUMENTS = ("workdir", "total_steps", "resume_step", "run_config")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The config's ``train`` section.
+
+    total_steps: updates of the run.
+    microbatches: number of passes that each batch is split into.
+    seed: of the weights and of the order of the data.
+    log_every: updates between records of metrics.
+    eval_every: updates between evaluations; 0 evaluates at the end only.
+    eval_batches: validation batches in each evaluation during the run (0: all). The last one takes all.
+    init_from: a run or checkpoint whose weights to start from; "" draws them at random.
+    release_gradients: update each layer in the backward pass, so that the gradients of all layers never
+      exist together; see `core.fused_backward`.
+    """
+
+    total_steps: int
+    microbatches: int
+    seed: int
+    log_every: int
+    eval_every: int
+    eval_batches: int
+    init_from: str
+    release_gradients: bool = False
+
+    def __post_init__(self):
+        lower = dict(total_steps=1, microbatches=1, log_every=1, eval_every=0, eval_batches=0, seed=0)
+        for key, bound in lower.items():
+            if getattr(self, key) < bound:
+                raise ValueError(f"{key}={getattr(self, key)} must be at least {bound}")
+
+
+class Machine(NamedTuple):
+    """What a run is to run on.
+
+    axes: size of every mesh axis.
+    platform: ``jax.Device.platform`` of its devices.
+    """
+
+    axes: Mapping[str, int]
+    platform: str
+
+    @property
+    def batch_shards(self) -> int:
+        """How many parts the rows of a batch are split into."""
+        return sharding.batch_shards(sharding.abstract_mesh(self.axes))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a config says, section by section; the README's table names the class of each.
+
+    checkpoint, metrics, profile: constructors that lack only what a command supplies.
+    """
+
+    family: Family
+    model: Any
+    precision: PrecisionConfig
+    mesh: Mapping[str, int]
+    optimizer: OptimizerConfig
+    data: Any
+    loss: Any
+    train: TrainConfig
+    spikes: SpikeConfig
+    checkpoint: functools.partial
+    metrics: functools.partial
+    profile: functools.partial
+
+    def machine(self, num_devices: int, platform: str) -> Machine:
+        """The mesh of the config on so many devices.
+
+        Raises:
+          ConfigError: sizes that do not multiply to them.
+        """
+        try:
+            return Machine(sharding.resolve_axes(num_devices, **self.mesh), platform)
+        except ValueError as error:
+            raise ConfigError(f"config.mesh: {error}") from error
+
+    def device_rows(self, machine: Machine) -> int:
+        """Rows of the batch on one device in each microbatch."""
+        return self.data.batch_size // (machine.batch_shards * self.train.microbatches)
+
+    @property
+    def matmuls(self) -> dict[str, str]:
+        """Path of each matmul of the model -> its precision recipe."""
+        return _matmuls(self.family, self.model, self.precision)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether any matmul has a recipe other than the model's own dtype."""
+        return set(self.matmuls.values()) != {precision.HIGH_PRECISION}
+
+
+def make_model(family: Family, model: Any, config: PrecisionConfig) -> Callable[[nnx.Rngs], nnx.Module]:
+    """The function that makes the model with its precision recipes.
+
+    Call it under `jax.jit` or `jax.eval_shape` if the model is large.
+    """
+
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        made = family.make_model(model, rngs=rngs)
+        precision.apply(made, config, gated_products=family.gated_products)
+        return made
+
+    return make
+
+
+def make_optimizer(s: Settings) -> Optimizer:
+    """The optimizer of a run of so many steps.
+
+    Raises:
+      ConfigError: an option that the optimizer does not have, or a schedule that does not fit.
+    """
+    try:
+        return make_tx(s.optimizer, total_steps=s.train.total_steps)
+    except ValueError as error:
+        raise ConfigError(f"config.optimizer: {error}") from error
+
+
+@functools.lru_cache(maxsize=64)
+def _matmuls(family: Family, model: Any, config: PrecisionConfig) -> dict[str, str]:
+    table: dict[str, str] = {}
+
+    def make() -> None:
+        made = family.make_model(model, rngs=nnx.Rngs(0))
+        table.update(precision.apply(made, config, gated_products=family.gated_products))
+
+    try:
+        jax.eval_shape(make)
+    except ValueError as error:
+        raise ConfigError(f"config.precision: {error}") from error
+    return table
+
+
+def read(c: ConfigDict) -> Settings:
+    """The settings of a config.
+
+    Raises:
+      ConfigError: an unknown, missing or wrong section, key or value.
+    """
+    for name in SECTIONS:
+        if name not in c:
+            raise ConfigError(f"config.{name} is missing; sections: {', '.join(SECTIONS)}")
+    for name in c:
+        if name not in SECTIONS:
+            raise ConfigError(f"config.{name} is unknown; sections: {', '.join(SECTIONS)}")
+    family, model, model_precision = read_model(c)
+    return Settings(
+        family=family,
+        model=model,
+        precision=model_precision,
+        mesh=bind(sharding.make_mesh, "mesh", c.mesh, "devices").keywords,
+        optimizer=call(OptimizerConfig, "optimizer", c.optimizer),
+        data=call(family.Data, "data", c.data),
+        loss=call(family.Loss, "loss", c.loss),
+        train=call(TrainConfig, "train", c.train),
+        spikes=call(SpikeConfig, "spikes", c.spikes),
+        checkpoint=bind(Checkpointer, "checkpoint", c.checkpoint, "directory"),
+        metrics=bind(MetricWriter, "metrics", c.metrics, *WRITER_ARGUMENTS),
+        profile=bind(Profiler, "profile", c.profile, "workdir"),
+    )
+
+
+def read_model(c: ConfigDict) -> tuple[Family, Any, PrecisionConfig]:
+    """The family, the model section and the precision section: all that an imported model's config holds.
+
+    Raises:
+      ConfigError: as `read`.
+    """
+    values = dict(c.model.items())
+    try:
+        family = families.get(values.pop("name", None))
+    except ValueError as error:
+        raise ConfigError(f"config.{error}") from error
+    return family, call(family.Model, "model", values), call(PrecisionConfig, "precision", c.precision)

@@ -1,0 +1,57 @@
+import math
+
+import numpy as np
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+
+from maxlp.monitoring import curves
+from tests.monitoring.fixtures import write_run
+
+
+def pixels(path, color):
+    picture = imread(path)[..., :3]
+    return int((np.abs(picture - np.array(to_rgb(color))).max(-1) < 0.02).sum())
+
+
+def test_the_picture_shows_curves_evaluations_and_spikes(tmp_path):
+    losses = 2 + 0.01 * np.sin(np.arange(40))
+    write_run(tmp_path, losses=losses)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    path = curves.plot_curves(tmp_path)
+    assert path == tmp_path / "loss.png"
+    assert pixels(path, curves.BLUE) > 1000 and pixels(path, curves.ORANGE) > 100
+    assert pixels(path, curves.RED) == 0
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p != path} == before
+    losses[20] += 1.0
+    write_run(tmp_path, losses=losses)
+    assert pixels(curves.plot_curves(tmp_path), curves.RED) > 10
+
+
+def test_a_first_record_and_a_new_panel(tmp_path, monkeypatch):
+    write_run(tmp_path, steps=10)
+    drawn = []
+    monkeypatch.setattr(curves, "PANELS", (*curves.PANELS, lambda axes, run: drawn.append(run.step)))
+    assert curves.plot_curves(tmp_path) is not None
+    assert drawn == [10]
+
+
+def test_losses_that_are_not_finite(tmp_path):
+    write_run(tmp_path, losses=[2.0] * 3 + [math.nan] * 4 + [math.inf] + [2.0] * 32)
+    assert pixels(curves.plot_curves(tmp_path), curves.BLUE) > 1000
+    write_run(tmp_path, losses=[math.nan] * 40)
+    assert curves.plot_curves(tmp_path) is not None
+
+
+def test_no_picture_without_a_loss(tmp_path):
+    assert curves.plot_curves(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_smoothing_ignores_spikes_and_keeps_the_first_value():
+    values = np.array([9.0, 5, 4, 3, 3, 30, 3, 3, np.nan, 3, 2])
+    got = curves.smooth(values, 2)
+    assert got[0] == 9.0
+    assert got[5] == 3.0
+    np.testing.assert_array_equal(curves.smooth(values, 0), values)
+    assert np.isfinite(got).all()
+    assert np.isnan(curves.smooth(np.full(3, np.nan), 1)).all()

@@ -1,0 +1,215 @@
+"""Guards skip a step or roll the run back; where they do not act, nothing changes."""
+
+import functools
+import json
+import math
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from maxlp.core import gradients as gradients_lib
+from maxlp.core import train_step as step
+from maxlp.families.llama import task as language
+from maxlp.families.llama.model import Llama
+from maxlp.monitoring import guards
+from maxlp.monitoring.guards import SkipGuard
+from maxlp.monitoring.spikes import Detector, SpikeConfig
+from maxlp.monitoring.watch import read_record
+from maxlp.parallel import sharding
+from maxlp.runtime.checkpoint import list_steps
+from tests.monitoring import fixtures
+from tests.monitoring.fixtures import TOY, Batches, noisy, train, train_step, train_to_the_end, trees_equal
+
+# --- Skip ---------------------------------------------------------------------------------------------
+
+# Matrices of 8 × 8 would be rounded differently in a program with a guard than in one without.
+LLAMA = dict(
+    vocab_size=256,
+    embed_dim=64,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=32,
+    mlp_dim=128,
+    max_seq_len=16,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    norm_eps=1e-5,
+    tie_embeddings=False,
+    init_std=0.02,
+    dtype="float32",
+    param_dtype="float32",
+    attention="xla",
+    scan_layers=True,
+    remat="none",
+)
+
+
+def llama_batches(count):
+    rng, ones = np.random.default_rng(0), np.ones((2, 16), np.int32)
+    for _ in range(count):
+        tokens = rng.integers(0, 256, (2, 17)).astype(np.int32)
+        batch = dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], segment_ids=ones)
+        yield batch | dict(positions=np.cumsum(ones, 1) - 1, loss_mask=ones > 0)
+
+
+def test_a_guard_that_does_not_act_changes_no_bit():
+    def make(rngs):
+        return Llama(**LLAMA, rngs=rngs)
+
+    def losses_and_state(gates):
+        kept = {key: leaf for key, leaf in abstract.items() if key != "guard" or gates}
+        state = {key: jax.tree.map(jax.numpy.copy, initial[key]) for key in kept}
+        loss = gradients_lib.of_sums(language.next_token_loss, language.num_targets)
+        function = step.jit_train_step(
+            kept, mesh, graphdef=graphdef, gradients=loss, tx=tx, schedule=lambda n: 0.01, judges=gates
+        )
+        losses = []
+        for batch in llama_batches(6):
+            state, metrics = function(state, batch)
+            losses.append(float(metrics["loss"]))
+            assert not metrics.get("skipped", 0)
+        return losses, jax.device_get({key: state[key] for key in ("params", "opt_state")})
+
+    mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01))
+    gates = guards.gates(SpikeConfig(guard="skip"))
+    with jax.set_mesh(mesh):
+        graphdef, abstract = step.abstract_state(make, tx, mesh, gates)
+        initial = jax.jit(functools.partial(step.init_state, make, tx, 0, gates))()
+        (losses, state), (guarded_losses, guarded) = losses_and_state({}), losses_and_state(gates)
+    assert losses == guarded_losses and len(set(losses)) == len(losses)
+    assert trees_equal(state, guarded)
+
+
+@pytest.mark.parametrize("bad", [math.nan, 1e4])
+def test_a_skipped_batch_has_no_effect(bad):
+    config = SpikeConfig(**TOY, guard="skip")
+
+    def trained(batches, numbers):
+        state, skipped = fixtures.init(config), []
+        for n in numbers:
+            batches.at = n - 1
+            state, metrics = train_step(config)(state, next(batches))
+            skipped += [n] * int(metrics["skipped"])
+        return jax.device_get(state), skipped
+
+    guarded, skipped = trained(Batches({12: bad}), range(1, 21))
+    assert skipped == [12] and guarded["step"] == 20
+    without, skipped = trained(Batches(), [n for n in range(1, 21) if n != 12])
+    assert skipped == []
+    for key in ("params", "opt_state"):
+        assert trees_equal(without[key], guarded[key])
+
+
+def accept_all(config, losses):
+    """Whether the guard accepts each of these losses."""
+    guard = SkipGuard(config)
+
+    def one(state, loss):
+        accepted, state, _ = guard.accept(state, {"loss": loss, "grad_norm": 1.0})
+        return state, accepted
+
+    return jax.jit(lambda losses: jax.lax.scan(one, guard.init(), losses)[1])(np.float32(losses)).tolist()
+
+
+def test_the_guard_on_the_device_and_the_detector_on_the_host_agree():
+    losses = noisy(200, seed=1).astype(np.float32)
+    losses[[50, 51, 120]] += 0.4
+    losses[80] = np.inf
+    config = SpikeConfig(guard_threshold=3.2, guard="skip")
+    accepted, detector = accept_all(config, losses), Detector(config)
+    assert accepted == [detector.observe(i, float(loss)) is None for i, loss in enumerate(losses)]
+    assert accepted.count(False) >= 4
+
+
+def test_a_level_that_stays_is_accepted():
+    accepted = accept_all(SpikeConfig(guard="skip", window=16), [*noisy(40), *(noisy(40) + 3)])
+    assert all(accepted[:40]) and not accepted[40] and all(accepted[50:])
+
+
+# --- Rollback -----------------------------------------------------------------------------------------
+
+ROLLBACK = SpikeConfig(**TOY, guard="rollback")
+
+
+def test_the_run_goes_back_and_skips_the_batches_around_the_spike(tmp_path):
+    (first, drawn), state = train_to_the_end(tmp_path, ROLLBACK, {14: math.nan})
+    assert first is None
+    # The spike is at step 14, with checkpoints at 4, 8 and 12: the newest that is 3 older is 8. It has seen
+    # 8 batches. Skipping two more would be enough for skip_batches, but 14 has to be among them.
+    assert guards.read_rollbacks(tmp_path)[0] | {"spike": 0} == {"spike": 0, "to": 8, "batches": [8, 14]}
+    assert drawn == list(range(9, 27)) and math.isfinite(state["params"]["head"]["kernel"].sum())
+    infos = {info.path.name: info.status for info in list_steps(tmp_path / "checkpoints")}
+    assert infos["12.rolled_back"] == "rolled_back"
+    record = read_record(tmp_path, 14)
+    assert record["checkpoint"] == "spikes/checkpoints/8" and record["data_state"]["step"] == 13
+    # By hand: 8 steps, and 12 more from batch 15 on.
+    want, batches = fixtures.init(ROLLBACK), Batches()
+    for _ in range(20):
+        if batches.at == 8:
+            batches.at = 14
+        want, _ = train_step(ROLLBACK)(want, next(batches))
+    assert trees_equal(jax.device_get(want), state)
+
+
+def test_a_kill_between_rollback_and_the_next_checkpoint_changes_nothing(tmp_path):
+    bad = {14: math.nan, 22: 1e4}
+    _, want = train_to_the_end(tmp_path / "whole", ROLLBACK, bad)
+    with pytest.raises(guards.RollbackRequested) as event:
+        train(tmp_path / "cut", ROLLBACK, bad)
+    guards.roll_back(tmp_path / "cut", event.value.spike, ROLLBACK)
+    train(tmp_path / "cut", ROLLBACK, bad, stop_at=10)
+    _, got = train_to_the_end(tmp_path / "cut", ROLLBACK, bad)
+    assert trees_equal(want, got)
+    rollbacks = guards.read_rollbacks(tmp_path / "cut")
+    assert rollbacks == guards.read_rollbacks(tmp_path / "whole")
+    # Batch 22 came at step 16: back to 12, which had seen 18.
+    assert [(r["to"], r["batches"]) for r in rollbacks] == [(8, [8, 14]), (12, [18, 22])]
+
+
+def test_a_spike_before_the_first_checkpoint_goes_back_to_the_beginning(tmp_path):
+    (_, drawn), _ = train_to_the_end(tmp_path, ROLLBACK, {2: math.nan}, total=3)
+    assert drawn == [1, 2, 3, 4, 5]
+
+
+def test_the_number_of_rollbacks_is_limited(tmp_path):
+    config = SpikeConfig(**TOY, guard="rollback", max_actions=2)
+    with pytest.raises(FloatingPointError, match=r"all 2 rollbacks of spikes\.max_actions=2 are used up"):
+        train_to_the_end(tmp_path, config, {n: math.nan for n in range(2, 200)})
+    # The second skips batches after those of the first, although no checkpoint counts them.
+    rollbacks = guards.read_rollbacks(tmp_path)
+    assert [(r["to"], r["batches"]) for r in rollbacks] == [(0, [0, 2]), (0, [2, 4])]
+
+
+def test_rollback_without_a_spike_changes_nothing(tmp_path):
+    _, off = train(tmp_path / "off", SpikeConfig(**TOY), total=9)
+    drawn, on = train(tmp_path / "on", ROLLBACK, total=9)
+    assert trees_equal(off, on) and drawn == list(range(1, 10))
+
+
+@pytest.mark.parametrize(
+    ("steps", "target"), [([4, 8, 12], 8), ([8, 12, 16], 8), ([12, 13], 12), ([14], 0), ([], 0)]
+)
+def test_rollback_takes_the_newest_checkpoint_that_is_old_enough(steps, target):
+    assert guards.rollback_target(steps, spike_step=14, rewind_steps=3) == target
+
+
+def test_a_second_rollback_keeps_the_checkpoints_of_the_first(tmp_path):
+    """Renamed checkpoints of one step get different names."""
+    path = tmp_path / "8.rolled_back"
+    assert guards._unused(path) == path
+    path.mkdir()
+    assert guards._unused(path).name == "8.rolled_back-2"
+
+
+def test_excluded_batches_are_those_of_rollbacks_to_this_step_or_before(tmp_path):
+    (tmp_path / "spikes").mkdir()
+    entries = [{"to": 4, "batches": [4, 9]}, {"to": 12, "batches": [18, 22]}]
+    (tmp_path / "spikes" / "rollbacks.json").write_text(json.dumps(entries))
+    for step_number, position, dropped in [(0, 0, 0), (4, 4, 5), (8, 13, 0), (12, 18, 4), (16, 22, 0)]:
+        batches = Batches()
+        batches.at = position
+        assert guards.skip_excluded_batches(tmp_path, step_number, batches) == dropped

@@ -1,0 +1,108 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from maxlp.monitoring import replay
+from maxlp.monitoring.spikes import SpikeConfig
+from maxlp.monitoring.watch import Crossing
+from maxlp.runtime.checkpoint import StepInfo
+from maxlp.runtime.writers import read_jsonl
+
+
+def test_the_first_gradient_to_stand_out():
+    rng = np.random.default_rng(0)
+    norms = {name: 1 + 0.1 * rng.uniform(-1, 1, 40) for name in "abc"}
+    norms["b"][10] = 5.0  # long before
+    norms["a"][36], norms["c"][36], norms["b"][38] = 3.0, 2.0, 9.0
+    steps = [{"step": i, "grad_norms": {k: v[i] for k, v in norms.items()}} for i in range(40)]
+    first = replay.first_to_stand_out(steps, SpikeConfig())
+    assert (first.tensor, first.step) == ("a", 36) and first.value > 10
+    assert replay.first_to_stand_out(steps[:20], SpikeConfig(lead=2)) is None
+
+
+def test_only_the_last_steps_are_examined():
+    steps = [
+        {"step": n, "loss": float(n), "rms": {"a": 2.0 if n in (3, 8) else 1.0}, "grad_norms": {"a": 1.0}}
+        for n in range(1, 11)
+    ]
+    finding = replay.examine(steps, SpikeConfig(lead=4))
+    assert finding.losses == {n: float(n) for n in range(1, 11)}
+    assert finding.by_rms == Crossing("a", 8, 2.0) and finding.by_grad_norm is None
+
+
+def test_the_lines_of_a_finding():
+    finding = replay.Finding({}, by_rms=None, by_grad_norm=Crossing("a", 36, 12.34))
+    assert list(replay.finding_lines(finding, 39, SpikeConfig())) == [
+        "first by RMS_t: no tensor was above 1.8 in the 8 steps before the spike",
+        "first by gradient norm: a at step 36, 3 before the spike (12.3 σ)",
+    ]
+
+
+def test_the_checkpoint_to_start_from(tmp_path, monkeypatch):
+    def list_steps(folder):
+        steps = [10, 20] if folder.name == "checkpoints" and folder.parent == tmp_path else []
+        return [StepInfo(n, folder / str(n), "complete", 0, 0.0) for n in steps]
+
+    assert replay.find_checkpoint(tmp_path, 9, lead=2) is None, "no checkpoint: from the beginning"
+    monkeypatch.setattr(replay.checkpoint, "list_steps", list_steps)
+    assert replay.find_checkpoint(tmp_path, 25, lead=2) == tmp_path / "checkpoints" / "20"
+    with pytest.raises(ValueError, match="no checkpoint from before step 9; its oldest is from step 10"):
+        replay.find_checkpoint(tmp_path, 9, lead=2)
+    kept = tmp_path / "spikes" / "checkpoints" / "5"
+    kept.mkdir(parents=True)
+    (tmp_path / "spikes" / "25.json").write_text('{"checkpoint": "spikes/checkpoints/5"}')
+    assert replay.find_checkpoint(tmp_path, 25, lead=2) == kept
+
+
+def test_an_unknown_precision(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match="precision='fp4' is unknown; choose one of: recipe, bf16, float32"
+    ):
+        replay.replay(tmp_path, 13, "fp4")
+
+
+def command(name, *options):
+    full = [sys.executable, "-m", f"maxlp.{name}", *options]
+    env = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(full, cwd=root, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_replay_repeats_the_run_and_answers_in_another_precision(tmp_path):
+    sizes = dict(embed_dim=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, mlp_dim=64)
+    options = {f"model.{key}": value for key, value in sizes.items()} | {
+        "model.vocab_size": 512,
+        "model.dtype": "bfloat16",
+        "data.source": "stdlib?heldout=0.002",
+        "data.tokenizer": "bytes",
+        "data.seq_len": 32,
+        "data.shuffle_tokens": 4096,
+        "optimizer.name": "stable_adamw",
+        "optimizer.warmup_steps": 2,
+        "train.total_steps": 14,
+        "train.log_every": 1,
+        "train.eval_every": 0,
+        "checkpoint.every_steps": 5,
+    }
+    values = [f"--config.{key}={value}" for key, value in options.items()]
+    command("train", "--config=configs/llama/debug.py", f"--workdir={tmp_path}", *values)
+    records = [r for r in read_jsonl(tmp_path / "metrics.jsonl") if "train/loss" in r]
+    logged = [r["train/loss"] for r in records if 11 <= r["step"] <= 13]
+
+    def replayed(*options):
+        lines = command("report", str(tmp_path), "--spike=13", *options).splitlines()
+        assert lines[0].startswith("replaying steps 11 to 13") and "RMS_t " in lines[1]
+        assert lines[4].startswith("first by RMS_t: ") and lines[5].startswith("first by gradient norm: ")
+        return [float(line.split()[3]) for line in lines[1:4]]
+
+    same, exact = replayed(), replayed("--precision=float32")
+    assert same == [round(loss, 4) for loss in logged]
+    assert exact != same and exact == pytest.approx(logged, 0.01)

@@ -1,0 +1,57 @@
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from maxlp.monitoring.run_record import counted, load_run, tail
+from maxlp.monitoring.spikes import SpikeConfig
+
+
+def test_an_empty_directory_is_a_run_that_has_not_begun(tmp_path):
+    run = load_run(tmp_path)
+    assert (run.config, run.info, run.records, run.checkpoints) == ({}, {}, [], [])
+    assert (run.starts, run.num_params, run.step, run.units_per_step) == ([], None, 0, 0)
+    assert run.spike_config == SpikeConfig()
+    assert [len(values) for values in run.series("train/loss")] == [0, 0]
+    with pytest.raises(ValueError, match="missing is not a directory; give the --workdir of a run"):
+        load_run(tmp_path / "missing")
+
+
+def test_parameters_are_those_of_the_newest_start(tmp_path):
+    run = dataclasses.replace(load_run(tmp_path), info={"starts": [{"num_params": 1}, {"num_params": 2}]})
+    assert run.num_params == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "unit", "units"),
+    [(dict(batch_size=8, seq_len=256), "tokens", 2048), (dict(batch_size=8), "images", 8)],
+)
+def test_what_throughput_counts(tmp_path, data, unit, units):
+    (tmp_path / "config.json").write_text(json.dumps({"data": data}))
+    run = load_run(tmp_path)
+    assert (run.unit, run.units_per_step) == (unit, units)
+
+
+def test_the_spike_config_is_that_of_the_run_less_unknown_keys(tmp_path):
+    spikes = {"threshold": 5.0, "statistics": False, "of_another_version": 1}
+    (tmp_path / "config.json").write_text(json.dumps({"spikes": spikes}))
+    assert load_run(tmp_path).spike_config == SpikeConfig(threshold=5.0, statistics=False)
+
+
+def test_a_series_holds_the_records_that_have_it(tmp_path):
+    records = [{"step": 1, "a": 0.5}, {"step": 2, "b": 1}, {"step": 3, "a": 0.25}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    steps, values = load_run(tmp_path).series("a")
+    assert steps.tolist() == [1, 3] and values.tolist() == [0.5, 0.25]
+
+
+@pytest.mark.parametrize(("records", "used"), [(1, 1), (9, 1), (40, 4), (1000, 10)])
+def test_the_tail_is_a_tenth_and_at_most_ten(records, used):
+    losses = np.arange(records)
+    assert tail(losses).tolist() == losses[-used:].tolist()
+
+
+def test_counted_nouns():
+    assert [counted(n, "spike") for n in (0, 1, 2)] == ["0 spikes", "1 spike", "2 spikes"]
+    assert counted(2, "process", "processes") == "2 processes"

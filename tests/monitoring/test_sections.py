@@ -1,0 +1,162 @@
+import dataclasses
+import json
+import math
+import re
+import time
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from maxlp.monitoring import sections
+from maxlp.monitoring.run_record import load_run
+from maxlp.monitoring.spikes import Spike
+from maxlp.run import run_dir
+from maxlp.runtime.checkpoint import StepInfo
+from maxlp.runtime.files import write_json
+from tests.monitoring.fixtures import write_run
+
+
+def shown(path):
+    """The report as {section: {label: text}}, with wrapped lines joined."""
+    found = {}
+    for paragraph in sections.report_text(load_run(path)).split("\n\n"):
+        title, *lines = re.sub(r"\n {3,}", " ", paragraph).split("\n")
+        parts = (line.strip().partition("  ") for line in lines)
+        found[title] = {label: text.strip() for label, _, text in parts}
+    return found
+
+
+def test_a_finished_run(tmp_path):
+    write_run(tmp_path)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    text = shown(tmp_path)
+    assert text["Run"]["state"] == "finished, 400 steps"
+    assert text["Run"]["started"].endswith("at step 0")
+    assert text["Run"]["resumed"].endswith("at step 200")
+    assert "8 × cpu, 1 process, host " in text["Run"]["device"]
+    assert "jax 0." in text["Run"]["versions"]
+    assert text["Config"]["model"] == "name=llama embed_dim=128"
+    assert text["Loss"]["tokens seen"] == "819,200 (2,048 per step)"
+    tail = np.mean([1.5 + 4 * math.exp(-step / 50) for step in (370, 380, 390, 400)])
+    assert text["Loss"]["train/loss"] == f"{tail:.4f}, mean of the last 4 records"
+    assert text["Loss"]["eval/bits_per_byte"] == "2.1000 at step 400, best 2.0000 at step 300"
+    assert text["Speed"]["perf/tokens_per_sec"] == "median 1,205, 5th to 95th percentile 1,030 to 1,380"
+    mfu = (
+        "50.0% (full attention FLOPs), 40.0% (causal); peak 0.2 TFLOP/s per device, measured with a matmul"
+    )
+    assert text["Speed"]["MFU"] == mfu
+    assert text["Speed"]["memory/host_peak_gib"] == "maximum 1.40"
+    assert "Spikes" not in text and "Checkpoints" not in text
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before, "a report changes no file"
+
+
+def test_a_run_in_progress_with_damaged_files(tmp_path):
+    write_run(tmp_path, steps=120)
+    with (tmp_path / "metrics.jsonl").open("a") as f:
+        f.write('{"step": 130, "train/lo')
+    assert shown(tmp_path)["Run"]["state"].startswith("at step 120 of 400 (30.0%), last record 0:0")
+    (tmp_path / "config.json").write_text('{"model": {"na')
+    (tmp_path / "run.json").unlink()
+    text = shown(tmp_path)
+    assert text["Run"]["state"].startswith("at step 120, last record 0:0")
+    assert set(text) == {"Run", "Loss", "Speed"}
+
+
+def test_an_empty_directory(tmp_path):
+    assert shown(tmp_path) == {"Run": {"directory": str(tmp_path), "state": "no metrics yet"}}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_skipped_and_truncated_examples_and_recalls(tmp_path):
+    run_dir.save_config(tmp_path, ConfigDict({"data": {"text_len": 77}}))
+    recalls = {f"eval/recall_{k}": k / 10 for k in (1, 5, 10)}
+    records = [
+        {"step": 1, "data/skipped": 1},
+        {"step": 2, "data/skipped": 5, "data/texts_cut": 0.03} | recalls,
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    text = shown(tmp_path)
+    truncated = "3.0% since the last start (longer than data.text_len=77)"
+    assert text["Data"] == {"skipped": "5 broken examples", "truncated texts": truncated}
+    assert list(text["Loss"]) == list(recalls)  # 10 after 5
+    assert text["Loss"]["eval/recall_5"] == "50.00% at step 2"
+
+
+def test_the_best_evaluation_is_among_those_of_as_much_text_as_the_last(tmp_path):
+    evals = [(1, 1.0, 10), (2, 3.0, 99), (3, 4.0, 99)]
+    records = [{"step": n, "eval/loss": loss, "eval/tokens": tokens} for n, loss, tokens in evals]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    assert shown(tmp_path)["Loss"] == {"eval/loss": "4.0000 at step 3, best 3.0000 at step 2"}
+
+
+def test_losses_that_are_not_finite(tmp_path):
+    write_run(tmp_path, losses=[2.0] * 3 + [math.nan] * 4 + [math.inf] + [2.0] * 32)
+    text = shown(tmp_path)
+    assert text["Loss"]["not finite"] == "5 records, the first at step 40"
+    assert text["Loss"]["train/loss"].startswith("2.0000, ")
+    write_run(tmp_path, losses=[math.nan] * 40)
+    assert shown(tmp_path)["Loss"]["train/loss"].startswith("nan, ")
+
+
+def test_a_second_start_from_nothing(tmp_path):
+    run_dir.record_start(tmp_path, 0, num_params=1000)
+    run_dir.record_start(tmp_path, 0, num_params=8030261248)
+    text = shown(tmp_path)
+    assert set(text["Run"]) >= {"started", "restarted"}
+    assert text["Config"] == {"parameters": "8,030,261,248"}
+
+
+def test_quantization_is_that_of_the_last_measurement(tmp_path):
+    values = {"amax": 2.0, "scale": 0.5, "age": 1.0, "saturated": 0.25, "underflow": 0.0}
+    health = {f"health/layers/mlp/0/input/{name}": value for name, value in values.items()}
+    records = [{"step": 5} | health | {"health/layers/mlp/0/input/amax": 9.0}, {"step": 10} | health]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    text = shown(tmp_path)["Quantization"]
+    assert text["measured at"] == "step 10"
+    assert "amax 2 to 2" in text["layers/mlp input"] and "saturated 25.00%" in text["layers/mlp input"]
+
+
+def test_checkpoints_are_listed_with_their_state(tmp_path):
+    infos = [
+        StepInfo(100, tmp_path, "damaged", 0, time.time()),
+        StepInfo(2000, tmp_path, "complete", 3 * 2**20, time.time()),
+    ]
+    run = dataclasses.replace(load_run(tmp_path), checkpoints=infos)
+    (bad, bad_text), (good, good_text) = sections.checkpoint_lines(run)
+    assert (bad, good) == ("step 100", "step 2,000")
+    assert bad_text.startswith("damaged, 0.0 MiB") and good_text.startswith("complete, 3.0 MiB")
+
+
+# --- Spikes -------------------------------------------------------------------------------------------
+
+
+def test_spikes_among_the_logged_losses_as_the_config_defines_them(tmp_path):
+    losses = 2 + 0.01 * np.sin(np.arange(40))
+    losses[[20, 30]] += 1.0
+    write_run(tmp_path, losses=losses)
+    assert list(shown(tmp_path)["Spikes"]) == ["step 210", "step 310"]
+    assert sections.spike_lines(load_run(tmp_path), at_most=1)[1] == ("", "and 1 more")
+    config = json.loads((tmp_path / "config.json").read_text())
+    write_json(tmp_path / "config.json", config | {"spikes": {"threshold": 1000.0}})
+    assert "Spikes" not in shown(tmp_path)
+
+
+def test_recorded_spikes_and_rollbacks(tmp_path):
+    write_run(tmp_path, steps=10)
+    (tmp_path / "spikes").mkdir()
+    first = {"tensor": "layers/mlp/up_proj/kernel/3", "step": 206, "value": 4.2}
+    record = Spike(210, 3.0, 2.0, 5.0)._asdict() | {"first": first}
+    write_json(tmp_path / "spikes" / "210.json", record)
+    rollback = {"spike": {"step": 210}, "to": 100, "batches": [100, 300]}
+    write_json(tmp_path / "spikes" / "rollbacks.json", [rollback])
+    assert shown(tmp_path)["Spikes"] == {
+        "step 210": "loss 3.0000, 5.0 σ above the preceding mean 2.0000; "
+        "first tensor layers/mlp/up_proj/kernel/3, RMS_t 4.20, 4 steps earlier",
+        "rolled back": "from step 210 to step 100, skipping batches 101 to 300",
+    }
+
+
+def test_a_new_section_is_one_function(tmp_path, monkeypatch):
+    write_run(tmp_path, steps=10)
+    monkeypatch.setitem(sections.SECTIONS, "New", lambda run: [("finished", f"{run.step}")])
+    assert shown(tmp_path)["New"] == {"finished": "10"}

@@ -1,0 +1,83 @@
+import json
+import math
+
+import numpy as np
+import pytest
+
+from maxlp.monitoring.spikes import Detector, SpikeConfig, count_predicted, find_rms_spikes, find_spikes
+from tests.monitoring.fixtures import noisy
+
+
+def test_a_resumed_detector_finds_the_same_spikes():
+    losses = noisy()
+    losses[[100, 105, 200]] += 1.0
+    losses[150] = math.nan
+    whole, resumed, found = Detector(SpikeConfig()), Detector(SpikeConfig()), []
+    for i, loss in enumerate(losses):
+        found.append((whole.observe(i, loss), resumed.observe(i, loss)))
+        state = json.loads(json.dumps(resumed.get_state()))
+        resumed = Detector(SpikeConfig())
+        resumed.set_state(state)
+    found = [(a, b) for a, b in found if a or b]
+    assert [(a.step, a.begins) for a, _ in found] == [(100, True), (105, False), (150, True), (200, True)]
+    assert all(str(a) == str(b) for a, b in found)  # as text, since NaN differs from itself
+    assert found[2][0].sigmas == math.inf
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(guard="stop"), "guard='stop' is unknown; choose one of: off, skip, rollback"),
+        (dict(window=8), "window=8 must be at least min_history=16"),
+        (dict(threshold=0.0), r"threshold=0.0 must be positive"),
+        (dict(lead=0), "lead=0 must be at least 1"),
+    ],
+)
+def test_invalid_configs(changes, message):
+    with pytest.raises(ValueError, match=message):
+        SpikeConfig(**changes)
+
+
+# --- Among recorded losses ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def descent():
+    rng = np.random.default_rng(0)
+    steps = 10 * np.arange(1, 1001)
+    return steps, 2 + 3 * np.exp(-steps / 2000) + 0.05 * rng.uniform(-1, 1, len(steps))
+
+
+def test_a_run_without_spikes_has_none(descent):
+    assert find_spikes(*descent, SpikeConfig()) == []
+
+
+def test_planted_spikes_are_found_once_each(descent):
+    steps, losses = descent
+    losses[[300, 301, 600]] += 0.5
+    losses[450] = np.nan
+    found = find_spikes(steps, losses, SpikeConfig())
+    assert [s.step for s in found] == [steps[300], steps[600]]
+    before = losses[300 - 64 : 300]
+    assert found[0].loss == losses[300]
+    assert found[0].mean == pytest.approx(before.mean())
+    assert found[0].sigmas == pytest.approx((losses[300] - before.mean()) / before.std())
+    assert len(find_spikes(steps, losses, SpikeConfig(merge_steps=0))) == 3
+    assert find_spikes(steps, losses, SpikeConfig(threshold=100)) == []
+    assert find_spikes(steps, losses, SpikeConfig(min_history=700, window=700)) == []
+
+
+# --- Of RMS_t -----------------------------------------------------------------------------------------
+
+
+def test_rms_spikes_are_found_where_they_begin():
+    rms = np.ones(100)
+    rms[[20, 21, 25, 60]] = 2.0
+    assert find_rms_spikes(np.arange(100), rms, SpikeConfig()) == [20, 60]
+    assert find_rms_spikes(np.arange(100), rms, SpikeConfig(rms_threshold=2.5)) == []
+
+
+def test_predicted_spikes_are_counted_and_those_by_chance():
+    # RMS_t spikes at 10 and 50: steps 11..18 and 51..58 follow them, 16 of 100.
+    assert count_predicted([18, 19, 51, 50], [10, 50], 100, SpikeConfig()) == (4, 2, 4 * 0.16)
+    assert count_predicted([18], [], 100, SpikeConfig()) == (1, 0, 0.0)
