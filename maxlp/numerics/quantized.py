@@ -107,7 +107,7 @@ def _join_blocks(x: jax.Array, axis: int) -> jax.Array:
     return _reshape(x, shape, lambda spec: (*spec[: axis + 1], *spec[axis + 2 :]))
 
 
-def _reshape(x: jax.Array, shape: tuple[int, ...], new_spec: Callable[[tuple], tuple]) -> jax.Array:
+def _reshape(x: jax.Array, shape: tuple[int, ...], new_spec: Callable[[Any], tuple]) -> jax.Array:
     """Reshapes; on explicit mesh axes ``new_spec`` makes the partition of the result from that of ``x``."""
     if (sharding := explicit_sharding(x)) is None:
         return x.reshape(shape)

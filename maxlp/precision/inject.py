@@ -31,8 +31,11 @@ class Matmul(Protocol):
 
 def matmuls(model: nnx.Module) -> list[tuple[str, Matmul]]:
     """(path, module) of each `Matmul` of a model, sorted by path."""
-    modules = (("/".join(map(str, path)), module) for path, module in nnx.iter_modules(model))
-    return sorted((item for item in modules if isinstance(item[1], Matmul)), key=lambda item: item[0])
+    found: list[tuple[str, Matmul]] = []
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Matmul):
+            found.append(("/".join(map(str, path)), module))
+    return sorted(found, key=lambda item: item[0])
 
 
 def inject(
