@@ -373,16 +373,7 @@ def test_low_precision(recipe):
     """Only the middle block of each tower computes in it; the loss stays close, and it is not the same."""
     expected, expected_grads = on_one_device("plain")
     model = make()
-    table = precision.apply(
-        model,
-        recipe=recipe,
-        options={},
-        rules=(),
-        first_blocks=1,
-        last_blocks=1,
-        min_dim=0,
-        smooth_swiglu="none",
-    )
+    table = precision.inject(model, precision.make_recipe(recipe), first_blocks=1, last_blocks=1)
     low = {path for path, name in table.items() if name != precision.HIGH_PRECISION}
     matmuls = ("attn/q_proj", "attn/k_proj", "attn/v_proj", "attn/o_proj", "mlp/up_proj", "mlp/down_proj")
     assert low == {f"{tower}/layers/{name}" for tower in ("visual", "text") for name in matmuls}
