@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlp.core.train_state import OVERWRITE_WITH_GRADIENT
+from maxlp.core.gradients import OVERWRITE_WITH_GRADIENT
 from maxlp.nn import layers, stack
 from maxlp.parallel import pipeline
 from maxlp.parallel.schedule import PipelineConfig
