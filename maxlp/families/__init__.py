@@ -10,7 +10,6 @@ it: training a Llama imports nothing of CLIP.
 
 import dataclasses
 import pkgutil
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -77,7 +76,7 @@ class Family:
     tokenizer_texts: Callable[[Any, int], Iterator[str | bytes]]
     gated_products: tuple[str, ...]
     describe_batch: Callable[[Any], str]
-    search_choices: Mapping[str, tuple] = types.MappingProxyType({})
+    search_choices: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
     linear_probe: Callable[..., dict[str, float]] | None = None
 
 
