@@ -71,11 +71,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         for rank, scale in ((32, 2), (16, 2), (32, 4), (16, 4))
     },
     "moments": {
-        "fp8 (e4m3, e5m2)": {"optimizer.low_bit": {}},
+        "fp8 (e4m3, e5m2)": {"optimizer.low_bit": {"mu": "float8_e4m3fn", "nu": "float8_e5m2"}},
         "8-bit dynamic, blocks of 256": {
             "optimizer.low_bit": {"mu": "dynamic8", "nu": "dynamic8", "block_size": 256}
         },
-        "e4m3, float32": {"optimizer.low_bit": {"nu": "float32"}},
+        "e4m3, float32": {"optimizer.low_bit": {"mu": "float8_e4m3fn", "nu": "float32"}},
     },
 }
 BASELINES = {  # names of bf16 of "precision" in other experiments

@@ -26,8 +26,8 @@ from PIL import Image
 
 from configs.clip import debug
 from maxlp.core import train_step as step
-from maxlp.data import DATA
-from maxlp.parallel.batches import device_batches
+from maxlp.data.image_text import ImageTextDataConfig, make_data
+from maxlp.parallel import sharding
 from maxlp.run import build
 
 PHOTOS = 48
@@ -53,7 +53,8 @@ def write_photos(path: str, width: int, height: int) -> None:
 
 
 def images_per_core_second(batches: int, **kwargs) -> float:
-    dataset = DATA["image_text"](batch_size=BATCH, num_threads=1, **kwargs)
+    config = ImageTextDataConfig(batch_size=BATCH, num_threads=1, **kwargs)
+    dataset = make_data(config, split="train")
     iterator = iter(dataset)
     list(itertools.islice(iterator, max(2, dataset.steps_per_epoch)))  # opens files, draws glyphs once
     start = time.process_time()
@@ -75,7 +76,7 @@ def stall(turns: int = 6, steps: int = 25) -> None:
         train_step = build.train_step(c, graphdef, abstract, mesh)
         batches = iter(build.train_data(c, build.tokenizer(c, Path(folder))))
         batches.start_prefetch()
-        stream = device_batches(batches, mesh)
+        stream = sharding.device_batches(batches, mesh)
         one, _ = next(stream)
         state, out = train_step(state, one)
         seconds: dict[str, list[float]] = {"pipeline": [], "one batch": []}

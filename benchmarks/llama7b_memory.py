@@ -36,7 +36,6 @@ COMMON = dict(
     learning_rate=5e-3,
     schedule="cosine",
     warmup_steps=15_000,
-    total_steps=150_000,
     final_lr_fraction=0.1,
     weight_decay=0.0,
     b1=0.9,
@@ -44,19 +43,19 @@ COMMON = dict(
     eps=1e-6,
     clip_norm=0.0,
 )
-DYNAMIC8 = dict(mu="dynamic8", nu="dynamic8", block_size=256)
+DYNAMIC8 = optim.LowBitConfig(mu="dynamic8", nu="dynamic8", block_size=256)
 
 
 def optimizers(rank: int) -> dict[str, dict]:
-    """Keywords of `optim.make_tx`."""
-    galore = dict(rank=rank, update_proj_gap=500, basis="randomized")
+    """Keywords of `optim.OptimizerConfig`."""
+    galore = functools.partial(optim.GaloreConfig, rank=rank, update_proj_gap=500, basis="randomized")
     return {
         "adamw": {},
         "adamw32": dict(name="stable_adamw", options=dict(clip_threshold=float("inf"))),
         "adam8": dict(low_bit=DYNAMIC8),
-        "galore": dict(galore=galore),
-        "galore8": dict(galore=galore, low_bit=DYNAMIC8),
-        "q_galore8": dict(galore=galore | dict(projector="int4"), low_bit=DYNAMIC8),
+        "galore": dict(galore=galore()),
+        "galore8": dict(galore=galore(), low_bit=DYNAMIC8),
+        "q_galore8": dict(galore=galore(projector="int4"), low_bit=DYNAMIC8),
     }
 
 
@@ -113,11 +112,11 @@ def main() -> None:
     base, rows = None, []
     with jax.set_mesh(mesh):
         for name, changes in optimizers(args.rank).items():
-            if only & optimizers(1).keys() and name not in only | {"adamw"}:
+            if only & optimizers(args.rank).keys() and name not in only | {"adamw"}:
                 continue
-            tx, schedule = optim.make_tx(
-                **COMMON | {"name": "adamw"} | changes, param_rounding=args.param_rounding
-            )
+            config = optim.OptimizerConfig(**COMMON | changes, param_rounding=args.param_rounding)
+            optimizer = optim.make_tx(config, total_steps=150_000)
+            tx, schedule = optimizer.tx, optimizer.schedule
             graphdef, abstract = step.abstract_state(make_model, tx, mesh)
             state = optim.state_bytes(abstract["opt_state"])
             base = base or state
@@ -126,7 +125,7 @@ def main() -> None:
                 wanted = {"released"} if released else {"not"}
                 if args.state_only or (only & {"released", "not"} and not only & wanted):
                     continue
-                if only & optimizers(1).keys() and name not in only:
+                if only & optimizers(args.rank).keys() and name not in only:
                     continue
                 memory, seconds = compile_for(abstract, batch, mesh, released, common)
                 row = dict(name=name, released=released, state=state, ratio=state / base, peak=memory.peak)

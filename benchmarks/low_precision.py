@@ -30,13 +30,14 @@ from maxlp import optim, precision
 from maxlp.core import gradients
 from maxlp.core import train_step as step
 from maxlp.families.llama import task as language
+from maxlp.families.llama.flops import train_flops_per_token
 from maxlp.families.llama.model import Llama
 from maxlp.nn import layers
 from maxlp.numerics import formats
 from maxlp.parallel import sharding
 from maxlp.parallel.batches import global_batch
 from maxlp.precision import QuantDot
-from maxlp.runtime import metrics
+from maxlp.runtime import hardware
 
 # (tokens, inputs, outputs) of the linear layers; ViT-H: 256 images of 257 patches
 SHAPES = {
@@ -192,10 +193,12 @@ def train_step(recipe, repeats: int, *, batch: int, length: int, **sizes) -> dic
         precision.inject(model, recipe)
         return model
 
-    tx, schedule = optim.make_tx(
-        learning_rate=3e-4, warmup_steps=10, total_steps=1000, final_lr_fraction=0.1, clip_norm=1.0,
+    config = optim.OptimizerConfig(
+        learning_rate=3e-4, warmup_steps=10, final_lr_fraction=0.1, clip_norm=1.0,
         weight_decay=0.1, b1=0.9, b2=0.95, eps=1e-8,
     )  # fmt: skip
+    optimizer = optim.make_tx(config, total_steps=1000)
+    tx, schedule = optimizer.tx, optimizer.schedule
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, sizes["vocab_size"], (batch, length + 1), np.int32)
     data = {
@@ -227,12 +230,12 @@ def train_step(recipe, repeats: int, *, batch: int, length: int, **sizes) -> dic
             times.append(time.perf_counter() - start)
     num_params = sum(leaf.size for leaf in jax.tree.leaves(abstract["params"]))
     looked_up = sizes["vocab_size"] * sizes["embed_dim"]
-    per_token = metrics.train_flops_per_token(
+    per_token = train_flops_per_token(
         num_params - looked_up, sizes["num_layers"], sizes["num_heads"], sizes["head_dim"], length
     )[1]
     flops = per_token * batch * length
     found = row("step", compiled, statistics.median(times[2:]), flops)
-    return found | dict(mfu=flops / (found["ms"] / 1e3) / metrics.peak_flops().flops)
+    return found | dict(mfu=flops / (found["ms"] / 1e3) / hardware.peak_flops().flops)
 
 
 def main() -> None:

@@ -66,12 +66,10 @@ def main() -> None:
             rngs=rngs,
         )
 
-    tx, schedule = optim.make_tx(
-        "adamw",
+    config = optim.OptimizerConfig(
         learning_rate=1e-3,
         schedule="constant",
         warmup_steps=0,
-        total_steps=10**6,
         final_lr_fraction=1.0,
         clip_norm=1.0,
         weight_decay=0.1,
@@ -79,6 +77,8 @@ def main() -> None:
         b2=0.95,
         eps=1e-8,
     )
+    optimizer = optim.make_tx(config, total_steps=10**6)
+    tx, schedule = optimizer.tx, optimizer.schedule
     mesh = sharding.make_mesh(fsdp=-1)
     rng = np.random.default_rng(0)
     shape = (args.batch_size, args.seq_len)

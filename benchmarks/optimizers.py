@@ -38,7 +38,6 @@ COMMON = dict(
     learning_rate=1e-3,
     schedule="constant",
     warmup_steps=0,
-    total_steps=1000,
     final_lr_fraction=1.0,
     clip_norm=1.0,
     weight_decay=0.1,
@@ -49,9 +48,10 @@ COMMON = dict(
 
 
 def optimizers(rank: int, gap: int) -> dict[str, dict]:
-    """Keywords of `optim.make_tx`."""
-    galore = dict(rank=rank, update_proj_gap=gap, basis="randomized")
-    dynamic8 = dict(mu="dynamic8", nu="dynamic8", block_size=256)
+    """Keywords of `optim.OptimizerConfig`."""
+    galore = functools.partial(optim.GaloreConfig, rank=rank, update_proj_gap=gap, basis="randomized")
+    low_bit = optim.LowBitConfig
+    dynamic8 = low_bit(mu="dynamic8", nu="dynamic8", block_size=256)
     return {
         "adamw": {},
         "stable_adamw": {},
@@ -60,16 +60,16 @@ def optimizers(rank: int, gap: int) -> dict[str, dict]:
         "muon": {},
         "schedule_free_adamw": {},
         "adamp": {},
-        "galore, svd": dict(name="adamw", galore=galore | dict(basis="svd")),
-        "galore, randomized": dict(name="adamw", galore=galore),
-        "galore + dynamic8": dict(name="adamw", galore=galore, low_bit=dynamic8),
+        "galore, svd": dict(name="adamw", galore=galore(basis="svd")),
+        "galore, randomized": dict(name="adamw", galore=galore()),
+        "galore + dynamic8": dict(name="adamw", galore=galore(), low_bit=dynamic8),
         "q_galore": dict(
-            name="adamw", galore=galore | dict(projector="int4", lazy_threshold=0.4), low_bit=dynamic8
+            name="adamw", galore=galore(projector="int4", lazy_threshold=0.4), low_bit=dynamic8
         ),
-        "fp8 moments": dict(name="adamw", low_bit={}),
+        "fp8 moments": dict(name="adamw", low_bit=low_bit(mu="float8_e4m3fn", nu="float8_e5m2")),
         "dynamic8 moments": dict(name="adamw", low_bit=dynamic8),
-        "float16 moments": dict(name="adamw", low_bit=dict(mu="float16", nu="float16")),
-        "bfloat16 moments": dict(name="adamw", low_bit=dict(mu="bfloat16", nu="bfloat16")),
+        "float16 moments": dict(name="adamw", low_bit=low_bit(mu="float16", nu="float16")),
+        "bfloat16 moments": dict(name="adamw", low_bit=low_bit(mu="bfloat16", nu="bfloat16")),
     }
 
 
@@ -164,7 +164,8 @@ def main() -> None:
             "optax.adamw": Run(optax.chain(optax.clip_by_global_norm(1.0), adamw), make_model, mesh, batch)
         }
         for name, changes in chosen.items():
-            runs[name] = Run(optim.make_tx(**COMMON | {"name": name} | changes)[0], make_model, mesh, batch)
+            config = optim.OptimizerConfig(**COMMON | {"name": name} | changes)
+            runs[name] = Run(optim.make_tx(config, total_steps=1000).tx, make_model, mesh, batch)
         for _ in range(args.rounds):
             for run in runs.values():
                 run.later_steps.append(run.timed_step())

@@ -41,7 +41,7 @@ def bits_per_byte(compress: Callable[[bytes], bytes], train: bytes, held_out: by
 
 
 def main() -> None:
-    train, held_out = read_stdlib("train"), read_stdlib("heldout")
+    train, held_out = read_stdlib("train"), read_stdlib("validation")
     assert len(train) + len(held_out) < XZ_FILTERS[0]["dict_size"], "the window must hold all text"
     result = {
         "train_bytes": len(train),

@@ -65,7 +65,7 @@ def choose(arg: str, c: ConfigDict) -> ConfigDict:
 
 
 def _unset(**types) -> dict:
-    """Keys that the command line can set; while all are unset, what they configure is off or the default."""
+    """Keys for the command line to set; while all are unset, what they configure is off."""
     return {name: config_dict.placeholder(kind) for name, kind in types.items()}
 
 

@@ -1,31 +1,31 @@
 # shellcheck shell=bash
-# What the launchers share. They read it with `source`; it does nothing by itself.
+# Functions shared by the launchers, which read this file with `source`.
 
-say() { echo "${0##*/}: $*" >&2; }
+log() { echo "${0##*/}: $*" >&2; }
 
-die() { # MESSAGE: a mistake of the user, exit code 2
-  say "$*; see --help"
+die() { # MESSAGE: reports a user error, exit code 2
+  log "$*; see --help"
   exit 2
 }
 
-usage() { sed -n '2,/^[^#]/{ /^# shellcheck/d; s/^#$//p; s/^# //p; }' "$1"; } # the comment at the top of a script
+usage() { sed -n '2,/^[^#]/{ /^# shellcheck/d; s/^#$//p; s/^# //p; }' "$1"; } # SCRIPT: prints the comment at its top
 
-# Whether a run that ended with this exit code should be started again: 0 is done, 2 a mistake that would
-# come again, 130 Ctrl-C. All else is a lost process, or 75: saved because of SIGTERM.
-again() { case $1 in 0 | 2 | 130) return 1 ;; esac }
+# Whether a run that ended with this exit code is to be restarted. 0 is success, 2 a user error that would
+# recur, 130 Ctrl-C. Anything else is a failed process, or 75: a checkpoint was saved because of SIGTERM.
+restartable() { case $1 in 0 | 2 | 130) return 1 ;; esac }
 
-free_port() { # below 30000, where no system hands out ports by itself
+free_port() { # below 30000, outside the range from which systems assign ports
   local port
   while port=$((10000 + RANDOM % 20000)) && (exec 4<>"/dev/tcp/localhost/$port") 2>/dev/null; do :; done
   echo "$port"
 }
 
-flags_of() { # FILE: the flags in it, on one line
-  [[ -r $1 ]] || die "$1 cannot be read; sets of compiler flags are launch/xla_flags/*.txt"
+flags_of() { # FILE: prints its flags on one line
+  [[ -r $1 ]] || die "$1 cannot be read; the sets of compiler flags are launch/xla_flags/*.txt"
   grep -v '^#' "$1" | xargs
 }
 
-load_flags() { # FILE: puts its flags before those in the environment, which win
+load_flags() { # FILE: puts its flags before those of the environment, which take precedence
   local flags
   flags=$(flags_of "$1") || exit
   case ${1##*/} in
@@ -34,7 +34,7 @@ load_flags() { # FILE: puts its flags before those in the environment, which win
   esac
 }
 
-print_flags() { # what load_flags did, for a dry run
+print_flags() { # prints what load_flags set, for a dry run
   local name
   for name in LIBTPU_INIT_ARGS XLA_FLAGS; do
     [[ -z ${!name:-} ]] || printf 'export %s=%q\n' "$name" "${!name}"

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Trains on Kubernetes as a JobSet: slices of TPUs (GKE), or hosts with GPUs.
+# Trains on Kubernetes as a JobSet, on TPU slices (GKE) or on hosts with GPUs.
 #
 #   launch/kubernetes.sh tpu NAME --image=IMAGE --type=v5p --topology=4x4x8 [--slices=2] -- --config=... --workdir=/mnt/shared/run
 #   launch/kubernetes.sh gpu NAME --image=IMAGE --hosts=4 [--gpus=8] -- --config=... --workdir=/data/run
 #   kubectl logs -f -l jobset.sigs.k8s.io/jobset-name=NAME,batch.kubernetes.io/job-completion-index=0
 #   kubectl delete jobset NAME                               all processes save and exit
 #
-# --restarts=R (default 10): how often a failure restarts all pods; saved because of SIGTERM does not count.
-# --volume=CLAIM (gpu): a PersistentVolumeClaim that all hosts share, seen as /data (default maxlp).
-# --xla_flags=FILE: flags for the compiler (default those of the type in launch/xla_flags; empty for none).
-# --dry_run prints the manifest. The cluster has JobSet (jobset.sigs.k8s.io); the image has maxlp installed.
+# --restarts=R (default 10): how often a failure restarts all pods; a restart after SIGTERM does not count.
+# --volume=CLAIM (gpu): a PersistentVolumeClaim that all hosts share, mounted at /data (default maxlp).
+# --xla_flags=FILE: compiler flags (default: those of the type in launch/xla_flags; empty for none).
+# --dry_run prints the manifest. The cluster needs JobSet (jobset.sigs.k8s.io), the image an installed maxlp.
 cd "$(dirname "$0")/.." || exit
 source launch/common.sh
 
-# shellcheck disable=SC2034 # the loop at the end uses them by name
+# shellcheck disable=SC2034 # used by name in the loop at the end
 kind=${1:-} name=${2:-} image='' type='' topology='' slices=1 hosts='' gpus=8 restarts=10 volume=maxlp dry_run=''
 case $kind in tpu | gpu) ;; --help) usage launch/kubernetes.sh && exit ;; *) die "'$kind' is neither tpu nor gpu" ;; esac
-[[ $name =~ ^[a-z][a-z0-9-]{0,39}$ ]] || die "NAME '$name' is not made of a-z, 0-9 and -, at most 40 characters"
+[[ $name =~ ^[a-z][a-z0-9-]{0,39}$ ]] || die "NAME '$name' must start with a letter and have at most 40 characters from a-z, 0-9 and -"
 shift 2
 while (($#)) && [[ $1 != -- ]]; do
   case $1 in
@@ -24,7 +24,7 @@ while (($#)) && [[ $1 != -- ]]; do
     --image=* | --type=* | --topology=* | --slices=* | --hosts=* | --gpus=* | --restarts=* | --volume=* | --xla_flags=*)
       option=${1%%=*} && printf -v "${option#--}" %s "${1#*=}" ;;
     --dry_run) dry_run=1 ;;
-    *) die "$1 is not understood" ;;
+    *) die "$1 is not a known option" ;;
   esac
   shift
 done
@@ -38,9 +38,9 @@ if [[ $kind == tpu ]]; then
     v5e) accelerator=tpu-v5-lite-podslice ;;
     v5p) accelerator=tpu-v5p-slice ;;
     v6e) accelerator=tpu-v6e-slice ;;
-    *) die "--type=$type is none of v4, v5e, v5p, v6e" ;;
+    *) die "--type=$type is unknown: use v4, v5e, v5p or v6e" ;;
   esac
-  [[ $topology =~ ^[0-9]+(x[0-9]+){1,2}$ ]] || die "--topology=$topology is not that of a slice, as 4x4 or 4x4x8"
+  [[ $topology =~ ^[0-9]+(x[0-9]+){1,2}$ ]] || die "--topology=$topology is not the topology of a slice, such as 4x4 or 4x4x8"
   chips=$((${topology//x/*}))
   per_host=$((chips < 4 ? chips : 4)) # hosts of slices have 4 chips
   hosts=$((chips / per_host)) flags=${xla_flags-launch/xla_flags/tpu_$type.txt}

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Runs a command as N processes of this machine, as if each were a host; starts them again when one is lost.
+# Runs a command as N processes on this machine, as if each were a host; restarts all when one fails.
 #
 #   launch/local_multiprocess.sh N [--restarts=R] [--logs=DIR] [--xla_flags=FILE] [--dry_run] -- COMMAND...
 #   launch/local_multiprocess.sh 2 --restarts=3 -- python -m maxlp.train --config=configs/llama/debug.py --workdir=/tmp/run
 #
-# Process 0 prints here, process I into DIR/process-I.log (default: a new directory). GPUs are dealt out evenly.
-# With N=1 it only watches over the process, which finds others by itself (TPU hosts).
-# A process that fails ends the others within 3 seconds, and all start again, up to R times (default 0); so does
-# exit code 75 (saved because of SIGTERM). Codes 0 (done), 2 (a mistake of the user) and 130 (Ctrl-C) are final.
-# Ctrl-C and SIGTERM go to all processes, which save and exit within MAXLP_GRACE seconds (default 300); twice kills.
-# FILE: flags for the compiler, one of launch/xla_flags. --dry_run prints what would run.
+# Process 0 prints here, process I to DIR/process-I.log (default: a new directory). GPUs are divided evenly.
+# With N=1 it only supervises the process, which finds other processes by itself (TPU hosts).
+# When a process fails, the others are ended within 3 seconds and all restart, up to R times (default 0); exit
+# code 75 (saved because of SIGTERM) restarts too. Codes 0 (done), 2 (user error) and 130 (Ctrl-C) are final.
+# Ctrl-C and SIGTERM go to all processes, to save and exit within MAXLP_GRACE seconds (300); a second one kills.
+# FILE: compiler flags, one of launch/xla_flags. --dry_run prints the commands without running them.
 # shellcheck source=launch/common.sh
 source "$(dirname "$0")/common.sh"
 n='' restarts=0 logs='' dry_run='' grace=${MAXLP_GRACE:-300} gpus=$(nvidia-smi -L 2>/dev/null | wc -l)
@@ -21,14 +21,14 @@ while (($#)) && [[ $1 != -- ]]; do
     --logs=*) logs=${1#*=} ;;
     --xla_flags=*) load_flags "${1#*=}" ;;
     --dry_run) dry_run=1 ;;
-    *[!0-9]* | 0* | '') die "$1 is not understood" ;;
+    *[!0-9]* | 0* | '') die "$1 is not a known option" ;;
     *) n=$1 ;;
   esac
   shift
 done
 if [[ -z $n ]] || (($# < 2)); then die "N -- COMMAND... is needed, for example 2 -- python -m maxlp.train"; fi && shift
 
-process() { # PROCESS PORT COMMAND...: becomes it, or prints it
+process() { # PROCESS PORT COMMAND...: replaces this shell by the command, or prints it
   local env=()
   if ((n > 1)); then env=("MAXLP_COORDINATOR=localhost:$2" "MAXLP_NUM_PROCESSES=$n" "MAXLP_PROCESS_ID=$1"); fi
   if ((n > 1 && gpus >= n)); then env+=("JAX_LOCAL_DEVICE_IDS=$(seq -s, $(($1 * gpus / n)) $((($1 + 1) * gpus / n - 1)))"); fi
@@ -37,31 +37,31 @@ process() { # PROCESS PORT COMMAND...: becomes it, or prints it
   exec env "${env[@]}" "${@:3}" </dev/null 3>&-
 }
 # shellcheck disable=SC2329
-stop() { # SIGNAL; the second time it is the end
+stop() { # SIGNAL: passes it on; the second one kills
   if [[ -n $stopping ]]; then grace=-1; fi
   stopping=$1 deadline=$((SECONDS + grace))
   kill "-$1" "${pids[@]}"
 }
-ended() { # PROCESS CODE: notes why the first failed, and until when the others may go on
+ended() { # PROCESS CODE: records the first failure and the deadline of the others
   if ((code && $2 != 130)); then return; fi
   code=$2 deadline=$((SECONDS + grace))
   if [[ -n $stopping || $2 == 75 || $2 == 130 ]]; then return; fi
   deadline=$((SECONDS + 2))
-  say "lost process $1 of $n, exit code $2$( (($2 > 128)) && echo " (SIG$(kill -l "$2"))");" \
+  log "process $1 of $n failed with exit code $2$( (($2 > 128)) && echo " (SIG$(kill -l "$2"))");" \
     "ending the others${logs:+; output of process I: $logs/process-I.log}" 2>&3
 }
 
 if [[ -n $dry_run ]]; then print_flags && for ((i = 0; i < n; i++)); do process "$i" PORT "$@"; done && exit; fi
 if ((n > 1)); then mkdir -p "${logs:=$(mktemp -d "${TMPDIR:-/tmp}/maxlp-logs.XXXXXX")}" || exit; fi
-exec 3>&2 2>/dev/null # else the shell tells of every process that it had to kill
+exec 3>&2 2>/dev/null # otherwise the shell reports every process that it kills
 trap 'stop INT' INT
 trap 'stop TERM' TERM
 code=75 starts=0 stopping='' pids=()
-while again "$code" && [[ -z $stopping ]] && ((starts <= restarts)); do
-  if ((starts++)); then say "start $((starts - 1)) of $restarts again, after exit code $code" 2>&3; fi
+while restartable "$code" && [[ -z $stopping ]] && ((starts <= restarts)); do
+  if ((starts++)); then log "restart $((starts - 1)) of $restarts after exit code $code" 2>&3; fi
   code=0 deadline=$((2 ** 62)) port=$(free_port)
   for ((i = 0; i < n; i++)); do
-    set -m # a process group of its own: Ctrl-C comes from here only, and what a process started ends with it
+    set -m # a process group each: only this script sends Ctrl-C, and child processes end with their parent
     process "$i" "$port" "$@" &
     set +m
     pids[i]=$!
@@ -71,7 +71,7 @@ while again "$code" && [[ -z $stopping ]] && ((starts <= restarts)); do
       if kill -0 "${pids[i]}"; then continue; fi
       wait "${pids[i]}" || gone+="$? $i"$'\n'
       unset "pids[i]"
-    done # Highest code first: of those seen to end together, one was killed and the others lost it.
+    done # Highest code first: of several that ended together, one was killed and the others failed without it.
     while read -r status i && [[ -n $i ]]; do ended "$i" "$status"; done < <(sort -rn <<<"$gone")
     if ((SECONDS > deadline)); then kill -KILL "${pids[@]/#/-}" && wait && pids=(); fi
     sleep 0.2

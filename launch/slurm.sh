@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Trains on the nodes of a Slurm allocation; saved before the time limit, queued again, until it is done.
+# Trains on the nodes of a Slurm allocation; saves and requeues itself at the time limit until it is done.
 #
 #   sbatch --nodes=4 launch/slurm.sh --config=configs/llama/8b.py --workdir=/shared/run
 #   sbatch --nodes=4 --gpus-per-node=8 --ntasks-per-node=8 --time=12:00:00 --account=... --partition=... launch/slurm.sh ...
-#   launch/slurm.sh --dry_run --config=... --workdir=...      prints what would run, also without Slurm
+#   launch/slurm.sh --dry_run --config=... --workdir=...      prints the command; works without Slurm
 #
-# Submit it from the root of the repository; the nodes see that directory and the workdir under the same paths.
-# JAX wants a process for each GPU (Slurm's --ntasks-per-node) that sees all GPUs of its node (no --gpus-per-task).
+# Submit it from the root of the repository; all nodes must see that directory and the workdir under the same paths.
+# JAX needs one process per GPU (--ntasks-per-node), each of which sees all GPUs of its node (no --gpus-per-task).
 #
-# Options of sbatch on its command line win over the lines below. Environment:
+# Options on the command line of sbatch override the lines below. Environment:
 #   MAXLP_PYTHON      the interpreter (default .venv/bin/python, else python3)
-#   MAXLP_RESTARTS    how often the run is started again inside the allocation when a process fails (default 3)
+#   MAXLP_RESTARTS    how often a run with a failed process is restarted within the allocation (default 3)
 #   MAXLP_XLA_FLAGS   a file of compiler flags (default launch/xla_flags/gpu.txt; empty for none)
 #
 #SBATCH --job-name=maxlp
@@ -24,9 +24,9 @@
 #SBATCH --open-mode=append
 #SBATCH --output=maxlp-%j.log
 if [[ ${1:-} == --help ]]; then sed -n '2,/^#SBATCH/{ /^#SBATCH/d; s/^# \{0,1\}//p; }' "$0" && exit; fi
-# Slurm runs a copy of this file from a directory of its own, so it cannot look beside itself.
+# Slurm runs a copy of this file in another directory, so its location does not lead to the repository.
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}" || exit
-[[ -r launch/common.sh ]] || { echo "$PWD is not the repository: submit from its root" >&2 && exit 2; }
+[[ -r launch/common.sh ]] || { echo "$PWD is not the repository: submit from its root directory" >&2 && exit 2; }
 source launch/common.sh
 
 dry_run='' restarts=${MAXLP_RESTARTS:-3}
@@ -36,25 +36,25 @@ case " $*" in *" --workdir="*) ;; *) die "--workdir=DIR is needed, on a file sys
 flags=${MAXLP_XLA_FLAGS-launch/xla_flags/gpu.txt}
 if [[ -n $flags ]]; then load_flags "$flags"; fi
 
-# A task that fails ends the others, at the latest after Slurm's KillWait. Slurm would bind each task to as
-# few cores as it asked for; the threads that load data may use them all.
+# A task that fails ends the others, at the latest after Slurm's KillWait. By default Slurm binds each task to
+# the cores that it requested; without binding, the threads that load data can use all cores.
 command=(srun --kill-on-bad-exit=1 --cpu-bind=none "$python" -m maxlp.train "$@")
 if [[ -n $dry_run ]]; then
   print_flags
   printf '%q ' "${command[@]}" && echo
-  echo "# exit code 75 (saved because of SIGTERM): scontrol requeue \$SLURM_JOB_ID; failure: again, $restarts times"
+  echo "# exit code 75 (saved because of SIGTERM): scontrol requeue \$SLURM_JOB_ID; failure: up to $restarts restarts"
   exit
 fi
 
-told='' # scancel tells this script too: then nothing is started again
-trap 'told=1' TERM INT
+cancelled='' # scancel signals this script too; then nothing is restarted
+trap 'cancelled=1' TERM INT
 for ((starts = 0; starts <= restarts; starts++)); do
-  if ((starts)); then say "start $starts of $restarts again, after exit code $code"; fi
+  if ((starts)); then log "restart $starts of $restarts after exit code $code"; fi
   "${command[@]}"
   code=$?
-  if [[ -n $told ]] || ! again "$code"; then break; fi
+  if [[ -n $cancelled ]] || ! restartable "$code"; then break; fi
   if ((code == 75)); then
-    say "saved before the end of the time; queued again" && scontrol requeue "$SLURM_JOB_ID"
+    log "saved at the time limit; requeueing" && scontrol requeue "$SLURM_JOB_ID"
     break
   fi
 done

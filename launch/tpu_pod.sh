@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # Trains on all hosts of a TPU slice (Cloud TPU VMs), through gcloud.
 #
-#   launch/tpu_pod.sh install NAME --zone=ZONE [--project=PROJECT]     this commit, and what it needs, to every host
+#   launch/tpu_pod.sh install NAME --zone=ZONE [--project=PROJECT]     installs this commit and its dependencies on every host
 #   launch/tpu_pod.sh run NAME --zone=ZONE [--restarts=R] [--xla_flags=FILE] -- --config=... --workdir=/mnt/shared/run
 #   launch/tpu_pod.sh log NAME --zone=ZONE                             follows the output of host 0
 #   launch/tpu_pod.sh stop NAME --zone=ZONE                            all hosts save and exit
 #
-# `run` returns when all hosts have begun. Each then watches over its own process and starts it again, up to R
-# times (default 10), when it fails or was saved because of SIGTERM: a process that is lost ends the others after
-# MAXLP_HEARTBEAT_TIMEOUT seconds (default 100), and they wait MAXLP_INIT_TIMEOUT seconds (300) for each other.
-# FILE: flags for the compiler, such as launch/xla_flags/tpu_v5p.txt. --dry_run prints what would run.
-# The slice exists already (gcloud compute tpus tpu-vm create); the workdir is one that all hosts share.
+# `run` returns when all hosts have started. Each host then supervises its own process and restarts it, up to R
+# times (default 10), when it fails or has saved because of SIGTERM. A failed process ends the others after
+# MAXLP_HEARTBEAT_TIMEOUT seconds (default 100); at a restart they wait for each other MAXLP_INIT_TIMEOUT
+# seconds (default 300).
+# FILE: compiler flags, such as launch/xla_flags/tpu_v5p.txt. --dry_run prints the commands without running them.
+# Create the slice first (gcloud compute tpus tpu-vm create). The workdir must be shared by all hosts.
 cd "$(dirname "$0")/.." || exit
 source launch/common.sh
 
@@ -29,23 +30,23 @@ while (($#)) && [[ $1 != -- ]]; do
     --restarts=*) restarts=${1#*=} ;;
     --xla_flags=*) load_flags "${1#*=}" ;;
     --dry_run) dry_run=1 ;;
-    *) die "$1 is not understood" ;;
+    *) die "$1 is not a known option" ;;
   esac
   shift
 done
 if [[ $1 == -- ]]; then shift; fi
 
-do_it() { if [[ -n $dry_run ]]; then printf '%q ' "$@" && echo; else "$@"; fi; }
+run_or_print() { if [[ -n $dry_run ]]; then printf '%q ' "$@" && echo; else "$@"; fi; }
 on_hosts() { # all|0 COMMAND
-  do_it gcloud compute tpus tpu-vm ssh "$name" "${gcloud[@]}" --worker="$1" --command="$2"
+  run_or_print gcloud compute tpus tpu-vm ssh "$name" "${gcloud[@]}" --worker="$1" --command="$2"
 }
 
 case $action in
   install)
     archive=$(mktemp "${TMPDIR:-/tmp}/maxlp.XXXXXX")
     trap 'rm -f "$archive"' EXIT
-    do_it git archive --format=tar.gz --output="$archive" HEAD &&
-      do_it gcloud compute tpus tpu-vm scp "$archive" "$name:maxlp.tar.gz" "${gcloud[@]}" --worker=all &&
+    run_or_print git archive --format=tar.gz --output="$archive" HEAD &&
+      run_or_print gcloud compute tpus tpu-vm scp "$archive" "$name:maxlp.tar.gz" "${gcloud[@]}" --worker=all &&
       on_hosts all 'mkdir -p maxlp && tar xzf maxlp.tar.gz -C maxlp && cd maxlp && python3 -m venv .venv &&
         .venv/bin/pip install -q -e ".[tpu]"'
     ;;

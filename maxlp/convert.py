@@ -28,15 +28,14 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from maxlp.core import train_step as step
-from maxlp.data import tokenizer as tokenizers
+from maxlp.data import tokenizers
 from maxlp.families import MODELS
 from maxlp.families.clip import hf as clip_configs
 from maxlp.families.clip import weights as clip_weights
 from maxlp.families.llama import hf
 from maxlp.parallel import sharding
-from maxlp.run import build, config
-from maxlp.run import run_dir as files
-from maxlp.runtime import checkpoint
+from maxlp.run import build, config, run_dir
+from maxlp.runtime import checkpoint, files
 
 PRECISION = dict(  # of an imported model: all matmuls in model.dtype
     recipe="bf16", options={}, rules=(), first_blocks=0, last_blocks=0, min_dim=0, smooth_swiglu="none"
@@ -188,12 +187,12 @@ def _how_to_run(stored: str, dtype: str | None) -> dict:
 
 def _save_run(workdir: Path, name: str, model: dict, params: dict, source: Path) -> None:
     params = _to_jax(params)
-    with checkpoint.Checkpointer(workdir / "checkpoints", every_steps=1, asynchronous=False) as checkpoints:
+    with checkpoint.Checkpointer(workdir / "checkpoints", every_steps=1) as checkpoints:
         checkpoints.save(0, {"params": params, "model_state": {}}, data_state={})
     _copy(TOKENIZER_FILES, source, workdir)
-    files.record_start(workdir, 0, build.num_params(params))
+    run_dir.record_start(workdir, 0, build.num_params(params))
     c = dict(model=dict(name=name, **model), precision=PRECISION, data=dict(tokenizer="tokenizer.json"))
-    files.save_config(workdir, ConfigDict(c))
+    run_dir.save_config(workdir, ConfigDict(c))
 
 
 def export_weights(
@@ -213,7 +212,7 @@ def export_weights(
     Raises:
       ValueError: no run, no such checkpoint, another model, or an output directory that is not empty.
     """
-    name = files.load_config(workdir).model.name
+    name = run_dir.load_config(workdir).model.name
     weights = weights or f"hf_{name}"
     if FORMATS.get(weights) != name:
         raise ValueError(f"{workdir} holds a {name}; --format={weights} is for {FORMATS.get(weights)}")
@@ -249,7 +248,7 @@ def export_clip(
 ) -> None:
     """`export_weights` of a CLIP, as "hf_clip" (CLIP or SigLIP, whichever it is) or "open_clip"."""
     _refuse_if_used(output)
-    model = files.load_config(workdir).to_dict()["model"]
+    model = run_dir.load_config(workdir).to_dict()["model"]
     if weights == "open_clip":  # before anything is read: what has no counterpart there
         layout, file, shard = "open_clip", OPEN_CLIP_WEIGHTS, sys.maxsize  # open_clip reads one file
         texts = {OPEN_CLIP_CONFIG: clip_configs.config_to_open_clip(model)}
@@ -269,7 +268,7 @@ def _load_run(
     workdir: Path, name: str, step_number: int | None, dtype: str | None
 ) -> tuple[ConfigDict, dict, dict]:
     """A run's config, the arguments of its model, and its parameters in ``dtype``."""
-    c = files.load_config(workdir)
+    c = run_dir.load_config(workdir)
     model = c.to_dict()["model"]
     if (found := model.pop("name")) != name:
         raise ValueError(f"{workdir} holds a {found}; this format is for a {name}")

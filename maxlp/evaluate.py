@@ -9,7 +9,8 @@ Llama: loss, perplexity, bits per byte of text. CLIP: zero-shot classification, 
 
     python -m maxlp.evaluate --workdir=/tmp/clip --linear_probe
 
-Without --config the run's own config names the validation data; the number of devices may differ from the run's.
+Without --config the run's own config names the validation data; the number of devices may differ from the
+run's.
 """
 
 import dataclasses

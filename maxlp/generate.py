@@ -81,7 +81,7 @@ def main() -> None:
 def heal(
     tokenizer: tokenizers.Tokenizer, prompts: list[list[int]], vocab_size: int
 ) -> list[tuple[list[int], np.ndarray]]:
-    """Each prompt without its last token, and which tokens (V,) may follow: those that begin with that token.
+    """Each prompt without its last token, and the tokens (V,) that may follow: those that begin like it.
 
     A prompt may end in the middle of what is one token to the model: "def " ends in a space, which in the
     training text belongs to the name that follows.
@@ -146,8 +146,8 @@ def _generate(graphdef, state, tokens_BS, lengths_B, first_BV, seed, stop, sampl
             logits_BV = jnp.where(allowed_BV, logits_BV, -jnp.inf)
         return jax.vmap(lambda key, logits_V: sample(key, logits_V, sampling))(keys, logits_BV)
 
-    # All prompts at once. The cache slots after a short prompt hold keys of padding that nothing attends to:
-    # slot t holds position t, and a new token overwrites the slot of its position before it attends.
+    # All prompts at once. The cache slots after a short prompt hold keys of padding that nothing attends
+    # to: slot t holds position t, and a new token overwrites the slot of its position before it attends.
     positions_BS = jnp.broadcast_to(jnp.arange(S), (B, S))
     x_BSD, cache = model().hidden(tokens_BS, positions_BS, cache=model().init_cache(B, S + new))
     first_B = draw(0, jnp.take_along_axis(x_BSD, (lengths_B - 1)[:, None, None], axis=1), first_BV)

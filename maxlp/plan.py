@@ -3,8 +3,9 @@ r"""Plans a run on machines that are not available: the memory, network traffic 
     python -m maxlp.plan --config=configs/llama/8b.py --topology=v5p:4x4x4 --config.model.attention=splash
 
 Compiles the train step of `maxlp.train` for that topology, and prints beside it a closed form that needs no
-compiler (--estimate_only prints it alone). --list_topologies lists the topologies. Compiling needs Linux and
-pip install 'maxlp[aot]', but no device. If a step does not fit, the nearest settings that fit are searched.
+compiler (--estimate_only prints it alone). --list_topologies lists the topologies. Compiling needs Linux
+and pip install 'maxlp[aot]', but no device. If a step does not fit, the nearest settings that fit are
+searched.
 """
 
 import dataclasses
@@ -74,8 +75,8 @@ def check_files(files: dict[str, str | None], compiles: bool) -> None:
             raise ValueError(f"--{name}={path}: its folder does not exist; make it first")
     if files["hlo"] and not compiles:
         raise ValueError(f"--hlo={files['hlo']} needs a compiled program; leave out --estimate_only")
-    if (path := files["picture"]) and Path(path).suffix not in picture.FORMATS:
-        raise ValueError(f"--picture={path} must end in one of {', '.join(picture.FORMATS)}")
+    if (path := files["picture"]) and Path(path).suffix not in plot.FORMATS:
+        raise ValueError(f"--picture={path} must end in one of {', '.join(plot.FORMATS)}")
 
 
 def with_data(c: ConfigDict) -> ConfigDict:

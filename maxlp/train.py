@@ -8,7 +8,8 @@ Any value of the config can be changed on the command line:
         --config.data.source=array_record:/data/c4 --config.optimizer.learning_rate=1e-4
 
 --dry_run checks the config and prints what would run: the resolved values, parameters, FLOPs, bytes per
-device. SIGTERM saves a checkpoint and exits with code 75 (start again to resume); Ctrl-C does, with code 130.
+device. SIGTERM saves a checkpoint and exits with code 75 (start again to resume); Ctrl-C does, with code
+130.
 """
 
 import concurrent.futures
@@ -41,6 +42,7 @@ from maxlp.run.tokenizer import prepare_tokenizer
 from maxlp.runtime import distributed, hardware
 from maxlp.runtime.checkpoint import Checkpointer
 from maxlp.runtime.distributed import is_primary, print_primary
+from maxlp.runtime.preemption import PreemptionGuard
 from maxlp.runtime.throughput import Throughput
 from maxlp.runtime.writers import MetricWriter
 
@@ -116,7 +118,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     # --- The loop.
     throughput = make_throughput(run, num_params(abstract["params"]), peak)
     recorder = Recorder(throughput, watch, writer, batches, workdir, s.train.log_every, s.train.total_steps)
-    preemption = stack.enter_context(distributed.PreemptionGuard())
+    preemption = stack.enter_context(PreemptionGuard())
     profiler = stack.enter_context(contextlib.closing(s.profile(workdir=workdir)))
     measure_health = health_probe(run, graphdef)
 
@@ -151,8 +153,8 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     else:
         save(checkpoints, n, state, data_state, watch)
         raise ValueError(
-            f"the data ended at step {n} of config.train.total_steps={s.train.total_steps}, which is saved; "
-            "raise config.data.num_epochs or lower total_steps"
+            f"the data ended at step {n} of config.train.total_steps={s.train.total_steps}; that step is "
+            "saved; raise config.data.num_epochs or lower total_steps"
         )
     checkpoints.wait()
     if not last:

@@ -10,7 +10,8 @@ import pytest
 
 from maxlp import convert
 from maxlp.core import train_step as step
-from maxlp.data import tokenizer as tokenizers
+from maxlp.data import tokenizers
+from maxlp.data.tokenizers.training import train_bpe
 from maxlp.families.llama import hf
 from maxlp.parallel import sharding
 from maxlp.run import build
@@ -33,7 +34,7 @@ def source(tmp_path) -> Path:
     hf.write_tensors(tmp_path / "hf", weights, dtype="float32", max_shard_bytes=30_000)
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     texts = ["to be or not to be, that is the question"] * 10
-    tokenizers.train_bpe(texts, 270, str(tmp_path / "hf" / "tokenizer.json"))
+    train_bpe(texts, 270, str(tmp_path / "hf" / "tokenizer.json"))
     return tmp_path / "hf"
 
 

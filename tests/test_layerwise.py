@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxlp import optim, precision
+from maxlp import precision
 from maxlp.core import fused_backward as layerwise
 from maxlp.core import gradients
 from maxlp.core import train_step as step
@@ -16,6 +16,7 @@ from maxlp.families.llama.model import Llama
 from maxlp.parallel import sharding
 from maxlp.parallel.batches import global_batch
 from maxlp.planning import topologies
+from tests.optim.common import make_optimizer
 
 MODEL = dict(
     vocab_size=128,
@@ -111,7 +112,7 @@ SLOW = {"galore, 8-bit moments"}
 def test_three_steps_equal_the_ordinary_ones(case):
     optimizer, sizes, model = CASES[case]
     mesh = sharding.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
-    setup = Setup(optim.make_tx(**MAKE | optimizer)[0], mesh, **model)
+    setup = Setup(make_optimizer(**MAKE | optimizer).tx, mesh, **model)
     want, want_metrics = setup.run(released=False)
     got, metrics = setup.run(released=True)
     for a, b in zip(metrics, want_metrics, strict=True):
@@ -134,7 +135,7 @@ def test_three_steps_equal_the_ordinary_ones(case):
 def test_memory_of_the_gradients_is_saved():
     """Compiled for a GPU: nothing of the layers' gradients is left, and no copy of what is updated."""
     mesh = sharding.make_mesh(devices=topologies.devices(topologies.parse("h100:1x1")))
-    setup = Setup(optim.make_tx("adamw", **MAKE)[0], mesh, embed_dim=256, mlp_dim=1024, num_layers=16)
+    setup = Setup(make_optimizer(**MAKE).tx, mesh, embed_dim=256, mlp_dim=1024, num_layers=16)
     shapes = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch(0).items()}
 
     def temporaries(released):
@@ -149,7 +150,7 @@ def test_memory_of_the_gradients_is_saved():
 
 def test_what_cannot_be_is_said():
     mesh = sharding.make_mesh(**ONE, devices=jax.devices()[:1])
-    setup = Setup(optim.make_tx("adamw", **MAKE)[0], mesh)
+    setup = Setup(make_optimizer(**MAKE).tx, mesh)
     with jax.set_mesh(mesh):
         judged = {**setup.abstract, "loss_scale": {}}
         with pytest.raises(ValueError, match="cannot wait for a verdict on the step: loss_scale"):

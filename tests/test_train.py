@@ -15,12 +15,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import orbax.checkpoint
 import pytest
 
 from maxlp.data.images import encode_png
-from maxlp.runtime import checkpoint as checkpoints
-from maxlp.runtime.metrics import read_jsonl
+from maxlp.runtime import manifest
+from maxlp.runtime.writers import read_jsonl
+from tests.run_outputs import arrays, checkpoint, losses, records
 
 ROOT = Path(__file__).parent.parent
 SMALL = [
@@ -32,7 +32,7 @@ SMALL = [
     "--config.model.head_dim=16",
     "--config.model.mlp_dim=64",
     "--config.model.vocab_size=512",
-    "--config.data.source=stdlib?heldout=0.002",
+    "--config.data.source=stdlib?validation=0.002",
     "--config.data.tokenizer=bytes",
     "--config.data.seq_len=64",
     "--config.data.shuffle_tokens=16384",
@@ -99,35 +99,6 @@ def shown(command: str, *options: str) -> str:
     done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def losses(workdir: Path) -> dict[int, float]:
-    return {r["step"]: r["train/loss"] for r in read_jsonl(workdir / "metrics.jsonl") if "train/loss" in r}
-
-
-def records(workdir: Path) -> list[dict]:
-    """What the metrics file says, less what depends on the clock and the machine."""
-    kept = ("train/", "eval/")
-    return [
-        {k: v for k, v in r.items() if k == "step" or k.startswith(kept)}
-        for r in read_jsonl(workdir / "metrics.jsonl")
-    ]
-
-
-def checkpoint(workdir: Path, step: int) -> dict:
-    """The data's position and every array, as bytes: equal bytes, equal checkpoints."""
-    root = workdir / "checkpoints" / str(step)
-    record = json.loads((root / "checkpoint.json").read_text())
-    return {"data": record["data_state"], "arrays": arrays(root)}
-
-
-def arrays(root: Path) -> dict[str, bytes]:
-    """Every array of a checkpoint, as bytes, read without the code under test."""
-    reader = orbax.checkpoint.PyTreeCheckpointer()
-    tree = reader.metadata(root / "state").item_metadata.tree
-    as_numpy = jax.tree.map(lambda _: orbax.checkpoint.RestoreArgs(restore_type=np.ndarray), tree)
-    saved = reader.restore(root / "state", restore_args=as_numpy)
-    return {jax.tree_util.keystr(k): v.tobytes() for k, v in jax.tree_util.tree_leaves_with_path(saved)}
 
 
 @pytest.fixture(scope="module")
@@ -204,8 +175,7 @@ def forget_the_watch(saved: Path) -> None:
     del record["meta"]["watch"]
     (saved / "checkpoint.json").write_text(json.dumps(record))
     (saved / "manifest.txt").unlink()
-    sums = checkpoints._checksums(saved, checkpoints._files(saved))
-    (saved / "manifest.txt").write_text(checkpoints._format_manifest(sums))
+    manifest.write(saved, manifest.checksums(saved, manifest.file_sizes(saved)))
 
 
 def test_a_loss_that_is_not_finite_is_not_saved(tmp_path):
@@ -223,7 +193,7 @@ def test_data_that_ends_is_said_and_saved(tmp_path):
     (tmp_path / "corpus").mkdir()
     for i in range(40):
         (tmp_path / "corpus" / f"{i}.txt").write_text(f"{i} bottles of beer on the wall. " * 20)
-    options = [f"--config.data.source=text:{tmp_path}/corpus?heldout=0.1", "--config.data.num_epochs=1"]
+    options = [f"--config.data.source=text:{tmp_path}/corpus?validation=0.1", "--config.data.num_epochs=1"]
     process = start(tmp_path / "run", *options, "--config.train.total_steps=1000")
     out = finish(process, code=2)
     said = out.splitlines()[-1]
@@ -320,12 +290,12 @@ def test_clip_trains_resumes_exactly_and_is_evaluated(tmp_path):
     """From a tar with a broken image, which is counted over the interruption."""
     write_pictures(tmp_path, count=40, broken=5)
     options = [
-        f"--config.data.source=tar:{tmp_path}/pictures.tar?heldout=0.25",
+        f"--config.data.source=tar:{tmp_path}/pictures.tar?validation=0.25",
         f"--config.data.classes={tmp_path}/classes.txt",
         "--config.train.total_steps=8",
     ]
     out = run(tmp_path / "whole", *options, config=SMALL_CLIP)
-    assert "1 broken skipped" in out and "pictures.tar: 005" in out
+    assert "skipped 1" in out and "pictures.tar: 005" in out
     stop_at(3, tmp_path / "cut", *options, config=SMALL_CLIP)
     assert "resuming at step" in run(tmp_path / "cut", *options, config=SMALL_CLIP)
     assert checkpoint(tmp_path / "cut", 8) == checkpoint(tmp_path / "whole", 8)

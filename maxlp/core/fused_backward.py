@@ -1,9 +1,9 @@
 """A train step in which the gradients of all layers never exist together.
 
-Where the optimizer treats each tensor independently, a layer can be updated as soon as the backward pass has
-its gradient, which is then dropped (gradient release; Lv et al. 2023, arXiv:2306.09782, and the per-layer
-updates of GaLore). This saves the memory of the gradients of all stacked layers but one. The result equals
-that of `train_step.train_step`, up to rounding.
+Where the optimizer treats each tensor independently, a layer can be updated as soon as the backward pass
+has its gradient, which is then dropped (gradient release; Lv et al. 2023, arXiv:2306.09782, and the
+per-layer updates of GaLore). This saves the memory of the gradients of all stacked layers but one. The
+result equals that of `train_step.train_step`, up to rounding.
 
     forward    scan over the layers, keeping the input of each
     backward   scan over the layers in reverse: recompute the layer, its gradient, its update in place
@@ -60,7 +60,7 @@ def train_step(
     """
     params, opt_state = state["params"], state["opt_state"]
     cut = _CutModel(graphdef, state, batch, loss)
-    forward, backward = split_model_state(graphdef, state)
+    _, backward = split_model_state(graphdef, state)
     outer = _without(params, cut.stacks)
 
     x, inputs_vjp = jax.vjp(cut.inputs, outer, backward)

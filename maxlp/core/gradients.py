@@ -19,8 +19,9 @@ Batch = dict[str, jax.Array]
 Metrics = dict[str, Any]
 # (model, batch, step) to the mean loss of the batch and scalar metrics, "loss" among them.
 Loss = Callable[[nnx.Module, Batch, jax.Array], tuple[jax.Array, Metrics]]
-# (structure, state, batch, loss scale) to the gradients of params, the new model_state and the metrics. The loss
-# scale is the factor of float16 training or None; the gradients are those of the loss without it.
+# (structure, state, batch, loss scale) to the gradients of params, the new model_state and the metrics.
+# The loss scale is the factor of float16 training or None; the gradients are those of the loss without
+# it.
 Gradients = Callable[[nnx.GraphDef, State, Batch, jax.Array | None], tuple[dict, dict, Metrics]]
 
 

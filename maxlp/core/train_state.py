@@ -4,9 +4,9 @@
 
     {"params": …, "model_state": …, "opt_state": …, "step": int32}
 
-``params`` and ``model_state`` are nested dicts of arrays. ``model_state`` holds what the forward and backward
-passes change (FP8's amax histories; nothing in plain bfloat16); no optimizer, clipping or norm sees it. A run
-with gates (`core.gates`) has one more entry for each, under its name.
+``params`` and ``model_state`` are nested dicts of arrays. ``model_state`` holds what the forward and
+backward passes change (FP8's amax histories; nothing in plain bfloat16); no optimizer, clipping or norm
+sees it. A run with gates (`core.gates`) has one more entry for each, under its name.
 """
 
 import math

@@ -1,8 +1,33 @@
-"""Input pipelines by name: each entry takes a config's data section as its keyword arguments."""
+"""Input pipelines: `text` for documents, `image_text` for images with captions.
 
-from maxlp.data import image_text, text
-from maxlp.data.common import merge_states
+Each has a dataclass for the `data` section of a config and a function `make_data(config, split=…)`. A
+dataset is iterable; its iterators yield this process's rows of the global batches and have
+`get_state` and `set_state`. A state is a dict that JSON can hold:
 
-DATA = {"text": text.make_data, "image_text": image_text.make_data}
+    {"step": number of batches yielded,
+     "streams": {name: position in that part of the data},
+     "settings": everything that determines the order of the data}
 
-__all__ = ["DATA", "merge_states"]
+Nothing here imports JAX, and importing this package imports neither pipeline.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merges the states of all processes at one step into one that any number of processes can
+    restore.
+
+    Raises:
+      ValueError: the states differ in step or settings.
+    """
+    for state in states:
+        for key in ("step", "settings"):
+            if state[key] != states[0][key]:
+                raise ValueError(
+                    f"data states have different {key}: {states[0][key]} and {state[key]};"
+                    " merge states of one checkpoint"
+                )
+    streams = {name: part for state in states for name, part in state["streams"].items()}
+    return {**states[0], "streams": streams}

@@ -1,23 +1,27 @@
 """Images of characters with their Unicode names as captions: image-text data without a download.
 
-The faces are those that matplotlib brings along and whose tables are Unicode: twelve of DejaVu and four
-of STIX. (Its Computer Modern faces have tables of their own.) A caption is a name of the Unicode
-Character Database in lower case, "latin small letter a with diaeresis". Names are composed of parts,
-so that a model can name a character it never saw, and two kinds of data are held out from training:
+The faces are those of matplotlib with Unicode character tables: twelve of DejaVu and four of STIX.
+(Its Computer Modern faces have tables of their own.) A caption is the character's Unicode name in
+lower case, "latin small letter a with diaeresis". Names are composed of parts, so that a model can
+name a character that it never saw. Two kinds of data are excluded from training and can be used for
+validation:
 
-    faces        the characters of training in faces that it does not have
-    characters   characters that it does not have, in its faces; each word of their names it has
+    faces        training's characters, in faces that training does not use
+    characters   characters that training does not have, in its faces; every word of their names
+                 occurs in the name of a training character
     both         those characters in those faces
 
-One pass goes over the characters, each drawn in a random one of its faces, so that no caption comes
-twice in a pass. Characters that look the same in all faces (Latin A, Greek Alpha, Cyrillic A) are one,
-the first of them: no image would tell their names apart.
+An epoch goes over the characters and draws each in a random one of its faces, so that no caption
+occurs twice. Of characters that look the same in all faces (Latin A, Greek Alpha, Cyrillic A), only
+the first is used, because no image could distinguish their names.
 
-In training a glyph is slightly rotated, sheared, scaled and moved, and gets dark ink on light paper, each
-of random colour. Held out, it is black on white, straight and in the middle.
+In training, a glyph is slightly rotated, sheared, scaled and shifted, and drawn with dark ink on
+light paper, both of random colour. In validation it is black on white, upright and centred.
 
-The captions are not the same on every machine: they depend on the Unicode version of Python and on
-matplotlib's fonts, both of which only ever grew.
+The captions depend on the Unicode version of Python and on matplotlib's fonts, so they may differ
+between machines.
+
+Letters: H height, W width.
 """
 
 import functools
@@ -33,8 +37,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from maxlp.data.images import Example
 
-HELDOUT_FACES = "DejaVuSansMono-Oblique"
-HELDOUT_CHARACTERS = 0.1
+VALIDATION_FACES = "DejaVuSansMono-Oblique"
+VALIDATION_CHARACTERS = 0.1
 
 _FAMILIES = {
     "DejaVuSans": ("", "-Bold", "-Oblique", "-BoldOblique"),
@@ -43,7 +47,7 @@ _FAMILIES = {
     "STIXGeneral": ("", "Bol", "Italic", "BolIta"),
 }
 FACES = tuple(family + style for family, styles in _FAMILIES.items() for style in styles)
-# A character is taken if all of these have it, or a caption could be of one face alone.
+# Only characters that all of these faces have are used; otherwise a caption could identify a face.
 COMMON = tuple(face for face in FACES if face.startswith("DejaVu"))
 
 CHARACTERS = {
@@ -52,18 +56,17 @@ CHARACTERS = {
     "all": r"(?!combining).*",
 }
 
-CAP_HEIGHT, BASELINE, BLACK = 0.45, 0.77, 255  # of the side of the canvas, from the top
-ROTATION, SHEAR, LOG_SCALE, SHIFT = 0.12, 0.2, 0.12, 0.06  # at most; radians, -, -, of the side
-DARKEST_PAPER, LIGHTEST_INK = 95, 95  # at most so far from white and from black
+CAP_HEIGHT, BASELINE = 0.45, 0.77  # fractions of the canvas; the baseline is measured from the top
+ROTATION, SHEAR, LOG_SCALE, SHIFT = 0.12, 0.2, 0.12, 0.06  # largest; rotation in radians, shift of the side
+DARKEST_PAPER, LIGHTEST_INK = 95, 95  # largest distances from white and from black
 
 
 class Glyphs:
-    """Examples of one split: `example(index, rng)` is an image, its caption and the caption's class.
+    """The examples of one split; see `image_text.Examples`.
 
     Attributes:
-      classes: all captions, those of held-out characters too.
-      templates: ["{}"], for a caption is a description already.
-      name: what the examples are, for errors.
+      classes: all captions, including those of characters that training does not have.
+      templates: ["{}"], because a caption is a description already.
     """
 
     templates = ("{}",)
@@ -74,80 +77,77 @@ class Glyphs:
         image_size: int,
         *,
         characters: str = "latin",
-        heldout: str = "faces",
-        heldout_faces: str = HELDOUT_FACES,
-        heldout_characters: float = HELDOUT_CHARACTERS,
+        validation: str = "faces",
+        validation_faces: str = VALIDATION_FACES,
+        validation_characters: float = VALIDATION_CHARACTERS,
         augment: float = 1.0,
     ):
         """Chooses characters and faces.
 
         Args:
-          split: "train" or "heldout".
+          split: "train" or "validation".
           image_size: side of the images in pixels.
           characters: a key of `CHARACTERS`.
-          heldout: what the split "heldout" holds: "faces", "characters" or "both"; training has none of
-            either whatever it is.
-          heldout_faces: names out of `FACES`, joined by commas.
-          augment: strength of what is random about the images of training, 0 to 1.
-          heldout_characters: about which part of the characters with a composed name is held out.
+          validation: what is new in the validation split: "faces", "characters" or "both". Training
+            never has either.
+          validation_faces: names from `FACES`, joined by commas.
+          validation_characters: approximate fraction of the characters with a composed name that
+            training does not have.
+          augment: strength of the random variation of training images, 0 to 1.
 
         Raises:
-          ValueError: an unknown name, a fraction out of range, nothing left to train on.
+          ValueError: an unknown name, a fraction out of range, or an empty split.
         """
-        faces = tuple(face for face in heldout_faces.split(",") if face)
+        excluded = tuple(face for face in validation_faces.split(",") if face)
         for key, value, known in (
             ("characters", characters, tuple(CHARACTERS)),
-            ("heldout", heldout, ("faces", "characters", "both")),
-            *(("heldout_faces", face, FACES) for face in faces),
+            ("validation", validation, ("faces", "characters", "both")),
+            *(("validation_faces", face, FACES) for face in excluded),
         ):
             if value not in known:
-                raise ValueError(f"{key}={value!r} is unknown; choose of {', '.join(known)}")
-        if not 0 <= heldout_characters <= 0.5:
-            raise ValueError(f"heldout_characters={heldout_characters} must be a fraction from 0 to 0.5")
+                raise ValueError(f"{key}={value!r} is unknown; choose from {', '.join(known)}")
+        if not 0 <= validation_characters <= 0.5:
+            raise ValueError(
+                f"validation_characters={validation_characters} must be a fraction from 0 to 0.5"
+            )
         if not 0 <= augment <= 1:
             raise ValueError(f"augment={augment} must be from 0 to 1")
-        self.augment = augment
+        self._image_size, self._augment = image_size, augment
         chosen = _characters(characters)
         captions = {character: caption_of(character) for character in chosen}
-        held = _held_out(tuple(captions.values()), heldout_characters)
-        self.name, self.image_size = f"glyphs ({characters}, {split})", image_size
         self.classes = list(captions.values())
         self._label = {character: label for label, character in enumerate(chosen)}
 
         is_train = split == "train"
-        new_characters = not is_train and heldout != "faces"
-        new_faces = not is_train and heldout != "characters"
-        wanted = [face for face in FACES if (face in faces) == new_faces]
-        drawn = [
-            (character, tuple(face for face in wanted if character in _charmap(face)))
+        new_characters = not is_train and validation != "faces"
+        new_faces = not is_train and validation != "characters"
+        excluded_captions = _excluded_captions(tuple(self.classes), validation_characters)
+        faces = [face for face in FACES if (face in excluded) == new_faces]
+        drawn = {
+            character: tuple(face for face in faces if character in _charmap(face))
             for character in chosen
-            if (captions[character] in held) == new_characters
-        ]
-        # Training has a character once, with all its faces; what is held out has it once a face.
-        self._rows = [(character, faces) for character, faces in drawn if faces]
+            if (captions[character] in excluded_captions) == new_characters
+        }
+        # In training a row is a character with all its faces, in validation one with a single face.
+        self._rows = [(character, own) for character, own in drawn.items() if own]
         if not is_train:
-            self._rows = [(character, (face,)) for character, faces in self._rows for face in faces]
+            self._rows = [(character, (face,)) for character, own in self._rows for face in own]
         if not self._rows:
-            raise ValueError(f"{self.name}: nothing is left; hold out fewer faces, or other things")
+            raise ValueError(f"glyphs ({characters}): the split {split!r} is empty; exclude fewer faces")
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def example(self, index: int, rng: np.random.Generator | None) -> Example:
-        """A character, drawn plainly without `rng`."""
+        """Example `index`, augmented if there is an `rng`."""
         character, faces = self._rows[index]
         label = self._label[character]
         if rng is None:
-            image = plain(faces[0], character, self.image_size)
+            image = draw_plain(faces[0], character, self._image_size)
         else:
             face = faces[int(rng.integers(len(faces)))]
-            image = varied(face, character, self.image_size, rng, self.augment)
+            image = draw_varied(face, character, self._image_size, rng, self._augment)
         return Example(image, self.classes[label], label)
-
-    def where(self, index: int) -> str:
-        """Names an example."""
-        character, faces = self._rows[index]
-        return f"U+{ord(character):04X} in {', '.join(faces)}"
 
 
 def caption_of(character: str) -> str:
@@ -158,16 +158,16 @@ def caption_of(character: str) -> str:
 # --- drawing --------------------------------------------------------------------------------------
 
 
-def plain(face: str, character: str, image_size: int) -> np.ndarray:
-    """Black on white, uint8 (image_size, image_size, 3)."""
+def draw_plain(face: str, character: str, image_size: int) -> np.ndarray:
+    """Draws black on white, uint8 [image_size, image_size, 3]."""
     mask_HW = np.asarray(_resample(_glyph(face, character, _canvas(image_size)), image_size, np.eye(2)))
     return np.repeat(255 - mask_HW[..., None], 3, axis=-1)
 
 
-def varied(
+def draw_varied(
     face: str, character: str, image_size: int, rng: np.random.Generator, strength: float
 ) -> np.ndarray:
-    """Rotated, sheared, scaled, moved and coloured at random, uint8 (image_size, image_size, 3)."""
+    """As `draw_plain`, with random rotation, shear, scale, shift and colours."""
     chance = rng.random(12)
     angle, shear, *logs = strength * (2 * chance[:4] - 1) * (ROTATION, SHEAR, LOG_SCALE, LOG_SCALE)
     cos, sin = math.cos(angle), math.sin(angle)
@@ -184,13 +184,13 @@ _COVERAGE = np.linspace(0, 1, 256)[:, None]
 
 
 def _canvas(image_size: int) -> int:
-    return 2 * min(image_size, 64)  # twice the image, so that bilinear sampling averages 2 × 2 pixels
+    return 2 * min(image_size, 64)  # twice the image size, so that bilinear sampling averages 2 × 2 pixels
 
 
 def _resample(
     glyph: Image.Image, size: int, matrix: np.ndarray, shift: np.ndarray | tuple[float, float] = (0, 0)
 ) -> Image.Image:
-    """The canvas in a square of `size` pixels: `matrix` maps offsets in it to offsets in the canvas."""
+    """Samples the canvas to `size` × `size`; `matrix` maps offsets in the result to the canvas."""
     canvas = glyph.width
     (a, b), (d, e) = (matrix * (canvas / size)).tolist()
     x, y = size / 2 + shift[0], size / 2 + shift[1]
@@ -198,9 +198,9 @@ def _resample(
     return glyph.transform((size, size), Image.Transform.AFFINE, coefficients, Image.Resampling.BILINEAR)
 
 
-@functools.lru_cache(maxsize=2**15)  # 16 kB each for 64-pixel images
+@functools.lru_cache(maxsize=2**15)  # 16 kB per glyph for 64-pixel images
 def _glyph(face: str, character: str, canvas: int) -> Image.Image:
-    """The character on its baseline, as coverage 0 to 255 on a square canvas."""
+    """The character on its baseline, as coverage from 0 to 255 on a square canvas."""
     image = Image.new("L", (canvas, canvas))
     position = (canvas / 2, BASELINE * canvas)
     ImageDraw.Draw(image).text(position, character, fill=255, font=_font(face, canvas), anchor="ms")
@@ -209,7 +209,7 @@ def _glyph(face: str, character: str, canvas: int) -> Image.Image:
 
 @functools.cache
 def _font(face: str, canvas: int) -> ImageFont.FreeTypeFont:
-    """A face scaled so that capitals are as high in all of them."""
+    """A face, scaled so that capitals have the same height in all faces."""
     probe = ImageFont.truetype(_path(face), 1000, layout_engine=ImageFont.Layout.BASIC)
     _, top, _, bottom = probe.getbbox("H", anchor="ls")
     return probe.font_variant(size=CAP_HEIGHT * canvas * 1000 / (bottom - top))
@@ -226,7 +226,7 @@ def _path(face: str) -> str:
 
 @functools.cache
 def _charmap(face: str) -> frozenset[str]:
-    """The characters that a face has."""
+    """The characters that a face contains."""
     from matplotlib.ft2font import FT2Font
 
     return frozenset(map(chr, FT2Font(_path(face)).get_charmap()))
@@ -234,7 +234,7 @@ def _charmap(face: str) -> frozenset[str]:
 
 @functools.cache
 def _characters(kind: str) -> tuple[str, ...]:
-    """The characters of a kind in the order of Unicode, each with a look of its own."""
+    """The characters of a kind in Unicode order, without those that look like an earlier one."""
     pattern = re.compile(CHARACTERS[kind])
     common = sorted(frozenset.intersection(*map(_charmap, COMMON)))
     seen, chosen = set(), []
@@ -242,7 +242,7 @@ def _characters(kind: str) -> tuple[str, ...]:
         if not pattern.fullmatch(unicodedata.name(character, "").lower()) or not character.isprintable():
             continue
         look = b"".join(_glyph(face, character, 32).tobytes() for face in COMMON[::4])
-        if not any(look) or look in seen:  # a space, or of the look of another
+        if not any(look) or look in seen:  # a space, or the look of an earlier character
             continue
         seen.add(look)
         chosen.append(character)
@@ -250,15 +250,15 @@ def _characters(kind: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def _held_out(captions: tuple[str, ...], fraction: float) -> frozenset[str]:
-    """Captions "… with …" chosen by their hash, if all their words are in what remains."""
+def _excluded_captions(captions: tuple[str, ...], fraction: float) -> frozenset[str]:
+    """Captions "… with …", chosen by their hash, whose words all occur in the remaining captions."""
     words = Counter(word for caption in captions for word in set(caption.split()))
-    held = set()
+    excluded = set()
     for caption in captions:
         own = set(caption.split())
         if " with " not in caption or zlib.crc32(caption.encode()) >= fraction * 2**32:
             continue
         if all(words[word] > 1 for word in own):
-            held.add(caption)
+            excluded.add(caption)
             words.subtract(own)
-    return frozenset(held)
+    return frozenset(excluded)

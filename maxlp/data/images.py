@@ -1,9 +1,12 @@
-"""Encoded images to uint8 pixels: decoding within limits, the crops of training and of evaluation.
+"""From encoded images to uint8 pixels: decoding within limits, and the crops for training and
+evaluation.
 
-The resampling is Pillow's bicubic with antialiasing, and the arithmetic of sizes is torchvision's, so
-that what an image becomes for evaluation is equal to the byte to what open_clip makes of it. As there,
-an orientation in EXIF is not applied and transparency is dropped, and only the resized image becomes RGB:
-Pillow resizes palettes and bits without a filter, and colours in the measure that they are opaque.
+Resampling is Pillow's bicubic with antialiasing, and sizes are computed as in torchvision, so that
+evaluation crops are byte for byte equal to those of open_clip. As in open_clip, EXIF orientation is
+not applied, transparency is dropped, and images are converted to RGB only after resizing: Pillow
+resizes palette and 1-bit images without a filter, and weights colours by their opacity.
+
+Letters: H height, W width, C channels.
 """
 
 import contextlib
@@ -15,35 +18,33 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
+from maxlp.data.readers import BrokenExample
+
 MAX_PIXELS = 50_000_000
-CROP_SCALE = (0.9, 1.0)  # open_clip's, of the area
-CROP_RATIO = (3 / 4, 4 / 3)
+CROP_SCALE = (0.9, 1.0)  # fraction of the area, as in open_clip
+CROP_RATIO = (3 / 4, 4 / 3)  # width over height
 CROP_ATTEMPTS = 10
 
 
 class Example(NamedTuple):
-    """An image uint8 (H, W, 3), its caption, and its class or -1."""
+    """An image uint8 [H, W, 3], its caption, and its class or -1."""
 
     image: np.ndarray
     text: str
     label: int
 
 
-class BrokenExample(ValueError):
-    """An example that cannot be used: not an image, cut short, too large."""
-
-
 def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Reads the header of an encoded image; its pixels are decoded when they are used.
+    """Reads the header of an encoded image; pixels are decoded when they are used.
 
     Raises:
-      BrokenExample: not an image, or one of more than `max_pixels` (a decompression bomb).
+      BrokenExample: not an image, or one with more than `max_pixels` pixels (a decompression bomb).
     """
     try:
         image = Image.open(io.BytesIO(data))
     except Image.DecompressionBombError as error:
         raise BrokenExample(str(error)) from None
-    except Exception:  # of any type, as broken files make decoders raise
+    except Exception:  # decoders raise errors of any type on broken files
         raise BrokenExample(f"{len(data)} bytes are not an image") from None
     if image.width * image.height > max_pixels:
         raise BrokenExample(f"{image.width} × {image.height} pixels are more than max_pixels={max_pixels}")
@@ -51,11 +52,11 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 def eval_crop(image: Image.Image, size: int) -> np.ndarray:
-    """The middle square of the image with its shorter side resized, uint8 (size, size, 3).
+    """Resizes the shorter side to `size` and takes the central square, uint8 [size, size, 3].
 
     Raises:
-      BrokenExample: the pixels cannot be decoded, or the image is a line that would be resized to
-        more than `MAX_PIXELS`.
+      BrokenExample: the pixels cannot be decoded, or the image is so narrow that it would be resized
+        to more than `MAX_PIXELS` pixels.
     """
     short, long = sorted(image.size)
     resized = size, int(size * long / short)
@@ -76,15 +77,15 @@ def random_crop(
     scale: tuple[float, float] = CROP_SCALE,
     ratio: tuple[float, float] = CROP_RATIO,
 ) -> np.ndarray:
-    """A random part of the image, resized to uint8 (size, size, 3): Inception's RandomResizedCrop.
+    """Resizes a random part of the image to uint8 [size, size, 3]: RandomResizedCrop of Inception.
 
     A JPEG of which only every second (4th, 8th) pixel is needed is decoded at that size, which is
     several times faster.
 
     Args:
-      image: as `open_image` gives it, not yet decoded.
-      scale: least and greatest part of the area.
-      ratio: least and greatest width over height.
+      image: from `open_image`, not yet decoded.
+      scale: smallest and largest fraction of the area.
+      ratio: smallest and largest width over height.
 
     Raises:
       BrokenExample: the pixels cannot be decoded.
@@ -111,7 +112,7 @@ def _crop_box(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> tuple[int, int, int, int]:
-    """Left, top, width and height; the largest central part of a fitting ratio if none is found."""
+    """Left, top, width, height; if no random box fits, the largest central one of an allowed ratio."""
     full_width, full_height = image_size
     for area, logratio, x, y in rng.random((CROP_ATTEMPTS, 4)):
         pixels = full_width * full_height * (scale[0] + area * (scale[1] - scale[0]))
@@ -129,5 +130,5 @@ def _crop_box(
 def _decoding(image: Image.Image) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # of any type, as broken files make decoders raise
+    except Exception as error:  # decoders raise errors of any type on broken files
         raise BrokenExample(f"the {image.format} cannot be decoded ({error})") from None

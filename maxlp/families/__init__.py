@@ -1,11 +1,12 @@
 """Families of models: what ``config.model.name`` chooses.
 
-A family is a folder with the modules below and an entry in `FAMILIES`. It is imported only when a config names
+A family is a folder with the modules below and an entry in `FAMILIES`. It is imported only when a config
+names
 it: training a Llama imports nothing of CLIP.
 
     task.py     FAMILY: the model, its data, its loss, its evaluation (`Family`)
-    cost.py     COST: a closed form of the memory, work and collectives of a step (`planning.cost_model.Cost`)
-    export.py   FORMATS: weight formats, in and out (`maxlp.convert`)
+    cost.py     COST: a closed form of the memory, work and collectives of a step
+    (`planning.cost_model.Cost`) export.py   FORMATS: weight formats, in and out (`maxlp.convert`)
 """
 
 import dataclasses
@@ -53,8 +54,8 @@ class Family:
       gated_products: patterns of the matmuls whose input is a gated product, where Smooth-SwiGLU acts.
       search_choices: values of further settings that the planner's search tries, by config key.
       describe_batch: data to words.
-      linear_probe: (graphdef, state, train batches, validation batches, num_classes=, l2=) to named numbers, of
-        families that have image features.
+      linear_probe: (graphdef, state, train batches, validation batches, num_classes=, l2=) to named
+        numbers, of families that have image features.
     """
 
     name: str

@@ -12,7 +12,6 @@ the spike; the same batches did not cause a spike when training reached them fro
 """
 
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from maxlp.monitoring.spikes import Spike, SpikeConfig
-from maxlp.run import run_dir
 from maxlp.runtime import checkpoint, distributed
+from maxlp.runtime.files import read_json, unused_path, write_json
 
 State = dict[str, Any]
 
@@ -113,10 +112,10 @@ def roll_back(workdir: Path, spike: Spike, config: SpikeConfig) -> str:
     if distributed.is_primary():
         for info in infos:
             if info.step > target:
-                info.path.rename(_unused(info.path.with_name(f"{info.step}.rolled_back")))
+                info.path.rename(unused_path(info.path.with_name(f"{info.step}.rolled_back")))
         entry = {"spike": spike._asdict(), "to": target, "batches": [begin, end]}
         (workdir / "spikes").mkdir(exist_ok=True)
-        run_dir.write_json(_rollbacks_path(workdir), [*rollbacks, entry])
+        write_json(_rollbacks_path(workdir), [*rollbacks, entry])
     distributed.barrier("after rollback")
     return (
         f"rolled back from step {spike.step} (loss {spike.loss:.4g}, {spike.sigmas:.1f} σ above the "
@@ -159,22 +158,15 @@ def skip_excluded_batches(workdir: Path, step: int, batches: Iterator[Any]) -> i
 
 def read_rollbacks(workdir: Path) -> list[dict[str, Any]]:
     """All rollbacks of a run: the spike, the step it returned to, and the range of excluded batches."""
-    path = _rollbacks_path(workdir)
-    return json.loads(path.read_text()) if path.exists() else []
+    return read_json(_rollbacks_path(workdir), default=[])
 
 
 def batches_drawn(workdir: Path, step: int, rollbacks: list[dict[str, Any]]) -> int:
     """How many batches a run that restarts at this step has drawn or skipped before its first update."""
     record = workdir / "checkpoints" / str(step) / "checkpoint.json"
-    drawn = json.loads(record.read_text())["data_state"]["step"] if record.exists() else 0
+    drawn = read_json(record)["data_state"]["step"] if record.exists() else 0
     return max([drawn, *(entry["batches"][1] for entry in rollbacks if entry["to"] <= step)])
 
 
 def _rollbacks_path(workdir: Path) -> Path:
     return workdir / "spikes" / "rollbacks.json"
-
-
-def _unused(path: Path) -> Path:
-    """The path itself, or with the first suffix -2, -3, … that does not exist yet."""
-    names = (path.with_name(f"{path.name}{suffix}") for suffix in ("", *(f"-{i}" for i in range(2, 1000))))
-    return next(name for name in names if not name.exists())

@@ -11,7 +11,7 @@ import numpy as np
 
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.runtime import checkpoint
-from maxlp.runtime.metrics import read_jsonl
+from maxlp.runtime.writers import read_jsonl
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from maxlp.monitoring.guards import read_rollbacks
 from maxlp.monitoring.run_record import Run, counted, tail
 from maxlp.monitoring.spikes import Spike, find_spikes
 from maxlp.monitoring.watch import recorded_spikes
-from maxlp.runtime.metrics import format_seconds
+from maxlp.runtime.writers import format_seconds
 
 Lines = list[tuple[str, str]]  # label, text
 

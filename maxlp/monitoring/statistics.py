@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from maxlp.optim.tree_utils import layer_axes, name_of, tensor_mean, widened
+from maxlp.optim.tree_utils import layer_axes, name_of, widened
 
 Tensors = dict[str, jax.Array]
 MeasureRMS = Callable[[optax.Updates, optax.OptState], Tensors]
@@ -53,51 +53,6 @@ def tensor_norms(tree: Any) -> Tensors:
 
 def _by_name(tree: Any) -> Tensors:
     return {name_of(path): x for path, x in jax.tree.flatten_with_path(tree)[0]}
-
-
-# --- RMS_t of today's optimizers ----------------------------------------------------------------------
-
-
-def optimizer_rms(
-    grads: optax.Updates, opt_state: optax.OptState, *, b2: float, eps: float, clip_norm: float = 0.0
-) -> Tensors:
-    """RMS_t of any optimizer of `optim.make_tx` that defines it."""
-    return rms_of(opt_state) or second_moment_rms(grads, opt_state, b2=b2, eps=eps, clip_norm=clip_norm)
-
-
-def rms_of(opt_state: optax.OptState) -> Tensors:
-    """The RMS_t of the last update, which StableAdamW keeps in its state; {} of other optimizers.
-
-    It is what was clipped with: under GaLore, that of the projected gradient.
-    """
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: hasattr(x, "rms"))
-    return next((_by_name(node.rms) for node in nodes if hasattr(node, "rms")), {})
-
-
-def second_moment_rms(
-    grads: optax.Updates, opt_state: optax.OptState, *, b2: float, eps: float, clip_norm: float = 0.0
-) -> Tensors:
-    """RMS_t = √mean(g² / max(v̂, eps²)) of an optimizer with Adam's second moment, after its update.
-
-    {} where there is none. Left out are tensors whose moment is not stored as it is: projected, or in few
-    bits. (To see RMS_t there, take stable_adamw with clip_threshold=inf: that is AdamW, measured.)
-    """
-    stop = lambda x: hasattr(x, "nu") or hasattr(x, "subspaces")  # noqa: E731
-    nodes = [node for node in jax.tree.leaves(opt_state, is_leaf=stop) if hasattr(node, "nu")]
-    if not nodes or not hasattr(nodes[0], "count"):
-        return {}
-    moments = dict(jax.tree.flatten_with_path(nodes[0].nu)[0])
-    debias = 1 - b2 ** nodes[0].count.astype(jnp.float32)
-    scale = 1.0
-    if clip_norm:
-        scale = jnp.minimum(1.0, clip_norm / jnp.maximum(optax.tree.norm(grads), 1e-30))
-    rms = {}
-    for path, g in jax.tree.flatten_with_path(widened(grads))[0]:
-        v = moments.get(path)
-        if v is not None and v.shape == g.shape:
-            ratio = jnp.square(scale * g) / jnp.maximum(v.astype(g.dtype) / debias, eps**2)
-            rms[name_of(path)] = jnp.sqrt(tensor_mean(ratio, layer_axes(path)))
-    return rms
 
 
 # --- on the host --------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@
 """
 
 import collections
-import json
 import math
 import os
 import shutil
@@ -21,8 +20,8 @@ from maxlp.data import merge_states
 from maxlp.monitoring import statistics
 from maxlp.monitoring.guards import RollbackRequested
 from maxlp.monitoring.spikes import Detector, Spike, SpikeConfig
-from maxlp.run import run_dir
 from maxlp.runtime import checkpoint, distributed
+from maxlp.runtime.files import read_json, write_json
 
 KEPT_POSITIONS = 4  # steps; metrics reach the host a step late, and a spike needs the position before it
 
@@ -116,7 +115,7 @@ class Watch:
         }
         path = workdir / "spikes" / f"{spike.step}.json"
         path.parent.mkdir(exist_ok=True)
-        run_dir.write_json(path, record)
+        write_json(path, record)
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint stores, so that a resumed run finds the same spikes."""
@@ -178,7 +177,7 @@ def keep_checkpoint(workdir: Path, spike_step: int, lead: int) -> Path | None:
 def read_record(workdir: Path, step: int) -> dict[str, Any] | None:
     """What `Watch.save` wrote about the spike at a step, if anything."""
     path = workdir / "spikes" / f"{step}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    return read_json(path)
 
 
 def recorded_spikes(workdir: Path) -> list[dict[str, Any]]:

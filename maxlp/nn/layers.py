@@ -46,8 +46,9 @@ def dot_general(
     """``jax.lax.dot_general`` of an input's last axis with a kernel's first, with its own gradients.
 
     They equal JAX's up to rounding. JAX writes the kernel's gradient as (gᵀ x)ᵀ, which takes XLA on CPUs
-    twice as long as xᵀ g. And where bfloat16 operands give a float32 result (the logits), JAX would multiply
-    the gradient in float32; this rounds it to the dtype of the operands, as in every other matmul.
+    twice as long as xᵀ g. And where bfloat16 operands give a float32 result (the logits), JAX would
+    multiply the gradient in float32; this rounds it to the dtype of the operands, as in every other
+    matmul.
     """
     return jax.lax.dot_general(x, kernel, dimension_numbers, preferred_element_type=preferred_element_type)
 
@@ -136,8 +137,8 @@ class Embed(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, ids_BS: jax.Array) -> jax.Array:
-        # Every part of the table gets the ids of all rows, and its vectors are sent to their rows. By default
-        # XLA moves the table, or copies the vectors to every device.
+        # Every part of the table gets the ids of all rows, and its vectors are sent to their rows. By
+        # default XLA moves the table, or copies the vectors to every device.
         ids_BS = constrain(ids_BS, "lookup", "lookup_seq")
         x_BSD = jnp.take(self.embedding[...].astype(self.dtype), ids_BS, axis=0)
         return constrain(x_BSD, "lookup", "lookup_seq", "embed")

@@ -1,13 +1,14 @@
-"""AdamP: Adam that does not lengthen the weights that a normalization makes scale-free.
+"""AdamP: Adam that does not grow the norm of scale-invariant weights.
 
-Where a norm follows, a weight's length means nothing, but momentum makes it grow, and a longer weight
-turns by a smaller angle: the effective learning rate decays by itself. Heo et al. 2021 (arXiv:2006.08217)
-remove from the step its part along the weight, wherever the gradient itself is nearly at right angles to
-the weight, which is what scale-freeness does to it:
+The norm of a weight in front of a normalization has no effect, but momentum makes it grow, and a longer
+weight turns by a smaller angle: the effective learning rate decays on its own. Heo et al. 2021
+(arXiv:2006.08217) remove the part of the step along the weight, wherever the gradient is nearly
+orthogonal to the weight, as the gradient of a scale-invariant weight is:
 
     max |cos(g, w)| < δ / √dim(w)   →   step ← step - ŵ (ŵ·step), weight decay ← wd_ratio · weight decay
 
-First for every output channel of a tensor, else for the tensor as a whole, else not.
+The test is made for the output channels of a tensor first, then for the tensor as a whole; if both fail,
+the step is Adam's.
 """
 
 import math
@@ -18,11 +19,11 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
-from maxlp.optim.tree_utils import LayerAxes, layer_axes, name_of, over_tensor, widened
+from maxlp.optim.tree_utils import LayerAxes, find_states, layer_axes, leaf_name, over_tensor, widened
 
 
 class AdamPState(NamedTuple):
-    """As `optax.ScaleByAdamState`, and by what the decay of each parameter is divided: (*layers)."""
+    """`optax.ScaleByAdamState` with the divisor of each parameter's weight decay, (*layers)."""
 
     count: jax.typing.ArrayLike
     mu: optax.Updates
@@ -40,17 +41,16 @@ def scale_by_adamp(
     wd_ratio: float = 0.1,
     layer_axes: LayerAxes = layer_axes,
 ) -> optax.GradientTransformation:
-    """Adam's direction less its radial part, for tensors of each layer with more than one dim.
+    """Adam's step without its radial part, for tensors of each layer with at least two dims.
+
+    The update needs the parameters.
 
     Args:
-        b1, b2, eps: of Adam.
-        mu_dtype: dtype of the first moment, None for float32.
-        delta: how nearly at right angles: δ above.
-        wd_ratio: factor of the weight decay where the radial part is removed.
-        layer_axes: how many leading axes of the parameter at a path count its layers.
-
-    Raises:
-        ValueError: in the update, no parameters (as under `galore`, which shows this one a projection).
+      b1, b2, eps: of Adam.
+      mu_dtype: dtype of the first moment; None for float32.
+      delta: δ above, the threshold of orthogonality.
+      wd_ratio: factor on the weight decay where the radial part is removed.
+      layer_axes: gives the number of leading layer axes of the parameter at a path.
     """
     adam = optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype)
 
@@ -60,8 +60,7 @@ def scale_by_adamp(
         return AdamPState(moments.count, moments.mu, moments.nu, ones)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
-        if params is None:
-            raise ValueError("adamp needs the parameters; it cannot run inside galore")
+        assert params is not None, "AdamP projects steps along the parameters"
         grads, weights = widened(updates), widened(params)
         old = optax.ScaleByAdamState(state.count, state.mu, state.nu)
         steps, moments = cast(tuple[Any, Any], adam.update(grads, old))
@@ -71,7 +70,7 @@ def scale_by_adamp(
             if g.ndim - axes < 2:
                 return step, layers
             every = tuple(range(axes, g.ndim))
-            channel = axes if name_of(path).endswith("embedding") else g.ndim - 1  # a table's are its rows
+            channel = axes if leaf_name(path) == "embedding" else g.ndim - 1  # a table's channels are rows
             views = tuple(i for i in every if i != channel), every
             (by_channel, channel_free), (whole, free) = (
                 _tangent(g, w, step, view, axes, delta, eps) for view in views
@@ -88,16 +87,24 @@ def scale_by_adamp(
 
 
 def decay_divisors(state: optax.OptState) -> optax.Updates:
-    """For `stable_adamw.divide_decay`."""
-    return optax.tree.get(state, "divisor")
+    """The divisors of the weight decay, for `stable_adamw.divide_decay`."""
+    [(_, adamp)] = find_states(state, AdamPState)
+    return adamp.divisor
 
 
 def _tangent(
     g: jax.Array, w: jax.Array, step: jax.Array, view: tuple[int, ...], axes: int, delta: float, eps: float
 ) -> tuple[jax.Array, jax.Array]:
-    """The step without its part along `w`, in vectors along `view`; and whether those are scale-free.
+    """The step without its part along the weight, and whether the weight is scale-invariant.
 
-    The verdict is one for each layer, bool (*layers, 1, …).
+    Args:
+      g, w, step: gradient, weight and step, (*layers, …).
+      view: the dims that form one vector: those of a channel, or of the whole tensor.
+      axes: the number of layer axes.
+      delta, eps: of `scale_by_adamp`.
+
+    Returns:
+      The tangential step, and one bool per layer, (*layers, 1, …).
     """
 
     def dot(a: jax.Array, b: jax.Array) -> jax.Array:

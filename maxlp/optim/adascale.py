@@ -1,9 +1,9 @@
-"""AdaScale SGD: a larger batch takes longer steps, by as much as it is worth, and fewer of them.
+"""AdaScale SGD: a larger batch takes longer and fewer steps, as far as the gradient noise allows.
 
-A batch S times as large has a gradient with 1/S of the variance. Where noise rules, S steps of the small
-batch become one step S times as long; where the gradient is nearly exact, a large batch is worth no more
-than a small one. Johnson et al. 2020 (arXiv:2007.05105, algorithm 1) measure which it is. With the
-gradients g_i of n parts of the batch (microbatches, replicas) and their mean ḡ
+A batch S times as large has a gradient with 1/S of the variance. Where noise dominates, S steps of the
+small batch become one step S times as long; where the gradient is nearly exact, a large batch is worth no
+more than a small one. Johnson et al. 2020 (arXiv:2007.05105, algorithm 1) measure which case holds. With
+the gradients g_i of n parts of the batch (microbatches, replicas) and their mean ḡ
 
     σ² = S/n · (Σ‖g_i‖² - n‖ḡ‖²) / (n - 1)      variance of a gradient of the small batch
     μ² = ‖ḡ‖² - σ²/S                             its squared mean
@@ -21,7 +21,7 @@ import optax
 
 
 class AdascaleState(NamedTuple):
-    """τ, and the debiased running means of σ² and μ²: float32 scalars."""
+    """τ, and the running means of σ² and μ² with the weight that debiases them: float32 scalars."""
 
     tau: jax.typing.ArrayLike
     weight: jax.typing.ArrayLike
@@ -32,19 +32,19 @@ class AdascaleState(NamedTuple):
 def scale_by_adascale(
     schedule: optax.Schedule, *, scale: float, samples: int, smoothing: float | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Multiplies updates by -gain · schedule(τ): the last in a chain, behind `optax.trace` for momentum.
+    """Multiplies updates by -gain · schedule(τ), as the last transformation of a chain.
 
-    Its `update` needs the keywords `sum_of_squares`, Σ‖g_i‖², and `square_of_mean`, ‖ḡ‖², of the
-    gradients as they are: see `sample_statistics`.
+    Its `update` needs the keywords `sum_of_squares`, Σ‖g_i‖², and `square_of_mean`, ‖ḡ‖², of the raw
+    gradients: see `sample_statistics`. For momentum, put `optax.trace` in front.
 
     Args:
-        schedule: from τ to the learning rate of the small batch.
-        scale: S, how many times as large as that the batch is.
-        samples: n, the parts that gradients are known of; at least 2.
-        smoothing: of the running means; None for max(1 - n/1000, 0), fairscale's choice.
+      schedule: maps τ to the learning rate of the small batch.
+      scale: S, the ratio of the batch to the small batch.
+      samples: n, the number of parts with a gradient of their own; at least 2.
+      smoothing: decay rate of the running means; None for max(1 - n/1000, 0), fairscale's choice.
 
     Raises:
-        ValueError: fewer than two samples, or a scale below 1.
+      ValueError: fewer than two samples, or a scale below 1.
     """
     if samples < 2:
         raise ValueError(f"{samples=} must be at least 2: one gradient has no variance")
@@ -90,10 +90,10 @@ def gain_of(state: AdascaleState, scale: float) -> jax.Array:
 
 
 def sample_statistics(grads: optax.Updates) -> tuple[optax.Updates, dict[str, jax.Array]]:
-    """The mean of n gradients, and the keywords of the update.
+    """The mean of n gradients, and the keywords of `scale_by_adascale`'s update.
 
     Args:
-        grads: a tree of (n, …).
+      grads: a tree of (n, …) arrays.
     """
     mean = jax.tree.map(lambda g: jnp.mean(g, axis=0), grads)
     squares = optax.tree.norm(grads, squared=True), optax.tree.norm(mean, squared=True)

@@ -1,13 +1,13 @@
-"""Parameters kept in bfloat16 alone, without a float32 copy.
+"""Parameters stored in bfloat16 alone, without a float32 master copy.
 
 bfloat16 has 8 significant bits: an update below 1/512 of a parameter is rounded away, and training stalls
-as soon as the learning rate decays. Two ways out, both 2 or 4 bytes a parameter instead of 6:
+as soon as the learning rate decays. Two remedies, at 2 or 4 bytes per parameter instead of 6:
 
-* ``stochastic``: the sum is rounded up with the probability of its distance (Zamirai et al. 2020,
-  arXiv:2010.06192). Its expectation is the exact sum; no state, some noise.
-* ``kahan``: what rounding took away is kept in a second bfloat16 and added to the next update (Kahan 1965;
-  Zamirai et al., same; pure bfloat16 training: Dobler & de Melo 2024, arXiv:2408.15793). Together that is
-  about 16 significant bits, without noise.
+* `stochastic`: the sum is rounded up or down with probability proportional to proximity (Zamirai et al.
+  2020, arXiv:2010.06192). Its expectation is the exact sum; it needs no state and adds some noise.
+* `kahan`: the rounding error is kept in a second bfloat16 and added to the next update (Kahan 1965;
+  Zamirai et al.; pure bfloat16 training: Dobler & de Melo 2024, arXiv:2408.15793). Together that is about
+  16 significant bits, without noise.
 """
 
 from typing import Any, NamedTuple
@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from maxlp.optim.tree_utils import name_of
+
 METHODS = ("stochastic", "kahan")
 
 
 class PureBf16State(NamedTuple):
-    """State of the inner transformation, and what rounding took away: None, or bfloat16 like ``params``."""
+    """State of the inner transformation, and the rounding errors: bfloat16 like `params`, or None."""
 
     count: jax.typing.ArrayLike
     inner: optax.OptState
@@ -30,43 +32,38 @@ class PureBf16State(NamedTuple):
 def pure_bf16(
     inner: optax.GradientTransformation, *, method: str = "stochastic", seed: int = 0
 ) -> optax.GradientTransformation:
-    """A whole optimizer chain, learning rate included, for bfloat16 parameters.
+    """Wraps a whole optimizer chain, learning rate included, for bfloat16 parameters.
 
-    `inner` sees gradients and parameters in float32, and its state is what it is for float32 parameters
-    (`low_bit` goes inside). The updates that come out are float32 and such that `optax.apply_updates`
-    gives the rounded parameters exactly: they are differences of two bfloat16 numbers. (Where a parameter
-    shrinks to less than 2^-16 of itself in one update, the difference may round in its 24th bit.)
+    `inner` sees gradients and parameters in float32, and its state is the same as for float32 parameters
+    (`low_bit` goes inside). The resulting updates are float32 differences of two bfloat16 numbers, so that
+    `optax.apply_updates` gives the rounded parameters exactly. (Where a parameter shrinks to less than
+    2^-16 of itself in one update, the difference may round in its 24th bit.)
 
     Args:
-        inner: what computes the updates to add to parameters.
-        method: one of `METHODS`.
-        seed: of the stochastic rounding; its noise depends on the seed, the number of the update and the
-            parameter, not on the devices.
+      inner: computes the updates to add to the parameters.
+      method: one of `METHODS`.
+      seed: seed of the stochastic rounding; the noise depends on the seed, the number of the update and
+        the parameter, not on the devices.
 
     Raises:
-        ValueError: an unknown method, or, at `init`, parameters that are not bfloat16.
+      ValueError: at `init`, parameters that are not bfloat16.
     """
-    if method not in METHODS:
-        raise ValueError(f"param_rounding={method!r} is unknown, choose one of: {', '.join(METHODS)}")
-
-    def wide(tree: Any) -> Any:
-        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+    assert method in METHODS, method
 
     def init(params: optax.Params) -> PureBf16State:
         for path, p in jax.tree.leaves_with_path(params):
             if p.dtype != jnp.bfloat16:
-                name = jax.tree_util.keystr(path, simple=True, separator="/")
                 raise ValueError(
-                    f"param_rounding={method!r} is for bfloat16 parameters, {name} is {p.dtype}; "
+                    f"param_rounding={method!r} is for bfloat16 parameters, {name_of(path)} is {p.dtype}; "
                     "set model.param_dtype='bfloat16' or param_rounding=None"
                 )
         lost = jax.tree.map(jnp.zeros_like, params) if method == "kahan" else None
-        return PureBf16State(jnp.zeros([], jnp.int32), inner.init(wide(params)), lost)
+        return PureBf16State(jnp.zeros([], jnp.int32), inner.init(_float32(params)), lost)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
-        assert params is not None, "what is rounded is the parameter after the update"
-        old = wide(params)
-        updates, inner_state = inner.update(wide(updates), state.inner, old)
+        assert params is not None, "the parameter after the update is what gets rounded"
+        old = _float32(params)
+        updates, inner_state = inner.update(_float32(updates), state.inner, old)
         if method == "kahan":
             wanted = jax.tree.map(lambda u, c: u + c.astype(jnp.float32), updates, state.lost)
             deltas = jax.tree.map(lambda p, u: _nearest(p + u) - p, old, wanted)
@@ -82,16 +79,20 @@ def pure_bf16(
     return optax.GradientTransformation(init, update)
 
 
-# Rounded on the bits: XLA may take a conversion to bfloat16 and back for the identity.
+def _float32(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+# The bits are rounded explicitly: XLA may drop a conversion to bfloat16 and back.
 
 
 def _nearest(x: jax.Array) -> jax.Array:
-    """float32 to the nearest bfloat16, ties to even, still as float32."""
+    """float32 to the nearest bfloat16, ties to even; the result is float32."""
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
 def _stochastic(p: jax.Array, u: jax.Array, key: jax.Array) -> jax.Array:
-    """``p + u`` to one of its two neighbours in bfloat16, the likelier the nearer, still as float32."""
+    """Rounds `p + u` to a neighbouring bfloat16, with probability proportional to proximity; float32."""
     noise = jax.random.bits(key, p.shape, jnp.uint16).astype(jnp.uint32)
     exact = p + u
     bits = jax.lax.bitcast_convert_type(exact, jnp.uint32)

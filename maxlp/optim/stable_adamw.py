@@ -1,14 +1,14 @@
-"""StableAdamW: AdamW whose step shrinks where the second moment lags behind the gradient.
+"""StableAdamW: AdamW with shorter steps where the second moment lags behind the gradient.
 
-After a quiet time v̂ is small. If the signal then changes, the first large gradients are divided by a
-√v̂ that does not know them yet, and the step is far too long: this is how a loss spike begins. One number
-for each tensor sees it coming (Wortsman et al. 2023, arXiv:2304.13013, algorithm 2):
+After a quiet period v̂ is small. When the signal changes, the first large gradients are divided by a √v̂
+that does not include them yet, and the step is far too long: this is how a loss spike begins. One number
+per tensor detects it (Wortsman et al. 2023, arXiv:2304.13013, algorithm 2):
 
-    RMS_t = √mean(g² / max(v̂, eps²))        about 1 as long as v̂ knows the gradient
+    RMS_t = √mean(g² / max(v̂, eps²))        about 1 as long as v̂ matches the gradient
     lr_t  = lr / max(1, RMS_t / d)          d = 1: update clipping, as in Adafactor
     θ    ← θ − lr_t·weight_decay·θ − lr_t·m̂ / (√v̂ + eps)
 
-It is not `optax.clip_by_block_rms` after Adam: that bounds m̂/√v̂, which the momentum has already
+This is not `optax.clip_by_block_rms` after Adam: that bounds m̂/√v̂, which the momentum has already
 smoothed, and rarely acts at all.
 """
 
@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
-from maxlp.optim.tree_utils import LayerAxes, layer_axes, over_tensor, tensor_mean, widened
+from maxlp.optim.tree_utils import LayerAxes, find_states, layer_axes, over_tensor, tensor_mean, widened
 
 
 class StableAdamState(NamedTuple):
-    """As `optax.ScaleByAdamState`, and the RMS_t of the last update: (*layers) for each parameter."""
+    """`optax.ScaleByAdamState` with the RMS_t of the last update, (*layers) for each parameter."""
 
     count: jax.typing.ArrayLike
     mu: optax.Updates
@@ -41,20 +41,20 @@ def scale_by_stable_adam(
     clip_threshold: float = 1.0,
     layer_axes: LayerAxes = layer_axes,
 ) -> optax.GradientTransformation:
-    """Adam's direction, divided by max(1, RMS_t / clip_threshold) for each tensor of each layer.
+    """Adam's step divided by max(1, RMS_t / clip_threshold), for each tensor of each layer.
 
-    Where it does not clip it is `optax.scale_by_adam`. Moments and RMS_t are at least float32.
+    Unclipped steps equal those of `optax.scale_by_adam`. Moments and RMS_t are at least float32.
 
     Args:
-        b1: decay rate of the first moment.
-        b2: decay rate of the second moment.
-        eps: added to √v̂, and its square is the least v̂ that RMS_t divides by.
-        mu_dtype: dtype of the first moment, None for float32.
-        clip_threshold: d above; `inf` is Adam with its RMS_t measured.
-        layer_axes: how many leading axes of the parameter at a path count its layers.
+      b1: decay rate of the first moment.
+      b2: decay rate of the second moment.
+      eps: added to √v̂; eps² is also the lower bound of v̂ in RMS_t.
+      mu_dtype: dtype of the first moment; None for float32.
+      clip_threshold: d above; `inf` is Adam that records its RMS_t.
+      layer_axes: gives the number of leading layer axes of the parameter at a path.
 
     Raises:
-        ValueError: a threshold that is not positive.
+      ValueError: clip_threshold is not positive.
     """
     if not clip_threshold > 0:
         raise ValueError(f"{clip_threshold=} must be positive (inf turns update clipping off)")
@@ -92,31 +92,34 @@ def scale_by_stable_adam(
 
 
 def clip_factor(rms: jax.Array, clip_threshold: float) -> jax.Array:
-    """What the step is divided by."""
+    """The divisor of the step."""
     return jnp.maximum(1.0, rms / clip_threshold)
+
+
+def last_rms(opt_state: optax.OptState) -> optax.Updates:
+    """RMS_t of the last update, (*layers) for each parameter; inside GaLore, of the projected gradient."""
+    [(_, state)] = find_states(opt_state, StableAdamState)
+    return state.rms
 
 
 def clip_decay(
     rescale: optax.GradientTransformation, decay: optax.GradientTransformation, clip_threshold: float = 1.0
 ) -> optax.GradientTransformation:
-    """`optax.chain(rescale, decay)` in which the decay is divided by the same factor as the step.
+    """`optax.chain(rescale, decay)` with the decay divided by the same factor as the step.
 
-    So it stands in algorithm 2 and in the authors' published reference. The optimizer of their training
-    runs multiplied the decay by the unclipped rate: that is the plain chain.
+    Algorithm 2 and the authors' published reference do this. The optimizer of their training runs
+    multiplied the decay by the unclipped rate, which is the plain chain.
 
     Args:
-        rescale: `scale_by_stable_adam`, itself or wrapped.
-        decay: `optax.add_decayed_weights`.
-        clip_threshold: that of `rescale`.
+      rescale: `scale_by_stable_adam`, bare or wrapped.
+      decay: `optax.add_decayed_weights`.
+      clip_threshold: that of `rescale`.
     """
 
-    return divide_decay(
-        rescale,
-        decay,
-        lambda state: jax.tree.map(
-            lambda rms: clip_factor(rms, clip_threshold), optax.tree.get(state, "rms")
-        ),
-    )
+    def divisors(state: optax.OptState) -> optax.Updates:
+        return jax.tree.map(lambda rms: clip_factor(rms, clip_threshold), last_rms(state))
+
+    return divide_decay(rescale, decay, divisors)
 
 
 def divide_decay(
@@ -124,12 +127,12 @@ def divide_decay(
     decay: optax.GradientTransformation,
     divisors: Callable[[optax.OptState], optax.Updates],
 ) -> optax.GradientTransformation:
-    """`optax.chain(rescale, decay)` with the decay of each tensor divided by a number that `rescale` knows.
+    """`optax.chain(rescale, decay)` with the decay of each tensor divided by a number from `rescale`.
 
     Args:
-        rescale: any rescaling.
-        decay: `optax.add_decayed_weights`.
-        divisors: from the new state of `rescale` to (*layers) for each parameter.
+      rescale: any rescaling.
+      decay: `optax.add_decayed_weights`.
+      divisors: maps the new state of `rescale` to one divisor per tensor, (*layers) for each parameter.
     """
 
     def init(params: optax.Params) -> Any:

@@ -1,4 +1,4 @@
-"""Where a tensor's layers are, and where a state's moments are."""
+"""Layers in parameter trees, states in optimizer states, and the names of both."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -10,60 +10,76 @@ from jax.tree_util import DictKey, GetAttrKey, KeyPath
 
 LayerAxes = Callable[[KeyPath], int]
 
-# The matrices that GaLore and Muon are for: no embedding, no head, no norm.
+# Default targets of GaLore and Muon: the matrices of the blocks, without embeddings, head and norms.
 HIDDEN_KERNELS = ("(attn|mlp)/.*kernel$",)
-MOMENTS = ("mu", "nu")  # what optax calls the first and the second moment, in every state that has them
+MOMENTS = ("mu", "nu")  # optax's field names for the first and second moment, used by all of its states
 
 
 def layer_axes(path: KeyPath) -> int:
-    """How many leading axes of a parameter count its layers: 1 below `layers`, else 0.
+    """The number of leading layer axes of a parameter: 1 below `layers`, else 0.
 
-    A stack of L layers is one array (L, …) for the compiler and L tensors for the optimizer: what is
-    computed per tensor (an RMS, a subspace, a scale) is computed for each of them.
+    A stack of L layers is one (L, …) array to the compiler but L tensors to the optimizer: per-tensor
+    quantities (an RMS, a subspace, a scale) are computed for each layer.
     """
     return int(DictKey("layers") in path)
 
 
 def name_of(path: KeyPath) -> str:
-    """`layers/attn/q_proj/kernel`."""
+    """A parameter's name, such as `layers/attn/q_proj/kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def widened(tree: Any) -> Any:
-    """The arrays of a tree in float32, or in float64 if that is what they are."""
-    return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
+def leaf_name(path: KeyPath) -> str:
+    """The last part of a parameter's name, such as `kernel`, `embedding`, `scale` or `bias`."""
+    return name_of(path[-1:])
 
 
 def matches(path: KeyPath, patterns: Sequence[str]) -> bool:
-    """Whether one of the regular expressions is found in the parameter's name."""
+    """Whether any of the regular expressions is found in the parameter's name."""
     return any(re.search(pattern, name_of(path)) for pattern in patterns)
 
 
+def widened(tree: Any) -> Any:
+    """The tree with its arrays in float32; float64 arrays keep their dtype."""
+    return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
+
+
 def tensor_mean(x: jax.Array, axes: int) -> jax.Array:
-    """Mean over a tensor, for each of its layers: (*layers, …) → (*layers)."""
+    """The mean of each layer's tensor, (*layers, …) to (*layers), for `axes` leading layer axes."""
     return jnp.mean(x, axis=tuple(range(axes, x.ndim)))
 
 
 def over_tensor(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Brings one number a layer, (*layers), to the rank of `like`, (*layers, …)."""
+    """Reshapes one number per layer, (*layers), to broadcast against `like`, (*layers, …)."""
     return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
 
 
-def map_moments(fn: Callable[..., Any], state: Any, *rest: Any, is_leaf: Callable | None = None) -> Any:
-    """`state` with `fn(moment, path, leaf, *rest)` in place of each leaf of a moment.
+def find_states(opt_state: Any, *kinds: type) -> list[tuple[KeyPath, Any]]:
+    """All states of the given types inside an optimizer state, each with its path."""
+    nodes, _ = jax.tree.flatten_with_path(opt_state, is_leaf=lambda node: isinstance(node, kinds))
+    return [(path, node) for path, node in nodes if isinstance(node, kinds)]
+
+
+def map_moments(fn: Callable[..., Any], state: Any, is_leaf: Callable | None = None) -> Any:
+    """Replaces each leaf of the moments in an optax state by `fn(moment, path, leaf)`.
+
+    Moments are found by their field names, `MOMENTS`.
 
     Args:
-        fn: takes the moment's name (one of `MOMENTS`), the path of the parameter, the leaf of the state,
-            and the leaves of `rest` at the same place.
-        state: an optax state; moments are recognised by the name of their field.
-        rest: trees with the structure of `state`.
-        is_leaf: as in `jax.tree.map`.
+      fn: takes the moment's name, the path of the parameter and the leaf.
+      state: any optax state.
+      is_leaf: as in `jax.tree.map`.
     """
 
-    def one(path: KeyPath, leaf: Any, *others: Any) -> Any:
+    def one(path: KeyPath, leaf: Any) -> Any:
         for i, key in enumerate(path):
             if isinstance(key, GetAttrKey) and key.name in MOMENTS:
-                return fn(key.name, path[i + 1 :], leaf, *others)
+                return fn(key.name, path[i + 1 :], leaf)
         return leaf
 
-    return jax.tree.map_with_path(one, state, *rest, is_leaf=is_leaf)
+    return jax.tree.map_with_path(one, state, is_leaf=is_leaf)
+
+
+def state_bytes(state: Any) -> int:
+    """The size in bytes of a tree of arrays or `jax.ShapeDtypeStruct`s, counting every shard once."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))

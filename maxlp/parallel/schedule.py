@@ -11,8 +11,8 @@ class Schedule(NamedTuple):
 
     stages: devices along the mesh axis ``stage``.
     microbatches: a multiple of the stages: the microbatches that wait are spread over them.
-    rounds: how often a microbatch passes through the stages. With more rounds a stage holds several groups of
-      layers, the bubble is smaller, and more activations and weights are sent.
+    rounds: how often a microbatch passes through the stages. With more rounds a stage holds several
+      groups of layers, the bubble is smaller, and more activations and weights are sent.
     """
 
     stages: int

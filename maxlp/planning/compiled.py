@@ -1,8 +1,8 @@
 """The memory and the collectives of a train step, from the compiler.
 
-The step is the one that `maxlp.train` compiles, from the same functions, for devices that are not available.
-The compiler is the real one (libtpu's, or XLA's for CUDA). Without a device it cannot measure: XLA's GPU
-autotuning is off, so that its choice of matmul kernels may differ on a real machine.
+The step is the one that `maxlp.train` compiles, from the same functions, for devices that are not
+available. The compiler is the real one (libtpu's, or XLA's for CUDA). Without a device it cannot measure:
+XLA's GPU autotuning is off, so that its choice of matmul kernels may differ on a real machine.
 """
 
 import contextlib

@@ -67,8 +67,8 @@ class Work:
 class Cost(NamedTuple):
     """The closed form of a family; a family's ``cost.py`` holds one as COST.
 
-    memory: (settings, machine, state) to the bytes of one device at the worst moment of a step, by what they
-      hold.
+    memory: (settings, machine, state) to the bytes of one device at the worst moment of a step, by what
+      they hold.
     work: (settings, machine, state) to the work of one device.
     collectives: (settings, machine) to the collectives of one device.
     """

@@ -6,7 +6,7 @@ chip, except on TPU7x, whose chips are two.
 
 Sources: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}; NVIDIA's data sheets of H100 SXM, H200 SXM
 and HGX B200, and the DGX H100, H200 and B200 user guides for the network (one 400 Gb/s adapter a GPU). Peak
-FLOP/s are in `metrics.PEAK_TFLOPS`. TPU memory is the limit that the compiler itself holds a program to.
+FLOP/s are in `hardware.PEAK_TFLOPS`. TPU memory is the limit that the compiler itself holds a program to.
 """
 
 import dataclasses
@@ -14,12 +14,11 @@ import importlib.util
 import math
 import os
 import re
-import types
 
 import jax
 from jax.experimental import topologies
 
-from maxlp.runtime import metrics
+from maxlp.runtime import hardware
 
 GIB = 2**30
 
@@ -53,7 +52,9 @@ class Chip:
 
     def peak(self, dtype: str = "bfloat16") -> float:
         """FLOP/s of dense matmuls of a dtype: "bfloat16", "float8" or "int8"."""
-        return metrics.peak_flops(types.SimpleNamespace(device_kind=self.kind), dtype).flops  # pyright: ignore[reportArgumentType]
+        flops = hardware.published_flops(self.kind, dtype)
+        assert flops is not None, f"hardware.PEAK_TFLOPS has no row for {self.kind}"
+        return flops
 
 
 # The bidirectional ICI figures of the documentation are halved, and TPU7x's are those of half a chip. The

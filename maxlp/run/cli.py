@@ -11,7 +11,10 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from maxlp.run.config import RENAMED
 from maxlp.runtime import distributed
+from maxlp.runtime.checkpoint import NotWrittenError
+from maxlp.runtime.preemption import EXIT_INTERRUPTED
 
 # Users' path errors. Other errors of the system may be transient: a launcher tries again.
 PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
@@ -73,7 +76,11 @@ def _naming_the_flag(message: str, argv: list[str]) -> str:
     key, _, rest = message.removeprefix("'").partition("'")
     names = [argument.partition("=")[0].lstrip("-") for argument in argv if "config." in argument]
     found = [name for name in names if key in name.split(".")[1:]]
-    return f"{found[0]}: there is no key {key!r}.{rest}" if message.startswith("'") and found else message
+    if not (message.startswith("'") and found):
+        return message
+    if new := RENAMED.get(found[0].removeprefix("config.")):
+        return f"{found[0]} is now config.{new}"
+    return f"{found[0]}: there is no key {key!r}.{rest}"
 
 
 def _exit_on_error(main: Callable[[], Any]) -> None:
@@ -85,8 +92,10 @@ def _exit_on_error(main: Callable[[], Any]) -> None:
         if os.environ.get("MAXLP_TRACEBACK"):
             raise
         if isinstance(error, KeyboardInterrupt):
-            _fail("interrupted", distributed.EXIT_INTERRUPTED)
-        _fail(f"{error} (MAXLP_TRACEBACK=1 shows where)", getattr(error, "exit_code", 2))
+            _fail("interrupted", EXIT_INTERRUPTED)
+        # A full disk may have room at the next start: launchers try again after exit code 1.
+        code = 1 if isinstance(error, NotWrittenError) else 2
+        _fail(f"{error} (MAXLP_TRACEBACK=1 shows where)", code)
 
 
 def _fail(message: str, code: int = 2) -> typing.NoReturn:

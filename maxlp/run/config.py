@@ -1,7 +1,8 @@
 """Binding the sections of a config to what they configure.
 
 A config file is Python with ``get_config(arg)``. Each section of the `ConfigDict` that it returns holds the
-arguments of exactly one function or dataclass: the signature is the schema, and nothing has a default in two
+arguments of exactly one function or dataclass: the signature is the schema, and nothing has a default in
+  two
 places. `bind` checks a section against the signature and reports a mismatch in one line.
 """
 
@@ -15,6 +16,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+RENAMED = {"data.heldout_source": "data.validation_source"}  # keys of version 0.1 -> today's
+
 
 class ConfigError(ValueError):
     """A config that cannot work; the message is one line for the user."""
@@ -23,8 +26,9 @@ class ConfigError(ValueError):
 def bind(function: Callable[..., Any], section: str, values: Any, *later: str) -> functools.partial:
     """``partial(function, **values)``, with the values checked against the function's signature.
 
-    A nested section becomes the dataclass that the signature asks for, or None if all of its values are None
-    and the signature allows that. None for an argument that has a default and is never None means the default.
+    A nested section becomes the dataclass that the signature asks for, or None if all of its values are
+    None and the signature allows that. None for an argument that has a default and is never None means
+    the default.
 
     Args:
       section: where the values come from, for messages ("optimizer").
@@ -40,6 +44,8 @@ def bind(function: Callable[..., Any], section: str, values: Any, *later: str) -
     known = [name for name in parameters if name not in later and name != "self"]
     bound = {}
     for key, value in values.items():
+        if new := RENAMED.get(f"{section}.{key}"):
+            raise ConfigError(f"config.{section}.{key} is now config.{new}")
         if key not in known:
             raise ConfigError(f"config.{section}.{key} is unknown; keys: {', '.join(sorted(known))}")
         hint, required = hints.get(key, Any), parameters[key].default is inspect.Parameter.empty

@@ -1,12 +1,13 @@
 """What goes together: the one table of constraints.
 
-`train`, its ``--dry_run``, `plan`, its closed form and its search accept the same configs because all of them
-call `check`. What a single section must fulfil is checked by its dataclass; here are the rules that relate
-sections to each other, to the mesh and to the platform. A family adds its own (`families.Family.rules`).
+`train`, its ``--dry_run``, `plan`, its closed form and its search accept the same configs because all of
+them call `check`. What a single section must fulfil is checked by its dataclass; here are the rules that
+relate sections to each other, to the mesh and to the platform. A family adds its own
+(`families.Family.rules`).
 
-A rule is a function of (settings, machine) to a message, or None if it is fulfilled. The message starts with a
-config key, names the values, and says what to do. The rule's docstring is its reason; `docs/composition.md`
-prints it.
+A rule is a function of (settings, machine) to a message, or None if it is fulfilled. The message starts
+with a config key, names the values, and says what to do. The rule's docstring is its reason;
+`docs/composition.md` prints it.
 """
 
 import jax.numpy as jnp
@@ -83,8 +84,8 @@ def rounded_params_are_bfloat16(s: Settings, machine: Machine) -> str | None:
     if s.optimizer.param_rounding is None or jnp.dtype(s.model.param_dtype) == jnp.bfloat16:
         return None
     return (
-        f"optimizer.param_rounding={s.optimizer.param_rounding} is for model.param_dtype=bfloat16, which is "
-        f"{s.model.param_dtype}; set one of them"
+        f"optimizer.param_rounding={s.optimizer.param_rounding} is for model.param_dtype=bfloat16, not for "
+        f"{s.model.param_dtype}; change one of them"
     )
 
 

@@ -1,8 +1,8 @@
 """An experiment: a config resolved, once, into everything that a run is made of.
 
-`resolve` reads and checks the config and makes the parts; what comes after takes the parts it needs as plain
-arguments and never looks at the config again. All of it runs in seconds, before anything is allocated or
-compiled.
+`resolve` reads and checks the config and makes the parts; what comes after takes the parts it needs as
+plain arguments and never looks at the config again. All of it runs in seconds, before anything is
+allocated or compiled.
 """
 
 import dataclasses
@@ -24,11 +24,10 @@ from maxlp.core.train_step import Step
 from maxlp.families import Family
 from maxlp.monitoring import guards
 from maxlp.monitoring.statistics import tensor_statistics
-from maxlp.optim import make_tx
 from maxlp.parallel import sharding
 from maxlp.parallel.batches import batch_part
 from maxlp.run import constraints
-from maxlp.run.settings import Machine, Settings, make_model, read
+from maxlp.run.settings import Machine, Settings, make_model, make_optimizer, read
 from maxlp.runtime.checkpoint import load_params
 
 
@@ -104,7 +103,7 @@ def resolve_settings(settings: Settings, devices: Sequence[jax.Device] | None = 
 def assemble(settings: Settings, machine: Machine, mesh: Mesh | AbstractMesh) -> Experiment:
     """The experiment of settings that fulfil the constraints on this machine."""
     s, family = settings, settings.family
-    tx, schedule, rms = make_tx(s.optimizer, total_steps=s.train.total_steps)
+    optimizer = make_optimizer(s)
     gradients = family.gradients(s.loss, s.train.seed, s.train.microbatches)
     gates: dict[str, Gate] = {}
     if s.precision.loss_scale is not None:
@@ -112,15 +111,20 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh | AbstractMesh) ->
     gates |= guards.gates(s.spikes)
     if s.train.release_gradients:
         step = functools.partial(
-            fused_backward.train_step, loss=family.loss(s.loss, s.train.seed), tx=tx, schedule=schedule
+            fused_backward.train_step,
+            loss=family.loss(s.loss, s.train.seed),
+            tx=optimizer.tx,
+            schedule=optimizer.schedule,
         )
     else:
-        statistics = functools.partial(tensor_statistics, rms=rms) if s.spikes.statistics else None
+        statistics = (
+            functools.partial(tensor_statistics, rms=optimizer.rms) if s.spikes.statistics else None
+        )
         step = functools.partial(
             train_step.train_step,
             gradients=gradients,
-            tx=tx,
-            schedule=schedule,
+            tx=optimizer.tx,
+            schedule=optimizer.schedule,
             gates=gates,
             loss_scale=_scale_in_state if "loss_scale" in gates else train_step.no_loss_scale,
             statistics=statistics or train_step.no_statistics,
@@ -130,8 +134,8 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh | AbstractMesh) ->
         machine=machine,
         mesh=mesh,
         make_model=make_model(family, s.model, s.precision),
-        tx=tx,
-        schedule=schedule,
+        tx=optimizer.tx,
+        schedule=optimizer.schedule,
         gates=gates,
         gradients=gradients,
         step=step,

@@ -7,9 +7,8 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from maxlp.core.train_state import State, abstract_model, abstract_state
-from maxlp.optim import eval_params, eval_part, make_tx
-from maxlp.run.settings import read, read_model
-from maxlp.run.settings import make_model as model_maker
+from maxlp.optim.schedule_free import eval_params, eval_part
+from maxlp.run import settings
 from maxlp.runtime import checkpoint
 
 
@@ -25,12 +24,10 @@ def restore_model(
     Returns:
       its structure, {"params", "model_state"} on the mesh, and the step.
     """
-    make_model = model_maker(*read_model(c))
+    make_model = settings.make_model(*settings.read_model(c))
     graphdef, wanted = abstract_model(make_model, mesh)
     if "optimizer" in c:
-        s = read(c)
-        tx = make_tx(s.optimizer, total_steps=s.train.total_steps).tx
-        _, abstract = abstract_state(make_model, tx, mesh)
+        _, abstract = abstract_state(make_model, settings.make_optimizer(settings.read(c)).tx, mesh)
         if part := eval_part(abstract["opt_state"]):
             wanted["opt_state"] = part
     root = workdir / "checkpoints"
@@ -39,6 +36,6 @@ def restore_model(
 
 
 def evaluated(state: State) -> State:
-    """The state with the parameters to evaluate: schedule_free_adamw's are the average of the trained ones."""
+    """The state with the parameters to evaluate: of schedule_free_adamw, an average of the trained ones."""
     params = eval_params(state.get("opt_state", {}), state["params"])
     return {"params": params, "model_state": state["model_state"]}

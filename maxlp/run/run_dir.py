@@ -22,8 +22,8 @@ from absl import logging
 from ml_collections import ConfigDict
 
 import maxlp
-from maxlp.run.settings import RENAMED
-from maxlp.runtime.files import write_json
+from maxlp.run.config import RENAMED
+from maxlp.runtime.files import read_json, write_json
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -49,7 +49,7 @@ def load_config(workdir: Path) -> ConfigDict:
     path = workdir / "config.json"
     if not path.exists():
         raise ValueError(f"{path} does not exist: --workdir={workdir} holds no run")
-    return ConfigDict(_upgraded(json.loads(path.read_text())))
+    return ConfigDict(_upgraded(read_json(path)))
 
 
 def _upgraded(config: dict[str, Any]) -> dict[str, Any]:
@@ -58,6 +58,9 @@ def _upgraded(config: dict[str, Any]) -> dict[str, Any]:
         section, key = old.split(".")
         if key in config.get(section, {}):
             config[section][new.split(".")[1]] = config[section].pop(key)
+    low_bit = config.get("optimizer", {}).get("low_bit")
+    if low_bit is not None and "mu" not in low_bit:
+        low_bit |= {"mu": "float8_e4m3fn", "nu": "float8_e5m2"}  # what an empty section meant
     data = config.get("data", {})
     data.pop("name", None)  # the family determines the kind of data
     for key in ("source", "validation_source"):
@@ -73,7 +76,7 @@ def record_start(workdir: Path, step: int, num_params: int) -> None:
             "another process trains in %s: they overwrite each other's records, stop one", workdir
         )
     path = workdir / "run.json"
-    record = json.loads(path.read_text()) if path.exists() else {"starts": []}
+    record = read_json(path, {"starts": []})
     device = jax.devices()[0]
     record["starts"].append(
         {
@@ -97,8 +100,8 @@ def record_start(workdir: Path, step: int, num_params: int) -> None:
 def claim(workdir: Path) -> bool:
     """Locks a workdir for the life of this process; False if another process on this machine holds it.
 
-    True on file systems without locks. It only warns: a lock on a network file system may outlive a host that
-    is lost, and a lost run must be able to start again.
+    True on file systems without locks. It only warns: a lock on a network file system may outlive a host
+    that is lost, and a lost run must be able to start again.
     """
     path = str(workdir.resolve())
     if path in _claimed:

@@ -13,6 +13,7 @@ from maxlp import families, precision
 from maxlp.families import Family
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.optim.config import OptimizerConfig
+from maxlp.optim.make_tx import Optimizer, make_tx
 from maxlp.parallel import sharding
 from maxlp.precision import PrecisionConfig
 from maxlp.run.config import ConfigError, bind, call
@@ -24,7 +25,6 @@ SECTIONS = (
     *("model", "precision", "mesh", "optimizer", "data", "loss", "train"),
     *("spikes", "checkpoint", "metrics", "profile"),
 )
-RENAMED = {"data.heldout_source": "data.validation_source"}  # keys of earlier versions
 WRITER_ARGUMENTS = ("workdir", "total_steps", "resume_step", "run_config")
 
 
@@ -39,8 +39,8 @@ class TrainConfig:
     eval_every: updates between evaluations; 0 evaluates at the end only.
     eval_batches: validation batches in each evaluation during the run (0: all). The last one takes all.
     init_from: a run or checkpoint whose weights to start from; "" draws them at random.
-    release_gradients: update each layer in the backward pass, so that the gradients of all layers never exist
-      together; see `core.fused_backward`.
+    release_gradients: update each layer in the backward pass, so that the gradients of all layers never
+      exist together; see `core.fused_backward`.
     """
 
     total_steps: int
@@ -133,6 +133,18 @@ def make_model(family: Family, model: Any, config: PrecisionConfig) -> Callable[
         return made
 
     return make
+
+
+def make_optimizer(s: Settings) -> Optimizer:
+    """The optimizer of a run of so many steps.
+
+    Raises:
+      ConfigError: an option that the optimizer does not have, or a schedule that does not fit.
+    """
+    try:
+        return make_tx(s.optimizer, total_steps=s.train.total_steps)
+    except ValueError as error:
+        raise ConfigError(f"config.optimizer: {error}") from error
 
 
 @functools.lru_cache(maxsize=64)

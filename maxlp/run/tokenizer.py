@@ -6,7 +6,7 @@ tokens, trained on a sample of the corpus when the run begins (seconds).
 
 from pathlib import Path
 
-from maxlp.data import tokenizers
+from maxlp.data.tokenizers import make_tokenizer
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import Settings
 from maxlp.runtime import distributed
@@ -24,10 +24,12 @@ def prepare_tokenizer(s: Settings, workdir: Path) -> str:
         if spec.startswith("bpe:"):
             size = int(spec.removeprefix("bpe:"))
             check_vocabulary(s, size)
+            from maxlp.data.tokenizers.training import train_or_load
+
             texts = s.family.tokenizer_texts(s.data, s.train.seed)
-            tokenizers.train_or_load(str(workdir / "tokenizer.json"), texts, size)
+            train_or_load(str(workdir / "tokenizer.json"), texts, size)
         else:
-            made = tokenizers.make_tokenizer(spec)
+            made = make_tokenizer(spec)
             check_vocabulary(s, made.vocab_size)
             for name, content in made.files.items():
                 _keep_file(workdir / name, content, spec)

@@ -1,0 +1,1 @@
+"""Services of a running program: checkpoints, processes, metrics, profiles."""

@@ -1,32 +1,23 @@
-"""Checkpoints: whole, verified, or not there.
+"""Checkpoints: complete and verified, or absent.
 
-Orbax writes and reads the arrays, asynchronously and on any mesh. It keeps no checksum of their bytes
-and does not go back to an older step when the newest is broken; this file adds both. On disk::
+Orbax writes and reads the arrays, asynchronously and on any mesh. It stores no checksum of their bytes
+and does not fall back to an older step when the newest is damaged; this file adds both. On disk::
 
-    DIR/300/                 step 300: gets this name when everything in it is on disk, not before
+    DIR/300/                 step 300; the directory gets this name once everything in it is on disk
         state/ ...           the arrays (Orbax)
         checkpoint.json      step, shape and dtype of every array, state of the data, meta
-        manifest.txt         CRC-32 and size of every file above; its last line is its own CRC-32
-    DIR/300.unfinished/      being written; a kill leaves it, the next start removes it
-    DIR/300.damaged/         differed from its manifest when a run wanted to resume; kept to be looked at
-    DIR/300.removed/         being deleted because newer ones are complete
+        manifest.txt         checksums of all files above, see `manifest`
+    DIR/300.unfinished/      being written; left behind by a kill, removed at the next start
+    DIR/300.damaged/         did not match its manifest when a run resumed; kept for inspection
+    DIR/300.removed/         being deleted because newer checkpoints are complete
 
 DIR is on a file system that all processes share and that renames atomically (local disk, NFS, Lustre,
-a mounted bucket).
-
-Why CRC-32: the enemy is a disk, a cable or a cut-off write, not a forger. It sees every flipped bit,
-every burst up to 32 bits and all but one in 4e9 of other changes, and zlib's is the fastest checksum of
-the standard library (4.1 GB/s measured on one server core; SHA-256 with its own instructions 1.8) and
-lets the GIL go. All processes share the work, at saving and at restoring, because the checksums of a
-large model would take one of them minutes to hours.
+a mounted bucket). All processes share the work of computing checksums, when saving and when restoring.
 """
 
 import json
 import os
-import shutil
-import time
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,13 +25,10 @@ from typing import Any, NamedTuple
 import jax
 from absl import logging
 
-from maxlp.runtime import distributed
+from maxlp.runtime import distributed, files, manifest, tree_spec, verification
 
 _RECORD = "checkpoint.json"
-_MANIFEST = "manifest.txt"
-_PEER_TIMEOUT = 3600.0  # seconds that the primary waits for the checksums of another process
-_HASH_THREADS = 4
-_HASH_BLOCK = 4 << 20
+_PEER_TIMEOUT = 3600.0  # seconds the primary process waits for the checksums of another one
 
 
 class CheckpointError(ValueError):
@@ -48,13 +36,11 @@ class CheckpointError(ValueError):
 
 
 class NotWrittenError(CheckpointError):
-    """The file system's failure and not the user's: the run may be started again."""
-
-    exit_code = 1
+    """The file system failed, not the user: restarting the run may help."""
 
 
 class Restored(NamedTuple):
-    """What `Checkpointer.restore_latest` and `restore` give back."""
+    """Result of `Checkpointer.restore_latest` and `restore`."""
 
     step: int
     state: Any
@@ -63,7 +49,11 @@ class Restored(NamedTuple):
 
 
 class StepInfo(NamedTuple):
-    """One directory of `list_steps`: `saved_at` in seconds since 1970; `status` complete or its suffix."""
+    """One directory found by `list_steps`.
+
+    `status` is "complete", "damaged" (no valid manifest) or the suffix of the directory's name;
+    `num_bytes` is the total size according to the manifest; `saved_at` is in seconds since 1970.
+    """
 
     step: int
     path: Path
@@ -73,22 +63,21 @@ class StepInfo(NamedTuple):
 
 
 class Checkpointer:
-    """Saves every few steps in the background, keeps the newest, restores the newest sound one.
+    """Saves in the background, keeps the newest checkpoints, restores the newest intact one.
 
-    Every process of a run makes one and calls the same methods in the same order, from the main thread.
-    It owns its directory: it removes what a killed run left unfinished, so a program that only reads
-    calls `restore` or `load_params` instead.
+    Every process of a run creates one and calls the same methods in the same order, from the main
+    thread. It owns its directory: it removes what a killed run left unfinished, so a program that only
+    reads calls `restore` or `load_params` instead.
 
     Args:
-        directory: where the numbered step directories go; made if missing.
-        every_steps: `should_save` says yes at multiples of this.
-        keep_last: how many of the newest complete checkpoints stay, at least 1. With 1, a checkpoint that
-            is damaged later leaves nothing to go back to.
-        keep_every: checkpoints of steps that are multiples of this stay for good; None for none.
-        asynchronous: False makes `save` return only when the checkpoint is complete.
+      directory: contains the numbered step directories; created if missing.
+      every_steps: `should_save` is true at multiples of this.
+      keep_last: how many of the newest complete checkpoints to keep, at least 1. With 1 there is nothing
+        to fall back to if that checkpoint is damaged later.
+      keep_every: checkpoints at multiples of this are never deleted; None deletes all old ones.
 
     Raises:
-        ValueError: an argument out of range, or a directory that is not on a mounted file system.
+      ValueError: an argument is out of range, or `directory` is a URL.
     """
 
     def __init__(
@@ -98,28 +87,23 @@ class Checkpointer:
         every_steps: int,
         keep_last: int = 2,
         keep_every: int | None = None,
-        asynchronous: bool = True,
     ) -> None:
-        for key, value in {
-            "every_steps": every_steps,
-            "keep_last": keep_last,
-            "keep_every": keep_every,
-        }.items():
+        counts = {"every_steps": every_steps, "keep_last": keep_last, "keep_every": keep_every}
+        for key, value in counts.items():
             if value is not None and value < 1:
-                raise ValueError(f"checkpoint.{key}={value} must be at least 1")
-        self.directory = _local_path(directory)
+                raise ValueError(f"{key}={value} must be at least 1")
+        self.directory = files.local_path(directory)
         self._every_steps = every_steps
         self._keep_last = keep_last
         self._keep_every = keep_every
-        self._asynchronous = asynchronous
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._newest: int | None = None
         if distributed.is_primary():
             self.directory.mkdir(parents=True, exist_ok=True)
-            for left in [*self.directory.glob("*.unfinished*"), *self.directory.glob("*.removed")]:
-                logging.warning("removing %s: left by a run that was killed", left)
-                _remove(left)
+            for leftover in [*self.directory.glob("*.unfinished*"), *self.directory.glob("*.removed")]:
+                logging.warning("removing %s, left behind by a killed run", leftover)
+                files.remove(leftover)
 
     def should_save(self, step: int) -> bool:
         """True at the positive multiples of `every_steps`."""
@@ -130,84 +114,86 @@ class Checkpointer:
     ) -> None:
         """Starts a checkpoint and returns as soon as `state` may be changed or donated.
 
-        Saving the step that was just saved or restored does nothing. One save is in flight at a time: a
-        second one first waits for the first, and raises what went wrong with it.
+        Saving the step that was just saved or restored does nothing. Only one save is in flight at a
+        time: the next one first waits for it, and raises its error if it failed.
 
         Args:
-            step: number of finished steps.
-            state: a pytree of `jax.Array`, typed PRNG keys included; none of size 0.
-            data_state: JSON-able position of the data, merged over processes; the primary's is saved.
-            meta: JSON-able facts about the run (config, versions); the primary's is saved.
+          step: number of finished steps.
+          state: a pytree of non-empty `jax.Array`s, typed PRNG keys included.
+          data_state: JSON-serializable position of the data, merged over processes; the primary's is
+            saved.
+          meta: JSON-serializable facts about the run (config, versions); the primary's is saved.
 
         Raises:
-            CheckpointError: the save before this one failed, or `state` holds something else than arrays.
+          CheckpointError: the previous save failed, `state` contains other leaves than non-empty arrays,
+            or the directory already holds another checkpoint of this step.
         """
+        from orbax.checkpoint import v1 as ocp  # imported late because it adds half a second
+
         self._join()
         if step == self._newest:
             return
-        if self._path(step).exists():
-            raise CheckpointError(
-                f"{self._path(step)} exists already: resume from it or use another directory"
-            )
-        for path, leaf in _leaves(state):
+        final, unfinished = self._path(step), self._path(step, ".unfinished")
+        if final.exists():
+            raise CheckpointError(f"{final} already exists: resume from it or use another directory")
+        for path, leaf in tree_spec.leaves(state):
             if not isinstance(leaf, jax.Array) or not leaf.size:
-                raise CheckpointError(f"cannot save {path}: {_spec(leaf)} is not a jax.Array with elements")
-        record = json.dumps(
-            {
-                "step": step,
-                "meta": dict(meta or {}),
-                "data_state": dict(data_state),
-                "arrays": _describe(state),
-            },
-            indent=1,
-        )
-        ocp = _orbax()
+                found = tree_spec.describe_leaf(leaf)
+                raise CheckpointError(f"cannot save {path}: {found} is not a non-empty jax.Array")
+        arrays = tree_spec.describe(state)
+        record = {"step": step, "meta": dict(meta or {}), "data_state": dict(data_state), "arrays": arrays}
         context = ocp.Context()
         context.array.saving.use_compression = False  # gains 8 % on float32 weights, takes twice the time
         with context:
-            arrays_written = ocp.save_checkpointables_async(
-                self._path(step, ".unfinished"), {"state": state}
-            )
+            arrays_written = ocp.save_checkpointables_async(str(unfinished), {"state": state})
         self._newest = step
-        self._pending = self._thread.submit(self._finish, step, arrays_written, record)
-        if not self._asynchronous:
-            self.wait()
+        self._pending = self._thread.submit(
+            self._finish, step, arrays_written, json.dumps(record, indent=1)
+        )
 
     def restore_latest(self, abstract_state: Any) -> Restored | None:
-        """Restores the newest checkpoint whose every byte is as it was written.
+        """Restores the newest checkpoint whose files all match their checksums.
 
-        Damaged ones are named in the log, one line for each fault, and set aside as ``<step>.damaged``, so
-        that the run can save these steps again.
+        Newer, damaged ones are logged, one line per fault, and renamed to ``<step>.damaged``, so that
+        the run can save these steps again.
 
         Args:
-            abstract_state: the state as `jax.ShapeDtypeStruct`, with the shardings that the arrays are born
-                with; the mesh and the number of processes may differ from those that saved.
+          abstract_state: the state as `jax.ShapeDtypeStruct`s with the shardings of the restored arrays;
+            mesh and number of processes may differ from those that saved.
 
         Returns:
-            The checkpoint, or None if the directory never held one.
+          The checkpoint, or None if the directory never held one.
 
         Raises:
-            CheckpointError: there are checkpoints but none is sound, or the sound one is of another model.
+          CheckpointError: there are checkpoints but none is intact, or the newest intact one does not
+            match `abstract_state`.
         """
         self.wait()
-        step, damaged = _newest_sound(self.directory)
+        step, damaged = verification.newest_intact(self.directory)
         if step is None:
-            self._refuse_fresh_start(damaged)
-            return None
+            found = verification.list_damaged(self.directory, damaged)
+            if not found:
+                return None
+            raise CheckpointError(
+                f"no intact checkpoint in {self.directory}: {found}; put back a good copy, or delete "
+                "these to start from the beginning"
+            )
         restored = _load(self._path(step), abstract_state, exact=True)
         if distributed.is_primary():
             for bad in damaged:
-                _set_aside(self._path(bad))
+                target = files.unused_path(self._path(bad, ".damaged"))
+                self._path(bad).rename(target)
+                logging.error("kept the damaged checkpoint as %s", target)
         self._newest = step
         return restored
 
     def wait(self) -> None:
-        """Returns when everything saved so far is complete; raises CheckpointError if it could not be."""
+        """Returns when all saves are complete; raises CheckpointError if one failed."""
         self._join()
         distributed.barrier("checkpoint wait")
 
     def close(self) -> None:
-        """Waits, then ends the background thread."""
+        """Waits, then stops the background thread."""
         self.wait()
         self._thread.shutdown()
 
@@ -218,7 +204,7 @@ class Checkpointer:
         if exc_type is None:
             self.close()
         elif self._pending is not None:
-            # No barrier: the other processes may never come to it. The save in flight still ends well.
+            # No barrier: the other processes may never reach it. The save in flight is still completed.
             error = self._pending.exception()
             if error is not None:
                 logging.error("the last checkpoint was not written: %s", error)
@@ -234,319 +220,105 @@ class Checkpointer:
             pending.result()
         except Exception as error:
             step, self._newest = self._newest, None
-            reason = f"{type(error).__name__}: {error}"
-            raise NotWrittenError(
-                f"checkpoint {self.directory}/{step} was not written: {reason}"
-            ) from error
+            failed = f"checkpoint {self.directory}/{step} was not written"
+            raise NotWrittenError(f"{failed}: {type(error).__name__}: {error}") from error
 
     def _finish(self, step: int, arrays_written: Any, record: str) -> None:
-        """Background thread: waits for the arrays, adds record and manifest, gives the final name."""
+        """Background thread: waits for the arrays, adds record and manifest, sets the final name."""
         arrays_written.result()
-        root, rank = self._path(step, ".unfinished"), jax.process_index()
-        sums = _checksums(root, _share(_files(root)))
-        if rank != 0:
-            _write_synced(self._path(step, f".unfinished.sums-{rank}"), json.dumps(sums))
+        root = self._path(step, ".unfinished")
+        sums = manifest.shared_checksums(root, jax.process_index(), jax.process_count(), _PEER_TIMEOUT)
+        if not distributed.is_primary():
             return
-        for peer in range(1, jax.process_count()):
-            part = self._path(step, f".unfinished.sums-{peer}")
-            sums |= json.loads(_read_when_there(part))
-            part.unlink()
-        _write_synced(root / _RECORD, record)
-        # Normally the record alone; also a file that a stale directory listing hid from its process.
-        sums |= _checksums(root, [name for name in _files(root) if name not in sums])
-        _write_synced(root / _MANIFEST, _format_manifest(sums))
-        _publish(root, self._path(step))
-        self._retire()
+        files.write_text(root / _RECORD, record)
+        # Usually the record alone; also any file that a stale directory listing hid from its process.
+        sums |= manifest.checksums(root, [name for name in manifest.file_sizes(root) if name not in sums])
+        manifest.write(root, sums)
+        files.publish(root, self._path(step))
+        self._delete_old()
 
-    def _retire(self) -> None:
-        """Deletes what `keep_last` and `keep_every` do not keep; only complete checkpoints are counted."""
-        steps = _steps(self.directory)
-        for step in steps[: -self._keep_last]:
+    def _delete_old(self) -> None:
+        """Deletes the complete checkpoints that neither `keep_last` nor `keep_every` keeps."""
+        for step in verification.list_numbered(self.directory)[: -self._keep_last]:
             if not self._keep_every or step % self._keep_every:
-                os.rename(self._path(step), self._path(step, ".removed"))
-                _remove(self._path(step, ".removed"))
-
-    def _refuse_fresh_start(self, damaged: Mapping[int, list[str]]) -> None:
-        found = [f"{step} ({faults[0]})" for step, faults in damaged.items()]
-        found += sorted(path.name for path in self.directory.glob("*.damaged*"))
-        if found:
-            raise CheckpointError(
-                f"no sound checkpoint in {self.directory}: {', '.join(found)}; "
-                "put back a good copy, or delete these to start from the beginning"
-            )
+                self._path(step).rename(self._path(step, ".removed"))
+                files.remove(self._path(step, ".removed"))
 
 
 def restore(path: str | os.PathLike[str], abstract_state: Any) -> Restored:
     """Reads a checkpoint without changing anything on disk.
 
     Args:
-        path: a step directory, a directory of steps (the newest sound one is read) or a run's working
-            directory that holds one as ``checkpoints``.
-        abstract_state: `jax.ShapeDtypeStruct` with shardings, for the whole state or some of its top-level
-            entries, such as ``{"params": ..., "model_state": ...}``. Floating-point arrays are cast to the
-            dtype asked for.
+      path: a step directory, a directory of steps (its newest intact one is read) or the working
+        directory of a run, whose steps are in ``checkpoints``.
+      abstract_state: `jax.ShapeDtypeStruct`s with shardings, for the whole state or some of its
+        top-level entries, such as ``{"params": ..., "model_state": ...}``. Floating-point arrays are
+        cast to the requested dtype.
 
     Raises:
-        CheckpointError: nothing there, nothing sound, or shapes that differ.
+      CheckpointError: there is no intact checkpoint, or its shapes differ from `abstract_state`.
     """
     return _load(_find(path), abstract_state, exact=False)
 
 
 def load_params(path: str | os.PathLike[str], abstract_params: Any) -> Any:
-    """The parameters alone of another run (`init_from`); arguments and errors as for `restore`."""
+    """Returns only the parameters of a run (`init_from`); arguments and errors as for `restore`."""
     return restore(path, {"params": abstract_params}).state["params"]
 
 
 def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The `meta` that was saved with a checkpoint; `path` and errors as for `restore`."""
-    return _read_record(_find(path))["meta"]
+    """Returns the `meta` saved with a checkpoint; `path` and errors as for `restore`."""
+    return files.read_json(_find(path) / _RECORD)["meta"]
 
 
 def list_steps(directory: str | os.PathLike[str]) -> list[StepInfo]:
-    """What a directory of checkpoints holds, oldest step first, by its manifests; reads no array."""
+    """Lists a directory of checkpoints, oldest step first, from its manifests; reads no array."""
     infos = []
-    for path in _local_path(directory).glob("[0-9]*"):
+    for path in files.local_path(directory).glob("[0-9]*"):
         number, *suffixes = path.name.replace("-", ".").split(".")
         if not path.is_dir() or not number.isdigit():
             continue
-        sums = _read_manifest(path)
+        sums = manifest.read(path)
         status = suffixes[0] if suffixes else "damaged" if sums is None else "complete"
         num_bytes = sum(size for _, size in (sums or {}).values())
         infos.append(StepInfo(int(number), path, status, num_bytes, path.stat().st_mtime))
     return sorted(infos)
 
 
-# Reading
-
-
 def _find(path: str | os.PathLike[str]) -> Path:
-    """The step directory that `path` means, verified."""
-    root = _local_path(path)
+    """Resolves `path` as in `restore` to a step directory, which is verified."""
+    root = files.local_path(path)
     if (root / "checkpoints").is_dir():
         root /= "checkpoints"
-    if root.name.isdigit() and root.is_dir() and not _steps(root):
-        if faults := _verify(root):
+    if root.name.isdigit() and root.is_dir() and not verification.list_numbered(root):
+        if faults := verification.verify(root):
             raise CheckpointError(f"{root} is damaged: {faults[0]}")
         return root
-    step, damaged = _newest_sound(root)
+    step, damaged = verification.newest_intact(root)
     if step is None:
-        reason = ", ".join(f"{bad} is damaged ({faults[0]})" for bad, faults in damaged.items())
-        raise CheckpointError(f"no checkpoint in {root}: {reason or 'no step directory'}")
+        found = verification.list_damaged(root, damaged) or "no step directory"
+        raise CheckpointError(f"no intact checkpoint in {root}: {found}")
     return root / str(step)
-
-
-def _newest_sound(directory: Path) -> tuple[int | None, dict[int, list[str]]]:
-    """The newest step that passes verification, and the faults of those passed over, newest first."""
-    damaged: dict[int, list[str]] = {}
-    for step in reversed(distributed.gather_json(_steps(directory))[0]):
-        faults = _verify(directory / str(step))
-        if not faults:
-            return step, damaged
-        damaged[step] = faults
-        if distributed.is_primary():
-            for fault in faults:
-                logging.error("checkpoint %s is damaged: %s", directory / str(step), fault)
-    return None, damaged
-
-
-def _verify(root: Path) -> list[str]:
-    """Compares a step directory with its manifest, every process a share; all get all faults."""
-    return [fault for faults in distributed.gather_json(_verify_share(root)) for fault in faults]
-
-
-def _verify_share(root: Path) -> list[str]:
-    sums = _read_manifest(root)
-    if sums is None:
-        state = "does not match its own checksum" if (root / _MANIFEST).exists() else "is missing"
-        return [f"{_MANIFEST} {state}"] if distributed.is_primary() else []
-    names = _share({name: size for name, (_, size) in sums.items()})
-    with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        faults = pool.map(lambda name: _fault(root / name, *sums[name]), names)
-        return [f"{name} {fault}" for name, fault in zip(names, faults, strict=True) if fault]
-
-
-def _fault(path: Path, crc: str, size: int) -> str | None:
-    try:
-        found = path.stat().st_size
-        if found != size:
-            return f"has {found} bytes, was saved with {size}"
-        return None if _checksum(path) == crc else "has other content than was saved"
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
 
 
 def _load(root: Path, abstract_state: Any, *, exact: bool) -> Restored:
     """Loads a verified step directory; with `exact`, structure and dtypes must be those saved."""
-    record = _read_record(root)
-    _check_fits(root, record["arrays"], abstract_state, exact=exact)
-    ocp = _orbax()
+    from orbax.checkpoint import v1 as ocp
+
+    record = files.read_json(root / _RECORD)
+    if misfit := tree_spec.find_misfit(record["arrays"], abstract_state, exact=exact):
+        path, saved, wanted = misfit
+        raise CheckpointError(
+            f"{root} does not fit this config: {path} is {saved} in the checkpoint and {wanted} in the "
+            "config; use the config it was saved with or another directory"
+        )
     context = ocp.Context()
     context.pytree.loading.partial_load = not exact
     try:
         with context:
-            state = ocp.load_checkpointables(root, {"state": abstract_state})["state"]
+            state = ocp.load_checkpointables(str(root), {"state": abstract_state})["state"]
     except Exception as error:
-        # Orbax reports every failure as a missing handler and hangs the reason below it.
+        # Orbax reports every failure as a missing handler, with the reason as its cause.
         reason = error.__cause__ or error
         raise CheckpointError(f"Orbax cannot load {root}: {type(reason).__name__}: {reason}") from error
     return Restored(record["step"], state, record["data_state"], record["meta"])
-
-
-def _check_fits(root: Path, saved: Mapping[str, str], abstract_state: Any, *, exact: bool) -> None:
-    wanted = _describe(abstract_state)
-    paths = wanted.keys() | saved.keys() if exact else wanted.keys()
-    for path in sorted(paths, key=lambda path: (not path.startswith("params/"), path)):
-        old, new = saved.get(path, "absent"), wanted.get(path, "absent")
-        if old != new and (exact or not _castable(old, new)):
-            raise CheckpointError(
-                f"{root} does not fit this config: {path} is {old} there and {new} here; "
-                "use the config it was saved with or another directory"
-            )
-
-
-def _castable(old: str, new: str) -> bool:
-    return "float" in old and "float" in new and old.partition("[")[2] == new.partition("[")[2]
-
-
-def _read_record(root: Path) -> dict[str, Any]:
-    return json.loads((root / _RECORD).read_text())
-
-
-# The tree, as paths, shapes and dtypes
-
-
-def _leaves(tree: Any) -> Iterable[tuple[str, Any]]:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        yield jax.tree_util.keystr(path, simple=True, separator="/"), leaf
-
-
-def _describe(tree: Any) -> dict[str, str]:
-    """Dtype and shape of every leaf, such as ``float32[8,16]``, by its path."""
-    return {path: _spec(leaf) for path, leaf in _leaves(tree)}
-
-
-def _spec(leaf: Any) -> str:
-    shape = ",".join(str(size) for size in getattr(leaf, "shape", ()))
-    return f"{getattr(leaf, 'dtype', type(leaf).__name__)}[{shape}]"
-
-
-# The directory
-
-
-def _orbax() -> Any:
-    """Orbax's v1 API, imported at first use: it takes half a second of start-up."""
-    from orbax.checkpoint import v1
-
-    return v1
-
-
-def _local_path(directory: str | os.PathLike[str]) -> Path:
-    if "://" in os.fspath(directory):
-        raise ValueError(f"{directory} is a URL: mount the bucket (gcsfuse, s3fs) and give its path here")
-    return Path(os.path.abspath(os.path.expanduser(directory)))
-
-
-def _steps(directory: Path) -> list[int]:
-    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit())
-
-
-def _files(root: Path) -> dict[str, int]:
-    """Size in bytes of every file below `root`, by its path from there."""
-    return {
-        path.relative_to(root).as_posix(): path.stat().st_size for path in root.rglob("*") if path.is_file()
-    }
-
-
-def _share(sizes: Mapping[str, int]) -> list[str]:
-    """The files that this process checksums: every n-th of them, by falling size."""
-    by_size = sorted(sizes, key=lambda name: (-sizes[name], name))
-    return by_size[jax.process_index() :: jax.process_count()]
-
-
-def _checksums(root: Path, names: Iterable[str]) -> dict[str, tuple[str, int]]:
-    """CRC-32 and size of files that were just written, which are on the disk when this returns."""
-
-    def one(name: str) -> tuple[str, int]:
-        _sync(root / name)
-        return _checksum(root / name), (root / name).stat().st_size
-
-    names = list(names)
-    with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        return dict(zip(names, pool.map(one, names), strict=True))
-
-
-def _checksum(path: Path) -> str:
-    crc, block = 0, bytearray(_HASH_BLOCK)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
-            crc = zlib.crc32(memoryview(block)[:count], crc)
-    return f"{crc:08x}"
-
-
-def _format_manifest(sums: Mapping[str, tuple[str, int]]) -> str:
-    body = "".join(f"{crc} {size} {name}\n" for name, (crc, size) in sorted(sums.items()))
-    return body + f"{zlib.crc32(body.encode()):08x}\n"
-
-
-def _read_manifest(root: Path) -> dict[str, tuple[str, int]] | None:
-    """CRC-32 and size by file; None where the manifest is missing or was changed."""
-    try:
-        data = (root / _MANIFEST).read_bytes()
-    except OSError:
-        return None
-    body, own_crc = data[:-9], data[-9:]
-    if not body or own_crc != f"{zlib.crc32(body):08x}\n".encode():
-        return None
-    lines = [line.split(" ", 2) for line in body.decode().splitlines()]
-    return {name: (crc, int(size)) for crc, size, name in lines}
-
-
-def _write_synced(path: Path, text: str) -> None:
-    """Writes a file that is never seen half written, and is on the disk when this returns."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    _sync(temporary)
-    temporary.replace(path)
-
-
-def _read_when_there(path: Path) -> str:
-    deadline = time.monotonic() + _PEER_TIMEOUT
-    while path.name not in os.listdir(path.parent):  # `exists` may answer from a stale NFS cache
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{path} did not appear within {_PEER_TIMEOUT:.0f} s")
-        time.sleep(0.05)
-    return path.read_text()
-
-
-def _publish(unfinished: Path, final: Path) -> None:
-    for path in [unfinished, *unfinished.rglob("*/")]:
-        _sync(path)
-    unfinished.rename(final)
-    _sync(final.parent)
-
-
-def _sync(path: Path) -> None:
-    """Returns when a file, or the entries of a directory, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _set_aside(path: Path) -> None:
-    target, count = path.with_name(f"{path.name}.damaged"), 1
-    while target.exists():
-        count += 1
-        target = path.with_name(f"{path.name}.damaged-{count}")
-    path.rename(target)
-    logging.error("kept the damaged checkpoint as %s", target)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)  # what is left goes at the next start
-    else:
-        path.unlink(missing_ok=True)

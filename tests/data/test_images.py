@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from maxlp.data import images
+from maxlp.data.readers import BrokenExample
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 
@@ -138,20 +139,20 @@ def test_orientation_is_left_alone():
     np.testing.assert_array_equal(found, expected)
 
 
-def test_broken_images_are_told():
+def test_broken_images_are_reported():
     jpeg = encoded(photo(64, 64), "JPEG")
     for data in (b"", b"<html>not found</html>", jpeg[:10]):
-        with pytest.raises(images.BrokenExample, match="not an image"):
+        with pytest.raises(BrokenExample, match="not an image"):
             images.open_image(data)
     for cut in (len(jpeg) // 2, len(jpeg) * 9 // 10):
-        with pytest.raises(images.BrokenExample, match="JPEG cannot be decoded"):
+        with pytest.raises(BrokenExample, match="JPEG cannot be decoded"):
             images.eval_crop(images.open_image(jpeg[:cut]), 32)
-        with pytest.raises(images.BrokenExample, match="JPEG cannot be decoded"):
+        with pytest.raises(BrokenExample, match="JPEG cannot be decoded"):
             images.random_crop(images.open_image(jpeg[:cut]), 32, np.random.default_rng(0))
-    with pytest.raises(images.BrokenExample, match=r"64 × 64 pixels are more than max_pixels=4095"):
+    with pytest.raises(BrokenExample, match=r"64 × 64 pixels are more than max_pixels=4095"):
         images.open_image(jpeg, 4095)
     bomb = encoded(np.zeros((1, 1, 3), np.uint8)).replace(b"IHDR\0\0\0\1\0\0\0\1", b"IHDR\0\1\0\0\0\1\0\0")
-    with pytest.raises(images.BrokenExample):
+    with pytest.raises(BrokenExample):
         images.open_image(bomb)
-    with pytest.raises(images.BrokenExample, match="20000 × 1 pixels are too narrow to be resized to 64"):
+    with pytest.raises(BrokenExample, match="20000 × 1 pixels are too narrow to be resized to 64"):
         images.eval_crop(images.open_image(encoded(np.zeros((1, 20000, 3), np.uint8))), 64)

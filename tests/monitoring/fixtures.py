@@ -17,7 +17,7 @@ from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.monitoring.watch import Watch
 from maxlp.run import run_dir
 from maxlp.runtime.checkpoint import Checkpointer
-from maxlp.runtime.metrics import MetricWriter
+from maxlp.runtime.writers import MetricWriter
 
 
 def noisy(steps=300, seed=0):

@@ -10,7 +10,7 @@ from maxlp.monitoring import replay
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.monitoring.watch import Crossing
 from maxlp.runtime.checkpoint import StepInfo
-from maxlp.runtime.metrics import read_jsonl
+from maxlp.runtime.writers import read_jsonl
 
 
 def test_the_first_gradient_to_stand_out():

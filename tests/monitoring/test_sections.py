@@ -12,6 +12,7 @@ from maxlp.monitoring.run_record import load_run
 from maxlp.monitoring.spikes import Spike
 from maxlp.run import run_dir
 from maxlp.runtime.checkpoint import StepInfo
+from maxlp.runtime.files import write_json
 from tests.monitoring.fixtures import write_run
 
 
@@ -136,7 +137,7 @@ def test_spikes_among_the_logged_losses_as_the_config_defines_them(tmp_path):
     assert list(shown(tmp_path)["Spikes"]) == ["step 210", "step 310"]
     assert sections.spike_lines(load_run(tmp_path), at_most=1)[1] == ("", "and 1 more")
     config = json.loads((tmp_path / "config.json").read_text())
-    run_dir.write_json(tmp_path / "config.json", config | {"spikes": {"threshold": 1000.0}})
+    write_json(tmp_path / "config.json", config | {"spikes": {"threshold": 1000.0}})
     assert "Spikes" not in shown(tmp_path)
 
 
@@ -145,9 +146,9 @@ def test_recorded_spikes_and_rollbacks(tmp_path):
     (tmp_path / "spikes").mkdir()
     first = {"tensor": "layers/mlp/up_proj/kernel/3", "step": 206, "value": 4.2}
     record = Spike(210, 3.0, 2.0, 5.0)._asdict() | {"first": first}
-    run_dir.write_json(tmp_path / "spikes" / "210.json", record)
+    write_json(tmp_path / "spikes" / "210.json", record)
     rollback = {"spike": {"step": 210}, "to": 100, "batches": [100, 300]}
-    run_dir.write_json(tmp_path / "spikes" / "rollbacks.json", [rollback])
+    write_json(tmp_path / "spikes" / "rollbacks.json", [rollback])
     assert shown(tmp_path)["Spikes"] == {
         "step 210": "loss 3.0000, 5.0 σ above the preceding mean 2.0000; "
         "first tensor layers/mlp/up_proj/kernel/3, RMS_t 4.20, 4 steps earlier",

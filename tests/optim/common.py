@@ -1,4 +1,4 @@
-"""Trees that look like a Llama's parameters, small."""
+"""What tests of optimizers share: small Llama-like trees, short runs, meshes and checkpoints."""
 
 import functools
 
@@ -6,6 +6,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
+
+from maxlp import optim
+from maxlp.parallel import sharding
+from maxlp.parallel.opt_state import opt_state_shardings
+from maxlp.runtime.checkpoint import Checkpointer, restore
+
+
+def make_optimizer(*, total_steps, galore=None, low_bit=None, **values):
+    """`optim.make_tx` of the keys of a config's section; galore and low_bit are dicts."""
+    config = optim.OptimizerConfig(
+        galore=None if galore is None else optim.GaloreConfig(**galore),
+        low_bit=None if low_bit is None else optim.LowBitConfig(**low_bit),
+        **values,
+    )
+    return optim.make_tx(config, total_steps=total_steps)
 
 
 def is_shape(x):
@@ -28,12 +44,45 @@ def jitted_step(tx):
     return jax.jit(step)
 
 
+@functools.cache
+def jitted_init(tx):
+    return jax.jit(tx.init)
+
+
 def run(tx, params, grads_of_step):
     """Parameters and state after one update for each tree of gradients."""
-    state, step = tx.init(params), jitted_step(tx)
+    state, step = jitted_init(tx)(params), jitted_step(tx)
     for grads in grads_of_step:
         params, state = step(grads, state, params)
     return params, state
+
+
+def run_on_mesh(tx, mesh, names, params, grads_of_step):
+    """As `run`, on a mesh, with the parameters' logical axes in `names`; and the compiled step."""
+    places = jax.tree.map(lambda axes: NamedSharding(mesh, sharding.spec(*axes)), names, is_leaf=is_shape)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(params, places)
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+        )
+        where = opt_state_shardings(tx, abstract, mesh)
+        state = jax.jit(tx.init, out_shardings=where)(params)
+        grads_of_step = [jax.device_put(grads, places) for grads in grads_of_step]
+        step = jax.jit(jitted_step(tx), out_shardings=(places, where))
+        step = step.lower(grads_of_step[0], state, params).compile()
+        for grads in grads_of_step:
+            params, state = step(grads, state, params)
+    return params, state, step
+
+
+def saved_and_restored(directory, saved, wanted=None):
+    """The state, or the part `wanted` of it, after a save and a restore."""
+    with Checkpointer(directory, every_steps=1) as checkpointer:
+        checkpointer.save(1, saved, {})
+    mesh = sharding.make_mesh(fsdp=1, data=1, devices=jax.devices()[:1])
+    place, wanted = sharding.replicated(mesh), saved if wanted is None else wanted
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), wanted)
+    return restore(directory, abstract).state
 
 
 def assert_trees_equal(got, want):

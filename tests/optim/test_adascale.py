@@ -1,4 +1,4 @@
-"""AdaScale: the gain is what the variance of gradients says, and the schedule counts small batches."""
+"""AdaScale: the gain follows from the variance of gradients, and the schedule counts small batches."""
 
 import jax
 import jax.numpy as jnp
@@ -52,10 +52,10 @@ def test_twenty_steps_equal_the_algorithm(scale, samples):
     want = [-r * g.mean(0) for r, g in zip(rates, grads, strict=True)]
     np.testing.assert_allclose(updates, want, rtol=2e-4, atol=1e-6)
     assert float(state.tau) == pytest.approx(sum(gains), rel=1e-5)
-    assert sum(1 < g < scale for g in gains) > 15, "at the ends nothing is compared"
+    assert sum(1 < g < scale for g in gains) > 15, "gains at the limits compare nothing"
 
 
-def test_equal_gradients_gain_nothing_and_pure_noise_gains_all():
+def test_equal_gradients_gain_1_and_pure_noise_gains_the_scale():
     tx = scale_by_adascale(optax.constant_schedule(0.1), scale=8.0, samples=8)
     ones = np.ones((8, 7))
     assert run(tx, [ones] * 3, 8.0)[0] == pytest.approx([1.0] * 3, rel=1e-4)
@@ -84,7 +84,7 @@ def test_a_noisy_quadratic_needs_fewer_steps_and_ends_where_the_small_batch_does
     assert float(jnp.mean(params["w"] ** 2)) < 2 * np.mean(small**2)
 
 
-def test_arguments():
+def test_impossible_arguments_are_refused():
     with pytest.raises(ValueError, match="samples=1 must be at least 2"):
         scale_by_adascale(optax.constant_schedule(0.1), scale=2.0, samples=1)
     with pytest.raises(ValueError, match=r"scale=0.5 must be at least 1"):

@@ -1,4 +1,4 @@
-"""Where `opt_state_shardings` puts the state of each kind of transformation."""
+"""How `opt_state_shardings` shards the state of each kind of transformation."""
 
 import jax
 import jax.numpy as jnp
@@ -6,9 +6,9 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlp import optim
 from maxlp.parallel import sharding
 from maxlp.parallel.opt_state import opt_state_shardings
+from tests.optim.common import make_optimizer
 
 BASE = dict(
     learning_rate=1e-2,
@@ -24,7 +24,7 @@ BASE = dict(
 SPECS = {"kernel": P("fsdp", "tensor"), "scale": P("fsdp")}
 
 
-def placed():
+def abstract_params():
     """Parameters as shapes on a mesh of 4 × 2, and the mesh."""
     mesh = sharding.make_mesh(fsdp=4, tensor=2)
     shapes = {"kernel": (8, 4), "scale": (8,)}
@@ -34,15 +34,16 @@ def placed():
     }, mesh
 
 
-def born(tx, abstract, mesh):
+def initialized(tx, abstract, mesh):
+    """The state, initialized already sharded."""
     shardings = opt_state_shardings(tx, abstract, mesh)
     params = jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype), abstract)
     return jax.jit(tx.init, out_shardings=shardings)(params)
 
 
-def test_moments_are_born_where_their_parameter_lies():
-    abstract, mesh = placed()
-    adam = born(optim.make_tx(**BASE)[0], abstract, mesh)[1]
+def test_moments_are_sharded_like_their_parameter():
+    abstract, mesh = abstract_params()
+    adam = initialized(make_optimizer(**BASE).tx, abstract, mesh)[1]
     for moment in (adam.mu, adam.nu):
         assert {k: v.sharding.spec for k, v in moment.items()} == SPECS
         assert moment["kernel"].addressable_shards[0].data.shape == (2, 2)
@@ -50,7 +51,7 @@ def test_moments_are_born_where_their_parameter_lies():
 
 
 def test_masked_parts_and_factored_moments():
-    abstract, mesh = placed()
+    abstract, mesh = abstract_params()
     tx = optax.partition(
         {
             "factored": optax.scale_by_factored_rms(min_dim_size_to_factor=2),
@@ -58,15 +59,15 @@ def test_masked_parts_and_factored_moments():
         },
         {"kernel": "factored", "scale": "adam"},
     )
-    state = born(tx, abstract, mesh)
+    state = initialized(tx, abstract, mesh)
     factored = state.inner_states["factored"].inner_state
     assert factored.v_row["kernel"].sharding.is_fully_replicated
     adam = state.inner_states["adam"].inner_state
     assert adam.mu["scale"].sharding.spec == SPECS["scale"]
 
 
-def test_one_rms_a_tensor_lies_everywhere():
-    abstract, mesh = placed()
-    state = born(optim.make_tx("stable_adamw", **BASE)[0], abstract, mesh)
+def test_one_rms_per_tensor_is_replicated():
+    abstract, mesh = abstract_params()
+    state = initialized(make_optimizer(name="stable_adamw", **BASE).tx, abstract, mesh)
     assert optax.tree.get(state, "nu")["kernel"].sharding.spec == SPECS["kernel"]
     assert optax.tree.get(state, "rms")["kernel"].sharding.is_fully_replicated

@@ -168,7 +168,7 @@ def test_saved_and_restored_on_another_mesh_the_state_goes_on_to_the_bit(tmp_pat
     state, train = on(4)
     for i in range(2):
         state, _ = train(state, exact_batch(i))
-    checkpoints = Checkpointer(tmp_path, every_steps=1, asynchronous=False)
+    checkpoints = Checkpointer(tmp_path, every_steps=1)
     checkpoints.save(2, state, {})
     fresh, train = on(2)
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), fresh)

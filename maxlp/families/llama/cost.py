@@ -1,8 +1,9 @@
 """A closed form of a Llama train step: memory, collectives and FLOPs of one device, without a compiler.
 
-The state is exact: it is the state of the step itself, as shapes. The rest is arithmetic on the sizes below.
-What XLA holds at the worst moment was read from its buffer assignment for a grid of settings; `tests/planning`
-holds the sum to compiled peaks.
+The state is exact: it is the state of the step itself, as shapes. The rest is arithmetic on the sizes
+  below.
+What XLA holds at the worst moment was read from its buffer assignment for a grid of settings;
+`tests/planning` holds the sum to compiled peaks.
 
 Shape letters, all of one microbatch: R rows of a device · S length · T tokens of a device (R S / context) ·
 D embed · F mlp · N query heads · K kv heads · H head dim · V vocab · L layers · t the tensor axis.
@@ -130,7 +131,7 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
         block["a block's activations"] *= 1.45
     moments = [during | block, during | of_loss(s)]
     optimizer = settings.optimizer
-    if not s.released and (optimizer.low_bit is not None or optimizer.galore is not None):
+    if not s.released and (optimizer.has_low_bit or optimizer.has_galore):
         moments.append({"gradients and updates": 2 * held["parameters"]})
     return held | max(moments, key=lambda parts: sum(parts.values()))
 
@@ -160,8 +161,8 @@ def saved(s: Sizes) -> float:
         return x
     if s.remat == "dots":  # the block's input, and the outputs of q, k, v, o, gate and up
         return x + q + 2 * k + x + 2 * f
-    # JAX saves six F-wide arrays, three float32 arrays of each norm, both normed inputs, q, k, v, the output
-    # of attention twice, and the weights in the dtype of the matmuls.
+    # JAX saves six F-wide arrays, three float32 arrays of each norm, both normed inputs, q, k, v, the
+    # output of attention twice, and the weights in the dtype of the matmuls.
     norms = 6 * s.T * s.D * 4 / s.t + 2 * s.T * s.D * s.a
     probs = (4 + s.a) * squares(s) if s.attention == "xla" else 0.0
     return 6 * f + norms + 2 * q + 2 * k + x + probs + s.block_params * s.a / (s.shards * s.t)
@@ -237,8 +238,9 @@ def fused_ring(s: Sizes) -> bool:
 def of_loss(s: Sizes) -> dict[str, float]:
     """Bytes of the loss of one chunk: logits in float32 with their rounded gradient, the head with its own.
 
-    With several chunks the head's gradient is accumulated in float32, and the gradient of the residual stream
-    is kept. The TPU compiler multiplies by parts of the head, and holds less of it and of its gradient.
+    With several chunks the head's gradient is accumulated in float32, and the gradient of the residual
+    stream is kept. The TPU compiler multiplies by parts of the head, and holds less of it and of its
+    gradient.
     """
     tokens, head = s.T / s.schedule.stages, s.V * s.D / s.t
     parts = {"logits": tokens / s.chunks * s.V / s.t * (4 + s.a)}
@@ -295,9 +297,9 @@ def matmul_widths(s: Sizes) -> dict[str, int]:
 def traffic(s: Sizes, params: float, opt_state: float, again: int, square: float) -> float:
     """Bytes that pass through the memory of one device.
 
-    Weights are written gathered and read in each pass; the optimizer reads and writes the state; about thirty
-    arrays of width D and twelve of width F pass through memory for each block and token; dense attention's
-    squares too, in tiles or not.
+    Weights are written gathered and read in each pass; the optimizer reads and writes the state; about
+    thirty arrays of width D and twelve of width F pass through memory for each block and token; dense
+    attention's squares too, in tiles or not.
 
     Args:
       params, opt_state: bytes on one device.
@@ -318,15 +320,16 @@ def traffic(s: Sizes, params: float, opt_state: float, again: int, square: float
 def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     """The collectives that the mesh needs; XLA runs about these, cut differently.
 
-    * fsdp and context: weights gathered for the forward and again for the backward pass, gradients scattered,
-      for every microbatch; the same for the head; the looked-up embeddings, and their gradient;
+    * fsdp and context: weights gathered for the forward and again for the backward pass, gradients
+      scattered, for every microbatch; the same for the head; the looked-up embeddings, and their
+      gradient;
     * context: the ring. Keys and values in every pass (the first turns of the backward pass share them with
-      what is recomputed), their gradients in float32, rounded on the last hop; after the blocks the residual
-      stream back into its natural order;
+      what is recomputed), their gradients in float32, rounded on the last hop; after the blocks the
+      residual stream back into its natural order;
     * tensor: the residual stream gathered before and scattered after attention and MLP;
     * data: gradients summed;
-    * stage: in each tick, in both directions, a microbatch's activations, one that waits and one that is done;
-      with several rounds the weights to where they run, and their gradients.
+    * stage: in each tick, in both directions, a microbatch's activations, one that waits and one that is
+      done; with several rounds the weights to where they run, and their gradients.
     """
     s, ledger = sizes(settings, machine), Ledger(machine.axes)
     of_stage, (stages, _, rounds) = s.of_stage, s.schedule

@@ -71,7 +71,7 @@ class LlamaConfig:
     attention: str
     scan_layers: bool
     remat: str
-    pipeline: PipelineConfig = PipelineConfig()
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
 
     def __post_init__(self):
         sizes = ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")

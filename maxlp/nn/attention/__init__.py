@@ -9,9 +9,9 @@ splash tpu       none                                  S a multiple of 128
 ring   any       none                                  K a multiple of the tensor axis
 ====== ========= ===================================== ============================================
 
-A kernel takes q_BSNH, k_BSKH, v_BSKH and the keywords ``causal`` and ``segment_ids_BS`` (int32 or None), and
-returns o_BSNH in the dtype of q. Shape letters: B batch · S query length · T key length · N query heads ·
-K kv heads · H head dim.
+A kernel takes q_BSNH, k_BSKH, v_BSKH and the keywords ``causal`` and ``segment_ids_BS`` (int32 or None),
+and returns o_BSNH in the dtype of q. Shape letters: B batch · S query length · T key length · N query
+heads · K kv heads · H head dim.
 """
 
 import dataclasses

@@ -16,9 +16,9 @@ def cudnn(
     """cuDNN's flash attention (from Ampere on; H up to 128 before Hopper).
 
     Segment ids become a bias (B, 1, S, S) in the dtype of q, and older JAX also computes its gradient: this
-    is the one place where memory grows with S². cuDNN can read packed rows by offsets instead, but only with
-    a fixed maximum of documents in a row, through a private function of JAX, and JAX 0.10 gets the offsets of
-    the keys wrong for K < N.
+    is the one place where memory grows with S². cuDNN can read packed rows by offsets instead, but only
+    with a fixed maximum of documents in a row, through a private function of JAX, and JAX 0.10 gets the
+    offsets of the keys wrong for K < N.
     """
 
     def attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS):

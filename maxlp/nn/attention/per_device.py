@@ -13,7 +13,8 @@ from maxlp.parallel import sharding
 def on_each_device(attend: Callable[..., jax.Array], *arrays: jax.Array | None) -> jax.Array:
     """``attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS)`` on each device's rows and heads.
 
-    A pipeline maps over its stages; here the stages become more rows, so that kernels need no batching rule.
+    A pipeline maps over its stages; here the stages become more rows, so that kernels need no batching
+    rule.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:

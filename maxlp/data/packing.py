@@ -1,0 +1,108 @@
+"""Packing: documents of different lengths to windows of one length.
+
+In a window, documents are numbered by `segment_ids` from 1, and `positions` count from 0 in each.
+Padding has segment 0. `loss_mask` is true where the target is the next token of the same document.
+
+Letters: W windows, S sequence length.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from maxlp.data.common import Batch
+
+
+class Documents(Protocol):
+    """A queue of tokenized documents, the first of them perhaps partly consumed.
+
+    Attributes:
+      offset: number of tokens of the first document that are consumed.
+    """
+
+    offset: int
+
+    def peek(self, index: int) -> np.ndarray | None:
+        """All tokens of the `index`-th document of the queue, None behind the last."""
+        ...
+
+    def advance(self, documents: int, offset: int) -> None:
+        """Removes documents from the front, and sets the offset in the one that is first then."""
+        ...
+
+
+def pack_concat(documents: Documents, num_windows: int, seq_len: int, pad_id: int) -> Batch:
+    """Cuts the next `num_windows * seq_len` tokens, documents end to end, into windows [W, S]."""
+    size = num_windows * seq_len
+    # One token more than the windows hold: the last target, which is also the first token of the next
+    # block.
+    tokens, owner = np.full(size + 1, pad_id, np.int32), np.full(size + 1, -1, np.int32)
+    end, index, offset = 0, 0, documents.offset
+    while (document := documents.peek(index)) is not None:
+        begin, end = end, min(end + len(document) - offset, size + 1)
+        tokens[begin:end] = document[offset : offset + end - begin]
+        owner[begin:end] = index
+        if end > size:
+            offset += size - begin
+            break
+        index, offset = index + 1, 0
+    documents.advance(index, offset)
+    same_document = (owner[:-1] == owner[1:]) & (owner[:-1] >= 0)
+    return {
+        "tokens": tokens[:-1].reshape(num_windows, seq_len),
+        "targets": tokens[1:].reshape(num_windows, seq_len),
+        "loss_mask": same_document.reshape(num_windows, seq_len),
+        **_segments(owner[:-1].reshape(num_windows, seq_len)),
+    }
+
+
+def pack_first_fit(documents: Documents, num_windows: int, seq_len: int, pad_id: int) -> Batch:
+    """Puts each next document, in pieces of at most S, into the first window [W, S] with room for it.
+
+    Stops at the first piece for which no window has room.
+    """
+    tokens_WS, targets_WS = np.full((2, num_windows, seq_len), pad_id, np.int32)
+    owner_WS = np.full((num_windows, seq_len), -1, np.int32)
+    free_W = np.full(num_windows, seq_len)
+    index, offset = 0, documents.offset
+    while (document := documents.peek(index)) is not None:
+        size = min(seq_len, len(document) - 1 - offset)
+        if size <= 0:
+            index, offset = index + 1, 0
+            continue
+        window = int(np.argmax(free_W >= size))
+        if free_W[window] < size:
+            break
+        begin = seq_len - free_W[window]
+        free_W[window] -= size
+        tokens_WS[window, begin : begin + size] = document[offset : offset + size]
+        targets_WS[window, begin : begin + size] = document[offset + 1 : offset + 1 + size]
+        owner_WS[window, begin : begin + size] = index
+        offset += size
+    documents.advance(index, offset)
+    return {
+        "tokens": tokens_WS,
+        "targets": targets_WS,
+        "loss_mask": owner_WS >= 0,
+        **_segments(owner_WS),
+    }
+
+
+PACKERS: dict[str, Callable[[Documents, int, int, int], Batch]] = {
+    "concat": pack_concat,
+    "first_fit": pack_first_fit,
+}
+
+
+def _segments(owner_WS: np.ndarray) -> Batch:
+    """Segment ids and positions, from the number of each token's document; -1 is padding."""
+    starts_WS = np.zeros(owner_WS.shape, bool)
+    starts_WS[:, 1:] = owner_WS[:, 1:] != owner_WS[:, :-1]
+    column_S = np.arange(owner_WS.shape[1], dtype=np.int32)
+    start_WS = np.maximum.accumulate(np.where(starts_WS, column_S, 0), axis=1)
+    is_text_WS = owner_WS >= 0
+    return {
+        "segment_ids": (np.cumsum(starts_WS, axis=1, dtype=np.int32) + 1) * is_text_WS,
+        "positions": (column_S - start_WS) * is_text_WS,
+    }

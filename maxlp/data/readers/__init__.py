@@ -1,0 +1,66 @@
+"""Readers: one module for each kind of data, imported only when a source names the kind.
+
+A module offers the function that `maxlp.data.sources.KINDS` lists, which opens a source. Here are the
+helpers that several readers use.
+"""
+
+import bisect
+import glob
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+
+
+class BrokenExample(ValueError):
+    """A record that cannot be used (damaged, cut short, no image, too large), while others can."""
+
+
+def find_files(pattern: str, suffix: str = "") -> tuple[str, list[str]]:
+    """Finds the files of a folder, a glob or a single path.
+
+    Args:
+      pattern: a folder is searched with all its subfolders; hidden files are left out.
+      suffix: of the files that count in a folder.
+
+    Returns:
+      The folder that relative names start from, and the sorted paths.
+
+    Raises:
+      ValueError: nothing is found.
+    """
+    pattern = os.path.expanduser(pattern)
+    if os.path.isdir(pattern):
+        root, paths = pattern, [path for path in walk(pattern) if path.endswith(suffix)]
+        missing = f"no {suffix or 'readable'} file in the folder {pattern}"
+    elif glob.has_magic(pattern):
+        parts = itertools.takewhile(lambda part: not glob.has_magic(part), pattern.split(os.sep))
+        root = os.sep.join(parts) or (os.sep if pattern.startswith(os.sep) else os.curdir)
+        paths = [path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
+        missing = f"no file matches {pattern}"
+    else:
+        root = os.path.dirname(pattern) or os.curdir
+        paths = [pattern] if os.path.isfile(pattern) else []
+        missing = f"no file or folder {pattern}"
+    if not paths:
+        raise ValueError(missing)
+    return root, sorted(paths)
+
+
+def walk(root: str, skip: Sequence[str] = ()) -> Iterator[str]:
+    """Paths of all files below `root`, except hidden ones and those in folders named in `skip`."""
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in skip and name[0] != "."]
+        yield from (os.path.join(folder, name) for name in files if name[0] != ".")
+
+
+def locate(ends: Sequence[int], row: int) -> tuple[int, int]:
+    """The part that holds `row`, and the row within that part; `ends` are running totals of sizes."""
+    part = bisect.bisect_right(ends, row)
+    return part, row - (ends[part - 1] if part else 0)
+
+
+def as_text(value: object, key: str) -> str | bytes:
+    """Returns `value` if it is text; raises a `BrokenExample` otherwise."""
+    if not isinstance(value, str | bytes):
+        raise BrokenExample(f"{key!r} is {type(value).__name__}, not text")
+    return value

@@ -1,0 +1,119 @@
+"""Folders that `maxlp.prepare` wrote: ArrayRecord shards beside a manifest.
+
+A record is one of
+
+* a document, as UTF-8 bytes or as token ids (little-endian uint16 or uint32);
+* an image with its caption: the length of a header as little-endian uint32, the header as JSON with
+  `text`, `label` and `where` the example came from, and the bytes of the image file.
+
+The manifest records which, and is written last: without it a folder is incomplete.
+"""
+
+import json
+import os
+from typing import Any
+
+import numpy as np
+
+from maxlp.data.readers import BrokenExample
+from maxlp.data.sources import VALIDATION, Source, Spec
+from maxlp.data.specs import one_line
+
+MANIFEST = "dataset.json"
+FORMATS = {"text": "maxlp-documents-1", "image_text": "maxlp-image-text-1"}  # by the content of a source
+
+
+class ArrayRecord:
+    """The records of a folder, decoded as `content` and `manifest` prescribe."""
+
+    def __init__(self, folder: str, content: str, manifest: dict[str, Any]):
+        from array_record.python.array_record_data_source import ArrayRecordDataSource
+
+        self._folder, self._is_image = folder, content == "image_text"
+        self._dtype = np.dtype(manifest["dtype"]) if manifest.get("kind") == "tokens" else None
+        # With the range of records in its name, a shard is not opened only to be counted.
+        self._records = ArrayRecordDataSource(
+            [f"{os.path.join(folder, each['file'])}[0:{each['documents']}]" for each in manifest["shards"]]
+        )
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        try:
+            record = self._records[row]
+        except RuntimeError as error:  # a wrong checksum
+            raise BrokenExample(f"it cannot be read ({one_line(error)}); prepare the data again") from None
+        if self._is_image:
+            return unpack_example(record)
+        if self._dtype is None:
+            return {"text": record}
+        return {"tokens": np.frombuffer(record, self._dtype.newbyteorder("<")).astype(self._dtype)}
+
+    def where(self, row: int) -> str:
+        place = f"{self._folder}: record {row}"
+        try:
+            return f"{place}, from {self[row]['where']}" if self._is_image else place
+        except BrokenExample:
+            return place
+
+
+def open_array_record(spec: Spec, *, validation: float = VALIDATION) -> Source:
+    """Opens a prepared folder."""
+    folder = os.path.expanduser(spec.path)
+    manifest = read_manifest(folder, spec.content)
+    tokenizer = manifest.get("tokenizer")
+    return Source(
+        spec,
+        ArrayRecord(folder, spec.content, manifest),
+        validation=validation,
+        tokenizer=tokenizer and _describe_tokenizer(folder, **tokenizer),
+        classes=manifest.get("classes", ()),
+    )
+
+
+def read_manifest(folder: str, content: str) -> dict[str, Any]:
+    """Reads the manifest of a prepared folder.
+
+    Raises:
+      ValueError: the folder is incomplete or damaged, or holds other content.
+    """
+    path = os.path.join(folder, MANIFEST)
+    if not os.path.isfile(path):
+        raise ValueError(f"{folder} holds no {MANIFEST}, so no finished `maxlp.prepare` wrote it")
+    with open(path, encoding="utf-8") as file:
+        try:
+            manifest = json.load(file)
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged ({one_line(error)}); prepare the data again") from None
+    if manifest.get("format") != FORMATS[content]:
+        raise ValueError(f"{path}: format {manifest.get('format')!r} is not {FORMATS[content]!r}")
+    for shard in manifest["shards"]:
+        shard_path = os.path.join(folder, shard["file"])
+        size = os.path.getsize(shard_path) if os.path.isfile(shard_path) else None
+        if size != shard["file_size"]:
+            found = "is missing" if size is None else f"has {size} bytes"
+            raise ValueError(f"{shard_path} {found}, expected {shard['file_size']}; prepare the data again")
+    return manifest
+
+
+def pack_example(image: bytes, text: str | None, label: int, where: str) -> bytes:
+    """Packs an image file, its caption and label, and the place it came from into one record."""
+    header = json.dumps({"text": text, "label": label, "where": where}).encode()
+    return len(header).to_bytes(4, "little") + header + image
+
+
+def unpack_example(data: bytes) -> dict[str, Any]:
+    """The arguments of `pack_example` by name."""
+    end = 4 + int.from_bytes(data[:4], "little")
+    return {**json.loads(data[4:end]), "image": data[end:]}
+
+
+def _describe_tokenizer(
+    folder: str, file: str | None, options: dict[str, str], fingerprint: str, vocab_size: int
+) -> dict[str, Any]:
+    """`Source.tokenizer` from the manifest's entry."""
+    spec = os.path.join(folder, file) if file else fingerprint
+    if options:
+        spec += "?" + "&".join(f"{key}={value}" for key, value in options.items())
+    return {"spec": spec, "fingerprint": fingerprint, "vocab_size": vocab_size}

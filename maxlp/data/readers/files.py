@@ -1,0 +1,84 @@
+"""The standard library, and text files: one document per file."""
+
+import functools
+import os
+import platform
+import sysconfig
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from maxlp.data.readers import find_files, walk
+from maxlp.data.sources import VALIDATION, Source, Spec
+
+NOT_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
+
+
+class TextFiles:
+    """One document per file, as bytes."""
+
+    def __init__(self, root: str, names: Sequence[str]):
+        self.root, self.names = root, list(names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        with open(self.where(row), "rb") as file:
+            return {"text": file.read()}
+
+    def where(self, row: int) -> str:
+        return os.path.join(self.root, self.names[row])
+
+
+def open_stdlib(spec: Spec, *, validation: float = VALIDATION) -> Source:
+    """Opens the Python source files of the standard library."""
+    root, names = _stdlib_files()
+    files = TextFiles(root, choose_files(names, spec.split, validation))
+    return Source(spec, files, version=f"Python {platform.python_version()}")
+
+
+def open_files(spec: Spec, *, validation: float = VALIDATION) -> Source:
+    """Opens the files of a folder, a glob or a single path."""
+    root, paths = find_files(spec.path)
+    names = [os.path.relpath(path, root).replace(os.sep, "/") for path in paths]
+    if len(names) == 1 and spec.split == "validation":
+        raise ValueError(
+            "a single document cannot be divided into training and validation; cut it into several files,"
+            " or add ?split=all to validate on the training text"
+        )
+    return Source(spec, TextFiles(root, choose_files(names, spec.split, validation)))
+
+
+def choose_files(names: Sequence[str], split: str, validation: float) -> list[str]:
+    """The names of one split.
+
+    Files are assigned by the hash of their names: about the fraction `validation` of them, and at
+      least one, to
+    validation, unless `validation` is 0 or there is a single file.
+    """
+    if split == "all":
+        return list(names)
+    hashes = {name: zlib.crc32(os.fsencode(name)) for name in names}
+    limit = validation * 2**32
+    if validation and len(names) > 1:
+        limit = max(limit, min(hashes.values()) + 1)
+    return [name for name in names if (hashes[name] < limit) == (split == "validation")]
+
+
+@functools.cache
+def _stdlib_files() -> tuple[str, list[str]]:
+    """Root and relative paths of the library's modules that are not empty, and UTF-8."""
+    root = sysconfig.get_path("stdlib")
+    paths = [path for path in walk(root, skip=NOT_LIBRARY) if path.endswith(".py") and _has_text(path)]
+    if not paths:
+        raise ValueError(f"no Python source under {root}; use text:PATH instead")
+    return root, sorted(os.path.relpath(path, root).replace(os.sep, "/") for path in paths)
+
+
+def _has_text(path: str) -> bool:
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            return bool(file.read())
+    except UnicodeDecodeError:  # the library's tests of other encodings
+        return False

@@ -1,0 +1,67 @@
+"""JSON Lines: one JSON object per line, one document per object."""
+
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+
+from maxlp.data.readers import BrokenExample, as_text, find_files, locate
+from maxlp.data.sources import VALIDATION, Source, Spec
+from maxlp.data.specs import one_line
+
+BLOCK_BYTES = 2**24  # read at a time to find the lines of a file
+
+
+class JsonLines:
+    """One document per line. Memory holds the offsets of lines (8 bytes per document), no open files."""
+
+    def __init__(self, paths: list[str], text_key: str):
+        self._paths, self._text_key = paths, text_key
+        self._starts = [_line_starts(path) for path in paths]
+        self._ends = list(itertools.accumulate(len(starts) for starts in self._starts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        path, start = self._place(row)
+        with open(path, "rb") as file:
+            file.seek(start)
+            line = file.readline()
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise BrokenExample(f"not a complete JSON object ({one_line(error)})") from None
+        if not isinstance(value, dict) or self._text_key not in value:
+            found = ", ".join(value) if isinstance(value, dict) else type(value).__name__
+            raise BrokenExample(f"no {self._text_key!r}, found: {found}; set ?text_key=")
+        return {"text": as_text(value[self._text_key], self._text_key)}
+
+    def where(self, row: int) -> str:
+        path, start = self._place(row)
+        with open(path, "rb") as file:
+            number = file.read(start).count(b"\n") + 1
+        return f"{path}:{number}"
+
+    def _place(self, row: int) -> tuple[str, int]:
+        number, row = locate(self._ends, row)
+        return self._paths[number], int(self._starts[number][row])
+
+
+def open_jsonl(spec: Spec, *, text_key: str = "text", validation: float = VALIDATION) -> Source:
+    """Opens JSON Lines files; `text_key` is the key of the text in each object."""
+    _, paths = find_files(spec.path, ".jsonl")
+    return Source(spec, JsonLines(paths, text_key), validation=validation)
+
+
+def _line_starts(path: str) -> np.ndarray:
+    """Byte offsets, int64 [n], of the lines of a file that are not blank."""
+    starts, size = [np.zeros(1, np.int64)], 0
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            starts.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + size + 1)
+            size += len(block)
+    all_starts = np.concatenate(starts)
+    lengths = np.diff(all_starts, append=size)
+    return all_starts[lengths > len("\r\n")]

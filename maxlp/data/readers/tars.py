@@ -1,0 +1,263 @@
+"""Random access to the samples of WebDataset tars.
+
+A sample is a sequence of files whose names are equal up to the first dot: `000017.jpg`, `000017.txt`,
+`000017.json`, `000017.cls`. The headers of each tar are read once to find its samples. The resulting
+index is saved beside the tar, as `NAME.tar.TYPE-SIZE-TIME.index.npy`, or kept in memory if the folder
+is not writable, and is made again when the tar changes. Indices are mapped into memory, so that all
+processes of a machine share their pages (36 bytes per sample).
+
+Compressed tars have no random access and are refused; images would not get smaller anyway.
+"""
+
+import contextlib
+import functools
+import glob
+import itertools
+import json
+import os
+import re
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+from maxlp.data.readers import BrokenExample, locate
+from maxlp.data.sources import VALIDATION, Source, Spec
+from maxlp.data.specs import one_line
+
+IMAGE_TYPES = ("jpg", "jpeg", "png", "webp")
+INDEX_THREADS = 16
+MAX_WARNINGS = 5  # about images without captions
+INDEX_DTYPE = np.dtype(
+    [
+        ("header", "<u8"),  # offset of the image's tar header, which contains its name
+        ("image", "<u8"),
+        ("image_size", "<u4"),
+        ("text", "<u8"),
+        ("text_size", "<u4"),
+        ("label", "<i4"),  # content of the .cls file, -1 without one
+    ]
+)
+
+
+class Tars:
+    """The samples of tars by number."""
+
+    def __init__(self, pattern: str, text: str = "txt"):
+        """Indexes the tars.
+
+        Args:
+          pattern: a path with braces `{00000..00041}` or wildcards, or a folder.
+          text: extension of the caption files: `txt`, or `json:KEY` for an entry of a JSON object.
+
+        Raises:
+          ValueError: a tar is missing, truncated or compressed, or has no samples.
+        """
+        self.paths = find_tars(pattern)
+        self._type, _, self._key = text.partition(":")
+        with ThreadPoolExecutor(INDEX_THREADS) as pool:
+            # Mostly paths: worker processes map the files instead of receiving copies of the indices.
+            self._indices = list(pool.map(lambda path: index_tar(path, self._type), self.paths))
+        self._ends = list(itertools.accumulate(len(_index(each)) for each in self._indices))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        """Sample `row`: {"image": bytes, "text": str or None, "label": int or -1}.
+
+        Raises:
+          BrokenExample: the JSON has no caption under the given key.
+        """
+        path, entry = self._entry(row)
+        with open(path, "rb") as file:
+            image = _read(file, entry["image"], entry["image_size"])
+            text = _read(file, entry["text"], entry["text_size"]) if entry["text"] else None
+        return {"image": image, "text": self._caption(text), "label": int(entry["label"])}
+
+    def where(self, row: int) -> str:
+        """The tar and the key of a sample."""
+        path, entry = self._entry(row)
+        with open(path, "rb") as file:
+            file.seek(int(entry["header"]))
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                member = tar.next()
+        assert member is not None
+        return f"{path}: {_split(member.name)[0]}"
+
+    def _entry(self, row: int) -> tuple[str, np.void]:
+        number, row = locate(self._ends, row)
+        return self.paths[number], _index(self._indices[number])[row]
+
+    def _caption(self, data: bytes | None) -> str | None:
+        if data is None:
+            return None
+        if self._type != "json":
+            return data.decode("utf-8", errors="replace").strip()
+        try:
+            value = json.loads(data)[self._key]
+        except (ValueError, KeyError, TypeError):
+            raise BrokenExample(f"the JSON has no {self._key!r}") from None
+        if not isinstance(value, str):
+            raise BrokenExample(f"{self._key!r} of the JSON is {type(value).__name__}, not text")
+        return value
+
+
+def open_tars(spec: Spec, *, text: str = "txt", validation: float = VALIDATION) -> Source:
+    """Opens WebDataset tars; see `Tars` for `text`."""
+    return Source(spec, Tars(spec.path, text), validation=validation)
+
+
+def find_tars(pattern: str) -> list[str]:
+    """The tars of a folder, or of a pattern with braces or wildcards, in order.
+
+    Raises:
+      ValueError: no tar is found, one that the braces name is missing, or one is compressed.
+    """
+    pattern = os.path.expanduser(pattern)
+    if os.path.isdir(pattern):
+        pattern = os.path.join(glob.escape(pattern), "*.tar")
+    paths = []
+    for each in _expand_braces(pattern):
+        found = sorted(glob.glob(each, recursive=True)) if glob.has_magic(each) else [each]
+        paths += [path for path in found if os.path.isfile(path)]
+        if not found or not os.path.isfile(found[0]):
+            raise ValueError(f"no file {each}; check the path and the range of its braces")
+    for path in paths:
+        if not path.endswith(".tar"):
+            raise ValueError(f"{path} is not a .tar; unpack compressed tars, which have no random access")
+    return paths
+
+
+def index_tar(path: str, text_type: str) -> str | np.ndarray:
+    """Makes the index of a tar unless it is there already.
+
+    Returns:
+      The path of the saved index, or the index itself if it cannot be saved.
+
+    Raises:
+      ValueError: the tar is truncated, not a tar or without samples.
+    """
+    # The file name contains all that the index depends on, so a stale index is never read.
+    stat = os.stat(path)
+    stamp = f"{text_type}-{stat.st_size:x}-{stat.st_mtime_ns:x}"
+    index_path = f"{path}.{stamp}.index.npy"
+    if os.path.isfile(index_path):
+        return index_path
+    index = scan_tar(path, text_type)
+    with contextlib.suppress(OSError):
+        for old in glob.glob(f"{glob.escape(path)}.{text_type}-*.index.npy"):
+            os.remove(old)
+        with tempfile.NamedTemporaryFile(dir=os.path.dirname(path) or ".", delete=False) as file:
+            np.save(file, index)
+        os.chmod(file.name, 0o644)  # temporary files are private by default
+        os.replace(file.name, index_path)
+        return index_path
+    return index
+
+
+def scan_tar(path: str, text_type: str) -> np.ndarray:
+    """Reads the headers of a tar.
+
+    Returns:
+      `INDEX_DTYPE` [N], one row for each sample that has an image and a caption or label.
+
+    Raises:
+      ValueError: the tar is truncated, not a tar or without samples.
+    """
+    size, end, rows, images = os.path.getsize(path), 0, [], 0
+    try:
+        with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            for _, members in itertools.groupby(_files(tar), key=lambda member: _split(member.name)[0]):
+                by_type = {_split(member.name)[1]: member for member in members}
+                end = max(member.offset_data + member.size for member in by_type.values())
+                if end > size:
+                    break
+                row = _row(by_type, text_type, file)
+                rows += [row] if row else []
+                images += any(each in by_type for each in IMAGE_TYPES)
+            # A complete tar has at least one block of zeros after the last file and its padding.
+            file.seek(-(-end // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE)
+            if end > size or len(file.read(tarfile.BLOCKSIZE)) < tarfile.BLOCKSIZE:
+                raise tarfile.ReadError("it is truncated")
+    except tarfile.TarError as error:
+        raise ValueError(
+            f"{path} is not a complete tar ({one_line(error)}); download it again or leave it out"
+        ) from None
+    if not rows:
+        suffixes = f".{'/.'.join(IMAGE_TYPES)}"
+        raise ValueError(
+            f"{path} has no sample with an image ({suffixes}) and a .{text_type} or .cls; set ?text= to the"
+            " extension of its captions"
+        )
+    if len(rows) < images:
+        message = "%s: %d of %d images have neither a .%s nor a .cls and are left out"
+        values = path, images - len(rows), images, text_type
+        logging.log_first_n(logging.WARNING, message, MAX_WARNINGS, *values)
+    return np.array(rows, INDEX_DTYPE)
+
+
+def _files(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    while (member := tar.next()) is not None:
+        tar.members.clear()  # tarfile would keep every header it has read
+        if member.isfile():
+            yield member
+
+
+def _row(by_type: dict[str, tarfile.TarInfo], text_type: str, file: Any) -> tuple[int, ...] | None:
+    image = next((by_type[each] for each in IMAGE_TYPES if each in by_type), None)
+    text, label = by_type.get(text_type), by_type.get("cls")
+    if image is None or (text is None and label is None):
+        return None
+    place = (text.offset_data, text.size) if text else (0, 0)
+    return image.offset, image.offset_data, image.size, *place, _label(label, file) if label else -1
+
+
+def _label(member: tarfile.TarInfo, file: Any) -> int:
+    data = _read(file, member.offset_data, member.size)
+    try:
+        return int(np.int32(int(data)))
+    except (ValueError, OverflowError):
+        raise ValueError(
+            f"{file.name}: {member.name} contains {data[:20]!r}, not the number of a class"
+        ) from None
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Key and lower-case extension of a member: the base name is split at its first dot."""
+    folder, _, base = name.rpartition("/")
+    stem, _, kind = base.partition(".")
+    return f"{folder}/{stem}" if folder else stem, kind.lower()
+
+
+def _read(file: Any, offset: int, size: int) -> bytes:
+    file.seek(int(offset))
+    return file.read(int(size))
+
+
+def _index(index: str | np.ndarray) -> np.ndarray:
+    return _load(index) if isinstance(index, str) else index
+
+
+@functools.lru_cache(maxsize=2**14)
+def _load(path: str) -> np.ndarray:
+    return np.load(path, mmap_mode="r")
+
+
+def _expand_braces(pattern: str) -> list[str]:
+    """`a{00..02}{x,y}` → a00x, a00y, a01x …"""
+    match = re.search(r"\{([^{}]*)\}", pattern)
+    if not match:
+        return [pattern]
+    bounds = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
+    if bounds:
+        width = len(bounds[1]) if len(bounds[1]) == len(bounds[2]) or bounds[1][0] == "0" else 0
+        middles = [f"{number:0{width}d}" for number in range(int(bounds[1]), int(bounds[2]) + 1)]
+    else:
+        middles = match[1].split(",")
+    rest = _expand_braces(pattern[match.end() :])
+    return [pattern[: match.start()] + middle + tail for middle in middles for tail in rest]

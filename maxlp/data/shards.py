@@ -1,0 +1,210 @@
+"""Writing of ArrayRecord shards, by one or several processes; `readers.array_record` reads them."""
+
+import contextlib
+import dataclasses
+import glob
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from maxlp.data.readers.array_record import MANIFEST
+from maxlp.data.sources import Source
+
+PARTIAL = ".partial"  # suffix of every file that is not complete
+
+# Makes the record of one example, and what it adds to the totals; an empty record is left out.
+MakeRecord = Callable[[Source, int], tuple[bytes, dict[str, int]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A file to write: examples `start` to `stop` of the source."""
+
+    path: str
+    start: int
+    stop: int
+
+
+def write_shards(
+    output: str, examples: Source, make_record: MakeRecord, shards: int, num_workers: int
+) -> list[dict[str, Any]]:
+    """Writes examples in order to at most `shards` files in the folder `output`.
+
+    The files are partial until `commit` renames them, and do not depend on `num_workers`.
+
+    Returns:
+      The entries of the shards in the manifest.
+
+    Raises:
+      ValueError: a worker process died, or a file is incomplete.
+    """
+    plan = _plan_shards(output, len(examples), shards)
+    with Progress(len(examples)) as progress:
+        if num_workers == 1:
+            return [_write_shard(shard, examples, make_record, progress.add) for shard in plan]
+        context = multiprocessing.get_context("spawn")
+        counters = context.Array("q", 3)  # documents, bytes, whether to stop
+        pool = futures.ProcessPoolExecutor(
+            min(num_workers, len(plan)), context, _start_worker, (examples, make_record, counters)
+        )
+        try:
+            pending = [pool.submit(_work, shard) for shard in plan]
+            return _wait(pending, lambda: progress.show(*counters[:2]))
+        except BrokenProcessPool:
+            raise ValueError(
+                f"a worker process died (out of memory?); use fewer than --num_workers={num_workers}"
+            ) from None
+        finally:
+            counters[2] = True
+            pool.shutdown(cancel_futures=True)
+
+
+def totals(written: list[dict[str, Any]]) -> dict[str, int]:
+    """Sums of the counts in the shards' entries."""
+    return {key: sum(shard[key] for shard in written) for key in written[0] if key.endswith("s")}
+
+
+@contextlib.contextmanager
+def no_partial_files(output: str) -> Iterator[None]:
+    """Creates the folder, and removes partial files on entry (those of a killed run) and on exit."""
+    os.makedirs(output, exist_ok=True)
+    _remove(output, "*" + PARTIAL)
+    try:
+        yield
+    finally:
+        _remove(output, "*" + PARTIAL)
+
+
+def commit(output: str, manifest: dict[str, Any], other_files: dict[str, bytes]) -> None:
+    """Replaces the old files in `output` by the new ones; meanwhile there is no manifest."""
+    _remove(output, MANIFEST)
+    _remove(output, "*.array_record")
+    for shard in manifest["shards"]:
+        path = os.path.join(output, shard["file"])
+        os.replace(path + PARTIAL, path)
+    for name, data in {**other_files, MANIFEST: json.dumps(manifest, indent=2).encode()}.items():
+        path = os.path.join(output, name)
+        with open(path + PARTIAL, "wb") as file:
+            file.write(data)
+        os.replace(path + PARTIAL, path)
+
+
+def _remove(folder: str, pattern: str) -> None:
+    for path in glob.glob(os.path.join(glob.escape(folder), pattern)):
+        os.remove(path)
+
+
+def _plan_shards(output: str, examples: int, shards: int) -> list[Shard]:
+    shards = min(shards, examples)
+    ends = [examples * number // shards for number in range(shards + 1)]
+    names = [f"{number:05d}-of-{shards:05d}.array_record" for number in range(shards)]
+    return [Shard(os.path.join(output, name), ends[i], ends[i + 1]) for i, name in enumerate(names)]
+
+
+def _write_shard(
+    shard: Shard, examples: Source, make_record: MakeRecord, add: Callable[[int, int], None]
+) -> dict[str, Any]:
+    from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
+
+    path, records = shard.path + PARTIAL, 0
+    totals: Counter[str] = Counter()
+    with contextlib.closing(ArrayRecordWriter(path, "group_size:1")) as writer:
+        for index in range(shard.start, shard.stop):
+            data, counts = make_record(examples, index)
+            add(1, counts["bytes"])
+            totals.update(counts)
+            if data:
+                records += 1
+                writer.write(data)
+    with contextlib.closing(ArrayRecordReader(path)) as reader:
+        if reader.num_records() != records:
+            raise ValueError(f"{path} lacks some of its {records} records; is the disk full?")
+    return {
+        "file": os.path.basename(shard.path),
+        "file_size": os.path.getsize(path),
+        "documents": records,
+        **totals,
+    }
+
+
+# --- worker processes -----------------------------------------------------------------------------
+
+
+def _wait(pending: list[futures.Future], show: Callable[[], None]) -> list[Any]:
+    """The results in order; raises the first error without waiting for the rest."""
+    waiting: Any = pending
+    while waiting:
+        done, waiting = futures.wait(waiting, 0.5, futures.FIRST_EXCEPTION)
+        show()
+        for each in done:
+            each.result()
+    return [each.result() for each in pending]
+
+
+def _start_worker(examples: Source, make_record: MakeRecord, counters: Any) -> None:
+    global _worker
+    _worker = examples, make_record, counters
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and stops its workers
+    # Without this, the idle workers of a pool wait forever when their parent is killed.
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _work(shard: Shard) -> dict[str, Any]:
+    examples, make_record, counters = _worker
+
+    def add(count: int, size: int) -> None:
+        if counters[2]:
+            raise RuntimeError("another worker failed")
+        with counters.get_lock():
+            counters[0] += count
+            counters[1] += size
+
+    return _write_shard(shard, examples, make_record, add)
+
+
+class Progress:
+    """A line on stderr: rewritten twice a second on a terminal, else a new line every ten seconds."""
+
+    def __init__(self, total: int):
+        self.total, self.documents, self.bytes = total, 0, 0
+        self.terminal = sys.stderr.isatty()
+        self.start = self.shown = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.show(self.documents, self.bytes, last=True)
+
+    def add(self, documents: int, size: int) -> None:
+        self.show(self.documents + documents, self.bytes + size)
+
+    def show(self, documents: int, size: int, last: bool = False) -> None:
+        """Sets the totals so far, and prints them if the last line is old enough."""
+        self.documents, self.bytes, now = documents, size, time.monotonic()
+        if not last and now - self.shown < (0.5 if self.terminal else 10):
+            return
+        self.shown, seconds = now, max(now - self.start, 1e-9)
+        left = seconds * (self.total - documents) / max(documents, 1)
+        line = (
+            f"{documents:,} of {self.total:,} documents ({documents / self.total:.0%}),"
+            f" {size / 1e6:,.1f} MB, {size / 1e6 / seconds:,.1f} MB/s, {left:,.0f} s left"
+        )
+        end = "\n" if last or not self.terminal else ""
+        print(f"\r{line:<80}" if self.terminal else line, end=end, file=sys.stderr, flush=True)

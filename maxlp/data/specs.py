@@ -1,0 +1,39 @@
+"""Spec strings, `name?key=value&key=value`, and the loading of what they name."""
+
+import importlib
+import re
+from typing import Any
+
+
+def split_options(spec: str) -> tuple[str, dict[str, str]]:
+    """Splits `name?key=value&key=value` into the name and the options.
+
+    A `?` that is not followed by `key=` is part of the name, so wildcards stay as they are.
+    """
+    match = re.fullmatch(r"(.*?)\?(\w+=[^&?]*(?:&\w+=[^&?]*)*)", spec)
+    if not match:
+        return spec, {}
+    return match[1], dict(part.split("=", 1) for part in match[2].split("&"))
+
+
+def load(target: str) -> Any:
+    """Imports the module of `"package.module:attribute"` and returns the attribute."""
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def import_extra(module: str) -> Any:
+    """Imports an optional library.
+
+    Raises:
+      ValueError: the library is not installed; the message contains the command that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is not installed; run pip install 'maxlp[data]'") from None
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's message, for use in another message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

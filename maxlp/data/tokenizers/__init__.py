@@ -1,0 +1,172 @@
+"""Tokenizers: text to token ids and back; each kind is a module that is imported when it is used.
+
+    bytes                                  the 256 bytes and three special tokens; no file
+    /models/llama3/tokenizer.json          a Hugging Face tokenizer, CLIP's too
+    /models/llama2/tokenizer.model         a SentencePiece model
+    /models/bpe_simple_vocab_16e6.txt.gz   CLIP's vocabulary as OpenAI and open_clip distribute it
+    /models/llama3                         a folder with a tokenizer.json or a tokenizer.model
+
+The ids of the beginning-of-document, end-of-document and padding tokens are found by their usual
+names; other names are given as `tokenizer.json?bos=<start>&eos=<stop>&pad=<pad>`.
+
+`encode` adds no special tokens and recognizes none: the characters `<|end_of_text|>` in a document
+become ordinary tokens. Bytes that are not UTF-8 become U+FFFD, except in the byte tokenizer, which
+keeps every byte.
+"""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from maxlp.data.specs import load, one_line, split_options
+
+KINDS = {
+    "bytes": "maxlp.data.tokenizers.byte:ByteTokenizer",
+    "hugging_face": "maxlp.data.tokenizers.hugging_face:HuggingFaceTokenizer",
+    "sentence_piece": "maxlp.data.tokenizers.sentence_piece:SentencePieceTokenizer",
+    "clip": "maxlp.data.tokenizers.clip:ClipTokenizer",
+    "clip_merges": "maxlp.data.tokenizers.clip:from_merges",
+}
+BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<|endoftext|>")
+EOS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
+PAD = ("<|pad|>", "<pad>", "<|finetune_right_pad_id|>")
+CLIP_SETTING = b'"</w>"'  # occurs in a tokenizer.json only as CLIP's `end_of_word_suffix`
+
+
+class Tokenizer:
+    """The interface of all tokenizers; all are picklable.
+
+    Attributes:
+      vocab_size: the number V of ids.
+      bos_id, eos_id, pad_id: special tokens; a vocabulary without bos or pad uses `eos_id` for them.
+      fingerprint: identifies the tokenizer: the SHA-256 of its file, or "bytes".
+      files: file name to contents; enough to make the tokenizer again.
+    """
+
+    vocab_size: int
+    bos_id: int
+    eos_id: int
+    pad_id: int
+    fingerprint: str
+    files: dict[str, bytes]
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Ids, int32 [T], of a text, without special tokens."""
+        raise NotImplementedError
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of ids; special tokens and ids outside the vocabulary are left out."""
+        raise NotImplementedError
+
+    @cached_property
+    def byte_lengths(self) -> np.ndarray:
+        """Bytes of text that each id stands for, int32 [V]; 0 for special tokens.
+
+        Summed over `encode(text)`, they give the length of `text` in bytes plus `prefix_bytes`,
+        unless parts of the text are outside the vocabulary or changed by a normalizer.
+
+        Raises:
+          ValueError: the tokens do not map to bytes, as those of WordPiece.
+        """
+        return self._byte_lengths()
+
+    @cached_property
+    def prefix_bytes(self) -> int:
+        """1 if `encode` puts a space before every text (SentencePiece's dummy prefix), else 0."""
+        return max(0, int(self.byte_lengths[self.encode("a")].sum()) - 1)
+
+    def _byte_lengths(self) -> np.ndarray:
+        raise NotImplementedError
+
+
+def make_tokenizer(spec: str) -> Tokenizer:
+    """Makes the tokenizer that `spec` names; see the module.
+
+    Raises:
+      ValueError: the file is missing or no tokenizer, or it has no special token of the given or
+        usual name.
+    """
+    path, options = split_options(spec)
+    for key in options:
+        if key not in ("bos", "eos", "pad"):
+            raise ValueError(f"tokenizer {spec!r}: unknown option {key!r}; known: bos, eos, pad")
+    if path == "bytes" and not options:
+        return load(KINDS["bytes"])()
+    path = os.path.expanduser(path)
+    if os.path.isdir(path):
+        model = os.path.join(path, "tokenizer.model")
+        json = os.path.join(path, "tokenizer.json")
+        path = model if os.path.isfile(model) and not os.path.isfile(json) else json
+    if not os.path.isfile(path):
+        hint = "'bytes', a tokenizer.json, a SentencePiece .model or CLIP's bpe_simple_vocab_16e6.txt.gz"
+        if re.fullmatch(r"bpe:\d+", path):
+            hint += "; train a BPE with `python -m maxlp.prepare text --train_tokenizer=VOCAB`"
+        raise ValueError(f"tokenizer {spec!r}: no such file; give {hint}")
+    with open(path, "rb") as file:
+        data = file.read()
+    try:
+        return load(KINDS[_kind(path, data)])(data, **options)
+    except ValueError as error:
+        raise ValueError(f"tokenizer {path}: {one_line(error)}") from None
+
+
+def _kind(path: str, data: bytes) -> str:
+    if path.endswith((".txt.gz", ".txt")):
+        return "clip_merges"
+    if path.endswith(".model"):
+        return "sentence_piece"
+    return "clip" if CLIP_SETTING in data else "hugging_face"
+
+
+def as_bytes(text: str | bytes) -> bytes:
+    """UTF-8 bytes of `text`. Bytes pass unchanged; lone surrogates, as in some JSON, become `?`."""
+    return text.encode("utf-8", errors="replace") if isinstance(text, str) else bytes(text)
+
+
+def as_str(text: str | bytes) -> str:
+    """`text` as valid Unicode; bytes that are not UTF-8 become U+FFFD, lone surrogates `?`."""
+    return as_bytes(text).decode("utf-8", errors="replace")
+
+
+def ids_below(ids: Sequence[int] | np.ndarray, limit: int) -> np.ndarray:
+    """The ids in 0 … limit-1; generated ids may be in the padding of a model's vocabulary."""
+    ids = np.asarray(ids, np.int64)
+    return ids[(ids >= 0) & (ids < limit)]
+
+
+def piece_bytes(piece: str) -> int:
+    """Number of bytes of a SentencePiece piece: `▁` is a space, `<0x0A>` a single byte."""
+    if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", piece):
+        return 1
+    return len(piece.replace("▁", " ").encode())
+
+
+def find_specials(
+    specials: dict[str, int],
+    token_to_id: Callable[[str], int | None],
+    bos: str | None,
+    eos: str | None,
+    pad: str | None,
+) -> tuple[int, int, int]:
+    """The ids of bos, eos and pad: of the tokens with these names, or if None with a usual name.
+
+    Raises:
+      ValueError: there is no token of a given name, or no eos.
+    """
+
+    def find(key: str, given: str | None, usual: Sequence[str], default: int | None) -> int:
+        if given is not None:
+            found = token_to_id(given)
+        else:
+            found = next((specials[name] for name in usual if name in specials), default)
+        if found is None:
+            missing = f"no token {given!r} for {key}" if given else f"no {key} token of a usual name"
+            names = ", ".join(list(specials)[:8]) or "none"
+            raise ValueError(f"{missing}; special tokens in the file: {names}; set ?{key}=TOKEN")
+        return found
+
+    eos_id = find("eos", eos, EOS, None)
+    return find("bos", bos, BOS, eos_id), eos_id, find("pad", pad, PAD, eos_id)

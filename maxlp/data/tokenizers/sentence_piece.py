@@ -1,0 +1,45 @@
+"""SentencePiece `.model` files."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from maxlp.data.specs import import_extra, one_line
+from maxlp.data.tokenizers import Tokenizer, as_str, find_specials, ids_below, piece_bytes
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model. The character `▁` (U+2581) in a text is read as a space."""
+
+    def __init__(self, data: bytes, bos: str | None = None, eos: str | None = None, pad: str | None = None):
+        """Reads the bytes of a model; `bos`, `eos`, `pad` are unusual special tokens."""
+        sentencepiece = import_extra("sentencepiece")
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=data)
+        except RuntimeError as error:
+            raise ValueError(f"not a SentencePiece model ({one_line(error)})") from None
+        self._args = (data, bos, eos, pad)
+        self.vocab_size = self._model.get_piece_size()
+        pieces = {self._model.id_to_piece(i): i for i in range(self.vocab_size)}
+        specials = {piece: i for piece, i in pieces.items() if self._model.is_control(i)}
+        self.bos_id, self.eos_id, self.pad_id = find_specials(specials, pieces.get, bos, eos, pad)
+        self.fingerprint = hashlib.sha256(data).hexdigest()
+        self.files = {"tokenizer.model": data}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._args
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        return np.asarray(self._model.encode(as_str(text)), np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return self._model.decode(ids_below(ids, self.vocab_size).tolist())
+
+    def _byte_lengths(self) -> np.ndarray:
+        model, lengths = self._model, np.zeros(self.vocab_size, np.int32)
+        for i in range(self.vocab_size):
+            if not (model.is_control(i) or model.is_unknown(i) or model.is_unused(i)):
+                lengths[i] = piece_bytes(model.id_to_piece(i))
+        return lengths

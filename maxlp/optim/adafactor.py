@@ -1,0 +1,62 @@
+"""Adafactor for stacked parameters: a second moment of rows and columns instead of entries."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import KeyPath
+
+from maxlp.optim.tree_utils import LayerAxes, layer_axes, over_tensor, tensor_mean, widened
+
+
+def scale_by_adafactor(
+    mu_dtype: Any = None,
+    *,
+    momentum: float = 0.0,
+    decay_rate: float = 0.8,
+    min_dim_size_to_factor: int = 128,
+    clipping_threshold: float = 1.0,
+    layer_axes: LayerAxes = layer_axes,
+) -> optax.GradientTransformation:
+    """Adafactor (Shazeer & Stern 2018, algorithm 4) with an external learning rate.
+
+    The second moment of a matrix is stored as its row and column means, and the step of each tensor of
+    each layer is clipped to an RMS of `clipping_threshold`. The two largest dims are factored: a stack
+    must have fewer layers than its matrices have rows.
+
+    Args:
+      mu_dtype: dtype of the momentum; None for the parameter's.
+      momentum: decay rate of an average of the steps; 0 keeps none.
+      decay_rate: the second moment decays at the rate 1 - t^-decay_rate.
+      min_dim_size_to_factor: tensors whose second largest dim is smaller keep the whole moment.
+      clipping_threshold: the largest RMS of a step.
+      layer_axes: gives the number of leading layer axes of the parameter at a path.
+    """
+
+    def clip(updates: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
+        del params
+
+        def one(path: KeyPath, u: jax.Array) -> jax.Array:
+            rms = jnp.sqrt(tensor_mean(jnp.square(widened(u)), layer_axes(path)))
+            return (u / over_tensor(jnp.maximum(1.0, rms / clipping_threshold), u)).astype(u.dtype)
+
+        return jax.tree.map_with_path(one, updates)
+
+    return optax.chain(
+        _scale_by_factored_rms(decay_rate, min_dim_size_to_factor),
+        optax.stateless(clip),
+        optax.ema(momentum, debias=False, accumulator_dtype=mu_dtype) if momentum else optax.identity(),
+    )
+
+
+def _scale_by_factored_rms(decay_rate: float, min_dim_size_to_factor: int) -> optax.GradientTransformation:
+    """Optax's, which reads only shapes and dtypes of the parameters, without them (inside GaLore)."""
+    factored = optax.scale_by_factored_rms(
+        decay_rate=decay_rate, min_dim_size_to_factor=min_dim_size_to_factor
+    )
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
+        return factored.update(updates, state, updates if params is None else params)
+
+    return optax.GradientTransformation(factored.init, update)

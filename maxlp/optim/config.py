@@ -1,0 +1,214 @@
+"""The config's `optimizer` section: its keys, their ranges and the combinations that work."""
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from maxlp.optim.schedules import SCHEDULES
+from maxlp.optim.tree_utils import HIDDEN_KERNELS
+
+# "module:function" of each optimizer's rescaling, imported only when a config names it.
+OPTIMIZERS = {
+    "adamw": "optax:scale_by_adam",
+    "stable_adamw": "maxlp.optim.stable_adamw:scale_by_stable_adam",
+    "adafactor": "maxlp.optim.adafactor:scale_by_adafactor",
+    "lion": "optax:scale_by_lion",
+    "muon": "maxlp.optim.muon:scale_by_muon",
+    "schedule_free_adamw": "maxlp.optim.schedule_free:scale_by_debiased_rms",
+    "adamp": "maxlp.optim.adamp:scale_by_adamp",
+}
+MU_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GaloreConfig:
+    """Options of GaLore (`maxlp.optim.galore`): the optimizer sees projected gradients.
+
+    Attributes:
+      rank: r, the rank of the projected gradients, at most the kernel's short side; 0 turns GaLore off.
+      update_proj_gap: steps between refreshes of the subspace; the first step always refreshes.
+      scale: the paper's α, a factor on the updates of projected kernels.
+      side: the side of a kernel that is projected. "short" is the paper's and galore-torch's `std` (a
+        square kernel is projected on its input side), "long" is galore-torch's `reverse_std`: smaller
+        moments, a larger projector.
+      basis: "svd", or "randomized" for a range finder with two power iterations (Halko et al. 2011),
+        which is much faster; its random matrix depends on `seed` and the number of updates alone.
+      moments: what a refresh does to the moments: "keep" them (the paper), "reset" them to what they are
+        after a first step, or "reproject" them: with C = P_newᵀ P_old, μ ← C μ and ν ← C² ν (elementwise
+        square, as if the directions were uncorrelated).
+      projector: "float32", or "int8" or "int4" with one scale per 256 entries of a row (Q-GaLore, Zhang et
+        al. 2024, arXiv:2407.08296; their zero point is left out, since a basis is symmetric around 0).
+      lazy_threshold: Q-GaLore's lazy updates, per layer: the gap doubles when the cosine of successive
+        leading directions averages at least this over five refreshes. 0.4 in the paper; 0 turns it off.
+      targets: regular expressions, searched in names such as `layers/attn/q_proj/kernel`.
+      seed: seed of the random matrices.
+    """
+
+    rank: int = 0
+    update_proj_gap: int = 200
+    scale: float = 0.25
+    side: str = "short"
+    basis: str = "svd"
+    moments: str = "keep"
+    projector: str = "float32"
+    lazy_threshold: float = 0.0
+    targets: tuple[str, ...] = HIDDEN_KERNELS
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require_choice("galore.side", self.side, ("short", "long"))
+        _require_choice("galore.basis", self.basis, ("svd", "randomized"))
+        _require_choice("galore.moments", self.moments, ("keep", "reset", "reproject"))
+        _require_choice("galore.projector", self.projector, ("float32", "int8", "int4"))
+        if self.rank < 0:
+            raise ValueError(f"galore.rank={self.rank} must not be negative (0 turns GaLore off)")
+        if self.projector == "int4" and self.rank % 2:
+            raise ValueError(
+                f"galore.rank={self.rank} must be even with galore.projector='int4', two entries per byte"
+            )
+        if self.update_proj_gap < 1:
+            raise ValueError(f"galore.update_proj_gap={self.update_proj_gap} must be at least 1")
+        if not 0 <= self.lazy_threshold <= 1:
+            raise ValueError(f"galore.lazy_threshold={self.lazy_threshold} must be a cosine from 0 to 1")
+        for target in self.targets:
+            try:
+                re.compile(target)
+            except re.error as error:
+                message = f"galore.targets: {target!r} is not a regular expression: {error}"
+                raise ValueError(message) from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LowBitConfig:
+    """Options of low-bit moments (`maxlp.optim.low_bit`), which are off without `mu` and `nu`.
+
+    Attributes:
+      mu, nu: formats of the first and second moment, of `low_bit.MOMENT_FORMATS`. Set both or neither.
+      block_size: entries of a row that share a scale; 0 for one scale per tensor of a layer.
+      min_size: tensors with fewer entries per layer (norms, biases) keep their moments as they are.
+      seed: seed of the stochastic rounding to bfloat16 and float8_e5m2.
+    """
+
+    mu: str | None = None
+    nu: str | None = None
+    block_size: int = 0
+    min_size: int = 4096
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.block_size < 0:
+            raise ValueError(f"low_bit.block_size={self.block_size} must not be negative")
+        if self.mu is None and self.nu is None:
+            return
+        from maxlp.optim.low_bit import MOMENT_FORMATS
+
+        for key, value in {"mu": self.mu, "nu": self.nu}.items():
+            if value is None:
+                raise ValueError(
+                    f"low_bit.{key} is not set; set both mu and nu ('float32' leaves one as it is)"
+                )
+            _require_choice(f"low_bit.{key}", value, MOMENT_FORMATS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The config's `optimizer` section.
+
+    Attributes:
+      name: a key of `OPTIMIZERS`.
+      learning_rate: the peak of the schedule.
+      schedule: a key of `SCHEDULES`; each begins with a linear warm-up.
+      warmup_steps: updates before the peak; 0 starts at the peak.
+      final_lr_fraction: the last learning rate as a fraction of the peak (not for constant).
+      decay_fraction: the fraction of all steps in which the rate decays (wsd only).
+      clip_norm: gradients are scaled down to this global L2 norm; 0 turns clipping off.
+      weight_decay: decoupled weight decay of the tensors that `decay_mask` selects.
+      decay_embeddings: whether embedding tables decay too.
+      decay_with_clip: whether update clipping (stable_adamw) shortens the decay along with the step.
+      b1: decay rate of the first moment; in schedule_free_adamw, the weight of the average.
+      b2: decay rate of the second moment.
+      eps: added to the denominator.
+      mu_dtype: dtype of the first moment; None for the parameter's.
+      options: keyword arguments of this optimizer alone; of `b1, b2, eps, mu_dtype` it takes those it
+        knows (adafactor only `mu_dtype`, lion all but `eps`).
+      galore: projection of the gradients; None does not project.
+      low_bit: storage of the moments in few bits; None stores them as they are.
+      param_rounding: how bfloat16 parameters are rounded after an update, one of `pure_bf16.METHODS`;
+        None rounds to nearest, which loses small updates.
+    """
+
+    name: str = "adamw"
+    learning_rate: float
+    schedule: str = "cosine"
+    warmup_steps: int
+    final_lr_fraction: float
+    decay_fraction: float = 0.2
+    clip_norm: float
+    weight_decay: float
+    decay_embeddings: bool = False
+    decay_with_clip: bool = True
+    b1: float
+    b2: float
+    eps: float
+    mu_dtype: str | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    galore: GaloreConfig | None = None
+    low_bit: LowBitConfig | None = None
+    param_rounding: str | None = None
+
+    def __post_init__(self) -> None:
+        _require_choice("name", self.name, OPTIMIZERS)
+        _require_choice("schedule", self.schedule, SCHEDULES)
+        if self.mu_dtype is not None:
+            _require_choice("mu_dtype", self.mu_dtype, MU_DTYPES)
+        if self.param_rounding is not None:
+            from maxlp.optim.pure_bf16 import METHODS
+
+            _require_choice("param_rounding", self.param_rounding, METHODS)
+        for key in ("learning_rate", "eps"):
+            if not getattr(self, key) > 0:
+                raise ValueError(f"{key}={getattr(self, key)} must be positive")
+        for key in ("warmup_steps", "clip_norm", "weight_decay"):
+            if not getattr(self, key) >= 0:
+                raise ValueError(f"{key}={getattr(self, key)} must not be negative")
+        for key in ("b1", "b2"):
+            if not 0 <= getattr(self, key) < 1:
+                raise ValueError(f"{key}={getattr(self, key)} must be at least 0 and below 1")
+        for key in ("final_lr_fraction", "decay_fraction"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise ValueError(f"{key}={getattr(self, key)} must be between 0 and 1")
+        for key, value, reason in self._conflicts():
+            raise ValueError(f"{key}={value!r} does not go with name={self.name!r}: {reason}")
+
+    @property
+    def has_galore(self) -> bool:
+        """Whether gradients are projected."""
+        return self.galore is not None and self.galore.rank > 0
+
+    @property
+    def has_low_bit(self) -> bool:
+        """Whether moments are stored in few bits."""
+        return self.low_bit is not None and self.low_bit.mu is not None
+
+    def _conflicts(self) -> Iterator[tuple[str, Any, str]]:
+        """The keys that this optimizer cannot work with: key, value, and the reason with the way out."""
+        galore, low_bit = self.galore or GaloreConfig(), self.low_bit or LowBitConfig()
+        if self.name == "schedule_free_adamw":
+            if self.schedule != "constant":
+                yield "schedule", self.schedule, "it averages instead of decaying; set schedule='constant'"
+            if self.b1 == 0:
+                yield "b1", self.b1, "b1 weighs its average; set b1 above 0"
+            if self.param_rounding is not None:
+                yield "param_rounding", self.param_rounding, "it keeps an unrounded copy; set it to None"
+        if self.name == "adamp" and self.has_galore:
+            yield "galore.rank", galore.rank, "it compares whole gradients with weights; set galore.rank=0"
+        if self.name == "adafactor" and self.has_galore and galore.moments != "keep":
+            yield "galore.moments", galore.moments, "its moments are factored; set galore.moments='keep'"
+        if self.name == "adafactor" and self.has_low_bit:
+            yield "low_bit.mu", low_bit.mu, "its moments are factored; leave low_bit.mu and .nu unset"
+
+
+def _require_choice(key: str, value: str, choices: Collection[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{key}={value!r} is unknown, choose one of: {', '.join(choices)}")

@@ -1,0 +1,128 @@
+"""What an update is: one visible optax chain, built from the config.
+
+clip by global norm → rescale → decoupled weight decay → learning rate
+
+rescale = low_bit(galore(OPTIMIZERS[name]))      both wrappers optional
+"""
+
+import dataclasses
+import functools
+import importlib
+import inspect
+from typing import Any
+
+import jax
+import optax
+from jax.tree_util import KeyPath
+
+from maxlp.optim.config import OPTIMIZERS, OptimizerConfig
+from maxlp.optim.rms import Rms, make_rms
+from maxlp.optim.schedules import make_schedule
+from maxlp.optim.tree_utils import leaf_name
+
+SHARED = ("b1", "b2", "eps", "mu_dtype")  # keys that every optimizer takes if it knows them
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """A run's optimizer.
+
+    Attributes:
+      tx: the gradient transformation.
+      schedule: the learning rate as a function of the number of finished updates.
+      rms: RMS_t of each parameter, as a function of gradients and state: see `rms.make_rms`.
+    """
+
+    tx: optax.GradientTransformation
+    schedule: optax.Schedule
+    rms: Rms
+
+
+def make_tx(config: OptimizerConfig, *, total_steps: int) -> Optimizer:
+    """Builds the optimizer of a run.
+
+    AdamW is Loshchilov & Hutter 2019 (algorithm 2) in its common form: the decay is multiplied by the
+    learning rate, `p -= lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * p)`.
+
+    Args:
+      config: the `optimizer` section.
+      total_steps: updates of the whole run.
+
+    Raises:
+      ValueError: an unknown option, or a schedule that does not fit into `total_steps`.
+    """
+    schedule = make_schedule(
+        config.schedule,
+        learning_rate=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        total_steps=total_steps,
+        final_lr_fraction=config.final_lr_fraction,
+        decay_fraction=config.decay_fraction,
+    )
+    tx = optax.chain(
+        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
+        *_rescale_and_decay(config),
+        optax.scale_by_learning_rate(schedule),
+    )
+    if config.name == "schedule_free_adamw":
+        tx = optax.contrib.schedule_free(tx, schedule, config.b1)
+    if config.param_rounding is not None:
+        from maxlp.optim.pure_bf16 import pure_bf16
+
+        tx = pure_bf16(tx, method=config.param_rounding)
+    return Optimizer(tx, schedule, make_rms(config))
+
+
+def _rescale_and_decay(config: OptimizerConfig) -> tuple[optax.GradientTransformation, ...]:
+    """The middle of the chain: two transformations, or one where the decay depends on the rescaling."""
+    rescale = _rescale(config)
+    mask = functools.partial(decay_mask, decay_embeddings=config.decay_embeddings)
+    decay = optax.add_decayed_weights(config.weight_decay, mask)
+    if config.name == "stable_adamw" and config.decay_with_clip:
+        from maxlp.optim.stable_adamw import clip_decay
+
+        return (clip_decay(rescale, decay, config.options.get("clip_threshold", 1.0)),)
+    if config.name == "adamp":
+        from maxlp.optim.adamp import decay_divisors
+        from maxlp.optim.stable_adamw import divide_decay
+
+        return (divide_decay(rescale, decay, decay_divisors),)
+    return rescale, decay
+
+
+def _rescale(config: OptimizerConfig) -> optax.GradientTransformation:
+    """The optimizer's rescaling, inside GaLore and low-bit moments if the config asks for them."""
+    module, function = OPTIMIZERS[config.name].split(":")
+    scale_by = getattr(importlib.import_module(module), function)
+    takes = [key for key in inspect.signature(scale_by).parameters if key != "layer_axes"]
+    own = [key for key in takes if key not in SHARED]
+    for key in config.options:
+        if key not in own:
+            allowed = ", ".join(own) or "none"
+            raise ValueError(f"options.{key} is unknown to optimizer {config.name!r}, allowed: {allowed}")
+    shared = {key: getattr(config, key) for key in SHARED if key in takes}
+    rescale = scale_by(**shared, **config.options)
+    if config.galore is not None and config.has_galore:
+        from maxlp.optim.galore import galore
+
+        rescale = galore(rescale, config.galore)
+    if config.low_bit is not None and config.has_low_bit:
+        from maxlp.optim.low_bit import low_bit
+
+        rescale = low_bit(rescale, config.low_bit)
+    return rescale
+
+
+def decay_mask(params: optax.Params, decay_embeddings: bool) -> Any:
+    """Selects the tensors with weight decay, as a tree of bools shaped like `params`.
+
+    The last part of a tensor's name decides: `kernel` decays, `embedding` if asked for, all others
+    (`scale`, `bias`, a logit scale, a class token …) do not. The rank cannot decide: a norm scale
+    stacked over layers is an (L, D) array and still a scale.
+    """
+    decayed = {"kernel", "embedding"} if decay_embeddings else {"kernel"}
+
+    def decays(path: KeyPath, _: Any) -> bool:
+        return leaf_name(path) in decayed
+
+    return jax.tree.map_with_path(decays, params)

@@ -1,0 +1,68 @@
+"""RMS_t of a step, the number that announces loss spikes (see `maxlp.optim.stable_adamw`)."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from maxlp.optim.config import OptimizerConfig
+from maxlp.optim.tree_utils import find_states, layer_axes, name_of, tensor_mean, widened
+
+Rms = Callable[[optax.Updates, optax.OptState], dict[str, jax.Array]]
+
+
+def make_rms(config: OptimizerConfig) -> Rms:
+    """Builds the function that measures RMS_t of this optimizer's steps.
+
+    It maps the gradients before clipping and the state after the update to RMS_t by parameter name,
+    float32 (*layers). For stable_adamw that is the number it clips by, inside GaLore RMS_t of the
+    projected gradient. For the others it is computed from Adam's second moment; parameters whose moment
+    is factored, projected or stored in few bits are left out. (To measure those, use stable_adamw with
+    clip_threshold=inf, which is AdamW.)
+    """
+    if config.name == "stable_adamw":
+        from maxlp.optim.stable_adamw import last_rms
+
+        return lambda grads, opt_state: _by_name(last_rms(opt_state))
+    state_type = _second_moment_type(config.name)
+    if state_type is None or config.has_galore:
+        return lambda grads, opt_state: {}
+    return functools.partial(_second_moment_rms, state_type=state_type, config=config)
+
+
+def _second_moment_type(name: str) -> type | None:
+    """The type of the state that holds Adam's second moment `nu`, if the optimizer has one."""
+    if name == "adamp":
+        from maxlp.optim.adamp import AdamPState
+
+        return AdamPState
+    if name == "schedule_free_adamw":
+        from maxlp.optim.schedule_free import debiased_rms_state
+
+        return debiased_rms_state()
+    return optax.ScaleByAdamState if name in ("adamw", "muon") else None
+
+
+def _second_moment_rms(
+    grads: optax.Updates, opt_state: optax.OptState, *, state_type: type, config: OptimizerConfig
+) -> dict[str, jax.Array]:
+    """RMS_t = √mean(g² / max(v̂, eps²)), with v̂ from the state of type `state_type`."""
+    [(_, state)] = find_states(opt_state, state_type)
+    moments = dict(jax.tree.flatten_with_path(state.nu)[0])
+    debias = 1 - config.b2 ** state.count.astype(jnp.float32)
+    scale = 1.0
+    if config.clip_norm:
+        scale = jnp.minimum(1.0, config.clip_norm / jnp.maximum(optax.tree.norm(grads), 1e-30))
+    rms = {}
+    for path, g in jax.tree.flatten_with_path(widened(grads))[0]:
+        if path in moments:
+            v = moments[path].astype(g.dtype) / debias
+            ratio = jnp.square(scale * g) / jnp.maximum(v, config.eps**2)
+            rms[name_of(path)] = jnp.sqrt(tensor_mean(ratio, layer_axes(path)))
+    return rms
+
+
+def _by_name(tree: optax.Updates) -> dict[str, jax.Array]:
+    return {name_of(path): x for path, x in jax.tree.flatten_with_path(tree)[0]}

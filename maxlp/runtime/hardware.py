@@ -1,0 +1,108 @@
+"""What the hardware can do and what a process uses of it: peak FLOP/s and memory."""
+
+import functools
+import resource
+import sys
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# Published dense peaks of one JAX device in TFLOP/s, by a substring of `device_kind`; the first match
+# counts, so more specific names come first. Sparsity is never counted.
+# TPU: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. A TPU v4 or v5p device is a chip (two
+# cores together); a TPU7x chip is two devices, so its 2307 and 4614 are halved here.
+# GPU: the data sheets of A100, H100 (SXM, PCIe, NVL), H200, and of DGX and HGX B200 and GB200
+# NVL72, whose "with sparsity" figures are halved.
+PEAK_TFLOPS = {
+    "TPU v4": {"bfloat16": 275, "int8": 275},
+    "TPU v5 lite": {"bfloat16": 197, "int8": 394},
+    "TPU v5e": {"bfloat16": 197, "int8": 394},
+    "TPU v5": {"bfloat16": 459, "int8": 918},
+    "TPU v6": {"bfloat16": 918, "int8": 1836},
+    "TPU7x": {"bfloat16": 2307 / 2, "float8": 4614 / 2},
+    "A100": {"bfloat16": 312, "int8": 624},
+    "H100 PCIe": {"bfloat16": 756, "float8": 1513, "int8": 1513},
+    "H100 NVL": {"bfloat16": 835, "float8": 1671, "int8": 1671},
+    "H100": {"bfloat16": 989, "float8": 1979, "int8": 1979},
+    "H200": {"bfloat16": 989, "float8": 1979, "int8": 1979},
+    "GB200": {"bfloat16": 2500, "float8": 5000, "int8": 5000},
+    "B200": {"bfloat16": 2250, "float8": 4500, "int8": 4500},
+}
+
+
+class Peak(NamedTuple):
+    """Peak FLOP/s of one device, published or measured with a matmul in this process."""
+
+    flops: float
+    measured: bool
+
+
+def published_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
+    """Published peak matmul rate of a kind of device, in FLOP/s.
+
+    Args:
+      device_kind: the name that JAX reports.
+      dtype: "bfloat16", "float8" or "int8". Without hardware support for it the rate is that of
+        bfloat16, in which such a device multiplies.
+
+    Returns:
+      The rate, or None if `PEAK_TFLOPS` has no row for the device.
+    """
+    for kind, peaks in PEAK_TFLOPS.items():
+        if kind in device_kind:
+            return 1e12 * peaks.get(dtype, peaks["bfloat16"])
+    return None
+
+
+def peak_flops(device: jax.Device | None = None, dtype: str = "bfloat16") -> Peak:
+    """Peak matmul rate of a device (default: the first local one).
+
+    Devices without a published peak, such as CPUs, are measured once per process (0.2 s), at one rate
+    for all dtypes.
+
+    Args:
+      device: any device of this process.
+      dtype: as in `published_flops`.
+    """
+    device = jax.local_devices()[0] if device is None else device
+    published = published_flops(device.device_kind, dtype)
+    if published is not None:
+        return Peak(published, measured=False)
+    return Peak(_measured_flops(device), measured=True)
+
+
+@functools.cache
+def _measured_flops(device: jax.Device) -> float:
+    """Best rate of a square matmul within 0.2 s: float32 on CPU, bfloat16 elsewhere."""
+    on_cpu = device.platform == "cpu"
+    size, dtype = (1024, jnp.float32) if on_cpu else (8192, jnp.bfloat16)
+    x = jax.device_put(jnp.ones((size, size), dtype), device)
+    matmul = jax.jit(jnp.matmul)
+    matmul(x, x).block_until_ready()
+    seconds = []
+    while sum(seconds) < 0.2:
+        start = time.perf_counter()
+        matmul(x, x).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    # Simulated CPU devices share the cores, and one matmul uses all of them.
+    sharing = jax.local_device_count("cpu") if on_cpu else 1
+    return 2 * size**3 / min(seconds) / sharing
+
+
+def memory_metrics() -> dict[str, float]:
+    """Memory use in GiB, as ``memory/`` metrics.
+
+    The peak of this process on the host and, if the backend reports them, the values of the local
+    device where each is largest.
+    """
+    # ru_maxrss is in KiB, on macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    metrics = {"memory/host_peak_gib": rss / 2**30}
+    stats = [s for device in jax.local_devices() if (s := device.memory_stats())]
+    for name in ("bytes_in_use", "peak_bytes_in_use", "bytes_limit"):
+        if values := [s[name] for s in stats if name in s]:
+            metrics[f"memory/device_{name.replace('bytes', 'gib')}"] = max(values) / 2**30
+    return metrics

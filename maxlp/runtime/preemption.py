@@ -1,0 +1,65 @@
+"""Saving and exiting on SIGTERM and Ctrl-C, in all processes after the same step."""
+
+import os
+import signal
+from types import FrameType
+from typing import Any
+
+import jax
+from absl import logging
+from jax.experimental import multihost_utils
+
+EXIT_PREEMPTED = 75
+"""Exit code after SIGTERM, with a checkpoint saved (EX_TEMPFAIL: restart the run)."""
+
+EXIT_INTERRUPTED = 130
+"""Exit code after Ctrl-C (128 + SIGINT, as in shells)."""
+
+
+class PreemptionGuard:
+    """Turns SIGTERM and Ctrl-C into a question that the training loop asks once a step.
+
+    ::
+
+        with PreemptionGuard() as guard:
+            for step in range(start, total_steps):
+                ...
+                if guard.should_stop(step):
+                    save; wait; sys.exit(guard.exit_code)
+
+    The first signal only sets a flag, so the current step ends and is saved; a second Ctrl-C kills the
+    process. With several processes, a signal to any of them stops all after the same step
+    (`multihost_utils.reached_preemption_sync_point`; the JAX runtime itself handles SIGTERM then).
+    """
+
+    def __init__(self) -> None:
+        self._received: signal.Signals | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "PreemptionGuard":
+        signals = [signal.SIGINT] if jax.process_count() > 1 else [signal.SIGINT, signal.SIGTERM]
+        self._previous = {number: signal.signal(number, self._receive) for number in signals}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        self._received = signal.Signals(number)
+        logging.warning("%s: saving a checkpoint after this step, then exiting", self._received.name)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            if jax.process_count() > 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def should_stop(self, step: int) -> bool:
+        """Whether to save after `step` and exit; every process calls it after every step."""
+        if jax.process_count() > 1:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return self._received is not None
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code after `should_stop`: `EXIT_INTERRUPTED` on Ctrl-C, else `EXIT_PREEMPTED`."""
+        return EXIT_INTERRUPTED if self._received == signal.SIGINT else EXIT_PREEMPTED

@@ -1,0 +1,49 @@
+"""Structure of a pytree as text: path, dtype and shape of every leaf."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+
+def leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yields every leaf with its path, such as ``params/layers/kernel``."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield jax.tree_util.keystr(path, simple=True, separator="/"), leaf
+
+
+def describe(tree: Any) -> dict[str, str]:
+    """Dtype and shape of every leaf by its path, see `describe_leaf`."""
+    return {path: describe_leaf(leaf) for path, leaf in leaves(tree)}
+
+
+def describe_leaf(leaf: Any) -> str:
+    """Dtype and shape such as ``float32[8,16]``; the type and ``[]`` of what is not an array."""
+    shape = ",".join(str(size) for size in getattr(leaf, "shape", ()))
+    return f"{getattr(leaf, 'dtype', type(leaf).__name__)}[{shape}]"
+
+
+def find_misfit(saved: Mapping[str, str], wanted: Any, *, exact: bool) -> tuple[str, str, str] | None:
+    """Compares a saved structure with the one that is wanted.
+
+    Args:
+      saved: from `describe`.
+      wanted: a pytree of arrays or `jax.ShapeDtypeStruct`s.
+      exact: require the same leaves and dtypes. Otherwise `saved` may have more leaves, and
+        floating-point leaves may differ in dtype.
+
+    Returns:
+      Path of the first leaf that does not fit, parameters first, and what it is in `saved` and in
+      `wanted`; None if all leaves fit.
+    """
+    described = describe(wanted)
+    paths = described.keys() | saved.keys() if exact else described.keys()
+    for path in sorted(paths, key=lambda path: (not path.startswith("params/"), path)):
+        old, new = saved.get(path, "absent"), described.get(path, "absent")
+        if old != new and (exact or not _castable(old, new)):
+            return path, old, new
+    return None
+
+
+def _castable(old: str, new: str) -> bool:
+    return "float" in old and "float" in new and old.partition("[")[2] == new.partition("[")[2]

@@ -1,0 +1,248 @@
+"""Where the metrics of a run go: console, ``metrics.jsonl``, TensorBoard, W&B.
+
+A record is a flat dict of scalars with names like ``train/loss``, at a step: the number of finished
+updates.
+"""
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import jax
+import numpy as np
+
+from maxlp.runtime import files
+
+MIN_DATA_WAIT = 0.05  # fraction of the time; the console omits shorter waits for data
+MAX_SLASHES = 2  # names with more are of single layers, too many for a console line
+
+# What the console shows of a training record, in this order.
+PROGRESS = {
+    "train/loss": "loss {:.4f}",
+    "perf/tokens_per_sec": "{:,.0f} tok/s",
+    "perf/images_per_sec": "{:,.0f} img/s",
+    "perf/mfu": "mfu {:.1%}",
+    "perf/data_wait": "data wait {:.0%}",
+    "data/skipped": "skipped {:,.0f}",
+    "train/learning_rate": "lr {:.2e}",
+    "train/grad_norm": "grad {:.3g}",
+    "perf/eta": "eta {}",
+}
+
+
+class Writer(Protocol):
+    """One output of `MetricWriter`; records have the keys ``step`` and ``time`` besides the metrics."""
+
+    def write(self, record: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricWriter:
+    """Sends records to every output of a run; does nothing in processes other than the primary.
+
+    Args:
+      workdir: receives ``metrics.jsonl`` and ``tensorboard/``.
+      total_steps: of the whole run, for the console.
+      resume_step: finished updates of the restored checkpoint, 0 for a fresh start. Records of later
+        steps are removed from ``metrics.jsonl``, because they will be written again. (So write the
+        records of a step before its checkpoint.)
+      run_config: shown by W&B.
+      console: print progress to standard output.
+      tensorboard: write event files.
+      wandb_project: the W&B project; None or "" disables W&B.
+
+    Raises:
+      ValueError: tensorboardX or wandb is requested but not installed.
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike[str],
+        *,
+        total_steps: int,
+        resume_step: int = 0,
+        run_config: Mapping[str, Any] | None = None,
+        console: bool = True,
+        tensorboard: bool = True,
+        wandb_project: str | None = None,
+    ) -> None:
+        self._writers: list[Writer] = []
+        if jax.process_index() != 0:
+            return
+        workdir = Path(workdir)
+        workdir.mkdir(parents=True, exist_ok=True)
+        self._writers.append(JsonlWriter(workdir / "metrics.jsonl", resume_step))
+        if console:
+            self._writers.append(ConsoleWriter(total_steps, sys.stdout))
+        if tensorboard:
+            self._writers.append(TensorBoardWriter(workdir / "tensorboard", resume_step))
+        if wandb_project:
+            self._writers.append(WandbWriter(wandb_project, workdir, run_config))
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Writes one record.
+
+        Args:
+          step: number of finished updates.
+          metrics: names to scalars (Python, numpy or finished JAX arrays).
+        """
+        if not self._writers:
+            return
+        scalars = {name: np.asarray(value).item() for name, value in metrics.items()}
+        record = {"step": int(step), "time": time.time(), **scalars}
+        for writer in self._writers:
+            writer.write(record)
+
+    def close(self) -> None:
+        """Flushes and closes every output."""
+        for writer in self._writers:
+            writer.close()
+
+
+class JsonlWriter:
+    """One JSON object per line, complete on disk after each write (NaN and Infinity as in Python)."""
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        if path.exists():
+            # A fresh start repeats step 0 too; a resumed run does not repeat the step it resumes from.
+            last = resume_step if resume_step > 0 else -1
+            kept = [line + "\n" for line, record in _parse_lines(path) if record["step"] <= last]
+            files.write_text(path, "".join(kept))
+        self._file = path.open("a", buffering=1)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Reads the records of a ``metrics.jsonl`` in order.
+
+    Lines truncated by a crash are skipped; a missing file has no records.
+    """
+    return [record for _, record in _parse_lines(Path(path))]
+
+
+def _parse_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    if not path.exists():
+        return
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "step" in record:
+            yield line, record
+
+
+class ConsoleWriter:
+    """A single line that is updated in place on a terminal; otherwise one line per record."""
+
+    def __init__(self, total_steps: int, stream: TextIO) -> None:
+        self._total_steps, self._stream = total_steps, stream
+        self._live = stream.isatty()
+        self._line_is_open = False
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        line = _format_record(record, self._total_steps)
+        if not self._live:
+            print(line, file=self._stream, flush=True)
+            return
+        # Records other than training progress stay on the screen.
+        self._line_is_open = "train/loss" in record
+        width = shutil.get_terminal_size().columns - 1
+        self._stream.write(f"\r\x1b[K{line[:width]}" + ("" if self._line_is_open else "\n"))
+        self._stream.flush()
+
+    def close(self) -> None:
+        if self._line_is_open:
+            print(file=self._stream, flush=True)
+
+
+def _format_record(record: Mapping[str, Any], total_steps: int) -> str:
+    """A progress line for training records, ``name value`` pairs for others."""
+    format_rest = _format_progress if "train/loss" in record else _format_pairs
+    return "  ".join([f"step {record['step']}/{total_steps}", *format_rest(record)])
+
+
+def _format_pairs(record: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in record.items():
+        if name not in ("step", "time") and name.count("/") <= MAX_SLASHES:
+            yield f"{name} {value:,.0f}" if abs(value) >= 1000 else f"{name} {value:.4g}"
+
+
+def _format_progress(record: Mapping[str, Any]) -> Iterator[str]:
+    for name, template in PROGRESS.items():
+        if name not in record or (name == "perf/data_wait" and record[name] < MIN_DATA_WAIT):
+            continue
+        value = format_seconds(record[name]) if name == "perf/eta" else record[name]
+        measured = name == "perf/mfu" and record.get("perf/peak_measured")
+        yield template.format(value) + (" of measured peak" if measured else "")
+
+
+def format_seconds(seconds: float) -> str:
+    """Formats hours, minutes and seconds as in 1:02:03, without hours below one hour."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+
+
+class TensorBoardWriter:
+    """Event files for TensorBoard; after a resume it hides the steps that will be repeated."""
+
+    def __init__(self, logdir: Path, resume_step: int) -> None:
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            raise ValueError(
+                "tensorboard=True needs tensorboardX: pip install tensorboardX, or set it to False"
+            ) from None
+        self._writer = SummaryWriter(str(logdir), purge_step=resume_step and resume_step + 1, flush_secs=10)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        for name, value in _metrics(record).items():
+            self._writer.add_scalar(name, value, record["step"], walltime=record["time"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbWriter:
+    """A W&B run that continues when training resumes: its id is saved in the workdir."""
+
+    def __init__(self, project: str, workdir: Path, run_config: Mapping[str, Any] | None) -> None:
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise ValueError(
+                f"wandb_project={project!r} needs wandb: pip install wandb, or set it to ''"
+            ) from None
+        id_file = workdir / "wandb_id"
+        run_id = id_file.read_text() if id_file.exists() else None
+        self._run = wandb.init(
+            project=project,
+            name=workdir.resolve().name,
+            dir=str(workdir),
+            id=run_id,
+            resume="allow",
+            config=dict(run_config or {}),
+        )
+        id_file.write_text(self._run.id)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._run.log(_metrics(record), step=record["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _metrics(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in ("step", "time")}

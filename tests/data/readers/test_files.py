@@ -1,0 +1,56 @@
+import os
+import zlib
+
+from maxlp.data.sources import make_source
+from tests.data.corpora import error_of, texts_of
+
+
+def test_text_files_are_read_byte_for_byte(tmp_path):
+    contents = {f"{i % 3}/{i:02d}.txt": bytes([i, 255, 10, 13]) * i for i in range(20)}
+    for name, data in contents.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / ".hidden").write_text("no")
+    (tmp_path / "0/other.md").write_text("no")
+    expected = [contents[name] for name in sorted(contents)]
+    assert texts_of(make_source(f"text:{tmp_path}/**/*.txt", "all")) == expected
+    os.remove(tmp_path / "0/other.md")
+    assert texts_of(make_source(f"text:{tmp_path}", "all")) == expected
+
+
+def test_stdlib_split_is_disjoint_stable_and_complete():
+    train, validation = make_source("stdlib", "train"), make_source("stdlib", "validation")
+    everything = make_source("stdlib", "all").reader.names
+    train_names, validation_names = train.reader.names, validation.reader.names
+    assert not set(train_names) & set(validation_names)
+    assert sorted(train_names + validation_names) == everything == sorted(everything)
+    assert all(zlib.crc32(name.encode()) / 2**32 < 0.02 for name in validation_names)
+    assert 0.005 < len(validation) / len(everything) < 0.05
+    assert "typing.py" in everything and "json/decoder.py" in everything
+    assert not [name for name in everything if "site-packages" in name or not name.endswith(".py")]
+    assert all(document["text"].decode() for document in validation)
+
+
+def test_text_split_does_not_depend_on_the_folder(tmp_path):
+    splits = []
+    for folder in ("one", "another/place"):
+        root = tmp_path / folder
+        (root / "sub").mkdir(parents=True)
+        for i in range(60):
+            (root / "sub" / f"{i}.txt").write_text(str(i))
+        for spec in (f"text:{root}?validation=0.3", f"text:{root}/**/*.txt?validation=0.3"):
+            splits.append([texts_of(make_source(spec, split)) for split in ("train", "validation")])
+    assert all(each == splits[0] for each in splits)
+    assert sorted(splits[0][0] + splits[0][1]) == sorted(str(i).encode() for i in range(60))
+    assert 5 < len(splits[0][1]) < 35
+
+
+def test_a_single_document_is_not_split(tmp_path):
+    assert f"no readable file in the folder {tmp_path}" in error_of(f"text:{tmp_path}")
+    (tmp_path / "only.txt").write_text("x")
+    message = error_of(f"text:{tmp_path}", "validation")
+    assert "a single document" in message and "?split=all" in message
+    assert len(make_source(f"text:{tmp_path}?split=all", "validation")) == 1
+    assert len(make_source(f"text:{tmp_path}", "train")) == 1
+    (tmp_path / "other.txt").write_text("x")
+    assert "'validation'" in error_of(f"text:{tmp_path}?validation=0", "validation")

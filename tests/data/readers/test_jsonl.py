@@ -1,0 +1,27 @@
+from maxlp.data.readers import jsonl
+from maxlp.data.sources import make_source
+from tests.data.corpora import TEXTS, error_of, texts_of, write_jsonl
+
+
+def test_round_trip(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:20], key="content")
+    second = write_jsonl(tmp_path / "b.jsonl", TEXTS[20:], key="content")
+    second.write_bytes(b"\n\r\n" + second.read_bytes().rstrip(b"\n"))  # blank lines, no last newline
+    for spec in (f"jsonl:{tmp_path}", f"jsonl:{tmp_path}/?.jsonl"):
+        assert texts_of(make_source(spec + "?text_key=content", "all")) == TEXTS
+
+
+def test_lines_are_found_across_blocks(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    monkeypatch.setattr(jsonl, "BLOCK_BYTES", 7)
+    assert texts_of(make_source(f"jsonl:{path}", "all")) == TEXTS
+
+
+def test_errors_name_file_and_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n\n{"body": "b", "id": 1}\n{"text": 3}\n[1]\n{"text": "trunc')
+    for index, line, word in ((1, 3, "body, id"), (2, 4, "int"), (3, 5, "list"), (4, 6, "JSON")):
+        message = error_of(f"jsonl:{path}", "all", index)
+        assert f"{path}:{line}: " in message and word in message
+    write_jsonl(path, TEXTS, key="body")
+    assert "text_key" in error_of(f"jsonl:{path}")  # when it is opened, not when training reads it

@@ -1,0 +1,138 @@
+"""Samples of tars against tarfile, the index, and truncated tars."""
+
+import json
+import os
+import pickle
+import tarfile
+
+import numpy as np
+import pytest
+
+from maxlp.data.readers import BrokenExample, tars
+from tests.data.corpora import write_files
+
+
+def samples(count, folder="", seed=0):
+    """Files of `count` samples, in another order of types each."""
+    rng = np.random.default_rng(seed)
+    for number in range(count):
+        types = {
+            "jpg": rng.bytes(int(rng.integers(1, 3000))),
+            "txt": f"caption {seed} {number} é".encode(),
+            "json": json.dumps({"alt": f"alt {number}"}).encode(),
+            "cls": str(number % 7).encode(),
+        }
+        for kind in rng.permutation(sorted(types)):
+            yield f"{folder}{number:04d}.{kind}", types[kind]
+
+
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_samples_are_those_of_the_files(tmp_path, format):
+    long = "" if format == tarfile.USTAR_FORMAT else "über-" * 30  # names beyond a header's 100 bytes
+    files = [("folder/", None), *samples(20, f"folder.v2/{long}"), ("readme.md", b"#")]
+    write_files(tmp_path / "a.tar", files, format)
+    write_files(tmp_path / "b.tar", samples(11, seed=1), format)
+    found = pickle.loads(pickle.dumps(tars.Tars(str(tmp_path / "{a,b}.tar"))))
+    expected = {}
+    for name in ("a", "b"):
+        with tarfile.open(tmp_path / f"{name}.tar") as tar:
+            for member in filter(tarfile.TarInfo.isfile, tar):
+                stem, kind = os.path.splitext(member.name)
+                expected.setdefault((name, stem), {})[kind] = tar.extractfile(member).read()
+    expected = {key: types for key, types in expected.items() if ".jpg" in types}
+    assert len(found) == len(expected) == 31
+    order = np.random.default_rng(0).permutation(31)
+    for row in order:
+        (name, stem), types = list(expected.items())[row]
+        assert found[row] == {
+            "image": types[".jpg"],
+            "text": types[".txt"].decode(),
+            "label": int(types[".cls"]),
+        }
+        assert found.where(row) == f"{tmp_path}/{name}.tar: {stem}"
+
+
+def test_images_without_a_caption_are_left_out_with_a_warning(tmp_path, monkeypatch):
+    logged = []
+    monkeypatch.setattr(
+        tars.logging, "log_first_n", lambda _, text, n, *values: logged.append(text % values)
+    )
+    write_files(tmp_path / "a.tar", [*samples(3), ("x.jpg", b"1"), ("y.jpg", b"1"), ("z.txt", b"1")])
+    assert len(tars.Tars(str(tmp_path))) == len(tars.Tars(str(tmp_path))) == 3
+    left_out = "a.tar: 2 of 5 images have neither a .txt nor a .cls and are left out"
+    assert len(logged) == 1 and logged[0].endswith(left_out)
+
+
+def test_captions_may_be_in_json(tmp_path):
+    write_files(tmp_path / "a.tar", [*samples(3), ("x.jpg", b"1"), ("x.json", b'{"alt": 3}')])
+    found = tars.Tars(str(tmp_path), "json:alt")
+    assert [found[row]["text"] for row in range(3)] == ["alt 0", "alt 1", "alt 2"]
+    with pytest.raises(BrokenExample, match="'alt' of the JSON is int"):
+        found[3]
+    with pytest.raises(BrokenExample, match="no 'title'"):
+        tars.Tars(str(tmp_path), "json:title")[0]
+
+
+def test_index_is_reused_until_the_tar_changes(tmp_path, monkeypatch):
+    path = tmp_path / "a.tar"
+    write_files(path, samples(5))
+    first = tars.Tars(str(path))
+    scan = tars.scan_tar
+    monkeypatch.setattr(tars, "scan_tar", lambda *_: pytest.fail("scanned twice"))
+    second = tars.Tars(str(path))
+    assert [second[row] for row in range(5)] == [first[row] for row in range(5)]
+    monkeypatch.setattr(tars, "scan_tar", scan)
+    write_files(path, samples(6, seed=1))
+    assert tars.Tars(str(path))[5]["text"].startswith("caption 1 5")
+    assert sorted(each.name for each in tmp_path.glob("a.tar?*"))[1:] == [], "one index a tar"
+
+
+def test_index_stays_in_memory_where_it_cannot_be_written(tmp_path, monkeypatch):
+    write_files(tmp_path / "a.tar", samples(5))
+
+    def refuse(**_):
+        raise PermissionError
+
+    monkeypatch.setattr(tars.tempfile, "NamedTemporaryFile", refuse)
+    found = tars.Tars(str(tmp_path / "a.tar"))
+    assert found[4]["text"] == "caption 0 4 é" and os.listdir(tmp_path) == ["a.tar"]
+
+
+def test_a_truncated_tar_is_named(tmp_path):
+    path = tmp_path / "whole.tar"
+    write_files(path, samples(4))
+    data = path.read_bytes()
+    with tarfile.open(path) as tar:
+        last = tar.getmembers()[-1]
+    boundary = last.offset  # between two files, as if it ended there
+    for size in (len(data) // 2, boundary, boundary + 100, last.offset_data + 1, 700):
+        cut = tmp_path / f"cut{size}.tar"
+        cut.write_bytes(data[:size])
+        with pytest.raises(
+            ValueError, match=r"cut\d+.tar is not a complete tar .*download it again"
+        ) as error:
+            tars.Tars(str(cut))
+        assert "\n" not in str(error.value)
+
+
+def test_mistakes_are_named(tmp_path):
+    write_files(tmp_path / "a.tar", [("a.npy", b"1")])
+    (tmp_path / "b.tar").write_bytes(b"<html>" * 200)
+    (tmp_path / "c.tar.gz").write_bytes(b"")
+    write_files(tmp_path / "e.tar", [("7.jpg", b"1"), ("7.cls", b"cat")])
+    for name, message in {
+        "a.tar": r"a\.tar has no sample with an image \(\.jpg/.*set \?text=",
+        "b.tar": r"b\.tar is not a complete tar",
+        "c.tar.gz": r"c\.tar\.gz is not a \.tar",
+        "e.tar": r"e\.tar: 7\.cls contains b'cat', not the number of a class",
+        "{0..3}.tar": r"no file .*0\.tar",
+        "d*.tar": r"no file .*d\*\.tar",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            tars.Tars(str(tmp_path / name))
+
+
+def test_braces():
+    assert tars._expand_braces("a{08..11}.tar") == ["a08.tar", "a09.tar", "a10.tar", "a11.tar"]
+    assert tars._expand_braces("{8..10}") == ["8", "9", "10"]
+    assert tars._expand_braces("{x,y}/{0..1}") == ["x/0", "x/1", "y/0", "y/1"]

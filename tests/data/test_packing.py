@@ -1,0 +1,104 @@
+"""Packing against slow references."""
+
+import collections
+import itertools
+
+import numpy as np
+import pytest
+
+from maxlp.data import text
+from tests.data.windows import BOS, EOS, PAD, Specials, assert_equal, corpus, make, take, with_specials
+
+
+def slow_windows(windows, seq_len, batch_size):
+    """Windows as lists of (token, target, document, position, counts) → batches, padded."""
+    blank = (PAD, PAD, None, 0, False)
+    rows = [window + [blank] * (seq_len - len(window)) for window in windows]
+    rows += [[blank] * seq_len] * (-len(rows) % batch_size)
+    segments = []
+    for row in rows:
+        seen = list(dict.fromkeys(document for _, _, document, _, _ in row if document is not None))
+        segments.append([0 if d is None else seen.index(d) + 1 for _, _, d, _, _ in row])
+    shape = (-1, batch_size, seq_len)
+
+    def column(i):
+        return [[entry[i] for entry in row] for row in rows]
+
+    return {
+        "tokens": np.reshape(column(0), shape),
+        "targets": np.reshape(column(1), shape),
+        "segment_ids": np.reshape(segments, shape),
+        "positions": np.reshape(column(3), shape),
+        "loss_mask": np.reshape(column(4), shape),
+    }
+
+
+def slow_concat(documents, seq_len):
+    stream = [(token, i) for i, document in enumerate(documents) for token in document]
+    windows, previous = [], None
+    for at, (token, owner) in enumerate(stream):
+        if at % seq_len == 0:
+            windows.append([])
+            previous = None
+        target, next_owner = stream[at + 1] if at + 1 < len(stream) else (PAD, None)
+        position = position + 1 if owner == previous else 0  # noqa: F821 (set where it restarts)
+        windows[-1].append((token, target, owner, position, owner == next_owner))
+        previous = owner
+    return windows
+
+
+def slow_first_fit(documents, seq_len, windows_per_block):
+    done, block = [], [[] for _ in range(windows_per_block)]
+    for number, document in enumerate(documents):
+        pairs = list(itertools.pairwise(document))
+        for begin in range(0, len(pairs), seq_len):
+            piece = [
+                (token, target, number, position, True)
+                for position, (token, target) in enumerate(pairs[begin : begin + seq_len])
+            ]
+            fitting = [window for window in block if len(window) + len(piece) <= seq_len]
+            if not fitting:
+                done += block
+                block = [[] for _ in range(windows_per_block)]
+                fitting = block
+            fitting[0].extend(piece)
+    return done + [window for window in block if window]
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [Specials(), Specials(bos_id=None), Specials(eos_id=None), Specials(None, None)]
+)
+@pytest.mark.parametrize(("longest", "seq_len"), [(7, 8), (60, 8), (60, 33), (7, 2)])
+@pytest.mark.parametrize("packing", ["concat", "first_fit"])
+def test_packing_equals_slow_reference(tokenizer, longest, seq_len, packing):
+    documents = corpus(40, longest)
+    config = dict(seq_len=seq_len, packing=packing, shuffle=False, num_epochs=1)
+    dataset = make([documents], tokenizer=tokenizer, **config)
+    marked = [with_specials(document, tokenizer) for document in documents]
+    if packing == "concat":
+        windows = slow_concat(marked, seq_len)
+    else:
+        windows = slow_first_fit(marked, seq_len, text.FIRST_FIT_WINDOWS)
+    assert_equal(take(iter(dataset)), slow_windows(windows, seq_len, 4))
+
+
+@pytest.mark.parametrize("packing", ["concat", "first_fit"])
+def test_each_token_once_an_epoch_whatever_the_shuffle(packing):
+    documents = corpus(60, 50)
+    batches = take(iter(make([documents], packing=packing, num_epochs=2)))
+    successor = {}
+    for document in documents:
+        marked = with_specials(document, Specials())
+        successor |= dict(itertools.pairwise(marked[1:]))  # BOS has many
+    real = batches["segment_ids"] > 0
+    tokens, targets = batches["tokens"], batches["targets"]
+    counts = collections.Counter(tokens[real].tolist())
+    assert all(counts.pop(token) == 2 for token in successor)
+    assert counts.keys() <= {BOS, EOS} and counts[BOS] == 2 * len(documents)
+
+    counted = collections.Counter(targets[batches["loss_mask"]].tolist())
+    assert counted[EOS] == 2 * len(documents) and BOS not in counted
+    assert all(counted[token] == 2 for token in successor)
+    for token, target in zip(tokens[batches["loss_mask"]], targets[batches["loss_mask"]], strict=True):
+        assert token == BOS or successor[int(token)] == target
+    assert not (batches["loss_mask"] & ~real).any()

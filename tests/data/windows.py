@@ -1,0 +1,67 @@
+"""Documents of distinct tokens, and batches as stacked arrays."""
+
+import dataclasses
+import sys
+
+import numpy as np
+
+from maxlp.data import text
+
+BOS, EOS, PAD = 1, 2, 0
+KEYS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
+
+
+@dataclasses.dataclass
+class Specials:
+    bos_id: int | None = BOS
+    eos_id: int | None = EOS
+    pad_id: int = PAD
+    fingerprint: str = "specials"
+
+    def encode(self, text):
+        return np.array([int(word) for word in text.split()], np.int32)
+
+
+def corpus(num_documents, longest, seed=0, first=0):
+    """Documents whose tokens are all different, so that each identifies its document."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, longest, num_documents)
+    return [
+        {"tokens": 10 + (first + i) * longest + np.arange(length, dtype=np.uint32)}
+        for i, length in enumerate(lengths)
+    ]
+
+
+def with_specials(document, tokenizer):
+    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    return bos + document["tokens"].tolist() + eos
+
+
+def make(sources, weights=None, tokenizer=None, seed=0, process_index=0, process_count=1, **config):
+    """A dataset of small windows."""
+    return text.make_dataset(
+        sources,
+        weights or [1.0] * len(sources),
+        tokenizer or Specials(),
+        text.TextDataConfig(**(dict(seq_len=8, batch_size=4, shuffle_tokens=96) | config)),
+        seed=seed,
+        process_index=process_index,
+        process_count=process_count,
+    )
+
+
+def take(iterator, steps=None):
+    """The next `steps` batches, or all: dict of arrays [steps, B, S]."""
+    batches = [batch for _, batch in zip(range(steps or sys.maxsize), iterator, strict=False)]
+    return {key: np.stack([batch[key] for batch in batches]) for key in KEYS}
+
+
+def join(parts):
+    return {key: np.concatenate([part[key] for part in parts], axis=1) for key in KEYS}
+
+
+def assert_equal(batches, expected, **where):
+    for key in KEYS:
+        np.testing.assert_array_equal(batches[key], expected[key], err_msg=f"{key} {where}")
+        assert batches[key].dtype == (bool if key == "loss_mask" else np.int32)

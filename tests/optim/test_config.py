@@ -1,0 +1,104 @@
+"""Wrong values and impossible combinations are refused with the config, in one line."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from maxlp.optim import OptimizerConfig
+from tests.optim.common import make_optimizer
+
+BASE = dict(
+    learning_rate=1e-2,
+    warmup_steps=3,
+    final_lr_fraction=0.1,
+    clip_norm=1.0,
+    weight_decay=0.1,
+    b1=0.9,
+    b2=0.95,
+    eps=1e-8,
+)
+FP8 = dict(mu="float8_e4m3fn", nu="float8_e5m2")
+FREE = dict(name="schedule_free_adamw", schedule="constant")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "adamww"}, r"^name='adamww' is unknown, choose one of: adamw, "),
+        ({"schedule": "cosin"}, r"^schedule='cosin' is unknown, choose one of: cosine, linear, wsd, const"),
+        ({"learning_rate": 0.0}, r"^learning_rate=0.0 must be positive"),
+        ({"learning_rate": float("nan")}, r"^learning_rate=nan must be positive"),
+        ({"warmup_steps": -1}, r"^warmup_steps=-1 must not be negative"),
+        ({"final_lr_fraction": 1.5}, r"^final_lr_fraction=1.5 must be between 0 and 1"),
+        ({"decay_fraction": 2.0}, r"^decay_fraction=2.0 must be between 0 and 1"),
+        ({"clip_norm": -1.0}, r"^clip_norm=-1.0 must not be negative"),
+        ({"weight_decay": -0.1}, r"^weight_decay=-0.1 must not be negative"),
+        ({"b1": 1.0}, r"^b1=1.0 must be at least 0 and below 1"),
+        ({"eps": 0.0}, r"^eps=0.0 must be positive"),
+        ({"mu_dtype": "bfloat17"}, r"^mu_dtype='bfloat17' is unknown, choose one of: float32, bfloat16, "),
+        (
+            {"param_rounding": "nearest"},
+            r"^param_rounding='nearest' is unknown, choose one of: stochastic, ",
+        ),
+        (
+            {"options": {"nesterow": True}},
+            r"^options.nesterow is unknown to optimizer 'adamw', allowed: eps_root, nesterov",
+        ),
+        ({"options": {"b1": 0.5}}, r"^options.b1 is unknown"),
+        (FREE | {"options": {"layer_axes": 1}}, r"^options.layer_axes is unknown .* allowed: none"),
+        ({"galore": {"rank": -1}}, r"^galore.rank=-1 must not be negative"),
+        ({"galore": {"update_proj_gap": 0}}, r"^galore.update_proj_gap=0 must be at least 1"),
+        ({"galore": {"side": "left"}}, r"^galore.side='left' is unknown, choose one of: short, long"),
+        ({"galore": {"basis": "qr"}}, r"^galore.basis='qr' is unknown"),
+        ({"galore": {"moments": "zero"}}, r"^galore.moments='zero' is unknown"),
+        ({"galore": {"projector": "int2"}}, r"^galore.projector='int2' is unknown"),
+        ({"galore": {"projector": "int4", "rank": 3}}, r"^galore.rank=3 must be even"),
+        ({"galore": {"lazy_threshold": 1.5}}, r"^galore.lazy_threshold=1.5 must be a cosine"),
+        ({"galore": {"targets": ("attn(",)}}, r"^galore.targets: 'attn\(' is not a regular expression"),
+        (
+            {"low_bit": {"mu": "fp8", "nu": "fp8"}},
+            r"^low_bit.mu='fp8' is unknown, choose one of: float32, ",
+        ),
+        ({"low_bit": FP8 | {"nu": "int4"}}, r"^low_bit.nu='int4' is unknown"),
+        ({"low_bit": {"mu": "dynamic8"}}, r"^low_bit.nu is not set; set both"),
+        ({"low_bit": {"block_size": -1}}, r"^low_bit.block_size=-1 must not be negative"),
+        (
+            FREE | {"schedule": "cosine"},
+            r"^schedule='cosine' does not go with name='schedule_free_adamw': ",
+        ),
+        (FREE | {"b1": 0.0}, r"^b1=0.0 does not go with name='schedule_free_adamw': "),
+        (
+            FREE | {"param_rounding": "kahan"},
+            r"^param_rounding='kahan' does not go with name='schedule_free",
+        ),
+        ({"name": "adamp", "galore": {"rank": 2}}, r"^galore.rank=2 does not go with name='adamp': "),
+        (
+            {"name": "adafactor", "galore": {"rank": 2, "moments": "reset"}},
+            r"^galore.moments='reset' does not go with name='adafactor': ",
+        ),
+        ({"name": "adafactor", "low_bit": FP8}, r"^low_bit.mu='float8_e4m3fn' does not go with name='adaf"),
+    ],
+)
+def test_errors_are_one_line_with_key_value_and_way_out(changes, message):
+    with pytest.raises(ValueError, match=message) as error:
+        make_optimizer(**BASE | changes, total_steps=11)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["adamp", "adafactor"])
+def test_wrappers_that_are_off_go_with_everything(name):
+    """rank=0 and unset formats are how a command line or a file turns a wrapper off."""
+    config = make_optimizer(
+        **BASE, name=name, total_steps=11, galore={"rank": 0, "moments": "reset"}, low_bit={"min_size": 1}
+    )
+    plain = make_optimizer(**BASE, name=name, total_steps=11)
+    params = {"layers": {"attn": {"kernel": jnp.ones((2, 4, 4))}}}
+    assert jax.tree.structure(jax.eval_shape(config.tx.init, params)) == jax.tree.structure(
+        jax.eval_shape(plain.tx.init, params)
+    )
+
+
+def test_required_keys_have_no_defaults():
+    for key in BASE:
+        with pytest.raises(TypeError, match=key):
+            OptimizerConfig(**{k: v for k, v in BASE.items() if k != key})

@@ -1,0 +1,89 @@
+"""RMS_t as `Optimizer.rms` measures it, for optimizers with and without a second moment."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.optim.common import make_optimizer, random_tree
+
+SHAPES = {
+    "tok_embed": {"embedding": (16, 8)},
+    "layers": {"attn": {"q_proj": {"kernel": (3, 8, 8)}}, "attn_norm": {"scale": (3, 8)}},
+}
+EVERY = {"tok_embed/embedding", "layers/attn/q_proj/kernel", "layers/attn_norm/scale"}
+BASE = dict(
+    learning_rate=1e-2,
+    schedule="constant",
+    warmup_steps=0,
+    total_steps=100,
+    final_lr_fraction=1.0,
+    clip_norm=1.0,
+    weight_decay=0.1,
+    b1=0.9,
+    b2=0.95,
+    eps=1e-8,
+)
+
+
+def gradients(steps):
+    """Norms on both sides of the clip, and a burst in one layer at the end."""
+    grads = [random_tree(SHAPES, i, scale=0.02 + 0.2 * (i % 2)) for i in range(steps)]
+    grads[-1]["layers"]["attn"]["q_proj"]["kernel"] *= jnp.array([1.0, 1.0, 50.0])[:, None, None]
+    return grads
+
+
+def measured(**changes):
+    """RMS_t of the last of nine steps."""
+    optimizer = make_optimizer(**BASE | changes)
+    params, grads = random_tree(SHAPES, 99), gradients(9)
+    state, step = optimizer.tx.init(params), jax.jit(optimizer.tx.update)
+    for g in grads:
+        updates, state = step(g, state, params)
+        params = optax.apply_updates(params, updates)
+    return jax.device_get(optimizer.rms(grads[-1], state))
+
+
+def measured_names(**changes):
+    optimizer, params = make_optimizer(**BASE | changes), random_tree(SHAPES, 99)
+    return set(jax.eval_shape(optimizer.rms, params, jax.eval_shape(optimizer.tx.init, params)))
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 1.0])
+def test_rms_of_adamw_is_what_stable_adamw_measures(clip_norm):
+    got = measured(clip_norm=clip_norm)
+    want = measured(clip_norm=clip_norm, name="stable_adamw", options={"clip_threshold": float("inf")})
+    assert got.keys() == want.keys() == EVERY
+    for name in want:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-5)
+    assert got["layers/attn/q_proj/kernel"].argmax() == 2, "the layer with the burst"
+
+
+def test_optimizers_with_another_state_of_the_second_moment():
+    """AdamP's is Adam's for the same gradients; so is that inside schedule-free averaging."""
+    want = measured()
+    for name in ("adamp", "schedule_free_adamw"):
+        got = measured(name=name)
+        assert got.keys() == EVERY
+        for tensor in want:
+            np.testing.assert_allclose(got[tensor], want[tensor], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        (dict(name="lion"), set()),
+        (dict(name="adafactor"), set()),
+        (dict(name="muon"), EVERY - {"layers/attn/q_proj/kernel"}),
+        (dict(name="adamw", galore=dict(rank=2)), set()),
+        (dict(name="stable_adamw", galore=dict(rank=2)), EVERY),
+        (
+            dict(name="adamw", low_bit=dict(mu="dynamic8", nu="dynamic8", min_size=64)),
+            {"layers/attn_norm/scale"},
+        ),
+        (dict(name="stable_adamw", low_bit=dict(mu="dynamic8", nu="dynamic8", min_size=64)), EVERY),
+    ],
+)
+def test_parameters_without_a_plain_second_moment_are_left_out(changes, names):
+    assert measured_names(**changes) == names

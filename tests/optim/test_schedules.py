@@ -1,0 +1,51 @@
+import numpy as np
+import pytest
+
+from maxlp.optim.schedules import SCHEDULES, make_schedule
+
+BASE = dict(learning_rate=1.0, warmup_steps=3, total_steps=11, final_lr_fraction=0.1, decay_fraction=0.2)
+
+
+def values(name, **changes):
+    schedule = make_schedule(name, **BASE | changes)
+    return np.array([schedule(step) for step in range(13)])
+
+
+def test_warmup_rises_evenly_to_the_peak_and_wastes_no_step():
+    for name in SCHEDULES:
+        np.testing.assert_allclose(values(name)[:4], [0.25, 0.5, 0.75, 1.0], rtol=1e-6)
+        assert make_schedule(name, **BASE | {"warmup_steps": 0})(0) == 1.0
+
+
+def test_linear_is_a_line():
+    np.testing.assert_allclose(np.diff(values("linear")[3:12]), -0.9 / 8, rtol=1e-4)
+
+
+def test_cosine_is_the_closed_form():
+    progress = np.minimum(np.arange(3, 13) - 3, 8) / 8
+    expected = 0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * progress))
+    np.testing.assert_allclose(values("cosine")[3:], expected, rtol=1e-5)
+
+
+def test_wsd_stays_then_falls_linearly():
+    # A decay over 4/11 of 11 steps starts at step 7 and ends at step 11.
+    got = values("wsd", decay_fraction=4 / 11)
+    np.testing.assert_allclose(got[3:8], 1.0, rtol=1e-6)
+    np.testing.assert_allclose(got[7:], [1, 0.775, 0.55, 0.325, 0.1, 0.1], rtol=1e-6)
+
+
+def test_constant_stays():
+    assert (values("constant")[3:] == 1.0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("cosine", {"warmup_steps": 11}, r"warmup_steps=11 must be below total_steps=11"),
+        ("wsd", {"decay_fraction": 0.9}, r"decay_fraction=0.9 is 10 steps"),
+        ("wsd", {"decay_fraction": 0.0}, r"decay_fraction=0.0 is 0 steps"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_is_refused(name, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make_schedule(name, **BASE | changes)

@@ -1,0 +1,464 @@
+"""Checkpoints are restored bit for bit as they were saved, or reported as damaged and not loaded."""
+
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxlp.runtime import checkpoint, files, manifest, verification
+from maxlp.runtime.checkpoint import Checkpointer, CheckpointError, NotWrittenError
+from tests.runtime import workers
+from tests.runtime.damage import DAMAGES, flip_bit
+
+DTYPES = [
+    "float32",
+    "bfloat16",
+    "float16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int8",
+    "uint8",
+    "int32",
+    "uint32",
+    "bool",
+]
+
+
+def make_mesh(**axes):
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def abstract(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def raw_bytes(x):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x).tobytes()
+
+
+def assert_same_bits(tree, expected):
+    assert jax.tree.structure(tree) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape and raw_bytes(x) == raw_bytes(y)
+
+
+def small_state(seed=0, sharding=None):
+    """Parameters, Adam's NamedTuples and a step; large enough that the arrays get files of their own."""
+    kernel = jax.random.normal(jax.random.key(seed), (32, 1024))
+    params = {"layers": {"kernel": kernel}, "final_norm": {"scale": kernel[0].astype(jnp.bfloat16)}}
+    if sharding is not None:
+        params = jax.device_put(params, sharding)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    return {"params": params, "model_state": {}, "opt_state": tx.init(params), "step": jnp.int32(seed)}
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    """A directory with intact checkpoints of steps 10 and 20."""
+    directory = tmp_path_factory.mktemp("two_steps")
+    with Checkpointer(directory, every_steps=10) as checkpointer:
+        for step in (10, 20):
+            checkpointer.save(step, small_state(step), {"position": step})
+    return directory
+
+
+@pytest.fixture
+def logged(monkeypatch):
+    """The lines logged as errors."""
+    lines = []
+    monkeypatch.setattr(verification.logging, "error", lambda text, *args: lines.append(text % args))
+    return lines
+
+
+# --- Saving and restoring -----------------------------------------------------------------------------
+
+
+def test_every_dtype_and_structure_is_restored_to_the_bit(tmp_path):
+    rng = np.random.default_rng(0)
+    params = {name: jnp.asarray(rng.integers(0, 256, 64, np.uint8)).view("uint8") for name in DTYPES}
+    params = {
+        name: (x % 2).astype(bool) if name == "bool" else jax.lax.bitcast_convert_type(pack(x, name), name)
+        for name, x in params.items()
+    }
+    state = {
+        **small_state(3),
+        "dtypes": params,
+        "nested": (
+            jnp.arange(3),
+            [jnp.zeros((1, 1, 1))],
+            {"none": None, "empty": (), "scalar": jnp.float32(-0.0)},
+        ),
+        "keys": {"one": jax.random.key(1), "many": jax.random.split(jax.random.key(2, impl="rbg"), 4)},
+    }
+    data_state = {"shards": [{"next": 1}, {"next": 2}], "text": "é", "large": 2**60, "float": 0.1}
+    meta = {"config": {"lr": 1e-3, "none": None}}
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        assert checkpointer.restore_latest(abstract(state)) is None
+        checkpointer.save(7, state, data_state, meta)
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        restored = checkpointer.restore_latest(abstract(state))
+    assert_same_bits(restored.state, state)
+    assert (restored.step, restored.data_state, restored.meta) == (7, data_state, meta)
+    assert checkpoint.read_meta(tmp_path) == meta
+
+
+def pack(x, dtype):
+    """Bytes as unsigned integers as wide as `dtype`."""
+    width = jnp.dtype(dtype).itemsize
+    return jnp.asarray(np.asarray(x).view(f"uint{8 * width}"))
+
+
+def test_another_mesh_gets_the_same_bits_in_its_own_sharding(tmp_path):
+    fsdp = make_mesh(fsdp=8)
+    state = small_state(1, NamedSharding(fsdp, P("fsdp")))
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        checkpointer.save(1, state, {})
+    mesh = make_mesh(data=2, tensor=4)
+
+    def reshard(x):
+        spec = P(None, "tensor") if x.ndim == 2 else P("data") if x.ndim else P()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    wanted = jax.tree.map(reshard, state)
+    restored = checkpoint.restore(tmp_path, wanted).state
+    assert_same_bits(restored, state)
+    assert jax.tree.leaves(jax.tree.map(lambda x: x.sharding, restored)) == jax.tree.leaves(
+        jax.tree.map(lambda x: x.sharding, wanted)
+    )
+
+
+def test_state_may_be_donated_while_it_is_written(tmp_path):
+    sharding = NamedSharding(make_mesh(fsdp=8), P("fsdp"))
+    train_step = jax.jit(lambda x: jax.tree.map(lambda x: x * -3 + 1, x), donate_argnums=0)
+    state = {
+        f"w{i}": jax.device_put(jnp.full((8, 1 << 17), float(i)), sharding) for i in range(8)
+    }  # 32 MiB
+    train_step(jax.tree.map(jnp.copy, state))  # compiled before, so that nothing delays the overwriting
+    expected = jax.tree.map(np.array, state)
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        checkpointer.save(1, state, {})
+        for _ in range(10):
+            state = train_step(state)
+        jax.block_until_ready(state)
+    assert_same_bits(checkpoint.restore(tmp_path, abstract(state)).state, expected)
+
+
+def test_save_returns_before_the_checkpoint_exists_and_wait_after(tmp_path, monkeypatch):
+    checksums, proceed = manifest.checksums, threading.Event()
+    monkeypatch.setattr(manifest, "checksums", lambda *args: proceed.wait(30) and checksums(*args))
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        checkpointer.save(1, small_state(), {})
+        time.sleep(0.3)
+        assert not (tmp_path / "1").exists()
+        proceed.set()
+        checkpointer.wait()
+        assert (tmp_path / "1" / "manifest.txt").exists()
+
+
+def test_should_save(tmp_path):
+    with Checkpointer(tmp_path, every_steps=4) as checkpointer:
+        assert [step for step in range(13) if checkpointer.should_save(step)] == [4, 8, 12]
+
+
+# --- Damage -------------------------------------------------------------------------------------------
+
+KINDS = [
+    "checkpoint.json",
+    "manifest.txt",
+    "_CHECKPOINT_METADATA",
+    "commit_success.txt",
+    "state/_METADATA",
+    "state/_sharding",
+    "state/manifest.ocdbt",
+    "state/array_metadatas/*",
+    "state/d/*",
+    "state/ocdbt.process_0/manifest.ocdbt",
+    "state/ocdbt.process_0/d/*",
+]
+
+
+def test_the_kinds_of_files_are_all_there_are(two_steps):
+    root = two_steps / "20"
+    found = {path for path in root.rglob("*") if path.is_file() and path.stat().st_size}
+    assert {path for kind in KINDS for path in root.glob(kind)} == found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_damage_is_noticed_and_the_step_before_is_restored(two_steps, tmp_path, logged, kind):
+    directory = shutil.copytree(two_steps, tmp_path / "run")
+    path = next((directory / "20").glob(kind))
+    name, intact = path.relative_to(directory / "20").as_posix(), path.read_bytes()
+    for damage, inflict in DAMAGES.items():
+        path.write_bytes(intact)
+        inflict(path, random.Random(f"{kind} {damage}"))
+        [fault] = manifest.find_faults(directory / "20")
+        assert fault.startswith(f"{name} "), damage
+    with Checkpointer(directory, every_steps=10) as checkpointer:
+        restored = checkpointer.restore_latest(abstract(small_state()))
+    assert_same_bits(restored.state, small_state(10))
+    assert (restored.step, restored.data_state) == (10, {"position": 10})
+    assert f"{directory}/20 is damaged: {name} " in logged[0]
+    assert sorted(os.listdir(directory)) == ["10", "20.damaged"]
+
+
+def test_a_damaged_step_can_be_saved_again(two_steps, tmp_path, logged):
+    directory = shutil.copytree(two_steps, tmp_path / "run")
+    for _ in range(2):
+        flip_bit(next((directory / "20").glob("state/d/*")), random.Random(0))
+        with Checkpointer(directory, every_steps=10) as checkpointer:
+            assert checkpointer.restore_latest(abstract(small_state())).step == 10
+            checkpointer.save(20, small_state(21), {})
+        with Checkpointer(directory, every_steps=10) as checkpointer:
+            assert_same_bits(checkpointer.restore_latest(abstract(small_state())).state, small_state(21))
+    assert sorted(os.listdir(directory)) == ["10", "20", "20.damaged", "20.damaged-2"]
+
+
+def test_without_an_intact_checkpoint_the_run_does_not_silently_start_over(two_steps, tmp_path, logged):
+    directory = shutil.copytree(two_steps, tmp_path / "run")
+    for step in ("10", "20"):
+        flip_bit(next((directory / step).glob("state/d/*")), random.Random(step))
+    for _ in range(2):
+        with (
+            Checkpointer(directory, every_steps=10) as checkpointer,
+            pytest.raises(
+                CheckpointError, match=r"no intact checkpoint in .*: 20 \(state/d.*, 10 \(state/d"
+            ),
+        ):
+            checkpointer.restore_latest(abstract(small_state()))
+    assert sorted(os.listdir(directory)) == ["10", "20"]
+    for step in ("10", "20"):
+        (directory / step).rename(directory / f"{step}.damaged")
+    with (
+        Checkpointer(directory, every_steps=10) as checkpointer,
+        pytest.raises(CheckpointError, match=r"10\.damaged, 20\.damaged"),
+    ):
+        checkpointer.restore_latest(abstract(small_state()))
+
+
+# --- Writing that fails or is killed ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [
+        (manifest, "file_sizes"),
+        (manifest, "checksums"),
+        (files, "write_text"),
+        (manifest, "write"),
+        (files, "publish"),
+    ],
+)
+def test_a_save_that_fails_anywhere_keeps_the_one_before(
+    two_steps, tmp_path, monkeypatch, module, function
+):
+    directory = shutil.copytree(two_steps, tmp_path / "run")
+
+    def fails(*_):
+        raise OSError(28, "No space left on device")
+
+    checkpointer = Checkpointer(directory, every_steps=10, keep_last=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, function, fails)
+        checkpointer.save(30, small_state(30), {})
+        with pytest.raises(NotWrittenError, match=r"/30 was not written: OSError: .*No space left"):
+            checkpointer.wait()
+    assert {"10", "20", "30.unfinished"} == set(os.listdir(directory))
+    with Checkpointer(directory, every_steps=10) as checkpointer:
+        assert sorted(os.listdir(directory)) == ["10", "20"]
+        assert checkpointer.restore_latest(abstract(small_state())).step == 20
+        checkpointer.save(30, small_state(30), {})
+    assert checkpoint.restore(directory, abstract(small_state())).step == 30
+
+
+def test_kill_9_in_the_middle_of_saves_leaves_an_intact_directory(tmp_path):
+    newest, interrupted = 0, 0
+    for fraction in (0.2, 0.5, 0.8, 0.3, 0.6, 0.4):  # a busy machine may need several
+        run = workers.Workers()
+        run.send("killed_in_save", tmp_path, fraction)
+        assert run.read() == {"start": newest}
+        run.finish(-signal.SIGKILL)
+        infos = checkpoint.list_steps(tmp_path)
+        interrupted += any(info.status == "unfinished" for info in infos)
+        complete = max(info.step for info in infos if info.status == "complete")
+        assert newest + 2 <= complete <= newest + 3
+        newest = complete
+        if interrupted == 2:
+            break
+    assert interrupted == 2
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        assert workers.restore(checkpointer).step == newest
+    assert all(name.isdigit() for name in os.listdir(tmp_path))
+
+
+# --- Retention ----------------------------------------------------------------------------------------
+
+
+def test_retention_keeps_the_last_and_the_multiples(tmp_path):
+    with Checkpointer(tmp_path, every_steps=1, keep_last=2, keep_every=4) as checkpointer:
+        for step in range(1, 11):
+            checkpointer.save(step, {"w": jnp.float32(step)}, {})
+    assert [(info.step, info.status) for info in checkpoint.list_steps(tmp_path)] == [
+        (step, "complete") for step in (4, 8, 9, 10)
+    ]
+
+
+def test_the_only_checkpoint_stays_until_the_next_is_complete(tmp_path, monkeypatch):
+    state = {"w": jnp.arange(4.0)}
+    write, intact = files.write_text, []
+
+    def find_then_write(path, text):
+        intact.append(checkpoint._find(tmp_path).name)
+        write(path, text)
+
+    with Checkpointer(tmp_path, every_steps=1, keep_last=1) as checkpointer:
+        checkpointer.save(1, state, {})
+        checkpointer.wait()
+        monkeypatch.setattr(files, "write_text", find_then_write)
+        checkpointer.save(2, state, {})
+        checkpointer.wait()
+    assert intact == ["1", "1"]  # while checkpoint.json and while manifest.txt were written
+    assert os.listdir(tmp_path) == ["2"]
+
+
+def test_saving_a_step_twice_does_nothing_and_never_overwrites(tmp_path):
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        checkpointer.save(1, {"w": jnp.float32(1)}, {})
+        checkpointer.save(1, {"w": jnp.float32(2)}, {})
+    assert checkpoint.restore(tmp_path, {"w": abstract(jnp.float32(0))}).state["w"] == 1
+    with (
+        Checkpointer(tmp_path, every_steps=1) as checkpointer,
+        pytest.raises(CheckpointError, match="already exists"),
+    ):
+        checkpointer.save(1, {"w": jnp.float32(2)}, {})
+
+
+# --- Other configs, other runs -------------------------------------------------------------------------
+
+
+def test_a_leaf_that_does_not_fit_is_named(two_steps):
+    wanted = abstract(small_state())
+    sharding = wanted["step"].sharding
+    other = jax.ShapeDtypeStruct((64, 1024), jnp.float32, sharding=sharding)
+    for change, message in [
+        (
+            {"params": {**wanted["params"], "layers": {"kernel": other}}},
+            r"layers/kernel is float32\[32,1024\] in the checkpoint and float32\[64,1024\] in the config",
+        ),
+        ({"opt_state": ()}, r"opt_state/.* in the checkpoint and absent in the config"),
+        (
+            {"params": {**wanted["params"], "lm_head": other}},
+            r"params/lm_head is absent in the checkpoint and float32\[64,1024\] in the config",
+        ),
+        (
+            {"step": jax.ShapeDtypeStruct((), jnp.uint32, sharding=sharding)},
+            r"step is int32\[\] in the checkpoint and uint32\[\] in the config",
+        ),
+    ]:
+        with (
+            Checkpointer(two_steps, every_steps=10) as checkpointer,
+            pytest.raises(CheckpointError, match=message) as error,
+        ):
+            checkpointer.restore_latest({**wanted, **change})
+        assert "\n" not in str(error.value)
+    assert [info.status for info in checkpoint.list_steps(two_steps)] == ["complete", "complete"]
+
+
+def test_load_params_reads_only_weights_from_any_level_of_a_run(two_steps, tmp_path, logged):
+    run = tmp_path / "2026"  # the name of a run may be a number, like that of a step
+    shutil.copytree(two_steps, run / "checkpoints")
+    wanted = abstract(small_state()["params"])
+    assert_same_bits(checkpoint.load_params(run, wanted), small_state(20)["params"])
+    assert_same_bits(checkpoint.load_params(run / "checkpoints", wanted), small_state(20)["params"])
+    assert_same_bits(checkpoint.load_params(run / "checkpoints" / "10", wanted), small_state(10)["params"])
+
+    as_bfloat16 = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding), wanted
+    )
+    cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), small_state(20)["params"])
+    assert_same_bits(checkpoint.load_params(run, as_bfloat16), cast)
+
+    flip_bit(next((run / "checkpoints" / "20").glob("state/ocdbt.process_0/d/*")), random.Random(0))
+    with pytest.raises(CheckpointError, match="20 is damaged: state/ocdbt"):
+        checkpoint.load_params(run / "checkpoints" / "20", wanted)
+    assert_same_bits(checkpoint.load_params(run, wanted), small_state(10)["params"])
+    assert sorted(os.listdir(run / "checkpoints")) == ["10", "20"]  # reading changes nothing
+
+
+@pytest.mark.parametrize("place", ["nothing", "10"])
+def test_load_params_names_a_directory_without_checkpoints(tmp_path, place):
+    with pytest.raises(CheckpointError, match=f"no intact checkpoint in .*{place}: no step directory"):
+        checkpoint.load_params(tmp_path / place, {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every_steps": 0}, r"every_steps=0 must be at least 1"),
+        ({"every_steps": 1, "keep_last": 0}, r"keep_last=0"),
+        ({"every_steps": 1, "keep_every": 0}, r"keep_every=0"),
+        ({"every_steps": 1, "directory": "gs://bucket/run"}, r"gs://bucket/run is a URL: mount the bucket"),
+    ],
+)
+def test_wrong_arguments_are_named(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Checkpointer(**{"directory": tmp_path, **arguments})
+
+
+@pytest.mark.parametrize("leaf", [3, np.zeros(2), jnp.zeros((0, 4))])
+def test_what_cannot_be_saved_is_named_before_anything_is_written(tmp_path, leaf):
+    with (
+        Checkpointer(tmp_path, every_steps=1) as checkpointer,
+        pytest.raises(CheckpointError, match="cannot save a/b:"),
+    ):
+        checkpointer.save(1, {"a": {"b": leaf}}, {})
+    assert os.listdir(tmp_path) == []
+
+
+# --- Several processes --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Two processes of one run."""
+    pair = workers.Workers(2)
+    yield pair
+    pair.finish(0, 0)
+
+
+def test_two_processes_save_and_one_restores(pair, tmp_path):
+    pair.call("save", tmp_path, 2)
+    assert [(info.step, info.status) for info in checkpoint.list_steps(tmp_path)] == [
+        (1, "complete"),
+        (2, "complete"),
+    ]
+    assert any((tmp_path / "2").glob("state/ocdbt.process_1/d/*"))  # both wrote arrays
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        restored = workers.restore(checkpointer)
+    assert restored.step == 2
+    assert restored.data_state == {"position": [2, 2]} and restored.meta == {"processes": 2}
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_one_process_saves_and_two_restore_the_same_intact_step(pair, tmp_path, damaged):
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, workers.device_state(step), {"position": [step]}, {"processes": 1})
+    if damaged:
+        for path in (tmp_path / "2").glob("state/ocdbt.process_0/d/*"):
+            flip_bit(path, random.Random(0))
+    step = 1 if damaged else 2
+    reply = {"step": step, "data_state": {"position": [step]}, "meta": {"processes": 1}}
+    assert pair.call("restore", tmp_path) == [reply, reply]
+    assert sorted(os.listdir(tmp_path)) == (["1", "2.damaged"] if damaged else ["1", "2"])

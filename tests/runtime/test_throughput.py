@@ -1,0 +1,96 @@
+"""Step times, and metrics that are fetched one step late."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlp.runtime.hardware import Peak
+from maxlp.runtime.throughput import DelayedFetch, Throughput
+
+
+class Leaf:
+    """Stands in for a device array and records what is done with it."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def copy_to_host_async(self):
+        self.log.append(f"copy {self.name}")
+
+    def __array__(self, dtype=None, copy=None):
+        self.log.append(f"wait {self.name}")
+        return np.array(1.0)
+
+
+def test_a_step_is_waited_for_only_after_the_next_is_dispatched():
+    log = []
+    fetch = DelayedFetch()
+    list(fetch.push(1, {"x": Leaf("1", log)}))
+    assert "wait 1" not in log
+    list(fetch.push(2, {"x": Leaf("2", log)}))
+    assert log.index("copy 2") < log.index("wait 1")
+    assert "wait 2" not in log
+
+
+def test_every_step_is_returned_once_and_in_order():
+    fetch, got = DelayedFetch(), []
+    for step in range(1, 8):
+        got += fetch.push(step, {"loss": jnp.float32(step) ** 2}, wait=step in (1, 4, 7))
+        if step in (1, 4, 7):
+            assert got[-1][0] == step
+    assert [(step, float(m["loss"])) for step, m in got] == [(s, s**2) for s in range(1, 8)]
+
+
+def test_throughput_excludes_compilation_and_pauses():
+    now = [0.0]
+    meter = Throughput(
+        units_per_step=1000,
+        flops_per_unit=(4e6, 2e6),
+        peak=Peak(1e9, measured=True),
+        num_devices=8,
+        total_steps=104,
+        clock=lambda: now[0],
+    )
+
+    def train(step, seconds):
+        now[0] += seconds
+        meter.tick(step)
+
+    assert meter.report() == {}
+    train(100, 60.0)  # resumed at 99; the first step compiles
+    assert meter.report() == {}
+    train(101, 2.0)
+    train(102, 4.0)
+    report = meter.report()
+    assert report["perf/step_time"] == 3.0
+    assert report["perf/tokens_per_sec"] == pytest.approx(1000 / 3)
+    assert report["perf/mfu"] == pytest.approx(1000 / 3 * 4e6 / 8e9)
+    assert report["perf/mfu_causal"] == report["perf/mfu"] / 2
+    assert report["perf/eta"] == 2 * 3.0
+    assert (report["perf/peak_tflops"], report["perf/peak_measured"]) == (1e-3, 1.0)
+    assert report["perf/data_wait"] == 0
+
+    def slow():
+        for batch in "abc":
+            now[0] += 0.5
+            yield batch
+
+    batches = meter.waiting_for(slow())
+    assert next(batches) == "a"
+    now[0] += 1.0  # between the tick and the pause: still training
+    with meter.paused():
+        now[0] += 100.0
+    train(103, 4.0)
+    report = meter.report()
+    assert report["perf/step_time"] == 5.5
+    assert report["perf/data_wait"] == 0.5 / 5.5
+    assert report["perf/eta"] == (6 + 100 + 5.5) / 3  # the remaining time includes evaluations
+    assert meter.report() == {}
+
+
+def test_an_exception_in_a_pause_is_not_swallowed():
+    meter = Throughput(
+        units_per_step=1, flops_per_unit=(1, 1), peak=Peak(1, False), num_devices=1, total_steps=1
+    )
+    with pytest.raises(RuntimeError, match="evaluation failed"), meter.paused():
+        raise RuntimeError("evaluation failed")

@@ -1,0 +1,226 @@
+"""The outputs of metrics: console, metrics.jsonl, TensorBoard, W&B."""
+
+import contextlib
+import io
+import json
+import math
+import struct
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from maxlp.runtime import writers
+
+
+@contextlib.contextmanager
+def writer(workdir, **changes):
+    w = writers.MetricWriter(
+        workdir, **({"total_steps": 6, "console": False, "tensorboard": False} | changes)
+    )
+    yield w
+    w.close()
+
+
+def write_steps(workdir, steps, resume_step):
+    with writer(workdir, resume_step=resume_step) as w:
+        for step in steps:
+            w.write(step, {"train/loss": jnp.float32(1 / step)})
+            if step % 2 == 0:
+                w.write(step, {"eval/loss": np.float32(step)})
+
+
+def without_time(path):
+    return [{k: v for k, v in r.items() if k != "time"} for r in writers.read_jsonl(path)]
+
+
+def test_a_file_cut_off_at_any_byte_and_resumed_equals_an_uninterrupted_one(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(tmp_path, range(1, 7), 0)
+    whole, text = without_time(path), path.read_bytes()
+    assert len(whole) == 9
+    for cut in range(0, len(text) + 1, 23):
+        complete = text[:cut].count(b"\n")
+        finished = whole[complete - 1]["step"] if complete else 0
+        for resume_step in {0, max(finished - 1, 0)}:  # before the records of the last step
+            path.write_bytes(text[:cut])
+            write_steps(tmp_path, range(resume_step + 1, 7), resume_step)
+            assert without_time(path) == whole
+            kept = path.read_bytes().splitlines()[: sum(r["step"] <= resume_step for r in whole)]
+            assert kept == text.splitlines()[: len(kept)]
+
+
+def test_a_fresh_start_repeats_step_zero(tmp_path):
+    for _ in range(2):
+        with writer(tmp_path) as w:
+            w.write(0, {"eval/loss": 5.0})
+    assert len(writers.read_jsonl(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_reading_skips_lines_that_are_not_records_and_keeps_nan(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert writers.read_jsonl(path) == []
+    with writer(tmp_path) as w:
+        w.write(1, {"train/loss": jnp.nan, "train/grad_norm": np.inf})
+    path.write_bytes(path.read_bytes() + b'7\n\x00\x00\n{"no": 1}\n{"step": 2, "train/lo')
+    (record,) = writers.read_jsonl(path)
+    assert math.isnan(record["train/loss"]) and record["train/grad_norm"] == math.inf
+
+
+def test_each_record_is_on_disk_at_once(tmp_path):
+    with writer(tmp_path) as w:
+        w.write(1, {"train/loss": 2.0})
+        assert [r["step"] for r in writers.read_jsonl(tmp_path / "metrics.jsonl")] == [1]
+
+
+def test_values_must_be_scalars(tmp_path):
+    with writer(tmp_path) as w, pytest.raises(ValueError, match="size 1"):
+        w.write(1, {"train/loss": jnp.ones(2)})
+
+
+RECORD = {
+    "step": 10,
+    "time": 0.0,
+    "train/loss": 1.25,
+    "train/grad_norm": 0.5,
+    "train/learning_rate": 3e-4,
+    "perf/tokens_per_sec": 12345.6,
+    "perf/mfu": 0.412,
+    "perf/peak_measured": 1.0,
+    "perf/eta": 3723.4,
+}
+LINE = (
+    "step 10/20  loss 1.2500  12,346 tok/s  mfu 41.2% of measured peak  lr 3.00e-04  grad 0.5  eta 1:02:03"
+)
+
+
+def test_console_prints_one_line_per_record_without_a_terminal():
+    stream = io.StringIO()
+    console = writers.ConsoleWriter(20, stream)
+    console.write(RECORD)
+    console.write({"step": 11, "time": 0.0, "train/loss": math.nan})
+    console.write(
+        {"step": 20, "time": 0.0, "eval/loss": 1.0, "eval/bits_per_byte": 1.44269, "eval/tokens": 20470}
+        | {"health/layers/0/kernel": 1.0}
+    )
+    console.close()
+    assert stream.getvalue().splitlines() == [
+        LINE,
+        "step 11/20  loss nan",
+        "step 20/20  eval/loss 1  eval/bits_per_byte 1.443  eval/tokens 20,470",
+    ]
+
+
+@pytest.mark.parametrize(("data_wait", "shown"), [(0.04, "step 1/20  loss 1.0000"), (0.5, "data wait 50%")])
+def test_console_shows_only_waits_for_data_that_matter(data_wait, shown):
+    stream = io.StringIO()
+    console = writers.ConsoleWriter(20, stream)
+    console.write({"step": 1, "time": 0.0, "train/loss": 1.0, "perf/data_wait": data_wait})
+    assert stream.getvalue().strip().endswith(shown)
+
+
+def on_screen(output):
+    """The lines that a terminal shows: a carriage return and 'erase line' restart a line."""
+    return [line.split("\r\x1b[K")[-1] for line in output.split("\n")]
+
+
+def test_console_updates_one_line_on_a_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    console = writers.ConsoleWriter(20, stream)
+    for step in (8, 9, 10):
+        console.write(RECORD | {"step": step})
+    console.write({"step": 10, "time": 0.0, "eval/loss": 1.0})
+    console.write(RECORD | {"step": 11})
+    console.close()
+    assert on_screen(stream.getvalue()) == [
+        "step 10/20  eval/loss 1",
+        LINE.replace("10/20", "11/20")[:29],
+        "",
+    ]
+
+
+def test_format_seconds():
+    formatted = [writers.format_seconds(s) for s in (0, 59.6, 3599, 90000)]
+    assert formatted == ["0:00", "1:00", "59:59", "25:00:00"]
+
+
+def read_events(logdir):
+    """Scalars (tag, step, value) and purged steps from event files, in the order of writing."""
+    for path in sorted(logdir.iterdir()):
+        data = path.read_bytes()
+        while data:
+            (size,) = struct.unpack("<Q", data[:8])
+            event, data = Event.FromString(data[12 : 12 + size]), data[16 + size :]
+            if event.HasField("session_log"):
+                yield ("purged from", event.step)
+            yield from ((v.tag, event.step, v.simple_value) for v in event.summary.value)
+
+
+def test_tensorboard_gets_the_scalars_and_hides_what_a_resume_repeats(tmp_path):
+    with writer(tmp_path, tensorboard=True) as w:
+        w.write(1, {"train/loss": 2.0, "train/grad_norm": 0.5})
+        w.write(2, {"train/loss": 1.5})
+    first = list(read_events(tmp_path / "tensorboard"))
+    scalars = [("train/loss", 1, 2.0), ("train/grad_norm", 1, 0.5), ("train/loss", 2, 1.5)]
+    assert [e for e in first if len(e) == 3] == scalars
+
+    with writer(tmp_path, tensorboard=True, resume_step=1) as w:
+        w.write(2, {"train/loss": 1.5})
+    assert ("purged from", 2) in read_events(tmp_path / "tensorboard")
+
+
+@pytest.mark.parametrize(
+    ("module", "changes", "message"),
+    [
+        ("tensorboardX", {"tensorboard": True}, "tensorboard=True needs tensorboardX: pip install"),
+        ("wandb", {"wandb_project": "llama"}, "wandb_project='llama' needs wandb: pip install"),
+    ],
+)
+def test_a_missing_package_is_reported_in_one_line(tmp_path, monkeypatch, module, changes, message):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=message), writer(tmp_path, **changes):
+        pass
+
+
+def test_wandb_continues_the_run_of_the_workdir(tmp_path, monkeypatch):
+    calls, logged = [], []
+
+    class Run:
+        def __init__(self, **kwargs):
+            calls.append(kwargs)
+            self.id = kwargs["id"] or "abc"
+
+        def log(self, values, step):
+            logged.append((step, values))
+
+        def finish(self):
+            pass
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=Run))
+    for resume_step in (0, 1):
+        with writer(tmp_path, wandb_project="llama", run_config={"seed": 1}, resume_step=resume_step) as w:
+            w.write(resume_step + 1, {"train/loss": 2.0})
+    assert [c["id"] for c in calls] == [None, "abc"]
+    assert calls[0]["project"] == "llama" and calls[0]["config"] == {"seed": 1}
+    assert logged == [(1, {"train/loss": 2.0}), (2, {"train/loss": 2.0})]
+
+
+def test_only_the_first_process_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with writer(tmp_path / "run", console=True, tensorboard=True) as w:
+        w.write(1, {"train/loss": 2.0})
+    assert not (tmp_path / "run").exists()
+
+
+def test_jsonl_is_plain_json(tmp_path):
+    with writer(tmp_path) as w:
+        w.write(np.int32(3), {"train/loss": jnp.bfloat16(0.5), "train/tokens": np.int64(7)})
+    record = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert record.pop("time") > 1e9
+    assert record == {"step": 3, "train/loss": 0.5, "train/tokens": 7}

@@ -1,0 +1,210 @@
+"""Processes of a small distributed run: `Workers` starts and commands them, `main` is one of them.
+
+A worker reads commands from standard input, one JSON list ``[name, *arguments]`` per line, and prints
+JSON objects, one per line.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxlp.runtime import checkpoint, distributed, preemption
+
+ROOT = Path(__file__).parents[2]
+SHAPE = (64, 4096)  # 1 MiB: a save takes long enough to be interrupted
+
+
+class Workers:
+    """The processes of one run, each with two simulated devices."""
+
+    def __init__(self, num_processes=1):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        env = {name: value for name, value in os.environ.items() if not name.startswith("MAXLP_")}
+        env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT)}
+        if num_processes > 1:
+            env |= {"MAXLP_COORDINATOR": f"localhost:{port}", "MAXLP_NUM_PROCESSES": str(num_processes)}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, __file__],
+                env=env | ({"MAXLP_PROCESS_ID": str(rank)} if num_processes > 1 else {}),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(num_processes)
+        ]
+
+    def send(self, *command):
+        for process in self.processes:
+            process.stdin.write(json.dumps(command, default=str) + "\n")
+            process.stdin.flush()
+
+    def call(self, *command):
+        """The next reply of each process to a command."""
+        self.send(*command)
+        return [self.read(rank) for rank in range(len(self.processes))]
+
+    def read(self, rank=0, until=None):
+        """The next reply of a process, or its first reply that equals `until`."""
+        lines = []
+        with killed_after(60, self.processes[rank]):
+            for line in self.processes[rank].stdout:
+                lines.append(line)
+                if line[0] == "{" and (until is None or json.loads(line) == until):
+                    return json.loads(line)
+        raise AssertionError(f"process {rank} ended:\n{''.join(lines)[-4000:]}")
+
+    def finish(self, *codes):
+        """Waits for all processes to end with these exit codes; returns the last reply of each."""
+        for process in self.processes:  # before waiting for any, because they wait for each other
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        last = []
+        for rank, process in enumerate(self.processes):
+            with killed_after(60, process):
+                lines = list(process.stdout)
+                code = process.wait()
+            assert code == codes[rank], f"process {rank} ended with {code}:\n{''.join(lines)[-4000:]}"
+            last.append(next((json.loads(line) for line in reversed(lines) if line[0] == "{"), None))
+        return last
+
+
+@contextlib.contextmanager
+def killed_after(seconds, process):
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def abstract_state():
+    mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(AxisType.Auto,))
+    sharded, replicated = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
+    return {
+        "params": {"kernel": jax.ShapeDtypeStruct(SHAPE, np.float32, sharding=sharded)},
+        "step": jax.ShapeDtypeStruct((), np.int32, sharding=replicated),
+    }
+
+
+def expected(step):
+    """The state after `step`, as numpy: every element depends on the step."""
+    kernel = (np.arange(np.prod(SHAPE), dtype=np.float32) * np.float32(step + 0.1)).reshape(SHAPE)
+    return {"params": {"kernel": kernel}, "step": np.int32(step)}
+
+
+def device_state(step):
+    return jax.tree.map(
+        lambda spec, x: jax.make_array_from_callback(spec.shape, spec.sharding, lambda index: x[index]),
+        abstract_state(),
+        expected(step),
+    )
+
+
+def assert_equals_expected(state, step):
+    for array, x in zip(jax.tree.leaves(state), jax.tree.leaves(expected(step)), strict=True):
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), x[shard.index])
+
+
+def restore(checkpointer):
+    """Restores the newest step and compares it to the bit."""
+    restored = checkpointer.restore_latest(abstract_state())
+    if restored is not None:
+        assert_equals_expected(restored.state, restored.step)
+    return restored
+
+
+def reply(**values):
+    print(json.dumps(values), flush=True)
+
+
+def run_gather():
+    rank = jax.process_index()
+    gathered = distributed.gather_json({"rank": rank, "text": "é" * 7 * rank, "list": [None, 1.5] * rank})
+    distributed.barrier("gathered")
+    reply(gathered=gathered, primary=distributed.is_primary())
+
+
+def run_save(directory, steps):
+    with checkpoint.Checkpointer(directory, every_steps=1) as checkpointer:
+        for step in range(1, steps + 1):
+            data_state = {"position": distributed.gather_json(step)}
+            checkpointer.save(step, device_state(step), data_state, {"processes": jax.process_count()})
+    reply(saved=steps)
+
+
+def run_restore(directory):
+    with checkpoint.Checkpointer(directory, every_steps=1) as checkpointer:
+        restored = restore(checkpointer)
+    reply(step=restored.step, data_state=restored.data_state, meta=restored.meta)
+
+
+def run_until_signalled(directory):
+    """Announces every step it begins; saves and exits after the step in which a signal comes."""
+    with (
+        checkpoint.Checkpointer(directory, every_steps=10_000) as checkpointer,
+        preemption.PreemptionGuard() as guard,
+    ):
+        for step in range(1, 2_000):
+            reply(step=step)
+            time.sleep(0.02)
+            if guard.should_stop(step):
+                checkpointer.save(step, device_state(step), {})
+                checkpointer.wait()
+                reply(stopped=step)
+                sys.exit(guard.exit_code)
+
+
+def run_killed_in_save(directory, fraction):
+    """Resumes, saves two steps and kills itself after this fraction of the time of a third save."""
+    checkpointer = checkpoint.Checkpointer(directory, every_steps=1)
+    restored = restore(checkpointer)
+    step = restored.step if restored else 0
+    reply(start=step)
+    seconds = 0.0
+    for _ in range(2):
+        step, began = step + 1, time.monotonic()
+        checkpointer.save(step, device_state(step), {})
+        checkpointer.wait()
+        seconds = time.monotonic() - began
+    step, began = step + 1, time.monotonic()
+    checkpointer.save(step, device_state(step), {})
+    time.sleep(max(0.0, began + fraction * seconds - time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+COMMANDS = {
+    "gather": run_gather,
+    "save": run_save,
+    "restore": run_restore,
+    "until_signalled": run_until_signalled,
+    "killed_in_save": run_killed_in_save,
+}
+
+
+def main():
+    distributed.initialize()
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        COMMANDS[name](*arguments)
+
+
+if __name__ == "__main__":
+    main()
