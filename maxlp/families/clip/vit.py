@@ -101,9 +101,7 @@ class ImageTower(nnx.Module):
         self.final_norm = e.norm(c.width)
         self.map_pool = MapPool(e, rngs) if c.pool == "map" else None
         self.proj = (
-            e.linear(
-                c.width, embed_dim, ("embed", "joint"), rngs, draw=layers.normal, std=c.width**-0.5
-            )
+            e.linear(c.width, embed_dim, ("embed", "joint"), rngs, draw=layers.normal, std=c.width**-0.5)
             if c.proj
             else None
         )

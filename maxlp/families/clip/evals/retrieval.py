@@ -1,7 +1,7 @@
 """Retrieval: finding an image's text among all texts, and a text's image among all images.
 
-Shape letters: N images · K texts of an image · E joint dim · S text length · Q queries · C candidates · t, s
-rows and columns of a tile.
+Shape letters: N images · K texts of an image · E joint dim · S text length · Q queries · C candidates ·
+t, s rows and columns of a tile.
 """
 
 import functools
