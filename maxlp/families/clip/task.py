@@ -70,7 +70,7 @@ def check_pool(text: TextConfig, tokenizer: Tokenizer, spec: str) -> None:
     wrong_eos = text.pool == "eos" and text.eos_id != tokenizer.eos_id
     if wrong_eos or (text.pool == "argmax" and tokenizer.eos_id != tokenizer.vocab_size - 1):
         raise ConfigError(
-            f"config.model.text.pool={text.pool} with eos_id={text.eos_id} misses the end of a text, the id "
+            f"config.model.text.pool={text.pool} with eos_id={text.eos_id} misses the end of a text, id "
             f"{tokenizer.eos_id} in {spec}; set config.model.text.pool=eos and "
             f"config.model.text.eos_id={tokenizer.eos_id}"
         )
