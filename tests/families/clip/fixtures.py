@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from maxlp import precision
 from maxlp.families.clip.model import CLIP, CLIPConfig, TextConfig
 from maxlp.families.clip.vit import VisualConfig
 
@@ -63,6 +64,16 @@ SIGLIP = dict(
     text=dict(causal=False, pool="last", proj_bias=True),
 )
 
+# Rules of precision that use several recipes in each tower.
+MIXED = (
+    ("visual/layers/attn/*", "fp8_delayed"),
+    ("visual/layers/mlp/up_proj", "mxfp8"),
+    ("visual/layers/mlp/down_proj", "int8_switchback"),
+    ("text/layers/attn/[qk]_proj", "mxfp8"),
+    ("text/layers/attn/[vo]_proj", "int8_switchback"),
+    ("text/layers/mlp/*", "fp8_delayed"),
+)
+
 
 def tiny_clip(visual: dict | None = None, text: dict | None = None, **changes: Any) -> CLIPConfig:
     """Two towers of two blocks, with half of the patches dropped in training.
@@ -78,6 +89,14 @@ def tiny_clip(visual: dict | None = None, text: dict | None = None, **changes: A
 def make_clip(seed: int = 0, **changes: Any) -> CLIP:
     """The model of `tiny_clip`."""
     return CLIP(tiny_clip(**changes), rngs=nnx.Rngs(seed))
+
+
+def make_mixed_clip(config: CLIPConfig, rngs: nnx.Rngs, rules: tuple = MIXED) -> CLIP:
+    """A model with a precision recipe for each (pattern, recipe) rule."""
+    model = CLIP(config, rngs=rngs)
+    recipes = tuple((pattern, precision.make_recipe(name)) for pattern, name in rules)
+    precision.inject(model, precision.make_recipe("bf16"), rules=recipes)
+    return model
 
 
 def make_batch(rows: int = 8, seed: int = 0) -> dict[str, jax.Array]:

@@ -6,16 +6,14 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
-from maxlp import precision
 from maxlp.core.train_state import abstract_model, shardings
 from maxlp.families.clip.contrastive import ContrastiveConfig
 from maxlp.families.clip.gradients import batch_loss, loss_gradients
 from maxlp.families.clip.model import CLIP, CLIPConfig
 from maxlp.parallel import sharding
-from tests.families.clip.fixtures import SIGLIP, make_batch, tiny_clip
+from tests.families.clip.fixtures import MIXED, SIGLIP, make_batch, make_mixed_clip, tiny_clip
 
 ALL_AXES = dict(data=2, fsdp=2, tensor=2)
 ROWS, POSITIONS = 16, 17
@@ -43,10 +41,7 @@ def run(
     """
 
     def make(rngs):
-        model = CLIP(config, rngs=rngs)
-        recipes = tuple((pattern, precision.make_recipe(name)) for pattern, name in rules)
-        precision.inject(model, precision.make_recipe("bf16"), rules=recipes)
-        return model
+        return make_mixed_clip(config, rngs, rules)
 
     axes = axes or dict(fsdp=1)
     mesh = sharding.make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())])
@@ -85,9 +80,7 @@ def on_one_device():
 
 
 def test_unrolled_and_recomputed_equal_scanned():
-    unrolled = tiny_clip(
-        visual=NO_DROPOUT, layer_scale=0.1, qk_norm=True, scan_layers=False, remat="dots"
-    )
+    unrolled = tiny_clip(visual=NO_DROPOUT, layer_scale=0.1, qk_norm=True, scan_layers=False, remat="dots")
     assert_same(run(unrolled), on_one_device())
 
 
@@ -113,17 +106,6 @@ def test_siglip_in_scaled_microbatches_on_a_mesh_equals_one_device():
     assert_same(got, run(TINY_SIGLIP, kind="sigmoid"))
 
 
-# Every recipe in both towers.
-RULES = (
-    ("visual/layers/attn/*", "fp8_delayed"),
-    ("visual/layers/mlp/up_proj", "mxfp8"),
-    ("visual/layers/mlp/down_proj", "int8_switchback"),
-    ("text/layers/attn/[qk]_proj", "mxfp8"),
-    ("text/layers/attn/[vo]_proj", "int8_switchback"),
-    ("text/layers/mlp/*", "fp8_delayed"),
-)
-
-
 def test_patches_to_drop_depend_on_the_step_and_the_seed():
     config = ContrastiveConfig(kind="softmax", method="plain")
     graphdef, state = nnx.split(CLIP(tiny_clip(), rngs=nnx.Rngs(0)))
@@ -137,3 +119,24 @@ def test_patches_to_drop_depend_on_the_step_and_the_seed():
     values = [float(loss) for step in (0, 1) for loss in losses(step)]
     assert len(set(values)) == 4
     assert losses(1)[1] == values[-1]
+
+
+# --- low precision --------------------------------------------------------------------------------------
+
+
+def vector(tree: dict) -> np.ndarray:
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+
+
+def test_low_precision_in_microbatches_on_a_mesh_equals_one_device():
+    """Scales and amax histories are those of the whole batch, however it is split."""
+    want, got = run(FULL, rules=MIXED), run(FULL, rules=MIXED, axes=ALL_AXES, microbatches=2)
+    quantization = np.linalg.norm(vector(want[0]) - vector(on_one_device()[0]))
+    # A value may be rounded to its other neighbour; a wrong scale would change all values.
+    assert np.linalg.norm(vector(got[0]) - vector(want[0])) < 0.01 * quantization
+    assert 0 < abs(want[2]["loss"] - on_one_device()[2]["loss"]) < 0.05 * want[2]["loss"]
+    histories = nnx.traversals.flatten_mapping(want[1])
+    assert any(path[0] == "visual" for path in histories) and any(path[0] == "text" for path in histories)
+    for path, history in nnx.traversals.flatten_mapping(got[1]).items():
+        assert np.max(history) > 0, path
+        np.testing.assert_allclose(history, histories[path], rtol=1e-3, err_msg="/".join(path))
