@@ -158,7 +158,7 @@ def _find_format(source: Path, name: str | None) -> tuple[Family, WeightFormat]:
 
 def _save_run(workdir: Path, name: str, model: dict[str, Any], params: dict, source: Path) -> None:
     params = _to_jax(params)
-    with checkpoint.Checkpointer(workdir / "checkpoints", every_steps=1, asynchronous=False) as checkpoints:
+    with checkpoint.Checkpointer(workdir / "checkpoints", every_steps=1) as checkpoints:
         checkpoints.save(0, {"params": params, "model_state": {}}, data_state={})
     _copy_tokenizer(source, workdir)
     run_dir.record_start(workdir, 0, num_params(params))
