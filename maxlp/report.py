@@ -50,7 +50,7 @@ def main(argv: list[str], spike: int | None = None, precision: str = "recipe") -
 def replay_spike(run: Run, spike: int, precision: str) -> None:
     if spike > run.step + (run.setting("train", "log_every") or 0):
         raise ValueError(f"--spike={spike} is beyond the run, whose last record is of step {run.step}")
-    from maxlp.monitoring.replay import replay  # imports the training code
+    from maxlp.run.replay import replay  # imports the training code
 
     logging.set_verbosity(logging.WARNING)
     replay(run.workdir, spike, precision)

@@ -228,7 +228,7 @@ def health_probe(
         return None
     from maxlp.precision import health
 
-    return health.probe(graphdef, run.gradients, gated_products=run.family.gated_products)
+    return health.probe(graphdef, run.gradients)
 
 
 def is_due(step: int, every: int) -> bool:

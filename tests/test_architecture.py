@@ -1,72 +1,210 @@
-"""Who may import whom (see CONTRIBUTING.md), read from the source."""
+"""The shape of the code, read from the source: who imports whom, and how much there is to read."""
 
 import ast
+import functools
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = {"train", "evaluate", "generate", "plan", "convert", "prepare", "report"}
-LEAVES = {"precision", "optim", "data", "metrics", "distributed", "profiler"}
+
+# What each room may import at the top of its files. "families" is the contract alone; a family is a room of
+# its own, loaded by name.
+ROOMS: dict[str, set[str]] = {
+    "numerics": set(),
+    "runtime": set(),
+    "data": set(),
+    "parallel": {"numerics"},
+    "nn": {"parallel"},
+    "core": {"nn", "parallel"},
+    "precision": {"nn", "numerics"},
+    "optim": {"numerics"},
+    "monitoring": {"data", "optim", "runtime"},
+    "families": {"core", "nn"},
+    "run": {
+        *("core", "data", "families", "monitoring", "nn", "optim", "parallel", "precision", "runtime"),
+    },
+    "planning": {"core", "families", "parallel", "precision", "run", "runtime"},
+}
+FAMILY_ROOM = {*ROOMS} - {"monitoring", "optim"}
+FAMILIES = ("llama", "clip")
+
+MAX_CLOSURE_LINES = 10_000  # of our code in a Llama training run
+MAX_FILES_TO_GRADIENT = 8
+MAX_FUNCTION_LINES = 90
+MAX_NESTED_FUNCTIONS = 3
+MAX_CONFIG_FUNCTIONS = 15
 
 
-def imported(path: Path) -> set[str]:
-    """Names of the maxlp modules that a file imports: "models", "optim", …"""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def files(folder: str = "maxlp") -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def module_path(name: str) -> Path | None:
+    path = ROOT.joinpath(*name.split("."))
+    candidates = (path.with_suffix(".py"), path / "__init__.py")
+    return next((found for found in candidates if found.exists()), None)
+
+
+def top_level_imports(path: Path) -> set[Path]:
+    """Files of the project that importing this one imports, not counting imports inside functions."""
+    found: set[Path] = set()
+    for node in tree(path).body:
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module]
-        found |= {name.split(".")[1] for name in names if name.startswith("maxlp.")}
-    return found
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module] + [f"{node.module}.{alias.name}" for alias in node.names]
+        found |= {p for name in names if name.split(".")[0] in ("maxlp", "configs") and (p := module_path(name))}
+    # Importing a module imports the packages that it is in.
+    packages = {p / "__init__.py" for one in found for p in one.parents if p != ROOT and ROOT in p.parents}
+    return found | {p for p in packages if p.exists()}
 
 
-def part_of(path: Path) -> str:
-    return path.relative_to(ROOT / "maxlp").parts[0].removesuffix(".py")
+def room_of(path: Path) -> str:
+    parts = path.relative_to(ROOT / "maxlp").parts
+    if parts[0] == "families" and parts[1] in FAMILIES:
+        return parts[1]
+    return parts[0].removesuffix(".py")
 
 
-FILES = sorted((ROOT / "maxlp").rglob("*.py"))
+def lines(paths: set[Path]) -> int:
+    return sum(len(path.read_text().splitlines()) for path in paths)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_point_one_way(path):
-    part, uses = part_of(path), imported(path) - {part_of(path)}
-    assert "train" not in uses, "nothing imports train"
-    if part in ("models", "losses", "sharding"):
-        assert uses <= {"sharding", "losses"}
-    elif part in ("contrastive", "gradients"):
-        assert uses <= {"sharding"}
-    elif part == "step":
-        assert uses <= {"gradients", "sharding"}
-    elif part == "layerwise":
-        assert uses <= {"gradients", "models", "sharding"}
-    elif part in LEAVES:
-        assert not uses
-    elif part == "checkpoint":
-        assert uses <= {"distributed"}
-    elif part not in COMMANDS | {"build", "config", "workdir", "evals", "diagnostics", "planning", "tasks"}:
-        assert part == "__init__"
+# --- who imports whom ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_rooms_import_only_what_they_may(path):
+    room = room_of(path)
+    used = {room_of(p) for p in top_level_imports(path)} - {room, "__init__"}
+    if room in FAMILIES:
+        assert used <= FAMILY_ROOM
+    elif room in ROOMS:
+        assert used <= ROOMS[room]
+    else:
+        assert room in COMMANDS | {"__init__"}, "only commands lie at the top"
+        assert used <= {*ROOMS, "__init__"} | ({"train"} if False else set()), "no command imports another"
+
+
+def test_there_is_no_import_circle():
+    graph = {path: top_level_imports(path) - {path} for path in files()}
+    # A package's own file is imported with every module in it; only what it imports counts as a dependency.
+    graph = {p: {q for q in used if not (q.name == "__init__.py" and q.parent in p.parents)} for p, used in graph.items()}
+    while leaves := {path for path, used in graph.items() if not used & graph.keys()}:
+        graph = {path: used for path, used in graph.items() if path not in leaves}
+    assert not graph, "a circle among these"
 
 
 def test_configs_import_only_each_other():
-    for path in sorted((ROOT / "configs").rglob("*.py")):
-        assert not imported(path), path
-        assert "jax" not in path.read_text().split(), path
+    for path in files("configs"):
+        assert all(ROOT / "configs" in used.parents for used in top_level_imports(path)), path
 
 
-def test_data_touches_no_device():
-    for path in sorted((ROOT / "maxlp" / "data").rglob("*.py")):
-        modules = {
-            name.split(".")[0]
-            for node in ast.walk(ast.parse(path.read_text()))
-            for name in (
-                [a.name for a in node.names]
-                if isinstance(node, ast.Import)
-                else [node.module or ""]
-                if isinstance(node, ast.ImportFrom)
-                else []
-            )
-        }
-        assert not modules & {"jax", "flax", "optax"}, path
+def test_data_and_configs_touch_no_device():
+    for path in (*files("maxlp/data"), *files("configs")):
+        modules = {alias.name for node in ast.walk(tree(path)) if isinstance(node, ast.Import) for alias in node.names}
+        modules |= {node.module or "" for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom)}
+        assert not {name.split(".")[0] for name in modules} & {"jax", "flax", "optax"}, path
+
+
+# --- how much there is to read ---------------------------------------------------------------------------
+
+
+def test_a_llama_run_imports_few_lines():
+    """What `train` imports at once, and what a run of the debug config has imported after a dry run."""
+    closure, todo = set(), [ROOT / "maxlp" / "train.py", ROOT / "maxlp" / "families" / "llama" / "task.py"]
+    while todo:
+        if (path := todo.pop()) not in closure:
+            closure.add(path)
+            todo += top_level_imports(path)
+    assert lines(closure) <= MAX_CLOSURE_LINES
+    assert not [path for path in closure if "clip" in path.parts]
+
+    command = [sys.executable, "-c", DRY_RUN, "--config=configs/llama/debug.py", "--workdir=unused", "--dry_run"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = {Path(name) for name in json.loads(done.stdout.splitlines()[-1])}
+    assert lines(imported) <= MAX_CLOSURE_LINES
+    assert not [path for path in imported if "clip" in path.parts or "planning" in path.parts]
+
+
+DRY_RUN = """
+import json, sys
+from absl import flags
+from maxlp import train
+from maxlp.run import cli
+train.define_flags()
+flags.FLAGS(sys.argv)
+assert train.main() == 0
+found = [m.__file__ for name, m in sys.modules.items() if name.startswith("maxlp") and m.__file__]
+print(json.dumps(found))
+"""
+
+
+def test_a_batch_reaches_the_gradient_through_few_files(tiny_llama):
+    called: set[str] = set()
+
+    def record(frame, event, arg):
+        if event == "call":
+            called.add(frame.f_code.co_filename)
+
+    graphdef, state = tiny_llama.abstract()
+    sys.setprofile(record)
+    try:
+        tiny_llama.trace_gradients(graphdef, state)
+    finally:
+        sys.setprofile(None)
+    ours = {Path(name).relative_to(ROOT) for name in called if name.startswith(str(ROOT / "maxlp"))}
+    assert len(ours) <= MAX_FILES_TO_GRADIENT, sorted(map(str, ours))
+
+
+def functions(path: Path):
+    """(function, how many functions it is nested in) of a file."""
+
+    def visit(node: ast.AST, depth: int):
+        for child in ast.iter_child_nodes(node):
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            if is_function:
+                yield child, depth
+            yield from visit(child, depth + is_function)
+
+    yield from visit(tree(path), 0)
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_functions_are_short_and_flat(path):
+    for function, depth in functions(path):
+        assert function.end_lineno - function.lineno < MAX_FUNCTION_LINES, function.name
+        assert depth < MAX_NESTED_FUNCTIONS, function.name
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+            assert not isinstance(node.targets[0], ast.Name), f"line {node.lineno}: a lambda has a name"
+
+
+def test_few_functions_take_a_config_dict():
+    taking = [
+        f"{path.relative_to(ROOT)}:{function.name}"
+        for path in (*files(), *files("configs"))
+        for function, _ in functions(path)
+        for argument in (*function.args.args, *function.args.kwonlyargs)
+        if argument.annotation is not None and "ConfigDict" in ast.unparse(argument.annotation)
+    ]
+    assert len(taking) <= MAX_CONFIG_FUNCTIONS, taking
+
+
+def test_contracts_are_types():
+    """No module finds out by `hasattr` what another put there."""
+    for path in files():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id != "hasattr", f"{path}:{node.lineno}"

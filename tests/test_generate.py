@@ -66,16 +66,7 @@ def test_stops_at_the_end_token_of_each_row(model):
 def test_a_model_with_remembered_scales_is_left_as_it_is():
     """With delayed scaling the prompts neither change the scales nor, by them, each other."""
     model = make_model()
-    precision.apply(
-        model,
-        recipe="fp8_delayed",
-        options={},
-        rules=(),
-        first_blocks=0,
-        last_blocks=0,
-        min_dim=0,
-        smooth_swiglu="none",
-    )
+    precision.inject(model, precision.make_recipe("fp8_delayed"))
     before = jax.device_get(nnx.to_pure_dict(nnx.state(model)))
     run = lambda prompts: generate(model, prompts, max_new_tokens=12, sampling=Sampling(0.0))  # noqa: E731
     together = run(PROMPTS)

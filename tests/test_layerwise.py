@@ -158,8 +158,7 @@ def test_what_cannot_be_is_said():
 
         def make(rngs):
             model = setup.make(rngs)
-            how = dict(options={}, rules=(), min_dim=0, smooth_swiglu="none")
-            precision.apply(model, recipe="fp8_current", first_blocks=1, last_blocks=0, **how)
+            precision.inject(model, precision.make_recipe("fp8_current"), first_blocks=1)
             return model
 
         setup.common["graphdef"], abstract = step.abstract_state(make, setup.tx, mesh)

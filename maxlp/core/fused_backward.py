@@ -25,14 +25,16 @@ import optax
 from flax import nnx
 from jax.tree_util import DictKey, KeyPath
 
-from maxlp.core.gradients import Batch, Loss, Metrics
-from maxlp.core.train_state import (
+from maxlp.core.gradients import (
     OVERWRITE_WITH_GRADIENT,
-    State,
+    Batch,
+    Loss,
+    Metrics,
     forward_state,
     join_trees,
     split_model_state,
 )
+from maxlp.core.train_state import State
 from maxlp.core.train_step import global_norm
 from maxlp.nn.stack import Block, StackCall, stack_parts
 

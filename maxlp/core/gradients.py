@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlp.core.train_state import State, forward_state, join_trees, split_model_state
+from maxlp.core.train_state import State
 from maxlp.parallel import sharding
 
 Batch = dict[str, jax.Array]
@@ -23,6 +23,9 @@ Loss = Callable[[nnx.Module, Batch, jax.Array], tuple[jax.Array, Metrics]]
 # The loss scale is the factor of float16 training or None; the gradients are those of the loss without
 # it.
 Gradients = Callable[[nnx.GraphDef, State, Batch, jax.Array | None], tuple[dict, dict, Metrics]]
+
+# Variables of the backward pass (scales of output gradients): the "gradient" of one is its new value.
+OVERWRITE_WITH_GRADIENT = nnx.WithTag("overwrite_with_gradient")
 
 
 def batch_gradients(loss: Loss) -> Gradients:
@@ -150,3 +153,27 @@ def join_batch(x: jax.Array) -> jax.Array:
     """(n, B/n, …) to (B, …): the inverse of `split_batch`."""
     x = jnp.moveaxis(x, 0, 1)
     return sharding.constrain(x.reshape(-1, *x.shape[2:]), "batch", *[None] * (x.ndim - 2))
+
+
+# --- the model's own state -------------------------------------------------------------------------------
+
+
+def split_model_state(graphdef: nnx.GraphDef, state: State) -> tuple[dict, dict]:
+    """The part of a model's state that the forward pass writes, and the part that is its own gradient."""
+    model = nnx.merge(graphdef, state["params"], state["model_state"])
+    _, _, backward, _ = nnx.split(model, nnx.Param, OVERWRITE_WITH_GRADIENT, ...)
+    return forward_state(model), nnx.to_pure_dict(backward)
+
+
+def forward_state(model: nnx.Module) -> dict:
+    """The part of a model's state that the forward pass writes."""
+    _, _, _, forward = nnx.split(model, nnx.Param, OVERWRITE_WITH_GRADIENT, ...)
+    return nnx.to_pure_dict(forward)
+
+
+def join_trees(*trees: dict) -> dict:
+    """The union of nested dicts; of leaves with the same path the last one is taken."""
+    flat: dict = {}
+    for tree in trees:
+        flat |= nnx.traversals.flatten_mapping(tree)
+    return nnx.traversals.unflatten_mapping(flat)

@@ -26,9 +26,6 @@ from maxlp.parallel.opt_state import opt_state_shardings
 State = dict[str, Any]
 MakeModel = Callable[[nnx.Rngs], nnx.Module]
 
-# Variables of the backward pass (scales of output gradients): the "gradient" of one is its new value.
-OVERWRITE_WITH_GRADIENT = nnx.WithTag("overwrite_with_gradient")
-
 
 def init_state(
     make_model: MakeModel, tx: optax.GradientTransformation, seed: int, gates: Gates = NO_GATES
@@ -94,27 +91,3 @@ def shardings(abstract: State) -> State:
 def num_params(params: dict) -> int:
     """The number of scalars in a tree of arrays or shapes."""
     return sum(math.prod(p.shape) for p in jax.tree.leaves(params))
-
-
-# --- the model's own state -------------------------------------------------------------------------------
-
-
-def split_model_state(graphdef: nnx.GraphDef, state: State) -> tuple[dict, dict]:
-    """The part of a model's state that the forward pass writes, and the part that is its own gradient."""
-    model = nnx.merge(graphdef, state["params"], state["model_state"])
-    _, _, backward, _ = nnx.split(model, nnx.Param, OVERWRITE_WITH_GRADIENT, ...)
-    return forward_state(model), nnx.to_pure_dict(backward)
-
-
-def forward_state(model: nnx.Module) -> dict:
-    """The part of a model's state that the forward pass writes."""
-    _, _, _, forward = nnx.split(model, nnx.Param, OVERWRITE_WITH_GRADIENT, ...)
-    return nnx.to_pure_dict(forward)
-
-
-def join_trees(*trees: dict) -> dict:
-    """The union of nested dicts; of leaves with the same path the last one is taken."""
-    flat: dict = {}
-    for tree in trees:
-        flat |= nnx.traversals.flatten_mapping(tree)
-    return nnx.traversals.unflatten_mapping(flat)

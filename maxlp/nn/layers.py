@@ -1,4 +1,6 @@
-"""Layers shared by all families. Each parameter names its logical axes; `parallel.sharding` places them.
+"""Layers shared by all families.
+
+Each parameter names its logical axes, which `parallel.sharding` maps to the mesh.
 
 Shape letters: B batch · S length · D embed · V vocab.
 """
@@ -26,16 +28,17 @@ def param(value: jax.Array, axes: Axes) -> nnx.Param:
 
 
 def truncated_normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """float32 draws of a normal distribution truncated at three standard deviations."""
+    """float32 draws from a standard normal distribution, truncated at three standard deviations."""
     return jax.random.truncated_normal(key, -3, 3, shape, jnp.float32)
 
 
 def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """float32 draws from a standard normal distribution."""
     return jax.random.normal(key, shape, jnp.float32)
 
 
 def uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """float32 draws with mean 0 and variance 1."""
+    """float32 draws from a uniform distribution with mean 0 and variance 1."""
     return jax.random.uniform(key, shape, jnp.float32, -(3**0.5), 3**0.5)
 
 
@@ -43,12 +46,12 @@ def uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def dot_general(
     x: jax.Array, kernel: jax.Array, dimension_numbers: Any, preferred_element_type: Any
 ) -> jax.Array:
-    """``jax.lax.dot_general`` of an input's last axis with a kernel's first, with its own gradients.
+    """``jax.lax.dot_general`` of an input's last axis with a kernel's first, with gradients of its own.
 
-    They equal JAX's up to rounding. JAX writes the kernel's gradient as (gᵀ x)ᵀ, which takes XLA on CPUs
-    twice as long as xᵀ g. And where bfloat16 operands give a float32 result (the logits), JAX would
-    multiply the gradient in float32; this rounds it to the dtype of the operands, as in every other
-    matmul.
+    They equal JAX's up to rounding. JAX computes the kernel's gradient as (gᵀ x)ᵀ, which takes XLA on
+    CPUs twice as long as xᵀ g. If bfloat16 operands give a float32 result (the logits), JAX also
+    multiplies the gradient in float32; here it is rounded to the dtype of the operands, as in every
+    other matmul.
     """
     return jax.lax.dot_general(x, kernel, dimension_numbers, preferred_element_type=preferred_element_type)
 
@@ -76,10 +79,19 @@ def _last_with_first(x: jax.Array) -> Any:
 class Linear(nnx.Module):
     """``y = x @ kernel + bias``: every matmul with a weight goes through here.
 
-    The kernel is ``std`` times what ``draw`` draws. ``bias`` is the logical axis of the bias, None for no
-    bias; it is drawn uniformly with standard deviation ``bias_std``. ``dot_general`` is where precision is
-    injected: any callable with the signature of ``jax.lax.dot_general``, or an NNX module with that
-    ``__call__``, which then keeps its state here.
+    Precision is injected by replacing the attribute ``dot_general`` with any callable of the signature
+    of ``jax.lax.dot_general``, or with an NNX module that has such a ``__call__``; its state is then
+    part of this module.
+
+    Args:
+      in_dim, out_dim: the sizes of the kernel.
+      axes: its logical axes.
+      std: standard deviation of the initial kernel.
+      dtype: of the matmul and its result.
+      param_dtype: of the stored parameters.
+      draw: draws the initial kernel with standard deviation 1.
+      bias: the logical axis of the bias; None for no bias.
+      bias_std: standard deviation of the initial bias, which is uniform.
     """
 
     def __init__(
@@ -98,11 +110,10 @@ class Linear(nnx.Module):
     ):
         kernel = std * draw(rngs.params(), (in_dim, out_dim))
         self.kernel = param(kernel.astype(param_dtype), axes)
-        self.bias = (
-            None
-            if bias is None
-            else param((bias_std * uniform(rngs.params(), (out_dim,))).astype(param_dtype), (bias,))
-        )
+        bias_param = None
+        if bias is not None:
+            bias_param = param((bias_std * uniform(rngs.params(), (out_dim,))).astype(param_dtype), (bias,))
+        self.bias = bias_param  # one assignment: the first one tells NNX whether this holds data
         self.dtype = dtype
         self.dot_general: Callable[..., jax.Array] = dot_general
 
@@ -120,7 +131,7 @@ class Linear(nnx.Module):
 
 
 class Embed(nnx.Module):
-    """A table of V vectors, looked up at the input and, if tied, the kernel of the logits."""
+    """A table of V vectors, looked up at the input; if tied, also the kernel of the logits."""
 
     def __init__(
         self,
@@ -137,7 +148,7 @@ class Embed(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, ids_BS: jax.Array) -> jax.Array:
-        # Every part of the table gets the ids of all rows, and its vectors are sent to their rows. By
+        # Every part of the table reads the ids of all rows and sends its vectors to those rows. By
         # default XLA moves the table, or copies the vectors to every device.
         ids_BS = constrain(ids_BS, "lookup", "lookup_seq")
         x_BSD = jnp.take(self.embedding[...].astype(self.dtype), ids_BS, axis=0)

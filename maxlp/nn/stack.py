@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlp.nn.layers import LINEAR_OUTPUT, Linear, dot_general
-from maxlp.parallel.schedule import PipelineConfig
+from maxlp.parallel.schedule import PipelineConfig, Schedule
 
 BLOCK_INPUT = "block_input"  # a name for remat policies
 
@@ -26,7 +26,8 @@ REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
         offload_dst="pinned_host",
     ),
 }
-# What a tick of a pipeline saves in addition, so that only its choice of weights is repeated.
+# What a tick of a pipeline saves: as much as its layers do, so that the backward pass recomputes
+# nothing more than the choice of weights.
 _TICK_POLICIES = {
     "block": _policies.save_only_these_names(BLOCK_INPUT),
     "dots": _policies.save_only_these_names(BLOCK_INPUT, LINEAR_OUTPUT),
@@ -40,8 +41,8 @@ class StackCall(NamedTuple):
     blocks: the stacked module.
     x: the input of the first block.
     num_layers: L.
-    layer: (x, params, state, unquantized) of one layer to (x, new state). params and state are one layer's
-      slices of the blocks' `nnx.Param` and of their other variables, as pure dicts.
+    layer: (x, params, state, unquantized) of one layer to (x, new state). params and state are pure
+      dicts: one layer's slices of the blocks' `nnx.Param` and of their other variables.
     """
 
     blocks: "Block"
@@ -54,11 +55,11 @@ class Block(nnx.Module):
     """Base class of the blocks of a stack.
 
     Attributes:
-      unquantized_blocks: how many blocks at the start and at the end of the stack use plain `dot_general`
-        in their `Linear` layers, whatever replaced it there.
-      run_stack: computes the output of the whole stack in place of `apply_stack`, which then returns no
-        per-layer results and writes no state. This is how a train step takes over the backward pass of a
-        stack (`core.fused_backward`).
+      unquantized_blocks: how many blocks at the start and at the end of the stack use plain
+        `dot_general` in their `Linear` layers, whatever replaced it there.
+      run_stack: if set, `apply_stack` calls it to compute the output of the whole stack, returns no
+        per-layer results and writes no state. This is how a train step takes over the backward pass
+        of a stack (`core.fused_backward`).
     """
 
     unquantized_blocks: tuple[int, int] = (0, 0)
@@ -66,7 +67,7 @@ class Block(nnx.Module):
 
 
 def stack(make_block: Callable[[nnx.Rngs], Block], num_layers: int, rngs: nnx.Rngs) -> Any:
-    """``num_layers`` blocks as one module whose leaves have a leading ``layers`` axis."""
+    """``num_layers`` blocks as one module, whose variables have a leading ``layers`` axis."""
     vmapped = nnx.vmap(make_block, transform_metadata={nnx.PARTITION_NAME: "layers"})
     return vmapped(rngs.split(num_layers))
 
@@ -85,17 +86,18 @@ def apply_stack(
 ) -> tuple[jax.Array, Any]:
     """Runs stacked blocks: ``x, out = call(block, x, per_row, per_layer[i])`` for each layer i.
 
-    The scanned form keeps compile time independent of depth; the unrolled one is for debugging and for
-    small models. State that the blocks change (FP8 scales) is written back to ``blocks``.
+    State that the blocks change (FP8 scales) is written back to ``blocks``.
 
-    On a mesh with stages the blocks run as a pipeline, unless there is something ``per_layer`` (the cache
-    of generation) or the batch does not divide into microbatches.
+    On a mesh with stages the blocks run as a pipeline, unless ``per_layer`` is given (the cache of
+    generation) or the batch does not divide into microbatches.
 
     Args:
-      per_row: arrays with the batch axis of ``x`` first; in a pipeline a call gets those of its microbatch.
+      per_row: arrays with the batch axis of ``x`` first; in a pipeline, a call gets the rows of its
+        microbatch.
       per_layer: arrays with the layers axis first.
       num_layers: L.
-      scan: False unrolls the loop over layers.
+      scan: True scans over the layers, so that compile time does not grow with depth. False unrolls
+        the loop, for debugging and for small models.
       remat: a key of `REMAT_POLICIES`.
       pipeline: the schedule on a mesh with stages.
 
@@ -105,52 +107,72 @@ def apply_stack(
     graphdef, params, state = nnx.split(blocks, nnx.Param, ...)
     unquantized_blocks = blocks.unquantized_blocks
 
-    def layer(x: jax.Array, params: Any, state: Any, rows: Any, at: Any, unquantized: bool = False) -> Any:
+    def layer(
+        x: jax.Array, params: Any, state: Any, rows: Any, extra: Any, unquantized: bool = False
+    ) -> Any:
         block = nnx.merge(graphdef, params, state)
         x = checkpoint_name(x, BLOCK_INPUT)
-        x, out = call(_without_quantization(block) if unquantized else block, x, rows, at)
+        x, out = call(_without_quantization(block) if unquantized else block, x, rows, extra)
         return x, (state if unquantized else nnx.state(block, nnx.Not(nnx.Param)), out)
 
-    schedule = (pipeline or PipelineConfig()).in_mesh(x.shape[0]) if per_layer is None else None
-    outs = None
     if blocks.run_stack is not None:
 
-        def one(x: jax.Array, params: dict, state: dict, unquantized: bool) -> tuple[jax.Array, dict]:
+        def layer_of_call(
+            x: jax.Array, params: dict, state: dict, unquantized: bool
+        ) -> tuple[jax.Array, dict]:
             x, (new, _) = layer(x, params, state, per_row, None, unquantized)
             return x, state if unquantized else nnx.to_pure_dict(new)
 
-        return blocks.run_stack(StackCall(blocks, x, num_layers, one)), None
+        return blocks.run_stack(StackCall(blocks, x, num_layers, layer_of_call)), None
+
+    outs = None
+    schedule = _pipeline_schedule(pipeline, len(x)) if per_layer is None else None
     if schedule is not None:
-        from maxlp.parallel import pipeline as pipelines  # only meshes with stages need it
-
-        assert unquantized_blocks == (0, 0), "refused by run.constraints"
-
-        def of_microbatch(x: jax.Array, params: Any, state: Any, rows: Any) -> tuple[jax.Array, Any]:
-            x, (state, _) = layer(x, params, state, rows, None)
-            return x, state
-
-        x, new_state = pipelines.run(
-            of_microbatch,
-            x,
-            per_row,
-            params,
-            state,
-            schedule=schedule,
-            remat=_remat(REMAT_POLICIES, remat),
-            remat_tick=_remat(_TICK_POLICIES, remat),
-        )
+        assert unquantized_blocks == (0, 0), "see run.constraints"
+        x, new_state = _in_pipeline(layer, x, per_row, params, state, schedule, remat)
     elif scan and num_layers > 1 and unquantized_blocks == (0, 0):
-        body = _remat(REMAT_POLICIES, remat)(lambda x, at: layer(x, at[0], at[1], per_row, at[2]))
+        body = _remat(REMAT_POLICIES, remat)(lambda x, xs: layer(x, xs[0], xs[1], per_row, xs[2]))
         x, (new_state, outs) = jax.lax.scan(body, x, (params, state, per_layer))
     else:
 
-        def of_part(x: jax.Array, params: Any, rest: Any, unquantized: bool) -> tuple[jax.Array, Any]:
+        def layer_of_part(x: jax.Array, params: Any, rest: Any, unquantized: bool) -> tuple[jax.Array, Any]:
             return layer(x, params, rest[0], per_row, rest[1], unquantized)
 
         parts = stack_parts(num_layers, unquantized_blocks)
-        x, (new_state, outs) = _in_parts(of_part, x, params, (state, per_layer), parts, scan, remat)
+        x, (new_state, outs) = _in_parts(layer_of_part, x, params, (state, per_layer), parts, scan, remat)
     nnx.update(blocks, new_state)
     return x, outs
+
+
+def _pipeline_schedule(pipeline: PipelineConfig | None, batch_size: int) -> Schedule | None:
+    """The schedule on the current mesh; None without stages, or if it does not divide the batch."""
+    mesh = jax.sharding.get_abstract_mesh()
+    stages = 1 if mesh.empty else mesh.shape.get("stage", 1)
+    if stages == 1:
+        return None
+    schedule = (pipeline or PipelineConfig()).schedule(stages)
+    return None if batch_size % schedule.microbatches else schedule
+
+
+def _in_pipeline(
+    layer: Callable, x: jax.Array, per_row: Any, params: Any, state: Any, schedule: Schedule, remat: str
+) -> tuple[jax.Array, Any]:
+    from maxlp.parallel import pipeline  # only meshes with stages need it
+
+    def layer_of_microbatch(x: jax.Array, params: Any, state: Any, rows: Any) -> tuple[jax.Array, Any]:
+        x, (state, _) = layer(x, params, state, rows, None)
+        return x, state
+
+    return pipeline.run(
+        layer_of_microbatch,
+        x,
+        per_row,
+        params,
+        state,
+        schedule=schedule,
+        remat=_remat(REMAT_POLICIES, remat),
+        remat_tick=_remat(_TICK_POLICIES, remat),
+    )
 
 
 def stack_parts(num_layers: int, unquantized_blocks: tuple[int, int]) -> list[tuple[int, int, bool]]:
@@ -170,28 +192,30 @@ def _in_parts(
     scan: bool,
     remat: str,
 ) -> Any:
-    """The parts of a stack, each a loop of its own.
+    """Runs the parts of a stack, each in a loop of its own.
 
-    (A condition inside a single loop would make a GPU ask the host at every layer, and would keep the
-    activations of both branches.) Slicing a part out of the stacked weights would copy them, and joining
-    the gradients of the parts would copy those. So every loop reads from the whole stacks, and the stacks
-    pass through all loops once more, unchanged, for the sake of their gradient: in the backward pass it is
-    one buffer into which each layer writes its own. (For stacks that a loop only reads, JAX adds a gradient
-    of the whole size in every iteration.)
+    A condition inside a single loop would synchronize a GPU with the host at every layer, and would
+    keep the activations of both branches.
+
+    No loop slices its part out of the stacked weights, which would copy them, and no gradients of
+    parts are joined, which would copy those. Every loop reads from the whole stacks, and carries them
+    through unchanged for the sake of their gradient: in the backward pass this is one buffer, into
+    which each layer writes its own gradient. (If the loops only read the stacks, JAX would add a
+    gradient of the whole size in every iteration.)
     """
     carry, outs = (x, params), []
     for start, stop, unquantized in parts:
 
         def at_index(x: jax.Array, i: Any, taken: Any, rest: Any, unquantized=unquantized) -> Any:
-            # What is recomputed reads the layer from the stack, so remat saves an index, not weights.
+            # Recomputation reads the layer from the stack, so that remat saves an index, not weights.
             here = jax.tree.map(lambda stack: _index(stack, i), jax.lax.stop_gradient(params))
             return layer(x, jax.tree.map(_with_gradient_of, here, taken), rest, unquantized)
 
         scanned = scan and stop - start > 1
         at_index = _remat(REMAT_POLICIES, remat, prevent_cse=not scanned)(at_index)
 
-        def body(carry: Any, at: Any, at_index=at_index) -> tuple[Any, Any]:
-            (x, stacks), (i, rest) = carry, at
+        def body(carry: Any, xs: Any, at_index=at_index) -> tuple[Any, Any]:
+            (x, stacks), (i, rest) = carry, xs
             stacks, taken = _take(stacks, i)
             x, out = at_index(x, i, taken, rest)
             return (x, stacks), out
@@ -213,8 +237,15 @@ def _unrolled(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any) 
 
 @jax.custom_vjp
 def _take(stacks: Any, i: Any) -> tuple[Any, Any]:
-    """The stacks, and layer i of them. Take each layer once only: its gradient is written, not added."""
+    """The stacks, and layer i of them.
+
+    Each layer must be taken only once, because its gradient is written to its place, not added.
+    """
     return stacks, jax.tree.map(lambda stack: _index(stack, i), stacks)
+
+
+def _take_fwd(stacks: Any, i: Any) -> tuple[Any, Any]:
+    return _take(stacks, i), i
 
 
 def _take_bwd(i: Any, gradients: tuple[Any, Any]) -> tuple[Any, None]:
@@ -222,7 +253,7 @@ def _take_bwd(i: Any, gradients: tuple[Any, Any]) -> tuple[Any, None]:
     return jax.tree.map(write, *gradients), None
 
 
-_take.defvjp(lambda stacks, i: (_take(stacks, i), i), _take_bwd)
+_take.defvjp(_take_fwd, _take_bwd)
 
 
 @jax.custom_jvp

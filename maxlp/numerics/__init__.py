@@ -1,0 +1,1 @@
+"""Number formats, rounding and scales; imports nothing else of maxlp."""

@@ -1,4 +1,4 @@
-"""Batches on the mesh: which rows a process reads, and global device arrays made of them."""
+"""Batches on the mesh: the rows that a process reads, and global device arrays made of them."""
 
 import collections
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ from maxlp.parallel.sharding import MESH_AXES, RULES, axis_names, batch_sharding
 
 
 def batch_part(mesh: Mesh) -> tuple[int, int]:
-    """(index, count): which of how many equal parts of the global batch this process reads.
+    """The part of the global batch that this process reads: (its index, the number of equal parts).
 
     Processes that hold the same rows (other stages, other parts of the sequence) read the same part.
 
     Raises:
-      ValueError: processes whose rows overlap partly.
+      ValueError: processes whose rows overlap in part.
     """
     if mesh.empty:
         return jax.process_index(), jax.process_count()
@@ -29,8 +29,8 @@ def batch_part(mesh: Mesh) -> tuple[int, int]:
     parts = sorted({tuple(sorted(one)) for one in held.values()})
     if sum(map(len, parts)) != batch_shards(mesh):
         raise ValueError(
-            f"mesh {dict(mesh.shape)}: the processes' parts of the batch overlap; let mesh.context × "
-            "mesh.tensor fill whole processes, or let a process hold a whole number of them"
+            f"mesh {dict(mesh.shape)}: the rows of different processes overlap in part; choose "
+            "mesh.context × mesh.tensor as a multiple or a divisor of the devices of a process"
         )
     return parts.index(tuple(sorted(held[jax.process_index()]))), len(parts)
 
@@ -44,13 +44,13 @@ def global_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Arra
 def device_batches(
     batches: Iterator[dict], mesh: Mesh, limit: int = 0, ahead: int = 2
 ) -> Iterator[tuple[dict[str, jax.Array], dict]]:
-    """Global device batches, transferred ``ahead`` of their use, each with the iterator's state after it.
+    """Global device batches, transferred ahead of their use, each with the iterator's state after it.
 
-    A checkpoint must take the state that came with the last batch trained on: the iterator itself is ahead
-    of the training by the batches waiting here.
+    A checkpoint must save the state that came with the last batch trained on: the iterator itself is
+    ahead by the batches that wait here.
 
     Args:
-      limit: number of batches to take; 0 takes all.
+      limit: number of batches to take; 0 for all.
       ahead: number of batches that wait on the devices.
     """
     waiting: collections.deque = collections.deque()

@@ -1,10 +1,11 @@
 """Pipeline parallelism: the mesh axis ``stage`` splits the layers, and microbatches pass through them.
 
 A circular schedule (Huang et al. 2019, arXiv:1811.06965, for one round; Narayanan et al. 2021,
-arXiv:2104.04473, for more), as one program for all devices: the activations of all stages are one array
-whose first axis is split over ``stage``, and a tick runs every stage's layers on its part of it at once. In
-between each part goes to the next stage (a collective-permute). A scan over the ticks keeps compile time
-independent of depth and of the number of microbatches; its derivative is the pipeline run backwards.
+arXiv:2104.04473, for more), as one program for all devices. The activations of all stages are one
+array whose first axis is split over ``stage``. In a tick every stage runs its layers on its own
+entry; then each entry moves to the next stage (a collective-permute). A scan over the ticks makes
+compile time independent of the number of microbatches, and a scan over the layers of a stage makes
+it independent of depth. The derivative of the scan over ticks is the same pipeline in reverse.
 
 Four layers in two stages: three microbatches a, b, c in one round, and two in two rounds::
 
@@ -12,11 +13,11 @@ Four layers in two stages: three microbatches a, b, c in one round, and two in t
     stage 0    a01  b01  c01  ·             stage 0    a0   b0   a2   b2   ·
     stage 1    ·    a23  b23  c23           stage 1    ·    a1   b1   a3   b3
 
-``stages - 1`` ticks of ``rounds · microbatches + stages - 1`` are bubbles, in which a stage computes on
-zeros and what it computes is thrown away.
+In ``stages - 1`` of the ``rounds · microbatches + stages - 1`` ticks a stage is idle (a bubble): it
+computes on zeros, and the result is discarded.
 
-Shape letters: P stages · M microbatches · R rounds · B batch · S length · D embed · L layers ·
-J = L / (P R) layers of a stage in a round.
+Shape letters: P stages · M microbatches · W = M/P columns of the queue · R rounds · B batch ·
+b = B/M · S length · D embed · L layers · J = L/(P R) layers of a stage in a round.
 """
 
 import math
@@ -32,11 +33,12 @@ from maxlp.parallel.sharding import constrain, spec
 
 STAGE = "stage"  # the mesh axis
 
-Block = Callable[[jax.Array, Any, Any, Any], tuple[jax.Array, Any]]
+# (x, params, state, rows) of one layer and one microbatch to x and the layer's new state
+Layer = Callable[[jax.Array, Any, Any, Any], tuple[jax.Array, Any]]
 
 
 def run(
-    block: Block,
+    layer: Layer,
     x_BSD: jax.Array,
     rows: Any,
     params: nnx.State,
@@ -46,94 +48,145 @@ def run(
     remat: Callable[[Callable], Callable],
     remat_tick: Callable[[Callable], Callable],
 ) -> tuple[jax.Array, nnx.State]:
-    """All layers, microbatch by microbatch; the result is that of the layers one after the other.
+    """Runs all layers on all microbatches; the result equals that of the layers one after another.
 
-    Microbatch i has rows i, M+i, 2M+i, …, as in `gradients.split`: each device keeps its own rows. Every
-    microbatch sees the old state. The new state is the maximum over the microbatches, and so is the
-    gradient of the state, which must not be negative: for state of the backward pass that is its new value.
+    Microbatch i has rows i, M+i, 2M+i, … as in `gradients.split_batch`, so that each device keeps
+    its own rows. Every microbatch reads the old state. The new state is the maximum over the
+    microbatches. So is the gradient of the state, which must not be negative: of a variable of the
+    backward pass it is the new value.
 
     Args:
-      block: (x, params, state, rows) of one layer and one microbatch to x and the layer's new state.
-      rows: arrays with a leading batch axis, of which each microbatch gets its own part.
+      rows: arrays with a leading batch axis; each microbatch gets its own part.
       params, state: stacked over layers.
-      remat, remat_tick: wrap the function of a layer, and that of a tick.
+      remat, remat_tick: wrap the function of a layer and that of a tick.
 
     Returns:
-      x_BSD, its length split over the stages too (where it divides), and the new state.
+      x_BSD, its sequence split over the stages too (if they divide it), and the new state.
     """
     P, M, R = schedule
-    waiting = M // P  # microbatches that wait at each stage
-    # The last stage's output arrives where it must be to reach stage 0 in time: `late` stages before.
-    late, extra = divmod(P - 1, waiting)
     stage_P = jnp.arange(P)
-    at_stage = lambda tree: jax.tree.map(_at_stage, tree)  # noqa: E731
+    params_RPJ, state_RPJ = _to_stages(params, schedule), _to_stages(state, schedule)
+    rows_M = jax.tree.map(lambda a: _split_rows(a, M), rows)
 
-    names = [_names(v) for v in jax.tree.leaves(params, is_leaf=_is_variable)]
-    weights_RPJ = _to_stages(params, schedule, names)
-    state_names = [_names(v) for v in jax.tree.leaves(state, is_leaf=_is_variable)]
-    state_RPJ = _to_stages(state, schedule, state_names)
-    rows_M = jax.tree.map(lambda a: _rows(a, M), rows)
+    def run_stages(x_P: jax.Array, round_P: jax.Array, microbatch_P: jax.Array, state_RPJ: Any) -> tuple:
+        """The layers of all stages, each on its own microbatch: new activations and state."""
+        rows_P = jax.tree.map(lambda a: jnp.take(a, microbatch_P, axis=0), rows_M)
+        variables_PJ = jax.tree.map(lambda a: _choose_round(a, round_P), (params_RPJ, state_RPJ))
+        variables_JP = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), variables_PJ)
 
-    def layers(x_P: jax.Array, r_P: jax.Array, m_P: jax.Array, state_RPJ: Any) -> tuple[jax.Array, Any]:
-        """One tick's work of all stages."""
-        mine = jax.tree.map(lambda a: jnp.take(a, m_P, axis=0), rows_M)
-        chosen = jax.tree.map(lambda a: _choose(a, r_P), (weights_RPJ, state_RPJ))
-        chosen_JP = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), chosen)
+        def run_layer(x_P: jax.Array, variables_P: tuple) -> tuple[jax.Array, Any]:
+            params_P, state_P = variables_P
+            return jax.vmap(layer, spmd_axis_name=STAGE)(x_P, params_P, state_P, rows_P)
 
-        def one(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
-            params, state = layer
-            return jax.vmap(block, spmd_axis_name=STAGE)(x, params, state, mine)
+        x_P, state_JP = jax.lax.scan(remat(run_layer), x_P, variables_JP)
+        return x_P, jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1), state_JP)
 
-        x_P, new_JP = jax.lax.scan(remat(one), x_P, chosen_JP)
-        return x_P, jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1), new_JP)
-
-    layers = remat_tick(layers)
+    run_stages = remat_tick(run_stages)
 
     def tick(carry: tuple, t: jax.Array) -> tuple[tuple, None]:
-        slots, next_P, old, written = carry
-        i_P = t - stage_P
-        busy_P = (i_P >= 0) & (i_P < R * M)
-        r_P, m_P = jnp.clip(i_P // M, 0, R - 1), i_P % M
-        slot_P = _place(slots, t)
-        x_P = _where(stage_P == 0, slot_P, next_P)
-        old, mine = _fork_all(old)
-        # Zeros in a bubble: what it makes is never seen, but infinity times a gradient of 0 would be.
-        out_P, new = layers(at_stage(_where(busy_P, x_P, 0)), r_P, m_P, mine)
-        out_P = at_stage(out_P)
-        hit_RP = busy_P & (r_P == jnp.arange(R)[:, None])
-        written = jax.tree.map(lambda a, n: _maximum(a, n[None], hit_RP, m_P == 0), written, new)
-        next_P = at_stage(_sent(out_P, _ring(P, 1)))
-        slots = _placed(slots, _sent(slot_P, _ring(P, -1)), t)
-        done = t - (P - 1)  # what the last stage ends
-        back_P = next_P if late == P - 1 else _sent(out_P, [(P - 1, P - 1 - late)])
-        here_P = (stage_P == P - 1 - late) & (done >= 0)
-        slots = _placed(slots, _where(here_P, back_P, _place(slots, done)), done)
-        return (at_stage(slots), next_P, old, written), None
+        queue, received_P, old_state, new_state = carry
+        item_P = t - stage_P  # what each stage works on: round · M + microbatch
+        busy_P = (item_P >= 0) & (item_P < R * M)
+        round_P, microbatch_P = jnp.clip(item_P // M, 0, R - 1), item_P % M
+        column_P = _column(queue, t)
+        x_P = _where(stage_P == 0, column_P, received_P)
+        old_state, state = _copy_all(old_state)
+        # An idle stage runs on zeros. Nothing reads its result, but if that were infinite, the
+        # gradients (zero times infinity) would be NaN.
+        x_P = _constrain_stages(_where(busy_P, x_P, 0))
+        x_P, written_state = run_stages(x_P, round_P, microbatch_P, state)
+        x_P = _constrain_stages(x_P)
+        writes_RP = busy_P & (round_P == jnp.arange(R)[:, None])
+        new_state = jax.tree.map(
+            lambda old, new: _merge_state(old, new[None], writes_RP, microbatch_P == 0),
+            new_state,
+            written_state,
+        )
+        received_P = _constrain_stages(_send(x_P, _rotation(P, 1)))
+        queue = _advance_queue(queue, t, stage_P, column_P, x_P, received_P)
+        return (queue, received_P, old_state, new_state), None
 
-    # Microbatch m waits at stage m // waiting in place m % waiting; each tick one place moves by a stage.
-    x_BSD = constrain(x_BSD, *_ends(x_BSD))
-    x_M = _split(x_BSD, M)
-    slots = at_stage(x_M.reshape(P, waiting, *x_M.shape[1:]))
-    start = (slots, at_stage(jnp.zeros_like(slots[:, 0])), state_RPJ, state_RPJ)
-    (slots, _, _, written), _ = jax.lax.scan(tick, start, jnp.arange(schedule.ticks))
-    ahead = _sent(slots[:, :extra], _ring(P, late + 1))  # these moved once more than the others
-    behind = _sent(slots[:, extra:], _ring(P, late))
-    x_M = at_stage(jnp.concatenate([ahead, behind], axis=1)).reshape(x_M.shape)
-    x_M = constrain(x_M, None, *_ends(x_BSD))
-    x_BSD = constrain(jnp.moveaxis(x_M, 0, 1).reshape(x_BSD.shape), *_ends(x_BSD))
-    return x_BSD, _from_stages(written, schedule, state_names)
+    queue = _fill_queue(x_BSD, schedule)
+    start = (queue, _constrain_stages(jnp.zeros_like(queue[:, 0])), state_RPJ, state_RPJ)
+    (queue, _, _, state_RPJ), _ = jax.lax.scan(tick, start, jnp.arange(schedule.ticks))
+    return _empty_queue(queue, x_BSD.shape), _from_stages(state_RPJ, state, schedule)
 
 
-# --- activations --------------------------------------------------------------------------------------
+# --- the queue of microbatches that wait for stage 0 ------------------------------------------------------
+#
+# The queue (P, W, b, S, D) is spread over all stages, so that no device holds the whole batch.
+# Microbatch m starts at stage m // W, in column m % W. In tick t, stage 0 reads its entry of column
+# t % W; then this column moves on by one stage, from stage p to p - 1 and from stage 0 to P - 1. So
+# microbatch m reaches stage 0 in tick m. The output of the last stage is put back into the place
+# that the microbatch came from, and reaches stage 0 again in ticks m + M, m + 2 M, …
 
 
-def _ends(x: jax.Array) -> tuple[str | None, ...]:
-    """Outside of the pipeline the sequence is split over the stages: embedding and head run there."""
-    return ("batch", "logits_seq", *(None,) * (x.ndim - 2))
+def _fill_queue(x_BSD: jax.Array, schedule: Schedule) -> jax.Array:
+    x_BSD = constrain(x_BSD, *_axes_outside(x_BSD.ndim))
+    x_MbSD = _split(x_BSD, schedule.microbatches)
+    return _constrain_stages(x_MbSD.reshape(schedule.stages, -1, *x_MbSD.shape[1:]))
 
 
-def _at_stage(x: jax.Array) -> jax.Array:
-    """(P, B, S, D), or (P, waiting, B, S, D) of what waits: split over stages, batch and sequence."""
+def _column(queue: jax.Array, t: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(queue, t % queue.shape[1], 1, keepdims=False)
+
+
+def _set_column(queue: jax.Array, x_P: jax.Array, t: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(queue, x_P, t % queue.shape[1], 1)
+
+
+def _advance_queue(
+    queue: jax.Array,
+    t: jax.Array,
+    stage_P: jax.Array,
+    column_P: jax.Array,
+    x_P: jax.Array,
+    received_P: jax.Array,
+) -> jax.Array:
+    """Moves the column of tick t, and puts the output of the last stage back into the queue.
+
+    Args:
+      stage_P: 0, 1, …, P-1.
+      column_P: the column of tick t.
+      x_P: the outputs of all stages in this tick.
+      received_P: the same outputs, each one at the next stage.
+    """
+    P, W = queue.shape[:2]
+    queue = _set_column(queue, _send(column_P, _rotation(P, -1)), t)
+    # The last stage finishes what stage 0 read P - 1 ticks ago. In that tick the place that became
+    # free moved to stage P - 1, and since then it moves by one stage every W ticks.
+    read_tick = t - (P - 1)
+    stage = P - 1 - (P - 1) // W
+    output_P = received_P if stage == 0 else _send(x_P, [(P - 1, stage)])
+    is_output_P = (stage_P == stage) & (read_tick >= 0)
+    queue = _set_column(queue, _where(is_output_P, output_P, _column(queue, read_tick)), read_tick)
+    return _constrain_stages(queue)
+
+
+def _empty_queue(queue: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The activations (B, S, D) after the last tick."""
+    P, W = queue.shape[:2]
+    # In the first R M ticks every column returns to where it started. In the P - 1 ticks after them
+    # some columns move once more than the others.
+    moves, extra = divmod(P - 1, W)
+    ahead = _send(queue[:, :extra], _rotation(P, moves + 1))
+    behind = _send(queue[:, extra:], _rotation(P, moves))
+    x_MbSD = _constrain_stages(jnp.concatenate([ahead, behind], axis=1)).reshape(-1, *queue.shape[2:])
+    axes = _axes_outside(len(shape))
+    x_MbSD = constrain(x_MbSD, None, *axes)
+    return constrain(jnp.moveaxis(x_MbSD, 0, 1).reshape(shape), *axes)
+
+
+# --- activations ------------------------------------------------------------------------------------------
+
+
+def _axes_outside(rank: int) -> tuple[str | None, ...]:
+    """Outside of the pipeline the stages split the sequence: all of them run the embedding and the head."""
+    return ("batch", "logits_seq", *(None,) * (rank - 2))
+
+
+def _constrain_stages(x: jax.Array) -> jax.Array:
+    """Splits (P, b, S, D), or the queue (P, W, b, S, D), over stages, batch and sequence."""
     return constrain(x, "layers", *(None,) * (x.ndim - 4), "batch", "act_seq", "act_embed")
 
 
@@ -142,7 +195,7 @@ def _split(x: jax.Array, n: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(x.shape[0] // n, n, *x.shape[1:]), 1, 0)
 
 
-def _rows(a: jax.Array, n: int) -> jax.Array:
+def _split_rows(a: jax.Array, n: int) -> jax.Array:
     axes = (None, "batch", "seq", *(None,) * a.ndim)
     return constrain(_split(a, n), *axes[: a.ndim + 1])
 
@@ -151,134 +204,174 @@ def _where(condition_P: jax.Array, x: jax.Array, y: Any) -> jax.Array:
     return jnp.where(condition_P.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
 
 
-def _sent(x_P: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-    """Parts of stages to other stages, zeros where nothing comes.
+def _send(x_P: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+    """Entries of stages to other stages, (from, to); stages that receive nothing get zeros.
 
-    A roll says the same, but by more than one place XLA makes three all-to-alls of it.
+    (`jnp.roll` would do for a rotation, but by more than one stage XLA makes three all-to-alls of
+    it.)
     """
+
+    def send(x: jax.Array) -> jax.Array:
+        return jax.lax.ppermute(x, STAGE, pairs)
+
     axis = jax.P(STAGE)
-    send = lambda x: jax.lax.ppermute(x, STAGE, pairs)  # noqa: E731
     return jax.shard_map(send, in_specs=axis, out_specs=axis, axis_names={STAGE})(x_P)
 
 
-def _ring(P: int, by: int) -> list[tuple[int, int]]:
+def _rotation(P: int, by: int) -> list[tuple[int, int]]:
     return [(stage, (stage + by) % P) for stage in range(P)]
 
 
-def _place(slots: jax.Array, t: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(slots, t % slots.shape[1], 1, keepdims=False)
-
-
-def _placed(slots: jax.Array, x_P: jax.Array, t: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(slots, x_P, t % slots.shape[1], 1)
-
-
-# --- state --------------------------------------------------------------------------------------------
+# --- state ------------------------------------------------------------------------------------------------
 
 
 @jax.custom_vjp
-def _fork(a: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The array twice; the gradients of the two meet by maximum."""
+def _copy(a: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The array twice; the gradients of the two are combined by maximum, not by sum."""
     return a, a
 
 
-_fork.defvjp(lambda a: ((a, a), None), lambda _, gradients: (jnp.maximum(*gradients),))
+def _copy_fwd(a):
+    return _copy(a), None
 
 
-def _fork_all(tree: Any) -> tuple[Any, Any]:
+def _copy_bwd(_, gradients):
+    return (jnp.maximum(*gradients),)
+
+
+_copy.defvjp(_copy_fwd, _copy_bwd)
+
+
+def _copy_all(tree: Any) -> tuple[Any, Any]:
     leaves, treedef = jax.tree.flatten(tree)
-    forked = [_fork(a) for a in leaves]
-    return treedef.unflatten([a for a, _ in forked]), treedef.unflatten([b for _, b in forked])
+    copies = [_copy(a) for a in leaves]
+    return treedef.unflatten([a for a, _ in copies]), treedef.unflatten([b for _, b in copies])
 
 
-def _maximum(old: jax.Array, new: jax.Array, hit: jax.Array, first: jax.Array) -> jax.Array:
-    """``new`` where the first microbatch hits, the larger of both where a later one does."""
-    wide = lambda a: a.reshape(a.shape + (1,) * (old.ndim - a.ndim))  # noqa: E731
-    new = jnp.where(wide(first[None]), new, jnp.maximum(old, new))
-    return jnp.where(wide(hit), new, old)
+def _merge_state(old: jax.Array, new: jax.Array, writes: jax.Array, first: jax.Array) -> jax.Array:
+    """Where a stage writes: ``new`` from the first microbatch, and the maximum of both from later ones."""
+
+    def expand(a: jax.Array) -> jax.Array:
+        return a.reshape(a.shape + (1,) * (old.ndim - a.ndim))
+
+    new = jnp.where(expand(first[None]), new, jnp.maximum(old, new))
+    return jnp.where(expand(writes), new, old)
 
 
-# --- weights ------------------------------------------------------------------------------------------
+# --- from layers to stages and rounds ---------------------------------------------------------------------
 
 
-def _is_variable(x: Any) -> bool:
-    return isinstance(x, nnx.Variable)
+def _to_stages(variables: nnx.State, schedule: Schedule) -> nnx.State:
+    """(L, …) to (R, P, J, …): in round r, stage p runs the J layers from (r P + p) J on.
 
-
-def _names(v: nnx.Variable) -> tuple[str | None, ...]:
-    return v.get_metadata("out_sharding", None) or ("layers",) + (None,) * (len(v.shape) - 1)
-
-
-def _to_stages(tree: Any, s: Schedule, names: list) -> Any:
-    """(L, …) to (R, P, J, …): of round r, stage s has the layers (r P + s) J and following.
-
-    They are stored in order, split over stages; with more than one round they move to where they run.
+    Layers are stored in order, split over the stages. With more than one round they move to where
+    they run.
     """
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten([_moved(a, s, n, to=True) for a, n in zip(leaves, names, strict=True)])
-
-
-def _from_stages(tree: Any, s: Schedule, names: list) -> Any:
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten([_moved(a, s, n, to=False) for a, n in zip(leaves, names, strict=True)])
-
-
-def _moved(a: jax.Array, s: Schedule, names: tuple, to: bool) -> jax.Array:
-    P, _, R = s
+    P, _, R = schedule
     if R == 1:
-        return a.reshape(1, P, -1, *a.shape[1:]) if to else a.reshape(-1, *a.shape[3:])
-    in_order = spec(*names)
-    at_stages = jax.P(None, STAGE, None, *in_order[1:])
+        return jax.tree.map(lambda a: a.reshape(1, P, -1, *a.shape[1:]), variables)
     routes = _routes(P, R)
 
     def move(local: jax.Array) -> jax.Array:
-        parts = local.reshape(R, -1, *local.shape[1:]) if to else local[:, 0]
-        me, moved = jax.lax.axis_index(STAGE), []
-        result = jnp.zeros_like(parts)
-        for route in routes:
-            away, home = (route.stored, route.used) if to else (route.used, route.stored)
-            pairs = [(h, d) if to else (d, h) for h, d in route.pairs]
-            part = jnp.take(parts, jnp.asarray(away)[me], axis=0)
-            moved.append((jnp.asarray(home)[me], jax.lax.ppermute(part, STAGE, pairs)))
-        for place, part in moved:
-            result = jax.lax.dynamic_update_index_in_dim(result, part, place, 0)
-        return result[:, None] if to else result.reshape(-1, *result.shape[2:])
+        return _exchange(local.reshape(R, -1, *local.shape[1:]), routes)[:, None]
 
-    specs = (in_order, at_stages) if to else (at_stages, in_order)
-    return jax.shard_map(move, in_specs=specs[0], out_specs=specs[1])(a)
+    def move_all(a: jax.Array, stored: jax.P) -> jax.Array:
+        return jax.shard_map(move, in_specs=stored, out_specs=_spec_in_stages(stored))(a)
+
+    return jax.tree.map(move_all, variables, _specs(variables))
+
+
+def _from_stages(variables_RPJ: nnx.State, like: nnx.State, schedule: Schedule) -> nnx.State:
+    """The inverse of `_to_stages`.
+
+    Args:
+      like: the variables as they were stored.
+    """
+    P, _, R = schedule
+    if R == 1:
+        return jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), variables_RPJ)
+    routes = [route.reversed() for route in _routes(P, R)]
+
+    def move(local: jax.Array) -> jax.Array:
+        blocks = _exchange(local[:, 0], routes)
+        return blocks.reshape(-1, *blocks.shape[2:])
+
+    def move_all(a: jax.Array, stored: jax.P) -> jax.Array:
+        return jax.shard_map(move, in_specs=_spec_in_stages(stored), out_specs=stored)(a)
+
+    return jax.tree.map(move_all, variables_RPJ, _specs(like))
+
+
+def _specs(variables: nnx.State) -> nnx.State:
+    """The PartitionSpec of each stacked variable, in place of its value."""
+
+    def one(variable: nnx.Variable) -> nnx.Variable:
+        names = variable.get_metadata("out_sharding", None)
+        return variable.replace(spec(*(names or ("layers",) + (None,) * (len(variable.shape) - 1))))
+
+    return jax.tree.map(one, variables, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def _spec_in_stages(stored: jax.P) -> jax.P:
+    return jax.P(None, STAGE, None, *stored[1:])
 
 
 class _Route(NamedTuple):
-    """One permutation of blocks: ``stored[h]`` of device h becomes round ``used[d]`` of device d."""
+    """A permutation of blocks: ``source_block[p]`` of stage p becomes ``target_block[q]`` of stage q.
+
+    pairs: (p, q) for every stage.
+    """
 
     pairs: list[tuple[int, int]]
-    stored: list[int]
-    used: list[int]
+    source_block: list[int]
+    target_block: list[int]
+
+    def reversed(self) -> "_Route":
+        return _Route([(q, p) for p, q in self.pairs], self.target_block, self.source_block)
+
+
+def _exchange(blocks: jax.Array, routes: list[_Route]) -> jax.Array:
+    """This stage's R blocks after all routes."""
+    stage, received = jax.lax.axis_index(STAGE), []
+    result = jnp.zeros_like(blocks)
+    for route in routes:
+        block = jnp.take(blocks, jnp.asarray(route.source_block)[stage], axis=0)
+        place = jnp.asarray(route.target_block)[stage]
+        received.append((place, jax.lax.ppermute(block, STAGE, route.pairs)))
+    for place, block in received:
+        result = jax.lax.dynamic_update_index_in_dim(result, block, place, 0)
+    return result
 
 
 def _routes(P: int, R: int) -> list[_Route]:
-    """R permutations that take P R blocks, held R by R in order, to where block q runs: stage q % P.
+    """R permutations that bring P R blocks, stored in order with R on each stage, to where they run.
 
-    The blocks of a permutation must differ in holder q // R and in stage q % P. The colour
-    (q + q // lcm(P, R)) % R does that: R neighbours have all colours; and q, q + P, q + 2 P, … have all
-    multiples of gcd(P, R) within a least common multiple, and the others one after another.
+    Block q (J layers) runs on stage q % P in round q // P. The blocks of one permutation must
+    differ both in the stage that stores them, q // R, and in the stage that runs them. Giving block
+    q the colour (q + q // lcm(P, R)) % R achieves this. The R blocks of one storing stage are
+    consecutive, and have all colours. The blocks of one running stage are q, q + P, q + 2 P, …:
+    within a least common multiple their colours are all those that are congruent modulo gcd(P, R),
+    and the next multiple continues with the next congruence class.
     """
     routes = []
     for colour in range(R):
         blocks = [q for q in range(P * R) if (q + q // math.lcm(P, R)) % R == colour]
         pairs = [(q // R, q % P) for q in blocks]
-        stored, used = [0] * P, [0] * P
+        source_block, target_block = [0] * P, [0] * P
         for q in blocks:
-            stored[q // R], used[q % P] = q % R, q // P
-        routes.append(_Route(pairs, stored, used))
+            source_block[q // R], target_block[q % P] = q % R, q // P
+        routes.append(_Route(pairs, source_block, target_block))
     return routes
 
 
-def _choose(a_RP: jax.Array, r_P: jax.Array) -> jax.Array:
-    """The round that each stage is in: (R, P, …) to (P, …)."""
+def _choose_round(a_RP: jax.Array, round_P: jax.Array) -> jax.Array:
+    """The variables of the round that each stage is in: (R, P, …) to (P, …)."""
     if a_RP.shape[0] == 1:
         return a_RP[0]
-    # As a map over the stages it is a gather, of which some of XLA's compilers make no slices.
-    pick = lambda a_RP, r_P: jax.lax.dynamic_index_in_dim(a_RP, r_P[0], 0, keepdims=False)  # noqa: E731
+
+    # A vmap over the stages would be a gather, which some backends do not lower to slices.
+    def choose(a_RP: jax.Array, round_P: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(a_RP, round_P[0], 0, keepdims=False)
+
     specs = jax.P(None, STAGE), jax.P(STAGE)
-    return jax.shard_map(pick, in_specs=specs, out_specs=specs[1], axis_names={STAGE})(a_RP, r_P)
+    return jax.shard_map(choose, in_specs=specs, out_specs=specs[1], axis_names={STAGE})(a_RP, round_P)

@@ -1,14 +1,15 @@
 """The mesh, and one table from logical axes to mesh axes.
 
-Models name the axes of their parameters and activations and know nothing of devices; this file turns the
-names into shardings. The mesh has five axes, ordered from the slowest network to the fastest:
+Models name the axes of their parameters and activations and are independent of devices; this file
+turns the names into shardings. The mesh has five axes, ordered from the slowest network to the
+fastest:
 
 * ``stage``: splits the layers; microbatches pass through the stages (`parallel.pipeline`);
 * ``data``: replicas of the parameters, each with its own part of the batch (slow network, DCN);
 * ``fsdp``: splits the batch *and* the parameters (ZeRO-3; fast network);
 * ``context``: splits the sequence and the parameters (`nn.attention.ring`);
-* ``tensor``: splits heads, MLP width and vocabulary (Megatron); between the matmuls it splits the sequence,
-  so that norms and residuals are neither stored nor computed twice.
+* ``tensor``: splits heads, MLP width and vocabulary (Megatron). Between the matmuls it splits the
+  sequence, so that norms and residuals are neither stored nor computed twice.
 """
 
 import math
@@ -66,11 +67,11 @@ def make_mesh(
     """The device mesh, with automatic (GSPMD) axes; the config's ``mesh`` section.
 
     Args:
-      stage, data, fsdp, context, tensor: sizes of the axes; one of them may be -1 and takes the devices
-        that are left.
-      dcn_data: number of slices or hosts that the ``data`` axis spans over the slow network (HSDP). The
-        mesh's ``data`` axis gets ``dcn_data * data`` entries; the other axes stay inside one slice (TPU)
-        or one host (elsewhere).
+      stage, data, fsdp, context, tensor: sizes of the axes. One of them may be -1, which takes the
+        remaining devices.
+      dcn_data: number of slices or hosts that the ``data`` axis spans over the slow network (HSDP).
+        The mesh's ``data`` axis has size ``dcn_data * data``; the other axes stay inside one slice
+        (TPU) or one host (elsewhere).
       devices: defaults to all devices of all processes.
 
     Raises:
@@ -91,7 +92,7 @@ def make_mesh(
 
 
 def abstract_mesh(axes: Mapping[str, int]) -> AbstractMesh:
-    """A mesh of these sizes without devices; a missing axis has size 1."""
+    """A mesh of these sizes without devices; an axis that is not given has size 1."""
     return AbstractMesh(tuple(axes.get(name, 1) for name in MESH_AXES), MESH_AXES, axis_types=_AXIS_TYPES)
 
 
@@ -114,8 +115,8 @@ def resolve_axes(num_devices: int, *, dcn_data: int = 1, **axes: int) -> dict[st
         taken = num_devices
     if taken != num_devices:
         raise ValueError(
-            f"{text}: the axes ask for a multiple of {taken} devices, there are {num_devices}; "
-            "set one axis to -1 or run with that many devices"
+            f"{text}: the axes need {'a multiple of ' if free else ''}{taken} devices, and there are "
+            f"{num_devices}; change the sizes or the number of devices"
         )
     return sizes | {"data": dcn_data * sizes["data"]}
 
@@ -146,7 +147,7 @@ def spec(*names: str | None) -> PartitionSpec:
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Constrains the sharding of an activation; the identity without a mesh.
 
-    A dim that its mesh axes do not divide stays whole (a batch of one prompt on eight devices).
+    A dim that its mesh axes do not divide is not split (a batch of one prompt on eight devices).
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -157,7 +158,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def gather_sequence(x_BSD: jax.Array) -> jax.Array:
-    """The residual stream as matmuls read it: the tensor axis holds every position."""
+    """The residual stream as matmuls read it: every device of the tensor axis holds all positions."""
     return constrain(x_BSD, "batch", "seq", "act_embed")
 
 
@@ -169,8 +170,9 @@ def split_sequence(x_BSD: jax.Array) -> jax.Array:
 def _with_gathered_gradient(x_BSD: jax.Array) -> jax.Array:
     """The identity; on a mesh with a context axis its gradient is constrained like `gather_sequence`.
 
-    There a weight's gradient sums over positions that one operand splits over context and the other over
-    context and tensor. By default XLA gathers both over all axes. Without a context axis it needs no hint.
+    There a weight's gradient is a sum over positions, which context splits in one operand, and context
+    and tensor in the other. By default XLA gathers both operands over all axes. Without a context axis
+    it needs no hint.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return x_BSD if mesh.shape.get("context", 1) == 1 else _gathered_gradient(x_BSD)
@@ -181,18 +183,26 @@ def _gathered_gradient(x_BSD: jax.Array) -> jax.Array:
     return x_BSD
 
 
-_gathered_gradient.defvjp(lambda x_BSD: (x_BSD, None), lambda _, g_BSD: (gather_sequence(g_BSD),))
+def _gathered_gradient_fwd(x_BSD: jax.Array) -> tuple[jax.Array, None]:
+    return x_BSD, None
+
+
+def _gathered_gradient_bwd(_: None, g_BSD: jax.Array) -> tuple[jax.Array]:
+    return (gather_sequence(g_BSD),)
+
+
+_gathered_gradient.defvjp(_gathered_gradient_fwd, _gathered_gradient_bwd)
 
 
 def split_chunks(x: jax.Array, n: int) -> jax.Array:
-    """(B, S, …) in ``n`` chunks of the sequence that all devices share: (n, P, B/b, S/s/n, …).
+    """(B, S, …) in ``n`` chunks of the sequence, (n, P, B/b, S/s/n, …), of which each device has a part.
 
-    P = b × s parts of batch and sequence, one for each device that has tokens of its own in the head.
+    P = b × s: the mesh splits the batch in b parts and the sequence in s parts at the head of the model.
     """
     mesh = jax.sharding.get_abstract_mesh()
     b, s = (1 if mesh.empty else axes_size(mesh, RULES[name]) for name in ("batch", "logits_seq"))
     B, S = x.shape[:2]
-    assert B % b == S % (s * n) == 0, "checked by run.constraints"
+    assert B % b == S % (s * n) == 0, "see run.constraints"
     x = x.reshape(b, B // b, s, n, S // (s * n), *x.shape[2:])
     x = jnp.moveaxis(x, (3, 0, 2), (0, 1, 2))
     x = x.reshape(n, b * s, *x.shape[3:])
@@ -203,10 +213,10 @@ def split_chunks(x: jax.Array, n: int) -> jax.Array:
 
 
 def all_gather_params(variables: nnx.State) -> nnx.State:
-    """Gathers every parameter, once for each of the P parts of `split_chunks`, which become its first axis.
+    """Gathers every parameter, with one copy for each of the P parts of `split_chunks` as first axis.
 
-    Only the tensor axis still splits a copy. A parameter is gathered once; its gradient, a sum over the
-    parts, is scattered once to the parameter's shards.
+    A copy is split by the tensor axis only. Each parameter is gathered once, and its gradient, the sum
+    over the copies, is scattered once to the parameter's shards.
     """
     mesh = jax.sharding.get_abstract_mesh()
 
@@ -231,7 +241,7 @@ def param_shardings(variables: nnx.State, mesh: Mesh | AbstractMesh) -> dict:
     """NamedShardings of a model's variables, as a pure dict, from their logical names.
 
     Raises:
-      ValueError: a dim that its mesh axes do not divide, with the parameter's path and the fix.
+      ValueError: a dim that its mesh axes do not divide; the message names the parameter.
     """
 
     def one(path: tuple, variable: nnx.Variable) -> NamedSharding:
@@ -251,7 +261,7 @@ def param_shardings(variables: nnx.State, mesh: Mesh | AbstractMesh) -> dict:
 
 
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Every device holds the whole array."""
+    """The sharding of an array that every device holds as a whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -264,5 +274,5 @@ def batch_shards(mesh: Mesh | AbstractMesh) -> int:
 
 
 def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Of a batch's arrays: the first dim is split, the others are whole."""
+    """The sharding of a batch's arrays: the first dim is split, the others are not."""
     return NamedSharding(mesh, PartitionSpec(RULES["batch"]))

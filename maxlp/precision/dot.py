@@ -2,14 +2,15 @@
 
 Shapes: the input is ``(…, K)``, the kernel ``(K, N)``, the output and its gradient ``(…, N)``.
 
-What a matmul returns before scales are applied: int8 gives int32, exactly. FP8 gives bfloat16 where
-that is asked for and the scales are powers of two: multiplying by them is exact, and XLA folds it into
-the matmul. Other scales are applied in float32, so that nothing rounds twice; except in ``drhs``, the one
-matmul whose result is summed over data-parallel devices: in float32 that would move twice the bytes of
-bfloat16 training. (In float16 unscaled products could overflow, so it is never returned.)
+The dtype of a product before scales are applied: int8 gives int32, exactly. FP8 gives bfloat16
+where that is the result's dtype and the scales are powers of two: multiplying by them is exact, and
+XLA folds it into the matmul. Other scales are applied in float32, so that nothing rounds twice;
+except in ``drhs``, the one matmul whose result is summed over data-parallel devices: in float32
+that would move twice the bytes of bfloat16 training. (In float16 unscaled products could overflow,
+so they are never in float16.)
 
-Precision: DEFAULT lets GPUs accumulate FP8 products fast (with fewer bits), HIGHEST does not; forward is
-fast and backward precise, as in Transformer Engine.
+Precision: DEFAULT lets GPUs accumulate FP8 products fast (with fewer bits), HIGHEST does not;
+forward is fast and backward precise, as in Transformer Engine.
 """
 
 import functools
@@ -22,8 +23,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.lax import Precision
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxlp.numerics import formats
-from maxlp.numerics.formats import Quantized
+from maxlp.numerics import formats, quantized
+from maxlp.numerics.quantized import Quantized
+from maxlp.numerics.scales import amax
 from maxlp.precision import delayed, mx, smooth_swiglu
 from maxlp.precision.recipes import Operand, Recipe
 
@@ -31,23 +33,29 @@ RESIDUALS = ("quant_dot_input", "quant_dot_kernel")  # names for remat policies
 
 
 class QuantDot(nnx.Module):
-    """Stands in for ``jax.lax.dot_general`` where the last axis of the input meets the first of a kernel.
+    """Replaces ``jax.lax.dot_general`` where the last axis of the input meets the first of a kernel.
 
-    Delayed scaling keeps a history per tensor here, float32 ``(…, history)``: ``input_amax_history`` and
-    ``kernel_amax_history`` are written by the forward pass, ``output_grad_amax_history`` is the gradient
-    of itself (`delayed.OverwriteWithGradient`).
+    Delayed scaling keeps a history per tensor here, float32 ``(…, history)``:
+    ``input_amax_history`` and ``kernel_amax_history`` are written by the forward pass,
+    ``output_grad_amax_history`` is the gradient of itself (`delayed.OverwriteWithGradient`).
 
     Args:
-      stack: the leading axes of a stacked kernel; the histories get the same. Calling needs them sliced.
+      stack: the leading axes of a stacked kernel; the histories get the same. A call takes one
+        slice of them.
     """
 
     def __init__(self, recipe: Recipe, stack: tuple[int, ...] = ()):
         self.recipe = recipe
         axes = ("layers",) * len(stack) + (None,)
-        for name in recipe.delayed:
-            kind = delayed.OverwriteWithGradient if name == "output_grad" else delayed.AmaxHistory
+        for tensor in recipe.delayed:
+            kind = delayed.OverwriteWithGradient if tensor == "output_grad" else delayed.AmaxHistory
             zeros = jnp.zeros((*stack, recipe.history), jnp.float32)
-            setattr(self, f"{name}_amax_history", kind(zeros, out_sharding=axes, eager_sharding=False))
+            setattr(self, f"{tensor}_amax_history", kind(zeros, out_sharding=axes, eager_sharding=False))
+
+    @property
+    def histories(self) -> dict[str, nnx.Variable]:
+        """The amax history of each tensor that has one."""
+        return {tensor: getattr(self, f"{tensor}_amax_history") for tensor in self.recipe.delayed}
 
     def __call__(
         self,
@@ -70,19 +78,19 @@ class QuantDot(nnx.Module):
             y = self._product(x / s.astype(x.dtype), kernel, jnp.dtype(jnp.float32), out_sharding)
             return (y * s).astype(dtype)
         s = s.astype(x.dtype)
-        return self._product(x / s, kernel * s[:, None], dtype, out_sharding)
+        x = x / jnp.expand_dims(s, range(x.ndim - 1))
+        return self._product(x, kernel * s[:, None], dtype, out_sharding)
 
     def _product(self, x: jax.Array, kernel: jax.Array, dtype: Any, out_sharding: Any) -> jax.Array:
-        seen = {}
-        for name, value in (("input", x), ("kernel", kernel)):
-            if name in self.recipe.delayed:
-                history = getattr(self, f"{name}_amax_history")
-                amax = formats.amax(jax.lax.stop_gradient(value))
-                seen[name] = delayed.seen(history[...], amax, self.recipe.cold_start)
-                history[...] = delayed.push(history[...], amax)
-        grad_history = self.output_grad_amax_history[...] if "output_grad" in self.recipe.delayed else None
+        histories, amaxes = self.histories, {}
+        for tensor, value in (("input", x), ("kernel", kernel)):
+            if (history := histories.get(tensor)) is not None:
+                current = amax(jax.lax.stop_gradient(value))
+                amaxes[tensor] = delayed.delayed_amax(history[...], current, self.recipe.cold_start)
+                history[...] = delayed.push(history[...], current)
+        grad_history = histories["output_grad"][...] if "output_grad" in histories else None
         static = _Static(self.recipe, x.dtype, dtype, out_sharding)
-        return _dot(static, x, kernel, seen, grad_history)
+        return _dot(static, x, kernel, amaxes, grad_history)
 
 
 class _Static(NamedTuple):
@@ -93,110 +101,115 @@ class _Static(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(static: _Static, x, kernel, seen, grad_history):
-    return _forward(static, x, kernel, seen, grad_history)[0]
+def _dot(static: _Static, x, kernel, amaxes, grad_history):
+    return _forward(static, x, kernel, amaxes, grad_history)[0]
 
 
-def _forward(static: _Static, x, kernel, seen, grad_history):
+def _forward(static: _Static, x, kernel, amaxes, grad_history):
     recipe, _, dtype, out_sharding = static
     if recipe.fwd is None:
         saved = (x, kernel)
-        y = jax.lax.dot_general(
-            x, kernel, _numbers((-1,), (0,), x), preferred_element_type=dtype, out_sharding=out_sharding
-        )
+        y = _plain(x, kernel, (-1,), (0,), dtype, out_sharding)
     else:
-        q_x = quantize(recipe, recipe.fwd[0], x, (x.ndim - 1,), seen.get("input"))
-        q_kernel = quantize(recipe, recipe.fwd[1], kernel, (0,), seen.get("kernel"))
+        q_x = quantize(recipe, recipe.fwd[0], x, (x.ndim - 1,), amaxes.get("input"))
+        q_kernel = quantize(recipe, recipe.fwd[1], kernel, (0,), amaxes.get("kernel"))
         y = _gemm(q_x, q_kernel, (-1,), (0,), recipe.fwd, dtype, Precision.DEFAULT, out_sharding)
-        quantized = recipe.residuals == "quantized"
-        # The kernel may be needed in this form alone: it is smaller, and FSDP gathers it only once.
-        again = quantized or (recipe.dlhs is not None and _fits(recipe.fwd[1], recipe.dlhs[1]))
-        saved = (q_x if quantized else x, q_kernel if again else kernel)
+        all_quantized = recipe.residuals == "quantized"
+        # If dlhs takes the kernel in this form, only this form is saved: it is smaller, and FSDP
+        # gathers it only once.
+        shared = recipe.dlhs is not None and _serves_both(recipe.fwd[1], recipe.dlhs[1])
+        saved = (q_x if all_quantized else x, q_kernel if all_quantized or shared else kernel)
     saved = tuple(
         jax.tree.map(lambda a, n=n: checkpoint_name(a, n), s) for s, n in zip(saved, RESIDUALS, strict=True)
     )
-    return y, (saved, seen, grad_history)
+    return y, (saved, amaxes, grad_history)
 
 
 def _backward(static: _Static, residuals, g):
-    recipe, dtype, _, _ = static
-    (saved_x, saved_kernel), seen, history = residuals
-    grad_seen, new_history = None, None
+    saved, amaxes, history = residuals
+    grad_amax, new_history = None, None
     if history is not None:
-        amax = formats.amax(g)
-        grad_seen, new_history = delayed.seen(history, amax, recipe.cold_start), delayed.push(history, amax)
-    quantize_grad = lambda operand, axes: quantize(recipe, operand, g, axes, grad_seen)  # noqa: E731
-    again = functools.partial(_quantize_again, recipe)
-
-    plain = functools.partial(jax.lax.dot_general, preferred_element_type=dtype)
-    if recipe.dlhs is None:
-        dx = plain(
-            g.astype(dtype), _as(saved_kernel, dtype), _numbers((-1,), (1,), g),
-            out_sharding=_sharding(saved_x),
-        )  # fmt: skip
-    else:
-        q_kernel = again(saved_kernel, 1, recipe.dlhs[1], (1,), seen.get("kernel"))
-        q_g = quantize_grad(recipe.dlhs[0], (g.ndim - 1,))
-        sharding = _sharding(saved_x)
-        dx = _gemm(q_g, q_kernel, (-1,), (1,), recipe.dlhs, dtype, Precision.HIGHEST, sharding)
-
-    tokens = tuple(range(g.ndim - 1))
-    if recipe.drhs is None:
-        dkernel = plain(
-            _as(saved_x, dtype), g.astype(dtype), _numbers(tokens, tokens, g),
-            out_sharding=_sharding(saved_kernel),
-        )  # fmt: skip
-    else:
-        q_x = again(saved_x, 0, recipe.drhs[0], tokens, seen.get("input"))
-        q_g = quantize_grad(recipe.drhs[1], tokens)
-        sharding = _sharding(saved_kernel)
-        dkernel = _gemm(
-            q_x,
-            q_g,
-            tokens,
-            tokens,
-            recipe.drhs,
-            dtype,
-            Precision.HIGHEST,
-            sharding,
-            summed_over_devices=True,
-        )
-    return dx, dkernel, jax.tree.map(jnp.zeros_like, seen), new_history
+        current = amax(g)
+        grad_amax = delayed.delayed_amax(history, current, static.recipe.cold_start)
+        new_history = delayed.push(history, current)
+    amaxes_and_grad = amaxes | {"output_grad": grad_amax}
+    dx = _input_gradient(static, saved, g, amaxes_and_grad)
+    dkernel = _kernel_gradient(static, saved, g, amaxes_and_grad)
+    return dx, dkernel, jax.tree.map(jnp.zeros_like, amaxes), new_history
 
 
 _dot.defvjp(_forward, _backward)
 
 
+def _input_gradient(static: _Static, saved, g: jax.Array, amaxes) -> jax.Array:
+    """The matmul ``dlhs``: (…, N) · (K, N) to (…, K)."""
+    recipe, dtype = static.recipe, static.in_dtype
+    saved_x, saved_kernel = saved
+    sharding = _sharding(saved_x)
+    if recipe.dlhs is None:
+        return _plain(g.astype(dtype), _as(saved_kernel, dtype), (-1,), (1,), dtype, sharding)
+    q_kernel = _requantize(recipe, saved_kernel, 1, recipe.dlhs[1], (1,), amaxes.get("kernel"))
+    q_g = quantize(recipe, recipe.dlhs[0], g, (g.ndim - 1,), amaxes["output_grad"])
+    return _gemm(q_g, q_kernel, (-1,), (1,), recipe.dlhs, dtype, Precision.HIGHEST, sharding)
+
+
+def _kernel_gradient(static: _Static, saved, g: jax.Array, amaxes) -> jax.Array:
+    """The matmul ``drhs``: (…, K) · (…, N) to (K, N), summed over all tokens."""
+    recipe, dtype = static.recipe, static.in_dtype
+    saved_x, saved_kernel = saved
+    tokens, sharding = tuple(range(g.ndim - 1)), _sharding(saved_kernel)
+    if recipe.drhs is None:
+        return _plain(_as(saved_x, dtype), g.astype(dtype), tokens, tokens, dtype, sharding)
+    if recipe.drhs[0].granularity == "block":  # of tokens, and their number is arbitrary
+        saved_x = quantized.pad_to_blocks(_as(saved_x, jnp.float32), -2)
+        g = quantized.pad_to_blocks(g, -2)
+    q_x = _requantize(recipe, saved_x, 0, recipe.drhs[0], tokens, amaxes.get("input"))
+    q_g = quantize(recipe, recipe.drhs[1], g, tokens, amaxes["output_grad"])
+    return _gemm(
+        q_x, q_g, tokens, tokens, recipe.drhs, dtype, Precision.HIGHEST, sharding, summed_over_devices=True
+    )
+
+
 # --- parts --------------------------------------------------------------------------------------------
 
 
-def quantize(recipe: Recipe, operand: Operand, x: jax.Array, contract, seen) -> Quantized:
-    """An operand of a matmul that sums over the axes ``contract``; ``seen`` as of `delayed.seen`."""
-    return formats.quantize(
+def quantize(recipe: Recipe, operand: Operand, x: jax.Array, contract, delayed_amax) -> Quantized:
+    """An operand of a matmul that sums over the axes ``contract``; see `delayed.delayed_amax`."""
+    return quantized.quantize(
         x,
         formats.get(operand.format),
         operand.granularity,
         contract,
-        seen=seen if operand.delayed else None,
+        delayed_amax=delayed_amax if operand.delayed else None,
         margin=recipe.margin if operand.delayed else 0.0,
         power_of_two=operand.power_of_two,
         rounding=operand.rounding,
     )
 
 
-def _quantize_again(recipe: Recipe, saved, index: int, operand: Operand, contract, seen) -> Quantized:
-    """An operand of the forward pass for a backward matmul, which may sum over another axis."""
+def _requantize(recipe: Recipe, saved, index: int, operand: Operand, contract, delayed_amax) -> Quantized:
+    """A saved operand of the forward pass for a backward matmul, which may sum over another axis.
+
+    Args:
+      index: of the operand in the pair ``recipe.fwd``.
+    """
     if not isinstance(saved, Quantized):
-        return quantize(recipe, operand, saved, contract, seen)
+        return quantize(recipe, operand, saved, contract, delayed_amax)
     assert recipe.fwd is not None
-    if _fits(recipe.fwd[index], operand):
+    if _serves_both(recipe.fwd[index], operand):
         return saved
-    return quantize(recipe, operand, formats.dequantize(saved, jnp.float32), contract, seen)
+    return quantize(recipe, operand, _as(saved, jnp.float32), contract, delayed_amax)
 
 
-def _fits(of_forward: Operand, operand: Operand) -> bool:
-    """Whether what the forward pass quantized will do for a matmul that sums over another axis."""
+def _serves_both(of_forward: Operand, operand: Operand) -> bool:
+    """Whether what the forward pass quantized also serves a matmul that sums over another axis."""
     return operand == of_forward and operand.granularity in ("tensor", "unscaled")
+
+
+def _plain(a: jax.Array, b: jax.Array, contract_a, contract_b, dtype, out_sharding) -> jax.Array:
+    """``a · b`` over the contracted axes, not quantized."""
+    numbers = _numbers(contract_a, contract_b, a)
+    return jax.lax.dot_general(a, b, numbers, preferred_element_type=dtype, out_sharding=out_sharding)
 
 
 def _gemm(
@@ -219,18 +232,19 @@ def _gemm(
         out_sharding=out_sharding,
     )
     (axes_a, axes_b), _ = numbers
-    free_b = b.values.ndim - len(axes_b)
-    scale = _like(_free(a.scale, axes_a, free_b), product) * _like(_free(b.scale, axes_b, 0), product)
+    free_a, free_b = a.values.ndim - len(axes_a), b.values.ndim - len(axes_b)
+    scale_a, scale_b = _free(a.scale, axes_a, 0, free_b), _free(b.scale, axes_b, free_a, 0)
+    scale = _like(scale_a, product) * _like(scale_b, product)
     multiply_in = dtype if narrow and exact_scales else jnp.float32
     return (product.astype(multiply_in) * scale.astype(multiply_in)).astype(dtype)
 
 
-def _free(scale: jax.Array, contracted, after: int) -> jax.Array:
-    """A scale as it multiplies the product: a scalar, or with ``after`` more axes behind."""
+def _free(scale: jax.Array, contracted, before: int, after: int) -> jax.Array:
+    """A scale in the shape that multiplies a product: a scalar, or with axes before and after it."""
     if scale.size == 1:
         return scale.reshape(())
     scale = jnp.squeeze(scale, contracted)
-    return scale.reshape(*scale.shape, *(1,) * after)
+    return scale.reshape(*(1,) * before, *scale.shape, *(1,) * after)
 
 
 def _numbers(contract_a, contract_b, a: jax.Array):
@@ -238,19 +252,18 @@ def _numbers(contract_a, contract_b, a: jax.Array):
 
 
 def _as(saved, dtype) -> jax.Array:
-    return formats.dequantize(saved, dtype) if isinstance(saved, Quantized) else saved
+    return quantized.dequantize(saved, dtype) if isinstance(saved, Quantized) else saved
 
 
 def _sharding(saved) -> Any:
-    """How a residual (an array or its quantized form) is split on explicit axes, else None."""
-    return formats.explicit_sharding(jax.tree.leaves(saved)[0])
+    """The sharding of a residual (an array or its quantized form) on explicit mesh axes, else None."""
+    return quantized.explicit_sharding(jax.tree.leaves(saved)[0])
 
 
 def _like(scale: jax.Array, product: jax.Array) -> jax.Array:
-    """A scale that lies on explicit axes as the product it multiplies."""
-    sharding = formats.explicit_sharding(product)
+    """A scale, on explicit mesh axes sharded like the product that it multiplies."""
+    sharding = quantized.explicit_sharding(product)
     if sharding is None or scale.ndim == 0:
         return scale
-    split = sharding.spec[product.ndim - scale.ndim :]
-    axes = (None if n == 1 else axis for n, axis in zip(scale.shape, split, strict=True))
+    axes = (None if n == 1 else axis for n, axis in zip(scale.shape, sharding.spec, strict=True))
     return jax.sharding.reshard(scale, NamedSharding(sharding.mesh, PartitionSpec(*axes)))

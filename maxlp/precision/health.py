@@ -1,80 +1,94 @@
-"""How quantization treats each tensor of each layer: what saturates, what vanishes, which scales are old.
+"""How quantization treats each tensor of each layer: saturation, underflow and the age of scales.
 
-`measure` is a training pass over a model whose `QuantDot`s count as they go (`Probe`); its gradients are
-not used, so that XLA leaves the matmuls of the kernels' gradients out. Run it every some hundred steps.
+`measure` is a training pass over a model whose `QuantDot`s are replaced by `Probe`s, which count.
+Its gradients are not used, so XLA leaves out the matmuls of the kernels' gradients. Run it every
+few hundred steps.
 
-Of each input, kernel and output gradient, as the first of its matmuls quantizes it:
+For each input, kernel and output gradient, in the format of the first matmul that uses it:
 
 * ``amax``: the largest magnitude.
 * ``scale``: the one in use; the largest, if rows or blocks have their own.
 * ``age``: steps since the amax that a delayed scale comes from; 0 for a current scale.
-* ``saturated``: share of the elements beyond the largest number. More than a few in a million means that
-  the history is too short, or that the tensor grows: a channel aligns, the learning rate is too high.
-* ``underflow``: share of the nonzero elements that become zero. A few per cent are usual (for E5M2 less);
-  much more means that outliers set the scale.
+* ``saturated``: share of the elements beyond the largest number. More than a few in a million means
+  that the history is too short, or that the tensor grows: a channel aligns, the learning rate is
+  too high.
+* ``underflow``: share of the nonzero elements that become zero. A few per cent are usual (for E5M2
+  fewer); much more means that outliers set the scale.
 
-And of each SwiGLU, from its kernels alone: ``corr``, the correlation of a channel's gate and up weights,
-and ``norm``, the product of their norms. A channel in which both are large makes the gated product
-quadratic and breaks delayed scaling (Fishman et al. 2024, arXiv:2409.12517, section 4); see
+And for each SwiGLU, from its kernels alone: ``corr``, the correlation of a channel's gate and up
+weights, and ``norm``, the product of their norms. A channel in which both are large makes the gated
+product quadratic and breaks delayed scaling (Fishman et al. 2024, arXiv:2409.12517, section 4); see
 `smooth_swiglu`.
 """
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlp.numerics import formats
+from maxlp.numerics.quantized import Quantized, dequantize
+from maxlp.numerics.scales import amax
 from maxlp.precision import delayed
 from maxlp.precision.dot import QuantDot, quantize
+from maxlp.precision.inject import Matmul, matmuls
 from maxlp.precision.recipes import Recipe
 
 STATISTICS = ("amax", "scale", "age", "saturated", "underflow")
 TENSORS = ("input", "kernel", "output_grad")
 TOP_CHANNELS = 4
 
-Numbers = dict[str, dict[str, jax.Array]]  # path → "input/amax" → (…layers)
+Measurement = dict[str, dict[str, jax.Array]]  # path → "input/amax" → (…layers)
+LossScaleOf = Callable[[Any], jax.Array | None]
 
 
 # --- counting -----------------------------------------------------------------------------------------
 
 
 class Health(nnx.Variable):
-    """float32 (…, `STATISTICS`); the forward pass writes it."""
+    """float32 (…, `STATISTICS`), written by the forward pass."""
 
 
 class Probe(QuantDot):
-    """A `QuantDot` that also writes down the statistics of its three tensors.
+    """A `QuantDot` that also records the statistics of its three tensors.
 
     Args:
-      dot: the one whose place it takes, and whose histories it uses.
+      dot: the one it replaces; it uses the same histories.
       stack: the leading axes of a stacked kernel.
     """
 
     def __init__(self, dot: QuantDot, stack: tuple[int, ...]):
         self.recipe = dot.recipe
-        for name in dot.recipe.delayed:
-            setattr(self, f"{name}_amax_history", getattr(dot, f"{name}_amax_history"))
+        for tensor, history in dot.histories.items():
+            setattr(self, f"{tensor}_amax_history", history)
         zeros = jnp.zeros((*stack, len(STATISTICS)), jnp.float32)
         self.input_health, self.kernel_health = Health(zeros), Health(zeros)
         self.output_grad_health = delayed.OverwriteWithGradient(zeros)
 
+    @property
+    def health(self) -> dict[str, nnx.Variable]:
+        """The statistics of each tensor."""
+        return dict(
+            zip(TENSORS, (self.input_health, self.kernel_health, self.output_grad_health), strict=True)
+        )
+
     def _product(self, x: jax.Array, kernel: jax.Array, dtype: Any, out_sharding: Any) -> jax.Array:
-        histories = {name: getattr(self, f"{name}_amax_history")[...] for name in self.recipe.delayed}
-        for name, value in (("input", x), ("kernel", kernel)):
-            stats = statistics(self.recipe, name, jax.lax.stop_gradient(value), histories.get(name))
-            getattr(self, f"{name}_health")[...] = stats
+        histories = {tensor: history[...] for tensor, history in self.histories.items()}
+        for tensor, value in (("input", x), ("kernel", kernel)):
+            stats = statistics(self.recipe, tensor, jax.lax.stop_gradient(value), histories.get(tensor))
+            self.health[tensor][...] = stats
         y = super()._product(x, kernel, dtype, out_sharding)
         return _watched(self.recipe, y, histories.get("output_grad"), self.output_grad_health[...])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _watched(recipe: Recipe, y: jax.Array, history: jax.Array | None, stats: jax.Array) -> jax.Array:
-    """``y``; the "gradient" of ``stats`` are those of the gradient of ``y``."""
+    """Returns ``y``; the "gradient" of ``stats`` is the statistics of the gradient of ``y``."""
     return y
 
 
@@ -83,8 +97,8 @@ def _watched_fwd(recipe, y, history, stats):
 
 
 def _watched_bwd(recipe, history, g):
-    nothing = None if history is None else jnp.zeros_like(history)
-    return g, nothing, statistics(recipe, "output_grad", g, history)
+    no_gradient = None if history is None else jnp.zeros_like(history)
+    return g, no_gradient, statistics(recipe, "output_grad", g, history)
 
 
 _watched.defvjp(_watched_fwd, _watched_bwd)
@@ -100,21 +114,25 @@ def statistics(recipe: Recipe, tensor: str, x: jax.Array, history: jax.Array | N
     if not recipe.operands[tensor]:
         return jnp.zeros(len(STATISTICS))
     operand = recipe.operands[tensor][0]
-    amax, age, seen = formats.amax(x), jnp.zeros(()), None
+    current, age, delayed_amax = amax(x), jnp.zeros(()), None
     if operand.delayed:
         assert history is not None
-        seen = delayed.seen(history, amax, recipe.cold_start)
+        delayed_amax = delayed.delayed_amax(history, current, recipe.cold_start)
         age = jnp.where(jnp.max(history) > 0, jnp.argmax(history) + 1.0, 0.0)
-    q = quantize(recipe, operand, x, _contracted(recipe, tensor, x), seen)
-    ones = formats.Quantized(jnp.ones_like(x, jnp.float32), q.scale)
-    magnitude, scales = jnp.abs(x.astype(jnp.float32)), formats.dequantize(ones, jnp.float32)
+    q = quantize(recipe, operand, x, _contracted(recipe, tensor, x), delayed_amax)
+    scales = dequantize(Quantized(jnp.ones_like(x, jnp.float32), q.scale), jnp.float32)
+    magnitude = jnp.abs(x.astype(jnp.float32))
     nonzero = magnitude > 0
-    # A scale is rounded: the amax that it was made for may lie beyond the top by as much.
+    # A scale is rounded: the amax that it was made for may lie beyond the largest number by as
+    # much.
     saturated = magnitude > scales * (formats.get(operand.format).max * (1 + 2.0**-16))
     vanished = nonzero & (q.values.astype(jnp.float32) == 0)
-    count = lambda x: jnp.sum(x, dtype=jnp.float32)  # noqa: E731
-    underflow = count(vanished) / jnp.maximum(count(nonzero), 1)
-    return jnp.stack([amax, jnp.max(q.scale), age, count(saturated) / x.size, underflow])
+    underflow = _count(vanished) / jnp.maximum(_count(nonzero), 1)
+    return jnp.stack([current, jnp.max(q.scale), age, _count(saturated) / x.size, underflow])
+
+
+def _count(x: jax.Array) -> jax.Array:
+    return jnp.sum(x, dtype=jnp.float32)
 
 
 def _contracted(recipe: Recipe, tensor: str, x: jax.Array) -> tuple[int, ...]:
@@ -128,30 +146,70 @@ def _contracted(recipe: Recipe, tensor: str, x: jax.Array) -> tuple[int, ...]:
 # --- the pass -----------------------------------------------------------------------------------------
 
 
-def measure(
-    state: Mapping[str, Any], batch: Any, *, graphdef: nnx.GraphDef, gradients: Callable[..., Any]
-) -> Numbers:
-    """The statistics of every quantized layer on one batch; to be run under jit, its result replicated.
+@runtime_checkable
+class SwiGLU(Protocol):
+    """A module that multiplies ``silu(gate_proj(x))`` by ``up_proj(x)``."""
+
+    gate_proj: Matmul
+    up_proj: Matmul
+
+
+def probe(
+    graphdef: nnx.GraphDef, gradients: Callable[..., Any], *, loss_scale: LossScaleOf | None = None
+) -> Callable[[Any, Any], dict[str, float]]:
+    """A function (state, batch) to metrics: `summary` and `flatten` of `measure`, compiled.
 
     Args:
-      state: a training state; nothing of it changes.
-      gradients: (graphdef, state, batch) to (…, new model_state, …), as in training. What several
-        microbatches found is combined by maximum.
+      graphdef, gradients, loss_scale: see `measure`. The mesh is the one that is set.
+    """
+    measured = functools.partial(measure, graphdef=graphdef, gradients=gradients, loss_scale=loss_scale)
+    replicated = NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
+    compiled = jax.jit(measured, out_shardings=replicated)
+
+    def metrics(state: Any, batch: Any) -> dict[str, float]:
+        flat = flatten(jax.device_get(compiled(state, batch)))
+        return summary(flat) | flat
+
+    return metrics
+
+
+def measure(
+    state: Mapping[str, Any],
+    batch: Any,
+    *,
+    graphdef: nnx.GraphDef,
+    gradients: Callable[..., Any],
+    loss_scale: LossScaleOf | None = None,
+) -> Measurement:
+    """The statistics of every quantized layer on one batch.
+
+    Run it under jit, with a replicated result; `probe` does both.
+
+    Args:
+      state: a training state; it does not change.
+      gradients: see `core.gradients`. The statistics of several microbatches are combined by
+        maximum.
+      loss_scale: the factor of the loss in float16 training, from the state.
 
     Returns:
-      ``{"layers/mlp/up_proj": {"input/amax": float32 (L,), …}, …, "layers/mlp": {"swiglu/corr_1": …}}``.
-      What is not quantized (blocks at either end) has a scale of 0.
+      ``{"layers/mlp/up_proj": {"input/amax": float32 (L,), …}, …, "layers/mlp": {"swiglu/corr_1":
+      …}}``. What is not quantized (blocks at either end) has a scale of 0.
     """
     probed, model_state = _with_probes(graphdef, state)
-    _, model_state, _ = gradients(probed, {**state, "model_state": model_state}, batch)
-    found: Numbers = {}
-    for path, stats in nnx.traversals.flatten_mapping(model_state).items():
-        if path[-1].endswith("_health"):
-            where = found.setdefault("/".join(map(str, path[:-2])), {})
-            for i, name in enumerate(STATISTICS):
-                where[f"{path[-1].removesuffix('_health')}/{name}"] = stats[..., i]
-    for path, module in nnx.iter_modules(nnx.merge(graphdef, state["params"], state["model_state"])):
-        if hasattr(module, "gate_proj") and hasattr(module, "up_proj"):
+    probed_state = {**state, "model_state": model_state}
+    scale = None if loss_scale is None else loss_scale(state)
+    _, model_state, _ = gradients(probed, probed_state, batch, scale)
+    model = nnx.merge(probed, state["params"], model_state)
+    found: Measurement = {}
+    for path, module in matmuls(model):
+        if isinstance(dot := module.dot_general, Probe):
+            found[path] = {
+                f"{tensor}/{name}": stats[..., i]
+                for tensor, stats in dot.health.items()
+                for i, name in enumerate(STATISTICS)
+            }
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, SwiGLU):
             aligned = alignment(module.gate_proj.kernel[...], module.up_proj.kernel[...])
             found["/".join(map(str, path))] = {f"swiglu/{name}": x for name, x in aligned.items()}
     return found
@@ -159,8 +217,8 @@ def measure(
 
 def _with_probes(graphdef: nnx.GraphDef, state: Mapping[str, Any]) -> tuple[nnx.GraphDef, dict]:
     model = nnx.merge(graphdef, state["params"], state["model_state"])
-    for _, module in list(nnx.iter_modules(model)):
-        if isinstance(dot := getattr(module, "dot_general", None), QuantDot):
+    for _, module in matmuls(model):
+        if isinstance(dot := module.dot_general, QuantDot):
             module.dot_general = nnx.data(Probe(dot, module.kernel.shape[:-2]))
     graphdef, _, model_state = nnx.split(model, nnx.Param, ...)
     return graphdef, nnx.to_pure_dict(model_state)
@@ -172,9 +230,9 @@ def alignment(
     """How far the channels of a SwiGLU point the same way, from its kernels (…, D, F).
 
     Returns:
-      float32 (…) each: ``corr_1`` to ``corr_top``, the correlations over D of the most correlated channels
-      (with their sign), ``channel_1`` … which these are, ``norm_1`` … the largest products of a channel's
-      two norms, and ``norm_median``.
+      float32 (…) each: ``corr_1`` to ``corr_top``, the correlations over D of the most correlated
+      channels (signed), ``channel_1`` … the indices of these, ``norm_1`` … the largest products of
+      a channel's two norms, and ``norm_median``.
     """
     gate, up = gate_kernel.astype(jnp.float32), up_kernel.astype(jnp.float32)
     norms = jnp.linalg.norm(gate, axis=-2) * jnp.linalg.norm(up, axis=-2)
@@ -190,18 +248,22 @@ def alignment(
     return numbered | {"norm_median": jnp.median(norms, axis=-1)}
 
 
-# --- for people ---------------------------------------------------------------------------------------
+# --- reports ------------------------------------------------------------------------------------------
 
 
-def flatten(numbers: Numbers) -> dict[str, float]:
-    """``health/<path>/<layer>/<tensor>/<statistic>`` to a float; no layer where there is no stack."""
+def flatten(found: Measurement) -> dict[str, float]:
+    """``health/<path>/<layer>/<tensor>/<statistic>`` to a float; without a layer for unstacked modules.
+
+    Tensors that are not quantized are left out.
+    """
     flat = {}
-    for path, statistics in numbers.items():
-        for name, values in statistics.items():
+    for path, stats in found.items():
+        for name, values in stats.items():
+            scales = stats.get(f"{name.partition('/')[0]}/scale")
             for index, value in np.ndenumerate(np.asarray(values)):
-                flat["/".join(["health", path, *map(str, index), name])] = float(value)
-    plain = {key.removesuffix("/scale") for key, v in flat.items() if key.endswith("/scale") and v == 0}
-    return {key: value for key, value in flat.items() if key.rpartition("/")[0] not in plain}
+                if scales is None or np.asarray(scales)[index] != 0:
+                    flat["/".join(["health", path, *map(str, index), name])] = float(value)
+    return flat
 
 
 def summary(flat: Mapping[str, float]) -> dict[str, float]:
@@ -222,35 +284,43 @@ def lines(flat: Mapping[str, float]) -> list[tuple[str, str]]:
         path, tensor, name = key.removeprefix("health/").rsplit("/", 2)
         path, _, layer = path.rpartition("/") if path.rpartition("/")[2].isdigit() else (path, "", "")
         found.setdefault((path, tensor), {}).setdefault(name, {})[layer] = value
-    table = []
-    for (path, tensor), names in sorted(found.items()):
-        if tensor == "swiglu":
-            layer = max(names["corr_1"], key=lambda i: abs(names["corr_1"][i]))
-            longest = max(names["norm_1"], key=lambda i: names["norm_1"][i] / names["norm_median"][i])
-            text = (
-                f"corr {names['corr_1'][layer]:+.2f} in channel {names['channel_1'][layer]:.0f}"
-                f"{_layer(layer)}, norm "
-                f"{names['norm_1'][longest] / names['norm_median'][longest]:.1f} × median{_layer(longest)}"
-            )
-        else:
-            amax, scale = names["amax"].values(), names["scale"].values()
-            text = (
-                f"amax {min(amax):.2g} to {max(amax):.2g}, scale {min(scale):.2g} to {max(scale):.2g}, "
-                f"age up to {max(names['age'].values()):.0f}, {_worst(names, 'saturated')}, "
-                f"{_worst(names, 'underflow')}"
-            )
-        table.append((f"{path} {tensor}", text))
-    return table
+    return [
+        (f"{path} {tensor}", _swiglu_line(stats) if tensor == "swiglu" else _tensor_line(stats))
+        for (path, tensor), stats in sorted(found.items())
+    ]
 
 
 def record_lines(record: Mapping[str, float]) -> list[tuple[str, str]]:
-    """`lines` of a record of metrics, which holds the `summary` too."""
+    """`lines` of a record of metrics, which also holds the `summary`."""
     return lines({k: v for k, v in record.items() if k.startswith("health/") and k.count("/") > 2})
 
 
-def _worst(names: Mapping[str, Mapping[str, float]], name: str) -> str:
-    layer = max(names[name], key=lambda i: names[name][i])
-    return f"{name} {names[name][layer]:.2%}{_layer(layer) if names[name][layer] else ''}"
+# Statistic → layer → value.
+_OfLayers = Mapping[str, Mapping[str, float]]
+
+
+def _swiglu_line(stats: _OfLayers) -> str:
+    layer = max(stats["corr_1"], key=lambda i: abs(stats["corr_1"][i]))
+    relative = {i: norm / stats["norm_median"][i] for i, norm in stats["norm_1"].items()}
+    longest = max(relative, key=lambda i: relative[i])
+    return (
+        f"corr {stats['corr_1'][layer]:+.2f} in channel {stats['channel_1'][layer]:.0f}{_layer(layer)}, "
+        f"norm {relative[longest]:.1f} × median{_layer(longest)}"
+    )
+
+
+def _tensor_line(stats: _OfLayers) -> str:
+    amaxes, scales = stats["amax"].values(), stats["scale"].values()
+    return (
+        f"amax {min(amaxes):.2g} to {max(amaxes):.2g}, scale {min(scales):.2g} to {max(scales):.2g}, "
+        f"age up to {max(stats['age'].values()):.0f}, {_worst(stats, 'saturated')}, "
+        f"{_worst(stats, 'underflow')}"
+    )
+
+
+def _worst(stats: _OfLayers, name: str) -> str:
+    layer = max(stats[name], key=lambda i: stats[name][i])
+    return f"{name} {stats[name][layer]:.2%}{_layer(layer) if stats[name][layer] else ''}"
 
 
 def _layer(layer: str) -> str:

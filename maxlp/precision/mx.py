@@ -1,8 +1,8 @@
-"""Matmuls of blocks that share a power-of-two scale (OCP MX), in hardware where there is some.
+"""Matmuls of blocks that share a power-of-two scale (OCP MX), in hardware or emulated.
 
-GPUs from Blackwell on multiply MXFP8 blocks directly (`jax.nn.scaled_matmul`, which XLA decomposes on older
-ones). Elsewhere the operands are multiplied out to bfloat16 first, which is exact: 4 bits of E4M3 and a
-power of two fit. Both sum in float32.
+GPUs from Blackwell on multiply MXFP8 blocks directly (`jax.nn.scaled_matmul`, which XLA decomposes
+on older ones). Elsewhere the operands are dequantized to bfloat16 first, which is exact: it holds
+the 4 significant bits of E4M3 times a power of two. Both sum in float32.
 """
 
 import math
@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxlp.numerics import formats
-from maxlp.numerics.formats import Quantized
+from maxlp.numerics.quantized import Quantized, dequantize
 
 
 def dot_general(a: Quantized, b: Quantized, dimension_numbers: Any, out_sharding: Any) -> jax.Array:
@@ -20,8 +19,8 @@ def dot_general(a: Quantized, b: Quantized, dimension_numbers: Any, out_sharding
 
     def emulated(a: Quantized, b: Quantized) -> jax.Array:
         return jax.lax.dot_general(
-            formats.dequantize(a, _exact_dtype(a)),
-            formats.dequantize(b, _exact_dtype(b)),
+            dequantize(a, _exact_dtype(a)),
+            dequantize(b, _exact_dtype(b)),
             dimension_numbers,
             preferred_element_type=jnp.float32,
             out_sharding=out_sharding,
@@ -29,8 +28,7 @@ def dot_general(a: Quantized, b: Quantized, dimension_numbers: Any, out_sharding
 
     def hardware(a: Quantized, b: Quantized) -> jax.Array:
         (axes_a, axes_b), _ = dimension_numbers
-        free = [q.values.shape[i] for q, axes in ((a, axes_a), (b, axes_b))
-                for i in range(q.values.ndim) if i not in axes]  # fmt: skip
+        free = [a.values.shape[i] for i in _free(a, axes_a)] + [b.values.shape[i] for i in _free(b, axes_b)]
         a, b = _blocks_last(a, axes_a), _blocks_last(b, axes_b)
         y = jax.nn.scaled_matmul(a.values, b.values, a.scale, b.scale, preferred_element_type=jnp.float32)
         return y.reshape(free)
@@ -40,11 +38,18 @@ def dot_general(a: Quantized, b: Quantized, dimension_numbers: Any, out_sharding
     return jax.lax.platform_dependent(a, b, cuda=hardware, default=emulated)
 
 
+def _free(q: Quantized, contracted: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(i for i in range(q.values.ndim) if i not in contracted)
+
+
 def _blocks_last(q: Quantized, contracted: tuple[int, ...]) -> Quantized:
-    """(1, rows, contracted) with E8M0 scales, as `jax.nn.scaled_matmul` wants them."""
-    free = tuple(i for i in range(q.values.ndim) if i not in contracted)
+    """(1, rows, contracted) with E8M0 scales, the layout of `jax.nn.scaled_matmul`."""
+    free = _free(q, contracted)
     rows = math.prod(q.values.shape[i] for i in free)
-    flat = lambda x: x.transpose(*free, *contracted).reshape(1, rows, -1)  # noqa: E731
+
+    def flat(x: jax.Array) -> jax.Array:
+        return x.transpose(*free, *contracted).reshape(1, rows, -1)
+
     return Quantized(flat(q.values), flat(q.scale).astype(jnp.float8_e8m0fnu))
 
 

@@ -1,14 +1,28 @@
 """What a quantized matmul computes in, as data.
 
-A linear layer is three matmuls (GEMMs): ``fwd`` makes the output from input and kernel, ``dlhs`` the
-gradient of the input from output gradient and kernel, ``drhs`` the gradient of the kernel from input and
-output gradient. A recipe names, for each, the formats of its two operands and what shares a scale.
+A linear layer is three matmuls (GEMMs): ``fwd`` makes the output from input and kernel, ``dlhs``
+the gradient of the input from output gradient and kernel, ``drhs`` the gradient of the kernel from
+input and output gradient. A recipe names, for each, the formats of its two operands and which
+elements share a scale.
 """
 
 import dataclasses
 from typing import Any
 
 from maxlp.numerics import formats
+from maxlp.numerics.quantized import GRANULARITIES
+
+GEMMS = {  # the tensors of a layer that each matmul multiplies
+    "fwd": ("input", "kernel"),
+    "dlhs": ("output_grad", "kernel"),
+    "drhs": ("input", "output_grad"),
+}
+
+
+def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises a ValueError if the value is not one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{key}={value!r} is unknown; use one of {', '.join(choices)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,8 +31,9 @@ class Operand:
 
     Attributes:
       format: see `formats.get`.
-      granularity: what shares a scale, see `formats.quantize`.
-      delayed: the scale comes from the history of earlier steps (`delayed`), not from the data itself.
+      granularity: which elements share a scale, see `quantized.quantize`.
+      delayed: the scale comes from the history of earlier steps (`delayed`), not from the data
+        itself.
       power_of_two: scales are powers of two.
       rounding: ``nearest`` or ``truncate``.
     """
@@ -31,11 +46,13 @@ class Operand:
 
     def __post_init__(self):
         formats.get(self.format)
-        for key, known in (("granularity", formats.GRANULARITIES), ("rounding", ("nearest", "truncate"))):
-            if getattr(self, key) not in known:
-                raise ValueError(f"precision {key}={getattr(self, key)!r}: one of {', '.join(known)}")
+        check_choice("granularity", self.granularity, GRANULARITIES)
+        check_choice("rounding", self.rounding, ("nearest", "truncate"))
         if self.delayed and self.granularity != "tensor":
-            raise ValueError(f"precision granularity={self.granularity!r}: delayed scales are per tensor")
+            raise ValueError(
+                f"granularity={self.granularity!r} does not work with delayed scales; use 'tensor' or a "
+                "recipe with current scales"
+            )
 
 
 Pair = tuple[Operand, Operand] | None
@@ -46,14 +63,19 @@ class Recipe:
     """The three matmuls of a linear layer; None is a matmul in the layer's own dtype.
 
     Attributes:
-      fwd: (input, kernel). dlhs: (output gradient, kernel). drhs: (input, output gradient).
-      residuals: what waits for the backward pass: input and kernel in the layer's dtype (``full``), or as
-        ``fwd`` quantized them (``quantized``: half the bytes). A kernel is always kept as quantized if
-        ``dlhs`` takes it so.
-      history: steps that a delayed scale looks back on; 1 is the most recent only.
-      margin: a delayed scale leaves ``2^margin`` of head-room.
-      cold_start: delayed scales are current ones until something was seen.
+      fwd: (input, kernel).
+      dlhs: (output gradient, kernel).
+      drhs: (input, output gradient).
+      residuals: what is saved for the backward pass: input and kernel in the layer's dtype
+        (``full``), or as ``fwd`` quantized them (``quantized``: half the bytes). A kernel is always
+        saved in quantized form if ``dlhs`` uses the same form.
+      history: steps that a delayed scale looks back on; 1 is only the most recent.
+      margin: a delayed scale leaves ``2^margin`` of headroom.
+      cold_start: delayed scales are current ones until a nonzero amax was recorded.
       smooth: see `smooth_swiglu`.
+
+    Raises:
+      ValueError: operands that cannot be multiplied, or invalid options.
     """
 
     name: str
@@ -67,39 +89,44 @@ class Recipe:
     smooth: str = "none"
 
     def __post_init__(self):
-        where = f"precision recipe {self.name!r}"
-        for gemm in ("fwd", "dlhs", "drhs"):
-            kinds = {formats.get(operand.format).kind for operand in getattr(self, gemm) or ()}
-            blocks = {operand.granularity == "block" for operand in getattr(self, gemm) or ()}
+        where = f"recipe={self.name!r}"
+        for gemm, pair in self.gemms.items():
+            kinds = {formats.get(operand.format).kind for operand in pair}
+            blocks = {operand.granularity == "block" for operand in pair}
             if len(kinds) > 1 or len(blocks) > 1:
-                raise ValueError(f"{where}: the operands of {gemm} must both be int, float or simulated, "
-                                 "and both in blocks or neither")  # fmt: skip
+                raise ValueError(
+                    f"{where}: the operands of {gemm} must both be int, float or simulated, and both in "
+                    "blocks or neither"
+                )
         if self.residuals not in ("full", "quantized"):
             raise ValueError(f"{where}: residuals={self.residuals!r} must be 'full' or 'quantized'")
         if self.residuals == "quantized" and self.fwd is None:
-            raise ValueError(f"{where}: residuals='quantized' needs a quantized fwd")
+            raise ValueError(f"{where}: residuals='quantized' needs a quantized fwd; use 'full'")
         if self.delayed and self.history < 1:
-            raise ValueError(f"{where}: history={self.history}: delayed scaling needs 1 step or more")
+            raise ValueError(f"{where}: history={self.history} must be at least 1 step")
+
+    @property
+    def gemms(self) -> dict[str, tuple[Operand, Operand]]:
+        """The quantized ones of the three matmuls."""
+        return {gemm: pair for gemm in GEMMS if (pair := getattr(self, gemm))}
 
     @property
     def operands(self) -> dict[str, tuple[Operand, ...]]:
         """What each of the three tensors of a layer is quantized to, in the order of the matmuls."""
-        uses = {
-            "input": (self.fwd and self.fwd[0], self.drhs and self.drhs[0]),
-            "kernel": (self.fwd and self.fwd[1], self.dlhs and self.dlhs[1]),
-            "output_grad": (self.dlhs and self.dlhs[0], self.drhs and self.drhs[1]),
-        }
-        return {name: tuple(operand for operand in pair if operand) for name, pair in uses.items()}
+        uses: dict[str, tuple[Operand, ...]] = {"input": (), "kernel": (), "output_grad": ()}
+        for gemm, pair in self.gemms.items():
+            for tensor, operand in zip(GEMMS[gemm], pair, strict=True):
+                uses[tensor] += (operand,)
+        return uses
 
     @property
     def delayed(self) -> tuple[str, ...]:
-        """Which of the three tensors of a layer have a history."""
+        """The tensors of a layer that have an amax history."""
         return tuple(name for name, uses in self.operands.items() if any(o.delayed for o in uses))
 
     @property
     def in_blocks(self) -> bool:
-        gemms = (self.fwd, self.dlhs, self.drhs)
-        return any(o.granularity == "block" for pair in gemms if pair for o in pair)
+        return any(o.granularity == "block" for pair in self.gemms.values() for o in pair)
 
 
 # FP8 scales are powers of two: of a floating format that costs at most one bit of range and no
@@ -116,13 +143,14 @@ _MX = Operand("float8_e4m3fn", "block")
 _E4M3_SIMULATED = Operand("e4m3")
 
 
-def _same(name: str, operand: Operand, **options: Any) -> Recipe:
-    return Recipe(name, (operand, operand), (operand, operand), (operand, operand), **options)
+def _same(name: str, operand: Operand) -> Recipe:
+    return Recipe(name, (operand, operand), (operand, operand), (operand, operand))
 
 
 RECIPES = {
-    "bf16": Recipe("bf16"),  # every matmul in the model's dtype, whatever that is
-    # Micikevicius et al. 2022 (arXiv:2209.05433) formats; scales from the history, as Transformer Engine.
+    "bf16": Recipe("bf16"),  # every matmul in the model's own dtype
+    # The formats of Micikevicius et al. 2022 (arXiv:2209.05433); scales from the history, as in
+    # Transformer Engine.
     "fp8_delayed": Recipe(
         "fp8_delayed",
         fwd=(_E4M3_DELAYED, _E4M3_DELAYED),
@@ -142,13 +170,10 @@ RECIPES = {
     "fp8_rowwise_with_gw_hp": Recipe(
         "fp8_rowwise_with_gw_hp", fwd=(_E4M3_ROW, _E4M3_ROW), dlhs=(_E4M3_ROW, _E4M3)
     ),
-    # Wortsman et al. 2023 (arXiv:2304.13013): the gradient of the kernel sums over all tokens of a batch,
-    # too many for 8 bits, and stays in 16. In the paper FP8 is a simulation with its own value tables.
-    "fp8_switchback": Recipe(
-        "fp8_switchback",
-        fwd=(_E4M3_ROW, _E4M3),
-        dlhs=(_E5M2_ROW, _E4M3),
-    ),
+    # Wortsman et al. 2023 (arXiv:2304.13013): the gradient of the kernel sums over all tokens of a
+    # batch, too many for 8 bits, and stays in 16. The paper simulates FP8 with its own tables of
+    # values.
+    "fp8_switchback": Recipe("fp8_switchback", fwd=(_E4M3_ROW, _E4M3), dlhs=(_E5M2_ROW, _E4M3)),
     "int8_switchback": Recipe("int8_switchback", fwd=(_INT8_ROW, _INT8), dlhs=(_INT8_ROW, _INT8)),
     "int8_switchback_m": Recipe(  # memory-efficient: int8 residuals, drhs from the dequantized input
         "int8_switchback_m", fwd=(_INT8_ROW, _INT8), dlhs=(_INT8_ROW, _INT8), residuals="quantized"
@@ -162,32 +187,69 @@ RECIPES = {
 }
 
 
-def make_recipe(name: str, **options: Any) -> Recipe:
-    """A recipe of `RECIPES` with some of its data replaced.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecipeOptions:
+    """Changes to a recipe; None keeps the recipe's own value.
 
-    Args:
-      options: fields of `Recipe` (``history=16``); fields of `Operand`, for all operands (``power_of_two``,
-        ``granularity``, ``rounding``); ``format`` of inputs and kernels, ``grad_format`` of gradients.
+    Attributes:
+      residuals, history, margin, cold_start: fields of `Recipe`.
+      format: format of all operands, unless ``grad_format`` is set too.
+      grad_format: format of output gradients.
+      granularity, power_of_two, rounding: fields of `Operand`, for all operands.
 
     Raises:
-      ValueError: unknown names, options or values, with what is possible.
+      ValueError: a value that no operand accepts.
     """
-    if name not in RECIPES:
-        raise ValueError(f"precision recipe {name!r} is unknown; one of {', '.join(RECIPES)}")
-    recipe = RECIPES[name]
-    of_operands = ("format", "grad_format", "granularity", "power_of_two", "rounding")
-    of_recipe = ("residuals", "history", "margin", "cold_start")
-    for key in options:
-        if key not in of_operands + of_recipe:
-            known = ", ".join(of_recipe + of_operands)
-            raise ValueError(f"precision recipe {name!r}: option {key!r} is unknown; options: {known}")
-    changes = {key: value for key, value in options.items() if key in of_operands}
-    grad_format = changes.pop("grad_format", changes.get("format"))
-    gemms = {}
-    for gemm, grad_at in (("fwd", None), ("dlhs", 0), ("drhs", 1)):
-        pair = list(getattr(recipe, gemm) or ())
-        for i, operand in enumerate(pair):
-            new = dict(changes, format=grad_format) if i == grad_at and grad_format else changes
-            pair[i] = dataclasses.replace(operand, **new)
-        gemms[gemm] = tuple(pair) or None
-    return dataclasses.replace(recipe, **gemms, **{k: v for k, v in options.items() if k in of_recipe})
+
+    residuals: str | None = None
+    history: int | None = None
+    margin: float | None = None
+    cold_start: bool | None = None
+    format: str | None = None
+    grad_format: str | None = None
+    granularity: str | None = None
+    power_of_two: bool | None = None
+    rounding: str | None = None
+
+    def __post_init__(self):
+        for name in (self.format, self.grad_format):
+            Operand(**{"format": name or "int8", **self.of_operands})
+
+    @property
+    def of_operands(self) -> dict[str, Any]:
+        """The options that replace fields of `Operand`, other than the formats."""
+        return _given(self, "granularity", "power_of_two", "rounding")
+
+    @property
+    def of_recipe(self) -> dict[str, Any]:
+        """The options that replace fields of `Recipe`."""
+        return _given(self, "residuals", "history", "margin", "cold_start")
+
+
+def _given(options: RecipeOptions, *names: str) -> dict[str, Any]:
+    values = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def make_recipe(name: str, **options: Any) -> Recipe:
+    """Returns a recipe of `RECIPES` with some of its data replaced.
+
+    Args:
+      options: see `RecipeOptions`: ``history=16``.
+
+    Raises:
+      ValueError: an unknown recipe, or options that do not fit it.
+    """
+    check_choice("recipe", name, tuple(RECIPES))
+    recipe, changes = RECIPES[name], RecipeOptions(**options)
+
+    def changed(gemm: str, pair: tuple[Operand, Operand]) -> tuple[Operand, ...]:
+        new = []
+        for tensor, operand in zip(GEMMS[gemm], pair, strict=True):
+            grad_format = changes.grad_format if tensor == "output_grad" else None
+            new_format = grad_format or changes.format or operand.format
+            new.append(dataclasses.replace(operand, format=new_format, **changes.of_operands))
+        return tuple(new)
+
+    gemms = {gemm: changed(gemm, pair) for gemm, pair in recipe.gemms.items()}
+    return dataclasses.replace(recipe, **gemms, **changes.of_recipe)

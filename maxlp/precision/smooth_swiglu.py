@@ -1,16 +1,19 @@
 """Smooth-SwiGLU (Fishman et al. 2024, arXiv:2409.12517): keeps the outliers of a gated product out of FP8.
 
-SwiGLU is quadratic where its two branches point the same way, and after long training some channels do:
-one scale for the whole product then saturates (delayed) or flushes the other channels (current). Channels
-are divided by powers of two ``s`` before quantization and the down projection's kernel is multiplied by
-them: the function, and every gradient, is unchanged to the bit.
+SwiGLU is quadratic where its two branches point the same way, and after long training this happens
+in some
+channels: a delayed scale for the whole product then saturates, and a current one flushes the other
+channels to zero. Here channels are divided by powers of two ``s`` before quantization, and the rows
+of the down projection's kernel are multiplied by them. The function, and every gradient, is
+unchanged to the bit.
 
-``s`` is taken where the product is: in the ``dot_general`` of the down projection. It does not go into the
-up projection's output, as in the paper, because a power of two may be applied before or after, and so
-models need not know. Over data shards it is global, over tensor shards local.
+``s`` is computed from the product, in the ``dot_general`` of the down projection. The paper folds
+it into the up projection's output; a power of two may be applied before or after, and here models
+do not depend on it. Over data shards it is global, over tensor shards local.
 
-Which form helps, measured on the product of 1024 channels, one of them aligned, 512 tokens, E4M3 per
-tensor for product and kernel. Relative error of what the *other* channels contribute to the output
+Which form helps, measured on the product of 1024 channels, one of them aligned, 512 tokens, E4M3
+per tensor for product and kernel. Relative error of the contribution of the *other* channels to the
+output
 (total error in brackets; "jump": the history is from before the channel aligned)::
 
     largest   none,     none,      channel,   balanced,  token,
@@ -22,13 +25,15 @@ tensor for product and kernel. Relative error of what the *other* channels contr
     6.4e5     0.66      (1.00)     0.71       0.038      0.17
     1.0e7     1.00      (1.00)     1.00       0.039      0.51
 
-* ``channel``, the paper's: ``s = max |h_i|``. Nothing saturates, but the outlier moves into the kernel,
-  whose scale must be current; beyond a spread of about 1e4 the other rows of the kernel are flushed.
-* ``balanced``: ``s = sqrt(max |h_i| / max |w_i|)`` shares the spread between product and kernel (as in
-  SmoothQuant, Xiao et al. 2022, arXiv:2211.10438), both with current scales. It holds everywhere.
-* ``token``: one factor per token, taken off the output again. This is what the authors' published code
-  does (there it is the maximum of the linear branch; here of the product, which is what is quantized).
-  It bounds the product's growth between tokens, not between channels.
+* ``channel``, the paper's: ``s = max |h_i|``. Nothing saturates, but the outlier moves into the
+  kernel, whose scale must be current; beyond a spread of about 1e4 the other rows of the kernel are
+  flushed.
+* ``balanced``: ``s = sqrt(max |h_i| / max |w_i|)`` shares the spread between product and kernel (as
+  in SmoothQuant, Xiao et al. 2022, arXiv:2211.10438), both with current scales. It holds
+  everywhere.
+* ``token``: one factor per token, which the output is multiplied by. This is what the authors'
+  published code does (there it is the maximum of the linear branch; here of the product, which is
+  what is quantized). It bounds the product's growth between tokens, not between channels.
 """
 
 import dataclasses
@@ -36,29 +41,28 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from maxlp.numerics import formats
-from maxlp.precision.recipes import Operand, Recipe
+from maxlp.numerics.scales import amax, ceil_power_of_two
+from maxlp.precision.recipes import GEMMS, Operand, Recipe, check_choice
 
-FORMS = ("none", "channel", "balanced", "token")
+# Each form, and the tensors whose scales must be current because they jump with the factors.
+_CURRENT = {"none": (), "channel": ("kernel",), "balanced": ("input", "kernel"), "token": ()}
+FORMS = tuple(_CURRENT)
 
 
 def smooth(recipe: Recipe, form: str) -> Recipe:
-    """The recipe for a down projection; scales that smoothing makes jump with the data become current.
+    """The recipe of a down projection, with current scales where smoothing makes them jump.
 
     Raises:
       ValueError: a form that is not in `FORMS`.
     """
-    if form not in FORMS:
-        raise ValueError(f"precision.smooth_swiglu={form!r}: one of {', '.join(FORMS)}")
-    current = {"none": (), "token": (), "channel": ("kernel",), "balanced": ("input", "kernel")}[form]
+    check_choice("smooth_swiglu", form, FORMS)
 
     def operand(tensor: str, o: Operand) -> Operand:
-        return dataclasses.replace(o, delayed=o.delayed and tensor not in current)
+        return dataclasses.replace(o, delayed=o.delayed and tensor not in _CURRENT[form])
 
-    tensors = dict(fwd=("input", "kernel"), dlhs=("grad", "kernel"), drhs=("input", "grad"))
     gemms = {
-        gemm: pair and tuple(operand(t, o) for t, o in zip(tensors[gemm], pair, strict=True))
-        for gemm, pair in ((gemm, getattr(recipe, gemm)) for gemm in tensors)
+        gemm: tuple(operand(tensor, o) for tensor, o in zip(GEMMS[gemm], pair, strict=True))
+        for gemm, pair in recipe.gemms.items()
     }
     return dataclasses.replace(recipe, smooth=form, **gemms)
 
@@ -67,15 +71,15 @@ def factors(x: jax.Array, kernel: jax.Array, form: str) -> jax.Array:
     """The powers of two that divide ``x`` (…, K): float32 (K,), or (…, 1) for ``token``; 1 for zeros."""
     x, kernel = jax.lax.stop_gradient((x, kernel))
     if form == "token":
-        s = formats.amax(x, (x.ndim - 1,))
+        s = amax(x, (x.ndim - 1,))
     else:
-        s = formats.amax(x, tuple(range(x.ndim - 1))).reshape(-1)
+        s = amax(x, tuple(range(x.ndim - 1))).reshape(-1)
         if form == "balanced":
-            s = jnp.sqrt(s / formats.amax(kernel, (1,)).reshape(-1))
+            s = jnp.sqrt(s / amax(kernel, (1,)).reshape(-1))
     usable = (s > 2.0**-60) & (s < 2.0**60)
-    return formats.ceil_power_of_two(jnp.where(usable, s, 1.0))
+    return ceil_power_of_two(jnp.where(usable, s, 1.0))
 
 
 def fold(up_kernel: jax.Array, down_kernel: jax.Array, s_F: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Kernels (D, F) and (F, D) with fixed factors in them, for export: the function is the same."""
-    return up_kernel / s_F, down_kernel * s_F[:, None]
+    """Kernels (D, F) and (F, D) with constant factors folded in, for export: the function is the same."""
+    return up_kernel / s_F[None], down_kernel * s_F[:, None]

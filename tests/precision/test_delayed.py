@@ -1,14 +1,16 @@
 """Delayed scaling of one layer against two independent implementations."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 from flax.linen import fp8_ops
 
-from maxlp.precision import QuantDot, delayed, make_recipe
+from maxlp.precision import QuantDot, make_recipe
+from tests.precision import fixtures
 
 DIMS = (((1,), (0,)), ((), ()))
 E4M3, E5M2 = (448.0, ml_dtypes.float8_e4m3fn), (57344.0, ml_dtypes.float8_e5m2)
@@ -25,39 +27,32 @@ def data(step):
     return arrays
 
 
+@functools.cache
+def compiled_layer(**options):
+    layer = fixtures.Layer(make_recipe("fp8_delayed", **options))
+    return layer.state, jax.jit(layer.step)
+
+
 class Layer:
-    """A QuantDot, run step by step as the train step does."""
+    """One layer with delayed scaling, run step by step as in training."""
 
     def __init__(self, **options):
-        dot = QuantDot(make_recipe("fp8_delayed", **options))
-        self.structure, backward, forward = nnx.split(dot, delayed.OverwriteWithGradient, ...)
-        self.forward, self.backward = nnx.to_pure_dict(forward), nnx.to_pure_dict(backward)
-        self.compiled = jax.jit(self.step)
-
-    def step(self, forward, backward, x, w, g):
-        def product(x, w, backward):
-            dot = nnx.merge(self.structure, forward, backward)
-            y = dot(x, w, DIMS)
-            new = nnx.split(dot, delayed.OverwriteWithGradient, ...)[2]
-            return y, nnx.to_pure_dict(new)
-
-        y, pull, new_forward = jax.vjp(product, x, w, backward, has_aux=True)
-        return y, *pull(g), new_forward
+        self.state, self.compiled = compiled_layer(**options)
 
     def __call__(self, x, w, g):
-        y, dx, dw, self.backward, self.forward = self.compiled(self.forward, self.backward, x, w, g)
+        y, dx, dw, self.state = self.compiled(self.state, x, w, g)
         return y, dx, dw
 
     @property
     def histories(self):
-        state = self.forward | self.backward
+        state = self.state[0] | self.state[1]
         return [state[f"{name}_amax_history"] for name in ("input", "kernel", "output_grad")]
 
 
 def test_five_steps_equal_an_independent_model():
     history_length, margin = 3, 1.0
     layer = Layer(history=history_length, margin=margin)
-    seen = [[], [], []]
+    pasts = [[], [], []]
 
     def fp8(a, past, kind):
         largest, dtype = kind
@@ -67,10 +62,10 @@ def test_five_steps_equal_an_independent_model():
 
     for step in range(5):
         arrays = data(step)
-        x, w, g = (fp8(*z) for z in zip(arrays, seen, (E4M3, E4M3, E5M2), strict=True))
+        x, w, g = (fp8(*z) for z in zip(arrays, pasts, (E4M3, E4M3, E5M2), strict=True))
         for ours, exact in zip(layer(*arrays), (x @ w, g @ w.T, x.T @ g), strict=True):
             np.testing.assert_allclose(ours, exact, rtol=1e-5, atol=1e-6 * np.abs(exact).max())
-        for past, a, history in zip(seen, arrays, layer.histories, strict=True):
+        for past, a, history in zip(pasts, arrays, layer.histories, strict=True):
             past.append(np.abs(a).max())
             newest_first = [*past[::-1], 0, 0][:history_length]
             np.testing.assert_array_equal(history, newest_first)
@@ -144,11 +139,11 @@ def test_cold_start_reaches_every_layer_in_the_first_step(cold_start, alive):
             x = QuantDot(recipe)(x, kernel, DIMS)
         return 1e-7 * jnp.sum(x)
 
-    grads = jax.grad(loss)(kernels, rng.normal(size=(8, 32)).astype(np.float32))
+    grads = jax.jit(jax.grad(loss))(kernels, rng.normal(size=(8, 32)).astype(np.float32))
     assert sum(bool(np.all(np.any(g, axis=1))) for g in grads) == alive
 
 
-def test_most_recent_is_a_history_of_one():
+def test_a_history_of_one_holds_the_most_recent_amax():
     layer = Layer(history=1)
     for step in range(3):
         layer(*data(step))

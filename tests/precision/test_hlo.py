@@ -1,4 +1,4 @@
-"""What the compilers are given and what they make of it, without a GPU or a TPU.
+"""The programs that compilers get and produce, without a GPU or a TPU.
 
 The first half reads StableHLO. The second half compiles ahead of time for H100 and TPUs, which needs only
 their compilers (extra ``aot``; no driver, no CUDA library).
@@ -13,17 +13,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlp.core import gradients
-from maxlp.core import train_step as step
-from maxlp.families.llama import task as language
 from maxlp.parallel import sharding
 from maxlp.planning import topologies
-from maxlp.precision import QuantDot, delayed, make_recipe
-from tests.precision import tiny
+from maxlp.precision import make_recipe
+from tests.precision import fixtures
 
 E4, E5, BF16, I8 = "f8E4M3FN", "f8E5M2", "bf16", "i8"
 PLAIN = (BF16, BF16, "bf16")
@@ -44,33 +40,23 @@ HALF = [name for name in MATMULS if MATMULS[name][2] == PLAIN and name != "bf16"
 
 def layer(name):
     """Forward and backward of one matmul with a float32 kernel, as a function, and its abstract state."""
-    dot = QuantDot(make_recipe(name, **(dict(history=4) if name == "fp8_delayed" else {})))
-    structure, backward, forward = nnx.split(dot, delayed.OverwriteWithGradient, ...)
-    state = jax.eval_shape(lambda: (nnx.to_pure_dict(forward), nnx.to_pure_dict(backward)))
-
-    def both(state, x, w, g):
-        forward, backward = state
-
-        def product(x, w, backward):
-            dot = nnx.merge(structure, forward, backward)
-            y = dot(x, w.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
-            return y, nnx.to_pure_dict(nnx.split(dot, delayed.OverwriteWithGradient, ...)[2])
-
-        y, pull, forward = jax.vjp(product, x, w, backward, has_aux=True)
-        dx, dw, backward = pull(g)
-        return y, dx, dw, forward, backward
-
-    return both, state
+    made = fixtures.Layer(make_recipe(name, **(dict(history=4) if name == "fp8_delayed" else {})))
+    return made.step, jax.eval_shape(lambda: made.state)
 
 
-def arguments(shardings=(None, None, None), K=512, N=256):
-    shapes = ((8, 128, K), jnp.bfloat16), ((K, N), jnp.float32), ((8, 128, N), jnp.bfloat16)
+def arguments(shardings=(None, None, None), K=512, N=256, length=128):
+    shapes = ((8, length, K), jnp.bfloat16), ((K, N), jnp.float32), ((8, length, N), jnp.bfloat16)
     return [jax.ShapeDtypeStruct(*s, sharding=h) for s, h in zip(shapes, shardings, strict=True)]
 
 
-def lowered(name, platform):
+def lowered(name, platform, length=128):
     both, state = layer(name)
-    return jax.jit(both).trace(state, *arguments()).lower(lowering_platforms=(platform,)).as_text()
+    traced = jax.jit(both).trace(state, *arguments(length=length))
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def unordered(a, b, out):
+    return (*sorted((a, b)), out)
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
@@ -81,22 +67,22 @@ def test_stablehlo_multiplies_in_the_format(name, platform):
         r"\(tensor<[\dx]+x(\w+)>, tensor<[\dx]+x(\w+)>\) -> tensor<[\dx]+x(\w+)>"
     )
     found = re.findall(pattern, lowered(name, platform))
-    unordered = lambda a, b, out: (*sorted((a, b)), out)  # noqa: E731
     assert Counter(unordered(*types) for _, *types in found) == Counter(
-        unordered(*t) for t in MATMULS[name]
+        unordered(*types) for types in MATMULS[name]
     )
     if name.startswith("fp8"):  # fast accumulation forward, precise backward
         fp8 = [precision for precision, a, *_ in found if a != BF16]
         assert fp8 == ["DEFAULT"] + ["HIGHEST"] * (len(fp8) - 1)
 
 
-def test_stablehlo_of_mxfp8_is_the_block_scaled_matmul_on_cuda_and_bf16_elsewhere():
-    cuda, tpu = lowered("mxfp8", "cuda"), lowered("mxfp8", "tpu")
+@pytest.mark.parametrize("length", [128, 20])
+def test_stablehlo_of_mxfp8_is_the_block_scaled_matmul_on_cuda_and_bf16_elsewhere(length):
+    cuda, tpu = lowered("mxfp8", "cuda", length), lowered("mxfp8", "tpu", length)
     assert len(re.findall(r"custom_call @__op\$block_scaled_dot", cuda)) == 3
     assert "block_scaled" not in tpu and len(re.findall("dot_general", tpu)) == 3
 
 
-# --- ahead of time, for GPUs and TPUs that no one has to own ------------------------------------------
+# --- ahead of time ------------------------------------------------------------------------------------
 
 
 def compiled_for(package):
@@ -117,8 +103,7 @@ def compiled(name, where="h100:1x1"):
     both, state = layer(name)
     split, whole = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
     state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole), state)
-    # Outputs lie like what they belong to.
-    outputs = (split, split, split, *jax.tree.map(lambda _: whole, state))
+    outputs = (split, split, split, jax.tree.map(lambda _: whole, state))
     options = {"xla_gpu_enable_triton_gemm": False} if topology.chip.platform == "cuda" else {}
     with jax.set_mesh(mesh):
         program = jax.jit(both, out_shardings=outputs).lower(state, *arguments((split, split, split)))
@@ -149,7 +134,7 @@ def test_h100_multiplies_int8_in_cublaslt(name):
 @h100
 @pytest.mark.parametrize("name", ["fp8_delayed", "fp8_current"])
 def test_h100_applies_power_of_two_scales_inside_the_matmul(name):
-    """Output and input gradient leave the matmul as they are: bfloat16 and scaled, no pass behind it."""
+    """Output and input gradient leave the matmul in bfloat16 and scaled, without a pass after it."""
     results = re.findall(
         r"= \(?(\w+)\[[\d,]*\][^=]*custom-call\(.*__cublas\$lt\$matmul\$f8", compiled(name)
     )
@@ -168,18 +153,21 @@ GATHERED = {"bf16": "bf16", "fp8_current": "f8e4m3fn", "fp8_delayed": "f8e4m3fn"
 )
 def test_fsdp_gathers_weights_in_the_format_and_reduces_their_gradient_in_16_bits(name, where):
     lines = compiled(name, where).splitlines()
-    types = lambda op: {  # noqa: E731
-        dtype
-        for line in lines
-        if re.search(rf" {op}(-start)?\(", line)
-        for dtype in re.findall(r"(\w+)\[\d+,\d+\]", line.split(f" {op}")[0])
-    }
+
+    def types(op):
+        return {
+            dtype
+            for line in lines
+            if re.search(rf" {op}(-start)?\(", line)
+            for dtype in re.findall(r"(\w+)\[\d+,\d+\]", line.split(f" {op}")[0])
+        }
+
     assert types("all-gather") == {GATHERED[name]}
     assert types("reduce-scatter") | types("all-reduce") == {"bf16"}
 
 
 # On TPUs a matmul is a convolution. Types prove that its operands are not widened before it; whether the
-# chip multiplies FP8 as such (TPU7x does, v5e and v6e do not) is not in the program.
+# chip has FP8 hardware (TPU7x has, v5e and v6e have not) is not in the program.
 TPU_TYPES = {E4: "f8e4m3fn", E5: "f8e5m2", BF16: "bf16", I8: "s8", "i32": "s32"}
 
 
@@ -200,24 +188,16 @@ def test_tpus_multiply_in_the_format(name, chip):
 def test_a_scanned_llama_gathers_its_kernels_in_fp8(remat):
     """The whole training step on 8 GPUs: forward, rematerialisation and backward."""
     mesh = sharding.make_mesh(fsdp=8, devices=topologies.devices(topologies.parse("h100:1x8")))
-    make, tx = tiny.make_model(history=4, remat=remat), optax.sgd(0.1)
+    make, tx = fixtures.make_model(history=4, remat=remat), optax.sgd(0.1)
+    _, abstract, train = fixtures.abstract_step(make, mesh, tx, fixtures.token_gradients())
+    where = sharding.batch_sharding(mesh)
+    batch = {
+        k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=where) for k, v in fixtures.batch(0).items()
+    }
     with jax.set_mesh(mesh):
-        graphdef, abstract = step.abstract_state(make, tx, mesh)
-        train = step.jit_train_step(
-            abstract,
-            mesh,
-            graphdef=graphdef,
-            gradients=gradients.of_sums(language.next_token_loss, language.num_targets),
-            tx=tx,
-            schedule=optax.constant_schedule(0.1),
-        )
-        where = sharding.batch_sharding(mesh)
-        batch = {
-            k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=where) for k, v in tiny.batch(0).items()
-        }
         program = train.lower(abstract, batch)
-        hlo = program.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
-    mlp = {str(tiny.SIZES["mlp_dim"])}  # a dim that only kernels of the MLP have
+    hlo = program.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
+    mlp = {str(fixtures.SIZES["mlp_dim"])}  # a dim that only kernels of the MLP have
     gathered = [
         (dtype, dims)
         for line in hlo.splitlines()

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: the scale's path, skipped steps, and that no gradient is off by a factor."""
+"""Dynamic loss scaling: the path of the scale, skipped steps, and gradients without its factor."""
 
 import functools
 
@@ -8,8 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from maxlp.core import gradients
-from maxlp.core import train_step as step
+from maxlp.core import gradients, train_step
 from maxlp.precision import DynamicLossScale
 
 
@@ -34,12 +33,12 @@ def test_the_scale_follows_an_independent_model(lowest, highest):
     finite[100:160] = True  # and up to the ceiling
     ours = DynamicLossScale(8.0, 3, lowest, highest)
 
-    def judge(state, ok):
-        verdict, state, metrics = ours.accept(state, {"grad_norm": jnp.where(ok, 1.0, jnp.nan)})
-        return state, (verdict, metrics["loss_scale"])
+    def accept(state, ok):
+        accepted, state, metrics = ours.accept(state, {"grad_norm": jnp.where(ok, 1.0, jnp.nan)})
+        return state, (accepted, metrics["loss_scale"])
 
-    last, (verdicts, used) = jax.jit(lambda s: jax.lax.scan(judge, s, jnp.asarray(finite)))(ours.init())
-    np.testing.assert_array_equal(verdicts, finite)
+    last, (accepted, used) = jax.jit(lambda s: jax.lax.scan(accept, s, jnp.asarray(finite)))(ours.init())
+    np.testing.assert_array_equal(accepted, finite)
     expected, expected_last = expected_path(8.0, 3, lowest, highest, finite)
     np.testing.assert_array_equal(used, expected)
     assert last["scale"] == expected_last
@@ -55,21 +54,22 @@ def trainer(loss_scale, size=1e-7):
     w = jnp.asarray(np.random.default_rng(1).normal(size=(16,)), jnp.float32)
 
     def loss_fn(params, batch):
-        h = batch["x"].astype(jnp.float16) * params["w"].astype(jnp.float16)
+        h = batch["x"].astype(jnp.float16) * params["w"].astype(jnp.float16)[None]
         return size * jnp.sum(jnp.square(h.astype(jnp.float32) - batch["y"]))
 
-    def gradients_of(graphdef, state, batch):
-        grads = jax.grad(lambda p: gradients.scaled(state, loss_fn(p, batch)))(state["params"])
+    def gradients_of(graphdef, state, batch, scale):
+        grads = jax.grad(lambda p: gradients.scaled(loss_fn(p, batch), scale))(state["params"])
         metrics = {"loss": loss_fn(state["params"], batch) / size}
-        return gradients.unscaled(state, grads), {"seen": state["model_state"]["seen"] + 1}, metrics
+        return gradients.unscaled(grads, scale), {"seen": state["model_state"]["seen"] + 1}, metrics
 
-    train_step = functools.partial(
-        step.train_step,
-        graphdef=None,
+    step = functools.partial(
+        train_step.train_step,
+        None,
         gradients=gradients_of,
         tx=tx,
         schedule=optax.constant_schedule(0.02),
-        judges={"loss_scale": loss_scale},
+        gates={"loss_scale": loss_scale},
+        loss_scale=lambda state: state["loss_scale"]["scale"],
         statistics=lambda grads, opt_state: {"grads": grads},
     )
     state = dict(
@@ -82,17 +82,17 @@ def trainer(loss_scale, size=1e-7):
 
     def batch(seed):
         x = jnp.asarray(np.random.default_rng(seed).normal(size=(8, 16)), jnp.float32)
-        return {"x": x, "y": x * w}
+        return {"x": x, "y": x * w[None]}
 
-    return jax.jit(train_step), state, batch
+    return jax.jit(step), state, batch
 
 
 def test_a_step_with_an_overflow_changes_nothing_but_the_scale():
-    train_step, state, batch = trainer(DynamicLossScale(2.0**15, 100))
-    state, metrics = train_step(state, batch(0))
+    step, state, batch = trainer(DynamicLossScale(2.0**15, 100))
+    state, metrics = step(state, batch(0))
     assert metrics["skipped"] == 0 and np.all(state["params"]["w"] != 0)
     for bad in (np.inf, np.nan):
-        after, metrics = train_step(state, {**batch(1), "y": batch(1)["y"].at[3, 3].set(bad)})
+        after, metrics = step(state, {**batch(1), "y": batch(1)["y"].at[3, 3].set(bad)})
         assert metrics["skipped"] == 1 and metrics["loss_scale"] == state["loss_scale"]["scale"]
         assert after["step"] == state["step"] + 1
         assert after["loss_scale"] == {"scale": state["loss_scale"]["scale"] / 2, "good_steps": 0}
@@ -102,15 +102,15 @@ def test_a_step_with_an_overflow_changes_nothing_but_the_scale():
     assert state["model_state"]["seen"] == 1 and state["opt_state"][0].count == 1
 
 
-def test_gradients_do_not_depend_on_the_scale_and_not_on_its_growth():
+def test_gradients_depend_neither_on_the_scale_nor_on_its_growth():
     """Powers of two round nothing: with a scale that doubles in each step, all steps are the same."""
     fixed, growing = DynamicLossScale(2.0**20, 1000), DynamicLossScale(2.0**12, 1)
     runs = []
     for loss_scale in (fixed, growing):
-        train_step, state, batch = trainer(loss_scale, size=1e-4)
+        step, state, batch = trainer(loss_scale, size=1e-4)
         grads = []
         for i in range(8):
-            state, metrics = train_step(state, batch(i))
+            state, metrics = step(state, batch(i))
             grads.append(metrics["grads"]["w"])
         runs.append((state["params"]["w"], grads, float(metrics["loss_scale"])))
     assert [scale for *_, scale in runs] == [2.0**20, 2.0**19]
@@ -121,9 +121,9 @@ def test_gradients_do_not_depend_on_the_scale_and_not_on_its_growth():
 def test_small_gradients_vanish_without_and_train_with_a_scale():
     moved, losses = [], []
     for initial, most in ((1.0, 1.0), (2.0**15, 2.0**24)):
-        train_step, state, batch = trainer(DynamicLossScale(initial, 20, maximum=most), size=1e-9)
+        step, state, batch = trainer(DynamicLossScale(initial, 20, maximum=most), size=1e-9)
         for i in range(200):
-            state, metrics = train_step(state, batch(i))
+            state, metrics = step(state, batch(i))
         moved.append(bool(np.any(state["params"]["w"])))
         losses.append(float(metrics["loss"]))
     assert moved == [False, True] and losses[1] < 0.01 * losses[0]
@@ -134,11 +134,11 @@ def test_small_gradients_vanish_without_and_train_with_a_scale():
     [
         (dict(initial=1000), "initial=1000 must be a power of two"),
         (dict(initial=2.0**25), "initial=33554432.0 must lie between minimum=1.0 and maximum=16777216.0"),
-        (dict(growth_interval=0), "growth_interval=0 must be 1 step or more"),
+        (dict(growth_interval=0), "growth_interval=0 must be at least 1 step"),
         (dict(minimum=float("inf")), "minimum=inf must be a power of two"),
     ],
 )
-def test_settings_that_cannot_work(options, message):
-    with pytest.raises(ValueError, match=f"precision.loss_scale.{message}") as error:
+def test_bad_settings_are_one_line_errors(options, message):
+    with pytest.raises(ValueError, match=f"^{message}") as error:
         DynamicLossScale(**options)
     assert "\n" not in str(error.value)

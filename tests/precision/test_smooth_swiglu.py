@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from maxlp.numerics import formats
+from maxlp.numerics.quantized import dequantize, quantize
 from maxlp.precision import QuantDot, make_recipe, smooth_swiglu
 from maxlp.precision.recipes import Recipe
 
@@ -26,7 +27,8 @@ def network(magnitude, features=512, width=128, tokens=256):
         )
     )
     gate[:, ALIGNED] = up[:, ALIGNED] = magnitude * gate[:, 0]
-    return x, gate, up, down
+    # Not numpy arrays: their products would come from another library, which may sum in another order.
+    return tuple(jnp.asarray(a) for a in (x, gate, up, down))
 
 
 def product(x, gate, up):
@@ -35,6 +37,7 @@ def product(x, gate, up):
 
 @pytest.mark.parametrize("form", ["channel", "balanced", "token"])
 def test_the_function_and_its_gradients_are_unchanged_to_the_bit(form):
+    """Powers of two round nothing, so both sides round alike wherever their sums have the same order."""
     x, gate, up, down = network(16)
     h = product(x, gate, up).at[:, 3].set(0)  # an all-zero channel too
     dot = QuantDot(dataclasses.replace(Recipe("unquantized"), smooth=form))
@@ -53,19 +56,19 @@ def test_the_function_and_its_gradients_are_unchanged_to_the_bit(form):
 
 
 def error_of_others(form, magnitude):
-    """Relative error of what all channels but the aligned one contribute to the output, current scales."""
+    """Relative error, under current scales, of the contribution of all channels but the aligned one."""
     x, gate, up, down = network(magnitude)
     h = product(x, gate, up)
     s = smooth_swiglu.factors(h, down, form) if form != "none" else jnp.float32(1)
-    of_kernel = s[:, None] if s.ndim == 1 else 1.0
+    of_product, of_kernel = (s[None], s[:, None]) if s.ndim == 1 else (s, 1.0)
 
     def round_trip(a):
-        return formats.dequantize(
-            formats.quantize(a, formats.get("float8_e4m3fn"), "tensor", (0,)), a.dtype
-        )
+        return dequantize(quantize(a, formats.get("float8_e4m3fn"), "tensor", (0,)), a.dtype)
 
     others = np.arange(h.shape[1]) != ALIGNED
-    ours = (round_trip(h / s) * s)[:, others] @ (round_trip(down * of_kernel) / of_kernel)[others]
+    rounded_h = round_trip(h / of_product) * of_product
+    rounded_down = round_trip(down * of_kernel) / of_kernel
+    ours = rounded_h[:, others] @ rounded_down[others]
     exact = h[:, others] @ down[others]
     return np.linalg.norm(ours - exact) / np.linalg.norm(exact)
 
@@ -93,7 +96,7 @@ def test_delayed_scales_saturate_when_a_channel_aligns_and_smoothing_prevents_it
     assert error_after_alignment("balanced") < 0.05
 
 
-def test_only_what_smoothing_makes_jump_becomes_current():
+def test_only_scales_that_smoothing_makes_jump_become_current():
     recipe = make_recipe("fp8_delayed")
     delayed = {form: smooth_swiglu.smooth(recipe, form).delayed for form in smooth_swiglu.FORMS}
     assert delayed == {

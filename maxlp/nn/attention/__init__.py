@@ -1,17 +1,21 @@
-"""Attention by name: one signature, a kernel for each platform behind it.
+"""Attention by name: several kernels with one signature.
 
-====== ========= ===================================== ============================================
-name   platform  memory beside q, k, v and the output  limits
-====== ========= ===================================== ============================================
-xla    any       5/8 of the (N, S, S) probabilities    none
-cudnn  gpu       none; (S, S) with segment ids         bfloat16, float16; H a multiple of 8, ≤ 256
-splash tpu       none                                  S a multiple of 128
-ring   any       none                                  K a multiple of the tensor axis
-====== ========= ===================================== ============================================
+====== ======== ====================================== ==========================================
+name   platform memory besides q, k, v and the output  limits
+====== ======== ====================================== ==========================================
+xla    any      5/8 of the (N, S, S) probabilities     none
+cudnn  gpu      none; (S, S) with segment ids          S even; H a multiple of 8 and at most 256;
+                                                       bfloat16 or float16
+splash tpu      none                                   S a multiple of 128
+ring   any      none                                   none; the only one that can split S
+====== ======== ====================================== ==========================================
 
-A kernel takes q_BSNH, k_BSKH, v_BSKH and the keywords ``causal`` and ``segment_ids_BS`` (int32 or None),
-and returns o_BSNH in the dtype of q. Shape letters: B batch · S query length · T key length · N query
-heads · K kv heads · H head dim.
+All but xla need K to be a multiple of the mesh's tensor axis.
+
+A kernel takes q_BSNH, k_BSKH, v_BSKH and the keywords ``causal`` and ``segment_ids_BS`` (int32 or
+None: tokens attend to their own segment only), and returns o_BSNH in the dtype of q.
+
+Shape letters: B batch · S query length · T key length · N query heads · K kv heads · H head dim.
 """
 
 import dataclasses
@@ -37,14 +41,18 @@ def kernel(name: str) -> Callable[..., jax.Array]:
 
 
 class SequenceOrder(NamedTuple):
-    """The order in which a kernel wants the sequence: see `ring.balance` and `ring.unbalance`."""
+    """Functions that bring a sequence into a kernel's order and back.
+
+    balance: x_BS (tokens, positions, segment ids) from the natural order; see `ring.balance`.
+    unbalance: x_BSD (activations) back to the natural order; see `ring.unbalance`.
+    """
 
     balance: Callable[[jax.Array], jax.Array]
     unbalance: Callable[[jax.Array], jax.Array]
 
 
 def sequence_order(name: str) -> SequenceOrder | None:
-    """The order of the sequence for this kernel, None for the natural one."""
+    """The order in which this kernel reads the sequence; None for the natural order."""
     if name != "ring":
         return None
     from maxlp.nn.attention import ring
@@ -56,7 +64,10 @@ def sequence_order(name: str) -> SequenceOrder | None:
 class Use:
     """How a model uses attention, for `refusal`.
 
-    seq_len: S. kv_heads: K, which divides the number of query heads. dtype: of q, k and v.
+    seq_len: S.
+    kv_heads: K, which divides N.
+    head_dim: H.
+    dtype: of q, k and v.
     """
 
     seq_len: int
@@ -66,10 +77,10 @@ class Use:
 
 
 def refusal(name: str, use: Use, axes: Mapping[str, int], platform: str) -> str | None:
-    """Why a kernel cannot be used, with the way out; None if it can.
+    """Why a kernel cannot be used and what to do instead, in one line; None if it can be used.
 
     Args:
-      axes: sizes of the mesh axes.
+      axes: the size of every mesh axis.
       platform: ``jax.Device.platform``.
     """
     key = f"model.attention={name}"
@@ -83,11 +94,14 @@ def refusal(name: str, use: Use, axes: Mapping[str, int], platform: str) -> str 
         )
     if name != "xla" and use.kv_heads % axes["tensor"]:
         return (
-            f"{key} needs the {use.kv_heads} heads of keys and values to be a multiple of "
-            f"mesh.tensor={axes['tensor']}; use model.attention=xla or another mesh"
+            f"{key} needs a number of key/value heads that is a multiple of "
+            f"mesh.tensor={axes['tensor']}, not {use.kv_heads}; use model.attention=xla or another mesh"
         )
     if name == "splash" and use.seq_len % 128:
-        return f"{key} needs a sequence length that is a multiple of 128, not {use.seq_len}; use xla"
+        return (
+            f"{key} needs a sequence length that is a multiple of 128, not {use.seq_len}; use "
+            "model.attention=xla or another length"
+        )
     if name == "cudnn":
         return _cudnn_refusal(key, use)
     return None
@@ -95,11 +109,14 @@ def refusal(name: str, use: Use, axes: Mapping[str, int], platform: str) -> str 
 
 def _cudnn_refusal(key: str, use: Use) -> str | None:
     if use.seq_len % 2:
-        return f"{key} cannot train on the odd sequence length {use.seq_len}; use model.attention=xla"
+        return f"{key} needs an even sequence length, not {use.seq_len}; use model.attention=xla"
     if use.dtype not in ("bfloat16", "float16"):
-        return f"{key} computes in bfloat16 or float16; set model.dtype={use.dtype} to one of them"
+        return f"{key} computes in bfloat16 or float16, not {use.dtype}; set model.dtype to one of them"
     if use.head_dim % 8 or use.head_dim > 256:
-        return f"{key} needs a head dim that is a multiple of 8 and at most 256, not {use.head_dim}"
+        return (
+            f"{key} needs a head dim that is a multiple of 8 and at most 256, not {use.head_dim}; use "
+            "model.attention=xla"
+        )
     return None
 
 

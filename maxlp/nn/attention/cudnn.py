@@ -13,12 +13,12 @@ def cudnn(
     causal: bool,
     segment_ids_BS: jax.Array | None,
 ) -> jax.Array:
-    """cuDNN's flash attention (from Ampere on; H up to 128 before Hopper).
+    """cuDNN's flash attention (Ampere or newer; before Hopper only for H up to 128).
 
-    Segment ids become a bias (B, 1, S, S) in the dtype of q, and older JAX also computes its gradient: this
-    is the one place where memory grows with S². cuDNN can read packed rows by offsets instead, but only
-    with a fixed maximum of documents in a row, through a private function of JAX, and JAX 0.10 gets the
-    offsets of the keys wrong for K < N.
+    Segment ids become a bias (B, 1, S, S) in the dtype of q, and older versions of JAX also compute
+    its gradient: only here memory grows with S². cuDNN could take the offsets of the documents in
+    packed rows instead, but only with a fixed maximum of documents per row and through a private
+    function of JAX, and JAX 0.10 computes wrong offsets of the keys for K < N.
     """
 
     def attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS):

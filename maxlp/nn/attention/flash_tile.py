@@ -1,19 +1,20 @@
-"""The tiles of ring attention as fused kernels for TPU: no logit leaves the chip.
+"""The tiles of ring attention as fused kernels for TPU, in Pallas: no logit leaves the chip.
 
-The same functions as in `models.tiles`, in Pallas. A kernel visits pairs of tiles in the order of a table,
-keeps the sums of a tile on the chip until its last pair, and adds to what came from earlier turns of the
-ring, in place. So nothing is merged between turns, and tiles that are not in the table cost nothing. The
-backward pass is two kernels, one for q and one for k and v, as in JAX's splash attention. Both make the
-logits again: 7 matmuls, where one kernel with all of a device's dk and dv on the chip would do 5.
+This module implements `tiles.TileKernels`. A kernel visits pairs of tiles in the order of a table
+and keeps the accumulator of a tile on the chip until the last pair of that tile. It starts from the
+accumulators of earlier ring steps and updates them in place, so that nothing has to be merged
+between steps, and tiles that are not in the table cost nothing. The backward pass is two kernels,
+one for dq and one for dk and dv, as in JAX's splash attention. Both recompute the logits: 7
+matmuls, where a single kernel with all of a device's dk and dv on the chip would need 5.
 
-Why no library's kernel: splash attention returns the logarithms of its sums, but has no gradient for them,
-and the functions under it that would take those of all tiles are private, and change. Here `pallas_call` is
-all that is used.
+Why not splash attention itself: it returns the log-sum-exp but defines no gradient for it, and the
+functions below it, which would accept the log-sum-exp over all ring steps, are private and change.
+This module needs nothing but `pallas_call`.
 
-Logits lie with keys along sublanes and queries along lanes: what there is one of for each query is a row,
-and is kept, read and broadcast as such.
+Logits are stored as (keys, queries), keys along sublanes and queries along lanes. A quantity of
+each query (maximum, sum, segment id) is then one row, which is stored, read and broadcast as it is.
 
-Shape letters as in `models.tiles`; P pairs of tiles.
+Shape letters: those of `nn.attention.tiles`, and P pairs of tiles.
 """
 
 import functools
@@ -23,180 +24,219 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxlp.nn.attention.tiles import NO_LOGIT, zeros
+from maxlp.nn.attention.tiles import MASKED_LOGIT, Pairs, SegmentIds, float32_zeros_like
 
-TILE = 1024
+MAX_TILE_SIZE = 1024
 LANES = 128
-MOST = 180  # tiles of a chunk: the table of a device's pairs then fills half of a TPU's scalar memory
-INTERPRET = False  # operation by operation, on any platform (for tests)
+MAX_TILES = 180  # in a length: the table of a device's pairs then fills half of a TPU's scalar memory
+INTERPRET = False  # runs the kernels operation by operation, on any platform (for tests)
 
 
-def tile_size(chunk: int) -> int:
-    """The largest divisor of a chunk that is a multiple of 128 and at most `TILE`.
+def tile_size(length: int) -> int:
+    """The largest divisor that is a multiple of 128 and at most `MAX_TILE_SIZE`.
 
-    0 where the kernels do not fit: if there is none, or it would make too many tiles.
+    0 if there is none, or if it would make more than `MAX_TILES` tiles.
     """
-    size = next((size for size in range(TILE, 0, -LANES) if chunk % size == 0), 0)
-    return size if chunk <= MOST * size else 0
+    size = next((size for size in range(MAX_TILE_SIZE, 0, -LANES) if length % size == 0), 0)
+    return size if length <= MAX_TILES * size else 0
 
 
-def forward(pairs: tuple, masked: bool, q_nBKGsH, k_nBKtH, v_nBKtH, ids: tuple, sums: Any) -> tuple:
-    """`tiles.forward`; sums are (n, B, K, G, 1, s), the same, and (n, B, K, G, H, s), transposed."""
-    if sums is None:
-        out_nBKGHs = zeros(jnp.swapaxes(q_nBKGsH, -1, -2))
-        sums = out_nBKGHs[..., :1, :] + NO_LOGIT, out_nBKGHs[..., :1, :], out_nBKGHs
-    ids, key_ids = _rows(ids)
-    return _visit(_forward, pairs, masked, sums, (q_nBKGsH, ids), (k_nBKtH, v_nBKtH, key_ids))
+def forward(
+    pairs: Pairs, causal: bool, q_nBKGsH, k_nBKtH, v_nBKtH, segment_ids: SegmentIds, accumulator: Any
+) -> tuple:
+    """`TileKernels.forward`; the accumulator is maximum and total (n, B, K, G, 1, s), and out_nBKGHs."""
+    if accumulator is None:
+        out_nBKGHs = float32_zeros_like(jnp.swapaxes(q_nBKGsH, -1, -2))
+        accumulator = out_nBKGHs[..., :1, :] + MASKED_LOGIT, out_nBKGHs[..., :1, :], out_nBKGHs
+    query_ids, key_ids = _as_rows(segment_ids)
+    queries, keys = (q_nBKGsH, query_ids), (k_nBKtH, v_nBKtH, key_ids)
+    return _accumulate(_forward, "ring_forward", pairs, causal, accumulator, queries, keys)
 
 
-def attended(sums: tuple) -> tuple[jax.Array, jax.Array]:
-    """`tiles.attended`."""
-    best, total, out_nBKGHs = sums
-    return upright(out_nBKGHs / total), upright(best + jnp.log(total))
+def finish_forward(accumulator: tuple) -> tuple[jax.Array, jax.Array]:
+    """`TileKernels.finish_forward`."""
+    maximum, total, out_nBKGHs = accumulator
+    return _transpose(out_nBKGHs / total), _transpose(maximum + jnp.log(total))
 
 
 def backward(
-    pairs: tuple, masked: bool, q_nBKGsH, k_nBKtH, v_nBKtH, ids: tuple, log_sum, product, dout, dq: Any
+    pairs: Pairs,
+    causal: bool,
+    q_nBKGsH,
+    k_nBKtH,
+    v_nBKtH,
+    segment_ids: SegmentIds,
+    log_sum,
+    delta,
+    dout,
+    dq: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`tiles.backward`; the gradient of q is transposed, (n, B, K, G, H, s)."""
-    (ids, key_ids), of_keys = _rows(ids), zeros(k_nBKtH)
-    queries = q_nBKGsH, ids, jnp.swapaxes(log_sum, -1, -2), jnp.swapaxes(product, -1, -2), dout
+    """`TileKernels.backward`; dq is transposed, (n, B, K, G, H, s)."""
+    (query_ids, key_ids), zeros = _as_rows(segment_ids), float32_zeros_like(k_nBKtH)
+    queries = q_nBKGsH, query_ids, _transpose(log_sum), _transpose(delta), dout
     keys = k_nBKtH, v_nBKtH, key_ids
-    dq = zeros(jnp.swapaxes(q_nBKGsH, -1, -2)) if dq is None else dq
-    (dq,) = _visit(_dq, pairs, masked, (dq,), queries, keys)
+    dq = float32_zeros_like(_transpose(q_nBKGsH)) if dq is None else dq
+    (dq,) = _accumulate(_dq, "ring_dq", pairs, causal, (dq,), queries, keys)
     by_key = jnp.argsort(pairs[1], stable=True)
     pairs = pairs[0][by_key], pairs[1][by_key]
-    dk, dv = _visit(_dkv, pairs, masked, (of_keys, of_keys), queries, keys, by_key=True)
+    dk, dv = _accumulate(_dkv, "ring_dkv", pairs, causal, (zeros, zeros), queries, keys, by_key=True)
     return dq, dk, dv
 
 
-def upright(x: jax.Array) -> jax.Array:
-    """`tiles.upright`."""
+def finish_dq(dq: jax.Array) -> jax.Array:
+    """`TileKernels.finish_dq`."""
+    return _transpose(dq)
+
+
+def _transpose(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, -1, -2)
 
 
-def _rows(ids: tuple) -> tuple:
-    return jax.tree.map(lambda ids_nBs: ids_nBs[:, :, None], ids)
+def _as_rows(segment_ids: SegmentIds) -> tuple:
+    """(n, B, s) to (n, B, 1, s)."""
+    return jax.tree.map(lambda ids_nBs: ids_nBs[:, :, None], segment_ids)
 
 
-# --- kernels ------------------------------------------------------------------------------------------
+# --- kernels over pairs of tiles --------------------------------------------------------------------------
 
 
-def _visit(
-    add: Callable,
-    pairs: tuple,
-    masked: bool,
-    sums: tuple,
+def _accumulate(
+    update: Callable,
+    name: str,
+    pairs: Pairs,
+    causal: bool,
+    accumulators: tuple,
     queries: tuple,
     keys: tuple,
     by_key: bool = False,
 ) -> tuple:
-    """``add(sums, queries, keys, diagonal)`` for each pair of tiles, with the blocks that it needs.
+    """Calls ``update(accumulators, queries, keys, diagonal)`` for each pair of tiles, as one kernel.
 
     Args:
-      pairs: in the order of the tiles whose sums these are, so that each of them is left only once.
-      masked: pairs i = j are on the diagonal of a causal mask.
-      by_key: sums are those of keys, over the G heads that share a key as well, and not those of queries.
+      update: gets references to the blocks of the pair, and whether to apply the causal mask within
+      it.
+      name: of the kernel, in profiles.
+      pairs: in the order of the tiles that own the accumulators, so that each of these leaves the
+      chip once.
+      causal: pairs with i = j lie on the diagonal of the causal mask.
+      by_key: the accumulators belong to tiles of keys and also sum over the G query heads that
+        share a key; otherwise they belong to tiles of queries.
     """
-    # Here because it takes half a second and only ring attention needs it.
-    from jax.experimental import pallas as pl
+    from jax.experimental import pallas as pl  # takes half a second to import
     from jax.experimental.pallas import tpu as pltpu
 
     _, B, K, G = queries[0].shape[:4]
-    P, own = len(pairs[0]), int(by_key)
-    grid = (B, K, P, G) if by_key else (B, K, G, P)  # sums go over what comes last
+    P, owner = len(pairs[0]), int(by_key)
 
-    def blocks(side: int, arrays: tuple) -> tuple:
-        """Of arrays (n, …) those at tile i (side 0) or j (side 1) of a pair, and at its row and head."""
-
-        def index(x: jax.Array, b: Any, k: Any, g: Any, p: Any, *pairs: Any) -> tuple:
-            g, p = (p, g) if by_key else (g, p)
-            return *(pairs[side][p], b, k, g)[: x.ndim - 2], 0, 0
-
-        def block(x: jax.Array) -> pl.BlockSpec:
-            return pl.BlockSpec((None,) * (x.ndim - 2) + x.shape[-2:], functools.partial(index, x))
-
-        return jax.tree.map(block, arrays)
-
-    def kernel(i_P: Any, j_P: Any, came: tuple, queries: tuple, keys: tuple, *sums: Any) -> None:
+    def kernel(i_P: Any, j_P: Any, initial: tuple, queries: tuple, keys: tuple, *accumulators: Any) -> None:
         p, g = pl.program_id(2 if by_key else 3), pl.program_id(3 if by_key else 2)
-        own_P = (i_P, j_P)[own]
-        new = (p == 0) | (own_P[p] != own_P[jnp.maximum(p - 1, 0)])
+        tile_P = (i_P, j_P)[owner]
+        is_new_tile = (p == 0) | (tile_P[p] != tile_P[jnp.maximum(p - 1, 0)])
 
-        @pl.when(new & (g == 0) if by_key else new)
-        def _():
-            for to, start in zip(sums, came, strict=True):
-                to[...] = start[...]
+        @pl.when(is_new_tile & (g == 0) if by_key else is_new_tile)
+        def load_initial() -> None:
+            for ref, value in zip(accumulators, initial, strict=True):
+                ref[...] = value[...]
 
-        if masked:
+        if causal:
             diagonal = i_P[p] == j_P[p]
-            pl.when(diagonal)(lambda: add(sums, queries, keys, True))
-            pl.when(jnp.logical_not(diagonal))(lambda: add(sums, queries, keys, False))
+            pl.when(diagonal)(lambda: update(accumulators, queries, keys, True))
+            pl.when(jnp.logical_not(diagonal))(lambda: update(accumulators, queries, keys, False))
         else:
-            add(sums, queries, keys, False)
+            update(accumulators, queries, keys, False)
 
-    run = pl.pallas_call(
+    # The dims that an accumulator sums over come last; they run in sequence.
+    summed = 2 if by_key else 1
+    call = pl.pallas_call(
         kernel,
-        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in sums),
+        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in accumulators),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=grid,
-            in_specs=[blocks(own, sums), blocks(0, queries), blocks(1, keys)],
-            out_specs=blocks(own, sums),
+            grid=(B, K, P, G) if by_key else (B, K, G, P),
+            in_specs=[
+                _block_specs(accumulators, owner, by_key),
+                _block_specs(queries, 0, by_key),
+                _block_specs(keys, 1, by_key),
+            ],
+            out_specs=_block_specs(accumulators, owner, by_key),
         ),
-        input_output_aliases={2 + place: place for place in range(len(sums))},
+        input_output_aliases={2 + k: k for k in range(len(accumulators))},  # 2: after the tables of pairs
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * (2 if by_key else 3) + ("arbitrary",) * (2 if by_key else 1)
+            dimension_semantics=("parallel",) * (4 - summed) + ("arbitrary",) * summed
         ),
         interpret=INTERPRET,
-        name=f"ring{add.__name__}",
+        name=name,
     )
-    return tuple(run(*pairs, sums, queries, keys))
+    return tuple(call(*pairs, accumulators, queries, keys))
 
 
-def _forward(sums: tuple, queries: tuple, keys: tuple, diagonal: bool) -> None:
-    (best, total, out), (q, ids), (k, v, key_ids) = sums, queries, keys
-    logits_ts = _logits(q, k, ids, key_ids, diagonal)
-    old = best[...]
+def _block_specs(arrays: tuple, side: int, by_key: bool) -> tuple:
+    """The block of each array (n, B, …) that a pair of tiles uses: one tile of one row and head.
+
+    Args:
+      side: 0 for arrays of queries (tile i of the pair), 1 for arrays of keys (tile j).
+      by_key: the order of the grid, as in `_accumulate`.
+    """
+    from jax.experimental import pallas as pl
+
+    def index_map(rank: int, b: Any, k: Any, g: Any, p: Any, *pairs: Any) -> tuple:
+        g, p = (p, g) if by_key else (g, p)
+        return *(pairs[side][p], b, k, g)[: rank - 2], 0, 0
+
+    def block(x: jax.Array) -> pl.BlockSpec:
+        shape = (None,) * (x.ndim - 2) + x.shape[-2:]
+        return pl.BlockSpec(shape, functools.partial(index_map, x.ndim))
+
+    return jax.tree.map(block, arrays)
+
+
+# --- what the kernels compute for one pair ----------------------------------------------------------------
+
+
+def _forward(accumulators: tuple, queries: tuple, keys: tuple, diagonal: bool) -> None:
+    (maximum, total, out), (q, query_ids), (k, v, key_ids) = accumulators, queries, keys
+    logits_ts = _logits(q, k, query_ids, key_ids, diagonal)
+    old = maximum[...]
     new = jnp.maximum(old, jnp.max(logits_ts, axis=0, keepdims=True))
-    exp_ts, keep = jnp.exp(logits_ts - new), jnp.exp(old - new)
-    best[...] = new
-    total[...] = total[...] * keep + jnp.sum(exp_ts, axis=0, keepdims=True)
-    out[...] = out[...] * keep + _dot(v[...], exp_ts.astype(v.dtype), 0, 0)
+    weights_ts, rescale = jnp.exp(logits_ts - new), jnp.exp(old - new)
+    maximum[...] = new
+    total[...] = total[...] * rescale + jnp.sum(weights_ts, axis=0, keepdims=True)
+    out[...] = out[...] * rescale + _dot(v[...], weights_ts.astype(v.dtype), 0, 0)
 
 
-def _dq(sums: tuple, queries: tuple, keys: tuple, diagonal: bool) -> None:
-    (dq,), (k, _, _) = sums, keys
-    _, dlogits_ts = _gradient(queries, keys, diagonal)
+def _dq(accumulators: tuple, queries: tuple, keys: tuple, diagonal: bool) -> None:
+    (dq,), (k, _, _) = accumulators, keys
+    _, dlogits_ts = _probs_and_dlogits(queries, keys, diagonal)
     dq[...] += _dot(k[...], dlogits_ts.astype(k.dtype), 0, 0)
 
 
-def _dkv(sums: tuple, queries: tuple, keys: tuple, diagonal: bool) -> None:
-    (dk, dv), (q, _, _, _, dout) = sums, queries
-    prob_ts, dlogits_ts = _gradient(queries, keys, diagonal)
+def _dkv(accumulators: tuple, queries: tuple, keys: tuple, diagonal: bool) -> None:
+    (dk, dv), (q, _, _, _, dout) = accumulators, queries
+    probs_ts, dlogits_ts = _probs_and_dlogits(queries, keys, diagonal)
     dk[...] += _dot(dlogits_ts.astype(q.dtype), q[...], 1, 0)
-    dv[...] += _dot(prob_ts.astype(dout.dtype), dout[...], 1, 0)
+    dv[...] += _dot(probs_ts.astype(dout.dtype), dout[...], 1, 0)
 
 
-def _gradient(queries: tuple, keys: tuple, diagonal: bool) -> tuple[jax.Array, jax.Array]:
-    """The probabilities, and the gradient of the logits before their scale."""
-    (q, ids, log_sum, product, dout), (k, v, key_ids) = queries, keys
-    prob_ts = jnp.exp(_logits(q, k, ids, key_ids, diagonal) - log_sum[...])
-    dprob_ts = _dot(v[...], dout[...], 1, 1)
-    return prob_ts, prob_ts * (dprob_ts - product[...]) * q.shape[-1] ** -0.5
+def _probs_and_dlogits(queries: tuple, keys: tuple, diagonal: bool) -> tuple[jax.Array, jax.Array]:
+    """The attention probabilities, and the gradient of ``q @ k.T``."""
+    (q, query_ids, log_sum, delta, dout), (k, v, key_ids) = queries, keys
+    probs_ts = jnp.exp(_logits(q, k, query_ids, key_ids, diagonal) - log_sum[...])
+    dprobs_ts = _dot(v[...], dout[...], 1, 1)
+    return probs_ts, probs_ts * (dprobs_ts - delta[...]) * q.shape[-1] ** -0.5
 
 
-def _logits(q: Any, k: Any, ids: Any, key_ids: Any, diagonal: bool) -> jax.Array:
+def _logits(q: Any, k: Any, query_ids: Any, key_ids: Any, diagonal: bool) -> jax.Array:
     logits_ts = _dot(k[...], q[...], 1, 1) * q.shape[-1] ** -0.5
-    if ids is not None:
-        same = key_ids[...].reshape(-1, 1) == ids[...]
-        logits_ts = jnp.where(same, logits_ts, NO_LOGIT)
+    if query_ids is not None:
+        same = key_ids[...].reshape(-1, 1) == query_ids[...]
+        logits_ts = jnp.where(same, logits_ts, MASKED_LOGIT)
     if diagonal:
         key, query = (jax.lax.broadcasted_iota(jnp.int32, logits_ts.shape, axis) for axis in (0, 1))
-        logits_ts = jnp.where(key <= query, logits_ts, NO_LOGIT)
+        logits_ts = jnp.where(key <= query, logits_ts, MASKED_LOGIT)
     return logits_ts
 
 
 def _dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
+    """The contraction of one axis of each matrix, accumulated in float32."""
     dims = (((x_axis,), (y_axis,)), ((), ()))
     return jax.lax.dot_general(x, y, dims, preferred_element_type=jnp.float32)

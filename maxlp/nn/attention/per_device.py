@@ -1,4 +1,4 @@
-"""Kernels that XLA cannot split, run on every device's part of the batch and the heads."""
+"""Kernels that XLA cannot partition, run on each device's part of the batch and of the heads."""
 
 import functools
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from maxlp.parallel import sharding
 def on_each_device(attend: Callable[..., jax.Array], *arrays: jax.Array | None) -> jax.Array:
     """``attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS)`` on each device's rows and heads.
 
-    A pipeline maps over its stages; here the stages become more rows, so that kernels need no batching
-    rule.
+    A pipeline maps over its stages (`jax.vmap`). Here the stages become additional rows, so that
+    kernels need no batching rule.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -39,6 +39,6 @@ def _on_rows(
 ) -> jax.Array:
     heads = PartitionSpec(rows, None, sharding.RULES["act_heads"], None)
     specs = (heads, heads, heads, PartitionSpec(rows, None))
-    # Without check_vma: the kernels do not declare over which axes their outputs vary.
+    # check_vma would require kernels to declare over which mesh axes their outputs vary.
     run = jax.shard_map(attend, in_specs=specs, out_specs=heads, check_vma=False)
     return run(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS)

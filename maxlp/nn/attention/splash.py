@@ -16,12 +16,13 @@ def splash(
     segment_ids_BS: jax.Array | None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Splash attention: it skips the blocks above the diagonal.
+    """Splash attention, which skips the blocks above the causal diagonal.
 
     Args:
       interpret: runs the kernel operation by operation, on any platform (for tests).
     """
     _, S, _, H = q_BSNH.shape
+    assert S % 128 == 0, "see attention.refusal"
     block = next(size for size in (512, 256, 128) if S % size == 0)
     blocks = kernel.BlockSizes(
         block_q=block,

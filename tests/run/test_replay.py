@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxlp.monitoring import replay
+from maxlp.run import replay
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.monitoring.watch import Crossing
 from maxlp.runtime.checkpoint import StepInfo

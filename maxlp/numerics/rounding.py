@@ -1,0 +1,77 @@
+"""Rounding to number formats: to nearest, towards zero, or stochastic.
+
+Floats are rounded by arithmetic on their bits, because XLA may drop a pair of conversions
+(f32 → f16 → f32).
+"""
+
+import jax
+import jax.numpy as jnp
+
+from maxlp.numerics.formats import Format
+
+
+def cast(x: jax.Array, to: Format, rounding: str = "nearest", key: jax.Array | None = None) -> jax.Array:
+    """Rounds to a format, in ``to.dtype``; magnitudes beyond ``to.max`` become ``±to.max``.
+
+    Saturation follows OCP: infinities saturate too, and NaN stays NaN. (XLA's own conversion turns
+    465 into an E4M3 NaN.) Integers have no NaN and get 0; a scale from the same data is NaN and
+    marks them.
+
+    Args:
+      x: any shape, computed on in float32.
+      to: a float, int or simulated format.
+      rounding: ``nearest`` (ties to even), ``truncate`` (towards zero) or ``stochastic`` (to one of
+        the two neighbours, with probability proportional to proximity: the expectation is ``x``).
+      key: random key; only for ``stochastic``.
+    """
+    x = jnp.clip(x.astype(jnp.float32), -to.max, to.max)
+    if rounding == "nearest" and to.kind == "float":
+        return x.astype(to.dtype)  # one conversion that XLA fuses and cuBLASLt recognises
+    noise = None if key is None else jax.random.bits(key, x.shape, jnp.uint32)
+    return _round(x, to, rounding, noise).astype(to.dtype)
+
+
+def drop_bits(x: jax.Array, drop: int, rounding: str, noise: jax.Array | None = None) -> jax.Array:
+    """Rounds away the ``drop`` lowest mantissa bits of float16 or float32 numbers; NaN stays NaN.
+
+    Subnormals are rounded on the same grid of bits. A magnitude may be rounded up to infinity.
+
+    Args:
+      rounding: as of `cast`.
+      noise: for ``stochastic``, random integers of ``drop`` bits, in the shape of ``x``.
+    """
+    dtype = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(x, dtype)
+    mask = dtype.type(2**drop - 1)
+    if rounding == "nearest":
+        bits += (mask >> 1) + ((bits >> drop) & 1)
+    elif rounding == "stochastic":
+        assert noise is not None, "stochastic rounding needs a key"
+        bits += noise.astype(dtype)
+    rounded = jax.lax.bitcast_convert_type(bits & ~mask, x.dtype)
+    return jnp.where(jnp.isnan(x), x, rounded)
+
+
+def _round(x: jax.Array, to: Format, rounding: str, noise: jax.Array | None) -> jax.Array:
+    """float32 ``|x| <= to.max`` to the values of a format, still in float32; noise is 32 bits each."""
+    if not to.exponent_bits:
+        return _to_integer(x, rounding, noise)
+    drop = 23 - to.mantissa_bits
+    normal = x
+    if drop:
+        normal = drop_bits(x, drop, rounding, None if noise is None else noise >> (32 - drop))
+    if to.exponent_bits == 8:
+        return normal  # its subnormals are float32's, which the backends flush
+    grid = 2.0 ** (to.mantissa_bits - to.min_exponent)  # subnormals are integers in units of 1/grid
+    subnormal = _to_integer(x * grid, rounding, noise) / grid
+    return jnp.where(jnp.abs(x) < 2.0**to.min_exponent, subnormal, normal)
+
+
+def _to_integer(x: jax.Array, rounding: str, noise: jax.Array | None) -> jax.Array:
+    if rounding == "nearest":
+        return jnp.round(x)
+    if rounding == "truncate":
+        return jnp.trunc(x)
+    assert noise is not None, "stochastic rounding needs a key"
+    whole = jnp.floor(x)
+    return whole + ((noise >> 8).astype(jnp.float32) * 2.0**-24 < x - whole)

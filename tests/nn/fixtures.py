@@ -1,0 +1,56 @@
+"""Attention inputs, a comparison of gradients, and ring attention in the natural order."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxlp.nn.attention import ring
+
+
+def inputs(B: int, S: int, N: int, K: int, H: int, dtype: str = "float32"):
+    """q, k, v, the gradient of the output, and segment ids of a few documents with padding at the end."""
+    rng = np.random.default_rng(0)
+
+    def normal(heads: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal((B, S, heads, H)), dtype)
+
+    starts = rng.random((B, S)) < 4 / S
+    segment_ids = 1 + np.cumsum(starts, axis=1)
+    segment_ids[:, S - S // 8 :] = 0
+    return normal(N), normal(K), normal(K), normal(N), jnp.asarray(segment_ids, jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("attend", "causal"))
+def out_and_grads(attend, q, k, v, dout, segment_ids, causal=True):
+    """The output of attention, and the gradients of q, k and v."""
+
+    def f(q, k, v):
+        return attend(q, k, v, causal=causal, segment_ids_BS=segment_ids)
+
+    out, vjp = jax.vjp(f, q, k, v)
+    return out, *vjp(dout)
+
+
+def assert_close(actual, expected, atol):
+    """Compares two results of `out_and_grads`."""
+    for name, a, b in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=atol, rtol=0, err_msg=name)
+
+
+def in_natural_order(attend):
+    """Attention in the balanced order of a ring, as a function of arrays in natural order."""
+
+    def run(q_BSNH, k_BSKH, v_BSKH, *, causal, segment_ids_BS):
+        B, S = q_BSNH.shape[:2]
+
+        def balance(x):
+            return ring.balance(jnp.moveaxis(x, 1, -1).reshape(-1, S)).reshape(B, *x.shape[2:], S)
+
+        q, k, v = (jnp.moveaxis(balance(x), -1, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
+        ids = None if segment_ids_BS is None else balance(segment_ids_BS)
+        out_BSNH = attend(q, k, v, causal=causal, segment_ids_BS=ids)
+        return ring.unbalance(out_BSNH.reshape(B, S, -1)).reshape(out_BSNH.shape)
+
+    return run

@@ -1,0 +1,114 @@
+"""The layers that families share, against their definitions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlp.nn import layers
+
+CONTRACTION = ((2,), (0,)), ((), ())  # (B, S, in) with (in, out)
+
+
+def random(*shape, dtype="float32", seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def linear(**changes):
+    how = dict(axes=("embed", "mlp"), std=0.5, dtype=jnp.float32, param_dtype=jnp.float32)
+    return layers.Linear(64, 256, rngs=nnx.Rngs(0), **how | changes)
+
+
+# --- matmuls --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "result", "rtol"),
+    [("float32", "float32", 1e-5), ("bfloat16", "bfloat16", 0.02), ("bfloat16", "float32", 0.02)],
+)
+def test_gradients_of_dot_general_are_those_of_jax_in_the_operands_dtype(dtype, result, rtol):
+    x, kernel, g = random(2, 3, 8, dtype=dtype), random(8, 5, dtype=dtype), random(2, 3, 5, dtype=result)
+
+    def run(dot_general):
+        def f(x, kernel):
+            return dot_general(x, kernel, CONTRACTION, jnp.dtype(result))
+
+        y, vjp = jax.vjp(f, x, kernel)
+        return y, *vjp(g)
+
+    for actual, expected in zip(run(layers.dot_general), run(_lax_dot_general), strict=True):
+        assert actual.dtype == expected.dtype
+        scale = float(jnp.max(jnp.abs(expected)))
+        np.testing.assert_allclose(
+            np.asarray(actual, np.float32), np.asarray(expected, np.float32), atol=rtol * scale
+        )
+
+
+def _lax_dot_general(x, kernel, dimension_numbers, preferred_element_type):
+    return jax.lax.dot_general(x, kernel, dimension_numbers, preferred_element_type=preferred_element_type)
+
+
+def test_linear_is_a_product_and_a_bias_in_its_dtype():
+    plain, biased = linear(), linear(bias="mlp", bias_std=0.1)
+    x = random(2, 3, 64)
+    np.testing.assert_allclose(plain(x), x @ plain.kernel[...], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(biased(x), x @ biased.kernel[...] + biased.bias[...], rtol=1e-4, atol=1e-4)
+    low = linear(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, bias="mlp")
+    assert low.kernel.dtype == low.bias.dtype == low(x).dtype == jnp.bfloat16
+    assert low(x, preferred_element_type=jnp.float32).dtype == jnp.float32
+
+
+def test_linear_has_the_standard_deviations_asked_for():
+    made = linear(std=0.5, draw=layers.uniform, bias="mlp", bias_std=0.25)
+    np.testing.assert_allclose([np.std(made.kernel[...]), np.std(made.bias[...])], [0.5, 0.25], rtol=0.1)
+    assert np.max(np.abs(linear(std=1.0).kernel[...])) <= 3
+
+
+def test_precision_is_injected_by_replacing_dot_general():
+    def doubled(x, kernel, dimension_numbers, preferred_element_type):
+        return 2 * layers.dot_general(x, kernel, dimension_numbers, preferred_element_type)
+
+    made, x = linear(), random(1, 2, 64)
+    expected = 2 * made(x)
+    made.dot_general = nnx.static(doubled)
+    np.testing.assert_array_equal(made(x), expected)
+
+
+# --- embedding and norms --------------------------------------------------------------------------------
+
+
+def test_an_embedding_looks_up_rows_and_is_the_kernel_of_tied_logits():
+    how = dict(std=1.0, dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    embed = layers.Embed(16, 8, rngs=nnx.Rngs(0), **how)
+    ids = jnp.array([[3, 0, 3], [15, 7, 1]])
+    x = embed(ids)
+    assert x.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(x, embed.embedding[...].astype(jnp.bfloat16)[ids])
+    logits = embed.attend(x)
+    assert logits.shape == (2, 3, 16) and logits.dtype == jnp.float32
+    np.testing.assert_array_equal(jnp.argmax(logits, -1), ids)
+
+
+@pytest.mark.parametrize("kind", [layers.RMSNorm, layers.LayerNorm])
+def test_norms_equal_their_definitions_and_compute_in_float32(kind):
+    norm, x = kind(64, eps=1e-5, param_dtype=jnp.float32), 100 + random(2, 3, 64)
+    norm.scale[...] = 1 + random(64, seed=1)
+    expected = np.asarray(x, np.float64)
+    if kind is layers.LayerNorm:
+        norm.bias[...] = random(64, seed=2)
+        expected = expected - expected.mean(-1, keepdims=True)
+    expected = expected / np.sqrt((expected**2).mean(-1, keepdims=True) + 1e-5) * norm.scale[...]
+    if kind is layers.LayerNorm:
+        expected = expected + norm.bias[...]
+    np.testing.assert_allclose(norm(x), expected, rtol=1e-3, atol=1e-4)
+    rounded = x.astype(jnp.bfloat16)
+    assert norm(rounded).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(norm(rounded), norm(rounded.astype(jnp.float32)).astype(jnp.bfloat16))
+
+
+def test_layer_scale_is_a_gain_of_each_channel():
+    scale, x = layers.LayerScale(4, 0.1, param_dtype=jnp.float32), random(2, 3, 4)
+    np.testing.assert_allclose(scale(x), 0.1 * x, rtol=1e-6)
+    scale.scale[...] = jnp.arange(4.0)
+    np.testing.assert_allclose(scale(x), x * np.arange(4.0), rtol=1e-6)

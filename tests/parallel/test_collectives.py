@@ -1,0 +1,33 @@
+"""What mesh axes promise of the compiled train step, read from the program of one of eight devices."""
+
+import re
+
+from maxlp.planning import hlo
+from tests.parallel.fixtures import Trainer
+
+ROWS, LENGTH = 8, 64
+
+
+def compiled(**mesh: int) -> tuple[str, dict[str, int]]:
+    """The text of the compiled step, and the sizes of all mesh axes."""
+    trainer = Trainer(mesh)
+    return trainer.compile(ROWS, LENGTH).as_text(), dict(trainer.mesh.shape)
+
+
+def test_norms_between_the_matmuls_hold_a_part_of_the_sequence():
+    """Megatron's sequence parallelism: with ``tensor`` T, a norm has S/T positions of a row and not S."""
+    text, _ = compiled(fsdp=2, tensor=4)
+    shapes = re.findall(r"= f32\[([\d,]+)\]\S* rsqrt\([^\n]*op_name=\"[^\"]*(?:attn|mlp)/", text)
+    assert shapes, "no norm was found in the layers"
+    elements = {tuple(int(n) for n in shape.split(",") if n != "1") for shape in shapes}
+    assert elements == {(ROWS // 2, LENGTH // 4)}
+
+
+def test_data_gathers_no_weights_between_replicas():
+    """``data`` spans the slow network: it carries sums of gradients, and no weight is gathered over it."""
+    text, mesh = compiled(data=2, fsdp=4)
+    found = hlo.collectives(text, mesh)
+    assert {one.axes for one in found if one.kind == "all-gather" and one.bytes > 1024} == {("fsdp",)}
+    over_data = [one for one in found if "data" in one.axes]
+    assert over_data
+    assert all(one.kind in ("all-reduce", "reduce-scatter") for one in over_data)

@@ -1,0 +1,111 @@
+"""The mesh and the table from logical axes to mesh axes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from maxlp.nn import layers
+from maxlp.parallel import sharding
+
+# --- the mesh -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("axes", "sizes"),
+    [
+        (dict(data=2, fsdp=-1, tensor=2), (1, 2, 2, 1, 2)),
+        (dict(data=-1, fsdp=1), (1, 8, 1, 1, 1)),
+        (dict(stage=2, context=2), (2, 1, 2, 2, 1)),
+        (dict(dcn_data=2, data=2, fsdp=2), (1, 4, 2, 1, 1)),
+    ],
+)
+def test_one_axis_takes_the_remaining_devices(axes, sizes):
+    assert tuple(sharding.resolve_axes(8, **{"fsdp": -1} | axes).values()) == sizes
+    if "dcn_data" not in axes:  # which needs several processes or slices
+        assert tuple(sharding.make_mesh(**axes).shape.values()) == sizes
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        (dict(data=3), "need a multiple of 3 devices, and there are 8"),
+        (dict(fsdp=4), "need 4 devices, and there are 8"),
+        (dict(fsdp=16), "need 16 devices, and there are 8"),
+        (dict(data=-1), "at most one of stage, data, fsdp, context, tensor may be -1"),
+        (dict(fsdp=0), "sizes are positive"),
+        (dict(dcn_data=3), "need a multiple of 3 devices"),
+    ],
+)
+def test_impossible_sizes_are_named(axes, message):
+    [(key, size)] = axes.items()
+    with pytest.raises(ValueError, match=rf"mesh\.{key}={size}\b.*{message}"):
+        sharding.make_mesh(**axes)
+
+
+def test_a_mesh_in_words():
+    assert sharding.describe(dict(stage=1, data=1, fsdp=4, context=1, tensor=2)) == "fsdp 4 × tensor 2"
+    assert sharding.describe(dict(fsdp=1)) == "one device"
+
+
+# --- parameters -----------------------------------------------------------------------------------------
+
+
+def test_kernels_are_split_by_their_logical_axes_and_a_misfit_is_named():
+    mesh = sharding.make_mesh(fsdp=4, tensor=2)
+
+    def shardings(shape):
+        kernel = nnx.Param(
+            jax.ShapeDtypeStruct(shape, "float32"), out_sharding=("embed", "mlp"), eager_sharding=False
+        )
+        return sharding.param_shardings(nnx.State({"mlp": {"kernel": kernel}}), mesh)
+
+    assert shardings((8, 6))["mlp"]["kernel"].spec == P(("fsdp", "context"), "tensor")
+    with pytest.raises(ValueError, match=r"mlp/kernel: axis 'mlp' of size 7 .* by config\.mesh\.tensor=2"):
+        shardings((8, 7))
+
+
+def test_gathered_params_are_whole_and_their_gradient_is_the_sum_over_the_copies():
+    """One copy for each part of batch and sequence; only the tensor axis splits a copy."""
+    mesh = sharding.make_mesh(fsdp=2, context=2, tensor=2)
+    kernel = jnp.arange(32.0).reshape(8, 4)
+
+    @jax.jit
+    def gather(kernel, g_P):
+        variables = nnx.State({"kernel": layers.param(kernel, ("embed", "vocab"))})
+        copies, vjp = jax.vjp(sharding.all_gather_params, variables)
+        gradient = vjp(nnx.State({"kernel": copies["kernel"].replace(g_P)}))[0]
+        return copies["kernel"][...], gradient["kernel"][...]
+
+    g_P = jnp.arange(4.0)[:, None, None] + jnp.ones((4, 8, 4))
+    with jax.set_mesh(mesh):
+        kernel = jax.device_put(kernel, jax.P(("fsdp", "context"), "tensor"))
+        copies, gradient = gather(kernel, jax.device_put(g_P, jax.P(("fsdp", "context"), None, "tensor")))
+    np.testing.assert_array_equal(copies, np.broadcast_to(kernel, (4, 8, 4)))
+    assert copies.addressable_shards[0].data.shape == (1, 8, 2)
+    np.testing.assert_array_equal(gradient, np.full((8, 4), 1.0 + 2 + 3 + 4))
+    assert gradient.addressable_shards[0].data.shape == (2, 2)
+
+
+# --- activations ----------------------------------------------------------------------------------------
+
+
+def test_a_constraint_leaves_dims_whole_that_do_not_divide():
+    x = jnp.ones((4, 6, 8))
+    assert sharding.constrain(x, "batch", "act_seq", "act_embed") is x  # without a mesh
+    with jax.set_mesh(sharding.make_mesh(fsdp=2, tensor=4)):
+        y = jax.jit(lambda x: sharding.constrain(x, "batch", "act_seq", "act_mlp"))(x)
+    assert y.addressable_shards[0].data.shape == (2, 6, 2)
+
+
+def test_chunks_take_a_part_of_every_device():
+    """Each chunk holds tokens of all parts of batch and sequence, so that splitting moves nothing."""
+    B, S, n = 4, 16, 2
+    positions = jnp.arange(B * S).reshape(B, S)
+    with jax.set_mesh(sharding.make_mesh(fsdp=2, context=2, tensor=2)):
+        chunks = jax.jit(lambda x: sharding.split_chunks(x, n))(positions)
+    expected = np.arange(B * S).reshape(2, B // 2, 2, n, S // (2 * n)).transpose(3, 0, 2, 1, 4)
+    np.testing.assert_array_equal(chunks, expected.reshape(n, 4, B // 2, S // (2 * n)))
+    assert chunks.addressable_shards[0].data.shape == (n, 1, B // 2, S // (2 * n))

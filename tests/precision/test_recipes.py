@@ -1,0 +1,115 @@
+"""Recipes and the ``precision`` section of a config: what replaces what, and what is refused."""
+
+import dataclasses
+
+import pytest
+
+from maxlp.precision import DynamicLossScale, PrecisionConfig, RecipeOptions, make_recipe
+
+SECTION = dict(
+    recipe="fp8_delayed",
+    options=RecipeOptions(history=8),
+    rules=(("lm_head", "bf16"),),
+    first_blocks=1,
+    last_blocks=0,
+    min_dim=0,
+    smooth_swiglu="balanced",
+)
+
+
+def assert_one_line(error):
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("fp8", {}, "recipe='fp8' is unknown; use one of bf16, fp8_delayed"),
+        ("fp8_delayed", dict(history=0), "recipe='fp8_delayed': history=0 must be at least 1 step"),
+        ("fp8_delayed", dict(granularity="row"), "granularity='row' does not work with delayed scales"),
+        ("fp8_current", dict(format="e5m3f"), "format='e5m3f' is unknown"),
+        ("fp8_current", dict(format="float16"), "format='float16' is unknown"),
+        (
+            "fp8_current",
+            dict(granularity="rows"),
+            "granularity='rows' is unknown; use one of unscaled, ten",
+        ),
+        ("fp8_current", dict(rounding="up"), "rounding='up' is unknown; use one of nearest, truncate"),
+        ("fp8_current", dict(grad_format="int8"), "operands of dlhs must both be"),
+        ("fp8_current", dict(granularity="block", grad_format="e5m2"), "operands of dlhs must both be"),
+        ("int8_switchback", dict(residuals="int8"), "residuals='int8' must be 'full' or 'quantized'"),
+        ("bf16", dict(residuals="quantized"), "residuals='quantized' needs a quantized fwd"),
+    ],
+)
+def test_bad_recipes_are_one_line_errors(name, options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        make_recipe(name, **options)
+    assert_one_line(error)
+
+
+def test_options_replace_data():
+    recipe = make_recipe(
+        "simulate", format="e3m4", grad_format="e5m2", rounding="truncate", granularity="row", history=3
+    )
+    assert [o.format for o in (*recipe.fwd, *recipe.dlhs, *recipe.drhs)] == [
+        "e3m4", "e3m4", "e5m2", "e3m4", "e3m4", "e5m2"
+    ]  # fmt: skip
+    assert {
+        (o.rounding, o.granularity) for pair in (recipe.fwd, recipe.dlhs, recipe.drhs) for o in pair
+    } == {("truncate", "row")}
+    assert recipe.history == 3
+    # One format is that of all operands; a format of gradients alone leaves the others.
+    assert {o.format for pair in make_recipe("simulate", format="e3m4").gemms.values() for o in pair} == {
+        "e3m4"
+    }
+    grads = make_recipe("fp8_delayed", grad_format="float8_e4m3fn")
+    assert grads.dlhs == grads.fwd and grads.residuals == "quantized" and grads.history == 1024
+    # None keeps what a recipe has, and False does not.
+    assert make_recipe("fp8_current", power_of_two=None, cold_start=None) == make_recipe("fp8_current")
+    assert not make_recipe("fp8_current", power_of_two=False).fwd[0].power_of_two
+
+
+def test_a_section_is_hashable_and_compares_by_value():
+    config = PrecisionConfig(**SECTION, loss_scale=DynamicLossScale(), health_every=10)
+    assert hash(config) == hash(dataclasses.replace(config)) and config == dataclasses.replace(config)
+    assert (PrecisionConfig(**SECTION).loss_scale, PrecisionConfig(**SECTION).health_every) == (None, 0)
+    with pytest.raises(TypeError, match="missing"):
+        PrecisionConfig(recipe="bf16")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(recipe="fp4"), "recipe='fp4' is unknown; use one of bf16"),
+        (dict(recipe="fp8_delayed", options=RecipeOptions(history=0)), "history=0 must be at least 1 step"),
+        (
+            dict(rules=(("lm_head", "fp4"),)),
+            r"rules: \('lm_head', 'fp4'\) is not a \(pattern, recipe\) pair",
+        ),
+        (dict(rules=("lm_head",)), "rules: 'lm_head' is not"),
+        (dict(first_blocks=-1), "first_blocks=-1 must be at least 0"),
+        (dict(last_blocks=-1), "last_blocks=-1 must be at least 0"),
+        (dict(min_dim=-1), "min_dim=-1 must be at least 0"),
+        (dict(health_every=-1), "health_every=-1 must be at least 0"),
+        (dict(smooth_swiglu="channels"), "smooth_swiglu='channels' is unknown; use one of none, channel"),
+    ],
+)
+def test_bad_sections_are_one_line_errors_that_start_with_the_key(change, message):
+    with pytest.raises(ValueError, match=message) as error:
+        PrecisionConfig(**(SECTION | change))
+    assert_one_line(error)
+    assert str(error.value).startswith(next(iter(change)))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(format="fp8"), "^format='fp8' is unknown"),
+        (dict(grad_format="e9m9"), "^format='e9m9' is unknown"),
+        (dict(rounding="stochastic"), "^rounding='stochastic' is unknown"),
+        (dict(granularity="column"), "^granularity='column' is unknown"),
+    ],
+)
+def test_options_check_themselves(options, message):
+    with pytest.raises(ValueError, match=message):
+        RecipeOptions(**options)
