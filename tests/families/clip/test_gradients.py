@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from maxlp import precision
 from maxlp.core.train_state import abstract_model, shardings
 from maxlp.families.clip.contrastive import ContrastiveConfig
 from maxlp.families.clip.gradients import batch_loss, loss_gradients
@@ -126,6 +127,17 @@ def test_patches_to_drop_depend_on_the_step_and_the_seed():
 
 def vector(tree: dict) -> np.ndarray:
     return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+
+
+def test_a_recipe_quantizes_the_blocks_between_the_first_and_last_ones_of_both_towers():
+    model = CLIP(tiny_clip(visual=dict(num_layers=3), text=dict(num_layers=4)), rngs=nnx.Rngs(0))
+    recipe = precision.make_recipe("int8_switchback")
+    table = precision.inject(model, recipe, first_blocks=1, last_blocks=1)
+    matmuls = ("attn/q_proj", "attn/k_proj", "attn/v_proj", "attn/o_proj", "mlp/up_proj", "mlp/down_proj")
+    quantized = {path for path, name in table.items() if name == "int8_switchback"}
+    assert quantized == {f"{tower}/layers/{name}" for tower in ("visual", "text") for name in matmuls}
+    assert set(table) - quantized == {"visual/patch_embed", "visual/proj", "text/proj"}
+    assert model.visual.layers.unquantized_blocks == model.text.layers.unquantized_blocks == (1, 1)
 
 
 def test_low_precision_in_microbatches_on_a_mesh_equals_one_device():
