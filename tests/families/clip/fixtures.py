@@ -3,8 +3,6 @@
 import math
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -99,10 +97,10 @@ def make_mixed_clip(config: CLIPConfig, rngs: nnx.Rngs, rules: tuple = MIXED) ->
     return model
 
 
-def make_batch(rows: int = 8, seed: int = 0) -> dict[str, jax.Array]:
+def make_batch(rows: int = 8, seed: int = 0) -> dict[str, np.ndarray]:
     """Random images and texts for `tiny_clip`."""
     rng = np.random.default_rng(seed)
     return {
-        "image": jnp.asarray(rng.integers(0, 256, (rows, 16, 16, 3)).astype(np.uint8)),
-        "text": jnp.asarray(rng.integers(0, 64, (rows, 12)), jnp.int32),
+        "image": rng.integers(0, 256, (rows, 16, 16, 3)).astype(np.uint8),
+        "text": rng.integers(0, 64, (rows, 12)).astype(np.int32),
     }
