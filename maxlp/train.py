@@ -14,7 +14,6 @@ device. SIGTERM saves a checkpoint and exits with code 75 (start again to resume
 
 import concurrent.futures
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +29,7 @@ import maxlp
 from maxlp.core.train_state import State, abstract_state, num_params
 from maxlp.core.train_step import jit_step
 from maxlp.data import merge_states
+from maxlp.families import Evaluate
 from maxlp.monitoring import guards
 from maxlp.monitoring.recorder import Recorder
 from maxlp.monitoring.watch import Watch
@@ -74,12 +74,13 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
 
     What has to be closed, however the run ends, is put on the ``stack``.
     """
-    # --- Model × precision × mesh × optimizer × data, checked before anything is allocated or compiled.
+    # --- The config, resolved once: checked before anything is allocated or compiled.
     run = resolve(c)
     s, family, mesh, peak = run.settings, run.family, run.mesh, hardware.peak_flops()
     stack.enter_context(jax.set_mesh(mesh))
 
-    # --- The state as shapes and shardings, and the step that updates it.
+    # --- Here model (with its precision recipe), mesh and optimizer meet: in the state, as shapes and
+    # shardings, and in the step that updates it.
     graphdef, abstract = abstract_state(run.make_model, run.tx, mesh, run.gates)
     train_step = jit_step(run.step, graphdef, abstract, mesh)
     print_primary(describe(run, abstract))
@@ -140,10 +141,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
         with throughput.paused():
             if evaluates:
                 limit = 0 if last else s.train.eval_batches
-                found = evaluate(
-                    evaluated(state), functools.partial(first_batches, validation, mesh, limit)
-                )
-                writer.write(n, {f"eval/{name}": value for name, value in found.items()})
+                writer.write(n, validate(evaluate, state, validation, mesh, limit))
             if measures:
                 writer.write(n, measure_health(state, batch))
             if saves:
@@ -235,9 +233,13 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def first_batches(validation: Any, mesh: Mesh, limit: int) -> Iterator[dict]:
-    """Device batches of validation data from its start; all of them if ``limit`` is 0."""
-    return (batch for batch, _ in device_batches(iter(validation), mesh, limit))
+def validate(evaluate: Evaluate, state: State, validation: Any, mesh: Mesh, limit: int) -> dict[str, float]:
+    """The ``eval/`` metrics of the first ``limit`` batches of validation data; 0 takes all."""
+
+    def batches() -> Iterator[dict]:
+        return (batch for batch, _ in device_batches(iter(validation), mesh, limit))
+
+    return {f"eval/{name}": value for name, value in evaluate(evaluated(state), batches).items()}
 
 
 def save(checkpoints: Checkpointer, step: int, state: State, data_state: dict, watch: Watch) -> None:

@@ -1,4 +1,4 @@
-"""Every test sees eight CPU devices, whatever the machine has."""
+"""Eight simulated CPU devices for every test, and models that many tests share."""
 
 import atexit
 import os
@@ -7,17 +7,26 @@ import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-os.environ["NPROC"] = "64"  # threads: with one for each device, collectives of independent branches hang
-# Most of the time would go into compiling what then runs for milliseconds.
+os.environ["NPROC"] = "64"  # with one thread for each device, collectives of independent branches deadlock
+# Most of the time would go into optimizing programs that then run for milliseconds.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-# The commands that tests start share what they compile, and nothing of it stays.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="maxlp-tests-")
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # The commands that tests start share what they compile; it is deleted at the end.
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="maxlp-tests-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
+import pytest
 from absl import flags
 
-atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 jax.config.update("jax_enable_compilation_cache", False)  # this process measures what it compiles itself
 # Grain's worker processes read absl flags, which only `app.run` parses.
 flags.FLAGS.mark_as_parsed()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_compiled_programs():
+    """Compiled programs are of no use to another module, and would fill the memory."""
+    yield
+    jax.clear_caches()

@@ -16,7 +16,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
-from maxlp.core import fused_backward, train_step
+from maxlp.core import train_step
 from maxlp.core.gates import Gate, Gates
 from maxlp.core.gradients import Gradients
 from maxlp.core.train_state import MakeModel, State, init_state, num_params, shardings
@@ -110,6 +110,8 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh | AbstractMesh) ->
         gates["loss_scale"] = s.precision.loss_scale
     gates |= guards.gates(s.spikes)
     if s.train.release_gradients:
+        from maxlp.core import fused_backward
+
         step = functools.partial(
             fused_backward.train_step,
             loss=family.loss(s.loss, s.train.seed),
