@@ -12,14 +12,15 @@ import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 
-from maxlp.data.tokenizers import Tokenizer
 from maxlp.families import FAMILIES
-from maxlp.runtime import safetensors
+
+if TYPE_CHECKING:
+    from maxlp.data.tokenizers import Tokenizer
 
 Array = np.ndarray
 
@@ -123,10 +124,10 @@ class WeightFormat:
     config_file: str
     read_model: Callable[[Path, Mapping[str, Array]], tuple[dict[str, Any], str]]
     layout: Callable[[Any], Layout]
-    config_files: Callable[[Any, Callable[[], Tokenizer | None]], dict[str, dict[str, Any]]]
+    config_files: Callable[[Any, "Callable[[], Tokenizer | None]"], dict[str, dict[str, Any]]]
+    weights_file: str
+    max_shard_bytes: int
     model_types: tuple[str, ...] = ()
-    weights_file: str = safetensors.WEIGHTS
-    max_shard_bytes: int = safetensors.SHARD_BYTES
     resize: Callable[[dict, Any, int], tuple[dict, Any]] | None = None
 
     def matches(self, folder: Path) -> bool:

@@ -197,14 +197,14 @@ def _tiled_bwd(kind, tile_size, saved, cotangents):
     return jax.tree.map(lambda g: cotangents[0] * g, (*d_features, *d_scalars))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _tiled(
+def _tiled_sums(
     image_BE: jax.Array, text_BE: jax.Array, scale: jax.Array, bias: jax.Array, kind: str, tile_size: int
 ) -> tuple[jax.Array, jax.Array]:
     """Loss and hits."""
     return _tiled_fwd(image_BE, text_BE, scale, bias, kind, tile_size)[0]
 
 
+_tiled = jax.custom_vjp(_tiled_sums, nondiff_argnums=(4, 5))
 _tiled.defvjp(_tiled_fwd, _tiled_bwd)
 
 

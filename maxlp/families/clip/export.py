@@ -8,6 +8,7 @@ from typing import Any
 from maxlp.families.clip import hf, open_clip, weights
 from maxlp.families.clip.model import CLIPConfig
 from maxlp.families.weights import Layout, WeightFormat, read_config
+from maxlp.runtime import safetensors
 
 PREPROCESSOR = "preprocessor_config.json"
 
@@ -47,6 +48,8 @@ FORMATS = {
         read_model=_read_hf,
         layout=_hf_layout,
         config_files=_hf_files,
+        weights_file=safetensors.WEIGHTS,
+        max_shard_bytes=safetensors.SHARD_BYTES,
         resize=weights.resize,
     ),
     "open_clip": WeightFormat(

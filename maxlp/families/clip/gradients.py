@@ -63,7 +63,8 @@ def _dropout_key(seed: int, step: jax.Array, microbatch: Any) -> jax.Array:
 def _mean_loss(
     model: nnx.Module, features: Features, config: ContrastiveConfig
 ) -> tuple[jax.Array, Metrics]:
-    sums = contrastive_sums(*features, *model.temperature(), config)
+    scale, bias = model.temperature()
+    sums = contrastive_sums(*features, scale, bias, config)
     count = sums["examples"]
     metrics = {"loss": sums["loss"] / count, "accuracy": sums["correct"] / count, "examples": count}
     return metrics["loss"], metrics

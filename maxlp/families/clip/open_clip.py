@@ -166,7 +166,7 @@ def config_to_open_clip(config: CLIPConfig) -> dict[str, Any]:
                 f"model.{name}={value!r} has no counterpart in open_clip's CLIP, which has {only!r}; "
                 "try --format=hf_clip"
             )
-    shared = dict(ls_init_value=config.layer_scale, norm_kwargs=dict(eps=config.norm_eps))
+    shared: dict[str, Any] = dict(ls_init_value=config.layer_scale, norm_kwargs=dict(eps=config.norm_eps))
     if config.act == "gelu_tanh":
         shared["act_kwargs"] = dict(approximate="tanh")
     model_cfg = dict(

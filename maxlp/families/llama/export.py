@@ -9,6 +9,7 @@ from maxlp.data.tokenizers import Tokenizer
 from maxlp.families.llama import hf
 from maxlp.families.llama.model import LlamaConfig
 from maxlp.families.weights import WeightFormat, read_config
+from maxlp.runtime import safetensors
 
 
 def read_model(source: Path, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -45,5 +46,7 @@ FORMATS = {
         read_model=read_model,
         layout=lambda model: hf.LAYOUT,
         config_files=config_files,
+        weights_file=safetensors.WEIGHTS,
+        max_shard_bytes=safetensors.SHARD_BYTES,
     )
 }
