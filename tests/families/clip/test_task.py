@@ -18,7 +18,7 @@ from maxlp.nn.attention import Use
 from maxlp.run.config import ConfigError
 from tests.families.clip.fixtures import TEXT, VISUAL, make_batch, tiny_clip
 
-DATA = ImageTextDataConfig(source="glyphs", text_len=12, image_size=16, batch_size=8)
+DATA = ImageTextDataConfig(source="glyphs", tokenizer="bytes", text_len=12, image_size=16, batch_size=8)
 LOSS = ContrastiveConfig(kind="softmax", method="plain")
 
 
