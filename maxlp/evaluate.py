@@ -99,7 +99,7 @@ def evaluate(c: ConfigDict, s: Settings, workdir: Path, mesh: Mesh) -> tuple[dic
             f"--linear_probe needs images with labels, and {source} has no classes; name them with "
             "--config.data.classes=FILE, or drop the flag"
         )
-    run = s.family.evaluator(graphdef, s.data, s.loss, validation)
+    run = s.family.evaluator(graphdef, s.model, s.data, s.loss, validation)
     results = run(state, lambda: batches(validation, mesh))
     if flags.FLAGS.linear_probe:
         train = batches(make_data(s, tokenizer, "train_as_validation", mesh), mesh)

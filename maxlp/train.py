@@ -96,7 +96,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     validation = make_data(s, tokenizer, "validation", mesh)
     batches = iter(make_data(s, tokenizer, "train", mesh))
     stack.callback(batches.close)
-    evaluate = family.evaluator(graphdef, s.data, s.loss, validation)
+    evaluate = family.evaluator(graphdef, s.model, s.data, s.loss, validation)
     startup.mark("tokenizer and data")
 
     # --- The step is compiled in the background while the state is restored, or initialized in its shards.
