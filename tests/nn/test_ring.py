@@ -5,15 +5,24 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from maxlp.families.llama.task import NextTokenConfig
 from maxlp.nn.attention import ring, tiles
 from maxlp.nn.attention.dense import dense
 from maxlp.parallel import sharding
 from maxlp.parallel.schedule import PipelineConfig
 from maxlp.planning import hlo
+from tests.fixtures import (
+    Trainer,
+    batches,
+    make_mesh,
+    one_device_step,
+    precision_config,
+    with_full_histories,
+)
 from tests.nn.fixtures import assert_close, in_natural_order, inputs, out_and_grads
-from tests.parallel.fixtures import Trainer, full_histories, one_device_step
 
 MESHES = {
     "context8": dict(fsdp=1, context=8),
@@ -136,27 +145,32 @@ L, B, S = 8, 16, 32
     [
         (
             dict(fsdp=2, context=2, tensor=2),
-            dict(microbatches=2, loss=dict(num_chunks=4)),
+            dict(microbatches=2, loss=NextTokenConfig(num_chunks=4)),
         ),
-        pytest.param(dict(fsdp=2, context=4), dict(loss=dict(num_chunks=2)), marks=pytest.mark.slow),
+        pytest.param(
+            dict(fsdp=2, context=4), dict(loss=NextTokenConfig(num_chunks=2)), marks=pytest.mark.slow
+        ),
         pytest.param(
             dict(data=2, context=4), dict(scan_layers=False, remat="dots"), marks=pytest.mark.slow
         ),
         pytest.param(
             dict(stage=2, context=2, tensor=2),
-            dict(loss=dict(num_chunks=2), pipeline=PipelineConfig(microbatches=2)),
+            dict(loss=NextTokenConfig(num_chunks=2), pipeline=PipelineConfig(microbatches=2)),
             marks=pytest.mark.slow,
         ),
     ],
 )
 def test_a_step_equals_dense_attention_on_one_device(mesh, how):
-    start, expected, expected_metrics = one_device_step(L, B, S)
-    trainer = Trainer(mesh, num_layers=L, attention="ring", **how)
-    state, [metrics] = trainer.run(trainer.init(start), 1, B, S)
+    params, expected, expected_metrics = one_device_step(L, B, S)
+    trainer = Trainer(make_mesh(**mesh), **dict(num_layers=L, attention="ring", remat="block") | how)
+    state, [metrics] = trainer.run(trainer.init(params), batches(1, B, S))
     np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=1e-6)
     np.testing.assert_allclose(metrics["grad_norm"], expected_metrics["grad_norm"], rtol=1e-5)
-    params = jax.device_get(state["params"])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), params, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6),
+        jax.device_get(state["params"]),
+        expected,
+    )
 
 
 @pytest.mark.slow
@@ -172,13 +186,12 @@ def test_steps_in_eight_bits_equal_dense_attention_on_one_device(recipe, mesh):
     largest entry of a gradient may differ by some thousandths."""
 
     def run(trainer):
-        state = trainer.init()
-        state["model_state"] = full_histories(state["model_state"])
-        state, metrics = trainer.run(state, 2, B, S)
+        state, metrics = trainer.run(with_full_histories(trainer.init()), batches(2, B, S))
         return [[m["loss"], m["grad_norm"]] for m in metrics], jax.device_get(state["model_state"])
 
-    how = dict(recipe=recipe, microbatches=2, learning_rate=0.0)
-    expected, histories = run(Trainer({}, **how))
-    actual, our_histories = run(Trainer(mesh, attention="ring", **how))
+    options = dict(history=4) if recipe == "fp8_delayed" else {}
+    how = dict(recipe=precision_config(recipe, **options), tx=optax.sgd(0.0), microbatches=2, remat="block")
+    expected, histories = run(Trainer(**how))
+    actual, our_histories = run(Trainer(make_mesh(**mesh), attention="ring", **how))
     np.testing.assert_allclose(actual, expected, rtol=1e-4)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2), our_histories, histories)

@@ -3,15 +3,15 @@
 import re
 
 from maxlp.planning import hlo
-from tests.parallel.fixtures import Trainer
+from tests.fixtures import Trainer, batch, make_mesh
 
 ROWS, LENGTH = 8, 64
 
 
 def compiled(**mesh: int) -> tuple[str, dict[str, int]]:
     """The text of the compiled step, and the sizes of all mesh axes."""
-    trainer = Trainer(mesh)
-    return trainer.compile(ROWS, LENGTH).as_text(), dict(trainer.mesh.shape)
+    trainer = Trainer(make_mesh(**mesh), remat="block")
+    return trainer.compile(batch(0, ROWS, LENGTH)).as_text(), dict(trainer.mesh.shape)
 
 
 def test_norms_between_the_matmuls_hold_a_part_of_the_sequence():

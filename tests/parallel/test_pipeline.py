@@ -5,25 +5,36 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 from maxlp.core.gradients import OVERWRITE_WITH_GRADIENT
+from maxlp.families.llama.task import NextTokenConfig
 from maxlp.nn import layers, stack
 from maxlp.parallel import pipeline
 from maxlp.parallel.schedule import PipelineConfig
 from maxlp.planning import hlo
 from maxlp.precision import inject, make_recipe
-from tests.parallel.fixtures import MODEL, Trainer, full_histories, make_mesh, one_device_step
+from tests.fixtures import (
+    LLAMA,
+    Trainer,
+    batch,
+    batches,
+    make_mesh,
+    one_device_step,
+    precision_config,
+    with_full_histories,
+)
 
-B, S, D, L = 16, 32, MODEL["embed_dim"], 8
+B, S, D, L = 16, 32, LLAMA["embed_dim"], 8
 
 # --- a Llama --------------------------------------------------------------------------------------------
 
 
-def pipelined(mesh, schedule, loss=None, **model) -> Trainer:
-    model = dict(num_layers=L) | model
-    return Trainer(mesh, loss=loss, pipeline=PipelineConfig(**schedule), **model)
+def pipelined(mesh, schedule, **how) -> Trainer:
+    how = dict(num_layers=L, remat="block") | how
+    return Trainer(make_mesh(**mesh), pipeline=PipelineConfig(**schedule), **how)
 
 
 CASES = {
@@ -31,7 +42,7 @@ CASES = {
     "circular_fsdp2_tensor2": (
         dict(stage=2, fsdp=2, tensor=2),
         dict(microbatches=4, rounds=2),
-        dict(loss=dict(num_chunks=4)),
+        dict(loss=NextTokenConfig(num_chunks=4)),
     ),
     "circular_stage4": (dict(stage=4, fsdp=2), dict(microbatches=4, rounds=2), dict(remat="dots")),
     "no_remat": (dict(stage=8), dict(microbatches=16), dict(remat="none")),
@@ -45,15 +56,18 @@ QUICK = ("stage4_data2", "circular_fsdp2_tensor2")
 )
 def test_a_step_equals_one_device_and_sends_activations_only(case):
     mesh, schedule, how = CASES[case]
-    start, expected, expected_metrics = one_device_step(L, B, S)
+    params, expected, expected_metrics = one_device_step(L, B, S)
     trainer = pipelined(mesh, schedule, **how)
-    state, [metrics] = trainer.run(trainer.init(start), 1, B, S)
+    state, [metrics] = trainer.run(trainer.init(params), batches(1, B, S))
     np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=1e-6)
-    params = jax.device_get(state["params"])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), params, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6),
+        jax.device_get(state["params"]),
+        expected,
+    )
 
     sizes = dict(trainer.mesh.shape)
-    found = hlo.collectives(trainer.compile(B, S).as_text(), sizes)
+    found = hlo.collectives(trainer.compile(batch(0, B, S)).as_text(), sizes)
     over_stages = [one for one in found if "stage" in one.axes and one.bytes > 64]
     made = PipelineConfig(**schedule).schedule(sizes["stage"])
     rows = B // made.microbatches // sizes["data"] // sizes["fsdp"]
@@ -169,15 +183,14 @@ def test_delayed_scaling_equals_that_of_microbatches_to_the_bit(mesh, rounds):
 @pytest.mark.slow
 def test_delayed_scaling_of_a_bfloat16_llama_equals_that_of_microbatches_to_the_bit():
     """With fixed weights and full histories, so that no scale is taken from an amax of zero."""
-    how = dict(recipe="fp8_delayed", learning_rate=0.0, num_layers=4, dtype="bfloat16")
+    recipe = precision_config("fp8_delayed", history=4)
+    how = dict(recipe=recipe, tx=optax.sgd(0.0), num_layers=4, dtype="bfloat16", remat="block")
 
     def run(trainer):
-        state = trainer.init()
-        state["model_state"] = full_histories(state["model_state"])
-        state, _ = trainer.run(state, 3, B, S)
+        state, _ = trainer.run(with_full_histories(trainer.init()), batches(3, B, S))
         return jax.device_get(state["model_state"])
 
-    expected = run(Trainer({}, microbatches=4, **how))
+    expected = run(Trainer(microbatches=4, **how))
     actual = run(pipelined(dict(stage=2, fsdp=2), dict(microbatches=4, rounds=2), **how))
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
@@ -213,6 +226,23 @@ def test_idle_stages_leave_no_trace_in_the_state():
         y_BSD, largest = run(x_BSD)
     np.testing.assert_array_equal(y_BSD, x_BSD + 4)
     np.testing.assert_allclose(largest[:, 0], 1 / np.arange(2.0, 6.0), rtol=1e-6)
+
+
+def test_a_pipeline_needs_stages_and_a_batch_that_divides_into_microbatches():
+    """Otherwise the blocks run one after another, which alone returns what each of them computes."""
+
+    def is_pipelined(rows: int, **mesh: int) -> bool:
+        def outs(x_BSD):
+            blocks = stack.stack(Recorder, 4, nnx.Rngs(0))
+            how = dict(num_layers=4, scan=True, remat="none", pipeline=PipelineConfig(microbatches=4))
+            return stack.apply_stack(blocks, x_BSD, lambda block, x, *_: (block(x), jnp.sum(x)), **how)[1]
+
+        with jax.set_mesh(make_mesh(**mesh)):
+            return jax.eval_shape(outs, jax.ShapeDtypeStruct((rows, 1, 1), "float32")) is None
+
+    assert is_pipelined(8, stage=2)
+    assert not is_pipelined(6, stage=2)
+    assert not is_pipelined(8, fsdp=2)
 
 
 # --- from layers to stages ------------------------------------------------------------------------------
