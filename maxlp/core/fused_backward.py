@@ -11,6 +11,9 @@ result equals that of `train_step.train_step`, up to rounding.
 The model runs with its stacks cut out: what leads to the inputs of the stacks, and what follows their
 outputs, are two functions of all other parameters. (No stack may depend on another one's output.)
 
+An optimizer that rounds stochastically draws the same noise for every layer of a stack, since it cannot
+tell its calls within a step apart. Each layer's rounding is unbiased nevertheless.
+
 What needs all gradients at once cannot be combined with this: clipping by the global norm, microbatches,
 gates. `run.constraints` refuses those.
 """
@@ -86,7 +89,7 @@ def train_step(
     rest = {"params": outer, "opt_state": _prune(opt_state, params, _without, cut.stacks)}
     rest = _updated(tx, grads, rest)
     new_params = join_trees(rest["params"], *(done.stacks["params"] for done in released.values()))
-    squares = [optax.tree.norm(grads, squared=True), *(done.square for done in released.values())]
+    squares = [_squared_norm(grads), *(done.square for done in released.values())]
     new_stacks = [_at(path, done.model_state) for path, done in released.items()]
     return {
         "params": new_params,
@@ -220,7 +223,7 @@ def _backward(
             grads, new_backward, dx = vjp(dy)
             grads = _at(path, jax.tree.map(lambda g: g[None], grads))
             stacks = _with_layer(stacks, _updated(tx, grads, mine), path, i)
-            return (dx, stacks), (new_backward, optax.tree.norm(grads, squared=True))
+            return (dx, stacks), (new_backward, _squared_norm(grads))
 
         carry, (new, square) = jax.lax.scan(body, carry, (jnp.arange(start, stop), inputs), reverse=True)
         new_backward.insert(0, new)
@@ -244,6 +247,10 @@ def _updated(tx: optax.GradientTransformation, grads: dict, mine: State) -> Stat
     with jax.named_scope("optimizer"):
         updates, opt_state = tx.update(grads, mine["opt_state"], mine["params"])
         return {"params": optax.apply_updates(mine["params"], updates), "opt_state": opt_state}
+
+
+def _squared_norm(grads: dict) -> jax.Array:
+    return jnp.square(global_norm(grads))
 
 
 # --- parts of trees -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Updating each layer in the backward pass gives the result of updating all of them after it, in less memory."""
+"""Updating each layer in the backward pass equals updating all of them after it, and takes less memory."""
 
 import importlib.util
 
@@ -52,7 +52,8 @@ CASES = {  # optimizer, mesh, model
     "eight_bit_moments": (dict(galore=GALORE, low_bit=DYNAMIC8), {}, {}),
 }
 QUICK = ("tied_on_four_devices", "galore_of_stable_adamw", "fp8_delayed", "ring")
-# Where a value may be rounded to its other neighbour, of the largest change of a tensor.
+# As a fraction of the largest change of a tensor: where an input of a rounding differs in its last bit, the
+# result may be the other neighbour.
 TOLERANCE = {"fp8_delayed": 0.01, "kahan": 0.01, "eight_bit_moments": 0.05}
 
 
@@ -67,10 +68,16 @@ def train(released, optimizer, mesh, model, params=None, steps=STEPS):
 
 
 def assert_close(got, want, tolerance, before=None):
-    """Equal but for a part of the largest change of each tensor, or of its largest value."""
+    """Compares trees of tensors.
+
+    Args:
+      tolerance: as a fraction of the largest change of each tensor since ``before``, or of its largest value.
+    """
     before = jax.tree.map(np.zeros_like, want) if before is None else before
     assert jax.tree.structure(got) == jax.tree.structure(want), "checkpoints of one resume the other"
-    leaves = zip(jax.tree.leaves_with_path(want), jax.tree.leaves(got), jax.tree.leaves(before), strict=True)
+    leaves = zip(
+        jax.tree.leaves_with_path(want), jax.tree.leaves(got), jax.tree.leaves(before), strict=True
+    )
     for (path, b), a, old in leaves:
         a, b, old = (np.asarray(x, np.float64) for x in (a, b, old))
         size = np.abs(b - old).max(initial=0.0, where=np.isfinite(b))
@@ -97,35 +104,37 @@ def test_steps_equal_the_ordinary_ones(case):
 
 
 @pytest.mark.full
-def test_stochastic_rounding_differs_by_its_noise_alone():
-    """Both steps round the same sums, each of them up or down."""
+def test_stochastic_rounding_differs_only_by_its_noise():
+    """Both steps round the same sums up or down; the noise of a layer differs."""
     how = dict(param_rounding="stochastic", warmup_steps=0), {}, BFLOAT16
     params, want, _ = train(False, *how, steps=1)
     _, got, _ = train(True, *how, params, steps=1)
+    equal = []
     for a, b in zip(jax.tree.leaves(got["params"]), jax.tree.leaves(want["params"]), strict=True):
         a, b = a.astype(np.float32), b.astype(np.float32)
         spacing = 2.0**-7 * np.exp2(np.floor(np.log2(np.maximum(np.abs(a), np.abs(b)))))
         assert np.all(np.abs(a - b) <= spacing)
-        assert 0.2 < np.mean(a == b) < 1
+        equal.append(np.mean(a == b))
+    assert 0.2 < min(equal) < 0.9
 
 
 # --- memory ---------------------------------------------------------------------------------------------
 
 
 def memory(released, tx, mesh=None, **sizes):
-    """(bytes of temporary arrays, bytes of the parameters of all layers) of a step."""
+    """(bytes of temporary arrays, bytes of the parameters of all layers) of a step on a small batch."""
     trainer = Trainer(mesh, released=released, tx=tx, remat="block", num_layers=16, **sizes)
-    # Without the option of the CPU compiler that `Trainer.compile` sets.
-    compiled = trainer.lower(batch(0, ROWS, LENGTH)).compile()
+    # Not `Trainer.compile`, whose option only the compiler for CPUs knows.
+    compiled = trainer.lower(batch(0, rows=1, length=LENGTH)).compile()
     layers = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trainer.abstract["params"]["layers"]))
     return compiled.memory_analysis().temp_size_in_bytes, layers
 
 
 def test_the_gradients_of_all_layers_never_exist_together():
-    """Of plain gradient descent, because the CPU's compiler copies the state of an optimizer."""
+    """With plain gradient descent, because the compiler for CPUs copies the state of an optimizer."""
     (ordinary, layers), (released, _) = (memory(released, optax.sgd(1.0)) for released in (False, True))
     assert ordinary > layers
-    assert released < 0.7 * layers
+    assert released < 0.6 * layers
 
 
 @pytest.mark.full

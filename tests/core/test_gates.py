@@ -22,7 +22,11 @@ class BelowLimit:
         return {"steps": jnp.int32(0)}
 
     def accept(self, state, metrics):
-        return metrics["loss"] < self.limit, {"steps": state["steps"] + 1}, {f"{self.name}_limit": self.limit}
+        return (
+            metrics["loss"] < self.limit,
+            {"steps": state["steps"] + 1},
+            {f"{self.name}_limit": self.limit},
+        )
 
 
 def make_gates(**limits: float) -> dict[str, BelowLimit]:

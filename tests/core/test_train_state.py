@@ -47,14 +47,21 @@ def test_the_abstract_state_has_the_structure_shapes_and_dtypes_of_the_state():
         assert (described.shape, described.dtype) == (leaf.shape, leaf.dtype)
     assert {place.mesh for place in jax.tree.leaves(shardings(abstract))} == {mesh}
     assert set(state) == {"params", "model_state", "opt_state", "step", "loss_scale"}
-    assert len(jax.tree.leaves(state["model_state"])) == 7 * 3, "one history for each operand of each matmul"
+    assert len(jax.tree.leaves(state["model_state"])) == 7 * 3, (
+        "one history for each operand of each matmul"
+    )
 
 
 def test_a_parameter_that_the_mesh_does_not_divide_is_named():
-    with pytest.raises(ValueError, match=r"^layers/mlp/\w+/kernel: axis 'mlp' of size 97 .* config\.mesh\.tensor=2"):
+    with pytest.raises(
+        ValueError, match=r"^layers/mlp/\w+/kernel: axis 'mlp' of size 97 .* config\.mesh\.tensor=2"
+    ):
         abstract_state(make_llama(mlp_dim=97), TX, make_mesh(tensor=2))
 
 
 def test_the_number_of_parameters_counts_scalars():
-    shapes = {"a": jax.ShapeDtypeStruct((2, 3), "float32"), "b": {"c": jax.ShapeDtypeStruct((), "bfloat16")}}
+    shapes = {
+        "a": jax.ShapeDtypeStruct((2, 3), "float32"),
+        "b": {"c": jax.ShapeDtypeStruct((), "bfloat16")},
+    }
     assert num_params(shapes) == 7

@@ -96,7 +96,9 @@ def test_the_new_state_takes_the_memory_and_the_layout_of_the_old_one():
     place = NamedSharding(mesh, PartitionSpec("fsdp"))
 
     def replicating_step(graphdef, state, batch):
-        return {"x": jax.lax.with_sharding_constraint(state["x"] + batch["x"], sharding.replicated(mesh))}, {}
+        return {
+            "x": jax.lax.with_sharding_constraint(state["x"] + batch["x"], sharding.replicated(mesh))
+        }, {}
 
     abstract = {"x": jax.ShapeDtypeStruct((8,), "float32", sharding=place)}
     step = jit_step(replicating_step, None, abstract, mesh)
@@ -112,7 +114,9 @@ def test_the_loss_is_the_mean_over_the_targets_of_all_documents(one_device):
     initial, _, metrics = one_device
     trainer, rows = Trainer(), batch(0, ROWS, LENGTH)
     places = [(i, rows["segment_ids"][i] == segment) for i in range(ROWS) for segment in (1, 2)]
-    alone_NS = np.zeros((len(places), LENGTH), np.int32)  # a document in each row; the padding has no effect
+    alone_NS = np.zeros(
+        (len(places), LENGTH), np.int32
+    )  # a document in each row; the padding has no effect
     for row, (i, where) in zip(alone_NS, places, strict=True):
         row[: where.sum()] = rows["tokens"][i, where]
     model = nnx.merge(trainer.graphdef, initial, {})

@@ -1,4 +1,4 @@
-"""Small models under any recipe, and their train step on any mesh."""
+"""One matmul under any recipe, and a network without rounding."""
 
 import functools
 
@@ -8,14 +8,12 @@ import numpy as np
 import optax
 from flax import nnx
 
-from maxlp import precision
-from maxlp.core import gradients, train_state, train_step
+from maxlp.core.gradients import token_gradients
 from maxlp.families.llama import task
-from maxlp.families.llama.model import Llama, LlamaConfig
 from maxlp.nn import layers, stack
 from maxlp.parallel import sharding
-from maxlp.parallel.batches import global_batch
-from maxlp.precision import QuantDot, delayed, make_recipe
+from maxlp.precision import QuantDot, delayed, inject, make_recipe
+from tests.fixtures import Trainer, make_mesh
 
 # --- one layer ----------------------------------------------------------------------------------------
 
@@ -42,54 +40,7 @@ class Layer:
         return y, dx, dkernel, (forward, backward)
 
 
-# --- a Llama of two small blocks ----------------------------------------------------------------------
-
-SIZES = dict(
-    vocab_size=64,
-    embed_dim=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    mlp_dim=96,
-    max_seq_len=128,
-    rope_theta=1e4,
-    rope_scaling=None,
-    norm_eps=1e-5,
-    tie_embeddings=False,
-    init_std=0.1,
-    param_dtype="float32",
-    attention="xla",
-)
-GATED_PRODUCTS = ("*/mlp/down_proj",)
-
-
-def batch(seed, rows=8, length=32):
-    rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, SIZES["vocab_size"], (rows, length + 1), np.int32)
-    return {
-        "tokens": tokens[:, :-1],
-        "targets": tokens[:, 1:],
-        "segment_ids": np.ones((rows, length), np.int32),
-        "positions": np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
-        "loss_mask": np.ones((rows, length), bool),
-    }
-
-
-def make_model(
-    recipe="fp8_delayed", *, scan=True, remat="none", dtype="bfloat16", first=0, last=0, rules=(), **options
-):
-    def make(rngs):
-        config = LlamaConfig(**SIZES, scan_layers=scan, remat=remat, dtype=dtype)
-        model = Llama(config, rngs=rngs)
-        made = make_recipe(recipe, **options)
-        precision.inject(model, made, first_blocks=first, last_blocks=last, rules=rules)
-        return model
-
-    return make
-
-
-# --- a network without rounding: whatever the order of its sums, its numbers are the same to the bit ---
+# --- a network without rounding: no order of its sums changes its results ---------------------------------
 
 
 class ExactBlock(stack.Block):
@@ -124,88 +75,32 @@ def exact_loss(model, batch):
 
 
 def exact_batch(seed):
+    """Integers, and as many tokens as a power of two, so that their mean is exact."""
     rng = np.random.default_rng(seed)
     return {
         "x": rng.integers(-2, 3, (16, 4 * 8), np.int32),
         "weight": rng.integers(-1, 2, (16, 4 * 8), np.int32),
-        "loss_mask": np.ones((16, 4), bool),  # 64 tokens: the mean is exact
+        "loss_mask": np.ones((16, 4), bool),
     }
 
 
-def exact_model(scan, remat, unquantized_blocks=0, **how):
+def exact_trainer(
+    devices=1, *, microbatches=1, tx=None, scan=True, remat="none", unquantized_blocks=0, **how
+) -> Trainer:
+    """Trains the network with delayed scaling; by default its parameters stay as they are."""
+
     def make(rngs):
         model = Exact(scan, remat, rngs, **how)
         recipe = make_recipe("fp8_delayed", history=3)
-        precision.inject(model, recipe, first_blocks=unquantized_blocks, last_blocks=unquantized_blocks)
+        inject(model, recipe, first_blocks=unquantized_blocks, last_blocks=unquantized_blocks)
         return model
 
-    return make
+    gradients = token_gradients(exact_loss, task.num_targets, microbatches=microbatches)
+    tx = optax.sgd(0.0) if tx is None else tx
+    return Trainer(make_mesh(fsdp=devices), make_model=make, gradients=gradients, tx=tx)
 
 
-# --- training -----------------------------------------------------------------------------------------
-
-# With excess precision XLA keeps float32 between fused bfloat16 operations; which are fused differs
-# between layouts, and the numbers with it.
-NO_EXCESS_PRECISION = {"xla_allow_excess_precision": False}
-
-
-def next_token_loss(model, batch):
-    return task.next_token_sums(model, batch, task.NextTokenConfig())
-
-
-def token_gradients(loss_sums=next_token_loss, microbatches=1):
-    return gradients.token_gradients(loss_sums, task.num_targets, microbatches=microbatches)
-
-
-def abstract_step(make, mesh, tx, grads):
-    """(structure, abstract state, jitted train step)."""
-    with jax.set_mesh(mesh):
-        graphdef, abstract = train_state.abstract_state(make, tx, mesh)
-        how = dict(gradients=grads, tx=tx, schedule=optax.constant_schedule(0.1))
-        step = functools.partial(train_step.train_step, **how)
-        return graphdef, abstract, train_step.jit_step(step, graphdef, abstract, mesh)
-
-
-def trainer(make, *, mesh=None, microbatches=1, tx=None, loss_sums=next_token_loss, params=None):
-    """The initial state and the function (state, batch) -> (state, metrics).
-
-    Args:
-      params: initial parameters, by default those that `make` draws; to save their compilation.
-    """
-    mesh = sharding.make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
-    tx = optax.sgd(0.1) if tx is None else tx
-    _, abstract, train = abstract_step(make, mesh, tx, token_gradients(loss_sums, microbatches))
-    shardings = train_state.shardings(abstract)
-    with jax.set_mesh(mesh):
-        if params is None:
-            state = jax.jit(lambda: train_state.init_state(make, tx, 0), out_shardings=shardings)()
-        else:
-            state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
-            state = jax.device_put(dict(state, params=params), shardings)
-
-    compiled = []
-
-    def run(state, batch):
-        with jax.set_mesh(mesh):
-            batch = global_batch(batch, mesh)
-            if not compiled:
-                compiled.append(train.lower(state, batch).compile(compiler_options=NO_EXCESS_PRECISION))
-            return compiled[0](state, batch)
-
-    return state, run
-
-
-def warm(state, **amax):
-    """The state with histories full of an amax for each of input, kernel and output_grad."""
-
-    def fill(path, history):
-        (value,) = (value for name, value in amax.items() if f"{name}_amax" in str(path))
-        return jax.device_put(np.full(history.shape, value, np.float32), history.sharding)
-
-    return dict(state, model_state=jax.tree_util.tree_map_with_path(fill, state["model_state"]))
-
-
-def histories(state):
-    """Path → float32 history (L, H) as numpy."""
-    flat = nnx.traversals.flatten_mapping(state["model_state"])
-    return {"/".join(map(str, k)): np.asarray(v) for k, v in flat.items()}
+@functools.cache
+def exact_params() -> dict:
+    """Initial parameters of the network on the host."""
+    return jax.device_get(exact_trainer().init()["params"])

@@ -8,7 +8,7 @@ from flax import nnx
 
 from maxlp import precision
 from maxlp.precision import QuantDot, make_recipe
-from tests.precision import fixtures
+from tests.precision.fixtures import Layer
 
 DIMS = (((2,), (0,)), ((), ()))
 
@@ -23,7 +23,7 @@ def arrays(dtype=jnp.bfloat16, shape=(2, 32, 64), out=96, seed=0):
 
 @functools.cache
 def compiled(recipe):
-    layer = fixtures.Layer(recipe)
+    layer = Layer(recipe)
     return functools.partial(jax.jit(layer.step), layer.state)
 
 

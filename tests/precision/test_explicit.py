@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlp.precision import RECIPES, make_recipe
-from tests.precision import fixtures
+from tests.precision.fixtures import Layer
 
 LAYOUTS = {  # the partitions of input and kernel
     "fsdp": (P("fsdp", None, None), P("fsdp", "tensor")),
@@ -27,7 +27,7 @@ def arrays():
 
 @functools.cache
 def layer(name):
-    made = fixtures.Layer(make_recipe(name, **(dict(history=3) if name == "fp8_delayed" else {})))
+    made = Layer(make_recipe(name, **(dict(history=3) if name == "fp8_delayed" else {})))
     state = jax.device_get(made.state)
 
     def run(state, x, kernel, g, out_sharding):

@@ -10,53 +10,58 @@ import optax
 import pytest
 from flax import nnx
 
-from maxlp.parallel import sharding
 from maxlp.parallel.batches import global_batch
 from maxlp.precision import health, make_recipe
-from tests.precision import fixtures
+from tests.fixtures import (
+    NO_EXCESS_PRECISION,
+    Trainer,
+    batch,
+    batches,
+    histories,
+    precision_config,
+    with_full_histories,
+)
+from tests.precision.fixtures import exact_batch, exact_trainer
 
 HISTORY = 4
 statistics = jax.jit(health.statistics, static_argnames=("recipe", "tensor"))
 
 
-def measurement(make, mesh):
+def measurement(trainer):
     """A function (state, batch) -> statistics by path."""
-    grads = fixtures.token_gradients()
-    graphdef, _, _ = fixtures.abstract_step(make, mesh, optax.sgd(0.05), grads)
-    measure = jax.jit(functools.partial(health.measure, graphdef=graphdef, gradients=grads))
+    how = dict(graphdef=trainer.graphdef, gradients=trainer.gradients)
+    measure = jax.jit(functools.partial(health.measure, **how))
+
+    @functools.cache
+    def compiled():
+        return measure.lower(trainer.abstract, batch(0)).compile(compiler_options=NO_EXCESS_PRECISION)
 
     def run(state, batch):
-        with jax.set_mesh(mesh):
-            batch = global_batch(batch, mesh)
-            program = measure.lower(state, batch)
-            compiled = program.compile(compiler_options=fixtures.NO_EXCESS_PRECISION)
-            return health.flatten(jax.device_get(compiled(state, batch)))
+        with jax.set_mesh(trainer.mesh):
+            return health.flatten(jax.device_get(compiled()(state, batch)))
 
     return run
 
 
 @pytest.fixture(scope="module")
 def llama():
-    """The state of a Llama after three steps whose first block is not quantized, its step, its health."""
-    mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    make = fixtures.make_model(history=HISTORY, first=1)
-    state, train = fixtures.trainer(make, mesh=mesh, tx=optax.sgd(0.05))
-    for i in range(3):
-        state, _ = train(state, fixtures.batch(i))
-    return jax.device_get(state), train, measurement(make, mesh)
+    """A Llama whose first block is not quantized: its state after three steps, trainer and measurement."""
+    recipe = precision_config("fp8_delayed", history=HISTORY, first_blocks=1)
+    trainer = Trainer(recipe=recipe, dtype="bfloat16", tx=optax.sgd(0.05))
+    state, _ = trainer.run(trainer.init(), batches(3))
+    return jax.device_get(state), trainer, measurement(trainer)
 
 
 def test_amax_scale_and_age_are_those_of_the_training_step(llama):
     """The next training step enters the same amax into its histories, from which the scales come."""
-    before, train, measure = llama
-    flat = measure(before, fixtures.batch(7))
-    histories = fixtures.histories(before)
-    after = fixtures.histories(train(before, fixtures.batch(7))[0])
+    before, trainer, measure = llama
+    flat = measure(before, batch(7))
+    after = histories(trainer.run(before, [batch(7)])[0])
     for path, history in after.items():
         module, name = path.split("/dot_general/")
         where = f"health/{module}/1/{name.removesuffix('_amax_history')}"
         assert flat[f"{where}/amax"] == history[1, 0]
-        earlier = histories[path][1]
+        earlier = histories(before)[path][1]
         top = 57344.0 if "output_grad" in name else 448.0
         assert flat[f"{where}/scale"] == 2.0 ** np.ceil(np.log2(earlier.max() / top))
         assert flat[f"{where}/age"] == 1 + np.argmax(earlier)
@@ -131,7 +136,7 @@ def test_saturation_of_each_tensor_in_the_model_is_located(llama):
         history = ("layers", "mlp", "down_proj", "dot_general", f"{tensor}_amax_history")
         flat[history] = flat[history] / 64
         changed = dict(state, model_state=nnx.traversals.unflatten_mapping(flat))
-        found = measure(changed, fixtures.batch(7))
+        found = measure(changed, batch(7))
         worst = max((v, k) for k, v in found.items() if k.endswith("/saturated"))
         assert worst[1] == f"health/layers/mlp/down_proj/1/{tensor}/saturated" and worst[0] > 1e-3
         assert health.summary(found)[f"health/{tensor}/saturated"] == worst[0]
@@ -141,17 +146,13 @@ def test_saturation_of_each_tensor_in_the_model_is_located(llama):
 
 def test_shards_and_microbatches_measure_the_same_tensors():
     """In a network without rounding, ranges and scales are equal; shares are the worst microbatch's."""
-    make = fixtures.exact_model(True, "none")
-    state, _ = fixtures.trainer(make)
-    state = jax.device_get(fixtures.warm(state, input=2.0, kernel=0.5, output_grad=0.5))
-    found = []
+    state = with_full_histories(exact_trainer().init(), input=2.0, kernel=0.5, output_grad=0.5)
+    state, found = jax.device_get(state), []
     for devices, microbatches in ((1, 1), (4, 2)):
-        mesh = sharding.make_mesh(devices=jax.devices()[:devices])
-        grads = fixtures.token_gradients(fixtures.exact_loss, microbatches)
-        graphdef, _, _ = fixtures.abstract_step(make, mesh, optax.sgd(0.0), grads)
-        with jax.set_mesh(mesh):
-            probe = health.probe(graphdef, grads)
-            metrics = probe(state, global_batch(fixtures.exact_batch(1), mesh))
+        trainer = exact_trainer(devices, microbatches=microbatches)
+        with jax.set_mesh(trainer.mesh):
+            probe = health.probe(trainer.graphdef, trainer.gradients)
+            metrics = probe(state, global_batch(exact_batch(1), trainer.mesh))
         worst = health.summary(metrics)
         assert worst.items() <= metrics.items()
         found.append({key: value for key, value in metrics.items() if key not in worst})
@@ -194,7 +195,7 @@ def test_alignment_equals_numpy_and_finds_the_aligned_channel():
 
 def test_the_models_kernels_are_measured(llama):
     state, _, measure = llama
-    flat = measure(state, fixtures.batch(7))
+    flat = measure(state, batch(7))
     gate, up = (state["params"]["layers"]["mlp"][f"{p}_proj"]["kernel"][0] for p in ("gate", "up"))
     channel = int(flat["health/layers/mlp/0/swiglu/channel_1"])
     expected = np.corrcoef(gate[:, channel], up[:, channel])[0, 1]

@@ -11,7 +11,6 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -19,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 from maxlp.parallel import sharding
 from maxlp.planning import topologies
 from maxlp.precision import make_recipe
-from tests.precision import fixtures
+from tests.fixtures import LLAMA, Trainer, batch, precision_config
+from tests.precision.fixtures import Layer
 
 E4, E5, BF16, I8 = "f8E4M3FN", "f8E5M2", "bf16", "i8"
 PLAIN = (BF16, BF16, "bf16")
@@ -40,7 +40,7 @@ HALF = [name for name in MATMULS if MATMULS[name][2] == PLAIN and name != "bf16"
 
 def layer(name):
     """Forward and backward of one matmul with a float32 kernel, as a function, and its abstract state."""
-    made = fixtures.Layer(make_recipe(name, **(dict(history=4) if name == "fp8_delayed" else {})))
+    made = Layer(make_recipe(name, **(dict(history=4) if name == "fp8_delayed" else {})))
     return made.step, jax.eval_shape(lambda: made.state)
 
 
@@ -188,16 +188,10 @@ def test_tpus_multiply_in_the_format(name, chip):
 def test_a_scanned_llama_gathers_its_kernels_in_fp8(remat):
     """The whole training step on 8 GPUs: forward, rematerialisation and backward."""
     mesh = sharding.make_mesh(fsdp=8, devices=topologies.devices(topologies.parse("h100:1x8")))
-    make, tx = fixtures.make_model(history=4, remat=remat), optax.sgd(0.1)
-    _, abstract, train = fixtures.abstract_step(make, mesh, tx, fixtures.token_gradients())
-    where = sharding.batch_sharding(mesh)
-    batch = {
-        k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=where) for k, v in fixtures.batch(0).items()
-    }
-    with jax.set_mesh(mesh):
-        program = train.lower(abstract, batch)
+    recipe = precision_config("fp8_delayed", history=4)
+    program = Trainer(mesh, recipe=recipe, dtype="bfloat16", remat=remat).lower(batch(0))
     hlo = program.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
-    mlp = {str(fixtures.SIZES["mlp_dim"])}  # a dim that only kernels of the MLP have
+    mlp = {str(LLAMA["mlp_dim"])}  # a dim that only kernels of the MLP have
     gathered = [
         (dtype, dims)
         for line in hlo.splitlines()

@@ -10,9 +10,10 @@ import pytest
 from flax import nnx
 
 from maxlp import precision
-from maxlp.families.llama.model import Llama, LlamaConfig
-from maxlp.precision import RECIPES, PrecisionConfig, QuantDot, RecipeOptions, inject, make_recipe
-from tests.precision import fixtures
+from maxlp.families.llama.model import Llama
+from maxlp.families.llama.task import FAMILY
+from maxlp.precision import RECIPES, QuantDot, inject, make_recipe
+from tests.fixtures import Trainer, batch, llama_config, precision_config
 
 QUANTIZED = [name for name in RECIPES if name != "bf16"]
 PATHS = {f"layers/attn/{p}_proj" for p in "qkvo"} | {f"layers/mlp/{p}_proj" for p in ("gate", "up", "down")}
@@ -20,8 +21,8 @@ PATHS = {f"layers/attn/{p}_proj" for p in "qkvo"} | {f"layers/mlp/{p}_proj" for 
 
 @functools.cache
 def structure(**changes):
-    sizes = fixtures.SIZES | dict(scan_layers=True, remat="none", dtype="bfloat16") | changes
-    return nnx.split(nnx.eval_shape(lambda: Llama(LlamaConfig(**sizes), rngs=nnx.Rngs(0))))
+    config = llama_config(dtype="bfloat16", **changes)
+    return nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
 
 
 def abstract(**changes):
@@ -65,7 +66,7 @@ def test_the_first_matching_rule_decides():
 
 
 def test_smoothing_acts_on_the_quantized_gated_products_only():
-    how = dict(smooth_swiglu="balanced", gated_products=fixtures.GATED_PRODUCTS)
+    how = dict(smooth_swiglu="balanced", gated_products=FAMILY.gated_products)
     smooth = {path: "fp8_current" for path in PATHS} | {"lm_head": "high precision"}
     assert table(**how) == smooth | {"layers/mlp/down_proj": "fp8_current, smooth balanced"}
     rules = (("*/down_proj", RECIPES["bf16"]),)
@@ -136,17 +137,15 @@ def test_a_linear_layer_of_flax_takes_a_recipe_outside_of_a_stack():
 
 
 def test_apply_takes_a_config_section():
-    config = PrecisionConfig(
-        recipe="fp8_delayed",
-        options=RecipeOptions(history=8),
+    config = precision_config(
+        "fp8_delayed",
+        history=8,
         rules=(("lm_head", "bf16"), ("*/q_proj", "fp8_current")),
         first_blocks=1,
-        last_blocks=0,
-        min_dim=0,
         smooth_swiglu="balanced",
     )
     model = abstract()
-    found = precision.apply(model, config, gated_products=fixtures.GATED_PRODUCTS)
+    found = precision.apply(model, config, gated_products=FAMILY.gated_products)
     assert set(found) == PATHS | {"lm_head"} and found["layers/attn/q_proj"] == "fp8_current"
     assert model.layers.unquantized_blocks == (1, 0)
     assert model.layers.mlp.up_proj.dot_general.kernel_amax_history.shape == (2, 8)
@@ -157,15 +156,14 @@ def test_apply_takes_a_config_section():
 # --- training -----------------------------------------------------------------------------------------
 
 
-def five_losses(name, params=None, **how):
-    """Losses on one batch, of sequences that blocks of 32 do not divide; and the first parameters."""
-    make = fixtures.make_model(name, **how)
-    state, train = fixtures.trainer(make, tx=optax.sgd(0.02), params=params)
-    params, losses = jax.device_get(state["params"]), []
-    for _ in range(5):
-        state, metrics = train(state, fixtures.batch(0, rows=2, length=100))
-        losses.append(float(metrics["loss"]))
-    return losses, params
+def five_losses(name, params=None, remat="none", **options):
+    """Losses on one batch, of sequences that blocks of 32 do not divide; and the initial parameters."""
+    recipe = precision_config(name, **options)
+    trainer = Trainer(recipe=recipe, remat=remat, dtype="bfloat16", tx=optax.sgd(0.02))
+    state = trainer.init(params)
+    params = jax.device_get(state["params"])
+    _, metrics = trainer.run(state, 5 * [batch(0, rows=2, length=100)])
+    return [m["loss"] for m in metrics], params
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,14 @@ from flax import nnx
 
 from maxlp.families.clip.model import TextTower
 from maxlp.precision import inject, make_recipe
-from tests.precision import fixtures
+from tests.precision.fixtures import Layer
 
 
 @pytest.mark.parametrize("residuals", ["full", "quantized"])
 def test_tokens_are_padded_with_zeros_in_the_weight_gradient(residuals):
     """20 tokens give the numbers of 32 of which the last 12 are zero, to the bit."""
     rng = np.random.default_rng(0)
-    layer = fixtures.Layer(make_recipe("mxfp8", residuals=residuals))
+    layer = Layer(make_recipe("mxfp8", residuals=residuals))
     step = jax.jit(lambda *arrays: layer.step(layer.state, *arrays)[:3])
     kernel = jnp.asarray(rng.normal(size=(64, 96)), jnp.bfloat16)
     x, g = (jnp.asarray(rng.normal(size=(2, 20, dim)), jnp.bfloat16) for dim in (64, 96))

@@ -1,6 +1,5 @@
 """The amax histories of delayed scaling: what enters them, and that nothing else changes them."""
 
-import functools
 import itertools
 
 import jax
@@ -8,9 +7,9 @@ import numpy as np
 import optax
 import pytest
 
-from maxlp.parallel import sharding
 from maxlp.runtime.checkpoint import Checkpointer
-from tests.precision import fixtures
+from tests.fixtures import Trainer, batches, histories, make_mesh, precision_config, with_full_histories
+from tests.precision.fixtures import exact_batch, exact_params, exact_trainer
 
 FAST = [(1, 4, True, "none"), (4, 1, False, "none"), (4, 4, True, "block")]
 LAYOUTS = [  # devices, microbatches, scan, remat; all compared with (1, 1, True, "none")
@@ -20,26 +19,10 @@ LAYOUTS = [  # devices, microbatches, scan, remat; all compared with (1, 1, True
 ]
 
 
-@functools.cache
-def exact_params():
-    state, _ = fixtures.trainer(fixtures.exact_model(True, "none"))
-    return jax.device_get(state["params"])
-
-
-def exact_trainer(make, mesh, *, microbatches=1, tx=None):
-    how = dict(loss_sums=fixtures.exact_loss, params=exact_params())
-    return fixtures.trainer(make, mesh=mesh, microbatches=microbatches, tx=tx or optax.sgd(0.0), **how)
-
-
-def run_exact(devices, microbatches, scan, remat, *, unquantized_blocks=0, tx=None, steps=5):
-    make = fixtures.exact_model(scan, remat, unquantized_blocks)
-    mesh = sharding.make_mesh(devices=jax.devices()[:devices])
-    state, train = exact_trainer(make, mesh, microbatches=microbatches, tx=tx)
-    losses = []
-    for i in range(steps):
-        state, metrics = train(state, fixtures.exact_batch(i))
-        losses.append(float(metrics["loss"]))
-    return fixtures.histories(state), losses
+def run_exact(devices, microbatches, scan, remat, *, steps=5, **how):
+    trainer = exact_trainer(devices, microbatches=microbatches, scan=scan, remat=remat, **how)
+    state, metrics = trainer.run(trainer.init(exact_params()), map(exact_batch, range(steps)))
+    return histories(state), [m["loss"] for m in metrics]
 
 
 @pytest.fixture(scope="module")
@@ -76,24 +59,14 @@ def test_optimizers_and_clipping_do_not_change_the_state(exact_reference):
 
 
 def test_saved_and_restored_on_another_mesh_the_run_continues_to_the_bit(tmp_path, exact_reference):
-    def on(devices):
-        mesh = sharding.make_mesh(devices=jax.devices()[:devices])
-        return exact_trainer(fixtures.exact_model(True, "none"), mesh)
-
-    state, train = on(4)
-    for i in range(2):
-        state, _ = train(state, fixtures.exact_batch(i))
+    before, after = exact_trainer(4), exact_trainer(2)
+    state, _ = before.run(before.init(exact_params()), map(exact_batch, range(2)))
     checkpoints = Checkpointer(tmp_path, every_steps=1)
     checkpoints.save(2, state, {})
-    fresh, train = on(2)
-    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), fresh)
-    state = checkpoints.restore_latest(abstract).state
-    losses = []
-    for i in range(2, 5):
-        state, metrics = train(state, fixtures.exact_batch(i))
-        losses.append(float(metrics["loss"]))
-    assert losses == exact_reference[1][2:]
-    jax.tree.map(np.testing.assert_array_equal, fixtures.histories(state), exact_reference[0])
+    restored = checkpoints.restore_latest(after.abstract)
+    state, metrics = after.run(restored.state, map(exact_batch, range(2, 5)))
+    assert [m["loss"] for m in metrics] == exact_reference[1][2:]
+    jax.tree.map(np.testing.assert_array_equal, histories(state), exact_reference[0])
     checkpoints.close()
 
 
@@ -105,15 +78,17 @@ def run_llama(devices, microbatches, scan, remat):
 
     The histories start full: in the very first step each microbatch scales by its own amax.
     """
-    make = fixtures.make_model(scan=scan, remat=remat, history=4)
-    mesh = sharding.make_mesh(devices=jax.devices()[:devices])
-    state, train = fixtures.trainer(make, mesh=mesh, microbatches=microbatches, tx=optax.sgd(0.0))
-    state = fixtures.warm(state, input=4.0, kernel=0.4, output_grad=1e-3)
-    losses = []
-    for i in range(3):
-        state, metrics = train(state, fixtures.batch(i, rows=16))
-        losses.append(float(metrics["loss"]))
-    return fixtures.histories(state), losses
+    trainer = Trainer(
+        make_mesh(fsdp=devices),
+        recipe=precision_config("fp8_delayed", history=4),
+        dtype="bfloat16",
+        microbatches=microbatches,
+        scan_layers=scan,
+        remat=remat,
+        tx=optax.sgd(0.0),
+    )
+    state, metrics = trainer.run(with_full_histories(trainer.init()), batches(3, rows=16))
+    return histories(state), [m["loss"] for m in metrics]
 
 
 @pytest.fixture(scope="module")
