@@ -30,3 +30,11 @@ def _forget_compiled_programs():
     """Compiled programs are of no use to another module, and would fill the memory."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def tiny_llama():
+    """The `Trainer` of a small Llama on one device; nothing is compiled yet."""
+    from tests.fixtures import Trainer  # few tests need a model
+
+    return Trainer()

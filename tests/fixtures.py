@@ -156,7 +156,6 @@ class Trainer:
     def init(self, params: dict | None = None) -> State:
         """The initial state on the mesh, with random parameters or those of another trainer."""
 
-
         def init(params: dict | None) -> State:
             state = init_state(self.make_model, self.tx, 0, self.gates)
             given = {} if params is None else {"params": params, "opt_state": self.tx.init(params)}

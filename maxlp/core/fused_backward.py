@@ -38,7 +38,7 @@ from maxlp.core.gradients import (
     split_model_state,
 )
 from maxlp.core.train_state import State
-from maxlp.core.train_step import global_norm
+from maxlp.core.train_step import global_norm, squared_norm
 from maxlp.nn.stack import Block, StackCall, stack_parts
 
 StackPath = tuple[str, ...]  # where a stack is in the model: ("layers",), ("visual", "layers")
@@ -89,7 +89,7 @@ def train_step(
     rest = {"params": outer, "opt_state": _prune(opt_state, params, _without, cut.stacks)}
     rest = _updated(tx, grads, rest)
     new_params = join_trees(rest["params"], *(done.stacks["params"] for done in released.values()))
-    squares = [_squared_norm(grads), *(done.square for done in released.values())]
+    squares = [squared_norm(grads), *(done.square for done in released.values())]
     new_stacks = [_at(path, done.model_state) for path, done in released.items()]
     return {
         "params": new_params,
@@ -223,13 +223,13 @@ def _backward(
             grads, new_backward, dx = vjp(dy)
             grads = _at(path, jax.tree.map(lambda g: g[None], grads))
             stacks = _with_layer(stacks, _updated(tx, grads, mine), path, i)
-            return (dx, stacks), (new_backward, _squared_norm(grads))
+            return (dx, stacks), (new_backward, squared_norm(grads))
 
         carry, (new, square) = jax.lax.scan(body, carry, (jnp.arange(start, stop), inputs), reverse=True)
         new_backward.insert(0, new)
         squares.append(jnp.sum(square))
     new_backward = jax.tree.map(lambda *parts: jnp.concatenate(parts), *new_backward)
-    return _Backward(*carry, join_trees(done.model_state, new_backward), sum(squares))
+    return _Backward(*carry, join_trees(done.model_state, new_backward), jnp.stack(squares).sum())
 
 
 def _variables(call: StackCall) -> tuple[dict, dict, dict]:
@@ -247,10 +247,6 @@ def _updated(tx: optax.GradientTransformation, grads: dict, mine: State) -> Stat
     with jax.named_scope("optimizer"):
         updates, opt_state = tx.update(grads, mine["opt_state"], mine["params"])
         return {"params": optax.apply_updates(mine["params"], updates), "opt_state": opt_state}
-
-
-def _squared_norm(grads: dict) -> jax.Array:
-    return jnp.square(global_norm(grads))
 
 
 # --- parts of trees -------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def assert_close(got, want, tolerance, before=None):
     """Compares trees of tensors.
 
     Args:
-      tolerance: as a fraction of the largest change of each tensor since ``before``, or of its largest value.
+      tolerance: as a fraction of each tensor's largest change since ``before``, or of its largest value.
     """
     before = jax.tree.map(np.zeros_like, want) if before is None else before
     assert jax.tree.structure(got) == jax.tree.structure(want), "checkpoints of one resume the other"

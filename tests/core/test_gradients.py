@@ -1,4 +1,4 @@
-"""Gradients of a batch: means over all of its tokens, without the loss scale, in any number of microbatches.
+"""Gradients of a batch: of the mean over all tokens, whatever the loss scale and the microbatches.
 
 Shape letters: B rows · S tokens of a row · D features.
 """
@@ -109,7 +109,7 @@ def test_gradients_are_those_of_the_mean_over_all_tokens(microbatches, loss_scal
 
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_the_batch_can_tell_a_mean_of_means_from_the_mean(microbatches):
-    """What the test above must be able to notice."""
+    """So the test above would notice it."""
     batch = linear_batch()
     means = [expected_gradient(batch, slice(i, None, microbatches))[0] for i in range(microbatches)]
     assert np.abs(np.mean(means, axis=0) / expected_gradient(batch)[0] - 1).max() > 0.1
@@ -143,7 +143,7 @@ def test_microbatches_take_every_nth_row_and_sharding_stays():
 
 
 def test_gradients_of_bfloat16_parameters_are_accumulated_in_float32():
-    """1 and 256 halves of the last place of bfloat16's 1: in bfloat16 each of them would be rounded away."""
+    """1 + 256 · 2⁻⁸ = 2, where a sum in bfloat16 would stay at 1: it rounds 1 + 2⁻⁸ down."""
     small = 2.0**-8
     parts = {"w": jnp.concatenate([jnp.ones(1), jnp.full(256, small)]).astype(jnp.bfloat16)}
     total, rest = gradients.accumulate(lambda part: (part, part["w"]), {"w": jnp.bfloat16(0)}, parts)

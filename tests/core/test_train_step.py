@@ -33,8 +33,7 @@ def one_device():
     return initial, jax.device_get(state["params"]), metrics
 
 
-# (mesh, remat, microbatches, scan_layers). All together: every mesh with every remat, and every pair of values
-# of the other factors. The quick ones: every value.
+# (mesh, remat, microbatches, scan_layers). All of them cover every pair of values, the quick ones each value.
 QUICK = [
     ("data8", "dots", 4, True),
     ("fsdp8", "block", 1, True),

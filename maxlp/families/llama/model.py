@@ -190,6 +190,7 @@ class Llama(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         c = self.config = config
+        self.order = nnx.static(attention.sequence_order(c.attention))
         tied = c.embed_dim**-0.5 if c.tie_embeddings else 1.0
         self.tok_embed = layers.Embed(
             c.vocab_size,
@@ -224,7 +225,7 @@ class Llama(nnx.Module):
           x_BSD in ``dtype``, and the cache with these tokens written to it.
         """
         c = self.config
-        order = attention.sequence_order(c.attention) if cache is None else None
+        order = self.order if cache is None else None
         if order is not None:
             tokens_BS, positions_BS, segment_ids_BS = jax.tree.map(
                 order.balance, (tokens_BS, positions_BS, segment_ids_BS)
