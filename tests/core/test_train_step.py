@@ -33,7 +33,7 @@ def one_device():
     return initial, jax.device_get(state["params"]), metrics
 
 
-# (mesh, remat, microbatches, scan_layers). All of them cover every pair of values, the quick ones each value.
+# (mesh, remat, microbatches, scan_layers). All cover every pair of values; the quick ones, every value.
 QUICK = [
     ("data8", "dots", 4, True),
     ("fsdp8", "block", 1, True),

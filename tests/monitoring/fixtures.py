@@ -68,7 +68,7 @@ def init(config):
     return state | {name: gate.init() for name, gate in guards.gates(config).items()}
 
 
-def gradients(graphdef, state, batch):
+def gradients(graphdef, state, batch, loss_scale):
     def loss(params):
         h = batch["x"]
         for i in range(2):
@@ -97,11 +97,11 @@ def train_step(config):
 def _compiled_step(config):
     function = functools.partial(
         step.train_step,
-        graphdef=None,
+        None,
         gradients=gradients,
         tx=TX,
         schedule=lambda n: 0.01,
-        judges=guards.gates(config),
+        gates=guards.gates(config),
         statistics=functools.partial(statistics.tensor_statistics, rms=adam_rms),
     )
     return jax.jit(function)

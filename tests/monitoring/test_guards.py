@@ -1,6 +1,5 @@
 """Guards skip a step or roll the run back; where they do not act, nothing changes."""
 
-import functools
 import json
 import math
 
@@ -9,77 +8,28 @@ import numpy as np
 import optax
 import pytest
 
-from maxlp.core import gradients as gradients_lib
-from maxlp.core import train_step as step
-from maxlp.families.llama import task as language
-from maxlp.families.llama.model import Llama
 from maxlp.monitoring import guards
 from maxlp.monitoring.guards import SkipGuard
 from maxlp.monitoring.spikes import Detector, SpikeConfig
 from maxlp.monitoring.watch import read_record
-from maxlp.parallel import sharding
 from maxlp.runtime.checkpoint import list_steps
+from tests.fixtures import Trainer, batches
 from tests.monitoring import fixtures
 from tests.monitoring.fixtures import TOY, Batches, noisy, train, train_step, train_to_the_end, trees_equal
 
 # --- Skip ---------------------------------------------------------------------------------------------
 
-# Matrices of 8 × 8 would be rounded differently in a program with a guard than in one without.
-LLAMA = dict(
-    vocab_size=256,
-    embed_dim=64,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=32,
-    mlp_dim=128,
-    max_seq_len=16,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    norm_eps=1e-5,
-    tie_embeddings=False,
-    init_std=0.02,
-    dtype="float32",
-    param_dtype="float32",
-    attention="xla",
-    scan_layers=True,
-    remat="none",
-)
-
-
-def llama_batches(count):
-    rng, ones = np.random.default_rng(0), np.ones((2, 16), np.int32)
-    for _ in range(count):
-        tokens = rng.integers(0, 256, (2, 17)).astype(np.int32)
-        batch = dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], segment_ids=ones)
-        yield batch | dict(positions=np.cumsum(ones, 1) - 1, loss_mask=ones > 0)
-
 
 def test_a_guard_that_does_not_act_changes_no_bit():
-    def make(rngs):
-        return Llama(**LLAMA, rngs=rngs)
-
     def losses_and_state(gates):
-        kept = {key: leaf for key, leaf in abstract.items() if key != "guard" or gates}
-        state = {key: jax.tree.map(jax.numpy.copy, initial[key]) for key in kept}
-        loss = gradients_lib.of_sums(language.next_token_loss, language.num_targets)
-        function = step.jit_train_step(
-            kept, mesh, graphdef=graphdef, gradients=loss, tx=tx, schedule=lambda n: 0.01, judges=gates
-        )
-        losses = []
-        for batch in llama_batches(6):
-            state, metrics = function(state, batch)
-            losses.append(float(metrics["loss"]))
-            assert not metrics.get("skipped", 0)
-        return losses, jax.device_get({key: state[key] for key in ("params", "opt_state")})
+        tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01))
+        trainer = Trainer(tx=tx, gates=gates)
+        state, metrics = trainer.run(trainer.init(), batches(6, rows=2, length=16))
+        assert not any(m.get("skipped", 0) for m in metrics)
+        return [m["loss"] for m in metrics], jax.device_get((state["params"], state["opt_state"]))
 
-    mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01))
-    gates = guards.gates(SpikeConfig(guard="skip"))
-    with jax.set_mesh(mesh):
-        graphdef, abstract = step.abstract_state(make, tx, mesh, gates)
-        initial = jax.jit(functools.partial(step.init_state, make, tx, 0, gates))()
-        (losses, state), (guarded_losses, guarded) = losses_and_state({}), losses_and_state(gates)
+    losses, state = losses_and_state({})
+    guarded_losses, guarded = losses_and_state(guards.gates(SpikeConfig(guard="skip")))
     assert losses == guarded_losses and len(set(losses)) == len(losses)
     assert trees_equal(state, guarded)
 
@@ -88,11 +38,11 @@ def test_a_guard_that_does_not_act_changes_no_bit():
 def test_a_skipped_batch_has_no_effect(bad):
     config = SpikeConfig(**TOY, guard="skip")
 
-    def trained(batches, numbers):
+    def trained(data, numbers):
         state, skipped = fixtures.init(config), []
         for n in numbers:
-            batches.at = n - 1
-            state, metrics = train_step(config)(state, next(batches))
+            data.at = n - 1
+            state, metrics = train_step(config)(state, next(data))
             skipped += [n] * int(metrics["skipped"])
         return jax.device_get(state), skipped
 
@@ -147,11 +97,11 @@ def test_the_run_goes_back_and_skips_the_batches_around_the_spike(tmp_path):
     record = read_record(tmp_path, 14)
     assert record["checkpoint"] == "spikes/checkpoints/8" and record["data_state"]["step"] == 13
     # By hand: 8 steps, and 12 more from batch 15 on.
-    want, batches = fixtures.init(ROLLBACK), Batches()
+    want, data = fixtures.init(ROLLBACK), Batches()
     for _ in range(20):
-        if batches.at == 8:
-            batches.at = 14
-        want, _ = train_step(ROLLBACK)(want, next(batches))
+        if data.at == 8:
+            data.at = 14
+        want, _ = train_step(ROLLBACK)(want, next(data))
     assert trees_equal(jax.device_get(want), state)
 
 
@@ -197,12 +147,11 @@ def test_rollback_takes_the_newest_checkpoint_that_is_old_enough(steps, target):
     assert guards.rollback_target(steps, spike_step=14, rewind_steps=3) == target
 
 
-def test_a_second_rollback_keeps_the_checkpoints_of_the_first(tmp_path):
-    """Renamed checkpoints of one step get different names."""
-    path = tmp_path / "8.rolled_back"
-    assert guards._unused(path) == path
-    path.mkdir()
-    assert guards._unused(path).name == "8.rolled_back-2"
+def test_a_rolled_back_checkpoint_replaces_none_of_an_earlier_rollback(tmp_path):
+    (tmp_path / "checkpoints" / "12.rolled_back").mkdir(parents=True)
+    train_to_the_end(tmp_path, ROLLBACK, {14: math.nan})
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert {"12.rolled_back", "12.rolled_back-2"} <= names
 
 
 def test_excluded_batches_are_those_of_rollbacks_to_this_step_or_before(tmp_path):
@@ -210,6 +159,6 @@ def test_excluded_batches_are_those_of_rollbacks_to_this_step_or_before(tmp_path
     entries = [{"to": 4, "batches": [4, 9]}, {"to": 12, "batches": [18, 22]}]
     (tmp_path / "spikes" / "rollbacks.json").write_text(json.dumps(entries))
     for step_number, position, dropped in [(0, 0, 0), (4, 4, 5), (8, 13, 0), (12, 18, 4), (16, 22, 0)]:
-        batches = Batches()
-        batches.at = position
-        assert guards.skip_excluded_batches(tmp_path, step_number, batches) == dropped
+        data = Batches()
+        data.at = position
+        assert guards.skip_excluded_batches(tmp_path, step_number, data) == dropped
