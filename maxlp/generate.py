@@ -2,7 +2,9 @@ r"""Continues prompts with a trained Llama.
 
     python -m maxlp.generate --workdir=/tmp/run --prompt="def " --prompt="class " --max_new_tokens=100
 
-Each --prompt is one row of a batch. The same seed gives the same text, whatever else is in the batch.
+Each --prompt is one row of a batch. The same seed gives a row the same text, whatever the other rows are.
+
+Shape letters: B rows · S prompt length · N new tokens · V vocabulary · D features.
 """
 
 import functools
@@ -25,18 +27,26 @@ from maxlp.runtime import distributed
 
 
 def define_flags() -> None:
-    flags.DEFINE_multi_string("prompt", None, "Text to continue; give it several times for a batch.")
-    flags.DEFINE_string("workdir", None, "Directory of a run.", required=True)
+    flags.DEFINE_multi_string("prompt", None, "Text to continue; repeat the flag for a batch.")
+    flags.DEFINE_string("workdir", None, "Directory of the run.", required=True)
     flags.DEFINE_integer("step", None, "Checkpoint to use; the newest by default.", lower_bound=0)
     flags.DEFINE_integer("max_new_tokens", 128, "Tokens to add to each prompt.", lower_bound=1)
-    flags.DEFINE_float("temperature", 0.8, "0 takes the likeliest token.", lower_bound=0.0)
-    flags.DEFINE_integer("top_k", 0, "Sample among the k likeliest tokens; 0: all.", lower_bound=0)
-    flags.DEFINE_float("top_p", 1.0, "Sample among the likeliest tokens that hold this probability.")
+    flags.DEFINE_float(
+        "temperature", 0.8, "Divides the logits; 0 takes the most likely token.", lower_bound=0.0
+    )
+    flags.DEFINE_integer("top_k", 0, "Sample from the k most likely tokens; 0: from all.", lower_bound=0)
+    flags.DEFINE_float("top_p", 1.0, "Sample from the fewest tokens with this total probability.")
     flags.DEFINE_integer("seed", 0, "Seed of the sampling.")
 
 
 class Sampling(NamedTuple):
-    """How a token is drawn; see `sample`."""
+    """How a token is drawn from the logits.
+
+    temperature: divides the logits; 0 takes the most likely token.
+    top_k: keeps the k most likely tokens; 0 keeps all.
+    top_p: keeps the fewest tokens with this total probability, after temperature and top_k (nucleus
+      sampling, Holtzman et al. 2019, arXiv:1904.09751).
+    """
 
     temperature: float
     top_k: int = 0
@@ -52,15 +62,17 @@ def main() -> None:
     c = run_dir.load_config(workdir)
     family, model, _ = read_model(c)
     if family.name != "llama":
-        raise ValueError(f"{workdir} holds a {family.name}, which does not generate text")
+        raise ValueError(
+            f"{workdir} holds a {family.name} model, which does not generate text; use the run of a Llama"
+        )
     tokenizer = tokenizers.make_tokenizer(saved_tokenizer(c.data.tokenizer, workdir))
     prompts = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts]
     healed = heal(tokenizer, prompts, model.vocab_size)
     longest = max(map(len, prompts)) + f.max_new_tokens
     if longest > model.max_seq_len:
         raise ValueError(
-            f"the longest prompt and --max_new_tokens={f.max_new_tokens} make {longest} tokens, more than "
-            f"the model's max_seq_len={model.max_seq_len}"
+            f"the longest prompt and --max_new_tokens={f.max_new_tokens} have {longest} tokens, more than "
+            f"model.max_seq_len={model.max_seq_len}; shorten the prompt or lower --max_new_tokens"
         )
     mesh = sharding.make_mesh(fsdp=-1)
     with jax.set_mesh(mesh):
@@ -81,10 +93,14 @@ def main() -> None:
 def heal(
     tokenizer: tokenizers.Tokenizer, prompts: list[list[int]], vocab_size: int
 ) -> list[tuple[list[int], np.ndarray]]:
-    """Each prompt without its last token, and the tokens (V,) that may follow: those that begin like it.
+    """Token healing: removes the last token of each prompt and constrains the first new token instead.
 
-    A prompt may end in the middle of what is one token to the model: "def " ends in a space, which in the
-    training text belongs to the name that follows.
+    A prompt may end inside of what is one token in the training text: "def " ends in a space that the
+    tokenizer joins with the name after it.
+
+    Returns:
+      for each prompt, the tokens that remain, and bool allowed_V: the tokens whose text starts with that of
+      the removed token.
     """
     pieces = [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]
     healed = []
@@ -109,55 +125,77 @@ def generate(
     eos_id: int | None = None,
     first: np.ndarray | None = None,
 ) -> list[list[int]]:
-    """New tokens for each prompt, up to and without ``eos_id``.
+    """The new tokens of each prompt, up to but excluding ``eos_id``.
 
     Args:
       prompts: token ids, at least one each; they may differ in length.
-      seed: row i draws with a key of its own, so its text depends on no other row.
-      first: bool (B, V), the tokens that each row may begin with; None allows all.
+      seed: row i draws with its own key, so its text does not depend on other rows.
+      first: bool allowed_BV for the first new token; None allows all tokens.
     """
     lengths_B = np.array([len(p) for p in prompts], np.int32)
-    width = -(-lengths_B.max() // 32) * 32  # few different shapes, few compilations
+    width = -(-lengths_B.max() // 32) * 32  # prompts of similar length share a compilation
     tokens_BS = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(tokens_BS, prompts, strict=True):
         row[: len(prompt)] = prompt
     stop = -1 if eos_id is None else eos_id
     graphdef, state = nnx.split(model)
-    values = nnx.to_pure_dict(state)
-    rows = np.asarray(
-        _generate(graphdef, values, tokens_BS, lengths_B, first, seed, stop, sampling, max_new_tokens)
-    ).tolist()
+    new_BN = _generate(
+        graphdef,
+        nnx.to_pure_dict(state),
+        tokens_BS,
+        lengths_B,
+        first,
+        seed,
+        stop,
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+    )
+    rows = np.asarray(new_BN).tolist()
     return [row[: row.index(stop)] if stop in row else row for row in rows]
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "sampling", "new"))
-def _generate(graphdef, state, tokens_BS, lengths_B, first_BV, seed, stop, sampling, new):
+@functools.partial(jax.jit, static_argnames=("graphdef", "sampling", "max_new_tokens"))
+def _generate(
+    graphdef: nnx.GraphDef,
+    state: dict,
+    tokens_BS: jax.Array,
+    lengths_B: jax.Array,
+    first_BV: jax.Array | None,
+    seed: int,
+    stop: int,
+    *,
+    sampling: Sampling,
+    max_new_tokens: int,
+) -> jax.Array:
+    """The new tokens (B, N) of padded prompts; ``stop`` in place of those after the end of a row."""
+
     def model() -> Any:
-        # Merged anew for each use, so that amax histories stay as training left them.
+        # Each call uses a fresh model, so that none changes the amax histories from training.
         return nnx.merge(graphdef, state)
 
     B, S = tokens_BS.shape
     keys_B = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(jnp.arange(B))
 
-    def draw(i, x_B1D, allowed_BV=None):
+    def draw(i: Any, x_B1D: jax.Array, allowed_BV: jax.Array | None = None) -> jax.Array:
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys_B, i)
         logits_BV = model().logits(x_B1D)[:, 0]
         if allowed_BV is not None:
             logits_BV = jnp.where(allowed_BV, logits_BV, -jnp.inf)
-        return jax.vmap(lambda key, logits_V: sample(key, logits_V, sampling))(keys, logits_BV)
+        return jax.vmap(functools.partial(sample, sampling=sampling))(keys, logits_BV)
 
-    # All prompts at once. The cache slots after a short prompt hold keys of padding that nothing attends
-    # to: slot t holds position t, and a new token overwrites the slot of its position before it attends.
+    # All prompts run at once. Behind a short prompt the cache holds keys of padding, which nothing attends
+    # to: slot t belongs to position t, and a new token overwrites its slot before attending to it.
     positions_BS = jnp.broadcast_to(jnp.arange(S), (B, S))
-    x_BSD, cache = model().hidden(tokens_BS, positions_BS, cache=model().init_cache(B, S + new))
+    cache = model().init_cache(B, S + max_new_tokens)
+    x_BSD, cache = model().hidden(tokens_BS, positions_BS, cache=cache)
     first_B = draw(0, jnp.take_along_axis(x_BSD, (lengths_B - 1)[:, None, None], axis=1), first_BV)
-    out_BN = jnp.full((B, new), stop, jnp.int32).at[:, 0].set(first_B)
+    out_BN = jnp.full((B, max_new_tokens), stop, jnp.int32).at[:, 0].set(first_B)
 
-    def unfinished(carry):
+    def is_unfinished(carry: tuple) -> jax.Array:
         i, token_B, ended_B, _, _ = carry
-        return (i < new) & ~jnp.all(ended_B | (token_B == stop))
+        return (i < max_new_tokens) & ~jnp.all(ended_B | (token_B == stop))
 
-    def body(carry):
+    def add_token(carry: tuple) -> tuple:
         i, token_B, ended_B, cache, out_BN = carry
         ended_B |= token_B == stop
         x_B1D, cache = model().hidden(token_B[:, None], (lengths_B + i - 1)[:, None], cache=cache)
@@ -165,16 +203,11 @@ def _generate(graphdef, state, tokens_BS, lengths_B, first_BV, seed, stop, sampl
         return i + 1, token_B, ended_B, cache, out_BN.at[:, i].set(token_B)
 
     start = (1, first_B, jnp.zeros(B, bool), cache, out_BN)
-    return jax.lax.while_loop(unfinished, body, start)[-1]
+    return jax.lax.while_loop(is_unfinished, add_token, start)[-1]
 
 
 def sample(key: jax.Array, logits_V: jax.Array, sampling: Sampling) -> jax.Array:
-    """One token id from float32 logits.
-
-    ``temperature`` divides the logits, 0 takes the largest. ``top_k`` keeps the k largest, 0 keeps all.
-    ``top_p`` keeps the fewest of the largest that hold this probability, after temperature and top_k
-    (nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751).
-    """
+    """One token id from float32 logits."""
     temperature, top_k, top_p = sampling
     if temperature == 0:
         return jnp.argmax(logits_V).astype(jnp.int32)
@@ -184,8 +217,8 @@ def sample(key: jax.Array, logits_V: jax.Array, sampling: Sampling) -> jax.Array
     if top_p < 1:
         sorted_V = jnp.sort(logits_V, descending=True)
         probability_V = jax.nn.softmax(sorted_V)
-        before_V = jnp.cumsum(probability_V) - probability_V
-        least = jnp.min(jnp.where(before_V < top_p, sorted_V, jnp.inf))
+        larger_V = jnp.cumsum(probability_V) - probability_V  # total probability of all larger logits
+        least = jnp.min(jnp.where(larger_V < top_p, sorted_V, jnp.inf))
         logits_V = jnp.where(logits_V < least, -jnp.inf, logits_V)
     return jax.random.categorical(key, logits_V).astype(jnp.int32)
 

@@ -1,124 +1,106 @@
+"""Generation with a cache equals the model without one; sampling has the intended distribution."""
+
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from maxlp import precision
-from maxlp.families.llama.model import Llama
 from maxlp.generate import Sampling, generate, heal, sample
+from tests.fixtures import LLAMA, make_llama, precision_config
 
-V = 64
-
-
-def make_model():
-    return Llama(
-        vocab_size=V,
-        embed_dim=32,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        mlp_dim=64,
-        max_seq_len=128,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        norm_eps=1e-5,
-        tie_embeddings=False,
-        init_std=0.3,
-        dtype="float32",
-        param_dtype="float32",
-        attention="xla",
-        scan_layers=True,
-        remat="none",
-        rngs=nnx.Rngs(0),
-    )
+V = LLAMA["vocab_size"]
+PROMPTS = [[1], [5, 9, 2, 7, 7, 3, 1, 40], [8, 8, 1]]
+NEW = 12
+greedy = functools.partial(generate, max_new_tokens=NEW, sampling=Sampling(0.0))
 
 
 @pytest.fixture(scope="module")
 def model():
-    return make_model()
+    return make_llama(init_std=0.3)(nnx.Rngs(0))
 
 
-PROMPTS = [[1], [5, 9, 2, 7, 7, 3, 1, 40], [8, 8, 1]]
+@pytest.fixture(scope="module")
+def expected(model):
+    """Greedy tokens by their definition: for each token, the model reads the whole text again."""
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def most_likely(tokens_BS, lengths_B):
+        logits_BSV = nnx.merge(graphdef, state)(tokens_BS)  # the padding after a prompt has no effect
+        return jnp.argmax(logits_BSV[jnp.arange(len(lengths_B)), lengths_B - 1], axis=-1)
+
+    lengths_B = np.array([len(prompt) for prompt in PROMPTS])
+    tokens_BS = np.zeros((len(PROMPTS), lengths_B.max() + NEW), np.int32)
+    for row, prompt in zip(tokens_BS, PROMPTS, strict=True):
+        row[: len(prompt)] = prompt
+    for i in range(NEW):
+        tokens_BS[np.arange(len(PROMPTS)), lengths_B + i] = most_likely(tokens_BS, lengths_B + i)
+    return [row[n : n + NEW].tolist() for row, n in zip(tokens_BS, lengths_B, strict=True)]
 
 
-def greedy_without_cache(model, prompt, n):
-    """The definition: the whole text anew for every token."""
-    tokens = list(prompt)
-    for _ in range(n):
-        tokens.append(int(jnp.argmax(model(jnp.asarray([tokens]))[0, -1])))
-    return tokens[len(prompt) :]
+def test_greedy_batch_equals_the_model_without_a_cache(model, expected):
+    assert len({tuple(row) for row in expected}) == len(PROMPTS)
+    assert greedy(model, PROMPTS) == expected
 
 
-def test_greedy_batch_equals_uncached(model):
-    got = generate(model, PROMPTS, max_new_tokens=12, sampling=Sampling(0.0))
-    assert got == [greedy_without_cache(model, p, 12) for p in PROMPTS]
+def test_stops_at_the_end_token_of_each_row(model, expected):
+    eos = expected[1][3]
+    stopped = [row[: row.index(eos)] if eos in row else row for row in expected]
+    assert greedy(model, PROMPTS, eos_id=eos) == stopped
 
 
-def test_stops_at_the_end_token_of_each_row(model):
-    free = [greedy_without_cache(model, p, 12) for p in PROMPTS]
-    eos = free[1][3]
-    got = generate(model, PROMPTS, max_new_tokens=12, sampling=Sampling(0.0), eos_id=eos)
-    assert got == [row[: row.index(eos)] if eos in row else row for row in free]
-
-
-def test_a_model_with_remembered_scales_is_left_as_it_is():
-    """With delayed scaling the prompts neither change the scales nor, by them, each other."""
-    model = make_model()
-    precision.inject(model, precision.make_recipe("fp8_delayed"))
+def test_generation_does_not_change_a_model_with_delayed_scaling():
+    """Prompts neither change the scales nor, through them, each other."""
+    model = make_llama(precision_config("fp8_delayed", history=4), init_std=0.3)(nnx.Rngs(0))
     before = jax.device_get(nnx.to_pure_dict(nnx.state(model)))
-    run = lambda prompts: generate(model, prompts, max_new_tokens=12, sampling=Sampling(0.0))  # noqa: E731
-    together = run(PROMPTS)
-    assert together == [run([prompt])[0] for prompt in PROMPTS]
+    together = greedy(model, PROMPTS)
+    assert together == [greedy(model, [prompt])[0] for prompt in PROMPTS]
     assert len({tuple(row) for row in together}) == len(PROMPTS)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(nnx.to_pure_dict(nnx.state(model))), before)
 
 
+class Letters:
+    """A tokenizer."""
+
+    pieces = ("", "a", "b", "bc", "c", "bcd")
+    vocab_size = len(pieces)
+
+    def decode(self, ids):
+        return "".join(self.pieces[i] for i in ids)
+
+
 def test_a_prompt_that_ends_inside_a_token_is_healed(model):
-    """ "ab" ends in the token "b"; "bc" continues it, so it may come instead of "b" and something else."""
-
-    class Letters:
-        pieces = ("", "a", "b", "bc", "c", "bcd")
-        vocab_size = len(pieces)
-
-        def decode(self, ids):
-            return "".join(self.pieces[i] for i in ids)
-
+    """ "ab" ends in the token "b", which "bc" and "bcd" may replace."""
     (prompt, allowed_V), (empty, all_V) = heal(Letters(), [[0, 1, 2], [0]], V)
     assert prompt == [0, 1] and np.flatnonzero(allowed_V).tolist() == [2, 3, 5]
     assert empty == [0] and all_V.all()
-    first = np.stack([allowed_V, all_V])
-    rows = [
-        generate(model, [prompt, empty], max_new_tokens=2, sampling=Sampling(1.0), seed=seed, first=first)
-        for seed in range(20)
-    ]
+    how = dict(max_new_tokens=2, sampling=Sampling(10.0), first=np.stack([allowed_V, all_V]))
+    rows = [generate(model, [prompt, empty], seed=seed, **how) for seed in range(20)]
     assert {row[0][0] for row in rows} <= {2, 3, 5} and len({row[0][0] for row in rows}) > 1
     assert {row[1][0] for row in rows} - {2, 3, 5}
 
 
-def test_seed_decides_and_rows_do_not_disturb_each_other(model):
-    draw = lambda prompts, seed: generate(  # noqa: E731
-        model, prompts, max_new_tokens=20, sampling=Sampling(1.0), seed=seed
-    )
-    assert draw(PROMPTS, 1) == draw(PROMPTS, 1)
-    assert draw(PROMPTS, 1) != draw(PROMPTS, 2)
-    assert draw(PROMPTS[:1], 1) == draw(PROMPTS, 1)[:1]
-    same = draw([[5]] * 3, 1)
-    assert same[0] != same[1] != same[2], "rows with one prompt draw different texts"
+def test_the_text_of_a_row_depends_on_the_seed_and_not_on_other_rows(model):
+    def texts(prompts, seed):
+        return generate(model, prompts, max_new_tokens=20, sampling=Sampling(1.0), seed=seed)
+
+    assert texts(PROMPTS, 1) == texts(PROMPTS, 1)
+    assert texts(PROMPTS, 1) != texts(PROMPTS, 2)
+    assert texts(PROMPTS[:1], 1) == texts(PROMPTS, 1)[:1]
+    same = texts([[5]] * 3, 1)
+    assert same[0] != same[1] != same[2], "rows with equal prompts get different texts"
 
 
-def frequencies(logits, sampling, n=20_000):
-    keys = jax.random.split(jax.random.key(0), n)
-    ids = jax.vmap(lambda key: sample(key, jnp.asarray(logits, jnp.float32), sampling))(keys)
-    return np.bincount(ids, minlength=len(logits)) / n
-
+# --- sampling -------------------------------------------------------------------------------------------
 
 PROBS = np.array([0.05, 0.4, 0.25, 0.1, 0.2])
 
 
 @pytest.mark.parametrize(
-    ("sampling", "want"),
+    ("sampling", "expected"),
     [
         (Sampling(1.0), PROBS),
         (Sampling(0.5), PROBS**2 / np.sum(PROBS**2)),
@@ -129,6 +111,9 @@ PROBS = np.array([0.05, 0.4, 0.25, 0.1, 0.2])
         (Sampling(0.0), np.array([0, 1, 0, 0, 0])),
     ],
 )
-def test_sampling_distribution(sampling, want):
+def test_sampling_distribution(sampling, expected):
+    logits, n = np.log(PROBS).astype(np.float32), 20_000
+    keys = jax.random.split(jax.random.key(0), n)
+    ids = jax.vmap(lambda key: sample(key, logits, sampling))(keys)
     # Three standard deviations of a frequency over 20,000 draws are at most 0.011.
-    np.testing.assert_allclose(frequencies(np.log(PROBS), sampling), want, atol=0.011)
+    np.testing.assert_allclose(np.bincount(ids, minlength=len(PROBS)) / n, expected, atol=0.011)
