@@ -19,6 +19,7 @@ gates. `run.constraints` refuses those.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -118,7 +119,8 @@ class _CutModel:
     @property
     def stacks(self) -> list[StackPath]:
         model = nnx.merge(self.graphdef, self.state["params"], self.state["model_state"])
-        return [path for path, module in nnx.iter_modules(model) if isinstance(module, Block)]
+        blocks = (path for path, module in nnx.iter_modules(model) if isinstance(module, Block))
+        return [tuple(map(str, path)) for path in blocks]
 
     def inputs(self, outer: dict, backward: dict) -> dict[StackPath, jax.Array]:
         """The inputs of the stacks."""
@@ -156,7 +158,7 @@ class _CutModel:
         model = nnx.merge(self.graphdef, params, forward, backward)
         for path, module in nnx.iter_modules(model):
             if isinstance(module, Block):
-                module.run_stack = nnx.static(lambda call, path=path: run_stack(path, call))
+                module.run_stack = nnx.static(functools.partial(run_stack, tuple(map(str, path))))
         return model, self.loss(model, self.batch, self.state["step"])
 
 
