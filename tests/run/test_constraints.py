@@ -7,7 +7,7 @@ import pytest
 from maxlp.run import constraints
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import read
-from tests.run.test_settings import changed, load
+from tests.run.fixtures import changed, load
 
 # rule -> (changes of configs/llama/debug.py, devices, platform, part of the message)
 REFUSED = {

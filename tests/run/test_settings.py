@@ -1,7 +1,6 @@
 """Settings: presets are exact, every section's values are checked, saved configs give the same settings."""
 
 import dataclasses
-import importlib
 import json
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from maxlp.run import constraints, run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import resolve
 from maxlp.run.settings import read
+from tests.run.fixtures import changed, load
 
 ROOT = Path(__file__).parents[2]
 PRESETS = {
@@ -28,19 +28,6 @@ PRESETS = {
     "70b": 70_553_706_496,
     "405b": 405_853_388_800,
 }
-
-
-def load(name: str, arg: str = "", family: str = "llama") -> ConfigDict:
-    c = importlib.import_module(f"configs.{family}.{name}").get_config(arg)
-    if c.data.source is None:
-        c.data.source = c.data.tokenizer = "unread"
-    return c
-
-
-def changed(c: ConfigDict, values: dict) -> ConfigDict:
-    with c.unlocked():
-        c.update_from_flattened_dict(values)
-    return c
 
 
 @pytest.mark.parametrize(("name", "count"), PRESETS.items())
