@@ -41,9 +41,8 @@ FP8 = precision_config("fp8_delayed", first_blocks=1, last_blocks=1, history=STE
 BFLOAT16 = dict(dtype="bfloat16", param_dtype="bfloat16")
 CASES = {  # optimizer, mesh, model
     "tied_on_four_devices": (dict(), dict(fsdp=2, tensor=2), dict(tie_embeddings=True)),
-    "galore_of_stable_adamw": (dict(name="stable_adamw", galore=GALORE), {}, {}),
+    "galore_on_a_ring": (dict(name="stable_adamw", galore=GALORE), dict(context=2), dict(attention="ring")),
     "fp8_delayed": (dict(), {}, dict(recipe=FP8, num_layers=4, dtype="bfloat16")),
-    "ring": (dict(), dict(context=2), dict(attention="ring")),
     "unrolled": (dict(), {}, dict(scan_layers=False)),
     "schedule_free": (dict(name="schedule_free_adamw", schedule="constant"), {}, {}),
     "muon": (dict(name="muon"), {}, {}),
@@ -51,7 +50,7 @@ CASES = {  # optimizer, mesh, model
     "kahan": (dict(param_rounding="kahan"), {}, BFLOAT16),
     "eight_bit_moments": (dict(galore=GALORE, low_bit=DYNAMIC8), {}, {}),
 }
-QUICK = ("tied_on_four_devices", "galore_of_stable_adamw", "fp8_delayed", "ring")
+QUICK = ("tied_on_four_devices", "galore_on_a_ring", "fp8_delayed")
 # As a fraction of the largest change of a tensor: where an input of a rounding differs in its last bit, the
 # result may be the other neighbour.
 TOLERANCE = {"fp8_delayed": 0.01, "kahan": 0.01, "eight_bit_moments": 0.05}
