@@ -182,16 +182,20 @@ def test_a_step_equals_dense_attention_on_one_device(mesh, how):
     ],
 )
 def test_steps_in_eight_bits_equal_dense_attention_on_one_device(recipe, mesh):
-    """Rounding to eight bits turns a difference in the last bit into one step of the format, so that the
-    largest entry of a gradient may differ by some thousandths."""
+    """In most steps to float32 rounding.
+
+    In some, an element lies so near the middle of two numbers of the format that a difference in its last bit
+    moves it by a whole step of the format, and the gradient norm by some thousandths.
+    """
 
     def run(trainer):
-        state, metrics = trainer.run(with_full_histories(trainer.init()), batches(2, B, S))
+        state, metrics = trainer.run(with_full_histories(trainer.init()), batches(8, B, S))
         return [[m["loss"], m["grad_norm"]] for m in metrics], jax.device_get(state["model_state"])
 
     options = dict(history=4) if recipe == "fp8_delayed" else {}
     how = dict(recipe=precision_config(recipe, **options), tx=optax.sgd(0.0), microbatches=2, remat="block")
     expected, histories = run(Trainer(**how))
     actual, our_histories = run(Trainer(make_mesh(**mesh), attention="ring", **how))
-    np.testing.assert_allclose(actual, expected, rtol=1e-4)
+    difference = np.abs(np.divide(actual, expected) - 1)
+    assert np.median(difference) < 1e-6 and difference.max() < 5e-3
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2), our_histories, histories)
