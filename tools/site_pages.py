@@ -1,7 +1,7 @@
 """Pages of the website that are not files in docs/: README, CONTRIBUTING, CHANGELOG and the API reference.
 
-mkdocs calls the functions `on_…` of this file, and griffe the methods of its class; `tools/mkdocs.yml` names
-both. The API reference has a page for each room and each family, and one for the commands.
+mkdocs calls the functions `on_…` of this file, and griffe the methods of its class; `tools/mkdocs.yml`
+names both. The API reference has a page for each package and each family, and one for the commands.
 """
 
 import ast
@@ -42,9 +42,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Turns links to lines of the code into links to the API reference."""
 
     def to_reference(link: re.Match[str]) -> str:
-        module = link["file"].replace("/", ".")
+        module = link["file"].replace("/", ".").removesuffix(".__init__")
         return f"[`{link['name']}`][{module}.{link['name']}]"
 
+    for name, source in TOP_LEVEL.items():
+        markdown = markdown.replace(f"](../{source})", f"]({name})")
     return SOURCE_LINK.sub(to_reference, markdown)
 
 
