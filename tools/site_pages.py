@@ -62,26 +62,28 @@ def _seen_from_docs(markdown: str) -> str:
 
 def api_pages() -> dict[str, str]:
     """Text of each page, by name."""
-    package = ROOT / "maxlp"
-    commands = [_entry(path, members=[]) for path in sorted(package.glob("*.py")) if path.stem[0] != "_"]
+    root = ROOT / "maxlp"
+    commands = [_entry(path) for path in sorted(root.glob("*.py")) if path.stem[0] != "_"]
     pages = {"commands": "\n".join(["# Commands", "", *commands])}
-    rooms = sorted(path.parent for path in package.glob("*/__init__.py"))
+    packages = sorted(path.parent for path in root.glob("*/__init__.py"))
     families = [
-        room for room in sorted((package / "families").iterdir()) if (room / "__init__.py").exists()
+        package for package in sorted((root / "families").iterdir()) if (package / "__init__.py").exists()
     ]
-    for room in rooms:
-        pages[room.name] = _room_page(room, exclude=families)
+    for package in packages:
+        pages[package.name] = _package_page(package, exclude=families)
     for family in families:
-        pages[f"families.{family.name}"] = _room_page(family)
+        pages[f"families.{family.name}"] = _package_page(family)
     return dict(sorted(pages.items()))
 
 
-def _room_page(room: Path, exclude: list[Path] | None = None) -> str:
-    """The reference of all modules of a room but those in some of its folders."""
-    paths = [path for path in sorted(room.rglob("*.py")) if path != room / "__init__.py"]
+def _package_page(package: Path, exclude: list[Path] | None = None) -> str:
+    """The reference of all modules of a package but those in some of its folders."""
+    paths = [path for path in sorted(package.rglob("*.py")) if path != package / "__init__.py"]
     paths = [path for path in paths if not any(path.is_relative_to(folder) for folder in exclude or [])]
-    own = _entry(room / "__init__.py", members=_defined(room / "__init__.py"), show_root_heading=False)
-    return "\n".join([f"# {_module(room)}", "", own, *map(_module_entry, paths)])
+    own = _entry(
+        package / "__init__.py", members=_defined(package / "__init__.py"), show_root_heading=False
+    )
+    return "\n".join([f"# {_module(package)}", "", own, *map(_module_entry, paths)])
 
 
 def _module_entry(path: Path) -> str:
