@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_the_picture_of_the_packages_is_up_to_date():
-    assert architecture.FIGURE.read_text() == architecture.svg(), "run python -m tools.architecture"
+    assert architecture.FIGURE.read_text() == architecture.svg(), "out of date: run ./check --fix"
 
 
 def test_the_picture_leaves_out_only_arrows_that_follow_from_others():
@@ -23,7 +23,7 @@ def test_the_picture_leaves_out_only_arrows_that_follow_from_others():
 def test_links_to_code_lead_to_the_lines_of_the_definitions():
     text = source_links.PAGE.read_text()
     assert len(source_links.LINK.findall(text)) > 15
-    assert text == source_links.updated(text), "run python -m tools.source_links"
+    assert text == source_links.updated(text), "out of date: run ./check --fix"
 
 
 def test_a_link_to_a_definition_that_does_not_exist_is_refused():
