@@ -113,8 +113,8 @@ def _accumulate(
     """Calls ``update(accumulators, queries, keys, diagonal)`` for each pair of tiles, as one kernel.
 
     Args:
-      update: gets references to the blocks of the pair, and whether to apply the causal mask within
-      it.
+      update: gets references to the blocks of the pair, and whether to apply the causal mask
+        within it.
       name: of the kernel, in profiles.
       pairs: in the order of the tiles that own the accumulators, so that each of these leaves the
       chip once.
