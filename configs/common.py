@@ -199,7 +199,7 @@ def llama(**sizes) -> ConfigDict:
             max_actions=10,
         )
     )
-    c.checkpoint = ConfigDict(dict(every_steps=1000, keep_last=2))
+    c.checkpoint = ConfigDict(dict(every_steps=1000, keep_last=2, keep_every=config_dict.placeholder(int)))
     c.metrics = ConfigDict(dict(tensorboard=True, wandb_project=""))
     c.profile = ConfigDict(dict(start=0, steps=3))
     return c
