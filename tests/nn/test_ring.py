@@ -185,8 +185,8 @@ def test_steps_in_eight_bits_equal_dense_attention_on_one_device(recipe, mesh):
     """In most steps to float32 rounding.
 
     In some, an element is so close to the middle between two numbers of the format that a difference in its
-    last bit moves it by a whole step of the format: the gradient norm by some thousandths, the largest value
-    of a gradient by some hundredths.
+    last bit moves it by a whole step of the format. This changes the gradient norm by some thousandths, and
+    the largest element of a gradient by some hundredths.
     """
 
     def run(trainer):
