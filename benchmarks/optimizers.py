@@ -27,7 +27,6 @@ from ml_collections import ConfigDict
 from training import CompiledRun, llama_config, random_text, timed
 
 from maxlp import optim
-from maxlp.core import train_step
 from maxlp.core.train_state import num_params
 from maxlp.run.experiment import Experiment, resolve
 
@@ -80,8 +79,7 @@ def with_optax_adamw(run: Experiment) -> Experiment:
     mask = functools.partial(optim.decay_mask, decay_embeddings=False)
     adamw = optax.adamw(run.schedule, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=mask)
     tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-    step = functools.partial(train_step.train_step, gradients=run.gradients, tx=tx, schedule=run.schedule)
-    return dataclasses.replace(run, tx=tx, step=step)
+    return dataclasses.replace(run, tx=tx, step=functools.partial(run.step, tx=tx))
 
 
 def make_config(args: argparse.Namespace, optimizer: dict) -> ConfigDict:
