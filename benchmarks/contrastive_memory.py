@@ -33,10 +33,8 @@ def main() -> None:
     parser.add_argument("--tile_size", type=int, default=4096)
     args = parser.parse_args()
     versions = ", ".join(f"{name} {_version(name)}" for name in ("jax", "libtpu", "jax-cuda13-plugin"))
-    print(
-        f"{datetime.date.today()}, {versions}, tiles of {args.tile_size}; GiB per device: temporaries (total)",
-        flush=True,
-    )
+    print(f"{datetime.date.today()}, {versions}, tiles of {args.tile_size}", flush=True)
+    print("GiB per device: temporaries (total)", flush=True)
     for name in args.topology:
         topology = topologies.parse(name)
         print(f"\n{topology.size} × {topology.chip.kind}, {topology.chip.memory / GIB:.2f} GiB")
