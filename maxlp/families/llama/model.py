@@ -98,8 +98,15 @@ class LlamaConfig:
         std = self.init_std or in_dim**-0.5
         if residual:
             std /= math.sqrt(2 * self.num_layers)
-        dtypes = dict(dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype))
-        return layers.Linear(in_dim, out_dim, axes=axes, std=std, rngs=rngs, **dtypes)
+        return layers.Linear(
+            in_dim,
+            out_dim,
+            axes=axes,
+            std=std,
+            dtype=jnp.dtype(self.dtype),
+            param_dtype=jnp.dtype(self.param_dtype),
+            rngs=rngs,
+        )
 
     def norm(self) -> layers.RMSNorm:
         return layers.RMSNorm(self.embed_dim, eps=self.norm_eps, param_dtype=jnp.dtype(self.param_dtype))
@@ -295,7 +302,7 @@ def rope_table(
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         keep = jnp.clip((turns - low) / (high - low), 0, 1)
         freqs = keep * freqs + (1 - keep) * freqs / scaling.factor
-    angles = positions_BS[:, :, None, None].astype(jnp.float32) * freqs
+    angles = positions_BS[:, :, None, None].astype(jnp.float32) * freqs[None, None, None]
     return jnp.cos(angles), jnp.sin(angles)
 
 
