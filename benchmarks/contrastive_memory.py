@@ -58,7 +58,7 @@ def _version(package: str) -> str:
 
 
 def _cell(mesh: jax.sharding.Mesh, B: int, E: int, loss: str, method: str, tile_size: int) -> str:
-    """GiB of temporaries and of everything; or what the compiler reports if that does not fit."""
+    """GiB of temporaries and of everything; or what the compiler reports when it refuses."""
     with jax.set_mesh(mesh):
         rows = jax.ShapeDtypeStruct((B, E), jnp.float32, sharding=sharding.batch_sharding(mesh))
         scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(mesh))
@@ -73,7 +73,7 @@ def _cell(mesh: jax.sharding.Mesh, B: int, E: int, loss: str, method: str, tile_
             found = re.search(r"([\d.]+[KMGT])\)? (?:of [\d.]+[KMGT] hbm|exceeds)", str(error))
             if found is None:
                 raise
-            return f"does not fit, needs {found[1]}"
+            return f"refused, needs {found[1]}"
     temporaries, code = memory.temp_size_in_bytes, memory.generated_code_size_in_bytes
     rest = memory.argument_size_in_bytes + memory.output_size_in_bytes + code
     return f"{temporaries / GIB:.3g} ({(temporaries + rest) / GIB:.3g})"

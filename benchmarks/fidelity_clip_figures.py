@@ -85,19 +85,19 @@ def shifts(runs: Runs, figure: Figure) -> None:
         found = {seed: loss_spikes(run["loss"]) for seed, run in sorted(seeds.items())}
         row = [name, f"{sum(map(len, found.values()))} ({', '.join(str(len(f)) for f in found.values())})"]
         for policy in (POLICY, LARGE):
-            led = [
+            predictions = [
                 predicted(found[s], rms_spikes(run["rms_patch"], policy), len(run["loss"]), STEADY)
                 for s, run in sorted(seeds.items())
             ]
-            row += [f"{sum(f.predicted for f in led)} of {sum(f.loss_spikes for f in led)}"]
-            row += [f"{sum(f.by_chance for f in led):.1f}"]
+            row += [f"{sum(f.predicted for f in predictions)} of {sum(f.loss_spikes for f in predictions)}"]
+            row += [f"{sum(f.by_chance for f in predictions):.1f}"]
         rises = [[lasting(run["loss"], shift) for run in seeds.values()] for shift in SHIFTS]
         row += [", ".join(f"{np.mean(values):+.2f}" for values in rises)]
         row += [plus_minus(np.array([*final_loss(seeds).values()]), ".2f")]
         rows.append(row)
     header = ["optimizer", "loss spikes (each seed)"]
     for policy in (POLICY, LARGE):
-        header += [f"led by RMS_t > {policy.rms_threshold}", "by chance"]
+        header += [f"preceded by RMS_t > {policy.rms_threshold}", "by chance"]
     print_table([*header, "the shifts raise the loss by", "final loss"], rows)
 
     figure.set_size_inches(14, 7)

@@ -106,7 +106,7 @@ def rms_spikes(run: dict) -> list[int]:
 
 
 def predicted(loss_steps: list[int], rms_steps: list[int], steps: int, begin: int) -> spikes.Prediction:
-    """How many loss spikes follow an RMS_t spike, counted from step ``begin`` on."""
+    """How many loss spikes follow an RMS_t spike, in the steps from ``begin`` on."""
     return spikes.count_predicted(
         [step - begin for step in loss_steps], [step - begin for step in rms_steps], steps - begin, POLICY
     )
@@ -116,15 +116,15 @@ def optimizers(runs: Runs, figure: Figure) -> None:
     rows = []
     for name, seeds in runs.items():
         counts = [len(loss_spikes(run)) for run in seeds.values()]
-        led = [
+        predictions = [
             predicted(loss_spikes(run), rms_spikes(run), len(run["loss"]), WARMED_UP)
             for run in seeds.values()
             if "rms_hidden" in run
         ]
         row = [name, str(len(seeds)), plus_minus(np.array([run["heldout"] for run in seeds.values()]))]
         row += [f"{sum(counts)} ({', '.join(map(str, counts))})"]
-        if led:
-            hits, chance = sum(f.predicted for f in led), sum(f.by_chance for f in led)
+        if predictions:
+            hits, chance = sum(f.predicted for f in predictions), sum(f.by_chance for f in predictions)
             row += [plus_minus(np.array([after_effect(run) for run in seeds.values()]), "+.3f")]
             row += [f"{hits} of {sum(counts)}", f"{chance:.1f}"]
             row += [f"{max(max(run['rms_hidden'][WARMED_UP:]) for run in seeds.values()):.1f}"]
