@@ -43,8 +43,9 @@ def kernel(name: str) -> Callable[..., jax.Array]:
 class SequenceOrder(NamedTuple):
     """Functions that bring a sequence into a kernel's order and back.
 
-    balance: x_BS (tokens, positions, segment ids) from the natural order; see `ring.balance`.
-    unbalance: x_BSD (activations) back to the natural order; see `ring.unbalance`.
+    Attributes:
+      balance: x_BS (tokens, positions, segment ids) from the natural order; see `ring.balance`.
+      unbalance: x_BSD (activations) back to the natural order; see `ring.unbalance`.
     """
 
     balance: Callable[[jax.Array], jax.Array]
@@ -64,10 +65,11 @@ def sequence_order(name: str) -> SequenceOrder | None:
 class Use:
     """How a model uses attention, for `refusal`.
 
-    seq_len: S.
-    kv_heads: K, which divides N.
-    head_dim: H.
-    dtype: of q, k and v.
+    Attributes:
+      seq_len: S.
+      kv_heads: K, which divides N.
+      head_dim: H.
+      dtype: of q, k and v.
     """
 
     seq_len: int
