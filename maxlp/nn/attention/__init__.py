@@ -125,5 +125,5 @@ def _cudnn_refusal(key: str, use: Use) -> str | None:
 def cached(q_BSNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BS: jax.Array) -> jax.Array:
     """Attention of new tokens to a key/value cache whose slot t holds the token at position t."""
     slots_T = jnp.arange(k_BTKH.shape[1])
-    mask_B1ST = slots_T <= positions_BS[:, None, :, None]
+    mask_B1ST = slots_T[None, None, None] <= positions_BS[:, None, :, None]
     return jax.nn.dot_product_attention(q_BSNH, k_BTKH, v_BTKH, mask=mask_B1ST, implementation="xla")
