@@ -42,10 +42,11 @@ def define_flags() -> None:
 class Sampling(NamedTuple):
     """How a token is drawn from the logits.
 
-    temperature: divides the logits; 0 takes the most likely token.
-    top_k: keeps the k most likely tokens; 0 keeps all.
-    top_p: keeps the fewest tokens with this total probability, after temperature and top_k (nucleus
-      sampling, Holtzman et al. 2019, arXiv:1904.09751).
+    Attributes:
+      temperature: divides the logits; 0 takes the most likely token.
+      top_k: keeps the k most likely tokens; 0 keeps all.
+      top_p: keeps the fewest tokens with this total probability, after temperature and top_k (nucleus
+        sampling, Holtzman et al. 2019, arXiv:1904.09751).
     """
 
     temperature: float

@@ -56,12 +56,12 @@ class ExactBlock(stack.Block):
 class Exact(nnx.Module):
     """Weights of -1, 0 and 1, most of them 0; the loss weighs outputs by the batch's small integers."""
 
-    def __init__(self, scan, remat, rngs, num_layers=3, **how):
+    def __init__(self, scan, remat, rngs, num_layers=3):
         self.layers = stack.stack(ExactBlock, num_layers, rngs)
         for linear in (self.layers.up_proj, self.layers.down_proj):
             draw = jax.random.randint(rngs.params(), linear.kernel.shape, 0, 8)
             linear.kernel[...] = jnp.where(draw == 0, 1.0, jnp.where(draw == 1, -1.0, 0.0))
-        self.how = nnx.static(dict(num_layers=num_layers, scan=scan, remat=remat, **how))
+        self.how = nnx.static(dict(num_layers=num_layers, scan=scan, remat=remat))
 
     def __call__(self, x_BSD):
         return stack.apply_stack(self.layers, x_BSD, lambda block, x, *_: (block(x), None), **self.how)[0]
@@ -85,12 +85,12 @@ def exact_batch(seed):
 
 
 def exact_trainer(
-    devices=1, *, microbatches=1, tx=None, scan=True, remat="none", unquantized_blocks=0, **how
+    devices=1, *, microbatches=1, tx=None, scan=True, remat="none", unquantized_blocks=0
 ) -> Trainer:
     """Trains the network with delayed scaling; by default its parameters stay as they are."""
 
     def make(rngs):
-        model = Exact(scan, remat, rngs, **how)
+        model = Exact(scan, remat, rngs)
         recipe = make_recipe("fp8_delayed", history=3)
         inject(model, recipe, first_blocks=unquantized_blocks, last_blocks=unquantized_blocks)
         return model
