@@ -81,7 +81,7 @@ def test_a_replay_repeats_the_run_and_answers_in_another_precision(tmp_path):
     options = {f"model.{key}": value for key, value in sizes.items()} | {
         "model.vocab_size": 512,
         "model.dtype": "bfloat16",
-        "data.source": "stdlib?heldout=0.002",
+        "data.source": "stdlib?validation=0.002",
         "data.tokenizer": "bytes",
         "data.seq_len": 32,
         "data.shuffle_tokens": 4096,
