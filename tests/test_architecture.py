@@ -64,7 +64,9 @@ def top_level_imports(path: Path) -> set[Path]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = [node.module] + [f"{node.module}.{alias.name}" for alias in node.names]
-        found |= {p for name in names if name.split(".")[0] in ("maxlp", "configs") and (p := module_path(name))}
+        found |= {
+            p for name in names if name.split(".")[0] in ("maxlp", "configs") and (p := module_path(name))
+        }
     # Importing a module imports the packages that it is in.
     packages = {p / "__init__.py" for one in found for p in one.parents if p != ROOT and ROOT in p.parents}
     return found | {p for p in packages if p.exists()}
@@ -100,7 +102,10 @@ def test_rooms_import_only_what_they_may(path):
 def test_there_is_no_import_circle():
     graph = {path: top_level_imports(path) - {path} for path in files()}
     # A package's own file is imported with every module in it; only what it imports counts as a dependency.
-    graph = {p: {q for q in used if not (q.name == "__init__.py" and q.parent in p.parents)} for p, used in graph.items()}
+    graph = {
+        p: {q for q in used if not (q.name == "__init__.py" and q.parent in p.parents)}
+        for p, used in graph.items()
+    }
     while leaves := {path for path, used in graph.items() if not used & graph.keys()}:
         graph = {path: used for path, used in graph.items() if path not in leaves}
     assert not graph, "a circle among these"
@@ -113,7 +118,12 @@ def test_configs_import_only_each_other():
 
 def test_data_and_configs_touch_no_device():
     for path in (*files("maxlp/data"), *files("configs")):
-        modules = {alias.name for node in ast.walk(tree(path)) if isinstance(node, ast.Import) for alias in node.names}
+        modules = {
+            alias.name
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
         modules |= {node.module or "" for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom)}
         assert not {name.split(".")[0] for name in modules} & {"jax", "flax", "optax"}, path
 
@@ -131,7 +141,14 @@ def test_a_llama_run_imports_few_lines():
     assert lines(closure) <= MAX_CLOSURE_LINES
     assert not [path for path in closure if "clip" in path.parts]
 
-    command = [sys.executable, "-c", DRY_RUN, "--config=configs/llama/debug.py", "--workdir=unused", "--dry_run"]
+    command = [
+        sys.executable,
+        "-c",
+        DRY_RUN,
+        "--config=configs/llama/debug.py",
+        "--workdir=unused",
+        "--dry_run",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     imported = {Path(name) for name in json.loads(done.stdout.splitlines()[-1])}
     assert lines(imported) <= MAX_CLOSURE_LINES

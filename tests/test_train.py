@@ -143,6 +143,7 @@ def test_evaluate_and_generate_and_report_on_the_run(whole):
     assert "finished, 12 steps" in shown("report", str(workdir))
 
 
+@pytest.mark.full
 def test_low_precision_run_resumes_exactly(tmp_path):
     """FP8 histories and StableAdamW's state are part of the run as weights are."""
     options = (
@@ -160,7 +161,7 @@ def test_low_precision_run_resumes_exactly(tmp_path):
 
 
 def test_sigterm_saves_exits_with_75_and_the_run_goes_on_exactly(whole, tmp_path):
-    assert "the same command goes on" in stop_at(5, tmp_path, *WHOLE)
+    assert "the same command resumes" in stop_at(5, tmp_path, *WHOLE)
     out = run(tmp_path, *WHOLE)
     assert "resuming at step" in out
     assert records(tmp_path) == records(whole[0])
@@ -216,6 +217,7 @@ def test_init_from_takes_weights_only(whole, tmp_path):
     assert losses(tmp_path)[1] < losses(whole[0])[1]
 
 
+@pytest.mark.full
 def test_another_mesh_goes_on_with_equal_losses(whole, tmp_path):
     """fsdp 8 to data 2 × tensor 4 in the middle of a run: losses of the uninterrupted run, to rounding."""
     heads = ["--config.model.num_heads=4", "--config.model.num_kv_heads=4", "--config.model.head_dim=8"]
@@ -239,6 +241,7 @@ def test_another_mesh_goes_on_with_equal_losses(whole, tmp_path):
     assert all(math.isclose(got[n], want[n], rel_tol=1e-4) for n in want), (got, want)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("processes", "mesh"), [(2, "--config.mesh.dcn_data=2"), (4, "--config.mesh.data=1")]
 )
@@ -286,6 +289,7 @@ def write_pictures(folder: Path, count: int, broken: int) -> None:
                 tar.addfile(member, io.BytesIO(data))
 
 
+@pytest.mark.full
 def test_clip_trains_resumes_exactly_and_is_evaluated(tmp_path):
     """From a tar with a broken image, which is counted over the interruption."""
     write_pictures(tmp_path, count=40, broken=5)

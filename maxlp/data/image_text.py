@@ -57,9 +57,9 @@ class ImageTextDataConfig:
       num_workers: processes that read and decode; 0 uses threads of this process.
     """
 
-    source: str = "glyphs"
+    source: str
     validation_source: str = ""
-    tokenizer: str = "bytes"
+    tokenizer: str
     text_len: int
     image_size: int
     batch_size: int

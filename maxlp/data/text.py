@@ -79,8 +79,8 @@ class TextDataConfig:
         more are started than this process has streams.
     """
 
-    source: str = "stdlib"
-    tokenizer: str = "bytes"
+    source: str
+    tokenizer: str
     seq_len: int
     batch_size: int
     packing: str = "concat"
@@ -129,8 +129,7 @@ def make_data(
     if split == "validation":
         in_order = [grain.MapDataset.source(part) for part in sources]
         sources, weights, seed = [grain.MapDataset.concatenate(in_order)], [1.0], 0
-        seq_len, batch_size = config.seq_len, config.batch_size
-        config = TextDataConfig(seq_len=seq_len, batch_size=batch_size, shuffle=False, num_epochs=1)
+        config = dataclasses.replace(config, packing="concat", shuffle=False, num_epochs=1, num_workers=0)
     process = dict(process_index=process_index, process_count=process_count)
     return make_dataset(sources, weights, tokenizer, config, seed=seed, **process)
 

@@ -57,25 +57,23 @@ class GaloreConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require_choice("galore.side", self.side, ("short", "long"))
-        _require_choice("galore.basis", self.basis, ("svd", "randomized"))
-        _require_choice("galore.moments", self.moments, ("keep", "reset", "reproject"))
-        _require_choice("galore.projector", self.projector, ("float32", "int8", "int4"))
+        _require_choice("side", self.side, ("short", "long"))
+        _require_choice("basis", self.basis, ("svd", "randomized"))
+        _require_choice("moments", self.moments, ("keep", "reset", "reproject"))
+        _require_choice("projector", self.projector, ("float32", "int8", "int4"))
         if self.rank < 0:
-            raise ValueError(f"galore.rank={self.rank} must not be negative (0 turns GaLore off)")
+            raise ValueError(f"rank={self.rank} must not be negative (0 turns GaLore off)")
         if self.projector == "int4" and self.rank % 2:
-            raise ValueError(
-                f"galore.rank={self.rank} must be even with galore.projector='int4', two entries per byte"
-            )
+            raise ValueError(f"rank={self.rank} must be even with projector='int4', two entries per byte")
         if self.update_proj_gap < 1:
-            raise ValueError(f"galore.update_proj_gap={self.update_proj_gap} must be at least 1")
+            raise ValueError(f"update_proj_gap={self.update_proj_gap} must be at least 1")
         if not 0 <= self.lazy_threshold <= 1:
-            raise ValueError(f"galore.lazy_threshold={self.lazy_threshold} must be a cosine from 0 to 1")
+            raise ValueError(f"lazy_threshold={self.lazy_threshold} must be a cosine from 0 to 1")
         for target in self.targets:
             try:
                 re.compile(target)
             except re.error as error:
-                message = f"galore.targets: {target!r} is not a regular expression: {error}"
+                message = f"targets: {target!r} is not a regular expression: {error}"
                 raise ValueError(message) from error
 
 
@@ -98,17 +96,15 @@ class LowBitConfig:
 
     def __post_init__(self) -> None:
         if self.block_size < 0:
-            raise ValueError(f"low_bit.block_size={self.block_size} must not be negative")
+            raise ValueError(f"block_size={self.block_size} must not be negative")
         if self.mu is None and self.nu is None:
             return
         from maxlp.optim.low_bit import MOMENT_FORMATS
 
         for key, value in {"mu": self.mu, "nu": self.nu}.items():
             if value is None:
-                raise ValueError(
-                    f"low_bit.{key} is not set; set both mu and nu ('float32' leaves one as it is)"
-                )
-            _require_choice(f"low_bit.{key}", value, MOMENT_FORMATS)
+                raise ValueError(f"{key} is not set; set both mu and nu ('float32' leaves one as it is)")
+            _require_choice(f"{key}", value, MOMENT_FORMATS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

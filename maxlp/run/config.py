@@ -6,12 +6,13 @@ arguments of exactly one function or dataclass: the signature is the schema, and
 places. `bind` checks a section against the signature and reports a mismatch in one line.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -62,12 +63,19 @@ def bind(function: Callable[..., Any], section: str, values: Any, *later: str) -
 def call(function: Callable[..., Any], section: str, values: Any, **extra: Any) -> Any:
     """``function(**values, **extra)``, bound as in `bind`."""
     bound = bind(function, section, values, *extra)
-    try:
+    with errors_of(section):
         return bound(**extra)
+
+
+@contextlib.contextmanager
+def errors_of(section: str) -> Iterator[None]:
+    """Turns a ValueError about a section into a ConfigError; its message starts with one of the section's keys."""
+    try:
+        yield
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"config.{section}: {error}") from error
+        raise ConfigError(f"config.{section}.{error}") from error
 
 
 def _convert(hint: Any, key: str, value: Any) -> Any:

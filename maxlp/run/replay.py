@@ -56,6 +56,8 @@ def replay(workdir: Path, spike_step: int, precision: str = "recipe", log: Log =
     Raises:
       ValueError: an unknown precision, no run in the workdir, or no checkpoint from before that step.
     """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r} is unknown; choose one of: {', '.join(PRECISIONS)}")
     s = with_precision(read(run_dir.load_config(workdir)), precision)
     run = resolve_settings(s)
     tokenizer = saved_tokenizer(s.data.tokenizer, workdir)
@@ -83,8 +85,6 @@ def with_precision(s: Settings, precision: str) -> Settings:
 
     Gradients are not released, because statistics of tensors need all of them.
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision={precision!r} is unknown; choose one of: {', '.join(PRECISIONS)}")
     s = dataclasses.replace(
         s,
         spikes=dataclasses.replace(s.spikes, statistics=True),

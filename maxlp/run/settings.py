@@ -16,7 +16,7 @@ from maxlp.optim.config import OptimizerConfig
 from maxlp.optim.make_tx import Optimizer, make_tx
 from maxlp.parallel import sharding
 from maxlp.precision import PrecisionConfig
-from maxlp.run.config import ConfigError, bind, call
+from maxlp.run.config import ConfigError, bind, call, errors_of
 from maxlp.runtime.checkpoint import Checkpointer
 from maxlp.runtime.profiler import Profiler
 from maxlp.runtime.writers import MetricWriter
@@ -141,10 +141,8 @@ def make_optimizer(s: Settings) -> Optimizer:
     Raises:
       ConfigError: an option that the optimizer does not have, or a schedule that does not fit.
     """
-    try:
+    with errors_of("optimizer"):
         return make_tx(s.optimizer, total_steps=s.train.total_steps)
-    except ValueError as error:
-        raise ConfigError(f"config.optimizer: {error}") from error
 
 
 @functools.lru_cache(maxsize=64)
@@ -155,10 +153,8 @@ def _matmuls(family: Family, model: Any, config: PrecisionConfig) -> dict[str, s
         made = family.make_model(model, rngs=nnx.Rngs(0))
         table.update(precision.apply(made, config, gated_products=family.gated_products))
 
-    try:
+    with errors_of("precision"):
         jax.eval_shape(make)
-    except ValueError as error:
-        raise ConfigError(f"config.precision: {error}") from error
     return table
 
 

@@ -9,7 +9,7 @@ import pytest
 from maxlp.data import image_text, merge_states
 from tests.data.corpora import assert_same_batches, picture, write_files, write_pictures
 
-SMALL = dict(text_len=16, image_size=8, batch_size=8, num_threads=2)
+SMALL = dict(source="glyphs", tokenizer="bytes", text_len=16, image_size=8, batch_size=8, num_threads=2)
 
 
 def make(split="train", seed=0, process_index=0, process_count=1, **config):

@@ -20,7 +20,7 @@ for name in [name for name in sys.modules if name.startswith("maxlp")]:
     del sys.modules[name]
 
 from maxlp.data import text
-config = text.TextDataConfig(tokenizer=sys.argv[1], seq_len=32, batch_size=2)
+config = text.TextDataConfig(source='stdlib', tokenizer=sys.argv[1], seq_len=32, batch_size=2)
 next(iter(text.make_data(config, split="train")))
 heavy -= {"jax", "grain", "tokenizers"}  # Grain imports JAX
 assert not heavy & set(sys.modules), heavy & set(sys.modules)

@@ -180,7 +180,7 @@ def test_validation_counts_each_token_once_for_any_process_count(tmp_path):
         expected.update([*document.encode(), ByteTokenizer.eos_id])
     source = ";".join(f"jsonl:{path}?split=all" for path in paths)
     unused = dict(packing="first_fit", num_workers=3)
-    config = text.TextDataConfig(source=source, seq_len=16, batch_size=6, **unused)
+    config = text.TextDataConfig(source=source, tokenizer="bytes", seq_len=16, batch_size=6, **unused)
     for count in (1, 2, 3, 6):
         process = [dict(process_index=i, process_count=count) for i in range(count)]
         parts = [take(iter(text.make_data(config, split="validation", **each))) for each in process]
@@ -242,7 +242,9 @@ def test_errors_are_one_line(kwargs, message):
 
 
 def test_make_data_reads_the_standard_library():
-    config = text.TextDataConfig(seq_len=64, batch_size=4, shuffle_tokens=2**12)
+    config = text.TextDataConfig(
+        source="stdlib", tokenizer="bytes", seq_len=64, batch_size=4, shuffle_tokens=2**12
+    )
     train, validation = (text.make_data(config, split=split) for split in ("train", "validation"))
     batch = next(iter(train))
     window = train.tokenizer.decode(batch["tokens"][0])
@@ -257,7 +259,7 @@ def test_make_data_reads_the_standard_library():
 def test_make_data_mixes_and_refuses_tokens_of_another_tokenizer(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [f"document {i}" for i in range(60)])
     source = f"jsonl:{tmp_path}/a.jsonl"
-    sizes = dict(seq_len=8, batch_size=2, shuffle_tokens=0)
+    sizes = dict(tokenizer="bytes", seq_len=8, batch_size=2, shuffle_tokens=0)
     mixed = text.TextDataConfig(source=f"{source};stdlib?weight=3", **sizes)
     assert text.make_data(mixed, split="train").settings["weights"] == [0.25, 0.75]
     prepare_text(source, str(tmp_path / "tokens"), train_tokenizer=270)

@@ -44,7 +44,12 @@ def make(sources, weights=None, tokenizer=None, seed=0, process_index=0, process
         sources,
         weights or [1.0] * len(sources),
         tokenizer or Specials(),
-        text.TextDataConfig(**(dict(seq_len=8, batch_size=4, shuffle_tokens=96) | config)),
+        text.TextDataConfig(
+            **(
+                dict(source="unread", tokenizer="unread", seq_len=8, batch_size=4, shuffle_tokens=96)
+                | config
+            )
+        ),
         seed=seed,
         process_index=process_index,
         process_count=process_count,

@@ -32,7 +32,9 @@ def test_digits(tmp_path, monkeypatch):
             source[0]["image"][..., channel], (255 - rows[4] * 255 // 16).reshape(8, 8)
         )
     assert source[0]["text"] is None and source.classes[4] == "four"
-    config = image_text.ImageTextDataConfig(source="digits", text_len=40, image_size=8, batch_size=10)
+    config = image_text.ImageTextDataConfig(
+        source="digits", tokenizer="bytes", text_len=40, image_size=8, batch_size=10
+    )
     data = image_text.make_data(config, split="validation")
     captions = [source.templates[0].format(source.classes[source[i]["label"]]) for i in range(10)]
     np.testing.assert_array_equal(next(iter(data))["text"], data.encode(captions))

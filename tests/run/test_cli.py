@@ -1,0 +1,93 @@
+"""Mistakes on the command line end in one line within seconds, before anything compiles."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DEBUG = "--config=configs/llama/debug.py"
+
+
+def train(*args: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "maxlp.train", *args]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([DEBUG, "--config.optimizer.learning_rat=1"], "config.optimizer.learning_rat: there is no key"),
+        (
+            [DEBUG, "--config.data.heldout_source=x"],
+            "config.data.heldout_source is now config.data.validation_source",
+        ),
+        ([DEBUG, "--config.train.total_steps=1.5"], "1.5"),
+        (["--config=configs/llama/debug.py:speed=fast"], "speed"),
+        (["--config=configs/llama/none.py"], "none.py"),
+        ([DEBUG, "--config.mesh.fsdp=3"], "mesh.fsdp=3"),
+        ([], "error: --config is missing; see --help"),
+        ([DEBUG, "config.train.total_steps=3"], "'config.train.total_steps=3' is not a flag"),
+        ([DEBUG, "--config.data.source=text:/nowhere/*.txt"], "/nowhere"),
+        (["--config=configs/llama/8b.py"], "config.data.source is not set"),
+    ],
+    ids=lambda v: v[-1] if isinstance(v, list) and v else "",
+)
+def test_a_mistake_ends_with_one_line(args, message, tmp_path):
+    done = train(*args, f"--workdir={tmp_path}/run")
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert done.returncode == 2
+    assert message in lines[-1]
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+HEAD = "from maxlp.run import cli\nfrom maxlp.runtime.checkpoint import NotWrittenError\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        ("KeyboardInterrupt", 130, "error: interrupted"),
+        ("PermissionError(13, 'Permission denied', '/w')", 2, "Permission denied: '/w'"),
+        ("OSError(5, 'Input/output error', '/w')", 1, "OSError: [Errno 5]"),  # launchers start again
+        ("NotWrittenError('/w/9 was not written: disk full')", 1, "error: /w/9 was not written"),
+    ],
+)
+def test_exit_codes_tell_mistakes_from_failures(error, code, message):
+    program = f"{HEAD}def main():\n  raise {error}\ncli.run(main)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code and message in done.stderr.splitlines()[-1]
+    assert ("Traceback" in done.stderr) == error.startswith("OSError")
+
+
+def test_an_error_does_not_wait_for_the_compiler():
+    program = """
+import concurrent.futures, time
+from maxlp.run import cli
+def main():
+    concurrent.futures.ThreadPoolExecutor(1).submit(time.sleep, 60)
+    raise ValueError("config.x=1 is wrong")
+cli.run(main)"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 2 and "error: config.x=1 is wrong" in done.stderr
+
+
+def test_a_dry_run_prints_the_config_and_leaves_nothing(tmp_path):
+    options = [
+        "--config.data.source=stdlib",
+        "--config.data.tokenizer=bytes",
+        "--config.optimizer.galore.rank=64",
+    ]
+    done = train("--config=configs/llama/405b.py", f"--workdir={tmp_path}/run", "--dry_run", *options)
+    assert done.returncode == 0, done.stderr
+    assert "405,853,388,800 parameters" in done.stdout and "rank: 64" in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_refuses_what_a_start_refuses(tmp_path):
+    """Not only the table of constraints: the step is traced."""
+    done = train(f"{DEBUG}:optimizer=adamp,galore=16", f"--workdir={tmp_path}/run", "--dry_run")
+    assert done.returncode == 2 and "galore" in done.stderr.splitlines()[-1]

@@ -1,0 +1,97 @@
+"""Binding a section of a config to the function or dataclass that it configures."""
+
+import dataclasses
+import functools
+
+import pytest
+from ml_collections import ConfigDict
+
+from maxlp.run.config import ConfigError, bind, call
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inner:
+    rate: float
+    steps: int = 3
+
+    def __post_init__(self):
+        if self.rate < 0:
+            raise ValueError(f"rate={self.rate} must not be negative")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outer:
+    size: int
+    inner: Inner
+    optional: Inner | None = None
+    names: tuple = ()
+    length: int | None = None
+    extra: dict = dataclasses.field(default_factory=dict)
+
+
+def test_a_section_becomes_a_dataclass_with_its_nested_sections():
+    section = ConfigDict(
+        dict(
+            size=1,
+            inner=dict(rate=2),
+            optional=dict(rate=None, steps=None),
+            names=["a", "b"],
+            extra=dict(x=1),
+        )
+    )
+    got = call(Outer, "outer", section)
+    assert got == Outer(size=1, inner=Inner(rate=2), names=("a", "b"), extra={"x": 1})
+    assert hash(got.inner) == hash(Inner(rate=2))
+
+
+def test_an_optional_section_is_on_as_soon_as_one_key_is_set():
+    got = call(Outer, "outer", dict(size=1, inner=dict(rate=0.0), optional=dict(rate=1.0, steps=None)))
+    assert got.optional == Inner(rate=1.0, steps=3), "an unset key takes the default"
+
+
+def test_unset_means_the_default_unless_none_is_a_value():
+    assert call(Inner, "s", dict(rate=1.0, steps=None)).steps == 3
+    assert call(Outer, "s", dict(size=1, inner=dict(rate=1.0), length=None)).length is None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(sise=1), "config.s.sise is unknown; keys: extra, inner, length, names, optional, size"),
+        (dict(inner=dict(rate=1.0)), "config.s.size is missing"),
+        (dict(size="1"), "config.s.size='1' is of type str, expected int"),
+        (dict(size=True), "config.s.size=True is of type bool, expected int"),
+        (dict(size=1.5), "config.s.size=1.5 is of type float, expected int"),
+        (dict(size=None), "config.s.size is not set; give --config.s.size=VALUE"),
+        (dict(size=1, inner=dict(rate="x")), "config.s.inner.rate='x' is of type str, expected float"),
+        (dict(size=1, inner=dict(rate=-1.0)), "config.s.inner.rate=-1.0 must not be negative"),
+        (dict(size=1, inner=dict(speed=1)), "config.s.inner.speed is unknown; keys: rate, steps"),
+        (dict(size=1, inner=dict(rate=1.0), optional=dict(steps=1)), "config.s.optional.rate is missing"),
+        (
+            dict(size=1, inner=dict(rate=1.0), length="7"),
+            "config.s.length='7' is of type str, expected int or",
+        ),
+    ],
+    ids=lambda v: str(v)[:40],
+)
+def test_mismatches_are_one_line_with_the_whole_key(values, message):
+    with pytest.raises(ConfigError) as caught:
+        call(Outer, "s", values)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_what_the_program_supplies_is_no_key():
+    def function(*, size: int, workdir: str) -> tuple[int, str]:
+        return size, workdir
+
+    assert bind(function, "s", dict(size=1), "workdir")(workdir="/w") == (1, "/w")
+    assert isinstance(bind(function, "s", dict(size=1), "workdir"), functools.partial)
+    with pytest.raises(ConfigError, match=r"config\.s\.workdir is unknown; keys: size"):
+        bind(function, "s", dict(size=1, workdir="x"), "workdir")
+
+
+def test_a_renamed_key_names_its_successor():
+    with pytest.raises(
+        ConfigError, match=r"config\.data\.heldout_source is now config\.data\.validation_source"
+    ):
+        call(Outer, "data", dict(heldout_source=""))

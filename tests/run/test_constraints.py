@@ -1,0 +1,116 @@
+"""Every rule of the table refuses what it should, with a key, values and a way out, and accepts the rest."""
+
+import re
+
+import pytest
+
+from maxlp.run import constraints
+from maxlp.run.config import ConfigError
+from maxlp.run.settings import read
+from tests.run.test_settings import changed, load
+
+# rule -> (changes of configs/llama/debug.py, devices, platform, part of the message)
+REFUSED = {
+    "dtypes_are_known": [({"model.dtype": "float8"}, 1, "cpu", "float8")],
+    "remat_is_known": [({"model.remat": "all"}, 1, "cpu", "none, block")],
+    "batch_divides": [
+        ({"data.batch_size": 12}, 8, "cpu", "use a multiple of 8"),
+        ({"train.microbatches": 5}, 1, "cpu", "train.microbatches=5"),
+    ],
+    "attention_runs": [
+        ({"model.attention": "flash"}, 1, "cpu", "one of xla"),
+        ({"model.attention": "splash"}, 1, "gpu", "runs on tpu"),
+        ({"mesh.context": 2}, 2, "cpu", "use model.attention=ring"),
+    ],
+    "float16_is_scaled": [({"model.dtype": "float16"}, 1, "cpu", "precision=fp16")],
+    "rounded_params_are_bfloat16": [({"optimizer.param_rounding": "kahan"}, 1, "cpu", "bfloat16")],
+    "precision_fits_model": [
+        ({"precision.rules": (("layers/mlp/fc", "fp8_current"),)}, 1, "cpu", "layers/mlp/fc"),
+        ({"precision.recipe": "fp8_current", "precision.first_blocks": 4}, 1, "cpu", "first_blocks=4"),
+        ({"precision.recipe": "mxfp8", "model.mlp_dim": 500}, 1, "cpu", "recipe='mxfp8'"),
+    ],
+    "released_gradients_are_not_clipped": [({"train.release_gradients": True}, 1, "cpu", "clip_norm=0.0")],
+    "released_gradients_are_not_accumulated": [
+        (
+            {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "train.microbatches": 2},
+            1,
+            "cpu",
+            "=1",
+        )
+    ],
+    "released_gradients_are_not_pipelined": [
+        (
+            {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "mesh.stage": 2},
+            2,
+            "cpu",
+            "mesh.stage=1",
+        )
+    ],
+    "released_gradients_are_not_gated": [
+        (
+            {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "spikes.guard": "skip"},
+            1,
+            "cpu",
+            "rollback",
+        ),
+        (
+            {
+                "train.release_gradients": True,
+                "optimizer.clip_norm": 0.0,
+                "precision.loss_scale.initial": 1.0,
+            },
+            1,
+            "cpu",
+            "loss_scale",
+        ),
+    ],
+}
+ACCEPTED = [
+    {},
+    {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "spikes.guard": "rollback"},
+    {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "precision.recipe": "fp8_delayed"},
+    {"precision.recipe": "mxfp8", "data.seq_len": 100},
+    {"model.dtype": "float16", "precision.loss_scale.initial": 256.0},
+    {"optimizer.param_rounding": "kahan", "model.param_dtype": "bfloat16"},
+]
+
+
+def refuse(values, devices, platform):
+    s = read(changed(load("debug"), values))
+    with pytest.raises(ConfigError) as caught:
+        constraints.check(s, s.machine(devices, platform))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "values", "devices", "platform", "part"),
+    [(rule, *case) for rule, cases in REFUSED.items() for case in cases],
+    ids=lambda v: str(v)[:40],
+)
+def test_a_rule_refuses_with_a_key_and_a_way_out(rule, values, devices, platform, part):
+    message = refuse(values, devices, platform)
+    assert re.match(r"config\.[a-z]+\.[a-z_]+", message) and "\n" not in message
+    assert part in message
+    # It is this rule that refuses: all others are fulfilled, or come later in the table.
+    s = read(changed(load("debug"), values))
+    machine = s.machine(devices, platform)
+    first = next(r for r in (*constraints.RULES, *s.family.rules) if _refuses(r, s, machine))
+    assert first.__name__ == rule
+
+
+def _refuses(rule, s, machine):
+    try:
+        return bool(rule(s, machine))
+    except ConfigError:
+        return True
+
+
+def test_every_rule_has_a_case_and_a_reason():
+    assert {rule.__name__ for rule in constraints.RULES} == REFUSED.keys()
+    assert all(rule.__doc__ for rule in constraints.RULES)
+
+
+@pytest.mark.parametrize("values", ACCEPTED, ids=str)
+def test_what_fits_together_is_accepted(values):
+    s = read(changed(load("debug"), values))
+    constraints.check(s, s.machine(1, "cpu"))

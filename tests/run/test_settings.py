@@ -1,0 +1,187 @@
+"""Settings: presets are exact, values of every section are checked, saved configs give the same settings."""
+
+import dataclasses
+import importlib
+import json
+from pathlib import Path
+
+import jax
+import pytest
+from flax import nnx
+from ml_collections import ConfigDict
+
+from maxlp.core.train_state import abstract_state, num_params
+from maxlp.run import constraints, run_dir
+from maxlp.run.config import ConfigError
+from maxlp.run.experiment import resolve
+from maxlp.run.settings import read
+
+ROOT = Path(__file__).parents[2]
+PRESETS = {
+    "60m": 58_073_600,
+    "130m": 134_105_856,
+    "350m": 367_969_280,
+    "1b": 1_339_082_752,
+    "llama2_7b": 6_738_415_616,
+    "llama3_2_1b": 1_235_814_400,
+    "8b": 8_030_261_248,
+    "70b": 70_553_706_496,
+    "405b": 405_853_388_800,
+}
+
+
+def load(name: str, arg: str = "", family: str = "llama") -> ConfigDict:
+    c = importlib.import_module(f"configs.{family}.{name}").get_config(arg)
+    if c.data.source is None:
+        c.data.source = c.data.tokenizer = "unread"
+    return c
+
+
+def changed(c: ConfigDict, values: dict) -> ConfigDict:
+    with c.unlocked():
+        c.update_from_flattened_dict(values)
+    return c
+
+
+@pytest.mark.parametrize(("name", "count"), PRESETS.items())
+def test_a_preset_has_the_published_number_of_parameters(name, count):
+    s = read(load(name))
+    assert (
+        num_params(
+            nnx.to_pure_dict(
+                nnx.eval_shape(lambda: nnx.state(s.family.make_model(s.model, rngs=nnx.Rngs(0))))
+            )
+        )
+        == count
+    )
+    constraints.check(s, s.machine(8, "cpu"))
+
+
+def test_every_config_file_is_a_preset_or_debug():
+    names = {path.stem for path in (ROOT / "configs" / "llama").glob("*.py")} - {"__init__"}
+    assert names == PRESETS.keys() | {"debug", "tiny"}
+
+
+@pytest.mark.parametrize("family", ["llama", "clip"])
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "mxfp8", "int8_switchback", "fp16", "pure_bf16"])
+def test_debug_configs_take_every_choice_of_precision(family, recipe):
+    run = resolve(
+        load("debug", f"precision={recipe},optimizer=stable_adamw,galore=16,low_bit=8bit", family)
+    )
+    _, state = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+    assert {"loss_scale"} & state.keys() == ({"loss_scale"} if recipe == "fp16" else set())
+    assert run.settings.is_quantized == (recipe not in ("fp16", "pure_bf16"))
+    if recipe == "pure_bf16":
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(state["params"])} == {"bfloat16"}
+
+
+def test_options_of_wrappers_are_keys_of_the_command_line():
+    c = load("debug")
+    assert read(c).optimizer.galore is None and read(c).precision.loss_scale is None
+    values = {
+        "optimizer.galore.rank": 8,
+        "optimizer.galore.update_proj_gap": 10,
+        "optimizer.low_bit.mu": "int8",
+        "optimizer.low_bit.nu": "float32",
+        "precision.loss_scale.initial": 256.0,
+        "precision.options.history": 4,
+        "precision.recipe": "fp8_delayed",
+    }
+    for key, value in values.items():  # as the command line sets them: the config is locked
+        section, *path, name = key.split(".")
+        target = c[section]
+        for part in path:
+            target = target[part]
+        target[name] = value
+    s = read(c)
+    assert (s.optimizer.galore.rank, s.optimizer.galore.update_proj_gap, s.optimizer.galore.scale) == (
+        8,
+        10,
+        0.25,
+    )
+    assert (s.optimizer.low_bit.mu, s.precision.loss_scale.initial, s.precision.options.history) == (
+        "int8",
+        256.0,
+        4,
+    )
+
+
+BAD_VALUES = [
+    ({"model.num_heads": 5}, "config.model.num_heads=5 is not a multiple of num_kv_heads=3"),
+    ({"model.head_dim": 33}, "config.model.head_dim=33 is odd"),
+    ({"model.num_layers": 0}, "config.model.num_layers=0 must be at least 1"),
+    ({"model.embed_dim": -64}, "config.model.embed_dim=-64 must be at least 1"),
+    ({"model.name": "gpt"}, "config.model.name='gpt' is unknown; one of llama, clip"),
+    ({"model.pipeline.rounds": 0}, "config.model.pipeline.rounds=0 must be at least 1"),
+    ({"mesh.dta": 3}, "config.mesh.dta is unknown; keys: context, data, dcn_data, fsdp, stage, tensor"),
+    ({"optimizer.name": "adam"}, "config.optimizer.name='adam' is unknown"),
+    ({"optimizer.schedule": "step"}, "config.optimizer.schedule='step' is unknown"),
+    ({"optimizer.b1": 1.0}, "config.optimizer.b1=1.0 must be at least 0 and below 1"),
+    ({"optimizer.galore.rank": -1}, "config.optimizer.galore.rank=-1 must not be negative"),
+    ({"precision.recipe": "fp4"}, "config.precision.recipe='fp4' is unknown"),
+    ({"precision.first_blocks": -1}, "config.precision.first_blocks=-1 must be at least 0"),
+    (
+        {"precision.loss_scale.initial": 3.0},
+        "config.precision.loss_scale.initial=3.0 must be a power of two",
+    ),
+    ({"data.packing": "none"}, "config.data.packing='none' is unknown"),
+    ({"data.seq_len": 1}, "config.data.seq_len=1 must be at least 2"),
+    ({"data.name": "text"}, "config.data.name is unknown"),
+    ({"loss.num_chunks": 0}, "config.loss.num_chunks=0 must be at least 1"),
+    ({"loss.z_loss": -1.0}, "config.loss.z_loss=-1.0 must not be negative"),
+    ({"train.total_steps": 0}, "config.train.total_steps=0 must be at least 1"),
+    ({"train.seed": -1}, "config.train.seed=-1 must be at least 0"),
+    ({"spikes.guard": "stop"}, "config.spikes.guard='stop' is unknown"),
+    ({"checkpoint.interval": 1}, "config.checkpoint.interval is unknown"),
+    ({"metrics.wandb": True}, "config.metrics.wandb is unknown"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), BAD_VALUES, ids=lambda v: str(v)[:50])
+def test_a_wrong_value_is_one_line_with_its_key(values, message):
+    with pytest.raises(ConfigError) as caught:
+        read(changed(load("debug"), values))
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_missing_and_unknown_sections():
+    c = load("debug")
+    del c["loss"]
+    with pytest.raises(ConfigError, match=r"config\.loss is missing; sections: model, "):
+        read(c)
+    c = load("debug")
+    with c.unlocked():
+        c.speed = ConfigDict()
+    with pytest.raises(ConfigError, match=r"config\.speed is unknown; sections: model, "):
+        read(c)
+
+
+def test_a_saved_config_gives_the_same_settings(tmp_path):
+    c = changed(
+        load("debug", "precision=fp8_current"), {"precision.rules": (("lm_head", "int8_switchback"),)}
+    )
+    run_dir.save_config(tmp_path, c)
+    again, s = read(run_dir.load_config(tmp_path)), read(c)
+    for field in dataclasses.fields(s):
+        if field.name not in ("checkpoint", "metrics", "profile"):  # partials have no equality
+            assert getattr(again, field.name) == getattr(s, field.name)
+    assert again.matmuls == s.matmuls
+    assert run_dir.save_config(tmp_path, c) == []
+    c.train.seed = 7
+    assert run_dir.save_config(tmp_path, c) == ["config.train.seed: 0 -> 7"]
+
+
+def test_a_config_of_version_0_1_still_loads(tmp_path):
+    """As version 0.1 wrote it: a data section with a name, held-out data, wrappers as whole dicts or None."""
+    old = json.loads(load("debug").to_json_best_effort())
+    old["data"] |= {"name": "text", "source": "jsonl:/d/*.jsonl?heldout=0.1"}
+    for key in ("shuffle",):
+        del old["data"][key]
+    old["optimizer"] |= {"galore": {"rank": 8}, "low_bit": {}}
+    old["precision"] |= {"loss_scale": None, "options": {}}
+    old["model"]["rope_scaling"] = None
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    s = read(run_dir.load_config(tmp_path))
+    assert s.data.source == "jsonl:/d/*.jsonl?validation=0.1"
+    assert (s.optimizer.galore.rank, s.optimizer.low_bit.mu) == (8, "float8_e4m3fn")
+    assert s.precision.loss_scale is None and s.model.rope_scaling is None
