@@ -1,0 +1,198 @@
+"""Which features go together: every pair either runs (in at least one row of `rows`) or is refused by a rule.
+
+`tests/test_matrix.py` runs the rows; `tools/composition.py` prints `docs/composition.md` from the same data.
+"""
+
+import dataclasses
+import functools
+import importlib
+import itertools
+import math
+from typing import Any
+
+from maxlp.run import constraints
+from maxlp.run.config import ConfigError
+from maxlp.run.settings import Machine, Settings, read
+
+DEVICES = 8  # simulated
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """A switch: config values, and the dimension of which a config has one value.
+
+    neutral: whether switching it on changes nothing but the order of sums, so that losses stay equal.
+    """
+
+    name: str
+    dimension: str
+    values: dict[str, Any]
+    neutral: bool = False
+
+    def __hash__(self):
+        return hash(self.name)
+
+
+QUANTIZED = {"precision.first_blocks": 0, "precision.last_blocks": 0}
+FEATURES = [
+    Feature(
+        "fp8_delayed",
+        "precision",
+        QUANTIZED | {"precision.recipe": "fp8_delayed", "precision.options.history": 4},
+    ),
+    Feature("int8_switchback", "precision", QUANTIZED | {"precision.recipe": "int8_switchback"}),
+    Feature("mxfp8", "precision", QUANTIZED | {"precision.recipe": "mxfp8"}),
+    Feature("unquantized blocks", "ends", {"precision.first_blocks": 1, "precision.last_blocks": 0}),
+    Feature(
+        "pure_bf16",
+        "dtype",
+        {
+            "model.dtype": "bfloat16",
+            "model.param_dtype": "bfloat16",
+            "optimizer.param_rounding": "stochastic",
+        },
+    ),
+    Feature("fp16", "dtype", {"model.dtype": "float16", "precision.loss_scale.initial": 256.0}),
+    Feature("stable_adamw", "optimizer", {"optimizer.name": "stable_adamw"}),
+    Feature("adafactor", "optimizer", {"optimizer.name": "adafactor"}),
+    Feature("lion", "optimizer", {"optimizer.name": "lion"}),
+    Feature("muon", "optimizer", {"optimizer.name": "muon"}),
+    Feature("adamp", "optimizer", {"optimizer.name": "adamp"}),
+    Feature(
+        "schedule_free_adamw",
+        "optimizer",
+        {"optimizer.name": "schedule_free_adamw", "optimizer.schedule": "constant"},
+    ),
+    Feature("galore", "galore", {"optimizer.galore.rank": 4}),
+    Feature(
+        "low_bit",
+        "low_bit",
+        {
+            "optimizer.low_bit.mu": "dynamic8",
+            "optimizer.low_bit.nu": "dynamic8",
+            "optimizer.low_bit.block_size": 16,
+            "optimizer.low_bit.min_size": 64,
+        },
+    ),
+    Feature(
+        "release_gradients", "release", {"train.release_gradients": True, "optimizer.clip_norm": 0.0}, True
+    ),
+    Feature("microbatches", "microbatches", {"train.microbatches": 2}, True),
+    Feature("guard=skip", "guard", {"spikes.guard": "skip"}, True),
+    Feature("guard=rollback", "guard", {"spikes.guard": "rollback"}, True),
+    Feature("remat=block", "remat", {"model.remat": "block"}, True),
+    Feature("remat=dots", "remat", {"model.remat": "dots"}, True),
+    Feature("fsdp", "fsdp", {"mesh.fsdp": 2}, True),
+    Feature("tensor", "tensor", {"mesh.tensor": 2}, True),
+    Feature("context", "context", {"mesh.context": 2, "model.attention": "ring"}, True),
+    Feature("stage", "stage", {"mesh.stage": 2}, True),
+]
+FAMILIES = ("llama", "clip")
+BASE = {
+    "mesh.fsdp": 1,
+    "optimizer.learning_rate": 1e-3,
+    "optimizer.warmup_steps": 0,
+    "train.total_steps": 3,
+    "data.tokenizer": "bytes",
+    "data.batch_size": 8,
+}
+SMALL = {
+    "llama": {
+        "model.vocab_size": 64,
+        "model.embed_dim": 32,
+        "model.num_layers": 2,
+        "model.num_heads": 4,
+        "model.num_kv_heads": 2,
+        "model.head_dim": 16,
+        "model.mlp_dim": 64,
+        "model.max_seq_len": 32,
+        "data.seq_len": 32,
+    },
+    "clip": {
+        "model.embed_dim": 32,
+        **{
+            f"model.{tower}.{key}": value
+            for tower in ("visual", "text")
+            for key, value in dict(width=32, num_layers=2, num_heads=2, mlp_dim=64).items()
+        },
+        "model.visual.image_size": 16,
+        "model.visual.patch_size": 4,
+        "model.text.vocab_size": 64,
+        "model.text.max_len": 12,
+        "data.image_size": 16,
+        "data.text_len": 12,
+    },
+}
+
+Row = tuple[str, ...]  # names of features
+
+
+def feature(name: str) -> Feature:
+    return next(f for f in FEATURES if f.name == name)
+
+
+@functools.cache
+def settings(family: str, names: Row) -> Settings:
+    """The settings of a small run with these features.
+
+    Raises:
+      ConfigError: values that a section refuses.
+    """
+    c = importlib.import_module(f"configs.{family}.debug").get_config()
+    with c.unlocked():
+        for values in (BASE, SMALL[family], *(feature(name).values for name in names)):
+            c.update_from_flattened_dict(values)
+    return read(c)
+
+
+def num_devices(names: Row) -> int:
+    values = itertools.chain(*(feature(name).values.items() for name in names))
+    return math.prod(value for key, value in values if key.startswith("mesh."))
+
+
+def machine(family: str, names: Row) -> Machine:
+    return settings(family, names).machine(num_devices(names), "cpu")
+
+
+@functools.cache
+def refusal(family: str, names: Row) -> str | None:
+    """The message with which these features are refused, None if they go together."""
+    try:
+        constraints.check(settings(family, names), machine(family, names))
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def pairs(family: str) -> dict[Row, str | None]:
+    """Every pair of features of different dimensions, with its refusal."""
+    found = {}
+    for a, b in itertools.combinations(FEATURES, 2):
+        if a.dimension != b.dimension:
+            found[a.name, b.name] = refusal(family, (a.name, b.name))
+    return found
+
+
+@functools.cache
+def rows(family: str) -> tuple[Row, ...]:
+    """Combinations of features on at most `DEVICES` devices that cover every pair which is not refused."""
+    missing = {pair for pair, message in pairs(family).items() if message is None}
+    found = []
+    while missing:
+        row: Row = min(missing)
+        for f in FEATURES:
+            if f.name in row or any(feature(name).dimension == f.dimension for name in row):
+                continue
+            longer = tuple(g.name for g in FEATURES if g.name in (*row, f.name))
+            gained = sum(pair in missing for pair in itertools.combinations(longer, 2) if f.name in pair)
+            if gained and num_devices(longer) <= DEVICES and refusal(family, longer) is None:
+                row = longer
+        missing -= set(itertools.combinations(row, 2))
+        found.append(row)
+    return tuple(found)
+
+
+def reference(names: Row) -> Row:
+    """The same row on one device, without the features that must change nothing."""
+    return tuple(name for name in names if not feature(name).neutral)

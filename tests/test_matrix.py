@@ -1,0 +1,132 @@
+"""The composition table, executed: every pair of features runs on eight devices, or a rule refuses it.
+
+A row of `tests.composition.rows` switches many features on at once. It must train like the same row on one
+device without its neutral features (mesh, microbatches, remat, released gradients, guards), and resume to the bit.
+"""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from maxlp.core.train_state import abstract_state
+from maxlp.core.train_step import jit_step
+from maxlp.parallel.batches import global_batch
+from maxlp.run.experiment import resolve_settings
+from maxlp.runtime.checkpoint import Checkpointer
+from tests import composition
+
+STEPS = 3
+# Relative error of losses and gradient norms: sums in another order, in the dtype of the activations. A
+# quantized value next to a rounding boundary may take its other neighbour (2^-4 of it in E4M3).
+TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
+QUANTIZED_TOLERANCE = 5e-3
+ROWS = [(family, row) for family in composition.FAMILIES for row in composition.rows(family)]
+# XLA may keep float32 between fused 16-bit operations; which ones are fused differs between layouts.
+OPTIONS = {"xla_allow_excess_precision": False}
+
+
+def batch(run, seed: int) -> dict[str, np.ndarray]:
+    """Random values of the shapes that the family trains on; texts end in their highest id."""
+    rng = np.random.default_rng(seed)
+    data, model = run.settings.data, run.settings.model
+    arrays = {}
+    for name, shape in run.family.batch_shapes(data).items():
+        high = {"image": 256, "segment_ids": 1, "positions": 1, "loss_mask": 2}.get(name, 63)
+        arrays[name] = rng.integers(0, high, shape.shape).astype(shape.dtype)
+    if "positions" in arrays:
+        arrays["positions"] += np.arange(data.seq_len, dtype=np.int32)
+        arrays["segment_ids"] += 1
+    else:
+        arrays["text"][:, -1] = model.text.eos_id
+    return arrays
+
+
+class Run:
+    """A few steps of a row, compiled for the first devices."""
+
+    def __init__(self, family: str, row: composition.Row):
+        devices = jax.devices()[: composition.num_devices(row)]
+        self.run = resolve_settings(composition.settings(family, row), devices)
+        with jax.set_mesh(self.run.mesh):
+            parts = (self.run.make_model, self.run.tx, self.run.mesh, self.run.gates)
+            graphdef, self.abstract = abstract_state(*parts)
+            step = jit_step(self.run.step, graphdef, self.abstract, self.run.mesh)
+            lowered = step.lower(self.abstract, self.run.abstract_batch())
+            self.step = lowered.compile(compiler_options=OPTIONS)
+
+    def initial_state(self):
+        with jax.set_mesh(self.run.mesh):
+            return self.run.initial_state(self.abstract)
+
+    def steps(self, state, seeds):
+        """The state after a step for each seed, and the metrics of the steps."""
+        found = []
+        for seed in seeds:
+            with jax.set_mesh(self.run.mesh):
+                state, metrics = self.step(state, global_batch(batch(self.run, seed), self.run.mesh))
+            found.append(jax.device_get(metrics))
+        return state, found
+
+
+@functools.cache
+def expected(family: str, row: composition.Row):
+    """Metrics and the model's own state of a row on one device."""
+    reference = Run(family, row)
+    state, metrics = reference.steps(reference.initial_state(), range(STEPS))
+    return metrics, jax.device_get(state["model_state"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "row"), ROWS, ids=lambda v: v if isinstance(v, str) else "+".join(v))
+def test_a_row_trains_like_one_device_and_resumes_to_the_bit(family, row, tmp_path):
+    got = Run(family, row)
+    state, metrics = got.steps(got.initial_state(), range(STEPS - 1))
+    with Checkpointer(tmp_path, every_steps=1) as checkpoints:
+        checkpoints.save(STEPS - 1, state, {})
+        checkpoints.wait()
+        restored = checkpoints.restore_latest(got.abstract)
+    straight, last = got.steps(state, [STEPS - 1])
+    resumed, again = got.steps(restored.state, [STEPS - 1])
+    jax.tree.map(np.testing.assert_array_equal, again, last)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(jax.device_get(a), jax.device_get(b)), resumed, straight
+    )
+
+    want, model_state = expected(family, composition.reference(row))
+    s = got.run.settings
+    tolerance = max(TOLERANCE[s.model.dtype], QUANTIZED_TOLERANCE if s.is_quantized else 0.0)
+    for ours, theirs in zip([*metrics, *last], want, strict=True):
+        for key in ("loss", "grad_norm"):
+            np.testing.assert_allclose(ours[key], theirs[key], rtol=tolerance, err_msg=key)
+        for name, norms in ours.get("grad_norms", {}).items():
+            floor = tolerance * float(theirs["grad_norm"])  # of gradients that are zero but for rounding
+            np.testing.assert_allclose(
+                norms, theirs["grad_norms"][name], rtol=5 * tolerance, atol=floor, err_msg=name
+            )
+        assert not ours.get("skipped", 0)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=20 * tolerance, atol=1e-6),
+        jax.device_get(straight["model_state"]),
+        model_state,
+    )
+
+
+@pytest.mark.parametrize("family", composition.FAMILIES)
+def test_every_pair_runs_or_is_refused_with_a_reason(family):
+    rows = composition.rows(family)
+    for pair, message in composition.pairs(family).items():
+        covered = any(set(pair) <= set(row) for row in rows)
+        assert covered == (message is None), pair
+    assert all(composition.num_devices(row) <= composition.DEVICES for row in rows)
+    assert {len(row) for row in rows} != {2}, "rows combine more than a pair"
+
+
+def test_every_feature_is_in_the_table():
+    names = [f.name for f in composition.FEATURES]
+    assert len(set(names)) == len(names)
+    for family, f in itertools.product(composition.FAMILIES, composition.FEATURES):
+        alone = composition.refusal(family, (f.name,))
+        assert alone is None or (family, f.name) in {("clip", "stage"), ("clip", "context")}, alone

@@ -1,0 +1,64 @@
+"""Prints docs/composition.md: which features go together, from the data that tests/test_matrix.py runs.
+
+python -m tools.composition > docs/composition.md
+"""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from maxlp.run import constraints
+from tests import composition
+
+HEAD = """# What goes together
+
+Every pair of features in the tables below either runs (✓) or is refused with a reason (a number). A pair runs
+means: `tests/test_matrix.py` trains a small model with both on eight simulated devices, compares losses, gradients
+and the state of the quantization with the same run on one device, saves a checkpoint, and resumes to the bit. Pairs
+are combined into rows of many features, so the table also shows that more than two go together.
+
+`train`, `train --dry_run`, `plan`, its closed form and its search refuse the same configs, with the same messages:
+all of them use the rules of `maxlp/run/constraints.py` and of the family. This file is printed by
+`python -m tools.composition`; a test compares it.
+"""
+
+
+def table(family: str) -> list[str]:
+    names = [f.name for f in composition.FEATURES]
+    numbers: dict[str, int] = {}
+    pairs = composition.pairs(family)
+
+    def cell(a: str, b: str) -> str:
+        if (a, b) not in pairs and (b, a) not in pairs:
+            return ""
+        message = pairs.get((a, b), pairs.get((b, a)))
+        return "✓" if message is None else str(numbers.setdefault(message, len(numbers) + 1))
+
+    lines = ["| |" + "|".join(str(i + 1) for i in range(len(names))) + "|", "|---" * (len(names) + 1) + "|"]
+    lines += [
+        f"| {i + 1} {name} |" + "|".join("" if j >= i else cell(name, other) for j, other in enumerate(names)) + "|"
+        for i, name in enumerate(names)
+    ]
+    lines += ["", *(f"{number}. {message}" for message, number in numbers.items())]
+    rows = composition.rows(family)
+    lines += ["", f"Executed in {len(rows)} rows:", "", *(f"- {', '.join(row)}" for row in rows)]
+    return lines
+
+
+def rules() -> list[str]:
+    return [
+        "## The rules that relate sections",
+        "",
+        *(f"- `{rule.__name__}`: {rule.__doc__}" for rule in constraints.RULES),
+    ]
+
+
+def text() -> str:
+    parts = [HEAD]
+    for family in composition.FAMILIES:
+        parts += [f"## {family}", "", *table(family), ""]
+    return "\n".join([*parts, *rules(), ""])
+
+
+if __name__ == "__main__":
+    print(text(), end="")
