@@ -110,7 +110,7 @@ def make_plan(
       ValueError: invalid settings, a mesh that the topology does not have, or a missing compiler.
     """
     start = time.perf_counter()
-    machine = s.machine(topology.size, topology.chip.platform)
+    machine = topology.machine(s)
     constraints.check(s, machine)
     state, cost = state_shapes(s, machine), cost_of(s)
     traced = time.perf_counter()
@@ -231,7 +231,7 @@ def checked_candidate(
     values = dataclasses.asdict(candidate)
     if compiles:
         changed = search.changed(s, candidate.changes)
-        done = compile_for(changed, changed.machine(topology.size, topology.chip.platform), topology)
+        done = compile_for(changed, topology.machine(changed), topology)
         values["compiled_peak"] = done.peak
         values["fits"] = done.memory is not None and done.peak <= topology.chip.memory
     return values

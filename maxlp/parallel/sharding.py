@@ -91,6 +91,16 @@ def make_mesh(
     return Mesh(grid, MESH_AXES, axis_types=_AXIS_TYPES)
 
 
+def dcn_sizes(devices: Sequence[jax.Device]) -> tuple[int, ...]:
+    """The sizes that ``dcn_data`` can have on these devices: 1, the number of slices, or of hosts.
+
+    The hosts of a TPU slice do not count, because a fast network connects them.
+    """
+    slices = len({getattr(d, "slice_index", 0) for d in devices})
+    hosts = slices if devices[0].platform == "tpu" else len({d.process_index for d in devices})
+    return 1, slices, hosts
+
+
 def abstract_mesh(axes: Mapping[str, int]) -> AbstractMesh:
     """A mesh of these sizes without devices; an axis that is not given has size 1."""
     return AbstractMesh(tuple(axes.get(name, 1) for name in MESH_AXES), MESH_AXES, axis_types=_AXIS_TYPES)

@@ -18,6 +18,7 @@ import re
 import jax
 from jax.experimental import topologies
 
+from maxlp.run.settings import Machine, Settings
 from maxlp.runtime import hardware
 
 GIB = 2**30
@@ -113,6 +114,16 @@ class Topology:
     def size(self) -> int:
         """The number of JAX devices."""
         return math.prod(self.shape) * self.chip.per_chip * self.slices
+
+    def machine(self, s: Settings) -> Machine:
+        """The mesh of these settings on this topology.
+
+        Raises:
+          ConfigError: sizes that the topology does not have.
+        """
+        hosts = 1 if self.chip.torus else self.shape[0]
+        dcn_sizes = 1, self.slices, self.slices * hosts  # as in `sharding.dcn_sizes`
+        return s.machine(self.size, self.chip.platform, dcn_sizes)
 
     @property
     def chip_name(self) -> str:

@@ -11,10 +11,12 @@ with a config key, names the values, and says what to do. The rule's docstring i
 """
 
 import jax.numpy as jnp
+from flax import nnx
 
 from maxlp.nn.attention import refusal
 from maxlp.nn.stack import REMAT_POLICIES
-from maxlp.run.config import ConfigError
+from maxlp.parallel import sharding
+from maxlp.run.config import ConfigError, errors_of
 from maxlp.run.settings import Machine, Settings
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -95,6 +97,29 @@ def precision_fits_model(s: Settings, machine: Machine) -> str | None:
     return None
 
 
+def mesh_divides_params(s: Settings, machine: Machine) -> str | None:
+    """Every device holds an equal part of every parameter."""
+    try:
+        sharding.param_shardings(s.params, sharding.abstract_mesh(machine.axes))
+    except ValueError as error:
+        return f"mesh: {error}"
+    return None
+
+
+# --- optimizer ------------------------------------------------------------------------------------------
+
+
+def galore_targets_are_matrices(s: Settings, machine: Machine) -> str | None:
+    """GaLore projects matrices."""
+    if s.optimizer.galore is None or not s.optimizer.has_galore:
+        return None
+    from maxlp.optim.galore import check_targets
+
+    with errors_of("optimizer"):
+        check_targets(nnx.to_pure_dict(s.params), s.optimizer.galore)
+    return None
+
+
 # --- released gradients ---------------------------------------------------------------------------------
 
 
@@ -149,4 +174,6 @@ RULES = (
     released_gradients_are_not_pipelined,
     released_gradients_are_not_gated,
     precision_fits_model,
+    mesh_divides_params,
+    galore_targets_are_matrices,
 )

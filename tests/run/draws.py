@@ -1,11 +1,12 @@
 """Random configs of every family: small enough to trace in a second, and not all of them possible."""
 
 import random
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from configs.common import choose, llama
+from configs.common import llama
 
 Changes = dict[str, Any]  # config key -> value
 
@@ -24,120 +25,137 @@ def base_llama() -> ConfigDict:
     )
     c.data.source, c.data.tokenizer = "unread", "bytes"
     c.data.seq_len, c.data.batch_size, c.loss.num_chunks = 32, 16, 1
+    return common(c)
+
+
+def common(c: ConfigDict) -> ConfigDict:
+    """The settings that the bases of all families share."""
     c.precision.first_blocks = c.precision.last_blocks = 0
-    c.train.total_steps, c.optimizer.warmup_steps = 10, 2
-    return choose("", c)
+    c.train.total_steps, c.optimizer.warmup_steps, c.optimizer.clip_norm = 10, 2, 1.0
+    return c
 
 
-BASES = {"llama": base_llama}
+def each(key: str, *values: Any, **others: Any) -> list[Changes]:
+    """One alternative for each value of a key. In the names of ``others`` two underscores are a dot."""
+    more = {name.replace("__", "."): value for name, value in others.items()}
+    return [more | {key: value} for value in values]
+
+
+def product(changes: Changes, alternatives: Iterable[Changes]) -> list[Changes]:
+    """The alternatives, each with the same further changes."""
+    return [changes | one for one in alternatives]
+
 
 RECIPES = (
-    *("fp8_delayed", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_rowwise_with_gw_hp"),
-    *("fp8_switchback", "int8_switchback", "int8_switchback_m", "int8_switchback_q", "int8_all"),
-    *("mxfp8", "simulate", "fp4"),
+    *("fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_rowwise_with_gw_hp", "fp8_switchback"),
+    *("int8_switchback", "int8_switchback_m", "int8_switchback_q", "int8_all", "mxfp8", "simulate"),
 )
 FP16 = {"model.dtype": "float16", "precision.loss_scale.initial": 256.0}
-PURE_BF16 = {"model.param_dtype": "bfloat16"}
+PURE_BF16 = {"model.param_dtype": "bfloat16", "optimizer.param_rounding": "stochastic"}
 RELEASED = {"train.release_gradients": True, "optimizer.clip_norm": 0.0}
+AVERAGED = {"optimizer.name": "schedule_free_adamw", "optimizer.schedule": "constant"}
+GALORE = {"optimizer.galore.rank": 8}
+DYNAMIC8 = {
+    "optimizer.low_bit.mu": "dynamic8",
+    "optimizer.low_bit.nu": "dynamic8",
+    "optimizer.low_bit.min_size": 64,
+}
+OPTIMIZERS = ("adamw", "stable_adamw", "adafactor", "lion", "muon", "adamp")
 
-# Features of the config that are independent of the family: each draw takes one alternative of some features.
+# Alternatives of the features that all families share. A draw takes one alternative of some features.
 COMMON: dict[str, list[Changes]] = {
     "mesh": [
-        *({"mesh.tensor": n} for n in (2, 4, 8, 3)),
-        *({"mesh.data": n} for n in (2, 8)),
-        {"mesh.data": 2, "mesh.tensor": 2},
+        *each("mesh.tensor", 2, 2, 4, 8, 3),
+        *each("mesh.data", 2, 8, -1, mesh__fsdp=1),
+        *each("mesh.tensor", 1, 2, 4, mesh__data=2),
+        *each("mesh.fsdp", 1, 2, mesh__data=-1, mesh__tensor=2),
+        *each("mesh.dcn_data", 2, 0),
         {"mesh.fsdp": 4, "mesh.tensor": 4},
-        {"mesh.fsdp": 2, "mesh.data": -1, "mesh.tensor": 2},
-        {"mesh.data": -1},
-        {"mesh.tensor": 0},
-        {"mesh.dcn_data": 2},
     ],
     "batch": [
-        *({"data.batch_size": n} for n in (8, 24, 32, 12, 0)),
-        *({"train.microbatches": n, "data.batch_size": 32} for n in (2, 4, 3, 0)),
+        *each("data.batch_size", 8, 24, 32, 12),
+        *each("train.microbatches", 2, 4, 3, data__batch_size=32),
         {"train.microbatches": 4},
     ],
     "dtype": [
-        *({"model.dtype": name} for name in ("float32", "float16", "int8")),
-        *({"model.param_dtype": name} for name in ("bfloat16", "float16", "float64")),
+        *each("model.dtype", "float32", "float32", "float16"),
+        *each("model.param_dtype", "bfloat16", "float16"),
         FP16,
-        FP16 | {"precision.loss_scale.growth_interval": 0},
-        FP16 | {"precision.loss_scale.initial": 3.0},
+        FP16 | {"precision.loss_scale.growth_interval": 2, "spikes.guard": "skip"},
+        FP16 | {"model.param_dtype": "float16"},
         {"precision.loss_scale.initial": 8.0},
     ],
     "layers": [
-        *({"model.remat": name} for name in ("none", "dots", "offload", "all")),
-        {"model.scan_layers": False},
-        {"model.scan_layers": False, "model.remat": "none"},
+        *each("model.remat", "none", "dots", "dots", "offload"),
+        *each("model.remat", "none", "block", "dots", model__scan_layers=False),
     ],
-    "attention": [{"model.attention": name} for name in ("ring", "ring", "cudnn", "splash", "flash")],
-    "recipe": [{"precision.recipe": name} for name in RECIPES],
+    "attention": each("model.attention", "ring", "ring", "ring", "cudnn", "splash"),
+    "recipe": [*each("precision.recipe", *RECIPES), *each("precision.recipe", *RECIPES)],
     "unquantized": [
-        *({"precision.recipe": name, "precision.first_blocks": 1} for name in RECIPES[:3]),
-        {"precision.recipe": "int8_all", "precision.first_blocks": 1, "precision.last_blocks": 1},
-        {"precision.recipe": "fp8_current", "precision.min_dim": 64},
-        {"precision.recipe": "fp8_current", "precision.min_dim": -1},
+        *each("precision.first_blocks", 1, 2, precision__recipe="fp8_delayed"),
+        *each("precision.last_blocks", 1, precision__recipe="fp8_current", precision__first_blocks=0),
+        *each("precision.last_blocks", 1, precision__recipe="int8_all", precision__first_blocks=1),
+        *each("precision.min_dim", 33, 64, 65, precision__recipe="fp8_current"),
         {"precision.first_blocks": 2},
     ],
     "options": [
-        *({"precision.recipe": "fp8_delayed", "precision.options.history": n} for n in (1, 4, 0)),
-        *({"precision.recipe": "fp8_delayed", "precision.options.margin": n} for n in (1.0, -1.0)),
-        *({"precision.recipe": "simulate", "precision.options.format": f} for f in ("e3m4", "e4m3fn", "x")),
-        *({"precision.recipe": "int8_all", "precision.options.format": f} for f in ("int4", "e4m3")),
-        *(
-            {"precision.recipe": "fp8_current", "precision.options.granularity": g}
-            for g in ("row", "block", "tensor", "column")
-        ),
-        {"precision.recipe": "fp8_delayed", "precision.options.granularity": "row"},
-        {"precision.recipe": "fp8_delayed", "precision.options.cold_start": False},
-        {"precision.recipe": "fp8_delayed", "precision.options.residuals": "full"},
-        {"precision.recipe": "int8_switchback", "precision.options.residuals": "quantized"},
-        {"precision.recipe": "fp8_current", "precision.options.grad_format": "float8_e4m3fn"},
-        {"precision.recipe": "fp8_rowwise", "precision.options.power_of_two": True},
-        {"precision.recipe": "fp8_current", "precision.options.rounding": "truncate"},
-        {"precision.recipe": "bf16", "precision.options.residuals": "quantized"},
+        *each("precision.options.history", 1, 4, precision__recipe="fp8_delayed"),
+        *each("precision.options.margin", 1.0, -1.0, precision__recipe="fp8_delayed"),
+        *each("precision.options.cold_start", True, False, precision__recipe="fp8_delayed"),
+        *each("precision.options.residuals", "full", "quantized", precision__recipe="fp8_delayed"),
+        *each("precision.options.residuals", "full", "quantized", precision__recipe="int8_switchback"),
+        *each("precision.options.residuals", "quantized", precision__recipe="bf16"),
+        *each("precision.options.format", "e3m4", "e4m3fn", "int8", precision__recipe="simulate"),
+        *each("precision.options.format", "int4", "e4m3", precision__recipe="int8_all"),
+        *each("precision.options.granularity", "row", "block", precision__recipe="fp8_current"),
+        *each("precision.options.granularity", "tensor", "row", precision__recipe="fp8_delayed"),
+        *each("precision.options.grad_format", "float8_e4m3fn", "int8", precision__recipe="fp8_current"),
+        *each("precision.options.power_of_two", True, False, precision__recipe="fp8_rowwise"),
+        *each("precision.options.rounding", "truncate", precision__recipe="fp8_current"),
     ],
     "optimizer": [
-        *({"optimizer.name": n} for n in ("stable_adamw", "adafactor", "lion", "muon", "adamp", "adam")),
-        {"optimizer.name": "schedule_free_adamw", "optimizer.schedule": "constant"},
-        {"optimizer.name": "schedule_free_adamw"},
-        {"optimizer.name": "stable_adamw", "optimizer.decay_with_clip": False},
-        {"optimizer.name": "stable_adamw", "optimizer.options": {"clip_threshold": 2.0}},
-        {"optimizer.name": "stable_adamw", "optimizer.options": {"clip_threshold": 0.0}},
-        {"optimizer.name": "adamw", "optimizer.options": {"clip_threshold": 1.0}},
-        {"optimizer.mu_dtype": "bfloat16"},
-        {"optimizer.mu_dtype": "int8"},
+        *each("optimizer.name", *OPTIMIZERS[1:]),
+        AVERAGED,
+        *each("optimizer.decay_with_clip", False, optimizer__name="stable_adamw"),
+        *each(
+            "optimizer.options",
+            {"clip_threshold": 2.0},
+            {"clip_threshold": 0.0},
+            optimizer__name="stable_adamw",
+        ),
+        *each("optimizer.options", {"clip_threshold": 1.0}, optimizer__name="adamw"),
+        *each("optimizer.mu_dtype", "bfloat16", "float32"),
+        *each("optimizer.mu_dtype", "bfloat16", optimizer__name="lion"),
     ],
     "schedule": [
-        *({"optimizer.schedule": name} for name in ("linear", "constant", "wsd", "rsqrt", "step")),
-        {"optimizer.warmup_steps": 10},
-        {"optimizer.warmup_steps": 0, "optimizer.clip_norm": 0.0},
-        {"optimizer.schedule": "wsd", "optimizer.decay_fraction": 0.9},
-        {"optimizer.decay_embeddings": True, "optimizer.weight_decay": 0.0},
+        *each("optimizer.schedule", "linear", "constant", "wsd", "rsqrt"),
+        *each("optimizer.warmup_steps", 0, 9, 10),
+        *each("optimizer.decay_fraction", 0.8, 0.9, 0.0, optimizer__schedule="wsd"),
+        *each("optimizer.decay_embeddings", True, optimizer__weight_decay=0.0),
+        {"optimizer.clip_norm": 0.0},
     ],
     "galore": [
-        *({"optimizer.galore.rank": n} for n in (4, 100, 0, -1)),
-        *(
-            {"optimizer.galore.rank": 8, f"optimizer.galore.{key}": value}
-            for key, value in (
-                ("side", "long"),
-                ("basis", "randomized"),
-                ("moments", "reset"),
-                ("moments", "reproject"),
-                ("projector", "int8"),
-                ("projector", "int4"),
-                ("targets", ("mlp",)),
-                ("targets", ("norm",)),
-                ("targets", ("nothing",)),
-                ("update_proj_gap", 0),
-                ("lazy_threshold", 0.4),
-            )
+        *each("optimizer.galore.rank", 4, 100),
+        *each("optimizer.name", *OPTIMIZERS[1:], optimizer__galore__rank=8),
+        GALORE | AVERAGED,
+        GALORE | DYNAMIC8,
+        GALORE | PURE_BF16,
+        *product(
+            GALORE,
+            [
+                *each("optimizer.galore.side", "long", "short"),
+                *each("optimizer.galore.basis", "randomized"),
+                *each("optimizer.galore.moments", "reset", "reproject"),
+                *each("optimizer.galore.moments", "reset", "keep", optimizer__name="adafactor"),
+                *each("optimizer.galore.moments", "reproject", optimizer__name="lion"),
+                *each("optimizer.galore.projector", "int8", "int4"),
+                *each("optimizer.galore.targets", ("mlp/",), ("norm",), ("nothing",), ("kernel",)),
+                *each("optimizer.galore.lazy_threshold", 0.4),
+                *each("optimizer.galore.update_proj_gap", 1),
+            ],
         ),
-        {"optimizer.galore.rank": 7, "optimizer.galore.projector": "int4"},
-        *(
-            {"optimizer.galore.rank": 8, "optimizer.name": name}
-            for name in ("stable_adamw", "adafactor", "lion", "muon", "adamp")
-        ),
+        *each("optimizer.galore.projector", "int4", optimizer__galore__rank=7),
+        *each("optimizer.galore.projector", "int4", "int8", optimizer__galore__rank=100),
     ],
     "low_bit": [
         *(
@@ -146,93 +164,116 @@ COMMON: dict[str, list[Changes]] = {
                 ("float8_e4m3fn", "float8_e5m2"),
                 ("bfloat16", "float32"),
                 ("int8", "dynamic8"),
-                ("int4", "int8"),
+                ("float8_e5m2", "bfloat16"),
             )
         ),
-        *(
-            {
-                "optimizer.low_bit.mu": "dynamic8",
-                "optimizer.low_bit.nu": "dynamic8",
-                "optimizer.low_bit.min_size": 64,
-                "optimizer.low_bit.block_size": size,
-            }
-            for size in (0, 16, 7, -1)
-        ),
-        *(
-            {
-                "optimizer.low_bit.mu": "dynamic8",
-                "optimizer.low_bit.nu": "dynamic8",
-                "optimizer.name": name,
-            }
-            for name in ("lion", "muon", "adafactor", "stable_adamw")
-        ),
+        *product(DYNAMIC8, each("optimizer.low_bit.block_size", 0, 16, 256, 7)),
+        *product(DYNAMIC8, each("optimizer.name", *OPTIMIZERS[1:])),
+        DYNAMIC8 | AVERAGED,
         {"optimizer.low_bit.mu": "int8"},
     ],
     "rounding": [
-        *(PURE_BF16 | {"optimizer.param_rounding": name} for name in ("stochastic", "kahan", "nearest")),
+        *[PURE_BF16] * 2,
+        *product(PURE_BF16, each("optimizer.param_rounding", "kahan")),
+        *product(PURE_BF16, each("optimizer.name", *OPTIMIZERS[1:])),
+        PURE_BF16 | AVERAGED,
         {"optimizer.param_rounding": "kahan"},
-        PURE_BF16
-        | {
-            "optimizer.param_rounding": "stochastic",
-            "optimizer.name": "schedule_free_adamw",
-            "optimizer.schedule": "constant",
-        },
     ],
     "released": [
         *[RELEASED] * 4,
-        RELEASED | {"spikes.guard": "rollback"},
-        RELEASED | {"spikes.guard": "skip"},
-        RELEASED | {"train.microbatches": 2},
+        *product(RELEASED, each("spikes.guard", "rollback", "skip")),
+        *product(RELEASED, each("optimizer.name", *OPTIMIZERS[1:])),
+        *product(RELEASED, each("precision.recipe", *RECIPES[:3], precision__first_blocks=1)),
+        RELEASED | AVERAGED,
+        RELEASED | DYNAMIC8,
+        RELEASED | GALORE,
+        RELEASED | PURE_BF16,
         RELEASED | FP16,
+        RELEASED | {"train.microbatches": 2},
         RELEASED | {"optimizer.clip_norm": 1.0},
-        RELEASED | {"spikes.statistics": False},
+        RELEASED | {"model.scan_layers": False},
     ],
-    "guards": [
-        *({"spikes.guard": name} for name in ("skip", "rollback", "stop")),
-        {"spikes.guard": "skip", "spikes.window": 4, "spikes.min_history": 2},
-        {"spikes.guard": "skip", "spikes.window": 1},
-        {"spikes.statistics": False},
-        {"precision.health_every": 2},
+    "monitoring": [
+        *each("spikes.guard", "skip", "rollback"),
+        *each("spikes.window", 4, spikes__guard="skip", spikes__min_history=2),
+        *each("spikes.statistics", False),
+        *each("precision.health_every", 2, precision__recipe="fp8_delayed"),
     ],
 }
 
-# The features of a Llama alone.
+# Values that no config can have, whatever else it has; one draw in eight has one.
+INVALID: list[Changes] = [
+    *each("mesh.tensor", 0, -2),
+    *each("data.batch_size", 0),
+    *each("train.microbatches", 0),
+    *each("model.dtype", "int8"),
+    *each("model.param_dtype", "float64"),
+    *each("model.remat", "all"),
+    *each("model.attention", "flash"),
+    *each("precision.recipe", "fp4"),
+    *each("precision.min_dim", -1),
+    *each("precision.loss_scale.initial", 3.0),
+    *each("precision.options.format", "x"),
+    *each("precision.options.history", 0, precision__recipe="fp8_delayed"),
+    *each("precision.options.granularity", "column", precision__recipe="fp8_current"),
+    *each("optimizer.name", "adam"),
+    *each("optimizer.mu_dtype", "int8"),
+    *each("optimizer.schedule", "step", "sqrt"),
+    *each("optimizer.galore.rank", -1),
+    *each("optimizer.galore.update_proj_gap", 0),
+    *each("optimizer.low_bit.block_size", -1),
+    *each("optimizer.low_bit.mu", "int4", optimizer__low_bit__nu="int8"),
+    *each("optimizer.param_rounding", "nearest", model__param_dtype="bfloat16"),
+    *each("spikes.guard", "stop"),
+    *each("spikes.window", 1),
+]
+
 RING = {"model.attention": "ring"}
 LLAMA: dict[str, list[Changes]] = {
     "context": [
-        *(RING | {"mesh.context": n} for n in (2, 4, 8)),
-        RING | {"mesh.context": 2, "mesh.tensor": 2},
-        RING | {"mesh.context": 2, "mesh.stage": 2},
-        RING | {"mesh.context": 2, "data.seq_len": 36},
+        *product(RING, each("mesh.context", 2, 2, 4, 8)),
+        *product(RING | {"mesh.context": 2}, each("mesh.tensor", 2, 4)),
+        *product(RING | {"mesh.context": 2}, each("mesh.stage", 2, model__pipeline__microbatches=2)),
+        *product(RING | {"mesh.context": 2}, each("data.seq_len", 36, 40, 128)),
         RING | {"mesh.context": 4, "data.seq_len": 120},
         {"mesh.context": 2},
     ],
     "stage": [
-        *({"mesh.stage": n} for n in (2, 2, 4)),
-        {"mesh.stage": 2, "model.num_layers": 4, "model.pipeline.rounds": 2},
-        {"mesh.stage": 2, "model.num_layers": 4, "model.pipeline.rounds": 2, "model.remat": "none"},
-        {"mesh.stage": 2, "data.batch_size": 32, "model.pipeline.microbatches": 4},
-        {"mesh.stage": 2, "data.batch_size": 32, "model.pipeline.microbatches": 3},
-        {"mesh.stage": 2, "mesh.tensor": 2},
-        {"mesh.stage": 2, "model.scan_layers": False},
-        {"mesh.stage": 4, "model.num_layers": 4, "data.batch_size": 32},
+        *each("mesh.stage", 2, 2, 4),
+        *each("mesh.stage", 2, 4, model__num_layers=4, data__batch_size=32),
+        *each(
+            "model.remat",
+            "none",
+            "block",
+            "dots",
+            mesh__stage=2,
+            model__num_layers=4,
+            model__pipeline__rounds=2,
+        ),
+        *each("model.pipeline.microbatches", 4, 3, mesh__stage=2, data__batch_size=32),
+        *each("mesh.tensor", 2, mesh__stage=2),
+        *each("train.microbatches", 2, mesh__stage=2, data__batch_size=32),
+        *each("precision.recipe", *RECIPES, mesh__stage=2),
+        *each("precision.first_blocks", 1, mesh__stage=2, precision__recipe="fp8_delayed"),
+        *each("model.scan_layers", False, mesh__stage=2),
     ],
     "sequence": [
-        *({"data.seq_len": n} for n in (16, 33, 40, 128, 129, 1)),
-        *({"loss.num_chunks": n} for n in (2, 4, 8, 3, 0)),
-        {"loss.num_chunks": 4, "data.seq_len": 36},
-        {"loss.z_loss": 1e-4, "loss.num_chunks": 2},
-        {"loss.z_loss": -1.0},
+        *each("data.seq_len", 16, 33, 40, 128, 129),
+        *each("loss.num_chunks", 2, 4, 8, 3),
+        *each("loss.num_chunks", 2, 4, model__tie_embeddings=True),
+        *each("loss.num_chunks", 2, 4, data__seq_len=36),
+        *each("loss.z_loss", 1e-4, loss__num_chunks=2),
     ],
     "sizes": [
-        *({"model.num_heads": n, "model.num_kv_heads": k} for n, k in ((4, 4), (4, 1), (3, 3), (8, 8), (4, 3))),
-        *({"model.embed_dim": n} for n in (64, 36, 44, 0)),
-        *({"model.mlp_dim": n} for n in (96, 60, 50)),
-        *({"model.vocab_size": n} for n in (100, 63, 256)),
-        *({"model.num_layers": n} for n in (1, 3, 4)),
-        *({"model.head_dim": n} for n in (4, 16, 7)),
-        {"model.tie_embeddings": True},
-        {"model.init_std": None},
+        *each("model.num_heads", 4, 8, 2, model__num_kv_heads=1),
+        *each("model.num_heads", 3, 6, model__num_kv_heads=3),
+        *each("model.num_heads", 8, model__num_kv_heads=8),
+        *each("model.embed_dim", 64, 48, 36, 44),
+        *each("model.mlp_dim", 96, 60, 50),
+        *each("model.vocab_size", 100, 63, 256),
+        *each("model.num_layers", 1, 3, 4),
+        *each("model.head_dim", 4, 16, 6),
+        *each("model.init_std", None, model__tie_embeddings=True),
         {
             "model.rope_scaling.factor": 8.0,
             "model.rope_scaling.low_freq_factor": 1.0,
@@ -243,41 +284,54 @@ LLAMA: dict[str, list[Changes]] = {
     ],
     "rules": [
         *(
-            {"precision.rules": ((pattern, name),)}
+            {"precision.rules": ((pattern, name),), "precision.recipe": recipe}
+            for recipe in ("bf16", "fp8_current")
             for pattern, name in (
                 ("lm_head", "fp8_delayed"),
-                ("lm_head", "fp8_current"),
                 ("lm_head", "mxfp8"),
                 ("lm_head", "fp8_rowwise"),
                 ("*/down_proj", "int8_switchback"),
-                ("layers/attn/*", "simulate"),
-                ("layers/attn/*", "fp8_delayed"),
+                ("layers/attn/*", "bf16"),
                 ("nothing", "fp8_current"),
                 ("*", "fp8_delayed"),
-                ("*", "fp3"),
             )
         ),
-        {"precision.rules": (("lm_head", "fp8_delayed"),), "loss.num_chunks": 4},
-        {"precision.rules": (("lm_head", "mxfp8"),), "loss.num_chunks": 4},
+        *(
+            {"precision.rules": (("lm_head", name),), "loss.num_chunks": 4}
+            for name in ("fp8_delayed", "fp8_current", "mxfp8", "int8_switchback_m")
+        ),
     ],
     "smooth": [
         {"precision.recipe": recipe, "precision.smooth_swiglu": form}
         for recipe in ("fp8_delayed", "fp8_current", "fp8_rowwise", "int8_switchback", "mxfp8", "bf16")
-        for form in ("channel", "balanced", "token", "row")
+        for form in ("channel", "balanced", "token")
     ],
 }
+LLAMA_INVALID: list[Changes] = [
+    *each("data.seq_len", 1),
+    *each("loss.num_chunks", 0),
+    *each("loss.z_loss", -1.0),
+    *each("model.embed_dim", 0),
+    *each("model.head_dim", 7),
+    *each("model.num_kv_heads", 3),
+    *each("model.pipeline.rounds", 0),
+    *each("precision.rules", (("*", "fp3"),)),
+    *each("precision.smooth_swiglu", "row"),
+]
 
+BASES: dict[str, Callable[[], ConfigDict]] = {"llama": base_llama}
 FEATURES = {"llama": COMMON | LLAMA}
+INVALID_OF = {"llama": INVALID + LLAMA_INVALID}
 
 
 def draw(family: str, seed: int) -> Changes:
-    """The changes of the family's base config for this seed: alternatives of one to four features."""
+    """The changes of the family's base config for this seed: alternatives of one to five features."""
     rng = random.Random(f"{family} {seed}")
     features = FEATURES[family]
     changes: Changes = {}
-    for name in rng.sample(sorted(features), rng.choice((1, 2, 2, 3, 3, 4))):
+    for name in rng.sample(sorted(features), rng.choice((1, 2, 3, 3, 4, 5))):
         changes |= rng.choice(features[name])
-    return changes
+    return changes | (rng.choice(INVALID_OF[family]) if rng.random() < 1 / 8 else {})
 
 
 def config(family: str, changes: Changes) -> ConfigDict:

@@ -70,7 +70,7 @@ def batch(run: Experiment) -> dict:
 
 
 def check_agreement(family: str, seed: int) -> bool:
-    """Whether both accept a draw; fails where they differ, or where a refusal is not a line for the user."""
+    """Whether both accept a draw; fails where they differ, or if a refusal is not one line for the user."""
     changes = draws.draw(family, seed)
     c = draws.config(family, changes)
     told = f"{family} {seed}: {changes}"
