@@ -16,7 +16,7 @@ import re
 import jax
 import jax.numpy as jnp
 
-from maxlp.families.clip.contrastive import METHODS, contrastive
+from maxlp.families.clip.contrastive import METHODS, ContrastiveConfig, contrastive_sums
 from maxlp.parallel import sharding
 from maxlp.planning import topologies
 
@@ -64,7 +64,8 @@ def _cell(mesh: jax.sharding.Mesh, B: int, E: int, loss: str, method: str, tile_
     with jax.set_mesh(mesh):
         rows = jax.ShapeDtypeStruct((B, E), jnp.float32, sharding=sharding.batch_sharding(mesh))
         scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(mesh))
-        value = functools.partial(_value, kind=loss, method=method, tile_size=tile_size)
+        config = ContrastiveConfig(kind=loss, method=method, tile_size=tile_size)
+        value = functools.partial(_value, config=config)
         traced = jax.jit(jax.value_and_grad(value, argnums=range(4))).trace(rows, rows, scalar, scalar)
         platform = mesh.devices.flat[0].platform
         lowered = traced.lower(lowering_platforms=("cuda" if platform == "gpu" else platform,))
@@ -80,8 +81,8 @@ def _cell(mesh: jax.sharding.Mesh, B: int, E: int, loss: str, method: str, tile_
     return f"{temporaries / GIB:.3g} ({(temporaries + rest) / GIB:.3g})"
 
 
-def _value(*args: jax.Array, **options) -> jax.Array:
-    return contrastive(*args, **options)["loss"]
+def _value(*args: jax.Array, config: ContrastiveConfig) -> jax.Array:
+    return contrastive_sums(*args, config)["loss"]
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from flax import nnx
 from configs.clip import debug
 from maxlp import train
 from maxlp.core.gradients import Gradients
-from maxlp.families.clip import vit
+from maxlp.families.clip.encoder import Encoder
 from maxlp.nn import stack as stacks
 from maxlp.run import build
 
@@ -209,9 +209,9 @@ def block_sizes(run: Trainer, image_BHWC: np.ndarray) -> Callable[[dict], dict[s
 
 
 class Recorder:
-    """In the place of a tower's `vit.Encoder`: runs its blocks and keeps the sizes of what they return."""
+    """In the place of a tower's `Encoder`: runs its blocks and keeps the sizes of what they return."""
 
-    def __init__(self, encoder: vit.Encoder):
+    def __init__(self, encoder: Encoder):
         self.encoder = encoder
 
     def run(self, blocks: nnx.Module, x_BSD: jax.Array) -> jax.Array:

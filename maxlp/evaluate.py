@@ -99,10 +99,10 @@ def evaluate(c: ConfigDict, s: Settings, workdir: Path, mesh: Mesh) -> tuple[dic
             f"--linear_probe needs images with labels, and {source} has no classes; name them with "
             "--config.data.classes=FILE, or drop the flag"
         )
-    run = s.family.evaluator(graphdef, s.data, s.loss, validation)
+    run = s.family.evaluator(graphdef, s.model, s.data, s.loss, validation)
     results = run(state, lambda: batches(validation, mesh))
     if flags.FLAGS.linear_probe:
-        train = batches(make_data(s, tokenizer, "train_as_validation", mesh), mesh)
+        train = batches(make_data(on_training_data(s), tokenizer, "validation", mesh), mesh)
         found = s.family.linear_probe(
             graphdef,
             state,
@@ -113,6 +113,13 @@ def evaluate(c: ConfigDict, s: Settings, workdir: Path, mesh: Mesh) -> tuple[dic
         )
         results |= {f"linear_probe_{name}": value for name, value in found.items()}
     return results, step, source
+
+
+def on_training_data(s: Settings) -> Settings:
+    """Settings whose validation data is the training data: each example once, without augmentation."""
+    source = s.data.source
+    source += f"{'&' if '?' in source else '?'}split=train"
+    return dataclasses.replace(s, data=dataclasses.replace(s.data, source=source, validation_source=""))
 
 
 def batches(data: Any, mesh: Mesh) -> Iterator[dict]:

@@ -79,8 +79,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     s, family, mesh, peak = run.settings, run.family, run.mesh, hardware.peak_flops()
     stack.enter_context(jax.set_mesh(mesh))
 
-    # --- Here model (with its precision recipe), mesh and optimizer meet: in the state, as shapes and
-    # shardings, and in the step that updates it.
+    # --- Model (in its precision), mesh and optimizer meet: the state as shapes and shardings, its step.
     graphdef, abstract = abstract_state(run.make_model, run.tx, mesh, run.gates)
     train_step = jit_step(run.step, graphdef, abstract, mesh)
     print_primary(describe(run, abstract))
@@ -96,7 +95,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     validation = make_data(s, tokenizer, "validation", mesh)
     batches = iter(make_data(s, tokenizer, "train", mesh))
     stack.callback(batches.close)
-    evaluate = family.evaluator(graphdef, s.data, s.loss, validation)
+    evaluate = family.evaluator(graphdef, s.model, s.data, s.loss, validation)
     startup.mark("tokenizer and data")
 
     # --- The step is compiled in the background while the state is restored, or initialized in its shards.
@@ -140,8 +139,8 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
             print_primary(startup)
         with throughput.paused():
             if evaluates:
-                limit = 0 if last else s.train.eval_batches
-                writer.write(n, validate(evaluate, state, validation, mesh, limit))
+                some = 0 if last else s.train.eval_batches
+                writer.write(n, validate(evaluate, state, validation, mesh, some))
             if measures:
                 writer.write(n, measure_health(state, batch))
             if saves:

@@ -1,142 +1,317 @@
+"""`convert`: folders of other libraries become runs, and runs become such folders."""
+
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from maxlp import convert
-from maxlp.core import train_step as step
-from maxlp.data import tokenizers
+from maxlp.core.train_state import abstract_model
+from maxlp.data.tokenizers import make_tokenizer
 from maxlp.data.tokenizers.training import train_bpe
-from maxlp.families.llama import hf
+from maxlp.families.llama.hf import config_from_hf
+from maxlp.families.weights import formats
 from maxlp.parallel import sharding
-from maxlp.run import build
-from maxlp.run import run_dir as workdir
+from maxlp.run import run_dir
+from maxlp.run.restore import restore_model
+from maxlp.run.settings import make_model, read_model
+from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import checkpoint
+from maxlp.runtime.safetensors import Tensors, write_tensors
 
 GOLDENS = Path(__file__).parent / "goldens"
+SOURCES = {  # golden -> family, format
+    "llama_3_1": ("llama", "hf_llama"),
+    "clip_hf_quick_gelu": ("clip", "hf_clip"),
+    "clip_hf_siglip": ("clip", "hf_clip"),
+    "clip_open_clip": ("clip", "open_clip"),
+}
 
 
-@pytest.fixture
-def source(tmp_path) -> Path:
-    """A Hugging Face directory: a golden's float32 weights in shards, and a tokenizer."""
-    with np.load(GOLDENS / "llama_3_1.npz") as golden:
-        weights = {
+def weights_file(name: str) -> str:
+    family, format_name = SOURCES[name]
+    return formats(family)[format_name].weights_file
+
+
+def write_source(folder: Path, name: str, **changes: Any) -> Path:
+    """A golden as the folder that its library would have written, in shards if that library reads them.
+
+    Args:
+      changes: of the JSON config.
+    """
+    family, format_name = SOURCES[name]
+    weight_format = formats(family)[format_name]
+    with np.load(GOLDENS / f"{name}.npz") as golden:
+        tensors = {
             key.removeprefix("weights/"): golden[key].astype(np.float32)
             for key in golden
             if key.startswith("weights/")
         }
-        config = json.loads(str(golden["config"])) | dict(dtype="float32")
-    hf.write_tensors(tmp_path / "hf", weights, dtype="float32", max_shard_bytes=30_000)
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    texts = ["to be or not to be, that is the question"] * 10
-    train_bpe(texts, 270, str(tmp_path / "hf" / "tokenizer.json"))
-    return tmp_path / "hf"
+        config = json.loads(str(golden["config"]))
+    shard = 30_000 if weight_format.max_shard_bytes < sys.maxsize else sys.maxsize
+    write_tensors(
+        folder, tensors, dtype="float32", weights=weight_format.weights_file, max_shard_bytes=shard
+    )
+    (folder / weight_format.config_file).write_text(json.dumps(config | changes))
+    if family == "llama":
+        train_bpe(["to be or not to be, that is the question"] * 10, 270, str(folder / "tokenizer.json"))
+    else:
+        (folder / "merges.txt").write_text("#version: 0.2\n")
+    return folder
 
 
-def restored(run: Path, mesh: jax.sharding.Mesh, **model_changes) -> dict:
-    c = workdir.load_config(run)
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> tuple[Path, Path]:
+    """A folder of Hugging Face, and the run that it was imported to."""
+    root = tmp_path_factory.mktemp("llama")
+    source = write_source(root / "source", "llama_3_1", dtype="float32")
+    convert.import_weights(source, root / "run")
+    return source, root / "run"
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory) -> tuple[Path, Path]:
+    """A folder of open_clip, and the run that it was imported to."""
+    root = tmp_path_factory.mktemp("clip")
+    source = write_source(root / "source", "clip_open_clip")
+    convert.import_weights(source, root / "run")
+    return source, root / "run"
+
+
+def restored_params(run: Path, mesh: jax.sharding.Mesh, **model_changes: Any) -> dict:
+    c = run_dir.load_config(run)
     c.model.update(model_changes)
-    _, abstract = step.abstract_model(build.model(c), mesh)
+    _, abstract = abstract_model(make_model(*read_model(c)), mesh)
     return checkpoint.load_params(str(run), abstract["params"])
 
 
-def assert_same_tensors(a: Path, b: Path) -> None:
-    a, b = hf.Tensors(a), hf.Tensors(b)
-    assert set(a) == set(b)
-    for name in a:
-        np.testing.assert_array_equal(a[name], b[name], strict=True)
+def assert_same_tensors(a: Path, b: Path, weights: str = "model.safetensors") -> None:
+    a_tensors, b_tensors = Tensors(a, weights), Tensors(b, weights)
+    assert set(a_tensors) == set(b_tensors)
+    for name in a_tensors:
+        np.testing.assert_array_equal(a_tensors[name], b_tensors[name], strict=True)
 
 
-def test_what_goes_in_comes_out_bit_for_bit(source, tmp_path):
-    convert.import_hf_llama(source, tmp_path / "run")
-    convert.export_hf_llama(tmp_path / "run", tmp_path / "out")
-    assert_same_tensors(source, tmp_path / "out")
-    theirs, ours = (json.loads((d / "config.json").read_text()) for d in (source, tmp_path / "out"))
-    assert hf.config_from_hf(ours) == hf.config_from_hf(theirs)
-    assert ours["torch_dtype"] == "float32"
-    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
-    assert (ours["bos_token_id"], ours["eos_token_id"]) == (0, 1)
-    special = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+# --- there and back -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["clip_hf_quick_gelu", "clip_hf_siglip", "clip_open_clip"])
+def test_a_clip_survives_the_round_trip_to_the_bit(name, tmp_path):
+    source = write_source(tmp_path / "source", name)
+    convert.import_weights(source, tmp_path / "run")
+    convert.export_weights(tmp_path / "run", tmp_path / "out", SOURCES[name][1])
+    assert_same_tensors(source, tmp_path / "out", weights_file(name))
+    assert (tmp_path / "out" / "merges.txt").read_bytes() == (source / "merges.txt").read_bytes()
+    convert.import_weights(tmp_path / "out", tmp_path / "again")
+    first, again = (run_dir.load_config(tmp_path / run).to_dict() for run in ("run", "again"))
+    assert first == again
+
+
+def test_a_llama_survives_the_round_trip_to_the_bit(llama, tmp_path):
+    source, run = llama
+    out = tmp_path / "out"
+    convert.export_weights(run, out)
+    assert_same_tensors(source, out)
+    config = json.loads((out / "config.json").read_text())
+    original = json.loads((source / "config.json").read_text())
+    assert config["torch_dtype"] == "float32" and config_from_hf(config) == config_from_hf(original)
+    assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert (config["bos_token_id"], config["eos_token_id"]) == (0, 1)
+    special = json.loads((out / "tokenizer_config.json").read_text())
     assert (special["bos_token"], special["eos_token"]) == ("<|begin_of_text|>", "<|end_of_text|>")
 
 
-def test_an_import_is_a_run_that_computes_the_golden_logits(source, tmp_path):
-    convert.import_hf_llama(source, tmp_path / "run")
-    c = workdir.load_config(tmp_path / "run")
-    mesh = sharding.make_mesh(data=1, fsdp=8)
-    graphdef, state, at_step = build.restore_model(c, tmp_path / "run", None, mesh)
-    assert at_step == 0
-    tokenizers.make_tokenizer(build.saved_tokenizer(c, tmp_path / "run"))
-    with np.load(GOLDENS / "llama_3_1.npz") as golden:
-        from flax import nnx
+def test_open_clip_to_hugging_face_in_bfloat16_for_larger_images(clip, tmp_path):
+    source, run = clip
+    with pytest.raises(ValueError, match=r"model.layer_scale=0.1 has no counterpart in Hugging Face"):
+        convert.export_weights(run, tmp_path / "never")
+    assert not (tmp_path / "never").exists()
 
-        model = nnx.merge(graphdef, state["params"], state["model_state"])
-        logits = jax.jit(lambda model, tokens: model(tokens))(model, golden["tokens"])
+    config = json.loads((source / "open_clip_config.json").read_text())
+    for tower in ("vision_cfg", "text_cfg"):
+        del config["model_cfg"][tower]["ls_init_value"]
+    tensors = Tensors(source, weights_file("clip_open_clip"))
+    tensors = {name: tensor for name, tensor in tensors.items() if "gamma" not in name}
+    plain = tmp_path / "plain"
+    write_tensors(plain, tensors, dtype="float32", weights=weights_file("clip_open_clip"))
+    (plain / "open_clip_config.json").write_text(json.dumps(config))
+    convert.import_weights(plain, tmp_path / "run", image_size=40)
+    convert.export_weights(tmp_path / "run", tmp_path / "out", dtype="bfloat16")
+
+    found = Tensors(tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["vision_config"]["image_size"] == 40 and config["torch_dtype"] == "bfloat16"
+    with np.load(GOLDENS / "clip_open_clip.npz") as golden:
+        positions = found["vision_model.embeddings.position_embedding.weight"]
+        resized = golden["resized"]
+        np.testing.assert_allclose(positions.astype(np.float32), resized, rtol=2**-8, atol=1e-6)
+    joint = tensors["transformer.resblocks.1.attn.in_proj_weight"]
+    np.testing.assert_array_equal(
+        found["text_model.encoder.layers.1.self_attn.k_proj.weight"],
+        joint[24:48].astype(jnp.bfloat16),
+        strict=True,
+    )
+
+
+# --- an import is a run ---------------------------------------------------------------------------------
+
+
+def imported_model(run: Path) -> nnx.Module:
+    mesh = sharding.make_mesh(data=1, fsdp=8)
+    graphdef, state, step = restore_model(run_dir.load_config(run), run, None, mesh)
+    assert step == 0
+    return nnx.merge(graphdef, state["params"], state["model_state"])
+
+
+def test_an_imported_llama_computes_the_golden_logits(llama):
+    _, run = llama
+    make_tokenizer(saved_tokenizer(run_dir.load_config(run).data.tokenizer, run))
+    with np.load(GOLDENS / "llama_3_1.npz") as golden:
+        logits = jax.jit(lambda model, tokens: model(tokens))(imported_model(run), golden["tokens"])
         np.testing.assert_allclose(logits, golden["logits"], atol=3e-5, rtol=0)
 
 
-def test_an_import_is_something_to_start_from_in_any_dtype_and_on_any_mesh(source, tmp_path):
-    convert.import_hf_llama(source, tmp_path / "run", dtype="bfloat16")
-    params = restored(tmp_path / "run", sharding.make_mesh(data=2, fsdp=2, tensor=2), param_dtype="float32")
-    kernel = params["layers"]["mlp"]["up_proj"]["kernel"]
+def test_an_imported_clip_computes_the_golden_features(clip):
+    with np.load(GOLDENS / "clip_open_clip.npz") as golden:
+        encode = jax.jit(lambda model, text: model.encode_text(text))
+        features_BE = encode(imported_model(clip[1]), golden["text"])
+        np.testing.assert_allclose(features_BE, golden["text_features"], atol=3e-6, rtol=0)
+
+
+def test_training_starts_from_an_import_of_any_dtype_on_any_mesh(llama, tmp_path):
+    source, _ = llama
+    convert.import_weights(source, tmp_path / "run", dtype="bfloat16")
+    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    kernel = restored_params(tmp_path / "run", mesh, param_dtype="float32")["layers"]["mlp"]["up_proj"][
+        "kernel"
+    ]
     assert len(kernel.sharding.device_set) == 8
-    expected = hf.Tensors(source)["model.layers.1.mlp.up_proj.weight"].T
+    expected = Tensors(source)["model.layers.1.mlp.up_proj.weight"].T
     np.testing.assert_array_equal(kernel[1], expected.astype(jnp.bfloat16).astype(np.float32), strict=True)
 
 
-def test_export_rounds_to_the_dtype_asked_for(source, tmp_path):
-    convert.import_hf_llama(source, tmp_path / "run")
-    convert.export_hf_llama(tmp_path / "run", tmp_path / "out", dtype="bfloat16")
-    exported, original = hf.Tensors(tmp_path / "out"), hf.Tensors(source)
+# --- exports --------------------------------------------------------------------------------------------
+
+
+def test_export_rounds_to_the_given_dtype(llama, tmp_path):
+    source, run = llama
+    convert.export_weights(run, tmp_path / "out", dtype="bfloat16")
+    exported, original = Tensors(tmp_path / "out"), Tensors(source)
     for name in original:
         np.testing.assert_array_equal(exported[name], original[name].astype(jnp.bfloat16), strict=True)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_export_of_a_step(source, tmp_path):
-    convert.import_hf_llama(source, tmp_path / "run")
-    params = restored(tmp_path / "run", sharding.make_mesh(devices=jax.devices()[:1]))
-    root = tmp_path / "run" / "checkpoints"
-    with checkpoint.Checkpointer(root, every_steps=1) as checkpoints:
+def test_export_takes_the_newest_or_the_given_step(tmp_path):
+    source = write_source(tmp_path / "source", "llama_3_1")
+    run = tmp_path / "run"
+    convert.import_weights(source, run)
+    params = restored_params(run, sharding.make_mesh(devices=jax.devices()[:1]))
+    with checkpoint.Checkpointer(run / "checkpoints", every_steps=1) as checkpoints:
         checkpoints.save(7, {"params": jax.tree.map(lambda x: x + 1, params)}, data_state={})
-    convert.export_hf_llama(tmp_path / "run", tmp_path / "newest")
-    convert.export_hf_llama(tmp_path / "run", tmp_path / "step_0", step_number=0)
+    convert.export_weights(run, tmp_path / "newest")
+    convert.export_weights(run, tmp_path / "step_0", step=0)
     assert_same_tensors(source, tmp_path / "step_0")
-    newest = hf.Tensors(tmp_path / "newest")["model.norm.weight"]
-    np.testing.assert_array_equal(newest, hf.Tensors(source)["model.norm.weight"] + 1)
+    newest = Tensors(tmp_path / "newest")["model.norm.weight"]
+    np.testing.assert_array_equal(newest, Tensors(source)["model.norm.weight"] + 1)
     with pytest.raises(ValueError, match="checkpoints/5"):
-        convert.export_hf_llama(tmp_path / "run", tmp_path / "step_5", step_number=5)
+        convert.export_weights(run, tmp_path / "step_5", step=5)
 
 
-def test_nothing_is_overwritten_and_nothing_is_invented(source, tmp_path):
-    with pytest.raises(ValueError, match=r"is not empty; choose a new directory"):
-        convert.import_hf_llama(source, source)
-    with pytest.raises(ValueError, match=r"holds no model"):
-        convert.import_hf_llama(tmp_path / "nowhere", tmp_path / "run")
-    with pytest.raises(ValueError, match=r"holds no run"):
-        convert.export_hf_llama(tmp_path / "nowhere", tmp_path / "out")
+# --- mistakes -------------------------------------------------------------------------------------------
 
 
-def test_the_command(source, tmp_path):
-    def convert_cli(*args, module="convert") -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", f"maxlp.{module}", *args]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+def test_nothing_is_overwritten(llama, tmp_path):
+    source, run = llama
+    with pytest.raises(ValueError, match=r"--output=.* is not empty; choose a new directory"):
+        convert.import_weights(source, source)
+    with pytest.raises(ValueError, match=r"--output=.* is not empty; choose a new directory"):
+        convert.export_weights(run, run)
 
-    done = convert_cli("import", f"--input={source}", f"--output={tmp_path}/run")
+
+def test_folders_without_a_model_or_a_run_are_named(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"holds no model: there is neither config.json nor open_clip_config"
+    ):
+        convert.import_weights(tmp_path / "nowhere", tmp_path / "run")
+    with pytest.raises(ValueError, match="holds no run"):
+        convert.export_weights(tmp_path / "nowhere", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "content, options, message",
+    [
+        (
+            '{"model_type": "blip"}',
+            {},
+            "model_type='blip' is not supported; one of llama, clip, siglip",
+        ),
+        ('{"model_type": "clip"', {}, "source/config.json: Expecting"),
+        ('{"model_type": "clip"}', {}, "neither model.safetensors nor"),  # pickles are not read
+        ('{"model_type": "clip"}', {"format_name": "gguf"}, "one of hf_llama, hf_clip, open_clip"),
+    ],
+)
+def test_inputs_that_cannot_be_imported_are_refused(tmp_path, content, options, message):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(content)
+    (source / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=message):
+        convert.import_weights(source, tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_options_of_another_family_are_refused(llama, tmp_path):
+    source, run = llama
+    with pytest.raises(ValueError, match=r"--image_size=32 is for models of images, .* holds a llama"):
+        convert.import_weights(source, tmp_path / "run", image_size=32)
+    with pytest.raises(
+        ValueError, match=r"--format=open_clip is not for .* holds a llama; one of hf_llama"
+    ):
+        convert.export_weights(run, tmp_path / "out", "open_clip")
+
+
+# --- the command ----------------------------------------------------------------------------------------
+
+
+def command(module: str, *args: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", f"maxlp.{module}", *args], capture_output=True, text=True, check=False
+    )
+
+
+def test_the_command(llama, tmp_path):
+    source, _ = llama
+    done = command("convert", "import", f"--input={source}", f"--output={tmp_path}/run")
     assert done.returncode == 0, done.stderr
     assert f"--config.train.init_from={tmp_path}/run" in done.stdout
-    done = convert_cli("export", f"--workdir={tmp_path}/run", f"--output={tmp_path}/out")
+    done = command("convert", "export", f"--workdir={tmp_path}/run", f"--output={tmp_path}/out")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{tmp_path}/out holds config.json, ")
-    done = convert_cli(f"--workdir={tmp_path}/run", module="evaluate")
-    assert done.returncode == 2 and "imported weights and names no data; give --config=FILE" in done.stderr
     assert_same_tensors(source, tmp_path / "out")
-    done = convert_cli("export", f"--output={tmp_path}/out2")
-    assert done.returncode == 2
+    done = command("convert", "export", f"--output={tmp_path}/out2")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("error: --workdir is missing")
-    assert len(done.stderr.splitlines()) == 1
+
+
+def test_importing_a_llama_loads_nothing_of_clip(llama, tmp_path):
+    program = (
+        "import sys, pathlib; from maxlp import convert; "
+        f"convert.import_weights(pathlib.Path('{llama[0]}'), pathlib.Path('{tmp_path}/run')); "
+        "found = [name for name in sys.modules if 'families.clip' in name or 'image_text' in name]; "
+        "sys.exit(', '.join(found) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_import_names_no_data_to_evaluate(llama):
+    done = command("evaluate", f"--workdir={llama[1]}")
+    assert done.returncode == 2 and "imported weights and names no data; give --config=FILE" in done.stderr

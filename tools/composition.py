@@ -36,7 +36,9 @@ def table(family: str) -> list[str]:
 
     lines = ["| |" + "|".join(str(i + 1) for i in range(len(names))) + "|", "|---" * (len(names) + 1) + "|"]
     lines += [
-        f"| {i + 1} {name} |" + "|".join("" if j >= i else cell(name, other) for j, other in enumerate(names)) + "|"
+        f"| {i + 1} {name} |"
+        + "|".join("" if j >= i else cell(name, other) for j, other in enumerate(names))
+        + "|"
         for i, name in enumerate(names)
     ]
     lines += ["", *(f"{number}. {message}" for message, number in numbers.items())]

@@ -1,12 +1,12 @@
 """Families of models: what ``config.model.name`` chooses.
 
 A family is a folder with the modules below and an entry in `FAMILIES`. It is imported only when a config
-names
-it: training a Llama imports nothing of CLIP.
+names it: training a Llama imports nothing of CLIP.
 
     task.py     FAMILY: the model, its data, its loss, its evaluation (`Family`)
     cost.py     COST: a closed form of the memory, work and collectives of a step
-    (`planning.cost_model.Cost`) export.py   FORMATS: weight formats, in and out (`maxlp.convert`)
+                (`planning.cost_model.Cost`)
+    export.py   FORMATS: weight formats of other libraries (`families.weights.WeightFormat`)
 """
 
 import dataclasses
@@ -41,8 +41,8 @@ class Family:
       make_data: (data, split=, seed=, process_index=, process_count=) to the batches of this process.
       loss: (loss, seed) to the loss of a batch in one pass.
       gradients: (loss, seed, microbatches) to the gradients of that loss in so many passes.
-      evaluator: (graphdef, data, loss, validation) to an `Evaluate`; validation is what make_data gave for
-        that split.
+      evaluator: (graphdef, model, data, loss, validation) to an `Evaluate`; validation is what make_data
+        gave for that split.
       batch_shapes: data to the arrays of a global batch.
       unit: what throughput counts: "tokens" or "images".
       units_per_step: data to the number of units in a global batch.
@@ -66,7 +66,7 @@ class Family:
     make_data: Callable[..., Any]
     loss: Callable[[Any, int], Loss]
     gradients: Callable[[Any, int, int], Gradients]
-    evaluator: Callable[[nnx.GraphDef, Any, Any, Any], Evaluate]
+    evaluator: Callable[[nnx.GraphDef, Any, Any, Any, Any], Evaluate]
     batch_shapes: Callable[[Any], dict[str, jax.ShapeDtypeStruct]]
     unit: str
     units_per_step: Callable[[Any], int]

@@ -24,7 +24,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def check(s: Settings, machine: Machine) -> None:
     """Raises a ConfigError with the message of the first rule that is not fulfilled."""
-    for rule in (*RULES, *s.family.rules):
+    for rule in (*s.family.rules, *RULES):
         if message := rule(s, machine):
             raise ConfigError(f"config.{message}")
 

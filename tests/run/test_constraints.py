@@ -94,7 +94,7 @@ def test_a_rule_refuses_with_a_key_and_a_way_out(rule, values, devices, platform
     # It is this rule that refuses: all others are fulfilled, or come later in the table.
     s = read(changed(load("debug"), values))
     machine = s.machine(devices, platform)
-    first = next(r for r in (*constraints.RULES, *s.family.rules) if _refuses(r, s, machine))
+    first = next(r for r in (*s.family.rules, *constraints.RULES) if _refuses(r, s, machine))
     assert first.__name__ == rule
 
 

@@ -1,0 +1,1 @@
+"""CLIP and SigLIP: contrastive learning on pairs of images and texts."""

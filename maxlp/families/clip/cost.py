@@ -1,21 +1,28 @@
-"""A closed form of a CLIP train step, as `estimate` has one of Llama: two towers and a loss over all pairs.
+"""A closed form of a CLIP train step: memory, collectives and FLOPs of one device, without a compiler.
 
-Shape letters, all of one device and microbatch: R rows · S positions (of the patches that are kept; of a
-text) · T tokens R S · D embed · F mlp · N heads · L layers · t the tensor axis; and B pairs of the global
-batch · E joint dim.
+The state is exact: it is the state of the step itself, as shapes. The rest is arithmetic on the sizes of
+two towers and of a loss over all pairs; `tests/planning` holds the sum to compiled peaks.
+
+Shape letters, of one device and microbatch: R rows · S positions (patches that are kept, or tokens of a
+text) · D embed · F mlp · N heads · L layers · t the tensor axis; and of the global batch: B pairs ·
+E joint dim.
 """
 
 import dataclasses
 import math
-from typing import Any
 
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
-from maxlp.families.llama import cost as estimate
-from maxlp.families.llama.cost import State, Work
+from maxlp.families.clip.model import TextConfig
+from maxlp.families.clip.vit import VisualConfig
+from maxlp.parallel.sharding import abstract_mesh
+from maxlp.planning.cost_model import Cost, Ledger, StateShapes, Work, matmul_dtype
 from maxlp.planning.hlo import Collective
-from maxlp.run.config import ConfigError
+from maxlp.run.settings import Machine, Settings
+
+# Multiples to which compilers pad the last two dims of an (S, S) matrix: alignment of matmuls on GPU, tiles
+# of memory on TPU.
+TILES = {"cuda": (8, 8), "gpu": (8, 8), "tpu": (8, 128), "cpu": (1, 1)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +30,8 @@ class Tower:
     """One tower on one device; see the letters above.
 
     a, param: bytes of an activation and of a parameter.
-    shards: into how many parts a weight is split, the tensor axis left out.
-    tile: what the compiler rounds the last two dims of an (S, S) matrix up to.
+    shards: how many parts a weight is split into, not counting the tensor axis.
+    tile: see `TILES`.
     """
 
     R: int
@@ -49,6 +56,7 @@ class Tower:
 
     @property
     def f(self) -> float:
+        """Bytes of the tokens at width F."""
         return self.R * self.S * self.F * self.a / self.t
 
     @property
@@ -56,26 +64,24 @@ class Tower:
         return 4 * self.D**2 + 2 * self.D * self.F
 
     @property
+    def computed_part(self) -> float:
+        """The part of an (S, S) matrix that dense attention computes, see `attention.dense`."""
+        return 5 / 8 if self.causal and self.S % 256 == 0 else 1.0
+
+    @property
     def squares(self) -> float:
-        """Entries of the (S, S) matrices of plain attention."""
+        """Entries of the (S, S) matrices of dense attention."""
         if self.attention != "xla":
             return 0.0
         rows, columns = (-(-self.S // multiple) * multiple for multiple in self.tile)
         heads = self.N / self.t if self.N % self.t == 0 else self.N
-        return self.part * self.R * heads * rows * columns
-
-    @property
-    def part(self) -> float:
-        """The part of a square that is computed: see `models.attention.xla`."""
-        return 5 / 8 if self.causal and self.S % 256 == 0 else 1.0
+        return self.computed_part * self.R * heads * rows * columns
 
     @property
     def saved(self) -> float:
-        """Bytes that one block's forward pass leaves for its backward pass. Over the tensor axis XLA splits
-        the positions, or the rows if it does not divide those.
+        """Bytes that one block's forward pass saves for its backward pass.
 
-        remat none: four F-wide arrays, six float32 ones of the norms, both normed inputs, q, k, v and the
-        attention's output, probabilities in float32 and rounded; the weights in the matmuls' dtype.
+        XLA splits the positions over the tensor axis, or the rows if it does not divide the positions.
         """
         if self.remat == "offload":
             return 0.0
@@ -83,51 +89,47 @@ class Tower:
             return self.x / self.t
         if self.remat == "dots":  # the block's input, q, k, v, o and up
             return 5 * self.x / self.t + self.f
+        # Four F-wide arrays, six float32 arrays of the norms, both normed inputs, q, k, v, the output of
+        # attention, probabilities in float32 and rounded, and the weights in the dtype of the matmuls.
         weights = self.block_params * self.a / (self.shards * self.t)
         norms = 6 * self.x / self.a * 4 / self.t
         return 4 * self.f + norms + 6 * self.x / self.t + (4 + self.a) * self.squares + weights
 
     @property
-    def block(self) -> float:
-        """The backward pass of one block.
+    def saved_by_all(self) -> float:
+        """Bytes that the forward pass of all blocks saves.
 
-        Of the MLP three arrays (what gradients replace is not needed again), and two when the probabilities
-        get their gradient; these in float32 and rounded, and in the end the gradient too; of the residual
-        stream, q, k, v and the output eight and a half; and seven tenths of the block's weights, gathered
-        and, of all blocks, rounded.
+        Outside of the blocks these are the inputs of the first and last norm, the gradient of what is
+        pooled, and for causal dense attention a mask and the value of masked logits, which XLA computes
+        once for all layers.
+        """
+        masks = 5 * self.squares if self.causal else 0.0
+        return self.L * self.saved + 3 * self.x / self.t + masks
+
+    @property
+    def backward_of_block(self) -> float:
+        """Bytes of the backward pass of one block.
+
+        It holds three F-wide arrays (gradients replace what is no longer needed), two while the
+        probabilities get their gradient; the probabilities in float32 and rounded, and in the end their
+        gradient; eight and a half arrays of the residual stream, q, k, v and the output; and seven tenths
+        of the block's gathered weights and of the rounded weights of all blocks.
         """
         weights = self.block_params * self.a / self.t
         rounded = self.L * weights / self.shards if self.param != self.a else 0.0
         stream = 4.5 * self.x / self.t + 4 * self.x
-        of_mlp = 3 * self.f + (4 + self.a) * self.squares
-        of_attention = 2 * self.f + (4 + 2 * self.a) * self.squares
-        return max(of_mlp, of_attention) + stream + 0.7 * (weights + rounded)
+        mlp = 3 * self.f + (4 + self.a) * self.squares
+        attention = 2 * self.f + (4 + 2 * self.a) * self.squares
+        return max(mlp, attention) + stream + 0.7 * (weights + rounded)
 
 
-# What the compilers round (S, S) up to: the alignment of matmuls on GPU, the tiles of memory on TPU.
-TILES = {"cuda": (8, 8), "tpu": (8, 128), "cpu": (1, 1)}
+def towers(settings: Settings, machine: Machine) -> tuple[Tower, Tower]:
+    """The image tower and the text tower of a step that fulfils `run.constraints`."""
+    m, axes = settings.model, machine.axes
 
-
-def towers(c: ConfigDict, axes: dict[str, int], platform: str = "cuda") -> tuple[Tower, Tower]:
-    """The image tower and the text tower.
-
-    Raises:
-      ConfigError: a batch that does not divide, or a mesh that CLIP does not have.
-    """
-    m, shards = c.model, axes["data"] * axes["fsdp"]
-    for axis in ("stage", "context"):
-        if axes.get(axis, 1) > 1:
-            raise ConfigError(f"config.mesh.{axis}={axes[axis]} is for Llama; set it to 1")
-    rows = shards * c.train.microbatches
-    if c.data.batch_size % rows:
-        raise ConfigError(
-            f"config.data.batch_size={c.data.batch_size} does not divide into {shards} data shards × "
-            f"config.train.microbatches={c.train.microbatches}; use a multiple of {rows}"
-        )
-
-    def tower(sizes: Any, positions: int, causal: bool) -> Tower:
+    def tower(sizes: VisualConfig | TextConfig, positions: int, causal: bool) -> Tower:
         return Tower(
-            R=c.data.batch_size // rows,
+            R=settings.device_rows(machine),
             S=positions,
             D=sizes.width,
             F=sizes.mlp_dim,
@@ -139,155 +141,162 @@ def towers(c: ConfigDict, axes: dict[str, int], platform: str = "cuda") -> tuple
             shards=axes["fsdp"],
             causal=causal,
             attention=m.attention,
-            remat=m.remat,
-            tile=TILES[platform],
+            # Released gradients keep the inputs of the blocks and recompute the rest.
+            remat="block" if settings.train.release_gradients else m.remat,
+            tile=TILES[machine.platform],
         )
 
-    return tower(m.visual, kept(m.visual), False), tower(m.text, c.data.text_len, m.text.causal)
+    return (
+        tower(m.visual, m.visual.train_seq_len, False),
+        tower(m.text, settings.data.text_len, m.text.causal),
+    )
 
 
-def patches(visual: Any) -> int:
-    return (visual.image_size // visual.patch_size) ** 2
+# --- memory ---------------------------------------------------------------------------------------------
 
 
-def kept(visual: Any) -> int:
-    """Positions that a training image has in the blocks: see `models.vit.drop_patches`."""
-    of_patches = patches(visual)
-    if visual.patch_dropout:
-        of_patches = max(1, int(of_patches * (1 - visual.patch_dropout)))
-    return of_patches + (visual.pool == "cls")
+def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str, float]:
+    """Bytes of one device at the worst moment of a step, by what they hold.
 
-
-def memory(c: ConfigDict, axes: dict[str, int], state: State, platform: str) -> dict[str, float]:
-    """Bytes of one device at the worst moment of a step, by what they hold; arguments as `estimate.memory`.
-
-    Two moments compete: the loss, and the backward pass of a block. Which tower XLA takes first, while the
-    other's activations wait, differs from run to run: it is taken to be the one with the larger blocks. In
-    several microbatches the loss has the features alone.
+    Two moments compete: the loss, and the backward pass of a block. XLA may take either tower first, while
+    the activations of the other one wait; this takes the one with the larger blocks. With several
+    microbatches the loss holds features only.
     """
-    image, text = towers(c, axes, platform)
-    for tower in (image, text):
-        estimate.check_attention(c, platform, tower.S, tower.D // tower.N)
-        if tower.attention != "xla" and tower.N % tower.t:
-            raise ConfigError(
-                f"config.mesh.tensor={tower.t} does not divide the {tower.N} heads of a tower, which "
-                f"config.model.attention={tower.attention} needs"
-            )
-    mesh, M = estimate.abstract_mesh(axes), c.train.microbatches
-    pixels = image.R * 3 * c.data.image_size**2
+    image, text = towers(settings, machine)
+    mesh, M = abstract_mesh(machine.axes), settings.train.microbatches
+    pixels = image.R * 3 * settings.data.image_size**2
     held = {
         "parameters": state.bytes_on(mesh, "params"),
         "optimizer": state.bytes_on(mesh, "opt_state") + state.bytes_on(mesh, "model_state"),
         "batch": M * (pixels + 4.0 * text.R * text.S),
-        "features": features(c, axes) if M > 1 else 0.0,
-        "gradients": gradients(c, axes, state),
+        "features": features(settings, machine) if M > 1 else 0.0,
+        "gradients": gradients(settings, machine, state),
     }
-    both = {"saved activations": kept_by(image) + kept_by(text), "pixels": pixels * image.a}
-    if c.model.visual.patch_dropout:
-        both["dropped patches"] = image.R * patches(c.model.visual) * image.D * image.a  # their gradient
-    block = max(image.block, text.block)
-    moments = [both | {"a block's activations": block}, {"loss": loss(c, axes)} | (both if M == 1 else {})]
+    both = {"saved activations": image.saved_by_all + text.saved_by_all, "pixels": pixels * image.a}
+    visual = settings.model.visual
+    if visual.patch_dropout:
+        both["dropped patches"] = image.R * visual.num_patches * image.D * image.a  # their gradient
+    block = {"a block's activations": max(image.backward_of_block, text.backward_of_block)}
+    if settings.train.release_gradients:
+        block["a layer's update"] = max(
+            one.block_params * 4 / (one.shards * one.t) for one in (image, text)
+        )
+    moments = [both | block, {"loss": loss(settings, machine)} | (both if M == 1 else {})]
     return held | max(moments, key=lambda parts: sum(parts.values()))
 
 
-def kept_by(tower: Tower) -> float:
-    """Bytes that a forward pass leaves: of the blocks, and outside of them the inputs of the norms at both
-    end and the gradient of what is pooled; for plain causal attention its mask, and what stands for hidden
-    logits, which XLA makes once."""
-    masks = 5 * tower.squares if tower.causal else 0.0
-    return tower.L * tower.saved + 3 * tower.x / tower.t + masks
+def gradients(settings: Settings, machine: Machine, state: StateShapes) -> float:
+    """Bytes of the gradients of all parameters, sharded.
+
+    Summed over microbatches they exist a second time, in float32. Where layers are updated in the backward
+    pass, the gradients of one layer exist, and those outside of the blocks from two parts of the model.
+    """
+    params = state.bytes_on(abstract_mesh(machine.axes), "params")
+    if settings.train.release_gradients:
+        sizes = [
+            (one.L, one.block_params * one.param / (one.shards * one.t))
+            for one in towers(settings, machine)
+        ]
+        rest = params - sum(layers * block for layers, block in sizes)
+        return max(block for _, block in sizes) + 2 * rest
+    itemsize = jnp.dtype(settings.model.param_dtype).itemsize
+    return params + (params * 4 / itemsize if settings.train.microbatches > 1 else 0.0)
 
 
-def gradients(c: ConfigDict, axes: dict[str, int], state: State) -> float:
-    """Those of all parameters, split; summed over microbatches they exist a second time, in float32."""
-    split = state.bytes_on(estimate.abstract_mesh(axes), "params")
-    again = split * 4 / jnp.dtype(c.model.param_dtype).itemsize if c.train.microbatches > 1 else 0.0
-    return split + again
+def features(settings: Settings, machine: Machine) -> float:
+    """Bytes of the float32 features of both towers, and of their gradients."""
+    rows = settings.data.batch_size / machine.batch_shards
+    return 4 * rows * settings.model.embed_dim * 4
 
 
-def features(c: ConfigDict, axes: dict[str, int]) -> float:
-    """float32 features of both towers, and their gradients."""
-    rows = c.data.batch_size / (axes["data"] * axes["fsdp"])
-    return 4 * rows * c.model.embed_dim * 4
-
-
-def loss(c: ConfigDict, axes: dict[str, int]) -> float:
-    """float32 logits of a device and what is made of them: see `contrastive`."""
-    B, devices = c.data.batch_size, math.prod(axes.values())
-    rows = B / devices
-    gathered = 2 * B * c.model.embed_dim * 4
-    if c.loss.method == "tiled":
-        tile = min(rows, c.loss.tile_size)
-        return 3 * tile**2 * 4 + 8 * rows * c.model.embed_dim * 4
+def loss(settings: Settings, machine: Machine) -> float:
+    """Bytes of the float32 logits of a device and of what is computed from them, see `contrastive`."""
+    B, E = settings.data.batch_size, settings.model.embed_dim
+    rows = B / math.prod(machine.axes.values())
+    if settings.loss.method == "tiled":
+        tile = min(rows, settings.loss.tile_size)
+        return 3 * tile**2 * 4 + 8 * rows * E * 4
+    gathered = 2 * B * E * 4
     return 3 * rows * B * 4 + gathered
 
 
-# --- work and collectives -----------------------------------------------------------------------------
+# --- work and collectives -------------------------------------------------------------------------------
 
 
-def work(c: ConfigDict, axes: dict[str, int], state: State, platform: str) -> Work:
-    """As `estimate.work`. In microbatches both towers run forward once more, for the features. The loss's
-    float32 products are six bfloat16 ones each."""
-    devices, M = math.prod(axes.values()), c.train.microbatches
-    again = (c.model.remat in ("block", "offload")) + (M > 1)
+def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
+    """FLOPs and memory traffic of one device.
+
+    With several microbatches both towers run forward once more, for the features. A float32 product of the
+    loss takes six bfloat16 ones.
+    """
+    devices, M = math.prod(machine.axes.values()), settings.train.microbatches
+    recipes = settings.matmuls
+    B, E = settings.data.batch_size, settings.model.embed_dim
     flops = {"bfloat16": 0.0, "float8": 0.0, "int8": 0.0}
     moved = 0.0
-    for tower, name in zip(towers(c, axes), ("visual", "text"), strict=True):
-        tokens = c.data.batch_size * tower.S
-        square = tower.part if tower.attention == "xla" else 1 / 2 if tower.causal else 1.0
-        for path, width in _matmuls(name, tower).items():
-            dtype = estimate.matmul_dtype(state.recipes.get(path, estimate.HIGH))
+    for tower, name in zip(towers(settings, machine), ("visual", "text"), strict=True):
+        again = (tower.remat in ("block", "offload")) + (M > 1)
+        tokens = B * tower.S
+        square = tower.computed_part if tower.attention == "xla" else 1 / 2 if tower.causal else 1.0
+        for path, width in _matmul_widths(name, tower).items():
+            dtype = matmul_dtype(recipes[path])
             flops[dtype] += (6 + 2 * again) * tokens * tower.L * tower.D * width
-        passes = (3 if tower.attention == "xla" else 3.5) + (c.model.remat != "none") + (M > 1)
+        passes = (3 if tower.attention == "xla" else 3.5) + (tower.remat != "none") + (M > 1)
         flops["bfloat16"] += square * passes * 4 * tokens * tower.S * tower.L * tower.D
         widths = 30 * tower.D + 12 * tower.F / tower.t
         if tower.attention == "xla":
             widths += 24 * tower.S * tower.N / tower.t * square
         moved += tower.L * tower.R * tower.S * M * tower.a * widths * (1 + again / 3)
         moved += (3 + again) * 2 * tower.L * tower.block_params * tower.a / tower.t * M
-    visual = c.model.visual
-    pixels = c.data.batch_size * patches(visual) * 3 * visual.patch_size**2
+    visual = settings.model.visual
+    pixels = B * visual.num_patches * 3 * visual.patch_size**2
     flops["bfloat16"] += (4 + 2 * (M > 1)) * pixels * visual.width
-    products = 6 * 2 * c.data.batch_size**2 * c.model.embed_dim
-    flops["bfloat16"] += (4 if c.loss.method == "tiled" else 3) * products
-    mesh = estimate.abstract_mesh(axes)
+    products = 6 * 2 * B**2 * E
+    flops["bfloat16"] += (4 if settings.loss.method == "tiled" else 3) * products
+    mesh = abstract_mesh(machine.axes)
     once = 2 * (state.bytes_on(mesh, "params") + state.bytes_on(mesh, "opt_state"))
-    moved += once + 2 * gradients(c, axes, state)
-    return Work({k: v / devices for k, v in flops.items() if v}, moved)
+    moved += once + 2 * gradients(settings, machine, state)
+    return Work({dtype: n / devices for dtype, n in flops.items() if n}, moved)
 
 
-def _matmuls(name: str, tower: Tower) -> dict[str, int]:
-    """Path of each matmul of a block, and its width beside D."""
+def _matmul_widths(name: str, tower: Tower) -> dict[str, int]:
+    """Path of each matmul of a block -> its dim besides D."""
     attn = {f"{name}/layers/attn/{one}_proj": tower.D for one in "qkvo"}
     return attn | {f"{name}/layers/mlp/{one}_proj": tower.F for one in ("up", "down")}
 
 
-def collectives(c: ConfigDict, axes: dict[str, int]) -> list[Collective]:
-    """What the mesh makes necessary.
+def collectives(settings: Settings, machine: Machine) -> list[Collective]:
+    """The collectives that the mesh needs.
 
-    * fsdp: weights gathered for each pass, gradients scattered, for every microbatch; what is looked up in
-      the table of embeddings, and its gradient;
+    * fsdp: weights gathered for each pass, gradients scattered, for every microbatch; the looked-up
+      embeddings, and their gradient;
     * tensor: the residual stream gathered before and scattered after attention and MLP;
     * data: gradients summed;
-    * all: the features of the texts gathered, or sent round the ring, and their gradients.
+    * all axes: the features of the texts gathered or sent around the ring, and their gradients.
     """
-    found, add = estimate.ledger(axes)
-    M = c.train.microbatches
-    again = c.model.remat in ("block", "offload")
+    axes, M = machine.axes, settings.train.microbatches
+    ledger = Ledger(axes)
+    image, text = towers(settings, machine)
     forward = 1 + (M > 1)
-    for tower in towers(c, axes):
+    for tower in (image, text):
+        again = tower.remat in ("block", "offload")
         weights = tower.block_params * tower.a / tower.t
-        add("all-gather", ("fsdp",), weights, (forward + 1) * tower.L * M)
-        add("reduce-scatter", ("fsdp",), weights, tower.L * M)
-        add("all-gather", ("tensor",), tower.x, (2 * forward + 2 + 2 * again) * tower.L * M)
-        add("reduce-scatter", ("tensor",), tower.x, (2 * forward + 2 + again) * tower.L * M)
-        add("all-reduce", ("data",), tower.L * weights / tower.shards, M)
-    add("all-to-all", ("fsdp",), towers(c, axes)[1].x, (forward + 1) * M)
-    every, B, E = tuple(axes), c.data.batch_size, c.model.embed_dim
+        ledger.add("all-gather", ("fsdp",), weights, (forward + 1) * tower.L * M)
+        ledger.add("reduce-scatter", ("fsdp",), weights, tower.L * M)
+        ledger.add("all-gather", ("tensor",), tower.x, (2 * forward + 2 + 2 * again) * tower.L * M)
+        ledger.add("reduce-scatter", ("tensor",), tower.x, (2 * forward + 2 + again) * tower.L * M)
+        ledger.add("all-reduce", ("data",), tower.L * weights / tower.shards, M)
+    ledger.add("all-to-all", ("fsdp",), text.x, (forward + 1) * M)
+    every, B, E = tuple(axes), settings.data.batch_size, settings.model.embed_dim
     devices = math.prod(axes.values())
-    if c.loss.method == "tiled":  # texts twice round, their sums and gradients with them
-        add("collective-permute", every, B / devices * E * 4, 3 * devices)
+    if (
+        settings.loss.method == "tiled"
+    ):  # the texts twice around the ring, their sums and gradients with them
+        ledger.add("collective-permute", every, B / devices * E * 4, 3 * devices)
     else:
-        add("all-gather", every, B * E * 4, 1)
-        add("reduce-scatter", every, B * E * 4, 1)
-    return found
+        ledger.add("all-gather", every, B * E * 4, 1)
+        ledger.add("reduce-scatter", every, B * E * 4, 1)
+    return ledger.collectives
+
+
+COST = Cost(memory, work, collectives)

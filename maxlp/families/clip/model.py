@@ -1,80 +1,174 @@
 """CLIP (Radford et al. 2021, arXiv:2103.00020) and SigLIP (Zhai et al. 2023, arXiv:2303.15343).
 
-Two towers that meet in one space of unit vectors. Shape letters: B batch · S text length · D embed ·
-E joint dim · C channels.
+An image tower and a text tower map into one space of unit vectors. Shape letters: B batch · S text length ·
+D embed · E joint dim · C channels.
 """
 
-import inspect
+import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlp.families.clip import vit
-from maxlp.nn import attention as attentions
-from maxlp.nn import layers, stack
+from maxlp.families.clip.encoder import ACTIVATIONS, INITS, Encoder, check_tower
+from maxlp.families.clip.vit import ImageTower, VisualConfig
+from maxlp.nn import layers
 
 TEXT_POOLS = ("argmax", "eos", "last")
 MAX_LOGIT_SCALE = math.log(100)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextConfig:
+    """The config's ``model.text`` section.
+
+    Attributes:
+      vocab_size: number of token ids.
+      max_len: the longest text.
+      width, num_layers, num_heads, mlp_dim: sizes of the blocks.
+      causal: a token attends only to itself and to those before it.
+      pool: the token whose output represents the text: "argmax" (the highest id, the end of a text in
+        OpenAI's vocabulary), "eos" (the first with eos_id) or "last".
+      eos_id: the token id that ends a text, for pool="eos".
+      proj_bias: a bias in the projection to the joint features.
+
+    Raises:
+      ValueError: an invalid size, or sizes that do not fit each other.
+    """
+
+    vocab_size: int
+    max_len: int
+    width: int
+    num_layers: int
+    num_heads: int
+    mlp_dim: int
+    causal: bool
+    pool: str
+    eos_id: int | None
+    proj_bias: bool
+
+    def __post_init__(self):
+        check_tower(self, "vocab_size", "max_len")
+        if self.pool not in TEXT_POOLS:
+            raise ValueError(f"pool={self.pool!r} is unknown; one of {', '.join(TEXT_POOLS)}")
+        if self.pool == "eos" and self.eos_id is None:
+            raise ValueError("pool='eos' needs eos_id, the token id that ends a text")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CLIPConfig:
+    """The config's ``model`` section of a CLIP or SigLIP.
+
+    Attributes:
+      embed_dim: E, dim of the joint features.
+      visual, text: the towers.
+      act: a key of `encoder.ACTIVATIONS`; a property of weights that checkpoints record unreliably.
+      norm_eps: epsilon of the norms.
+      layer_scale: initial gain of the residual branches (0.0 makes every block the identity); None
+        omits the gains.
+      qk_norm: norms of queries and keys.
+      init: initial values of the weights, "clip" (OpenAI's and open_clip's) or "siglip" (big_vision's).
+      logit_scale: initial logarithm of the factor of the logits.
+      logit_bias: initial bias of the logits; None omits it.
+      image_mean, image_std: of each channel, for pixels in [0, 1].
+      dtype: of activations and matmuls.
+      param_dtype: of the stored parameters.
+      attention: a key of `attention.KERNELS`.
+      scan_layers: False unrolls the loop over layers, see `stack.apply_stack`.
+      remat: a key of `stack.REMAT_POLICIES`.
+
+    Raises:
+      ValueError: an invalid size or name, or sizes that do not fit each other.
+    """
+
+    embed_dim: int
+    visual: VisualConfig
+    text: TextConfig
+    act: str
+    norm_eps: float
+    layer_scale: float | None
+    qk_norm: bool
+    init: str
+    logit_scale: float
+    logit_bias: float | None
+    image_mean: tuple
+    image_std: tuple
+    dtype: str
+    param_dtype: str
+    attention: str
+    scan_layers: bool
+    remat: str
+
+    def __post_init__(self):
+        if self.embed_dim < 1:
+            raise ValueError(f"embed_dim={self.embed_dim} must be at least 1")
+        for key, known in (("act", ACTIVATIONS), ("init", INITS)):
+            if getattr(self, key) not in known:
+                raise ValueError(f"{key}={getattr(self, key)!r} is unknown; one of {', '.join(known)}")
+        if not self.visual.proj and self.visual.width != self.embed_dim:
+            raise ValueError(
+                f"visual.proj=False needs visual.width={self.visual.width} to equal "
+                f"embed_dim={self.embed_dim}"
+            )
+
+    def encoder(self, tower: str, sizes: VisualConfig | TextConfig, causal: bool) -> Encoder:
+        """The blocks of a tower, "visual" or "text"."""
+        return Encoder(
+            tower=tower,
+            width=sizes.width,
+            num_layers=sizes.num_layers,
+            num_heads=sizes.num_heads,
+            mlp_dim=sizes.mlp_dim,
+            causal=causal,
+            act=self.act,
+            norm_eps=self.norm_eps,
+            layer_scale=self.layer_scale,
+            qk_norm=self.qk_norm,
+            init=self.init,
+            dtype=jnp.dtype(self.dtype),
+            param_dtype=jnp.dtype(self.param_dtype),
+            attention=self.attention,
+            scan_layers=self.scan_layers,
+            remat=self.remat,
+        )
+
+
 class TextTower(nnx.Module):
-    """Token ids to joint features; arguments as `CLIP` describes them."""
+    """Token ids to joint features."""
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int,
-        max_len: int,
-        width: int,
-        num_layers: int,
-        num_heads: int,
-        mlp_dim: int,
-        causal: bool,
-        pool: str,
-        eos_id: int | None,
-        proj_bias: bool,
-        embed_dim: int,
-        rngs: nnx.Rngs,
-        **common,
-    ):
-        if pool not in TEXT_POOLS:
-            raise ValueError(f"model.text.pool={pool!r} is unknown; one of {', '.join(TEXT_POOLS)}")
-        if pool == "eos" and eos_id is None:
-            raise ValueError("model.text.eos_id is not set, and model.text.pool='eos' looks for it")
-        sizes = dict(width=width, num_layers=num_layers, num_heads=num_heads, mlp_dim=mlp_dim)
-        c = self.encoder = vit.Encoder(tower="text", causal=causal, **sizes, **common)
-        self.max_len, self.pool, self.eos_id = max_len, pool, eos_id
-
-        of_clip = c.init == "clip"
+    def __init__(self, config: TextConfig, encoder: Encoder, embed_dim: int, rngs: nnx.Rngs):
+        c, e = config, encoder
+        self.config, self.encoder = config, encoder
+        token_std, position_std = (0.02, 0.01) if e.init == "clip" else (c.width**-0.5, c.width**-0.5)
         self.tok_embed = layers.Embed(
-            vocab_size,
-            width,
-            std=0.02 if of_clip else width**-0.5,
-            dtype=c.dtype,
-            param_dtype=c.param_dtype,
+            c.vocab_size,
+            c.width,
+            std=token_std,
+            dtype=e.dtype,
+            param_dtype=e.param_dtype,
             rngs=rngs,
         )
-        self.pos_embed = c.vectors(layers.normal, 0.01 if of_clip else width**-0.5, (max_len, width), rngs)
-        self.layers = c.stack(rngs)
-        self.final_norm = c.norm(width)
-        self.proj = c.linear(
-            width,
+        self.pos_embed = e.vectors(layers.normal, position_std, (c.max_len, c.width), rngs)
+        self.layers = e.make_blocks(rngs)
+        self.final_norm = e.norm(c.width)
+        self.proj = e.linear(
+            c.width,
             embed_dim,
             ("embed", "joint"),
             rngs,
             draw=layers.normal,
-            std=width**-0.5,
-            bias="joint" if proj_bias else None,
+            std=c.width**-0.5,
+            bias="joint" if c.proj_bias else None,
         )
 
     def __call__(self, text_BS: jax.Array) -> jax.Array:
         """float32 features (B, E)."""
         length = text_BS.shape[1]
-        if length > self.max_len:
-            raise ValueError(f"texts of {length} tokens are longer than model.text.max_len={self.max_len}")
+        if length > self.config.max_len:
+            raise ValueError(
+                f"texts of {length} tokens are longer than model.text.max_len={self.config.max_len}"
+            )
         with jax.named_scope("embed"):
             x_BSD = self.tok_embed(text_BS)
             x_BSD += self.pos_embed[:length].astype(x_BSD.dtype)
@@ -84,132 +178,63 @@ class TextTower(nnx.Module):
             return self.proj(self.final_norm(x_BD), preferred_element_type=jnp.float32)
 
     def pool_index(self, text_BS: jax.Array) -> jax.Array:
-        """The position, for each text, whose output stands for all of it."""
-        if self.pool == "argmax":
+        """For each text, the position whose output represents it."""
+        if self.config.pool == "argmax":
             return jnp.argmax(text_BS, axis=-1)
-        if self.pool == "eos":
-            return jnp.argmax(text_BS == self.eos_id, axis=-1)
+        if self.config.pool == "eos":
+            return jnp.argmax(text_BS == self.config.eos_id, axis=-1)
         return jnp.full(text_BS.shape[:1], text_BS.shape[1] - 1)
 
 
 class CLIP(nnx.Module):
-    """An image tower and a text tower, whose features are compared.
+    """An image tower and a text tower whose features are compared."""
 
-    Args:
-      embed_dim: E, of the features.
-      visual: image_size, patch_size, width, num_layers, num_heads and mlp_dim;
-        pool: "cls" (a class token), "gap" (mean of the patches) or "map" (attention, `vit.MapPool`);
-        pre_norm: a norm in front of the blocks; patch_bias: a bias in the patch embedding;
-        proj: a projection to E, without which the width has to be E;
-        patch_dropout: share of the patches left out in training.
-      text: vocab_size, max_len, width, num_layers, num_heads and mlp_dim;
-        causal: a token sees those before it only;
-        pool: the token that stands for a text, "argmax" (of the highest id: the end of a text in OpenAI's
-        vocabulary), "eos" (the first with eos_id) or "last"; eos_id: None unless the pool is "eos";
-        proj_bias: a bias in the projection to E.
-      act: name in `vit.ACTIVATIONS`; a property of the weights, which no file can be trusted to tell.
-      norm_eps: epsilon of the norms.
-      layer_scale: what the gains of the residual branches start at (0.0 is a start at the identity);
-        None is none.
-      qk_norm: norms of queries and keys.
-      init: of the weights, "clip" (OpenAI's and open_clip's) or "siglip" (big_vision's).
-      logit_scale, logit_bias: what the temperature's logarithm and the bias of the logits start at; None is
-        no bias.
-      image_mean, image_std: of the channels, for pixels in [0, 1].
-      dtype: of activations and matmuls. param_dtype: of the stored parameters.
-      attention: name in `attention.ATTENTION`.
-      scan_layers, remat: see `stack.apply_stack` and `stack.REMAT_POLICIES`.
-
-    Raises:
-      ValueError: sizes that do not fit each other, unknown names.
-    """
-
-    def __init__(
-        self,
-        *,
-        embed_dim: int,
-        visual: dict,
-        text: dict,
-        act: str,
-        norm_eps: float,
-        layer_scale: float | None,
-        qk_norm: bool,
-        init: str,
-        logit_scale: float,
-        logit_bias: float | None,
-        image_mean: tuple,
-        image_std: tuple,
-        dtype: str,
-        param_dtype: str,
-        attention: str,
-        scan_layers: bool,
-        remat: str,
-        rngs: nnx.Rngs,
-    ):
-        for name, value, known in (
-            ("act", act, vit.ACTIVATIONS),
-            ("init", init, vit.INITS),
-            ("attention", attention, attentions.ATTENTION),
-            ("remat", remat, stack.REMAT_POLICIES),
-        ):
-            if value not in known:
-                raise ValueError(f"model.{name}={value!r} is unknown; one of {', '.join(known)}")
-        common = dict(
-            embed_dim=embed_dim,
-            act=act,
-            norm_eps=norm_eps,
-            layer_scale=layer_scale,
-            qk_norm=qk_norm,
-            init=init,
-            dtype=jnp.dtype(dtype),
-            param_dtype=jnp.dtype(param_dtype),
-            attention=attention,
-            scan_layers=scan_layers,
-            remat=remat,
-            rngs=rngs,
-        )
-        self.visual = _tower(vit.ImageTower, "visual", visual, common)
-        self.text = _tower(TextTower, "text", text, common)
-        self.logit_scale = layers.param(jnp.asarray(logit_scale, param_dtype), ())
+    def __init__(self, config: CLIPConfig, *, rngs: nnx.Rngs):
+        c = self.config = config
+        param_dtype = jnp.dtype(c.param_dtype)
+        self.visual = ImageTower(c.visual, c.encoder("visual", c.visual, causal=False), c.embed_dim, rngs)
+        self.text = TextTower(c.text, c.encoder("text", c.text, causal=c.text.causal), c.embed_dim, rngs)
+        self.logit_scale = layers.param(jnp.asarray(c.logit_scale, param_dtype), ())
         self.logit_bias = (
-            None if logit_bias is None else layers.param(jnp.asarray(logit_bias, param_dtype), ())
+            None if c.logit_bias is None else layers.param(jnp.asarray(c.logit_bias, param_dtype), ())
         )
-        self.image_mean, self.image_std = tuple(image_mean), tuple(image_std)
 
     def encode_image(self, image_BHWC: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
         """float32 unit vectors (B, E).
 
         Args:
-          image_BHWC: uint8 pixels, or floats that are normalised already.
-          dropout_key: draws the patches that are left out; None keeps all.
+          image_BHWC: uint8 pixels, or floats that are normalized already.
+          dropout_key: draws the patches to leave out; None keeps all.
         """
         if image_BHWC.dtype == jnp.uint8:
-            mean, std = jnp.asarray(self.image_mean), jnp.asarray(self.image_std)
+            mean, std = jnp.asarray(self.config.image_mean), jnp.asarray(self.config.image_std)
             image_BHWC = (image_BHWC.astype(jnp.float32) / 255 - mean) / std
         with jax.named_scope("visual"):
             return normalize(self.visual(image_BHWC, dropout_key))
 
     def encode_text(self, text_BS: jax.Array) -> jax.Array:
-        """float32 unit vectors (B, E) of int32 ids, of which there may be fewer than ``max_len`` a text."""
+        """float32 unit vectors (B, E) of int32 token ids; S may be less than ``max_len``."""
         with jax.named_scope("text"):
             return normalize(self.text(text_BS))
 
     def temperature(self) -> tuple[jax.Array, jax.Array]:
-        """What turns a cosine into a logit: float32 (scale, bias), the scale at most 100."""
+        """float32 (scale, bias), which turn a cosine into a logit; the scale is at most 100."""
         scale = jnp.exp(_capped(self.logit_scale[...].astype(jnp.float32)))
         bias = jnp.zeros(()) if self.logit_bias is None else self.logit_bias[...].astype(jnp.float32)
         return scale, bias
 
 
 def normalize(x_BE: jax.Array) -> jax.Array:
-    """Unit vectors; zero stays zero, and has a gradient."""
+    """Unit vectors. Zero stays zero and has a finite gradient."""
     return x_BE * jax.lax.rsqrt(jnp.maximum(jnp.sum(jnp.square(x_BE), axis=-1, keepdims=True), 1e-24))
 
 
 @jax.custom_vjp
 def _capped(logit_scale: jax.Array) -> jax.Array:
-    """The parameter or its largest value. Beyond that only a gradient that leads back gets through: were
-    there none, a parameter that momentum carried beyond the cap would stay there for good."""
+    """``min(logit_scale, MAX_LOGIT_SCALE)``. Beyond the cap only gradients that lower the parameter pass.
+
+    With no gradient at all, a parameter that momentum has carried beyond the cap would never come back.
+    """
     return jnp.minimum(logit_scale, MAX_LOGIT_SCALE)
 
 
@@ -222,11 +247,3 @@ def _capped_bwd(logit_scale, g):
 
 
 _capped.defvjp(_capped_fwd, _capped_bwd)
-
-
-def _tower(kind: type, section: str, sizes: dict, common: dict[str, Any]) -> Any:
-    known = set(inspect.signature(kind.__init__).parameters) - {"self", "common", *common}
-    for key in sorted(set(sizes) ^ known):
-        what = "unknown" if key in sizes else "missing"
-        raise ValueError(f"model.{section}.{key} is {what}; keys: {', '.join(sorted(known))}")
-    return kind(**sizes, **common)

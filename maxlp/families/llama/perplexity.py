@@ -1,4 +1,7 @@
-"""How well a language model predicts held-out text: loss, perplexity, bits per byte."""
+"""Loss, perplexity and bits per byte of a language model on validation text.
+
+Shape letters: B batch · S length · V vocab.
+"""
 
 import math
 from collections.abc import Callable, Iterable
@@ -17,11 +20,12 @@ def make_perplexity(
 
     Args:
       eval_step: (state, batch) to the sums ``nll`` (nats), ``correct`` and ``tokens``.
-      byte_lengths_V: bytes of text that each token stands for; 0 for special tokens. Predicting those
-        costs bits and adds no bytes, so bits per byte are those of a complete code for the text.
+      byte_lengths_V: bytes of text that each token stands for; 0 for special tokens. Predicting special
+        tokens costs bits and adds no bytes, so bits per byte are those of a complete code for the text.
 
     Returns:
-      The function; it gives loss (nats a token), perplexity, accuracy, bits_per_byte, tokens, bytes.
+      The function; its results are loss (nats per token), perplexity, accuracy, bits_per_byte, tokens and
+      bytes. It raises a ValueError for batches without a token to predict.
     """
 
     @jax.jit
@@ -32,19 +36,19 @@ def make_perplexity(
         return {key: sums[key] for key in ("nll", "correct", "tokens")} | {"bytes": num_bytes}
 
     def perplexity(state: dict, batches: Iterable[dict]) -> dict[str, float]:
-        # One batch at a time: no data ties the batches together, and on CPUs nothing else keeps the
-        # collectives of two of them in one order in all processes. On the host the sums are float64, so
-        # that they stay exact enough however many batches there are.
+        # Fetch the sums of one batch before the next one starts: batches do not depend on each other, and
+        # on CPUs nothing else keeps the collectives of two of them in the same order in all processes. On
+        # the host the sums are float64, so that they stay exact enough for any number of batches.
         total = dict.fromkeys(("nll", "correct", "tokens", "bytes"), 0.0)
         for batch in batches:
             for key, value in jax.device_get(count(state, batch)).items():
                 total[key] += float(value)
         if not total["tokens"]:
-            raise ValueError("the held-out data has no token to predict")
+            raise ValueError("the validation data has no token to predict")
         loss = total["nll"] / total["tokens"]
         return {
             "loss": loss,
-            "perplexity": math.exp(min(loss, 700.0)),
+            "perplexity": math.exp(min(loss, 700.0)),  # the largest power of e in float64
             "accuracy": total["correct"] / total["tokens"],
             "bits_per_byte": total["nll"] / math.log(2) / max(total["bytes"], 1.0),
             "tokens": total["tokens"],

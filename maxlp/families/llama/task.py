@@ -84,7 +84,11 @@ def loss_gradients(config: NextTokenConfig, seed: int = 0, microbatches: int = 1
 
 
 def evaluator(
-    graphdef: nnx.GraphDef, data: text.TextDataConfig, config: NextTokenConfig, validation: Any
+    graphdef: nnx.GraphDef,
+    model: LlamaConfig,
+    data: text.TextDataConfig,
+    config: NextTokenConfig,
+    validation: Any,
 ) -> Evaluate:
     """Loss, perplexity and bits per byte of validation text."""
 

@@ -1,4 +1,7 @@
-"""How well a linear classifier does on frozen features (CLIP, arXiv:2103.00020, §3.2)."""
+"""Accuracy of a linear classifier on frozen features (CLIP, arXiv:2103.00020, §3.2).
+
+Shape letters: N images · E joint dim · C classes.
+"""
 
 import functools
 from collections.abc import Iterable
@@ -11,7 +14,7 @@ import optax
 from maxlp.families.clip.evals import features
 from maxlp.parallel import sharding
 
-ROWS = 512  # rows are padded to a multiple of this, so that as many devices can share them evenly
+ROW_MULTIPLE = 512  # rows are padded to a multiple of this, so that up to 512 devices share them evenly
 
 
 def linear_probe(
@@ -26,22 +29,22 @@ def linear_probe(
     """Accuracy of multinomial logistic regression on an encoder's features.
 
     Minimizes the mean cross-entropy over the training images plus ``l2 / 2`` times the squared weights
-    (the bias is free) with L-BFGS over all of them at once. scikit-learn's C is 1 / (l2 · train_examples).
+    (not the bias), with L-BFGS over all images at once. scikit-learn's C is 1 / (l2 · train_examples).
 
     Args:
       encode_image: images (B, H, W, 3) to features (B, E).
-      train_batches, test_batches: with `image`, `label` int32 (B,) and `mask` bool (B,); rows with a false
-        mask or a label below 0 are not used.
-      num_classes: labels are smaller.
-      l2: 0 lets separable features grow the weights for as long as ``max_steps`` allows.
-      max_steps: ends the optimization where float32 has not ended it before.
+      train_batches, test_batches: with `image`, `label` int32 (B,) and `mask` bool (B,). Rows with a false
+        mask or a negative label are left out.
+      num_classes: an upper bound of the labels.
+      l2: weight decay. With 0, the weights for separable features grow until ``max_steps``.
+      max_steps: a bound of the steps; the optimization ends earlier if float32 cannot lower the loss.
 
     Returns:
-      train_accuracy and test_accuracy in [0, 1], train_loss without the weights' part, steps,
+      train_accuracy and test_accuracy in [0, 1], train_loss and test_loss without weight decay, steps,
       train_examples and test_examples.
 
     Raises:
-      ValueError: no labelled image, or a label that is no class.
+      ValueError: no image with a label, or a label that is not below ``num_classes``.
     """
     train, test = (_labelled(encode_image, b, num_classes) for b in (train_batches, test_batches))
     weights, bias, steps = jax.device_get(_fit(*_padded(*train), num_classes, l2, max_steps))
@@ -56,19 +59,20 @@ def linear_probe(
 def _labelled(
     encode_image: features.Encode, batches: Iterable[dict], num_classes: int
 ) -> tuple[np.ndarray, np.ndarray]:
+    """float32 features (N, E) and labels (N,) of all images with a label."""
     found = features.collect(lambda b: {"x": encode_image(b["image"]), "label": b["label"]}, batches)
-    used = found["label"] >= 0
-    x_NE, label_N = found["x"][used], found["label"][used]
+    has_label = found["label"] >= 0
+    x_NE, label_N = found["x"][has_label], found["label"][has_label]
     if not len(label_N):
-        raise ValueError("the held-out data has no image with a label")
+        raise ValueError("the data has no image with a label; a linear probe needs labelled images")
     if label_N.max() >= num_classes:
-        raise ValueError(f"a label is {label_N.max()}: num_classes={num_classes} must be larger")
+        raise ValueError(f"num_classes={num_classes} must be larger than the label {label_N.max()}")
     return x_NE.astype(np.float32), label_N
 
 
 def _padded(x_NE: np.ndarray, label_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Features, labels, and each row's weight in a mean: 0 for padding."""
-    missing = -len(label_N) % ROWS
+    """Features, labels, and the weight of each row in a mean (0 for padding)."""
+    missing = -len(label_N) % ROW_MULTIPLE
     weight_N = np.full(len(label_N), 1 / len(label_N), np.float32)
     return (
         np.pad(x_NE, ((0, missing), (0, 0))),
@@ -91,7 +95,7 @@ def _cross_entropy(x_NE, label_N, weight_N, weights_EC, bias_C) -> jax.Array:
 def _fit(
     x_NE: jax.Array, label_N: jax.Array, weight_N: jax.Array, num_classes: int, l2: float, max_steps: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Weights (E, C), bias (C,), and the steps of L-BFGS: until none lowers the loss in float32."""
+    """Weights (E, C), bias (C,), and the number of steps until L-BFGS cannot lower the loss in float32."""
     solver = optax.lbfgs()
 
     def loss(params: tuple[jax.Array, jax.Array]) -> jax.Array:

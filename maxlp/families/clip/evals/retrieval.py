@@ -1,4 +1,8 @@
-"""Finding an image's text among all texts, and a text's image among all images."""
+"""Retrieval: finding an image's text among all texts, and a text's image among all images.
+
+Shape letters: N images · K texts of an image · E joint dim · S text length · Q queries · C candidates ·
+t, s rows and columns of a tile.
+"""
 
 import functools
 from collections.abc import Iterable
@@ -7,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlp.families.clip.contrastive import cut
+from maxlp.families.clip.contrastive import split_tiles
 from maxlp.families.clip.evals import features
 from maxlp.parallel import sharding
 
 RECALL_AT = (1, 5, 10)
-# The rounding of a product of two unit vectors in float32. What differs by less is a tie.
+# Rounding of a float32 product of two unit vectors; scores that differ by less are ties.
 TIE = 1e-6
 
 
@@ -23,16 +27,16 @@ def retrieval(
     *,
     tile_size: int = 4096,
 ) -> dict[str, float]:
-    """Recall at 1, 5 and 10 in both directions, over all examples of the batches at once.
+    """Recall at 1, 5 and 10 in both directions, over the examples of all batches.
 
-    An image counts as found if one of its texts is among the k nearest of all texts, a text if its image
-    is among the k nearest images. Ties count against both, so that the order of the data means nothing
-    and features that have collapsed find nothing. Images with the same texts are found by any of them.
+    An image is found if one of its texts is among the k nearest of all texts; a text is found if its image
+    is among the k nearest images. Ties count against both, so that the order of the data is irrelevant and
+    collapsed features find nothing. Images with the same texts share them: any of these texts counts.
 
     Args:
       encode_image, encode_text: as for `zero_shot`, of unit norm.
       batches: with `image`, `text` int32 (B, S), or (B, K, S) for K texts an image, and `mask` bool (B,).
-      tile_size: the most queries and candidates whose scores exist at one time.
+      tile_size: the largest number of queries, and of candidates, whose scores are in memory at a time.
 
     Returns:
       image_to_text_recall_k and text_to_image_recall_k in [0, 1] for k = 1, 5, 10, images and texts.
@@ -50,8 +54,8 @@ def retrieval(
     N, K, _ = text_NKE.shape
     own_NK = np.einsum("ne,nke->nk", image_NE, text_NKE)
     _, id_N = np.unique(found["tokens"], axis=0, return_inverse=True)
-    id_N = id_N.reshape(-1).astype(np.int32)
-    nearest_NK = np.full_like(own_NK, -np.inf)  # of the images with these texts
+    id_N = id_N.reshape(-1).astype(np.int32)  # images with the same texts have the same id
+    nearest_NK = np.full_like(own_NK, -np.inf)  # score of the nearest image with this id
     np.maximum.at(nearest_NK, id_N, own_NK)
     images, texts = (image_NE, id_N), (text_NKE.reshape(-1, E), np.repeat(id_N, K))
     rank = {
@@ -68,13 +72,12 @@ def retrieval(
 
 @functools.partial(jax.jit, static_argnames="tile_size")
 def _ranks(queries: tuple, own_Q: jax.Array, candidates: tuple, *, tile_size: int) -> jax.Array:
-    """How many candidates with another id score no less than ``own_Q``, for each query: int32 (Q,).
+    """For each query, the number of candidates with another id that score not below ``own_Q``: int32 (Q,).
 
     Queries and candidates are features (Q, E), (C, E) and ids; the queries are split over the devices.
     """
     query_QE, id_Q = queries
-    tiles = functools.partial(cut, tile_size=tile_size)
-    candidate_tiles = tiles(candidates[0]), tiles(candidates[1], fill=-1)
+    candidate_tiles = split_tiles(candidates[0], tile_size), split_tiles(candidates[1], tile_size, fill=-1)
 
     def rank(query: tuple) -> jax.Array:
         query_tE, id_t, own_t = query
@@ -88,5 +91,5 @@ def _ranks(queries: tuple, own_Q: jax.Array, candidates: tuple, *, tile_size: in
 
         return jax.lax.scan(add, jnp.zeros(len(id_t), jnp.int32), candidate_tiles)[0]
 
-    rank_nt = jax.lax.map(rank, (tiles(query_QE), tiles(id_Q), tiles(own_Q)))
+    rank_nt = jax.lax.map(rank, tuple(split_tiles(x, tile_size) for x in (query_QE, id_Q, own_Q)))
     return sharding.constrain(rank_nt.reshape(-1)[: len(id_Q)], None)

@@ -1,4 +1,4 @@
-"""Features are the images and the tokens themselves, so that every score is known."""
+"""Zero-shot classification with images and tokens themselves as features, so that every score is known."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from maxlp.parallel import sharding
 from maxlp.parallel.batches import global_batch
 
 CLASSES = ["a", "b", "c", "d", "e", "f", "g"]
-# In two dimensions, class c points at the angle 10 c degrees; the prompts of a class lie beside it.
+# In two dimensions, class i points at the angle 10 i degrees; its prompts lie on both sides of it.
 ANGLE = {name: 10.0 * i for i, name in enumerate(CLASSES)}
 TEMPLATES = ["{} -", "{} +"]
 
@@ -40,36 +40,39 @@ def run(data, batch_size=4, **changes):
     return zero_shot(direction, direction, data, batch_size=batch_size, **options)
 
 
-def test_counts_known_by_hand():
+def test_hits_are_counted():
     # Nearest of the angles 0, 10, … 60: right; right; second; fifth; sixth.
     angles, labels = [0, 21, 16, 34, 36], [0, 2, 1, 1, 1]
     assert run(batches(angles, labels)) == {"top1": 2 / 5, "top5": 4 / 5, "examples": 5.0}
 
 
-def test_padding_and_unlabelled_rows_do_not_count():
+def test_padding_and_rows_without_a_label_do_not_count():
     angles, labels, mask = [0, 0, 0, 30], [0, -1, 3, 1], [True, True, False, True]
     assert run(batches(angles, labels, mask)) == {"top1": 1 / 2, "top5": 1.0, "examples": 2.0}
     with pytest.raises(ValueError, match="no image with a label"):
         run(batches([0], [-1]))
 
 
-def test_ties_count_against():
-    same = lambda x: jnp.ones((len(x), 2)) / jnp.sqrt(2.0)  # noqa: E731
+def test_ties_and_nan_count_against_an_example():
+    def constant(x):
+        return jnp.ones((len(x), 2)) / jnp.sqrt(2.0)
+
+    def nan(x):
+        return jnp.full((len(x), 2), jnp.nan)
+
     options = {"classes": CLASSES, "templates": TEMPLATES, "tokenize": tokenize, "batch_size": 4}
-    assert zero_shot(same, same, batches([0] * 4, [0] * 4), **options)["top5"] == 0
-    lost = lambda x: jnp.full((len(x), 2), jnp.nan)  # noqa: E731
-    assert zero_shot(lost, same, batches([0] * 4, [0] * 4), **options)["top5"] == 0
+    assert zero_shot(constant, constant, batches([0] * 4, [0] * 4), **options)["top5"] == 0
+    assert zero_shot(nan, constant, batches([0] * 4, [0] * 4), **options)["top5"] == 0
 
 
 def test_a_class_is_the_normalized_mean_of_its_normalized_prompts():
-    longer = lambda tokens: 3 * direction(tokens)  # noqa: E731
     want = np.asarray(direction(np.array([[ANGLE[c]] for c in CLASSES])))
-    for batch_size in (3, 14, 100):  # prompts of a class in two batches, all in one, and many to spare
-        got = class_embeddings(longer, CLASSES, TEMPLATES, tokenize, batch_size)
+    for batch_size in (3, 14, 100):  # prompts of a class in two batches; all in one; one batch with padding
+        got = class_embeddings(lambda x: 3 * direction(x), CLASSES, TEMPLATES, tokenize, batch_size)
         np.testing.assert_allclose(got, want, atol=2e-7)  # float32 angles
 
 
-def test_devices_change_nothing():
+def test_a_mesh_equals_one_device():
     angles, labels = np.arange(16) * 4.0, np.arange(16) % 7
     want = run(batches(angles, labels, size=8), batch_size=8)
     with jax.set_mesh(mesh := sharding.make_mesh(data=2, fsdp=4)):
@@ -77,6 +80,6 @@ def test_devices_change_nothing():
         assert run(placed, batch_size=8) == want
 
 
-def test_a_template_names_the_class():
+def test_templates_without_a_place_for_the_class_are_refused():
     with pytest.raises(ValueError, match="template 'a photo' has no"):
         run(batches([0], [0]), templates=["a photo"])

@@ -1,4 +1,4 @@
-"""Features are the images and texts themselves, so that every score is known."""
+"""Retrieval with the images and texts themselves as features, so that every score is known."""
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +17,23 @@ def batches(images, texts, mask=None, size=4):
         yield {"image": images[i:stop], "text": texts[i:stop], "mask": mask[i:stop]}
 
 
-def same(x):
+def identity(x):
     return jnp.asarray(x)
+
+
+def unit(x):
+    return (x / np.linalg.norm(x, axis=-1, keepdims=True)).astype(np.float32)
 
 
 def points(N, K=None, E=6, noise=0.5, seed=0):
     """Images, and texts near them."""
     rng = np.random.default_rng(seed)
-    unit = lambda x: (x / np.linalg.norm(x, axis=-1, keepdims=True)).astype(np.float32)  # noqa: E731
     images = unit(rng.normal(size=(N, E)))
     around = images if K is None else images[:, None]
     return images, unit(around + noise * rng.normal(size=(N, E) if K is None else (N, K, E)))
 
 
-def by_hand(images, texts):
-    """By sorting all scores of each query."""
+def by_sorting(images, texts):
     if texts.ndim == 2:
         texts = texts[:, None]
     N, K, E = texts.shape
@@ -51,33 +53,33 @@ def by_hand(images, texts):
 @pytest.mark.parametrize("tile_size", [7, 1000])
 def test_equals_sorting(K, tile_size):
     images, texts = points(30, K, noise=1.0)
-    want = by_hand(images, texts)
+    want = by_sorting(images, texts)
     assert 0.1 < want["image_to_text_recall_1"] < want["text_to_image_recall_10"] < 1
-    got = retrieval(same, same, batches(images, texts), tile_size=tile_size)
+    got = retrieval(identity, identity, batches(images, texts), tile_size=tile_size)
     np.testing.assert_allclose(list(got.values()), [want[key] for key in got], rtol=1e-12)
 
 
-def test_padding_is_no_candidate():
+def test_padding_is_not_a_candidate():
     images, texts = points(12)
-    images[8:], texts[8:] = images[:4], texts[:4]  # would tie
+    images[8:], texts[8:] = images[:4], texts[:4]  # ties, if they counted
     mask = np.arange(12) < 8
-    got = retrieval(same, same, batches(images, texts, mask))
+    got = retrieval(identity, identity, batches(images, texts, mask))
     np.testing.assert_allclose(
-        list(got.values()), list(retrieval(same, same, batches(images[:8], texts[:8])).values())
+        list(got.values()), list(retrieval(identity, identity, batches(images[:8], texts[:8])).values())
     )
     with pytest.raises(ValueError, match="no example"):
-        retrieval(same, same, batches(images, texts, mask & False))
+        retrieval(identity, identity, batches(images, texts, mask & False))
 
 
-def test_ties_count_against_whatever_the_order():
+def test_ties_count_against_an_example_in_any_order():
     images, texts = points(16, noise=0.0)
-    assert retrieval(same, same, batches(images, texts))["image_to_text_recall_1"] == 1
-    texts[7] = texts[3] = images[3]  # 3 has a rival, 7 has a wrong text
+    assert retrieval(identity, identity, batches(images, texts))["image_to_text_recall_1"] == 1
+    texts[7] = texts[3] = images[3]  # a tie for image 3, and a wrong text for image 7
     number = np.arange(16)[:, None].astype(np.float32)
 
     def run(images, texts):
-        numbered = np.append(texts, number, axis=1)  # so that no two are the same
-        return retrieval(same, lambda x: x[:, :-1], batches(images, numbered))
+        numbered = np.append(texts, number, axis=1)  # so that no two texts are equal
+        return retrieval(identity, lambda x: x[:, :-1], batches(images, numbered))
 
     got = run(images, texts)
     assert got["image_to_text_recall_1"] == 14 / 16
@@ -88,18 +90,17 @@ def test_ties_count_against_whatever_the_order():
         assert results["text_to_image_recall_10"] == results["image_to_text_recall_10"] == 0
 
 
-def test_the_same_text_is_no_rival():
-    """Images of one class, of which each has the same text."""
+def test_images_with_equal_texts_share_them():
     images, texts = points(16, noise=0.0)
-    texts[7] = texts[3]  # the text of 7 is nearest to image 3, which has it too; image 7 has a wrong one
-    got = retrieval(same, same, batches(images, texts))
+    texts[7] = texts[3]  # the text of 7 is nearest to image 3, which has the same one; image 7 is not found
+    got = retrieval(identity, identity, batches(images, texts))
     assert got["image_to_text_recall_1"] == 15 / 16
     assert got["text_to_image_recall_1"] == 1
 
 
-def test_devices_change_nothing():
+def test_a_mesh_equals_one_device():
     images, texts = points(40)
-    want = retrieval(same, same, batches(images, texts, size=8))
+    want = retrieval(identity, identity, batches(images, texts, size=8))
     with jax.set_mesh(mesh := sharding.make_mesh(fsdp=4, tensor=2)):
         placed = (global_batch(b, mesh) for b in batches(images, texts, size=8))
-        assert retrieval(same, same, placed, tile_size=16) == want
+        assert retrieval(identity, identity, placed, tile_size=16) == want

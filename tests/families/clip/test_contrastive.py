@@ -1,4 +1,4 @@
-"""The losses against float64 numpy, whose gradients come from complex steps and not from any formula."""
+"""The losses against float64 NumPy, whose gradients are complex-step derivatives and not a formula."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlp.families.clip.contrastive import LOSSES, METHODS, contrastive
+from maxlp.families.clip.contrastive import LOSSES, METHODS, ContrastiveConfig, contrastive_sums
 from maxlp.parallel import sharding
 
 MESHES = {
@@ -21,7 +21,7 @@ CLOSE = {"rtol": 6e-6, "atol": 6e-6}
 
 
 def reference(image, text, scale, bias, loss):
-    """Sum over the pairs; holds for complex arguments too."""
+    """The sum over the pairs, for complex arguments too."""
 
     def log_sum_exp(x):
         return np.array([row.real.max() + np.log(np.exp(row - row.real.max()).sum()) for row in x])
@@ -54,11 +54,11 @@ def features(B, E=5, seed=0, spread=1.0):
     return tuple((x / np.linalg.norm(x, axis=-1, keepdims=True)).astype(np.float32))
 
 
-def value_and_grads(*args, **kwargs):
+def value_and_grads(*args, **config):
     """The sums, and the gradients of a third of the loss."""
 
     def third(*args):
-        sums = contrastive(*args, **kwargs)
+        sums = contrastive_sums(*args, ContrastiveConfig(**config))
         return sums["loss"] / 3, sums
 
     return jax.value_and_grad(third, argnums=range(4), has_aux=True)(*args)
@@ -90,14 +90,14 @@ def test_equals_float64(B, tile_size, scale, bias, spread):
     for (loss, method), ((_, sums), grads) in results.items():
         where = f"{loss} {method}"
         want = reference(*(np.asarray(a, np.float64) for a in args), loss)
-        # A logit of 100 is known to 8e-6 in float32, and a pair's loss no better.
+        # The rounding of a logit of 100 is 8e-6 in float32, and that of a pair's loss no smaller.
         absolute = B * max(1e-6, scale * 1e-6 / 4)
         np.testing.assert_allclose(sums["loss"], want, rtol=1e-6, atol=absolute, err_msg=where)
-        if spread == 1.0:  # else the order is within rounding
+        if spread == 1.0:  # otherwise the order of the logits depends on rounding
             assert sums["correct"] == hits, where
         assert sums["examples"] == B
         for got, grad, name in zip(grads, reference_grads(*args, loss=loss), NAMES, strict=True):
-            # Probabilities are as wrong as logits, 1e-5 at scale 100; features get them times scale.
+            # The error of probabilities is that of logits, 1e-5 at scale 100; features get it times scale.
             atol = (scale if name in ("image", "text") else B) * max(1e-6, scale * 1e-7)
             np.testing.assert_allclose(got, grad / 3, rtol=1e-5, atol=atol, err_msg=f"{where} {name}")
 
@@ -109,8 +109,8 @@ def one_device():
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_devices_change_nothing(one_device, mesh):
-    """Three pairs a device, in tiles of two and one, within a function that is differentiated."""
+def test_meshes_equal_one_device(one_device, mesh):
+    """Three pairs per device, in tiles of two and one."""
     args, want = one_device
     with jax.set_mesh(sharding.make_mesh(**MESHES[mesh])):
         where = jax.NamedSharding(jax.sharding.get_mesh(), sharding.spec("batch", None))
@@ -121,41 +121,45 @@ def test_devices_change_nothing(one_device, mesh):
         assert got[key][0][1]["correct"] == want[key][0][1]["correct"]
 
 
-def test_a_batch_that_the_mesh_does_not_divide():
-    """12 pairs on fsdp 4 × tensor 2: the tensor axis repeats; 9 pairs: every device does all."""
-    for B in (12, 9):
-        args = (*features(B), 20.0, -5.0)
-        for loss in LOSSES:
-            want = jax.jit(functools.partial(contrastive, kind=loss, method="plain"))(*args)
-            with jax.set_mesh(sharding.make_mesh(fsdp=4, tensor=2)):
-                tiled = functools.partial(value_and_grads, kind=loss, method="tiled", tile_size=2)
-                (_, got), _ = jax.jit(tiled)(*args)
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **CLOSE), got, want)
+@pytest.mark.parametrize("B", [12, 9])
+def test_batches_that_the_mesh_does_not_divide(B):
+    """With 12 pairs on fsdp 4 × tensor 2 the tensor axis repeats the work; with 9 all devices do."""
+    args = (*features(B), 20.0, -5.0)
+    for kind in LOSSES:
+        want = jax.jit(functools.partial(value_and_grads, kind=kind, method="plain"))(*args)
+        with jax.set_mesh(sharding.make_mesh(fsdp=4, tensor=2)):
+            tiled = functools.partial(value_and_grads, kind=kind, method="tiled", tile_size=2)
+            got = jax.jit(tiled)(*args)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **CLOSE), got, want)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_equal_features_are_hits_and_log_batch(method):
-    """A tie is no text with a larger logit; the loss tells of it: log B a pair."""
+def test_ties_are_hits_and_the_loss_of_equal_features_is_log_batch(method):
     B = 6
     ones = jnp.ones((B, 4)) / 2
-    sums = contrastive(ones, ones, 100.0, 0.0, kind="softmax", method=method, tile_size=4)
+    config = ContrastiveConfig(kind="softmax", method=method, tile_size=4)
+    sums = contrastive_sums(ones, ones, 100.0, 0.0, config)
     assert sums["correct"] == B
-    # log-sum of 100 + log 6, known to a rounding of 8e-6
+    # a log-sum of 100 + log 6, whose rounding is 8e-6
     np.testing.assert_allclose(sums["loss"] / B, np.log(B), atol=2e-5)
 
 
 def test_bfloat16_features_are_computed_in_float32():
     image, text = (jnp.asarray(x, jnp.bfloat16) for x in features(6))
-    exact = contrastive(
-        image.astype(jnp.float32), text.astype(jnp.float32), 50.0, 0.0, kind="softmax", method="tiled"
+    exact = contrastive_sums(
+        image.astype(jnp.float32),
+        text.astype(jnp.float32),
+        50.0,
+        0.0,
+        ContrastiveConfig(kind="softmax", method="tiled"),
     )
     (_, sums), grads = value_and_grads(image, text, 50.0, 0.0, kind="softmax", method="tiled")
     assert sums["loss"] == exact["loss"]
     assert grads[0].dtype == jnp.bfloat16
 
 
-def test_memory_of_tiles_grows_with_the_batch_and_not_with_its_square():
-    """Temporary bytes of loss and gradients, compiled for one device and not run."""
+def test_memory_of_tiles_grows_linearly_with_the_batch():
+    """Temporary bytes of loss and gradients as compiled for one device."""
 
     def temp(B, method):
         shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((B, 16), (B, 16), (), ())]
@@ -175,6 +179,6 @@ def test_memory_of_tiles_grows_with_the_batch_and_not_with_its_square():
         ({"tile_size": 0}, "tile_size=0 must be at least 1"),
     ],
 )
-def test_errors_name_the_way_out(wrong, message):
+def test_invalid_configs_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
-        contrastive(*features(2), 1.0, 0.0, **({"kind": "softmax", "method": "tiled"} | wrong))
+        ContrastiveConfig(**{"kind": "softmax", "method": "tiled"} | wrong)

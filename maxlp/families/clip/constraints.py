@@ -1,0 +1,58 @@
+"""Constraints on a CLIP's settings beyond the rules of `run.constraints`."""
+
+from maxlp.run.settings import Machine, Settings
+
+
+def stages_are_not_used(s: Settings, machine: Machine) -> str | None:
+    """A pipeline runs one program on all stages; a CLIP has two stacks of different shapes."""
+    return _not_used("stage", machine)
+
+
+def context_is_not_used(s: Settings, machine: Machine) -> str | None:
+    """The context axis is for long causal sequences; a CLIP's are short, and images are not causal."""
+    return _not_used("context", machine)
+
+
+def _not_used(axis: str, machine: Machine) -> str | None:
+    if machine.axes[axis] == 1:
+        return None
+    return (
+        f"mesh.{axis}={machine.axes[axis]} cannot split a CLIP; set it to 1 and use mesh.data, mesh.fsdp "
+        "and mesh.tensor"
+    )
+
+
+def images_fit_model(s: Settings, machine: Machine) -> str | None:
+    """The position embeddings are made for one size of images."""
+    if s.data.image_size == s.model.visual.image_size:
+        return None
+    return (
+        f"data.image_size={s.data.image_size} differs from model.visual.image_size="
+        f"{s.model.visual.image_size}; set both to the same value"
+    )
+
+
+def texts_fit_model(s: Settings, machine: Machine) -> str | None:
+    """The text tower has position embeddings for max_len tokens."""
+    if s.data.text_len <= s.model.text.max_len:
+        return None
+    return (
+        f"data.text_len={s.data.text_len} is above model.text.max_len={s.model.text.max_len}, the number "
+        "of position embeddings; lower it"
+    )
+
+
+def sigmoid_has_bias(s: Settings, machine: Machine) -> str | None:
+    """Without a bias, B² - B negatives dominate the sigmoid loss at the start (arXiv:2303.15343, §3.2)."""
+    if s.loss.kind != "sigmoid" or s.model.logit_bias is not None:
+        return None
+    return "loss.kind=sigmoid needs a bias of the logits; set model.logit_bias=-10.0"
+
+
+RULES = (
+    stages_are_not_used,
+    context_is_not_used,
+    images_fit_model,
+    texts_fit_model,
+    sigmoid_has_bias,
+)

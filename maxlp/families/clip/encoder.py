@@ -1,0 +1,219 @@
+"""The transformer blocks that the image tower and the text tower of a CLIP share.
+
+Shape letters: B batch · S positions · D embed · F mlp · N heads · H head dim · L layers.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxlp.nn import attention, layers, stack
+from maxlp.parallel.sharding import constrain, gather_sequence, split_sequence
+
+
+def quick_gelu(x: jax.Array) -> jax.Array:
+    """The approximation of GELU that OpenAI's weights were trained with."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": quick_gelu,
+}
+
+
+# --- initial values -------------------------------------------------------------------------------------
+
+
+class Init(NamedTuple):
+    """How the kernels of a block are drawn: ``draw`` times the standard deviation of each kind.
+
+    The biases of the MLP are drawn uniformly; those of attention are zero.
+    """
+
+    draw: layers.Draw
+    qkv: float
+    out: float
+    up: float
+    down: float
+    up_bias: float
+    down_bias: float
+
+
+def _clip_visual(D: int, F: int, L: int) -> Init:
+    # PyTorch's defaults: Xavier over the joint (3D, D) kernel of q, k and v, Kaiming elsewhere.
+    wide, narrow = (3 * D) ** -0.5, (3 * F) ** -0.5
+    return Init(layers.uniform, (2 * D) ** -0.5, wide, wide, narrow, wide, narrow)
+
+
+def _clip_text(D: int, F: int, L: int) -> Init:
+    residual = D**-0.5 * (2 * L) ** -0.5
+    biases = (3 * D) ** -0.5, (3 * F) ** -0.5
+    return Init(layers.normal, D**-0.5, residual, (2 * D) ** -0.5, residual, *biases)
+
+
+def _siglip(D: int, F: int, L: int) -> Init:
+    mlp = (2 / (D + F)) ** 0.5
+    return Init(layers.uniform, D**-0.5, D**-0.5, mlp, mlp, 1e-6, 1e-6)
+
+
+# name -> tower -> (D, F, L) to the initial values of its blocks
+INITS: dict[str, dict[str, Callable[[int, int, int], Init]]] = {
+    "clip": {"visual": _clip_visual, "text": _clip_text},
+    "siglip": {"visual": _siglip, "text": _siglip},
+}
+
+
+# --- an encoder -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """Makes and runs the blocks of one tower; `model.CLIPConfig` explains the fields.
+
+    tower: a key of the entries of `INITS`.
+    """
+
+    tower: str
+    width: int
+    num_layers: int
+    num_heads: int
+    mlp_dim: int
+    causal: bool
+    act: str
+    norm_eps: float
+    layer_scale: float | None
+    qk_norm: bool
+    init: str
+    dtype: jnp.dtype
+    param_dtype: jnp.dtype
+    attention: str
+    scan_layers: bool
+    remat: str
+
+    @property
+    def block_init(self) -> Init:
+        return INITS[self.init][self.tower](self.width, self.mlp_dim, self.num_layers)
+
+    def linear(self, in_dim: int, out_dim: int, axes: layers.Axes, rngs: nnx.Rngs, **how) -> layers.Linear:
+        return layers.Linear(
+            in_dim, out_dim, axes=axes, dtype=self.dtype, param_dtype=self.param_dtype, rngs=rngs, **how
+        )
+
+    def norm(self, dim: int) -> layers.LayerNorm:
+        return layers.LayerNorm(dim, eps=self.norm_eps, param_dtype=self.param_dtype)
+
+    def branch_scale(self) -> layers.LayerScale | None:
+        """The learned gain of a residual branch."""
+        if self.layer_scale is None:
+            return None
+        return layers.LayerScale(self.width, self.layer_scale, param_dtype=self.param_dtype)
+
+    def vectors(self, draw: layers.Draw, std: float, shape: tuple[int, ...], rngs: nnx.Rngs) -> nnx.Param:
+        """Learned vectors of the residual stream: position embeddings, a class token."""
+        values = std * draw(rngs.params(), shape)
+        return layers.param(values.astype(self.param_dtype), (*(None,) * (len(shape) - 1), "norm"))
+
+    def make_blocks(self, rngs: nnx.Rngs) -> "Block":
+        return stack.stack(lambda rngs: Block(self, rngs), self.num_layers, rngs)
+
+    def run(self, blocks: "Block", x_BSD: jax.Array) -> jax.Array:
+        with jax.named_scope("layers"):
+            return stack.apply_stack(
+                blocks,
+                split_sequence(x_BSD),
+                lambda block, x_BSD, *_: (block(x_BSD), None),
+                num_layers=self.num_layers,
+                scan=self.scan_layers,
+                remat=self.remat,
+            )[0]
+
+
+def check_tower(config: Any, *sizes: str) -> None:
+    """Checks the sizes of a tower's config.
+
+    Args:
+      sizes: names of the fields that must be positive, besides those that all towers have.
+
+    Raises:
+      ValueError: a size below 1, or heads that do not divide the width.
+    """
+    for key in (*sizes, "width", "num_layers", "num_heads", "mlp_dim"):
+        if getattr(config, key) < 1:
+            raise ValueError(f"{key}={getattr(config, key)} must be at least 1")
+    if config.width % config.num_heads:
+        raise ValueError(f"num_heads={config.num_heads} does not divide width={config.width}")
+
+
+# --- blocks ---------------------------------------------------------------------------------------------
+
+
+class Attention(nnx.Module):
+    """Multi-head attention, optionally with norms of queries and keys (ViT-22B, arXiv:2302.05442)."""
+
+    def __init__(self, c: Encoder, rngs: nnx.Rngs):
+        D, init = c.width, c.block_init
+        into = dict(draw=init.draw, std=init.qkv)
+        self.q_proj = c.linear(D, D, ("embed", "q_heads"), rngs, bias="q_heads", **into)
+        self.k_proj = c.linear(D, D, ("embed", "kv_heads"), rngs, bias="kv_heads", **into)
+        self.v_proj = c.linear(D, D, ("embed", "kv_heads"), rngs, bias="kv_heads", **into)
+        self.o_proj = c.linear(D, D, ("q_heads", "embed"), rngs, bias="norm", draw=init.draw, std=init.out)
+        self.q_norm = c.norm(D // c.num_heads) if c.qk_norm else None
+        self.k_norm = c.norm(D // c.num_heads) if c.qk_norm else None
+        self.num_heads = c.num_heads
+        self.causal = c.causal
+        self.attend = attention.kernel(c.attention)
+
+    def heads(self, y_BSD: jax.Array, norm: layers.LayerNorm | None = None) -> jax.Array:
+        """(B, S, N · H) to (B, S, N, H), normed if there is a norm."""
+        y_BSNH = y_BSD.reshape(*y_BSD.shape[:2], self.num_heads, -1)
+        y_BSNH = y_BSNH if norm is None else norm(y_BSNH)
+        return constrain(y_BSNH, "batch", "seq", "act_heads", None)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        q_BSNH = self.heads(self.q_proj(x_BSD), self.q_norm)
+        k_BSNH = self.heads(self.k_proj(x_BSD), self.k_norm)
+        v_BSNH = self.heads(self.v_proj(x_BSD))
+        o_BSNH = self.attend(q_BSNH, k_BSNH, v_BSNH, causal=self.causal, segment_ids_BS=None)
+        return self.o_proj(o_BSNH.reshape(x_BSD.shape))
+
+
+class Mlp(nnx.Module):
+    """``down(act(up(x)))``."""
+
+    def __init__(self, c: Encoder, rngs: nnx.Rngs):
+        D, F, init = c.width, c.mlp_dim, c.block_init
+        up = dict(bias="mlp", draw=init.draw, std=init.up, bias_std=init.up_bias)
+        down = dict(bias="norm", draw=init.draw, std=init.down, bias_std=init.down_bias)
+        self.up_proj = c.linear(D, F, ("embed", "mlp"), rngs, **up)
+        self.down_proj = c.linear(F, D, ("mlp", "embed"), rngs, **down)
+        self.act = ACTIVATIONS[c.act]
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        return self.down_proj(constrain(self.act(self.up_proj(x_BSD)), "batch", "seq", "act_mlp"))
+
+
+class Block(stack.Block):
+    """Attention and MLP, each behind a norm and around a residual, optionally with layer-scales."""
+
+    def __init__(self, c: Encoder, rngs: nnx.Rngs):
+        self.attn_norm = c.norm(c.width)
+        self.attn = Attention(c, rngs)
+        self.mlp_norm = c.norm(c.width)
+        self.mlp = Mlp(c, rngs)
+        self.attn_scale = c.branch_scale()
+        self.mlp_scale = c.branch_scale()
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        with jax.named_scope("attn"):
+            h_BSD = split_sequence(self.attn(gather_sequence(self.attn_norm(x_BSD))))
+            x_BSD += h_BSD if self.attn_scale is None else self.attn_scale(h_BSD)
+        with jax.named_scope("mlp"):
+            h_BSD = split_sequence(self.mlp(gather_sequence(self.mlp_norm(x_BSD))))
+            return x_BSD + (h_BSD if self.mlp_scale is None else self.mlp_scale(h_BSD))

@@ -1,0 +1,64 @@
+"""Weight formats of CLIP: Hugging Face's (CLIP and SigLIP) and open_clip's."""
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from maxlp.families.clip import hf, open_clip, weights
+from maxlp.families.clip.model import CLIPConfig
+from maxlp.families.weights import Layout, WeightFormat, read_config
+from maxlp.runtime import safetensors
+
+PREPROCESSOR = "preprocessor_config.json"
+
+
+def _read_hf(source: Path, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    preprocessor = source / PREPROCESSOR
+    statistics = read_config(preprocessor) if preprocessor.exists() else None
+    return hf.config_from_hf(read_config(source / "config.json"), statistics), _dtype(tensors)
+
+
+def _read_open_clip(source: Path, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    return open_clip.config_from_open_clip(read_config(source / open_clip.CONFIG)), _dtype(tensors)
+
+
+def _dtype(tensors: Mapping[str, Any]) -> str:
+    """The dtype of the tensors: the configs do not always have it."""
+    return next((str(tensors[name].dtype) for name in tensors if name != "logit_scale"), "float32")
+
+
+def _hf_layout(config: CLIPConfig) -> Layout:
+    return {"clip": weights.HF_CLIP, "siglip": weights.HF_SIGLIP}[hf.kind_in_hf(config)]
+
+
+def _hf_files(config: CLIPConfig, make_tokenizer: Callable[[], Any]) -> dict[str, dict[str, Any]]:
+    config_json, preprocessor = hf.config_to_hf(config)
+    return {"config.json": config_json, PREPROCESSOR: preprocessor}
+
+
+def _open_clip_files(config: CLIPConfig, make_tokenizer: Callable[[], Any]) -> dict[str, dict[str, Any]]:
+    return {open_clip.CONFIG: open_clip.config_to_open_clip(config)}
+
+
+FORMATS = {
+    "hf_clip": WeightFormat(
+        config_file="config.json",
+        model_types=tuple(hf.DEFAULTS),
+        read_model=_read_hf,
+        layout=_hf_layout,
+        config_files=_hf_files,
+        weights_file=safetensors.WEIGHTS,
+        max_shard_bytes=safetensors.SHARD_BYTES,
+        resize=weights.resize,
+    ),
+    "open_clip": WeightFormat(
+        config_file=open_clip.CONFIG,
+        weights_file="open_clip_model.safetensors",
+        max_shard_bytes=sys.maxsize,  # open_clip does not read shards
+        read_model=_read_open_clip,
+        layout=lambda config: weights.OPEN_CLIP,
+        config_files=_open_clip_files,
+        resize=weights.resize,
+    ),
+}

@@ -1,0 +1,115 @@
+"""Loss and gradients of a batch of pairs, in one pass or in several microbatches.
+
+Every image of the batch is compared with every text, so the loss is not a sum over microbatches. Several
+microbatches use cached contrastive gradients (GradCache, Gao et al. 2021, arXiv:2101.06983):
+
+    1  the features of all microbatches, without activations
+    2  the loss of the whole batch, and its gradient with respect to the features
+    3  each microbatch again: the gradient of its features is propagated to the parameters
+
+The result is the gradient of the whole batch, with the activations of one microbatch in memory.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from maxlp.core import gradients
+from maxlp.core.gradients import Batch, Metrics, forward_state, join_trees, split_model_state
+from maxlp.core.train_state import State
+from maxlp.families.clip.contrastive import ContrastiveConfig, contrastive_sums
+
+Features = tuple[jax.Array, jax.Array]  # image_BE, text_BE
+
+
+def batch_loss(config: ContrastiveConfig, seed: int = 0) -> gradients.Loss:
+    """The mean contrastive loss over the pairs of a batch.
+
+    Args:
+      seed: of the choice of the patches that are dropped.
+    """
+
+    def loss(model: nnx.Module, batch: Batch, step: jax.Array) -> tuple[jax.Array, Metrics]:
+        features = _encode(model, batch, _dropout_key(seed, step, 0))
+        return _mean_loss(model, features, config)
+
+    return loss
+
+
+def loss_gradients(config: ContrastiveConfig, seed: int = 0, microbatches: int = 1) -> gradients.Gradients:
+    """The gradients of `batch_loss`.
+
+    Args:
+      seed: of the choice of the patches that are dropped; each microbatch draws differently.
+      microbatches: divides the rows of the batch.
+    """
+    if microbatches == 1:
+        return gradients.batch_gradients(batch_loss(config, seed))
+    return functools.partial(_cached_gradients, config=config, seed=seed, microbatches=microbatches)
+
+
+def _encode(model: nnx.Module, batch: Batch, dropout_key: jax.Array) -> Features:
+    return model.encode_image(batch["image"], dropout_key), model.encode_text(batch["text"])
+
+
+def _dropout_key(seed: int, step: jax.Array, microbatch: Any) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), microbatch)
+
+
+def _mean_loss(
+    model: nnx.Module, features: Features, config: ContrastiveConfig
+) -> tuple[jax.Array, Metrics]:
+    scale, bias = model.temperature()
+    sums = contrastive_sums(*features, scale, bias, config)
+    count = sums["examples"]
+    metrics = {"loss": sums["loss"] / count, "accuracy": sums["correct"] / count, "examples": count}
+    return metrics["loss"], metrics
+
+
+def _cached_gradients(
+    graphdef: nnx.GraphDef,
+    state: State,
+    batch: Batch,
+    loss_scale: jax.Array | None,
+    *,
+    config: ContrastiveConfig,
+    seed: int,
+    microbatches: int,
+) -> tuple[dict, dict, Metrics]:
+    """A `core.gradients.Gradients`; see the top of the file."""
+    params = state["params"]
+    forward, backward = split_model_state(graphdef, state)
+
+    def encode(params: dict, backward: dict, part: Batch, index: jax.Array) -> tuple[Features, dict]:
+        model = nnx.merge(graphdef, params, forward, backward)
+        features = _encode(model, part, _dropout_key(seed, state["step"], index))
+        return features, forward_state(model)
+
+    def loss(params: dict, features: Features) -> tuple[jax.Array, Metrics]:
+        value, metrics = _mean_loss(nnx.merge(graphdef, params, forward, backward), features, config)
+        return gradients.scaled(value, loss_scale), metrics
+
+    def of_part(part_and_gradients: tuple) -> tuple[dict, dict]:
+        part, feature_grads = part_and_gradients
+
+        def product(params: dict, backward: dict) -> tuple[jax.Array, dict]:
+            features, new_forward = encode(params, backward, *part)
+            return jnp.asarray(optax.tree.vdot(features, feature_grads)), new_forward
+
+        both = jax.grad(product, argnums=(0, 1), has_aux=True)
+        (grads, new_backward), new_forward = both(params, backward)
+        return grads, join_trees(new_forward, new_backward)
+
+    parts = gradients.split_batch(batch, microbatches), jnp.arange(microbatches)
+    features = jax.lax.map(lambda part: encode(params, backward, *part)[0], parts)
+    loss_grads = jax.grad(loss, argnums=(0, 1), has_aux=True)
+    (head_grads, feature_grads), metrics = loss_grads(params, jax.tree.map(gradients.join_batch, features))
+    feature_grads = gradients.split_batch(feature_grads, microbatches)
+    grads, model_state = gradients.accumulate(of_part, params, (parts, feature_grads))
+    grads = jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, head_grads)
+    model_state = jax.tree.map(lambda x: jnp.max(x, axis=0), model_state)
+    return gradients.unscaled(grads, loss_scale), model_state, metrics

@@ -1,0 +1,238 @@
+"""Weights of other libraries: their files, and how their tensors map to the parameters of a model.
+
+A `Layout` is a table of names. Beyond names, three things differ: kernels are (in, out) here and (out, in)
+in PyTorch; a leaf of ``layers`` here is a stack of the tensors of all layers there; and some libraries
+keep the kernels of q, k and v in one tensor.
+"""
+
+import dataclasses
+import fnmatch
+import json
+import math
+import pkgutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from flax.nnx.traversals import flatten_mapping, unflatten_mapping
+
+from maxlp.families import FAMILIES
+
+if TYPE_CHECKING:
+    from maxlp.data.tokenizers import Tokenizer
+
+Array = np.ndarray
+
+
+class Transform(NamedTuple):
+    """Turns a tensor of another library into a parameter, and back."""
+
+    to_maxlp: Callable[[Array], Array]
+    to_other: Callable[[Array], Array]
+
+
+def _conv_to_kernel(conv_OIpp: Array) -> Array:
+    return conv_OIpp.transpose(2, 3, 1, 0).reshape(-1, len(conv_OIpp))
+
+
+def _kernel_to_conv(kernel: Array) -> Array:
+    size = math.isqrt(len(kernel) // 3)
+    return kernel.reshape(size, size, 3, -1).transpose(3, 2, 0, 1)
+
+
+SAME = Transform(lambda x: x, lambda x: x)
+TRANSPOSED = Transform(lambda x: x.T, lambda x: x.T)
+PATCH_CONV = Transform(_conv_to_kernel, _kernel_to_conv)  # of pixels with 3 channels
+SCALAR = Transform(lambda x: x.reshape(()), lambda x: x)
+VECTOR_OF_ONE = Transform(lambda x: x.reshape(()), lambda x: x.reshape(1))
+ROW = Transform(lambda x: x[0], lambda x: x[None])
+
+
+class Place(NamedTuple):
+    """Where a parameter is in another library.
+
+    name: of the tensor; "{}" is the number of the layer.
+    third: which third of the tensor's rows the parameter is; None for all rows.
+    """
+
+    name: str
+    transform: Transform = SAME
+    third: int | None = None
+
+
+class Layout(NamedTuple):
+    """The names of another library for the parameters of a model.
+
+    modules: path of a module to its name there; its kernel or scale is the tensor NAME.weight, its bias
+      NAME.bias.
+    leaves: path of a parameter to its place, for exceptions.
+    optional_prefix: names may begin with it.
+    ignored: patterns of the names of tensors that repeat what the config specifies.
+    copies: name of a tensor -> name of the tensor that it may repeat.
+    """
+
+    modules: Mapping[str, str]
+    leaves: Mapping[str, Place]
+    optional_prefix: str = ""
+    ignored: tuple[str, ...] = ()
+    copies: Mapping[str, str] = {}
+
+    def place(self, path: str) -> Place:
+        """The place of a parameter.
+
+        Raises:
+          ValueError: the layout has no name for it.
+        """
+        if path in self.leaves:
+            return self.leaves[path]
+        module, _, leaf = path.rpartition("/")
+        if module not in self.modules:
+            raise ValueError(f"parameter {path!r} has no counterpart in this format of weights")
+        name = f"{self.modules[module]}.{'bias' if leaf == 'bias' else 'weight'}"
+        return Place(name, TRANSPOSED if leaf == "kernel" else SAME)
+
+    def parts(self, path: str, shape: tuple[int, ...]) -> list[tuple[Any, str]]:
+        """(index, name) of the tensors that a parameter consists of, at this index of its first dim."""
+        name = self.place(path).name
+        return [(i, name.format(i)) for i in range(shape[0])] if "{}" in name else [(..., name)]
+
+
+# --- formats --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class WeightFormat:
+    """A folder of weights as another library reads and writes it: JSON files and safetensors files.
+
+    ``model`` in the signatures below is an instance of the family's config class (`Family.Model`).
+
+    Attributes:
+      config_file: name of the JSON file that describes the model.
+      model_types: values of its key ``model_type`` for models of this format; empty if other formats have
+        no file of this name.
+      read_model: (folder, tensors) to the keywords of the family's config class, except for dtype,
+        param_dtype, attention, scan_layers and remat; and the dtype of the tensors.
+      layout: model to the names of the tensors; raises a ValueError for a model that the format has not.
+      config_files: (model, make_tokenizer) to the content of the JSON files by name; raises a ValueError
+        like ``layout``. make_tokenizer() makes the run's tokenizer, or returns None if it has no file.
+      weights_file, max_shard_bytes: as in `runtime.safetensors.write_tensors`.
+      resize: (params, model, image_size) to the params and the model for images of that size; None for
+        models without images.
+    """
+
+    config_file: str
+    read_model: Callable[[Path, Mapping[str, Array]], tuple[dict[str, Any], str]]
+    layout: Callable[[Any], Layout]
+    config_files: Callable[[Any, "Callable[[], Tokenizer | None]"], dict[str, dict[str, Any]]]
+    weights_file: str
+    max_shard_bytes: int
+    model_types: tuple[str, ...] = ()
+    resize: Callable[[dict, Any, int], tuple[dict, Any]] | None = None
+
+    def matches(self, folder: Path) -> bool:
+        """Whether a folder holds a model in this format."""
+        path = folder / self.config_file
+        if not path.exists():
+            return False
+        return not self.model_types or read_config(path).get("model_type") in self.model_types
+
+
+def formats(family: str) -> Mapping[str, WeightFormat]:
+    """The formats of a family by name; the first is the one to export to by default."""
+    return pkgutil.resolve_name(f"{FAMILIES[family]}.export:FORMATS")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The content of a model's JSON file.
+
+    Raises:
+      ValueError: there is no such file, or it is not JSON.
+    """
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: {path.parent} holds no model")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+# --- tensors --------------------------------------------------------------------------------------------
+
+
+def to_maxlp(tensors: Mapping[str, Array], abstract: Mapping[str, Any], layout: Layout) -> dict:
+    """Parameters from the tensors of another library.
+
+    Reads one tensor at a time: a mapping that reads from disk (`runtime.safetensors.Tensors`) needs memory
+    for one copy of the model and one tensor.
+
+    Args:
+      tensors: name to array, as in the state dict of the other library.
+      abstract: the parameters as a nested dict of shapes and dtypes.
+
+    Returns:
+      the parameters as a nested dict of NumPy arrays.
+
+    Raises:
+      ValueError: a missing or unknown tensor, or one of a wrong shape; the message has its name.
+    """
+    stored = {name.removeprefix(layout.optional_prefix): name for name in tensors}
+    leaves = flatten_mapping(abstract, sep="/")
+    wanted = {name for path, leaf in leaves.items() for _, name in layout.parts(path, leaf.shape)}
+    if missing := sorted(wanted - set(stored)):
+        raise ValueError(f"tensor {missing[0]!r} is missing{_and_more(missing)}")
+    unknown = set(stored) - wanted
+    if unknown := sorted(name for name in unknown if not _is_redundant(name, tensors, layout)):
+        raise ValueError(
+            f"tensor {unknown[0]!r} has no place in the model that the config describes{_and_more(unknown)}"
+        )
+    params = {}
+    for path, leaf in leaves.items():
+        params[path] = np.empty(leaf.shape, leaf.dtype)
+        for index, name in layout.parts(path, leaf.shape):
+            _fill(params[path][index], tensors[stored[name]], layout.place(path), name, path)
+    return unflatten_mapping(params, sep="/")
+
+
+def _fill(target: Array, tensor: Array, place: Place, name: str, path: str) -> None:
+    """Writes a tensor into (a layer of) a parameter, in place."""
+    try:
+        rows = tensor if place.third is None else np.split(tensor, 3)[place.third]
+        value = place.transform.to_maxlp(rows)
+    except (ValueError, IndexError):  # of another rank
+        value = None
+    if value is None or value.shape != target.shape:
+        raise ValueError(
+            f"tensor {name!r} of shape {tensor.shape} does not fit {path} of shape {target.shape}"
+        )
+    target[...] = value
+
+
+def _is_redundant(name: str, tensors: Mapping[str, Array], layout: Layout) -> bool:
+    """Whether a tensor repeats what the config specifies, or another tensor."""
+    other = layout.copies.get(name)
+    if other is not None and other in tensors:
+        return np.array_equal(tensors[name], tensors[other])
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in layout.ignored)
+
+
+def to_other(params: Mapping[str, Any], layout: Layout) -> dict[str, Array]:
+    """The tensors of another library from parameters: views wherever possible.
+
+    Raises:
+      ValueError: a parameter for which the layout has no name.
+    """
+    tensors: dict[str, Any] = {}
+    for path, leaf in flatten_mapping(params, sep="/").items():
+        place = layout.place(path)
+        for index, name in layout.parts(path, leaf.shape):
+            value = place.transform.to_other(np.asarray(leaf)[index])
+            if place.third is None:
+                tensors[name] = value
+            else:
+                tensors.setdefault(name, [None] * 3)[place.third] = value
+    return {name: np.concatenate(t) if isinstance(t, list) else t for name, t in tensors.items()}
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

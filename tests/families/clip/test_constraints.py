@@ -1,0 +1,56 @@
+import pytest
+
+from configs.clip import debug
+from maxlp.families.clip.constraints import RULES
+from maxlp.run import constraints
+from maxlp.run.config import ConfigError
+from maxlp.run.settings import read
+
+
+def check(**changes) -> None:
+    """Checks configs/clip/debug.py on 8 CPU devices, with changes like ``data__batch_size=4``."""
+    c = debug.get_config()
+    c.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
+    settings = read(c)
+    constraints.check(settings, settings.machine(8, "cpu"))
+
+
+BIAS_KEY = dict(loss__kind="sigmoid")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(mesh__stage=2), r"config.mesh.stage=2 cannot split a CLIP; set it to 1"),
+        (
+            dict(mesh__context=2, model__attention="ring"),
+            r"config.mesh.context=2 cannot split a CLIP; set it to 1",
+        ),
+        (dict(data__image_size=64), "config.data.image_size=64 differs from model.visual.image_size=32"),
+        (dict(data__text_len=21), "config.data.text_len=21 is above model.text.max_len=20"),
+        (BIAS_KEY, "config.loss.kind=sigmoid needs a bias of the logits; set model.logit_bias"),
+    ],
+)
+def test_each_rule_refuses_one_thing(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        check(**changes)
+
+
+def test_the_debug_run_and_what_the_messages_propose_are_accepted():
+    assert len(RULES) == 5, "one case for each in the test above"
+    check()
+    check(data__text_len=20, mesh__tensor=2)
+    check(**BIAS_KEY, model__logit_bias=-10.0)
+    check(train__release_gradients=True, optimizer__clip_norm=0.0)
+
+
+def test_attention_kernels_must_fit_both_towers():
+    """The general rule asks for the use of each tower: 3 heads of images, 2 of texts."""
+    with pytest.raises(
+        ConfigError, match=r"model.attention=ring needs .* multiple of mesh.tensor=2, not 3"
+    ):
+        check(model__attention="ring", mesh__tensor=2)
+    with pytest.raises(
+        ConfigError, match=r"model.attention=ring needs .* multiple of mesh.tensor=4, not 2"
+    ):
+        check(model__attention="ring", mesh__tensor=4, model__visual__num_heads=4)

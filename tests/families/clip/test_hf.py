@@ -1,0 +1,63 @@
+import dataclasses
+import json
+
+import pytest
+
+from maxlp.families.clip import hf
+from tests.families.clip import goldens
+
+
+@pytest.mark.parametrize("name", ["clip_hf_quick_gelu", "clip_hf_gelu", "clip_hf_siglip"])
+def test_configs_survive_the_round_trip(name):
+    config = goldens.load(name).config
+    files = json.loads(json.dumps(hf.config_to_hf(config)))
+    assert hf.config_from_hf(*files) == {
+        key: value for key, value in vars(config).items() if key not in goldens.RUN
+    }
+
+
+def test_config_of_openai_b32():
+    """Its file has few keys: the others have the defaults of the library that wrote it."""
+    config = hf.config_from_hf(
+        dict(
+            model_type="clip",
+            projection_dim=512,
+            vision_config=dict(patch_size=32),
+            text_config=dict(eos_token_id=2),
+        )
+    )
+    visual, text = config["visual"], config["text"]
+    sizes = (visual.width, visual.num_layers, visual.num_heads, visual.mlp_dim)
+    assert sizes == (768, 12, 12, 3072)
+    assert (text.width, text.num_layers, text.num_heads, text.mlp_dim) == (512, 12, 8, 2048)
+    assert (text.vocab_size, text.max_len, text.pool) == (49408, 77, "argmax")
+    assert (config["act"], config["norm_eps"]) == ("quick_gelu", 1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(model_type="align"), "model_type='align' is not supported, only clip and siglip"),
+        (
+            dict(text_config=dict(hidden_act="gelu")),
+            "hidden_act='quick_gelu' and text_config.hidden_act='gelu' differ",
+        ),
+        (dict(vision_config=dict(num_channels=1)), "num_channels=1 is not supported, only 3"),
+    ],
+)
+def test_other_architectures_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message) as error:
+        hf.config_from_hf(dict(model_type="clip") | changes)
+    assert "\n" not in str(error.value)
+
+
+def test_models_without_a_counterpart_are_refused():
+    config = goldens.load("clip_hf_gelu").config
+    with pytest.raises(
+        ValueError, match=r"model.layer_scale=0.1 has no counterpart in Hugging Face's CLIP"
+    ):
+        hf.config_to_hf(dataclasses.replace(config, layer_scale=0.1))
+    siglip = goldens.load("clip_hf_siglip").config
+    causal = dataclasses.replace(siglip, text=dataclasses.replace(siglip.text, causal=True))
+    with pytest.raises(ValueError, match=r"model.text.causal=True has .* SigLIP, which has False"):
+        hf.config_to_hf(causal)

@@ -1,0 +1,180 @@
+import importlib
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from configs.clip import low_precision, open_clip
+from maxlp.run.settings import make_model, read, read_model
+from tests.families.clip.fixtures import TINY, make_batch, make_clip, tiny_clip
+
+encode_image = jax.jit(lambda model, image_BHWC: model.encode_image(image_BHWC))
+encode_text = jax.jit(lambda model, text_BS: model.encode_text(text_BS))
+
+# --- sizes ----------------------------------------------------------------------------------------------
+
+
+def num_params(c) -> int:
+    params = jax.eval_shape(lambda: nnx.state(make_model(*read_model(c))(nnx.Rngs(0)), nnx.Param))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize(
+    "size, expected",
+    [
+        ("s32", 63_085_825),
+        ("b32", 151_277_313),
+        ("b16", 149_620_737),
+        ("l14", 427_616_513),
+        ("h14", 986_109_441),
+        ("g14", 1_366_678_273),
+        ("bigG14", 2_539_567_105),
+    ],
+)
+def test_sizes_of_open_clip(size, expected):
+    assert num_params(open_clip.get_config(f"size={size}")) == expected
+
+
+@pytest.mark.parametrize("name", ["b32", "b16", "l14", "h14", "siglip_b16"])
+def test_configs_have_the_number_of_parameters_in_their_docstring(name):
+    module = importlib.import_module(f"configs.clip.{name}")
+    assert f"{num_params(module.get_config()):,} parameters" in module.__doc__
+
+
+def test_the_low_precision_runs_quantize_all_blocks_of_both_towers():
+    c = low_precision.get_config("precision=fp8_switchback,size=l14,optimizer=adamw")
+    c.data.source, c.data.tokenizer = "glyphs", "bytes"
+    s = read(c)
+    assert (s.optimizer.name, s.model.embed_dim, s.model.visual.patch_dropout) == ("adamw", 768, 0.5)
+    quantized = {path for path, recipe in s.matmuls.items() if recipe == "fp8_switchback"}
+    assert quantized == {path for path in s.matmuls if "/layers/" in path} and len(quantized) == 12
+    with pytest.raises(ValueError, match="size='x14': one of s32, b32"):
+        low_precision.get_config("size=x14")
+
+
+# --- forward --------------------------------------------------------------------------------------------
+
+
+def test_pixels_are_normalized_and_floats_are_not():
+    image, model = make_batch()["image"], make_clip()
+    normalized = (np.asarray(image) / 255 - TINY["image_mean"]) / TINY["image_std"]
+    features_BE = encode_image(model, image)
+    np.testing.assert_allclose(features_BE, encode_image(model, jnp.float32(normalized)), atol=1e-6)
+    np.testing.assert_allclose(jnp.linalg.norm(features_BE, axis=-1), 1, atol=1e-6)
+    assert features_BE.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("pool", ["argmax", "eos", "last"])
+def test_only_tokens_up_to_the_pooled_one_change_the_features(pool):
+    """Attention is causal: tokens after the pooled one do not count, and those before it do."""
+    model = make_clip(text=dict(pool=pool, eos_id=60 if pool == "eos" else None))
+    text_BS = np.asarray(make_batch(2)["text"]) % 50
+    end = 11 if pool == "last" else 6
+    text_BS[:, end] = 60
+    before, after = text_BS.copy(), text_BS.copy()
+    before[:, end - 1] = 51
+    after[:, end + 1 :] = 52 if pool == "argmax" else 60
+    features_BE = encode_text(model, jnp.asarray(text_BS))
+    np.testing.assert_allclose(encode_text(model, jnp.asarray(after)), features_BE, atol=1e-6)
+    assert jnp.abs(encode_text(model, jnp.asarray(before)) - features_BE).max() > 1e-3
+    if pool == "argmax":  # short texts need no padding
+        short = encode_text(model, jnp.asarray(text_BS[:, : end + 1]))
+        np.testing.assert_allclose(short, features_BE, atol=1e-6)
+
+
+def test_a_layer_scale_of_zero_makes_the_blocks_the_identity():
+    """The features of a text are then those of its pooled token and position alone."""
+    text_BS = jnp.asarray([[1, 2, 60, 0], [5, 7, 60, 0], [1, 2, 3, 60]])
+    features_BE = encode_text(make_clip(layer_scale=0.0), text_BS)
+    np.testing.assert_allclose(features_BE[0], features_BE[1], atol=1e-6)
+    assert jnp.abs(features_BE[0] - features_BE[2]).max() > 1e-3
+
+
+def test_qk_norm_makes_attention_independent_of_the_scale_of_the_kernels():
+    image = make_batch()["image"]
+    model = make_clip(qk_norm=True, norm_eps=1e-12)
+    features_BE = encode_image(model, image)
+    model.visual.layers.attn.q_proj.kernel[...] *= 100.0
+    np.testing.assert_allclose(encode_image(model, image), features_BE, atol=1e-5)
+
+
+def test_the_temperature_is_capped_at_100_and_can_come_back():
+    model = make_clip(logit_bias=-3.0)
+    model.logit_scale[...] = jnp.asarray(math.log(100) + 0.1)
+    scale, bias = model.temperature()
+    np.testing.assert_allclose([scale, bias], [100, -3], rtol=1e-6)
+    graphdef, params = nnx.split(model)
+
+    def gradient(sign):
+        grads = jax.grad(lambda params: sign * nnx.merge(graphdef, params).temperature()[0])(params)
+        return grads["logit_scale"][...]
+
+    np.testing.assert_allclose([gradient(-1), gradient(1)], [0, 100], rtol=1e-6)
+
+
+def test_texts_that_are_too_long_are_refused():
+    with pytest.raises(ValueError, match=r"texts of 13 tokens are longer than model.text.max_len=12"):
+        encode_text(make_clip(), jnp.zeros((2, 13), jnp.int32))
+
+
+# --- the config -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(act="relu"), "act='relu' is unknown; one of gelu"),
+        (dict(init="xavier"), "init='xavier' is unknown; one of clip, siglip"),
+        (dict(embed_dim=0), "embed_dim=0 must be at least 1"),
+        (dict(visual=dict(pool="tok")), "pool='tok' is unknown; one of cls, gap, map"),
+        (dict(visual=dict(num_heads=3)), "num_heads=3 does not divide width=32"),
+        (dict(visual=dict(num_layers=0)), "num_layers=0 must be at least 1"),
+        (dict(visual=dict(image_size=18)), "image_size=18 is not a multiple of patch_size=4"),
+        (dict(visual=dict(patch_dropout=1.0)), r"patch_dropout=1.0 must be in \[0, 1\)"),
+        (dict(visual=dict(proj=False)), "visual.proj=False needs visual.width=32 to equal embed_dim=16"),
+        (dict(text=dict(pool="first")), "pool='first' is unknown; one of argmax, eos, last"),
+        (dict(text=dict(pool="eos")), "pool='eos' needs eos_id"),
+        (dict(text=dict(max_len=0)), "max_len=0 must be at least 1"),
+    ],
+)
+def test_invalid_configs_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_clip(**changes)
+
+
+# --- initial values -------------------------------------------------------------------------------------
+
+
+def test_initial_values_are_those_of_open_clip():
+    """Bounds and standard deviations as in open_clip's code; every layer of a stack draws its own."""
+    model = make_clip(visual=dict(width=64), text=dict(width=64))
+    params = nnx.to_pure_dict(nnx.state(model))
+    D, F, L = 64, 64, 2
+    visual, text = params["visual"], params["text"]
+
+    def assert_uniform(x, bound):
+        assert bound * 0.95 < jnp.abs(x).max() <= bound
+        np.testing.assert_allclose(jnp.std(x), bound / 3**0.5, rtol=0.1)
+
+    assert_uniform(visual["layers"]["attn"]["k_proj"]["kernel"], (6 / (4 * D)) ** 0.5)
+    assert_uniform(visual["layers"]["attn"]["o_proj"]["kernel"], D**-0.5)
+    assert_uniform(visual["layers"]["mlp"]["down_proj"]["kernel"], F**-0.5)
+    assert_uniform(visual["layers"]["mlp"]["up_proj"]["bias"], D**-0.5)
+    assert_uniform(visual["patch_embed"]["kernel"], 48**-0.5)
+    for x, std in (
+        (visual["pos_embed"], D**-0.5),
+        (visual["proj"]["kernel"], D**-0.5),
+        (text["tok_embed"]["embedding"], 0.02),
+        (text["pos_embed"], 0.01),
+        (text["layers"]["attn"]["q_proj"]["kernel"], D**-0.5),
+        (text["layers"]["attn"]["o_proj"]["kernel"], D**-0.5 * (2 * L) ** -0.5),
+        (text["layers"]["mlp"]["up_proj"]["kernel"], (2 * D) ** -0.5),
+        (text["layers"]["mlp"]["down_proj"]["kernel"], D**-0.5 * (2 * L) ** -0.5),
+    ):
+        np.testing.assert_allclose(jnp.std(x), std, rtol=0.1)
+    assert not np.any(visual["layers"]["attn"]["q_proj"]["bias"])
+    first, second = text["layers"]["attn"]["q_proj"]["kernel"]
+    assert jnp.abs(first - second).max() > 0.1

@@ -1,0 +1,64 @@
+import dataclasses
+import json
+
+import pytest
+
+from maxlp.families.clip.model import CLIPConfig
+from maxlp.families.clip.open_clip import config_from_open_clip, config_to_open_clip
+from tests.families.clip import goldens
+
+
+@pytest.mark.parametrize("name", ["clip_open_clip", "clip_open_clip_quick_gelu"])
+def test_configs_survive_the_round_trip(name):
+    config = goldens.load(name).config
+    back = config_from_open_clip(json.loads(json.dumps(config_to_open_clip(config))))
+    assert back == {key: value for key, value in vars(config).items() if key not in goldens.RUN}
+
+
+def test_config_of_g14():
+    """Its mlp_ratio is rounded: int(width · ratio) is the MLP's width, in floating point."""
+    vision = dict(image_size=224, layers=40, width=1408, head_width=88, mlp_ratio=4.3637, patch_size=14)
+    text = dict(context_length=77, vocab_size=49408, width=1024, heads=16, layers=24)
+    g14 = dict(model_cfg=dict(embed_dim=1024, vision_cfg=vision, text_cfg=text), preprocess_cfg=dict())
+    config = config_from_open_clip(g14)
+    assert (config["visual"].mlp_dim, config["visual"].num_heads) == (6144, 16)
+    again = config_to_open_clip(CLIPConfig(**config, **goldens.RUN))
+    vision_cfg = again["model_cfg"]["vision_cfg"]
+    assert int(vision_cfg["width"] * vision_cfg["mlp_ratio"]) == 6144
+    assert config_from_open_clip(again) == config
+
+
+def read(tower="vision_cfg", top=None, **changes):
+    model_cfg = dict(embed_dim=16, vision_cfg={}, text_cfg={}, **(top or {}))
+    model_cfg[tower] = changes
+    return config_from_open_clip(dict(model_cfg=model_cfg))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(timm_model_name="vit"), "vision_cfg.timm_model_name='vit' is not supported"),
+        (dict(qk_norm=True), "vision_cfg.qk_norm=True is not supported"),
+        (dict(pool_type="avg"), "vision_cfg.pool_type='avg' is not supported"),
+        (dict(tower="text_cfg", hf_model_name="bert"), "text_cfg.hf_model_name='bert' is not supported"),
+        (dict(ls_init_value=0.0), "vision_cfg.ls_init_value=0.0 and text_cfg.ls_init_value=None differ"),
+        (dict(top=dict(multimodal_cfg=dict(a=1))), "model_cfg.multimodal_cfg="),
+    ],
+)
+def test_other_architectures_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message) as error:
+        read(**arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_a_config_without_a_model_is_refused():
+    with pytest.raises(ValueError, match="'model_cfg' is missing"):
+        config_from_open_clip({})
+
+
+def test_models_without_a_counterpart_are_refused():
+    config = dataclasses.replace(goldens.load("clip_open_clip").config, qk_norm=True)
+    with pytest.raises(ValueError, match=r"model.qk_norm=True has no counterpart in open_clip"):
+        config_to_open_clip(config)
+    with pytest.raises(ValueError, match=r"model.visual.pool='map' has no counterpart in open_clip"):
+        config_to_open_clip(goldens.load("clip_hf_siglip").config)

@@ -1,0 +1,122 @@
+"""The contract of the family: `families.Family`."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlp.data.image_text import ImageTextDataConfig, encode_texts, make_data
+from maxlp.data.tokenizers import make_tokenizer
+from maxlp.families.clip import task
+from maxlp.families.clip.contrastive import ContrastiveConfig
+from maxlp.families.clip.evals.retrieval import retrieval
+from maxlp.families.clip.model import CLIP
+from maxlp.nn.attention import Use
+from maxlp.run.config import ConfigError
+from tests.families.clip.fixtures import TEXT, VISUAL, make_batch, tiny_clip
+
+DATA = ImageTextDataConfig(source="glyphs", tokenizer="bytes", text_len=12, image_size=16, batch_size=8)
+LOSS = ContrastiveConfig(kind="softmax", method="plain")
+
+
+def test_batch_shapes_are_those_of_the_data():
+    batch = next(iter(make_data(DATA, split="train")))
+    shapes = task.batch_shapes(DATA)
+    assert {key: (x.shape, x.dtype) for key, x in batch.items()} == {
+        key: (s.shape, s.dtype) for key, s in shapes.items()
+    }
+    assert task.describe_batch(DATA) == "8 pairs of 16² pixels and 12 tokens"
+
+
+def test_attention_is_used_once_in_each_tower():
+    """In training half of the 16 patches are dropped; the class token is not."""
+    assert task.attention_uses(tiny_clip(), DATA) == (
+        Use(seq_len=9, kv_heads=2, head_dim=16, dtype="float32"),
+        Use(seq_len=12, kv_heads=2, head_dim=16, dtype="float32"),
+    )
+
+
+def test_flops_count_every_matmul_of_the_forward_pass_three_times():
+    """Against the FLOPs of the dots in the compiled forward pass of unrolled towers."""
+    config = tiny_clip(scan_layers=False)
+    graphdef, state = nnx.split(CLIP(config, rngs=nnx.Rngs(0)))
+
+    def forward(state, image, text):
+        model = nnx.merge(graphdef, state)
+        return model.encode_image(image), model.encode_text(text)
+
+    batch = make_batch(8)
+    jaxpr = jax.make_jaxpr(forward)(state, batch["image"], batch["text"])
+    full, causal = task.flops_per_unit(config, DATA, num_params=0)
+    projections = 2 * (VISUAL["width"] + TEXT["width"]) * config.embed_dim  # not counted
+    assert full == pytest.approx(3 * (dot_flops(jaxpr.jaxpr) / 8 - projections))
+    scores = 12 * 12**2 * TEXT["num_layers"] * TEXT["width"]
+    assert causal == full - scores / 2
+
+
+def dot_flops(jaxpr) -> int:
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contract, _), _ = equation.params["dimension_numbers"]
+            inner = np.prod([equation.invars[0].aval.shape[dim] for dim in contract])
+            total += 2 * int(inner * equation.outvars[0].aval.size)
+        for inner_jaxpr in jax.core.jaxprs_in_params(equation.params):
+            total += dot_flops(inner_jaxpr)
+    return total
+
+
+# --- evaluation -----------------------------------------------------------------------------------------
+
+
+def test_evaluation_is_zero_shot_and_retrieval_on_validation_data():
+    config = tiny_clip(text=dict(vocab_size=300, pool="eos", eos_id=257))
+    graphdef, params, _ = nnx.split(CLIP(config, rngs=nnx.Rngs(0)), nnx.Param, ...)
+    state = {"params": nnx.to_pure_dict(params), "model_state": {}}
+    batch = make_batch(8) | {"label": jnp.arange(8) % 2, "mask": jnp.ones(8, bool)}
+    validation = types.SimpleNamespace(
+        tokenizer=make_tokenizer("bytes"),
+        classes=["zero", "one"],
+        templates=["a {}."],
+        encode=lambda texts: encode_texts(make_tokenizer("bytes"), texts, 12)[0],
+    )
+    found = task.evaluator(graphdef, config, DATA, LOSS, validation)(state, lambda: [batch])
+    assert 0 <= found["zero_shot_top1"] <= found["zero_shot_top5"] == 1, "of two classes"
+    model = nnx.merge(graphdef, params)
+    assert found == found | retrieval(model.encode_image, model.encode_text, [batch])
+    validation.classes = []
+    found = task.evaluator(graphdef, config, DATA, LOSS, validation)(state, lambda: [batch])
+    assert "zero_shot_top1" not in found and "image_to_text_recall_1" in found
+
+
+def tokenizer(eos_id: int):
+    return types.SimpleNamespace(eos_id=eos_id, vocab_size=64)
+
+
+@pytest.mark.parametrize(
+    "pool, eos_id, end",
+    [("argmax", None, 63), ("eos", 5, 5), ("last", None, 5)],
+)
+def test_pools_that_find_the_end_of_a_text_are_accepted(pool, eos_id, end):
+    task.check_pool(tiny_clip(text=dict(pool=pool, eos_id=eos_id)).text, tokenizer(end), "a.json")
+
+
+@pytest.mark.parametrize("pool, eos_id", [("argmax", None), ("eos", 6)])
+def test_pools_that_miss_the_end_of_a_text_are_refused(pool, eos_id):
+    text = tiny_clip(text=dict(pool=pool, eos_id=eos_id)).text
+    message = r"misses the end of a text, id 5 in a.json; set config.model.text.pool=eos"
+    with pytest.raises(ConfigError, match=message):
+        task.check_pool(text, tokenizer(5), "a.json")
+
+
+def test_a_linear_probe_learns_labels_from_the_features():
+    config = tiny_clip()
+    graphdef, params, _ = nnx.split(CLIP(config, rngs=nnx.Rngs(0)), nnx.Param, ...)
+    state = {"params": nnx.to_pure_dict(params), "model_state": {}}
+    image = make_batch(8)["image"]
+    labelled = {"image": image, "label": jnp.arange(8) % 2, "mask": jnp.ones(8, bool)}
+    found = task.linear_probe(graphdef, state, [labelled], [labelled], num_classes=2, l2=1e-6)
+    assert found["train_accuracy"] == found["test_accuracy"] == 1

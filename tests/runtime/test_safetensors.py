@@ -1,0 +1,71 @@
+import json
+import tracemalloc
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlp.runtime.safetensors import WEIGHTS, Tensors, index_of, write_tensors
+
+
+def make_tensors(size: int = 16) -> dict[str, np.ndarray]:
+    """Matrices that are transposed views, and a vector."""
+    rng = np.random.default_rng(0)
+    names = [f"layers.{i}.weight" for i in range(7)]
+    tensors = {name: rng.standard_normal((size, 2 * size), np.float32).T for name in names}
+    return tensors | {"norm.weight": np.ones(size, np.float32)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("max_shard_bytes, num_files", [(10**9, 1), (4096, None)])
+def test_tensors_survive_the_round_trip(tmp_path, dtype, max_shard_bytes, num_files):
+    tensors = make_tensors()
+    write_tensors(tmp_path, tensors, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    back = Tensors(tmp_path)
+    assert set(back) == set(tensors) and len(back) == len(tensors)
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(back[name], tensor.astype(jnp.dtype(dtype)), strict=True)
+    files = list(tmp_path.glob("*.safetensors"))
+    if num_files == 1:
+        assert [file.name for file in files] == [WEIGHTS]
+        return
+    index = json.loads((tmp_path / index_of(WEIGHTS)).read_text())
+    itemsize = jnp.dtype(dtype).itemsize
+    assert index["metadata"]["total_size"] == itemsize * sum(t.size for t in tensors.values())
+    assert len(files) > 1 and set(index["weight_map"].values()) == {file.name for file in files}
+    header = 1024
+    assert all(file.stat().st_size <= max_shard_bytes + header for file in files)
+
+
+def test_missing_and_damaged_files_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"neither model.safetensors nor model.safetensors.index.json"):
+        Tensors(tmp_path)
+    write_tensors(tmp_path, make_tensors(), dtype="float32", max_shard_bytes=4096)
+    damaged = tmp_path / Tensors(tmp_path).file_of["norm.weight"]
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=damaged.name):
+        Tensors(tmp_path)["norm.weight"]
+    damaged.unlink()
+    with pytest.raises(ValueError, match=damaged.name):
+        Tensors(tmp_path)["norm.weight"]
+
+
+def test_another_name_of_the_file(tmp_path):
+    write_tensors(
+        tmp_path, make_tensors(), dtype="float32", weights="other.safetensors", max_shard_bytes=4096
+    )
+    assert (tmp_path / "other.safetensors.index.json").exists()
+    assert all(path.name.startswith("other") for path in Path(tmp_path).iterdir())
+    assert set(Tensors(tmp_path, "other.safetensors")) == set(make_tensors())
+
+
+def test_writing_copies_one_shard_at_a_time(tmp_path):
+    tensors = make_tensors(512)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    tracemalloc.start()
+    try:
+        write_tensors(tmp_path, tensors, dtype="float32", max_shard_bytes=size // 8)
+        assert tracemalloc.get_traced_memory()[1] < size / 2
+    finally:
+        tracemalloc.stop()
