@@ -259,10 +259,10 @@ def param_shardings(variables: nnx.State, mesh: Mesh | AbstractMesh) -> dict:
         axes = spec(*names)
         for dim, name, axis in zip(variable.shape, names, axes, strict=True):
             if dim % axes_size(mesh, axis):
-                sizes = " × ".join(f"config.mesh.{a}={mesh.shape[a]}" for a in axis_names(axis))
+                sizes = " × ".join(f"mesh.{a}={mesh.shape[a]}" for a in axis_names(axis))
                 raise ValueError(
-                    f"{'/'.join(map(str, path))}: axis {name!r} of size {dim} is not divisible by {sizes}; "
-                    "change the mesh or the model"
+                    f"{sizes} does not divide the axis {name!r} of size {dim} of "
+                    f"{'/'.join(map(str, path))}; change the mesh or the model"
                 )
         return NamedSharding(mesh, axes)
 

@@ -102,7 +102,7 @@ def mesh_divides_params(s: Settings, machine: Machine) -> str | None:
     try:
         sharding.param_shardings(s.params, sharding.abstract_mesh(machine.axes))
     except ValueError as error:
-        return f"mesh: {error}"
+        return str(error)
     return None
 
 

@@ -42,11 +42,11 @@ def test_a_permuted_mesh_and_a_part_of_an_axis():
     line = (
         "x), replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_0'}, to_apply=%a"
     )
-    assert hlo.groups(hlo.Instruction("a", "", "all-gather", line), MESH) == (("tensor",), 2)
+    assert hlo.device_groups(hlo.Instruction("a", "", "all-gather", line), MESH) == (("tensor",), 2)
     line = "x), replica_groups=mesh['axis_0'=8] {'axis_0':(1)4}, dimensions={0}"
-    assert hlo.groups(hlo.Instruction("a", "", "all-gather", line), MESH) == (("fsdp",), 4)
+    assert hlo.device_groups(hlo.Instruction("a", "", "all-gather", line), MESH) == (("fsdp",), 4)
     with pytest.raises(ValueError, match="replica_groups=<new form>"):
-        hlo.groups(hlo.Instruction("a", "", "all-gather", "x), replica_groups=<new form>"), MESH)
+        hlo.device_groups(hlo.Instruction("a", "", "all-gather", "x), replica_groups=<new form>"), MESH)
 
 
 def test_of_a_program_compiled_here():

@@ -6,7 +6,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from configs.common import llama
+from configs.common import clip, llama
 
 Changes = dict[str, Any]  # config key -> value
 
@@ -25,6 +25,19 @@ def base_llama() -> ConfigDict:
     )
     c.data.source, c.data.tokenizer = "unread", "bytes"
     c.data.seq_len, c.data.batch_size, c.loss.num_chunks = 32, 16, 1
+    return common(c)
+
+
+def base_clip() -> ConfigDict:
+    """A CLIP that runs on eight devices."""
+    tower = dict(width=32, num_layers=2, num_heads=4, mlp_dim=64)
+    c = clip(
+        embed_dim=32,
+        visual=dict(tower, image_size=16, patch_size=4),
+        text=dict(tower, vocab_size=64, max_len=16),
+    )
+    c.data.source, c.data.tokenizer = "unread", "bytes"
+    c.data.image_size, c.data.text_len, c.data.batch_size = 16, 16, 16
     return common(c)
 
 
@@ -319,9 +332,105 @@ LLAMA_INVALID: list[Changes] = [
     *each("precision.smooth_swiglu", "row"),
 ]
 
-BASES: dict[str, Callable[[], ConfigDict]] = {"llama": base_llama}
-FEATURES = {"llama": COMMON | LLAMA}
-INVALID_OF = {"llama": INVALID + LLAMA_INVALID}
+SIGMOID = {"loss.kind": "sigmoid", "model.logit_bias": -10.0}
+CLIP: dict[str, list[Changes]] = {
+    "loss": [
+        *each("loss.method", "plain", "sharded", "tiled"),
+        *product(SIGMOID, each("loss.method", "plain", "sharded", "tiled")),
+        *each("loss.tile_size", 1, 3, 16, loss__method="tiled"),
+        *each("loss.kind", "sigmoid", "softmax"),
+        {"model.logit_bias": 0.0},
+    ],
+    "cached": [
+        *each("train.microbatches", 2, 4, data__batch_size=32),
+        *each("loss.method", "plain", "sharded", "tiled", train__microbatches=2),
+        *each("model.visual.patch_dropout", 0.5, train__microbatches=2),
+        *each("precision.recipe", *RECIPES, train__microbatches=2),
+    ],
+    "visual": [
+        *each("model.visual.pool", "gap", "map", "map"),
+        *each("model.visual.pool", "gap", "map", model__visual__patch_dropout=0.5),
+        *each("model.visual.patch_dropout", 0.25, 0.5, 0.99),
+        *each("model.visual.proj", False, model__embed_dim=32),
+        *each("model.visual.proj", False, model__embed_dim=16),
+        *each("model.visual.pre_norm", False, model__visual__patch_bias=True),
+    ],
+    "text": [
+        *each("model.text.pool", "last", "eos"),
+        *each("model.text.eos_id", 3, model__text__pool="eos"),
+        *each("model.text.causal", False, True, model__text__proj_bias=True),
+        *each("data.text_len", 3, 8, 15, 17),
+        *each("model.text.max_len", 8, 64),
+    ],
+    "images": [
+        *({"data.image_size": size, "model.visual.image_size": size} for size in (20, 32, 24)),
+        *each("model.visual.patch_size", 8, 16, 2),
+        *each("data.image_size", 32),
+        *each("model.visual.image_size", 32),
+    ],
+    "towers": [
+        *each("model.embed_dim", 16, 36, 48),
+        *each("model.visual.width", 48, 64, 36),
+        *each("model.text.width", 16, 48, 20),
+        *each("model.visual.num_heads", 1, 2, 8),
+        *each("model.text.num_heads", 1, 2, 8),
+        *each("model.visual.num_layers", 1, 3),
+        *each("model.text.num_layers", 1, 3),
+        *each("model.text.mlp_dim", 96, 60, 50),
+        *each("model.text.vocab_size", 100, 63),
+    ],
+    "blocks": [
+        *each("model.layer_scale", 0.0, 1e-4),
+        *each("model.qk_norm", True),
+        *each("model.act", "gelu_tanh", "quick_gelu"),
+        *each("model.init", "siglip"),
+    ],
+    "rules": [
+        *(
+            {"precision.rules": ((pattern, name),), "precision.recipe": recipe}
+            for recipe in ("bf16", "fp8_current")
+            for pattern, name in (
+                ("visual/layers/attn/*", "fp8_delayed"),
+                ("text/layers/mlp/*", "mxfp8"),
+                ("*/down_proj", "int8_switchback"),
+                ("visual/proj", "fp8_current"),
+                ("visual/*", "bf16"),
+                ("layers/*", "bf16"),
+                ("*", "fp8_delayed"),
+            )
+        ),
+    ],
+    "smooth": [
+        {"precision.recipe": recipe, "precision.smooth_swiglu": form}
+        for recipe in ("fp8_delayed", "int8_switchback", "bf16")
+        for form in ("channel", "token")
+    ],
+    "axes": [
+        *each("mesh.stage", 2),
+        *each("mesh.context", 2, model__attention="ring"),
+    ],
+}
+CLIP_INVALID: list[Changes] = [
+    *each("loss.kind", "triplet"),
+    *each("loss.method", "ring"),
+    *each("loss.tile_size", 0, loss__method="tiled"),
+    *each("data.text_len", 2, 0),
+    *each("data.image_size", 0),
+    *each("data.crop_scale", (0.9, 0.5)),
+    *each("model.embed_dim", 0),
+    *each("model.visual.pool", "mean"),
+    *each("model.visual.patch_size", 5, 0),
+    *each("model.visual.num_heads", 3),
+    *each("model.visual.patch_dropout", 1.0, -0.5),
+    *each("model.text.pool", "cls"),
+    *each("model.text.num_heads", 0),
+    *each("model.act", "relu2"),
+    *each("model.init", "zeros"),
+]
+
+BASES: dict[str, Callable[[], ConfigDict]] = {"llama": base_llama, "clip": base_clip}
+FEATURES = {"llama": COMMON | LLAMA, "clip": COMMON | CLIP}
+INVALID_OF = {"llama": INVALID + LLAMA_INVALID, "clip": INVALID + CLIP_INVALID}
 
 
 def draw(family: str, seed: int) -> Changes:
