@@ -84,7 +84,7 @@ def check_step(c) -> None:
 
 
 def check_agreement(c, told: str) -> bool:
-    """Whether both accept a config; fails where they differ, or if a refusal is not one line for the user."""
+    """Whether both accept a config; fails where they differ, or if a refusal is not one line."""
     try:
         planner, trainer = refusal(closed_form, c), refusal(traced_step, c)
     except Exception as error:
@@ -126,7 +126,7 @@ def test_most_features_are_drawn_with_and_without_a_refusal():
 # Settings of configs/llama/8b.py on 8 devices that only one of them refused once.
 REFUSED: list[tuple[str, dict, str]] = [
     ("", {"train.release_gradients": True}, "optimizer.clip_norm=1.0"),
-    ("", {"data.seq_len": 16384}, "model.max_seq_len=8192"),
+    ("", {"data.seq_len": 16384, "model.max_seq_len": 8192}, "model.max_seq_len=8192"),
     (
         "",
         {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "train.microbatches": 2},
