@@ -14,7 +14,7 @@ run's.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +78,14 @@ def make_mesh(s: Settings, fixed: bool) -> Mesh:
     devices = jax.devices()
     try:
         machine = s.machine_of(devices)
-        mesh = s.mesh
+        mesh: Mapping[str, int] = s.mesh
     except ConfigError:
         if fixed:
             raise
         mesh = dict(fsdp=-1)
         machine = dataclasses.replace(s, mesh=mesh).machine_of(devices)
     constraints.check(s, machine)
-    return sharding.make_mesh(**mesh)
+    return sharding.make_mesh(**mesh, devices=devices)
 
 
 def evaluate(c: ConfigDict, s: Settings, workdir: Path, mesh: Mesh) -> tuple[dict[str, float], int, str]:
@@ -94,16 +94,17 @@ def evaluate(c: ConfigDict, s: Settings, workdir: Path, mesh: Mesh) -> tuple[dic
     tokenizer = saved_tokenizer(s.data.tokenizer, workdir)
     validation = make_data(s, tokenizer, "validation", mesh)
     source = c.data.get("validation_source") or c.data.source
-    if flags.FLAGS.linear_probe and not validation.classes:
+    linear_probe = s.family.linear_probe if flags.FLAGS.linear_probe else None
+    if flags.FLAGS.linear_probe and not (linear_probe and validation.classes):
         raise ConfigError(
             f"--linear_probe needs images with labels, and {source} has no classes; name them with "
             "--config.data.classes=FILE, or drop the flag"
         )
     run = s.family.evaluator(graphdef, s.model, s.data, s.loss, validation)
     results = run(state, lambda: batches(validation, mesh))
-    if flags.FLAGS.linear_probe:
+    if linear_probe:
         train = batches(make_data(on_training_data(s), tokenizer, "validation", mesh), mesh)
-        found = s.family.linear_probe(
+        found = linear_probe(
             graphdef,
             state,
             train,

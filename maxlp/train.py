@@ -141,7 +141,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
             if evaluates:
                 some = 0 if last else s.train.eval_batches
                 writer.write(n, validate(evaluate, state, validation, mesh, some))
-            if measures:
+            if measures and measure_health:
                 writer.write(n, measure_health(state, batch))
             if saves:
                 save(checkpoints, n, state, data_state, watch)
@@ -225,7 +225,7 @@ def health_probe(
         return None
     from maxlp.precision import health
 
-    return health.probe(graphdef, run.gradients)
+    return health.probe(graphdef, run.gradients, loss_scale=run.loss_scale)
 
 
 def is_due(step: int, every: int) -> bool:

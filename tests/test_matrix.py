@@ -1,7 +1,8 @@
 """The composition table, executed: every pair of features runs on eight devices, or a rule refuses it.
 
 A row of `tests.composition.rows` switches many features on at once. It must train like the same row on one
-device without its neutral features (mesh, microbatches, remat, released gradients, guards), and resume to the bit.
+device without its neutral features (mesh, microbatches, remat, released gradients, guards), and resume to
+the bit.
 """
 
 import functools

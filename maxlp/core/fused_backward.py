@@ -16,6 +16,7 @@ gates. `run.constraints` refuses those.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ from maxlp.core.gradients import (
     split_model_state,
 )
 from maxlp.core.train_state import State
-from maxlp.core.train_step import global_norm
+from maxlp.core.train_step import global_norm, squared_norm
 from maxlp.nn.stack import Block, StackCall, stack_parts
 
 StackPath = tuple[str, ...]  # where a stack is in the model: ("layers",), ("visual", "layers")
@@ -86,7 +87,7 @@ def train_step(
     rest = {"params": outer, "opt_state": _prune(opt_state, params, _without, cut.stacks)}
     rest = _updated(tx, grads, rest)
     new_params = join_trees(rest["params"], *(done.stacks["params"] for done in released.values()))
-    squares = [optax.tree.norm(grads, squared=True), *(done.square for done in released.values())]
+    squares = [squared_norm(grads), *(done.square for done in released.values())]
     new_stacks = [_at(path, done.model_state) for path, done in released.items()]
     return {
         "params": new_params,
@@ -115,7 +116,8 @@ class _CutModel:
     @property
     def stacks(self) -> list[StackPath]:
         model = nnx.merge(self.graphdef, self.state["params"], self.state["model_state"])
-        return [path for path, module in nnx.iter_modules(model) if isinstance(module, Block)]
+        blocks = (path for path, module in nnx.iter_modules(model) if isinstance(module, Block))
+        return [tuple(map(str, path)) for path in blocks]
 
     def inputs(self, outer: dict, backward: dict) -> dict[StackPath, jax.Array]:
         """The inputs of the stacks."""
@@ -153,7 +155,7 @@ class _CutModel:
         model = nnx.merge(self.graphdef, params, forward, backward)
         for path, module in nnx.iter_modules(model):
             if isinstance(module, Block):
-                module.run_stack = nnx.static(lambda call, path=path: run_stack(path, call))
+                module.run_stack = nnx.static(functools.partial(run_stack, tuple(map(str, path))))
         return model, self.loss(model, self.batch, self.state["step"])
 
 
@@ -220,13 +222,13 @@ def _backward(
             grads, new_backward, dx = vjp(dy)
             grads = _at(path, jax.tree.map(lambda g: g[None], grads))
             stacks = _with_layer(stacks, _updated(tx, grads, mine), path, i)
-            return (dx, stacks), (new_backward, optax.tree.norm(grads, squared=True))
+            return (dx, stacks), (new_backward, squared_norm(grads))
 
         carry, (new, square) = jax.lax.scan(body, carry, (jnp.arange(start, stop), inputs), reverse=True)
         new_backward.insert(0, new)
         squares.append(jnp.sum(square))
     new_backward = jax.tree.map(lambda *parts: jnp.concatenate(parts), *new_backward)
-    return _Backward(*carry, join_trees(done.model_state, new_backward), sum(squares))
+    return _Backward(*carry, join_trees(done.model_state, new_backward), jnp.stack(squares).sum())
 
 
 def _variables(call: StackCall) -> tuple[dict, dict, dict]:

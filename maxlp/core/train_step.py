@@ -16,6 +16,7 @@ from maxlp.core.train_state import State, shardings
 from maxlp.parallel import sharding
 
 GATED = ("params", "model_state", "opt_state")  # what a rejected step leaves unchanged
+LossScaleOf = Callable[[State], jax.Array | None]
 Statistics = Callable[[optax.Updates, optax.OptState], Metrics]
 # (structure, state, batch) to the new state and scalar metrics: `train_step` or `fused_backward.train_step`
 Step = Callable[[nnx.GraphDef, State, Batch], tuple[State, Metrics]]
@@ -39,7 +40,7 @@ def train_step(
     tx: optax.GradientTransformation,
     schedule: optax.Schedule,
     gates: Gates = NO_GATES,
-    loss_scale: Callable[[State], jax.Array | None] = no_loss_scale,
+    loss_scale: LossScaleOf = no_loss_scale,
     statistics: Statistics = no_statistics,
 ) -> tuple[State, Metrics]:
     """One update from a global batch.
@@ -73,7 +74,12 @@ def train_step(
 
 def global_norm(tree: Any) -> jax.Array:
     """Global L2 norm, summed in float32 (of bfloat16 arrays too)."""
-    return optax.tree.norm(optax.tree.cast(tree, jnp.float32))
+    return jnp.sqrt(squared_norm(tree))
+
+
+def squared_norm(tree: Any) -> jax.Array:
+    """The square of `global_norm`."""
+    return optax.tree.norm(optax.tree.cast(tree, jnp.float32), squared=True)
 
 
 def jit_step(step: Step, graphdef: nnx.GraphDef, abstract: State, mesh: Mesh) -> jax.stages.Wrapped:

@@ -37,7 +37,7 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mes
         if not _is_blocks(leaf):
             return _like_param(leaf.shape, param, mesh)
         codes = _like_param(leaf.codes.shape, param, mesh)
-        return Blocks(codes, _divisible(codes, leaf.scale.shape))
+        return leaf._replace(codes=codes, scale=_divisible(codes, leaf.scale.shape))
 
     return jax.tree.map_with_path(one, jax.eval_shape(tx.init, params), is_leaf=_is_blocks)
 

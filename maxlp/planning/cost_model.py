@@ -4,10 +4,10 @@ import dataclasses
 import math
 import pkgutil
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from maxlp import families
 from maxlp.core.train_state import State, abstract_state, num_params
@@ -48,7 +48,7 @@ def state_shapes(s: Settings, machine: Machine) -> StateShapes:
       ValueError: a parameter that the mesh does not divide.
     """
     mesh = abstract_mesh(machine.axes)
-    run = assemble(s, machine, mesh)
+    run = assemble(s, machine, cast(Mesh, mesh))  # shapes and shardings need no devices
     return StateShapes(abstract_state(run.make_model, run.tx, mesh, run.gates)[1])
 
 

@@ -69,7 +69,7 @@ def call(function: Callable[..., Any], section: str, values: Any, **extra: Any) 
 
 @contextlib.contextmanager
 def errors_of(section: str) -> Iterator[None]:
-    """Turns a ValueError about a section into a ConfigError; its message starts with one of the section's keys."""
+    """Turns a ValueError about a section, which starts with one of its keys, into a ConfigError."""
     try:
         yield
     except ConfigError:
@@ -84,7 +84,11 @@ def _convert(hint: Any, key: str, value: Any) -> Any:
         return tuple(_convert(Any, key, item) for item in value)
     if not isinstance(value, ConfigDict | Mapping):
         return value
-    if (kind := next((k for k in _options(hint) if dataclasses.is_dataclass(k)), None)) is None:
+    if (
+        kind := next(
+            (k for k in _options(hint) if isinstance(k, type) and dataclasses.is_dataclass(k)), None
+        )
+    ) is None:
         return value.to_dict() if isinstance(value, ConfigDict) else dict(value)
     if type(None) in _options(hint) and all(item is None for item in value.values()):
         return None

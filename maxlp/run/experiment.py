@@ -13,14 +13,14 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from maxlp.core import train_step
 from maxlp.core.gates import Gate, Gates
 from maxlp.core.gradients import Gradients
 from maxlp.core.train_state import MakeModel, State, init_state, num_params, shardings
-from maxlp.core.train_step import Step
+from maxlp.core.train_step import LossScaleOf, Step
 from maxlp.families import Family
 from maxlp.monitoring import guards
 from maxlp.monitoring.statistics import tensor_statistics
@@ -38,22 +38,24 @@ class Experiment:
     Attributes:
       settings: what the config says, section by section.
       machine: the mesh's axes and the platform.
-      mesh: the devices, or an abstract mesh where only shapes are asked for.
+      mesh: the devices.
       make_model: the model with its precision recipes, from `nnx.Rngs`.
       tx, schedule: the optimizer, and its learning rate by finished updates.
       gates: what decides whether a step counts.
       gradients: those of a batch's loss.
+      loss_scale: the factor of the loss in float16 training, from the state.
       step: the train step, which joins the parts above.
     """
 
     settings: Settings
     machine: Machine
-    mesh: Mesh | AbstractMesh
+    mesh: Mesh
     make_model: MakeModel
     tx: optax.GradientTransformation
     schedule: optax.Schedule
     gates: Gates
     gradients: Gradients
+    loss_scale: LossScaleOf
     step: Step
 
     @property
@@ -100,7 +102,7 @@ def resolve_settings(settings: Settings, devices: Sequence[jax.Device] | None = 
     return assemble(settings, machine, sharding.make_mesh(**settings.mesh, devices=devices))
 
 
-def assemble(settings: Settings, machine: Machine, mesh: Mesh | AbstractMesh) -> Experiment:
+def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
     """The experiment of settings that fulfil the constraints on this machine."""
     s, family = settings, settings.family
     optimizer = make_optimizer(s)
@@ -109,6 +111,7 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh | AbstractMesh) ->
     if s.precision.loss_scale is not None:
         gates["loss_scale"] = s.precision.loss_scale
     gates |= guards.gates(s.spikes)
+    loss_scale = _scale_in_state if "loss_scale" in gates else train_step.no_loss_scale
     if s.train.release_gradients:
         from maxlp.core import fused_backward
 
@@ -128,7 +131,7 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh | AbstractMesh) ->
             tx=optimizer.tx,
             schedule=optimizer.schedule,
             gates=gates,
-            loss_scale=_scale_in_state if "loss_scale" in gates else train_step.no_loss_scale,
+            loss_scale=loss_scale,
             statistics=statistics or train_step.no_statistics,
         )
     return Experiment(
@@ -140,6 +143,7 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh | AbstractMesh) ->
         schedule=optimizer.schedule,
         gates=gates,
         gradients=gradients,
+        loss_scale=loss_scale,
         step=step,
     )
 

@@ -1,4 +1,4 @@
-"""Every rule of the table refuses what it should, with a key, values and a way out, and accepts the rest."""
+"""Every rule of the table refuses what it should, naming key, value and way out, and accepts the rest."""
 
 import re
 

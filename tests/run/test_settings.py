@@ -1,4 +1,4 @@
-"""Settings: presets are exact, values of every section are checked, saved configs give the same settings."""
+"""Settings: presets are exact, every section's values are checked, saved configs give the same settings."""
 
 import dataclasses
 import importlib
@@ -172,7 +172,7 @@ def test_a_saved_config_gives_the_same_settings(tmp_path):
 
 
 def test_a_config_of_version_0_1_still_loads(tmp_path):
-    """As version 0.1 wrote it: a data section with a name, held-out data, wrappers as whole dicts or None."""
+    """As version 0.1 wrote it: data with a name, held-out data, wrappers as whole dicts or None."""
     old = json.loads(load("debug").to_json_best_effort())
     old["data"] |= {"name": "text", "source": "jsonl:/d/*.jsonl?heldout=0.1"}
     for key in ("shuffle",):

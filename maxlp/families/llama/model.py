@@ -98,8 +98,15 @@ class LlamaConfig:
         std = self.init_std or in_dim**-0.5
         if residual:
             std /= math.sqrt(2 * self.num_layers)
-        dtypes = dict(dtype=jnp.dtype(self.dtype), param_dtype=jnp.dtype(self.param_dtype))
-        return layers.Linear(in_dim, out_dim, axes=axes, std=std, rngs=rngs, **dtypes)
+        return layers.Linear(
+            in_dim,
+            out_dim,
+            axes=axes,
+            std=std,
+            dtype=jnp.dtype(self.dtype),
+            param_dtype=jnp.dtype(self.param_dtype),
+            rngs=rngs,
+        )
 
     def norm(self) -> layers.RMSNorm:
         return layers.RMSNorm(self.embed_dim, eps=self.norm_eps, param_dtype=jnp.dtype(self.param_dtype))
