@@ -71,8 +71,10 @@ def _convolution(i: Instruction, left: list[int], right: list[int]) -> float:
     out = _dims(i.type)
     flops = 2.0 * out[of_out.index("b")] * out[of_out.index("f")] * right[of_right.index("i")]
     for d in range(len(of_out) - 2):
-        sizes = (dims[of.index(str(d))] for dims, of in ((left, of_left), (right, of_right), (out, of_out)))
-        flops *= _num_products(*sizes, fields, d)
+        name = str(d)
+        flops *= _num_products(
+            left[of_left.index(name)], right[of_right.index(name)], out[of_out.index(name)], fields, d
+        )
     return flops
 
 
