@@ -114,6 +114,7 @@ def test_planner_and_trainer_accept_the_same(family, seed):
             raise AssertionError(f"{told}: accepted, but does not run: {error!r}") from error
 
 
+@pytest.mark.full
 def test_most_features_are_drawn_with_and_without_a_refusal():
     """The draws are neither all accepted nor all refused, so that agreement means something."""
     for family in draws.FEATURES:
