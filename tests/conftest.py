@@ -21,6 +21,7 @@ import pytest
 from absl import flags
 
 jax.config.update("jax_enable_compilation_cache", False)  # this process measures what it compiles itself
+jax.config.update("jax_numpy_rank_promotion", "raise")
 # Grain's worker processes read absl flags, which only `app.run` parses.
 flags.FLAGS.mark_as_parsed()
 

@@ -24,6 +24,8 @@ STEPS = 3
 # quantized value next to a rounding boundary may take its other neighbour (2^-4 of it in E4M3).
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
 QUANTIZED_TOLERANCE = 5e-3
+# The features of random images and texts nearly coincide, and the contrastive loss sees only what differs.
+CONDITION = {"llama": 1, "clip": 4}
 ROWS = [(family, row) for family in composition.FAMILIES for row in composition.rows(family)]
 # XLA may keep float32 between fused 16-bit operations; which ones are fused differs between layouts.
 OPTIONS = {"xla_allow_excess_precision": False}
@@ -98,7 +100,8 @@ def test_a_row_trains_like_one_device_and_resumes_to_the_bit(family, row, tmp_pa
 
     want, model_state = expected(family, composition.reference(row))
     s = got.run.settings
-    tolerance = max(TOLERANCE[s.model.dtype], QUANTIZED_TOLERANCE if s.is_quantized else 0.0)
+    rounding = max(TOLERANCE[s.model.dtype], QUANTIZED_TOLERANCE if s.is_quantized else 0.0)
+    tolerance = CONDITION[family] * rounding
     for ours, theirs in zip([*metrics, *last], want, strict=True):
         for key in ("loss", "grad_norm"):
             np.testing.assert_allclose(ours[key], theirs[key], rtol=tolerance, err_msg=key)
@@ -109,7 +112,7 @@ def test_a_row_trains_like_one_device_and_resumes_to_the_bit(family, row, tmp_pa
             )
         assert not ours.get("skipped", 0)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=20 * tolerance, atol=1e-6),
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=20 * rounding, atol=1e-6),
         jax.device_get(straight["model_state"]),
         model_state,
     )

@@ -76,6 +76,11 @@ def _last_with_first(x: jax.Array) -> Any:
     return ((x.ndim - 1,), (0,)), ((), ())
 
 
+def over_last_dim(vector: jax.Array, x: jax.Array) -> jax.Array:
+    """A vector (D,) as (1, …, 1, D), of the rank of ``x``; ranks are never promoted implicitly."""
+    return jnp.expand_dims(vector, range(x.ndim - 1))
+
+
 class Linear(nnx.Module):
     """``y = x @ kernel + bias``: every matmul with a weight goes through here.
 
@@ -126,7 +131,7 @@ class Linear(nnx.Module):
             preferred_element_type=preferred_element_type or self.dtype,
         )
         if self.bias is not None:
-            y += self.bias[...].astype(y.dtype)
+            y += over_last_dim(self.bias[...].astype(y.dtype), y)
         return checkpoint_name(y, LINEAR_OUTPUT)
 
 
@@ -170,7 +175,8 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
         inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        return (x32 * inverse_rms * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        scale = over_last_dim(self.scale[...].astype(jnp.float32), x)
+        return (x32 * inverse_rms * scale).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -185,7 +191,7 @@ class LayerNorm(nnx.Module):
         x32 = x.astype(jnp.float32)
         x32 -= jnp.mean(x32, axis=-1, keepdims=True)
         inverse_std = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        scale, bias = self.scale[...].astype(jnp.float32), self.bias[...].astype(jnp.float32)
+        scale, bias = (over_last_dim(p[...].astype(jnp.float32), x) for p in (self.scale, self.bias))
         return (x32 * inverse_std * scale + bias).astype(x.dtype)
 
 
@@ -199,4 +205,4 @@ class LayerScale(nnx.Module):
         self.scale = param(jnp.full((dim,), value, param_dtype), ("norm",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return x * self.scale[...].astype(x.dtype)
+        return x * over_last_dim(self.scale[...].astype(x.dtype), x)

@@ -159,7 +159,7 @@ def _dense(rows: tuple, scalars: tuple, *, kind: str, axes: tuple[str, ...]) -> 
     if axes:
         text_BE, id_B = jax.lax.all_gather((text_bE, id_b), axes, tiled=True)
     logits_bB = _logits(image_bE, text_BE, *scalars)
-    is_pair_bB = id_b[:, None] == id_B
+    is_pair_bB = id_b[:, None] == id_B[None, :]
     pair_logits_bB = jnp.where(is_pair_bB, logits_bB, 0.0)
     pair_logit_b = jnp.sum(pair_logits_bB, axis=1)
     fixed_bB = jax.lax.stop_gradient(logits_bB)
@@ -168,7 +168,7 @@ def _dense(rows: tuple, scalars: tuple, *, kind: str, axes: tuple[str, ...]) -> 
         return (), (_psum(jnp.sum(_sigmoid_loss(logits_bB, is_pair_bB)), axes), correct)
     max_B = jnp.max(fixed_bB, axis=0)
     max_B = jax.lax.pmax(max_B, axes) if axes else max_B
-    log_sum_B = max_B + jnp.log(_psum(jnp.sum(jnp.exp(logits_bB - max_B), axis=0), axes))
+    log_sum_B = max_B + jnp.log(_psum(jnp.sum(jnp.exp(logits_bB - max_B[None, :]), axis=0), axes))
     # Sum the small differences of each direction, not its large terms.
     text_loss_B = log_sum_B - _psum(jnp.sum(pair_logits_bB, axis=0), axes)
     image_loss_b = jax.nn.logsumexp(logits_bB, axis=1) - pair_logit_b
@@ -261,7 +261,8 @@ def _backward(rows: tuple, scalars: tuple, *, kind: str, tile_size: int, axes: t
         if kind == "sigmoid":
             probability_ts = jax.nn.sigmoid(logits_ts)
         else:
-            by_row_ts, by_column_ts = jnp.exp(logits_ts - image[2][:, None]), jnp.exp(logits_ts - text[2])
+            by_row_ts = jnp.exp(logits_ts - image[2][:, None])
+            by_column_ts = jnp.exp(logits_ts - text[2][None, :])
             probability_ts = (by_row_ts + by_column_ts) / 2
         g_ts = probability_ts - is_pair_ts
         g_text_tE, g_t = image_sums
@@ -321,9 +322,9 @@ def _visit_texts(visit: Callable, image: tuple, texts: tuple, text_sums: Any) ->
 def _tile(image: tuple, text: tuple, scale: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The logits of a tile, and which of them belong to a pair."""
     (image_tE, id_t), (text_sE, id_s) = image, text
-    is_real_ts = (id_t[:, None] != PADDING) & (id_s != PADDING)
+    is_real_ts = (id_t[:, None] != PADDING) & (id_s[None, :] != PADDING)
     logits_ts = jnp.where(is_real_ts, _logits(image_tE, text_sE, scale, bias), NO_LOGIT)
-    return logits_ts, is_real_ts & (id_t[:, None] == id_s)
+    return logits_ts, is_real_ts & (id_t[:, None] == id_s[None, :])
 
 
 def _add_exponentials(

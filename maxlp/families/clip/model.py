@@ -171,7 +171,7 @@ class TextTower(nnx.Module):
             )
         with jax.named_scope("embed"):
             x_BSD = self.tok_embed(text_BS)
-            x_BSD += self.pos_embed[:length].astype(x_BSD.dtype)
+            x_BSD += self.pos_embed[None, :length].astype(x_BSD.dtype)
         x_BSD = self.encoder.run(self.layers, x_BSD)
         with jax.named_scope("pool"):
             x_BD = jnp.take_along_axis(x_BSD, self.pool_index(text_BS)[:, None, None], axis=1)[:, 0]
@@ -207,7 +207,8 @@ class CLIP(nnx.Module):
           dropout_key: draws the patches to leave out; None keeps all.
         """
         if image_BHWC.dtype == jnp.uint8:
-            mean, std = jnp.asarray(self.config.image_mean), jnp.asarray(self.config.image_std)
+            statistics = (self.config.image_mean, self.config.image_std)
+            mean, std = (layers.over_last_dim(jnp.asarray(s), image_BHWC) for s in statistics)
             image_BHWC = (image_BHWC.astype(jnp.float32) / 255 - mean) / std
         with jax.named_scope("visual"):
             return normalize(self.visual(image_BHWC, dropout_key))

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxlp.nn.layers import over_last_dim
 from maxlp.parallel import sharding
 
 Sums = dict[str, jax.Array]
@@ -26,7 +27,7 @@ def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> tuple[jax.Arr
     logits_BSV = logits_BSV.astype(jnp.float32)
     max_BS = jax.lax.stop_gradient(jnp.max(logits_BSV, axis=-1))
     log_z_BS = jnp.log(jnp.sum(jnp.exp(logits_BSV - max_BS[..., None]), axis=-1)) + max_BS
-    is_target = jnp.arange(logits_BSV.shape[-1]) == targets_BS[..., None]
+    is_target = over_last_dim(jnp.arange(logits_BSV.shape[-1]), logits_BSV) == targets_BS[..., None]
     target_BS = jnp.sum(jnp.where(is_target, logits_BSV, 0.0), axis=-1)
     return log_z_BS - target_BS, log_z_BS, target_BS >= max_BS
 

@@ -302,7 +302,7 @@ def rope_table(
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         keep = jnp.clip((turns - low) / (high - low), 0, 1)
         freqs = keep * freqs + (1 - keep) * freqs / scaling.factor
-    angles = positions_BS[:, :, None, None].astype(jnp.float32) * freqs
+    angles = positions_BS[:, :, None, None].astype(jnp.float32) * freqs[None, None, None]
     return jnp.cos(angles), jnp.sin(angles)
 
 

@@ -53,7 +53,8 @@ def _visible(rows: slice, keys: slice, causal: bool, segment_ids_BS: jax.Array |
     """The keys that each query attends to, bool (B or 1, S, T)."""
     visible = jnp.ones((1, rows.stop - rows.start, keys.stop - keys.start), bool)
     if causal:
-        visible &= jnp.arange(rows.start, rows.stop)[:, None] >= jnp.arange(keys.start, keys.stop)
+        query, key = jnp.arange(rows.start, rows.stop), jnp.arange(keys.start, keys.stop)
+        visible &= query[None, :, None] >= key[None, None, :]
     if segment_ids_BS is not None:
         visible &= segment_ids_BS[:, rows, None] == segment_ids_BS[:, None, keys]
     return visible

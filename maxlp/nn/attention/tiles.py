@@ -195,7 +195,7 @@ def _visible(pair: Pairs, causal: bool, size: int, segment_ids: SegmentIds) -> j
     (i, j), (query_ids_nBs, key_ids_nBt) = pair, segment_ids
     visible, offset = None, jnp.arange(size)
     if causal:
-        visible = ((i * size + offset)[:, None] >= j * size + offset)[None]
+        visible = (i * size + offset)[None, :, None] >= (j * size + offset)[None, None, :]
     if query_ids_nBs is not None:
         assert key_ids_nBt is not None
         same = _get(query_ids_nBs, i)[:, :, None] == _get(key_ids_nBt, j)[:, None]

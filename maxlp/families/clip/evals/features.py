@@ -53,6 +53,6 @@ def ranks(score_BC: jax.Array, label_B: jax.Array) -> jax.Array:
 
     Ties and NaN therefore count against the example.
     """
-    is_own_BC = label_B[:, None] == jnp.arange(score_BC.shape[1])
+    is_own_BC = label_B[:, None] == jnp.arange(score_BC.shape[1])[None, :]
     own_B = jnp.sum(jnp.where(is_own_BC, score_BC, 0.0), axis=1)
     return jnp.sum(~is_own_BC & ~(score_BC < own_B[:, None]), axis=1)

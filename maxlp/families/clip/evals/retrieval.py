@@ -86,7 +86,7 @@ def _ranks(queries: tuple, own_Q: jax.Array, candidates: tuple, *, tile_size: in
         def add(rank_t: jax.Array, candidate: tuple) -> tuple[jax.Array, None]:
             candidate_sE, id_s = candidate
             score_ts = jnp.einsum("te,se->ts", query_tE, candidate_sE, precision=jax.lax.Precision.HIGHEST)
-            other_ts = (id_s != id_t[:, None]) & (id_s >= 0)
+            other_ts = (id_s[None, :] != id_t[:, None]) & (id_s[None, :] >= 0)
             return rank_t + jnp.sum(other_ts & ~(score_ts < own_t[:, None] - TIE), axis=1), None
 
         return jax.lax.scan(add, jnp.zeros(len(id_t), jnp.int32), candidate_tiles)[0]
