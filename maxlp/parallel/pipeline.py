@@ -96,7 +96,7 @@ def run(
         x_P = _constrain_stages(_where(busy_P, x_P, 0))
         x_P, written_state = run_stages(x_P, round_P, microbatch_P, state)
         x_P = _constrain_stages(x_P)
-        writes_RP = busy_P & (round_P == jnp.arange(R)[:, None])
+        writes_RP = busy_P[None] & (round_P[None] == jnp.arange(R)[:, None])
         new_state = jax.tree.map(
             lambda old, new: _merge_state(old, new[None], writes_RP, microbatch_P == 0),
             new_state,

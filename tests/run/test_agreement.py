@@ -26,7 +26,7 @@ from tests.run import draws
 
 SEEDS = 160  # of each family
 QUICK = 40  # draws of the quick tier
-RUN = range(QUICK, SEEDS, 4)  # seeds whose step also runs, if it is accepted
+RUN = range(QUICK, SEEDS, 6)  # seeds whose step also runs, if it is accepted
 
 
 def refusal(function, c) -> str | None:
