@@ -1,25 +1,23 @@
-"""A Llama training step written by hand in one file: the yardstick for maxlp's tokens per second.
+"""A Llama train step written by hand in one file: the baseline for maxlp's tokens per second.
 
     python benchmarks/bare_llama.py --embed_dim=256 --num_layers=6 --dtype=bfloat16 --steps=20
 
 No Flax, no Optax, no config, no mesh: a dict of arrays, `lax.scan` over stacked layers, AdamW in ten
-lines, one jitted function with donated state. The model is the one of `maxlp/models/llama.py` (RMSNorm,
-rotary embeddings, grouped-query attention, SwiGLU), so the difference in speed is what the stack
-costs. Trains on random tokens; prints the step times and, last, one line of JSON.
+lines, one jitted function with donated state. The model is that of `maxlp/families/llama/model.py`
+(RMSNorm, rotary embeddings, grouped-query attention, SwiGLU), so the difference in speed is the cost of
+the stack. Trains on random tokens and prints one line of JSON.
 
 Shape letters: B batch · S/T query/key length · D embed · F mlp · N query heads · K kv heads ·
 G = N/K · H head dim · V vocab · L layers.
 """
 
-import argparse
 import dataclasses
-import json
 import time
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+import llama_args
 
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-5
@@ -27,7 +25,7 @@ NORM_EPS = 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of the model. `dtype` is that of matmul operands; parameters are always float32."""
+    """Sizes of the model; `dtype` is that of matmul operands, and parameters are always float32."""
 
     vocab_size: int
     embed_dim: int
@@ -52,7 +50,7 @@ class AdamW:
 
 
 def init_params(key: jax.Array, sizes: Sizes) -> dict:
-    """Parameters: kernels normal with std 1/sqrt(fan in), output projections smaller by sqrt(2 L)."""
+    """Normal kernels with std 1 / sqrt(fan-in); output projections are smaller by sqrt(2 L)."""
     D, F, V, L = sizes.embed_dim, sizes.mlp_dim, sizes.vocab_size, sizes.num_layers
     NH, KH = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     keys = iter(jax.random.split(key, 16))
@@ -126,7 +124,7 @@ def attention(q_BSNH, k_BTKH, v_BTKH, dtype):
     B, S, N, H = q_BSNH.shape
     K = k_BTKH.shape[2]
     einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    # Head axes are moved in front once: XLA's CPU matmul is twice as slow on the strided operands.
+    # The head axes are moved to the front once: XLA's CPU matmul is twice as slow on strided operands.
     q = jnp.moveaxis((q_BSNH * H**-0.5).astype(dtype).reshape(B, S, K, N // K, H), 1, 3)
     k = jnp.moveaxis(k_BTKH.astype(dtype), 1, 2)
     v = jnp.moveaxis(v_BTKH.astype(dtype), 1, 2)
@@ -196,49 +194,25 @@ def train_step(state: dict, tokens: jax.Array, learning_rate, sizes: Sizes, adam
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--vocab_size", type=int, default=4096)
-    parser.add_argument("--embed_dim", type=int, default=256)
-    parser.add_argument("--num_layers", type=int, default=6)
-    parser.add_argument("--num_heads", type=int, default=4)
-    parser.add_argument("--num_kv_heads", type=int, default=4)
-    parser.add_argument("--head_dim", type=int, default=64)
-    parser.add_argument("--mlp_dim", type=int, default=768)
-    parser.add_argument("--seq_len", type=int, default=256)
-    parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--tied", action="store_true")
-    parser.add_argument("--steps", type=int, default=20)
-    args = parser.parse_args()
-
+    args = llama_args.make_parser(__doc__.splitlines()[0]).parse_args()
     names = {field.name for field in dataclasses.fields(Sizes)}
     sizes = Sizes(**{name: value for name, value in vars(args).items() if name in names})
-    state = init_state(jax.random.key(0), sizes)
+    state, tokens = init_state(jax.random.key(0), sizes), llama_args.random_tokens(args)
     num_params = sum(p.size for p in jax.tree.leaves(state["params"]))
-    shape = (args.batch_size, args.seq_len + 1)
-    tokens = np.random.default_rng(0).integers(0, args.vocab_size, shape, np.int32)
 
-    start = time.perf_counter()
-    state, loss, _ = jax.block_until_ready(train_step(state, tokens, 1e-3, sizes, AdamW()))
-    compile_seconds = time.perf_counter() - start
     seconds = []
-    for _ in range(args.steps):
+    for _ in range(1 + args.steps):
         start = time.perf_counter()
         state, loss, _ = jax.block_until_ready(train_step(state, tokens, 1e-3, sizes, AdamW()))
         seconds.append(time.perf_counter() - start)
-    tokens_per_step = args.batch_size * args.seq_len
-    result = {
-        "name": "bare_jax",
-        **vars(args),
-        "num_params": num_params,
-        "compile_seconds": round(compile_seconds, 2),
-        "step_seconds_min": min(seconds),
-        "step_seconds_median": float(np.median(seconds)),
-        "tokens_per_sec_max": tokens_per_step / min(seconds),
-        "tokens_per_sec_median": tokens_per_step / float(np.median(seconds)),
-        "loss": float(loss),
-    }
-    print(json.dumps(result))
+    llama_args.print_result(
+        "bare_jax",
+        args,
+        num_params=num_params,
+        compile_seconds=seconds[0],
+        step_seconds=seconds[1:],
+        loss=float(loss),
+    )
 
 
 if __name__ == "__main__":

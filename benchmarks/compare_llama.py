@@ -1,10 +1,10 @@
-"""maxlp beside a bare JAX step and Hugging Face's Llama in PyTorch: tokens per second, in one run.
+"""Compares maxlp with a bare JAX step and with Hugging Face's Llama in PyTorch: tokens per second.
 
     python benchmarks/compare_llama.py --torch_python=/path/to/venv/with/torch/bin/python
 
-The three scripts take turns, ROUNDS times, each in a process of its own with the sizes of the debug config:
-a machine that slows down slows all three. Printed are medians over the rounds and ratios to maxlp within
-each round. Without --torch_python the PyTorch column is left out.
+The three scripts take turns, each in its own process, so that a machine that slows down slows all of them.
+Other flags (`--embed_dim=192`) are passed on to every script. Prints medians over the rounds, and maxlp's
+speed relative to each script within a round. Without --torch_python, PyTorch is left out.
 """
 
 import argparse
@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 
 
 def measure(python: str, script: str, flags: list[str]) -> float:
-    """Tokens per second of the fastest step of one process."""
+    """Tokens per second of the median step of one process."""
     command = [python, str(HERE / script), *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=HERE.parent)
     return json.loads(done.stdout.strip().splitlines()[-1])["tokens_per_sec_median"]
@@ -26,9 +26,9 @@ def measure(python: str, script: str, flags: list[str]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--torch_python", default="", help="Python that has torch and transformers.")
+    parser.add_argument("--torch_python", default="", help="a Python with torch and transformers")
     parser.add_argument("--rounds", type=int, default=5)
-    args, sizes = parser.parse_known_args()  # the rest goes to every script
+    args, sizes = parser.parse_known_args()
     scripts = {"maxlp": (sys.executable, "maxlp_llama.py"), "bare JAX": (sys.executable, "bare_llama.py")}
     if args.torch_python:
         scripts["PyTorch"] = (args.torch_python, "torch_llama.py")
@@ -36,7 +36,7 @@ def main() -> None:
     for _ in range(args.rounds):
         for name, (python, script) in scripts.items():
             speeds[name].append(measure(python, script, sizes))
-    print(f"{'':10}  tokens/s  maxlp / it: median (min to max)   flags: {' '.join(sizes)}")
+    print(f"{'':10}  tokens/s  maxlp relative to it: median (min to max)   flags: {' '.join(sizes)}")
     for name, values in speeds.items():
         ratios = sorted(ours / theirs for ours, theirs in zip(speeds["maxlp"], values, strict=True))
         print(

@@ -1,10 +1,10 @@
-"""Memory of the contrastive losses: bytes a device for loss and gradients, as compiled and not run.
+"""Memory of the contrastive losses: bytes per device for the loss and its gradients, compiled but not run.
 
     python benchmarks/contrastive_memory.py --topology=v5e:4x4 --topology=h100:2x8
 
-Needs no device, but the compilers: `pip install -e '.[aot]'` (Linux). The function compiled takes float32
-features (B, E), split over all devices, and returns the loss and its gradients by features, scale and bias.
-Its arguments and results alone are four arrays of features, 16 B E / devices bytes.
+Needs no device, only the compilers: `pip install -e '.[aot]'` (Linux). The compiled function takes float32
+features (B, E), sharded over all devices, and returns the loss and its gradients with respect to features,
+scale and bias. Its arguments and results alone are four arrays of features, 16 B E / devices bytes.
 """
 
 import argparse
@@ -33,10 +33,8 @@ def main() -> None:
     parser.add_argument("--tile_size", type=int, default=4096)
     args = parser.parse_args()
     versions = ", ".join(f"{name} {_version(name)}" for name in ("jax", "libtpu", "jax-cuda13-plugin"))
-    print(
-        f"{datetime.date.today()}, {versions}, tiles of {args.tile_size}; GiB a device: temporaries (all)",
-        flush=True,
-    )
+    print(f"{datetime.date.today()}, {versions}, tiles of {args.tile_size}", flush=True)
+    print("GiB per device: temporaries (total)", flush=True)
     for name in args.topology:
         topology = topologies.parse(name)
         print(f"\n{topology.size} × {topology.chip.kind}, {topology.chip.memory / GIB:.2f} GiB")
@@ -60,7 +58,7 @@ def _version(package: str) -> str:
 
 
 def _cell(mesh: jax.sharding.Mesh, B: int, E: int, loss: str, method: str, tile_size: int) -> str:
-    """GiB beside arguments and results, and with them; or what the compiler says that it needs."""
+    """GiB of temporaries and of everything; or what the compiler reports when it refuses."""
     with jax.set_mesh(mesh):
         rows = jax.ShapeDtypeStruct((B, E), jnp.float32, sharding=sharding.batch_sharding(mesh))
         scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(mesh))

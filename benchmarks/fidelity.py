@@ -2,11 +2,11 @@
 
     python benchmarks/fidelity.py precision smooth_swiglu optimizers galore moments --seeds 0 1 2
 
-Each experiment trains variants of `configs/llama/tiny.py`: a few changed values, listed here. A seed sets
-weights and data order, which all variants of a seed share: their difference is that of the variants. What
-is measured lands in `benchmarks/results/fidelity_<experiment>.json` after each run; finished runs are not
-repeated. Printed is a table of the held-out loss, drawn is the figure. What was claimed, what counts as
-success and what came out: `docs/fidelity.md`.
+Each experiment trains variants of `configs/llama/tiny.py`, each with a few changed values that are listed
+here. The seed sets the weights and the order of the data, and all variants share them, so that two runs
+with the same seed differ by the variant alone. After each run the measurements are written to
+`benchmarks/results/fidelity_<experiment>.json`; finished runs are not repeated. At the end each experiment
+prints its table and draws its figure. `docs/fidelity.md` has the claims, the criteria and the results.
 """
 
 import argparse
@@ -21,23 +21,23 @@ import fidelity_figures
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from fidelity_runs import ROOT, Data, Results, Trainer, digits
+from fidelity_runs import ROOT, Data, Results, Trainer, Watch, digits, watch_nothing
 
 from configs.llama import tiny
-from maxlp import precision, train
-from maxlp.run import build
+from maxlp import precision
+from maxlp.core.train_state import State
+from maxlp.optim.stable_adamw import last_rms
 
-HELDOUT_BATCHES = 64  # of 1,024 tokens each, the same for all runs
+VALIDATION_BATCHES = 64  # of 1,024 tokens each, the same for all runs
 
-SPIKY = {  # a rate and a memory of the second moment under which broken batches make AdamW's loss spike
+SPIKY = {  # a learning rate and a β2 with which broken batches make AdamW's loss spike
     "optimizer.learning_rate": 1e-2,
     "optimizer.schedule": "constant",
     "optimizer.b2": 0.999,
     "optimizer.clip_norm": 0.0,
     "optimizer.name": "stable_adamw",
 }
-# StableAdamW that never clips is AdamW with its RMS_t measured.
+# StableAdamW that never clips is AdamW that records RMS_t.
 PLAIN = SPIKY | {"optimizer.options": {"clip_threshold": 1e30}}
 
 # Experiment → variant → changes of the tiny config.
@@ -78,7 +78,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "e4m3, float32": {"optimizer.low_bit": {"mu": "float8_e4m3fn", "nu": "float32"}},
     },
 }
-BASELINES = {  # names of bf16 of "precision" in other experiments
+BASELINES = {  # what other experiments call the variant bf16 of "precision"
     "galore": "full rank",
     "moments": "float32",
     "optimizers": "AdamW, usual rate and β2",
@@ -92,49 +92,52 @@ def compare(experiment: str, seeds: list[int], only: list[str], data: Data) -> N
     """Trains each variant with each seed."""
     results = Results(experiment)
     variants = {name: v for name, v in VARIANTS[experiment].items() if not only or name in only}
-    trainer = functools.cache(lambda name: Trainer(variants[name], data))
+    trainers: dict[str, Trainer] = {}
     for seed, name in itertools.product(seeds, variants):
         if results.has(name, seed):
             continue
         start = time.time()
-        run = trainer(name)
-        batches = data.batches(seed, run.c.train.total_steps)
+        if name not in trainers:
+            trainers[name] = Trainer(variants[name], data)
+        run = trainers[name]
+        batches = data.batches(seed, run.settings.train.total_steps)
         if experiment == "optimizers":
             batches = [
                 broken(batch, i) if i in fidelity_figures.BROKEN else batch
                 for i, batch in enumerate(batches)
             ]
-        state, seen = run.train(run.init(seed), batches, watch_rms)
-        held = heldout(run, state)
-        results.add(name, seed, {"heldout": held, **seen})
-        print(f"{experiment} / {name} / seed {seed}: {held:.4f} ({time.time() - start:.0f} s)", flush=True)
+        state, records = run.train(run.init(seed), batches, watch(run))
+        loss = validation_loss(run, state)
+        results.add(name, seed, {"heldout": loss, **records})
+        print(f"{experiment} / {name} / seed {seed}: {loss:.4f} ({time.time() - start:.0f} s)", flush=True)
 
 
-def heldout(run: Trainer, state: dict, limit: int = HELDOUT_BATCHES) -> float:
+def validation_loss(run: Trainer, state: State, limit: int = VALIDATION_BATCHES) -> float:
     return run.evaluate(state, limit)["loss"]
 
 
 def broken(batch: dict, seed: int) -> dict:
-    """The batch with random tokens for text."""
+    """The batch with random tokens in place of its text."""
     shape, size = batch["tokens"].shape, tiny.get_config().model.vocab_size
     tokens = np.random.default_rng(seed).integers(0, size, (shape[0], shape[1] + 1), np.int32)
     return batch | {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
+def watch(run: Trainer) -> Watch:
+    """What to record after each step: RMS_t, where the optimizer keeps it."""
+    return watch_rms if run.settings.optimizer.name == "stable_adamw" else watch_nothing
+
+
 @jax.jit
-def _rms(rms: Any) -> dict[str, jax.Array]:
+def watch_rms(state: State) -> dict[str, jax.Array]:
+    """RMS_t of the embedding, of the head, and the largest of the kernels in the blocks."""
+    rms = last_rms(state["opt_state"])
     hidden = jnp.stack([jnp.max(x) for x in jax.tree.leaves((rms["layers"]["attn"], rms["layers"]["mlp"]))])
     embedding, head = rms["tok_embed"]["embedding"], rms["lm_head"]["kernel"]
     return {"rms_hidden": jnp.max(hidden), "rms_embedding": embedding, "rms_head": head}
 
 
-def watch_rms(state: dict) -> dict[str, jax.Array]:
-    """RMS_t of the embedding, of the head, and the largest of the kernels in the blocks."""
-    rms = optax.tree.get(state["opt_state"], "rms")
-    return {} if rms is None else _rms(rms)
-
-
-# Smooth-SwiGLU: a trained model some channels of which are aligned and grow, step by step.
+# Smooth-SwiGLU: in a trained model one channel of each layer is aligned and grows stage by stage.
 FORMS = {
     "bf16": {},
     "fp8_current": {"precision.recipe": "fp8_current"},
@@ -143,7 +146,7 @@ FORMS = {
     "fp8_delayed, channel": {"precision.recipe": "fp8_delayed", "precision.smooth_swiglu": "channel"},
     "fp8_delayed, balanced": {"precision.recipe": "fp8_delayed", "precision.smooth_swiglu": "balanced"},
 }
-GROWTH = 4.0  # of the aligned channel's gate and up kernels at each stage; the product grows 16-fold
+GROWTH = 4.0  # factor of the aligned channel's gate and up kernels at each stage; the product grows 16-fold
 STAGES, STAGE_STEPS = 6, 15
 TUNING = {
     "optimizer.learning_rate": 3e-7,
@@ -154,43 +157,56 @@ TUNING = {
 
 
 def smooth_swiglu(seeds: list[int], only: list[str], data: Data) -> None:
-    """A trained model goes on with the recipe, while one channel of each layer is aligned and grows."""
+    """Trains in bfloat16, then continues in each form while one channel of each layer grows."""
     results = Results("smooth_swiglu")
-    forms = {name: v for name, v in FORMS.items() if not only or name in only}
-    trainer = functools.cache(lambda name: Trainer(TUNING | forms[name], data))
+    forms = [name for name in FORMS if not only or name in only]
+    trainers: dict[str, Trainer] = {}
     before = Trainer({}, data)
-    steps = before.c.train.total_steps
+    steps = before.settings.train.total_steps
     for seed in seeds:
         if all(results.has(name, seed) for name in forms):
             continue
         batches = data.batches(seed, steps + STAGES * STAGE_STEPS)
-        trained, _ = before.train(before.init(seed), batches[:steps], watch_rms)
-        unaligned = heldout(before, trained, 16)
+        trained, _ = before.train(before.init(seed), batches[:steps], watch_nothing)
+        unaligned = validation_loss(before, trained, 16)
         aligned = align(jax.device_get(trained["params"]))
         for name in forms:
             if results.has(name, seed):
                 continue
             start = time.time()
-            run = trainer(name)
-            state = run.init(seed) | {"params": jax.device_put(aligned, run.shardings["params"])}
-            stages = []
-            for stage in range(STAGES):
-                if stage:
-                    state = state | {"params": grow(state["params"])}
-                part = batches[steps + stage * STAGE_STEPS :][:STAGE_STEPS]
-                state, seen = run.train(state, part, watch_rms)
-                stages.append(seen | {"heldout": heldout(run, state, 16), **amax_of_product(state)})
+            if name not in trainers:
+                trainers[name] = Trainer(TUNING | FORMS[name], data)
+            stages = grow_in_stages(trainers[name], aligned, seed, batches[steps:])
             results.add(name, seed, {"unaligned": unaligned, "stages": stages})
-            shown = " ".join(f"{stage['heldout']:.3f}" for stage in stages)
+            losses = " ".join(f"{stage['heldout']:.3f}" for stage in stages)
             print(
-                f"smooth_swiglu / {name} / seed {seed}: {shown} ({time.time() - start:.0f} s)", flush=True
+                f"smooth_swiglu / {name} / seed {seed}: {losses} ({time.time() - start:.0f} s)", flush=True
             )
 
 
-def align(params: dict) -> dict:
-    """The channel of each layer whose gate and up kernels are most alike gets them in one direction.
+def grow_in_stages(run: Trainer, params: dict, seed: int, batches: list[dict]) -> list[dict]:
+    """Trains `STAGE_STEPS` steps in each stage; returns each stage's measurements.
 
-    It changes places with channel 0, so that the outlier is channel 0 in every layer.
+    Args:
+      params: those to begin with, of `align`.
+      batches: of all stages.
+    """
+    state = run.init(seed) | {"params": jax.device_put(params, run.shardings["params"])}
+    stages = []
+    for stage in range(STAGES):
+        if stage:
+            state = state | {"params": grow(state["params"])}
+        part = batches[stage * STAGE_STEPS :][:STAGE_STEPS]
+        state, records = run.train(state, part, watch_nothing)
+        stages.append(records | {"heldout": validation_loss(run, state, 16), **amax_of_product(state)})
+    return stages
+
+
+def align(params: dict) -> dict:
+    """Makes one channel of each layer aligned: its gate and up kernels get the same direction.
+
+    It is the channel whose kernels are most similar already, and it is swapped with channel 0, so that
+    channel 0 is the outlier in every layer.
     """
     mlp = params["layers"]["mlp"]
     kernels = {name: np.array(mlp[name]["kernel"]) for name in ("gate_proj", "up_proj", "down_proj")}
@@ -209,9 +225,9 @@ def align(params: dict) -> dict:
 
 @jax.jit
 def grow(params: dict) -> dict:
-    """The aligned channel's product grows, its row of the down projection shrinks: the function stays.
+    """The aligned channel's product grows and its row of the down projection shrinks by the same factor.
 
-    (Up to silu, which a large product turns into relu.)
+    The model's function stays the same, except that silu approaches relu for large inputs.
     """
     mlp = params["layers"]["mlp"]
     new = {
@@ -223,14 +239,14 @@ def grow(params: dict) -> dict:
 
 
 def amax_of_product(state: dict) -> dict[str, float]:
-    """The largest input of a down projection, where delayed scaling remembers it."""
+    """The largest input of a down projection, if delayed scaling keeps a history of it."""
     down = state["model_state"].get("layers", {}).get("mlp", {}).get("down_proj", {}).get("dot_general", {})
     history = down.get("input_amax_history")
     return {} if history is None else {"amax": digits(jnp.max(history[:, 0]))}
 
 
 def weight_gradient() -> None:
-    """Error of a kernel's gradient summed over 2^10 … 2^17 tokens; SwitchBack leaves it in 16 bits."""
+    """Error of a kernel's gradient summed over 2^10 to 2^16 tokens; SwitchBack leaves it in 16 bits."""
     D, N = 64, 64
     results = Results("weight_gradient")
     kinds = {"Gaussian": 1.0, "1 token in 1000 is 30 times as large": 30.0}
@@ -252,7 +268,7 @@ def _dot(dot: precision.QuantDot, x: jax.Array, numbers: Any, w: jax.Array) -> j
     return dot(x, w, numbers)
 
 
-# --- files and tables ---------------------------------------------------------------------------------
+# --- the command --------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -262,20 +278,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--only", nargs="*", default=[], help="names of variants")
     parser.add_argument(
-        "--draw", action="store_true", help="train nothing: tables and figures of what is there"
+        "--draw", action="store_true", help="train nothing; tables and figures of the recorded results"
     )
     args = parser.parse_args()
-    train.use_compilation_cache()
     with tempfile.TemporaryDirectory() as folder:
-        data = None if args.draw else Data(tiny.get_config(), Path(folder), HELDOUT_BATCHES)
+        data = None if args.draw else Data(tiny.get_config(), Path(folder), VALIDATION_BATCHES)
         for experiment in args.experiments:
-            with jax.set_mesh(build.mesh(tiny.get_config())):
-                if data and experiment == "weight_gradient":
-                    weight_gradient()
-                elif data and experiment == "smooth_swiglu":
-                    smooth_swiglu(args.seeds, args.only, data)
-                elif data:
-                    compare(experiment, args.seeds, args.only, data)
+            if data and experiment == "weight_gradient":
+                weight_gradient()
+            elif data and experiment == "smooth_swiglu":
+                smooth_swiglu(args.seeds, args.only, data)
+            elif data:
+                compare(experiment, args.seeds, args.only, data)
             shared = Results("precision").runs.get("bf16", {}) if experiment in BASELINES else {}
             baseline = {BASELINES[experiment]: shared} if shared else {}
             fidelity_figures.show(experiment, Results(experiment).runs, ROOT / "docs" / "figures", baseline)

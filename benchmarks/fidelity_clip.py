@@ -3,21 +3,19 @@
     python benchmarks/fidelity_clip.py precision --runs /tmp/runs    # twelve full runs of 4 to 6 minutes
     python benchmarks/fidelity_clip.py spikes layer_scale            # variants of a smaller model
 
-`precision` starts `python -m maxlp.train` with `configs/clip/debug.py` and reads what its last evaluation
-found; a run that has come to its end in the folder is not repeated. The others train here, as those of
-`fidelity.py` do. What is measured lands in `benchmarks/results/fidelity_clip_<experiment>.json`. What was
-claimed, what counts as success and what came out: `docs/fidelity.md`.
+`precision` runs `python -m maxlp.train` with `configs/clip/debug.py` and reads the last evaluation; a run
+that has finished in the folder is not repeated. The other experiments train in this process, as those of
+`fidelity.py` do. The measurements are written to `benchmarks/results/fidelity_clip_<experiment>.json`.
+`docs/fidelity.md` has the claims, the criteria and the results.
 """
 
 import argparse
 import functools
 import itertools
-import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +23,22 @@ import fidelity_clip_figures
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from fidelity_clip_figures import GROWTH, SHIFTS
-from fidelity_runs import ROOT, Data, Results, Trainer, changed, digits
+from fidelity_runs import ROOT, Data, Results, Trainer, digits, watch_nothing
 from flax import nnx
+from training import changed
 
 from configs.clip import debug
-from maxlp import train
-from maxlp.core.gradients import Gradients
+from maxlp.core.gradients import Batch, Gradients, Metrics
+from maxlp.core.train_state import State
 from maxlp.families.clip.encoder import Encoder
-from maxlp.nn import stack as stacks
-from maxlp.run import build
+from maxlp.nn.stack import apply_stack
+from maxlp.optim.stable_adamw import last_rms
+from maxlp.runtime.writers import read_jsonl
 
 # --- the debug config in every precision --------------------------------------------------------------
 
-PRECISIONS = {  # what is added to the command; all but float32 compute activations in bfloat16
+PRECISIONS = {  # (argument of the config, flags); all but float32 compute activations in bfloat16
     "float32": ("", []),
     "bf16": ("", ["--config.model.dtype=bfloat16"]),
     "fp8_delayed": (":precision=fp8_delayed", ["--config.model.dtype=bfloat16"]),
@@ -48,7 +47,7 @@ PRECISIONS = {  # what is added to the command; all but float32 compute activati
 
 
 def precision(seeds: list[int], only: list[str], folder: Path) -> None:
-    """Trains the debug config with each recipe and seed, each in a process of its own."""
+    """Trains the debug config with each recipe and seed, each in its own process."""
     results = Results("clip_precision")
     for seed, (name, (arg, flags)) in itertools.product(seeds, PRECISIONS.items()):
         if results.has(name, seed) or (only and name not in only):
@@ -65,9 +64,8 @@ def precision(seeds: list[int], only: list[str], folder: Path) -> None:
 
 
 def outcome(workdir: Path) -> dict[str, Any]:
-    """The logged losses and the last evaluation of a run that is complete; {} of another."""
-    path = workdir / "metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """The logged losses and the last evaluation of a finished run; {} if it has not finished."""
+    records = read_jsonl(workdir / "metrics.jsonl")
     last = next((r for r in reversed(records) if "eval/zero_shot_top1" in r), {})
     if last.get("step") != debug.get_config().train.total_steps:
         return {}
@@ -104,7 +102,7 @@ STABLE = {
     "optimizer.learning_rate": 5e-3,
     "optimizer.warmup_steps": 60,
 }
-# StableAdamW that never clips is AdamW with its RMS_t measured.
+# StableAdamW that never clips is AdamW that records RMS_t.
 ADAMW = STABLE | {"optimizer.options": {"clip_threshold": 1e30}}
 SPIKE_STEPS = 260
 OPTIMIZERS = {
@@ -117,40 +115,40 @@ OPTIMIZERS = {
 
 
 def spikes(seeds: list[int], only: list[str], data: Data) -> None:
-    """The learning signal becomes stronger at once, after a time in which v̂ saw only a weak one."""
+    """The gradients suddenly become stronger, after a time in which v̂ was averaged over weak ones."""
     results = Results("clip_spikes")
-    trainer = functools.cache(lambda name: Trainer(OPTIMIZERS[name], data, growing))
+    trainers: dict[str, Trainer] = {}
     for seed, name in itertools.product(seeds, OPTIMIZERS):
         if results.has(name, seed) or (only and name not in only):
             continue
         start = time.time()
-        run = trainer(name)
-        _, seen = run.train(run.init(seed), data.batches(seed, SPIKE_STEPS), watch_rms)
-        results.add(name, seed, seen)
+        if name not in trainers:
+            trainers[name] = Trainer(OPTIMIZERS[name], data, growing)
+        run = trainers[name]
+        _, records = run.train(run.init(seed), data.batches(seed, SPIKE_STEPS), watch_rms)
+        results.add(name, seed, records)
         print(f"spikes / {name} / seed {seed}: {time.time() - start:.0f} s", flush=True)
 
 
 def growing(gradients: Gradients) -> Gradients:
-    """Gradients times a strength that each of the shifts makes GROWTH times as large, to 1 at last."""
+    """Gradients times a factor that grows by GROWTH at each of the SHIFTS and is 1 after the last."""
 
-    def scaled(graphdef: nnx.GraphDef, state: dict, batch: dict) -> tuple[dict, dict, dict]:
-        grads, model_state, metrics = gradients(graphdef, state, batch)
-        to_come = jnp.sum(state["step"] < jnp.array(SHIFTS))
-        return jax.tree.map(lambda g: g * GROWTH**-to_come, grads), model_state, metrics
+    def scaled(
+        graphdef: nnx.GraphDef, state: State, batch: Batch, loss_scale: jax.Array | None
+    ) -> tuple[dict, dict, Metrics]:
+        grads, model_state, metrics = gradients(graphdef, state, batch, loss_scale)
+        remaining = jnp.sum(state["step"] < jnp.array(SHIFTS))
+        return jax.tree.map(lambda g: g * GROWTH**-remaining, grads), model_state, metrics
 
     return scaled
 
 
 @jax.jit
-def _rms(rms: Any) -> dict[str, jax.Array]:
-    visual = rms["visual"]
+def watch_rms(state: State) -> dict[str, jax.Array]:
+    """RMS_t of the patch embedding and of a kernel in the middle of the image tower."""
+    visual = last_rms(state["opt_state"])["visual"]
     up_L = visual["layers"]["mlp"]["up_proj"]["kernel"]
     return {"rms_patch": visual["patch_embed"]["kernel"], "rms_middle": up_L[len(up_L) // 2]}
-
-
-def watch_rms(state: dict) -> dict[str, jax.Array]:
-    """RMS_t of the patch embedding and of a kernel in the middle of the image tower."""
-    return _rms(optax.tree.get(state["opt_state"], "rms"))
 
 
 # --- layer-scale --------------------------------------------------------------------------------------
@@ -170,46 +168,43 @@ LAYER_SCALE = {
 
 
 def layer_scale(seeds: list[int], only: list[str], data: Data) -> None:
-    """A deep and thin image tower with and without layer-scale, all matmuls of all blocks in a format."""
+    """A deep, narrow image tower with and without layer-scale; all its matmuls are in one format."""
     results = Results("clip_layer_scale")
-
-    @functools.cache
-    def trainer(name: str) -> tuple[Trainer, Callable[[dict], dict[str, list[float]]]]:
-        run = Trainer(LAYER_SCALE[name], data)
-        return run, block_sizes(run, data.heldout[0]["image"])
-
+    trainers: dict[str, Trainer] = {}
     for seed, name in itertools.product(seeds, LAYER_SCALE):
         if results.has(name, seed) or (only and name not in only):
             continue
         start = time.time()
-        run, sizes = trainer(name)
+        if name not in trainers:
+            trainers[name] = Trainer(LAYER_SCALE[name], data)
+        run, images = trainers[name], data.validation_batches[0]["image"]
         state = run.init(seed)
-        before = sizes(state)
-        state, seen = run.train(state, data.batches(seed, DEEP_STEPS), lambda _: {})
+        before = block_sizes(run, state, images)
+        state, records = run.train(state, data.batches(seed, DEEP_STEPS), watch_nothing)
         top1 = run.evaluate(state)["zero_shot_top1"]
-        results.add(name, seed, {"before": before, "after": sizes(state), "top1": top1} | seen)
+        after = block_sizes(run, state, images)
+        results.add(name, seed, {"before": before, "after": after, "top1": top1} | records)
         print(f"layer_scale / {name} / seed {seed}: {time.time() - start:.0f} s", flush=True)
 
 
-def block_sizes(run: Trainer, image_BHWC: np.ndarray) -> Callable[[dict], dict[str, list[float]]]:
-    """A function of a state to mean and maximum of |x| behind each block of the image tower."""
+def block_sizes(run: Trainer, state: State, image_BHWC: np.ndarray) -> dict[str, list[float]]:
+    """Mean and maximum of |x| after each block of the image tower, for a batch of images."""
+    mean_L, largest_L = jax.device_get(_block_sizes(run.graphdef, state, image_BHWC))
+    return {"mean": [*map(digits, mean_L)], "max": [*map(digits, largest_L)]}
 
-    @jax.jit
-    def measure(params: dict, model_state: dict) -> tuple[jax.Array, jax.Array]:
-        tower = nnx.merge(run.graphdef, params, model_state).visual
-        recorder = tower.encoder = Recorder(tower.encoder)
-        tower(jnp.float32(image_BHWC) / 127.5 - 1)
-        return recorder.sizes
 
-    def numbers(state: dict) -> dict[str, list[float]]:
-        mean_L, largest_L = jax.device_get(measure(state["params"], state["model_state"]))
-        return {"mean": [*map(digits, mean_L)], "max": [*map(digits, largest_L)]}
-
-    return numbers
+@functools.partial(jax.jit, static_argnums=0)
+def _block_sizes(
+    graphdef: nnx.GraphDef, state: State, image_BHWC: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    tower = nnx.merge(graphdef, state["params"], state["model_state"]).visual
+    recorder = tower.encoder = Recorder(tower.encoder)
+    tower(jnp.float32(image_BHWC) / 127.5 - 1)
+    return recorder.sizes
 
 
 class Recorder:
-    """In the place of a tower's `Encoder`: runs its blocks and keeps the sizes of what they return."""
+    """Takes the place of a tower's `Encoder`: runs its blocks and keeps the sizes of their outputs."""
 
     def __init__(self, encoder: Encoder):
         self.encoder = encoder
@@ -220,7 +215,7 @@ class Recorder:
             return y_BSD, (jnp.mean(jnp.abs(y_BSD)), jnp.max(jnp.abs(y_BSD)))
 
         c = self.encoder
-        y_BSD, self.sizes = stacks.apply_stack(
+        y_BSD, self.sizes = apply_stack(
             blocks, x_BSD, call, num_layers=c.num_layers, scan=c.scan_layers, remat=c.remat
         )
         return y_BSD
@@ -233,22 +228,18 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="names of variants")
     parser.add_argument("--runs", type=Path, default=Path(tempfile.gettempdir()) / "maxlp_fidelity_clip")
     parser.add_argument(
-        "--draw", action="store_true", help="train nothing: tables and figures of what is there"
+        "--draw", action="store_true", help="train nothing; tables and figures of the recorded results"
     )
     args = parser.parse_args()
-    train.use_compilation_cache()
-    small = changed(debug.get_config(), SMALL)
-    with tempfile.TemporaryDirectory() as folder, jax.set_mesh(build.mesh(small)):
-        of_small = functools.cache(lambda: Data(small, Path(folder)))
+    trains_here = not args.draw and {*args.experiments} - {"precision"}
+    with tempfile.TemporaryDirectory() as folder:
+        data = Data(changed(debug.get_config(), SMALL), Path(folder)) if trains_here else None
         for experiment in args.experiments:
-            if args.draw:
-                pass
-            elif experiment == "precision":
+            if experiment == "precision" and not args.draw:
                 precision(args.seeds, args.only, args.runs)
-            elif experiment == "spikes":
-                spikes(args.seeds, args.only, of_small())
-            else:
-                layer_scale(args.seeds, args.only, of_small())
+            elif data:
+                train = {"spikes": spikes, "layer_scale": layer_scale}[experiment]
+                train(args.seeds, args.only, data)
             runs = Results(f"clip_{experiment}").runs
             fidelity_clip_figures.show(experiment, runs, ROOT / "docs" / "figures")
 

@@ -1,4 +1,4 @@
-"""Tables and figures of what `fidelity_clip.py` measured.
+"""Tables and figures of the measurements of `fidelity_clip.py`.
 
 python benchmarks/fidelity_clip.py precision spikes layer_scale --draw
 """
@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 
 from maxlp.monitoring import spikes
 
-SHIFTS, GROWTH = (130, 200), 30.0  # steps from which on the gradients are so many times as large
-STEADY = 60  # steps, before which nothing counts as a spike
-LARGE = dataclasses.replace(POLICY, rms_threshold=5.0)  # chosen afterwards: see docs/fidelity.md
-AFTER = 16  # steps in which a shift has its effect
+SHIFTS, GROWTH = (130, 200), 30.0  # at each of these steps the gradients grow by this factor
+STEADY = 60  # the first step that can count as a spike
+LARGE = dataclasses.replace(POLICY, rms_threshold=5.0)  # chosen after the runs: see docs/fidelity.md
+AFTER = 16  # steps over which losses are averaged, before and after a shift
 
 
 def show(experiment: str, runs: Runs, folder: Path) -> None:
@@ -56,7 +56,7 @@ def precision(runs: Runs, figure: Figure) -> None:
     left.set_xlabel("step")
     left.set_ylabel("running mean of 5 records; mean and range of seeds")
     left.legend(frameon=False, fontsize=9)
-    right.set_title("top-1 on the held-out face, %", loc="left")
+    right.set_title("top-1 on the validation typeface, %", loc="left")
     right.invert_yaxis()
 
 
@@ -74,7 +74,7 @@ def rms_spikes(rms: list[float], policy: spikes.SpikeConfig) -> list[int]:
 
 
 def lasting(losses: list[float], shift: int) -> float:
-    """The mean loss in the steps after a shift minus that before it."""
+    """The mean loss in the steps after a shift, minus that in the steps before it."""
     loss = np.array(losses)
     return float(loss[shift + 1 : shift + 1 + AFTER].mean() - loss[shift - AFTER : shift].mean())
 
@@ -85,20 +85,20 @@ def shifts(runs: Runs, figure: Figure) -> None:
         found = {seed: loss_spikes(run["loss"]) for seed, run in sorted(seeds.items())}
         row = [name, f"{sum(map(len, found.values()))} ({', '.join(str(len(f)) for f in found.values())})"]
         for policy in (POLICY, LARGE):
-            led = [
+            predictions = [
                 predicted(found[s], rms_spikes(run["rms_patch"], policy), len(run["loss"]), STEADY)
                 for s, run in sorted(seeds.items())
             ]
-            row += [f"{sum(f.predicted for f in led)} of {sum(f.loss_spikes for f in led)}"]
-            row += [f"{sum(f.by_chance for f in led):.1f}"]
+            row += [f"{sum(f.predicted for f in predictions)} of {sum(f.loss_spikes for f in predictions)}"]
+            row += [f"{sum(f.by_chance for f in predictions):.1f}"]
         rises = [[lasting(run["loss"], shift) for run in seeds.values()] for shift in SHIFTS]
         row += [", ".join(f"{np.mean(values):+.2f}" for values in rises)]
-        row += [plus_minus(np.array([*at_last(seeds).values()]), ".2f")]
+        row += [plus_minus(np.array([*final_loss(seeds).values()]), ".2f")]
         rows.append(row)
     header = ["optimizer", "loss spikes (each seed)"]
     for policy in (POLICY, LARGE):
-        header += [f"led by RMS_t > {policy.rms_threshold}", "by chance"]
-    print_table([*header, "the shifts raise the loss by", "loss at last"], rows)
+        header += [f"preceded by RMS_t > {policy.rms_threshold}", "by chance"]
+    print_table([*header, "the shifts raise the loss by", "final loss"], rows)
 
     figure.set_size_inches(14, 7)
     grid = figure.subplots(2, len(runs), sharex=True, sharey="row", squeeze=False)
@@ -130,7 +130,7 @@ def layer_scale(runs: Runs, figure: Figure) -> None:
     for name, seeds in runs.items():
         form, start = name.split(", ")
         color, line = COLORS[FORMS.index(form)], "-" if start == "from zero" else "--"
-        last, base = at_last(seeds), at_last(runs.get(f"float32, {start}", {}))
+        last, base = final_loss(seeds), final_loss(runs.get(f"float32, {start}", {}))
         over = [100 * (last[seed] / base[seed] - 1) for seed in last if seed in base and form != "float32"]
         row = [form, start, str(len(last)), plus_minus(np.array([*last.values()]), ".2f")]
         row += [", ".join(f"{percent:+.1f} %" for percent in over)]
@@ -143,17 +143,17 @@ def layer_scale(runs: Runs, figure: Figure) -> None:
         left.plot(curve, line, color=color, label=name)
         size_L = np.mean([run["after"]["mean"] for run in drawn], 0)
         right.plot(np.arange(1, len(size_L) + 1), size_L, f"o{line}", color=color, markersize=4)
-    header = ["format", "layer-scale", "seeds", "loss at last", "over float32, each seed", "top-1 (%)"]
-    print_table([*header, r"mean of \|x\| behind the first and the last block", r"largest \|x\|"], rows)
-    left.set_title("training loss, running mean of 9 steps; seeds that all have", loc="left")
+    header = ["format", "layer-scale", "seeds", "final loss", "relative to float32, each seed", "top-1 (%)"]
+    print_table([*header, r"mean of \|x\| after the first and the last block", r"largest \|x\|"], rows)
+    left.set_title("training loss, running mean of 9 steps; common seeds", loc="left")
     left.set_xlabel("step")
     left.legend(frameon=False, fontsize=9)
-    right.set_title("mean of |x| behind each block, after training", loc="left")
+    right.set_title("mean of |x| after each block, at the end of training", loc="left")
     right.set_yscale("log")
     right.set_xlabel("block of the image tower")
 
 
-def at_last(seeds: dict[str, dict]) -> dict[str, float]:
+def final_loss(seeds: dict[str, dict]) -> dict[str, float]:
     return {seed: float(np.mean(run["loss"][-AFTER:])) for seed, run in sorted(seeds.items())}
 
 

@@ -1,4 +1,4 @@
-"""Tables and figures of what `fidelity.py` measured.
+"""Tables and figures of the measurements of `fidelity.py`.
 
 python benchmarks/fidelity.py precision --draw
 """
@@ -13,11 +13,12 @@ from matplotlib.figure import Figure
 
 from maxlp.monitoring import spikes
 
-Runs = dict[str, dict[str, dict[str, Any]]]  # variant → seed → what was measured
+# variant → seed → measurements; "heldout" in the files is the validation loss
+Runs = dict[str, dict[str, dict[str, Any]]]
 
 COLORS = ["#2f6db3", "#e07b1a", "#3a9a5c", "#c8322b", "#7d5ba6", "#1aa3b0", "#8a6d3b", "#d45d9e", "#555555"]
 BROKEN = [start + i for start in (120, 165, 210, 255) for i in range(4)]  # steps with random tokens
-WARMED_UP = 60  # steps, before which nothing counts as a spike
+WARMED_UP = 60  # the first step that can count as a spike
 POLICY = spikes.SpikeConfig()  # as in training: 3.2 σ above the mean of 64 losses; RMS_t above 1.8
 
 
@@ -25,7 +26,7 @@ def show(experiment: str, runs: Runs, folder: Path, baseline: Runs) -> None:
     """Prints the table and draws `folder/fidelity_<experiment>.png`.
 
     Args:
-      baseline: the variant that others are compared to, where the experiment does not have it itself.
+      baseline: the variant to compare with, if the experiment does not contain it itself.
     """
     runs = baseline | runs
     if not runs:
@@ -35,7 +36,7 @@ def show(experiment: str, runs: Runs, folder: Path, baseline: Runs) -> None:
     save(figure, folder / f"fidelity_{experiment}.png")
 
 
-# --- held-out loss beside that of the first variant ---------------------------------------------------
+# --- validation loss relative to the first variant ----------------------------------------------------
 
 
 def compared(runs: Runs, figure: Figure) -> None:
@@ -52,7 +53,7 @@ def compared(runs: Runs, figure: Figure) -> None:
             relative = math.exp(differences.mean()) - 1
             row += [plus_minus(differences, "+.4f"), signed(differences), f"{100 * relative:+.2f} %"]
         rows.append(row)
-    header = ["variant", "seeds", "held-out loss", f"minus {base_name}", "of each seed", "perplexity"]
+    header = ["variant", "seeds", "validation loss", f"minus {base_name}", "of each seed", "perplexity"]
     print_table(header, rows)
 
     left, right = figure.subplots(1, 2, width_ratios=[1.6, 1])
@@ -74,7 +75,7 @@ def compared(runs: Runs, figure: Figure) -> None:
     left.set_xlabel("step")
     left.set_ylabel("nats per token; mean and range of the seeds")
     left.legend(frameon=False, fontsize=9)
-    right.set_title(f"held-out loss minus that of {base_name}", loc="left")
+    right.set_title(f"validation loss minus that of {base_name}", loc="left")
     right.invert_yaxis()
 
 
@@ -82,7 +83,7 @@ def compared(runs: Runs, figure: Figure) -> None:
 
 
 def loss_spikes(run: dict) -> list[int]:
-    """Steps of the loss spikes after the warm-up, broken batches left out."""
+    """Steps of the loss spikes after the warm-up, without those at broken batches."""
     losses = np.array(run["loss"])
     steps = np.arange(len(losses))[WARMED_UP - POLICY.min_history :]
     steps = np.setdiff1d(steps, BROKEN if "rms_hidden" in run else [])
@@ -90,7 +91,7 @@ def loss_spikes(run: dict) -> list[int]:
 
 
 def after_effect(run: dict) -> float:
-    """Loss of the 8 batches after each broken stretch minus that of the 16 before it, mean."""
+    """Mean loss of the 8 batches after each stretch of broken ones, minus that of the 16 before it."""
     loss = np.array(run["loss"])
     before = [loss[i - 16 : i].mean() for i in BROKEN if i - 1 not in BROKEN]
     after = [loss[i + 1 : i + 9].mean() for i in BROKEN if i + 1 not in BROKEN]
@@ -105,7 +106,7 @@ def rms_spikes(run: dict) -> list[int]:
 
 
 def predicted(loss_steps: list[int], rms_steps: list[int], steps: int, begin: int) -> spikes.Prediction:
-    """How many loss spikes follow an RMS_t spike, of a run that counts from step `begin` on."""
+    """How many loss spikes follow an RMS_t spike, in the steps from ``begin`` on."""
     return spikes.count_predicted(
         [step - begin for step in loss_steps], [step - begin for step in rms_steps], steps - begin, POLICY
     )
@@ -115,20 +116,20 @@ def optimizers(runs: Runs, figure: Figure) -> None:
     rows = []
     for name, seeds in runs.items():
         counts = [len(loss_spikes(run)) for run in seeds.values()]
-        led = [
+        predictions = [
             predicted(loss_spikes(run), rms_spikes(run), len(run["loss"]), WARMED_UP)
             for run in seeds.values()
             if "rms_hidden" in run
         ]
         row = [name, str(len(seeds)), plus_minus(np.array([run["heldout"] for run in seeds.values()]))]
         row += [f"{sum(counts)} ({', '.join(map(str, counts))})"]
-        if led:
-            hits, chance = sum(f.predicted for f in led), sum(f.by_chance for f in led)
+        if predictions:
+            hits, chance = sum(f.predicted for f in predictions), sum(f.by_chance for f in predictions)
             row += [plus_minus(np.array([after_effect(run) for run in seeds.values()]), "+.3f")]
             row += [f"{hits} of {sum(counts)}", f"{chance:.1f}"]
             row += [f"{max(max(run['rms_hidden'][WARMED_UP:]) for run in seeds.values()):.1f}"]
         rows.append(row + [""] * (8 - len(row)))
-    header = ["optimizer", "seeds", "held-out loss", "loss spikes (each seed)", "after-effect"]
+    header = ["optimizer", "seeds", "validation loss", "loss spikes (each seed)", "after-effect"]
     print_table([*header, "after an RMS_t spike", "by chance", "largest RMS_t"], rows)
 
     figure.set_size_inches(12, 7)
@@ -179,7 +180,7 @@ def smooth_swiglu(runs: Runs, figure: Figure) -> None:
     left.set_xscale("log")
     left.set_yscale("log")
     left.set_xlabel("largest product of the gates")
-    left.set_title("held-out loss minus that of bf16", loc="left")
+    left.set_title("validation loss minus that of bf16", loc="left")
     left.set_ylabel("nats per token, mean of the seeds (at least 1e-4)")
     left.legend(frameon=False, fontsize=9)
     right.set_xlabel("step; the aligned channel grows 16-fold every 15 steps")
@@ -226,7 +227,7 @@ SHOW: dict[str, Callable[[Runs, Figure], None]] = {
 }
 
 
-# --- parts --------------------------------------------------------------------------------------------
+# --- helpers ------------------------------------------------------------------------------------------
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -239,12 +240,12 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def running(values: np.ndarray, half: int = 10) -> np.ndarray:
-    """Mean of a value and up to `half` on each side."""
+    """The mean of each value and up to ``half`` neighbors on each side."""
     return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
 
 
 def plus_minus(values: np.ndarray, form: str = ".4f") -> str:
-    """Mean ± standard deviation (of a sample)."""
+    """Mean ± sample standard deviation."""
     if len(values) == 1:
         return f"{values[0]:{form}}"
     return f"{values.mean():{form}} ± {values.std(ddof=1):{form.lstrip('+')}}"

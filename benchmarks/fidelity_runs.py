@@ -1,107 +1,113 @@
-"""What the fidelity experiments share: variants of a config, their training, the file of what was seen."""
+"""What the fidelity experiments share: variants of a config, their training, and the results file."""
 
+import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 from ml_collections import ConfigDict
+from training import CompiledRun, changed
 
-from maxlp.core import train_step as step
+from maxlp.core.gradients import Gradients
+from maxlp.core.train_state import State, init_state, shardings
 from maxlp.parallel.batches import global_batch
-from maxlp.run import build
+from maxlp.run.experiment import make_data, resolve
+from maxlp.run.settings import read
+from maxlp.run.tokenizer import prepare_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
-Watch = Callable[[dict], dict[str, jax.Array]]
+Watch = Callable[[State], dict[str, jax.Array]]  # the state after a step to scalars to record
 
 
-def changed(c: ConfigDict, changes: dict[str, Any]) -> ConfigDict:
-    """The config with values such as {"model.visual.width": 64} in their places, itself left as it is."""
-    c = c.copy_and_resolve_references()
-    for path, value in changes.items():
-        *sections, key = path.split(".")
-        part: Any = c
-        for section in sections:
-            part = part[section]
-        part[key] = value
-    return c
+def watch_nothing(state: State) -> dict[str, jax.Array]:
+    return {}
 
 
 class Data:
-    """The batches of each seed, and the held-out ones.
+    """The training batches of each seed, and the validation batches.
 
     Args:
-        base: the config whose variants are compared; its data is that of all of them.
-        folder: where a tokenizer may be written.
-        heldout_batches: how many there are, None for all.
+      base: the config whose variants are compared; all of them read its data.
+      folder: where a tokenizer may be written.
+      validation_batches: how many there are; None takes all.
     """
 
-    def __init__(self, base: ConfigDict, folder: Path, heldout_batches: int | None = None):
-        self.base, self.tokenizer = base, build.tokenizer(base, folder)
-        self.heldout_set = build.heldout(base, self.tokenizer)
-        self.heldout = list(itertools.islice(iter(self.heldout_set), heldout_batches))
+    def __init__(self, base: ConfigDict, folder: Path, validation_batches: int | None = None):
+        run = resolve(base)
+        self.base, self.mesh = base, run.mesh
+        self.tokenizer = prepare_tokenizer(run.settings, folder)
+        self.validation = make_data(run.settings, self.tokenizer, "validation", self.mesh)
+        self.validation_batches = list(itertools.islice(iter(self.validation), validation_batches))
 
     @functools.lru_cache(maxsize=1)  # noqa: B019
     def batches(self, seed: int, steps: int) -> list[dict]:
-        iterator = iter(build.train_data(changed(self.base, {"train.seed": seed}), self.tokenizer))
+        settings = read(changed(self.base, {"train.seed": seed}))
+        iterator = iter(make_data(settings, self.tokenizer, "train", self.mesh))
         batches = list(itertools.islice(iterator, steps))
         iterator.close()
         return batches
 
 
 class Trainer:
-    """A variant's train step, compiled once for all seeds, and its held-out evaluation.
+    """A variant's train step, compiled once for all seeds, and its evaluation on the validation data.
 
     Args:
-        changes: to the config of `data`.
-        adapt: of the gradients that the step takes.
+      changes: values of the config of ``data`` to replace.
+      adapt: what to do to the gradients before the optimizer takes them; None changes nothing.
     """
 
-    def __init__(self, changes: dict[str, Any], data: Data, adapt: Callable[[Any], Any] = lambda g: g):
-        self.c, self.data = changed(data.base, changes), data
-        self.mesh = build.mesh(self.c)
-        build.check(self.c, self.mesh)
-        tx, schedule = build.tx(self.c)
-        task, make_model = build.task(self.c), build.model(self.c)
-        self.graphdef, abstract = step.abstract_state(make_model, tx, self.mesh)
-        self.step = step.jit_train_step(
-            abstract,
-            self.mesh,
-            graphdef=self.graphdef,
-            gradients=adapt(task.gradients(self.c)),
-            tx=tx,
-            schedule=schedule,
+    def __init__(
+        self, changes: dict[str, Any], data: Data, adapt: Callable[[Gradients], Gradients] | None = None
+    ):
+        run = resolve(changed(data.base, {"spikes.statistics": False} | changes))
+        if adapt is not None:
+            step = functools.partial(run.step, gradients=adapt(run.gradients))
+            run = dataclasses.replace(run, step=step)
+        compiled = CompiledRun(run)
+        s = run.settings
+        self.settings, self.mesh, self.data = s, run.mesh, data
+        self.graphdef, self.step = compiled.graphdef, compiled.step
+        self.evaluator = run.family.evaluator(self.graphdef, s.model, s.data, s.loss, data.validation)
+        self.shardings = shardings(compiled.abstract)
+        self._init = jax.jit(
+            functools.partial(init_state, run.make_model, run.tx), out_shardings=self.shardings
         )
-        self.evaluator = task.evaluator(self.c, self.graphdef, data.heldout_set)
-        self.shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-        init = jax.jit(functools.partial(step.init_state, make_model, tx), out_shardings=self.shardings)
-        self.init = lambda seed: init(jax.random.key(seed))
 
-    def train(self, state: dict, batches: list[dict], watch: Watch) -> tuple[dict, dict]:
-        """The state after all batches, and what was seen at each: loss, grad_norm and what watch picks."""
-        seen = []
+    def init(self, seed: int) -> State:
+        with jax.set_mesh(self.mesh):
+            return self._init(jax.random.key(seed))
+
+    def train(self, state: State, batches: list[dict], watch: Watch) -> tuple[State, dict]:
+        """Trains on the batches.
+
+        Returns:
+          the new state, and a list for each of loss, grad_norm and what ``watch`` returns.
+        """
+        records = []
         for batch in batches:
-            state, out = self.step(state, global_batch(batch, self.mesh))
-            seen.append({key: out[key] for key in ("loss", "grad_norm")} | watch(state))
-        seen = jax.device_get(seen)
-        return state, {key: [digits(s[key]) for s in seen] for key in seen[0]}
+            state, metrics = self.step(state, global_batch(batch, self.mesh))
+            records.append({key: metrics[key] for key in ("loss", "grad_norm")} | watch(state))
+        records = jax.device_get(records)
+        return state, {key: [digits(record[key]) for record in records] for key in records[0]}
 
-    def evaluate(self, state: dict, limit: int | None = None) -> dict[str, float]:
-        """The task's held-out measures on the first `limit` batches."""
+    def evaluate(self, state: State, limit: int | None = None) -> dict[str, float]:
+        """The family's metrics on the first ``limit`` validation batches."""
 
-        def batches():
-            return (global_batch(batch, self.mesh) for batch in self.data.heldout[:limit])
+        def batches() -> Iterator[dict]:
+            return (global_batch(batch, self.mesh) for batch in self.data.validation_batches[:limit])
 
-        return {key: digits(value) for key, value in self.evaluator(state, batches).items()}
+        with jax.set_mesh(self.mesh):
+            return {key: digits(value) for key, value in self.evaluator(state, batches).items()}
 
 
 class Results:
-    """{variant: {seed: what was measured}} in a JSON file."""
+    """{variant: {seed: measurements}} in a JSON file."""
 
     def __init__(self, experiment: str):
         self.path = RESULTS / f"fidelity_{experiment}.json"
@@ -117,4 +123,5 @@ class Results:
 
 
 def digits(x: Any) -> float:
+    """The number with six significant digits, so that the results stay small."""
     return float(f"{float(x):.6g}")

@@ -1,20 +1,19 @@
-"""Images a second that one core decodes and augments, next to what training takes.
+"""How many images per second does one core decode and augment, compared with what training needs?
 
     python benchmarks/image_pipeline.py           # rates of the pipeline alone
-    python benchmarks/image_pipeline.py --stall   # steps of the debug CLIP fed by it, and by one batch
+    python benchmarks/image_pipeline.py --stall   # train steps fed by it, and fed the same batch again
 
-The rates are per second of CPU time of this process, so that a busy machine does not change them much:
-a machine with N cores for data makes about N times as many. Needed are, for the glyphs, the 1,200 steps of
-128 of configs/clip/debug.py in 240 seconds; for photographs, pairs for each 100 TFLOP/s that the devices
-of a machine achieve (not their peak), at three times open_clip's FLOPs of a forward pass. The photographs
-are smooth colours with grain, saved as JPEG of quality 90 in a tar.
+The rates are per second of CPU time of this process, so that other work on the machine changes them little:
+N cores for data make about N times as many. The need for glyphs is that of configs/clip/debug.py, 1,200
+steps of 128 images in 240 seconds. The need for photographs is per 100 TFLOP/s that a machine's devices
+achieve (not their peak), at three times open_clip's FLOPs of a forward pass. The photographs are smooth
+colors with grain, saved in a tar as JPEGs of quality 90.
 """
 
-import functools
+import argparse
 import io
 import itertools
 import os
-import sys
 import tarfile
 import tempfile
 import time
@@ -23,12 +22,13 @@ from pathlib import Path
 import jax
 import numpy as np
 from PIL import Image
+from training import CompiledRun
 
 from configs.clip import debug
-from maxlp.core import train_step as step
 from maxlp.data.image_text import ImageTextDataConfig, make_data
-from maxlp.parallel import sharding
-from maxlp.run import build
+from maxlp.parallel.batches import device_batches
+from maxlp.run import experiment
+from maxlp.run.tokenizer import prepare_tokenizer
 
 PHOTOS = 48
 BATCH = 32
@@ -52,11 +52,16 @@ def write_photos(path: str, width: int, height: int) -> None:
                 tar.addfile(member, io.BytesIO(data))
 
 
-def images_per_core_second(batches: int, **kwargs) -> float:
-    config = ImageTextDataConfig(batch_size=BATCH, num_threads=1, **kwargs)
+def images_per_core_second(batches: int, **options) -> float:
+    """The rate of the training pipeline in one thread, once its files are open.
+
+    Args:
+      options: fields of `ImageTextDataConfig`.
+    """
+    config = ImageTextDataConfig(batch_size=BATCH, num_threads=1, tokenizer="bytes", **options)
     dataset = make_data(config, split="train")
     iterator = iter(dataset)
-    list(itertools.islice(iterator, max(2, dataset.steps_per_epoch)))  # opens files, draws glyphs once
+    list(itertools.islice(iterator, max(2, dataset.steps_per_epoch)))  # opens files, draws each glyph once
     start = time.process_time()
     list(itertools.islice(iterator, batches))
     seconds = time.process_time() - start
@@ -64,54 +69,62 @@ def images_per_core_second(batches: int, **kwargs) -> float:
     return BATCH * batches / seconds
 
 
-def stall(turns: int = 6, steps: int = 25) -> None:
-    """Steps of configs/clip/debug.py in turns: from the pipeline, and with one batch again and again."""
-    c = debug.get_config()
-    mesh = build.mesh(c)
-    with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as folder:
-        graphdef, abstract = step.abstract_state(build.model(c), build.tx(c)[0], mesh, build.judges(c))
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-        init = functools.partial(step.init_state, build.model(c), build.tx(c)[0], 0, build.judges(c))
-        state = jax.jit(init, out_shardings=shardings)()
-        train_step = build.train_step(c, graphdef, abstract, mesh)
-        batches = iter(build.train_data(c, build.tokenizer(c, Path(folder))))
-        batches.start_prefetch()
-        stream = sharding.device_batches(batches, mesh)
-        one, _ = next(stream)
-        state, out = train_step(state, one)
-        seconds: dict[str, list[float]] = {"pipeline": [], "one batch": []}
-        for kind in turns * list(seconds):
-            jax.block_until_ready(out)
-            start = time.perf_counter()
-            for _ in range(steps):
-                state, out = train_step(state, next(stream)[0] if kind == "pipeline" else one)
-            jax.block_until_ready(out)
-            seconds[kind].append((time.perf_counter() - start) / steps)
-        batches.close()
-    fed, alone = (np.array(found) for found in seconds.values())
-    ratio, (of_fed, of_alone) = np.median(fed / alone), (1e3 * np.median(found) for found in (fed, alone))
+def stall(turns: int, steps: int) -> None:
+    """Train steps of configs/clip/debug.py, in turns with new batches and with one batch again."""
+    run = experiment.resolve(debug.get_config())
+    compiled = CompiledRun(run)
+    state = compiled.initial_state()
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = prepare_tokenizer(run.settings, Path(folder))
+        batches = iter(experiment.make_data(run.settings, tokenizer, "train", run.mesh))
+    batches.start_prefetch()
+    stream = device_batches(batches, run.mesh)
+    one, _ = next(stream)
+    state, metrics = compiled.step(state, one)
+    seconds: dict[str, list[float]] = {"pipeline": [], "one batch": []}
+    for kind in turns * list(seconds):
+        jax.block_until_ready(metrics)
+        start = time.perf_counter()
+        for _ in range(steps):
+            state, metrics = compiled.step(state, next(stream)[0] if kind == "pipeline" else one)
+        jax.block_until_ready(metrics)
+        seconds[kind].append((time.perf_counter() - start) / steps)
+    batches.close()
+    fed, alone = (1e3 * np.array(taken) for taken in seconds.values())
     print(
-        f"a step from the pipeline takes {of_fed:.0f} ms, {ratio:.3f} times as long as one of a batch that"
+        f"a step fed by the pipeline takes {np.median(fed):.0f} ms, {np.median(fed / alone):.3f} times as "
+        f"long as one fed the same batch again ({np.median(alone):.0f} ms); median of {turns} pairs of "
+        f"{steps} steps"
     )
-    print(f"is there ({of_alone:.0f} ms); median of {turns} pairs of {steps} steps")
+
+
+def rates(glyph_batches: int, folder: str) -> list[tuple[str, float]]:
+    """(kind of images, images per second and core)."""
+    rate = images_per_core_second(glyph_batches, source="glyphs", image_size=32, text_len=64)
+    rows = [("glyphs, 32 pixels", rate)]
+    for width, height, batches in ((500, 375, 6), (2000, 1500, 2)):
+        path = os.path.join(folder, f"{width}.tar")
+        write_photos(path, width, height)
+        size = os.path.getsize(path) // PHOTOS // 1000
+        rate = images_per_core_second(batches, source=f"tar:{path}?split=all", image_size=224, text_len=77)
+        rows.append((f"JPEG {width} × {height} ({size} kB) to 224", rate))
+    return rows
 
 
 def main() -> None:
-    if "--stall" in sys.argv:
-        stall()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--stall", action="store_true", help="time train steps")
+    parser.add_argument("--turns", type=int, default=6, help="of --stall")
+    parser.add_argument("--steps", type=int, default=25, help="of --stall, in each turn")
+    parser.add_argument("--glyph_batches", type=int, default=60, help="batches of glyphs to time")
+    args = parser.parse_args()
+    if args.stall:
+        stall(args.turns, args.steps)
         return
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        rate = images_per_core_second(60, source="glyphs", image_size=32, text_len=64)
-        rows.append(("glyphs, 32 pixels", rate))
-        for width, height in ((500, 375), (2000, 1500)):
-            path = os.path.join(folder, f"{width}.tar")
-            write_photos(path, width, height)
-            size = os.path.getsize(path) // PHOTOS // 1000
-            source = f"tar:{path}?split=all"
-            batches = 6 if width < 1000 else 2
-            rate = images_per_core_second(batches, source=source, image_size=224, text_len=77)
-            rows.append((f"JPEG {width} × {height} ({size} kB) to 224", rate))
+        rows = rates(args.glyph_batches, folder)
     need = {f"{name} at 100 TFLOP/s": 1e5 / (3 * cost) for name, cost in FORWARD_GFLOP.items()}
     print("| images | per second and core | needed per second | cores |\n|---|---|---|---|")
     for number, (name, rate) in enumerate(rows):

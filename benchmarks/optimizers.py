@@ -1,106 +1,106 @@
-"""What does an optimizer cost? Step time over that of `optax.adamw`, and bytes of state.
+"""What does an optimizer cost? Its step time relative to `optax.adamw`, and the bytes of its state.
 
     python benchmarks/optimizers.py --embed_dim=256 --num_layers=4 --rounds=15
     python benchmarks/optimizers.py --bars
 
-Trains a small Llama on random tokens with each optimizer in turn, a step each, round after round: all
-see the same moods of the machine. Printed are the median step, the median of its ratios to the step of
-plain `optax.adamw` (behind a global-norm clip) in the same round, and the bytes of all arrays of the
-optimizer's state as they are held. For GaLore also the step with a refresh, and what the ratio is when one
-step of `--gap` is such a step. The optimizer's part of a step is the smaller the more tokens a step has
-(`--batch_size`). `--bars` takes a size at which matmuls are what takes the time, 4096 tokens a step, and
-says whether StableAdamW stays within 1.05 and GaLore, amortised, within 1.10 of AdamW: 2 quiet cores, 3
-minutes.
+Trains a small Llama on random tokens. The optimizers take turns, one step each, round after round, so that
+a slow phase of the machine affects all of them. Prints for each optimizer the median step, the median of
+its ratios to plain `optax.adamw` (behind a global-norm clip) within a round, and the bytes of all arrays
+of its state. For GaLore it also prints the step that refreshes the subspace, and the ratio if one step in
+`--gap` is such a step. The more tokens a step has (`--batch_size`), the smaller the optimizer's share.
+
+`--bars` chooses sizes at which the matmuls dominate, 4096 tokens a step, and reports whether StableAdamW
+stays within 1.05 and amortized GaLore within 1.10 of AdamW: 3 minutes on 2 idle cores.
 
 The last line is JSON.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import statistics
-import time
 
 import jax
-import numpy as np
 import optax
+from ml_collections import ConfigDict
+from training import CompiledRun, llama_config, random_text, timed
 
 from maxlp import optim
-from maxlp.core import gradients
-from maxlp.core import train_step as step
-from maxlp.families.llama import task as language
-from maxlp.families.llama.model import Llama
-from maxlp.parallel import sharding
-from maxlp.parallel.batches import global_batch
+from maxlp.core.train_state import num_params
+from maxlp.run.experiment import Experiment, resolve
 
 BARS = {"stable_adamw": 1.05, "galore, randomized": 1.10}
-COMMON = dict(
-    learning_rate=1e-3,
-    schedule="constant",
-    warmup_steps=0,
-    final_lr_fraction=1.0,
-    clip_norm=1.0,
-    weight_decay=0.1,
-    b1=0.9,
-    b2=0.95,
-    eps=1e-8,
-)
+COMMON = {
+    "optimizer.learning_rate": 1e-3,
+    "optimizer.schedule": "constant",
+    "optimizer.warmup_steps": 0,
+}
+DYNAMIC8 = {"mu": "dynamic8", "nu": "dynamic8", "block_size": 256}
 
 
 def optimizers(rank: int, gap: int) -> dict[str, dict]:
-    """Keywords of `optim.OptimizerConfig`."""
-    galore = functools.partial(optim.GaloreConfig, rank=rank, update_proj_gap=gap, basis="randomized")
-    low_bit = optim.LowBitConfig
-    dynamic8 = low_bit(mu="dynamic8", nu="dynamic8", block_size=256)
-    return {
-        "adamw": {},
-        "stable_adamw": {},
-        "adafactor": {},
-        "lion": {},
-        "muon": {},
-        "schedule_free_adamw": {},
-        "adamp": {},
-        "galore, svd": dict(name="adamw", galore=galore(basis="svd")),
-        "galore, randomized": dict(name="adamw", galore=galore()),
-        "galore + dynamic8": dict(name="adamw", galore=galore(), low_bit=dynamic8),
-        "q_galore": dict(
-            name="adamw", galore=galore(projector="int4", lazy_threshold=0.4), low_bit=dynamic8
-        ),
-        "fp8 moments": dict(name="adamw", low_bit=low_bit(mu="float8_e4m3fn", nu="float8_e5m2")),
-        "dynamic8 moments": dict(name="adamw", low_bit=dynamic8),
-        "float16 moments": dict(name="adamw", low_bit=low_bit(mu="float16", nu="float16")),
-        "bfloat16 moments": dict(name="adamw", low_bit=low_bit(mu="bfloat16", nu="bfloat16")),
+    """Values of the ``optimizer`` section, by the name to print."""
+    galore = {"rank": rank, "update_proj_gap": gap, "basis": "randomized"}
+    q_galore = galore | {"projector": "int4", "lazy_threshold": 0.4}
+    names = ("adamw", "stable_adamw", "adafactor", "lion", "muon", "schedule_free_adamw", "adamp")
+    return {name: {"name": name} for name in names} | {
+        "galore, svd": {"galore": galore | {"basis": "svd"}},
+        "galore, randomized": {"galore": galore},
+        "galore + dynamic8": {"galore": galore, "low_bit": DYNAMIC8},
+        "q_galore": {"galore": q_galore, "low_bit": DYNAMIC8},
+        "fp8 moments": {"low_bit": {"mu": "float8_e4m3fn", "nu": "float8_e5m2"}},
+        "dynamic8 moments": {"low_bit": DYNAMIC8},
+        "float16 moments": {"low_bit": {"mu": "float16", "nu": "float16"}},
+        "bfloat16 moments": {"low_bit": {"mu": "bfloat16", "nu": "bfloat16"}},
     }
 
 
-class Run:
-    """One optimizer's compiled step and its state."""
+class Contender:
+    """One optimizer's compiled step, its state and the times of its steps, in seconds."""
 
-    def __init__(self, tx: optax.GradientTransformation, make_model, mesh, batch):
-        graphdef, abstract = step.abstract_state(make_model, tx, mesh)
-        places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-        self.batch = batch
-        self.init = jax.jit(functools.partial(step.init_state, make_model, tx, 0), out_shardings=places)
-        self.step = step.jit_train_step(
-            abstract,
-            mesh,
-            graphdef=graphdef,
-            gradients=gradients.of_sums(language.next_token_loss, language.num_targets),
-            tx=tx,
-            schedule=optax.constant_schedule(1e-3),
-        )
-        self.first_steps = [self.first_step() for _ in range(4)][1:]  # without the one that compiles
-        self.later_steps = []
+    def __init__(self, run: Experiment, batch: dict[str, jax.Array]):
+        self.compiled, self.batch = CompiledRun(run), batch
+        self.first_steps = [self.first_step() for _ in range(4)][1:]  # the first one warms up
+        self.later_steps: list[float] = []
 
     def first_step(self) -> float:
-        self.state = jax.block_until_ready(self.init())
+        """A step from a new state; GaLore computes its subspaces in it."""
+        self.state = jax.block_until_ready(self.compiled.initial_state())
         return self.timed_step()
 
     def timed_step(self) -> float:
-        start = time.perf_counter()
-        self.state, metrics = self.step(self.state, self.batch)
-        jax.block_until_ready((self.state, metrics))
-        return time.perf_counter() - start
+        (self.state, _), seconds = timed(self.compiled.step, self.state, self.batch)
+        return seconds
+
+
+def with_optax_adamw(run: Experiment) -> Experiment:
+    """The experiment with `optax.adamw` behind a global-norm clip as its optimizer."""
+    mask = functools.partial(optim.decay_mask, decay_embeddings=False)
+    adamw = optax.adamw(run.schedule, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=mask)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    return dataclasses.replace(run, tx=tx, step=functools.partial(run.step, tx=tx))
+
+
+def make_config(args: argparse.Namespace, optimizer: dict) -> ConfigDict:
+    heads = args.embed_dim // 64
+    model = {
+        "vocab_size": args.vocab_size,
+        "embed_dim": args.embed_dim,
+        "num_layers": args.num_layers,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": 64,
+        "mlp_dim": args.embed_dim * 11 // 4,
+        "max_seq_len": args.seq_len,
+        "rope_theta": 10_000.0,
+        "dtype": "float32",
+        "remat": "none",
+    }
+    data = {"data.batch_size": args.batch_size, "data.seq_len": args.seq_len}
+    return llama_config(
+        model, COMMON | data | {f"optimizer.{key}": value for key, value in optimizer.items()}
+    )
 
 
 def main() -> None:
@@ -111,98 +111,62 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--seq_len", type=int, default=256)
     parser.add_argument("--rank", type=int, default=0, help="of GaLore; 0: embed_dim / 4")
-    parser.add_argument("--gap", type=int, default=200)
+    parser.add_argument("--gap", type=int, default=200, help="steps between GaLore's refreshes")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", default="", help="names, with ; between them")
+    parser.add_argument("--only", default="", help="names of optimizers, separated by ;")
     parser.add_argument("--bars", action="store_true", help="see above; sets sizes, rounds and names")
     args = parser.parse_args()
     if args.bars:
         vars(args).update(embed_dim=512, num_layers=4, batch_size=8, seq_len=512, rounds=9, gap=200)
         args.only = ";".join(BARS)
 
-    heads = args.embed_dim // 64
-    make_model = lambda rngs: Llama(  # noqa: E731
-        vocab_size=args.vocab_size,
-        embed_dim=args.embed_dim,
-        num_layers=args.num_layers,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=64,
-        mlp_dim=args.embed_dim * 11 // 4,
-        max_seq_len=args.seq_len,
-        rope_theta=10_000.0,
-        rope_scaling=None,
-        norm_eps=1e-5,
-        tie_embeddings=False,
-        init_std=0.02,
-        dtype="float32",
-        param_dtype="float32",
-        attention="xla",
-        scan_layers=True,
-        remat="none",
-        rngs=rngs,
-    )
-    mesh = sharding.make_mesh()
-    tokens = np.random.default_rng(0).integers(0, args.vocab_size, (args.batch_size, args.seq_len + 1))
-    shape = (args.batch_size, args.seq_len)
-    batch = {
-        "tokens": tokens[:, :-1].astype(np.int32),
-        "targets": tokens[:, 1:].astype(np.int32),
-        "segment_ids": np.ones(shape, np.int32),
-        "positions": np.broadcast_to(np.arange(args.seq_len, dtype=np.int32), shape).copy(),
-        "loss_mask": np.ones(shape, bool),
-    }
-
     chosen = optimizers(args.rank or args.embed_dim // 4, args.gap)
     if args.only:
         chosen = {name: chosen[name] for name in args.only.split(";")}
-    with jax.set_mesh(mesh):
-        batch = global_batch(batch, mesh)
-        mask = functools.partial(optim.decay_mask, decay_embeddings=False)
-        adamw = optax.adamw(1e-3, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=mask)
-        runs = {
-            "optax.adamw": Run(optax.chain(optax.clip_by_global_norm(1.0), adamw), make_model, mesh, batch)
-        }
-        for name, changes in chosen.items():
-            config = optim.OptimizerConfig(**COMMON | {"name": name} | changes)
-            runs[name] = Run(optim.make_tx(config, total_steps=1000).tx, make_model, mesh, batch)
-        for _ in range(args.rounds):
-            for run in runs.values():
-                run.later_steps.append(run.timed_step())
+    devices = jax.devices()[:1]
+    baseline = with_optax_adamw(resolve(make_config(args, {}), devices))
+    batch = random_text(baseline)
+    contenders = {"optax.adamw": Contender(baseline, batch)}
+    for name, optimizer in chosen.items():
+        contenders[name] = Contender(resolve(make_config(args, optimizer), devices), batch)
+    for _ in range(args.rounds):
+        for contender in contenders.values():
+            contender.later_steps.append(contender.timed_step())
 
-    rows = report(runs, args.gap)
+    rows = report(contenders, args.gap)
     for name, bar in BARS.items() if args.bars else ():
         ratio = rows[name]["amortised_ratio"]
         print(f"{name}: {ratio:.3f} of optax.adamw, {'within' if ratio <= bar else 'ABOVE'} {bar}")
     print(json.dumps(rows))
 
 
-def report(runs: dict[str, Run], gap: int) -> dict[str, dict[str, float]]:
-    base = statistics.median(runs["optax.adamw"].later_steps)
-    num_params = sum(p.size for p in jax.tree.leaves(runs["optax.adamw"].state["params"]))
-    print(f"{num_params:,} parameters, {jax.devices()[0].device_kind}")
+def report(contenders: dict[str, Contender], gap: int) -> dict[str, dict[str, float]]:
+    """Prints the table, and returns its rows."""
+    baseline = contenders["optax.adamw"]
+    base, count = statistics.median(baseline.later_steps), num_params(baseline.state["params"])
+    print(f"{count:,} parameters, {jax.devices()[0].device_kind}")
     print(
-        f"| {'optimizer':20} | ms/step | ratio | first step ms | amortised | state MiB | bytes/parameter |"
+        f"| {'optimizer':20} | ms/step | ratio | first step ms | amortized | state MiB | bytes/parameter |"
     )
     print(f"|{'-' * 22}|{'-' * 9}|{'-' * 7}|{'-' * 15}|{'-' * 11}|{'-' * 11}|{'-' * 17}|")
     rows = {}
-    for name, run in runs.items():
-        later, first = statistics.median(run.later_steps), statistics.median(run.first_steps)
-        pairs = zip(run.later_steps, runs["optax.adamw"].later_steps, strict=True)
+    for name, one in contenders.items():
+        later, first = statistics.median(one.later_steps), statistics.median(one.first_steps)
+        pairs = zip(one.later_steps, baseline.later_steps, strict=True)
         ratio = statistics.median(mine / theirs for mine, theirs in pairs)
         refresh = max(first - later, 0.0) / gap / base if "galore" in name else 0.0
-        held = sum(x.nbytes for x in jax.tree.leaves(run.state["opt_state"]))
+        held = optim.state_bytes(one.state["opt_state"])
         rows[name] = {
             "step_ms": 1e3 * later,
             "ratio": ratio,
             "first_step_ms": 1e3 * first,
             "amortised_ratio": ratio + refresh,
             "state_bytes": held,
-            "bytes_per_parameter": held / num_params,
+            "bytes_per_parameter": held / count,
         }
         print(
             f"| {name:20} | {1e3 * later:7.1f} | {ratio:5.3f} | {1e3 * first:13.1f} "
-            f"| {ratio + refresh:9.3f} | {held / 2**20:9.2f} | {held / num_params:15.3f} |"
+            f"| {ratio + refresh:9.3f} | {held / 2**20:9.2f} | {held / count:15.3f} |"
         )
     return rows
 

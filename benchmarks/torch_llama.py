@@ -1,25 +1,24 @@
-"""The training step of Hugging Face's `LlamaForCausalLM` on PyTorch: the outside yardstick.
+"""The train step of Hugging Face's `LlamaForCausalLM` in PyTorch: the baseline from another stack.
 
     pip install torch transformers
     python benchmarks/torch_llama.py --embed_dim=256 --num_layers=6 --dtype=bfloat16 --steps=20
 
-Same sizes, same flags and same line of JSON as `bare_llama.py`: random weights, random tokens,
-AdamW and a global-norm clip. bfloat16 is autocast over float32 weights, the usual PyTorch recipe.
-`--compile` puts `torch.compile` around the forward pass.
+Has the flags and the line of JSON of `bare_llama.py`: random weights and tokens, AdamW, and a global-norm
+clip. bfloat16 means autocast over float32 weights, the usual recipe in PyTorch. `--compile` compiles the
+forward pass with `torch.compile`.
 """
 
 import argparse
 import contextlib
-import json
 import time
 
-import numpy as np
+import llama_args
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
-    """A randomly initialised Llama in float32, attention through PyTorch's fused kernel."""
+    """A randomly initialized Llama in float32; attention runs in PyTorch's fused kernel."""
     config = LlamaConfig(
         vocab_size=args.vocab_size,
         hidden_size=args.embed_dim,
@@ -37,19 +36,7 @@ def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--vocab_size", type=int, default=4096)
-    parser.add_argument("--embed_dim", type=int, default=256)
-    parser.add_argument("--num_layers", type=int, default=6)
-    parser.add_argument("--num_heads", type=int, default=4)
-    parser.add_argument("--num_kv_heads", type=int, default=4)
-    parser.add_argument("--head_dim", type=int, default=64)
-    parser.add_argument("--mlp_dim", type=int, default=768)
-    parser.add_argument("--seq_len", type=int, default=256)
-    parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--tied", action="store_true")
-    parser.add_argument("--steps", type=int, default=20)
+    parser = llama_args.make_parser(__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="torch.compile the forward pass")
     args = parser.parse_args()
@@ -61,10 +48,8 @@ def main() -> None:
         model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
     forward = torch.compile(model) if args.compile else model
-    shape = (args.batch_size, args.seq_len + 1)
-    tokens = np.random.default_rng(0).integers(0, args.vocab_size, shape, np.int64)
-    tokens = torch.from_numpy(tokens).to(args.device)
-    # The model shifts labels by itself only if they are as long as the input; here both are cut.
+    tokens = torch.from_numpy(llama_args.random_tokens(args)).long().to(args.device)
+    # The model shifts the labels itself if it is given any; here inputs and targets are shifted already.
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     autocast = (
         torch.autocast(args.device, torch.bfloat16)
@@ -82,28 +67,19 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         return loss.item()
 
-    start = time.perf_counter()
-    train_step()
-    compile_seconds = time.perf_counter() - start
-    train_step()
     seconds = []
-    for _ in range(args.steps):
+    for _ in range(2 + args.steps):
         start = time.perf_counter()
         loss = train_step()
         seconds.append(time.perf_counter() - start)
-    tokens_per_step = args.batch_size * args.seq_len
-    result = {
-        "name": "torch_hf",
-        **vars(args),
-        "num_params": num_params,
-        "compile_seconds": round(compile_seconds, 2),
-        "step_seconds_min": min(seconds),
-        "step_seconds_median": float(np.median(seconds)),
-        "tokens_per_sec_max": tokens_per_step / min(seconds),
-        "tokens_per_sec_median": tokens_per_step / float(np.median(seconds)),
-        "loss": loss,
-    }
-    print(json.dumps(result))
+    llama_args.print_result(
+        "torch_hf",
+        args,
+        num_params=num_params,
+        compile_seconds=seconds[0],
+        step_seconds=seconds[2:],  # the second step may still allocate
+        loss=loss,
+    )
 
 
 if __name__ == "__main__":

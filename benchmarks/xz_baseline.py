@@ -1,15 +1,15 @@
-"""How many bits per byte do general-purpose compressors need for the held-out standard library?
+"""How many bits per byte do general-purpose compressors need for the validation files?
 
     python benchmarks/xz_baseline.py
 
-The debug run trains on the source of the Python standard library and reports bits per byte on about
-2 % of its files. This is the number to hold that against. Each compressor is charged
+The debug run trains on the source code of Python's standard library and reports bits per byte on about 2 %
+of its files, its validation split. These are the numbers to compare it with. A compressor's score is
 
-    8 · (len(compress(train + held_out)) - len(compress(train))) / len(held_out)
+    8 · (len(compress(train + validation)) - len(compress(train))) / len(validation)
 
-so, like the model, it has seen the whole training text (its window is larger than the text) before
-it meets the held-out bytes. Unlike the model's evaluation, a compressor may also use earlier held-out
-files for later ones. Each one is also shown without the training text, as `alone`.
+so that, like the model, it has seen the whole training text (its window is larger than the text) before the
+validation text. Unlike the model in evaluation, it may also use earlier validation files for later ones.
+`alone` is the score of xz without the training text.
 """
 
 import bz2
@@ -34,22 +34,22 @@ def xz(data: bytes) -> bytes:
     return lzma.compress(data, format=lzma.FORMAT_XZ, filters=XZ_FILTERS)
 
 
-def bits_per_byte(compress: Callable[[bytes], bytes], train: bytes, held_out: bytes) -> float:
-    """Bits that each byte of `held_out` adds to the compressed `train`."""
-    added = len(compress(train + held_out)) - len(compress(train))
-    return 8 * added / len(held_out)
+def bits_per_byte(compress: Callable[[bytes], bytes], train: bytes, validation: bytes) -> float:
+    """Bits that each byte of ``validation`` adds to the compressed ``train``."""
+    added = len(compress(train + validation)) - len(compress(train))
+    return 8 * added / len(validation)
 
 
 def main() -> None:
-    train, held_out = read_stdlib("train"), read_stdlib("validation")
-    assert len(train) + len(held_out) < XZ_FILTERS[0]["dict_size"], "the window must hold all text"
+    train, validation = read_stdlib("train"), read_stdlib("validation")
+    assert len(train) + len(validation) < XZ_FILTERS[0]["dict_size"], "the window must hold all text"
     result = {
         "train_bytes": len(train),
-        "held_out_bytes": len(held_out),
-        "xz_bits_per_byte": bits_per_byte(xz, train, held_out),
-        "xz_alone_bits_per_byte": bits_per_byte(xz, b"", held_out),
-        "bz2_bits_per_byte": bits_per_byte(bz2.compress, train, held_out),
-        "zlib_bits_per_byte": bits_per_byte(lambda data: zlib.compress(data, 9), train, held_out),
+        "validation_bytes": len(validation),
+        "xz_bits_per_byte": bits_per_byte(xz, train, validation),
+        "xz_alone_bits_per_byte": bits_per_byte(xz, b"", validation),
+        "bz2_bits_per_byte": bits_per_byte(bz2.compress, train, validation),
+        "zlib_bits_per_byte": bits_per_byte(lambda data: zlib.compress(data, 9), train, validation),
     }
     for name, value in result.items():
         print(f"{name:24} {value:12,.3f}" if isinstance(value, float) else f"{name:24} {value:12,}")

@@ -1,4 +1,4 @@
-"""What config files share: the argument string."""
+"""What the config files share: the sections of a Llama and of a CLIP run, and argument strings."""
 
 import math
 
@@ -37,7 +37,7 @@ LOW_BIT = {
 
 
 def choose(arg: str, c: ConfigDict) -> ConfigDict:
-    """The config with the choices of its argument string: ``precision=fp8_delayed,optimizer=adamw``.
+    """Applies an argument string such as ``precision=fp8_delayed,optimizer=adamw`` to a config.
 
     precision: a recipe of `maxlp.precision.RECIPES`; ``fp16``: matmuls and activations in float16 under a
       dynamic loss scale; ``pure_bf16``: no float32 copy of the parameters, stochastic rounding.
@@ -65,12 +65,12 @@ def choose(arg: str, c: ConfigDict) -> ConfigDict:
 
 
 def _unset(**types) -> dict:
-    """Keys for the command line to set; while all are unset, what they configure is off."""
+    """Keys that the command line can set; what they configure is off while all are unset."""
     return {name: config_dict.placeholder(kind) for name, kind in types.items()}
 
 
 def llama(**sizes) -> ConfigDict:
-    """A Llama run in which only sizes, lengths and rates are left to choose.
+    """The config of a Llama run; presets set sizes, lengths and rates.
 
     Every section holds the fields of one dataclass or function; the README lists which.
     """
@@ -199,7 +199,7 @@ def llama(**sizes) -> ConfigDict:
             max_actions=10,
         )
     )
-    c.checkpoint = ConfigDict(dict(every_steps=1000, keep_last=2))
+    c.checkpoint = ConfigDict(dict(every_steps=1000, keep_last=2, keep_every=config_dict.placeholder(int)))
     c.metrics = ConfigDict(dict(tensorboard=True, wandb_project=""))
     c.profile = ConfigDict(dict(start=0, steps=3))
     return c
@@ -252,7 +252,7 @@ CLIP_SIZES = {
 
 
 def clip(**sizes) -> ConfigDict:
-    """A CLIP run in which only sizes, lengths and rates are left to choose.
+    """The config of a CLIP run; presets set sizes, lengths and rates.
 
     Args:
       sizes: keys of the ``model`` section (`CLIP_SIZES` has sets of them); those of ``visual`` and ``text``
@@ -296,7 +296,7 @@ def clip(**sizes) -> ConfigDict:
         )
     )
     c.model.update(sizes)
-    # What open_clip trains these sizes with.
+    # open_clip's settings for these sizes.
     c.optimizer.update(
         dict(
             learning_rate=5e-4,

@@ -2,6 +2,6 @@
 
 import time
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 IMPORTED_AT = time.time()  # the first thing a command does: its start-up times count from here

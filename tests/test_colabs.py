@@ -13,16 +13,21 @@ NOTEBOOKS = sorted((ROOT / "colabs").glob("*.ipynb"))
 
 
 def code_of(path: Path) -> str:
-    """The code cells as one program, without the lines that are for a notebook only."""
+    """The code cells as one program, without the commands of IPython."""
     cells = json.loads(path.read_text())["cells"]
     lines = [line for cell in cells if cell["cell_type"] == "code" for line in [*cell["source"], "\n"]]
     return "".join(line for line in lines if not line.startswith("%"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_from_top_to_bottom(path):
+    """A few steps are enough: the names, the flags and the files are what a change elsewhere breaks.
+
+    That the runs of the full setting learn is what the configs' own tests show.
+    """
     env = {**os.environ, "MAXLP_COLAB_SMALL": "1", "MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)}
-    env.pop("JAX_NUM_CPU_DEVICES", None)
+    env.pop("JAX_NUM_CPU_DEVICES", None)  # the notebooks choose it themselves
     done = subprocess.run(
         [sys.executable, "-c", code_of(path)], cwd=ROOT, env=env, capture_output=True, text=True
     )

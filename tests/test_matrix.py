@@ -7,6 +7,7 @@ the bit.
 
 import functools
 import itertools
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,14 +19,16 @@ from maxlp.parallel.batches import global_batch
 from maxlp.run.experiment import resolve_settings
 from maxlp.runtime.checkpoint import Checkpointer
 from tests import composition
+from tools import composition as page
 
 STEPS = 3
 # Relative error of losses and gradient norms: sums in another order, in the dtype of the activations. A
 # quantized value next to a rounding boundary may take its other neighbour (2^-4 of it in E4M3).
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
 QUANTIZED_TOLERANCE = 5e-3
-# The features of random images and texts nearly coincide, and the contrastive loss sees only what differs.
-CONDITION = {"llama": 1, "clip": 4}
+# By how much the error of gradients may grow once parameters differ by rounding: the features of random
+# images and texts nearly coincide, and the contrastive loss sees only how they differ.
+GROWTH = {"llama": 1, "clip": 8}
 ROWS = [(family, row) for family in composition.FAMILIES for row in composition.rows(family)]
 # XLA may keep float32 between fused 16-bit operations; which ones are fused differs between layouts.
 OPTIONS = {"xla_allow_excess_precision": False}
@@ -101,10 +104,10 @@ def test_a_row_trains_like_one_device_and_resumes_to_the_bit(family, row, tmp_pa
     want, model_state = expected(family, composition.reference(row))
     s = got.run.settings
     rounding = max(TOLERANCE[s.model.dtype], QUANTIZED_TOLERANCE if s.is_quantized else 0.0)
-    tolerance = CONDITION[family] * rounding
-    for ours, theirs in zip([*metrics, *last], want, strict=True):
-        for key in ("loss", "grad_norm"):
-            np.testing.assert_allclose(ours[key], theirs[key], rtol=tolerance, err_msg=key)
+    for i, (ours, theirs) in enumerate(zip([*metrics, *last], want, strict=True)):
+        tolerance = rounding * (GROWTH[family] if i else 1)
+        np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=rounding)
+        np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=tolerance)
         for name, norms in ours.get("grad_norms", {}).items():
             floor = tolerance * float(theirs["grad_norm"])  # of gradients that are zero but for rounding
             np.testing.assert_allclose(
@@ -134,3 +137,7 @@ def test_every_feature_is_in_the_table():
     for family, f in itertools.product(composition.FAMILIES, composition.FEATURES):
         alone = composition.refusal(family, (f.name,))
         assert alone is None or (family, f.name) in {("clip", "stage"), ("clip", "context")}, alone
+
+
+def test_the_page_is_printed_from_the_table():
+    assert (Path(__file__).parent.parent / "docs/composition.md").read_text() == page.text()

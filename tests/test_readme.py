@@ -1,5 +1,6 @@
-"""What the README names exists, and its commands answer."""
+"""What the documents name exists, and the commands in them respond."""
 
+import pkgutil
 import re
 import subprocess
 import sys
@@ -7,28 +8,65 @@ from pathlib import Path
 
 import pytest
 
-from maxlp.run import build
+from configs.common import CLIP_SIZES, LOW_BIT, choose, llama
+from maxlp.data import sources
+from maxlp.run import settings
 
 ROOT = Path(__file__).parent.parent
-TEXT = "\n".join((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
+README = (ROOT / "README.md").read_text()
+CONFIGS = (ROOT / "docs" / "configs.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+COMMANDS = {name for page in PAGES for name in re.findall(r"python -m maxlp\.(\w+)", page.read_text())}
+
+FOLDERS = "maxlp|configs|tests|tools|benchmarks|launch|docs"
+FILE = re.compile(rf"(?<![\w/])(?:{FOLDERS})/[\w/]+(?:\.(?:py|md|sh|json|yaml|txt|svg)\b|/(?=`))")
+TEST = re.compile(r"\b(test_\w+\.py)(?:::(\w+)(…?))?")
+NAME = re.compile(r"`(maxlp(?:\.\w+)+)`")
 
 
-def test_files_named_exist():
-    named = set(re.findall(r"\b(?:maxlp|configs|tests|tools|docs)/[\w/]+\.(?:py|md)", TEXT))
-    assert len(named) > 10
-    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_exists(page):
+    text = page.read_text()
+    assert [name for name in FILE.findall(text) if not (ROOT / name).exists()] == []
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    for file, test, more in TEST.findall(text):
+        found = [path.read_text() for path in (ROOT / "tests").rglob(file)]
+        assert found, file
+        definition = f"def {test}" + ("" if more else "(") if test else ""
+        assert any(definition in one for one in found), f"{file}::{test}"
+    for name in NAME.findall(text):
+        pkgutil.resolve_name(name)  # raises if there is no such module or attribute
 
 
-def test_presets_and_sections_are_those_of_the_code():
-    readme = (ROOT / "README.md").read_text()
-    listed = re.findall(r"`configs/llama/` holds (.*?); `configs/clip/`", readme, re.DOTALL)[0]
-    names = {name for group in re.findall(r"`([\w ]+)`", listed) for name in group.split()}
-    assert names == {p.stem for p in (ROOT / "configs" / "llama").glob("*.py")} - {"__init__"}
-    rows = re.findall(r"^\| `(\w+)` \| `[\w.]+`(?:, `[\w.]+`)* \|", readme, re.MULTILINE)
-    assert rows == list(build.SECTIONS)
+def test_lists_of_configs_are_complete():
+    folders = re.findall(r"`configs/(\w+)/` holds (.*?)(?:;|\. \[)", README, re.DOTALL)
+    assert [family for family, _ in folders] == ["llama", "clip"]
+    for family, listed in folders:
+        names = {name for group in re.findall(r"`([\w ]+)`", listed) for name in group.split()}
+        assert names == {p.stem for p in (ROOT / "configs" / family).glob("*.py")} - {"__init__"}
 
 
-@pytest.mark.parametrize("command", sorted(set(re.findall(r"python -m maxlp\.(\w+)", TEXT))))
+def test_sections_and_their_classes_are_those_of_the_code():
+    rows = re.findall(r"^\| `(\w+)` \| (`[\w.]+`(?:, `[\w.]+`)*) \|", README, re.MULTILINE)
+    assert [section for section, _ in rows] == list(settings.SECTIONS)
+    for _, classes in rows:
+        for name in re.findall(r"[\w.]+", classes):
+            assert callable(pkgutil.resolve_name(f"maxlp.{name}"))
+
+
+def test_choices_and_sources_are_those_of_the_code():
+    choices = re.findall(r"^\| `(\w+)=`", CONFIGS, re.MULTILINE)
+    with pytest.raises(ValueError) as error:
+        choose("no_such_choice", llama())
+    assert set(choices) - {"size"} == set(str(error.value).split("arguments: ")[1].split(", "))
+    assert set(re.findall(r"`low_bit=`.*?`(\w+)` or `(\w+)`", CONFIGS)[0]) == set(LOW_BIT)
+    assert set(re.findall(r"`size=` .*?`((?:\w+ )+\w+)`", CONFIGS)[0].split()) == set(CLIP_SIZES)
+    table = CONFIGS[CONFIGS.index("## Sources") : CONFIGS.index("## Tokenizers")]
+    assert set(re.findall(r"^\| `(\w+)", table, re.MULTILINE)) == set(sources.KINDS)
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_command_has_help(command):
     done = subprocess.run(
         [sys.executable, "-m", f"maxlp.{command}", "--help"], cwd=ROOT, capture_output=True, text=True

@@ -348,7 +348,7 @@ def test_killed_at_random_at_least_five_times(tmp_path):
 
 @pytest.mark.slow
 def test_debug_run_learns_as_its_header_says(tmp_path):
-    """The README's main job: held-out bits per byte below what configs/llama/debug.py promises."""
+    """The README's main job: validation bits per byte below what configs/llama/debug.py promises."""
     command = [
         sys.executable,
         "-m",
@@ -360,7 +360,7 @@ def test_debug_run_learns_as_its_header_says(tmp_path):
     promised = next(
         float(line.split(":")[1].split()[0])
         for line in (ROOT / "configs/llama/debug.py").read_text().splitlines()
-        if line.startswith("Held-out bits per byte:")
+        if line.startswith("Validation bits per byte:")
     )
     final = [r for r in read_jsonl(tmp_path / "metrics.jsonl") if "eval/bits_per_byte" in r][-1]
     assert final["eval/bits_per_byte"] < promised + 0.03

@@ -12,17 +12,17 @@ from tests import composition
 
 HEAD = """# What goes together
 
-Every pair of features in the tables below either runs (✓) or is refused with a reason (a number). A pair
-runs
-means: `tests/test_matrix.py` trains a small model with both on eight simulated devices, compares losses,
-  gradients
-and the state of the quantization with the same run on one device, saves a checkpoint, and resumes to the
-bit. Pairs are combined into rows of many features, so the table also shows that more than two go
-together.
+Every pair of features in the tables below runs (✓) or is refused with a reason (a number).
 
-`train`, `train --dry_run`, `plan`, its closed form and its search refuse the same configs, with the same
-messages: all of them use the rules of `maxlp/run/constraints.py` and of the family. This file is printed
-by `python -m tools.composition`; a test compares it.
+A pair runs if `tests/test_matrix.py` trains a small model with both on eight simulated devices, finds the
+losses, the gradients and the state of the quantization of the same run on one device, saves a checkpoint
+and resumes from it to the bit. Pairs are combined into rows of many features, so more than two features
+are shown to go together.
+
+`train`, `train --dry_run`, `plan`, its closed form and its search refuse the same configs with the same
+messages: all of them use the rules of `maxlp/run/constraints.py` and those of the family.
+
+This page is printed by `python -m tools.composition`, and a test compares the two.
 """
 
 

@@ -1,4 +1,4 @@
-"""Writes tests/goldens/clip_*.npz: what Hugging Face's and open_clip's CLIP compute on small random models.
+"""Writes tests/goldens/clip_*.npz: outputs of Hugging Face's and open_clip's CLIP, small and random.
 
     pip install torch torchvision transformers open_clip_torch numpy
     python tools/make_clip_goldens.py tests/goldens
@@ -6,13 +6,13 @@
 Each file holds
 
 * ``config``: the model's config.json or open_clip_config.json, as text;
-* ``weights/NAME``: every tensor of the state dict. Stored as float16, and the model's float32 weights
-  are exactly these values, so that nothing is lost and the file is small;
-* ``image`` (B, H, W, C): float32, normalised already; ``text`` (B, S): int32;
+* ``weights/NAME``: every tensor of the state dict. They are stored as float16 to keep the file small; the
+  model's float32 weights have exactly these values;
+* ``image`` (B, H, W, C): float32, already normalized; ``text`` (B, S): int32;
 * ``image_features``, ``text_features`` (B, E): float32 unit vectors;
 * ``grads/NAME``: the gradient of the sum of ``image_features @ text_features.T`` weighted by ``weight``
   (B, B), for some weights;
-* ``resized`` (open_clip): the position embedding for images twice as large.
+* ``resized`` (open_clip): the position embedding resized to images twice as large.
 """
 
 import json
@@ -25,7 +25,7 @@ import transformers
 from open_clip.model import resize_pos_embed
 
 EOS = 63  # the highest id, as in CLIP's vocabulary
-FIRST_EOS = 50  # of the model that looks for it
+FIRST_EOS = 50  # of the model that pools the first token with this id
 HF_VISION = dict(
     hidden_size=32,
     intermediate_size=48,
@@ -96,7 +96,7 @@ def golden(seed: int, name: str) -> dict[str, np.ndarray]:
     model, config = CASES[name]()
     model.eval()
     with torch.no_grad():
-        # Large enough that attention is far from uniform and a wrong detail shows.
+        # Large enough that attention is far from uniform, so that errors in detail show.
         for key, weight in model.named_parameters():
             gain = "norm" in key or "ln_" in key or "gamma" in key
             mean = 1.0 if gain and key.endswith(("weight", "gamma")) else 0.0
@@ -107,7 +107,7 @@ def golden(seed: int, name: str) -> dict[str, np.ndarray]:
     text_BS[torch.arange(4), end_B] = EOS
     if name == "clip_hf_gelu":
         text_BS[torch.arange(4), end_B] = FIRST_EOS
-        text_BS[:, 1] = EOS  # higher, and not the end
+        text_BS[:, 1] = EOS  # a higher id, which does not end the text
     weight_BB = torch.randn(4, 4)
     image_BE, text_BE = features(model, image_BCHW, text_BS)
     (weight_BB * (image_BE @ text_BE.T)).sum().backward()

@@ -1,9 +1,9 @@
-"""Writes tests/goldens/eval_crops.npz: what open_clip's transform for evaluation makes of small images.
+"""Writes tests/goldens/eval_crops.npz: crops of small images by open_clip's evaluation transform.
 
     pip install torch torchvision open_clip_torch numpy pillow
     python tools/make_crop_goldens.py tests/goldens
 
-For each image the file holds ``NAME``, the crop uint8 (size, size, 3), and ``NAME.file``, its own file.
+For each image the file holds ``NAME``, the uint8 crop (size, size, 3), and ``NAME.file``, the image file.
 """
 
 import io
@@ -13,7 +13,7 @@ import numpy as np
 from open_clip.transform import image_transform
 from PIL import Image
 
-# Width, height, size of the crop: shrunk and enlarged, odd, square, left as it is, long and narrow.
+# (width, height, size of the crop): shrunk, enlarged, odd, square, unchanged, long and narrow
 SIZES = [(37, 23, 8), (23, 38, 12), (21, 20, 20), (16, 16, 16), (9, 7, 20), (4, 29, 6), (48, 5, 5)]
 
 
@@ -26,12 +26,12 @@ def picture(width: int, height: int) -> Image.Image:
 
 
 def versions(width: int, height: int) -> dict[str, bytes]:
-    """The picture in every mode that files have."""
+    """The picture as a file in each mode that image files have."""
     rgb = picture(width, height)
     y, x = np.mgrid[:height, :width]
     alpha = Image.fromarray(((x * 37 + y * 11) % 256).astype(np.uint8))
     exif = Image.Exif()
-    exif[0x0112] = 6  # lies on its side
+    exif[0x0112] = 6  # orientation: rotated by 90 degrees
     palette = rgb.quantize(23)
 
     def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:

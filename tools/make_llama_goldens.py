@@ -1,4 +1,4 @@
-"""Writes tests/goldens/llama_*.npz: what Hugging Face's Llama computes on small random models.
+"""Writes tests/goldens/llama_*.npz: outputs and gradients of Hugging Face's Llama, small and random.
 
     pip install torch transformers numpy
     python tools/make_llama_goldens.py tests/goldens
@@ -6,8 +6,8 @@
 Each file holds
 
 * ``config``: the model's config.json, as text;
-* ``weights/NAME``: every tensor of the state dict. Stored as float16, and the model's float32 weights
-  are exactly these values, so that nothing is lost and the file is small;
+* ``weights/NAME``: every tensor of the state dict. They are stored as float16 to keep the file small; the
+  model's float32 weights have exactly these values;
 * ``tokens``, ``positions``: int32 (B, S);
 * ``logits``: float32 (B, S, V);
 * ``loss``: mean cross-entropy of the next token, float32;
@@ -21,8 +21,8 @@ import torch
 import transformers
 
 # H = 16, so the rotary wavelengths are 6, 32, 167, 861, … for theta = 5e5. With an original context of
-# 64 tokens llama3 scaling keeps the first, blends the second and stretches the others by 8; sequences
-# of more than 64 tokens make that visible.
+# 64 tokens, llama3 scaling keeps the first, interpolates the second and stretches the others by 8, which
+# only sequences of more than 64 tokens can show.
 LLAMA_3 = dict(
     num_key_value_heads=2,
     max_position_embeddings=512,
@@ -71,7 +71,7 @@ def golden(seed: int, seq_len: int, **config) -> dict[str, np.ndarray]:
     torch.manual_seed(seed)
     model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
-        # Large enough that attention is far from uniform and a wrong detail shows in the logits.
+        # Large enough that attention is far from uniform, so that errors in detail show in the logits.
         for weight in model.parameters():
             mean = 1.0 if weight.ndim == 1 else 0.0
             weight.copy_((mean + 0.2 * torch.randn_like(weight)).half().float())

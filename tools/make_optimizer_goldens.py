@@ -1,4 +1,4 @@
-"""Writes tests/optim/goldens/*.npz: what other people's optimizers do with the same gradients.
+"""Writes tests/optim/goldens/*.npz: trajectories of other libraries' optimizers with given gradients.
 
     pip install torch==2.13.0 torch-optimi==0.3.3 numpy
     pip install --no-deps galore-torch==1.0 bitsandbytes==0.50.2
@@ -6,9 +6,10 @@
 
 * stable_adamw.npz: torch-optimi's StableAdamW, 40 steps with a burst of gradients 30 times as large.
 * galore.npz: galore-torch's AdamW with `std` and `reverse_std` projection of a tall, a wide and a square
-  weight, 24 steps in 3 subspaces. Its singular vectors are given the sign that makes their largest entry
-  positive (LAPACK leaves it open, and the run depends on it since momentum is kept); all else is theirs.
-* dynamic8.npz: the tables of bitsandbytes' dynamic code, and 8 blocks of 256 that it quantized.
+  weight, 24 steps in 3 subspaces. The sign of each singular vector is chosen so that its largest entry is
+  positive: LAPACK leaves it open, and the trajectory depends on it because the momentum is kept. Nothing
+  else is changed.
+* dynamic8.npz: the tables of bitsandbytes' dynamic code, and 8 blocks of 256 values that it quantized.
 """
 
 import sys
@@ -20,7 +21,7 @@ import numpy as np
 import optimi
 import torch
 
-# galore-torch asks transformers to check torch's version, and for nothing else.
+# galore-torch imports transformers only to check the version of PyTorch.
 versions = types.ModuleType("transformers.utils.versions")
 versions.require_version = lambda requirement: None
 sys.modules |= {
@@ -42,7 +43,7 @@ def stable_adamw() -> None:
         burst = np.ones(steps)
         burst[12:15] = 30.0
         noise = 0.5 + rng.normal(size=(steps, *shape))
-        # float32 values, so that both precisions start from the same numbers.
+        # Values of float32, so that both precisions start from the same numbers.
         start = rng.normal(size=shape).astype(np.float32)
         grads = (burst.reshape(-1, *[1] * len(shape)) * noise).astype(np.float32)
         out |= {f"{key}_0": start, f"{key}_grads": grads}
@@ -62,7 +63,7 @@ def stable_adamw() -> None:
 
 
 def with_fixed_signs(get_orthogonal_matrix):
-    """The projector's basis, (short, rank) or (rank, short), with the largest entries positive."""
+    """The projector's basis, (short, rank) or (rank, short), with each vector's largest entry positive."""
 
     def fixed(self, weights, rank, type):
         basis = get_orthogonal_matrix(self, weights, rank, type)
@@ -78,7 +79,7 @@ def galore() -> None:
     rng = np.random.default_rng(11)
     rank, steps, out = 3, 24, {}
     for name, (n_out, n_in) in {"tall": (10, 6), "wide": (6, 10), "square": (7, 7)}.items():
-        # A low-rank signal that turns slowly, and noise: what a gradient looks like.
+        # Resembles real gradients: a low-rank signal that changes slowly, plus noise.
         left, right = rng.normal(size=(2, steps + 4, max(n_out, n_in), 4)).cumsum(axis=1) / 2
         signal = np.einsum("tor,tir->toi", left[4:, :n_out], right[4:, :n_in])
         grads = (signal + 0.3 * rng.normal(size=signal.shape)).astype(np.float32)

@@ -173,8 +173,11 @@ class _Forward(NamedTuple):
 class _Backward(NamedTuple):
     """The backward pass of a stack, with its updates.
 
-    dx: gradient of its input. stacks: new ``params`` and ``opt_state``. model_state: of the stack alone.
-    square: the squared norm of its gradients.
+    Attributes:
+      dx: gradient of the stack's input.
+      stacks: its new ``params`` and ``opt_state``.
+      model_state: of the stack alone.
+      square: squared norm of its gradients.
     """
 
     dx: jax.Array

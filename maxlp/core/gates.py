@@ -18,7 +18,7 @@ class Gate(Protocol):
         ...
 
     def accept(self, state: dict[str, jax.Array], metrics: dict[str, Any]) -> tuple[jax.Array, dict, dict]:
-        """Judges a step by its metrics.
+        """Accepts or rejects a step by its metrics.
 
         Returns:
           a bool scalar, what to remember, and more metrics.

@@ -52,8 +52,9 @@ ROW = Transform(lambda x: x[0], lambda x: x[None])
 class Place(NamedTuple):
     """Where a parameter is in another library.
 
-    name: of the tensor; "{}" is the number of the layer.
-    third: which third of the tensor's rows the parameter is; None for all rows.
+    Attributes:
+      name: of the tensor; "{}" is the number of the layer.
+      third: which third of the tensor's rows the parameter is; None for all rows.
     """
 
     name: str
@@ -64,12 +65,13 @@ class Place(NamedTuple):
 class Layout(NamedTuple):
     """The names of another library for the parameters of a model.
 
-    modules: path of a module to its name there; its kernel or scale is the tensor NAME.weight, its bias
-      NAME.bias.
-    leaves: path of a parameter to its place, for exceptions.
-    optional_prefix: names may begin with it.
-    ignored: patterns of the names of tensors that repeat what the config specifies.
-    copies: name of a tensor -> name of the tensor that it may repeat.
+    Attributes:
+      modules: path of a module to its name there; its kernel or scale is the tensor NAME.weight, its bias
+        NAME.bias.
+      leaves: path of a parameter to its place, for exceptions.
+      optional_prefix: names may begin with it.
+      ignored: patterns of the names of tensors that repeat what the config specifies.
+      copies: name of a tensor -> name of the tensor that it may repeat.
     """
 
     modules: Mapping[str, str]

@@ -38,11 +38,12 @@ _TICK_POLICIES = {
 class StackCall(NamedTuple):
     """A call of `apply_stack`, as `Block.run_stack` receives it.
 
-    blocks: the stacked module.
-    x: the input of the first block.
-    num_layers: L.
-    layer: (x, params, state, unquantized) of one layer to (x, new state). params and state are pure
-      dicts: one layer's slices of the blocks' `nnx.Param` and of their other variables.
+    Attributes:
+      blocks: the stacked module.
+      x: the input of the first block.
+      num_layers: L.
+      layer: (x, params, state, unquantized) of one layer to (x, new state). params and state are pure
+        dicts: one layer's slices of the blocks' `nnx.Param` and of their other variables.
     """
 
     blocks: "Block"

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from maxlp.numerics.rounding import drop_bits
 from maxlp.optim.tree_utils import name_of
 
 METHODS = ("stochastic", "kahan")
@@ -72,7 +73,7 @@ def pure_bf16(
             key = jax.random.fold_in(jax.random.key(seed), state.count)
             leaves, structure = jax.tree.flatten(updates)
             keys = structure.unflatten(jax.random.fold_in(key, i) for i in range(len(leaves)))
-            deltas = jax.tree.map(lambda p, u, k: _stochastic(p, u, k) - p, old, updates, keys)
+            deltas = jax.tree.map(lambda p, u, k: _stochastic(p + u, k) - p, old, updates, keys)
             lost = None
         return deltas, PureBf16State(optax.safe_increment(state.count), inner_state, lost)
 
@@ -91,10 +92,6 @@ def _nearest(x: jax.Array) -> jax.Array:
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
-def _stochastic(p: jax.Array, u: jax.Array, key: jax.Array) -> jax.Array:
-    """Rounds `p + u` to a neighbouring bfloat16, with probability proportional to proximity; float32."""
-    noise = jax.random.bits(key, p.shape, jnp.uint16).astype(jnp.uint32)
-    exact = p + u
-    bits = jax.lax.bitcast_convert_type(exact, jnp.uint32)
-    rounded = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
-    return jnp.where(jnp.isnan(exact), exact, rounded)
+def _stochastic(x: jax.Array, key: jax.Array) -> jax.Array:
+    """float32 to a neighbouring bfloat16, with probability proportional to proximity; float32."""
+    return drop_bits(x, 16, "stochastic", jax.random.bits(key, x.shape, jnp.uint16))

@@ -319,7 +319,8 @@ def _spec_in_stages(stored: jax.P) -> jax.P:
 class _Route(NamedTuple):
     """A permutation of blocks: ``source_block[p]`` of stage p becomes ``target_block[q]`` of stage q.
 
-    pairs: (p, q) for every stage.
+    Attributes:
+      pairs: (p, q) for every stage.
     """
 
     pairs: list[tuple[int, int]]

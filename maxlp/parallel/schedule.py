@@ -7,10 +7,11 @@ from typing import NamedTuple
 class Schedule(NamedTuple):
     """A circular pipeline schedule.
 
-    stages: the size of the mesh axis ``stage``.
-    microbatches: a multiple of ``stages``, over which the waiting microbatches are spread.
-    rounds: how often a microbatch passes through the stages. With several rounds a stage holds several
-      groups of layers; the bubble is smaller, and more activations and weights are sent.
+    Attributes:
+      stages: the size of the mesh axis ``stage``.
+      microbatches: a multiple of ``stages``, over which the waiting microbatches are spread.
+      rounds: how often a microbatch passes through the stages. With several rounds a stage holds several
+        groups of layers; the bubble is smaller, and more activations and weights are sent.
     """
 
     stages: int
@@ -32,8 +33,9 @@ class Schedule(NamedTuple):
 class PipelineConfig:
     """The config's ``model.pipeline`` section.
 
-    microbatches: see `Schedule`; None for as many as there are stages.
-    rounds: see `Schedule`.
+    Attributes:
+      microbatches: see `Schedule`; None for as many as there are stages.
+      rounds: see `Schedule`.
     """
 
     microbatches: int | None = None

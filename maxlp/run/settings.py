@@ -32,15 +32,16 @@ WRITER_ARGUMENTS = ("workdir", "total_steps", "resume_step", "run_config")
 class TrainConfig:
     """The config's ``train`` section.
 
-    total_steps: updates of the run.
-    microbatches: number of passes that each batch is split into.
-    seed: of the weights and of the order of the data.
-    log_every: updates between records of metrics.
-    eval_every: updates between evaluations; 0 evaluates at the end only.
-    eval_batches: validation batches in each evaluation during the run (0: all). The last one takes all.
-    init_from: a run or checkpoint whose weights to start from; "" draws them at random.
-    release_gradients: update each layer in the backward pass, so that the gradients of all layers never
-      exist together; see `core.fused_backward`.
+    Attributes:
+      total_steps: updates of the run.
+      microbatches: number of passes that each batch is split into.
+      seed: of the weights and of the order of the data.
+      log_every: updates between records of metrics.
+      eval_every: updates between evaluations; 0 evaluates at the end only.
+      eval_batches: validation batches in each evaluation during the run (0: all). The last one takes all.
+      init_from: a run or checkpoint whose weights to start from; "" draws them at random.
+      release_gradients: update each layer in the backward pass, so that the gradients of all layers never
+        exist together; see `core.fused_backward`.
     """
 
     total_steps: int
@@ -62,8 +63,9 @@ class TrainConfig:
 class Machine(NamedTuple):
     """What a run is to run on.
 
-    axes: size of every mesh axis.
-    platform: ``jax.Device.platform`` of its devices.
+    Attributes:
+      axes: size of every mesh axis.
+      platform: ``jax.Device.platform`` of its devices.
     """
 
     axes: Mapping[str, int]
@@ -79,7 +81,8 @@ class Machine(NamedTuple):
 class Settings:
     """What a config says, section by section; the README's table names the class of each.
 
-    checkpoint, metrics, profile: constructors that lack only what a command supplies.
+    Attributes:
+      checkpoint, metrics, profile: constructors that lack only what a command supplies.
     """
 
     family: Family

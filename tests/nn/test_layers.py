@@ -53,7 +53,8 @@ def test_linear_is_a_product_and_a_bias_in_its_dtype():
     plain, biased = linear(), linear(bias="mlp", bias_std=0.1)
     x = random(2, 3, 64)
     np.testing.assert_allclose(plain(x), x @ plain.kernel[...], rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(biased(x), x @ biased.kernel[...] + biased.bias[...], rtol=1e-4, atol=1e-4)
+    bias = layers.over_last_dim(biased.bias[...], x)
+    np.testing.assert_allclose(biased(x), x @ biased.kernel[...] + bias, rtol=1e-4, atol=1e-4)
     low = linear(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, bias="mlp")
     assert low.kernel.dtype == low.bias.dtype == low(x).dtype == jnp.bfloat16
     assert low(x, preferred_element_type=jnp.float32).dtype == jnp.float32
@@ -98,9 +99,11 @@ def test_norms_equal_their_definitions_and_compute_in_float32(kind):
     if kind is layers.LayerNorm:
         norm.bias[...] = random(64, seed=2)
         expected = expected - expected.mean(-1, keepdims=True)
-    expected = expected / np.sqrt((expected**2).mean(-1, keepdims=True) + 1e-5) * norm.scale[...]
+    expected = (
+        expected / np.sqrt((expected**2).mean(-1, keepdims=True) + 1e-5) * np.asarray(norm.scale[...])
+    )
     if kind is layers.LayerNorm:
-        expected = expected + norm.bias[...]
+        expected = expected + np.asarray(norm.bias[...])
     np.testing.assert_allclose(norm(x), expected, rtol=1e-3, atol=1e-4)
     rounded = x.astype(jnp.bfloat16)
     assert norm(rounded).dtype == jnp.bfloat16
@@ -111,4 +114,4 @@ def test_layer_scale_is_a_gain_of_each_channel():
     scale, x = layers.LayerScale(4, 0.1, param_dtype=jnp.float32), random(2, 3, 4)
     np.testing.assert_allclose(scale(x), 0.1 * x, rtol=1e-6)
     scale.scale[...] = jnp.arange(4.0)
-    np.testing.assert_allclose(scale(x), x * np.arange(4.0), rtol=1e-6)
+    np.testing.assert_allclose(scale(x), np.asarray(x) * np.arange(4.0), rtol=1e-6)

@@ -66,7 +66,7 @@ def gradients(model, run, x_BSD):
 
     def loss(params, x_BSD):
         y_BSD, outs = run(nnx.merge(graphdef, params, state), x_BSD)
-        return jnp.sum(y_BSD * jnp.cos(jnp.arange(D))), outs
+        return jnp.sum(y_BSD * jnp.cos(jnp.arange(D))[None, None]), outs
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x_BSD)
 

@@ -73,7 +73,7 @@ def test_a_noisy_quadratic_needs_fewer_steps_and_ends_where_the_small_batch_does
     params, steps = {"w": jnp.full(50, 2.0)}, 0
     state = tx.init(params)
     while state[1].tau < total:
-        samples = params["w"] + jnp.asarray(rng.normal(size=(scale, 50)), jnp.float32)
+        samples = params["w"][None] + jnp.asarray(rng.normal(size=(scale, 50)), jnp.float32)
         mean, statistics = sample_statistics({"w": samples})
         updates, state = update(mean, state, **statistics)
         params, steps = optax.apply_updates(params, updates), steps + 1

@@ -29,9 +29,10 @@ TILES = {"cuda": (8, 8), "gpu": (8, 8), "tpu": (8, 128), "cpu": (1, 1)}
 class Tower:
     """One tower on one device; see the letters above.
 
-    a, param: bytes of an activation and of a parameter.
-    shards: how many parts a weight is split into, not counting the tensor axis.
-    tile: see `TILES`.
+    Attributes:
+      a, param: bytes of an activation and of a parameter.
+      shards: how many parts a weight is split into, not counting the tensor axis.
+      tile: see `TILES`.
     """
 
     R: int

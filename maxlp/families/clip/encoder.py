@@ -77,7 +77,8 @@ INITS: dict[str, dict[str, Callable[[int, int, int], Init]]] = {
 class Encoder:
     """Makes and runs the blocks of one tower; `model.CLIPConfig` explains the fields.
 
-    tower: a key of the entries of `INITS`.
+    Attributes:
+      tower: a key of the entries of `INITS`.
     """
 
     tower: str

@@ -27,10 +27,11 @@ from maxlp.run.settings import Machine, Settings
 class Sizes:
     """A step's sizes on one device; see the letters above.
 
-    a, param: bytes of an activation and of a parameter.
-    schedule: of the pipeline; one stage and one microbatch without one.
-    released: each layer is updated in the backward pass.
-    remat, attention, platform: see `LlamaConfig` and `Machine`.
+    Attributes:
+      a, param: bytes of an activation and of a parameter.
+      schedule: of the pipeline; one stage and one microbatch without one.
+      released: each layer is updated in the backward pass.
+      remat, attention, platform: see `LlamaConfig` and `Machine`.
     """
 
     R: int

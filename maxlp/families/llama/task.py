@@ -25,8 +25,9 @@ BPE_BYTES = 4_000_000  # of text that a tokenizer learns from: 2 seconds on 2 co
 class NextTokenConfig:
     """The config's ``loss`` section of a Llama.
 
-    num_chunks: pieces of the sequence whose logits are computed one after another; divides its length.
-    z_loss: weight of the squared log-partition; 0 is off, 1e-4 is PaLM's.
+    Attributes:
+      num_chunks: pieces of the sequence whose logits are computed one after another; divides its length.
+      z_loss: weight of the squared log-partition; 0 is off, 1e-4 is PaLM's.
     """
 
     num_chunks: int = 1

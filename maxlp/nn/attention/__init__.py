@@ -43,8 +43,9 @@ def kernel(name: str) -> Callable[..., jax.Array]:
 class SequenceOrder(NamedTuple):
     """Functions that bring a sequence into a kernel's order and back.
 
-    balance: x_BS (tokens, positions, segment ids) from the natural order; see `ring.balance`.
-    unbalance: x_BSD (activations) back to the natural order; see `ring.unbalance`.
+    Attributes:
+      balance: x_BS (tokens, positions, segment ids) from the natural order; see `ring.balance`.
+      unbalance: x_BSD (activations) back to the natural order; see `ring.unbalance`.
     """
 
     balance: Callable[[jax.Array], jax.Array]
@@ -64,10 +65,11 @@ def sequence_order(name: str) -> SequenceOrder | None:
 class Use:
     """How a model uses attention, for `refusal`.
 
-    seq_len: S.
-    kv_heads: K, which divides N.
-    head_dim: H.
-    dtype: of q, k and v.
+    Attributes:
+      seq_len: S.
+      kv_heads: K, which divides N.
+      head_dim: H.
+      dtype: of q, k and v.
     """
 
     seq_len: int
@@ -123,5 +125,5 @@ def _cudnn_refusal(key: str, use: Use) -> str | None:
 def cached(q_BSNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BS: jax.Array) -> jax.Array:
     """Attention of new tokens to a key/value cache whose slot t holds the token at position t."""
     slots_T = jnp.arange(k_BTKH.shape[1])
-    mask_B1ST = slots_T <= positions_BS[:, None, :, None]
+    mask_B1ST = slots_T[None, None, None] <= positions_BS[:, None, :, None]
     return jax.nn.dot_product_attention(q_BSNH, k_BTKH, v_BTKH, mask=mask_B1ST, implementation="xla")

@@ -113,11 +113,11 @@ def _accumulate(
     """Calls ``update(accumulators, queries, keys, diagonal)`` for each pair of tiles, as one kernel.
 
     Args:
-      update: gets references to the blocks of the pair, and whether to apply the causal mask within
-      it.
+      update: gets references to the blocks of the pair, and whether to apply the causal mask
+        within it.
       name: of the kernel, in profiles.
       pairs: in the order of the tiles that own the accumulators, so that each of these leaves the
-      chip once.
+        chip once.
       causal: pairs with i = j lie on the diagonal of the causal mask.
       by_key: the accumulators belong to tiles of keys and also sum over the G query heads that
         share a key; otherwise they belong to tiles of queries.

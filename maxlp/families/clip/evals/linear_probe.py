@@ -83,7 +83,7 @@ def _padded(x_NE: np.ndarray, label_N: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 def _logits(x_NE: jax.Array, weights_EC: jax.Array, bias_C: jax.Array) -> jax.Array:
     x_NE = sharding.constrain(x_NE, "batch", None)
-    return jnp.einsum("ne,ec->nc", x_NE, weights_EC, precision=jax.lax.Precision.HIGHEST) + bias_C
+    return jnp.einsum("ne,ec->nc", x_NE, weights_EC, precision=jax.lax.Precision.HIGHEST) + bias_C[None]
 
 
 def _cross_entropy(x_NE, label_N, weight_N, weights_EC, bias_C) -> jax.Array:

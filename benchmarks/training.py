@@ -1,0 +1,97 @@
+"""What the benchmarks share: configs with changed values, compiled train steps, random text, timing.
+
+The scripts of this folder import each other by file name, so run them as files and not with `-m`.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from configs import common
+from maxlp.core.train_state import State, abstract_state
+from maxlp.core.train_step import jit_step
+from maxlp.parallel.batches import global_batch
+from maxlp.run.experiment import Experiment
+
+# Random text is read from nowhere, and no step measures the statistics of its tensors.
+RANDOM_TEXT = {"data.source": "random", "data.tokenizer": "random", "spikes.statistics": False}
+
+
+def changed(c: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
+    """A copy of the config with some values replaced, such as ``{"model.visual.width": 64}``.
+
+    The keys of a dictionary are changed one by one; the section keeps its others.
+    """
+    c = c.copy_and_resolve_references()
+    with c.unlocked():
+        for path, value in changes.items():
+            *sections, key = path.split(".")
+            section: Any = c
+            for name in sections:
+                section = section[name]
+            if isinstance(value, Mapping):
+                section[key].update(value)
+            else:
+                section[key] = value
+    return c
+
+
+def llama_config(sizes: Mapping[str, Any], changes: Mapping[str, Any]) -> ConfigDict:
+    """The config of a Llama that trains on random text.
+
+    Args:
+      sizes: values of the ``model`` section.
+      changes: other values, as in `changed`.
+    """
+    return changed(common.llama(**sizes), RANDOM_TEXT | {"loss.num_chunks": 1} | changes)
+
+
+def random_text(run: Experiment, seed: int = 0) -> dict[str, jax.Array]:
+    """A global batch of random tokens; each row is one document."""
+    s = run.settings
+    B, S = s.data.batch_size, s.data.seq_len
+    tokens = np.random.default_rng(seed).integers(0, s.model.vocab_size, (B, S + 1), np.int32)
+    batch = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "segment_ids": np.ones((B, S), np.int32),
+        "positions": np.tile(np.arange(S, dtype=np.int32), (B, 1)),
+        "loss_mask": np.ones((B, S), bool),
+    }
+    return global_batch(batch, run.mesh)
+
+
+class CompiledRun:
+    """An experiment whose train step is compiled.
+
+    Attributes:
+      run: the experiment.
+      graphdef: the structure of the model.
+      abstract: the training state as shapes, dtypes and shardings.
+      step: (state, batch) to (state, metrics), compiled; the state is donated.
+      compile_seconds: how long tracing and compiling took.
+    """
+
+    def __init__(self, run: Experiment):
+        self.run = run
+        with jax.set_mesh(run.mesh):
+            self.graphdef, self.abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+            step = jit_step(run.step, self.graphdef, self.abstract, run.mesh)
+            start = time.perf_counter()
+            self.step: jax.stages.Compiled = step.lower(self.abstract, run.abstract_batch()).compile()
+        self.compile_seconds = time.perf_counter() - start
+
+    def initial_state(self) -> State:
+        with jax.set_mesh(self.run.mesh):
+            return self.run.initial_state(self.abstract)
+
+
+def timed(function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
+    """The result of a call, and the seconds until the devices have computed it."""
+    start = time.perf_counter()
+    result = jax.block_until_ready(function(*args))
+    return result, time.perf_counter() - start

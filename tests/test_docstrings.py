@@ -1,0 +1,69 @@
+"""The sections of docstrings describe what exists, and are indented alike."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields):$")
+ENTRY = re.compile(r"^  ((?:\*{0,2}\w+)(?:, \*{0,2}\w+)*):(?: |$)")
+Documented = ast.FunctionDef | ast.ClassDef
+
+
+def definitions(path: Path) -> Iterator[tuple[Documented, list[str]]]:
+    """Functions and classes with a docstring, and its lines without the common indent."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, Documented) and (text := ast.get_docstring(node)):
+            yield node, text.splitlines()
+
+
+def section(lines: list[str], title: str) -> list[str]:
+    """The lines of a section, up to the next line without an indent."""
+    if f"{title}:" not in lines:
+        return []
+    rest = lines[lines.index(f"{title}:") + 1 :]
+    end = next((i for i, line in enumerate(rest) if line and line[0] != " "), len(rest))
+    return [line for line in rest[:end] if line]
+
+
+def parameters(node: Documented) -> set[str]:
+    """Names that Args may describe: those of a function, or of a class's `__init__`, and its fields."""
+    if isinstance(node, ast.FunctionDef):
+        a = node.args
+        every = [*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg]
+        return {one.arg for one in every if one is not None}
+    inits = [
+        child for child in node.body if isinstance(child, ast.FunctionDef) and child.name == "__init__"
+    ]
+    return attributes(node).union(*map(parameters, inits))
+
+
+def attributes(node: Documented) -> set[str]:
+    """Names that Attributes may describe: fields, properties and what methods assign to `self`."""
+    found = set()
+    for child in ast.walk(node):
+        if isinstance(child, ast.Name | ast.Attribute) and isinstance(child.ctx, ast.Store):
+            found.add(child.id if isinstance(child, ast.Name) else child.attr)
+        elif isinstance(child, ast.FunctionDef):
+            found.add(child.name)
+    return found
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "maxlp").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_sections_describe_what_exists(path):
+    for node, lines in definitions(path):
+        for title, known in (("Args", parameters), ("Attributes", attributes)):
+            entries = [line for line in section(lines, title) if not line.startswith("    ")]
+            for line in entries:
+                entry = ENTRY.match(line)
+                assert entry, f"{node.name}: {title} has no name, or another indent, in {line!r}"
+                names = {name.lstrip("*") for name in entry[1].split(", ")}
+                assert names <= known(node), f"{node.name}: {title} describes {names - known(node)}"
+        for line in lines:
+            stripped = line.strip()
+            assert line == stripped or not SECTION.match(stripped), f"{node.name}: {stripped} is indented"

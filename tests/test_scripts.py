@@ -1,0 +1,121 @@
+"""The scripts and notebooks around the library use names that it has, so that no rename breaks them unseen.
+
+Nothing of them is run, because some need a GPU, PyTorch or minutes.
+"""
+
+import ast
+import functools
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted([*ROOT.glob("benchmarks/*.py"), *ROOT.glob("tools/*.py"), *ROOT.glob("colabs/*.ipynb")])
+PACKAGES = ("maxlp", "configs", "tests")
+
+
+def source(path: Path) -> str:
+    """The program; of a notebook its code cells, without the commands of IPython."""
+    if path.suffix == ".py":
+        return path.read_text()
+    cells = json.loads(path.read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    return re.sub(r"^%.*", "", code, flags=re.MULTILINE)
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(source(path), str(path))
+
+
+def imported(path: Path) -> Iterator[tuple[str, str, str | None]]:
+    """(name in the script, module, name in the module) of each import."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.asname or alias.name, alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((alias.asname or alias.name, node.module, alias.name) for alias in node.names)
+
+
+def load(module: str, name: str | None) -> Any:
+    if name is None:
+        return importlib.import_module(module)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except AttributeError:
+        return importlib.import_module(f"{module}.{name}")
+
+
+def of_library(path: Path) -> dict[str, Any]:
+    """What a script imports from this repository's packages, by its name in the script."""
+    found = {
+        local: load(module, name)
+        for local, module, name in imported(path)
+        if module.split(".")[0] in PACKAGES
+    }
+    return {local: value for local, value in found.items() if local not in bound(path)}
+
+
+def bound(path: Path) -> set[str]:
+    """Names that a file defines anywhere: functions, classes, variables, parameters."""
+    names = set()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def resolved(node: ast.expr, known: dict[str, Any]) -> Any:
+    """The object that an expression such as ``module.name`` refers to; None if it is none of the library.
+
+    Raises:
+      AttributeError: the module has no such name.
+    """
+    if isinstance(node, ast.Name):
+        return known.get(node.id)
+    if isinstance(node, ast.Attribute):
+        owner = resolved(node.value, known)
+        return getattr(owner, node.attr) if isinstance(owner, ModuleType) else None
+    return None
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_names_of_the_library_exist(path):
+    known = of_library(path)
+    for _, module, name in imported(path):
+        sibling = path.with_name(f"{module}.py")
+        if name is not None and sibling.exists():
+            assert name in bound(sibling), f"{sibling.name} has no {name}"
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Attribute):
+            resolved(node, known)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_arguments_of_the_library_exist(path):
+    known = of_library(path)
+    for node in ast.walk(parsed(path)):
+        if not isinstance(node, ast.Call) or not callable(function := resolved(node.func, known)):
+            continue
+        parameters = inspect.signature(function).parameters
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            continue
+        given = {keyword.arg for keyword in node.keywords} - {None}
+        assert given <= {*parameters}, f"line {node.lineno}: {function.__qualname__} takes {[*parameters]}"
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_named_exist(path):
+    named = re.findall(r"\b(?:maxlp|configs|benchmarks|tests|tools)/[\w/]+\.py\b", path.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
