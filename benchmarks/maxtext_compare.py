@@ -40,9 +40,7 @@ def main() -> None:
     parser.add_argument("--seq_len", type=int, default=8192)
     parser.add_argument("--remat", default="block", choices=REMAT)
     parser.add_argument("--dump", type=Path, default=Path("compared"))
-    parser.add_argument(
-        "--name", default="", help="suffix of the files' names"
-    )
+    parser.add_argument("--name", default="", help="suffix of the files' names")
     parser.add_argument("--only", choices=("maxlp", "maxtext"))
     parser.add_argument("--maxlp", action="append", default=[], help="a flag for maxlp.plan")
     parser.add_argument("--maxtext", action="append", default=[], help="a setting for MaxText, KEY=VALUE")
