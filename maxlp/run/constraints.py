@@ -81,6 +81,16 @@ def float16_is_scaled(s: Settings, machine: Machine) -> str | None:
     )
 
 
+def params_are_not_float16(s: Settings, machine: Machine) -> str | None:
+    """Adam's epsilon and small second moments round to 0 in float16, and the update becomes 0 / 0."""
+    if s.model.param_dtype != "float16":
+        return None
+    return (
+        "model.param_dtype=float16 cannot hold the optimizer's epsilon and second moments; use float32 "
+        "(also with model.dtype=float16) or bfloat16"
+    )
+
+
 def rounded_params_are_bfloat16(s: Settings, machine: Machine) -> str | None:
     """Stochastic and Kahan rounding replace the float32 copy of bfloat16 parameters."""
     if s.optimizer.param_rounding is None or jnp.dtype(s.model.param_dtype) == jnp.bfloat16:
@@ -168,6 +178,7 @@ RULES = (
     batch_divides,
     attention_runs,
     float16_is_scaled,
+    params_are_not_float16,
     rounded_params_are_bfloat16,
     released_gradients_are_not_clipped,
     released_gradients_are_not_accumulated,

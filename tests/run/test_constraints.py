@@ -23,6 +23,7 @@ REFUSED = {
         ({"mesh.context": 2}, 2, "cpu", "use model.attention=ring"),
     ],
     "float16_is_scaled": [({"model.dtype": "float16"}, 1, "cpu", "precision=fp16")],
+    "params_are_not_float16": [({"model.param_dtype": "float16"}, 1, "cpu", "use float32")],
     "rounded_params_are_bfloat16": [({"optimizer.param_rounding": "kahan"}, 1, "cpu", "bfloat16")],
     "precision_fits_model": [
         ({"precision.rules": (("layers/mlp/fc", "fp8_current"),)}, 1, "cpu", "layers/mlp/fc"),
