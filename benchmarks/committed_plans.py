@@ -1,4 +1,4 @@
-"""The table of docs/plans, from the plans; with --compile, after each was made again by its own command.
+"""Prints the table of docs/plans from its JSON files; --compile first makes each plan again.
 
 pip install 'maxlp[aot]'
 python benchmarks/committed_plans.py --compile                # an hour on 2 cores
@@ -31,14 +31,15 @@ def main() -> None:
     print(HEADER)
     for name in args.only or found:
         if args.compile:
-            again(found[name])
+            remake(found[name])
         print(row(name, json.loads(found[name].read_text())), flush=True)
 
 
-def again(path: Path) -> None:
+def remake(path: Path) -> None:
+    """Runs the command that a plan records, and replaces its files."""
     _, *rest = shlex.split(json.loads(path.read_text())["command"])
-    picture = path.with_suffix(".png")
-    rest += [f"--json={path}"] + [f"--picture={picture}"] * picture.exists()
+    figure = path.with_suffix(".png")
+    rest += [f"--json={path}"] + [f"--plot={figure}"] * figure.exists()
     subprocess.run([sys.executable, *rest], check=True, stdout=subprocess.DEVNULL)
 
 

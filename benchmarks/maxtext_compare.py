@@ -1,17 +1,17 @@
-"""maxlp's train step beside MaxText's, for the same Llama 3.1 8B and TPUs that are not here.
+"""Compares the compiled train steps of maxlp and MaxText for the same Llama 3.1 8B, without TPUs.
 
     python3.12 -m venv maxtext
     maxtext/bin/pip install 'maxtext[tpu]'    # 3 GB; Linux, no TPU
-    maxtext/bin/pip install -e . --no-deps    # everything that maxlp needs is there by then
+    maxtext/bin/pip install -e . --no-deps    # MaxText has installed maxlp's dependencies
     maxtext/bin/python benchmarks/maxtext_compare.py --topology=v5p:2x2x4 --rows=1 --seq_len=8192 \
         --remat=block --dump=compared
 
 Both compile ahead of time in one environment, with one JAX and one libtpu: maxlp through `maxlp.plan`,
-MaxText through its own `train_compile` and `base.yml`. The same for both: parameters and AdamW's moments in
-float32, matmuls in bfloat16, packed sequences with segment ids, the splash kernel, fsdp over all chips,
-clipping by the global norm. Each side writes its program (NAME.hlo) and what the compiler says of its
-memory (NAME.json) to --dump, and is not compiled again where those are; one parser (`maxlp.planning`) reads
-both. ``--maxlp=--config.loss.num_chunks=1`` and ``--maxtext=num_vocab_tiling=8`` pass settings on.
+MaxText through its own `train_compile` and `base.yml`. Both have parameters and AdamW's moments in float32,
+matmuls in bfloat16, packed sequences with segment ids, the splash kernel, fsdp over all chips, and clipping
+by the global norm. Each side writes its program (NAME.hlo) and the compiler's report of its memory
+(NAME.json) to --dump; a side whose files exist is not compiled again. One parser (`maxlp.planning`) reads
+both programs. ``--maxlp=--config.loss.num_chunks=1`` and ``--maxtext=num_vocab_tiling=8`` pass settings on.
 """
 
 import argparse
@@ -23,10 +23,10 @@ import sys
 import time
 from pathlib import Path
 
-from maxlp.planning import compiled, flops, hlo, topologies
+from maxlp.planning import compiled, hlo, hlo_flops, topologies
 from maxlp.planning.topologies import GIB, Topology
 
-REMAT = {"block": "full", "dots": "minimal"}  # maxlp's word to MaxText's nearest: what a block keeps
+REMAT = {"block": "full", "dots": "minimal"}  # remat policy of maxlp -> the nearest one of MaxText
 HEADER = (
     "| program | peak, GiB | arguments | temporaries | sent, GiB | of it hidden | matmul FLOPs | "
     "kernel calls | compiled in, s |\n|---|---|---|---|---|---|---|---|---|"
@@ -36,11 +36,11 @@ HEADER = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--topology", default="v5p:2x2x4", help="as in maxlp.plan; v5p, v5e or v6e")
-    parser.add_argument("--rows", type=int, default=1, help="sequences of a chip")
+    parser.add_argument("--rows", type=int, default=1, help="sequences per chip")
     parser.add_argument("--seq_len", type=int, default=8192)
     parser.add_argument("--remat", default="block", choices=REMAT)
     parser.add_argument("--dump", type=Path, default=Path("compared"))
-    parser.add_argument("--name", default="", help="added to the files' names, for --maxlp and --maxtext")
+    parser.add_argument("--name", default="", help="suffix of the files' names")
     parser.add_argument("--only", choices=("maxlp", "maxtext"))
     parser.add_argument("--maxlp", action="append", default=[], help="a flag for maxlp.plan")
     parser.add_argument("--maxtext", action="append", default=[], help="a setting for MaxText, KEY=VALUE")
@@ -89,7 +89,7 @@ def compile_maxlp(args: argparse.Namespace, topology: Topology, target: Path) ->
 
 
 def start_maxtext(args: argparse.Namespace, topology: Topology, target: Path) -> None:
-    """In a process of its own: MaxText changes JAX's settings for good."""
+    """Compiles in a separate process, because MaxText changes JAX's global settings."""
     subprocess.run(
         [sys.executable, *sys.argv, f"--child={target}"],
         check=True,
@@ -99,8 +99,8 @@ def start_maxtext(args: argparse.Namespace, topology: Topology, target: Path) ->
 
 
 def maxtext_settings(args: argparse.Namespace, topology: Topology) -> list[str]:
-    """Everything that is not here is as in MaxText's base.yml."""
-    cores = 2 if topology.chip_name in ("v4", "v5p") else 1  # how these chips are counted in a name
+    """The settings that differ from MaxText's base.yml."""
+    cores = 2 if topology.chip_name in ("v4", "v5p") else 1  # names of these topologies count cores
     return [
         "run_name=compared",
         "model_name=llama3.1-8b",
@@ -117,7 +117,7 @@ def maxtext_settings(args: argparse.Namespace, topology: Topology) -> list[str]:
 
 
 def compile_maxtext(settings: list[str], target: Path) -> None:
-    """Runs MaxText's own command and keeps what it compiles."""
+    """Runs MaxText's own command and writes the program that it compiles."""
     import maxtext  # pyright: ignore[reportMissingImports]
     from maxtext.trainers.pre_train import train_compile  # pyright: ignore[reportMissingImports]
 
@@ -152,12 +152,12 @@ def row(target: Path, topology: Topology) -> str:
     found = hlo.collectives(text, {"fsdp": topology.size})
     sent = sum(one.sent for one in found)
     hidden = sum(one.sent for one in found if one.overlapped)
-    kernels = sum(flops.kernel_calls(text).values())
+    kernels = sum(hlo_flops.kernel_calls(text).values())
     name = re.sub(r"^(maxlp|maxtext)_", lambda side: f"{side[1]} ", target.name)
     return (
         f"| {name} | {report['peak'] / GIB:.2f} | {report['arguments'] / GIB:.2f} "
         f"| {report['temporaries'] / GIB:.2f} | {sent / GIB:.1f} | {hidden / sent:.0%} "
-        f"| {flops.matmul_flops(text):.4g} | {kernels} | {report['seconds']:.0f} |"
+        f"| {hlo_flops.matmul_flops(text):.4g} | {kernels} | {report['seconds']:.0f} |"
     )
 
 

@@ -1,12 +1,13 @@
-"""What quantization costs in passes over the data, read from programs for an H100 that no one has to own.
+"""The passes over the data that quantization adds, from programs compiled for an H100 without having one.
 
     pip install 'maxlp[aot]'
     python benchmarks/passes.py
 
-Compiles the forward and backward pass of one Llama 8B block for each recipe and takes the optimized program
-apart: which kernels are matmuls, which others read or write a tensor of the size of an activation, a weight
-or a gradient, and how many bytes they move beyond what the bfloat16 program moves. Then, for 8 GPUs that
-split the weights (FSDP): what is gathered and reduced, in which type. Prints two Markdown tables.
+Compiles the forward and backward pass of one Llama 8B block for each recipe and classifies the kernels of
+the optimized program: which are matmuls, which others read or write a tensor of the size of an activation,
+a weight or a gradient, and how many more bytes they move than the bfloat16 program does. For 8 GPUs that
+split the weights (FSDP) it lists the bytes that are gathered and reduced, by dtype. Prints two Markdown
+tables.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlp import precision
+from maxlp.core.gradients import OVERWRITE_WITH_GRADIENT
 from maxlp.families.llama import model as llama
 from maxlp.parallel import sharding
 from maxlp.planning import hlo, topologies
@@ -47,7 +49,7 @@ SIZES = dict(
     scan_layers=False,
     remat="none",
 )
-LARGE = 2**20  # elements of the smallest weight matrix, and fewer than of any activation
+LARGE = 2**20  # elements; no weight matrix and no activation has fewer
 RECIPES = {
     name: precision.make_recipe(name) for name in precision.RECIPES if name not in ("mxfp8", "simulate")
 }
@@ -58,12 +60,16 @@ RECIPES["fp8_delayed, cold_start=False"] = precision.make_recipe("fp8_delayed", 
 
 
 def compiled(name: str, gpus: int, rows: int, length: int) -> str:
-    """Optimized HLO of one block's forward and backward pass, ``rows`` sequences on each GPU."""
+    """Optimized HLO of one block's forward and backward pass.
+
+    Args:
+      rows: sequences on each GPU.
+    """
     mesh = sharding.make_mesh(fsdp=gpus, devices=topologies.devices(topologies.parse(f"h100:1x{gpus}")))
     recipe = RECIPES[name]
 
     def make():
-        model = llama.Llama(**SIZES, rngs=nnx.Rngs(0))
+        model = llama.Llama(llama.LlamaConfig(**SIZES), rngs=nnx.Rngs(0))
         precision.inject(model, recipe)
         return model.layers
 
@@ -90,15 +96,14 @@ def compiled(name: str, gpus: int, rows: int, length: int) -> str:
     ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch)
 
     def step(params, state, x, g, positions, segments):
-        backward = nnx.WithTag("overwrite_with_gradient")
         block = nnx.merge(structure[0], params, state)
-        _, _, of_backward, of_forward = nnx.split(block, nnx.Param, backward, ...)
+        _, _, of_backward, of_forward = nnx.split(block, nnx.Param, OVERWRITE_WITH_GRADIENT, ...)
         rope = llama.rope_table(positions, SIZES["head_dim"], SIZES["rope_theta"], None)
 
         def run(params, of_backward, x):
             block = nnx.merge(structure[0], params, of_forward, of_backward, copy=True)
             y, _ = block(x, rope, positions, segments, None)
-            return y, nnx.to_pure_dict(nnx.split(block, nnx.Param, backward, ...)[3])
+            return y, nnx.to_pure_dict(nnx.split(block, nnx.Param, OVERWRITE_WITH_GRADIENT, ...)[3])
 
         y, pull, new_forward = jax.vjp(run, params, of_backward, x, has_aux=True)
         return y, pull(g), new_forward
@@ -110,15 +115,19 @@ def compiled(name: str, gpus: int, rows: int, length: int) -> str:
         return program.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
 
 
-# --- reading it ---------------------------------------------------------------------------------------
+# --- kernels ------------------------------------------------------------------------------------------
 
 
 class Kernel(NamedTuple):
-    """A kernel that is launched: types of its operands (with what made them) and of its results."""
+    """A kernel that the program launches.
+
+    operands: (type, opcode that produced it) of each operand.
+    results: types of the results.
+    """
 
     opcode: str
     target: str
-    operands: list[tuple[str, str]]  # (type, opcode that made it)
+    operands: list[tuple[str, str]]
     results: list[str]
 
     @property
@@ -127,7 +136,7 @@ class Kernel(NamedTuple):
 
 
 def kernels(text: str) -> list[Kernel]:
-    """The kernels of a program's entry. (A block has no loop.)"""
+    """The kernels of a program's entry computation; the program of one block has no loop."""
     program, entry = hlo.computations(text)
     made = {i.name: i for i in program[entry]}
 
@@ -148,12 +157,13 @@ def kernels(text: str) -> list[Kernel]:
         target = target[1] if target else ""
         results = TYPE.findall(i.type)
         if "cublas" in target:
-            results = results[:1]  # the second is workspace
+            results = results[:1]  # the second one is workspace
         found.append(Kernel(i.opcode, target, [origin(name) for name in names], results))
     return found
 
 
 def large(kind: str) -> bool:
+    """Whether an HLO type is of an activation, a weight or a gradient."""
     return any(
         math.prod(int(n) for n in dims.split(",") if n) >= LARGE
         for dims in re.findall(r"\[([\d,]*)\]", kind)
@@ -161,11 +171,12 @@ def large(kind: str) -> bool:
 
 
 def narrow(kind: str) -> bool:
+    """Whether an HLO type has 8 bits."""
     return kind.startswith(("f8", "s8"))
 
 
 def sort(kernel: Kernel) -> str:
-    """What a kernel is for, of those that a recipe adds or changes."""
+    """The class of a kernel; the tables count kernels by class."""
     if "cublas" in kernel.target:
         return "matmul"
     if not any(map(large, [*kernel.results, *(kind for kind, _ in kernel.operands)])):
@@ -196,7 +207,7 @@ def matmuls(found: list[Kernel]) -> str:
     return ", ".join(f"{n} {kind}" for kind, n in sorted(types.items(), reverse=True))
 
 
-def on_the_wire(text: str) -> dict[str, str]:
+def collective_sizes(text: str) -> dict[str, str]:
     """MiB of the results of each kind of collective, by type."""
     sizes: dict[str, Counter] = {
         "all-gather": Counter(),
@@ -209,7 +220,7 @@ def on_the_wire(text: str) -> dict[str, str]:
             if kind in sizes:
                 types = TYPE.findall(i.type)
                 if i.opcode.endswith("-start") and kind != "all-reduce":
-                    types = types[len(types) // 2 :]  # operands, then results
+                    types = types[len(types) // 2 :]  # the first half are the operands
                 for one in types:
                     sizes[kind][one.split("[")[0]] += hlo.num_bytes(one)
     return {
@@ -257,7 +268,7 @@ def main() -> None:
     print("\nMiB that 8 GPUs with split weights (fsdp=8) exchange for one block, forward and backward:\n")
     print("| recipe | gathered | reduced and scattered | reduced |\n|---|---|---|---|")
     for name in names:
-        wire = on_the_wire(compiled(name, 8, 1, args.length))
+        wire = collective_sizes(compiled(name, 8, 1, args.length))
         print(
             f"| {name} | {wire['all-gather']} | {wire['reduce-scatter']} | {wire['all-reduce']} |",
             flush=True,

@@ -1,9 +1,9 @@
-"""Weak scaling as the compiler sees it: memory and collectives of one device as devices grow.
+"""Weak scaling by the compiler: memory and collectives of one device as the number of devices grows.
 
     python benchmarks/plan_scaling.py --config=configs/llama/8b.py --config.model.attention=cudnn \
         --topologies=h100:1x8,h100:8x8,h100:64x8,h100:512x8 --json=scaling.json
 
-Each device keeps ``--rows`` sequences of a batch that grows with the machine. Needs no device, but
+The batch grows with the machine: every device has ``--rows`` sequences. Needs no device, but
 pip install 'maxlp[aot]' (or --estimate_only).
 """
 
@@ -15,7 +15,8 @@ from absl import flags
 from maxlp import plan
 from maxlp.planning import search, topologies
 from maxlp.planning.topologies import GIB
-from maxlp.run import config
+from maxlp.run import cli
+from maxlp.run.settings import read
 
 HEADER = (
     "| topology | devices | estimated peak, GiB | compiled peak, GiB | gathered, GiB | others sent, GiB | "
@@ -26,20 +27,19 @@ HEADER = (
 def define_flags() -> None:
     plan.define_flags()
     flags.DEFINE_list("topologies", [], "Topologies, smallest first.")
-    flags.DEFINE_integer("rows", 1, "Sequences of a device.")
+    flags.DEFINE_integer("rows", 1, "Sequences per device.")
 
 
 def main() -> int:
     topologies.compile_without_devices()
     print(HEADER)
+    s = read(plan.with_placeholder_data(flags.FLAGS.config))
     plans = []
     for name in flags.FLAGS.topologies:
         topology = topologies.parse(name)
-        c = plan.readable(flags.FLAGS.config)
-        c = search.changed(
-            c, {"data.batch_size": flags.FLAGS.rows * topology.size, "train.microbatches": 1}
-        )
-        plans.append(plan.make_plan(c, topology, compiles=not flags.FLAGS.estimate_only))
+        rows = flags.FLAGS.rows * topology.size
+        scaled = search.changed(s, {"data.batch_size": rows, "train.microbatches": 1})
+        plans.append(plan.make_plan(scaled, topology, compiles=not flags.FLAGS.estimate_only))
         print(row(plans[-1]), flush=True)
         if flags.FLAGS.json:
             Path(flags.FLAGS.json).write_text(json.dumps(plans, indent=1) + "\n")
@@ -69,4 +69,4 @@ def row(p: dict) -> str:
 
 if __name__ == "__main__":
     define_flags()
-    config.run(main)
+    cli.run(main)

@@ -77,13 +77,13 @@ def make_mesh(s: Settings, fixed: bool) -> Mesh:
     """
     devices = jax.devices()
     try:
-        machine = s.machine(len(devices), devices[0].platform)
+        machine = s.machine_of(devices)
         mesh: Mapping[str, int] = s.mesh
     except ConfigError:
         if fixed:
             raise
         mesh = dict(fsdp=-1)
-        machine = dataclasses.replace(s, mesh=mesh).machine(len(devices), devices[0].platform)
+        machine = dataclasses.replace(s, mesh=mesh).machine_of(devices)
     constraints.check(s, machine)
     return sharding.make_mesh(**mesh, devices=devices)
 

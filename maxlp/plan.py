@@ -1,16 +1,15 @@
-r"""Plans a run on machines that are not available: the memory, network traffic and time it would need.
+r"""Plans a run on machines that are not available: the memory, network traffic and time that it would need.
 
     python -m maxlp.plan --config=configs/llama/8b.py --topology=v5p:4x4x4 --config.model.attention=splash
 
-Compiles the train step of `maxlp.train` for that topology, and prints beside it a closed form that needs no
-compiler (--estimate_only prints it alone). --list_topologies lists the topologies. Compiling needs Linux
-and pip install 'maxlp[aot]', but no device. If a step does not fit, the nearest settings that fit are
-searched.
+Compiles the train step of `maxlp.train` for a topology and prints its memory and time beside those of a
+closed form. --estimate_only prints the closed form alone and needs no compiler; compiling needs Linux and
+pip install 'maxlp[aot]', but no device. --list_topologies lists the topologies. If the step does not fit,
+the command searches for the nearest settings that fit.
 """
 
 import dataclasses
 import json
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,12 +37,12 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "topology", None, "Machines as CHIP:SHAPE, for example v5p:8x8x8, v5e:16x16*2, h100:64x8."
     )
-    flags.DEFINE_bool("list_topologies", False, "Print what is known, and stop.")
-    flags.DEFINE_bool("estimate_only", False, "The closed form alone: a second, on any machine.")
-    flags.DEFINE_bool("search", True, "Search settings that fit if the config's do not.")
-    flags.DEFINE_string("json", None, "File for the plan as JSON.")
-    flags.DEFINE_string("hlo", None, "File for the compiled program as text.")
-    flags.DEFINE_string("picture", None, "File for the plan as an image (.png, .svg, .pdf).")
+    flags.DEFINE_bool("list_topologies", False, "List the known chips and stop.")
+    flags.DEFINE_bool("estimate_only", False, "Print only the closed form, which takes a second.")
+    flags.DEFINE_bool("search", True, "Search for settings that fit if the config's do not.")
+    flags.DEFINE_string("json", None, "Write the plan to this file as JSON.")
+    flags.DEFINE_string("hlo", None, "Write the compiled program to this file as text.")
+    flags.DEFINE_string("plot", None, "Draw the plan to this file (.png, .svg, .pdf).")
 
 
 def main() -> int:
@@ -53,34 +52,34 @@ def main() -> int:
         return 0
     for name in ("config", "topology"):
         if flags.FLAGS[name].value is None:
-            raise ValueError(f"--{name} is missing; --list_topologies and configs/ say what there is")
+            raise ValueError(f"--{name} is missing; see --list_topologies and the folder configs/")
     topology, compiles = topologies.parse(flags.FLAGS.topology), not flags.FLAGS.estimate_only
-    check_files({name: flags.FLAGS[name].value for name in ("json", "hlo", "picture")}, compiles)
-    s = read(with_data(flags.FLAGS.config))
+    check_files({name: flags.FLAGS[name].value for name in ("json", "hlo", "plot")}, compiles)
+    s = read(with_placeholder_data(flags.FLAGS.config))
     plan = {"command": command(), **make_plan(s, topology, compiles, flags.FLAGS.hlo)}
     print(report(plan))
     if not plan["fits"] and flags.FLAGS.search:
         plan["nearest"] = search_settings(s, topology, compiles)
     if flags.FLAGS.json:
         Path(flags.FLAGS.json).write_text(json.dumps(plan, indent=1) + "\n")
-    if flags.FLAGS.picture:
-        plot.draw(plan, flags.FLAGS.picture)
+    if flags.FLAGS.plot:
+        plot.draw(plan, flags.FLAGS.plot)
     return 0
 
 
 def check_files(files: dict[str, str | None], compiles: bool) -> None:
-    """Raises a ValueError for a file of --json, --hlo or --picture that could not be written in the end."""
+    """Raises a ValueError for a file of --json, --hlo or --plot that cannot be written in the end."""
     for name, path in files.items():
         if path and not Path(path).resolve().parent.is_dir():
-            raise ValueError(f"--{name}={path}: its folder does not exist; make it first")
+            raise ValueError(f"--{name}={path}: the folder does not exist; create it first")
     if files["hlo"] and not compiles:
-        raise ValueError(f"--hlo={files['hlo']} needs a compiled program; leave out --estimate_only")
-    if (path := files["picture"]) and Path(path).suffix not in plot.FORMATS:
-        raise ValueError(f"--picture={path} must end in one of {', '.join(plot.FORMATS)}")
+        raise ValueError(f"--hlo={files['hlo']} needs a compiled program; omit --estimate_only")
+    if (path := files["plot"]) and Path(path).suffix not in plot.FORMATS:
+        raise ValueError(f"--plot={path} must end in one of {', '.join(plot.FORMATS)}")
 
 
-def with_data(c: ConfigDict) -> ConfigDict:
-    """The config with names for the data that it may leave open: a plan reads no data."""
+def with_placeholder_data(c: ConfigDict) -> ConfigDict:
+    """The config with placeholders for an unset source and tokenizer, because a plan reads no data."""
     copy: Any = c.copy_and_resolve_references()
     with copy.unlocked():
         for key in ("source", "tokenizer"):
@@ -90,6 +89,7 @@ def with_data(c: ConfigDict) -> ConfigDict:
 
 
 def command() -> str:
+    """The command line that makes this plan again, without its output files."""
     overrides = config_flags.get_override_values(flags.FLAGS["config"])
     parts = [f"--config={config_flags.get_config_filename(flags.FLAGS['config'])}"]
     parts += [f"--topology={flags.FLAGS.topology}"]
@@ -100,13 +100,17 @@ def command() -> str:
 def make_plan(
     s: Settings, topology: Topology, compiles: bool = True, hlo_file: str | None = None
 ) -> dict[str, Any]:
-    """A plan as plain numbers: bytes and seconds of one device, unless their names say otherwise.
+    """A plan as plain numbers: bytes and seconds of one device and step, unless a key states otherwise.
+
+    Args:
+      compiles: whether to compile the step, or to use the closed form alone.
+      hlo_file: where to write the compiled program as text.
 
     Raises:
-      ValueError: settings, a topology or packages that do not work.
+      ValueError: invalid settings, a mesh that the topology does not have, or a missing compiler.
     """
     start = time.perf_counter()
-    machine = s.machine(topology.size, topology.chip.platform)
+    machine = topology.machine(s)
     constraints.check(s, machine)
     state, cost = state_shapes(s, machine), cost_of(s)
     traced = time.perf_counter()
@@ -156,7 +160,10 @@ def compile_for(
 
 
 def fits(plan: dict[str, Any], topology: Topology) -> bool:
-    """A TPU's compiler refuses a program that does not fit; a GPU's compiles it nevertheless."""
+    """Whether the step fits into the memory of a device.
+
+    The TPU compiler rejects a program that does not fit; the GPU compiler compiles it nevertheless.
+    """
     if "compiled" not in plan:
         return plan["estimate"]["peak"] <= topology.chip.memory
     done = plan["compiled"]
@@ -166,62 +173,81 @@ def fits(plan: dict[str, Any], topology: Topology) -> bool:
 def timing(
     plan: dict[str, Any], work: Work, found: Sequence[Collective], topology: Topology, dcn: int
 ) -> dict[str, Any]:
-    """Collectives by kind and axes, the seconds of a step and the MFU that results."""
+    """Collectives by kind and axes, the seconds of a step, and the MFU.
+
+    Args:
+      dcn: ``mesh.dcn_data`` of the config.
+    """
     groups = group(list(found), topology, plan["mesh"], dcn)
     time = roofline(work, groups, topology)
-    model_flops = plan["units_per_step"] / plan["devices"] / topology.chip.peak()
+    seconds_per_flop = plan["units_per_step"] / plan["devices"] / topology.chip.peak()
     return {
         "work": dataclasses.asdict(work),
         "collectives": [dataclasses.asdict(row) for row in groups],
         "time": dataclasses.asdict(time)
         | {"least": time.least, "expected": time.expected, "limit": time.limit},
         "mfu": {
-            name: flops * model_flops / time.expected for name, flops in plan["flops_per_unit"].items()
+            name: flops * seconds_per_flop / time.expected for name, flops in plan["flops_per_unit"].items()
         },
     }
 
 
 def search_settings(s: Settings, topology: Topology, compiles: bool) -> list[dict[str, Any]]:
-    """Prints and returns the nearest settings that fit, verified by the compiler if it is to be used."""
+    """Prints and returns the nearest settings that fit.
+
+    Args:
+      compiles: whether to verify them with the compiler; the first one that fits ends the search.
+    """
     found = search.nearest(s, topology)
     if not found:
         print(
-            "no combination of remat, microbatches, mesh and attention fits by the closed form: use more "
+            "no combination of remat, microbatches, mesh and attention fits by the closed form; use more "
             "devices"
         )
         return []
     checked = []
     for candidate in found[:3]:
-        values = dataclasses.asdict(candidate)
-        changes = " ".join(f"--config.{k}={v}" for k, v in candidate.changes.items())
-        if compiles:
-            changed = search.changed(s, candidate.changes)
-            machine = changed.machine(topology.size, topology.chip.platform)
-            done = compile_for(changed, machine, topology)
-            values["compiled_peak"] = done.peak
-            values["fits"] = done.memory is not None and done.peak <= topology.chip.memory
+        changes = " ".join(f"--config.{key}={value}" for key, value in candidate.changes.items())
+        try:
+            values = checked_candidate(candidate, s, topology, compiles)
+        except ValueError as error:
+            print(f"does not compile: {changes}: {error}")
+            continue
         checked.append(values)
-        by = f"compiled {values['compiled_peak'] / GIB:.1f} GiB" if compiles else "by the closed form"
-        verdict = "fits" if values.get("fits", True) else "does not fit after all"
+        source = f"compiled {values['compiled_peak'] / GIB:.1f} GiB" if compiles else "not compiled"
         print(
-            f"{verdict}: {changes}  (estimate {candidate.peak / GIB:.1f} GiB, {by}, "
-            f"step ≥ {candidate.seconds:.3g} s)"
+            f"{'fits' if values.get('fits', True) else 'does not fit when compiled'}: {changes}  "
+            f"(estimated {candidate.peak / GIB:.1f} GiB, {source}, step ≥ {candidate.seconds:.3g} s)"
         )
-        if compiles and values["fits"]:
+        if values.get("fits"):
             break
     return checked
 
 
-# --- in words -------------------------------------------------------------------------------------------
+def checked_candidate(
+    candidate: search.Candidate, s: Settings, topology: Topology, compiles: bool
+) -> dict[str, Any]:
+    """A candidate as plain numbers, with ``compiled_peak`` and ``fits`` if it is compiled."""
+    values = dataclasses.asdict(candidate)
+    if compiles:
+        changed = search.changed(s, candidate.changes)
+        done = compile_for(changed, topology.machine(changed), topology)
+        values["compiled_peak"] = done.peak
+        values["fits"] = done.memory is not None and done.peak <= topology.chip.memory
+    return values
+
+
+# --- the report -----------------------------------------------------------------------------------------
 
 
 def report(plan: dict[str, Any]) -> str:
+    """A plan as text."""
     mesh = sharding.describe(plan["mesh"])
     units = plan["units_per_step"]
     full, causal = (plan["flops_per_unit"][name] for name in ("full", "causal"))
     lines = [
         f"{plan['topology']}: {plan['devices']} × {plan['chip']['kind']}, mesh {mesh}",
-        f"{plan['parameters']:,} parameters; {units:,} {plan['unit']} a step × {full:.3g} FLOPs = "
+        f"{plan['parameters']:,} parameters; {units:,} {plan['unit']} per step × {full:.3g} FLOPs = "
         f"{units * full:.3g} ({units * causal:.3g} with causal attention)",
         "",
         *_memory_lines(plan),
@@ -230,12 +256,12 @@ def report(plan: dict[str, Any]) -> str:
     if plan[source]["collectives"]:
         lines += ["", *_collective_lines(plan, source)]
     lines += ["", *_time_lines(plan, source)]
-    lines += ["", _verdict(plan)]
+    lines += ["", _fits_line(plan)]
     return "\n".join(lines)
 
 
 def _memory_lines(plan: dict[str, Any]) -> list[str]:
-    lines = ["memory of one device, GiB"]
+    lines = ["memory per device, GiB"]
     if "estimate" in plan:
         lines += [f"  {name:28} {size / GIB:8.2f}" for name, size in plan["estimate"]["memory"].items()]
         lines.append(f"  {'estimated peak':28} {plan['estimate']['peak'] / GIB:8.2f}")
@@ -253,7 +279,7 @@ def _memory_lines(plan: dict[str, Any]) -> list[str]:
 
 def _collective_lines(plan: dict[str, Any], source: str) -> list[str]:
     lines = [
-        f"collectives of one device and step ({source})     times   GiB sent  overlapped  seconds at best"
+        f"collectives per device and step ({source})        times   GiB sent  overlapped  seconds at least"
     ]
     for row in plan[source]["collectives"]:
         if row["seconds"] * 1000 < plan[source]["time"]["network"]:
@@ -272,25 +298,23 @@ def _time_lines(plan: dict[str, Any], source: str) -> list[str]:
     mfu = plan[source]["mfu"]
     rate = plan["units_per_step"] / t["expected"]
     return [
-        "seconds of a step at published speeds",
-        f"  compute {t['compute']:8.3g}   {flops} FLOPs, recomputation counted, "
+        "seconds per step at published speeds",
+        f"  compute {t['compute']:8.3g}   {flops} FLOPs, including recomputation, "
         f"at {chip['peak_bfloat16'] / 1e12:.0f} TFLOP/s in bfloat16",
         f"  memory  {t['memory']:8.3g}   about {work['bytes'] / 1e9:.3g} GB "
         f"at {chip['hbm'] / 1e9:.0f} GB/s",
-        f"  network {t['network']:8.3g}   of which {t['exposed']:.3g} nothing hides",
+        f"  network {t['network']:8.3g}   of which {t['exposed']:.3g} exposed",
         f"  step at least {t['least']:.3g} s ({t['limit']} bound), "
-        f"{t['expected']:.3g} s with what nothing hides:",
+        f"{t['expected']:.3g} s with exposed collectives:",
         f"  at most {rate:,.0f} {unit}/s, "
         f"MFU {mfu['full']:.1%} ({mfu['causal']:.1%} with causal attention)",
     ]
 
 
-def _verdict(plan: dict[str, Any]) -> str:
+def _fits_line(plan: dict[str, Any]) -> str:
     source = "compiled" if "compiled" in plan else "estimate"
-    peak, has = plan[source]["peak"] / GIB, plan["has"] / GIB
-    word = "fits" if plan["fits"] else "does not fit"
-    assert not math.isnan(peak)
-    return f"{word}: {peak:.2f} of {has:.2f} GiB ({source})"
+    peak, memory = plan[source]["peak"] / GIB, plan["has"] / GIB
+    return f"{'fits' if plan['fits'] else 'does not fit'}: {peak:.2f} of {memory:.2f} GiB ({source})"
 
 
 if __name__ == "__main__":

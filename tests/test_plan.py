@@ -1,5 +1,6 @@
 """The command: what it prints and writes, its errors, and real compilers where they are installed."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -8,11 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from configs.common import CLIP_SIZES, clip, llama
 from maxlp import plan
 from maxlp.planning import search, topologies
+from maxlp.run.config import ConfigError
+from maxlp.run.settings import read
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,13 +28,13 @@ def run(*arguments):
 
 
 def test_command_without_a_compiler(tmp_path):
-    """405B on 1024 chips from a laptop: numbers that the files repeat."""
+    """405B on 1024 chips: the printed plan, and the files."""
     done = run(
         "--config=configs/llama/405b.py",
         "--topology=v5p:8x8x16",
         "--estimate_only",
         f"--json={tmp_path / 'plan.json'}",
-        f"--picture={tmp_path / 'plan.png'}",
+        f"--plot={tmp_path / 'plan.png'}",
     )
     assert done.returncode == 0, done.stderr
     assert "1024 × TPU v5, mesh fsdp 128 × tensor 8" in done.stdout
@@ -53,61 +57,79 @@ def test_errors_are_one_line():
 @pytest.mark.parametrize(
     ("name", "path", "message"),
     [
-        ("json", "/nowhere/plan.json", "--json=/nowhere/plan.json: its folder does not exist"),
-        ("picture", "plan.gif", "--picture=plan.gif must end in one of .png, .svg, .pdf"),
+        ("json", "/nowhere/plan.json", "--json=/nowhere/plan.json: the folder does not exist"),
+        ("plot", "plan.gif", "--plot=plan.gif must end in one of .png, .svg, .pdf"),
         ("hlo", "step.txt", "--hlo=step.txt needs a compiled program"),
     ],
 )
-def test_files_that_cannot_be_written_are_said_before_anything_runs(name, path, message):
+def test_files_that_cannot_be_written_are_refused_at_the_start(name, path, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        plan.check_files({"json": None, "hlo": None, "picture": None, name: path}, compiles=False)
+        plan.check_files({"json": None, "hlo": None, "plot": None, name: path}, compiles=False)
 
 
-def test_clip_is_estimated_and_what_does_not_fit_is_split(capsys):
+def settings(c, **changes):
+    with c.unlocked():
+        c.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
+    return read(plan.with_placeholder_data(c))
+
+
+def test_placeholders_replace_only_what_is_unset():
+    c = llama()
+    c.data.tokenizer = "bytes"
+    copy = plan.with_placeholder_data(c)
+    assert (copy.data.source, copy.data.tokenizer) == ("unread", "bytes") and c.data.source is None
+
+
+def test_a_config_that_training_refuses_has_no_plan():
+    c = importlib.import_module("configs.llama.8b").get_config()
+    s = settings(c, data__seq_len=16384, model__max_seq_len=8192)
+    with pytest.raises(ConfigError, match=r"^config.data.seq_len=16384 is above model.max_seq_len=8192"):
+        plan.make_plan(s, topologies.parse("v5p:2x2x4"), compiles=False)
+
+
+def test_a_clip_that_does_not_fit_is_split(capsys):
     """b32 with the activations of 4,096 images a device does not fit on v5e; recomputed, it does."""
-    c = search.changed(clip(**CLIP_SIZES["b32"]), {"model.remat": "none", "data.batch_size": 32768})
-    c, topology = plan.readable(c), topologies.parse("v5e:2x4")
-    values = plan.make_plan(c, topology, compiles=False)
+    s = settings(clip(**CLIP_SIZES["b32"]), model__remat="none", data__batch_size=32768)
+    topology = topologies.parse("v5e:2x4")
+    values = plan.make_plan(s, topology, compiles=False)
     assert values["estimate"]["memory"]["batch"] == 4096 * (224 * 224 * 3 + 77 * 4)
     assert not values["fits"] and "images/s" in plan.report(values)
-    nearest = plan.search_settings(c, topology, compiles=False)
+    nearest = plan.search_settings(s, topology, compiles=False)
     assert list(nearest[0]["changes"]) in (["model.remat"], ["train.microbatches"])
-    assert plan.make_plan(search.changed(c, nearest[0]["changes"]), topology, compiles=False)["fits"]
+    assert plan.make_plan(search.changed(s, nearest[0]["changes"]), topology, compiles=False)["fits"]
 
 
-def test_a_candidate_that_the_compiler_refuses_ends_nothing(capsys, monkeypatch):
-    """The closed form's proposals are tried one after the other, and one that cannot be is said."""
-
+def test_a_candidate_that_does_not_compile_is_reported_and_skipped(capsys, monkeypatch):
     def refuse(*_):
-        raise ValueError("this cannot be")
+        raise ValueError("the compiler rejects it")
 
     monkeypatch.setattr(plan.compiled, "compile_step", refuse)
-    monkeypatch.setattr(plan.topologies, "devices", lambda _: [])
+    monkeypatch.setattr(plan.topologies, "devices", lambda _: jax.devices())
     one = search.Candidate({"model.remat": "block"}, 1.0, 1.0)
     monkeypatch.setattr(plan.search, "nearest", lambda *_: [one])
-    c = plan.readable(clip(**CLIP_SIZES["b32"]))
-    assert plan.search_settings(c, topologies.parse("v5e:2x4"), compiles=True) == []
-    assert "does not work after all: --config.model.remat=block: this cannot be" in capsys.readouterr().out
+    s = settings(clip(**CLIP_SIZES["b32"]))
+    assert plan.search_settings(s, topologies.parse("v5e:2x4"), compiles=True) == []
+    message = "does not compile: --config.model.remat=block: the compiler rejects it"
+    assert message in capsys.readouterr().out
 
 
 def test_listing_names_every_chip():
     assert all(name in topologies.listing() for name in topologies.CHIPS)
 
 
-def test_what_does_not_fit_comes_with_what_does(capsys):
-    """70B keeps no activations on 16 chips of 96 GiB with eight rows each, and says what to change."""
-    c = llama(embed_dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128, mlp_dim=28672)
-    c = search.changed(c, {"model.attention": "splash", "data.batch_size": 128, "data.seq_len": 4096})
-    c, topology = plan.readable(c), topologies.parse("v5p:2x2x4")
-    values = plan.make_plan(c, topology, compiles=False)
+def test_a_llama_that_does_not_fit_comes_with_settings_that_do(capsys):
+    """70B on 16 chips of 96 GiB, with eight rows each."""
+    sizes = dict(embed_dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128, mlp_dim=28672)
+    s = settings(llama(**sizes), model__attention="splash", data__batch_size=128, data__seq_len=4096)
+    topology = topologies.parse("v5p:2x2x4")
+    values = plan.make_plan(s, topology, compiles=False)
     assert not values["fits"] and plan.report(values).splitlines()[-1].startswith("does not fit")
-    nearest = plan.search_settings(c, topology, compiles=False)
+    nearest = plan.search_settings(s, topology, compiles=False)
     assert nearest and f"--config.{next(iter(nearest[0]['changes']))}=" in capsys.readouterr().out
-    again = plan.make_plan(search.changed(c, nearest[0]["changes"]), topology, compiles=False)
-    assert again["fits"]
+    assert plan.make_plan(search.changed(s, nearest[0]["changes"]), topology, compiles=False)["fits"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "package", "attention", "kernel"),
     [
@@ -115,7 +137,7 @@ def test_what_does_not_fit_comes_with_what_does(capsys):
         ("h100:1x4", "jax_cuda13_plugin", "cudnn", "__cudnn$fmha"),
     ],
 )
-def test_compiled_for_what_is_not_here(name, package, attention, kernel, tmp_path):
+def test_compiled_for_machines_that_are_not_available(name, package, attention, kernel, tmp_path):
     """The step of `maxlp.train`, by the real compilers: kernels, memory of the state, collectives."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install 'maxlp[aot]'")
@@ -125,7 +147,7 @@ def test_compiled_for_what_is_not_here(name, package, attention, kernel, tmp_pat
         f"--config.model.attention={attention}",
         "--config.model.dtype=bfloat16",
         f"--json={tmp_path / 'plan.json'}",
-        f"--picture={tmp_path / 'plan.png'}",
+        f"--plot={tmp_path / 'plan.png'}",
     )
     assert done.returncode == 0, done.stderr
     assert "\nfits: " in done.stdout

@@ -23,7 +23,7 @@ devices; `basis="svd"` gathers one layer's gradient at a time, at a refresh.
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -90,7 +90,7 @@ def galore(
     """
 
     def init(params: optax.Params) -> GaloreState:
-        _check_targets(params, config.targets)
+        check_targets(params, config, layer_axes=layer_axes)
         spaces = jax.tree.map_with_path(lambda k, p: _no_subspace(k, p, layer_axes(k), config), params)
         seen = jax.tree.map(lambda p, space: _zeros_projected(p, space, config), params, spaces)
         return GaloreState(jnp.zeros([], jnp.int32), spaces, inner.init(seen))
@@ -116,11 +116,33 @@ def galore(
 # --- init -----------------------------------------------------------------------------------------------
 
 
-def _check_targets(params: optax.Params, targets: Sequence[str]) -> None:
-    names = [name_of(path) for path, _ in jax.tree.flatten_with_path(params)[0]]
-    for target in targets if names else ():
+def check_targets(
+    params: optax.Params, config: GaloreConfig, *, layer_axes: LayerAxes = layer_axes
+) -> None:
+    """Checks that every target is a matrix that can be projected.
+
+    Raises:
+      ValueError: a target that matches no parameter or one that is not a matrix, or a projector with an odd
+        rank in int4.
+    """
+    leaves = jax.tree.flatten_with_path(params)[0]
+    names = [name_of(path) for path, _ in leaves]
+    for target in config.targets if names else ():
         if not any(re.search(target, name) for name in names):
             raise ValueError(f"galore.targets: {target!r} matches no parameter; one is {names[0]}")
+    for path, p in leaves:
+        if not matches(path, config.targets):
+            continue
+        if len(p.shape) - layer_axes(path) != 2:
+            raise ValueError(
+                f"galore.targets={config.targets} matches {name_of(path)}, which is not a matrix: "
+                f"{p.shape}; narrow the targets"
+            )
+        if config.projector == "int4" and _side(p.shape, config).rank % 2:
+            raise ValueError(
+                f"galore.projector='int4' needs an even rank, but that of {name_of(path)} with shape "
+                f"{p.shape} is {_side(p.shape, config).rank}; set galore.projector='int8'"
+            )
 
 
 def _no_subspace(
@@ -130,17 +152,7 @@ def _no_subspace(
     if not matches(path, config.targets):
         return optax.MaskedNode()
     layers = p.shape[:axes]
-    if p.ndim - axes != 2:
-        raise ValueError(
-            f"galore.targets={config.targets} matches {name_of(path)}, which is not a matrix: {p.shape}; "
-            "narrow the targets"
-        )
     dim, m, r = _side(p.shape, config)
-    if config.projector == "int4" and r % 2:
-        raise ValueError(
-            f"galore.projector='int4' needs an even rank, {name_of(path)} of shape {p.shape} has rank {r}; "
-            "set galore.projector='int8'"
-        )
     return Subspace(
         projector=_packed(jnp.zeros((*layers, m, r), jnp.float32), dim, config),
         last_refresh=jnp.full(layers, NEVER, jnp.int32),

@@ -91,6 +91,16 @@ def make_mesh(
     return Mesh(grid, MESH_AXES, axis_types=_AXIS_TYPES)
 
 
+def dcn_sizes(devices: Sequence[jax.Device]) -> tuple[int, ...]:
+    """The sizes that ``dcn_data`` can have on these devices: 1, the number of slices, or of hosts.
+
+    The hosts of a TPU slice do not count, because a fast network connects them.
+    """
+    slices = len({getattr(d, "slice_index", 0) for d in devices})
+    hosts = slices if devices[0].platform == "tpu" else len({d.process_index for d in devices})
+    return 1, slices, hosts
+
+
 def abstract_mesh(axes: Mapping[str, int]) -> AbstractMesh:
     """A mesh of these sizes without devices; an axis that is not given has size 1."""
     return AbstractMesh(tuple(axes.get(name, 1) for name in MESH_AXES), MESH_AXES, axis_types=_AXIS_TYPES)
@@ -249,10 +259,10 @@ def param_shardings(variables: nnx.State, mesh: Mesh | AbstractMesh) -> dict:
         axes = spec(*names)
         for dim, name, axis in zip(variable.shape, names, axes, strict=True):
             if dim % axes_size(mesh, axis):
-                sizes = " × ".join(f"config.mesh.{a}={mesh.shape[a]}" for a in axis_names(axis))
+                sizes = " × ".join(f"mesh.{a}={mesh.shape[a]}" for a in axis_names(axis))
                 raise ValueError(
-                    f"{'/'.join(map(str, path))}: axis {name!r} of size {dim} is not divisible by {sizes}; "
-                    "change the mesh or the model"
+                    f"{sizes} does not divide the axis {name!r} of size {dim} of "
+                    f"{'/'.join(map(str, path))}; change the mesh or the model"
                 )
         return NamedSharding(mesh, axes)
 

@@ -1,9 +1,9 @@
-"""The collectives of a compiled program, read from its HLO text.
+"""Reads the instructions and the collectives of a compiled program from its HLO text.
 
-A scanned loop's body stands in the text once and runs many times, and its trip count is in the text too: as
-``known_trip_count`` (GPU, CPU) or as the constant that the condition compares with (TPU). What runs in the
-background is a ``-start`` with a ``-done`` and work between them, and on TPU a fusion that carries steps of
-a collective along with its own work.
+The body of a loop is in the text once and runs many times. Its trip count is in the text too: as
+``known_trip_count`` (GPU, CPU), or as the constant that the loop's condition compares with (TPU). An
+asynchronous collective is a ``-start`` and a ``-done`` with other work between them; on TPU it can also be
+a fusion that executes steps of the collective along with its own work.
 """
 
 import dataclasses
@@ -20,17 +20,9 @@ KINDS = (
     "all-to-all",
     "collective-broadcast",
 )
-WORK = {
-    "fusion",
-    "convolution",
-    "dot",
-    "custom-call",
-    "while",
-    "call",
-    "conditional",
-    "sort",
-    "scatter",
-    "reduce",
+WORK = {  # opcodes that take long enough to hide a collective
+    *("fusion", "convolution", "dot", "custom-call", "while"),
+    *("call", "conditional", "sort", "scatter", "reduce"),
 }
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
@@ -41,14 +33,15 @@ _BITS = re.compile(r"\d+")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective operation of one step.
+    """A collective operation of a train step.
 
-    kind: one of `KINDS`.
-    axes: the mesh axes over which it runs.
-    participants: devices of one group.
-    bytes: of its result on one device (of a reduce-scatter: of its operand), once.
-    times: executions a step.
-    overlapped: whether other work runs between its start and its end.
+    Attributes:
+      kind: one of `KINDS`.
+      axes: the mesh axes over which it runs.
+      participants: the number of devices in a group.
+      bytes: the size of its result on one device (for a reduce-scatter, of its operand), per execution.
+      times: executions per step.
+      overlapped: whether other work runs between its start and its end.
     """
 
     kind: str
@@ -60,7 +53,7 @@ class Collective:
 
     @property
     def sent(self) -> float:
-        """Bytes that one device sends in a step, by the ring algorithms."""
+        """Bytes that one device sends per step with ring algorithms."""
         n = self.participants
         factor = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0, "collective-broadcast": 1.0}
         return self.times * self.bytes * factor.get(self.kind, (n - 1) / n)
@@ -68,7 +61,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line: ``%name = type opcode(rest``."""
+    """One line of the text: ``%name = type opcode(rest``."""
 
     name: str
     type: str
@@ -84,10 +77,10 @@ def collectives(text: str, mesh: dict[str, int]) -> list[Collective]:
       mesh: axis sizes in the order of the mesh.
 
     Raises:
-      ValueError: groups of devices in a form that this does not know.
+      ValueError: device groups in a form that this parser does not know.
     """
     program, entry = computations(text)
-    # Pieces of one asynchronous collective on TPU share a channel; only that which starts it counts.
+    # On TPU the pieces of an asynchronous collective share a channel; only the first piece is counted.
     started = {
         channel(i)
         for body in program.values()
@@ -100,16 +93,16 @@ def collectives(text: str, mesh: dict[str, int]) -> list[Collective]:
     def visit(name: str, times: int, overlapped: bool) -> None:
         body = program.get(name, [])
         starts = any("AsyncCollectiveStart" in i.rest for i in body)
-        for place, i in enumerate(body):
+        for index, i in enumerate(body):
             kind = i.opcode.removesuffix("-start")
             if kind in KINDS:
                 if channel(i) in started and not starts:
                     continue
-                hidden = overlapped or starts or hides_work(body, place)
-                if (one := read(i, kind, name, body, mesh, times, hidden)) is not None:
+                hidden = overlapped or starts or overlaps_work(body, index)
+                if (one := _collective(i, kind, name, body, mesh, times, hidden)) is not None:
                     found.append(one)
             else:
-                hidden = overlapped or (i.opcode == "async-start" and hides_work(body, place))
+                hidden = overlapped or (i.opcode == "async-start" and overlaps_work(body, index))
                 inner = times * trip_count(i, program) if i.opcode == "while" else times
                 for computation in called(i):
                     visit(computation, inner, hidden)
@@ -119,7 +112,7 @@ def collectives(text: str, mesh: dict[str, int]) -> list[Collective]:
 
 
 def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """The instructions of each computation, and the entry's name."""
+    """The instructions of each computation by its name, and the name of the entry computation."""
     program: dict[str, list[Instruction]] = {}
     entry, current = "", None
     for line in text.splitlines():
@@ -136,7 +129,7 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
 
 
 def called(i: Instruction) -> list[str]:
-    """The computations that an instruction runs; of a loop its body."""
+    """Names of the computations that an instruction runs; for a loop, its body."""
     if i.opcode == "while":
         body = re.search(r"body=%?([\w.-]+)", i.rest)
         assert body is not None, i.rest
@@ -148,52 +141,59 @@ def called(i: Instruction) -> list[str]:
 
 
 def channel(i: Instruction) -> str:
+    """The channel of a collective; its own name if it has none."""
     match = re.search(r"channel_id=(\d+)", i.rest)
     return match[1] if match else i.name
 
 
-def hides_work(body: list[Instruction], place: int) -> bool:
-    """Whether something else runs between an instruction's start and its ``-done``."""
-    start = body[place]
+def overlaps_work(body: list[Instruction], index: int) -> bool:
+    """Whether other work runs between the ``-start`` at this index and its ``-done``."""
+    start = body[index]
     if not start.opcode.endswith("-start") or '"is_sync":true' in start.rest:
         return False
     operand = re.compile(rf"%?{re.escape(start.name)}[,)]")
-    for later in body[place + 1 :]:
+    for later in body[index + 1 :]:
         if later.opcode.endswith("-done") and operand.search(later.rest):
             return False
         if later.opcode in WORK:
             return True
-    return True  # its end is in another iteration
+    return True  # it ends in the next iteration of the loop
 
 
-def read(
+def _collective(
     i: Instruction,
     kind: str,
-    where: str,
+    computation: str,
     body: list[Instruction],
     mesh: dict[str, int],
     times: int,
-    hidden: bool,
+    overlapped: bool,
 ) -> Collective | None:
-    axes, n = groups(i, mesh)
+    """The collective of an instruction; None if its groups have one device.
+
+    Args:
+      computation: name of the computation that the instruction is in.
+      body: all instructions of that computation.
+    """
+    axes, n = device_groups(i, mesh)
     if n < 2:
         return None
-    done = re.compile(rf"%?{re.escape(i.name)}[,)]")
-    end = next((j for j in body if j.opcode == f"{kind}-done" and done.search(j.rest)), None)
-    if end is not None:
-        size = num_bytes(end.type)
-    else:  # a start's type holds its operands too
-        of_start = {"all-gather": n / (n + 1), "reduce-scatter": 1 / (n + 1), "collective-permute": 0.5}
-        size = num_bytes(i.type) * (of_start.get(kind, 1.0) if i.opcode.endswith("-start") else 1.0)
-    if kind == "all-reduce" and "all-reduce-scatter" in where:  # TPU: of which each keeps its part
+    operand = re.compile(rf"%?{re.escape(i.name)}[,)]")
+    done = next((j for j in body if j.opcode == f"{kind}-done" and operand.search(j.rest)), None)
+    if done is not None:
+        size = num_bytes(done.type)
+    else:  # the type of a start includes its operands
+        result = {"all-gather": n / (n + 1), "reduce-scatter": 1 / (n + 1), "collective-permute": 0.5}
+        size = num_bytes(i.type) * (result.get(kind, 1.0) if i.opcode.endswith("-start") else 1.0)
+    if kind == "all-reduce" and "all-reduce-scatter" in computation:  # TPU's reduce-scatter
         kind = "reduce-scatter"
     elif kind == "reduce-scatter":
         size *= n
-    return Collective(kind, axes, n, int(size), times, hidden)
+    return Collective(kind, axes, n, int(size), times, overlapped)
 
 
 def num_bytes(type_text: str) -> float:
-    """Bytes of all arrays of an HLO type."""
+    """Bytes of all arrays in an HLO type."""
     total = 0.0
     for dtype, dims in _SHAPE.findall(type_text):
         match = _BITS.search(dtype)
@@ -203,7 +203,7 @@ def num_bytes(type_text: str) -> float:
 
 
 def trip_count(loop: Instruction, program: dict[str, list[Instruction]]) -> int:
-    """How often a loop's body runs; 1 if the text does not tell."""
+    """How often the body of a loop runs; 1 if the text does not contain the number."""
     if match := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
         return int(match[1])
     names = dict(re.findall(r"(condition|body)=%?([\w.-]+)", loop.rest))
@@ -212,37 +212,38 @@ def trip_count(loop: Instruction, program: dict[str, list[Instruction]]) -> int:
     if test is None:
         return 1
     left, right = (condition.get(name) for name in re.findall(r"%([\w.-]+)", test.rest)[:2])
-    limit = constant(right)
+    limit = _constant(right)
     index = re.search(r"index=(\d+)", left.rest) if left is not None else None
     if limit is None or index is None:
         return 1
     return math.ceil(limit / _increment(program.get(names["body"], []), int(index[1])))
 
 
-def constant(i: Instruction | None) -> int | None:
+def _constant(i: Instruction | None) -> int | None:
+    """The value of an integer constant; None for any other instruction."""
     match = re.match(r"(-?\d+)\)", i.rest) if i is not None and i.opcode == "constant" else None
     return int(match[1]) if match else None
 
 
 def _increment(body: list[Instruction], index: int) -> int:
-    """What an iteration adds to the counter at ``index`` of the loop's tuple."""
+    """What each iteration adds to the counter at ``index`` of the loop's tuple."""
     by_name = {i.name: i for i in body}
     operands = re.findall(r"%([\w.-]+)", body[-1].rest.split("), ")[0]) if body else []
     add = by_name.get(operands[index]) if index < len(operands) else None
     if add is None or add.opcode != "add":
         return 1
-    steps = [constant(by_name.get(name)) for name in re.findall(r"%([\w.-]+)", add.rest)[:2]]
+    steps = [_constant(by_name.get(name)) for name in re.findall(r"%([\w.-]+)", add.rest)[:2]]
     return next((step for step in steps if step), 1)
 
 
 # --- groups of devices ----------------------------------------------------------------------------------
 
 
-def groups(i: Instruction, mesh: dict[str, int]) -> tuple[tuple[str, ...], int]:
-    """The mesh axes along which the devices of a group differ, and how many they are.
+def device_groups(i: Instruction, mesh: dict[str, int]) -> tuple[tuple[str, ...], int]:
+    """The mesh axes along which the devices of a group differ, and the number of devices in a group.
 
-    A program numbers its devices in the order of the mesh. Of a permutation, whose pairs may form many
-    rings, the number is that of a whole axis.
+    A program numbers its devices in the order of the mesh. The pairs of a permutation can form many rings;
+    its group is taken to be a whole axis.
     """
     sizes = tuple(mesh.values())
     if match := re.search(r"source_target_pairs=\{(.*?)\}\}", i.rest):
@@ -275,15 +276,15 @@ def _members(rest: str, num_devices: int) -> np.ndarray:
 
 
 def _named(axes: str, order: str, chosen: str) -> np.ndarray:
-    """``mesh['x'=8,'y'=2] {'y'}``: groups along named axes of a mesh of the compiler's own."""
+    """``mesh['x'=8,'y'=2] {'y'}``: groups along named axes of the compiler's own mesh."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
     devices = np.arange(math.prod(sizes.values()))
     if iota := re.search(r"\[([\d,]+)\]T\(([\d,]+)\)", order):
         devices = _iota(iota[1], iota[2]).ravel()
     elif listed := re.search(r"device_ids=\(?\[?([\d,]+)", order):
         devices = np.array(_ints(listed[1]))
-    parts: list[int] = []  # the dims of the grid, an axis split where only a part of it is named
-    picked: list[int] = []
+    parts: list[int] = []  # dims of the grid; an axis is split where the group spans a part of it
+    picked: list[int] = []  # the dims that a group spans
     wanted = {m[0]: (m[1], m[2]) for m in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen)}
     for name, size in sizes.items():
         if name in wanted and wanted[name][0]:

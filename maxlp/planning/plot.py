@@ -1,4 +1,4 @@
-"""A plan as an image: memory as stacked bars, a step's seconds and its collectives as bars."""
+"""Draws a plan: memory as stacked bars, the seconds of a step and of its collectives as bars."""
 
 from typing import Any
 
@@ -9,7 +9,12 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def draw(plan: dict[str, Any], path: str) -> None:
-    """Writes the picture; the file's ending says in which format."""
+    """Draws a plan to a file.
+
+    Args:
+      plan: see `maxlp.plan.make_plan`.
+      path: its ending selects the format, one of `FORMATS`.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.8), layout="constrained")
@@ -39,7 +44,7 @@ def _memory(axes: Any, plan: dict[str, Any]) -> None:
             bottom += size / GIB
     axes.axhline(plan["has"] / GIB, color="black", linestyle="--", linewidth=1)
     axes.annotate("the chip's memory", (0, plan["has"] / GIB), va="bottom", ha="center", fontsize=8)
-    axes.set_ylabel("GiB of one device")
+    axes.set_ylabel("GiB per device")
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -60,6 +65,6 @@ def _seconds(axes: Any, values: dict[str, Any], source: str) -> None:
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=7)
     axes.set_xlabel(
-        f"seconds of a step at best ({source})\nlight: hidden behind other work; dashed: the step"
+        f"seconds per step, lower bounds ({source})\nlight: overlapped with other work; dashed: the step"
     )
     axes.spines[["top", "right"]].set_visible(False)

@@ -65,7 +65,7 @@ def nearest(s: Settings, topology: Topology) -> list[Candidate]:
 def _proposals(s: Settings, topology: Topology) -> Iterator[dict[str, Any]]:
     """Every combination of the choices, as changes of the settings."""
     choices = _choices(s, topology.chip.platform)
-    axes = s.machine(topology.size, topology.chip.platform).axes
+    axes = topology.machine(s).axes
     resolved = dataclasses.replace(s, mesh=dict(axes))
     present = {key: _value(resolved, key) for key in choices}
     options = [dict.fromkeys((present[key], *values)) for key, values in choices.items()]
@@ -102,7 +102,7 @@ def _try(s: Settings, topology: Topology, changes: dict, states: dict) -> Candid
     """None if the changed settings violate a constraint or do not fit."""
     s, cost = changed(s, changes), cost_of(s)
     try:
-        machine = s.machine(topology.size, topology.chip.platform)
+        machine = topology.machine(s)
         constraints.check(s, machine)
         mu = changes.get("optimizer.mu_dtype")
         if mu not in states:

@@ -1,12 +1,12 @@
-"""The machines that a plan can be made for, by name, with what their makers say of them.
+"""The machines that a plan can be made for, by name, with their published memory and speeds.
 
-A topology is ``CHIP:SHAPE`` or ``CHIP:SHAPE*SLICES``: a TPU's shape is that of its torus in chips
-(``v5p:8x16x16``, ``v5e:16x16*2``), a GPU's is hosts × GPUs of each (``h100:64x8``). One JAX device is a
-chip, except on TPU7x, whose chips are two.
+A topology is ``CHIP:SHAPE`` or ``CHIP:SHAPE*SLICES``. The shape of a TPU topology is its torus in chips
+(``v5p:8x16x16``, ``v5e:16x16*2``); that of a GPU topology is hosts × GPUs per host (``h100:64x8``). A chip
+is one JAX device, except that a TPU7x chip is two.
 
 Sources: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}; NVIDIA's data sheets of H100 SXM, H200 SXM
-and HGX B200, and the DGX H100, H200 and B200 user guides for the network (one 400 Gb/s adapter a GPU). Peak
-FLOP/s are in `hardware.PEAK_TFLOPS`. TPU memory is the limit that the compiler itself holds a program to.
+and HGX B200; the DGX H100, H200 and B200 user guides for the network (one 400 Gb/s adapter per GPU). Peak
+FLOP/s are in `hardware.PEAK_TFLOPS`. TPU memory is the limit that the compiler enforces.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ import re
 import jax
 from jax.experimental import topologies
 
+from maxlp.run.settings import Machine, Settings
 from maxlp.runtime import hardware
 
 GIB = 2**30
@@ -27,16 +28,17 @@ GIB = 2**30
 class Chip:
     """One JAX device and its share of the links.
 
-    kind: as in `jax.Device.device_kind`.
-    platform: "tpu" or "cuda".
-    memory: bytes that a program may use.
-    hbm: bytes/s of that memory.
-    links: bytes/s that a device sends to its neighbours (ICI, all links together; NVLink).
-    network: bytes/s that a device sends to other slices (TPU) or hosts (GPU).
-    torus: dimensions of the ICI torus; 0 for GPUs.
-    per_chip: JAX devices of a chip.
-    wraps: a torus dimension closes to a ring if this divides it.
-    pod: chips of the largest slice (TPU) that can be had.
+    Attributes:
+      kind: as in `jax.Device.device_kind`.
+      platform: "tpu" or "cuda".
+      memory: bytes that a program may use.
+      hbm: bandwidth of that memory in bytes/s.
+      links: bytes/s that a device sends to its neighbours (ICI, all links together; NVLink).
+      network: bytes/s that a device sends to other slices (TPU) or hosts (GPU).
+      torus: number of dimensions of the ICI torus; 0 for GPUs.
+      per_chip: JAX devices per chip.
+      wraps: a torus dimension closes to a ring if it is a multiple of this.
+      pod: number of chips in the largest slice (TPU).
     """
 
     kind: str
@@ -51,15 +53,15 @@ class Chip:
     pod: int = 0
 
     def peak(self, dtype: str = "bfloat16") -> float:
-        """FLOP/s of dense matmuls of a dtype: "bfloat16", "float8" or "int8"."""
+        """Peak FLOP/s of dense matmuls in a dtype: "bfloat16", "float8" or "int8"."""
         flops = hardware.published_flops(self.kind, dtype)
         assert flops is not None, f"hardware.PEAK_TFLOPS has no row for {self.kind}"
         return flops
 
 
-# The bidirectional ICI figures of the documentation are halved, and TPU7x's are those of half a chip. The
-# network of a TPU v4 chip is not documented; v5p's stands for it. A GPU program gets 95 % of the memory,
-# the rest is the CUDA context and NCCL's buffers (run it with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95).
+# The documentation's bidirectional ICI figures are halved; TPU7x's figures are for half a chip. TPU v4's
+# network is not documented, so v5p's is used. A GPU program gets 95 % of the memory; the CUDA context and
+# NCCL's buffers take the rest (run it with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95).
 CHIPS: dict[str, Chip] = {
     "v4": Chip("TPU v4", "tpu", 30.75 * GIB, 1.228e12, 300e9, 6.25e9, torus=3, wraps=4, pod=4096),
     "v5e": Chip("TPU v5 lite", "tpu", 15.75 * GIB, 0.819e12, 200e9, 3.125e9, torus=2, wraps=16, pod=256),
@@ -81,7 +83,7 @@ EXAMPLES = {
     "v7x": "2x2x1 … 16x16x24",
 }
 
-# What the GPU compiler asks of a device that is not here: multiprocessors, L2 cache, compute capability.
+# What the GPU compiler needs to know of a device: multiprocessors, L2 cache, compute capability, memory.
 GPUS = {
     "h100": (132, 52428800, (9, 0), 84929347584),
     "h200": (132, 62914560, (9, 0), 150754820096),
@@ -89,17 +91,18 @@ GPUS = {
 }
 
 NOT_INSTALLED = (
-    "{name} is compiled for with {package}, which is not installed: pip install 'maxlp[aot]' "
-    "(Linux), or add --estimate_only"
+    "compiling for {name} needs {package}, which is not installed: pip install 'maxlp[aot]' (Linux), or "
+    "add --estimate_only"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A number of chips and how they hang together.
+    """A number of chips and how they are connected.
 
-    shape: chips along each torus dimension, or (hosts, GPUs of a host).
-    slices: copies that only the slow network joins.
+    Attributes:
+      shape: chips along each torus dimension, or (hosts, GPUs per host).
+      slices: number of such tori or sets of hosts, which only the slow network connects.
     """
 
     name: str
@@ -109,8 +112,18 @@ class Topology:
 
     @property
     def size(self) -> int:
-        """JAX devices in all."""
+        """The number of JAX devices."""
         return math.prod(self.shape) * self.chip.per_chip * self.slices
+
+    def machine(self, s: Settings) -> Machine:
+        """The mesh of these settings on this topology.
+
+        Raises:
+          ConfigError: sizes that the topology does not have.
+        """
+        hosts = 1 if self.chip.torus else self.shape[0]
+        dcn_sizes = 1, self.slices, self.slices * hosts  # as in `sharding.dcn_sizes`
+        return s.machine(self.size, self.chip.platform, dcn_sizes)
 
     @property
     def chip_name(self) -> str:
@@ -118,16 +131,17 @@ class Topology:
 
 
 def parse(name: str) -> Topology:
-    """A topology from its name; nothing needs to be installed for it.
+    """A topology from its name; this needs no compiler.
 
     Raises:
-      ValueError: a name that is none.
+      ValueError: an invalid name.
     """
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)(?:\*(\d+))?", name)
     known = f"one of {', '.join(CHIPS)}"
     if match is None:
         raise ValueError(
-            f"topology {name!r} is not CHIP:SHAPE, as v5p:4x4x8, v5e:16x16*2 or h100:8x8; CHIP is {known}"
+            f"topology {name!r} is not CHIP:SHAPE, such as v5p:4x4x8, v5e:16x16*2 or h100:8x8; CHIP is "
+            f"{known}"
         )
     chip_name = ALIASES.get(match[1], match[1])
     if chip_name not in CHIPS:
@@ -145,10 +159,10 @@ def parse(name: str) -> Topology:
 
 
 def devices(topology: Topology) -> list[jax.Device]:
-    """Devices to compile for, which no one has to own: nothing can run on them.
+    """Devices to compile for, which need not exist and on which nothing can run.
 
     Raises:
-      ValueError: the compiler is not installed, or knows no such shape.
+      ValueError: the compiler is not installed, or does not support this shape.
     """
     compile_without_devices()
     package, find = (
@@ -160,11 +174,11 @@ def devices(topology: Topology) -> list[jax.Device]:
         return list((_tpu if topology.chip.torus else _gpu)(topology).devices)
     except jax.errors.JaxRuntimeError as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"topology {topology.name!r}: the compiler refuses it: {reason}") from error
+        raise ValueError(f"topology {topology.name!r}: the compiler rejects it: {reason}") from error
 
 
 def compile_without_devices() -> None:
-    """Keeps this process from devices that the machine may have, and libtpu from asking where it is."""
+    """Hides the machine's own accelerators from this process, and stops libtpu from looking for a TPU."""
     jax.config.update("jax_platforms", "cpu")
     for key, value in {
         "TPU_SKIP_MDS_QUERY": "1",
@@ -191,8 +205,8 @@ def _tpu(topology: Topology) -> topologies.TopologyDescription:
 
 def _gpu(topology: Topology) -> topologies.TopologyDescription:
     cores, cache, (major, minor), memory = GPUS[topology.chip_name]
-    # The fields of the H100 are from its data sheet and CUDA's device query; what the others do not tell of
-    # themselves (threads, registers, shared memory) is taken to be the same.
+    # The H100's fields are from its data sheet and CUDA's device query. Where the others' are not published
+    # (threads, registers, shared memory), the H100's are used.
     config = f"""
         gpu_device_info {{
           threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
@@ -215,33 +229,35 @@ def _gpu(topology: Topology) -> topologies.TopologyDescription:
 
 
 def listing() -> str:
-    """What ``--list_topologies`` prints."""
+    """The text that ``--list_topologies`` prints."""
     lines = ["chip  shapes                memory    peak bf16  memory bandwidth  links       network"]
     for name, chip in CHIPS.items():
-        shapes = EXAMPLES.get(name, "HOSTSxGPUS, as 8x8")
+        shapes = EXAMPLES.get(name, "HOSTSxGPUS, e.g. 8x8")
         lines.append(
             f"{name:5} {shapes:20} {chip.memory / GIB:6.1f} GiB {chip.peak() / 1e12:6.0f} TFLOP/s "
             f"{chip.hbm / 1e9:10.0f} GB/s {chip.links / 1e9:9.0f} GB/s {chip.network / 1e9:7.1f} GB/s"
         )
-    lines.append("Several slices: SHAPE*SLICES, as v5e:16x16*2. Figures are of one JAX device, one way.")
+    lines.append(
+        "Several slices: SHAPE*SLICES, e.g. v5e:16x16*2. All figures are per JAX device and direction."
+    )
     return "\n".join(lines)
 
 
-# --- how fast a mesh axis is ----------------------------------------------------------------------------
+# --- bandwidth of mesh axes -----------------------------------------------------------------------------
 
 
 def axis_bandwidth(topology: Topology, mesh: dict[str, int], axes: tuple[str, ...], dcn: int = 1) -> float:
-    """Bytes/s at which a device takes part in a collective over some mesh axes, at best.
+    """Upper bound of the bytes/s that a device sends in a collective over some mesh axes.
+
+    A mesh axis along a torus dimension uses links in both directions, or half of them if the dimension does
+    not close to a ring. `mesh_utils` maps mesh axes to torus dimensions; here the last axis takes the
+    fewest dimensions that hold it and the others share the rest, which is what `mesh_utils` does for common
+    shapes. On GPUs, the members of a group that are on one host use all their network adapters together.
 
     Args:
-      mesh: axis sizes in the order of the mesh, slowest first; a GPU's devices lie in it host by host.
-      axes: those over which the collective runs.
-      dcn: slices or hosts that the ``data`` axis spans over the network.
-
-    A torus dimension serves the mesh axis that lies along it with links in both directions, or with half if
-    it does not close to a ring. `mesh_utils` decides who lies where; here the last axis takes the fewest
-    dimensions that hold it and the others share the rest, which is what it does for common shapes. On GPUs,
-    the members of a group that share a host use all their network adapters together.
+      mesh: axis sizes in the order of the mesh, slowest first; GPUs are in the mesh host by host.
+      axes: the mesh axes over which the collective runs.
+      dcn: number of slices or hosts that the ``data`` axis spans over the network.
     """
     names = list(mesh)
     involved = [a for a in names if a in axes and mesh[a] > 1]
@@ -257,13 +273,13 @@ def axis_bandwidth(topology: Topology, mesh: dict[str, int], axes: tuple[str, ..
         )
         if span <= per_host:
             return topology.chip.links
-        beside = max(1, min(per_host // stride, mesh[involved[-1]]))
-        return min(topology.chip.links, topology.chip.network * beside)
+        on_one_host = max(1, min(per_host // stride, mesh[involved[-1]]))
+        return min(topology.chip.links, topology.chip.network * on_one_host)
     return topology.chip.links * _torus_share(topology, mesh, involved)
 
 
 def _torus_share(topology: Topology, mesh: dict[str, int], involved: list[str]) -> float:
-    """The part of a chip's links that lies along these mesh axes."""
+    """The fraction of a chip's links that these mesh axes use."""
     dims = sorted((d for d in topology.shape if d > 1), reverse=True)
     if not dims:
         return 1.0
@@ -271,7 +287,7 @@ def _torus_share(topology: Topology, mesh: dict[str, int], involved: list[str]) 
     whole = [a for a in mesh if mesh[a] > 1]
     if involved == whole:
         return sum(rings[d] for d in dims) / topology.chip.torus
-    # The fastest axis: as few dimensions as hold it; a part of a dimension is a line, not a ring.
+    # The fastest axis takes the fewest dimensions that hold it; a part of a dimension is not a ring.
     inner, left = mesh[whole[-1]], list(dims)
     taken: list[float] = []
     while inner > 1 and left:

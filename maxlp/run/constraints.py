@@ -11,10 +11,12 @@ with a config key, names the values, and says what to do. The rule's docstring i
 """
 
 import jax.numpy as jnp
+from flax import nnx
 
 from maxlp.nn.attention import refusal
 from maxlp.nn.stack import REMAT_POLICIES
-from maxlp.run.config import ConfigError
+from maxlp.parallel import sharding
+from maxlp.run.config import ConfigError, errors_of
 from maxlp.run.settings import Machine, Settings
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -79,6 +81,16 @@ def float16_is_scaled(s: Settings, machine: Machine) -> str | None:
     )
 
 
+def params_are_not_float16(s: Settings, machine: Machine) -> str | None:
+    """Adam's epsilon and small second moments round to 0 in float16, and the update becomes 0 / 0."""
+    if s.model.param_dtype != "float16":
+        return None
+    return (
+        "model.param_dtype=float16 cannot hold the optimizer's epsilon and second moments; use float32 "
+        "(also with model.dtype=float16) or bfloat16"
+    )
+
+
 def rounded_params_are_bfloat16(s: Settings, machine: Machine) -> str | None:
     """Stochastic and Kahan rounding replace the float32 copy of bfloat16 parameters."""
     if s.optimizer.param_rounding is None or jnp.dtype(s.model.param_dtype) == jnp.bfloat16:
@@ -92,6 +104,29 @@ def rounded_params_are_bfloat16(s: Settings, machine: Machine) -> str | None:
 def precision_fits_model(s: Settings, machine: Machine) -> str | None:
     """Every rule names a matmul, blocks remain to be quantized, and block scales divide the kernels."""
     _ = s.matmuls  # raises a ConfigError
+    return None
+
+
+def mesh_divides_params(s: Settings, machine: Machine) -> str | None:
+    """Every device holds an equal part of every parameter."""
+    try:
+        sharding.param_shardings(s.params, sharding.abstract_mesh(machine.axes))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+# --- optimizer ------------------------------------------------------------------------------------------
+
+
+def galore_targets_are_matrices(s: Settings, machine: Machine) -> str | None:
+    """GaLore projects matrices."""
+    if s.optimizer.galore is None or not s.optimizer.has_galore:
+        return None
+    from maxlp.optim.galore import check_targets
+
+    with errors_of("optimizer"):
+        check_targets(nnx.to_pure_dict(s.params), s.optimizer.galore)
     return None
 
 
@@ -143,10 +178,13 @@ RULES = (
     batch_divides,
     attention_runs,
     float16_is_scaled,
+    params_are_not_float16,
     rounded_params_are_bfloat16,
     released_gradients_are_not_clipped,
     released_gradients_are_not_accumulated,
     released_gradients_are_not_pipelined,
     released_gradients_are_not_gated,
     precision_fits_model,
+    mesh_divides_params,
+    galore_targets_are_matrices,
 )

@@ -97,7 +97,7 @@ def resolve(c: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Exper
 def resolve_settings(settings: Settings, devices: Sequence[jax.Device] | None = None) -> Experiment:
     """As `resolve`, for settings that are read already."""
     devices = list(jax.devices() if devices is None else devices)
-    machine = settings.machine(len(devices), devices[0].platform)
+    machine = settings.machine_of(devices)
     constraints.check(settings, machine)
     return assemble(settings, machine, sharding.make_mesh(**settings.mesh, devices=devices))
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -98,16 +98,30 @@ class Settings:
     metrics: functools.partial
     profile: functools.partial
 
-    def machine(self, num_devices: int, platform: str) -> Machine:
+    def machine(self, num_devices: int, platform: str, dcn_sizes: Collection[int] = (1,)) -> Machine:
         """The mesh of the config on so many devices.
 
+        Args:
+          dcn_sizes: see `sharding.dcn_sizes`.
+
         Raises:
-          ConfigError: sizes that do not multiply to them.
+          ConfigError: sizes that the devices do not have.
         """
+        dcn_data = self.mesh.get("dcn_data", 1)
+        if dcn_data not in dcn_sizes:
+            sizes = " or ".join(map(str, sorted(set(dcn_sizes))))
+            raise ConfigError(
+                f"config.mesh.dcn_data={dcn_data} must be 1 or the number of slices (TPU) or hosts, here "
+                f"{sizes}; change it, or use mesh.data"
+            )
         try:
             return Machine(sharding.resolve_axes(num_devices, **self.mesh), platform)
         except ValueError as error:
-            raise ConfigError(f"config.mesh: {error}") from error
+            raise ConfigError(f"config.{error}") from error
+
+    def machine_of(self, devices: Sequence[jax.Device]) -> Machine:
+        """The mesh of the config on these devices; raises as `machine` does."""
+        return self.machine(len(devices), devices[0].platform, sharding.dcn_sizes(devices))
 
     def device_rows(self, machine: Machine) -> int:
         """Rows of the batch on one device in each microbatch."""
@@ -116,7 +130,12 @@ class Settings:
     @property
     def matmuls(self) -> dict[str, str]:
         """Path of each matmul of the model -> its precision recipe."""
-        return _matmuls(self.family, self.model, self.precision)
+        return _traced_model(self.family, self.model, self.precision)[0]
+
+    @property
+    def params(self) -> nnx.State:
+        """The parameters of the model as shapes."""
+        return _traced_model(self.family, self.model, self.precision)[1]
 
     @property
     def is_quantized(self) -> bool:
@@ -149,16 +168,17 @@ def make_optimizer(s: Settings) -> Optimizer:
 
 
 @functools.lru_cache(maxsize=64)
-def _matmuls(family: Family, model: Any, config: PrecisionConfig) -> dict[str, str]:
+def _traced_model(family: Family, model: Any, config: PrecisionConfig) -> tuple[dict[str, str], nnx.State]:
+    """The recipes of a model's matmuls by path, and its parameters as shapes."""
     table: dict[str, str] = {}
 
-    def make() -> None:
+    def make() -> nnx.State:
         made = family.make_model(model, rngs=nnx.Rngs(0))
         table.update(precision.apply(made, config, gated_products=family.gated_products))
+        return nnx.state(made, nnx.Param)
 
     with errors_of("precision"):
-        jax.eval_shape(make)
-    return table
+        return table, jax.eval_shape(make)
 
 
 def read(c: ConfigDict) -> Settings:

@@ -285,7 +285,7 @@ def test_a_mesh_changes_nothing_with_svd_int8_projector_and_reprojection():
     [
         ({"targets": ("atn/",)}, r"'atn/' matches no parameter; one is "),
         ({"targets": ("attn_norm",)}, r"matches layers/attn_norm/scale, which is not a matrix: \(2, 8\)"),
-        ({"projector": "int4", "targets": ("odd",)}, r"odd of shape \(5, 7\) has rank 5; set galore.p"),
+        ({"projector": "int4", "targets": ("odd",)}, r"odd with shape \(5, 7\) is 5; set galore.p"),
     ],
 )
 def test_errors_are_one_line_with_key_and_value(changes, message):

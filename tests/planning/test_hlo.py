@@ -1,4 +1,4 @@
-"""The collectives that are read from a program's text are those that it runs."""
+"""The collectives that are read from a program's text are those that it executes."""
 
 from pathlib import Path
 
@@ -12,12 +12,12 @@ from maxlp.planning import hlo
 
 MESH = {"data": 1, "fsdp": 4, "tensor": 2}
 
-# Cut from two compiled train steps: the forms in which XLA for GPU and the TPU compiler write things.
+# Cut from two compiled train steps: with the forms that XLA for GPU and the TPU compiler write.
 GPU = (Path(__file__).parent / "gpu.hlo").read_text()
 TPU = (Path(__file__).parent / "tpu.hlo").read_text()
 
 
-def test_gpu_loops_groups_and_what_overlaps():
+def test_gpu_loops_groups_and_overlaps():
     found = hlo.collectives(GPU, MESH)
     matrix = 64 * 64 * 2
     assert found == [
@@ -29,7 +29,7 @@ def test_gpu_loops_groups_and_what_overlaps():
     assert [one.sent for one in found] == [32 * matrix * 3 / 4, 32 * matrix * 3 / 4, 1024, 2 * 1024 * 7 / 8]
 
 
-def test_tpu_counts_a_gather_in_pieces_once_and_its_loops_by_their_conditions():
+def test_tpu_gathers_in_pieces_count_once_and_loops_by_their_conditions():
     assert hlo.collectives(TPU, MESH) == [
         hlo.Collective("all-gather", ("fsdp",), 4, 64 * 64 * 2, 1, overlapped=True),
         hlo.Collective("reduce-scatter", ("tensor",), 2, 8 * 64 * 2, 1, overlapped=False),
@@ -37,19 +37,19 @@ def test_tpu_counts_a_gather_in_pieces_once_and_its_loops_by_their_conditions():
     ]
 
 
-def test_a_permuted_mesh_and_a_part_of_an_axis():
-    """A group along 'axis_0' of a transposed order of devices is one along our last axis, and so on."""
+def test_groups_on_a_permuted_mesh_and_on_a_part_of_an_axis():
+    """A transposed device order is undone, and a part of an axis counts as the axis."""
     line = (
         "x), replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_0'}, to_apply=%a"
     )
-    assert hlo.groups(hlo.Instruction("a", "", "all-gather", line), MESH) == (("tensor",), 2)
+    assert hlo.device_groups(hlo.Instruction("a", "", "all-gather", line), MESH) == (("tensor",), 2)
     line = "x), replica_groups=mesh['axis_0'=8] {'axis_0':(1)4}, dimensions={0}"
-    assert hlo.groups(hlo.Instruction("a", "", "all-gather", line), MESH) == (("fsdp",), 4)
+    assert hlo.device_groups(hlo.Instruction("a", "", "all-gather", line), MESH) == (("fsdp",), 4)
     with pytest.raises(ValueError, match="replica_groups=<new form>"):
-        hlo.groups(hlo.Instruction("a", "", "all-gather", "x), replica_groups=<new form>"), MESH)
+        hlo.device_groups(hlo.Instruction("a", "", "all-gather", "x), replica_groups=<new form>"), MESH)
 
 
-def test_of_a_program_compiled_here():
+def test_collectives_of_a_program_compiled_here():
     """Five steps of a loop that gathers a matrix over fsdp, and sums once over both axes."""
     mesh = sharding.make_mesh(fsdp=4, tensor=2)
 

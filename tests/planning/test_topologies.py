@@ -1,11 +1,14 @@
-"""Machines by name."""
+"""Topologies by name: their devices, their published speeds, their errors."""
 
 import importlib.util
 import math
 
 import pytest
 
+from configs.common import llama
 from maxlp.planning import topologies
+from maxlp.run.config import ConfigError
+from tests.planning import peaks
 
 
 def test_names_count_devices():
@@ -24,10 +27,30 @@ def test_names_count_devices():
         ("v5e:0x4", "at least 1"),
     ],
 )
-def test_a_name_that_is_none_says_why(name, message):
+def test_invalid_names_are_explained(name, message):
     with pytest.raises(ValueError, match=message) as error:
         topologies.parse(name)
     assert name in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "accepted"),
+    [
+        ("h100:2x8", 2, True),  # hosts
+        ("h100:1x8", 2, False),
+        ("v5e:4x4*2", 2, True),  # slices
+        ("v5e:4x4", 2, False),  # the hosts of a slice do not count
+        ("v5e:4x4*4", 2, False),
+    ],
+)
+def test_dcn_data_has_the_size_of_the_machine(name, size, accepted):
+    s = peaks.settings_of(llama(**peaks.LLAMA_SIZES), {"mesh.dcn_data": size})
+    topology = topologies.parse(name)
+    if accepted:
+        assert topology.machine(s).axes["data"] == size
+    else:
+        with pytest.raises(ConfigError, match=f"config.mesh.dcn_data={size} must be 1 or the number of"):
+            topology.machine(s)
 
 
 def test_missing_packages_are_named(monkeypatch):
@@ -39,7 +62,7 @@ def test_missing_packages_are_named(monkeypatch):
             topologies.devices(topologies.parse(name))
 
 
-def test_peaks_are_published_ones():
+def test_peaks_are_the_published_ones():
     assert topologies.CHIPS["v5p"].peak() == 459e12
     assert topologies.CHIPS["h100"].peak("float8") == 1979e12
     assert topologies.CHIPS["v7x"].peak() == 2307e12 / 2

@@ -23,11 +23,23 @@ REFUSED = {
         ({"mesh.context": 2}, 2, "cpu", "use model.attention=ring"),
     ],
     "float16_is_scaled": [({"model.dtype": "float16"}, 1, "cpu", "precision=fp16")],
+    "params_are_not_float16": [({"model.param_dtype": "float16"}, 1, "cpu", "use float32")],
     "rounded_params_are_bfloat16": [({"optimizer.param_rounding": "kahan"}, 1, "cpu", "bfloat16")],
     "precision_fits_model": [
         ({"precision.rules": (("layers/mlp/fc", "fp8_current"),)}, 1, "cpu", "layers/mlp/fc"),
         ({"precision.recipe": "fp8_current", "precision.first_blocks": 4}, 1, "cpu", "first_blocks=4"),
         ({"precision.recipe": "mxfp8", "model.mlp_dim": 500}, 1, "cpu", "recipe='mxfp8'"),
+    ],
+    "mesh_divides_params": [({"model.embed_dim": 100}, 8, "cpu", "mesh.fsdp=8")],
+    "galore_targets_are_matrices": [
+        ({"optimizer.galore.rank": 8, "optimizer.galore.targets": ("fc",)}, 1, "cpu", "'fc'"),
+        ({"optimizer.galore.rank": 8, "optimizer.galore.targets": ("norm",)}, 1, "cpu", "not a matrix"),
+        (
+            {"optimizer.galore.rank": 64, "optimizer.galore.projector": "int4", "model.mlp_dim": 33},
+            1,
+            "cpu",
+            "an even rank",
+        ),
     ],
     "released_gradients_are_not_clipped": [({"train.release_gradients": True}, 1, "cpu", "clip_norm=0.0")],
     "released_gradients_are_not_accumulated": [

@@ -1,22 +1,61 @@
-"""The closed form of a Llama step on meshes that no compiler's record covers."""
+"""The closed form of a Llama step: work, and the memory traffic of attention."""
 
 import pytest
 
-from configs.llama import debug
-from maxlp.families.llama import cost
+from configs.common import llama
+from maxlp.families.llama.cost import COST
 from maxlp.planning.cost_model import state_shapes
-from maxlp.run import settings
+from maxlp.run.settings import read
+
+SIZES = dict(
+    embed_dim=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=1024, vocab_size=2048
+)
+
+
+def work(platform="cuda", **changes):
+    """The work of one of 8 devices."""
+    c = llama(**SIZES)
+    c.data.update(source="unread", tokenizer="bytes", seq_len=256, batch_size=64)
+    c.loss.num_chunks = 4
+    c.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
+    s = read(c)
+    machine = s.machine(8, platform)
+    return s, COST.work(s, machine, state_shapes(s, machine))
+
+
+def test_eight_bits_use_the_eight_bit_units():
+    """FP8 moves matmuls to other units and changes none of their FLOPs."""
+    _, plain = work()
+    _, low = work(precision__recipe="fp8_current")
+    assert plain.flops.keys() == {"bfloat16"} and low.flops.keys() == {"bfloat16", "float8"}
+    assert sum(low.flops.values()) == pytest.approx(sum(plain.flops.values()))
+    assert 0 < low.flops["bfloat16"] < plain.flops["bfloat16"]
+
+
+def test_model_flops_are_bounded_by_the_work():
+    """Recomputation is counted in the work and not in the model's FLOPs, so MFU stays below one."""
+    s, done = work(model__remat="none", loss__num_chunks=1)
+    num_params = state_shapes(s, s.machine(8, "cuda")).num_params
+    _, causal = s.family.flops_per_unit(s.model, s.data, num_params)
+    flops, tokens = sum(done.flops.values()) * 8, s.family.units_per_step(s.data)
+    assert causal * tokens <= flops <= 1.2 * causal * tokens
+
+
+def test_squares_pass_through_memory_unless_a_kernel_holds_them():
+    """Ring attention is a kernel on TPU, for lengths that fit it, as splash attention is."""
+
+    def moved(platform, length=4096):
+        run = dict(model__attention="ring", mesh__context=2, model__max_seq_len=8192, data__seq_len=length)
+        return work(platform, **run)[1].bytes
+
+    assert moved("tpu", length=8192) < 2.01 * moved("tpu") < 2.01 * moved("cuda")
+    assert moved("cuda", length=8192) > 3 * moved("cuda")
+    assert moved("tpu", length=4096 + 64) == moved("cuda", length=4096 + 64)
 
 
 def test_the_bubbles_of_a_pipeline_count_as_work():
-    c = debug.get_config()
-    c.data.tokenizer, c.data.batch_size = "bytes", 16
-
     def flops(**mesh):
-        c.mesh.update(mesh)
-        read = settings.read(c)
-        machine = read.machine(8, "tpu")
-        return cost.work(read, machine, state_shapes(read, machine)).flops["bfloat16"]
+        return work("tpu", **mesh)[1].flops["bfloat16"]
 
     # 4 stages and 4 microbatches: 7 ticks, of which each stage works in 4.
-    assert flops(stage=4, fsdp=2) == pytest.approx(flops(stage=1, fsdp=8) * 7 / 4)
+    assert flops(mesh__stage=4, mesh__fsdp=2) == pytest.approx(flops() * 7 / 4)

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxlp.planning import flops
+from maxlp.planning import hlo_flops
 
-# As the TPU compiler writes two matmuls. The first sums over two dims, one of them as a window. The second
-# gives its output two dims of features, one of them as a window that slides over padding: one place of
-# three is a product of entries that exist.
+# Two matmuls in the TPU compiler's form. The first sums over two dims, one of them written as a window.
+# The output of the second has two feature dims, one of them written as a window that slides over padding,
+# so that only one of three products has entries that exist.
 TPU = """
 ENTRY %main (x: bf16[8,3,5], w: bf16[3,5,7], y: bf16[8,5,1], v: bf16[5,3,7]) -> bf16[8,7] {
   %x = bf16[8,3,5]{2,1,0:T(8,128)} parameter(0)
@@ -22,9 +22,9 @@ ENTRY %main (x: bf16[8,3,5], w: bf16[3,5,7], y: bf16[8,5,1], v: bf16[5,3,7]) -> 
 """
 
 
-def test_convolutions_count_what_exists():
-    assert flops.matmul_flops(TPU) == 2 * 8 * (3 * 5) * 7 + 2 * 8 * 5 * (3 * 7)
-    assert flops.kernel_calls(TPU) == {"splash_fwd": 1}
+def test_convolutions_count_products_of_entries_that_exist():
+    assert hlo_flops.matmul_flops(TPU) == 2 * 8 * (3 * 5) * 7 + 2 * 8 * 5 * (3 * 7)
+    assert hlo_flops.kernel_calls(TPU) == {"splash_fwd": 1}
 
 
 @pytest.mark.parametrize("num_steps", [1, 6])
@@ -37,4 +37,4 @@ def test_loops_and_gradients_of_a_program_compiled_here(num_steps):
     assert text is not None
     matmul = 2 * 16 * 48 * 48
     needed = num_steps * 3 - 1  # the first step's input needs no gradient, which XLA may not see in a loop
-    assert flops.matmul_flops(text) / matmul in (needed, needed + 1)
+    assert hlo_flops.matmul_flops(text) / matmul in (needed, needed + 1)

@@ -1,8 +1,8 @@
-"""The FLOPs of a compiled program's matmuls, read from its HLO text.
+"""Counts the FLOPs of a compiled program's matmuls from its HLO text.
 
-XLA's own cost analysis counts the body of a loop once; here it counts as often as it runs. On TPU matmuls
-are convolutions, and those of a collective matmul slide over padding: only products of two entries that
-exist are counted. Kernels (attention; cuBLAS on GPU) are opaque to XLA and here: they are counted in calls.
+XLA's own cost analysis counts the body of a loop once; here it counts as often as it runs. The TPU compiler
+writes matmuls as convolutions, and those of a collective matmul slide over padding: only products of
+entries that exist are counted. Kernels (attention; cuBLAS on GPU) are opaque; their calls are counted.
 """
 
 import collections
@@ -17,19 +17,23 @@ _OPERANDS = re.compile(r"%?([\w.-]+)")
 
 
 def matmul_flops(text: str) -> float:
-    """FLOPs of all dots and convolutions of one execution, on one device; an addition counts as one."""
-    found = 0.0
+    """FLOPs of all dots and convolutions of one execution on one device; a multiply-add counts as two."""
+    total = 0.0
     for i, body, times in executed(text):
         if i.opcode in ("dot", "convolution"):
             shapes = {one.name: _dims(one.type) for one in body}
             names = _OPERANDS.findall(i.rest.split("), ")[0])[:2]
             left, right = (shapes[name] for name in names)
-            found += times * (_dot if i.opcode == "dot" else _convolution)(i, left, right)
-    return found
+            total += times * (_dot if i.opcode == "dot" else _convolution)(i, left, right)
+    return total
 
 
 def kernel_calls(text: str, target: str = "tpu_custom_call") -> dict[str, int]:
-    """How often kernels run in one execution, by the name that each was given."""
+    """The number of calls of each kernel in one execution, by the kernel's name.
+
+    Args:
+      target: the ``custom_call_target`` of the kernels.
+    """
     calls: collections.Counter[str] = collections.Counter()
     for i, _, times in executed(text):
         if i.opcode == "custom-call" and f'custom_call_target="{target}"' in i.rest:
@@ -38,7 +42,7 @@ def kernel_calls(text: str, target: str = "tpu_custom_call") -> dict[str, int]:
 
 
 def executed(text: str) -> Iterator[tuple[Instruction, list[Instruction], int]]:
-    """Each instruction with those beside it, and how often it runs."""
+    """Each instruction, all instructions of its computation, and how often it runs."""
     program, entry = hlo.computations(text)
 
     def visit(name: str, times: int) -> Iterator[tuple[Instruction, list[Instruction], int]]:
@@ -67,20 +71,32 @@ def _convolution(i: Instruction, left: list[int], right: list[int]) -> float:
     out = _dims(i.type)
     flops = 2.0 * out[of_out.index("b")] * out[of_out.index("f")] * right[of_right.index("i")]
     for d in range(len(of_out) - 2):
-        field = lambda name, default, d=d: fields[name].split("x")[d] if name in fields else default  # noqa: E731
-        stride, before = int(field("stride", "1")), int(field("pad", "0_0").split("_")[0])
-        apart, wide = int(field("lhs_dilate", "1")), int(field("rhs_dilate", "1"))
-        end = (left[of_left.index(str(d))] - 1) * apart
-        places = [
-            y * stride + x * wide - before
-            for y in range(out[of_out.index(str(d))])
-            for x in range(right[of_right.index(str(d))])
-        ]
-        flops *= sum(0 <= place <= end and place % apart == 0 for place in places)
+        name = str(d)
+        flops *= _num_products(
+            left[of_left.index(name)], right[of_right.index(name)], out[of_out.index(name)], fields, d
+        )
     return flops
 
 
+def _num_products(left: int, right: int, out: int, fields: dict[str, str], d: int) -> int:
+    """The number of pairs of entries that a convolution multiplies along its spatial dim ``d``.
+
+    Args:
+      left, right, out: sizes of the input, the kernel and the output along that dim.
+      fields: the window's attributes.
+    """
+
+    def field(name: str, default: str) -> str:
+        return fields[name].split("x")[d] if name in fields else default
+
+    stride, padding = int(field("stride", "1")), int(field("pad", "0_0").split("_")[0])
+    left_dilation, right_dilation = int(field("lhs_dilate", "1")), int(field("rhs_dilate", "1"))
+    last = (left - 1) * left_dilation
+    positions = (y * stride + x * right_dilation - padding for y in range(out) for x in range(right))
+    return sum(0 <= position <= last and position % left_dilation == 0 for position in positions)
+
+
 def _dims(type_text: str) -> list[int]:
-    """Of the first array of an HLO type."""
+    """The dims of the first array in an HLO type."""
     match = re.search(r"\b[a-z]\w*\[([\d,]*)\]", type_text)
     return [int(d) for d in match[1].split(",") if d] if match else []

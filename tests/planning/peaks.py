@@ -1,21 +1,21 @@
-"""Makes ``peaks.json``: what the compilers say of a grid of small runs, for `test_estimate.py`.
-
-    python tests/planning/record_peaks.py h100:1x8 "twice the batch" "CLIP l14"
-
-A topology, and names of `GRID` or `CLIP` (all of `GRID` if there are none). Needs pip install 'maxlp[aot]';
-15 seconds (GPU) to a minute (TPU) for each on 2 cores.
-"""
+"""Small runs whose peak memory the compilers were asked for; `tools/record_peaks.py` records the peaks."""
 
 import json
-import sys
 from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
 
 from configs.common import CLIP_SIZES, clip, llama, siglip
-from maxlp.planning import compiled, search, topologies
+from maxlp.planning.cost_model import cost_of, state_shapes
+from maxlp.planning.topologies import Topology
+from maxlp.run import constraints
+from maxlp.run.settings import Settings, read
 
-FILE = Path(__file__).parent / "peaks.json"
+FILE = Path(__file__).parent / "peaks.json"  # topology -> name of a run -> bytes
 KERNELS = {"cuda": "cudnn", "tpu": "splash", "cpu": "xla"}
-SIZES = dict(
+
+LLAMA_SIZES = dict(
     embed_dim=1024,
     num_layers=8,
     num_heads=16,
@@ -24,8 +24,9 @@ SIZES = dict(
     mlp_dim=4096,
     vocab_size=32000,
 )
-RUN = {"data.source": "unread", "data.tokenizer": "bytes", "data.seq_len": 2048, "data.batch_size": 32}
-GRID: dict[str, dict] = {
+LLAMA_RUN = {"data.seq_len": 2048, "data.batch_size": 32}
+# The names of these runs are keys of the file.
+LLAMA: dict[str, dict[str, Any]] = {
     "as it is": {},
     "tensor 2": {"mesh.tensor": 2},
     "remat none": {"model.remat": "none"},
@@ -43,9 +44,7 @@ GRID: dict[str, dict] = {
     "stage 2": {"mesh.stage": 2, "model.pipeline.microbatches": 4},
     "stage 4, 2 rounds": {"mesh.stage": 4, "model.pipeline.rounds": 2},
 }
-
-
-CLIP: dict[str, tuple[str, dict]] = {
+CLIP: dict[str, tuple[str, dict[str, Any]]] = {
     "CLIP b32": ("b32", {"data.batch_size": 8192}),
     "CLIP b32, remat none": ("b32", {"data.batch_size": 4096, "model.remat": "none"}),
     "CLIP b32, remat dots": ("b32", {"data.batch_size": 8192, "model.remat": "dots"}),
@@ -72,26 +71,35 @@ CLIP: dict[str, tuple[str, dict]] = {
 }
 
 
-def config_of(name: str, platform: str):
+def settings_of(c: ConfigDict, changes: dict[str, Any]) -> Settings:
+    """The settings of a config with these changes by key, without data to read."""
+    with c.unlocked():
+        c.update_from_flattened_dict({"data.source": "unread", "data.tokenizer": "bytes"} | changes)
+    return read(c)
+
+
+def recorded(name: str, platform: str) -> Settings:
+    """The settings of a recorded run."""
     if name in CLIP:
         size, changes = CLIP[name]
         family = siglip if name.startswith("SigLIP") else clip
-        return search.changed(family(**CLIP_SIZES[size]), {"data.source": "unread"} | changes)
-    return search.changed(llama(**SIZES), RUN | {"model.attention": KERNELS[platform]} | GRID[name])
+        return settings_of(family(**CLIP_SIZES[size]), changes)
+    return settings_of(
+        llama(**LLAMA_SIZES), LLAMA_RUN | {"model.attention": KERNELS[platform]} | LLAMA[name]
+    )
 
 
-def main() -> None:
-    peaks = json.loads(FILE.read_text()) if FILE.exists() else {"compilers": {}}
-    topology_name, *names = sys.argv[1:]
-    topology = topologies.parse(topology_name)
-    recorded = peaks.setdefault(topology_name, {})
-    for name in names or GRID:
-        done = compiled.compile_step(config_of(name, topology.chip.platform), topologies.devices(topology))
-        recorded[name] = done.peak
-        print(topology_name, name, f"{done.peak / 2**20:.0f} MiB", f"{done.seconds:.0f} s", flush=True)
-        peaks["compilers"][topology_name] = compiled.versions(topology.chip.platform)
-        FILE.write_text(json.dumps(peaks, indent=1) + "\n")
+def peaks() -> dict[str, dict[str, float]]:
+    """Topology -> name of a run -> bytes; under "compilers", the compiler's version of each topology."""
+    return json.loads(FILE.read_text()) if FILE.exists() else {"compilers": {}}
 
 
-if __name__ == "__main__":
-    main()
+def estimated_peak(s: Settings, topology: Topology) -> float:
+    """The peak memory of a device by the closed form, in bytes.
+
+    Raises:
+      ConfigError: settings that violate a constraint.
+    """
+    machine = topology.machine(s)
+    constraints.check(s, machine)
+    return sum(cost_of(s).memory(s, machine, state_shapes(s, machine)).values())

@@ -1,0 +1,28 @@
+"""The closed form of a CLIP step: what dropped patches and tiles of the loss save."""
+
+from configs.common import CLIP_SIZES, clip
+from maxlp.families.clip import cost
+from maxlp.run.settings import read
+
+
+def settings(**changes):
+    c = clip(**CLIP_SIZES["l14"])
+    c.data.update(source="unread", tokenizer="bytes", batch_size=2048)
+    c.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
+    return read(c)
+
+
+def test_dropped_patches_shorten_the_image_tower():
+    whole, half = settings(), settings(model__visual__patch_dropout=0.5)
+    machine = whole.machine(8, "cuda")
+    (a, text), (b, same) = (cost.towers(s, machine) for s in (whole, half))
+    assert (a.S, b.S) == (257, 129) and text == same
+
+
+def test_tiles_of_the_loss_do_not_grow_with_the_square_of_the_batch():
+    def loss(method):
+        s = settings(loss__method=method, data__batch_size=65536)
+        return cost.loss(s, s.machine(8, "cuda"))
+
+    assert loss("sharded") >= 65536**2 / 8 * 4 * 3
+    assert loss("tiled") < loss("sharded") / 10

@@ -1,0 +1,54 @@
+"""A step compiled here: its memory and its collectives are those of the closed form."""
+
+import jax
+import pytest
+
+from configs.common import llama
+from maxlp.families.llama.cost import COST
+from maxlp.parallel import sharding
+from maxlp.planning import compiled
+from maxlp.planning.cost_model import state_shapes
+from maxlp.run.experiment import assemble
+from tests.planning import peaks
+
+SMALL = dict(
+    embed_dim=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=1024, vocab_size=2048
+)
+RUN = {"data.seq_len": 256, "data.batch_size": 64, "model.dtype": "float32", "loss.num_chunks": 4}
+
+
+def gathered(found) -> float:
+    """Bytes sent to gather what fsdp splits."""
+    return sum(one.sent for one in found if one.kind == "all-gather" and one.axes == ("fsdp",))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"mesh.tensor": 2, "train.microbatches": 2}], ids=["fsdp", "tensor"]
+)
+def test_against_a_compilation_here(changes, tmp_path):
+    """The state to the byte, the peak within a tenth, and what fsdp has to gather."""
+    s = peaks.settings_of(llama(**SMALL), RUN | changes)
+    machine = s.machine_of(jax.devices())
+    mesh = sharding.make_mesh(**s.mesh)
+    done = compiled.compile_step(assemble(s, machine, mesh), str(tmp_path / "step.txt"))
+    assert done.memory is not None and "ENTRY" in (tmp_path / "step.txt").read_text()
+    parts = COST.memory(s, machine, state_shapes(s, machine))
+    held = sum(parts[name] for name in ("parameters", "optimizer", "batch"))
+    assert held == pytest.approx(done.memory.arguments, rel=1e-3)
+    assert sum(parts.values()) == pytest.approx(done.peak, rel=0.10)
+    assert gathered(done.collectives) == pytest.approx(gathered(COST.collectives(s, machine)), rel=0.15)
+
+
+def test_the_size_of_a_refused_program_is_read():
+    def needed(message: str) -> float:
+        return compiled._needed(jax.errors.JaxRuntimeError(message))
+
+    assert needed("Ran out of memory: Used 21.50G of 15.75G hbm. Exceeded by 5.75G") == 21.5 * 2**30
+    assert needed("program (512.00M) exceeds available HBM") == 512 * 2**20
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another"):
+        needed("another error")
+
+
+def test_kernels_are_counted_without_those_of_xla():
+    text = "\n".join(f'custom_call_target="{name}"' for name in ("Sharding", "AssumeGather", "a", "b", "a"))
+    assert compiled.kernels(text) == {"a": 2, "b": 1}

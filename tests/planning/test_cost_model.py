@@ -1,0 +1,77 @@
+"""The closed forms agree with what compilers report."""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import pytest
+
+from configs.common import llama
+from maxlp.core.train_state import abstract_state
+from maxlp.parallel import sharding
+from maxlp.planning import topologies
+from maxlp.planning.cost_model import Ledger, matmul_dtype, state_shapes
+from maxlp.precision import HIGH_PRECISION
+from maxlp.run.experiment import assemble
+from tests.planning import peaks
+
+PEAKS = peaks.peaks()
+PLANS = sorted((Path(__file__).parents[2] / "docs" / "plans").glob("*_*.json"))
+RECORDED = [(t, name) for t in PEAKS if t != "compilers" for name in PEAKS[t]]
+
+
+@pytest.mark.parametrize(("topology", "name"), RECORDED)
+def test_within_ten_percent_of_the_compilers_peak(topology, name):
+    machine = topologies.parse(topology)
+    peak = peaks.estimated_peak(peaks.recorded(name, machine.chip.platform), machine)
+    assert peak == pytest.approx(PEAKS[topology][name], rel=0.10)
+
+
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
+def test_committed_plans(path):
+    """1 to 512 devices, 7 to 405 billion parameters: the peak within 10 %, the state within 2 %."""
+    plan = json.loads(path.read_text())
+    assert plan["fits"]
+    assert plan["estimate"]["peak"] == pytest.approx(plan["compiled"]["peak"], rel=0.10)
+    held = sum(plan["estimate"]["memory"][name] for name in ("parameters", "optimizer", "batch"))
+    assert held == pytest.approx(plan["compiled"]["memory"]["arguments"], rel=0.02)
+
+
+def test_state_is_that_of_the_step():
+    """The bytes of the shards on any mesh, from shapes that were traced on another one."""
+    sizes = dict(embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=128)
+    changes = {"data.batch_size": 8, "optimizer.mu_dtype": "bfloat16"}
+    s = peaks.settings_of(llama(vocab_size=256, **sizes), changes)
+    machine = s.machine(8, "cpu")  # fsdp 8
+    state = state_shapes(s, machine)
+    mesh = sharding.make_mesh(fsdp=4, tensor=2)
+    run = assemble(s, machine, mesh)
+    _, abstract = abstract_state(run.make_model, run.tx, mesh, run.gates)
+    for part in ("params", "opt_state"):
+        real = sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(abstract[part])
+        )
+        assert state.bytes_on(sharding.abstract_mesh({"fsdp": 4, "tensor": 2}), part) == real
+
+
+def test_a_ledger_omits_collectives_that_have_nothing_to_do():
+    ledger = Ledger({"data": 1, "fsdp": 4, "tensor": 2})
+    ledger.add("all-gather", ("data",), 100, 1)
+    ledger.add("all-gather", ("fsdp",), 100, 0)
+    ledger.add("all-gather", ("fsdp",), 0, 1)
+    assert not ledger.collectives
+    ledger.add("all-reduce", ("data", "fsdp", "tensor"), 100, 3)
+    (one,) = ledger.collectives
+    assert (one.axes, one.participants, one.times) == (("fsdp", "tensor"), 8, 3)
+
+
+def test_recipes_multiply_in_their_units():
+    units = {
+        HIGH_PRECISION: "bfloat16",
+        "int8_switchback": "int8",
+        "fp8_delayed": "float8",
+        "mxfp8": "float8",
+    }
+    assert {recipe: matmul_dtype(recipe) for recipe in units} == units

@@ -1,0 +1,34 @@
+"""Records the peak memory of small runs, as the compilers report it, in tests/planning/peaks.json.
+
+    python -m tools.record_peaks h100:1x8 "twice the batch" "CLIP l14"
+
+Takes a topology and names of runs in `tests/planning/peaks.py`; without names, all runs of Llama. Needs
+pip install 'maxlp[aot]'. Each run takes 15 seconds (GPU) to a minute (TPU) on 2 cores.
+"""
+
+import json
+import sys
+
+from maxlp.parallel import sharding
+from maxlp.planning import compiled, topologies
+from maxlp.run.experiment import assemble
+from tests.planning import peaks
+
+
+def main() -> None:
+    topology_name, *names = sys.argv[1:]
+    topology = topologies.parse(topology_name)
+    platform = topology.chip.platform
+    found: dict = peaks.peaks()
+    for name in names or peaks.LLAMA:
+        s = peaks.recorded(name, platform)
+        mesh = sharding.make_mesh(**s.mesh, devices=topologies.devices(topology))
+        done = compiled.compile_step(assemble(s, topology.machine(s), mesh))
+        found.setdefault(topology_name, {})[name] = done.peak
+        found["compilers"][topology_name] = compiled.versions(platform)
+        print(topology_name, name, f"{done.peak / 2**20:.0f} MiB", f"{done.seconds:.0f} s", flush=True)
+        peaks.FILE.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
