@@ -1,6 +1,7 @@
 """Eight simulated CPU devices for every test, and models that many tests share."""
 
 import atexit
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -24,6 +25,12 @@ jax.config.update("jax_enable_compilation_cache", False)  # this process measure
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Grain's worker processes read absl flags, which only `app.run` parses.
 flags.FLAGS.mark_as_parsed()
+
+
+def pytest_runtest_setup(item: pytest.Item):
+    for package in (name for mark in item.iter_markers("aot") for name in mark.args):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install 'maxlp[aot]'")
 
 
 @pytest.fixture(autouse=True, scope="module")

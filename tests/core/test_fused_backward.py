@@ -1,7 +1,5 @@
 """Updating each layer in the backward pass equals updating all of them after it, and takes less memory."""
 
-import importlib.util
-
 import jax
 import numpy as np
 import optax
@@ -138,10 +136,7 @@ def test_the_gradients_of_all_layers_never_exist_together():
     assert released < 0.6 * layers
 
 
-@pytest.mark.full
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs pip install 'maxlp[aot]'"
-)
+@pytest.mark.aot("jax_cuda13_plugin")
 def test_compiled_for_a_gpu_the_state_of_the_optimizer_is_not_copied_either():
     mesh = sharding.make_mesh(devices=topologies.devices(topologies.parse("h100:1x1")))
     ordinary, layers = memory(False, make_tx(), mesh, embed_dim=256, mlp_dim=1024)

@@ -5,7 +5,6 @@ their compilers (extra ``aot``; no driver, no CUDA library).
 """
 
 import functools
-import importlib.util
 import re
 from collections import Counter
 
@@ -85,14 +84,7 @@ def test_stablehlo_of_mxfp8_is_the_block_scaled_matmul_on_cuda_and_bf16_elsewher
 # --- ahead of time ------------------------------------------------------------------------------------
 
 
-def compiled_for(package):
-    return pytest.mark.skipif(
-        importlib.util.find_spec(package) is None,
-        reason=f"{package} is not installed (pip install 'maxlp[aot]')",
-    )
-
-
-h100, tpu = compiled_for("jax_cuda13_plugin"), compiled_for("libtpu")
+h100, tpu = pytest.mark.aot("jax_cuda13_plugin"), pytest.mark.aot("libtpu")
 
 
 @functools.cache
