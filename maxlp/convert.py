@@ -15,8 +15,8 @@ An import detects the format from the config in its folder; an export of a CLIP 
 The result of an import is a run at step 0: `generate` samples from it, and training starts from it with
 --config.train.init_from=DIR. --image_size=336 interpolates the position embeddings of an image tower.
 
-It runs on the CPU, and needs memory for one copy of the model; an export also for one file of 2 GB
-(open_clip: for a second copy of the model).
+Both run on the CPU and need memory for one copy of the model. An export also needs memory for one file of
+2 GB (open_clip: for a second copy of the model).
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ TOKENIZER_FILES = (
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("format", None, "Format of the weights outside of maxlp, see above.")
+    flags.DEFINE_string("format", None, "Format of the other library's weights, see above.")
     flags.DEFINE_string("input", None, "import: folder with a config and safetensors files.")
     flags.DEFINE_string("workdir", None, "export: directory of a run.")
     flags.DEFINE_integer("step", None, "export: checkpoint; by default the newest.", lower_bound=0)
@@ -135,7 +135,7 @@ def import_weights(
 
 
 def _find_format(source: Path, name: str | None) -> tuple[Family, WeightFormat]:
-    """The family and the format of a folder; families are loaded one after the other until one fits."""
+    """The family and the format of a folder; families are imported one after the other until one fits."""
     tried: dict[str, WeightFormat] = {}
     for family in families.FAMILIES:
         found = weights.formats(family)
@@ -187,7 +187,7 @@ def export_weights(
 
     Args:
       format_name: a format of the run's family; None takes the first one.
-      step: None takes the newest sound checkpoint.
+      step: None takes the newest intact checkpoint.
       dtype: of the tensors; None takes the run's ``param_dtype``.
 
     Raises:

@@ -55,7 +55,8 @@ def main() -> None:
     mesh = make_mesh(s, fixed=flags.FLAGS.config is not None)
     if flags.FLAGS.linear_probe and s.family.linear_probe is None:
         raise ConfigError(
-            f"--linear_probe needs image features, which config.model.name={s.family.name} lacks"
+            f"--linear_probe needs image features, which config.model.name={s.family.name} lacks; drop the "
+            "flag"
         )
     with jax.set_mesh(mesh):
         results, step, source = evaluate(c, s, workdir, mesh)

@@ -36,7 +36,7 @@ def define_flags() -> None:
     )
     flags.DEFINE_integer("top_k", 0, "Sample from the k most likely tokens; 0: from all.", lower_bound=0)
     flags.DEFINE_float("top_p", 1.0, "Sample from the fewest tokens with this total probability.")
-    flags.DEFINE_integer("seed", 0, "Seed of the sampling.")
+    flags.DEFINE_integer("seed", 0, "Seed of the random sampling.")
 
 
 class Sampling(NamedTuple):
@@ -96,7 +96,7 @@ def heal(
 ) -> list[tuple[list[int], np.ndarray]]:
     """Token healing: removes the last token of each prompt and constrains the first new token instead.
 
-    A prompt may end inside of what is one token in the training text: "def " ends in a space that the
+    A prompt may end inside what is a single token in the training text: "def " ends in a space that the
     tokenizer joins with the name after it.
 
     Returns:

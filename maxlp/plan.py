@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def check_files(files: dict[str, str | None], compiles: bool) -> None:
-    """Raises a ValueError for a file of --json, --hlo or --plot that cannot be written in the end."""
+    """Raises a ValueError for an output file that the plan could not be written to in the end."""
     for name, path in files.items():
         if path and not Path(path).resolve().parent.is_dir():
             raise ValueError(f"--{name}={path}: the folder does not exist; create it first")
@@ -262,9 +262,8 @@ def report(plan: dict[str, Any]) -> str:
 
 def _memory_lines(plan: dict[str, Any]) -> list[str]:
     lines = ["memory per device, GiB"]
-    if "estimate" in plan:
-        lines += [f"  {name:28} {size / GIB:8.2f}" for name, size in plan["estimate"]["memory"].items()]
-        lines.append(f"  {'estimated peak':28} {plan['estimate']['peak'] / GIB:8.2f}")
+    lines += [f"  {name:28} {size / GIB:8.2f}" for name, size in plan["estimate"]["memory"].items()]
+    lines.append(f"  {'estimated peak':28} {plan['estimate']['peak'] / GIB:8.2f}")
     if (done := plan.get("compiled")) is not None:
         if done["memory"]:
             for name in ("arguments", "temporaries", "outputs", "code", "host"):

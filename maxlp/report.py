@@ -5,7 +5,7 @@
 
 The first command prints a text (`monitoring.sections`) and draws `loss.png` (`monitoring.curves`), whether
 the run is in progress, was killed or has finished. With --spike, the steps before that step are run again
-to show which tensor departed first (`monitoring.replay`).
+to show which tensor diverged first (`run.replay`).
 """
 
 import sys
@@ -18,7 +18,7 @@ from maxlp.monitoring.sections import report_text
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("workdir", None, "The same as DIR, named as in the other commands.")
+    flags.DEFINE_string("workdir", None, "An alternative to DIR, as in the other commands.")
     flags.DEFINE_integer("spike", None, "Step to replay up to, from the checkpoint before it.")
     flags.DEFINE_string(
         "precision", "recipe", "Precision of the replay: recipe (that of the run), bf16 or float32."

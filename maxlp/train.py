@@ -1,4 +1,4 @@
-r"""Trains a model; started again with the same command, it resumes where it stopped.
+r"""Trains a model. The same command, run again, resumes where training stopped.
 
     python -m maxlp.train --config=configs/llama/debug.py --workdir=/tmp/run
 
@@ -8,8 +8,8 @@ Any value of the config can be changed on the command line:
         --config.data.source=array_record:/data/c4 --config.optimizer.learning_rate=1e-4
 
 --dry_run checks the config and prints what would run: the resolved values, parameters, FLOPs, bytes per
-device. SIGTERM saves a checkpoint and exits with code 75 (start again to resume); Ctrl-C does, with code
-130.
+device. SIGTERM saves a checkpoint and exits with code 75, Ctrl-C with code 130; the same command then
+resumes the run.
 """
 
 import concurrent.futures
@@ -72,19 +72,19 @@ def main() -> int:
 def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "Startup") -> int:
     """Runs a config to its end in ``workdir``; returns the exit code of the process.
 
-    What has to be closed, however the run ends, is put on the ``stack``.
+    ``stack`` closes what must be closed, however the run ends.
     """
     # --- The config, resolved once: checked before anything is allocated or compiled.
     run = resolve(c)
     s, family, mesh, peak = run.settings, run.family, run.mesh, hardware.peak_flops()
     stack.enter_context(jax.set_mesh(mesh))
 
-    # --- Model (in its precision), mesh and optimizer meet: the state as shapes and shardings, its step.
+    # --- The training state as shapes and shardings, and the step that updates it.
     graphdef, abstract = abstract_state(run.make_model, run.tx, mesh, run.gates)
     train_step = jit_step(run.step, graphdef, abstract, mesh)
     print_primary(describe(run, abstract))
     if flags.FLAGS.dry_run:
-        train_step.trace(abstract, run.abstract_batch())  # raises what the start of the run would raise
+        train_step.trace(abstract, run.abstract_batch())  # raises the errors of a real start
         print_primary(c)
         return 0
     startup.mark("config and mesh")
@@ -98,7 +98,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     evaluate = family.evaluator(graphdef, s.model, s.data, s.loss, validation)
     startup.mark("tokenizer and data")
 
-    # --- The step is compiled in the background while the state is restored, or initialized in its shards.
+    # --- The step is compiled in the background while the state is restored or initialized.
     compiled = compile_in_background(train_step, abstract, run.abstract_batch(), mesh, stack)
     checkpoints = stack.enter_context(s.checkpoint(directory=workdir / "checkpoints"))
     watch = Watch(s.spikes)
@@ -139,8 +139,8 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
             print_primary(startup)
         with throughput.paused():
             if evaluates:
-                some = 0 if last else s.train.eval_batches
-                writer.write(n, validate(evaluate, state, validation, mesh, some))
+                limit = 0 if last else s.train.eval_batches
+                writer.write(n, validate(evaluate, state, validation, mesh, limit))
             if measures and measure_health:
                 writer.write(n, measure_health(state, batch))
             if saves:
@@ -151,7 +151,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
         save(checkpoints, n, state, data_state, watch)
         raise ValueError(
             f"the data ended at step {n} of config.train.total_steps={s.train.total_steps}; that step is "
-            "saved; raise config.data.num_epochs or lower total_steps"
+            "saved; raise config.data.num_epochs or lower config.train.total_steps"
         )
     checkpoints.wait()
     if not last:
@@ -161,18 +161,18 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     return 0
 
 
-# --- parts of the story ---------------------------------------------------------------------------------
+# --- parts of the run -----------------------------------------------------------------------------------
 
 
 def compile_in_background(
     train_step: jax.stages.Wrapped, abstract: State, batch: Any, mesh: Mesh, stack: contextlib.ExitStack
 ) -> concurrent.futures.Future[jax.stages.Compiled]:
-    """Starts to compile the step; an error elsewhere does not wait for the compiler."""
-    if jax.config.jax_compilation_cache_dir is None:  # else the user has chosen where, or none
+    """Starts compiling the step in a thread; a program that fails elsewhere does not wait for it."""
+    if jax.config.jax_compilation_cache_dir is None:  # unless the user has set it
         jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "maxlp" / "xla"))
 
     def compile_step() -> jax.stages.Compiled:
-        with jax.set_mesh(mesh):  # the mesh in context belongs to a thread
+        with jax.set_mesh(mesh):  # the mesh in context is local to a thread
             return train_step.lower(abstract, batch).compile()
 
     background = concurrent.futures.ThreadPoolExecutor(1)
@@ -183,7 +183,7 @@ def compile_in_background(
 def restore_or_init(
     run: Experiment, abstract: State, checkpoints: Checkpointer, batches: Any, watch: Watch
 ) -> tuple[State, int]:
-    """The newest sound checkpoint's state, or a fresh one; and the number of finished steps."""
+    """The state of the newest intact checkpoint, or a fresh one, and the number of finished steps."""
     if (restored := checkpoints.restore_latest(abstract)) is None:
         return run.initial_state(abstract), 0
     batches.set_state(restored.data_state)
@@ -192,7 +192,7 @@ def restore_or_init(
 
 
 def record_start(workdir: Path, c: ConfigDict, start: int, abstract: State) -> None:
-    """Writes the config and the circumstances of this start into the workdir."""
+    """Records in the workdir the config and this start (time, versions, devices)."""
     if is_primary():
         for change in run_dir.save_config(workdir, c):
             print_primary(f"changed since the last start: {change}")
@@ -251,7 +251,7 @@ def finish(workdir: Path) -> None:
         from maxlp.monitoring.curves import plot_curves
 
         plot_curves(workdir)
-        print_primary(f"done: {workdir}/loss.png; python -m maxlp.report {workdir} tells more")
+        print_primary(f"done: curves in {workdir}/loss.png; details: python -m maxlp.report {workdir}")
 
 
 class Startup:

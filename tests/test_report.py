@@ -23,5 +23,5 @@ def test_errors_are_one_line(tmp_path):
         report.main(["report", str(tmp_path / "missing")])
     with pytest.raises(SystemExit, match="--spike=999 is beyond the run, whose last record is of step 400"):
         report.main(["report", str(tmp_path)], spike=999)
-    with pytest.raises(SystemExit, match="error: precision='fp4' is unknown"):
+    with pytest.raises(SystemExit, match="error: --precision=fp4 is unknown"):
         report.main(["report", str(tmp_path)], spike=400, precision="fp4")

@@ -1,7 +1,7 @@
 """A train step in which the gradients of all layers never exist together.
 
 Where the optimizer treats each tensor independently, a layer can be updated as soon as the backward pass
-has its gradient, which is then dropped (gradient release; Lv et al. 2023, arXiv:2306.09782, and the
+has its gradient, which is then freed (gradient release; Lv et al. 2023, arXiv:2306.09782, and the
 per-layer updates of GaLore). This saves the memory of the gradients of all stacked layers but one. The
 result equals that of `train_step.train_step`, up to rounding.
 
@@ -11,8 +11,9 @@ result equals that of `train_step.train_step`, up to rounding.
 The model runs with its stacks cut out: what leads to the inputs of the stacks, and what follows their
 outputs, are two functions of all other parameters. (No stack may depend on another one's output.)
 
-An optimizer that rounds stochastically draws the same noise for every layer of a stack, since it cannot
-tell its calls within a step apart. Each layer's rounding is unbiased nevertheless.
+An optimizer that rounds stochastically draws the same noise for every layer of a stack, because its
+random key depends on the number of the update, which all calls in a step share. Each layer's rounding is
+unbiased nevertheless.
 
 What needs all gradients at once cannot be combined with this: clipping by the global norm, microbatches,
 gates. `run.constraints` refuses those.
@@ -58,8 +59,8 @@ def train_step(
 
     Args:
       loss: as in `gradients.batch_gradients`.
-      tx: treats each tensor independently. It is called once for each layer, which it sees as a stack of
-        one, and once for all other parameters.
+      tx: treats each tensor independently. It is called once for each layer, as a stack of one, and once
+        for all other parameters.
 
     Returns:
       the new state, and the metrics of `train_step.train_step` without those of gates and statistics.
@@ -305,7 +306,7 @@ def _index(stack: Any, i: jax.Array) -> Any:
 
 
 def _layer(stacks: State, path: StackPath, i: jax.Array) -> State:
-    """Layer i as a stack of one; what all layers share as it is."""
+    """Layer i as a stack of one; leaves that all layers share are unchanged."""
 
     def one(leaf: KeyPath, x: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(x, i, 1) if _belongs(leaf, path) else x
@@ -314,7 +315,7 @@ def _layer(stacks: State, path: StackPath, i: jax.Array) -> State:
 
 
 def _with_layer(stacks: State, new: State, path: StackPath, i: jax.Array) -> State:
-    """Writes layer i in place; what all layers share stays as it was, for the other layers."""
+    """Writes layer i in place; leaves that all layers share keep their old value for the other layers."""
 
     def one(leaf: KeyPath, x: jax.Array, layer: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(x, layer, i, 0) if _belongs(leaf, path) else x
@@ -323,7 +324,7 @@ def _with_layer(stacks: State, new: State, path: StackPath, i: jax.Array) -> Sta
 
 
 def _join_opt_states(opt_state: Any, rest: Any, released: dict[StackPath, _Backward]) -> Any:
-    """The whole state of its parts; what all parameters share is that of ``rest``, the last update."""
+    """The whole state from its parts; leaves that all parameters share come from ``rest``."""
     new = dict(jax.tree.flatten_with_path(rest)[0])
     for path, done in released.items():
         leaves = jax.tree.flatten_with_path(done.stacks["opt_state"])[0]

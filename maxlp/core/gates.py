@@ -8,20 +8,23 @@ import jax.numpy as jnp
 
 
 class Gate(Protocol):
-    """Accepts or rejects a step; what it remembers is part of the training state.
+    """Accepts or rejects a step; a gate's own state is part of the training state.
 
     A rejected step leaves params, model_state and opt_state unchanged, to the bit.
     """
 
     def init(self) -> dict[str, jax.Array]:
-        """What the gate remembers before the first step."""
+        """The gate's state before the first step."""
         ...
 
     def accept(self, state: dict[str, jax.Array], metrics: dict[str, Any]) -> tuple[jax.Array, dict, dict]:
-        """Accepts or rejects a step by its metrics.
+        """Decides on a step by its metrics.
+
+        Args:
+          state: of the gate, before the step.
 
         Returns:
-          a bool scalar, what to remember, and more metrics.
+          whether the step counts (a bool scalar), the new state of the gate, and more metrics.
         """
         ...
 
@@ -33,7 +36,7 @@ NO_GATES: Gates = {}
 def accept_all(
     gates: Gates, state: dict[str, Any], metrics: dict[str, Any]
 ) -> tuple[jax.Array, dict[str, dict], dict[str, Any]]:
-    """Asks every gate; the step counts if all of them accept it.
+    """The decision of all gates together; the step counts if every one accepts it.
 
     Args:
       state: the training state, with an entry for each gate.

@@ -20,8 +20,7 @@ Metrics = dict[str, Any]
 # (model, batch, step) to the mean loss of the batch and scalar metrics, "loss" among them.
 Loss = Callable[[nnx.Module, Batch, jax.Array], tuple[jax.Array, Metrics]]
 # (structure, state, batch, loss scale) to the gradients of params, the new model_state and the metrics.
-# The loss scale is the factor of float16 training or None; the gradients are those of the loss without
-# it.
+# The loss scale is the factor of the loss in float16 training, or None; the gradients do not contain it.
 Gradients = Callable[[nnx.GraphDef, State, Batch, jax.Array | None], tuple[dict, dict, Metrics]]
 
 # Variables of the backward pass (scales of output gradients): the "gradient" of one is its new value.
@@ -49,11 +48,11 @@ def batch_gradients(loss: Loss) -> Gradients:
 def token_loss(
     loss_sums: Callable[[nnx.Module, Batch], Metrics], count: Callable[[Batch], jax.Array]
 ) -> Loss:
-    """The mean over the parts of a batch (tokens) of a loss that is a sum over them.
+    """The mean over the tokens of a batch of a loss that is a sum over them.
 
     Args:
       loss_sums: (model, batch) to sums over the batch: ``loss``, ``correct`` and others.
-      count: the number of parts in a batch.
+      count: the number of tokens in a batch.
     """
 
     def loss(model: nnx.Module, batch: Batch, step: jax.Array) -> tuple[jax.Array, Metrics]:
@@ -172,7 +171,7 @@ def forward_state(model: nnx.Module) -> dict:
 
 
 def join_trees(*trees: dict) -> dict:
-    """The union of nested dicts; of leaves with the same path the last one is taken."""
+    """The union of nested dicts; where leaves have the same path, the last one wins."""
     flat: dict = {}
     for tree in trees:
         flat |= nnx.traversals.flatten_mapping(tree)

@@ -1,12 +1,12 @@
-"""The training state: a plain pytree, so that every tool of JAX works on it.
+"""The training state: a plain pytree, so that every JAX transformation works on it.
 
 ::
 
     {"params": …, "model_state": …, "opt_state": …, "step": int32}
 
 ``params`` and ``model_state`` are nested dicts of arrays. ``model_state`` holds what the forward and
-backward passes change (FP8's amax histories; nothing in plain bfloat16); no optimizer, clipping or norm
-sees it. A run with gates (`core.gates`) has one more entry for each, under its name.
+backward passes change (FP8's amax histories; nothing in plain bfloat16); the optimizer, clipping and norms
+leave it out. A run with gates (`core.gates`) has one more entry for each, under its name.
 """
 
 import math

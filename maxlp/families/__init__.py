@@ -31,7 +31,7 @@ Evaluate = Callable[[dict, Callable[[], Iterable[dict]]], dict[str, float]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
-    """What maxlp needs to know of a family of models.
+    """A family of models, as the commands and the train step use it.
 
     ``model``, ``data`` and ``loss`` in the signatures below are instances of the three config classes.
 
@@ -41,21 +41,21 @@ class Family:
       make_data: (data, split=, seed=, process_index=, process_count=) to the batches of this process.
       loss: (loss, seed) to the loss of a batch in one pass.
       gradients: (loss, seed, microbatches) to the gradients of that loss in so many passes.
-      evaluator: (graphdef, model, data, loss, validation) to an `Evaluate`; validation is what make_data
-        gave for that split.
+      evaluator: (graphdef, model, data, loss, validation) to an `Evaluate`; validation is the result of
+        make_data for that split.
       batch_shapes: data to the arrays of a global batch.
       unit: what throughput counts: "tokens" or "images".
       units_per_step: data to the number of units in a global batch.
-      flops_per_unit: (model, data, num_params) to training FLOPs a unit with (full, causal) attention.
+      flops_per_unit: (model, data, num_params) to training FLOPs per unit with (full, causal) attention.
       attention_uses: (model, data) to the uses of attention in a training step.
-      rules: see `run.constraints`; those of this family alone.
+      rules: those of this family alone; see `run.constraints`.
       vocabulary: model to (the config key, the number of token ids that the model has room for).
-      tokenizer_texts: (data, seed) to the texts that a tokenizer ("bpe:V") learns from.
+      tokenizer_texts: (data, seed) to the texts that a tokenizer ("bpe:V") is trained on.
       gated_products: patterns of the matmuls whose input is a gated product, where Smooth-SwiGLU acts.
       search_choices: values of further settings that the planner's search tries, by config key.
-      describe_batch: data to words.
+      describe_batch: data to a phrase, as in "8 × 256 = 2,048 tokens".
       linear_probe: (graphdef, state, train batches, validation batches, num_classes=, l2=) to named
-        numbers, of families that have image features.
+        numbers; None for families without image features.
     """
 
     name: str

@@ -115,7 +115,8 @@ class WeightFormat:
         no file of this name.
       read_model: (folder, tensors) to the keywords of the family's config class, except for dtype,
         param_dtype, attention, scan_layers and remat; and the dtype of the tensors.
-      layout: model to the names of the tensors; raises a ValueError for a model that the format has not.
+      layout: model to the names of the tensors; raises a ValueError for a model that the format
+        cannot represent.
       config_files: (model, make_tokenizer) to the content of the JSON files by name; raises a ValueError
         like ``layout``. make_tokenizer() makes the run's tokenizer, or returns None if it has no file.
       weights_file, max_shard_bytes: as in `runtime.safetensors.write_tensors`.
@@ -165,8 +166,8 @@ def read_config(path: Path) -> dict[str, Any]:
 def to_maxlp(tensors: Mapping[str, Array], abstract: Mapping[str, Any], layout: Layout) -> dict:
     """Parameters from the tensors of another library.
 
-    Reads one tensor at a time: a mapping that reads from disk (`runtime.safetensors.Tensors`) needs memory
-    for one copy of the model and one tensor.
+    Reads one tensor at a time: with a mapping that reads from disk (`runtime.safetensors.Tensors`) this
+    needs memory for one copy of the model and one tensor.
 
     Args:
       tensors: name to array, as in the state dict of the other library.
@@ -201,7 +202,7 @@ def _fill(target: Array, tensor: Array, place: Place, name: str, path: str) -> N
     try:
         rows = tensor if place.third is None else np.split(tensor, 3)[place.third]
         value = place.transform.to_maxlp(rows)
-    except (ValueError, IndexError):  # of another rank
+    except (ValueError, IndexError):  # the tensor has another rank
         value = None
     if value is None or value.shape != target.shape:
         raise ValueError(

@@ -46,7 +46,7 @@ def uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def dot_general(
     x: jax.Array, kernel: jax.Array, dimension_numbers: Any, preferred_element_type: Any
 ) -> jax.Array:
-    """``jax.lax.dot_general`` of an input's last axis with a kernel's first, with gradients of its own.
+    """``jax.lax.dot_general`` of an input's last axis with a kernel's first, with its own gradients.
 
     They equal JAX's up to rounding. JAX computes the kernel's gradient as (gᵀ x)ᵀ, which takes XLA on
     CPUs twice as long as xᵀ g. If bfloat16 operands give a float32 result (the logits), JAX also
@@ -118,7 +118,7 @@ class Linear(nnx.Module):
         bias_param = None
         if bias is not None:
             bias_param = param((bias_std * uniform(rngs.params(), (out_dim,))).astype(param_dtype), (bias,))
-        self.bias = bias_param  # one assignment: the first one tells NNX whether this holds data
+        self.bias = bias_param  # one assignment: NNX decides at the first one whether this holds data
         self.dtype = dtype
         self.dot_general: Callable[..., jax.Array] = dot_general
 
@@ -153,8 +153,8 @@ class Embed(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, ids_BS: jax.Array) -> jax.Array:
-        # Every part of the table reads the ids of all rows and sends its vectors to those rows. By
-        # default XLA moves the table, or copies the vectors to every device.
+        # Each shard of the table gets the ids of all rows, and its vectors are sent to the devices of those
+        # rows. By default XLA moves the table, or copies the vectors to every device.
         ids_BS = constrain(ids_BS, "lookup", "lookup_seq")
         x_BSD = jnp.take(self.embedding[...].astype(self.dtype), ids_BS, axis=0)
         return constrain(x_BSD, "lookup", "lookup_seq", "embed")

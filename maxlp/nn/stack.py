@@ -27,7 +27,7 @@ REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
     ),
 }
 # What a tick of a pipeline saves: as much as its layers do, so that the backward pass recomputes
-# nothing more than the choice of weights.
+# nothing but the choice of weights.
 _TICK_POLICIES = {
     "block": _policies.save_only_these_names(BLOCK_INPUT),
     "dots": _policies.save_only_these_names(BLOCK_INPUT, LINEAR_OUTPUT),

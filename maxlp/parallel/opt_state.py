@@ -18,9 +18,9 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mes
 
     * is split like it, if it has its shape (moments);
     * keeps the axes of the dims that both share, if it has the same rank but one dim of another size
-      (low-rank moments and projectors). The axes of that dim go to the largest shared one, so that a device
-      holds as small a part as of the parameter, and GaLore's products with its projector sum over a dim
-      that is not split;
+      (low-rank moments and projectors). The axes of that dim go to the largest shared one: a device then
+      holds as small a fraction as of the parameter, and GaLore's products with its projector sum over a
+      dim that is not split;
     * is replicated otherwise (one number a layer, factored moments).
 
     Args:

@@ -205,10 +205,9 @@ def _where(condition_P: jax.Array, x: jax.Array, y: Any) -> jax.Array:
 
 
 def _send(x_P: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-    """Entries of stages to other stages, (from, to); stages that receive nothing get zeros.
+    """Sends entries between stages, by pairs (from, to); stages that receive nothing get zeros.
 
-    (`jnp.roll` would do for a rotation, but by more than one stage XLA makes three all-to-alls of
-    it.)
+    (`jnp.roll` would do for a rotation, but XLA turns one by more than one stage into three all-to-alls.)
     """
 
     def send(x: jax.Array) -> jax.Array:

@@ -118,7 +118,9 @@ def resolve_axes(num_devices: int, *, dcn_data: int = 1, **axes: int) -> dict[st
     text = ", ".join(f"mesh.{k}={v}" for k, v in (sizes | {"dcn_data": dcn_data}).items())
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1 or dcn_data < 1 or any(s < 1 and s != -1 for s in sizes.values()):
-        raise ValueError(f"{text}: sizes are positive, and at most one of {', '.join(MESH_AXES)} may be -1")
+        raise ValueError(
+            f"{text}: sizes must be positive, and at most one of {', '.join(MESH_AXES)} may be -1"
+        )
     taken = dcn_data * math.prod(s for s in sizes.values() if s != -1)
     if free and num_devices % taken == 0:
         sizes[free[0]] = num_devices // taken

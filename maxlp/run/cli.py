@@ -1,4 +1,4 @@
-"""What the commands share: flags, and errors of users as one line."""
+"""What the commands share: flags, and users' mistakes reported in one line."""
 
 import functools
 import os
@@ -16,7 +16,7 @@ from maxlp.runtime import distributed
 from maxlp.runtime.checkpoint import NotWrittenError
 from maxlp.runtime.preemption import EXIT_INTERRUPTED
 
-# Users' path errors. Other errors of the system may be transient: a launcher tries again.
+# Users' path errors. Other errors of the system may be transient, so that a launcher tries again.
 PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
@@ -39,7 +39,7 @@ def run(main: Callable[[], Any], words: int = 0) -> None:
     """Runs a command: parses the flags, calls ``main()``, and prints a user's mistake as one line.
 
     Args:
-      words: number of arguments besides flags that the command takes; any others are mistyped flags.
+      words: number of arguments that the command takes besides flags; any further ones are mistyped flags.
     """
     app.run(lambda _: _exit_on_error(main), flags_parser=functools.partial(_parse_flags, words=words))
 
@@ -72,7 +72,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _naming_the_flag(message: str, argv: list[str]) -> str:
-    """The whole flag for an unknown key, of which ml_collections names only the last part, in quotes."""
+    """The message with the whole flag of an unknown key; ml_collections quotes only its last part."""
     key, _, rest = message.removeprefix("'").partition("'")
     names = [argument.partition("=")[0].lstrip("-") for argument in argv if "config." in argument]
     found = [name for name in names if key in name.split(".")[1:]]

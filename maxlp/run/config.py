@@ -2,8 +2,7 @@
 
 A config file is Python with ``get_config(arg)``. Each section of the `ConfigDict` that it returns holds the
 arguments of exactly one function or dataclass: the signature is the schema, and nothing has a default in
-  two
-places. `bind` checks a section against the signature and reports a mismatch in one line.
+two places. `bind` checks a section against the signature and reports a mismatch in one line.
 """
 
 import contextlib
@@ -28,13 +27,13 @@ def bind(function: Callable[..., Any], section: str, values: Any, *later: str) -
     """``partial(function, **values)``, with the values checked against the function's signature.
 
     A nested section becomes the dataclass that the signature asks for, or None if all of its values are
-    None and the signature allows that. None for an argument that has a default and is never None means
-    the default.
+    None and the signature allows that. Where the type of an argument excludes None, None means its default
+    value.
 
     Args:
       section: where the values come from, for messages ("optimizer").
       values: a ConfigDict or another mapping.
-      later: arguments that the program supplies and a config must not.
+      later: arguments that the program supplies, and a config must not.
 
     Raises:
       ConfigError: an unknown, missing or wrongly typed key.
@@ -56,7 +55,7 @@ def bind(function: Callable[..., Any], section: str, values: Any, *later: str) -
         bound[key] = _checked(hint, f"{section}.{key}", value)
     for key in known:
         if parameters[key].default is inspect.Parameter.empty and key not in values:
-            raise ConfigError(f"config.{section}.{key} is missing")
+            raise ConfigError(f"config.{section}.{key} is missing; add it to the config file")
     return functools.partial(function, **bound)
 
 
@@ -69,7 +68,7 @@ def call(function: Callable[..., Any], section: str, values: Any, **extra: Any) 
 
 @contextlib.contextmanager
 def errors_of(section: str) -> Iterator[None]:
-    """Turns a ValueError about a section, which starts with one of its keys, into a ConfigError."""
+    """Turns a ValueError whose message starts with a key of the section into a ConfigError."""
     try:
         yield
     except ConfigError:
@@ -79,16 +78,13 @@ def errors_of(section: str) -> Iterator[None]:
 
 
 def _convert(hint: Any, key: str, value: Any) -> Any:
-    """Config values as Python values: tuples for lists, dataclasses for the sections that are one."""
+    """Config values as Python values: tuples for lists, dataclasses for nested sections."""
     if isinstance(value, list):  # JSON has no tuples
         return tuple(_convert(Any, key, item) for item in value)
     if not isinstance(value, ConfigDict | Mapping):
         return value
-    if (
-        kind := next(
-            (k for k in _options(hint) if isinstance(k, type) and dataclasses.is_dataclass(k)), None
-        )
-    ) is None:
+    kinds = (k for k in _options(hint) if isinstance(k, type) and dataclasses.is_dataclass(k))
+    if (kind := next(kinds, None)) is None:
         return value.to_dict() if isinstance(value, ConfigDict) else dict(value)
     if type(None) in _options(hint) and all(item is None for item in value.values()):
         return None

@@ -1,8 +1,8 @@
-"""What goes together: the one table of constraints.
+"""Which settings can be combined: the one table of rules.
 
 `train`, its ``--dry_run``, `plan`, its closed form and its search accept the same configs because all of
 them call `check`. What a single section must fulfil is checked by its dataclass; here are the rules that
-relate sections to each other, to the mesh and to the platform. A family adds its own
+relate sections to each other, to the mesh and to the platform. A family adds rules of its own
 (`families.Family.rules`).
 
 A rule is a function of (settings, machine) to a message, or None if it is fulfilled. The message starts
@@ -41,7 +41,7 @@ def dtypes_are_known(s: Settings, machine: Machine) -> str | None:
 
 
 def remat_is_known(s: Settings, machine: Machine) -> str | None:
-    """Remat policies have names."""
+    """A remat policy is chosen by name."""
     if s.model.remat in REMAT_POLICIES:
         return None
     return f"model.remat={s.model.remat!r} is unknown; one of {', '.join(REMAT_POLICIES)}"
@@ -62,7 +62,7 @@ def batch_divides(s: Settings, machine: Machine) -> str | None:
 
 
 def attention_runs(s: Settings, machine: Machine) -> str | None:
-    """Attention kernels are for certain platforms, lengths, dtypes and heads."""
+    """Each attention kernel supports only some platforms, lengths, dtypes and numbers of heads."""
     uses = s.family.attention_uses(s.model, s.data)
     found = (refusal(s.model.attention, use, machine.axes, machine.platform) for use in uses)
     return next(filter(None, found), None)

@@ -1,8 +1,8 @@
 """An experiment: a config resolved, once, into everything that a run is made of.
 
 `resolve` reads and checks the config and makes the parts; what comes after takes the parts it needs as
-plain arguments and never looks at the config again. All of it runs in seconds, before anything is
-allocated or compiled.
+plain arguments and does not read the config again. All of it takes seconds, before anything is allocated
+or compiled.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from maxlp.core import train_step
 from maxlp.core.gates import Gate, Gates
 from maxlp.core.gradients import Gradients
 from maxlp.core.train_state import MakeModel, State, init_state, num_params, shardings
-from maxlp.core.train_step import LossScaleOf, Step
+from maxlp.core.train_step import LossScaleOf, Statistics, Step
 from maxlp.families import Family
 from maxlp.monitoring import guards
 from maxlp.monitoring.statistics import tensor_statistics
@@ -36,7 +36,7 @@ class Experiment:
     """The parts of a run.
 
     Attributes:
-      settings: what the config says, section by section.
+      settings: the values of the config, section by section.
       machine: the mesh's axes and the platform.
       mesh: the devices.
       make_model: the model with its precision recipes, from `nnx.Rngs`.
@@ -86,7 +86,7 @@ def resolve(c: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Exper
     """The experiment of a config.
 
     Args:
-      devices: defaults to all devices of all processes; they need not be real ones.
+      devices: defaults to all devices of all processes; descriptions of devices are enough.
 
     Raises:
       ConfigError: a config that cannot work on them.
@@ -122,9 +122,9 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
             schedule=optimizer.schedule,
         )
     else:
-        statistics = (
-            functools.partial(tensor_statistics, rms=optimizer.rms) if s.spikes.statistics else None
-        )
+        statistics: Statistics = train_step.no_statistics
+        if s.spikes.statistics:
+            statistics = functools.partial(tensor_statistics, rms=optimizer.rms)
         step = functools.partial(
             train_step.train_step,
             gradients=gradients,
@@ -132,7 +132,7 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
             schedule=optimizer.schedule,
             gates=gates,
             loss_scale=loss_scale,
-            statistics=statistics or train_step.no_statistics,
+            statistics=statistics,
         )
     return Experiment(
         settings=s,
@@ -169,7 +169,7 @@ def make_data(settings: Settings, tokenizer: str, split: str, mesh: Mesh) -> Any
     )
 
 
-# --- in words -------------------------------------------------------------------------------------------
+# --- summary --------------------------------------------------------------------------------------------
 
 
 def describe(e: Experiment, state: State) -> str:

@@ -1,4 +1,4 @@
-"""Runs the steps before a loss spike again and reports which tensor departed first.
+"""Runs the steps before a loss spike again and reports which tensor diverged first.
 
     python -m maxlp.report DIR --spike=2300 --precision=float32
 
@@ -37,7 +37,7 @@ Log = Callable[[str], None]
 
 
 class Finding(NamedTuple):
-    """What a replay found: its losses by step, and the first tensor that departed by either measure."""
+    """What a replay found: its losses by step, and the first tensor that diverged by either measure."""
 
     losses: dict[int, float]
     by_rms: Crossing | None
@@ -57,7 +57,7 @@ def replay(workdir: Path, spike_step: int, precision: str = "recipe", log: Log =
       ValueError: an unknown precision, no run in the workdir, or no checkpoint from before that step.
     """
     if precision not in PRECISIONS:
-        raise ValueError(f"precision={precision!r} is unknown; choose one of: {', '.join(PRECISIONS)}")
+        raise ValueError(f"--precision={precision} is unknown; one of {', '.join(PRECISIONS)}")
     s = with_precision(read(run_dir.load_config(workdir)), precision)
     run = resolve_settings(s)
     tokenizer = saved_tokenizer(s.data.tokenizer, workdir)
@@ -129,16 +129,16 @@ def restore_state(root: Path, abstract: State, batches: Any, precision: str) -> 
     """The state of a checkpoint, and its step; moves the data iterator to the position saved there.
 
     Raises:
-      ValueError: another precision than the run's is asked of a model with other state than parameters.
+      ValueError: the precision is not that of the run, and the model keeps state besides its parameters.
     """
     wanted = dict(abstract)
     if precision != "recipe":
-        # The state that belongs to the run's recipe (amax histories) is useless to another.
+        # The state of the run's recipe (amax histories) is useless to another recipe.
         model_state = wanted.pop("model_state")
         if jax.tree.leaves(model_state):
             raise ValueError(
-                f"precision={precision!r} is impossible for a model that keeps state besides its "
-                "parameters; use precision=recipe"
+                f"--precision={precision} is impossible for a model that keeps state besides its "
+                "parameters; use --precision=recipe"
             )
     restored = checkpoint.restore(root, wanted)
     batches.set_state(restored.data_state)
@@ -176,11 +176,11 @@ def step_line(record: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
-# --- what departed first ------------------------------------------------------------------------------
+# --- what diverged first ------------------------------------------------------------------------------
 
 
 def examine(records: list[dict[str, Any]], config: SpikeConfig) -> Finding:
-    """Finds the first tensor that departed in the last `lead` + 1 of the replayed steps."""
+    """Finds the first tensor that diverged in the last `lead` + 1 of the replayed steps."""
     return Finding(
         losses={record["step"]: record["loss"] for record in records},
         by_rms=first_to_cross(records[-config.lead - 1 :], config.rms_threshold),
@@ -208,7 +208,7 @@ def first_to_stand_out(records: list[dict[str, Any]], config: SpikeConfig) -> Cr
 
 
 def finding_lines(finding: Finding, spike_step: int, config: SpikeConfig) -> Iterator[str]:
-    """Which tensor of which layer departed first, by RMS_t and by gradient norm."""
+    """Which tensor of which layer diverged first, by RMS_t and by gradient norm."""
     rms_rule = f"above {config.rms_threshold:g}"
     norm_rule = f"{config.threshold:g} σ above its preceding mean"
     for name, first, rule, form in (

@@ -18,8 +18,8 @@ def restore_model(
     """The model of a checkpoint.
 
     Args:
-      c: the config of the run, or of imported weights, which has no optimizer.
-      step: None takes the newest sound checkpoint.
+      c: the config of the run; that of imported weights has no optimizer.
+      step: None takes the newest intact checkpoint.
 
     Returns:
       its structure, {"params", "model_state"} on the mesh, and the step.

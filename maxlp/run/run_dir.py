@@ -1,4 +1,4 @@
-"""The files of a run beside its checkpoints, from which it can be understood, resumed and sampled.
+"""The files of a run beside its checkpoints.
 
 config.json   the resolved config
 run.json      every start of the run: time, step, command, git revision, versions, devices
@@ -73,7 +73,7 @@ def record_start(workdir: Path, step: int, num_params: int) -> None:
     """Appends this start of the run, at ``step`` finished updates, to run.json."""
     if not claim(workdir):
         logging.warning(
-            "another process trains in %s: they overwrite each other's records, stop one", workdir
+            "another process trains in %s, and both overwrite the same files; stop one of them", workdir
         )
     path = workdir / "run.json"
     record = read_json(path, {"starts": []})
@@ -100,8 +100,8 @@ def record_start(workdir: Path, step: int, num_params: int) -> None:
 def claim(workdir: Path) -> bool:
     """Locks a workdir for the life of this process; False if another process on this machine holds it.
 
-    True on file systems without locks. It only warns: a lock on a network file system may outlive a host
-    that is lost, and a lost run must be able to start again.
+    True on file systems without locks. A False is only worth a warning: a lock on a network file system may
+    outlive a lost host, and the run of a lost host must be able to start again.
     """
     path = str(workdir.resolve())
     if path in _claimed:

@@ -41,7 +41,7 @@ class TrainConfig:
       eval_batches: validation batches in each evaluation during the run (0: all). The last one takes all.
       init_from: a run or checkpoint whose weights to start from; "" draws them at random.
       release_gradients: update each layer in the backward pass, so that the gradients of all layers never
-        exist together; see `core.fused_backward`.
+        exist together; see `core.fused_backward`. No statistics of tensors are recorded then.
     """
 
     total_steps: int
@@ -61,7 +61,7 @@ class TrainConfig:
 
 
 class Machine(NamedTuple):
-    """What a run is to run on.
+    """The mesh and the platform of a run.
 
     Attributes:
       axes: size of every mesh axis.
@@ -79,10 +79,10 @@ class Machine(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a config says, section by section; the README's table names the class of each.
+    """The values of a config, section by section; the README's table names the class of each.
 
     Attributes:
-      checkpoint, metrics, profile: constructors that lack only what a command supplies.
+      checkpoint, metrics, profile: constructors without the arguments that a command supplies.
     """
 
     family: Family
@@ -99,13 +99,13 @@ class Settings:
     profile: functools.partial
 
     def machine(self, num_devices: int, platform: str, dcn_sizes: Collection[int] = (1,)) -> Machine:
-        """The mesh of the config on so many devices.
+        """The mesh of the config on this number of devices.
 
         Args:
           dcn_sizes: see `sharding.dcn_sizes`.
 
         Raises:
-          ConfigError: sizes that the devices do not have.
+          ConfigError: sizes that do not fit the devices.
         """
         dcn_data = self.mesh.get("dcn_data", 1)
         if dcn_data not in dcn_sizes:
@@ -158,7 +158,7 @@ def make_model(family: Family, model: Any, config: PrecisionConfig) -> Callable[
 
 
 def make_optimizer(s: Settings) -> Optimizer:
-    """The optimizer of a run of so many steps.
+    """The optimizer, with its schedule over ``train.total_steps``.
 
     Raises:
       ConfigError: an option that the optimizer does not have, or a schedule that does not fit.
@@ -211,7 +211,7 @@ def read(c: ConfigDict) -> Settings:
 
 
 def read_model(c: ConfigDict) -> tuple[Family, Any, PrecisionConfig]:
-    """The family, the model section and the precision section: all that an imported model's config holds.
+    """The family and the sections model and precision, which the config of imported weights has too.
 
     Raises:
       ConfigError: as `read`.

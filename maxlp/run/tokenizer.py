@@ -1,7 +1,7 @@
-"""The tokenizer of a run: its file is kept in the workdir, so that the run needs no other.
+"""The tokenizer of a run; the workdir keeps its file, so that the run does not depend on the original.
 
 ``config.data.tokenizer`` is a spec of `data.tokenizers.make_tokenizer`, or ``bpe:V``: a byte-level BPE of V
-tokens, trained on a sample of the corpus when the run begins (seconds).
+tokens, trained on a sample of the corpus when the run begins, which takes seconds.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ def prepare_tokenizer(s: Settings, workdir: Path) -> str:
     spec = s.data.tokenizer
     if distributed.is_primary():
         if spec.startswith("bpe:"):
-            size = int(spec.removeprefix("bpe:"))
+            size = _bpe_size(spec)
             check_vocabulary(s, size)
             from maxlp.data.tokenizers.training import train_or_load
 
@@ -35,6 +35,15 @@ def prepare_tokenizer(s: Settings, workdir: Path) -> str:
                 _keep_file(workdir / name, content, spec)
     distributed.barrier("tokenizer")
     return saved_tokenizer(spec, workdir)
+
+
+def _bpe_size(spec: str) -> int:
+    size = spec.removeprefix("bpe:")
+    if not size.isdecimal():
+        raise ConfigError(
+            f"config.data.tokenizer={spec} does not give a number of tokens; write one, as in bpe:4096"
+        )
+    return int(size)
 
 
 def _keep_file(path: Path, content: bytes, spec: str) -> None:

@@ -52,7 +52,7 @@ def test_dcn_data_can_be_the_number_of_slices_or_hosts():
         (dict(fsdp=4), "need 4 devices, and there are 8"),
         (dict(fsdp=16), "need 16 devices, and there are 8"),
         (dict(data=-1), "at most one of stage, data, fsdp, context, tensor may be -1"),
-        (dict(fsdp=0), "sizes are positive"),
+        (dict(fsdp=0), "sizes must be positive"),
         (dict(dcn_data=3), "need a multiple of 3 devices"),
     ],
 )

@@ -60,9 +60,7 @@ def test_the_checkpoint_to_start_from(tmp_path, monkeypatch):
 
 def test_an_unknown_precision(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(
-        ValueError, match="precision='fp4' is unknown; choose one of: recipe, bf16, float32"
-    ):
+    with pytest.raises(ValueError, match="--precision=fp4 is unknown; one of recipe, bf16, float32"):
         replay.replay(tmp_path, 13, "fp4")
 
 

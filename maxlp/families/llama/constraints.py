@@ -4,12 +4,12 @@ from maxlp.run.settings import Machine, Settings
 
 
 def positions_within_range(s: Settings, machine: Machine) -> str | None:
-    """The rotary embedding is made for positions below max_seq_len."""
+    """Positions stay below max_seq_len, the range of the rotary embedding."""
     if s.data.seq_len <= s.model.max_seq_len:
         return None
     return (
         f"data.seq_len={s.data.seq_len} is above model.max_seq_len={s.model.max_seq_len}, the range of the "
-        "rotary embedding"
+        "rotary embedding; change one of them"
     )
 
 
@@ -39,12 +39,12 @@ def blocks_split_sequence(s: Settings, machine: Machine) -> str | None:
 
 
 def chunked_head_is_not_delayed(s: Settings, machine: Machine) -> str | None:
-    """Delayed scaling records one amax a step; a head in chunks runs several times."""
+    """Delayed scaling records one amax per step, but a head in chunks runs several times."""
     if s.loss.num_chunks == 1 or "delayed" not in s.matmuls.get("lm_head", ""):
         return None
     return (
-        f"loss.num_chunks={s.loss.num_chunks} runs lm_head several times a step, while its delayed scaling "
-        "records one amax a step; use loss.num_chunks=1 or another recipe for lm_head in precision.rules"
+        f"loss.num_chunks={s.loss.num_chunks} runs lm_head several times per step, but its delayed scaling "
+        "records one amax per step; use loss.num_chunks=1 or another recipe for lm_head in precision.rules"
     )
 
 

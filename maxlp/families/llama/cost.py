@@ -1,9 +1,8 @@
 """A closed form of a Llama train step: memory, collectives and FLOPs of one device, without a compiler.
 
 The state is exact: it is the state of the step itself, as shapes. The rest is arithmetic on the sizes
-  below.
-What XLA holds at the worst moment was read from its buffer assignment for a grid of settings;
-`tests/planning` holds the sum to compiled peaks.
+below. What XLA holds at the worst moment was read from its buffer assignment for a grid of settings;
+`tests/planning` compares the sum with compiled peaks.
 
 Shape letters, all of one microbatch: R rows of a device · S length · T tokens of a device (R S / context) ·
 D embed · F mlp · N query heads · K kv heads · H head dim · V vocab · L layers · t the tensor axis.
@@ -28,8 +27,8 @@ class Sizes:
     """A step's sizes on one device; see the letters above.
 
     Attributes:
-      a, param: bytes of an activation and of a parameter.
-      schedule: of the pipeline; one stage and one microbatch without one.
+      a, param: bytes of one number of an activation and of a parameter.
+      schedule: of the pipeline; one stage and one microbatch if there is none.
       released: each layer is updated in the backward pass.
       remat, attention, platform: see `LlamaConfig` and `Machine`.
     """
@@ -122,7 +121,7 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
     held = {
         "parameters": state.bytes_on(mesh, "params"),
         "optimizer": state.bytes_on(mesh, "opt_state") + state.bytes_on(mesh, "model_state"),
-        "batch": 17.0 * s.R * s.microbatches * s.S,  # four int32 and a bool a token
+        "batch": 17.0 * s.R * s.microbatches * s.S,  # four int32 and a bool per token
     }
     during = {"saved activations": kept(s), "gradients": gradients(s)}
     block = of_block(s.of_stage)
@@ -192,11 +191,12 @@ def gradients(s: Sizes) -> float:
 def of_block(s: Sizes) -> dict[str, float]:
     """The backward pass of one block.
 
-    It holds of the MLP: gate, up, their product and two gradients. Of attention: its inputs and its output
-    (dense attention: probabilities and their gradient in float32 and rounded, before the MLP is recomputed;
-    ring attention: see `of_ring`). Of the residual stream: four whole rows, and with a tensor axis up to
-    five more, gathered for what is recomputed and as sums to scatter. Seven tenths of the gathered weights
-    are in use at that moment, and of the rounded ones if parameters are stored in a wider dtype.
+    Of the MLP it holds gate, up, their product and two gradients. Of attention it holds the inputs and the
+    output; dense attention peaks before the MLP is recomputed, with probabilities and their gradient in
+    float32 and rounded; for ring attention see `of_ring`. Of the residual stream it holds four whole
+    arrays, and with a tensor axis up to five more: gathered for what is recomputed, and sums to scatter.
+    Seven tenths of the gathered weights are in use at that moment, and as much of the rounded ones if
+    parameters are stored in a wider dtype.
     """
     x, f = s.T * s.D * s.a, s.T * s.F * s.a / s.t
     q, k = s.T * s.N * s.H * s.a / s.t, s.T * s.K * s.H * s.a / s.t
@@ -296,7 +296,7 @@ def matmul_widths(s: Sizes) -> dict[str, int]:
 
 
 def traffic(s: Sizes, params: float, opt_state: float, again: int, square: float) -> float:
-    """Bytes that pass through the memory of one device.
+    """Bytes that one device reads from and writes to its memory.
 
     Weights are written gathered and read in each pass; the optimizer reads and writes the state; about
     thirty arrays of width D and twelve of width F pass through memory for each block and token; dense
@@ -319,7 +319,7 @@ def traffic(s: Sizes, params: float, opt_state: float, again: int, square: float
 
 
 def collectives(settings: Settings, machine: Machine) -> list[Collective]:
-    """The collectives that the mesh needs; XLA runs about these, cut differently.
+    """The collectives that the mesh needs; XLA's are about the same, divided differently.
 
     * fsdp and context: weights gathered for the forward and again for the backward pass, gradients
       scattered, for every microbatch; the same for the head; the looked-up embeddings, and their

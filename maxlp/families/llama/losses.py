@@ -64,7 +64,7 @@ def next_token_in_chunks(
     num_chunks: int,
     z_loss: float,
 ) -> Sums:
-    """`next_token` in ``num_chunks`` chunks of the sequence, so that the logits are never all in memory.
+    """`next_token` in ``num_chunks`` chunks of the sequence, so that memory never holds all logits.
 
     The logits of a chunk are computed once, and the gradient of the loss right after them, in the forward
     pass. (The other sums have no gradient.) The weights are gathered once. Each device accumulates their
@@ -91,7 +91,7 @@ def next_token_in_chunks(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_of_chunks(loss: Callable, weights: nnx.State, x_CPbsD: jax.Array, *labels_CPbs: jax.Array) -> Any:
-    """``loss(weights, x, *labels)``, a number and others, summed over C chunks and P parts."""
+    """``loss(weights, x, *labels)``, a scalar and a dict of scalars, summed over C chunks and P parts."""
 
     def add(total: Any, chunk: tuple) -> tuple[Any, None]:
         return _plus(total, jax.vmap(loss)(weights_P, *chunk)), None

@@ -24,7 +24,7 @@ def make_perplexity(
         tokens costs bits and adds no bytes, so bits per byte are those of a complete code for the text.
 
     Returns:
-      The function; its results are loss (nats per token), perplexity, accuracy, bits_per_byte, tokens and
+      the function; its results are loss (nats per token), perplexity, accuracy, bits_per_byte, tokens and
       bytes. It raises a ValueError for batches without a token to predict.
     """
 
@@ -37,8 +37,8 @@ def make_perplexity(
 
     def perplexity(state: dict, batches: Iterable[dict]) -> dict[str, float]:
         # Fetch the sums of one batch before the next one starts: batches do not depend on each other, and
-        # on CPUs nothing else keeps the collectives of two of them in the same order in all processes. On
-        # the host the sums are float64, so that they stay exact enough for any number of batches.
+        # on CPUs nothing else keeps the collectives of two batches in the same order in all processes. On
+        # the host the sums are float64, which is accurate enough for any number of batches.
         total = dict.fromkeys(("nll", "correct", "tokens", "bytes"), 0.0)
         for batch in batches:
             for key, value in jax.device_get(count(state, batch)).items():

@@ -101,7 +101,7 @@ def evaluator(
     return lambda state, batches: perplexity(state, batches())
 
 
-# --- what others need to know ---------------------------------------------------------------------------
+# --- sizes, FLOPs, descriptions -------------------------------------------------------------------------
 
 
 def batch_shapes(data: text.TextDataConfig) -> dict[str, jax.ShapeDtypeStruct]:

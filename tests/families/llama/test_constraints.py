@@ -42,7 +42,7 @@ BROKEN = {
     ),
     "chunked_head_is_not_delayed": (
         FP8 | {"loss.num_chunks": 2, "precision.rules": (("lm_head", "fp8_delayed"),)},
-        "loss.num_chunks=2 runs lm_head several times a step",
+        "loss.num_chunks=2 runs lm_head several times per step",
     ),
     "stages_are_scanned": (
         STAGES | {"model.scan_layers": False},

@@ -1,0 +1,35 @@
+"""The tokenizer of a run: mistakes in the config are refused with the key, the value and the way out."""
+
+import pytest
+
+from maxlp.data.tokenizers.training import train_bpe
+from maxlp.run.config import ConfigError
+from maxlp.run.settings import read
+from maxlp.run.tokenizer import prepare_tokenizer
+from tests.run.fixtures import changed, load
+
+
+def settings(tokenizer: str, vocab_size: int = 4096):
+    return read(changed(load("debug"), {"data.tokenizer": tokenizer, "model.vocab_size": vocab_size}))
+
+
+def test_a_bpe_without_a_number_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"^config.data.tokenizer=bpe:4k does not give .* as in bpe:4096"):
+        prepare_tokenizer(settings("bpe:4k"), tmp_path)
+
+
+def test_more_tokens_than_the_model_has_room_for_are_refused(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"^config.data.tokenizer=bpe:512 .* set config.model.vocab_size=512"
+    ):
+        prepare_tokenizer(settings("bpe:512", vocab_size=256), tmp_path)
+
+
+def test_another_tokenizer_than_that_of_the_run_is_refused(tmp_path):
+    file, workdir = tmp_path / "tokenizer.json", tmp_path / "run"
+    workdir.mkdir()
+    train_bpe(["abc"], 259, str(file))
+    assert prepare_tokenizer(settings(str(file)), workdir) == str(workdir / "tokenizer.json")
+    train_bpe(["abab"], 260, str(file))
+    with pytest.raises(ConfigError, match=r"is not .*tokenizer.json, .* use that one or a new workdir"):
+        prepare_tokenizer(settings(str(file)), workdir)
