@@ -106,7 +106,7 @@ def import_weights(
     Args:
       format_name: see `formats`; None detects it.
       dtype: of the parameters; None takes that of the input.
-      image_size: of the images that the imported model is for; None leaves it.
+      image_size: size of images to resize the model to; None keeps its own.
 
     Raises:
       ValueError: an unknown format or architecture, a damaged file, or a workdir that is not empty.

@@ -96,7 +96,7 @@ def evaluate(c: ConfigDict, s: Settings, workdir: Path, mesh: Mesh) -> tuple[dic
     validation = make_data(s, tokenizer, "validation", mesh)
     source = c.data.get("validation_source") or c.data.source
     linear_probe = s.family.linear_probe if flags.FLAGS.linear_probe else None
-    if flags.FLAGS.linear_probe and not (linear_probe and validation.classes):
+    if linear_probe and not validation.classes:
         raise ConfigError(
             f"--linear_probe needs images with labels, and {source} has no classes; name them with "
             "--config.data.classes=FILE, or drop the flag"

@@ -10,6 +10,7 @@ the command searches for the nearest settings that fit.
 
 import dataclasses
 import json
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,7 +95,7 @@ def command() -> str:
     parts = [f"--config={config_flags.get_config_filename(flags.FLAGS['config'])}"]
     parts += [f"--topology={flags.FLAGS.topology}"]
     parts += [f"--config.{key}={value}" for key, value in overrides.items()]
-    return "python -m maxlp.plan " + " ".join(parts)
+    return "python -m maxlp.plan " + shlex.join(parts)
 
 
 def make_plan(
@@ -179,15 +180,15 @@ def timing(
       dcn: ``mesh.dcn_data`` of the config.
     """
     groups = group(list(found), topology, plan["mesh"], dcn)
-    time = roofline(work, groups, topology)
+    step = roofline(work, groups, topology)
     seconds_per_flop = plan["units_per_step"] / plan["devices"] / topology.chip.peak()
     return {
         "work": dataclasses.asdict(work),
         "collectives": [dataclasses.asdict(row) for row in groups],
-        "time": dataclasses.asdict(time)
-        | {"least": time.least, "expected": time.expected, "limit": time.limit},
+        "time": dataclasses.asdict(step)
+        | {"least": step.least, "expected": step.expected, "limit": step.limit},
         "mfu": {
-            name: flops * seconds_per_flop / time.expected for name, flops in plan["flops_per_unit"].items()
+            name: flops * seconds_per_flop / step.expected for name, flops in plan["flops_per_unit"].items()
         },
     }
 

@@ -69,7 +69,7 @@ def prepare_text(
       ValueError: `output` already holds a dataset, or an argument is wrong.
     """
     if tokenizer and train_tokenizer:
-        raise ValueError("give tokenizer or train_tokenizer, not both")
+        raise ValueError(f"give tokenizer={tokenizer!r} or train_tokenizer={train_tokenizer}, not both")
     _check_output(output, shards, num_workers, overwrite)
     documents = make_source(source, split)
     if isinstance(documents, Mixture):

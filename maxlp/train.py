@@ -220,7 +220,7 @@ def make_throughput(run: Experiment, num_params: int, peak: hardware.Peak) -> Th
 def health_probe(
     run: Experiment, graphdef: nnx.GraphDef
 ) -> Callable[[State, dict], dict[str, float]] | None:
-    """Measures what quantization does to every tensor, if the config asks for it."""
+    """Measures what quantization does to every tensor; None if ``precision.health_every`` is 0."""
     if not run.settings.precision.health_every:
         return None
     from maxlp.precision import health

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,7 @@ def test_command_without_a_compiler(tmp_path):
         "--estimate_only",
         f"--json={tmp_path / 'plan.json'}",
         f"--plot={tmp_path / 'plan.png'}",
+        "--config.data.source=text:/my data/*.txt",
     )
     assert done.returncode == 0, done.stderr
     assert "1024 × TPU v5, mesh fsdp 128 × tensor 8" in done.stdout
@@ -41,9 +43,9 @@ def test_command_without_a_compiler(tmp_path):
     values = json.loads((tmp_path / "plan.json").read_text())
     assert values["estimate"]["seconds"] < 1  # arithmetic; the shapes of the state come before
     assert values["estimate"]["memory"]["parameters"] == pytest.approx(405853388800 * 4 / 1024, rel=0.02)
-    assert values["command"].startswith(
-        "python -m maxlp.plan --config=configs/llama/405b.py --topology=v5p"
-    )
+    again = ["--config=configs/llama/405b.py", "--topology=v5p:8x8x16"]
+    again += ["--config.data.source=text:/my data/*.txt"]
+    assert shlex.split(values["command"]) == ["python", "-m", "maxlp.plan", *again]
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -16,7 +16,7 @@ random key depends on the number of the update, which all calls in a step share.
 unbiased nevertheless.
 
 What needs all gradients at once cannot be combined with this: clipping by the global norm, microbatches,
-gates. `run.constraints` refuses those.
+pipeline stages, gates. `run.constraints` refuses those.
 """
 
 import dataclasses

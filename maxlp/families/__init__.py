@@ -40,7 +40,7 @@ class Family:
       make_model: (model, rngs=) to the NNX module.
       make_data: (data, split=, seed=, process_index=, process_count=) to the batches of this process.
       loss: (loss, seed) to the loss of a batch in one pass.
-      gradients: (loss, seed, microbatches) to the gradients of that loss in so many passes.
+      gradients: (loss, seed, microbatches) to the gradients of that loss, in that number of passes.
       evaluator: (graphdef, model, data, loss, validation) to an `Evaluate`; validation is the result of
         make_data for that split.
       batch_shapes: data to the arrays of a global batch.

@@ -34,7 +34,7 @@ class PipelineConfig:
     """The config's ``model.pipeline`` section.
 
     Attributes:
-      microbatches: see `Schedule`; None for as many as there are stages.
+      microbatches: see `Schedule`; None takes the number of stages.
       rounds: see `Schedule`.
     """
 
@@ -47,5 +47,5 @@ class PipelineConfig:
                 raise ValueError(f"{key}={value} must be at least 1")
 
     def schedule(self, stages: int) -> Schedule:
-        """The schedule for so many stages."""
+        """The schedule for this number of stages."""
         return Schedule(stages, stages if self.microbatches is None else self.microbatches, self.rounds)

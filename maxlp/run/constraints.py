@@ -6,7 +6,7 @@ relate sections to each other, to the mesh and to the platform. A family adds ru
 (`families.Family.rules`).
 
 A rule is a function of (settings, machine) to a message, or None if it is fulfilled. The message starts
-with a config key, names the values, and says what to do. The rule's docstring is its reason;
+with a config key, names the values, and ends with the way out. The rule's docstring is its reason;
 `docs/composition.md` prints it.
 """
 

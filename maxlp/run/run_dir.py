@@ -100,8 +100,8 @@ def record_start(workdir: Path, step: int, num_params: int) -> None:
 def claim(workdir: Path) -> bool:
     """Locks a workdir for the life of this process; False if another process on this machine holds it.
 
-    True on file systems without locks. A False is only worth a warning: a lock on a network file system may
-    outlive a lost host, and the run of a lost host must be able to start again.
+    True on file systems without locks. Callers only warn if it is False: a lock on a network file
+    system may outlive a lost host, and the run of that host must be able to start again.
     """
     path = str(workdir.resolve())
     if path in _claimed:

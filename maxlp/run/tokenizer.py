@@ -56,7 +56,7 @@ def _keep_file(path: Path, content: bytes, spec: str) -> None:
 
 
 def check_vocabulary(s: Settings, size: int) -> None:
-    """Raises a ConfigError if the model has no room for so many token ids."""
+    """Raises a ConfigError if the model has room for fewer token ids."""
     key, room = s.family.vocabulary(s.model)
     if size > room:
         raise ConfigError(

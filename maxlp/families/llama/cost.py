@@ -226,9 +226,9 @@ def of_ring(s: Sizes) -> float:
     their gradients in float32: of this turn, of those before, in transit, and a loop's input.
     """
     tile = ring.tile_size(s.S // s.context, s.context)
-    squares = 0.0 if fused_ring(s) else s.R * s.N / s.t * tile**2 * (3 * 4 + 2 * s.a)
+    tiles = 0.0 if fused_ring(s) else s.R * s.N / s.t * tile**2 * (3 * 4 + 2 * s.a)
     q, k = s.T * s.N * s.H / s.t, s.T * s.K * s.H / s.t
-    return squares + q * (10 * s.a + 2 * 4) + k * (6 * s.a + 8 * 4)
+    return tiles + q * (10 * s.a + 2 * 4) + k * (6 * s.a + 8 * 4)
 
 
 def fused_ring(s: Sizes) -> bool:
