@@ -80,10 +80,13 @@ class LlamaConfig:
                 raise ValueError(f"{key}={getattr(self, key)} must be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
+                "change one of them"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd; the rotary embedding rotates pairs")
+            raise ValueError(
+                f"head_dim={self.head_dim} is odd, but the rotary embedding rotates pairs; use an even one"
+            )
 
     @property
     def q_dim(self) -> int:
