@@ -5,7 +5,7 @@
 
 The first command prints a text (`monitoring.sections`) and draws `loss.png` (`monitoring.curves`), whether
 the run is in progress, was killed or has finished. With --spike, the steps before that step are run again
-to show which tensor departed first (`monitoring.replay`).
+to show which tensor departed first (`run.replay`).
 """
 
 import sys
