@@ -67,7 +67,7 @@ def test_ties_and_nan_count_against_an_example():
 
 def test_a_class_is_the_normalized_mean_of_its_normalized_prompts():
     want = np.asarray(direction(np.array([[ANGLE[c]] for c in CLASSES])))
-    for batch_size in (3, 14, 100):  # prompts of a class in two batches; all in one; one batch with padding
+    for batch_size in (3, 14, 100):  # a class in two batches; all prompts in one; padding
         got = class_embeddings(lambda x: 3 * direction(x), CLASSES, TEMPLATES, tokenize, batch_size)
         np.testing.assert_allclose(got, want, atol=2e-7)  # float32 angles
 
