@@ -73,8 +73,8 @@ class TextDataConfig:
         mixed; False keeps the order of the source.
       shuffle_tokens: about how many tokens are mixed, over the whole global batch. More tokens mix
         better, but take longer to read before the first step.
-      num_epochs: None repeats without end. A number ends after so many passes with a padded batch,
-        and uses a single stream, so that each process tokenizes the whole corpus.
+      num_epochs: None repeats without end. A number ends the data after that many passes, with a
+        padded batch, and uses a single stream, so that each process tokenizes the whole corpus.
       num_workers: processes that tokenize and pack; 0 uses a thread. Each owns whole streams, so no
         more are started than this process has streams.
     """
@@ -247,7 +247,7 @@ class TextIterator:
         return self._prefetched
 
     def metrics(self) -> dict[str, float]:
-        """Metrics to record beside the loss: none, because no text is ever skipped."""
+        """Metrics to record besides the loss: none, because no text is ever skipped."""
         return {}
 
     def get_state(self) -> dict[str, Any]:

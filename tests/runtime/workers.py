@@ -124,7 +124,7 @@ def assert_equals_expected(state, step):
 
 
 def restore(checkpointer):
-    """Restores the newest step and compares it to the bit."""
+    """Restores the newest step and compares it bit for bit."""
     restored = checkpointer.restore_latest(abstract_state())
     if restored is not None:
         assert_equals_expected(restored.state, restored.step)

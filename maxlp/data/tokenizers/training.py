@@ -77,7 +77,7 @@ def train_bpe(texts: Iterable[str | bytes], vocab_size: int, path: str) -> Token
 def train_or_load(path: str, texts: Iterable[str | bytes], vocab_size: int) -> Tokenizer:
     """Loads the tokenizer at `path`, or trains it on `texts`, which are read only in that case.
 
-    An existing file is used as it is, whatever it was trained on.
+    An existing file is used regardless of the texts it was trained on.
 
     Raises:
       ValueError: the existing tokenizer has another vocabulary size; and the errors of `train_bpe`.

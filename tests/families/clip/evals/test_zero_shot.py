@@ -80,6 +80,8 @@ def test_a_mesh_equals_one_device():
         assert run(placed, batch_size=8) == want
 
 
-def test_templates_without_a_place_for_the_class_are_refused():
+def test_missing_classes_and_templates_without_a_place_for_them_are_refused():
+    with pytest.raises(ValueError, match=r"no prompts from 0 classes and 2 templates; set data\.classes"):
+        run(batches([0], [0]), classes=[])
     with pytest.raises(ValueError, match="template 'a photo' has no"):
         run(batches([0], [0]), templates=["a photo"])
