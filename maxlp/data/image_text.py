@@ -1,7 +1,7 @@
 """Image-text batches on Grain: examples → pixels and tokens → global batches.
 
 An epoch is a permutation of the examples that depends only on the seed and the epoch, cut into whole
-batches. The few examples that remain are left out of this epoch; the next one has another order. So no
+batches. The few examples that remain are left out of that epoch. No batch spans two epochs, so no
 example occurs twice in a batch. How an example is cropped or drawn depends on the seed, the epoch and
 the example. So the state is just the step, and any number of processes and workers can restore it.
 

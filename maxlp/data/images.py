@@ -79,8 +79,8 @@ def random_crop(
 ) -> np.ndarray:
     """Resizes a random part of the image to uint8 [size, size, 3]: RandomResizedCrop of Inception.
 
-    A JPEG that will be reduced by a factor of 2, 4 or 8 or more is decoded at the reduced size, which
-    is several times faster.
+    A JPEG that is at least twice as large as needed is decoded at a half, a quarter or an eighth of its
+    size, which is several times faster.
 
     Args:
       image: from `open_image`, not yet decoded.

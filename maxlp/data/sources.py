@@ -155,7 +155,7 @@ class Source:
         self.split, self.reader, self.tokenizer = spec.split, reader, tokenizer
         self.classes, self.templates = classes, templates
         total = len(reader)
-        self._every = round(1 / validation) if validation else 0  # distance of validation records
+        self._every = round(1 / validation) if validation else 0  # spacing of validation records
         chosen = total // self._every if self._every else 0
         sizes = {} if validation is None else {"train": total - chosen, "validation": chosen}
         self._len = sizes.get(spec.split, total)

@@ -40,7 +40,8 @@ class Tensors(Mapping[str, np.ndarray]):
                 with open(self._path(index)) as file:
                     self.file_of = json.load(file)["weight_map"]
             except (ValueError, KeyError) as error:
-                raise ValueError(f"{self._path(index)} is not an index of shards ({error!r})") from None
+                problem = f"{self._path(index)} is not an index of shards ({error!r})"
+                raise ValueError(f"{problem}; copy or download it again") from None
         else:
             raise ValueError(f"{self.directory} contains neither {weights} nor {index}; check the path")
 

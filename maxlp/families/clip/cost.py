@@ -229,7 +229,7 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     """FLOPs and memory traffic of one device.
 
     With several microbatches both towers run forward once more, for the features. A float32 product of the
-    loss takes as long as six in bfloat16.
+    loss costs as much as six in bfloat16.
     """
     devices, M = math.prod(machine.axes.values()), settings.train.microbatches
     recipes = settings.matmuls
