@@ -57,7 +57,7 @@ def test_the_low_precision_runs_quantize_all_blocks_of_both_towers():
 
 # --- forward --------------------------------------------------------------------------------------------
 
-# Features are float32 unit vectors: rounding changes them by less than 1e-6, other inputs by more than 1e-3.
+# Features are float32 unit vectors: rounding changes them by less than 1e-6, other inputs by over 1e-3.
 
 
 def test_pixels_are_normalized_and_floats_are_not():
