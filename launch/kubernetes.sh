@@ -21,6 +21,7 @@ shift 2
 while (($#)) && [[ $1 != -- ]]; do
   case $1 in
     --slices=*[!0-9]* | --hosts=*[!0-9]* | --gpus=*[!0-9]* | --restarts=*[!0-9]*) die "$1 is not a whole number" ;;
+    --slices= | --gpus= | --restarts=) die "$1 is not a whole number" ;;
     --image=* | --type=* | --topology=* | --slices=* | --hosts=* | --gpus=* | --restarts=* | --volume=* | --xla_flags=*)
       option=${1%%=*} && printf -v "${option#--}" %s "${1#*=}" ;;
     --dry_run) dry_run=1 ;;

@@ -16,7 +16,7 @@ n='' restarts=0 logs='' dry_run='' grace=${MAXLP_GRACE:-300} gpus=$(nvidia-smi -
 while (($#)) && [[ $1 != -- ]]; do
   case $1 in
     --help) usage "$0" && exit ;;
-    --restarts=*[!0-9]*) die "$1 is not a whole number" ;;
+    --restarts=*[!0-9]* | --restarts=) die "$1 is not a whole number" ;;
     --restarts=*) restarts=${1#*=} ;;
     --logs=*) logs=${1#*=} ;;
     --xla_flags=*) load_flags "${1#*=}" ;;

@@ -3,13 +3,13 @@
 The faces are those of matplotlib with Unicode character tables: twelve of DejaVu and four of STIX.
 (Its Computer Modern faces have tables of their own.) A caption is the character's Unicode name in
 lower case, "latin small letter a with diaeresis". Names are composed of parts, so that a model can
-name a character that it never saw. Two kinds of data are excluded from training and can be used for
-validation:
+name a character that it has never seen. Training excludes some faces and some characters; validation
+uses one of three combinations:
 
-    faces        training's characters, in faces that training does not use
-    characters   characters that training does not have, in its faces; every word of their names
-                 occurs in the name of a training character
-    both         those characters in those faces
+    faces        training characters in excluded faces
+    characters   excluded characters in training faces; every word of their names occurs in the name
+                 of a training character
+    both         excluded characters in excluded faces
 
 An epoch goes over the characters and draws each in a random one of its faces, so that no caption
 occurs twice. Of characters that look the same in all faces (Latin A, Greek Alpha, Cyrillic A), only
@@ -57,7 +57,8 @@ CHARACTERS = {
 }
 
 CAP_HEIGHT, BASELINE = 0.45, 0.77  # fractions of the canvas; the baseline is measured from the top
-ROTATION, SHEAR, LOG_SCALE, SHIFT = 0.12, 0.2, 0.12, 0.06  # largest; rotation in radians, shift of the side
+# Largest values; the rotation in radians, the shift as a fraction of the side.
+ROTATION, SHEAR, LOG_SCALE, SHIFT = 0.12, 0.2, 0.12, 0.06
 DARKEST_PAPER, LIGHTEST_INK = 95, 95  # largest distances from white and from black
 
 
@@ -65,8 +66,8 @@ class Glyphs:
     """The examples of one split; see `image_text.Examples`.
 
     Attributes:
-      classes: all captions, including those of characters that training does not have.
-      templates: ["{}"], because a caption is a description already.
+      classes: all captions, including those of excluded characters.
+      templates: "{}" alone, because a caption is already a description.
     """
 
     templates = ("{}",)
@@ -88,11 +89,10 @@ class Glyphs:
           split: "train" or "validation".
           image_size: side of the images in pixels.
           characters: a key of `CHARACTERS`.
-          validation: what is new in the validation split: "faces", "characters" or "both". Training
-            never has either.
-          validation_faces: names from `FACES`, joined by commas.
-          validation_characters: approximate fraction of the characters with a composed name that
-            training does not have.
+          validation: what the validation split consists of: "faces", "characters" or "both", see the
+            top of the file. Training is the same for all three.
+          validation_faces: the excluded faces: names from `FACES`, joined by commas.
+          validation_characters: approximate excluded fraction of the characters with a composed name.
           augment: strength of the random variation of training images, 0 to 1.
 
         Raises:
@@ -128,12 +128,15 @@ class Glyphs:
             for character in chosen
             if (captions[character] in excluded_captions) == new_characters
         }
-        # In training a row is a character with all its faces, in validation one with a single face.
+        # A row is a character with all its faces in training, and with a single face in validation.
         self._rows = [(character, own) for character, own in drawn.items() if own]
         if not is_train:
             self._rows = [(character, (face,)) for character, own in self._rows for face in own]
         if not self._rows:
-            raise ValueError(f"glyphs ({characters}): the split {split!r} is empty; exclude fewer faces")
+            raise ValueError(
+                f"the split {split!r} is empty with validation_faces={validation_faces} and"
+                f" validation_characters={validation_characters}; change one of them"
+            )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -242,7 +245,7 @@ def _characters(kind: str) -> tuple[str, ...]:
         if not pattern.fullmatch(unicodedata.name(character, "").lower()) or not character.isprintable():
             continue
         look = b"".join(_glyph(face, character, 32).tobytes() for face in COMMON[::4])
-        if not any(look) or look in seen:  # a space, or the look of an earlier character
+        if not any(look) or look in seen:  # blank, or identical to an earlier character
             continue
         seen.add(look)
         chosen.append(character)

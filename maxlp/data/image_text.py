@@ -1,7 +1,7 @@
 """Image-text batches on Grain: examples → pixels and tokens → global batches.
 
 An epoch is a permutation of the examples that depends only on the seed and the epoch, cut into whole
-batches. The few examples that remain are skipped until the next epoch, which has another order, so no
+batches. The few examples that remain are left out of that epoch. No batch spans two epochs, so no
 example occurs twice in a batch. How an example is cropped or drawn depends on the seed, the epoch and
 the example. So the state is just the step, and any number of processes and workers can restore it.
 
@@ -29,8 +29,8 @@ from maxlp.data.sources import Source, Spec, check_split, open_source, parse_spe
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
 
 TEMPLATES = ("a photo of a {}.",)
-CHUNK_ROWS = 32  # that one thread makes at a time
-ORDER, AUGMENT = 0, 1  # what a random number is for, so that no two have the same seeds
+CHUNK_ROWS = 32  # rows that one thread makes at a time
+ORDER, AUGMENT = 0, 1  # part of the seeds, so that the two uses of random numbers are independent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,8 +106,9 @@ def make_data(
 
     Args:
       split: "train" or "validation".
-      seed: of the order and the augmentation.
-      process_index, process_count: of this process among those that share the global batch.
+      seed: determines the order and the augmentation.
+      process_index: index of this process among those that share the global batch.
+      process_count: number of these processes.
 
     Raises:
       ValueError: a value out of range, or a source or tokenizer that cannot be read.
@@ -207,7 +208,7 @@ class ImageTextDataset:
 class ImageTextIterator:
     """Yields batches; `get_state` and `set_state` save and restore the position exactly.
 
-    The "streams" of a state map the process to the numbers of the broken examples that it has met or
+    The "streams" of a state map the process to the numbers of the broken examples that it has found or
     restored. To resume with another number of processes, give each the `merge_states` of all.
     """
 
@@ -226,9 +227,9 @@ class ImageTextIterator:
         """`data/skipped` and `data/texts_cut`, where they are not zero.
 
         `data/skipped` counts the different broken examples since the run began: those that this
-        process met, and those that all processes met before the last resume, as the state has their
-        numbers. `data/texts_cut` is the fraction of this process's texts since the start that have
-        more tokens than `text_len`.
+        process has found, and those that all processes had found before the last resume.
+        `data/texts_cut` is the fraction of this process's texts since the start that have more tokens
+        than `text_len`.
         """
         values = {
             "data/skipped": len(self._broken),
@@ -246,7 +247,7 @@ class ImageTextIterator:
         return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
     def start_prefetch(self) -> grain.DatasetIterator:
-        """Starts making the first batches, for which the first `next` would otherwise wait."""
+        """Starts making the first batches, so that the first `next` waits less."""
         if self._prefetched is None:
             self._prefetched = self._open_chunks()
             self._prefetched.start_prefetch()
@@ -284,8 +285,8 @@ class ImageTextIterator:
     def _count_cut(self, num_cut: int, num_texts: int) -> None:
         if num_cut and not self._num_cut and self._dataset.is_train:
             logging.warning(
-                "%d of %d texts are longer than text_len=%d tokens and are cut; data/texts_cut is their"
-                " fraction from here on",
+                "%d of %d texts are longer than text_len=%d tokens and are cut; the metric data/texts_cut"
+                " is the fraction so far",
                 *(num_cut, num_texts, self._dataset.config.text_len),
             )
         self._num_cut, self._num_texts = self._num_cut + num_cut, self._num_texts + num_texts
@@ -387,7 +388,7 @@ class Examples(Protocol):
         """Example `index`, augmented if there is an `rng`.
 
         Raises:
-          BrokenExample: it cannot be used; the message begins with its place.
+          BrokenExample: it cannot be used; the message begins with its location.
         """
         ...
 
@@ -441,8 +442,8 @@ class EncodedExamples:
             return record["text"]
         if not 0 <= label < len(self.classes):
             raise BrokenExample(
-                f"no caption, and its label {label} is none of the {len(self.classes)} classes; name all"
-                " classes in the file of data.classes"
+                f"no caption, and its label {label} is not one of the {len(self.classes)} classes; list all"
+                " classes in the file data.classes"
             )
         choice = 0 if rng is None else int(rng.integers(len(self.templates)))
         return self.templates[choice].format(self.classes[label])

@@ -79,8 +79,8 @@ def random_crop(
 ) -> np.ndarray:
     """Resizes a random part of the image to uint8 [size, size, 3]: RandomResizedCrop of Inception.
 
-    A JPEG of which only every second (4th, 8th) pixel is needed is decoded at that size, which is
-    several times faster.
+    A JPEG that is at least twice as large as needed is decoded at a half, a quarter or an eighth of its
+    size, which is several times faster.
 
     Args:
       image: from `open_image`, not yet decoded.
@@ -112,7 +112,7 @@ def _crop_box(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> tuple[int, int, int, int]:
-    """Left, top, width, height; if no random box fits, the largest central one of an allowed ratio."""
+    """Left, top, width, height; if no random box fits, the largest central one with an allowed ratio."""
     full_width, full_height = image_size
     for area, logratio, x, y in rng.random((CROP_ATTEMPTS, 4)):
         pixels = full_width * full_height * (scale[0] + area * (scale[1] - scale[0]))

@@ -1,4 +1,4 @@
-"""Packing: documents of different lengths to windows of one length.
+"""Packing: documents of different lengths into windows of one length.
 
 In a window, documents are numbered by `segment_ids` from 1, and `positions` count from 0 in each.
 Padding has segment 0. `loss_mask` is true where the target is the next token of the same document.
@@ -24,11 +24,11 @@ class Documents(Protocol):
     offset: int
 
     def peek(self, index: int) -> np.ndarray | None:
-        """All tokens of the `index`-th document of the queue, None behind the last."""
+        """All tokens of the `index`-th document of the queue; None after the last."""
         ...
 
     def advance(self, documents: int, offset: int) -> None:
-        """Removes documents from the front, and sets the offset in the one that is first then."""
+        """Removes documents from the front, and sets the offset in the one that is then first."""
         ...
 
 
@@ -58,7 +58,7 @@ def pack_concat(documents: Documents, num_windows: int, seq_len: int, pad_id: in
 
 
 def pack_first_fit(documents: Documents, num_windows: int, seq_len: int, pad_id: int) -> Batch:
-    """Puts each next document, in pieces of at most S, into the first window [W, S] with room for it.
+    """Puts each document in turn, in pieces of at most S, into the first window [W, S] with room for it.
 
     Stops at the first piece for which no window has room.
     """

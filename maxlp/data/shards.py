@@ -1,4 +1,4 @@
-"""Writing of ArrayRecord shards, by one or several processes; `readers.array_record` reads them."""
+"""Writes ArrayRecord shards with one or several processes; `readers.array_record` reads them."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ from maxlp.data.sources import Source
 
 PARTIAL = ".partial"  # suffix of every file that is not complete
 
-# Makes the record of one example, and what it adds to the totals; an empty record is left out.
+# Makes the record of one example, and its counts for the totals; an empty record is left out.
 MakeRecord = Callable[[Source, int], tuple[bytes, dict[str, int]]]
 
 
@@ -70,7 +70,8 @@ def write_shards(
 
 def totals(written: list[dict[str, Any]]) -> dict[str, int]:
     """Sums of the counts in the shards' entries."""
-    return {key: sum(shard[key] for shard in written) for key in written[0] if key.endswith("s")}
+    counts = [key for key in written[0] if key not in ("file", "file_size")]
+    return {key: sum(shard[key] for shard in written) for key in counts}
 
 
 @contextlib.contextmanager
@@ -85,7 +86,7 @@ def no_partial_files(output: str) -> Iterator[None]:
 
 
 def commit(output: str, manifest: dict[str, Any], other_files: dict[str, bytes]) -> None:
-    """Replaces the old files in `output` by the new ones; meanwhile there is no manifest."""
+    """Replaces the old files in `output` with the new ones; until this is done there is no manifest."""
     _remove(output, MANIFEST)
     _remove(output, "*.array_record")
     for shard in manifest["shards"]:

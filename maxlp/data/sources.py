@@ -49,7 +49,7 @@ SPLITS = ("train", "validation", "all")
 
 
 class Kind(NamedTuple):
-    """What a source can name.
+    """A kind of source.
 
     Attributes:
       opener: "package.module:function", imported when a source names the kind. The function takes a
@@ -57,7 +57,7 @@ class Kind(NamedTuple):
       contents: what its records can be: "text", "image_text".
       takes_path: whether a path follows the name of the kind.
       own_splits: whether the data has splits of its own, so that `?split=` is passed on as it is.
-      drawn: there are no records; `maxlp.data.image_text` draws each example when it is needed.
+      drawn: whether `maxlp.data.image_text` draws each example instead of reading a record.
     """
 
     opener: str
@@ -85,7 +85,7 @@ class Spec(NamedTuple):
 
     Attributes:
       text: the spec as it was given.
-      content: what the records are to be, "text" or "image_text".
+      content: what the records are read as, "text" or "image_text".
       options: further keyword arguments of the kind's opener.
     """
 
@@ -116,7 +116,7 @@ class Reader(Protocol):
         ...
 
     def where(self, row: int) -> str:
-        """Names the place of a record, for messages."""
+        """The location of record `row`, for messages."""
         ...
 
 
@@ -155,15 +155,13 @@ class Source:
         self.split, self.reader, self.tokenizer = spec.split, reader, tokenizer
         self.classes, self.templates = classes, templates
         total = len(reader)
-        self._every = (
-            round(1 / validation) if validation else 0
-        )  # one record in this many is for validation
+        self._every = round(1 / validation) if validation else 0  # spacing of validation records
         chosen = total // self._every if self._every else 0
         sizes = {} if validation is None else {"train": total - chosen, "validation": chosen}
         self._len = sizes.get(spec.split, total)
         if not self._len:
-            none = f"split {spec.split!r} has none of its {total} documents"
-            raise ValueError(f"{none}; change ?validation=FRACTION or ?split=")
+            empty = f"split {spec.split!r} contains none of the {total} documents"
+            raise ValueError(f"{empty}; change ?validation=FRACTION or ?split=")
 
     def __len__(self) -> int:
         return self._len
@@ -179,7 +177,7 @@ class Source:
         """The reader's row of record `index`."""
         index = int(index)
         if not 0 <= index < self._len:
-            raise IndexError(f"document {index} of {self!r}")
+            raise IndexError(f"there is no document {index} in {self!r}")
         if self._every and self.split == "validation":
             index = index * self._every + self._every - 1
         elif self._every and self.split == "train":
@@ -187,7 +185,7 @@ class Source:
         return index
 
     def where(self, index: int) -> str:
-        """Names the place of record `index`, for messages."""
+        """The location of record `index`, for messages."""
         return self.reader.where(self.row(index))
 
     def __repr__(self) -> str:
@@ -241,7 +239,7 @@ def open_source(spec: Spec) -> Source:
 
 
 def sample_texts(source: Source | Mixture, max_bytes: int, seed: int) -> Iterator[bytes]:
-    """Yields pieces of randomly chosen documents, `max_bytes` bytes in total or all that there are.
+    """Yields pieces of randomly chosen documents, `max_bytes` bytes in total or as many as there are.
 
     Every document contributes its first 10 kB before any contributes more, so that a few long ones do
     not dominate (a tokenizer trained on 4 MB of the standard library then needs 3 % fewer tokens). The
@@ -278,7 +276,7 @@ def parse_spec(text: str, split: str, content: str) -> Spec:
 
     Args:
       split: used unless the spec has one.
-      content: what the records are to be, "text" or "image_text".
+      content: what the records are read as, "text" or "image_text".
 
     Raises:
       ValueError: unknown kind, option or split; a missing or unexpected path; an invalid number.

@@ -1,4 +1,4 @@
-"""Spec strings, `name?key=value&key=value`, and the loading of what they name."""
+"""Spec strings, `name?key=value&key=value`, and loading the objects that they name."""
 
 import importlib
 import re

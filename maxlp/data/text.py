@@ -50,7 +50,7 @@ DOCUMENTS_PER_STREAM = 1000
 FIRST_FIT_WINDOWS = 32
 READ_THREADS = 16
 READ_AHEAD_TOKENS = 2**18
-DOCUMENTS, WINDOWS = 0, 1  # what a permutation is for, so that no two have the same seeds
+DOCUMENTS, WINDOWS = 0, 1  # part of the seeds, so that the two kinds of permutations are independent
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
@@ -73,8 +73,8 @@ class TextDataConfig:
         mixed; False keeps the order of the source.
       shuffle_tokens: about how many tokens are mixed, over the whole global batch. More tokens mix
         better, but take longer to read before the first step.
-      num_epochs: None repeats without end. A number ends after so many passes with a padded batch,
-        and uses a single stream, so that each process tokenizes the whole corpus.
+      num_epochs: None repeats without end. A number ends the data after that many passes, with a
+        padded batch, and uses a single stream, so that each process tokenizes the whole corpus.
       num_workers: processes that tokenize and pack; 0 uses a thread. Each owns whole streams, so no
         more are started than this process has streams.
     """
@@ -159,8 +159,9 @@ def make_dataset(
         window holds documents of one source only.
       tokenizer: `bos_id` and `eos_id` may be None.
       config: `source` and `tokenizer` are not used.
-      seed: of the order of documents and windows.
-      process_index, process_count: of this process among those that share the global batch.
+      seed: determines the order of documents and windows.
+      process_index: index of this process among those that share the global batch.
+      process_count: number of these processes.
     """
     assert len(sources) == len(weights) > 0
     common.check_process(config.batch_size, seed, process_index, process_count)
@@ -239,14 +240,14 @@ class TextIterator:
         return batch
 
     def start_prefetch(self) -> grain.DatasetIterator:
-        """Starts building the first blocks, for which the first `next` would otherwise wait."""
+        """Starts building the first blocks, so that the first `next` waits less."""
         if self._prefetched is None:
             self._prefetched = self._open_blocks()
             self._prefetched.start_prefetch()
         return self._prefetched
 
     def metrics(self) -> dict[str, float]:
-        """Metrics to record beside the loss: none, because no text is ever skipped."""
+        """Metrics to record besides the loss: none, because no text is ever skipped."""
         return {}
 
     def get_state(self) -> dict[str, Any]:
@@ -263,7 +264,7 @@ class TextIterator:
         missing = [stream for stream, _ in self._rows if str(stream) not in state["streams"]]
         if missing:
             raise ValueError(
-                f"data state lacks stream {missing[0]}: it is from some of the processes only;"
+                f"data state lacks stream {missing[0]}: it comes from only some of the processes;"
                 " merge the states of all processes with merge_states"
             )
         self.close()
@@ -303,7 +304,7 @@ class _Plan:
     @classmethod
     def make(cls, settings: dict[str, Any]) -> _Plan:
         batch_size = settings["batch_size"]
-        # With an end there is one stream, because all processes must end at the same step.
+        # Finite data has one stream, because all processes must end at the same step.
         endless = settings["num_epochs"] is None
         full_streams = max(settings["documents"]) // DOCUMENTS_PER_STREAM if endless else 1
         num_streams = common.largest_divisor(batch_size, max(1, full_streams))
@@ -348,7 +349,7 @@ class _Blocks(grain.IterDataset):
         self.dataset, self.plan, self.feeds, self.first_block = dataset, plan, feeds, first_block
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
-        """Grain calls this to leave one of several workers its share of the streams."""
+        """Restricts a worker to its share of the streams; Grain calls this in each worker."""
         assert not sequential_slice
         self.feeds = self.feeds[sl]
 
@@ -372,7 +373,7 @@ class _BlockIterator(grain.DatasetIterator):
         super().close()
         self._pool.shutdown(wait=False)
 
-    # Grain reads a state after each element; ours is part of the elements (see `TextIterator`).
+    # Grain reads a state after each element; the state that matters is in the elements (`_Block`).
     def get_state(self) -> dict[str, Any]:
         return {}
 
@@ -456,7 +457,9 @@ class _DocumentQueue:
                 self._ahead.append(document)
                 self._empty = 0 if len(document) > 1 else self._empty + 1
             if self._empty > self._documents.per_epoch:
-                raise ValueError(f"none of the {self._documents.per_epoch} documents has text")
+                raise ValueError(
+                    f"none of the {self._documents.per_epoch} documents has text; check data.source"
+                )
         return self._ahead[index]
 
     def advance(self, documents: int, offset: int) -> None:

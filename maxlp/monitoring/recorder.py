@@ -1,4 +1,4 @@
-"""The metrics of every step on their way to the outputs of a run."""
+"""Passes the metrics of every step to the spike watch and to the outputs of a run."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ class Recorder:
     The metrics of a step are read when the next step is already queued, so that the device never waits.
 
     Args:
-      batches: whose ``metrics()`` are part of a record.
+      batches: the data iterator, whose ``metrics()`` are part of a record.
       log_every: steps between records; the last step always has one.
     """
 
@@ -42,7 +42,7 @@ class Recorder:
           wait: whether to wait for this step, as before an evaluation or a checkpoint.
 
         Raises:
-          guards.RollbackRequested: the run is to go back to before a spike.
+          guards.RollbackRequested: the run must return to a checkpoint from before a spike.
           FloatingPointError: the loss is not finite.
         """
         for done, values in self._fetch.push(step, metrics, wait=wait):

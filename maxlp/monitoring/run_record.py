@@ -1,4 +1,4 @@
-"""Reads what a run left in its workdir: one that has not begun, is in progress, was killed or finished."""
+"""Reads the files in the workdir of a run that has not begun, is in progress, was killed or finished."""
 
 import dataclasses
 import json
@@ -54,12 +54,12 @@ class Run:
 
     @property
     def units_per_step(self) -> int:
-        """How many of these a step takes; 0 if the config does not tell."""
+        """How many tokens or images a step processes; 0 if the config does not contain it."""
         return (self.setting("data", "batch_size") or 0) * (self.setting("data", "seq_len") or 1)
 
     @property
     def spike_config(self) -> SpikeConfig:
-        """What counts as a spike in this run; keys of other versions of maxlp are ignored."""
+        """The run's definition of a spike; keys of other versions of maxlp are ignored."""
         known = {field.name for field in dataclasses.fields(SpikeConfig)}
         return SpikeConfig(**{k: v for k, v in self.config.get("spikes", {}).items() if k in known})
 

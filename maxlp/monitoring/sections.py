@@ -47,7 +47,7 @@ def _wrap(label: str, text: str) -> str:
 
 
 def run_lines(run: Run) -> Lines:
-    """State of the run, all starts, and what the newest start ran on."""
+    """State of the run, all starts, and the device, command and versions of the newest start."""
     lines = [("directory", str(run.workdir)), ("state", _state(run))]
     for i, start in enumerate(run.starts):
         event = "resumed" if start.get("step") else "restarted" if i else "started"

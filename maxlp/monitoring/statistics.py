@@ -1,8 +1,8 @@
-"""What a train step measures of each tensor: RMS_t and the norm of its gradient.
+"""Measurements of each tensor in a train step: RMS_t and the norm of its gradient.
 
 Results are dicts from names such as ``layers/attn/q_proj/kernel`` to float32 arrays (*layers): one array
-holds a number for each layer of a stack, so that the host fetches a few arrays instead of hundreds. There,
-`flat` turns them into scalars.
+holds a number for each layer of a stack, so that the host fetches a few arrays instead of hundreds. On the
+host, `flat` turns them into scalars.
 """
 
 from collections.abc import Callable

@@ -48,7 +48,7 @@ class Watch:
         self._skips_in_a_row = 0
 
     def note(self, step: int, data_state: dict[str, Any]) -> None:
-        """Remembers the data position after the batch of a step (0: before the first batch)."""
+        """Stores the data position after the batch of a step (0: before the first batch)."""
         self._positions[step] = data_state
         self._positions = {n: state for n, state in self._positions.items() if n >= step - KEPT_POSITIONS}
 
@@ -77,7 +77,7 @@ class Watch:
         return self._detector.observe(step, loss)
 
     def act(self, workdir: Path, spike: Spike, values: dict[str, Any]) -> None:
-        """Records a spike where it begins, and stops or rolls back the run if it must.
+        """Records a spike where it begins, and stops or rolls back the run if the config requires it.
 
         Args:
           workdir: of the run.
@@ -85,7 +85,7 @@ class Watch:
           values: the metrics given to `observe`.
 
         Raises:
-          RollbackRequested: the guard is to return to an earlier checkpoint.
+          RollbackRequested: the guard returns the run to an earlier checkpoint.
           FloatingPointError: the loss is not finite and the step was not skipped.
         """
         if spike.begins:
@@ -146,7 +146,7 @@ def first_to_cross(steps: Iterable[dict[str, Any]], threshold: float) -> Crossin
 def checkpoint_before(
     infos: Iterable[checkpoint.StepInfo], spike_step: int, lead: int
 ) -> checkpoint.StepInfo | None:
-    """The newest complete checkpoint more than `lead` steps older than a spike, or else older at all."""
+    """The newest complete checkpoint more than `lead` steps before a spike, else the newest before it."""
     earlier = [info for info in infos if info.status == "complete" and info.step < spike_step]
     early_enough = [info for info in earlier if info.step < spike_step - lead]
     return max(early_enough or earlier, key=lambda info: info.step, default=None)
@@ -165,6 +165,7 @@ def keep_checkpoint(workdir: Path, spike_step: int, lead: int) -> Path | None:
     kept = workdir / "spikes" / "checkpoints" / chosen.path.name
     if not kept.exists():
         part = kept.with_name(f"{kept.name}.unfinished")
+        shutil.rmtree(part, ignore_errors=True)  # of a run that was killed here
         try:
             shutil.copytree(chosen.path, part, copy_function=os.link)
             part.rename(kept)
@@ -175,9 +176,8 @@ def keep_checkpoint(workdir: Path, spike_step: int, lead: int) -> Path | None:
 
 
 def read_record(workdir: Path, step: int) -> dict[str, Any] | None:
-    """What `Watch.save` wrote about the spike at a step, if anything."""
-    path = workdir / "spikes" / f"{step}.json"
-    return read_json(path)
+    """What `Watch.save` wrote about the spike at a step; None if there was no spike."""
+    return read_json(workdir / "spikes" / f"{step}.json")
 
 
 def recorded_spikes(workdir: Path) -> list[dict[str, Any]]:

@@ -66,8 +66,8 @@ class Checkpointer:
     """Saves in the background, keeps the newest checkpoints, restores the newest intact one.
 
     Every process of a run creates one and calls the same methods in the same order, from the main
-    thread. It owns its directory: it removes what a killed run left unfinished, so a program that only
-    reads calls `restore` or `load_params` instead.
+    thread. It removes what a killed run left unfinished in its directory, so a program that only reads
+    calls `restore` or `load_params` instead.
 
     Args:
       directory: contains the numbered step directories; created if missing.
@@ -264,11 +264,6 @@ def restore(path: str | os.PathLike[str], abstract_state: Any) -> Restored:
 def load_params(path: str | os.PathLike[str], abstract_params: Any) -> Any:
     """Returns only the parameters of a run (`init_from`); arguments and errors as for `restore`."""
     return restore(path, {"params": abstract_params}).state["params"]
-
-
-def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the `meta` saved with a checkpoint; `path` and errors as for `restore`."""
-    return files.read_json(_find(path) / _RECORD)["meta"]
 
 
 def list_steps(directory: str | os.PathLike[str]) -> list[StepInfo]:

@@ -105,7 +105,7 @@ def _initialize_explicit(timeouts: dict[str, Any]) -> None:
 
 
 def _detect_cluster() -> str | None:
-    """The sign in the environment that there are other processes; None if there is none."""
+    """What in the environment indicates other processes; None if nothing does."""
     env = os.environ
     # Only srun sets SLURM_STEP_*: an interactive shell inside an allocation is a single process.
     if "SLURM_STEP_NODELIST" in env and _env_int("SLURM_STEP_NUM_TASKS", 1, minimum=1) > 1:

@@ -71,7 +71,7 @@ def unused_path(path: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Deletes a file or a directory; what cannot be deleted inside a directory stays."""
+    """Deletes a file or a directory; ignores entries of a directory that cannot be deleted."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -89,7 +89,7 @@ def read_when_present(path: Path, timeout: float) -> str:
       TimeoutError: the file did not appear in time.
     """
     deadline = time.monotonic() + timeout
-    while path.name not in os.listdir(path.parent):  # `exists` may answer from a stale NFS cache
+    while path.name not in os.listdir(path.parent):  # NFS may cache the result of `exists`
         if time.monotonic() > deadline:
             raise TimeoutError(f"{path} did not appear within {timeout:.0f} s")
         time.sleep(0.05)

@@ -17,7 +17,7 @@ EXIT_INTERRUPTED = 130
 
 
 class PreemptionGuard:
-    """Turns SIGTERM and Ctrl-C into a question that the training loop asks once a step.
+    """Turns SIGTERM and Ctrl-C into a flag that the training loop checks after every step.
 
     ::
 

@@ -36,17 +36,21 @@ class Tensors(Mapping[str, np.ndarray]):
         if os.path.exists(self._path(weights)):
             self.file_of = dict.fromkeys(self._open(weights).keys(), weights)
         elif os.path.exists(self._path(index)):
-            with open(self._path(index)) as file:
-                self.file_of = json.load(file)["weight_map"]
+            try:
+                with open(self._path(index)) as file:
+                    self.file_of = json.load(file)["weight_map"]
+            except (ValueError, KeyError) as error:
+                problem = f"{self._path(index)} is not an index of shards ({error!r})"
+                raise ValueError(f"{problem}; copy or download it again") from None
         else:
-            raise ValueError(f"{self.directory}: there is neither {weights} nor {index}")
+            raise ValueError(f"{self.directory} contains neither {weights} nor {index}; check the path")
 
     def __getitem__(self, name: str) -> np.ndarray:
         with self._open(self.file_of[name]) as file:
             try:
                 return file.get_tensor(name)
             except SafetensorError as error:
-                raise ValueError(f"{self._path(self.file_of[name])}: {error}") from None
+                raise _unreadable(self._path(self.file_of[name]), error) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.file_of)
@@ -61,7 +65,11 @@ class Tensors(Mapping[str, np.ndarray]):
         try:
             return safe_open(self._path(file), framework="np")
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{self._path(file)}: {error}") from None
+            raise _unreadable(self._path(file), error) from None
+
+
+def _unreadable(path: str, error: Exception) -> ValueError:
+    return ValueError(f"{path} cannot be read ({error}); copy or download it again")
 
 
 def write_tensors(

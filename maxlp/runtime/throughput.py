@@ -100,8 +100,8 @@ class Throughput:
     def waiting_for(self, batches: Iterator[T]) -> Iterator[T]:
         """Yields the batches and counts the seconds until each is available.
 
-        Meanwhile the device works on the previous step, so they are an upper bound of what data can
-        have cost.
+        The device works on the previous step meanwhile, so this is an upper bound of the delay that
+        waiting for data can have caused.
         """
         while True:
             start = self._clock()

@@ -1,4 +1,4 @@
-"""Structure of a pytree as text: path, dtype and shape of every leaf."""
+"""The structure of a pytree as text: path, dtype and shape of every leaf."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,13 +18,13 @@ def describe(tree: Any) -> dict[str, str]:
 
 
 def describe_leaf(leaf: Any) -> str:
-    """Dtype and shape such as ``float32[8,16]``; the type and ``[]`` of what is not an array."""
+    """Dtype and shape such as ``float32[8,16]``; the type and ``[]`` if the leaf is not an array."""
     shape = ",".join(str(size) for size in getattr(leaf, "shape", ()))
     return f"{getattr(leaf, 'dtype', type(leaf).__name__)}[{shape}]"
 
 
 def find_misfit(saved: Mapping[str, str], wanted: Any, *, exact: bool) -> tuple[str, str, str] | None:
-    """Compares a saved structure with the one that is wanted.
+    """Compares a saved structure with a requested one.
 
     Args:
       saved: from `describe`.

@@ -1,4 +1,4 @@
-"""Finding the newest intact checkpoint; all processes verify together, each a share of the files."""
+"""Finds the newest intact checkpoint. Each process verifies a share of the files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,7 +38,7 @@ def verify(root: Path) -> list[str]:
 
 
 def list_damaged(directory: Path, damaged: Mapping[int, list[str]]) -> str:
-    """Joins what `newest_intact` found damaged, and what earlier starts renamed, in one line."""
+    """One line with the damaged steps, from `newest_intact`, and those that earlier starts renamed."""
     found = [f"{step} ({faults[0]})" for step, faults in damaged.items()]
     return ", ".join(found + sorted(path.name for path in directory.glob("*.damaged*")))
 

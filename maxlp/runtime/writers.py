@@ -19,7 +19,7 @@ import numpy as np
 from maxlp.runtime import files
 
 MIN_DATA_WAIT = 0.05  # fraction of the time; the console omits shorter waits for data
-MAX_SLASHES = 2  # names with more are of single layers, too many for a console line
+MAX_SLASHES = 2  # names with more belong to single layers, too many for a console line
 
 # What the console shows of a training record, in this order.
 PROGRESS = {

@@ -5,7 +5,7 @@ from maxlp.data import common
 
 
 @pytest.mark.parametrize("size", [1, 2, 1000, 2**16 + 3])
-def test_any_number_of_documents_is_permuted(size):
+def test_shuffled_is_a_permutation_for_any_size(size):
     orders = [[common.shuffled(i, size, (seed, 5)) for i in range(size)] for seed in (0, 1)]
     assert all(sorted(order) == list(range(size)) for order in orders)
     assert size < 1000 or np.mean(np.equal(*orders)) < 0.01

@@ -1,4 +1,4 @@
-"""Validation data stays unseen in training, and captions name what is drawn."""
+"""Training never draws validation data, and captions name the characters that are drawn."""
 
 import os
 import unicodedata
@@ -49,7 +49,7 @@ def test_training_draws_no_validation_face(monkeypatch):
     assert seen["characters"][0] == seen["train"][0]
     assert seen["both"] == (excluded, seen["characters"][1])
     assert not seen["train"][1] & seen["characters"][1]
-    # Compositional: each word of an excluded name is in a name of training.
+    # Each word of an excluded name occurs in the name of a training character.
     words = {word for character in seen["train"][1] for word in glyphs.caption_of(character).split()}
     assert all(set(glyphs.caption_of(character).split()) <= words for character in seen["characters"][1])
     assert 0.05 < len(seen["characters"][1]) / len(train.classes) < 0.15
@@ -66,7 +66,7 @@ def test_captions_are_unicode_names_of_what_is_drawn():
         assert data.classes[label] == caption
         character = unicodedata.lookup(caption.upper())
         assert data._rows[index] == (character, (EXCLUDED,))
-        # Another drawing of it: ink in the same rows and columns, up to size and place.
+        # Drawn independently, the ink has the same aspect ratio.
         other = Image.new("L", (400, 400))
         ImageDraw.Draw(other).text((200, 300), character, fill=255, font=font, anchor="ms")
         (left, top, right, bottom), ink = other.getbbox(), 255 - image[..., 0]
@@ -76,12 +76,12 @@ def test_captions_are_unicode_names_of_what_is_drawn():
     assert len(set(captions)) == len(captions) > 10
 
 
-def test_every_class_has_a_caption_and_a_look_of_its_own():
+def test_captions_and_shapes_are_unique():
     for kind in glyphs.CHARACTERS:
         train = Glyphs("train", 32, characters=kind)
         assert len(set(train.classes)) == len(train.classes) > 600
         labels = [train._label[character] for character, _ in train._rows]
-        assert len(set(labels)) == len(train), "a pass has each caption once"
+        assert len(set(labels)) == len(train), "an epoch has each caption once"
     alphabets = Glyphs("train", 32, characters="alphabets").classes
     assert "latin capital letter a" in alphabets and "greek capital letter alpha" not in alphabets
 

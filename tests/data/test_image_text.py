@@ -1,4 +1,4 @@
-"""Order, resuming, what a global batch must not depend on, broken examples, and texts."""
+"""Order, resuming, independence of processes and workers, broken examples, and texts."""
 
 import itertools
 import json
@@ -60,7 +60,7 @@ def test_resume_is_exact(whole, step):
     assert_same_batches([expected], [whole[step]])
     iterator.close()
     other = iter(make())
-    next(other)  # a state replaces whatever was before
+    next(other)  # the state replaces the position
     other.set_state(state)
     assert_same_batches(list(itertools.islice(other, 3)), whole[step : step + 3])
     assert other.get_state()["step"] == step + 3
@@ -153,7 +153,7 @@ def test_broken_examples_are_replaced_and_counted(tmp_path):
     assert whole.metrics() == {}
     batches = list(itertools.islice(whole, 6))
     found = [numbers(batch) for batch in batches]
-    for batch in found:  # in place of a broken one comes another of its epoch, never one of its batch
+    for batch in found:  # a broken example is replaced by one that its batch does not contain yet
         assert not broken & set(batch) and len(set(batch)) == 8
     assert whole.metrics() == {"data/skipped": 3}
 
@@ -168,7 +168,7 @@ def test_broken_examples_are_replaced_and_counted(tmp_path):
         resumed.set_state(state)
         assert resumed.metrics() == {"data/skipped": 3}
         assert_same_batches(list(itertools.islice(resumed, 3)), batches[3:])
-        assert resumed.metrics() == {"data/skipped": 3}, "known ones are not counted again"
+        assert resumed.metrics() == {"data/skipped": 3}, "restored ones are not counted again"
         for iterator in [*iterators, resumed]:
             iterator.close()
     whole.close()
@@ -218,7 +218,7 @@ def test_class_names_and_templates(tmp_path):
         templates=("one {}", "{}!"),
     )
     (batch,) = take(data)
-    assert batch["label"].tolist()[:6] == [0, 1, -1, 0, 1, -1], "label 2 is none of the two classes"
+    assert batch["label"].tolist()[:6] == [0, 1, -1, 0, 1, -1], "label 2 is not one of the two classes"
     assert batch["mask"].tolist() == [True, True, False, True, True, False, False, False]
     np.testing.assert_array_equal(batch["text"][:2], data.encode(["one cat", "one dog"]))
     assert data.templates == ["one {}", "{}!"]

@@ -1,4 +1,4 @@
-"""Crops against slow references, and what cannot be decoded."""
+"""Crops against slow references, and broken images."""
 
 import io
 from pathlib import Path
@@ -28,7 +28,7 @@ def encoded(pixels, kind="PNG", **options):
 
 
 def bicubic(x):
-    """Keys' kernel with a = -0.5, which Pillow's BICUBIC is."""
+    """Keys' kernel with a = -0.5, as in Pillow's BICUBIC."""
     x = np.abs(x)
     return np.where(
         x < 1, 1.5 * x**3 - 2.5 * x**2 + 1, np.where(x < 2, -0.5 * (x**3 - 5 * x**2 + 8 * x - 4), 0)
@@ -54,14 +54,14 @@ def test_eval_crop_is_resize_of_the_short_side_and_the_middle(width, height):
     left, top = round((new_width - size) / 2), round((new_height - size) / 2)
     found = images.eval_crop(images.open_image(encoded(pixels)), size)
     assert found.dtype == np.uint8
-    # Bytes are rounded between the axes, and which of them is first is Pillow's choice.
+    # Pillow rounds to bytes between the two axes; the order of the axes is an implementation detail.
     sides = (new_height, new_width)
     for order in ((1, 0), (0, 1)):
         expected = pixels.astype(float)
         for axis in order:
             expected = np.moveaxis(slow_resize(np.moveaxis(expected, axis, 0), sides[axis]), 0, axis)
         difference = np.abs(found - expected[top : top + size, left : left + size])
-        if (difference > 0).mean() < 0.01:  # its weights are fixed-point numbers
+        if (difference > 0).mean() < 0.01:  # Pillow's weights are fixed-point numbers
             break
     assert difference.max() <= 1 and (difference > 0).mean() < 0.01
 
@@ -83,11 +83,11 @@ def test_random_crop_shows_the_box_it_drew():
     # Positions are whole numbers: 1/20 of the size is 2 pixels of error in some 60.
     assert 0.18 < min(areas) < 0.23 and 0.46 < max(areas) < 0.54
     assert 0.70 < min(ratios) < 0.80 and 1.25 < max(ratios) < 1.42
-    assert abs(np.mean(np.log(ratios))) < 0.05  # as often wide as high
+    assert abs(np.mean(np.log(ratios))) < 0.05  # wide and tall crops are equally frequent
 
 
 def test_reduced_jpeg_shows_the_same_crop():
-    """A large JPEG is decoded at half or a quarter of its size, and the crop stays where it was."""
+    """A large JPEG is decoded at half or a quarter of its size, which does not move the crop."""
     smooth = np.asarray(Image.fromarray(photo(20, 15)).resize((800, 600), Image.Resampling.BICUBIC))
     jpeg, png = encoded(smooth, "JPEG", quality=95), encoded(smooth)
     for seed in range(5):
@@ -108,7 +108,7 @@ def test_fallback_is_the_widest_central_part():
 
 
 def test_eval_crop_is_that_of_open_clip():
-    """Every mode and format, to the byte; the file is made by tools/make_crop_goldens.py."""
+    """Every mode and format, byte for byte; tools/make_crop_goldens.py makes the file."""
     golden = np.load(GOLDENS / "eval_crops.npz")
     names = [name for name in golden if not name.endswith(".file")]
     assert len(names) == 77
@@ -119,7 +119,7 @@ def test_eval_crop_is_that_of_open_clip():
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "CMYK", "LA"])
-def test_every_mode_is_trained_on_as_rgb(mode):
+def test_training_crops_of_every_mode_are_rgb(mode):
     file = io.BytesIO()
     Image.fromarray(photo(40, 40)).convert(mode).save(file, "TIFF")
     rgb = encoded(np.asarray(Image.open(io.BytesIO(file.getvalue())).convert("RGB")))
@@ -130,9 +130,9 @@ def test_every_mode_is_trained_on_as_rgb(mode):
     np.testing.assert_array_equal(found, expected)
 
 
-def test_orientation_is_left_alone():
+def test_exif_orientation_is_not_applied():
     exif = Image.Exif()
-    exif[0x0112] = 6  # lies on its side
+    exif[0x0112] = 6  # orientation: rotated by 90 degrees
     data = encoded(photo(40, 40), "JPEG", exif=exif, quality=100)
     plain = encoded(photo(40, 40), "JPEG", quality=100)
     found, expected = (images.eval_crop(images.open_image(each), 40) for each in (data, plain))

@@ -1,4 +1,4 @@
-"""What a run imports of this package."""
+"""Modules of this package that a run imports."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ print(*[name for name in sys.modules if name.startswith("maxlp.data")])
 
 
 @pytest.fixture(scope="module")
-def of_text_run(tmp_path_factory):
+def imported_files(tmp_path_factory):
     """Files of the package that training on the standard library with a tokenizer.json imports."""
     path = tmp_path_factory.mktemp("imports") / "tokenizer.json"
     train_bpe(sample_texts(make_source("stdlib", "train"), 20_000, 0), 300, str(path))
@@ -44,11 +44,11 @@ def of_text_run(tmp_path_factory):
     }
 
 
-def test_a_text_run_imports_only_its_reader_and_tokenizer(of_text_run):
+def test_a_text_run_imports_only_its_reader_and_tokenizer(imported_files):
     modules = {"common.py", "packing.py", "sources.py", "specs.py", "text.py"}
     packages = {"__init__.py", "readers/__init__.py", "tokenizers/__init__.py"}
-    assert of_text_run == modules | packages | {"readers/files.py", "tokenizers/hugging_face.py"}
+    assert imported_files == modules | packages | {"readers/files.py", "tokenizers/hugging_face.py"}
 
 
-def test_a_text_run_imports_at_most_1500_lines(of_text_run):
-    assert sum(len((DATA / name).read_text().splitlines()) for name in of_text_run) <= 1500
+def test_a_text_run_imports_at_most_1500_lines(imported_files):
+    assert sum(len((DATA / name).read_text().splitlines()) for name in imported_files) <= 1500

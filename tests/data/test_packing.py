@@ -83,7 +83,7 @@ def test_packing_equals_slow_reference(tokenizer, longest, seq_len, packing):
 
 
 @pytest.mark.parametrize("packing", ["concat", "first_fit"])
-def test_each_token_once_an_epoch_whatever_the_shuffle(packing):
+def test_shuffled_epochs_contain_each_token_once(packing):
     documents = corpus(60, 50)
     batches = take(iter(make([documents], packing=packing, num_epochs=2)))
     successor = {}

@@ -44,7 +44,7 @@ def open_all(folder):
     return sources + [open_source(parse_spec(spec, "train", "image_text")) for spec in image_texts]
 
 
-def test_sources_pickle_and_read_the_same_elsewhere(tmp_path):
+def test_pickled_sources_read_the_same_in_another_process(tmp_path):
     sources = open_all(tmp_path)
     for source in sources:
         source[0]  # opens what is opened lazily
@@ -89,7 +89,7 @@ def test_record_split_takes_every_record_once(tmp_path, fraction, every, total):
     assert train == [str(i) for i in range(total) if i % every != every - 1]
 
 
-def test_split_in_the_spec_overrides_the_callers(tmp_path):
+def test_a_split_in_the_spec_overrides_the_requested_one(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     assert texts_of(make_source(f"jsonl:{path}?split=all", "validation")) == TEXTS
     assert len(make_source(f"jsonl:{path}?validation=0", "train")) == len(TEXTS)
@@ -97,11 +97,11 @@ def test_split_in_the_spec_overrides_the_callers(tmp_path):
 
 def test_an_empty_split_is_an_error(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    assert "'validation' has none of its 45 documents" in error_of(
+    assert "'validation' contains none of the 45 documents" in error_of(
         f"jsonl:{path}?validation=0", "validation"
     )
     (tmp_path / "empty.jsonl").write_text("\n")
-    assert "none of its 0 documents" in error_of(f"jsonl:{tmp_path}/empty.jsonl")
+    assert "none of the 0 documents" in error_of(f"jsonl:{tmp_path}/empty.jsonl")
 
 
 # --- mixtures and samples -------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_sample_takes_a_whole_small_corpus_once(tmp_path):
     assert max(map(len, pieces[:4])) == 10_000
 
 
-def test_no_sample_of_tokens(tmp_path):
+def test_a_source_of_tokens_cannot_be_sampled(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     prepare_text(f"text:{tmp_path}/a.txt", str(tmp_path / "out"), tokenizer="bytes")
     with pytest.raises(ValueError, match="holds tokens; a tokenizer is trained on text"):
@@ -173,7 +173,7 @@ def test_errors_are_one_line_and_name_the_cause(spec, words):
     assert all(word in message for word in words), message
 
 
-def test_splits_of_callers_are_checked():
+def test_the_requested_split_is_checked():
     assert "split 'heldout' was renamed; write 'validation'" in error_of("stdlib", "heldout")
     assert "split 'test' is unknown" in error_of("stdlib", "test")
 

@@ -1,4 +1,4 @@
-"""Order, resuming, and what a global batch must not depend on."""
+"""The order of documents, resuming, and independence of processes and workers."""
 
 import collections
 import dataclasses
@@ -69,7 +69,7 @@ def test_large_corpus_feeds_each_row_its_own_documents(monkeypatch):
     batches = take(iter(dataset), total // (12 * 8))
     origin = np.where(batches["tokens"] > EOS, (batches["tokens"] - 10) // 40, -1)
     counts = collections.Counter(n for row in range(12) for n in set(origin[:, row].flat) - {-1})
-    assert max(counts.values()) == 2  # a row ahead of another is in the next epoch by now
+    assert max(counts.values()) == 2  # the fastest rows are already in the next epoch
     assert len(counts) > 0.85 * len(documents)
     assert np.mean([count == 1 for count in counts.values()]) > 0.8
 
@@ -144,7 +144,7 @@ def test_resume_is_exact_on_any_number_of_processes(kwargs, monkeypatch):
             assert_equal(join(parts), rest, stop=stop, process_count=count)
 
 
-def test_end_is_kept_by_a_state():
+def test_a_state_saved_at_the_end_restores_the_end():
     iterator = iter(make([corpus(20, 30)], num_epochs=1))
     take(iterator)
     other = iter(make([corpus(20, 30)], num_epochs=1))
@@ -213,7 +213,7 @@ def test_a_source_that_fails_is_reported_by_next():
 
 @pytest.mark.parametrize("packing", ["concat", "first_fit"])
 def test_documents_without_text_are_an_error(packing):
-    with pytest.raises(ValueError, match="none of the 3 documents has text"):
+    with pytest.raises(ValueError, match=r"none of the 3 documents has text; check data\.source"):
         next(iter(make([[{"text": ""}] * 3], tokenizer=Specials(bos_id=None), packing=packing)))
 
 

@@ -1,4 +1,7 @@
-"""What the launchers run, and how they react when a process ends. Clusters are stand-ins on PATH."""
+"""The commands that the launchers run, and their reactions to a process that ends.
+
+Programs of clusters are replaced by stand-ins on PATH.
+"""
 
 import itertools
 import json
@@ -100,6 +103,7 @@ def train(*options):
 
 
 def assert_equal_to_rounding(got, want):
+    """Other numbers of devices sum float32 in another order; the difference grows with every update."""
     assert got.keys() == want.keys()
     assert all(math.isclose(got[n], want[n], rel_tol=1e-4) for n in want), (got, want)
 
@@ -177,7 +181,7 @@ def test_local_flags_of_a_file_precede_those_of_the_environment():
 
 
 def test_a_failed_process_ends_the_others_and_all_restart(tmp_path):
-    """Also if one ignores signals and has a child process. The second start succeeds."""
+    """Even if one ignores signals and has a child process. The second start succeeds."""
     script = f"""
         echo $MAXLP_PROCESS_ID >> {tmp_path}/started
         if [[ -e {tmp_path}/killed ]]; then exit 0; fi
@@ -193,6 +197,13 @@ def test_a_failed_process_ends_the_others_and_all_restart(tmp_path):
     assert sorted(lines(tmp_path / "started")) == ["0", "0", "1", "1"]
     [child] = lines(tmp_path / "child")
     assert not alive(int(child))
+
+
+@pytest.mark.parametrize("script", ["local_multiprocess.sh", "kubernetes.sh", "tpu_pod.sh"])
+def test_an_empty_number_of_restarts_is_refused(script):
+    first = {"local_multiprocess.sh": [1], "kubernetes.sh": ["gpu", "run"], "tpu_pod.sh": ["run", "pod"]}
+    out = run(script, *first[script], "--restarts=", "--", "true", code=2)
+    assert "--restarts= is not a whole number" in out
 
 
 @pytest.mark.parametrize(("code", "starts"), [(0, 1), (1, 2), (2, 1), (75, 2), (130, 1)])
@@ -223,8 +234,8 @@ def test_a_process_that_does_not_exit_within_its_grace_period_is_killed(tmp_path
     assert not any(alive(int(pid)) for pid in lines(tmp_path / "started"))
 
 
-def test_an_error_of_one_process_ends_both_at_once(tmp_path):
-    """Although the other waits for it in a collective, and JAX's own exit would wait for the other."""
+def test_an_error_of_one_process_ends_both_immediately(tmp_path):
+    """Without `hard_exit`, JAX would wait at exit for the other process, which waits in a collective."""
     program = """
 from maxlp.runtime import distributed
 distributed.initialize()
@@ -362,9 +373,11 @@ def test_slurm_dry_run_prints_the_command():
 
 
 @pytest.mark.slow
-def test_processes_killed_at_random_leave_no_trace(tiny, tmp_path):
-    """kill -9 of one process at random moments, at least ten times; the launcher restarts all, and weights,
-    optimizer, data position and records are bit for bit those of an uninterrupted run."""
+def test_processes_killed_at_random_do_not_change_the_run(tiny, tmp_path):
+    """Kills one process with SIGKILL at random moments, at least ten times; the launcher restarts all.
+
+    Weights, optimizer, data position and records are bit for bit those of an uninterrupted run.
+    """
     options = [*tiny, "--config.train.total_steps=300", "--config.checkpoint.every_steps=10"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     metrics = killed / "metrics.jsonl"
@@ -383,7 +396,7 @@ def test_processes_killed_at_random_leave_no_trace(tiny, tmp_path):
         while len(ends) < 10 and launcher.poll() is None:
             wait_until(lambda: len(processes(launcher)) == 2)
             pair, since = processes(launcher), time.time()
-            # Alternately after some steps, saved or not, and at a random moment of the start-up.
+            # In turn after some steps, whether saved or not, and at a random moment of the start-up.
             if not ends or len(ends) % 2:
                 target = len(lines(metrics)) + rng.randint(1, 20)
                 wait_until(lambda n=target: launcher.poll() is not None or len(lines(metrics)) >= n, 300)

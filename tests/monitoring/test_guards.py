@@ -75,7 +75,7 @@ def test_the_guard_on_the_device_and_the_detector_on_the_host_agree():
     assert accepted.count(False) >= 4
 
 
-def test_a_level_that_stays_is_accepted():
+def test_a_persistent_change_of_level_is_accepted():
     accepted = accept_all(SpikeConfig(guard="skip", window=16), [*noisy(40), *(noisy(40) + 3)])
     assert all(accepted[:40]) and not accepted[40] and all(accepted[50:])
 
@@ -88,8 +88,8 @@ ROLLBACK = SpikeConfig(**TOY, guard="rollback")
 def test_the_run_goes_back_and_skips_the_batches_around_the_spike(tmp_path):
     (first, drawn), state = train_to_the_end(tmp_path, ROLLBACK, {14: math.nan})
     assert first is None
-    # The spike is at step 14, with checkpoints at 4, 8 and 12: the newest that is 3 older is 8. It has seen
-    # 8 batches. Skipping two more would be enough for skip_batches, but 14 has to be among them.
+    # The spike is at step 14, with checkpoints at 4, 8 and 12: the newest that is at least 3 steps older is
+    # 8, after 8 batches. skip_batches requires two more to be skipped, but batch 14 has to be among them.
     assert guards.read_rollbacks(tmp_path)[0] | {"spike": 0} == {"spike": 0, "to": 8, "batches": [8, 14]}
     assert drawn == list(range(9, 27)) and math.isfinite(state["params"]["head"]["kernel"].sum())
     infos = {info.path.name: info.status for info in list_steps(tmp_path / "checkpoints")}
@@ -116,7 +116,7 @@ def test_a_kill_between_rollback_and_the_next_checkpoint_changes_nothing(tmp_pat
     assert trees_equal(want, got)
     rollbacks = guards.read_rollbacks(tmp_path / "cut")
     assert rollbacks == guards.read_rollbacks(tmp_path / "whole")
-    # Batch 22 came at step 16: back to 12, which had seen 18.
+    # Batch 22 is drawn at step 16. The run returns to step 12, before which it drew 18 batches.
     assert [(r["to"], r["batches"]) for r in rollbacks] == [(8, [8, 14]), (12, [18, 22])]
 
 
@@ -147,7 +147,7 @@ def test_rollback_takes_the_newest_checkpoint_that_is_old_enough(steps, target):
     assert guards.rollback_target(steps, spike_step=14, rewind_steps=3) == target
 
 
-def test_a_rolled_back_checkpoint_replaces_none_of_an_earlier_rollback(tmp_path):
+def test_a_rollback_keeps_the_checkpoints_of_earlier_rollbacks(tmp_path):
     (tmp_path / "checkpoints" / "12.rolled_back").mkdir(parents=True)
     train_to_the_end(tmp_path, ROLLBACK, {14: math.nan})
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}

@@ -27,13 +27,13 @@ def test_parameters_are_those_of_the_newest_start(tmp_path):
     ("data", "unit", "units"),
     [(dict(batch_size=8, seq_len=256), "tokens", 2048), (dict(batch_size=8), "images", 8)],
 )
-def test_what_throughput_counts(tmp_path, data, unit, units):
+def test_throughput_counts_tokens_or_images(tmp_path, data, unit, units):
     (tmp_path / "config.json").write_text(json.dumps({"data": data}))
     run = load_run(tmp_path)
     assert (run.unit, run.units_per_step) == (unit, units)
 
 
-def test_the_spike_config_is_that_of_the_run_less_unknown_keys(tmp_path):
+def test_the_spike_config_ignores_unknown_keys(tmp_path):
     spikes = {"threshold": 5.0, "statistics": False, "of_another_version": 1}
     (tmp_path / "config.json").write_text(json.dumps({"spikes": spikes}))
     assert load_run(tmp_path).spike_config == SpikeConfig(threshold=5.0, statistics=False)

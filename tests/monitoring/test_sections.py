@@ -82,7 +82,7 @@ def test_skipped_and_truncated_examples_and_recalls(tmp_path):
     assert text["Loss"]["eval/recall_5"] == "50.00% at step 2"
 
 
-def test_the_best_evaluation_is_among_those_of_as_much_text_as_the_last(tmp_path):
+def test_the_best_evaluation_is_one_that_covers_as_much_text_as_the_last(tmp_path):
     evals = [(1, 1.0, 10), (2, 3.0, 99), (3, 4.0, 99)]
     records = [{"step": n, "eval/loss": loss, "eval/tokens": tokens} for n, loss, tokens in evals]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
@@ -130,7 +130,7 @@ def test_checkpoints_are_listed_with_their_state(tmp_path):
 # --- Spikes -------------------------------------------------------------------------------------------
 
 
-def test_spikes_among_the_logged_losses_as_the_config_defines_them(tmp_path):
+def test_spikes_among_the_logged_losses_follow_the_definition_of_the_config(tmp_path):
     losses = 2 + 0.01 * np.sin(np.arange(40))
     losses[[20, 30]] += 1.0
     write_run(tmp_path, losses=losses)

@@ -22,6 +22,7 @@ def test_norms_of_tensors_add_up_to_the_global_norm(grads):
     norms = statistics.per_layer(jax.device_get(statistics.tensor_norms(grads)))
     assert set(norms) == {"tok_embed/embedding", *(f"layers/mlp/kernel/{i}" for i in range(3))}
     wide = optax.tree.cast(grads, jnp.float32)
+    # Two orders of summing 320 squares in float32.
     assert math.hypot(*norms.values()) == pytest.approx(float(optax.tree.norm(wide)), rel=1e-6)
 
 

@@ -10,6 +10,8 @@ from tests.monitoring.fixtures import TOY, train
 
 
 def test_a_spike_is_recorded_and_its_checkpoint_outlives_those_of_the_run(tmp_path):
+    part = tmp_path / "spikes" / "checkpoints" / "8.unfinished"  # left by a run that was killed
+    part.mkdir(parents=True)
     _, state = train(tmp_path, SpikeConfig(**TOY, threshold=8.0), {14: 30.0}, total=14)
     assert state["step"] == 14, "without a guard the run goes on"
     (record,) = recorded_spikes(tmp_path)
@@ -22,7 +24,7 @@ def test_a_spike_is_recorded_and_its_checkpoint_outlives_those_of_the_run(tmp_pa
     assert record["first"]["step"] == 14 and record["first"]["value"] > 1.8
     shutil.rmtree(tmp_path / "checkpoints")
     kept = tmp_path / record["checkpoint"]
-    assert kept.name == "8" and (kept / "manifest.txt").exists()
+    assert kept.name == "8" and (kept / "manifest.txt").exists() and not part.exists()
 
 
 def test_a_resumed_watch_continues_where_it_was():
@@ -61,7 +63,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_unless_its_step_was_skipped(tmp
         watch.act(tmp_path, spike, {})
 
 
-def test_the_first_to_cross_is_the_earliest_and_of_several_the_largest():
+def test_the_first_to_cross_is_the_earliest_then_the_largest():
     steps = [
         {"step": 1, "rms": {"a": 1.0, "b": 1.5}},
         {"step": 2, "rms": {"a": 1.9, "b": 2.5, "c": 1.0}},
@@ -75,7 +77,7 @@ def test_the_first_to_cross_is_the_earliest_and_of_several_the_largest():
 @pytest.mark.parametrize(
     ("steps", "chosen"), [([4, 8, 12], 8), ([11, 12], 11), ([12, 13], 13), ([14], None)]
 )
-def test_a_replay_starts_before_the_steps_that_lead_to_the_spike(tmp_path, steps, chosen):
+def test_a_replay_starts_before_the_steps_that_led_to_the_spike(tmp_path, steps, chosen):
     infos = [StepInfo(n, tmp_path / str(n), "complete", 0, 0.0) for n in steps]
     damaged = StepInfo(10, tmp_path / "10", "damaged", 0, 0.0)
     found = checkpoint_before([*infos, damaged], spike_step=14, lead=2)

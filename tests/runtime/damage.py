@@ -1,4 +1,4 @@
-"""Ways in which a file gets damaged."""
+"""Ways to damage a file."""
 
 import os
 

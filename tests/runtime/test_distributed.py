@@ -31,7 +31,7 @@ def set_environment(monkeypatch, environment):
         monkeypatch.setenv(name, value)
 
 
-def test_a_single_process_joins_nothing(calls):
+def test_a_single_process_does_not_join_a_cluster(calls):
     distributed.initialize()
     assert calls == []
     assert distributed.is_primary()
@@ -46,7 +46,7 @@ def test_a_single_process_joins_nothing(calls):
         ({"NPROC": "5"}, "5"),
     ],
 )
-def test_simulated_devices_get_threads_to_wait_in(calls, monkeypatch, environment, threads):
+def test_simulated_devices_get_more_threads(calls, monkeypatch, environment, threads):
     monkeypatch.delenv("NPROC", raising=False)
     set_environment(monkeypatch, environment)
     distributed.initialize()
@@ -104,7 +104,7 @@ def test_contradictions_are_reported_in_one_line(calls, monkeypatch, environment
     assert calls == []
 
 
-def test_the_message_of_a_failed_detection_names_the_way_out(calls, monkeypatch):
+def test_a_failed_detection_is_reported_with_the_way_out(calls, monkeypatch):
     def fails(**_):
         raise ValueError("coordinator_address should be defined.")
 

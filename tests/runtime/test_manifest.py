@@ -82,6 +82,6 @@ def test_processes_split_the_work_and_the_first_gets_all_checksums(folder):
     assert [path.name for path in folder.parent.iterdir()] == ["folder"]
 
 
-def test_a_process_that_does_not_answer_is_named(folder):
+def test_missing_checksums_of_a_process_are_named(folder):
     with pytest.raises(TimeoutError, match=r"folder\.sums-1 did not appear within 0 s"):
         manifest.shared_checksums(folder, 0, 2, timeout=0.0)

@@ -41,6 +41,10 @@ def test_tensors_survive_the_round_trip(tmp_path, dtype, max_shard_bytes, num_fi
 def test_missing_and_damaged_files_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"neither model.safetensors nor model.safetensors.index.json"):
         Tensors(tmp_path)
+    for content in ("{", "{}"):
+        (tmp_path / index_of(WEIGHTS)).write_text(content)
+        with pytest.raises(ValueError, match=r"model.safetensors.index.json is not an index of shards"):
+            Tensors(tmp_path)
     write_tensors(tmp_path, make_tensors(), dtype="float32", max_shard_bytes=4096)
     damaged = tmp_path / Tensors(tmp_path).file_of["norm.weight"]
     damaged.write_bytes(damaged.read_bytes()[:-1])
@@ -51,7 +55,7 @@ def test_missing_and_damaged_files_are_named(tmp_path):
         Tensors(tmp_path)["norm.weight"]
 
 
-def test_another_name_of_the_file(tmp_path):
+def test_shards_and_index_are_named_after_the_file(tmp_path):
     write_tensors(
         tmp_path, make_tensors(), dtype="float32", weights="other.safetensors", max_shard_bytes=4096
     )

@@ -71,7 +71,7 @@ def test_reading_skips_lines_that_are_not_records_and_keeps_nan(tmp_path):
     assert math.isnan(record["train/loss"]) and record["train/grad_norm"] == math.inf
 
 
-def test_each_record_is_on_disk_at_once(tmp_path):
+def test_each_record_is_on_disk_immediately(tmp_path):
     with writer(tmp_path) as w:
         w.write(1, {"train/loss": 2.0})
         assert [r["step"] for r in writers.read_jsonl(tmp_path / "metrics.jsonl")] == [1]

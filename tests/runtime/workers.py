@@ -124,7 +124,7 @@ def assert_equals_expected(state, step):
 
 
 def restore(checkpointer):
-    """Restores the newest step and compares it to the bit."""
+    """Restores the newest step and compares it bit for bit."""
     restored = checkpointer.restore_latest(abstract_state())
     if restored is not None:
         assert_equals_expected(restored.state, restored.step)
@@ -157,7 +157,7 @@ def run_restore(directory):
 
 
 def run_until_signalled(directory):
-    """Announces every step it begins; saves and exits after the step in which a signal comes."""
+    """Prints every step when it begins; saves and exits after the step in which a signal arrives."""
     with (
         checkpoint.Checkpointer(directory, every_steps=10_000) as checkpointer,
         preemption.PreemptionGuard() as guard,
@@ -173,7 +173,7 @@ def run_until_signalled(directory):
 
 
 def run_killed_in_save(directory, fraction):
-    """Resumes, saves two steps and kills itself after this fraction of the time of a third save."""
+    """Resumes, saves two steps, and kills its process after this fraction of the time of a third save."""
     checkpointer = checkpoint.Checkpointer(directory, every_steps=1)
     restored = restore(checkpointer)
     step = restored.step if restored else 0

@@ -1,7 +1,7 @@
 """Readers: one module for each kind of data, imported only when a source names the kind.
 
-A module offers the function that `maxlp.data.sources.KINDS` lists, which opens a source. Here are the
-helpers that several readers use.
+Each module defines the function that opens a source, listed in `maxlp.data.sources.KINDS`. This file
+has the helpers that several readers share.
 """
 
 import bisect
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 
 class BrokenExample(ValueError):
-    """A record that cannot be used (damaged, cut short, no image, too large), while others can."""
+    """A single record cannot be used: it is damaged, truncated, not an image or too large."""
 
 
 def find_files(pattern: str, suffix: str = "") -> tuple[str, list[str]]:
@@ -23,7 +23,7 @@ def find_files(pattern: str, suffix: str = "") -> tuple[str, list[str]]:
       suffix: of the files that count in a folder.
 
     Returns:
-      The folder that relative names start from, and the sorted paths.
+      The folder to which names are relative, and the sorted paths.
 
     Raises:
       ValueError: nothing is found.
@@ -42,7 +42,7 @@ def find_files(pattern: str, suffix: str = "") -> tuple[str, list[str]]:
         paths = [pattern] if os.path.isfile(pattern) else []
         missing = f"no file or folder {pattern}"
     if not paths:
-        raise ValueError(missing)
+        raise ValueError(f"{missing}; check the path")
     return root, sorted(paths)
 
 

@@ -1,4 +1,4 @@
-"""Folders that `maxlp.prepare` wrote: ArrayRecord shards beside a manifest.
+"""Folders written by `maxlp.prepare`: ArrayRecord shards and a manifest.
 
 A record is one of
 
@@ -6,7 +6,7 @@ A record is one of
 * an image with its caption: the length of a header as little-endian uint32, the header as JSON with
   `text`, `label` and `where` the example came from, and the bytes of the image file.
 
-The manifest records which, and is written last: without it a folder is incomplete.
+The manifest records which of them, and is written last: without it a folder is incomplete.
 """
 
 import json
@@ -80,20 +80,23 @@ def read_manifest(folder: str, content: str) -> dict[str, Any]:
     """
     path = os.path.join(folder, MANIFEST)
     if not os.path.isfile(path):
-        raise ValueError(f"{folder} holds no {MANIFEST}, so no finished `maxlp.prepare` wrote it")
+        raise ValueError(f"{folder} holds no {MANIFEST}: give the --output of a finished `maxlp.prepare`")
     with open(path, encoding="utf-8") as file:
         try:
             manifest = json.load(file)
         except ValueError as error:
             raise ValueError(f"{path} is damaged ({one_line(error)}); prepare the data again") from None
     if manifest.get("format") != FORMATS[content]:
-        raise ValueError(f"{path}: format {manifest.get('format')!r} is not {FORMATS[content]!r}")
+        raise ValueError(
+            f"{path}: format {manifest.get('format')!r} is not {FORMATS[content]!r}; prepare the data with"
+            f" `maxlp.prepare {content}`"
+        )
     for shard in manifest["shards"]:
         shard_path = os.path.join(folder, shard["file"])
         size = os.path.getsize(shard_path) if os.path.isfile(shard_path) else None
         if size != shard["file_size"]:
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise ValueError(f"{shard_path} {found}, expected {shard['file_size']}; prepare the data again")
+            found = "is missing" if size is None else f"has {size} bytes, expected {shard['file_size']}"
+            raise ValueError(f"{shard_path} {found}; prepare the data again")
     return manifest
 
 

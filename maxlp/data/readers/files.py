@@ -53,9 +53,8 @@ def open_files(spec: Spec, *, validation: float = VALIDATION) -> Source:
 def choose_files(names: Sequence[str], split: str, validation: float) -> list[str]:
     """The names of one split.
 
-    Files are assigned by the hash of their names: about the fraction `validation` of them, and at
-      least one, to
-    validation, unless `validation` is 0 or there is a single file.
+    Files are assigned by the hash of their names: about the fraction `validation` of them, and at least
+    one, is for validation. There is none if `validation` is 0 or there is a single file.
     """
     if split == "all":
         return list(names)
@@ -68,7 +67,7 @@ def choose_files(names: Sequence[str], split: str, validation: float) -> list[st
 
 @functools.cache
 def _stdlib_files() -> tuple[str, list[str]]:
-    """Root and relative paths of the library's modules that are not empty, and UTF-8."""
+    """Root and relative paths of the library's modules that are valid UTF-8 and not empty."""
     root = sysconfig.get_path("stdlib")
     paths = [path for path in walk(root, skip=NOT_LIBRARY) if path.endswith(".py") and _has_text(path)]
     if not paths:

@@ -14,7 +14,7 @@ BLOCK_BYTES = 2**24  # read at a time to find the lines of a file
 
 
 class JsonLines:
-    """One document per line. Memory holds the offsets of lines (8 bytes per document), no open files."""
+    """One document per line. Keeps the offsets of lines in memory, 8 bytes each, and no file open."""
 
     def __init__(self, paths: list[str], text_key: str):
         self._paths, self._text_key = paths, text_key

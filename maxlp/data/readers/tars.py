@@ -3,10 +3,10 @@
 A sample is a sequence of files whose names are equal up to the first dot: `000017.jpg`, `000017.txt`,
 `000017.json`, `000017.cls`. The headers of each tar are read once to find its samples. The resulting
 index is saved beside the tar, as `NAME.tar.TYPE-SIZE-TIME.index.npy`, or kept in memory if the folder
-is not writable, and is made again when the tar changes. Indices are mapped into memory, so that all
+is not writable. It is rebuilt when the tar changes. Indices are mapped into memory, so that all
 processes of a machine share their pages (36 bytes per sample).
 
-Compressed tars have no random access and are refused; images would not get smaller anyway.
+Compressed tars are refused, because they have no random access; they would hardly be smaller anyway.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ class Tars:
         self.paths = find_tars(pattern)
         self._type, _, self._key = text.partition(":")
         with ThreadPoolExecutor(INDEX_THREADS) as pool:
-            # Mostly paths: worker processes map the files instead of receiving copies of the indices.
+            # Paths where possible, so that worker processes map the files instead of receiving copies.
             self._indices = list(pool.map(lambda path: index_tar(path, self._type), self.paths))
         self._ends = list(itertools.accumulate(len(_index(each)) for each in self._indices))
 
@@ -134,7 +134,7 @@ def find_tars(pattern: str) -> list[str]:
 
 
 def index_tar(path: str, text_type: str) -> str | np.ndarray:
-    """Makes the index of a tar unless it is there already.
+    """Makes the index of a tar unless it exists already.
 
     Returns:
       The path of the saved index, or the index itself if it cannot be saved.
@@ -223,7 +223,7 @@ def _label(member: tarfile.TarInfo, file: Any) -> int:
         return int(np.int32(int(data)))
     except (ValueError, OverflowError):
         raise ValueError(
-            f"{file.name}: {member.name} contains {data[:20]!r}, not the number of a class"
+            f"{file.name}: {member.name} contains {data[:20]!r}, not the number of a class; repair the tar"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back; each kind is a module that is imported when it is used.
+"""Tokenizers: text to token ids and back. Each kind has a module that is imported when it is used.
 
     bytes                                  the 256 bytes and three special tokens; no file
     /models/llama3/tokenizer.json          a Hugging Face tokenizer, CLIP's too
@@ -69,7 +69,7 @@ class Tokenizer:
         unless parts of the text are outside the vocabulary or changed by a normalizer.
 
         Raises:
-          ValueError: the tokens do not map to bytes, as those of WordPiece.
+          ValueError: the tokens do not map to bytes, for example those of WordPiece.
         """
         return self._byte_lengths()
 
@@ -86,7 +86,7 @@ def make_tokenizer(spec: str) -> Tokenizer:
     """Makes the tokenizer that `spec` names; see the module.
 
     Raises:
-      ValueError: the file is missing or no tokenizer, or it has no special token of the given or
+      ValueError: the file is missing or not a tokenizer, or it has no special token of the given or
         usual name.
     """
     path, options = split_options(spec)
@@ -151,7 +151,7 @@ def find_specials(
     eos: str | None,
     pad: str | None,
 ) -> tuple[int, int, int]:
-    """The ids of bos, eos and pad: of the tokens with these names, or if None with a usual name.
+    """The ids of bos, eos and pad; where a name is None, the usual names are tried.
 
     Raises:
       ValueError: there is no token of a given name, or no eos.

@@ -16,7 +16,7 @@ class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json`. It has `byte_lengths` if it is byte-level or its tokens are `▁` pieces."""
 
     def __init__(self, data: bytes, bos: str | None = None, eos: str | None = None, pad: str | None = None):
-        """Reads the bytes of a `tokenizer.json`; `bos`, `eos`, `pad` are unusual special tokens."""
+        """Reads the bytes of a `tokenizer.json`; `bos`, `eos`, `pad` as in `find_specials`."""
         try:
             tok = tokenizers.Tokenizer.from_str(data.decode())
         except Exception as error:  # the library raises plain Exception

@@ -14,7 +14,7 @@ class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model. The character `▁` (U+2581) in a text is read as a space."""
 
     def __init__(self, data: bytes, bos: str | None = None, eos: str | None = None, pad: str | None = None):
-        """Reads the bytes of a model; `bos`, `eos`, `pad` are unusual special tokens."""
+        """Reads the bytes of a model; `bos`, `eos`, `pad` as in `find_specials`."""
         sentencepiece = import_extra("sentencepiece")
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=data)

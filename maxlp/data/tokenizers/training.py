@@ -1,4 +1,4 @@
-"""Training of byte-level BPE tokenizers."""
+"""Trains byte-level BPE tokenizers."""
 
 import contextlib
 import os
@@ -43,7 +43,10 @@ def train_bpe(texts: Iterable[str | bytes], vocab_size: int, path: str) -> Token
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     smallest = len(alphabet) + len(SPECIALS)
     if vocab_size < smallest:
-        raise ValueError(f"vocab_size {vocab_size} is below {smallest}, the bytes and the special tokens")
+        raise ValueError(
+            f"vocab_size {vocab_size} is below {smallest}, the number of bytes and special tokens; use a"
+            " larger one"
+        )
     tok = tokenizers.Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -74,7 +77,7 @@ def train_bpe(texts: Iterable[str | bytes], vocab_size: int, path: str) -> Token
 def train_or_load(path: str, texts: Iterable[str | bytes], vocab_size: int) -> Tokenizer:
     """Loads the tokenizer at `path`, or trains it on `texts`, which are read only in that case.
 
-    An existing file is used as it is, whatever it was trained on.
+    An existing file is used regardless of the texts it was trained on.
 
     Raises:
       ValueError: the existing tokenizer has another vocabulary size; and the errors of `train_bpe`.
@@ -92,7 +95,7 @@ def train_or_load(path: str, texts: Iterable[str | bytes], vocab_size: int) -> T
 
 @contextlib.contextmanager
 def _parallel_tokenizers() -> Iterator[None]:
-    """Uses all cores for training, but none after it: forked processes would hang or warn."""
+    """Enables the library's threads, and disables them at the end: forked processes would hang or warn."""
     key = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(key)
     os.environ.setdefault(key, "true")

@@ -33,7 +33,7 @@ from maxlp.parallel.sharding import MESH_AXES
 LOSSES = ("softmax", "sigmoid")
 METHODS = ("plain", "sharded", "tiled")
 
-NO_LOGIT = -1e30  # of padding: its exponential is 0, and the difference of two of them is finite
+NO_LOGIT = -1e30  # logit of padding: its exponential is 0, and the difference of two of them is finite
 PADDING = -1  # id of a row that fills up the last tile
 
 
@@ -134,7 +134,7 @@ def _to_next_device(tree: Any, axes: tuple[str, ...]) -> Any:
 
 
 def _full(shape: tuple[int, ...], value: float, axes: tuple[str, ...]) -> jax.Array:
-    """An array of one value whose later values differ between the devices."""
+    """A constant array, typed as varying between the devices: a loop replaces it with one that varies."""
     x = jnp.full(shape, value, jnp.float32)
     return jax.lax.pcast(x, axes, to="varying") if axes else x
 
@@ -295,7 +295,7 @@ def _ring(
 
     def turn(_: jax.Array, carry: tuple) -> tuple:
         texts, image_sums, text_sums = carry
-        next_texts = _to_next_device(texts, axes)  # they travel while this turn computes
+        next_texts = _to_next_device(texts, axes)  # before the work of this turn, to overlap with it
         text_sums, image_sums = jax.lax.scan(
             lambda text_sums, image: _visit_texts(visit, image, texts, text_sums),
             text_sums,
@@ -309,7 +309,7 @@ def _ring(
 
 
 def _visit_texts(visit: Callable, image: tuple, texts: tuple, text_sums: Any) -> tuple[Any, Any]:
-    """One tile of images, with its sums, and each tile of texts: the texts' sums and the images'."""
+    """Visits one tile of images, with its sums, and each tile of texts; returns both sums, texts first."""
     features, image_sums = image
     image_sums, text_sums = jax.lax.scan(
         lambda image_sums, text: visit(features, text[0], image_sums, text[1]),

@@ -1,7 +1,7 @@
 """A closed form of a CLIP train step: memory, collectives and FLOPs of one device, without a compiler.
 
 The state is exact: it is the state of the step itself, as shapes. The rest is arithmetic on the sizes of
-two towers and of a loss over all pairs; `tests/planning` holds the sum to compiled peaks.
+two towers and of a loss over all pairs; `tests/planning` compares the sum with compiled peaks.
 
 Shape letters, of one device and microbatch: R rows · S positions (patches that are kept, or tokens of a
 text) · D embed · F mlp · N heads · L layers · t the tensor axis; and of the global batch: B pairs ·
@@ -190,7 +190,8 @@ def gradients(settings: Settings, machine: Machine, state: StateShapes) -> float
     """Bytes of the gradients of all parameters, sharded.
 
     Summed over microbatches they exist a second time, in float32. Where layers are updated in the backward
-    pass, the gradients of one layer exist, and those outside of the blocks from two parts of the model.
+    pass, only the gradients of one layer exist. Those outside of the blocks exist twice, because two parts
+    of the model contribute to them.
     """
     params = state.bytes_on(abstract_mesh(machine.axes), "params")
     if settings.train.release_gradients:
@@ -228,7 +229,7 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     """FLOPs and memory traffic of one device.
 
     With several microbatches both towers run forward once more, for the features. A float32 product of the
-    loss takes six bfloat16 ones.
+    loss costs as much as six in bfloat16.
     """
     devices, M = math.prod(machine.axes.values()), settings.train.microbatches
     recipes = settings.matmuls
@@ -290,9 +291,8 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     ledger.add("all-to-all", ("fsdp",), text.x, (forward + 1) * M)
     every, B, E = tuple(axes), settings.data.batch_size, settings.model.embed_dim
     devices = math.prod(axes.values())
-    if (
-        settings.loss.method == "tiled"
-    ):  # the texts twice around the ring, their sums and gradients with them
+    if settings.loss.method == "tiled":
+        # The texts travel around the ring twice, and their sums and gradients with them.
         ledger.add("collective-permute", every, B / devices * E * 4, 3 * devices)
     else:
         ledger.add("all-gather", every, B * E * 4, 1)

@@ -63,7 +63,7 @@ def _siglip(D: int, F: int, L: int) -> Init:
     return Init(layers.uniform, D**-0.5, D**-0.5, mlp, mlp, 1e-6, 1e-6)
 
 
-# name -> tower -> (D, F, L) to the initial values of its blocks
+# Name of the scheme -> tower -> a function of (D, F, L) to the initial values of its blocks.
 INITS: dict[str, dict[str, Callable[[int, int, int], Init]]] = {
     "clip": {"visual": _clip_visual, "text": _clip_text},
     "siglip": {"visual": _siglip, "text": _siglip},

@@ -24,7 +24,7 @@ def _read_open_clip(source: Path, tensors: Mapping[str, Any]) -> tuple[dict[str,
 
 
 def _dtype(tensors: Mapping[str, Any]) -> str:
-    """The dtype of the tensors: the configs do not always have it."""
+    """The dtype of the tensors, because config files do not always record it."""
     return next((str(tensors[name].dtype) for name in tensors if name != "logit_scale"), "float32")
 
 

@@ -5,7 +5,7 @@ microbatches use cached contrastive gradients (GradCache, Gao et al. 2021, arXiv
 
     1  the features of all microbatches, without activations
     2  the loss of the whole batch, and its gradient with respect to the features
-    3  each microbatch again: the gradient of its features is propagated to the parameters
+    3  each microbatch again: its features' gradient is propagated to the parameters
 
 The result is the gradient of the whole batch, with the activations of one microbatch in memory.
 """
@@ -30,7 +30,7 @@ def batch_loss(config: ContrastiveConfig, seed: int = 0) -> gradients.Loss:
     """The mean contrastive loss over the pairs of a batch.
 
     Args:
-      seed: of the choice of the patches that are dropped.
+      seed: determines which patches are dropped.
     """
 
     def loss(model: nnx.Module, batch: Batch, step: jax.Array) -> tuple[jax.Array, Metrics]:
@@ -44,7 +44,7 @@ def loss_gradients(config: ContrastiveConfig, seed: int = 0, microbatches: int =
     """The gradients of `batch_loss`.
 
     Args:
-      seed: of the choice of the patches that are dropped; each microbatch draws differently.
+      seed: determines which patches are dropped; each microbatch draws differently.
       microbatches: divides the rows of the batch.
     """
     if microbatches == 1:

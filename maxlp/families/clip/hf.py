@@ -12,7 +12,7 @@ from maxlp.families.clip.vit import VisualConfig
 
 OPENAI_MEAN, OPENAI_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 ACTS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "quick_gelu": "quick_gelu"}
-# Newer files hold only what differs from these.
+# Newer files contain only the values that differ from these.
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "clip": {
         "vision_config": dict(
@@ -99,7 +99,9 @@ def config_from_hf(hf: Mapping[str, Any], preprocessor: Mapping[str, Any] | None
             )
     act = shared_value("config.json", "hidden_act", vision_config=vision, text_config=text)
     if act not in ACTS.values():
-        raise ValueError(f"config.json: hidden_act={act!r} is not supported; {', '.join(ACTS.values())}")
+        raise ValueError(
+            f"config.json: hidden_act={act!r} is not supported, only {', '.join(ACTS.values())}"
+        )
     statistics = preprocessor or {}
     return dict(
         embed_dim=hf.get("projection_dim", 512) if is_clip else vision["hidden_size"],

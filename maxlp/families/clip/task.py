@@ -62,10 +62,10 @@ def check_pool(text: TextConfig, tokenizer: Tokenizer, spec: str) -> None:
     """Checks that the text tower pools the token that ends a text.
 
     Args:
-      spec: of the tokenizer, for the message.
+      spec: names the tokenizer in the message.
 
     Raises:
-      ConfigError: it pools another one.
+      ConfigError: it pools another token.
     """
     wrong_eos = text.pool == "eos" and text.eos_id != tokenizer.eos_id
     if wrong_eos or (text.pool == "argmax" and tokenizer.eos_id != tokenizer.vocab_size - 1):

@@ -27,8 +27,9 @@ def test_examples_are_those_that_were_prepared(tmp_path):
     for i in range(20):
         assert {**original[i], "where": original.where(i)} == prepared[i]
     assert prepared.where(4) == f"{tmp_path}/out: record 4, from {tmp_path}/a.tar: 004"
-    with pytest.raises(ValueError, match="format 'maxlp-image-text-1' is not 'maxlp-documents-1'"):
-        make_source(f"array_record:{tmp_path / 'out'}", "all")
+    message = "format 'maxlp-image-text-1' is not 'maxlp-documents-1'; prepare .* `maxlp.prepare text`"
+    with pytest.raises(ValueError, match=message):
+        make_source(f"array_record:{tmp_path}/out", "all")
     path = tmp_path / "out" / "00002-of-00003.array_record"
     data = path.read_bytes()
     path.write_bytes(data[:300] + bytes(40) + data[340:])

@@ -45,7 +45,7 @@ def test_text_split_does_not_depend_on_the_folder(tmp_path):
     assert 5 < len(splits[0][1]) < 35
 
 
-def test_a_single_document_is_not_split(tmp_path):
+def test_a_single_file_cannot_be_split(tmp_path):
     assert f"no readable file in the folder {tmp_path}" in error_of(f"text:{tmp_path}")
     (tmp_path / "only.txt").write_text("x")
     message = error_of(f"text:{tmp_path}", "validation")

@@ -13,7 +13,7 @@ from tests.data.corpora import write_files
 
 
 def samples(count, folder="", seed=0):
-    """Files of `count` samples, in another order of types each."""
+    """Files of `count` samples, each with its types in a random order."""
     rng = np.random.default_rng(seed)
     for number in range(count):
         types = {
@@ -104,7 +104,7 @@ def test_a_truncated_tar_is_named(tmp_path):
     data = path.read_bytes()
     with tarfile.open(path) as tar:
         last = tar.getmembers()[-1]
-    boundary = last.offset  # between two files, as if it ended there
+    boundary = last.offset  # between two files, where nothing seems to be missing
     for size in (len(data) // 2, boundary, boundary + 100, last.offset_data + 1, 700):
         cut = tmp_path / f"cut{size}.tar"
         cut.write_bytes(data[:size])
@@ -115,7 +115,7 @@ def test_a_truncated_tar_is_named(tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_mistakes_are_named(tmp_path):
+def test_unusable_tars_are_named(tmp_path):
     write_files(tmp_path / "a.tar", [("a.npy", b"1")])
     (tmp_path / "b.tar").write_bytes(b"<html>" * 200)
     (tmp_path / "c.tar.gz").write_bytes(b"")

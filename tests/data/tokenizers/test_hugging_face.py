@@ -19,7 +19,7 @@ def hugging_face(path, *, decoder, pre_tokenizer, specials, trainer, normalizer=
     tok.post_processor = tokenizers.processors.TemplateProcessing(
         single=f"{specials[0]} $A", special_tokens=[(specials[0], tok.token_to_id(specials[0]))]
     )
-    tok.enable_truncation(16)  # as some files have: it must not cut a document
+    tok.enable_truncation(16)  # as in some files; it must not cut a document
     tok.enable_padding(length=32)
     tok.save(str(path))
     return str(path)

@@ -14,4 +14,4 @@ def test_sentencepiece_is_exact(sentencepiece_paths):
         ids = prefixed.encode(text)
         assert prefixed.decode(ids) == text
         assert prefixed.byte_lengths[ids].sum() == len(text.encode()) + 1
-    assert tokenizer.decode(tokenizer.encode("a▁b")) == "a b"  # the one character it cannot keep
+    assert tokenizer.decode(tokenizer.encode("a▁b")) == "a b"  # the only character that is not kept

@@ -1,4 +1,4 @@
-"""What all tokenizers promise, and `make_tokenizer`."""
+"""Properties of all tokenizers, and `make_tokenizer`."""
 
 import pickle
 
@@ -33,7 +33,7 @@ def test_tokenizers_pickle(bpe_path, sentencepiece_paths):
         assert again.fingerprint == tokenizer.fingerprint and again.pad_id == tokenizer.pad_id
 
 
-def test_files_make_the_tokenizer_again(tmp_path, bpe_path, sentencepiece_paths):
+def test_the_files_reproduce_the_tokenizer(tmp_path, bpe_path, sentencepiece_paths):
     for path in (bpe_path, sentencepiece_paths[True]):
         tokenizer = make_tokenizer(path)
         ((name, data),) = tokenizer.files.items()

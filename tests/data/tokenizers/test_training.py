@@ -19,12 +19,12 @@ def test_a_trained_bpe_is_exact(bpe_path):
     assert sum(map(len, texts)) > 2 * sum(len(tokenizer.encode(text)) for text in texts)
 
 
-def test_byte_lengths_of_each_token_are_those_of_what_it_decodes_to(bpe_path):
+def test_byte_lengths_match_the_decoded_tokens(bpe_path):
     tokenizer = make_tokenizer(bpe_path)
     whole = 0
     for i in range(tokenizer.vocab_size):
         text = tokenizer.decode([i])
-        if "\ufffd" not in text:  # half of a character has no text of its own
+        if "\ufffd" not in text:  # a part of a character does not decode alone
             assert tokenizer.byte_lengths[i] == len(text.encode())
             whole += 1
     assert whole > 700

@@ -1,4 +1,4 @@
-"""Texts that are hard for tokenizers, and what an exact tokenizer does with them."""
+"""Texts that are hard for tokenizers, and a check that a tokenizer is lossless."""
 
 import numpy as np
 

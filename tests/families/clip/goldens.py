@@ -1,4 +1,4 @@
-"""What Hugging Face's and open_clip's CLIP compute; tools/make_clip_goldens.py made the files."""
+"""Results of Hugging Face's and open_clip's CLIP; tools/make_clip_goldens.py makes the files."""
 
 import json
 import pathlib

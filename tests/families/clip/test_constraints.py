@@ -15,7 +15,7 @@ def check(**changes) -> None:
     constraints.check(settings, settings.machine(8, "cpu"))
 
 
-BIAS_KEY = dict(loss__kind="sigmoid")
+SIGMOID = dict(loss__kind="sigmoid")
 
 
 @pytest.mark.parametrize(
@@ -28,24 +28,24 @@ BIAS_KEY = dict(loss__kind="sigmoid")
         ),
         (dict(data__image_size=64), "config.data.image_size=64 differs from model.visual.image_size=32"),
         (dict(data__text_len=21), "config.data.text_len=21 is above model.text.max_len=20"),
-        (BIAS_KEY, "config.loss.kind=sigmoid needs a bias of the logits; set model.logit_bias"),
+        (SIGMOID, "config.loss.kind=sigmoid needs a bias of the logits; set model.logit_bias"),
     ],
 )
-def test_each_rule_refuses_one_thing(changes, message):
+def test_each_rule_refuses_its_violation(changes, message):
     with pytest.raises(ConfigError, match=message):
         check(**changes)
 
 
-def test_the_debug_run_and_what_the_messages_propose_are_accepted():
-    assert len(RULES) == 5, "one case for each in the test above"
+def test_the_debug_config_and_the_proposed_fixes_are_accepted():
+    assert len(RULES) == 5, "one case for each rule in the test above"
     check()
     check(data__text_len=20, mesh__tensor=2)
-    check(**BIAS_KEY, model__logit_bias=-10.0)
+    check(**SIGMOID, model__logit_bias=-10.0)
     check(train__release_gradients=True, optimizer__clip_norm=0.0)
 
 
 def test_attention_kernels_must_fit_both_towers():
-    """The general rule asks for the use of each tower: 3 heads of images, 2 of texts."""
+    """`run.constraints` checks both towers: the image tower has 3 heads, the text tower 2."""
     with pytest.raises(
         ConfigError, match=r"model.attention=ring needs .* multiple of mesh.tensor=2, not 3"
     ):

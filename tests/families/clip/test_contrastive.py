@@ -1,4 +1,4 @@
-"""The losses against float64 NumPy, whose gradients are complex-step derivatives and not a formula."""
+"""The losses against float64 NumPy, with gradients by complex-step differentiation."""
 
 import functools
 
@@ -90,14 +90,14 @@ def test_equals_float64(B, tile_size, scale, bias, spread):
     for (loss, method), ((_, sums), grads) in results.items():
         where = f"{loss} {method}"
         want = reference(*(np.asarray(a, np.float64) for a in args), loss)
-        # The rounding of a logit of 100 is 8e-6 in float32, and that of a pair's loss no smaller.
+        # A logit of 100 has a rounding error of 8e-6 in float32, and the loss of a pair at least that.
         absolute = B * max(1e-6, scale * 1e-6 / 4)
         np.testing.assert_allclose(sums["loss"], want, rtol=1e-6, atol=absolute, err_msg=where)
         if spread == 1.0:  # otherwise the order of the logits depends on rounding
             assert sums["correct"] == hits, where
         assert sums["examples"] == B
         for got, grad, name in zip(grads, reference_grads(*args, loss=loss), NAMES, strict=True):
-            # The error of probabilities is that of logits, 1e-5 at scale 100; features get it times scale.
+            # Probabilities have the error of logits, 1e-5 at scale 100; gradients of features, times scale.
             atol = (scale if name in ("image", "text") else B) * max(1e-6, scale * 1e-7)
             np.testing.assert_allclose(got, grad / 3, rtol=1e-5, atol=atol, err_msg=f"{where} {name}")
 

@@ -1,4 +1,4 @@
-"""The closed form of a CLIP step: what dropped patches and tiles of the loss save."""
+"""The closed form of a CLIP step: savings from dropped patches and from tiles of the loss."""
 
 from configs.common import CLIP_SIZES, clip
 from maxlp.families.clip import cost

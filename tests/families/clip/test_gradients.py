@@ -46,7 +46,7 @@ def run(
     axes = axes or dict(fsdp=1)
     mesh = sharding.make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())])
     gradients = loss_gradients(ContrastiveConfig(kind=kind, method=method, tile_size=5), 0, microbatches)
-    # Outside of the mesh and through the host: elsewhere every shape compiles programs of its own.
+    # Initialized outside of the mesh, because initializing on each mesh would compile many programs.
     _, params, model_state = nnx.split(make(nnx.Rngs(0)), nnx.Param, ...)
     state = {"params": nnx.to_pure_dict(params), "model_state": nnx.to_pure_dict(model_state)}
     with jax.set_mesh(mesh):
@@ -65,8 +65,8 @@ def assert_same(got, want) -> None:
     """The metrics and gradients of two runs are equal up to the order of sums.
 
     Each gradient is compared with the largest one of its module. The gradients of a module are sums of the
-    same terms with other factors near 1, so that where they cancel, their rounding remains: a shift of all
-    keys changes no softmax, and the gradient of k_proj's bias is zero.
+    same terms with different factors near 1; where the terms cancel, rounding errors remain. For example, a
+    shift of all keys does not change a softmax, so the gradient of k_proj's bias is zero.
     """
     for key, value in want[2].items():
         np.testing.assert_allclose(got[2][key], value, rtol=1e-6, err_msg=key)

@@ -17,7 +17,7 @@ def test_configs_survive_the_round_trip(name):
 
 
 def test_config_of_openai_b32():
-    """Its file has few keys: the others have the defaults of the library that wrote it."""
+    """Its file has few keys; the others take the defaults of the library that wrote it."""
     config = hf.config_from_hf(
         dict(
             model_type="clip",

@@ -1,4 +1,4 @@
-"""The contract of the family: `families.Family`."""
+"""The functions of CLIP's `families.Family`."""
 
 import types
 

@@ -54,12 +54,13 @@ def test_released_gradients_on_a_mesh_equal_ordinary_ones_on_one_device():
     for a, b in zip(metrics, want_metrics, strict=True):
         assert a.keys() == b.keys()
         for key in a:
+            # Sums in another order, and a few quantized values that round to their other neighbour.
             assert a[key] == pytest.approx(b[key], rel=1e-4), key
     assert jax.tree.structure(got) == jax.tree.structure(want), "checkpoints of one resume the other"
     initial = jax.device_get(init_state(make, optax.sgd(0.1), 0))
     for path, param in nnx.traversals.flatten_mapping(want["params"]).items():
         before, after = (nnx.traversals.flatten_mapping(x["params"])[path] for x in (initial, got))
-        # Values of a quantized tensor may be rounded to their other neighbour.
+        # Values of a quantized tensor may round to their other neighbour.
         atol = 0.01 * np.abs(param - before).max() + 1e-6
         np.testing.assert_allclose(after, param, atol=atol, rtol=0, err_msg="/".join(path))
     jax.tree.map(

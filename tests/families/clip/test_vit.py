@@ -11,7 +11,7 @@ from tests.families.clip.fixtures import make_batch, make_clip
 encode_image = jax.jit(lambda model, *args: model.encode_image(*args))
 
 
-def test_patches_are_what_a_strided_convolution_sees():
+def test_patches_equal_those_of_a_strided_convolution():
     rng = np.random.default_rng(0)
     image_BHWC = rng.standard_normal((2, 8, 12, 3), np.float32)
     kernel_HWIO = rng.standard_normal((4, 4, 3, 5), np.float32)
@@ -55,6 +55,7 @@ def test_resizing_interpolates_a_smooth_field_and_keeps_the_class_token():
     resized = resize(256)
     np.testing.assert_array_equal(resized[0], pos_SD[0])
     inner, expected = (np.asarray(x).reshape(16, 16, 2)[4:-4, 4:-4] for x in (resized[1:], field(16)))
+    # The error of cubic interpolation of this field, whose values span 1.
     np.testing.assert_allclose(inner, expected, atol=1e-3)
     np.testing.assert_allclose(resize(64), pos_SD, atol=1e-6)
     with pytest.raises(ValueError, match="64 or 50 patches do not form a square grid"):

@@ -57,7 +57,7 @@ def test_features_and_gradients_equal_the_other_library(name):
 
 @pytest.mark.parametrize("name", goldens.NAMES)
 def test_tensors_survive_the_round_trip_to_the_bit(name):
-    """Every parameter has a place of its own: two with one name would lose a tensor."""
+    """Every parameter has its own tensor: if two shared a name, one would be lost."""
     golden = goldens.load(name)
     params = to_maxlp(golden)
     assert sum(x.size for x in jax.tree.leaves(params)) == sum(x.size for x in golden.weights.values())
@@ -86,6 +86,7 @@ def test_the_goldens_distinguish_activations_and_pools(name, change):
         to_maxlp(golden), np.float32(golden.arrays["image"]), golden.arrays["text"]
     )
     differences = image_BE - golden.arrays["image_features"], text_BE - golden.arrays["text_features"]
+    # More than ten times the tolerance of the test above.
     assert max(np.abs(x).max() for x in differences) > 5e-5
 
 

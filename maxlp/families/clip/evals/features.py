@@ -40,11 +40,12 @@ def collect(
       ValueError: there is no row with a true mask.
     """
     parts = []
-    for batch in batches:  # one at a time: on CPUs nothing else orders the collectives of two batches
+    # One at a time: on CPUs the collectives of two batches could run in different orders.
+    for batch in batches:
         rows, mask_B = jax.device_get(replicate((encode(batch), batch["mask"])))
         parts.append({key: value[mask_B] for key, value in rows.items()})
     if not any(len(value) for part in parts for value in part.values()):
-        raise ValueError("the validation data has no example; all rows are padding")
+        raise ValueError("the data has no example: all rows are padding; check the source of the data")
     return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
 

@@ -47,7 +47,7 @@ def zero_shot(
         sums = jax.device_get(_count(image_BE, class_CE, batch["label"], batch["mask"]))
         total = {key: value + float(sums[key]) for key, value in total.items()}
     if not total["examples"]:
-        raise ValueError("the validation data has no image with a label among data.classes")
+        raise ValueError("the validation data has no image with a label among data.classes; check both")
     return {key: total[key] / total["examples"] for key in ("top1", "top5")} | {
         "examples": total["examples"]
     }
@@ -76,7 +76,8 @@ def class_embeddings(
             sum_CE = np.zeros((len(classes), text_NE.shape[1]))
         np.add.at(sum_CE, class_of_N[start : start + batch_size], _unit(text_NE))
     if sum_CE is None:
-        raise ValueError(f"no prompts: there are {len(classes)} classes and {len(templates)} templates")
+        found = f"{len(classes)} classes and {len(templates)} templates"
+        raise ValueError(f"no prompts from {found}; set data.classes and data.templates")
     return _unit(sum_CE).astype(np.float32)
 
 

@@ -67,7 +67,7 @@ def test_ties_and_nan_count_against_an_example():
 
 def test_a_class_is_the_normalized_mean_of_its_normalized_prompts():
     want = np.asarray(direction(np.array([[ANGLE[c]] for c in CLASSES])))
-    for batch_size in (3, 14, 100):  # prompts of a class in two batches; all in one; one batch with padding
+    for batch_size in (3, 14, 100):  # a class in two batches; all prompts in one; padding
         got = class_embeddings(lambda x: 3 * direction(x), CLASSES, TEMPLATES, tokenize, batch_size)
         np.testing.assert_allclose(got, want, atol=2e-7)  # float32 angles
 
@@ -80,6 +80,8 @@ def test_a_mesh_equals_one_device():
         assert run(placed, batch_size=8) == want
 
 
-def test_templates_without_a_place_for_the_class_are_refused():
+def test_missing_classes_and_templates_without_a_place_for_them_are_refused():
+    with pytest.raises(ValueError, match=r"no prompts from 0 classes and 2 templates; set data\.classes"):
+        run(batches([0], [0]), classes=[])
     with pytest.raises(ValueError, match="template 'a photo' has no"):
         run(batches([0], [0]), templates=["a photo"])
