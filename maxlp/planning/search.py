@@ -99,7 +99,7 @@ def _choices(s: Settings, platform: str) -> dict[str, tuple]:
 
 
 def _try(s: Settings, topology: Topology, changes: dict, states: dict) -> Candidate | None:
-    """None if the changed settings violate a constraint or do not fit."""
+    """The candidate for these changes; None if they violate a constraint or do not fit in memory."""
     s, cost = changed(s, changes), cost_of(s)
     try:
         machine = topology.machine(s)
