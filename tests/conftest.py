@@ -1,4 +1,4 @@
-"""Eight simulated CPU devices for every test, and models that many tests share."""
+"""Eight simulated CPU devices for every test."""
 
 import atexit
 import importlib.util
@@ -35,7 +35,7 @@ def pytest_runtest_setup(item: pytest.Item):
 
 @pytest.fixture(autouse=True, scope="module")
 def _forget_compiled_programs():
-    """Compiled programs are of no use to another module, and would fill the memory."""
+    """No other module uses a module's compiled programs, and all of them would fill the memory."""
     yield
     jax.clear_caches()
 

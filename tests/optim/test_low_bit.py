@@ -5,7 +5,6 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlp.numerics.blockwise import FORMATS
 from maxlp.optim import GaloreConfig, LowBitConfig, state_bytes
 from maxlp.optim.galore import galore
 from maxlp.optim.low_bit import low_bit
@@ -127,9 +126,3 @@ def test_a_state_without_moments_is_an_error():
     tx = low_bit(optax.scale_by_factored_rms(), LowBitConfig(**FP8))
     with pytest.raises(AssertionError, match="no moments"):
         jax.eval_shape(tx.init, random_tree(SHAPES, 0))
-
-
-def test_every_format_is_documented():
-    import maxlp.numerics.blockwise as module
-
-    assert all(name in module.__doc__ for name in FORMATS)
