@@ -38,11 +38,3 @@ def _forget_compiled_programs():
     """No other module uses a module's compiled programs, and all of them would fill the memory."""
     yield
     jax.clear_caches()
-
-
-@pytest.fixture
-def tiny_llama():
-    """The `Trainer` of a small Llama on one device; nothing is compiled yet."""
-    from tests.fixtures import Trainer  # few tests need a model
-
-    return Trainer()

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests.fixtures import batch
+from tests.fixtures import Trainer, batch
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = {"train", "evaluate", "generate", "plan", "convert", "prepare", "report"}
@@ -172,17 +172,17 @@ print(json.dumps(found))
 """
 
 
-def test_a_batch_reaches_the_gradient_through_few_files(tiny_llama):
-    called: set[str] = set()
+def test_a_batch_reaches_the_gradient_through_few_files():
+    trainer, called = Trainer(), set()
 
     def record(frame, event, arg):
         if event == "call":
             called.add(frame.f_code.co_filename)
 
-    gradients = functools.partial(tiny_llama.gradients, tiny_llama.graphdef)
+    gradients = functools.partial(trainer.gradients, trainer.graphdef)
     sys.setprofile(record)
     try:
-        jax.eval_shape(gradients, tiny_llama.abstract, batch(0), None)
+        jax.eval_shape(gradients, trainer.abstract, batch(0), None)
     finally:
         sys.setprofile(None)
     ours = {Path(name).relative_to(ROOT) for name in called if name.startswith(str(ROOT / "maxlp"))}

@@ -14,7 +14,7 @@ from maxlp.run.settings import Settings
 REMATS = ("none", "dots", "block")  # from most memory to least
 SIZES = (1, 2, 4, 8, 16)  # of a mesh axis
 FACTORS = (1, 2, 4, 8, 16, 32)  # of microbatches
-KERNELS = {"cuda": ("cudnn",), "tpu": ("splash",), "cpu": ()}  # attention without an (S, S) matrix
+KERNELS = {"cuda": ("cudnn",), "tpu": ("splash",)}  # attention without an (S, S) matrix
 MARGIN = 0.95  # of the memory, because the closed form is not exact
 
 

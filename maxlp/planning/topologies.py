@@ -151,7 +151,10 @@ def parse(name: str) -> Topology:
     shape, slices = tuple(int(n) for n in match[2].split("x")), int(match[3] or 1)
     if len(shape) != (chip.torus or 2) or not all(shape) or not slices:
         form = f"{chip.torus} dimensions of a torus" if chip.torus else "HOSTSxGPUS"
-        raise ValueError(f"topology {name!r}: the shape of {chip_name} is {form}, all at least 1")
+        example = f"{chip_name}:{'x'.join('4' * (chip.torus or 2))}"
+        raise ValueError(
+            f"topology {name!r}: the shape of {chip_name} is {form}, all at least 1; for example {example}"
+        )
     if chip.pod and math.prod(shape) > chip.pod:
         raise ValueError(
             f"topology {name!r}: a slice of {chip_name} has at most {chip.pod} chips; use SHAPE*SLICES"

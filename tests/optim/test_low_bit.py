@@ -29,7 +29,8 @@ def gradients(steps):
     return [random_tree(SHAPES, i) for i in range(steps)]
 
 
-@pytest.mark.parametrize(("name", "worst"), zip(EVERY, [0.12, 0.12, 0.05, 0.002, 0.02], strict=True))
+# 1.7 times the measured errors: one bit less in a format would double its error.
+@pytest.mark.parametrize(("name", "worst"), zip(EVERY, [0.1, 0.1, 0.026, 6e-4, 6.4e-3], strict=True))
 def test_thirty_steps_stay_near_those_of_float32(name, worst):
     params, grads = random_tree(SHAPES, 99), gradients(30)
     got, _ = run(low_bit(ADAM, LowBitConfig(**EVERY[name], min_size=64)), params, grads)
@@ -106,7 +107,7 @@ def test_around_stable_adam_and_galore(name):
     assert optax.tree.get(state, "rms")["layers"]["attn"]["q_proj"]["kernel"].shape == (2,)
     assert state.inner.inner.nu["layers"]["attn"]["q_proj"]["kernel"].codes.shape == (2, 4, 64)
     assert state.inner.subspaces["layers"]["attn"]["q_proj"]["kernel"].projector.dtype == jnp.float32
-    assert_trees_close(got, want, atol=0.3)
+    assert_trees_close(got, want, atol=0.08)  # twice the error of FP8; the parameters move by 1
 
 
 def test_codes_and_scales_are_sharded_like_their_parameter():
