@@ -87,8 +87,10 @@ def cost_of(s: Settings) -> Cost:
 
 
 def matmul_dtype(recipe: str) -> str:
-    """The dtype of the units in which a precision recipe multiplies."""
-    return "int8" if recipe.startswith("int8") else "bfloat16" if recipe == HIGH_PRECISION else "float8"
+    """The dtype at whose peak rate the matmuls of a precision recipe run."""
+    if recipe == HIGH_PRECISION or recipe.startswith("simulate"):  # simulated values are 16 or 32 bits wide
+        return "bfloat16"
+    return "int8" if recipe.startswith("int8") else "float8"
 
 
 class Ledger:

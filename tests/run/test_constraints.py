@@ -1,4 +1,4 @@
-"""Every rule of the table refuses what it should, naming key, value and way out, and accepts the rest."""
+"""Every rule of the table refuses its case with key, value and way out, and valid settings are accepted."""
 
 import re
 
