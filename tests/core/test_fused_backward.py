@@ -137,7 +137,7 @@ def test_the_gradients_of_all_layers_never_exist_together():
 
 
 @pytest.mark.aot("jax_cuda13_plugin")
-def test_compiled_for_a_gpu_the_state_of_the_optimizer_is_not_copied_either():
+def test_the_optimizer_state_is_not_copied_on_a_gpu():
     mesh = sharding.make_mesh(devices=topologies.devices(topologies.parse("h100:1x1")))
     ordinary, layers = memory(False, make_tx(), mesh, embed_dim=256, mlp_dim=1024)
     released, _ = memory(True, make_tx(), mesh, embed_dim=256, mlp_dim=1024)

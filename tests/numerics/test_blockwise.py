@@ -135,7 +135,7 @@ def test_integers_are_within_half_a_step(name, top):
 
 
 @pytest.mark.parametrize(("name", "bits"), [("bfloat16", 7), ("float8_e5m2", 2)])
-def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_on_average(name, bits):
+def test_stochastic_rounding_picks_a_neighbour_and_is_unbiased(name, bits):
     x = wide((4, 50), decades=2)
     keys = jax.random.split(jax.random.key(0), 2000)
     rounded = np.asarray(jax.jit(jax.vmap(lambda k: decode(encode(x, name, key=k), name)))(keys))

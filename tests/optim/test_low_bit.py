@@ -98,7 +98,7 @@ def test_stochastic_rounding_keeps_what_rounding_to_nearest_loses():
 
 
 @pytest.mark.parametrize("name", ["fp8", "dynamic8"])
-def test_around_stable_adam_and_galore(name):
+def test_low_bit_moments_around_stable_adam_and_galore(name):
     shapes = {"layers": {"attn": {"q_proj": {"kernel": (2, 16, 64)}}}}
     params, grads = random_tree(shapes, 9), [random_tree(shapes, i) for i in range(6)]
     inner = galore(scale_by_stable_adam(), GaloreConfig(rank=4, update_proj_gap=3, moments="reproject"))

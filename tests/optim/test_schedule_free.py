@@ -44,7 +44,7 @@ def test_the_part_that_evaluation_needs_is_restored_alone(tmp_path, wrapped):
 
 
 @pytest.mark.parametrize("name", [name for name in optim.OPTIMIZERS if name != "schedule_free_adamw"])
-def test_all_others_are_evaluated_where_they_train(name):
+def test_all_others_are_evaluated_at_their_trained_parameters(name):
     params = {"layers": {"attn": {"kernel": jnp.ones((2, 8, 4))}}}
     state = jax.eval_shape(make_optimizer(name=name, **MAKE).tx.init, params)
     assert optim.eval_part(state) == {} and optim.eval_params(state, params) is params

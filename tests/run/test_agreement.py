@@ -104,7 +104,7 @@ def cases() -> list:
 
 
 @pytest.mark.parametrize(("family", "seed"), cases())
-def test_planner_and_trainer_accept_the_same(family, seed):
+def test_planner_and_trainer_accept_the_same_configs(family, seed):
     changes = draws.draw(family, seed)
     label = f"{family} {seed}: {changes}"
     if check_agreement(draws.config(family, changes), label) and seed in RUN:
