@@ -1,4 +1,4 @@
-"""Which features go together: every pair runs (in at least one row of `rows`) or is refused by a rule.
+"""Which features can be combined: every pair runs (in at least one row of `rows`) or is refused by a rule.
 
 `tests/test_matrix.py` runs the rows; `tools/composition.py` prints `docs/composition.md` from the same
 data.
@@ -20,9 +20,11 @@ DEVICES = 8  # simulated
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """A switch: config values, and the dimension of which a config has one value.
+    """A set of config values that a run switches on.
 
-    neutral: whether switching it on changes nothing but the order of sums, so that losses stay equal.
+    Attributes:
+      dimension: a run has at most one feature of each dimension.
+      neutral: whether it changes only the order of sums, so that losses stay equal to rounding.
     """
 
     name: str
@@ -159,7 +161,7 @@ def machine(family: str, names: Row) -> Machine:
 
 @functools.cache
 def refusal(family: str, names: Row) -> str | None:
-    """The message with which these features are refused, None if they go together."""
+    """The message with which these features are refused; None if they can be combined."""
     try:
         constraints.check(settings(family, names), machine(family, names))
     except ConfigError as error:
@@ -197,5 +199,5 @@ def rows(family: str) -> tuple[Row, ...]:
 
 
 def reference(names: Row) -> Row:
-    """The same row on one device, without the features that must change nothing."""
+    """The row without its neutral features, which runs on one device."""
     return tuple(name for name in names if not feature(name).neutral)

@@ -1,4 +1,4 @@
-"""Eight simulated CPU devices for every test, and models that many tests share."""
+"""Eight simulated CPU devices for every test."""
 
 import atexit
 import importlib.util
@@ -35,14 +35,6 @@ def pytest_runtest_setup(item: pytest.Item):
 
 @pytest.fixture(autouse=True, scope="module")
 def _forget_compiled_programs():
-    """Compiled programs are of no use to another module, and would fill the memory."""
+    """No other module uses a module's compiled programs, and all of them would fill the memory."""
     yield
     jax.clear_caches()
-
-
-@pytest.fixture
-def tiny_llama():
-    """The `Trainer` of a small Llama on one device; nothing is compiled yet."""
-    from tests.fixtures import Trainer  # few tests need a model
-
-    return Trainer()

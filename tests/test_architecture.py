@@ -1,4 +1,4 @@
-"""The shape of the code, read from the source: who imports whom, and how much there is to read."""
+"""The structure of the code, read from its source: imports, and how much there is to read."""
 
 import ast
 import functools
@@ -10,14 +10,14 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests.fixtures import batch
+from tests.fixtures import Trainer, batch
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = {"train", "evaluate", "generate", "plan", "convert", "prepare", "report"}
 
-# What each room may import at the top of its files. "families" is the contract alone; a family is a room of
-# its own, loaded by name.
-ROOMS: dict[str, set[str]] = {
+# The packages that each package may import at the top of its files. "families" is the contract alone; each
+# family counts as a package of its own, which is loaded by name.
+ALLOWED: dict[str, set[str]] = {
     "numerics": set(),
     "runtime": set(),
     "data": set(),
@@ -33,7 +33,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "planning": {"core", "families", "parallel", "precision", "run", "runtime"},
 }
-FAMILY_ROOM = {*ROOMS} - {"monitoring", "optim"}
+ALLOWED_IN_FAMILIES = {*ALLOWED} - {"monitoring", "optim"}
 FAMILIES = ("llama", "clip")
 
 MAX_CLOSURE_LINES = 10_000  # of our code in a Llama training run
@@ -75,7 +75,7 @@ def top_level_imports(path: Path) -> set[Path]:
     return found | {p for p in packages if p.exists()}
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     parts = path.relative_to(ROOT / "maxlp").parts
     if parts[0] == "families" and parts[1] in FAMILIES:
         return parts[1]
@@ -86,20 +86,20 @@ def lines(paths: set[Path]) -> int:
     return sum(len(path.read_text().splitlines()) for path in paths)
 
 
-# --- who imports whom ------------------------------------------------------------------------------------
+# --- imports ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_rooms_import_only_what_they_may(path):
-    room = room_of(path)
-    used = {room_of(p) for p in top_level_imports(path)} - {room, "__init__"}
-    if room in FAMILIES:
-        assert used <= FAMILY_ROOM
-    elif room in ROOMS:
-        assert used <= ROOMS[room]
+def test_packages_import_only_what_they_may(path):
+    package = package_of(path)
+    used = {package_of(p) for p in top_level_imports(path)} - {package, "__init__"}
+    if package in FAMILIES:
+        assert used <= ALLOWED_IN_FAMILIES
+    elif package in ALLOWED:
+        assert used <= ALLOWED[package]
     else:
-        assert room in COMMANDS | {"__init__"}, "only commands lie at the top"
-        assert used <= {*ROOMS, "__init__"}, "no command imports another"
+        assert package in COMMANDS | {"__init__"}, "only commands are modules of maxlp itself"
+        assert used <= ALLOWED.keys(), "a command imports neither another command nor a family"
 
 
 def test_there_is_no_import_circle():
@@ -172,17 +172,17 @@ print(json.dumps(found))
 """
 
 
-def test_a_batch_reaches_the_gradient_through_few_files(tiny_llama):
-    called: set[str] = set()
+def test_a_batch_reaches_the_gradient_through_few_files():
+    trainer, called = Trainer(), set()
 
     def record(frame, event, arg):
         if event == "call":
             called.add(frame.f_code.co_filename)
 
-    gradients = functools.partial(tiny_llama.gradients, tiny_llama.graphdef)
+    gradients = functools.partial(trainer.gradients, trainer.graphdef)
     sys.setprofile(record)
     try:
-        jax.eval_shape(gradients, tiny_llama.abstract, batch(0), None)
+        jax.eval_shape(gradients, trainer.abstract, batch(0), None)
     finally:
         sys.setprofile(None)
     ours = {Path(name).relative_to(ROOT) for name in called if name.startswith(str(ROOT / "maxlp"))}
@@ -224,7 +224,7 @@ def test_few_functions_take_a_config_dict():
 
 
 def test_contracts_are_types():
-    """No module finds out by `hasattr` what another put there."""
+    """No module uses `hasattr` to find out what another one has set."""
     for path in files():
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):

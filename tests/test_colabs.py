@@ -22,10 +22,7 @@ def code_of(path: Path) -> str:
 @pytest.mark.full
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_from_top_to_bottom(path):
-    """A few steps are enough: the names, the flags and the files are what a change elsewhere breaks.
-
-    That the runs of the full setting learn is what the configs' own tests show.
-    """
+    """A few steps are enough to find names, flags and files that no longer exist."""
     env = {**os.environ, "MAXLP_COLAB_SMALL": "1", "MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)}
     env.pop("JAX_NUM_CPU_DEVICES", None)  # the notebooks choose it themselves
     done = subprocess.run(

@@ -69,7 +69,7 @@ def write_source(folder: Path, name: str, **changes: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> tuple[Path, Path]:
-    """A folder of Hugging Face, and the run that it was imported to."""
+    """A folder as Hugging Face writes it, and the run it was imported to."""
     root = tmp_path_factory.mktemp("llama")
     source = write_source(root / "source", "llama_3_1", dtype="float32")
     convert.import_weights(source, root / "run")
@@ -78,7 +78,7 @@ def llama(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory) -> tuple[Path, Path]:
-    """A folder of open_clip, and the run that it was imported to."""
+    """A folder as open_clip writes it, and the run it was imported to."""
     root = tmp_path_factory.mktemp("clip")
     source = write_source(root / "source", "clip_open_clip")
     convert.import_weights(source, root / "run")
@@ -99,7 +99,7 @@ def assert_same_tensors(a: Path, b: Path, weights: str = "model.safetensors") ->
         np.testing.assert_array_equal(a_tensors[name], b_tensors[name], strict=True)
 
 
-# --- there and back -------------------------------------------------------------------------------------
+# --- round trips ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["clip_hf_quick_gelu", "clip_hf_siglip", "clip_open_clip"])
@@ -228,7 +228,7 @@ def test_export_takes_the_newest_or_the_given_step(tmp_path):
 # --- mistakes -------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_overwritten(llama, tmp_path):
+def test_nothing_is_overwritten(llama):
     source, run = llama
     with pytest.raises(ValueError, match=r"--output=.* is not empty; choose a new directory"):
         convert.import_weights(source, source)

@@ -63,7 +63,7 @@ def test_generation_does_not_change_a_model_with_delayed_scaling():
 
 
 class Letters:
-    """A tokenizer."""
+    """A tokenizer whose tokens are short strings."""
 
     pieces = ("", "a", "b", "bc", "c", "bcd")
     vocab_size = len(pieces)

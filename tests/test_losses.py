@@ -25,7 +25,7 @@ def problem():
 
 
 def head(w_DV):
-    """As of a model: a function of weights and hidden states, and the weights."""
+    """The head of a model: a function of weights and hidden states, and the weights."""
     return lambda weights, x: x @ weights["w"][...], nnx.State(
         {"w": layers.param(w_DV, ("embed", "vocab"))}
     )
@@ -86,17 +86,22 @@ def test_chunks_never_hold_all_logits():
     assert temp(16) < all_logits / 4 + 2 * D * V * 4
 
 
-def test_chunks_make_the_logits_once(problem):
+def test_chunks_compute_the_logits_once(problem):
     """Three matmuls a chunk: the logits, and the gradients of hidden states and weights."""
     p = problem
-    loss = lambda w, x: total(p, w, x, 4, 1e-4)[0]  # noqa: E731
+
+    def loss(w, x):
+        return total(p, w, x, 4, 1e-4)[0]
+
     assert str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(p["w"], p["x"])).count("dot_general[") == 3
     assert str(jax.make_jaxpr(loss)(p["w"], p["x"])).count("dot_general[") == 1
 
 
 def test_chunks_send_the_weights_once_and_their_gradient_once():
-    """On a mesh with every axis of the head, whose vocabulary, rows and sequence are all split; the numbers
-    are those of one device. Besides go scalars, and what the softmax needs of a row."""
+    """Vocabulary, rows and sequence are all split, and the loss and gradients are those of one device.
+
+    Other collectives carry only scalars and the softmax statistics of each row.
+    """
     mesh = sharding.make_mesh(fsdp=2, context=2, tensor=2)
     B, S, D, V = 4, 64, 32, 1024
 

@@ -109,7 +109,7 @@ def test_a_row_trains_like_one_device_and_resumes_to_the_bit(family, row, tmp_pa
         for key in ("loss", "grad_norm"):
             np.testing.assert_allclose(ours[key], theirs[key], rtol=tolerance, err_msg=key)
         for name, norms in ours.get("grad_norms", {}).items():
-            floor = tolerance * float(theirs["grad_norm"])  # of gradients that are zero but for rounding
+            floor = tolerance * float(theirs["grad_norm"])  # of gradients that are zero except for rounding
             np.testing.assert_allclose(
                 norms, theirs["grad_norms"][name], rtol=5 * tolerance, atol=floor, err_msg=name
             )

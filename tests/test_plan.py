@@ -51,7 +51,7 @@ def test_command_without_a_compiler(tmp_path):
 
 def test_errors_are_one_line():
     done = run("--config=configs/llama/8b.py", "--topology=v9:4x4", "--estimate_only")
-    assert done.returncode == 2 and "'v9' is unknown, one of v4, v5e" in done.stderr
+    assert done.returncode == 2 and "'v9' is unknown; use one of v4, v5e" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
@@ -88,7 +88,7 @@ def test_a_config_that_training_refuses_has_no_plan():
         plan.make_plan(s, topologies.parse("v5p:2x2x4"), compiles=False)
 
 
-def test_a_clip_that_does_not_fit_is_split(capsys):
+def test_a_clip_that_does_not_fit_is_split():
     """b32 with the activations of 4,096 images a device does not fit on v5e; recomputed, it does."""
     s = settings(clip(**CLIP_SIZES["b32"]), model__remat="none", data__batch_size=32768)
     topology = topologies.parse("v5e:2x4")

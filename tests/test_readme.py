@@ -1,4 +1,4 @@
-"""What the documents name exists, and the commands in them respond."""
+"""What the documents name exists, their lists are complete, and their commands have a help text."""
 
 import pkgutil
 import re

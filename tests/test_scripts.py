@@ -1,6 +1,6 @@
-"""The scripts and notebooks around the library use names that it has, so that no rename breaks them unseen.
+"""Names and arguments of the library that scripts and notebooks use exist, so that a rename breaks a test.
 
-Nothing of them is run, because some need a GPU, PyTorch or minutes.
+The scripts are not run, because some need a GPU, PyTorch or minutes.
 """
 
 import ast
@@ -77,7 +77,7 @@ def bound(path: Path) -> set[str]:
 
 
 def resolved(node: ast.expr, known: dict[str, Any]) -> Any:
-    """The object that an expression such as ``module.name`` refers to; None if it is none of the library.
+    """The object of the library that an expression such as ``module.name`` refers to, or None.
 
     Raises:
       AttributeError: the module has no such name.

@@ -1,9 +1,8 @@
-"""The training command as a user runs it: kills, restarts, other meshes, several processes, bad losses."""
+"""Runs of the training command: kills, restarts, other meshes, several processes, non-finite losses."""
 
 import io
 import json
 import math
-import os
 import random
 import signal
 import socket
@@ -21,26 +20,8 @@ from maxlp.data.images import encode_png
 from maxlp.runtime import manifest
 from maxlp.runtime.writers import read_jsonl
 from tests.run_outputs import arrays, checkpoint, losses, records
+from tests.training_runs import ROOT, finish, start
 
-ROOT = Path(__file__).parent.parent
-SMALL = [
-    "--config=configs/llama/debug.py",
-    "--config.model.embed_dim=32",
-    "--config.model.num_layers=2",
-    "--config.model.num_heads=2",
-    "--config.model.num_kv_heads=2",
-    "--config.model.head_dim=16",
-    "--config.model.mlp_dim=64",
-    "--config.model.vocab_size=512",
-    "--config.data.source=stdlib?validation=0.002",
-    "--config.data.tokenizer=bytes",
-    "--config.data.seq_len=64",
-    "--config.data.shuffle_tokens=16384",
-    "--config.optimizer.warmup_steps=2",
-    "--config.train.log_every=1",
-    "--config.train.eval_batches=2",
-    "--config.checkpoint.every_steps=3",
-]
 WHOLE = (
     "--config.train.total_steps=12",
     "--config.train.eval_every=4",
@@ -66,26 +47,12 @@ SMALL_CLIP = [
 ]
 
 
-def start(workdir: Path, *options: str, config=SMALL, devices: int = 1, **env: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "maxlp.train", f"--workdir={workdir}", *config, *options]
-    env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"} | env
-    return subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
-def finish(process: subprocess.Popen, code: int = 0) -> str:
-    out = process.communicate(timeout=300)[0]
-    assert process.returncode == code, out
-    return out
-
-
 def run(workdir: Path, *options: str, **kwargs) -> str:
     return finish(start(workdir, *options, **kwargs))
 
 
 def stop_at(step: int, workdir: Path, *options: str, **kwargs) -> str:
-    """A run that hears SIGTERM when it has said that this step is done."""
+    """A run that gets SIGTERM as soon as it has printed this step."""
     process = start(workdir, *options, **kwargs)
     for line in process.stdout:
         if line.startswith(f"step {step}/"):
@@ -108,7 +75,7 @@ def whole(tmp_path_factory):
     return workdir, run(workdir, *WHOLE)
 
 
-def test_a_run_leaves_what_it_promises(whole):
+def test_a_run_writes_its_files_and_learns(whole):
     workdir, out = whole
     assert {"config.json", "run.json", "metrics.jsonl", "loss.png", "checkpoints", "tensorboard"} <= {
         p.name for p in workdir.iterdir()
@@ -116,7 +83,7 @@ def test_a_run_leaves_what_it_promises(whole):
     assert "first step after" in out and "step 12/12" in out
     seen = losses(workdir)
     assert sorted(seen) == list(range(1, 13))
-    # Fresh weights know nothing: a loss near the entropy of a uniform guess, then it falls.
+    # The loss of untrained weights is near the entropy of a uniform guess.
     assert abs(seen[1] - math.log(512)) < 1.0
     assert seen[12] < seen[1]
     evals = [r for r in records(workdir) if "eval/loss" in r]
@@ -160,18 +127,18 @@ def test_low_precision_run_resumes_exactly(tmp_path):
     assert records(tmp_path / "cut") == records(tmp_path / "whole")
 
 
-def test_sigterm_saves_exits_with_75_and_the_run_goes_on_exactly(whole, tmp_path):
+def test_sigterm_saves_and_exits_with_75_and_the_run_resumes_to_the_bit(whole, tmp_path):
     assert "the same command resumes" in stop_at(5, tmp_path, *WHOLE)
     out = run(tmp_path, *WHOLE)
     assert "resuming at step" in out
     assert records(tmp_path) == records(whole[0])
     assert checkpoint(tmp_path, 12) == checkpoint(whole[0], 12)
-    forget_the_watch(tmp_path / "checkpoints" / "12")
+    remove_watch(tmp_path / "checkpoints" / "12")
     assert "nothing is left to train" in run(tmp_path, *WHOLE)
 
 
-def forget_the_watch(saved: Path) -> None:
-    """Makes a checkpoint what it was before there were spikes to be watched for."""
+def remove_watch(saved: Path) -> None:
+    """Removes the spike detector's state from a checkpoint: older checkpoints have none."""
     record = json.loads((saved / "checkpoint.json").read_text())
     del record["meta"]["watch"]
     (saved / "checkpoint.json").write_text(json.dumps(record))
@@ -190,16 +157,16 @@ def test_a_loss_that_is_not_finite_is_not_saved(tmp_path):
     assert len(seen) < 12
 
 
-def test_data_that_ends_is_said_and_saved(tmp_path):
+def test_the_end_of_the_data_is_reported_and_saved(tmp_path):
     (tmp_path / "corpus").mkdir()
     for i in range(40):
         (tmp_path / "corpus" / f"{i}.txt").write_text(f"{i} bottles of beer on the wall. " * 20)
     options = [f"--config.data.source=text:{tmp_path}/corpus?validation=0.1", "--config.data.num_epochs=1"]
     process = start(tmp_path / "run", *options, "--config.train.total_steps=1000")
     out = finish(process, code=2)
-    said = out.splitlines()[-1]
-    assert "the data ended at step" in said and "num_epochs" in said
-    ended = int(said.split("ended at step ")[1].split()[0])
+    message = out.splitlines()[-1]
+    assert "the data ended at step" in message and "num_epochs" in message
+    ended = int(message.split("ended at step ")[1].split()[0])
     assert (tmp_path / "run" / "checkpoints" / str(ended)).exists()
 
 
@@ -218,7 +185,7 @@ def test_init_from_takes_weights_only(whole, tmp_path):
 
 
 @pytest.mark.full
-def test_another_mesh_goes_on_with_equal_losses(whole, tmp_path):
+def test_a_run_continues_on_another_mesh_with_equal_losses(tmp_path):
     """fsdp 8 to data 2 × tensor 4 in the middle of a run: losses of the uninterrupted run, to rounding."""
     heads = ["--config.model.num_heads=4", "--config.model.num_kv_heads=4", "--config.model.head_dim=8"]
     total, stop = "--config.train.total_steps=12", "--config.optimizer.warmup_steps=2"
@@ -245,9 +212,11 @@ def test_another_mesh_goes_on_with_equal_losses(whole, tmp_path):
 @pytest.mark.parametrize(
     ("processes", "mesh"), [(2, "--config.mesh.dcn_data=2"), (4, "--config.mesh.data=1")]
 )
-def test_several_processes_train_as_one_and_one_goes_on(whole, processes, mesh, tmp_path):
-    """Two processes with one replica each, four that share one: the losses of a single process; then a
-    single process resumes what they left, on a mesh of its own."""
+def test_several_processes_train_like_one_and_one_process_continues(whole, processes, mesh, tmp_path):
+    """Two processes with one replica each, or four that share one, have the losses of a single process.
+
+    Then a single process resumes from their checkpoint on another mesh.
+    """
     six, nine = "--config.train.total_steps=6", "--config.train.total_steps=9"
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -291,7 +260,7 @@ def write_pictures(folder: Path, count: int, broken: int) -> None:
 
 @pytest.mark.full
 def test_clip_trains_resumes_exactly_and_is_evaluated(tmp_path):
-    """From a tar with a broken image, which is counted over the interruption."""
+    """From a tar file with a damaged image, whose count survives the interruption."""
     write_pictures(tmp_path, count=40, broken=5)
     options = [
         f"--config.data.source=tar:{tmp_path}/pictures.tar?validation=0.25",
@@ -315,13 +284,13 @@ def test_clip_trains_resumes_exactly_and_is_evaluated(tmp_path):
     for name, value in at_end.items():
         if name != "step":
             assert measured[name.removeprefix("eval/")] == pytest.approx(value, abs=1e-4)
-    assert measured["linear_probe_test_accuracy"] == 1.0  # shades are easily told
+    assert measured["linear_probe_test_accuracy"] == 1.0  # shades are easy to classify
     assert "linear_probe_train_examples 29" in [" ".join(line.split()) for line in found]  # 1 of 30 broken
 
 
 @pytest.mark.slow
-def test_killed_at_random_at_least_five_times(tmp_path):
-    """kill -9 wherever it falls; weights, optimizer, data position and records as if never killed."""
+def test_a_run_that_is_killed_at_random_ends_like_one_that_is_not(tmp_path):
+    """At least five times, with SIGKILL: weights, optimizer state, data position and records are equal."""
     options = ("--config.train.total_steps=60", "--config.train.eval_every=10")
     run(tmp_path / "whole", *options)
     killed, rng, kills, steps = tmp_path / "killed", random.Random(0), 0, set()
@@ -347,8 +316,8 @@ def test_killed_at_random_at_least_five_times(tmp_path):
 
 
 @pytest.mark.slow
-def test_debug_run_learns_as_its_header_says(tmp_path):
-    """The README's main job: validation bits per byte below what configs/llama/debug.py promises."""
+def test_the_debug_run_reaches_the_score_in_its_header(tmp_path):
+    """The README's command reaches the validation bits per byte in the config's header."""
     command = [
         sys.executable,
         "-m",
@@ -357,13 +326,13 @@ def test_debug_run_learns_as_its_header_says(tmp_path):
         f"--workdir={tmp_path}",
     ]
     subprocess.run(command, cwd=ROOT, check=True, timeout=1800)
-    promised = next(
+    expected = next(
         float(line.split(":")[1].split()[0])
         for line in (ROOT / "configs/llama/debug.py").read_text().splitlines()
         if line.startswith("Validation bits per byte:")
     )
     final = [r for r in read_jsonl(tmp_path / "metrics.jsonl") if "eval/bits_per_byte" in r][-1]
-    assert final["eval/bits_per_byte"] < promised + 0.03
+    assert final["eval/bits_per_byte"] < expected + 0.03
     shown = subprocess.run(
         [sys.executable, "-m", "maxlp.generate", f"--workdir={tmp_path}", "--prompt=def "],
         cwd=ROOT,

@@ -26,7 +26,7 @@ COLORS = {COMMANDS: "#fde9c8", "families.llama": "#d9ead3", "families.clip": "#d
 Graph = dict[str, set[str]]
 
 
-# --- what the source says -------------------------------------------------------------------------------
+# --- packages and imports -------------------------------------------------------------------------------
 
 
 def node_of(path: Path) -> str | None:
@@ -50,7 +50,7 @@ def sources() -> dict[str, list[Path]]:
 
 
 def imported_files(path: Path) -> set[Path]:
-    """Files of the package that a file imports when it is imported itself."""
+    """Files of the package that a file imports at its top level."""
     names = []
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Prints docs/composition.md: which features go together, from the data that tests/test_matrix.py runs.
+"""Prints docs/composition.md: which features can be combined, from the data that tests/test_matrix.py runs.
 
 python -m tools.composition > docs/composition.md
 """
@@ -10,14 +10,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from maxlp.run import constraints
 from tests import composition
 
-HEAD = """# What goes together
+HEAD = """# What can be combined
 
 Every pair of features in the tables below runs (✓) or is refused with a reason (a number).
 
-A pair runs if `tests/test_matrix.py` trains a small model with both on eight simulated devices, finds the
-losses, the gradients and the state of the quantization of the same run on one device, saves a checkpoint
-and resumes from it to the bit. Pairs are combined into rows of many features, so more than two features
-are shown to go together.
+A pair runs if `tests/test_matrix.py` trains a small model with both on up to eight simulated devices, gets
+the losses, gradient norms and quantization state of the same run on one device, saves a checkpoint and
+resumes from it to the bit. Pairs are combined into rows of many features, so the rows also show that more
+than two features can be combined.
 
 `train`, `train --dry_run`, `plan`, its closed form and its search refuse the same configs with the same
 messages: all of them use the rules of `maxlp/run/constraints.py` and those of the family.

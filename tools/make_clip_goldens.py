@@ -96,7 +96,7 @@ def golden(seed: int, name: str) -> dict[str, np.ndarray]:
     model, config = CASES[name]()
     model.eval()
     with torch.no_grad():
-        # Large enough that attention is far from uniform, so that errors in detail show.
+        # Large enough that attention is far from uniform, so that small errors are visible.
         for key, weight in model.named_parameters():
             gain = "norm" in key or "ln_" in key or "gamma" in key
             mean = 1.0 if gain and key.endswith(("weight", "gamma")) else 0.0

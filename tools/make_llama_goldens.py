@@ -71,7 +71,7 @@ def golden(seed: int, seq_len: int, **config) -> dict[str, np.ndarray]:
     torch.manual_seed(seed)
     model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
-        # Large enough that attention is far from uniform, so that errors in detail show in the logits.
+        # Large enough that attention is far from uniform, so that small errors are visible in the logits.
         for weight in model.parameters():
             mean = 1.0 if weight.ndim == 1 else 0.0
             weight.copy_((mean + 0.2 * torch.randn_like(weight)).half().float())

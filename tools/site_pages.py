@@ -51,7 +51,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _seen_from_docs(markdown: str) -> str:
-    """A top-level page, with its links as they are from docs/."""
+    """A top-level page, with its links relative to docs/."""
     for page, source in TOP_LEVEL.items():
         markdown = markdown.replace(f"]({source})", f"]({page})")
     return markdown.replace("](docs/", "](")
@@ -87,7 +87,7 @@ def _package_page(package: Path, exclude: list[Path] | None = None) -> str:
 
 
 def _module_entry(path: Path) -> str:
-    # A package imports names of its modules; it is they that document them.
+    # Names that a package imports from its modules are documented there.
     return _entry(path, members=_defined(path)) if path.name == "__init__.py" else _entry(path)
 
 

@@ -26,7 +26,7 @@ def cast(x: jax.Array, to: Format, rounding: str = "nearest", key: jax.Array | N
     """
     x = jnp.clip(x.astype(jnp.float32), -to.max, to.max)
     if rounding == "nearest" and to.kind == "float":
-        return x.astype(to.dtype)  # one conversion that XLA fuses and cuBLASLt recognises
+        return x.astype(to.dtype)  # one conversion that XLA fuses and cuBLASLt recognizes
     noise = None if key is None else jax.random.bits(key, x.shape, jnp.uint32)
     return _round(x, to, rounding, noise).astype(to.dtype)
 

@@ -51,7 +51,10 @@ def scale_by_adafactor(
 
 
 def _scale_by_factored_rms(decay_rate: float, min_dim_size_to_factor: int) -> optax.GradientTransformation:
-    """Optax's, which reads only shapes and dtypes of the parameters, without them (inside GaLore)."""
+    """`optax.scale_by_factored_rms` that also works without parameters, as inside GaLore.
+
+    Optax reads only their shapes and dtypes, and those of the updates are the same.
+    """
     factored = optax.scale_by_factored_rms(
         decay_rate=decay_rate, min_dim_size_to_factor=min_dim_size_to_factor
     )

@@ -104,7 +104,7 @@ class LowBitConfig:
         for key, value in {"mu": self.mu, "nu": self.nu}.items():
             if value is None:
                 raise ValueError(f"{key} is not set; set both mu and nu ('float32' leaves one as it is)")
-            _require_choice(f"{key}", value, MOMENT_FORMATS)
+            _require_choice(key, value, MOMENT_FORMATS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,8 +126,8 @@ class OptimizerConfig:
       b2: decay rate of the second moment.
       eps: added to the denominator.
       mu_dtype: dtype of the first moment; None for the parameter's.
-      options: keyword arguments of this optimizer alone; of `b1, b2, eps, mu_dtype` it takes those it
-        knows (adafactor only `mu_dtype`, lion all but `eps`).
+      options: keyword arguments of this optimizer alone. Of `b1, b2, eps, mu_dtype` it takes those that
+        its function has (adafactor only `mu_dtype`, lion all but `eps`).
       galore: projection of the gradients; None does not project.
       low_bit: storage of the moments in few bits; None stores them as they are.
       param_rounding: how bfloat16 parameters are rounded after an update, one of `pure_bf16.METHODS`;

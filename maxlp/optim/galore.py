@@ -15,10 +15,10 @@ has the parameter's dtype, and its signs are left to the SVD library, although m
 and the run therefore depends on them; on a mesh every device gathers every gradient.
 
 Sharding. The moments of R are sharded over all mesh axes of their kernel on the long dim, the projector
-on the short one (`parallel.opt_state` derives both from the shapes). The gradient
-is constrained to have its short dim whole, so that PᵀG and P·inner(R) need no communication: resharding
-moves each element once, and only the projector is gathered. `basis="randomized"` sums (m, r) blocks over
-devices; `basis="svd"` gathers one layer's gradient at a time, at a refresh.
+on the short one (`parallel.opt_state` derives both from the shapes). The gradient is constrained to have
+its short dim whole, so that PᵀG and P·inner(R) need no communication: resharding moves each element once,
+and only the projector is gathered. `basis="randomized"` sums (m, r) blocks over devices; `basis="svd"`
+gathers one layer's gradient at a time, at a refresh.
 """
 
 import functools

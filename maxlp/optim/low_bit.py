@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
-from maxlp.numerics.blockwise import FORMATS, Blocks, decode, encode
+from maxlp.numerics.blockwise import Blocks, decode, encode
+from maxlp.numerics.formats import FORMATS
 from maxlp.optim.config import LowBitConfig
 from maxlp.optim.tree_utils import LayerAxes, layer_axes, map_moments
 

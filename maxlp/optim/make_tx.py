@@ -20,7 +20,7 @@ from maxlp.optim.rms import Rms, make_rms
 from maxlp.optim.schedules import make_schedule
 from maxlp.optim.tree_utils import leaf_name
 
-SHARED = ("b1", "b2", "eps", "mu_dtype")  # keys that every optimizer takes if it knows them
+SHARED = ("b1", "b2", "eps", "mu_dtype")  # keys of all optimizers that have such a parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _rescale_and_decay(config: OptimizerConfig) -> tuple[optax.GradientTransform
 
 
 def _rescale(config: OptimizerConfig) -> optax.GradientTransformation:
-    """The optimizer's rescaling, inside GaLore and low-bit moments if the config asks for them."""
+    """The optimizer's rescaling, inside GaLore and low-bit moments if the config sets them."""
     module, function = OPTIMIZERS[config.name].split(":")
     scale_by = getattr(importlib.import_module(module), function)
     takes = [key for key in inspect.signature(scale_by).parameters if key != "layer_axes"]
@@ -116,8 +116,8 @@ def _rescale(config: OptimizerConfig) -> optax.GradientTransformation:
 def decay_mask(params: optax.Params, decay_embeddings: bool) -> Any:
     """Selects the tensors with weight decay, as a tree of bools shaped like `params`.
 
-    The last part of a tensor's name decides: `kernel` decays, `embedding` if asked for, all others
-    (`scale`, `bias`, a logit scale, a class token …) do not. The rank cannot decide: a norm scale
+    The last part of a tensor's name decides: `kernel` decays, `embedding` only with `decay_embeddings`, all
+    others (`scale`, `bias`, a logit scale, a class token …) do not. The rank cannot decide: a norm scale
     stacked over layers is an (L, D) array and still a scale.
     """
     decayed = {"kernel", "embedding"} if decay_embeddings else {"kernel"}

@@ -1,4 +1,4 @@
-"""RMS_t of a step, the number that announces loss spikes (see `maxlp.optim.stable_adamw`)."""
+"""RMS_t of a step, the number that rises before a loss spike (see `maxlp.optim.stable_adamw`)."""
 
 import functools
 from collections.abc import Callable

@@ -31,12 +31,14 @@ PLATFORMS: dict[str, str] = {"gpu": "cuda"}  # JAX's lowering platform where it 
 class Memory:
     """Bytes on one device.
 
-    arguments: the state and the batch, which exist before and after the step.
-    outputs: results that do not reuse the memory of an argument (metrics).
-    temporaries: what the step needs in addition, allocated as one block for its worst moment.
-    code: the program itself (TPU).
-    live: the largest sum in use at one moment, where the compiler reports it; less than what it reserves.
-    host: temporaries in the host's memory.
+    Attributes:
+      arguments: the state and the batch, which exist before and after the step.
+      outputs: results that do not reuse the memory of an argument (metrics).
+      temporaries: what the step needs in addition, allocated as one block for its worst moment.
+      code: the program itself (TPU).
+      live: the largest sum in use at one moment, where the compiler reports it; less than what it
+        reserves.
+      host: temporaries in the host's memory.
     """
 
     arguments: float
@@ -56,10 +58,12 @@ class Memory:
 class Compiled:
     """A train step for a topology.
 
-    memory: None if the compiler refused a program that does not fit, and reported only its peak.
-    peak: bytes on one device at the worst moment.
-    kernels: number of custom kernels in the program, by name.
-    host_memory: the largest resident size of this process so far, in bytes.
+    Attributes:
+      memory: None if the compiler refused a program that does not fit, and reported only its peak.
+      peak: bytes on one device at the worst moment.
+      kernels: number of custom kernels in the program, by name.
+      seconds: of lowering and compilation.
+      host_memory: the largest resident size of this process so far, in bytes.
     """
 
     memory: Memory | None
@@ -98,10 +102,10 @@ def compile_step(run: Experiment, hlo_file: str | None = None) -> Compiled:
 
 
 def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles, if need be without Triton matmuls.
+    """Compiles the step, without Triton matmuls where they fail.
 
-    Without autotuning, XLA for GPUs finds no tiles for some matmuls that it assigned to Triton (heads of 50
-    positions); those programs are compiled with cuBLAS alone.
+    Without autotuning, XLA for GPUs finds no tile sizes for some matmuls that it assigns to Triton (heads
+    of 50 positions); those programs are compiled with cuBLAS alone.
     """
     try:
         return lowered.compile()
@@ -112,6 +116,7 @@ def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
 
 
 def read_memory(done: jax.stages.Compiled, platform: str) -> Memory:
+    """The memory of a compiled program, as its compiler reports it."""
     m: Any = done.memory_analysis()
     return Memory(
         arguments=m.argument_size_in_bytes,
@@ -152,13 +157,14 @@ def kernels(text: str) -> dict[str, int]:
 
 
 def host_memory() -> float:
+    """The largest resident size of this process so far, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 @contextlib.contextmanager
 def _cudnn_without_a_library(platform: str) -> Iterator[None]:
-    """Lets cuDNN attention compile: JAX would ask the library, which is absent, for its version."""
+    """Lets cuDNN attention compile without cuDNN, whose version JAX would otherwise query."""
     if platform not in ("gpu", "cuda"):
         yield
         return

@@ -26,6 +26,7 @@ class StateShapes:
 
     @property
     def num_params(self) -> int:
+        """The number of parameters of the model."""
         return num_params(self.tree["params"])
 
     def bytes_on(self, mesh: AbstractMesh, part: str) -> float:
@@ -56,8 +57,9 @@ def state_shapes(s: Settings, machine: Machine) -> StateShapes:
 class Work:
     """What one device does in a step, recomputation included.
 
-    flops: by the dtype of the matmuls: "bfloat16", "float8" or "int8".
-    bytes: traffic of the device's memory.
+    Attributes:
+      flops: by the dtype of the matmuls: "bfloat16", "float8" or "int8".
+      bytes: traffic of the device's memory.
     """
 
     flops: dict[str, float]
@@ -67,10 +69,11 @@ class Work:
 class Cost(NamedTuple):
     """The closed form of a family; a family's ``cost.py`` holds one as COST.
 
-    memory: (settings, machine, state) to the bytes of one device at the worst moment of a step, by what
-      they hold.
-    work: (settings, machine, state) to the work of one device.
-    collectives: (settings, machine) to the collectives of one device.
+    Attributes:
+      memory: (settings, machine, state) to the bytes of one device at the worst moment of a step, by what
+        they hold.
+      work: (settings, machine, state) to the work of one device.
+      collectives: (settings, machine) to the collectives of one device.
     """
 
     memory: Callable[[Settings, Machine, StateShapes], dict[str, float]]
@@ -84,8 +87,10 @@ def cost_of(s: Settings) -> Cost:
 
 
 def matmul_dtype(recipe: str) -> str:
-    """The dtype of the units in which a precision recipe multiplies."""
-    return "int8" if recipe.startswith("int8") else "bfloat16" if recipe == HIGH_PRECISION else "float8"
+    """The dtype at whose peak rate the matmuls of a precision recipe run."""
+    if recipe == HIGH_PRECISION or recipe.startswith("simulate"):  # simulated values are 16 or 32 bits wide
+        return "bfloat16"
+    return "int8" if recipe.startswith("int8") else "float8"
 
 
 class Ledger:

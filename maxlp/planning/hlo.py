@@ -77,7 +77,7 @@ def collectives(text: str, mesh: dict[str, int]) -> list[Collective]:
       mesh: axis sizes in the order of the mesh.
 
     Raises:
-      ValueError: device groups in a form that this parser does not know.
+      ValueError: device groups in an unknown form.
     """
     program, entry = computations(text)
     # On TPU the pieces of an asynchronous collective share a channel; only the first piece is counted.
@@ -272,7 +272,7 @@ def _members(rest: str, num_devices: int) -> np.ndarray:
         return np.arange(num_devices)[None]
     if listed := re.match(r"\{(\{[\d,]+\},?)+\}", text):
         return np.array([_ints(group) for group in re.findall(r"\{([\d,]+)\}", listed[0])])
-    raise ValueError(f"replica_groups={text[:80]} is in a form that this parser does not know")
+    raise ValueError(f"replica_groups={text[:80]} is in an unknown form; plan with --estimate_only")
 
 
 def _named(axes: str, order: str, chosen: str) -> np.ndarray:

@@ -13,9 +13,11 @@ from maxlp.planning.topologies import Topology, axis_bandwidth
 class CollectiveGroup:
     """All collectives of one kind over the same mesh axes, of one device and step.
 
-    times: how many there are.
-    sent: bytes sent. overlapped: bytes of those that other work can hide.
-    seconds: at the speed of the links.
+    Attributes:
+      times: how many there are.
+      sent: bytes sent.
+      overlapped: bytes of those that other work can hide.
+      seconds: at the speed of the links.
     """
 
     kind: str
@@ -30,10 +32,11 @@ class CollectiveGroup:
 class Roofline:
     """Seconds of a step.
 
-    compute: matmuls at the peak of their dtype, recomputation included.
-    memory: traffic at the bandwidth of the chip's memory.
-    network: all collectives at the speed of their links.
-    exposed: the collectives that nothing hides.
+    Attributes:
+      compute: matmuls at the peak of their dtype, recomputation included.
+      memory: traffic at the bandwidth of the chip's memory.
+      network: all collectives at the speed of their links.
+      exposed: the collectives that nothing hides.
     """
 
     compute: float
@@ -43,12 +46,12 @@ class Roofline:
 
     @property
     def least(self) -> float:
-        """If everything else is hidden behind the slowest resource."""
+        """The seconds if everything else is hidden behind the slowest resource."""
         return max(self.compute, self.memory, self.network)
 
     @property
     def expected(self) -> float:
-        """If everything but the exposed collectives is hidden behind the slowest resource."""
+        """The seconds if everything but the exposed collectives is hidden behind the slowest resource."""
         return max(self.compute, self.memory, self.network - self.exposed) + self.exposed
 
     @property

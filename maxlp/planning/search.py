@@ -14,7 +14,7 @@ from maxlp.run.settings import Settings
 REMATS = ("none", "dots", "block")  # from most memory to least
 SIZES = (1, 2, 4, 8, 16)  # of a mesh axis
 FACTORS = (1, 2, 4, 8, 16, 32)  # of microbatches
-KERNELS = {"cuda": ("cudnn",), "tpu": ("splash",), "cpu": ()}  # attention without an (S, S) matrix
+KERNELS = {"cuda": ("cudnn",), "tpu": ("splash",)}  # attention without an (S, S) matrix
 MARGIN = 0.95  # of the memory, because the closed form is not exact
 
 
@@ -99,7 +99,7 @@ def _choices(s: Settings, platform: str) -> dict[str, tuple]:
 
 
 def _try(s: Settings, topology: Topology, changes: dict, states: dict) -> Candidate | None:
-    """None if the changed settings violate a constraint or do not fit."""
+    """The candidate for these changes; None if they violate a constraint or do not fit in memory."""
     s, cost = changed(s, changes), cost_of(s)
     try:
         machine = topology.machine(s)

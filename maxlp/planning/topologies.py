@@ -83,7 +83,7 @@ EXAMPLES = {
     "v7x": "2x2x1 … 16x16x24",
 }
 
-# What the GPU compiler needs to know of a device: multiprocessors, L2 cache, compute capability, memory.
+# Device properties that the GPU compiler uses: multiprocessors, L2 cache, compute capability, memory.
 GPUS = {
     "h100": (132, 52428800, (9, 0), 84929347584),
     "h200": (132, 62914560, (9, 0), 150754820096),
@@ -127,6 +127,7 @@ class Topology:
 
     @property
     def chip_name(self) -> str:
+        """The key of the chip in `CHIPS`."""
         return next(name for name, chip in CHIPS.items() if chip is self.chip)
 
 
@@ -145,12 +146,15 @@ def parse(name: str) -> Topology:
         )
     chip_name = ALIASES.get(match[1], match[1])
     if chip_name not in CHIPS:
-        raise ValueError(f"topology {name!r}: chip {match[1]!r} is unknown, {known}")
+        raise ValueError(f"topology {name!r}: chip {match[1]!r} is unknown; use {known}")
     chip = CHIPS[chip_name]
     shape, slices = tuple(int(n) for n in match[2].split("x")), int(match[3] or 1)
     if len(shape) != (chip.torus or 2) or not all(shape) or not slices:
         form = f"{chip.torus} dimensions of a torus" if chip.torus else "HOSTSxGPUS"
-        raise ValueError(f"topology {name!r}: the shape of {chip_name} is {form}, all at least 1")
+        example = f"{chip_name}:{'x'.join('4' * (chip.torus or 2))}"
+        raise ValueError(
+            f"topology {name!r}: the shape of {chip_name} is {form}, all at least 1; for example {example}"
+        )
     if chip.pod and math.prod(shape) > chip.pod:
         raise ValueError(
             f"topology {name!r}: a slice of {chip_name} has at most {chip.pod} chips; use SHAPE*SLICES"

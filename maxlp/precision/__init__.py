@@ -1,7 +1,7 @@
 """Low precision: what the matmuls of a model compute in.
 
-Models do not depend on it. `apply` replaces ``dot_general`` by a `QuantDot` in the layers that a
-recipe is for; their paths decide which layers those are.
+Models do not depend on it. `apply` selects layers by their paths and replaces their ``dot_general``
+by the `QuantDot` of a recipe.
 """
 
 import dataclasses

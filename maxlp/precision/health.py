@@ -123,8 +123,7 @@ def statistics(recipe: Recipe, tensor: str, x: jax.Array, history: jax.Array | N
     scales = dequantize(Quantized(jnp.ones_like(x, jnp.float32), q.scale), jnp.float32)
     magnitude = jnp.abs(x.astype(jnp.float32))
     nonzero = magnitude > 0
-    # A scale is rounded: the amax that it was made for may lie beyond the largest number by as
-    # much.
+    # A scale is rounded, and so the amax it was made for may exceed the largest number by a rounding error.
     saturated = magnitude > scales * (formats.get(operand.format).max * (1 + 2.0**-16))
     vanished = nonzero & (q.values.astype(jnp.float32) == 0)
     underflow = _count(vanished) / jnp.maximum(_count(nonzero), 1)
@@ -157,10 +156,12 @@ class SwiGLU(Protocol):
 def probe(
     graphdef: nnx.GraphDef, gradients: Callable[..., Any], *, loss_scale: LossScaleOf | None = None
 ) -> Callable[[Any, Any], dict[str, float]]:
-    """A function (state, batch) to metrics: `summary` and `flatten` of `measure`, compiled.
+    """Returns a function (state, batch) to metrics: `summary` and `flatten` of `measure`, compiled.
+
+    It must be called, like this function, with the mesh set.
 
     Args:
-      graphdef, gradients, loss_scale: see `measure`. The mesh is the one that is set.
+      graphdef, gradients, loss_scale: see `measure`.
     """
     measured = functools.partial(measure, graphdef=graphdef, gradients=gradients, loss_scale=loss_scale)
     replicated = NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
@@ -193,7 +194,7 @@ def measure(
 
     Returns:
       ``{"layers/mlp/up_proj": {"input/amax": float32 (L,), …}, …, "layers/mlp": {"swiglu/corr_1":
-      …}}``. What is not quantized (blocks at either end) has a scale of 0.
+      …}}``. Tensors that are not quantized (in blocks at either end) have a scale of 0.
     """
     probed, model_state = _with_probes(graphdef, state)
     probed_state = {**state, "model_state": model_state}

@@ -53,7 +53,7 @@ def inject(
 
     The first rule whose pattern matches a module's path (``layers/mlp/down_proj``) decides. Without
     one, matmuls in stacks of blocks get ``recipe``, and all others (the head, patch embeddings,
-    projections) stay in high precision. Modules that are no `Matmul` (embeddings, norms, attention
+    projections) stay in high precision. Modules other than `Matmul` (embeddings, norms, attention
     scores) do not change.
 
     Patterns have the wildcards of `fnmatch`; ``*`` matches across ``/``.

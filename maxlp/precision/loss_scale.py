@@ -53,6 +53,7 @@ class DynamicLossScale:
             raise ValueError(f"growth_interval={self.growth_interval} must be at least 1 step")
 
     def init(self) -> State:
+        """The state before the first step."""
         return {"scale": jnp.float32(self.initial), "good_steps": jnp.int32(0)}
 
     def accept(self, state: State, metrics: dict[str, jax.Array]) -> tuple[jax.Array, State, State]:

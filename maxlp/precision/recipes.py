@@ -58,6 +58,10 @@ class Operand:
 Pair = tuple[Operand, Operand] | None
 
 
+def _described(operand: Operand) -> str:
+    return f"{operand.format} (granularity {operand.granularity})"
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """The three matmuls of a linear layer; None is a matmul in the layer's own dtype.
@@ -95,8 +99,9 @@ class Recipe:
             blocks = {operand.granularity == "block" for operand in pair}
             if len(kinds) > 1 or len(blocks) > 1:
                 raise ValueError(
-                    f"{where}: the operands of {gemm} must both be int, float or simulated, and both in "
-                    "blocks or neither"
+                    f"{where}: the operands of {gemm}, {_described(pair[0])} and {_described(pair[1])}, "
+                    "must both be int, float or simulated, and both in blocks or neither; change "
+                    "options.format, options.grad_format or options.granularity"
                 )
         if self.residuals not in ("full", "quantized"):
             raise ValueError(f"{where}: residuals={self.residuals!r} must be 'full' or 'quantized'")
@@ -126,6 +131,7 @@ class Recipe:
 
     @property
     def in_blocks(self) -> bool:
+        """Whether any operand has one scale per block."""
         return any(o.granularity == "block" for pair in self.gemms.values() for o in pair)
 
 

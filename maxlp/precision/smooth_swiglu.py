@@ -1,20 +1,18 @@
 """Smooth-SwiGLU (Fishman et al. 2024, arXiv:2409.12517): keeps the outliers of a gated product out of FP8.
 
 SwiGLU is quadratic where its two branches point the same way, and after long training this happens
-in some
-channels: a delayed scale for the whole product then saturates, and a current one flushes the other
-channels to zero. Here channels are divided by powers of two ``s`` before quantization, and the rows
-of the down projection's kernel are multiplied by them. The function, and every gradient, is
-unchanged to the bit.
+in some channels: a delayed scale for the whole product then saturates, and a current one flushes
+the other channels to zero. Here channels are divided by powers of two ``s`` before quantization,
+and the rows of the down projection's kernel are multiplied by them. The function, and every
+gradient, is unchanged to the bit.
 
 ``s`` is computed from the product, in the ``dot_general`` of the down projection. The paper folds
 it into the up projection's output; a power of two may be applied before or after, and here models
 do not depend on it. Over data shards it is global, over tensor shards local.
 
 Which form helps, measured on the product of 1024 channels, one of them aligned, 512 tokens, E4M3
-per tensor for product and kernel. Relative error of the contribution of the *other* channels to the
-output
-(total error in brackets; "jump": the history is from before the channel aligned)::
+per tensor for product and kernel. Relative error of the contribution of the *other* channels to
+the output (total error in brackets; "jump": the history is from before the channel aligned)::
 
     largest   none,     none,      channel,   balanced,  token,
     product   current   jump       jump       current    current

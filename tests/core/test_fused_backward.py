@@ -50,8 +50,8 @@ CASES = {  # optimizer, mesh, model
     "eight_bit_moments": (dict(galore=GALORE, low_bit=DYNAMIC8), {}, {}),
 }
 QUICK = ("tied_on_four_devices", "galore_on_a_ring", "fp8_delayed")
-# As a fraction of the largest change of a tensor: where an input of a rounding differs in its last bit, the
-# result may be the other neighbour.
+# As a fraction of the largest change of a tensor. Where the input of a rounding differs in its last bit,
+# the result may be the other of its two neighbours.
 TOLERANCE = {"fp8_delayed": 0.01, "kahan": 0.01, "eight_bit_moments": 0.05}
 
 
@@ -123,7 +123,7 @@ def test_stochastic_rounding_differs_only_by_its_noise():
 def memory(released, tx, mesh=None, **sizes):
     """(bytes of temporary arrays, bytes of the parameters of all layers) of a step on a small batch."""
     trainer = Trainer(mesh, released=released, tx=tx, remat="block", num_layers=16, **sizes)
-    # Not `Trainer.compile`, whose option only the compiler for CPUs knows.
+    # Not `Trainer.compile`, whose option only the compiler for CPUs accepts.
     compiled = trainer.lower(batch(0, rows=1, length=LENGTH)).compile()
     layers = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trainer.abstract["params"]["layers"]))
     return compiled.memory_analysis().temp_size_in_bytes, layers
@@ -137,7 +137,7 @@ def test_the_gradients_of_all_layers_never_exist_together():
 
 
 @pytest.mark.aot("jax_cuda13_plugin")
-def test_compiled_for_a_gpu_the_state_of_the_optimizer_is_not_copied_either():
+def test_the_optimizer_state_is_not_copied_on_a_gpu():
     mesh = sharding.make_mesh(devices=topologies.devices(topologies.parse("h100:1x1")))
     ordinary, layers = memory(False, make_tx(), mesh, embed_dim=256, mlp_dim=1024)
     released, _ = memory(True, make_tx(), mesh, embed_dim=256, mlp_dim=1024)

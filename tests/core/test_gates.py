@@ -13,7 +13,7 @@ from maxlp.core.train_step import train_step
 
 
 class BelowLimit:
-    """Accepts losses below a limit, and counts the steps that it has seen."""
+    """Accepts losses below a limit, and counts its steps."""
 
     def __init__(self, name: str, limit: float):
         self.name, self.limit = name, limit

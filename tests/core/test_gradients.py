@@ -108,8 +108,8 @@ def test_gradients_are_those_of_the_mean_over_all_tokens(microbatches, loss_scal
 
 
 @pytest.mark.parametrize("microbatches", [2, 4])
-def test_the_batch_can_tell_a_mean_of_means_from_the_mean(microbatches):
-    """So the test above would notice it."""
+def test_the_batch_distinguishes_a_mean_of_means_from_the_mean(microbatches):
+    """So the test above would fail with a mean of means."""
     batch = linear_batch()
     means = [expected_gradient(batch, slice(i, None, microbatches))[0] for i in range(microbatches)]
     assert np.abs(np.mean(means, axis=0) / expected_gradient(batch)[0] - 1).max() > 0.1

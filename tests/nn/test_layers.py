@@ -60,7 +60,7 @@ def test_linear_is_a_product_and_a_bias_in_its_dtype():
     assert low(x, preferred_element_type=jnp.float32).dtype == jnp.float32
 
 
-def test_linear_has_the_standard_deviations_asked_for():
+def test_linear_has_the_given_standard_deviations():
     made = linear(std=0.5, draw=layers.uniform, bias="mlp", bias_std=0.25)
     np.testing.assert_allclose([np.std(made.kernel[...]), np.std(made.bias[...])], [0.5, 0.25], rtol=0.1)
     assert np.max(np.abs(linear(std=1.0).kernel[...])) <= 3

@@ -75,7 +75,7 @@ def test_a_length_that_does_not_divide_keeps_its_natural_order():
 
 
 @pytest.mark.parametrize("devices", [2, 4, 5])
-def test_every_tile_below_the_diagonal_once_and_equally_many_on_each_device(devices):
+def test_each_tile_below_the_diagonal_is_visited_once_and_devices_visit_equally_many(devices):
     n = 4  # tiles of a device: two of each chunk
     last = 2 * devices - 1
 
@@ -182,11 +182,11 @@ def test_a_step_equals_dense_attention_on_one_device(mesh, how):
     ],
 )
 def test_steps_in_eight_bits_equal_dense_attention_on_one_device(recipe, mesh):
-    """In most steps to float32 rounding.
+    """Losses and gradient norms are equal to float32 rounding in most steps.
 
-    In some, an element is so close to the middle between two numbers of the format that a difference in its
-    last bit moves it by a whole step of the format. This changes the gradient norm by some thousandths, and
-    the largest element of a gradient by some hundredths.
+    In some steps an element is so close to the middle between two numbers of the format that a difference
+    in its last bit moves it by a whole step of the format. This changes the gradient norm by some
+    thousandths, and the largest element of a gradient by some hundredths.
     """
 
     def run(trainer):

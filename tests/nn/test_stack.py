@@ -1,4 +1,4 @@
-"""A stack computes what its blocks compute one after another, with unquantized blocks at its ends too."""
+"""A stack computes what its blocks compute one after another, also with unquantized blocks at its ends."""
 
 import jax
 import jax.numpy as jnp

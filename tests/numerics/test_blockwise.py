@@ -1,5 +1,6 @@
 """Encoded optimizer states, against bitsandbytes and against all values of each format."""
 
+import re
 from pathlib import Path
 
 import jax
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 from maxlp.numerics import blockwise
-from maxlp.numerics.blockwise import FORMATS, dynamic_values
+from maxlp.numerics.blockwise import dynamic_values
+from maxlp.numerics.formats import FORMATS
 
 GOLDEN = Path(__file__).parents[1] / "optim" / "goldens" / "dynamic8.npz"
 FLOATS = ["float8_e4m3fn", "float8_e5m2", "float16"]
@@ -30,6 +32,10 @@ def recoded(x, name, *, signed=True, block_size=0, layer_axes=0, key=KEY):
     """What decoding gives after encoding, as numpy."""
     codes = encode(x, name, signed=signed, block_size=block_size, layer_axes=layer_axes, key=key)
     return np.asarray(decode(codes, name, signed=signed, block_size=block_size))
+
+
+def test_the_docstring_describes_how_every_format_is_rounded():
+    assert set(FORMATS) <= set(re.findall(r"\w+", blockwise.__doc__))
 
 
 @pytest.mark.parametrize("sign", ["signed", "unsigned"])
@@ -129,7 +135,7 @@ def test_integers_are_within_half_a_step(name, top):
 
 
 @pytest.mark.parametrize(("name", "bits"), [("bfloat16", 7), ("float8_e5m2", 2)])
-def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_on_average(name, bits):
+def test_stochastic_rounding_picks_a_neighbour_and_is_unbiased(name, bits):
     x = wide((4, 50), decades=2)
     keys = jax.random.split(jax.random.key(0), 2000)
     rounded = np.asarray(jax.jit(jax.vmap(lambda k: decode(encode(x, name, key=k), name)))(keys))

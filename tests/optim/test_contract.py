@@ -102,7 +102,7 @@ def four_steps(name):
 
 @every
 def test_converges_on_least_squares(name):
-    """Every kernel is a linear map to be found from 64 examples."""
+    """Every kernel is a linear map to be found from 64 examples; the loss falls to a fiftieth."""
     target, tx = random_tree(SMALL, 7), make(name, learning_rate=0.4)
     x = jnp.asarray(np.random.default_rng(3).normal(size=(64, 8)), jnp.float32)
 
@@ -131,6 +131,7 @@ def test_jit_equals_eager(name):
         updates, state = tx.update(g, state, params)
         params = optax.apply_updates(params, updates)
     want, want_state = run(tx, start(), gradients(2))
+    # Compiled, XLA fuses operations: float32 rounds differently, and a code of 4 or 8 bits may do so too.
     assert_trees_close(params, want, atol=5e-3 if name == "q_galore" else 2e-5)
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, want_state)
 

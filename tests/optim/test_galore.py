@@ -84,7 +84,7 @@ def test_full_rank_is_adam_in_rotated_coordinates(side):
     np.testing.assert_allclose(leaf(got), want, atol=1e-5)
 
 
-def test_parameters_that_are_no_target_are_left_to_the_inner_transformation():
+def test_parameters_that_are_not_targets_are_left_to_the_inner_transformation():
     params, grads = random_tree(SHAPES, 50), gradients(5)
     got, _ = run(sgd(galore(ADAM, GaloreConfig(rank=2, update_proj_gap=2))), params, grads)
     want, _ = run(sgd(ADAM), params, grads)
@@ -173,7 +173,7 @@ def test_moments_at_a_refresh(moments):
     np.testing.assert_allclose(leaf(after.inner.nu), 0.95 * nu + 0.05 * r**2, atol=1e-5)
 
 
-def test_a_gradient_that_is_not_finite_makes_no_basis():
+def test_a_non_finite_gradient_postpones_the_refresh():
     shapes = kernel((2, 6, 9))
     tx = galore(ADAM, GaloreConfig(rank=2, update_proj_gap=2))
     grads = gradients(4, shapes)

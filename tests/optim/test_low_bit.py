@@ -5,7 +5,6 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlp.numerics.blockwise import FORMATS
 from maxlp.optim import GaloreConfig, LowBitConfig, state_bytes
 from maxlp.optim.galore import galore
 from maxlp.optim.low_bit import low_bit
@@ -30,7 +29,8 @@ def gradients(steps):
     return [random_tree(SHAPES, i) for i in range(steps)]
 
 
-@pytest.mark.parametrize(("name", "worst"), zip(EVERY, [0.12, 0.12, 0.05, 0.002, 0.02], strict=True))
+# 1.7 times the measured errors: one bit less in a format would double its error.
+@pytest.mark.parametrize(("name", "worst"), zip(EVERY, [0.1, 0.1, 0.026, 6e-4, 6.4e-3], strict=True))
 def test_thirty_steps_stay_near_those_of_float32(name, worst):
     params, grads = random_tree(SHAPES, 99), gradients(30)
     got, _ = run(low_bit(ADAM, LowBitConfig(**EVERY[name], min_size=64)), params, grads)
@@ -98,7 +98,7 @@ def test_stochastic_rounding_keeps_what_rounding_to_nearest_loses():
 
 
 @pytest.mark.parametrize("name", ["fp8", "dynamic8"])
-def test_around_stable_adam_and_galore(name):
+def test_low_bit_moments_around_stable_adam_and_galore(name):
     shapes = {"layers": {"attn": {"q_proj": {"kernel": (2, 16, 64)}}}}
     params, grads = random_tree(shapes, 9), [random_tree(shapes, i) for i in range(6)]
     inner = galore(scale_by_stable_adam(), GaloreConfig(rank=4, update_proj_gap=3, moments="reproject"))
@@ -107,7 +107,7 @@ def test_around_stable_adam_and_galore(name):
     assert optax.tree.get(state, "rms")["layers"]["attn"]["q_proj"]["kernel"].shape == (2,)
     assert state.inner.inner.nu["layers"]["attn"]["q_proj"]["kernel"].codes.shape == (2, 4, 64)
     assert state.inner.subspaces["layers"]["attn"]["q_proj"]["kernel"].projector.dtype == jnp.float32
-    assert_trees_close(got, want, atol=0.3)
+    assert_trees_close(got, want, atol=0.08)  # twice the error of FP8; the parameters move by 1
 
 
 def test_codes_and_scales_are_sharded_like_their_parameter():
@@ -127,9 +127,3 @@ def test_a_state_without_moments_is_an_error():
     tx = low_bit(optax.scale_by_factored_rms(), LowBitConfig(**FP8))
     with pytest.raises(AssertionError, match="no moments"):
         jax.eval_shape(tx.init, random_tree(SHAPES, 0))
-
-
-def test_every_format_is_documented():
-    import maxlp.numerics.blockwise as module
-
-    assert all(name in module.__doc__ for name in FORMATS)

@@ -45,7 +45,7 @@ def llama_shapes(*stack):
 
 @pytest.mark.parametrize("stack", [(), (3,)], ids=["one layer", "stacked"])
 @pytest.mark.parametrize("decay_embeddings", [False, True])
-def test_mask_goes_by_path_and_not_by_rank(stack, decay_embeddings):
+def test_the_mask_depends_on_the_path_and_not_on_the_rank(stack, decay_embeddings):
     params = random_tree(llama_shapes(*stack), 0)
     params["layers"]["attn"]["q_proj"]["bias"] = jnp.zeros((*stack, 4))
     mask = optim.decay_mask(params, decay_embeddings)
@@ -109,7 +109,7 @@ def first_update(scale, **changes):
 
 
 def test_clipping_scales_down_to_the_norm_and_never_up():
-    # With eps 1 Adam is not blind to the scale of its input. The norm of the gradient is 2 * scale.
+    # With eps=1, Adam's step depends on the scale of its input. The norm of the gradient is 2 * scale.
     assert first_update(40.0) == pytest.approx(first_update(0.5), rel=1e-6)
     assert first_update(0.05) == first_update(0.05, clip_norm=0.0)
     assert abs(first_update(40.0, clip_norm=0.0)) > 2 * abs(first_update(40.0))

@@ -15,7 +15,7 @@ MAKE |= dict(clip_norm=0.0, weight_decay=0.0, b1=0.9, b2=0.95, eps=1e-8)
 SHAPES = {"layers": {"kernel": (2, 8, 4)}, "norm": {"scale": (8,)}}
 
 
-def test_evaluation_sees_the_weighted_average_of_the_iterates():
+def test_evaluation_uses_the_weighted_average_of_the_iterates():
     """z weighted by the square of the largest rate so far (Defazio et al. 2024, section 4)."""
     optimizer = make_optimizer(name="schedule_free_adamw", **MAKE)
     params = grads = {"kernel": jnp.ones((2, 2))}
@@ -44,7 +44,7 @@ def test_the_part_that_evaluation_needs_is_restored_alone(tmp_path, wrapped):
 
 
 @pytest.mark.parametrize("name", [name for name in optim.OPTIMIZERS if name != "schedule_free_adamw"])
-def test_all_others_are_evaluated_where_they_train(name):
+def test_all_others_are_evaluated_at_their_trained_parameters(name):
     params = {"layers": {"attn": {"kernel": jnp.ones((2, 8, 4))}}}
     state = jax.eval_shape(make_optimizer(name=name, **MAKE).tx.init, params)
     assert optim.eval_part(state) == {} and optim.eval_params(state, params) is params

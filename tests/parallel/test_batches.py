@@ -38,7 +38,7 @@ def test_processes_read_different_rows_only_if_they_hold_different_rows(
     assert parts(monkeypatch, processes, **sizes) == expected
 
 
-def test_processes_whose_rows_overlap_in_part_are_refused(monkeypatch):
+def test_processes_whose_rows_overlap_in_part_are_refused():
     devices = [types.SimpleNamespace(process_index=i) for i in (0, 0, 0, 1, 1, 1, 2, 2)]
     shape = sharding.resolve_axes(8, fsdp=4, tensor=2)
     mesh = types.SimpleNamespace(
@@ -78,7 +78,7 @@ def test_batches_are_transferred_ahead_and_keep_their_own_state():
     assert found == [(i, i) for i in range(1, 8)]
 
 
-def test_a_limit_takes_no_batch_more():
+def test_no_batch_is_taken_beyond_the_limit():
     source = Batches()
     assert len(list(device_batches(source, sharding.make_mesh(), limit=3))) == 3
     assert source.taken == 3

@@ -1,4 +1,4 @@
-"""What mesh axes promise of the compiled train step, read from the program of one of eight devices."""
+"""The communication of the compiled train step over each mesh axis, read from one device's program."""
 
 import re
 

@@ -207,7 +207,7 @@ class Recorder(stack.Block):
         return x_BSD + self.shift[...]
 
 
-def test_idle_stages_leave_no_trace_in_the_state():
+def test_idle_stages_do_not_change_the_state():
     @jax.jit
     def run(x_BSD):
         blocks = stack.stack(Recorder, 4, nnx.Rngs(0))

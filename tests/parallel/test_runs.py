@@ -1,52 +1,27 @@
 """Whole runs of the training command that a context or a stage axis changes."""
 
-import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests import training_runs
 from tests.run_outputs import losses
+from tests.training_runs import finish
 
-ROOT = Path(__file__).parents[2]
-SMALL = (
-    "--config=configs/llama/debug.py",
-    "--config.model.embed_dim=32",
+CHANGES = (
     "--config.model.num_layers=4",
-    "--config.model.num_heads=2",
-    "--config.model.num_kv_heads=2",
-    "--config.model.head_dim=16",
-    "--config.model.mlp_dim=64",
-    "--config.model.vocab_size=512",
-    "--config.data.source=stdlib?validation=0.002",
-    "--config.data.tokenizer=bytes",
-    "--config.data.seq_len=64",
-    "--config.data.shuffle_tokens=16384",
     "--config.optimizer.schedule=constant",
-    "--config.optimizer.warmup_steps=2",
-    "--config.train.log_every=1",
     "--config.train.eval_every=0",
-    "--config.train.eval_batches=2",
-    "--config.checkpoint.every_steps=3",
 )
 
 pytestmark = pytest.mark.slow
 
 
-def start(workdir: Path, *options: str, devices: int = 1, **env: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "maxlp.train", f"--workdir={workdir}", *SMALL, *options]
-    env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"} | env
-    return subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
-def finish(process: subprocess.Popen) -> None:
-    output = process.communicate(timeout=300)[0]
-    assert process.returncode == 0, output
+def start(workdir: Path, *options: str, **how) -> subprocess.Popen:
+    return training_runs.start(workdir, *CHANGES, *options, **how)
 
 
 def assert_same_losses(actual: Path, expected: Path, steps: int, rtol: float):

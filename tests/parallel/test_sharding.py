@@ -62,7 +62,7 @@ def test_impossible_sizes_are_named(axes, message):
         sharding.make_mesh(**axes)
 
 
-def test_a_mesh_in_words():
+def test_a_mesh_is_described_in_words():
     assert sharding.describe(dict(stage=1, data=1, fsdp=4, context=1, tensor=2)) == "fsdp 4 × tensor 2"
     assert sharding.describe(dict(fsdp=1)) == "one device"
 

@@ -25,8 +25,8 @@ def gathered(found) -> float:
 @pytest.mark.parametrize(
     "changes", [{}, {"mesh.tensor": 2, "train.microbatches": 2}], ids=["fsdp", "tensor"]
 )
-def test_against_a_compilation_here(changes, tmp_path):
-    """The state to the byte, the peak within a tenth, and what fsdp has to gather."""
+def test_the_closed_form_agrees_with_a_compilation_here(changes, tmp_path):
+    """The bytes of the state, the peak within a tenth, and the bytes that fsdp gathers."""
     s = peaks.settings_of(llama(**SMALL), RUN | changes)
     machine = s.machine_of(jax.devices())
     mesh = sharding.make_mesh(**s.mesh)

@@ -67,9 +67,11 @@ def test_a_ledger_omits_collectives_that_have_nothing_to_do():
     assert (one.axes, one.participants, one.times) == (("fsdp", "tensor"), 8, 3)
 
 
-def test_recipes_multiply_in_their_units():
+def test_recipes_run_at_the_rate_of_their_dtype():
     units = {
         HIGH_PRECISION: "bfloat16",
+        "simulate": "bfloat16",
+        "fp8_delayed, smooth balanced": "float8",
         "int8_switchback": "int8",
         "fp8_delayed": "float8",
         "mxfp8": "float8",

@@ -29,7 +29,7 @@ def test_gpu_loops_groups_and_overlaps():
     assert [one.sent for one in found] == [32 * matrix * 3 / 4, 32 * matrix * 3 / 4, 1024, 2 * 1024 * 7 / 8]
 
 
-def test_tpu_gathers_in_pieces_count_once_and_loops_by_their_conditions():
+def test_tpu_gathers_in_pieces_count_once_and_trip_counts_come_from_conditions():
     assert hlo.collectives(TPU, MESH) == [
         hlo.Collective("all-gather", ("fsdp",), 4, 64 * 64 * 2, 1, overlapped=True),
         hlo.Collective("reduce-scatter", ("tensor",), 2, 8 * 64 * 2, 1, overlapped=False),

@@ -99,7 +99,7 @@ def test_int8_matmuls_equal_an_integer_reference_to_the_bit(name, kernel_rows, d
         ("fp8_rowwise_with_gw_hp", jnp.bfloat16),
     ],
 )
-def test_the_kernel_gradient_left_in_high_precision_is_the_plain_layers_to_the_bit(name, dtype):
+def test_a_kernel_gradient_in_high_precision_equals_that_of_a_plain_layer_to_the_bit(name, dtype):
     x, w, g = arrays(dtype)
     np.testing.assert_array_equal(run(make_recipe(name), x, w, g)[2], plain(x, w, g)[2])
 

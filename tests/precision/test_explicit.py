@@ -54,7 +54,7 @@ FAST = ("fp8_delayed", "fp8_rowwise", "int8_switchback_m", "mxfp8")  # one for e
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
 )
-def test_explicit_axes_give_the_numbers_of_automatic_ones_and_of_one_device(name, layout):
+def test_explicit_axes_equal_automatic_ones_and_one_device(name, layout):
     explicit, specs = on_mesh(name, AxisType.Explicit, layout)
     others = [jax.device_get(layer(name)(**arrays(), out_sharding=None))]
     if layout == "tensor":

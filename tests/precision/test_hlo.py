@@ -178,7 +178,7 @@ def test_tpus_multiply_in_the_format(name, chip):
 @h100
 @pytest.mark.parametrize("remat", ["none", "block"])
 def test_a_scanned_llama_gathers_its_kernels_in_fp8(remat):
-    """The whole training step on 8 GPUs: forward, rematerialisation and backward."""
+    """The whole training step on 8 GPUs: forward, rematerialization and backward."""
     mesh = sharding.make_mesh(fsdp=8, devices=topologies.devices(topologies.parse("h100:1x8")))
     recipe = precision_config("fp8_delayed", history=4)
     program = Trainer(mesh, recipe=recipe, dtype="bfloat16", remat=remat).lower(batch(0))

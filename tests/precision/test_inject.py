@@ -178,7 +178,7 @@ FAST = ("fp8_delayed", "int8_switchback", "mxfp8")
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in QUANTIZED]
 )
 def test_every_recipe_trains_a_llama(name, bf16):
-    """The loss of one batch falls as in bfloat16; with scan and with rematerialisation."""
+    """The loss of one batch falls as in bfloat16; with scan and with rematerialization."""
     bf16_losses, params = bf16
     ours, _ = five_losses(name, params, remat="dots", history=4)
     np.testing.assert_allclose(ours, bf16_losses, rtol=0.01)

@@ -42,7 +42,8 @@ def test_the_scale_follows_an_independent_model(lowest, highest):
     expected, expected_last = expected_path(8.0, 3, lowest, highest, finite)
     np.testing.assert_array_equal(used, expected)
     assert last["scale"] == expected_last
-    assert {lowest, highest} <= set(np.asarray(used).tolist()) or highest > 16
+    # The ceiling of the first case is too far away to be reached.
+    assert lowest in used and (highest in used or highest == 2.0**24)
 
 
 # --- a training step in float16 -----------------------------------------------------------------------

@@ -35,8 +35,16 @@ def assert_one_line(error):
             "granularity='rows' is unknown; use one of unscaled, ten",
         ),
         ("fp8_current", dict(rounding="up"), "rounding='up' is unknown; use one of nearest, truncate"),
-        ("fp8_current", dict(grad_format="int8"), "operands of dlhs must both be"),
-        ("fp8_current", dict(granularity="block", grad_format="e5m2"), "operands of dlhs must both be"),
+        (
+            "fp8_current",
+            dict(grad_format="int8"),
+            r"operands of dlhs, int8 .* and float8_e4m3fn .* must both",
+        ),
+        (
+            "fp8_current",
+            dict(granularity="block", grad_format="e5m2"),
+            r"operands of dlhs, e5m2 .* must both",
+        ),
         ("int8_switchback", dict(residuals="int8"), "residuals='int8' must be 'full' or 'quantized'"),
         ("bf16", dict(residuals="quantized"), "residuals='quantized' needs a quantized fwd"),
     ],

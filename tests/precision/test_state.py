@@ -58,7 +58,7 @@ def test_optimizers_and_clipping_do_not_change_the_state(exact_reference):
     jax.tree.map(np.testing.assert_array_equal, ours, exact_reference[0])
 
 
-def test_saved_and_restored_on_another_mesh_the_run_continues_to_the_bit(tmp_path, exact_reference):
+def test_a_run_restored_on_another_mesh_continues_to_the_bit(tmp_path, exact_reference):
     before, after = exact_trainer(4), exact_trainer(2)
     state, _ = before.run(before.init(exact_params()), map(exact_batch, range(2)))
     checkpoints = Checkpointer(tmp_path, every_steps=1)

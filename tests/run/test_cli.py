@@ -55,7 +55,7 @@ HEAD = "from maxlp.run import cli\nfrom maxlp.runtime.checkpoint import NotWritt
         ("NotWrittenError('/w/9 was not written: disk full')", 1, "error: /w/9 was not written"),
     ],
 )
-def test_exit_codes_tell_mistakes_from_failures(error, code, message):
+def test_exit_codes_distinguish_mistakes_from_failures(error, code, message):
     program = f"{HEAD}def main():\n  raise {error}\ncli.run(main)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code and message in done.stderr.splitlines()[-1]

@@ -80,7 +80,7 @@ def test_mismatches_are_one_line_with_the_whole_key(values, message):
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
-def test_what_the_program_supplies_is_no_key():
+def test_an_argument_that_the_program_supplies_is_not_a_key():
     def function(*, size: int, workdir: str) -> tuple[int, str]:
         return size, workdir
 

@@ -1,4 +1,4 @@
-"""Every rule of the table refuses what it should, naming key, value and way out, and accepts the rest."""
+"""Every rule of the table refuses its case with key, value and way out, and valid settings are accepted."""
 
 import re
 
@@ -103,7 +103,7 @@ def test_a_rule_refuses_with_a_key_and_a_way_out(rule, values, devices, platform
     message = refuse(values, devices, platform)
     assert re.match(r"config\.[a-z]+\.[a-z_]+", message) and "\n" not in message
     assert part in message
-    # It is this rule that refuses: all others are fulfilled, or come later in the table.
+    # The message is this rule's: none before it in the table refuses the settings.
     s = read(changed(load("debug"), values))
     machine = s.machine(devices, platform)
     first = next(r for r in (*s.family.rules, *constraints.RULES) if _refuses(r, s, machine))

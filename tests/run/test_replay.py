@@ -58,7 +58,7 @@ def test_the_checkpoint_to_start_from(tmp_path, monkeypatch):
     assert replay.find_checkpoint(tmp_path, 25, lead=2) == kept
 
 
-def test_an_unknown_precision(tmp_path):
+def test_an_unknown_precision_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="--precision=fp4 is unknown; one of recipe, bf16, float32"):
         replay.replay(tmp_path, 13, "fp4")
@@ -74,7 +74,7 @@ def command(name, *options):
 
 
 @pytest.mark.slow
-def test_a_replay_repeats_the_run_and_answers_in_another_precision(tmp_path):
+def test_a_replay_repeats_the_run_and_runs_in_another_precision(tmp_path):
     sizes = dict(embed_dim=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, mlp_dim=64)
     options = {f"model.{key}": value for key, value in sizes.items()} | {
         "model.vocab_size": 512,

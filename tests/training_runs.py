@@ -1,0 +1,51 @@
+"""Processes that run the training command on a small model."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SMALL = [
+    "--config=configs/llama/debug.py",
+    "--config.model.embed_dim=32",
+    "--config.model.num_layers=2",
+    "--config.model.num_heads=2",
+    "--config.model.num_kv_heads=2",
+    "--config.model.head_dim=16",
+    "--config.model.mlp_dim=64",
+    "--config.model.vocab_size=512",
+    "--config.data.source=stdlib?validation=0.002",
+    "--config.data.tokenizer=bytes",
+    "--config.data.seq_len=64",
+    "--config.data.shuffle_tokens=16384",
+    "--config.optimizer.warmup_steps=2",
+    "--config.train.log_every=1",
+    "--config.train.eval_batches=2",
+    "--config.checkpoint.every_steps=3",
+]
+
+
+def start(
+    workdir: Path, *options: str, config: Sequence[str] = SMALL, devices: int = 1, **env: str
+) -> subprocess.Popen:
+    """Starts a run.
+
+    Args:
+      options: flags after those of `config`, which they override.
+      devices: simulated ones.
+      env: additional environment variables.
+    """
+    command = [sys.executable, "-m", "maxlp.train", f"--workdir={workdir}", *config, *options]
+    env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"} | env
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(process: subprocess.Popen, code: int = 0) -> str:
+    """The output of a run when it has ended with this exit code."""
+    out = process.communicate(timeout=300)[0]
+    assert process.returncode == code, out
+    return out
