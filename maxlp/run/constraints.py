@@ -116,6 +116,24 @@ def mesh_divides_params(s: Settings, machine: Machine) -> str | None:
     return None
 
 
+def learned_tokenizer_fits_model(s: Settings, machine: Machine) -> str | None:
+    """Every token has an embedding. (A tokenizer from a file is read, and checked, when the run starts.)"""
+    spec, (key, room) = s.data.tokenizer, s.family.vocabulary(s.model)
+    if not spec.startswith("bpe:"):
+        return None
+    size = spec.removeprefix("bpe:")
+    if not size.isdecimal():
+        return f"data.tokenizer={spec} does not give a number of tokens; write one, as in bpe:4096"
+    return too_many_tokens(spec, int(size), key, room)
+
+
+def too_many_tokens(spec: str, size: int, key: str, room: int) -> str | None:
+    """The message for a tokenizer of ``size`` tokens if the model's ``key`` has room for fewer."""
+    if size <= room:
+        return None
+    return f"data.tokenizer={spec} has {size:,} tokens, but config.{key}={room:,}; set config.{key}={size}"
+
+
 # --- optimizer ------------------------------------------------------------------------------------------
 
 
@@ -185,6 +203,7 @@ RULES = (
     released_gradients_are_not_pipelined,
     released_gradients_are_not_gated,
     precision_fits_model,
+    learned_tokenizer_fits_model,
     mesh_divides_params,
     galore_targets_are_matrices,
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from maxlp.data.tokenizers import make_tokenizer
 from maxlp.run.config import ConfigError
+from maxlp.run.constraints import too_many_tokens
 from maxlp.run.settings import Settings
 from maxlp.runtime import distributed
 
@@ -22,28 +23,18 @@ def prepare_tokenizer(s: Settings, workdir: Path) -> str:
     spec = s.data.tokenizer
     if distributed.is_primary():
         if spec.startswith("bpe:"):
-            size = _bpe_size(spec)
-            check_vocabulary(s, size)
             from maxlp.data.tokenizers.training import train_or_load
 
             texts = s.family.tokenizer_texts(s.data, s.train.seed)
-            train_or_load(str(workdir / "tokenizer.json"), texts, size)
+            train_or_load(str(workdir / "tokenizer.json"), texts, int(spec.removeprefix("bpe:")))
         else:
             made = make_tokenizer(spec)
-            check_vocabulary(s, made.vocab_size)
+            if message := too_many_tokens(spec, made.vocab_size, *s.family.vocabulary(s.model)):
+                raise ConfigError(f"config.{message}")
             for name, content in made.files.items():
                 _keep_file(workdir / name, content, spec)
     distributed.barrier("tokenizer")
     return saved_tokenizer(spec, workdir)
-
-
-def _bpe_size(spec: str) -> int:
-    size = spec.removeprefix("bpe:")
-    if not size.isdecimal():
-        raise ConfigError(
-            f"config.data.tokenizer={spec} does not give a number of tokens; write one, as in bpe:4096"
-        )
-    return int(size)
 
 
 def _keep_file(path: Path, content: bytes, spec: str) -> None:
@@ -53,16 +44,6 @@ def _keep_file(path: Path, content: bytes, spec: str) -> None:
             "one or a new workdir"
         )
     path.write_bytes(content)
-
-
-def check_vocabulary(s: Settings, size: int) -> None:
-    """Raises a ConfigError if the model has room for fewer token ids."""
-    key, room = s.family.vocabulary(s.model)
-    if size > room:
-        raise ConfigError(
-            f"config.data.tokenizer={s.data.tokenizer} has {size:,} tokens, but config.{key}={room:,}; "
-            f"set config.{key}={size}"
-        )
 
 
 def saved_tokenizer(spec: str, workdir: Path) -> str:

@@ -30,6 +30,10 @@ REFUSED = {
         ({"precision.recipe": "fp8_current", "precision.first_blocks": 4}, 1, "cpu", "first_blocks=4"),
         ({"precision.recipe": "mxfp8", "model.mlp_dim": 500}, 1, "cpu", "recipe='mxfp8'"),
     ],
+    "learned_tokenizer_fits_model": [
+        ({"data.tokenizer": "bpe:4k"}, 1, "cpu", "as in bpe:4096"),
+        ({"data.tokenizer": "bpe:512", "model.vocab_size": 256}, 1, "cpu", "model.vocab_size=512"),
+    ],
     "mesh_divides_params": [({"model.embed_dim": 100}, 8, "cpu", "mesh.fsdp=8")],
     "galore_targets_are_matrices": [
         ({"optimizer.galore.rank": 8, "optimizer.galore.targets": ("fc",)}, 1, "cpu", "'fc'"),
