@@ -48,11 +48,16 @@ CASES = {
     "no_remat": (dict(stage=8), dict(microbatches=16), dict(remat="none")),
     "ring": (dict(stage=2, context=2, fsdp=2), dict(microbatches=4), dict(attention="ring")),
 }
-QUICK = ("stage4_data2", "circular_fsdp2_tensor2")
+QUICK, FULL = ("circular_fsdp2_tensor2",), ("stage4_data2",)
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+    "case",
+    [
+        *QUICK,
+        *(pytest.param(case, marks=pytest.mark.full) for case in FULL),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in QUICK + FULL),
+    ],
 )
 def test_a_step_equals_one_device_and_sends_activations_only(case):
     mesh, schedule, how = CASES[case]

@@ -171,11 +171,16 @@ def bf16():
     return five_losses("bf16")
 
 
-FAST = ("fp8_delayed", "int8_switchback", "mxfp8")
+QUICK, FULL = ("fp8_delayed",), ("int8_switchback", "mxfp8")
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in QUANTIZED]
+    "name",
+    [
+        *QUICK,
+        *(pytest.param(name, marks=pytest.mark.full) for name in FULL),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in QUANTIZED if name not in QUICK + FULL),
+    ],
 )
 def test_every_recipe_trains_a_llama(name, bf16):
     """The loss of one batch falls as in bfloat16; with scan and with rematerialization."""

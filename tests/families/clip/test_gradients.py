@@ -5,6 +5,7 @@ import math
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 from maxlp import precision
@@ -96,6 +97,7 @@ def test_a_mesh_equals_one_device():
     assert_same(run(FULL, axes=ALL_AXES, method="sharded"), on_one_device())
 
 
+@pytest.mark.full
 def test_siglip_in_scaled_microbatches_on_a_mesh_equals_one_device():
     got = run(
         TINY_SIGLIP,
@@ -141,6 +143,7 @@ def test_a_recipe_quantizes_the_blocks_between_the_first_and_last_ones_of_both_t
     assert model.visual.layers.unquantized_blocks == model.text.layers.unquantized_blocks == (1, 1)
 
 
+@pytest.mark.full
 def test_low_precision_in_microbatches_on_a_mesh_equals_one_device():
     """Scales and amax histories are those of the whole batch, however it is split."""
     want, got = run(FULL, rules=MIXED), run(FULL, rules=MIXED, axes=ALL_AXES, microbatches=2)
