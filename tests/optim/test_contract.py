@@ -59,6 +59,7 @@ OPTIMIZERS = {
     ),
 }
 every = pytest.mark.parametrize("name", OPTIMIZERS)
+QUICK_SHARDED = ("adamw", "adafactor", "galore", "low_bit")  # a rule for the shape of each kind of state
 
 # One kernel and one vector: enough where the arithmetic of single tensors matters.
 SMALL = {"layers": {"attn_norm": {"scale": (2, 8)}, "attn": {"k_proj": {"kernel": (2, 8, 4)}}}}
@@ -149,7 +150,9 @@ def test_shapes_are_known_in_advance_and_never_change(name):
     assert spec(updates) == spec(start())
 
 
-@every
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK_SHARDED else pytest.param(n, marks=pytest.mark.full) for n in OPTIMIZERS]
+)
 def test_sharded_equals_one_device(name):
     mesh = sharding.make_mesh(fsdp=4, tensor=2)
     tx, params, grads = make(name), start(LARGE), gradients(4, LARGE)

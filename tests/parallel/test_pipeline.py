@@ -165,7 +165,10 @@ def test_the_program_does_not_grow_with_layers_or_microbatches():
 
 @pytest.mark.parametrize(
     ("mesh", "rounds"),
-    [(dict(stage=2, fsdp=2), 2), pytest.param(dict(stage=4), 1, marks=pytest.mark.slow)],
+    [
+        pytest.param(dict(stage=2, fsdp=2), 2, marks=pytest.mark.full),
+        pytest.param(dict(stage=4), 1, marks=pytest.mark.slow),
+    ],
 )
 def test_delayed_scaling_equals_that_of_microbatches_to_the_bit(mesh, rounds):
     graphdef, params, backward, forward = split(ExactModel())

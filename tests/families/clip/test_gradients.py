@@ -93,6 +93,7 @@ def test_microbatches_equal_the_batch():
     assert got[2]["examples"] == ROWS
 
 
+@pytest.mark.full
 def test_a_mesh_equals_one_device():
     assert_same(run(FULL, axes=ALL_AXES, method="sharded"), on_one_device())
 
