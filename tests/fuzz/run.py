@@ -1,0 +1,142 @@
+"""Gives bad inputs to every command, and judges how each is refused.
+
+    python -m tests.fuzz.run --seed=1 --cases=1000
+    python -m tests.fuzz.run --seed=1 --case=17
+
+The rule: exit code 2; one line of at most 1,000 characters on standard error, beginning with "error: " and
+naming the key, the flag or the file; no traceback; at most 5 seconds of CPU time after the imports; no file
+written, changed or removed.
+"""
+
+import argparse
+import hashlib
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.fuzz import bases
+from tests.fuzz.cases import Case, make_case
+from tests.fuzz.commands import Command, Done, run_all, warm_up
+
+SECONDS, CHARACTERS = 5.0, 1000
+ROOT = Path(__file__).parent.parent.parent
+
+
+class Failure(NamedTuple):
+    """A case that was not refused as it should be."""
+
+    number: int
+    case: Case
+    faults: list[str]
+    done: Done
+
+
+def faults_of(case: Case, done: Done, changes: list[str]) -> list[str]:
+    """What is wrong with how a case was refused; empty if nothing is."""
+    lines = done.err.splitlines()
+    message = lines[-1] if lines else ""
+    found = {
+        f"exit code {done.code}": done.code != 2,
+        "a traceback": "Traceback" in done.err + done.out,
+        f"{len(lines)} lines on standard error": len(lines) != 1,
+        "no 'error: ' in front": not message.startswith("error: "),
+        f"a line of {len(message)} characters": len(message) > CHARACTERS,
+        f"names none of {', '.join(case.names)}": not any(name in message for name in case.names),
+        f"{done.seconds:.1f} s": done.seconds > SECONDS,
+        f"changed {', '.join(changes[:3])}": bool(changes),
+    }
+    return [fault for fault, is_there in found.items() if is_there]
+
+
+def snapshot(folder: Path) -> dict[str, tuple]:
+    """Kind, permissions and content of everything below a folder; indices that readers keep are left out."""
+    found = {}
+    for path in folder.rglob("*"):
+        name, mode = str(path.relative_to(folder)), path.lstat().st_mode
+        if name.endswith(".index.npy"):
+            continue
+        content = os.readlink(path) if stat.S_ISLNK(mode) else ""
+        if stat.S_ISREG(mode):
+            content = hashlib.blake2b(path.read_bytes()).hexdigest()
+        found[name] = (mode, content)
+    return found
+
+
+def changed(before: dict[str, tuple], after: dict[str, tuple]) -> list[str]:
+    return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+
+
+def run_cases(seed: int, numbers: list[int], root: Path, workers: int) -> list[Failure]:
+    """Runs cases below ``root``, which must hold the valid inputs, and returns those that fail."""
+    failures, open_cases = [], {}
+
+    def jobs() -> Iterator[tuple[Command, Path, bool]]:
+        for job, number in enumerate(numbers):
+            case, box = make_case(seed, number), root / str(number) / "box"
+            box.mkdir(parents=True)
+            for name in case.needs:
+                valid = root / "valid" / "box" / name
+                shutil.copytree(valid, box / name) if valid.is_dir() else shutil.copy(valid, box / name)
+            if case.damage is not None:
+                case.damage(box)
+            open_cases[job] = case, box, snapshot(box)
+            yield case.command, box, case.unprivileged
+
+    def finished(job: int, done: Done) -> None:
+        case, box, before = open_cases.pop(job)
+        if faults := faults_of(case, done, changed(before, snapshot(box))):
+            failures.append(Failure(numbers[job], case, faults, done))
+        shutil.rmtree(box.parent, ignore_errors=True)
+
+    run_all(jobs(), finished, workers)
+    return sorted(failures)
+
+
+def report(seed: int, failure: Failure, verbose: bool = False) -> str:
+    number, case, faults, done = failure
+    lines = [
+        f"case {number}: {'; '.join(faults)}",
+        f"  {case.what}",
+        f"  {case.command}",
+        f"  again: python -m tests.fuzz.run --seed={seed} --case={number}",
+    ]
+    shown = (done.out + done.err).splitlines()
+    lines += [f"  | {line[:300]}" for line in (shown if verbose else shown[-2:])]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cases", type=int, default=1000, help="number of cases")
+    parser.add_argument("--case", type=int, action="append", help="run this case alone; may be repeated")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--valid", type=Path, help="folder to keep the valid inputs in, to start sooner")
+    options = parser.parse_args()
+    numbers = options.case or list(range(options.cases))
+    warm_up()
+    os.environ["PYTHONPATH"] = str(ROOT)
+    with tempfile.TemporaryDirectory(prefix="maxlp-fuzz-") as folder:
+        root = Path(folder)
+        root.chmod(0o755)
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(root / "xla"))
+        kept = options.valid or root / "valid"
+        if not kept.exists():
+            bases.make(kept / "box")
+            bases.check(kept / "box")
+        if kept != root / "valid":
+            (root / "valid").symlink_to(kept.resolve())
+        failures = run_cases(options.seed, numbers, root, options.workers)
+    for failure in failures:
+        print(report(options.seed, failure, verbose=bool(options.case)))
+    print(f"seed {options.seed}: {len(numbers) - len(failures)} of {len(numbers)} bad inputs refused as they should be")
+    return int(bool(failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
