@@ -253,7 +253,7 @@ def test_folders_without_a_model_or_a_run_are_named(tmp_path):
             {},
             "model_type='blip' is not supported; one of llama, clip, siglip",
         ),
-        ('{"model_type": "clip"', {}, "source/config.json: Expecting"),
+        ('{"model_type": "clip"', {}, "source/config.json is not JSON .Expecting"),
         ('{"model_type": "clip"}', {}, "neither model.safetensors nor"),  # pickles are not read
         ('{"model_type": "clip"}', {"format_name": "gguf"}, "one of hf_llama, hf_clip, open_clip"),
     ],

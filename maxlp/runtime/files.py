@@ -1,9 +1,11 @@
 """Files and folders that change atomically, on any file system that renames atomically."""
 
+import contextlib
 import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,31 @@ def publish(unfinished: Path, final: Path) -> None:
         sync(directory)
     unfinished.rename(final)
     sync(final.parent)
+
+
+@contextlib.contextmanager
+def unfinished(folder: Path) -> Iterator[Path]:
+    """Yields a folder to write to, whose content is moved to `folder` at the end of the block.
+
+    If the block raises, nothing remains of what it wrote, nor of `folder` if it did not exist.
+
+    Args:
+      folder: empty or new.
+    """
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    temporary = folder / ".unfinished"  # inside, because `folder` may be all that can be written to
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in sorted(temporary.iterdir()):
+            path.rename(folder / path.name)
+        temporary.rmdir()
+    except BaseException:
+        remove(temporary)
+        for each in missing:
+            with contextlib.suppress(OSError):
+                each.rmdir()
+        raise
 
 
 def unused_path(path: Path) -> Path:

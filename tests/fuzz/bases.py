@@ -60,12 +60,11 @@ from configs.common import clip
 
 
 def get_config(arg=""):
+    tower = dict(width=32, num_layers=1, num_heads=2, mlp_dim=64)
     c = clip(
         embed_dim=16,
-        visual=dict(image_size=16, patch_size=8, width=32, num_layers=1, num_heads=2, mlp_dim=64, pool="gap"),
-        text=dict(
-            vocab_size=300, max_len=16, width=32, num_layers=1, num_heads=2, mlp_dim=64, pool="eos", eos_id=1
-        ),
+        visual=dict(image_size=16, patch_size=8, pool="gap", **tower),
+        text=dict(vocab_size=300, max_len=16, pool="eos", eos_id=1, **tower),
         dtype="float32",
         remat="none",
     )
@@ -97,7 +96,13 @@ MAKE = (
     Command("prepare", ("text", "--source=text:corpus", "--output=prepared_text", "--shards=2")),
     Command(
         "prepare",
-        ("text", "--source=text:corpus", "--output=prepared_ids", "--tokenizer=tokenizer.json", "--shards=2"),
+        (
+            "text",
+            "--source=text:corpus",
+            "--output=prepared_ids",
+            "--tokenizer=tokenizer.json",
+            "--shards=2",
+        ),
     ),
     Command("prepare", ("image_text", "--source=tar:pictures", "--output=prepared_images", "--shards=2")),
 )
@@ -118,8 +123,13 @@ CONTROLS = (
     Command("convert", ("import", "--input=open_clip", "--output=out3")),
     Command("convert", ("import", "--input=sharded", "--output=out4")),
     *(
-        Command("train", ("--config=llama.py", f"--workdir=new{i}", f"--config.data.source={source}?validation=0.2"))
-        for i, source in enumerate(("jsonl:docs.jsonl", "parquet:docs.parquet", "array_record:prepared_ids"))
+        Command(
+            "train",
+            ("--config=llama.py", f"--workdir=new{i}", f"--config.data.source={source}?validation=0.2"),
+        )
+        for i, source in enumerate(
+            ("jsonl:docs.jsonl", "parquet:docs.parquet", "array_record:prepared_ids")
+        )
     ),
 )
 
@@ -200,3 +210,5 @@ def _write_models(folder: Path) -> None:
             folder / name, tensors, dtype="float32", weights=chosen.weights_file, max_shard_bytes=shard
         )
         (folder / name / chosen.config_file).write_text(json.dumps(config))
+    statistics = dict(image_mean=[0.5, 0.5, 0.5], image_std=[0.25, 0.25, 0.25])
+    (folder / "hf_clip" / "preprocessor_config.json").write_text(json.dumps(statistics))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz.commands import COMMANDS, Command
-from tests.fuzz.keys import KEYS, Group
+from tests.fuzz.keys import KEYS, Group, Text
 
 Damage = Callable[[Path], None]
 
@@ -74,9 +74,12 @@ def config_value(rng: random.Random) -> Case:
     key = rng.choice(list(KEYS[family]))
     kind = KEYS[family][key]
     value = rng.choice(list(kind.wrong()))
+    by_flag_too = not isinstance(kind, Group) and value is not None and "\0" not in str(value)
+    if isinstance(kind, Text) and not isinstance(value, str):
+        by_flag_too = False  # any word is a string there
     *sections, leaf = key.split(".")
     names = (leaf, ".".join(sections)) if len(sections) > 1 else (leaf,)
-    in_file = isinstance(kind, Group) or value is None or "\0" in str(value) or rng.random() < 0.4
+    in_file = rng.random() < 0.4 or not by_flag_too
     what = f"config.{key} = {_short(value)} {'in the file' if in_file else 'by flag'}"
     if in_file:
         command = _config_command(rng, family)
@@ -84,7 +87,9 @@ def config_value(rng: random.Random) -> Case:
     else:
         command, change = _config_command(rng, family, f"--config.{key}={value}"), None
     if command.module == "plan" and key in ("data.source", "data.tokenizer", "train.init_from"):
-        command = Command("train", (f"--config={family}.py", "--workdir=new", *command.args[3:]))  # plan reads none
+        command = Command(
+            "train", (f"--config={family}.py", "--workdir=new", *command.args[3:])
+        )  # plan reads none
     needs = (*DATA[family], *([RUN[family]] if command.module == "evaluate" else []))
     return Case(what=what, command=command, needs=needs, names=names, damage=change)
 
@@ -117,9 +122,7 @@ def config_key(rng: random.Random) -> Case:
     change = _insert(f"{family}.py", *lines) if lines else None
     command = _config_command(rng, family, *flags)
     needs = (*DATA[family], *([RUN[family]] if command.module == "evaluate" else []))
-    return Case(
-        what="; ".join((*lines, *flags)), command=command, needs=needs, names=names, damage=change
-    )
+    return Case(what="; ".join((*lines, *flags)), command=command, needs=needs, names=names, damage=change)
 
 
 def config_file(rng: random.Random) -> Case:
@@ -141,7 +144,10 @@ def config_file(rng: random.Random) -> Case:
         ("returns None", write(body + "pass\n")),
         ("returns a dict", write(body + "return {'model': 1}\n")),
         ("returns a number", write(body + "return 7\n")),
-        ("returns an empty config", write(f"from ml_collections import ConfigDict\n{body}return ConfigDict()\n")),
+        (
+            "returns an empty config",
+            write(f"from ml_collections import ConfigDict\n{body}return ConfigDict()\n"),
+        ),
         ("raises", write(body + "raise RuntimeError('two\\nlines')\n")),
         ("raises at import", write("1 / 0\n")),
         ("raises KeyError", write(body + "return {}['x']\n")),
@@ -172,7 +178,9 @@ def config_file(rng: random.Random) -> Case:
         return Case(what=what, command=command, needs=DATA[family], names=("argument", name), damage=change)
     command = _config_command(rng, family, *flags)
     needs = (*DATA[family], *([RUN[family]] if command.module == "evaluate" else []))
-    return Case(what=f"{name}: {what}", command=command, needs=needs, names=(name, name[:-3]), damage=change)
+    return Case(
+        what=f"{name}: {what}", command=command, needs=needs, names=(name, name[:-3]), damage=change
+    )
 
 
 # --- flags ----------------------------------------------------------------------------------------------
@@ -213,7 +221,16 @@ FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, tuple[str, ..
         ("--config=llama.py", "--topology=v5p:2x2x1", "--estimate_only"),
         DATA["llama"],
         {
-            "topology": ("", "v5p", "nosuch:2x2", "v5p:0x2x1", "v5p:axb", "h100:-1x8", "v5p:2x2x1*x", "v5p:9x9x9x9"),
+            "topology": (
+                "",
+                "v5p",
+                "nosuch:2x2",
+                "v5p:0x2x1",
+                "v5p:axb",
+                "h100:-1x8",
+                "v5p:2x2x1*x",
+                "v5p:9x9x9x9",
+            ),
             "json": ("nowhere/plan.json", "corpus"),
             "plot": ("plan.txt", "nowhere/plan.png", "corpus"),
             "hlo": ("step.txt",),
@@ -230,7 +247,14 @@ FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, tuple[str, ..
         ("text", "--source=text:corpus", "--output=out"),
         DATA["llama"],
         {
-            "source": ("", "nosuch:corpus", "text:nowhere", "text:corpus?x=1", "text:corpus;text:corpus", "glyphs"),
+            "source": (
+                "",
+                "nosuch:corpus",
+                "text:nowhere",
+                "text:corpus?x=1",
+                "text:corpus;text:corpus",
+                "glyphs",
+            ),
             "output": ("", "llama.py", "llama.py/out"),
             "split": ("nosuch", "heldout", ""),
             "tokenizer": ("nowhere.json", "llama.py", "bpe:abc"),
@@ -282,7 +306,10 @@ def flag(rng: random.Random) -> Case:
         changed, names = (*args, f"--{twisted}=1"), (twisted,)
     elif draw < 0.9:
         word = rng.choice(("extra", "-5", "ünïcödé", "workdir=run", "—dry_run"))
-        changed, names = (*args, word), (word, "--help" if word == "-5" else word, "one workdir", "subcommand")
+        changed, names = (
+            (*args, word),
+            (word, "--help" if word == "-5" else word, "one workdir", "subcommand"),
+        )
     else:
         gone = rng.choice(args)
         changed = tuple(each for each in args if each != gone)
@@ -306,7 +333,10 @@ def paths(rng: random.Random) -> Case:
             (("prepare", ("text", "--source=text:corpus", "--output={}")), DATA["llama"]),
             (("convert", ("import", "--input=hf_clip", "--output={}")), ("hf_clip",)),
             (("convert", ("export", "--workdir=run", "--output={}")), ("run",)),
-            (("plan", ("--config=llama.py", "--topology=h100:1x8", "--estimate_only", "--json={}")), DATA["llama"]),
+            (
+                ("plan", ("--config=llama.py", "--topology=v5p:2x2x1", "--estimate_only", "--json={}")),
+                DATA["llama"],
+            ),
         )
     )
     module, args = command
@@ -377,7 +407,10 @@ JSON += ("a link to itself", "an empty object")
 TRAIN = Command("train", ("--config=llama.py", "--workdir=new"))
 RESUME = Command("train", ("--config=llama.py", "--workdir=run", "--config.train.total_steps=6"))
 TRAIN_CLIP = Command("train", ("--config=clip.py", "--workdir=new"))
-EVALUATE, GENERATE = Command("evaluate", ("--workdir=run",)), Command("generate", ("--workdir=run",))
+EVALUATE, GENERATE = (
+    Command("evaluate", ("--workdir=run",)),
+    Command("generate", ("--workdir=run", "--max_new_tokens=4")),
+)
 EXPORT = Command("convert", ("export", "--workdir=run", "--output=out"))
 REPORT = Command("report", ("run",))
 
@@ -439,7 +472,9 @@ def changed_state(rng: random.Random) -> Case:
     def twist(config: dict) -> None:
         config[key.split(".")[0]] = [1]
 
-    what, edit = rng.choice(((f"{key}={_short(value)}", change), (f"no {key}", drop), (f"{key} in a list", twist)))
+    what, edit = rng.choice(
+        ((f"{key}={_short(value)}", change), (f"no {key}", drop), (f"{key} in a list", twist))
+    )
     return Case(
         what=f"run/config.json: {what}",
         command=command,
@@ -454,19 +489,70 @@ def data_file(rng: random.Random) -> Case:
     text, image = _source_commands(rng, "text"), _source_commands(rng, "image_text")
     tokenizer = Command("train", ("--config=llama.py", "--workdir=new"))
     manifest = (*JSON, "missing")
-    binary = ("emptied", "cut in half", "random bytes", "zeros", "html", "a directory", "a link to itself", "missing")
+    binary = (
+        "emptied",
+        "cut in half",
+        "random bytes",
+        "zeros",
+        "html",
+        "a directory",
+        "a link to itself",
+        "missing",
+    )
     targets: tuple[tuple[str, tuple[str, ...], Command, tuple[str, ...]], ...] = (
-        ("docs.jsonl", ("emptied", "random bytes", "zeros", "html", "a list", "a number", "deep", "half JSON",
-                        "an empty object", "a directory", "a link to itself", "missing", "utf-16", "null"),
-         text("jsonl:docs.jsonl?validation=0.2"), ()),
+        (
+            "docs.jsonl",
+            (
+                "emptied",
+                "random bytes",
+                "zeros",
+                "html",
+                "a list",
+                "a number",
+                "deep",
+                "half JSON",
+                "an empty object",
+                "a directory",
+                "a link to itself",
+                "missing",
+                "utf-16",
+                "null",
+            ),
+            text("jsonl:docs.jsonl?validation=0.2"),
+            (),
+        ),
         ("docs.parquet", binary, text("parquet:docs.parquet?validation=0.2"), ()),
-        ("prepared_text/dataset.json", manifest, text("array_record:prepared_text?validation=0.2"), ("prepared_text",)),
-        ("prepared_images/dataset.json", manifest, image("array_record:prepared_images?validation=0.2"), ("prepared_images",)),
-        ("prepared_text/*.array_record", binary, text("array_record:prepared_text?validation=0.2"), ("prepared_text",)),
-        ("prepared_images/*.array_record", binary, image("array_record:prepared_images?validation=0.2"), ("prepared_images",)),
+        (
+            "prepared_text/dataset.json",
+            manifest,
+            text("array_record:prepared_text?validation=0.2"),
+            ("prepared_text",),
+        ),
+        (
+            "prepared_images/dataset.json",
+            manifest,
+            image("array_record:prepared_images?validation=0.2"),
+            ("prepared_images",),
+        ),
+        (
+            "prepared_text/*.array_record",
+            binary,
+            text("array_record:prepared_text?validation=0.2"),
+            ("prepared_text",),
+        ),
+        (
+            "prepared_images/*.array_record",
+            binary,
+            image("array_record:prepared_images?validation=0.2"),
+            ("prepared_images",),
+        ),
         ("pictures/pictures.tar", binary, image("tar:pictures/pictures.tar?validation=0.2"), ()),
-        ("pictures/classes.txt", ("emptied", "random bytes", "a directory", "a link to itself", "missing"),
-         TRAIN_CLIP, ()),
+        (
+            "pictures/classes.txt",
+            ("emptied", "random bytes", "a directory", "a link to itself", "missing"),
+            TRAIN_CLIP,
+            (),
+        ),
         ("tokenizer.json", (*JSON, "missing"), tokenizer, ()),
     )
     place, ways, command, also = rng.choice(targets)
@@ -492,7 +578,9 @@ def _source_commands(rng: random.Random, content: str) -> Callable[[str], Comman
 
 def manifest(rng: random.Random) -> Case:
     """A dataset.json of a wrong shape."""
-    content, folder = rng.choice((("text", "prepared_text"), ("text", "prepared_ids"), ("image_text", "prepared_images")))
+    content, folder = rng.choice(
+        (("text", "prepared_text"), ("text", "prepared_ids"), ("image_text", "prepared_images"))
+    )
     edits: tuple[tuple[str, Callable[[dict], Any]], ...] = (
         ("no shards", lambda d: d.pop("shards")),
         ("shards a number", lambda d: d.update(shards=7)),
@@ -522,7 +610,14 @@ def manifest(rng: random.Random) -> Case:
     else:
         config = "llama.py" if content == "text" else "clip.py"
     what, edit = rng.choice(edits)
-    command = Command("train", (f"--config={config}", "--workdir=new", f"--config.data.source=array_record:{folder}?validation=0.2"))
+    command = Command(
+        "train",
+        (
+            f"--config={config}",
+            "--workdir=new",
+            f"--config.data.source=array_record:{folder}?validation=0.2",
+        ),
+    )
     return Case(
         what=f"{folder}/dataset.json: {what}",
         command=command,
@@ -541,24 +636,60 @@ MODELS = {
     "open_clip": "open_clip_config.json",
 }
 NUMBERS_OF = {  # paths of sizes in the JSON config of each folder
-    "sharded": (("vocab_size",), ("hidden_size",), ("num_hidden_layers",), ("num_attention_heads",),
-                ("num_key_value_heads",), ("intermediate_size",), ("max_position_embeddings",), ("head_dim",)),
-    "hf_clip": (("projection_dim",), *((tower, key) for tower in ("vision_config", "text_config") for key in
-                ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")),
-                ("vision_config", "image_size"), ("vision_config", "patch_size"), ("text_config", "vocab_size"),
-                ("text_config", "max_position_embeddings")),
-    "open_clip": (("model_cfg", "embed_dim"), *(("model_cfg", tower, key) for tower, keys in dict(
+    "sharded": (
+        ("vocab_size",),
+        ("hidden_size",),
+        ("num_hidden_layers",),
+        ("num_attention_heads",),
+        ("num_key_value_heads",),
+        ("intermediate_size",),
+        ("max_position_embeddings",),
+        ("head_dim",),
+    ),
+    "hf_clip": (
+        ("projection_dim",),
+        *(
+            (tower, key)
+            for tower in ("vision_config", "text_config")
+            for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        ),
+        ("vision_config", "image_size"),
+        ("vision_config", "patch_size"),
+        ("text_config", "vocab_size"),
+        ("text_config", "max_position_embeddings"),
+    ),
+    "open_clip": (
+        ("model_cfg", "embed_dim"),
+        *(
+            ("model_cfg", tower, key)
+            for tower, keys in dict(
                 vision_cfg=("layers", "width", "head_width", "patch_size", "image_size"),
-                text_cfg=("layers", "width", "heads", "context_length", "vocab_size")).items() for key in keys)),
+                text_cfg=("layers", "width", "heads", "context_length", "vocab_size"),
+            ).items()
+            for key in keys
+        ),
+    ),
 }
 NUMBERS_OF["hf_siglip"] = NUMBERS_OF["hf_clip"][1:]
 OTHERS_OF = {  # path -> values that are wrong
     "sharded": {
         ("rms_norm_eps",): ("x", 0.0, -1.0, math.nan, math.inf, None, [1]),
         ("rope_theta",): ("x", -1.0, math.nan, math.inf, [1]),
-        ("rope_scaling",): ("x", 7, [1], {"rope_type": "llama3"}, {"rope_type": "yarn"}, {"rope_type": 7},
-                            {"rope_type": "llama3", "factor": "x", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                             "original_max_position_embeddings": 32}),
+        ("rope_scaling",): (
+            "x",
+            7,
+            [1],
+            {"rope_type": "llama3"},
+            {"rope_type": "yarn"},
+            {"rope_type": 7},
+            {
+                "rope_type": "llama3",
+                "factor": "x",
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        ),
         ("tie_word_embeddings",): ("x", 7, [1]),
         ("hidden_act",): ("gelu", 7, [1]),
         ("model_type",): ("mistral", 7, None, [1], {"a": 1}),
@@ -569,7 +700,7 @@ OTHERS_OF = {  # path -> values that are wrong
     "hf_clip": {
         ("vision_config", "hidden_act"): ("relu", 7, [1]),
         ("vision_config", "layer_norm_eps"): ("x", -1.0, math.nan, [1]),
-        ("vision_config", "num_channels"): (1, "x", None),
+        ("vision_config", "num_channels"): (1, "x", 3.5),
         ("vision_config",): (7, "x", [1]),
         ("text_config",): (7, "x", [1]),
         ("text_config", "eos_token_id"): ("x", -1, 10**9, [1]),
@@ -598,7 +729,7 @@ OTHERS_OF = {  # path -> values that are wrong
     },
 }
 WRONG_SIZES = (0, -1, -(10**9), 2.5, "64", None, [64], math.nan, 10**30, True, {"a": 1})
-MAY_BE_NULL = ("num_key_value_heads", "head_dim")
+MAY_BE_NULL = ("num_key_value_heads", "head_dim")  # and then follow from other sizes
 
 
 def model_config(rng: random.Random) -> Case:
@@ -606,7 +737,7 @@ def model_config(rng: random.Random) -> Case:
     folder = rng.choice(list(MODELS))
     if rng.random() < 0.5:
         path = rng.choice(NUMBERS_OF[folder])
-        wrong = [each for each in WRONG_SIZES if not (path[-1] in MAY_BE_NULL and each in (None, 0))]
+        wrong = [each for each in WRONG_SIZES if not (path[-1] in MAY_BE_NULL and each is None)]
         value = rng.choice(wrong)
     else:
         path = rng.choice(list(OTHERS_OF[folder]))
@@ -630,9 +761,24 @@ def model_config(rng: random.Random) -> Case:
 def model_file(rng: random.Random) -> Case:
     """A file of weights to import that is damaged."""
     folder = rng.choice(list(MODELS))
-    weights = ("emptied", "cut in half", "cut by a byte", "random bytes", "zeros", "html", "an LFS pointer", "a directory")
+    weights = (
+        "emptied",
+        "cut in half",
+        "cut by a byte",
+        "random bytes",
+        "zeros",
+        "html",
+        "an LFS pointer",
+        "a directory",
+    )
     weights += ("a link to itself", "missing", "a list")
-    pattern, ways = rng.choice(((MODELS[folder], (*JSON, "missing")), ("*.safetensors", weights), ("*.index.json", (*JSON, "missing"))))
+    pattern, ways = rng.choice(
+        (
+            (MODELS[folder], (*JSON, "missing")),
+            ("*.safetensors", weights),
+            ("*.index.json", (*JSON, "missing")),
+        )
+    )
     if pattern == "*.index.json":
         folder = "sharded"
     how, seed = rng.choice(ways), rng.randrange(2**31)
@@ -664,8 +810,16 @@ def shard_index(rng: random.Random) -> Case:
         ("a shard that is a number", lambda d: _first(d, 7), ("index.json",)),
         ("a shard that is null", lambda d: _first(d, None), ("index.json",)),
         ("a shard that is empty", lambda d: _first(d, ""), ("index.json",)),
-        ("a tensor of another shard", lambda d: _first(d, sorted(d["weight_map"].values())[-1]), ("tensor", "safetensors")),
-        ("a tensor too many", lambda d: d["weight_map"].update({"nosuch.weight": next(iter(d["weight_map"].values()))}), ("nosuch.weight",)),
+        (
+            "a tensor of another shard",
+            lambda d: _first(d, sorted(d["weight_map"].values())[-1]),
+            ("tensor", "safetensors"),
+        ),
+        (
+            "a tensor too many",
+            lambda d: d["weight_map"].update({"nosuch.weight": next(iter(d["weight_map"].values()))}),
+            ("nosuch.weight",),
+        ),
         ("a tensor too few", lambda d: d["weight_map"].pop("model.norm.weight"), ("model.norm.weight",)),
     )
     what, edit, names = rng.choice(edits)
@@ -702,7 +856,9 @@ def tensor_header(rng: random.Random) -> Case:
         "offsets that are words": lambda h, n: h[n].update(data_offsets=["a", "b"]),
         "one offset": lambda h, n: h[n].update(data_offsets=[0]),
         "no offsets": lambda h, n: h[n].pop("data_offsets"),
-        "overlapping offsets": lambda h, n: h[n].update(data_offsets=h[min(set(h) - {n, "__metadata__"})]["data_offsets"]),
+        "overlapping offsets": lambda h, n: h[n].update(
+            data_offsets=h[min(set(h) - {n, "__metadata__"})]["data_offsets"]
+        ),
         "a negative shape": lambda h, n: h[n].update(shape=[-1, *h[n]["shape"][1:]]),
         "a shape that is a word": lambda h, n: h[n].update(shape="wide"),
         "a shape of floats": lambda h, n: h[n].update(shape=[2.5]),
@@ -720,7 +876,15 @@ def tensor_header(rng: random.Random) -> Case:
         "another name": lambda h, n: h.update({f"{n}.nosuch": h.pop(n)}),
         "a name with a line break": lambda h, n: h.update({f"{n}\nerror: x": h.pop(n)}),
     }
-    what = rng.choice([*edits, "a header beyond the file", "a header of length 0", "a header that is no JSON", "a name twice"])
+    what = rng.choice(
+        [
+            *edits,
+            "a header beyond the file",
+            "a header of length 0",
+            "a header that is no JSON",
+            "a name twice",
+        ]
+    )
 
     def damage(box: Path) -> None:
         path = box / folder / file

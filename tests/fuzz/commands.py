@@ -25,7 +25,12 @@ LATE = (
     *("array_record.python.array_record_module", "maxlp.data.tokenizers.training", "maxlp.run.replay"),
     *("maxlp.families.llama.task", "maxlp.families.clip.task", "maxlp.families.llama.export"),
     *("maxlp.families.clip.export", "maxlp.optim.low_bit", "maxlp.optim.galore", "maxlp.precision.health"),
-    *("maxlp.data.glyphs", "maxlp.data.readers.tars", "maxlp.data.readers.parquet", "maxlp.data.readers.jsonl"),
+    *(
+        "maxlp.data.glyphs",
+        "maxlp.data.readers.tars",
+        "maxlp.data.readers.parquet",
+        "maxlp.data.readers.jsonl",
+    ),
 )
 WALL_LIMIT = 60.0  # seconds, for a command that waits; the CPU time is what is judged
 MEMORY_LIMIT = 12 * 2**30  # bytes of heap; a case that allocates more fails alone

@@ -90,9 +90,23 @@ Kind = Int | Float | Name | Switch | Text | Group
 COUNT, SIZE, OPTIONAL_COUNT = Int(0), Int(1), Int(1, optional=True)
 POSITIVE, NOT_NEGATIVE = Float(0, open_low=True), Float(0)
 SEED = Int(0, 2**63)
-SOURCES = ("nosuch:corpus", "text:", "text:nowhere/*.txt", "text:corpus?spilt=all", "text:corpus?validation=2")
+SOURCES = (
+    "nosuch:corpus",
+    "text:",
+    "text:nowhere/*.txt",
+    "text:corpus?spilt=all",
+    "text:corpus?validation=2",
+)
 SOURCES += ("text:corpus?validation=nan", "text:corpus;", "jsonl:nowhere.jsonl", "http://corpus", "a\0b")
-TOKENIZERS = ("nowhere.json", "bpe:abc", "bpe:-5", "bpe:", "bpe:1e3", "bpe:2", "tokenizer.json?bos=<nosuch>")
+TOKENIZERS = (
+    "nowhere.json",
+    "bpe:abc",
+    "bpe:-5",
+    "bpe:",
+    "bpe:1e3",
+    "bpe:2",
+    "tokenizer.json?bos=<nosuch>",
+)
 TOKENIZERS += ("tokenizer.json?boss=<s>", "llama.py", "corpus", "", "a\0b")
 
 SHARED: dict[str, Kind] = {
@@ -248,13 +262,17 @@ CLIP: dict[str, Kind] = {
     "model.logit_scale": Float(),
     "model.logit_bias": Float(optional=True),
     "model.image_mean": Group(((0.5, 0.5), (0.5, 0.5, math.nan), 0.5, ("a", "b", "c"), (), None)),
-    "model.image_std": Group(((0.5, 0.5), (0.5, 0.5, 0.0), (1.0, 1.0, -1.0), (1.0, math.inf, 1.0), 0.5, None)),
+    "model.image_std": Group(
+        ((0.5, 0.5), (0.5, 0.5, 0.0), (1.0, 1.0, -1.0), (1.0, math.inf, 1.0), 0.5, None)
+    ),
     "data.source": Text((*(each.replace("text:", "tar:") for each in SOURCES), "tar:pictures/a.tar")),
     "data.validation_source": Text(SOURCES, optional=True),
     "data.classes": Text(("nowhere.txt", "pictures", "a\0b")),
     "data.image_size": Int(1, 10**6),
     "data.text_len": Int(3, 10**6),
-    "data.crop_scale": Group(((0.5,), (0.9, 0.1), (0.0, 1.0), (0.5, 2.0), (math.nan, 1.0), 0.5, ("a", "b"))),
+    "data.crop_scale": Group(
+        ((0.5,), (0.9, 0.1), (0.0, 1.0), (0.5, 2.0), (math.nan, 1.0), 0.5, ("a", "b"))
+    ),
     "data.templates": Group((("no braces",), "{}", (7,), 7)),
     "data.max_pixels": Int(1, optional=True),
     "data.num_threads": OPTIONAL_COUNT,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.fuzz import bases
-from tests.fuzz.cases import Case, make_case
+from tests.fuzz.cases import GROUPS, Case, make_case
 from tests.fuzz.commands import Command, Done, run_all, warm_up
 
 SECONDS, CHARACTERS = 5.0, 1000
@@ -54,7 +54,7 @@ def faults_of(case: Case, done: Done, changes: list[str]) -> list[str]:
 
 
 def snapshot(folder: Path) -> dict[str, tuple]:
-    """Kind, permissions and content of everything below a folder; indices that readers keep are left out."""
+    """Kind, permissions and content of all files below a folder, except the indices that readers keep."""
     found = {}
     for path in folder.rglob("*"):
         name, mode = str(path.relative_to(folder)), path.lstat().st_mode
@@ -111,14 +111,19 @@ def report(seed: int, failure: Failure, verbose: bool = False) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cases", type=int, default=1000, help="number of cases")
     parser.add_argument("--case", type=int, action="append", help="run this case alone; may be repeated")
+    parser.add_argument("--group", help="only cases of this function of `cases`, such as config_value")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--valid", type=Path, help="folder to keep the valid inputs in, to start sooner")
     options = parser.parse_args()
     numbers = options.case or list(range(options.cases))
+    if options.group:
+        numbers = [n for n in numbers if GROUPS[n % len(GROUPS)].__name__ == options.group]
     warm_up()
     os.environ["PYTHONPATH"] = str(ROOT)
     with tempfile.TemporaryDirectory(prefix="maxlp-fuzz-") as folder:
@@ -134,7 +139,10 @@ def main() -> int:
         failures = run_cases(options.seed, numbers, root, options.workers)
     for failure in failures:
         print(report(options.seed, failure, verbose=bool(options.case)))
-    print(f"seed {options.seed}: {len(numbers) - len(failures)} of {len(numbers)} bad inputs refused as they should be")
+    print(
+        f"seed {options.seed}: {len(numbers) - len(failures)} of {len(numbers)} bad inputs are refused as they "
+        "should be"
+    )
     return int(bool(failures))
 
 
