@@ -92,7 +92,8 @@ def _required(flag: str) -> Path:
     value = flags.FLAGS[flag].value
     if not value:
         raise ValueError(f"--{flag} is missing; see --help")
-    return files.local_path(value)
+    files.local_path(value)  # raises for a URL
+    return Path(value).expanduser()
 
 
 # --- import ---------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ run's.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ def define_flags() -> None:
 
 def main() -> None:
     distributed.initialize()
+    if not 0 <= flags.FLAGS.l2 < math.inf:
+        raise ValueError(f"--l2={flags.FLAGS.l2} must be a finite number of at least 0")
     workdir = Path(flags.FLAGS.workdir)
     c = flags.FLAGS.config or run_dir.load_config(workdir)
     if flags.FLAGS.config is None and "mesh" not in c:

@@ -8,6 +8,7 @@ Shape letters: B rows · S prompt length · N new tokens · V vocabulary · D fe
 """
 
 import functools
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ def define_flags() -> None:
     )
     flags.DEFINE_integer("top_k", 0, "Sample from the k most likely tokens; 0: from all.", lower_bound=0)
     flags.DEFINE_float("top_p", 1.0, "Sample from the fewest tokens with this total probability.")
-    flags.DEFINE_integer("seed", 0, "Seed of the random sampling.")
+    flags.DEFINE_integer("seed", 0, "Seed of the random sampling.", lower_bound=0, upper_bound=2**31 - 1)
 
 
 class Sampling(NamedTuple):
@@ -59,6 +60,8 @@ def main() -> None:
     f = flags.FLAGS
     if not 0 < f.top_p <= 1:
         raise ValueError(f"--top_p={f.top_p} must be above 0 and at most 1")
+    if not 0 <= f.temperature < math.inf:
+        raise ValueError(f"--temperature={f.temperature} must be a finite number of at least 0")
     workdir, texts = Path(f.workdir), f.prompt or [""]
     c = run_dir.load_config(workdir)
     family, model, _ = read_model(c)

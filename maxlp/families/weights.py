@@ -10,6 +10,7 @@ import fnmatch
 import json
 import math
 import pkgutil
+import reprlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -162,9 +163,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); copy or download it again") from None
     if not isinstance(content, dict):
-        raise ValueError(
-            f"{path} holds {type(content).__name__}, not a JSON object; copy or download it again"
-        )
+        raise ValueError(f"{path} is not a JSON object with keys; copy or download it again")
     return content
 
 
@@ -172,38 +171,26 @@ REQUIRED = object()
 MAX_SIZE = 2**31 - 1
 
 
+@dataclasses.dataclass(frozen=True)
 class Section:
     """A JSON object of another library's file; each value is checked when it is read.
 
-    In all methods, a key that is missing or null takes the default. Null counts as missing only if the
-    default is None.
+    In all methods, a key that is missing takes the default, and so does null if the default is None.
 
     Attributes:
-      place: the file and the keys that lead to the object, for messages ("config.json: vision_config.").
+      place: the file and the keys that lead to the object, for messages: "config.json: vision_config.".
+      values: the object.
     """
 
-    def __init__(self, file: str, values: Mapping[str, Any]):
-        self.place, self._values = f"{file}: ", values
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def raw(self, key: str, default: Any = None) -> Any:
-        """The value as it is."""
-        return self._values.get(key, default)
+    place: str
+    values: Mapping[str, Any]
 
     def section(self, key: str, default: Any = REQUIRED) -> "Section":
         """The object under a key; an empty one if the default is None."""
         value = self._value(key, default)
         if value is not None and not isinstance(value, Mapping):
             raise self.refusal(key, "an object with keys")
-        return self.with_place(key, value or {})
-
-    def with_place(self, key: str, values: Mapping[str, Any]) -> "Section":
-        """A section with these values in the place of a key."""
-        section = Section("", values)
-        section.place = f"{self.place}{key}."
-        return section
+        return Section(f"{self.place}{key}.", value or {})
 
     def size(self, key: str, default: Any = REQUIRED, least: int = 1) -> Any:
         """A whole number of at least ``least``."""
@@ -237,10 +224,11 @@ class Section:
 
     def refusal(self, key: str, expected: str) -> ValueError:
         """The error for a value that is not as expected."""
-        return ValueError(f"{self.place}{key}={self.raw(key)!r} is not supported, only {expected}")
+        value = reprlib.repr(self.values.get(key))  # shortened
+        return ValueError(f"{self.place}{key}={value} is not supported, only {expected}")
 
     def _value(self, key: str, default: Any) -> Any:
-        value = self._values.get(key, default)
+        value = self.values.get(key, default)
         if value is REQUIRED:
             raise ValueError(f"{self.place}{key} is missing; add it, or download the file again")
         return value
@@ -328,8 +316,8 @@ def _fill(target: Array, value: Array, name: str) -> None:
 def _check_finite(value: Array, name: str) -> None:
     if not np.isfinite(value).all():
         raise ValueError(
-            f"tensor {name!r} in {value.dtype} holds NaN or infinity; give intact weights, or --dtype=float32 "
-            "if the dtype is the reason"
+            f"tensor {name!r} holds NaN or infinity in {value.dtype}; give intact weights, or "
+            "--dtype=float32 if their range is larger"
         )
 
 

@@ -52,9 +52,10 @@ class Tensors(Mapping[str, np.ndarray]):
                 if name in self.file_of:
                     raise _unreadable(self._path(file), f"{self.file_of[name]} has tensor {name!r} too")
                 self.file_of[name] = file
-        for name, file in shard_of.items():
-            if self.file_of.get(name) != file:
-                raise _unreadable(index, f"tensor {name!r} is not in {file}")
+        for name in {**shard_of, **self.file_of} if shard_of else ():
+            if (file := shard_of.get(name)) != self.file_of.get(name):
+                where = f"not in {file}" if file else f"in {self.file_of[name]}, but not in the index"
+                raise _unreadable(index, f"tensor {name!r} is {where}")
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Reads a tensor.

@@ -139,10 +139,8 @@ def main() -> int:
         failures = run_cases(options.seed, numbers, root, options.workers)
     for failure in failures:
         print(report(options.seed, failure, verbose=bool(options.case)))
-    print(
-        f"seed {options.seed}: {len(numbers) - len(failures)} of {len(numbers)} bad inputs are refused as they "
-        "should be"
-    )
+    good = len(numbers) - len(failures)
+    print(f"seed {options.seed}: {good} of {len(numbers)} bad inputs are refused as they should be")
     return int(bool(failures))
 
 

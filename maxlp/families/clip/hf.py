@@ -85,21 +85,21 @@ def config_from_hf(hf: Mapping[str, Any], preprocessor: Mapping[str, Any] | None
     Raises:
       ValueError: an architecture that `CLIP` does not implement, a missing key or an invalid value.
     """
-    c = Section("config.json", hf)
-    kind = c.raw("model_type")
+    c = Section("config.json: ", hf)
+    kind = c.values.get("model_type")
     if kind not in tuple(DEFAULTS):
         raise c.refusal("model_type", "clip and siglip")
     vision, text = (_tower(c, key, defaults) for key, defaults in DEFAULTS[kind].items())
     is_clip = kind == "clip"
     for key, value in dict(num_channels=3, **({} if is_clip else {"vision_use_head": True})).items():
-        if vision.raw(key) is not value:
+        if vision.values.get(key) is not value:
             raise vision.refusal(key, repr(value))
     act = shared_value("hidden_act", vision, text)
     if act not in ACTS.values():
         raise vision.refusal("hidden_act", ", ".join(ACTS.values()))
     shared_value("layer_norm_eps", vision, text)
     width = vision.size("hidden_size")
-    statistics = Section("preprocessor_config.json", preprocessor or {})
+    statistics = Section("preprocessor_config.json: ", preprocessor or {})
     return dict(
         embed_dim=c.size("projection_dim", 512) if is_clip else width,
         visual=VisualConfig(
@@ -128,7 +128,7 @@ def config_from_hf(hf: Mapping[str, Any], preprocessor: Mapping[str, Any] | None
 def _tower(c: Section, key: str, defaults: dict[str, Any]) -> Section:
     """A tower's section with its defaults; some files have the section under two names."""
     sections = (c.section(key, None), c.section(f"{key}_dict", None))
-    return c.with_place(key, defaults | {k: each.raw(k) for each in sections for k in each})
+    return Section(sections[0].place, defaults | dict(sections[0].values) | dict(sections[1].values))
 
 
 def _text_config(text: Section, is_clip: bool) -> TextConfig:
@@ -234,9 +234,10 @@ def shared_value(key: str, a: Section, b: Section) -> Any:
     Raises:
       ValueError: the values differ.
     """
-    if repr(a.raw(key)) != repr(b.raw(key)):  # a NaN is unequal to itself
+    one, other = a.values.get(key), b.values.get(key)
+    if repr(one) != repr(other):  # a NaN is unequal to itself
         raise ValueError(
-            f"{a.place}{key}={a.raw(key)!r} and {b.place.rpartition(' ')[2]}{key}={b.raw(key)!r} differ; "
+            f"{a.place}{key}={one!r} and {b.place.rpartition(' ')[2]}{key}={other!r} differ; "
             "maxlp supports one value for both towers"
         )
-    return a.raw(key)
+    return one

@@ -67,17 +67,18 @@ def config_from_open_clip(open_clip: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       ValueError: an architecture that `CLIP` does not implement.
     """
-    c, vision, text = _read_towers(Section(CONFIG, open_clip))
-    preprocess = Section(CONFIG, open_clip).section("preprocess_cfg", None)
+    file = Section(f"{CONFIG}: ", open_clip)
+    c, vision, text = _read_towers(file)
+    preprocess = file.section("preprocess_cfg", None)
     act = "quick_gelu" if c.flag("quick_gelu", False) else "gelu"
     if shared_value("act_kwargs", vision, text):
         act = "gelu_tanh"
     for key in ("norm_kwargs", "ls_init_value"):
         shared_value(key, vision, text)
     norm = vision.section("norm_kwargs", None)
-    if set(norm) - {"eps"}:
+    if set(norm.values) - {"eps"}:
         raise vision.refusal("norm_kwargs", "eps")
-    width, text_width, pool = vision.size("width"), text.size("width"), text.raw("pool_type")
+    width, text_width, pool = vision.size("width"), text.size("width"), text.values.get("pool_type")
     return dict(
         embed_dim=c.size("embed_dim"),
         visual=VisualConfig(
@@ -121,9 +122,15 @@ def _read_towers(open_clip: Section) -> tuple[Section, Section, Section]:
     """The model, its image tower and its text tower with their defaults, after a check of all keys."""
     c = open_clip.section("model_cfg")
     required = ("embed_dim", "vision_cfg", "text_cfg")
-    for key in set(c) - {*required, "quick_gelu", "init_logit_scale", "init_logit_bias", "custom_text"}:
-        if c.raw(key):
-            raise ValueError(f"{c.place}{key}={c.raw(key)!r} is not supported")
+    for key in set(c.values) - {
+        *required,
+        "quick_gelu",
+        "init_logit_scale",
+        "init_logit_bias",
+        "custom_text",
+    }:
+        if c.values.get(key):
+            raise ValueError(f"{c.place}{key}={c.values.get(key)!r} is not supported")
     vision = _read_tower(c, "vision_cfg", _VISION_DEFAULTS)
     text = _read_tower(c, "text_cfg", _TEXT_DEFAULTS)
     for tower, key, supported in (
@@ -131,20 +138,19 @@ def _read_towers(open_clip: Section) -> tuple[Section, Section, Section]:
         (text, "pool_type", ("argmax", "eos", "last")),
         (vision, "act_kwargs", (None, {}, {"approximate": "tanh"})),
     ):
-        if tower.raw(key) not in supported:
+        if tower.values.get(key) not in supported:
             raise tower.refusal(key, " or ".join(map(repr, supported)))
     return c, vision, text
 
 
 def _read_tower(c: Section, name: str, defaults: dict[str, Any]) -> Section:
     tower = c.section(name)
-    for key in tower:
-        value = tower.raw(key)
+    for key, value in tower.values.items():
         supported = key in defaults or key in _IGNORED or not value or _ONLY.get(key) == value
         if not supported:
             raise ValueError(f"{tower.place}{key}={value!r} is not supported")
-    known = defaults | {key: tower.raw(key) for key in tower if key in defaults}
-    return c.with_place(name, known)
+    known = {key: value for key, value in tower.values.items() if key in defaults}
+    return Section(tower.place, defaults | known)
 
 
 def config_to_open_clip(config: CLIPConfig) -> dict[str, Any]:

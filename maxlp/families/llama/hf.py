@@ -39,14 +39,13 @@ def config_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       ValueError: an architecture that `Llama` does not implement, a missing key or an invalid value.
     """
-    c = Section("config.json", hf)
+    c = Section("config.json: ", hf)
     supported = dict(model_type="llama", hidden_act="silu", attention_bias=False, mlp_bias=False)
     for key, value in supported.items():
-        if c.raw(key, value) != value:
+        if c.values.get(key, value) != value:
             raise c.refusal(key, repr(value))
     hidden_size, num_heads = c.size("hidden_size"), c.size("num_attention_heads")
-    # Files written since transformers 5 hold rope_theta and the scaling in one dict.
-    rope = c.section("rope_parameters" if c.raw("rope_parameters") else "rope_scaling", None)
+    rope = _rope(c)
     return dict(
         vocab_size=c.size("vocab_size"),
         embed_dim=hidden_size,
@@ -56,7 +55,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
         head_dim=c.size("head_dim", None) or hidden_size // num_heads,
         mlp_dim=c.size("intermediate_size"),
         max_seq_len=c.size("max_position_embeddings"),
-        rope_theta=rope.number("rope_theta", None, above=0) or c.number("rope_theta", 10_000.0, above=0),
+        rope_theta=rope.number("rope_theta", 10_000.0, above=0),
         rope_scaling=_rope_scaling(rope),
         norm_eps=c.number("rms_norm_eps", above=0),
         tie_embeddings=c.flag("tie_word_embeddings", False),
@@ -72,15 +71,35 @@ def dtype_from_hf(hf: Mapping[str, Any]) -> str:
     """
     key = "dtype" if hf.get("dtype") else "torch_dtype"
     if (dtype := hf.get(key) or "float32") not in DTYPES:
-        raise Section("config.json", hf).refusal(key, ", ".join(DTYPES))
+        raise Section("config.json: ", hf).refusal(key, ", ".join(DTYPES))
     return dtype
 
 
+def _rope(c: Section) -> Section:
+    """The base and the scaling of the rotary wavelengths.
+
+    Files written since transformers 5 have them in ``rope_parameters``, older ones have ``rope_theta`` and
+    ``rope_scaling``; some have both.
+    """
+    old, new = c.section("rope_scaling", None), c.section("rope_parameters", None)
+    theta = {} if c.values.get("rope_theta") is None else {"rope_theta": c.number("rope_theta", above=0)}
+    before = theta | dict(old.values)
+    if not new.values:
+        return Section(old.place, before)
+    for key, value in before.items():
+        if new.values.get(key) != value:
+            raise ValueError(
+                f"{new.place}{key}={new.values.get(key)!r} differs from {key}={value!r} in "
+                f"{'rope_scaling' if key in old.values else 'the top level'}; remove one of them"
+            )
+    return new
+
+
 def _rope_scaling(rope: Section) -> RopeScaling | None:
-    key = "rope_type" if rope.raw("rope_type") else "type"
-    if rope.raw(key, "default") == "default":
+    key = "rope_type" if rope.values.get("rope_type") else "type"
+    if rope.values.get(key, "default") == "default":
         return None
-    if rope.raw(key) != "llama3":
+    if rope.values.get(key) != "llama3":
         raise rope.refusal(key, "'llama3'")
     return RopeScaling(
         factor=rope.number("factor", above=0),
