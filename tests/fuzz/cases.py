@@ -29,6 +29,7 @@ class Case:
       command: the command that must refuse it.
       needs: the valid inputs that the command and the change use.
       damage: changes their copies.
+      environment: variables of the command.
       names: the message has to contain one of these: a key, a flag or a file.
       unprivileged: whether the command must not run as root, which permissions do not stop.
     """
@@ -38,6 +39,7 @@ class Case:
     needs: tuple[str, ...]
     names: tuple[str, ...]
     damage: Damage | None = None
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unprivileged: bool = False
 
 
@@ -210,7 +212,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, tuple[str, ..
             "step": (*NUMBERS, "3"),
             "max_new_tokens": (*NUMBERS, "0", "1000"),
             "temperature": ("-0.1", "nan", "inf", "x", ""),
-            "top_k": NUMBERS,
+            "top_k": NUMBERS[:-1],  # a huge one takes all tokens
             "top_p": ("0", "-1", "1.5", "nan", "inf", "x"),
             "seed": ("x", "1.5", "99999999999999999999999", "-1"),
             "prompt": ("word " * 200,),
@@ -308,7 +310,7 @@ def flag(rng: random.Random) -> Case:
         word = rng.choice(("extra", "-5", "ünïcödé", "workdir=run", "—dry_run"))
         changed, names = (
             (*args, word),
-            (word, "--help" if word == "-5" else word, "one workdir", "subcommand"),
+            (word, "'5'" if word == "-5" else word, "one workdir", "subcommand"),
         )
     else:
         gone = rng.choice(args)
@@ -323,6 +325,29 @@ def flag(rng: random.Random) -> Case:
 
 def _flags_of(args: tuple[str, ...]) -> str:
     return " ".join(each if len(each) < 80 else f"{each[:40]}…" for each in args)
+
+
+def environment(rng: random.Random) -> Case:
+    """Environment variables that describe no cluster."""
+    group = {"MAXLP_COORDINATOR": "localhost:1", "MAXLP_NUM_PROCESSES": "2", "MAXLP_PROCESS_ID": "0"}
+    name, values = rng.choice(
+        (
+            ("MAXLP_COORDINATOR", ("", "localhost", ":1", "localhost:x", "localhost:-1")),
+            ("MAXLP_NUM_PROCESSES", ("", "0", "-1", "x", "2.5", "nan")),
+            ("MAXLP_PROCESS_ID", ("", "-1", "2", "x", "1.5")),
+            ("MAXLP_DISTRIBUTED", ("2", "yes", "x")),
+            ("MAXLP_INIT_TIMEOUT", ("0", "-1", "x", "1.5", "nan")),
+            ("MAXLP_HEARTBEAT_TIMEOUT", ("0", "-1", "x", "1.5", "nan")),
+        )
+    )
+    value = rng.choice(values)
+    return Case(
+        what=f"{name}={value!r}",
+        command=rng.choice((TRAIN, EVALUATE, GENERATE)),
+        needs=("run", *DATA["llama"]),
+        names=(name,),
+        environment=(group if name in group else {}) | {name: value},
+    )
 
 
 def paths(rng: random.Random) -> Case:
@@ -573,6 +598,61 @@ def _source_commands(rng: random.Random, content: str) -> Callable[[str], Comman
         return lambda source: Command("prepare", (content, f"--source={source}", "--output=out"))
     return lambda source: Command(
         "train", (f"--config={config}", "--workdir=new", f"--config.data.source={source}")
+    )
+
+
+def record(rng: random.Random) -> Case:
+    """A single document that is damaged, among many that are not."""
+    lines = (
+        *(b'{"text": "half', b"7", b"[]", b"null", b'"words"', b'{"txt": "other"}', b'{"text": 7}'),
+        *(b'{"text": null}', b'{"text": ["a"]}', b"{'text': 'single'}", b"\xff\xfe", b"NaN", b"[" * 10_000),
+    )
+    line, seed = rng.choice(lines), rng.randrange(2**31)
+    number = random.Random(seed).randrange(40)
+
+    def damage_line(box: Path) -> None:
+        path = box / "docs.jsonl"
+        found = path.read_bytes().splitlines()
+        found[number] = line
+        path.write_bytes(b"\n".join(found) + b"\n")
+
+    def damage_bytes(name: str) -> Damage:
+        def damage(box: Path) -> None:
+            path = sorted(box.glob(name))[0]
+            data = bytearray(path.read_bytes())
+            data[400:800] = random.Random(seed).randbytes(400)  # of the documents
+            path.write_bytes(data)
+
+        return damage
+
+    what, source, damage, names = rng.choice(
+        (
+            (
+                f"line {number + 1} = {line[:30]!r}",
+                "jsonl:docs.jsonl",
+                damage_line,
+                (f"docs.jsonl:{number + 1}",),
+            ),
+            (
+                f"line {number + 1} = {line[:30]!r}",
+                "jsonl:docs.jsonl",
+                damage_line,
+                (f"docs.jsonl:{number + 1}",),
+            ),
+            (
+                "other bytes",
+                "array_record:prepared_text",
+                damage_bytes("prepared_text/*.array_record"),
+                ("prepared_text",),
+            ),
+        )
+    )
+    return Case(
+        what=f"{source}: {what}",
+        command=Command("prepare", ("text", f"--source={source}?split=all", "--output=out")),
+        needs=("docs.jsonl", "prepared_text"),
+        names=names,
+        damage=damage,
     )
 
 
@@ -914,7 +994,7 @@ def tensor_header(rng: random.Random) -> Case:
 
 GROUPS: tuple[Callable[[random.Random], Case], ...] = (
     *(config_value, config_value, config_value, config_value, config_key, config_file, flag, flag, paths),
-    *(state_file, changed_state, data_file, data_file, manifest),
+    *(environment, state_file, changed_state, data_file, data_file, record, manifest),
     *(model_config, model_config, model_file, shard_index, tensor_header),
 )
 

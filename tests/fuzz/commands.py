@@ -9,11 +9,12 @@ import importlib
 import os
 import resource
 import runpy
+import shlex
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -38,13 +39,22 @@ NOBODY = 65534
 
 
 class Command(NamedTuple):
-    """A module of maxlp and its arguments, run in a folder."""
+    """A module of maxlp and its arguments."""
 
     module: str
     args: tuple[str, ...]
 
     def __str__(self) -> str:
         return " ".join(["python -m", f"maxlp.{self.module}", *map(_quoted, self.args)])
+
+
+class Job(NamedTuple):
+    """A command with the folder to run it in, and with what else it meets there."""
+
+    command: Command
+    folder: Path
+    environment: Mapping[str, str] = {}
+    unprivileged: bool = False
 
 
 class Done(NamedTuple):
@@ -65,19 +75,17 @@ def warm_up() -> None:
             importlib.import_module(name)
 
 
-def run_all(
-    jobs: Iterator[tuple[Command, Path, bool]], finished: Callable[[int, Done], None], workers: int
-) -> None:
-    """Runs commands, ``workers`` at a time, and reports each with its number.
+def run_all(jobs: Iterator[Job], finished: Callable[[int, Done], None], workers: int) -> None:
+    """Runs jobs, ``workers`` at a time, and reports the end of each with its number.
 
     Args:
-      jobs: (command, folder, whether as a user without privileges); drawn when a worker is free.
+      jobs: each is drawn when a worker is free.
     """
     running: dict[int, _Child] = {}
     numbered = enumerate(jobs)
     while True:
-        while len(running) < workers and (job := next(numbered, None)) is not None:
-            child = _Child(job[0], *job[1])
+        while len(running) < workers and (numbered_job := next(numbered, None)) is not None:
+            child = _Child(*numbered_job)
             running[child.pid] = child
         if not running:
             return
@@ -87,22 +95,22 @@ def run_all(
         time.sleep(0.005)
 
 
-def run_one(command: Command, folder: Path, unprivileged: bool = False) -> Done:
+def run_one(command: Command, folder: Path) -> Done:
     """Runs one command to its end."""
     results: list[Done] = []
-    run_all(iter([(command, folder, unprivileged)]), lambda _, done: results.append(done), 1)
+    run_all(iter([Job(command, folder)]), lambda _, done: results.append(done), 1)
     return results[0]
 
 
 class _Child:
-    def __init__(self, number: int, command: Command, folder: Path, unprivileged: bool):
-        self.number, self.streams = number, (folder.parent / "stdout", folder.parent / "stderr")
+    def __init__(self, number: int, job: Job):
+        self.number, self.streams = number, (job.folder.parent / "stdout", job.folder.parent / "stderr")
         self.began, self.ended = time.monotonic(), None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # JAX warns of forks; there is no backend and no thread yet
             self.pid = os.fork()
         if self.pid == 0:
-            _become(command, folder, unprivileged, self.streams)
+            _become(job, self.streams)
 
     def has_ended(self) -> bool:
         pid, status, usage = os.wait4(self.pid, os.WNOHANG)
@@ -119,7 +127,7 @@ class _Child:
         return Done(code, out, err, seconds)
 
 
-def _become(command: Command, folder: Path, unprivileged: bool, streams: tuple[Path, Path]) -> NoReturn:
+def _become(job: Job, streams: tuple[Path, Path]) -> NoReturn:
     """Turns a forked child into the command; never returns."""
     code = 99
     try:
@@ -128,12 +136,13 @@ def _become(command: Command, folder: Path, unprivileged: bool, streams: tuple[P
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), descriptor)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
-        os.chdir(folder)
-        if unprivileged and os.geteuid() == 0:
+        os.chdir(job.folder)
+        os.environ.update(job.environment)
+        if job.unprivileged and os.geteuid() == 0:
             os.setgroups([])
             os.setgid(NOBODY)
             os.setuid(NOBODY)
-        code = _run_module(command)
+        code = _run_module(job.command)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
@@ -158,6 +167,4 @@ def _run_module(command: Command) -> int:
 
 
 def _quoted(argument: str) -> str:
-    import shlex
-
     return shlex.quote(argument if len(argument) < 200 else f"{argument[:60]}…({len(argument)} characters)")

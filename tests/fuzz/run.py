@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from tests.fuzz import bases
 from tests.fuzz.cases import GROUPS, Case, make_case
-from tests.fuzz.commands import Command, Done, run_all, warm_up
+from tests.fuzz.commands import Done, Job, run_all, warm_up
 
 SECONDS, CHARACTERS = 5.0, 1000
 ROOT = Path(__file__).parent.parent.parent
@@ -71,21 +71,29 @@ def changed(before: dict[str, tuple], after: dict[str, tuple]) -> list[str]:
     return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
+def prepare(case: Case, valid: Path, box: Path) -> None:
+    """Makes the folder of a case from the valid inputs."""
+    box.mkdir(parents=True)
+    for name in case.needs:
+        copy = shutil.copytree if (valid / name).is_dir() else shutil.copy
+        copy(valid / name, box / name)
+    if case.unprivileged:
+        for path in box.rglob("*"):
+            path.chmod(path.stat().st_mode | 0o444)
+    if case.damage is not None:
+        case.damage(box)
+
+
 def run_cases(seed: int, numbers: list[int], root: Path, workers: int) -> list[Failure]:
     """Runs cases below ``root``, which must hold the valid inputs, and returns those that fail."""
     failures, open_cases = [], {}
 
-    def jobs() -> Iterator[tuple[Command, Path, bool]]:
+    def jobs() -> Iterator[Job]:
         for job, number in enumerate(numbers):
             case, box = make_case(seed, number), root / str(number) / "box"
-            box.mkdir(parents=True)
-            for name in case.needs:
-                valid = root / "valid" / "box" / name
-                shutil.copytree(valid, box / name) if valid.is_dir() else shutil.copy(valid, box / name)
-            if case.damage is not None:
-                case.damage(box)
+            prepare(case, root / "valid" / "box", box)
             open_cases[job] = case, box, snapshot(box)
-            yield case.command, box, case.unprivileged
+            yield Job(case.command, box, case.environment, case.unprivileged)
 
     def finished(job: int, done: Done) -> None:
         case, box, before = open_cases.pop(job)
@@ -110,6 +118,27 @@ def report(seed: int, failure: Failure, verbose: bool = False) -> str:
     return "\n".join(lines)
 
 
+def run(seed: int, numbers: list[int], workers: int, valid: Path | None = None) -> list[Failure]:
+    """Makes the valid inputs, runs cases, and returns those that fail.
+
+    Args:
+      valid: folder of valid inputs, made if it does not exist; None makes them in a temporary one.
+    """
+    warm_up()
+    os.environ["PYTHONPATH"] = str(ROOT)
+    with tempfile.TemporaryDirectory(prefix="maxlp-fuzz-") as folder:
+        root = Path(folder)
+        root.chmod(0o755)
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(root / "xla"))
+        kept = valid or root / "valid"
+        if not kept.exists():
+            bases.make(kept / "box")
+            bases.check(kept / "box")
+        if valid is not None:
+            (root / "valid").symlink_to(valid.resolve())
+        return run_cases(seed, numbers, root, workers)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -124,19 +153,7 @@ def main() -> int:
     numbers = options.case or list(range(options.cases))
     if options.group:
         numbers = [n for n in numbers if GROUPS[n % len(GROUPS)].__name__ == options.group]
-    warm_up()
-    os.environ["PYTHONPATH"] = str(ROOT)
-    with tempfile.TemporaryDirectory(prefix="maxlp-fuzz-") as folder:
-        root = Path(folder)
-        root.chmod(0o755)
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(root / "xla"))
-        kept = options.valid or root / "valid"
-        if not kept.exists():
-            bases.make(kept / "box")
-            bases.check(kept / "box")
-        if kept != root / "valid":
-            (root / "valid").symlink_to(kept.resolve())
-        failures = run_cases(options.seed, numbers, root, options.workers)
+    failures = run(options.seed, numbers, options.workers, options.valid)
     for failure in failures:
         print(report(options.seed, failure, verbose=bool(options.case)))
     good = len(numbers) - len(failures)
