@@ -1,4 +1,4 @@
-"""Generated bad inputs of all commands are refused; `tests.fuzz.run` states the rule, and runs one alone."""
+"""Generated bad inputs of all commands are refused in one line; `tests.fuzz.run` states the rule."""
 
 import importlib
 import os

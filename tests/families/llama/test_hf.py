@@ -231,5 +231,5 @@ def test_configs_of_other_architectures_are_refused(change, message):
 
 
 def test_config_without_a_size_is_refused():
-    with pytest.raises(ValueError, match="config.json: hidden_size is missing"):
+    with pytest.raises(ValueError, match="hidden_size is missing"):
         hf.config_from_hf(without(LLAMA_3_1_8B, "hidden_size"))
