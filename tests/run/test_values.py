@@ -140,3 +140,204 @@ def test_every_missing_section_and_required_key_is_named(family):
         with c.unlocked():
             del c[section][name]
         assert message(c) == f"config.{key} is missing; add it to the config file"
+
+
+# --- single values --------------------------------------------------------------------------------------
+
+ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 64}
+FP8 = {"mu": "float8_e4m3fn", "nu": "float8_e5m2"}
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    # what a number can be
+    ("llama", {"model.rope_theta": 0.0}, "model.rope_theta=0.0 must be at least 1"),
+    ("llama", {"model.norm_eps": 0.0}, "model.norm_eps=0.0 must be above 0 and at most 1"),
+    ("llama", {"model.norm_eps": 1e-45}, "model.norm_eps=1e-45 must be above 0 and at most 1 in float32"),
+    ("llama", {"model.init_std": -0.02}, "model.init_std=-0.02 must be above 0"),
+    ("llama", {"model.init_std": 0.0}, "model.init_std=0.0 must be above 0"),
+    ("llama", {"loss.z_loss": -1e-4}, "loss.z_loss=-0.0001 must be at least 0"),
+    ("llama", {"optimizer.b2": 1 - 1e-9}, "optimizer.b2=0.999999999 must be at least 0 and below 1 in flo"),
+    ("llama", {"optimizer.eps": 1e-50}, "optimizer.eps=1e-50 must be above 0 in float32"),
+    (
+        "llama",
+        {"optimizer.decay_fraction": math.inf},
+        "optimizer.decay_fraction=inf must be a finite number",
+    ),
+    ("llama", {"optimizer.final_lr_fraction": 1.5}, "optimizer.final_lr_fraction=1.5 must be between 0 an"),
+    ("llama", {"train.microbatches": 0}, "train.microbatches=0 must be at least 1"),
+    ("llama", {"train.seed": 2**32}, "train.seed=4294967296 must be at most 4294967295"),
+    ("llama", {"data.num_workers": 10_000}, "data.num_workers=10000 must be between 0 and 1024"),
+    ("llama", {"profile.steps": 0}, "profile.steps=0 must be at least 1"),
+    ("llama", {"checkpoint.keep_last": 0}, "checkpoint.keep_last=0 must be at least 1"),
+    ("llama", {"mesh.dcn_data": 0}, "mesh.dcn_data=0 must be at least 1"),
+    (
+        "clip",
+        {"model.logit_scale": 14.3},
+        "model.logit_scale=14.3 must be between -4.605170186 and 4.60517018",
+    ),
+    ("clip", {"model.layer_scale": -1.0}, "model.layer_scale=-1.0 must be at least 0"),
+    ("clip", {"model.image_std": (0.5, 0.0, 0.5)}, "model.image_std[1]=0.0 must be above 0 and at most 1"),
+    (
+        "clip",
+        {"model.image_std": (58.4, 57.1, 57.4)},
+        "model.image_std[0]=58.4 must be above 0 and at most",
+    ),
+    ("clip", {"model.image_mean": (0.5, 0.5)}, "model.image_mean=(0.5, 0.5) must have 3 values"),
+    (
+        "clip",
+        {"model.image_mean": 0.5},
+        "model.image_mean=0.5 is of type float, expected (float, float, flo",
+    ),
+    ("clip", {"model.text.eos_id": 10**6}, "model.text.eos_id=1000000 must be below vocab_size="),
+    ("clip", {"data.crop_scale": (0.5,)}, "data.crop_scale=(0.5,) must have 2 values"),
+    ("clip", {"data.crop_scale": (0.0, 0.5)}, "data.crop_scale[0]=0.0 must be above 0 and at most 1"),
+    ("clip", {"data.templates": ("a {name}",)}, "data.templates[0]='a {name}' must have one {} for the cl"),
+    ("clip", {"data.templates": ("{}, {}",)}, "data.templates[0]='{}, {}' must have one {} for the class"),
+    ("clip", {"data.templates": "a {}"}, "data.templates='a {}' is of type str, expected (str, …)"),
+    ("clip", {"data.max_pixels": 0}, "data.max_pixels=0 must be at least 1"),
+    ("clip", {"data.num_threads": 0}, "data.num_threads=0 must be between 1 and 1024"),
+    # names and dtypes
+    ("llama", {"model.dtype": "int8"}, "model.dtype='int8' is unknown; one of float32, bfloat16, float16"),
+    (
+        "llama",
+        {"model.param_dtype": "float8_e4m3fn"},
+        "model.param_dtype='float8_e4m3fn' is unknown; one of",
+    ),
+    ("llama", {"model.remat": "all"}, "model.remat='all' is unknown; one of none, block, dots, offload"),
+    ("llama", {"model.attention": "flash"}, "model.attention='flash' is unknown; one of xla, cudnn, spla"),
+    ("llama", {"model.name": "gpt"}, "model.name='gpt' is unknown; one of llama, clip"),
+    (
+        "llama",
+        {"optimizer.mu_dtype": "int8"},
+        "optimizer.mu_dtype='int8' is unknown; one of float32, bfloat1",
+    ),
+    (
+        "llama",
+        {"optimizer.schedule": "step"},
+        "optimizer.schedule='step' is unknown; one of cosine, linear",
+    ),
+    ("llama", {"data.packing": "best"}, "data.packing='best' is unknown; one of concat, first_fit"),
+    ("clip", {"loss.kind": "triplet"}, "loss.kind='triplet' is unknown; one of softmax, sigmoid"),
+    ("clip", {"model.visual.pool": "max"}, "model.visual.pool='max' is unknown; one of cls, gap, map"),
+    # sections and dicts inside sections
+    ("llama", {"optimizer.galore.rank": "4"}, "optimizer.galore.rank='4' is of type str, expected int"),
+    (
+        "llama",
+        {"optimizer.galore": 4},
+        "optimizer.galore=4 is of type int, expected keys and values or None",
+    ),
+    (
+        "llama",
+        {"optimizer.galore": {"rank": 4, "targets": ("mlp(",)}},
+        "optimizer.galore.targets[0]='mlp(' is not a regular expression: missing )",
+    ),
+    (
+        "llama",
+        {"optimizer.galore": {"rnk": 4}},
+        "optimizer.galore.rnk is unknown (did you mean rank?); keys: basis, lazy_threshold, moments, ",
+    ),
+    (
+        "llama",
+        {"optimizer.low_bit": FP8 | {"block_size": "a"}},
+        "optimizer.low_bit.block_size='a' is of type str, expected int",
+    ),
+    (
+        "llama",
+        {"optimizer.low_bit": FP8 | {"nu": "int4"}},
+        "optimizer.low_bit.nu='int4' is unknown; one of",
+    ),
+    ("llama", {"optimizer.low_bit": {"mu": "int8"}}, "optimizer.low_bit.nu is not set; set both mu and nu"),
+    (
+        "llama",
+        {"optimizer.options": {"eps_rot": 0}},
+        "optimizer.options.eps_rot is unknown (did you mean ep",
+    ),
+    (
+        "llama",
+        {"optimizer.options": {"eps_root": "0"}},
+        "optimizer.options.eps_root='0' is of type str, exp",
+    ),
+    (
+        "llama",
+        {"model.rope_scaling": {"factor": 8.0}},
+        "model.rope_scaling.low_freq_factor is missing; add it to the config file",
+    ),
+    (
+        "llama",
+        {"model.rope_scaling.factor": 8.0},
+        "model.rope_scaling.high_freq_factor is not set; give --config.model.rope_scaling.high_freq_facto",
+    ),
+    (
+        "llama",
+        {"model.rope_scaling": ROPE | {"low_freq_factor": 4.0}},
+        "model.rope_scaling.low_freq_factor=4.0 must be below high_freq_factor=4.0",
+    ),
+    (
+        "llama",
+        {"model.rope_scaling": ROPE | {"factor": 0.5}},
+        "model.rope_scaling.factor=0.5 must be at lea",
+    ),
+    (
+        "llama",
+        {"precision.rules": ("nosuch",)},
+        "precision.rules[0]='nosuch' is of type str, expected (str, ",
+    ),
+    (
+        "llama",
+        {"precision.rules": (("*", "fp3"),)},
+        "precision.rules[0][1]='fp3' is unknown; one of bf16, f",
+    ),
+    (
+        "llama",
+        {"precision.rules": "lm_head"},
+        "precision.rules='lm_head' is of type str, expected ((str, s",
+    ),
+    (
+        "llama",
+        {"precision.options": {"margin": 1e3}},
+        "precision.options.margin=1000.0 must be between -8 an",
+    ),
+    (
+        "llama",
+        {"precision.options": {"grad_format": "x"}},
+        "precision.options.grad_format='x' is unknown; one",
+    ),
+    (
+        "llama",
+        {"precision.loss_scale": {"initial": 3.0}},
+        "precision.loss_scale.initial=3.0 must be a power",
+    ),
+    ("llama", {"model.pipeline": {"rounds": 0}}, "model.pipeline.rounds=0 must be at least 1"),
+    ("clip", {"model.visual": "b16"}, "model.visual='b16' is of type str, expected keys and values"),
+    # unknown keys
+    (
+        "llama",
+        {"optimizer.learning_rte": 1.0},
+        "optimizer.learning_rte is unknown (did you mean learning_ra",
+    ),
+    ("llama", {"train.stepz": 1}, "train.stepz is unknown"),
+    ("clip", {"model.visual.patchsize": 8}, "model.visual.patchsize is unknown (did you mean patch_size?)"),
+]
+
+
+@pytest.mark.parametrize(("family", "values", "start"), BAD, ids=lambda v: str(v)[:60])
+def test_a_bad_value_is_one_line_with_key_value_and_way_out(family, values, start):
+    got = message(with_values(family, values))
+    assert got is not None and got.startswith(f"config.{start}") and "\n" not in got, got
+
+
+GOOD: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"optimizer.options": {"clip_threshold": math.inf}, "optimizer.name": "stable_adamw"}),
+    ("llama", {"optimizer.options": {"targets": ["mlp/"]}, "optimizer.name": "muon"}),  # as JSON has it
+    ("llama", {"optimizer.mu_dtype": "bfloat16"}),
+    ("llama", {"optimizer.low_bit": FP8}),
+    ("llama", {"model.rope_scaling": ROPE}),
+    ("llama", {"precision.rules": [["lm_head", "fp8_current"]]}),
+    ("llama", {"train.seed": 2**32 - 1}),
+    ("clip", {"model.logit_scale": math.log(100)}),
+    ("clip", {"model.image_mean": [0.0, 0.0, 0.0], "model.image_std": [1, 1, 1]}),
+    ("clip", {"data.templates": ("a photo of a {}, a {{}}.",), "data.crop_scale": (1, 1)}),
+]
+
+
+@pytest.mark.parametrize(("family", "values"), GOOD, ids=lambda v: str(v)[:60])
+def test_a_good_value_is_accepted(family, values):
+    assert message(with_values(family, values)) is None
