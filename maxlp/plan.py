@@ -31,10 +31,8 @@ from maxlp.run.settings import Machine, Settings, read
 
 
 def define_flags() -> None:
-    config_flags.DEFINE_config_file(
-        "config", None, "Config file, as FILE.py or FILE.py:ARG.", lock_config=True
-    )
-    flags.declare_key_flag("config")
+    cli.define_config()
+    flags.adopt_module_key_flags(cli)
     flags.DEFINE_string(
         "topology", None, "Machines as CHIP:SHAPE, for example v5p:8x8x8, v5e:16x16*2, h100:64x8."
     )

@@ -9,8 +9,12 @@ mismatch in one line.
 import contextlib
 import dataclasses
 import functools
+import importlib.machinery
 import inspect
+import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -22,6 +26,49 @@ RENAMED = {"data.heldout_source": "data.validation_source"}  # keys of version 0
 
 class ConfigError(ValueError):
     """A config that cannot work; the message is one line for the user."""
+
+
+def load_file(path: str) -> ConfigDict:
+    """Runs a config file, ``FILE.py`` or ``FILE.py:ARG``, and returns what its ``get_config`` returns.
+
+    Raises:
+      ConfigError: there is no such file, or it fails; the message names the file and the line.
+    """
+    path, *arguments = path.split(":", 1)
+    if not Path(path).is_file():
+        raise ConfigError(f"--config={path} is not a file; give one such as configs/llama/debug.py")
+    loader = importlib.machinery.SourceFileLoader("config_file", path)
+    module = types.ModuleType(loader.name)
+    module.__file__ = path
+    try:
+        loader.exec_module(module)
+        if not callable(get_config := getattr(module, "get_config", None)):
+            raise ConfigError(f"{path} has no function get_config(arg), which returns the config")
+        c = get_config(*arguments)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{_line_of(error, path)}: {_reason(error)}") from error
+    if not isinstance(c, ConfigDict):
+        raise ConfigError(
+            f"{path}: get_config returns {type(c).__name__}, not a ConfigDict; return the config"
+        )
+    return c.lock()
+
+
+def _line_of(error: Exception, path: str) -> str:
+    """The last line of a file that an error went through, as FILE, line N."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return f"{error.filename}, line {error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == path]
+    return f"{path}, line {lines[-1]}" if lines else path
+
+
+def _reason(error: Exception) -> str:
+    """An error as one line; a ValueError is one of the config file's own checks, and needs no name."""
+    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
 def bind(function: Callable[..., Any], section: str, values: Any, *later: str) -> functools.partial:
