@@ -71,6 +71,8 @@ def check_files(files: dict[str, str | None], compiles: bool) -> None:
     for name, path in files.items():
         if path and not Path(path).resolve().parent.is_dir():
             raise ValueError(f"--{name}={path}: the folder does not exist; create it first")
+        if path and Path(path).is_dir():
+            raise ValueError(f"--{name}={path} is a folder; give the name of a file")
     if files["hlo"] and not compiles:
         raise ValueError(f"--hlo={files['hlo']} needs a compiled program; omit --estimate_only")
     if (path := files["plot"]) and Path(path).suffix not in plot.FORMATS:

@@ -86,10 +86,19 @@ def _parse_flags(argv: list[str], words: int = 0) -> list[str]:
         rest = flags.FLAGS(argv)
         for word in rest[1 + words :]:
             raise ValueError(f"argument {word!r} is not a flag; flags are --NAME=VALUE, see --help")
+        _check_numbers()
         return rest
     # For an override of an unknown key ml_collections raises AttributeError, KeyError or TypeError.
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
         _fail(_unknown_override(argv) or _one_line(error))
+
+
+def _check_numbers() -> None:
+    """Raises a ValueError for a number that no flag can have; absl's bounds let NaN pass."""
+    for name in flags.FLAGS:
+        flag = flags.FLAGS[name]
+        if flag.present and not name.startswith("config.") and type(flag.value) in (int, float):
+            schema.check_value(f"--{name}", flag.value, type(flag.value))
 
 
 def _one_line(error: BaseException) -> str:
