@@ -25,7 +25,9 @@ from typing import Any, NamedTuple
 import jax
 from absl import logging
 
+from maxlp import schema
 from maxlp.runtime import distributed, files, manifest, tree_spec, verification
+from maxlp.schema import Count
 
 _RECORD = "checkpoint.json"
 _PEER_TIMEOUT = 3600.0  # seconds the primary process waits for the checksums of another one
@@ -84,14 +86,12 @@ class Checkpointer:
         self,
         directory: str | os.PathLike[str],
         *,
-        every_steps: int,
-        keep_last: int = 2,
-        keep_every: int | None = None,
+        every_steps: Count,
+        keep_last: Count = 2,
+        keep_every: Count | None = None,
     ) -> None:
         counts = {"every_steps": every_steps, "keep_last": keep_last, "keep_every": keep_every}
-        for key, value in counts.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{key}={value} must be at least 1")
+        schema.check_arguments(Checkpointer.__init__, **counts)
         self.directory = files.local_path(directory)
         self._every_steps = every_steps
         self._keep_last = keep_last
