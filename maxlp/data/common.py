@@ -1,7 +1,10 @@
 """What the two pipelines share: range checks, permutations, checks of states, worker processes."""
 
 import functools
+import multiprocessing
+import os
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,4 +88,24 @@ def in_workers(dataset: grain.IterDataset, options: grain.MultiprocessingOptions
         flags.FLAGS.mark_as_parsed()
     # Sent through pipes: the shared memory of a container is often smaller than a few elements.
     pipes = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
-    return grain.experimental.WithOptionsIterDataset(dataset, pipes).mp_prefetch(options)
+    dataset = grain.experimental.WithOptionsIterDataset(dataset, pipes)
+    return dataset.mp_prefetch(options, worker_init_fn=_start_worker)
+
+
+def _start_worker(index: int, count: int) -> None:
+    end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Makes this process, started by multiprocessing, exit as soon as its parent has ended, even by a kill.
+
+    Otherwise a worker waits forever for a place in a queue that nobody empties.
+    """
+    threading.Thread(target=_exit_after_parent, daemon=True).start()
+
+
+def _exit_after_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
