@@ -34,7 +34,7 @@ from maxlp.monitoring import guards
 from maxlp.monitoring.recorder import Recorder
 from maxlp.monitoring.watch import Watch
 from maxlp.parallel.batches import device_batches
-from maxlp.run import cli, run_dir
+from maxlp.run import changes, cli, run_dir
 from maxlp.run.experiment import Experiment, describe, make_data, resolve
 from maxlp.run.restore import evaluated
 from maxlp.run.settings import Settings
@@ -52,6 +52,7 @@ def define_flags() -> None:
         "Directory of the run: checkpoints, metrics, config. Resumed if it holds a checkpoint."
     )
     flags.adopt_module_key_flags(cli)
+    flags.DEFINE_bool("allow_change", False, "Let a resumed run have another model or other data.")
     flags.DEFINE_bool("dry_run", False, "Check the config, print what would run, and stop.")
 
 
@@ -76,6 +77,8 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     """
     # --- The config, resolved once: checked before anything is allocated or compiled.
     run = resolve(c)
+    for change in changes.check_config(workdir, c, flags.FLAGS.allow_change):
+        print_primary(f"changed since the last start: {change}")
     s, family, mesh, peak = run.settings, run.family, run.mesh, hardware.peak_flops()
     stack.enter_context(jax.set_mesh(mesh))
 
@@ -90,10 +93,10 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     startup.mark("config and mesh")
 
     # --- The data.
-    workdir.mkdir(parents=True, exist_ok=True)
-    tokenizer = prepare_tokenizer(s, workdir)
-    validation = make_data(s, tokenizer, "validation", mesh)
-    batches = iter(make_data(s, tokenizer, "train", mesh))
+    with run_dir.created(workdir):
+        tokenizer = prepare_tokenizer(s, workdir)
+        validation = make_data(s, tokenizer, "validation", mesh)
+        batches = iter(make_data(s, tokenizer, "train", mesh))
     stack.callback(batches.close)
     evaluate = family.evaluator(graphdef, s.model, s.data, s.loss, validation)
     startup.mark("tokenizer and data")
@@ -194,8 +197,7 @@ def restore_or_init(
 def record_start(workdir: Path, c: ConfigDict, start: int, abstract: State) -> None:
     """Records in the workdir the config and this start (time, versions, devices)."""
     if is_primary():
-        for change in run_dir.save_config(workdir, c):
-            print_primary(f"changed since the last start: {change}")
+        run_dir.save_config(workdir, c)
         run_dir.record_start(workdir, start, num_params(abstract["params"]))
 
 

@@ -85,8 +85,8 @@ def test_token_dtype_by_vocabulary():
 
 
 def test_tokenizer_is_kept_beside_the_tokens(corpus, tmp_path):
-    path = str(tmp_path / "tokenizer.json")
-    tokenizer = train_bpe(TEXTS, 300, path)
+    path, tokenizer = tmp_path / "tokenizer.json", train_bpe(TEXTS, 300)
+    path.write_bytes(tokenizer.files["tokenizer.json"])
     prepare_text(corpus, str(tmp_path / "out"), tokenizer=f"{path}?pad=a")
     os.remove(path)
     source = make_source(f"array_record:{tmp_path}/out", "all")

@@ -40,14 +40,15 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Reads the header of an encoded image; pixels are decoded when they are used.
 
     Raises:
-      BrokenExample: not an image in one of the `FORMATS`, or one with more than `max_pixels` pixels (a decompression bomb).
+      BrokenExample: not an image in one of the `FORMATS`, or one with more than `max_pixels` pixels (a
+        decompression bomb).
     """
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise BrokenExample(str(error)) from None
     except Exception:  # decoders raise errors of any type on broken files
-        raise BrokenExample(f"{len(data)} bytes are not a {', '.join(FORMATS[:-1])} or {FORMATS[-1]}") from None
+        raise BrokenExample(f"{len(data)} bytes are not a JPEG, PNG or WebP") from None
     if image.width * image.height > max_pixels:
         raise BrokenExample(f"{image.width} × {image.height} pixels are more than max_pixels={max_pixels}")
     return image

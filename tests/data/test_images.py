@@ -149,7 +149,7 @@ def test_no_other_decoder_is_reached(tmp_path, monkeypatch):
     """Pillow hands an EPS to Ghostscript, which runs the program in it."""
     trace = tmp_path / "started"
     ghostscript = tmp_path / "gs"
-    ghostscript.write_text(f"#!/bin/sh\necho \"$@\" >> {trace}\nexit 1\n")
+    ghostscript.write_text(f'#!/bin/sh\necho "$@" >> {trace}\nexit 1\n')
     ghostscript.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # found anew on the PATH
@@ -160,7 +160,7 @@ def test_no_other_decoder_is_reached(tmp_path, monkeypatch):
     trace.unlink()
     others = [encoded(photo(8, 8), kind) for kind in ("GIF", "BMP", "TIFF", "PPM", "ICO")]
     for data in (eps, *others):
-        with pytest.raises(BrokenExample, match="bytes are not a JPEG, PNG or WEBP"):
+        with pytest.raises(BrokenExample, match="bytes are not a JPEG, PNG or WebP"):
             images.eval_crop(images.open_image(data), 8)
     assert not trace.exists()
 
@@ -168,7 +168,7 @@ def test_no_other_decoder_is_reached(tmp_path, monkeypatch):
 def test_broken_images_are_reported():
     jpeg = encoded(photo(64, 64), "JPEG")
     for data in (b"", b"<html>not found</html>", jpeg[:10]):
-        with pytest.raises(BrokenExample, match="bytes are not a JPEG, PNG or WEBP"):
+        with pytest.raises(BrokenExample, match="bytes are not a JPEG, PNG or WebP"):
             images.open_image(data)
     for cut in (len(jpeg) // 2, len(jpeg) * 9 // 10):
         with pytest.raises(BrokenExample, match="JPEG cannot be decoded"):

@@ -34,7 +34,8 @@ print(*[name for name in sys.modules if name.startswith("maxlp.data")])
 def imported_files(tmp_path_factory):
     """Files of the package that training on the standard library with a tokenizer.json imports."""
     path = tmp_path_factory.mktemp("imports") / "tokenizer.json"
-    train_bpe(sample_texts(make_source("stdlib", "train"), 20_000, 0), 300, str(path))
+    made = train_bpe(sample_texts(make_source("stdlib", "train"), 20_000, 0), 300)
+    path.write_bytes(made.files["tokenizer.json"])
     command = [sys.executable, "-c", TEXT_RUN, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
