@@ -77,8 +77,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     """
     # --- The config, resolved once: checked before anything is allocated or compiled.
     run = resolve(c)
-    for change in changes.check_config(workdir, c, flags.FLAGS.allow_change):
-        print_primary(f"changed since the last start: {change}")
+    report_changes(workdir, c)
     s, family, mesh, peak = run.settings, run.family, run.mesh, hardware.peak_flops()
     stack.enter_context(jax.set_mesh(mesh))
 
@@ -93,10 +92,8 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     startup.mark("config and mesh")
 
     # --- The data.
-    with run_dir.created(workdir):
-        tokenizer = prepare_tokenizer(s, workdir)
-        validation = make_data(s, tokenizer, "validation", mesh)
-        batches = iter(make_data(s, tokenizer, "train", mesh))
+    training, validation = open_data(s, workdir, mesh)
+    batches = iter(training)
     stack.callback(batches.close)
     evaluate = family.evaluator(graphdef, s.model, s.data, s.loss, validation)
     startup.mark("tokenizer and data")
@@ -154,7 +151,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
         save(checkpoints, n, state, data_state, watch)
         raise ValueError(
             f"the data ended at step {n} of config.train.total_steps={s.train.total_steps}; that step is "
-            "saved; raise config.data.num_epochs or lower config.train.total_steps"
+            "saved; raise config.data.num_epochs and add --allow_change, or lower config.train.total_steps"
         )
     checkpoints.wait()
     if not last:
@@ -165,6 +162,28 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
 
 
 # --- parts of the run -----------------------------------------------------------------------------------
+
+
+def report_changes(workdir: Path, c: ConfigDict) -> None:
+    """Prints what differs from the last start; raises a ConfigError if a resumed run may not have it."""
+    for change in changes.check_config(workdir, c, flags.FLAGS.allow_change):
+        print_primary(f"changed since the last start: {change}")
+
+
+def open_data(s: Settings, workdir: Path, mesh: Mesh) -> tuple[Any, Any]:
+    """The training and the validation data, with the run's own tokenizer."""
+    with run_dir.created(workdir):
+        tokenizer = prepare_tokenizer(s, workdir)
+        training, validation = (make_data(s, tokenizer, split, mesh) for split in ("train", "validation"))
+        merge_states(
+            distributed.gather_json(iter(training).get_state())
+        )  # all processes have the same data
+        if state := changes.saved_data_state(workdir):
+            iter(training).set_state(
+                state, flags.FLAGS.allow_change
+            )  # other data is refused before anything
+    print_primary(f"data: {training.describe()}; validation: {validation.describe()}")
+    return training, validation
 
 
 def compile_in_background(
@@ -189,7 +208,7 @@ def restore_or_init(
     """The state of the newest intact checkpoint, or a fresh one, and the number of finished steps."""
     if (restored := checkpoints.restore_latest(abstract)) is None:
         return run.initial_state(abstract), 0
-    batches.set_state(restored.data_state)
+    batches.set_state(restored.data_state, flags.FLAGS.allow_change)
     watch.set_meta(restored.meta)
     return restored.state, restored.step
 

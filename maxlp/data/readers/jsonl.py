@@ -44,6 +44,9 @@ class JsonLines:
             number = file.read(start).count(b"\n") + 1
         return f"{path}:{number}"
 
+    def paths(self) -> list[str]:
+        return self._paths
+
     def _place(self, row: int) -> tuple[str, int]:
         number, row = locate(self._ends, row)
         return self._paths[number], int(self._starts[number][row])

@@ -57,11 +57,11 @@ class Tars:
         Raises:
           ValueError: a tar is missing, truncated or compressed, or has no samples.
         """
-        self.paths = find_tars(pattern)
+        self._tars = find_tars(pattern)
         self._type, _, self._key = text.partition(":")
         with ThreadPoolExecutor(INDEX_THREADS) as pool:
             # Paths where possible, so that worker processes map the files instead of receiving copies.
-            self._indices = list(pool.map(lambda path: index_tar(path, self._type), self.paths))
+            self._indices = list(pool.map(lambda path: index_tar(path, self._type), self._tars))
         self._ends = list(itertools.accumulate(len(_index(each)) for each in self._indices))
 
     def __len__(self) -> int:
@@ -89,9 +89,12 @@ class Tars:
         assert member is not None
         return f"{path}: {_split(member.name)[0]}"
 
+    def paths(self) -> list[str]:
+        return self._tars
+
     def _entry(self, row: int) -> tuple[str, np.void]:
         number, row = locate(self._ends, row)
-        return self.paths[number], _index(self._indices[number])[row]
+        return self._tars[number], _index(self._indices[number])[row]
 
     def _caption(self, data: bytes | None) -> str | None:
         if data is None:
