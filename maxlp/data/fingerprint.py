@@ -31,6 +31,8 @@ def of_files(paths: Sequence[str]) -> str:
         places = [(path, 0, size) for path, size in zip(paths, sizes, strict=True)]
     else:
         places = _samples(paths, sizes)
+    # Decoded in the same way under any locale.
+    names = [os.fsencode(name).decode("latin-1") for name in names]
     return of_json(names, sizes, _in_threads(_digest, places))
 
 

@@ -140,7 +140,11 @@ def make_data(
 def captions(spec: str) -> Iterator[str]:
     """The training captions of a source, each once and in order, to train a tokenizer on.
 
-    For a source of labelled images these are its templates, filled with the names of its classes.
+    For a source of labelled images these are its templates, filled with the names of its classes. Broken
+    examples are left out here; training counts them.
+
+    Raises:
+      ValueError: all examples are broken.
     """
     parsed = parse_spec(spec, "train", "image_text")
     if parsed.kind == "glyphs":
@@ -150,7 +154,22 @@ def captions(spec: str) -> Iterator[str]:
     templates = source.templates or TEMPLATES
     yield from (template.format(name) for name in source.classes for template in templates)
     if not source.classes:
-        yield from (source[index]["text"] or "" for index in range(len(source)))
+        yield from _own_captions(source)
+
+
+def _own_captions(source: Source) -> Iterator[str]:
+    num_broken, last = 0, ""
+    for index in range(len(source)):
+        try:
+            yield source[index]["text"] or ""
+        except BrokenExample as error:
+            num_broken, last = num_broken + 1, str(error)
+    if num_broken == len(source):
+        raise ValueError(
+            f"all {num_broken} examples of {source.name!r} are broken, the last of them {last}"
+        )
+    if num_broken:
+        logging.warning("%d of %d captions are broken, the last of them %s", num_broken, len(source), last)
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], text_len: int) -> tuple[np.ndarray, int]:

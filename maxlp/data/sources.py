@@ -177,6 +177,11 @@ class Source:
             return self.reader[row]
         except BrokenExample as error:
             raise BrokenExample(f"{self.reader.where(row)}: {error}") from None
+        except Exception as error:  # libraries raise errors of any type on damaged files
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # the file system failed: the record may be intact
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            raise BrokenExample(f"{self.reader.where(row)}: it cannot be read ({reason})") from error
 
     def row(self, index: int) -> int:
         """The reader's row of record `index`."""
@@ -220,13 +225,15 @@ def make_source(spec: str, split: str) -> Source | Mixture:
       A `Source`, or a `Mixture` if there are several.
 
     Raises:
-      ValueError: unknown kind or option, nothing found, or a first document without text, which is
-        read here so that a wrong `text_key` is reported at once.
+      ValueError: unknown kind or option, nothing found, or no document that has text. The first ones are
+        read here, so that a wrong `text_key` is reported at once.
     """
     weighted = _parse_mixture(spec)
     sources = tuple(open_source(parse_spec(part, split, "text")) for part in weighted)
     for source in sources:
-        source[0]
+        documents = (source[index] for index in range(len(source)))
+        if not any(len(document["tokens" if source.tokenizer else "text"]) for document in documents):
+            raise ValueError(f"source {source.name!r}: all of its {len(source)} documents are empty")
     if len(sources) == 1:
         return sources[0]
     total = sum(weighted.values())

@@ -480,8 +480,9 @@ class _DocumentQueue:
                 return None
             for document in self._pool.map(self._documents.__getitem__, next_own):
                 self._ahead.append(document)
-                self._empty = 0 if len(document) > 1 else self._empty + 1
-            if self._empty > self._documents.per_epoch:
+                self._empty = 0 if len(document) > self._documents.num_specials else self._empty + 1
+            # In two epochs a stream that is alone meets every document, whatever their orders.
+            if self._empty > 2 * self._documents.per_epoch:
                 raise ValueError(
                     f"none of the {self._documents.per_epoch} documents has text; check data.source"
                 )
@@ -505,6 +506,7 @@ class _Documents:
             np.array([] if special is None else [special], np.int32)
             for special in (tokenizer.bos_id, tokenizer.eos_id)
         )
+        self.num_specials = len(self._bos) + len(self._eos)
 
     def __len__(self) -> int:
         return self._len

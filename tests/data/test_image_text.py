@@ -240,6 +240,20 @@ def test_large_images_are_broken(tmp_path):
         take(make(source=spec, max_pixels=300, max_broken=3), 1)
 
 
+def test_broken_captions_are_left_out_for_a_tokenizer_unless_all_are(tmp_path):
+    jsons = [b'{"alt": "one"}', b'{"alt": 3}', b'{"al', b'{"alt": "two"}']
+    files = [
+        (f"{i}.{kind}", data) for i, j in enumerate(jsons) for kind, data in (("jpg", b"1"), ("json", j))
+    ]
+    write_files(tmp_path / "a.tar", files)
+    write_files(tmp_path / "b.tar", files[2:6])
+    assert list(image_text.captions(f"tar:{tmp_path}/a.tar?text=json:alt&split=all")) == ["one", "two"]
+    with pytest.raises(
+        ValueError, match=r"all 2 examples of .*b.tar.* are broken, the last of them .*b.tar: 2: "
+    ):
+        list(image_text.captions(f"tar:{tmp_path}/b.tar?text=json:alt&split=all"))
+
+
 # --- sources --------------------------------------------------------------------------------------
 
 

@@ -274,8 +274,22 @@ def test_a_source_that_fails_is_reported_by_next():
 
 @pytest.mark.parametrize("packing", ["concat", "first_fit"])
 def test_documents_without_text_are_an_error(packing):
-    with pytest.raises(ValueError, match=r"none of the 3 documents has text; check data\.source"):
-        next(iter(make([[{"text": ""}] * 3], tokenizer=Specials(bos_id=None), packing=packing)))
+    for specials in (Specials(), Specials(bos_id=None)):
+        with pytest.raises(ValueError, match=r"none of the 3 documents has text; check data\.source"):
+            next(iter(make([[{"text": ""}] * 3], tokenizer=specials, packing=packing)))
+
+
+def test_a_single_text_among_empty_ones_is_read(tmp_path):
+    texts = [{"text": ""}] * 99 + [{"text": "7"}]
+    for seed in range(9):
+        batches = take(iter(make([texts], seed=seed)), 20)
+        assert (batches["tokens"] == 7).sum() > 1
+
+
+def test_empty_files_are_refused_at_the_start(tmp_path):
+    with pytest.raises(ValueError, match=r"all of its 3 documents are empty$"):
+        text_files(tmp_path / "a", ["", "", ""])
+    text_files(tmp_path / "a", ["", "", "x"])
 
 
 @pytest.mark.parametrize(
