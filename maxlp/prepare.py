@@ -21,7 +21,6 @@ leaves no `dataset.json`, and a folder without one is refused as a source.
 
 import functools
 import os
-import tempfile
 from typing import Any
 
 import numpy as np
@@ -135,9 +134,7 @@ def _check_output(output: str, shards: int, num_workers: int, overwrite: bool) -
 def _train_tokenizer(documents: Source, vocab_size: int) -> Tokenizer:
     from maxlp.data.tokenizers.training import train_bpe
 
-    with tempfile.TemporaryDirectory() as folder:
-        sample = sample_texts(documents, TOKENIZER_SAMPLE_BYTES, seed=0)
-        return train_bpe(sample, vocab_size, os.path.join(folder, "tokenizer.json"))
+    return train_bpe(sample_texts(documents, TOKENIZER_SAMPLE_BYTES, seed=0), vocab_size)
 
 
 # --- records --------------------------------------------------------------------------------------

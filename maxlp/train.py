@@ -34,7 +34,7 @@ from maxlp.monitoring import guards
 from maxlp.monitoring.recorder import Recorder
 from maxlp.monitoring.watch import Watch
 from maxlp.parallel.batches import device_batches
-from maxlp.run import cli, run_dir
+from maxlp.run import changes, cli, run_dir
 from maxlp.run.experiment import Experiment, describe, make_data, resolve
 from maxlp.run.restore import evaluated
 from maxlp.run.settings import Settings
@@ -52,6 +52,7 @@ def define_flags() -> None:
         "Directory of the run: checkpoints, metrics, config. Resumed if it holds a checkpoint."
     )
     flags.adopt_module_key_flags(cli)
+    flags.DEFINE_bool("allow_change", False, "Let a resumed run have another model or other data.")
     flags.DEFINE_bool("dry_run", False, "Check the config, print what would run, and stop.")
 
 
@@ -76,6 +77,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     """
     # --- The config, resolved once: checked before anything is allocated or compiled.
     run = resolve(c)
+    report_changes(workdir, c)
     s, family, mesh, peak = run.settings, run.family, run.mesh, hardware.peak_flops()
     stack.enter_context(jax.set_mesh(mesh))
 
@@ -90,10 +92,8 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     startup.mark("config and mesh")
 
     # --- The data.
-    workdir.mkdir(parents=True, exist_ok=True)
-    tokenizer = prepare_tokenizer(s, workdir)
-    validation = make_data(s, tokenizer, "validation", mesh)
-    batches = iter(make_data(s, tokenizer, "train", mesh))
+    training, validation = open_data(s, workdir, mesh)
+    batches = iter(training)
     stack.callback(batches.close)
     evaluate = family.evaluator(graphdef, s.model, s.data, s.loss, validation)
     startup.mark("tokenizer and data")
@@ -151,7 +151,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
         save(checkpoints, n, state, data_state, watch)
         raise ValueError(
             f"the data ended at step {n} of config.train.total_steps={s.train.total_steps}; that step is "
-            "saved; raise config.data.num_epochs or lower config.train.total_steps"
+            "saved; raise config.data.num_epochs and add --allow_change, or lower config.train.total_steps"
         )
     checkpoints.wait()
     if not last:
@@ -162,6 +162,28 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
 
 
 # --- parts of the run -----------------------------------------------------------------------------------
+
+
+def report_changes(workdir: Path, c: ConfigDict) -> None:
+    """Prints what differs from the last start; raises a ConfigError if a resumed run may not have it."""
+    for change in changes.check_config(workdir, c, flags.FLAGS.allow_change):
+        print_primary(f"changed since the last start: {change}")
+
+
+def open_data(s: Settings, workdir: Path, mesh: Mesh) -> tuple[Any, Any]:
+    """The training and the validation data, with the run's own tokenizer."""
+    with run_dir.created(workdir):
+        tokenizer = prepare_tokenizer(s, workdir)
+        training, validation = (make_data(s, tokenizer, split, mesh) for split in ("train", "validation"))
+        merge_states(
+            distributed.gather_json(iter(training).get_state())
+        )  # all processes have the same data
+        if state := changes.saved_data_state(workdir):
+            iter(training).set_state(
+                state, flags.FLAGS.allow_change
+            )  # other data is refused before anything
+    print_primary(f"data: {training.describe()}; validation: {validation.describe()}")
+    return training, validation
 
 
 def compile_in_background(
@@ -186,7 +208,7 @@ def restore_or_init(
     """The state of the newest intact checkpoint, or a fresh one, and the number of finished steps."""
     if (restored := checkpoints.restore_latest(abstract)) is None:
         return run.initial_state(abstract), 0
-    batches.set_state(restored.data_state)
+    batches.set_state(restored.data_state, flags.FLAGS.allow_change)
     watch.set_meta(restored.meta)
     return restored.state, restored.step
 
@@ -194,8 +216,7 @@ def restore_or_init(
 def record_start(workdir: Path, c: ConfigDict, start: int, abstract: State) -> None:
     """Records in the workdir the config and this start (time, versions, devices)."""
     if is_primary():
-        for change in run_dir.save_config(workdir, c):
-            print_primary(f"changed since the last start: {change}")
+        run_dir.save_config(workdir, c)
         run_dir.record_start(workdir, start, num_params(abstract["params"]))
 
 

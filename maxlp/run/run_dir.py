@@ -6,6 +6,7 @@ tokenizer.*   the tokenizer's own file, if it has one
 metrics.jsonl, tensorboard/, loss.png, checkpoints/
 """
 
+import contextlib
 import datetime
 import fcntl
 import importlib.metadata
@@ -14,6 +15,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +25,33 @@ from ml_collections import ConfigDict
 
 import maxlp
 from maxlp.run.config import RENAMED
-from maxlp.runtime.files import read_json, write_json
+from maxlp.runtime import distributed
+from maxlp.runtime.files import read_json, remove, write_json
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
-def save_config(workdir: Path, c: ConfigDict) -> list[str]:
-    """Writes the resolved config; returns one line for each value that differs from the previous one."""
-    new = json.loads(c.to_json_best_effort())
-    path, changes = workdir / "config.json", []
-    if path.exists():
-        old, now = _flat(load_config(workdir).to_dict()), _flat(new)
-        keys = sorted(k for k in old.keys() | now.keys() if old.get(k) != now.get(k))
-        changes = [f"config.{k}: {old.get(k)!r} -> {now.get(k)!r}" for k in keys]
-    write_json(path, new)
-    return changes
+@contextlib.contextmanager
+def created(workdir: Path) -> Iterator[None]:
+    """Creates a workdir; if the block fails, what it has added to the workdir is removed again."""
+    missing = [folder for folder in (workdir, *workdir.parents) if not folder.exists()]
+    workdir.mkdir(parents=True, exist_ok=True)
+    before = set(workdir.iterdir())
+    try:
+        yield
+    except BaseException:
+        if distributed.is_primary():
+            for path in set(workdir.iterdir()) - before:
+                remove(path)
+            with contextlib.suppress(OSError):  # not empty
+                for folder in missing:
+                    folder.rmdir()
+        raise
+
+
+def save_config(workdir: Path, c: ConfigDict) -> None:
+    """Writes the resolved config."""
+    write_json(workdir / "config.json", json.loads(c.to_json_best_effort()))
 
 
 def load_config(workdir: Path) -> ConfigDict:
@@ -140,10 +154,3 @@ def git_revision() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
-
-
-def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat

@@ -40,8 +40,13 @@ def write_text(path: Path, text: str) -> None:
 
     The new content is on disk when this returns.
     """
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replaces a file atomically, see `write_text`."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
+    temporary.write_bytes(content)
     sync(temporary)
     temporary.replace(path)
 
