@@ -10,8 +10,7 @@ import fnmatch
 import json
 import math
 import pkgutil
-import reprlib
-import sys
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 
+from maxlp import schema
 from maxlp.families import FAMILIES
 
 if TYPE_CHECKING:
@@ -168,14 +168,11 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 REQUIRED = object()
-MAX_SIZE = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
     """A JSON object of another library's file; each value is checked when it is read.
-
-    In all methods, a key that is missing takes the default, and so does null if the default is None.
 
     Attributes:
       place: the file and the keys that lead to the object, for messages: "config.json: vision_config.".
@@ -185,63 +182,32 @@ class Section:
     place: str
     values: Mapping[str, Any]
 
-    def section(self, key: str, default: Any = REQUIRED) -> "Section":
-        """The object under a key; an empty one if the default is None."""
-        value = self._value(key, default)
-        if value is not None and not isinstance(value, Mapping):
-            raise self.refusal(key, "an object with keys")
-        return Section(f"{self.place}{key}.", value or {})
+    def read(self, key: str, hint: Any, default: Any = REQUIRED) -> Any:
+        """The value of a key.
 
-    def size(self, key: str, default: Any = REQUIRED, least: int = 1) -> Any:
-        """A whole number of at least ``least``."""
-        value = self._value(key, default)
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not default and not (is_whole and least <= value <= MAX_SIZE):
-            raise self.refusal(key, f"a whole number from {least} to {MAX_SIZE:,}")
-        return value
+        Args:
+          hint: an annotation, see `schema`.
+          default: for a missing key; if it is None, also for null.
 
-    def number(self, key: str, default: Any = REQUIRED, above: float = -math.inf) -> Any:
-        """A finite number above ``above``."""
-        value = self._value(key, default)
-        if value is not default and not _is_number(value, above):
-            raise self.refusal(key, "a number" if above == -math.inf else f"a number above {above:g}")
-        return value if value is default else float(value)
-
-    def numbers(self, key: str, default: Any, above: float = -math.inf) -> tuple[float, ...]:
-        """Three numbers, one for each channel."""
-        value = self._value(key, default)
-        is_triple = isinstance(value, list | tuple) and len(value) == 3
-        if not (is_triple and all(_is_number(each, above) for each in value)):
-            raise self.refusal(key, "three numbers" + ("" if above == -math.inf else f" above {above:g}"))
-        return tuple(map(float, value))
-
-    def flag(self, key: str, default: Any = REQUIRED) -> bool:
-        """True or false."""
-        value = self._value(key, default)
-        if not isinstance(value, bool):
-            raise self.refusal(key, "true or false")
-        return value
-
-    def refusal(self, key: str, expected: str) -> ValueError:
-        """The error for a value that is not as expected."""
-        value = reprlib.repr(self.values.get(key))  # shortened
-        return ValueError(f"{self.place}{key}={value} is not supported, only {expected}")
-
-    def _value(self, key: str, default: Any) -> Any:
+        Raises:
+          ValueError: a missing key or a value that does not fit.
+        """
         value = self.values.get(key, default)
         if value is REQUIRED:
             raise ValueError(f"{self.place}{key} is missing; add it, or download the file again")
+        if isinstance(value, list) and typing.get_origin(hint) is tuple:
+            value = tuple(value)
+        if value is not default:
+            schema.check_value(f"{self.place}{key}", value, hint)
         return value
 
+    def section(self, key: str, default: Any = REQUIRED) -> "Section":
+        """The object under a key; an empty one if the default is None."""
+        return Section(f"{self.place}{key}.", self.read(key, Mapping[str, Any], default) or {})
 
-def _is_number(value: Any, above: float) -> bool:
-    """Whether a JSON value is a finite number above a bound."""
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and abs(value) <= sys.float_info.max
-        and value > above
-    )
+    def refusal(self, key: str, supported: str) -> ValueError:
+        """The error for a value that the model does not implement."""
+        return ValueError(f"{self.place}{key}={self.values.get(key)!r} is not supported, only {supported}")
 
 
 # --- tensors --------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 from maxlp.families.clip import hf, open_clip, weights
 from maxlp.families.clip.model import CLIPConfig
 from maxlp.families.weights import Layout, WeightFormat, read_config
-from maxlp.run.constraints import DTYPES
+from maxlp.nn.layers import DTYPES
 from maxlp.runtime import safetensors
 
 PREPROCESSOR = "preprocessor_config.json"

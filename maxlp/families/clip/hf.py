@@ -7,11 +7,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from maxlp import schema
 from maxlp.families.clip.model import CLIPConfig, TextConfig
 from maxlp.families.clip.vit import VisualConfig
 from maxlp.families.weights import Section
+from maxlp.schema import Count, CountOrZero, Positive
 
 OPENAI_MEAN, OPENAI_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+MEAN, STD = (schema.annotations(CLIPConfig)[key] for key in ("image_mean", "image_std"))
 ACTS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "quick_gelu": "quick_gelu"}
 # Newer files contain only the values that differ from these.
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -98,14 +101,14 @@ def config_from_hf(hf: Mapping[str, Any], preprocessor: Mapping[str, Any] | None
     if act not in ACTS.values():
         raise vision.refusal("hidden_act", ", ".join(ACTS.values()))
     shared_value("layer_norm_eps", vision, text)
-    width = vision.size("hidden_size")
+    width = vision.read("hidden_size", Count)
     statistics = Section("preprocessor_config.json: ", preprocessor or {})
     return dict(
-        embed_dim=c.size("projection_dim", 512) if is_clip else width,
+        embed_dim=c.read("projection_dim", Count, 512) if is_clip else width,
         visual=VisualConfig(
-            **{key: vision.size(hf_key) for key, hf_key in _SIZES.items()},
-            image_size=vision.size("image_size"),
-            patch_size=vision.size("patch_size"),
+            **{key: vision.read(hf_key, Count) for key, hf_key in _SIZES.items()},
+            image_size=vision.read("image_size", Count),
+            patch_size=vision.read("patch_size", Count),
             pool="cls" if is_clip else "map",
             pre_norm=is_clip,
             patch_bias=not is_clip,
@@ -114,14 +117,14 @@ def config_from_hf(hf: Mapping[str, Any], preprocessor: Mapping[str, Any] | None
         ),
         text=_text_config(text, is_clip),
         act=next(key for key, hf_act in ACTS.items() if hf_act == act),
-        norm_eps=vision.number("layer_norm_eps", above=0),
+        norm_eps=vision.read("layer_norm_eps", Positive),
         layer_scale=None,
         qk_norm=False,
         init=kind,
-        logit_scale=c.number("logit_scale_init_value", 2.6592) if is_clip else math.log(10),
+        logit_scale=float(c.read("logit_scale_init_value", float, 2.6592)) if is_clip else math.log(10),
         logit_bias=None if is_clip else -10.0,
-        image_mean=statistics.numbers("image_mean", OPENAI_MEAN if is_clip else (0.5,) * 3),
-        image_std=statistics.numbers("image_std", OPENAI_STD if is_clip else (0.5,) * 3, above=0),
+        image_mean=statistics.read("image_mean", MEAN, OPENAI_MEAN if is_clip else (0.5,) * 3),
+        image_std=statistics.read("image_std", STD, OPENAI_STD if is_clip else (0.5,) * 3),
     )
 
 
@@ -132,16 +135,16 @@ def _tower(c: Section, key: str, defaults: dict[str, Any]) -> Section:
 
 
 def _text_config(text: Section, is_clip: bool) -> TextConfig:
-    eos_id = text.size("eos_token_id", least=0) if is_clip else None
-    vocab_size = text.size("vocab_size")
+    eos_id = text.read("eos_token_id", CountOrZero) if is_clip else None
+    vocab_size = text.read("vocab_size", Count)
     if eos_id == 2:  # files from before 2023 mean the highest id; see transformers' CLIPTextModel
         eos_id = None
     elif eos_id is not None and eos_id >= vocab_size:
         raise text.refusal("eos_token_id", f"an id below vocab_size={vocab_size}")
     return TextConfig(
-        **{key: text.size(hf_key) for key, hf_key in _SIZES.items()},
+        **{key: text.read(hf_key, Count) for key, hf_key in _SIZES.items()},
         vocab_size=vocab_size,
-        max_len=text.size("max_position_embeddings"),
+        max_len=text.read("max_position_embeddings", Count),
         causal=is_clip,
         pool="last" if not is_clip else "argmax" if eos_id is None else "eos",
         eos_id=eos_id,

@@ -7,10 +7,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from maxlp.families.clip.hf import OPENAI_MEAN, OPENAI_STD, shared_value
+from maxlp.families.clip.hf import MEAN, OPENAI_MEAN, OPENAI_STD, STD, shared_value
 from maxlp.families.clip.model import CLIPConfig, TextConfig
 from maxlp.families.clip.vit import VisualConfig
 from maxlp.families.weights import Section
+from maxlp.schema import Count, CountOrZero, Positive
 
 CONFIG = "open_clip_config.json"
 
@@ -70,7 +71,7 @@ def config_from_open_clip(open_clip: Mapping[str, Any]) -> dict[str, Any]:
     file = Section(f"{CONFIG}: ", open_clip)
     c, vision, text = _read_towers(file)
     preprocess = file.section("preprocess_cfg", None)
-    act = "quick_gelu" if c.flag("quick_gelu", False) else "gelu"
+    act = "quick_gelu" if c.read("quick_gelu", bool, False) else "gelu"
     if shared_value("act_kwargs", vision, text):
         act = "gelu_tanh"
     for key in ("norm_kwargs", "ls_init_value"):
@@ -78,43 +79,44 @@ def config_from_open_clip(open_clip: Mapping[str, Any]) -> dict[str, Any]:
     norm = vision.section("norm_kwargs", None)
     if set(norm.values) - {"eps"}:
         raise vision.refusal("norm_kwargs", "eps")
-    width, text_width, pool = vision.size("width"), text.size("width"), text.values.get("pool_type")
+    width, text_width = vision.read("width", Count), text.read("width", Count)
+    pool = text.values.get("pool_type")
     return dict(
-        embed_dim=c.size("embed_dim"),
+        embed_dim=c.read("embed_dim", Count),
         visual=VisualConfig(
-            image_size=vision.size("image_size"),
-            patch_size=vision.size("patch_size"),
+            image_size=vision.read("image_size", Count),
+            patch_size=vision.read("patch_size", Count),
             width=width,
-            num_layers=vision.size("layers"),
-            num_heads=width // vision.size("head_width"),
-            mlp_dim=int(width * vision.number("mlp_ratio", above=0)),
+            num_layers=vision.read("layers", Count),
+            num_heads=width // vision.read("head_width", Count),
+            mlp_dim=int(width * vision.read("mlp_ratio", Positive)),
             pool="cls",
-            pre_norm=not vision.flag("no_ln_pre"),
+            pre_norm=not vision.read("no_ln_pre", bool),
             patch_bias=False,
             proj=True,
-            patch_dropout=vision.number("patch_dropout"),
+            patch_dropout=vision.read("patch_dropout", float),
         ),
         text=TextConfig(
-            vocab_size=text.size("vocab_size"),
-            max_len=text.size("context_length"),
+            vocab_size=text.read("vocab_size", Count),
+            max_len=text.read("context_length", Count),
             width=text_width,
-            num_layers=text.size("layers"),
-            num_heads=text.size("heads"),
-            mlp_dim=int(text_width * text.number("mlp_ratio", above=0)),
-            causal=not text.flag("no_causal_mask"),
+            num_layers=text.read("layers", Count),
+            num_heads=text.read("heads", Count),
+            mlp_dim=int(text_width * text.read("mlp_ratio", Positive)),
+            causal=not text.read("no_causal_mask", bool),
             pool=pool,
-            eos_id=text.size("eos_id", least=0) if pool == "eos" else None,
+            eos_id=text.read("eos_id", CountOrZero) if pool == "eos" else None,
             proj_bias=False,
         ),
         act=act,
-        norm_eps=norm.number("eps", 1e-5, above=0),
-        layer_scale=vision.number("ls_init_value", None),
+        norm_eps=norm.read("eps", Positive, 1e-5),
+        layer_scale=vision.read("ls_init_value", float, None),
         qk_norm=False,
         init="clip",
-        logit_scale=c.number("init_logit_scale", None) or math.log(1 / 0.07),
-        logit_bias=c.number("init_logit_bias", None),
-        image_mean=preprocess.numbers("mean", OPENAI_MEAN),
-        image_std=preprocess.numbers("std", OPENAI_STD, above=0),
+        logit_scale=c.read("init_logit_scale", float, None) or math.log(1 / 0.07),
+        logit_bias=c.read("init_logit_bias", float, None),
+        image_mean=preprocess.read("mean", MEAN, OPENAI_MEAN),
+        image_std=preprocess.read("std", STD, OPENAI_STD),
     )
 
 

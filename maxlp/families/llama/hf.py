@@ -8,7 +8,8 @@ from typing import Any
 
 from maxlp.families.llama.model import LlamaConfig, RopeScaling
 from maxlp.families.weights import Layout, Section
-from maxlp.run.constraints import DTYPES
+from maxlp.nn.layers import DTYPES
+from maxlp.schema import Count, Positive
 
 LAYOUT = Layout(
     modules={
@@ -44,22 +45,22 @@ def config_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in supported.items():
         if c.values.get(key, value) != value:
             raise c.refusal(key, repr(value))
-    hidden_size, num_heads = c.size("hidden_size"), c.size("num_attention_heads")
+    hidden_size, num_heads = c.read("hidden_size", Count), c.read("num_attention_heads", Count)
     rope = _rope(c)
     return dict(
-        vocab_size=c.size("vocab_size"),
+        vocab_size=c.read("vocab_size", Count),
         embed_dim=hidden_size,
-        num_layers=c.size("num_hidden_layers"),
+        num_layers=c.read("num_hidden_layers", Count),
         num_heads=num_heads,
-        num_kv_heads=c.size("num_key_value_heads", None) or num_heads,
-        head_dim=c.size("head_dim", None) or hidden_size // num_heads,
-        mlp_dim=c.size("intermediate_size"),
-        max_seq_len=c.size("max_position_embeddings"),
-        rope_theta=rope.number("rope_theta", 10_000.0, above=0),
+        num_kv_heads=c.read("num_key_value_heads", Count, None) or num_heads,
+        head_dim=c.read("head_dim", Count, None) or hidden_size // num_heads,
+        mlp_dim=c.read("intermediate_size", Count),
+        max_seq_len=c.read("max_position_embeddings", Count),
+        rope_theta=float(rope.read("rope_theta", Positive, 10_000.0)),
         rope_scaling=_rope_scaling(rope),
-        norm_eps=c.number("rms_norm_eps", above=0),
-        tie_embeddings=c.flag("tie_word_embeddings", False),
-        init_std=c.number("initializer_range", 0.02, above=0),
+        norm_eps=c.read("rms_norm_eps", Positive),
+        tie_embeddings=c.read("tie_word_embeddings", bool, False),
+        init_std=c.read("initializer_range", Positive, 0.02),
     )
 
 
@@ -82,7 +83,7 @@ def _rope(c: Section) -> Section:
     ``rope_scaling``; some have both.
     """
     old, new = c.section("rope_scaling", None), c.section("rope_parameters", None)
-    theta = {} if c.values.get("rope_theta") is None else {"rope_theta": c.number("rope_theta", above=0)}
+    theta = {} if c.values.get("rope_theta") is None else {"rope_theta": c.read("rope_theta", Positive)}
     before = theta | dict(old.values)
     if not new.values:
         return Section(old.place, before)
@@ -102,10 +103,10 @@ def _rope_scaling(rope: Section) -> RopeScaling | None:
     if rope.values.get(key) != "llama3":
         raise rope.refusal(key, "'llama3'")
     return RopeScaling(
-        factor=rope.number("factor", above=0),
-        low_freq_factor=rope.number("low_freq_factor", above=0),
-        high_freq_factor=rope.number("high_freq_factor", above=0),
-        original_max_seq_len=rope.size("original_max_position_embeddings"),
+        factor=rope.read("factor", Positive),
+        low_freq_factor=rope.read("low_freq_factor", Positive),
+        high_freq_factor=rope.read("high_freq_factor", Positive),
+        original_max_seq_len=rope.read("original_max_position_embeddings", Count),
     )
 
 
