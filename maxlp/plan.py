@@ -1,4 +1,4 @@
-r"""Predicts memory, network traffic and time of a step on other machines.
+r"""Predicts the memory, traffic and time of a step on other machines.
 
     python -m maxlp.plan --config=configs/llama/8b.py --topology=v5p:4x4x4 --config.model.attention=splash
 
