@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import maxlp
-from maxlp.core.train_state import State, abstract_state, num_params
+from maxlp.core.train_state import State, abstract_state
 from maxlp.core.train_step import jit_step
 from maxlp.data import merge_states
 from maxlp.families import Evaluate
@@ -108,7 +108,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
         print_primary(f"{workdir} is at step {start} of {s.train.total_steps}: nothing is left to train")
         return 0
     batches.start_prefetch()
-    record_start(workdir, c, start, abstract)
+    record_start(workdir, c, start, s.num_params)
     writer = stack.enter_context(contextlib.closing(open_writer(s, workdir, start, c)))
     startup.mark("state")
     train_step = compiled.result()
@@ -116,7 +116,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     print_primary(f"{workdir}: resuming at step {start}" if start else f"{workdir}: a new run")
 
     # --- The loop.
-    throughput = make_throughput(run, num_params(abstract["params"]), peak)
+    throughput = make_throughput(run, peak)
     recorder = Recorder(throughput, watch, writer, batches, workdir, s.train.log_every, s.train.total_steps)
     preemption = stack.enter_context(PreemptionGuard())
     profiler = stack.enter_context(contextlib.closing(s.profile(workdir=workdir)))
@@ -191,12 +191,12 @@ def restore_or_init(
     return restored.state, restored.step
 
 
-def record_start(workdir: Path, c: ConfigDict, start: int, abstract: State) -> None:
+def record_start(workdir: Path, c: ConfigDict, start: int, num_params: int) -> None:
     """Records in the workdir the config and this start (time, versions, devices)."""
     if is_primary():
         for change in run_dir.save_config(workdir, c):
             print_primary(f"changed since the last start: {change}")
-        run_dir.record_start(workdir, start, num_params(abstract["params"]))
+        run_dir.record_start(workdir, start, num_params)
 
 
 def open_writer(s: Settings, workdir: Path, start: int, c: ConfigDict) -> MetricWriter:
@@ -205,12 +205,12 @@ def open_writer(s: Settings, workdir: Path, start: int, c: ConfigDict) -> Metric
     )
 
 
-def make_throughput(run: Experiment, num_params: int, peak: hardware.Peak) -> Throughput:
+def make_throughput(run: Experiment, peak: hardware.Peak) -> Throughput:
     s, family = run.settings, run.family
     return Throughput(
         unit=family.unit,
         units_per_step=family.units_per_step(s.data),
-        flops_per_unit=family.flops_per_unit(s.model, s.data, num_params),
+        flops_per_unit=s.flops_per_unit,
         peak=peak,
         num_devices=jax.device_count(),
         total_steps=s.train.total_steps,

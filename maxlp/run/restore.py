@@ -24,10 +24,12 @@ def restore_model(
     Returns:
       its structure, {"params", "model_state"} on the mesh, and the step.
     """
-    make_model = settings.make_model(*settings.read_model(c))
+    trained = settings.read(c) if "optimizer" in c else None
+    adapters = trained and trained.train.lora
+    make_model = settings.make_model(*settings.read_model(c), adapters)
     graphdef, wanted = abstract_model(make_model, mesh)
-    if "optimizer" in c:
-        _, abstract = abstract_state(make_model, settings.make_optimizer(settings.read(c)).tx, mesh)
+    if trained is not None:
+        _, abstract = abstract_state(make_model, settings.make_optimizer(trained).tx, mesh)
         if part := eval_part(abstract["opt_state"]):
             wanted["opt_state"] = part
     root = workdir / "checkpoints"
