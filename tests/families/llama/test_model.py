@@ -7,6 +7,8 @@ import pytest
 from flax import nnx
 
 from maxlp.families.llama.model import Llama, LlamaConfig, RopeScaling, rope_table
+from maxlp.families.llama.task import NextTokenConfig
+from tests.fixtures import Trainer, batch, matmul_types
 
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -121,3 +123,11 @@ def test_no_device_computes_rotary_frequencies():
     table = jax.make_jaxpr(lambda positions: rope_table(positions, 128, 5e5, SCALING))
     used = {str(e.primitive) for e in table(jnp.zeros((1, 4), jnp.int32)).eqns}
     assert {"cos", "sin"} <= used and not used & {"pow", "integer_pow", "exp", "exp2", "log", "div"}
+
+
+@pytest.mark.parametrize(("attention", "tied", "num_chunks"), [("xla", False, 4), ("ring", True, 1)])
+def test_a_train_step_in_bfloat16_multiplies_only_bfloat16(attention, tied, num_chunks):
+    loss = NextTokenConfig(num_chunks=num_chunks)
+    trainer = Trainer(loss=loss, dtype="bfloat16", attention=attention, tie_embeddings=tied)
+    types = matmul_types(trainer.lower(batch(0)))
+    assert types and {operand for *operands, _ in types for operand in operands} == {"bf16"}
