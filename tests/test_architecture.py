@@ -20,7 +20,7 @@ COMMANDS = {"train", "evaluate", "generate", "plan", "convert", "prepare", "repo
 ALLOWED: dict[str, set[str]] = {
     "numerics": set(),
     "runtime": set(),
-    "data": set(),
+    "data": {"runtime"},
     "parallel": {"numerics"},
     "nn": {"parallel"},
     "core": {"nn", "parallel"},
