@@ -92,7 +92,7 @@ def _required(flag: str) -> Path:
     value = flags.FLAGS[flag].value
     if value is None:
         raise ValueError(f"--{flag} is missing; see --help")
-    return Path(value)
+    return files.local_path(value, f"--{flag}")
 
 
 # --- import ---------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ Shape letters: B rows · S prompt length · N new tokens · V vocabulary · D fe
 """
 
 import functools
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +22,7 @@ from maxlp.run import cli, run_dir
 from maxlp.run.restore import restore_model
 from maxlp.run.settings import read_model
 from maxlp.run.tokenizer import saved_tokenizer
-from maxlp.runtime import distributed
+from maxlp.runtime import distributed, files
 
 
 def define_flags() -> None:
@@ -59,7 +58,7 @@ def main() -> None:
     f = flags.FLAGS
     if not 0 < f.top_p <= 1:
         raise ValueError(f"--top_p={f.top_p} must be above 0 and at most 1")
-    workdir, texts = Path(f.workdir), f.prompt or [""]
+    workdir, texts = files.local_path(f.workdir, "--workdir"), f.prompt or [""]
     c = run_dir.load_config(workdir)
     family, model, _ = read_model(c)
     if family.name != "llama":

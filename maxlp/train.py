@@ -14,6 +14,7 @@ resumes the run.
 
 import concurrent.futures
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,10 +40,10 @@ from maxlp.run.experiment import Experiment, describe, make_data, resolve
 from maxlp.run.restore import evaluated
 from maxlp.run.settings import Settings
 from maxlp.run.tokenizer import prepare_tokenizer
-from maxlp.runtime import distributed, hardware
+from maxlp.runtime import distributed, files, hardware, preemption
 from maxlp.runtime.checkpoint import Checkpointer
 from maxlp.runtime.distributed import is_primary, print_primary
-from maxlp.runtime.preemption import PreemptionGuard
+from maxlp.runtime.lock import WorkdirLock
 from maxlp.runtime.throughput import Throughput
 from maxlp.runtime.writers import MetricWriter
 
@@ -58,21 +59,25 @@ def define_flags() -> None:
 def main() -> int:
     startup = Startup(maxlp.IMPORTED_AT)
     startup.mark("imports")
+    c, workdir = flags.FLAGS.config, files.local_path(flags.FLAGS.workdir, "--workdir")
+    preemption.exit_on_sigterm()
     distributed.initialize()
-    c, workdir = flags.FLAGS.config, Path(flags.FLAGS.workdir)
-    while True:
-        try:
-            with contextlib.ExitStack() as stack:
-                return train(c, workdir, stack, startup)
-        except guards.RollbackRequested as request:
-            print_primary(guards.roll_back(workdir, request.spike, request.config))
-            startup = Startup(time.time())
+    with WorkdirLock(workdir) as lock:
+        while True:
+            try:
+                with contextlib.ExitStack() as stack:
+                    return train(c, lock, stack, startup)
+            except guards.RollbackRequested as request:
+                print_primary(guards.roll_back(workdir, request.spike, request.config))
+                startup = Startup(time.monotonic())
 
 
-def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "Startup") -> int:
-    """Runs a config to its end in ``workdir``; returns the exit code of the process.
+def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup: "Startup") -> int:
+    """Runs a config to its end in a workdir; returns the exit code of the process.
 
-    ``stack`` closes what must be closed, however the run ends.
+    Args:
+      lock: of the workdir.
+      stack: closes what must be closed, however the run ends.
     """
     # --- The config, resolved once: checked before anything is allocated or compiled.
     run = resolve(c)
@@ -89,8 +94,10 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
         return 0
     startup.mark("config and mesh")
 
-    # --- The data.
-    workdir.mkdir(parents=True, exist_ok=True)
+    # --- The workdir, in which nothing is touched before no other process can, and the data.
+    lock.acquire()
+    workdir = lock.workdir
+    run_dir.check_checkpoints(workdir)
     tokenizer = prepare_tokenizer(s, workdir)
     validation = make_data(s, tokenizer, "validation", mesh)
     batches = iter(make_data(s, tokenizer, "train", mesh))
@@ -100,9 +107,9 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
 
     # --- The step is compiled in the background while the state is restored or initialized.
     compiled = compile_in_background(train_step, abstract, run.abstract_batch(), mesh, stack)
-    checkpoints = stack.enter_context(s.checkpoint(directory=workdir / "checkpoints"))
+    checkpoints = stack.enter_context(open_checkpoints(s, workdir))
     watch = Watch(s.spikes)
-    state, start = restore_or_init(run, abstract, checkpoints, batches, watch)
+    state, start = restore_or_init(run, abstract, checkpoints, batches, watch, workdir, c)
     guards.skip_excluded_batches(workdir, start, batches)
     if start >= s.train.total_steps:
         print_primary(f"{workdir} is at step {start} of {s.train.total_steps}: nothing is left to train")
@@ -118,7 +125,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     # --- The loop.
     throughput = make_throughput(run, peak)
     recorder = Recorder(throughput, watch, writer, batches, workdir, s.train.log_every, s.train.total_steps)
-    preemption = stack.enter_context(PreemptionGuard())
+    preempted = stack.enter_context(preemption.PreemptionGuard())
     profiler = stack.enter_context(contextlib.closing(s.profile(workdir=workdir)))
     measure_health = health_probe(run, graphdef)
 
@@ -130,7 +137,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
         profiler.before(n - start)
         state, metrics = train_step(state, batch)
         profiler.after(n - start, metrics)
-        first, last, stop = n == start + 1, n == s.train.total_steps, preemption.should_stop(n)
+        first, last, stop = n == start + 1, n == s.train.total_steps, preempted.should_stop(n)
         evaluates, measures = last or is_due(n, s.train.eval_every), is_due(n, s.precision.health_every)
         saves = last or stop or checkpoints.should_save(n)
         recorder.push(n, metrics, wait=first or evaluates or measures or saves)
@@ -139,8 +146,9 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
             print_primary(startup)
         with throughput.paused():
             if evaluates:
-                limit = 0 if last else s.train.eval_batches
-                writer.write(n, validate(evaluate, state, validation, mesh, limit))
+                writer.write(
+                    n, validate(evaluate, state, validation, mesh, 0 if last else s.train.eval_batches)
+                )
             if measures and measure_health:
                 writer.write(n, measure_health(state, batch))
             if saves:
@@ -149,14 +157,11 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
             break
     else:
         save(checkpoints, n, state, data_state, watch)
-        raise ValueError(
-            f"the data ended at step {n} of config.train.total_steps={s.train.total_steps}; that step is "
-            "saved; raise config.data.num_epochs or lower config.train.total_steps"
-        )
+        raise data_ended(n, s.train.total_steps)
     checkpoints.wait()
     if not last:
         print_primary(f"stopped and saved at step {n}; the same command resumes the run")
-        return preemption.exit_code
+        return preempted.exit_code
     finish(workdir)
     return 0
 
@@ -181,14 +186,29 @@ def compile_in_background(
 
 
 def restore_or_init(
-    run: Experiment, abstract: State, checkpoints: Checkpointer, batches: Any, watch: Watch
+    run: Experiment,
+    abstract: State,
+    checkpoints: Checkpointer,
+    batches: Any,
+    watch: Watch,
+    workdir: Path,
+    c: ConfigDict,
 ) -> tuple[State, int]:
     """The state of the newest intact checkpoint, or a fresh one, and the number of finished steps."""
     if (restored := checkpoints.restore_latest(abstract)) is None:
+        if not run_dir.continues(workdir, c):
+            guards.set_spikes_aside(workdir)
         return run.initial_state(abstract), 0
     batches.set_state(restored.data_state)
     watch.set_meta(restored.meta)
     return restored.state, restored.step
+
+
+def open_checkpoints(s: Settings, workdir: Path) -> Checkpointer:
+    return s.checkpoint(
+        directory=workdir / "checkpoints",
+        on_complete=functools.partial(run_dir.record_checkpoint, workdir),
+    )
 
 
 def record_start(workdir: Path, c: ConfigDict, start: int, num_params: int) -> None:
@@ -245,6 +265,13 @@ def save(checkpoints: Checkpointer, step: int, state: State, data_state: dict, w
     checkpoints.save(step, state, merge_states(distributed.gather_json(data_state)), watch.meta())
 
 
+def data_ended(step: int, total_steps: int) -> ValueError:
+    return ValueError(
+        f"the data ended at step {step} of config.train.total_steps={total_steps}; that step is saved; raise "
+        "config.data.num_epochs or lower config.train.total_steps"
+    )
+
+
 def finish(workdir: Path) -> None:
     """Draws the curves of a finished run."""
     if is_primary():
@@ -262,7 +289,7 @@ class Startup:
         self.last = began
 
     def mark(self, stage: str) -> None:
-        now = time.time()
+        now = time.monotonic()
         self.stages.append((stage, now - self.last))
         self.last = now
 

@@ -1,16 +1,18 @@
 """The files of a run beside its checkpoints.
 
 config.json   the resolved config
-run.json      every start of the run: time, step, command, git revision, versions, devices
+run.json      every start of the run: time, step, command, git revision, versions, devices; and the step of
+              the last checkpoint that was completed
 tokenizer.*   the tokenizer's own file, if it has one
-metrics.jsonl, tensorboard/, loss.png, checkpoints/
+lock          names the process that trains here, see `runtime.lock`
+metrics.jsonl, tensorboard/, loss.png, checkpoints/, spikes/
+
+Only a process that holds the lock writes to a workdir.
 """
 
 import datetime
-import fcntl
 import importlib.metadata
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -18,38 +20,49 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from absl import logging
 from ml_collections import ConfigDict
 
 import maxlp
 from maxlp.run.config import RENAMED
+from maxlp.runtime.checkpoint import list_steps
 from maxlp.runtime.files import read_json, write_json
 
+OBSERVING = ("spikes", "checkpoint", "metrics", "profile")  # sections that do not change the training
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 def save_config(workdir: Path, c: ConfigDict) -> list[str]:
     """Writes the resolved config; returns one line for each value that differs from the previous one."""
-    new = json.loads(c.to_json_best_effort())
-    path, changes = workdir / "config.json", []
-    if path.exists():
-        old, now = _flat(load_config(workdir).to_dict()), _flat(new)
-        keys = sorted(k for k in old.keys() | now.keys() if old.get(k) != now.get(k))
-        changes = [f"config.{k}: {old.get(k)!r} -> {now.get(k)!r}" for k in keys]
-    write_json(path, new)
+    changes = [f"config.{k}: {old!r} -> {new!r}" for k, (old, new) in _changes(workdir, c).items()]
+    write_json(workdir / "config.json", _plain(c))
     return changes
+
+
+def _plain(c: ConfigDict) -> dict[str, Any]:
+    return json.loads(c.to_json_best_effort())
+
+
+def _changes(workdir: Path, c: ConfigDict) -> dict[str, tuple[Any, Any]]:
+    """The values that differ from those of config.json, each with both; none without config.json."""
+    if not (workdir / "config.json").exists():
+        return {}
+    old, new = _flat(load_config(workdir).to_dict()), _flat(_plain(c))
+    keys = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+    return {k: (old.get(k), new.get(k)) for k in keys}
 
 
 def load_config(workdir: Path) -> ConfigDict:
     """The config of a run, in today's keys if an earlier version wrote it.
 
     Raises:
-      ValueError: the directory holds no run.
+      ValueError: the directory holds no run, or its config is damaged.
     """
     path = workdir / "config.json"
-    if not path.exists():
+    remedy = "put back a good copy, or delete it: the next start of the run's command writes it again"
+    config = read_json(path, fields={"model": dict}, remedy=remedy)
+    if config is None:
         raise ValueError(f"{path} does not exist: --workdir={workdir} holds no run")
-    return ConfigDict(_upgraded(read_json(path)))
+    return ConfigDict(_upgraded(config))
 
 
 def _upgraded(config: dict[str, Any]) -> dict[str, Any]:
@@ -71,12 +84,7 @@ def _upgraded(config: dict[str, Any]) -> dict[str, Any]:
 
 def record_start(workdir: Path, step: int, num_params: int) -> None:
     """Appends this start of the run, at ``step`` finished updates, to run.json."""
-    if not claim(workdir):
-        logging.warning(
-            "another process trains in %s, and both overwrite the same files; stop one of them", workdir
-        )
-    path = workdir / "run.json"
-    record = read_json(path, {"starts": []})
+    record = _read_record(workdir)
     device = jax.devices()[0]
     record["starts"].append(
         {
@@ -94,31 +102,42 @@ def record_start(workdir: Path, step: int, num_params: int) -> None:
             "host": platform.node(),
         }
     )
-    write_json(path, record)
+    write_json(workdir / "run.json", record)
 
 
-def claim(workdir: Path) -> bool:
-    """Locks a workdir for the life of this process; False if another process on this machine holds it.
+def record_checkpoint(workdir: Path, step: int) -> None:
+    """Records in run.json that the checkpoint of a step is complete."""
+    write_json(workdir / "run.json", _read_record(workdir) | {"last_checkpoint": step})
 
-    True on file systems without locks. Callers only warn if it is False: a lock on a network file
-    system may outlive a lost host, and the run of that host must be able to start again.
+
+def check_checkpoints(workdir: Path) -> None:
+    """Checks that the checkpoints of a run are there, so that it does not silently start over.
+
+    Raises:
+      ValueError: run.json records a checkpoint, and there is none.
     """
-    path = str(workdir.resolve())
-    if path in _claimed:
-        return True
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(directory)
-        return False
-    except OSError:
-        pass
-    _claimed[path] = directory
-    return True
+    record, directory = _read_record(workdir), workdir / "checkpoints"
+    last = max([record.get("last_checkpoint", 0), *(start.get("step", 0) for start in record["starts"])])
+    if last and not any(info.status in ("complete", "damaged") for info in list_steps(directory)):
+        raise ValueError(
+            f"{directory} holds no checkpoint, but the run had saved step {last}: put the checkpoints back "
+            "(is the volume mounted?), choose another --workdir, or delete run.json there to begin anew"
+        )
 
 
-_claimed: dict[str, int] = {}
+def continues(workdir: Path, c: ConfigDict) -> bool:
+    """Whether a start without a checkpoint repeats an earlier one; otherwise it begins another run.
+
+    A run that was killed before its first checkpoint, or rolled back to its beginning, has the same config,
+    except for sections that change no number of the training.
+    """
+    changed = [key for key in _changes(workdir, c) if key.split(".")[0] not in OBSERVING]
+    return (workdir / "run.json").exists() and not changed
+
+
+def _read_record(workdir: Path) -> dict[str, Any]:
+    remedy = "put back a good copy, or delete it: only the history of starts is lost"
+    return read_json(workdir / "run.json", {"starts": []}, fields={"starts": list}, remedy=remedy)
 
 
 def versions() -> dict[str, str]:

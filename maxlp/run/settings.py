@@ -236,7 +236,7 @@ def read(c: ConfigDict) -> Settings:
         loss=call(family.Loss, "loss", c.loss),
         train=call(TrainConfig, "train", c.train),
         spikes=call(SpikeConfig, "spikes", c.spikes),
-        checkpoint=bind(Checkpointer, "checkpoint", c.checkpoint, "directory"),
+        checkpoint=bind(Checkpointer, "checkpoint", c.checkpoint, "directory", "on_complete"),
         metrics=bind(MetricWriter, "metrics", c.metrics, *WRITER_ARGUMENTS),
         profile=bind(Profiler, "profile", c.profile, "workdir"),
     )

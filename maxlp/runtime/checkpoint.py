@@ -17,7 +17,8 @@ a mounted bucket). All processes share the work of computing checksums, when sav
 
 import json
 import os
-from collections.abc import Mapping
+import stat
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,6 +76,8 @@ class Checkpointer:
       keep_last: how many of the newest complete checkpoints to keep, at least 1. With 1 there is nothing
         to fall back to if that checkpoint is damaged later.
       keep_every: checkpoints at multiples of this are never deleted; None deletes all old ones.
+      on_complete: called with the step of a checkpoint that has just become complete, in the primary
+        process, from a background thread.
 
     Raises:
       ValueError: an argument is out of range, or `directory` is a URL.
@@ -87,15 +90,17 @@ class Checkpointer:
         every_steps: int,
         keep_last: int = 2,
         keep_every: int | None = None,
+        on_complete: Callable[[int], None] | None = None,
     ) -> None:
         counts = {"every_steps": every_steps, "keep_last": keep_last, "keep_every": keep_every}
         for key, value in counts.items():
             if value is not None and value < 1:
                 raise ValueError(f"{key}={value} must be at least 1")
-        self.directory = files.local_path(directory)
+        self.directory = files.local_path(directory, "directory")
         self._every_steps = every_steps
         self._keep_last = keep_last
         self._keep_every = keep_every
+        self._on_complete = on_complete
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._newest: int | None = None
@@ -235,6 +240,8 @@ class Checkpointer:
         sums |= manifest.checksums(root, [name for name in manifest.file_sizes(root) if name not in sums])
         manifest.write(root, sums)
         files.publish(root, self._path(step))
+        if self._on_complete:
+            self._on_complete(step)
         self._delete_old()
 
     def _delete_old(self) -> None:
@@ -271,12 +278,18 @@ def list_steps(directory: str | os.PathLike[str]) -> list[StepInfo]:
     infos = []
     for path in files.local_path(directory).glob("[0-9]*"):
         number, *suffixes = path.name.replace("-", ".").split(".")
-        if not path.is_dir() or not number.isdigit():
+        if not number.isdigit():
             continue
         sums = manifest.read(path)
+        try:
+            found = path.stat()
+        except FileNotFoundError:  # deleted meanwhile by the run, which may be in progress
+            continue
+        if not stat.S_ISDIR(found.st_mode):
+            continue
         status = suffixes[0] if suffixes else "damaged" if sums is None else "complete"
         num_bytes = sum(size for _, size in (sums or {}).values())
-        infos.append(StepInfo(int(number), path, status, num_bytes, path.stat().st_mtime))
+        infos.append(StepInfo(int(number), path, status, num_bytes, found.st_mtime))
     return sorted(infos)
 
 

@@ -235,7 +235,7 @@ class WandbWriter:
             resume="allow",
             config=dict(run_config or {}),
         )
-        id_file.write_text(self._run.id)
+        files.write_text(id_file, self._run.id)
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._run.log(_metrics(record), step=record["step"])
