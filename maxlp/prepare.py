@@ -19,11 +19,11 @@ Beside the shards are the tokenizer and `dataset.json`, which is written last. A
 leaves no `dataset.json`, and a folder without one is refused as a source.
 """
 
+import errno
 import functools
 import os
 import sys
-import tempfile
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from absl import app, flags
@@ -138,9 +138,7 @@ def _check_output(output: str, shards: int, num_workers: int, overwrite: bool) -
 def _train_tokenizer(documents: Source, vocab_size: int) -> Tokenizer:
     from maxlp.data.tokenizers.training import train_bpe
 
-    with tempfile.TemporaryDirectory() as folder:
-        sample = sample_texts(documents, TOKENIZER_SAMPLE_BYTES, seed=0)
-        return train_bpe(sample, vocab_size, os.path.join(folder, "tokenizer.json"))
+    return train_bpe(sample_texts(documents, TOKENIZER_SAMPLE_BYTES, seed=0), vocab_size)
 
 
 # --- records --------------------------------------------------------------------------------------
@@ -247,14 +245,33 @@ COMMANDS = {"text": text_command, "image_text": image_text_command}
 def main(argv: list[str]) -> None:
     if len(argv) != 2 or argv[1] not in COMMANDS:
         given = " ".join(argv[1:]) or "nothing"
-        sys.exit(f"prepare: expected one subcommand of: {', '.join(COMMANDS)}; got {given}")
+        _fail(ValueError(f"expected one subcommand of: {', '.join(COMMANDS)}; got {given}"))
     try:
         written = COMMANDS[argv[1]]()
     except (ValueError, OSError) as error:
-        sys.exit(f"prepare: {one_line(error)}")
+        _fail(error)
     print(f"wrote {written}; use them as array_record:{flags.FLAGS.output}")
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a locale that lacks a character of a message
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        _fail(error)
+
+
+def _fail(error: Exception) -> NoReturn:
+    print(f"prepare: {one_line(error)}", file=sys.stderr)
+    may_succeed_later = isinstance(error, OSError) and error.errno in (
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EIO,
+    )
+    sys.exit(1 if may_succeed_later else 2)
 
 
 if __name__ == "__main__":
     define_flags()
-    app.run(main)
+    app.run(main, flags_parser=_parse_flags)

@@ -35,7 +35,7 @@ from maxlp.monitoring import guards
 from maxlp.monitoring.recorder import Recorder
 from maxlp.monitoring.watch import Watch
 from maxlp.parallel.batches import device_batches
-from maxlp.run import cli, run_dir
+from maxlp.run import changes, cli, run_dir
 from maxlp.run.experiment import Experiment, describe, make_data, resolve
 from maxlp.run.restore import evaluated
 from maxlp.run.settings import Settings
@@ -53,6 +53,7 @@ def define_flags() -> None:
         "Directory of the run: checkpoints, metrics, config. Resumed if it holds a checkpoint."
     )
     flags.adopt_module_key_flags(cli)
+    flags.DEFINE_bool("allow_change", False, "Let a resumed run have another model or other data.")
     flags.DEFINE_bool("dry_run", False, "Check the config, print what would run, and stop.")
 
 
@@ -81,6 +82,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     """
     # --- The config, resolved once: checked before anything is allocated or compiled.
     run = resolve(c)
+    report_changes(lock.workdir, c)
     s, family, mesh, peak = run.settings, run.family, run.mesh, hardware.peak_flops()
     stack.enter_context(jax.set_mesh(mesh))
 
@@ -98,9 +100,8 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     lock.acquire()
     workdir = lock.workdir
     run_dir.check_checkpoints(workdir)
-    tokenizer = prepare_tokenizer(s, workdir)
-    validation = make_data(s, tokenizer, "validation", mesh)
-    batches = iter(make_data(s, tokenizer, "train", mesh))
+    training, validation = open_data(s, workdir, mesh)
+    batches = iter(training)
     stack.callback(batches.close)
     evaluate = family.evaluator(graphdef, s.model, s.data, s.loss, validation)
     startup.mark("tokenizer and data")
@@ -169,6 +170,24 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
 # --- parts of the run -----------------------------------------------------------------------------------
 
 
+def report_changes(workdir: Path, c: ConfigDict) -> None:
+    """Prints what differs from the last start; raises a ConfigError if a resumed run may not have it."""
+    for change in changes.check_config(workdir, c, flags.FLAGS.allow_change):
+        print_primary(f"changed since the last start: {change}")
+
+
+def open_data(s: Settings, workdir: Path, mesh: Mesh) -> tuple[Any, Any]:
+    """The training and the validation data, with the run's own tokenizer."""
+    with run_dir.undone_on_failure(workdir):
+        tokenizer = prepare_tokenizer(s, workdir)
+        training, validation = (make_data(s, tokenizer, split, mesh) for split in ("train", "validation"))
+        merge_states(distributed.gather_json(iter(training).get_state()))  # fails unless all have the same
+        if state := changes.saved_data_state(workdir):  # other data is refused before anything compiles
+            iter(training).set_state(state, flags.FLAGS.allow_change)
+    print_primary(f"data: {training.describe()}; validation: {validation.describe()}")
+    return training, validation
+
+
 def compile_in_background(
     train_step: jax.stages.Wrapped, abstract: State, batch: Any, mesh: Mesh, stack: contextlib.ExitStack
 ) -> concurrent.futures.Future[jax.stages.Compiled]:
@@ -196,10 +215,10 @@ def restore_or_init(
 ) -> tuple[State, int]:
     """The state of the newest intact checkpoint, or a fresh one, and the number of finished steps."""
     if (restored := checkpoints.restore_latest(abstract)) is None:
-        if not run_dir.continues(workdir, c):
+        if not changes.continues(workdir, c):
             guards.set_spikes_aside(workdir)
         return run.initial_state(abstract), 0
-    batches.set_state(restored.data_state)
+    batches.set_state(restored.data_state, flags.FLAGS.allow_change)
     watch.set_meta(restored.meta)
     return restored.state, restored.step
 
@@ -214,8 +233,7 @@ def open_checkpoints(s: Settings, workdir: Path) -> Checkpointer:
 def record_start(workdir: Path, c: ConfigDict, start: int, num_params: int) -> None:
     """Records in the workdir the config and this start (time, versions, devices)."""
     if is_primary():
-        for change in run_dir.save_config(workdir, c):
-            print_primary(f"changed since the last start: {change}")
+        run_dir.save_config(workdir, c)
         run_dir.record_start(workdir, start, num_params)
 
 
@@ -267,8 +285,8 @@ def save(checkpoints: Checkpointer, step: int, state: State, data_state: dict, w
 
 def data_ended(step: int, total_steps: int) -> ValueError:
     return ValueError(
-        f"the data ended at step {step} of config.train.total_steps={total_steps}; that step is saved; raise "
-        "config.data.num_epochs or lower config.train.total_steps"
+        f"the data ended at step {step} of config.train.total_steps={total_steps}; that step is saved; "
+        "raise config.data.num_epochs and add --allow_change, or lower config.train.total_steps"
     )
 
 

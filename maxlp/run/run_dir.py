@@ -10,12 +10,14 @@ metrics.jsonl, tensorboard/, loss.png, checkpoints/, spikes/
 Only a process that holds the lock writes to a workdir.
 """
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +27,27 @@ from ml_collections import ConfigDict
 import maxlp
 from maxlp.run.config import RENAMED
 from maxlp.runtime.checkpoint import list_steps
-from maxlp.runtime.files import read_json, write_json
+from maxlp.runtime.distributed import is_primary
+from maxlp.runtime.files import read_json, remove, write_json
 
-OBSERVING = ("spikes", "checkpoint", "metrics", "profile")  # sections that do not change the training
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
-def save_config(workdir: Path, c: ConfigDict) -> list[str]:
-    """Writes the resolved config; returns one line for each value that differs from the previous one."""
-    changes = [f"config.{k}: {old!r} -> {new!r}" for k, (old, new) in _changes(workdir, c).items()]
-    write_json(workdir / "config.json", _plain(c))
-    return changes
+@contextlib.contextmanager
+def undone_on_failure(workdir: Path) -> Iterator[None]:
+    """If the block fails, what it has added to the workdir is removed again."""
+    before = set(workdir.iterdir()) if is_primary() else set()
+    try:
+        yield
+    except BaseException:
+        for path in set(workdir.iterdir()) - before if is_primary() else ():
+            remove(path)
+        raise
 
 
-def _plain(c: ConfigDict) -> dict[str, Any]:
-    return json.loads(c.to_json_best_effort())
-
-
-def _changes(workdir: Path, c: ConfigDict) -> dict[str, tuple[Any, Any]]:
-    """The values that differ from those of config.json, each with both; none without config.json."""
-    if not (workdir / "config.json").exists():
-        return {}
-    old, new = _flat(load_config(workdir).to_dict()), _flat(_plain(c))
-    keys = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
-    return {k: (old.get(k), new.get(k)) for k in keys}
+def save_config(workdir: Path, c: ConfigDict) -> None:
+    """Writes the resolved config."""
+    write_json(workdir / "config.json", json.loads(c.to_json_best_effort()))
 
 
 def load_config(workdir: Path) -> ConfigDict:
@@ -125,16 +124,6 @@ def check_checkpoints(workdir: Path) -> None:
         )
 
 
-def continues(workdir: Path, c: ConfigDict) -> bool:
-    """Whether a start without a checkpoint repeats an earlier one; otherwise it begins another run.
-
-    A run that was killed before its first checkpoint, or rolled back to its beginning, has the same config,
-    except for sections that change no number of the training.
-    """
-    changed = [key for key in _changes(workdir, c) if key.split(".")[0] not in OBSERVING]
-    return (workdir / "run.json").exists() and not changed
-
-
 def _read_record(workdir: Path) -> dict[str, Any]:
     remedy = "put back a good copy, or delete it: only the history of starts is lost"
     return read_json(workdir / "run.json", {"starts": []}, fields={"starts": list}, remedy=remedy)
@@ -159,10 +148,3 @@ def git_revision() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
-
-
-def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat

@@ -51,6 +51,7 @@ class WorkdirLock:
         self._path = workdir / NAME
         self._descriptor: int | None = None
         self._released = threading.Event()
+        self._created: list[Path] = []  # folders; removed at the end if they are empty
         self._record = {
             "host": platform.node(),
             "pid": os.getpid(),
@@ -70,6 +71,9 @@ class WorkdirLock:
             self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
         self._descriptor = None
+        with contextlib.suppress(OSError):  # not empty
+            for folder in self._created:
+                folder.rmdir()
 
     def acquire(self) -> None:
         """Takes the lock, in the primary process; does nothing if it is held already. A collective.
@@ -90,6 +94,7 @@ class WorkdirLock:
             raise failure
 
     def _take(self) -> None:
+        self._created = [folder for folder in (self.workdir, *self.workdir.parents) if not folder.exists()]
         self.workdir.mkdir(parents=True, exist_ok=True)
         descriptor, locked = _open(self._path)
         try:

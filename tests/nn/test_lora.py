@@ -53,7 +53,9 @@ def assert_close(found: dict, expected: dict, rtol: float) -> None:
     """Equal up to a share of each tensor's largest value: sums are taken in another order."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=0, atol=rtol * np.abs(value).max(), err_msg=name)
+        np.testing.assert_allclose(
+            found[name], value, rtol=0, atol=rtol * np.abs(value).max(), err_msg=name
+        )
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +137,7 @@ def test_scanned_and_unrolled_blocks_train_alike_in_fp8(remat):
         one = Trainer(make_model=with_adapters(recipe, num_layers=3, scan_layers=scan, remat=remat))
         before, after, _ = step(one, with_random_b(one.init()))
         found.append({name: before[name] - after[name] for name in before})
-    # An input that lies between two FP8 values may be rounded either way, which changes it by 2**-4; few do.
+    # An input that lies between two FP8 values may be rounded either way, by 2**-4 of it; few are.
     assert_close(*found, rtol=2e-2)
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from ml_collections import ConfigDict
 
-from maxlp.run import run_dir
+from maxlp.run import changes, run_dir
 
 SECTIONS = {"model": {"name": "llama"}, "optimizer": {"learning_rate": 1.0}, "spikes": {"window": 9}}
 CONFIG = ConfigDict(SECTIONS)
@@ -46,13 +46,13 @@ def test_a_run_of_an_earlier_version_that_had_resumed_is_known_to_have_had_a_che
 
 
 def test_another_config_or_no_record_is_another_run(tmp_path):
-    assert not run_dir.continues(tmp_path, CONFIG)
+    assert not changes.continues(tmp_path, CONFIG)
     started(tmp_path)
-    assert run_dir.continues(tmp_path, CONFIG)
-    assert run_dir.continues(tmp_path, ConfigDict(SECTIONS | {"spikes": {"window": 10}}))
-    assert not run_dir.continues(tmp_path, ConfigDict(SECTIONS | {"optimizer": {"learning_rate": 0.5}}))
+    assert changes.continues(tmp_path, CONFIG)
+    assert changes.continues(tmp_path, ConfigDict(SECTIONS | {"spikes": {"window": 10}}))
+    assert not changes.continues(tmp_path, ConfigDict(SECTIONS | {"optimizer": {"learning_rate": 0.5}}))
     (tmp_path / "run.json").unlink()
-    assert not run_dir.continues(tmp_path, CONFIG)
+    assert not changes.continues(tmp_path, CONFIG)
 
 
 @pytest.mark.parametrize("content", ["", '{"starts": [', "[]", "{}"])
@@ -60,7 +60,7 @@ def test_another_config_or_no_record_is_another_run(tmp_path):
     ("name", "read"),
     [
         ("config.json", run_dir.load_config),
-        ("config.json", lambda workdir: run_dir.save_config(workdir, CONFIG)),
+        ("config.json", lambda workdir: changes.check_config(workdir, CONFIG)),
         ("run.json", run_dir.check_checkpoints),
         ("run.json", lambda workdir: run_dir.record_start(workdir, 0, 1)),
     ],
