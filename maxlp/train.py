@@ -36,7 +36,7 @@ from maxlp.monitoring.watch import Watch
 from maxlp.parallel.batches import device_batches
 from maxlp.run import cli, run_dir
 from maxlp.run.experiment import Experiment, describe, make_data, resolve
-from maxlp.run.restore import evaluated
+from maxlp.run.restore import check_start, evaluated
 from maxlp.run.settings import Settings
 from maxlp.run.tokenizer import prepare_tokenizer
 from maxlp.runtime import distributed, hardware
@@ -76,26 +76,27 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     """
     # --- The config, resolved once: checked before anything is allocated or compiled.
     run = resolve(c)
-    s, family, mesh, peak = run.settings, run.family, run.mesh, hardware.peak_flops()
+    s, mesh, peak = run.settings, run.mesh, hardware.peak_flops()
     stack.enter_context(jax.set_mesh(mesh))
 
     # --- The training state as shapes and shardings, and the step that updates it.
     graphdef, abstract = abstract_state(run.make_model, run.tx, mesh, run.gates)
     train_step = jit_step(run.step, graphdef, abstract, mesh)
     print_primary(describe(run, abstract))
+    check_start(s, abstract, workdir)
     if flags.FLAGS.dry_run:
-        train_step.trace(abstract, run.abstract_batch())  # raises the errors of a real start
+        train_step.trace(abstract, run.abstract_batch())
+        with run_dir.scratch(workdir) as folder:
+            open_data(run, graphdef, folder)
         print_primary(c)
         return 0
     startup.mark("config and mesh")
 
     # --- The data.
     workdir.mkdir(parents=True, exist_ok=True)
-    tokenizer = prepare_tokenizer(s, workdir)
-    validation = make_data(s, tokenizer, "validation", mesh)
-    batches = iter(make_data(s, tokenizer, "train", mesh))
+    training, validation, evaluate = open_data(run, graphdef, workdir)
+    batches = iter(training)
     stack.callback(batches.close)
-    evaluate = family.evaluator(graphdef, s.model, s.data, s.loss, validation)
     startup.mark("tokenizer and data")
 
     # --- The step is compiled in the background while the state is restored or initialized.
@@ -162,6 +163,15 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
 
 
 # --- parts of the run -----------------------------------------------------------------------------------
+
+
+def open_data(run: Experiment, graphdef: nnx.GraphDef, workdir: Path) -> tuple[Any, Any, Evaluate]:
+    """The training data, the validation data and the evaluation on it, with the run's own tokenizer."""
+    s = run.settings
+    tokenizer = prepare_tokenizer(s, workdir)
+    validation = make_data(s, tokenizer, "validation", run.mesh)
+    evaluate = run.family.evaluator(graphdef, s.model, s.data, s.loss, validation)
+    return make_data(s, tokenizer, "train", run.mesh), validation, evaluate
 
 
 def compile_in_background(

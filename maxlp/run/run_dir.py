@@ -6,14 +6,18 @@ tokenizer.*   the tokenizer's own file, if it has one
 metrics.jsonl, tensorboard/, loss.png, checkpoints/
 """
 
+import contextlib
 import datetime
 import fcntl
 import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +27,42 @@ from ml_collections import ConfigDict
 
 import maxlp
 from maxlp.run.config import RENAMED
+from maxlp.runtime import distributed
 from maxlp.runtime.files import read_json, write_json
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def check_workdir(workdir: Path) -> None:
+    """Raises a ValueError for a workdir that cannot be created or written to; writes nothing."""
+    folder = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
+    if not folder.is_dir():
+        raise ValueError(f"--workdir={workdir}: {folder} is a file; give a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"--workdir={workdir}: {folder} is not writable; give another folder")
+
+
+@contextlib.contextmanager
+def scratch(workdir: Path) -> Iterator[Path]:
+    """A temporary folder in place of a workdir: a dry run does there what a start does to the workdir.
+
+    It holds links to what the workdir holds; files are replaced by renaming, which replaces the link.
+    """
+    parent = next(path for path in workdir.absolute().parents if path.exists())
+    shared = parent if jax.process_count() > 1 else None
+    made = tempfile.mkdtemp(prefix="dry-run-", dir=shared) if distributed.is_primary() else ""
+    folder = Path(distributed.gather_json(made)[0])
+    try:
+        if distributed.is_primary() and workdir.is_dir():
+            for path in workdir.iterdir():
+                (folder / path.name).symlink_to(path.absolute())
+        yield folder
+    except ValueError as error:
+        raise ValueError(str(error).replace(str(folder), str(workdir))) from error
+    finally:
+        distributed.barrier("dry run")
+        if distributed.is_primary():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def save_config(workdir: Path, c: ConfigDict) -> list[str]:
