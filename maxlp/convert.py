@@ -21,7 +21,6 @@ Both run on the CPU and need memory for one copy of the model. An export also ne
 
 import dataclasses
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +69,8 @@ def define_flags() -> None:
     flags.DEFINE_integer("image_size", None, "import: image size to resize the model to.", lower_bound=1)
 
 
-def main() -> None:
+def main(command: str = "nothing") -> None:
     jax.config.update("jax_platforms", "cpu")
-    command = sys.argv[1] if len(sys.argv) > 1 else "nothing"
     values = flags.FLAGS
     if command == "import":
         source, workdir = _required("input"), _required("output")

@@ -19,20 +19,19 @@ Beside the shards are the tokenizer and `dataset.json`, which is written last. A
 leaves no `dataset.json`, and a folder without one is refused as a source.
 """
 
-import errno
 import functools
 import os
-import sys
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from maxlp.data import shards as shards_lib
 from maxlp.data.readers.array_record import FORMATS, MANIFEST, pack_example
 from maxlp.data.sources import Mixture, Source, make_source, open_source, parse_spec, sample_texts
-from maxlp.data.specs import one_line, split_options
+from maxlp.data.specs import split_options
 from maxlp.data.tokenizers import Tokenizer, as_bytes, make_tokenizer
+from maxlp.run import cli
 from maxlp.runtime.files import local_path
 
 TOKENIZER_SAMPLE_BYTES = 64_000_000
@@ -242,36 +241,14 @@ def _flag_values(*names: str) -> dict[str, Any]:
 COMMANDS = {"text": text_command, "image_text": image_text_command}
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) != 2 or argv[1] not in COMMANDS:
-        given = " ".join(argv[1:]) or "nothing"
-        _fail(ValueError(f"expected one subcommand of: {', '.join(COMMANDS)}; got {given}"))
-    try:
-        written = COMMANDS[argv[1]]()
-    except (ValueError, OSError) as error:
-        _fail(error)
+def main(command: str = "nothing") -> None:
+    """Runs a subcommand and prints what it wrote."""
+    if command not in COMMANDS:
+        raise ValueError(f"the first argument must be one of {', '.join(COMMANDS)}, not {command!r}")
+    written = COMMANDS[command]()
     print(f"wrote {written}; use them as array_record:{flags.FLAGS.output}")
-
-
-def _parse_flags(argv: list[str]) -> list[str]:
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # a locale that lacks a character of a message
-    try:
-        return flags.FLAGS(argv)
-    except flags.Error as error:
-        _fail(error)
-
-
-def _fail(error: Exception) -> NoReturn:
-    print(f"prepare: {one_line(error)}", file=sys.stderr)
-    may_succeed_later = isinstance(error, OSError) and error.errno in (
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.EIO,
-    )
-    sys.exit(1 if may_succeed_later else 2)
 
 
 if __name__ == "__main__":
     define_flags()
-    app.run(main, flags_parser=_parse_flags)
+    cli.run(main, words=1)

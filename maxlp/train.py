@@ -37,7 +37,7 @@ from maxlp.monitoring.watch import Watch
 from maxlp.parallel.batches import device_batches
 from maxlp.run import changes, cli, run_dir
 from maxlp.run.experiment import Experiment, describe, make_data, resolve
-from maxlp.run.restore import evaluated
+from maxlp.run.restore import check_start, evaluated
 from maxlp.run.settings import Settings
 from maxlp.run.tokenizer import prepare_tokenizer
 from maxlp.runtime import distributed, files, hardware, preemption
@@ -82,28 +82,29 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     """
     # --- The config, resolved once: checked before anything is allocated or compiled.
     run = resolve(c)
-    report_changes(lock.workdir, c)
-    s, family, mesh, peak = run.settings, run.family, run.mesh, hardware.peak_flops()
+    s, workdir, mesh, peak = run.settings, lock.workdir, run.mesh, hardware.peak_flops()
+    report_changes(workdir, c)
     stack.enter_context(jax.set_mesh(mesh))
 
     # --- The training state as shapes and shardings, and the step that updates it.
     graphdef, abstract = abstract_state(run.make_model, run.tx, mesh, run.gates)
     train_step = jit_step(run.step, graphdef, abstract, mesh)
     print_primary(describe(run, abstract))
+    check_start(run, abstract, workdir)
     if flags.FLAGS.dry_run:
-        train_step.trace(abstract, run.abstract_batch())  # raises the errors of a real start
+        train_step.trace(abstract, run.abstract_batch())
+        with run_dir.scratch(workdir) as folder:
+            open_data(run, graphdef, folder)
         print_primary(c)
         return 0
     startup.mark("config and mesh")
 
-    # --- The workdir, in which nothing is touched before no other process can, and the data.
+    # --- The data. Nothing in the workdir is touched before no other process can.
     lock.acquire()
-    workdir = lock.workdir
-    run_dir.check_checkpoints(workdir)
-    training, validation = open_data(s, workdir, mesh)
+    with run_dir.undone_on_failure(workdir):
+        training, validation, evaluate = open_data(run, graphdef, workdir)
     batches = iter(training)
     stack.callback(batches.close)
-    evaluate = family.evaluator(graphdef, s.model, s.data, s.loss, validation)
     startup.mark("tokenizer and data")
 
     # --- The step is compiled in the background while the state is restored or initialized.
@@ -176,16 +177,17 @@ def report_changes(workdir: Path, c: ConfigDict) -> None:
         print_primary(f"changed since the last start: {change}")
 
 
-def open_data(s: Settings, workdir: Path, mesh: Mesh) -> tuple[Any, Any]:
-    """The training and the validation data, with the run's own tokenizer."""
-    with run_dir.undone_on_failure(workdir):
-        tokenizer = prepare_tokenizer(s, workdir)
-        training, validation = (make_data(s, tokenizer, split, mesh) for split in ("train", "validation"))
-        merge_states(distributed.gather_json(iter(training).get_state()))  # fails unless all have the same
-        if state := changes.saved_data_state(workdir):  # other data is refused before anything compiles
-            iter(training).set_state(state, flags.FLAGS.allow_change)
+def open_data(run: Experiment, graphdef: nnx.GraphDef, workdir: Path) -> tuple[Any, Any, Evaluate]:
+    """The training data, the validation data and the evaluation on it, with the run's own tokenizer."""
+    s = run.settings
+    tokenizer = prepare_tokenizer(s, workdir)
+    training, validation = (make_data(s, tokenizer, split, run.mesh) for split in ("train", "validation"))
+    merge_states(distributed.gather_json(iter(training).get_state()))  # fails unless all have the same
+    if state := changes.saved_data_state(workdir):  # other data is refused before anything compiles
+        iter(training).set_state(state, flags.FLAGS.allow_change)
     print_primary(f"data: {training.describe()}; validation: {validation.describe()}")
-    return training, validation
+    evaluate = run.family.evaluator(graphdef, s.model, s.data, s.loss, validation)
+    return training, validation, evaluate
 
 
 def compile_in_background(

@@ -12,13 +12,15 @@ names it: training a Llama imports nothing of CLIP.
 import dataclasses
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 from flax import nnx
 
+from maxlp import schema
 from maxlp.core.gradients import Gradients, Loss
 from maxlp.nn.attention import Use
+from maxlp.schema import OneOf
 
 FAMILIES = {
     "llama": "maxlp.families.llama",
@@ -82,12 +84,11 @@ class Family:
     linear_probe: Callable[..., dict[str, float]] | None = None
 
 
-def get(name: str) -> Family:
+def get(name: Annotated[str, OneOf(FAMILIES)]) -> Family:
     """The family of this name.
 
     Raises:
       ValueError: an unknown name.
     """
-    if name not in FAMILIES:
-        raise ValueError(f"model.name={name!r} is unknown; one of {', '.join(FAMILIES)}")
+    schema.check_arguments(get, name=name)
     return pkgutil.resolve_name(f"{FAMILIES[name]}.task:FAMILY")

@@ -19,6 +19,7 @@ from maxlp.parallel.sharding import constrain
 Axes = tuple[str | None, ...]
 Draw = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
+DTYPES = ("float32", "bfloat16", "float16")  # that models compute in and store
 LINEAR_OUTPUT = "linear_output"  # a name for remat policies
 
 

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxlp import schema
 from maxlp.nn.layers import Axes, Frozen, Linear, param, uniform
+from maxlp.schema import Count, Positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,14 +32,12 @@ class LoraConfig:
       ValueError: a rank or alpha that is not positive.
     """
 
-    rank: int
-    alpha: float | None = None
+    rank: Count
+    alpha: Positive | None = None
     targets: tuple[str, ...] | None = None
 
     def __post_init__(self):
-        for key in ("rank", "alpha"):
-            if (value := getattr(self, key)) is not None and not 0 < value < float("inf"):
-                raise ValueError(f"{key}={value} must be positive")
+        schema.check(self)
 
     @property
     def scale(self) -> float:

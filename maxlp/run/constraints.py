@@ -13,13 +13,11 @@ with a config key, names the values, and ends with the way out. The rule's docst
 import jax.numpy as jnp
 from flax import nnx
 
+from maxlp import precision
 from maxlp.nn.attention import refusal
-from maxlp.nn.stack import REMAT_POLICIES
 from maxlp.parallel import sharding
 from maxlp.run.config import ConfigError, errors_of
 from maxlp.run.settings import Machine, Settings
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check(s: Settings, machine: Machine) -> None:
@@ -27,24 +25,6 @@ def check(s: Settings, machine: Machine) -> None:
     for rule in (*s.family.rules, *RULES):
         if message := rule(s, machine):
             raise ConfigError(f"config.{message}")
-
-
-# --- names ----------------------------------------------------------------------------------------------
-
-
-def dtypes_are_known(s: Settings, machine: Machine) -> str | None:
-    """Models compute in three dtypes."""
-    for key in ("dtype", "param_dtype"):
-        if (value := getattr(s.model, key)) not in DTYPES:
-            return f"model.{key}={value!r} is unknown; one of {', '.join(DTYPES)}"
-    return None
-
-
-def remat_is_known(s: Settings, machine: Machine) -> str | None:
-    """A remat policy is chosen by name."""
-    if s.model.remat in REMAT_POLICIES:
-        return None
-    return f"model.remat={s.model.remat!r} is unknown; one of {', '.join(REMAT_POLICIES)}"
 
 
 # --- batch and mesh -------------------------------------------------------------------------------------
@@ -105,6 +85,23 @@ def precision_fits_model(s: Settings, machine: Machine) -> str | None:
     """Every rule names a matmul, blocks remain to be quantized, and block scales divide the kernels."""
     _ = s.matmuls  # raises a ConfigError
     return None
+
+
+def recipe_uses_its_options(s: Settings, machine: Machine) -> str | None:
+    """An option that changes nothing would be ignored in silence."""
+    for key, reason in precision.unused_options(s.precision).items():
+        value = getattr(s.precision.options, key)
+        return (
+            f"precision.options.{key}={value!r} has no effect with precision.recipe={s.precision.recipe}: "
+            f"{reason} (and precision.rules take none); leave it unset or choose another recipe"
+        )
+    form, names = s.precision.smooth_swiglu, s.matmuls.values()
+    if form == "none" or any(name.endswith(f"smooth {form}") for name in names):
+        return None
+    return (
+        f"precision.smooth_swiglu={form} has no effect: no matmul of a gated product is quantized; set it "
+        "to none or choose another precision.recipe"
+    )
 
 
 def mesh_divides_params(s: Settings, machine: Machine) -> str | None:
@@ -225,8 +222,6 @@ def _released(key: str, instead: str) -> str:
 
 
 RULES = (
-    dtypes_are_known,
-    remat_is_known,
     batch_divides,
     attention_runs,
     float16_is_scaled,
@@ -237,6 +232,7 @@ RULES = (
     released_gradients_are_not_pipelined,
     released_gradients_are_not_gated,
     precision_fits_model,
+    recipe_uses_its_options,
     learned_tokenizer_fits_model,
     mesh_divides_params,
     galore_targets_are_matrices,

@@ -72,12 +72,15 @@ class Experiment:
         init = functools.partial(init_state, self.make_model, self.tx, train.seed, self.gates)
         state = jax.jit(init, out_shardings=shardings(abstract))()
         if train.init_from:
-            s = self.settings
-            _, whole = abstract_model(make_model(s.family, s.model, s.precision), self.mesh)
-            weights = load_params(train.init_from, whole["params"])
+            weights = load_params(train.init_from, self.abstract_weights())
             part = "params" if train.lora is None else "model_state"  # which holds the frozen weights
             state[part] = join_trees(state[part], weights)
         return state
+
+    def abstract_weights(self) -> State:
+        """The parameters of the model without adapters as shapes, dtypes and shardings."""
+        s = self.settings
+        return abstract_model(make_model(s.family, s.model, s.precision), self.mesh)[1]["params"]
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The global training batch as shapes, dtypes and shardings."""

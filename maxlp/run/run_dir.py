@@ -14,9 +14,12 @@ import contextlib
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from ml_collections import ConfigDict
 
 import maxlp
 from maxlp.run.config import RENAMED
+from maxlp.runtime import distributed
 from maxlp.runtime.checkpoint import list_steps
 from maxlp.runtime.distributed import is_primary
 from maxlp.runtime.files import read_json, remove, write_json
@@ -48,6 +52,38 @@ def undone_on_failure(workdir: Path) -> Iterator[None]:
 def save_config(workdir: Path, c: ConfigDict) -> None:
     """Writes the resolved config."""
     write_json(workdir / "config.json", json.loads(c.to_json_best_effort()))
+
+
+def check_workdir(workdir: Path) -> None:
+    """Raises a ValueError for a workdir that cannot be created or written to; writes nothing."""
+    folder = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
+    if not folder.is_dir():
+        raise ValueError(f"--workdir={workdir}: {folder} is a file; give a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"--workdir={workdir}: {folder} is not writable; give another folder")
+
+
+@contextlib.contextmanager
+def scratch(workdir: Path) -> Iterator[Path]:
+    """A temporary folder in place of a workdir: a dry run does there what a start does to the workdir.
+
+    It holds links to what the workdir holds; files are replaced by renaming, which replaces the link.
+    """
+    parent = next(path for path in workdir.absolute().parents if path.exists())
+    shared = parent if jax.process_count() > 1 else None
+    made = tempfile.mkdtemp(prefix="dry-run-", dir=shared) if is_primary() else ""
+    folder = Path(distributed.gather_json(made)[0])
+    try:
+        if is_primary() and workdir.is_dir():
+            for path in workdir.iterdir():
+                (folder / path.name).symlink_to(path.absolute())
+        yield folder
+    except ValueError as error:
+        raise ValueError(str(error).replace(str(folder), str(workdir))) from error
+    finally:
+        distributed.barrier("dry run")
+        if is_primary():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_config(workdir: Path) -> ConfigDict:

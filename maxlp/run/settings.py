@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from maxlp import families, precision
+from maxlp import families, precision, schema
 from maxlp.core.train_state import num_params
 from maxlp.families import Family
 from maxlp.monitoring.spikes import SpikeConfig
@@ -22,6 +22,7 @@ from maxlp.run.config import ConfigError, bind, call, errors_of
 from maxlp.runtime.checkpoint import Checkpointer
 from maxlp.runtime.profiler import Profiler
 from maxlp.runtime.writers import MetricWriter
+from maxlp.schema import Count, CountOrZero, Seed
 
 SECTIONS = (
     *("model", "precision", "mesh", "optimizer", "data", "loss", "train"),
@@ -47,21 +48,18 @@ class TrainConfig:
       lora: trains low-rank adapters and freezes the weights; None trains the weights.
     """
 
-    total_steps: int
-    microbatches: int
-    seed: int
-    log_every: int
-    eval_every: int
-    eval_batches: int
+    total_steps: Count
+    microbatches: Count
+    seed: Seed
+    log_every: Count
+    eval_every: CountOrZero
+    eval_batches: CountOrZero
     init_from: str
     release_gradients: bool = False
     lora: LoraConfig | None = None
 
     def __post_init__(self):
-        lower = dict(total_steps=1, microbatches=1, log_every=1, eval_every=0, eval_batches=0, seed=0)
-        for key, bound in lower.items():
-            if getattr(self, key) < bound:
-                raise ValueError(f"{key}={getattr(self, key)} must be at least {bound}")
+        schema.check(self)
 
 
 class Machine(NamedTuple):
@@ -248,9 +246,9 @@ def read_model(c: ConfigDict) -> tuple[Family, Any, PrecisionConfig]:
     Raises:
       ConfigError: as `read`.
     """
+    for name in ("model", "precision"):
+        if not isinstance(c.get(name), ConfigDict):
+            raise ConfigError(f"config.{name}={c.get(name)!r} is not a section; write its keys and values")
     values = dict(c.model.items())
-    try:
-        family = families.get(values.pop("name", None))
-    except ValueError as error:
-        raise ConfigError(f"config.{error}") from error
+    family = call(families.get, "model", {key: values.pop(key) for key in ("name",) if key in values})
     return family, call(family.Model, "model", values), call(PrecisionConfig, "precision", c.precision)

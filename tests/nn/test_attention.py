@@ -208,7 +208,6 @@ def test_kernels_run_where_they_can(name, use, axes, platform):
 @pytest.mark.parametrize(
     ("name", "use", "axes", "platform", "message"),
     [
-        ("flash", {}, {}, "gpu", "model.attention='flash' is unknown; one of xla, cudnn, splash, ring"),
         (
             "splash",
             {},

@@ -22,13 +22,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from maxlp import schema
 from maxlp.parallel.sharding import MESH_AXES
+from maxlp.schema import Count, OneOf
 
 LOSSES = ("softmax", "sigmoid")
 METHODS = ("plain", "sharded", "tiled")
@@ -52,16 +54,12 @@ class ContrastiveConfig:
       ValueError: an unknown kind or method, or a tile size below 1.
     """
 
-    kind: str
-    method: str
-    tile_size: int = 4096
+    kind: Annotated[str, OneOf(LOSSES)]
+    method: Annotated[str, OneOf(METHODS)]
+    tile_size: Count = 4096
 
     def __post_init__(self):
-        for key, known in (("kind", LOSSES), ("method", METHODS)):
-            if getattr(self, key) not in known:
-                raise ValueError(f"{key}={getattr(self, key)!r} is unknown; one of {', '.join(known)}")
-        if self.tile_size < 1:
-            raise ValueError(f"tile_size={self.tile_size} must be at least 1; 4096 suits large batches")
+        schema.check(self)
 
 
 def contrastive_sums(

@@ -7,26 +7,36 @@ H head dim · V vocab · L layers.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from maxlp import schema
 from maxlp.nn import attention, layers, stack
 from maxlp.parallel.schedule import PipelineConfig
 from maxlp.parallel.sharding import constrain, gather_sequence, split_sequence
+from maxlp.schema import Count, OneOf, Positive, Range
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """How Llama 3.1 stretches the rotary wavelengths for contexts beyond the original one."""
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_seq_len: int
+    factor: Annotated[float, Range(at_least=1)]
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+    original_max_seq_len: Count
+
+    def __post_init__(self):
+        schema.check(self)
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor} must be below high_freq_factor="
+                f"{self.high_freq_factor}; Llama 3.1 has 1 and 4"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,8 +53,8 @@ class LlamaConfig:
       init_std: standard deviation of the weights. None: 1 / sqrt(inputs) for kernels, 1 for the embedding
         table (1 / sqrt(D) if tied). The two projections that write to the residual stream are scaled down
         by ``sqrt(2 L)`` (GPT-2).
-      dtype: of activations and matmuls.
-      param_dtype: of the stored parameters.
+      dtype: of activations and matmuls, one of `layers.DTYPES`.
+      param_dtype: of the stored parameters, one of `layers.DTYPES`; float16 is for imported weights only.
       attention: a key of `attention.KERNELS`.
       scan_layers: False unrolls the loop over layers, see `stack.apply_stack`.
       remat: a key of `stack.REMAT_POLICIES`.
@@ -54,31 +64,28 @@ class LlamaConfig:
       ValueError: an invalid size, or sizes that do not fit each other.
     """
 
-    vocab_size: int
-    embed_dim: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_dim: int
-    max_seq_len: int
-    rope_theta: float
+    vocab_size: Count
+    embed_dim: Count
+    num_layers: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    mlp_dim: Count
+    max_seq_len: Count
+    rope_theta: Annotated[float, Range(at_least=1)]
     rope_scaling: RopeScaling | None
-    norm_eps: float
+    norm_eps: Annotated[float, Range(above=0, at_most=1)]
     tie_embeddings: bool
-    init_std: float | None
-    dtype: str
-    param_dtype: str
-    attention: str
+    init_std: Positive | None
+    dtype: Annotated[str, OneOf(layers.DTYPES)]
+    param_dtype: Annotated[str, OneOf(layers.DTYPES)]
+    attention: Annotated[str, OneOf(attention.KERNELS)]
     scan_layers: bool
-    remat: str
+    remat: Annotated[str, OneOf(stack.REMAT_POLICIES)]
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
 
     def __post_init__(self):
-        sizes = ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-        for key in (*sizes, "mlp_dim", "max_seq_len"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key}={getattr(self, key)} must be at least 1")
+        schema.check(self)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
