@@ -30,6 +30,8 @@ from typing import Any
 
 import jax
 from absl import flags
+from flax import nnx
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from maxlp import families
@@ -37,8 +39,10 @@ from maxlp.core.train_state import abstract_model, num_params
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
 from maxlp.families import Family, weights
 from maxlp.families.weights import WeightFormat
+from maxlp.nn.lora import merged_params
 from maxlp.parallel import sharding
 from maxlp.run import cli, run_dir
+from maxlp.run.restore import restore_model
 from maxlp.run.settings import read_model
 from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import checkpoint, files
@@ -88,10 +92,9 @@ def main(command: str = "nothing") -> None:
 
 def _required(flag: str) -> Path:
     value = flags.FLAGS[flag].value
-    if not value:
+    if value is None:
         raise ValueError(f"--{flag} is missing; see --help")
-    files.local_path(value)  # raises for a URL
-    return Path(value).expanduser()
+    return files.local_path(value, f"--{flag}")
 
 
 # --- import ---------------------------------------------------------------------------------------------
@@ -237,13 +240,9 @@ def export_weights(
 
     # Before any weights are read: these raise for a model that the format does not support.
     layout, texts = weight_format.layout(model), weight_format.config_files(model, run_tokenizer)
-    root = workdir / "checkpoints"
     with files.unfinished(output) as unfinished:
-        params = checkpoint.load_params(
-            root if step is None else root / str(step), _abstract_params(family, model)
-        )
         with _naming(workdir):
-            tensors = weights.to_other(params, layout)
+            tensors = weights.to_other(_trained_params(c, family, model, workdir, step), layout)
         write_tensors(
             unfinished,
             tensors,
@@ -257,14 +256,27 @@ def export_weights(
                 files.write_json(unfinished / name, content)
 
 
+def _trained_params(c: ConfigDict, family: Family, model: Any, workdir: Path, step: int | None) -> dict:
+    """The parameters of a checkpoint, with LoRA's adapters merged into them."""
+    if c.get("train", {}).get("lora", {}).get("rank"):
+        graphdef, state, _ = restore_model(c, workdir, step, _cpu_mesh())
+        return merged_params(nnx.merge(graphdef, state["params"], state["model_state"]))
+    root = workdir / "checkpoints"
+    root = root if step is None else root / str(step)
+    return checkpoint.load_params(root, _abstract_params(family, model))
+
+
 # --- both -----------------------------------------------------------------------------------------------
 
 
 def _abstract_params(family: Family, model: Any) -> dict:
     """The parameters as shapes on one CPU device, in the model's ``param_dtype``."""
-    mesh = sharding.make_mesh(devices=jax.devices("cpu")[:1])
-    _, abstract = abstract_model(lambda rngs: family.make_model(model, rngs=rngs), mesh)
+    _, abstract = abstract_model(lambda rngs: family.make_model(model, rngs=rngs), _cpu_mesh())
     return abstract["params"]
+
+
+def _cpu_mesh() -> Mesh:
+    return sharding.make_mesh(devices=jax.devices("cpu")[:1])
 
 
 def _check_unused(directory: Path) -> None:

@@ -14,7 +14,6 @@ run's.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from absl import flags
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from maxlp import schema
 from maxlp.parallel import sharding
 from maxlp.parallel.batches import device_batches
 from maxlp.run import cli, constraints, run_dir
@@ -32,8 +32,9 @@ from maxlp.run.experiment import make_data
 from maxlp.run.restore import restore_model
 from maxlp.run.settings import Settings, read
 from maxlp.run.tokenizer import saved_tokenizer
-from maxlp.runtime import distributed
+from maxlp.runtime import distributed, files
 from maxlp.runtime.distributed import print_primary
+from maxlp.schema import NotNegative
 
 
 def define_flags() -> None:
@@ -46,9 +47,8 @@ def define_flags() -> None:
 
 def main() -> None:
     distributed.initialize()
-    if not 0 <= flags.FLAGS.l2 < math.inf:
-        raise ValueError(f"--l2={flags.FLAGS.l2} must be a finite number of at least 0")
-    workdir = Path(flags.FLAGS.workdir)
+    schema.check_value("--l2", flags.FLAGS.l2, NotNegative)
+    workdir = files.local_path(flags.FLAGS.workdir, "--workdir")
     c = flags.FLAGS.config or run_dir.load_config(workdir)
     if flags.FLAGS.config is None and "mesh" not in c:
         raise ConfigError(

@@ -9,7 +9,6 @@ Shape letters: B rows · S prompt length · N new tokens · V vocabulary · D fe
 
 import dataclasses
 import functools
-from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -25,7 +24,7 @@ from maxlp.run import cli, run_dir
 from maxlp.run.restore import restore_model
 from maxlp.run.settings import read_model
 from maxlp.run.tokenizer import saved_tokenizer
-from maxlp.runtime import distributed
+from maxlp.runtime import distributed, files
 from maxlp.schema import CountOrZero, NotNegative, Range, Seed
 
 
@@ -67,7 +66,7 @@ def main() -> None:
         sampling = Sampling(f.temperature, f.top_k, f.top_p)
     except ValueError as error:
         raise ValueError(f"--{error}") from error
-    workdir, texts = Path(f.workdir), f.prompt or [""]
+    workdir, texts = files.local_path(f.workdir, "--workdir"), f.prompt or [""]
     c = run_dir.load_config(workdir)
     family, model, _ = read_model(c)
     if family.name != "llama":

@@ -1,4 +1,4 @@
-r"""Plans a run on machines that are not available: the memory, network traffic and time that it would need.
+r"""Predicts the memory, traffic and time of a step on other machines.
 
     python -m maxlp.plan --config=configs/llama/8b.py --topology=v5p:4x4x4 --config.model.attention=splash
 
@@ -115,13 +115,13 @@ def make_plan(
     constraints.check(s, machine)
     state, cost = state_shapes(s, machine), cost_of(s)
     traced = time.perf_counter()
-    full, causal = s.family.flops_per_unit(s.model, s.data, state.num_params)
+    full, causal = s.flops_per_unit
     plan: dict[str, Any] = {
         "topology": topology.name,
         "devices": topology.size,
         "mesh": dict(machine.axes),
         "chip": dataclasses.asdict(topology.chip) | {"peak_bfloat16": topology.chip.peak()},
-        "parameters": state.num_params,
+        "parameters": s.num_params,
         "units_per_step": s.family.units_per_step(s.data),
         "unit": s.family.unit,
         "flops_per_unit": {"full": full, "causal": causal},

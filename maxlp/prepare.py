@@ -1,4 +1,4 @@
-"""Converts a corpus, or images with texts, to ArrayRecord shards for fast random access.
+"""Converts texts, or images with texts, to ArrayRecord shards.
 
     python -m maxlp.prepare text --source='jsonl:/data/c4/*.jsonl' --output=/data/c4_text
     python -m maxlp.prepare text --source=parquet:/data/fineweb --output=/data/fineweb_llama3 \\
@@ -32,6 +32,7 @@ from maxlp.data.sources import Mixture, Source, make_source, open_source, parse_
 from maxlp.data.specs import split_options
 from maxlp.data.tokenizers import Tokenizer, as_bytes, make_tokenizer
 from maxlp.run import cli
+from maxlp.runtime.files import local_path
 
 TOKENIZER_SAMPLE_BYTES = 64_000_000
 
@@ -69,7 +70,7 @@ def prepare_text(
     """
     if tokenizer and train_tokenizer:
         raise ValueError(f"give tokenizer={tokenizer!r} or train_tokenizer={train_tokenizer}, not both")
-    _check_output(output, shards, num_workers, overwrite)
+    output = _check_output(output, shards, num_workers, overwrite)
     documents = make_source(source, split)
     if isinstance(documents, Mixture):
         raise ValueError(f"source {source!r} is a mixture; prepare each part, and mix them in training")
@@ -108,7 +109,7 @@ def prepare_image_text(
     Raises:
       ValueError: `output` already holds a dataset, or an argument is wrong.
     """
-    _check_output(output, shards, num_workers, overwrite)
+    output = _check_output(output, shards, num_workers, overwrite)
     examples = open_source(parse_spec(source, split, "image_text"))
     with shards_lib.no_partial_files(output):
         written = shards_lib.write_shards(output, examples, _image_text_record, shards, num_workers)
@@ -124,11 +125,13 @@ def prepare_image_text(
     return manifest
 
 
-def _check_output(output: str, shards: int, num_workers: int, overwrite: bool) -> None:
+def _check_output(output: str, shards: int, num_workers: int, overwrite: bool) -> str:
+    output = str(local_path(output, "--output"))
     if shards < 1 or num_workers < 1:
         raise ValueError(f"shards={shards} and num_workers={num_workers} must be at least 1")
     if os.path.exists(os.path.join(output, MANIFEST)) and not overwrite:
         raise ValueError(f"{output} holds a dataset already; pass --overwrite to replace it")
+    return output
 
 
 def _train_tokenizer(documents: Source, vocab_size: int) -> Tokenizer:

@@ -131,7 +131,7 @@ def make_data(
             f" use at most {len(examples)}"
         )
     tokenizer = make_tokenizer(config.tokenizer)
-    settings = dict(
+    settings: dict[str, Any] = dict(
         seed=seed,
         batch_size=config.batch_size,
         examples=len(examples),

@@ -16,7 +16,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from maxlp import schema
-from maxlp.run.config import RENAMED, ConfigError, load_file
+from maxlp.run.config import RENAMED, ConfigError, choices, load_file
 
 # What the user can correct. Other errors of the system may be transient, so that a launcher tries again.
 USERS_ERRORS = (
@@ -47,8 +47,9 @@ def define_config() -> None:
     config_flags.DEFINE_config_file(
         "config",
         None,
-        "Python file with get_config(arg), as FILE.py or FILE.py:ARG; change any value with "
-        "--config.SECTION.KEY=VALUE, for example --config.optimizer.learning_rate=1e-3.",
+        "A preset such as llama/debug, or a Python file with get_config(arg). Choices follow a colon: "
+        "llama/8b:precision=fp8_delayed. Change any value with --config.SECTION.KEY=VALUE, for example "
+        "--config.optimizer.learning_rate=1e-3.",
     )
     flags.FLAGS["config"].parser = _ConfigParser()
     flags.declare_key_flag("config")
@@ -107,7 +108,7 @@ def _one_line(error: BaseException) -> str:
     text = " ".join(str(error.args[0] if len(error.args) == 1 else error).split())
     for pattern, wording in WORDINGS.items():
         text = re.sub(pattern, wording, text)
-    return text
+    return text.replace("--config is missing; see --help", f"--config is missing; {choices()}")
 
 
 def _unknown_override(argv: list[str]) -> str | None:

@@ -8,6 +8,7 @@ mismatch in one line.
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import importlib.machinery
 import inspect
@@ -19,7 +20,12 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+import maxlp
 from maxlp import schema
+
+# An installed package holds the presets; in a checkout they lie beside it.
+_PACKAGE = Path(maxlp.__file__).parent
+PRESETS = next(filter(Path.is_dir, (_PACKAGE / "configs", _PACKAGE.parent / "configs")))
 
 RENAMED = {"data.heldout_source": "data.validation_source"}  # keys of version 0.1 -> today's
 
@@ -28,15 +34,41 @@ class ConfigError(ValueError):
     """A config that cannot work; the message is one line for the user."""
 
 
+def config_file(value: str) -> str:
+    """``llama/debug:ARG`` as ``PATH/llama/debug.py:ARG``; the path of a file stays as it is.
+
+    Raises:
+      ConfigError: neither a file nor a preset; the message lists the presets.
+    """
+    name, colon, arg = value.partition(":")
+    if Path(name).is_file():
+        return value
+    preset = PRESETS / name.removeprefix("configs/").removesuffix(".py")
+    if (path := preset.with_name(f"{preset.name}.py")).is_file():
+        return f"{path}{colon}{arg}"
+    if not name:
+        raise ConfigError(f"--config is empty; {choices()}")
+    raise ConfigError(f"--config={name} is neither a file nor a preset; {choices(name)}")
+
+
+def choices(name: str = "") -> str:
+    """The presets, the one most like a name first, for messages."""
+    close = [f"did you mean {preset}? " for preset in difflib.get_close_matches(name, presets(), 1)]
+    return f"{''.join(close)}presets: {', '.join(presets())}"
+
+
+def presets() -> list[str]:
+    """Names for ``--config``, such as ``llama/debug``."""
+    return sorted(str(path.relative_to(PRESETS).with_suffix("")) for path in PRESETS.glob("*/*.py"))
+
+
 def load_file(path: str) -> ConfigDict:
-    """Runs a config file, ``FILE.py`` or ``FILE.py:ARG``, and returns what its ``get_config`` returns.
+    """Runs a config file, ``FILE.py``, ``FILE.py:ARG`` or a preset, and returns its config.
 
     Raises:
       ConfigError: there is no such file, or it fails; the message names the file and the line.
     """
-    path, *arguments = path.split(":", 1)
-    if not Path(path).is_file():
-        raise ConfigError(f"--config={path} is not a file; give one such as configs/llama/debug.py")
+    path, *arguments = config_file(path).split(":", 1)
     loader = importlib.machinery.SourceFileLoader("config_file", path)
     module = types.ModuleType(loader.name)
     module.__file__ = path

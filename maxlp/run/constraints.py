@@ -145,6 +145,40 @@ def galore_targets_are_matrices(s: Settings, machine: Machine) -> str | None:
     return None
 
 
+# --- adapters -------------------------------------------------------------------------------------------
+
+
+def adapters_start_from_weights(s: Settings, machine: Machine) -> str | None:
+    """Adapters change a trained model."""
+    if s.train.lora is None or s.train.init_from:
+        return None
+    return f"train.lora.rank={s.train.lora.rank} needs train.init_from: a run whose weights stay frozen"
+
+
+def adapters_keep_their_gradients(s: Settings, machine: Machine) -> str | None:
+    """The gradients of adapters take little memory, and nothing is left to release."""
+    if s.train.lora is None or not s.train.release_gradients:
+        return None
+    return "train.release_gradients=True frees nothing with train.lora; set one of them only"
+
+
+def adapters_are_not_projected(s: Settings, machine: Machine) -> str | None:
+    """GaLore projects gradients onto fewer dimensions; those of adapters have few already."""
+    if s.train.lora is None or s.optimizer.galore is None:
+        return None
+    return "optimizer.galore does not apply to the low-rank matrices of train.lora; set one of them only"
+
+
+def adapters_are_not_rounded(s: Settings, machine: Machine) -> str | None:
+    """Adapters are in float32, so that no rounding of bfloat16 parameters takes place."""
+    if s.train.lora is None or s.optimizer.param_rounding is None:
+        return None
+    return (
+        f"optimizer.param_rounding={s.optimizer.param_rounding} is for bfloat16 parameters, and those of "
+        "train.lora are in float32; unset one of them"
+    )
+
+
 # --- released gradients ---------------------------------------------------------------------------------
 
 
@@ -202,4 +236,8 @@ RULES = (
     learned_tokenizer_fits_model,
     mesh_divides_params,
     galore_targets_are_matrices,
+    adapters_start_from_weights,
+    adapters_keep_their_gradients,
+    adapters_are_not_projected,
+    adapters_are_not_rounded,
 )

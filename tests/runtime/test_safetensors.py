@@ -43,7 +43,7 @@ def test_missing_and_damaged_files_are_named(tmp_path):
         Tensors(tmp_path)
     for content in ("{", "{}", "[1]", '{"weight_map": {}}', '{"weight_map": [1]}', "[" * 100_000):
         (tmp_path / index_of(WEIGHTS)).write_text(content)
-        with pytest.raises(ValueError, match=r"model.safetensors.index.json cannot be used \(it has no 'w"):
+        with pytest.raises(ValueError, match=r"model.safetensors.index.json (is damaged|cannot be used)"):
             Tensors(tmp_path)
     write_tensors(tmp_path, make_tensors(), dtype="float32", max_shard_bytes=4096)
     damaged = tmp_path / Tensors(tmp_path).file_of["norm.weight"]

@@ -17,6 +17,7 @@ from flax import nnx
 
 from maxlp.families.clip.encoder import Attention, Encoder, Mlp, check_tower
 from maxlp.nn import layers
+from maxlp.nn.attention.dense import dense
 from maxlp.parallel.sharding import constrain
 from maxlp.schema import Count, OneOf, Range
 
@@ -158,7 +159,8 @@ class MapPool(nnx.Module):
         probe_B1D = jnp.broadcast_to(self.probe[...].astype(x_BSD.dtype), (B, 1, D))
         q_B1NH = attn.heads(attn.q_proj(probe_B1D), attn.q_norm)
         k_BSNH = attn.heads(attn.k_proj(x_BSD), attn.k_norm)
-        o_B1NH = jax.nn.dot_product_attention(q_B1NH, k_BSNH, attn.heads(attn.v_proj(x_BSD)))
+        v_BSNH = attn.heads(attn.v_proj(x_BSD))
+        o_B1NH = dense(q_B1NH, k_BSNH, v_BSNH, causal=False, segment_ids_BS=None)
         h_B1D = attn.o_proj(o_B1NH.reshape(B, 1, D))
         return (h_B1D + self.mlp(self.mlp_norm(h_B1D)))[:, 0]
 

@@ -116,11 +116,13 @@ def units_per_step(data: text.TextDataConfig) -> int:
     return data.batch_size * data.seq_len
 
 
-def flops_per_unit(model: LlamaConfig, data: text.TextDataConfig, num_params: int) -> tuple[float, float]:
+def flops_per_unit(
+    model: LlamaConfig, data: text.TextDataConfig, num_params: int, frozen: bool = False
+) -> tuple[float, float]:
     """Training FLOPs per token with (full, causal) attention; see `train_flops_per_token`."""
     looked_up = 0 if model.tie_embeddings else model.vocab_size * model.embed_dim
     return train_flops_per_token(
-        num_params - looked_up, model.num_layers, model.num_heads, model.head_dim, data.seq_len
+        num_params - looked_up, model.num_layers, model.num_heads, model.head_dim, data.seq_len, frozen
     )
 
 
