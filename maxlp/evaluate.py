@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 from maxlp import schema
 from maxlp.parallel import sharding
 from maxlp.parallel.batches import device_batches
-from maxlp.run import cli, constraints, run_dir
+from maxlp.run import changes, cli, constraints, run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import make_data
 from maxlp.run.restore import restore_model
@@ -55,6 +55,10 @@ def main() -> None:
             f"{workdir} holds imported weights and names no data; give --config=FILE with the same model"
         )
     s = read(c)
+    if others := changes.other_model(workdir, c):
+        raise ConfigError(
+            f"{workdir} holds the weights of another model ({'; '.join(others)}); give a config with its model"
+        )
     mesh = make_mesh(s, fixed=flags.FLAGS.config is not None)
     if flags.FLAGS.linear_probe and s.family.linear_probe is None:
         raise ConfigError(

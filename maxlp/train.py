@@ -175,6 +175,9 @@ def report_changes(workdir: Path, c: ConfigDict) -> None:
     """Prints what differs from the last start; raises a ConfigError if a resumed run may not have it."""
     for change in changes.check_config(workdir, c, flags.FLAGS.allow_change):
         print_primary(f"changed since the last start: {change}")
+    if (weights := c.train.init_from) and changes.saved_data_state(workdir) is None:
+        for change in changes.other_model(files.local_path(weights, "config.train.init_from"), c):
+            print_primary(f"another model than in config.train.init_from: {change}")
 
 
 def open_data(run: Experiment, graphdef: nnx.GraphDef, workdir: Path) -> tuple[Any, Any, Evaluate]:

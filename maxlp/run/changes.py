@@ -26,6 +26,11 @@ FREE = (
     *("model.pipeline", "loss.num_chunks", "loss.method", "loss.tile_size"),
     *("data.num_workers", "data.num_threads", "data.max_broken", "data.validation_source"),
 )
+# Keys of the model that only decide how its weights begin, how they are trained, or how long a text may be.
+TRAINING = (
+    *("model.init", "model.init_std", "model.logit_scale", "model.logit_bias", "model.layer_scale"),
+    *("model.visual.patch_dropout", "model.max_seq_len"),
+)
 # Sections that change no number of the training.
 OBSERVING = ("spikes", "checkpoint", "metrics", "profile")
 
@@ -57,6 +62,21 @@ def continues(workdir: Path, c: ConfigDict) -> bool:
     """
     changed = [key for key in _changes(workdir, c) if not _is_in(OBSERVING, key)]
     return (workdir / "run.json").exists() and not changed
+
+
+def other_model(weights: Path, c: ConfigDict) -> list[str]:
+    """Compares a config's model with the one that computed with these weights.
+
+    Args:
+      weights: a run, or one of its checkpoints.
+
+    Returns:
+      one line for each key with which the model computes something else; none if there is no config.json.
+    """
+    runs = (path for path in (weights, *weights.parents[:2]) if (path / "config.json").exists())
+    changes = _changes(next(runs, weights), c)
+    fixed = [key for key in changes if key.startswith("model.") and is_fixed(key)]
+    return [changes[key] for key in fixed if not _is_in(TRAINING, key)]
 
 
 def _changes(workdir: Path, c: ConfigDict) -> dict[str, str]:
