@@ -57,7 +57,7 @@ def main() -> None:
     s = read(c)
     if others := changes.other_model(workdir, c):
         raise ConfigError(
-            f"{workdir} holds the weights of another model ({'; '.join(others)}); give a config with its model"
+            f"{workdir} holds the weights of another model ({'; '.join(others)}); give one with that model"
         )
     mesh = make_mesh(s, fixed=flags.FLAGS.config is not None)
     if flags.FLAGS.linear_probe and s.family.linear_probe is None:

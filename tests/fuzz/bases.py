@@ -20,7 +20,7 @@ GOLDENS = Path(__file__).parent.parent / "goldens"
 
 LLAMA = '''"""A Llama of two blocks."""
 
-from configs.common import llama
+from maxlp.families.llama.presets import llama
 
 
 def get_config(arg=""):
@@ -56,7 +56,7 @@ def get_config(arg=""):
 '''
 CLIP = '''"""A CLIP of one block in each tower."""
 
-from configs.common import clip
+from maxlp.families.clip.presets import clip
 
 
 def get_config(arg=""):
@@ -142,7 +142,8 @@ def make(folder: Path) -> None:
     (folder / "llama.py").write_text(LLAMA)
     (folder / "clip.py").write_text(CLIP)
     texts = [TEXT.format(i, i * i) * 20 for i in range(40)]
-    train_bpe(texts, 300, str(folder / "tokenizer.json"))
+    for name, content in train_bpe(texts, 300).files.items():
+        (folder / name).write_bytes(content)
     (folder / "corpus").mkdir()
     for i, text in enumerate(texts):
         (folder / "corpus" / f"{i}.txt").write_text(text)

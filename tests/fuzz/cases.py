@@ -175,7 +175,7 @@ def config_file(rng: random.Random) -> Case:
         change = _replace(
             f"{family}.py",
             "    return c\n",
-            "    from configs.common import choose\n\n    return choose(arg, c)\n",
+            "    from maxlp.run.presets import choose\n\n    return choose(arg, c)\n",
         )
         return Case(what=what, command=command, needs=DATA[family], names=("argument", name), damage=change)
     command = _config_command(rng, family, *flags)

@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from tests.fuzz import bases
 from tests.fuzz.cases import GROUPS, Case, make_case
@@ -25,15 +24,6 @@ from tests.fuzz.commands import Done, Job, run_all, warm_up
 
 SECONDS, CHARACTERS = 5.0, 1000
 ROOT = Path(__file__).parent.parent.parent
-
-
-class Failure(NamedTuple):
-    """A case that was not refused as it should be."""
-
-    number: int
-    case: Case
-    faults: list[str]
-    done: Done
 
 
 def faults_of(case: Case, done: Done, changes: list[str]) -> list[str]:
@@ -84,9 +74,9 @@ def prepare(case: Case, valid: Path, box: Path) -> None:
         case.damage(box)
 
 
-def run_cases(seed: int, numbers: list[int], root: Path, workers: int) -> list[Failure]:
-    """Runs cases below ``root``, which must hold the valid inputs, and returns those that fail."""
-    failures, open_cases = [], {}
+def run_cases(seed: int, numbers: list[int], root: Path, workers: int) -> int:
+    """Runs cases below ``root``, which holds the valid inputs; prints failures and returns their number."""
+    open_cases, failed = {}, 0
 
     def jobs() -> Iterator[Job]:
         for job, number in enumerate(numbers):
@@ -96,17 +86,19 @@ def run_cases(seed: int, numbers: list[int], root: Path, workers: int) -> list[F
             yield Job(case.command, box, case.environment, case.unprivileged)
 
     def finished(job: int, done: Done) -> None:
+        nonlocal failed
         case, box, before = open_cases.pop(job)
         if faults := faults_of(case, done, changed(before, snapshot(box))):
-            failures.append(Failure(numbers[job], case, faults, done))
+            failed += 1
+            print(report(seed, numbers[job], case, faults, done, verbose=len(numbers) == 1), flush=True)
         shutil.rmtree(box.parent, ignore_errors=True)
 
     run_all(jobs(), finished, workers)
-    return sorted(failures)
+    return failed
 
 
-def report(seed: int, failure: Failure, verbose: bool = False) -> str:
-    number, case, faults, done = failure
+def report(seed: int, number: int, case: Case, faults: list[str], done: Done, verbose: bool) -> str:
+    """A failed case in a few lines; with ``verbose``, all that the command has printed."""
     lines = [
         f"case {number}: {'; '.join(faults)}",
         f"  {case.what}",
@@ -118,8 +110,8 @@ def report(seed: int, failure: Failure, verbose: bool = False) -> str:
     return "\n".join(lines)
 
 
-def run(seed: int, numbers: list[int], workers: int, valid: Path | None = None) -> list[Failure]:
-    """Makes the valid inputs, runs cases, and returns those that fail.
+def run(seed: int, numbers: list[int], workers: int, valid: Path | None = None) -> int:
+    """Makes the valid inputs, runs cases, and returns how many fail.
 
     Args:
       valid: folder of valid inputs, made if it does not exist; None makes them in a temporary one.
@@ -153,12 +145,10 @@ def main() -> int:
     numbers = options.case or list(range(options.cases))
     if options.group:
         numbers = [n for n in numbers if GROUPS[n % len(GROUPS)].__name__ == options.group]
-    failures = run(options.seed, numbers, options.workers, options.valid)
-    for failure in failures:
-        print(report(options.seed, failure, verbose=bool(options.case)))
-    good = len(numbers) - len(failures)
+    failed = run(options.seed, numbers, options.workers, options.valid)
+    good = len(numbers) - failed
     print(f"seed {options.seed}: {good} of {len(numbers)} bad inputs are refused as they should be")
-    return int(bool(failures))
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Generated bad inputs of all commands are refused in one line; `tests.fuzz.run` states the rule."""
 
-import importlib
 import os
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from maxlp.run.config import load_file
 from tests.fuzz.cases import GROUPS, make_case
 from tests.fuzz.commands import COMMANDS
 from tests.fuzz.keys import KEYS
@@ -45,7 +45,7 @@ def test_a_case_is_made_from_its_number_alone():
 
 @pytest.mark.parametrize("family", list(KEYS))
 def test_every_key_has_wrong_values(family):
-    config = importlib.import_module(f"configs.{family}.debug").get_config()
+    config = load_file(f"{family}/debug")
 
     def leaves(tree, prefix=""):
         for key, value in tree.items():
