@@ -49,7 +49,7 @@ def main() -> None:
     distributed.initialize()
     schema.check_value("--l2", flags.FLAGS.l2, NotNegative)
     workdir = files.local_path(flags.FLAGS.workdir, "--workdir")
-    c = flags.FLAGS.config or run_dir.load_config(workdir)
+    c = run_dir.load_config(workdir) if flags.FLAGS.config is None else flags.FLAGS.config
     if flags.FLAGS.config is None and "mesh" not in c:
         raise ConfigError(
             f"{workdir} holds imported weights and names no data; give --config=FILE with the same model"

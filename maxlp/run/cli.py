@@ -4,6 +4,7 @@ Every command ends with exit code 2 and one line for what the user can correct, 
 a file. Imports nothing heavy: a mistake in a flag is reported at once.
 """
 
+import errno
 import functools
 import os
 import re
@@ -23,6 +24,8 @@ USERS_ERRORS = (
     *(ValueError, FloatingPointError),
     *(FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError),
 )
+USERS_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP)
+MAX_MESSAGE = 800  # characters; a longer one, as with a long path, loses its middle
 
 # What absl and ml_collections report for a flag, in this project's words.
 WORDINGS = {
@@ -144,11 +147,14 @@ def _exit_on_error(main: Callable[..., Any], words: list[str]) -> None:
         if isinstance(error, KeyboardInterrupt):
             _fail("interrupted", EXIT_INTERRUPTED)
         # A full disk may have room at the next start: launchers try again after exit code 1.
-        is_users = not isinstance(error, NotWrittenError) and isinstance(error, USERS_ERRORS)
+        is_users = isinstance(error, USERS_ERRORS) or getattr(error, "errno", None) in USERS_ERRNOS
+        is_users = is_users and not isinstance(error, NotWrittenError)
         _fail(f"{' '.join(str(error).split())} (MAXLP_TRACEBACK=1 shows where)", 2 if is_users else 1)
 
 
 def _fail(message: str, code: int = 2) -> typing.NoReturn:
+    if len(message) > MAX_MESSAGE:
+        message = f"{message[: MAX_MESSAGE // 2]} … {message[-MAX_MESSAGE // 2 :]}"
     print(f"error: {message}", file=sys.stderr, flush=True)
     from maxlp.runtime import distributed
 

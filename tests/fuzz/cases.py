@@ -76,22 +76,19 @@ def config_value(rng: random.Random) -> Case:
     key = rng.choice(list(KEYS[family]))
     kind = KEYS[family][key]
     value = rng.choice(list(kind.wrong()))
-    by_flag_too = not isinstance(kind, Group) and value is not None and "\0" not in str(value)
+    by_flag_too = not isinstance(kind, Group) and "\0" not in str(value)
     if isinstance(kind, Text) and not isinstance(value, str):
         by_flag_too = False  # any word is a string there
     *sections, leaf = key.split(".")
     names = (leaf, ".".join(sections)) if len(sections) > 1 else (leaf,)
     in_file = rng.random() < 0.4 or not by_flag_too
     what = f"config.{key} = {_short(value)} {'in the file' if in_file else 'by flag'}"
-    if in_file:
-        command = _config_command(rng, family)
-        change = _insert(f"{family}.py", f"c.{key} = {_literal(value)}")
-    else:
-        command, change = _config_command(rng, family, f"--config.{key}={value}"), None
-    if command.module == "plan" and key in ("data.source", "data.tokenizer", "train.init_from"):
-        command = Command(
-            "train", (f"--config={family}.py", "--workdir=new", *command.args[3:])
-        )  # plan reads none
+    flags = () if in_file else (f"--config.{key}={value}",)
+    change = _insert(f"{family}.py", f"c.{key} = {_literal(value)}") if in_file else None
+    command = _config_command(rng, family, *flags)
+    if command.module != "train" and key in ("data.source", "data.tokenizer", "train.init_from"):
+        train = TRAIN if family == "llama" else TRAIN_CLIP  # others do not read all of them
+        command = train._replace(args=(*train.args, *flags))
     needs = (*DATA[family], *([RUN[family]] if command.module == "evaluate" else []))
     return Case(what=what, command=command, needs=needs, names=names, damage=change)
 
@@ -110,6 +107,7 @@ def config_key(rng: random.Random) -> Case:
     lines, names, flags = rng.choice(
         (
             ([f"del c.{gone}"], (gone.split(".")[1],), ()),
+            ([f"c.{gone} = None"], (gone.split(".")[1],), ()),
             ([f"del c['{section}']"], (section,), ()),
             ([f"c.{section}.{twisted} = 1"], (twisted,), ()),
             ([f"c.{twisted} = 1"], (twisted,), ()),
@@ -181,7 +179,7 @@ def config_file(rng: random.Random) -> Case:
     command = _config_command(rng, family, *flags)
     needs = (*DATA[family], *([RUN[family]] if command.module == "evaluate" else []))
     return Case(
-        what=f"{name}: {what}", command=command, needs=needs, names=(name, name[:-3]), damage=change
+        what=f"{name}: {what}", command=command, needs=needs, names=(name, "config.model"), damage=change
     )
 
 
@@ -377,8 +375,8 @@ def paths(rng: random.Random) -> Case:
         )
     )
     filled = tuple(each.format(place) for each in args)
-    if what == "a broken link" and module != "plan":  # a folder would be made at its target
-        what, place, change = "a link to itself", "link", lambda box: _to_loop(box / "link")
+    if what == ("a file" if module == "plan" else "a broken link"):  # plan would replace the file, others
+        what, place, change = "a link to itself", "link", lambda box: _to_loop(box / "link")  # follow it
         filled = tuple(each.format(place) for each in args)
     names = (place[:40], place.split("/")[0][:40])
     return Case(

@@ -89,7 +89,7 @@ def read_manifest(folder: str, content: str) -> dict[str, Any]:
     with open(path, encoding="utf-8") as file:
         try:
             manifest = json.load(file)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is damaged ({one_line(error)}); prepare the data again") from None
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if found != FORMATS[content]:
