@@ -83,7 +83,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     # --- The config, resolved once: checked before anything is allocated or compiled.
     run = resolve(c)
     s, workdir, mesh, peak = run.settings, lock.workdir, run.mesh, hardware.peak_flops()
-    report_changes(workdir, c)
+    changed = report_changes(workdir, c)
     stack.enter_context(jax.set_mesh(mesh))
 
     # --- The training state as shapes and shardings, and the step that updates it.
@@ -92,11 +92,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     print_primary(describe(run, abstract))
     check_start(run, abstract, workdir)
     if flags.FLAGS.dry_run:
-        train_step.trace(abstract, run.abstract_batch())
-        with run_dir.scratch(workdir) as folder:
-            open_data(run, graphdef, folder)
-        print_primary(c)
-        return 0
+        return dry_run(run, graphdef, train_step, abstract, workdir, c)
     startup.mark("config and mesh")
 
     # --- The data. Nothing in the workdir is touched before no other process can.
@@ -111,7 +107,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     compiled = compile_in_background(train_step, abstract, run.abstract_batch(), mesh, stack)
     checkpoints = stack.enter_context(open_checkpoints(s, workdir))
     watch = Watch(s.spikes)
-    state, start = restore_or_init(run, abstract, checkpoints, batches, watch, workdir, c)
+    state, start = restore_or_init(run, abstract, checkpoints, batches, watch, workdir, changed)
     guards.skip_excluded_batches(workdir, start, batches)
     if start >= s.train.total_steps:
         print_primary(f"{workdir} is at step {start} of {s.train.total_steps}: nothing is left to train")
@@ -171,10 +167,28 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
 # --- parts of the run -----------------------------------------------------------------------------------
 
 
-def report_changes(workdir: Path, c: ConfigDict) -> None:
-    """Prints what differs from the last start; raises a ConfigError if a resumed run may not have it."""
-    for change in changes.check_config(workdir, c, flags.FLAGS.allow_change):
-        print_primary(f"changed since the last start: {change}")
+def report_changes(workdir: Path, c: ConfigDict) -> list[str]:
+    """Prints and returns the keys that differ from the last start; some may not, in a resumed run."""
+    changed = changes.check_config(workdir, c, flags.FLAGS.allow_change)
+    for line in changed.values():
+        print_primary(f"changed since the last start: {line}")
+    return list(changed)
+
+
+def dry_run(
+    run: Experiment,
+    graphdef: nnx.GraphDef,
+    train_step: jax.stages.Wrapped,
+    abstract: State,
+    workdir: Path,
+    c: ConfigDict,
+) -> int:
+    """Does what a start does before it compiles, and prints the config; leaves the workdir as it is."""
+    train_step.trace(abstract, run.abstract_batch())
+    with run_dir.scratch(workdir) as folder:
+        open_data(run, graphdef, folder)
+    print_primary(c)
+    return 0
 
 
 def open_data(run: Experiment, graphdef: nnx.GraphDef, workdir: Path) -> tuple[Any, Any, Evaluate]:
@@ -213,11 +227,11 @@ def restore_or_init(
     batches: Any,
     watch: Watch,
     workdir: Path,
-    c: ConfigDict,
+    changed: list[str],
 ) -> tuple[State, int]:
     """The state of the newest intact checkpoint, or a fresh one, and the number of finished steps."""
     if (restored := checkpoints.restore_latest(abstract)) is None:
-        if not changes.continues(workdir, c):
+        if not changes.repeats_the_last_start(workdir, changed):
             guards.set_spikes_aside(workdir)
         return run.initial_state(abstract), 0
     batches.set_state(restored.data_state, flags.FLAGS.allow_change)

@@ -18,7 +18,10 @@ def train(*args: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([DEBUG, "--config.optimizer.learning_rat=1"], "config.optimizer.learning_rat: there is no key"),
+        (
+            [DEBUG, "--config.optimizer.learning_rat=1"],
+            "config.optimizer.learning_rat is unknown (did you mean learning_rate?)",
+        ),
         (
             [DEBUG, "--config.data.heldout_source=x"],
             "config.data.heldout_source is now config.data.validation_source",
@@ -27,7 +30,7 @@ def train(*args: str) -> subprocess.CompletedProcess:
         (["--config=configs/llama/debug.py:speed=fast"], "speed"),
         (["--config=configs/llama/none.py"], "none.py"),
         ([DEBUG, "--config.mesh.fsdp=3"], "mesh.fsdp=3"),
-        ([], "error: --config is missing; see --help"),
+        ([], "error: --config is missing; presets: clip/b16, "),
         ([DEBUG, "config.train.total_steps=3"], "'config.train.total_steps=3' is not a flag"),
         ([DEBUG, "--config.data.source=text:/nowhere/*.txt"], "/nowhere"),
         (["--config=configs/llama/8b.py"], "config.data.source is not set"),

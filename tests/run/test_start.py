@@ -46,7 +46,7 @@ def dry_run(workdir: Path, values: dict[str, Any], family: str = "llama") -> Non
     """The part of `train --dry_run` that a start has too, other than tracing the step."""
     run, graphdef, abstract = prepared(workdir, values, family)
     with jax.set_mesh(run.mesh):
-        check_start(run.settings, abstract, workdir)
+        check_start(run, abstract, workdir)
         with run_dir.scratch(workdir) as folder:
             training, _, _ = train.open_data(run, graphdef, folder)
             iter(training).close()
@@ -84,7 +84,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"train.init_from": "gs://bucket/run"},
-        "config.train.init_from=gs://bucket/run: gs://bucket",
+        "config.train.init_from=gs://bucket/run: path=gs://bucket/run is a URL",
     ),
     ("llama", {"metrics.wandb_project": "x"}, "config.metrics.wandb_project='x' needs wandb"),
     ("clip", {"data.source": "tar:/nowhere.tar"}, "/nowhere.tar"),
