@@ -79,7 +79,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"data.tokenizer": "{tmp}/corpus/1.txt"}, "corpus/1.txt"),
     ("llama", {"data.tokenizer": "bytes?bos=x"}, "bytes?bos=x"),
     ("llama", {"model.vocab_size": 200}, "config.model.vocab_size=200"),
-    ("llama", {"data.tokenizer": "bpe:10"}, "bpe:10"),
+    ("llama", {"data.tokenizer": "bpe:10"}, "a BPE of 10 tokens has no room for the 259 bytes"),
     ("llama", {"train.init_from": "/nowhere"}, "config.train.init_from=/nowhere: no intact checkpoint"),
     (
         "llama",
