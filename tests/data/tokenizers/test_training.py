@@ -69,7 +69,7 @@ def test_train_or_load_keeps_an_existing_file(tmp_path):
 
 def test_training_errors(tmp_path):
     path = str(tmp_path / "tokenizer.json")
-    with pytest.raises(ValueError, match="below 259"):
+    with pytest.raises(ValueError, match="no room for the 259 bytes"):
         train_bpe(["text"], 258, path)
     with pytest.raises(ValueError, match="gave only 262 tokens"):
         train_bpe(["aab aab"], 5000, path)
