@@ -84,7 +84,7 @@ def with_placeholder_data(c: ConfigDict) -> ConfigDict:
     """The config with placeholders for an unset source and tokenizer, because a plan reads no data."""
     copy: Any = c.copy_and_resolve_references()
     with copy.unlocked():
-        for key in ("source", "tokenizer"):
+        for key in ("source", "tokenizer") if isinstance(copy.get("data"), ConfigDict) else ():
             if copy.data.get(key, "") is None:
                 copy.data[key] = "unread"
     return copy

@@ -86,16 +86,12 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     check_start(s, abstract, workdir)
     if flags.FLAGS.dry_run:
         train_step.trace(abstract, run.abstract_batch())
-        with run_dir.scratch(workdir) as folder:
-            open_data(run, graphdef, folder)
-        print_primary(c)
-        return 0
+        return dry_run(run, graphdef, workdir, c)
     startup.mark("config and mesh")
 
     # --- The data.
     workdir.mkdir(parents=True, exist_ok=True)
-    training, validation, evaluate = open_data(run, graphdef, workdir)
-    batches = iter(training)
+    batches, validation, evaluate = open_data(run, graphdef, workdir)
     stack.callback(batches.close)
     startup.mark("tokenizer and data")
 
@@ -165,13 +161,21 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
 # --- parts of the run -----------------------------------------------------------------------------------
 
 
+def dry_run(run: Experiment, graphdef: nnx.GraphDef, workdir: Path, c: ConfigDict) -> int:
+    """Opens the data as a start does, but beside the workdir, and prints the config."""
+    with run_dir.scratch(workdir) as folder:
+        open_data(run, graphdef, folder)
+    print_primary(c)
+    return 0
+
+
 def open_data(run: Experiment, graphdef: nnx.GraphDef, workdir: Path) -> tuple[Any, Any, Evaluate]:
-    """The training data, the validation data and the evaluation on it, with the run's own tokenizer."""
+    """Training batches, validation data and the evaluation on it, with the run's own tokenizer."""
     s = run.settings
     tokenizer = prepare_tokenizer(s, workdir)
     validation = make_data(s, tokenizer, "validation", run.mesh)
     evaluate = run.family.evaluator(graphdef, s.model, s.data, s.loss, validation)
-    return make_data(s, tokenizer, "train", run.mesh), validation, evaluate
+    return iter(make_data(s, tokenizer, "train", run.mesh)), validation, evaluate
 
 
 def compile_in_background(

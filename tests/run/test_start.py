@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import pytest
+from ml_collections import ConfigDict
 
 from maxlp import train
 from maxlp.core.train_state import abstract_state
@@ -47,9 +48,7 @@ def dry_run(workdir: Path, values: dict[str, Any], family: str = "llama") -> Non
     run, graphdef, abstract = prepared(workdir, values, family)
     with jax.set_mesh(run.mesh):
         check_start(run.settings, abstract, workdir)
-        with run_dir.scratch(workdir) as folder:
-            training, _, _ = train.open_data(run, graphdef, folder)
-            iter(training).close()
+        train.dry_run(run, graphdef, workdir, ConfigDict())
 
 
 @pytest.fixture
