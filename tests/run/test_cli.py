@@ -55,7 +55,7 @@ cli.define_config()
 flags.DEFINE_float("rate", 1.0, "", lower_bound=0.0)
 flags.DEFINE_integer("seed", 0, "")
 flags.DEFINE_bool("fast", False, "")
-cli.run(lambda: print("×…"))
+cli.run(lambda: print("\\u00d7\\u2026"))
 """
 
 
