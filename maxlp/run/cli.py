@@ -149,6 +149,8 @@ def _exit_on_error(main: Callable[..., Any], words: list[str]) -> None:
 
 def _fail(message: str, code: int = 2) -> typing.NoReturn:
     print(f"error: {message}", file=sys.stderr, flush=True)
+    if "jax" not in sys.modules:  # nothing compiles, and no other process waits
+        sys.exit(code)
     from maxlp.runtime import distributed
 
     distributed.hard_exit(code)

@@ -106,11 +106,13 @@ def test_what_a_start_refuses_is_refused_by_a_dry_run(family, values, part, tmp_
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_a_workdir_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch):
+def test_a_workdir_that_cannot_be_written_to_is_refused(tmp_path, corpus, monkeypatch):
     (tmp_path / "file").write_text("")
     for workdir in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(ValueError, match=rf"^--workdir={workdir}: {tmp_path}/file is a file"):
             run_dir.check_workdir(workdir)
+    with pytest.raises(ValueError, match=rf"^--workdir={tmp_path}/file: "):
+        dry_run(tmp_path / "file", {"data.source": f"text:{corpus}"})
     run_dir.check_workdir(tmp_path / "new" / "run")
     monkeypatch.setattr("os.access", lambda path, mode: False)  # tests may run as root
     with pytest.raises(ValueError, match=rf"^--workdir={tmp_path}/new/run: {tmp_path} is not writable"):
