@@ -92,14 +92,14 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     print_primary(describe(run, abstract))
     check_start(run, abstract, workdir)
     if flags.FLAGS.dry_run:
-        return dry_run(run, graphdef, train_step, abstract, workdir, c)
+        train_step.trace(abstract, run.abstract_batch())
+        return dry_run(run, graphdef, workdir, c)
     startup.mark("config and mesh")
 
     # --- The data. Nothing in the workdir is touched before no other process can.
     lock.acquire()
     with run_dir.undone_on_failure(workdir):
-        training, validation, evaluate = open_data(run, graphdef, workdir)
-    batches = iter(training)
+        batches, validation, evaluate = open_data(run, graphdef, workdir)
     stack.callback(batches.close)
     startup.mark("tokenizer and data")
 
@@ -175,16 +175,8 @@ def report_changes(workdir: Path, c: ConfigDict) -> list[str]:
     return list(changed)
 
 
-def dry_run(
-    run: Experiment,
-    graphdef: nnx.GraphDef,
-    train_step: jax.stages.Wrapped,
-    abstract: State,
-    workdir: Path,
-    c: ConfigDict,
-) -> int:
-    """Does what a start does before it compiles, and prints the config; leaves the workdir as it is."""
-    train_step.trace(abstract, run.abstract_batch())
+def dry_run(run: Experiment, graphdef: nnx.GraphDef, workdir: Path, c: ConfigDict) -> int:
+    """Opens the data as a start does, but beside the workdir, and prints the config."""
     with run_dir.scratch(workdir) as folder:
         open_data(run, graphdef, folder)
     print_primary(c)
@@ -192,16 +184,17 @@ def dry_run(
 
 
 def open_data(run: Experiment, graphdef: nnx.GraphDef, workdir: Path) -> tuple[Any, Any, Evaluate]:
-    """The training data, the validation data and the evaluation on it, with the run's own tokenizer."""
+    """Training batches, validation data and the evaluation on it, with the run's own tokenizer."""
     s = run.settings
     tokenizer = prepare_tokenizer(s, workdir)
     training, validation = (make_data(s, tokenizer, split, run.mesh) for split in ("train", "validation"))
-    merge_states(distributed.gather_json(iter(training).get_state()))  # fails unless all have the same
+    batches = iter(training)
+    merge_states(distributed.gather_json(batches.get_state()))  # fails unless all processes have the same
     if state := changes.saved_data_state(workdir):  # other data is refused before anything compiles
-        iter(training).set_state(state, flags.FLAGS.allow_change)
+        batches.set_state(state, flags.FLAGS.allow_change)
     print_primary(f"data: {training.describe()}; validation: {validation.describe()}")
     evaluate = run.family.evaluator(graphdef, s.model, s.data, s.loss, validation)
-    return training, validation, evaluate
+    return batches, validation, evaluate
 
 
 def compile_in_background(
