@@ -156,6 +156,9 @@ def _fail(message: str, code: int = 2) -> typing.NoReturn:
     if len(message) > MAX_MESSAGE:
         message = f"{message[: MAX_MESSAGE // 2]} … {message[-MAX_MESSAGE // 2 :]}"
     print(f"error: {message}", file=sys.stderr, flush=True)
-    from maxlp.runtime import distributed
+    # Commands that use devices: their threads may still compile, or wait for other processes.
+    if "maxlp.runtime.distributed" in sys.modules:
+        from maxlp.runtime.preemption import hard_exit
 
-    distributed.hard_exit(code)
+        hard_exit(code)
+    sys.exit(code)
