@@ -241,8 +241,15 @@ def export_weights(
     # Before any weights are read: these raise for a model that the format does not support.
     layout, texts = weight_format.layout(model), weight_format.config_files(model, run_tokenizer)
     with files.unfinished(output) as unfinished:
+        if c.get("train", {}).get("lora", {}).get("rank"):
+            graphdef, state, _ = restore_model(c, workdir, step, _cpu_mesh())
+            params = merged_params(nnx.merge(graphdef, state["params"], state["model_state"]))
+        else:
+            root = workdir / "checkpoints"
+            root = root if step is None else root / str(step)
+            params = checkpoint.load_params(root, _abstract_params(family, model))
         with _naming(workdir):
-            tensors = weights.to_other(_trained_params(c, family, model, workdir, step), layout)
+            tensors = weights.to_other(params, layout)
         write_tensors(
             unfinished,
             tensors,
@@ -254,16 +261,6 @@ def export_weights(
         for name, content in texts.items():
             if not (unfinished / name).exists():  # the run's own tokenizer_config.json takes precedence
                 files.write_json(unfinished / name, content)
-
-
-def _trained_params(c: ConfigDict, family: Family, model: Any, workdir: Path, step: int | None) -> dict:
-    """The parameters of a checkpoint, with LoRA's adapters merged into them."""
-    if c.get("train", {}).get("lora", {}).get("rank"):
-        graphdef, state, _ = restore_model(c, workdir, step, _cpu_mesh())
-        return merged_params(nnx.merge(graphdef, state["params"], state["model_state"]))
-    root = workdir / "checkpoints"
-    root = root if step is None else root / str(step)
-    return checkpoint.load_params(root, _abstract_params(family, model))
 
 
 # --- both -----------------------------------------------------------------------------------------------
