@@ -15,6 +15,8 @@ resumes the run.
 import concurrent.futures
 import contextlib
 import functools
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,7 +43,7 @@ from maxlp.run.restore import evaluated
 from maxlp.run.settings import Settings
 from maxlp.run.tokenizer import prepare_tokenizer
 from maxlp.runtime import distributed, files, hardware, preemption
-from maxlp.runtime.checkpoint import Checkpointer
+from maxlp.runtime.checkpoint import Checkpointer, ClockSetBackError
 from maxlp.runtime.distributed import is_primary, print_primary
 from maxlp.runtime.lock import WorkdirLock
 from maxlp.runtime.throughput import Throughput
@@ -70,6 +72,11 @@ def main() -> int:
             except guards.RollbackRequested as request:
                 print_primary(guards.roll_back(workdir, request.spike, request.config))
                 startup = Startup(time.monotonic())
+            except ClockSetBackError as error:
+                if jax.process_count() > 1:
+                    raise
+                print_primary(f"{error}: starting it")
+                os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup: "Startup") -> int:
@@ -267,8 +274,8 @@ def save(checkpoints: Checkpointer, step: int, state: State, data_state: dict, w
 
 def data_ended(step: int, total_steps: int) -> ValueError:
     return ValueError(
-        f"the data ended at step {step} of config.train.total_steps={total_steps}; that step is saved; raise "
-        "config.data.num_epochs or lower config.train.total_steps"
+        f"the data ended at step {step} of config.train.total_steps={total_steps}; that step is saved; "
+        "raise config.data.num_epochs or lower config.train.total_steps"
     )
 
 

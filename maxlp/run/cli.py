@@ -1,5 +1,6 @@
 """What the commands share: flags, and users' mistakes reported in one line."""
 
+import errno
 import functools
 import os
 import re
@@ -14,10 +15,11 @@ from ml_collections import config_flags
 from maxlp.run.config import RENAMED
 from maxlp.runtime import distributed
 from maxlp.runtime.checkpoint import NotWrittenError
-from maxlp.runtime.preemption import EXIT_INTERRUPTED
+from maxlp.runtime.preemption import EXIT_FAILED, EXIT_INTERRUPTED
 
-# Users' path errors. Other errors of the system may be transient, so that a launcher tries again.
+# Users' path errors. Others of the system, such as a full disk, may be gone when a launcher tries again.
 PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+PATH_ERROR_NUMBERS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 
 
 def define_flags(workdir: str = "Directory of the run.", config_required: bool = True) -> None:
@@ -88,14 +90,28 @@ def _exit_on_error(main: Callable[[], Any]) -> None:
         logging.set_verbosity(logging.WARNING)
     try:
         sys.exit(main())
-    except (ValueError, FloatingPointError, KeyboardInterrupt, *PATH_ERRORS) as error:
+    except (ValueError, FloatingPointError, KeyboardInterrupt, OSError) as error:
         if os.environ.get("MAXLP_TRACEBACK"):
             raise
         if isinstance(error, KeyboardInterrupt):
             _fail("interrupted", EXIT_INTERRUPTED)
-        # A full disk may have room at the next start: launchers try again after exit code 1.
-        code = 1 if isinstance(error, NotWrittenError) else 2
-        _fail(f"{error} (MAXLP_TRACEBACK=1 shows where)", code)
+        _fail(f"{_reason(error)} (MAXLP_TRACEBACK=1 shows where)", EXIT_FAILED if _may_pass(error) else 2)
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether the system failed rather than the user, so that the same command may succeed later."""
+    if isinstance(error, OSError):
+        return not isinstance(error, PATH_ERRORS) and error.errno not in PATH_ERROR_NUMBERS
+    return isinstance(error, NotWrittenError)
+
+
+def _reason(error: BaseException) -> str:
+    """The message; that of the operating system with the path first."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return " ".join(str(error).split())
+    path = f"{error.filename}: " if error.filename else ""
+    advice = "; the same command resumes the run once this is solved" if _may_pass(error) else ""
+    return f"{path}{error.strerror}{advice}"
 
 
 def _fail(message: str, code: int = 2) -> typing.NoReturn:
