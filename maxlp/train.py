@@ -80,11 +80,9 @@ def main() -> int:
 
 
 def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup: "Startup") -> int:
-    """Runs a config to its end in a workdir; returns the exit code of the process.
+    """Runs a config to its end in the workdir of ``lock``; returns the exit code of the process.
 
-    Args:
-      lock: of the workdir.
-      stack: closes what must be closed, however the run ends.
+    ``stack`` closes what must be closed, however the run ends.
     """
     # --- The config, resolved once: checked before anything is allocated or compiled.
     run = resolve(c)

@@ -274,7 +274,7 @@ class Checkpointer:
         elapsed, set_back = time.monotonic() - self._clocks[1], self._set_back()
         if set_back > 1 and elapsed > _CLOCK_GRACE + 2 * self._longest:
             raise ClockSetBackError(
-                f"checkpoint {self.directory}/{self._newest} was not written, because the system's clock was "
+                f"checkpoint {self.directory}/{self._newest} was not written, because the clock was "
                 f"set back by {set_back:,.0f} s meanwhile; the same command resumes from the one before it"
             )
 
