@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 
 from maxlp.data.images import encode_png
 from maxlp.runtime import manifest
+from maxlp.runtime.lock import WorkdirLock
 from maxlp.runtime.writers import read_jsonl
 from tests.run_outputs import arrays, checkpoint, losses, records
 from tests.training_runs import ROOT, finish, start
@@ -145,6 +147,29 @@ def remove_watch(saved: Path) -> None:
     (saved / "checkpoint.json").write_text(json.dumps(record))
     (saved / "manifest.txt").unlink()
     manifest.write(saved, manifest.checksums(saved, manifest.file_sizes(saved)))
+
+
+def refused(workdir: Path, message: str) -> None:
+    """A start that ends with one line and changes nothing."""
+
+    def content():
+        return {p: p.is_file() and p.read_bytes() for p in workdir.rglob("*")}
+
+    before, process = content(), start(workdir, *WHOLE)
+    out = finish(process, code=2)
+    assert message in out.splitlines()[-1] and "Traceback" not in out
+    assert content() == before
+
+
+def test_a_workdir_in_use_or_without_its_checkpoints_is_refused_and_stays_as_it_is(whole, tmp_path):
+    workdir = shutil.copytree(whole[0], tmp_path / "run")
+    (workdir / "checkpoints" / "99.unfinished").mkdir()
+    with WorkdirLock(workdir) as lock:
+        lock.acquire()
+        lock._released.set()  # no more beats
+        refused(workdir, f"{workdir} is in use: process {os.getpid()} on ")
+    shutil.rmtree(workdir / "checkpoints")
+    refused(workdir, "checkpoints holds no checkpoint, but the run had saved step 12")
 
 
 def test_a_loss_that_is_not_finite_is_not_saved(tmp_path):
