@@ -134,17 +134,24 @@ def _exit_on_error(main: Callable[..., Any], words: list[str]) -> None:
         logging.set_verbosity(logging.WARNING)
     try:
         sys.exit(main(*words))
-    except (ValueError, FloatingPointError, KeyboardInterrupt, OSError) as error:
-        from maxlp.runtime.checkpoint import NotWrittenError
+    except (ValueError, FloatingPointError, OSError) as error:
+        if os.environ.get("MAXLP_TRACEBACK"):
+            raise
+        _fail(f"{' '.join(str(error).split())} (MAXLP_TRACEBACK=1 shows where)", _exit_code(error))
+    except KeyboardInterrupt:
         from maxlp.runtime.preemption import EXIT_INTERRUPTED
 
         if os.environ.get("MAXLP_TRACEBACK"):
             raise
-        if isinstance(error, KeyboardInterrupt):
-            _fail("interrupted", EXIT_INTERRUPTED)
-        # A full disk may have room at the next start: launchers try again after exit code 1.
-        is_users = not isinstance(error, NotWrittenError) and isinstance(error, USERS_ERRORS)
-        _fail(f"{' '.join(str(error).split())} (MAXLP_TRACEBACK=1 shows where)", 2 if is_users else 1)
+        _fail("interrupted", EXIT_INTERRUPTED)
+
+
+def _exit_code(error: Exception) -> int:
+    """2 for what the user can correct, 1 for what may succeed at the next start: launchers try again."""
+    checkpoint = sys.modules.get("maxlp.runtime.checkpoint")  # which imports JAX
+    if checkpoint is not None and isinstance(error, checkpoint.NotWrittenError):  # a full disk
+        return 1
+    return 2 if isinstance(error, USERS_ERRORS) else 1
 
 
 def _fail(message: str, code: int = 2) -> typing.NoReturn:

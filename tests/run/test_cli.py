@@ -109,7 +109,7 @@ def test_exit_codes_distinguish_mistakes_from_failures(error, code, message):
 
 def test_an_error_does_not_wait_for_the_compiler():
     program = """
-import concurrent.futures, time
+import concurrent.futures, jax, time
 from maxlp.run import cli
 def main():
     concurrent.futures.ThreadPoolExecutor(1).submit(time.sleep, 60)
