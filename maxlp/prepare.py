@@ -21,6 +21,7 @@ leaves no `dataset.json`, and a folder without one is refused as a source.
 
 import errno
 import functools
+import io
 import os
 import sys
 from typing import Any, NoReturn
@@ -252,7 +253,8 @@ def main(argv: list[str]) -> None:
 
 def _parse_flags(argv: list[str]) -> list[str]:
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # a locale that lacks a character of a message
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # the locale may lack a character of a message
     try:
         return flags.FLAGS(argv)
     except flags.Error as error:

@@ -1,6 +1,7 @@
 """What the commands share: flags, and users' mistakes reported in one line."""
 
 import functools
+import io
 import os
 import re
 import sys
@@ -41,6 +42,9 @@ def run(main: Callable[[], Any], words: int = 0) -> None:
     Args:
       words: number of arguments that the command takes besides flags; any further ones are mistyped flags.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # the locale may lack a character of a message
     app.run(lambda _: _exit_on_error(main), flags_parser=functools.partial(_parse_flags, words=words))
 
 
