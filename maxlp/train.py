@@ -175,13 +175,11 @@ def open_data(s: Settings, workdir: Path, mesh: Mesh) -> tuple[Any, Any]:
     with run_dir.created(workdir):
         tokenizer = prepare_tokenizer(s, workdir)
         training, validation = (make_data(s, tokenizer, split, mesh) for split in ("train", "validation"))
-        merge_states(
-            distributed.gather_json(iter(training).get_state())
-        )  # all processes have the same data
-        if state := changes.saved_data_state(workdir):
-            iter(training).set_state(
-                state, flags.FLAGS.allow_change
-            )  # other data is refused before anything
+        # Other data is refused before anything is compiled or restored.
+        merge_states(distributed.gather_json(iter(training).get_state()))
+        state = changes.saved_data_state(workdir)
+        if state and not flags.FLAGS.allow_change:
+            iter(training).set_state(state)
     print_primary(f"data: {training.describe()}; validation: {validation.describe()}")
     return training, validation
 
