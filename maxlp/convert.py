@@ -21,12 +21,13 @@ Both run on the CPU and need memory for one copy of the model. An export also ne
 
 import dataclasses
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 from absl import flags
+from flax import nnx
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from maxlp import families
@@ -34,8 +35,10 @@ from maxlp.core.train_state import abstract_model, num_params
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
 from maxlp.families import Family, weights
 from maxlp.families.weights import WeightFormat
+from maxlp.nn.lora import merged_params
 from maxlp.parallel import sharding
 from maxlp.run import cli, run_dir
+from maxlp.run.restore import restore_model
 from maxlp.run.settings import read_model
 from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import checkpoint, files
@@ -66,9 +69,8 @@ def define_flags() -> None:
     flags.DEFINE_integer("image_size", None, "import: image size to resize the model to.", lower_bound=1)
 
 
-def main() -> None:
+def main(command: str = "nothing") -> None:
     jax.config.update("jax_platforms", "cpu")
-    command = sys.argv[1] if len(sys.argv) > 1 else "nothing"
     values = flags.FLAGS
     if command == "import":
         source, workdir = _required("input"), _required("output")
@@ -88,7 +90,7 @@ def _required(flag: str) -> Path:
     value = flags.FLAGS[flag].value
     if value is None:
         raise ValueError(f"--{flag} is missing; see --help")
-    return Path(value)
+    return files.local_path(value, f"--{flag}")
 
 
 # --- import ---------------------------------------------------------------------------------------------
@@ -214,10 +216,13 @@ def export_weights(
 
     # Before any weights are read: these raise for a model that the format does not support.
     layout, texts = weight_format.layout(model), weight_format.config_files(model, run_tokenizer)
-    root = workdir / "checkpoints"
-    params = checkpoint.load_params(
-        root if step is None else root / str(step), _abstract_params(family, model)
-    )
+    if c.get("train", {}).get("lora", {}).get("rank"):
+        graphdef, state, _ = restore_model(c, workdir, step, _cpu_mesh())
+        params = merged_params(nnx.merge(graphdef, state["params"], state["model_state"]))
+    else:
+        root = workdir / "checkpoints"
+        root = root if step is None else root / str(step)
+        params = checkpoint.load_params(root, _abstract_params(family, model))
     write_tensors(
         output,
         weights.to_other(params, layout),
@@ -236,9 +241,12 @@ def export_weights(
 
 def _abstract_params(family: Family, model: Any) -> dict:
     """The parameters as shapes on one CPU device, in the model's ``param_dtype``."""
-    mesh = sharding.make_mesh(devices=jax.devices("cpu")[:1])
-    _, abstract = abstract_model(lambda rngs: family.make_model(model, rngs=rngs), mesh)
+    _, abstract = abstract_model(lambda rngs: family.make_model(model, rngs=rngs), _cpu_mesh())
     return abstract["params"]
+
+
+def _cpu_mesh() -> Mesh:
+    return sharding.make_mesh(devices=jax.devices("cpu")[:1])
 
 
 def _check_unused(directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""Converts a corpus, or images with texts, to ArrayRecord shards for fast random access.
+"""Converts texts, or images with texts, to ArrayRecord shards.
 
     python -m maxlp.prepare text --source='jsonl:/data/c4/*.jsonl' --output=/data/c4_text
     python -m maxlp.prepare text --source=parquet:/data/fineweb --output=/data/fineweb_llama3 \\
@@ -19,21 +19,20 @@ Beside the shards are the tokenizer and `dataset.json`, which is written last. A
 leaves no `dataset.json`, and a folder without one is refused as a source.
 """
 
-import errno
 import functools
-import io
 import os
-import sys
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from maxlp.data import shards as shards_lib
 from maxlp.data.readers.array_record import FORMATS, MANIFEST, pack_example
 from maxlp.data.sources import Mixture, Source, make_source, open_source, parse_spec, sample_texts
-from maxlp.data.specs import one_line, split_options
+from maxlp.data.specs import split_options
 from maxlp.data.tokenizers import Tokenizer, as_bytes, make_tokenizer
+from maxlp.run import cli
+from maxlp.runtime.files import local_path
 
 TOKENIZER_SAMPLE_BYTES = 64_000_000
 
@@ -71,7 +70,7 @@ def prepare_text(
     """
     if tokenizer and train_tokenizer:
         raise ValueError(f"give tokenizer={tokenizer!r} or train_tokenizer={train_tokenizer}, not both")
-    _check_output(output, shards, num_workers, overwrite)
+    output = _check_output(output, shards, num_workers, overwrite)
     documents = make_source(source, split)
     if isinstance(documents, Mixture):
         raise ValueError(f"source {source!r} is a mixture; prepare each part, and mix them in training")
@@ -110,7 +109,7 @@ def prepare_image_text(
     Raises:
       ValueError: `output` already holds a dataset, or an argument is wrong.
     """
-    _check_output(output, shards, num_workers, overwrite)
+    output = _check_output(output, shards, num_workers, overwrite)
     examples = open_source(parse_spec(source, split, "image_text"))
     with shards_lib.no_partial_files(output):
         written = shards_lib.write_shards(output, examples, _image_text_record, shards, num_workers)
@@ -126,11 +125,13 @@ def prepare_image_text(
     return manifest
 
 
-def _check_output(output: str, shards: int, num_workers: int, overwrite: bool) -> None:
+def _check_output(output: str, shards: int, num_workers: int, overwrite: bool) -> str:
+    output = str(local_path(output, "--output"))
     if shards < 1 or num_workers < 1:
         raise ValueError(f"shards={shards} and num_workers={num_workers} must be at least 1")
     if os.path.exists(os.path.join(output, MANIFEST)) and not overwrite:
         raise ValueError(f"{output} holds a dataset already; pass --overwrite to replace it")
+    return output
 
 
 def _train_tokenizer(documents: Source, vocab_size: int) -> Tokenizer:
@@ -240,37 +241,14 @@ def _flag_values(*names: str) -> dict[str, Any]:
 COMMANDS = {"text": text_command, "image_text": image_text_command}
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) != 2 or argv[1] not in COMMANDS:
-        given = " ".join(argv[1:]) or "nothing"
-        _fail(ValueError(f"expected one subcommand of: {', '.join(COMMANDS)}; got {given}"))
-    try:
-        written = COMMANDS[argv[1]]()
-    except (ValueError, OSError) as error:
-        _fail(error)
+def main(command: str = "nothing") -> None:
+    """Runs a subcommand and prints what it wrote."""
+    if command not in COMMANDS:
+        raise ValueError(f"the first argument must be one of {', '.join(COMMANDS)}, not {command!r}")
+    written = COMMANDS[command]()
     print(f"wrote {written}; use them as array_record:{flags.FLAGS.output}")
-
-
-def _parse_flags(argv: list[str]) -> list[str]:
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # the locale may lack a character of a message
-    try:
-        return flags.FLAGS(argv)
-    except flags.Error as error:
-        _fail(error)
-
-
-def _fail(error: Exception) -> NoReturn:
-    print(f"prepare: {one_line(error)}", file=sys.stderr)
-    may_succeed_later = isinstance(error, OSError) and error.errno in (
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.EIO,
-    )
-    sys.exit(1 if may_succeed_later else 2)
 
 
 if __name__ == "__main__":
     define_flags()
-    app.run(main, flags_parser=_parse_flags)
+    cli.run(main, words=1)

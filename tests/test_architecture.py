@@ -13,14 +13,15 @@ import pytest
 from tests.fixtures import Trainer, batch
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = {"train", "evaluate", "generate", "plan", "convert", "prepare", "report"}
+COMMANDS = {"train", "evaluate", "generate", "plan", "convert", "prepare", "report", "__main__"}
 
 # The packages that each package may import at the top of its files. "families" is the contract alone; each
-# family counts as a package of its own, which is loaded by name.
+# family counts as a package of its own, which is loaded by name. All may import "schema".
 ALLOWED: dict[str, set[str]] = {
+    "schema": set(),
     "numerics": set(),
     "runtime": set(),
-    "data": set(),
+    "data": {"runtime"},
     "parallel": {"numerics"},
     "nn": {"parallel"},
     "core": {"nn", "parallel"},
@@ -36,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
 ALLOWED_IN_FAMILIES = {*ALLOWED} - {"monitoring", "optim"}
 FAMILIES = ("llama", "clip")
 
-MAX_CLOSURE_LINES = 10_000  # of our code in a Llama training run
+MAX_CLOSURE_LINES = 10_500  # of our code in a Llama training run
 MAX_FILES_TO_GRADIENT = 8
 MAX_FUNCTION_LINES = 90
 MAX_NESTED_FUNCTIONS = 3
@@ -92,7 +93,7 @@ def lines(paths: set[Path]) -> int:
 @pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_packages_import_only_what_they_may(path):
     package = package_of(path)
-    used = {package_of(p) for p in top_level_imports(path)} - {package, "__init__"}
+    used = {package_of(p) for p in top_level_imports(path)} - {package, "schema", "__init__"}
     if package in FAMILIES:
         assert used <= ALLOWED_IN_FAMILIES
     elif package in ALLOWED:
@@ -114,13 +115,18 @@ def test_there_is_no_import_circle():
     assert not graph, "a circle among these"
 
 
-def test_configs_import_only_each_other():
-    for path in files("configs"):
-        assert all(ROOT / "configs" in used.parents for used in top_level_imports(path)), path
+def presets() -> list[Path]:
+    """The config files, and what they share."""
+    return [*files("configs"), *(path for path in files() if path.name == "presets.py")]
 
 
-def test_data_and_configs_touch_no_device():
-    for path in (*files("maxlp/data"), *files("configs")):
+def test_presets_import_only_presets():
+    for path in presets():
+        assert all(used.name in ("presets.py", "__init__.py") for used in top_level_imports(path)), path
+
+
+def test_data_and_presets_touch_no_device():
+    for path in (*files("maxlp/data"), *presets()):
         modules = {
             alias.name
             for node in ast.walk(tree(path))
@@ -153,7 +159,7 @@ def test_a_llama_run_imports_few_lines():
         "--dry_run",
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    imported = {Path(name) for name in json.loads(done.stdout.splitlines()[-1])}
+    imported = {Path(name) for name in json.loads(done.stdout.splitlines()[-1])} - {*presets()}
     assert lines(imported) <= MAX_CLOSURE_LINES
     names = {name for path in imported for name in path.relative_to(ROOT).parts}
     assert not {"clip", "planning"} & names

@@ -85,8 +85,8 @@ def test_token_dtype_by_vocabulary():
 
 
 def test_tokenizer_is_kept_beside_the_tokens(corpus, tmp_path):
-    path, tokenizer = tmp_path / "tokenizer.json", train_bpe(TEXTS, 300)
-    path.write_bytes(tokenizer.files["tokenizer.json"])
+    path = str(tmp_path / "tokenizer.json")
+    tokenizer = train_bpe(TEXTS, 300, path)
     prepare_text(corpus, str(tmp_path / "out"), tokenizer=f"{path}?pad=a")
     os.remove(path)
     source = make_source(f"array_record:{tmp_path}/out", "all")
@@ -183,7 +183,7 @@ def test_killed_worker_is_reported_and_nothing_is_left(tmp_path):
     with running(tmp_path, num_workers=2) as (handle, process, output):
         next(each for each in handle.children() if "spawn_main" in " ".join(each.cmdline())).kill()
         message = process.communicate(timeout=60)[1].splitlines()[-1]
-    assert process.returncode == 2 and message.startswith("prepare: a worker process died")
+    assert process.returncode == 2 and message.startswith("error: a worker process died")
     assert not os.listdir(output)
 
 
@@ -211,9 +211,9 @@ def test_sources_that_cannot_be_prepared(corpus, tmp_path):
     with pytest.raises(ValueError, match="holds tokens already"):
         prepare_text(f"array_record:{tmp_path}/tokens", str(tmp_path / "out"))
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(ValueError, match="all of its 1 documents are empty"):
+    with pytest.raises(ValueError, match="all of its documents are empty"):
         prepare_text(f"text:{tmp_path}/empty.txt", str(tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "out").iterdir())
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -229,18 +229,9 @@ def test_command(corpus, tmp_path):
     assert "--overwrite" in again.stderr
 
 
-def test_wrong_flags_are_one_line():
-    done = run("text", "--shards=many")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--shards" in done.stderr
-
-
-def test_subcommand_errors_are_one_line(capsys):
-    for argv, words in (
-        ([], "expected one subcommand of: text, image_text; got nothing"),
-        (["video"], "expected one subcommand of: text, image_text; got video"),
-        (["text", "more"], "got text more"),
-    ):
-        with pytest.raises(SystemExit) as caught:
-            prepare.main(["prepare", *argv])
-        message = capsys.readouterr().err
-        assert caught.value.code == 2 and words in message and message.count("\n") == 1
+def test_subcommand_errors_are_one_line():
+    for words in ((), ("video",)):
+        with pytest.raises(ValueError) as caught:
+            prepare.main(*words)
+        given = words[0] if words else "nothing"
+        assert str(caught.value) == f"the first argument must be one of text, image_text, not {given!r}"

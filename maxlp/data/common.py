@@ -3,15 +3,18 @@
 import functools
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import grain
 import numpy as np
 from absl import flags, logging
 from grain.experimental import index_shuffle
 
+from maxlp.schema import Range
+
 Batch = dict[str, np.ndarray]
 Seeds = tuple[int, ...]
+Workers = Annotated[int, Range(at_least=0, at_most=1024)]
 
 FINGERPRINTS = "fingerprints"  # in the settings of a state: those of the sources, see `data.fingerprint`
 
@@ -20,16 +23,6 @@ def require(condition: bool, message: str) -> None:
     """Raises a `ValueError` unless `condition` holds."""
     if not condition:
         raise ValueError(message)
-
-
-def check_batching(batch_size: int, num_epochs: int | None, num_workers: int) -> None:
-    """Checks the config fields that both pipelines have; raises a `ValueError`."""
-    require(batch_size > 0, f"batch_size={batch_size} must be positive")
-    require(
-        num_epochs is None or num_epochs > 0,
-        f"num_epochs={num_epochs} must be positive, or None to repeat without end",
-    )
-    require(num_workers >= 0, f"num_workers={num_workers} must not be negative")
 
 
 def check_process(batch_size: int, seed: int, process_index: int, process_count: int) -> None:

@@ -15,22 +15,39 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import grain
 import numpy as np
 from absl import logging
 
+from maxlp import schema
 from maxlp.data import common, fingerprint, images
-from maxlp.data.common import Batch, require
+from maxlp.data.common import Batch
 from maxlp.data.images import Example
 from maxlp.data.readers import BrokenExample
 from maxlp.data.sources import Source, Spec, check_split, open_source, parse_spec
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
+from maxlp.schema import INT32, Count, CountOrZero, Range
 
 TEMPLATES = ("a photo of a {}.",)
 CHUNK_ROWS = 32  # rows that one thread makes at a time
 ORDER, AUGMENT = 0, 1  # part of the seeds, so that the two uses of random numbers are independent
+
+
+class HasPlaceholder(NamedTuple):
+    """A sentence with a place for the name of a class."""
+
+    def error(self, value: str) -> str | None:
+        """See `schema.Rule`."""
+        try:
+            value.format("")
+        except (ValueError, LookupError):
+            return "must have one {} for the class, and no other braces"
+        return None if "{}" in value else "must have a {} for the class"
+
+
+CropFraction = Annotated[float, Range(above=0, at_most=1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,33 +77,24 @@ class ImageTextDataConfig:
     source: str
     validation_source: str = ""
     tokenizer: str
-    text_len: int
-    image_size: int
-    batch_size: int
-    crop_scale: tuple[float, float] = images.CROP_SCALE
+    text_len: Annotated[int, Range(at_least=3), INT32]
+    image_size: Count
+    batch_size: Count
+    crop_scale: tuple[CropFraction, CropFraction] = images.CROP_SCALE
     classes: str = ""
-    templates: Sequence[str] = ()
-    max_pixels: int = images.MAX_PIXELS
-    max_broken: int = 100
-    num_epochs: int | None = None
-    num_threads: int = 4
-    num_workers: int = 0
+    templates: tuple[Annotated[str, HasPlaceholder()], ...] = ()
+    max_pixels: Annotated[int, Range(at_least=1)] = images.MAX_PIXELS
+    max_broken: CountOrZero = 100
+    num_epochs: Count | None = None
+    num_threads: Annotated[int, Range(at_least=1, at_most=1024)] = 4
+    num_workers: common.Workers = 0
 
     def __post_init__(self):
-        require(self.text_len >= 3, f"text_len={self.text_len} must be at least 3: bos, text and eos")
-        require(self.image_size > 0, f"image_size={self.image_size} must be positive")
-        common.check_batching(self.batch_size, self.num_epochs, self.num_workers)
-        scale = tuple(self.crop_scale)
-        require(
-            len(scale) == 2 and 0 < scale[0] <= scale[1] <= 1,
-            f"crop_scale={scale} must be two ascending fractions above 0, up to 1",
-        )
-        require(
-            not isinstance(self.templates, str) and all("{}" in each for each in self.templates),
-            f"templates={self.templates!r} must each have a {{}} for the class",
-        )
-        require(self.num_threads > 0, f"num_threads={self.num_threads} must be positive")
-        require(self.max_broken >= 0, f"max_broken={self.max_broken} must not be negative")
+        schema.check(self)
+        if self.crop_scale[0] > self.crop_scale[1]:
+            raise ValueError(
+                f"crop_scale={self.crop_scale} must be ascending: the smallest fraction, then the largest"
+            )
 
 
 def make_data(
@@ -123,7 +131,7 @@ def make_data(
             f" use at most {len(examples)}"
         )
     tokenizer = make_tokenizer(config.tokenizer)
-    settings = dict(
+    settings: dict[str, Any] = dict(
         seed=seed,
         batch_size=config.batch_size,
         examples=len(examples),

@@ -31,16 +31,18 @@ import math
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import grain
 import numpy as np
 
+from maxlp import schema
 from maxlp.data import common
 from maxlp.data.common import Batch, Seeds, require
 from maxlp.data.packing import PACKERS
 from maxlp.data.sources import Mixture, check_split, make_source
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
+from maxlp.schema import INT32, Count, OneOf, Range
 
 Cursor = tuple[int, int]  # (document of the stream, offset in its tokens)
 
@@ -82,22 +84,16 @@ class TextDataConfig:
 
     source: str
     tokenizer: str
-    seq_len: int
-    batch_size: int
-    packing: str = "concat"
+    seq_len: Annotated[int, Range(at_least=2), INT32]
+    batch_size: Count
+    packing: Annotated[str, OneOf(PACKERS)] = "concat"
     shuffle: bool = True
-    shuffle_tokens: int = 2**20
-    num_epochs: int | None = None
-    num_workers: int = 0
+    shuffle_tokens: Annotated[int, Range(at_least=0)] = 2**20
+    num_epochs: Count | None = None
+    num_workers: common.Workers = 0
 
     def __post_init__(self):
-        require(self.seq_len >= 2, f"seq_len={self.seq_len} must be at least 2")
-        common.check_batching(self.batch_size, self.num_epochs, self.num_workers)
-        require(
-            self.packing in PACKERS,
-            f"packing={self.packing!r} is unknown; choose one of {', '.join(PACKERS)}",
-        )
-        require(self.shuffle_tokens >= 0, f"shuffle_tokens={self.shuffle_tokens} must not be negative")
+        schema.check(self)
 
 
 def make_data(

@@ -19,13 +19,15 @@ from maxlp.runtime import checkpoint
 from maxlp.runtime.files import read_json
 
 # Sections and keys that decide what the model computes or what it learns from …
-FIXED = ("model", "data", "loss", "train.seed")
+FIXED = ("model", "data", "loss", "train.seed", "train.lora")
 # … except these, which decide where, how fast or how exactly it is computed, or what is measured.
 FREE = (
     *("model.dtype", "model.param_dtype", "model.attention", "model.scan_layers", "model.remat"),
     *("model.pipeline", "loss.num_chunks", "loss.method", "loss.tile_size"),
     *("data.num_workers", "data.num_threads", "data.max_broken", "data.validation_source"),
 )
+# Sections that change no number of the training.
+OBSERVING = ("spikes", "checkpoint", "metrics", "profile")
 
 
 def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> list[str]:
@@ -37,11 +39,7 @@ def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> list[str]
     Raises:
       ConfigError: a run that has a checkpoint would have another model or other data.
     """
-    if not (workdir / "config.json").exists():
-        return []
-    old, new = _flat(run_dir.load_config(workdir).to_dict()), _flat(json.loads(c.to_json_best_effort()))
-    keys = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
-    changes = {k: f"config.{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in keys}
+    changes = _changes(workdir, c)
     refused = [change for key, change in changes.items() if is_fixed(key)]
     if refused and not allow and saved_data_state(workdir) is not None:
         raise ConfigError(
@@ -49,6 +47,25 @@ def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> list[str]
             "change, use a new workdir, or add --allow_change"
         )
     return list(changes.values())
+
+
+def continues(workdir: Path, c: ConfigDict) -> bool:
+    """Whether a start without a checkpoint repeats an earlier one; otherwise it begins another run.
+
+    A run that was killed before its first checkpoint, or rolled back to its beginning, has the same config,
+    except for sections that change no number of the training.
+    """
+    changed = [key for key in _changes(workdir, c) if not _is_in(OBSERVING, key)]
+    return (workdir / "run.json").exists() and not changed
+
+
+def _changes(workdir: Path, c: ConfigDict) -> dict[str, str]:
+    """Changed key -> a line with both values; none without config.json."""
+    if not (workdir / "config.json").exists():
+        return {}
+    old, new = _flat(run_dir.load_config(workdir).to_dict()), _flat(json.loads(c.to_json_best_effort()))
+    keys = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+    return {k: f"config.{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in keys}
 
 
 def is_fixed(key: str) -> bool:

@@ -305,12 +305,12 @@ def test_class_names_and_templates(tmp_path):
         (dict(source="glyphs?heldout_faces=x"), "'heldout_faces' was renamed; write 'validation_faces'"),
         (dict(batch_size=4096), "batch_size=4096 is more than the 637 examples of source='glyphs'"),
         (dict(batch_size=6, process_count=4), "batch_size=6 must be a multiple of the 4"),
-        (dict(crop_scale=(0.5, 0.2)), "crop_scale=\\(0.5, 0.2\\) must be two ascending"),
-        (dict(templates=("no place",)), "must each have a {} for the class"),
+        (dict(crop_scale=(0.5, 0.2)), "crop_scale=\\(0.5, 0.2\\) must be ascending"),
+        (dict(templates=("no place",)), "must have a {} for the class"),
         (dict(split="test"), "split 'test' is unknown; choose one of train, validation"),
         (dict(text_len=2), "text_len=2 must be at least 3"),
-        (dict(num_threads=0), "num_threads=0 must be positive"),
-        (dict(max_broken=-1), "max_broken=-1 must not be negative"),
+        (dict(num_threads=0), "num_threads=0 must be between 1 and 1024"),
+        (dict(max_broken=-1), "max_broken=-1 must be at least 0"),
     ],
 )
 def test_errors_are_one_line(kwargs, message):

@@ -297,12 +297,12 @@ def test_empty_files_are_refused_at_the_start(tmp_path):
     [
         (dict(seq_len=1), "seq_len=1 must be at least 2"),
         (dict(batch_size=6, process_count=4), "batch_size=6 must be a multiple of the 4 processes"),
-        (dict(batch_size=0), "batch_size=0 must be positive"),
+        (dict(batch_size=0), "batch_size=0 must be at least 1"),
         (
             dict(process_index=2, process_count=2),
             "process_index=2 must be in 0 … process_count-1=1",
         ),
-        (dict(packing="best"), "packing='best' is unknown; choose one of concat, first_fit"),
+        (dict(packing="best"), "packing='best' is unknown; one of concat, first_fit"),
         (dict(seed=-1), "seed=-1 "),
         (dict(num_epochs=0), "num_epochs=0 "),
         (dict(num_workers=-1), "num_workers=-1 "),

@@ -30,7 +30,7 @@ FIXED = {
     "num_epochs",
     "llama loss": "z_loss",
     "clip loss": "kind",
-    "train": "seed",
+    "train": "seed lora",
 }
 FREE = {
     "llama model": "dtype param_dtype attention scan_layers remat pipeline",
@@ -67,7 +67,10 @@ def schema() -> dict[str, set[str]]:
         profile=Profiler,
     )
     later = dict(
-        mesh={"devices"}, checkpoint={"directory"}, metrics={*WRITER_ARGUMENTS}, profile={"workdir"}
+        mesh={"devices"},
+        checkpoint={"directory", "on_complete"},
+        metrics={*WRITER_ARGUMENTS},
+        profile={"workdir"},
     )
     found = {
         name: set(inspect.signature(f).parameters) - later.get(name, set()) for name, f in functions.items()

@@ -9,6 +9,7 @@ from maxlp.run import run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import read
 from maxlp.run.tokenizer import prepare_tokenizer, saved_tokenizer
+from maxlp.runtime.lock import WorkdirLock
 from tests.run.fixtures import changed, load
 
 
@@ -66,13 +67,16 @@ def test_the_tokenizer_of_a_start_without_a_checkpoint_is_made_anew(tmp_path):
 
 def test_a_failed_start_leaves_nothing(tmp_path):
     workdir = tmp_path / "a" / "b"
-    with pytest.raises(ValueError, match="wrong"), run_dir.created(workdir):
-        prepare_tokenizer(settings("bpe:261", source=corpus(tmp_path / "text", "xyxy " * 9)), workdir)
-        raise ValueError("wrong")
+    with pytest.raises(ValueError, match="wrong"), WorkdirLock(workdir) as lock:
+        lock.acquire()
+        with run_dir.undone_on_failure(workdir):
+            source = corpus(tmp_path / "text", "xyxy " * 9)
+            prepare_tokenizer(settings("bpe:261", source=source), workdir)
+            raise ValueError("wrong")
     assert not (tmp_path / "a").exists()
     workdir.mkdir(parents=True)
     (workdir / "config.json").write_text("{}")
-    with pytest.raises(KeyboardInterrupt), run_dir.created(workdir):
+    with pytest.raises(KeyboardInterrupt), run_dir.undone_on_failure(workdir):
         (workdir / "tokenizer.json").touch()
         raise KeyboardInterrupt
     assert [each.name for each in workdir.iterdir()] == ["config.json"]

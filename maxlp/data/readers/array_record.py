@@ -110,6 +110,7 @@ def read_manifest(folder: str, content: str) -> dict[str, Any]:
 
 def _wrong_entry(manifest: dict[str, Any]) -> str | None:
     """What is missing from a manifest or has the wrong type; None if nothing."""
+    entries: list[tuple[str, Any, dict[str, Any]]]
     if manifest["format"] == FORMATS["image_text"]:
         entries = [("", manifest, {"shards": list, "classes": list})]
     elif manifest.get("kind") == "tokens":
