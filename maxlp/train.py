@@ -183,8 +183,9 @@ def open_data(run: Experiment, graphdef: nnx.GraphDef, workdir: Path) -> tuple[A
     tokenizer = prepare_tokenizer(s, workdir)
     training, validation = (make_data(s, tokenizer, split, run.mesh) for split in ("train", "validation"))
     merge_states(distributed.gather_json(iter(training).get_state()))  # fails unless all have the same
-    if state := changes.saved_data_state(workdir):  # other data is refused before anything compiles
-        iter(training).set_state(state, flags.FLAGS.allow_change)
+    state = changes.saved_data_state(workdir)
+    if state and not flags.FLAGS.allow_change:  # other data is refused before anything compiles
+        iter(training).set_state(state)
     print_primary(f"data: {training.describe()}; validation: {validation.describe()}")
     evaluate = run.family.evaluator(graphdef, s.model, s.data, s.loss, validation)
     return training, validation, evaluate
