@@ -195,8 +195,10 @@ def open_data(run: Experiment, graphdef: nnx.GraphDef, workdir: Path) -> tuple[A
     training, validation = (make_data(s, tokenizer, split, run.mesh) for split in ("train", "validation"))
     batches = iter(training)
     merge_states(distributed.gather_json(batches.get_state()))  # fails unless all processes have the same
-    if state := changes.saved_data_state(workdir):  # other data is refused before anything compiles
-        batches.set_state(state, flags.FLAGS.allow_change)
+    # Other data is refused before anything compiles. `batches` stays at the beginning for a rollback to it.
+    state = changes.saved_data_state(workdir)
+    if state and not flags.FLAGS.allow_change:
+        iter(training).set_state(state)
     print_primary(f"data: {training.describe()}; validation: {validation.describe()}")
     evaluate = run.family.evaluator(graphdef, s.model, s.data, s.loss, validation)
     return batches, validation, evaluate

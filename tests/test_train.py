@@ -1,5 +1,6 @@
 """Runs of the training command: kills, restarts, other meshes, several processes, non-finite losses."""
 
+import dataclasses
 import io
 import json
 import math
@@ -13,11 +14,14 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
+from maxlp import train
+from maxlp.data import text
 from maxlp.data.images import encode_png
 from maxlp.runtime import manifest
 from maxlp.runtime.lock import WorkdirLock
@@ -369,3 +373,26 @@ def test_the_debug_run_reaches_the_score_in_its_header(tmp_path):
         check=True,
     ).stdout
     assert "def " in shown and len(shown) > 100
+
+
+def test_data_that_is_only_compared_stays_at_its_beginning(tmp_path, monkeypatch):
+    """A run that was rolled back to its beginning has the record of a later checkpoint."""
+    config = text.TextDataConfig(
+        source="stdlib", tokenizer="bytes", seq_len=8, batch_size=2, shuffle_tokens=0
+    )
+    later = iter(text.make_data(config, split="train"))
+    next(later)
+    later.close()
+    step = tmp_path / "checkpoints" / "1.rolled_back"
+    step.mkdir(parents=True)
+    (step / "checkpoint.json").write_text(json.dumps({"data_state": later.get_state()}))
+    settings = SimpleNamespace(model=None, data=None, loss=None)
+    run = SimpleNamespace(settings=settings, mesh=None, family=SimpleNamespace(evaluator=lambda *_: None))
+    monkeypatch.setattr(train, "prepare_tokenizer", lambda *_: "bytes")
+    monkeypatch.setattr(train, "make_data", lambda _, __, split, ___: text.make_data(config, split=split))
+    monkeypatch.setattr(train, "flags", SimpleNamespace(FLAGS=SimpleNamespace(allow_change=False)))
+    batches, _, _ = train.open_data(run, None, tmp_path)
+    assert batches.get_state()["step"] == 0
+    config = dataclasses.replace(config, seq_len=16)
+    with pytest.raises(ValueError, match=r"^data.seq_len: 8 when the run was saved, now 16"):
+        train.open_data(run, None, tmp_path)
