@@ -15,6 +15,8 @@ resumes the run.
 import concurrent.futures
 import contextlib
 import functools
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,7 +43,7 @@ from maxlp.run.restore import check_start, evaluated
 from maxlp.run.settings import Settings
 from maxlp.run.tokenizer import prepare_tokenizer
 from maxlp.runtime import distributed, files, hardware, preemption
-from maxlp.runtime.checkpoint import Checkpointer
+from maxlp.runtime.checkpoint import Checkpointer, ClockSetBackError
 from maxlp.runtime.distributed import is_primary, print_primary
 from maxlp.runtime.lock import WorkdirLock
 from maxlp.runtime.throughput import Throughput
@@ -71,14 +73,17 @@ def main() -> int:
             except guards.RollbackRequested as request:
                 print_primary(guards.roll_back(workdir, request.spike, request.config))
                 startup = Startup(time.monotonic())
+            except ClockSetBackError as error:
+                if jax.process_count() > 1:
+                    raise
+                print_primary(f"{error}: starting it")
+                os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup: "Startup") -> int:
-    """Runs a config to its end in a workdir; returns the exit code of the process.
+    """Runs a config to its end in the workdir of ``lock``; returns the exit code of the process.
 
-    Args:
-      lock: of the workdir.
-      stack: closes what must be closed, however the run ends.
+    ``stack`` closes what must be closed, however the run ends.
     """
     # --- The config, resolved once: checked before anything is allocated or compiled.
     run = resolve(c)
@@ -193,8 +198,10 @@ def open_data(run: Experiment, graphdef: nnx.GraphDef, workdir: Path) -> tuple[A
     training, validation = (make_data(s, tokenizer, split, run.mesh) for split in ("train", "validation"))
     batches = iter(training)
     merge_states(distributed.gather_json(batches.get_state()))  # fails unless all processes have the same
-    if state := changes.saved_data_state(workdir):  # other data is refused before anything compiles
-        batches.set_state(state, flags.FLAGS.allow_change)
+    # Other data is refused before anything compiles. `batches` stays at the beginning for a rollback to it.
+    state = changes.saved_data_state(workdir)
+    if state and not flags.FLAGS.allow_change:
+        iter(training).set_state(state)
     print_primary(f"data: {training.describe()}; validation: {validation.describe()}")
     evaluate = run.family.evaluator(graphdef, s.model, s.data, s.loss, validation)
     return batches, validation, evaluate

@@ -30,6 +30,7 @@ from typing import Any
 import jax
 
 from maxlp.runtime import distributed
+from maxlp.runtime.files import naming
 
 NAME = "lock"
 BEAT_SECONDS = 5.0
@@ -84,7 +85,8 @@ class WorkdirLock:
         failure: Exception | None = None
         if distributed.is_primary() and self._descriptor is None:
             try:
-                self._take()
+                with naming(self._path):
+                    self._take()
             except (OSError, ValueError) as error:
                 failure = error
         if jax.process_count() > 1:

@@ -11,6 +11,9 @@ import jax
 from absl import logging
 from jax.experimental import multihost_utils
 
+EXIT_FAILED = 1
+"""Exit code when the system failed, as when a disk is full: the same command may succeed later."""
+
 EXIT_PREEMPTED = 75
 """Exit code after SIGTERM, with a checkpoint saved (EX_TEMPFAIL: restart the run)."""
 

@@ -110,6 +110,7 @@ class JsonlWriter:
     """One JSON object per line, complete on disk after each write (NaN and Infinity as in Python)."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
+        self._path = path
         if path.exists():
             # A fresh start repeats step 0 too; a resumed run does not repeat the step it resumes from.
             last = resume_step if resume_step > 0 else -1
@@ -118,10 +119,12 @@ class JsonlWriter:
         self._file = path.open("a", buffering=1)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        with files.naming(self._path):
+            self._file.write(json.dumps(record) + "\n")
 
     def close(self) -> None:
-        self._file.close()
+        with files.naming(self._path):
+            self._file.close()
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -197,23 +200,45 @@ def format_seconds(seconds: float) -> str:
 
 
 class TensorBoardWriter:
-    """Event files for TensorBoard; after a resume it hides the steps that will be repeated."""
+    """Event files for TensorBoard; after a resume it hides the steps that will be repeated.
+
+    tensorboardX's `SummaryWriter` writes in a thread. If that fails, as on a full disk, the program waits
+    forever for room in its queue; so this uses what is below it.
+    """
+
+    FLUSH_SECONDS = 10.0  # tensorboardX waits for the disk at each flush
 
     def __init__(self, logdir: Path, resume_step: int) -> None:
         try:
-            from tensorboardX import SummaryWriter
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto import event_pb2, summary_pb2
         except ImportError:
             raise ValueError(
                 "tensorboard=True needs tensorboardX: pip install tensorboardX, or set it to False"
             ) from None
-        self._writer = SummaryWriter(str(logdir), purge_step=resume_step and resume_step + 1, flush_secs=10)
+        self._path, self._event, self._summary = logdir, event_pb2.Event, summary_pb2.Summary
+        logdir.mkdir(exist_ok=True)
+        self._writer, self._flushed = EventsWriter(str(logdir / "events")), time.monotonic()
+        if resume_step:
+            self._add(resume_step + 1, time.time(), file_version="brain.Event:2")
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._add(resume_step + 1, time.time(), session_log=start)
+
+    def _add(self, step: int, walltime: float, **content: Any) -> None:
+        with files.naming(self._path):
+            self._writer.write_event(self._event(step=step, wall_time=walltime, **content))
+            if time.monotonic() - self._flushed > self.FLUSH_SECONDS:
+                self._writer.flush()
+                self._flushed = time.monotonic()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        for name, value in _metrics(record).items():
-            self._writer.add_scalar(name, value, record["step"], walltime=record["time"])
+        value, metrics = self._summary.Value, _metrics(record)
+        values = [value(tag=name, simple_value=x) for name, x in metrics.items()]
+        self._add(record["step"], record["time"], summary=self._summary(value=values))
 
     def close(self) -> None:
-        self._writer.close()
+        with files.naming(self._path):
+            self._writer.close()
 
 
 def check_installed(wandb_project: str | None) -> None:

@@ -80,7 +80,7 @@ def config_from_open_clip(open_clip: Mapping[str, Any]) -> dict[str, Any]:
     if set(norm.values) - {"eps"}:
         raise vision.refusal("norm_kwargs", "eps")
     width, text_width = vision.read("width", Count), text.read("width", Count)
-    pool = text.values.get("pool_type")
+    pool = text.read("pool_type", str)
     return dict(
         embed_dim=c.read("embed_dim", Count),
         visual=VisualConfig(

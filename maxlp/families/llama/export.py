@@ -31,7 +31,7 @@ def config_files(
     return files
 
 
-def _tokenizer_config(tokenizer: Tokenizer) -> dict[str, str]:
+def _tokenizer_config(tokenizer: Tokenizer) -> dict[str, str | None]:
     import tokenizers  # heavy
 
     name_of = tokenizers.Tokenizer.from_str(tokenizer.files["tokenizer.json"].decode()).id_to_token
