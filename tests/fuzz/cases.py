@@ -301,6 +301,7 @@ def flag(rng: random.Random) -> Case:
         if module == "report" and key == "workdir":
             kept = ()
         changed, names = (*kept, f"--{key}={value}"), (f"--{key}", key, *([value] if value else []))
+        names += ("model_type",) if key == "format" else ()
     elif draw < 0.8:
         twisted = _misspell(rng, rng.choice(list(wrong)))
         changed, names = (*args, f"--{twisted}=1"), (twisted,)
@@ -459,7 +460,9 @@ def state_file(rng: random.Random) -> Case:
             {"a file": path.touch, "an empty folder": path.mkdir, "missing": lambda: None}[how]()
         elif place == "run/checkpoints/*":
             for step in path.parent.iterdir():  # all of them: with one left, the command falls back to it
-                files = sorted(each for each in step.rglob("*") if each.is_file())
+                files = sorted(
+                    each for each in step.rglob("*") if each.is_file() and each.stat().st_size > 1
+                )
                 spoil(random.Random(seed).choice(files), how, seed)
         else:
             path.parent.mkdir(exist_ok=True)
@@ -753,20 +756,10 @@ OTHERS_OF = {  # path -> values that are wrong
     "sharded": {
         ("rms_norm_eps",): ("x", 0.0, -1.0, math.nan, math.inf, None, [1]),
         ("rope_theta",): ("x", -1.0, math.nan, math.inf, [1]),
-        ("rope_scaling",): (
-            "x",
-            7,
-            [1],
-            {"rope_type": "llama3"},
-            {"rope_type": "yarn"},
-            {"rope_type": 7},
-            {
-                "rope_type": "llama3",
-                "factor": "x",
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32,
-            },
+        ("rope_scaling",): ("x", 7, [1], {"rope_type": "yarn"}, {"factor": -1.0}),
+        ("rope_parameters",): (
+            *("x", 7, [1], {"rope_type": "llama3"}, {"rope_type": "yarn"}, {"rope_type": 7}),
+            *({"rope_theta": 0}, {"rope_theta": "x"}, {"rope_type": "llama3", "factor": "x"}),
         ),
         ("tie_word_embeddings",): ("x", 7, [1]),
         ("hidden_act",): ("gelu", 7, [1]),
