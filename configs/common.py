@@ -154,6 +154,7 @@ def llama(**sizes) -> ConfigDict:
             low_bit=_unset(  # moments in few bits: optim.config.LowBitConfig
                 mu=str, nu=str, block_size=int, min_size=int, seed=int
             ),
+            adascale=config_dict.placeholder(float),  # batch / the batch that rate and steps are for
             param_rounding=config_dict.placeholder(str),  # of bfloat16 parameters: stochastic, kahan
         )
     )

@@ -1,6 +1,7 @@
 """The config's `optimizer` section: its keys, their ranges and the combinations that work."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ OPTIMIZERS = {
     "muon": "maxlp.optim.muon:scale_by_muon",
     "schedule_free_adamw": "maxlp.optim.schedule_free:scale_by_debiased_rms",
     "adamp": "maxlp.optim.adamp:scale_by_adamp",
+    "sgd": "maxlp.optim.sgd:scale_by_momentum",
 }
 MU_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -130,6 +132,9 @@ class OptimizerConfig:
         its function has (adafactor only `mu_dtype`, lion all but `eps`).
       galore: projection of the gradients; None does not project.
       low_bit: storage of the moments in few bits; None stores them as they are.
+      adascale: S, how many times the batch is as large as the one that learning_rate, warmup_steps and
+        train.total_steps are for: a step then counts as up to S of those steps (`maxlp.optim.adascale`,
+        sgd only). None counts each step as one.
       param_rounding: how bfloat16 parameters are rounded after an update, one of `pure_bf16.METHODS`;
         None rounds to nearest, which loses small updates.
     """
@@ -151,6 +156,7 @@ class OptimizerConfig:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     galore: GaloreConfig | None = None
     low_bit: LowBitConfig | None = None
+    adascale: float | None = None
     param_rounding: str | None = None
 
     def __post_init__(self) -> None:
@@ -174,6 +180,8 @@ class OptimizerConfig:
         for key in ("final_lr_fraction", "decay_fraction"):
             if not 0 <= getattr(self, key) <= 1:
                 raise ValueError(f"{key}={getattr(self, key)} must be between 0 and 1")
+        if self.adascale is not None and not 1 <= self.adascale < math.inf:
+            raise ValueError(f"adascale={self.adascale} must be a ratio of at least 1; unset it to turn it off")
         for key, value, reason in self._conflicts():
             raise ValueError(f"{key}={value!r} does not go with name={self.name!r}: {reason}")
 
@@ -203,6 +211,12 @@ class OptimizerConfig:
             yield "galore.moments", galore.moments, "its moments are factored; set galore.moments='keep'"
         if self.name == "adafactor" and self.has_low_bit:
             yield "low_bit.mu", low_bit.mu, "its moments are factored; leave low_bit.mu and .nu unset"
+        if self.adascale is not None and self.name != "sgd":
+            reason = "its steps are normalized, so they grow with the batch already; set name='sgd'"
+            yield "adascale", self.adascale, reason
+        if self.adascale is not None and self.has_galore:
+            reason = "AdaScale measures the noise of whole gradients, not of projected ones; set galore.rank=0"
+            yield "galore.rank", galore.rank, reason
 
 
 def _require_choice(key: str, value: str, choices: Collection[str]) -> None:

@@ -148,6 +148,26 @@ def galore_targets_are_matrices(s: Settings, machine: Machine) -> str | None:
     return None
 
 
+def adascale_has_samples(s: Settings, machine: Machine) -> str | None:
+    """AdaScale measures gradient noise by the differences between the gradients of the microbatches."""
+    if s.optimizer.adascale is None or s.train.microbatches > 1:
+        return None
+    return (
+        f"optimizer.adascale={s.optimizer.adascale} needs train.microbatches of at least 2, because a single "
+        "gradient has no variance; raise train.microbatches"
+    )
+
+
+def adascale_has_a_small_batch(s: Settings, machine: Machine) -> str | None:
+    """The batch that AdaScale counts steps of has at least one row."""
+    if s.optimizer.adascale is None or s.optimizer.adascale <= s.data.batch_size:
+        return None
+    return (
+        f"optimizer.adascale={s.optimizer.adascale} times a smaller batch is more than "
+        f"data.batch_size={s.data.batch_size} rows; lower it"
+    )
+
+
 # --- released gradients ---------------------------------------------------------------------------------
 
 
@@ -198,6 +218,8 @@ RULES = (
     float16_is_scaled,
     params_are_not_float16,
     rounded_params_are_bfloat16,
+    adascale_has_samples,
+    adascale_has_a_small_batch,
     released_gradients_are_not_clipped,
     released_gradients_are_not_accumulated,
     released_gradients_are_not_pipelined,

@@ -27,6 +27,7 @@ from maxlp.monitoring.statistics import tensor_statistics
 from maxlp.parallel import sharding
 from maxlp.parallel.batches import batch_part
 from maxlp.run import constraints
+from maxlp.run.progress import Progress
 from maxlp.run.settings import Machine, Settings, make_model, make_optimizer, read
 from maxlp.runtime.checkpoint import load_params
 
@@ -75,6 +76,15 @@ class Experiment:
             state["params"] = load_params(train.init_from, abstract["params"])
         return state
 
+    def progress(self, state: State, step: int) -> Progress:
+        """The progress of a run whose state is that after ``step`` updates."""
+        total, gain = self.settings.train.total_steps, self.settings.optimizer.adascale
+        if gain is None:
+            return Progress(total, step, float(step))
+        from maxlp.optim import adascale
+
+        return Progress(total, step, float(adascale.metrics_of(state["opt_state"])["tau"]), fastest=gain)
+
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The global training batch as shapes, dtypes and shardings."""
         where = sharding.batch_sharding(self.mesh)
@@ -106,7 +116,8 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
     """The experiment of settings that fulfil the constraints on this machine."""
     s, family = settings, settings.family
     optimizer = make_optimizer(s)
-    gradients = family.gradients(s.loss, s.train.seed, s.train.microbatches)
+    adascales = s.optimizer.adascale is not None
+    gradients = family.gradients(s.loss, s.train.seed, s.train.microbatches, adascales)
     gates: dict[str, Gate] = {}
     if s.precision.loss_scale is not None:
         gates["loss_scale"] = s.precision.loss_scale
@@ -125,7 +136,7 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
         statistics: Statistics = train_step.no_statistics
         if s.spikes.statistics:
             statistics = functools.partial(tensor_statistics, rms=optimizer.rms)
-        step = functools.partial(
+        step: Step = functools.partial(
             train_step.train_step,
             gradients=gradients,
             tx=optimizer.tx,
@@ -134,6 +145,12 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
             loss_scale=loss_scale,
             statistics=statistics,
         )
+        if adascales:
+            from maxlp.optim import adascale
+
+            step = functools.partial(
+                step, update_arguments=adascale.update_arguments, optimizer_metrics=adascale.metrics_of
+            )
     return Experiment(
         settings=s,
         machine=machine,
@@ -182,12 +199,13 @@ def describe(e: Experiment, state: State) -> str:
     count = num_params(state["params"])
     full, causal = family.flops_per_unit(s.model, s.data, count)
     units = family.units_per_step(s.data)
+    at_most = "" if s.optimizer.adascale is None else "at most "
     lines = [
         f"{family.name}: {count:,} parameters in {s.model.param_dtype}, activations in {s.model.dtype}",
         f"mesh: {sharding.describe(e.mesh.shape)} ({e.mesh.size} × {e.mesh.devices.flat[0].device_kind}); "
         f"per device: parameters {_device_gib(state['params']):.3g} GiB, "
         f"optimizer {_device_gib(state['opt_state']):.3g} GiB",
-        f"batch: {family.describe_batch(s.data)}, {s.train.total_steps:,} steps = "
+        f"batch: {family.describe_batch(s.data)}, {at_most}{s.train.total_steps:,} steps = "
         f"{s.train.total_steps * units:,} {family.unit}, "
         f"{full:.3g} FLOPs each ({causal:.3g} with causal attention)",
     ]
