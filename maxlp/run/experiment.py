@@ -116,8 +116,8 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
     """The experiment of settings that fulfil the constraints on this machine."""
     s, family = settings, settings.family
     optimizer = make_optimizer(s)
-    adascales = s.optimizer.adascale is not None
-    gradients = family.gradients(s.loss, s.train.seed, s.train.microbatches, adascales)
+    uses_adascale = s.optimizer.adascale is not None
+    gradients = family.gradients(s.loss, s.train.seed, s.train.microbatches, uses_adascale)
     gates: dict[str, Gate] = {}
     if s.precision.loss_scale is not None:
         gates["loss_scale"] = s.precision.loss_scale
@@ -145,7 +145,7 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
             loss_scale=loss_scale,
             statistics=statistics,
         )
-        if adascales:
+        if uses_adascale:
             from maxlp.optim import adascale
 
             step = functools.partial(

@@ -45,6 +45,17 @@ REFUSED = {
             "an even rank",
         ),
     ],
+    "adascale_has_samples": [
+        ({"optimizer.name": "sgd", "optimizer.adascale": 4.0}, 1, "cpu", "raise train.microbatches")
+    ],
+    "adascale_has_a_small_batch": [
+        (
+            {"optimizer.name": "sgd", "optimizer.adascale": 999.0, "train.microbatches": 2},
+            1,
+            "cpu",
+            "data.batch_size=",
+        )
+    ],
     "released_gradients_are_not_clipped": [({"train.release_gradients": True}, 1, "cpu", "clip_norm=0.0")],
     "released_gradients_are_not_accumulated": [
         (
