@@ -104,10 +104,8 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     watch = Watch(s.spikes)
     state, start = restore_or_init(run, abstract, checkpoints, batches, watch)
     guards.skip_excluded_batches(workdir, start, batches)
-    progress = run.progress(state, start)
-    if progress.finished:
-        of = progress.total_steps
-        print_primary(f"{workdir} is at step {progress.done:.0f} of {of}: nothing is left to train")
+    if (progress := run.progress(state, start)).finished:
+        print_primary(f"{workdir} is at step {progress}: nothing is left to train")
         return 0
     batches.start_prefetch()
     record_start(workdir, c, start, abstract)

@@ -181,7 +181,14 @@ class OptimizerConfig:
             if not 0 <= getattr(self, key) <= 1:
                 raise ValueError(f"{key}={getattr(self, key)} must be between 0 and 1")
         if self.adascale is not None and not 1 <= self.adascale < math.inf:
-            raise ValueError(f"adascale={self.adascale} must be a ratio of at least 1; unset it to turn it off")
+            raise ValueError(
+                f"adascale={self.adascale} must be a ratio of at least 1; unset it to turn it off"
+            )
+        if self.adascale is not None and self.galore is not None and self.has_galore:
+            raise ValueError(
+                f"galore.rank={self.galore.rank} does not go with adascale={self.adascale}, which measures "
+                "the noise of whole gradients, not of projected ones; set galore.rank=0"
+            )
         for key, value, reason in self._conflicts():
             raise ValueError(f"{key}={value!r} does not go with name={self.name!r}: {reason}")
 
@@ -214,9 +221,6 @@ class OptimizerConfig:
         if self.adascale is not None and self.name != "sgd":
             reason = "its steps are normalized, so they grow with the batch already; set name='sgd'"
             yield "adascale", self.adascale, reason
-        if self.adascale is not None and self.has_galore:
-            reason = "AdaScale measures the noise of whole gradients, not of projected ones; set galore.rank=0"
-            yield "galore.rank", galore.rank, reason
 
 
 def _require_choice(key: str, value: str, choices: Collection[str]) -> None:

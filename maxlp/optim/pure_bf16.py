@@ -63,9 +63,7 @@ def pure_bf16(
         lost = jax.tree.map(jnp.zeros_like, params) if method == "kahan" else None
         return PureBf16State(jnp.zeros([], jnp.int32), inner.init(_float32(params)), lost)
 
-    def update(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any
-    ) -> Any:
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any) -> Any:
         assert params is not None, "the parameter after the update is what gets rounded"
         old = _float32(params)
         updates, inner_state = inner.update(_float32(updates), state.inner, old, **extra)

@@ -153,7 +153,7 @@ def adascale_has_samples(s: Settings, machine: Machine) -> str | None:
     if s.optimizer.adascale is None or s.train.microbatches > 1:
         return None
     return (
-        f"optimizer.adascale={s.optimizer.adascale} needs train.microbatches of at least 2, because a single "
+        f"optimizer.adascale={s.optimizer.adascale} needs train.microbatches of at least 2, because one "
         "gradient has no variance; raise train.microbatches"
     )
 
@@ -180,6 +180,8 @@ def released_gradients_are_not_clipped(s: Settings, machine: Machine) -> str | N
 
 def released_gradients_are_not_accumulated(s: Settings, machine: Machine) -> str | None:
     """A layer's gradient is complete only after the last microbatch."""
+    if s.train.release_gradients and s.optimizer.adascale is not None:
+        return _released(f"optimizer.adascale={s.optimizer.adascale}", "train.release_gradients=False")
     if not s.train.release_gradients or s.train.microbatches == 1:
         return None
     return _released(f"train.microbatches={s.train.microbatches}", "train.microbatches=1")

@@ -22,6 +22,9 @@ class Progress:
         self.total_steps, self.done = total_steps, done
         self._step, self._fastest = step, fastest
 
+    def __str__(self) -> str:
+        return f"{self.done:.0f} of {self.total_steps}"
+
     @property
     def finished(self) -> bool:
         """Whether the run had ended at the newest step whose count is known."""

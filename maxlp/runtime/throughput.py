@@ -141,7 +141,8 @@ class Throughput:
         mfu_per_flop = units_per_sec / (self._peak.flops * self._num_devices)
         full, causal = self._flops_per_unit
         first, start = self._first
-        wall_per_step = (self._last_tick - start) / max(1.0, self._progress - first)  # 0 if all were skipped
+        finished = max(1.0, self._progress - first)  # 0 if all steps were skipped
+        wall_per_step = (self._last_tick - start) / finished
         return {
             f"perf/{self._unit}_per_sec": units_per_sec,
             "perf/step_time": step_time,

@@ -80,10 +80,9 @@ def test_the_gain_does_not_depend_on_the_unit_of_the_loss():
 
 def test_the_chain_of_a_config_multiplies_momentum_and_decay_by_gain_and_rate():
     """Gradients are clipped after they are measured; decay shrinks with the same factor as the step."""
-    tx = make_optimizer(
-        name="sgd", learning_rate=0.1, schedule="linear", warmup_steps=0, final_lr_fraction=0.0,
-        clip_norm=0.5, weight_decay=0.01, b1=0.9, b2=0.95, eps=1e-8, adascale=4.0, total_steps=60, microbatches=4,
-    ).tx  # fmt: skip
+    config = dict(schedule="linear", warmup_steps=0, final_lr_fraction=0.0, b2=0.95, eps=1e-8)
+    config |= dict(name="sgd", learning_rate=0.1, clip_norm=0.5, weight_decay=0.01, b1=0.9, adascale=4.0)
+    tx = make_optimizer(**config, total_steps=60, microbatches=4).tx
     rng = np.random.default_rng(0)
     grads = [rng.normal(size=(4, 7)) + 0.5 for _ in range(5)]
     _, rates = reference(grads, 4.0, 1 - 4 / 1000, lambda t: 0.1 * (1 - t / 60))

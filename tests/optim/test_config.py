@@ -80,7 +80,7 @@ FREE = dict(name="schedule_free_adamw", schedule="constant")
         ({"adascale": 4.0}, r"^adascale=4.0 does not go with name='adamw': .* set name='sgd'"),
         (
             {"name": "sgd", "adascale": 4.0, "galore": {"rank": 2}},
-            r"^galore.rank=2 does not go with name='sgd': AdaScale .* set galore.rank=0",
+            r"^galore.rank=2 does not go with adascale=4.0, .* set galore.rank=0",
         ),
         ({"name": "adafactor", "low_bit": FP8}, r"^low_bit.mu='float8_e4m3fn' does not go with name='adaf"),
     ],

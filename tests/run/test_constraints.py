@@ -63,7 +63,19 @@ REFUSED = {
             1,
             "cpu",
             "=1",
-        )
+        ),
+        (
+            {
+                "train.release_gradients": True,
+                "optimizer.clip_norm": 0.0,
+                "train.microbatches": 2,
+                "optimizer.name": "sgd",
+                "optimizer.adascale": 2.0,
+            },
+            1,
+            "cpu",
+            "optimizer.adascale=2.0",
+        ),
     ],
     "released_gradients_are_not_pipelined": [
         (
@@ -98,6 +110,7 @@ ACCEPTED = [
     {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "precision.recipe": "fp8_delayed"},
     {"precision.recipe": "mxfp8", "data.seq_len": 100},
     {"model.dtype": "float16", "precision.loss_scale.initial": 256.0},
+    {"optimizer.name": "sgd", "optimizer.adascale": 2.0, "train.microbatches": 2},
     {"optimizer.param_rounding": "kahan", "model.param_dtype": "bfloat16"},
 ]
 
