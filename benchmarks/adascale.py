@@ -131,9 +131,10 @@ def table(results: Results, seeds: list[int]) -> str:
         loss = np.array([runs[str(seed)]["loss"] for seed in seeds])
         scale = int(name.split()[2].rstrip(","))
         steps = np.mean([runs[str(seed)]["steps"] for seed in seeds])
-        cells = [name, "diverges", "", f"{steps:.0f}", "", f"× {steps * scale / STEPS:.2g}"]
+        cells = [name, "diverges", "", "", "", ""]
         if np.isfinite(loss).all():
             cells[1:3] = f"{loss.mean():.3f} ± {loss.std():.3f}", f"{loss.mean() / base.mean() - 1:+.1%}"
+            cells[3], cells[5] = f"{steps:.0f}", f"× {steps * scale / STEPS:.2g}"
         if "adascale" in name:
             cells[4] = f"{STEPS / steps:.2f}"
         lines.append(f"| {' | '.join(cells)} |")
