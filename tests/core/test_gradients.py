@@ -117,8 +117,7 @@ def test_the_batch_distinguishes_a_mean_of_means_from_the_mean(microbatches):
     assert np.abs(np.mean(means, axis=0) / expected_gradient(batch)[0] - 1).max() > 0.1
 
 
-@pytest.mark.parametrize("microbatches", [2, 4])
-@pytest.mark.parametrize("loss_scale", [None, 2.0**10])
+@pytest.mark.parametrize(("microbatches", "loss_scale"), [(2, None), (4, 2.0**10)])
 def test_the_norms_of_microbatches_are_those_of_gradients_whose_mean_is_the_batch_gradient(
     microbatches, loss_scale
 ):
