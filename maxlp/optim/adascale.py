@@ -82,7 +82,7 @@ def scale_by_adascale(
         **extra: Any,
     ) -> Any:
         del params, extra
-        # Both estimate numbers that are not negative; each is clipped before it is averaged, as in fairscale.
+        # Estimates of numbers that are not negative: clipped before they are averaged, as in fairscale.
         variance = jnp.maximum(scale * (mean_of_squares - square_of_mean) / (samples - 1), 0.0)
         squared_mean = jnp.maximum(square_of_mean - variance / scale, 0.0)
         variance = keep * state.variance + (1 - keep) * variance
