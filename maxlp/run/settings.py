@@ -36,7 +36,7 @@ class TrainConfig:
     """The config's ``train`` section.
 
     Attributes:
-      total_steps: updates of the run.
+      total_steps: updates of the run; with AdaScale, steps of the small batch that it counts.
       microbatches: number of passes that each batch is split into.
       seed: of the weights and of the order of the data.
       log_every: updates between records of metrics.
@@ -181,7 +181,7 @@ def make_optimizer(s: Settings) -> Optimizer:
       ConfigError: an option that the optimizer does not have, or a schedule that does not fit.
     """
     with errors_of("optimizer"):
-        return make_tx(s.optimizer, total_steps=s.train.total_steps)
+        return make_tx(s.optimizer, total_steps=s.train.total_steps, microbatches=s.train.microbatches)
 
 
 class _TracedModel(NamedTuple):
