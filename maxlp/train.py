@@ -114,8 +114,8 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     watch = Watch(s.spikes)
     state, start = restore_or_init(run, abstract, checkpoints, batches, watch, workdir, changed)
     guards.skip_excluded_batches(workdir, start, batches)
-    if start >= s.train.total_steps:
-        print_primary(f"{workdir} is at step {start} of {s.train.total_steps}: nothing is left to train")
+    if (progress := run.progress(state, start)).finished:
+        print_primary(f"{workdir} is at step {progress}: nothing is left to train")
         return 0
     batches.start_prefetch()
     record_start(workdir, c, start, s.num_params)
@@ -127,7 +127,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
 
     # --- The loop.
     throughput = make_throughput(run, peak)
-    recorder = Recorder(throughput, watch, writer, batches, workdir, s.train.log_every, s.train.total_steps)
+    recorder = Recorder(throughput, watch, writer, batches, workdir, s.train.log_every)
     preempted = stack.enter_context(preemption.PreemptionGuard())
     profiler = stack.enter_context(contextlib.closing(s.profile(workdir=workdir)))
     measure_health = health_probe(run, graphdef)
@@ -140,10 +140,10 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
         profiler.before(n - start)
         state, metrics = train_step(state, batch)
         profiler.after(n - start, metrics)
-        first, last, stop = n == start + 1, n == s.train.total_steps, preempted.should_stop(n)
+        first, last, stop = n == start + 1, progress.is_last(n, metrics), preempted.should_stop(n)
         evaluates, measures = last or is_due(n, s.train.eval_every), is_due(n, s.precision.health_every)
         saves = last or stop or checkpoints.should_save(n)
-        recorder.push(n, metrics, wait=first or evaluates or measures or saves)
+        recorder.push(n, metrics, wait=first or evaluates or measures or saves, last=last)
         if first:
             startup.mark("first step")
             print_primary(startup)
@@ -257,9 +257,8 @@ def record_start(workdir: Path, c: ConfigDict, start: int, num_params: int) -> N
 
 
 def open_writer(s: Settings, workdir: Path, start: int, c: ConfigDict) -> MetricWriter:
-    return s.metrics(
-        workdir=workdir, total_steps=s.train.total_steps, resume_step=start, run_config=c.to_dict()
-    )
+    total = s.train.total_steps if s.optimizer.adascale is None else None
+    return s.metrics(workdir=workdir, total_steps=total, resume_step=start, run_config=c.to_dict())
 
 
 def make_throughput(run: Experiment, peak: hardware.Peak) -> Throughput:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -62,7 +63,7 @@ def stop_at(step: int, workdir: Path, *options: str, **kwargs) -> str:
     """A run that gets SIGTERM as soon as it has printed this step."""
     process = start(workdir, *options, **kwargs)
     for line in process.stdout:
-        if line.startswith(f"step {step}/"):
+        if re.match(rf"step {step}\D", line):
             process.send_signal(signal.SIGTERM)
             break
     return finish(process, code=75)
@@ -132,6 +133,28 @@ def test_low_precision_run_resumes_exactly(tmp_path):
     run(tmp_path / "cut", *options)
     assert checkpoint(tmp_path / "cut", 6) == checkpoint(tmp_path / "whole", 6)
     assert records(tmp_path / "cut") == records(tmp_path / "whole")
+
+
+@pytest.mark.full
+def test_adascale_ends_after_the_steps_of_the_small_batch_and_resumes_exactly(tmp_path):
+    options = (
+        "--config.optimizer.name=sgd",
+        "--config.optimizer.learning_rate=0.02",
+        "--config.optimizer.adascale=4",
+        "--config.train.microbatches=4",
+        "--config.train.total_steps=20",
+    )
+    run(tmp_path / "whole", *options)
+    stop_at(4, tmp_path / "cut", *options)
+    run(tmp_path / "cut", *options)
+    got = [r for r in records(tmp_path / "cut") if "train/tau" in r]
+    last, tau = got[-1]["step"], [r["train/tau"] for r in got]
+    assert 20 / 4 < last < 20 and tau[-2] < 20 <= tau[-1]
+    assert records(tmp_path / "cut") == records(tmp_path / "whole")
+    assert any("eval/loss" in r for r in records(tmp_path / "cut") if r["step"] == last)
+    assert checkpoint(tmp_path / "cut", last) == checkpoint(tmp_path / "whole", last)
+    assert "nothing is left to train" in run(tmp_path / "cut", *options)
+    assert f"finished, {last} steps" in shown("report", str(tmp_path / "cut"))
 
 
 def test_sigterm_saves_and_exits_with_75_and_the_run_resumes_to_the_bit(whole, tmp_path):

@@ -18,6 +18,7 @@ from ml_collections import ConfigDict, config_flags
 
 from maxlp import schema
 from maxlp.run.config import RENAMED, ConfigError, choices, load_file
+from maxlp.runtime.exits import EXIT_FAILED, EXIT_INTERRUPTED, hard_exit
 
 # Users' path errors. Others of the system, such as a full disk, may be gone when a launcher tries again.
 PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
@@ -136,8 +137,6 @@ def _exit_on_error(main: Callable[..., Any], words: list[str]) -> None:
     try:
         sys.exit(main(*words))
     except (ValueError, FloatingPointError, KeyboardInterrupt, OSError) as error:
-        from maxlp.runtime.preemption import EXIT_FAILED, EXIT_INTERRUPTED
-
         if os.environ.get("MAXLP_TRACEBACK"):
             raise
         if isinstance(error, KeyboardInterrupt):
@@ -167,7 +166,5 @@ def _fail(message: str, code: int = 2) -> typing.NoReturn:
         message = f"{message[: MAX_MESSAGE // 2]} … {message[-MAX_MESSAGE // 2 :]}"
     print(f"error: {message}", file=sys.stderr, flush=True)
     if "jax" in sys.modules:  # its threads may still compile, or wait for other processes
-        from maxlp.runtime.preemption import hard_exit
-
         hard_exit(code)
     sys.exit(code)

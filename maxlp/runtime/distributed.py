@@ -36,7 +36,7 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-from maxlp.runtime.preemption import EXIT_FAILED, EXIT_INTERRUPTED, hard_exit
+from maxlp.runtime.exits import EXIT_FAILED, EXIT_INTERRUPTED, hard_exit
 
 _EXPLICIT = ("MAXLP_COORDINATOR", "MAXLP_NUM_PROCESSES", "MAXLP_PROCESS_ID")
 

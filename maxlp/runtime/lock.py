@@ -30,6 +30,7 @@ from typing import Any
 import jax
 
 from maxlp.runtime import distributed
+from maxlp.runtime.exits import hard_exit
 from maxlp.runtime.files import naming
 
 NAME = "lock"
@@ -141,7 +142,7 @@ class WorkdirLock:
         while not self._released.wait(BEAT_SECONDS):
             if not self._is_mine():
                 print(f"error: another process has taken over {self.workdir}", file=sys.stderr)
-                distributed.hard_exit(2)
+                hard_exit(2)
             count += 1
             try:
                 self._write(count)

@@ -23,6 +23,8 @@ MAX_SLASHES = 2  # names with more belong to single layers, too many for a conso
 
 # What the console shows of a training record, in this order.
 PROGRESS = {
+    "train/tau": "τ {:,.1f}",
+    "train/gain": "gain {:.2f}",
     "train/loss": "loss {:.4f}",
     "perf/tokens_per_sec": "{:,.0f} tok/s",
     "perf/images_per_sec": "{:,.0f} img/s",
@@ -48,7 +50,7 @@ class MetricWriter:
 
     Args:
       workdir: receives ``metrics.jsonl`` and ``tensorboard/``.
-      total_steps: of the whole run, for the console.
+      total_steps: of the whole run, for the console; None if it is not known.
       resume_step: finished updates of the restored checkpoint, 0 for a fresh start. Records of later
         steps are removed from ``metrics.jsonl``, because they will be written again. (So write the
         records of a step before its checkpoint.)
@@ -65,7 +67,7 @@ class MetricWriter:
         self,
         workdir: str | os.PathLike[str],
         *,
-        total_steps: int,
+        total_steps: int | None,
         resume_step: int = 0,
         run_config: Mapping[str, Any] | None = None,
         console: bool = True,
@@ -150,7 +152,7 @@ def _parse_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 class ConsoleWriter:
     """A single line that is updated in place on a terminal; otherwise one line per record."""
 
-    def __init__(self, total_steps: int, stream: TextIO) -> None:
+    def __init__(self, total_steps: int | None, stream: TextIO) -> None:
         self._total_steps, self._stream = total_steps, stream
         self._live = stream.isatty()
         self._line_is_open = False
@@ -171,10 +173,11 @@ class ConsoleWriter:
             print(file=self._stream, flush=True)
 
 
-def _format_record(record: Mapping[str, Any], total_steps: int) -> str:
+def _format_record(record: Mapping[str, Any], total_steps: int | None) -> str:
     """A progress line for training records, ``name value`` pairs for others."""
     format_rest = _format_progress if "train/loss" in record else _format_pairs
-    return "  ".join([f"step {record['step']}/{total_steps}", *format_rest(record)])
+    of_total = "" if total_steps is None else f"/{total_steps}"
+    return "  ".join([f"step {record['step']}{of_total}", *format_rest(record)])
 
 
 def _format_pairs(record: Mapping[str, Any]) -> Iterator[str]:

@@ -9,7 +9,7 @@ import sys
 import jax
 import pytest
 
-from maxlp.runtime import distributed, preemption
+from maxlp.runtime import distributed, exits, preemption
 from maxlp.runtime.checkpoint import Checkpointer
 from tests.runtime import workers
 
@@ -120,7 +120,7 @@ def test_processes_that_do_not_find_each_other_end_in_time_with_one_line(rank, r
     done = subprocess.run(
         [sys.executable, "-c", INITIALIZE], env=env, capture_output=True, text=True, timeout=30
     )
-    assert done.returncode == preemption.EXIT_FAILED
+    assert done.returncode == exits.EXIT_FAILED
     assert f"error: {address}: {reason} within MAXLP_INIT_TIMEOUT=1 s" in done.stderr.splitlines()[-1]
     assert "Check failure" not in done.stderr
 
