@@ -13,6 +13,7 @@ import pytest
 
 from maxlp.runtime import lock
 from maxlp.runtime.lock import WorkdirLock
+from tests.runtime import workers
 
 HOLD = """
 import pathlib, sys
@@ -165,3 +166,16 @@ def test_a_damaged_lock_is_stale_unless_its_process_lives(tmp_path, content):
         os.truncate(tmp_path / "lock", 0)
         with WorkdirLock(tmp_path) as second, pytest.raises(ValueError, match="is in use"):
             second.acquire()
+
+
+@pytest.mark.full
+def test_all_processes_of_a_run_learn_that_it_is_refused(tmp_path):
+    with holder(tmp_path) as first:
+        run = workers.Workers(2)
+        replies = run.call("lock", tmp_path)
+        assert all(f"process {first.pid} on" in reply["refused"] for reply in replies)
+    assert run.call("lock", tmp_path) == [{"held": True}] * 2
+    refused(tmp_path, f"process {run.processes[0].pid} on")
+    run.send("released")
+    run.finish(0, 0)
+    taken(tmp_path)
