@@ -86,6 +86,15 @@ def test_a_second_process_is_refused_until_the_first_ends_however_it_ends(tmp_pa
     taken(workdir)
 
 
+def test_what_a_killed_holder_left_half_written_is_removed(tmp_path):
+    (tmp_path / ".run.json.0123abcd.tmp").write_text("{")
+    kept = {"run.json", "notes.tmp"}
+    for name in kept:
+        (tmp_path / name).write_text("")
+    taken(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
 def test_of_processes_that_start_at_once_exactly_one_holds(tmp_path):
     processes = [start(tmp_path) for _ in range(4)]
     go(*processes)
