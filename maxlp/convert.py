@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 from absl import flags
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from maxlp import families
@@ -36,6 +37,7 @@ from maxlp.families import Family, weights
 from maxlp.families.weights import WeightFormat
 from maxlp.parallel import sharding
 from maxlp.run import cli, run_dir
+from maxlp.run.restore import restore_model
 from maxlp.run.settings import read_model
 from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import checkpoint, files
@@ -214,13 +216,10 @@ def export_weights(
 
     # Before any weights are read: these raise for a model that the format does not support.
     layout, texts = weight_format.layout(model), weight_format.config_files(model, run_tokenizer)
-    root = workdir / "checkpoints"
-    params = checkpoint.load_params(
-        root if step is None else root / str(step), _abstract_params(family, model)
-    )
+    _, state, _ = restore_model(c, workdir, step, _one_cpu())  # of schedule_free_adamw, the average
     write_tensors(
         output,
-        weights.to_other(params, layout),
+        weights.to_other(state["params"], layout),
         dtype=model.param_dtype,
         weights=weight_format.weights_file,
         max_shard_bytes=weight_format.max_shard_bytes,
@@ -236,9 +235,12 @@ def export_weights(
 
 def _abstract_params(family: Family, model: Any) -> dict:
     """The parameters as shapes on one CPU device, in the model's ``param_dtype``."""
-    mesh = sharding.make_mesh(devices=jax.devices("cpu")[:1])
-    _, abstract = abstract_model(lambda rngs: family.make_model(model, rngs=rngs), mesh)
+    _, abstract = abstract_model(lambda rngs: family.make_model(model, rngs=rngs), _one_cpu())
     return abstract["params"]
+
+
+def _one_cpu() -> Mesh:
+    return sharding.make_mesh(devices=jax.devices("cpu")[:1])
 
 
 def _check_unused(directory: Path) -> None:

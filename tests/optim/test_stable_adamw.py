@@ -186,3 +186,17 @@ def test_moments_and_rms_of_bfloat16_parameters_are_float32():
 def test_threshold_must_be_positive():
     with pytest.raises(ValueError, match=r"clip_threshold=0 must be positive"):
         scale_by_stable_adam(clip_threshold=0)
+
+
+def test_gradients_of_real_size_are_clipped():
+    """Gradients of a large model are about 1e-5: far below √eps, and above eps."""
+    small = [jax.tree.map(lambda g: np.float32(1e-5) * g, g) for g in gradients(40, dtype=np.float32)]
+    tx = make_optimizer(**MAKE, name="stable_adamw").tx
+    out, rms = jax.device_get(trajectory(tx, jax.tree.map(jnp.asarray, initial(np.float32)), small))
+    expected, expected_rms = algorithm_2(
+        initial()["kernel"], [g["kernel"].astype(np.float64) for g in small], decay=DECAY
+    )
+    assert max(expected_rms) > 3, "the burst is as visible as that of larger gradients"
+    np.testing.assert_allclose([r["kernel"] for r in rms], expected_rms, rtol=1e-4)
+    # 40 steps of float32: each adds a rounding error of at most 2^-24 of parameters up to 4.
+    np.testing.assert_allclose([p["kernel"] for p in out], expected, atol=1e-5)

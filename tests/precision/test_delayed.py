@@ -49,9 +49,11 @@ class Layer:
         return [state[f"{name}_amax_history"] for name in ("input", "kernel", "output_grad")]
 
 
-def test_five_steps_equal_an_independent_model():
+@pytest.mark.parametrize("residuals", ["full", "quantized"])
+def test_five_steps_equal_an_independent_model(residuals):
+    """With full residuals, the backward pass quantizes the input again, by the input's own history."""
     history_length, margin = 3, 1.0
-    layer = Layer(history=history_length, margin=margin)
+    layer = Layer(history=history_length, margin=margin, residuals=residuals)
     pasts = [[], [], []]
 
     def fp8(a, past, kind):
