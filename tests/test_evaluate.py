@@ -28,7 +28,7 @@ def test_a_linear_probe_is_fitted_to_the_training_split(source, expected):
 
 def test_a_run_is_evaluated_on_any_number_of_devices_and_a_given_mesh_is_kept():
     s = settings(mesh__fsdp=3)
-    with pytest.raises(ConfigError, match="mesh.fsdp=3"):
+    with pytest.raises(ConfigError, match=r"mesh\.fsdp=3"):
         make_mesh(s, fixed=True)
     assert dict(make_mesh(s, fixed=False).shape)["fsdp"] == len(jax.devices())
     assert dict(make_mesh(settings(mesh__fsdp=4, mesh__data=2), fixed=True).shape)["fsdp"] == 4

@@ -1890,7 +1890,7 @@ COMMANDS = [
         (
             "return every > 0 and step % every == 0",
             "return every > 0 and (step + 1) % every == 0",
-            "run/test_train.py",
+            "run/test_experiment.py::test_intervals_count_finished_steps",
         ),
         (
             "enumerate(stream, start + 1)",
