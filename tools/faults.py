@@ -104,7 +104,11 @@ CORE = [
     *_in(
         "core/train_state.py",
         "core/test_train_state.py",
-        ("nnx.split(make_model(nnx.Rngs(seed)), nnx.Param", "nnx.split(make_model(nnx.Rngs(0)), nnx.Param"),
+        (
+            "nnx.split(make_model(nnx.Rngs(seed)), nnx.Param",
+            "nnx.split(make_model(nnx.Rngs(0)), nnx.Param",
+            "run/test_experiment.py::test_the_seed_chooses_the_weights",
+        ),
         ("sum(math.prod(p.shape) for p", "sum(len(p.shape) for p"),
         ('"step": jnp.zeros((), jnp.int32)}', '"step": jnp.ones((), jnp.int32)}'),
     ),
@@ -412,7 +416,7 @@ NUMERICS = [
         (
             "scale_for(largest, to, margin=margin, power_of_two=power_of_two)",
             "scale_for(largest, to, margin=margin)",
-            "precision/test_hlo.py",
+            "numerics/test_quantized.py",
         ),
         (
             "scale_for(largest, to, margin=margin, power_of_two=power_of_two)",
@@ -686,7 +690,7 @@ NN = [
         (
             "vmapped(rngs.split(num_layers))",
             "vmapped(nnx.Rngs(0).split(num_layers))",
-            "core/test_train_state.py",
+            "run/test_experiment.py::test_the_seed_chooses_the_weights",
         ),
     ),
     *_in(
