@@ -458,12 +458,12 @@ PRECISION = [
         (
             'saved_kernel, 1, recipe.dlhs[1], (1,), amaxes.get("kernel")',
             'saved_kernel, 1, recipe.dlhs[1], (1,), amaxes.get("input")',
-            "precision/test_smooth_swiglu.py",
             "precision/test_delayed.py",
         ),
         (
             'quantize(recipe, recipe.drhs[1], g, tokens, amaxes["output_grad"])',
             'quantize(recipe, recipe.drhs[0], g, tokens, amaxes["output_grad"])',
+            "precision/test_delayed.py",
         ),
         ("quantize(recipe, recipe.fwd[0], x, (x.ndim - 1,)", "quantize(recipe, recipe.fwd[0], x, (0,)"),
         ("quantize(recipe, recipe.fwd[1], kernel, (0,)", "quantize(recipe, recipe.fwd[1], kernel, (1,)"),

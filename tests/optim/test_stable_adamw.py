@@ -181,6 +181,11 @@ def test_moments_and_rms_of_bfloat16_parameters_are_float32():
     assert updates["kernel"].dtype == jnp.bfloat16
     assert {x.dtype for x in jax.tree.leaves((state.mu, state.nu, state.rms))} == {jnp.dtype(jnp.float32)}
     assert jax.tree.map(lambda x: x.dtype, tx.init(params)) == jax.tree.map(lambda x: x.dtype, state)
+    # Squares and quotients too: the state is that of the same gradients in float32.
+    grads = {"kernel": jnp.asarray(np.random.default_rng(6).normal(size=(4, 4)), jnp.bfloat16)}
+    wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    states = [tx.update(g, tx.update(g, tx.init(g))[1])[1] for g in (grads, wide)]
+    jax.tree.map(np.testing.assert_array_equal, *states)
 
 
 def test_threshold_must_be_positive():

@@ -1,5 +1,6 @@
 """Delayed scaling of one layer against two independent implementations."""
 
+import dataclasses
 import functools
 
 import jax
@@ -71,6 +72,24 @@ def test_five_steps_equal_an_independent_model(residuals):
             past.append(np.abs(a).max())
             newest_first = [*past[::-1], 0, 0][:history_length]
             np.testing.assert_array_equal(history, newest_first)
+
+
+def test_a_kernel_quantized_again_for_the_backward_pass_takes_its_own_history():
+    """In a recipe whose gradient of the input has the kernel in another format than its output."""
+    recipe = make_recipe("fp8_delayed", history=3, residuals="full")
+    e5m2 = recipe.dlhs[0]
+    layer = fixtures.Layer(dataclasses.replace(recipe, dlhs=(e5m2, e5m2)))
+    state, step = layer.state, jax.jit(layer.step)
+    *_, state = step(state, *data(0))
+    _, dx, _, _ = step(state, *data(1))
+    (_, w, g), (_, past_w, past_g) = data(1), data(0)
+
+    def rounded(a, past):
+        scale = np.abs(past).max() / E5M2[0]
+        return np.clip(a / scale, -E5M2[0], E5M2[0]).astype(E5M2[1]).astype(np.float64) * scale
+
+    expected = rounded(g, past_g) @ rounded(w, past_w).T
+    np.testing.assert_allclose(dx, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
 
 
 def test_five_steps_equal_flax():

@@ -24,6 +24,7 @@ CHOICES = {
     "optimizer.name": "schedule_free_adamw",
     "optimizer.schedule": "constant",
     "optimizer.warmup_steps": 0,
+    "optimizer.b1": 0.8,
     "data.seq_len": 32,
     "data.tokenizer": "bytes",
 }
