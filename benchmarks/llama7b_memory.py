@@ -22,9 +22,9 @@ from typing import Any
 
 import jax
 
-from configs.common import llama
 from maxlp import optim
 from maxlp.core.train_state import abstract_state
+from maxlp.families.llama.presets import llama
 from maxlp.planning import compiled, topologies
 from maxlp.run.experiment import Experiment, resolve
 

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from configs import common
 from maxlp.core.train_state import State, abstract_state
 from maxlp.core.train_step import jit_step
+from maxlp.families.llama.presets import llama
 from maxlp.parallel.batches import global_batch
 from maxlp.run.experiment import Experiment
 
@@ -47,7 +47,7 @@ def llama_config(sizes: Mapping[str, Any], changes: Mapping[str, Any]) -> Config
       sizes: values of the ``model`` section.
       changes: other values, as in `changed`.
     """
-    return changed(common.llama(**sizes), RANDOM_TEXT | {"loss.num_chunks": 1} | changes)
+    return changed(llama(**sizes), RANDOM_TEXT | {"loss.num_chunks": 1} | changes)
 
 
 def random_text(run: Experiment, seed: int = 0) -> dict[str, jax.Array]:

@@ -1,4 +1,4 @@
-r"""Plans a run on machines that are not available: the memory, network traffic and time that it would need.
+r"""Predicts the memory, traffic and time of a step on other machines.
 
     python -m maxlp.plan --config=configs/llama/8b.py --topology=v5p:4x4x4 --config.model.attention=splash
 

@@ -1,4 +1,4 @@
-"""Converts a corpus, or images with texts, to ArrayRecord shards for fast random access.
+"""Converts texts, or images with texts, to ArrayRecord shards.
 
     python -m maxlp.prepare text --source='jsonl:/data/c4/*.jsonl' --output=/data/c4_text
     python -m maxlp.prepare text --source=parquet:/data/fineweb --output=/data/fineweb_llama3 \\

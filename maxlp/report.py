@@ -1,4 +1,4 @@
-"""Shows what a run was and how it went, from the files in its workdir.
+"""Shows what a run was and how it went, from its workdir.
 
     python -m maxlp.report /tmp/run
     python -m maxlp.report /tmp/run --spike=2300 --precision=float32

@@ -12,8 +12,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from configs.common import CLIP_SIZES, clip, llama
 from maxlp import plan
+from maxlp.families.clip.presets import CLIP_SIZES, clip
+from maxlp.families.llama.presets import llama
 from maxlp.planning import search, topologies
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import read

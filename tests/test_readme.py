@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from configs.common import CLIP_SIZES, LOW_BIT, choose, llama
 from maxlp.data import sources
+from maxlp.families.clip.presets import CLIP_SIZES
+from maxlp.families.llama.presets import llama
 from maxlp.run import settings
+from maxlp.run.presets import LOW_BIT, choose
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -10,7 +10,8 @@ The images are characters drawn with the fonts that come with matplotlib, the te
 ("latin small letter a with diaeresis").
 """
 
-from configs.common import choose, clip
+from maxlp.families.clip.presets import clip
+from maxlp.run.presets import choose
 
 
 def get_config(arg: str = ""):

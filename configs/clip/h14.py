@@ -6,7 +6,8 @@ python -m maxlp.train --config=configs/clip/h14.py --workdir=/tmp/run \
     --config.data.source='tar:/data/laion/*.tar' --config.data.tokenizer=/data/tokenizer.json
 """
 
-from configs.common import CLIP_SIZES, choose, clip
+from maxlp.families.clip.presets import CLIP_SIZES, clip
+from maxlp.run.presets import choose
 
 
 def get_config(arg: str = ""):

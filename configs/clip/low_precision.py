@@ -12,7 +12,8 @@ Other precisions: int8_switchback (the default), fp8_current (of whole tensors),
 optimizer=adamw. No layer-scale: --config.model.layer_scale=None.
 """
 
-from configs.common import choose, clip, clip_size
+from maxlp.families.clip.presets import clip, clip_size
+from maxlp.run.presets import choose
 
 
 def get_config(arg: str = ""):

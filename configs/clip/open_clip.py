@@ -4,7 +4,8 @@ python -m maxlp.train --config=configs/clip/open_clip.py:size=g14 --workdir=/tmp
     --config.data.source='tar:/data/laion/*.tar' --config.data.tokenizer=/data/tokenizer.json
 """
 
-from configs.common import choose, clip, clip_size
+from maxlp.families.clip.presets import clip, clip_size
+from maxlp.run.presets import choose
 
 
 def get_config(arg: str = ""):

@@ -6,7 +6,8 @@ python -m maxlp.train --config=configs/clip/siglip_b16.py --workdir=/tmp/run \
     --config.data.source='tar:/data/pairs/*.tar' --config.data.tokenizer=/data/tokenizer.model
 """
 
-from configs.common import choose, siglip
+from maxlp.families.clip.presets import siglip
+from maxlp.run.presets import choose
 
 
 def get_config(arg: str = ""):

@@ -4,7 +4,8 @@ python -m maxlp.train --config=configs/llama/1b.py --workdir=/tmp/run \
     --config.data.source=array_record:/data/c4 --config.data.tokenizer=/data/tokenizer.json
 """
 
-from configs.common import choose, llama_c4
+from maxlp.families.llama.presets import llama_c4
+from maxlp.run.presets import choose
 
 
 def get_config(arg: str = ""):

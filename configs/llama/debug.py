@@ -6,7 +6,8 @@ Two CPU cores: 4 minutes, 7 seconds of them before the first step.
 Validation bits per byte: 1.76 on all validation files (Python 3.11.7's library; others differ a little).
 """
 
-from configs.common import choose, llama
+from maxlp.families.llama.presets import llama
+from maxlp.run.presets import choose
 
 
 def get_config(arg: str = ""):

@@ -6,7 +6,8 @@ python -m maxlp.train --config=configs/llama/llama3_2_1b.py --workdir=/tmp/run \
     --config.data.source=array_record:/data/corpus --config.data.tokenizer=/data/tokenizer.json
 """
 
-from configs.common import LLAMA_3_2_ROPE, choose, llama
+from maxlp.families.llama.presets import LLAMA_3_2_ROPE, llama
+from maxlp.run.presets import choose
 
 
 def get_config(arg: str = ""):

@@ -5,7 +5,8 @@ python -m maxlp.train --config=configs/llama/tiny.py --workdir=/tmp/run
 344,000 parameters, 300 steps of 1,024 tokens: half a minute. `benchmarks/fidelity.py` runs its variants.
 """
 
-from configs.common import choose, llama
+from maxlp.families.llama.presets import llama
+from maxlp.run.presets import choose
 
 
 def get_config(arg: str = ""):

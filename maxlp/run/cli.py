@@ -1,20 +1,27 @@
 """What the commands share: flags, and users' mistakes reported in one line."""
 
+import difflib
 import functools
 import os
 import re
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+import maxlp
 from maxlp.run.config import RENAMED
 from maxlp.runtime import distributed
 from maxlp.runtime.checkpoint import NotWrittenError
 from maxlp.runtime.preemption import EXIT_INTERRUPTED
+
+# An installed package holds the presets; in a checkout they lie beside it.
+_PACKAGE = Path(maxlp.__file__).parent
+PRESETS = next(filter(Path.is_dir, (_PACKAGE / "configs", _PACKAGE.parent / "configs")))
 
 # Users' path errors. Other errors of the system may be transient, so that a launcher tries again.
 PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
@@ -25,8 +32,9 @@ def define_flags(workdir: str = "Directory of the run.", config_required: bool =
     config_flags.DEFINE_config_file(
         "config",
         None,
-        "Python file with get_config(arg), as FILE.py or FILE.py:ARG; change any value with "
-        "--config.SECTION.KEY=VALUE, for example --config.optimizer.learning_rate=1e-3.",
+        "A preset such as llama/debug, or a Python file with get_config(arg). Choices follow a colon: "
+        "llama/8b:precision=fp8_delayed. Change any value with --config.SECTION.KEY=VALUE, for example "
+        "--config.optimizer.learning_rate=1e-3.",
         lock_config=True,
     )
     flags.DEFINE_string("workdir", None, workdir)
@@ -49,7 +57,7 @@ def _parse_flags(argv: list[str], words: int = 0) -> list[str]:
     # passes on what the file raises with a traceback in its text, and reports a missing file only when the
     # value is used.
     try:
-        rest = flags.FLAGS(argv)
+        rest = flags.FLAGS(list(_with_config_files(argv)))
         if (config := flags.FLAGS["config"].value if "config" in flags.FLAGS else None) is not None:
             config.items()
         for word in rest[1 + words :]:
@@ -59,11 +67,52 @@ def _parse_flags(argv: list[str], words: int = 0) -> list[str]:
         _fail(_naming_the_flag(_one_line(error), argv))
 
 
+def _with_config_files(argv: list[str]) -> Iterator[str]:
+    """The arguments, with the file of a preset in place of its name."""
+    previous = ""
+    for argument in argv:
+        name, equals, value = argument.partition("=")
+        if name in ("--config", "-config") and equals:
+            argument = f"{name}={config_file(value)}"
+        elif previous in ("--config", "-config"):
+            argument = config_file(argument)
+        yield argument
+        previous = argument
+
+
+def config_file(value: str) -> str:
+    """``llama/debug:ARG`` as ``PATH/llama/debug.py:ARG``; the path of a file stays as it is.
+
+    Raises:
+      FileNotFoundError: neither a file nor a preset; the message lists the presets.
+    """
+    name, colon, arg = value.partition(":")
+    if Path(name).is_file():
+        return value
+    preset = PRESETS / name.removeprefix("configs/").removesuffix(".py")
+    if (path := preset.with_name(f"{preset.name}.py")).is_file():
+        return f"{path}{colon}{arg}"
+    if not name:
+        raise FileNotFoundError(f"--config is empty; {_choices('')}")
+    raise FileNotFoundError(f"--config={name} is neither a file nor a preset; {_choices(name)}")
+
+
+def _choices(name: str) -> str:
+    close = [f"did you mean {preset}? " for preset in difflib.get_close_matches(name, presets(), 1)]
+    return f"{''.join(close)}presets: {', '.join(presets())}"
+
+
+def presets() -> list[str]:
+    """Names for ``--config``, such as ``llama/debug``."""
+    return sorted(str(path.relative_to(PRESETS).with_suffix("")) for path in PRESETS.glob("*/*.py"))
+
+
 def _one_line(error: Exception) -> str:
     while len(error.args) == 1 and isinstance(error.args[0], Exception):
         error = error.args[0]
     text = str(error.args[0] if len(error.args) == 1 else error)
     text = re.sub(r"flag --(\w+)=None: Flag .* must have a value .*", r"--\1 is missing; see --help", text)
+    text = text.replace("--config is missing; see --help", f"--config is missing; {_choices('')}")
     if "Traceback (most recent call last)" in text:
         text = text.strip().splitlines()[-1].partition(": ")[2]
     return " ".join(

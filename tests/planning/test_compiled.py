@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from configs.common import llama
 from maxlp.families.llama.cost import COST
+from maxlp.families.llama.presets import llama
 from maxlp.parallel import sharding
 from maxlp.planning import compiled
 from maxlp.planning.cost_model import state_shapes

@@ -7,8 +7,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from configs.common import llama
 from maxlp.core.train_state import abstract_state
+from maxlp.families.llama.presets import llama
 from maxlp.parallel import sharding
 from maxlp.planning import topologies
 from maxlp.planning.cost_model import Ledger, matmul_dtype, state_shapes

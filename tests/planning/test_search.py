@@ -2,7 +2,7 @@
 
 import pytest
 
-from configs.common import llama
+from maxlp.families.llama.presets import llama
 from maxlp.planning import search, topologies
 from tests.planning import peaks
 from tests.planning.peaks import estimated_peak

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from configs.common import llama
+from maxlp.families.llama.presets import llama
 from maxlp.planning import topologies
 from maxlp.run.config import ConfigError
 from tests.planning import peaks

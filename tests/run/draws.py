@@ -6,7 +6,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from configs.common import clip, llama
+from maxlp.families.clip.presets import clip
+from maxlp.families.llama.presets import llama
 
 Changes = dict[str, Any]  # config key -> value
 

@@ -1,7 +1,7 @@
 """The closed form of a CLIP step: savings from dropped patches and from tiles of the loss."""
 
-from configs.common import CLIP_SIZES, clip
 from maxlp.families.clip import cost
+from maxlp.families.clip.presets import CLIP_SIZES, clip
 from maxlp.run.settings import read
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from configs.common import llama
 from maxlp.families.llama.cost import COST
+from maxlp.families.llama.presets import llama
 from maxlp.planning.cost_model import state_shapes
 from maxlp.run.settings import read
 

@@ -1,0 +1,42 @@
+"""The command line: ``maxlp COMMAND ...`` is ``python -m maxlp.COMMAND ...``."""
+
+import ast
+import runpy
+import sys
+from pathlib import Path
+
+import maxlp
+
+COMMANDS = ("train", "evaluate", "generate", "report", "plan", "prepare", "convert")
+
+
+def main() -> None:
+    """Runs the command that the first argument names."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name == "--version":
+        print(maxlp.__version__)
+    elif name in ("-h", "--help", "help"):
+        print(usage())
+    elif name in COMMANDS:
+        del sys.argv[1]
+        runpy.run_module(f"maxlp.{name}", run_name="__main__", alter_sys=True)
+    else:
+        message = f"error: {name!r} is not a command; choose one of {', '.join(COMMANDS)}"
+        print(message, file=sys.stderr)
+        sys.exit(2)
+
+
+def usage() -> str:
+    """All commands, each with the first sentence of its docstring."""
+    lines = [f"  {name:<9} {summary(name)}" for name in COMMANDS]
+    return "\n".join(["maxlp COMMAND --FLAG=VALUE ...; the flags: maxlp COMMAND --help", "", *lines])
+
+
+def summary(command: str) -> str:
+    source = (Path(__file__).parent / f"{command}.py").read_text(encoding="utf-8")
+    doc = ast.get_docstring(ast.parse(source)) or ""
+    return doc.partition("\n")[0].partition(". ")[0].rstrip(".") + "."
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""What the config files of all families share: sections of a config, and argument strings."""
+
+from ml_collections import ConfigDict, config_dict
+
+
+def parse_arg(arg: str, **defaults):
+    """``"a=1,b=x,flag"`` as a ConfigDict over the given defaults, each value in the type of its default.
+
+    The bare name of a boolean sets it. Raises ValueError for a name without a default.
+    """
+    values = ConfigDict(defaults)
+    for item in filter(None, (arg or "").split(",")):
+        name, _, text = item.partition("=")
+        if name not in defaults:
+            raise ValueError(
+                f"config argument {name!r} is unknown; arguments: {', '.join(sorted(defaults))}"
+            )
+        kind = type(defaults[name])
+        if kind is bool:
+            if text not in ("", "true", "false", "True", "False", "0", "1"):
+                raise ValueError(f"config argument {name}={text!r}: expected true or false")
+            values[name] = text not in ("false", "False", "0")
+        else:
+            try:
+                values[name] = kind(text)
+            except ValueError:
+                raise ValueError(f"config argument {name}={text!r}: expected {kind.__name__}") from None
+    return values
+
+
+LOW_BIT = {
+    "fp8": dict(mu="float8_e4m3fn", nu="float8_e5m2"),
+    "8bit": dict(mu="dynamic8", nu="dynamic8", block_size=256),
+}
+
+
+def choose(arg: str, c: ConfigDict) -> ConfigDict:
+    """Applies an argument string such as ``precision=fp8_delayed,optimizer=adamw`` to a config.
+
+    precision: a recipe of `maxlp.precision.RECIPES`; ``fp16``: matmuls and activations in float16 under a
+      dynamic loss scale; ``pure_bf16``: no float32 copy of the parameters, stochastic rounding.
+    optimizer: a name in `maxlp.optim.OPTIMIZERS`.
+    galore: rank of the projected gradients; 0 is no projection.
+    low_bit: moments in ``fp8`` (e4m3 and e5m2, a scale per tensor) or ``8bit`` (dynamic, in blocks of 256).
+    """
+    chosen = parse_arg(arg, precision=c.precision.recipe, optimizer=c.optimizer.name, galore=0, low_bit="")
+    if chosen.precision == "fp16":
+        c.model.dtype = "float16"
+        c.precision.loss_scale.update(initial=2.0**15, growth_interval=2000)
+    elif chosen.precision == "pure_bf16":
+        c.model.dtype = c.model.param_dtype = "bfloat16"
+        c.optimizer.param_rounding = "stochastic"
+    else:
+        c.precision.recipe = chosen.precision
+    c.optimizer.name = chosen.optimizer
+    if chosen.galore:
+        c.optimizer.galore.rank = chosen.galore
+    if chosen.low_bit:
+        if chosen.low_bit not in LOW_BIT:
+            raise ValueError(f"config argument low_bit={chosen.low_bit!r}: one of {', '.join(LOW_BIT)}")
+        c.optimizer.low_bit.update(LOW_BIT[chosen.low_bit])
+    return c
+
+
+def unset(**types) -> dict:
+    """Keys that the command line can set; what they configure is off while all are unset."""
+    return {name: config_dict.placeholder(kind) for name, kind in types.items()}
+
+
+def sections(model: dict, data: dict, loss: dict) -> ConfigDict:
+    """A config from the sections that differ between families; the others have the same keys in all.
+
+    Every section holds the fields of one dataclass or function; the README lists which.
+    """
+    c = ConfigDict(dict(model=model, precision=_precision(), optimizer=_optimizer(), data=data, loss=loss))
+    c.mesh = ConfigDict(dict(stage=1, data=1, fsdp=-1, context=1, tensor=1, dcn_data=1))
+    c.train = ConfigDict(
+        dict(
+            total_steps=100_000,
+            microbatches=1,
+            seed=0,
+            log_every=10,
+            eval_every=1000,
+            eval_batches=20,
+            init_from="",
+            release_gradients=False,
+        )
+    )
+    c.spikes = ConfigDict(
+        dict(
+            guard="off",  # or "skip", "rollback"
+            statistics=True,  # gradient norm and RMS_t of every tensor
+            window=64,
+            threshold=3.2,
+            min_history=16,
+            merge_steps=10,
+            rms_threshold=1.8,
+            lead=8,
+            guard_threshold=6.0,
+            rewind_steps=100,
+            skip_batches=200,
+            max_actions=10,
+        )
+    )
+    c.checkpoint = ConfigDict(dict(every_steps=1000, keep_last=2, keep_every=config_dict.placeholder(int)))
+    c.metrics = ConfigDict(dict(tensorboard=True, wandb_project=""))
+    c.profile = ConfigDict(dict(start=0, steps=3))
+    return c
+
+
+def _precision() -> ConfigDict:
+    return ConfigDict(
+        dict(
+            recipe="bf16",  # matmuls in model.dtype; others: precision.recipes.RECIPES
+            options=unset(  # in place of the recipe's own: precision.recipes.RecipeOptions
+                history=int,
+                margin=float,
+                cold_start=bool,
+                residuals=str,
+                format=str,
+                grad_format=str,
+                granularity=str,
+                power_of_two=bool,
+                rounding=str,
+            ),
+            rules=(),  # (pattern, recipe) pairs: precision.inject
+            first_blocks=1,
+            last_blocks=1,
+            min_dim=0,
+            smooth_swiglu="none",
+            loss_scale=unset(  # for float16: precision.DynamicLossScale
+                initial=float, growth_interval=int, minimum=float, maximum=float
+            ),
+            health_every=0,  # steps between measurements of the quantization; 0: none
+        )
+    )
+
+
+def _optimizer() -> ConfigDict:
+    return ConfigDict(
+        dict(
+            name="adamw",
+            learning_rate=3e-4,
+            schedule="cosine",
+            warmup_steps=2000,
+            final_lr_fraction=0.1,
+            decay_fraction=config_dict.placeholder(float),
+            clip_norm=1.0,
+            weight_decay=0.1,
+            decay_embeddings=False,
+            decay_with_clip=config_dict.placeholder(bool),
+            b1=0.9,
+            b2=0.95,
+            eps=1e-8,
+            mu_dtype=config_dict.placeholder(str),  # of the first moments; unset: that of the parameters
+            options=dict(),  # further keywords of this optimizer
+            galore=unset(  # low-rank projection of the gradients: optim.config.GaloreConfig
+                rank=int,
+                update_proj_gap=int,
+                scale=float,
+                side=str,
+                basis=str,
+                moments=str,
+                projector=str,
+                lazy_threshold=float,
+                targets=tuple,
+                seed=int,
+            ),
+            low_bit=unset(  # moments in few bits: optim.config.LowBitConfig
+                mu=str, nu=str, block_size=int, min_size=int, seed=int
+            ),
+            param_rounding=config_dict.placeholder(str),  # of bfloat16 parameters: stochastic, kahan
+        )
+    )
