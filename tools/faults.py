@@ -1560,6 +1560,41 @@ RUN = [
     ),
 ]
 
+RUN += [
+    *_in(
+        "run/presets.py",
+        "run/test_presets.py",
+        ('dict(mu="float8_e4m3fn", nu="float8_e5m2")', 'dict(mu="float8_e5m2", nu="float8_e4m3fn")'),
+        ('text not in ("false", "False", "0")', 'text in ("false", "False", "0")'),
+        ("initial=2.0**15", "initial=2.0**16"),
+        ('c.model.dtype = c.model.param_dtype = "bfloat16"', 'c.model.dtype = "bfloat16"'),
+        ("c.optimizer.galore.rank = chosen.galore", "c.optimizer.galore.scale = chosen.galore"),
+    ),
+    *_in(
+        "families/llama/presets.py",
+        "run/test_presets.py",
+        (
+            "dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0",
+            "dict(factor=8.0, low_freq_factor=4.0, high_freq_factor=1.0",
+        ),
+        ("c.optimizer.warmup_steps = steps // 10", "c.optimizer.warmup_steps = 10"),
+    ),
+    *_in(
+        "families/clip/presets.py",
+        "run/test_presets.py",
+        ("(0.26862954, 0.26130258, 0.27577711)", "(0.48145466, 0.4578275, 0.40821073)"),
+        ("logit_scale=math.log(10)", "logit_scale=10.0"),
+        ("logit_scale=math.log(1 / 0.07)", "logit_scale=math.log(0.07)"),
+        ("(*text, 4 * text[0])", "(*text, 4 * text[1])"),
+    ),
+    *_in(
+        "__main__.py",
+        "test_package.py",
+        ("        sys.exit(2)\n", "        sys.exit(0)\n"),
+        ('"prepare", "convert")', '"prepare")'),
+    ),
+]
+
 RUNTIME = [
     *_in(
         "runtime/checkpoint.py",
