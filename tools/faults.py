@@ -2032,7 +2032,7 @@ COMMANDS = [
         "report.py",
         "test_report.py",
         ('sys.exit(f"error: {error}")', "print(error)"),
-        ("if spike > run.step + ", "if spike > 2 * run.step + 1 + "),
+        ("if spike > run.step + ", "if spike < run.step + "),
     ),
 ]
 
