@@ -126,3 +126,13 @@ def test_chunks_send_the_weights_once_and_their_gradient_once():
         ("all-gather", of_device, 1),
         ("reduce-scatter", of_device, 1),
     ], found
+
+
+def test_bfloat16_logits_are_computed_on_in_float32(problem):
+    rng = np.random.default_rng(3)
+    logits = jnp.asarray(8 * rng.normal(size=(B, S, V)), jnp.bfloat16)
+    ours = losses.cross_entropy(logits, problem["targets"])
+    wide = losses.cross_entropy(logits.astype(jnp.float32), problem["targets"])
+    for a, b in zip(ours, wide, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)

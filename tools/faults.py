@@ -110,7 +110,7 @@ CORE = [
             "run/test_experiment.py::test_the_seed_chooses_the_weights",
         ),
         ("sum(math.prod(p.shape) for p", "sum(len(p.shape) for p"),
-        ('"step": jnp.zeros((), jnp.int32)}', '"step": jnp.ones((), jnp.int32)}'),
+        ('"step": jnp.zeros((), jnp.int32)}', '"step": jnp.ones((), jnp.int32)}', "run/test_experiment.py::test_the_seed_chooses_the_weights"),
     ),
     *_in(
         "core/fused_backward.py",
@@ -866,7 +866,7 @@ LLAMA = [
             '"nll": total(nll_BS + z_loss * jnp.square(log_z_BS))',
             "test_losses.py::test_counts",
         ),
-        ("logits_BSV = logits_BSV.astype(jnp.float32)\n", "pass\n"),
+        ("logits_BSV = logits_BSV.astype(jnp.float32)\n", "pass\n", "test_losses.py::test_bfloat16_logits_are_computed_on_in_float32"),
         ("jnp.zeros_like(w, jnp.float32), weights_P", "jnp.zeros_like(w), weights_P"),
         ("jax.lax.stop_gradient(jnp.max(logits_BSV, axis=-1))", "jnp.max(logits_BSV, axis=-2)"),
     ),

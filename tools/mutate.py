@@ -35,7 +35,7 @@ from tools.faults import FAULTS, Fault
 
 ROOT = Path(__file__).parents[1]
 REQUIRED = 0.95  # of the faults
-TIMEOUT = 900.0  # seconds for the tests of one fault
+TIMEOUT = 300.0  # seconds for the tests of one fault
 PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=--import-mode=importlib")
 # Every test begins in a copy of a process that has imported the libraries, which takes longer than most.
 FORKS = multiprocessing.get_context("forkserver")

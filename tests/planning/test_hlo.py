@@ -73,3 +73,13 @@ def test_collectives_of_a_program_compiled_here():
     assert sum(one.times for one in gathers) in (1, 5)  # XLA may lift it out of the loop
     sums = [one for one in found if one.kind == "all-reduce"]
     assert {one.axes for one in sums} == {("fsdp", "tensor")} and sum(one.bytes for one in sums) == 4
+
+
+def test_bytes_of_types():
+    """Booleans take a byte; a type of several arrays their sum."""
+    assert (
+        hlo.num_bytes("f32[2,3]{1,0}") == 24
+        and hlo.num_bytes("pred[8]") == 8
+        and hlo.num_bytes("s4[8]") == 4
+    )
+    assert hlo.num_bytes("(bf16[4], f8e4m3fn[4], u32[])") == 8 + 4 + 4

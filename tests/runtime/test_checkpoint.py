@@ -348,6 +348,10 @@ def test_saving_a_step_twice_does_nothing_and_never_overwrites(tmp_path):
         pytest.raises(CheckpointError, match="already exists"),
     ):
         checkpointer.save(1, {"w": jnp.float32(2)}, {})
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        assert checkpointer.restore_latest({"w": abstract(jnp.float32(0))}).step == 1
+        checkpointer.save(1, {"w": jnp.float32(2)}, {})  # a run that ends where it resumed
+    assert checkpoint.restore(tmp_path, {"w": abstract(jnp.float32(0))}).state["w"] == 1
 
 
 # --- Other configs, other runs -------------------------------------------------------------------------
