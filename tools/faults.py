@@ -110,7 +110,11 @@ CORE = [
             "run/test_experiment.py::test_the_seed_chooses_the_weights",
         ),
         ("sum(math.prod(p.shape) for p", "sum(len(p.shape) for p"),
-        ('"step": jnp.zeros((), jnp.int32)}', '"step": jnp.ones((), jnp.int32)}', "run/test_experiment.py::test_the_seed_chooses_the_weights"),
+        (
+            '"step": jnp.zeros((), jnp.int32)}',
+            '"step": jnp.ones((), jnp.int32)}',
+            "run/test_experiment.py::test_the_seed_chooses_the_weights",
+        ),
     ),
     *_in(
         "core/fused_backward.py",
@@ -866,7 +870,11 @@ LLAMA = [
             '"nll": total(nll_BS + z_loss * jnp.square(log_z_BS))',
             "test_losses.py::test_counts",
         ),
-        ("logits_BSV = logits_BSV.astype(jnp.float32)\n", "pass\n", "test_losses.py::test_bfloat16_logits_are_computed_on_in_float32"),
+        (
+            "logits_BSV = logits_BSV.astype(jnp.float32)\n",
+            "pass\n",
+            "test_losses.py::test_bfloat16_logits_are_computed_on_in_float32",
+        ),
         ("jnp.zeros_like(w, jnp.float32), weights_P", "jnp.zeros_like(w), weights_P"),
         ("jax.lax.stop_gradient(jnp.max(logits_BSV, axis=-1))", "jnp.max(logits_BSV, axis=-2)"),
     ),
@@ -1648,7 +1656,7 @@ RUNTIME = [
         (
             '"damaged" if sums is None else "complete"',
             '"complete" if sums is None else "damaged"',
-            "monitoring/test_sections.py::test_checkpoints_are_listed_with_their_state",
+            "::test_a_listing_tells_complete_checkpoints_from_others",
         ),
     ),
     *_in(
@@ -1685,7 +1693,7 @@ RUNTIME = [
     ),
     *_in(
         "runtime/tree_spec.py",
-        "runtime/test_checkpoint.py::test_a_leaf_that_does_not_fit_is_named",
+        "runtime/test_checkpoint.py::test_of_several_leaves_that_do_not_fit_a_parameter_is_named_first",
         ('return "float" in old and "float" in new and old.partition', "return old.partition"),
         ('new.partition("[")[2]', 'new.partition("[")[2] or True'),
         ('not path.startswith("params/"), path', 'path.startswith("params/"), path'),
@@ -1789,7 +1797,11 @@ MONITORING = [
         "monitoring/test_guards.py",
         ("accepted = finite & ~(", "accepted = finite | ~("),
         ("self.config.guard_threshold * std) & (std > 0)", "self.config.threshold * std) & (std > 0)"),
-        ('"seen": seen + finite', '"seen": seen + accepted'),
+        (
+            '"seen": seen + finite',
+            '"seen": seen + accepted',
+            "::test_the_state_of_the_guard_holds_every_finite_step",
+        ),
         ("seen % self.config.window].set(new)", "0].set(new)"),
         ("max(old_enough) if old_enough else min(earlier, default=0)", "max(earlier, default=0)"),
         ("begin + max(config.skip_batches, spike.step - target)", "begin + config.skip_batches"),

@@ -80,4 +80,5 @@ def test_rms_spikes_are_found_where_they_begin():
 def test_predicted_spikes_are_counted_and_those_by_chance():
     # RMS_t spikes at 10 and 50: steps 11..18 and 51..58 follow them, 16 of 100.
     assert count_predicted([18, 19, 51, 50], [10, 50], 100, SpikeConfig()) == (4, 2, 4 * 0.16)
+    assert count_predicted([18, 19], [10, 50], 100, SpikeConfig()) == (2, 1, 2 * 0.16)
     assert count_predicted([18], [], 100, SpikeConfig()) == (1, 0, 0.0)

@@ -1,6 +1,8 @@
 import subprocess
 import sys
 
+from ml_collections import ConfigDict
+
 from maxlp.run import run_dir
 
 
@@ -17,3 +19,16 @@ def test_a_second_process_in_the_same_workdir_is_reported(tmp_path, monkeypatch)
     for _ in range(2):  # the second as after a rollback in the same process
         run_dir.record_start(tmp_path, 0, num_params=1000)
     assert len(warnings) == 1
+
+
+def test_values_that_differ_from_those_of_the_last_start_are_told(tmp_path):
+    first = {"model": {"dim": 4, "old": 1}, "train": {"steps": 10}, "rules": ((1, 2),)}
+    second = {"model": {"dim": 8, "new": None, "more": 2}, "train": {"steps": 10}, "rules": ((1, 2),)}
+    assert run_dir.save_config(tmp_path, ConfigDict(first)) == []
+    assert run_dir.save_config(tmp_path, ConfigDict(first)) == []
+    assert run_dir.save_config(tmp_path, ConfigDict(second)) == [
+        "config.model.dim: 4 -> 8",
+        "config.model.more: None -> 2",
+        "config.model.old: 1 -> None",
+    ]
+    assert run_dir.load_config(tmp_path).model.dim == 8

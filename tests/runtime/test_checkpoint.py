@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlp.runtime import checkpoint, files, manifest, verification
+from maxlp.runtime import checkpoint, files, manifest, tree_spec, verification
 from maxlp.runtime.checkpoint import Checkpointer, CheckpointError, NotWrittenError
 from tests.runtime import workers
 from tests.runtime.damage import DAMAGES, flip_bit
@@ -472,3 +472,36 @@ def test_one_process_saves_and_two_restore_the_same_intact_step(pair, tmp_path, 
     reply = {"step": step, "data_state": {"position": [step]}, "meta": {"processes": 1}}
     assert pair.call("restore", tmp_path) == [reply, reply]
     assert sorted(os.listdir(tmp_path)) == (["1", "2.damaged"] if damaged else ["1", "2"])
+
+
+def test_a_listing_tells_complete_checkpoints_from_others(two_steps, tmp_path):
+    root = tmp_path / "checkpoints"
+    shutil.copytree(two_steps, root)
+    (root / "20" / "manifest.txt").unlink()
+    (root / "30.unfinished").mkdir()
+    (root / "40.damaged-2").mkdir()
+    found = checkpoint.list_steps(root)
+    assert [(info.step, info.status) for info in found] == [
+        (10, "complete"),
+        (20, "damaged"),
+        (30, "unfinished"),
+        (40, "damaged"),
+    ]
+    on_disk = sum(path.stat().st_size for path in (root / "10").rglob("*") if path.is_file())
+    assert found[0].num_bytes == on_disk - (root / "10" / "manifest.txt").stat().st_size
+    assert found[1].num_bytes == 0 and found[0].path == root / "10"
+
+
+def test_of_several_leaves_that_do_not_fit_a_parameter_is_named_first():
+    """What else differs follows from it: moments have the shapes of their parameters."""
+    saved = {"opt_state": jnp.zeros(4), "params": {"w": jnp.zeros(4)}, "step": jnp.zeros(2)}
+    wanted = jax.tree.map(lambda x: jnp.zeros(len(x) + 1), saved)
+    described = tree_spec.describe(saved)
+    for exact in (True, False):
+        found = tree_spec.find_misfit(described, wanted, exact=exact)
+        assert found == ("params/w", "float32[4]", "float32[5]")
+    half = {"params": {"w": jnp.zeros(4, jnp.bfloat16)}}
+    assert tree_spec.find_misfit(described, half, exact=False) is None, "floats are cast, more is left"
+    assert tree_spec.find_misfit(described, half, exact=True)[0] == "params/w"
+    whole = {"params": {"w": jnp.zeros(4, jnp.int32)}}
+    assert tree_spec.find_misfit(described, whole, exact=False)[0] == "params/w"

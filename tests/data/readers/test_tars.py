@@ -85,6 +85,12 @@ def test_index_is_reused_until_the_tar_changes(tmp_path, monkeypatch):
     write_files(path, samples(6, seed=1))
     assert tars.Tars(str(path))[5]["text"].startswith("caption 1 5")
     assert sorted(each.name for each in tmp_path.glob("a.tar?*"))[1:] == [], "one index a tar"
+    # Another tar of the same size, as after a repair: its time tells them apart.
+    first, other = ((("a.txt", b"x"), ("a.jpg", b"1")), (("a.jpg", b"2"), ("a.txt", b"y")))
+    for files, caption in ((first, "x"), (other, "y")):
+        write_files(path, files)
+        os.utime(path, ns=(len(caption), ord(caption)))
+        assert tars.Tars(str(path))[0]["text"] == caption
 
 
 def test_index_stays_in_memory_where_it_cannot_be_written(tmp_path, monkeypatch):

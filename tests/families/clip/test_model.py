@@ -87,6 +87,17 @@ def test_only_tokens_up_to_the_pooled_one_change_the_features(pool):
         np.testing.assert_allclose(short, features_BE, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("pool", "expected"),
+    [("argmax", [3, 1]), ("eos", [2, 4]), ("last", [5, 5])],
+    ids=["argmax", "eos", "last"],
+)
+def test_the_pooled_token_is_the_highest_the_first_that_ends_a_text_or_the_last(pool, expected):
+    text_BS = jnp.array([[1, 2, 40, 60, 40, 0], [1, 63, 2, 3, 40, 40]])
+    tower = make_clip(text=dict(pool=pool, eos_id=40 if pool == "eos" else None)).text
+    np.testing.assert_array_equal(tower.pool_index(text_BS), expected)
+
+
 def test_a_layer_scale_of_zero_makes_the_blocks_the_identity():
     """The features of a text then depend on its pooled token and position alone."""
     text_BS = jnp.asarray([[1, 2, 60, 0], [5, 7, 60, 0], [1, 2, 3, 60]])
