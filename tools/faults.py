@@ -517,10 +517,6 @@ PRECISION = [
             "jax.tree.map(jnp.zeros_like, amaxes), history",
             "precision/test_delayed.py",
         ),
-        (
-            "_plain(g.astype(dtype), _as(saved_kernel, dtype), (-1,), (1,)",
-            "_plain(g.astype(dtype), _as(saved_kernel, dtype).T, (-1,), (0,)",
-        ),
     ),
     *_in(
         "precision/mx.py",
@@ -804,7 +800,7 @@ PARALLEL = [
     *_in(
         "parallel/opt_state.py",
         "optim/test_state_shardings.py",
-        ("if shape == param.shape:", "if False:"),
+        ("            axes[i] += moved\n", "            pass\n"),
         ("key=lambda i: -shape[i]", "key=lambda i: shape[i]"),
         ("if param is None or len(shape) != len(param.shape)", "if True"),
     ),
@@ -1203,7 +1199,11 @@ CLIP = [
         "families/clip/test_weights.py",
         ('enumerate(("q_proj", "k_proj", "v_proj"))', 'enumerate(("k_proj", "q_proj", "v_proj"))'),
         ('"attn_norm": "ln_1"', '"attn_norm": "ln_2"'),
-        ("first=visual.class_tokens", "first=1"),
+        (
+            "first=visual.class_tokens",
+            "first=1",
+            "families/clip/test_vit.py::test_an_image_tower_without_a_class_token_is_resized_whole",
+        ),
     ),
     *_in(
         "families/clip/task.py",

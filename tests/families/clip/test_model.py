@@ -106,11 +106,12 @@ def test_a_layer_scale_of_zero_makes_the_blocks_the_identity():
     assert jnp.abs(features_BE[0] - features_BE[2]).max() > 1e-3
 
 
-def test_qk_norm_makes_attention_independent_of_the_scale_of_the_kernels():
+@pytest.mark.parametrize("name", ["q_proj", "k_proj"])
+def test_qk_norm_makes_attention_independent_of_the_scale_of_the_kernels(name):
     image = make_batch()["image"]
     model = make_clip(qk_norm=True, norm_eps=1e-12)
     features_BE = encode_image(model, image)
-    model.visual.layers.attn.q_proj.kernel[...] *= 100.0
+    getattr(model.visual.layers.attn, name).kernel[...] *= 100.0
     # The scaled products round differently, before a norm divides by their standard deviation.
     np.testing.assert_allclose(encode_image(model, image), features_BE, atol=1e-5)
 

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from maxlp.families.clip import vit
-from tests.families.clip.fixtures import make_batch, make_clip
+from maxlp.families.clip import vit, weights
+from tests.families.clip.fixtures import SIGLIP, make_batch, make_clip
 
 encode_image = jax.jit(lambda model, *args: model.encode_image(*args))
 
@@ -65,3 +66,13 @@ def test_resizing_interpolates_a_smooth_field_and_keeps_the_class_token():
 def test_images_of_another_size_are_refused():
     with pytest.raises(ValueError, match=r"images of 20 × 16 × 3 do not match model.visual.image_size=16"):
         encode_image(make_clip(), jnp.zeros((2, 20, 16, 3)))
+
+
+def test_an_image_tower_without_a_class_token_is_resized_whole():
+    model = make_clip(**SIGLIP)
+    params, rng = nnx.to_pure_dict(nnx.state(model, nnx.Param)), np.random.default_rng(0)
+    params["visual"]["pos_embed"] = pos_SD = rng.standard_normal((16, 32)).astype(np.float32)
+    resized, config = weights.resize(params, model.config, image_size=24)
+    assert config.visual.image_size == 24 and config.visual.num_patches == 36
+    np.testing.assert_array_equal(resized["visual"]["pos_embed"], vit.resize_pos_embed(pos_SD, 36, first=0))
+    np.testing.assert_array_equal(params["visual"]["pos_embed"], pos_SD)
