@@ -173,7 +173,7 @@ OPTIM = [
         (
             "optax.contrib.schedule_free(tx, schedule, config.b1)",
             "optax.contrib.schedule_free(tx, schedule)",
-            "optim/test_schedule_free.py",
+            "run/test_restore.py",
         ),
         ('config.options.get("clip_threshold", 1.0)),)', "1.0),)", "optim/test_stable_adamw.py"),
     ),
