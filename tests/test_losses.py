@@ -60,11 +60,15 @@ def test_equals_optax_with_gradients(problem, num_chunks, z_loss):
 
 
 def test_counts(problem):
-    p = problem
-    sums = total(p, p["w"], p["x"], 2, 0.0)[1]
-    hits = (np.argmax(p["x"] @ p["w"], -1) == p["targets"]) & p["mask"]
-    assert sums["tokens"] == p["mask"].sum()
-    assert sums["correct"] == hits.sum()
+    likely = np.argmax(problem["x"] @ problem["w"], -1)
+    p = problem | {"targets": np.where(np.arange(S) < S // 2, likely, problem["targets"]).astype(np.int32)}
+    for num_chunks, z_loss in ((1, 0.0), (1, 1e-2), (2, 1e-2)):
+        sums = total(p, p["w"], p["x"], num_chunks, z_loss)[1]
+        hits = (likely == p["targets"]) & p["mask"]
+        assert sums["tokens"] == p["mask"].sum()
+        assert sums["correct"] == hits.sum() > 5
+        nll = optax.softmax_cross_entropy_with_integer_labels(p["x"] @ p["w"], p["targets"])
+        np.testing.assert_allclose(sums["nll"], np.sum(nll * p["mask"]), rtol=1e-6)
 
 
 def test_chunks_never_hold_all_logits():

@@ -42,22 +42,8 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
         "tests.conftest",  # sets what JAX reads when it is imported
-        *(
-            "flax.nnx",
-            "optax",
-            "optax.contrib",
-            "orbax.checkpoint.v1",
-            "grain",
-            "ml_collections.config_flags",
-        ),
-        *(
-            "numpy.testing",
-            "PIL.Image",
-            "tokenizers",
-            "matplotlib.figure",
-            "jax.experimental.multihost_utils",
-        ),
-        "jax.experimental.mesh_utils",
+        *("flax.nnx", "optax.contrib", "orbax.checkpoint.v1", "grain", "ml_collections.config_flags"),
+        *("PIL.Image", "tokenizers", "matplotlib.figure", "jax.experimental.multihost_utils"),
     ]
 )
 

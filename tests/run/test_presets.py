@@ -16,7 +16,7 @@ from tests.run.fixtures import load
 def test_llama_stretches_its_wavelengths_as_published():
     """The ``rope_scaling`` of Llama 3.1's and 3.2's ``config.json``."""
     published = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192)
-    assert LLAMA_3_1_ROPE == published and LLAMA_3_2_ROPE == published | dict(factor=32.0)
+    assert published == LLAMA_3_1_ROPE and published | dict(factor=32.0) == LLAMA_3_2_ROPE
 
 
 def test_runs_on_c4_are_those_of_galore():
