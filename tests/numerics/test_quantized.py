@@ -76,3 +76,11 @@ def test_a_scale_from_another_amax_leaves_the_margin_and_may_be_a_power_of_two(m
         assert 0 < inside.mean() < 1
         np.testing.assert_allclose(back[inside], x[inside], rtol=2**-4, atol=scale * 2.0**-10)
         np.testing.assert_allclose(np.abs(back[~inside]), 448 * scale, rtol=1e-6)
+
+
+def test_dequantizing_to_bfloat16_rounds_once():
+    """A scale that is no power of two is not rounded to bfloat16 before it multiplies."""
+    x = np.random.default_rng(4).normal(size=(16, 32)).astype(np.float32)
+    q = quantize(x, formats.get("int8"), "row", (1,))
+    exact = np.asarray(q.values, np.float32) * np.asarray(q.scale)
+    np.testing.assert_array_equal(dequantize(q, jnp.bfloat16), exact.astype(ml_dtypes.bfloat16))

@@ -92,3 +92,10 @@ def test_checksums_do_not_depend_on_how_much_is_read_at_a_time(folder, monkeypat
     monkeypatch.setattr(manifest, "_BLOCK_BYTES", block_bytes)
     found = manifest.checksums(folder, CONTENT)
     assert found == {name: (f"{zlib.crc32(data):08x}", len(data)) for name, data in CONTENT.items()}
+
+
+def test_files_are_on_disk_when_their_checksums_are_known(folder, monkeypatch):
+    synced = []
+    monkeypatch.setattr(manifest.files, "sync", synced.append)
+    manifest.checksums(folder, CONTENT)
+    assert sorted(synced) == sorted(folder / name for name in CONTENT)
