@@ -253,14 +253,12 @@ OPTIM = [
         (
             "eps_in_sqrt=False, bias_correction=True",
             "eps_in_sqrt=True, bias_correction=True",
-            "optim/test_schedule_free.py",
-            "optim/test_rms.py",
+            "::test_the_rescaling_is_adams_without_a_first_moment",
         ),
         (
             "eps_in_sqrt=False, bias_correction=True",
             "eps_in_sqrt=False, bias_correction=False",
-            "optim/test_schedule_free.py",
-            "optim/test_rms.py",
+            "::test_the_rescaling_is_adams_without_a_first_moment",
         ),
         (
             "schedule_free_eval_params(found[0][1], params) if found else params",
