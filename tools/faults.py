@@ -1515,7 +1515,11 @@ RUN = [
             "== {precision.HIGH_PRECISION}",
             "families/llama/test_constraints.py",
         ),
-        ("log_every=1, eval_every=0", "log_every=0, eval_every=0"),
+        (
+            "log_every=1, eval_every=0",
+            "log_every=0, eval_every=0",
+            "::test_numbers_of_a_run_have_a_lower_bound",
+        ),
     ),
     *_in(
         "run/restore.py",
