@@ -174,21 +174,12 @@ def test_a_config_of_version_0_1_still_loads(tmp_path):
     assert s.precision.loss_scale is None and s.model.rope_scaling is None
 
 
-@pytest.mark.parametrize(
-    ("key", "lowest"),
-    [
-        ("total_steps", 1),
-        ("microbatches", 1),
-        ("log_every", 1),
-        ("eval_every", 0),
-        ("eval_batches", 0),
-        ("seed", 0),
-    ],
-)
+LOWEST = dict(total_steps=1, microbatches=1, log_every=1, eval_every=0, eval_batches=0, seed=0)
+
+
+@pytest.mark.parametrize(("key", "lowest"), LOWEST.items())
 def test_numbers_of_a_run_have_a_lower_bound(key, lowest):
-    values = dict(
-        total_steps=9, microbatches=2, seed=3, log_every=4, eval_every=5, eval_batches=6, init_from=""
-    )
+    values = dict.fromkeys(LOWEST, 7) | dict(init_from="")
     assert getattr(TrainConfig(**values | {key: lowest}), key) == lowest
     with pytest.raises(ValueError, match=rf"^{key}={lowest - 1} must be at least {lowest}"):
         TrainConfig(**values | {key: lowest - 1})
