@@ -4,4 +4,4 @@ import time
 
 __version__ = "0.2.0"
 
-IMPORTED_AT = time.time()  # commands import this first, and measure their start-up time from here
+IMPORTED_AT = time.monotonic()  # commands import this first, and measure their start-up time from here

@@ -21,12 +21,12 @@ Both run on the CPU and need memory for one copy of the model. An export also ne
 
 import dataclasses
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 from absl import flags
+from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -35,6 +35,7 @@ from maxlp.core.train_state import abstract_model, num_params
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
 from maxlp.families import Family, weights
 from maxlp.families.weights import WeightFormat
+from maxlp.nn.lora import merged_params
 from maxlp.parallel import sharding
 from maxlp.run import cli, run_dir
 from maxlp.run.restore import restore_model
@@ -68,9 +69,8 @@ def define_flags() -> None:
     flags.DEFINE_integer("image_size", None, "import: image size to resize the model to.", lower_bound=1)
 
 
-def main() -> None:
+def main(command: str = "nothing") -> None:
     jax.config.update("jax_platforms", "cpu")
-    command = sys.argv[1] if len(sys.argv) > 1 else "nothing"
     values = flags.FLAGS
     if command == "import":
         source, workdir = _required("input"), _required("output")
@@ -90,7 +90,7 @@ def _required(flag: str) -> Path:
     value = flags.FLAGS[flag].value
     if value is None:
         raise ValueError(f"--{flag} is missing; see --help")
-    return Path(value)
+    return files.local_path(value, f"--{flag}")
 
 
 # --- import ---------------------------------------------------------------------------------------------
@@ -216,10 +216,13 @@ def export_weights(
 
     # Before any weights are read: these raise for a model that the format does not support.
     layout, texts = weight_format.layout(model), weight_format.config_files(model, run_tokenizer)
-    _, state, _ = restore_model(c, workdir, step, _one_cpu())  # of schedule_free_adamw, the average
+    graphdef, state, _ = restore_model(c, workdir, step, _cpu_mesh())  # of schedule_free_adamw, the average
+    params = state["params"]
+    if c.get("train", {}).get("lora", {}).get("rank"):
+        params = merged_params(nnx.merge(graphdef, params, state["model_state"]))
     write_tensors(
         output,
-        weights.to_other(state["params"], layout),
+        weights.to_other(params, layout),
         dtype=model.param_dtype,
         weights=weight_format.weights_file,
         max_shard_bytes=weight_format.max_shard_bytes,
@@ -235,11 +238,11 @@ def export_weights(
 
 def _abstract_params(family: Family, model: Any) -> dict:
     """The parameters as shapes on one CPU device, in the model's ``param_dtype``."""
-    _, abstract = abstract_model(lambda rngs: family.make_model(model, rngs=rngs), _one_cpu())
+    _, abstract = abstract_model(lambda rngs: family.make_model(model, rngs=rngs), _cpu_mesh())
     return abstract["params"]
 
 
-def _one_cpu() -> Mesh:
+def _cpu_mesh() -> Mesh:
     return sharding.make_mesh(devices=jax.devices("cpu")[:1])
 
 

@@ -31,7 +31,7 @@ from maxlp.run.experiment import make_data
 from maxlp.run.restore import restore_model
 from maxlp.run.settings import Settings, read
 from maxlp.run.tokenizer import saved_tokenizer
-from maxlp.runtime import distributed
+from maxlp.runtime import distributed, files
 from maxlp.runtime.distributed import print_primary
 
 
@@ -45,7 +45,7 @@ def define_flags() -> None:
 
 def main() -> None:
     distributed.initialize()
-    workdir = Path(flags.FLAGS.workdir)
+    workdir = files.local_path(flags.FLAGS.workdir, "--workdir")
     c = flags.FLAGS.config or run_dir.load_config(workdir)
     if flags.FLAGS.config is None and "mesh" not in c:
         raise ConfigError(

@@ -7,9 +7,9 @@ Each --prompt is one row of a batch. The same seed gives a row the same text, wh
 Shape letters: B rows · S prompt length · N new tokens · V vocabulary · D features.
 """
 
+import dataclasses
 import functools
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,15 @@ import numpy as np
 from absl import flags
 from flax import nnx
 
+from maxlp import schema
 from maxlp.data import tokenizers
 from maxlp.parallel import sharding
 from maxlp.run import cli, run_dir
 from maxlp.run.restore import restore_model
 from maxlp.run.settings import read_model
 from maxlp.run.tokenizer import saved_tokenizer
-from maxlp.runtime import distributed
+from maxlp.runtime import distributed, files
+from maxlp.schema import CountOrZero, NotNegative, Range, Seed
 
 
 def define_flags() -> None:
@@ -31,15 +33,14 @@ def define_flags() -> None:
     flags.DEFINE_string("workdir", None, "Directory of the run.", required=True)
     flags.DEFINE_integer("step", None, "Checkpoint to use; the newest by default.", lower_bound=0)
     flags.DEFINE_integer("max_new_tokens", 128, "Tokens to add to each prompt.", lower_bound=1)
-    flags.DEFINE_float(
-        "temperature", 0.8, "Divides the logits; 0 takes the most likely token.", lower_bound=0.0
-    )
-    flags.DEFINE_integer("top_k", 0, "Sample from the k most likely tokens; 0: from all.", lower_bound=0)
+    flags.DEFINE_float("temperature", 0.8, "Divides the logits; 0 takes the most likely token.")
+    flags.DEFINE_integer("top_k", 0, "Sample from the k most likely tokens; 0: from all.")
     flags.DEFINE_float("top_p", 1.0, "Sample from the fewest tokens with this total probability.")
     flags.DEFINE_integer("seed", 0, "Seed of the random sampling.")
 
 
-class Sampling(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Sampling:
     """How a token is drawn from the logits.
 
     Attributes:
@@ -49,17 +50,23 @@ class Sampling(NamedTuple):
         sampling, Holtzman et al. 2019, arXiv:1904.09751).
     """
 
-    temperature: float
-    top_k: int = 0
-    top_p: float = 1.0
+    temperature: NotNegative
+    top_k: CountOrZero = 0
+    top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
+
+    def __post_init__(self):
+        schema.check(self)
 
 
 def main() -> None:
     distributed.initialize()
     f = flags.FLAGS
-    if not 0 < f.top_p <= 1:
-        raise ValueError(f"--top_p={f.top_p} must be above 0 and at most 1")
-    workdir, texts = Path(f.workdir), f.prompt or [""]
+    schema.check_value("--seed", f.seed, Seed)
+    try:
+        sampling = Sampling(f.temperature, f.top_k, f.top_p)
+    except ValueError as error:
+        raise ValueError(f"--{error}") from error
+    workdir, texts = files.local_path(f.workdir, "--workdir"), f.prompt or [""]
     c = run_dir.load_config(workdir)
     family, model, _ = read_model(c)
     if family.name != "llama":
@@ -83,7 +90,7 @@ def main() -> None:
             [prompt for prompt, _ in healed],
             first=np.stack([allowed_V for _, allowed_V in healed]),
             max_new_tokens=f.max_new_tokens,
-            sampling=Sampling(f.temperature, f.top_k, f.top_p),
+            sampling=sampling,
             seed=f.seed,
             eos_id=tokenizer.eos_id,
         )
@@ -209,7 +216,7 @@ def _generate(
 
 def sample(key: jax.Array, logits_V: jax.Array, sampling: Sampling) -> jax.Array:
     """One token id from float32 logits."""
-    temperature, top_k, top_p = sampling
+    temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
     if temperature == 0:
         return jnp.argmax(logits_V).astype(jnp.int32)
     logits_V = logits_V / temperature

@@ -31,10 +31,8 @@ from maxlp.run.settings import Machine, Settings, read
 
 
 def define_flags() -> None:
-    config_flags.DEFINE_config_file(
-        "config", None, "Config file, as FILE.py or FILE.py:ARG.", lock_config=True
-    )
-    flags.declare_key_flag("config")
+    cli.define_config()
+    flags.adopt_module_key_flags(cli)
     flags.DEFINE_string(
         "topology", None, "Machines as CHIP:SHAPE, for example v5p:8x8x8, v5e:16x16*2, h100:64x8."
     )
@@ -73,6 +71,8 @@ def check_files(files: dict[str, str | None], compiles: bool) -> None:
     for name, path in files.items():
         if path and not Path(path).resolve().parent.is_dir():
             raise ValueError(f"--{name}={path}: the folder does not exist; create it first")
+        if path and Path(path).is_dir():
+            raise ValueError(f"--{name}={path} is a folder; give the name of a file")
     if files["hlo"] and not compiles:
         raise ValueError(f"--hlo={files['hlo']} needs a compiled program; omit --estimate_only")
     if (path := files["plot"]) and Path(path).suffix not in plot.FORMATS:
@@ -115,13 +115,13 @@ def make_plan(
     constraints.check(s, machine)
     state, cost = state_shapes(s, machine), cost_of(s)
     traced = time.perf_counter()
-    full, causal = s.family.flops_per_unit(s.model, s.data, state.num_params)
+    full, causal = s.flops_per_unit
     plan: dict[str, Any] = {
         "topology": topology.name,
         "devices": topology.size,
         "mesh": dict(machine.axes),
         "chip": dataclasses.asdict(topology.chip) | {"peak_bfloat16": topology.chip.peak()},
-        "parameters": state.num_params,
+        "parameters": s.num_params,
         "units_per_step": s.family.units_per_step(s.data),
         "unit": s.family.unit,
         "flops_per_unit": {"full": full, "causal": causal},

@@ -21,18 +21,18 @@ leaves no `dataset.json`, and a folder without one is refused as a source.
 
 import functools
 import os
-import sys
-import tempfile
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from maxlp.data import shards as shards_lib
 from maxlp.data.readers.array_record import FORMATS, MANIFEST, pack_example
 from maxlp.data.sources import Mixture, Source, make_source, open_source, parse_spec, sample_texts
-from maxlp.data.specs import one_line, split_options
+from maxlp.data.specs import split_options
 from maxlp.data.tokenizers import Tokenizer, as_bytes, make_tokenizer
+from maxlp.run import cli
+from maxlp.runtime.files import local_path
 
 TOKENIZER_SAMPLE_BYTES = 64_000_000
 
@@ -70,7 +70,7 @@ def prepare_text(
     """
     if tokenizer and train_tokenizer:
         raise ValueError(f"give tokenizer={tokenizer!r} or train_tokenizer={train_tokenizer}, not both")
-    _check_output(output, shards, num_workers, overwrite)
+    output = _check_output(output, shards, num_workers, overwrite)
     documents = make_source(source, split)
     if isinstance(documents, Mixture):
         raise ValueError(f"source {source!r} is a mixture; prepare each part, and mix them in training")
@@ -109,7 +109,7 @@ def prepare_image_text(
     Raises:
       ValueError: `output` already holds a dataset, or an argument is wrong.
     """
-    _check_output(output, shards, num_workers, overwrite)
+    output = _check_output(output, shards, num_workers, overwrite)
     examples = open_source(parse_spec(source, split, "image_text"))
     with shards_lib.no_partial_files(output):
         written = shards_lib.write_shards(output, examples, _image_text_record, shards, num_workers)
@@ -125,19 +125,19 @@ def prepare_image_text(
     return manifest
 
 
-def _check_output(output: str, shards: int, num_workers: int, overwrite: bool) -> None:
+def _check_output(output: str, shards: int, num_workers: int, overwrite: bool) -> str:
+    output = str(local_path(output, "--output"))
     if shards < 1 or num_workers < 1:
         raise ValueError(f"shards={shards} and num_workers={num_workers} must be at least 1")
     if os.path.exists(os.path.join(output, MANIFEST)) and not overwrite:
         raise ValueError(f"{output} holds a dataset already; pass --overwrite to replace it")
+    return output
 
 
 def _train_tokenizer(documents: Source, vocab_size: int) -> Tokenizer:
     from maxlp.data.tokenizers.training import train_bpe
 
-    with tempfile.TemporaryDirectory() as folder:
-        sample = sample_texts(documents, TOKENIZER_SAMPLE_BYTES, seed=0)
-        return train_bpe(sample, vocab_size, os.path.join(folder, "tokenizer.json"))
+    return train_bpe(sample_texts(documents, TOKENIZER_SAMPLE_BYTES, seed=0), vocab_size)
 
 
 # --- records --------------------------------------------------------------------------------------
@@ -241,17 +241,14 @@ def _flag_values(*names: str) -> dict[str, Any]:
 COMMANDS = {"text": text_command, "image_text": image_text_command}
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) != 2 or argv[1] not in COMMANDS:
-        given = " ".join(argv[1:]) or "nothing"
-        sys.exit(f"prepare: expected one subcommand of: {', '.join(COMMANDS)}; got {given}")
-    try:
-        written = COMMANDS[argv[1]]()
-    except (ValueError, OSError) as error:
-        sys.exit(f"prepare: {one_line(error)}")
+def main(command: str = "nothing") -> None:
+    """Runs a subcommand and prints what it wrote."""
+    if command not in COMMANDS:
+        raise ValueError(f"the first argument must be one of {', '.join(COMMANDS)}, not {command!r}")
+    written = COMMANDS[command]()
     print(f"wrote {written}; use them as array_record:{flags.FLAGS.output}")
 
 
 if __name__ == "__main__":
     define_flags()
-    app.run(main)
+    cli.run(main, words=1)

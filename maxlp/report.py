@@ -8,40 +8,50 @@ the run is in progress, was killed or has finished. With --spike, the steps befo
 to show which tensor diverged first (`run.replay`).
 """
 
-import sys
-
-from absl import app, flags, logging
+from absl import flags, logging
 
 from maxlp.monitoring.curves import plot_curves
 from maxlp.monitoring.run_record import Run, load_run
 from maxlp.monitoring.sections import report_text
+from maxlp.run import cli
 
 
 def define_flags() -> None:
     flags.DEFINE_string("workdir", None, "An alternative to DIR, as in the other commands.")
-    flags.DEFINE_integer("spike", None, "Step to replay up to, from the checkpoint before it.")
+    flags.DEFINE_integer(
+        "spike", None, "Step to replay up to, from the checkpoint before it.", lower_bound=1
+    )
     flags.DEFINE_string(
         "precision", "recipe", "Precision of the replay: recipe (that of the run), bf16 or float32."
     )
 
 
-def main(argv: list[str], spike: int | None = None, precision: str = "recipe") -> None:
+def main(directory: str = "") -> None:
+    f = flags.FLAGS
+    given = [workdir for workdir in (directory, f.workdir) if workdir]
+    if len(given) != 1:
+        raise ValueError(f"give one workdir, as in python -m maxlp.report DIR, not {len(given)}")
+    show(given[0], f.spike, f.precision)
+
+
+def show(workdir: str, spike: int | None = None, precision: str = "recipe") -> None:
     """Prints the report of a workdir and draws its curves, or replays the steps before a spike.
 
     Args:
-      argv: the program's name and the workdir.
       spike: step to replay up to; None prints the report.
       precision: one of `replay.PRECISIONS`.
+
+    Raises:
+      ValueError: no run in the workdir, or nothing to replay.
     """
-    if len(argv) != 2:
-        raise app.UsageError("give one workdir: python -m maxlp.report DIR")
-    try:
-        run = load_run(argv[1])
-        if spike is not None:
-            replay_spike(run, spike, precision)
-            return
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    run = load_run(workdir)
+    if not (run.config or run.info or run.records or run.checkpoints):
+        raise ValueError(f"{run.workdir} holds no run; give the --workdir of one")
+    if spike is not None:
+        replay_spike(run, spike, precision)
+        return
+    if precision != "recipe":
+        raise ValueError(f"--precision={precision} is of a replay; add --spike=STEP")
     print(report_text(run))
     if path := plot_curves(run.workdir):
         print(f"\nCurves in {path}")
@@ -56,11 +66,6 @@ def replay_spike(run: Run, spike: int, precision: str) -> None:
     replay(run.workdir, spike, precision)
 
 
-def run_command(argv: list[str]) -> None:
-    values = flags.FLAGS
-    main(argv + [values.workdir] * bool(values.workdir), values.spike, values.precision)
-
-
 if __name__ == "__main__":
     define_flags()
-    app.run(run_command)
+    cli.run(main, words=1)

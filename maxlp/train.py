@@ -14,6 +14,7 @@ resumes the run.
 
 import concurrent.futures
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import maxlp
-from maxlp.core.train_state import State, abstract_state, num_params
+from maxlp.core.train_state import State, abstract_state
 from maxlp.core.train_step import jit_step
 from maxlp.data import merge_states
 from maxlp.families import Evaluate
@@ -34,15 +35,15 @@ from maxlp.monitoring import guards
 from maxlp.monitoring.recorder import Recorder
 from maxlp.monitoring.watch import Watch
 from maxlp.parallel.batches import device_batches
-from maxlp.run import cli, run_dir
+from maxlp.run import changes, cli, run_dir
 from maxlp.run.experiment import Experiment, describe, make_data, resolve
-from maxlp.run.restore import evaluated
+from maxlp.run.restore import check_start, evaluated
 from maxlp.run.settings import Settings
 from maxlp.run.tokenizer import prepare_tokenizer
-from maxlp.runtime import distributed, hardware
+from maxlp.runtime import distributed, files, hardware, preemption
 from maxlp.runtime.checkpoint import Checkpointer
 from maxlp.runtime.distributed import is_primary, print_primary
-from maxlp.runtime.preemption import PreemptionGuard
+from maxlp.runtime.lock import WorkdirLock
 from maxlp.runtime.throughput import Throughput
 from maxlp.runtime.writers import MetricWriter
 
@@ -52,63 +53,71 @@ def define_flags() -> None:
         "Directory of the run: checkpoints, metrics, config. Resumed if it holds a checkpoint."
     )
     flags.adopt_module_key_flags(cli)
+    flags.DEFINE_bool("allow_change", False, "Let a resumed run have another model or other data.")
     flags.DEFINE_bool("dry_run", False, "Check the config, print what would run, and stop.")
 
 
 def main() -> int:
     startup = Startup(maxlp.IMPORTED_AT)
     startup.mark("imports")
+    c, workdir = flags.FLAGS.config, files.local_path(flags.FLAGS.workdir, "--workdir")
+    preemption.exit_on_sigterm()
     distributed.initialize()
-    c, workdir = flags.FLAGS.config, Path(flags.FLAGS.workdir)
-    while True:
-        try:
-            with contextlib.ExitStack() as stack:
-                return train(c, workdir, stack, startup)
-        except guards.RollbackRequested as request:
-            print_primary(guards.roll_back(workdir, request.spike, request.config))
-            startup = Startup(time.time())
+    with WorkdirLock(workdir) as lock:
+        while True:
+            try:
+                with contextlib.ExitStack() as stack:
+                    return train(c, lock, stack, startup)
+            except guards.RollbackRequested as request:
+                print_primary(guards.roll_back(workdir, request.spike, request.config))
+                startup = Startup(time.monotonic())
 
 
-def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "Startup") -> int:
-    """Runs a config to its end in ``workdir``; returns the exit code of the process.
+def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup: "Startup") -> int:
+    """Runs a config to its end in a workdir; returns the exit code of the process.
 
-    ``stack`` closes what must be closed, however the run ends.
+    Args:
+      lock: of the workdir.
+      stack: closes what must be closed, however the run ends.
     """
     # --- The config, resolved once: checked before anything is allocated or compiled.
     run = resolve(c)
-    s, family, mesh, peak = run.settings, run.family, run.mesh, hardware.peak_flops()
+    s, workdir, mesh, peak = run.settings, lock.workdir, run.mesh, hardware.peak_flops()
+    report_changes(workdir, c)
     stack.enter_context(jax.set_mesh(mesh))
 
     # --- The training state as shapes and shardings, and the step that updates it.
     graphdef, abstract = abstract_state(run.make_model, run.tx, mesh, run.gates)
     train_step = jit_step(run.step, graphdef, abstract, mesh)
     print_primary(describe(run, abstract))
+    check_start(run, abstract, workdir)
     if flags.FLAGS.dry_run:
-        train_step.trace(abstract, run.abstract_batch())  # raises the errors of a real start
+        train_step.trace(abstract, run.abstract_batch())
+        with run_dir.scratch(workdir) as folder:
+            open_data(run, graphdef, folder)
         print_primary(c)
         return 0
     startup.mark("config and mesh")
 
-    # --- The data.
-    workdir.mkdir(parents=True, exist_ok=True)
-    tokenizer = prepare_tokenizer(s, workdir)
-    validation = make_data(s, tokenizer, "validation", mesh)
-    batches = iter(make_data(s, tokenizer, "train", mesh))
+    # --- The data. Nothing in the workdir is touched before no other process can.
+    lock.acquire()
+    with run_dir.undone_on_failure(workdir):
+        training, validation, evaluate = open_data(run, graphdef, workdir)
+    batches = iter(training)
     stack.callback(batches.close)
-    evaluate = family.evaluator(graphdef, s.model, s.data, s.loss, validation)
     startup.mark("tokenizer and data")
 
     # --- The step is compiled in the background while the state is restored or initialized.
     compiled = compile_in_background(train_step, abstract, run.abstract_batch(), mesh, stack)
-    checkpoints = stack.enter_context(s.checkpoint(directory=workdir / "checkpoints"))
+    checkpoints = stack.enter_context(open_checkpoints(s, workdir))
     watch = Watch(s.spikes)
-    state, start = restore_or_init(run, abstract, checkpoints, batches, watch)
+    state, start = restore_or_init(run, abstract, checkpoints, batches, watch, workdir, c)
     guards.skip_excluded_batches(workdir, start, batches)
     if start >= s.train.total_steps:
         print_primary(f"{workdir} is at step {start} of {s.train.total_steps}: nothing is left to train")
         return 0
     batches.start_prefetch()
-    record_start(workdir, c, start, abstract)
+    record_start(workdir, c, start, s.num_params)
     writer = stack.enter_context(contextlib.closing(open_writer(s, workdir, start, c)))
     startup.mark("state")
     train_step = compiled.result()
@@ -116,9 +125,9 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
     print_primary(f"{workdir}: resuming at step {start}" if start else f"{workdir}: a new run")
 
     # --- The loop.
-    throughput = make_throughput(run, num_params(abstract["params"]), peak)
+    throughput = make_throughput(run, peak)
     recorder = Recorder(throughput, watch, writer, batches, workdir, s.train.log_every, s.train.total_steps)
-    preemption = stack.enter_context(PreemptionGuard())
+    preempted = stack.enter_context(preemption.PreemptionGuard())
     profiler = stack.enter_context(contextlib.closing(s.profile(workdir=workdir)))
     measure_health = health_probe(run, graphdef)
 
@@ -130,7 +139,7 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
         profiler.before(n - start)
         state, metrics = train_step(state, batch)
         profiler.after(n - start, metrics)
-        first, last, stop = n == start + 1, n == s.train.total_steps, preemption.should_stop(n)
+        first, last, stop = n == start + 1, n == s.train.total_steps, preempted.should_stop(n)
         evaluates, measures = last or is_due(n, s.train.eval_every), is_due(n, s.precision.health_every)
         saves = last or stop or checkpoints.should_save(n)
         recorder.push(n, metrics, wait=first or evaluates or measures or saves)
@@ -139,8 +148,9 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
             print_primary(startup)
         with throughput.paused():
             if evaluates:
-                limit = 0 if last else s.train.eval_batches
-                writer.write(n, validate(evaluate, state, validation, mesh, limit))
+                writer.write(
+                    n, validate(evaluate, state, validation, mesh, 0 if last else s.train.eval_batches)
+                )
             if measures and measure_health:
                 writer.write(n, measure_health(state, batch))
             if saves:
@@ -149,19 +159,35 @@ def train(c: ConfigDict, workdir: Path, stack: contextlib.ExitStack, startup: "S
             break
     else:
         save(checkpoints, n, state, data_state, watch)
-        raise ValueError(
-            f"the data ended at step {n} of config.train.total_steps={s.train.total_steps}; that step is "
-            "saved; raise config.data.num_epochs or lower config.train.total_steps"
-        )
+        raise data_ended(n, s.train.total_steps)
     checkpoints.wait()
     if not last:
         print_primary(f"stopped and saved at step {n}; the same command resumes the run")
-        return preemption.exit_code
+        return preempted.exit_code
     finish(workdir)
     return 0
 
 
 # --- parts of the run -----------------------------------------------------------------------------------
+
+
+def report_changes(workdir: Path, c: ConfigDict) -> None:
+    """Prints what differs from the last start; raises a ConfigError if a resumed run may not have it."""
+    for change in changes.check_config(workdir, c, flags.FLAGS.allow_change):
+        print_primary(f"changed since the last start: {change}")
+
+
+def open_data(run: Experiment, graphdef: nnx.GraphDef, workdir: Path) -> tuple[Any, Any, Evaluate]:
+    """The training data, the validation data and the evaluation on it, with the run's own tokenizer."""
+    s = run.settings
+    tokenizer = prepare_tokenizer(s, workdir)
+    training, validation = (make_data(s, tokenizer, split, run.mesh) for split in ("train", "validation"))
+    merge_states(distributed.gather_json(iter(training).get_state()))  # fails unless all have the same
+    if state := changes.saved_data_state(workdir):  # other data is refused before anything compiles
+        iter(training).set_state(state, flags.FLAGS.allow_change)
+    print_primary(f"data: {training.describe()}; validation: {validation.describe()}")
+    evaluate = run.family.evaluator(graphdef, s.model, s.data, s.loss, validation)
+    return training, validation, evaluate
 
 
 def compile_in_background(
@@ -181,22 +207,36 @@ def compile_in_background(
 
 
 def restore_or_init(
-    run: Experiment, abstract: State, checkpoints: Checkpointer, batches: Any, watch: Watch
+    run: Experiment,
+    abstract: State,
+    checkpoints: Checkpointer,
+    batches: Any,
+    watch: Watch,
+    workdir: Path,
+    c: ConfigDict,
 ) -> tuple[State, int]:
     """The state of the newest intact checkpoint, or a fresh one, and the number of finished steps."""
     if (restored := checkpoints.restore_latest(abstract)) is None:
+        if not changes.continues(workdir, c):
+            guards.set_spikes_aside(workdir)
         return run.initial_state(abstract), 0
-    batches.set_state(restored.data_state)
+    batches.set_state(restored.data_state, flags.FLAGS.allow_change)
     watch.set_meta(restored.meta)
     return restored.state, restored.step
 
 
-def record_start(workdir: Path, c: ConfigDict, start: int, abstract: State) -> None:
+def open_checkpoints(s: Settings, workdir: Path) -> Checkpointer:
+    return s.checkpoint(
+        directory=workdir / "checkpoints",
+        on_complete=functools.partial(run_dir.record_checkpoint, workdir),
+    )
+
+
+def record_start(workdir: Path, c: ConfigDict, start: int, num_params: int) -> None:
     """Records in the workdir the config and this start (time, versions, devices)."""
     if is_primary():
-        for change in run_dir.save_config(workdir, c):
-            print_primary(f"changed since the last start: {change}")
-        run_dir.record_start(workdir, start, num_params(abstract["params"]))
+        run_dir.save_config(workdir, c)
+        run_dir.record_start(workdir, start, num_params)
 
 
 def open_writer(s: Settings, workdir: Path, start: int, c: ConfigDict) -> MetricWriter:
@@ -205,12 +245,12 @@ def open_writer(s: Settings, workdir: Path, start: int, c: ConfigDict) -> Metric
     )
 
 
-def make_throughput(run: Experiment, num_params: int, peak: hardware.Peak) -> Throughput:
+def make_throughput(run: Experiment, peak: hardware.Peak) -> Throughput:
     s, family = run.settings, run.family
     return Throughput(
         unit=family.unit,
         units_per_step=family.units_per_step(s.data),
-        flops_per_unit=family.flops_per_unit(s.model, s.data, num_params),
+        flops_per_unit=s.flops_per_unit,
         peak=peak,
         num_devices=jax.device_count(),
         total_steps=s.train.total_steps,
@@ -245,6 +285,13 @@ def save(checkpoints: Checkpointer, step: int, state: State, data_state: dict, w
     checkpoints.save(step, state, merge_states(distributed.gather_json(data_state)), watch.meta())
 
 
+def data_ended(step: int, total_steps: int) -> ValueError:
+    return ValueError(
+        f"the data ended at step {step} of config.train.total_steps={total_steps}; that step is saved; "
+        "raise config.data.num_epochs and add --allow_change, or lower config.train.total_steps"
+    )
+
+
 def finish(workdir: Path) -> None:
     """Draws the curves of a finished run."""
     if is_primary():
@@ -262,7 +309,7 @@ class Startup:
         self.last = began
 
     def mark(self, stage: str) -> None:
-        now = time.time()
+        now = time.monotonic()
         self.stages.append((stage, now - self.last))
         self.last = now
 

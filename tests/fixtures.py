@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -102,6 +103,12 @@ def batch(seed: int, rows: int = 8, length: int = 32) -> dict[str, np.ndarray]:
 
 def batches(steps: int, rows: int = 8, length: int = 32) -> list[dict[str, np.ndarray]]:
     return [batch(seed, rows, length) for seed in range(steps)]
+
+
+def matmul_types(lowered: jax.stages.Lowered) -> list[tuple[str, ...]]:
+    """The types of both operands and of the result ("bf16") of each matmul, in StableHLO."""
+    tensor = r"tensor<(?:\d+x)*(\w+)>"
+    return re.findall(rf"dot_general.*: \({tensor}, {tensor}\) -> {tensor}", lowered.as_text())
 
 
 def make_mesh(**sizes: int) -> Mesh:

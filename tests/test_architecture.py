@@ -16,11 +16,12 @@ ROOT = Path(__file__).parent.parent
 COMMANDS = {"train", "evaluate", "generate", "plan", "convert", "prepare", "report", "__main__"}
 
 # The packages that each package may import at the top of its files. "families" is the contract alone; each
-# family counts as a package of its own, which is loaded by name.
+# family counts as a package of its own, which is loaded by name. All may import "schema".
 ALLOWED: dict[str, set[str]] = {
+    "schema": set(),
     "numerics": set(),
     "runtime": set(),
-    "data": set(),
+    "data": {"runtime"},
     "parallel": {"numerics"},
     "nn": {"parallel"},
     "core": {"nn", "parallel"},
@@ -36,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
 ALLOWED_IN_FAMILIES = {*ALLOWED} - {"monitoring", "optim"}
 FAMILIES = ("llama", "clip")
 
-MAX_CLOSURE_LINES = 10_000  # of our code in a Llama training run
+MAX_CLOSURE_LINES = 10_500  # of our code in a Llama training run
 MAX_FILES_TO_GRADIENT = 8
 MAX_FUNCTION_LINES = 90
 MAX_NESTED_FUNCTIONS = 3
@@ -92,7 +93,7 @@ def lines(paths: set[Path]) -> int:
 @pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_packages_import_only_what_they_may(path):
     package = package_of(path)
-    used = {package_of(p) for p in top_level_imports(path)} - {package, "__init__"}
+    used = {package_of(p) for p in top_level_imports(path)} - {package, "schema", "__init__"}
     if package in FAMILIES:
         assert used <= ALLOWED_IN_FAMILIES
     elif package in ALLOWED:

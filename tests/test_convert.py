@@ -61,7 +61,8 @@ def write_source(folder: Path, name: str, **changes: Any) -> Path:
     )
     (folder / weight_format.config_file).write_text(json.dumps(config | changes))
     if family == "llama":
-        train_bpe(["to be or not to be, that is the question"] * 10, 270, str(folder / "tokenizer.json"))
+        made = train_bpe(["to be or not to be, that is the question"] * 10, 270)
+        (folder / "tokenizer.json").write_bytes(made.files["tokenizer.json"])
     else:
         (folder / "merges.txt").write_text("#version: 0.2\n")
     return folder

@@ -59,6 +59,40 @@ def test_equals_optax_with_gradients(problem, num_chunks, z_loss):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads, want_grads)
 
 
+@pytest.mark.parametrize("num_chunks", [2, 8])
+def test_chunks_in_float16_have_the_range_of_the_whole(num_chunks):
+    """512 equal tokens: only the gradient of their sum, -120,000, is beyond the 65,504 of float16.
+
+    As in training, the mean is differentiated with a loss scale. All numbers but 1 / V are small integers
+    and powers of two, so that both forms round in the same places.
+    """
+    B, S, D, V, loss_scale = 4, 128, 4, 64, 128.0
+    x_BSD, w_DV = jnp.full((B, S, D), 240, jnp.float16), jnp.zeros((D, V), jnp.float16)
+    labels = jnp.zeros((B, S), jnp.int32), jnp.ones((B, S), bool)
+
+    def logits(w_DV, x_BSD):
+        return layers.dot_general(x_BSD, w_DV, (((x_BSD.ndim - 1,), (0,)), ((), ())), jnp.float32)
+
+    def whole(w_DV, x_BSD):
+        return losses.next_token(logits(w_DV, x_BSD), *labels, z_loss=0.0)["loss"] / (B * S) * loss_scale
+
+    def chunked(w_DV, x_BSD):
+        weights = nnx.State({"w": layers.param(w_DV, ("embed", "vocab"))})
+        sums = losses.next_token_in_chunks(
+            lambda weights, x: logits(weights["w"][...], x),
+            weights,
+            x_BSD,
+            *labels,
+            num_chunks=num_chunks,
+            z_loss=0.0,
+        )
+        return sums["loss"] / (B * S) * loss_scale
+
+    expected, actual = (jax.jit(jax.grad(f, (0, 1)))(w_DV, x_BSD) for f in (whole, chunked))
+    assert np.float32(expected[0][0, 0]) == pytest.approx(-240 * loss_scale * (1 - 1 / V), rel=2.0**-10)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
 def test_counts(problem):
     likely = np.argmax(problem["x"] @ problem["w"], -1)
     p = problem | {"targets": np.where(np.arange(S) < S // 2, likely, problem["targets"]).astype(np.int32)}

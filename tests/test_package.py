@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from maxlp import __main__ as command
-from maxlp.run import cli
+from maxlp.run import config
 
 ROOT = Path(__file__).parent.parent
 
@@ -40,20 +40,20 @@ def test_an_unknown_command_lists_the_commands(tmp_path):
 @pytest.mark.parametrize("name", ["llama/8b", "llama/8b.py", "configs/llama/8b.py"])
 def test_presets_are_found_from_any_folder(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert cli.config_file(f"{name}:precision=int8") == f"{cli.PRESETS}/llama/8b.py:precision=int8"
+    assert config.config_file(f"{name}:precision=int8") == f"{config.PRESETS}/llama/8b.py:precision=int8"
 
 
 def test_a_file_comes_before_a_preset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs/llama").mkdir(parents=True)
     (tmp_path / "configs/llama/8b.py").touch()
-    assert cli.config_file("configs/llama/8b.py") == "configs/llama/8b.py"
+    assert config.config_file("configs/llama/8b.py") == "configs/llama/8b.py"
 
 
 @pytest.mark.parametrize("name", ["llama/debg", "", "llama"])
 def test_a_missing_config_lists_the_presets(name):
-    with pytest.raises(FileNotFoundError, match=r"presets: clip/b16, .*llama/tiny$") as error:
-        cli.config_file(name)
+    with pytest.raises(ValueError, match=r"presets: clip/b16, .*llama/tiny$") as error:
+        config.config_file(name)
     assert ("did you mean llama/debug?" in str(error.value)) == (name == "llama/debg")
 
 
@@ -71,7 +71,7 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
 def test_a_wheel_holds_the_package_and_its_presets_alone(wheel):
     names = wheel.namelist()
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"maxlp"}
-    assert {f"maxlp/configs/{preset}.py" for preset in cli.presets()} <= set(names)
+    assert {f"maxlp/configs/{preset}.py" for preset in config.presets()} <= set(names)
     assert "maxlp/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlp.core.train_state import State
+from maxlp.nn.layers import Frozen
 from maxlp.parallel import sharding
 
 Batch = dict[str, jax.Array]
@@ -40,7 +41,8 @@ def batch_gradients(loss: Loss) -> Gradients:
 
         both = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
         (grads, new_backward), (metrics, new_forward) = both(state["params"], backward)
-        return unscaled(grads, loss_scale), join_trees(new_forward, new_backward), metrics
+        model_state = join_trees(state["model_state"], new_forward, new_backward)
+        return unscaled(grads, loss_scale), model_state, metrics
 
     return gradients
 
@@ -96,8 +98,7 @@ def token_gradients(
 
         grads, (sums, model_state) = accumulate(of_part, state["params"], split_batch(batch, microbatches))
         sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
-        model_state = jax.tree.map(lambda x: jnp.max(x, axis=0), model_state)
-        return unscaled(grads, loss_scale), model_state, _means(sums, total)
+        return unscaled(grads, loss_scale), join_parts(state, model_state), _means(sums, total)
 
     return gradients
 
@@ -158,16 +159,21 @@ def join_batch(x: jax.Array) -> jax.Array:
 
 
 def split_model_state(graphdef: nnx.GraphDef, state: State) -> tuple[dict, dict]:
-    """The part of a model's state that the forward pass writes, and the part that is its own gradient."""
+    """The part of a model's state that the forward pass reads, and the part that is its own gradient."""
     model = nnx.merge(graphdef, state["params"], state["model_state"])
-    _, _, backward, _ = nnx.split(model, nnx.Param, OVERWRITE_WITH_GRADIENT, ...)
-    return forward_state(model), nnx.to_pure_dict(backward)
+    _, _, backward, forward = nnx.split(model, nnx.Param, OVERWRITE_WITH_GRADIENT, ...)
+    return nnx.to_pure_dict(forward), nnx.to_pure_dict(backward)
 
 
 def forward_state(model: nnx.Module) -> dict:
     """The part of a model's state that the forward pass writes."""
-    _, _, _, forward = nnx.split(model, nnx.Param, OVERWRITE_WITH_GRADIENT, ...)
+    _, _, _, _, forward = nnx.split(model, nnx.Param, OVERWRITE_WITH_GRADIENT, Frozen, ...)
     return nnx.to_pure_dict(forward)
+
+
+def join_parts(state: State, parts: dict) -> dict:
+    """The model's new state, by maximum over what the microbatches wrote, stacked in ``parts``."""
+    return join_trees(state["model_state"], jax.tree.map(lambda x: jnp.max(x, axis=0), parts))
 
 
 def join_trees(*trees: dict) -> dict:

@@ -26,8 +26,15 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for key in ("step", "settings"):
             if state[key] != states[0][key]:
                 raise ValueError(
-                    f"data states have different {key}: {states[0][key]} and {state[key]};"
-                    " merge states of one checkpoint"
+                    f"data states have different {key}: {_difference(states[0][key], state[key])};"
+                    " merge states of one checkpoint, from processes that read the same data"
                 )
     streams = {name: part for state in states for name, part in state["streams"].items()}
     return {**states[0], "streams": streams}
+
+
+def _difference(one: Any, other: Any) -> str:
+    if isinstance(one, dict):
+        keys = [key for key in one.keys() | other.keys() if one.get(key) != other.get(key)]
+        one, other = ({key: each.get(key) for key in sorted(keys)} for each in (one, other))
+    return f"{one} and {other}"

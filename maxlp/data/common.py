@@ -3,31 +3,26 @@
 import functools
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import grain
 import numpy as np
-from absl import flags
+from absl import flags, logging
 from grain.experimental import index_shuffle
+
+from maxlp.schema import Range
 
 Batch = dict[str, np.ndarray]
 Seeds = tuple[int, ...]
+Workers = Annotated[int, Range(at_least=0, at_most=1024)]
+
+FINGERPRINTS = "fingerprints"  # in the settings of a state: those of the sources, see `data.fingerprint`
 
 
 def require(condition: bool, message: str) -> None:
     """Raises a `ValueError` unless `condition` holds."""
     if not condition:
         raise ValueError(message)
-
-
-def check_batching(batch_size: int, num_epochs: int | None, num_workers: int) -> None:
-    """Checks the config fields that both pipelines have; raises a `ValueError`."""
-    require(batch_size > 0, f"batch_size={batch_size} must be positive")
-    require(
-        num_epochs is None or num_epochs > 0,
-        f"num_epochs={num_epochs} must be positive, or None to repeat without end",
-    )
-    require(num_workers >= 0, f"num_workers={num_workers} must not be negative")
 
 
 def check_process(batch_size: int, seed: int, process_index: int, process_count: int) -> None:
@@ -69,14 +64,34 @@ def _single_seed(seeds: Seeds) -> int:
     return int(np.random.SeedSequence(seeds).generate_state(1)[0])
 
 
-def check_settings(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` if a state was saved under settings other than these."""
-    for key, value in settings.items():
-        if saved.get(key) != value:
-            raise ValueError(
-                f"data state was saved with {key}={saved.get(key)}, now {key}={value};"
-                " restore the old value, or start the run in a new workdir"
-            )
+def check_settings(saved: Mapping[str, Any], settings: Mapping[str, Any], allow_change: bool) -> set[str]:
+    """Compares the settings under which a state was saved with those of today; returns changed keys.
+
+    Raises:
+      ValueError: there is a change, and it is not allowed.
+    """
+    changed = {key: value for key, value in settings.items() if saved.get(key) != value}
+    if FINGERPRINTS not in saved:  # by an earlier version
+        changed.pop(FINGERPRINTS, None)
+    if changed and not allow_change:
+        key = next(iter(changed))
+        raise ValueError(
+            f"{_described(key, saved.get(key), changed[key])}; restore what the run was trained on, use a"
+            " new workdir, or add --allow_change"
+        )
+    for key, value in changed.items():
+        logging.warning("%s; allowed by --allow_change", _described(key, saved.get(key), value))
+    return set(changed)
+
+
+def _described(key: str, old: Any, new: Any) -> str:
+    if key == FINGERPRINTS:
+        old, new = (" + ".join(value) for value in (old, new))
+        return (
+            f"the files of data.source have changed since the run was saved: fingerprint {old}, now {new}"
+        )
+    what = f"{key} of data.source:" if key in ("documents", "examples") else f"data.{key}:"
+    return f"{what} {old} when the run was saved, now {new}"
 
 
 def in_workers(dataset: grain.IterDataset, options: grain.MultiprocessingOptions) -> grain.IterDataset:
@@ -85,4 +100,11 @@ def in_workers(dataset: grain.IterDataset, options: grain.MultiprocessingOptions
         flags.FLAGS.mark_as_parsed()
     # Sent through pipes: the shared memory of a container is often smaller than a few elements.
     pipes = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
-    return grain.experimental.WithOptionsIterDataset(dataset, pipes).mp_prefetch(options)
+    dataset = grain.experimental.WithOptionsIterDataset(dataset, pipes)
+    return dataset.mp_prefetch(options, worker_init_fn=_start_worker)
+
+
+def _start_worker(index: int, count: int) -> None:
+    from maxlp.data.workers import end_with_parent
+
+    end_with_parent()

@@ -35,6 +35,7 @@ from collections import Counter
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from maxlp.data import fingerprint
 from maxlp.data.images import Example
 
 VALIDATION_FACES = "DejaVuSansMono-Oblique"
@@ -137,6 +138,11 @@ class Glyphs:
                 f"the split {split!r} is empty with validation_faces={validation_faces} and"
                 f" validation_characters={validation_characters}; change one of them"
             )
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the characters and the faces."""
+        return fingerprint.of_json(self._rows)
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -15,22 +15,39 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import grain
 import numpy as np
 from absl import logging
 
-from maxlp.data import common, images
-from maxlp.data.common import Batch, require
+from maxlp import schema
+from maxlp.data import common, fingerprint, images
+from maxlp.data.common import Batch
 from maxlp.data.images import Example
 from maxlp.data.readers import BrokenExample
 from maxlp.data.sources import Source, Spec, check_split, open_source, parse_spec
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
+from maxlp.schema import INT32, Count, CountOrZero, Range
 
 TEMPLATES = ("a photo of a {}.",)
 CHUNK_ROWS = 32  # rows that one thread makes at a time
 ORDER, AUGMENT = 0, 1  # part of the seeds, so that the two uses of random numbers are independent
+
+
+class HasPlaceholder(NamedTuple):
+    """A sentence with a place for the name of a class."""
+
+    def error(self, value: str) -> str | None:
+        """See `schema.Rule`."""
+        try:
+            value.format("")
+        except (ValueError, LookupError):
+            return "must have one {} for the class, and no other braces"
+        return None if "{}" in value else "must have a {} for the class"
+
+
+CropFraction = Annotated[float, Range(above=0, at_most=1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,33 +77,24 @@ class ImageTextDataConfig:
     source: str
     validation_source: str = ""
     tokenizer: str
-    text_len: int
-    image_size: int
-    batch_size: int
-    crop_scale: tuple[float, float] = images.CROP_SCALE
+    text_len: Annotated[int, Range(at_least=3), INT32]
+    image_size: Count
+    batch_size: Count
+    crop_scale: tuple[CropFraction, CropFraction] = images.CROP_SCALE
     classes: str = ""
-    templates: Sequence[str] = ()
-    max_pixels: int = images.MAX_PIXELS
-    max_broken: int = 100
-    num_epochs: int | None = None
-    num_threads: int = 4
-    num_workers: int = 0
+    templates: tuple[Annotated[str, HasPlaceholder()], ...] = ()
+    max_pixels: Annotated[int, Range(at_least=1)] = images.MAX_PIXELS
+    max_broken: CountOrZero = 100
+    num_epochs: Count | None = None
+    num_threads: Annotated[int, Range(at_least=1, at_most=1024)] = 4
+    num_workers: common.Workers = 0
 
     def __post_init__(self):
-        require(self.text_len >= 3, f"text_len={self.text_len} must be at least 3: bos, text and eos")
-        require(self.image_size > 0, f"image_size={self.image_size} must be positive")
-        common.check_batching(self.batch_size, self.num_epochs, self.num_workers)
-        scale = tuple(self.crop_scale)
-        require(
-            len(scale) == 2 and 0 < scale[0] <= scale[1] <= 1,
-            f"crop_scale={scale} must be two ascending fractions above 0, up to 1",
-        )
-        require(
-            not isinstance(self.templates, str) and all("{}" in each for each in self.templates),
-            f"templates={self.templates!r} must each have a {{}} for the class",
-        )
-        require(self.num_threads > 0, f"num_threads={self.num_threads} must be positive")
-        require(self.max_broken >= 0, f"max_broken={self.max_broken} must not be negative")
+        schema.check(self)
+        if self.crop_scale[0] > self.crop_scale[1]:
+            raise ValueError(
+                f"crop_scale={self.crop_scale} must be ascending: the smallest fraction, then the largest"
+            )
 
 
 def make_data(
@@ -123,13 +131,15 @@ def make_data(
             f" use at most {len(examples)}"
         )
     tokenizer = make_tokenizer(config.tokenizer)
-    settings = dict(
+    settings: dict[str, Any] = dict(
         seed=seed,
         batch_size=config.batch_size,
         examples=len(examples),
         num_epochs=config.num_epochs,
         tokenizer=tokenizer.fingerprint,
     )
+    if split == "train":
+        settings[common.FINGERPRINTS] = [examples.fingerprint]
     return ImageTextDataset(
         config, examples, tokenizer, settings, split == "train", process_index, process_count
     )
@@ -138,7 +148,11 @@ def make_data(
 def captions(spec: str) -> Iterator[str]:
     """The training captions of a source, each once and in order, to train a tokenizer on.
 
-    For a source of labelled images these are its templates, filled with the names of its classes.
+    For a source of labelled images these are its templates, filled with the names of its classes. Broken
+    examples are left out here; training counts them.
+
+    Raises:
+      ValueError: all examples are broken.
     """
     parsed = parse_spec(spec, "train", "image_text")
     if parsed.kind == "glyphs":
@@ -148,7 +162,22 @@ def captions(spec: str) -> Iterator[str]:
     templates = source.templates or TEMPLATES
     yield from (template.format(name) for name in source.classes for template in templates)
     if not source.classes:
-        yield from (source[index]["text"] or "" for index in range(len(source)))
+        yield from _own_captions(source)
+
+
+def _own_captions(source: Source) -> Iterator[str]:
+    num_broken, last = 0, ""
+    for index in range(len(source)):
+        try:
+            yield source[index]["text"] or ""
+        except BrokenExample as error:
+            num_broken, last = num_broken + 1, str(error)
+    if num_broken == len(source):
+        raise ValueError(
+            f"all {num_broken} examples of {source.name!r} are broken, the last of them {last}"
+        )
+    if num_broken:
+        logging.warning("%d of %d captions are broken, the last of them %s", num_broken, len(source), last)
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], text_len: int) -> tuple[np.ndarray, int]:
@@ -185,6 +214,10 @@ class ImageTextDataset:
     def __iter__(self) -> ImageTextIterator:
         return ImageTextIterator(self)
 
+    def describe(self) -> str:
+        """How many examples there are."""
+        return f"{len(self.examples):,} examples"
+
     @property
     def classes(self) -> list[str]:
         """Names of the classes that labels are indices of; empty for data without classes."""
@@ -208,13 +241,14 @@ class ImageTextDataset:
 class ImageTextIterator:
     """Yields batches; `get_state` and `set_state` save and restore the position exactly.
 
-    The "streams" of a state map the process to the numbers of the broken examples that it has found or
-    restored. To resume with another number of processes, give each the `merge_states` of all.
+    The "streams" of a state map processes to the numbers of the broken examples that they have found. To
+    resume with another number of processes, give each the `merge_states` of all.
     """
 
     def __init__(self, dataset: ImageTextDataset):
         self._dataset, self._step = dataset, 0
-        self._broken: set[int] = set()
+        self._broken: set[int] = set()  # found by this process
+        self._broken_elsewhere: dict[int, set[int]] = {}  # by other processes, before the last resume
         self._num_texts = self._num_cut = 0  # since this start
         self._prefetched: grain.DatasetIterator | None = None  # chunks
         rows = dataset.config.batch_size // dataset.process_count
@@ -232,7 +266,7 @@ class ImageTextIterator:
         than `text_len`.
         """
         values = {
-            "data/skipped": len(self._broken),
+            "data/skipped": len(self._broken.union(*self._broken_elsewhere.values())),
             "data/texts_cut": self._num_cut / max(self._num_texts, 1),
         }
         return {name: value for name, value in values.items() if value}
@@ -254,19 +288,27 @@ class ImageTextIterator:
         return self._prefetched
 
     def get_state(self) -> dict[str, Any]:
-        streams = {str(self._dataset.process_index): sorted(self._broken)}
+        # Processes that take part write their own; those that no longer do are kept by all.
+        found = {i: each for i, each in self._broken_elsewhere.items() if i >= self._dataset.process_count}
+        found[self._dataset.process_index] = self._broken
+        streams = {str(i): sorted(each) for i, each in found.items()}
         return {"step": self._step, "streams": streams, "settings": dict(self._dataset.settings)}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: dict[str, Any], allow_change: bool = False) -> None:
         """Moves to the position at which `state` was taken, by this process or merged from several.
+
+        Args:
+          allow_change: whether the state may come from other data; the step stays the same.
 
         Raises:
           ValueError: the state has other data settings.
         """
-        common.check_settings(state["settings"], self._dataset.settings)
+        changed = common.check_settings(state["settings"], self._dataset.settings, allow_change)
         self.close()
         self._step = state["step"]
-        self._broken = {index for broken in state["streams"].values() for index in broken}
+        broken = {} if changed else {int(name): set(found) for name, found in state["streams"].items()}
+        self._broken = broken.pop(self._dataset.process_index, set())
+        self._broken_elsewhere = broken
 
     def close(self) -> None:
         """Ends threads and workers; the iterator can be used again, from its current position."""
@@ -382,6 +424,11 @@ class Examples(Protocol):
         """Sentences with `{}` for the name of a class."""
         ...
 
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the examples; see `data.fingerprint`."""
+        ...
+
     def __len__(self) -> int: ...
 
     def example(self, index: int, rng: np.random.Generator | None) -> Example:
@@ -415,6 +462,11 @@ class EncodedExamples:
         self._source, self._config = source, config
         self.classes = _class_names(config.classes) if config.classes else source.classes
         self.templates = tuple(config.templates) or source.templates or TEMPLATES
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the source, its classes and templates."""
+        return fingerprint.of_json(self._source.fingerprint, list(self.classes), self.templates)
 
     def __len__(self) -> int:
         return len(self._source)

@@ -20,6 +20,8 @@ from PIL import Image
 
 from maxlp.data.readers import BrokenExample
 
+# Pillow has decoders for some fifty formats, and one of them (EPS) runs Ghostscript on the file.
+FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_PIXELS = 50_000_000
 CROP_SCALE = (0.9, 1.0)  # fraction of the area, as in open_clip
 CROP_RATIO = (3 / 4, 4 / 3)  # width over height
@@ -38,14 +40,15 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Reads the header of an encoded image; pixels are decoded when they are used.
 
     Raises:
-      BrokenExample: not an image, or one with more than `max_pixels` pixels (a decompression bomb).
+      BrokenExample: not an image in one of the `FORMATS`, or one with more than `max_pixels` pixels (a
+        decompression bomb).
     """
     try:
-        image = Image.open(io.BytesIO(data))
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise BrokenExample(str(error)) from None
     except Exception:  # decoders raise errors of any type on broken files
-        raise BrokenExample(f"{len(data)} bytes are not an image") from None
+        raise BrokenExample(f"{len(data)} bytes are not a JPEG, PNG or WebP") from None
     if image.width * image.height > max_pixels:
         raise BrokenExample(f"{image.width} × {image.height} pixels are more than max_pixels={max_pixels}")
     return image

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 from maxlp.data.readers.array_record import MANIFEST
 from maxlp.data.sources import Source
+from maxlp.data.workers import end_with_parent
 
 PARTIAL = ".partial"  # suffix of every file that is not complete
 
@@ -155,15 +155,7 @@ def _start_worker(examples: Source, make_record: MakeRecord, counters: Any) -> N
     global _worker
     _worker = examples, make_record, counters
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and stops its workers
-    # Without this, the idle workers of a pool wait forever when their parent is killed.
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+    end_with_parent()
 
 
 def _work(shard: Shard) -> dict[str, Any]:

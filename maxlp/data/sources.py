@@ -34,6 +34,7 @@ decodes a whole row group for one document): convert such a corpus to ArrayRecor
 `maxlp.prepare`.
 """
 
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -119,6 +120,10 @@ class Reader(Protocol):
         """The location of record `row`, for messages."""
         ...
 
+    def paths(self) -> list[str]:
+        """All files that records are read from, in an order that does not depend on where they are."""
+        ...
+
 
 class Source:
     """The records of one spec and split; picklable, as readers are.
@@ -172,6 +177,11 @@ class Source:
             return self.reader[row]
         except BrokenExample as error:
             raise BrokenExample(f"{self.reader.where(row)}: {error}") from None
+        except Exception as error:  # libraries raise errors of any type on damaged files
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # the file system failed: the record may be intact
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            raise BrokenExample(f"{self.reader.where(row)}: it cannot be read ({reason})") from error
 
     def row(self, index: int) -> int:
         """The reader's row of record `index`."""
@@ -187,6 +197,11 @@ class Source:
     def where(self, index: int) -> str:
         """The location of record `index`, for messages."""
         return self.reader.where(self.row(index))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Changes with the files; see `data.fingerprint`."""
+        return load("maxlp.data.fingerprint:of_files")(self.reader.paths())
 
     def __repr__(self) -> str:
         return f"Source({self.name!r}, split={self.split!r}, documents={self._len})"
@@ -210,13 +225,15 @@ def make_source(spec: str, split: str) -> Source | Mixture:
       A `Source`, or a `Mixture` if there are several.
 
     Raises:
-      ValueError: unknown kind or option, nothing found, or a first document without text, which is
-        read here so that a wrong `text_key` is reported at once.
+      ValueError: unknown kind or option, nothing found, or no document that has text. The first ones are
+        read here, so that a wrong `text_key` is reported at once.
     """
     weighted = _parse_mixture(spec)
     sources = tuple(open_source(parse_spec(part, split, "text")) for part in weighted)
     for source in sources:
-        source[0]
+        documents = (source[index] for index in range(len(source)))
+        if not any(len(document["tokens" if source.tokenizer else "text"]) for document in documents):
+            raise ValueError(f"source {source.name!r}: all of its {len(source)} documents are empty")
     if len(sources) == 1:
         return sources[0]
     total = sum(weighted.values())

@@ -31,16 +31,18 @@ import math
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import grain
 import numpy as np
 
+from maxlp import schema
 from maxlp.data import common
 from maxlp.data.common import Batch, Seeds, require
 from maxlp.data.packing import PACKERS
 from maxlp.data.sources import Mixture, check_split, make_source
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
+from maxlp.schema import INT32, Count, OneOf, Range
 
 Cursor = tuple[int, int]  # (document of the stream, offset in its tokens)
 
@@ -51,6 +53,7 @@ FIRST_FIT_WINDOWS = 32
 READ_THREADS = 16
 READ_AHEAD_TOKENS = 2**18
 DOCUMENTS, WINDOWS = 0, 1  # part of the seeds, so that the two kinds of permutations are independent
+ORDER = {"documents", "weights", "seed", "shuffle"}  # settings that determine the documents of a stream
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
@@ -81,22 +84,16 @@ class TextDataConfig:
 
     source: str
     tokenizer: str
-    seq_len: int
-    batch_size: int
-    packing: str = "concat"
+    seq_len: Annotated[int, Range(at_least=2), INT32]
+    batch_size: Count
+    packing: Annotated[str, OneOf(PACKERS)] = "concat"
     shuffle: bool = True
-    shuffle_tokens: int = 2**20
-    num_epochs: int | None = None
-    num_workers: int = 0
+    shuffle_tokens: Annotated[int, Range(at_least=0)] = 2**20
+    num_epochs: Count | None = None
+    num_workers: common.Workers = 0
 
     def __post_init__(self):
-        require(self.seq_len >= 2, f"seq_len={self.seq_len} must be at least 2")
-        common.check_batching(self.batch_size, self.num_epochs, self.num_workers)
-        require(
-            self.packing in PACKERS,
-            f"packing={self.packing!r} is unknown; choose one of {', '.join(PACKERS)}",
-        )
-        require(self.shuffle_tokens >= 0, f"shuffle_tokens={self.shuffle_tokens} must not be negative")
+        schema.check(self)
 
 
 def make_data(
@@ -130,8 +127,18 @@ def make_data(
         in_order = [grain.MapDataset.source(part) for part in sources]
         sources, weights, seed = [grain.MapDataset.concatenate(in_order)], [1.0], 0
         config = dataclasses.replace(config, packing="concat", shuffle=False, num_epochs=1, num_workers=0)
-    process = dict(process_index=process_index, process_count=process_count)
-    return make_dataset(sources, weights, tokenizer, config, seed=seed, **process)
+    made = make_dataset(
+        sources,
+        weights,
+        tokenizer,
+        config,
+        seed=seed,
+        process_index=process_index,
+        process_count=process_count,
+    )
+    if split == "train":
+        made.settings[common.FINGERPRINTS] = [part.fingerprint for part in sources]
+    return made
 
 
 def make_dataset(
@@ -202,6 +209,10 @@ class TextDataset:
     def __iter__(self) -> TextIterator:
         return TextIterator(self)
 
+    def describe(self) -> str:
+        """How many documents there are."""
+        return f"{' + '.join(f'{count:,}' for count in self.settings['documents'])} documents"
+
 
 class TextIterator:
     """Yields batches; `get_state` and `set_state` save and restore the position exactly.
@@ -254,14 +265,22 @@ class TextIterator:
         streams = {str(s): [[int(n) for n in c] for c in cs] for s, cs in self._cursors.items()}
         return {"step": self._step, "streams": streams, "settings": dict(self._dataset.settings)}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: dict[str, Any], allow_change: bool = False) -> None:
         """Moves to the position at which `state` was taken, by this process or merged from several.
+
+        Args:
+          allow_change: whether the state may come from other data. Streams then go on with the documents of
+            their current block if documents, their order and the number of streams are the same; otherwise
+            they begin with their first document.
 
         Raises:
           ValueError: the state has other data settings, or lacks streams of this process.
         """
-        common.check_settings(state["settings"], self._dataset.settings)
-        missing = [stream for stream, _ in self._rows if str(stream) not in state["streams"]]
+        changed = common.check_settings(state["settings"], self._dataset.settings, allow_change)
+        streams = state["streams"]
+        if changed & ORDER or (changed and len(streams) != self._plan.num_streams):
+            streams = {str(stream): [(0, 0)] * len(self._dataset.documents) for stream, _ in self._rows}
+        missing = [stream for stream, _ in self._rows if str(stream) not in streams]
         if missing:
             raise ValueError(
                 f"data state lacks stream {missing[0]}: it comes from only some of the processes;"
@@ -269,8 +288,10 @@ class TextIterator:
             )
         self.close()
         self._step = state["step"]
+        same_text = common.FINGERPRINTS not in changed
         self._cursors = {
-            stream: [tuple(cursor) for cursor in state["streams"][str(stream)]] for stream, _ in self._rows
+            stream: [(document, offset if same_text else 0) for document, offset in streams[str(stream)]]
+            for stream, _ in self._rows
         }
 
     def close(self) -> None:
@@ -455,8 +476,9 @@ class _DocumentQueue:
                 return None
             for document in self._pool.map(self._documents.__getitem__, next_own):
                 self._ahead.append(document)
-                self._empty = 0 if len(document) > 1 else self._empty + 1
-            if self._empty > self._documents.per_epoch:
+                self._empty = 0 if len(document) > self._documents.num_specials else self._empty + 1
+            # In two epochs a stream that is alone meets every document, whatever their orders.
+            if self._empty > 2 * self._documents.per_epoch:
                 raise ValueError(
                     f"none of the {self._documents.per_epoch} documents has text; check data.source"
                 )
@@ -480,6 +502,7 @@ class _Documents:
             np.array([] if special is None else [special], np.int32)
             for special in (tokenizer.bos_id, tokenizer.eos_id)
         )
+        self.num_specials = len(self._bos) + len(self._eos)
 
     def __len__(self) -> int:
         return self._len

@@ -12,13 +12,15 @@ names it: training a Llama imports nothing of CLIP.
 import dataclasses
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 from flax import nnx
 
+from maxlp import schema
 from maxlp.core.gradients import Gradients, Loss
 from maxlp.nn.attention import Use
+from maxlp.schema import OneOf
 
 FAMILIES = {
     "llama": "maxlp.families.llama",
@@ -46,7 +48,8 @@ class Family:
       batch_shapes: data to the arrays of a global batch.
       unit: what throughput counts: "tokens" or "images".
       units_per_step: data to the number of units in a global batch.
-      flops_per_unit: (model, data, num_params) to training FLOPs per unit with (full, causal) attention.
+      flops_per_unit: (model, data, num_params, frozen) to training FLOPs per unit with (full, causal)
+        attention; frozen weights have no gradients.
       attention_uses: (model, data) to the uses of attention in a training step.
       rules: those of this family alone; see `run.constraints`.
       vocabulary: model to (the config key, the number of token ids that the model has room for).
@@ -70,7 +73,7 @@ class Family:
     batch_shapes: Callable[[Any], dict[str, jax.ShapeDtypeStruct]]
     unit: str
     units_per_step: Callable[[Any], int]
-    flops_per_unit: Callable[[Any, Any, int], tuple[float, float]]
+    flops_per_unit: Callable[[Any, Any, int, bool], tuple[float, float]]
     attention_uses: Callable[[Any, Any], tuple[Use, ...]]
     rules: tuple[Callable[..., str | None], ...]
     vocabulary: Callable[[Any], tuple[str, int]]
@@ -81,12 +84,11 @@ class Family:
     linear_probe: Callable[..., dict[str, float]] | None = None
 
 
-def get(name: str) -> Family:
+def get(name: Annotated[str, OneOf(FAMILIES)]) -> Family:
     """The family of this name.
 
     Raises:
       ValueError: an unknown name.
     """
-    if name not in FAMILIES:
-        raise ValueError(f"model.name={name!r} is unknown; one of {', '.join(FAMILIES)}")
+    schema.check_arguments(get, name=name)
     return pkgutil.resolve_name(f"{FAMILIES[name]}.task:FAMILY")

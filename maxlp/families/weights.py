@@ -10,7 +10,8 @@ import fnmatch
 import json
 import math
 import pkgutil
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -94,10 +95,12 @@ class Layout(NamedTuple):
         name = f"{self.modules[module]}.{'bias' if leaf == 'bias' else 'weight'}"
         return Place(name, TRANSPOSED if leaf == "kernel" else SAME)
 
-    def parts(self, path: str, shape: tuple[int, ...]) -> list[tuple[Any, str]]:
+    def parts(self, path: str, shape: tuple[int, ...]) -> Iterator[tuple[Any, str]]:
         """(index, name) of the tensors that a parameter consists of, at this index of its first dim."""
         name = self.place(path).name
-        return [(i, name.format(i)) for i in range(shape[0])] if "{}" in name else [(..., name)]
+        if "{}" not in name:
+            return iter([(..., name)])
+        return ((i, name.format(i)) for i in range(shape[0]))
 
 
 # --- formats --------------------------------------------------------------------------------------------
@@ -150,14 +153,101 @@ def read_config(path: Path) -> dict[str, Any]:
     """The content of a model's JSON file.
 
     Raises:
-      ValueError: there is no such file, or it is not JSON.
+      ValueError: there is no such file, or it is not a JSON object.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist: {path.parent} holds no model")
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error}); copy or download it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path} holds {type(content).__name__}, not a JSON object; copy or download it again"
+        )
+    return content
+
+
+REQUIRED = object()
+MAX_SIZE = 2**31 - 1
+
+
+class Section:
+    """A JSON object of another library's file; each value is checked when it is read.
+
+    In all methods, a key that is missing or null takes the default. Null counts as missing only if the
+    default is None.
+
+    Attributes:
+      place: the file, and the keys that lead to the object, for messages.
+    """
+
+    def __init__(self, place: str, values: Any):
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{place} must be an object with keys, not {values!r}")
+        self.place, self._values = place, values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def raw(self, key: str, default: Any = None) -> Any:
+        """The value as it is."""
+        return self._values.get(key, default)
+
+    def section(self, key: str, default: Any = REQUIRED) -> "Section":
+        """The object under a key."""
+        value = self._value(key, default)
+        return Section(f"{self.place.partition(':')[0]}: {key}", {} if value is None else value)
+
+    def size(self, key: str, default: Any = REQUIRED, least: int = 1) -> Any:
+        """A whole number of at least ``least``."""
+        value = self._value(key, default)
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if value is not default and not (is_whole and least <= value <= MAX_SIZE):
+            raise self.refusal(key, f"a whole number from {least} to {MAX_SIZE:,}")
+        return value
+
+    def number(self, key: str, default: Any = REQUIRED, above: float = -math.inf) -> Any:
+        """A finite number above ``above``."""
+        value = self._value(key, default)
+        if value is not default and not _is_number(value, above):
+            raise self.refusal(key, "a number" if above == -math.inf else f"a number above {above:g}")
+        return value if value is default else float(value)
+
+    def numbers(self, key: str, default: Any, above: float = -math.inf) -> tuple[float, ...]:
+        """Three numbers, one for each channel."""
+        value = self._value(key, default)
+        is_triple = isinstance(value, list | tuple) and len(value) == 3
+        if not (is_triple and all(_is_number(each, above) for each in value)):
+            raise self.refusal(key, "three numbers" + ("" if above == -math.inf else f" above {above:g}"))
+        return tuple(map(float, value))
+
+    def flag(self, key: str, default: Any = REQUIRED) -> bool:
+        """True or false."""
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self.refusal(key, "true or false")
+        return value
+
+    def refusal(self, key: str, expected: str) -> ValueError:
+        """The error for a value that is not as expected."""
+        return ValueError(f"{self.place}: {key}={self.raw(key)!r} is not supported, only {expected}")
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self._values.get(key, default)
+        if value is REQUIRED:
+            raise ValueError(f"{self.place}: {key!r} is missing; add it, or download the file again")
+        return value
+
+
+def _is_number(value: Any, above: float) -> bool:
+    """Whether a JSON value is a finite number above a bound."""
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+        and value > above
+    )
 
 
 # --- tensors --------------------------------------------------------------------------------------------
@@ -179,36 +269,62 @@ def to_maxlp(tensors: Mapping[str, Array], abstract: Mapping[str, Any], layout: 
     Raises:
       ValueError: a missing or unknown tensor, or one of a wrong shape; the message has its name.
     """
-    stored = {name.removeprefix(layout.optional_prefix): name for name in tensors}
-    leaves = flatten_mapping(abstract, sep="/")
-    wanted = {name for path, leaf in leaves.items() for _, name in layout.parts(path, leaf.shape)}
-    if missing := sorted(wanted - set(stored)):
-        raise ValueError(f"tensor {missing[0]!r} is missing{_and_more(missing)}")
+    stored: dict[str, str] = {}
+    for name in tensors:
+        if (other := stored.setdefault(name.removeprefix(layout.optional_prefix), name)) != name:
+            raise ValueError(f"tensors {other!r} and {name!r} stand for the same parameter; remove one")
+    leaves, wanted = flatten_mapping(abstract, sep="/"), set()
+    for path, leaf in leaves.items():
+        for _, name in layout.parts(path, leaf.shape):
+            if name not in stored:  # the first of them: a wrong number of layers makes millions
+                raise ValueError(f"tensor {name!r} is missing: the config describes a larger model")
+            wanted.add(name)
     unknown = set(stored) - wanted
     if unknown := sorted(name for name in unknown if not _is_redundant(name, tensors, layout)):
-        raise ValueError(
-            f"tensor {unknown[0]!r} has no place in the model that the config describes{_and_more(unknown)}"
-        )
-    params = {}
+        more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+        raise ValueError(f"tensor {unknown[0]!r} has no place in the model that the config describes{more}")
+    params: dict[str, Array] = {}
     for path, leaf in leaves.items():
-        params[path] = np.empty(leaf.shape, leaf.dtype)
         for index, name in layout.parts(path, leaf.shape):
-            _fill(params[path][index], tensors[stored[name]], layout.place(path), name, path)
+            shape = leaf.shape if index is ... else leaf.shape[1:]
+            value = _part(tensors[stored[name]], layout.place(path), name, path, shape)
+            if path not in params:  # not before: a wrong size may be more than fits into memory
+                params[path] = np.empty(leaf.shape, leaf.dtype)
+            _fill(params[path][index], value, name)
     return unflatten_mapping(params, sep="/")
 
 
-def _fill(target: Array, tensor: Array, place: Place, name: str, path: str) -> None:
-    """Writes a tensor into (a layer of) a parameter, in place."""
+def _part(tensor: Array, place: Place, name: str, path: str, shape: tuple[int, ...]) -> Array:
+    """A tensor as (a layer of) the parameter at this path."""
     try:
         rows = tensor if place.third is None else np.split(tensor, 3)[place.third]
         value = place.transform.to_maxlp(rows)
     except (ValueError, IndexError):  # the tensor has another rank
         value = None
-    if value is None or value.shape != target.shape:
+    if value is None or value.shape != shape:
         raise ValueError(
-            f"tensor {name!r} of shape {tensor.shape} does not fit {path} of shape {target.shape}"
+            f"tensor {name!r} of shape {tensor.shape} does not fit {path} of shape {shape}: the config "
+            "describes another model"
         )
-    target[...] = value
+    return value
+
+
+def _fill(target: Array, value: Array, name: str) -> None:
+    """Writes a value into (a layer of) a parameter, in place and in the parameter's dtype."""
+    with np.errstate(over="ignore"):
+        target[...] = value
+    check_finite(target, value, name)
+
+
+def check_finite(cast: Array, original: Array, name: str) -> None:
+    """Raises a ValueError if a tensor, or what remains of it after a cast, is not finite."""
+    if np.isfinite(cast).all():
+        return
+    if np.isfinite(original).all():
+        raise ValueError(
+            f"tensor {name!r} has numbers too large for {cast.dtype}; give --dtype=bfloat16 or float32"
+        )
+    raise ValueError(f"tensor {name!r} holds NaN or infinity; give intact weights")
 
 
 def _is_redundant(name: str, tensors: Mapping[str, Array], layout: Layout) -> bool:
@@ -235,7 +351,3 @@ def to_other(params: Mapping[str, Any], layout: Layout) -> dict[str, Array]:
             else:
                 tensors.setdefault(name, [None] * 3)[place.third] = value
     return {name: np.concatenate(t) if isinstance(t, list) else t for name, t in tensors.items()}
-
-
-def _and_more(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -156,15 +156,30 @@ def skip_excluded_batches(workdir: Path, step: int, batches: Iterator[Any]) -> i
     return count
 
 
+def set_spikes_aside(workdir: Path) -> None:
+    """Renames the records of spikes and rollbacks of an earlier run to ``spikes.old``.
+
+    Which batches a rollback excludes is a fact about one sequence of updates. All processes call this when
+    another run begins in the workdir.
+    """
+    if distributed.is_primary() and (workdir / "spikes").exists():
+        kept = unused_path(workdir / "spikes.old")
+        (workdir / "spikes").rename(kept)
+        distributed.print_primary(f"the spikes and rollbacks of an earlier run are now in {kept}")
+    distributed.barrier("spikes set aside")
+
+
 def read_rollbacks(workdir: Path) -> list[dict[str, Any]]:
     """All rollbacks of a run: the spike, the step it returned to, and the range of excluded batches."""
-    return read_json(_rollbacks_path(workdir), default=[])
+    path = _rollbacks_path(workdir)
+    remedy = "put back a good copy, or delete it: the run may then train on batches that it had excluded"
+    return read_json(path, [], kind=list, fields={"to": int, "batches": list}, remedy=remedy)
 
 
 def batches_drawn(workdir: Path, step: int, rollbacks: list[dict[str, Any]]) -> int:
     """How many batches a run that restarts at this step has drawn or skipped before its first update."""
     record = workdir / "checkpoints" / str(step) / "checkpoint.json"
-    drawn = read_json(record)["data_state"]["step"] if record.exists() else 0
+    drawn = read_json(record, fields={"data_state": dict})["data_state"]["step"] if record.exists() else 0
     return max([drawn, *(entry["batches"][1] for entry in rollbacks if entry["to"] <= step)])
 
 

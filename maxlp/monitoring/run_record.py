@@ -1,16 +1,17 @@
 """Reads the files in the workdir of a run that has not begun, is in progress, was killed or finished."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from absl import logging
 
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.runtime import checkpoint
+from maxlp.runtime.files import local_path, read_json
 from maxlp.runtime.writers import read_jsonl
 
 
@@ -80,24 +81,24 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
     Raises:
       ValueError: there is no such directory.
     """
-    workdir = Path(workdir)
+    workdir = local_path(workdir, "--workdir")
     if not workdir.is_dir():
         raise ValueError(f"{workdir} is not a directory; give the --workdir of a run")
     return Run(
         workdir=workdir,
         config=_read_json(workdir / "config.json"),
-        info=_read_json(workdir / "run.json"),
+        info=_read_json(workdir / "run.json", starts=list),
         records=read_jsonl(workdir / "metrics.jsonl"),
         checkpoints=checkpoint.list_steps(workdir / "checkpoints"),
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, **fields: type) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
+        return read_json(path, {}, fields=fields) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        logging.warning("%s", error)
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def tail(losses: np.ndarray) -> np.ndarray:

@@ -10,9 +10,12 @@ import collections
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+
+from maxlp import schema
+from maxlp.schema import Count, CountOrZero, OneOf, Positive
 
 GUARDS = ("off", "skip", "rollback")
 
@@ -44,30 +47,21 @@ class SpikeConfig:
       ValueError: an unknown guard, or a number below its lower bound.
     """
 
-    guard: str = "off"
+    guard: Annotated[str, OneOf(GUARDS)] = "off"
     statistics: bool = True
-    window: int = 64
-    threshold: float = 3.2
-    min_history: int = 16
-    merge_steps: int = 10
-    rms_threshold: float = 1.8
-    lead: int = 8
-    guard_threshold: float = 6.0
-    rewind_steps: int = 100
-    skip_batches: int = 200
-    max_actions: int = 10
+    window: Count = 64
+    threshold: Positive = 3.2
+    min_history: Count = 16
+    merge_steps: CountOrZero = 10
+    rms_threshold: Positive = 1.8
+    lead: Count = 8
+    guard_threshold: Positive = 6.0
+    rewind_steps: CountOrZero = 100
+    skip_batches: CountOrZero = 200
+    max_actions: Count = 10
 
     def __post_init__(self) -> None:
-        if self.guard not in GUARDS:
-            raise ValueError(f"guard={self.guard!r} is unknown; choose one of: {', '.join(GUARDS)}")
-        for key in ("threshold", "guard_threshold", "rms_threshold"):
-            if not getattr(self, key) > 0:
-                raise ValueError(f"{key}={getattr(self, key)} must be positive")
-        lower_bounds = dict.fromkeys(("min_history", "lead", "max_actions"), 1)
-        lower_bounds |= dict.fromkeys(("merge_steps", "rewind_steps", "skip_batches"), 0)
-        for key, bound in lower_bounds.items():
-            if getattr(self, key) < bound:
-                raise ValueError(f"{key}={getattr(self, key)} must be at least {bound}")
+        schema.check(self)
         if self.window < self.min_history:
             raise ValueError(f"window={self.window} must be at least min_history={self.min_history}")
 

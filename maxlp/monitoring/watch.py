@@ -177,7 +177,8 @@ def keep_checkpoint(workdir: Path, spike_step: int, lead: int) -> Path | None:
 
 def read_record(workdir: Path, step: int) -> dict[str, Any] | None:
     """What `Watch.save` wrote about the spike at a step; None if there was no spike."""
-    return read_json(workdir / "spikes" / f"{step}.json")
+    remedy = "put back a good copy, or delete it: only this spike can then not be replayed"
+    return read_json(workdir / "spikes" / f"{step}.json", fields={"step": int}, remedy=remedy)
 
 
 def recorded_spikes(workdir: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,12 @@ from maxlp.parallel.sharding import constrain
 Axes = tuple[str | None, ...]
 Draw = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
+DTYPES = ("float32", "bfloat16", "float16")  # that models compute in and store
 LINEAR_OUTPUT = "linear_output"  # a name for remat policies
+
+
+class Frozen(nnx.Variable):
+    """A parameter that is not trained: it has no gradient and no optimizer state (`nn.lora`)."""
 
 
 def param(value: jax.Array, axes: Axes) -> nnx.Param:
@@ -86,7 +91,7 @@ class Linear(nnx.Module):
 
     Precision is injected by replacing the attribute ``dot_general`` with any callable of the signature
     of ``jax.lax.dot_general``, or with an NNX module that has such a ``__call__``; its state is then
-    part of this module.
+    part of this module. An ``adapter``, if set, adds its output to that of the matmul (`nn.lora`).
 
     Args:
       in_dim, out_dim: the sizes of the kernel.
@@ -121,6 +126,7 @@ class Linear(nnx.Module):
         self.bias = bias_param  # one assignment: NNX decides at the first one whether this holds data
         self.dtype = dtype
         self.dot_general: Callable[..., jax.Array] = dot_general
+        self.adapter: Callable[[jax.Array], jax.Array] | None = None
 
     def __call__(self, x: jax.Array, preferred_element_type: Any = None) -> jax.Array:
         """``(..., in) -> (..., out)`` in ``dtype``, or in ``preferred_element_type``."""
@@ -132,6 +138,8 @@ class Linear(nnx.Module):
         )
         if self.bias is not None:
             y += over_last_dim(self.bias[...].astype(y.dtype), y)
+        if self.adapter is not None:
+            y += self.adapter(x).astype(y.dtype)
         return checkpoint_name(y, LINEAR_OUTPUT)
 
 

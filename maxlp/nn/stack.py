@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlp.nn.layers import LINEAR_OUTPUT, Linear, dot_general
+from maxlp.nn.layers import LINEAR_OUTPUT, Frozen, Linear, dot_general
 from maxlp.parallel.schedule import PipelineConfig, Schedule
+
+IS_STATE = nnx.Not(nnx.Any(nnx.Param, Frozen))  # the variables that a forward pass may change
 
 BLOCK_INPUT = "block_input"  # a name for remat policies
 
@@ -105,23 +107,23 @@ def apply_stack(
     Returns:
       ``x`` after the last block, and the stacked ``out`` of all blocks (None from a pipeline).
     """
-    graphdef, params, state = nnx.split(blocks, nnx.Param, ...)
+    graphdef, params, frozen, state = nnx.split(blocks, nnx.Param, Frozen, ...)
     unquantized_blocks = blocks.unquantized_blocks
 
     def layer(
-        x: jax.Array, params: Any, state: Any, rows: Any, extra: Any, unquantized: bool = False
+        x: jax.Array, params: Any, frozen: Any, state: Any, rows: Any, extra: Any, unquantized: bool = False
     ) -> Any:
-        block = nnx.merge(graphdef, params, state)
+        block = nnx.merge(graphdef, params, frozen, state)
         x = checkpoint_name(x, BLOCK_INPUT)
         x, out = call(_without_quantization(block) if unquantized else block, x, rows, extra)
-        return x, (state if unquantized else nnx.state(block, nnx.Not(nnx.Param)), out)
+        return x, (state if unquantized else nnx.state(block, IS_STATE), out)
 
     if blocks.run_stack is not None:
 
         def layer_of_call(
             x: jax.Array, params: dict, state: dict, unquantized: bool
         ) -> tuple[jax.Array, dict]:
-            x, (new, _) = layer(x, params, state, per_row, None, unquantized)
+            x, (new, _) = layer(x, params, frozen, state, per_row, None, unquantized)
             return x, state if unquantized else nnx.to_pure_dict(new)
 
         return blocks.run_stack(StackCall(blocks, x, num_layers, layer_of_call)), None
@@ -130,14 +132,17 @@ def apply_stack(
     schedule = _pipeline_schedule(pipeline, len(x)) if per_layer is None else None
     if schedule is not None:
         assert unquantized_blocks == (0, 0), "see run.constraints"
-        x, new_state = _in_pipeline(layer, x, per_row, params, state, schedule, remat)
+        x, new_state = _in_pipeline(layer, x, per_row, (params, frozen), state, schedule, remat)
     elif scan and num_layers > 1 and unquantized_blocks == (0, 0):
-        body = _remat(REMAT_POLICIES, remat)(lambda x, xs: layer(x, xs[0], xs[1], per_row, xs[2]))
-        x, (new_state, outs) = jax.lax.scan(body, x, (params, state, per_layer))
+        body = _remat(REMAT_POLICIES, remat)(lambda x, xs: layer(x, xs[0], xs[1], xs[2], per_row, xs[3]))
+        x, (new_state, outs) = jax.lax.scan(body, x, (params, frozen, state, per_layer))
     else:
 
-        def layer_of_part(x: jax.Array, params: Any, rest: Any, unquantized: bool) -> tuple[jax.Array, Any]:
-            return layer(x, params, rest[0], per_row, rest[1], unquantized)
+        def layer_of_part(
+            x: jax.Array, i: Any, params: Any, rest: Any, unquantized: bool
+        ) -> tuple[jax.Array, Any]:
+            here = jax.tree.map(lambda stack: _index(stack, i), frozen)
+            return layer(x, params, here, rest[0], per_row, rest[1], unquantized)
 
         parts = stack_parts(num_layers, unquantized_blocks)
         x, (new_state, outs) = _in_parts(layer_of_part, x, params, (state, per_layer), parts, scan, remat)
@@ -156,19 +161,19 @@ def _pipeline_schedule(pipeline: PipelineConfig | None, batch_size: int) -> Sche
 
 
 def _in_pipeline(
-    layer: Callable, x: jax.Array, per_row: Any, params: Any, state: Any, schedule: Schedule, remat: str
+    layer: Callable, x: jax.Array, per_row: Any, weights: Any, state: Any, schedule: Schedule, remat: str
 ) -> tuple[jax.Array, Any]:
     from maxlp.parallel import pipeline  # only meshes with stages need it
 
-    def layer_of_microbatch(x: jax.Array, params: Any, state: Any, rows: Any) -> tuple[jax.Array, Any]:
-        x, (state, _) = layer(x, params, state, rows, None)
+    def layer_of_microbatch(x: jax.Array, weights: Any, state: Any, rows: Any) -> tuple[jax.Array, Any]:
+        x, (state, _) = layer(x, *weights, state, rows, None)
         return x, state
 
     return pipeline.run(
         layer_of_microbatch,
         x,
         per_row,
-        params,
+        weights,
         state,
         schedule=schedule,
         remat=_remat(REMAT_POLICIES, remat),
@@ -210,7 +215,7 @@ def _in_parts(
         def at_index(x: jax.Array, i: Any, taken: Any, rest: Any, unquantized=unquantized) -> Any:
             # Recomputation reads the layer from the stack, so that remat saves an index, not weights.
             here = jax.tree.map(lambda stack: _index(stack, i), jax.lax.stop_gradient(params))
-            return layer(x, jax.tree.map(_with_gradient_of, here, taken), rest, unquantized)
+            return layer(x, i, jax.tree.map(_with_gradient_of, here, taken), rest, unquantized)
 
         scanned = scan and stop - start > 1
         at_index = _remat(REMAT_POLICIES, remat, prevent_cse=not scanned)(at_index)

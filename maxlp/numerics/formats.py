@@ -68,6 +68,10 @@ FORMATS = {
     )
 }
 MATMUL = ("float8_e4m3fn", "float8_e5m2", "int8")
+UNKNOWN = (
+    f"is unknown; one of {', '.join(MATMUL)}, or eXmY or eXmYfn with 2 to 8 exponent and 0 to 23 mantissa "
+    "bits for a simulated format"
+)
 
 
 @functools.cache
@@ -82,10 +86,7 @@ def get(name: str) -> Format:
     match = re.fullmatch(r"e(\d+)m(\d+)(fn)?", name)
     e, m, fn = (int(match[1]), int(match[2]), bool(match[3])) if match else (0, 0, False)
     if not (2 <= e <= 8 and fn <= m <= 23 and e + fn <= 8):
-        raise ValueError(
-            f"format={name!r} is unknown; use one of {', '.join(MATMUL)}, or eXmY or eXmYfn with 2 to 8 "
-            "exponent and 0 to 23 mantissa bits for a simulated format"
-        )
+        raise ValueError(f"format={name!r} {UNKNOWN}")
     bias = 2 ** (e - 1) - 1
     largest = (2 - 2.0 ** (1 - m)) * 2.0 ** (bias + 1) if fn else (2 - 2.0**-m) * 2.0**bias
     return Format(name, "simulated", e, m, largest, jnp.bfloat16 if m <= 7 else jnp.float32)

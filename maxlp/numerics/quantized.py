@@ -1,5 +1,6 @@
 """Operands of low-precision matmuls: values in a narrow format, and their scales."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -80,9 +81,10 @@ def _inverse(scale: jax.Array) -> jax.Array:
 
 def pad_to_blocks(x: jax.Array, axis: int) -> jax.Array:
     """Appends zeros up to a multiple of `MX_BLOCK`; a sum over the axis does not change."""
+    axis %= x.ndim
     missing = -x.shape[axis] % MX_BLOCK
-    pads = [(0, missing if i == axis % x.ndim else 0) for i in range(x.ndim)]
-    return jnp.pad(x, pads) if missing else x
+    pads = [(0, missing if i == axis else 0) for i in range(x.ndim)]
+    return jnp.pad(_with_whole_blocks(x, axis), pads) if missing else x
 
 
 def dequantize(q: Quantized, dtype: Any) -> jax.Array:
@@ -97,8 +99,23 @@ def dequantize(q: Quantized, dtype: Any) -> jax.Array:
 
 def _split_blocks(x: jax.Array, axis: int) -> jax.Array:
     """(…, n, …) to (…, n / MX_BLOCK, MX_BLOCK, …)."""
+    x = _with_whole_blocks(x, axis)
     shape = (*x.shape[:axis], x.shape[axis] // MX_BLOCK, MX_BLOCK, *x.shape[axis + 1 :])
     return _reshape(x, shape, lambda spec: (*spec[: axis + 1], None, *spec[axis + 1 :]))
+
+
+def _with_whole_blocks(x: jax.Array, axis: int) -> jax.Array:
+    """The array, on explicit mesh axes gathered along an axis that they would split within blocks.
+
+    On automatic mesh axes XLA exchanges what the devices need of each other's blocks.
+    """
+    if (sharding := explicit_sharding(x)) is None or (names := sharding.spec[axis]) is None:
+        return x
+    parts = math.prod(sharding.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
+    if math.ceil(x.shape[axis] / MX_BLOCK) % parts == 0:
+        return x
+    spec = PartitionSpec(*sharding.spec[:axis], None, *sharding.spec[axis + 1 :])
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))
 
 
 def _join_blocks(x: jax.Array, axis: int) -> jax.Array:

@@ -1,6 +1,6 @@
 """Adafactor for stacked parameters: a second moment of rows and columns instead of entries."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -8,15 +8,16 @@ import optax
 from jax.tree_util import KeyPath
 
 from maxlp.optim.tree_utils import LayerAxes, layer_axes, over_tensor, tensor_mean, widened
+from maxlp.schema import CountOrZero, DecayRate, Range
 
 
 def scale_by_adafactor(
     mu_dtype: Any = None,
     *,
-    momentum: float = 0.0,
-    decay_rate: float = 0.8,
-    min_dim_size_to_factor: int = 128,
-    clipping_threshold: float = 1.0,
+    momentum: DecayRate = 0.0,
+    decay_rate: Annotated[float, Range(above=0, at_most=1)] = 0.8,
+    min_dim_size_to_factor: CountOrZero = 128,
+    clipping_threshold: Annotated[float, Range(above=0, infinite=True)] = 1.0,
     layer_axes: LayerAxes = layer_axes,
 ) -> optax.GradientTransformation:
     """Adafactor (Shazeer & Stern 2018, algorithm 4) with an external learning rate.

@@ -1,12 +1,24 @@
 """The config's `optimizer` section: its keys, their ranges and the combinations that work."""
 
 import dataclasses
-import re
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
+from maxlp import schema
+from maxlp.numerics.formats import FORMATS
 from maxlp.optim.schedules import SCHEDULES
 from maxlp.optim.tree_utils import HIDDEN_KERNELS
+from maxlp.schema import (
+    Count,
+    CountOrZero,
+    DecayRate,
+    Fraction,
+    NotNegative,
+    OneOf,
+    Positive,
+    RegularExpression,
+    Seed,
+)
 
 # "module:function" of each optimizer's rescaling, imported only when a config names it.
 OPTIMIZERS = {
@@ -19,6 +31,9 @@ OPTIMIZERS = {
     "adamp": "maxlp.optim.adamp:scale_by_adamp",
 }
 MU_DTYPES = ("float32", "bfloat16", "float16")
+# "float32" leaves a moment as it is. int4 has too few values for a moment.
+MOMENT_FORMATS = ("float32", *(name for name in FORMATS if name != "int4"))
+PARAM_ROUNDINGS = ("stochastic", "kahan")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,36 +60,21 @@ class GaloreConfig:
       seed: seed of the random matrices.
     """
 
-    rank: int = 0
-    update_proj_gap: int = 200
-    scale: float = 0.25
-    side: str = "short"
-    basis: str = "svd"
-    moments: str = "keep"
-    projector: str = "float32"
-    lazy_threshold: float = 0.0
-    targets: tuple[str, ...] = HIDDEN_KERNELS
-    seed: int = 0
+    rank: CountOrZero = 0
+    update_proj_gap: Count = 200
+    scale: Positive = 0.25
+    side: Annotated[str, OneOf(("short", "long"))] = "short"
+    basis: Annotated[str, OneOf(("svd", "randomized"))] = "svd"
+    moments: Annotated[str, OneOf(("keep", "reset", "reproject"))] = "keep"
+    projector: Annotated[str, OneOf(("float32", "int8", "int4"))] = "float32"
+    lazy_threshold: Fraction = 0.0
+    targets: tuple[Annotated[str, RegularExpression()], ...] = HIDDEN_KERNELS
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        _require_choice("side", self.side, ("short", "long"))
-        _require_choice("basis", self.basis, ("svd", "randomized"))
-        _require_choice("moments", self.moments, ("keep", "reset", "reproject"))
-        _require_choice("projector", self.projector, ("float32", "int8", "int4"))
-        if self.rank < 0:
-            raise ValueError(f"rank={self.rank} must not be negative (0 turns GaLore off)")
+        schema.check(self)
         if self.projector == "int4" and self.rank % 2:
             raise ValueError(f"rank={self.rank} must be even with projector='int4', two entries per byte")
-        if self.update_proj_gap < 1:
-            raise ValueError(f"update_proj_gap={self.update_proj_gap} must be at least 1")
-        if not 0 <= self.lazy_threshold <= 1:
-            raise ValueError(f"lazy_threshold={self.lazy_threshold} must be a cosine from 0 to 1")
-        for target in self.targets:
-            try:
-                re.compile(target)
-            except re.error as error:
-                message = f"targets: {target!r} is not a regular expression: {error}"
-                raise ValueError(message) from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,29 +82,25 @@ class LowBitConfig:
     """Options of low-bit moments (`maxlp.optim.low_bit`), which are off without `mu` and `nu`.
 
     Attributes:
-      mu, nu: formats of the first and second moment, of `low_bit.MOMENT_FORMATS`. Set both or neither.
+      mu, nu: formats of the first and second moment, of `MOMENT_FORMATS`. Set both or neither.
       block_size: entries of a row that share a scale; 0 for one scale per tensor of a layer.
       min_size: tensors with fewer entries per layer (norms, biases) keep their moments as they are.
       seed: seed of the stochastic rounding to bfloat16 and float8_e5m2.
     """
 
-    mu: str | None = None
-    nu: str | None = None
-    block_size: int = 0
-    min_size: int = 4096
-    seed: int = 0
+    mu: Annotated[str, OneOf(MOMENT_FORMATS)] | None = None
+    nu: Annotated[str, OneOf(MOMENT_FORMATS)] | None = None
+    block_size: CountOrZero = 0
+    min_size: CountOrZero = 4096
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        if self.block_size < 0:
-            raise ValueError(f"block_size={self.block_size} must not be negative")
+        schema.check(self)
         if self.mu is None and self.nu is None:
             return
-        from maxlp.optim.low_bit import MOMENT_FORMATS
-
         for key, value in {"mu": self.mu, "nu": self.nu}.items():
             if value is None:
                 raise ValueError(f"{key} is not set; set both mu and nu ('float32' leaves one as it is)")
-            _require_choice(key, value, MOMENT_FORMATS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,50 +126,31 @@ class OptimizerConfig:
         its function has (adafactor only `mu_dtype`, lion all but `eps`).
       galore: projection of the gradients; None does not project.
       low_bit: storage of the moments in few bits; None stores them as they are.
-      param_rounding: how bfloat16 parameters are rounded after an update, one of `pure_bf16.METHODS`;
+      param_rounding: how bfloat16 parameters are rounded after an update, one of `PARAM_ROUNDINGS`;
         None rounds to nearest, which loses small updates.
     """
 
-    name: str = "adamw"
-    learning_rate: float
-    schedule: str = "cosine"
-    warmup_steps: int
-    final_lr_fraction: float
-    decay_fraction: float = 0.2
-    clip_norm: float
-    weight_decay: float
+    name: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
+    learning_rate: Positive
+    schedule: Annotated[str, OneOf(SCHEDULES)] = "cosine"
+    warmup_steps: CountOrZero
+    final_lr_fraction: Fraction
+    decay_fraction: Fraction = 0.2
+    clip_norm: NotNegative
+    weight_decay: NotNegative
     decay_embeddings: bool = False
     decay_with_clip: bool = True
-    b1: float
-    b2: float
-    eps: float
-    mu_dtype: str | None = None
+    b1: DecayRate
+    b2: DecayRate
+    eps: Positive
+    mu_dtype: Annotated[str, OneOf(MU_DTYPES)] | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     galore: GaloreConfig | None = None
     low_bit: LowBitConfig | None = None
-    param_rounding: str | None = None
+    param_rounding: Annotated[str, OneOf(PARAM_ROUNDINGS)] | None = None
 
     def __post_init__(self) -> None:
-        _require_choice("name", self.name, OPTIMIZERS)
-        _require_choice("schedule", self.schedule, SCHEDULES)
-        if self.mu_dtype is not None:
-            _require_choice("mu_dtype", self.mu_dtype, MU_DTYPES)
-        if self.param_rounding is not None:
-            from maxlp.optim.pure_bf16 import METHODS
-
-            _require_choice("param_rounding", self.param_rounding, METHODS)
-        for key in ("learning_rate", "eps"):
-            if not getattr(self, key) > 0:
-                raise ValueError(f"{key}={getattr(self, key)} must be positive")
-        for key in ("warmup_steps", "clip_norm", "weight_decay"):
-            if not getattr(self, key) >= 0:
-                raise ValueError(f"{key}={getattr(self, key)} must not be negative")
-        for key in ("b1", "b2"):
-            if not 0 <= getattr(self, key) < 1:
-                raise ValueError(f"{key}={getattr(self, key)} must be at least 0 and below 1")
-        for key in ("final_lr_fraction", "decay_fraction"):
-            if not 0 <= getattr(self, key) <= 1:
-                raise ValueError(f"{key}={getattr(self, key)} must be between 0 and 1")
+        schema.check(self)
         for key, value, reason in self._conflicts():
             raise ValueError(f"{key}={value!r} does not go with name={self.name!r}: {reason}")
 
@@ -201,10 +178,11 @@ class OptimizerConfig:
             yield "galore.rank", galore.rank, "it compares whole gradients with weights; set galore.rank=0"
         if self.name == "adafactor" and self.has_galore and galore.moments != "keep":
             yield "galore.moments", galore.moments, "its moments are factored; set galore.moments='keep'"
+        if self.name == "adafactor" and self.mu_dtype is not None and not self.options.get("momentum"):
+            yield (
+                "mu_dtype",
+                self.mu_dtype,
+                "without options.momentum it has no first moment; unset mu_dtype",
+            )
         if self.name == "adafactor" and self.has_low_bit:
             yield "low_bit.mu", low_bit.mu, "its moments are factored; leave low_bit.mu and .nu unset"
-
-
-def _require_choice(key: str, value: str, choices: Collection[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{key}={value!r} is unknown, choose one of: {', '.join(choices)}")

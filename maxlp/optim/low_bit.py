@@ -14,12 +14,8 @@ import optax
 from jax.tree_util import KeyPath
 
 from maxlp.numerics.blockwise import Blocks, decode, encode
-from maxlp.numerics.formats import FORMATS
 from maxlp.optim.config import LowBitConfig
 from maxlp.optim.tree_utils import LayerAxes, layer_axes, map_moments
-
-# "float32" leaves a moment as it is. int4 has too few values for a moment.
-MOMENT_FORMATS = ("float32", *(name for name in FORMATS if name != "int4"))
 
 
 class LowBitState(NamedTuple):

@@ -9,18 +9,27 @@ import dataclasses
 import functools
 import importlib
 import inspect
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import optax
 from jax.tree_util import KeyPath
 
+from maxlp import schema
 from maxlp.optim.config import OPTIMIZERS, OptimizerConfig
 from maxlp.optim.rms import Rms, make_rms
 from maxlp.optim.schedules import make_schedule
 from maxlp.optim.tree_utils import leaf_name
+from maxlp.schema import NotNegative, OneOf, Positive
 
 SHARED = ("b1", "b2", "eps", "mu_dtype")  # keys of all optimizers that have such a parameter
+# Of the options of optimizers that optax has; ours have annotations with their rules.
+OPTAX_HINTS: dict[str, Any] = {
+    "eps_root": NotNegative,
+    "nesterov": bool,
+    "mode": Annotated[str, OneOf(("hard", "smooth", "refined"))],
+    "smooth_beta": Positive,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +90,7 @@ def _rescale_and_decay(config: OptimizerConfig) -> tuple[optax.GradientTransform
     if config.name == "stable_adamw" and config.decay_with_clip:
         from maxlp.optim.stable_adamw import clip_decay
 
-        return (clip_decay(rescale, decay, config.options.get("clip_threshold", 1.0)),)
+        return (clip_decay(rescale, decay, **config.options),)
     if config.name == "adamp":
         from maxlp.optim.adamp import decay_divisors
         from maxlp.optim.stable_adamw import divide_decay
@@ -95,11 +104,17 @@ def _rescale(config: OptimizerConfig) -> optax.GradientTransformation:
     module, function = OPTIMIZERS[config.name].split(":")
     scale_by = getattr(importlib.import_module(module), function)
     takes = [key for key in inspect.signature(scale_by).parameters if key != "layer_axes"]
-    own = [key for key in takes if key not in SHARED]
-    for key in config.options:
+    own, hints = [key for key in takes if key not in SHARED], schema.annotations(scale_by) | OPTAX_HINTS
+    for key, value in config.options.items():
         if key not in own:
-            allowed = ", ".join(own) or "none"
-            raise ValueError(f"options.{key} is unknown to optimizer {config.name!r}, allowed: {allowed}")
+            known = schema.unknown_key(key, own, f"options of name={config.name!r}")
+            raise ValueError(f"options.{key} {known}")
+        schema.check_value(f"options.{key}", value, hints[key])
+    if config.mu_dtype is not None and "mu_dtype" not in takes:
+        raise ValueError(
+            f"mu_dtype={config.mu_dtype!r} does not go with name={config.name!r}, which has no first "
+            "moment; leave mu_dtype unset"
+        )
     shared = {key: getattr(config, key) for key in SHARED if key in takes}
     rescale = scale_by(**shared, **config.options)
     if config.galore is not None and config.has_galore:

@@ -1,13 +1,13 @@
 """Muon for stacked parameters: orthogonal steps for the matrices of the blocks."""
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import optax
 from jax.tree_util import KeyPath
 
 from maxlp.optim.tree_utils import HIDDEN_KERNELS, LayerAxes, layer_axes, matches
+from maxlp.schema import Count, DecayRate, Positive, RegularExpression
 
 
 def scale_by_muon(
@@ -16,10 +16,10 @@ def scale_by_muon(
     eps: float = 1e-8,
     mu_dtype: Any = None,
     *,
-    beta: float = 0.95,
-    ns_steps: int = 5,
-    rms: float = 0.2,
-    targets: Sequence[str] = HIDDEN_KERNELS,
+    beta: DecayRate = 0.95,
+    ns_steps: Count = 5,
+    rms: Positive = 0.2,
+    targets: tuple[Annotated[str, RegularExpression()], ...] = HIDDEN_KERNELS,
     layer_axes: LayerAxes = layer_axes,
 ) -> optax.GradientTransformation:
     """Muon (Jordan et al. 2024) for the matrices of the layers, Adam for all other parameters.

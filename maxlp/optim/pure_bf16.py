@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import optax
 
 from maxlp.numerics.rounding import drop_bits
+from maxlp.optim.config import PARAM_ROUNDINGS
 from maxlp.optim.tree_utils import name_of
-
-METHODS = ("stochastic", "kahan")
 
 
 class PureBf16State(NamedTuple):
@@ -42,14 +41,14 @@ def pure_bf16(
 
     Args:
       inner: computes the updates to add to the parameters.
-      method: one of `METHODS`.
+      method: one of `PARAM_ROUNDINGS`.
       seed: seed of the stochastic rounding; the noise depends on the seed, the number of the update and
         the parameter, not on the devices.
 
     Raises:
       ValueError: at `init`, parameters that are not bfloat16.
     """
-    assert method in METHODS, method
+    assert method in PARAM_ROUNDINGS, method
 
     def init(params: optax.Params) -> PureBf16State:
         for path, p in jax.tree.leaves_with_path(params):

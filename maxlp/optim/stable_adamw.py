@@ -13,14 +13,19 @@ smoothed, and rarely acts at all.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
+from maxlp import schema
 from maxlp.optim.tree_utils import LayerAxes, find_states, layer_axes, over_tensor, tensor_mean, widened
+from maxlp.schema import Range
+
+ClipThreshold = Annotated[float, Range(above=0, infinite=True)]
+CLIP_THRESHOLD = 1.0
 
 
 class StableAdamState(NamedTuple):
@@ -38,7 +43,7 @@ def scale_by_stable_adam(
     eps: float = 1e-6,
     mu_dtype: Any = None,
     *,
-    clip_threshold: float = 1.0,
+    clip_threshold: ClipThreshold = CLIP_THRESHOLD,
     layer_axes: LayerAxes = layer_axes,
 ) -> optax.GradientTransformation:
     """Adam's step divided by max(1, RMS_t / clip_threshold), for each tensor of each layer.
@@ -56,8 +61,7 @@ def scale_by_stable_adam(
     Raises:
       ValueError: clip_threshold is not positive.
     """
-    if not clip_threshold > 0:
-        raise ValueError(f"{clip_threshold=} must be positive (inf turns update clipping off)")
+    schema.check_arguments(scale_by_stable_adam, clip_threshold=clip_threshold)
 
     def init(params: optax.Params) -> StableAdamState:
         zeros = optax.tree.zeros_like(widened(params))
@@ -103,7 +107,9 @@ def last_rms(opt_state: optax.OptState) -> optax.Updates:
 
 
 def clip_decay(
-    rescale: optax.GradientTransformation, decay: optax.GradientTransformation, clip_threshold: float = 1.0
+    rescale: optax.GradientTransformation,
+    decay: optax.GradientTransformation,
+    clip_threshold: float = CLIP_THRESHOLD,
 ) -> optax.GradientTransformation:
     """`optax.chain(rescale, decay)` with the decay divided by the same factor as the step.
 

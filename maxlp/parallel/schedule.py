@@ -3,6 +3,9 @@
 import dataclasses
 from typing import NamedTuple
 
+from maxlp import schema
+from maxlp.schema import Count
+
 
 class Schedule(NamedTuple):
     """A circular pipeline schedule.
@@ -38,13 +41,11 @@ class PipelineConfig:
       rounds: see `Schedule`.
     """
 
-    microbatches: int | None = None
-    rounds: int = 1
+    microbatches: Count | None = None
+    rounds: Count = 1
 
     def __post_init__(self):
-        for key in ("microbatches", "rounds"):
-            if (value := getattr(self, key)) is not None and value < 1:
-                raise ValueError(f"{key}={value} must be at least 1")
+        schema.check(self)
 
     def schedule(self, stages: int) -> Schedule:
         """The schedule for this number of stages."""

@@ -14,6 +14,7 @@ fastest:
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,9 @@ from flax import nnx
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from maxlp.schema import INT32, Count, Range
+
+AxisSize = Annotated[int, Range(at_least=-1), INT32]
 MESH_AXES = ("stage", "data", "fsdp", "context", "tensor")
 _AXIS_TYPES = (AxisType.Auto,) * len(MESH_AXES)
 
@@ -56,12 +60,12 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
 
 def make_mesh(
     *,
-    stage: int = 1,
-    data: int = 1,
-    fsdp: int = -1,
-    context: int = 1,
-    tensor: int = 1,
-    dcn_data: int = 1,
+    stage: AxisSize = 1,
+    data: AxisSize = 1,
+    fsdp: AxisSize = -1,
+    context: AxisSize = 1,
+    tensor: AxisSize = 1,
+    dcn_data: Count = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
     """The device mesh, with automatic (GSPMD) axes; the config's ``mesh`` section.

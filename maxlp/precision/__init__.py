@@ -5,14 +5,18 @@ by the `QuantDot` of a recipe.
 """
 
 import dataclasses
+from typing import Annotated
 
 from flax import nnx
 
+from maxlp import schema
 from maxlp.precision.dot import QuantDot
 from maxlp.precision.inject import HIGH_PRECISION, Matmul, inject
 from maxlp.precision.loss_scale import DynamicLossScale
-from maxlp.precision.recipes import RECIPES, Operand, Recipe, RecipeOptions, check_choice, make_recipe
-from maxlp.precision.smooth_swiglu import FORMS
+from maxlp.precision.recipes import RECIPES, Operand, Recipe, RecipeOptions, make_recipe
+from maxlp.precision.recipes import unused_options as _unused_options
+from maxlp.precision.smooth_swiglu import Form
+from maxlp.schema import CountOrZero, OneOf
 
 __all__ = [
     "HIGH_PRECISION",
@@ -28,6 +32,9 @@ __all__ = [
     "inject",
     "make_recipe",
 ]
+
+
+RecipeName = Annotated[str, OneOf(RECIPES)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,27 +54,24 @@ class PrecisionConfig:
       ValueError: an unknown name or an invalid value; the message starts with the key.
     """
 
-    recipe: str
+    recipe: RecipeName
     options: RecipeOptions
-    rules: tuple[tuple[str, str], ...]
-    first_blocks: int
-    last_blocks: int
-    min_dim: int
-    smooth_swiglu: str
+    rules: tuple[tuple[str, RecipeName], ...]
+    first_blocks: CountOrZero
+    last_blocks: CountOrZero
+    min_dim: CountOrZero
+    smooth_swiglu: Form
     loss_scale: DynamicLossScale | None = None
-    health_every: int = 0
+    health_every: CountOrZero = 0
 
     def __post_init__(self):
-        make_recipe(self.recipe, **vars(self.options))
-        for rule in self.rules:
-            if len(rule) != 2 or rule[1] not in RECIPES:
-                raise ValueError(
-                    f"rules: {rule!r} is not a (pattern, recipe) pair; recipes: {', '.join(RECIPES)}"
-                )
-        for key in ("first_blocks", "last_blocks", "min_dim", "health_every"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"{key}={getattr(self, key)} must be at least 0")
-        check_choice("smooth_swiglu", self.smooth_swiglu, FORMS)
+        schema.check(self)
+        make_recipe(self.recipe, **vars(self.options))  # raises a ValueError
+
+
+def unused_options(config: PrecisionConfig) -> dict[str, str]:
+    """The set options that the recipe does not use, each with the reason."""
+    return _unused_options(make_recipe(config.recipe, **vars(config.options)), config.options)
 
 
 def apply(model: nnx.Module, config: PrecisionConfig, *, gated_products: tuple[str, ...]) -> dict[str, str]:

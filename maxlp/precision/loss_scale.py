@@ -12,12 +12,16 @@ doubles it.) Scales are powers of two, so that multiplying and dividing by them 
 """
 
 import dataclasses
-import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
+from maxlp import schema
+from maxlp.schema import Count, PowerOfTwo
+
 State = dict[str, jax.Array]
+Scale = Annotated[float, PowerOfTwo()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,25 +36,20 @@ class DynamicLossScale:
       minimum, maximum: bounds of the scale. (The loss itself is float32, so it may exceed 65504.)
 
     Raises:
-      ValueError: scales that are not powers of two or not in order, an interval below 1.
+      ValueError: scales that are not powers of two or not in order, an interval below 1 step.
     """
 
-    initial: float = 2.0**15
-    growth_interval: int = 2000
-    minimum: float = 1.0
-    maximum: float = 2.0**24
+    initial: Scale = 2.0**15
+    growth_interval: Count = 2000
+    minimum: Scale = 1.0
+    maximum: Scale = 2.0**24
 
     def __post_init__(self):
-        for key in ("initial", "minimum", "maximum"):
-            value = getattr(self, key)
-            if not (0 < value < math.inf and math.frexp(value)[0] == 0.5):
-                raise ValueError(f"{key}={value} must be a power of two")
+        schema.check(self)
         if not self.minimum <= self.initial <= self.maximum:
             raise ValueError(
                 f"initial={self.initial} must lie between minimum={self.minimum} and maximum={self.maximum}"
             )
-        if self.growth_interval < 1:
-            raise ValueError(f"growth_interval={self.growth_interval} must be at least 1 step")
 
     def init(self) -> State:
         """The state before the first step."""

@@ -7,10 +7,12 @@ elements share a scale.
 """
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
+from maxlp import schema
 from maxlp.numerics import formats
 from maxlp.numerics.quantized import GRANULARITIES
+from maxlp.schema import Count, OneOf, Range
 
 GEMMS = {  # the tensors of a layer that each matmul multiplies
     "fwd": ("input", "kernel"),
@@ -19,10 +21,23 @@ GEMMS = {  # the tensors of a layer that each matmul multiplies
 }
 
 
-def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raises a ValueError if the value is not one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{key}={value!r} is unknown; use one of {', '.join(choices)}")
+class MatmulFormat(NamedTuple):
+    """The name of a format that matmuls take, see `formats.get`."""
+
+    def error(self, value: str) -> str | None:
+        """See `schema.Rule`."""
+        try:
+            formats.get(value)
+        except ValueError:
+            return formats.UNKNOWN
+        return None
+
+
+FormatName = Annotated[str, MatmulFormat()]
+Granularity = Annotated[str, OneOf(GRANULARITIES)]
+Rounding = Annotated[str, OneOf(("nearest", "truncate"))]
+Residuals = Annotated[str, OneOf(("full", "quantized"))]
+Margin = Annotated[float, Range(at_least=-8, at_most=8)]  # E5M2 keeps 16 of its 32 exponents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,16 +53,14 @@ class Operand:
       rounding: ``nearest`` or ``truncate``.
     """
 
-    format: str
-    granularity: str = "tensor"
+    format: FormatName
+    granularity: Granularity = "tensor"
     delayed: bool = False
     power_of_two: bool = False
-    rounding: str = "nearest"
+    rounding: Rounding = "nearest"
 
     def __post_init__(self):
-        formats.get(self.format)
-        check_choice("granularity", self.granularity, GRANULARITIES)
-        check_choice("rounding", self.rounding, ("nearest", "truncate"))
+        schema.check(self)
         if self.delayed and self.granularity != "tensor":
             raise ValueError(
                 f"granularity={self.granularity!r} does not work with delayed scales; use 'tensor' or a "
@@ -86,13 +99,14 @@ class Recipe:
     fwd: Pair = None
     dlhs: Pair = None
     drhs: Pair = None
-    residuals: str = "full"
-    history: int = 1024
-    margin: float = 0.0
+    residuals: Residuals = "full"
+    history: Count = 1024
+    margin: Margin = 0.0
     cold_start: bool = True
     smooth: str = "none"
 
     def __post_init__(self):
+        schema.check(self)
         where = f"recipe={self.name!r}"
         for gemm, pair in self.gemms.items():
             kinds = {formats.get(operand.format).kind for operand in pair}
@@ -103,12 +117,8 @@ class Recipe:
                     "must both be int, float or simulated, and both in blocks or neither; change "
                     "options.format, options.grad_format or options.granularity"
                 )
-        if self.residuals not in ("full", "quantized"):
-            raise ValueError(f"{where}: residuals={self.residuals!r} must be 'full' or 'quantized'")
         if self.residuals == "quantized" and self.fwd is None:
             raise ValueError(f"{where}: residuals='quantized' needs a quantized fwd; use 'full'")
-        if self.delayed and self.history < 1:
-            raise ValueError(f"{where}: history={self.history} must be at least 1 step")
 
     @property
     def gemms(self) -> dict[str, tuple[Operand, Operand]]:
@@ -207,19 +217,18 @@ class RecipeOptions:
       ValueError: a value that no operand accepts.
     """
 
-    residuals: str | None = None
-    history: int | None = None
-    margin: float | None = None
+    residuals: Residuals | None = None
+    history: Count | None = None
+    margin: Margin | None = None
     cold_start: bool | None = None
-    format: str | None = None
-    grad_format: str | None = None
-    granularity: str | None = None
+    format: FormatName | None = None
+    grad_format: FormatName | None = None
+    granularity: Granularity | None = None
     power_of_two: bool | None = None
-    rounding: str | None = None
+    rounding: Rounding | None = None
 
     def __post_init__(self):
-        for name in (self.format, self.grad_format):
-            Operand(**{"format": name or "int8", **self.of_operands})
+        schema.check(self)
 
     @property
     def of_operands(self) -> dict[str, Any]:
@@ -237,6 +246,29 @@ def _given(options: RecipeOptions, *names: str) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def unused_options(recipe: Recipe, options: RecipeOptions) -> dict[str, str]:
+    """The options that change nothing in a recipe.
+
+    Args:
+      recipe: already with these options.
+
+    Returns:
+      name of the option → why it has no effect.
+    """
+    operands = [operand for uses in recipe.operands.values() for operand in uses]
+    found = {}
+    for key in (field.name for field in dataclasses.fields(options)):
+        if getattr(options, key) is None:
+            continue
+        if not operands:
+            found[key] = "that recipe quantizes no matmul"
+        elif key in ("history", "margin", "cold_start") and not recipe.delayed:
+            found[key] = "that recipe has no delayed scales"
+        elif key == "power_of_two" and all(o.granularity in ("unscaled", "block") for o in operands):
+            found[key] = "that recipe's scales are always powers of two"
+    return found
+
+
 def make_recipe(name: str, **options: Any) -> Recipe:
     """Returns a recipe of `RECIPES` with some of its data replaced.
 
@@ -246,7 +278,7 @@ def make_recipe(name: str, **options: Any) -> Recipe:
     Raises:
       ValueError: an unknown recipe, or options that do not fit it.
     """
-    check_choice("recipe", name, tuple(RECIPES))
+    schema.check_value("recipe", name, Annotated[str, OneOf(RECIPES)])
     recipe, changes = RECIPES[name], RecipeOptions(**options)
 
     def changed(gemm: str, pair: tuple[Operand, Operand]) -> tuple[Operand, ...]:

@@ -35,16 +35,20 @@ the output (total error in brackets; "jump": the history is from before the chan
 """
 
 import dataclasses
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
+from maxlp import schema
 from maxlp.numerics.scales import amax, ceil_power_of_two
-from maxlp.precision.recipes import GEMMS, Operand, Recipe, check_choice
+from maxlp.precision.recipes import GEMMS, Operand, Recipe
+from maxlp.schema import OneOf
 
 # Each form, and the tensors whose scales must be current because they jump with the factors.
 _CURRENT = {"none": (), "channel": ("kernel",), "balanced": ("input", "kernel"), "token": ()}
 FORMS = tuple(_CURRENT)
+Form = Annotated[str, OneOf(FORMS)]
 
 
 def smooth(recipe: Recipe, form: str) -> Recipe:
@@ -53,7 +57,7 @@ def smooth(recipe: Recipe, form: str) -> Recipe:
     Raises:
       ValueError: a form that is not in `FORMS`.
     """
-    check_choice("smooth_swiglu", form, FORMS)
+    schema.check_value("smooth_swiglu", form, Form)
 
     def operand(tensor: str, o: Operand) -> Operand:
         return dataclasses.replace(o, delayed=o.delayed and tensor not in _CURRENT[form])

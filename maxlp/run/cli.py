@@ -1,152 +1,155 @@
-"""What the commands share: flags, and users' mistakes reported in one line."""
+"""What the commands share: flags, and users' mistakes reported in one line.
 
-import difflib
+Every command ends with exit code 2 and one line for what the user can correct, whether a flag, a config or
+a file. Imports nothing heavy: a mistake in a flag is reported at once.
+"""
+
 import functools
 import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from absl import app, flags, logging
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
-import maxlp
-from maxlp.run.config import RENAMED
-from maxlp.runtime import distributed
-from maxlp.runtime.checkpoint import NotWrittenError
-from maxlp.runtime.preemption import EXIT_INTERRUPTED
+from maxlp import schema
+from maxlp.run.config import RENAMED, ConfigError, choices, load_file
 
-# An installed package holds the presets; in a checkout they lie beside it.
-_PACKAGE = Path(maxlp.__file__).parent
-PRESETS = next(filter(Path.is_dir, (_PACKAGE / "configs", _PACKAGE.parent / "configs")))
+# What the user can correct. Other errors of the system may be transient, so that a launcher tries again.
+USERS_ERRORS = (
+    *(ValueError, FloatingPointError),
+    *(FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError),
+)
 
-# Users' path errors. Other errors of the system may be transient, so that a launcher tries again.
-PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+# What absl and ml_collections report for a flag, in this project's words.
+WORDINGS = {
+    r"flag --(\w+)=None: Flag .* must have a value .*": r"--\1 is missing; see --help",
+    r"^flag (--.*?): invalid literal for int\(\) with base 10: .*": r"\1 is not an integer",
+    r"^flag (--.*?): could not convert string to float: .*": r"\1 is not a number",
+    r"^flag (--.*?): .*Non-boolean argument to boolean flag.*": r"\1 is not true or false",
+    r"^flag (--.*?): (.*)": r"\1: \2",
+}
 
 
 def define_flags(workdir: str = "Directory of the run.", config_required: bool = True) -> None:
     """The flags ``--config`` and ``--workdir`` of a command."""
+    define_config()
+    flags.DEFINE_string("workdir", None, workdir)
+    flags.mark_flags_as_required(["config", "workdir"] if config_required else ["workdir"])
+    flags.declare_key_flag("workdir")
+
+
+def define_config() -> None:
+    """The flag ``--config``, which runs a config file."""
     config_flags.DEFINE_config_file(
         "config",
         None,
         "A preset such as llama/debug, or a Python file with get_config(arg). Choices follow a colon: "
         "llama/8b:precision=fp8_delayed. Change any value with --config.SECTION.KEY=VALUE, for example "
         "--config.optimizer.learning_rate=1e-3.",
-        lock_config=True,
     )
-    flags.DEFINE_string("workdir", None, workdir)
-    flags.mark_flags_as_required(["config", "workdir"] if config_required else ["workdir"])
+    flags.FLAGS["config"].parser = _ConfigParser()
     flags.declare_key_flag("config")
-    flags.declare_key_flag("workdir")
 
 
-def run(main: Callable[[], Any], words: int = 0) -> None:
-    """Runs a command: parses the flags, calls ``main()``, and prints a user's mistake as one line.
+class _ConfigParser(flags.ArgumentParser):
+    """Runs a config file with `load_file`, and keeps the config to explain a mistake in an override."""
+
+    config: ConfigDict | None = None
+
+    def parse(self, argument: str) -> ConfigDict:
+        self.config = load_file(argument)
+        return self.config
+
+    def flag_type(self) -> str:
+        return "config object"
+
+
+def run(main: Callable[..., Any], words: int = 0) -> None:
+    """Runs a command: parses the flags, calls ``main(*words)``, and prints a user's mistake as one line.
 
     Args:
       words: number of arguments that the command takes besides flags; any further ones are mistyped flags.
     """
-    app.run(lambda _: _exit_on_error(main), flags_parser=functools.partial(_parse_flags, words=words))
-
-
-def _parse_flags(argv: list[str], words: int = 0) -> list[str]:
-    # ml_collections loads the config while parsing. It raises AttributeError or KeyError for unknown keys,
-    # passes on what the file raises with a traceback in its text, and reports a missing file only when the
-    # value is used.
-    try:
-        rest = flags.FLAGS(list(_with_config_files(argv)))
-        if (config := flags.FLAGS["config"].value if "config" in flags.FLAGS else None) is not None:
-            config.items()
-        for word in rest[1 + words :]:
-            raise ValueError(f"argument {word!r} is not a flag; flags are --NAME=VALUE, see --help")
-        return rest
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError, ImportError) as error:
-        _fail(_naming_the_flag(_one_line(error), argv))
-
-
-def _with_config_files(argv: list[str]) -> Iterator[str]:
-    """The arguments, with the file of a preset in place of its name."""
-    previous = ""
-    for argument in argv:
-        name, equals, value = argument.partition("=")
-        if name in ("--config", "-config") and equals:
-            argument = f"{name}={config_file(value)}"
-        elif previous in ("--config", "-config"):
-            argument = config_file(argument)
-        yield argument
-        previous = argument
-
-
-def config_file(value: str) -> str:
-    """``llama/debug:ARG`` as ``PATH/llama/debug.py:ARG``; the path of a file stays as it is.
-
-    Raises:
-      FileNotFoundError: neither a file nor a preset; the message lists the presets.
-    """
-    name, colon, arg = value.partition(":")
-    if Path(name).is_file():
-        return value
-    preset = PRESETS / name.removeprefix("configs/").removesuffix(".py")
-    if (path := preset.with_name(f"{preset.name}.py")).is_file():
-        return f"{path}{colon}{arg}"
-    if not name:
-        raise FileNotFoundError(f"--config is empty; {_choices('')}")
-    raise FileNotFoundError(f"--config={name} is neither a file nor a preset; {_choices(name)}")
-
-
-def _choices(name: str) -> str:
-    close = [f"did you mean {preset}? " for preset in difflib.get_close_matches(name, presets(), 1)]
-    return f"{''.join(close)}presets: {', '.join(presets())}"
-
-
-def presets() -> list[str]:
-    """Names for ``--config``, such as ``llama/debug``."""
-    return sorted(str(path.relative_to(PRESETS).with_suffix("")) for path in PRESETS.glob("*/*.py"))
-
-
-def _one_line(error: Exception) -> str:
-    while len(error.args) == 1 and isinstance(error.args[0], Exception):
-        error = error.args[0]
-    text = str(error.args[0] if len(error.args) == 1 else error)
-    text = re.sub(r"flag --(\w+)=None: Flag .* must have a value .*", r"--\1 is missing; see --help", text)
-    text = text.replace("--config is missing; see --help", f"--config is missing; {_choices('')}")
-    if "Traceback (most recent call last)" in text:
-        text = text.strip().splitlines()[-1].partition(": ")[2]
-    return " ".join(
-        text.replace("Configuration is not available because of an earlier failure to load:", "").split()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a terminal may have an encoding without × and …
+    app.run(
+        lambda argv: _exit_on_error(main, argv[1:]),
+        flags_parser=functools.partial(_parse_flags, words=words),
     )
 
 
-def _naming_the_flag(message: str, argv: list[str]) -> str:
-    """The message with the whole flag of an unknown key; ml_collections quotes only its last part."""
-    key, _, rest = message.removeprefix("'").partition("'")
-    names = [argument.partition("=")[0].lstrip("-") for argument in argv if "config." in argument]
-    found = [name for name in names if key in name.split(".")[1:]]
-    if not (message.startswith("'") and found):
-        return message
-    if new := RENAMED.get(found[0].removeprefix("config.")):
-        return f"{found[0]} is now config.{new}"
-    return f"{found[0]}: there is no key {key!r}.{rest}"
+def _parse_flags(argv: list[str], words: int = 0) -> list[str]:
+    try:
+        rest = flags.FLAGS(argv)
+        for word in rest[1 + words :]:
+            raise ValueError(f"argument {word!r} is not a flag; flags are --NAME=VALUE, see --help")
+        _check_numbers()
+        return rest
+    # For an override of an unknown key ml_collections raises AttributeError, KeyError or TypeError.
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+        _fail(_unknown_override(argv) or _one_line(error))
 
 
-def _exit_on_error(main: Callable[[], Any]) -> None:
+def _check_numbers() -> None:
+    """Raises a ValueError for a number that no flag can have; absl's bounds let NaN pass."""
+    for name in flags.FLAGS:
+        flag = flags.FLAGS[name]
+        if flag.present and not name.startswith("config.") and type(flag.value) in (int, float):
+            schema.check_value(f"--{name}", flag.value, type(flag.value))
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error.__context__, ConfigError):  # absl repeats the value of the flag in front of it
+        error = error.__context__
+    text = " ".join(str(error.args[0] if len(error.args) == 1 else error).split())
+    for pattern, wording in WORDINGS.items():
+        text = re.sub(pattern, wording, text)
+    return text.replace("--config is missing; see --help", f"--config is missing; {choices()}")
+
+
+def _unknown_override(argv: list[str]) -> str | None:
+    """The message for the first --config.SECTION.KEY that the config does not have."""
+    if "config" not in flags.FLAGS or (c := flags.FLAGS["config"].parser.config) is None:
+        return None
+    for name in (word.partition("=")[0].lstrip("-") for word in argv):
+        if not name.startswith("config."):
+            continue
+        if new := RENAMED.get(name.removeprefix("config.")):
+            return f"{name} is now config.{new}"
+        here: Any = c
+        for part in name.split(".")[1:]:
+            if not isinstance(here, ConfigDict):
+                return f"--{name} is unknown; {part!r} is below a value, not a section"
+            if part not in here:
+                return f"--{name} {schema.unknown_key(part, here)}"
+            here = here.get(part)
+    return None
+
+
+def _exit_on_error(main: Callable[..., Any], words: list[str]) -> None:
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
     try:
-        sys.exit(main())
-    except (ValueError, FloatingPointError, KeyboardInterrupt, *PATH_ERRORS) as error:
+        sys.exit(main(*words))
+    except (ValueError, FloatingPointError, KeyboardInterrupt, OSError) as error:
+        from maxlp.runtime.checkpoint import NotWrittenError
+        from maxlp.runtime.preemption import EXIT_INTERRUPTED
+
         if os.environ.get("MAXLP_TRACEBACK"):
             raise
         if isinstance(error, KeyboardInterrupt):
             _fail("interrupted", EXIT_INTERRUPTED)
         # A full disk may have room at the next start: launchers try again after exit code 1.
-        code = 1 if isinstance(error, NotWrittenError) else 2
-        _fail(f"{error} (MAXLP_TRACEBACK=1 shows where)", code)
+        is_users = not isinstance(error, NotWrittenError) and isinstance(error, USERS_ERRORS)
+        _fail(f"{' '.join(str(error).split())} (MAXLP_TRACEBACK=1 shows where)", 2 if is_users else 1)
 
 
 def _fail(message: str, code: int = 2) -> typing.NoReturn:
     print(f"error: {message}", file=sys.stderr, flush=True)
+    from maxlp.runtime import distributed
+
     distributed.hard_exit(code)

@@ -2,19 +2,30 @@
 
 A config file is Python with ``get_config(arg)``. Each section of the `ConfigDict` that it returns holds the
 arguments of exactly one function or dataclass: the signature is the schema, and nothing has a default in
-two places. `bind` checks a section against the signature and reports a mismatch in one line.
+two places. `bind` checks a section against the signature and its annotations (`schema`), and reports a
+mismatch in one line.
 """
 
 import contextlib
 import dataclasses
+import difflib
 import functools
+import importlib.machinery
 import inspect
+import traceback
 import types
-import typing
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
+
+import maxlp
+from maxlp import schema
+
+# An installed package holds the presets; in a checkout they lie beside it.
+_PACKAGE = Path(maxlp.__file__).parent
+PRESETS = next(filter(Path.is_dir, (_PACKAGE / "configs", _PACKAGE.parent / "configs")))
 
 RENAMED = {"data.heldout_source": "data.validation_source"}  # keys of version 0.1 -> today's
 
@@ -23,8 +34,77 @@ class ConfigError(ValueError):
     """A config that cannot work; the message is one line for the user."""
 
 
+def config_file(value: str) -> str:
+    """``llama/debug:ARG`` as ``PATH/llama/debug.py:ARG``; the path of a file stays as it is.
+
+    Raises:
+      ConfigError: neither a file nor a preset; the message lists the presets.
+    """
+    name, colon, arg = value.partition(":")
+    if Path(name).is_file():
+        return value
+    preset = PRESETS / name.removeprefix("configs/").removesuffix(".py")
+    if (path := preset.with_name(f"{preset.name}.py")).is_file():
+        return f"{path}{colon}{arg}"
+    if not name:
+        raise ConfigError(f"--config is empty; {choices()}")
+    raise ConfigError(f"--config={name} is neither a file nor a preset; {choices(name)}")
+
+
+def choices(name: str = "") -> str:
+    """The presets, the one most like a name first, for messages."""
+    close = [f"did you mean {preset}? " for preset in difflib.get_close_matches(name, presets(), 1)]
+    return f"{''.join(close)}presets: {', '.join(presets())}"
+
+
+def presets() -> list[str]:
+    """Names for ``--config``, such as ``llama/debug``."""
+    return sorted(str(path.relative_to(PRESETS).with_suffix("")) for path in PRESETS.glob("*/*.py"))
+
+
+def load_file(path: str) -> ConfigDict:
+    """Runs a config file, ``FILE.py``, ``FILE.py:ARG`` or a preset, and returns its config.
+
+    Raises:
+      ConfigError: there is no such file, or it fails; the message names the file and the line.
+    """
+    path, *arguments = config_file(path).split(":", 1)
+    loader = importlib.machinery.SourceFileLoader("config_file", path)
+    module = types.ModuleType(loader.name)
+    module.__file__ = path
+    try:
+        loader.exec_module(module)
+        if not callable(get_config := getattr(module, "get_config", None)):
+            raise ConfigError(f"{path} has no function get_config(arg), which returns the config")
+        c = get_config(*arguments)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{_line_of(error, path)}: {_reason(error)}") from error
+    if not isinstance(c, ConfigDict):
+        raise ConfigError(
+            f"{path}: get_config returns {type(c).__name__}, not a ConfigDict; return the config"
+        )
+    return c.lock()
+
+
+def _line_of(error: Exception, path: str) -> str:
+    """The last line of a file that an error went through, as FILE, line N."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return f"{error.filename}, line {error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == path]
+    return f"{path}, line {lines[-1]}" if lines else path
+
+
+def _reason(error: Exception) -> str:
+    """An error as one line; a ValueError is one of the config file's own checks, and needs no name."""
+    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+
+
 def bind(function: Callable[..., Any], section: str, values: Any, *later: str) -> functools.partial:
-    """``partial(function, **values)``, with the values checked against the function's signature.
+    """``partial(function, **values)``, with the values checked against the function's annotations.
 
     A nested section becomes the dataclass that the signature asks for, or None if all of its values are
     None and the signature allows that. Where the type of an argument excludes None, None means its default
@@ -36,23 +116,28 @@ def bind(function: Callable[..., Any], section: str, values: Any, *later: str) -
       later: arguments that the program supplies, and a config must not.
 
     Raises:
-      ConfigError: an unknown, missing or wrongly typed key.
+      ConfigError: an unknown, missing or wrong key or value.
     """
+    if not isinstance(values, ConfigDict | Mapping):
+        raise ConfigError(f"config.{section}={values!r} is not a section; write its keys and values")
     signed = function.__init__ if inspect.isclass(function) else function
-    parameters = inspect.signature(signed).parameters
-    hints = typing.get_type_hints(signed)
+    parameters, hints = inspect.signature(signed).parameters, schema.annotations(signed)
     known = [name for name in parameters if name not in later and name != "self"]
     bound = {}
     for key, value in values.items():
         if new := RENAMED.get(f"{section}.{key}"):
             raise ConfigError(f"config.{section}.{key} is now config.{new}")
         if key not in known:
-            raise ConfigError(f"config.{section}.{key} is unknown; keys: {', '.join(sorted(known))}")
+            raise ConfigError(f"config.{section}.{key} {schema.unknown_key(key, known)}")
         hint, required = hints.get(key, Any), parameters[key].default is inspect.Parameter.empty
         value = _convert(hint, f"{section}.{key}", value)
-        if value is None and not required and not _fits(None, hint):
+        if value is None and not schema.fits(None, hint):
+            if required:
+                raise ConfigError(f"config.{section}.{key} is not set; give --config.{section}.{key}=VALUE")
             continue
-        bound[key] = _checked(hint, f"{section}.{key}", value)
+        with errors_of(section):
+            schema.check_value(key, value, hint)
+        bound[key] = value
     for key in known:
         if parameters[key].default is inspect.Parameter.empty and key not in values:
             raise ConfigError(f"config.{section}.{key} is missing; add it to the config file")
@@ -83,39 +168,10 @@ def _convert(hint: Any, key: str, value: Any) -> Any:
         return tuple(_convert(Any, key, item) for item in value)
     if not isinstance(value, ConfigDict | Mapping):
         return value
-    kinds = (k for k in _options(hint) if isinstance(k, type) and dataclasses.is_dataclass(k))
+    members = schema.options(hint)
+    kinds = (k for k in members if isinstance(k, type) and dataclasses.is_dataclass(k))
     if (kind := next(kinds, None)) is None:
-        return value.to_dict() if isinstance(value, ConfigDict) else dict(value)
-    if type(None) in _options(hint) and all(item is None for item in value.values()):
+        return {name: _convert(Any, key, item) for name, item in value.items()}
+    if type(None) in members and all(item is None for item in value.values()):
         return None
     return call(kind, key, value)
-
-
-def _checked(hint: Any, key: str, value: Any) -> Any:
-    if _fits(value, hint):
-        return value
-    if value is None:
-        raise ConfigError(f"config.{key} is not set; give --config.{key}=VALUE")
-    expected = " or ".join(getattr(kind, "__name__", str(kind)) for kind in _options(hint))
-    raise ConfigError(f"config.{key}={value!r} is of type {type(value).__name__}, expected {expected}")
-
-
-def _options(hint: Any) -> tuple:
-    """The members of a union, or the type itself."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return typing.get_args(hint)
-    return (hint,)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of an annotated type, as far as config values go."""
-    if hint is Any:
-        return True
-    if len(options := _options(hint)) > 1:
-        return any(_fits(value, option) for option in options)
-    kind = typing.get_origin(hint) or hint
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind) if isinstance(kind, type) else True

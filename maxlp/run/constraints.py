@@ -13,13 +13,11 @@ with a config key, names the values, and ends with the way out. The rule's docst
 import jax.numpy as jnp
 from flax import nnx
 
+from maxlp import precision
 from maxlp.nn.attention import refusal
-from maxlp.nn.stack import REMAT_POLICIES
 from maxlp.parallel import sharding
 from maxlp.run.config import ConfigError, errors_of
 from maxlp.run.settings import Machine, Settings
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check(s: Settings, machine: Machine) -> None:
@@ -27,24 +25,6 @@ def check(s: Settings, machine: Machine) -> None:
     for rule in (*s.family.rules, *RULES):
         if message := rule(s, machine):
             raise ConfigError(f"config.{message}")
-
-
-# --- names ----------------------------------------------------------------------------------------------
-
-
-def dtypes_are_known(s: Settings, machine: Machine) -> str | None:
-    """Models compute in three dtypes."""
-    for key in ("dtype", "param_dtype"):
-        if (value := getattr(s.model, key)) not in DTYPES:
-            return f"model.{key}={value!r} is unknown; one of {', '.join(DTYPES)}"
-    return None
-
-
-def remat_is_known(s: Settings, machine: Machine) -> str | None:
-    """A remat policy is chosen by name."""
-    if s.model.remat in REMAT_POLICIES:
-        return None
-    return f"model.remat={s.model.remat!r} is unknown; one of {', '.join(REMAT_POLICIES)}"
 
 
 # --- batch and mesh -------------------------------------------------------------------------------------
@@ -107,6 +87,23 @@ def precision_fits_model(s: Settings, machine: Machine) -> str | None:
     return None
 
 
+def recipe_uses_its_options(s: Settings, machine: Machine) -> str | None:
+    """An option that changes nothing would be ignored in silence."""
+    for key, reason in precision.unused_options(s.precision).items():
+        value = getattr(s.precision.options, key)
+        return (
+            f"precision.options.{key}={value!r} has no effect with precision.recipe={s.precision.recipe}: "
+            f"{reason} (and precision.rules take none); leave it unset or choose another recipe"
+        )
+    form, names = s.precision.smooth_swiglu, s.matmuls.values()
+    if form == "none" or any(name.endswith(f"smooth {form}") for name in names):
+        return None
+    return (
+        f"precision.smooth_swiglu={form} has no effect: no matmul of a gated product is quantized; set it "
+        "to none or choose another precision.recipe"
+    )
+
+
 def mesh_divides_params(s: Settings, machine: Machine) -> str | None:
     """Every device holds an equal part of every parameter."""
     try:
@@ -146,6 +143,40 @@ def galore_targets_are_matrices(s: Settings, machine: Machine) -> str | None:
     with errors_of("optimizer"):
         check_targets(nnx.to_pure_dict(s.params), s.optimizer.galore)
     return None
+
+
+# --- adapters -------------------------------------------------------------------------------------------
+
+
+def adapters_start_from_weights(s: Settings, machine: Machine) -> str | None:
+    """Adapters change a trained model."""
+    if s.train.lora is None or s.train.init_from:
+        return None
+    return f"train.lora.rank={s.train.lora.rank} needs train.init_from: a run whose weights stay frozen"
+
+
+def adapters_keep_their_gradients(s: Settings, machine: Machine) -> str | None:
+    """The gradients of adapters take little memory, and nothing is left to release."""
+    if s.train.lora is None or not s.train.release_gradients:
+        return None
+    return "train.release_gradients=True frees nothing with train.lora; set one of them only"
+
+
+def adapters_are_not_projected(s: Settings, machine: Machine) -> str | None:
+    """GaLore projects gradients onto fewer dimensions; those of adapters have few already."""
+    if s.train.lora is None or s.optimizer.galore is None:
+        return None
+    return "optimizer.galore does not apply to the low-rank matrices of train.lora; set one of them only"
+
+
+def adapters_are_not_rounded(s: Settings, machine: Machine) -> str | None:
+    """Adapters are in float32, so that no rounding of bfloat16 parameters takes place."""
+    if s.train.lora is None or s.optimizer.param_rounding is None:
+        return None
+    return (
+        f"optimizer.param_rounding={s.optimizer.param_rounding} is for bfloat16 parameters, and those of "
+        "train.lora are in float32; unset one of them"
+    )
 
 
 # --- released gradients ---------------------------------------------------------------------------------
@@ -191,8 +222,6 @@ def _released(key: str, instead: str) -> str:
 
 
 RULES = (
-    dtypes_are_known,
-    remat_is_known,
     batch_divides,
     attention_runs,
     float16_is_scaled,
@@ -203,7 +232,12 @@ RULES = (
     released_gradients_are_not_pipelined,
     released_gradients_are_not_gated,
     precision_fits_model,
+    recipe_uses_its_options,
     learned_tokenizer_fits_model,
     mesh_divides_params,
     galore_targets_are_matrices,
+    adapters_start_from_weights,
+    adapters_keep_their_gradients,
+    adapters_are_not_projected,
+    adapters_are_not_rounded,
 )

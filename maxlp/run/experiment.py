@@ -18,8 +18,8 @@ from ml_collections import ConfigDict
 
 from maxlp.core import train_step
 from maxlp.core.gates import Gate, Gates
-from maxlp.core.gradients import Gradients
-from maxlp.core.train_state import MakeModel, State, init_state, num_params, shardings
+from maxlp.core.gradients import Gradients, join_trees
+from maxlp.core.train_state import MakeModel, State, abstract_model, init_state, num_params, shardings
 from maxlp.core.train_step import LossScaleOf, Statistics, Step
 from maxlp.families import Family
 from maxlp.monitoring import guards
@@ -72,8 +72,15 @@ class Experiment:
         init = functools.partial(init_state, self.make_model, self.tx, train.seed, self.gates)
         state = jax.jit(init, out_shardings=shardings(abstract))()
         if train.init_from:
-            state["params"] = load_params(train.init_from, abstract["params"])
+            weights = load_params(train.init_from, self.abstract_weights())
+            part = "params" if train.lora is None else "model_state"  # which holds the frozen weights
+            state[part] = join_trees(state[part], weights)
         return state
+
+    def abstract_weights(self) -> State:
+        """The parameters of the model without adapters as shapes, dtypes and shardings."""
+        s = self.settings
+        return abstract_model(make_model(s.family, s.model, s.precision), self.mesh)[1]["params"]
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The global training batch as shapes, dtypes and shardings."""
@@ -138,7 +145,7 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
         settings=s,
         machine=machine,
         mesh=mesh,
-        make_model=make_model(family, s.model, s.precision),
+        make_model=make_model(family, s.model, s.precision, s.train.lora),
         tx=optimizer.tx,
         schedule=optimizer.schedule,
         gates=gates,
@@ -179,11 +186,12 @@ def describe(e: Experiment, state: State) -> str:
       state: the abstract training state.
     """
     s, family = e.settings, e.family
-    count = num_params(state["params"])
-    full, causal = family.flops_per_unit(s.model, s.data, count)
+    full, causal = s.flops_per_unit
     units = family.units_per_step(s.data)
+    trained = "" if s.train.lora is None else f" ({num_params(state['params']):,} in adapters are trained)"
     lines = [
-        f"{family.name}: {count:,} parameters in {s.model.param_dtype}, activations in {s.model.dtype}",
+        f"{family.name}: {s.num_params:,} parameters in {s.model.param_dtype}{trained}, activations in "
+        f"{s.model.dtype}",
         f"mesh: {sharding.describe(e.mesh.shape)} ({e.mesh.size} × {e.mesh.devices.flat[0].device_kind}); "
         f"per device: parameters {_device_gib(state['params']):.3g} GiB, "
         f"optimizer {_device_gib(state['opt_state']):.3g} GiB",

@@ -84,6 +84,7 @@ def sections(model: dict, data: dict, loss: dict) -> ConfigDict:
             eval_batches=20,
             init_from="",
             release_gradients=False,
+            lora=unset(rank=int, alpha=float, targets=tuple),  # low-rank adapters: nn.lora.LoraConfig
         )
     )
     c.spikes = ConfigDict(

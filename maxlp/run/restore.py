@@ -8,8 +8,10 @@ from ml_collections import ConfigDict
 
 from maxlp.core.train_state import State, abstract_model, abstract_state
 from maxlp.optim.schedule_free import eval_params, eval_part
-from maxlp.run import settings
-from maxlp.runtime import checkpoint
+from maxlp.run import run_dir, settings
+from maxlp.run.config import ConfigError, errors_of
+from maxlp.run.experiment import Experiment
+from maxlp.runtime import checkpoint, writers
 
 
 def restore_model(
@@ -24,15 +26,37 @@ def restore_model(
     Returns:
       its structure, {"params", "model_state"} on the mesh, and the step.
     """
-    make_model = settings.make_model(*settings.read_model(c))
+    trained = settings.read(c) if "optimizer" in c else None
+    adapters = trained and trained.train.lora
+    make_model = settings.make_model(*settings.read_model(c), adapters)
     graphdef, wanted = abstract_model(make_model, mesh)
-    if "optimizer" in c:
-        _, abstract = abstract_state(make_model, settings.make_optimizer(settings.read(c)).tx, mesh)
+    if trained is not None:
+        _, abstract = abstract_state(make_model, settings.make_optimizer(trained).tx, mesh)
         if part := eval_part(abstract["opt_state"]):
             wanted["opt_state"] = part
     root = workdir / "checkpoints"
     restored = checkpoint.restore(root if step is None else root / str(step), wanted)
     return graphdef, evaluated(restored.state), restored.step
+
+
+def check_start(run: Experiment, abstract: State, workdir: Path) -> None:
+    """Raises what would end a start later on: a workdir, weights or writers that cannot be used.
+
+    Args:
+      abstract: the training state as shapes, dtypes and shardings.
+    """
+    s = run.settings
+    run_dir.check_workdir(workdir)
+    run_dir.check_checkpoints(workdir)
+    if any(info.status == "complete" for info in checkpoint.list_steps(workdir / "checkpoints")):
+        checkpoint.check_fits(workdir, abstract, exact=True)
+    elif s.train.init_from:
+        try:
+            checkpoint.check_fits(s.train.init_from, {"params": run.abstract_weights()})
+        except ValueError as error:
+            raise ConfigError(f"config.train.init_from={s.train.init_from}: {error}") from error
+    with errors_of("metrics"):
+        writers.check_installed(s.metrics.keywords.get("wandb_project"))
 
 
 def evaluated(state: State) -> State:

@@ -1,55 +1,103 @@
 """The files of a run beside its checkpoints.
 
 config.json   the resolved config
-run.json      every start of the run: time, step, command, git revision, versions, devices
+run.json      every start of the run: time, step, command, git revision, versions, devices; and the step of
+              the last checkpoint that was completed
 tokenizer.*   the tokenizer's own file, if it has one
-metrics.jsonl, tensorboard/, loss.png, checkpoints/
+lock          names the process that trains here, see `runtime.lock`
+metrics.jsonl, tensorboard/, loss.png, checkpoints/, spikes/
+
+Only a process that holds the lock writes to a workdir.
 """
 
+import contextlib
 import datetime
-import fcntl
 import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-from absl import logging
 from ml_collections import ConfigDict
 
 import maxlp
 from maxlp.run.config import RENAMED
-from maxlp.runtime.files import read_json, write_json
+from maxlp.runtime import distributed
+from maxlp.runtime.checkpoint import list_steps
+from maxlp.runtime.distributed import is_primary
+from maxlp.runtime.files import read_json, remove, write_json
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
-def save_config(workdir: Path, c: ConfigDict) -> list[str]:
-    """Writes the resolved config; returns one line for each value that differs from the previous one."""
-    new = json.loads(c.to_json_best_effort())
-    path, changes = workdir / "config.json", []
-    if path.exists():
-        old, now = _flat(load_config(workdir).to_dict()), _flat(new)
-        keys = sorted(k for k in old.keys() | now.keys() if old.get(k) != now.get(k))
-        changes = [f"config.{k}: {old.get(k)!r} -> {now.get(k)!r}" for k in keys]
-    write_json(path, new)
-    return changes
+@contextlib.contextmanager
+def undone_on_failure(workdir: Path) -> Iterator[None]:
+    """If the block fails, what it has added to the workdir is removed again."""
+    before = set(workdir.iterdir()) if is_primary() else set()
+    try:
+        yield
+    except BaseException:
+        for path in set(workdir.iterdir()) - before if is_primary() else ():
+            remove(path)
+        raise
+
+
+def save_config(workdir: Path, c: ConfigDict) -> None:
+    """Writes the resolved config."""
+    write_json(workdir / "config.json", json.loads(c.to_json_best_effort()))
+
+
+def check_workdir(workdir: Path) -> None:
+    """Raises a ValueError for a workdir that cannot be created or written to; writes nothing."""
+    folder = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
+    if not folder.is_dir():
+        raise ValueError(f"--workdir={workdir}: {folder} is a file; give a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"--workdir={workdir}: {folder} is not writable; give another folder")
+
+
+@contextlib.contextmanager
+def scratch(workdir: Path) -> Iterator[Path]:
+    """A temporary folder in place of a workdir: a dry run does there what a start does to the workdir.
+
+    It holds links to what the workdir holds; files are replaced by renaming, which replaces the link.
+    """
+    parent = next(path for path in workdir.absolute().parents if path.exists())
+    shared = parent if jax.process_count() > 1 else None
+    made = tempfile.mkdtemp(prefix="dry-run-", dir=shared) if is_primary() else ""
+    folder = Path(distributed.gather_json(made)[0])
+    try:
+        if is_primary() and workdir.is_dir():
+            for path in workdir.iterdir():
+                (folder / path.name).symlink_to(path.absolute())
+        yield folder
+    except ValueError as error:
+        raise ValueError(str(error).replace(str(folder), str(workdir))) from error
+    finally:
+        distributed.barrier("dry run")
+        if is_primary():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_config(workdir: Path) -> ConfigDict:
     """The config of a run, in today's keys if an earlier version wrote it.
 
     Raises:
-      ValueError: the directory holds no run.
+      ValueError: the directory holds no run, or its config is damaged.
     """
     path = workdir / "config.json"
-    if not path.exists():
+    remedy = "put back a good copy, or delete it: the next start of the run's command writes it again"
+    config = read_json(path, fields={"model": dict}, remedy=remedy)
+    if config is None:
         raise ValueError(f"{path} does not exist: --workdir={workdir} holds no run")
-    return ConfigDict(_upgraded(read_json(path)))
+    return ConfigDict(_upgraded(config))
 
 
 def _upgraded(config: dict[str, Any]) -> dict[str, Any]:
@@ -71,12 +119,7 @@ def _upgraded(config: dict[str, Any]) -> dict[str, Any]:
 
 def record_start(workdir: Path, step: int, num_params: int) -> None:
     """Appends this start of the run, at ``step`` finished updates, to run.json."""
-    if not claim(workdir):
-        logging.warning(
-            "another process trains in %s, and both overwrite the same files; stop one of them", workdir
-        )
-    path = workdir / "run.json"
-    record = read_json(path, {"starts": []})
+    record = _read_record(workdir)
     device = jax.devices()[0]
     record["starts"].append(
         {
@@ -94,31 +137,32 @@ def record_start(workdir: Path, step: int, num_params: int) -> None:
             "host": platform.node(),
         }
     )
-    write_json(path, record)
+    write_json(workdir / "run.json", record)
 
 
-def claim(workdir: Path) -> bool:
-    """Locks a workdir for the life of this process; False if another process on this machine holds it.
+def record_checkpoint(workdir: Path, step: int) -> None:
+    """Records in run.json that the checkpoint of a step is complete."""
+    write_json(workdir / "run.json", _read_record(workdir) | {"last_checkpoint": step})
 
-    True on file systems without locks. Callers only warn if it is False: a lock on a network file
-    system may outlive a lost host, and the run of that host must be able to start again.
+
+def check_checkpoints(workdir: Path) -> None:
+    """Checks that the checkpoints of a run are there, so that it does not silently start over.
+
+    Raises:
+      ValueError: run.json records a checkpoint, and there is none.
     """
-    path = str(workdir.resolve())
-    if path in _claimed:
-        return True
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(directory)
-        return False
-    except OSError:
-        pass
-    _claimed[path] = directory
-    return True
+    record, directory = _read_record(workdir), workdir / "checkpoints"
+    last = max([record.get("last_checkpoint", 0), *(start.get("step", 0) for start in record["starts"])])
+    if last and not any(info.status in ("complete", "damaged") for info in list_steps(directory)):
+        raise ValueError(
+            f"{directory} holds no checkpoint, but the run had saved step {last}: put the checkpoints back "
+            "(is the volume mounted?), choose another --workdir, or delete run.json there to begin anew"
+        )
 
 
-_claimed: dict[str, int] = {}
+def _read_record(workdir: Path) -> dict[str, Any]:
+    remedy = "put back a good copy, or delete it: only the history of starts is lost"
+    return read_json(workdir / "run.json", {"starts": []}, fields={"starts": list}, remedy=remedy)
 
 
 def versions() -> dict[str, str]:
@@ -140,10 +184,3 @@ def git_revision() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
-
-
-def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat

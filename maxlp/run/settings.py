@@ -9,9 +9,11 @@ import jax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from maxlp import families, precision
+from maxlp import families, precision, schema
+from maxlp.core.train_state import num_params
 from maxlp.families import Family
 from maxlp.monitoring.spikes import SpikeConfig
+from maxlp.nn.lora import LoraConfig, add_adapters
 from maxlp.optim.config import OptimizerConfig
 from maxlp.optim.make_tx import Optimizer, make_tx
 from maxlp.parallel import sharding
@@ -20,6 +22,7 @@ from maxlp.run.config import ConfigError, bind, call, errors_of
 from maxlp.runtime.checkpoint import Checkpointer
 from maxlp.runtime.profiler import Profiler
 from maxlp.runtime.writers import MetricWriter
+from maxlp.schema import Count, CountOrZero, Seed
 
 SECTIONS = (
     *("model", "precision", "mesh", "optimizer", "data", "loss", "train"),
@@ -42,22 +45,21 @@ class TrainConfig:
       init_from: a run or checkpoint whose weights to start from; "" draws them at random.
       release_gradients: update each layer in the backward pass, so that the gradients of all layers never
         exist together; see `core.fused_backward`. No statistics of tensors are recorded then.
+      lora: trains low-rank adapters and freezes the weights; None trains the weights.
     """
 
-    total_steps: int
-    microbatches: int
-    seed: int
-    log_every: int
-    eval_every: int
-    eval_batches: int
+    total_steps: Count
+    microbatches: Count
+    seed: Seed
+    log_every: Count
+    eval_every: CountOrZero
+    eval_batches: CountOrZero
     init_from: str
     release_gradients: bool = False
+    lora: LoraConfig | None = None
 
     def __post_init__(self):
-        lower = dict(total_steps=1, microbatches=1, log_every=1, eval_every=0, eval_batches=0, seed=0)
-        for key, bound in lower.items():
-            if getattr(self, key) < bound:
-                raise ValueError(f"{key}={getattr(self, key)} must be at least {bound}")
+        schema.check(self)
 
 
 class Machine(NamedTuple):
@@ -130,12 +132,23 @@ class Settings:
     @property
     def matmuls(self) -> dict[str, str]:
         """Path of each matmul of the model -> its precision recipe."""
-        return _traced_model(self.family, self.model, self.precision)[0]
+        return _traced_model(self.family, self.model, self.precision, self.train.lora).matmuls
 
     @property
     def params(self) -> nnx.State:
-        """The parameters of the model as shapes."""
-        return _traced_model(self.family, self.model, self.precision)[1]
+        """The trained parameters as shapes."""
+        return _traced_model(self.family, self.model, self.precision, self.train.lora).params
+
+    @property
+    def num_params(self) -> int:
+        """The number of parameters of the model, without adapters."""
+        return _traced_model(self.family, self.model, self.precision, self.train.lora).num_params
+
+    @property
+    def flops_per_unit(self) -> tuple[float, float]:
+        """Training FLOPs per token or image with (full, causal) attention, adapters not counted."""
+        frozen = self.train.lora is not None
+        return self.family.flops_per_unit(self.model, self.data, self.num_params, frozen)
 
     @property
     def is_quantized(self) -> bool:
@@ -143,8 +156,10 @@ class Settings:
         return set(self.matmuls.values()) != {precision.HIGH_PRECISION}
 
 
-def make_model(family: Family, model: Any, config: PrecisionConfig) -> Callable[[nnx.Rngs], nnx.Module]:
-    """The function that makes the model with its precision recipes.
+def make_model(
+    family: Family, model: Any, config: PrecisionConfig, adapters: LoraConfig | None = None
+) -> Callable[[nnx.Rngs], nnx.Module]:
+    """The function that makes the model with its precision recipes and its adapters, if there are any.
 
     Call it under `jax.jit` or `jax.eval_shape` if the model is large.
     """
@@ -152,6 +167,8 @@ def make_model(family: Family, model: Any, config: PrecisionConfig) -> Callable[
     def make(rngs: nnx.Rngs) -> nnx.Module:
         made = family.make_model(model, rngs=rngs)
         precision.apply(made, config, gated_products=family.gated_products)
+        if adapters is not None:
+            add_adapters(made, adapters, rngs)
         return made
 
     return make
@@ -167,18 +184,31 @@ def make_optimizer(s: Settings) -> Optimizer:
         return make_tx(s.optimizer, total_steps=s.train.total_steps)
 
 
+class _TracedModel(NamedTuple):
+    matmuls: dict[str, str]
+    params: nnx.State
+    num_params: int
+
+
 @functools.lru_cache(maxsize=64)
-def _traced_model(family: Family, model: Any, config: PrecisionConfig) -> tuple[dict[str, str], nnx.State]:
-    """The recipes of a model's matmuls by path, and its parameters as shapes."""
+def _traced_model(
+    family: Family, model: Any, config: PrecisionConfig, adapters: LoraConfig | None
+) -> _TracedModel:
     table: dict[str, str] = {}
 
-    def make() -> nnx.State:
+    def make() -> tuple[nnx.State, nnx.State]:
         made = family.make_model(model, rngs=nnx.Rngs(0))
-        table.update(precision.apply(made, config, gated_products=family.gated_products))
-        return nnx.state(made, nnx.Param)
+        with errors_of("precision"):
+            table.update(precision.apply(made, config, gated_products=family.gated_products))
+        weights = nnx.state(made, nnx.Param)
+        if adapters is None:
+            return weights, weights
+        with errors_of("train"):
+            add_adapters(made, adapters, nnx.Rngs(0))
+        return weights, nnx.state(made, nnx.Param)
 
-    with errors_of("precision"):
-        return table, jax.eval_shape(make)
+    weights, trained = jax.eval_shape(make)
+    return _TracedModel(table, trained, num_params(nnx.to_pure_dict(weights)))
 
 
 def read(c: ConfigDict) -> Settings:
@@ -204,7 +234,7 @@ def read(c: ConfigDict) -> Settings:
         loss=call(family.Loss, "loss", c.loss),
         train=call(TrainConfig, "train", c.train),
         spikes=call(SpikeConfig, "spikes", c.spikes),
-        checkpoint=bind(Checkpointer, "checkpoint", c.checkpoint, "directory"),
+        checkpoint=bind(Checkpointer, "checkpoint", c.checkpoint, "directory", "on_complete"),
         metrics=bind(MetricWriter, "metrics", c.metrics, *WRITER_ARGUMENTS),
         profile=bind(Profiler, "profile", c.profile, "workdir"),
     )
@@ -216,9 +246,9 @@ def read_model(c: ConfigDict) -> tuple[Family, Any, PrecisionConfig]:
     Raises:
       ConfigError: as `read`.
     """
+    for name in ("model", "precision"):
+        if not isinstance(c.get(name), ConfigDict):
+            raise ConfigError(f"config.{name}={c.get(name)!r} is not a section; write its keys and values")
     values = dict(c.model.items())
-    try:
-        family = families.get(values.pop("name", None))
-    except ValueError as error:
-        raise ConfigError(f"config.{error}") from error
+    family = call(families.get, "model", {key: values.pop(key) for key in ("name",) if key in values})
     return family, call(family.Model, "model", values), call(PrecisionConfig, "precision", c.precision)

@@ -1,49 +1,54 @@
 """The tokenizer of a run; the workdir keeps its file, so that the run does not depend on the original.
 
 ``config.data.tokenizer`` is a spec of `data.tokenizers.make_tokenizer`, or ``bpe:V``: a byte-level BPE of V
-tokens, trained on a sample of the corpus when the run begins, which takes seconds.
+tokens, trained on a sample of the corpus when the run begins, which takes seconds. Until the first
+checkpoint every start makes the file anew, so that none is left of a start with other data. Checkpoints
+record the fingerprint of the tokenizer that they were trained with, and the data that it was learned from.
 """
 
+import hashlib
 from pathlib import Path
 
-from maxlp.data.tokenizers import make_tokenizer
+from maxlp.data.tokenizers import Tokenizer, make_tokenizer
+from maxlp.run.changes import saved_data_state
 from maxlp.run.config import ConfigError
 from maxlp.run.constraints import too_many_tokens
 from maxlp.run.settings import Settings
-from maxlp.runtime import distributed
+from maxlp.runtime import distributed, files
+
+FILES = ("tokenizer.json", "tokenizer.model")
 
 
 def prepare_tokenizer(s: Settings, workdir: Path) -> str:
-    """Puts the run's tokenizer into the workdir; returns its spec.
+    """Puts the run's tokenizer into the workdir, unless the run has one already; returns its spec.
 
     Raises:
-      ValueError: no such tokenizer, another one than the run began with, or more tokens than the model has
-        room for.
+      ValueError: no such tokenizer, another one than the run was trained with, or more tokens than the
+        model has room for.
     """
-    spec = s.data.tokenizer
-    if distributed.is_primary():
-        if spec.startswith("bpe:"):
-            from maxlp.data.tokenizers.training import train_or_load
-
-            texts = s.family.tokenizer_texts(s.data, s.train.seed)
-            train_or_load(str(workdir / "tokenizer.json"), texts, int(spec.removeprefix("bpe:")))
-        else:
-            made = make_tokenizer(spec)
-            if message := too_many_tokens(spec, made.vocab_size, *s.family.vocabulary(s.model)):
-                raise ConfigError(f"config.{message}")
-            for name, content in made.files.items():
-                _keep_file(workdir / name, content, spec)
+    is_kept = saved_data_state(workdir) is not None and any((workdir / name).exists() for name in FILES)
+    if distributed.is_primary() and not is_kept:
+        made = _make(s)
+        for name in FILES:
+            if name in made.files:
+                files.write_bytes(workdir / name, made.files[name])
+            else:
+                files.remove(workdir / name)
     distributed.barrier("tokenizer")
-    return saved_tokenizer(spec, workdir)
+    return saved_tokenizer(s.data.tokenizer, workdir)
 
 
-def _keep_file(path: Path, content: bytes, spec: str) -> None:
-    if path.exists() and path.read_bytes() != content:
-        raise ConfigError(
-            f"config.data.tokenizer={spec} is not {path}, the tokenizer that the run began with; use that "
-            "one or a new workdir"
-        )
-    path.write_bytes(content)
+def _make(s: Settings) -> Tokenizer:
+    spec = s.data.tokenizer
+    if spec.startswith("bpe:"):
+        from maxlp.data.tokenizers.training import train_bpe
+
+        texts = s.family.tokenizer_texts(s.data, s.train.seed)
+        return train_bpe(texts, int(spec.removeprefix("bpe:")))
+    made = make_tokenizer(spec)
+    if message := too_many_tokens(spec, made.vocab_size, *s.family.vocabulary(s.model)):
+        raise ConfigError(f"config.{message}")
+    return made
 
 
 def saved_tokenizer(spec: str, workdir: Path) -> str:
@@ -53,12 +58,27 @@ def saved_tokenizer(spec: str, workdir: Path) -> str:
       spec: the config's.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: there is none, or not the one that the run was trained with.
     """
     path, _, options = spec.partition("?")
+    state = saved_data_state(workdir)
+    trained_with = (state or {}).get("settings", {}).get("tokenizer")  # none in imported weights
     if path == "bytes":
+        if trained_with not in (None, "bytes"):
+            raise ConfigError(
+                f"config.data.tokenizer=bytes is not the tokenizer that {workdir} was trained with; give "
+                "the run's own"
+            )
         return "bytes"
-    found = [p for p in (workdir / "tokenizer.json", workdir / "tokenizer.model") if p.exists()]
+    found = [p for p in (workdir / name for name in FILES) if p.exists()]
     if not found:
-        raise ConfigError(f"{workdir} has no tokenizer.json or tokenizer.model: it holds no run")
+        missing = f"{workdir} has no {' or '.join(FILES)}"
+        reason = "it holds no run" if state is None else "put back the file that the run was trained with"
+        raise ConfigError(f"{missing}: {reason}")
+    fingerprint = hashlib.sha256(found[0].read_bytes()).hexdigest()
+    if trained_with not in (None, fingerprint):
+        raise ConfigError(
+            f"{found[0]} is not the tokenizer that the run was trained with (its SHA-256 is "
+            f"{fingerprint[:12]}…, in the checkpoint {trained_with[:12]}…); put the original file back"
+        )
     return f"{found[0]}?{options}" if options else str(found[0])

@@ -17,7 +17,8 @@ a mounted bucket). All processes share the work of computing checksums, when sav
 
 import json
 import os
-from collections.abc import Mapping
+import stat
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,9 @@ from typing import Any, NamedTuple
 import jax
 from absl import logging
 
+from maxlp import schema
 from maxlp.runtime import distributed, files, manifest, tree_spec, verification
+from maxlp.schema import Count
 
 _RECORD = "checkpoint.json"
 _PEER_TIMEOUT = 3600.0  # seconds the primary process waits for the checksums of another one
@@ -75,6 +78,8 @@ class Checkpointer:
       keep_last: how many of the newest complete checkpoints to keep, at least 1. With 1 there is nothing
         to fall back to if that checkpoint is damaged later.
       keep_every: checkpoints at multiples of this are never deleted; None deletes all old ones.
+      on_complete: called with the step of a checkpoint that has just become complete, in the primary
+        process, from a background thread.
 
     Raises:
       ValueError: an argument is out of range, or `directory` is a URL.
@@ -84,18 +89,18 @@ class Checkpointer:
         self,
         directory: str | os.PathLike[str],
         *,
-        every_steps: int,
-        keep_last: int = 2,
-        keep_every: int | None = None,
+        every_steps: Count,
+        keep_last: Count = 2,
+        keep_every: Count | None = None,
+        on_complete: Callable[[int], None] | None = None,
     ) -> None:
         counts = {"every_steps": every_steps, "keep_last": keep_last, "keep_every": keep_every}
-        for key, value in counts.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{key}={value} must be at least 1")
-        self.directory = files.local_path(directory)
+        schema.check_arguments(Checkpointer.__init__, **counts)
+        self.directory = files.local_path(directory, "directory")
         self._every_steps = every_steps
         self._keep_last = keep_last
         self._keep_every = keep_every
+        self._on_complete = on_complete
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._newest: int | None = None
@@ -235,6 +240,8 @@ class Checkpointer:
         sums |= manifest.checksums(root, [name for name in manifest.file_sizes(root) if name not in sums])
         manifest.write(root, sums)
         files.publish(root, self._path(step))
+        if self._on_complete:
+            self._on_complete(step)
         self._delete_old()
 
     def _delete_old(self) -> None:
@@ -261,6 +268,16 @@ def restore(path: str | os.PathLike[str], abstract_state: Any) -> Restored:
     return _load(_find(path), abstract_state, exact=False)
 
 
+def check_fits(path: str | os.PathLike[str], abstract_state: Any, *, exact: bool = False) -> None:
+    """Raises a CheckpointError as `restore` would, but reads neither arrays nor checksums.
+
+    Args:
+      path, abstract_state: as of `restore`.
+      exact: structure and dtypes must be those saved, as in `Checkpointer.restore_latest`.
+    """
+    _record_that_fits(_find(path, verify=False), abstract_state, exact=exact)
+
+
 def load_params(path: str | os.PathLike[str], abstract_params: Any) -> Any:
     """Returns only the parameters of a run (`init_from`); arguments and errors as for `restore`."""
     return restore(path, {"params": abstract_params}).state["params"]
@@ -271,24 +288,32 @@ def list_steps(directory: str | os.PathLike[str]) -> list[StepInfo]:
     infos = []
     for path in files.local_path(directory).glob("[0-9]*"):
         number, *suffixes = path.name.replace("-", ".").split(".")
-        if not path.is_dir() or not number.isdigit():
+        if not number.isdigit():
             continue
         sums = manifest.read(path)
+        try:
+            found = path.stat()
+        except FileNotFoundError:  # deleted meanwhile by the run, which may be in progress
+            continue
+        if not stat.S_ISDIR(found.st_mode):
+            continue
         status = suffixes[0] if suffixes else "damaged" if sums is None else "complete"
         num_bytes = sum(size for _, size in (sums or {}).values())
-        infos.append(StepInfo(int(number), path, status, num_bytes, path.stat().st_mtime))
+        infos.append(StepInfo(int(number), path, status, num_bytes, found.st_mtime))
     return sorted(infos)
 
 
-def _find(path: str | os.PathLike[str]) -> Path:
-    """Resolves `path` as in `restore` to a step directory, which is verified."""
+def _find(path: str | os.PathLike[str], verify: bool = True) -> Path:
+    """Resolves `path` as in `restore` to a step directory, which is verified unless that takes too long."""
     root = files.local_path(path)
     if (root / "checkpoints").is_dir():
         root /= "checkpoints"
     if root.name.isdigit() and root.is_dir() and not verification.list_numbered(root):
-        if faults := verification.verify(root):
+        if faults := verify and verification.verify(root):
             raise CheckpointError(f"{root} is damaged: {faults[0]}")
         return root
+    if not verify and (complete := [i.path for i in list_steps(root) if i.status == "complete"]):
+        return complete[-1]
     step, damaged = verification.newest_intact(root)
     if step is None:
         found = verification.list_damaged(root, damaged) or "no step directory"
@@ -296,10 +321,8 @@ def _find(path: str | os.PathLike[str]) -> Path:
     return root / str(step)
 
 
-def _load(root: Path, abstract_state: Any, *, exact: bool) -> Restored:
-    """Loads a verified step directory; with `exact`, structure and dtypes must be those saved."""
-    from orbax.checkpoint import v1 as ocp
-
+def _record_that_fits(root: Path, abstract_state: Any, *, exact: bool) -> dict[str, Any]:
+    """The record of a step directory; a CheckpointError if its arrays have other shapes."""
     record = files.read_json(root / _RECORD)
     if misfit := tree_spec.find_misfit(record["arrays"], abstract_state, exact=exact):
         path, saved, wanted = misfit
@@ -307,6 +330,14 @@ def _load(root: Path, abstract_state: Any, *, exact: bool) -> Restored:
             f"{root} does not fit this config: {path} is {saved} in the checkpoint and {wanted} in the "
             "config; use the config it was saved with or another directory"
         )
+    return record
+
+
+def _load(root: Path, abstract_state: Any, *, exact: bool) -> Restored:
+    """Loads a verified step directory; with `exact`, structure and dtypes must be those saved."""
+    from orbax.checkpoint import v1 as ocp
+
+    record = _record_that_fits(root, abstract_state, exact=exact)
     context = ocp.Context()
     context.pytree.loading.partial_load = not exact
     try:

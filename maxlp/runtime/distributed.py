@@ -25,14 +25,14 @@ import json
 import os
 import re
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-from maxlp.runtime.preemption import EXIT_INTERRUPTED
+from maxlp.runtime.preemption import EXIT_INTERRUPTED, hard_exit
 
 _EXPLICIT = ("MAXLP_COORDINATOR", "MAXLP_NUM_PROCESSES", "MAXLP_PROCESS_ID")
 
@@ -133,17 +133,6 @@ def _env_int(name: str, default: int | None = None, *, minimum: int) -> int:
     if value < minimum:
         raise ValueError(f"{name}={text!r} must be a whole number of at least {minimum}")
     return value
-
-
-def hard_exit(code: int) -> NoReturn:
-    """Ends this process immediately after a failure, without exit handlers.
-
-    `sys.exit` would wait for a compilation in the background. With several processes it would also take
-    minutes: at exit JAX waits for all processes, and the others wait for this one in a collective.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _exit_after(report: Any) -> Any:

@@ -1,47 +1,141 @@
 """Files and folders that change atomically, on any file system that renames atomically."""
 
+import contextlib
 import json
 import os
+import re
+import secrets
 import shutil
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
-def local_path(path: str | os.PathLike[str]) -> Path:
-    """Makes a path absolute and expands ``~``.
+def local_path(path: str | os.PathLike[str], name: str = "path") -> Path:
+    """Makes a path absolute and expands ``~``. Every command passes the directories that it is given.
+
+    Args:
+      name: what names the path in a message, such as "--workdir".
 
     Raises:
-      ValueError: the path is a URL.
+      ValueError: the path is empty or a URL.
     """
-    if "://" in os.fspath(path):
-        raise ValueError(f"{path} is a URL: mount the bucket (gcsfuse, s3fs) and give its path here")
-    return Path(os.path.abspath(os.path.expanduser(path)))
+    text = os.fspath(path)
+    if not text.strip():
+        raise ValueError(f"{name}={text} is empty (an unset shell variable?); name a directory")
+    if re.match(r"[A-Za-z][\w+.-]*:/", text):
+        raise ValueError(
+            f"{name}={text} is a URL, which is not supported yet: mount the bucket (gcsfuse, s3fs) and "
+            "name its directory"
+        )
+    return Path(os.path.abspath(os.path.expanduser(text)))
 
 
-def read_json(path: Path, default: Any = None) -> Any:
-    """Returns the content of a JSON file, or `default` if the file does not exist."""
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
-        return default
-    return json.loads(text)
+# --- files that are replaced as a whole -----------------------------------------------------------------
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Replaces a JSON file atomically, see `write_text`."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file that takes the place of `path` when the block ends.
+
+    A kill or a power cut leaves the old content or the new, and so does an error in the block. Content and
+    name are on disk afterwards. Any number of processes may do this at once: one of them is the last.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_TEMPORARY}")
+    with naming(path):
+        try:
+            with temporary.open("xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        sync(path.parent)
+
+
+_TEMPORARY = ".tmp"
+
+
+def remove_temporaries(directory: Path) -> None:
+    """Deletes what kills in `replacing` left in a directory into which no other process writes."""
+    for leftover in directory.glob(f".*{_TEMPORARY}"):
+        remove(leftover)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replaces a file, see `replacing`."""
+    with replacing(path) as file:
+        file.write(content)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file atomically: a kill or a power cut leaves the old content or the new.
+    """Replaces a file, see `replacing`."""
+    write_bytes(path, text.encode())
 
-    The new content is on disk when this returns.
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces a JSON file, see `replacing`."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def read_json(
+    path: Path,
+    default: Any = None,
+    *,
+    kind: type = dict,
+    fields: Mapping[str, type | tuple[type, ...]] | None = None,
+    remedy: str = "put back a good copy",
+) -> Any:
+    """Returns the content of a JSON file, or `default` if the file does not exist.
+
+    Args:
+      kind: type of the content, `dict` or `list`.
+      fields: keys that the object, or each object of the list, must have, with their types.
+      remedy: what the user can do about a damaged file without losing the run.
+
+    Raises:
+      ValueError: the file is damaged; one line that names it and the remedy.
     """
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    sync(temporary)
-    temporary.replace(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return default
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is damaged (not text); {remedy}") from None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        found = str(error) if text.strip() else "it is empty"
+        raise ValueError(f"{path} is damaged ({found}); {remedy}") from None
+    if not isinstance(value, kind):
+        found = f"{_JSON_NAMES.get(type(value), 'a number')} instead of {_JSON_NAMES[kind]}"
+        raise ValueError(f"{path} is damaged ({found}); {remedy}")
+    for item in value if isinstance(value, list) else [value]:
+        for key, expected in (fields or {}).items():
+            if not isinstance(item, dict) or not isinstance(item.get(key), expected):
+                raise ValueError(f"{path} is damaged (no valid {key!r}); {remedy}")
+    return value
+
+
+_JSON_NAMES = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Names `path` in the system's errors that name no file, as those of writing, or a temporary one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno and str(error.filename or _TEMPORARY).endswith(_TEMPORARY):
+            error.filename, error.filename2 = str(path), None
+        raise
+
+
+# --- files and folders on disk --------------------------------------------------------------------------
 
 
 def sync(path: Path) -> None:

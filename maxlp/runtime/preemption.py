@@ -2,8 +2,10 @@
 
 import os
 import signal
+import sys
+import threading
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from absl import logging
@@ -14,6 +16,42 @@ EXIT_PREEMPTED = 75
 
 EXIT_INTERRUPTED = 130
 """Exit code after Ctrl-C (128 + SIGINT, as in shells)."""
+
+
+def exit_on_sigterm() -> None:
+    """From now on SIGTERM ends the process at once with `EXIT_PREEMPTED`, except in a `PreemptionGuard`.
+
+    For the parts of a run in which there is nothing to save. A Python handler would wait until a
+    compilation in the main thread has ended, so a thread reads the number of the signal, which the
+    interpreter writes to a pipe at once. With several processes the JAX runtime handles SIGTERM, and the
+    run stops after its first step.
+    """
+
+    def ignore(*_: object) -> None:
+        pass
+
+    def watch() -> None:
+        while number := os.read(reader, 1):
+            if number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is ignore:
+                print("SIGTERM: nothing to save; the same command continues the run", file=sys.stderr)
+                hard_exit(EXIT_PREEMPTED)
+
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.signal(signal.SIGTERM, ignore)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=watch, name="SIGTERM", daemon=True).start()
+
+
+def hard_exit(code: int) -> NoReturn:
+    """Ends this process immediately after a failure, without exit handlers.
+
+    `sys.exit` would wait for a compilation in the background. With several processes it would also take
+    minutes: at exit JAX waits for all processes, and the others wait for this one in a collective.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class PreemptionGuard:

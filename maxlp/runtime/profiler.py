@@ -5,6 +5,9 @@ from typing import Any
 
 import jax
 
+from maxlp import schema
+from maxlp.schema import Count, CountOrZero
+
 
 class Profiler:
     """Records some steps of this process in ``workdir/profile``.
@@ -20,11 +23,8 @@ class Profiler:
       ValueError: an argument is out of range.
     """
 
-    def __init__(self, workdir: Path, *, start: int = 0, steps: int = 3):
-        if start < 0 or steps < 1:
-            raise ValueError(
-                f"start={start}, steps={steps}: start must be at least 0 (no trace), steps at least 1"
-            )
+    def __init__(self, workdir: Path, *, start: CountOrZero = 0, steps: Count = 3):
+        schema.check_arguments(Profiler.__init__, start=start, steps=steps)
         self.directory = workdir / "profile"
         self.first, self.last = start, start + steps - 1
         self.running = False

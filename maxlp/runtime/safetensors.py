@@ -1,5 +1,6 @@
 """Folders of safetensors files: a single file, or shards with an index as Hugging Face writes them."""
 
+import collections
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from safetensors.numpy import save_file
 
 WEIGHTS = "model.safetensors"
 SHARD_BYTES = 2 * 10**9
+FLOATS = ("F64", "F32", "F16", "BF16")  # as headers name them
 
 
 def index_of(weights: str) -> str:
@@ -22,35 +24,52 @@ def index_of(weights: str) -> str:
 class Tensors(Mapping[str, np.ndarray]):
     """The tensors of a folder by name; each is read from disk when it is looked up.
 
+    The headers of all files are read and checked at once, so that a missing shard is found before any
+    tensor is read.
+
     Args:
       directory: holds the file, or its shards and their index.
       weights: name of the file.
 
+    Attributes:
+      file_of: name of a tensor -> name of its file.
+
     Raises:
-      ValueError: there are no such files, or one of them is damaged.
+      ValueError: there are no such files, or one of them is damaged or does not match the index.
     """
 
     def __init__(self, directory: str | os.PathLike, weights: str = WEIGHTS):
         self.directory = os.fspath(directory)
-        index = index_of(weights)
-        if os.path.exists(self._path(weights)):
-            self.file_of = dict.fromkeys(self._open(weights).keys(), weights)
-        elif os.path.exists(self._path(index)):
-            try:
-                with open(self._path(index)) as file:
-                    self.file_of = json.load(file)["weight_map"]
-            except (ValueError, KeyError) as error:
-                problem = f"{self._path(index)} is not an index of shards ({error!r})"
-                raise ValueError(f"{problem}; copy or download it again") from None
-        else:
-            raise ValueError(f"{self.directory} contains neither {weights} nor {index}; check the path")
+        path, index = self._path(weights), self._path(index_of(weights))
+        if not os.path.lexists(path) and not os.path.lexists(index):
+            raise ValueError(
+                f"{self.directory} contains neither {weights} nor {index_of(weights)}; check the path"
+            )
+        shard_of = {} if os.path.lexists(path) else _read_index(index)
+        self.file_of: dict[str, str] = {}
+        for file in sorted(set(shard_of.values())) or [weights]:
+            for name in self._names(file):
+                if name in self.file_of:
+                    raise _unreadable(self._path(file), f"{self.file_of[name]} has tensor {name!r} too")
+                self.file_of[name] = file
+        for name, file in shard_of.items():
+            if self.file_of.get(name) != file:
+                raise _unreadable(index, f"tensor {name!r} is not in {file}")
 
     def __getitem__(self, name: str) -> np.ndarray:
+        """Reads a tensor.
+
+        Raises:
+          ValueError: it does not hold floating-point numbers.
+        """
+        path = self._path(self.file_of[name])
         with self._open(self.file_of[name]) as file:
-            try:
-                return file.get_tensor(name)
-            except SafetensorError as error:
-                raise _unreadable(self._path(self.file_of[name]), error) from None
+            if (dtype := file.get_slice(name).get_dtype()) not in FLOATS:
+                raise ValueError(
+                    f"{path}: tensor {name!r} holds numbers of type {dtype}, not {', '.join(FLOATS)}; "
+                    "give weights that are not quantized"
+                )
+            return file.get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.file_of)
@@ -67,9 +86,38 @@ class Tensors(Mapping[str, np.ndarray]):
         except (SafetensorError, OSError) as error:
             raise _unreadable(self._path(file), error) from None
 
+    def _names(self, file: str) -> list[str]:
+        """The names in a file's header, each once: the library keeps the last of several equal ones."""
+        with self._open(file):
+            pass  # the library checks offsets, shapes and dtypes
+        with open(self._path(file), "rb") as opened:
+            header = opened.read(int.from_bytes(opened.read(8), "little"))
+        pairs = json.loads(header, object_pairs_hook=list)
+        names = [name for name, _ in pairs if name != "__metadata__"]
+        if twice := [name for name, count in collections.Counter(names).items() if count > 1]:
+            raise _unreadable(self._path(file), f"tensor {twice[0]!r} occurs twice")
+        return names
 
-def _unreadable(path: str, error: Exception) -> ValueError:
-    return ValueError(f"{path} cannot be read ({error}); copy or download it again")
+
+def _read_index(path: str) -> dict[str, str]:
+    """Name of a tensor -> name of its shard, a file beside the index."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            shard_of = json.load(file)["weight_map"]
+    except OSError as error:
+        raise _unreadable(path, error.strerror) from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        shard_of = None
+    if not isinstance(shard_of, dict) or not shard_of:
+        raise _unreadable(path, "it has no 'weight_map' from names of tensors to files")
+    for name, file in shard_of.items():
+        if not isinstance(file, str) or file != os.path.basename(file) or file in ("", ".", ".."):
+            raise _unreadable(path, f"tensor {name!r} is in {file!r}, which is not a file beside the index")
+    return shard_of
+
+
+def _unreadable(path: str, reason: object) -> ValueError:
+    return ValueError(f"{path} cannot be used ({reason}); copy or download it again")
 
 
 def write_tensors(

@@ -82,6 +82,7 @@ class MetricWriter:
             self._writers.append(ConsoleWriter(total_steps, sys.stdout))
         if tensorboard:
             self._writers.append(TensorBoardWriter(workdir / "tensorboard", resume_step))
+        check_installed(wandb_project)
         if wandb_project:
             self._writers.append(WandbWriter(wandb_project, workdir, run_config))
 
@@ -215,16 +216,24 @@ class TensorBoardWriter:
         self._writer.close()
 
 
+def check_installed(wandb_project: str | None) -> None:
+    """Raises a ValueError if W&B is requested but not installed."""
+    if not wandb_project:
+        return
+    try:
+        import wandb  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ValueError(
+            f"wandb_project={wandb_project!r} needs wandb: pip install wandb, or set it to ''"
+        ) from None
+
+
 class WandbWriter:
     """A W&B run that continues when training resumes: its id is saved in the workdir."""
 
     def __init__(self, project: str, workdir: Path, run_config: Mapping[str, Any] | None) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            raise ValueError(
-                f"wandb_project={project!r} needs wandb: pip install wandb, or set it to ''"
-            ) from None
+        import wandb  # pyright: ignore[reportMissingImports]
+
         id_file = workdir / "wandb_id"
         run_id = id_file.read_text() if id_file.exists() else None
         self._run = wandb.init(
@@ -235,7 +244,7 @@ class WandbWriter:
             resume="allow",
             config=dict(run_config or {}),
         )
-        id_file.write_text(self._run.id)
+        files.write_text(id_file, self._run.id)
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._run.log(_metrics(record), step=record["step"])

@@ -139,8 +139,28 @@ def test_validation_records_are_not_trained_on(tmp_path):
 
 def test_state_of_other_data_is_refused():
     state = iter(make()).get_state()
-    with pytest.raises(ValueError, match="data state was saved with batch_size=8, now batch_size=4"):
+    with pytest.raises(ValueError, match=r"^data.batch_size: 8 when .*, now 4"):
         iter(make(batch_size=4)).set_state(state)
+
+
+def test_other_files_classes_or_templates_are_refused(tmp_path):
+    names = tmp_path / "names.txt"
+    names.write_text("cat\ndog\n")
+    config = dict(source=write_pictures(tmp_path / "a.tar", 24), classes=str(names))
+    state = iter(make(**config)).get_state()
+    iter(make(**config)).set_state(state)
+    changes = (
+        lambda: dict(templates=("{}!",)),
+        lambda: names.write_text("dog\ncat\n") and {},
+        lambda: names.write_text("cat\ndog\n") and dict(source=write_pictures(tmp_path / "a.tar", 24, {3})),
+    )
+    for change in changes:
+        other = make(**config | change())
+        with pytest.raises(ValueError, match=r"^the files of data.source have changed"):
+            iter(other).set_state(state)
+    resumed = iter(other)
+    resumed.set_state(state | {"step": 5}, allow_change=True)
+    assert resumed.get_state()["step"] == 5
 
 
 # --- broken examples ------------------------------------------------------------------------------
@@ -180,6 +200,27 @@ def test_broken_examples_are_masked_in_evaluation(tmp_path):
     assert found == [[0, 1, 2, -1, -1, 5, 6, 7], [8, 9] + [-1] * 6]
 
 
+def test_each_process_counts_its_own_broken_examples_after_a_resume(tmp_path):
+    """The limit is one for each process, so what others found before does not count."""
+    spec = write_pictures(tmp_path / "a.tar", 24, {3})
+    state = iter(make(source=spec)).get_state() | {"streams": {"0": [3], "1": [20, 21], "2": [22]}}
+    for count in (1, 2):
+        iterators = [
+            iter(make(source=spec, process_index=i, process_count=count, max_broken=2))
+            for i in range(count)
+        ]
+        for iterator in iterators:
+            iterator.set_state(state)
+            assert iterator.metrics() == {"data/skipped": 4}
+        again = merge_states([iterator.get_state() for iterator in iterators])
+        assert again["streams"] == state["streams"], "also those of a process that no longer takes part"
+        if count == 1:
+            list(itertools.islice(iterators[0], 3))  # an epoch, with one broken example
+            assert iterators[0].metrics() == {"data/skipped": 4}
+        for iterator in iterators:
+            iterator.close()
+
+
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_too_many_broken_examples_stop_the_run(tmp_path, split):
     spec = write_pictures(tmp_path / "a.tar", 24, {3, 4, 11})
@@ -197,6 +238,20 @@ def test_large_images_are_broken(tmp_path):
     spec = write_pictures(tmp_path / "a.tar", 24)
     with pytest.raises(ValueError, match="20 × 16 pixels are more than max_pixels=300"):
         take(make(source=spec, max_pixels=300, max_broken=3), 1)
+
+
+def test_broken_captions_are_left_out_for_a_tokenizer_unless_all_are(tmp_path):
+    jsons = [b'{"alt": "one"}', b'{"alt": 3}', b'{"al', b'{"alt": "two"}']
+    files = [
+        (f"{i}.{kind}", data) for i, j in enumerate(jsons) for kind, data in (("jpg", b"1"), ("json", j))
+    ]
+    write_files(tmp_path / "a.tar", files)
+    write_files(tmp_path / "b.tar", files[2:6])
+    assert list(image_text.captions(f"tar:{tmp_path}/a.tar?text=json:alt&split=all")) == ["one", "two"]
+    with pytest.raises(
+        ValueError, match=r"all 2 examples of .*b.tar.* are broken, the last of them .*b.tar: 2: "
+    ):
+        list(image_text.captions(f"tar:{tmp_path}/b.tar?text=json:alt&split=all"))
 
 
 # --- sources --------------------------------------------------------------------------------------
@@ -250,12 +305,12 @@ def test_class_names_and_templates(tmp_path):
         (dict(source="glyphs?heldout_faces=x"), "'heldout_faces' was renamed; write 'validation_faces'"),
         (dict(batch_size=4096), "batch_size=4096 is more than the 637 examples of source='glyphs'"),
         (dict(batch_size=6, process_count=4), "batch_size=6 must be a multiple of the 4"),
-        (dict(crop_scale=(0.5, 0.2)), "crop_scale=\\(0.5, 0.2\\) must be two ascending"),
-        (dict(templates=("no place",)), "must each have a {} for the class"),
+        (dict(crop_scale=(0.5, 0.2)), "crop_scale=\\(0.5, 0.2\\) must be ascending"),
+        (dict(templates=("no place",)), "must have a {} for the class"),
         (dict(split="test"), "split 'test' is unknown; choose one of train, validation"),
         (dict(text_len=2), "text_len=2 must be at least 3"),
-        (dict(num_threads=0), "num_threads=0 must be positive"),
-        (dict(max_broken=-1), "max_broken=-1 must not be negative"),
+        (dict(num_threads=0), "num_threads=0 must be between 1 and 1024"),
+        (dict(max_broken=-1), "max_broken=-1 must be at least 0"),
     ],
 )
 def test_errors_are_one_line(kwargs, message):

@@ -1,6 +1,9 @@
 """Crops against slow references, and broken images."""
 
+import contextlib
 import io
+import os
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -113,19 +116,16 @@ def test_eval_crop_is_that_of_open_clip():
     names = [name for name in golden if not name.endswith(".file")]
     assert len(names) == 77
     for name in names:
-        image = images.open_image(golden[f"{name}.file"].tobytes())
+        image = Image.open(io.BytesIO(golden[f"{name}.file"].tobytes()))  # some in formats that are refused
         found = images.eval_crop(image, len(golden[name]))
         np.testing.assert_array_equal(found, golden[name], err_msg=name)
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "CMYK", "LA"])
 def test_training_crops_of_every_mode_are_rgb(mode):
-    file = io.BytesIO()
-    Image.fromarray(photo(40, 40)).convert(mode).save(file, "TIFF")
-    rgb = encoded(np.asarray(Image.open(io.BytesIO(file.getvalue())).convert("RGB")))
+    image = Image.fromarray(photo(40, 40)).convert(mode)
     found, expected = (
-        images.random_crop(images.open_image(data), 8, np.random.default_rng(0))
-        for data in (file.getvalue(), rgb)
+        images.random_crop(each, 8, np.random.default_rng(0)) for each in (image, image.convert("RGB"))
     )
     np.testing.assert_array_equal(found, expected)
 
@@ -139,10 +139,36 @@ def test_exif_orientation_is_not_applied():
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_the_usual_formats_are_decoded(kind):
+    image = images.open_image(encoded(photo(40, 40), kind))
+    assert image.format == kind and images.eval_crop(image, 8).shape == (8, 8, 3)
+
+
+def test_no_other_decoder_is_reached(tmp_path, monkeypatch):
+    """Pillow hands an EPS to Ghostscript, which runs the program in it."""
+    trace = tmp_path / "started"
+    ghostscript = tmp_path / "gs"
+    ghostscript.write_text(f'#!/bin/sh\necho "$@" >> {trace}\nexit 1\n')
+    ghostscript.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # found anew on the PATH
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        Image.open(io.BytesIO(eps)).load()
+    assert trace.exists(), "the stand-in is found where Pillow decodes an EPS"
+    trace.unlink()
+    others = [encoded(photo(8, 8), kind) for kind in ("GIF", "BMP", "TIFF", "PPM", "ICO")]
+    for data in (eps, *others):
+        with pytest.raises(BrokenExample, match="bytes are not a JPEG, PNG or WebP"):
+            images.eval_crop(images.open_image(data), 8)
+    assert not trace.exists()
+
+
 def test_broken_images_are_reported():
     jpeg = encoded(photo(64, 64), "JPEG")
     for data in (b"", b"<html>not found</html>", jpeg[:10]):
-        with pytest.raises(BrokenExample, match="not an image"):
+        with pytest.raises(BrokenExample, match="bytes are not a JPEG, PNG or WebP"):
             images.open_image(data)
     for cut in (len(jpeg) // 2, len(jpeg) * 9 // 10):
         with pytest.raises(BrokenExample, match="JPEG cannot be decoded"):

@@ -169,6 +169,61 @@ def test_a_state_saved_at_the_end_restores_the_end():
             next(ended)
 
 
+def text_files(folder, texts):
+    folder.mkdir(exist_ok=True)
+    for number, content in enumerate(texts):
+        (folder / f"{number}.txt").write_text(content)
+    config = text.TextDataConfig(
+        source=f"text:{folder}?split=all", tokenizer="bytes", seq_len=8, batch_size=2, shuffle_tokens=0
+    )
+    return text.make_data(config, split="train")
+
+
+def test_overwritten_files_are_refused_and_a_copy_is_not(tmp_path):
+    iterator = iter(text_files(tmp_path / "a", ["first text", "second text", "third"]))
+    expected = [next(iterator) for _ in range(3)]
+    state = json.loads(json.dumps(iterator.get_state()))
+    copy = iter(text_files(tmp_path / "copy", ["first text", "second text", "third"]))
+    copy.set_state(state)
+    assert_equal(next(copy), next(iterator))
+    swapped = text_files(tmp_path / "a", ["first text", "Second text", "third"])
+    with pytest.raises(ValueError, match=r"^the files of data.source have changed .*--allow_change$"):
+        iter(swapped).set_state(state)
+    del state["settings"]["fingerprints"]  # as version 0.2 saved it
+    iter(swapped).set_state(state)
+    assert len(expected) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, (2, 0)), ({"seq_len": 16}, (2, 0)), ({"seed": 1}, (0, 0)), ({"documents": [5]}, (0, 0))],
+)
+def test_allowed_changes_go_on_at_the_same_document_or_at_the_first(tmp_path, changes, expected):
+    """Cursors point into documents that may have become shorter."""
+    texts = [letter * 20 for letter in "abcd"]
+    iterator = iter(text_files(tmp_path / "a", texts))
+    for _ in range(3):
+        next(iterator)
+    state = json.loads(json.dumps(iterator.get_state()))
+    assert state["streams"] == {"0": [[2, 4]]}, "48 of 22 tokens each"
+    now = text_files(tmp_path / "a", [each[:2] for each in texts])
+    resumed = iter(dataclasses.replace(now, settings=now.settings | changes))
+    resumed.set_state(state, allow_change=True)
+    assert resumed.get_state()["step"] == 3 and resumed.get_state()["streams"] == {"0": [[*expected]]}
+    assert next(resumed)["loss_mask"].any()
+    resumed.close()
+
+
+def test_a_run_goes_on_with_more_epochs():
+    one, two, resumed = (
+        iter(make([corpus(20, 30)], num_epochs=epochs, shuffle_tokens=0)) for epochs in (1, 2, 2)
+    )
+    seen = take(one, 3)
+    assert_equal(seen, take(two, 3))
+    resumed.set_state(one.get_state(), allow_change=True)
+    assert_equal(take(resumed), take(two))
+
+
 def test_state_of_other_data_or_too_few_processes_is_refused(monkeypatch):
     monkeypatch.setattr(text, "DOCUMENTS_PER_STREAM", 100)
     documents = corpus(400, 30)
@@ -176,10 +231,16 @@ def test_state_of_other_data_or_too_few_processes_is_refused(monkeypatch):
     states = [iter(each).get_state() for each in half]
     with pytest.raises(ValueError, match=r"lacks stream 2.*merge_states"):
         iter(make([documents])).set_state(states[0])
-    with pytest.raises(ValueError, match="seq_len=8, now seq_len=16"):
+    with pytest.raises(ValueError, match=r"^data.seq_len: 8 when .*, now 16; .*--allow_change"):
         iter(make([documents], seq_len=16)).set_state(merge_states(states))
-    with pytest.raises(ValueError, match=r"documents=\[400\], now documents=\[401\]"):
+    with pytest.raises(ValueError, match=r"^documents of data.source: \[400\] when .*, now \[401\]"):
         iter(make([corpus(401, 30)])).set_state(merge_states(states))
+    states[1]["settings"]["documents"] = [401]
+    with pytest.raises(
+        ValueError, match=r"different settings: {'documents': \[400\]} and {'documents': \[401\]}"
+    ):
+        merge_states(states)
+    states[1]["settings"]["documents"] = [400]
     states[1]["step"] += 1
     with pytest.raises(ValueError, match="different step: 0 and 1"):
         merge_states(states)
@@ -228,8 +289,22 @@ def test_a_source_that_fails_is_reported_by_next():
 
 @pytest.mark.parametrize("packing", ["concat", "first_fit"])
 def test_documents_without_text_are_an_error(packing):
-    with pytest.raises(ValueError, match=r"none of the 3 documents has text; check data\.source"):
-        next(iter(make([[{"text": ""}] * 3], tokenizer=Specials(bos_id=None), packing=packing)))
+    for specials in (Specials(), Specials(bos_id=None)):
+        with pytest.raises(ValueError, match=r"none of the 3 documents has text; check data\.source"):
+            next(iter(make([[{"text": ""}] * 3], tokenizer=specials, packing=packing)))
+
+
+def test_a_single_text_among_empty_ones_is_read(tmp_path):
+    texts = [{"text": ""}] * 99 + [{"text": "7"}]
+    for seed in range(9):
+        batches = take(iter(make([texts], seed=seed)), 20)
+        assert (batches["tokens"] == 7).sum() > 1
+
+
+def test_empty_files_are_refused_at_the_start(tmp_path):
+    with pytest.raises(ValueError, match=r"all of its 3 documents are empty$"):
+        text_files(tmp_path / "a", ["", "", ""])
+    text_files(tmp_path / "a", ["", "", "x"])
 
 
 @pytest.mark.parametrize(
@@ -237,12 +312,12 @@ def test_documents_without_text_are_an_error(packing):
     [
         (dict(seq_len=1), "seq_len=1 must be at least 2"),
         (dict(batch_size=6, process_count=4), "batch_size=6 must be a multiple of the 4 processes"),
-        (dict(batch_size=0), "batch_size=0 must be positive"),
+        (dict(batch_size=0), "batch_size=0 must be at least 1"),
         (
             dict(process_index=2, process_count=2),
             "process_index=2 must be in 0 … process_count-1=1",
         ),
-        (dict(packing="best"), "packing='best' is unknown; choose one of concat, first_fit"),
+        (dict(packing="best"), "packing='best' is unknown; one of concat, first_fit"),
         (dict(seed=-1), "seed=-1 "),
         (dict(num_epochs=0), "num_epochs=0 "),
         (dict(num_workers=-1), "num_workers=-1 "),

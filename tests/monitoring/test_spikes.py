@@ -27,9 +27,9 @@ def test_a_resumed_detector_finds_the_same_spikes():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(guard="stop"), "guard='stop' is unknown; choose one of: off, skip, rollback"),
+        (dict(guard="stop"), "guard='stop' is unknown; one of off, skip, rollback"),
         (dict(window=8), "window=8 must be at least min_history=16"),
-        (dict(threshold=0.0), r"threshold=0.0 must be positive"),
+        (dict(threshold=0.0), r"threshold=0.0 must be above 0"),
         (dict(lead=0), "lead=0 must be at least 1"),
     ],
 )

@@ -15,6 +15,7 @@ from maxlp.nn.attention.dense import dense
 from maxlp.nn.attention.per_device import on_each_device
 from maxlp.nn.attention.splash import splash
 from maxlp.parallel import sharding
+from tests.fixtures import matmul_types
 from tests.nn.fixtures import assert_close, inputs, out_and_grads
 
 # --- dense ----------------------------------------------------------------------------------------------
@@ -58,6 +59,33 @@ def test_dense_equals_the_definition_and_its_gradients_those_of_jax_nn(S, N, K, 
     expected = by_definition(q, k, v, causal=causal, segment_ids=segment_ids)
     np.testing.assert_allclose(actual[0], expected, atol=2e-6, rtol=0)
     assert_close(actual, out_and_grads(jax_nn, q, k, v, dout, segment_ids, causal), atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("bfloat16", "bf16"), ("float16", "f16")])
+def test_dense_multiplies_only_operands_of_16_bits(dtype, name):
+    lowered = out_and_grads.lower(dense, *inputs(2, 128, 4, 2, 16, dtype))
+    # In each of two blocks: logits in float32, then the output and the gradients of all four operands.
+    assert sorted(matmul_types(lowered)) == [(name,) * 3] * 10 + [(name, name, "f32")] * 2
+
+
+def test_dense_gradients_in_bfloat16_equal_float64_within_their_roundings():
+    """Three roundings of 2^-9 each: of dprobs, of their gradient dlogits, and of the result."""
+    S, N, H = 128, 2, 16
+    q, k, v, dout, _ = inputs(2, S, N, N, H, "bfloat16")
+    actual = out_and_grads(dense, q, k, v, dout, None)
+    q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
+    weights = np.where(np.tri(S, dtype=bool), np.exp(np.einsum("bsnh,btnh->bnst", q, k) / np.sqrt(H)), 0.0)
+    probs = weights / weights.sum(-1, keepdims=True)
+    dprobs = np.einsum("bsnh,btnh->bnst", dout, v)
+
+    def to_logits(dprobs, sign):
+        return probs * (dprobs + sign * np.sum(probs * dprobs, -1, keepdims=True)) / np.sqrt(H)
+
+    dlogits, rounded = to_logits(dprobs, -1), to_logits(np.abs(dprobs), +1)
+    for got, subscripts, other in ((actual[1], "bnst,btnh->bsnh", k), (actual[2], "bnst,bsnh->btnh", q)):
+        exact = np.einsum(subscripts, dlogits, other)
+        terms = np.einsum(subscripts, np.abs(dlogits) + rounded, np.abs(other))
+        assert np.all(np.abs(np.float64(got) - exact) <= 2.0**-9 * (terms + np.abs(exact)) * (1 + 2.0**-6))
 
 
 def test_attention_to_a_cache_equals_attention_to_the_whole_sequence():
@@ -180,7 +208,6 @@ def test_kernels_run_where_they_can(name, use, axes, platform):
 @pytest.mark.parametrize(
     ("name", "use", "axes", "platform", "message"),
     [
-        ("flash", {}, {}, "gpu", "model.attention='flash' is unknown; one of xla, cudnn, splash, ring"),
         (
             "splash",
             {},

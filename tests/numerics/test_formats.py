@@ -38,6 +38,6 @@ def test_formats_of_matmuls_are_distinct_from_those_of_states():
 
 @pytest.mark.parametrize("name", ["fp8", "e9m2", "e1m2", "e4m24", "float8_e4m3"])
 def test_unknown_names_are_one_line_errors(name):
-    with pytest.raises(ValueError, match=r"format='.*' is unknown; use one of float8_e4m3fn") as error:
+    with pytest.raises(ValueError, match=r"format='.*' is unknown; one of float8_e4m3fn") as error:
         formats.get(name)
     assert "\n" not in str(error.value)

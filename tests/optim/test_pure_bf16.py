@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from maxlp.optim.pure_bf16 import METHODS, pure_bf16
+from maxlp.optim.config import PARAM_ROUNDINGS
+from maxlp.optim.pure_bf16 import pure_bf16
 from maxlp.parallel import sharding
 from tests.optim.common import (
     assert_trees_equal,
@@ -33,7 +34,7 @@ BASE = dict(
     eps=1e-8,
 )
 SHAPES = {"layers": {"mlp": {"up_proj": {"kernel": (2, 16, 32)}}}, "tok_embed": {"embedding": (32, 16)}}
-both = pytest.mark.parametrize("method", METHODS)
+both = pytest.mark.parametrize("method", PARAM_ROUNDINGS)
 
 
 def start():

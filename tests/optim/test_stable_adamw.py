@@ -189,7 +189,7 @@ def test_moments_and_rms_of_bfloat16_parameters_are_float32():
 
 
 def test_threshold_must_be_positive():
-    with pytest.raises(ValueError, match=r"clip_threshold=0 must be positive"):
+    with pytest.raises(ValueError, match=r"clip_threshold=0 must be above 0"):
         scale_by_stable_adam(clip_threshold=0)
 
 

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from maxlp.numerics import formats
 from maxlp.numerics.quantized import dequantize, quantize
@@ -28,6 +30,47 @@ def test_tokens_are_padded_with_zeros_in_the_weight_gradient(residuals):
     np.testing.assert_array_equal(dkernel, expected)
     exact = np.einsum("bsk,bsn->kn", *(np.asarray(a, np.float64) for a in (x, g)))
     assert np.linalg.norm(np.float64(dkernel) - exact) < 0.06 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize(
+    "tokens", [(3, length) for length in (1, 20, 50, 77, 100, 197, 257)] + [(3,), (2, 3, 5)]
+)
+@pytest.mark.parametrize(
+    "option", [dict(), dict(format="e2m1"), dict(format="int8", residuals="quantized")]
+)
+def test_any_number_of_tokens_has_a_weight_gradient(tokens, option):
+    """The lengths of CLIP's towers, a Llama's of 100, pooled vectors, and an axis more."""
+    layer = Layer(make_recipe("mxfp8", **option))
+    x, kernel, g = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((*tokens, 64), (64, 96), (*tokens, 96)))
+    y, dx, dkernel, _ = jax.eval_shape(layer.step, layer.state, x, kernel, g)
+    assert (y.shape, dx.shape, dkernel.shape) == (g.shape, x.shape, kernel.shape)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "split"),
+    [
+        ((8, 50), ("fsdp", None)),  # rows on devices, as of a CLIP
+        ((2, 100), (None, "fsdp")),  # 25 tokens a device: blocks of 32 lie on two of them
+        ((2, 64), (None, "fsdp")),  # 16 tokens a device, without padding
+        ((24,), ("fsdp",)),  # pooled vectors, 6 a device
+    ],
+)
+def test_blocks_are_those_of_one_device_on_every_mesh(tokens, split, kind):
+    """Small integers: sums are exact in any order. The kernel's blocks are split too: 48 of 96 rows."""
+    rng = np.random.default_rng(0)
+    shapes = (*tokens, 96), (96, 64), (*tokens, 64)
+    arrays = [jnp.asarray(rng.integers(-4, 5, shape), jnp.bfloat16) for shape in shapes]
+    layer = Layer(make_recipe("mxfp8"))
+    step = jax.jit(lambda *arrays, out: layer.step(layer.state, *arrays, out)[:3], static_argnames="out")
+    expected = jax.device_get(step(*arrays, out=None))
+    out = P(*split, None)
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        specs = P(*split, "tensor"), P("tensor", None), out
+        placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
+        actual = jax.device_get(step(*placed, out=out if kind == AxisType.Explicit else None))
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 @pytest.mark.parametrize(("format", "dtype"), [("e4m3fn", jnp.bfloat16), ("e5m10", jnp.float32)])

@@ -51,7 +51,7 @@ HEAD = "from maxlp.run import cli\nfrom maxlp.runtime.checkpoint import NotWritt
     [
         ("KeyboardInterrupt", 130, "error: interrupted"),
         ("PermissionError(13, 'Permission denied', '/w')", 2, "Permission denied: '/w'"),
-        ("OSError(5, 'Input/output error', '/w')", 1, "OSError: [Errno 5]"),  # launchers start again
+        ("OSError(5, 'Input/output error', '/w')", 1, "error: [Errno 5]"),  # launchers start again
         ("NotWrittenError('/w/9 was not written: disk full')", 1, "error: /w/9 was not written"),
     ],
 )
@@ -59,7 +59,7 @@ def test_exit_codes_distinguish_mistakes_from_failures(error, code, message):
     program = f"{HEAD}def main():\n  raise {error}\ncli.run(main)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code and message in done.stderr.splitlines()[-1]
-    assert ("Traceback" in done.stderr) == error.startswith("OSError")
+    assert "Traceback" not in done.stderr
 
 
 def test_an_error_does_not_wait_for_the_compiler():

@@ -57,7 +57,10 @@ def test_unset_means_the_default_unless_none_is_a_value():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (dict(sise=1), "config.s.sise is unknown; keys: extra, inner, length, names, optional, size"),
+        (
+            dict(sise=1),
+            "config.s.sise is unknown (did you mean size?); keys: extra, inner, length, names,",
+        ),
         (dict(inner=dict(rate=1.0)), "config.s.size is missing"),
         (dict(size="1"), "config.s.size='1' is of type str, expected int"),
         (dict(size=True), "config.s.size=True is of type bool, expected int"),

@@ -11,14 +11,11 @@ from tests.run.fixtures import changed, load
 
 # rule -> (changes of configs/llama/debug.py, devices, platform, part of the message)
 REFUSED = {
-    "dtypes_are_known": [({"model.dtype": "float8"}, 1, "cpu", "float8")],
-    "remat_is_known": [({"model.remat": "all"}, 1, "cpu", "none, block")],
     "batch_divides": [
         ({"data.batch_size": 12}, 8, "cpu", "use a multiple of 8"),
         ({"train.microbatches": 5}, 1, "cpu", "train.microbatches=5"),
     ],
     "attention_runs": [
-        ({"model.attention": "flash"}, 1, "cpu", "one of xla"),
         ({"model.attention": "splash"}, 1, "gpu", "runs on tpu"),
         ({"mesh.context": 2}, 2, "cpu", "use model.attention=ring"),
     ],
@@ -29,6 +26,17 @@ REFUSED = {
         ({"precision.rules": (("layers/mlp/fc", "fp8_current"),)}, 1, "cpu", "layers/mlp/fc"),
         ({"precision.recipe": "fp8_current", "precision.first_blocks": 4}, 1, "cpu", "first_blocks=4"),
         ({"precision.recipe": "mxfp8", "model.mlp_dim": 500}, 1, "cpu", "recipe='mxfp8'"),
+    ],
+    "recipe_uses_its_options": [
+        ({"precision.options.format": "int8"}, 1, "cpu", "quantizes no matmul"),
+        (
+            {"precision.recipe": "fp8_current", "precision.options.history": 16},
+            1,
+            "cpu",
+            "precision.options.history=16 has no effect with precision.recipe=fp8_current",
+        ),
+        ({"precision.recipe": "mxfp8", "precision.options.power_of_two": False}, 1, "cpu", "always powers"),
+        ({"precision.smooth_swiglu": "channel"}, 1, "cpu", "no matmul of a gated product"),
     ],
     "learned_tokenizer_fits_model": [
         ({"data.tokenizer": "bpe:4k"}, 1, "cpu", "as in bpe:4096"),

@@ -1,34 +1,77 @@
-import subprocess
-import sys
+"""The files of a run beside its checkpoints: what a start finds there, and what it makes of damage."""
 
+import json
+
+import pytest
 from ml_collections import ConfigDict
 
-from maxlp.run import run_dir
+from maxlp.run import changes, run_dir
+
+SECTIONS = {"model": {"name": "llama"}, "optimizer": {"learning_rate": 1.0}, "spikes": {"window": 9}}
+CONFIG = ConfigDict(SECTIONS)
 
 
-def test_a_second_process_in_the_same_workdir_is_reported(tmp_path, monkeypatch):
-    warnings = []
-    monkeypatch.setattr(run_dir.logging, "warning", lambda text, *values: warnings.append(text % values))
-    lock = f"fcntl.flock(os.open({str(tmp_path)!r}, os.O_RDONLY), fcntl.LOCK_EX)"
-    hold = f"import fcntl, os; {lock}; print(1, flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", hold], stdin=-1, stdout=-1, text=True) as other:
-        assert other.stdout.readline() == "1\n"
-        run_dir.record_start(tmp_path, 0, num_params=1000)
-        assert len(warnings) == 1 and f"another process trains in {tmp_path}" in warnings[0]
-        other.kill()
-    for _ in range(2):  # the second as after a rollback in the same process
-        run_dir.record_start(tmp_path, 0, num_params=1000)
-    assert len(warnings) == 1
+def started(workdir, step=0):
+    run_dir.save_config(workdir, CONFIG)
+    run_dir.record_start(workdir, step, num_params=1000)
 
 
-def test_values_that_differ_from_those_of_the_last_start_are_told(tmp_path):
-    first = {"model": {"dim": 4, "old": 1}, "train": {"steps": 10}, "rules": ((1, 2),)}
-    second = {"model": {"dim": 8, "new": None, "more": 2}, "train": {"steps": 10}, "rules": ((1, 2),)}
-    assert run_dir.save_config(tmp_path, ConfigDict(first)) == []
-    assert run_dir.save_config(tmp_path, ConfigDict(first)) == []
-    assert run_dir.save_config(tmp_path, ConfigDict(second)) == [
-        "config.model.dim: 4 -> 8",
-        "config.model.more: None -> 2",
-        "config.model.old: 1 -> None",
-    ]
-    assert run_dir.load_config(tmp_path).model.dim == 8
+def test_every_start_and_the_last_checkpoint_are_recorded(tmp_path):
+    started(tmp_path)
+    run_dir.record_checkpoint(tmp_path, 4)
+    started(tmp_path, 4)
+    run_dir.record_checkpoint(tmp_path, 8)
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert [start["step"] for start in record["starts"]] == [0, 4] and record["last_checkpoint"] == 8
+
+
+def test_lost_checkpoints_are_an_error_and_checkpoints_not_reached_are_not(tmp_path):
+    run_dir.check_checkpoints(tmp_path)
+    started(tmp_path)
+    run_dir.check_checkpoints(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "4.unfinished").mkdir()
+    run_dir.check_checkpoints(tmp_path)
+    run_dir.record_checkpoint(tmp_path, 4)
+    with pytest.raises(ValueError, match=r"had saved step 4.*mount"):
+        run_dir.check_checkpoints(tmp_path)
+    (tmp_path / "checkpoints" / "4").mkdir()
+    run_dir.check_checkpoints(tmp_path)  # whether it is intact is found when it is restored
+
+
+def test_a_run_of_an_earlier_version_that_had_resumed_is_known_to_have_had_a_checkpoint(tmp_path):
+    started(tmp_path, 4)
+    with pytest.raises(ValueError, match="had saved step 4"):
+        run_dir.check_checkpoints(tmp_path)
+
+
+def test_another_config_or_no_record_is_another_run(tmp_path):
+    assert not changes.continues(tmp_path, CONFIG)
+    started(tmp_path)
+    assert changes.continues(tmp_path, CONFIG)
+    assert changes.continues(tmp_path, ConfigDict(SECTIONS | {"spikes": {"window": 10}}))
+    assert not changes.continues(tmp_path, ConfigDict(SECTIONS | {"optimizer": {"learning_rate": 0.5}}))
+    (tmp_path / "run.json").unlink()
+    assert not changes.continues(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize("content", ["", '{"starts": [', "[]", "{}"])
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("config.json", run_dir.load_config),
+        ("config.json", lambda workdir: changes.check_config(workdir, CONFIG)),
+        ("run.json", run_dir.check_checkpoints),
+        ("run.json", lambda workdir: run_dir.record_start(workdir, 0, 1)),
+    ],
+)
+def test_damage_is_named_with_a_way_out_that_keeps_the_run_and_nothing_is_changed(
+    tmp_path, name, read, content
+):
+    started(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"{name} is damaged \(.*\); put back .*, or delete it: "):
+        read(tmp_path)
+    assert (tmp_path / name).read_text() == content
+    (tmp_path / name).unlink()
+    started(tmp_path)

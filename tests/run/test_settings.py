@@ -100,11 +100,14 @@ BAD_VALUES = [
     ({"model.embed_dim": -64}, "config.model.embed_dim=-64 must be at least 1"),
     ({"model.name": "gpt"}, "config.model.name='gpt' is unknown; one of llama, clip"),
     ({"model.pipeline.rounds": 0}, "config.model.pipeline.rounds=0 must be at least 1"),
-    ({"mesh.dta": 3}, "config.mesh.dta is unknown; keys: context, data, dcn_data, fsdp, stage, tensor"),
+    (
+        {"mesh.dta": 3},
+        "config.mesh.dta is unknown (did you mean data?); keys: context, data, dcn_data, fsdp, sta",
+    ),
     ({"optimizer.name": "adam"}, "config.optimizer.name='adam' is unknown"),
     ({"optimizer.schedule": "step"}, "config.optimizer.schedule='step' is unknown"),
     ({"optimizer.b1": 1.0}, "config.optimizer.b1=1.0 must be at least 0 and below 1"),
-    ({"optimizer.galore.rank": -1}, "config.optimizer.galore.rank=-1 must not be negative"),
+    ({"optimizer.galore.rank": -1}, "config.optimizer.galore.rank=-1 must be at least 0"),
     ({"precision.recipe": "fp4"}, "config.precision.recipe='fp4' is unknown"),
     ({"precision.first_blocks": -1}, "config.precision.first_blocks=-1 must be at least 0"),
     (
@@ -115,7 +118,7 @@ BAD_VALUES = [
     ({"data.seq_len": 1}, "config.data.seq_len=1 must be at least 2"),
     ({"data.name": "text"}, "config.data.name is unknown"),
     ({"loss.num_chunks": 0}, "config.loss.num_chunks=0 must be at least 1"),
-    ({"loss.z_loss": -1.0}, "config.loss.z_loss=-1.0 must not be negative"),
+    ({"loss.z_loss": -1.0}, "config.loss.z_loss=-1.0 must be at least 0"),
     ({"train.total_steps": 0}, "config.train.total_steps=0 must be at least 1"),
     ({"train.seed": -1}, "config.train.seed=-1 must be at least 0"),
     ({"spikes.guard": "stop"}, "config.spikes.guard='stop' is unknown"),
@@ -153,9 +156,6 @@ def test_a_saved_config_gives_the_same_settings(tmp_path):
         if field.name not in ("checkpoint", "metrics", "profile"):  # partials have no equality
             assert getattr(again, field.name) == getattr(s, field.name)
     assert again.matmuls == s.matmuls
-    assert run_dir.save_config(tmp_path, c) == []
-    c.train.seed = 7
-    assert run_dir.save_config(tmp_path, c) == ["config.train.seed: 0 -> 7"]
 
 
 def test_a_config_of_version_0_1_still_loads(tmp_path):

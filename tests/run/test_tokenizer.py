@@ -1,43 +1,115 @@
-"""The tokenizer of a run: mistakes in the config are refused with the key, the value and the way out."""
+"""The tokenizer of a run: its own file, made anew until there is a checkpoint, and never exchanged."""
+
+import json
 
 import pytest
 
-from maxlp.data.tokenizers import make_tokenizer
 from maxlp.data.tokenizers.training import train_bpe
+from maxlp.run import run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import read
 from maxlp.run.tokenizer import prepare_tokenizer, saved_tokenizer
+from maxlp.runtime.lock import WorkdirLock
 from tests.run.fixtures import changed, load
 
 
-def settings(tokenizer: str, vocab_size: int = 4096):
-    return read(changed(load("debug"), {"data.tokenizer": tokenizer, "model.vocab_size": vocab_size}))
+def settings(tokenizer: str, vocab_size: int = 4096, source: str = "stdlib"):
+    values = {"data.tokenizer": tokenizer, "data.source": source, "model.vocab_size": vocab_size}
+    return read(changed(load("debug"), values))
+
+
+def corpus(folder, text: str) -> str:
+    folder.mkdir()
+    for name in "ab":
+        (folder / f"{name}.txt").write_text(text)
+    return f"text:{folder}?split=all"
+
+
+def write_checkpoint(workdir, tokenizer: str):
+    """As much of a checkpoint as says which tokenizer the run was trained with."""
+    step = workdir / "checkpoints" / "3"
+    step.mkdir(parents=True)
+    record = {"data_state": {"step": 3, "settings": {"tokenizer": tokenizer}, "streams": {}}}
+    (step / "checkpoint.json").write_text(json.dumps(record))
+
+
+def swap_ids(file):
+    """Exchanges the ids of two bytes, which leaves a valid tokenizer of the same size."""
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(content))
 
 
 def test_more_tokens_than_the_model_has_room_for_are_refused(tmp_path):
     file = tmp_path / "tokenizer.json"
-    train_bpe(["abc"], 259, str(file))
+    file.write_bytes(train_bpe(["abc"], 259).files["tokenizer.json"])
     with pytest.raises(ConfigError, match=r"^config.data.tokenizer=.* set config.model.vocab_size=259"):
         prepare_tokenizer(settings(str(file), vocab_size=256), tmp_path / "run")
 
 
-def test_another_tokenizer_than_that_of_the_run_is_refused(tmp_path):
+def test_the_tokenizer_of_a_start_without_a_checkpoint_is_made_anew(tmp_path):
+    wrong, right = corpus(tmp_path / "wrong", "xyxyxyxy " * 9), corpus(tmp_path / "right", "abab " * 9)
+    workdir, given = tmp_path / "run", tmp_path / "given.json"
+    workdir.mkdir()
+    prepare_tokenizer(settings("bpe:261", source=wrong), workdir)
+    kept = workdir / "tokenizer.json"
+    learned_from_wrong = kept.read_bytes()
+    prepare_tokenizer(settings("bpe:261", source=right), workdir)
+    assert '"xy"' not in kept.read_text() and kept.read_bytes() != learned_from_wrong
+    given.write_bytes(train_bpe(["cdcd"], 260).files["tokenizer.json"])
+    assert prepare_tokenizer(settings(str(given)), workdir) == str(kept)
+    assert kept.read_bytes() == given.read_bytes()
+    (workdir / "tokenizer.json").rename(workdir / "tokenizer.model")
+    prepare_tokenizer(settings(str(given)), workdir)
+    assert [each.name for each in workdir.iterdir()] == ["tokenizer.json"], "one tokenizer, of this start"
+
+
+def test_a_failed_start_leaves_nothing(tmp_path):
+    workdir = tmp_path / "a" / "b"
+    with pytest.raises(ValueError, match="wrong"), WorkdirLock(workdir) as lock:
+        lock.acquire()
+        with run_dir.undone_on_failure(workdir):
+            source = corpus(tmp_path / "text", "xyxy " * 9)
+            prepare_tokenizer(settings("bpe:261", source=source), workdir)
+            raise ValueError("wrong")
+    assert not (tmp_path / "a").exists()
+    workdir.mkdir(parents=True)
+    (workdir / "config.json").write_text("{}")
+    with pytest.raises(KeyboardInterrupt), run_dir.undone_on_failure(workdir):
+        (workdir / "tokenizer.json").touch()
+        raise KeyboardInterrupt
+    assert [each.name for each in workdir.iterdir()] == ["config.json"]
+
+
+def test_a_run_with_a_checkpoint_keeps_its_tokenizer_without_the_original(tmp_path):
     file, workdir = tmp_path / "tokenizer.json", tmp_path / "run"
     workdir.mkdir()
-    train_bpe(["abc"], 259, str(file))
-    assert prepare_tokenizer(settings(str(file)), workdir) == str(workdir / "tokenizer.json")
-    train_bpe(["abab"], 260, str(file))
-    with pytest.raises(ConfigError, match=r"is not .*tokenizer.json, .* use that one or a new workdir"):
-        prepare_tokenizer(settings(str(file)), workdir)
-
-
-def test_the_names_of_special_tokens_stay_with_the_file_of_the_run(tmp_path):
-    file, workdir = tmp_path / "other.json", tmp_path / "run"
-    workdir.mkdir()
-    train_bpe(["abc"], 259, str(file))
-    options = "?bos=<|pad|>&eos=<|end_of_text|>"
-    spec = prepare_tokenizer(settings(f"{file}{options}"), workdir)
-    assert spec == f"{workdir / 'tokenizer.json'}{options}"
+    made = train_bpe(["abc"], 259)
+    file.write_bytes(made.files["tokenizer.json"])
+    expected = prepare_tokenizer(settings(str(file)), workdir)
+    write_checkpoint(workdir, made.fingerprint)
     file.unlink()
-    assert make_tokenizer(spec).bos_id == make_tokenizer(spec).pad_id
-    assert saved_tokenizer("bytes", workdir) == "bytes"
+    assert prepare_tokenizer(settings(str(file)), workdir) == expected
+
+
+def test_another_tokenizer_than_that_of_the_checkpoint_is_refused(tmp_path):
+    made = train_bpe(["abc"], 259)
+    kept = tmp_path / "tokenizer.json"
+    kept.write_bytes(made.files["tokenizer.json"])
+    write_checkpoint(tmp_path, made.fingerprint)
+    assert saved_tokenizer("bpe:259?eos=x", tmp_path) == f"{kept}?eos=x"
+    with pytest.raises(ConfigError, match=r"^config.data.tokenizer=bytes is not the tokenizer"):
+        saved_tokenizer("bytes", tmp_path)
+    swap_ids(kept)
+    for command in (
+        lambda: prepare_tokenizer(settings("bpe:259"), tmp_path),
+        lambda: saved_tokenizer("bpe:259", tmp_path),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"tokenizer.json is not the tokenizer .* put the original file"
+        ):
+            command()
+    kept.unlink()
+    with pytest.raises(ConfigError, match=r"has no tokenizer.json .* put back the file"):
+        saved_tokenizer("bpe:259", tmp_path)

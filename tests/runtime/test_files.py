@@ -1,30 +1,88 @@
 """Files and folders that change atomically."""
 
+import contextlib
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from maxlp.runtime import files
 
 
-def test_a_failed_write_leaves_the_old_content(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_old_content_and_names_the_file(tmp_path, monkeypatch):
     path = tmp_path / "run.json"
     assert files.read_json(path, {"starts": []}) == {"starts": []}
     files.write_json(path, {"starts": [1]})
 
-    def fails(_):
+    def fails(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "sync", fails)
-    with pytest.raises(OSError, match="No space left"):
-        files.write_json(path, {"starts": [1, 2]})
-    assert files.read_json(path) == {"starts": [1]}
+    for function in ("fsync", "replace"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, function, fails)
+            with pytest.raises(OSError, match=re.escape(f"No space left on device: '{path}'")):
+                files.write_json(path, {"starts": [1, 2]})
+        assert files.read_json(path) == {"starts": [1]} and os.listdir(tmp_path) == ["run.json"]
 
 
-def test_the_content_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+def test_content_and_name_are_on_disk_in_this_order(tmp_path, monkeypatch):
     path, synced = tmp_path / "a", []
-    monkeypatch.setattr(files, "sync", lambda p: synced.append((p.read_text(), path.exists())))
+    fsync = os.fsync
+
+    def record(descriptor):
+        fsync(descriptor)
+        synced.append((stat.S_ISDIR(os.fstat(descriptor).st_mode), path.exists()))
+
+    monkeypatch.setattr(os, "fsync", record)
     files.write_text(path, "content")
-    assert synced == [("content", False)]
-    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert synced == [(False, False), (True, True)]
+    assert path.read_text() == "content" and os.listdir(tmp_path) == ["a"]
+
+
+def test_a_kill_leaves_the_old_content_and_a_file_that_is_removed(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text("old")
+    block = "file.write(b'new'); file.flush(); os.kill(os.getpid(), 9)"
+    code = "import os, pathlib, sys; from maxlp.runtime import files\n"
+    code += f"with files.replacing(pathlib.Path(sys.argv[1])) as file: {block}"
+    assert subprocess.run([sys.executable, "-c", code, str(path)]).returncode == -9
+    assert path.read_text() == "old" and len(os.listdir(tmp_path)) == 2
+    files.remove_temporaries(tmp_path)
+    assert os.listdir(tmp_path) == ["run.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"", r"it is empty"),
+        (b'{"starts": [', r"Expecting value"),
+        (b"[]", r"a list instead of an object"),
+        (b"3", r"a number instead of an object"),
+        (b"null", r"null instead of an object"),
+        (b"\xff\xfe", r"not text"),
+        (b"[" * 100_000, r"recursion"),
+        (b"{}", r"no valid 'starts'"),
+        (b'{"starts": 3}', r"no valid 'starts'"),
+    ],
+)
+def test_damage_is_one_line_with_the_file_and_the_remedy(tmp_path, content, found):
+    path = tmp_path / "run.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"run\.json is damaged \(.*{found}.*\); delete it$") as error:
+        files.read_json(path, fields={"starts": list}, remedy="delete it")
+    assert "\n" not in str(error.value)
+
+
+def test_the_fields_of_every_object_of_a_list_are_checked(tmp_path):
+    path = tmp_path / "a.json"
+    for content, fine in (([{"to": 1}], True), ([{"to": 1}, {}], False), ([3], False)):
+        files.write_json(path, content)
+        with contextlib.nullcontext() if fine else pytest.raises(ValueError, match="no valid 'to'"):
+            files.read_json(path, kind=list, fields={"to": int})
 
 
 def test_unused_paths_are_numbered(tmp_path):
@@ -36,11 +94,24 @@ def test_unused_paths_are_numbered(tmp_path):
     assert names == ["3.damaged", "3.damaged-2", "3.damaged-3"]
 
 
-def test_a_url_is_refused_with_the_way_out(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"gs://bucket/run is a URL: mount the bucket"):
-        files.local_path("gs://bucket/run")
+@pytest.mark.parametrize("path", ["gs://bucket/run", "s3://b", "anything://x", Path("gs://bucket/run")])
+def test_a_url_is_refused_with_the_way_out(path):
+    with pytest.raises(ValueError, match=r"--workdir=\w+:/.* is a URL.*: mount the bucket"):
+        files.local_path(path, "--workdir")
+
+
+@pytest.mark.parametrize("path", ["", " "])
+def test_an_empty_path_is_refused_rather_than_taken_for_the_current_directory(path):
+    with pytest.raises(ValueError, match=r"--workdir= * is empty \(an unset shell variable\?\)"):
+        files.local_path(path, "--workdir")
+
+
+def test_paths_become_absolute_and_may_contain_colons(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert files.local_path("run/../other") == tmp_path / "other"
+    assert files.local_path("~/run") == tmp_path / "home" / "run"
+    assert files.local_path("lr:1e-3/run") == tmp_path / "lr:1e-3" / "run"
 
 
 def test_a_folder_is_on_disk_before_it_gets_its_name_and_then_so_is_the_name(tmp_path, monkeypatch):

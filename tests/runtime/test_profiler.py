@@ -25,5 +25,5 @@ def test_the_trace_covers_the_requested_steps(tmp_path, monkeypatch, start, step
 
 @pytest.mark.parametrize("arguments", [{"start": -1}, {"start": 1, "steps": 0}])
 def test_wrong_arguments_are_named(tmp_path, arguments):
-    with pytest.raises(ValueError, match=r"start=-?1, steps=\d: start must be"):
+    with pytest.raises(ValueError, match=r"(start=-1|steps=0) must be at least"):
         Profiler(tmp_path, **arguments)

@@ -31,9 +31,11 @@ class ArrayRecord:
 
         self._folder, self._is_image = folder, content == "image_text"
         self._dtype = np.dtype(manifest["dtype"]) if manifest.get("kind") == "tokens" else None
+        self._shards = [os.path.join(folder, each["file"]) for each in manifest["shards"]]
         # With the range of records in its name, a shard is not opened only to be counted.
+        counts = (each["documents"] for each in manifest["shards"])
         self._records = ArrayRecordDataSource(
-            [f"{os.path.join(folder, each['file'])}[0:{each['documents']}]" for each in manifest["shards"]]
+            [f"{path}[0:{count}]" for path, count in zip(self._shards, counts, strict=True)]
         )
 
     def __len__(self) -> int:
@@ -54,15 +56,18 @@ class ArrayRecord:
         place = f"{self._folder}: record {row}"
         try:
             return f"{place}, from {self[row]['where']}" if self._is_image else place
-        except BrokenExample:
+        except Exception:  # a record of which nothing can be read, see `sources.Source`
             return place
+
+    def paths(self) -> list[str]:
+        return self._shards
 
 
 def open_array_record(spec: Spec, *, validation: float = VALIDATION) -> Source:
     """Opens a prepared folder."""
     folder = os.path.expanduser(spec.path)
     manifest = read_manifest(folder, spec.content)
-    tokenizer = manifest.get("tokenizer")
+    tokenizer = manifest["tokenizer"] if manifest.get("kind") == "tokens" else None
     return Source(
         spec,
         ArrayRecord(folder, spec.content, manifest),
@@ -86,11 +91,14 @@ def read_manifest(folder: str, content: str) -> dict[str, Any]:
             manifest = json.load(file)
         except ValueError as error:
             raise ValueError(f"{path} is damaged ({one_line(error)}); prepare the data again") from None
-    if manifest.get("format") != FORMATS[content]:
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if found != FORMATS[content]:
         raise ValueError(
-            f"{path}: format {manifest.get('format')!r} is not {FORMATS[content]!r}; prepare the data with"
+            f"{path}: format {found!r} is not {FORMATS[content]!r}; prepare the data with"
             f" `maxlp.prepare {content}`"
         )
+    if wrong := _wrong_entry(manifest):
+        raise ValueError(f"{path} is damaged ({wrong}); prepare the data again")
     for shard in manifest["shards"]:
         shard_path = os.path.join(folder, shard["file"])
         size = os.path.getsize(shard_path) if os.path.isfile(shard_path) else None
@@ -98,6 +106,36 @@ def read_manifest(folder: str, content: str) -> dict[str, Any]:
             found = "is missing" if size is None else f"has {size} bytes, expected {shard['file_size']}"
             raise ValueError(f"{shard_path} {found}; prepare the data again")
     return manifest
+
+
+def _wrong_entry(manifest: dict[str, Any]) -> str | None:
+    """What is missing from a manifest or has the wrong type; None if nothing."""
+    entries: list[tuple[str, Any, dict[str, Any]]]
+    if manifest["format"] == FORMATS["image_text"]:
+        entries = [("", manifest, {"shards": list, "classes": list})]
+    elif manifest.get("kind") == "tokens":
+        entries = [("", manifest, {"shards": list, "dtype": str, "tokenizer": dict})]
+        tokenizer = {"fingerprint": str, "vocab_size": int, "options": dict, "file": (str, type(None))}
+        entries.append(("tokenizer: ", manifest.get("tokenizer"), tokenizer))
+    else:
+        entries = [("", manifest, {"shards": list, "kind": str})]
+    shards = manifest.get("shards")
+    for number, shard in enumerate(shards if isinstance(shards, list) else ()):
+        entries.append((f"shards[{number}]: ", shard, {"file": str, "file_size": int, "documents": int}))
+    for where, entry, kinds in entries:
+        for key, kind in kinds.items():
+            if not isinstance(entry, dict) or not isinstance(entry.get(key), kind):
+                return f"{where}no valid {key!r}"
+    names = [shard["file"] for shard in manifest["shards"]]
+    if not names or any(os.path.basename(name) != name for name in names):
+        return "its shards are not files of this folder"
+    if manifest.get("kind", "text") not in ("text", "tokens"):
+        return f"kind {manifest['kind']!r} is unknown"
+    if manifest.get("dtype") not in (None, "uint16", "uint32"):
+        return f"dtype {manifest['dtype']!r} is unknown"
+    if min(shard["documents"] for shard in manifest["shards"]) < 0:
+        return "a shard has less than no documents"
+    return None
 
 
 def pack_example(image: bytes, text: str | None, label: int, where: str) -> bytes:
@@ -109,7 +147,8 @@ def pack_example(image: bytes, text: str | None, label: int, where: str) -> byte
 def unpack_example(data: bytes) -> dict[str, Any]:
     """The arguments of `pack_example` by name."""
     end = 4 + int.from_bytes(data[:4], "little")
-    return {**json.loads(data[4:end]), "image": data[end:]}
+    header = json.loads(data[4:end])
+    return {key: header[key] for key in ("text", "label", "where")} | {"image": data[end:]}
 
 
 def _describe_tokenizer(

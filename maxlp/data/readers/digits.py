@@ -23,7 +23,8 @@ class Digits:
         paths = [os.path.join(folder, "datasets", "data", "digits.csv.gz") for folder in folders]
         if not paths or not os.path.isfile(paths[0]):
             raise ValueError("the digits come with scikit-learn; run pip install scikit-learn")
-        with gzip.open(paths[0], "rt", encoding="ascii") as file:
+        self._path = paths[0]
+        with gzip.open(self._path, "rt", encoding="ascii") as file:
             rows = np.array([[int(float(value)) for value in row] for row in csv.reader(file)])
         self._pixels_NHW = (255 - rows[:, :-1] * 255 // 16).astype(np.uint8).reshape(-1, 8, 8)
         self._labels_N = rows[:, -1]
@@ -37,6 +38,9 @@ class Digits:
 
     def where(self, row: int) -> str:
         return f"digit {row}"
+
+    def paths(self) -> list[str]:
+        return [self._path]
 
 
 def open_digits(spec: Spec, *, validation: float = 0.2) -> Source:

@@ -30,6 +30,9 @@ class TextFiles:
     def where(self, row: int) -> str:
         return os.path.join(self.root, self.names[row])
 
+    def paths(self) -> list[str]:
+        return [os.path.join(self.root, name) for name in self.names]
+
 
 def open_stdlib(spec: Spec, *, validation: float = VALIDATION) -> Source:
     """Opens the Python source files of the standard library."""

@@ -31,7 +31,7 @@ class JsonLines:
             line = file.readline()
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BrokenExample(f"not a complete JSON object ({one_line(error)})") from None
         if not isinstance(value, dict) or self._text_key not in value:
             found = ", ".join(value) if isinstance(value, dict) else type(value).__name__
@@ -43,6 +43,9 @@ class JsonLines:
         with open(path, "rb") as file:
             number = file.read(start).count(b"\n") + 1
         return f"{path}:{number}"
+
+    def paths(self) -> list[str]:
+        return self._paths
 
     def _place(self, row: int) -> tuple[str, int]:
         number, row = locate(self._ends, row)

@@ -31,6 +31,9 @@ class ParquetRows:
         path, group = self._groups[number]
         return f"{path}: row {row} of row group {group}"
 
+    def paths(self) -> list[str]:
+        return list(dict.fromkeys(path for path, _ in self._groups))
+
 
 def open_parquet(spec: Spec, *, text_key: str = "text", validation: float = VALIDATION) -> Source:
     """Opens Parquet files; `text_key` is the column of the text."""

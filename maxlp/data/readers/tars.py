@@ -31,6 +31,7 @@ from maxlp.data.specs import one_line
 
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp")
 INDEX_THREADS = 16
+MAX_FILE_BYTES = 2**30  # of an image or a caption; larger ones count as broken
 MAX_WARNINGS = 5  # about images without captions
 INDEX_DTYPE = np.dtype(
     [
@@ -57,11 +58,11 @@ class Tars:
         Raises:
           ValueError: a tar is missing, truncated or compressed, or has no samples.
         """
-        self.paths = find_tars(pattern)
+        self._tars = find_tars(pattern)
         self._type, _, self._key = text.partition(":")
         with ThreadPoolExecutor(INDEX_THREADS) as pool:
             # Paths where possible, so that worker processes map the files instead of receiving copies.
-            self._indices = list(pool.map(lambda path: index_tar(path, self._type), self.paths))
+            self._indices = list(pool.map(lambda path: index_tar(path, self._type), self._tars))
         self._ends = list(itertools.accumulate(len(_index(each)) for each in self._indices))
 
     def __len__(self) -> int:
@@ -71,9 +72,11 @@ class Tars:
         """Sample `row`: {"image": bytes, "text": str or None, "label": int or -1}.
 
         Raises:
-          BrokenExample: the JSON has no caption under the given key.
+          BrokenExample: the JSON has no caption under the given key, or a file is too large.
         """
         path, entry = self._entry(row)
+        if max(entry["image_size"], entry["text_size"]) > MAX_FILE_BYTES:
+            raise BrokenExample(f"its image or caption has more than {MAX_FILE_BYTES >> 30} GiB")
         with open(path, "rb") as file:
             image = _read(file, entry["image"], entry["image_size"])
             text = _read(file, entry["text"], entry["text_size"]) if entry["text"] else None
@@ -89,9 +92,12 @@ class Tars:
         assert member is not None
         return f"{path}: {_split(member.name)[0]}"
 
+    def paths(self) -> list[str]:
+        return self._tars
+
     def _entry(self, row: int) -> tuple[str, np.void]:
         number, row = locate(self._ends, row)
-        return self.paths[number], _index(self._indices[number])[row]
+        return self._tars[number], _index(self._indices[number])[row]
 
     def _caption(self, data: bytes | None) -> str | None:
         if data is None:
@@ -100,7 +106,7 @@ class Tars:
             return data.decode("utf-8", errors="replace").strip()
         try:
             value = json.loads(data)[self._key]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             raise BrokenExample(f"the JSON has no {self._key!r}") from None
         if not isinstance(value, str):
             raise BrokenExample(f"{self._key!r} of the JSON is {type(value).__name__}, not text")
@@ -146,7 +152,7 @@ def index_tar(path: str, text_type: str) -> str | np.ndarray:
     stat = os.stat(path)
     stamp = f"{text_type}-{stat.st_size:x}-{stat.st_mtime_ns:x}"
     index_path = f"{path}.{stamp}.index.npy"
-    if os.path.isfile(index_path):
+    if _is_index(index_path):
         return index_path
     index = scan_tar(path, text_type)
     with contextlib.suppress(OSError):
@@ -213,12 +219,15 @@ def _row(by_type: dict[str, tarfile.TarInfo], text_type: str, file: Any) -> tupl
     text, label = by_type.get(text_type), by_type.get("cls")
     if image is None or (text is None and label is None):
         return None
-    place = (text.offset_data, text.size) if text else (0, 0)
-    return image.offset, image.offset_data, image.size, *place, _label(label, file) if label else -1
+    # A size that is too large is stored as one that fits in the index and is still too large.
+    image_size, text_size = (min(each.size, MAX_FILE_BYTES + 1) if each else 0 for each in (image, text))
+    text_start = text.offset_data if text else 0
+    number = _label(label, file) if label else -1
+    return image.offset, image.offset_data, image_size, text_start, text_size, number
 
 
 def _label(member: tarfile.TarInfo, file: Any) -> int:
-    data = _read(file, member.offset_data, member.size)
+    data = _read(file, member.offset_data, min(member.size, 100))
     try:
         return int(np.int32(int(data)))
     except (ValueError, OverflowError):
@@ -239,13 +248,24 @@ def _read(file: Any, offset: int, size: int) -> bytes:
     return file.read(int(size))
 
 
+def _is_index(path: str) -> bool:
+    """Whether this is a complete index; one that is damaged is made anew."""
+    try:
+        index = _map(path)
+    except (OSError, ValueError, EOFError):
+        return False
+    return index.dtype == INDEX_DTYPE and index.ndim == 1 and len(index) > 0
+
+
 def _index(index: str | np.ndarray) -> np.ndarray:
     return _load(index) if isinstance(index, str) else index
 
 
-@functools.lru_cache(maxsize=2**14)
-def _load(path: str) -> np.ndarray:
-    return np.load(path, mmap_mode="r")
+def _map(path: str) -> np.ndarray:
+    return np.load(path, mmap_mode="r", allow_pickle=False)  # a pickle could run any code
+
+
+_load = functools.lru_cache(maxsize=2**14)(_map)
 
 
 def _expand_braces(pattern: str) -> list[str]:

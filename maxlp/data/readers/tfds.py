@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from maxlp.data.readers import as_text
+from maxlp.data.readers import as_text, walk
 from maxlp.data.sources import Source, Spec
 from maxlp.data.specs import import_extra, one_line
 
@@ -58,6 +58,9 @@ class TfdsExamples:
 
     def where(self, row: int) -> str:
         return f"TFDS {self._name!r}: example {row}"
+
+    def paths(self) -> list[str]:
+        return sorted(walk(str(self._examples.dataset_info.data_dir)))
 
 
 def open_tfds(

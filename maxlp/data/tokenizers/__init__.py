@@ -102,7 +102,7 @@ def make_tokenizer(spec: str) -> Tokenizer:
         path = model if os.path.isfile(model) and not os.path.isfile(json) else json
     if not os.path.isfile(path):
         hint = "'bytes', a tokenizer.json, a SentencePiece .model or CLIP's bpe_simple_vocab_16e6.txt.gz"
-        if re.fullmatch(r"bpe:\d+", path):
+        if path.startswith("bpe:"):
             hint += "; train a BPE with `python -m maxlp.prepare text --train_tokenizer=VOCAB`"
         raise ValueError(f"tokenizer {spec!r}: no such file; give {hint}")
     with open(path, "rb") as file:

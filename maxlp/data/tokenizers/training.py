@@ -2,13 +2,12 @@
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from maxlp.data.tokenizers import Tokenizer, as_str, make_tokenizer
+from maxlp.data.tokenizers import Tokenizer, as_str
 from maxlp.data.tokenizers.hugging_face import HuggingFaceTokenizer
 
 SPECIALS = ("<|begin_of_text|>", "<|end_of_text|>", "<|pad|>")
@@ -26,16 +25,15 @@ SPLIT = (
 )
 
 
-def train_bpe(texts: Iterable[str | bytes], vocab_size: int, path: str) -> Tokenizer:
-    """Trains a lossless byte-level BPE and writes it as a `tokenizer.json`.
+def train_bpe(texts: Iterable[str | bytes], vocab_size: int) -> Tokenizer:
+    """Trains a lossless byte-level BPE; its `files` hold the `tokenizer.json`.
 
     The three `SPECIALS` get the ids 0, 1, 2 and the bytes the next 256. The same texts in the same
-    order give the same file. The file is written atomically.
+    order give the same file.
 
     Args:
       texts: documents.
       vocab_size: number of ids, including special tokens and bytes.
-      path: the file to write.
 
     Raises:
       ValueError: `vocab_size` is too small, or the texts are too few to learn that many tokens.
@@ -69,28 +67,7 @@ def train_bpe(texts: Iterable[str | bytes], vocab_size: int, path: str) -> Token
             f"a BPE of {vocab_size} tokens was requested, but the texts gave only {learned} tokens;"
             f" write bpe:{learned} (--train_tokenizer={learned}) or train on more text"
         )
-    data = tok.to_str().encode()
-    _write_atomically(path, data)
-    return HuggingFaceTokenizer(data)
-
-
-def train_or_load(path: str, texts: Iterable[str | bytes], vocab_size: int) -> Tokenizer:
-    """Loads the tokenizer at `path`, or trains it on `texts`, which are read only in that case.
-
-    An existing file is used regardless of the texts it was trained on.
-
-    Raises:
-      ValueError: the existing tokenizer has another vocabulary size; and the errors of `train_bpe`.
-    """
-    if not os.path.exists(path):
-        return train_bpe(texts, vocab_size, path)
-    tokenizer = make_tokenizer(path)
-    if tokenizer.vocab_size != vocab_size:
-        raise ValueError(
-            f"tokenizer {path} has vocab_size {tokenizer.vocab_size}, not {vocab_size}; use that size,"
-            " or remove the file to train again"
-        )
-    return tokenizer
+    return HuggingFaceTokenizer(tok.to_str().encode())
 
 
 @contextlib.contextmanager
@@ -103,12 +80,3 @@ def _parallel_tokenizers() -> Iterator[None]:
         yield
     finally:
         os.environ[key] = before or "false"
-
-
-def _write_atomically(path: str, data: bytes) -> None:
-    folder = os.path.dirname(os.path.abspath(path))
-    os.makedirs(folder, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".tokenizer-", delete=False) as file:
-        file.write(data)
-    os.chmod(file.name, 0o644)  # temporary files are private by default
-    os.replace(file.name, path)

@@ -22,13 +22,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from maxlp import schema
 from maxlp.parallel.sharding import MESH_AXES
+from maxlp.schema import Count, OneOf
 
 LOSSES = ("softmax", "sigmoid")
 METHODS = ("plain", "sharded", "tiled")
@@ -52,16 +54,12 @@ class ContrastiveConfig:
       ValueError: an unknown kind or method, or a tile size below 1.
     """
 
-    kind: str
-    method: str
-    tile_size: int = 4096
+    kind: Annotated[str, OneOf(LOSSES)]
+    method: Annotated[str, OneOf(METHODS)]
+    tile_size: Count = 4096
 
     def __post_init__(self):
-        for key, known in (("kind", LOSSES), ("method", METHODS)):
-            if getattr(self, key) not in known:
-                raise ValueError(f"{key}={getattr(self, key)!r} is unknown; one of {', '.join(known)}")
-        if self.tile_size < 1:
-            raise ValueError(f"tile_size={self.tile_size} must be at least 1; 4096 suits large batches")
+        schema.check(self)
 
 
 def contrastive_sums(
@@ -185,14 +183,14 @@ def _sigmoid_loss(logits: jax.Array, is_pair: jax.Array) -> jax.Array:
 def _tiled_fwd(image_BE, text_BE, scale, bias, kind, tile_size):
     forward = functools.partial(_forward, kind=kind, tile_size=tile_size)
     rows = (image_BE, text_BE, _ids(image_BE))
-    log_sums, sums = _on_each_device(forward, _axes(len(image_BE)))(rows, (scale, bias))
-    return sums, (image_BE, text_BE, scale, bias, log_sums)
+    partitions, sums = _on_each_device(forward, _axes(len(image_BE)))(rows, (scale, bias))
+    return sums, (image_BE, text_BE, scale, bias, partitions)
 
 
 def _tiled_bwd(kind, tile_size, saved, cotangents):
-    image_BE, text_BE, scale, bias, log_sums = saved
+    image_BE, text_BE, scale, bias, partitions = saved
     backward = functools.partial(_backward, kind=kind, tile_size=tile_size)
-    rows = (image_BE, text_BE, _ids(image_BE), log_sums)
+    rows = (image_BE, text_BE, _ids(image_BE), partitions)
     d_features, d_scalars = _on_each_device(backward, _axes(len(image_BE)))(rows, (scale, bias))
     return jax.tree.map(lambda g: cotangents[0] * g, (*d_features, *d_scalars))
 
@@ -209,9 +207,10 @@ _tiled.defvjp(_tiled_fwd, _tiled_bwd)
 
 
 def _forward(rows: tuple, scalars: tuple, *, kind: str, tile_size: int, axes: tuple[str, ...]) -> tuple:
-    """Loss and hits, and for the backward pass the log-sums of exponentials of each image and each text.
+    """Loss and hits, and for the backward pass (maximum, sum of exponentials) of each image and each text.
 
-    The sigmoid loss has no log-sums.
+    The two stay apart: in one float32, maximum + log(sum), a maximum of 100 would leave the logarithm an
+    error of 4e-6, and the gradient that error in every probability. The sigmoid loss has no such sums.
     """
     image_bE, text_bE, id_b = rows
     image_ntE, text_nsE = split_tiles(image_bE, tile_size), split_tiles(text_bE, tile_size)
@@ -237,9 +236,9 @@ def _forward(rows: tuple, scalars: tuple, *, kind: str, tile_size: int, axes: tu
     correct = _psum(jnp.sum(pair_b >= max_b, dtype=jnp.float32), axes)
     if kind == "sigmoid":
         return (), (_psum(jnp.sum(total_b), axes), correct)
-    text_log_sum_nt = text_sums[0] + jnp.log(text_sums[1])
-    log_sums = max_b + jnp.log(total_b), _join_tiles(text_log_sum_nt, len(id_b))
-    return log_sums, (_psum(jnp.sum(sum(log_sums) / 2 - pair_b), axes), correct)
+    partitions = (max_b, total_b), tuple(_join_tiles(x_nt, len(id_b)) for x_nt in text_sums)
+    loss_b = sum((max_b - pair_b) + jnp.log(total_b) for max_b, total_b in partitions) / 2
+    return partitions, (_psum(jnp.sum(loss_b), axes), correct)
 
 
 def _backward(rows: tuple, scalars: tuple, *, kind: str, tile_size: int, axes: tuple[str, ...]) -> tuple:
@@ -248,21 +247,21 @@ def _backward(rows: tuple, scalars: tuple, *, kind: str, tile_size: int, axes: t
     With G the gradient of the logits, that of the images is scale · G @ text, and that of the scale is
     Σ G_ij <image_i, text_j> = Σ_i <image_i, (G @ text)_i>, which needs no tile.
     """
-    image_bE, text_bE, id_b, log_sums = rows
+    image_bE, text_bE, id_b, partitions = rows
     image_ntE, text_nsE = split_tiles(image_bE, tile_size), split_tiles(text_bE, tile_size)
     id_nt = split_tiles(id_b, tile_size, fill=PADDING)
     images, texts = (image_ntE, id_nt), (text_nsE, id_nt)
     if kind == "softmax":
-        image_log_sum_nt, text_log_sum_ns = (split_tiles(x_b, tile_size) for x_b in log_sums)
-        images, texts = (*images, image_log_sum_nt), (*texts, text_log_sum_ns)
+        of_images, of_texts = jax.tree.map(lambda x_b: split_tiles(x_b, tile_size, fill=1), partitions)
+        images, texts = (*images, *of_images), (*texts, *of_texts)
 
     def visit(image: tuple, text: tuple, image_sums: tuple, g_image_sE: jax.Array) -> tuple:
         logits_ts, is_pair_ts = _tile(image[:2], text[:2], *scalars)
         if kind == "sigmoid":
             probability_ts = jax.nn.sigmoid(logits_ts)
         else:
-            by_row_ts = jnp.exp(logits_ts - image[2][:, None])
-            by_column_ts = jnp.exp(logits_ts - text[2][None, :])
+            by_row_ts = jnp.exp(logits_ts - image[2][:, None]) / image[3][:, None]
+            by_column_ts = jnp.exp(logits_ts - text[2][None, :]) / text[3][None, :]
             probability_ts = (by_row_ts + by_column_ts) / 2
         g_ts = probability_ts - is_pair_ts
         g_text_tE, g_t = image_sums

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxlp import schema
 from maxlp.nn import attention, layers, stack
 from maxlp.parallel.sharding import constrain, gather_sequence, split_sequence
 
@@ -136,20 +137,17 @@ class Encoder:
             )[0]
 
 
-def check_tower(config: Any, *sizes: str) -> None:
-    """Checks the sizes of a tower's config.
-
-    Args:
-      sizes: names of the fields that must be positive, besides those that all towers have.
+def check_tower(config: Any) -> None:
+    """Checks a tower's config.
 
     Raises:
-      ValueError: a size below 1, or heads that do not divide the width.
+      ValueError: a value that does not fit its annotation, or heads that do not divide the width.
     """
-    for key in (*sizes, "width", "num_layers", "num_heads", "mlp_dim"):
-        if getattr(config, key) < 1:
-            raise ValueError(f"{key}={getattr(config, key)} must be at least 1")
+    schema.check(config)
     if config.width % config.num_heads:
-        raise ValueError(f"num_heads={config.num_heads} does not divide width={config.width}")
+        raise ValueError(
+            f"num_heads={config.num_heads} does not divide width={config.width}; change one of them"
+        )
 
 
 # --- blocks ---------------------------------------------------------------------------------------------

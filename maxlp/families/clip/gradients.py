@@ -111,5 +111,4 @@ def _cached_gradients(
     feature_grads = gradients.split_batch(feature_grads, microbatches)
     grads, model_state = gradients.accumulate(of_part, params, (parts, feature_grads))
     grads = jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, head_grads)
-    model_state = jax.tree.map(lambda x: jnp.max(x, axis=0), model_state)
-    return gradients.unscaled(grads, loss_scale), model_state, metrics
+    return gradients.unscaled(grads, loss_scale), gradients.join_parts(state, model_state), metrics

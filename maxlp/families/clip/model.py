@@ -6,17 +6,21 @@ D embed · E joint dim · C channels.
 
 import dataclasses
 import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxlp import schema
 from maxlp.families.clip.encoder import ACTIVATIONS, INITS, Encoder, check_tower
 from maxlp.families.clip.vit import ImageTower, VisualConfig
-from maxlp.nn import layers
+from maxlp.nn import attention, layers, stack
+from maxlp.schema import Count, CountOrZero, Fraction, NotNegative, OneOf, Range
 
 TEXT_POOLS = ("argmax", "eos", "last")
 MAX_LOGIT_SCALE = math.log(100)
+ChannelStd = Annotated[float, Range(above=0, at_most=1)]  # of pixels in [0, 1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,21 +41,21 @@ class TextConfig:
       ValueError: an invalid size, or sizes that do not fit each other.
     """
 
-    vocab_size: int
-    max_len: int
-    width: int
-    num_layers: int
-    num_heads: int
-    mlp_dim: int
+    vocab_size: Count
+    max_len: Count
+    width: Count
+    num_layers: Count
+    num_heads: Count
+    mlp_dim: Count
     causal: bool
-    pool: str
-    eos_id: int | None
+    pool: Annotated[str, OneOf(TEXT_POOLS)]
+    eos_id: CountOrZero | None
     proj_bias: bool
 
     def __post_init__(self):
-        check_tower(self, "vocab_size", "max_len")
-        if self.pool not in TEXT_POOLS:
-            raise ValueError(f"pool={self.pool!r} is unknown; one of {', '.join(TEXT_POOLS)}")
+        check_tower(self)
+        if self.eos_id is not None and self.eos_id >= self.vocab_size:
+            raise ValueError(f"eos_id={self.eos_id} must be below vocab_size={self.vocab_size}")
         if self.pool == "eos" and self.eos_id is None:
             raise ValueError("pool='eos' needs eos_id, the token id that ends a text")
 
@@ -69,11 +73,11 @@ class CLIPConfig:
         omits the gains.
       qk_norm: norms of queries and keys.
       init: initial values of the weights, "clip" (OpenAI's and open_clip's) or "siglip" (big_vision's).
-      logit_scale: initial logarithm of the factor of the logits.
+      logit_scale: initial logarithm of the factor of the logits, which is at most 100.
       logit_bias: initial bias of the logits; None omits it.
       image_mean, image_std: of each channel, for pixels in [0, 1].
-      dtype: of activations and matmuls.
-      param_dtype: of the stored parameters.
+      dtype: of activations and matmuls, one of `layers.DTYPES`.
+      param_dtype: of the stored parameters, one of `layers.DTYPES`; float16 is for imported weights only.
       attention: a key of `attention.KERNELS`.
       scan_layers: False unrolls the loop over layers, see `stack.apply_stack`.
       remat: a key of `stack.REMAT_POLICIES`.
@@ -82,30 +86,26 @@ class CLIPConfig:
       ValueError: an invalid size or name, or sizes that do not fit each other.
     """
 
-    embed_dim: int
+    embed_dim: Count
     visual: VisualConfig
     text: TextConfig
-    act: str
-    norm_eps: float
-    layer_scale: float | None
+    act: Annotated[str, OneOf(ACTIVATIONS)]
+    norm_eps: Annotated[float, Range(above=0, at_most=1)]
+    layer_scale: NotNegative | None
     qk_norm: bool
-    init: str
-    logit_scale: float
+    init: Annotated[str, OneOf(INITS)]
+    logit_scale: Annotated[float, Range(at_least=-MAX_LOGIT_SCALE, at_most=MAX_LOGIT_SCALE)]
     logit_bias: float | None
-    image_mean: tuple
-    image_std: tuple
-    dtype: str
-    param_dtype: str
-    attention: str
+    image_mean: tuple[Fraction, Fraction, Fraction]
+    image_std: tuple[ChannelStd, ChannelStd, ChannelStd]
+    dtype: Annotated[str, OneOf(layers.DTYPES)]
+    param_dtype: Annotated[str, OneOf(layers.DTYPES)]
+    attention: Annotated[str, OneOf(attention.KERNELS)]
     scan_layers: bool
-    remat: str
+    remat: Annotated[str, OneOf(stack.REMAT_POLICIES)]
 
     def __post_init__(self):
-        if self.embed_dim < 1:
-            raise ValueError(f"embed_dim={self.embed_dim} must be at least 1")
-        for key, known in (("act", ACTIVATIONS), ("init", INITS)):
-            if getattr(self, key) not in known:
-                raise ValueError(f"{key}={getattr(self, key)!r} is unknown; one of {', '.join(known)}")
+        schema.check(self)
         if not self.visual.proj and self.visual.width != self.embed_dim:
             raise ValueError(
                 f"visual.proj=False needs visual.width={self.visual.width} to equal "

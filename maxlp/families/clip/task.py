@@ -114,13 +114,16 @@ def batch_shapes(data: ImageTextDataConfig) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def flops_per_unit(model: CLIPConfig, data: ImageTextDataConfig, num_params: int) -> tuple[float, float]:
+def flops_per_unit(
+    model: CLIPConfig, data: ImageTextDataConfig, num_params: int, frozen: bool = False
+) -> tuple[float, float]:
     """Training FLOPs per pair with (full, causal) attention: 6 for each weight that multiplies a token.
 
-    Includes the blocks and the patch embedding for all patches; excludes the loss.
+    Frozen weights need 4. Includes the blocks and the patch embedding for all patches; excludes the loss.
     """
     visual, text = model.visual, model.text
-    full = 6.0 * visual.num_patches * 3 * visual.patch_size**2 * visual.width
+    per_weight = 4.0 if frozen else 6.0
+    full = per_weight * visual.num_patches * 3 * visual.patch_size**2 * visual.width
     causal = full
     towers = (
         (visual, visual.num_patches + visual.class_tokens, False),
@@ -128,7 +131,7 @@ def flops_per_unit(model: CLIPConfig, data: ImageTextDataConfig, num_params: int
     )
     for tower, tokens, is_causal in towers:
         weights = 4 * tower.width**2 + 2 * tower.width * tower.mlp_dim
-        matmuls = 6 * tokens * tower.num_layers * weights
+        matmuls = per_weight * tokens * tower.num_layers * weights
         scores = 12 * tokens**2 * tower.num_layers * tower.width
         full += matmuls + scores
         causal += matmuls + (scores / 2 if is_causal else scores)

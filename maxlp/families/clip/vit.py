@@ -9,6 +9,7 @@ N heads · H head dim · E joint dim.
 
 import dataclasses
 import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,9 @@ from flax import nnx
 
 from maxlp.families.clip.encoder import Attention, Encoder, Mlp, check_tower
 from maxlp.nn import layers
+from maxlp.nn.attention.dense import dense
 from maxlp.parallel.sharding import constrain
+from maxlp.schema import Count, OneOf, Range
 
 POOLS = ("cls", "gap", "map")
 
@@ -39,28 +42,24 @@ class VisualConfig:
       ValueError: an invalid size, or sizes that do not fit each other.
     """
 
-    image_size: int
-    patch_size: int
-    width: int
-    num_layers: int
-    num_heads: int
-    mlp_dim: int
-    pool: str
+    image_size: Count
+    patch_size: Count
+    width: Count
+    num_layers: Count
+    num_heads: Count
+    mlp_dim: Count
+    pool: Annotated[str, OneOf(POOLS)]
     pre_norm: bool
     patch_bias: bool
     proj: bool
-    patch_dropout: float
+    patch_dropout: Annotated[float, Range(at_least=0, below=1)]
 
     def __post_init__(self):
-        check_tower(self, "image_size", "patch_size")
-        if self.pool not in POOLS:
-            raise ValueError(f"pool={self.pool!r} is unknown; one of {', '.join(POOLS)}")
+        check_tower(self)
         if self.image_size % self.patch_size:
             raise ValueError(
                 f"image_size={self.image_size} is not a multiple of patch_size={self.patch_size}"
             )
-        if not 0 <= self.patch_dropout < 1:
-            raise ValueError(f"patch_dropout={self.patch_dropout} must be in [0, 1)")
 
     @property
     def num_patches(self) -> int:
@@ -160,7 +159,8 @@ class MapPool(nnx.Module):
         probe_B1D = jnp.broadcast_to(self.probe[...].astype(x_BSD.dtype), (B, 1, D))
         q_B1NH = attn.heads(attn.q_proj(probe_B1D), attn.q_norm)
         k_BSNH = attn.heads(attn.k_proj(x_BSD), attn.k_norm)
-        o_B1NH = jax.nn.dot_product_attention(q_B1NH, k_BSNH, attn.heads(attn.v_proj(x_BSD)))
+        v_BSNH = attn.heads(attn.v_proj(x_BSD))
+        o_B1NH = dense(q_B1NH, k_BSNH, v_BSNH, causal=False, segment_ids_BS=None)
         h_B1D = attn.o_proj(o_B1NH.reshape(B, 1, D))
         return (h_B1D + self.mlp(self.mlp_norm(h_B1D)))[:, 0]
 

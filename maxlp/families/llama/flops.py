@@ -2,7 +2,12 @@
 
 
 def train_flops_per_token(
-    num_matmul_params: int, num_layers: int, num_heads: int, head_dim: int, seq_len: int
+    num_matmul_params: int,
+    num_layers: int,
+    num_heads: int,
+    head_dim: int,
+    seq_len: int,
+    frozen: bool = False,
 ) -> tuple[float, float]:
     """FLOPs of one training token, forward and backward, with full and with causal attention.
 
@@ -19,9 +24,11 @@ def train_flops_per_token(
       num_heads: N, query heads.
       head_dim: H.
       seq_len: S.
+      frozen: the parameters have no gradients, which leaves 4 FLOPs for each of them.
 
     Returns:
       (full, causal), in FLOPs per token.
     """
     attention = 12 * num_layers * num_heads * head_dim * seq_len
-    return float(6 * num_matmul_params + attention), float(6 * num_matmul_params + attention / 2)
+    weights = (4 if frozen else 6) * num_matmul_params
+    return float(weights + attention), float(weights + attention / 2)

@@ -70,6 +70,10 @@ def next_token_in_chunks(
     pass. (The other sums have no gradient.) The weights are gathered once. Each device accumulates their
     gradient over its own tokens in float32; the devices' sums are added once, after the last chunk.
 
+    The forward pass knows neither the loss scale nor the number of tokens, by which the sum will be
+    multiplied and divided. Without them float16 may overflow, so there the backward pass computes the
+    gradient, from logits that it computes again.
+
     Args:
       logits_fn: (weights, hidden states (b, s, D)) to float32 logits (b, s, V). It runs on the rows of one
         device and must not constrain shardings.
@@ -101,13 +105,37 @@ def _sum_of_chunks(loss: Callable, weights: nnx.State, x_CPbsD: jax.Array, *labe
 
 
 def _forward(loss, weights, x_CPbsD, *labels_CPbs):
+    inputs = weights, x_CPbsD, *labels_CPbs
+    if any(a.dtype == jnp.float16 for a in jax.tree.leaves((weights, x_CPbsD))):
+        return _sum_of_chunks(loss, *inputs), (None, inputs)
+    total, gradients = _with_gradients(loss, jnp.float32(1), *inputs)
+    return total, (gradients, None)
+
+
+def _backward(loss, saved, cotangents):
+    gradients, inputs = saved
+    if inputs is not None:
+        _, gradients = _with_gradients(loss, cotangents[0], *inputs)
+    else:
+        gradients = jax.tree.map(lambda g: (g * cotangents[0]).astype(g.dtype), gradients)
+    return *gradients, None, None
+
+
+def _with_gradients(
+    loss: Callable, cotangent: jax.Array, weights: nnx.State, x_CPbsD: jax.Array, *labels_CPbs: jax.Array
+) -> tuple[Any, Any]:
+    """`_sum_of_chunks`, and the gradients of ``cotangent`` × its loss with respect to weights and x."""
+
+    def of_part(weights: nnx.State, x_bsD: jax.Array, *labels_bs: jax.Array) -> tuple:
+        value, pull, sums = jax.vjp(lambda *args: loss(*args, *labels_bs), weights, x_bsD, has_aux=True)
+        return (value, sums), pull(cotangent)
+
     def add(carry: tuple, chunk: tuple) -> tuple[tuple, jax.Array]:
         total, dweights_P = carry
-        out, (more_P, dx_PbsD) = with_gradients(weights_P, *chunk)
+        out, (more_P, dx_PbsD) = jax.vmap(of_part)(weights_P, *chunk)
         dweights_P = jax.tree.map(lambda a, g: a + g.astype(a.dtype), dweights_P, more_P)
         return (_plus(total, out), dweights_P), dx_PbsD
 
-    with_gradients = jax.vmap(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
     weights_P, scatter = jax.vjp(sharding.all_gather_params, weights)
     zeros_P = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), weights_P)
     start = _zeros(loss, weights_P, x_CPbsD, labels_CPbs), zeros_P
@@ -115,10 +143,6 @@ def _forward(loss, weights, x_CPbsD, *labels_CPbs):
     [dweights] = scatter(jax.tree.map(lambda g, w: g.astype(w.dtype), dweights_P, weights_P))
     # By default XLA would scatter the gradient after the blocks' backward pass, and keep it until then.
     return total, jax.lax.optimization_barrier((dweights, dx_CPbsD))
-
-
-def _backward(loss, gradients, cotangents):
-    return *jax.tree.map(lambda g: (g * cotangents[0]).astype(g.dtype), gradients), None, None
 
 
 _sum_of_chunks.defvjp(_forward, _backward)

@@ -7,25 +7,36 @@ H head dim · V vocab · L layers.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from maxlp import schema
 from maxlp.nn import attention, layers, stack
 from maxlp.parallel.schedule import PipelineConfig
 from maxlp.parallel.sharding import constrain, gather_sequence, split_sequence
+from maxlp.schema import Count, OneOf, Positive, Range
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """How Llama 3.1 stretches the rotary wavelengths for contexts beyond the original one."""
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_seq_len: int
+    factor: Annotated[float, Range(at_least=1)]
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+    original_max_seq_len: Count
+
+    def __post_init__(self):
+        schema.check(self)
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor} must be below high_freq_factor="
+                f"{self.high_freq_factor}; Llama 3.1 has 1 and 4"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,8 +53,8 @@ class LlamaConfig:
       init_std: standard deviation of the weights. None: 1 / sqrt(inputs) for kernels, 1 for the embedding
         table (1 / sqrt(D) if tied). The two projections that write to the residual stream are scaled down
         by ``sqrt(2 L)`` (GPT-2).
-      dtype: of activations and matmuls.
-      param_dtype: of the stored parameters.
+      dtype: of activations and matmuls, one of `layers.DTYPES`.
+      param_dtype: of the stored parameters, one of `layers.DTYPES`; float16 is for imported weights only.
       attention: a key of `attention.KERNELS`.
       scan_layers: False unrolls the loop over layers, see `stack.apply_stack`.
       remat: a key of `stack.REMAT_POLICIES`.
@@ -53,31 +64,28 @@ class LlamaConfig:
       ValueError: an invalid size, or sizes that do not fit each other.
     """
 
-    vocab_size: int
-    embed_dim: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_dim: int
-    max_seq_len: int
-    rope_theta: float
+    vocab_size: Count
+    embed_dim: Count
+    num_layers: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    mlp_dim: Count
+    max_seq_len: Count
+    rope_theta: Annotated[float, Range(at_least=1)]
     rope_scaling: RopeScaling | None
-    norm_eps: float
+    norm_eps: Annotated[float, Range(above=0, at_most=1)]
     tie_embeddings: bool
-    init_std: float | None
-    dtype: str
-    param_dtype: str
-    attention: str
+    init_std: Positive | None
+    dtype: Annotated[str, OneOf(layers.DTYPES)]
+    param_dtype: Annotated[str, OneOf(layers.DTYPES)]
+    attention: Annotated[str, OneOf(attention.KERNELS)]
     scan_layers: bool
-    remat: str
+    remat: Annotated[str, OneOf(stack.REMAT_POLICIES)]
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
 
     def __post_init__(self):
-        sizes = ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-        for key in (*sizes, "mlp_dim", "max_seq_len"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key}={getattr(self, key)} must be at least 1")
+        schema.check(self)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
@@ -291,22 +299,39 @@ def _head(module: layers.Embed | layers.Linear, x_BSD: jax.Array) -> jax.Array:
     return module(x_BSD, preferred_element_type=jnp.float32)
 
 
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+    """Radians per position of each pair, float64 (H/2,).
+
+    ``theta^(-2i/H)`` (Su et al. 2021, arXiv:2104.09864). With scaling (Llama 3.1), wavelengths above
+    ``original / low_freq_factor`` grow by ``factor``, those below ``original / high_freq_factor`` stay, and
+    those between are interpolated.
+    """
+    freqs = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    if scaling is None:
+        return freqs
+    turns = scaling.original_max_seq_len * freqs / (2 * np.pi)  # in the original context
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = np.clip((turns - low) / (high - low), 0, 1)
+    return keep * freqs + (1 - keep) * freqs / scaling.factor
+
+
 def rope_table(
     positions_BS: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None
 ) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of position × frequency, float32 ``(B, S, 1, H/2)``.
+    """cos and sin of position × `rope_frequencies`, float32 ``(B, S, 1, H/2)``.
 
-    Frequencies are ``theta^(-2i/H)`` (Su et al. 2021, arXiv:2104.09864). With scaling (Llama 3.1),
-    wavelengths above ``original / low_freq_factor`` grow by ``factor``, those below
-    ``original / high_freq_factor`` stay, and those between are interpolated.
+    In float32 the product at position 131,071 would be wrong by up to 0.008 rad, and by more where a device
+    computes powers less exactly. Here a frequency is a fixed-point number of 48 bits of a turn, and its
+    product with the position is exact modulo one turn. What remains is the rounding of an angle in
+    [-π, π) to float32, below 7e-7 rad for every position below 2^17.
     """
-    freqs = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    if scaling is not None:
-        turns = scaling.original_max_seq_len * freqs / (2 * jnp.pi)  # in the original context
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        keep = jnp.clip((turns - low) / (high - low), 0, 1)
-        freqs = keep * freqs + (1 - keep) * freqs / scaling.factor
-    angles = positions_BS[:, :, None, None].astype(jnp.float32) * freqs[None, None, None]
+    turns_H = np.rint(rope_frequencies(head_dim, theta, scaling) / (2 * np.pi) * 2.0**48).astype(np.uint64)
+    high, low = (jnp.asarray(x, jnp.uint32)[None, None, None] for x in (turns_H >> 16, turns_H & 0xFFFF))
+    position = positions_BS[:, :, None, None].astype(jnp.uint32)
+    carry = (position & 0xFFFF) * low
+    units = position * high + (position >> 16) * low + (carry >> 16)  # of 2^-32 turns; drops whole turns
+    units = jax.lax.bitcast_convert_type(units, jnp.int32).astype(jnp.float32)  # from half a turn back
+    angles = (units + (carry & 0xFFFF).astype(jnp.float32) * 2.0**-16) * (2 * np.pi * 2.0**-32)
     return jnp.cos(angles), jnp.sin(angles)
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxlp import schema
 from maxlp.core import gradients
 from maxlp.data import sources, text
 from maxlp.families import Evaluate, Family
@@ -17,6 +18,7 @@ from maxlp.families.llama.flops import train_flops_per_token
 from maxlp.families.llama.model import Llama, LlamaConfig
 from maxlp.families.llama.perplexity import make_perplexity
 from maxlp.nn.attention import Use
+from maxlp.schema import Count, NotNegative
 
 BPE_BYTES = 4_000_000  # of text that a tokenizer learns from: 2 seconds on 2 cores
 
@@ -30,14 +32,11 @@ class NextTokenConfig:
       z_loss: weight of the squared log-partition; 0 is off, 1e-4 is PaLM's.
     """
 
-    num_chunks: int = 1
-    z_loss: float = 0.0
+    num_chunks: Count = 1
+    z_loss: NotNegative = 0.0
 
     def __post_init__(self):
-        if self.num_chunks < 1:
-            raise ValueError(f"num_chunks={self.num_chunks} must be at least 1")
-        if self.z_loss < 0:
-            raise ValueError(f"z_loss={self.z_loss} must not be negative")
+        schema.check(self)
 
 
 # --- the loss -------------------------------------------------------------------------------------------
@@ -117,11 +116,13 @@ def units_per_step(data: text.TextDataConfig) -> int:
     return data.batch_size * data.seq_len
 
 
-def flops_per_unit(model: LlamaConfig, data: text.TextDataConfig, num_params: int) -> tuple[float, float]:
+def flops_per_unit(
+    model: LlamaConfig, data: text.TextDataConfig, num_params: int, frozen: bool = False
+) -> tuple[float, float]:
     """Training FLOPs per token with (full, causal) attention; see `train_flops_per_token`."""
     looked_up = 0 if model.tie_embeddings else model.vocab_size * model.embed_dim
     return train_flops_per_token(
-        num_params - looked_up, model.num_layers, model.num_heads, model.head_dim, data.seq_len
+        num_params - looked_up, model.num_layers, model.num_heads, model.head_dim, data.seq_len, frozen
     )
 
 

@@ -86,8 +86,6 @@ def refusal(name: str, use: Use, axes: Mapping[str, int], platform: str) -> str 
       platform: ``jax.Device.platform``.
     """
     key = f"model.attention={name}"
-    if name not in KERNELS:
-        return f"model.attention={name!r} is unknown; one of {', '.join(KERNELS)}"
     if platform not in PLATFORMS.get(name, (platform,)):
         return f"{key} runs on {PLATFORMS[name][0]}, not on {platform}; use model.attention=xla"
     if axes["context"] > 1 and name != "ring":

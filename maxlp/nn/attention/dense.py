@@ -18,7 +18,7 @@ def dense(
     causal: bool,
     segment_ids_BS: jax.Array | None,
 ) -> jax.Array:
-    """Softmax in float32 over materialized logits.
+    """Softmax in float32 over materialized logits. If not causal, the number of keys is arbitrary.
 
     Causal attention runs in four blocks of queries (of at least 64 each), with only the keys up to
     the end of the block: 5/8 of the work of the whole square. More blocks do not help. Heads come
@@ -35,11 +35,9 @@ def dense(
     out = []
     for start in range(0, S, S // num_blocks):
         rows = slice(start, start + S // num_blocks)
-        keys = slice(0, rows.stop if causal else S)
+        keys = slice(0, rows.stop if causal else k_BSKH.shape[1])
         q_BKsH = q_BKGSH[:, :, :, rows].reshape(B, K, -1, H)
-        logits_BKsT = jnp.einsum(
-            "BKsH,BKTH->BKsT", q_BKsH, k_BKSH[:, :, keys], preferred_element_type=jnp.float32
-        )
+        logits_BKsT = _products(q_BKsH, k_BKSH[:, :, keys])
         visible_BST = _visible(rows, keys, causal, segment_ids_BS)
         visible_BsT = jnp.tile(visible_BST, (1, N // K, 1))
         logits_BKsT = jnp.where(visible_BsT[:, None], logits_BKsT * H**-0.5, jnp.finfo(jnp.float32).min)
@@ -47,6 +45,29 @@ def dense(
         out_BKsH = jnp.einsum("BKsT,BKTH->BKsH", probs_BKsT, v_BKSH[:, :, keys])
         out.append(out_BKsH.reshape(B, K, N // K, -1, H))
     return jnp.moveaxis(jnp.concatenate(out, axis=3), 3, 1).reshape(B, S, N, H)
+
+
+@jax.custom_vjp
+def _products(q_BKsH: jax.Array, k_BKTH: jax.Array) -> jax.Array:
+    """float32 products of queries and keys.
+
+    Their gradient is rounded to the dtype of the operands before it is multiplied, as in every other
+    matmul. JAX would multiply it in float32.
+    """
+    return jnp.einsum("BKsH,BKTH->BKsT", q_BKsH, k_BKTH, preferred_element_type=jnp.float32)
+
+
+def _products_fwd(q_BKsH, k_BKTH):
+    return _products(q_BKsH, k_BKTH), (q_BKsH, k_BKTH)
+
+
+def _products_bwd(saved, g_BKsT):
+    q_BKsH, k_BKTH = saved
+    g_BKsT = g_BKsT.astype(q_BKsH.dtype)
+    return jnp.einsum("BKsT,BKTH->BKsH", g_BKsT, k_BKTH), jnp.einsum("BKsT,BKsH->BKTH", g_BKsT, q_BKsH)
+
+
+_products.defvjp(_products_fwd, _products_bwd)
 
 
 def _visible(rows: slice, keys: slice, causal: bool, segment_ids_BS: jax.Array | None) -> jax.Array:

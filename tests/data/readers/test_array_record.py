@@ -1,5 +1,7 @@
 """Prepared folders; tests/test_prepare.py has the round trips of text."""
 
+import json
+
 import pytest
 
 from maxlp.data.readers.array_record import pack_example, unpack_example
@@ -35,6 +37,39 @@ def test_examples_are_those_that_were_prepared(tmp_path):
     path.write_bytes(data[:300] + bytes(40) + data[340:])
     with pytest.raises(ValueError, match=r"out: record 1\d: it cannot be read \(Corrupted"):
         list(open_images(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("content", ["text", "tokens", "image_text"])
+def test_a_manifest_of_another_shape_is_refused(tmp_path, content):
+    output = tmp_path / "out"
+    if content == "image_text":
+        prepare_image_text(write_pictures(tmp_path / "a.tar", 3), str(output))
+    else:
+        corpus, tokenizer = write_jsonl(tmp_path / "a.jsonl", TEXTS), "bytes" if content == "tokens" else ""
+        prepare_text(f"jsonl:{corpus}", str(output), shards=2, tokenizer=tokenizer)
+    file = output / "dataset.json"
+    manifest = json.loads(file.read_text())
+    kind = "image_text" if content == "image_text" else "text"
+    values = (None, 3, "text", [], {}, [3], [{}], {"file": 3}, -1)
+    nested = {key: value for key, value in manifest.items() if isinstance(value, dict)}
+    damaged = [*values, *({**manifest, key: value} for key in manifest for value in values)]
+    damaged += [
+        {**manifest, key: {**inner, name: value}}
+        for key, inner in nested.items() for name in inner for value in values
+    ]  # fmt: skip
+    shard = manifest["shards"][0]
+    damaged += [{**manifest, "shards": [{**shard, key: value}]} for key in shard for value in values]
+    damaged.append({**manifest, "shards": [{**shard, "file": f"../out/{shard['file']}"}]})
+    refused = 0
+    for each in damaged:
+        file.write_text(json.dumps(each))
+        try:
+            source = open_source(parse_spec(f"array_record:{output}", "all", kind))
+            _ = source[0], source.fingerprint, source.where(0)
+        except ValueError as error:
+            refused += 1
+            assert str(output) in str(error) and "\n" not in str(error)
+    assert refused > len(damaged) / 3, "the others change what is not read"
 
 
 def test_damaged_folders_are_refused(tmp_path):

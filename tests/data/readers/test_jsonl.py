@@ -23,5 +23,7 @@ def test_errors_name_file_and_line(tmp_path):
     for index, line, word in ((1, 3, "body, id"), (2, 4, "int"), (3, 5, "list"), (4, 6, "JSON")):
         message = error_of(f"jsonl:{path}", "all", index)
         assert f"{path}:{line}: " in message and word in message
+    path.write_text('{"text": "a"}\n' + "[" * 100_000)
+    assert f"{path}:2: not a complete JSON object (maximum recursion" in error_of(f"jsonl:{path}", "all", 1)
     write_jsonl(path, TEXTS, key="body")
     assert "text_key" in error_of(f"jsonl:{path}")  # when it is opened, not when training reads it

@@ -1,4 +1,5 @@
 import numpy as np
+import pyarrow.parquet
 
 from maxlp.data.sources import make_source
 from tests.data.corpora import TEXTS, error_of, write_parquet
@@ -18,5 +19,11 @@ def test_errors(tmp_path):
     message = error_of(f"parquet:{path}")
     assert "id, body" in message and "text_key" in message
     assert f"{path}: row 0 of row group 0: 'id' is int, not text" in error_of(f"parquet:{path}?text_key=id")
-    path.write_bytes(path.read_bytes()[:-100])
+    whole = path.read_bytes()
+    with pyarrow.parquet.ParquetFile(path) as file:
+        page = file.metadata.row_group(0).column(1).data_page_offset
+    path.write_bytes(whole[:page] + bytes(20) + whole[page + 20 :])
+    message = error_of(f"parquet:{path}?text_key=body", "all", 0)
+    assert f"{path}: row 0 of row group 0: it cannot be read (" in message
+    path.write_bytes(whole[:-100])
     assert f"{path} is not a readable Parquet file" in error_of(f"parquet:{path}?text_key=body")

@@ -1,5 +1,6 @@
 """Samples of tars against tarfile, the index, and truncated tars."""
 
+import io
 import json
 import os
 import pickle
@@ -91,6 +92,79 @@ def test_index_is_reused_until_the_tar_changes(tmp_path, monkeypatch):
         write_files(path, files)
         os.utime(path, ns=(len(caption), ord(caption)))
         assert tars.Tars(str(path))[0]["text"] == caption
+
+
+def test_a_damaged_index_is_made_anew(tmp_path):
+    """Also one that would run code: NumPy is told not to unpickle."""
+    path = write_files(tmp_path / "a.tar", samples(5))
+    expected = [tars.Tars(str(path))[row] for row in range(5)]
+    (index,) = tmp_path.glob("*.index.npy")
+    whole, trace = index.read_bytes(), tmp_path / "ran"
+
+    class Payload:
+        def __reduce__(self):
+            return os.mkdir, (str(trace),)
+
+    forged = io.BytesIO()
+    np.save(forged, np.array([Payload()]), allow_pickle=True)
+    other = io.BytesIO()
+    np.save(other, np.zeros(5, tars.INDEX_DTYPE)[:0])
+    for content in (
+        b"",
+        whole[:40],
+        whole[:-10],
+        forged.getvalue(),
+        pickle.dumps(Payload()),
+        other.getvalue(),
+    ):
+        tars._load.cache_clear()
+        index.write_bytes(content)
+        found = tars.Tars(str(path))
+        assert [found[row] for row in range(5)] == expected and not trace.exists()
+        assert index.read_bytes() == whole
+
+
+def test_members_never_leave_the_tar(tmp_path):
+    """Names are keys of samples, and links are not followed: nothing is written or read elsewhere."""
+    secret = tmp_path / "secret.txt"
+    secret.write_text("secret")
+    (tmp_path / "in").mkdir()
+    path = write_files(
+        tmp_path / "in" / "a.tar", [("../../up.jpg", b"1"), ("/abs.jpg", b"2"), ("/abs.txt", b"c")]
+    )
+    with tarfile.open(path, "a") as tar:
+        for name, kind in (("../../up.txt", tarfile.SYMTYPE), ("x.jpg", tarfile.LNKTYPE)):
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = kind, str(secret)
+            tar.addfile(link)
+    found = tars.Tars(str(path))
+    assert [found[row]["text"] for row in range(len(found))] == ["c"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["in", "secret.txt"]
+
+
+def test_files_of_gigabytes_are_broken_examples(tmp_path):
+    """The tar is sparse: 5 GiB that take no room on the disk."""
+    path, big = tmp_path / "a.tar", 5 * 2**30
+    with path.open("wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
+        for name, size in (
+            ("0.jpg", big),
+            ("0.txt", 3),
+            ("1.jpg", 3),
+            ("1.txt", big),
+            ("2.jpg", 1),
+            ("2.txt", 1),
+        ):
+            member = tarfile.TarInfo(name)
+            member.size = size
+            file.write(member.tobuf())
+            file.seek(-(-size // 512) * 512, os.SEEK_CUR)
+        file.write(bytes(1024))
+        tar.closed = True  # everything is written
+    found = tars.Tars(str(path))
+    for row in (0, 1):
+        with pytest.raises(BrokenExample, match="its image or caption has more than 1 GiB"):
+            found[row]
+    assert len(found) == 3 and len(found[2]["image"]) == 1
 
 
 def test_index_stays_in_memory_where_it_cannot_be_written(tmp_path, monkeypatch):

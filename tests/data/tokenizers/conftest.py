@@ -10,7 +10,8 @@ from tests.data.tokenizers.texts import stdlib_texts
 @pytest.fixture(scope="session")
 def bpe_path(tmp_path_factory):
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
-    train_bpe(sample_texts(make_source("stdlib", "train"), 500_000, 0), 1024, str(path))
+    made = train_bpe(sample_texts(make_source("stdlib", "train"), 500_000, 0), 1024)
+    path.write_bytes(made.files["tokenizer.json"])
     return str(path)
 
 

@@ -102,6 +102,22 @@ def test_equals_float64(B, tile_size, scale, bias, spread):
             np.testing.assert_allclose(got, grad / 3, rtol=1e-5, atol=atol, err_msg=f"{where} {name}")
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("B, spread", [(6, 0.0), (16, 1e-3)])
+def test_probabilities_keep_their_digits_at_logits_of_one_hundred(B, spread, method):
+    """The gradient of the scale, Σ G_ij <image_i, text_j>, is nearly the sum of G, whose rows sum to zero.
+
+    Each probability may have four roundings of its own size (exp, sum, division, mean): 4 B · 2^-24 in all.
+    The rounding of max + log(sum), a number of 102, would be 3.8e-6 in each of the B rows.
+    """
+    args = (*features(B, spread=spread), 100.0, 0.0)
+    (_, _), grads = jax.jit(functools.partial(value_and_grads, kind="softmax", method=method, tile_size=4))(
+        *args
+    )
+    want = reference_grads(*args, loss="softmax")[2] / 3
+    np.testing.assert_allclose(grads[2], want, rtol=0, atol=4 * B * 2.0**-24 / 3)
+
+
 @pytest.fixture(scope="module")
 def one_device():
     args = (*features(24, seed=1), 20.0, -5.0)

@@ -148,7 +148,7 @@ def test_texts_that_are_too_long_are_refused():
         (dict(visual=dict(num_heads=3)), "num_heads=3 does not divide width=32"),
         (dict(visual=dict(num_layers=0)), "num_layers=0 must be at least 1"),
         (dict(visual=dict(image_size=18)), "image_size=18 is not a multiple of patch_size=4"),
-        (dict(visual=dict(patch_dropout=1.0)), r"patch_dropout=1.0 must be in \[0, 1\)"),
+        (dict(visual=dict(patch_dropout=1.0)), r"patch_dropout=1.0 must be at least 0 and below 1"),
         (dict(visual=dict(proj=False)), "visual.proj=False needs visual.width=32 to equal embed_dim=16"),
         (dict(text=dict(pool="first")), "pool='first' is unknown; one of argmax, eos, last"),
         (dict(text=dict(pool="eos")), "pool='eos' needs eos_id"),

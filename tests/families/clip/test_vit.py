@@ -8,6 +8,7 @@ from flax import nnx
 
 from maxlp.families.clip import vit, weights
 from tests.families.clip.fixtures import SIGLIP, make_batch, make_clip
+from tests.fixtures import matmul_types
 
 encode_image = jax.jit(lambda model, *args: model.encode_image(*args))
 
@@ -66,6 +67,18 @@ def test_resizing_interpolates_a_smooth_field_and_keeps_the_class_token():
 def test_images_of_another_size_are_refused():
     with pytest.raises(ValueError, match=r"images of 20 × 16 × 3 do not match model.visual.image_size=16"):
         encode_image(make_clip(), jnp.zeros((2, 20, 16, 3)))
+
+
+@pytest.mark.parametrize("changes", [{}, SIGLIP], ids=["clip", "siglip"])
+def test_towers_in_bfloat16_multiply_only_bfloat16(changes):
+    """Forward and backward, with each way of pooling."""
+
+    def total(model, batch):
+        return jnp.sum(model.encode_image(batch["image"])) + jnp.sum(model.encode_text(batch["text"]))
+
+    model = jax.eval_shape(lambda: make_clip(**{"dtype": "bfloat16"} | changes))
+    types = matmul_types(jax.jit(jax.grad(total, allow_int=True)).lower(model, make_batch()))
+    assert types and {operand for *operands, _ in types for operand in operands} == {"bf16"}
 
 
 def test_an_image_tower_without_a_class_token_is_resized_whole():

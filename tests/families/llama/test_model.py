@@ -3,11 +3,14 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from maxlp.families.llama.model import Llama, LlamaConfig
+from maxlp.families.llama.model import Llama, LlamaConfig, RopeScaling, rope_table
+from maxlp.families.llama.task import NextTokenConfig
+from tests.fixtures import Trainer, batch, matmul_types
 
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -83,6 +86,53 @@ def test_a_cache_changes_nothing_for_rows_of_different_lengths(model):
         at = prompt + i
         found, cache = step(model, rows[[0, 1], at][:, None], at[:, None], cache)
         np.testing.assert_allclose(found[:, 0], expected[[0, 1], at], atol=3e-5, rtol=0)
+
+
+SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192)
+
+
+def exact_frequencies(head_dim, theta, scaling):
+    """Of each pair, in Python's float64, from the published rule for Llama 3.1."""
+    found = []
+    for i in range(0, head_dim, 2):
+        freq = theta ** (-i / head_dim)
+        wavelength = 2 * np.pi / freq
+        if scaling is not None and wavelength > scaling.original_max_seq_len / scaling.low_freq_factor:
+            freq /= scaling.factor
+        elif scaling is not None and wavelength > scaling.original_max_seq_len / scaling.high_freq_factor:
+            smooth = scaling.original_max_seq_len / wavelength - scaling.low_freq_factor
+            smooth /= scaling.high_freq_factor - scaling.low_freq_factor
+            freq = (1 - smooth) * freq / scaling.factor + smooth * freq
+        found.append(freq)
+    return np.array(found)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "theta", "scaling"), [(64, 1e4, None), (128, 5e5, None), (128, 5e5, SCALING)]
+)
+def test_rotary_angles_are_exact_at_position_131071(head_dim, theta, scaling):
+    """An angle of at most π has 4 roundings of 2^-24 (parts, sum, constant, product), a cosine one."""
+    random = np.random.default_rng(0).integers(0, 131_072, 500)
+    positions = np.concatenate([np.arange(40), random, [65_535, 65_536, 131_071]])
+    table = jax.jit(rope_table, static_argnums=(1, 2, 3))
+    cos, sin = table(jnp.asarray(positions[None], jnp.int32), head_dim, theta, scaling)
+    angles = positions[:, None] * exact_frequencies(head_dim, theta, scaling)  # 2e-11 at most off
+    for actual, exact in ((cos, np.cos(angles)), (sin, np.sin(angles))):
+        np.testing.assert_allclose(actual[0, :, 0], exact, rtol=0, atol=(4 * np.pi + 1) * 2.0**-24)
+
+
+def test_no_device_computes_rotary_frequencies():
+    table = jax.make_jaxpr(lambda positions: rope_table(positions, 128, 5e5, SCALING))
+    used = {str(e.primitive) for e in table(jnp.zeros((1, 4), jnp.int32)).eqns}
+    assert {"cos", "sin"} <= used and not used & {"pow", "integer_pow", "exp", "exp2", "log", "div"}
+
+
+@pytest.mark.parametrize(("attention", "tied", "num_chunks"), [("xla", False, 4), ("ring", True, 1)])
+def test_a_train_step_in_bfloat16_multiplies_only_bfloat16(attention, tied, num_chunks):
+    loss = NextTokenConfig(num_chunks=num_chunks)
+    trainer = Trainer(loss=loss, dtype="bfloat16", attention=attention, tie_embeddings=tied)
+    types = matmul_types(trainer.lower(batch(0)))
+    assert types and {operand for *operands, _ in types for operand in operands} == {"bf16"}
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -1,0 +1,99 @@
+"""What a resumed run may change.
+
+A run goes on with the model and the data that it began with. Of a changed config, keys that decide what the
+model computes or what it learns from are refused unless the user allows the change; all others, such as the
+mesh, memory, kernels, precision and the optimizer's numbers, are only reported. What files hold is compared
+by the data pipelines (`data.common.check_settings`) and by `run.tokenizer`, with what the last checkpoint
+records.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from maxlp.run import run_dir
+from maxlp.run.config import ConfigError
+from maxlp.runtime import checkpoint
+from maxlp.runtime.files import read_json
+
+# Sections and keys that decide what the model computes or what it learns from …
+FIXED = ("model", "data", "loss", "train.seed", "train.lora")
+# … except these, which decide where, how fast or how exactly it is computed, or what is measured.
+FREE = (
+    *("model.dtype", "model.param_dtype", "model.attention", "model.scan_layers", "model.remat"),
+    *("model.pipeline", "loss.num_chunks", "loss.method", "loss.tile_size"),
+    *("data.num_workers", "data.num_threads", "data.max_broken", "data.validation_source"),
+)
+# Sections that change no number of the training.
+OBSERVING = ("spikes", "checkpoint", "metrics", "profile")
+
+
+def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> list[str]:
+    """Compares a config with the one of the run's last start; returns one line for each changed value.
+
+    Args:
+      allow: whether a resumed run may have another model or other data.
+
+    Raises:
+      ConfigError: a run that has a checkpoint would have another model or other data.
+    """
+    changes = _changes(workdir, c)
+    refused = [change for key, change in changes.items() if is_fixed(key)]
+    if refused and not allow and saved_data_state(workdir) is not None:
+        raise ConfigError(
+            f"{workdir} was trained with another model or other data ({'; '.join(refused)}); take back the "
+            "change, use a new workdir, or add --allow_change"
+        )
+    return list(changes.values())
+
+
+def continues(workdir: Path, c: ConfigDict) -> bool:
+    """Whether a start without a checkpoint repeats an earlier one; otherwise it begins another run.
+
+    A run that was killed before its first checkpoint, or rolled back to its beginning, has the same config,
+    except for sections that change no number of the training.
+    """
+    changed = [key for key in _changes(workdir, c) if not _is_in(OBSERVING, key)]
+    return (workdir / "run.json").exists() and not changed
+
+
+def _changes(workdir: Path, c: ConfigDict) -> dict[str, str]:
+    """Changed key -> a line with both values; none without config.json."""
+    if not (workdir / "config.json").exists():
+        return {}
+    old, new = _flat(run_dir.load_config(workdir).to_dict()), _flat(json.loads(c.to_json_best_effort()))
+    keys = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+    return {k: f"config.{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in keys}
+
+
+def is_fixed(key: str) -> bool:
+    """Whether a config key decides what the model computes or what it learns from."""
+    return _is_in(FIXED, key) and not _is_in(FREE, key)
+
+
+def saved_data_state(workdir: Path) -> dict[str, Any] | None:
+    """The state of the data in the newest checkpoint of a run.
+
+    Returns:
+      None before the first checkpoint, {} if no checkpoint has a readable record.
+    """
+    infos = [i for i in checkpoint.list_steps(workdir / "checkpoints") if i.status != "unfinished"]
+    for info in reversed(infos):
+        try:
+            return read_json(info.path / "checkpoint.json", {})["data_state"]
+        except (ValueError, KeyError):  # damaged: reported when the run is restored
+            continue
+    return {} if infos else None
+
+
+def _is_in(names: tuple[str, ...], key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

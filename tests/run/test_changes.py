@@ -1,0 +1,157 @@
+"""What a resumed run may change: every key of a config is on one side."""
+
+import dataclasses
+import inspect
+import json
+
+import pytest
+
+from maxlp import families
+from maxlp.monitoring.spikes import SpikeConfig
+from maxlp.optim.config import OptimizerConfig
+from maxlp.parallel import sharding
+from maxlp.precision import PrecisionConfig
+from maxlp.run import changes, run_dir
+from maxlp.run.config import ConfigError
+from maxlp.run.settings import SECTIONS, WRITER_ARGUMENTS, TrainConfig
+from maxlp.runtime.checkpoint import Checkpointer
+from maxlp.runtime.profiler import Profiler
+from maxlp.runtime.writers import MetricWriter
+from tests.run.fixtures import changed, load
+
+# By section and family; keys of a nested section are those of the whole.
+FIXED = {
+    "llama model": "vocab_size embed_dim num_layers num_heads num_kv_heads head_dim mlp_dim max_seq_len "
+    "rope_theta rope_scaling norm_eps tie_embeddings init_std name",
+    "clip model": "embed_dim visual text act norm_eps layer_scale qk_norm init logit_scale logit_bias "
+    "image_mean image_std name",
+    "llama data": "source tokenizer seq_len batch_size packing shuffle shuffle_tokens num_epochs",
+    "clip data": "source tokenizer text_len image_size batch_size crop_scale classes templates max_pixels "
+    "num_epochs",
+    "llama loss": "z_loss",
+    "clip loss": "kind",
+    "train": "seed lora",
+}
+FREE = {
+    "llama model": "dtype param_dtype attention scan_layers remat pipeline",
+    "clip model": "dtype param_dtype attention scan_layers remat",
+    "llama data": "num_workers",
+    "clip data": "validation_source max_broken num_threads num_workers",
+    "llama loss": "num_chunks",
+    "clip loss": "method tile_size",
+    "train": "total_steps microbatches log_every eval_every eval_batches init_from release_gradients",
+    "precision": "recipe options rules first_blocks last_blocks min_dim smooth_swiglu loss_scale "
+    "health_every",
+    "mesh": "stage data fsdp context tensor dcn_data",
+    "optimizer": "name learning_rate schedule warmup_steps final_lr_fraction decay_fraction clip_norm "
+    "weight_decay decay_embeddings decay_with_clip b1 b2 eps mu_dtype options galore low_bit "
+    "param_rounding",
+    "spikes": "guard statistics window threshold min_history merge_steps rms_threshold lead "
+    "guard_threshold rewind_steps skip_batches max_actions",
+    "checkpoint": "every_steps keep_last keep_every",
+    "metrics": "console tensorboard wandb_project",
+    "profile": "start steps",
+}
+
+
+def schema() -> dict[str, set[str]]:
+    """The keys of every section, by the class or function that the section configures."""
+    functions = dict(
+        precision=PrecisionConfig,
+        mesh=sharding.make_mesh,
+        optimizer=OptimizerConfig,
+        train=TrainConfig,
+        spikes=SpikeConfig,
+        checkpoint=Checkpointer,
+        metrics=MetricWriter,
+        profile=Profiler,
+    )
+    later = dict(
+        mesh={"devices"},
+        checkpoint={"directory", "on_complete"},
+        metrics={*WRITER_ARGUMENTS},
+        profile={"workdir"},
+    )
+    found = {
+        name: set(inspect.signature(f).parameters) - later.get(name, set()) for name, f in functions.items()
+    }
+    for name in families.FAMILIES:
+        family = families.get(name)
+        for section, kind in dict(model=family.Model, data=family.Data, loss=family.Loss).items():
+            found[f"{name} {section}"] = {field.name for field in dataclasses.fields(kind)}
+        found[f"{name} model"].add("name")
+    return found
+
+
+def test_every_key_is_classified():
+    known = schema()
+    assert {name.split()[-1] for name in known} == set(SECTIONS)
+    for name, keys in known.items():
+        fixed, free = (set(table.get(name, "").split()) for table in (FIXED, FREE))
+        assert fixed | free == keys and not fixed & free, f"decide which side new keys of {name} are on"
+        for key in keys:
+            assert changes.is_fixed(f"{name.split()[-1]}.{key}") == (key in fixed), key
+    assert changes.is_fixed("model.visual.patch_dropout") and not changes.is_fixed("model.pipeline.rounds")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The workdir of a run with a checkpoint."""
+    run_dir.save_config(tmp_path, load("debug"))
+    step = tmp_path / "checkpoints" / "3"
+    step.mkdir(parents=True)
+    (step / "checkpoint.json").write_text(json.dumps({"data_state": {}}))
+    return tmp_path
+
+
+def test_another_function_or_other_data_is_refused(run):
+    for key, value in {
+        "model.rope_theta": 1e6,
+        "model.norm_eps": 1e-6,
+        "model.rope_scaling.factor": 8.0,
+        "loss.z_loss": 1e-4,
+        "data.seq_len": 64,
+        "data.source": "stdlib?validation=0.1",
+        "train.seed": 1,
+    }.items():
+        c = changed(load("debug"), {key: value, "train.log_every": 7})
+        with pytest.raises(
+            ConfigError, match=rf"\(config.{key}: .* -> .*\); .* add --allow_change$"
+        ) as error:
+            changes.check_config(run, c)
+        assert "log_every" not in str(error.value) and "\n" not in str(error.value)
+        assert any(line.startswith(f"config.{key}: ") for line in changes.check_config(run, c, allow=True))
+
+
+def test_other_changes_are_reported(run):
+    values = {
+        "optimizer.learning_rate": 1.0,
+        "mesh.fsdp": 2,
+        "model.remat": "block",
+        "train.total_steps": 900,
+    }
+    before = (run / "config.json").read_bytes()
+    lines = changes.check_config(run, changed(load("debug"), values))
+    assert sorted(line.split(":")[0] for line in lines) == sorted(f"config.{key}" for key in values)
+    assert (run / "config.json").read_bytes() == before
+    assert changes.check_config(run, load("debug")) == []
+
+
+def test_a_run_without_a_checkpoint_may_change(run):
+    c = changed(load("debug"), {"model.rope_theta": 1e6})
+    (run / "checkpoints" / "3").rename(run / "checkpoints" / "3.unfinished")
+    assert changes.check_config(run, c) == ["config.model.rope_theta: 10000.0 -> 1000000.0"]
+    assert changes.check_config(run / "new", c) == []
+
+
+def test_the_newest_readable_record_counts(run):
+    newer = run / "checkpoints" / "6"
+    newer.mkdir()
+    (newer / "checkpoint.json").write_text('{"data_state": {"step": 6}}')
+    assert changes.saved_data_state(run) == {"step": 6}
+    (newer / "checkpoint.json").write_text('{"data_st')
+    assert changes.saved_data_state(run) == {}
+    newer.rename(run / "checkpoints" / "6.damaged")
+    (run / "checkpoints" / "3" / "checkpoint.json").unlink()
+    assert changes.saved_data_state(run) == {}, "a run has begun"
+    assert changes.saved_data_state(run / "new") is None

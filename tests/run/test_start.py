@@ -1,0 +1,154 @@
+"""What ends a start is found by its dry run, before anything is compiled, and leaves nothing behind.
+
+The command's own steps run here in this process: `train` calls the same functions in both cases.
+"""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from maxlp import train
+from maxlp.core.train_state import abstract_state
+from maxlp.run import run_dir
+from maxlp.run.experiment import resolve
+from maxlp.run.restore import check_start
+from maxlp.runtime.checkpoint import Checkpointer
+from tests.run.fixtures import changed, load
+
+TINY = {
+    "llama": {
+        "model.embed_dim": 8,
+        "model.num_layers": 1,
+        "model.num_heads": 1,
+        "model.num_kv_heads": 1,
+        "model.head_dim": 8,
+        "model.mlp_dim": 8,
+        "model.vocab_size": 300,
+        "data.tokenizer": "bytes",
+    },
+    "clip": {"data.source": "glyphs", "data.tokenizer": "bytes", "model.text.pool": "eos"},
+}
+TINY["clip"] |= {"model.text.vocab_size": 300, "model.text.eos_id": 257}
+
+
+def prepared(workdir: Path, values: dict[str, Any], family: str = "llama"):
+    """What `train` has when it asks whether to go on: the run and its state as shapes."""
+    run = resolve(changed(load("debug", family=family), TINY[family] | values), jax.devices()[:1])
+    with jax.set_mesh(run.mesh):
+        return run, *abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+
+
+def dry_run(workdir: Path, values: dict[str, Any], family: str = "llama") -> None:
+    """The part of `train --dry_run` that a start has too, other than tracing the step."""
+    run, graphdef, abstract = prepared(workdir, values, family)
+    with jax.set_mesh(run.mesh):
+        check_start(run.settings, abstract, workdir)
+        with run_dir.scratch(workdir) as folder:
+            training, _, _ = train.open_data(run, graphdef, folder)
+            iter(training).close()
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    """Documents of 64 bytes, in both splits."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for i in range(100):
+        (folder / f"{i}.txt").write_text("x" * 64)
+    return folder
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_a_good_start_is_accepted_and_leaves_nothing(family, tmp_path, corpus):
+    values = {"data.source": f"text:{corpus}"} if family == "llama" else {}
+    dry_run(tmp_path / "run", values, family)
+    assert set(tmp_path.iterdir()) == {corpus}
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"data.source": "text:/nowhere/*.txt"}, "/nowhere"),
+    ("llama", {"data.source": "text:{tmp}/empty.txt"}, "empty.txt"),
+    ("llama", {"data.source": "nosuch:/data"}, "unknown kind 'nosuch'"),
+    ("llama", {"data.source": "jsonl:{tmp}/corpus/1.txt"}, "corpus/1.txt"),
+    ("llama", {"data.source": "array_record:{tmp}/corpus"}, "corpus"),
+    ("llama", {"data.tokenizer": "/nowhere/tokenizer.json"}, "/nowhere/tokenizer.json"),
+    ("llama", {"data.tokenizer": "{tmp}/corpus/1.txt"}, "corpus/1.txt"),
+    ("llama", {"data.tokenizer": "bytes?bos=x"}, "bytes?bos=x"),
+    ("llama", {"model.vocab_size": 200}, "config.model.vocab_size=200"),
+    ("llama", {"data.tokenizer": "bpe:10"}, "bpe:10"),
+    ("llama", {"train.init_from": "/nowhere"}, "config.train.init_from=/nowhere: no intact checkpoint"),
+    (
+        "llama",
+        {"train.init_from": "gs://bucket/run"},
+        "config.train.init_from=gs://bucket/run: gs://bucket",
+    ),
+    ("llama", {"metrics.wandb_project": "x"}, "config.metrics.wandb_project='x' needs wandb"),
+    ("clip", {"data.source": "tar:/nowhere.tar"}, "/nowhere.tar"),
+    ("clip", {"data.validation_source": "tar:/nowhere.tar"}, "/nowhere.tar"),
+    ("clip", {"data.batch_size": 2**20}, "batch_size=1048576 is more than the"),
+    ("clip", {"model.text.eos_id": 258}, "config.model.text.eos_id=257"),
+]
+
+
+@pytest.mark.parametrize(("family", "values", "part"), REFUSED, ids=lambda v: str(v)[:50])
+def test_what_a_start_refuses_is_refused_by_a_dry_run(family, values, part, tmp_path, corpus, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    (tmp_path / "empty.txt").write_text("")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    given = {"data.source": f"text:{corpus}"} if family == "llama" else {}
+    given |= {k: v.format(tmp=tmp_path) if isinstance(v, str) else v for k, v in values.items()}
+    with pytest.raises(ValueError, match=re.escape(part)) as caught:
+        dry_run(tmp_path / "run", given, family)
+    assert "\n" not in str(caught.value) and "dry-run-" not in str(caught.value)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_workdir_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for workdir in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ValueError, match=rf"^--workdir={workdir}: {tmp_path}/file is a file"):
+            run_dir.check_workdir(workdir)
+    run_dir.check_workdir(tmp_path / "new" / "run")
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # tests may run as root
+    with pytest.raises(ValueError, match=rf"^--workdir={tmp_path}/new/run: {tmp_path} is not writable"):
+        run_dir.check_workdir(tmp_path / "new" / "run")
+
+
+def save(folder: Path, values: dict[str, Any]) -> None:
+    """A checkpoint of step 3 of the tiny Llama with these changes."""
+    run, _, abstract = prepared(folder, values)
+    with jax.set_mesh(run.mesh), Checkpointer(folder / "checkpoints", every_steps=1) as checkpoints:
+        checkpoints.save(3, run.initial_state(abstract), data_state={})
+
+
+def test_weights_and_checkpoints_of_another_shape_are_refused(tmp_path, corpus):
+    data = {"data.source": f"text:{corpus}"}
+    save(tmp_path / "other", data | {"model.mlp_dim": 16})
+    other = {"train.init_from": str(tmp_path / "other")}
+    misfit = r"does not fit this config: params/layers/mlp/down_proj/kernel is float32\[1,16,8\]"
+    with pytest.raises(ValueError, match=rf"^config\.train\.init_from={tmp_path}/other: .*{misfit}"):
+        dry_run(tmp_path / "run", data | other)
+    with pytest.raises(ValueError, match=misfit):
+        dry_run(tmp_path / "other", data)
+    # The run's own weights fit, and what a run would start from no longer matters when it resumes.
+    dry_run(tmp_path / "run", data | other | {"model.mlp_dim": 16})
+    dry_run(tmp_path / "other", data | {"model.mlp_dim": 16, "train.init_from": "/nowhere"})
+
+
+def test_a_scratch_folder_stands_for_a_workdir(tmp_path):
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    (workdir / "a").write_text("old")
+    with run_dir.scratch(workdir) as folder:
+        assert (folder / "a").read_text() == "old"
+        run_dir.write_json(folder / "a", "new")
+        (folder / "b").write_text("more")
+    assert (workdir / "a").read_text() == "old" and [p.name for p in workdir.iterdir()] == ["a"]
+    assert not folder.exists()
+    with pytest.raises(ValueError, match=rf"^{workdir}/x is wrong$"), run_dir.scratch(workdir) as folder:
+        raise ValueError(f"{folder}/x is wrong")
+    assert not folder.exists()

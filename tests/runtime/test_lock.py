@@ -1,0 +1,167 @@
+"""One process at a time holds a workdir; a holder that is gone does not keep it."""
+
+import contextlib
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from maxlp.runtime import lock
+from maxlp.runtime.lock import WorkdirLock
+
+HOLD = """
+import pathlib, sys
+from maxlp.runtime import lock
+lock.BEAT_SECONDS = 0.05
+with lock.WorkdirLock(pathlib.Path(sys.argv[1])) as held:
+    sys.stdin.readline()
+    try:
+        held.acquire()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def start(workdir):
+    command = [sys.executable, "-c", HOLD, str(workdir)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command, text=True, **pipes)
+
+
+def go(*processes):
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+
+@contextlib.contextmanager
+def holder(workdir):
+    """Another process that holds the lock until the end of the block, where it releases it."""
+    with start(workdir) as process:
+        go(process)
+        assert process.stdout.readline() == "held\n"
+        yield process
+        if process.poll() is None:
+            process.communicate("\n")
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch):
+    for name, seconds in (("BEAT_SECONDS", 0.05), ("WATCH_SECONDS", 0.5), ("SETTLE_SECONDS", 0.1)):
+        monkeypatch.setattr(lock, name, seconds)
+
+
+def refused(workdir, name=""):
+    with WorkdirLock(workdir) as second, pytest.raises(ValueError, match=rf"is in use: {name}.*--workdir$"):
+        second.acquire()
+
+
+def taken(workdir):
+    with WorkdirLock(workdir) as held:
+        held.acquire()
+        held.acquire()  # as after a rollback in the same process
+    assert not (workdir / "lock").exists()
+
+
+def test_a_second_process_is_refused_until_the_first_ends_however_it_ends(tmp_path):
+    workdir = tmp_path / "new" / "run"
+    with holder(workdir) as first:
+        for _ in range(2):
+            refused(
+                workdir, f"process {first.pid} on {os.uname().nodename} has been running there since 20"
+            )
+    with holder(workdir) as second:
+        refused(workdir)
+        second.kill()
+        second.wait()
+    assert (workdir / "lock").exists()
+    taken(workdir)
+
+
+def test_of_processes_that_start_at_once_exactly_one_holds(tmp_path):
+    processes = [start(tmp_path) for _ in range(4)]
+    go(*processes)
+    # Whoever is refused ends; the one that holds the lock waits for its input.
+    deadline = time.monotonic() + 60
+    while sum(p.poll() is None for p in processes) > 1 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    outputs = [process.communicate("\n") for process in processes]
+    assert [out for out, _ in outputs if out] == ["held\n"]
+    assert sum("is in use" in err for _, err in outputs) == 3
+
+
+OTHER = {"host": "other", "pid": 7, "boot": "another boot", "since": "2026-01-01", "token": "x"}
+
+
+@contextlib.contextmanager
+def other_machine(workdir, lives):
+    """The lock of a process on another machine, which raises its count if it lives."""
+    stop, path = threading.Event(), workdir / "lock"
+
+    def beat():
+        count = 0
+        while not stop.wait(0.05):
+            count += lives
+            path.write_text(json.dumps(OTHER | {"count": count}))
+
+    path.write_text(json.dumps(OTHER))
+    thread = threading.Thread(target=beat)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+
+
+def test_on_another_machine_the_count_decides(tmp_path):
+    with other_machine(tmp_path, lives=True):
+        refused(tmp_path, "process 7 on other")
+    (tmp_path / "lock").write_text(json.dumps(OTHER))
+    taken(tmp_path)
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EWOULDBLOCK])
+def test_without_a_working_kernel_lock_the_count_decides_too(tmp_path, monkeypatch, error):
+    """A network file system without locks, or with the lock of a machine that was lost."""
+
+    def fails(*_):
+        raise OSError(error, "no lock")
+
+    monkeypatch.setattr(lock.fcntl, "flock", fails)
+    with other_machine(tmp_path, lives=True):
+        refused(tmp_path, "process 7 on other")
+    (tmp_path / "lock").write_text(json.dumps(OTHER))
+    taken(tmp_path)
+
+
+def test_of_two_that_take_an_unlockable_file_at_once_the_last_writer_holds(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.ENOLCK, "no lock")
+
+    monkeypatch.setattr(lock.fcntl, "flock", fails)
+    monkeypatch.setattr(lock.time, "sleep", lambda _: (tmp_path / "lock").write_text(json.dumps(OTHER)))
+    refused(tmp_path, "process 7 on other")
+
+
+def test_who_was_taken_over_ends_itself(tmp_path):
+    with holder(tmp_path) as first:
+        (tmp_path / "lock").write_text(json.dumps(OTHER))
+        assert first.wait(timeout=60) == 2
+        assert f"error: another process has taken over {tmp_path}" in first.stderr.read()
+    assert json.loads((tmp_path / "lock").read_text()) == OTHER
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 3}', "\0" * 600])
+def test_a_damaged_lock_is_stale_unless_its_process_lives(tmp_path, content):
+    (tmp_path / "lock").write_text(content)
+    taken(tmp_path)
+    with holder(tmp_path):
+        os.truncate(tmp_path / "lock", 0)
+        with WorkdirLock(tmp_path) as second, pytest.raises(ValueError, match="is in use"):
+            second.acquire()
