@@ -57,9 +57,9 @@ CORE = [
         # The mean of the microbatches' means.
         ('sums["loss"] / total, loss_scale', 'sums["loss"] / count(part), loss_scale'),
         ("lambda x: jnp.sum(x, axis=0), sums", "lambda x: jnp.mean(x, axis=0), sums"),
-        ("lambda x: jnp.max(x, axis=0), model_state", "lambda x: x[-1], model_state"),
-        ("lambda x: jnp.max(x, axis=0), model_state", "lambda x: jnp.mean(x, axis=0), model_state"),
-        ("return unscaled(grads, loss_scale), join_trees", "return grads, join_trees"),
+        ("lambda x: jnp.max(x, axis=0), parts", "lambda x: x[-1], parts"),
+        ("lambda x: jnp.max(x, axis=0), parts", "lambda x: jnp.mean(x, axis=0), parts"),
+        ("return unscaled(grads, loss_scale), join_parts", "return grads, join_parts"),
         ("jnp.zeros(p.shape, jnp.float32), params", "jnp.zeros_like(p), params"),
         ("g.astype(jnp.float32) * inverse", "(g * inverse.astype(g.dtype)).astype(jnp.float32)"),
         ("x.reshape(x.shape[0] // n, n, *x.shape[1:]), 1, 0)", "x.reshape(n, -1, *x.shape[1:]), 0, 0)"),
@@ -176,7 +176,6 @@ OPTIM = [
             "optax.contrib.schedule_free(tx, schedule)",
             "run/test_restore.py",
         ),
-        ('config.options.get("clip_threshold", 1.0)),)', "1.0),)", "optim/test_stable_adamw.py"),
     ),
     *_in(
         "optim/schedules.py",
@@ -566,7 +565,7 @@ PRECISION = [
             "grad_format or changes.format or operand.format",
             "changes.format or grad_format or operand.format",
         ),
-        ("history: int = 1024", "history: int = 16", "precision/test_recipes.py"),
+        ("history: Count = 1024", "history: Count = 16", "precision/test_recipes.py"),
         (
             "cold_start: bool = True",
             "cold_start: bool = False",
@@ -701,14 +700,19 @@ NN = [
         ),
         ("jnp.finfo(jnp.float32).min)", "0.0)"),
         (
-            '"BKsH,BKTH->BKsT", q_BKsH, k_BKSH[:, :, keys], preferred_element_type=jnp.float32',
-            '"BKsH,BKTH->BKsT", q_BKsH, k_BKSH[:, :, keys]',
+            "    g_BKsT = g_BKsT.astype(q_BKsH.dtype)\n",
+            "",
+            "families/llama/test_model.py::test_a_train_step_in_bfloat16_multiplies_only_bfloat16",
+        ),
+        (
+            "    return _products(q_BKsH, k_BKTH), (q_BKsH, k_BKTH)",
+            "    return _products(q_BKsH, k_BKTH), (k_BKTH, q_BKsH)",
         ),
         (
             "jnp.moveaxis(q_BSNH.reshape(B, S, K, N // K, H), 1, 3)",
             "jnp.moveaxis(q_BSNH.reshape(B, S, N // K, K, H), 1, 3).swapaxes(1, 2)",
         ),
-        ("keys = slice(0, rows.stop if causal else S)", "keys = slice(0, rows.start + 1 if causal else S)"),
+        ("slice(0, rows.stop if causal else", "slice(0, rows.start + 1 if causal else"),
     ),
     *_in(
         "nn/attention/__init__.py",
@@ -764,6 +768,25 @@ NN = [
         (
             "kernel.CausalMask if causal else kernel.FullMask",
             "kernel.FullMask if causal else kernel.CausalMask",
+        ),
+    ),
+]
+
+NN += [
+    *_in(
+        "nn/lora.py",
+        "nn/test_lora.py::test_the_merged_model_computes_the_same",
+        ("return self.scale * jnp.matmul", "return jnp.matmul"),
+        ("return self.scale * (x_R @", "return (x_R @"),
+        (
+            "    freeze(model)\n    for path",
+            "    for path",
+            "nn/test_lora.py::test_frozen_weights_do_not_change",
+        ),
+        (
+            "jnp.zeros((*stack, config.rank, out_dim), jnp.float32)",
+            "jnp.ones((*stack, config.rank, out_dim), jnp.float32)",
+            "nn/test_lora.py::test_training_starts_from_the_model_itself",
         ),
     ),
 ]
@@ -883,7 +906,16 @@ LLAMA = [
             "k_BSKH = rotate(self.heads(self.k_proj(x_BSD)), *rope)",
             "k_BSKH = self.heads(self.k_proj(x_BSD))",
         ),
-        ("dtype=jnp.float32) / head_dim)", "dtype=jnp.float32) / (head_dim // 2))"),
+        ("np.arange(0, head_dim, 2) / head_dim)", "np.arange(0, head_dim, 2) / (head_dim // 2))"),
+        (
+            "carry = (position & 0xFFFF) * low",
+            "carry = position * low",
+            "families/llama/test_model.py::test_rotary_angles_are_exact_at_position_131071",
+        ),
+        (
+            "turns = scaling.original_max_seq_len * freqs / (2 * np.pi)",
+            "turns = scaling.original_max_seq_len * freqs",
+        ),
         (
             "keep * freqs + (1 - keep) * freqs / scaling.factor",
             "(1 - keep) * freqs + keep * freqs / scaling.factor",
@@ -1048,7 +1080,7 @@ CLIP = [
             "jax.random.fold_in(jax.random.key(seed), step), microbatch)",
             "jax.random.fold_in(jax.random.key(seed), step), 0)",
         ),
-        ("jnp.max(x, axis=0), model_state", "x[0], model_state"),
+        ("gradients.join_parts(state, model_state), metrics", 'state["model_state"], metrics'),
         ('"loss": sums["loss"] / count', '"loss": sums["loss"]'),
         (
             "feature_grads = gradients.split_batch(feature_grads, microbatches)",
@@ -1211,7 +1243,7 @@ CLIP = [
         "families/clip/test_task.py",
         ("tokenizer.eos_id != tokenizer.vocab_size - 1", "tokenizer.eos_id != tokenizer.vocab_size"),
         ("scores / 2 if is_causal else scores", "scores if is_causal else scores / 2"),
-        ("full = 6.0 * visual.num_patches", "full = 2.0 * visual.num_patches"),
+        ("full = per_weight * visual.num_patches", "full = 2.0 * visual.num_patches"),
     ),
     *_in(
         "families/clip/cost.py",
@@ -1263,7 +1295,8 @@ DATA = [
             'self.settings["seed"], WINDOWS, self.number',
         ),
         ("[self._bos, tokens, self._eos], dtype", "[tokens, self._eos], dtype"),
-        ('common.check_settings(state["settings"], self._dataset.settings)\n        missing', "missing"),
+        ('common.check_settings(state["settings"], self._dataset.settings, allow_change)', "set()"),
+        ("offset if same_text else 0", "offset"),
         ("(window + self.number) * GOLDEN_RATIO % 1", "window * 0.5 % 1"),
         ('self.settings["weights"][:-1]), point', 'self.settings["weights"][::-1][:-1]), point'),
         ("config.num_epochs * self.per_epoch", "self.per_epoch"),
@@ -1319,7 +1352,7 @@ DATA = [
     *_in(
         "data/image_text.py",
         "data/test_image_text.py",
-        ('{index for broken in state["streams"].values() for index in broken}', "set()"),
+        ("self._broken_elsewhere = broken\n", "self._broken_elsewhere = {}\n"),
         ('self._step = state["step"]', 'self._step = state["step"] - 1'),
         ("text_len - 2, 0", "text_len - 1, 0"),
         ("(seed, AUGMENT, epoch, index)", "(seed, AUGMENT, index)"),
@@ -1453,19 +1486,15 @@ RUN = [
     *_in(
         "run/config.py",
         "run/test_config.py",
-        (
-            "isinstance(value, int | float) and not isinstance(value, bool)",
-            "isinstance(value, int | float)",
-        ),
         ("all(item is None for item in value.values())", "any(item is None for item in value.values())"),
-        (
-            'raise ConfigError(f"config.{section}.{key} is unknown',
-            'continue\n            raise ConfigError(f"config.{section}.{key} is unknown',
-        ),
-        (
-            "isinstance(value, int) and not isinstance(value, bool)",
-            "isinstance(value, int | float) and not isinstance(value, bool)",
-        ),
+        ("if key not in known:\n", "if key not in known:\n            continue\n"),
+    ),
+    *_in(
+        "schema/__init__.py",
+        "schema/test_schema.py",
+        ("else _NUMBER) and not isinstance(value, bool)", "else _NUMBER)"),
+        ("_INTEGER if kind is int else _NUMBER", "_NUMBER"),
+        ("kinds = kinds[:1] * len(value)", "kinds = kinds[:1]"),
     ),
     *_in(
         "run/experiment.py",
@@ -1488,8 +1517,8 @@ RUN = [
             'loss_scale = _scale_in_state if "loss_scale" not in gates',
         ),
         (
-            'state["params"] = load_params(train.init_from, abstract["params"])',
-            "pass",
+            "join_trees(state[part], weights)",
+            "join_trees(weights, state[part])",
             "test_train.py::test_init_from_takes_weights_only",
         ),
         ("self.make_model, self.tx, train.seed, self.gates)", "self.make_model, self.tx, 0, self.gates)"),
@@ -1515,11 +1544,6 @@ RUN = [
             "== {precision.HIGH_PRECISION}",
             "families/llama/test_constraints.py",
         ),
-        (
-            "log_every=1, eval_every=0",
-            "log_every=0, eval_every=0",
-            "::test_numbers_of_a_run_have_a_lower_bound",
-        ),
     ),
     *_in(
         "run/restore.py",
@@ -1540,8 +1564,15 @@ RUN = [
         "run/run_dir.py",
         "run/test_settings.py",
         ('{"mu": "float8_e4m3fn", "nu": "float8_e5m2"}', '{"mu": "float8_e5m2", "nu": "float8_e4m3fn"}'),
-        ("if old.get(k) != now.get(k)", "if k in old and old[k] != now.get(k)", "run/test_run_dir.py"),
         ('data[key].replace("heldout", "validation")', 'data[key].replace("validation", "heldout")'),
+    ),
+    *_in(
+        "run/changes.py",
+        "run/test_changes.py",
+        ("if old.get(k) != new.get(k)", "if k in old and old[k] != new.get(k)"),
+        ("_is_in(FIXED, key) and not _is_in(FREE, key)", "_is_in(FIXED, key)"),
+        ("for info in reversed(infos)", "for info in infos"),
+        ("if refused and not allow and saved_data_state(workdir) is not None", "if refused and not allow"),
     ),
     *_in(
         "run/replay.py",
@@ -1554,17 +1585,15 @@ RUN = [
     *_in(
         "run/tokenizer.py",
         "run/test_tokenizer.py",
-        (
-            "if path.exists() and path.read_bytes() != content",
-            "if path.exists() and path.read_bytes() == content",
-        ),
+        ("is_kept = saved_data_state(workdir) is not None and any(", "is_kept = any("),
+        ("if trained_with not in (None, fingerprint)", "if trained_with is None"),
         ('return f"{found[0]}?{options}" if options else str(found[0])', "return str(found[0])"),
     ),
     *_in(
         "run/cli.py",
         "run/test_cli.py::test_exit_codes_distinguish_mistakes_from_failures",
-        ("code = 1 if isinstance(error, NotWrittenError) else 2", "code = 2"),
-        ("code = 1 if isinstance(error, NotWrittenError) else 2", "code = 1"),
+        ("2 if is_users else 1)", "2)"),
+        ("not isinstance(error, NotWrittenError) and isinstance", "isinstance"),
         (
             '_fail("interrupted", EXIT_INTERRUPTED)',
             '_fail("interrupted")',
@@ -1628,8 +1657,8 @@ RUNTIME = [
             "::test_retention_keeps_the_last_and_the_multiples",
         ),
         (
-            "        files.publish(root, self._path(step))\n        self._delete_old()",
-            "        self._delete_old()\n        files.publish(root, self._path(step))",
+            "        files.publish(root, self._path(step))\n",
+            "        self._delete_old()\n        files.publish(root, self._path(step))\n",
             "::test_the_only_checkpoint_stays_until_the_next_is_complete",
         ),
         (
@@ -1648,8 +1677,8 @@ RUNTIME = [
             "::test_every_dtype_and_structure_is_restored_to_the_bit",
         ),
         (
-            '        if faults := verification.verify(root):\n            raise CheckpointError(f"{root} is damaged: {faults[0]}")\n',
-            "",
+            "if faults := verify and verification.verify(root):",
+            "if faults := []:",
             "::test_load_params_reads_only_weights_from_any_level_of_a_run",
             "::test_any_damage_is_detected_and_the_previous_step_is_restored",
         ),
@@ -1691,10 +1720,21 @@ RUNTIME = [
     *_in(
         "runtime/files.py",
         "runtime/test_files.py",
-        ("    sync(temporary)\n    temporary.replace(path)", "    temporary.replace(path)"),
-        ('    temporary = path.with_name(path.name + ".tmp")', "    temporary = path"),
+        ("os.fsync(file.fileno())", "pass"),
+        ("            raise\n        sync(path.parent)", "            raise"),
         ("    unfinished.rename(final)\n    sync(final.parent)", "    unfinished.rename(final)"),
         ("candidate, count = path, 1", "candidate, count = path, 0"),
+    ),
+    *_in(
+        "runtime/lock.py",
+        "runtime/test_lock.py::test_on_another_machine_the_count_decides",
+        ('holder["boot"] == self._record["boot"]', 'holder["host"] == self._record["host"]'),
+        ("            count += 1\n", "            count += 0\n"),
+        (
+            "lives = not locked",
+            "lives = False",
+            "runtime/test_lock.py::test_a_second_process_is_refused_until_the_first_ends_however_it_ends",
+        ),
     ),
     *_in(
         "runtime/tree_spec.py",
@@ -1953,19 +1993,19 @@ COMMANDS = [
             "test_train.py::test_low_precision_run_resumes_exactly",
         ),
         (
-            "    batches.set_state(restored.data_state)\n",
+            "    batches.set_state(restored.data_state, flags.FLAGS.allow_change)\n",
             "",
             "test_train.py::test_low_precision_run_resumes_exactly",
         ),
         ("evaluate(evaluated(state), batches)", "evaluate(state, batches)", "run/test_restore.py"),
-        ("limit = 0 if last else s.train.eval_batches", "limit = s.train.eval_batches"),
+        ("0 if last else s.train.eval_batches", "s.train.eval_batches"),
         (
-            "        save(checkpoints, n, state, data_state, watch)\n        raise ValueError(",
-            "        raise ValueError(",
+            "        save(checkpoints, n, state, data_state, watch)\n        raise data_ended(",
+            "        raise data_ended(",
             "test_train.py::test_the_end_of_the_data_is_reported_and_saved",
         ),
         (
-            "        return preemption.exit_code\n",
+            "        return preempted.exit_code\n",
             "        return 0\n",
             "test_train.py::test_sigterm_saves_and_exits_with_75_and_the_run_resumes_to_the_bit",
         ),
@@ -2011,8 +2051,8 @@ COMMANDS = [
         ("checkpoints.save(0, {", "checkpoints.save(1, {"),
         ("param_dtype=dtype or stored", "param_dtype=stored or dtype"),
         (
-            "    _, state, _ = restore_model(c, workdir, step, _one_cpu())",
-            "    _, state, _ = restore_model(c, workdir, None, _one_cpu())",
+            "restore_model(c, workdir, step, _cpu_mesh())",
+            "restore_model(c, workdir, None, _cpu_mesh())",
         ),
         (
             "if directory.exists() and any(directory.iterdir())",
@@ -2047,7 +2087,6 @@ COMMANDS = [
     *_in(
         "report.py",
         "test_report.py",
-        ('sys.exit(f"error: {error}")', "print(error)"),
         ("if spike > run.step + ", "if spike < run.step + "),
     ),
 ]
