@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
@@ -83,7 +84,7 @@ def with_placeholder_data(c: ConfigDict) -> ConfigDict:
     """The config with placeholders for an unset source and tokenizer, because a plan reads no data."""
     copy: Any = c.copy_and_resolve_references()
     with copy.unlocked():
-        for key in ("source", "tokenizer"):
+        for key in ("source", "tokenizer") if isinstance(copy.get("data"), ConfigDict) else ():
             if copy.data.get(key, "") is None:
                 copy.data[key] = "unread"
     return copy
@@ -155,9 +156,20 @@ def make_plan(
 def compile_for(
     s: Settings, machine: Machine, topology: Topology, hlo_file: str | None = None
 ) -> compiled.Compiled:
-    """The train step of these settings, compiled for a topology."""
+    """The train step of these settings, compiled for a topology.
+
+    Raises:
+      ValueError: a missing compiler, or one that cannot compile the step.
+    """
     mesh = sharding.make_mesh(**s.mesh, devices=topologies.devices(topology))
-    return compiled.compile_step(assemble(s, machine, mesh), hlo_file)
+    try:
+        return compiled.compile_step(assemble(s, machine, mesh), hlo_file)
+    except (jax.errors.JaxRuntimeError, OverflowError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"the compiler cannot compile this step for {topology.name}: {reason}; change the sizes of the "
+            "config, or add --estimate_only"
+        ) from error
 
 
 def fits(plan: dict[str, Any], topology: Topology) -> bool:

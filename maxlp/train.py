@@ -83,7 +83,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     # --- The config, resolved once: checked before anything is allocated or compiled.
     run = resolve(c)
     s, workdir, mesh, peak = run.settings, lock.workdir, run.mesh, hardware.peak_flops()
-    report_changes(workdir, c)
+    changed = report_changes(workdir, c)
     stack.enter_context(jax.set_mesh(mesh))
 
     # --- The training state as shapes and shardings, and the step that updates it.
@@ -93,17 +93,13 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     check_start(run, abstract, workdir)
     if flags.FLAGS.dry_run:
         train_step.trace(abstract, run.abstract_batch())
-        with run_dir.scratch(workdir) as folder:
-            open_data(run, graphdef, folder)
-        print_primary(c)
-        return 0
+        return dry_run(run, graphdef, workdir, c)
     startup.mark("config and mesh")
 
     # --- The data. Nothing in the workdir is touched before no other process can.
     lock.acquire()
     with run_dir.undone_on_failure(workdir):
-        training, validation, evaluate = open_data(run, graphdef, workdir)
-    batches = iter(training)
+        batches, validation, evaluate = open_data(run, graphdef, workdir)
     stack.callback(batches.close)
     startup.mark("tokenizer and data")
 
@@ -111,7 +107,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     compiled = compile_in_background(train_step, abstract, run.abstract_batch(), mesh, stack)
     checkpoints = stack.enter_context(open_checkpoints(s, workdir))
     watch = Watch(s.spikes)
-    state, start = restore_or_init(run, abstract, checkpoints, batches, watch, workdir, c)
+    state, start = restore_or_init(run, abstract, checkpoints, batches, watch, workdir, changed)
     guards.skip_excluded_batches(workdir, start, batches)
     if start >= s.train.total_steps:
         print_primary(f"{workdir} is at step {start} of {s.train.total_steps}: nothing is left to train")
@@ -171,23 +167,34 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
 # --- parts of the run -----------------------------------------------------------------------------------
 
 
-def report_changes(workdir: Path, c: ConfigDict) -> None:
-    """Prints what differs from the last start; raises a ConfigError if a resumed run may not have it."""
-    for change in changes.check_config(workdir, c, flags.FLAGS.allow_change):
-        print_primary(f"changed since the last start: {change}")
+def report_changes(workdir: Path, c: ConfigDict) -> list[str]:
+    """Prints and returns the keys that differ from the last start; some may not, in a resumed run."""
+    changed = changes.check_config(workdir, c, flags.FLAGS.allow_change)
+    for line in changed.values():
+        print_primary(f"changed since the last start: {line}")
+    return list(changed)
+
+
+def dry_run(run: Experiment, graphdef: nnx.GraphDef, workdir: Path, c: ConfigDict) -> int:
+    """Opens the data as a start does, but beside the workdir, and prints the config."""
+    with run_dir.scratch(workdir) as folder:
+        open_data(run, graphdef, folder)
+    print_primary(c)
+    return 0
 
 
 def open_data(run: Experiment, graphdef: nnx.GraphDef, workdir: Path) -> tuple[Any, Any, Evaluate]:
-    """The training data, the validation data and the evaluation on it, with the run's own tokenizer."""
+    """Training batches, validation data and the evaluation on it, with the run's own tokenizer."""
     s = run.settings
     tokenizer = prepare_tokenizer(s, workdir)
     training, validation = (make_data(s, tokenizer, split, run.mesh) for split in ("train", "validation"))
-    merge_states(distributed.gather_json(iter(training).get_state()))  # fails unless all have the same
+    batches = iter(training)
+    merge_states(distributed.gather_json(batches.get_state()))  # fails unless all processes have the same
     if state := changes.saved_data_state(workdir):  # other data is refused before anything compiles
-        iter(training).set_state(state, flags.FLAGS.allow_change)
+        batches.set_state(state, flags.FLAGS.allow_change)
     print_primary(f"data: {training.describe()}; validation: {validation.describe()}")
     evaluate = run.family.evaluator(graphdef, s.model, s.data, s.loss, validation)
-    return training, validation, evaluate
+    return batches, validation, evaluate
 
 
 def compile_in_background(
@@ -213,11 +220,11 @@ def restore_or_init(
     batches: Any,
     watch: Watch,
     workdir: Path,
-    c: ConfigDict,
+    changed: list[str],
 ) -> tuple[State, int]:
     """The state of the newest intact checkpoint, or a fresh one, and the number of finished steps."""
     if (restored := checkpoints.restore_latest(abstract)) is None:
-        if not changes.continues(workdir, c):
+        if not changes.repeats_the_last_start(workdir, changed):
             guards.set_spikes_aside(workdir)
         return run.initial_state(abstract), 0
     batches.set_state(restored.data_state, flags.FLAGS.allow_change)

@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
 ALLOWED_IN_FAMILIES = {*ALLOWED} - {"monitoring", "optim"}
 FAMILIES = ("llama", "clip")
 
-MAX_CLOSURE_LINES = 10_500  # of our code in a Llama training run
+MAX_CLOSURE_LINES = 11_000  # of our code in a Llama training run
 MAX_FILES_TO_GRADIENT = 8
 MAX_FUNCTION_LINES = 90
 MAX_NESTED_FUNCTIONS = 3

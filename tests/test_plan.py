@@ -18,6 +18,7 @@ from maxlp.families.llama.presets import llama
 from maxlp.planning import search, topologies
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import read
+from tests.run.fixtures import load
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,7 +53,7 @@ def test_command_without_a_compiler(tmp_path):
 
 def test_errors_are_one_line():
     done = run("--config=configs/llama/8b.py", "--topology=v9:4x4", "--estimate_only")
-    assert done.returncode == 2 and "'v9' is unknown; use one of v4, v5e" in done.stderr
+    assert done.returncode == 2 and "'v9' is unknown; one of v4, v5e" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
@@ -157,3 +158,22 @@ def test_compiled_for_machines_that_are_not_available(name, attention, kernel, t
     assert held == pytest.approx(compiled["memory"]["arguments"], rel=0.1)  # TPU pads small arrays
     assert {axis for row in compiled["collectives"] for axis in row["axes"]} == {"fsdp"}
     assert (tmp_path / "plan.png").stat().st_size > 1000
+
+
+def test_a_step_that_does_not_compile_is_one_line(monkeypatch):
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError("INTERNAL: shape\n  overflow")
+
+    monkeypatch.setattr(plan.compiled, "compile_step", fail)
+    monkeypatch.setattr(plan.topologies, "devices", lambda _: jax.devices())
+    s, topology = read(load("debug")), topologies.parse("h100:1x8")
+    with pytest.raises(
+        ValueError, match=r"cannot compile this step for h100:1x8: INTERNAL: shape overflow;"
+    ):
+        plan.compile_for(s, topology.machine(s), topology)
+
+
+def test_output_files_that_cannot_be_written_are_refused(tmp_path):
+    for path, message in ((tmp_path, "is a folder"), (tmp_path / "new" / "x.json", "does not exist")):
+        with pytest.raises(ValueError, match=rf"^--json={path}:? .*{message}"):
+            plan.check_files({"json": str(path), "hlo": None, "plot": None}, compiles=True)

@@ -85,8 +85,8 @@ def test_token_dtype_by_vocabulary():
 
 
 def test_tokenizer_is_kept_beside_the_tokens(corpus, tmp_path):
-    path = str(tmp_path / "tokenizer.json")
-    tokenizer = train_bpe(TEXTS, 300, path)
+    path, tokenizer = tmp_path / "tokenizer.json", train_bpe(TEXTS, 300)
+    path.write_bytes(tokenizer.files["tokenizer.json"])
     prepare_text(corpus, str(tmp_path / "out"), tokenizer=f"{path}?pad=a")
     os.remove(path)
     source = make_source(f"array_record:{tmp_path}/out", "all")
@@ -211,9 +211,9 @@ def test_sources_that_cannot_be_prepared(corpus, tmp_path):
     with pytest.raises(ValueError, match="holds tokens already"):
         prepare_text(f"array_record:{tmp_path}/tokens", str(tmp_path / "out"))
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(ValueError, match="all of its documents are empty"):
+    with pytest.raises(ValueError, match="all of its 1 documents are empty"):
         prepare_text(f"text:{tmp_path}/empty.txt", str(tmp_path / "out"))
-    assert not list((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
 
 
 # --- the command ----------------------------------------------------------------------------------

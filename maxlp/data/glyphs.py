@@ -106,7 +106,7 @@ class Glyphs:
             *(("validation_faces", face, FACES) for face in excluded),
         ):
             if value not in known:
-                raise ValueError(f"{key}={value!r} is unknown; choose from {', '.join(known)}")
+                raise ValueError(f"{key}={value!r} is unknown; one of {', '.join(known)}")
         if not 0 <= validation_characters <= 0.5:
             raise ValueError(
                 f"validation_characters={validation_characters} must be a fraction from 0 to 0.5"

@@ -322,7 +322,7 @@ def check_split(split: str, allowed: Sequence[str]) -> None:
     if split == "heldout":
         raise ValueError("split 'heldout' was renamed; write 'validation'")
     if split not in allowed:
-        raise ValueError(f"split {split!r} is unknown; choose one of {', '.join(allowed)}")
+        raise ValueError(f"split {split!r} is unknown; one of {', '.join(allowed)}")
 
 
 def _parse_options(kind: Kind, name: str, texts: Mapping[str, str]) -> dict[str, Any]:

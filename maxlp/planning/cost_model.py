@@ -13,7 +13,8 @@ from maxlp import families
 from maxlp.core.train_state import State, abstract_state, num_params
 from maxlp.parallel.sharding import abstract_mesh
 from maxlp.planning.hlo import Collective
-from maxlp.precision import HIGH_PRECISION
+from maxlp.precision import HIGH_PRECISION, RECIPES, make_recipe
+from maxlp.precision.recipes import GEMMS
 from maxlp.run.experiment import assemble
 from maxlp.run.settings import Machine, Settings
 
@@ -86,11 +87,15 @@ def cost_of(s: Settings) -> Cost:
     return pkgutil.resolve_name(f"{families.FAMILIES[s.family.name]}.cost:COST")
 
 
-def matmul_dtype(recipe: str) -> str:
-    """The dtype at whose peak rate the matmuls of a precision recipe run."""
-    if recipe == HIGH_PRECISION or recipe.startswith("simulate"):  # simulated values are 16 or 32 bits wide
-        return "bfloat16"
-    return "int8" if recipe.startswith("int8") else "float8"
+def matmul_dtypes(s: Settings, path: str) -> dict[str, str]:
+    """The dtype at whose peak rate each of the three matmuls of a layer (`recipes.GEMMS`) runs."""
+    name = s.matmuls.get(path, HIGH_PRECISION).partition(",")[0]  # "NAME, smooth FORM"
+    if name == s.precision.recipe:
+        recipe = make_recipe(name, **vars(s.precision.options))
+    else:
+        recipe = RECIPES["bf16" if name == HIGH_PRECISION else name]
+    rates = {"float": "float8", "int": "int8"}  # simulated values are 16 or 32 bits wide
+    return {gemm: rates.get(recipe.kinds.get(gemm, ""), "bfloat16") for gemm in GEMMS}
 
 
 class Ledger:

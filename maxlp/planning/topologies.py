@@ -146,7 +146,7 @@ def parse(name: str) -> Topology:
         )
     chip_name = ALIASES.get(match[1], match[1])
     if chip_name not in CHIPS:
-        raise ValueError(f"topology {name!r}: chip {match[1]!r} is unknown; use {known}")
+        raise ValueError(f"topology {name!r}: chip {match[1]!r} is unknown; {known}")
     chip = CHIPS[chip_name]
     shape, slices = tuple(int(n) for n in match[2].split("x")), int(match[3] or 1)
     if len(shape) != (chip.torus or 2) or not all(shape) or not slices:

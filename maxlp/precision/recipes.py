@@ -126,6 +126,11 @@ class Recipe:
         return {gemm: pair for gemm in GEMMS if (pair := getattr(self, gemm))}
 
     @property
+    def kinds(self) -> dict[str, str]:
+        """The kind of the formats (`formats.Format`) that each quantized matmul multiplies."""
+        return {gemm: formats.get(pair[0].format).kind for gemm, pair in self.gemms.items()}
+
+    @property
     def operands(self) -> dict[str, tuple[Operand, ...]]:
         """What each of the three tensors of a layer is quantized to, in the order of the matmuls."""
         uses: dict[str, tuple[Operand, ...]] = {"input": (), "kernel": (), "output_grad": ()}

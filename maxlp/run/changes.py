@@ -30,42 +30,42 @@ FREE = (
 OBSERVING = ("spikes", "checkpoint", "metrics", "profile")
 
 
-def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> list[str]:
-    """Compares a config with the one of the run's last start; returns one line for each changed value.
+def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> dict[str, str]:
+    """Compares a config with the one of the run's last start.
 
     Args:
       allow: whether a resumed run may have another model or other data.
 
+    Returns:
+      changed key -> a line with both values.
+
     Raises:
       ConfigError: a run that has a checkpoint would have another model or other data.
     """
-    changes = _changes(workdir, c)
+    if not (workdir / "config.json").exists():
+        return {}
+    old, new = _flat(run_dir.load_config(workdir).to_dict()), _flat(json.loads(c.to_json_best_effort()))
+    keys = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+    changes = {k: f"config.{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in keys}
     refused = [change for key, change in changes.items() if is_fixed(key)]
     if refused and not allow and saved_data_state(workdir) is not None:
         raise ConfigError(
             f"{workdir} was trained with another model or other data ({'; '.join(refused)}); take back the "
             "change, use a new workdir, or add --allow_change"
         )
-    return list(changes.values())
+    return changes
 
 
-def continues(workdir: Path, c: ConfigDict) -> bool:
+def repeats_the_last_start(workdir: Path, changed: list[str]) -> bool:
     """Whether a start without a checkpoint repeats an earlier one; otherwise it begins another run.
 
     A run that was killed before its first checkpoint, or rolled back to its beginning, has the same config,
     except for sections that change no number of the training.
+
+    Args:
+      changed: the keys of the config that differ from the last start.
     """
-    changed = [key for key in _changes(workdir, c) if not _is_in(OBSERVING, key)]
-    return (workdir / "run.json").exists() and not changed
-
-
-def _changes(workdir: Path, c: ConfigDict) -> dict[str, str]:
-    """Changed key -> a line with both values; none without config.json."""
-    if not (workdir / "config.json").exists():
-        return {}
-    old, new = _flat(run_dir.load_config(workdir).to_dict()), _flat(json.loads(c.to_json_best_effort()))
-    keys = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
-    return {k: f"config.{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in keys}
+    return (workdir / "run.json").exists() and all(_is_in(OBSERVING, key) for key in changed)
 
 
 def is_fixed(key: str) -> bool:

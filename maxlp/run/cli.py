@@ -150,6 +150,9 @@ def _exit_on_error(main: Callable[..., Any], words: list[str]) -> None:
 
 def _fail(message: str, code: int = 2) -> typing.NoReturn:
     print(f"error: {message}", file=sys.stderr, flush=True)
-    from maxlp.runtime import distributed
+    # Commands that use devices: their threads may still compile, or wait for other processes.
+    if "maxlp.runtime.distributed" in sys.modules:
+        from maxlp.runtime.preemption import hard_exit
 
-    distributed.hard_exit(code)
+        hard_exit(code)
+    sys.exit(code)

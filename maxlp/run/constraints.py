@@ -235,9 +235,9 @@ RULES = (
     recipe_uses_its_options,
     learned_tokenizer_fits_model,
     mesh_divides_params,
-    galore_targets_are_matrices,
     adapters_start_from_weights,
     adapters_keep_their_gradients,
     adapters_are_not_projected,
     adapters_are_not_rounded,
+    galore_targets_are_matrices,
 )

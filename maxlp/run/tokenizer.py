@@ -44,7 +44,10 @@ def _make(s: Settings) -> Tokenizer:
         from maxlp.data.tokenizers.training import train_bpe
 
         texts = s.family.tokenizer_texts(s.data, s.train.seed)
-        return train_bpe(texts, int(spec.removeprefix("bpe:")))
+        try:
+            return train_bpe(texts, int(spec.removeprefix("bpe:")))
+        except ValueError as error:
+            raise ValueError(f"config.data.tokenizer={spec}: {error}") from error
     made = make_tokenizer(spec)
     if message := too_many_tokens(spec, made.vocab_size, *s.family.vocabulary(s.model)):
         raise ConfigError(f"config.{message}")

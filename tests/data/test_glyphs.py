@@ -109,9 +109,9 @@ def test_augmentation_depends_on_the_generator_alone():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(characters="runes"), "characters='runes' is unknown; choose from latin"),
-        (dict(validation="fonts"), "validation='fonts' is unknown; choose from faces"),
-        (dict(validation_faces="Arial"), "validation_faces='Arial' is unknown; choose from DejaVuSans"),
+        (dict(characters="runes"), "characters='runes' is unknown; one of latin"),
+        (dict(validation="fonts"), "validation='fonts' is unknown; one of faces"),
+        (dict(validation_faces="Arial"), "validation_faces='Arial' is unknown; one of DejaVuSans"),
         (dict(validation_characters=0.9), "validation_characters=0.9 must be"),
         (dict(validation_faces=",".join(glyphs.FACES)), "the split 'train' is empty"),
     ],

@@ -307,7 +307,7 @@ def test_class_names_and_templates(tmp_path):
         (dict(batch_size=6, process_count=4), "batch_size=6 must be a multiple of the 4"),
         (dict(crop_scale=(0.5, 0.2)), "crop_scale=\\(0.5, 0.2\\) must be ascending"),
         (dict(templates=("no place",)), "must have a {} for the class"),
-        (dict(split="test"), "split 'test' is unknown; choose one of train, validation"),
+        (dict(split="test"), "split 'test' is unknown; one of train, validation"),
         (dict(text_len=2), "text_len=2 must be at least 3"),
         (dict(num_threads=0), "num_threads=0 must be between 1 and 1024"),
         (dict(max_broken=-1), "max_broken=-1 must be at least 0"),

@@ -341,7 +341,7 @@ def test_make_data_reads_the_standard_library():
     documents = (train.documents[0][i] for i in range(10**4))
     assert any(window in train.tokenizer.decode(document) for document in documents)
     assert next(iter(validation))["tokens"][0, 0] == train.tokenizer.bos_id
-    for split, message in (("test", "choose one of train, validation$"), ("heldout", "write 'validation'")):
+    for split, message in (("test", "one of train, validation$"), ("heldout", "write 'validation'")):
         with pytest.raises(ValueError, match=message):
             text.make_data(config, split=split)
 

@@ -11,10 +11,11 @@ from maxlp.core.train_state import abstract_state
 from maxlp.families.llama.presets import llama
 from maxlp.parallel import sharding
 from maxlp.planning import topologies
-from maxlp.planning.cost_model import Ledger, matmul_dtype, state_shapes
-from maxlp.precision import HIGH_PRECISION
+from maxlp.planning.cost_model import Ledger, matmul_dtypes, state_shapes
 from maxlp.run.experiment import assemble
+from maxlp.run.settings import read
 from tests.planning import peaks
+from tests.run.fixtures import changed, load
 
 PEAKS = peaks.peaks()
 PLANS = sorted((Path(__file__).parents[2] / "docs" / "plans").glob("*_*.json"))
@@ -67,13 +68,22 @@ def test_a_ledger_omits_collectives_that_have_nothing_to_do():
     assert (one.axes, one.participants, one.times) == (("fsdp", "tensor"), 8, 3)
 
 
-def test_recipes_run_at_the_rate_of_their_dtype():
-    units = {
-        HIGH_PRECISION: "bfloat16",
-        "simulate": "bfloat16",
-        "fp8_delayed, smooth balanced": "float8",
-        "int8_switchback": "int8",
-        "fp8_delayed": "float8",
-        "mxfp8": "float8",
-    }
-    assert {recipe: matmul_dtype(recipe) for recipe in units} == units
+def test_matmuls_run_at_the_rate_of_what_they_multiply():
+    """Switchback's gradient of the kernel is a matmul in 16 bits."""
+    for recipe, options, expected in (
+        ("bf16", {}, ("bfloat16", "bfloat16", "bfloat16")),
+        ("fp8_delayed", {}, ("float8", "float8", "float8")),
+        ("mxfp8", {}, ("float8", "float8", "float8")),
+        ("int8_all", {}, ("int8", "int8", "int8")),
+        ("int8_switchback", {}, ("int8", "int8", "bfloat16")),
+        ("fp8_rowwise_with_gw_hp", {}, ("float8", "float8", "bfloat16")),
+        ("simulate", {}, ("bfloat16", "bfloat16", "bfloat16")),
+        ("fp8_current", {"format": "e3m4"}, ("bfloat16", "bfloat16", "bfloat16")),
+    ):
+        values = {f"precision.options.{key}": value for key, value in options.items()}
+        s = read(changed(load("debug"), values | {"precision.recipe": recipe}))
+        assert tuple(matmul_dtypes(s, "layers/mlp/up_proj").values()) == expected, recipe
+    s = read(
+        changed(load("debug"), {"precision.recipe": "fp8_delayed", "precision.smooth_swiglu": "token"})
+    )
+    assert set(matmul_dtypes(s, "layers/mlp/down_proj").values()) == {"float8"}

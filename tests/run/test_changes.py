@@ -120,7 +120,9 @@ def test_another_function_or_other_data_is_refused(run):
         ) as error:
             changes.check_config(run, c)
         assert "log_every" not in str(error.value) and "\n" not in str(error.value)
-        assert any(line.startswith(f"config.{key}: ") for line in changes.check_config(run, c, allow=True))
+        assert any(
+            line.startswith(f"config.{key}: ") for line in changes.check_config(run, c, allow=True).values()
+        )
 
 
 def test_other_changes_are_reported(run):
@@ -131,17 +133,17 @@ def test_other_changes_are_reported(run):
         "train.total_steps": 900,
     }
     before = (run / "config.json").read_bytes()
-    lines = changes.check_config(run, changed(load("debug"), values))
+    lines = list(changes.check_config(run, changed(load("debug"), values)).values())
     assert sorted(line.split(":")[0] for line in lines) == sorted(f"config.{key}" for key in values)
     assert (run / "config.json").read_bytes() == before
-    assert changes.check_config(run, load("debug")) == []
+    assert changes.check_config(run, load("debug")) == {}
 
 
 def test_a_run_without_a_checkpoint_may_change(run):
     c = changed(load("debug"), {"model.rope_theta": 1e6})
     (run / "checkpoints" / "3").rename(run / "checkpoints" / "3.unfinished")
-    assert changes.check_config(run, c) == ["config.model.rope_theta: 10000.0 -> 1000000.0"]
-    assert changes.check_config(run / "new", c) == []
+    assert list(changes.check_config(run, c).values()) == ["config.model.rope_theta: 10000.0 -> 1000000.0"]
+    assert changes.check_config(run / "new", c) == {}
 
 
 def test_the_newest_readable_record_counts(run):

@@ -1,10 +1,13 @@
 """Mistakes on the command line end in one line within seconds, before anything compiles."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from maxlp.run.config import presets
 
 ROOT = Path(__file__).parents[2]
 DEBUG = "--config=configs/llama/debug.py"
@@ -18,16 +21,23 @@ def train(*args: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([DEBUG, "--config.optimizer.learning_rat=1"], "config.optimizer.learning_rat: there is no key"),
+        (
+            [DEBUG, "--config.optimizer.learning_rat=1"],
+            "config.optimizer.learning_rat is unknown (did you mean learning_rate?)",
+        ),
         (
             [DEBUG, "--config.data.heldout_source=x"],
             "config.data.heldout_source is now config.data.validation_source",
         ),
-        ([DEBUG, "--config.train.total_steps=1.5"], "1.5"),
-        (["--config=configs/llama/debug.py:speed=fast"], "speed"),
-        (["--config=configs/llama/none.py"], "none.py"),
+        ([DEBUG, "--config.train.total_steps=1.5"], "--config.train.total_steps=1.5 is not an integer"),
+        ([DEBUG, "--config.optimizer.b1=nan"], "config.optimizer.b1=nan must be a finite number"),
+        (["--config=configs/llama/debug.py:speed=fast"], "debug.py, line 44: config argument 'speed'"),
+        (
+            ["--config=configs/llama/none.py"],
+            "--config=configs/llama/none.py is neither a file nor a preset; presets",
+        ),
         ([DEBUG, "--config.mesh.fsdp=3"], "mesh.fsdp=3"),
-        ([], "error: --config is missing; see --help"),
+        ([], "error: --config is missing; presets: clip/b16, "),
         ([DEBUG, "config.train.total_steps=3"], "'config.train.total_steps=3' is not a flag"),
         ([DEBUG, "--config.data.source=text:/nowhere/*.txt"], "/nowhere"),
         (["--config=configs/llama/8b.py"], "config.data.source is not set"),
@@ -41,6 +51,46 @@ def test_a_mistake_ends_with_one_line(args, message, tmp_path):
     assert message in lines[-1]
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+FLAGS = """
+from absl import flags
+from maxlp.run import cli
+cli.define_config()
+flags.DEFINE_float("rate", 1.0, "", lower_bound=0.0)
+flags.DEFINE_integer("seed", 0, "")
+flags.DEFINE_bool("fast", False, "")
+cli.run(lambda: print("\\u00d7\\u2026"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--rate=nan", "--rate=nan must be a finite number"),
+        ("--rate=x", "--rate=x is not a number"),
+        ("--rate=-1", "--rate=-1: -1.0 is not a non-negative number"),
+        (f"--seed={2**63}", f"--seed={2**63} does not fit into 64 bits; use a smaller number"),
+        ("--fast=maybe", "--fast=maybe is not true or false"),
+        (
+            "--config=/nowhere.py",
+            f"--config=/nowhere.py is neither a file nor a preset; presets: {', '.join(presets())}",
+        ),
+    ],
+)
+def test_a_flag_that_no_command_can_use_is_one_line(argument, message):
+    done = subprocess.run([sys.executable, "-c", FLAGS, argument], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
+
+
+def test_an_ascii_terminal_gets_every_line():
+    """A locale without × and …, as containers often have."""
+    ascii_only = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    config = [f"{DEBUG}", "--config.data.source=stdlib"]
+    done = subprocess.run(
+        [sys.executable, "-c", FLAGS, *config], cwd=ROOT, capture_output=True, text=True, env=ascii_only
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\\xd7\\u2026\n", "")
 
 
 HEAD = "from maxlp.run import cli\nfrom maxlp.runtime.checkpoint import NotWrittenError\n"

@@ -6,7 +6,7 @@ import functools
 import pytest
 from ml_collections import ConfigDict
 
-from maxlp.run.config import ConfigError, bind, call
+from maxlp.run.config import ConfigError, bind, call, load_file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,3 +98,58 @@ def test_a_renamed_key_names_its_successor():
         ConfigError, match=r"config\.data\.heldout_source is now config\.data\.validation_source"
     ):
         call(Outer, "data", dict(heldout_source=""))
+
+
+GOOD = """from ml_collections import ConfigDict
+def get_config(arg="x"):
+    # ×…é
+    return ConfigDict(dict(arg=arg))
+"""
+
+
+def test_a_config_file_is_run_with_its_argument_and_locked(tmp_path):
+    path = tmp_path / "c.py"
+    path.write_text(GOOD, encoding="utf-8")
+    assert (load_file(str(path)).arg, load_file(f"{path}:a=1:b").arg) == ("x", "a=1:b")
+    assert load_file(str(path)).is_locked
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\ndef get_config(:\n", ", line 2: SyntaxError: invalid syntax"),
+        ("x = 1\ny = z\n", ", line 2: NameError: name 'z' is not defined"),
+        ("import nosuch_module\n", ", line 1: ModuleNotFoundError: No module named 'nosuch_module'"),
+        ("def get_config(arg):\n  return 1 / 0\n", ", line 2: ZeroDivisionError: division by zero"),
+        (
+            "def get_config(arg):\n  raise ValueError('size=x:\\n  one of a, b')\n",
+            ", line 2: size=x: one of a",
+        ),
+        (
+            "def get_config(arg):\n  open('/nowhere')\n",
+            ", line 2: FileNotFoundError: [Errno 2] No such file",
+        ),
+        ("def get_config():\n  pass\n", ": TypeError: get_config() takes 0 positional arguments but 1 was"),
+        (
+            "def get_config(arg):\n  pass\n",
+            ": get_config returns NoneType, not a ConfigDict; return the con",
+        ),
+        (
+            "def get_config(arg):\n  return {}\n",
+            ": get_config returns dict, not a ConfigDict; return the con",
+        ),
+        ("get_config = 3\n", " has no function get_config(arg), which returns the config"),
+        (b"# \xe9\ndef get_config(arg):\n  x = '\xff'\n", ", line 3: SyntaxError: (unicode error)"),
+        (b"\x00", ": "),
+        (None, " is not a file; give one such as configs/llama/debug.py"),
+    ],
+    ids=lambda v: str(v)[:40],
+)
+def test_a_config_file_that_fails_is_one_line_with_file_and_line(text, message, tmp_path):
+    path = tmp_path / "c.py"
+    if text is not None:
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(ConfigError) as caught:
+        load_file(f"{path}:arg")
+    got = str(caught.value)
+    assert "\n" not in got and got.startswith((f"{path}{message}", f"--config={path}{message}")), got

@@ -10,6 +10,7 @@ from maxlp.run.settings import read
 from tests.run.fixtures import changed, load
 
 # rule -> (changes of configs/llama/debug.py, devices, platform, part of the message)
+LORA = {"train.lora.rank": 4, "train.init_from": "run"}
 REFUSED = {
     "batch_divides": [
         ({"data.batch_size": 12}, 8, "cpu", "use a multiple of 8"),
@@ -68,6 +69,19 @@ REFUSED = {
             2,
             "cpu",
             "mesh.stage=1",
+        )
+    ],
+    "adapters_start_from_weights": [({"train.lora.rank": 4}, 1, "cpu", "needs train.init_from")],
+    "adapters_keep_their_gradients": [
+        ({**LORA, "train.release_gradients": True, "optimizer.clip_norm": 0.0}, 1, "cpu", "frees nothing")
+    ],
+    "adapters_are_not_projected": [({**LORA, "optimizer.galore.rank": 8}, 1, "cpu", "optimizer.galore")],
+    "adapters_are_not_rounded": [
+        (
+            {**LORA, "optimizer.param_rounding": "kahan", "model.param_dtype": "bfloat16"},
+            1,
+            "cpu",
+            "are in float32",
         )
     ],
     "released_gradients_are_not_gated": [

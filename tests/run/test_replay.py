@@ -54,7 +54,7 @@ def test_the_checkpoint_to_start_from(tmp_path, monkeypatch):
         replay.find_checkpoint(tmp_path, 9, lead=2)
     kept = tmp_path / "spikes" / "checkpoints" / "5"
     kept.mkdir(parents=True)
-    (tmp_path / "spikes" / "25.json").write_text('{"checkpoint": "spikes/checkpoints/5"}')
+    (tmp_path / "spikes" / "25.json").write_text('{"step": 25, "checkpoint": "spikes/checkpoints/5"}')
     assert replay.find_checkpoint(tmp_path, 25, lead=2) == kept
 
 

@@ -45,14 +45,18 @@ def test_a_run_of_an_earlier_version_that_had_resumed_is_known_to_have_had_a_che
         run_dir.check_checkpoints(tmp_path)
 
 
+def continues(workdir, c) -> bool:
+    return changes.repeats_the_last_start(workdir, list(changes.check_config(workdir, c)))
+
+
 def test_another_config_or_no_record_is_another_run(tmp_path):
-    assert not changes.continues(tmp_path, CONFIG)
+    assert not continues(tmp_path, CONFIG)
     started(tmp_path)
-    assert changes.continues(tmp_path, CONFIG)
-    assert changes.continues(tmp_path, ConfigDict(SECTIONS | {"spikes": {"window": 10}}))
-    assert not changes.continues(tmp_path, ConfigDict(SECTIONS | {"optimizer": {"learning_rate": 0.5}}))
+    assert continues(tmp_path, CONFIG)
+    assert continues(tmp_path, ConfigDict(SECTIONS | {"spikes": {"window": 10}}))
+    assert not continues(tmp_path, ConfigDict(SECTIONS | {"optimizer": {"learning_rate": 0.5}}))
     (tmp_path / "run.json").unlink()
-    assert not changes.continues(tmp_path, CONFIG)
+    assert not continues(tmp_path, CONFIG)
 
 
 @pytest.mark.parametrize("content", ["", '{"starts": [', "[]", "{}"])

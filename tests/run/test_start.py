@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import pytest
+from ml_collections import ConfigDict
 
 from maxlp import train
 from maxlp.core.train_state import abstract_state
@@ -46,10 +47,8 @@ def dry_run(workdir: Path, values: dict[str, Any], family: str = "llama") -> Non
     """The part of `train --dry_run` that a start has too, other than tracing the step."""
     run, graphdef, abstract = prepared(workdir, values, family)
     with jax.set_mesh(run.mesh):
-        check_start(run.settings, abstract, workdir)
-        with run_dir.scratch(workdir) as folder:
-            training, _, _ = train.open_data(run, graphdef, folder)
-            iter(training).close()
+        check_start(run, abstract, workdir)
+        train.dry_run(run, graphdef, workdir, ConfigDict())
 
 
 @pytest.fixture
@@ -79,12 +78,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"data.tokenizer": "{tmp}/corpus/1.txt"}, "corpus/1.txt"),
     ("llama", {"data.tokenizer": "bytes?bos=x"}, "bytes?bos=x"),
     ("llama", {"model.vocab_size": 200}, "config.model.vocab_size=200"),
-    ("llama", {"data.tokenizer": "bpe:10"}, "bpe:10"),
+    ("llama", {"data.tokenizer": "bpe:10"}, "a BPE of 10 tokens has no room for the 259 bytes"),
     ("llama", {"train.init_from": "/nowhere"}, "config.train.init_from=/nowhere: no intact checkpoint"),
     (
         "llama",
         {"train.init_from": "gs://bucket/run"},
-        "config.train.init_from=gs://bucket/run: gs://bucket",
+        "config.train.init_from=gs://bucket/run: path=gs://bucket/run is a URL",
     ),
     ("llama", {"metrics.wandb_project": "x"}, "config.metrics.wandb_project='x' needs wandb"),
     ("clip", {"data.source": "tar:/nowhere.tar"}, "/nowhere.tar"),
@@ -107,11 +106,13 @@ def test_what_a_start_refuses_is_refused_by_a_dry_run(family, values, part, tmp_
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_a_workdir_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch):
+def test_a_workdir_that_cannot_be_written_to_is_refused(tmp_path, corpus, monkeypatch):
     (tmp_path / "file").write_text("")
     for workdir in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(ValueError, match=rf"^--workdir={workdir}: {tmp_path}/file is a file"):
             run_dir.check_workdir(workdir)
+    with pytest.raises(ValueError, match=rf"^--workdir={tmp_path}/file: "):
+        dry_run(tmp_path / "file", {"data.source": f"text:{corpus}"})
     run_dir.check_workdir(tmp_path / "new" / "run")
     monkeypatch.setattr("os.access", lambda path, mode: False)  # tests may run as root
     with pytest.raises(ValueError, match=rf"^--workdir={tmp_path}/new/run: {tmp_path} is not writable"):

@@ -62,7 +62,9 @@ TEXTS = ("data.source", "data.validation_source", "data.tokenizer", "data.classe
 MAY_BE_NEGATIVE = re.compile(r"mesh\.(?!dcn_data).*|model\.logit_(scale|bias)|precision\.options\.margin")
 MAY_BE_HUGE = re.compile(r"data\.(shuffle_tokens|max_pixels)")
 # Two keys of a nested section that only work together: the message may name the other one.
-INCOMPLETE = re.compile(r"model\.rope_scaling\..*|optimizer\.low_bit\.(mu|nu)|model\.text\.eos_id")
+INCOMPLETE = re.compile(
+    r"model\.rope_scaling\..*|optimizer\.low_bit\.(mu|nu)|train\.lora\..*|model\.text\.eos_id"
+)
 
 
 def refused(family: str, key: str, value: Any) -> str:

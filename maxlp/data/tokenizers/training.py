@@ -42,8 +42,8 @@ def train_bpe(texts: Iterable[str | bytes], vocab_size: int) -> Tokenizer:
     smallest = len(alphabet) + len(SPECIALS)
     if vocab_size < smallest:
         raise ValueError(
-            f"vocab_size {vocab_size} is below {smallest}, the number of bytes and special tokens; use a"
-            " larger one"
+            f"a BPE of {vocab_size} tokens has no room for the {smallest} bytes and special tokens; write "
+            f"bpe:{smallest} (--train_tokenizer={smallest}) or more"
         )
     tok = tokenizers.Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.Sequence(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from maxlp.families.clip.model import TextConfig
 from maxlp.families.clip.vit import VisualConfig
 from maxlp.parallel.sharding import abstract_mesh
-from maxlp.planning.cost_model import Cost, Ledger, StateShapes, Work, matmul_dtype
+from maxlp.planning.cost_model import Cost, Ledger, StateShapes, Work, matmul_dtypes
 from maxlp.planning.hlo import Collective
 from maxlp.run.settings import Machine, Settings
 
@@ -232,7 +232,6 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     loss costs as much as six in bfloat16.
     """
     devices, M = math.prod(machine.axes.values()), settings.train.microbatches
-    recipes = settings.matmuls
     B, E = settings.data.batch_size, settings.model.embed_dim
     flops = {"bfloat16": 0.0, "float8": 0.0, "int8": 0.0}
     moved = 0.0
@@ -241,8 +240,9 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
         tokens = B * tower.S
         square = tower.computed_part if tower.attention == "xla" else 1 / 2 if tower.causal else 1.0
         for path, width in _matmul_widths(name, tower).items():
-            dtype = matmul_dtype(recipes[path])
-            flops[dtype] += (6 + 2 * again) * tokens * tower.L * tower.D * width
+            for gemm, dtype in matmul_dtypes(settings, path).items():
+                times = 1 + again if gemm == "fwd" else 1
+                flops[dtype] += times * 2 * tokens * tower.L * tower.D * width
         passes = (3 if tower.attention == "xla" else 3.5) + (tower.remat != "none") + (M > 1)
         flops["bfloat16"] += square * passes * 4 * tokens * tower.S * tower.L * tower.D
         widths = 30 * tower.D + 12 * tower.F / tower.t

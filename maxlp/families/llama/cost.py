@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from maxlp.nn.attention import flash_tile, ring
 from maxlp.parallel.schedule import Schedule
 from maxlp.parallel.sharding import abstract_mesh
-from maxlp.planning.cost_model import Cost, Ledger, StateShapes, Work, matmul_dtype
+from maxlp.planning.cost_model import Cost, Ledger, StateShapes, Work, matmul_dtypes
 from maxlp.planning.hlo import Collective
-from maxlp.precision import HIGH_PRECISION
 from maxlp.run.settings import Machine, Settings
 
 
@@ -262,13 +261,14 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     pipeline's computation in bubbles counts too: all stages wait for it.
     """
     s = sizes(settings, machine)
-    axes, recipes = machine.axes, settings.matmuls
+    axes = machine.axes
     tokens, devices = settings.data.batch_size * s.S, math.prod(axes.values())
     again = {"none": 0, "dots": 0}.get(s.remat, 1)  # forward passes that run again
     flops = {"bfloat16": 0.0, "float8": 0.0, "int8": 0.0}
     for path, width in matmul_widths(s).items():
-        dtype = matmul_dtype(recipes.get(path, HIGH_PRECISION))
-        flops[dtype] += (6 + 2 * again) * tokens * s.L * s.D * width
+        for gemm, dtype in matmul_dtypes(settings, path).items():
+            times = 1 + again if gemm == "fwd" else 1
+            flops[dtype] += times * 2 * tokens * s.L * s.D * width
     flops["bfloat16"] += 6 * tokens * s.D * s.V
     square = 5 / 8 if s.attention == "xla" else 1 / 2
     passes = 1 + (2 if s.attention == "xla" else 2.5) + (s.remat != "none")
