@@ -1967,7 +1967,7 @@ PLANNING = [
         "planning/cost_model.py",
         "planning/test_cost_model.py",
         ("math.prod(shape) * leaf.dtype.itemsize", "math.prod(leaf.shape) * leaf.dtype.itemsize"),
-        ('"int8" if recipe.startswith("int8") else "float8"', '"float8"'),
+        ('{"float": "float8", "int": "int8"}', '{"float": "float8", "int": "float8"}'),
         ("if self._axes[name] > 1)", "if self._axes[name] >= 1)"),
     ),
     *_in(
