@@ -29,6 +29,16 @@ def test_gpu_loops_groups_and_overlaps():
     assert [one.sent for one in found] == [32 * matrix * 3 / 4, 32 * matrix * 3 / 4, 1024, 2 * 1024 * 7 / 8]
 
 
+def test_a_loop_in_a_loop_runs_their_product():
+    """Layers of a microbatch, and microbatches of a step."""
+    head, main = GPU.split("ENTRY ")
+    outer = main.replace("%main", "%outer").replace("ROOT %all-reduce.2", "%all-reduce.2")
+    body = outer[: outer.index("  %all-reduce.1")] + "  ROOT %u = (s32[]) tuple(%while.1)\n}\n\n"
+    main = main.replace("body=%body", "body=%outer").replace('"n":"32"', '"n":"3"')
+    found = hlo.collectives(head + body + "ENTRY " + main, MESH)
+    assert [one.times for one in found] == [3 * 32, 3 * 32, 1, 1]
+
+
 def test_tpu_gathers_in_pieces_count_once_and_trip_counts_come_from_conditions():
     assert hlo.collectives(TPU, MESH) == [
         hlo.Collective("all-gather", ("fsdp",), 4, 64 * 64 * 2, 1, overlapped=True),

@@ -206,7 +206,9 @@ def test_config_of_the_first_llama_2_files():
 
 
 @pytest.mark.parametrize(
-    "config", [CONFIG, dataclasses.replace(TIED, rope_scaling=None)], ids=["scaled", "unscaled and tied"]
+    "config",
+    [CONFIG, dataclasses.replace(TIED, rope_scaling=None, norm_eps=1e-6)],
+    ids=["scaled", "unscaled and tied"],
 )
 def test_config_survives_the_round_trip(config):
     exported = json.loads(json.dumps(hf.config_to_hf(config)))
