@@ -93,6 +93,17 @@ def test_chunks_in_float16_have_the_range_of_the_whole(num_chunks):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
+def test_chunks_in_bfloat16_add_their_gradients_in_float32():
+    """256 tokens in the first chunk and one in each other: bfloat16 would lose those."""
+    B, S, D, V, num_chunks = 4, 512, 4, 64, 8
+    x_BSD, w_DV = jnp.ones((B, S, D), jnp.bfloat16), jnp.zeros((D, V), jnp.bfloat16)
+    mask = np.zeros((B, S), bool)
+    mask[:, : S // num_chunks] = mask[0, :: S // num_chunks] = True
+    p = {"targets": jnp.zeros((B, S), jnp.int32), "mask": jnp.asarray(mask)}
+    grad = jax.jit(jax.grad(lambda w: total(p, w, x_BSD, num_chunks, 0.0)[0]))(w_DV)
+    np.testing.assert_allclose(np.float32(grad[:, 0]), -mask.sum() * (1 - 1 / V), atol=1.01)
+
+
 def test_counts(problem):
     likely = np.argmax(problem["x"] @ problem["w"], -1)
     p = problem | {"targets": np.where(np.arange(S) < S // 2, likely, problem["targets"]).astype(np.int32)}

@@ -143,7 +143,8 @@ def test_rollback_without_a_spike_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("steps", "target"), [([4, 8, 12], 8), ([8, 12, 16], 8), ([12, 13], 12), ([14], 0), ([], 0)]
+    ("steps", "target"),
+    [([4, 8, 12], 8), ([4, 11, 12], 11), ([8, 12, 16], 8), ([12, 13], 12), ([14], 0), ([], 0)],
 )
 def test_rollback_takes_the_newest_checkpoint_that_is_old_enough(steps, target):
     assert guards.rollback_target(steps, spike_step=14, rewind_steps=3) == target

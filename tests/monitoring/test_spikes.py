@@ -65,6 +65,8 @@ def test_planted_spikes_are_found_once_each(descent):
     assert len(find_spikes(steps, losses, SpikeConfig(merge_steps=0))) == 3
     assert find_spikes(steps, losses, SpikeConfig(threshold=100)) == []
     assert find_spikes(steps, losses, SpikeConfig(min_history=700, window=700)) == []
+    late = slice(290, None)  # the first spike has ten losses before it
+    assert [s.step for s in find_spikes(steps[late], losses[late], SpikeConfig())] == [steps[600]]
 
 
 # --- Of RMS_t -----------------------------------------------------------------------------------------

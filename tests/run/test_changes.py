@@ -157,3 +157,15 @@ def test_the_newest_readable_record_counts(run):
     (run / "checkpoints" / "3" / "checkpoint.json").unlink()
     assert changes.saved_data_state(run) == {}, "a run has begun"
     assert changes.saved_data_state(run / "new") is None
+
+
+def test_keys_that_only_one_of_two_versions_has_are_changes(run):
+    path = run / "config.json"
+    config = json.loads(path.read_text())
+    del config["loss"]["z_loss"]
+    config["model"]["gone"] = 2
+    path.write_text(json.dumps(config))
+    c = changed(load("debug"), {"loss.z_loss": 1e-4})
+    assert set(changes.check_config(run, c, allow=True)) == {"loss.z_loss", "model.gone"}
+    with pytest.raises(ConfigError, match=r"config\.loss\.z_loss: None -> 0\.0001"):
+        changes.check_config(run, c)

@@ -313,10 +313,10 @@ def test_kill_9_in_the_middle_of_saves_leaves_an_intact_directory(tmp_path):
 
 def test_retention_keeps_the_last_and_the_multiples(tmp_path):
     with Checkpointer(tmp_path, every_steps=1, keep_last=2, keep_every=4) as checkpointer:
-        for step in range(1, 11):
+        for step in range(1, 12):
             checkpointer.save(step, {"w": jnp.float32(step)}, {})
     assert [(info.step, info.status) for info in checkpoint.list_steps(tmp_path)] == [
-        (step, "complete") for step in (4, 8, 9, 10)
+        (step, "complete") for step in (4, 8, 10, 11)
     ]
 
 

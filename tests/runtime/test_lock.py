@@ -165,3 +165,13 @@ def test_a_damaged_lock_is_stale_unless_its_process_lives(tmp_path, content):
         os.truncate(tmp_path / "lock", 0)
         with WorkdirLock(tmp_path) as second, pytest.raises(ValueError, match="is in use"):
             second.acquire()
+
+
+def test_the_count_rises_while_the_lock_is_held(tmp_path):
+    with WorkdirLock(tmp_path) as held:
+        held.acquire()
+        first, deadline = (tmp_path / "lock").read_bytes(), time.monotonic() + 30
+        while (tmp_path / "lock").read_bytes() == first and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.02)
+        assert json.loads((tmp_path / "lock").read_text())["count"] >= 1

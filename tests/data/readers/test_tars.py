@@ -216,3 +216,9 @@ def test_braces():
     assert tars._expand_braces("a{08..11}.tar") == ["a08.tar", "a09.tar", "a10.tar", "a11.tar"]
     assert tars._expand_braces("{8..10}") == ["8", "9", "10"]
     assert tars._expand_braces("{x,y}/{0..1}") == ["x/0", "x/1", "y/0", "y/1"]
+
+
+def test_names_are_split_at_the_first_dot_of_the_base_name():
+    """As in WebDataset: "1.left.jpg" and "1.txt" are of one sample."""
+    assert tars._split("v1.0/1.left.JPG") == ("v1.0/1", "left.jpg")
+    assert tars._split("1.txt") == ("1", "txt")

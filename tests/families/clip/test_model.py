@@ -80,6 +80,7 @@ def test_only_tokens_up_to_the_pooled_one_change_the_features(pool):
     before[:, end - 1] = 51
     after[:, end + 1 :] = 52 if pool == "argmax" else 60
     features_BE = encode_text(model, jnp.asarray(text_BS))
+    np.testing.assert_allclose(jnp.linalg.norm(features_BE, axis=-1), 1, atol=1e-6)
     np.testing.assert_allclose(encode_text(model, jnp.asarray(after)), features_BE, atol=1e-6)
     assert jnp.abs(encode_text(model, jnp.asarray(before)) - features_BE).max() > 1e-3
     if pool == "argmax":  # short texts need no padding
