@@ -241,13 +241,11 @@ def export_weights(
     # Before any weights are read: these raise for a model that the format does not support.
     layout, texts = weight_format.layout(model), weight_format.config_files(model, run_tokenizer)
     with files.unfinished(output) as unfinished:
+        # Of schedule_free_adamw, the averaged parameters.
+        graphdef, state, _ = restore_model(c, workdir, step, _cpu_mesh())
+        params = state["params"]
         if c.get("train", {}).get("lora", {}).get("rank"):
-            graphdef, state, _ = restore_model(c, workdir, step, _cpu_mesh())
-            params = merged_params(nnx.merge(graphdef, state["params"], state["model_state"]))
-        else:
-            root = workdir / "checkpoints"
-            root = root if step is None else root / str(step)
-            params = checkpoint.load_params(root, _abstract_params(family, model))
+            params = merged_params(nnx.merge(graphdef, params, state["model_state"]))
         with _naming(workdir):
             tensors = weights.to_other(params, layout)
         write_tensors(

@@ -117,3 +117,9 @@ def test_sampling_distribution(sampling, expected):
     ids = jax.vmap(lambda key: sample(key, logits, sampling))(keys)
     # Three standard deviations of a frequency over 20,000 draws are at most 0.011.
     np.testing.assert_allclose(np.bincount(ids, minlength=len(PROBS)) / n, expected, atol=0.011)
+
+
+def test_each_token_of_a_row_is_drawn_anew(model):
+    """From an almost flat distribution, equal random numbers would draw equal tokens."""
+    (row,) = generate(model, [[5]], max_new_tokens=20, sampling=Sampling(1e4))
+    assert len(set(row)) > 5

@@ -93,12 +93,27 @@ def test_chunks_in_float16_have_the_range_of_the_whole(num_chunks):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
+def test_chunks_in_bfloat16_add_their_gradients_in_float32():
+    """256 tokens in the first chunk and one in each other: bfloat16 would lose those."""
+    B, S, D, V, num_chunks = 4, 512, 4, 64, 8
+    x_BSD, w_DV = jnp.ones((B, S, D), jnp.bfloat16), jnp.zeros((D, V), jnp.bfloat16)
+    mask = np.zeros((B, S), bool)
+    mask[:, : S // num_chunks] = mask[0, :: S // num_chunks] = True
+    p = {"targets": jnp.zeros((B, S), jnp.int32), "mask": jnp.asarray(mask)}
+    grad = jax.jit(jax.grad(lambda w: total(p, w, x_BSD, num_chunks, 0.0)[0]))(w_DV)
+    np.testing.assert_allclose(np.float32(grad[:, 0]), -mask.sum() * (1 - 1 / V), atol=1.01)
+
+
 def test_counts(problem):
-    p = problem
-    sums = total(p, p["w"], p["x"], 2, 0.0)[1]
-    hits = (np.argmax(p["x"] @ p["w"], -1) == p["targets"]) & p["mask"]
-    assert sums["tokens"] == p["mask"].sum()
-    assert sums["correct"] == hits.sum()
+    likely = np.argmax(problem["x"] @ problem["w"], -1)
+    p = problem | {"targets": np.where(np.arange(S) < S // 2, likely, problem["targets"]).astype(np.int32)}
+    for num_chunks, z_loss in ((1, 0.0), (1, 1e-2), (2, 1e-2)):
+        sums = total(p, p["w"], p["x"], num_chunks, z_loss)[1]
+        hits = (likely == p["targets"]) & p["mask"]
+        assert sums["tokens"] == p["mask"].sum()
+        assert sums["correct"] == hits.sum() > 5
+        nll = optax.softmax_cross_entropy_with_integer_labels(p["x"] @ p["w"], p["targets"])
+        np.testing.assert_allclose(sums["nll"], np.sum(nll * p["mask"]), rtol=1e-6)
 
 
 def test_chunks_never_hold_all_logits():
@@ -160,3 +175,13 @@ def test_chunks_send_the_weights_once_and_their_gradient_once():
         ("all-gather", of_device, 1),
         ("reduce-scatter", of_device, 1),
     ], found
+
+
+def test_bfloat16_logits_are_computed_on_in_float32(problem):
+    rng = np.random.default_rng(3)
+    logits = jnp.asarray(8 * rng.normal(size=(B, S, V)), jnp.bfloat16)
+    ours = losses.cross_entropy(logits, problem["targets"])
+    wide = losses.cross_entropy(logits.astype(jnp.float32), problem["targets"])
+    for a, b in zip(ours, wide, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)

@@ -16,6 +16,8 @@ from maxlp import plan
 from maxlp.families.clip.presets import CLIP_SIZES, clip
 from maxlp.families.llama.presets import llama
 from maxlp.planning import search, topologies
+from maxlp.planning.cost_model import Work
+from maxlp.planning.hlo import Collective
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import read
 from tests.run.fixtures import load
@@ -177,3 +179,15 @@ def test_output_files_that_cannot_be_written_are_refused(tmp_path):
     for path, message in ((tmp_path, "is a folder"), (tmp_path / "new" / "x.json", "does not exist")):
         with pytest.raises(ValueError, match=rf"^--json={path}:? .*{message}"):
             plan.check_files({"json": str(path), "hlo": None, "plot": None}, compiles=True)
+
+
+def test_the_expected_mfu_counts_exposed_collectives():
+    """A GPU computes for half a second, then waits for a tenth."""
+    h100 = topologies.parse("h100:1x8")
+    gather = Collective("all-gather", ("fsdp",), 8, int(h100.chip.links * 0.1 * 8 / 7), 1, overlapped=False)
+    described = dict(
+        mesh={"fsdp": 8}, devices=8, units_per_step=8, flops_per_unit={"full": 0.3 * h100.chip.peak()}
+    )
+    timed = plan.timing(described, Work({"bfloat16": 0.5 * h100.chip.peak()}, 0.0), [gather], h100, 1)
+    assert timed["time"]["expected"] == pytest.approx(0.6)
+    assert timed["mfu"]["full"] == pytest.approx(0.3 / 0.6)

@@ -182,3 +182,10 @@ def test_broken_images_are_reported():
         images.open_image(bomb)
     with pytest.raises(BrokenExample, match="20000 × 1 pixels are too narrow to be resized to 64"):
         images.eval_crop(images.open_image(encoded(np.zeros((1, 20000, 3), np.uint8))), 64)
+
+
+def test_the_ratio_of_a_crop_is_width_to_height():
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        _, _, width, height = images._crop_box((400, 400), rng, (0.1, 0.4), (1.9, 2.1))
+        assert 1.85 < width / height < 2.15

@@ -53,6 +53,21 @@ def test_windows_of_a_block_are_mixed():
     assert rows["plain"] != rows["mixed"] and sorted(rows["plain"]) == sorted(rows["mixed"])
 
 
+def test_each_block_and_each_source_has_an_order_of_its_own():
+    """Random numbers that two of them shared would show as equal permutations."""
+    document = [{"tokens": 10 + np.arange(4000, dtype=np.uint32)}]
+    first_SB = take(iter(make([document], shuffle_tokens=12 * 4 * 8)), 24)["tokens"][..., 1]
+    blocks = [block.argsort().tolist() for block in first_SB.reshape(2, -1)]  # of 48 windows each
+    assert blocks[0] != blocks[1] and list(range(48)) not in blocks
+    sources = [corpus(50, 20), corpus(50, 20, first=1000)]
+    batches = take(iter(make(sources, batch_size=1, shuffle_tokens=0)), 120)
+    begins = batches["targets"][(batches["tokens"] == BOS) & batches["loss_mask"]]
+    order = [(int(token) - 10) // 20 for token in begins if token != EOS]
+    orders = [[n for n in order if n < 1000], [n - 1000 for n in order if n >= 1000]]
+    length = min(map(len, orders))
+    assert length > 20 and orders[0][:length] != orders[1][:length]
+
+
 def test_small_corpus_is_read_through_before_it_repeats():
     documents = corpus(30, 100)
     total = sum(len(with_specials(document, Specials())) for document in documents)

@@ -4,6 +4,7 @@ import json
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -142,7 +143,8 @@ def test_rollback_without_a_spike_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("steps", "target"), [([4, 8, 12], 8), ([8, 12, 16], 8), ([12, 13], 12), ([14], 0), ([], 0)]
+    ("steps", "target"),
+    [([4, 8, 12], 8), ([4, 11, 12], 11), ([8, 12, 16], 8), ([12, 13], 12), ([14], 0), ([], 0)],
 )
 def test_rollback_takes_the_newest_checkpoint_that_is_old_enough(steps, target):
     assert guards.rollback_target(steps, spike_step=14, rewind_steps=3) == target
@@ -184,3 +186,17 @@ def test_damaged_rollbacks_are_named_with_the_way_out(tmp_path, content):
         ValueError, match=r"rollbacks\.json is damaged \(.*\); put back a good copy, or delete it"
     ):
         guards.skip_excluded_batches(tmp_path, 0, Batches())
+
+
+def test_the_state_of_the_guard_holds_every_finite_step():
+    """Skipped ones too, each in a place of its own; a step that is not finite leaves it as it was."""
+    guard = guards.SkipGuard(SpikeConfig(guard="skip", window=4, min_history=2))
+    state, expected = guard.init(), []
+    for loss in (1.0, 1.1, 50.0, math.nan, 60.0, 1.2, 1.3):
+        metrics = {"loss": jnp.float32(loss), "grad_norm": jnp.float32(2 * loss)}
+        accepted, state, _ = guard.accept(state, metrics)
+        expected += [loss] if math.isfinite(loss) else []
+        assert state["seen"] == len(expected)
+        assert bool(accepted) == (loss not in (50.0,) and math.isfinite(loss))
+    np.testing.assert_allclose(sorted(state["values"][0]), sorted(expected[-4:]), rtol=1e-6)
+    np.testing.assert_allclose(state["values"][1], 2 * state["values"][0])

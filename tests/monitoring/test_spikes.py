@@ -65,6 +65,8 @@ def test_planted_spikes_are_found_once_each(descent):
     assert len(find_spikes(steps, losses, SpikeConfig(merge_steps=0))) == 3
     assert find_spikes(steps, losses, SpikeConfig(threshold=100)) == []
     assert find_spikes(steps, losses, SpikeConfig(min_history=700, window=700)) == []
+    late = slice(290, None)  # the first spike has ten losses before it
+    assert [s.step for s in find_spikes(steps[late], losses[late], SpikeConfig())] == [steps[600]]
 
 
 # --- Of RMS_t -----------------------------------------------------------------------------------------
@@ -80,4 +82,5 @@ def test_rms_spikes_are_found_where_they_begin():
 def test_predicted_spikes_are_counted_and_those_by_chance():
     # RMS_t spikes at 10 and 50: steps 11..18 and 51..58 follow them, 16 of 100.
     assert count_predicted([18, 19, 51, 50], [10, 50], 100, SpikeConfig()) == (4, 2, 4 * 0.16)
+    assert count_predicted([18, 19], [10, 50], 100, SpikeConfig()) == (2, 1, 2 * 0.16)
     assert count_predicted([18], [], 100, SpikeConfig()) == (1, 0, 0.0)

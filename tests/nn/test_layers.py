@@ -115,3 +115,25 @@ def test_layer_scale_is_a_gain_of_each_channel():
     np.testing.assert_allclose(scale(x), 0.1 * x, rtol=1e-6)
     scale.scale[...] = jnp.arange(4.0)
     np.testing.assert_allclose(scale(x), np.asarray(x) * np.arange(4.0), rtol=1e-6)
+
+
+def test_gradients_of_float32_logits_are_multiplied_in_bfloat16():
+    x, kernel = jnp.ones((2, 3, 8), jnp.bfloat16), jnp.ones((8, 16), jnp.bfloat16)
+
+    def loss(x, kernel):
+        return jnp.sum(layers.dot_general(x, kernel, (((2,), (0,)), ((), ())), jnp.float32))
+
+    eqns = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, kernel).eqns
+    matmuls = [e for e in eqns if e.primitive.name == "dot_general"]
+    assert len(matmuls) == 2
+    assert {v.aval.dtype for e in matmuls for v in e.invars} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("kind", [layers.RMSNorm, layers.LayerNorm])
+def test_epsilon_is_added_to_the_mean_square(kind):
+    """It shows in small activations alone."""
+    x = np.asarray(random(2, 8)) * 1e-3
+    centered = x - x.mean(-1, keepdims=True) if kind is layers.LayerNorm else x
+    want = centered / np.sqrt(np.mean(centered**2, axis=-1, keepdims=True) + 1e-5)
+    norm = kind(8, eps=1e-5, param_dtype=jnp.float32)
+    np.testing.assert_allclose(norm(jnp.asarray(x)), want, rtol=1e-4, atol=1e-6)

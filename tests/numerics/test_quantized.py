@@ -59,3 +59,28 @@ def test_blocks_must_divide_the_axis_or_be_padded():
     np.testing.assert_array_equal(padded, np.pad(np.ones((4, 40)), ((0, 0), (0, 24))))
     np.testing.assert_array_equal(dequantize(quantize(padded, to, "block", (1,)), jnp.float32), padded)
     assert pad_to_blocks(padded, 1) is padded
+
+
+@pytest.mark.parametrize("margin", [0.0, 1.0])
+def test_a_scale_from_another_amax_leaves_the_margin_and_may_be_a_power_of_two(margin):
+    """As for delayed scaling: the scale does not depend on the data, which saturates beyond it."""
+    x = np.random.default_rng(2).normal(size=(8, 32)).astype(np.float32)
+    to, given = formats.get("float8_e4m3fn"), np.float32(0.7)
+    for power_of_two in (False, True):
+        q = quantize(x, to, "tensor", (1,), delayed_amax=given, margin=margin, power_of_two=power_of_two)
+        exact = 0.7 * 2**margin / 448
+        scale = 2.0 ** np.ceil(np.log2(exact)) if power_of_two else exact
+        np.testing.assert_allclose(q.scale, [[scale]], rtol=0 if power_of_two else 1e-6)
+        back = np.asarray(dequantize(q, jnp.float32))
+        inside = np.abs(x) <= 448 * scale
+        assert 0 < inside.mean() < 1
+        np.testing.assert_allclose(back[inside], x[inside], rtol=2**-4, atol=scale * 2.0**-10)
+        np.testing.assert_allclose(np.abs(back[~inside]), 448 * scale, rtol=1e-6)
+
+
+def test_dequantizing_to_bfloat16_rounds_once():
+    """A scale that is no power of two is not rounded to bfloat16 before it multiplies."""
+    x = np.random.default_rng(4).normal(size=(16, 32)).astype(np.float32)
+    q = quantize(x, formats.get("int8"), "row", (1,))
+    exact = np.asarray(q.values, np.float32) * np.asarray(q.scale)
+    np.testing.assert_array_equal(dequantize(q, jnp.bfloat16), exact.astype(ml_dtypes.bfloat16))

@@ -29,6 +29,7 @@ def test_ceil_power_of_two_against_frexp():
     mantissa, exponent = np.frexp(x)
     expected = np.ldexp(np.float32(1), exponent - (mantissa == 0.5))
     np.testing.assert_array_equal(np.asarray(ceil_power_of_two(x)), expected)
+    assert ceil_power_of_two(jnp.float32(2.0**-126), 448.0) == 2.0**-126, "never subnormal, nor zero"
 
 
 def test_a_power_of_two_is_the_smallest_that_does_not_saturate():

@@ -134,6 +134,18 @@ def test_refresh_happens_every_gap_and_only_then():
     assert changed == [False, False, True, False, False, True, False]
 
 
+def test_each_refresh_draws_anew():
+    """A random basis of the same gradient, whose spectrum has no gaps."""
+    shapes = kernel((1, 32, 40))
+    tx = galore(ADAM, GaloreConfig(rank=2, update_proj_gap=1, basis="randomized"))
+    g, state, projectors = random_tree(shapes, 1), tx.init(random_tree(shapes, 50)), []
+    update = jax.jit(tx.update)
+    for _ in range(2):
+        _, state = update(g, state)
+        projectors.append(np.asarray(subspace(state).projector))
+    assert np.abs(projectors[0] - projectors[1]).max() > 1e-4
+
+
 def primitives(jaxpr, into_branches):
     """Names of the primitives of a jaxpr, with or without those in the branches of conditions."""
     for eqn in jaxpr.eqns:

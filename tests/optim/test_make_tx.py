@@ -8,8 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from maxlp import optim
+from maxlp.optim.tree_utils import name_of
+from tests import fixtures
+from tests.families.clip.fixtures import SIGLIP, make_clip
 from tests.optim.common import is_shape, make_optimizer, random_tree
 
 BASE = dict(
@@ -152,3 +156,21 @@ def test_an_optimizer_is_imported_only_when_a_config_names_it():
         "schedules",
         "tree_utils",
     }
+
+
+def decayed_and_not(make_model):
+    """The last parts of the names of a model's parameters that decay, and of those that do not."""
+    params = nnx.to_pure_dict(nnx.eval_shape(lambda: nnx.state(make_model(), nnx.Param)))
+    flat = [(name_of(path), m) for path, m in jax.tree.leaves_with_path(optim.decay_mask(params, False))]
+    return tuple({name.rpartition("/")[2] for name, m in flat if m == decays} for decays in (True, False))
+
+
+def test_kernels_decay_and_nothing_else_of_any_model():
+    """Neither norms, gains and biases, nor CLIP's class token, positions, query and logit scale."""
+    assert decayed_and_not(lambda: fixtures.make_llama()(nnx.Rngs(0))) == (
+        {"kernel"},
+        {"embedding", "scale"},
+    )
+    tables = {"embedding", "scale", "bias", "pos_embed", "logit_scale"}
+    assert decayed_and_not(lambda: make_clip(layer_scale=0.1)) == ({"kernel"}, tables | {"class_embed"})
+    assert decayed_and_not(lambda: make_clip(**SIGLIP)) == ({"kernel"}, tables | {"probe", "logit_bias"})

@@ -27,17 +27,17 @@ BASE = dict(
 )
 
 
-def gradients(steps):
+def gradients(steps, size=1.0):
     """Norms on both sides of the clip, and a burst in one layer at the end."""
-    grads = [random_tree(SHAPES, i, scale=0.02 + 0.2 * (i % 2)) for i in range(steps)]
+    grads = [random_tree(SHAPES, i, scale=size * (0.02 + 0.2 * (i % 2))) for i in range(steps)]
     grads[-1]["layers"]["attn"]["q_proj"]["kernel"] *= jnp.array([1.0, 1.0, 50.0])[:, None, None]
     return grads
 
 
-def measured(**changes):
+def measured(size=1.0, **changes):
     """RMS_t of the last of nine steps."""
     optimizer = make_optimizer(**BASE | changes)
-    params, grads = random_tree(SHAPES, 99), gradients(9)
+    params, grads = random_tree(SHAPES, 99), gradients(9, size)
     state, step = optimizer.tx.init(params), jax.jit(optimizer.tx.update)
     for g in grads:
         updates, state = step(g, state, params)
@@ -87,3 +87,11 @@ def test_optimizers_with_another_state_of_the_second_moment():
 )
 def test_parameters_without_a_plain_second_moment_are_left_out(changes, names):
     assert measured_names(**changes) == names
+
+
+@pytest.mark.parametrize("name", ["adamw", "stable_adamw"])
+def test_rms_does_not_depend_on_the_size_of_the_gradients(name):
+    """Those of a large model are about 1e-5; eps² is far below their squares, eps is not."""
+    got, want = (measured(size, name=name, clip_norm=0.0) for size in (1e-5, 1.0))
+    for tensor in want:
+        np.testing.assert_allclose(got[tensor], want[tensor], rtol=1e-4)  # of float32 sums of squares

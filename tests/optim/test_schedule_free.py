@@ -8,6 +8,7 @@ import pytest
 
 from maxlp import optim
 from maxlp.optim.pure_bf16 import PureBf16State
+from maxlp.optim.schedule_free import scale_by_debiased_rms
 from tests.optim.common import assert_trees_equal, make_optimizer, random_tree, run, saved_and_restored
 
 MAKE = dict(learning_rate=0.02, schedule="constant", warmup_steps=3, total_steps=9, final_lr_fraction=1.0)
@@ -49,3 +50,14 @@ def test_all_others_are_evaluated_at_their_trained_parameters(name):
     state = jax.eval_shape(make_optimizer(name=name, **MAKE).tx.init, params)
     assert optim.eval_part(state) == {} and optim.eval_params(state, params) is params
     assert optim.eval_params({}, params) is params
+
+
+def test_the_rescaling_is_adams_without_a_first_moment():
+    """g / (√v̂ + eps), with an eps that shows."""
+    b2, eps, v = 0.9, 0.1, np.zeros(4)
+    tx = scale_by_debiased_rms(b2, eps)
+    state = tx.init({"w": jnp.zeros(4)})
+    for t, g in enumerate(np.random.default_rng(0).normal(size=(3, 4)), 1):
+        updates, state = tx.update({"w": jnp.asarray(g, jnp.float32)}, state)
+        v = b2 * v + (1 - b2) * g**2
+        np.testing.assert_allclose(updates["w"], g / (np.sqrt(v / (1 - b2**t)) + eps), rtol=1e-5)

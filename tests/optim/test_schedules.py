@@ -49,3 +49,9 @@ def test_constant_stays():
 def test_a_schedule_that_does_not_fit_is_refused(name, changes, message):
     with pytest.raises(ValueError, match=message):
         make_schedule(name, **BASE | changes)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_rates_are_multiples_of_the_learning_rate(name):
+    """The final rate is a fraction of the peak, not a number of its own."""
+    np.testing.assert_allclose(values(name, learning_rate=1e-3), 1e-3 * values(name), rtol=1e-5)

@@ -181,8 +181,27 @@ def test_moments_and_rms_of_bfloat16_parameters_are_float32():
     assert updates["kernel"].dtype == jnp.bfloat16
     assert {x.dtype for x in jax.tree.leaves((state.mu, state.nu, state.rms))} == {jnp.dtype(jnp.float32)}
     assert jax.tree.map(lambda x: x.dtype, tx.init(params)) == jax.tree.map(lambda x: x.dtype, state)
+    # Squares and quotients too: the state is that of the same gradients in float32.
+    grads = {"kernel": jnp.asarray(np.random.default_rng(6).normal(size=(4, 4)), jnp.bfloat16)}
+    wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    states = [tx.update(g, tx.update(g, tx.init(g))[1])[1] for g in (grads, wide)]
+    jax.tree.map(np.testing.assert_array_equal, *states)
 
 
 def test_threshold_must_be_positive():
     with pytest.raises(ValueError, match=r"clip_threshold=0 must be above 0"):
         scale_by_stable_adam(clip_threshold=0)
+
+
+def test_gradients_of_real_size_are_clipped():
+    """Gradients of a large model are about 1e-5: far below √eps, and above eps."""
+    small = [jax.tree.map(lambda g: np.float32(1e-5) * g, g) for g in gradients(40, dtype=np.float32)]
+    tx = make_optimizer(**MAKE, name="stable_adamw").tx
+    out, rms = jax.device_get(trajectory(tx, jax.tree.map(jnp.asarray, initial(np.float32)), small))
+    expected, expected_rms = algorithm_2(
+        initial()["kernel"], [g["kernel"].astype(np.float64) for g in small], decay=DECAY
+    )
+    assert max(expected_rms) > 3, "the burst is as visible as that of larger gradients"
+    np.testing.assert_allclose([r["kernel"] for r in rms], expected_rms, rtol=1e-4)
+    # 40 steps of float32: each adds a rounding error of at most 2^-24 of parameters up to 4.
+    np.testing.assert_allclose([p["kernel"] for p in out], expected, atol=1e-5)

@@ -71,3 +71,27 @@ def test_one_rms_per_tensor_is_replicated():
     state = initialized(make_optimizer(name="stable_adamw", **BASE).tx, abstract, mesh)
     assert optax.tree.get(state, "nu")["kernel"].sharding.spec == SPECS["kernel"]
     assert optax.tree.get(state, "rms")["kernel"].sharding.is_fully_replicated
+
+
+def test_the_axes_of_a_shorter_dim_go_to_the_largest_one_that_it_shares():
+    """So that a device holds as small a fraction of low-rank moments as of their kernel."""
+    mesh = sharding.make_mesh(fsdp=4, tensor=2)
+    place = NamedSharding(mesh, P(None, None, "fsdp"))
+    params = {"layers": {"kernel": jax.ShapeDtypeStruct((2, 16, 8), jnp.float32, sharding=place)}}
+
+    def low_rank(params):
+        return {"mu": jax.tree.map(lambda p: jnp.zeros((2, 16, 4)), params)}
+
+    found = opt_state_shardings(
+        optax.GradientTransformation(low_rank, lambda u, s, p=None: (u, s)), params, mesh
+    )
+    assert found["mu"]["layers"]["kernel"].spec == P(None, "fsdp", None), "2 layers do not divide by 4"
+    params["layers"]["kernel"] = jax.ShapeDtypeStruct((8, 16, 8), jnp.float32, sharding=place)
+
+    def of_eight(params):
+        return {"mu": jax.tree.map(lambda p: jnp.zeros((8, 16, 4)), params)}
+
+    found = opt_state_shardings(
+        optax.GradientTransformation(of_eight, lambda u, s, p=None: (u, s)), params, mesh
+    )
+    assert found["mu"]["layers"]["kernel"].spec == P(None, "fsdp", None), "16 is larger than 8"

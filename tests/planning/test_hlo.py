@@ -29,6 +29,16 @@ def test_gpu_loops_groups_and_overlaps():
     assert [one.sent for one in found] == [32 * matrix * 3 / 4, 32 * matrix * 3 / 4, 1024, 2 * 1024 * 7 / 8]
 
 
+def test_a_loop_in_a_loop_runs_their_product():
+    """Layers of a microbatch, and microbatches of a step."""
+    head, main = GPU.split("ENTRY ")
+    outer = main.replace("%main", "%outer").replace("ROOT %all-reduce.2", "%all-reduce.2")
+    body = outer[: outer.index("  %all-reduce.1")] + "  ROOT %u = (s32[]) tuple(%while.1)\n}\n\n"
+    main = main.replace("body=%body", "body=%outer").replace('"n":"32"', '"n":"3"')
+    found = hlo.collectives(head + body + "ENTRY " + main, MESH)
+    assert [one.times for one in found] == [3 * 32, 3 * 32, 1, 1]
+
+
 def test_tpu_gathers_in_pieces_count_once_and_trip_counts_come_from_conditions():
     assert hlo.collectives(TPU, MESH) == [
         hlo.Collective("all-gather", ("fsdp",), 4, 64 * 64 * 2, 1, overlapped=True),
@@ -73,3 +83,13 @@ def test_collectives_of_a_program_compiled_here():
     assert sum(one.times for one in gathers) in (1, 5)  # XLA may lift it out of the loop
     sums = [one for one in found if one.kind == "all-reduce"]
     assert {one.axes for one in sums} == {("fsdp", "tensor")} and sum(one.bytes for one in sums) == 4
+
+
+def test_bytes_of_types():
+    """Booleans take a byte; a type of several arrays their sum."""
+    assert (
+        hlo.num_bytes("f32[2,3]{1,0}") == 24
+        and hlo.num_bytes("pred[8]") == 8
+        and hlo.num_bytes("s4[8]") == 4
+    )
+    assert hlo.num_bytes("(bf16[4], f8e4m3fn[4], u32[])") == 8 + 4 + 4

@@ -38,3 +38,21 @@ def test_loops_and_gradients_of_a_program_compiled_here(num_steps):
     matmul = 2 * 16 * 48 * 48
     needed = num_steps * 3 - 1  # the first step's input needs no gradient, which XLA may not see in a loop
     assert hlo_flops.matmul_flops(text) / matmul in (needed, needed + 1)
+
+
+@pytest.mark.parametrize(
+    "window", [{}, {"stride": "2"}, {"pad": "2_2"}, {"lhs_dilate": "2"}, {"rhs_dilate": "3"}]
+)
+def test_products_are_those_of_a_convolution_of_ones(window):
+    """Each entry of the output is the number of products that it sums."""
+    n, m = 7, 3
+    low, high = (int(p) for p in window.get("pad", "0_0").split("_"))
+    out = jax.lax.conv_general_dilated(
+        jnp.ones((1, 1, n)),
+        jnp.ones((1, 1, m)),
+        (int(window.get("stride", 1)),),
+        [(low, high)],
+        (int(window.get("lhs_dilate", 1)),),
+        (int(window.get("rhs_dilate", 1)),),
+    )
+    assert hlo_flops._num_products(n, m, out.size, window, 0) == out.sum()

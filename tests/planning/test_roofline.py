@@ -33,11 +33,11 @@ def test_collectives_of_one_kind_and_axes_are_summed():
 def test_exposed_collectives_add_to_the_slowest_resource():
     found = [
         Collective("all-reduce", ("tensor",), 2, int(9e9), 1, overlapped=False),
-        Collective("all-gather", ("fsdp",), 4, int(12e9), 1, overlapped=True),
+        Collective("all-gather", ("fsdp",), 4, int(6e9), 1, overlapped=True),
     ]
     groups = roofline.group(found, H100, MESH)
     bound = roofline.roofline(Work({"bfloat16": 989e12 * 0.5}, H100.chip.hbm * 0.25), groups, H100)
     assert (bound.compute, bound.memory) == (pytest.approx(0.5), pytest.approx(0.25))
-    assert bound.network == pytest.approx(18e9 / 450e9) and bound.exposed == pytest.approx(0.02)
+    assert bound.network == pytest.approx(13.5e9 / 450e9) and bound.exposed == pytest.approx(0.02)
     assert bound.least == pytest.approx(0.5) and bound.expected == pytest.approx(0.52)
     assert bound.limit == "compute"

@@ -54,6 +54,8 @@ def test_no_proposal_contains_another_one():
     found = search.nearest(s, topologies.parse("h200:1x8"))
     assert found[0].changes == {"model.attention": "cudnn"}  # faster than the ring, which fits too
     assert not any(a.settings < b.settings for a in found for b in found)
+    order = [(len(one.settings), one.seconds) for one in found]
+    assert order == sorted(order)
 
 
 def test_choices_are_those_of_the_model_and_the_platform():

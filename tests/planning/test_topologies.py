@@ -14,6 +14,7 @@ from tests.planning import peaks
 def test_names_count_devices():
     sizes = {"v5p:8x16x16": 2048, "v5e:16x16*2": 512, "tpu7x:2x2x2": 16, "v4:2x2x4": 16, "h100:64x8": 512}
     assert {name: topologies.parse(name).size for name in sizes} == sizes
+    assert topologies.parse("v5e:2x4").chip.memory == 15.75 * 2**30
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Delayed scaling of one layer against two independent implementations."""
 
+import dataclasses
 import functools
 
 import jax
@@ -50,9 +51,11 @@ class Layer:
         return [state[f"{name}_amax_history"] for name in ("input", "kernel", "output_grad")]
 
 
-def test_five_steps_equal_an_independent_model():
+@pytest.mark.parametrize("residuals", ["full", "quantized"])
+def test_five_steps_equal_an_independent_model(residuals):
+    """With full residuals, the backward pass quantizes the input again, by the input's own history."""
     history_length, margin = 3, 1.0
-    layer = Layer(history=history_length, margin=margin)
+    layer = Layer(history=history_length, margin=margin, residuals=residuals)
     pasts = [[], [], []]
 
     def fp8(a, past, kind):
@@ -70,6 +73,25 @@ def test_five_steps_equal_an_independent_model():
             past.append(np.abs(a).max())
             newest_first = [*past[::-1], 0, 0][:history_length]
             np.testing.assert_array_equal(history, newest_first)
+
+
+def test_a_kernel_quantized_again_for_the_backward_pass_takes_its_own_history():
+    """In a recipe whose gradient of the input has the kernel in another format than its output."""
+    recipe = make_recipe("fp8_delayed", history=3, residuals="full")
+    e5m2 = recipe.dlhs[0]
+    layer = fixtures.Layer(dataclasses.replace(recipe, dlhs=(e5m2, e5m2)))
+    state, step = layer.state, jax.jit(layer.step)
+    (past_x, past_w, past_g), (x, w, g) = data(0), data(1)
+    # By the history of so small an input, the kernel would saturate.
+    *_, state = step(state, past_x * np.float32(2.0**-20), past_w, past_g)
+    _, dx, _, _ = step(state, x, w, g)
+
+    def rounded(a, past):
+        scale = np.abs(past).max() / E5M2[0]
+        return np.clip(a / scale, -E5M2[0], E5M2[0]).astype(E5M2[1]).astype(np.float64) * scale
+
+    expected = rounded(g, past_g) @ rounded(w, past_w).T
+    np.testing.assert_allclose(dx, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
 
 
 def test_five_steps_equal_flax():

@@ -7,6 +7,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxlp.numerics import formats
+from maxlp.numerics.quantized import dequantize, quantize
 from maxlp.precision import make_recipe
 from tests.precision.fixtures import Layer
 
@@ -69,3 +71,31 @@ def test_blocks_are_those_of_one_device_on_every_mesh(tokens, split, kind):
         placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
         actual = jax.device_get(step(*placed, out=out if kind == AxisType.Explicit else None))
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@pytest.mark.parametrize(("format", "dtype"), [("e4m3fn", jnp.bfloat16), ("e5m10", jnp.float32)])
+def test_blocks_of_simulated_formats_are_multiplied_exactly(format, dtype):
+    """In bfloat16 as far as it holds the format: up to 8 significant bits, times a power of two."""
+    rng = np.random.default_rng(1)
+    x, kernel, g = (rng.normal(size=shape).astype(np.float32) for shape in ((32, 64), (64, 96), (32, 96)))
+    layer = Layer(make_recipe("simulate", format=format, granularity="block"))
+
+    def step(*arrays):
+        return layer.step(layer.state, *arrays)[:3]
+
+    def rounded(a, axis):
+        q = jax.jit(lambda a: dequantize(quantize(a, formats.get(format), "block", (axis,)), jnp.float32))(
+            a
+        )
+        return np.asarray(q, np.float64)
+
+    exact = (
+        rounded(x, 1) @ rounded(kernel, 0),
+        rounded(g, 1) @ rounded(kernel, 1).T,
+        rounded(x, 0).T @ rounded(g, 0),
+    )
+    for ours, expected in zip(jax.jit(step)(x, kernel, g), exact, strict=True):
+        # Sums of up to 96 terms in float32; a product in bfloat16 of 11 bits would be off by 2^-9.
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=96 * 2.0**-24 * np.abs(expected).max())
+    matmuls = [e for e in jax.make_jaxpr(step)(x, kernel, g).eqns if e.primitive.name == "dot_general"]
+    assert {v.aval.dtype for e in matmuls for v in e.invars} == {jnp.dtype(dtype)} and len(matmuls) == 3

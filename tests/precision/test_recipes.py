@@ -122,3 +122,8 @@ def test_bad_sections_are_one_line_errors_that_start_with_the_key(change, messag
 def test_options_check_themselves(options, message):
     with pytest.raises(ValueError, match=message):
         RecipeOptions(**options)
+
+
+def test_delayed_scaling_is_that_of_transformer_engine_by_default():
+    recipe = make_recipe("fp8_delayed")
+    assert (recipe.history, recipe.margin, recipe.cold_start) == (1024, 0.0, True)

@@ -52,6 +52,7 @@ def test_the_function_and_its_gradients_are_unchanged_to_the_bit(form):
         s = smooth_swiglu.factors(h, down, form)
         assert len(np.unique(s)) > 2 and np.all(np.frexp(np.asarray(s))[0] == 0.5)
         folded_up, folded_down = smooth_swiglu.fold(up, down, s)
+        np.testing.assert_array_equal(product(x, gate, folded_up).at[:, 3].set(0), h / s[None])
         folded = product(x, gate, folded_up).at[:, 3].set(0) @ folded_down
         np.testing.assert_array_equal(folded, plain)
 
@@ -106,3 +107,17 @@ def test_only_scales_that_smoothing_makes_jump_become_current():
         "channel": ("input", "output_grad"),
         "balanced": ("output_grad",),
     }
+
+
+def test_the_balanced_form_divides_the_spread_between_product_and_kernel():
+    """By powers of two, so each channel of one is within a factor of two of the geometric mean."""
+    rng = np.random.default_rng(4)
+    x, kernel = rng.normal(size=(32, 8)).astype(np.float32), rng.normal(size=(8, 16)).astype(np.float32)
+    x *= 2.0 ** np.arange(-8, 8, 2, dtype=np.float32)
+    kernel *= 2.0 ** np.arange(12, -12, -3, dtype=np.float32)[:, None]
+    largest_x, largest_w = np.abs(x).max(axis=0), np.abs(kernel).max(axis=1)
+    s = np.asarray(smooth_swiglu.factors(x, kernel, "balanced"))
+    ratio = s / np.sqrt(largest_x / largest_w)
+    assert np.all(np.log2(s) == np.round(np.log2(s))) and np.all((ratio >= 1) & (ratio < 2))
+    ratio = np.asarray(smooth_swiglu.factors(x, kernel, "channel")) / largest_x
+    assert np.all((ratio >= 1) & (ratio < 2))

@@ -166,3 +166,15 @@ def test_weights_are_of_another_model_if_it_computes_something_else(run):
         lines = changes.other_model(weights, changed(load("debug"), same | {"model.norm_eps": 1e-6}))
         assert lines == ["config.model.norm_eps: 1e-05 -> 1e-06"]
     assert changes.other_model(run.parent / "weights" / "a" / "b", load("debug")) == []
+
+
+def test_keys_that_only_one_of_two_versions_has_are_changes(run):
+    path = run / "config.json"
+    config = json.loads(path.read_text())
+    del config["loss"]["z_loss"]
+    config["model"]["gone"] = 2
+    path.write_text(json.dumps(config))
+    c = changed(load("debug"), {"loss.z_loss": 1e-4})
+    assert set(changes.check_config(run, c, allow=True)) == {"loss.z_loss", "model.gone"}
+    with pytest.raises(ConfigError, match=r"config\.loss\.z_loss: None -> 0\.0001"):
+        changes.check_config(run, c)

@@ -13,7 +13,7 @@ from maxlp.core.train_state import abstract_state, num_params
 from maxlp.run import constraints, run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import resolve
-from maxlp.run.settings import read
+from maxlp.run.settings import TrainConfig, read
 from tests.run.fixtures import changed, load
 
 ROOT = Path(__file__).parents[2]
@@ -172,3 +172,14 @@ def test_a_config_of_version_0_1_still_loads(tmp_path):
     assert s.data.source == "jsonl:/d/*.jsonl?validation=0.1"
     assert (s.optimizer.galore.rank, s.optimizer.low_bit.mu) == (8, "float8_e4m3fn")
     assert s.precision.loss_scale is None and s.model.rope_scaling is None
+
+
+LOWEST = dict(total_steps=1, microbatches=1, log_every=1, eval_every=0, eval_batches=0, seed=0)
+
+
+@pytest.mark.parametrize(("key", "lowest"), LOWEST.items())
+def test_numbers_of_a_run_have_a_lower_bound(key, lowest):
+    values = dict.fromkeys(LOWEST, 7) | dict(init_from="")
+    assert getattr(TrainConfig(**values | {key: lowest}), key) == lowest
+    with pytest.raises(ValueError, match=rf"^{key}={lowest - 1} must be at least {lowest}"):
+        TrainConfig(**values | {key: lowest - 1})

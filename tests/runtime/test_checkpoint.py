@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlp.runtime import checkpoint, files, manifest, verification
+from maxlp.runtime import checkpoint, files, manifest, tree_spec, verification
 from maxlp.runtime.checkpoint import Checkpointer, CheckpointError, NotWrittenError
 from tests.runtime import workers
 from tests.runtime.damage import DAMAGES, flip_bit
@@ -390,10 +390,10 @@ def test_kill_9_in_the_middle_of_saves_leaves_an_intact_directory(tmp_path):
 
 def test_retention_keeps_the_last_and_the_multiples(tmp_path):
     with Checkpointer(tmp_path, every_steps=1, keep_last=2, keep_every=4) as checkpointer:
-        for step in range(1, 11):
+        for step in range(1, 12):
             checkpointer.save(step, {"w": jnp.float32(step)}, {})
     assert [(info.step, info.status) for info in checkpoint.list_steps(tmp_path)] == [
-        (step, "complete") for step in (4, 8, 9, 10)
+        (step, "complete") for step in (4, 8, 10, 11)
     ]
 
 
@@ -425,6 +425,10 @@ def test_saving_a_step_twice_does_nothing_and_never_overwrites(tmp_path):
         pytest.raises(CheckpointError, match="already exists"),
     ):
         checkpointer.save(1, {"w": jnp.float32(2)}, {})
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        assert checkpointer.restore_latest({"w": abstract(jnp.float32(0))}).step == 1
+        checkpointer.save(1, {"w": jnp.float32(2)}, {})  # a run that ends where it resumed
+    assert checkpoint.restore(tmp_path, {"w": abstract(jnp.float32(0))}).state["w"] == 1
 
 
 # --- Other configs, other runs -------------------------------------------------------------------------
@@ -548,3 +552,36 @@ def test_one_process_saves_and_two_restore_the_same_intact_step(pair, tmp_path, 
     reply = {"step": step, "data_state": {"position": [step]}, "meta": {"processes": 1}}
     assert pair.call("restore", tmp_path) == [reply, reply]
     assert sorted(os.listdir(tmp_path)) == (["1", "2.damaged"] if damaged else ["1", "2"])
+
+
+def test_a_listing_tells_complete_checkpoints_from_others(two_steps, tmp_path):
+    root = tmp_path / "checkpoints"
+    shutil.copytree(two_steps, root)
+    (root / "20" / "manifest.txt").unlink()
+    (root / "30.unfinished").mkdir()
+    (root / "40.damaged-2").mkdir()
+    found = checkpoint.list_steps(root)
+    assert [(info.step, info.status) for info in found] == [
+        (10, "complete"),
+        (20, "damaged"),
+        (30, "unfinished"),
+        (40, "damaged"),
+    ]
+    on_disk = sum(path.stat().st_size for path in (root / "10").rglob("*") if path.is_file())
+    assert found[0].num_bytes == on_disk - (root / "10" / "manifest.txt").stat().st_size
+    assert found[1].num_bytes == 0 and found[0].path == root / "10"
+
+
+def test_of_several_leaves_that_do_not_fit_a_parameter_is_named_first():
+    """What else differs follows from it: moments have the shapes of their parameters."""
+    saved = {"opt_state": jnp.zeros(4), "params": {"w": jnp.zeros(4)}, "step": jnp.zeros(2)}
+    wanted = jax.tree.map(lambda x: jnp.zeros(len(x) + 1), saved)
+    described = tree_spec.describe(saved)
+    for exact in (True, False):
+        found = tree_spec.find_misfit(described, wanted, exact=exact)
+        assert found == ("params/w", "float32[4]", "float32[5]")
+    half = {"params": {"w": jnp.zeros(4, jnp.bfloat16)}}
+    assert tree_spec.find_misfit(described, half, exact=False) is None, "floats are cast, more is left"
+    assert tree_spec.find_misfit(described, half, exact=True)[0] == "params/w"
+    whole = {"params": {"w": jnp.zeros(4, jnp.int32)}}
+    assert tree_spec.find_misfit(described, whole, exact=False)[0] == "params/w"

@@ -112,3 +112,15 @@ def test_paths_become_absolute_and_may_contain_colons(tmp_path, monkeypatch):
     assert files.local_path("run/../other") == tmp_path / "other"
     assert files.local_path("~/run") == tmp_path / "home" / "run"
     assert files.local_path("lr:1e-3/run") == tmp_path / "lr:1e-3" / "run"
+
+
+def test_a_folder_is_on_disk_before_it_gets_its_name_and_then_so_is_the_name(tmp_path, monkeypatch):
+    (tmp_path / "3.unfinished" / "state").mkdir(parents=True)
+    (tmp_path / "3.unfinished" / "state" / "a").write_text("content")
+    synced = []
+    monkeypatch.setattr(files, "sync", lambda p: synced.append((p, (tmp_path / "3").exists())))
+    files.publish(tmp_path / "3.unfinished", tmp_path / "3")
+    before = {tmp_path / "3.unfinished", tmp_path / "3.unfinished" / "state"}
+    assert {p for p, named in synced if not named} == before
+    assert [p for p, named in synced if named] == [tmp_path]
+    assert (tmp_path / "3" / "state" / "a").read_text() == "content"

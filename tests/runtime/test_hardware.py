@@ -1,5 +1,6 @@
 """Peak FLOP/s and memory of devices."""
 
+import itertools
 import types
 
 import jax
@@ -18,6 +19,7 @@ from maxlp.runtime import hardware
         ("TPU v5p", "bfloat16", 459),
         ("TPU v6 lite", "float8", 918),
         ("TPU7x", "float8", 2307),
+        ("TPU7x", "bfloat16", 1153.5),  # of one of the two devices of a chip
         ("NVIDIA A100-SXM4-80GB", "bfloat16", 312),
         ("NVIDIA H100 PCIe", "bfloat16", 756),
         ("NVIDIA H100 80GB HBM3", "float8", 1979),
@@ -62,3 +64,12 @@ def test_device_memory_is_that_of_the_fullest_device(monkeypatch):
     got = hardware.memory_metrics()
     del got["memory/host_peak_gib"]
     assert got == {"memory/device_gib_in_use": 3.0, "memory/device_gib_limit": 16.0}
+
+
+def test_the_measured_rate_counts_a_product_and_a_sum_for_each_term(monkeypatch):
+    """Each of the matmuls takes 0.1 s."""
+    ticks = itertools.count(0, 0.1)
+    monkeypatch.setattr(hardware.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(jax, "local_device_count", lambda backend: 2)
+    got = hardware._measured_flops.__wrapped__(jax.devices()[0])
+    assert got == pytest.approx(2 * 1024**3 / 0.1 / 2)

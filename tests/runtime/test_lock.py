@@ -188,3 +188,13 @@ def test_all_processes_of_a_run_learn_that_it_is_refused(tmp_path):
     run.send("released")
     run.finish(0, 0)
     taken(tmp_path)
+
+
+def test_the_count_rises_while_the_lock_is_held(tmp_path):
+    with WorkdirLock(tmp_path) as held:
+        held.acquire()
+        first, deadline = (tmp_path / "lock").read_bytes(), time.monotonic() + 30
+        while (tmp_path / "lock").read_bytes() == first and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.02)
+        assert json.loads((tmp_path / "lock").read_text())["count"] >= 1

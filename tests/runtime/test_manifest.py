@@ -85,3 +85,17 @@ def test_processes_split_the_work_and_the_first_gets_all_checksums(folder):
 def test_missing_checksums_of_a_process_are_named(folder):
     with pytest.raises(TimeoutError, match=r"folder\.sums-1 did not appear within 0 s"):
         manifest.shared_checksums(folder, 0, 2, timeout=0.0)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 16, 4 << 20])
+def test_checksums_do_not_depend_on_how_much_is_read_at_a_time(folder, monkeypatch, block_bytes):
+    monkeypatch.setattr(manifest, "_BLOCK_BYTES", block_bytes)
+    found = manifest.checksums(folder, CONTENT)
+    assert found == {name: (f"{zlib.crc32(data):08x}", len(data)) for name, data in CONTENT.items()}
+
+
+def test_files_are_on_disk_when_their_checksums_are_known(folder, monkeypatch):
+    synced = []
+    monkeypatch.setattr(manifest.files, "sync", synced.append)
+    manifest.checksums(folder, CONTENT)
+    assert sorted(synced) == sorted(folder / name for name in CONTENT)

@@ -125,3 +125,17 @@ def test_writing_copies_one_shard_at_a_time(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < size / 2
     finally:
         tracemalloc.stop()
+
+
+def test_a_tensor_larger_than_a_shard_has_one_of_its_own(tmp_path):
+    tensors = {
+        "large": np.ones(600, np.float32),
+        "small": np.ones(10, np.float32),
+        "wide": np.ones(500, np.float32),
+    }
+    write_tensors(tmp_path, tensors, dtype="float32", max_shard_bytes=1000)
+    files = Tensors(tmp_path).file_of
+    assert files == {
+        name: f"model-{i:05d}-of-00003.safetensors" for i, name in enumerate(("large", "small", "wide"), 1)
+    }
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3

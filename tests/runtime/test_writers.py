@@ -244,3 +244,11 @@ def test_jsonl_is_plain_json(tmp_path):
     record = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert record.pop("time") > 1e9
     assert record == {"step": 3, "train/loss": 0.5, "train/tokens": 7}
+
+
+@pytest.mark.parametrize("process", [1, 2])
+def test_no_later_process_writes(process, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    with writer(tmp_path / "run") as w:
+        w.write(1, {"train/loss": jnp.float32(1.0)})
+    assert not (tmp_path / "run").exists()

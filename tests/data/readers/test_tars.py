@@ -86,6 +86,12 @@ def test_index_is_reused_until_the_tar_changes(tmp_path, monkeypatch):
     write_files(path, samples(6, seed=1))
     assert tars.Tars(str(path))[5]["text"].startswith("caption 1 5")
     assert sorted(each.name for each in tmp_path.glob("a.tar?*"))[1:] == [], "one index a tar"
+    # Another tar of the same size, as after a repair: its time tells them apart.
+    first, other = ((("a.txt", b"x"), ("a.jpg", b"1")), (("a.jpg", b"2"), ("a.txt", b"y")))
+    for files, caption in ((first, "x"), (other, "y")):
+        write_files(path, files)
+        os.utime(path, ns=(len(caption), ord(caption)))
+        assert tars.Tars(str(path))[0]["text"] == caption
 
 
 def test_a_damaged_index_is_made_anew(tmp_path):
@@ -210,3 +216,9 @@ def test_braces():
     assert tars._expand_braces("a{08..11}.tar") == ["a08.tar", "a09.tar", "a10.tar", "a11.tar"]
     assert tars._expand_braces("{8..10}") == ["8", "9", "10"]
     assert tars._expand_braces("{x,y}/{0..1}") == ["x/0", "x/1", "y/0", "y/1"]
+
+
+def test_names_are_split_at_the_first_dot_of_the_base_name():
+    """As in WebDataset: "1.left.jpg" and "1.txt" are of one sample."""
+    assert tars._split("v1.0/1.left.JPG") == ("v1.0/1", "left.jpg")
+    assert tars._split("1.txt") == ("1", "txt")

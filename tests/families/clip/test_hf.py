@@ -11,6 +11,7 @@ from tests.families.clip import goldens
 def test_configs_survive_the_round_trip(name):
     config = goldens.load(name).config
     files = json.loads(json.dumps(hf.config_to_hf(config)))
+    assert files[1]["do_rescale"] and files[1]["rescale_factor"] == 1 / 255  # as `CLIP.encode_image`
     assert hf.config_from_hf(*files) == {
         key: value for key, value in vars(config).items() if key not in goldens.RUN
     }
@@ -32,6 +33,8 @@ def test_config_of_openai_b32():
     assert (text.width, text.num_layers, text.num_heads, text.mlp_dim) == (512, 12, 8, 2048)
     assert (text.vocab_size, text.max_len, text.pool) == (49408, 77, "argmax")
     assert (config["act"], config["norm_eps"]) == ("quick_gelu", 1e-5)
+    assert config["image_mean"] == (0.48145466, 0.4578275, 0.40821073)
+    assert config["image_std"] == (0.26862954, 0.26130258, 0.27577711)
 
 
 @pytest.mark.parametrize(

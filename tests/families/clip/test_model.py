@@ -80,11 +80,23 @@ def test_only_tokens_up_to_the_pooled_one_change_the_features(pool):
     before[:, end - 1] = 51
     after[:, end + 1 :] = 52 if pool == "argmax" else 60
     features_BE = encode_text(model, jnp.asarray(text_BS))
+    np.testing.assert_allclose(jnp.linalg.norm(features_BE, axis=-1), 1, atol=1e-6)
     np.testing.assert_allclose(encode_text(model, jnp.asarray(after)), features_BE, atol=1e-6)
     assert jnp.abs(encode_text(model, jnp.asarray(before)) - features_BE).max() > 1e-3
     if pool == "argmax":  # short texts need no padding
         short = encode_text(model, jnp.asarray(text_BS[:, : end + 1]))
         np.testing.assert_allclose(short, features_BE, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("pool", "expected"),
+    [("argmax", [3, 1]), ("eos", [2, 4]), ("last", [5, 5])],
+    ids=["argmax", "eos", "last"],
+)
+def test_the_pooled_token_is_the_highest_the_first_that_ends_a_text_or_the_last(pool, expected):
+    text_BS = jnp.array([[1, 2, 40, 60, 40, 0], [1, 63, 2, 3, 40, 40]])
+    tower = make_clip(text=dict(pool=pool, eos_id=40 if pool == "eos" else None)).text
+    np.testing.assert_array_equal(tower.pool_index(text_BS), expected)
 
 
 def test_a_layer_scale_of_zero_makes_the_blocks_the_identity():
@@ -95,11 +107,12 @@ def test_a_layer_scale_of_zero_makes_the_blocks_the_identity():
     assert jnp.abs(features_BE[0] - features_BE[2]).max() > 1e-3
 
 
-def test_qk_norm_makes_attention_independent_of_the_scale_of_the_kernels():
+@pytest.mark.parametrize("name", ["q_proj", "k_proj"])
+def test_qk_norm_makes_attention_independent_of_the_scale_of_the_kernels(name):
     image = make_batch()["image"]
     model = make_clip(qk_norm=True, norm_eps=1e-12)
     features_BE = encode_image(model, image)
-    model.visual.layers.attn.q_proj.kernel[...] *= 100.0
+    getattr(model.visual.layers.attn, name).kernel[...] *= 100.0
     # The scaled products round differently, before a norm divides by their standard deviation.
     np.testing.assert_allclose(encode_image(model, image), features_BE, atol=1e-5)
 

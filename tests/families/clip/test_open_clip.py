@@ -4,7 +4,7 @@ import json
 import pytest
 
 from maxlp.families.clip.model import CLIPConfig
-from maxlp.families.clip.open_clip import config_from_open_clip, config_to_open_clip
+from maxlp.families.clip.open_clip import _ratio, config_from_open_clip, config_to_open_clip
 from tests.families.clip import goldens
 
 
@@ -65,3 +65,9 @@ def test_models_without_a_counterpart_are_refused():
         config_to_open_clip(config)
     with pytest.raises(ValueError, match=r"model.visual.pool='map' has no counterpart in open_clip"):
         config_to_open_clip(goldens.load("clip_hf_siglip").config)
+
+
+@pytest.mark.parametrize(("width", "mlp_dim"), [(1152, 4304), (88, 120), (768, 3072)])
+def test_the_ratio_gives_the_width_of_the_mlp_in_open_clips_arithmetic(width, mlp_dim):
+    """``int(width * ratio)``, where 88 * (120 / 88) is 119.99…"""
+    assert int(width * _ratio(width, mlp_dim)) == mlp_dim

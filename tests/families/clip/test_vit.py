@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from maxlp.families.clip import vit
+from maxlp.families.clip import vit, weights
 from tests.families.clip.fixtures import SIGLIP, make_batch, make_clip
 from tests.fixtures import matmul_types
 
@@ -78,3 +79,13 @@ def test_towers_in_bfloat16_multiply_only_bfloat16(changes):
     model = jax.eval_shape(lambda: make_clip(**{"dtype": "bfloat16"} | changes))
     types = matmul_types(jax.jit(jax.grad(total, allow_int=True)).lower(model, make_batch()))
     assert types and {operand for *operands, _ in types for operand in operands} == {"bf16"}
+
+
+def test_an_image_tower_without_a_class_token_is_resized_whole():
+    model = make_clip(**SIGLIP)
+    params, rng = nnx.to_pure_dict(nnx.state(model, nnx.Param)), np.random.default_rng(0)
+    params["visual"]["pos_embed"] = pos_SD = rng.standard_normal((16, 32)).astype(np.float32)
+    resized, config = weights.resize(params, model.config, image_size=24)
+    assert config.visual.image_size == 24 and config.visual.num_patches == 36
+    np.testing.assert_array_equal(resized["visual"]["pos_embed"], vit.resize_pos_embed(pos_SD, 36, first=0))
+    np.testing.assert_array_equal(params["visual"]["pos_embed"], pos_SD)

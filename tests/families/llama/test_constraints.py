@@ -23,8 +23,15 @@ def check(changes: dict) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, CONTEXT, STAGES, STAGES | FP8, STAGES | {"model.pipeline.rounds": 1, "model.remat": "dots"}],
-    ids=["fsdp", "context", "stages", "fp8_in_stages", "dots_in_stages"],
+    [
+        {},
+        {"data.seq_len": 1024},
+        CONTEXT,
+        STAGES,
+        STAGES | FP8,
+        STAGES | {"model.pipeline.rounds": 1, "model.remat": "dots"},
+    ],
+    ids=["fsdp", "all positions", "context", "stages", "fp8_in_stages", "dots_in_stages"],
 )
 def test_settings_that_work_are_accepted(changes):
     check(changes)

@@ -1,9 +1,13 @@
 """FLOPs of published models, and the MFU of published runs."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from maxlp.families.llama import task
 from maxlp.families.llama.flops import train_flops_per_token
 from maxlp.runtime import hardware, throughput
+from tests import fixtures
 
 # Llama 3.1: name, embed, layers, query heads, mlp; 8 kv heads of 128, vocabulary 128256, untied.
 LLAMA = {"8B": (4096, 32, 32, 14336), "70B": (8192, 80, 64, 28672), "405B": (16384, 126, 128, 53248)}
@@ -53,3 +57,13 @@ def test_mfu_of_published_runs(name, kind, tokens_per_sec, full, causal):
     assert report["perf/mfu"] == pytest.approx(full, abs=1e-4)
     if causal:
         assert report["perf/mfu_causal"] == pytest.approx(causal, abs=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_that_is_only_looked_up_does_no_work(tied):
+    """A tied one does the work of the head."""
+    model = fixtures.llama_config(tie_embeddings=tied)
+    table, blocks = model.vocab_size * model.embed_dim, 1000
+    data = SimpleNamespace(seq_len=32)
+    found = task.flops_per_unit(model, data, blocks + (table if tied else 2 * table))
+    assert found == train_flops_per_token(blocks + table, 2, 4, 16, 32)

@@ -198,15 +198,18 @@ def test_config_with_rope_parameters_of_transformers_5():
 
 def test_config_of_the_first_llama_2_files():
     """They have no rope_theta and no head_dim, and with MHA no num_key_value_heads."""
-    old = {k: v for k, v in LLAMA_3_1_8B.items() if k not in ("rope_theta", "num_key_value_heads")}
+    lacking = ("rope_theta", "num_key_value_heads", "tie_word_embeddings")
+    old = {k: v for k, v in LLAMA_3_1_8B.items() if k not in lacking}
     config = hf.config_from_hf(old | dict(rope_scaling=None))
-    assert config["rope_theta"] == 10_000.0
+    assert config["rope_theta"] == 10_000.0 and config["tie_embeddings"] is False
     assert config["rope_scaling"] is None
     assert config["num_kv_heads"] == 32
 
 
 @pytest.mark.parametrize(
-    "config", [CONFIG, dataclasses.replace(TIED, rope_scaling=None)], ids=["scaled", "unscaled and tied"]
+    "config",
+    [CONFIG, dataclasses.replace(TIED, rope_scaling=None, norm_eps=1e-6)],
+    ids=["scaled", "unscaled and tied"],
 )
 def test_config_survives_the_round_trip(config):
     exported = json.loads(json.dumps(hf.config_to_hf(config)))

@@ -1,5 +1,7 @@
 """What the Llama's forward pass promises beyond its numbers, which are compared with Hugging Face's."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -131,3 +133,46 @@ def test_a_train_step_in_bfloat16_multiplies_only_bfloat16(attention, tied, num_
     trainer = Trainer(loss=loss, dtype="bfloat16", attention=attention, tie_embeddings=tied)
     types = matmul_types(trainer.lower(batch(0)))
     assert types and {operand for *operands, _ in types for operand in operands} == {"bf16"}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_initial_values_have_the_documented_standard_deviations(tied):
+    """Those of GPT-2: by the number of inputs, and less in front of the residual stream."""
+    c = dataclasses.replace(
+        CONFIG, init_std=None, tie_embeddings=tied, num_heads=8, mlp_dim=96, vocab_size=512
+    )
+    params = nnx.to_pure_dict(nnx.state(Llama(c, rngs=nnx.Rngs(0)), nnx.Param))
+    layers, residual = params["layers"], (2 * c.num_layers) ** -0.5
+    expected = {name: c.embed_dim**-0.5 for name in ("attn/q_proj", "attn/k_proj", "attn/v_proj")}
+    expected |= {name: c.embed_dim**-0.5 for name in ("mlp/gate_proj", "mlp/up_proj")}
+    expected |= {"attn/o_proj": c.q_dim**-0.5 * residual, "mlp/down_proj": c.mlp_dim**-0.5 * residual}
+    found = {
+        f"{part}/{name}": layers[part][name]["kernel"]
+        for part, name in (key.split("/") for key in expected)
+    }
+    expected["tok_embed"], found["tok_embed"] = (
+        (c.embed_dim**-0.5 if tied else 1.0),
+        params["tok_embed"]["embedding"],
+    )
+    if not tied:
+        expected["lm_head"], found["lm_head"] = c.embed_dim**-0.5, params["lm_head"]["kernel"]
+    for name, std in expected.items():
+        # At least 2,048 draws: the standard deviation of theirs is below 1.6 %. A normal distribution
+        # that is truncated at three standard deviations has 0.987 of its own.
+        np.testing.assert_allclose(np.std(found[name]), std, rtol=0.07, err_msg=name)
+    assert ("lm_head" in params) != tied
+    assert not np.array_equal(*found["mlp/up_proj"]), "every layer draws its own"
+    fixed = nnx.to_pure_dict(
+        nnx.state(Llama(dataclasses.replace(c, init_std=0.5), rngs=nnx.Rngs(0)), nnx.Param)
+    )
+    np.testing.assert_allclose(np.std(fixed["tok_embed"]["embedding"]), 0.5, rtol=0.07)
+    np.testing.assert_allclose(
+        np.std(fixed["layers"]["mlp"]["down_proj"]["kernel"]), 0.5 * residual, rtol=0.07
+    )
+
+
+def test_a_cache_has_the_dtype_of_the_activations():
+    c = dataclasses.replace(CONFIG, dtype="bfloat16")
+    cache = jax.eval_shape(lambda: Llama(c, rngs=nnx.Rngs(0)).init_cache(3, 5))
+    assert {leaf.dtype for leaf in cache} == {jax.numpy.dtype("bfloat16")}
+    assert {leaf.shape for leaf in cache} == {(2, 3, 5, 2, 8)}

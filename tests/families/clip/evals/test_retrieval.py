@@ -104,3 +104,12 @@ def test_a_mesh_equals_one_device():
     with jax.set_mesh(mesh := sharding.make_mesh(fsdp=4, tensor=2)):
         placed = (global_batch(b, mesh) for b in batches(images, texts, size=8))
         assert retrieval(identity, identity, placed, tile_size=16) == want
+
+
+def test_what_fills_up_a_tile_is_not_a_candidate():
+    """All scores are at most zero, which is the score of padding."""
+    images = np.eye(3, dtype=np.float32)
+    texts = unit(images - 1)
+    for tile_size in (2, 3):  # two tiles of two; one of three
+        results = retrieval(identity, identity, batches(images, texts), tile_size=tile_size)
+        assert results["image_to_text_recall_1"] == results["text_to_image_recall_1"] == 1

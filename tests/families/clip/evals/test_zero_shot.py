@@ -85,3 +85,15 @@ def test_missing_classes_and_templates_without_a_place_for_them_are_refused():
         run(batches([0], [0]), classes=[])
     with pytest.raises(ValueError, match="template 'a photo' has no"):
         run(batches([0], [0]), templates=["a photo"])
+
+
+def test_a_long_prompt_weighs_as_much_as_a_short_one():
+    """Features of an encoder need not have unit norm: that of one template is nine times as long here."""
+
+    def encode(degrees):
+        is_second = jnp.asarray(degrees) % 10 == 4
+        return jnp.where(is_second, 9.0, 1.0) * direction(degrees)
+
+    want = np.asarray(direction(np.array([[ANGLE[c]] for c in CLASSES])))
+    got = class_embeddings(encode, CLASSES, TEMPLATES, tokenize, batch_size=4)
+    np.testing.assert_allclose(got, want, atol=2e-7)  # float32 angles

@@ -1,0 +1,48 @@
+"""Adafactor by its definition: factored second moments, and steps clipped for each layer's tensor."""
+
+import jax
+import numpy as np
+
+from maxlp.optim.adafactor import scale_by_adafactor
+from tests.optim.common import random_tree
+
+DECAY, THRESHOLD = 0.7, 0.5
+SHAPES = {"layers": {"mlp": {"up_proj": {"kernel": (2, 6, 8)}}, "mlp_norm": {"scale": (2, 8)}}}
+EPS = 1e-30  # Adafactor's ε₁
+
+
+def adafactor(grads):
+    """Algorithm 4 of Shazeer & Stern 2018 for one tensor, without its learning rate; in float64."""
+    row = column = whole = 0.0
+    for t, g in enumerate(grads, 1):
+        keep = 1 - t**-DECAY
+        square = g**2 + EPS
+        if g.ndim == 1:
+            whole = keep * whole + (1 - keep) * square
+            v = whole
+        else:
+            row = keep * row + (1 - keep) * square.mean(axis=1)
+            column = keep * column + (1 - keep) * square.mean(axis=0)
+            v = np.outer(row, column) / row.mean()
+        u = g / np.sqrt(v)
+    return u / max(1.0, np.sqrt(np.mean(u**2)) / THRESHOLD)
+
+
+def test_three_steps_equal_the_definition_for_each_layer():
+    params = random_tree(SHAPES, 0)
+    # One layer of larger gradients: a common RMS would clip both layers alike.
+    sizes = np.array([1.0, 30.0], np.float32)
+    grads = [random_tree(SHAPES, seed) for seed in (1, 2, 3)]
+    grads[-1] = jax.tree.map(lambda g: g * sizes.reshape(-1, *(1,) * (g.ndim - 1)), grads[-1])
+    tx = scale_by_adafactor(decay_rate=DECAY, min_dim_size_to_factor=4, clipping_threshold=THRESHOLD)
+    state = tx.init(params)
+    for g in grads:
+        updates, state = jax.jit(tx.update)(g, state, params)
+    kernels = [np.asarray(g["layers"]["mlp"]["up_proj"]["kernel"], np.float64) for g in grads]
+    scales = [np.asarray(g["layers"]["mlp_norm"]["scale"], np.float64) for g in grads]
+    for layer in range(2):
+        ours = updates["layers"]["mlp"]["up_proj"]["kernel"][layer]
+        np.testing.assert_allclose(ours, adafactor([g[layer] for g in kernels]), rtol=1e-5, atol=1e-7)
+        ours = updates["layers"]["mlp_norm"]["scale"][layer]
+        # The rows and columns of a stack of vectors are layers and entries: it is not factored.
+        np.testing.assert_allclose(ours, adafactor([g[layer] for g in scales]), rtol=1e-5, atol=1e-7)

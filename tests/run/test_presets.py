@@ -1,0 +1,71 @@
+"""What presets share has the values of its sources."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from maxlp.families.clip.hf import OPENAI_MEAN, OPENAI_STD
+from maxlp.families.clip.presets import CLIP_SIZES, clip, siglip
+from maxlp.families.llama.presets import LLAMA_3_1_ROPE, LLAMA_3_2_ROPE, llama_c4
+from maxlp.run.presets import parse_arg
+from tests.run.fixtures import load
+
+
+def test_llama_stretches_its_wavelengths_as_published():
+    """The ``rope_scaling`` of Llama 3.1's and 3.2's ``config.json``."""
+    published = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192)
+    assert published == LLAMA_3_1_ROPE and published | dict(factor=32.0) == LLAMA_3_2_ROPE
+
+
+def test_runs_on_c4_are_those_of_galore():
+    c = llama_c4(1000, 0.01)
+    assert c.data.seq_len * c.data.batch_size == 131_072
+    assert (c.optimizer.warmup_steps, c.train.total_steps, c.optimizer.final_lr_fraction) == (
+        100,
+        1000,
+        0.1,
+    )
+    assert (c.optimizer.weight_decay, c.optimizer.learning_rate, c.optimizer.b2) == (0.0, 0.01, 0.999)
+
+
+def test_clip_and_siglip_have_the_statistics_and_the_temperature_of_their_papers():
+    c, s = clip(**CLIP_SIZES["b32"]), siglip()
+    assert (tuple(c.model.image_mean), tuple(c.model.image_std)) == (OPENAI_MEAN, OPENAI_STD)
+    assert math.exp(c.model.logit_scale) == pytest.approx(1 / 0.07) and c.model.logit_bias is None
+    assert tuple(s.model.image_mean) == tuple(s.model.image_std) == (0.5, 0.5, 0.5)
+    assert math.exp(s.model.logit_scale) == pytest.approx(10) and s.model.logit_bias == -10.0
+    assert (c.optimizer.b2, s.optimizer.b2, c.loss.kind, s.loss.kind) == (0.98, 0.95, "softmax", "sigmoid")
+    assert c.model.text.mlp_dim == 4 * c.model.text.width
+
+
+@pytest.mark.parametrize(
+    ("arg", "values"),
+    [
+        ("precision=fp16", {"model.dtype": "float16", "precision.loss_scale.initial": 2.0**15}),
+        ("precision=pure_bf16", {"model.dtype": "bfloat16", "model.param_dtype": "bfloat16"}),
+        ("precision=fp8_delayed", {"precision.recipe": "fp8_delayed", "model.dtype": "bfloat16"}),
+        ("low_bit=fp8", {"optimizer.low_bit.mu": "float8_e4m3fn", "optimizer.low_bit.nu": "float8_e5m2"}),
+        ("low_bit=8bit", {"optimizer.low_bit.nu": "dynamic8", "optimizer.low_bit.block_size": 256}),
+        ("optimizer=lion,galore=16", {"optimizer.name": "lion", "optimizer.galore.rank": 16}),
+    ],
+)
+def test_an_argument_changes_what_it_names(arg, values):
+    plain, chosen = (json.loads(load("8b", a).to_json_best_effort()) for a in ("", arg))
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        for section in sections:
+            chosen = chosen[section]
+        assert chosen[name] == value
+        chosen = json.loads(load("8b", arg).to_json_best_effort())
+    assert chosen["data"] == plain["data"] and chosen["train"] == plain["train"]
+
+
+def test_arguments_have_the_type_of_their_default():
+    found = parse_arg("n=3,x=0.5,name=b,on,off=false", n=1, x=1.0, name="a", on=False, off=True, kept=7)
+    assert found.to_dict() == dict(n=3, x=0.5, name="b", on=True, off=False, kept=7)
+    for arg in ("m=1", "n=x", "on=maybe"):
+        with pytest.raises(ValueError, match=r"config argument .*"):
+            parse_arg(arg, n=1, on=False)
+    assert np.all([parse_arg(arg, n=1).n == 1 for arg in ("", ",", None)])

@@ -1,0 +1,93 @@
+"""What is evaluated, sampled from and exported of a run: of schedule-free AdamW, the average."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from ml_collections import ConfigDict
+
+from maxlp import convert, train
+from maxlp.core.train_state import abstract_state, init_state
+from maxlp.families.llama import hf
+from maxlp.families.weights import to_other
+from maxlp.run import run_dir
+from maxlp.run.experiment import resolve
+from maxlp.run.restore import restore_model
+from maxlp.runtime.checkpoint import Checkpointer
+from maxlp.runtime.safetensors import Tensors
+from tests import fixtures
+from tests.run.fixtures import changed, load
+
+SMALL = {f"model.{k}": v for k, v in fixtures.LLAMA.items() if k not in ("init_std", "rope_scaling")}
+CHOICES = {
+    "optimizer.name": "schedule_free_adamw",
+    "optimizer.schedule": "constant",
+    "optimizer.warmup_steps": 0,
+    "optimizer.b1": 0.8,
+    "data.seq_len": 32,
+    "data.tokenizer": "bytes",
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> tuple[ConfigDict, object, dict, dict]:
+    """A config, the directory of its run, the state after two updates, the average by its definition."""
+    c = changed(load("debug"), SMALL | CHOICES)
+    workdir, mesh = tmp_path_factory.mktemp("run"), fixtures.make_mesh()
+    experiment = resolve(c, jax.devices()[:1])
+    state = jax.jit(lambda: init_state(experiment.make_model, experiment.tx, 0))()
+    trained, opt_state = state["params"], state["opt_state"]
+    for _ in range(2):
+        updates, opt_state = experiment.tx.update(trained, opt_state, trained)
+        trained = optax.apply_updates(trained, updates)
+    state |= {"params": trained, "opt_state": opt_state}
+    assert abstract_state(experiment.make_model, experiment.tx, mesh)[1].keys() == state.keys()
+    [z] = (s.z for s in jax.tree.leaves(opt_state, is_leaf=has_z) if has_z(s))
+    b1 = c.optimizer.b1  # y = (1 - b1) z + b1 x
+    average = jax.device_get(jax.tree.map(lambda y, z: (y - (1 - b1) * z) / b1, trained, z))
+    assert not np.allclose(average["final_norm"]["scale"], trained["final_norm"]["scale"], rtol=1e-4)
+    with Checkpointer(workdir / "checkpoints", every_steps=1) as checkpoints:
+        checkpoints.save(2, state, {})
+    run_dir.save_config(workdir, c)
+    return c, workdir, state, average
+
+
+def has_z(node) -> bool:
+    return isinstance(node, optax.contrib.ScheduleFreeState)
+
+
+def assert_equal(got, expected):
+    # (y - (1 - b1) z) / b1 in one or two roundings of float32
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, expected)
+
+
+def test_evaluation_during_training_uses_the_average(run):
+    _, _, state, average = run
+    seen = []
+
+    def evaluate(state, batches):
+        seen.append(state)
+        return {"loss": 1.0}
+
+    assert train.validate(evaluate, state, [], fixtures.make_mesh(), 0) == {"eval/loss": 1.0}
+    assert seen[0].keys() == {"params", "model_state"}
+    assert_equal(jax.device_get(seen[0]["params"]), average)
+
+
+@pytest.mark.parametrize("step", [None, 2])
+def test_commands_that_use_a_model_restore_the_average(run, step):
+    """`evaluate` and `generate`."""
+    c, workdir, _, average = run
+    graphdef, state, found = restore_model(c, workdir, step, fixtures.make_mesh())
+    assert found == 2
+    assert_equal(jax.device_get(state["params"]), average)
+    assert nnx.merge(graphdef, state["params"], state["model_state"]).config.num_layers == 2
+
+
+def test_the_average_is_exported(run, tmp_path):
+    _, workdir, _, average = run
+    convert.export_weights(workdir, tmp_path / "out")
+    exported, expected = Tensors(tmp_path / "out"), to_other(average, hf.LAYOUT)
+    assert set(exported) == set(expected)
+    assert_equal({name: exported[name] for name in exported}, expected)

@@ -1,0 +1,34 @@
+"""What `evaluate` makes of a run's settings. (Its numbers are those of the families' evaluators.)"""
+
+import dataclasses
+
+import jax
+import pytest
+
+from maxlp.evaluate import make_mesh, on_training_data
+from maxlp.run.config import ConfigError
+from maxlp.run.settings import read
+from tests.run.fixtures import changed, load
+
+
+def settings(family="llama", **values):
+    return read(changed(load("debug", family=family), {k.replace("__", "."): v for k, v in values.items()}))
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [("glyphs", "glyphs?split=train"), ("tar:/a?text=txt", "tar:/a?text=txt&split=train")],
+)
+def test_a_linear_probe_is_fitted_to_the_training_split(source, expected):
+    s = settings("clip", data__source=source, data__validation_source="digits")
+    data = on_training_data(s).data
+    assert (data.source, data.validation_source) == (expected, "")
+    assert dataclasses.replace(data, source=source, validation_source="digits") == s.data
+
+
+def test_a_run_is_evaluated_on_any_number_of_devices_and_a_given_mesh_is_kept():
+    s = settings(mesh__fsdp=3)
+    with pytest.raises(ConfigError, match=r"mesh\.fsdp=3"):
+        make_mesh(s, fixed=True)
+    assert dict(make_mesh(s, fixed=False).shape)["fsdp"] == len(jax.devices())
+    assert dict(make_mesh(settings(mesh__fsdp=4, mesh__data=2), fixed=True).shape)["fsdp"] == 4
