@@ -246,6 +246,7 @@ def export_weights(
         params = state["params"]
         if c.get("train", {}).get("lora", {}).get("rank"):
             params = merged_params(nnx.merge(graphdef, params, state["model_state"]))
+        params = jax.tree.map(lambda leaf: leaf.astype(model.param_dtype), params)
         with _naming(workdir):
             tensors = weights.to_other(params, layout)
         write_tensors(

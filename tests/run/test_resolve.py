@@ -43,7 +43,7 @@ def test_the_schedule_ends_with_the_run():
 def test_seed_and_microbatches_reach_the_gradients_and_the_data(monkeypatch):
     made = []
 
-    def gradients(loss, seed, microbatches):
+    def gradients(loss, seed, microbatches, measure_noise):
         made.append((seed, microbatches))
 
     def make_data(data, **how):
