@@ -63,8 +63,8 @@ def main() -> int:
     startup = Startup(maxlp.IMPORTED_AT)
     startup.mark("imports")
     c, workdir = flags.FLAGS.config, files.local_path(flags.FLAGS.workdir, "--workdir")
-    preemption.exit_on_sigterm()
     distributed.initialize()
+    preemption.exit_on_sigterm()
     with WorkdirLock(workdir) as lock:
         while True:
             try:

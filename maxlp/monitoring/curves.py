@@ -13,6 +13,7 @@ import numpy as np
 
 from maxlp.monitoring.run_record import Run, counted, load_run, tail
 from maxlp.monitoring.spikes import find_spikes
+from maxlp.runtime.files import naming
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +37,8 @@ def plot_curves(workdir: str | os.PathLike[str]) -> Path | None:
     for axes in figure.axes:
         _finish_axes(axes, run)
     path = run.workdir / "loss.png"
-    figure.savefig(path, dpi=120)
+    with naming(path):
+        figure.savefig(path, dpi=120)
     return path
 
 

@@ -19,9 +19,11 @@ def exit_on_sigterm() -> None:
 
     For the parts of a run in which there is nothing to save. A Python handler would wait until a
     compilation in the main thread has ended, so a thread reads the number of the signal, which the
-    interpreter writes to a pipe at once. With several processes the JAX runtime handles SIGTERM, and the
-    run stops after its first step.
+    interpreter writes to a pipe at once. Does nothing with several processes: the JAX runtime handles
+    SIGTERM, and all of them stop after the first step.
     """
+    if jax.distributed.is_initialized():
+        return
 
     def ignore(*_: object) -> None:
         pass

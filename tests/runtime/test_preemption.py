@@ -16,7 +16,8 @@ with preemption.PreemptionGuard() if guarded else contextlib.nullcontext() as gu
     if guarded:
         signal.pause()
         sys.exit(3 if guard.should_stop(1) else 4)
-    ctypes.CDLL(None).sleep(60)  # like a compilation: no handler in Python runs meanwhile
+    while True:  # the signal interrupts it
+        ctypes.CDLL(None).sleep(60)  # like a compilation: no handler in Python runs meanwhile
 """
 
 
