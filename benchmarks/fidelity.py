@@ -27,6 +27,7 @@ from configs.llama import tiny
 from maxlp import precision
 from maxlp.core.train_state import State
 from maxlp.optim.stable_adamw import last_rms
+from maxlp.precision.dot import QuantDot
 
 VALIDATION_BATCHES = 64  # of 1,024 tokens each, the same for all runs
 
@@ -258,13 +259,13 @@ def weight_gradient() -> None:
         w_DN = jnp.bfloat16(rng.standard_normal((D, N)) / 8)
         exact_DN = np.float64(x_TD).T @ np.float64(g_TN)
         for recipe in ("bf16", "int8_all", "fp8_current", "mxfp8"):
-            dot = precision.QuantDot(precision.make_recipe(recipe))
+            dot = QuantDot(precision.make_recipe(recipe))
             _, pull = jax.vjp(functools.partial(_dot, dot, x_TD, numbers), w_DN)
             error = np.linalg.norm(np.float64(pull(g_TN)[0]) - exact_DN) / np.linalg.norm(exact_DN)
             results.add(f"{recipe}, {kind}, 2^{exponent}", seed, {"error": digits(error)})
 
 
-def _dot(dot: precision.QuantDot, x: jax.Array, numbers: Any, w: jax.Array) -> jax.Array:
+def _dot(dot: QuantDot, x: jax.Array, numbers: Any, w: jax.Array) -> jax.Array:
     return dot(x, w, numbers)
 
 

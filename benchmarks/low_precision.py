@@ -32,7 +32,8 @@ from maxlp import precision
 from maxlp.core.train_state import num_params
 from maxlp.nn import layers
 from maxlp.numerics import formats
-from maxlp.precision import QuantDot, Recipe
+from maxlp.precision import Recipe
+from maxlp.precision.dot import QuantDot
 from maxlp.run.experiment import resolve
 from maxlp.runtime import hardware
 

@@ -15,6 +15,8 @@ resumes the run.
 import concurrent.futures
 import contextlib
 import functools
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,7 +43,7 @@ from maxlp.run.restore import check_start, evaluated
 from maxlp.run.settings import Settings
 from maxlp.run.tokenizer import prepare_tokenizer
 from maxlp.runtime import distributed, files, hardware, preemption
-from maxlp.runtime.checkpoint import Checkpointer
+from maxlp.runtime.checkpoint import Checkpointer, ClockSetBackError
 from maxlp.runtime.distributed import is_primary, print_primary
 from maxlp.runtime.lock import WorkdirLock
 from maxlp.runtime.throughput import Throughput
@@ -71,14 +73,17 @@ def main() -> int:
             except guards.RollbackRequested as request:
                 print_primary(guards.roll_back(workdir, request.spike, request.config))
                 startup = Startup(time.monotonic())
+            except ClockSetBackError as error:
+                if jax.process_count() > 1:
+                    raise
+                print_primary(f"{error}: starting it")
+                os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup: "Startup") -> int:
-    """Runs a config to its end in a workdir; returns the exit code of the process.
+    """Runs a config to its end in the workdir of ``lock``; returns the exit code of the process.
 
-    Args:
-      lock: of the workdir.
-      stack: closes what must be closed, however the run ends.
+    ``stack`` closes what must be closed, however the run ends.
     """
     # --- The config, resolved once: checked before anything is allocated or compiled.
     run = resolve(c)
@@ -109,8 +114,8 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     watch = Watch(s.spikes)
     state, start = restore_or_init(run, abstract, checkpoints, batches, watch, workdir, changed)
     guards.skip_excluded_batches(workdir, start, batches)
-    if start >= s.train.total_steps:
-        print_primary(f"{workdir} is at step {start} of {s.train.total_steps}: nothing is left to train")
+    if (progress := run.progress(state, start)).finished:
+        print_primary(f"{workdir} is at step {progress}: nothing is left to train")
         return 0
     batches.start_prefetch()
     record_start(workdir, c, start, s.num_params)
@@ -122,7 +127,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
 
     # --- The loop.
     throughput = make_throughput(run, peak)
-    recorder = Recorder(throughput, watch, writer, batches, workdir, s.train.log_every, s.train.total_steps)
+    recorder = Recorder(throughput, watch, writer, batches, workdir, s.train.log_every)
     preempted = stack.enter_context(preemption.PreemptionGuard())
     profiler = stack.enter_context(contextlib.closing(s.profile(workdir=workdir)))
     measure_health = health_probe(run, graphdef)
@@ -135,10 +140,10 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
         profiler.before(n - start)
         state, metrics = train_step(state, batch)
         profiler.after(n - start, metrics)
-        first, last, stop = n == start + 1, n == s.train.total_steps, preempted.should_stop(n)
+        first, last, stop = n == start + 1, progress.is_last(n, metrics), preempted.should_stop(n)
         evaluates, measures = last or is_due(n, s.train.eval_every), is_due(n, s.precision.health_every)
         saves = last or stop or checkpoints.should_save(n)
-        recorder.push(n, metrics, wait=first or evaluates or measures or saves)
+        recorder.push(n, metrics, wait=first or evaluates or measures or saves, last=last)
         if first:
             startup.mark("first step")
             print_primary(startup)
@@ -190,8 +195,10 @@ def open_data(run: Experiment, graphdef: nnx.GraphDef, workdir: Path) -> tuple[A
     training, validation = (make_data(s, tokenizer, split, run.mesh) for split in ("train", "validation"))
     batches = iter(training)
     merge_states(distributed.gather_json(batches.get_state()))  # fails unless all processes have the same
-    if state := changes.saved_data_state(workdir):  # other data is refused before anything compiles
-        batches.set_state(state, flags.FLAGS.allow_change)
+    # Other data is refused before anything compiles. `batches` stays at the beginning for a rollback to it.
+    state = changes.saved_data_state(workdir)
+    if state and not flags.FLAGS.allow_change:
+        iter(training).set_state(state)
     print_primary(f"data: {training.describe()}; validation: {validation.describe()}")
     evaluate = run.family.evaluator(graphdef, s.model, s.data, s.loss, validation)
     return batches, validation, evaluate
@@ -247,9 +254,8 @@ def record_start(workdir: Path, c: ConfigDict, start: int, num_params: int) -> N
 
 
 def open_writer(s: Settings, workdir: Path, start: int, c: ConfigDict) -> MetricWriter:
-    return s.metrics(
-        workdir=workdir, total_steps=s.train.total_steps, resume_step=start, run_config=c.to_dict()
-    )
+    total = s.train.total_steps if s.optimizer.adascale is None else None
+    return s.metrics(workdir=workdir, total_steps=total, resume_step=start, run_config=c.to_dict())
 
 
 def make_throughput(run: Experiment, peak: hardware.Peak) -> Throughput:

@@ -56,6 +56,12 @@ FEATURES = [
         },
     ),
     Feature("fp16", "dtype", {"model.dtype": "float16", "precision.loss_scale.initial": 256.0}),
+    Feature(  # before the optimizers, which replace its own
+        "adascale",
+        "adascale",
+        {"optimizer.name": "sgd", "optimizer.adascale": 2.0, "train.microbatches": 2},
+    ),
+    Feature("sgd", "optimizer", {"optimizer.name": "sgd"}),
     Feature("stable_adamw", "optimizer", {"optimizer.name": "stable_adamw"}),
     Feature("adafactor", "optimizer", {"optimizer.name": "adafactor"}),
     Feature("lion", "optimizer", {"optimizer.name": "lion"}),

@@ -1,10 +1,13 @@
 """Runs of the training command: kills, restarts, other meshes, several processes, non-finite losses."""
 
+import dataclasses
 import io
 import json
 import math
 import os
 import random
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,13 +15,17 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
+from maxlp import train
+from maxlp.data import text
 from maxlp.data.images import encode_png
 from maxlp.runtime import manifest
+from maxlp.runtime.lock import WorkdirLock
 from maxlp.runtime.writers import read_jsonl
 from tests.run_outputs import arrays, checkpoint, losses, records
 from tests.training_runs import ROOT, finish, start
@@ -56,7 +63,7 @@ def stop_at(step: int, workdir: Path, *options: str, **kwargs) -> str:
     """A run that gets SIGTERM as soon as it has printed this step."""
     process = start(workdir, *options, **kwargs)
     for line in process.stdout:
-        if line.startswith(f"step {step}/"):
+        if re.match(rf"step {step}\D", line):
             process.send_signal(signal.SIGTERM)
             break
     return finish(process, code=75)
@@ -128,6 +135,28 @@ def test_low_precision_run_resumes_exactly(tmp_path):
     assert records(tmp_path / "cut") == records(tmp_path / "whole")
 
 
+@pytest.mark.full
+def test_adascale_ends_after_the_steps_of_the_small_batch_and_resumes_exactly(tmp_path):
+    options = (
+        "--config.optimizer.name=sgd",
+        "--config.optimizer.learning_rate=0.02",
+        "--config.optimizer.adascale=4",
+        "--config.train.microbatches=4",
+        "--config.train.total_steps=20",
+    )
+    run(tmp_path / "whole", *options)
+    stop_at(4, tmp_path / "cut", *options)
+    run(tmp_path / "cut", *options)
+    got = [r for r in records(tmp_path / "cut") if "train/tau" in r]
+    last, tau = got[-1]["step"], [r["train/tau"] for r in got]
+    assert 20 / 4 < last < 20 and tau[-2] < 20 <= tau[-1]
+    assert records(tmp_path / "cut") == records(tmp_path / "whole")
+    assert any("eval/loss" in r for r in records(tmp_path / "cut") if r["step"] == last)
+    assert checkpoint(tmp_path / "cut", last) == checkpoint(tmp_path / "whole", last)
+    assert "nothing is left to train" in run(tmp_path / "cut", *options)
+    assert f"finished, {last} steps" in shown("report", str(tmp_path / "cut"))
+
+
 def test_sigterm_saves_and_exits_with_75_and_the_run_resumes_to_the_bit(whole, tmp_path):
     out = stop_at(5, tmp_path, *WHOLE)
     stopped = int(out.split("stopped and saved at step ")[1].split(";")[0])
@@ -146,6 +175,29 @@ def remove_watch(saved: Path) -> None:
     (saved / "checkpoint.json").write_text(json.dumps(record))
     (saved / "manifest.txt").unlink()
     manifest.write(saved, manifest.checksums(saved, manifest.file_sizes(saved)))
+
+
+def refused(workdir: Path, message: str) -> None:
+    """A start that ends with one line and changes nothing."""
+
+    def content():
+        return {p: p.is_file() and p.read_bytes() for p in workdir.rglob("*")}
+
+    before, process = content(), start(workdir, *WHOLE)
+    out = finish(process, code=2)
+    assert message in out.splitlines()[-1] and "Traceback" not in out
+    assert content() == before
+
+
+def test_a_workdir_in_use_or_without_its_checkpoints_is_refused_and_stays_as_it_is(whole, tmp_path):
+    workdir = shutil.copytree(whole[0], tmp_path / "run")
+    (workdir / "checkpoints" / "99.unfinished").mkdir()
+    with WorkdirLock(workdir) as lock:
+        lock.acquire()
+        lock._released.set()  # no more beats
+        refused(workdir, f"{workdir} is in use: process {os.getpid()} on ")
+    shutil.rmtree(workdir / "checkpoints")
+    refused(workdir, "checkpoints holds no checkpoint, but the run had saved step 12")
 
 
 def test_a_loss_that_is_not_finite_is_not_saved(tmp_path):
@@ -345,3 +397,26 @@ def test_the_debug_run_reaches_the_score_in_its_header(tmp_path):
         check=True,
     ).stdout
     assert "def " in shown and len(shown) > 100
+
+
+def test_data_that_is_only_compared_stays_at_its_beginning(tmp_path, monkeypatch):
+    """A run that was rolled back to its beginning has the record of a later checkpoint."""
+    config = text.TextDataConfig(
+        source="stdlib", tokenizer="bytes", seq_len=8, batch_size=2, shuffle_tokens=0
+    )
+    later = iter(text.make_data(config, split="train"))
+    next(later)
+    later.close()
+    step = tmp_path / "checkpoints" / "1.rolled_back"
+    step.mkdir(parents=True)
+    (step / "checkpoint.json").write_text(json.dumps({"data_state": later.get_state()}))
+    settings = SimpleNamespace(model=None, data=None, loss=None)
+    run = SimpleNamespace(settings=settings, mesh=None, family=SimpleNamespace(evaluator=lambda *_: None))
+    monkeypatch.setattr(train, "prepare_tokenizer", lambda *_: "bytes")
+    monkeypatch.setattr(train, "make_data", lambda _, __, split, ___: text.make_data(config, split=split))
+    monkeypatch.setattr(train, "flags", SimpleNamespace(FLAGS=SimpleNamespace(allow_change=False)))
+    batches, _, _ = train.open_data(run, None, tmp_path)
+    assert batches.get_state()["step"] == 0
+    config = dataclasses.replace(config, seq_len=16)
+    with pytest.raises(ValueError, match=r"^data.seq_len: 8 when the run was saved, now 16"):
+        train.open_data(run, None, tmp_path)

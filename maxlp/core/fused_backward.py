@@ -38,9 +38,10 @@ from maxlp.core.gradients import (
     forward_state,
     join_trees,
     split_model_state,
+    squared_norm,
 )
 from maxlp.core.train_state import State
-from maxlp.core.train_step import global_norm, squared_norm
+from maxlp.core.train_step import global_norm
 from maxlp.nn.stack import Block, StackCall, stack_parts
 
 StackPath = tuple[str, ...]  # where a stack is in the model: ("layers",), ("visual", "layers")

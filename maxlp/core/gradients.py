@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from maxlp.core.train_state import State
@@ -71,6 +72,7 @@ def token_gradients(
     count: Callable[[Batch], jax.Array],
     *,
     microbatches: int = 1,
+    measure_noise: bool = False,
 ) -> Gradients:
     """Gradients of `token_loss`, which takes the same arguments.
 
@@ -78,8 +80,11 @@ def token_gradients(
 
     Args:
       microbatches: divides the rows of the batch.
+      measure_noise: add the metric ``microbatch_grad_norm``, the root of the mean ‖g_i‖², where g_i is n
+        times the gradient's share from microbatch i of n: their mean is the gradient of the batch.
     """
     if microbatches == 1:
+        assert not measure_noise, "one gradient has no variance"
         return batch_gradients(token_loss(loss_sums, count))
 
     def gradients(graphdef: nnx.GraphDef, state: State, batch: Batch, loss_scale: jax.Array | None):
@@ -94,11 +99,17 @@ def token_gradients(
         def of_part(part: Batch) -> tuple[dict, tuple[Metrics, dict]]:
             both = jax.grad(share, argnums=(0, 1), has_aux=True)
             (grads, new_backward), (sums, new_forward) = both(state["params"], backward, part)
+            if measure_noise:
+                sums = sums | {"squares": squared_norm(grads)}
             return grads, (sums, join_trees(new_forward, new_backward))
 
         grads, (sums, model_state) = accumulate(of_part, state["params"], split_batch(batch, microbatches))
         sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
-        return unscaled(grads, loss_scale), join_parts(state, model_state), _means(sums, total)
+        metrics = _means(sums, total)
+        if measure_noise:
+            norm = jnp.sqrt(microbatches * sums["squares"])
+            metrics["microbatch_grad_norm"] = unscaled(norm, loss_scale)
+        return unscaled(grads, loss_scale), join_parts(state, model_state), metrics
 
     return gradients
 
@@ -112,12 +123,17 @@ def scaled(loss: jax.Array, loss_scale: jax.Array | None) -> jax.Array:
     return loss if loss_scale is None else loss * loss_scale
 
 
-def unscaled(grads: dict, loss_scale: jax.Array | None) -> dict:
+def unscaled(grads: Any, loss_scale: jax.Array | None) -> Any:
     """The gradients of the loss itself; in float32, because in float16 they would underflow again."""
     if loss_scale is None:
         return grads
     inverse = 1.0 / loss_scale
     return jax.tree.map(lambda g: g.astype(jnp.float32) * inverse, grads)
+
+
+def squared_norm(tree: Any) -> jax.Array:
+    """The square of the global L2 norm, summed in float32 (of bfloat16 arrays too)."""
+    return optax.tree.norm(optax.tree.cast(tree, jnp.float32), squared=True)
 
 
 # --- microbatches ---------------------------------------------------------------------------------------

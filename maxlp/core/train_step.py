@@ -11,19 +11,31 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from maxlp.core.gates import NO_GATES, Gates, accept_all
-from maxlp.core.gradients import Batch, Gradients, Metrics
+from maxlp.core.gradients import Batch, Gradients, Metrics, squared_norm
 from maxlp.core.train_state import State, shardings
 from maxlp.parallel import sharding
 
 GATED = ("params", "model_state", "opt_state")  # what a rejected step leaves unchanged
 LossScaleOf = Callable[[State], jax.Array | None]
 Statistics = Callable[[optax.Updates, optax.OptState], Metrics]
+UpdateArguments = Callable[[optax.Updates, Metrics], dict[str, jax.Array]]
+OptimizerMetrics = Callable[[optax.OptState], Metrics]
 # (structure, state, batch) to the new state and scalar metrics: `train_step` or `fused_backward.train_step`
 Step = Callable[[nnx.GraphDef, State, Batch], tuple[State, Metrics]]
 
 
 def no_statistics(grads: optax.Updates, opt_state: optax.OptState) -> Metrics:
     """The `Statistics` of a run that records none."""
+    return {}
+
+
+def no_update_arguments(grads: optax.Updates, metrics: Metrics) -> dict[str, jax.Array]:
+    """The `UpdateArguments` of an optimizer that needs only the gradients."""
+    return {}
+
+
+def no_optimizer_metrics(opt_state: optax.OptState) -> Metrics:
+    """The `OptimizerMetrics` of an optimizer whose rate follows from the number of the step."""
     return {}
 
 
@@ -42,6 +54,8 @@ def train_step(
     gates: Gates = NO_GATES,
     loss_scale: LossScaleOf = no_loss_scale,
     statistics: Statistics = no_statistics,
+    update_arguments: UpdateArguments = no_update_arguments,
+    optimizer_metrics: OptimizerMetrics = no_optimizer_metrics,
 ) -> tuple[State, Metrics]:
     """One update from a global batch.
 
@@ -49,6 +63,8 @@ def train_step(
       gates: the step counts if all of them accept it.
       loss_scale: the factor of the loss in float16 training, from the state; None without one.
       statistics: (gradients, new opt_state) to more metrics.
+      update_arguments: (gradients, their metrics) to further keywords of ``tx.update``.
+      optimizer_metrics: the opt_state after the step, accepted or not, to metrics that replace others.
 
     Returns:
       the new state, and scalars: those of ``gradients`` (loss, accuracy, …), grad_norm, param_norm,
@@ -56,7 +72,8 @@ def train_step(
     """
     grads, model_state, metrics = gradients(graphdef, state, batch, loss_scale(state))
     with jax.named_scope("optimizer"):
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+        extra = update_arguments(grads, metrics)
+        updates, opt_state = tx.update(grads, state["opt_state"], state["params"], **extra)
         params = optax.apply_updates(state["params"], updates)
     new = {"params": params, "model_state": model_state, "opt_state": opt_state}
     with jax.named_scope("statistics"):
@@ -69,17 +86,12 @@ def train_step(
     with jax.named_scope("statistics"):
         metrics["param_norm"] = global_norm(new["params"])
     metrics["learning_rate"] = jnp.asarray(schedule(state["step"]), jnp.float32)
-    return new | {"step": state["step"] + 1}, metrics
+    return new | {"step": state["step"] + 1}, metrics | optimizer_metrics(new["opt_state"])
 
 
 def global_norm(tree: Any) -> jax.Array:
     """Global L2 norm, summed in float32 (of bfloat16 arrays too)."""
     return jnp.sqrt(squared_norm(tree))
-
-
-def squared_norm(tree: Any) -> jax.Array:
-    """The square of `global_norm`."""
-    return optax.tree.norm(optax.tree.cast(tree, jnp.float32), squared=True)
 
 
 def jit_step(step: Step, graphdef: nnx.GraphDef, abstract: State, mesh: Mesh) -> jax.stages.Wrapped:

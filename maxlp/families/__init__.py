@@ -42,7 +42,8 @@ class Family:
       make_model: (model, rngs=) to the NNX module.
       make_data: (data, split=, seed=, process_index=, process_count=) to the batches of this process.
       loss: (loss, seed) to the loss of a batch in one pass.
-      gradients: (loss, seed, microbatches) to the gradients of that loss, in that number of passes.
+      gradients: (loss, seed, microbatches, measure_noise) to the gradients of that loss, in that number of
+        passes; measure_noise is for AdaScale, see `core.gradients.token_gradients`.
       evaluator: (graphdef, model, data, loss, validation) to an `Evaluate`; validation is the result of
         make_data for that split.
       batch_shapes: data to the arrays of a global batch.
@@ -68,7 +69,7 @@ class Family:
     make_model: Callable[..., nnx.Module]
     make_data: Callable[..., Any]
     loss: Callable[[Any, int], Loss]
-    gradients: Callable[[Any, int, int], Gradients]
+    gradients: Callable[[Any, int, int, bool], Gradients]
     evaluator: Callable[[nnx.GraphDef, Any, Any, Any, Any], Evaluate]
     batch_shapes: Callable[[Any], dict[str, jax.ShapeDtypeStruct]]
     unit: str

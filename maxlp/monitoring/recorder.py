@@ -17,7 +17,7 @@ class Recorder:
 
     Args:
       batches: the data iterator, whose ``metrics()`` are part of a record.
-      log_every: steps between records; the last step always has one.
+      log_every: steps between records.
     """
 
     def __init__(
@@ -28,28 +28,28 @@ class Recorder:
         batches: Any,
         workdir: Path,
         log_every: int,
-        total_steps: int,
     ):
         self._throughput, self._watch, self._writer = throughput, watch, writer
         self._batches, self._workdir = batches, workdir
-        self._log_every, self._total_steps = log_every, total_steps
+        self._log_every = log_every
         self._fetch = DelayedFetch()
 
-    def push(self, step: int, metrics: Any, wait: bool) -> None:
+    def push(self, step: int, metrics: Any, wait: bool, last: bool) -> None:
         """Takes the device metrics of a step.
 
         Args:
           wait: whether to wait for this step, as before an evaluation or a checkpoint.
+          last: whether the run ends with this step, which then has a record in any case.
 
         Raises:
           guards.RollbackRequested: the run must return to a checkpoint from before a spike.
           FloatingPointError: the loss is not finite.
         """
         for done, values in self._fetch.push(step, metrics, wait=wait):
-            self._throughput.tick(done)
+            self._throughput.tick(done, float(values.get("tau", done)))
             if spike := self._watch.observe(done, values):  # before its step is saved
                 self._watch.act(self._workdir, spike, values)
-            if done % self._log_every == 0 or done == self._total_steps:
+            if done % self._log_every == 0 or (last and done == step):
                 record = {f"train/{name}": value for name, value in flat(values).items()}
                 running = self._throughput.report() | memory_metrics() | self._batches.metrics()
                 self._writer.write(done, record | running)

@@ -49,6 +49,12 @@ class Run:
         return self.records[-1]["step"] if self.records else 0
 
     @property
+    def progress(self) -> float:
+        """How many of the config's total steps the finished updates count as: AdaScale's τ, or the same."""
+        _, tau = self.series("train/tau")
+        return float(tau[-1]) if len(tau) else self.step
+
+    @property
     def unit(self) -> str:
         """What throughput counts: "tokens" or "images"."""
         return "images" if self.setting("data", "seq_len") is None else "tokens"

@@ -70,9 +70,11 @@ def _state(run: Run) -> str:
     total = run.setting("train", "total_steps")
     if not run.records:
         return "no metrics yet"
-    if total and run.step >= total:
+    done = run.progress
+    if total and done >= total:
         return f"finished, {run.step:,} steps"
-    of_total = f" of {total:,} ({run.step / total:.1%})" if total else ""
+    counted = "" if done == run.step else f", which count as {done:,.0f}"  # AdaScale
+    of_total = f"{counted} of {total:,} ({done / total:.1%})" if total else ""
     age = format_seconds(max(0.0, time.time() - run.records[-1].get("time", 0.0)))
     return f"at step {run.step:,}{of_total}, last record {age} ago"
 

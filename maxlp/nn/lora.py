@@ -7,41 +7,13 @@ model's dtype.
 Shape letters: K in · N out · R rank; a stack of layers has its axis in front.
 """
 
-import dataclasses
 import fnmatch
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlp import schema
 from maxlp.nn.layers import Axes, Frozen, Linear, param, uniform
-from maxlp.schema import Count, Positive
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoraConfig:
-    """The config's ``train.lora`` section.
-
-    Attributes:
-      rank: R.
-      alpha: the adapters' outputs are multiplied by ``alpha / rank``; None takes ``2 * rank``.
-      targets: patterns of the matmuls that get an adapter, as in ``*/q_proj``; None takes all in blocks.
-
-    Raises:
-      ValueError: a rank or alpha that is not positive.
-    """
-
-    rank: Count
-    alpha: Positive | None = None
-    targets: tuple[str, ...] | None = None
-
-    def __post_init__(self):
-        schema.check(self)
-
-    @property
-    def scale(self) -> float:
-        return 2.0 if self.alpha is None else self.alpha / self.rank
 
 
 class Adapter(nnx.Module):
@@ -49,18 +21,20 @@ class Adapter(nnx.Module):
 
     Args:
       kernel: (…, K, N), with its logical axes.
+      rank: R.
+      scale: factor of the output.
+      dtype: of its matmuls.
+      key: of the random A.
     """
 
-    def __init__(self, kernel: nnx.Param, config: LoraConfig, dtype: jnp.dtype, key: jax.Array):
+    def __init__(self, kernel: nnx.Param, rank: int, scale: float, dtype: jnp.dtype, key: jax.Array):
         *stack, in_dim, out_dim = kernel.shape
         *stack_axes, in_axis, out_axis = axes_of(kernel)
         # The initial A is that of the authors' code (uniform, variance 1 / 3K).
-        a = (3 * in_dim) ** -0.5 * uniform(key, (*stack, in_dim, config.rank))
+        a = (3 * in_dim) ** -0.5 * uniform(key, (*stack, in_dim, rank))
         self.a = param(a, (*stack_axes, in_axis, None))
-        self.b = param(
-            jnp.zeros((*stack, config.rank, out_dim), jnp.float32), (*stack_axes, None, out_axis)
-        )
-        self.scale, self.dtype = config.scale, dtype
+        self.b = param(jnp.zeros((*stack, rank, out_dim), jnp.float32), (*stack_axes, None, out_axis))
+        self.scale, self.dtype = scale, dtype
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x_R = x.astype(self.dtype) @ self.a[...].astype(self.dtype)
@@ -76,8 +50,15 @@ def axes_of(variable: nnx.Variable) -> Axes:
     return variable.get_metadata("out_sharding")
 
 
-def add_adapters(model: nnx.Module, config: LoraConfig, rngs: nnx.Rngs) -> list[str]:
+def add_adapters(
+    model: nnx.Module, rngs: nnx.Rngs, *, rank: int, scale: float, targets: tuple[str, ...] | None = None
+) -> list[str]:
     """Freezes the parameters of a model and adds adapters, in place.
+
+    Args:
+      rank: R.
+      scale: factor of the adapters' outputs, alpha / rank.
+      targets: patterns of the matmuls that get an adapter; None takes all in blocks.
 
     Returns:
       the paths of the matmuls that have one.
@@ -86,31 +67,31 @@ def add_adapters(model: nnx.Module, config: LoraConfig, rngs: nnx.Rngs) -> list[
       ValueError: a pattern that matches no matmul, or a rank that is not smaller than a kernel's dims.
     """
     linears = {"/".join(map(str, path)): m for path, m in nnx.iter_modules(model) if isinstance(m, Linear)}
-    for pattern in config.targets or ():
+    for pattern in targets or ():
         if not fnmatch.filter(linears, pattern):
             raise ValueError(
                 f"lora.targets: pattern {pattern!r} matches no matmul; use one of {', '.join(linears)}"
             )
-    chosen = [path for path, module in linears.items() if _is_target(path, module, config)]
+    chosen = [path for path, module in linears.items() if _is_target(path, module, targets)]
     adapters = {}
     for path in chosen:
         kernel = linears[path].kernel
-        if config.rank >= min(kernel.shape[-2:]):
+        if rank >= min(kernel.shape[-2:]):
             raise ValueError(
-                f"lora.rank={config.rank} must be below the dims {kernel.shape[-2:]} of {path}; "
+                f"lora.rank={rank} must be below the dims {kernel.shape[-2:]} of {path}; "
                 "lower it, or choose other matmuls with lora.targets"
             )
-        adapters[path] = Adapter(kernel, config, linears[path].dtype, rngs.params())
+        adapters[path] = Adapter(kernel, rank, scale, linears[path].dtype, rngs.params())
     freeze(model)
     for path, adapter in adapters.items():
         linears[path].adapter = nnx.data(adapter)
     return chosen
 
 
-def _is_target(path: str, module: Linear, config: LoraConfig) -> bool:
-    if config.targets is None:
+def _is_target(path: str, module: Linear, targets: tuple[str, ...] | None) -> bool:
+    if targets is None:
         return module.kernel.ndim > 2  # in a stack of blocks
-    return any(fnmatch.fnmatchcase(path, pattern) for pattern in config.targets)
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in targets)
 
 
 def freeze(model: nnx.Module) -> None:

@@ -13,26 +13,13 @@ changes nothing; bfloat16 has a scale of 1. dynamic8 with blocks is Dettmers et 
 (arXiv:2110.02861).
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlp.numerics.formats import FORMATS, Format
+from maxlp.numerics.formats import FORMATS, Blocks, Format
 from maxlp.numerics.rounding import cast, drop_bits
 from maxlp.numerics.scales import scale_for
-
-
-class Blocks(NamedTuple):
-    """An encoded array: codes of its shape, and scales of its rank.
-
-    The scale is (*layers, 1, …) for one scale a tensor, or has ⌈n / block⌉ entries in the last dim.
-    Codes of 4 bits are packed, two neighbours of the last dim in a byte.
-    """
-
-    codes: jax.Array
-    scale: jax.Array
 
 
 def encode(

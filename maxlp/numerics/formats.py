@@ -9,9 +9,13 @@ NaN), ``eXmYfn`` has no infinity and one NaN, as OCP's E4M3.
 import dataclasses
 import functools
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+
+GRANULARITIES = ("unscaled", "tensor", "row", "block")
+MX_BLOCK = 32  # elements that share a scale in the OCP microscaling formats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,3 +94,14 @@ def get(name: str) -> Format:
     bias = 2 ** (e - 1) - 1
     largest = (2 - 2.0 ** (1 - m)) * 2.0 ** (bias + 1) if fn else (2 - 2.0**-m) * 2.0**bias
     return Format(name, "simulated", e, m, largest, jnp.bfloat16 if m <= 7 else jnp.float32)
+
+
+class Blocks(NamedTuple):
+    """An encoded array: codes of its shape, and scales of its rank.
+
+    The scale is (*layers, 1, …) for one scale a tensor, or has ⌈n / block⌉ entries in the last dim.
+    Codes of 4 bits are packed, two neighbours of the last dim in a byte.
+    """
+
+    codes: jax.Array
+    scale: jax.Array

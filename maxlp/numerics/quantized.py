@@ -8,12 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from maxlp.numerics.formats import Format
+from maxlp.numerics.formats import MX_BLOCK, Format
 from maxlp.numerics.rounding import cast
 from maxlp.numerics.scales import amax, scale_for
-
-GRANULARITIES = ("unscaled", "tensor", "row", "block")
-MX_BLOCK = 32  # elements that share a scale in the OCP microscaling formats
 
 
 class Quantized(NamedTuple):

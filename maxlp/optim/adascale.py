@@ -3,14 +3,18 @@
 A batch S times as large has a gradient with 1/S of the variance. Where noise dominates, S steps of the
 small batch become one step S times as long; where the gradient is nearly exact, a large batch is worth no
 more than a small one. Johnson et al. 2020 (arXiv:2007.05105, algorithm 1) measure which case holds. With
-the gradients g_i of n parts of the batch (microbatches, replicas) and their mean ḡ
+the gradients g_i of n equal parts of the batch (microbatches, replicas) and their mean ḡ
 
-    σ² = S/n · (Σ‖g_i‖² - n‖ḡ‖²) / (n - 1)      variance of a gradient of the small batch
+    σ² = S · (Σ‖g_i‖²/n - ‖ḡ‖²) / (n - 1)        variance of a gradient of the small batch
     μ² = ‖ḡ‖² - σ²/S                             its squared mean
-    gain = (σ² + μ²) / (σ²/S + μ²)               in [1, S]
+    gain = (σ² + μ²) / (σ²/S + μ²)               in [1, S], from running means of σ² and μ²
     θ ← θ - gain · lr(τ) · update                τ ← τ + gain
 
 τ counts steps of the small batch: the schedule is that of the small batch, and the run ends at its τ.
+
+The gain is derived for updates that are linear in the gradient, as those of SGD with momentum are. Adam and
+its relatives divide by the gradient's own size, noise included, so that their step already grows with the
+batch: the gain would count the batch twice.
 """
 
 from typing import Any, NamedTuple, cast
@@ -19,12 +23,24 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from maxlp.optim.tree_utils import find_states, widened
+
+REPORTED = ("learning_rate", "gain", "tau")  # fields of the state that are metrics of a run
+
 
 class AdascaleState(NamedTuple):
-    """τ, and the running means of σ² and μ² with the weight that debiases them: float32 scalars."""
+    """What has been measured; float32 scalars.
+
+    Attributes:
+      tau: τ, finished steps of the small batch.
+      gain: of the last update.
+      learning_rate: of the last update, the gain included.
+      variance, squared_mean: running means of σ² and μ², each times the same weight, which cancels.
+    """
 
     tau: jax.typing.ArrayLike
-    weight: jax.typing.ArrayLike
+    gain: jax.typing.ArrayLike
+    learning_rate: jax.typing.ArrayLike
     variance: jax.typing.ArrayLike
     squared_mean: jax.typing.ArrayLike
 
@@ -34,14 +50,14 @@ def scale_by_adascale(
 ) -> optax.GradientTransformationExtraArgs:
     """Multiplies updates by -gain · schedule(τ), as the last transformation of a chain.
 
-    Its `update` needs the keywords `sum_of_squares`, Σ‖g_i‖², and `square_of_mean`, ‖ḡ‖², of the raw
-    gradients: see `sample_statistics`. For momentum, put `optax.trace` in front.
+    Its `update` needs the keywords `mean_of_squares`, Σ‖g_i‖²/n, and `square_of_mean`, ‖ḡ‖², of the raw
+    gradients: see `sample_statistics`. For momentum, put `sgd.scale_by_momentum` in front.
 
     Args:
       schedule: maps τ to the learning rate of the small batch.
       scale: S, the ratio of the batch to the small batch.
       samples: n, the number of parts with a gradient of their own; at least 2.
-      smoothing: decay rate of the running means; None for max(1 - n/1000, 0), fairscale's choice.
+      smoothing: decay rate of the running means; None for the paper's max(1 - n/1000, 0).
 
     Raises:
       ValueError: fewer than two samples, or a scale below 1.
@@ -61,32 +77,29 @@ def scale_by_adascale(
         state: Any,
         params: optax.Params | None = None,
         *,
-        sum_of_squares: jax.Array,
+        mean_of_squares: jax.Array,
         square_of_mean: jax.Array,
         **extra: Any,
     ) -> Any:
         del params, extra
-        spread = (sum_of_squares - samples * square_of_mean) / (samples - 1)
-        variance = jnp.maximum(scale / samples * spread, 1e-6)
+        # Estimates of numbers that are not negative: clipped before they are averaged, as in fairscale.
+        variance = jnp.maximum(scale * (mean_of_squares - square_of_mean) / (samples - 1), 0.0)
         squared_mean = jnp.maximum(square_of_mean - variance / scale, 0.0)
-        new = AdascaleState(
-            state.tau,
-            keep * state.weight + (1 - keep),
-            keep * state.variance + (1 - keep) * variance,
-            keep * state.squared_mean + (1 - keep) * squared_mean,
-        )
-        gain = gain_of(new, scale)
-        rate = -gain * schedule(state.tau)
-        updates = jax.tree.map(lambda u: (rate * u).astype(u.dtype), updates)
-        return updates, new._replace(tau=state.tau + gain)
+        variance = keep * state.variance + (1 - keep) * variance
+        squared_mean = keep * state.squared_mean + (1 - keep) * squared_mean
+        gain = _gain(variance, squared_mean, scale)
+        rate = jnp.asarray(gain * schedule(state.tau), jnp.float32)
+        updates = jax.tree.map(lambda u: (-rate * u).astype(u.dtype), updates)
+        return updates, AdascaleState(state.tau + gain, gain, rate, variance, squared_mean)
 
     return optax.GradientTransformationExtraArgs(init, cast(Any, update))
 
 
-def gain_of(state: AdascaleState, scale: float) -> jax.Array:
-    """The gain of the last step, in [1, scale]."""
-    variance, squared_mean = state.variance / state.weight, state.squared_mean / state.weight
-    return jnp.clip((variance + squared_mean) / (variance / scale + squared_mean), 1.0, scale)
+def _gain(variance: jax.Array, squared_mean: jax.Array, scale: float) -> jax.Array:
+    """The gain in [1, scale]; 1 where all gradients were zero."""
+    of_batch = variance / scale + squared_mean
+    gain = jnp.where(of_batch > 0, (variance + squared_mean) / jnp.where(of_batch > 0, of_batch, 1.0), 1.0)
+    return jnp.clip(gain, 1.0, scale)
 
 
 def sample_statistics(grads: optax.Updates) -> tuple[optax.Updates, dict[str, jax.Array]]:
@@ -96,5 +109,28 @@ def sample_statistics(grads: optax.Updates) -> tuple[optax.Updates, dict[str, ja
       grads: a tree of (n, …) arrays.
     """
     mean = jax.tree.map(lambda g: jnp.mean(g, axis=0), grads)
-    squares = optax.tree.norm(grads, squared=True), optax.tree.norm(mean, squared=True)
-    return mean, {"sum_of_squares": squares[0], "square_of_mean": squares[1]}
+    n = len(jax.tree.leaves(grads)[0])
+    squares = optax.tree.norm(grads, squared=True) / n
+    return mean, {"mean_of_squares": squares, "square_of_mean": optax.tree.norm(mean, squared=True)}
+
+
+# --- in the train step ----------------------------------------------------------------------------------
+
+
+def update_arguments(grads: optax.Updates, metrics: dict[str, Any]) -> dict[str, jax.Array]:
+    """The keywords of `scale_by_adascale`'s update in a train step.
+
+    Args:
+      grads: the gradient of the batch, before clipping.
+      metrics: with ``microbatch_grad_norm``, the root of the mean ‖g_i‖² of its microbatches.
+    """
+    return {
+        "mean_of_squares": jnp.square(metrics["microbatch_grad_norm"]),
+        "square_of_mean": cast(jax.Array, optax.tree.norm(widened(grads), squared=True)),
+    }
+
+
+def metrics_of(opt_state: optax.OptState) -> dict[str, jax.Array]:
+    """The ``learning_rate`` and the ``gain`` of the last update, and ``tau`` after it."""
+    [(_, state)] = find_states(opt_state, AdascaleState)
+    return {name: getattr(state, name) for name in REPORTED}

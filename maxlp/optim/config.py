@@ -16,6 +16,7 @@ from maxlp.schema import (
     NotNegative,
     OneOf,
     Positive,
+    Range,
     RegularExpression,
     Seed,
 )
@@ -29,6 +30,7 @@ OPTIMIZERS = {
     "muon": "maxlp.optim.muon:scale_by_muon",
     "schedule_free_adamw": "maxlp.optim.schedule_free:scale_by_debiased_rms",
     "adamp": "maxlp.optim.adamp:scale_by_adamp",
+    "sgd": "maxlp.optim.sgd:scale_by_momentum",
 }
 MU_DTYPES = ("float32", "bfloat16", "float16")
 # "float32" leaves a moment as it is. int4 has too few values for a moment.
@@ -126,6 +128,9 @@ class OptimizerConfig:
         its function has (adafactor only `mu_dtype`, lion all but `eps`).
       galore: projection of the gradients; None does not project.
       low_bit: storage of the moments in few bits; None stores them as they are.
+      adascale: S, how many times the batch is as large as the one that learning_rate, warmup_steps and
+        train.total_steps are for: a step then counts as up to S of those steps (`maxlp.optim.adascale`,
+        sgd only). None counts each step as one.
       param_rounding: how bfloat16 parameters are rounded after an update, one of `PARAM_ROUNDINGS`;
         None rounds to nearest, which loses small updates.
     """
@@ -147,10 +152,16 @@ class OptimizerConfig:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     galore: GaloreConfig | None = None
     low_bit: LowBitConfig | None = None
+    adascale: Annotated[float, Range(at_least=1)] | None = None
     param_rounding: Annotated[str, OneOf(PARAM_ROUNDINGS)] | None = None
 
     def __post_init__(self) -> None:
         schema.check(self)
+        if self.adascale is not None and self.galore is not None and self.has_galore:
+            raise ValueError(
+                f"galore.rank={self.galore.rank} does not go with adascale={self.adascale}, which measures "
+                "the noise of whole gradients, not of projected ones; set galore.rank=0"
+            )
         for key, value, reason in self._conflicts():
             raise ValueError(f"{key}={value!r} does not go with name={self.name!r}: {reason}")
 
@@ -186,3 +197,6 @@ class OptimizerConfig:
             )
         if self.name == "adafactor" and self.has_low_bit:
             yield "low_bit.mu", low_bit.mu, "its moments are factored; leave low_bit.mu and .nu unset"
+        if self.adascale is not None and self.name != "sgd":
+            reason = "its steps are normalized, so they grow with the batch already; set name='sgd'"
+            yield "adascale", self.adascale, reason

@@ -1,6 +1,6 @@
 """What an update is: one visible optax chain, built from the config.
 
-clip by global norm → rescale → decoupled weight decay → learning rate
+clip by global norm → rescale → decoupled weight decay → learning rate (with AdaScale, times its gain)
 
 rescale = low_bit(galore(OPTIMIZERS[name]))      both wrappers optional
 """
@@ -47,7 +47,7 @@ class Optimizer:
     rms: Rms
 
 
-def make_tx(config: OptimizerConfig, *, total_steps: int) -> Optimizer:
+def make_tx(config: OptimizerConfig, *, total_steps: int, microbatches: int = 1) -> Optimizer:
     """Builds the optimizer of a run.
 
     AdamW is Loshchilov & Hutter 2019 (algorithm 2) in its common form: the decay is multiplied by the
@@ -56,6 +56,7 @@ def make_tx(config: OptimizerConfig, *, total_steps: int) -> Optimizer:
     Args:
       config: the `optimizer` section.
       total_steps: updates of the whole run.
+      microbatches: of each update, whose gradients AdaScale compares.
 
     Raises:
       ValueError: an unknown option, or a schedule that does not fit into `total_steps`.
@@ -71,7 +72,7 @@ def make_tx(config: OptimizerConfig, *, total_steps: int) -> Optimizer:
     tx = optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
         *_rescale_and_decay(config),
-        optax.scale_by_learning_rate(schedule),
+        _learning_rate(config, schedule, microbatches),
     )
     if config.name == "schedule_free_adamw":
         tx = optax.contrib.schedule_free(tx, schedule, config.b1)
@@ -80,6 +81,17 @@ def make_tx(config: OptimizerConfig, *, total_steps: int) -> Optimizer:
 
         tx = pure_bf16(tx, method=config.param_rounding)
     return Optimizer(tx, schedule, make_rms(config))
+
+
+def _learning_rate(
+    config: OptimizerConfig, schedule: optax.Schedule, microbatches: int
+) -> optax.GradientTransformation:
+    """The end of the chain."""
+    if config.adascale is None:
+        return optax.scale_by_learning_rate(schedule)
+    from maxlp.optim.adascale import scale_by_adascale
+
+    return scale_by_adascale(schedule, scale=config.adascale, samples=microbatches)
 
 
 def _rescale_and_decay(config: OptimizerConfig) -> tuple[optax.GradientTransformation, ...]:

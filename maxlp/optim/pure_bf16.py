@@ -31,7 +31,7 @@ class PureBf16State(NamedTuple):
 
 def pure_bf16(
     inner: optax.GradientTransformation, *, method: str = "stochastic", seed: int = 0
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Wraps a whole optimizer chain, learning rate included, for bfloat16 parameters.
 
     `inner` sees gradients and parameters in float32, and its state is the same as for float32 parameters
@@ -50,6 +50,8 @@ def pure_bf16(
     """
     assert method in PARAM_ROUNDINGS, method
 
+    inner = optax.with_extra_args_support(inner)
+
     def init(params: optax.Params) -> PureBf16State:
         for path, p in jax.tree.leaves_with_path(params):
             if p.dtype != jnp.bfloat16:
@@ -60,10 +62,10 @@ def pure_bf16(
         lost = jax.tree.map(jnp.zeros_like, params) if method == "kahan" else None
         return PureBf16State(jnp.zeros([], jnp.int32), inner.init(_float32(params)), lost)
 
-    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any) -> Any:
         assert params is not None, "the parameter after the update is what gets rounded"
         old = _float32(params)
-        updates, inner_state = inner.update(_float32(updates), state.inner, old)
+        updates, inner_state = inner.update(_float32(updates), state.inner, old, **extra)
         if method == "kahan":
             wanted = jax.tree.map(lambda u, c: u + c.astype(jnp.float32), updates, state.lost)
             deltas = jax.tree.map(lambda p, u: _nearest(p + u) - p, old, wanted)
@@ -76,7 +78,7 @@ def pure_bf16(
             lost = None
         return deltas, PureBf16State(optax.safe_increment(state.count), inner_state, lost)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _float32(tree: Any) -> Any:

@@ -6,7 +6,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from maxlp.numerics.blockwise import Blocks
+from maxlp.numerics.formats import Blocks
 from maxlp.parallel.sharding import axes_size, axis_names, replicated
 
 

@@ -10,7 +10,6 @@ from typing import Annotated
 from flax import nnx
 
 from maxlp import schema
-from maxlp.precision.dot import QuantDot
 from maxlp.precision.inject import HIGH_PRECISION, Matmul, inject
 from maxlp.precision.loss_scale import DynamicLossScale
 from maxlp.precision.recipes import RECIPES, Operand, Recipe, RecipeOptions, make_recipe
@@ -25,7 +24,6 @@ __all__ = [
     "Matmul",
     "Operand",
     "PrecisionConfig",
-    "QuantDot",
     "Recipe",
     "RecipeOptions",
     "apply",

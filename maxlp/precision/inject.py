@@ -8,9 +8,8 @@ import jax
 from flax import nnx
 
 from maxlp.nn.stack import Block
-from maxlp.numerics.quantized import MX_BLOCK
+from maxlp.numerics.formats import MX_BLOCK
 from maxlp.precision import smooth_swiglu as smoothing
-from maxlp.precision.dot import QuantDot
 from maxlp.precision.recipes import RECIPES, Recipe
 
 HIGH_PRECISION = "high precision"
@@ -120,6 +119,8 @@ def _set_recipe(path: str, module: Matmul, recipe: Recipe) -> str:
             f"recipe={recipe.name!r}: the kernel of {path} is {in_dim} × {out_dim}, which blocks of "
             f"{MX_BLOCK} do not divide; change its size or add a rule with another recipe for it"
         )
+    from maxlp.precision.dot import QuantDot
+
     module.dot_general = nnx.data(QuantDot(recipe, tuple(stack)))
     return recipe.name if recipe.smooth == "none" else f"{recipe.name}, smooth {recipe.smooth}"
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 from maxlp import schema
 from maxlp.numerics import formats
-from maxlp.numerics.quantized import GRANULARITIES
+from maxlp.numerics.formats import GRANULARITIES
 from maxlp.schema import Count, OneOf, Range
 
 GEMMS = {  # the tensors of a layer that each matmul multiplies

@@ -4,6 +4,7 @@ Every command ends with exit code 2 and one line for what the user can correct, 
 a file. Imports nothing heavy: a mistake in a flag is reported at once.
 """
 
+import errno
 import functools
 import os
 import re
@@ -17,12 +18,11 @@ from ml_collections import ConfigDict, config_flags
 
 from maxlp import schema
 from maxlp.run.config import RENAMED, ConfigError, choices, load_file
+from maxlp.runtime.exits import EXIT_FAILED, EXIT_INTERRUPTED, hard_exit
 
-# What the user can correct. Other errors of the system may be transient, so that a launcher tries again.
-USERS_ERRORS = (
-    *(ValueError, FloatingPointError),
-    *(FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError),
-)
+# Users' path errors. Others of the system, such as a full disk, may be gone when a launcher tries again.
+PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+PATH_ERROR_NUMBERS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 
 # What absl and ml_collections report for a flag, in this project's words.
 WORDINGS = {
@@ -136,23 +136,32 @@ def _exit_on_error(main: Callable[..., Any], words: list[str]) -> None:
     try:
         sys.exit(main(*words))
     except (ValueError, FloatingPointError, KeyboardInterrupt, OSError) as error:
-        from maxlp.runtime.checkpoint import NotWrittenError
-        from maxlp.runtime.preemption import EXIT_INTERRUPTED
-
         if os.environ.get("MAXLP_TRACEBACK"):
             raise
         if isinstance(error, KeyboardInterrupt):
             _fail("interrupted", EXIT_INTERRUPTED)
-        # A full disk may have room at the next start: launchers try again after exit code 1.
-        is_users = not isinstance(error, NotWrittenError) and isinstance(error, USERS_ERRORS)
-        _fail(f"{' '.join(str(error).split())} (MAXLP_TRACEBACK=1 shows where)", 2 if is_users else 1)
+        _fail(f"{_reason(error)} (MAXLP_TRACEBACK=1 shows where)", EXIT_FAILED if _may_pass(error) else 2)
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether the system failed rather than the user, so that the same command may succeed later."""
+    if isinstance(error, OSError):
+        return not isinstance(error, PATH_ERRORS) and error.errno not in PATH_ERROR_NUMBERS
+    checkpoint = sys.modules.get("maxlp.runtime.checkpoint")  # not imported for a mistake in a flag
+    return checkpoint is not None and isinstance(error, checkpoint.NotWrittenError)
+
+
+def _reason(error: BaseException) -> str:
+    """The message; that of the operating system with the path first."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return " ".join(str(error).split())
+    path = f"{error.filename}: " if error.filename else ""
+    advice = "; the same command resumes the run once this is solved" if _may_pass(error) else ""
+    return f"{path}{error.strerror}{advice}"
 
 
 def _fail(message: str, code: int = 2) -> typing.NoReturn:
     print(f"error: {message}", file=sys.stderr, flush=True)
-    # Commands that use devices: their threads may still compile, or wait for other processes.
-    if "maxlp.runtime.distributed" in sys.modules:
-        from maxlp.runtime.preemption import hard_exit
-
+    if "jax" in sys.modules:  # its threads may still compile, or wait for other processes
         hard_exit(code)
     sys.exit(code)

@@ -145,6 +145,26 @@ def galore_targets_are_matrices(s: Settings, machine: Machine) -> str | None:
     return None
 
 
+def adascale_has_samples(s: Settings, machine: Machine) -> str | None:
+    """AdaScale measures gradient noise by the differences between the gradients of the microbatches."""
+    if s.optimizer.adascale is None or s.train.microbatches > 1:
+        return None
+    return (
+        f"optimizer.adascale={s.optimizer.adascale} needs train.microbatches of at least 2, because one "
+        "gradient has no variance; raise train.microbatches"
+    )
+
+
+def adascale_has_a_small_batch(s: Settings, machine: Machine) -> str | None:
+    """The batch that AdaScale counts steps of has at least one row."""
+    if s.optimizer.adascale is None or s.optimizer.adascale <= s.data.batch_size:
+        return None
+    return (
+        f"optimizer.adascale={s.optimizer.adascale} times a smaller batch is more than "
+        f"data.batch_size={s.data.batch_size} rows; lower it"
+    )
+
+
 # --- adapters -------------------------------------------------------------------------------------------
 
 
@@ -191,6 +211,8 @@ def released_gradients_are_not_clipped(s: Settings, machine: Machine) -> str | N
 
 def released_gradients_are_not_accumulated(s: Settings, machine: Machine) -> str | None:
     """A layer's gradient is complete only after the last microbatch."""
+    if s.train.release_gradients and s.optimizer.adascale is not None:
+        return _released(f"optimizer.adascale={s.optimizer.adascale}", "train.release_gradients=False")
     if not s.train.release_gradients or s.train.microbatches == 1:
         return None
     return _released(f"train.microbatches={s.train.microbatches}", "train.microbatches=1")
@@ -227,6 +249,8 @@ RULES = (
     float16_is_scaled,
     params_are_not_float16,
     rounded_params_are_bfloat16,
+    adascale_has_samples,
+    adascale_has_a_small_batch,
     released_gradients_are_not_clipped,
     released_gradients_are_not_accumulated,
     released_gradients_are_not_pipelined,

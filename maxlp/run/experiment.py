@@ -27,6 +27,7 @@ from maxlp.monitoring.statistics import tensor_statistics
 from maxlp.parallel import sharding
 from maxlp.parallel.batches import batch_part
 from maxlp.run import constraints
+from maxlp.run.progress import Progress
 from maxlp.run.settings import Machine, Settings, make_model, make_optimizer, read
 from maxlp.runtime.checkpoint import load_params
 
@@ -82,6 +83,15 @@ class Experiment:
         s = self.settings
         return abstract_model(make_model(s.family, s.model, s.precision), self.mesh)[1]["params"]
 
+    def progress(self, state: State, step: int) -> Progress:
+        """The progress of a run whose state is that after ``step`` updates."""
+        total, gain = self.settings.train.total_steps, self.settings.optimizer.adascale
+        if gain is None:
+            return Progress(total, step, float(step))
+        from maxlp.optim import adascale
+
+        return Progress(total, step, float(adascale.metrics_of(state["opt_state"])["tau"]), fastest=gain)
+
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The global training batch as shapes, dtypes and shardings."""
         where = sharding.batch_sharding(self.mesh)
@@ -113,7 +123,8 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
     """The experiment of settings that fulfil the constraints on this machine."""
     s, family = settings, settings.family
     optimizer = make_optimizer(s)
-    gradients = family.gradients(s.loss, s.train.seed, s.train.microbatches)
+    uses_adascale = s.optimizer.adascale is not None
+    gradients = family.gradients(s.loss, s.train.seed, s.train.microbatches, uses_adascale)
     gates: dict[str, Gate] = {}
     if s.precision.loss_scale is not None:
         gates["loss_scale"] = s.precision.loss_scale
@@ -132,7 +143,7 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
         statistics: Statistics = train_step.no_statistics
         if s.spikes.statistics:
             statistics = functools.partial(tensor_statistics, rms=optimizer.rms)
-        step = functools.partial(
+        step: Step = functools.partial(
             train_step.train_step,
             gradients=gradients,
             tx=optimizer.tx,
@@ -141,6 +152,12 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
             loss_scale=loss_scale,
             statistics=statistics,
         )
+        if uses_adascale:
+            from maxlp.optim import adascale
+
+            step = functools.partial(
+                step, update_arguments=adascale.update_arguments, optimizer_metrics=adascale.metrics_of
+            )
     return Experiment(
         settings=s,
         machine=machine,
@@ -189,13 +206,14 @@ def describe(e: Experiment, state: State) -> str:
     full, causal = s.flops_per_unit
     units = family.units_per_step(s.data)
     trained = "" if s.train.lora is None else f" ({num_params(state['params']):,} in adapters are trained)"
+    at_most = "" if s.optimizer.adascale is None else "at most "
     lines = [
         f"{family.name}: {s.num_params:,} parameters in {s.model.param_dtype}{trained}, activations in "
         f"{s.model.dtype}",
         f"mesh: {sharding.describe(e.mesh.shape)} ({e.mesh.size} × {e.mesh.devices.flat[0].device_kind}); "
         f"per device: parameters {_device_gib(state['params']):.3g} GiB, "
         f"optimizer {_device_gib(state['opt_state']):.3g} GiB",
-        f"batch: {family.describe_batch(s.data)}, {s.train.total_steps:,} steps = "
+        f"batch: {family.describe_batch(s.data)}, {at_most}{s.train.total_steps:,} steps = "
         f"{s.train.total_steps * units:,} {family.unit}, "
         f"{full:.3g} FLOPs each ({causal:.3g} with causal attention)",
     ]

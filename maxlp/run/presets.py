@@ -170,6 +170,7 @@ def _optimizer() -> ConfigDict:
             low_bit=unset(  # moments in few bits: optim.config.LowBitConfig
                 mu=str, nu=str, block_size=int, min_size=int, seed=int
             ),
+            adascale=config_dict.placeholder(float),  # batch / the batch that rate and steps are for
             param_rounding=config_dict.placeholder(str),  # of bfloat16 parameters: stochastic, kahan
         )
     )

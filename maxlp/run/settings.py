@@ -13,7 +13,6 @@ from maxlp import families, precision, schema
 from maxlp.core.train_state import num_params
 from maxlp.families import Family
 from maxlp.monitoring.spikes import SpikeConfig
-from maxlp.nn.lora import LoraConfig, add_adapters
 from maxlp.optim.config import OptimizerConfig
 from maxlp.optim.make_tx import Optimizer, make_tx
 from maxlp.parallel import sharding
@@ -22,7 +21,7 @@ from maxlp.run.config import ConfigError, bind, call, errors_of
 from maxlp.runtime.checkpoint import Checkpointer
 from maxlp.runtime.profiler import Profiler
 from maxlp.runtime.writers import MetricWriter
-from maxlp.schema import Count, CountOrZero, Seed
+from maxlp.schema import Count, CountOrZero, Positive, Seed
 
 SECTIONS = (
     *("model", "precision", "mesh", "optimizer", "data", "loss", "train"),
@@ -32,11 +31,38 @@ WRITER_ARGUMENTS = ("workdir", "total_steps", "resume_step", "run_config")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """The config's ``train.lora`` section: low-rank adapters (`nn.lora`).
+
+    Attributes:
+      rank: columns of each adapter.
+      alpha: the adapters' outputs are multiplied by ``alpha / rank``; None takes ``2 * rank``.
+      targets: patterns of the matmuls that get an adapter, as in ``*/q_proj``; None takes all in blocks.
+
+    Raises:
+      ValueError: a rank or alpha that is not positive.
+    """
+
+    rank: Count
+    alpha: Positive | None = None
+    targets: tuple[str, ...] | None = None
+
+    def __post_init__(self):
+        schema.check(self)
+
+    def add_to(self, model: nnx.Module, rngs: nnx.Rngs) -> None:
+        from maxlp.nn import lora  # few runs need it
+
+        scale = 2.0 if self.alpha is None else self.alpha / self.rank
+        lora.add_adapters(model, rngs, rank=self.rank, scale=scale, targets=self.targets)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The config's ``train`` section.
 
     Attributes:
-      total_steps: updates of the run.
+      total_steps: updates of the run; with AdaScale, steps of the small batch that it counts.
       microbatches: number of passes that each batch is split into.
       seed: of the weights and of the order of the data.
       log_every: updates between records of metrics.
@@ -168,7 +194,7 @@ def make_model(
         made = family.make_model(model, rngs=rngs)
         precision.apply(made, config, gated_products=family.gated_products)
         if adapters is not None:
-            add_adapters(made, adapters, rngs)
+            adapters.add_to(made, rngs)
         return made
 
     return make
@@ -181,7 +207,7 @@ def make_optimizer(s: Settings) -> Optimizer:
       ConfigError: an option that the optimizer does not have, or a schedule that does not fit.
     """
     with errors_of("optimizer"):
-        return make_tx(s.optimizer, total_steps=s.train.total_steps)
+        return make_tx(s.optimizer, total_steps=s.train.total_steps, microbatches=s.train.microbatches)
 
 
 class _TracedModel(NamedTuple):
@@ -204,7 +230,7 @@ def _traced_model(
         if adapters is None:
             return weights, weights
         with errors_of("train"):
-            add_adapters(made, adapters, nnx.Rngs(0))
+            adapters.add_to(made, nnx.Rngs(0))
         return weights, nnx.state(made, nnx.Param)
 
     weights, trained = jax.eval_shape(make)

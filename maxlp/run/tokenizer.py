@@ -47,7 +47,7 @@ def _make(s: Settings) -> Tokenizer:
         try:
             return train_bpe(texts, int(spec.removeprefix("bpe:")))
         except ValueError as error:
-            raise ValueError(f"config.data.tokenizer={spec}: {error}") from error
+            raise ConfigError(f"config.data.tokenizer={spec}: {error}") from error
     made = make_tokenizer(spec)
     if message := too_many_tokens(spec, made.vocab_size, *s.family.vocabulary(s.model)):
         raise ConfigError(f"config.{message}")

@@ -18,8 +18,10 @@ a mounted bucket). All processes share the work of computing checksums, when sav
 import json
 import os
 import stat
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +33,12 @@ from maxlp.runtime import distributed, files, manifest, tree_spec, verification
 from maxlp.schema import Count
 
 _RECORD = "checkpoint.json"
+_MAX_REASON = 300  # characters
 _PEER_TIMEOUT = 3600.0  # seconds the primary process waits for the checksums of another one
+_ORBAX_TIMEOUT = 10**9  # seconds; Orbax measures them with a clock that may be set, and aborts
+_CLOCK_GRACE = float(
+    __import__("os").environ.get("GRACE", 30)
+)  # seconds after which a save that the clock disturbed is given up
 
 
 class CheckpointError(ValueError):
@@ -40,6 +47,14 @@ class CheckpointError(ValueError):
 
 class NotWrittenError(CheckpointError):
     """The file system failed, not the user: restarting the run may help."""
+
+
+class ClockSetBackError(NotWrittenError):
+    """The system's clock was set back while a checkpoint was being written: TensorStore does not finish.
+
+    Until the clock has caught up, it reads the same files again and again, because they seem to be older
+    than its request. Only another process can then write checkpoints.
+    """
 
 
 class Restored(NamedTuple):
@@ -101,9 +116,12 @@ class Checkpointer:
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._on_complete = on_complete
+        logging.get_absl_logger().addFilter(_is_not_repeated)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._newest: int | None = None
+        self._clocks = (0.0, 0.0)  # system and monotonic, when the last save began
+        self._longest = 0.0  # seconds that a save has taken
         if distributed.is_primary():
             self.directory.mkdir(parents=True, exist_ok=True)
             for leftover in [*self.directory.glob("*.unfinished*"), *self.directory.glob("*.removed")]:
@@ -111,7 +129,13 @@ class Checkpointer:
                 files.remove(leftover)
 
     def should_save(self, step: int) -> bool:
-        """True at the positive multiples of `every_steps`."""
+        """True at the positive multiples of `every_steps`. Every process calls it after every step.
+
+        Raises:
+          NotWrittenError: the save in flight has failed.
+        """
+        if self._pending is not None and (self._pending.done() or self._set_back() > 1):
+            self._join()
         return step > 0 and step % self._every_steps == 0
 
     def save(
@@ -149,9 +173,13 @@ class Checkpointer:
         record = {"step": step, "meta": dict(meta or {}), "data_state": dict(data_state), "arrays": arrays}
         context = ocp.Context()
         context.array.saving.use_compression = False  # gains 8 % on float32 weights, takes twice the time
-        with context:
-            arrays_written = ocp.save_checkpointables_async(str(unfinished), {"state": state})
-        self._newest = step
+        context.asynchronous.timeout_secs = _ORBAX_TIMEOUT
+        self._newest, self._clocks = step, (time.time(), time.monotonic())
+        try:
+            with context:
+                arrays_written = ocp.save_checkpointables_async(str(unfinished), {"state": state})
+        except Exception as error:
+            raise self._not_written(error) from error
         self._pending = self._thread.submit(
             self._finish, step, arrays_written, json.dumps(record, indent=1)
         )
@@ -210,9 +238,10 @@ class Checkpointer:
             self.close()
         elif self._pending is not None:
             # No barrier: the other processes may never reach it. The save in flight is still completed.
-            error = self._pending.exception()
-            if error is not None:
-                logging.error("the last checkpoint was not written: %s", error)
+            try:
+                self._join()
+            except NotWrittenError as error:
+                logging.error("%s", error)
 
     def _path(self, step: int, suffix: str = "") -> Path:
         return self.directory / f"{step}{suffix}"
@@ -221,12 +250,33 @@ class Checkpointer:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        try:
-            pending.result()
-        except Exception as error:
-            step, self._newest = self._newest, None
-            failed = f"checkpoint {self.directory}/{step} was not written"
-            raise NotWrittenError(f"{failed}: {type(error).__name__}: {error}") from error
+        while not wait_for([pending], timeout=1).done:
+            self._check_clock()
+        if error := pending.exception():
+            raise self._not_written(error) from error
+        self._longest = max(self._longest, time.monotonic() - self._clocks[1])
+
+    def _not_written(self, error: BaseException) -> NotWrittenError:
+        path, self._newest = f"{self.directory}/{self._newest}", None
+        # TensorStore adds the location in its source code, and Orbax a page about itself.
+        reason = " ".join(str(error).partition("[source locations=")[0].split())[:_MAX_REASON]
+        return NotWrittenError(
+            f"checkpoint {path} was not written: {type(error).__name__}: {reason}; the same command "
+            "resumes from the one before it"
+        )
+
+    def _set_back(self) -> float:
+        """By how many seconds the clock was set back since the last save began."""
+        wall, monotonic = self._clocks
+        return (time.monotonic() - monotonic) - (time.time() - wall)
+
+    def _check_clock(self) -> None:
+        elapsed, set_back = time.monotonic() - self._clocks[1], self._set_back()
+        if set_back > 1 and elapsed > _CLOCK_GRACE + 2 * self._longest:
+            raise ClockSetBackError(
+                f"checkpoint {self.directory}/{self._newest} was not written, because the clock was "
+                f"set back by {set_back:,.0f} s meanwhile; the same command resumes from the one before it"
+            )
 
     def _finish(self, step: int, arrays_written: Any, record: str) -> None:
         """Background thread: waits for the arrays, adds record and manifest, sets the final name."""
@@ -250,6 +300,11 @@ class Checkpointer:
             if not self._keep_every or step % self._keep_every:
                 self._path(step).rename(self._path(step, ".removed"))
                 files.remove(self._path(step, ".removed"))
+
+
+def _is_not_repeated(record: Any) -> bool:
+    """Orbax logs each error that it raises as well, with a traceback from every thread that it passes."""
+    return record.levelname != "ERROR" or "orbax" not in record.pathname
 
 
 def restore(path: str | os.PathLike[str], abstract_state: Any) -> Restored:

@@ -20,11 +20,15 @@ the job: its supervisor restarts it, and it resumes from the last checkpoint. Th
 `launch/` do not wait for the timeout.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
 import re
+import socket
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -32,7 +36,7 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-from maxlp.runtime.preemption import EXIT_INTERRUPTED, hard_exit
+from maxlp.runtime.exits import EXIT_FAILED, EXIT_INTERRUPTED, hard_exit
 
 _EXPLICIT = ("MAXLP_COORDINATOR", "MAXLP_NUM_PROCESSES", "MAXLP_PROCESS_ID")
 
@@ -46,8 +50,9 @@ def initialize() -> None:
       ValueError: the environment is contradictory, or names a cluster that JAX cannot find.
     """
     _give_simulated_devices_threads()
+    timeout = _env_int("MAXLP_INIT_TIMEOUT", 300, minimum=1)
     timeouts: dict[str, Any] = {
-        "initialization_timeout": _env_int("MAXLP_INIT_TIMEOUT", 300, minimum=1),
+        "initialization_timeout": timeout + 60,  # at its end JAX aborts, so `_ended_after` comes first
         "heartbeat_timeout_seconds": _env_int("MAXLP_HEARTBEAT_TIMEOUT", 100, minimum=1),
     }
     mode = os.environ.get("MAXLP_DISTRIBUTED", "")
@@ -55,19 +60,54 @@ def initialize() -> None:
         raise ValueError(f"MAXLP_DISTRIBUTED={mode!r}: set 1 (detect a cluster) or 0 (single process)")
     if mode == "0":
         return
-    if any(name in os.environ for name in _EXPLICIT):
-        _initialize_explicit(timeouts)
-    elif cluster := "MAXLP_DISTRIBUTED=1" if mode == "1" else _detect_cluster():
-        try:
-            jax.distributed.initialize(**timeouts)
-        except ValueError as error:
-            raise ValueError(
-                f"{cluster}, but JAX finds no other processes ({error}); set {', '.join(_EXPLICIT)}, "
-                "or MAXLP_DISTRIBUTED=0 for a single process"
-            ) from error
+    with _ended_after(timeout):
+        if any(name in os.environ for name in _EXPLICIT):
+            _initialize_explicit(timeouts)
+        elif cluster := "MAXLP_DISTRIBUTED=1" if mode == "1" else _detect_cluster():
+            try:
+                jax.distributed.initialize(**timeouts)
+            except ValueError as error:
+                raise ValueError(
+                    f"{cluster}, but JAX finds no other processes ({error}); set {', '.join(_EXPLICIT)}, "
+                    "or MAXLP_DISTRIBUTED=0 for a single process"
+                ) from error
     if jax.distributed.is_initialized():
         sys.excepthook = _exit_after(sys.excepthook)
         logging.info("process %d of %d", jax.process_index(), jax.process_count())
+
+
+@contextlib.contextmanager
+def _ended_after(timeout: int) -> Iterator[None]:
+    """Ends this process with one line if the processes do not find each other in time."""
+
+    def end() -> None:
+        coordinator = os.environ.get("MAXLP_COORDINATOR", "the coordinator that JAX detected")
+        first = os.environ.get("MAXLP_PROCESS_ID") == "0"
+        reason = "not all processes joined" if first or _answers(coordinator) else "nobody answers"
+        print(
+            f"error: {coordinator}: {reason} within MAXLP_INIT_TIMEOUT={timeout} s; start all "
+            f"{os.environ.get('MAXLP_NUM_PROCESSES', '')} processes at about the same time, and check the "
+            "address and that its port is open to all of them",
+            file=sys.stderr,
+        )
+        hard_exit(EXIT_FAILED)
+
+    timer = threading.Timer(timeout, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=1):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def _give_simulated_devices_threads() -> None:
@@ -99,9 +139,21 @@ def _initialize_explicit(timeouts: dict[str, Any]) -> None:
             f"allows 0 to {num_processes - 1}"
         )
     if num_processes > 1:
+        if process_id == 0:
+            _check_port(int(port))
         jax.distributed.initialize(
             coordinator, num_processes, process_id, cluster_detection_method="deactivate", **timeouts
         )
+
+
+def _check_port(port: int) -> None:
+    """Raises OSError if process 0 cannot listen on the port: JAX's service would crash."""
+    try:
+        with socket.create_server(("", port)):
+            pass
+    except OSError as error:
+        name = f"MAXLP_COORDINATOR={os.environ['MAXLP_COORDINATOR']}"
+        raise OSError(error.errno, os.strerror(error.errno or 0), name) from error
 
 
 def _detect_cluster() -> str | None:

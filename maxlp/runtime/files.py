@@ -131,7 +131,7 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno and str(error.filename or _TEMPORARY).endswith(_TEMPORARY):
-            error.filename, error.filename2 = str(path), None
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 

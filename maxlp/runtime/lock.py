@@ -30,6 +30,8 @@ from typing import Any
 import jax
 
 from maxlp.runtime import distributed
+from maxlp.runtime.exits import hard_exit
+from maxlp.runtime.files import naming
 
 NAME = "lock"
 BEAT_SECONDS = 5.0
@@ -84,7 +86,8 @@ class WorkdirLock:
         failure: Exception | None = None
         if distributed.is_primary() and self._descriptor is None:
             try:
-                self._take()
+                with naming(self._path):
+                    self._take()
             except (OSError, ValueError) as error:
                 failure = error
         if jax.process_count() > 1:
@@ -139,7 +142,7 @@ class WorkdirLock:
         while not self._released.wait(BEAT_SECONDS):
             if not self._is_mine():
                 print(f"error: another process has taken over {self.workdir}", file=sys.stderr)
-                distributed.hard_exit(2)
+                hard_exit(2)
             count += 1
             try:
                 self._write(count)

@@ -5,17 +5,13 @@ import signal
 import sys
 import threading
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 from absl import logging
 from jax.experimental import multihost_utils
 
-EXIT_PREEMPTED = 75
-"""Exit code after SIGTERM, with a checkpoint saved (EX_TEMPFAIL: restart the run)."""
-
-EXIT_INTERRUPTED = 130
-"""Exit code after Ctrl-C (128 + SIGINT, as in shells)."""
+from maxlp.runtime.exits import EXIT_INTERRUPTED, EXIT_PREEMPTED, hard_exit
 
 
 def exit_on_sigterm() -> None:
@@ -41,17 +37,6 @@ def exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, ignore)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=watch, name="SIGTERM", daemon=True).start()
-
-
-def hard_exit(code: int) -> NoReturn:
-    """Ends this process immediately after a failure, without exit handlers.
-
-    `sys.exit` would wait for a compilation in the background. With several processes it would also take
-    minutes: at exit JAX waits for all processes, and the others wait for this one in a collective.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 class PreemptionGuard:

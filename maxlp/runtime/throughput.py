@@ -83,15 +83,21 @@ class Throughput:
         self._unit, self._units_per_step, self._flops_per_unit = unit, units_per_step, flops_per_unit
         self._peak, self._num_devices, self._total_steps = peak, num_devices, total_steps
         self._clock = clock
-        self._first: tuple[int, float] | None = None  # step and time of the first tick
+        self._first: tuple[float, float] | None = None  # progress and time of the first tick
         self._step = self._reported_step = 0
+        self._progress = 0.0
         self._last_tick = self._seconds = self._waited = 0.0
 
-    def tick(self, step: int) -> None:
-        """Records that the result of `step` has just reached the host."""
+    def tick(self, step: int, progress: float | None = None) -> None:
+        """Records that the result of `step` has just reached the host.
+
+        Args:
+          progress: how many of `total_steps` are finished, where a step counts as more than one (AdaScale).
+        """
+        self._progress = step if progress is None else progress
         now = self._clock()
         if self._first is None:
-            self._first = (step, now)
+            self._first = (self._progress, now)
             self._reported_step, self._seconds, self._waited = step, 0.0, 0.0
         else:
             self._seconds += now - self._last_tick
@@ -134,8 +140,9 @@ class Throughput:
         units_per_sec = self._units_per_step / step_time
         mfu_per_flop = units_per_sec / (self._peak.flops * self._num_devices)
         full, causal = self._flops_per_unit
-        first_step, start = self._first
-        wall_per_step = (self._last_tick - start) / (self._step - first_step)
+        first, start = self._first
+        finished = max(1.0, self._progress - first)  # 0 if all steps were skipped
+        wall_per_step = (self._last_tick - start) / finished
         return {
             f"perf/{self._unit}_per_sec": units_per_sec,
             "perf/step_time": step_time,
@@ -144,5 +151,5 @@ class Throughput:
             "perf/mfu_causal": causal * mfu_per_flop,
             "perf/peak_tflops": self._peak.flops / 1e12,
             "perf/peak_measured": float(self._peak.measured),
-            "perf/eta": wall_per_step * (self._total_steps - self._step),
+            "perf/eta": wall_per_step * max(0.0, self._total_steps - self._progress),
         }

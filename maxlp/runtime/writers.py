@@ -23,6 +23,8 @@ MAX_SLASHES = 2  # names with more belong to single layers, too many for a conso
 
 # What the console shows of a training record, in this order.
 PROGRESS = {
+    "train/tau": "τ {:,.1f}",
+    "train/gain": "gain {:.2f}",
     "train/loss": "loss {:.4f}",
     "perf/tokens_per_sec": "{:,.0f} tok/s",
     "perf/images_per_sec": "{:,.0f} img/s",
@@ -48,7 +50,7 @@ class MetricWriter:
 
     Args:
       workdir: receives ``metrics.jsonl`` and ``tensorboard/``.
-      total_steps: of the whole run, for the console.
+      total_steps: of the whole run, for the console; None if it is not known.
       resume_step: finished updates of the restored checkpoint, 0 for a fresh start. Records of later
         steps are removed from ``metrics.jsonl``, because they will be written again. (So write the
         records of a step before its checkpoint.)
@@ -65,7 +67,7 @@ class MetricWriter:
         self,
         workdir: str | os.PathLike[str],
         *,
-        total_steps: int,
+        total_steps: int | None,
         resume_step: int = 0,
         run_config: Mapping[str, Any] | None = None,
         console: bool = True,
@@ -110,6 +112,7 @@ class JsonlWriter:
     """One JSON object per line, complete on disk after each write (NaN and Infinity as in Python)."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
+        self._path = path
         if path.exists():
             # A fresh start repeats step 0 too; a resumed run does not repeat the step it resumes from.
             last = resume_step if resume_step > 0 else -1
@@ -118,10 +121,12 @@ class JsonlWriter:
         self._file = path.open("a", buffering=1)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        with files.naming(self._path):
+            self._file.write(json.dumps(record) + "\n")
 
     def close(self) -> None:
-        self._file.close()
+        with files.naming(self._path):
+            self._file.close()
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -147,7 +152,7 @@ def _parse_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 class ConsoleWriter:
     """A single line that is updated in place on a terminal; otherwise one line per record."""
 
-    def __init__(self, total_steps: int, stream: TextIO) -> None:
+    def __init__(self, total_steps: int | None, stream: TextIO) -> None:
         self._total_steps, self._stream = total_steps, stream
         self._live = stream.isatty()
         self._line_is_open = False
@@ -168,10 +173,11 @@ class ConsoleWriter:
             print(file=self._stream, flush=True)
 
 
-def _format_record(record: Mapping[str, Any], total_steps: int) -> str:
+def _format_record(record: Mapping[str, Any], total_steps: int | None) -> str:
     """A progress line for training records, ``name value`` pairs for others."""
     format_rest = _format_progress if "train/loss" in record else _format_pairs
-    return "  ".join([f"step {record['step']}/{total_steps}", *format_rest(record)])
+    of_total = "" if total_steps is None else f"/{total_steps}"
+    return "  ".join([f"step {record['step']}{of_total}", *format_rest(record)])
 
 
 def _format_pairs(record: Mapping[str, Any]) -> Iterator[str]:
@@ -197,23 +203,45 @@ def format_seconds(seconds: float) -> str:
 
 
 class TensorBoardWriter:
-    """Event files for TensorBoard; after a resume it hides the steps that will be repeated."""
+    """Event files for TensorBoard; after a resume it hides the steps that will be repeated.
+
+    tensorboardX's `SummaryWriter` writes in a thread. If that fails, as on a full disk, the program waits
+    forever for room in its queue; so this uses what is below it.
+    """
+
+    FLUSH_SECONDS = 10.0  # tensorboardX waits for the disk at each flush
 
     def __init__(self, logdir: Path, resume_step: int) -> None:
         try:
-            from tensorboardX import SummaryWriter
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto import event_pb2, summary_pb2
         except ImportError:
             raise ValueError(
                 "tensorboard=True needs tensorboardX: pip install tensorboardX, or set it to False"
             ) from None
-        self._writer = SummaryWriter(str(logdir), purge_step=resume_step and resume_step + 1, flush_secs=10)
+        self._path, self._event, self._summary = logdir, event_pb2.Event, summary_pb2.Summary
+        logdir.mkdir(exist_ok=True)
+        self._writer, self._flushed = EventsWriter(str(logdir / "events")), time.monotonic()
+        if resume_step:
+            self._add(resume_step + 1, time.time(), file_version="brain.Event:2")
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._add(resume_step + 1, time.time(), session_log=start)
+
+    def _add(self, step: int, walltime: float, **content: Any) -> None:
+        with files.naming(self._path):
+            self._writer.write_event(self._event(step=step, wall_time=walltime, **content))
+            if time.monotonic() - self._flushed > self.FLUSH_SECONDS:
+                self._writer.flush()
+                self._flushed = time.monotonic()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        for name, value in _metrics(record).items():
-            self._writer.add_scalar(name, value, record["step"], walltime=record["time"])
+        value, metrics = self._summary.Value, _metrics(record)
+        values = [value(tag=name, simple_value=x) for name, x in metrics.items()]
+        self._add(record["step"], record["time"], summary=self._summary(value=values))
 
     def close(self) -> None:
-        self._writer.close()
+        with files.naming(self._path):
+            self._writer.close()
 
 
 def check_installed(wandb_project: str | None) -> None:

@@ -182,7 +182,7 @@ def _error(key: str, value: Any, hint: Any) -> str | None:
         return _wrong_type(key, value, hint)
     if isinstance(value, tuple) and (items := _of_items(key, value, hint)):
         return items
-    return next((f"{key}={value!r} {e}" for e in _broken(value, hint, rules)), None)
+    return next((f"{key}={value!r} {e}" for e in _broken(value, rules)), None)
 
 
 def _split(hint: Any) -> tuple[Any, tuple[Rule, ...]]:
@@ -193,7 +193,7 @@ def _split(hint: Any) -> tuple[Any, tuple[Rule, ...]]:
     return hint, ()
 
 
-def _broken(value: Any, hint: Any, rules: tuple[Rule, ...]) -> Iterable[str]:
+def _broken(value: Any, rules: tuple[Rule, ...]) -> Iterable[str]:
     """The phrases of the rules that a value of the right type breaks."""
     if isinstance(value, _INTEGER) and not -(2**63) <= value < 2**63:
         yield "does not fit into 64 bits; use a smaller number"

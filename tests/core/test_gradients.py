@@ -83,10 +83,12 @@ def expected_gradient(batch, rows=slice(None)):
     return np.einsum("BS,BSD->D", g_BS, x_BSD), g_BS
 
 
-def of_linear(batch, microbatches=1, loss_scale=None):
+def of_linear(batch, microbatches=1, loss_scale=None, measure_noise=False):
     graphdef, params, model_state = nnx.split(Linear(nnx.Rngs(0)), nnx.Param, ...)
     state = {"params": nnx.to_pure_dict(params), "model_state": nnx.to_pure_dict(model_state)}
-    compute = gradients.token_gradients(squares, num_tokens, microbatches=microbatches)
+    compute = gradients.token_gradients(
+        squares, num_tokens, microbatches=microbatches, measure_noise=measure_noise
+    )
     return jax.jit(functools.partial(compute, graphdef))(state | {"step": 0}, batch, loss_scale)
 
 
@@ -113,6 +115,23 @@ def test_the_batch_distinguishes_a_mean_of_means_from_the_mean(microbatches):
     batch = linear_batch()
     means = [expected_gradient(batch, slice(i, None, microbatches))[0] for i in range(microbatches)]
     assert np.abs(np.mean(means, axis=0) / expected_gradient(batch)[0] - 1).max() > 0.1
+
+
+@pytest.mark.parametrize(("microbatches", "loss_scale"), [(2, None), (4, 2.0**10)])
+def test_the_norms_of_microbatches_are_those_of_gradients_whose_mean_is_the_batch_gradient(
+    microbatches, loss_scale
+):
+    """Microbatch i of n counts n times its share, whatever its number of tokens."""
+    batch, parts = linear_batch(), []
+    for i in range(microbatches):
+        rows = slice(i, None, microbatches)
+        share = COUNTS_B[rows].sum() / COUNTS_B.sum()
+        parts.append(microbatches * share * expected_gradient(batch, rows)[0])
+    np.testing.assert_allclose(np.mean(parts, axis=0), expected_gradient(batch)[0], rtol=1e-12)
+    _, _, metrics = of_linear(batch, microbatches, loss_scale, measure_noise=True)
+    norm = np.sqrt(np.mean(np.sum(np.square(parts), axis=1)))
+    np.testing.assert_allclose(metrics["microbatch_grad_norm"], norm, rtol=1e-5)
+    assert "microbatch_grad_norm" not in of_linear(batch, microbatches, loss_scale)[2]
 
 
 def test_a_batch_without_tokens_has_no_gradient():

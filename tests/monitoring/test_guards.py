@@ -179,3 +179,24 @@ def test_the_state_of_the_guard_holds_every_finite_step():
         assert bool(accepted) == (loss not in (50.0,) and math.isfinite(loss))
     np.testing.assert_allclose(sorted(state["values"][0]), sorted(expected[-4:]), rtol=1e-6)
     np.testing.assert_allclose(state["values"][1], 2 * state["values"][0])
+
+
+def test_another_run_in_the_workdir_starts_without_the_rollbacks_of_the_earlier(tmp_path):
+    guards.set_spikes_aside(tmp_path)
+    for name in ("spikes.old", "spikes.old-2"):
+        (tmp_path / "spikes").mkdir()
+        (tmp_path / "spikes" / "rollbacks.json").write_text(json.dumps([{"to": 0, "batches": [0, 600]}]))
+        assert guards.skip_excluded_batches(tmp_path, 0, Batches()) == 600
+        guards.set_spikes_aside(tmp_path)
+        assert guards.skip_excluded_batches(tmp_path, 0, Batches()) == 0
+        assert (tmp_path / name / "rollbacks.json").exists()
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[3]", '[{"to": 0}]'])
+def test_damaged_rollbacks_are_named_with_the_way_out(tmp_path, content):
+    (tmp_path / "spikes").mkdir()
+    (tmp_path / "spikes" / "rollbacks.json").write_text(content)
+    with pytest.raises(
+        ValueError, match=r"rollbacks\.json is damaged \(.*\); put back a good copy, or delete it"
+    ):
+        guards.skip_excluded_batches(tmp_path, 0, Batches())

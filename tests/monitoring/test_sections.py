@@ -62,6 +62,17 @@ def test_a_run_in_progress_with_damaged_files(tmp_path):
     assert set(text) == {"Run", "Loss", "Speed"}
 
 
+def test_a_run_whose_steps_count_as_more_than_one(tmp_path):
+    run_dir.save_config(tmp_path, ConfigDict({"train": {"total_steps": 100}}))
+    records = [{"step": 10, "time": time.time(), "train/tau": 40.0}, {"step": 10, "time": time.time()}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    state = shown(tmp_path)["Run"]["state"]
+    assert state.startswith("at step 10, which count as 40 of 100 (40.0%), last record 0:0")
+    records.append({"step": 27, "time": time.time(), "train/tau": 101.5})
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    assert shown(tmp_path)["Run"]["state"] == "finished, 27 steps"
+
+
 def test_an_empty_directory(tmp_path):
     assert shown(tmp_path) == {"Run": {"directory": str(tmp_path), "state": "no metrics yet"}}
     assert list(tmp_path.iterdir()) == []

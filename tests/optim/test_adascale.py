@@ -6,35 +6,34 @@ import numpy as np
 import optax
 import pytest
 
-from maxlp.optim.adascale import gain_of, sample_statistics, scale_by_adascale
+from maxlp.optim.adascale import metrics_of, sample_statistics, scale_by_adascale
+from tests.optim.common import make_optimizer
 
 
 def reference(grads_of_step, scale, smoothing, schedule):
     """Algorithm 1 in numpy: gains and rates of steps with gradients (n, D)."""
-    tau = weight = variance = squared = 0.0
+    tau = variance = squared = 0.0
     gains, rates = [], []
     for g in grads_of_step:
         n, mean = len(g), g.mean(0)
-        var = max(scale * ((g - mean) ** 2).sum() / (n - 1) / n, 1e-6)
+        var = scale * ((g - mean) ** 2).sum() / (n - 1) / n
         sqr = max((mean**2).sum() - var / scale, 0.0)
-        weight = smoothing * weight + 1 - smoothing
         variance = smoothing * variance + (1 - smoothing) * var
         squared = smoothing * squared + (1 - smoothing) * sqr
-        v, s = variance / weight, squared / weight
-        gains.append(np.clip((v + s) / (v / scale + s), 1, scale))
+        gains.append(np.clip((variance + squared) / (variance / scale + squared), 1, scale))
         rates.append(gains[-1] * schedule(tau))
         tau += gains[-1]
     return gains, rates
 
 
-def run(tx, grads_of_step, scale):
+def run(tx, grads_of_step):
     params = {"a": jnp.zeros(3), "b": jnp.zeros(4)}
     state, gains, updates = tx.init(params), [], []
     for g in grads_of_step:
         tree = {"a": jnp.asarray(g[:, :3], jnp.float32), "b": jnp.asarray(g[:, 3:], jnp.float32)}
         mean, statistics = sample_statistics(tree)
         update, state = jax.jit(tx.update)(mean, state, **statistics)
-        gains.append(float(gain_of(state, scale)))
+        gains.append(float(state.gain))
         updates.append(np.concatenate([update["a"], update["b"]]))
     return gains, updates, state
 
@@ -45,9 +44,8 @@ def test_twenty_steps_equal_the_algorithm(scale, samples):
     grads = [rng.normal(size=(samples, 7)) + 0.1 * i for i in range(20)]
     schedule = optax.linear_schedule(1.0, 0.0, 60)
     gains, rates = reference(grads, scale, 0.9, lambda t: max(1 - t / 60, 0))
-    got, updates, state = run(
-        scale_by_adascale(schedule, scale=scale, samples=samples, smoothing=0.9), grads, scale
-    )
+    tx = scale_by_adascale(schedule, scale=scale, samples=samples, smoothing=0.9)
+    got, updates, state = run(tx, grads)
     np.testing.assert_allclose(got, gains, rtol=1e-5)
     want = [-r * g.mean(0) for r, g in zip(rates, grads, strict=True)]
     np.testing.assert_allclose(updates, want, rtol=2e-4, atol=1e-6)
@@ -58,9 +56,48 @@ def test_twenty_steps_equal_the_algorithm(scale, samples):
 def test_equal_gradients_gain_1_and_pure_noise_gains_the_scale():
     tx = scale_by_adascale(optax.constant_schedule(0.1), scale=8.0, samples=8)
     ones = np.ones((8, 7))
-    assert run(tx, [ones] * 3, 8.0)[0] == pytest.approx([1.0] * 3, rel=1e-4)
+    assert run(tx, [ones] * 3)[0] == pytest.approx([1.0] * 3, rel=1e-4)
     noise = np.concatenate([ones[:4], -ones[:4]])
-    assert run(tx, [noise] * 3, 8.0)[0] == pytest.approx([8.0] * 3, rel=1e-4)
+    assert run(tx, [noise] * 3)[0] == pytest.approx([8.0] * 3, rel=1e-4)
+
+
+def test_independent_noise_gains_nearly_the_scale():
+    """σ² is known to √(2 / (7 · 7000)) of itself, and μ² is at most about √(2 / 7000) of σ²/8."""
+    tx = scale_by_adascale(optax.constant_schedule(0.1), scale=8.0, samples=8)
+    noise = np.random.default_rng(0).normal(size=(8, 7000))
+    mean, statistics = sample_statistics({"a": jnp.asarray(noise, jnp.float32)})
+    _, state = tx.update(mean, tx.init(mean), **statistics)
+    assert 8 / (1 + 3 * np.sqrt(2 / 7000)) < float(state.gain) <= 8
+
+
+def test_the_gain_does_not_depend_on_the_unit_of_the_loss():
+    tx = scale_by_adascale(optax.constant_schedule(0.1), scale=4.0, samples=4)
+    grads = [np.random.default_rng(i).normal(size=(4, 7)) + 0.3 for i in range(3)]
+    tiny = [1e-6 * g for g in grads]  # squares far below 1e-6, and above float32's smallest number
+    np.testing.assert_allclose(run(tx, tiny)[0], run(tx, grads)[0], rtol=1e-5)
+    assert run(tx, [np.zeros((4, 7))])[0] == [1.0]
+
+
+def test_the_chain_of_a_config_multiplies_momentum_and_decay_by_gain_and_rate():
+    """Gradients are clipped after they are measured; decay shrinks with the same factor as the step."""
+    config = dict(schedule="linear", warmup_steps=0, final_lr_fraction=0.0, b2=0.95, eps=1e-8)
+    config |= dict(name="sgd", learning_rate=0.1, clip_norm=0.5, weight_decay=0.01, b1=0.9, adascale=4.0)
+    tx = make_optimizer(**config, total_steps=60, microbatches=4).tx
+    rng = np.random.default_rng(0)
+    grads = [rng.normal(size=(4, 7)) + 0.5 for _ in range(5)]
+    _, rates = reference(grads, 4.0, 1 - 4 / 1000, lambda t: 0.1 * (1 - t / 60))
+    want, momentum = np.ones(7), np.zeros(7)
+    params = {"kernel": jnp.ones(7)}
+    state = tx.init(params)
+    for g, rate in zip(grads, rates, strict=True):
+        mean, statistics = sample_statistics({"kernel": jnp.asarray(g, jnp.float32)})
+        updates, state = tx.update(mean, state, params, **statistics)
+        params = optax.apply_updates(params, updates)
+        assert float(metrics_of(state)["learning_rate"]) == pytest.approx(rate, rel=1e-5)
+        clipped = g.mean(0) * min(1, 0.5 / np.linalg.norm(g.mean(0)))
+        momentum = 0.9 * momentum + clipped
+        want -= rate * (momentum + 0.01 * want)
+    np.testing.assert_allclose(params["kernel"], want, rtol=1e-5)
 
 
 def test_a_noisy_quadratic_needs_fewer_steps_and_ends_where_the_small_batch_does():

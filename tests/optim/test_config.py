@@ -103,6 +103,12 @@ FREE = dict(name="schedule_free_adamw", schedule="constant")
             {"name": "adafactor", "galore": {"rank": 2, "moments": "reset"}},
             r"^galore.moments='reset' does not go with name='adafactor': ",
         ),
+        ({"adascale": 0.5}, r"^adascale=0.5 must be at least 1"),
+        ({"adascale": 4.0}, r"^adascale=4.0 does not go with name='adamw': .* set name='sgd'"),
+        (
+            {"name": "sgd", "adascale": 4.0, "galore": {"rank": 2}},
+            r"^galore.rank=2 does not go with adascale=4.0, .* set galore.rank=0",
+        ),
         ({"name": "adafactor", "low_bit": FP8}, r"^low_bit.mu='float8_e4m3fn' does not go with name='adaf"),
     ],
 )

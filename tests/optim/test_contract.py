@@ -49,6 +49,7 @@ OPTIMIZERS = {
     "muon": {},
     "schedule_free_adamw": dict(schedule="constant"),
     "adamp": {},
+    "sgd": {},
     "galore": dict(
         name="stable_adamw", galore=GALORE | dict(basis="randomized", moments="reproject", side="long")
     ),

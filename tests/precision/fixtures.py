@@ -12,7 +12,8 @@ from maxlp.core.gradients import token_gradients
 from maxlp.families.llama import task
 from maxlp.nn import layers, stack
 from maxlp.parallel import sharding
-from maxlp.precision import QuantDot, delayed, inject, make_recipe
+from maxlp.precision import delayed, inject, make_recipe
+from maxlp.precision.dot import QuantDot
 from tests.fixtures import Trainer, make_mesh
 
 # --- one layer ----------------------------------------------------------------------------------------

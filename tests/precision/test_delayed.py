@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from flax.linen import fp8_ops
 
-from maxlp.precision import QuantDot, make_recipe
+from maxlp.precision import make_recipe
+from maxlp.precision.dot import QuantDot
 from tests.precision import fixtures
 
 DIMS = (((1,), (0,)), ((), ()))

@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 
 from maxlp import precision
-from maxlp.precision import QuantDot, make_recipe
+from maxlp.precision import make_recipe
+from maxlp.precision.dot import QuantDot
 from tests.precision.fixtures import Layer
 
 DIMS = (((2,), (0,)), ((), ()))

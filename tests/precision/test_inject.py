@@ -12,7 +12,8 @@ from flax import nnx
 from maxlp import precision
 from maxlp.families.llama.model import Llama
 from maxlp.families.llama.task import FAMILY
-from maxlp.precision import RECIPES, QuantDot, inject, make_recipe
+from maxlp.precision import RECIPES, inject, make_recipe
+from maxlp.precision.dot import QuantDot
 from tests.fixtures import Trainer, batch, llama_config, precision_config
 
 QUANTIZED = [name for name in RECIPES if name != "bf16"]

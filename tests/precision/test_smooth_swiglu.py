@@ -7,7 +7,8 @@ import pytest
 
 from maxlp.numerics import formats
 from maxlp.numerics.quantized import dequantize, quantize
-from maxlp.precision import QuantDot, make_recipe, smooth_swiglu
+from maxlp.precision import make_recipe, smooth_swiglu
+from maxlp.precision.dot import QuantDot
 from maxlp.precision.recipes import Recipe
 
 DIMS = (((1,), (0,)), ((), ()))

@@ -74,7 +74,7 @@ DYNAMIC8 = {
     "optimizer.low_bit.nu": "dynamic8",
     "optimizer.low_bit.min_size": 64,
 }
-OPTIMIZERS = ("adamw", "stable_adamw", "adafactor", "lion", "muon", "adamp")
+OPTIMIZERS = ("adamw", "stable_adamw", "adafactor", "lion", "muon", "adamp", "sgd")
 
 # Alternatives of the features that all families share. A draw takes one alternative of some features.
 COMMON: dict[str, list[Changes]] = {
@@ -140,6 +140,11 @@ COMMON: dict[str, list[Changes]] = {
         *each("optimizer.options", {"clip_threshold": 1.0}, optimizer__name="adamw"),
         *each("optimizer.mu_dtype", "bfloat16", "float32"),
         *each("optimizer.mu_dtype", "bfloat16", optimizer__name="lion"),
+    ],
+    "adascale": [
+        *each("optimizer.adascale", 4.0, 0.5, 100.0, optimizer__name="sgd", train__microbatches=2),
+        {"optimizer.adascale": 4.0, "optimizer.name": "sgd"},
+        {"optimizer.adascale": 4.0},
     ],
     "schedule": [
         *each("optimizer.schedule", "linear", "constant", "wsd", "rsqrt"),

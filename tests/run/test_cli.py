@@ -100,8 +100,13 @@ HEAD = "from maxlp.run import cli\nfrom maxlp.runtime.checkpoint import NotWritt
     ("error", "code", "message"),
     [
         ("KeyboardInterrupt", 130, "error: interrupted"),
-        ("PermissionError(13, 'Permission denied', '/w')", 2, "Permission denied: '/w'"),
-        ("OSError(5, 'Input/output error', '/w')", 1, "error: [Errno 5]"),  # launchers start again
+        ("PermissionError(13, 'Permission denied', '/w')", 2, "error: /w: Permission denied"),
+        ("OSError(36, 'File name too long', '/w')", 2, "error: /w: File name too long"),
+        ("OSError(30, 'Read-only file system', '/w')", 2, "error: /w: Read-only file system"),
+        # Launchers start again:
+        ("OSError(5, 'Input/output error', '/w')", 1, "error: /w: Input/output error; the same command"),
+        ("OSError(28, 'No space left on device', '/w')", 1, "error: /w: No space left on device; the same"),
+        ("TimeoutError('/w did not appear')", 1, "error: /w did not appear"),
         ("NotWrittenError('/w/9 was not written: disk full')", 1, "error: /w/9 was not written"),
     ],
 )
@@ -114,7 +119,7 @@ def test_exit_codes_distinguish_mistakes_from_failures(error, code, message):
 
 def test_an_error_does_not_wait_for_the_compiler():
     program = """
-import concurrent.futures, time
+import concurrent.futures, jax, time
 from maxlp.run import cli
 def main():
     concurrent.futures.ThreadPoolExecutor(1).submit(time.sleep, 60)

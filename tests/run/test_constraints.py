@@ -54,6 +54,17 @@ REFUSED = {
             "an even rank",
         ),
     ],
+    "adascale_has_samples": [
+        ({"optimizer.name": "sgd", "optimizer.adascale": 4.0}, 1, "cpu", "raise train.microbatches")
+    ],
+    "adascale_has_a_small_batch": [
+        (
+            {"optimizer.name": "sgd", "optimizer.adascale": 999.0, "train.microbatches": 2},
+            1,
+            "cpu",
+            "data.batch_size=",
+        )
+    ],
     "released_gradients_are_not_clipped": [({"train.release_gradients": True}, 1, "cpu", "clip_norm=0.0")],
     "released_gradients_are_not_accumulated": [
         (
@@ -61,7 +72,19 @@ REFUSED = {
             1,
             "cpu",
             "=1",
-        )
+        ),
+        (
+            {
+                "train.release_gradients": True,
+                "optimizer.clip_norm": 0.0,
+                "train.microbatches": 2,
+                "optimizer.name": "sgd",
+                "optimizer.adascale": 2.0,
+            },
+            1,
+            "cpu",
+            "optimizer.adascale=2.0",
+        ),
     ],
     "released_gradients_are_not_pipelined": [
         (
@@ -109,6 +132,7 @@ ACCEPTED = [
     {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "precision.recipe": "fp8_delayed"},
     {"precision.recipe": "mxfp8", "data.seq_len": 100},
     {"model.dtype": "float16", "precision.loss_scale.initial": 256.0},
+    {"optimizer.name": "sgd", "optimizer.adascale": 2.0, "train.microbatches": 2},
     {"optimizer.param_rounding": "kahan", "model.param_dtype": "bfloat16"},
 ]
 

@@ -1,84 +1,103 @@
-"""What a config is resolved into: each value reaches the part that it is for."""
+"""The step of a resolved config: its optimizer gets what it needs from the gradients."""
+
+import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from maxlp.core.train_state import abstract_state
-from maxlp.run import experiment
-from maxlp.run.experiment import describe, resolve
-from tests import fixtures
-from tests.run.fixtures import changed, load
+from maxlp.core.train_step import jit_step
+from maxlp.optim.adascale import AdascaleState
+from maxlp.optim.tree_utils import find_states
+from maxlp.parallel.batches import global_batch
+from maxlp.run.experiment import resolve_settings
+from tests import composition, fixtures
 
-SMALL = {f"model.{k}": v for k, v in fixtures.LLAMA.items() if k not in ("init_std", "rope_scaling")}
-SMALL |= {"data.seq_len": 32, "data.tokenizer": "bytes", "data.batch_size": 8}
-
-
-def resolved(**values):
-    c = changed(load("debug"), SMALL | {key.replace("__", "."): value for key, value in values.items()})
-    return resolve(c, jax.devices()[:1])
+ADASCALE = ("adascale",)  # S = 2, two microbatches
+pytestmark = pytest.mark.full
 
 
-def initial_state(run):
-    with jax.set_mesh(run.mesh):
-        return run.initial_state(abstract_state(run.make_model, run.tx, run.mesh, run.gates)[1])
+class Stepper:
+    """The compiled step of a row of `tests.composition` on one device."""
+
+    def __init__(self, row):
+        self.run = resolve_settings(composition.settings("llama", row), jax.devices()[:1])
+        with jax.set_mesh(self.run.mesh):
+            parts = (self.run.make_model, self.run.tx, self.run.mesh, self.run.gates)
+            self.graphdef, self.abstract = abstract_state(*parts)
+            self.step = jit_step(self.run.step, self.graphdef, self.abstract, self.run.mesh)
+            gradients = self.run.family.gradients(self.run.settings.loss, 0, 1, False)
+        self.gradients = jax.jit(functools.partial(gradients, self.graphdef, loss_scale=None))
+
+    def state(self):
+        with jax.set_mesh(self.run.mesh):
+            return self.run.initial_state(self.abstract)
+
+    def __call__(self, state, batch):
+        with jax.set_mesh(self.run.mesh):
+            state, metrics = self.step(state, global_batch(batch, self.run.mesh))
+        return state, jax.device_get(metrics)
+
+    def gradient(self, state, batch):
+        """The flat gradient of a batch, float64."""
+        with jax.set_mesh(self.run.mesh):
+            grads, *_ = self.gradients(state, global_batch(batch, self.run.mesh))
+        return np.concatenate([np.ravel(g).astype(np.float64) for g in jax.tree.leaves(grads)])
 
 
-def test_the_seed_chooses_the_weights():
-    first, again, other = (initial_state(resolved(train__seed=seed)) for seed in (1, 1, 2))
-    jax.tree.map(np.testing.assert_array_equal, first, again)
-    kernel = [s["params"]["layers"]["mlp"]["up_proj"]["kernel"] for s in (first, other)]
-    assert np.mean(np.asarray(kernel[0]) == np.asarray(kernel[1])) < 0.01
-    assert first["step"] == 0
+@pytest.fixture(scope="module")
+def stepper():
+    return Stepper(ADASCALE)
 
 
-def test_the_schedule_ends_with_the_run():
-    run = resolved(train__total_steps=50, optimizer__schedule="linear", optimizer__final_lr_fraction=0.5)
-    peak = run.settings.optimizer.learning_rate
-    np.testing.assert_allclose(run.schedule(50), peak / 2, rtol=1e-6)
-    assert run.schedule(49) > run.schedule(50)
+def full_batch(seed):
+    """Every token is predicted, so that all microbatches weigh the same."""
+    batch = fixtures.batch(seed)
+    return batch | {"loss_mask": np.ones_like(batch["loss_mask"])}
 
 
-def test_seed_and_microbatches_reach_the_gradients_and_the_data(monkeypatch):
-    made = []
-
-    def gradients(loss, seed, microbatches):
-        made.append((seed, microbatches))
-
-    def make_data(data, **how):
-        made.append((data.tokenizer, how))
-
-    run = resolved(train__seed=3, train__microbatches=4)
-    settings = run.settings
-    for name, function in (("gradients", gradients), ("make_data", make_data)):
-        monkeypatch.setitem(vars(settings.family), name, function)
-    experiment.assemble(settings, run.machine, run.mesh)
-    experiment.make_data(settings, "given", "validation", run.mesh)
-    how = dict(split="validation", seed=3, process_index=0, process_count=1)
-    assert made == [(3, 4), ("given", how)]
-
-
-def test_the_loss_scale_of_the_state_and_both_gates_are_used():
-    run = resolved(model__dtype="float16", precision__loss_scale__initial=256.0, spikes__guard="skip")
-    assert list(run.gates) == ["loss_scale", "guard"]
-    assert run.loss_scale({"loss_scale": {"scale": jnp.float32(8.0)}}) == 8.0
-    assert resolved().gates == {} and resolved().loss_scale({}) is None
+def test_three_gains_are_the_papers_of_the_gradients_of_both_microbatches(stepper):
+    """In float64 from float32 gradients; the difference of their squares loses some digits."""
+    state, variance, squared, tau = stepper.state(), 0.0, 0.0, 0.0
+    keep = 1 - 2 / 1000
+    for seed in range(3):
+        batch = full_batch(seed)
+        parts = [{k: v[i::2] for k, v in batch.items()} for i in range(2)]
+        g = np.stack([stepper.gradient(state, part) for part in parts])
+        sigma2 = np.sum((g - g.mean(0)) ** 2)  # S / n / (n - 1) = 1
+        variance = keep * variance + (1 - keep) * sigma2
+        squared = keep * squared + (1 - keep) * max(np.sum(g.mean(0) ** 2) - sigma2 / 2, 0)
+        gain = (variance + squared) / (variance / 2 + squared)
+        state, metrics = stepper(state, batch)
+        assert 1.01 < gain < 1.99
+        assert metrics["gain"] == pytest.approx(gain, rel=1e-4)
+        rate = gain * float(stepper.run.schedule(tau))
+        assert metrics["learning_rate"] == pytest.approx(rate, rel=1e-4)
+        tau += gain
+        assert metrics["tau"] == pytest.approx(tau, rel=1e-4)
+        assert stepper.run.progress(state, seed + 1).done == metrics["tau"]
 
 
-def test_the_description_counts_bytes_in_gib():
-    run = resolved()
-    abstract = abstract_state(run.make_model, run.tx, run.mesh)[1]
-    count = sum(leaf.size for leaf in jax.tree.leaves(abstract["params"]))
-    text = describe(run, abstract)
-    assert f"{count:,} parameters in float32" in text
-    assert f"parameters {4 * count / 2**30:.3g} GiB, optimizer {8 * count / 2**30:.3g} GiB" in text
+def test_equal_microbatches_gain_1_and_step_like_sgd(stepper):
+    batch = {k: np.repeat(v[:4], 2, axis=0) for k, v in full_batch(0).items()}
+    sgd = Stepper(("sgd", "microbatches"))
+    state, metrics = stepper(stepper.state(), batch)
+    want, _ = sgd(sgd.state(), batch)
+    assert metrics["gain"] == pytest.approx(1.0, abs=1e-5)
+    for ours, theirs in zip(*map(jax.tree.leaves, (state["params"], want["params"])), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("step", "every", "due"), [(6, 3, True), (5, 3, False), (5, 0, False), (7, 3, False)]
-)
-def test_intervals_count_finished_steps(step, every, due):
-    from maxlp.train import is_due
-
-    assert is_due(step, every) == due
+@pytest.mark.parametrize("row", [("fp16", "adascale"), ("adascale", "guard=skip")], ids="+".join)
+def test_a_rejected_step_does_not_count(row):
+    """A gradient that is not finite leaves τ and the measured noise as they were, to the bit."""
+    stepper = Stepper(row)
+    state, before = stepper(stepper.state(), full_batch(0))
+    [(_, measured)] = jax.device_get(find_states(state["opt_state"], AdascaleState))
+    embedding = state["params"]["tok_embed"]["embedding"]
+    state["params"]["tok_embed"]["embedding"] = embedding.at[:].set(np.nan)
+    state, after = stepper(state, full_batch(1))
+    assert after["skipped"] == 1 and after["tau"] == before["tau"]
+    [(_, unchanged)] = jax.device_get(find_states(state["opt_state"], AdascaleState))
+    assert unchanged == measured

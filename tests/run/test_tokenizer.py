@@ -48,6 +48,13 @@ def test_more_tokens_than_the_model_has_room_for_are_refused(tmp_path):
         prepare_tokenizer(settings(str(file), vocab_size=256), tmp_path / "run")
 
 
+def test_a_learned_tokenizer_of_a_wrong_size_is_refused_by_its_key(tmp_path):
+    source = corpus(tmp_path / "text", "abab " * 9)
+    for size, words in ((20, "259"), (1000, "gave only 26[0-9] tokens; write bpe:26")):
+        with pytest.raises(ConfigError, match=rf"^config.data.tokenizer=bpe:{size}: .*{words}"):
+            prepare_tokenizer(settings(f"bpe:{size}", source=source), tmp_path)
+
+
 def test_the_tokenizer_of_a_start_without_a_checkpoint_is_made_anew(tmp_path):
     wrong, right = corpus(tmp_path / "wrong", "xyxyxyxy " * 9), corpus(tmp_path / "right", "abab " * 9)
     workdir, given = tmp_path / "run", tmp_path / "given.json"

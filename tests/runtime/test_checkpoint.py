@@ -171,6 +171,32 @@ def test_should_save(tmp_path):
         assert [step for step in range(13) if checkpointer.should_save(step)] == [4, 8, 12]
 
 
+def test_listing_skips_a_checkpoint_that_is_deleted_meanwhile(two_steps, tmp_path, monkeypatch):
+    """As when the run deletes an old one while a report is made."""
+    directory, read = shutil.copytree(two_steps, tmp_path / "run"), manifest.read
+
+    def read_and_delete(root):
+        sums = read(root)
+        if root.name == "10":
+            shutil.rmtree(root)
+        return sums
+
+    monkeypatch.setattr(manifest, "read", read_and_delete)
+    assert [(info.step, info.status) for info in checkpoint.list_steps(directory)] == [(20, "complete")]
+
+
+def test_whoever_asks_is_told_when_a_checkpoint_is_complete(tmp_path):
+    complete = []
+
+    def on_complete(step):
+        complete.append((step, checkpoint.list_steps(tmp_path)[-1].status))
+
+    with Checkpointer(tmp_path, every_steps=1, on_complete=on_complete) as checkpointer:
+        checkpointer.save(1, small_state(), {})
+        checkpointer.save(2, small_state(), {})
+    assert complete == [(1, "complete"), (2, "complete")]
+
+
 # --- Damage -------------------------------------------------------------------------------------------
 
 KINDS = [
@@ -279,6 +305,56 @@ def test_a_save_that_fails_anywhere_keeps_the_previous_checkpoint(
         assert checkpointer.restore_latest(abstract(small_state())).step == 20
         checkpointer.save(30, small_state(30), {})
     assert checkpoint.restore(directory, abstract(small_state())).step == 30
+
+
+def test_a_failed_save_is_noticed_at_the_next_step(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(manifest, "write", fails)
+    checkpointer = Checkpointer(tmp_path, every_steps=100)
+    checkpointer.save(100, small_state(), {})
+    with pytest.raises(NotWrittenError, match=r"/100 was not written: .*No space left"):
+        for step in range(101, 200):
+            assert not checkpointer.should_save(step)
+            time.sleep(0.1)
+    assert not checkpointer.should_save(step + 1)  # told once
+
+
+def test_a_save_that_cannot_begin_is_one_line_too(tmp_path, monkeypatch):
+    from orbax.checkpoint import v1
+
+    def fails(*_):
+        raise ValueError("RESOURCE_EXHAUSTED: No space left on device\n\n  [source locations='a.cc:1']")
+
+    monkeypatch.setattr(v1, "save_checkpointables_async", fails)
+    checkpointer = Checkpointer(tmp_path, every_steps=1)
+    with pytest.raises(
+        NotWrittenError, match=r"/1 was not written: .* on device; the same command resumes"
+    ):
+        checkpointer.save(1, small_state(), {})
+
+
+def test_a_save_that_a_clock_set_back_keeps_from_ending_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_CLOCK_GRACE", 0.1)
+    checksums, proceed, now = manifest.checksums, threading.Event(), time.time
+    monkeypatch.setattr(manifest, "checksums", lambda *args: proceed.wait(60) and checksums(*args))
+    checkpointer = Checkpointer(tmp_path, every_steps=100)
+    checkpointer.save(100, small_state(), {})
+    assert not checkpointer.should_save(101)  # slow is not stuck
+    monkeypatch.setattr(time, "time", lambda: now() - 3600)
+    with pytest.raises(checkpoint.ClockSetBackError, match=r"the clock was set back by 3,600 s meanwhile"):
+        checkpointer.should_save(102)
+    proceed.set()
+
+
+def test_a_clock_set_back_does_not_disturb_a_save_that_ends(tmp_path, monkeypatch):
+    now = time.time
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        for step, jump in enumerate((0, 3600, 30 * 24 * 3600), start=1):
+            monkeypatch.setattr(time, "time", lambda jump=jump: now() - jump)
+            checkpointer.save(step, small_state(), {})
+    assert verification.list_numbered(tmp_path) == [2, 3]
 
 
 def test_kill_9_in_the_middle_of_saves_leaves_an_intact_directory(tmp_path):

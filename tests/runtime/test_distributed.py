@@ -2,11 +2,14 @@
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 
 import jax
 import pytest
 
-from maxlp.runtime import distributed, preemption
+from maxlp.runtime import distributed, exits, preemption
 from maxlp.runtime.checkpoint import Checkpointer
 from tests.runtime import workers
 
@@ -59,7 +62,8 @@ def test_explicit_environment_is_passed_on(calls, monkeypatch):
     distributed.initialize()
     [(args, kwargs)] = calls
     assert args == ("localhost:1", 2, 0)
-    assert kwargs["initialization_timeout"] == 7 and kwargs["heartbeat_timeout_seconds"] == 11
+    assert kwargs["initialization_timeout"] > 7  # the process ends itself after 7 s, before JAX aborts it
+    assert kwargs["heartbeat_timeout_seconds"] == 11
 
 
 @pytest.mark.parametrize(
@@ -102,6 +106,32 @@ def test_contradictions_are_reported_in_one_line(calls, monkeypatch, environment
         distributed.initialize()
     assert named in str(error.value) and "\n" not in str(error.value)
     assert calls == []
+
+
+INITIALIZE = "from maxlp.runtime import distributed; distributed.initialize()"
+
+
+@pytest.mark.parametrize(("rank", "reason"), [(1, "nobody answers"), (0, "not all processes joined")])
+def test_processes_that_do_not_find_each_other_end_in_time_with_one_line(rank, reason):
+    with socket.create_server(("localhost", 0)) as free:
+        address = f"localhost:{free.getsockname()[1]}"
+    env = {"MAXLP_COORDINATOR": address, "MAXLP_NUM_PROCESSES": "2", "MAXLP_PROCESS_ID": str(rank)}
+    env = os.environ | env | {"MAXLP_INIT_TIMEOUT": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", INITIALIZE], env=env, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == exits.EXIT_FAILED
+    assert f"error: {address}: {reason} within MAXLP_INIT_TIMEOUT=1 s" in done.stderr.splitlines()[-1]
+    assert "Check failure" not in done.stderr
+
+
+def test_a_port_in_use_is_named_before_jax_crashes(monkeypatch):
+    with socket.create_server(("", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
+        for name, value in zip(distributed._EXPLICIT, (address, "2", "0"), strict=True):
+            monkeypatch.setenv(name, value)
+        with pytest.raises(OSError, match=f"in use.*MAXLP_COORDINATOR={address}"):
+            distributed.initialize()
 
 
 def test_a_failed_detection_is_reported_with_the_way_out(calls, monkeypatch):

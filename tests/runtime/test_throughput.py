@@ -88,6 +88,25 @@ def test_throughput_excludes_compilation_and_pauses():
     assert meter.report() == {}
 
 
+def test_the_remaining_time_of_steps_that_count_as_more_than_one():
+    now = [0.0]
+    meter = Throughput(
+        units_per_step=1,
+        flops_per_unit=(1, 1),
+        peak=Peak(1, False),
+        num_devices=1,
+        total_steps=20,
+        clock=lambda: now[0],
+    )
+    for step, progress in ((1, 3.0), (2, 5.0), (3, 8.0)):  # 5 in 2 seconds, after the first
+        now[0] += 1.0
+        meter.tick(step, progress)
+    assert meter.report()["perf/eta"] == pytest.approx(12 * 2 / 5)
+    now[0] += 1.0
+    meter.tick(4, 22.0)
+    assert meter.report()["perf/eta"] == 0
+
+
 def test_an_exception_in_a_pause_is_not_swallowed():
     meter = Throughput(
         units_per_step=1, flops_per_unit=(1, 1), peak=Peak(1, False), num_devices=1, total_steps=1

@@ -178,7 +178,11 @@ def test_tensorboard_gets_the_scalars_and_hides_what_a_resume_repeats(tmp_path):
 @pytest.mark.parametrize(
     ("module", "changes", "message"),
     [
-        ("tensorboardX", {"tensorboard": True}, "tensorboard=True needs tensorboardX: pip install"),
+        (
+            "tensorboardX.event_file_writer",
+            {"tensorboard": True},
+            "tensorboard=True needs tensorboardX: pip install",
+        ),
         ("wandb", {"wandb_project": "llama"}, "wandb_project='llama' needs wandb: pip install"),
     ],
 )
@@ -186,6 +190,22 @@ def test_a_missing_package_is_reported_in_one_line(tmp_path, monkeypatch, module
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=message), writer(tmp_path, **changes):
         pass
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "tensorboard"])
+def test_a_full_disk_is_an_error_at_once_and_names_the_file(tmp_path, monkeypatch, name):
+    """tensorboardX's own writer would wait forever, because the thread that empties its queue has ended."""
+
+    def fails(_):
+        raise OSError(28, "No space left on device")
+
+    with writer(tmp_path, tensorboard=True) as w, pytest.raises(OSError, match=rf"No space left.*/{name}'"):
+        jsonl, tensorboard = w._writers
+        if name == "metrics.jsonl":
+            monkeypatch.setattr(jsonl, "_file", types.SimpleNamespace(write=fails, close=jsonl._file.close))
+        else:
+            monkeypatch.setattr(tensorboard._writer, "write_event", fails)
+        w.write(1, {"train/loss": 1.0})
 
 
 def test_wandb_continues_the_run_of_the_workdir(tmp_path, monkeypatch):

@@ -42,6 +42,16 @@ def texts_fit_model(s: Settings, machine: Machine) -> str | None:
     )
 
 
+def adascale_is_not_used(s: Settings, machine: Machine) -> str | None:
+    """AdaScale compares batches of one loss; a contrastive loss is another one for every size of batch."""
+    if s.optimizer.adascale is None:
+        return None
+    return (
+        f"optimizer.adascale={s.optimizer.adascale} needs a loss that is a mean over examples, and the "
+        "contrastive loss compares all pairs of a batch; unset it"
+    )
+
+
 def sigmoid_has_bias(s: Settings, machine: Machine) -> str | None:
     """Without a bias, B² - B negatives dominate the sigmoid loss at the start (arXiv:2303.15343, §3.2)."""
     if s.loss.kind != "sigmoid" or s.model.logit_bias is not None:
@@ -54,5 +64,6 @@ RULES = (
     context_is_not_used,
     images_fit_model,
     texts_fit_model,
+    adascale_is_not_used,
     sigmoid_has_bias,
 )

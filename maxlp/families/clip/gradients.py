@@ -40,13 +40,17 @@ def batch_loss(config: ContrastiveConfig, seed: int = 0) -> gradients.Loss:
     return loss
 
 
-def loss_gradients(config: ContrastiveConfig, seed: int = 0, microbatches: int = 1) -> gradients.Gradients:
+def loss_gradients(
+    config: ContrastiveConfig, seed: int = 0, microbatches: int = 1, measure_noise: bool = False
+) -> gradients.Gradients:
     """The gradients of `batch_loss`.
 
     Args:
       seed: determines which patches are dropped; each microbatch draws differently.
       microbatches: divides the rows of the batch.
+      measure_noise: refused by the family's rules.
     """
+    assert not measure_noise, "the loss is not a mean over examples"
     if microbatches == 1:
         return gradients.batch_gradients(batch_loss(config, seed))
     return functools.partial(_cached_gradients, config=config, seed=seed, microbatches=microbatches)

@@ -72,11 +72,16 @@ def batch_loss(config: NextTokenConfig, seed: int = 0) -> gradients.Loss:
     return gradients.token_loss(lambda model, batch: next_token_sums(model, batch, config), num_targets)
 
 
-def loss_gradients(config: NextTokenConfig, seed: int = 0, microbatches: int = 1) -> gradients.Gradients:
-    """The gradients of `batch_loss`."""
+def loss_gradients(
+    config: NextTokenConfig, seed: int = 0, microbatches: int = 1, measure_noise: bool = False
+) -> gradients.Gradients:
+    """The gradients of `batch_loss`; for the other arguments see `gradients.token_gradients`."""
     del seed
     return gradients.token_gradients(
-        lambda model, batch: next_token_sums(model, batch, config), num_targets, microbatches=microbatches
+        lambda model, batch: next_token_sums(model, batch, config),
+        num_targets,
+        microbatches=microbatches,
+        measure_noise=measure_noise,
     )
 
 

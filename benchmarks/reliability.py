@@ -1,0 +1,297 @@
+"""Does a run lose anything? Kills, damaged files, second starts, clocks set back, full disks.
+
+    python -m benchmarks.reliability --work=/tmp/reliability
+
+Every case starts the real command on a small Llama, breaks something at a random moment, and starts the
+same command again if it ended. It holds if the run ends with exactly the weights, optimizer state, data
+position and training records of an undisturbed run, or if the command refused with one line. What does not
+hold is printed with its output and kept in --work. Full disks need root, to mount a small file system;
+clocks need a C compiler.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from absl import logging
+
+from tests.run_outputs import checkpoint, records
+from tests.runtime.damage import DAMAGES
+from tests.training_runs import SMALL
+
+STEPS = 40
+OPTIONS = [
+    *SMALL,
+    f"--config.train.total_steps={STEPS}",
+    "--config.train.eval_every=0",
+    "--config.data.batch_size=2",
+]
+HOUR, MONTH = 3600, 30 * 24 * 3600
+TIMEOUT = 300.0  # seconds for a command; one that hangs does not hold
+
+
+@dataclasses.dataclass
+class Campaign:
+    """Where the cases run, and what they are compared with.
+
+    Attributes:
+      work: a folder; a case that holds leaves nothing in it.
+      env: of the command.
+      seconds: duration of an undisturbed run.
+    """
+
+    work: Path
+    env: dict[str, str]
+    seconds: float = 0.0
+
+    def start(self, workdir: Path, *options: str, **env: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "maxlp.train", f"--workdir={workdir}", *OPTIONS, *options]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(command, env=self.env | env, **pipes)
+
+    def run(self, workdir: Path, *options: str, **env: str) -> tuple[int, str]:
+        return finish(self.start(workdir, *options, **env))
+
+    @property
+    def reference(self) -> Path:
+        return self.work / "reference"
+
+    def check(self, workdir: Path) -> None:
+        """Compares a finished run with the undisturbed one."""
+        assert checkpoint(workdir, STEPS) == checkpoint(self.reference, STEPS), (
+            "the last checkpoint differs"
+        )
+        assert records(workdir) == records(self.reference), "the records differ"
+
+    def moment(self, rng: random.Random) -> float:
+        """Seconds after the start of a run, at random in it or shortly after its end."""
+        return rng.uniform(0, 1.1 * self.seconds)
+
+
+def finish(process: subprocess.Popen[str], timeout: float = TIMEOUT) -> tuple[int, str]:
+    """The exit code and the output of a command."""
+    try:
+        out = process.communicate(timeout=timeout)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f"it hangs: {process.communicate()[0][-2000:]}") from None
+    return process.returncode, out
+
+
+def refusal(out: str) -> str:
+    """The one line of a command that ended with an error."""
+    lines = [line for line in out.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and "Traceback" not in out, f"not one line: {out[-3000:]}"
+    return lines[0]
+
+
+# --- cases: each returns what happened -------------------------------------------------------------------
+
+
+def kill(campaign: Campaign, workdir: Path, rng: random.Random) -> str:
+    """Kills a run at a random moment, twice in the same workdir, then lets it end."""
+    reached = []
+    for _ in range(2):
+        process = campaign.start(workdir)
+        time.sleep(campaign.moment(rng))
+        ended = process.poll() is not None
+        process.kill()
+        out = process.communicate()[0]
+        reached.append(
+            "after the end" if ended else "while training" if "\nstep " in out else "at start-up"
+        )
+    code, out = campaign.run(workdir)
+    assert code == 0, out[-3000:]
+    campaign.check(workdir)
+    return " and ".join(reached)
+
+
+def damage(campaign: Campaign, workdir: Path, rng: random.Random) -> str:
+    """Damages a random file of a run that was killed: one of its checkpoints, or one beside them."""
+    shutil.copytree(campaign.work / "killed", workdir)
+    paths = sorted(p for p in workdir.rglob("*") if p.is_file() and p.stat().st_size)
+    in_checkpoint = rng.random() < 0.5
+    path = rng.choice([p for p in paths if ("checkpoints" in p.parts) == in_checkpoint])
+    kind = rng.choice(sorted(DAMAGES))
+    before = {p: p.read_bytes() for p in paths if "checkpoints" in p.parts and p != path}
+    DAMAGES[kind](path, rng)
+    code, out = campaign.run(workdir)
+    if code == 2:
+        assert path.name in refusal(out), f"{kind} of {path}: {out[-1000:]}"
+        assert all(p.read_bytes() == content for p, content in before.items()), "checkpoints have changed"
+        return "refused"
+    assert code == 0, f"{kind} of {path}: {out[-3000:]}"
+    assert checkpoint(workdir, STEPS) == checkpoint(campaign.reference, STEPS), f"{kind} of {path}"
+    return "fell back to the checkpoint before" if "is damaged" in out else "not needed, or repaired"
+
+
+def second_start(campaign: Campaign, workdir: Path, rng: random.Random) -> str:
+    """Starts the command four times at once in an empty workdir: one runs to its end."""
+    processes = [campaign.start(workdir) for _ in range(4)]
+    results = [finish(process) for process in processes]
+    assert sorted(code for code, _ in results) == [0, 2, 2, 2], results
+    assert all("is in use" in refusal(out) for code, out in results if code)
+    campaign.check(workdir)
+    return "3 refused, 1 equal"
+
+
+def late_start(campaign: Campaign, workdir: Path, rng: random.Random) -> str:
+    """Starts the command again at a random moment of a run."""
+    first = campaign.start(workdir)
+    time.sleep(rng.uniform(0.3, 0.9) * campaign.seconds)
+    code, out = campaign.run(workdir)
+    assert finish(first)[0] == 0
+    campaign.check(workdir)
+    if code == 0:
+        assert "nothing is left to train" in out, out
+        return "the first had ended"
+    assert code == 2 and "is in use" in refusal(out), out
+    return "refused"
+
+
+def clock(campaign: Campaign, workdir: Path, rng: random.Random) -> str:
+    """Sets the clock of a run back, twice at random moments."""
+    file = workdir.with_suffix(".clock")
+    file.write_bytes(b"")
+    jump = rng.choice((HOUR, MONTH))
+    preload = {"LD_PRELOAD": str(campaign.work / "clock.so"), "CLOCK_FILE": str(file)}
+    process = campaign.start(workdir, "--config.checkpoint.every_steps=1", **preload)
+    for moment in sorted(rng.uniform(0.3, 0.95) * campaign.seconds for _ in range(2)):
+        threading.Timer(moment, lambda: os.truncate(file, file.stat().st_size + jump)).start()
+    code, out = finish(process)
+    assert code == 0, out[-3000:]
+    campaign.check(workdir)
+    file.unlink()
+    return f"−{jump // HOUR} h" + (", the run restarted itself" if "clock was set back" in out else "")
+
+
+def full_disk(campaign: Campaign, workdir: Path, rng: random.Random) -> str:
+    """Fills the disk of a run at a random moment; then makes room and starts it again."""
+    workdir.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "none", workdir], check=True)
+    try:
+        process, ballast = campaign.start(workdir / "run"), workdir / "ballast"
+        time.sleep(campaign.moment(rng))
+        with ballast.open("wb", buffering=0) as file:
+            while process.poll() is None:
+                with contextlib.suppress(OSError):
+                    while file.write(bytes(4096)):
+                        pass
+                time.sleep(0.002)
+        code, out = finish(process)
+        ballast.unlink()
+        if code == 0:
+            campaign.check(workdir / "run")
+            return "after the end"
+        assert code == 1 and "No space left on device" in refusal(out), out[-3000:]
+        assert str(workdir) in refusal(out), out
+        code, out = campaign.run(workdir / "run")
+        assert code == 0, out[-3000:]
+        campaign.check(workdir / "run")
+        return "one line, then resumed"
+    finally:
+        subprocess.run(["umount", "-l", workdir], check=True)
+
+
+# --- the table -------------------------------------------------------------------------------------------
+
+CASES: dict[str, tuple[Callable[[Campaign, Path, random.Random], str], int, int]] = {
+    # name: function, cases, events in a case
+    "kill -9": (kill, 50, 2),
+    "damaged file": (damage, 200, 1),
+    "second start in a live run": (late_start, 20, 1),
+    "four starts at once": (second_start, 5, 3),
+    "clock set back by 1 h or 30 d": (clock, 15, 2),
+    "disk full": (full_disk, 24, 1),
+}
+
+
+def run_cases(campaign: Campaign, name: str, count: int, jobs: int, seed: int) -> None:
+    function, _, events = CASES[name]
+    outcomes: Counter[str] = Counter()
+
+    def one(number: int) -> str | None:
+        workdir = campaign.work / f"{name.replace(' ', '_')}-{number}"
+        try:
+            outcome = function(campaign, workdir, random.Random(f"{seed} {name} {number}"))
+        except Exception as error:
+            print(f"{workdir} does not hold: {type(error).__name__}: {error}", flush=True)
+            return None
+        shutil.rmtree(workdir, ignore_errors=True)
+        return outcome
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(jobs) as pool:
+        for outcome in pool.map(one, range(count)):
+            outcomes["DOES NOT HOLD" if outcome is None else outcome] += 1
+    held = count - outcomes["DOES NOT HOLD"]
+    told = "; ".join(f"{n} × {outcome}" for outcome, n in outcomes.most_common() if n)
+    minutes = (time.monotonic() - began) / 60
+    print(f"| {name} | {count * events} | {held} of {count} | {told} | {minutes:.1f} |", flush=True)
+
+
+def prepare(work: Path) -> Campaign:
+    """Makes the undisturbed run, and one that was killed in its second half."""
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(work / "xla"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    campaign = Campaign(work, dict(os.environ) | cache | devices)
+    for name in ("compiles", "reference"):  # the first fills the compilation cache
+        began = time.monotonic()
+        code, out = campaign.run(work / name)
+        assert code == 0, out
+        campaign.seconds = time.monotonic() - began
+    killed = work / "killed"
+    process = campaign.start(killed)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(f"step {STEPS // 2 + 2}/"):
+            process.kill()
+    process.wait()
+    compiler = shutil.which("cc")
+    if compiler:
+        source = Path(__file__).with_name("reliability_clock.c")
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", work / "clock.so", source, "-ldl"], check=True)
+    return campaign
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(
+        "--work", type=Path, default=Path("/tmp/reliability"), help="A folder, emptied first."
+    )
+    parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES), help="Rows of the table.")
+    parser.add_argument("--scale", type=float, default=1.0, help="Factor of the number of cases.")
+    parser.add_argument("--jobs", type=int, default=2, help="Cases at once.")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    logging.set_verbosity(logging.ERROR)
+    campaign = prepare(args.work)
+    print(f"an undisturbed run: {STEPS} steps, {campaign.seconds:.1f} s; seed {args.seed}", flush=True)
+    print("| disturbance | number | hold | what happened | minutes |\n|---|---|---|---|---|", flush=True)
+    for name in args.only:
+        if name.startswith("disk") and os.geteuid() != 0:
+            print(f"| {name} | 0 | | needs root |  |")
+        elif name.startswith("clock") and not (args.work / "clock.so").exists():
+            print(f"| {name} | 0 | | needs a C compiler |  |")
+        else:
+            run_cases(campaign, name, max(1, round(args.scale * CASES[name][1])), args.jobs, args.seed)
+
+
+if __name__ == "__main__":
+    main()

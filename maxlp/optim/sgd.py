@@ -1,0 +1,39 @@
+"""Stochastic gradient descent with momentum."""
+
+from typing import Any, NamedTuple
+
+import optax
+
+
+class MomentumState(NamedTuple):
+    """The momentum, under the name by which wrappers find first moments."""
+
+    mu: optax.Updates
+
+
+def scale_by_momentum(
+    b1: float = 0.9, mu_dtype: Any = None, *, nesterov: bool = False
+) -> optax.GradientTransformation:
+    """Heavy-ball momentum (Polyak 1964), not normalized: a constant gradient is amplified to 1 / (1 - b1).
+
+        m ← b1 · m + g            u = m, or with Nesterov's momentum g + b1 · m
+
+    Args:
+      b1: decay rate of the momentum; 0 is plain gradient descent.
+      mu_dtype: dtype of the momentum; None for the parameter's.
+      nesterov: use the momentum of the next step (Sutskever et al. 2013).
+    """
+    trace = optax.trace(b1, nesterov, accumulator_dtype=mu_dtype)
+
+    def init(params: optax.Params) -> MomentumState:
+        return MomentumState(_trace_of(trace.init(params)))
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
+        updates, new = trace.update(updates, optax.TraceState(state.mu), params)
+        return updates, MomentumState(_trace_of(new))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _trace_of(state: Any) -> Any:
+    return state.trace

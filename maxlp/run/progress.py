@@ -1,0 +1,48 @@
+"""How much of a run is done."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class Progress:
+    """Tells which step is the last one.
+
+    A step counts as one of the steps of the schedule; with AdaScale as its gain, which only the device
+    knows. So that the device rarely waits, the host reads the count of a step only if the run could have
+    ended there. All processes read the same numbers.
+
+    Args:
+      total_steps: of the schedule.
+      step: number of finished updates.
+      done: finished steps of the schedule.
+      fastest: the most that an update counts as.
+    """
+
+    def __init__(self, total_steps: int, step: int, done: float, *, fastest: float = 1.0) -> None:
+        self.total_steps, self.done = total_steps, done
+        self._step, self._fastest = step, fastest
+
+    def __str__(self) -> str:
+        return f"{self.done:.0f} of {self.total_steps}"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run had ended at the newest step whose count is known."""
+        return self.done >= self.total_steps
+
+    def is_last(self, step: int, metrics: Mapping[str, Any]) -> bool:
+        """Whether the run ends with this step.
+
+        Args:
+          metrics: of the step, on the device; with AdaScale among them ``tau``, the count after it.
+        """
+        # One update more than have been made, because the device adds up the gains with rounding.
+        if self.done + self._fastest * (step + 1 - self._step) < self.total_steps:
+            return False
+        self._step, self.done = step, done_after(step, metrics)
+        return self.finished
+
+
+def done_after(step: int, metrics: Mapping[str, Any]) -> float:
+    """The finished steps of the schedule after an update."""
+    return float(metrics.get("tau", step))

@@ -1,0 +1,25 @@
+"""How a process ends: exit codes for launchers, and an end that waits for nothing."""
+
+import os
+import sys
+from typing import NoReturn
+
+EXIT_FAILED = 1
+"""Exit code when the system failed, as when a disk is full: the same command may succeed later."""
+
+EXIT_PREEMPTED = 75
+"""Exit code after SIGTERM, with a checkpoint saved (EX_TEMPFAIL: restart the run)."""
+
+EXIT_INTERRUPTED = 130
+"""Exit code after Ctrl-C (128 + SIGINT, as in shells)."""
+
+
+def hard_exit(code: int) -> NoReturn:
+    """Ends this process immediately after a failure, without exit handlers.
+
+    `sys.exit` would wait for a compilation in the background. With several processes it would also take
+    minutes: at exit JAX waits for all processes, and the others wait for this one in a collective.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,84 @@
+"""What a config is resolved into: each value reaches the part that it is for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlp.core.train_state import abstract_state
+from maxlp.run import experiment
+from maxlp.run.experiment import describe, resolve
+from tests import fixtures
+from tests.run.fixtures import changed, load
+
+SMALL = {f"model.{k}": v for k, v in fixtures.LLAMA.items() if k not in ("init_std", "rope_scaling")}
+SMALL |= {"data.seq_len": 32, "data.tokenizer": "bytes", "data.batch_size": 8}
+
+
+def resolved(**values):
+    c = changed(load("debug"), SMALL | {key.replace("__", "."): value for key, value in values.items()})
+    return resolve(c, jax.devices()[:1])
+
+
+def initial_state(run):
+    with jax.set_mesh(run.mesh):
+        return run.initial_state(abstract_state(run.make_model, run.tx, run.mesh, run.gates)[1])
+
+
+def test_the_seed_chooses_the_weights():
+    first, again, other = (initial_state(resolved(train__seed=seed)) for seed in (1, 1, 2))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    kernel = [s["params"]["layers"]["mlp"]["up_proj"]["kernel"] for s in (first, other)]
+    assert np.mean(np.asarray(kernel[0]) == np.asarray(kernel[1])) < 0.01
+    assert first["step"] == 0
+
+
+def test_the_schedule_ends_with_the_run():
+    run = resolved(train__total_steps=50, optimizer__schedule="linear", optimizer__final_lr_fraction=0.5)
+    peak = run.settings.optimizer.learning_rate
+    np.testing.assert_allclose(run.schedule(50), peak / 2, rtol=1e-6)
+    assert run.schedule(49) > run.schedule(50)
+
+
+def test_seed_and_microbatches_reach_the_gradients_and_the_data(monkeypatch):
+    made = []
+
+    def gradients(loss, seed, microbatches, square_norms):
+        made.append((seed, microbatches))
+
+    def make_data(data, **how):
+        made.append((data.tokenizer, how))
+
+    run = resolved(train__seed=3, train__microbatches=4)
+    settings = run.settings
+    for name, function in (("gradients", gradients), ("make_data", make_data)):
+        monkeypatch.setitem(vars(settings.family), name, function)
+    experiment.assemble(settings, run.machine, run.mesh)
+    experiment.make_data(settings, "given", "validation", run.mesh)
+    how = dict(split="validation", seed=3, process_index=0, process_count=1)
+    assert made == [(3, 4), ("given", how)]
+
+
+def test_the_loss_scale_of_the_state_and_both_gates_are_used():
+    run = resolved(model__dtype="float16", precision__loss_scale__initial=256.0, spikes__guard="skip")
+    assert list(run.gates) == ["loss_scale", "guard"]
+    assert run.loss_scale({"loss_scale": {"scale": jnp.float32(8.0)}}) == 8.0
+    assert resolved().gates == {} and resolved().loss_scale({}) is None
+
+
+def test_the_description_counts_bytes_in_gib():
+    run = resolved()
+    abstract = abstract_state(run.make_model, run.tx, run.mesh)[1]
+    count = sum(leaf.size for leaf in jax.tree.leaves(abstract["params"]))
+    text = describe(run, abstract)
+    assert f"{count:,} parameters in float32" in text
+    assert f"parameters {4 * count / 2**30:.3g} GiB, optimizer {8 * count / 2**30:.3g} GiB" in text
+
+
+@pytest.mark.parametrize(
+    ("step", "every", "due"), [(6, 3, True), (5, 3, False), (5, 0, False), (7, 3, False)]
+)
+def test_intervals_count_finished_steps(step, every, due):
+    from maxlp.train import is_due
+
+    assert is_due(step, every) == due
