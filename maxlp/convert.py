@@ -19,8 +19,12 @@ Both run on the CPU and need memory for one copy of the model. An export also ne
 2 GB (open_clip: for a second copy of the model).
 """
 
+import contextlib
 import dataclasses
+import os
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,25 +119,45 @@ def import_weights(
     """
     _check_unused(workdir)
     family, weight_format = _find_format(source, format_name)
+    if image_size is not None and weight_format.resize is None:
+        raise ValueError(
+            f"--image_size={image_size} is for models of images, and {source} holds a {family.name}; "
+            "drop the flag"
+        )
     tensors = Tensors(source, weight_format.weights_file)
-    keywords, stored = weight_format.read_model(source, tensors)
-    model = family.Model(
-        **keywords,
-        dtype=stored,
-        param_dtype=dtype or stored,
-        attention="xla",
-        scan_layers=True,
-        remat="none",
-    )
-    params = weights.to_maxlp(tensors, _abstract_params(family, model), weight_format.layout(model))
-    if image_size is not None:
-        if weight_format.resize is None:
-            raise ValueError(
-                f"--image_size={image_size} is for models of images, and {source} holds a {family.name}; "
-                "drop the flag"
-            )
-        params, model = weight_format.resize(params, model, image_size)
-    _save_run(workdir, family.name, dataclasses.asdict(model), params, source)
+    with _naming(source / weight_format.config_file):
+        keywords, stored = weight_format.read_model(source, tensors)
+        model = family.Model(
+            **keywords,
+            dtype=stored,
+            param_dtype=dtype or stored,
+            attention="xla",
+            scan_layers=True,
+            remat="none",
+        )
+        abstract = _abstract_params(family, model)
+    with files.unfinished(workdir) as unfinished:
+        with _naming(source):
+            params = weights.to_maxlp(tensors, abstract, weight_format.layout(model))
+        if weight_format.resize is not None and image_size is not None:
+            with _naming(Path(f"--image_size={image_size}")):
+                params, model = weight_format.resize(params, model, image_size)
+        _save_run(unfinished, family.name, dataclasses.asdict(model), params, source)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Puts the file that is read in front of the message of a ValueError, if it is not there yet."""
+    try:
+        yield
+    except (ValueError, OverflowError) as error:
+        message = str(error)
+        for known in (path, path.parent):
+            if message.startswith(str(known)):
+                raise
+        message = message.removeprefix(f"{path.name}: ")
+        other_file = re.match(r"[\w.]+\.json: ", message)
+        raise ValueError(f"{path.parent}/{message}" if other_file else f"{path}: {message}") from error
 
 
 def _find_format(source: Path, name: str | None) -> tuple[Family, WeightFormat]:
@@ -216,21 +240,25 @@ def export_weights(
 
     # Before any weights are read: these raise for a model that the format does not support.
     layout, texts = weight_format.layout(model), weight_format.config_files(model, run_tokenizer)
-    graphdef, state, _ = restore_model(c, workdir, step, _cpu_mesh())  # of schedule_free_adamw, the average
-    params = state["params"]
-    if c.get("train", {}).get("lora", {}).get("rank"):
-        params = merged_params(nnx.merge(graphdef, params, state["model_state"]))
-    write_tensors(
-        output,
-        weights.to_other(params, layout),
-        dtype=model.param_dtype,
-        weights=weight_format.weights_file,
-        max_shard_bytes=weight_format.max_shard_bytes,
-    )
-    _copy_tokenizer(workdir, output)
-    for name, content in texts.items():
-        if not (output / name).exists():  # the run's own tokenizer_config.json takes precedence
-            files.write_json(output / name, content)
+    with files.unfinished(output) as unfinished:
+        # Of schedule_free_adamw, the averaged parameters.
+        graphdef, state, _ = restore_model(c, workdir, step, _cpu_mesh())
+        params = state["params"]
+        if c.get("train", {}).get("lora", {}).get("rank"):
+            params = merged_params(nnx.merge(graphdef, params, state["model_state"]))
+        with _naming(workdir):
+            tensors = weights.to_other(params, layout)
+        write_tensors(
+            unfinished,
+            tensors,
+            dtype=model.param_dtype,
+            weights=weight_format.weights_file,
+            max_shard_bytes=weight_format.max_shard_bytes,
+        )
+        _copy_tokenizer(workdir, unfinished)
+        for name, content in texts.items():
+            if not (unfinished / name).exists():  # the run's own tokenizer_config.json takes precedence
+                files.write_json(unfinished / name, content)
 
 
 # --- both -----------------------------------------------------------------------------------------------
@@ -247,8 +275,11 @@ def _cpu_mesh() -> Mesh:
 
 
 def _check_unused(directory: Path) -> None:
-    if directory.exists() and any(directory.iterdir()):
-        raise ValueError(f"--output={directory} is not empty; choose a new directory")
+    if directory.is_dir() and not any(directory.iterdir()):
+        return
+    if os.path.lexists(directory):
+        found = "is not empty" if directory.is_dir() else "is not a directory"
+        raise ValueError(f"--output={directory} {found}; choose a new directory")
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

@@ -23,9 +23,10 @@ from absl import flags
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from maxlp import schema
 from maxlp.parallel import sharding
 from maxlp.parallel.batches import device_batches
-from maxlp.run import cli, constraints, run_dir
+from maxlp.run import changes, cli, constraints, run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import make_data
 from maxlp.run.restore import restore_model
@@ -33,6 +34,7 @@ from maxlp.run.settings import Settings, read
 from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import distributed, files
 from maxlp.runtime.distributed import print_primary
+from maxlp.schema import NotNegative
 
 
 def define_flags() -> None:
@@ -45,13 +47,18 @@ def define_flags() -> None:
 
 def main() -> None:
     distributed.initialize()
+    schema.check_value("--l2", flags.FLAGS.l2, NotNegative)
     workdir = files.local_path(flags.FLAGS.workdir, "--workdir")
-    c = flags.FLAGS.config or run_dir.load_config(workdir)
+    c = run_dir.load_config(workdir) if flags.FLAGS.config is None else flags.FLAGS.config
     if flags.FLAGS.config is None and "mesh" not in c:
         raise ConfigError(
             f"{workdir} holds imported weights and names no data; give --config=FILE with the same model"
         )
     s = read(c)
+    if others := changes.other_model(workdir, c):
+        raise ConfigError(
+            f"{workdir} holds the weights of another model ({'; '.join(others)}); give one with that model"
+        )
     mesh = make_mesh(s, fixed=flags.FLAGS.config is not None)
     if flags.FLAGS.linear_probe and s.family.linear_probe is None:
         raise ConfigError(

@@ -70,7 +70,7 @@ def main() -> int:
 def check_files(files: dict[str, str | None], compiles: bool) -> None:
     """Raises a ValueError for an output file that the plan could not be written to in the end."""
     for name, path in files.items():
-        if path and not Path(path).resolve().parent.is_dir():
+        if path and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"--{name}={path}: the folder does not exist; create it first")
         if path and Path(path).is_dir():
             raise ValueError(f"--{name}={path} is a folder; give the name of a file")

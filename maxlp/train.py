@@ -177,6 +177,9 @@ def report_changes(workdir: Path, c: ConfigDict) -> list[str]:
     changed = changes.check_config(workdir, c, flags.FLAGS.allow_change)
     for line in changed.values():
         print_primary(f"changed since the last start: {line}")
+    if (weights := c.train.init_from) and changes.saved_data_state(workdir) is None:
+        for line in changes.other_model(files.local_path(weights, "config.train.init_from"), c):
+            print_primary(f"another model than in config.train.init_from: {line}")
     return list(changed)
 
 

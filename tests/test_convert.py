@@ -1,6 +1,7 @@
 """`convert`: folders of other libraries become runs, and runs become such folders."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -254,7 +255,7 @@ def test_folders_without_a_model_or_a_run_are_named(tmp_path):
             {},
             "model_type='blip' is not supported; one of llama, clip, siglip",
         ),
-        ('{"model_type": "clip"', {}, "source/config.json: Expecting"),
+        ('{"model_type": "clip"', {}, "source/config.json is not JSON .Expecting"),
         ('{"model_type": "clip"}', {}, "neither model.safetensors nor"),  # pickles are not read
         ('{"model_type": "clip"}', {"format_name": "gguf"}, "one of hf_llama, hf_clip, open_clip"),
     ],
@@ -277,6 +278,81 @@ def test_options_of_another_family_are_refused(llama, tmp_path):
         ValueError, match=r"--format=open_clip is not for .* holds a llama; one of hf_llama"
     ):
         convert.export_weights(run, tmp_path / "out", "open_clip")
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            dict(torch_dtype="int8", dtype=None),
+            r"torch_dtype='int8' is not supported, only float32, bfloat16",
+        ),
+        (dict(hidden_size="64"), r"hidden_size='64' is of type str, expected int"),
+        (dict(num_hidden_layers=-2), r"num_hidden_layers=-2 must be at least 1"),
+        (dict(vocab_size=True), r"vocab_size=True is of type bool, expected int"),
+        (
+            dict(vocab_size=10**30),
+            r"vocab_size=1000.* does not fit into 64 bits",
+        ),
+        (dict(num_hidden_layers=10**9), r"source: tensor 'model.layers.2.* is missing"),
+        (dict(intermediate_size=10**9), r"source: tensor 'model.layers.0.mlp.* does not fit"),
+        (dict(rms_norm_eps=float("nan")), r"rms_norm_eps=nan must be a finite number"),
+        (dict(rope_parameters=[1]), r"rope_parameters=\[1\] is of type list, expected keys and values"),
+        (dict(rope_theta=7.0), r"rope_parameters.rope_theta=500000.0 differs from rope_theta=7.0"),
+        (dict(tie_word_embeddings="no"), r"tie_word_embeddings='no' is of type str, expected bool"),
+        (dict(num_attention_heads=3, num_key_value_heads=2), r"source/config.json: num_heads=3"),
+    ],
+)
+def test_a_config_with_a_wrong_value_is_refused(llama, tmp_path, changes, message):
+    source = tmp_path / "source"
+    shutil.copytree(llama[0], source)
+    edit(source / "config.json", **changes)
+    with pytest.raises(ValueError, match=message) as error:
+        convert.import_weights(source, tmp_path / "new" / "run")
+    assert str(error.value).startswith(str(source)) and "\n" not in str(error.value)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null", '"llama"', "[" * 100_000])
+def test_a_config_that_is_no_object_is_refused(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"config.json is not (a )?JSON"):
+        convert.import_weights(tmp_path, tmp_path / "run")
+
+
+def changed_tensors(source: Path, target: Path, name: str, value: float) -> None:
+    """A copy of a folder whose tensor has one other value."""
+    tensors = {key: np.array(tensor) for key, tensor in Tensors(source).items()}
+    tensors[name].flat[3] = value
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*safetensors*"))
+    write_tensors(target, tensors, dtype="float32")
+
+
+def test_numbers_that_are_not_finite_are_neither_imported_nor_exported(llama, tmp_path):
+    norm = "model.norm.weight"
+    changed_tensors(llama[0], tmp_path / "nan", norm, np.nan)
+    with pytest.raises(ValueError, match=rf"nan: tensor '{norm}' holds NaN or infinity in float32"):
+        convert.import_weights(tmp_path / "nan", tmp_path / "run")
+    changed_tensors(llama[0], tmp_path / "large", norm, 1e6)
+    with pytest.raises(ValueError, match=rf"large: tensor '{norm}' holds NaN or infinity in float16"):
+        convert.import_weights(tmp_path / "large", tmp_path / "run", dtype="float16")
+    convert.import_weights(tmp_path / "large", tmp_path / "run")
+    with pytest.raises(ValueError, match=rf"run: tensor '{norm}' holds NaN or infinity in float16"):
+        convert.export_weights(tmp_path / "run", tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failed_export_leaves_an_empty_folder_empty(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "_copy_tokenizer", lambda *_: 1 / 0)
+    (tmp_path / "out").mkdir()
+    for output in (tmp_path / "out", tmp_path / "new" / "out"):
+        with pytest.raises(ZeroDivisionError):
+            convert.export_weights(llama[1], output)
+    assert [path.name for path in tmp_path.rglob("*")] == ["out"]
 
 
 # --- the command ----------------------------------------------------------------------------------------

@@ -229,6 +229,19 @@ def test_command(corpus, tmp_path):
     assert "--overwrite" in again.stderr
 
 
+def test_a_failure_is_one_line_and_leaves_nothing(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' * 50 + "\r\n\n7\n")
+    done = run("text", f"--source=jsonl:{tmp_path}/a.jsonl", f"--output={tmp_path}/new/out")
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path}/a.jsonl:53: ")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_wrong_flags_are_one_line():
+    done = run("text", "--shards=many")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--shards" in done.stderr
+
+
 def test_subcommand_errors_are_one_line():
     for words in ((), ("video",)):
         with pytest.raises(ValueError) as caught:

@@ -107,13 +107,13 @@ CORE = [
         (
             "nnx.split(make_model(nnx.Rngs(seed)), nnx.Param",
             "nnx.split(make_model(nnx.Rngs(0)), nnx.Param",
-            "run/test_resolved.py::test_the_seed_chooses_the_weights",
+            "run/test_resolve.py::test_the_seed_chooses_the_weights",
         ),
         ("sum(math.prod(p.shape) for p", "sum(len(p.shape) for p"),
         (
             '"step": jnp.zeros((), jnp.int32)}',
             '"step": jnp.ones((), jnp.int32)}',
-            "run/test_resolved.py::test_the_seed_chooses_the_weights",
+            "run/test_resolve.py::test_the_seed_chooses_the_weights",
         ),
     ),
     *_in(
@@ -689,7 +689,7 @@ NN = [
         (
             "vmapped(rngs.split(num_layers))",
             "vmapped(nnx.Rngs(0).split(num_layers))",
-            "run/test_resolved.py::test_the_seed_chooses_the_weights",
+            "run/test_resolve.py::test_the_seed_chooses_the_weights",
         ),
     ),
     *_in(
@@ -998,16 +998,16 @@ LLAMA = [
     *_in(
         "families/llama/hf.py",
         "families/llama/test_hf.py",
-        ('hf.get("num_key_value_heads") or num_heads', "num_heads"),
+        ('c.read("num_key_value_heads", Count, None) or num_heads', "num_heads"),
         (
-            'float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0)',
-            'float(hf.get("rope_theta") or 10_000.0)',
+            'float(rope.read("rope_theta", Positive, 10_000.0))',
+            'float(c.read("rope_theta", Positive, 10_000.0))',
         ),
         (
             '"layers/mlp/gate_proj": "model.layers.{}.mlp.gate_proj"',
             '"layers/mlp/gate_proj": "model.layers.{}.mlp.up_proj"',
         ),
-        ('hf.get("tie_word_embeddings", False)', 'hf.get("tie_word_embeddings", True)'),
+        ('"tie_word_embeddings", bool, False', '"tie_word_embeddings", bool, True'),
         ("rms_norm_eps=config.norm_eps", "rms_norm_eps=1e-5"),
     ),
     *_in(
@@ -1220,7 +1220,7 @@ CLIP = [
     *_in(
         "families/clip/hf.py",
         "families/clip/test_hf.py",
-        ('text["eos_token_id"] != 2 else None', 'text["eos_token_id"] == 2 else None'),
+        ("if eos_id == 2:", "if eos_id != 2:"),
         ('"cls" if is_clip else "map"', '"cls" if is_clip else "gap"'),
         ("rescale_factor=1 / 255", "rescale_factor=1 / 256"),
         ("OPENAI_STD if is_clip else (0.5,) * 3", "OPENAI_MEAN if is_clip else (0.5,) * 3"),
@@ -1228,9 +1228,12 @@ CLIP = [
     *_in(
         "families/clip/open_clip.py",
         "families/clip/test_open_clip.py",
-        ('pre_norm=not vision["no_ln_pre"]', 'pre_norm=vision["no_ln_pre"]'),
-        ('causal=not text["no_causal_mask"]', 'causal=text["no_causal_mask"]'),
-        ('vision["width"] // vision["head_width"]', 'vision["head_width"]'),
+        ('pre_norm=not vision.read("no_ln_pre", bool)', 'pre_norm=vision.read("no_ln_pre", bool)'),
+        ('causal=not text.read("no_causal_mask", bool)', 'causal=text.read("no_causal_mask", bool)'),
+        (
+            'num_heads=width // vision.read("head_width", Count)',
+            'num_heads=vision.read("head_width", Count)',
+        ),
         ("math.nextafter(ratio, math.inf)", "ratio"),
     ),
     *_in(
@@ -1504,7 +1507,7 @@ RUN = [
     ),
     *_in(
         "run/experiment.py",
-        "run/test_resolved.py",
+        "run/test_resolve.py",
         (
             "batch_part(mesh)\n",
             "(0, 1)\n",
@@ -1543,7 +1546,7 @@ RUN = [
         (
             "total_steps=s.train.total_steps, microbatches=",
             "total_steps=s.train.total_steps + 1, microbatches=",
-            "run/test_resolved.py",
+            "run/test_resolve.py",
         ),
         (
             "!= {precision.HIGH_PRECISION}",
@@ -1992,7 +1995,7 @@ COMMANDS = [
         (
             "return every > 0 and step % every == 0",
             "return every > 0 and (step + 1) % every == 0",
-            "run/test_resolved.py::test_intervals_count_finished_steps",
+            "run/test_resolve.py::test_intervals_count_finished_steps",
         ),
         (
             "enumerate(stream, start + 1)",
@@ -2057,18 +2060,15 @@ COMMANDS = [
     *_in(
         "convert.py",
         "test_convert.py",
-        ("dtype=model.param_dtype,\n        weights", 'dtype="float32",\n        weights'),
+        ("dtype=model.param_dtype,\n            weights", 'dtype="float32",\n            weights'),
         ("checkpoints.save(0, {", "checkpoints.save(1, {"),
         ("param_dtype=dtype or stored", "param_dtype=stored or dtype"),
         (
             "restore_model(c, workdir, step, _cpu_mesh())",
             "restore_model(c, workdir, None, _cpu_mesh())",
         ),
-        (
-            "if directory.exists() and any(directory.iterdir())",
-            "if directory.exists() and not any(directory.iterdir())",
-        ),
-        ("    _copy_tokenizer(workdir, output)\n", ""),
+        ("directory.is_dir() and not any(directory.iterdir())", "directory.is_dir()"),
+        ("        _copy_tokenizer(workdir, unfinished)\n", ""),
     ),
     *_in(
         "prepare.py",

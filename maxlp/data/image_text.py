@@ -504,8 +504,11 @@ class EncodedExamples:
 def _class_names(path: str) -> list[str]:
     try:
         with open(os.path.expanduser(path), encoding="utf-8") as file:
-            return [line.strip() for line in file if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
+            names = [line.strip() for line in file if line.strip()]
+    except (OSError, ValueError) as error:  # not text, or not a path
         raise ValueError(
             f"classes={path!r} cannot be read ({error}); give a text file with one class name per line"
         ) from None
+    if not names:
+        raise ValueError(f"classes={path!r} is empty; give a text file with one class name per line")
+    return names

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any
 
 from maxlp.data.readers.array_record import MANIFEST
@@ -76,13 +77,22 @@ def totals(written: list[dict[str, Any]]) -> dict[str, int]:
 
 @contextlib.contextmanager
 def no_partial_files(output: str) -> Iterator[None]:
-    """Creates the folder, and removes partial files on entry (those of a killed run) and on exit."""
-    os.makedirs(output, exist_ok=True)
-    _remove(output, "*" + PARTIAL)
+    """Creates the folder, and removes partial files on entry (those of a killed run) and on exit.
+
+    If the block fails, folders that did not exist are removed too.
+    """
+    missing = [path for path in (Path(output), *Path(output).parents) if not path.exists()]
     try:
-        yield
-    finally:
+        os.makedirs(output, exist_ok=True)
         _remove(output, "*" + PARTIAL)
+        yield
+    except BaseException:
+        _remove(output, "*" + PARTIAL)
+        with contextlib.suppress(OSError):
+            for path in missing:
+                path.rmdir()
+        raise
+    _remove(output, "*" + PARTIAL)
 
 
 def commit(output: str, manifest: dict[str, Any], other_files: dict[str, bytes]) -> None:
@@ -182,8 +192,9 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.show(self.documents, self.bytes, last=True)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or self.terminal:  # an error is one line, but not behind another one
+            self.show(self.documents, self.bytes, last=True)
 
     def add(self, documents: int, size: int) -> None:
         self.show(self.documents + documents, self.bytes + size)

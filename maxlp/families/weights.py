@@ -10,7 +10,7 @@ import fnmatch
 import json
 import math
 import pkgutil
-import sys
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 
+from maxlp import schema
 from maxlp.families import FAMILIES
 
 if TYPE_CHECKING:
@@ -162,92 +163,51 @@ def read_config(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); copy or download it again") from None
     if not isinstance(content, dict):
-        raise ValueError(
-            f"{path} holds {type(content).__name__}, not a JSON object; copy or download it again"
-        )
+        raise ValueError(f"{path} is not a JSON object with keys; copy or download it again")
     return content
 
 
 REQUIRED = object()
-MAX_SIZE = 2**31 - 1
 
 
+@dataclasses.dataclass(frozen=True)
 class Section:
     """A JSON object of another library's file; each value is checked when it is read.
 
-    In all methods, a key that is missing or null takes the default. Null counts as missing only if the
-    default is None.
-
     Attributes:
-      place: the file, and the keys that lead to the object, for messages.
+      place: the file and the keys that lead to the object, for messages: "config.json: vision_config.".
+      values: the object.
     """
 
-    def __init__(self, place: str, values: Any):
-        if not isinstance(values, Mapping):
-            raise ValueError(f"{place} must be an object with keys, not {values!r}")
-        self.place, self._values = place, values
+    place: str
+    values: Mapping[str, Any]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
+    def read(self, key: str, hint: Any, default: Any = REQUIRED) -> Any:
+        """The value of a key.
 
-    def raw(self, key: str, default: Any = None) -> Any:
-        """The value as it is."""
-        return self._values.get(key, default)
+        Args:
+          hint: an annotation, see `schema`.
+          default: for a missing key; if it is None, also for null.
+
+        Raises:
+          ValueError: a missing key or a value that does not fit.
+        """
+        value = self.values.get(key, default)
+        if value is REQUIRED:
+            raise ValueError(f"{self.place}{key} is missing; add it, or download the file again")
+        if isinstance(value, list) and typing.get_origin(hint) is tuple:
+            value = tuple(value)
+        if value is not default:
+            schema.check_value(f"{self.place}{key}", value, hint)
+        return value
 
     def section(self, key: str, default: Any = REQUIRED) -> "Section":
-        """The object under a key."""
-        value = self._value(key, default)
-        return Section(f"{self.place.partition(':')[0]}: {key}", {} if value is None else value)
+        """The object under a key; an empty one if the default is None."""
+        return Section(f"{self.place}{key}.", self.read(key, Mapping[str, Any], default) or {})
 
-    def size(self, key: str, default: Any = REQUIRED, least: int = 1) -> Any:
-        """A whole number of at least ``least``."""
-        value = self._value(key, default)
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not default and not (is_whole and least <= value <= MAX_SIZE):
-            raise self.refusal(key, f"a whole number from {least} to {MAX_SIZE:,}")
-        return value
-
-    def number(self, key: str, default: Any = REQUIRED, above: float = -math.inf) -> Any:
-        """A finite number above ``above``."""
-        value = self._value(key, default)
-        if value is not default and not _is_number(value, above):
-            raise self.refusal(key, "a number" if above == -math.inf else f"a number above {above:g}")
-        return value if value is default else float(value)
-
-    def numbers(self, key: str, default: Any, above: float = -math.inf) -> tuple[float, ...]:
-        """Three numbers, one for each channel."""
-        value = self._value(key, default)
-        is_triple = isinstance(value, list | tuple) and len(value) == 3
-        if not (is_triple and all(_is_number(each, above) for each in value)):
-            raise self.refusal(key, "three numbers" + ("" if above == -math.inf else f" above {above:g}"))
-        return tuple(map(float, value))
-
-    def flag(self, key: str, default: Any = REQUIRED) -> bool:
-        """True or false."""
-        value = self._value(key, default)
-        if not isinstance(value, bool):
-            raise self.refusal(key, "true or false")
-        return value
-
-    def refusal(self, key: str, expected: str) -> ValueError:
-        """The error for a value that is not as expected."""
-        return ValueError(f"{self.place}: {key}={self.raw(key)!r} is not supported, only {expected}")
-
-    def _value(self, key: str, default: Any) -> Any:
-        value = self._values.get(key, default)
-        if value is REQUIRED:
-            raise ValueError(f"{self.place}: {key!r} is missing; add it, or download the file again")
-        return value
-
-
-def _is_number(value: Any, above: float) -> bool:
-    """Whether a JSON value is a finite number above a bound."""
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and abs(value) <= sys.float_info.max
-        and value > above
-    )
+    def refusal(self, key: str, supported: str) -> ValueError:
+        """The error for a value that the model does not implement."""
+        return ValueError(f"{self.place}{key}={self.values.get(key)!r} is not supported, only {supported}")
 
 
 # --- tensors --------------------------------------------------------------------------------------------
@@ -267,7 +227,8 @@ def to_maxlp(tensors: Mapping[str, Array], abstract: Mapping[str, Any], layout: 
       the parameters as a nested dict of NumPy arrays.
 
     Raises:
-      ValueError: a missing or unknown tensor, or one of a wrong shape; the message has its name.
+      ValueError: a tensor that is missing, unknown, of a wrong shape or not finite; the message has its
+        name.
     """
     stored: dict[str, str] = {}
     for name in tensors:
@@ -277,7 +238,9 @@ def to_maxlp(tensors: Mapping[str, Array], abstract: Mapping[str, Any], layout: 
     for path, leaf in leaves.items():
         for _, name in layout.parts(path, leaf.shape):
             if name not in stored:  # the first of them: a wrong number of layers makes millions
-                raise ValueError(f"tensor {name!r} is missing: the config describes a larger model")
+                raise ValueError(
+                    f"tensor {name!r} is missing, which the config describes; copy or download it again"
+                )
             wanted.add(name)
     unknown = set(stored) - wanted
     if unknown := sorted(name for name in unknown if not _is_redundant(name, tensors, layout)):
@@ -313,18 +276,15 @@ def _fill(target: Array, value: Array, name: str) -> None:
     """Writes a value into (a layer of) a parameter, in place and in the parameter's dtype."""
     with np.errstate(over="ignore"):
         target[...] = value
-    check_finite(target, value, name)
+    _check_finite(target, name)
 
 
-def check_finite(cast: Array, original: Array, name: str) -> None:
-    """Raises a ValueError if a tensor, or what remains of it after a cast, is not finite."""
-    if np.isfinite(cast).all():
-        return
-    if np.isfinite(original).all():
+def _check_finite(value: Array, name: str) -> None:
+    if not np.isfinite(value).all():
         raise ValueError(
-            f"tensor {name!r} has numbers too large for {cast.dtype}; give --dtype=bfloat16 or float32"
+            f"tensor {name!r} holds NaN or infinity in {value.dtype}; give intact weights, or "
+            "--dtype=float32 if their range is larger"
         )
-    raise ValueError(f"tensor {name!r} holds NaN or infinity; give intact weights")
 
 
 def _is_redundant(name: str, tensors: Mapping[str, Array], layout: Layout) -> bool:
@@ -339,13 +299,14 @@ def to_other(params: Mapping[str, Any], layout: Layout) -> dict[str, Array]:
     """The tensors of another library from parameters: views wherever possible.
 
     Raises:
-      ValueError: a parameter for which the layout has no name.
+      ValueError: a parameter for which the layout has no name, or one that is not finite.
     """
     tensors: dict[str, Any] = {}
     for path, leaf in flatten_mapping(params, sep="/").items():
         place = layout.place(path)
         for index, name in layout.parts(path, leaf.shape):
             value = place.transform.to_other(np.asarray(leaf)[index])
+            _check_finite(value, name)
             if place.third is None:
                 tensors[name] = value
             else:

@@ -68,7 +68,9 @@ class Run:
     def spike_config(self) -> SpikeConfig:
         """The run's definition of a spike; keys of other versions of maxlp are ignored."""
         known = {field.name for field in dataclasses.fields(SpikeConfig)}
-        return SpikeConfig(**{k: v for k, v in self.config.get("spikes", {}).items() if k in known})
+        values = self.config.get("spikes", {})
+        # None is the default, as in `config.bind`.
+        return SpikeConfig(**{k: v for k, v in values.items() if k in known and v is not None})
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps (int64) and values (float64) of the records that contain `name`."""

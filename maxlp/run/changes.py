@@ -26,6 +26,11 @@ FREE = (
     *("model.pipeline", "loss.num_chunks", "loss.method", "loss.tile_size"),
     *("data.num_workers", "data.num_threads", "data.max_broken", "data.validation_source"),
 )
+# Keys of the model that only decide how its weights begin, how they are trained, or how long a text may be.
+TRAINING = (
+    *("model.init", "model.init_std", "model.logit_scale", "model.logit_bias", "model.layer_scale"),
+    *("model.visual.patch_dropout", "model.max_seq_len"),
+)
 # Sections that change no number of the training.
 OBSERVING = ("spikes", "checkpoint", "metrics", "profile")
 
@@ -66,6 +71,21 @@ def repeats_the_last_start(workdir: Path, changed: list[str]) -> bool:
       changed: the keys of the config that differ from the last start.
     """
     return (workdir / "run.json").exists() and all(_is_in(OBSERVING, key) for key in changed)
+
+
+def other_model(weights: Path, c: ConfigDict) -> list[str]:
+    """Compares a config's model with the one that computed with these weights.
+
+    Args:
+      weights: a run, or one of its checkpoints.
+
+    Returns:
+      one line for each key with which the model computes something else; none if there is no config.json.
+    """
+    runs = (path for path in (weights, *weights.parents[:2]) if (path / "config.json").exists())
+    changes = check_config(next(runs, weights), c, allow=True)
+    fixed = [key for key in changes if key.startswith("model.") and is_fixed(key)]
+    return [changes[key] for key in fixed if not _is_in(TRAINING, key)]
 
 
 def is_fixed(key: str) -> bool:

@@ -23,6 +23,7 @@ from maxlp.runtime.exits import EXIT_FAILED, EXIT_INTERRUPTED, hard_exit
 # Users' path errors. Others of the system, such as a full disk, may be gone when a launcher tries again.
 PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 PATH_ERROR_NUMBERS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
+MAX_MESSAGE = 800  # characters; a longer one, as with a long path, loses its middle
 
 # What absl and ml_collections report for a flag, in this project's words.
 WORDINGS = {
@@ -161,6 +162,8 @@ def _reason(error: BaseException) -> str:
 
 
 def _fail(message: str, code: int = 2) -> typing.NoReturn:
+    if len(message) > MAX_MESSAGE:
+        message = f"{message[: MAX_MESSAGE // 2]} … {message[-MAX_MESSAGE // 2 :]}"
     print(f"error: {message}", file=sys.stderr, flush=True)
     if "jax" in sys.modules:  # its threads may still compile, or wait for other processes
         hard_exit(code)

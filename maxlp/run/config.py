@@ -79,7 +79,7 @@ def load_file(path: str) -> ConfigDict:
         c = get_config(*arguments)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{_line_of(error, path)}: {_reason(error)}") from error
     if not isinstance(c, ConfigDict):
         raise ConfigError(
@@ -88,7 +88,7 @@ def load_file(path: str) -> ConfigDict:
     return c.lock()
 
 
-def _line_of(error: Exception, path: str) -> str:
+def _line_of(error: BaseException, path: str) -> str:
     """The last line of a file that an error went through, as FILE, line N."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return f"{error.filename}, line {error.lineno}"
@@ -97,7 +97,7 @@ def _line_of(error: Exception, path: str) -> str:
     return f"{path}, line {lines[-1]}" if lines else path
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """An error as one line; a ValueError is one of the config file's own checks, and needs no name."""
     text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

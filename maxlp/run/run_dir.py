@@ -61,6 +61,9 @@ def check_workdir(workdir: Path) -> None:
         raise ValueError(f"--workdir={workdir}: {folder} is a file; give a folder")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"--workdir={workdir}: {folder} is not writable; give another folder")
+    for path in (workdir / name for name in ("config.json", "run.json", "metrics.jsonl")):
+        if os.path.lexists(path) and not path.is_file():
+            raise ValueError(f"{path} is not a file; put back the file, or move it away")
 
 
 @contextlib.contextmanager

@@ -155,6 +155,31 @@ def publish(unfinished: Path, final: Path) -> None:
     sync(final.parent)
 
 
+@contextlib.contextmanager
+def unfinished(folder: Path) -> Iterator[Path]:
+    """Yields a folder to write to, whose content is moved to `folder` at the end of the block.
+
+    If the block raises, nothing remains of what it wrote, nor of `folder` if it did not exist.
+
+    Args:
+      folder: empty or new.
+    """
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    temporary = folder / ".unfinished"  # inside, because `folder` may be all that can be written to
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in sorted(temporary.iterdir()):
+            path.rename(folder / path.name)
+        temporary.rmdir()
+    except BaseException:
+        remove(temporary)
+        for each in missing:
+            with contextlib.suppress(OSError):
+                each.rmdir()
+        raise
+
+
 def unused_path(path: Path) -> Path:
     """Returns `path`, or the first of ``path-2``, ``path-3``, … that does not exist."""
     candidate, count = path, 1

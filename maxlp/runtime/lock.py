@@ -31,7 +31,7 @@ import jax
 
 from maxlp.runtime import distributed
 from maxlp.runtime.exits import hard_exit
-from maxlp.runtime.files import naming
+from maxlp.runtime.files import naming, remove_temporaries
 
 NAME = "lock"
 BEAT_SECONDS = 5.0
@@ -118,6 +118,8 @@ class WorkdirLock:
             self._descriptor = None
             os.close(descriptor)
             raise
+        for directory in (self.workdir, self.workdir / "spikes"):
+            remove_temporaries(directory)
         os.register_at_fork(after_in_child=functools.partial(_close, descriptor))
         threading.Thread(target=self._beat, name="workdir lock", daemon=True).start()
 

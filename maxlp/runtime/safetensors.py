@@ -4,12 +4,15 @@ import collections
 import json
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+
+from maxlp.runtime import files
 
 WEIGHTS = "model.safetensors"
 SHARD_BYTES = 2 * 10**9
@@ -52,9 +55,10 @@ class Tensors(Mapping[str, np.ndarray]):
                 if name in self.file_of:
                     raise _unreadable(self._path(file), f"{self.file_of[name]} has tensor {name!r} too")
                 self.file_of[name] = file
-        for name, file in shard_of.items():
-            if self.file_of.get(name) != file:
-                raise _unreadable(index, f"tensor {name!r} is not in {file}")
+        for name in {**shard_of, **self.file_of} if shard_of else ():
+            if (file := shard_of.get(name)) != self.file_of.get(name):
+                where = f"not in {file}" if file else f"in {self.file_of[name]}, but not in the index"
+                raise _unreadable(index, f"tensor {name!r} is {where}")
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Reads a tensor.
@@ -101,15 +105,13 @@ class Tensors(Mapping[str, np.ndarray]):
 
 def _read_index(path: str) -> dict[str, str]:
     """Name of a tensor -> name of its shard, a file beside the index."""
+    remedy = "copy or download it again"
     try:
-        with open(path, encoding="utf-8") as file:
-            shard_of = json.load(file)["weight_map"]
+        content = files.read_json(Path(path), {}, fields={"weight_map": dict}, remedy=remedy)
     except OSError as error:
         raise _unreadable(path, error.strerror) from None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        shard_of = None
-    if not isinstance(shard_of, dict) or not shard_of:
-        raise _unreadable(path, "it has no 'weight_map' from names of tensors to files")
+    if not (shard_of := content.get("weight_map")):
+        raise _unreadable(path, "it names no tensors")
     for name, file in shard_of.items():
         if not isinstance(file, str) or file != os.path.basename(file) or file in ("", ".", ".."):
             raise _unreadable(path, f"tensor {name!r} is in {file!r}, which is not a file beside the index")

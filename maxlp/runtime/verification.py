@@ -16,19 +16,23 @@ def newest_intact(directory: Path) -> tuple[int | None, dict[int, list[str]]]:
       directory: contains one directory per checkpoint, named by its step.
 
     Returns:
-      The newest intact step, or None, and the faults of the newer ones by step, newest first. The
-      faults are logged too.
+      The newest intact step, or None, and the faults of the newer ones by step, newest first. These
+      faults are logged; without an intact step the caller reports them.
     """
     damaged: dict[int, list[str]] = {}
     for step in reversed(distributed.gather_json(list_numbered(directory))[0]):
         faults = verify(directory / str(step))
         if not faults:
+            _log(directory, damaged)
             return step, damaged
         damaged[step] = faults
-        if distributed.is_primary():
-            for fault in faults:
-                logging.error("checkpoint %s is damaged: %s", directory / str(step), fault)
     return None, damaged
+
+
+def _log(directory: Path, damaged: Mapping[int, list[str]]) -> None:
+    for step, faults in damaged.items() if distributed.is_primary() else ():
+        for fault in faults:
+            logging.error("checkpoint %s is damaged: %s", directory / str(step), fault)
 
 
 def verify(root: Path) -> list[str]:

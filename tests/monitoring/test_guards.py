@@ -167,20 +167,6 @@ def test_excluded_batches_are_those_of_rollbacks_to_this_step_or_before(tmp_path
         assert guards.skip_excluded_batches(tmp_path, step_number, data) == dropped
 
 
-def test_the_state_of_the_guard_holds_every_finite_step():
-    """Skipped ones too, each in a place of its own; a step that is not finite leaves it as it was."""
-    guard = guards.SkipGuard(SpikeConfig(guard="skip", window=4, min_history=2))
-    state, expected = guard.init(), []
-    for loss in (1.0, 1.1, 50.0, math.nan, 60.0, 1.2, 1.3):
-        metrics = {"loss": jnp.float32(loss), "grad_norm": jnp.float32(2 * loss)}
-        accepted, state, _ = guard.accept(state, metrics)
-        expected += [loss] if math.isfinite(loss) else []
-        assert state["seen"] == len(expected)
-        assert bool(accepted) == (loss not in (50.0,) and math.isfinite(loss))
-    np.testing.assert_allclose(sorted(state["values"][0]), sorted(expected[-4:]), rtol=1e-6)
-    np.testing.assert_allclose(state["values"][1], 2 * state["values"][0])
-
-
 def test_another_run_in_the_workdir_starts_without_the_rollbacks_of_the_earlier(tmp_path):
     guards.set_spikes_aside(tmp_path)
     for name in ("spikes.old", "spikes.old-2"):
@@ -200,3 +186,17 @@ def test_damaged_rollbacks_are_named_with_the_way_out(tmp_path, content):
         ValueError, match=r"rollbacks\.json is damaged \(.*\); put back a good copy, or delete it"
     ):
         guards.skip_excluded_batches(tmp_path, 0, Batches())
+
+
+def test_the_state_of_the_guard_holds_every_finite_step():
+    """Skipped ones too, each in a place of its own; a step that is not finite leaves it as it was."""
+    guard = guards.SkipGuard(SpikeConfig(guard="skip", window=4, min_history=2))
+    state, expected = guard.init(), []
+    for loss in (1.0, 1.1, 50.0, math.nan, 60.0, 1.2, 1.3):
+        metrics = {"loss": jnp.float32(loss), "grad_norm": jnp.float32(2 * loss)}
+        accepted, state, _ = guard.accept(state, metrics)
+        expected += [loss] if math.isfinite(loss) else []
+        assert state["seen"] == len(expected)
+        assert bool(accepted) == (loss not in (50.0,) and math.isfinite(loss))
+    np.testing.assert_allclose(sorted(state["values"][0]), sorted(expected[-4:]), rtol=1e-6)
+    np.testing.assert_allclose(state["values"][1], 2 * state["values"][0])

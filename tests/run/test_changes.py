@@ -159,6 +159,15 @@ def test_the_newest_readable_record_counts(run):
     assert changes.saved_data_state(run / "new") is None
 
 
+def test_weights_are_of_another_model_if_it_computes_something_else(run):
+    same = {"model.init_std": 0.5, "model.max_seq_len": 2048, "model.remat": "block", "data.seq_len": 64}
+    for weights in (run, run / "checkpoints" / "3"):
+        assert changes.other_model(weights, changed(load("debug"), same)) == []
+        lines = changes.other_model(weights, changed(load("debug"), same | {"model.norm_eps": 1e-6}))
+        assert lines == ["config.model.norm_eps: 1e-05 -> 1e-06"]
+    assert changes.other_model(run.parent / "weights" / "a" / "b", load("debug")) == []
+
+
 def test_keys_that_only_one_of_two_versions_has_are_changes(run):
     path = run / "config.json"
     config = json.loads(path.read_text())

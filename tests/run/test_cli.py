@@ -117,6 +117,13 @@ def test_exit_codes_distinguish_mistakes_from_failures(error, code, message):
     assert "Traceback" not in done.stderr
 
 
+def test_a_long_message_loses_its_middle():
+    program = f"{HEAD}def main():\n  raise ValueError('first ' + 'x' * 9999 + ' last')\ncli.run(main)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr.startswith("error: first x") and " last (MAXLP" in done.stderr
+    assert len(done.stderr) < 1000 and done.stderr.count("\n") == 1
+
+
 def test_an_error_does_not_wait_for_the_compiler():
     program = """
 import concurrent.futures, jax, time

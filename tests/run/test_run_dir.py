@@ -79,3 +79,11 @@ def test_damage_is_named_with_a_way_out_that_keeps_the_run_and_nothing_is_change
     assert (tmp_path / name).read_text() == content
     (tmp_path / name).unlink()
     started(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "run.json", "metrics.jsonl"])
+def test_a_folder_in_place_of_a_file_is_refused_before_anything_is_written(tmp_path, name):
+    run_dir.check_workdir(tmp_path)
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=f"{name} is not a file; put back the file"):
+        run_dir.check_workdir(tmp_path)

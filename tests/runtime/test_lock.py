@@ -13,6 +13,7 @@ import pytest
 
 from maxlp.runtime import lock
 from maxlp.runtime.lock import WorkdirLock
+from tests.runtime import workers
 
 HOLD = """
 import pathlib, sys
@@ -83,6 +84,15 @@ def test_a_second_process_is_refused_until_the_first_ends_however_it_ends(tmp_pa
         second.wait()
     assert (workdir / "lock").exists()
     taken(workdir)
+
+
+def test_what_a_killed_holder_left_half_written_is_removed(tmp_path):
+    (tmp_path / ".run.json.0123abcd.tmp").write_text("{")
+    kept = {"run.json", "notes.tmp"}
+    for name in kept:
+        (tmp_path / name).write_text("")
+    taken(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == kept
 
 
 def test_of_processes_that_start_at_once_exactly_one_holds(tmp_path):
@@ -165,6 +175,19 @@ def test_a_damaged_lock_is_stale_unless_its_process_lives(tmp_path, content):
         os.truncate(tmp_path / "lock", 0)
         with WorkdirLock(tmp_path) as second, pytest.raises(ValueError, match="is in use"):
             second.acquire()
+
+
+@pytest.mark.full
+def test_all_processes_of_a_run_learn_that_it_is_refused(tmp_path):
+    with holder(tmp_path) as first:
+        run = workers.Workers(2)
+        replies = run.call("lock", tmp_path)
+        assert all(f"process {first.pid} on" in reply["refused"] for reply in replies)
+    assert run.call("lock", tmp_path) == [{"held": True}] * 2
+    refused(tmp_path, f"process {run.processes[0].pid} on")
+    run.send("released")
+    run.finish(0, 0)
+    taken(tmp_path)
 
 
 def test_the_count_rises_while_the_lock_is_held(tmp_path):

@@ -41,18 +41,70 @@ def test_tensors_survive_the_round_trip(tmp_path, dtype, max_shard_bytes, num_fi
 def test_missing_and_damaged_files_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"neither model.safetensors nor model.safetensors.index.json"):
         Tensors(tmp_path)
-    for content in ("{", "{}"):
+    for content in ("{", "{}", "[1]", '{"weight_map": {}}', '{"weight_map": [1]}', "[" * 100_000):
         (tmp_path / index_of(WEIGHTS)).write_text(content)
-        with pytest.raises(ValueError, match=r"model.safetensors.index.json is not an index of shards"):
+        with pytest.raises(ValueError, match=r"model.safetensors.index.json (is damaged|cannot be used)"):
             Tensors(tmp_path)
     write_tensors(tmp_path, make_tensors(), dtype="float32", max_shard_bytes=4096)
     damaged = tmp_path / Tensors(tmp_path).file_of["norm.weight"]
     damaged.write_bytes(damaged.read_bytes()[:-1])
     with pytest.raises(ValueError, match=damaged.name):
-        Tensors(tmp_path)["norm.weight"]
+        Tensors(tmp_path)
     damaged.unlink()
     with pytest.raises(ValueError, match=damaged.name):
-        Tensors(tmp_path)["norm.weight"]
+        Tensors(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["../other.safetensors", "/etc/passwd", "..", "", 7, None])
+def test_an_index_names_only_files_beside_it(tmp_path, file):
+    write_tensors(tmp_path / "weights", make_tensors(), dtype="float32", max_shard_bytes=4096)
+    write_tensors(tmp_path, make_tensors(), dtype="float32", weights="other.safetensors")
+    path = tmp_path / "weights" / index_of(WEIGHTS)
+    index = json.loads(path.read_text())
+    index["weight_map"]["norm.weight"] = file
+    path.write_text(json.dumps(index))
+    with pytest.raises(
+        ValueError, match=r"index.json cannot be used \(tensor 'norm.weight' is in .*beside"
+    ):
+        Tensors(tmp_path / "weights")
+
+
+def test_an_index_that_does_not_match_its_shards_is_refused(tmp_path):
+    write_tensors(tmp_path, make_tensors(), dtype="float32", max_shard_bytes=4096)
+    path = tmp_path / index_of(WEIGHTS)
+    index = json.loads(path.read_text())
+    shards = sorted(set(index["weight_map"].values()))
+    index["weight_map"]["norm.weight"] = next(s for s in shards if s != index["weight_map"]["norm.weight"])
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"index.json cannot be used \(tensor 'norm.weight' is not in"):
+        Tensors(tmp_path)
+    (tmp_path / shards[0]).write_bytes((tmp_path / shards[1]).read_bytes())
+    with pytest.raises(ValueError, match=f"{shards[1]} cannot be used \\({shards[0]} has tensor"):
+        Tensors(tmp_path)
+
+
+def write_header(path: Path, header: str, num_bytes: int) -> None:
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(num_bytes))
+
+
+def test_a_name_that_occurs_twice_is_refused(tmp_path):
+    """The library keeps the last one, and does not report that there are two."""
+    entry = '"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}'
+    write_header(tmp_path / WEIGHTS, f"{{{entry}, {entry}}}", 16)
+    with pytest.raises(ValueError, match=r"model.safetensors cannot be used \(tensor 'x' occurs twice\)"):
+        Tensors(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["I8", "I32", "U8", "BOOL", "F8_E4M3", "C64"])
+def test_only_floating_point_numbers_are_read(tmp_path, dtype):
+    """Quantized weights without their scales would be cast in silence."""
+    size = {"I32": 4, "C64": 8}.get(dtype, 1)
+    header = {"x": {"dtype": dtype, "shape": [4], "data_offsets": [0, 4 * size]}}
+    write_header(tmp_path / WEIGHTS, json.dumps(header), 4 * size)
+    with pytest.raises(
+        ValueError, match=rf"model.safetensors: tensor 'x' holds numbers of type {dtype}, not F"
+    ):
+        Tensors(tmp_path)["x"]
 
 
 def test_shards_and_index_are_named_after_the_file(tmp_path):

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlp.runtime import checkpoint, distributed, preemption
+from maxlp.runtime import checkpoint, distributed, lock, preemption
 
 ROOT = Path(__file__).parents[2]
 SHAPE = (64, 4096)  # 1 MiB: a save takes long enough to be interrupted
@@ -190,7 +190,20 @@ def run_killed_in_save(directory, fraction):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def run_lock(workdir):
+    """Prints whether the lock was taken; holds it until the next command."""
+    with lock.WorkdirLock(Path(workdir)) as held:
+        try:
+            held.acquire()
+        except ValueError as error:
+            reply(refused=str(error))
+        else:
+            reply(held=True)
+            sys.stdin.readline()
+
+
 COMMANDS = {
+    "lock": run_lock,
     "gather": run_gather,
     "save": run_save,
     "restore": run_restore,

@@ -68,9 +68,12 @@ def open_array_record(spec: Spec, *, validation: float = VALIDATION) -> Source:
     folder = os.path.expanduser(spec.path)
     manifest = read_manifest(folder, spec.content)
     tokenizer = manifest["tokenizer"] if manifest.get("kind") == "tokens" else None
+    reader = ArrayRecord(folder, spec.content, manifest)
+    if len(reader):
+        reader[0]  # the files may be other ones, of the same sizes
     return Source(
         spec,
-        ArrayRecord(folder, spec.content, manifest),
+        reader,
         validation=validation,
         tokenizer=tokenizer and _describe_tokenizer(folder, **tokenizer),
         classes=manifest.get("classes", ()),
@@ -89,7 +92,7 @@ def read_manifest(folder: str, content: str) -> dict[str, Any]:
     with open(path, encoding="utf-8") as file:
         try:
             manifest = json.load(file)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is damaged ({one_line(error)}); prepare the data again") from None
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if found != FORMATS[content]:
@@ -133,6 +136,9 @@ def _wrong_entry(manifest: dict[str, Any]) -> str | None:
         return f"kind {manifest['kind']!r} is unknown"
     if manifest.get("dtype") not in (None, "uint16", "uint32"):
         return f"dtype {manifest['dtype']!r} is unknown"
+    total = sum(shard["documents"] for shard in manifest["shards"])
+    if manifest.get("documents", total) != total:
+        return f"its shards have {total} documents, not {manifest['documents']!r}"
     if min(shard["documents"] for shard in manifest["shards"]) < 0:
         return "a shard has less than no documents"
     return None

@@ -67,4 +67,9 @@ def _line_starts(path: str) -> np.ndarray:
             size += len(block)
     all_starts = np.concatenate(starts)
     lengths = np.diff(all_starts, append=size)
-    return all_starts[lengths > len("\r\n")]
+    is_line = lengths > len("\r\n")
+    with open(path, "rb") as file:
+        for i in np.flatnonzero(lengths == 2).tolist():  # a blank line, or one character
+            file.seek(int(all_starts[i]))
+            is_line[i] = bool(file.read(2).strip())
+    return all_starts[is_line]

@@ -8,6 +8,7 @@ from typing import Any
 from maxlp.families.clip import hf, open_clip, weights
 from maxlp.families.clip.model import CLIPConfig
 from maxlp.families.weights import Layout, WeightFormat, read_config
+from maxlp.nn.layers import DTYPES
 from maxlp.runtime import safetensors
 
 PREPROCESSOR = "preprocessor_config.json"
@@ -25,7 +26,10 @@ def _read_open_clip(source: Path, tensors: Mapping[str, Any]) -> tuple[dict[str,
 
 def _dtype(tensors: Mapping[str, Any]) -> str:
     """The dtype of the tensors, because config files do not always record it."""
-    return next((str(tensors[name].dtype) for name in tensors if name != "logit_scale"), "float32")
+    ignored = ("logit_scale", "logit_bias", "position_ids")
+    name = next((name for name in tensors if not name.endswith(ignored)), None)
+    dtype = "float32" if name is None else str(tensors[name].dtype)
+    return dtype if dtype in DTYPES else "float32"  # float64
 
 
 def _hf_layout(config: CLIPConfig) -> Layout:

@@ -7,10 +7,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from maxlp import schema
 from maxlp.families.clip.model import CLIPConfig, TextConfig
 from maxlp.families.clip.vit import VisualConfig
+from maxlp.families.weights import Section
+from maxlp.schema import Count, CountOrZero, Positive
 
 OPENAI_MEAN, OPENAI_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+MEAN, STD = (schema.annotations(CLIPConfig)[key] for key in ("image_mean", "image_std"))
 ACTS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "quick_gelu": "quick_gelu"}
 # Newer files contain only the values that differ from these.
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -82,33 +86,29 @@ def config_from_hf(hf: Mapping[str, Any], preprocessor: Mapping[str, Any] | None
       preprocessor: content of ``preprocessor_config.json``, if there is one.
 
     Raises:
-      ValueError: an architecture that `CLIP` does not implement.
+      ValueError: an architecture that `CLIP` does not implement, a missing key or an invalid value.
     """
-    kind = hf.get("model_type")
-    if kind not in DEFAULTS:
-        raise ValueError(f"config.json: model_type={kind!r} is not supported, only clip and siglip")
-    vision, text = (
-        defaults | (hf.get(key) or {}) | (hf.get(f"{key}_dict") or {})
-        for key, defaults in DEFAULTS[kind].items()
-    )
+    c = Section("config.json: ", hf)
+    kind = c.values.get("model_type")
+    if kind not in tuple(DEFAULTS):
+        raise c.refusal("model_type", "clip and siglip")
+    vision, text = (_tower(c, key, defaults) for key, defaults in DEFAULTS[kind].items())
     is_clip = kind == "clip"
     for key, value in dict(num_channels=3, **({} if is_clip else {"vision_use_head": True})).items():
-        if vision[key] != value:
-            raise ValueError(
-                f"config.json: vision_config.{key}={vision[key]!r} is not supported, only {value}"
-            )
-    act = shared_value("config.json", "hidden_act", vision_config=vision, text_config=text)
+        if vision.values.get(key) is not value:
+            raise vision.refusal(key, repr(value))
+    act = shared_value("hidden_act", vision, text)
     if act not in ACTS.values():
-        raise ValueError(
-            f"config.json: hidden_act={act!r} is not supported, only {', '.join(ACTS.values())}"
-        )
-    statistics = preprocessor or {}
+        raise vision.refusal("hidden_act", ", ".join(ACTS.values()))
+    shared_value("layer_norm_eps", vision, text)
+    width = vision.read("hidden_size", Count)
+    statistics = Section("preprocessor_config.json: ", preprocessor or {})
     return dict(
-        embed_dim=hf.get("projection_dim", 512) if is_clip else vision["hidden_size"],
+        embed_dim=c.read("projection_dim", Count, 512) if is_clip else width,
         visual=VisualConfig(
-            **{key: vision[hf_key] for key, hf_key in _SIZES.items()},
-            image_size=vision["image_size"],
-            patch_size=vision["patch_size"],
+            **{key: vision.read(hf_key, Count) for key, hf_key in _SIZES.items()},
+            image_size=vision.read("image_size", Count),
+            patch_size=vision.read("patch_size", Count),
             pool="cls" if is_clip else "map",
             pre_norm=is_clip,
             patch_bias=not is_clip,
@@ -117,24 +117,34 @@ def config_from_hf(hf: Mapping[str, Any], preprocessor: Mapping[str, Any] | None
         ),
         text=_text_config(text, is_clip),
         act=next(key for key, hf_act in ACTS.items() if hf_act == act),
-        norm_eps=shared_value("config.json", "layer_norm_eps", vision_config=vision, text_config=text),
+        norm_eps=vision.read("layer_norm_eps", Positive),
         layer_scale=None,
         qk_norm=False,
         init=kind,
-        logit_scale=float(hf.get("logit_scale_init_value", 2.6592)) if is_clip else math.log(10),
+        logit_scale=float(c.read("logit_scale_init_value", float, 2.6592)) if is_clip else math.log(10),
         logit_bias=None if is_clip else -10.0,
-        image_mean=tuple(statistics.get("image_mean", OPENAI_MEAN if is_clip else (0.5,) * 3)),
-        image_std=tuple(statistics.get("image_std", OPENAI_STD if is_clip else (0.5,) * 3)),
+        image_mean=statistics.read("image_mean", MEAN, OPENAI_MEAN if is_clip else (0.5,) * 3),
+        image_std=statistics.read("image_std", STD, OPENAI_STD if is_clip else (0.5,) * 3),
     )
 
 
-def _text_config(text: Mapping[str, Any], is_clip: bool) -> TextConfig:
-    # Files from before 2023 have the id 2 and mean the highest one; see transformers' CLIPTextModel.
-    eos_id = text["eos_token_id"] if is_clip and text["eos_token_id"] != 2 else None
+def _tower(c: Section, key: str, defaults: dict[str, Any]) -> Section:
+    """A tower's section with its defaults; some files have the section under two names."""
+    sections = (c.section(key, None), c.section(f"{key}_dict", None))
+    return Section(sections[0].place, defaults | dict(sections[0].values) | dict(sections[1].values))
+
+
+def _text_config(text: Section, is_clip: bool) -> TextConfig:
+    eos_id = text.read("eos_token_id", CountOrZero) if is_clip else None
+    vocab_size = text.read("vocab_size", Count)
+    if eos_id == 2:  # files from before 2023 mean the highest id; see transformers' CLIPTextModel
+        eos_id = None
+    elif eos_id is not None and eos_id >= vocab_size:
+        raise text.refusal("eos_token_id", f"an id below vocab_size={vocab_size}")
     return TextConfig(
-        **{key: text[hf_key] for key, hf_key in _SIZES.items()},
-        vocab_size=text["vocab_size"],
-        max_len=text["max_position_embeddings"],
+        **{key: text.read(hf_key, Count) for key, hf_key in _SIZES.items()},
+        vocab_size=vocab_size,
+        max_len=text.read("max_position_embeddings", Count),
         causal=is_clip,
         pool="last" if not is_clip else "argmax" if eos_id is None else "eos",
         eos_id=eos_id,
@@ -221,16 +231,16 @@ def kind_in_hf(config: CLIPConfig) -> str:
     return kind
 
 
-def shared_value(file: str, key: str, **towers: Mapping[str, Any]) -> Any:
+def shared_value(key: str, a: Section, b: Section) -> Any:
     """The value of a key that both towers have to share.
 
     Raises:
       ValueError: the values differ.
     """
-    (a_name, a), (b_name, b) = towers.items()
-    if a[key] != b[key]:
+    one, other = a.values.get(key), b.values.get(key)
+    if repr(one) != repr(other):  # a NaN is unequal to itself
         raise ValueError(
-            f"{file}: {a_name}.{key}={a[key]!r} and {b_name}.{key}={b[key]!r} differ; "
+            f"{a.place}{key}={one!r} and {b.place.rpartition(' ')[2]}{key}={other!r} differ; "
             "maxlp supports one value for both towers"
         )
-    return a[key]
+    return one

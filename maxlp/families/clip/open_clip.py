@@ -7,9 +7,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from maxlp.families.clip.hf import OPENAI_MEAN, OPENAI_STD, shared_value
+from maxlp.families.clip.hf import MEAN, OPENAI_MEAN, OPENAI_STD, STD, shared_value
 from maxlp.families.clip.model import CLIPConfig, TextConfig
 from maxlp.families.clip.vit import VisualConfig
+from maxlp.families.weights import Section
+from maxlp.schema import Count, CountOrZero, Positive
 
 CONFIG = "open_clip_config.json"
 
@@ -66,85 +68,91 @@ def config_from_open_clip(open_clip: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       ValueError: an architecture that `CLIP` does not implement.
     """
-    vision, text = _read_towers(open_clip)
-    c, preprocess = open_clip["model_cfg"], open_clip.get("preprocess_cfg") or {}
-    towers = dict(vision_cfg=vision, text_cfg=text)
-    act = "quick_gelu" if c.get("quick_gelu") else "gelu"
-    if shared_value(CONFIG, "act_kwargs", **towers):
+    file = Section(f"{CONFIG}: ", open_clip)
+    c, vision, text = _read_towers(file)
+    preprocess = file.section("preprocess_cfg", None)
+    act = "quick_gelu" if c.read("quick_gelu", bool, False) else "gelu"
+    if shared_value("act_kwargs", vision, text):
         act = "gelu_tanh"
-    norm = shared_value(CONFIG, "norm_kwargs", **towers) or {}
-    if set(norm) - {"eps"}:
-        raise ValueError(f"{CONFIG}: norm_kwargs={norm!r} is not supported")
-    bias = c.get("init_logit_bias")
+    for key in ("norm_kwargs", "ls_init_value"):
+        shared_value(key, vision, text)
+    norm = vision.section("norm_kwargs", None)
+    if set(norm.values) - {"eps"}:
+        raise vision.refusal("norm_kwargs", "eps")
+    width, text_width = vision.read("width", Count), text.read("width", Count)
+    pool = text.read("pool_type", str)
     return dict(
-        embed_dim=c["embed_dim"],
+        embed_dim=c.read("embed_dim", Count),
         visual=VisualConfig(
-            image_size=vision["image_size"],
-            patch_size=vision["patch_size"],
-            width=vision["width"],
-            num_layers=vision["layers"],
-            num_heads=vision["width"] // vision["head_width"],
-            mlp_dim=int(vision["width"] * vision["mlp_ratio"]),
+            image_size=vision.read("image_size", Count),
+            patch_size=vision.read("patch_size", Count),
+            width=width,
+            num_layers=vision.read("layers", Count),
+            num_heads=width // vision.read("head_width", Count),
+            mlp_dim=int(width * vision.read("mlp_ratio", Positive)),
             pool="cls",
-            pre_norm=not vision["no_ln_pre"],
+            pre_norm=not vision.read("no_ln_pre", bool),
             patch_bias=False,
             proj=True,
-            patch_dropout=float(vision["patch_dropout"]),
+            patch_dropout=vision.read("patch_dropout", float),
         ),
         text=TextConfig(
-            vocab_size=text["vocab_size"],
-            max_len=text["context_length"],
-            width=text["width"],
-            num_layers=text["layers"],
-            num_heads=text["heads"],
-            mlp_dim=int(text["width"] * text["mlp_ratio"]),
-            causal=not text["no_causal_mask"],
-            pool=text["pool_type"],
-            eos_id=text["eos_id"] if text["pool_type"] == "eos" else None,
+            vocab_size=text.read("vocab_size", Count),
+            max_len=text.read("context_length", Count),
+            width=text_width,
+            num_layers=text.read("layers", Count),
+            num_heads=text.read("heads", Count),
+            mlp_dim=int(text_width * text.read("mlp_ratio", Positive)),
+            causal=not text.read("no_causal_mask", bool),
+            pool=pool,
+            eos_id=text.read("eos_id", CountOrZero) if pool == "eos" else None,
             proj_bias=False,
         ),
         act=act,
-        norm_eps=norm.get("eps", 1e-5),
-        layer_scale=shared_value(CONFIG, "ls_init_value", **towers),
+        norm_eps=norm.read("eps", Positive, 1e-5),
+        layer_scale=vision.read("ls_init_value", float, None),
         qk_norm=False,
         init="clip",
-        logit_scale=float(c.get("init_logit_scale") or math.log(1 / 0.07)),
-        logit_bias=None if bias is None else float(bias),
-        image_mean=tuple(preprocess.get("mean", OPENAI_MEAN)),
-        image_std=tuple(preprocess.get("std", OPENAI_STD)),
+        logit_scale=c.read("init_logit_scale", float, None) or math.log(1 / 0.07),
+        logit_bias=c.read("init_logit_bias", float, None),
+        image_mean=preprocess.read("mean", MEAN, OPENAI_MEAN),
+        image_std=preprocess.read("std", STD, OPENAI_STD),
     )
 
 
-def _read_towers(open_clip: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The image and the text tower with their defaults, after a check of all keys."""
-    if "model_cfg" not in open_clip:
-        raise ValueError(f"{CONFIG}: 'model_cfg' is missing")
-    c = open_clip["model_cfg"]
+def _read_towers(open_clip: Section) -> tuple[Section, Section, Section]:
+    """The model, its image tower and its text tower with their defaults, after a check of all keys."""
+    c = open_clip.section("model_cfg")
     required = ("embed_dim", "vision_cfg", "text_cfg")
-    for key in set(c) - {*required, "quick_gelu", "init_logit_scale", "init_logit_bias", "custom_text"}:
-        if c[key]:
-            raise ValueError(f"{CONFIG}: model_cfg.{key}={c[key]!r} is not supported")
-    for key in required:
-        if key not in c:
-            raise ValueError(f"{CONFIG}: model_cfg.{key} is missing")
-    vision = _read_tower("vision_cfg", c["vision_cfg"], _VISION_DEFAULTS)
-    text = _read_tower("text_cfg", c["text_cfg"], _TEXT_DEFAULTS)
-    for name, tower, key, supported in (
-        ("vision_cfg", vision, "pool_type", ("tok",)),
-        ("text_cfg", text, "pool_type", ("argmax", "eos", "last")),
-        ("vision_cfg", vision, "act_kwargs", (None, {}, {"approximate": "tanh"})),
+    for key in set(c.values) - {
+        *required,
+        "quick_gelu",
+        "init_logit_scale",
+        "init_logit_bias",
+        "custom_text",
+    }:
+        if c.values.get(key):
+            raise ValueError(f"{c.place}{key}={c.values.get(key)!r} is not supported")
+    vision = _read_tower(c, "vision_cfg", _VISION_DEFAULTS)
+    text = _read_tower(c, "text_cfg", _TEXT_DEFAULTS)
+    for tower, key, supported in (
+        (vision, "pool_type", ("tok",)),
+        (text, "pool_type", ("argmax", "eos", "last")),
+        (vision, "act_kwargs", (None, {}, {"approximate": "tanh"})),
     ):
-        if tower[key] not in supported:
-            raise ValueError(f"{CONFIG}: {name}.{key}={tower[key]!r} is not supported")
-    return vision, text
+        if tower.values.get(key) not in supported:
+            raise tower.refusal(key, " or ".join(map(repr, supported)))
+    return c, vision, text
 
 
-def _read_tower(name: str, tower: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    for key, value in tower.items():
+def _read_tower(c: Section, name: str, defaults: dict[str, Any]) -> Section:
+    tower = c.section(name)
+    for key, value in tower.values.items():
         supported = key in defaults or key in _IGNORED or not value or _ONLY.get(key) == value
         if not supported:
-            raise ValueError(f"{CONFIG}: {name}.{key}={value!r} is not supported")
-    return defaults | {key: value for key, value in tower.items() if key in defaults}
+            raise ValueError(f"{tower.place}{key}={value!r} is not supported")
+    known = {key: value for key, value in tower.values.items() if key in defaults}
+    return Section(tower.place, defaults | known)
 
 
 def config_to_open_clip(config: CLIPConfig) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Weight formats of Llama: Hugging Face's."""
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from maxlp.runtime import safetensors
 def read_model(source: Path, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """See `WeightFormat`."""
     config = read_config(source / "config.json")
-    return hf.config_from_hf(config), config.get("dtype") or config.get("torch_dtype") or "float32"
+    return hf.config_from_hf(config), hf.dtype_from_hf(config)
 
 
 def config_files(
@@ -32,11 +31,12 @@ def config_files(
     return files
 
 
-def _tokenizer_config(tokenizer: Tokenizer) -> dict[str, str]:
-    added = json.loads(tokenizer.files["tokenizer.json"])["added_tokens"]
-    name_of = {token["id"]: token["content"] for token in added}
+def _tokenizer_config(tokenizer: Tokenizer) -> dict[str, str | None]:
+    import tokenizers  # heavy
+
+    name_of = tokenizers.Tokenizer.from_str(tokenizer.files["tokenizer.json"].decode()).id_to_token
     special = dict(bos_token=tokenizer.bos_id, eos_token=tokenizer.eos_id, pad_token=tokenizer.pad_id)
-    return dict(tokenizer_class="PreTrainedTokenizerFast") | {k: name_of[i] for k, i in special.items()}
+    return dict(tokenizer_class="PreTrainedTokenizerFast") | {k: name_of(i) for k, i in special.items()}
 
 
 FORMATS = {

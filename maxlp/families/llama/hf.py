@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxlp.families.llama.model import LlamaConfig, RopeScaling
-from maxlp.families.weights import Layout
+from maxlp.families.weights import Layout, Section
+from maxlp.nn.layers import DTYPES
+from maxlp.schema import Count, Positive
 
 LAYOUT = Layout(
     modules={
@@ -36,47 +38,75 @@ def config_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     (``dtype``, ``param_dtype``, ``attention``, ``scan_layers`` and ``remat`` are the caller's choice.)
 
     Raises:
-      ValueError: an architecture that `Llama` does not implement.
+      ValueError: an architecture that `Llama` does not implement, a missing key or an invalid value.
     """
+    c = Section("config.json: ", hf)
     supported = dict(model_type="llama", hidden_act="silu", attention_bias=False, mlp_bias=False)
     for key, value in supported.items():
-        if hf.get(key, value) != value:
-            raise ValueError(f"config.json: {key}={hf[key]!r} is not supported, only {value!r}")
-    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-    for key in (*sizes, "intermediate_size", "max_position_embeddings", "rms_norm_eps"):
-        if key not in hf:
-            raise ValueError(f"config.json: {key!r} is missing")
-    num_heads = hf["num_attention_heads"]
-    # Files written since transformers 5 hold rope_theta and the scaling in one dict.
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        if c.values.get(key, value) != value:
+            raise c.refusal(key, repr(value))
+    hidden_size, num_heads = c.read("hidden_size", Count), c.read("num_attention_heads", Count)
+    rope = _rope(c)
     return dict(
-        vocab_size=hf["vocab_size"],
-        embed_dim=hf["hidden_size"],
-        num_layers=hf["num_hidden_layers"],
+        vocab_size=c.read("vocab_size", Count),
+        embed_dim=hidden_size,
+        num_layers=c.read("num_hidden_layers", Count),
         num_heads=num_heads,
-        num_kv_heads=hf.get("num_key_value_heads") or num_heads,
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // num_heads,
-        mlp_dim=hf["intermediate_size"],
-        max_seq_len=hf["max_position_embeddings"],
-        rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0),
+        num_kv_heads=c.read("num_key_value_heads", Count, None) or num_heads,
+        head_dim=c.read("head_dim", Count, None) or hidden_size // num_heads,
+        mlp_dim=c.read("intermediate_size", Count),
+        max_seq_len=c.read("max_position_embeddings", Count),
+        rope_theta=float(rope.read("rope_theta", Positive, 10_000.0)),
         rope_scaling=_rope_scaling(rope),
-        norm_eps=hf["rms_norm_eps"],
-        tie_embeddings=hf.get("tie_word_embeddings", False),
-        init_std=hf.get("initializer_range", 0.02),
+        norm_eps=c.read("rms_norm_eps", Positive),
+        tie_embeddings=c.read("tie_word_embeddings", bool, False),
+        init_std=c.read("initializer_range", Positive, 0.02),
     )
 
 
-def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type == "default":
+def dtype_from_hf(hf: Mapping[str, Any]) -> str:
+    """The dtype of the weights according to ``config.json``.
+
+    Raises:
+      ValueError: one that models do not have.
+    """
+    key = "dtype" if hf.get("dtype") else "torch_dtype"
+    if (dtype := hf.get(key) or "float32") not in DTYPES:
+        raise Section("config.json: ", hf).refusal(key, ", ".join(DTYPES))
+    return dtype
+
+
+def _rope(c: Section) -> Section:
+    """The base and the scaling of the rotary wavelengths.
+
+    Files written since transformers 5 have them in ``rope_parameters``, older ones have ``rope_theta`` and
+    ``rope_scaling``; some have both.
+    """
+    old, new = c.section("rope_scaling", None), c.section("rope_parameters", None)
+    theta = {} if c.values.get("rope_theta") is None else {"rope_theta": c.read("rope_theta", Positive)}
+    before = theta | dict(old.values)
+    if not new.values:
+        return Section(old.place, before)
+    for key, value in before.items():
+        if new.values.get(key) != value:
+            raise ValueError(
+                f"{new.place}{key}={new.values.get(key)!r} differs from {key}={value!r} in "
+                f"{'rope_scaling' if key in old.values else 'the top level'}; remove one of them"
+            )
+    return new
+
+
+def _rope_scaling(rope: Section) -> RopeScaling | None:
+    key = "rope_type" if rope.values.get("rope_type") else "type"
+    if rope.values.get(key, "default") == "default":
         return None
-    if rope_type != "llama3":
-        raise ValueError(f"config.json: rope_type={rope_type!r} is not supported, only 'llama3'")
+    if rope.values.get(key) != "llama3":
+        raise rope.refusal(key, "'llama3'")
     return RopeScaling(
-        factor=rope["factor"],
-        low_freq_factor=rope["low_freq_factor"],
-        high_freq_factor=rope["high_freq_factor"],
-        original_max_seq_len=rope["original_max_position_embeddings"],
+        factor=rope.read("factor", Positive),
+        low_freq_factor=rope.read("low_freq_factor", Positive),
+        high_freq_factor=rope.read("high_freq_factor", Positive),
+        original_max_seq_len=rope.read("original_max_position_embeddings", Count),
     )
 
 

@@ -90,3 +90,20 @@ def test_damaged_folders_are_refused(tmp_path):
     (tmp_path / "out" / "dataset.json").write_text("{")
     with pytest.raises(ValueError, match=r"out/dataset.json is damaged \(.*\); prepare the data again"):
         make_source(spec, "train")
+
+
+def test_counts_and_files_of_another_preparation_are_refused_at_once(tmp_path):
+    prepare_image_text(write_pictures(tmp_path / "a.tar", 6), str(tmp_path / "out"), shards=2)
+    file = tmp_path / "out" / "dataset.json"
+    manifest = json.loads(file.read_text())
+    manifest["shards"][0]["documents"] = 4
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"dataset.json is damaged \(its shards have 7 documents, not 6\)"):
+        open_images(tmp_path / "out")
+    manifest["shards"][0]["documents"] = 3
+    file.write_text(json.dumps(manifest))
+    open_images(tmp_path / "out")
+    shard = tmp_path / "out" / manifest["shards"][0]["file"]
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(ValueError, match=r"out'?: .*cannot be read .*; prepare the data again"):
+        open_images(tmp_path / "out")
