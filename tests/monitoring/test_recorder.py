@@ -14,8 +14,8 @@ class Throughput:
     def __init__(self):
         self.ticks = []
 
-    def tick(self, step):
-        self.ticks.append(step)
+    def tick(self, step, progress):
+        self.ticks.append((step, progress))
 
     def report(self):
         return {"perf/step_time": 1.0}
@@ -49,11 +49,11 @@ class Observer(Watch):
 def test_every_third_and_the_last_step_have_a_record_of_their_own_metrics(waits):
     """Metrics arrive a step late, unless the loop waits for a step."""
     throughput, watch, writer = Throughput(), Observer(), Writer()
-    recorder = Recorder(throughput, watch, writer, Batches(), Path("unused"), 3, 7)
+    recorder = Recorder(throughput, watch, writer, Batches(), Path("unused"), 3)
     for step in range(1, 8):
         metrics = {"loss": jnp.float32(step / 8), "grad_norms": {"w": jnp.array([step, 2.0 * step])}}
-        recorder.push(step, metrics, wait=step in waits or step == 7)
-    assert throughput.ticks == list(range(1, 8))
+        recorder.push(step, metrics, wait=step in waits or step == 7, last=step == 7)
+    assert throughput.ticks == [(step, step) for step in range(1, 8)]
     assert watch.seen == {step: step / 8 for step in range(1, 8)}
     assert list(writer.records) == [3, 6, 7]
     for step, record in writer.records.items():

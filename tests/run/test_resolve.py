@@ -43,7 +43,7 @@ def test_the_schedule_ends_with_the_run():
 def test_seed_and_microbatches_reach_the_gradients_and_the_data(monkeypatch):
     made = []
 
-    def gradients(loss, seed, microbatches, measure_noise):
+    def gradients(loss, seed, microbatches, square_norms):
         made.append((seed, microbatches))
 
     def make_data(data, **how):
