@@ -104,7 +104,7 @@ def resolve_settings(settings: Settings, devices: Sequence[jax.Device] | None = 
 
 def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
     """The experiment of settings that fulfil the constraints on this machine."""
-    s, family = settings, settings.family
+    s, family = settings.on(machine), settings.family
     optimizer = make_optimizer(s)
     gradients = family.gradients(s.loss, s.train.seed, s.train.microbatches)
     gates: dict[str, Gate] = {}
@@ -183,7 +183,8 @@ def describe(e: Experiment, state: State) -> str:
     full, causal = family.flops_per_unit(s.model, s.data, count)
     units = family.units_per_step(s.data)
     lines = [
-        f"{family.name}: {count:,} parameters in {s.model.param_dtype}, activations in {s.model.dtype}",
+        f"{family.name}: {count:,} parameters in {s.model.param_dtype}, activations in {s.model.dtype}, "
+        f"attention by {s.model.attention}",
         f"mesh: {sharding.describe(e.mesh.shape)} ({e.mesh.size} × {e.mesh.devices.flat[0].device_kind}); "
         f"per device: parameters {_device_gib(state['params']):.3g} GiB, "
         f"optimizer {_device_gib(state['opt_state']):.3g} GiB",

@@ -24,10 +24,13 @@ def restore_model(
     Returns:
       its structure, {"params", "model_state"} on the mesh, and the step.
     """
-    make_model = settings.make_model(*settings.read_model(c))
-    graphdef, wanted = abstract_model(make_model, mesh)
-    if "optimizer" in c:
-        _, abstract = abstract_state(make_model, settings.make_optimizer(settings.read(c)).tx, mesh)
+    if "optimizer" not in c:  # they name their kernel of attention
+        graphdef, wanted = abstract_model(settings.make_model(*settings.read_model(c)), mesh)
+    else:
+        s = settings.read(c).on(settings.Machine.of(mesh))
+        make_model = settings.make_model(s.family, s.model, s.precision)
+        graphdef, abstract = abstract_state(make_model, settings.make_optimizer(s).tx, mesh)
+        wanted = {key: abstract[key] for key in ("params", "model_state")}
         if part := eval_part(abstract["opt_state"]):
             wanted["opt_state"] = part
     root = workdir / "checkpoints"

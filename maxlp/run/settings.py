@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from maxlp import families, precision
 from maxlp.families import Family
 from maxlp.monitoring.spikes import SpikeConfig
+from maxlp.nn import attention
 from maxlp.optim.config import OptimizerConfig
 from maxlp.optim.make_tx import Optimizer, make_tx
 from maxlp.parallel import sharding
@@ -71,6 +73,11 @@ class Machine(NamedTuple):
     axes: Mapping[str, int]
     platform: str
 
+    @classmethod
+    def of(cls, mesh: Mesh) -> "Machine":
+        """The machine of a mesh with devices."""
+        return cls(dict(mesh.shape), mesh.devices.flat[0].platform)
+
     @property
     def batch_shards(self) -> int:
         """How many parts the rows of a batch are split into."""
@@ -123,6 +130,14 @@ class Settings:
         """The mesh of the config on these devices; raises as `machine` does."""
         return self.machine(len(devices), devices[0].platform, sharding.dcn_sizes(devices))
 
+    def on(self, machine: Machine) -> "Settings":
+        """These settings with the attention kernel that ``model.attention=auto`` stands for on a machine."""
+        if self.model.attention != attention.AUTO:
+            return self
+        uses = self.family.attention_uses(self.model, self.data)
+        kernel = attention.choose(uses, machine.axes, machine.platform)
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, attention=kernel))
+
     def device_rows(self, machine: Machine) -> int:
         """Rows of the batch on one device in each microbatch."""
         return self.data.batch_size // (machine.batch_shards * self.train.microbatches)
@@ -130,12 +145,12 @@ class Settings:
     @property
     def matmuls(self) -> dict[str, str]:
         """Path of each matmul of the model -> its precision recipe."""
-        return _traced_model(self.family, self.model, self.precision)[0]
+        return _traced_model(self.family, _layout_free(self.model), self.precision)[0]
 
     @property
     def params(self) -> nnx.State:
         """The parameters of the model as shapes."""
-        return _traced_model(self.family, self.model, self.precision)[1]
+        return _traced_model(self.family, _layout_free(self.model), self.precision)[1]
 
     @property
     def is_quantized(self) -> bool:
@@ -165,6 +180,12 @@ def make_optimizer(s: Settings) -> Optimizer:
     """
     with errors_of("optimizer"):
         return make_tx(s.optimizer, total_steps=s.train.total_steps)
+
+
+def _layout_free(model: Any) -> Any:
+    """A model's config without what changes neither its parameters nor its matmuls, so that it is traced
+    once for all of those values."""
+    return dataclasses.replace(model, attention=attention.AUTO, remat="none")
 
 
 @functools.lru_cache(maxsize=64)

@@ -126,7 +126,7 @@ class Tower:
 
 def towers(settings: Settings, machine: Machine) -> tuple[Tower, Tower]:
     """The image tower and the text tower of a step that fulfils `run.constraints`."""
-    m, axes = settings.model, machine.axes
+    m, axes = settings.on(machine).model, machine.axes
 
     def tower(sizes: VisualConfig | TextConfig, positions: int, causal: bool) -> Tower:
         return Tower(

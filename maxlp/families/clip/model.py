@@ -74,7 +74,7 @@ class CLIPConfig:
       image_mean, image_std: of each channel, for pixels in [0, 1].
       dtype: of activations and matmuls.
       param_dtype: of the stored parameters.
-      attention: a key of `attention.KERNELS`.
+      attention: a key of `attention.KERNELS`; "auto" is the platform's, see `attention.choose`.
       scan_layers: False unrolls the loop over layers, see `stack.apply_stack`.
       remat: a key of `stack.REMAT_POLICIES`.
 

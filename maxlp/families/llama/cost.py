@@ -78,7 +78,7 @@ class Sizes:
 
 def sizes(s: Settings, machine: Machine) -> Sizes:
     """The sizes of a step that fulfils `run.constraints`."""
-    m, axes = s.model, machine.axes
+    m, axes = s.on(machine).model, machine.axes
     stages = axes["stage"]
     return Sizes(
         R=s.device_rows(machine),
