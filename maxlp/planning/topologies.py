@@ -36,6 +36,7 @@ class Chip:
       hbm: bandwidth of that memory in bytes/s.
       links: bytes/s that a device sends to its neighbours (ICI, all links together; NVLink).
       network: bytes/s that a device sends to other slices (TPU) or hosts (GPU).
+      host: bytes/s between the device and the memory of its host (PCIe); 0 if it is not published.
       torus: number of dimensions of the ICI torus; 0 for GPUs.
       per_chip: JAX devices per chip.
       wraps: a torus dimension closes to a ring if it is a multiple of this.
@@ -48,6 +49,7 @@ class Chip:
     hbm: float
     links: float
     network: float
+    host: float = 0.0
     torus: int = 0
     per_chip: int = 1
     wraps: int = 0
@@ -63,8 +65,8 @@ class Chip:
 # The documentation's bidirectional figures of ICI, NVLink and PCIe are halved; TPU7x's figures are for half a
 # chip. TPU v4's network is not documented, so v5p's is used. A GPU program gets 95 % of the memory that the
 # driver reports; the CUDA context and NCCL's buffers take the rest (run it with
-# XLA_PYTHON_CLIENT_MEM_FRACTION=0.95). Cards without NVLink send through PCIe (4.0 x16, 5.0 for the RTX 5090);
-# their hosts' network is that of the largest L4 machine of Google Cloud (g2-standard-96: 100 Gb/s for 8 GPUs).
+# XLA_PYTHON_CLIENT_MEM_FRACTION=0.95). PCIe is 4.0 x16, or 5.0 from H100 on and for the RTX 5090. Cards without
+# NVLink send to each other through it; their hosts' network is that of the largest L4 machine of Google Cloud (g2-standard-96: 100 Gb/s for 8 GPUs).
 PCIE_4, PCIE_5, SHARED_100_GBIT = 32e9, 64e9, 12.5e9 / 8
 CHIPS: dict[str, Chip] = {
     "v4": Chip("TPU v4", "tpu", 30.75 * GIB, 1.228e12, 300e9, 6.25e9, torus=3, wraps=4, pod=4096),
@@ -74,23 +76,23 @@ CHIPS: dict[str, Chip] = {
     "v7x": Chip(
         "TPU7x", "tpu", 94.74 * GIB, 3.690e12, 300e9, 6.25e9, torus=3, per_chip=2, wraps=4, pod=9216
     ),
-    "a100_40gb": Chip("NVIDIA A100-SXM4-40GB", "cuda", 0.95 * 42298834944, 1.555e12, 300e9, 25e9),
-    "a100": Chip("NVIDIA A100-SXM4-80GB", "cuda", 0.95 * 84987740160, 2.039e12, 300e9, 25e9),
-    "h100": Chip("NVIDIA H100 80GB HBM3", "cuda", 0.95 * 84929347584, 3.352e12, 450e9, 50e9),
-    "h200": Chip("NVIDIA H200", "cuda", 0.95 * 150754820096, 4.8e12, 450e9, 50e9),
-    "b200": Chip("NVIDIA B200", "cuda", 0.95 * 192265846784, 8.0e12, 900e9, 50e9),
+    "a100_40gb": Chip("NVIDIA A100-SXM4-40GB", "cuda", 0.95 * 42298834944, 1.555e12, 300e9, 25e9, PCIE_4),
+    "a100": Chip("NVIDIA A100-SXM4-80GB", "cuda", 0.95 * 84987740160, 2.039e12, 300e9, 25e9, PCIE_4),
+    "h100": Chip("NVIDIA H100 80GB HBM3", "cuda", 0.95 * 84929347584, 3.352e12, 450e9, 50e9, PCIE_5),
+    "h200": Chip("NVIDIA H200", "cuda", 0.95 * 150754820096, 4.8e12, 450e9, 50e9, PCIE_5),
+    "b200": Chip("NVIDIA B200", "cuda", 0.95 * 192265846784, 8.0e12, 900e9, 50e9, PCIE_5),
     # 24 GB; the driver reports 22.0 GiB of the L4, whose memory has error correction
-    "l4": Chip("NVIDIA L4", "cuda", 0.95 * 22.0 * GIB, 0.300e12, PCIE_4, SHARED_100_GBIT),
+    "l4": Chip("NVIDIA L4", "cuda", 0.95 * 22.0 * GIB, 0.300e12, PCIE_4, SHARED_100_GBIT, PCIE_4),
     "rtx4090": Chip(
-        "NVIDIA GeForce RTX 4090", "cuda", 0.95 * 23.64 * GIB, 1.008e12, PCIE_4, SHARED_100_GBIT
+        "NVIDIA GeForce RTX 4090", "cuda", 0.95 * 23.64 * GIB, 1.008e12, PCIE_4, SHARED_100_GBIT, PCIE_4
     ),
     # 32 GB
     "rtx5090": Chip(
-        "NVIDIA GeForce RTX 5090", "cuda", 0.95 * 31.36 * GIB, 1.792e12, PCIE_5, SHARED_100_GBIT
+        "NVIDIA GeForce RTX 5090", "cuda", 0.95 * 31.36 * GIB, 1.792e12, PCIE_5, SHARED_100_GBIT, PCIE_5
     ),
     # 48 GB, with error correction
     "rtx6000ada": Chip(
-        "NVIDIA RTX 6000 Ada Generation", "cuda", 0.95 * 44.4 * GIB, 0.960e12, PCIE_4, SHARED_100_GBIT
+        "NVIDIA RTX 6000 Ada Generation", "cuda", 0.95 * 44.4 * GIB, 0.960e12, PCIE_4, SHARED_100_GBIT, PCIE_4
     ),
 }
 ALIASES = {"tpu7x": "v7x", "v5": "v5p"}
@@ -170,9 +172,13 @@ class Topology:
         Raises:
           ConfigError: sizes that the topology does not have.
         """
+        return s.machine(self.size, self.chip.platform, self.dcn_sizes)
+
+    @property
+    def dcn_sizes(self) -> tuple[int, ...]:
+        """The sizes that ``mesh.dcn_data`` can have, as in `sharding.dcn_sizes`."""
         hosts = 1 if self.chip.torus else self.shape[0]
-        dcn_sizes = 1, self.slices, self.slices * hosts  # as in `sharding.dcn_sizes`
-        return s.machine(self.size, self.chip.platform, dcn_sizes)
+        return 1, self.slices, self.slices * hosts
 
     @property
     def chip_name(self) -> str:

@@ -43,7 +43,37 @@ LLAMA: dict[str, dict[str, Any]] = {
     "context 4": {"mesh.context": 4, "model.attention": "ring"},
     "stage 2": {"mesh.stage": 2, "model.pipeline.microbatches": 4},
     "stage 4, 2 rounds": {"mesh.stage": 4, "model.pipeline.rounds": 2},
+    "remat offload": {"model.remat": "offload"},
 }
+RELEASED = {"train.release_gradients": True, "optimizer.clip_norm": 0.0}
+PURE = {"model.param_dtype": "bfloat16", "optimizer.param_rounding": "stochastic"}
+BITS_8 = {
+    "optimizer.low_bit.mu": "dynamic8",
+    "optimizer.low_bit.nu": "dynamic8",
+    "optimizer.low_bit.block_size": 256,
+}
+GALORE = {"optimizer.galore.rank": 256}
+# What the search offers besides, on one device, where the state and its update weigh most.
+for _name, _changes in {
+    "as it is": {},
+    "remat offload": {"model.remat": "offload"},
+    "released": RELEASED,
+    "released, remat none": RELEASED | {"model.remat": "none"},
+    "pure bf16": PURE,
+    "bfloat16 first moments": {"optimizer.mu_dtype": "bfloat16"},
+    "8 bits": BITS_8,
+    "GaLore": GALORE,
+    "pure bf16, 8 bits": PURE | BITS_8,
+    "pure bf16, 8 bits, 4 microbatches": PURE | BITS_8 | {"train.microbatches": 4},
+    "pure bf16, GaLore": PURE | GALORE,
+    "pure bf16, GaLore, 8 bits": PURE | GALORE | BITS_8,
+    "pure bf16, released": PURE | RELEASED,
+    "8 bits, released": BITS_8 | RELEASED,
+    "pure bf16, 8 bits, released": PURE | BITS_8 | RELEASED,
+    "GaLore, 8 bits, released": GALORE | BITS_8 | RELEASED,
+    "pure bf16, GaLore, 8 bits, released": PURE | GALORE | BITS_8 | RELEASED,
+}.items():
+    LLAMA[f"one device, {_name}"] = {"data.batch_size": 4, **_changes}
 CLIP: dict[str, tuple[str, dict[str, Any]]] = {
     "CLIP b32": ("b32", {"data.batch_size": 8192}),
     "CLIP b32, remat none": ("b32", {"data.batch_size": 4096, "model.remat": "none"}),

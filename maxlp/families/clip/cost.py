@@ -235,7 +235,7 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     recipes = settings.matmuls
     B, E = settings.data.batch_size, settings.model.embed_dim
     flops = {"bfloat16": 0.0, "float8": 0.0, "int8": 0.0}
-    moved = 0.0
+    moved = host = 0.0
     for tower, name in zip(towers(settings, machine), ("visual", "text"), strict=True):
         again = (tower.remat in ("block", "offload")) + (M > 1)
         tokens = B * tower.S
@@ -250,6 +250,7 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
             widths += 24 * tower.S * tower.N / tower.t * square
         moved += tower.L * tower.R * tower.S * M * tower.a * widths * (1 + again / 3)
         moved += (3 + again) * 2 * tower.L * tower.block_params * tower.a / tower.t * M
+        host += 2 * tower.L * tower.x / tower.t * M * (tower.remat == "offload")
     visual = settings.model.visual
     pixels = B * visual.num_patches * 3 * visual.patch_size**2
     flops["bfloat16"] += (4 + 2 * (M > 1)) * pixels * visual.width
@@ -258,7 +259,7 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     mesh = abstract_mesh(machine.axes)
     once = 2 * (state.bytes_on(mesh, "params") + state.bytes_on(mesh, "opt_state"))
     moved += once + 2 * gradients(settings, machine, state)
-    return Work({dtype: n / devices for dtype, n in flops.items() if n}, moved)
+    return Work({dtype: n / devices for dtype, n in flops.items() if n}, moved, host)
 
 
 def _matmul_widths(name: str, tower: Tower) -> dict[str, int]:
