@@ -98,7 +98,9 @@ def test_a_clip_that_does_not_fit_is_split(capsys):
     assert not values["fits"] and "images/s" in plan.report(values)
     found = plan.search_settings(s, topology, compiles=False)
     assert found is not None and found["layouts"] and "fastest of" in capsys.readouterr().out
-    assert plan.make_plan(search.changed(s, found["layouts"][0]["changes"]), topology, compiles=False)["fits"]
+    assert plan.make_plan(search.changed(s, found["layouts"][0]["changes"]), topology, compiles=False)[
+        "fits"
+    ]
 
 
 def candidate(seconds: float, changes: dict, *numerics: str) -> search.Candidate:
@@ -129,12 +131,16 @@ def test_a_candidate_that_does_not_compile_is_reported_and_skipped(capsys, monke
 def test_results_of_a_search_fit_80_columns_and_name_what_changes_the_numerics():
     topology, key = topologies.parse("h100:1x8"), "optimizer.galore"
     layouts = [candidate(1.0, {"train.microbatches": 4, "model.remat": "block"}), candidate(2.0, {})]
-    numerics = [candidate(0.5, {key: {"rank": 8, "side": "long"}}, "galore=8", "batch_size=2", "clip_norm=0")]
+    numerics = [
+        candidate(0.5, {key: {"rank": 8, "side": "long"}}, "galore=8", "batch_size=2", "clip_norm=0")
+    ]
     fits = plan.found_report(search.Found(layouts, numerics, None, 9), topology, "tokens")
     only = plan.found_report(search.Found([], numerics, None, 9), topology, "tokens")
     nothing = plan.found_report(search.Found([], [], numerics[0], 9), topology, "tokens")
     assert all(len(line) <= 80 for text in (fits, only, nothing) for line in text.splitlines())
-    assert "faster only with other numerics" in fits and "fits only with other numerics" in " ".join(only.split())
+    assert "faster only with other numerics" in fits and "fits only with other numerics" in " ".join(
+        only.split()
+    )
     assert "--config.train.microbatches=4 --config.model.remat=block" in fits
     assert "galore=8 + batch_size=2 + clip_norm=0" in only and "--config.optimizer.galore.rank=8" in only
     assert "nothing fits" in nothing and "GiB too much" in nothing and "--config" not in nothing
@@ -155,7 +161,10 @@ def test_a_config_whose_mesh_does_not_exist_is_searched_nevertheless(tmp_path):
 
 def test_a_config_that_cannot_run_anywhere_is_an_error():
     done = run(
-        "--config=configs/llama/8b.py", "--topology=h100:1x1", "--estimate_only", "--config.data.seq_len=262144"
+        "--config=configs/llama/8b.py",
+        "--topology=h100:1x1",
+        "--estimate_only",
+        "--config.data.seq_len=262144",
     )
     assert done.returncode == 2 and "config.data.seq_len=262144 is above" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -180,7 +180,9 @@ def flags(changes: Mapping[str, Any]) -> list[str]:
     """The changes as flags of the command line."""
     flat: Changes = {}
     for key, value in changes.items():
-        flat |= {f"{key}.{name}": v for name, v in value.items()} if isinstance(value, dict) else {key: value}
+        flat |= (
+            {f"{key}.{name}": v for name, v in value.items()} if isinstance(value, dict) else {key: value}
+        )
     return [f"--config.{key}={value}" for key, value in flat.items()]
 
 
@@ -469,7 +471,9 @@ class _Search:
         return Candidate(changes, names, layout, peak, time.expected, busy, rate)
 
     def _time(self, s: Settings, machine: Machine, state: StateShapes, cost: Any) -> Roofline:
-        groups = group(cost.collectives(s, machine), self._topology, machine.axes, s.mesh.get("dcn_data", 1))
+        groups = group(
+            cost.collectives(s, machine), self._topology, machine.axes, s.mesh.get("dcn_data", 1)
+        )
         return roofline(cost.work(s, machine, state), groups, self._topology)
 
     def _state(self, s: Settings) -> StateShapes:

@@ -92,7 +92,13 @@ CHIPS: dict[str, Chip] = {
     ),
     # 48 GB, with error correction
     "rtx6000ada": Chip(
-        "NVIDIA RTX 6000 Ada Generation", "cuda", 0.95 * 44.4 * GIB, 0.960e12, PCIE_4, SHARED_100_GBIT, PCIE_4
+        "NVIDIA RTX 6000 Ada Generation",
+        "cuda",
+        0.95 * 44.4 * GIB,
+        0.960e12,
+        PCIE_4,
+        SHARED_100_GBIT,
+        PCIE_4,
     ),
 }
 ALIASES = {"tpu7x": "v7x", "v5": "v5p"}

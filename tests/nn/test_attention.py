@@ -180,7 +180,13 @@ def test_kernels_run_where_they_can(name, use, axes, platform):
 @pytest.mark.parametrize(
     ("name", "use", "axes", "platform", "message"),
     [
-        ("flash", {}, {}, "gpu", "model.attention='flash' is unknown; one of auto, xla, cudnn, splash, ring"),
+        (
+            "flash",
+            {},
+            {},
+            "gpu",
+            "model.attention='flash' is unknown; one of auto, xla, cudnn, splash, ring",
+        ),
         (
             "splash",
             {},

@@ -1,5 +1,6 @@
 """Small runs whose peak memory, as the compilers report it, `tools/record_peaks.py` has recorded."""
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,25 @@ for _name, _changes in {
     "pure bf16, GaLore, 8 bits, released": PURE | GALORE | BITS_8 | RELEASED,
 }.items():
     LLAMA[f"one device, {_name}"] = {"data.batch_size": 4, **_changes}
+# Presets on one device, named by what they change: the update of 8 billion parameters can be the peak.
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {}
+for _name, _changes in {
+    "as it is": {},
+    "8 bits": BITS_8,
+    "pure bf16": PURE,
+    "pure bf16, 8 bits": PURE | BITS_8,
+    "GaLore, 8 bits": {"galore": True} | BITS_8,
+    "pure bf16, GaLore, 8 bits": {"galore": True} | PURE | BITS_8,
+}.items():
+    _galore = _changes.pop("galore", False)
+    for _preset, _batch, _rank, _released in (
+        ("llama.8b", 4, 1024, {"data.batch_size": 1}),
+        ("clip.l14", 256, 192, {}),
+    ):
+        _all = {"data.batch_size": _batch} | _changes | ({"optimizer.galore.rank": _rank} if _galore else {})
+        PRESETS[f"{_preset}, {_name}"] = _preset, _all
+        PRESETS[f"{_preset}, {_name}, 4 microbatches"] = _preset, _all | {"train.microbatches": 4}
+        PRESETS[f"{_preset}, {_name}, released"] = _preset, _all | RELEASED | _released
 CLIP: dict[str, tuple[str, dict[str, Any]]] = {
     "CLIP b32": ("b32", {"data.batch_size": 8192}),
     "CLIP b32, remat none": ("b32", {"data.batch_size": 4096, "model.remat": "none"}),
@@ -106,6 +126,9 @@ def recorded(name: str, platform: str) -> Settings:
     if name in CLIP:
         size, changes = CLIP[name]
         return settings_of(clip(**CLIP_SIZES[size]), changes)
+    if name in PRESETS:
+        preset, changes = PRESETS[name]
+        return settings_of(importlib.import_module(f"configs.{preset}").get_config(), changes)
     return settings_of(
         llama(**LLAMA_SIZES), LLAMA_RUN | {"model.attention": KERNELS[platform]} | LLAMA[name]
     )

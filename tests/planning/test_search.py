@@ -85,7 +85,10 @@ def test_the_fastest_of_all_combinations_is_found(devices, clip_norm):
         for one in layouts:
             new = search.changed(s, one.changes)
             constraints.check(new, topology.machine(new))
-            assert estimated_peak(new, topology) == pytest.approx(one.peak) and one.peak <= gib * topologies.GIB
+            assert (
+                estimated_peak(new, topology) == pytest.approx(one.peak)
+                and one.peak <= gib * topologies.GIB
+            )
 
 
 @pytest.mark.parametrize(("name", "topology"), [("llama.8b", "h100:1x8"), ("clip.b32", "v5e:2x4")])
@@ -157,7 +160,13 @@ def test_8b_on_one_h100_fits_in_pure_bfloat16_with_8_bit_moments_and_a_batch_in_
 
 
 def test_layouts_do_not_change_the_numerics():
-    layout = {"model.remat", "model.attention", "train.microbatches", "train.release_gradients", "loss.num_chunks"}
+    layout = {
+        "model.remat",
+        "model.attention",
+        "train.microbatches",
+        "train.release_gradients",
+        "loss.num_chunks",
+    }
     found = search.find(small(), with_memory("h100:1x2", 2.0))
     assert found.layouts and all(
         key in layout or key.startswith("mesh.") for one in found.layouts for key in one.changes
@@ -209,7 +218,10 @@ def test_flags_of_a_result_give_its_settings():
         old = section.get_type(name)
         section[name] = value == "True" if old is bool else old(value)
     new = read(c)
-    assert new.on(topology.machine(new)).model == search.changed(s, one.changes).on(topology.machine(new)).model
+    assert (
+        new.on(topology.machine(new)).model
+        == search.changed(s, one.changes).on(topology.machine(new)).model
+    )
     assert (new.optimizer, new.data, new.train) == (
         *(getattr(search.changed(s, one.changes), key) for key in ("optimizer", "data", "train")),
     )

@@ -114,10 +114,11 @@ class Tower:
         It holds three F-wide arrays (gradients replace what is no longer needed), two while the
         probabilities get their gradient; the probabilities in float32 and rounded, and in the end their
         gradient; eight and a half arrays of the residual stream, q, k, v and the output; and seven tenths
-        of the block's gathered weights and of the rounded weights of all blocks.
+        of the block's gathered weights and of the weights of all blocks, which are rounded before they are
+        gathered.
         """
         weights = self.block_params * self.a / self.t
-        rounded = self.L * weights / self.shards if self.param != self.a else 0.0
+        rounded = self.L * weights / self.shards if self.param != self.a and self.shards > 1 else 0.0
         stream = 4.5 * self.x / self.t + 4 * self.x
         mlp = 3 * self.f + (4 + self.a) * self.squares
         attention = 2 * self.f + (4 + 2 * self.a) * self.squares
@@ -181,6 +182,10 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
     if settings.train.release_gradients:
         block["a layer's update"] = max(
             one.block_params * 4 / (one.shards * one.t) for one in (image, text)
+        )
+    if settings.optimizer.has_low_bit and not settings.optimizer.has_galore and M > 1:
+        block["moments in float32"] = 3 * max(
+            4 * one.L * one.D * one.F / (one.shards * one.t) for one in (image, text)
         )
     moments = [both | block, {"loss": loss(settings, machine)} | (both if M == 1 else {})]
     return held | max(moments, key=lambda parts: sum(parts.values()))

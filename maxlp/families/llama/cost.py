@@ -312,7 +312,12 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
             again,
             square,
         ),
-        host=2 * s.schedule.ticks * s.of_stage.L / s.schedule.rounds * s.microbatches * offloaded(s.of_stage),
+        host=2
+        * s.schedule.ticks
+        * s.of_stage.L
+        / s.schedule.rounds
+        * s.microbatches
+        * offloaded(s.of_stage),
     )
 
 
