@@ -349,9 +349,9 @@ def found_report(found: search.Found, topology: Topology, unit: str) -> str:
     assert smallest is not None, "something was tried and did not fit"
     missing = smallest.peak - search.MARGIN * topology.chip.memory
     title = (
-        f"nothing fits in {memory}: over every mesh, remat, number of microbatches and of parts of the loss, "
-        f"with and without {', '.join(search.NUMERICS)}, the least is {smallest.peak / GIB:.1f} GiB, "
-        f"{missing / GIB:.1f} GiB too much. Use more or larger devices, or shorter sequences. The least:"
+        f"nothing fits in {memory}: over every mesh, remat, number of microbatches and of parts of the "
+        f"loss, with and without {', '.join(search.NUMERICS)}, the least is {smallest.peak / GIB:.1f} GiB, "
+        f"{missing / GIB:.1f} GiB too much. Use more or larger devices, or shorter sequences. It is:"
     )
     return "\n".join(["", *textwrap.wrap(title, WIDTH), *_candidate_lines([smallest], unit)])
 

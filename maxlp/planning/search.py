@@ -1,31 +1,33 @@
 """The fastest settings that fit, by the closed form: every combination of them, without a compiler.
 
-Layout (searched freely): the mesh (every size of data, fsdp, context and tensor whose product is the number of
-devices), remat, the kernel of attention, released gradients, `Family.search_choices`, the number of microbatches
-and of parts of the loss. These change speed and memory, and results up to rounding. Not searched: pipeline
-stages, which on the same devices need no less memory than fsdp, and ``scan_layers``, which the closed form does
-not distinguish.
+Layout (searched freely): the mesh (every size of data, fsdp, context and tensor whose product is the number
+of devices), remat, the kernel of attention, released gradients, `Family.search_choices`, the number of
+microbatches and of parts of the loss. These change speed and memory, and results up to rounding. Not
+searched: pipeline stages, which on the same devices need no less memory than fsdp, and ``scan_layers``,
+which the closed form does not distinguish.
 
-Numerics (offered, never chosen silently): the parameters' dtype, the moments, GaLore, the recipe of the matmuls,
-no clipping (which released gradients need), and a smaller batch in one pass.
+Numerics (offered, never chosen silently): the parameters' dtype, the moments, GaLore, the recipe of the
+matmuls, no clipping (which released gradients need), and a smaller batch in one pass.
 
-The result is the fastest of all combinations, although most are not evaluated. A *cell* is a layout without its
-numbers of microbatches and of parts. For any cell, closed forms have three properties, which tests check:
+The result is the fastest of all combinations, although most are not evaluated. A *cell* is a layout without
+its numbers of microbatches and of parts. For any cell, closed forms have three properties, which tests
+check:
 
-1. More microbatches never take less time, so that the time with one bounds the cell from below. Cells are visited
-   in the order of this bound, and the search ends when it exceeds the time of what has been found.
-2. From two microbatches on, more of them never need more memory. So one, two and the most decide whether any
+1. More microbatches never take less time, so that the time with one bounds the cell from below. Cells are
+   visited in the order of this bound, and the search ends when it exceeds the time of what it has found.
+2. From two microbatches on, more of them never need more memory. So one and the most decide whether any
    number fits, and bisection finds the fewest, which are the fastest.
 3. Parts of the loss do not change the time, and from two on more of them never need more memory.
 
-What the state alone exceeds is not evaluated further.
+A variant of the numerics whose state alone does not fit on any mesh is evaluated only if nothing fits, to
+find what needs the least memory.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -84,8 +86,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple:
-        """Fastest first; of equally fast ones, the one with the least to hide, the fewest changes, the least
-        memory."""
+        """Fastest first; of equally fast ones, the least to hide, the fewest changes, the least memory."""
         return _rounded(1 / self.rate), _rounded(self.busy), len(self.changes), self.peak
 
 
@@ -95,8 +96,8 @@ class Found:
 
     Attributes:
       layouts: the fastest ones that fit, none if none fits.
-      numerics: if a layout fits, changes of the numerics that are faster than it; otherwise for each smallest
-        set of changes with which something fits, the fastest.
+      numerics: if a layout fits, changes of the numerics that are faster than it; otherwise for each
+        smallest set of changes with which something fits, the fastest.
       smallest: if nothing fits at all, what needs the least memory.
       combinations: how many were covered.
     """
@@ -130,7 +131,7 @@ class Cell:
     Attributes:
       settings: with one microbatch, or the largest batch of a variant with a smaller one.
       splits: into how many parts the config's batch can be split, ascending: microbatches, or 1 / n of it.
-      parts: key of the setting that splits the loss, and its values, ascending; the first value is the config's.
+      parts: key of the setting that splits the loss, and its values: the config's, then all, ascending.
       bound: no split has fewer seconds per unit.
     """
 
@@ -155,7 +156,8 @@ def find(s: Settings, topology: Topology) -> Found:
     for variant in variants:
         names = frozenset(variant.names)
         if not any(fewer < names for fewer in needed):
-            needed |= {names: one for one in search.fastest(variant, 1)}
+            for one in search.fastest(variant, 1):
+                needed[names] = one
     found = sorted(needed.values(), key=lambda one: (len(one.numerics), one.order))
     if not found:
         search.find_smallest([Variant(), *variants])
@@ -171,7 +173,8 @@ def changed(s: Settings, changes: Mapping[str, Any]) -> Settings:
             s = dataclasses.replace(s, **{section: {**old, **values}})
             continue
         for name in values.keys() & NESTED.keys():
-            values[name] = dataclasses.replace(getattr(old, name) or NESTED[name](), **values[name])
+            present: Any = getattr(old, name) or NESTED[name]()
+            values[name] = dataclasses.replace(present, **values[name])
         s = dataclasses.replace(s, **{section: dataclasses.replace(old, **values)})
     return s
 
@@ -425,7 +428,7 @@ class _Search:
         return fits(splits[high])
 
     def _fitting(self, cell: Cell, n: int, variant: Variant) -> Candidate | None:
-        """The candidate of a cell with n splits: with the config's parts of the loss, or the fewest that fit."""
+        """The candidate of a cell with n splits; the loss in the config's parts or the fewest that fit."""
         s, changes = _split(cell.settings, n, variant), dict(cell.changes)
         state, cost = self._state(s), cost_of(s)
         key, values = cell.parts or ("", [0])

@@ -62,11 +62,12 @@ class Chip:
         return flops
 
 
-# The documentation's bidirectional figures of ICI, NVLink and PCIe are halved; TPU7x's figures are for half a
-# chip. TPU v4's network is not documented, so v5p's is used. A GPU program gets 95 % of the memory that the
-# driver reports; the CUDA context and NCCL's buffers take the rest (run it with
-# XLA_PYTHON_CLIENT_MEM_FRACTION=0.95). PCIe is 4.0 x16, or 5.0 from H100 on and for the RTX 5090. Cards without
-# NVLink send to each other through it; their hosts' network is that of the largest L4 machine of Google Cloud (g2-standard-96: 100 Gb/s for 8 GPUs).
+# The documentation's bidirectional figures of ICI, NVLink and PCIe are halved; TPU7x's figures are for half
+# a chip. TPU v4's network is not documented, so v5p's is used. A GPU program gets 95 % of the memory that
+# the driver reports; the CUDA context and NCCL's buffers take the rest (run it with
+# XLA_PYTHON_CLIENT_MEM_FRACTION=0.95). PCIe is 4.0 x16, or 5.0 x16 from H100 on and for the RTX 5090. Cards
+# without NVLink send to each other through it; their hosts' network is that of the largest L4 machine of
+# Google Cloud (g2-standard-96: 100 Gb/s for 8 GPUs).
 PCIE_4, PCIE_5, SHARED_100_GBIT = 32e9, 64e9, 12.5e9 / 8
 CHIPS: dict[str, Chip] = {
     "v4": Chip("TPU v4", "tpu", 30.75 * GIB, 1.228e12, 300e9, 6.25e9, torus=3, wraps=4, pod=4096),

@@ -131,7 +131,7 @@ class Settings:
         return self.machine(len(devices), devices[0].platform, sharding.dcn_sizes(devices))
 
     def on(self, machine: Machine) -> "Settings":
-        """These settings with the attention kernel that ``model.attention=auto`` stands for on a machine."""
+        """These settings with the kernel that ``model.attention=auto`` stands for on a machine."""
         if self.model.attention != attention.AUTO:
             return self
         uses = self.family.attention_uses(self.model, self.data)

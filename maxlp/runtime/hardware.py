@@ -14,8 +14,8 @@ import jax.numpy as jnp
 # TPU: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. A TPU v4 or v5p device is a chip (two
 # cores together); a TPU7x chip is two devices, so its 2307 and 4614 are halved here.
 # GPU: the data sheets of A100, H100 (SXM, PCIe, NVL), H200, and of DGX and HGX B200 and GB200
-# NVL72, whose "with sparsity" figures are halved; L4, L40 and L40S; NVIDIA's papers on the Ada and RTX Blackwell
-# architectures for GeForce and RTX cards, at the rate with sums in float32.
+# NVL72, L4, L40 and L40S, whose "with sparsity" figures are halved; NVIDIA's papers on the Ada and RTX
+# Blackwell architectures for GeForce and RTX cards, at the rate with sums in float32.
 PEAK_TFLOPS = {
     "TPU v4": {"bfloat16": 275, "int8": 275},
     "TPU v5 lite": {"bfloat16": 197, "int8": 394},

@@ -90,7 +90,9 @@ for _name, _changes in {
         ("llama.8b", 4, 1024, {"data.batch_size": 1}),
         ("clip.l14", 256, 192, {}),
     ):
-        _all = {"data.batch_size": _batch} | _changes | ({"optimizer.galore.rank": _rank} if _galore else {})
+        _all = (
+            {"data.batch_size": _batch} | _changes | ({"optimizer.galore.rank": _rank} if _galore else {})
+        )
         PRESETS[f"{_preset}, {_name}"] = _preset, _all
         PRESETS[f"{_preset}, {_name}, 4 microbatches"] = _preset, _all | {"train.microbatches": 4}
         PRESETS[f"{_preset}, {_name}, released"] = _preset, _all | RELEASED | _released

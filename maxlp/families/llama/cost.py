@@ -114,7 +114,8 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
     """Bytes of one device at the worst moment of a step, by what they hold.
 
     Three moments compete: the backward pass of a block, the loss of one chunk of the sequence, and the
-    update, if it does more than pass over the arrays once, see `of_update`. (The CPU's compiler does not order its work for memory: a block's activations take 1.45 times as much.)
+    update, if it does more than pass over the arrays once, see `of_update`. (The CPU's compiler does not
+    order its work for memory: a block's activations take 1.45 times as much.)
     """
     s, mesh = sizes(settings, machine), abstract_mesh(machine.axes)
     held = {
@@ -122,12 +123,12 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
         "optimizer": state.bytes_on(mesh, "opt_state") + state.bytes_on(mesh, "model_state"),
         "batch": 17.0 * s.R * s.microbatches * s.S,  # four int32 and a bool per token
     }
-    saved, block = {"saved activations": kept(s)}, of_block(s.of_stage)
+    forward, block = {"saved activations": kept(s)}, of_block(s.of_stage)
     if s.platform == "cpu":
         block["a block's activations"] *= 1.45
-    during = saved | {"gradients": gradients(s)}
+    during = forward | {"gradients": gradients(s)}
     # The gradients of a released run's loss are those of the head, which `of_loss` counts.
-    moments = [during | block, (saved if s.released else during) | of_loss(s)]
+    moments = [during | block, (forward if s.released else during) | of_loss(s)]
     if update := of_update(settings, s, held):
         moments.append({"gradients and updates": update})
     return held | max(moments, key=lambda parts: sum(parts.values()))
@@ -174,8 +175,8 @@ def gradients(s: Sizes) -> float:
     """Bytes of the gradients of the blocks and of the head, sharded.
 
     Where they are summed over the ticks of a pipeline, they exist twice; where they are summed over
-    microbatches, a second time in float32. Where layers are updated in the backward pass, a layer's take the
-    place of its activations, and those of the head remain.
+    microbatches, a second time in float32. Where layers are updated in the backward pass, a layer's take
+    the place of its activations, and those of the head remain.
     """
     blocks = s.of_stage.L * s.block_params * s.param / (s.shards * s.t)
     ends = s.V * s.D * s.param / (s.shards * s.t)
@@ -189,12 +190,13 @@ def gradients(s: Sizes) -> float:
 def of_block(s: Sizes) -> dict[str, float]:
     """The backward pass of one block.
 
-    Of the MLP it holds gate, up, their product and two gradients; on one device no more, because nothing is
-    gathered. Of attention it holds the inputs and the output; dense attention peaks before the MLP is recomputed, with probabilities and their gradient in
-    float32 and rounded; for ring attention see `of_ring`. Of the residual stream it holds four whole
-    arrays, and with a tensor axis up to five more: gathered for what is recomputed, and sums to scatter.
-    Seven tenths of the gathered weights are in use at that moment, and as much of the rounded ones, if
-    parameters are stored in a wider dtype: those of all layers are rounded before they are gathered.
+    Of the MLP it holds gate, up, their product and two gradients; on one device no more, because nothing
+    is gathered. Of attention it holds the inputs and the output; dense attention peaks before the MLP is
+    recomputed, with probabilities and their gradient in float32 and rounded; for ring attention see
+    `of_ring`. Of the residual stream it holds four whole arrays, and with a tensor axis up to five more:
+    gathered for what is recomputed, and sums to scatter. Seven tenths of the gathered weights are in use at
+    that moment, and as much of the rounded ones, if parameters are stored in a wider dtype: those of all
+    layers are rounded before they are gathered.
     """
     x, f = s.T * s.D * s.a, s.T * s.F * s.a / s.t
     q, k = s.T * s.N * s.H * s.a / s.t, s.T * s.K * s.H * s.a / s.t
@@ -254,13 +256,14 @@ def of_loss(s: Sizes) -> dict[str, float]:
 def of_update(settings: Settings, s: Sizes, held: dict[str, float]) -> float:
     """Bytes of the update of all parameters, besides what is held; 0 if it runs in place.
 
-    The gradients exist, and if they are sums over microbatches, in float32. Besides them, as compilers of
-    8 billion parameters showed:
+    The gradients exist, and if they are sums over microbatches, in float32. Besides them, compiled steps of
+    8 billion parameters hold:
 
-    * rounding to bfloat16 makes all updates first, in float32;
-    * moments in few bits are rounded with the maxima of their blocks: the new ones do not replace the old,
-      and about half of the largest array exists in float32; after microbatches, all updates and that array;
-    * GaLore's moments in few bits are smaller, but its products of matrices take more of the largest array.
+    * where parameters are rounded stochastically, the updates of all of them, in float32;
+    * with moments in few bits, which are rounded with the maxima of their blocks, the new codes and half of
+      the largest array in float32; after microbatches the updates, the largest array and codes;
+    * with GaLore and moments in few bits, whose codes are smaller, two and a half of the largest array for
+      its products of matrices; after microbatches one, and what one pass adds to the sums.
 
     Released layers are updated one by one; what is outside of them is left, and takes four float32 arrays.
     """

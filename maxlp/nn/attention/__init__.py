@@ -81,8 +81,10 @@ class Use:
 
 
 def choose(uses: Sequence[Use], axes: Mapping[str, int], platform: str) -> str:
-    """The kernel that ``auto`` stands for: the platform's own if it accepts all uses, ring if the mesh splits
-    the sequence, and xla otherwise.
+    """The kernel that ``auto`` stands for.
+
+    It is ring if the mesh splits the sequence, otherwise the platform's own if it accepts all uses, and xla
+    if it does not.
 
     Args:
       axes: the size of every mesh axis.
