@@ -18,7 +18,7 @@ REFUSED = {
         ({"train.microbatches": 5}, 1, "cpu", "train.microbatches=5"),
     ],
     "attention_runs": [
-        ({"model.attention": "flash"}, 1, "cpu", "one of xla"),
+        ({"model.attention": "flash"}, 1, "cpu", "one of auto, xla"),
         ({"model.attention": "splash"}, 1, "gpu", "runs on tpu"),
         ({"mesh.context": 2, "model.attention": "xla"}, 2, "cpu", "use model.attention=ring"),
     ],
