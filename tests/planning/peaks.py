@@ -96,6 +96,12 @@ for _name, _changes in {
         PRESETS[f"{_preset}, {_name}"] = _preset, _all
         PRESETS[f"{_preset}, {_name}, 4 microbatches"] = _preset, _all | {"train.microbatches": 4}
         PRESETS[f"{_preset}, {_name}, released"] = _preset, _all | RELEASED | _released
+# On several devices: weights are rounded before they are gathered.
+PRESETS["llama.8b, batch 8, released"] = "llama.8b", {"data.batch_size": 8} | RELEASED
+PRESETS["llama.70b, 8 bits, released"] = (
+    "llama.70b",
+    {"data.batch_size": 4, "mesh.tensor": 1} | BITS_8 | RELEASED,
+)
 CLIP: dict[str, tuple[str, dict[str, Any]]] = {
     "CLIP b32": ("b32", {"data.batch_size": 8192}),
     "CLIP b32, remat none": ("b32", {"data.batch_size": 4096, "model.remat": "none"}),

@@ -127,8 +127,10 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
     if s.platform == "cpu":
         block["a block's activations"] *= 1.45
     during = forward | {"gradients": gradients(s)}
-    # The gradients of a released run's loss are those of the head, which `of_loss` counts.
-    moments = [during | block, (forward if s.released else during) | of_loss(s)]
+    at_loss = during
+    if s.released:  # its gradients are those of the head, which `of_loss` counts
+        at_loss = forward | {"rounded weights": rounded_weights(s)}
+    moments = [during | block, at_loss | of_loss(s)]
     if update := of_update(settings, s, held):
         moments.append({"gradients and updates": update})
     return held | max(moments, key=lambda parts: sum(parts.values()))
@@ -195,8 +197,7 @@ def of_block(s: Sizes) -> dict[str, float]:
     recomputed, with probabilities and their gradient in float32 and rounded; for ring attention see
     `of_ring`. Of the residual stream it holds four whole arrays, and with a tensor axis up to five more:
     gathered for what is recomputed, and sums to scatter. Seven tenths of the gathered weights are in use at
-    that moment, and as much of the rounded ones, if parameters are stored in a wider dtype: those of all
-    layers are rounded before they are gathered.
+    that moment, and as much of the rounded ones, see `rounded_weights`.
     """
     x, f = s.T * s.D * s.a, s.T * s.F * s.a / s.t
     q, k = s.T * s.N * s.H * s.a / s.t, s.T * s.K * s.H * s.a / s.t
@@ -210,13 +211,21 @@ def of_block(s: Sizes) -> dict[str, float]:
         attention = of_ring(s) + 4 * x + split
     attention += x / s.t
     weights = s.block_params * s.a / s.t
-    rounded_outside_loop = s.param != s.a and s.shards > 1 and not s.released
-    rounded = s.L * weights / s.shards if rounded_outside_loop else 0.0
     return {
         "a block's activations": max(mlp, attention),
-        "a block's weights": 0.7 * (weights + rounded),
+        "a block's weights": 0.7 * weights + rounded_weights(s),
         "embedding's gradient": s.V * s.D * s.a / (s.shards * s.t),
     }
+
+
+def rounded_weights(s: Sizes) -> float:
+    """Bytes of weights in the dtype of the matmuls, if parameters are stored in a wider one.
+
+    Those of all layers are rounded before they are gathered; seven tenths are in use at the worst moment.
+    """
+    if s.param == s.a or s.shards == 1:
+        return 0.0
+    return 0.7 * s.L * s.block_params * s.a / (s.t * s.shards)
 
 
 def of_ring(s: Sizes) -> float:
