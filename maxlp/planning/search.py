@@ -368,10 +368,10 @@ class _Search:
     def _choices(self, s: Settings, variant: Variant) -> list[Changes]:
         """Every combination of the choices besides the mesh."""
         present = s.model.remat
-        kernels = dict.fromkeys((s.model.attention, attention.AUTO, "ring"))
-        options = {"model.attention": list(kernels)}
-        for key, values in s.family.search_choices.items():
-            options[key] = list(dict.fromkeys((_value(s, key), *values)))
+        choices = {"model.attention": (), **s.family.search_choices}
+        options = {key: list(dict.fromkeys((_value(s, key), *values))) for key, values in choices.items()}
+        if attention.AUTO not in options["model.attention"]:
+            options["model.attention"].append(attention.AUTO)
         remats = [one for one in REMATS if one != "offload" or self._topology.chip.host]
         combinations = []
         for released in (True,) if variant.released else (False, True):

@@ -165,5 +165,6 @@ FAMILY = Family(
     tokenizer_texts=tokenizer_texts,
     gated_products=("layers/mlp/down_proj",),
     describe_batch=describe_batch,
+    search_choices={"model.attention": ("ring",)},
     loss_parts=loss_parts,
 )
