@@ -1,8 +1,11 @@
-"""Prints the table of docs/plans from its JSON files; --compile first makes each plan again.
+"""Prints the table of docs/plans from its JSON files.
+
+With --estimate it first renews the closed form of each plan (seconds), with --compile the whole plan.
 
 pip install 'maxlp[aot]'
+python benchmarks/committed_plans.py --estimate
 python benchmarks/committed_plans.py --compile                # an hour on 2 cores
-python benchmarks/committed_plans.py --compile --only=8b_h100_1x8
+python benchmarks/committed_plans.py --compile --only 8b_h100_1x8
 """
 
 import argparse
@@ -10,6 +13,7 @@ import json
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from maxlp.parallel import sharding
@@ -25,6 +29,7 @@ HEADER = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile", action="store_true", help="make the plans again")
+    parser.add_argument("--estimate", action="store_true", help="make the estimates of the plans again")
     parser.add_argument("--only", nargs="*", help="names of plans")
     args = parser.parse_args()
     found = {path.stem: path for path in sorted(PLANS.glob("*.json")) if path.stem != "scaling"}
@@ -32,27 +37,43 @@ def main() -> None:
     for name in args.only or found:
         if args.compile:
             remake(found[name])
+        elif args.estimate:
+            renew_estimate(found[name])
         print(row(name, json.loads(found[name].read_text())), flush=True)
 
 
 def remake(path: Path) -> None:
     """Runs the command that a plan records, and replaces its files."""
+    plan(
+        path, f"--json={path}", *[f"--plot={path.with_suffix('.png')}"] * path.with_suffix(".png").exists()
+    )
+
+
+def renew_estimate(path: Path) -> None:
+    """Replaces the closed form in a plan."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        plan(path, "--estimate_only", f"--json={file.name}")
+        estimate = json.loads(Path(file.name).read_text())["estimate"]
+    values = json.loads(path.read_text()) | {"estimate": estimate}
+    path.write_text(json.dumps(values, indent=1) + "\n")
+
+
+def plan(path: Path, *options: str) -> None:
+    """Runs the command that a plan records, with these options besides."""
     _, *rest = shlex.split(json.loads(path.read_text())["command"])
-    figure = path.with_suffix(".png")
-    rest += [f"--json={path}"] + [f"--plot={figure}"] * figure.exists()
-    subprocess.run([sys.executable, *rest], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, *rest, "--nosearch", *options], check=True, stdout=subprocess.DEVNULL)
 
 
-def row(name: str, plan: dict) -> str:
-    done = plan["compiled"]
-    kind = plan["chip"]["kind"].removeprefix("NVIDIA ")
+def row(name: str, values: dict) -> str:
+    done = values["compiled"]
+    kind = values["chip"]["kind"].removeprefix("NVIDIA ")
     cells = [
         f"[{name}]({name}.json)",
-        f"{plan['devices']} × {kind}",
-        sharding.describe(plan["mesh"]),
-        f"{plan['estimate']['peak'] / GIB:.1f}",
+        f"{values['devices']} × {kind}",
+        sharding.describe(values["mesh"]),
+        f"{values['estimate']['peak'] / GIB:.1f}",
         f"{done['peak'] / GIB:.1f}",
-        f"{plan['has'] / GIB:.1f}",
+        f"{values['has'] / GIB:.1f}",
         f"{sum(one['sent'] for one in done['collectives']) / GIB:,.0f}",
         f"{done['time']['expected']:.3g}",
         f"{done['mfu']['full']:.0%}",

@@ -1,16 +1,17 @@
 r"""Predicts the memory, traffic and time of a step on other machines.
 
-    python -m maxlp.plan --config=configs/llama/8b.py --topology=v5p:4x4x4 --config.model.attention=splash
+    python -m maxlp.plan --config=configs/llama/8b.py --topology=v5p:4x4x4
 
 Compiles the train step of `maxlp.train` for a topology and prints its memory and time beside those of a
 closed form. --estimate_only prints the closed form alone and needs no compiler; compiling needs Linux and
-pip install 'maxlp[aot]', but no device. --list_topologies lists the topologies. If the step does not fit,
-the command searches for the nearest settings that fit.
+pip install 'maxlp[aot]', but no device. --list_topologies lists the topologies. Then it searches for the
+fastest settings that fit (--nosearch omits this), and prints them as flags.
 """
 
 import dataclasses
 import json
 import shlex
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from maxlp.planning.hlo import Collective
 from maxlp.planning.roofline import group, roofline
 from maxlp.planning.topologies import GIB, Topology
 from maxlp.run import cli, constraints
+from maxlp.run.config import ConfigError
 from maxlp.run.experiment import assemble
 from maxlp.run.settings import Machine, Settings, read
 
@@ -39,7 +41,7 @@ def define_flags() -> None:
     )
     flags.DEFINE_bool("list_topologies", False, "List the known chips and stop.")
     flags.DEFINE_bool("estimate_only", False, "Print only the closed form, which takes a second.")
-    flags.DEFINE_bool("search", True, "Search for settings that fit if the config's do not.")
+    flags.DEFINE_bool("search", True, "Search for the fastest settings that fit.")
     flags.DEFINE_string("json", None, "Write the plan to this file as JSON.")
     flags.DEFINE_string("hlo", None, "Write the compiled program to this file as text.")
     flags.DEFINE_string("plot", None, "Draw the plan to this file (.png, .svg, .pdf).")
@@ -56,10 +58,22 @@ def main() -> int:
     topology, compiles = topologies.parse(flags.FLAGS.topology), not flags.FLAGS.estimate_only
     check_files({name: flags.FLAGS[name].value for name in ("json", "hlo", "plot")}, compiles)
     s = read(with_placeholder_data(flags.FLAGS.config))
-    plan = {"command": command(), **make_plan(s, topology, compiles, flags.FLAGS.hlo)}
-    print(report(plan))
-    if not plan["fits"] and flags.FLAGS.search:
-        plan["nearest"] = search_settings(s, topology, compiles)
+    plan: dict[str, Any] = {"command": command()}
+    refusal = None
+    try:
+        plan |= make_plan(s, topology, compiles, flags.FLAGS.hlo)
+        print(report(plan))
+    except ConfigError as error:
+        if not flags.FLAGS.search or flags.FLAGS.plot:
+            raise
+        refusal = error
+        plan |= {"topology": topology.name, "refused": str(error)}
+    if flags.FLAGS.search:
+        plan["search"] = search_settings(s, topology, compiles, plan.get("fits", False))
+        if refusal is not None:
+            if plan["search"] is None:
+                raise refusal
+            print(f"\nThe config's own settings cannot run here: {refusal}")
     if flags.FLAGS.json:
         Path(flags.FLAGS.json).write_text(json.dumps(plan, indent=1) + "\n")
     if flags.FLAGS.plot:
@@ -205,49 +219,45 @@ def timing(
     }
 
 
-def search_settings(s: Settings, topology: Topology, compiles: bool) -> list[dict[str, Any]]:
-    """Prints and returns the nearest settings that fit.
+def search_settings(
+    s: Settings, topology: Topology, compiles: bool, fits: bool = False
+) -> dict[str, Any] | None:
+    """Prints and returns the fastest settings that fit, or what the smallest ones need.
 
     Args:
       compiles: whether to verify them with the compiler; the first one that fits ends the search.
+      fits: whether the given settings fit, so that nothing needs to be verified.
+
+    Returns:
+      None if the settings cannot run on this topology, whatever their layout.
     """
-    found = search.nearest(s, topology)
-    if not found:
-        print(
-            "no combination of remat, microbatches, mesh and attention fits by the closed form; use more "
-            "devices"
-        )
-        return []
-    checked = []
-    for candidate in found[:3]:
-        changes = " ".join(f"--config.{key}={value}" for key, value in candidate.changes.items())
-        try:
-            values = checked_candidate(candidate, s, topology, compiles)
-        except ValueError as error:
-            print(f"does not compile: {changes}: {error}")
-            continue
-        checked.append(values)
-        source = f"compiled {values['compiled_peak'] / GIB:.1f} GiB" if compiles else "not compiled"
-        print(
-            f"{'fits' if values.get('fits', True) else 'does not fit when compiled'}: {changes}  "
-            f"(estimated {candidate.peak / GIB:.1f} GiB, {source}, step ≥ {candidate.seconds:.3g} s)"
-        )
-        if values.get("fits"):
-            break
-    return checked
-
-
-def checked_candidate(
-    candidate: search.Candidate, s: Settings, topology: Topology, compiles: bool
-) -> dict[str, Any]:
-    """A candidate as plain numbers, with ``compiled_peak`` and ``fits`` if it is compiled."""
-    values = dataclasses.asdict(candidate)
-    if compiles:
-        changed = search.changed(s, candidate.changes)
-        done = compile_for(changed, topology.machine(changed), topology)
-        values["compiled_peak"] = done.peak
-        values["fits"] = done.memory is not None and done.peak <= topology.chip.memory
+    found = search.find(s, topology)
+    if not found.combinations:
+        return None
+    print(found_report(found, topology, s.family.unit))
+    values = dataclasses.asdict(found)
+    if compiles and not fits:
+        for i, candidate in enumerate((found.layouts or found.numerics)[:3]):
+            changes = " ".join(search.flags(candidate.changes))
+            try:
+                one = checked_candidate(candidate, s, topology)
+            except ValueError as error:
+                print(f"does not compile: {changes}: {error}")
+                continue
+            values["layouts" if found.layouts else "numerics"][i] = one
+            verdict = "fits" if one["fits"] else "does not fit"
+            print(f"{verdict} when compiled, {one['compiled_peak'] / GIB:.1f} GiB: {changes}")
+            if one["fits"]:
+                break
     return values
+
+
+def checked_candidate(candidate: search.Candidate, s: Settings, topology: Topology) -> dict[str, Any]:
+    """A candidate as plain numbers, compiled: with ``compiled_peak`` and ``fits``."""
+    changed = search.changed(s, candidate.changes)
+    done = compile_for(changed, topology.machine(changed), topology)
+    fits = done.memory is not None and done.peak <= topology.chip.memory
+    return dataclasses.asdict(candidate) | {"compiled_peak": done.peak, "fits": fits}
 
 
 # --- the report -----------------------------------------------------------------------------------------
@@ -327,6 +337,70 @@ def _fits_line(plan: dict[str, Any]) -> str:
     source = "compiled" if "compiled" in plan else "estimate"
     peak, memory = plan[source]["peak"] / GIB, plan["has"] / GIB
     return f"{'fits' if plan['fits'] else 'does not fit'}: {peak:.2f} of {memory:.2f} GiB ({source})"
+
+
+WIDTH = 80  # of the terminal
+
+
+def found_report(found: search.Found, topology: Topology, unit: str) -> str:
+    """The result of a search as text."""
+    memory = f"{search.MARGIN:.0%} of {topology.chip.memory / GIB:.1f} GiB"
+    if found.layouts:
+        title = f"fastest of {found.combinations:,} layouts, by the closed form, in {memory}:"
+        lines = ["", title, *_candidate_lines(found.layouts, unit), *_flag_lines(found.layouts[0])]
+        if found.numerics:
+            lines += ["", "faster only with other numerics:", *_candidate_lines(found.numerics, unit)]
+            lines += _flag_lines(found.numerics[0])
+        return "\n".join(lines)
+    if found.numerics:
+        title = f"no layout fits in {memory} ({found.combinations:,} tried); fits only with other numerics:"
+        shown = found.numerics[: search.COUNT]
+        lines = ["", *textwrap.wrap(title, WIDTH), *_candidate_lines(shown, unit), *_flag_lines(shown[0])]
+        return "\n".join(lines)
+    smallest = found.smallest
+    assert smallest is not None, "something was tried and did not fit"
+    missing = smallest.peak - search.MARGIN * topology.chip.memory
+    title = (
+        f"nothing fits in {memory}: over every mesh, remat, number of microbatches and of parts of the "
+        f"loss, with and without {', '.join(search.NUMERICS)}, the least is {smallest.peak / GIB:.1f} GiB, "
+        f"{missing / GIB:.1f} GiB too much. Use more or larger devices, or shorter sequences. It is:"
+    )
+    return "\n".join(["", *textwrap.wrap(title, WIDTH), *_candidate_lines([smallest], unit)])
+
+
+def _candidate_lines(candidates: Sequence[search.Candidate], unit: str) -> list[str]:
+    """A table of candidates."""
+    lines = [f"    s/step {unit + '/s':>11}    GiB  settings"]
+    for one in candidates:
+        numbers = f"{one.seconds:10.3g} {one.rate:11,.0f} {one.peak / GIB:6.1f}  "
+        rows = textwrap.wrap(" + ".join(one.numerics), WIDTH - len(numbers))
+        rows += textwrap.wrap(describe_layout(one), WIDTH - len(numbers))
+        lines += [numbers + rows[0], *(" " * len(numbers) + row for row in rows[1:])]
+    return lines
+
+
+def _flag_lines(one: search.Candidate) -> list[str]:
+    """The flags that turn the config into a candidate, to copy."""
+    words = search.flags(one.changes)
+    if not words:
+        return ["The first is the config as it is."]
+    wrapped = textwrap.wrap(
+        " ".join(map(shlex.quote, words)), WIDTH - 4, break_long_words=False, break_on_hyphens=False
+    )
+    return ["For the first, add:", *("  " + row + " \\" for row in wrapped[:-1]), "  " + wrapped[-1]]
+
+
+def describe_layout(one: search.Candidate) -> str:
+    """The layout of a candidate, as in "fsdp 4 × tensor 2, remat none, 128 microbatches"."""
+    layout = one.layout
+    words = [sharding.describe(layout["mesh"])]
+    released = layout["train.release_gradients"]
+    words.append("released gradients" if released else f"remat {layout['model.remat']}")
+    if not released:
+        n = layout["train.microbatches"]
+        words.append("one pass" if n == 1 else f"{n} microbatches")
+    words += [f"{key.split('.')[1]} {v}" for key, v in one.changes.items() if key.startswith("loss.")]
+    return ", ".join([*words, layout["kernel"]])
 
 
 if __name__ == "__main__":

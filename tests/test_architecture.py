@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "run": {
         *("core", "data", "families", "monitoring", "nn", "optim", "parallel", "precision", "runtime"),
     },
-    "planning": {"core", "families", "parallel", "precision", "run", "runtime"},
+    "planning": {"core", "families", "nn", "optim", "parallel", "precision", "run", "runtime"},
 }
 ALLOWED_IN_FAMILIES = {*ALLOWED} - {"monitoring", "optim"}
 FAMILIES = ("llama", "clip")

@@ -1,5 +1,6 @@
 """The command: what it prints and writes, its errors, and real compilers where they are installed."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -92,16 +93,29 @@ def test_a_config_that_training_refuses_has_no_plan():
         plan.make_plan(s, topologies.parse("v5p:2x2x4"), compiles=False)
 
 
-def test_a_clip_that_does_not_fit_is_split():
-    """b32 with the activations of 4,096 images a device does not fit on v5e; recomputed, it does."""
+def test_a_clip_that_does_not_fit_is_split(capsys):
+    """b32 with the activations of 4,096 images a device does not fit on v5e; split, it does."""
     s = settings(clip(**CLIP_SIZES["b32"]), model__remat="none", data__batch_size=32768)
     topology = topologies.parse("v5e:2x4")
     values = plan.make_plan(s, topology, compiles=False)
     assert values["estimate"]["memory"]["batch"] == 4096 * (224 * 224 * 3 + 77 * 4)
     assert not values["fits"] and "images/s" in plan.report(values)
-    nearest = plan.search_settings(s, topology, compiles=False)
-    assert list(nearest[0]["changes"]) in (["model.remat"], ["train.microbatches"])
-    assert plan.make_plan(search.changed(s, nearest[0]["changes"]), topology, compiles=False)["fits"]
+    found = plan.search_settings(s, topology, compiles=False)
+    assert found is not None and found["layouts"] and "fastest of" in capsys.readouterr().out
+    assert plan.make_plan(search.changed(s, found["layouts"][0]["changes"]), topology, compiles=False)[
+        "fits"
+    ]
+
+
+def candidate(seconds: float, changes: dict, *numerics: str) -> search.Candidate:
+    layout = {
+        "mesh": {"fsdp": 8},
+        "kernel": "xla",
+        "model.remat": "block",
+        "train.release_gradients": False,
+        "train.microbatches": 4,
+    }
+    return search.Candidate(changes, numerics, layout, 2.0**30, seconds, seconds, 1e6 / seconds)
 
 
 def test_a_candidate_that_does_not_compile_is_reported_and_skipped(capsys, monkeypatch):
@@ -110,43 +124,72 @@ def test_a_candidate_that_does_not_compile_is_reported_and_skipped(capsys, monke
 
     monkeypatch.setattr(plan.compiled, "compile_step", refuse)
     monkeypatch.setattr(plan.topologies, "devices", lambda _: jax.devices())
-    one = search.Candidate({"model.remat": "block"}, 1.0, 1.0)
-    monkeypatch.setattr(plan.search, "nearest", lambda *_: [one])
+    found = search.Found([candidate(1.0, {"model.remat": "block"})], [], None, 7)
+    monkeypatch.setattr(plan.search, "find", lambda *_: found)
     s = settings(clip(**CLIP_SIZES["b32"]))
-    assert plan.search_settings(s, topologies.parse("v5e:2x4"), compiles=True) == []
+    assert plan.search_settings(s, topologies.parse("v5e:2x4"), compiles=True) == dataclasses.asdict(found)
     message = "does not compile: --config.model.remat=block: the compiler rejects it"
     assert message in capsys.readouterr().out
+
+
+def test_results_of_a_search_fit_80_columns_and_name_what_changes_the_numerics():
+    topology, key = topologies.parse("h100:1x8"), "optimizer.galore"
+    layouts = [candidate(1.0, {"train.microbatches": 4, "model.remat": "block"}), candidate(2.0, {})]
+    numerics = [
+        candidate(0.5, {key: {"rank": 8, "side": "long"}}, "galore=8", "batch_size=2", "clip_norm=0")
+    ]
+    fits = plan.found_report(search.Found(layouts, numerics, None, 9), topology, "tokens")
+    only = plan.found_report(search.Found([], numerics, None, 9), topology, "tokens")
+    nothing = plan.found_report(search.Found([], [], numerics[0], 9), topology, "tokens")
+    assert all(len(line) <= 80 for text in (fits, only, nothing) for line in text.splitlines())
+    assert "faster only with other numerics" in fits and "fits only with other numerics" in " ".join(
+        only.split()
+    )
+    assert "--config.train.microbatches=4 --config.model.remat=block" in fits
+    assert "galore=8 + batch_size=2 + clip_norm=0" in only and "--config.optimizer.galore.rank=8" in only
+    assert "nothing fits" in nothing and "GiB too much" in nothing and "--config" not in nothing
+    as_is = plan.found_report(search.Found(layouts[1:], [], None, 9), topology, "tokens")
+    assert "The first is the config as it is." in as_is
+
+
+def test_a_config_whose_mesh_does_not_exist_is_searched_nevertheless(tmp_path):
+    """70B has a tensor axis of 8; on 4 chips the search finds another mesh, and the message is printed."""
+    path = tmp_path / "plan.json"
+    done = run("--config=configs/llama/70b.py", "--topology=h200:1x4", "--estimate_only", f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    assert "mesh.tensor=8" in done.stdout and "there are 4" in done.stdout
+    assert "fits only with other numerics" in " ".join(done.stdout.split())
+    values = json.loads(path.read_text())
+    assert "mesh.tensor=8" in values["refused"] and values["search"]["numerics"]
+
+
+def test_a_config_that_cannot_run_anywhere_is_an_error():
+    done = run(
+        "--config=configs/llama/8b.py",
+        "--topology=h100:1x1",
+        "--estimate_only",
+        "--config.data.seq_len=262144",
+    )
+    assert done.returncode == 2 and "config.data.seq_len=262144 is above" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_listing_names_every_chip():
     assert all(name in topologies.listing() for name in topologies.CHIPS)
 
 
-def test_a_llama_that_does_not_fit_comes_with_settings_that_do(capsys):
-    """70B on 16 chips of 96 GiB, with eight rows each."""
-    sizes = dict(embed_dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128, mlp_dim=28672)
-    s = settings(llama(**sizes), model__attention="splash", data__batch_size=128, data__seq_len=4096)
-    topology = topologies.parse("v5p:2x2x4")
-    values = plan.make_plan(s, topology, compiles=False)
-    assert not values["fits"] and plan.report(values).splitlines()[-1].startswith("does not fit")
-    nearest = plan.search_settings(s, topology, compiles=False)
-    assert nearest and f"--config.{next(iter(nearest[0]['changes']))}=" in capsys.readouterr().out
-    assert plan.make_plan(search.changed(s, nearest[0]["changes"]), topology, compiles=False)["fits"]
-
-
 @pytest.mark.parametrize(
-    ("name", "attention", "kernel"),
+    ("name", "kernel"),
     [
-        pytest.param("v5e:2x2", "splash", "tpu_custom_call", marks=pytest.mark.aot("libtpu")),
-        pytest.param("h100:1x4", "cudnn", "__cudnn$fmha", marks=pytest.mark.aot("jax_cuda13_plugin")),
+        pytest.param("v5e:2x2", "tpu_custom_call", marks=pytest.mark.aot("libtpu")),
+        pytest.param("h100:1x4", "__cudnn$fmha", marks=pytest.mark.aot("jax_cuda13_plugin")),
     ],
 )
-def test_compiled_for_machines_that_are_not_available(name, attention, kernel, tmp_path):
+def test_compiled_for_machines_that_are_not_available(name, kernel, tmp_path):
     """The step of `maxlp.train`, by the real compilers: kernels, memory of the state, collectives."""
     done = run(
         "--config=configs/llama/debug.py",
         f"--topology={name}",
-        f"--config.model.attention={attention}",
         "--config.model.dtype=bfloat16",
         f"--json={tmp_path / 'plan.json'}",
         f"--plot={tmp_path / 'plan.png'}",

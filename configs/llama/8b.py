@@ -1,6 +1,6 @@
 """Llama 3.1 8B (arXiv:2407.21783, table 3): 8,030,261,248 parameters.
 
-One mesh axis, fsdp, over all devices; on TPU set --config.model.attention=splash, on GPU cudnn.
+One mesh axis, fsdp, over all devices.
 
 python -m maxlp.train --config=configs/llama/8b.py --workdir=/tmp/run \
     --config.data.source=array_record:/data/corpus --config.data.tokenizer=/data/tokenizer.json

@@ -57,6 +57,8 @@ class Family:
       tokenizer_texts: (data, seed) to the texts that a tokenizer ("bpe:V") is trained on.
       gated_products: patterns of the matmuls whose input is a gated product, where Smooth-SwiGLU acts.
       search_choices: values of further settings that the planner's search tries, by config key.
+      loss_parts: (data, mesh axes) to the config key that splits the loss, and its values, ascending. Parts
+        do not change the time of a step, and from two on more of them need less memory.
       describe_batch: data to a phrase, as in "8 × 256 = 2,048 tokens".
       linear_probe: (graphdef, state, train batches, validation batches, num_classes=, l2=) to named
         numbers; None for families without image features.
@@ -82,6 +84,7 @@ class Family:
     gated_products: tuple[str, ...]
     describe_batch: Callable[[Any], str]
     search_choices: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
+    loss_parts: Callable[[Any, Mapping[str, int]], tuple[str, list[int]]] | None = None
     linear_probe: Callable[..., dict[str, float]] | None = None
 
 

@@ -24,6 +24,7 @@ class StateShapes:
     """The training state as shapes and partition specs, which are the same on every mesh."""
 
     tree: State
+    _bytes: dict = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
     def num_params(self) -> int:
@@ -36,11 +37,13 @@ class StateShapes:
         Raises:
           ValueError: a dim that the mesh does not divide.
         """
-        total = 0.0
-        for leaf in jax.tree.leaves(self.tree[part]):
-            shape = NamedSharding(mesh, leaf.sharding.spec).shard_shape(leaf.shape)
-            total += math.prod(shape) * leaf.dtype.itemsize
-        return total
+        if (mesh, part) not in self._bytes:
+            total = 0.0
+            for leaf in jax.tree.leaves(self.tree[part]):
+                shape = NamedSharding(mesh, leaf.sharding.spec).shard_shape(leaf.shape)
+                total += math.prod(shape) * leaf.dtype.itemsize
+            self._bytes[mesh, part] = total
+        return self._bytes[mesh, part]
 
 
 def state_shapes(s: Settings, machine: Machine) -> StateShapes:
@@ -61,10 +64,12 @@ class Work:
     Attributes:
       flops: by the dtype of the matmuls: "bfloat16", "float8" or "int8".
       bytes: traffic of the device's memory.
+      host: traffic between the device and the host's memory.
     """
 
     flops: dict[str, float]
     bytes: float
+    host: float = 0.0
 
 
 class Cost(NamedTuple):

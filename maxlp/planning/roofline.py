@@ -37,27 +37,29 @@ class Roofline:
       memory: traffic at the bandwidth of the chip's memory.
       network: all collectives at the speed of their links.
       exposed: the collectives that nothing hides.
+      host: what remat offloads, at the bandwidth to the host; 0 where that is not published.
     """
 
     compute: float
     memory: float
     network: float
     exposed: float
+    host: float = 0.0
 
     @property
     def least(self) -> float:
         """The seconds if everything else is hidden behind the slowest resource."""
-        return max(self.compute, self.memory, self.network)
+        return max(self.compute, self.memory, self.network, self.host)
 
     @property
     def expected(self) -> float:
         """The seconds if everything but the exposed collectives is hidden behind the slowest resource."""
-        return max(self.compute, self.memory, self.network - self.exposed) + self.exposed
+        return max(self.compute, self.memory, self.network - self.exposed, self.host) + self.exposed
 
     @property
     def limit(self) -> str:
-        """The slowest resource: "compute", "memory" or "network"."""
-        return max(("compute", "memory", "network"), key=lambda name: getattr(self, name))
+        """The slowest resource: "compute", "memory", "network" or "host"."""
+        return max(("compute", "memory", "network", "host"), key=lambda name: getattr(self, name))
 
 
 def group(
@@ -90,4 +92,5 @@ def roofline(work: Work, groups: list[CollectiveGroup], topology: Topology) -> R
         memory=work.bytes / chip.hbm,
         network=sum(row.seconds for row in groups),
         exposed=exposed,
+        host=work.host / chip.host if chip.host else 0.0,
     )

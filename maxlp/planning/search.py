@@ -1,117 +1,538 @@
-"""The nearest settings that fit, by the closed form."""
+"""The fastest settings that fit, by the closed form: every combination of them, without a compiler.
+
+Layout (searched freely): the mesh (every size of data, fsdp, context and tensor whose product is the number
+of devices), remat, the kernel of attention, released gradients, `Family.search_choices`, the number of
+microbatches and of parts of the loss. These change speed and memory, and results up to rounding. Not
+searched: pipeline stages, which on the same devices need no less memory than fsdp, and ``scan_layers``,
+which the closed form does not distinguish.
+
+Numerics (offered, never chosen silently): the parameters' dtype, the moments, GaLore, the recipe of the
+matmuls, no clipping (which released gradients need), and a smaller batch in one pass.
+
+The result is the fastest of all combinations, although most are not evaluated. A *cell* is a layout without
+its numbers of microbatches and of parts. For any cell, closed forms have three properties, which tests
+check:
+
+1. More microbatches never take less time, so that the time with one bounds the cell from below. Cells are
+   visited in the order of this bound, and the search ends when it exceeds the time of what it has found.
+2. From two microbatches on, more of them never need more memory. So one and the most decide whether any
+   number fits, and bisection finds the fewest, which are the fastest.
+3. Parts of the loss do not change the time, and from two on more of them never need more memory.
+
+A variant of the numerics whose state alone does not fit on any mesh is evaluated only if nothing fits, to
+find what needs the least memory.
+"""
 
 import dataclasses
+import functools
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from maxlp.planning.cost_model import StateShapes, cost_of, state_shapes
-from maxlp.planning.roofline import group, roofline
-from maxlp.planning.topologies import Topology
-from maxlp.run import constraints
-from maxlp.run.settings import Settings
+import jax
+from flax import nnx
 
-REMATS = ("none", "dots", "block")  # from most memory to least
-SIZES = (1, 2, 4, 8, 16)  # of a mesh axis
-FACTORS = (1, 2, 4, 8, 16, 32)  # of microbatches
-KERNELS = {"cuda": ("cudnn",), "tpu": ("splash",)}  # attention without an (S, S) matrix
+from maxlp.nn import attention
+from maxlp.optim.config import GaloreConfig, LowBitConfig
+from maxlp.optim.tree_utils import HIDDEN_KERNELS, matches
+from maxlp.parallel.sharding import abstract_mesh
+from maxlp.planning.cost_model import StateShapes, cost_of, state_shapes
+from maxlp.planning.roofline import Roofline, group, roofline
+from maxlp.planning.topologies import Topology
+from maxlp.precision import HIGH_PRECISION
+from maxlp.run import constraints
+from maxlp.run.settings import Machine, Settings
+
 MARGIN = 0.95  # of the memory, because the closed form is not exact
+COUNT = 4  # layouts to return
+FASTER = 1.03  # numerics are offered for speed if they are this much faster than every layout
+REMATS = ("none", "dots", "block", "offload")
+FREE_AXES = ("data", "fsdp", "context", "tensor")
+PURE_BF16 = {
+    "model.dtype": "bfloat16",
+    "model.param_dtype": "bfloat16",
+    "optimizer.param_rounding": "stochastic",
+}
+LOW_BIT = {"optimizer.low_bit": {"mu": "dynamic8", "nu": "dynamic8", "block_size": 256}}
+NUMERICS = ("pure_bf16", "bfloat16 or 8-bit moments", "GaLore", "clipping", "a smaller batch")
+SPED_UP = {"float8": "fp8_delayed", "int8": "int8_switchback"}  # dtype of the matmuls -> recipe
+NESTED = {"low_bit": LowBitConfig, "galore": GaloreConfig}  # options that are None if they are off
+
+Changes = dict[str, Any]  # of settings by key, such as {"model.remat": "block"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """Changes of a config by key, with the peak memory (bytes) and the seconds of a step that result."""
+    """Settings that the closed form was evaluated for.
 
-    changes: dict[str, Any]
+    Attributes:
+      changes: of the config, by key.
+      numerics: names of the changes that affect the results; none of a layout.
+      layout: the values of the searched settings, changed or not.
+      peak: bytes of a device at the worst moment.
+      seconds: of a step.
+      busy: the same if no resource's work were hidden behind another's.
+      rate: units per second.
+    """
+
+    changes: Changes
+    numerics: tuple[str, ...]
+    layout: Changes
     peak: float
     seconds: float
+    busy: float
+    rate: float
 
     @property
-    def settings(self) -> frozenset[str]:
-        """The keys that change, except fsdp, which takes the devices that the other axes leave."""
-        return frozenset(self.changes) - {"mesh.fsdp"}
+    def order(self) -> tuple:
+        """Fastest first; of equally fast ones, the least to hide, the fewest changes, the least memory."""
+        return _rounded(1 / self.rate), _rounded(self.busy), len(self.changes), self.peak
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The result of a search.
+
+    Attributes:
+      layouts: the fastest ones that fit, none if none fits.
+      numerics: if a layout fits, changes of the numerics that are faster than it; otherwise for each
+        smallest set of changes with which something fits, the fastest.
+      smallest: if nothing fits at all, what needs the least memory.
+      combinations: how many were covered.
+    """
+
+    layouts: list[Candidate]
+    numerics: list[Candidate]
+    smallest: Candidate | None
+    combinations: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A choice of the numerics.
+
+    Attributes:
+      names: what it changes, as a person would write it.
+      released: only layouts with released gradients, which the changes make possible.
+      smaller_batch: only batches that are smaller than the config's, in one pass.
+    """
+
+    names: tuple[str, ...] = ()
+    changes: Changes = dataclasses.field(default_factory=dict)
+    released: bool = False
+    smaller_batch: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cell:
+    """A layout without the numbers of microbatches and of parts of the loss.
+
+    Attributes:
+      settings: with one microbatch, or the largest batch of a variant with a smaller one.
+      splits: into how many parts the config's batch can be split, ascending: microbatches, or 1 / n of it.
+      parts: key of the setting that splits the loss, and its values: the config's, then all, ascending.
+      bound: no split has fewer seconds per unit.
+    """
+
+    settings: Settings
+    machine: Machine
+    changes: Changes
+    splits: list[int]
+    parts: tuple[str, list[int]] | None
+    bound: float
+
+
+def find(s: Settings, topology: Topology) -> Found:
+    """The fastest settings that fit, and what changes of the numerics can do."""
+    search = _Search(s, topology)
+    layouts = search.fastest(Variant(), COUNT)
+    if layouts:
+        best = layouts[0].rate * FASTER
+        offers = [one for v in faster_numerics(s, topology) for one in search.fastest(v, 1, above=best)]
+        return Found(layouts, sorted(offers, key=lambda one: one.order), None, search.combinations)
+    needed: dict[frozenset[str], Candidate] = {}
+    variants = smaller_numerics(s)
+    for variant in variants:
+        names = frozenset(variant.names)
+        if not any(fewer < names for fewer in needed):
+            for one in search.fastest(variant, 1):
+                needed[names] = one
+    found = sorted(needed.values(), key=lambda one: (len(one.numerics), one.order))
+    if not found:
+        search.find_smallest([Variant(), *variants])
+    return Found([], found, None if found else search.smallest, search.combinations)
 
 
 def changed(s: Settings, changes: Mapping[str, Any]) -> Settings:
     """The settings with some values replaced, as ``{"model.remat": "block"}``."""
-    for key, value in changes.items():
-        section, name = key.split(".")
+    for section, group_ in itertools.groupby(sorted(changes), key=lambda key: key.split(".")[0]):
+        values = {key.split(".")[1]: changes[key] for key in group_}
         old = getattr(s, section)
-        new = dict(old, **{name: value}) if section == "mesh" else dataclasses.replace(old, **{name: value})
-        s = dataclasses.replace(s, **{section: new})
+        if isinstance(old, Mapping):
+            s = dataclasses.replace(s, **{section: {**old, **values}})
+            continue
+        for name in values.keys() & NESTED.keys():
+            present: Any = getattr(old, name) or NESTED[name]()
+            values[name] = dataclasses.replace(present, **values[name])
+        s = dataclasses.replace(s, **{section: dataclasses.replace(old, **values)})
     return s
 
 
-def nearest(s: Settings, topology: Topology) -> list[Candidate]:
-    """Settings that fit: fewest changes first, then the fastest.
+def flags(changes: Mapping[str, Any]) -> list[str]:
+    """The changes as flags of the command line."""
+    flat: Changes = {}
+    for key, value in changes.items():
+        flat |= (
+            {f"{key}.{name}": v for name, v in value.items()} if isinstance(value, dict) else {key: value}
+        )
+    return [f"--config.{key}={value}" for key, value in flat.items()]
 
-    Of the candidates that change the same settings only the fastest is returned, and none that changes a
-    superset of another's settings, because the additional changes are not needed to fit. Pipeline stages
-    are not tried: like ``fsdp`` they split the layers' state, but not what is outside the layers, and they
-    keep the activations of every tick.
+
+# --- numerics -------------------------------------------------------------------------------------------
+
+
+def smaller_numerics(s: Settings) -> list[Variant]:
+    """Combinations of what needs less memory, fewest changes first."""
+    parameters, moments, projected = _state_numerics(s)
+    batches = [Variant(), Variant(("smaller batch",), smaller_batch=True)]
+    if s.optimizer.clip_norm:  # without clipping, gradients can be released
+        clip = ("clip_norm=0",), {"optimizer.clip_norm": 0.0}
+        batches += [
+            Variant(*clip, released=True),
+            Variant((*clip[0], "smaller batch"), clip[1], released=True, smaller_batch=True),
+        ]
+    variants = []
+    options = ((None, *one) for one in (parameters, moments, projected))
+    for chosen, batch in itertools.product(itertools.product(*options), batches):
+        names = (*(name for name, _ in filter(None, chosen)), *batch.names)
+        changes = dict(batch.changes)
+        for _, values in filter(None, chosen):
+            changes |= values
+        if names and not ("optimizer.mu_dtype" in changes and "model.param_dtype" in changes):
+            variants.append(dataclasses.replace(batch, names=names, changes=changes))
+    return sorted(variants, key=lambda one: len(one.names))
+
+
+def faster_numerics(s: Settings, topology: Topology) -> list[Variant]:
+    """Single changes that may allow a faster layout: of the matmuls, or of what takes memory."""
+    chip, recipes = topology.chip, []
+    if set(s.matmuls.values()) == {HIGH_PRECISION}:
+        recipes = [
+            (f"precision={recipe}", {"precision.recipe": recipe})
+            for dtype, recipe in SPED_UP.items()
+            if chip.peak(dtype) > chip.peak()
+        ][:1]
+    parameters, moments, _ = _state_numerics(s)
+    return [Variant((name,), changes) for name, changes in (*recipes, *parameters, *moments)]
+
+
+def _state_numerics(s: Settings) -> tuple[list, list, list]:
+    """(name, changes) of what makes the parameters, the moments and the projected moments smaller."""
+    optimizer, parameters, moments, projected = s.optimizer, [], [], []
+    if s.model.param_dtype == "float32" and s.model.dtype != "float16":
+        parameters.append(("precision=pure_bf16", PURE_BF16))
+        if optimizer.mu_dtype is None:
+            moments.append(("mu_dtype=bfloat16", {"optimizer.mu_dtype": "bfloat16"}))
+    if not optimizer.has_low_bit:
+        moments.append(("low_bit=8bit", LOW_BIT))
+    if not optimizer.has_galore:
+        rank = galore_rank(s)
+        projected.append((f"galore={rank}", {"optimizer.galore": {"rank": rank}}))
+    return parameters, moments, projected
+
+
+def galore_rank(s: Settings) -> int:
+    """A quarter of the width, as in GaLore's runs (arXiv:2403.03507), and at most a kernel's short side."""
+    kernels = [
+        leaf.shape
+        for path, leaf in jax.tree.leaves_with_path(nnx.to_pure_dict(s.params))
+        if matches(path, HIDDEN_KERNELS)
+    ]
+    sides = [min(shape[-2:]) for shape in kernels]
+    return min(max(sides) // 4, min(sides))
+
+
+# --- layouts --------------------------------------------------------------------------------------------
+
+
+def meshes(s: Settings, topology: Topology) -> Iterator[Changes]:
+    """Every mesh of the topology with the stages of the config, as values of the section ``mesh``."""
+    stage = s.mesh.get("stage", 1)
+    devices = topology.size // stage if stage > 0 and topology.size % stage == 0 else 0
+    for dcn in dict.fromkeys((1, *topology.dcn_sizes)):
+        for data, context, tensor in itertools.product(_divisors(devices), repeat=3):
+            if devices % (dcn * data * context * tensor) == 0:
+                fsdp = devices // (dcn * data * context * tensor)
+                yield dict(stage=stage, data=data, fsdp=fsdp, context=context, tensor=tensor, dcn_data=dcn)
+
+
+@functools.cache
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0] if n else []
+
+
+class _Search:
+    """The search of one config on one topology, with what its variants share.
+
+    Attributes:
+      smallest: of everything that was found not to fit.
+      combinations: how many were covered so far.
     """
-    fastest: dict[frozenset[str], Candidate] = {}
-    states: dict[Any, StateShapes] = {}
-    for changes in _proposals(s, topology):
-        if (candidate := _try(s, topology, changes, states)) is None:
-            continue
-        best = fastest.setdefault(candidate.settings, candidate)
-        if candidate.seconds < best.seconds:
-            fastest[candidate.settings] = candidate
-    needed = [one for key, one in fastest.items() if not any(other < key for other in fastest)]
-    return sorted(needed, key=lambda one: (len(one.settings), one.seconds))
+
+    def __init__(self, s: Settings, topology: Topology):
+        self._base, self._topology = s, topology
+        self._limit = MARGIN * topology.chip.memory
+        self._states: dict[Any, StateShapes] = {}
+        self.smallest: Candidate | None = None
+        self.combinations = 0
+        try:
+            self._axes = topology.machine(s).axes
+        except ValueError:
+            self._axes = {}  # the config's mesh does not exist here
+
+    def fastest(self, variant: Variant, count: int, above: float = 0.0) -> list[Candidate]:
+        """The fastest candidates of a variant that fit, at most one of each cell.
+
+        With a smaller batch, first the largest that fits.
+
+        Args:
+          count: how many.
+          above: only those with a higher rate than this.
+        """
+        if self._least_held(variant) > self._limit:
+            return []
+        cells = sorted(self._cells(variant), key=lambda cell: cell.bound)
+        if variant.smaller_batch:
+            return self._largest_batches(cells, variant)[:count]
+        found: list[Candidate] = []
+        for cell in cells:
+            slowest = found[-1].order[0] if len(found) == count else math.inf
+            if cell.bound > slowest * (1 + 1e-6) or cell.bound * above > 1:
+                break
+            candidate = self._fastest_of(cell, variant)
+            if candidate is not None and candidate.rate > above:
+                found = sorted([*found, candidate], key=lambda one: one.order)[:count]
+        return found
+
+    def find_smallest(self, variants: list[Variant]) -> None:
+        """Looks for what needs the least memory also among variants whose state alone does not fit."""
+        for held, _, variant in sorted((self._least_held(v), i, v) for i, v in enumerate(variants)):
+            if math.isinf(held) or (self.smallest is not None and held > self.smallest.peak):
+                break
+            if held > self._limit:
+                for cell in self._cells(variant):
+                    self._fastest_of(cell, variant)
+
+    def _least_held(self, variant: Variant) -> float:
+        """Bytes of the state of a variant on the mesh where they are fewest; infinity if it cannot run."""
+        try:
+            s = changed(self._base, variant.changes)
+            state = self._state(s)
+        except ValueError:  # an optimizer or a model that the variant is not for
+            return math.inf
+        machines = (self._machine(s, mesh) for mesh in meshes(s, self._topology))
+        return min((held for machine in machines if (held := _held(state, machine))), default=math.inf)
+
+    def _machine(self, s: Settings, mesh: Changes) -> Machine:
+        return self._topology.machine(dataclasses.replace(s, mesh=mesh))
+
+    def _largest_batches(self, cells: list[Cell], variant: Variant) -> list[Candidate]:
+        """The candidates with the largest batch that fits, the fastest first."""
+        found: list[Candidate] = []
+        fewest = max((cell.splits[-1] for cell in cells), default=0)
+        for cell in cells:
+            shorter = dataclasses.replace(cell, splits=[n for n in cell.splits if n <= fewest])
+            if not shorter.splits or (one := self._fastest_of(shorter, variant)) is None:
+                continue
+            split = self._base.data.batch_size // one.changes["data.batch_size"]
+            found = [*(found if split == fewest else []), one]
+            fewest = split
+        return sorted(found, key=lambda one: one.order)
+
+    def _cells(self, variant: Variant) -> Iterator[Cell]:
+        s = changed(self._base, variant.changes)
+        state, cost = self._state(s), cost_of(s)
+        rows = self._choices(s, variant)
+        for mesh in meshes(s, self._topology):
+            on_mesh, machine = dataclasses.replace(s, mesh=mesh), self._machine(s, mesh)
+            if s.data.batch_size % machine.batch_shards:
+                continue
+            held = _held(state, machine)
+            if held is None or (self.smallest and held > max(self._limit, self.smallest.peak)):
+                continue
+            for row in _distinct_kernels(on_mesh, machine, rows):
+                if (cell := self._cell(on_mesh, machine, row, variant, state, cost)) is not None:
+                    yield cell
+
+    def _choices(self, s: Settings, variant: Variant) -> list[Changes]:
+        """Every combination of the choices besides the mesh."""
+        present = s.model.remat
+        choices = {"model.attention": (), **s.family.search_choices}
+        options = {key: list(dict.fromkeys((_value(s, key), *values))) for key, values in choices.items()}
+        if attention.AUTO not in options["model.attention"]:
+            options["model.attention"].append(attention.AUTO)
+        remats = [one for one in REMATS if one != "offload" or self._topology.chip.host]
+        combinations = []
+        for released in (True,) if variant.released else (False, True):
+            # Released gradients keep the inputs of the blocks, whatever remat says.
+            for remat in (present,) if released else dict.fromkeys((present, *remats)):
+                for values in itertools.product(*options.values()):
+                    chosen = {"model.remat": remat, "train.release_gradients": released}
+                    combinations.append(chosen | dict(zip(options, values, strict=True)))
+        return combinations
+
+    def _cell(
+        self, s: Settings, machine: Machine, row: Changes, variant: Variant, state: StateShapes, cost: Any
+    ) -> Cell | None:
+        """The cell of these choices; None if they cannot be combined."""
+        released = row["train.release_gradients"]
+        splits = _divisors(s.data.batch_size // machine.batch_shards)
+        if variant.smaller_batch:
+            splits = splits[1:]
+        elif released:
+            splits = splits[:1]
+        if not splits:
+            return None
+        first = _split(changed(s, row), splits[0], variant)
+        try:
+            constraints.check(first, machine)
+        except ValueError:
+            return None
+        if machine.axes["stage"] > 1:
+            splits = [n for n in splits if _accepted(_split(changed(s, row), n, variant), machine)]
+        parts = s.family.loss_parts(s.data, machine.axes) if s.family.loss_parts else None
+        if parts is not None:
+            key, values = parts
+            parts = key, list(dict.fromkeys((_value(s, key), *values)))
+        bound = self._time(first, machine, state, cost).expected / first.family.units_per_step(first.data)
+        self.combinations += len(splits) * (len(parts[1]) if parts else 1)
+        return Cell(changed(s, row), machine, row, splits, parts, bound)
+
+    def _fastest_of(self, cell: Cell, variant: Variant) -> Candidate | None:
+        """The candidate of a cell with the fewest splits that fit; None if none does."""
+        splits = cell.splits
+
+        @functools.cache
+        def fits(n: int) -> Candidate | None:
+            return self._fitting(cell, n, variant)
+
+        low, high = 1, len(splits) - 1
+        if fits(splits[0]) is None and (high < 1 or fits(splits[high]) is None):
+            return None
+        if fits(splits[0]) is not None:
+            high = 0
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(splits[middle]) else (middle + 1, high)
+        return fits(splits[high])
+
+    def _fitting(self, cell: Cell, n: int, variant: Variant) -> Candidate | None:
+        """The candidate of a cell with n splits; the loss in the config's parts or the fewest that fit."""
+        s, changes = _split(cell.settings, n, variant), dict(cell.changes)
+        state, cost = self._state(s), cost_of(s)
+        key, values = cell.parts or ("", [0])
+        tried: list[tuple[float, Settings]] = []
+
+        def fits(value: int) -> bool:
+            with_parts = changed(s, {key: value}) if key else s
+            if value != values[0] and not _accepts_parts(cell, value):
+                return False
+            peak = sum(cost.memory(with_parts, cell.machine, state).values())
+            tried.append((peak, with_parts))
+            return peak <= self._limit
+
+        # The config's value, one part and the most decide; see the module's third property.
+        chosen = next((v for v in dict.fromkeys((values[0], min(values), max(values))) if fits(v)), None)
+        if chosen is None:
+            peak, with_parts = min(tried, key=lambda one: one[0])
+            if self.smallest is None or peak < self.smallest.peak:
+                self.smallest = self._candidate(with_parts, cell, changes, variant, peak)
+            return None
+        if chosen not in (values[0], min(values)):
+            next(v for v in sorted(values[1:]) if fits(v))
+        peak, with_parts = tried[-1]
+        return self._candidate(with_parts, cell, changes, variant, peak)
+
+    def _candidate(self, s: Settings, cell: Cell, row: Changes, variant: Variant, peak: float) -> Candidate:
+        time = self._time(s, cell.machine, self._state(s), cost_of(s))
+        keys = [*row, "train.microbatches", *([cell.parts[0]] if cell.parts else [])]
+        layout = {key: _value(s, key) for key in keys}
+        changes = dict(variant.changes)
+        names = variant.names
+        if variant.smaller_batch:
+            changes["data.batch_size"] = s.data.batch_size
+            names = tuple(f"batch_size={s.data.batch_size}" if n == "smaller batch" else n for n in names)
+        changes |= {key: value for key, value in layout.items() if value != _value(self._base, key)}
+        dcn_data = self._base.mesh.get("dcn_data", 1)
+        if (dict(self._axes), dcn_data) != (dict(cell.machine.axes), s.mesh["dcn_data"]):
+            free = {**s.mesh, "fsdp": -1}
+            changes |= {f"mesh.{k}": v for k, v in free.items() if v != self._base.mesh.get(k, 1)}
+        layout = {"mesh": dict(cell.machine.axes), **layout, "kernel": s.on(cell.machine).model.attention}
+        rate = s.family.units_per_step(s.data) / time.expected
+        busy = time.compute + time.memory + time.network + time.host
+        return Candidate(changes, names, layout, peak, time.expected, busy, rate)
+
+    def _time(self, s: Settings, machine: Machine, state: StateShapes, cost: Any) -> Roofline:
+        groups = group(
+            cost.collectives(s, machine), self._topology, machine.axes, s.mesh.get("dcn_data", 1)
+        )
+        return roofline(cost.work(s, machine, state), groups, self._topology)
+
+    def _state(self, s: Settings) -> StateShapes:
+        """The state as shapes, which depends on neither the layout nor clipping."""
+        optimizer = dataclasses.replace(s.optimizer, clip_norm=0.0)
+        key = s.model.dtype, s.model.param_dtype, repr(optimizer), s.precision
+        if key not in self._states:
+            one = Machine(dict.fromkeys(("stage", *FREE_AXES), 1), self._topology.chip.platform)
+            self._states[key] = state_shapes(s, one)
+        return self._states[key]
 
 
-def _proposals(s: Settings, topology: Topology) -> Iterator[dict[str, Any]]:
-    """Every combination of the choices, as changes of the settings."""
-    choices = _choices(s, topology.chip.platform)
-    axes = topology.machine(s).axes
-    resolved = dataclasses.replace(s, mesh=dict(axes))
-    present = {key: _value(resolved, key) for key in choices}
-    options = [dict.fromkeys((present[key], *values)) for key, values in choices.items()]
-    for chosen in itertools.product(*options):
-        changes = {key: value for key, value in zip(choices, chosen, strict=True) if value != present[key]}
-        if changes.keys() & {"mesh.tensor", "mesh.context"}:
-            changes["mesh.fsdp"] = -1
-        if changes:
-            yield changes
+def _distinct_kernels(s: Settings, machine: Machine, rows: list[Changes]) -> Iterator[Changes]:
+    """The choices without those that name a kernel in two ways; the first one stays."""
+    kernels: dict[str, str] = {}
+    for name in dict.fromkeys(row["model.attention"] for row in rows):
+        kernels.setdefault(changed(s, {"model.attention": name}).on(machine).model.attention, name)
+    return (row for row in rows if row["model.attention"] in kernels.values())
+
+
+def _split(s: Settings, n: int, variant: Variant) -> Settings:
+    """The settings with n microbatches, or with 1 / n of the batch in one pass."""
+    if variant.smaller_batch:
+        return changed(s, {"data.batch_size": s.data.batch_size // n, "train.microbatches": 1})
+    return changed(s, {"train.microbatches": n})
+
+
+def _rounded(seconds: float) -> float:
+    """To six digits, so that sums in another order are equal."""
+    return float(f"{seconds:.6g}")
+
+
+def _held(state: StateShapes, machine: Machine) -> float | None:
+    """Bytes of the state on a device; None if the mesh does not divide a parameter."""
+    mesh = abstract_mesh(machine.axes)
+    try:
+        return state.bytes_on(mesh, "params") + state.bytes_on(mesh, "opt_state")
+    except ValueError:
+        return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _accepts_parts(cell: Cell, value: int) -> bool:
+    """Whether the loss of a cell can have this number of parts."""
+    assert cell.parts is not None
+    return _accepted(changed(cell.settings, {cell.parts[0]: value}), cell.machine)
+
+
+def _accepted(s: Settings, machine: Machine) -> bool:
+    try:
+        constraints.check(s, machine)
+    except ValueError:
+        return False
+    return True
 
 
 def _value(s: Settings, key: str) -> Any:
     section, name = key.split(".")
-    return s.mesh[name] if section == "mesh" else getattr(getattr(s, section), name)
-
-
-def _choices(s: Settings, platform: str) -> dict[str, tuple]:
-    """The values to try for each setting besides its present one."""
-    choices: dict[str, tuple] = {
-        "model.remat": REMATS,
-        "model.attention": KERNELS[platform],
-        "mesh.tensor": SIZES,
-        "train.microbatches": tuple(n * s.train.microbatches for n in FACTORS),
-    }
-    choices |= s.family.search_choices
-    if "mesh.context" in choices:
-        choices["model.attention"] += ("ring",)
-    if s.optimizer.mu_dtype is None:
-        choices["optimizer.mu_dtype"] = ("bfloat16",)
-    return choices
-
-
-def _try(s: Settings, topology: Topology, changes: dict, states: dict) -> Candidate | None:
-    """The candidate for these changes; None if they violate a constraint or do not fit in memory."""
-    s, cost = changed(s, changes), cost_of(s)
-    try:
-        machine = topology.machine(s)
-        constraints.check(s, machine)
-        mu = changes.get("optimizer.mu_dtype")
-        if mu not in states:
-            states[mu] = state_shapes(s, machine)
-        peak = sum(cost.memory(s, machine, states[mu]).values())
-    except ValueError:
-        return None
-    if peak > MARGIN * topology.chip.memory:
-        return None
-    groups = group(cost.collectives(s, machine), topology, machine.axes, s.mesh.get("dcn_data", 1))
-    time = roofline(cost.work(s, machine, states[mu]), groups, topology)
-    return Candidate(changes, peak, time.expected)
+    return getattr(getattr(s, section), name)

@@ -4,9 +4,10 @@ A topology is ``CHIP:SHAPE`` or ``CHIP:SHAPE*SLICES``. The shape of a TPU topolo
 (``v5p:8x16x16``, ``v5e:16x16*2``); that of a GPU topology is hosts × GPUs per host (``h100:64x8``). A chip
 is one JAX device, except that a TPU7x chip is two.
 
-Sources: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}; NVIDIA's data sheets of H100 SXM, H200 SXM
-and HGX B200; the DGX H100, H200 and B200 user guides for the network (one 400 Gb/s adapter per GPU). Peak
-FLOP/s are in `hardware.PEAK_TFLOPS`. TPU memory is the limit that the compiler enforces.
+Sources: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}; NVIDIA's data sheets of A100, H100 SXM, H200
+SXM, HGX B200 and L4; the DGX A100, H100, H200 and B200 user guides for the network (one adapter per GPU);
+NVIDIA's architecture papers of Ada and of RTX Blackwell for the cards without NVLink. Peak FLOP/s are in
+`hardware.PEAK_TFLOPS`. TPU memory is the limit that the compiler enforces.
 """
 
 import dataclasses
@@ -35,6 +36,7 @@ class Chip:
       hbm: bandwidth of that memory in bytes/s.
       links: bytes/s that a device sends to its neighbours (ICI, all links together; NVLink).
       network: bytes/s that a device sends to other slices (TPU) or hosts (GPU).
+      host: bytes/s between the device and the memory of its host (PCIe); 0 if it is not published.
       torus: number of dimensions of the ICI torus; 0 for GPUs.
       per_chip: JAX devices per chip.
       wraps: a torus dimension closes to a ring if it is a multiple of this.
@@ -47,6 +49,7 @@ class Chip:
     hbm: float
     links: float
     network: float
+    host: float = 0.0
     torus: int = 0
     per_chip: int = 1
     wraps: int = 0
@@ -59,9 +62,13 @@ class Chip:
         return flops
 
 
-# The documentation's bidirectional ICI figures are halved; TPU7x's figures are for half a chip. TPU v4's
-# network is not documented, so v5p's is used. A GPU program gets 95 % of the memory; the CUDA context and
-# NCCL's buffers take the rest (run it with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95).
+# The documentation's bidirectional figures of ICI, NVLink and PCIe are halved; TPU7x's figures are for half
+# a chip. TPU v4's network is not documented, so v5p's is used. A GPU program gets 95 % of the memory that
+# the driver reports; the CUDA context and NCCL's buffers take the rest (run it with
+# XLA_PYTHON_CLIENT_MEM_FRACTION=0.95). PCIe is 4.0 x16, or 5.0 x16 from H100 on and for the RTX 5090. Cards
+# without NVLink send to each other through it; their hosts' network is that of the largest L4 machine of
+# Google Cloud (g2-standard-96: 100 Gb/s for 8 GPUs).
+PCIE_4, PCIE_5, SHARED_100_GBIT = 32e9, 64e9, 12.5e9 / 8
 CHIPS: dict[str, Chip] = {
     "v4": Chip("TPU v4", "tpu", 30.75 * GIB, 1.228e12, 300e9, 6.25e9, torus=3, wraps=4, pod=4096),
     "v5e": Chip("TPU v5 lite", "tpu", 15.75 * GIB, 0.819e12, 200e9, 3.125e9, torus=2, wraps=16, pod=256),
@@ -70,9 +77,30 @@ CHIPS: dict[str, Chip] = {
     "v7x": Chip(
         "TPU7x", "tpu", 94.74 * GIB, 3.690e12, 300e9, 6.25e9, torus=3, per_chip=2, wraps=4, pod=9216
     ),
-    "h100": Chip("NVIDIA H100 80GB HBM3", "cuda", 0.95 * 84929347584, 3.352e12, 450e9, 50e9),
-    "h200": Chip("NVIDIA H200", "cuda", 0.95 * 150754820096, 4.8e12, 450e9, 50e9),
-    "b200": Chip("NVIDIA B200", "cuda", 0.95 * 192265846784, 8.0e12, 900e9, 50e9),
+    "a100_40gb": Chip("NVIDIA A100-SXM4-40GB", "cuda", 0.95 * 42298834944, 1.555e12, 300e9, 25e9, PCIE_4),
+    "a100": Chip("NVIDIA A100-SXM4-80GB", "cuda", 0.95 * 84987740160, 2.039e12, 300e9, 25e9, PCIE_4),
+    "h100": Chip("NVIDIA H100 80GB HBM3", "cuda", 0.95 * 84929347584, 3.352e12, 450e9, 50e9, PCIE_5),
+    "h200": Chip("NVIDIA H200", "cuda", 0.95 * 150754820096, 4.8e12, 450e9, 50e9, PCIE_5),
+    "b200": Chip("NVIDIA B200", "cuda", 0.95 * 192265846784, 8.0e12, 900e9, 50e9, PCIE_5),
+    # 24 GB; the driver reports 22.0 GiB of the L4, whose memory has error correction
+    "l4": Chip("NVIDIA L4", "cuda", 0.95 * 22.0 * GIB, 0.300e12, PCIE_4, SHARED_100_GBIT, PCIE_4),
+    "rtx4090": Chip(
+        "NVIDIA GeForce RTX 4090", "cuda", 0.95 * 23.64 * GIB, 1.008e12, PCIE_4, SHARED_100_GBIT, PCIE_4
+    ),
+    # 32 GB
+    "rtx5090": Chip(
+        "NVIDIA GeForce RTX 5090", "cuda", 0.95 * 31.36 * GIB, 1.792e12, PCIE_5, SHARED_100_GBIT, PCIE_5
+    ),
+    # 48 GB, with error correction
+    "rtx6000ada": Chip(
+        "NVIDIA RTX 6000 Ada Generation",
+        "cuda",
+        0.95 * 44.4 * GIB,
+        0.960e12,
+        PCIE_4,
+        SHARED_100_GBIT,
+        PCIE_4,
+    ),
 }
 ALIASES = {"tpu7x": "v7x", "v5": "v5p"}
 EXAMPLES = {
@@ -83,11 +111,41 @@ EXAMPLES = {
     "v7x": "2x2x1 … 16x16x24",
 }
 
-# Device properties that the GPU compiler uses: multiprocessors, L2 cache, compute capability, memory.
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """Device properties that the GPU compiler uses, from CUDA's device queries and programming guide.
+
+    Attributes:
+      cores: multiprocessors.
+      cache: bytes of the L2 cache.
+      capability: compute capability.
+      memory: bytes.
+      clock: GHz.
+      threads, shared: of a multiprocessor: the most threads, and bytes of shared memory. A block can have
+        all but 1 KiB of the latter.
+    """
+
+    cores: int
+    cache: int
+    capability: tuple[int, int]
+    memory: int
+    clock: float = 1.98
+    threads: int = 2048
+    shared: int = 233472
+
+
+# Where the B200's are not published (threads, shared memory), the H100's are used.
 GPUS = {
-    "h100": (132, 52428800, (9, 0), 84929347584),
-    "h200": (132, 62914560, (9, 0), 150754820096),
-    "b200": (148, 132644864, (10, 0), 192265846784),
+    "a100_40gb": Gpu(108, 41943040, (8, 0), 42298834944, clock=1.41, shared=167936),
+    "a100": Gpu(108, 41943040, (8, 0), 84987740160, clock=1.41, shared=167936),
+    "h100": Gpu(132, 52428800, (9, 0), 84929347584),
+    "h200": Gpu(132, 62914560, (9, 0), 150754820096),
+    "b200": Gpu(148, 132644864, (10, 0), 192265846784),
+    "l4": Gpu(58, 50331648, (8, 9), int(22.0 * GIB), clock=2.04, threads=1536, shared=102400),
+    "rtx4090": Gpu(128, 75497472, (8, 9), int(23.64 * GIB), clock=2.52, threads=1536, shared=102400),
+    "rtx5090": Gpu(170, 100663296, (12, 0), int(31.36 * GIB), clock=2.41, threads=1536, shared=102400),
+    "rtx6000ada": Gpu(142, 100663296, (8, 9), int(44.4 * GIB), clock=2.505, threads=1536, shared=102400),
 }
 
 NOT_INSTALLED = (
@@ -121,9 +179,13 @@ class Topology:
         Raises:
           ConfigError: sizes that the topology does not have.
         """
+        return s.machine(self.size, self.chip.platform, self.dcn_sizes)
+
+    @property
+    def dcn_sizes(self) -> tuple[int, ...]:
+        """The sizes that ``mesh.dcn_data`` can have, as in `sharding.dcn_sizes`."""
         hosts = 1 if self.chip.torus else self.shape[0]
-        dcn_sizes = 1, self.slices, self.slices * hosts  # as in `sharding.dcn_sizes`
-        return s.machine(self.size, self.chip.platform, dcn_sizes)
+        return 1, self.slices, self.slices * hosts
 
     @property
     def chip_name(self) -> str:
@@ -208,17 +270,17 @@ def _tpu(topology: Topology) -> topologies.TopologyDescription:
 
 
 def _gpu(topology: Topology) -> topologies.TopologyDescription:
-    cores, cache, (major, minor), memory = GPUS[topology.chip_name]
-    # The H100's fields are from its data sheet and CUDA's device query. Where the others' are not published
-    # (threads, registers, shared memory), the H100's are used.
+    gpu = GPUS[topology.chip_name]
+    major, minor = gpu.capability
     config = f"""
         gpu_device_info {{
-          threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
-          shared_memory_per_block: 49152  shared_memory_per_core: 233472
-          shared_memory_per_block_optin: 232448
-          core_count: {cores}  fpus_per_core: 128  clock_rate_ghz: 1.98
+          threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: {gpu.threads}
+          shared_memory_per_block: 49152  shared_memory_per_core: {gpu.shared}
+          shared_memory_per_block_optin: {gpu.shared - 1024}
+          core_count: {gpu.cores}  fpus_per_core: 128  clock_rate_ghz: {gpu.clock}
           block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-          memory_bandwidth: {int(topology.chip.hbm)}  l2_cache_size: {cache}  device_memory_size: {memory}
+          memory_bandwidth: {int(topology.chip.hbm)}  l2_cache_size: {gpu.cache}
+          device_memory_size: {gpu.memory}
           cuda_compute_capability {{ major: {major} minor: {minor} }}
           registers_per_core_limit: 65536  registers_per_block_limit: 65536
         }}
@@ -234,12 +296,15 @@ def _gpu(topology: Topology) -> topologies.TopologyDescription:
 
 def listing() -> str:
     """The text that ``--list_topologies`` prints."""
-    lines = ["chip  shapes                memory    peak bf16  memory bandwidth  links       network"]
+    lines = [
+        f"{'chip':10} {'shapes':18}  memory  bf16 peak  bandwidth   links  network",
+        f"{'':29}     GiB    TFLOP/s       GB/s    GB/s     GB/s",
+    ]
     for name, chip in CHIPS.items():
-        shapes = EXAMPLES.get(name, "HOSTSxGPUS, e.g. 8x8")
+        shapes = EXAMPLES.get(name, "HOSTSxGPUS")
         lines.append(
-            f"{name:5} {shapes:20} {chip.memory / GIB:6.1f} GiB {chip.peak() / 1e12:6.0f} TFLOP/s "
-            f"{chip.hbm / 1e9:10.0f} GB/s {chip.links / 1e9:9.0f} GB/s {chip.network / 1e9:7.1f} GB/s"
+            f"{name:10} {shapes:18} {chip.memory / GIB:7.1f} {chip.peak() / 1e12:10.0f} "
+            f"{chip.hbm / 1e9:10.0f} {chip.links / 1e9:7.0f} {chip.network / 1e9:8.1f}"
         )
     lines.append(
         "Several slices: SHAPE*SLICES, e.g. v5e:16x16*2. All figures are per JAX device and direction."

@@ -121,7 +121,7 @@ def resolve_settings(settings: Settings, devices: Sequence[jax.Device] | None = 
 
 def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
     """The experiment of settings that fulfil the constraints on this machine."""
-    s, family = settings, settings.family
+    s, family = settings.on(machine), settings.family
     optimizer = make_optimizer(s)
     uses_adascale = s.optimizer.adascale is not None
     gradients = family.gradients(s.loss, s.train.seed, s.train.microbatches, uses_adascale)
@@ -209,7 +209,7 @@ def describe(e: Experiment, state: State) -> str:
     at_most = "" if s.optimizer.adascale is None else "at most "
     lines = [
         f"{family.name}: {s.num_params:,} parameters in {s.model.param_dtype}{trained}, activations in "
-        f"{s.model.dtype}",
+        f"{s.model.dtype}, attention by {s.model.attention}",
         f"mesh: {sharding.describe(e.mesh.shape)} ({e.mesh.size} × {e.mesh.devices.flat[0].device_kind}); "
         f"per device: parameters {_device_gib(state['params']):.3g} GiB, "
         f"optimizer {_device_gib(state['opt_state']):.3g} GiB",

@@ -26,12 +26,13 @@ def restore_model(
     Returns:
       its structure, {"params", "model_state"} on the mesh, and the step.
     """
-    trained = settings.read(c) if "optimizer" in c else None
-    adapters = trained and trained.train.lora
-    make_model = settings.make_model(*settings.read_model(c), adapters)
-    graphdef, wanted = abstract_model(make_model, mesh)
-    if trained is not None:
-        _, abstract = abstract_state(make_model, settings.make_optimizer(trained).tx, mesh)
+    if "optimizer" not in c:  # they name their kernel of attention
+        graphdef, wanted = abstract_model(settings.make_model(*settings.read_model(c)), mesh)
+    else:
+        s = settings.read(c).on(settings.Machine.of(mesh))
+        make_model = settings.make_model(s.family, s.model, s.precision, s.train.lora)
+        graphdef, abstract = abstract_state(make_model, settings.make_optimizer(s).tx, mesh)
+        wanted = {key: abstract[key] for key in ("params", "model_state")}
         if part := eval_part(abstract["opt_state"]):
             wanted["opt_state"] = part
     root = workdir / "checkpoints"

@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from maxlp import families, precision, schema
 from maxlp.core.train_state import num_params
 from maxlp.families import Family
 from maxlp.monitoring.spikes import SpikeConfig
+from maxlp.nn import attention
 from maxlp.optim.config import OptimizerConfig
 from maxlp.optim.make_tx import Optimizer, make_tx
 from maxlp.parallel import sharding
@@ -99,6 +101,11 @@ class Machine(NamedTuple):
     axes: Mapping[str, int]
     platform: str
 
+    @classmethod
+    def of(cls, mesh: Mesh) -> "Machine":
+        """The machine of a mesh with devices."""
+        return cls(dict(mesh.shape), mesh.devices.flat[0].platform)
+
     @property
     def batch_shards(self) -> int:
         """How many parts the rows of a batch are split into."""
@@ -151,24 +158,36 @@ class Settings:
         """The mesh of the config on these devices; raises as `machine` does."""
         return self.machine(len(devices), devices[0].platform, sharding.dcn_sizes(devices))
 
+    def on(self, machine: Machine) -> "Settings":
+        """These settings with the kernel that ``model.attention=auto`` stands for on a machine."""
+        if self.model.attention != attention.AUTO:
+            return self
+        uses = self.family.attention_uses(self.model, self.data)
+        kernel = attention.choose(uses, machine.axes, machine.platform)
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, attention=kernel))
+
     def device_rows(self, machine: Machine) -> int:
         """Rows of the batch on one device in each microbatch."""
         return self.data.batch_size // (machine.batch_shards * self.train.microbatches)
 
     @property
+    def _traced(self) -> "_TracedModel":
+        return _traced_model(self.family, _layout_free(self.model), self.precision, self.train.lora)
+
+    @property
     def matmuls(self) -> dict[str, str]:
         """Path of each matmul of the model -> its precision recipe."""
-        return _traced_model(self.family, self.model, self.precision, self.train.lora).matmuls
+        return self._traced.matmuls
 
     @property
     def params(self) -> nnx.State:
         """The trained parameters as shapes."""
-        return _traced_model(self.family, self.model, self.precision, self.train.lora).params
+        return self._traced.params
 
     @property
     def num_params(self) -> int:
         """The number of parameters of the model, without adapters."""
-        return _traced_model(self.family, self.model, self.precision, self.train.lora).num_params
+        return self._traced.num_params
 
     @property
     def flops_per_unit(self) -> tuple[float, float]:
@@ -214,6 +233,12 @@ class _TracedModel(NamedTuple):
     matmuls: dict[str, str]
     params: nnx.State
     num_params: int
+
+
+def _layout_free(model: Any) -> Any:
+    """A model's config without what changes neither its parameters nor its matmuls, so that it is traced
+    once for all of those values."""
+    return dataclasses.replace(model, attention=attention.AUTO, remat="none")
 
 
 @functools.lru_cache(maxsize=64)

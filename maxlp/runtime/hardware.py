@@ -14,7 +14,8 @@ import jax.numpy as jnp
 # TPU: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. A TPU v4 or v5p device is a chip (two
 # cores together); a TPU7x chip is two devices, so its 2307 and 4614 are halved here.
 # GPU: the data sheets of A100, H100 (SXM, PCIe, NVL), H200, and of DGX and HGX B200 and GB200
-# NVL72, whose "with sparsity" figures are halved.
+# NVL72, L4, L40 and L40S, whose "with sparsity" figures are halved; NVIDIA's papers on the Ada and RTX
+# Blackwell architectures for GeForce and RTX cards, at the rate with sums in float32.
 PEAK_TFLOPS = {
     "TPU v4": {"bfloat16": 275, "int8": 275},
     "TPU v5 lite": {"bfloat16": 197, "int8": 394},
@@ -29,6 +30,12 @@ PEAK_TFLOPS = {
     "H200": {"bfloat16": 989, "float8": 1979, "int8": 1979},
     "GB200": {"bfloat16": 2500, "float8": 5000, "int8": 5000},
     "B200": {"bfloat16": 2250, "float8": 4500, "int8": 4500},
+    "L40S": {"bfloat16": 362, "float8": 733, "int8": 733},
+    "L40": {"bfloat16": 181, "float8": 362, "int8": 362},
+    "L4": {"bfloat16": 121, "float8": 242.5, "int8": 242.5},
+    "RTX 4090": {"bfloat16": 165.2, "float8": 330.3, "int8": 660.6},
+    "RTX 5090": {"bfloat16": 209.5, "float8": 419, "int8": 838},
+    "RTX 6000 Ada": {"bfloat16": 364.2, "float8": 728.5, "int8": 728.5},
 }
 
 

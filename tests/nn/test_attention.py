@@ -235,5 +235,24 @@ def test_a_kernel_that_cannot_run_is_refused_in_one_line(name, use, axes, platfo
     assert re.match(r"model\.attention='?" + name, refusal)
 
 
+@pytest.mark.parametrize(
+    ("use", "axes", "platform", "kernel"),
+    [
+        ({}, {}, "cpu", "xla"),
+        ({}, {}, "gpu", "cudnn"),
+        ({}, {}, "cuda", "cudnn"),
+        ({}, {}, "tpu", "splash"),
+        (dict(dtype="float32"), {}, "gpu", "xla"),
+        (dict(seq_len=50), {}, "tpu", "xla"),
+        ({}, dict(tensor=8), "gpu", "xla"),  # of 4 kv heads
+        ({}, dict(context=2), "cpu", "ring"),
+        ({}, dict(context=2), "tpu", "ring"),
+    ],
+)
+def test_auto_is_the_platforms_kernel_where_it_accepts_the_shape(use, axes, platform, kernel):
+    uses = (USE, dataclasses.replace(USE, **use))
+    assert attention.choose(uses, {"context": 1, "tensor": 1} | axes, platform) == kernel
+
+
 def test_only_the_ring_reorders_the_sequence():
     assert {name for name in attention.KERNELS if attention.sequence_order(name) is not None} == {"ring"}

@@ -1,5 +1,6 @@
 """Small runs whose peak memory, as the compilers report it, `tools/record_peaks.py` has recorded."""
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,64 @@ LLAMA: dict[str, dict[str, Any]] = {
     "context 4": {"mesh.context": 4, "model.attention": "ring"},
     "stage 2": {"mesh.stage": 2, "model.pipeline.microbatches": 4},
     "stage 4, 2 rounds": {"mesh.stage": 4, "model.pipeline.rounds": 2},
+    "remat offload": {"model.remat": "offload"},
 }
+RELEASED = {"train.release_gradients": True, "optimizer.clip_norm": 0.0}
+PURE = {"model.param_dtype": "bfloat16", "optimizer.param_rounding": "stochastic"}
+BITS_8 = {
+    "optimizer.low_bit.mu": "dynamic8",
+    "optimizer.low_bit.nu": "dynamic8",
+    "optimizer.low_bit.block_size": 256,
+}
+GALORE = {"optimizer.galore.rank": 256}
+# What the search offers besides, on one device, where the state and its update weigh most.
+for _name, _changes in {
+    "as it is": {},
+    "remat offload": {"model.remat": "offload"},
+    "released": RELEASED,
+    "released, remat none": RELEASED | {"model.remat": "none"},
+    "pure bf16": PURE,
+    "bfloat16 first moments": {"optimizer.mu_dtype": "bfloat16"},
+    "8 bits": BITS_8,
+    "GaLore": GALORE,
+    "pure bf16, 8 bits": PURE | BITS_8,
+    "pure bf16, 8 bits, 4 microbatches": PURE | BITS_8 | {"train.microbatches": 4},
+    "pure bf16, GaLore": PURE | GALORE,
+    "pure bf16, GaLore, 8 bits": PURE | GALORE | BITS_8,
+    "pure bf16, released": PURE | RELEASED,
+    "8 bits, released": BITS_8 | RELEASED,
+    "pure bf16, 8 bits, released": PURE | BITS_8 | RELEASED,
+    "GaLore, 8 bits, released": GALORE | BITS_8 | RELEASED,
+    "pure bf16, GaLore, 8 bits, released": PURE | GALORE | BITS_8 | RELEASED,
+}.items():
+    LLAMA[f"one device, {_name}"] = {"data.batch_size": 4, **_changes}
+# Presets on one device, named by what they change: the update of 8 billion parameters can be the peak.
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {}
+for _name, _changes in {
+    "as it is": {},
+    "8 bits": BITS_8,
+    "pure bf16": PURE,
+    "pure bf16, 8 bits": PURE | BITS_8,
+    "GaLore, 8 bits": {"galore": True} | BITS_8,
+    "pure bf16, GaLore, 8 bits": {"galore": True} | PURE | BITS_8,
+}.items():
+    _galore = _changes.pop("galore", False)
+    for _preset, _batch, _rank, _released in (
+        ("llama.8b", 4, 1024, {"data.batch_size": 1}),
+        ("clip.l14", 256, 192, {}),
+    ):
+        _all = (
+            {"data.batch_size": _batch} | _changes | ({"optimizer.galore.rank": _rank} if _galore else {})
+        )
+        PRESETS[f"{_preset}, {_name}"] = _preset, _all
+        PRESETS[f"{_preset}, {_name}, 4 microbatches"] = _preset, _all | {"train.microbatches": 4}
+        PRESETS[f"{_preset}, {_name}, released"] = _preset, _all | RELEASED | _released
+# On several devices: weights are rounded before they are gathered.
+PRESETS["llama.8b, batch 8, released"] = "llama.8b", {"data.batch_size": 8} | RELEASED
+PRESETS["llama.70b, 8 bits, released"] = (
+    "llama.70b",
+    {"data.batch_size": 4, "mesh.tensor": 1} | BITS_8 | RELEASED,
+)
 CLIP: dict[str, tuple[str, dict[str, Any]]] = {
     "CLIP b32": ("b32", {"data.batch_size": 8192}),
     "CLIP b32, remat none": ("b32", {"data.batch_size": 4096, "model.remat": "none"}),
@@ -77,6 +135,9 @@ def recorded(name: str, platform: str) -> Settings:
     if name in CLIP:
         size, changes = CLIP[name]
         return settings_of(clip(**CLIP_SIZES[size]), changes)
+    if name in PRESETS:
+        preset, changes = PRESETS[name]
+        return settings_of(importlib.import_module(f"configs.{preset}").get_config(), changes)
     return settings_of(
         llama(**LLAMA_SIZES), LLAMA_RUN | {"model.attention": KERNELS[platform]} | LLAMA[name]
     )

@@ -19,7 +19,12 @@ from tests.run.fixtures import changed, load
 
 PEAKS = peaks.peaks()
 PLANS = sorted((Path(__file__).parents[2] / "docs" / "plans").glob("*_*.json"))
-RECORDED = [(t, name) for t in PEAKS if t != "compilers" for name in PEAKS[t]]
+RECORDED = [
+    pytest.param(t, name, marks=[pytest.mark.full] if name in peaks.PRESETS else [])
+    for t in PEAKS
+    if t != "compilers"
+    for name in PEAKS[t]
+]
 
 
 @pytest.mark.parametrize(("topology", "name"), RECORDED)

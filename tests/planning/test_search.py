@@ -1,69 +1,230 @@
-"""The search for the nearest settings that fit."""
+"""The search for the fastest settings that fit, against every combination."""
+
+import dataclasses
+import importlib
+import itertools
 
 import pytest
 
 from maxlp.families.llama.presets import llama
 from maxlp.planning import search, topologies
+from maxlp.planning.cost_model import cost_of, state_shapes
+from maxlp.planning.roofline import group, roofline
+from maxlp.run import constraints
+from maxlp.run.presets import choose
+from maxlp.run.settings import Machine, Settings, read
 from tests.planning import peaks
 from tests.planning.peaks import estimated_peak
 
 
-def llama_8b(**changes):
-    sizes = dict(embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=14336)
-    values = {"data.seq_len": 131072, "data.batch_size": 16, "loss.num_chunks": 16}
+def small(**changes) -> Settings:
+    """A Llama whose memory depends on every choice: 16 rows of 2,048."""
+    values = {"data.seq_len": 2048, "data.batch_size": 16, "loss.num_chunks": 2, "spikes.statistics": False}
     values |= {key.replace("__", "."): value for key, value in changes.items()}
-    return peaks.settings_of(llama(max_seq_len=131072, **sizes), values)
+    return peaks.settings_of(llama(**peaks.LLAMA_SIZES), values)
 
 
-def test_changes_replace_values_by_key():
-    s = llama_8b()
-    new = search.changed(s, {"model.remat": "dots", "mesh.tensor": 2})
-    assert (new.model.remat, new.mesh["tensor"]) == ("dots", 2)
+def preset(path: str, arg: str = "") -> Settings:
+    c = importlib.import_module(f"configs.{path}").get_config(arg)
+    return peaks.settings_of(c, {})
+
+
+def with_memory(name: str, gib: float) -> topologies.Topology:
+    """A topology whose chips have another memory."""
+    topology = topologies.parse(name)
+    return dataclasses.replace(
+        topology, chip=dataclasses.replace(topology.chip, memory=gib * topologies.GIB / search.MARGIN)
+    )
+
+
+def evaluated(s: Settings, topology: topologies.Topology, state) -> tuple[float, float] | None:
+    """(peak, seconds) of settings, without anything of the search; None if they cannot run."""
+    try:
+        machine = topology.machine(s)
+        constraints.check(s, machine)
+        cost = cost_of(s)
+        peak = sum(cost.memory(s, machine, state).values())
+    except ValueError:
+        return None
+    groups = group(cost.collectives(s, machine), topology, machine.axes)
+    return peak, roofline(cost.work(s, machine, state), groups, topology).expected
+
+
+def every_layout(s: Settings, topology: topologies.Topology) -> list[tuple[float, float]]:
+    """(peak, seconds) of every combination that the search covers."""
+    state = state_shapes(s, Machine(dict(stage=1, data=1, fsdp=1, context=1, tensor=1), "cuda"))
+    sizes = [n for n in (1, 2, 4, 8) if n <= topology.size]
+    found = []
+    for data, context, tensor, remat, attention, released in itertools.product(
+        *(sizes, sizes, sizes), search.REMATS, ("auto", "ring"), (False, True)
+    ):
+        mesh = dict(stage=1, data=data, fsdp=-1, context=context, tensor=tensor, dcn_data=1)
+        changes = {"model.remat": remat, "model.attention": attention, "train.release_gradients": released}
+        cell = search.changed(dataclasses.replace(s, mesh=mesh), changes)
+        for n, chunks in itertools.product((1, 2, 4, 8, 16), (2**i for i in range(12))):
+            one = search.changed(cell, {"train.microbatches": n, "loss.num_chunks": chunks})
+            found.append(evaluated(one, topology, state))
+    return [one for one in found if one is not None]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("clip_norm", [1.0, 0.0])  # without clipping, gradients can be released
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_fastest_of_all_combinations_is_found(devices, clip_norm):
+    """With any memory; and where nothing fits, the smallest."""
+    s = small(optimizer__clip_norm=clip_norm)
+    everything = every_layout(s, topologies.parse(f"h100:1x{devices}"))
+    least = min(peak for peak, _ in everything) / topologies.GIB
+    for gib in (least * 0.99, least * 1.01, least * 1.3, least * 2, 70.0):
+        topology = with_memory(f"h100:1x{devices}", gib)
+        layouts = search.find(s, topology).layouts
+        fitting = [one for one in everything if one[0] <= gib * topologies.GIB]
+        if not fitting:
+            assert not layouts
+            continue
+        assert layouts[0].seconds == pytest.approx(min(seconds for _, seconds in fitting), rel=1e-6)
+        for one in layouts:
+            new = search.changed(s, one.changes)
+            constraints.check(new, topology.machine(new))
+            assert (
+                estimated_peak(new, topology) == pytest.approx(one.peak)
+                and one.peak <= gib * topologies.GIB
+            )
+
+
+@pytest.mark.parametrize(("name", "topology"), [("llama.8b", "h100:1x8"), ("clip.b32", "v5e:2x4")])
+def test_more_microbatches_and_parts_never_take_less_time_nor_from_two_on_more_memory(name, topology):
+    """What the search relies on, on every mesh, for every remat, with and without chunks."""
+    s, topology = preset(name), topologies.parse(topology)
+    one = Machine(dict(stage=1, data=1, fsdp=1, context=1, tensor=1), topology.chip.platform)
+    state = state_shapes(s, one)
+    checked = 0
+    for mesh, remat in itertools.product(search.meshes(s, topology), search.REMATS):
+        cell = search.changed(dataclasses.replace(s, mesh=mesh), {"model.remat": remat})
+        runs = [search.changed(cell, {"train.microbatches": 2**i}) for i in range(0, 12, 2)]
+        found = [one for run in runs if (one := evaluated(run, topology, state))]
+        assert all(a[1] <= b[1] * (1 + 1e-9) for a, b in itertools.pairwise(found))
+        assert all(a[0] >= b[0] for a, b in itertools.pairwise(found[1:]))
+        checked += len(found)
+        if s.family.loss_parts is None or not found:
+            continue
+        key, values = s.family.loss_parts(s.data, topology.machine(cell).axes)
+        found = [evaluated(search.changed(cell, {key: value}), topology, state) for value in values]
+        (seconds,) = {one[1] for one in found if one}
+        peaks_ = [one[0] for one in found[1:] if one]
+        assert seconds and all(a >= b for a, b in itertools.pairwise(peaks_))
+    assert checked > 50
+
+
+TABLE = [  # preset, topology, layout fits, changes of the numerics that are needed
+    ("llama.debug", "rtx4090:1x1", True, set()),
+    ("llama.350m", "rtx4090:1x1", True, set()),
+    ("llama.1b", "rtx4090:1x1", False, {"low_bit=8bit"}),
+    ("llama.8b", "h100:1x8", True, set()),
+    ("llama.8b", "v5p:2x4x4", True, set()),
+    ("llama.8b", "h100:1x1", False, {"precision=pure_bf16", "low_bit=8bit"}),
+    ("llama.8b", "rtx4090:1x1", False, None),  # nothing fits
+    ("llama.70b", "h100:1x4", False, {"precision=pure_bf16", "galore=1024"}),
+    ("llama.405b", "h100:1x8", False, None),
+    ("clip.b32", "rtx4090:1x1", True, set()),
+    ("clip.h14", "v5e:2x4", True, set()),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "topology", "fits", "needs"), TABLE, ids=lambda v: str(v)[:20])
+def test_presets_on_machines(name, topology, fits, needs):
+    s, topology = preset(name), topologies.parse(topology)
+    found = search.find(s, topology)
+    assert bool(found.layouts) == fits
+    limit = search.MARGIN * topology.chip.memory
+    if needs is None:
+        assert not found.numerics and found.smallest is not None and found.smallest.peak > limit
+        return
+    if not fits:
+        assert any(needs <= set(one.numerics) for one in found.numerics)
+    for one in (*found.layouts, *found.numerics):
+        new = search.changed(s, one.changes)
+        constraints.check(new, topology.machine(new))
+        assert one.peak <= limit and estimated_peak(new, topology) == pytest.approx(one.peak)
+        assert one.numerics or not one.changes.keys() & {"data.batch_size", "optimizer.clip_norm"}
+
+
+def test_8b_on_one_h100_fits_in_pure_bfloat16_with_8_bit_moments_and_a_batch_in_one_pass():
+    """Sums of microbatches are float32, and updates too: 99 GiB compiled. A few rows in one pass fit."""
+    s, topology = preset("llama.8b", "precision=pure_bf16,low_bit=8bit"), topologies.parse("h100:1x1")
+    found = search.find(s, topology)
+    assert not found.layouts
+    one = next(one for one in found.numerics if len(one.numerics) == 1)
+    assert one.numerics == (f"batch_size={one.changes['data.batch_size']}",)
+    assert one.changes.keys() <= {"data.batch_size", "model.remat"} and one.changes["data.batch_size"] >= 4
+    assert estimated_peak(search.changed(s, {"train.microbatches": 512}), topology) > topology.chip.memory
+
+
+def test_layouts_do_not_change_the_numerics():
+    layout = {
+        "model.remat",
+        "model.attention",
+        "train.microbatches",
+        "train.release_gradients",
+        "loss.num_chunks",
+    }
+    found = search.find(small(), with_memory("h100:1x2", 2.0))
+    assert found.layouts and all(
+        key in layout or key.startswith("mesh.") for one in found.layouts for key in one.changes
+    )
+
+
+def test_names_are_those_of_the_configs():
+    """``precision=pure_bf16,low_bit=8bit,galore=…`` in a config's argument gives the same settings."""
+    s = small()
+    found = search.smaller_numerics(s)
+    names = ("precision=pure_bf16", "low_bit=8bit", f"galore={search.galore_rank(s)}")
+    variant = next(one for one in found if one.names == names)
+    c = choose(",".join(names), llama(**peaks.LLAMA_SIZES))
+    expected = peaks.settings_of(
+        c, {"data.seq_len": 2048, "data.batch_size": 16, "loss.num_chunks": 2, "spikes.statistics": False}
+    )
+    new = search.changed(s, variant.changes)
+    assert (new.model, new.optimizer) == (expected.model, expected.optimizer)
+
+
+def test_changes_replace_values_by_key_and_are_flags():
+    s = small()
+    changes = {"model.remat": "dots", "mesh.tensor": 2, "optimizer.galore": {"rank": 8}}
+    new = search.changed(s, changes)
+    assert (new.model.remat, new.mesh["tensor"], new.optimizer.galore.rank) == ("dots", 2, 8)
     assert (s.model.remat, s.mesh["tensor"]) == ("block", 1)
+    assert search.flags(changes) == [
+        "--config.model.remat=dots",
+        "--config.mesh.tensor=2",
+        "--config.optimizer.galore.rank=8",
+    ]
 
 
-def test_search_finds_the_nearest_that_fits():
-    """A run that keeps every activation of 16 rows a device fits if it recomputes them: one change."""
-    changes = {"model.remat": "none", "model.attention": "splash", "data.batch_size": 128}
-    s = peaks.settings_of(llama(**peaks.LLAMA_SIZES), peaks.LLAMA_RUN | changes)
-    topology = topologies.parse("v5e:2x4")
-    assert estimated_peak(s, topology) > topology.chip.memory
-    found = search.nearest(s, topology)
-    assert all(one.peak <= topology.chip.memory for one in found)
-    assert len(found[0].changes) == 1
-    assert estimated_peak(search.changed(s, found[0].changes), topology) == pytest.approx(found[0].peak)
-
-
-@pytest.mark.parametrize("attention", ["ring", "cudnn"])
-def test_a_long_sequence_is_split_over_context(attention):
-    """Two rows of 131,072 for each GPU do not fit; split over devices they do, with ring attention."""
-    s, topology = llama_8b(model__attention=attention), topologies.parse("h100:1x8")
-    assert estimated_peak(s, topology) > topology.chip.memory
-    found = search.nearest(s, topology)
-    split = next(one for one in found if one.changes.get("mesh.context", 1) > 1)
-    new = search.changed(s, split.changes)
-    assert new.model.attention == "ring"
-    axes = topology.machine(new).axes
-    assert axes["context"] > 1 and axes["fsdp"] * axes["context"] * axes["tensor"] == 8
-    assert estimated_peak(new, topology) <= topology.chip.memory
-
-
-def test_no_proposal_contains_another_one():
-    """Where one change is enough, none is added."""
-    s = llama_8b(model__attention="xla", data__batch_size=8)
-    found = search.nearest(s, topologies.parse("h200:1x8"))
-    assert found[0].changes == {"model.attention": "cudnn"}  # faster than the ring, which fits too
-    assert not any(a.settings < b.settings for a in found for b in found)
-    order = [(len(one.settings), one.seconds) for one in found]
-    assert order == sorted(order)
-
-
-def test_choices_are_those_of_the_model_and_the_platform():
-    """No context for CLIP, no kernel of another platform, and only keys that exist."""
-    s = llama_8b()
-    choices = search._choices(s, "cuda")
-    assert choices["model.attention"] == ("cudnn", "ring") and "mesh.context" in choices
-    assert all(search._value(s, key) is not None or key == "optimizer.mu_dtype" for key in choices)
-    clip = search._choices(peaks.recorded("CLIP b32", "tpu"), "tpu")
-    assert "mesh.context" not in clip and clip["model.attention"] == ("splash",)
-    assert clip["loss.method"] == ("tiled",)
+def test_flags_of_a_result_give_its_settings():
+    """On a config whose mesh does not exist on the machine."""
+    c = importlib.import_module("configs.llama.70b").get_config()
+    with c.unlocked():
+        c.data.source = c.data.tokenizer = "unread"
+    topology = topologies.parse("v5p:2x2x1")
+    s = read(c)
+    found = search.find(s, topology)
+    one = (found.layouts or found.numerics)[0]
+    for flag in search.flags(one.changes):  # as the command line sets them
+        key, value = flag.removeprefix("--config.").split("=")
+        *path, name = key.split(".")
+        section = c
+        for part in path:
+            section = section[part]
+        old = section.get_type(name)
+        section[name] = value == "True" if old is bool else old(value)
+    new = read(c)
+    assert (
+        new.on(topology.machine(new)).model
+        == search.changed(s, one.changes).on(topology.machine(new)).model
+    )
+    assert (new.optimizer, new.data, new.train) == (
+        *(getattr(search.changed(s, one.changes), key) for key in ("optimizer", "data", "train")),
+    )
+    assert topology.machine(new).axes == one.layout["mesh"]

@@ -114,10 +114,11 @@ class Tower:
         It holds three F-wide arrays (gradients replace what is no longer needed), two while the
         probabilities get their gradient; the probabilities in float32 and rounded, and in the end their
         gradient; eight and a half arrays of the residual stream, q, k, v and the output; and seven tenths
-        of the block's gathered weights and of the rounded weights of all blocks.
+        of the block's gathered weights and of the weights of all blocks, which are rounded before they are
+        gathered.
         """
         weights = self.block_params * self.a / self.t
-        rounded = self.L * weights / self.shards if self.param != self.a else 0.0
+        rounded = self.L * weights / self.shards if self.param != self.a and self.shards > 1 else 0.0
         stream = 4.5 * self.x / self.t + 4 * self.x
         mlp = 3 * self.f + (4 + self.a) * self.squares
         attention = 2 * self.f + (4 + 2 * self.a) * self.squares
@@ -126,7 +127,7 @@ class Tower:
 
 def towers(settings: Settings, machine: Machine) -> tuple[Tower, Tower]:
     """The image tower and the text tower of a step that fulfils `run.constraints`."""
-    m, axes = settings.model, machine.axes
+    m, axes = settings.on(machine).model, machine.axes
 
     def tower(sizes: VisualConfig | TextConfig, positions: int, causal: bool) -> Tower:
         return Tower(
@@ -182,6 +183,10 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
         block["a layer's update"] = max(
             one.block_params * 4 / (one.shards * one.t) for one in (image, text)
         )
+    if settings.optimizer.has_low_bit and not settings.optimizer.has_galore and M > 1:
+        block["moments in float32"] = 3 * max(
+            4 * one.L * one.D * one.F / (one.shards * one.t) for one in (image, text)
+        )
     moments = [both | block, {"loss": loss(settings, machine)} | (both if M == 1 else {})]
     return held | max(moments, key=lambda parts: sum(parts.values()))
 
@@ -234,7 +239,7 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     devices, M = math.prod(machine.axes.values()), settings.train.microbatches
     B, E = settings.data.batch_size, settings.model.embed_dim
     flops = {"bfloat16": 0.0, "float8": 0.0, "int8": 0.0}
-    moved = 0.0
+    moved = host = 0.0
     for tower, name in zip(towers(settings, machine), ("visual", "text"), strict=True):
         again = (tower.remat in ("block", "offload")) + (M > 1)
         tokens = B * tower.S
@@ -250,6 +255,7 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
             widths += 24 * tower.S * tower.N / tower.t * square
         moved += tower.L * tower.R * tower.S * M * tower.a * widths * (1 + again / 3)
         moved += (3 + again) * 2 * tower.L * tower.block_params * tower.a / tower.t * M
+        host += 2 * tower.L * tower.x / tower.t * M * (tower.remat == "offload")
     visual = settings.model.visual
     pixels = B * visual.num_patches * 3 * visual.patch_size**2
     flops["bfloat16"] += (4 + 2 * (M > 1)) * pixels * visual.width
@@ -258,7 +264,7 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     mesh = abstract_mesh(machine.axes)
     once = 2 * (state.bytes_on(mesh, "params") + state.bytes_on(mesh, "opt_state"))
     moved += once + 2 * gradients(settings, machine, state)
-    return Work({dtype: n / devices for dtype, n in flops.items() if n}, moved)
+    return Work({dtype: n / devices for dtype, n in flops.items() if n}, moved, host)
 
 
 def _matmul_widths(name: str, tower: Tower) -> dict[str, int]:

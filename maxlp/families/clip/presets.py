@@ -66,7 +66,7 @@ def clip(**sizes) -> ConfigDict:
             image_std=(0.26862954, 0.26130258, 0.27577711),
             dtype="bfloat16",
             param_dtype="float32",
-            attention="xla",
+            attention="auto",  # the platform's kernel: nn.attention.choose
             scan_layers=True,
             remat="block",
         ),

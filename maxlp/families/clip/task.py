@@ -180,6 +180,6 @@ FAMILY = Family(
     tokenizer_texts=tokenizer_texts,
     gated_products=("*/mlp/down_proj",),
     describe_batch=describe_batch,
-    search_choices={"loss.method": ("tiled",)},
+    search_choices={"loss.method": ("tiled", "sharded")},
     linear_probe=linear_probe,
 )

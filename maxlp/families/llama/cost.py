@@ -77,7 +77,7 @@ class Sizes:
 
 def sizes(s: Settings, machine: Machine) -> Sizes:
     """The sizes of a step that fulfils `run.constraints`."""
-    m, axes = s.model, machine.axes
+    m, axes = s.on(machine).model, machine.axes
     stages = axes["stage"]
     return Sizes(
         R=s.device_rows(machine),
@@ -99,7 +99,8 @@ def sizes(s: Settings, machine: Machine) -> Sizes:
         param=jnp.dtype(m.param_dtype).itemsize,
         schedule=m.pipeline.schedule(stages) if stages > 1 else Schedule(1, 1, 1),
         released=s.train.release_gradients,
-        remat=m.remat,
+        # Released gradients keep the inputs of the blocks and recompute the rest.
+        remat="block" if s.train.release_gradients else m.remat,
         attention=m.attention,
         platform=machine.platform,
     )
@@ -112,9 +113,8 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
     """Bytes of one device at the worst moment of a step, by what they hold.
 
     Three moments compete: the backward pass of a block, the loss of one chunk of the sequence, and the
-    update, if it does more than pass over the arrays once: moments in 8 bits are rounded with the maxima of
-    their blocks, and GaLore's updates are products of matrices. Then two arrays of each parameter exist.
-    (The CPU's compiler does not order its work for memory: a block's activations take 1.45 times as much.)
+    update, if it does more than pass over the arrays once, see `of_update`. (The CPU's compiler does not
+    order its work for memory: a block's activations take 1.45 times as much.)
     """
     s, mesh = sizes(settings, machine), abstract_mesh(machine.axes)
     held = {
@@ -122,16 +122,16 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
         "optimizer": state.bytes_on(mesh, "opt_state") + state.bytes_on(mesh, "model_state"),
         "batch": 17.0 * s.R * s.microbatches * s.S,  # four int32 and a bool per token
     }
-    during = {"saved activations": kept(s), "gradients": gradients(s)}
-    block = of_block(s.of_stage)
-    if s.released:
-        block["a layer's update"] = s.block_params * 4.0 / (s.shards * s.t)
+    forward, block = {"saved activations": kept(s)}, of_block(s.of_stage)
     if s.platform == "cpu":
         block["a block's activations"] *= 1.45
-    moments = [during | block, during | of_loss(s)]
-    optimizer = settings.optimizer
-    if not s.released and (optimizer.has_low_bit or optimizer.has_galore):
-        moments.append({"gradients and updates": 2 * held["parameters"]})
+    during = forward | {"gradients": gradients(s)}
+    at_loss = during
+    if s.released:  # its gradients are those of the head, which `of_loss` counts
+        at_loss = forward | {"rounded weights": rounded_weights(s)}
+    moments = [during | block, at_loss | of_loss(s)]
+    if update := of_update(settings, s, held):
+        moments.append({"gradients and updates": update})
     return held | max(moments, key=lambda parts: sum(parts.values()))
 
 
@@ -175,45 +175,56 @@ def squares(s: Sizes) -> float:
 def gradients(s: Sizes) -> float:
     """Bytes of the gradients of the blocks and of the head, sharded.
 
-    Where they are summed over microbatches, or over the ticks of a pipeline, they exist twice. Where layers
-    are updated in the backward pass, only those of one layer exist.
+    Where they are summed over the ticks of a pipeline, they exist twice; where they are summed over
+    microbatches, a second time in float32. Where layers are updated in the backward pass, a layer's take
+    the place of its activations, and those of the head remain.
     """
-    layers = 1 if s.released else s.of_stage.L
-    blocks = layers * s.block_params * s.param / (s.shards * s.t)
+    blocks = s.of_stage.L * s.block_params * s.param / (s.shards * s.t)
     ends = s.V * s.D * s.param / (s.shards * s.t)
     if s.released:
-        return blocks + 2 * ends
+        return ends
     twice = blocks if s.schedule.stages > 1 else 0.0
-    return blocks + ends + twice + (blocks + 2 * ends if s.microbatches > 1 else 0.0)
+    sums = (blocks + 2 * ends) * 4 / s.param if s.microbatches > 1 else 0.0
+    return blocks + ends + twice + sums
 
 
 def of_block(s: Sizes) -> dict[str, float]:
     """The backward pass of one block.
 
-    Of the MLP it holds gate, up, their product and two gradients. Of attention it holds the inputs and the
-    output; dense attention peaks before the MLP is recomputed, with probabilities and their gradient in
-    float32 and rounded; for ring attention see `of_ring`. Of the residual stream it holds four whole
-    arrays, and with a tensor axis up to five more: gathered for what is recomputed, and sums to scatter.
-    Seven tenths of the gathered weights are in use at that moment, and as much of the rounded ones if
-    parameters are stored in a wider dtype.
+    Of the MLP it holds gate, up, their product and two gradients; on one device no more, because nothing
+    is gathered. Of attention it holds the inputs and the output; dense attention peaks before the MLP is
+    recomputed, with probabilities and their gradient in float32 and rounded; for ring attention see
+    `of_ring`. Of the residual stream it holds four whole arrays, and with a tensor axis up to five more:
+    gathered for what is recomputed, and sums to scatter. Seven tenths of the gathered weights are in use at
+    that moment, and as much of the rounded ones, see `rounded_weights`.
     """
     x, f = s.T * s.D * s.a, s.T * s.F * s.a / s.t
     q, k = s.T * s.N * s.H * s.a / s.t, s.T * s.K * s.H * s.a / s.t
     bias = s.R * s.S**2 * s.a if s.attention == "cudnn" else 0.0
     gathered = s.remat in ("block", "offload") and s.platform != "cpu"
     split = (5 * (x - x / s.t) if gathered else x / s.t) if s.t > 1 else 0.0
-    mlp = 5 * f + bias + 2 * q + 2 * k + 4 * x + split
+    gathers = s.shards * s.t > 1 or s.platform == "cpu"
+    mlp = 5 * f + bias + (2 * q + 2 * k + 4 * x + x / s.t + split if gathers else 0.0)
     attention = (8 + s.a) * squares(s) + 2 * q + 2 * k + 2 * x + split if s.attention == "xla" else 0.0
     if s.attention == "ring":
         attention = of_ring(s) + 4 * x + split
+    attention += x / s.t
     weights = s.block_params * s.a / s.t
-    rounded_outside_loop = s.param != s.a and not s.released
-    rounded = s.L * weights / s.shards if rounded_outside_loop else 0.0
     return {
-        "a block's activations": max(mlp, attention) + x / s.t,
-        "a block's weights": 0.7 * (weights + rounded),
+        "a block's activations": max(mlp, attention),
+        "a block's weights": 0.7 * weights + rounded_weights(s),
         "embedding's gradient": s.V * s.D * s.a / (s.shards * s.t),
     }
+
+
+def rounded_weights(s: Sizes) -> float:
+    """Bytes of weights in the dtype of the matmuls, if parameters are stored in a wider one.
+
+    Those of all layers are rounded before they are gathered; seven tenths are in use at the worst moment.
+    """
+    if s.param == s.a or s.shards == 1:
+        return 0.0
+    return 0.7 * s.L * s.block_params * s.a / (s.t * s.shards)
 
 
 def of_ring(s: Sizes) -> float:
@@ -250,6 +261,36 @@ def of_loss(s: Sizes) -> dict[str, float]:
     return parts | {"head": head * (copies * s.a + 4), "gradient of the blocks": tokens * s.D * s.a}
 
 
+def of_update(settings: Settings, s: Sizes, held: dict[str, float]) -> float:
+    """Bytes of the update of all parameters, besides what is held; 0 if it runs in place.
+
+    The gradients exist, and if they are sums over microbatches, in float32. Besides them, compiled steps of
+    8 billion parameters hold:
+
+    * where parameters are rounded stochastically, the updates of all of them, in float32;
+    * with moments in few bits, which are rounded with the maxima of their blocks, the new codes and half of
+      the largest array in float32; after microbatches the updates, the largest array and codes;
+    * with GaLore and moments in few bits, whose codes are smaller, two and a half of the largest array for
+      its products of matrices; after microbatches one, and what one pass adds to the sums.
+
+    Released layers are updated one by one; what is outside of them is left, and takes four float32 arrays.
+    """
+    optimizer, params = settings.optimizer, held["parameters"]
+    wide = params * 4 / s.param
+    grads = params if s.microbatches == 1 else wide
+    largest = 4 * max(s.of_stage.L * s.D * s.F, s.V * s.D) / (s.shards * s.t)
+    if s.released:
+        ends = 4 * s.V * s.D / (s.shards * s.t)
+        return 4 * ends if optimizer.has_low_bit or optimizer.has_galore else 0.0
+    if optimizer.has_low_bit and optimizer.has_galore:
+        return grads + 2.5 * largest if s.microbatches == 1 else grads + params + largest
+    if optimizer.has_low_bit:
+        if s.microbatches == 1:
+            return 2 * grads + largest / 2
+        return grads + wide + largest + held["optimizer"] * s.param / 4
+    return grads + wide if optimizer.param_rounding and not optimizer.has_galore else 0.0
+
+
 # --- work and collectives -----------------------------------------------------------------------------
 
 
@@ -283,7 +324,18 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
             again,
             square,
         ),
+        host=2
+        * s.schedule.ticks
+        * s.of_stage.L
+        / s.schedule.rounds
+        * s.microbatches
+        * offloaded(s.of_stage),
     )
+
+
+def offloaded(s: Sizes) -> float:
+    """Bytes of one block's input that remat moves to the host, and back."""
+    return s.T * s.D * s.a / s.t if s.remat == "offload" else 0.0
 
 
 def matmul_widths(s: Sizes) -> dict[str, int]:

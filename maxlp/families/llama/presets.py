@@ -21,7 +21,7 @@ def llama(**sizes) -> ConfigDict:
             init_std=0.02,
             dtype="bfloat16",
             param_dtype="float32",
-            attention="xla",
+            attention="auto",  # the platform's kernel: nn.attention.choose
             scan_layers=True,
             remat="block",
             pipeline=dict(microbatches=config_dict.placeholder(int), rounds=1),  # on mesh.stage > 1

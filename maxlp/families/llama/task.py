@@ -1,7 +1,7 @@
 """Next-token prediction on packed text."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -145,6 +145,12 @@ def describe_batch(data: text.TextDataConfig) -> str:
     return f"{data.batch_size} × {data.seq_len} = {units_per_step(data):,} tokens"
 
 
+def loss_parts(data: text.TextDataConfig, axes: Mapping[str, int]) -> tuple[str, list[int]]:
+    """The numbers of chunks in which a sequence can be split on a mesh."""
+    length = data.seq_len // (axes["context"] * axes["stage"])
+    return "loss.num_chunks", [n for n in range(1, length + 1) if length % n == 0]
+
+
 FAMILY = Family(
     name="llama",
     Model=LlamaConfig,
@@ -165,5 +171,6 @@ FAMILY = Family(
     tokenizer_texts=tokenizer_texts,
     gated_products=("layers/mlp/down_proj",),
     describe_batch=describe_batch,
-    search_choices={"mesh.context": (1, 2, 4, 8, 16)},
+    search_choices={"model.attention": ("ring",)},
+    loss_parts=loss_parts,
 )

@@ -10,7 +10,7 @@ splash tpu      none                                   S a multiple of 128
 ring   any      none                                   none; the only one that can split S
 ====== ======== ====================================== ==========================================
 
-All but xla need K to be a multiple of the mesh's tensor axis.
+All but xla need K to be a multiple of the mesh's tensor axis. ``auto`` is one of these, see `choose`.
 
 A kernel takes q_BSNH, k_BSKH, v_BSKH and the keywords ``causal`` and ``segment_ids_BS`` (int32 or
 None: tokens attend to their own segment only), and returns o_BSNH in the dtype of q.
@@ -20,13 +20,15 @@ Shape letters: B batch · S query length · T key length · N query heads · K k
 
 import dataclasses
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+AUTO = "auto"
 KERNELS = {
+    AUTO: "maxlp.nn.attention.dense:dense",  # of a model without a machine: what runs everywhere
     "xla": "maxlp.nn.attention.dense:dense",
     "cudnn": "maxlp.nn.attention.cudnn:cudnn",
     "splash": "maxlp.nn.attention.splash:splash",
@@ -76,6 +78,23 @@ class Use:
     kv_heads: int
     head_dim: int
     dtype: str
+
+
+def choose(uses: Sequence[Use], axes: Mapping[str, int], platform: str) -> str:
+    """The kernel that ``auto`` stands for.
+
+    It is ring if the mesh splits the sequence, otherwise the platform's own if it accepts all uses, and xla
+    if it does not.
+
+    Args:
+      axes: the size of every mesh axis.
+      platform: ``jax.Device.platform``.
+    """
+    if axes["context"] > 1:
+        return "ring"
+    own = [name for name, platforms in PLATFORMS.items() if platform in platforms]
+    accepted = (name for name in own if all(refusal(name, use, axes, platform) is None for use in uses))
+    return next(accepted, "xla")
 
 
 def refusal(name: str, use: Use, axes: Mapping[str, int], platform: str) -> str | None:

@@ -93,7 +93,10 @@ def test_settings_that_break_a_rule_are_refused_in_one_line(rule):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mesh.context": 2}, "config.model.attention=xla cannot split the sequence over mesh.context=2"),
+        (
+            {"mesh.context": 2, "model.attention": "xla"},
+            "config.model.attention=xla cannot split the sequence over mesh.context=2",
+        ),
         (CONTEXT | {"model.num_kv_heads": 1}, "a multiple of mesh.tensor=2, not 1"),
         ({"mesh.tensor": 8, "data.seq_len": 252}, "data.seq_len=252 is not a multiple of mesh.tensor=8"),
         (STAGES | {"model.pipeline.rounds": 0}, "rounds=0 must be at least 1"),

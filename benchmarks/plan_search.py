@@ -1,0 +1,58 @@
+"""The planner's search for every preset on every machine: what fits, and how long the search takes.
+
+python benchmarks/plan_search.py                              # twenty minutes on 2 cores
+python benchmarks/plan_search.py --presets llama/8b --machines h100:1x8 v5p:2x4x4
+"""
+
+import argparse
+import importlib
+import time
+from pathlib import Path
+
+from maxlp.plan import describe_layout, with_placeholder_data
+from maxlp.planning import search, topologies
+from maxlp.planning.topologies import GIB
+from maxlp.run.settings import read
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+PRESETS = [
+    f"{folder}/{path.stem}" for folder in ("llama", "clip") for path in (CONFIGS / folder).glob("[!_]*.py")
+]
+GPUS = ("rtx4090", "rtx5090", "a100_40gb", "h100", "h200", "b200")  # 24, 32, 40, 80, 141 and 180 GB
+MACHINES = [f"{gpu}:1x{n}" for gpu in GPUS for n in (1, 2, 4, 8)]
+MACHINES += ["v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8"]
+MACHINES += ["v5p:2x2x1", "v5p:2x2x2", "v5p:2x2x4", "v5p:2x4x4"]  # v5p-8 to v5p-64, named by their cores
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--presets", nargs="*", default=sorted(PRESETS))
+    parser.add_argument("--machines", nargs="*", default=MACHINES)
+    args = parser.parse_args()
+    topologies.compile_without_devices()
+    print("| preset | machine | | per second | GiB | settings | search, s |\n" + "|---" * 7 + "|")
+    slowest = 0.0
+    for preset in args.presets:
+        c = importlib.import_module("configs." + preset.replace("/", ".")).get_config()
+        s = read(with_placeholder_data(c))
+        for machine in args.machines:
+            start = time.perf_counter()
+            found = search.find(s, topologies.parse(machine))
+            seconds = time.perf_counter() - start
+            slowest = max(slowest, seconds)
+            print(f"| {preset} | {machine} | {row(found)} | {seconds:.1f} |", flush=True)
+    print(f"\nslowest search: {slowest:.1f} s")
+
+
+def row(found: search.Found) -> str:
+    """Whether a layout fits, only with other numerics, or nothing; and the best of them."""
+    verdict = "fits" if found.layouts else "fits only with" if found.numerics else "nothing fits"
+    one = (found.layouts or found.numerics or [found.smallest])[0]
+    if one is None:
+        return "refused | | | "
+    settings = ", ".join([*one.numerics, describe_layout(one)])
+    return f"{verdict} | {one.rate:,.0f} | {one.peak / GIB:.1f} | {settings}"
+
+
+if __name__ == "__main__":
+    main()
