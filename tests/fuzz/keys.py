@@ -143,6 +143,7 @@ SHARED: dict[str, Kind] = {
     "optimizer.b1": Float(0, 1, open_high=True),
     "optimizer.b2": Float(0, 1, open_high=True),
     "optimizer.eps": POSITIVE,
+    "optimizer.adascale": Float(1),
     "optimizer.mu_dtype": Text(("int8", "float64", "nosuch", "bfloat", "💥")),
     "optimizer.options": Group(({"nosuch": 1}, {"b1": 0.5}, 7, "a", [1])),
     "optimizer.galore.rank": Int(0),
