@@ -1933,7 +1933,7 @@ PLANNING = [
     *_in(
         "planning/roofline.py",
         "planning/test_roofline.py",
-        ("self.network - self.exposed) + self.exposed", "self.network)"),
+        ("self.network - self.exposed, self.host) + self.exposed", "self.network, self.host)"),
         ("row.seconds * (1 - row.overlapped / row.sent)", "row.seconds * row.overlapped / row.sent"),
         ("flops / chip.peak(dtype) for", "flops / chip.peak() for"),
         ("key=lambda row: -row.seconds", "key=lambda row: row.seconds"),
@@ -1969,8 +1969,6 @@ PLANNING = [
     *_in(
         "planning/search.py",
         "planning/test_search.py",
-        ("any(other < key for other in fastest)", "any(other > key for other in fastest)"),
-        ("candidate.seconds < best.seconds", "candidate.seconds > best.seconds"),
         ("MARGIN * topology.chip.memory", "topology.chip.memory / MARGIN"),
     ),
     *_in(
