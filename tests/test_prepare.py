@@ -184,7 +184,7 @@ def test_killed_worker_is_reported_and_nothing_is_left(tmp_path):
         next(each for each in handle.children() if "spawn_main" in " ".join(each.cmdline())).kill()
         message = process.communicate(timeout=60)[1].splitlines()[-1]
     assert process.returncode == 2 and message.startswith("error: a worker process died")
-    assert not os.listdir(output)
+    assert not output.exists()
 
 
 @pytest.mark.parametrize(

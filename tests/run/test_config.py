@@ -141,7 +141,7 @@ def test_a_config_file_is_run_with_its_argument_and_locked(tmp_path):
         ("get_config = 3\n", " has no function get_config(arg), which returns the config"),
         (b"# \xe9\ndef get_config(arg):\n  x = '\xff'\n", ", line 3: SyntaxError: (unicode error)"),
         (b"\x00", ": "),
-        (None, " is not a file; give one such as configs/llama/debug.py"),
+        (None, " is neither a file nor a preset; presets: clip/b16, "),
     ],
     ids=lambda v: str(v)[:40],
 )

@@ -28,6 +28,10 @@ SIGMOID = dict(loss__kind="sigmoid")
         ),
         (dict(data__image_size=64), "config.data.image_size=64 differs from model.visual.image_size=32"),
         (dict(data__text_len=21), "config.data.text_len=21 is above model.text.max_len=20"),
+        (
+            dict(optimizer__name="sgd", optimizer__adascale=2.0, train__microbatches=2),
+            "config.optimizer.adascale=2.0 needs a loss that is a mean over examples",
+        ),
         (SIGMOID, "config.loss.kind=sigmoid needs a bias of the logits; set model.logit_bias"),
     ],
 )
@@ -37,7 +41,7 @@ def test_each_rule_refuses_its_violation(changes, message):
 
 
 def test_the_debug_config_and_the_proposed_fixes_are_accepted():
-    assert len(RULES) == 5, "one case for each rule in the test above"
+    assert len(RULES) == 6, "one case for each rule in the test above"
     check()
     check(data__text_len=20, mesh__tensor=2)
     check(**SIGMOID, model__logit_bias=-10.0)
