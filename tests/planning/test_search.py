@@ -132,7 +132,9 @@ TABLE = [  # preset, topology, layout fits, changes of the numerics that are nee
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "topology", "fits", "needs"), TABLE, ids=lambda v: str(v)[:20])
+@pytest.mark.parametrize(
+    ("name", "topology", "fits", "needs"), TABLE, ids=[f"{row[0]}-{row[1]}" for row in TABLE]
+)
 def test_presets_on_machines(name, topology, fits, needs):
     s, topology = preset(name), topologies.parse(topology)
     found = search.find(s, topology)
