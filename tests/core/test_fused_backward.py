@@ -41,7 +41,7 @@ BFLOAT16 = dict(dtype="bfloat16", param_dtype="bfloat16")
 CASES = {  # optimizer, mesh, model
     "tied_on_four_devices": (dict(), dict(fsdp=2, tensor=2), dict(tie_embeddings=True)),
     "galore_on_a_ring": (dict(name="stable_adamw", galore=GALORE), dict(context=2), dict(attention="ring")),
-    "fp8_delayed": (dict(), {}, dict(recipe=FP8, num_layers=5, dtype="bfloat16")),
+    "fp8_delayed": (dict(name="sgd"), {}, dict(recipe=FP8, num_layers=5, dtype="bfloat16")),
     "unrolled": (dict(), {}, dict(scan_layers=False)),
     "schedule_free": (dict(name="schedule_free_adamw", schedule="constant"), {}, {}),
     "muon": (dict(name="muon"), {}, {}),
@@ -51,8 +51,10 @@ CASES = {  # optimizer, mesh, model
 }
 QUICK = ("tied_on_four_devices",)
 # As a fraction of the largest change of a tensor. Where the input of a rounding differs in its last bit,
-# the result may be the other of its two neighbours.
-TOLERANCE = {"fp8_delayed": 0.01, "kahan": 0.01, "eight_bit_moments": 0.05}
+# the result may be the other of its two neighbours. In E5M2 these are 2^-2 apart: one of the 128 terms of a
+# kernel's gradient (8 rows of 16) then changes it by 2^-2 / sqrt(128) of its size, and a few terms do.
+# (Adam's normalized step would turn around where the gradient is nearly zero.)
+TOLERANCE = {"fp8_delayed": 0.05, "kahan": 0.01, "eight_bit_moments": 0.05}
 
 
 def train(released, optimizer, mesh, model, params=None, steps=STEPS):
