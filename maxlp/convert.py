@@ -243,9 +243,7 @@ def export_weights(
     with files.unfinished(output) as unfinished:
         # Of schedule_free_adamw, the averaged parameters.
         graphdef, state, _ = restore_model(c, workdir, step, _cpu_mesh())
-        params = state["params"]
-        if c.get("train", {}).get("lora", {}).get("rank"):
-            params = merged_params(nnx.merge(graphdef, params, state["model_state"]))
+        params = merged_params(nnx.merge(graphdef, state["params"], state["model_state"]))
         params = jax.tree.map(lambda leaf: leaf.astype(model.param_dtype), params)
         with _naming(workdir):
             tensors = weights.to_other(params, layout)

@@ -122,7 +122,7 @@ def test_a_row_trains_like_one_device_and_resumes_to_the_bit(family, row, tmp_pa
             )
         assert not ours.get("skipped", 0)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=AMAX_TOLERANCE, atol=1e-6),
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=max(20 * rounding, AMAX_TOLERANCE), atol=1e-6),
         jax.device_get(straight["model_state"]),
         model_state,
     )

@@ -105,9 +105,11 @@ def freeze(model: nnx.Module) -> None:
 def merged_params(model: nnx.Module) -> dict:
     """The parameters of the model without adapters that computes the same, up to rounding.
 
-    Kernels that had an adapter are in float32.
+    Kernels that had an adapter are in float32. Of a model without adapters, its own parameters.
     """
+    has_adapters = False
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Linear) and isinstance(adapter := module.adapter, Adapter):
             module.kernel[...] = module.kernel[...].astype(jnp.float32) + adapter.product()
-    return nnx.to_pure_dict(nnx.state(model, Frozen))
+            has_adapters = True
+    return nnx.to_pure_dict(nnx.state(model, Frozen if has_adapters else nnx.Param))

@@ -39,10 +39,5 @@ class Progress:
         # One update more than have been made, because the device adds up the gains with rounding.
         if self.done + self._fastest * (step + 1 - self._step) < self.total_steps:
             return False
-        self._step, self.done = step, done_after(step, metrics)
+        self._step, self.done = step, float(metrics.get("tau", step))
         return self.finished
-
-
-def done_after(step: int, metrics: Mapping[str, Any]) -> float:
-    """The finished steps of the schedule after an update."""
-    return float(metrics.get("tau", step))

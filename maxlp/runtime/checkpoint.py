@@ -36,9 +36,7 @@ _RECORD = "checkpoint.json"
 _MAX_REASON = 300  # characters
 _PEER_TIMEOUT = 3600.0  # seconds the primary process waits for the checksums of another one
 _ORBAX_TIMEOUT = 10**9  # seconds; Orbax measures them with a clock that may be set, and aborts
-_CLOCK_GRACE = float(
-    __import__("os").environ.get("GRACE", 30)
-)  # seconds after which a save that the clock disturbed is given up
+_CLOCK_GRACE = 30.0  # seconds after which a save that the clock disturbed is given up
 
 
 class CheckpointError(ValueError):
