@@ -33,7 +33,7 @@ from maxlp.core.train_state import State, abstract_state
 from maxlp.core.train_step import jit_step
 from maxlp.data import merge_states
 from maxlp.families import Evaluate
-from maxlp.monitoring import guards
+from maxlp.monitoring import rollback
 from maxlp.monitoring.recorder import Recorder
 from maxlp.monitoring.watch import Watch
 from maxlp.parallel.batches import device_batches
@@ -70,8 +70,8 @@ def main() -> int:
             try:
                 with contextlib.ExitStack() as stack:
                     return train(c, lock, stack, startup)
-            except guards.RollbackRequested as request:
-                print_primary(guards.roll_back(workdir, request.spike, request.config))
+            except rollback.RollbackRequested as request:
+                print_primary(rollback.roll_back(workdir, request.spike, request.config))
                 startup = Startup(time.monotonic())
             except ClockSetBackError as error:
                 if jax.process_count() > 1:
@@ -113,7 +113,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     checkpoints = stack.enter_context(open_checkpoints(s, workdir))
     watch = Watch(s.spikes)
     state, start = restore_or_init(run, abstract, checkpoints, batches, watch, workdir, changed)
-    guards.skip_excluded_batches(workdir, start, batches)
+    rollback.skip_excluded_batches(workdir, start, batches)
     if (progress := run.progress(state, start)).finished:
         print_primary(f"{workdir} is at step {progress}: nothing is left to train")
         return 0
@@ -235,7 +235,7 @@ def restore_or_init(
     """The state of the newest intact checkpoint, or a fresh one, and the number of finished steps."""
     if (restored := checkpoints.restore_latest(abstract)) is None:
         if not changes.repeats_the_last_start(workdir, changed):
-            guards.set_spikes_aside(workdir)
+            rollback.set_spikes_aside(workdir)
         return run.initial_state(abstract), 0
     batches.set_state(restored.data_state, flags.FLAGS.allow_change)
     watch.set_meta(restored.meta)

@@ -1533,7 +1533,7 @@ RUN = [
         ("self.make_model, self.tx, train.seed, self.gates)", "self.make_model, self.tx, 0, self.gates)"),
         ("seed=settings.train.seed, process_index=index", "seed=0, process_index=index"),
         ("for shape, dtype in shards) / 2**30", "for shape, dtype in shards) / 1e9"),
-        ("gates |= guards.gates(s.spikes)", "gates = guards.gates(s.spikes)"),
+        ('gates["guard"] = SkipGuard(s.spikes)', 'gates = {"guard": SkipGuard(s.spikes)}'),
     ),
     *_in(
         "run/settings.py",
@@ -1849,7 +1849,7 @@ MONITORING = [
         ("maxlen=config.window)\n        self._last", "maxlen=config.min_history)\n        self._last"),
     ),
     *_in(
-        "monitoring/guards.py",
+        "monitoring/skip_guard.py",
         "monitoring/test_guards.py",
         ("accepted = finite & ~(", "accepted = finite | ~("),
         ("self.config.guard_threshold * std) & (std > 0)", "self.config.threshold * std) & (std > 0)"),
@@ -1859,6 +1859,10 @@ MONITORING = [
             "::test_the_state_of_the_guard_holds_every_finite_step",
         ),
         ("seen % self.config.window].set(new)", "0].set(new)"),
+    ),
+    *_in(
+        "monitoring/rollback.py",
+        "monitoring/test_guards.py",
         ("max(old_enough) if old_enough else min(earlier, default=0)", "max(earlier, default=0)"),
         ("begin + max(config.skip_batches, spike.step - target)", "begin + config.skip_batches"),
         ('if entry["to"] <= step), default=0)', 'if entry["to"] < step), default=0)'),

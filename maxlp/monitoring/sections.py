@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from maxlp.monitoring.guards import read_rollbacks
+from maxlp.monitoring.rollback import read_rollbacks
 from maxlp.monitoring.run_record import Run, counted, tail
 from maxlp.monitoring.spikes import Spike, find_spikes
 from maxlp.monitoring.watch import recorded_spikes

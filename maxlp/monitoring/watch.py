@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from maxlp.data import merge_states
 from maxlp.monitoring import statistics
-from maxlp.monitoring.guards import RollbackRequested
+from maxlp.monitoring.rollback import RollbackRequested
 from maxlp.monitoring.spikes import Detector, Spike, SpikeConfig
 from maxlp.runtime import checkpoint, distributed
 from maxlp.runtime.files import read_json, write_json
