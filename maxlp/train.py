@@ -42,7 +42,7 @@ from maxlp.run.experiment import Experiment, describe, make_data, resolve
 from maxlp.run.restore import check_start, evaluated
 from maxlp.run.settings import Settings
 from maxlp.run.tokenizer import prepare_tokenizer
-from maxlp.runtime import distributed, files, hardware, preemption
+from maxlp.runtime import cpu, distributed, files, hardware, preemption
 from maxlp.runtime.checkpoint import Checkpointer, ClockSetBackError
 from maxlp.runtime.distributed import is_primary, print_primary
 from maxlp.runtime.lock import WorkdirLock
@@ -90,6 +90,8 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     s, workdir, mesh, peak = run.settings, lock.workdir, run.mesh, hardware.peak_flops()
     changed = report_changes(workdir, c)
     stack.enter_context(jax.set_mesh(mesh))
+    if jax.default_backend() == "cpu":
+        cpu.keep_freed_memory()
 
     # --- The training state as shapes and shardings, and the step that updates it.
     graphdef, abstract = abstract_state(run.make_model, run.tx, mesh, run.gates)
