@@ -83,6 +83,7 @@ FEATURES = [
             "optimizer.low_bit.min_size": 64,
         },
     ),
+    Feature("lora", "lora", {"train.lora.rank": 4, "train.init_from": "weights"}),
     Feature(
         "release_gradients", "release", {"train.release_gradients": True, "optimizer.clip_norm": 0.0}, True
     ),
