@@ -1762,8 +1762,8 @@ RUNTIME = [
         "runtime/throughput.py",
         "runtime/test_throughput.py",
         ("self._last_tick += self._clock() - start", "pass"),
-        ("full * mfu_per_flop", "causal * mfu_per_flop"),
-        ("(self._peak.flops * self._num_devices)", "self._peak.flops"),
+        ("full * per_flop", "causal * per_flop"),
+        ("(self._peak_flops * self._num_devices)", "self._peak_flops"),
         ("self._total_steps - self._progress)", "self._total_steps - self._progress + 1)"),
         ("self._seconds / (self._step - self._reported_step)", "self._seconds / self._step"),
         ("self._pending = [done.pop()]", "self._pending = [done.pop(0)]"),
@@ -1776,7 +1776,6 @@ RUNTIME = [
         ('unit = 1 if sys.platform == "darwin" else 1024\n    rss', "unit = 1\n    rss"),
         ("max(values) / 2**30", "min(values) / 2**30"),
         ("max(values) / 2**30", "max(values) / 1e9"),
-        ("2 * size**3 / min(seconds) / sharing", "size**3 / min(seconds) / sharing"),
     ),
     *_in(
         "runtime/writers.py",

@@ -64,6 +64,13 @@ class Run:
         """How many tokens or images a step processes; 0 if the config does not contain it."""
         return (self.setting("data", "batch_size") or 0) * (self.setting("data", "seq_len") or 1)
 
+    def validation_part(self, prefix: str) -> str:
+        """What the metrics ``eval/…`` or ``eval_full/…`` were measured on."""
+        batches = self.setting("train", "eval_batches")
+        if prefix == "eval" and batches:
+            return f"the first {counted(batches, 'validation batch', 'validation batches')}"
+        return "all validation data"
+
     @property
     def spike_config(self) -> SpikeConfig:
         """The run's definition of a spike; keys of other versions of maxlp are ignored."""

@@ -5,6 +5,7 @@ A new section is one function from a `Run` to its lines (an empty list omits the
 """
 
 import datetime
+import shutil
 import textwrap
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,8 @@ from maxlp.monitoring.spikes import Spike, find_spikes
 from maxlp.monitoring.watch import recorded_spikes
 from maxlp.runtime.writers import format_seconds
 
+MAX_WIDTH = 108
+
 Lines = list[tuple[str, str]]  # label, text
 
 
@@ -26,16 +29,20 @@ def report_text(run: Run) -> str:
     paragraphs = []
     for title, section in SECTIONS.items():
         if lines := section(run):
-            width = 2 + max(len(label) for label, _ in lines)
-            wrapped = [_wrap(f"  {label:<{width}}", text) for label, text in lines]
-            paragraphs.append("\n".join([title, *wrapped]))
+            paragraphs.append(section_text(title, lines))
     return "\n\n".join(paragraphs)
+
+
+def section_text(title: str, lines: Lines) -> str:
+    """A section in the width of the terminal."""
+    width = 2 + max((len(label) for label, _ in lines), default=0)
+    return "\n".join([title, *(_wrap(f"  {label:<{width}}", text) for label, text in lines)])
 
 
 def _wrap(label: str, text: str) -> str:
     return textwrap.fill(
         text,
-        108,
+        min(MAX_WIDTH, shutil.get_terminal_size((MAX_WIDTH, 24)).columns),
         initial_indent=label,
         subsequent_indent=" " * len(label),
         break_long_words=False,
@@ -104,26 +111,35 @@ def loss_lines(run: Run) -> Lines:
         lines.append(("train/loss", f"{last.mean():.4f}, mean of the last {counted(len(last), 'record')}"))
         if bad := steps[~np.isfinite(losses)].tolist():
             lines.append(("not finite", f"{counted(len(bad), 'record')}, the first at step {bad[0]:,}"))
-    for name in ("eval/loss", "eval/bits_per_byte", "eval/perplexity"):
-        steps, values = run.series(name)
-        if len(steps):
-            comparable = _comparable_with_last(run, steps)
-            best = _best(steps[comparable], values[comparable])
-            lines.append((name, f"{values[-1]:.4f} at step {steps[-1]:,}{best}"))
-    names = dict.fromkeys(name for record in run.records for name in record)  # in the order written
-    for name in names:
-        if name.startswith("eval/") and ("top" in name or "recall" in name):
-            steps, values = run.series(name)
-            lines.append((name, f"{values[-1]:.2%} at step {steps[-1]:,}"))
+    for prefix in ("eval", "eval_full"):
+        lines += _evaluation_lines(run, prefix)
     return lines
 
 
-def _comparable_with_last(run: Run, steps: np.ndarray) -> np.ndarray:
+def _evaluation_lines(run: Run, prefix: str) -> Lines:
+    """The last evaluation of a part of the validation data."""
+    lines, part = [], run.validation_part(prefix)
+    for name in (f"{prefix}/{key}" for key in ("loss", "bits_per_byte", "perplexity")):
+        steps, values = run.series(name)
+        if len(steps):
+            comparable = _comparable_with_last(run, prefix, steps)
+            best = _best(steps[comparable], values[comparable])
+            on = f" on {part}" if comparable.all() else ""
+            lines.append((name, f"{values[-1]:.4f} at step {steps[-1]:,}{on}{best}"))
+    names = dict.fromkeys(name for record in run.records for name in record)  # in the order written
+    for name in names:
+        if name.startswith(f"{prefix}/") and ("top" in name or "recall" in name):
+            steps, values = run.series(name)
+            lines.append((name, f"{values[-1]:.2%} at step {steps[-1]:,} on {part}"))
+    return lines
+
+
+def _comparable_with_last(run: Run, prefix: str, steps: np.ndarray) -> np.ndarray:
     """A bool for each evaluation: whether it covered as much text as the last one.
 
-    Evaluations during a run may be limited to a part of the text.
+    A resumed run may have another ``train.eval_batches``.
     """
-    counted_at, tokens = run.series("eval/tokens")
+    counted_at, tokens = run.series(f"{prefix}/tokens")
     if not np.array_equal(counted_at, steps):
         return np.ones(len(steps), bool)
     return tokens == tokens[-1]
@@ -172,14 +188,11 @@ def speed_lines(run: Run) -> Lines:
 def _mfu_lines(run: Run) -> Lines:
     _, full = run.series("perf/mfu")
     _, causal = run.series("perf/mfu_causal")
-    if not (len(full) and len(causal)):
-        return []
     _, peak = run.series("perf/peak_tflops")
-    _, measured = run.series("perf/peak_measured")
-    origin = "measured with a matmul" if len(measured) and measured[-1] else "published"
-    of_peak = f"; peak {peak[-1]:,.4g} TFLOP/s per device, {origin}" if len(peak) else ""
-    text = f"{np.median(full):.1%} (full attention FLOPs), {np.median(causal):.1%} (causal){of_peak}"
-    return [("MFU", text)]
+    if not (len(full) and len(causal) and len(peak)):
+        return []
+    text = f"{np.median(full):.1%} (full attention FLOPs), {np.median(causal):.1%} (causal)"
+    return [("MFU", f"{text}; peak {peak[-1]:,.4g} TFLOP/s per device")]
 
 
 # --- spikes, quantization, checkpoints ----------------------------------------------------------------

@@ -8,8 +8,9 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -19,21 +20,22 @@ import numpy as np
 from maxlp.runtime import files
 
 MIN_DATA_WAIT = 0.05  # fraction of the time; the console omits shorter waits for data
+NO_BREAK_SPACE = "\u00a0"
 MAX_SLASHES = 2  # names with more belong to single layers, too many for a console line
 
-# What the console shows of a training record, in this order.
+# What the console shows of a training record after the step. A narrow terminal lacks the last of them.
 PROGRESS = {
+    "perf/eta": "eta {}",
     "train/tau": "τ {:,.1f}",
     "train/gain": "gain {:.2f}",
-    "train/loss": "loss {:.4f}",
-    "perf/tokens_per_sec": "{:,.0f} tok/s",
-    "perf/images_per_sec": "{:,.0f} img/s",
-    "perf/mfu": "mfu {:.1%}",
+    "train/loss": "loss {:#.5g}",
+    "train/learning_rate": "lr {:.2e}",
+    "perf/tokens_per_sec": "{} tok/s",
+    "perf/images_per_sec": "{} img/s",
+    "train/grad_norm": "grad {:.3g}",
     "perf/data_wait": "data wait {:.0%}",
     "data/skipped": "skipped {:,.0f}",
-    "train/learning_rate": "lr {:.2e}",
-    "train/grad_norm": "grad {:.3g}",
-    "perf/eta": "eta {}",
+    "perf/mfu": "mfu {:.1%}",
 }
 
 
@@ -103,8 +105,9 @@ class MetricWriter:
             writer.write(record)
 
     def close(self) -> None:
-        """Flushes and closes every output."""
-        for writer in self._writers:
+        """Flushes and closes every output; a second call does nothing."""
+        writers, self._writers = self._writers, []
+        for writer in writers:
             writer.close()
 
 
@@ -150,7 +153,7 @@ def _parse_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 class ConsoleWriter:
-    """A single line that is updated in place on a terminal; otherwise one line per record."""
+    """A single line that is updated in place on a terminal, in its width; otherwise one line per record."""
 
     def __init__(self, total_steps: int | None, stream: TextIO) -> None:
         self._total_steps, self._stream = total_steps, stream
@@ -158,26 +161,37 @@ class ConsoleWriter:
         self._line_is_open = False
 
     def write(self, record: Mapping[str, Any]) -> None:
-        line = _format_record(record, self._total_steps)
-        if not self._live:
-            print(line, file=self._stream, flush=True)
-            return
         # Records other than training progress stay on the screen.
-        self._line_is_open = "train/loss" in record
-        width = shutil.get_terminal_size().columns - 1
-        self._stream.write(f"\r\x1b[K{line[:width]}" + ("" if self._line_is_open else "\n"))
+        is_progress = "train/loss" in record
+        parts = list(_format_progress(record) if is_progress else _format_pairs(record))
+        parts.insert(0, f"step {record['step']}" + (f"/{self._total_steps}" if self._total_steps else ""))
+        if not self._live:
+            print("  ".join(parts), file=self._stream, flush=True)
+            return
+        width = shutil.get_terminal_size().columns - 1  # a cursor after the last column wraps the line
+        line = _on_one_line(parts, width) if is_progress else _on_lines(parts, width) + "\n"
+        self._stream.write(f"\r\x1b[K{line}")
         self._stream.flush()
+        self._line_is_open = is_progress
 
     def close(self) -> None:
         if self._line_is_open:
             print(file=self._stream, flush=True)
 
 
-def _format_record(record: Mapping[str, Any], total_steps: int | None) -> str:
-    """A progress line for training records, ``name value`` pairs for others."""
-    format_rest = _format_progress if "train/loss" in record else _format_pairs
-    of_total = "" if total_steps is None else f"/{total_steps}"
-    return "  ".join([f"step {record['step']}{of_total}", *format_rest(record)])
+def _on_one_line(parts: Sequence[str], width: int) -> str:
+    """The parts on a line: closer together if it is narrow, and without the last ones if it is too narrow."""
+    shorter = (" ".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((line for line in ("  ".join(parts), *shorter) if len(line) <= width), "")
+
+
+def _on_lines(parts: Sequence[str], width: int) -> str:
+    """The parts on as many lines as they need, none of them broken."""
+    glued = "  ".join(part.replace(" ", NO_BREAK_SPACE) for part in parts)
+    wrapped = textwrap.fill(
+        glued, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+    return wrapped.replace(NO_BREAK_SPACE, " ")
 
 
 def _format_pairs(record: Mapping[str, Any]) -> Iterator[str]:
@@ -190,16 +204,32 @@ def _format_progress(record: Mapping[str, Any]) -> Iterator[str]:
     for name, template in PROGRESS.items():
         if name not in record or (name == "perf/data_wait" and record[name] < MIN_DATA_WAIT):
             continue
-        value = format_seconds(record[name]) if name == "perf/eta" else record[name]
-        measured = name == "perf/mfu" and record.get("perf/peak_measured")
-        yield template.format(value) + (" of measured peak" if measured else "")
+        yield template.format(FORMATS.get(name, float)(record[name]))
 
 
 def format_seconds(seconds: float) -> str:
-    """Formats hours, minutes and seconds as in 1:02:03, without hours below one hour."""
+    """Formats hours, minutes and seconds as in 1:02:03, without hours below one hour; 4d04h from 100 h on."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
+    if hours >= 100:
+        return f"{hours // 24}d{hours % 24:02}h"
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+
+
+def format_count(value: float) -> str:
+    """Three digits of a number, as in 987, 12.3k and 1.23M."""
+    for unit in ("", "k", "M", "G"):
+        if abs(float(f"{value:.3g}")) < 1000 or unit == "G":
+            break
+        value /= 1000
+    return f"{value:.3g}{unit}"
+
+
+FORMATS: dict[str, Callable[[float], Any]] = {  # of values in `PROGRESS`
+    "perf/eta": format_seconds,
+    "perf/tokens_per_sec": format_count,
+    "perf/images_per_sec": format_count,
+}
 
 
 class TensorBoardWriter:
