@@ -99,14 +99,14 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     if flags.FLAGS.dry_run:
         train_step.trace(abstract, run.abstract_batch())
         return dry_run(run, graphdef, workdir, c)
-    startup.mark("config and mesh")
+    startup.mark("config")
 
     # --- The data. Nothing in the workdir is touched before no other process can.
     lock.acquire()
     with run_dir.undone_on_failure(workdir):
         batches, validation, evaluate = open_data(run, graphdef, workdir)
     stack.callback(batches.close)
-    startup.mark("tokenizer and data")
+    startup.mark("data")
 
     # --- The step is compiled in the background while the state is restored or initialized.
     compiled = compile_in_background(train_step, abstract, run.abstract_batch(), mesh, stack)
@@ -121,7 +121,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     writer = stack.enter_context(contextlib.closing(open_writer(s, workdir, start, c)))
     startup.mark("state")
     train_step = compiled.result()
-    startup.mark("rest of compilation")
+    startup.mark("compilation")
     print_primary(f"{workdir}: resuming at step {start}" if start else f"{workdir}: a new run")
 
     # --- The loop.
@@ -145,7 +145,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
         saves = last or stop or checkpoints.should_save(n)
         recorder.push(n, metrics, wait=first or evaluates or measures or saves, last=last)
         if first:
-            startup.mark("first step")
+            startup.mark("step")
             print_primary(startup)
         with throughput.paused():
             if evaluates:
@@ -203,7 +203,9 @@ def open_data(run: Experiment, graphdef: nnx.GraphDef, workdir: Path) -> tuple[A
     state = changes.saved_data_state(workdir)
     if state and not flags.FLAGS.allow_change:
         iter(training).set_state(state)
-    print_primary(f"data: {training.describe()}; validation: {validation.describe()}")
+    print_primary(
+        f"data: {training.describe(s.train.total_steps)}\nvalidation data: {validation.describe()}"
+    )
     evaluate = run.family.evaluator(graphdef, s.model, s.data, s.loss, validation)
     return batches, validation, evaluate
 

@@ -95,7 +95,9 @@ class Recorder:
             if spike := self._watch.observe(done, values):  # before its step is saved
                 self._watch.act(self._workdir, spike, values)
             if done % self._log_every == 0 or (last and done == step):
-                record = {f"train/{name}": value for name, value in (flat(values) | self._means.take()).items()}
+                record = {
+                    f"train/{name}": value for name, value in (flat(values) | self._means.take()).items()
+                }
                 running = self._throughput.report() | memory_metrics() | self._batches.metrics()
                 self._writer.write(done, record | running)
 

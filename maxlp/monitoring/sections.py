@@ -5,6 +5,7 @@ A new section is one function from a `Run` to its lines (an empty list omits the
 """
 
 import datetime
+import math
 import shutil
 import textwrap
 import time
@@ -16,7 +17,7 @@ import numpy as np
 from maxlp.monitoring.guards import read_rollbacks
 from maxlp.monitoring.run_record import Run, counted, tail
 from maxlp.monitoring.spikes import Spike, find_spikes
-from maxlp.monitoring.watch import recorded_spikes
+from maxlp.monitoring.watch import recorded_spikes, suspect
 from maxlp.runtime.writers import format_seconds
 
 MAX_WIDTH = 108
@@ -93,8 +94,13 @@ def config_lines(run: Run) -> Lines:
         lines.append(("parameters", f"{run.num_params:,}"))
     for section, values in run.config.items():
         pairs = values.items() if isinstance(values, dict) else [(section, values)]
-        lines.append((section, " ".join(f"{key}={value}" for key, value in pairs if value is not None)))
+        lines.append((section, " ".join(f"{key}={value}" for key, value in pairs if not _is_unset(value))))
     return lines
+
+
+def _is_unset(value: Any) -> bool:
+    """Whether a value, or every value of a nested section, is None."""
+    return all(map(_is_unset, value.values())) if isinstance(value, dict) and value else value is None
 
 
 # --- loss and data ------------------------------------------------------------------------------------
@@ -219,6 +225,9 @@ def _spike_text(spike: Spike) -> str:
 
 
 def _first_tensor(record: Mapping[str, Any]) -> str:
+    if not math.isfinite(record["loss"]):
+        cause = suspect(record.get("steps", []), record["policy"]["rms_threshold"])
+        return f"; {cause}" if cause else ""
     if not (first := record.get("first")):
         return ""
     ahead = record["step"] - first["step"]

@@ -12,7 +12,7 @@ import collections
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,9 +93,11 @@ class Watch:
         if self.config.guard == "rollback" and spike.sigmas > self.config.guard_threshold:
             raise RollbackRequested(spike, self.config)
         if not math.isfinite(spike.loss) and not values.get("skipped"):
+            cause = suspect(list(self._steps), self.config.rms_threshold)
             raise FloatingPointError(
-                f"the loss of step {spike.step} is {spike.loss}; lower optimizer.learning_rate, or set "
-                "spikes.guard to skip or rollback"
+                f"the loss of step {spike.step} is {spike.loss}{cause and f'; {cause}'}; lower "
+                "optimizer.learning_rate, or set spikes.guard to skip or rollback; to replay the steps "
+                f"before it: python -m maxlp.report {workdir} --spike={spike.step}"
             )
 
     def save(self, workdir: Path, spike: Spike) -> None:
@@ -141,6 +143,30 @@ def first_to_cross(steps: Iterable[dict[str, Any]], threshold: float) -> Crossin
             name, value = statistics.largest(crossed)[0]
             return Crossing(name, record["step"], value)
     return None
+
+
+def suspect(steps: Sequence[dict[str, Any]], threshold: float) -> str:
+    """Names the tensor that probably made the last loss infinite or NaN; "" where no tensors are measured.
+
+    A loss that is not finite makes most gradients of its step so too, so that the steps before count first.
+
+    Args:
+      steps: in order, each {"step": …, "rms": …, "grad_norms": …}, the latter two numbers by tensor.
+      threshold: of RMS_t.
+    """
+    before, last = steps[:-1], {} if not steps else steps[-1]
+    if first := first_to_cross(before, threshold):
+        found = f"{first.value:.3g} at step {first.step}"
+        return f"{first.tensor} was the first with RMS_t above {threshold}: {found}"
+    norms = last.get("grad_norms", {})
+    finite = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
+    if finite:
+        others = [name for name in norms if name not in finite]
+        return f"the gradient of {others[0]} is not finite either" if others else ""
+    if before and (norms := before[-1].get("grad_norms")):
+        name, norm = statistics.largest(norms)[0]
+        return f"{name} had the largest gradient in the step before, of norm {norm:.3g}"
+    return ""
 
 
 def checkpoint_before(

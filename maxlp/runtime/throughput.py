@@ -1,8 +1,8 @@
 """How fast a run is, measured without slowing it down.
 
-`Throughput` turns finished steps into tokens/s and, on devices with a published peak, MFU. `DelayedFetch` brings the metrics of a step to
-the host one step later, so that the host waits for a step only after the next one is dispatched.
-Together with `writers.MetricWriter` they make this loop::
+`Throughput` turns finished steps into tokens/s and, on devices with a published peak, MFU.
+`DelayedFetch` brings the metrics of a step to the host one step later, so that the host waits for a step
+only after the next one is dispatched. Together with `writers.MetricWriter` they make this loop::
 
     for step in range(start + 1, total_steps + 1):
         state, metrics = train_step(state, next(batches))

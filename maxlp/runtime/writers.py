@@ -59,7 +59,9 @@ class MetricWriter:
       run_config: shown by W&B.
       console: print progress to standard output.
       tensorboard: write event files.
-      wandb_project: the W&B project; None or "" disables W&B.
+      wandb_project: the W&B project; None or "" disables W&B. What the environment says counts, such as
+        WANDB_MODE=offline.
+      wandb_group, wandb_tags: of the run in W&B.
 
     Raises:
       ValueError: tensorboardX or wandb is requested but not installed.
@@ -75,6 +77,8 @@ class MetricWriter:
         console: bool = True,
         tensorboard: bool = True,
         wandb_project: str | None = None,
+        wandb_group: str = "",
+        wandb_tags: tuple[str, ...] = (),
     ) -> None:
         self._writers: list[Writer] = []
         if jax.process_index() != 0:
@@ -88,7 +92,8 @@ class MetricWriter:
             self._writers.append(TensorBoardWriter(workdir / "tensorboard", resume_step))
         check_installed(wandb_project)
         if wandb_project:
-            self._writers.append(WandbWriter(wandb_project, workdir, run_config))
+            group, tags = wandb_group or None, list(wandb_tags) or None  # None: those of the environment
+            self._writers.append(WandbWriter(wandb_project, workdir, run_config, group=group, tags=tags))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Writes one record.
@@ -180,7 +185,7 @@ class ConsoleWriter:
 
 
 def _on_one_line(parts: Sequence[str], width: int) -> str:
-    """The parts on a line: closer together if it is narrow, and without the last ones if it is too narrow."""
+    """The parts on a line: closer together in a narrow one, and without the last ones in a very narrow one."""
     shorter = (" ".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((line for line in ("  ".join(parts), *shorter) if len(line) <= width), "")
 
@@ -208,7 +213,7 @@ def _format_progress(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def format_seconds(seconds: float) -> str:
-    """Formats hours, minutes and seconds as in 1:02:03, without hours below one hour; 4d04h from 100 h on."""
+    """Formats hours, minutes and seconds as in 1:02:03 or 2:03, and from 100 hours on days as in 4d04h."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     if hours >= 100:
@@ -289,7 +294,9 @@ def check_installed(wandb_project: str | None) -> None:
 class WandbWriter:
     """A W&B run that continues when training resumes: its id is saved in the workdir."""
 
-    def __init__(self, project: str, workdir: Path, run_config: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, project: str, workdir: Path, run_config: Mapping[str, Any] | None, **labels: Any
+    ) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
         id_file = workdir / "wandb_id"
@@ -301,6 +308,8 @@ class WandbWriter:
             id=run_id,
             resume="allow",
             config=dict(run_config or {}),
+            allow_val_change=True,  # of the config, when the run resumes
+            **labels,
         )
         files.write_text(id_file, self._run.id)
 

@@ -109,8 +109,6 @@ def test_the_remaining_time_of_steps_that_count_as_more_than_one():
 
 
 def test_an_exception_in_a_pause_is_not_swallowed():
-    meter = Throughput(
-        units_per_step=1, flops_per_unit=(1, 1), peak_flops=1, num_devices=1, total_steps=1
-    )
+    meter = Throughput(units_per_step=1, flops_per_unit=(1, 1), peak_flops=1, num_devices=1, total_steps=1)
     with pytest.raises(RuntimeError, match="evaluation failed"), meter.paused():
         raise RuntimeError("evaluation failed")

@@ -140,7 +140,7 @@ def on_screen(output):
 
 
 def terminal(columns, monkeypatch):
-    """A stream to a pseudo-terminal of this width, which is standard output, and a function that reads it."""
+    """Standard output as a pseudo-terminal of this width, and a function that reads it."""
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     stream = os.fdopen(theirs, "w")
@@ -150,7 +150,10 @@ def terminal(columns, monkeypatch):
     def read():
         stream.close()
         output = b""
-        with os.fdopen(ours, "rb", buffering=0) as file, contextlib.suppress(OSError):  # Linux: EIO at the end
+        with (
+            os.fdopen(ours, "rb", buffering=0) as file,
+            contextlib.suppress(OSError),
+        ):  # Linux: EIO at the end
             while part := file.read(4096):
                 output += part
         return on_screen(output.decode())
@@ -272,11 +275,17 @@ def test_wandb_continues_the_run_of_the_workdir(tmp_path, monkeypatch):
             pass
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=Run))
+    labels = [{}, {"wandb_group": "sizes", "wandb_tags": ("a", "b")}]
     for resume_step in (0, 1):
-        with writer(tmp_path, wandb_project="llama", run_config={"seed": 1}, resume_step=resume_step) as w:
+        options = {"wandb_project": "llama", "run_config": {"seed": 1 + resume_step}} | labels[resume_step]
+        with writer(tmp_path, resume_step=resume_step, **options) as w:
             w.write(resume_step + 1, {"train/loss": 2.0})
-    assert [c["id"] for c in calls] == [None, "abc"]
+    assert [c["id"] for c in calls] == [None, "abc"] and {c["resume"] for c in calls} == {"allow"}
     assert calls[0]["project"] == "llama" and calls[0]["config"] == {"seed": 1}
+    assert calls[1]["config"] == {"seed": 2} and calls[1]["allow_val_change"]
+    # Without a choice in the config, the environment chooses: WANDB_RUN_GROUP, WANDB_TAGS, WANDB_MODE.
+    assert [(c["group"], c["tags"]) for c in calls] == [(None, None), ("sizes", ["a", "b"])]
+    assert not any("mode" in c for c in calls)
     assert logged == [(1, {"train/loss": 2.0}), (2, {"train/loss": 2.0})]
 
 
