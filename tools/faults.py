@@ -1791,6 +1791,11 @@ RUNTIME = [
             "if jax.process_index() != 0:\n            return",
             "if jax.process_index() == 1:\n            return",
         ),
+        (") < 1000 or unit", ") <= 1000 or unit"),
+    ),
+    *_in(
+        "runtime/wandb_writer.py",
+        "runtime/test_writers.py",
         ("id=run_id", "id=None"),
     ),
     *_in(
@@ -2006,8 +2011,8 @@ COMMANDS = [
         ),
         ("evaluate(evaluated(state), batches)", "evaluate(state, batches)", "run/test_restore.py"),
         (
-            "0 if last else s.train.eval_batches",
-            "s.train.eval_batches",
+            'validation, mesh, 0, "eval_full")',
+            'validation, mesh, s.train.eval_batches, "eval_full")',
             "test_train.py::test_evaluate_and_generate_and_report_on_the_run",
         ),
         (

@@ -16,8 +16,8 @@ import numpy as np
 
 from maxlp.monitoring.guards import read_rollbacks
 from maxlp.monitoring.run_record import Run, counted, tail
+from maxlp.monitoring.spike_records import recorded_spikes, suspect
 from maxlp.monitoring.spikes import Spike, find_spikes
-from maxlp.monitoring.watch import recorded_spikes, suspect
 from maxlp.runtime.writers import format_seconds
 
 MAX_WIDTH = 108

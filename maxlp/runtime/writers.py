@@ -90,8 +90,9 @@ class MetricWriter:
             self._writers.append(ConsoleWriter(total_steps, sys.stdout))
         if tensorboard:
             self._writers.append(TensorBoardWriter(workdir / "tensorboard", resume_step))
-        check_installed(wandb_project)
         if wandb_project:
+            from maxlp.runtime.wandb_writer import WandbWriter
+
             group, tags = wandb_group or None, list(wandb_tags) or None  # None: those of the environment
             self._writers.append(WandbWriter(wandb_project, workdir, run_config, group=group, tags=tags))
 
@@ -185,7 +186,7 @@ class ConsoleWriter:
 
 
 def _on_one_line(parts: Sequence[str], width: int) -> str:
-    """The parts on a line: closer together in a narrow one, and without the last ones in a very narrow one."""
+    """The parts on a line: closer together in a narrow one, without the last ones in a very narrow one."""
     shorter = (" ".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((line for line in ("  ".join(parts), *shorter) if len(line) <= width), "")
 
@@ -270,7 +271,7 @@ class TensorBoardWriter:
                 self._flushed = time.monotonic()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        value, metrics = self._summary.Value, _metrics(record)
+        value, metrics = self._summary.Value, metrics_of(record)
         values = [value(tag=name, simple_value=x) for name, x in metrics.items()]
         self._add(record["step"], record["time"], summary=self._summary(value=values))
 
@@ -279,46 +280,6 @@ class TensorBoardWriter:
             self._writer.close()
 
 
-def check_installed(wandb_project: str | None) -> None:
-    """Raises a ValueError if W&B is requested but not installed."""
-    if not wandb_project:
-        return
-    try:
-        import wandb  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise ValueError(
-            f"wandb_project={wandb_project!r} needs wandb: pip install wandb, or set it to ''"
-        ) from None
-
-
-class WandbWriter:
-    """A W&B run that continues when training resumes: its id is saved in the workdir."""
-
-    def __init__(
-        self, project: str, workdir: Path, run_config: Mapping[str, Any] | None, **labels: Any
-    ) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        id_file = workdir / "wandb_id"
-        run_id = id_file.read_text() if id_file.exists() else None
-        self._run = wandb.init(
-            project=project,
-            name=workdir.resolve().name,
-            dir=str(workdir),
-            id=run_id,
-            resume="allow",
-            config=dict(run_config or {}),
-            allow_val_change=True,  # of the config, when the run resumes
-            **labels,
-        )
-        files.write_text(id_file, self._run.id)
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        self._run.log(_metrics(record), step=record["step"])
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _metrics(record: Mapping[str, Any]) -> dict[str, Any]:
+def metrics_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record without its step and time."""
     return {name: value for name, value in record.items() if name not in ("step", "time")}

@@ -3,15 +3,9 @@ import shutil
 
 import pytest
 
+from maxlp.monitoring.spike_records import Crossing, first_to_cross, recorded_spikes, suspect
 from maxlp.monitoring.spikes import Spike, SpikeConfig
-from maxlp.monitoring.watch import (
-    Crossing,
-    Watch,
-    checkpoint_before,
-    first_to_cross,
-    recorded_spikes,
-    suspect,
-)
+from maxlp.monitoring.watch import Watch, checkpoint_before
 from maxlp.runtime.checkpoint import StepInfo
 from tests.monitoring.fixtures import TOY, train
 
