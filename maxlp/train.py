@@ -33,7 +33,7 @@ from maxlp.core.train_state import State, abstract_state
 from maxlp.core.train_step import jit_step
 from maxlp.data import merge_states
 from maxlp.families import Evaluate
-from maxlp.monitoring import guards
+from maxlp.monitoring import rollback
 from maxlp.monitoring.recorder import Recorder
 from maxlp.monitoring.watch import Watch
 from maxlp.parallel.batches import device_batches
@@ -42,7 +42,7 @@ from maxlp.run.experiment import Experiment, describe, make_data, resolve
 from maxlp.run.restore import check_start, evaluated
 from maxlp.run.settings import Settings
 from maxlp.run.tokenizer import prepare_tokenizer
-from maxlp.runtime import distributed, files, hardware, preemption
+from maxlp.runtime import cpu, distributed, files, hardware, preemption
 from maxlp.runtime.checkpoint import Checkpointer, ClockSetBackError
 from maxlp.runtime.distributed import is_primary, print_primary
 from maxlp.runtime.lock import WorkdirLock
@@ -70,8 +70,8 @@ def main() -> int:
             try:
                 with contextlib.ExitStack() as stack:
                     return train(c, lock, stack, startup)
-            except guards.RollbackRequested as request:
-                print_primary(guards.roll_back(workdir, request.spike, request.config))
+            except rollback.RollbackRequested as request:
+                print_primary(rollback.roll_back(workdir, request.spike, request.config))
                 startup = Startup(time.monotonic())
             except ClockSetBackError as error:
                 if jax.process_count() > 1:
@@ -90,6 +90,8 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     s, workdir, mesh = run.settings, lock.workdir, run.mesh
     changed = report_changes(workdir, c)
     stack.enter_context(jax.set_mesh(mesh))
+    if jax.default_backend() == "cpu":
+        cpu.keep_freed_memory()
 
     # --- The training state as shapes and shardings, and the step that updates it.
     graphdef, abstract = abstract_state(run.make_model, run.tx, mesh, run.gates)
@@ -112,7 +114,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     compiled = compile_in_background(train_step, abstract, run.abstract_batch(), mesh, stack)
     checkpoints = stack.enter_context(open_checkpoints(s, workdir))
     state, start, meta = restore_or_init(run, abstract, checkpoints, batches, workdir, changed)
-    guards.skip_excluded_batches(workdir, start, batches)
+    rollback.skip_excluded_batches(workdir, start, batches)
     if (progress := run.progress(state, start)).finished:
         print_primary(f"{workdir} is at step {progress}: nothing is left to train")
         return 0
@@ -237,7 +239,7 @@ def restore_or_init(
     """The newest intact checkpoint, or a fresh state: state, number of finished steps, `Recorder.meta`."""
     if (restored := checkpoints.restore_latest(abstract)) is None:
         if not changes.repeats_the_last_start(workdir, changed):
-            guards.set_spikes_aside(workdir)
+            rollback.set_spikes_aside(workdir)
         return run.initial_state(abstract), 0, {}
     batches.set_state(restored.data_state, flags.FLAGS.allow_change)
     return restored.state, restored.step, restored.meta

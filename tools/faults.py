@@ -1533,7 +1533,7 @@ RUN = [
         ("self.make_model, self.tx, train.seed, self.gates)", "self.make_model, self.tx, 0, self.gates)"),
         ("seed=settings.train.seed, process_index=index", "seed=0, process_index=index"),
         ("for shape, dtype in shards) / 2**30", "for shape, dtype in shards) / 1e9"),
-        ("gates |= guards.gates(s.spikes)", "gates = guards.gates(s.spikes)"),
+        ('gates["guard"] = SkipGuard(s.spikes)', 'gates = {"guard": SkipGuard(s.spikes)}'),
     ),
     *_in(
         "run/settings.py",
@@ -1782,16 +1782,20 @@ RUNTIME = [
         "runtime/test_writers.py",
         ('if record["step"] <= last]', 'if record["step"] < last]'),
         ("resume_step if resume_step > 0 else -1", "resume_step"),
-        (
-            "self._add(resume_step + 1, time.time(), session_log=start)",
-            "self._add(resume_step, time.time(), session_log=start)",
-        ),
         ("divmod(round(seconds), 60)", "divmod(int(seconds), 60)"),
         (
             "if jax.process_index() != 0:\n            return",
             "if jax.process_index() == 1:\n            return",
         ),
         (") < 1000 or unit", ") <= 1000 or unit"),
+    ),
+    *_in(
+        "runtime/tensorboard_writer.py",
+        "runtime/test_writers.py",
+        (
+            "self._add(resume_step + 1, time.time(), session_log=start)",
+            "self._add(resume_step, time.time(), session_log=start)",
+        ),
     ),
     *_in(
         "runtime/wandb_writer.py",
@@ -1853,7 +1857,7 @@ MONITORING = [
         ("maxlen=config.window)\n        self._last", "maxlen=config.min_history)\n        self._last"),
     ),
     *_in(
-        "monitoring/guards.py",
+        "monitoring/skip_guard.py",
         "monitoring/test_guards.py",
         ("accepted = finite & ~(", "accepted = finite | ~("),
         ("self.config.guard_threshold * std) & (std > 0)", "self.config.threshold * std) & (std > 0)"),
@@ -1863,6 +1867,10 @@ MONITORING = [
             "::test_the_state_of_the_guard_holds_every_finite_step",
         ),
         ("seen % self.config.window].set(new)", "0].set(new)"),
+    ),
+    *_in(
+        "monitoring/rollback.py",
+        "monitoring/test_guards.py",
         ("max(old_enough) if old_enough else min(earlier, default=0)", "max(earlier, default=0)"),
         ("begin + max(config.skip_batches, spike.step - target)", "begin + config.skip_batches"),
         ('if entry["to"] <= step), default=0)', 'if entry["to"] < step), default=0)'),

@@ -86,7 +86,7 @@ class Recorder:
           last: whether the run ends with this step, which then has a record in any case.
 
         Raises:
-          guards.RollbackRequested: the run must return to a checkpoint from before a spike.
+          rollback.RollbackRequested: the run must return to a checkpoint from before a spike.
           FloatingPointError: the loss is not finite.
         """
         for done, values in self._fetch.push(step, metrics, wait=wait):

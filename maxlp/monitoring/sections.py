@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from maxlp.monitoring.guards import read_rollbacks
+from maxlp.monitoring.rollback import read_rollbacks
 from maxlp.monitoring.run_record import Run, counted, tail
 from maxlp.monitoring.spike_records import recorded_spikes, suspect
 from maxlp.monitoring.spikes import Spike, find_spikes

@@ -18,7 +18,7 @@ from typing import Any
 
 from maxlp.data import merge_states
 from maxlp.monitoring import statistics
-from maxlp.monitoring.guards import RollbackRequested
+from maxlp.monitoring.rollback import RollbackRequested
 from maxlp.monitoring.spike_records import first_to_cross, suspect
 from maxlp.monitoring.spikes import Detector, Spike, SpikeConfig
 from maxlp.runtime import checkpoint, distributed

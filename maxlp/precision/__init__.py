@@ -12,9 +12,8 @@ from flax import nnx
 from maxlp import schema
 from maxlp.precision.inject import HIGH_PRECISION, Matmul, inject
 from maxlp.precision.loss_scale import DynamicLossScale
-from maxlp.precision.recipes import RECIPES, Operand, Recipe, RecipeOptions, make_recipe
+from maxlp.precision.recipes import RECIPES, Operand, Recipe, RecipeOptions, SmoothForm, make_recipe
 from maxlp.precision.recipes import unused_options as _unused_options
-from maxlp.precision.smooth_swiglu import Form
 from maxlp.schema import CountOrZero, OneOf
 
 __all__ = [
@@ -58,7 +57,7 @@ class PrecisionConfig:
     first_blocks: CountOrZero
     last_blocks: CountOrZero
     min_dim: CountOrZero
-    smooth_swiglu: Form
+    smooth_swiglu: SmoothForm
     loss_scale: DynamicLossScale | None = None
     health_every: CountOrZero = 0
 

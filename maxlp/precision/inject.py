@@ -9,7 +9,6 @@ from flax import nnx
 
 from maxlp.nn.stack import Block
 from maxlp.numerics.formats import MX_BLOCK
-from maxlp.precision import smooth_swiglu as smoothing
 from maxlp.precision.recipes import RECIPES, Recipe
 
 HIGH_PRECISION = "high precision"
@@ -90,7 +89,7 @@ def inject(
     for path, module in found:
         chosen = _choose(path, module, recipe, rules, min_dim)
         if path in gated and chosen.gemms:
-            chosen = smoothing.smooth(chosen, smooth_swiglu)
+            chosen = _smooth(chosen, smooth_swiglu)
         table[path] = _set_recipe(path, module, chosen)
     if set(table.values()) - {HIGH_PRECISION}:
         _set_unquantized_blocks(model, first_blocks, last_blocks)
@@ -107,6 +106,12 @@ def _choose(path: str, module: Matmul, recipe: Recipe, rules: Rules, min_dim: in
             return of_rule
     *stack, in_dim, out_dim = module.kernel.shape
     return recipe if stack and min(in_dim, out_dim) >= min_dim else RECIPES["bf16"]
+
+
+def _smooth(recipe: Recipe, form: str) -> Recipe:
+    from maxlp.precision import smooth_swiglu
+
+    return smooth_swiglu.smooth(recipe, form)
 
 
 def _set_recipe(path: str, module: Matmul, recipe: Recipe) -> str:

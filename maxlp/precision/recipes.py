@@ -36,6 +36,7 @@ class MatmulFormat(NamedTuple):
 FormatName = Annotated[str, MatmulFormat()]
 Granularity = Annotated[str, OneOf(GRANULARITIES)]
 Rounding = Annotated[str, OneOf(("nearest", "truncate"))]
+SmoothForm = Annotated[str, OneOf(("none", "channel", "balanced", "token"))]  # see `smooth_swiglu`
 Residuals = Annotated[str, OneOf(("full", "quantized"))]
 Margin = Annotated[float, Range(at_least=-8, at_most=8)]  # E5M2 keeps 16 of its 32 exponents
 

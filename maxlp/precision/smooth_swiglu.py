@@ -35,29 +35,25 @@ the output (total error in brackets; "jump": the history is from before the chan
 """
 
 import dataclasses
-from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
 from maxlp import schema
 from maxlp.numerics.scales import amax, ceil_power_of_two
-from maxlp.precision.recipes import GEMMS, Operand, Recipe
-from maxlp.schema import OneOf
+from maxlp.precision.recipes import GEMMS, Operand, Recipe, SmoothForm
 
 # Each form, and the tensors whose scales must be current because they jump with the factors.
 _CURRENT = {"none": (), "channel": ("kernel",), "balanced": ("input", "kernel"), "token": ()}
-FORMS = tuple(_CURRENT)
-Form = Annotated[str, OneOf(FORMS)]
 
 
 def smooth(recipe: Recipe, form: str) -> Recipe:
     """The recipe of a down projection, with current scales where smoothing makes them jump.
 
     Raises:
-      ValueError: a form that is not in `FORMS`.
+      ValueError: a form that is no `SmoothForm`.
     """
-    schema.check_value("smooth_swiglu", form, Form)
+    schema.check_value("smooth_swiglu", form, SmoothForm)
 
     def operand(tensor: str, o: Operand) -> Operand:
         return dataclasses.replace(o, delayed=o.delayed and tensor not in _CURRENT[form])

@@ -22,7 +22,6 @@ from maxlp.core.gradients import Gradients, join_trees
 from maxlp.core.train_state import MakeModel, State, abstract_model, init_state, num_params, shardings
 from maxlp.core.train_step import LossScaleOf, Statistics, Step
 from maxlp.families import Family
-from maxlp.monitoring import guards
 from maxlp.monitoring.statistics import tensor_statistics
 from maxlp.optim.schedules import fitting_warmup
 from maxlp.parallel import sharding
@@ -129,7 +128,10 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
     gates: dict[str, Gate] = {}
     if s.precision.loss_scale is not None:
         gates["loss_scale"] = s.precision.loss_scale
-    gates |= guards.gates(s.spikes)
+    if s.spikes.guard == "skip":
+        from maxlp.monitoring.skip_guard import SkipGuard
+
+        gates["guard"] = SkipGuard(s.spikes)
     loss_scale = _scale_in_state if "loss_scale" in gates else train_step.no_loss_scale
     if s.train.release_gradients:
         from maxlp.core import fused_backward

@@ -19,7 +19,7 @@ import numpy as np
 
 from maxlp.core.train_state import State, abstract_state
 from maxlp.core.train_step import jit_step
-from maxlp.monitoring import guards, statistics
+from maxlp.monitoring import rollback, statistics
 from maxlp.monitoring.spike_records import Crossing, first_to_cross, read_record
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.monitoring.watch import checkpoint_before
@@ -70,7 +70,7 @@ def replay(workdir: Path, spike_step: int, precision: str = "recipe", log: Log =
             state, start = run.initial_state(abstract), 0
         else:
             state, start = restore_state(root, abstract, batches, precision)
-        guards.skip_excluded_batches(workdir, start, batches)
+        rollback.skip_excluded_batches(workdir, start, batches)
         train_step = jit_step(run.step, graphdef, abstract, run.mesh)
         log(f"replaying steps {start + 1} to {spike_step}, precision {precision}")
         ahead = (batch for batch, _ in device_batches(batches, run.mesh, spike_step - start))

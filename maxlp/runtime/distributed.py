@@ -24,7 +24,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
 import socket
 import sys
 import threading
@@ -36,6 +35,7 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
+from maxlp.runtime import cpu
 from maxlp.runtime.exits import EXIT_FAILED, EXIT_INTERRUPTED, hard_exit
 
 _EXPLICIT = ("MAXLP_COORDINATOR", "MAXLP_NUM_PROCESSES", "MAXLP_PROCESS_ID")
@@ -49,7 +49,15 @@ def initialize() -> None:
     Raises:
       ValueError: the environment is contradictory, or names a cluster that JAX cannot find.
     """
-    _give_simulated_devices_threads()
+    _join()
+    alone = not jax.distributed.is_initialized()
+    cpu.configure_client(alone)
+    if not alone:
+        sys.excepthook = _exit_after(sys.excepthook)
+        logging.info("process %d of %d", jax.process_index(), jax.process_count())
+
+
+def _join() -> None:
     timeout = _env_int("MAXLP_INIT_TIMEOUT", 300, minimum=1)
     timeouts: dict[str, Any] = {
         "initialization_timeout": timeout + 60,  # at its end JAX aborts, so `_ended_after` comes first
@@ -71,9 +79,6 @@ def initialize() -> None:
                     f"{cluster}, but JAX finds no other processes ({error}); set {', '.join(_EXPLICIT)}, "
                     "or MAXLP_DISTRIBUTED=0 for a single process"
                 ) from error
-    if jax.distributed.is_initialized():
-        sys.excepthook = _exit_after(sys.excepthook)
-        logging.info("process %d of %d", jax.process_index(), jax.process_count())
 
 
 @contextlib.contextmanager
@@ -108,19 +113,6 @@ def _answers(address: str) -> bool:
             return True
     except (OSError, ValueError):
         return False
-
-
-def _give_simulated_devices_threads() -> None:
-    """Gives XLA's CPU client eight threads per simulated device, unless NPROC is set.
-
-    By default it has one per device. A device whose program has independent branches (CLIP's towers)
-    waits in one collective per branch at the same time; once waiting collectives occupy all threads, the
-    program hangs.
-    """
-    flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    devices = int(flag[1]) if flag else jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
-    if devices > 1:
-        os.environ.setdefault("NPROC", str(8 * devices))
 
 
 def _initialize_explicit(timeouts: dict[str, Any]) -> None:

@@ -12,12 +12,17 @@ import optax
 from ml_collections import ConfigDict
 
 from maxlp.core import train_step as step
-from maxlp.monitoring import guards, statistics
+from maxlp.monitoring import rollback, statistics
+from maxlp.monitoring.skip_guard import SkipGuard
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.monitoring.watch import Watch
 from maxlp.run import run_dir
 from maxlp.runtime.checkpoint import Checkpointer
 from maxlp.runtime.writers import MetricWriter
+
+
+def gates_of(config):
+    return {"guard": SkipGuard(config)} if config.guard == "skip" else {}
 
 
 def noisy(steps=300, seed=0):
@@ -65,7 +70,7 @@ def init(config):
     shapes = {"layers": (2, 8, 8), "head": (8, 1)}
     params = {k: {"kernel": jnp.asarray(0.3 * rng.normal(size=s), jnp.float32)} for k, s in shapes.items()}
     state = {"params": params, "model_state": {}, "opt_state": TX.init(params), "step": jnp.int32(0)}
-    return state | {name: gate.init() for name, gate in guards.gates(config).items()}
+    return state | {name: gate.init() for name, gate in gates_of(config).items()}
 
 
 def gradients(graphdef, state, batch, loss_scale):
@@ -101,7 +106,7 @@ def _compiled_step(config):
         gradients=gradients,
         tx=TX,
         schedule=lambda n: 0.01,
-        gates=guards.gates(config),
+        gates=gates_of(config),
         statistics=functools.partial(statistics.tensor_statistics, rms=adam_rms),
     )
     return jax.jit(function)
@@ -121,7 +126,7 @@ def train(workdir: Path, config, bad=(), total=TOTAL_STEPS, stop_at=0):
             start, state = restored.step, restored.state
             batches.set_state(restored.data_state)
             watch.set_meta(restored.meta)
-        guards.skip_excluded_batches(workdir, start, batches)
+        rollback.skip_excluded_batches(workdir, start, batches)
         watch.note(start, batches.get_state())
         for n in range(start + 1, total + 1):
             state, metrics = train_step(config)(state, next(batches))
@@ -145,9 +150,9 @@ def train_to_the_end(workdir: Path, config, bad=(), total=TOTAL_STEPS):
         try:
             seen, state = train(workdir, config, bad, total)
             return [*drawn, seen], state
-        except guards.RollbackRequested as event:
+        except rollback.RollbackRequested as event:
             drawn.append(None)
-            guards.roll_back(workdir, event.spike, config)
+            rollback.roll_back(workdir, event.spike, config)
 
 
 # --- The files of a run -------------------------------------------------------------------------------

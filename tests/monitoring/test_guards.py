@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from maxlp.monitoring import guards
-from maxlp.monitoring.guards import SkipGuard
+from maxlp.monitoring import rollback
+from maxlp.monitoring.skip_guard import SkipGuard
 from maxlp.monitoring.spike_records import read_record
 from maxlp.monitoring.spikes import Detector, SpikeConfig
 from maxlp.runtime.checkpoint import list_steps
@@ -31,7 +31,7 @@ def test_a_guard_that_does_not_act_changes_no_bit():
         return [m["loss"] for m in metrics], jax.device_get((state["params"], state["opt_state"]))
 
     losses, state = losses_and_state({})
-    guarded_losses, guarded = losses_and_state(guards.gates(SpikeConfig(guard="skip")))
+    guarded_losses, guarded = losses_and_state({"guard": SkipGuard(SpikeConfig(guard="skip"))})
     assert losses == guarded_losses and len(set(losses)) == len(losses)
     assert trees_equal(state, guarded)
 
@@ -92,7 +92,7 @@ def test_the_run_goes_back_and_skips_the_batches_around_the_spike(tmp_path):
     assert first is None
     # The spike is at step 14, with checkpoints at 4, 8 and 12: the newest that is at least 3 steps older is
     # 8, after 8 batches. skip_batches requires two more to be skipped, but batch 14 has to be among them.
-    assert guards.read_rollbacks(tmp_path)[0] | {"spike": 0} == {"spike": 0, "to": 8, "batches": [8, 14]}
+    assert rollback.read_rollbacks(tmp_path)[0] | {"spike": 0} == {"spike": 0, "to": 8, "batches": [8, 14]}
     assert drawn == list(range(9, 27)) and math.isfinite(state["params"]["head"]["kernel"].sum())
     infos = {info.path.name: info.status for info in list_steps(tmp_path / "checkpoints")}
     assert infos["12.rolled_back"] == "rolled_back"
@@ -110,14 +110,14 @@ def test_the_run_goes_back_and_skips_the_batches_around_the_spike(tmp_path):
 def test_a_kill_between_rollback_and_the_next_checkpoint_changes_nothing(tmp_path):
     bad = {14: math.nan, 22: 1e4}
     _, want = train_to_the_end(tmp_path / "whole", ROLLBACK, bad)
-    with pytest.raises(guards.RollbackRequested) as event:
+    with pytest.raises(rollback.RollbackRequested) as event:
         train(tmp_path / "cut", ROLLBACK, bad)
-    guards.roll_back(tmp_path / "cut", event.value.spike, ROLLBACK)
+    rollback.roll_back(tmp_path / "cut", event.value.spike, ROLLBACK)
     train(tmp_path / "cut", ROLLBACK, bad, stop_at=10)
     _, got = train_to_the_end(tmp_path / "cut", ROLLBACK, bad)
     assert trees_equal(want, got)
-    rollbacks = guards.read_rollbacks(tmp_path / "cut")
-    assert rollbacks == guards.read_rollbacks(tmp_path / "whole")
+    rollbacks = rollback.read_rollbacks(tmp_path / "cut")
+    assert rollbacks == rollback.read_rollbacks(tmp_path / "whole")
     # Batch 22 is drawn at step 16. The run returns to step 12, before which it drew 18 batches.
     assert [(r["to"], r["batches"]) for r in rollbacks] == [(8, [8, 14]), (12, [18, 22])]
 
@@ -132,7 +132,7 @@ def test_the_number_of_rollbacks_is_limited(tmp_path):
     with pytest.raises(FloatingPointError, match=r"all 2 rollbacks of spikes\.max_actions=2 are used up"):
         train_to_the_end(tmp_path, config, {n: math.nan for n in range(2, 200)})
     # The second skips batches after those of the first, although no checkpoint counts them.
-    rollbacks = guards.read_rollbacks(tmp_path)
+    rollbacks = rollback.read_rollbacks(tmp_path)
     assert [(r["to"], r["batches"]) for r in rollbacks] == [(0, [0, 2]), (0, [2, 4])]
 
 
@@ -147,7 +147,7 @@ def test_rollback_without_a_spike_changes_nothing(tmp_path):
     [([4, 8, 12], 8), ([4, 11, 12], 11), ([8, 12, 16], 8), ([12, 13], 12), ([14], 0), ([], 0)],
 )
 def test_rollback_takes_the_newest_checkpoint_that_is_old_enough(steps, target):
-    assert guards.rollback_target(steps, spike_step=14, rewind_steps=3) == target
+    assert rollback.rollback_target(steps, spike_step=14, rewind_steps=3) == target
 
 
 def test_a_rollback_keeps_the_checkpoints_of_earlier_rollbacks(tmp_path):
@@ -164,17 +164,17 @@ def test_excluded_batches_are_those_of_rollbacks_to_this_step_or_before(tmp_path
     for step_number, position, dropped in [(0, 0, 0), (4, 4, 5), (8, 13, 0), (12, 18, 4), (16, 22, 0)]:
         data = Batches()
         data.at = position
-        assert guards.skip_excluded_batches(tmp_path, step_number, data) == dropped
+        assert rollback.skip_excluded_batches(tmp_path, step_number, data) == dropped
 
 
 def test_another_run_in_the_workdir_starts_without_the_rollbacks_of_the_earlier(tmp_path):
-    guards.set_spikes_aside(tmp_path)
+    rollback.set_spikes_aside(tmp_path)
     for name in ("spikes.old", "spikes.old-2"):
         (tmp_path / "spikes").mkdir()
         (tmp_path / "spikes" / "rollbacks.json").write_text(json.dumps([{"to": 0, "batches": [0, 600]}]))
-        assert guards.skip_excluded_batches(tmp_path, 0, Batches()) == 600
-        guards.set_spikes_aside(tmp_path)
-        assert guards.skip_excluded_batches(tmp_path, 0, Batches()) == 0
+        assert rollback.skip_excluded_batches(tmp_path, 0, Batches()) == 600
+        rollback.set_spikes_aside(tmp_path)
+        assert rollback.skip_excluded_batches(tmp_path, 0, Batches()) == 0
         assert (tmp_path / name / "rollbacks.json").exists()
 
 
@@ -185,12 +185,12 @@ def test_damaged_rollbacks_are_named_with_the_way_out(tmp_path, content):
     with pytest.raises(
         ValueError, match=r"rollbacks\.json is damaged \(.*\); put back a good copy, or delete it"
     ):
-        guards.skip_excluded_batches(tmp_path, 0, Batches())
+        rollback.skip_excluded_batches(tmp_path, 0, Batches())
 
 
 def test_the_state_of_the_guard_holds_every_finite_step():
     """Skipped ones too, each in a place of its own; a step that is not finite leaves it as it was."""
-    guard = guards.SkipGuard(SpikeConfig(guard="skip", window=4, min_history=2))
+    guard = SkipGuard(SpikeConfig(guard="skip", window=4, min_history=2))
     state, expected = guard.init(), []
     for loss in (1.0, 1.1, 50.0, math.nan, 60.0, 1.2, 1.3):
         metrics = {"loss": jnp.float32(loss), "grad_norm": jnp.float32(2 * loss)}

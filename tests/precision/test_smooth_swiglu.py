@@ -12,6 +12,7 @@ from maxlp.precision.dot import QuantDot
 from maxlp.precision.recipes import Recipe
 
 DIMS = (((1,), (0,)), ((), ()))
+FORMS = ("none", "channel", "balanced", "token")
 ALIGNED = 7  # the channel whose two branches are the same vector
 
 
@@ -86,7 +87,7 @@ def error_after_alignment(form):
 
 
 def test_current_scales_lose_the_other_channels_and_the_balanced_form_keeps_them():
-    for form in smooth_swiglu.FORMS:
+    for form in FORMS:
         assert error_of_others(form, 1) < 0.045
         assert (error_of_others(form, 512) < 0.045) == (form == "balanced")
     assert error_of_others("none", 512) > 0.5
@@ -100,7 +101,7 @@ def test_delayed_scales_saturate_when_a_channel_aligns_and_smoothing_prevents_it
 
 def test_only_scales_that_smoothing_makes_jump_become_current():
     recipe = make_recipe("fp8_delayed")
-    delayed = {form: smooth_swiglu.smooth(recipe, form).delayed for form in smooth_swiglu.FORMS}
+    delayed = {form: smooth_swiglu.smooth(recipe, form).delayed for form in FORMS}
     assert delayed == {
         "none": ("input", "kernel", "output_grad"),
         "token": ("input", "kernel", "output_grad"),

@@ -41,21 +41,6 @@ def test_a_single_process_does_not_join_a_cluster(calls):
     assert distributed.gather_json({"a": ("x", None)}) == [{"a": ["x", None]}]
 
 
-@pytest.mark.parametrize(
-    ("environment", "threads"),
-    [
-        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}, "32"),
-        ({"XLA_FLAGS": ""}, "64"),  # of JAX_NUM_CPU_DEVICES=8
-        ({"NPROC": "5"}, "5"),
-    ],
-)
-def test_simulated_devices_get_more_threads(calls, monkeypatch, environment, threads):
-    monkeypatch.delenv("NPROC", raising=False)
-    set_environment(monkeypatch, environment)
-    distributed.initialize()
-    assert os.environ["NPROC"] == threads
-
-
 def test_explicit_environment_is_passed_on(calls, monkeypatch):
     environment = {"MAXLP_INIT_TIMEOUT": "7", "MAXLP_HEARTBEAT_TIMEOUT": "11"}
     set_environment(monkeypatch, EXPLICIT | environment)
