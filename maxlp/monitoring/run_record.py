@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from maxlp.monitoring.spikes import SpikeConfig
+from maxlp.monitoring.spike_records import recorded_spikes
+from maxlp.monitoring.spikes import Spike, SpikeConfig, find_spikes
 from maxlp.runtime import checkpoint
 from maxlp.runtime.files import local_path, read_json
 from maxlp.runtime.writers import read_jsonl
@@ -78,6 +79,14 @@ class Run:
         values = self.config.get("spikes", {})
         # None is the default, as in `config.bind`.
         return SpikeConfig(**{k: v for k, v in values.items() if k in known and v is not None})
+
+    @property
+    def spikes(self) -> list[Spike]:
+        """The spikes that the run recorded, or else those among its logged losses."""
+        recorded = recorded_spikes(self.workdir)
+        if recorded:
+            return [Spike(*(record[key] for key in Spike._fields)) for record in recorded]
+        return find_spikes(*self.series("train/loss"), self.spike_config)
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps (int64) and values (float64) of the records that contain `name`."""

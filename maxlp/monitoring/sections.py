@@ -17,7 +17,7 @@ import numpy as np
 from maxlp.monitoring.rollback import read_rollbacks
 from maxlp.monitoring.run_record import Run, counted, tail
 from maxlp.monitoring.spike_records import recorded_spikes, suspect
-from maxlp.monitoring.spikes import Spike, find_spikes
+from maxlp.monitoring.spikes import Spike
 from maxlp.runtime.writers import format_seconds
 
 MAX_WIDTH = 108
@@ -205,13 +205,10 @@ def _mfu_lines(run: Run) -> Lines:
 
 
 def spike_lines(run: Run, at_most: int = 10) -> Lines:
-    """The spikes that the run recorded, or else those among its logged losses, and the rollbacks."""
-    recorded = [
-        (Spike(*(record[key] for key in Spike._fields)), _first_tensor(record))
-        for record in recorded_spikes(run.workdir)
-    ]
-    spikes = recorded or [(s, "") for s in find_spikes(*run.series("train/loss"), run.spike_config)]
-    lines = [(f"step {s.step:,}", _spike_text(s) + first) for s, first in spikes[:at_most]]
+    """The spikes of the run, with the tensors behind them, and the rollbacks."""
+    spikes = run.spikes
+    tensors = {record["step"]: _first_tensor(record) for record in recorded_spikes(run.workdir)}
+    lines = [(f"step {s.step:,}", _spike_text(s) + tensors.get(s.step, "")) for s in spikes[:at_most]]
     lines += [("", f"and {len(spikes) - at_most} more")] if len(spikes) > at_most else []
     for entry in read_rollbacks(run.workdir):
         begin, end = entry["batches"]
