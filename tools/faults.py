@@ -189,7 +189,7 @@ OPTIM = [
         ("[steps - decay_steps]", "[steps - decay_steps - 1]"),
         ("alpha=final / peak", "alpha=final"),
         ("round(decay_fraction * total_steps)", "round(decay_fraction * (total_steps - warmup_steps))"),
-        ("if warmup_steps >= total_steps", "if warmup_steps > total_steps"),
+        ("warmup_steps if warmup_steps < total_steps", "warmup_steps if warmup_steps <= total_steps"),
     ),
     *_in(
         "optim/pure_bf16.py",
@@ -2024,7 +2024,7 @@ COMMANDS = [
             "test_train.py::test_evaluate_and_generate_and_report_on_the_run",
         ),
         (
-            "        save(checkpoints, n, state, data_state, watch)\n        raise data_ended(",
+            "        save(checkpoints, n, state, data_state, recorder)\n        raise data_ended(",
             "        raise data_ended(",
             "test_train.py::test_the_end_of_the_data_is_reported_and_saved",
         ),
