@@ -8,10 +8,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from fidelity_figures import COLORS, POLICY, Runs, plus_minus, predicted, print_table, running, save
+from fidelity_figures import (
+    COLORS,
+    POLICY,
+    Runs,
+    legend_below,
+    plus_minus,
+    predicted,
+    print_table,
+    running,
+    save,
+    shade,
+)
 from matplotlib.figure import Figure
 
 from maxlp.monitoring import spikes
+from maxlp.monitoring.run_record import counted
 
 SHIFTS, GROWTH = (130, 200), 30.0  # at each of these steps the gradients grow by this factor
 STEADY = 60  # the first step that can count as a spike
@@ -46,7 +58,7 @@ def precision(runs: Runs, figure: Figure) -> None:
             row += [plus_minus(differences, "+.1f"), ", ".join(f"{d:+.1f}" for d in differences)]
             curves = np.array([running(np.subtract(seeds[s]["loss"], base[s]["loss"]), 2) for s in both])
             steps = 20 * np.arange(1, curves.shape[1] + 1)
-            left.plot(steps, curves.mean(0), color=color, label=name)
+            left.plot(steps, curves.mean(0), color=color, label=f"{name}, {counted(len(both), 'seed')}")
             left.fill_between(steps, curves.min(0), curves.max(0), color=color, alpha=0.15, lw=0)
         rows.append(row + [""] * (6 - len(row)))
     header = ["variant", "top-1 (%)", "each seed", "top-5 (%)", "top-1 minus float32", "each seed"]
@@ -54,8 +66,8 @@ def precision(runs: Runs, figure: Figure) -> None:
     left.axhline(0, color="black", linewidth=0.8)
     left.set_title("training loss minus that of float32", loc="left")
     left.set_xlabel("step")
-    left.set_ylabel("running mean of 5 records; mean and range of seeds")
-    left.legend(frameon=False, fontsize=9)
+    left.set_ylabel("running mean of 5 records\nline: mean of the seeds; band: range")
+    legend_below(figure, left)
     right.set_title("top-1 on the validation typeface, %", loc="left")
     right.invert_yaxis()
 
@@ -109,13 +121,15 @@ def shifts(runs: Runs, figure: Figure) -> None:
             top.plot(where, [run["loss"][i] for i in where], "v", color=color, markersize=6)
             bottom.plot(run["rms_patch"], color=color, linewidth=0.9)
         bottom.axhline(POLICY.rms_threshold, color="black", linewidth=0.8, linestyle=":")
+        for axes in (top, bottom):
+            shade(axes, [*SHIFTS], f"gradients × {GROWTH:g}")
         top.set_title(name, loc="left")
         bottom.set_yscale("log")
         bottom.set_ylim(0.1, 20)
         bottom.set_xlabel("step")
     grid[0, 0].set_ylabel("training loss, spikes marked")
-    grid[1, 0].set_ylabel("RMS_t of the patch embedding")
-    grid[0, 0].legend(frameon=False, fontsize=9)
+    grid[1, 0].set_ylabel("RMS_t of the patch embedding (log)")
+    legend_below(figure, grid[0, 0])
 
 
 # --- layer-scale --------------------------------------------------------------------------------------
@@ -140,15 +154,16 @@ def layer_scale(runs: Runs, figure: Figure) -> None:
         rows.append(row)
         drawn = [seeds[seed] for seed in common]
         curve = np.mean([running(np.array(run["loss"]), 4) for run in drawn], 0)
-        left.plot(curve, line, color=color, label=name)
+        left.plot(curve, line, color=color, label=f"{name}, mean of {counted(len(drawn), 'seed')}")
         size_L = np.mean([run["after"]["mean"] for run in drawn], 0)
         right.plot(np.arange(1, len(size_L) + 1), size_L, f"o{line}", color=color, markersize=4)
     header = ["format", "layer-scale", "seeds", "final loss", "relative to float32, each seed", "top-1 (%)"]
     print_table([*header, r"mean of \|x\| after the first and the last block", r"largest \|x\|"], rows)
     left.set_title("training loss, running mean of 9 steps; common seeds", loc="left")
     left.set_xlabel("step")
-    left.legend(frameon=False, fontsize=9)
+    legend_below(figure, left)
     right.set_title("mean of |x| after each block, at the end of training", loc="left")
+    right.set_ylabel("log scale")
     right.set_yscale("log")
     right.set_xlabel("block of the image tower")
 

@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from maxlp.monitoring import spikes
+from maxlp.monitoring.run_record import counted
 
 # variant → seed → measurements; "heldout" in the files is the validation loss
 Runs = dict[str, dict[str, dict[str, Any]]]
 
 COLORS = ["#2f6db3", "#e07b1a", "#3a9a5c", "#c8322b", "#7d5ba6", "#1aa3b0", "#8a6d3b", "#d45d9e", "#555555"]
 BROKEN = [start + i for start in (120, 165, 210, 255) for i in range(4)]  # steps with random tokens
+LINEAR_BELOW = 0.01  # nats per token; differences are drawn on a log scale above
 WARMED_UP = 60  # the first step that can count as a spike
 POLICY = spikes.SpikeConfig()  # as in training: 3.2 σ above the mean of 64 losses; RMS_t above 1.8
 
@@ -62,19 +65,21 @@ def compared(runs: Runs, figure: Figure) -> None:
         if not both:
             continue
         curves = np.array([running(np.subtract(seeds[s]["loss"], base[s]["loss"])) for s in both])
-        left.plot(curves.mean(0), color=color, label=name)
+        left.plot(curves.mean(0), color=color, label=f"{name}, {counted(len(both), 'seed')}")
         left.fill_between(
             range(curves.shape[1]), curves.min(0), curves.max(0), color=color, alpha=0.15, lw=0
         )
         held = [seeds[s]["heldout"] - base[s]["heldout"] for s in both]
         right.plot(held, [name] * len(held), "o", color=color, alpha=0.8)
     left.axhline(0, color="black", linewidth=0.8)
-    left.set_yscale("symlog", linthresh=0.01)
+    left.set_yscale("symlog", linthresh=LINEAR_BELOW)
     right.axvline(0, color="black", linewidth=0.8)
     left.set_title(f"training loss minus that of {base_name}, mean of 21 steps", loc="left")
     left.set_xlabel("step")
-    left.set_ylabel("nats per token; mean and range of the seeds")
-    left.legend(frameon=False, fontsize=9)
+    left.set_ylabel(
+        f"nats per token (symlog: linear below {LINEAR_BELOW})\nline: mean of the seeds; band: range"
+    )
+    legend_below(figure, left)
     right.set_title(f"validation loss minus that of {base_name}", loc="left")
     right.invert_yaxis()
 
@@ -142,12 +147,14 @@ def optimizers(runs: Runs, figure: Figure) -> None:
             top.plot(where, [run["loss"][i] for i in where], "v", color=color, markersize=6)
             bottom.plot(run["rms_hidden"], color=color, linewidth=0.9)
         bottom.axhline(POLICY.rms_threshold, color="black", linewidth=0.8, linestyle=":")
+        for axes in (top, bottom):
+            shade(axes, BROKEN, "random tokens")
         top.set_title(name, loc="left")
         bottom.set_yscale("log")
         bottom.set_xlabel("step")
     grid[0, 0].set_ylabel("training loss, spikes marked")
-    grid[1, 0].set_ylabel("largest RMS_t of the kernels in the blocks")
-    grid[0, 0].legend(frameon=False, fontsize=9)
+    grid[1, 0].set_ylabel("largest RMS_t of the kernels in the blocks (log)")
+    legend_below(figure, grid[0, 0])
 
 
 # --- Smooth-SwiGLU ------------------------------------------------------------------------------------
@@ -170,7 +177,14 @@ def smooth_swiglu(runs: Runs, figure: Figure) -> None:
             [held[s] - [stage["heldout"] for stage in base[s]["stages"]] for s in held if s in base]
         )
         rows.append([name, *[plus_minus(column, "+.3f") for column in differences.T]])
-        left.plot(size, np.maximum(differences.mean(0), 1e-4), "o-", color=color, label=name, markersize=4)
+        left.plot(
+            size,
+            np.maximum(differences.mean(0), 1e-4),
+            "o-",
+            color=color,
+            label=f"{name}, {counted(len(differences), 'seed')}",
+            markersize=4,
+        )
         curves = []
         for s, run in seeds.items():
             train = [np.concatenate([stage["loss"] for stage in r["stages"]]) for r in (run, base[s])]
@@ -179,10 +193,10 @@ def smooth_swiglu(runs: Runs, figure: Figure) -> None:
     print_table(["largest product of the gates", *[f"{x:.1e}" for x in size]], rows)
     left.set_xscale("log")
     left.set_yscale("log")
-    left.set_xlabel("largest product of the gates")
+    left.set_xlabel("largest product of the gates (log)")
     left.set_title("validation loss minus that of bf16", loc="left")
-    left.set_ylabel("nats per token, mean of the seeds (at least 1e-4)")
-    left.legend(frameon=False, fontsize=9)
+    left.set_ylabel("nats per token, mean of the seeds (log; at least 1e-4)")
+    legend_below(figure, left)
     right.set_xlabel("step; the aligned channel grows 16-fold every 15 steps")
     right.set_title("training loss minus that of bf16", loc="left")
 
@@ -212,9 +226,9 @@ def weight_gradient(runs: Runs, figure: Figure) -> None:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_title(kind, loc="left")
-        axes.set_xlabel("tokens summed over")
-        axes.legend(frameon=False, fontsize=9)
-    figure.axes[0].set_ylabel("relative error of the kernel's gradient")
+        axes.set_xlabel("tokens summed over (log)")
+    figure.axes[0].set_ylabel("relative error of the kernel's gradient (log)")
+    legend_below(figure, figure.axes[0])
 
 
 SHOW: dict[str, Callable[[Runs, Figure], None]] = {
@@ -228,6 +242,23 @@ SHOW: dict[str, Callable[[Runs, Figure], None]] = {
 
 
 # --- helpers ------------------------------------------------------------------------------------------
+
+
+def legend_below(figure: Figure, axes: Axes) -> None:
+    """One legend for the figure, where there is no data: the entries of these axes."""
+    handles, labels = axes.get_legend_handles_labels()
+    columns = min(len(labels), int(13 * figure.get_figwidth() / (max(map(len, labels)) + 6)))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+
+
+def shade(axes: Axes, steps: list[int], label: str) -> None:
+    """Shades each stretch of successive steps."""
+    begins = [step for step in steps if step - 1 not in steps]
+    ends = [step for step in steps if step + 1 not in steps]
+    for number, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        axes.axvspan(
+            begin - 0.5, end + 0.5, color="#c8322b", alpha=0.15, lw=0, label=None if number else label
+        )
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -205,7 +205,8 @@ def train_step(recipe: str, repeats: int, *, batch: int, length: int, **sizes: i
     per_token = run.family.flops_per_unit(s.model, s.data, num_params(state["params"]))[1]
     seconds, flops = statistics.median(times[2:]), per_token * batch * length
     measured = row("step", compiled.step, seconds, flops)
-    return measured | {"mfu": flops / seconds / hardware.peak_flops().flops}
+    peak = hardware.published_flops(jax.devices()[0].device_kind)
+    return measured | ({} if peak is None else {"mfu": flops / seconds / peak})
 
 
 # --- the table ----------------------------------------------------------------------------------------

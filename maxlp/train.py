@@ -87,7 +87,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     """
     # --- The config, resolved once: checked before anything is allocated or compiled.
     run = resolve(c)
-    s, workdir, mesh, peak = run.settings, lock.workdir, run.mesh, hardware.peak_flops()
+    s, workdir, mesh = run.settings, lock.workdir, run.mesh
     changed = report_changes(workdir, c)
     stack.enter_context(jax.set_mesh(mesh))
     if jax.default_backend() == "cpu":
@@ -101,20 +101,19 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     if flags.FLAGS.dry_run:
         train_step.trace(abstract, run.abstract_batch())
         return dry_run(run, graphdef, workdir, c)
-    startup.mark("config and mesh")
+    startup.mark("config")
 
     # --- The data. Nothing in the workdir is touched before no other process can.
     lock.acquire()
     with run_dir.undone_on_failure(workdir):
         batches, validation, evaluate = open_data(run, graphdef, workdir)
     stack.callback(batches.close)
-    startup.mark("tokenizer and data")
+    startup.mark("data")
 
     # --- The step is compiled in the background while the state is restored or initialized.
     compiled = compile_in_background(train_step, abstract, run.abstract_batch(), mesh, stack)
     checkpoints = stack.enter_context(open_checkpoints(s, workdir))
-    watch = Watch(s.spikes)
-    state, start = restore_or_init(run, abstract, checkpoints, batches, watch, workdir, changed)
+    state, start, meta = restore_or_init(run, abstract, checkpoints, batches, workdir, changed)
     rollback.skip_excluded_batches(workdir, start, batches)
     if (progress := run.progress(state, start)).finished:
         print_primary(f"{workdir} is at step {progress}: nothing is left to train")
@@ -124,12 +123,13 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     writer = stack.enter_context(contextlib.closing(open_writer(s, workdir, start, c)))
     startup.mark("state")
     train_step = compiled.result()
-    startup.mark("rest of compilation")
+    startup.mark("compilation")
     print_primary(f"{workdir}: resuming at step {start}" if start else f"{workdir}: a new run")
 
     # --- The loop.
-    throughput = make_throughput(run, peak)
-    recorder = Recorder(throughput, watch, writer, batches, workdir, s.train.log_every)
+    throughput = make_throughput(run)
+    watch = Watch(s.spikes)
+    recorder = Recorder(throughput, watch, writer, batches, workdir, s.train.log_every, meta)
     preempted = stack.enter_context(preemption.PreemptionGuard())
     profiler = stack.enter_context(contextlib.closing(s.profile(workdir=workdir)))
     measure_health = health_probe(run, graphdef)
@@ -147,23 +147,24 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
         saves = last or stop or checkpoints.should_save(n)
         recorder.push(n, metrics, wait=first or evaluates or measures or saves, last=last)
         if first:
-            startup.mark("first step")
+            startup.mark("step")
             print_primary(startup)
         with throughput.paused():
             if evaluates:
-                writer.write(
-                    n, validate(evaluate, state, validation, mesh, 0 if last else s.train.eval_batches)
-                )
+                writer.write(n, validate(evaluate, state, validation, mesh, s.train.eval_batches))
+            if last and s.train.eval_batches:
+                writer.write(n, validate(evaluate, state, validation, mesh, 0, "eval_full"))
             if measures and measure_health:
                 writer.write(n, measure_health(state, batch))
             if saves:
-                save(checkpoints, n, state, data_state, watch)
+                save(checkpoints, n, state, data_state, recorder)
         if last or stop:
             break
     else:
-        save(checkpoints, n, state, data_state, watch)
+        save(checkpoints, n, state, data_state, recorder)
         raise data_ended(n, s.train.total_steps)
     checkpoints.wait()
+    writer.close()
     if not last:
         print_primary(f"stopped and saved at step {n}; the same command resumes the run")
         return preempted.exit_code
@@ -204,7 +205,9 @@ def open_data(run: Experiment, graphdef: nnx.GraphDef, workdir: Path) -> tuple[A
     state = changes.saved_data_state(workdir)
     if state and not flags.FLAGS.allow_change:
         iter(training).set_state(state)
-    print_primary(f"data: {training.describe()}; validation: {validation.describe()}")
+    print_primary(
+        f"data: {training.describe(s.train.total_steps)}\nvalidation data: {validation.describe()}"
+    )
     evaluate = run.family.evaluator(graphdef, s.model, s.data, s.loss, validation)
     return batches, validation, evaluate
 
@@ -230,18 +233,16 @@ def restore_or_init(
     abstract: State,
     checkpoints: Checkpointer,
     batches: Any,
-    watch: Watch,
     workdir: Path,
     changed: list[str],
-) -> tuple[State, int]:
-    """The state of the newest intact checkpoint, or a fresh one, and the number of finished steps."""
+) -> tuple[State, int, dict[str, Any]]:
+    """The newest intact checkpoint, or a fresh state: state, number of finished steps, `Recorder.meta`."""
     if (restored := checkpoints.restore_latest(abstract)) is None:
         if not changes.repeats_the_last_start(workdir, changed):
             rollback.set_spikes_aside(workdir)
-        return run.initial_state(abstract), 0
+        return run.initial_state(abstract), 0, {}
     batches.set_state(restored.data_state, flags.FLAGS.allow_change)
-    watch.set_meta(restored.meta)
-    return restored.state, restored.step
+    return restored.state, restored.step, restored.meta
 
 
 def open_checkpoints(s: Settings, workdir: Path) -> Checkpointer:
@@ -263,13 +264,13 @@ def open_writer(s: Settings, workdir: Path, start: int, c: ConfigDict) -> Metric
     return s.metrics(workdir=workdir, total_steps=total, resume_step=start, run_config=c.to_dict())
 
 
-def make_throughput(run: Experiment, peak: hardware.Peak) -> Throughput:
+def make_throughput(run: Experiment) -> Throughput:
     s, family = run.settings, run.family
     return Throughput(
         unit=family.unit,
         units_per_step=family.units_per_step(s.data),
         flops_per_unit=s.flops_per_unit,
-        peak=peak,
+        peak_flops=hardware.published_flops(run.mesh.devices.flat[0].device_kind),
         num_devices=jax.device_count(),
         total_steps=s.train.total_steps,
     )
@@ -290,17 +291,19 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def validate(evaluate: Evaluate, state: State, validation: Any, mesh: Mesh, limit: int) -> dict[str, float]:
-    """The ``eval/`` metrics of the first ``limit`` batches of validation data; 0 takes all."""
+def validate(
+    evaluate: Evaluate, state: State, validation: Any, mesh: Mesh, limit: int, name: str = "eval"
+) -> dict[str, float]:
+    """Metrics of the first ``limit`` batches of validation data, as in ``eval/loss``; 0 takes all."""
 
     def batches() -> Iterator[dict]:
         return (batch for batch, _ in device_batches(iter(validation), mesh, limit))
 
-    return {f"eval/{name}": value for name, value in evaluate(evaluated(state), batches).items()}
+    return {f"{name}/{key}": value for key, value in evaluate(evaluated(state), batches).items()}
 
 
-def save(checkpoints: Checkpointer, step: int, state: State, data_state: dict, watch: Watch) -> None:
-    checkpoints.save(step, state, merge_states(distributed.gather_json(data_state)), watch.meta())
+def save(checkpoints: Checkpointer, step: int, state: State, data_state: dict, recorder: Recorder) -> None:
+    checkpoints.save(step, state, merge_states(distributed.gather_json(data_state)), recorder.meta())
 
 
 def data_ended(step: int, total_steps: int) -> ValueError:
@@ -311,12 +314,13 @@ def data_ended(step: int, total_steps: int) -> ValueError:
 
 
 def finish(workdir: Path) -> None:
-    """Draws the curves of a finished run."""
+    """Prints the losses of a finished run and draws its curves."""
     if is_primary():
-        from maxlp.monitoring.curves import plot_curves
+        from maxlp.monitoring import curves, sections
+        from maxlp.monitoring.run_record import load_run
 
-        plot_curves(workdir)
-        print_primary(f"done: curves in {workdir}/loss.png; details: python -m maxlp.report {workdir}")
+        print_primary(sections.section_text("done", sections.loss_lines(load_run(workdir))))
+        print_primary(f"curves: {curves.plot_curves(workdir)}; more: python -m maxlp.report {workdir}")
 
 
 class Startup:

@@ -96,6 +96,11 @@ def test_a_run_writes_its_files_and_learns(whole):
     assert seen[12] < seen[1]
     evals = [r for r in records(workdir) if "eval/loss" in r]
     assert [r["step"] for r in evals] == [4, 8, 12]
+    assert {r["eval/tokens"] for r in evals} == {evals[0]["eval/tokens"]}, "always the same text"
+    (full,) = (r for r in records(workdir) if "eval_full/loss" in r)
+    assert full["step"] == 12 and full["eval_full/tokens"] > evals[0]["eval/tokens"]
+    assert re.search(r"\n  eval/loss .* at step 12 on the first 2 validation batches", out)
+    assert re.search(r"\n  eval_full/loss .* at step 12 on all validation data\n", out)
     begun = json.loads((workdir / "run.json").read_text())["starts"][0]
     assert begun["versions"]["jax"] == jax.__version__
     assert begun["num_params"] == sum(
@@ -107,9 +112,9 @@ def test_evaluate_and_generate_and_report_on_the_run(whole):
     workdir, _ = whole
 
     measured = dict(line.split() for line in shown("evaluate", f"--workdir={workdir}").splitlines()[1:])
-    last = [r for r in records(workdir) if "eval/loss" in r][-1]
-    assert float(measured["loss"]) == pytest.approx(last["eval/loss"], abs=1e-4)
-    assert float(measured["bits_per_byte"]) == pytest.approx(last["eval/bits_per_byte"], abs=1e-4)
+    last = [r for r in records(workdir) if "eval_full/loss" in r][-1]
+    assert float(measured["loss"]) == pytest.approx(last["eval_full/loss"], abs=1e-4)
+    assert float(measured["bits_per_byte"]) == pytest.approx(last["eval_full/bits_per_byte"], abs=1e-4)
     text = shown("generate", f"--workdir={workdir}", "--prompt=def ", "--prompt=x", "--max_new_tokens=5")
     assert "\ndef " in text and "\nx" in text
     assert text == shown(
@@ -387,8 +392,8 @@ def test_the_debug_run_reaches_the_score_in_its_header(tmp_path):
         for line in (ROOT / "configs/llama/debug.py").read_text().splitlines()
         if line.startswith("Validation bits per byte:")
     )
-    final = [r for r in read_jsonl(tmp_path / "metrics.jsonl") if "eval/bits_per_byte" in r][-1]
-    assert final["eval/bits_per_byte"] < expected + 0.03
+    final = [r for r in read_jsonl(tmp_path / "metrics.jsonl") if "eval_full/bits_per_byte" in r][-1]
+    assert final["eval_full/bits_per_byte"] < expected + 0.03
     shown = subprocess.run(
         [sys.executable, "-m", "maxlp.generate", f"--workdir={tmp_path}", "--prompt=def "],
         cwd=ROOT,

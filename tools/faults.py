@@ -189,7 +189,7 @@ OPTIM = [
         ("[steps - decay_steps]", "[steps - decay_steps - 1]"),
         ("alpha=final / peak", "alpha=final"),
         ("round(decay_fraction * total_steps)", "round(decay_fraction * (total_steps - warmup_steps))"),
-        ("if warmup_steps >= total_steps", "if warmup_steps > total_steps"),
+        ("warmup_steps if warmup_steps < total_steps", "warmup_steps if warmup_steps <= total_steps"),
     ),
     *_in(
         "optim/pure_bf16.py",
@@ -1762,8 +1762,8 @@ RUNTIME = [
         "runtime/throughput.py",
         "runtime/test_throughput.py",
         ("self._last_tick += self._clock() - start", "pass"),
-        ("full * mfu_per_flop", "causal * mfu_per_flop"),
-        ("(self._peak.flops * self._num_devices)", "self._peak.flops"),
+        ("full * per_flop", "causal * per_flop"),
+        ("(self._peak_flops * self._num_devices)", "self._peak_flops"),
         ("self._total_steps - self._progress)", "self._total_steps - self._progress + 1)"),
         ("self._seconds / (self._step - self._reported_step)", "self._seconds / self._step"),
         ("self._pending = [done.pop()]", "self._pending = [done.pop(0)]"),
@@ -1776,22 +1776,30 @@ RUNTIME = [
         ('unit = 1 if sys.platform == "darwin" else 1024\n    rss', "unit = 1\n    rss"),
         ("max(values) / 2**30", "min(values) / 2**30"),
         ("max(values) / 2**30", "max(values) / 1e9"),
-        ("2 * size**3 / min(seconds) / sharing", "size**3 / min(seconds) / sharing"),
     ),
     *_in(
         "runtime/writers.py",
         "runtime/test_writers.py",
         ('if record["step"] <= last]', 'if record["step"] < last]'),
         ("resume_step if resume_step > 0 else -1", "resume_step"),
-        (
-            "self._add(resume_step + 1, time.time(), session_log=start)",
-            "self._add(resume_step, time.time(), session_log=start)",
-        ),
         ("divmod(round(seconds), 60)", "divmod(int(seconds), 60)"),
         (
             "if jax.process_index() != 0:\n            return",
             "if jax.process_index() == 1:\n            return",
         ),
+        (") < 1000 or unit", ") <= 1000 or unit"),
+    ),
+    *_in(
+        "runtime/tensorboard_writer.py",
+        "runtime/test_writers.py",
+        (
+            "self._add(resume_step + 1, time.time(), session_log=start)",
+            "self._add(resume_step, time.time(), session_log=start)",
+        ),
+    ),
+    *_in(
+        "runtime/wandb_writer.py",
+        "runtime/test_writers.py",
         ("id=run_id", "id=None"),
     ),
     *_in(
@@ -2011,12 +2019,12 @@ COMMANDS = [
         ),
         ("evaluate(evaluated(state), batches)", "evaluate(state, batches)", "run/test_restore.py"),
         (
-            "0 if last else s.train.eval_batches",
-            "s.train.eval_batches",
+            'validation, mesh, 0, "eval_full")',
+            'validation, mesh, s.train.eval_batches, "eval_full")',
             "test_train.py::test_evaluate_and_generate_and_report_on_the_run",
         ),
         (
-            "        save(checkpoints, n, state, data_state, watch)\n        raise data_ended(",
+            "        save(checkpoints, n, state, data_state, recorder)\n        raise data_ended(",
             "        raise data_ended(",
             "test_train.py::test_the_end_of_the_data_is_reported_and_saved",
         ),

@@ -214,9 +214,11 @@ class ImageTextDataset:
     def __iter__(self) -> ImageTextIterator:
         return ImageTextIterator(self)
 
-    def describe(self) -> str:
-        """How many examples there are."""
-        return f"{len(self.examples):,} examples"
+    def describe(self, steps: int = 0) -> str:
+        """How many examples there are, and how many epochs that many steps of training read."""
+        examples = f"{len(self.examples):,} examples"
+        epochs = steps * self.config.batch_size / len(self.examples)
+        return f"{examples}; {steps:,} steps read {epochs:.2g} epochs" if steps else examples
 
     @property
     def classes(self) -> list[str]:

@@ -164,6 +164,8 @@ class Source:
         chosen = total // self._every if self._every else 0
         sizes = {} if validation is None else {"train": total - chosen, "validation": chosen}
         self._len = sizes.get(spec.split, total)
+        if not total:
+            raise ValueError("its files hold no documents; check the path")
         if not self._len:
             empty = f"split {spec.split!r} contains none of the {total} documents"
             raise ValueError(f"{empty}; change ?validation=FRACTION or ?split=")
@@ -232,7 +234,8 @@ def make_source(spec: str, split: str) -> Source | Mixture:
     sources = tuple(open_source(parse_spec(part, split, "text")) for part in weighted)
     for source in sources:
         documents = (source[index] for index in range(len(source)))
-        if not any(len(document["tokens" if source.tokenizer else "text"]) for document in documents):
+        # White space is no text to learn from.
+        if not any(len(d["tokens"]) if source.tokenizer else d["text"].strip() for d in documents):
             raise ValueError(f"source {source.name!r}: all of its {len(source)} documents are empty")
     if len(sources) == 1:
         return sources[0]

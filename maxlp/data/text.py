@@ -29,6 +29,7 @@ import dataclasses
 import itertools
 import math
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, NamedTuple
@@ -41,7 +42,7 @@ from maxlp.data import common
 from maxlp.data.common import Batch, Seeds, require
 from maxlp.data.packing import PACKERS
 from maxlp.data.sources import Mixture, check_split, make_source
-from maxlp.data.tokenizers import Tokenizer, make_tokenizer
+from maxlp.data.tokenizers import Tokenizer, as_bytes, make_tokenizer
 from maxlp.schema import INT32, Count, OneOf, Range
 
 Cursor = tuple[int, int]  # (document of the stream, offset in its tokens)
@@ -54,6 +55,9 @@ READ_THREADS = 16
 READ_AHEAD_TOKENS = 2**18
 DOCUMENTS, WINDOWS = 0, 1  # part of the seeds, so that the two kinds of permutations are independent
 ORDER = {"documents", "weights", "seed", "shuffle"}  # settings that determine the documents of a stream
+# To estimate the tokens of a source. With fewer documents, a few long ones among them would matter.
+SAMPLED_DOCUMENTS, SAMPLE_SECONDS = 1024, 0.5
+ENCODED_BYTES, ENCODED_PIECE = 200_000, 4_000
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
@@ -138,7 +142,7 @@ def make_data(
     )
     if split == "train":
         made.settings[common.FINGERPRINTS] = [part.fingerprint for part in sources]
-    return made
+    return dataclasses.replace(made, sources=sources)
 
 
 def make_dataset(
@@ -197,7 +201,11 @@ def make_dataset(
 
 @dataclasses.dataclass(frozen=True)
 class TextDataset:
-    """Batches of packed text: `iter(dataset)` gives a `TextIterator`. See `make_data`."""
+    """Batches of packed text: `iter(dataset)` gives a `TextIterator`. See `make_data`.
+
+    Attributes:
+      sources: of the documents, to estimate their tokens.
+    """
 
     tokenizer: Tokenizer
     documents: Sequence[_Documents]
@@ -205,13 +213,49 @@ class TextDataset:
     num_workers: int
     process_index: int
     process_count: int
+    sources: Sequence[Any] = ()
 
     def __iter__(self) -> TextIterator:
         return TextIterator(self)
 
-    def describe(self) -> str:
-        """How many documents there are."""
-        return f"{' + '.join(f'{count:,}' for count in self.settings['documents'])} documents"
+    def describe(self, steps: int = 0) -> str:
+        """How many documents and, unless that takes long to estimate, tokens there are.
+
+        Args:
+          steps: of training, for which the epochs are counted; 0 for validation data.
+        """
+        documents = f"{' + '.join(f'{count:,}' for count in self.settings['documents'])} documents"
+        found = [estimate_tokens(source, self.tokenizer) for source in self.sources]
+        tokens = [count for count in found if count is not None]
+        if not tokens or len(tokens) < len(found):
+            return documents
+        total = steps * self.settings["batch_size"] * self.settings["seq_len"]
+        epochs = (f"{w * total / n:.2g}" for w, n in zip(self.settings["weights"], tokens, strict=True))
+        reads = f"; {steps:,} steps read {' + '.join(epochs)} epochs" if steps else ""
+        return f"{documents}, about {' + '.join(f'{n / 1e6:,.2g}' for n in tokens)} M tokens{reads}"
+
+
+def estimate_tokens(source: Any, tokenizer: Tokenizer) -> float | None:
+    """About how many tokens the documents of a source have, from some that are spread over it evenly.
+
+    Returns:
+      The number; None if reading documents takes long, as over a network.
+    """
+    began = time.monotonic()
+    indices = np.unique(np.linspace(0, len(source) - 1, SAMPLED_DOCUMENTS).astype(np.int64)).tolist()
+    size = encoded_size = encoded_tokens = 0  # of texts in bytes, of documents of tokens in tokens
+    for index in indices:
+        document = source[index]
+        content = document["tokens"] if "tokens" in document else as_bytes(document["text"])
+        size += len(content)
+        if "text" in document and encoded_size < ENCODED_BYTES:
+            piece = content[:ENCODED_PIECE]
+            encoded_size += len(piece)
+            encoded_tokens += len(tokenizer.encode(piece))
+        if time.monotonic() - began > SAMPLE_SECONDS:
+            return None
+    tokens_per_unit = encoded_tokens / encoded_size if encoded_size else 1.0
+    return len(source) * size / len(indices) * tokens_per_unit
 
 
 class TextIterator:

@@ -5,19 +5,20 @@ A new panel is one function and one entry in `PANELS`.
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from maxlp.monitoring.run_record import Run, counted, load_run, tail
-from maxlp.monitoring.spikes import find_spikes
+from maxlp.monitoring.spikes import Spike
 from maxlp.runtime.files import naming
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+LEGEND_COLUMNS = 3
 BLUE, ORANGE, RED, GREY = "#2f6db3", "#e07b1a", "#c8322b", "#8a8a8a"
 
 
@@ -46,25 +47,27 @@ def plot_curves(workdir: str | os.PathLike[str]) -> Path | None:
 
 
 def loss_panel(axes: "Axes", run: Run) -> None:
-    """Training loss with its smoothed curve, evaluation losses, spikes."""
+    """Training loss with its smoothed curve, evaluation losses, spikes; the legend is above the data."""
     steps, losses = run.series("train/loss")
     label = f"train, {tail(losses).mean():.3f} at the end"
     _plot_smoothed(axes, steps, losses, linewidth=1.8, label=label)
-    eval_steps, evals = run.series("eval/loss")
-    if len(evals):
-        label = f"eval, {evals[-1]:.3f} at the end"
-        axes.plot(eval_steps, evals, "o-", color=ORANGE, markersize=4.5, linewidth=1.2, label=label)
-    if spikes := find_spikes(steps, losses, run.spike_config):
-        points = [s.step for s in spikes], [s.loss for s in spikes]
-        axes.plot(*points, "v", color=RED, markersize=6, label=counted(len(spikes), "spike"))
+    for prefix, style in (("eval", "o-"), ("eval_full", "D")):
+        eval_steps, evals = run.series(f"{prefix}/loss")
+        if len(evals):
+            label = f"{prefix} ({run.validation_part(prefix)}), {evals[-1]:.3f} at the end"
+            axes.plot(eval_steps, evals, style, color=ORANGE, markersize=4.5, linewidth=1.2, label=label)
+    _mark_spikes(axes, run.spikes, run.spike_config.merge_steps)
     if resumes := sum(bool(start.get("step")) for start in run.starts):
         axes.plot([], [], ":", color=GREY, label=counted(resumes, "resume"))
-    _log_scale(axes, losses)
-    axes.set_title(run.workdir.resolve().name, loc="left", fontsize=13, fontweight="bold")
-    axes.set_title(_subtitle(run), loc="right", fontsize=10, color=GREY)
-    axes.set_ylabel(f"loss (nats per {run.unit[:-1]})")
+    scale = _log_scale(axes, losses)
+    _, labels = axes.get_legend_handles_labels()
+    above = 10 + 15 * math.ceil(len(labels) / LEGEND_COLUMNS)  # points, for the legend
+    axes.set_title(run.workdir.resolve().name, loc="left", fontsize=13, fontweight="bold", pad=above)
+    axes.set_title(_subtitle(run), loc="right", fontsize=10, color=GREY, pad=above)
+    axes.set_ylabel(f"loss (nats per {run.unit[:-1]}{scale})")
     axes.set_xlabel("step")
-    axes.legend(frameon=False, loc="upper right")
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.3}
+    axes.legend(frameon=False, ncols=LEGEND_COLUMNS, fontsize=9, **place)
 
 
 def learning_rate_panel(axes: "Axes", run: Run) -> None:
@@ -78,8 +81,7 @@ def grad_norm_panel(axes: "Axes", run: Run) -> None:
     """Global gradient norm before clipping."""
     steps, norms = run.series("train/grad_norm")
     _plot_smoothed(axes, steps, norms)
-    _log_scale(axes, norms)
-    axes.set_title("gradient norm", loc="left")
+    axes.set_title(f"gradient norm{_log_scale(axes, norms)}", loc="left")
 
 
 def throughput_panel(axes: "Axes", run: Run) -> None:
@@ -126,17 +128,33 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
     return smoothed
 
 
-def _log_scale(axes: "Axes", values: np.ndarray) -> None:
-    """A log axis labelled with plain numbers, if the positive values span at least a factor of two."""
+def _mark_spikes(axes: "Axes", spikes: Sequence[Spike], merge_steps: int) -> None:
+    """Shades the steps that count as part of each spike, and marks where finite ones begin."""
+    for spike in spikes:
+        end = spike.step + merge_steps
+        axes.axvspan(spike.step, end, facecolor=RED, edgecolor=RED, alpha=0.15, linewidth=1, zorder=0)
+    points = [(spike.step, spike.loss) for spike in spikes if math.isfinite(spike.loss)]
+    if spikes:
+        label = f"{counted(len(spikes), 'spike')} (shaded: {merge_steps} steps each)"
+        axes.plot(*np.array(points or [(math.nan, math.nan)]).T, "v", color=RED, markersize=6, label=label)
+
+
+def _log_scale(axes: "Axes", values: np.ndarray) -> str:
+    """A log axis labelled with plain numbers, if the positive values span at least a factor of two.
+
+    Returns:
+      What to add to the label of the axis.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     positive = values[np.isfinite(values) & (values > 0)]
     if not len(positive) or positive.max() < 2 * positive.min():
-        return
+        return ""
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 6, 8), numticks=12))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter("")
+    return ", log scale"
 
 
 def _finish_axes(axes: "Axes", run: Run) -> None:

@@ -1,5 +1,6 @@
 """Passes the metrics of every step to the spike watch and to the outputs of a run."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,53 @@ from maxlp.runtime.hardware import memory_metrics
 from maxlp.runtime.throughput import DelayedFetch, Throughput
 from maxlp.runtime.writers import MetricWriter
 
+AVERAGED = ("loss", "accuracy")  # of a batch, and therefore noisy
+
+
+class IntervalMeans:
+    """Means over the steps since the last record; steps that a guard skipped do not count.
+
+    The losses of all steps reach the host for the spike watch, so that the means cost the device nothing.
+    Their sums are part of a checkpoint: a run that stops within an interval and resumes writes the record
+    of an uninterrupted run.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._steps = 0
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Adds the metrics of a step."""
+        if metrics.get("skipped", 0):
+            return
+        values = {name: float(metrics[name]) for name in AVERAGED if name in metrics}
+        self._sums = {name: self._sums.get(name, 0.0) + value for name, value in values.items()}
+        self._steps += 1
+
+    def take(self) -> dict[str, float]:
+        """The means, for a record; {} if all steps were skipped. Begins the next interval."""
+        means = {name: value / self._steps for name, value in self._sums.items()}
+        self._sums, self._steps = {}, 0
+        return means
+
+    def get_state(self) -> dict[str, Any]:
+        """The state, ready for JSON."""
+        return {"sums": self._sums, "steps": self._steps}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self._sums, self._steps = dict(state["sums"]), state["steps"]
+
 
 class Recorder:
     """Watches every step for spikes and writes a record at intervals.
 
-    The metrics of a step are read when the next step is already queued, so that the device never waits.
+    The metrics of a step are read when the next step is already queued, so that the device never waits. A
+    record has the mean loss and accuracy since the last one; its other metrics are those of its step.
 
     Args:
       batches: the data iterator, whose ``metrics()`` are part of a record.
       log_every: steps between records.
+      meta: what `meta` returned when the state of the run was saved.
     """
 
     def __init__(
@@ -28,11 +67,16 @@ class Recorder:
         batches: Any,
         workdir: Path,
         log_every: int,
+        meta: Mapping[str, Any],
     ):
         self._throughput, self._watch, self._writer = throughput, watch, writer
         self._batches, self._workdir = batches, workdir
         self._log_every = log_every
         self._fetch = DelayedFetch()
+        self._means = IntervalMeans()
+        watch.set_meta(meta)
+        if state := meta.get("interval"):  # checkpoints of earlier versions have none
+            self._means.set_state(state)
 
     def push(self, step: int, metrics: Any, wait: bool, last: bool) -> None:
         """Takes the device metrics of a step.
@@ -47,9 +91,16 @@ class Recorder:
         """
         for done, values in self._fetch.push(step, metrics, wait=wait):
             self._throughput.tick(done, float(values.get("tau", done)))
+            self._means.add(values)
             if spike := self._watch.observe(done, values):  # before its step is saved
                 self._watch.act(self._workdir, spike, values)
             if done % self._log_every == 0 or (last and done == step):
-                record = {f"train/{name}": value for name, value in flat(values).items()}
+                record = {
+                    f"train/{name}": value for name, value in (flat(values) | self._means.take()).items()
+                }
                 running = self._throughput.report() | memory_metrics() | self._batches.metrics()
                 self._writer.write(done, record | running)
+
+    def meta(self) -> dict[str, Any]:
+        """What a checkpoint stores: the state of the watch, and the means since the last record."""
+        return self._watch.meta() | {"interval": self._means.get_state()}

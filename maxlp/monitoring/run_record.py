@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from maxlp.monitoring.spikes import SpikeConfig
+from maxlp.monitoring.spike_records import recorded_spikes
+from maxlp.monitoring.spikes import Spike, SpikeConfig, find_spikes
 from maxlp.runtime import checkpoint
 from maxlp.runtime.files import local_path, read_json
 from maxlp.runtime.writers import read_jsonl
@@ -64,6 +65,13 @@ class Run:
         """How many tokens or images a step processes; 0 if the config does not contain it."""
         return (self.setting("data", "batch_size") or 0) * (self.setting("data", "seq_len") or 1)
 
+    def validation_part(self, prefix: str) -> str:
+        """What the metrics ``eval/…`` or ``eval_full/…`` were measured on."""
+        batches = self.setting("train", "eval_batches")
+        if prefix == "eval" and batches:
+            return f"the first {counted(batches, 'validation batch', 'validation batches')}"
+        return "all validation data"
+
     @property
     def spike_config(self) -> SpikeConfig:
         """The run's definition of a spike; keys of other versions of maxlp are ignored."""
@@ -71,6 +79,14 @@ class Run:
         values = self.config.get("spikes", {})
         # None is the default, as in `config.bind`.
         return SpikeConfig(**{k: v for k, v in values.items() if k in known and v is not None})
+
+    @property
+    def spikes(self) -> list[Spike]:
+        """The spikes that the run recorded, or else those among its logged losses."""
+        recorded = recorded_spikes(self.workdir)
+        if recorded:
+            return [Spike(*(record[key] for key in Spike._fields)) for record in recorded]
+        return find_spikes(*self.series("train/loss"), self.spike_config)
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps (int64) and values (float64) of the records that contain `name`."""

@@ -5,6 +5,8 @@ A new section is one function from a `Run` to its lines (an empty list omits the
 """
 
 import datetime
+import math
+import shutil
 import textwrap
 import time
 from collections.abc import Callable, Mapping
@@ -14,9 +16,11 @@ import numpy as np
 
 from maxlp.monitoring.rollback import read_rollbacks
 from maxlp.monitoring.run_record import Run, counted, tail
-from maxlp.monitoring.spikes import Spike, find_spikes
-from maxlp.monitoring.watch import recorded_spikes
+from maxlp.monitoring.spike_records import recorded_spikes, suspect
+from maxlp.monitoring.spikes import Spike
 from maxlp.runtime.writers import format_seconds
+
+MAX_WIDTH = 108
 
 Lines = list[tuple[str, str]]  # label, text
 
@@ -26,16 +30,20 @@ def report_text(run: Run) -> str:
     paragraphs = []
     for title, section in SECTIONS.items():
         if lines := section(run):
-            width = 2 + max(len(label) for label, _ in lines)
-            wrapped = [_wrap(f"  {label:<{width}}", text) for label, text in lines]
-            paragraphs.append("\n".join([title, *wrapped]))
+            paragraphs.append(section_text(title, lines))
     return "\n\n".join(paragraphs)
+
+
+def section_text(title: str, lines: Lines) -> str:
+    """A section in the width of the terminal."""
+    width = 2 + max((len(label) for label, _ in lines), default=0)
+    return "\n".join([title, *(_wrap(f"  {label:<{width}}", text) for label, text in lines)])
 
 
 def _wrap(label: str, text: str) -> str:
     return textwrap.fill(
         text,
-        108,
+        min(MAX_WIDTH, shutil.get_terminal_size((MAX_WIDTH, 24)).columns),
         initial_indent=label,
         subsequent_indent=" " * len(label),
         break_long_words=False,
@@ -86,8 +94,13 @@ def config_lines(run: Run) -> Lines:
         lines.append(("parameters", f"{run.num_params:,}"))
     for section, values in run.config.items():
         pairs = values.items() if isinstance(values, dict) else [(section, values)]
-        lines.append((section, " ".join(f"{key}={value}" for key, value in pairs if value is not None)))
+        lines.append((section, " ".join(f"{key}={value}" for key, value in pairs if not _is_unset(value))))
     return lines
+
+
+def _is_unset(value: Any) -> bool:
+    """Whether a value, or every value of a nested section, is None."""
+    return all(map(_is_unset, value.values())) if isinstance(value, dict) and value else value is None
 
 
 # --- loss and data ------------------------------------------------------------------------------------
@@ -104,26 +117,35 @@ def loss_lines(run: Run) -> Lines:
         lines.append(("train/loss", f"{last.mean():.4f}, mean of the last {counted(len(last), 'record')}"))
         if bad := steps[~np.isfinite(losses)].tolist():
             lines.append(("not finite", f"{counted(len(bad), 'record')}, the first at step {bad[0]:,}"))
-    for name in ("eval/loss", "eval/bits_per_byte", "eval/perplexity"):
-        steps, values = run.series(name)
-        if len(steps):
-            comparable = _comparable_with_last(run, steps)
-            best = _best(steps[comparable], values[comparable])
-            lines.append((name, f"{values[-1]:.4f} at step {steps[-1]:,}{best}"))
-    names = dict.fromkeys(name for record in run.records for name in record)  # in the order written
-    for name in names:
-        if name.startswith("eval/") and ("top" in name or "recall" in name):
-            steps, values = run.series(name)
-            lines.append((name, f"{values[-1]:.2%} at step {steps[-1]:,}"))
+    for prefix in ("eval", "eval_full"):
+        lines += _evaluation_lines(run, prefix)
     return lines
 
 
-def _comparable_with_last(run: Run, steps: np.ndarray) -> np.ndarray:
+def _evaluation_lines(run: Run, prefix: str) -> Lines:
+    """The last evaluation of a part of the validation data."""
+    lines, part = [], run.validation_part(prefix)
+    for name in (f"{prefix}/{key}" for key in ("loss", "bits_per_byte", "perplexity")):
+        steps, values = run.series(name)
+        if len(steps):
+            comparable = _comparable_with_last(run, prefix, steps)
+            best = _best(steps[comparable], values[comparable])
+            on = f" on {part}" if comparable.all() else ""
+            lines.append((name, f"{values[-1]:.4f} at step {steps[-1]:,}{on}{best}"))
+    names = dict.fromkeys(name for record in run.records for name in record)  # in the order written
+    for name in names:
+        if name.startswith(f"{prefix}/") and ("top" in name or "recall" in name):
+            steps, values = run.series(name)
+            lines.append((name, f"{values[-1]:.2%} at step {steps[-1]:,} on {part}"))
+    return lines
+
+
+def _comparable_with_last(run: Run, prefix: str, steps: np.ndarray) -> np.ndarray:
     """A bool for each evaluation: whether it covered as much text as the last one.
 
-    Evaluations during a run may be limited to a part of the text.
+    A resumed run may have another ``train.eval_batches``.
     """
-    counted_at, tokens = run.series("eval/tokens")
+    counted_at, tokens = run.series(f"{prefix}/tokens")
     if not np.array_equal(counted_at, steps):
         return np.ones(len(steps), bool)
     return tokens == tokens[-1]
@@ -172,27 +194,21 @@ def speed_lines(run: Run) -> Lines:
 def _mfu_lines(run: Run) -> Lines:
     _, full = run.series("perf/mfu")
     _, causal = run.series("perf/mfu_causal")
-    if not (len(full) and len(causal)):
-        return []
     _, peak = run.series("perf/peak_tflops")
-    _, measured = run.series("perf/peak_measured")
-    origin = "measured with a matmul" if len(measured) and measured[-1] else "published"
-    of_peak = f"; peak {peak[-1]:,.4g} TFLOP/s per device, {origin}" if len(peak) else ""
-    text = f"{np.median(full):.1%} (full attention FLOPs), {np.median(causal):.1%} (causal){of_peak}"
-    return [("MFU", text)]
+    if not (len(full) and len(causal) and len(peak)):
+        return []
+    text = f"{np.median(full):.1%} (full attention FLOPs), {np.median(causal):.1%} (causal)"
+    return [("MFU", f"{text}; peak {peak[-1]:,.4g} TFLOP/s per device")]
 
 
 # --- spikes, quantization, checkpoints ----------------------------------------------------------------
 
 
 def spike_lines(run: Run, at_most: int = 10) -> Lines:
-    """The spikes that the run recorded, or else those among its logged losses, and the rollbacks."""
-    recorded = [
-        (Spike(*(record[key] for key in Spike._fields)), _first_tensor(record))
-        for record in recorded_spikes(run.workdir)
-    ]
-    spikes = recorded or [(s, "") for s in find_spikes(*run.series("train/loss"), run.spike_config)]
-    lines = [(f"step {s.step:,}", _spike_text(s) + first) for s, first in spikes[:at_most]]
+    """The spikes of the run, with the tensors behind them, and the rollbacks."""
+    spikes = run.spikes
+    tensors = {record["step"]: _first_tensor(record) for record in recorded_spikes(run.workdir)}
+    lines = [(f"step {s.step:,}", _spike_text(s) + tensors.get(s.step, "")) for s in spikes[:at_most]]
     lines += [("", f"and {len(spikes) - at_most} more")] if len(spikes) > at_most else []
     for entry in read_rollbacks(run.workdir):
         begin, end = entry["batches"]
@@ -206,6 +222,9 @@ def _spike_text(spike: Spike) -> str:
 
 
 def _first_tensor(record: Mapping[str, Any]) -> str:
+    if not math.isfinite(record["loss"]):
+        cause = suspect(record.get("steps", []), record["policy"]["rms_threshold"])
+        return f"; {cause}" if cause else ""
     if not (first := record.get("first")):
         return ""
     ahead = record["step"] - first["step"]

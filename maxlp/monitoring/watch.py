@@ -14,24 +14,17 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from maxlp.data import merge_states
 from maxlp.monitoring import statistics
 from maxlp.monitoring.rollback import RollbackRequested
+from maxlp.monitoring.spike_records import first_to_cross, suspect
 from maxlp.monitoring.spikes import Detector, Spike, SpikeConfig
 from maxlp.runtime import checkpoint, distributed
-from maxlp.runtime.files import read_json, write_json
+from maxlp.runtime.files import write_json
 
 KEPT_POSITIONS = 4  # steps; metrics reach the host a step late, and a spike needs the position before it
-
-
-class Crossing(NamedTuple):
-    """The first tensor above a threshold in the steps before a spike."""
-
-    tensor: str
-    step: int
-    value: float
 
 
 class Watch:
@@ -93,9 +86,11 @@ class Watch:
         if self.config.guard == "rollback" and spike.sigmas > self.config.guard_threshold:
             raise RollbackRequested(spike, self.config)
         if not math.isfinite(spike.loss) and not values.get("skipped"):
+            cause = suspect(list(self._steps), self.config.rms_threshold)
             raise FloatingPointError(
-                f"the loss of step {spike.step} is {spike.loss}; lower optimizer.learning_rate, or set "
-                "spikes.guard to skip or rollback"
+                f"the loss of step {spike.step} is {spike.loss}{cause and f'; {cause}'}; lower "
+                "optimizer.learning_rate, or set spikes.guard to skip or rollback; to replay the steps "
+                f"before it: python -m maxlp.report {workdir} --spike={spike.step}"
             )
 
     def save(self, workdir: Path, spike: Spike) -> None:
@@ -128,21 +123,6 @@ class Watch:
             self._steps.extend(state["steps"])
 
 
-def first_to_cross(steps: Iterable[dict[str, Any]], threshold: float) -> Crossing | None:
-    """The first tensor whose RMS_t exceeds the threshold; the largest of several in one step.
-
-    Args:
-      steps: in order, each {"step": …, "rms": numbers by tensor}.
-      threshold: of RMS_t; NaN counts as above it.
-    """
-    for record in steps:
-        crossed = {name: x for name, x in record.get("rms", {}).items() if not x <= threshold}
-        if crossed:
-            name, value = statistics.largest(crossed)[0]
-            return Crossing(name, record["step"], value)
-    return None
-
-
 def checkpoint_before(
     infos: Iterable[checkpoint.StepInfo], spike_step: int, lead: int
 ) -> checkpoint.StepInfo | None:
@@ -173,15 +153,3 @@ def keep_checkpoint(workdir: Path, spike_step: int, lead: int) -> Path | None:
             shutil.rmtree(part, ignore_errors=True)
             return chosen.path
     return kept
-
-
-def read_record(workdir: Path, step: int) -> dict[str, Any] | None:
-    """What `Watch.save` wrote about the spike at a step; None if there was no spike."""
-    remedy = "put back a good copy, or delete it: only this spike can then not be replayed"
-    return read_json(workdir / "spikes" / f"{step}.json", fields={"step": int}, remedy=remedy)
-
-
-def recorded_spikes(workdir: Path) -> list[dict[str, Any]]:
-    """All spike records of a run, in the order of their steps."""
-    steps = sorted(int(path.stem) for path in (workdir / "spikes").glob("*.json") if path.stem.isdigit())
-    return [record for step in steps if (record := read_record(workdir, step))]

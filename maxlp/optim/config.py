@@ -113,7 +113,8 @@ class OptimizerConfig:
       name: a key of `OPTIMIZERS`.
       learning_rate: the peak of the schedule.
       schedule: a key of `SCHEDULES`; each begins with a linear warm-up.
-      warmup_steps: updates before the peak; 0 starts at the peak.
+      warmup_steps: updates before the peak; 0 starts at the peak. In a run that would end before it, the
+        warm-up takes a tenth of the run.
       final_lr_fraction: the last learning rate as a fraction of the peak (not for constant).
       decay_fraction: the fraction of all steps in which the rate decays (wsd only).
       clip_norm: gradients are scaled down to this global L2 norm; 0 turns clipping off.

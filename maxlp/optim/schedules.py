@@ -2,7 +2,8 @@
 
 A schedule is a function of the number of finished updates: the first update uses `schedule(0)`, the last
 one `schedule(total_steps - 1)`. The warm-up rises by `learning_rate / (warmup_steps + 1)` per update, so
-that no update has a rate of zero and the peak is reached at `warmup_steps`.
+that no update has a rate of zero and the peak is reached at `warmup_steps`. A run that is not longer than
+its warm-up has a shorter one (`fitting_warmup`).
 """
 
 import optax
@@ -39,6 +40,11 @@ def constant(peak: float, final: float, steps: int, decay_steps: int) -> optax.S
 SCHEDULES = {"cosine": cosine, "linear": linear, "wsd": wsd, "constant": constant}
 
 
+def fitting_warmup(warmup_steps: int, total_steps: int) -> int:
+    """The steps of the warm-up: `warmup_steps`, or a tenth of a run that would end before the peak."""
+    return warmup_steps if warmup_steps < total_steps else total_steps // 10
+
+
 def make_schedule(
     name: str,
     *,
@@ -54,10 +60,9 @@ def make_schedule(
       The learning rate (float32 scalar) as a function of the number of finished updates.
 
     Raises:
-      ValueError: the warm-up or the decay does not fit into `total_steps`.
+      ValueError: the decay does not fit into `total_steps`.
     """
-    if warmup_steps >= total_steps:
-        raise ValueError(f"{warmup_steps=} must be below {total_steps=}")
+    warmup_steps = fitting_warmup(warmup_steps, total_steps)
     decay_steps = round(decay_fraction * total_steps)
     if name == "wsd" and not 0 < decay_steps <= total_steps - warmup_steps:
         raise ValueError(

@@ -4,6 +4,7 @@ Every command ends with exit code 2 and one line for what the user can correct, 
 a file. Imports nothing heavy: a mistake in a flag is reported at once.
 """
 
+import difflib
 import errno
 import functools
 import os
@@ -27,6 +28,8 @@ MAX_MESSAGE = 800  # characters; a longer one, as with a long path, loses its mi
 
 # What absl and ml_collections report for a flag, in this project's words.
 WORDINGS = {
+    r"^Unknown command line flag '(.+?)'\. Did you mean: (\S+).*": r"--\1 is unknown; did you mean --\2?",
+    r"^Unknown command line flag '(.+?)'$": r"--\1 is unknown; see --help",
     r"flag --(\w+)=None: Flag .* must have a value .*": r"--\1 is missing; see --help",
     r"^flag (--.*?): invalid literal for int\(\) with base 10: .*": r"\1 is not an integer",
     r"^flag (--.*?): could not convert string to float: .*": r"\1 is not a number",
@@ -116,8 +119,15 @@ def _unknown_override(argv: list[str]) -> str | None:
     """The message for the first --config.SECTION.KEY that the config does not have."""
     if "config" not in flags.FLAGS or (c := flags.FLAGS["config"].parser.config) is None:
         return None
-    for name in (word.partition("=")[0].lstrip("-") for word in argv):
-        if not name.startswith("config."):
+    for word in argv:
+        name = word.partition("=")[0].lstrip("-")
+        section, dot, key = name.partition(".")
+        if dot and section in c and ("=" in word or word.startswith("-")):
+            close = [key] if key in c[section] else difflib.get_close_matches(key, c[section], 1)
+            return (
+                f"{name} is unknown; did you mean --config.{section}.{close[0] if close else 'KEY'}=VALUE?"
+            )
+        if section != "config" or not dot:
             continue
         if new := RENAMED.get(name.removeprefix("config.")):
             return f"{name} is now config.{new}"

@@ -23,6 +23,7 @@ from maxlp.core.train_state import MakeModel, State, abstract_model, init_state,
 from maxlp.core.train_step import LossScaleOf, Statistics, Step
 from maxlp.families import Family
 from maxlp.monitoring.statistics import tensor_statistics
+from maxlp.optim.schedules import fitting_warmup
 from maxlp.parallel import sharding
 from maxlp.parallel.batches import batch_part
 from maxlp.run import constraints
@@ -212,13 +213,19 @@ def describe(e: Experiment, state: State) -> str:
     lines = [
         f"{family.name}: {s.num_params:,} parameters in {s.model.param_dtype}{trained}, activations in "
         f"{s.model.dtype}, attention by {s.model.attention}",
-        f"mesh: {sharding.describe(e.mesh.shape)} ({e.mesh.size} × {e.mesh.devices.flat[0].device_kind}); "
-        f"per device: parameters {_device_gib(state['params']):.3g} GiB, "
+        f"mesh: {sharding.describe(e.mesh.shape)} ({e.mesh.size} × {e.mesh.devices.flat[0].device_kind})",
+        f"memory of a device: parameters {_device_gib(state['params']):.3g} GiB, "
         f"optimizer {_device_gib(state['opt_state']):.3g} GiB",
-        f"batch: {family.describe_batch(s.data)}, {at_most}{s.train.total_steps:,} steps = "
-        f"{s.train.total_steps * units:,} {family.unit}, "
-        f"{full:.3g} FLOPs each ({causal:.3g} with causal attention)",
+        f"batch: {family.describe_batch(s.data)}; {at_most}{s.train.total_steps:,} steps = "
+        f"{s.train.total_steps * units:,} {family.unit}",
+        f"FLOPs for each of the {family.unit}: {full:.3g} ({causal:.3g} with causal attention)",
     ]
+    warmup = fitting_warmup(s.optimizer.warmup_steps, s.train.total_steps)
+    if warmup != s.optimizer.warmup_steps:
+        lines.append(
+            f"warning: optimizer.warmup_steps={s.optimizer.warmup_steps} is not below "
+            f"train.total_steps={s.train.total_steps}; the warm-up takes {warmup} steps"
+        )
     if s.is_quantized:
         blocks = f"{s.precision.first_blocks} first and {s.precision.last_blocks} last blocks"
         lines.append(f"precision ({blocks} stay in {s.model.dtype}):")

@@ -104,7 +104,7 @@ def sections(model: dict, data: dict, loss: dict) -> ConfigDict:
         )
     )
     c.checkpoint = ConfigDict(dict(every_steps=1000, keep_last=2, keep_every=config_dict.placeholder(int)))
-    c.metrics = ConfigDict(dict(tensorboard=True, wandb_project=""))
+    c.metrics = ConfigDict(dict(tensorboard=True, wandb_project="", wandb_group="", wandb_tags=()))
     c.profile = ConfigDict(dict(start=0, steps=3))
     return c
 

@@ -20,8 +20,9 @@ import numpy as np
 from maxlp.core.train_state import State, abstract_state
 from maxlp.core.train_step import jit_step
 from maxlp.monitoring import rollback, statistics
+from maxlp.monitoring.spike_records import Crossing, first_to_cross, read_record
 from maxlp.monitoring.spikes import SpikeConfig
-from maxlp.monitoring.watch import Crossing, checkpoint_before, first_to_cross, read_record
+from maxlp.monitoring.watch import checkpoint_before
 from maxlp.parallel.batches import device_batches
 from maxlp.precision.recipes import RecipeOptions
 from maxlp.run import run_dir

@@ -11,7 +11,7 @@ from maxlp.optim.schedule_free import eval_params, eval_part
 from maxlp.run import run_dir, settings
 from maxlp.run.config import ConfigError, errors_of
 from maxlp.run.experiment import Experiment
-from maxlp.runtime import checkpoint, writers
+from maxlp.runtime import checkpoint
 
 
 def restore_model(
@@ -57,7 +57,10 @@ def check_start(run: Experiment, abstract: State, workdir: Path) -> None:
         except ValueError as error:
             raise ConfigError(f"config.train.init_from={s.train.init_from}: {error}") from error
     with errors_of("metrics"):
-        writers.check_installed(s.metrics.keywords.get("wandb_project"))
+        if project := s.metrics.keywords.get("wandb_project"):
+            from maxlp.runtime.wandb_writer import check_installed
+
+            check_installed(project)
 
 
 def evaluated(state: State) -> State:

@@ -69,7 +69,8 @@ class TrainConfig:
       seed: of the weights and of the order of the data.
       log_every: updates between records of metrics.
       eval_every: updates between evaluations; 0 evaluates at the end only.
-      eval_batches: validation batches in each evaluation during the run (0: all). The last one takes all.
+      eval_batches: validation batches in each evaluation, the same ones all along (0: all). After the last
+        step all of them are evaluated once more, as ``eval_full/``.
       init_from: a run or checkpoint whose weights to start from; "" draws them at random.
       release_gradients: update each layer in the backward pass, so that the gradients of all layers never
         exist together; see `core.fused_backward`. No statistics of tensors are recorded then.

@@ -1,13 +1,9 @@
 """What the hardware can do and what a process uses of it: peak FLOP/s and memory."""
 
-import functools
 import resource
 import sys
-import time
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 # Published dense peaks of one JAX device in TFLOP/s, by a substring of `device_kind`; the first match
 # counts, so more specific names come first. Sparsity is never counted.
@@ -39,13 +35,6 @@ PEAK_TFLOPS = {
 }
 
 
-class Peak(NamedTuple):
-    """Peak FLOP/s of one device, published or measured with a matmul in this process."""
-
-    flops: float
-    measured: bool
-
-
 def published_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
     """Published peak matmul rate of a kind of device, in FLOP/s.
 
@@ -55,47 +44,12 @@ def published_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
         bfloat16, in which such a device multiplies.
 
     Returns:
-      The rate, or None if `PEAK_TFLOPS` has no row for the device.
+      The rate, or None if `PEAK_TFLOPS` has no row for the device, such as a CPU.
     """
     for kind, peaks in PEAK_TFLOPS.items():
         if kind in device_kind:
             return 1e12 * peaks.get(dtype, peaks["bfloat16"])
     return None
-
-
-def peak_flops(device: jax.Device | None = None, dtype: str = "bfloat16") -> Peak:
-    """Peak matmul rate of a device (default: the first local one).
-
-    Devices without a published peak, such as CPUs, are measured once per process (0.2 s), at one rate
-    for all dtypes.
-
-    Args:
-      device: any device of this process.
-      dtype: as in `published_flops`.
-    """
-    device = jax.local_devices()[0] if device is None else device
-    published = published_flops(device.device_kind, dtype)
-    if published is not None:
-        return Peak(published, measured=False)
-    return Peak(_measured_flops(device), measured=True)
-
-
-@functools.cache
-def _measured_flops(device: jax.Device) -> float:
-    """Best rate of a square matmul within 0.2 s: float32 on CPU, bfloat16 elsewhere."""
-    on_cpu = device.platform == "cpu"
-    size, dtype = (1024, jnp.float32) if on_cpu else (8192, jnp.bfloat16)
-    x = jax.device_put(jnp.ones((size, size), dtype), device)
-    matmul = jax.jit(jnp.matmul)
-    matmul(x, x).block_until_ready()
-    seconds = []
-    while sum(seconds) < 0.2:
-        start = time.perf_counter()
-        matmul(x, x).block_until_ready()
-        seconds.append(time.perf_counter() - start)
-    # Simulated CPU devices share the cores, and one matmul uses all of them.
-    sharing = jax.local_device_count("cpu") if on_cpu else 1
-    return 2 * size**3 / min(seconds) / sharing
 
 
 def memory_metrics() -> dict[str, float]:

@@ -1,8 +1,8 @@
 """How fast a run is, measured without slowing it down.
 
-`Throughput` turns finished steps into tokens/s and MFU. `DelayedFetch` brings the metrics of a step to
-the host one step later, so that the host waits for a step only after the next one is dispatched.
-Together with `writers.MetricWriter` they make this loop::
+`Throughput` turns finished steps into tokens/s and, on devices with a published peak, MFU.
+`DelayedFetch` brings the metrics of a step to the host one step later, so that the host waits for a step
+only after the next one is dispatched. Together with `writers.MetricWriter` they make this loop::
 
     for step in range(start + 1, total_steps + 1):
         state, metrics = train_step(state, next(batches))
@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
-
-from maxlp.runtime.hardware import Peak
 
 T = TypeVar("T")
 
@@ -62,7 +60,7 @@ class Throughput:
     Args:
       units_per_step: tokens or images per step, over all processes.
       flops_per_unit: FLOPs per token or image with (full, causal) attention.
-      peak: of one device, see `hardware.peak_flops`.
+      peak_flops: of one device, see `hardware.published_flops`; without it there is no MFU.
       num_devices: over all processes.
       total_steps: of the whole run, for the ETA.
       unit: what is counted; the metric is ``perf/<unit>_per_sec``.
@@ -74,14 +72,15 @@ class Throughput:
         *,
         units_per_step: int,
         flops_per_unit: tuple[float, float],
-        peak: Peak,
+        peak_flops: float | None,
         num_devices: int,
         total_steps: int,
         unit: str = "tokens",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._unit, self._units_per_step, self._flops_per_unit = unit, units_per_step, flops_per_unit
-        self._peak, self._num_devices, self._total_steps = peak, num_devices, total_steps
+        self._peak_flops, self._num_devices = peak_flops, num_devices
+        self._total_steps = total_steps
         self._clock = clock
         self._first: tuple[float, float] | None = None  # progress and time of the first tick
         self._step = self._reported_step = 0
@@ -138,8 +137,6 @@ class Throughput:
         data_wait = self._waited / self._seconds
         self._reported_step, self._seconds, self._waited = self._step, 0.0, 0.0
         units_per_sec = self._units_per_step / step_time
-        mfu_per_flop = units_per_sec / (self._peak.flops * self._num_devices)
-        full, causal = self._flops_per_unit
         first, start = self._first
         finished = max(1.0, self._progress - first)  # 0 if all steps were skipped
         wall_per_step = (self._last_tick - start) / finished
@@ -147,9 +144,17 @@ class Throughput:
             f"perf/{self._unit}_per_sec": units_per_sec,
             "perf/step_time": step_time,
             "perf/data_wait": data_wait,
-            "perf/mfu": full * mfu_per_flop,
-            "perf/mfu_causal": causal * mfu_per_flop,
-            "perf/peak_tflops": self._peak.flops / 1e12,
-            "perf/peak_measured": float(self._peak.measured),
+            **self._mfu(units_per_sec),
             "perf/eta": wall_per_step * max(0.0, self._total_steps - self._progress),
+        }
+
+    def _mfu(self, units_per_sec: float) -> dict[str, float]:
+        if self._peak_flops is None:
+            return {}
+        per_flop = units_per_sec / (self._peak_flops * self._num_devices)
+        full, causal = self._flops_per_unit
+        return {
+            "perf/mfu": full * per_flop,
+            "perf/mfu_causal": causal * per_flop,
+            "perf/peak_tflops": self._peak_flops / 1e12,
         }

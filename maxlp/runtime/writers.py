@@ -8,8 +8,9 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -19,21 +20,22 @@ import numpy as np
 from maxlp.runtime import files
 
 MIN_DATA_WAIT = 0.05  # fraction of the time; the console omits shorter waits for data
+NO_BREAK_SPACE = "\u00a0"
 MAX_SLASHES = 2  # names with more belong to single layers, too many for a console line
 
-# What the console shows of a training record, in this order.
+# What the console shows of a training record after the step. A narrow terminal lacks the last of them.
 PROGRESS = {
+    "perf/eta": "eta {}",
     "train/tau": "τ {:,.1f}",
     "train/gain": "gain {:.2f}",
-    "train/loss": "loss {:.4f}",
-    "perf/tokens_per_sec": "{:,.0f} tok/s",
-    "perf/images_per_sec": "{:,.0f} img/s",
-    "perf/mfu": "mfu {:.1%}",
+    "train/loss": "loss {:#.5g}",
+    "train/learning_rate": "lr {:.2e}",
+    "perf/tokens_per_sec": "{} tok/s",
+    "perf/images_per_sec": "{} img/s",
+    "train/grad_norm": "grad {:.3g}",
     "perf/data_wait": "data wait {:.0%}",
     "data/skipped": "skipped {:,.0f}",
-    "train/learning_rate": "lr {:.2e}",
-    "train/grad_norm": "grad {:.3g}",
-    "perf/eta": "eta {}",
+    "perf/mfu": "mfu {:.1%}",
 }
 
 
@@ -57,7 +59,9 @@ class MetricWriter:
       run_config: shown by W&B.
       console: print progress to standard output.
       tensorboard: write event files.
-      wandb_project: the W&B project; None or "" disables W&B.
+      wandb_project: the W&B project; None or "" disables W&B. What the environment says counts, such as
+        WANDB_MODE=offline.
+      wandb_group, wandb_tags: of the run in W&B.
 
     Raises:
       ValueError: tensorboardX or wandb is requested but not installed.
@@ -73,6 +77,8 @@ class MetricWriter:
         console: bool = True,
         tensorboard: bool = True,
         wandb_project: str | None = None,
+        wandb_group: str = "",
+        wandb_tags: tuple[str, ...] = (),
     ) -> None:
         self._writers: list[Writer] = []
         if jax.process_index() != 0:
@@ -83,10 +89,14 @@ class MetricWriter:
         if console:
             self._writers.append(ConsoleWriter(total_steps, sys.stdout))
         if tensorboard:
+            from maxlp.runtime.tensorboard_writer import TensorBoardWriter
+
             self._writers.append(TensorBoardWriter(workdir / "tensorboard", resume_step))
-        check_installed(wandb_project)
         if wandb_project:
-            self._writers.append(WandbWriter(wandb_project, workdir, run_config))
+            from maxlp.runtime.wandb_writer import WandbWriter
+
+            group, tags = wandb_group or None, list(wandb_tags) or None  # None: those of the environment
+            self._writers.append(WandbWriter(wandb_project, workdir, run_config, group=group, tags=tags))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Writes one record.
@@ -103,8 +113,9 @@ class MetricWriter:
             writer.write(record)
 
     def close(self) -> None:
-        """Flushes and closes every output."""
-        for writer in self._writers:
+        """Flushes and closes every output; a second call does nothing."""
+        writers, self._writers = self._writers, []
+        for writer in writers:
             writer.close()
 
 
@@ -150,7 +161,7 @@ def _parse_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 class ConsoleWriter:
-    """A single line that is updated in place on a terminal; otherwise one line per record."""
+    """A single line that is updated in place on a terminal, in its width; otherwise one line per record."""
 
     def __init__(self, total_steps: int | None, stream: TextIO) -> None:
         self._total_steps, self._stream = total_steps, stream
@@ -158,26 +169,37 @@ class ConsoleWriter:
         self._line_is_open = False
 
     def write(self, record: Mapping[str, Any]) -> None:
-        line = _format_record(record, self._total_steps)
-        if not self._live:
-            print(line, file=self._stream, flush=True)
-            return
         # Records other than training progress stay on the screen.
-        self._line_is_open = "train/loss" in record
-        width = shutil.get_terminal_size().columns - 1
-        self._stream.write(f"\r\x1b[K{line[:width]}" + ("" if self._line_is_open else "\n"))
+        is_progress = "train/loss" in record
+        parts = list(_format_progress(record) if is_progress else _format_pairs(record))
+        parts.insert(0, f"step {record['step']}" + (f"/{self._total_steps}" if self._total_steps else ""))
+        if not self._live:
+            print("  ".join(parts), file=self._stream, flush=True)
+            return
+        width = shutil.get_terminal_size().columns - 1  # a cursor after the last column wraps the line
+        line = _on_one_line(parts, width) if is_progress else _on_lines(parts, width) + "\n"
+        self._stream.write(f"\r\x1b[K{line}")
         self._stream.flush()
+        self._line_is_open = is_progress
 
     def close(self) -> None:
         if self._line_is_open:
             print(file=self._stream, flush=True)
 
 
-def _format_record(record: Mapping[str, Any], total_steps: int | None) -> str:
-    """A progress line for training records, ``name value`` pairs for others."""
-    format_rest = _format_progress if "train/loss" in record else _format_pairs
-    of_total = "" if total_steps is None else f"/{total_steps}"
-    return "  ".join([f"step {record['step']}{of_total}", *format_rest(record)])
+def _on_one_line(parts: Sequence[str], width: int) -> str:
+    """The parts on a line: closer together in a narrow one, without the last ones in a very narrow one."""
+    shorter = (" ".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((line for line in ("  ".join(parts), *shorter) if len(line) <= width), "")
+
+
+def _on_lines(parts: Sequence[str], width: int) -> str:
+    """The parts on as many lines as they need, none of them broken."""
+    glued = "  ".join(part.replace(" ", NO_BREAK_SPACE) for part in parts)
+    wrapped = textwrap.fill(
+        glued, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+    return wrapped.replace(NO_BREAK_SPACE, " ")
 
 
 def _format_pairs(record: Mapping[str, Any]) -> Iterator[str]:
@@ -190,96 +212,34 @@ def _format_progress(record: Mapping[str, Any]) -> Iterator[str]:
     for name, template in PROGRESS.items():
         if name not in record or (name == "perf/data_wait" and record[name] < MIN_DATA_WAIT):
             continue
-        value = format_seconds(record[name]) if name == "perf/eta" else record[name]
-        measured = name == "perf/mfu" and record.get("perf/peak_measured")
-        yield template.format(value) + (" of measured peak" if measured else "")
+        yield template.format(FORMATS.get(name, float)(record[name]))
 
 
 def format_seconds(seconds: float) -> str:
-    """Formats hours, minutes and seconds as in 1:02:03, without hours below one hour."""
+    """Formats hours, minutes and seconds as in 1:02:03 or 2:03, and from 100 hours on days as in 4d04h."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
+    if hours >= 100:
+        return f"{hours // 24}d{hours % 24:02}h"
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
-class TensorBoardWriter:
-    """Event files for TensorBoard; after a resume it hides the steps that will be repeated.
-
-    tensorboardX's `SummaryWriter` writes in a thread. If that fails, as on a full disk, the program waits
-    forever for room in its queue; so this uses what is below it.
-    """
-
-    FLUSH_SECONDS = 10.0  # tensorboardX waits for the disk at each flush
-
-    def __init__(self, logdir: Path, resume_step: int) -> None:
-        try:
-            from tensorboardX.event_file_writer import EventsWriter
-            from tensorboardX.proto import event_pb2, summary_pb2
-        except ImportError:
-            raise ValueError(
-                "tensorboard=True needs tensorboardX: pip install tensorboardX, or set it to False"
-            ) from None
-        self._path, self._event, self._summary = logdir, event_pb2.Event, summary_pb2.Summary
-        logdir.mkdir(exist_ok=True)
-        self._writer, self._flushed = EventsWriter(str(logdir / "events")), time.monotonic()
-        if resume_step:
-            self._add(resume_step + 1, time.time(), file_version="brain.Event:2")
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._add(resume_step + 1, time.time(), session_log=start)
-
-    def _add(self, step: int, walltime: float, **content: Any) -> None:
-        with files.naming(self._path):
-            self._writer.write_event(self._event(step=step, wall_time=walltime, **content))
-            if time.monotonic() - self._flushed > self.FLUSH_SECONDS:
-                self._writer.flush()
-                self._flushed = time.monotonic()
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        value, metrics = self._summary.Value, _metrics(record)
-        values = [value(tag=name, simple_value=x) for name, x in metrics.items()]
-        self._add(record["step"], record["time"], summary=self._summary(value=values))
-
-    def close(self) -> None:
-        with files.naming(self._path):
-            self._writer.close()
+def format_count(value: float) -> str:
+    """Three digits of a number, as in 987, 12.3k and 1.23M."""
+    for unit in ("", "k", "M", "G"):
+        if abs(float(f"{value:.3g}")) < 1000 or unit == "G":
+            break
+        value /= 1000
+    return f"{value:.3g}{unit}"
 
 
-def check_installed(wandb_project: str | None) -> None:
-    """Raises a ValueError if W&B is requested but not installed."""
-    if not wandb_project:
-        return
-    try:
-        import wandb  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise ValueError(
-            f"wandb_project={wandb_project!r} needs wandb: pip install wandb, or set it to ''"
-        ) from None
+FORMATS: dict[str, Callable[[float], Any]] = {  # of values in `PROGRESS`
+    "perf/eta": format_seconds,
+    "perf/tokens_per_sec": format_count,
+    "perf/images_per_sec": format_count,
+}
 
 
-class WandbWriter:
-    """A W&B run that continues when training resumes: its id is saved in the workdir."""
-
-    def __init__(self, project: str, workdir: Path, run_config: Mapping[str, Any] | None) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        id_file = workdir / "wandb_id"
-        run_id = id_file.read_text() if id_file.exists() else None
-        self._run = wandb.init(
-            project=project,
-            name=workdir.resolve().name,
-            dir=str(workdir),
-            id=run_id,
-            resume="allow",
-            config=dict(run_config or {}),
-        )
-        files.write_text(id_file, self._run.id)
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        self._run.log(_metrics(record), step=record["step"])
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _metrics(record: Mapping[str, Any]) -> dict[str, Any]:
+def metrics_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record without its step and time."""
     return {name: value for name, value in record.items() if name not in ("step", "time")}

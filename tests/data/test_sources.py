@@ -101,7 +101,7 @@ def test_an_empty_split_is_an_error(tmp_path):
         f"jsonl:{path}?validation=0", "validation"
     )
     (tmp_path / "empty.jsonl").write_text("\n")
-    assert "none of the 0 documents" in error_of(f"jsonl:{tmp_path}/empty.jsonl")
+    assert "its files hold no documents; check the path" in error_of(f"jsonl:{tmp_path}/empty.jsonl")
 
 
 # --- mixtures and samples -------------------------------------------------------------------------

@@ -195,6 +195,8 @@ SHARED: dict[str, Kind] = {
     "checkpoint.keep_every": SIZE,
     "metrics.tensorboard": Switch(),
     "metrics.wandb_project": Text(()),
+    "metrics.wandb_group": Text(()),
+    "metrics.wandb_tags": Group(((1,), ("a", None), "a", 7)),
     "profile.start": COUNT,
     "profile.steps": SIZE,
 }

@@ -2,9 +2,13 @@ import math
 
 import numpy as np
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from maxlp.monitoring import curves
+from maxlp.monitoring.run_record import load_run
+from maxlp.monitoring.spikes import Spike
+from maxlp.runtime.files import write_json
 from tests.monitoring.fixtures import write_run
 
 
@@ -55,3 +59,34 @@ def test_smoothing_ignores_spikes_and_keeps_the_first_value():
     np.testing.assert_array_equal(curves.smooth(values, 0), values)
     assert np.isfinite(got).all()
     assert np.isnan(curves.smooth(np.full(3, np.nan), 1)).all()
+
+
+def drawn(path):
+    """The axes of the loss panel, laid out as in the picture."""
+    figure = Figure(figsize=(12, 7), layout="constrained")
+    axes = figure.subplots()
+    curves.loss_panel(axes, load_run(path))
+    figure.draw_without_rendering()
+    return axes
+
+
+def test_the_legend_is_off_the_data_and_tells_the_validation_sets_apart(tmp_path):
+    write_run(tmp_path)
+    axes = drawn(tmp_path)
+    legend, labels = axes.get_legend(), axes.get_legend_handles_labels()[1]
+    assert legend.get_window_extent().y0 >= axes.get_window_extent().y1
+    assert legend.get_window_extent().x1 <= axes.figure.bbox.x1
+    assert any(label.startswith("eval (the first 10 validation batches), 1.456") for label in labels)
+    assert "eval_full (all validation data), 2.000 at the end" in labels
+    assert axes.get_ylabel() == "loss (nats per token, log scale)"
+
+
+def test_recorded_spikes_are_shaded_also_where_the_loss_is_not_finite(tmp_path):
+    """The logged losses are means, in which a spike of a few steps need not stand out."""
+    write_run(tmp_path, losses=[2.0] * 40)
+    (tmp_path / "spikes").mkdir()
+    for step, loss in ((210, 4.5), (310, math.nan)):
+        write_json(tmp_path / "spikes" / f"{step}.json", Spike(step, loss, 2.0, 8.0)._asdict())
+    axes = drawn(tmp_path)
+    assert [(patch.get_x(), patch.get_width()) for patch in axes.patches] == [(210, 10), (310, 10)]
+    assert "2 spikes (shaded: 10 steps each)" in axes.get_legend_handles_labels()[1]

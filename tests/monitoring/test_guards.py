@@ -11,8 +11,8 @@ import pytest
 
 from maxlp.monitoring import rollback
 from maxlp.monitoring.skip_guard import SkipGuard
+from maxlp.monitoring.spike_records import read_record
 from maxlp.monitoring.spikes import Detector, SpikeConfig
-from maxlp.monitoring.watch import read_record
 from maxlp.runtime.checkpoint import list_steps
 from tests.fixtures import Trainer, batches
 from tests.monitoring import fixtures

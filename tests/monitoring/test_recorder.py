@@ -1,8 +1,10 @@
 """Which steps have a record, and that each number belongs to its step."""
 
+import json
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from maxlp.monitoring.recorder import Recorder
@@ -49,7 +51,7 @@ class Observer(Watch):
 def test_every_third_and_the_last_step_have_a_record_of_their_own_metrics(waits):
     """Metrics arrive a step late, unless the loop waits for a step."""
     throughput, watch, writer = Throughput(), Observer(), Writer()
-    recorder = Recorder(throughput, watch, writer, Batches(), Path("unused"), 3)
+    recorder = Recorder(throughput, watch, writer, Batches(), Path("unused"), 3, {})
     for step in range(1, 8):
         metrics = {"loss": jnp.float32(step / 8), "grad_norms": {"w": jnp.array([step, 2.0 * step])}}
         recorder.push(step, metrics, wait=step in waits or step == 7, last=step == 7)
@@ -57,6 +59,43 @@ def test_every_third_and_the_last_step_have_a_record_of_their_own_metrics(waits)
     assert watch.seen == {step: step / 8 for step in range(1, 8)}
     assert list(writer.records) == [3, 6, 7]
     for step, record in writer.records.items():
-        assert record["train/loss"] == step / 8 and record["train/grad_norms/w/1"] == 2 * step
+        since = [n for n in range(1, step + 1) if not any(n <= done < step for done in writer.records)]
+        assert record["train/loss"] == np.mean(since) / 8 and record["train/grad_norms/w/1"] == 2 * step
         assert record["perf/step_time"] == 1.0 and record["data/skipped"] == 2
         assert "memory/host_peak_gib" in record
+
+
+def records(steps, meta, skipped=()):
+    """What a run of these steps writes every fourth step, and what a checkpoint after it stores."""
+    writer = Writer()
+    recorder = Recorder(Throughput(), Watch(SpikeConfig()), writer, Batches(), Path("unused"), 4, meta)
+    for step in steps:
+        metrics = {"loss": jnp.float32(1 / step), "accuracy": jnp.float32(step / 7)}
+        if skipped:
+            metrics["skipped"] = jnp.float32(step in skipped)
+            metrics["loss"] = jnp.float32(100) if step in skipped else metrics["loss"]
+        recorder.push(step, metrics, wait=True, last=False)
+    return writer.records, json.loads(json.dumps(recorder.meta()))
+
+
+@pytest.mark.parametrize("stop", range(1, 8))
+def test_a_run_that_stops_within_an_interval_writes_the_records_of_one_that_does_not(stop):
+    """To the bit: the sums are part of the checkpoint."""
+    whole, _ = records(range(1, 9), {})
+    first, meta = records(range(1, stop + 1), {})
+    rest, _ = records(range(stop + 1, 9), meta)
+    names = ("train/loss", "train/accuracy")
+    got = {step: {name: record[name] for name in names} for step, record in (first | rest).items()}
+    assert got == {step: {name: record[name] for name in names} for step, record in whole.items()}
+    assert got[8]["train/loss"] == np.mean([np.float32(1 / n) for n in range(5, 9)], dtype=np.float64)
+
+
+def test_a_checkpoint_without_sums_begins_an_interval():
+    rest, _ = records((4,), {"watch": records(range(1, 4), {})[1]["watch"]})
+    assert rest[4]["train/loss"] == 0.25
+
+
+def test_a_skipped_step_does_not_count_in_the_mean():
+    found, _ = records(range(1, 9), {}, skipped={2, 4, 5, 6, 7, 8})
+    assert found[4]["train/loss"] == np.mean([np.float32(1), np.float32(1 / 3)], dtype=np.float64)
+    assert found[8]["train/loss"] == 100  # all steps of the interval were skipped

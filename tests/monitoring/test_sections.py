@@ -39,11 +39,11 @@ def test_a_finished_run(tmp_path):
     assert text["Loss"]["tokens seen"] == "819,200 (2,048 per step)"
     tail = np.mean([1.5 + 4 * math.exp(-step / 50) for step in (370, 380, 390, 400)])
     assert text["Loss"]["train/loss"] == f"{tail:.4f}, mean of the last 4 records"
-    assert text["Loss"]["eval/bits_per_byte"] == "2.1000 at step 400, best 2.0000 at step 300"
+    first = "2.1000 at step 400 on the first 10 validation batches, best 2.0000 at step 300"
+    assert text["Loss"]["eval/bits_per_byte"] == first
+    assert text["Loss"]["eval_full/loss"] == "2.0000 at step 400 on all validation data"
     assert text["Speed"]["perf/tokens_per_sec"] == "median 1,205, 5th to 95th percentile 1,030 to 1,380"
-    mfu = (
-        "50.0% (full attention FLOPs), 40.0% (causal); peak 0.2 TFLOP/s per device, measured with a matmul"
-    )
+    mfu = "50.0% (full attention FLOPs), 40.0% (causal); peak 197 TFLOP/s per device"
     assert text["Speed"]["MFU"] == mfu
     assert text["Speed"]["memory/host_peak_gib"] == "maximum 1.40"
     assert "Spikes" not in text and "Checkpoints" not in text
@@ -90,7 +90,7 @@ def test_skipped_and_truncated_examples_and_recalls(tmp_path):
     truncated = "3.0% since the last start (longer than data.text_len=77)"
     assert text["Data"] == {"skipped": "5 broken examples", "truncated texts": truncated}
     assert list(text["Loss"]) == list(recalls)  # 10 after 5
-    assert text["Loss"]["eval/recall_5"] == "50.00% at step 2"
+    assert text["Loss"]["eval/recall_5"] == "50.00% at step 2 on all validation data"
 
 
 def test_the_best_evaluation_is_one_that_covers_as_much_text_as_the_last(tmp_path):
@@ -165,6 +165,15 @@ def test_recorded_spikes_and_rollbacks(tmp_path):
         "first tensor layers/mlp/up_proj/kernel/3, RMS_t 4.20, 4 steps earlier",
         "rolled back": "from step 210 to step 100, skipping batches 101 to 300",
     }
+
+
+def test_lines_are_as_long_as_the_terminal_is_wide(tmp_path, monkeypatch):
+    write_run(tmp_path)
+    for columns in (60, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        text = sections.section_text("Loss", sections.loss_lines(load_run(tmp_path)))
+        longest = max(map(len, text.splitlines()))
+        assert longest <= min(columns, sections.MAX_WIDTH) < longest + 20
 
 
 def test_a_new_section_is_one_function(tmp_path, monkeypatch):

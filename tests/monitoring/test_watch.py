@@ -3,8 +3,9 @@ import shutil
 
 import pytest
 
+from maxlp.monitoring.spike_records import Crossing, first_to_cross, recorded_spikes, suspect
 from maxlp.monitoring.spikes import Spike, SpikeConfig
-from maxlp.monitoring.watch import Crossing, Watch, checkpoint_before, first_to_cross, recorded_spikes
+from maxlp.monitoring.watch import Watch, checkpoint_before
 from maxlp.runtime.checkpoint import StepInfo
 from tests.monitoring.fixtures import TOY, train
 
@@ -56,11 +57,40 @@ def test_too_many_skips_in_a_row_stop_the_run():
 
 def test_a_loss_that_is_not_finite_stops_the_run_unless_its_step_was_skipped(tmp_path):
     watch, spike = Watch(SpikeConfig()), Spike(7, math.nan, 2.0, math.inf, begins=False)
+    watch.observe(7, {"loss": math.nan})
     watch.act(tmp_path, spike, {"skipped": 1.0})
     with pytest.raises(
         FloatingPointError, match=r"^the loss of step 7 is nan; .* set spikes\.guard to skip"
-    ):
+    ) as error:
         watch.act(tmp_path, spike, {})
+    assert str(error.value).endswith(f"python -m maxlp.report {tmp_path} --spike=7")
+
+
+@pytest.mark.parametrize(
+    ("before", "last", "named"),
+    [
+        (
+            {"rms": {"a": 1.0, "b": 2.5}},
+            {"rms": {"a": math.nan, "b": math.nan}},
+            "b was the first with RMS_t",
+        ),
+        (
+            {"rms": {"a": 1.0}, "grad_norms": {"a": 1.0}},
+            {"grad_norms": {"a": 1.0, "b": math.inf}},
+            "gradient of b",
+        ),
+        (
+            {"grad_norms": {"a": 1.0, "b": 9.0}},
+            {"grad_norms": {"a": math.nan, "b": math.nan}},
+            "b had the largest",
+        ),
+    ],
+)
+def test_the_tensor_that_made_a_loss_not_finite_is_named(before, last, named):
+    """A NaN makes all gradients and RMS_t of its step NaN, so that they tell nothing."""
+    text = suspect([{"step": 1} | before, {"step": 2} | last], 1.8)
+    assert named in text and text.count("\n") == 0
+    assert suspect([{"step": 1, "loss": math.nan}], 1.8) == ""
 
 
 def test_the_first_to_cross_is_the_earliest_then_the_largest():

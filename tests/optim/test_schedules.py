@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from maxlp.optim.schedules import SCHEDULES, make_schedule
+from maxlp.optim.schedules import SCHEDULES, fitting_warmup, make_schedule
 
 BASE = dict(learning_rate=1.0, warmup_steps=3, total_steps=11, final_lr_fraction=0.1, decay_fraction=0.2)
 
@@ -38,10 +38,17 @@ def test_constant_stays():
     assert (values("constant")[3:] == 1.0).all()
 
 
+@pytest.mark.parametrize("warmup_steps", [20, 21, 2000])
+def test_a_warmup_that_is_not_shorter_than_the_run_takes_a_tenth_of_it(warmup_steps):
+    for name in SCHEDULES:
+        got = values(name, warmup_steps=warmup_steps, total_steps=20)
+        np.testing.assert_array_equal(got, values(name, warmup_steps=2, total_steps=20))
+    assert fitting_warmup(19, 20) == 19 and fitting_warmup(1, 1) == 0
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("cosine", {"warmup_steps": 11}, r"warmup_steps=11 must be below total_steps=11"),
         ("wsd", {"decay_fraction": 0.9}, r"decay_fraction=0.9 is 10 steps"),
         ("wsd", {"decay_fraction": 0.0}, r"decay_fraction=0.0 is 0 steps"),
     ],

@@ -49,7 +49,7 @@ FREE = {
     "spikes": "guard statistics window threshold min_history merge_steps rms_threshold lead "
     "guard_threshold rewind_steps skip_batches max_actions",
     "checkpoint": "every_steps keep_last keep_every",
-    "metrics": "console tensorboard wandb_project",
+    "metrics": "console tensorboard wandb_project wandb_group wandb_tags",
     "profile": "start steps",
 }
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from maxlp.monitoring.spike_records import Crossing
 from maxlp.monitoring.spikes import SpikeConfig
-from maxlp.monitoring.watch import Crossing
 from maxlp.run import replay
 from maxlp.runtime.checkpoint import StepInfo
 from maxlp.runtime.writers import read_jsonl

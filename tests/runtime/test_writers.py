@@ -1,11 +1,14 @@
 """The outputs of metrics: console, metrics.jsonl, TensorBoard, W&B."""
 
 import contextlib
+import fcntl
 import io
 import json
 import math
+import os
 import struct
 import sys
+import termios
 import types
 
 import jax
@@ -90,12 +93,20 @@ RECORD = {
     "train/learning_rate": 3e-4,
     "perf/tokens_per_sec": 12345.6,
     "perf/mfu": 0.412,
-    "perf/peak_measured": 1.0,
     "perf/eta": 3723.4,
 }
-LINE = (
-    "step 10/20  loss 1.2500  12,346 tok/s  mfu 41.2% of measured peak  lr 3.00e-04  grad 0.5  eta 1:02:03"
-)
+LINE = "step 10/20  eta 1:02:03  loss 1.2500  lr 3.00e-04  12.3k tok/s  grad 0.5  mfu 41.2%"
+# The widest numbers that a long run on many devices has.
+WIDE = RECORD | {
+    "step": 123456,
+    "train/loss": 10.71662,
+    "train/grad_norm": 0.8791,
+    "perf/tokens_per_sec": 123456789.0,
+    "perf/data_wait": 0.5,
+    "perf/eta": 99 * 3600 + 3599.0,
+}
+EVALUATION = {"eval/loss": 3.6412345, "eval/perplexity": 38.1389, "eval/accuracy": 0.31234}
+EVALUATION |= {"eval/bits_per_byte": 1.75912, "eval/tokens": 204700.0, "eval/bytes": 611340.0}
 
 
 def test_console_prints_one_line_per_record_without_a_terminal():
@@ -125,29 +136,70 @@ def test_console_shows_only_waits_for_data_that_matter(data_wait, shown):
 
 def on_screen(output):
     """The lines that a terminal shows: a carriage return and 'erase line' restart a line."""
-    return [line.split("\r\x1b[K")[-1] for line in output.split("\n")]
+    return [line.rstrip("\r").split("\r\x1b[K")[-1] for line in output.split("\n")]
 
 
-def test_console_updates_one_line_on_a_terminal(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "30")
-    stream = io.StringIO()
-    stream.isatty = lambda: True
+def terminal(columns, monkeypatch):
+    """Standard output as a pseudo-terminal of this width, and a function that reads it."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    stream = os.fdopen(theirs, "w")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(sys, "__stdout__", stream)
+
+    def read():
+        stream.close()
+        output = b""
+        with (
+            os.fdopen(ours, "rb", buffering=0) as file,
+            contextlib.suppress(OSError),
+        ):  # Linux: EIO at the end
+            while part := file.read(4096):
+                output += part
+        return on_screen(output.decode())
+
+    return stream, read
+
+
+@pytest.mark.parametrize("columns", [80, 100, 200])
+def test_every_line_on_a_terminal_is_whole(columns, monkeypatch):
+    """None is longer than the terminal is wide, and each begins with the numbers that matter."""
+    stream, read = terminal(columns, monkeypatch)
+    console = writers.ConsoleWriter(1_000_000, stream)
+    console.write(WIDE)
+    console.write({"step": 123456, "time": 0.0} | EVALUATION)
+    console.write(WIDE | {"step": 123466})
+    console.close()
+    evaluation, *more, progress, end = read()
+    assert end == "" and all(len(line) < columns for line in (evaluation, *more, progress))
+    shown = "step 123466/1000000 eta 99:59:59 loss 10.717 lr 3.00e-04 123M tok/s grad 0.879"
+    assert " ".join(progress.split()).startswith(shown)
+    assert ("mfu 41.2%" in progress) == (columns == 200)
+    numbers = [f"{k} {v:,.0f}" if v >= 1000 else f"{k} {v:.4g}" for k, v in EVALUATION.items()]
+    lines = [part for line in (evaluation, *more) for part in line.strip().split("  ")]
+    assert lines == ["step 123456/1000000", *numbers]
+
+
+def test_a_narrow_terminal_shows_what_fits(monkeypatch):
+    stream, read = terminal(30, monkeypatch)
     console = writers.ConsoleWriter(20, stream)
     for step in (8, 9, 10):
         console.write(RECORD | {"step": step})
     console.write({"step": 10, "time": 0.0, "eval/loss": 1.0})
     console.write(RECORD | {"step": 11})
     console.close()
-    assert on_screen(stream.getvalue()) == [
-        "step 10/20  eval/loss 1",
-        LINE.replace("10/20", "11/20")[:29],
-        "",
-    ]
+    assert read() == ["step 10/20  eval/loss 1", "step 11/20 eta 1:02:03", ""]
 
 
 def test_format_seconds():
-    formatted = [writers.format_seconds(s) for s in (0, 59.6, 3599, 90000)]
-    assert formatted == ["0:00", "1:00", "59:59", "25:00:00"]
+    formatted = [writers.format_seconds(s) for s in (0, 59.6, 3599, 90000, 100 * 3600)]
+    assert formatted == ["0:00", "1:00", "59:59", "25:00:00", "4d04h"]
+
+
+def test_format_count():
+    numbers = (0.0123, 7, 999.4, 999.6, 7144, 999_999, 1.5e9, 2e13)
+    shown = ["0.0123", "7", "999", "1k", "7.14k", "1M", "1.5G", "2e+04G"]
+    assert [writers.format_count(x) for x in numbers] == shown
 
 
 def read_events(logdir):
@@ -223,11 +275,17 @@ def test_wandb_continues_the_run_of_the_workdir(tmp_path, monkeypatch):
             pass
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=Run))
+    labels = [{}, {"wandb_group": "sizes", "wandb_tags": ("a", "b")}]
     for resume_step in (0, 1):
-        with writer(tmp_path, wandb_project="llama", run_config={"seed": 1}, resume_step=resume_step) as w:
+        options = {"wandb_project": "llama", "run_config": {"seed": 1 + resume_step}} | labels[resume_step]
+        with writer(tmp_path, resume_step=resume_step, **options) as w:
             w.write(resume_step + 1, {"train/loss": 2.0})
-    assert [c["id"] for c in calls] == [None, "abc"]
+    assert [c["id"] for c in calls] == [None, "abc"] and {c["resume"] for c in calls} == {"allow"}
     assert calls[0]["project"] == "llama" and calls[0]["config"] == {"seed": 1}
+    assert calls[1]["config"] == {"seed": 2} and calls[1]["allow_val_change"]
+    # Without a choice in the config, the environment chooses: WANDB_RUN_GROUP, WANDB_TAGS, WANDB_MODE.
+    assert [(c["group"], c["tags"]) for c in calls] == [(None, None), ("sizes", ["a", "b"])]
+    assert not any("mode" in c for c in calls)
     assert logged == [(1, {"train/loss": 2.0}), (2, {"train/loss": 2.0})]
 
 

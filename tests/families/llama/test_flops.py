@@ -46,7 +46,7 @@ def test_mfu_of_published_runs(name, kind, tokens_per_sec, full, causal):
     meter = throughput.Throughput(
         units_per_step=round(256 * tokens_per_sec),
         flops_per_unit=llama_flops(name),
-        peak=hardware.Peak(hardware.published_flops(kind), measured=False),
+        peak_flops=hardware.published_flops(kind),
         num_devices=256,
         total_steps=10,
         clock=lambda: next(now),
