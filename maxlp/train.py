@@ -76,7 +76,7 @@ def main() -> int:
             except ClockSetBackError as error:
                 if jax.process_count() > 1:
                     raise
-                print_primary(f"{error}: starting it")
+                print_primary(f"{error}, and is started now")
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
