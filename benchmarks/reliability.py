@@ -19,7 +19,6 @@ import secrets
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable

@@ -63,9 +63,9 @@ def main() -> int:
     startup = Startup(maxlp.IMPORTED_AT)
     startup.mark("imports")
     c, workdir = flags.FLAGS.config, files.local_path(flags.FLAGS.workdir, "--workdir")
-    distributed.initialize()
     preemption.exit_on_sigterm()
-    with WorkdirLock(workdir) as lock:
+    distributed.initialize()
+    with preemption.exit_with_others(), WorkdirLock(workdir) as lock:
         while True:
             try:
                 with contextlib.ExitStack() as stack:
