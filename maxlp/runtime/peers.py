@@ -72,7 +72,7 @@ def _watch(client: Any) -> None:
 
 
 def begin_training() -> None:
-    """From now on JAX catches SIGTERM, for `multihost_utils.reached_preemption_sync_point`. A collective."""
+    """Lets JAX catch SIGTERM, for `multihost_utils.reached_preemption_sync_point`. A collective."""
     distributed.barrier("all processes can save")
     if global_state.preemption_sync_manager is None:
         jax.config.update("jax_enable_preemption_service", True)
