@@ -274,8 +274,8 @@ def _cpu_mesh() -> Mesh:
 
 
 def _check_unused(directory: Path) -> None:
-    if directory.is_dir() and not any(directory.iterdir()):
-        return
+    if directory.is_dir() and {path.name for path in directory.iterdir()} <= {".unfinished"}:
+        return  # `files.unfinished` refuses what another process is writing
     if os.path.lexists(directory):
         found = "is not empty" if directory.is_dir() else "is not a directory"
         raise ValueError(f"--output={directory} {found}; choose a new directory")

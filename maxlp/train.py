@@ -63,9 +63,9 @@ def main() -> int:
     startup = Startup(maxlp.IMPORTED_AT)
     startup.mark("imports")
     c, workdir = flags.FLAGS.config, files.local_path(flags.FLAGS.workdir, "--workdir")
-    distributed.initialize()
     preemption.exit_on_sigterm()
-    with WorkdirLock(workdir) as lock:
+    distributed.initialize()
+    with preemption.exit_with_others(), WorkdirLock(workdir) as lock:
         while True:
             try:
                 with contextlib.ExitStack() as stack:
@@ -76,7 +76,7 @@ def main() -> int:
             except ClockSetBackError as error:
                 if jax.process_count() > 1:
                     raise
-                print_primary(f"{error}: starting it")
+                print_primary(f"{error}, and is started now")
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 

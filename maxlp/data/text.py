@@ -42,6 +42,7 @@ from maxlp.data import common
 from maxlp.data.common import Batch, Seeds, require
 from maxlp.data.packing import PACKERS
 from maxlp.data.sources import Mixture, check_split, make_source
+from maxlp.data.specs import of_key
 from maxlp.data.tokenizers import Tokenizer, as_bytes, make_tokenizer
 from maxlp.schema import INT32, Count, OneOf, Range
 
@@ -118,14 +119,16 @@ def make_data(
       ValueError: a value out of range, or a source or tokenizer that cannot be read.
     """
     check_split(split, ("train", "validation"))
-    opened = make_source(config.source, split)
+    with of_key("data.source"):
+        opened = make_source(config.source, split)
     sources, weights = opened if isinstance(opened, Mixture) else ((opened,), (1.0,))
-    tokenizer = make_tokenizer(config.tokenizer)
+    with of_key("data.tokenizer"):
+        tokenizer = make_tokenizer(config.tokenizer)
     for part in sources:
         if part.tokenizer and part.tokenizer["fingerprint"] != tokenizer.fingerprint:
             raise ValueError(
-                f"source {part.name!r} holds tokens of the tokenizer {part.tokenizer['spec']},"
-                f" not of tokenizer={config.tokenizer!r}; set that tokenizer"
+                f"data.source: source {part.name!r} holds tokens of the tokenizer "
+                f"{part.tokenizer['spec']}, not of data.tokenizer={config.tokenizer!r}; set that tokenizer"
             )
     if split == "validation":
         in_order = [grain.MapDataset.source(part) for part in sources]

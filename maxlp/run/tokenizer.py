@@ -9,6 +9,7 @@ record the fingerprint of the tokenizer that they were trained with, and the dat
 import hashlib
 from pathlib import Path
 
+from maxlp.data.specs import of_key
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
 from maxlp.run.changes import saved_data_state
 from maxlp.run.config import ConfigError
@@ -43,12 +44,14 @@ def _make(s: Settings) -> Tokenizer:
     if spec.startswith("bpe:"):
         from maxlp.data.tokenizers.training import train_bpe
 
-        texts = s.family.tokenizer_texts(s.data, s.train.seed)
+        with of_key("config.data.source"):
+            texts = s.family.tokenizer_texts(s.data, s.train.seed)
         try:
             return train_bpe(texts, int(spec.removeprefix("bpe:")))
         except ValueError as error:
             raise ConfigError(f"config.data.tokenizer={spec}: {error}") from error
-    made = make_tokenizer(spec)
+    with of_key("config.data.tokenizer"):
+        made = make_tokenizer(spec)
     if message := too_many_tokens(spec, made.vocab_size, *s.family.vocabulary(s.model)):
         raise ConfigError(f"config.{message}")
     return made

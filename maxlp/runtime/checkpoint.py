@@ -15,9 +15,11 @@ DIR is on a file system that all processes share and that renames atomically (lo
 a mounted bucket). All processes share the work of computing checksums, when saving and when restoring.
 """
 
+import functools
 import json
 import os
 import stat
+import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -114,7 +116,7 @@ class Checkpointer:
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._on_complete = on_complete
-        logging.get_absl_logger().addFilter(_is_not_repeated)
+        _silence_orbax()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._newest: int | None = None
@@ -123,7 +125,7 @@ class Checkpointer:
         if distributed.is_primary():
             self.directory.mkdir(parents=True, exist_ok=True)
             for leftover in [*self.directory.glob("*.unfinished*"), *self.directory.glob("*.removed")]:
-                logging.warning("removing %s, left behind by a killed run", leftover)
+                logging.warning("removing %s, which was not finished", leftover)
                 files.remove(leftover)
 
     def should_save(self, step: int) -> bool:
@@ -298,6 +300,20 @@ class Checkpointer:
             if not self._keep_every or step % self._keep_every:
                 self._path(step).rename(self._path(step, ".removed"))
                 files.remove(self._path(step, ".removed"))
+
+
+@functools.cache
+def _silence_orbax() -> None:
+    """Drops what Orbax prints about a failed save besides the error that it raises."""
+    logging.get_absl_logger().addFilter(_is_not_repeated)
+    report = sys.unraisablehook
+
+    def report_others(unraisable: Any) -> None:
+        # Orbax closes its event loop at the first error; writes that end later cannot report to it.
+        if repr(unraisable.exc_value) != "RuntimeError('Event loop is closed')":
+            report(unraisable)
+
+    sys.unraisablehook = report_others
 
 
 def _is_not_repeated(record: Any) -> bool:

@@ -68,6 +68,7 @@ def _join() -> None:
         raise ValueError(f"MAXLP_DISTRIBUTED={mode!r}: set 1 (detect a cluster) or 0 (single process)")
     if mode == "0":
         return
+    jax.config.update("jax_enable_preemption_service", False)  # until `peers.begin_training`
     with _ended_after(timeout):
         if any(name in os.environ for name in _EXPLICIT):
             _initialize_explicit(timeouts)

@@ -163,21 +163,34 @@ def unfinished(folder: Path) -> Iterator[Path]:
 
     Args:
       folder: empty or new.
+
+    Raises:
+      ValueError: it is not, or another process is writing it.
     """
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
     temporary = folder / ".unfinished"  # inside, because `folder` may be all that can be written to
-    try:
-        temporary.mkdir(parents=True)
+    with contextlib.ExitStack() as undo:
+        for missing in (each for each in reversed((folder, *folder.parents)) if not each.exists()):
+            undo.callback(_remove_empty, missing)
+        try:
+            temporary.mkdir(parents=True)  # of several processes one succeeds
+        except FileExistsError:
+            raise ValueError(
+                f"{folder} is being written by another process, or was by one that was killed; choose "
+                f"another directory, or delete {temporary}"
+            ) from None
+        undo.callback(remove, temporary)
+        if any(path != temporary for path in folder.iterdir()):
+            raise ValueError(f"{folder} is not empty; choose a new directory")
         yield temporary
         for path in sorted(temporary.iterdir()):
             path.rename(folder / path.name)
         temporary.rmdir()
-    except BaseException:
-        remove(temporary)
-        for each in missing:
-            with contextlib.suppress(OSError):
-                each.rmdir()
-        raise
+        undo.pop_all()
+
+
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def unused_path(path: Path) -> Path:

@@ -354,7 +354,9 @@ def test_make_data_mixes_and_refuses_tokens_of_another_tokenizer(tmp_path):
     assert text.make_data(mixed, split="train").settings["weights"] == [0.25, 0.75]
     prepare_text(source, str(tmp_path / "tokens"), train_tokenizer=270)
     tokens = text.TextDataConfig(source=f"array_record:{tmp_path}/tokens", **sizes)
-    message = r"of the tokenizer .*/tokens/tokenizer.json, not of tokenizer='bytes'; set that tokenizer"
+    message = (
+        r"of the tokenizer .*/tokens/tokenizer.json, not of data.tokenizer='bytes'; set that tokenizer"
+    )
     with pytest.raises(ValueError, match=message):
         text.make_data(tokens, split="train")
     tokens = dataclasses.replace(tokens, tokenizer=f"{tmp_path}/tokens/tokenizer.json")

@@ -1,17 +1,21 @@
 """Checkpoints are restored bit for bit as they were saved, or reported as damaged and not loaded."""
 
+import asyncio
 import os
 import random
 import shutil
 import signal
+import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tensorstore
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -334,6 +338,31 @@ def test_a_save_that_cannot_begin_is_one_line_too(tmp_path, monkeypatch):
         NotWrittenError, match=r"/1 was not written: .* on device; the same command resumes"
     ):
         checkpointer.save(1, small_state(), {})
+
+
+def test_writes_that_end_after_a_save_has_failed_print_nothing(monkeypatch):
+    """Orbax closes its event loop at the first error, while TensorStore still writes other arrays."""
+    printed, (promise, late) = [], tensorstore.Promise.new()
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: printed.append(unraisable.exc_value))
+    checkpoint._silence_orbax.__wrapped__()
+
+    async def write(future):
+        await future
+
+    async def fail():
+        raise OSError(28, "No space left on device")
+
+    async def save():
+        await asyncio.gather(write(late), fail())
+
+    loop = asyncio.new_event_loop()
+    with pytest.raises(OSError, match="No space left"):
+        loop.run_until_complete(save())
+    loop.close()
+    promise.set_result(None)
+    assert printed == []
+    sys.unraisablehook(SimpleNamespace(exc_value=KeyError("other")))
+    assert repr(printed) == "[KeyError('other')]"
 
 
 def test_a_save_that_a_clock_set_back_keeps_from_ending_is_given_up(tmp_path, monkeypatch):
