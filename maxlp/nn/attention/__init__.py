@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 
 AUTO = "auto"
+RESIDUALS = "attention_residuals"  # a name for remat policies: what the backward pass of a kernel needs
 KERNELS = {
     AUTO: "maxlp.nn.attention.dense:dense",  # of a model without a machine: what runs everywhere
     "xla": "maxlp.nn.attention.dense:dense",
