@@ -56,7 +56,11 @@ BLOCKS: dict[int, dict[str, Blocks]] = {
     256: dict(forward=Blocks(128, 64, 8, 2), dq=Blocks(128, 64, 8, 2), dkv=Blocks(64, 128, 8, 2)),
     512: dict(forward=Blocks(64, 32, 4, 2), dq=Blocks(64, 32, 4, 2), dkv=Blocks(32, 64, 4, 2)),
 }
-MAX_ROW_BYTES = max(BLOCKS)
+
+
+def supports(head_dim: int, itemsize: int) -> bool:
+    """Whether there are blocks for heads of this size."""
+    return _power_of_two(head_dim) * itemsize <= max(BLOCKS)
 
 
 def flash(
@@ -117,11 +121,19 @@ def visible(q_BSNH: jax.Array, segment_ids_BS: jax.Array | None, causal: bool) -
 
 
 def forward(
-    q_BSNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, of_queries: Interval, dtype: Any
+    q_BSNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    of_queries: Interval,
+    dtype: Any,
+    earlier: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The output (B, S, N, H) in this dtype, and the logits' log-sum-exp in base 2, float32 (B, N, S).
 
     Of a query without keys, the output is 0 and the log-sum-exp below every other.
+
+    Args:
+      earlier: the result for other keys, which is continued in place.
     """
     sizes = _Sizes.of(q_BSNH, k_BTKH)
     blocks = sizes.blocks("forward", sizes.S, sizes.T)
@@ -131,7 +143,9 @@ def forward(
         (jax.ShapeDtypeStruct(q_BSNH.shape, dtype), at.rows),
         (jax.ShapeDtypeStruct((sizes.B, sizes.N, sizes.S), jnp.float32), at.numbers),
     ]
-    return _call(_forward_kernel, sizes, blocks, at.grid, inputs, outputs)
+    if earlier is not None:
+        inputs += zip(earlier, (at.rows, at.numbers), strict=True)
+    return _call(_forward_kernel, sizes, blocks, at.grid, inputs, outputs, earlier or ())
 
 
 def backward(
@@ -144,6 +158,7 @@ def backward(
     delta_BNS: jax.Array,
     dout_BSNH: jax.Array,
     dtype: Any,
+    dq_BSNH: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of q, k and v in this dtype.
 
@@ -151,6 +166,7 @@ def backward(
       of_queries, of_keys: the same mask, from both sides.
       log_sum_BNS: as from `forward`, over all keys of the softmax; these may be some of them.
       delta_BNS: ``sum(dout * out)`` of each query.
+      dq_BSNH: the gradient of q from other keys, to which this one is added in place.
     """
     sizes = _Sizes.of(q_BSNH, k_BTKH)
     blocks = sizes.blocks("dq", sizes.S, sizes.T)
@@ -159,7 +175,9 @@ def backward(
     specs = at.rows, at.keys, at.keys, at.rows, at.numbers, at.numbers
     inputs = [*zip(arrays, specs, strict=True), *((x, at.bounds) for x in of_queries)]
     outputs = [(jax.ShapeDtypeStruct(q_BSNH.shape, dtype), at.rows)]
-    (dq_BSNH,) = _call(_dq_kernel, sizes, blocks, at.grid, inputs, outputs)
+    earlier = () if dq_BSNH is None else (dq_BSNH,)
+    inputs += [(x, at.rows) for x in earlier]
+    (dq_BSNH,) = _call(_dq_kernel, sizes, blocks, at.grid, inputs, outputs, earlier)
 
     blocks = sizes.blocks("dkv", sizes.T, sizes.S)
     at = _KeySpecs(sizes, blocks)
@@ -240,7 +258,21 @@ def _whole_blocks(length: int, size: int) -> int:
     return -(-length // size) * size
 
 
-def _call(kernel: Callable, sizes: _Sizes, blocks: Blocks, grid: tuple, inputs: list, outputs: list) -> Any:
+def _call(
+    kernel: Callable,
+    sizes: _Sizes,
+    blocks: Blocks,
+    grid: tuple,
+    inputs: list,
+    outputs: list,
+    earlier: tuple = (),
+) -> Any:
+    """Runs a kernel.
+
+    Args:
+      inputs, outputs: (array or its shape, spec).
+      earlier: the last inputs, in whose place the outputs are written.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
@@ -258,6 +290,7 @@ def _call(kernel: Callable, sizes: _Sizes, blocks: Blocks, grid: tuple, inputs: 
         out_specs=out_specs,
         out_shape=shapes,
         compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        input_output_aliases={len(arrays) - len(earlier) + i: i for i in range(len(earlier))},
         interpret=INTERPRET,
         name=kernel.__name__.strip("_"),
     )(*arrays)
@@ -354,7 +387,8 @@ def _load(ref: Any, at: tuple, mask: jax.Array | None, other: Any) -> jax.Array:
     return triton.load(ref.at[at], mask=mask, other=None if mask is None else other)
 
 
-def _forward_kernel(program: _Program, q, k, v, lo, hi, out, log_sum) -> None:
+def _forward_kernel(program: _Program, q, k, v, lo, hi, *refs) -> None:
+    *earlier, out, log_sum = refs
     S, T = program.sizes.S, program.sizes.T
     q_sP = program.own(q, S)
     bounds = program.own(lo, S, intervals.EMPTY[0]), program.own(hi, S, intervals.EMPTY[1])
@@ -368,16 +402,21 @@ def _forward_kernel(program: _Program, q, k, v, lo, hi, out, log_sum) -> None:
         v_tP = program.block(v, j, T, masked)
         return maximum_s, total_s, out_sP * rescale_s[:, None] + _dot(weights_st.astype(v.dtype), v_tP, 1, 0)
 
-    # The first maximum is above the masked logits, so that their weights are 0 even if there are no others.
-    start_s = jnp.full(q_sP.shape[:1], MASKED_LOGIT / 2, jnp.float32)
-    carry = start_s, jnp.zeros_like(start_s), jnp.zeros(q_sP.shape, jnp.float32)
+    if earlier:  # as if the earlier keys were one, with their output as its value
+        out_sP, maximum_s = (program.own(x, S) for x in earlier)
+        total_s = jnp.ones_like(maximum_s)
+    else:  # above the masked logits, so that their weights are 0 even if there are no others
+        maximum_s = jnp.full(q_sP.shape[:1], MASKED_LOGIT / 2, jnp.float32)
+        total_s, out_sP = jnp.zeros_like(maximum_s), jnp.zeros(q_sP.shape, jnp.float32)
+    carry = maximum_s, total_s, out_sP
     maximum_s, total_s, out_sP = program.walk(*bounds, visit, carry)
     total_s = jnp.where(total_s == 0, 1.0, total_s)
     program.store(out, out_sP / total_s[:, None], S)
     program.store(log_sum, maximum_s + jnp.log2(total_s), S)
 
 
-def _dq_kernel(program: _Program, q, k, v, dout, log_sum, delta, lo, hi, dq) -> None:
+def _dq_kernel(program: _Program, q, k, v, dout, log_sum, delta, lo, hi, *refs) -> None:
+    *earlier, dq = refs
     S, T = program.sizes.S, program.sizes.T
     q_sP, dout_sP = program.own(q, S), program.own(dout, S)
     log_sum_s, delta_s = program.own(log_sum, S), program.own(delta, S)
@@ -391,7 +430,7 @@ def _dq_kernel(program: _Program, q, k, v, dout, log_sum, delta, lo, hi, dq) -> 
         return dq_sP + _dot(dlogits_st.astype(k.dtype), k_tP, 1, 0)
 
     dq_sP = program.walk(*bounds, visit, jnp.zeros(q_sP.shape, jnp.float32))
-    program.store(dq, dq_sP * program.scale, S)
+    program.store(dq, sum((program.own(x, S) for x in earlier), dq_sP * program.scale), S)
 
 
 def _dkv_kernel(program: _Program, q, k, v, dout, log_sum, delta, lo, hi, dk, dv) -> None:

@@ -7,8 +7,6 @@ a mask takes a square, and a kernel finds in it the blocks that it can skip and 
 Shape letters: B batch · S tokens that see · T tokens that are seen.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -38,13 +36,16 @@ def from_itself(B: int, S: int) -> Interval:
 def same_segment(ids_BS: jax.Array, other_ids_BT: jax.Array) -> Interval:
     """The tokens of the other sequence that are in a token's own segment.
 
-    Ids increase along a row, and padding, which is 0, is at its end.
+    Ids increase along a row, and padding, which is 0, is at its end. A bound is then a number of smaller
+    ids. They are counted by S × T comparisons, which XLA neither stores nor does in many steps, as a binary
+    search would: attention itself takes thousands of operations for each of them.
     """
     ids, others = (jnp.where(x == 0, PADDING_ID, x) for x in (ids_BS, other_ids_BT))
-    lo, hi = (
-        jax.vmap(functools.partial(jnp.searchsorted, side=side))(others, ids) for side in ("left", "right")
+    ids_BS1, others_B1T = ids[:, :, None], others[:, None]
+    return (
+        jnp.sum(others_B1T < ids_BS1, axis=2, dtype=jnp.int32),
+        jnp.sum(others_B1T <= ids_BS1, axis=2, dtype=jnp.int32),
     )
-    return lo.astype(jnp.int32), hi.astype(jnp.int32)
 
 
 def intersection(a: Interval, b: Interval) -> Interval:
