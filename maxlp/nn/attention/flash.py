@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlp.nn.attention import RESIDUALS, intervals
+from maxlp.nn.attention import FLASH_ROW_BYTES, RESIDUALS, intervals
 from maxlp.nn.attention.intervals import Interval
 from maxlp.nn.attention.per_device import on_each_device
 
@@ -50,17 +50,31 @@ class Blocks:
     stages: int
 
 
-# Bytes of one head's row in shared memory, at most -> blocks of each kernel. Not tuned on a device: they are
-# the largest that compile for every GPU of `planning.topologies`.
-BLOCKS: dict[int, dict[str, Blocks]] = {
-    256: dict(forward=Blocks(128, 64, 8, 2), dq=Blocks(128, 64, 8, 2), dkv=Blocks(64, 128, 8, 2)),
-    512: dict(forward=Blocks(64, 32, 4, 2), dq=Blocks(64, 32, 4, 2), dkv=Blocks(32, 64, 4, 2)),
+# Blocks of each kernel for heads whose rows have at most so many bytes, with much and with little shared
+# memory. They are not tuned on a device: they compile for every GPU of `planning.topologies`.
+BLOCKS: dict[bool, dict[int, dict[str, Blocks]]] = {
+    True: {
+        256: dict(forward=Blocks(128, 64, 8, 3), dq=Blocks(128, 64, 8, 2), dkv=Blocks(64, 128, 8, 2)),
+        512: dict(forward=Blocks(64, 32, 4, 2), dq=Blocks(64, 32, 4, 2), dkv=Blocks(32, 64, 4, 2)),
+    },
+    False: {
+        256: dict(forward=Blocks(128, 64, 8, 2), dq=Blocks(128, 32, 8, 2), dkv=Blocks(64, 64, 8, 2)),
+        512: dict(forward=Blocks(64, 32, 4, 2), dq=Blocks(64, 16, 4, 2), dkv=Blocks(32, 32, 4, 2)),
+    },
 }
+# At least 164 KiB of shared memory on a multiprocessor; others have 100.
+LARGE_SHARED_MEMORY = "A100", "H100", "H200", "B200", "B300"
 
 
-def supports(head_dim: int, itemsize: int) -> bool:
+def supports(head_dim: int, dtype: Any) -> bool:
     """Whether there are blocks for heads of this size."""
-    return _power_of_two(head_dim) * itemsize <= max(BLOCKS)
+    return head_dim * jnp.dtype(dtype).itemsize <= FLASH_ROW_BYTES
+
+
+def _blocks_of_device() -> dict[int, dict[str, Blocks]]:
+    """Those for the devices of the current mesh, which need not exist; small ones without a mesh."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return BLOCKS[device is not None and any(name in device.device_kind for name in LARGE_SHARED_MEMORY)]
 
 
 def flash(
@@ -138,7 +152,12 @@ def forward(
     sizes = _Sizes.of(q_BSNH, k_BTKH)
     blocks = sizes.blocks("forward", sizes.S, sizes.T)
     at = _QuerySpecs(sizes, blocks)
-    inputs = [(q_BSNH, at.rows), (k_BTKH, at.keys), (v_BTKH, at.keys), *((x, at.bounds) for x in of_queries)]
+    inputs = [
+        (q_BSNH, at.rows),
+        (k_BTKH, at.keys),
+        (v_BTKH, at.keys),
+        *((x, at.bounds) for x in of_queries),
+    ]
     outputs = [
         (jax.ShapeDtypeStruct(q_BSNH.shape, dtype), at.rows),
         (jax.ShapeDtypeStruct((sizes.B, sizes.N, sizes.S), jnp.float32), at.numbers),
@@ -215,8 +234,9 @@ class _Sizes:
 
     def blocks(self, kernel: str, own: int, other: int) -> Blocks:
         """The blocks of a kernel, not longer than the sequences that they cut."""
-        limit = next(limit for limit in sorted(BLOCKS) if self.P * self.itemsize <= limit)
-        blocks = BLOCKS[limit][kernel]
+        of_device = _blocks_of_device()
+        limit = next(limit for limit in of_device if self.P * self.itemsize <= limit)
+        blocks = of_device[limit][kernel]
         lengths = min(blocks.own, _power_of_two(own)), min(blocks.other, _power_of_two(other))
         return Blocks(*lengths, blocks.warps, blocks.stages)
 
@@ -352,7 +372,11 @@ class _Program:
         first, end = jnp.min(lo) // size, (jnp.max(hi) + size - 1) // size
         whole = jnp.clip((jnp.max(lo) + size - 1) // size, first, jnp.maximum(first, end))
         whole_end = jnp.clip(jnp.min(hi) // size, whole, jnp.maximum(whole, end))
-        for start, stop, masked in ((first, whole, True), (whole, whole_end, False), (whole_end, end, True)):
+        for start, stop, masked in (
+            (first, whole, True),
+            (whole, whole_end, False),
+            (whole_end, end, True),
+        ):
             carry = jax.lax.fori_loop(start, stop, functools.partial(body, masked), carry)
         return carry
 
@@ -400,7 +424,11 @@ def _forward_kernel(program: _Program, q, k, v, lo, hi, *refs) -> None:
         weights_st, rescale_s = jnp.exp2(logits_st - maximum_s[:, None]), jnp.exp2(old_s - maximum_s)
         total_s = total_s * rescale_s + jnp.sum(weights_st, axis=1)
         v_tP = program.block(v, j, T, masked)
-        return maximum_s, total_s, out_sP * rescale_s[:, None] + _dot(weights_st.astype(v.dtype), v_tP, 1, 0)
+        return (
+            maximum_s,
+            total_s,
+            out_sP * rescale_s[:, None] + _dot(weights_st.astype(v.dtype), v_tP, 1, 0),
+        )
 
     if earlier:  # as if the earlier keys were one, with their output as its value
         out_sP, maximum_s = (program.own(x, S) for x in earlier)

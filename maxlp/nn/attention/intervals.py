@@ -1,8 +1,9 @@
 """Masks of attention as intervals: the keys that a query sees are the positions lo ≤ t < hi.
 
-Causal masks, documents in packed rows, padding, and the parts of a sequence that a ring sends around are all
-of this form, for queries and, the other way round, for keys. An interval takes two integers per token where
-a mask takes a square, and a kernel finds in it the blocks that it can skip and those that need no mask.
+Causal masks, documents in packed rows, padding, and the parts of a sequence that a ring sends around
+are all of this form, for queries and, the other way round, for keys. An interval takes two integers
+per token where a mask takes a square, and a kernel finds in it the blocks that it can skip and those
+that need no mask.
 
 Shape letters: B batch · S tokens that see · T tokens that are seen.
 """

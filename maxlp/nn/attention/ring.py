@@ -10,7 +10,8 @@ keys and values travel along with the keys and values.
 Within a device the work is cut into tiles of queries and keys, so that no S × S array exists; tiles
 above the causal diagonal are skipped. This also serves a single device. `nn.attention.tiles`
 defines what is computed for a pair of tiles, and `nn.attention.flash_tile` does it in kernels for
-TPU.
+TPU. On NVIDIA GPUs the kernels of `nn.attention.flash` take the place of tiles: what a token sees of
+the keys of a step is one interval, and a step one call.
 
 If a causal sequence were cut into n consecutive parts, the device with the last part would have
 nearly twice the average work, and all others would wait for it. `balance` therefore reorders the
@@ -197,12 +198,12 @@ def _on_platform(functions: tuple, causal: bool, devices: int, *arrays: jax.Arra
     branches = {}
     if tile_size(q_BSNH.shape[1], devices, TPU_TILES):
         branches["tpu"] = functools.partial(tiled, TPU_TILES)
-    if flash.supports(q_BSNH.shape[3], q_BSNH.dtype.itemsize):
+    if flash.supports(q_BSNH.shape[3], q_BSNH.dtype):
         branches["cuda"] = fused
     return jax.lax.platform_dependent(*arrays, **branches, default=functools.partial(tiled, XLA_TILES))
 
 
-# --- on one device, in tiles --------------------------------------------------------------------------------------
+# --- on one device, in tiles -----------------------------------------------------------------------------
 
 
 def _forward(
@@ -246,24 +247,18 @@ def _backward(
     delta_BSN = jnp.sum(dout_BSNH.astype(jnp.float32) * out_BSNH.astype(jnp.float32), axis=-1)
     log_sum, delta = (_cut_heads(x_BSN[..., None], K, size) for x_BSN in (log_sum_BSN, delta_BSN))
 
-    def attend(step: Any, keys: tuple, gradients: tuple, *, local: bool = False) -> tuple:
+    def visit(step: Any, keys: tuple, dq: Any, local: bool) -> tuple:
         k_nBKtH, v_nBKtH, key_ids_nBt = keys
-        dq, dkeys = gradients
-        if not local:  # the kernels below do not use it, so it is sent while they run
-            dkeys = _send_on(dkeys)
         pairs = _pairs(step, len(q_nBKGsH), causal, local, k_nBKtH)
         arrays = q_nBKGsH, k_nBKtH, v_nBKtH, (ids_nBs, key_ids_nBt), log_sum, delta, dout_nBKGsH
-        dq, *new = kernels.backward(pairs, causal and local, *arrays, dq)
-        return dq, tuple(new) if local else jax.tree.map(jnp.add, dkeys, tuple(new))
+        return kernels.backward(pairs, causal and local, *arrays, dq)
 
-    dq, dkeys = _around_the_ring(attend, (k_nBKtH, v_nBKtH, ids_nBs), (None, ()), devices)
-    dkeys = jax.tree.map(lambda x: x.astype(k_BSKH.dtype), dkeys)
-    dk, dv = _send_on(dkeys) if devices > 1 else dkeys  # they are one device short of home
+    dq, dk, dv = _gradients_around_the_ring(visit, (k_nBKtH, v_nBKtH, ids_nBs), devices)
     dq = kernels.finish_dq(dq).astype(q_BSNH.dtype)
     return _join_heads(dq), _join_heads(dk[:, :, :, None]), _join_heads(dv[:, :, :, None])
 
 
-# --- on one NVIDIA GPU --------------------------------------------------------------------------------------
+# --- on one NVIDIA GPU -----------------------------------------------------------------------------------
 
 
 def _flash_forward(
@@ -296,18 +291,13 @@ def _flash_backward(
     delta_BNS = jnp.einsum("BSNH,BSNH->BNS", out_BSNH, dout_BSNH, preferred_element_type=jnp.float32)
     rows = jnp.swapaxes(log_sum_BSN, 1, 2) * flash.LOG2_E, delta_BNS, dout_BSNH
 
-    def attend(step: Any, keys: tuple, gradients: tuple, *, local: bool = False) -> tuple:
+    def visit(step: Any, keys: tuple, dq: Any, local: bool) -> tuple:
         k_BSKH, v_BSKH, key_ids_BS = keys
-        dq, dkeys = gradients
-        if not local:  # as in `_backward`
-            dkeys = _send_on(dkeys)
         of_queries, of_keys = _visible(step, causal, local, q_BSNH, ids_BS, key_ids_BS)
-        dq, *new = flash.backward(q_BSNH, k_BSKH, v_BSKH, of_queries, of_keys, *rows, jnp.float32, dq)
-        return dq, tuple(new) if local else jax.tree.map(jnp.add, dkeys, tuple(new))
+        return flash.backward(q_BSNH, k_BSKH, v_BSKH, of_queries, of_keys, *rows, jnp.float32, dq)
 
-    dq, dkeys = _around_the_ring(attend, (k_BSKH, v_BSKH, ids_BS), (None, ()), devices)
-    dkeys = jax.tree.map(lambda x: x.astype(k_BSKH.dtype), dkeys)
-    return dq.astype(q_BSNH.dtype), *(_send_on(dkeys) if devices > 1 else dkeys)
+    dq_BSNH, dk_BSKH, dv_BSKH = _gradients_around_the_ring(visit, (k_BSKH, v_BSKH, ids_BS), devices)
+    return dq_BSNH.astype(q_BSNH.dtype), dk_BSKH, dv_BSKH
 
 
 def _visible(
@@ -329,7 +319,7 @@ def _visible(
     elif local:
         of_queries, of_keys = intervals.up_to_itself(B, S), intervals.from_itself(B, S)
     else:
-        of_queries, of_keys = remote_intervals(B, S, jax.lax.axis_index(AXIS) < step)
+        of_queries, of_keys = remote_intervals(B, S, _is_wrapped(step))
     if ids_BS is None or key_ids_BS is None:
         return of_queries, of_keys
     of_queries = intervals.intersection(of_queries, intervals.same_segment(ids_BS, key_ids_BS))
@@ -350,7 +340,7 @@ def remote_intervals(B: int, S: int, wrapped: Any) -> tuple[Interval, Interval]:
     return of_queries, of_keys
 
 
-# --- the turns of the ring --------------------------------------------------------------------------------
+# --- the turns of the ring -------------------------------------------------------------------------------
 
 
 def _around_the_ring(attend: Callable, keys: tuple, carry: Any, devices: int) -> Any:
@@ -371,6 +361,31 @@ def _around_the_ring(attend: Callable, keys: tuple, carry: Any, devices: int) ->
     if devices > 2:
         keys, carry = jax.lax.fori_loop(1, devices - 1, body, (keys, carry))
     return attend(devices - 1, keys, carry)
+
+
+def _gradients_around_the_ring(visit: Callable, keys: tuple, devices: int) -> tuple:
+    """The gradient of q, accumulated, and those of k and v, summed over all devices in the dtype of k.
+
+    Args:
+      visit: (step, keys, dq of earlier steps or None, local) -> dq, and the gradients of these keys from
+        this device, float32.
+    """
+
+    def attend(step: Any, keys: tuple, gradients: tuple, *, local: bool = False) -> tuple:
+        dq, dkeys = gradients
+        if not local:  # the kernels below do not use it, so it is sent while they run
+            dkeys = _send_on(dkeys)
+        dq, *new = visit(step, keys, dq, local)
+        return dq, tuple(new) if local else jax.tree.map(jnp.add, dkeys, tuple(new))
+
+    dq, dkeys = _around_the_ring(attend, keys, (None, ()), devices)
+    dkeys = jax.tree.map(lambda x: x.astype(keys[0].dtype), dkeys)
+    return dq, *(_send_on(dkeys) if devices > 1 else dkeys)  # they are one device short of home
+
+
+def _is_wrapped(step: Any) -> jax.Array:
+    """Whether the keys of a step have passed the end of the ring; see `remote_pairs`."""
+    return jax.lax.axis_index(AXIS) < step
 
 
 def _send_on(tree: Any) -> Any:
@@ -394,7 +409,7 @@ def _pairs(step: Any, n: int, causal: bool, local: bool, activation: jax.Array) 
     elif local:
         pairs = np.tril_indices(n)
     else:
-        pairs = remote_pairs(n, jax.lax.axis_index(AXIS) < step)
+        pairs = remote_pairs(n, _is_wrapped(step))
     i, j = (jnp.asarray(x, jnp.int32) for x in pairs)
     return tiles.depend_on(activation, (i, j))
 
