@@ -66,9 +66,9 @@ BLOCKS: dict[bool, dict[int, dict[str, Blocks]]] = {
 LARGE_SHARED_MEMORY = "A100", "H100", "H200", "B200", "B300"
 
 
-def supports(head_dim: int, dtype: Any) -> bool:
-    """Whether there are blocks for heads of this size."""
-    return head_dim * jnp.dtype(dtype).itemsize <= FLASH_ROW_BYTES
+def supports(head_dim: int, itemsize: int) -> bool:
+    """Whether there are blocks for heads of this size, in a dtype of so many bytes."""
+    return head_dim * itemsize <= FLASH_ROW_BYTES
 
 
 def _blocks_of_device() -> dict[int, dict[str, Blocks]]:

@@ -198,7 +198,7 @@ def _on_platform(functions: tuple, causal: bool, devices: int, *arrays: jax.Arra
     branches = {}
     if tile_size(q_BSNH.shape[1], devices, TPU_TILES):
         branches["tpu"] = functools.partial(tiled, TPU_TILES)
-    if flash.supports(q_BSNH.shape[3], q_BSNH.dtype):
+    if flash.supports(q_BSNH.shape[3], q_BSNH.dtype.itemsize):
         branches["cuda"] = fused
     return jax.lax.platform_dependent(*arrays, **branches, default=functools.partial(tiled, XLA_TILES))
 
