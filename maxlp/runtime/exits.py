@@ -22,4 +22,6 @@ def hard_exit(code: int) -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    if mirror := sys.modules.get("maxlp.runtime.mirror"):  # imported only for runs in buckets
+        mirror.remove_all()
     os._exit(code)

@@ -96,9 +96,14 @@ def after_barrier() -> None:
 
 @functools.cache
 def _root() -> Path:
-    root = tempfile.mkdtemp(prefix="maxlp-")
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    root = tempfile.mkdtemp(prefix="maxlp-mirror-")
+    atexit.register(remove_all)
     return Path(root)
+
+
+def remove_all() -> None:
+    """Deletes all mirrors, at the end of the process."""
+    shutil.rmtree(_root(), ignore_errors=True)
 
 
 def _folder(url: str) -> Path:
