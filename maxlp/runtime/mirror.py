@@ -73,6 +73,15 @@ def find(path: Path) -> "Mirror | None":
     return next((mirror for mirror in _mirrors.values() if path.is_relative_to(mirror.folder)), None)
 
 
+def bucket_of(path: Path) -> Any:
+    """The module `bucket` if a path is in a mirror, else None."""
+    if find(path) is None:
+        return None
+    from maxlp.runtime import bucket
+
+    return bucket
+
+
 def with_urls(text: str) -> str:
     """A text with the URLs of mirrors instead of their folders."""
     for mirror in _mirrors.values():
@@ -131,6 +140,10 @@ class Mirror:
     def url_of(self, path: Path) -> str:
         """The URL of a path in this mirror."""
         return "/".join([self.url, *path.relative_to(self.folder).parts])
+
+    def lock(self, workdir: Path) -> "MirrorLock":
+        """Its lock, not yet taken."""
+        return MirrorLock(workdir)
 
     def pull(self) -> None:
         """Makes the local files equal to those of the bucket."""
