@@ -107,17 +107,22 @@ def find(folder: str) -> dict[str, Entry]:
     return {name.removeprefix(root): _entry(info) for name, info in found.items() if name != root}
 
 
-def glob(pattern: str) -> list[str]:
-    """The URLs that match a pattern with ``*``, ``?`` or ``**``, sorted."""
+def glob(pattern: str) -> dict[str, Entry]:
+    """The files that match a pattern with ``*``, ``?`` or ``**``, by URL and in the order of these."""
     fs = file_system(pattern)
     with _explained(pattern):
-        return sorted(fs.unstrip_protocol(path) for path in fs.glob(pattern))
+        found = fs.glob(pattern, detail=True)
+    files = {path: info for path, info in found.items() if info.get("type") != "directory"}
+    return {fs.unstrip_protocol(path): _entry(info) for path, info in sorted(files.items())}
 
 
 def stat(url: str) -> Entry:
-    """Size and tag of one file; a FileNotFoundError if it does not exist."""
+    """Size and tag of one file; a FileNotFoundError if it does not exist or is a folder."""
     with _explained(url):
-        return _entry(file_system(url).info(url))
+        info = file_system(url).info(url)
+        if info.get("type") == "directory":
+            raise FileNotFoundError(url)
+        return _entry(info)
 
 
 def read(url: str, start: int | None = None, end: int | None = None) -> bytes:
@@ -125,7 +130,9 @@ def read(url: str, start: int | None = None, end: int | None = None) -> bytes:
     fs = file_system(url)
     with _explained(url):
         if url.startswith("hf://") and start is not None:  # whose `cat_file` reads in blocks of 5 MB
-            with fs.open(url, "rb", cache_type="none") as file:
+            with fs.open(
+                url, "rb", cache_type="none", size=end
+            ) as file:  # with a size, it is not asked for
                 file.seek(start)
                 return file.read(-1 if end is None else end - start)
         return fs.cat_file(url, start=start, end=end)
@@ -191,7 +198,8 @@ def _entry(info: dict[str, Any]) -> Entry:
     md5 = etag if re.fullmatch("[0-9a-f]{32}", etag) else None
     if "md5Hash" in info:
         md5 = base64.b64decode(info["md5Hash"]).hex()
-    tag = md5 or etag or info.get("blob_id") or info.get("mtime") or info.get("LastModified") or ""
+    others = (info.get(key) for key in ("blob_id", "mtime", "LastModified", "Last-Modified"))
+    tag = md5 or etag or next(filter(None, others), "")
     return Entry(info.get("size") or 0, md5, str(tag))
 
 
