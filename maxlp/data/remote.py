@@ -55,10 +55,12 @@ def find(pattern: str, suffix: str) -> tuple[str, list[str]]:
 
 
 def _find(url: str, suffix: str) -> dict[str, storage.Entry]:
+    is_web = url.startswith("http")
     if has_magic(url):
-        storage.check(url, "source")
+        if not is_web:
+            storage.check(url, "source")
         found = storage.glob(url)
-        if url.startswith("http"):  # lists links without sizes
+        if is_web:  # of the links in a page, without sizes
             found = {each: storage.stat(each) for each in found}
         if not found:
             raise ValueError(f"no file matches {url}; check the URL")
@@ -66,12 +68,12 @@ def _find(url: str, suffix: str) -> dict[str, storage.Entry]:
     try:
         return {url: storage.stat(url)}
     except FileNotFoundError:
-        below = {} if url.startswith("http") else storage.find(url)
+        below = {} if is_web else storage.find(url)
     visible = [name for name in sorted(below) if "/." not in f"/{name}"]
     found = {f"{url.rstrip('/')}/{name}": below[name] for name in of_kind(visible, suffix)}
     if not found:
         missing = f"no {suffix or 'readable'} file in the folder" if below else "no file or folder"
-        hint = "; a web server has no folders: name files, as in {00..07}" if url.startswith("http") else ""
+        hint = "; a web server has no folders: name files, as in {00..07}" if is_web else ""
         raise ValueError(f"{missing} {url}; check the URL{hint}")
     return found
 

@@ -130,9 +130,7 @@ def read(url: str, start: int | None = None, end: int | None = None) -> bytes:
     fs = file_system(url)
     with _explained(url):
         if url.startswith("hf://") and start is not None:  # whose `cat_file` reads in blocks of 5 MB
-            with fs.open(
-                url, "rb", cache_type="none", size=end
-            ) as file:  # with a size, it is not asked for
+            with fs.open(url, "rb", cache_type="none", size=end) as file:  # and asks for no size
                 file.seek(start)
                 return file.read(-1 if end is None else end - start)
         return fs.cat_file(url, start=start, end=end)
@@ -210,11 +208,15 @@ def _explained(url: str) -> Iterator[None]:
         yield
     except FileExistsError:
         raise FileExistsError(f"{url} exists already") from None
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{url} does not exist") from error
     except TimeoutError as error:
         raise StorageError(f"{url}: no answer within {ANSWER_SECONDS:.0f} s") from error
     except Exception as error:
+        if isinstance(error, FileNotFoundError):
+            cause = error.__cause__  # over http, of any failure to find out about a file
+            failed = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+            if cause is None or not (failed or getattr(cause, "status", 404) != 404):
+                raise FileNotFoundError(f"{url} does not exist") from error
+            error = cause
         reason = " ".join(str(error).split())[:_MAX_REASON] or type(error).__name__
         if isinstance(error, PermissionError) or _REFUSED.search(f"{type(error).__name__} {reason}"):
             raise PermissionError(

@@ -38,6 +38,7 @@ class Server(http.server.ThreadingHTTPServer):
 
 class Files(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = 2**16  # one packet for headers and content, without waiting for an acknowledgement
     server: Server
 
     def do_HEAD(self) -> None:

@@ -1,15 +1,25 @@
 """Data at URLs: what is fetched of it, and what happens when a store fails."""
 
-import json
+import errno
+import itertools
 import os
+import time
 
 import numpy as np
 import pytest
 
-from maxlp.data import local_cache, remote
-from maxlp.data.readers import jsonl, parquet, tars
+from maxlp.data import local_cache, remote, text
+from maxlp.data.readers import parquet
 from maxlp.data.sources import make_source, open_source, parse_spec
-from tests.data.corpora import TEXTS, error_of, texts_of, write_jsonl, write_parquet, write_pictures
+from tests.data.corpora import (
+    TEXTS,
+    assert_same_batches,
+    error_of,
+    texts_of,
+    write_jsonl,
+    write_parquet,
+    write_pictures,
+)
 from tests.data.servers import cache, server  # noqa: F401  # fixtures
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -65,3 +75,75 @@ def test_a_sample_of_a_tar_is_fetched_by_itself(server):
     server.sizes()
     open_source(parse_spec(url, "all", "image_text"))
     assert not server.sizes(), "its index is known"
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+def test_failures_that_may_pass_are_tried_again_and_told(server, caplog):
+    write_jsonl(server.folder / "a.jsonl", TEXTS)
+    source = make_source(f"jsonl:{server.url}/a.jsonl", "all")
+    server.failures = 2
+    assert source[1]["text"] == TEXTS[1]
+    assert f"{server.url}/a.jsonl: 503" in caplog.text and "trying again in 0 s" in caplog.text
+    server.failures = 3
+    with pytest.raises(OSError, match="503") as caught:  # ends the run with a code that restarts it
+        source[2]
+    assert caught.value.errno == errno.EIO and caught.value.filename == f"{server.url}/a.jsonl"
+    os.rename(server.folder / "a.jsonl", server.folder / "b.jsonl")
+    with pytest.raises(FileNotFoundError):
+        source[3]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("jsonl:{url}/none.jsonl", "no file or folder {url}/none.jsonl; check the URL; a web server has no"),
+        ("jsonl:{url}/a{{0..2}}.jsonl", "no file or folder {url}/a1.jsonl; check the URL"),
+        ("jsonl:{url}/forbidden/a.jsonl", "{url}/forbidden/a.jsonl: access refused (403"),
+        ("jsonl:http://127.0.0.1:1/a.jsonl", "http://127.0.0.1:1/a.jsonl: Cannot connect to host"),
+        ("jsonl:http://no-such-host.invalid/a.jsonl", "Cannot connect to host no-such-host.invalid"),
+        ("jsonl:ftp://host/a.jsonl", "ftp://host/a.jsonl is of no known kind; URLs begin with gs://"),
+        ("parquet:{url}/a0.jsonl", "{url}/a0.jsonl is not a readable Parquet file"),
+        ("jsonl:{url}/*.jsonl", "check the URL"),
+        ("text:{url}/forbidden/*", "{url}/forbidden"),
+    ],
+)
+def test_errors_are_one_line_and_name_the_url(server, spec, message):
+    write_jsonl(server.folder / "a0.jsonl", TEXTS)
+    start = time.monotonic()
+    with pytest.raises((ValueError, OSError)) as caught:
+        make_source(spec.format(url=server.url), "all")
+    assert message.format(url=server.url) in str(caught.value), caught.value
+    assert "\n" not in str(caught.value) and time.monotonic() - start < 10
+
+
+def test_a_server_that_does_not_send_parts_is_named(server):
+    write_jsonl(server.folder / "a.jsonl", TEXTS)
+    server.ranges = False
+    message = error_of(f"jsonl:{server.url}/a.jsonl")
+    assert f"{server.url}/a.jsonl: asked for" in message and "copy it to a disk or a bucket" in message
+
+
+def test_changed_files_have_another_fingerprint(server, monkeypatch):
+    found = set()
+    for texts in (TEXTS, TEXTS[::-1], TEXTS[:9]):
+        write_jsonl(server.folder / "a.jsonl", texts)
+        monkeypatch.setattr(remote, "_entries", {})  # as in another process
+        source = make_source(f"jsonl:{server.url}/{{a,a}}.jsonl", "all")
+        assert texts_of(source) == texts, "the lines are found anew"
+        found.add(source.fingerprint)
+    assert len(found) == 3
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_worker_processes_read_urls(server):
+    write_jsonl(server.folder / "a.jsonl", TEXTS)
+    config = dict(tokenizer="bytes", seq_len=64, batch_size=4, source=f"jsonl:{server.url}/a.jsonl")
+    expected = list(itertools.islice(text.make_data(text.TextDataConfig(**config), split="train"), 6))
+    data = iter(text.make_data(text.TextDataConfig(**config, num_workers=2), split="train"))
+    assert_same_batches(list(itertools.islice(data, 6)), expected)
+    data.close()
