@@ -8,22 +8,29 @@ import errno
 import hashlib
 import io
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from glob import has_magic
 from typing import Any, BinaryIO, TypeVar, cast
+from urllib.parse import unquote
 
 from absl import logging
 
-from maxlp.data.readers import COMPRESSED, expand_braces, is_url, of_kind
-from maxlp.runtime import storage
+from maxlp.data.readers import COMPRESSED, expand_braces, find_files, is_url, of_kind
+from maxlp.data.specs import one_line
+from maxlp.runtime import hub, storage
 
 T = TypeVar("T")
 
 WAITS = (1, 2, 4, 8, 16, 32)  # seconds before each further attempt to read
 THREADS = 16
 ENDS_BYTES = 2**14  # compared where a server gives neither a hash nor a date
+HUB = re.compile(
+    r"hf://(?P<datasets>datasets/)?(?P<repository>[^/@]+/[^/@]+)"
+    r"(?:@(?P<revision>refs/(?:convert|pr)/[^/]+|[^/]+))?(?P<path>/.*)"
+)
 STREAM_BYTES = 2**24  # fetched at a time of a file that is read from its beginning to its end
 
 _entries: dict[str, storage.Entry] = {}  # what stores told about files; the same throughout a process
@@ -41,6 +48,9 @@ def find(pattern: str, suffix: str) -> tuple[str, list[str]]:
     Raises:
       ValueError: nothing is found.
     """
+    pattern = pinned(pattern)
+    if not is_url(pattern):
+        return find_files(pattern, suffix)
     found: dict[str, storage.Entry] = {}
     urls = expand_braces(pattern)
     storage.file_system(urls[0])  # imported here, not by all threads at once
@@ -57,7 +67,7 @@ def find(pattern: str, suffix: str) -> tuple[str, list[str]]:
 def _find(url: str, suffix: str) -> dict[str, storage.Entry]:
     is_web = url.startswith("http")
     if has_magic(url):
-        if not is_web:
+        if url.startswith(("gs://", "s3://")):
             storage.check(url, "source")
         found = storage.glob(url)
         if is_web:  # of the links in a page, without sizes
@@ -78,10 +88,73 @@ def _find(url: str, suffix: str) -> dict[str, storage.Entry]:
     return found
 
 
+def pinned(url: str) -> str:
+    """The URL, at a commit if it is in the Hugging Face Hub, of which a branch may move.
+
+    Without network (HF_HUB_OFFLINE=1) it is the path in the cache of the Hub's library.
+
+    Raises:
+      ValueError: no such repository or revision, no access, or not in the cache.
+    """
+    if not url.startswith("hf://"):
+        return url
+    if not (match := HUB.fullmatch(url)):
+        raise ValueError(f"{url} names no file of the Hub; write hf://datasets/OWNER/NAME@REVISION/FILE")
+    repository, kind = match["repository"], "dataset" if match["datasets"] else "model"
+    base = url[: match.start("path")]
+    revision = unquote(match["revision"] or "main")
+    storage.file_system(url)  # or the message that names what to install
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return _in_hub_cache(url, repository, kind, hub.commits.get(base, revision)) + match["path"]
+    if not re.fullmatch("[0-9a-f]{40}", revision):
+        if base not in hub.commits:
+            try:
+                hub.commits[base] = storage.commit(repository, kind, revision)
+            except FileNotFoundError:
+                raise ValueError(
+                    f"{base}: there is no such {kind} or revision, or it is private; correct the name, or log"
+                    " in with `hf auth login`"
+                ) from None
+        revision = hub.commits[base]
+    return f"hf://{match['datasets'] or ''}{repository}@{revision}{match['path']}"
+
+
+def _in_hub_cache(url: str, repository: str, kind: str, revision: str) -> str:
+    import huggingface_hub
+
+    try:
+        return huggingface_hub.snapshot_download(
+            repository, repo_type=kind, revision=revision, local_files_only=True
+        )
+    except Exception as error:
+        raise ValueError(
+            f"{url} is not in the cache of the Hub ({one_line(error)}); unset HF_HUB_OFFLINE, or run"
+            f" `hf download {repository} --repo-type={kind} --revision={revision}` where there is a network"
+        ) from None
+
+
+def sizes(urls: Sequence[str]) -> list[int | None]:
+    """Sizes of files in one folder; None for those that are missing."""
+    folder = urls[0].rpartition("/")[0]
+    if not folder.startswith("http"):
+        listed = {f"{folder}/{name}": entry for name, entry in storage.find(folder).items()}
+        _entries.update(listed)
+        return [listed[url].size if url in listed else None for url in urls]
+
+    def size(url: str) -> int | None:
+        try:
+            return stat(url).size
+        except FileNotFoundError:
+            return None
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(size, urls))
+
+
 def stat(url: str) -> storage.Entry:
     """Size and tag of a file; the tag changes with the content."""
     if url not in _entries:
-        _entries[url] = _retried(lambda: storage.stat(url), url)
+        _entries[url] = retried(lambda: storage.stat(url), url)
     entry = _entries[url]
     if not entry.tag:
         ends = read_range(url, 0, min(ENDS_BYTES, entry.size))
@@ -94,13 +167,21 @@ def read_range(url: str, start: int, end: int) -> bytes:
     """Bytes `start` to `end` of a file."""
     if start == end:
         return b""
-    data = _retried(lambda: storage.read(url, start, end), url)
+    data = retried(lambda: storage.read(url, start, end), url)
     if len(data) != end - start:
         raise ValueError(
             f"{url}: asked for {end - start:,} bytes, got {len(data):,}: the file has changed, or its server"
             " does not send parts of files; copy it to a disk or a bucket"
         )
     return data
+
+
+def read_if_there(url: str) -> bytes | None:
+    """The content of a URL; None if it does not exist."""
+    try:
+        return retried(lambda: storage.read(url), url)
+    except FileNotFoundError:
+        return None
 
 
 def read_whole(path: str) -> bytes:
@@ -156,7 +237,8 @@ class RangeFile(io.RawIOBase):
         return len(data)
 
 
-def _retried(function: Callable[[], T], url: str) -> T:
+def retried(function: Callable[[], T], url: str) -> T:
+    """The result of a function that reads or writes a URL, tried again after failures that may pass."""
     for wait in (*WAITS, None):
         try:
             return function()

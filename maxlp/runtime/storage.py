@@ -125,6 +125,24 @@ def stat(url: str) -> Entry:
         return _entry(info)
 
 
+def commit(repository: str, kind: str, revision: str) -> str:
+    """The commit of a repository of the Hugging Face Hub that a branch or a tag is at now.
+
+    Args:
+      kind: "dataset" or "model".
+    """
+    url = f"hf://{'datasets/' if kind == 'dataset' else ''}{repository}@{revision}"
+    file_system(url)
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    with _explained(url):
+        try:
+            return huggingface_hub.HfApi().repo_info(repository, revision=revision, repo_type=kind).sha
+        except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+            raise FileNotFoundError(url) from None
+
+
 def read(url: str, start: int | None = None, end: int | None = None) -> bytes:
     """The content of a file, or its bytes from `start` to `end`; no other bytes are fetched."""
     fs = file_system(url)

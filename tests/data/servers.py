@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.corpora import write_jsonl, write_parquet
+
 
 class Server(http.server.ThreadingHTTPServer):
     """Serves the files of a folder.
@@ -28,6 +30,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.fetched: list[tuple[str, int]] = []
         self.failures, self.ranges = 0, True
         self.commits: dict[str, Path] = {}  # of a hub: the folder of each commit; the last one is `main`
+        self.later: dict[str, Path] = {}
 
     def sizes(self) -> list[int]:
         """Bytes of each answer so far, and forgets them."""
@@ -85,14 +88,16 @@ class Files(http.server.BaseHTTPRequestHandler):
 
 
 class Hub(Files):
-    """The requests that reading a public dataset takes. Repository `me/words`, revision `main` or a commit."""
+    """The requests that reading a public dataset takes: `me/words`, revision `main` or a commit."""
 
     def do_GET(self) -> None:
         path, commits = self.path.partition("?")[0], self.server.commits
         newest = [*commits][-1]
         found = re.fullmatch(r"/api/datasets/me/words(?:/(revision|tree)/([^/]+)(/.*)?)?", path)
         if found and (commit := newest if found[2] in (None, "main") else found[2]) in commits:
-            if found[1] == "tree":
+            if found[1] == "tree" and not (commits[commit] / (found[3] or "").strip("/")).is_dir():
+                self.send(404, b"{}", X_Error_Code="EntryNotFound")
+            elif found[1] == "tree":
                 self.send_json(self.tree(commits[commit], (found[3] or "").strip("/")))
             else:
                 self.send_json({"id": "me/words", "sha": commit, "siblings": [], "private": False})
@@ -107,7 +112,9 @@ class Hub(Files):
         self.send(404, b"{}")
 
     def tree(self, folder: Path, below: str) -> list[dict]:
-        paths = sorted((folder / below).rglob("*") if "recursive=True" in self.path else (folder / below).iterdir())
+        paths = sorted(
+            (folder / below).rglob("*") if "recursive=True" in self.path else (folder / below).iterdir()
+        )
         return [
             {"type": "directory", "path": str(p.relative_to(folder)), "oid": "0" * 40, "size": 0}
             if p.is_dir()
@@ -152,3 +159,28 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(remote, "_entries", {})
     monkeypatch.setattr(remote, "WAITS", (0.0, 0.0))
     return folder
+
+
+@pytest.fixture
+def hub_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A hub whose dataset `me/words` has one commit, 111…; `later` has another one, too."""
+    from huggingface_hub import HfFileSystem, constants
+
+    from maxlp.runtime import hub
+
+    commits = {"1" * 40: tmp_path / "first", "2" * 40: tmp_path / "second"}
+    for number, folder in enumerate(commits.values()):
+        (folder / "data").mkdir(parents=True)
+        for name in "ab":
+            texts = [f"{name}{number}{i}" * 500 for i in range(30)]
+            write_parquet(folder / "data" / f"{name}.parquet", texts, rows=10)
+        write_jsonl(folder / "c.jsonl", [f"c{number}"] * 9)
+    with serving(tmp_path, Hub) as server:
+        server.commits, server.later = {"1" * 40: commits["1" * 40]}, commits
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(hub, "commits", {})
+        HfFileSystem.clear_instance_cache()
+        yield server
+        HfFileSystem.clear_instance_cache()

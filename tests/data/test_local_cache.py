@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pyarrow
 import pytest
@@ -12,7 +13,6 @@ import pytest
 from maxlp.data import local_cache
 from maxlp.data.sources import make_source, open_source, parse_spec
 from tests.data.corpora import TEXTS, error_of, texts_of, write_jsonl, write_pictures
-from tests.data.servers import cache, server  # noqa: F401  # fixtures
 
 
 def compress(path, kind):
@@ -95,7 +95,7 @@ def test_one_of_several_makes_an_entry(tmp_path, cache):
     with ThreadPoolExecutor(8) as pool:
         found = set(pool.map(lambda _: local_cache.cached(str(path), "kind", make), range(8)))
     assert len(made) == len(found) == 1
-    assert open(*found, "rb").read() == b"entry"
+    assert Path(*found).read_bytes() == b"entry"
 
 
 def test_a_full_disk_is_told_before_anything_is_copied(tmp_path, cache, monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 from maxlp.data import local_cache, remote, text
 from maxlp.data.readers import parquet
 from maxlp.data.sources import make_source, open_source, parse_spec
+from maxlp.runtime import hub
 from tests.data.corpora import (
     TEXTS,
     assert_same_batches,
@@ -20,7 +21,6 @@ from tests.data.corpora import (
     write_parquet,
     write_pictures,
 )
-from tests.data.servers import cache, server  # noqa: F401  # fixtures
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -98,7 +98,10 @@ def test_failures_that_may_pass_are_tried_again_and_told(server, caplog):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("jsonl:{url}/none.jsonl", "no file or folder {url}/none.jsonl; check the URL; a web server has no"),
+        (
+            "jsonl:{url}/none.jsonl",
+            "no file or folder {url}/none.jsonl; check the URL; a web server has no",
+        ),
         ("jsonl:{url}/a{{0..2}}.jsonl", "no file or folder {url}/a1.jsonl; check the URL"),
         ("jsonl:{url}/forbidden/a.jsonl", "{url}/forbidden/a.jsonl: access refused (403"),
         ("jsonl:http://127.0.0.1:1/a.jsonl", "http://127.0.0.1:1/a.jsonl: Cannot connect to host"),
@@ -147,3 +150,40 @@ def test_worker_processes_read_urls(server):
     data = iter(text.make_data(text.TextDataConfig(**config, num_workers=2), split="train"))
     assert_same_batches(list(itertools.islice(data, 6)), expected)
     data.close()
+
+
+# --- the Hugging Face Hub -------------------------------------------------------------------------
+
+
+def test_a_dataset_of_the_hub_stays_at_its_commit(hub_server, monkeypatch):
+    spec = "parquet:hf://datasets/me/words/data/*.parquet"
+    source = make_source(spec, "all")
+    assert len(source) == 60 and source[35]["text"] == "b05" * 500
+    hub_server.sizes()
+    hub_server.commits = hub_server.later
+    commits = dict(hub.commits)
+    assert commits == {"hf://datasets/me/words": "1" * 40}, "what run.json records"
+    monkeypatch.setattr(remote, "_entries", {})
+    assert make_source(spec, "all").fingerprint == source.fingerprint
+    hub.commits.clear()
+    newer = make_source(spec, "all")
+    assert newer[35]["text"] == "b15" * 500 and newer.fingerprint != source.fingerprint
+    older = make_source(f"parquet:hf://datasets/me/words@{'1' * 40}/data", "all")
+    assert older[35]["text"] == "b05" * 500 and older.fingerprint == source.fingerprint
+    lines = make_source("jsonl:hf://datasets/me/words@main/c.jsonl", "all")
+    hub_server.sizes()
+    assert lines[3]["text"] == "c1" and hub_server.sizes() == [len('{"id": 1, "text": "c1"}\n')]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("hf://datasets/me/none/a.jsonl", "hf://datasets/me/none: there is no such dataset or revision"),
+        ("hf://datasets/me/words@v9/a.jsonl", "hf://datasets/me/words@v9: there is no such dataset"),
+        ("hf://datasets/me/words/none.jsonl", "no file or folder hf://datasets/me/words@111"),
+        ("hf://datasets/me/words/*.txt", "no file matches hf://datasets/me/words@111"),
+        ("hf://words", "hf://words names no file of the Hub; write hf://datasets/OWNER/NAME@REVISION/FILE"),
+    ],
+)
+def test_errors_of_the_hub(hub_server, path, message):
+    assert message in error_of(f"jsonl:{path}")
