@@ -15,6 +15,7 @@ from maxlp.data.tokenizers import make_tokenizer
 from maxlp.data.tokenizers.training import train_bpe
 from maxlp.prepare import prepare_text
 from maxlp.runtime import storage
+from tests.data.servers import cache  # noqa: F401  # a fixture
 
 TEXTS = [f"document {i}: äöü 漢字 🎉\n" * (i % 7) for i in range(100)]
 
@@ -254,7 +255,7 @@ def test_subcommand_errors_are_one_line():
 # --- buckets --------------------------------------------------------------------------------------
 
 
-def test_a_bucket_takes_the_same_files(corpus, tmp_path, bucket):
+def test_a_bucket_takes_the_same_files(corpus, tmp_path, bucket, cache):  # noqa: F811
     output, local = f"{bucket}/out", str(tmp_path / "out")
     manifest = prepare_text(corpus, output, train_tokenizer=300, shards=3)
     prepare_text(corpus, local, train_tokenizer=300, shards=3)

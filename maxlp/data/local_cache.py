@@ -22,7 +22,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from maxlp.data.readers import COMPRESSED, is_url, open_file
+from maxlp.data.readers import COMPRESSED, is_url
+from maxlp.data.readers.access import open_file
 from maxlp.data.specs import import_extra, load, one_line
 from maxlp.runtime import files
 

@@ -18,7 +18,8 @@ from urllib.parse import unquote
 
 from absl import logging
 
-from maxlp.data.readers import COMPRESSED, expand_braces, find_files, is_url, of_kind
+from maxlp.data.readers import COMPRESSED, find_files, is_url, of_kind
+from maxlp.data.readers.access import expand_braces
 from maxlp.data.specs import one_line
 from maxlp.runtime import hub, storage
 
@@ -112,8 +113,8 @@ def pinned(url: str) -> str:
                 hub.commits[base] = storage.commit(repository, kind, revision)
             except FileNotFoundError:
                 raise ValueError(
-                    f"{base}: there is no such {kind} or revision, or it is private; correct the name, or log"
-                    " in with `hf auth login`"
+                    f"{base}: there is no such {kind} or revision, or it is private; correct the name,"
+                    " or log in with `hf auth login`"
                 ) from None
         revision = hub.commits[base]
     return f"hf://{match['datasets'] or ''}{repository}@{revision}{match['path']}"
@@ -170,8 +171,8 @@ def read_range(url: str, start: int, end: int) -> bytes:
     data = retried(lambda: storage.read(url, start, end), url)
     if len(data) != end - start:
         raise ValueError(
-            f"{url}: asked for {end - start:,} bytes, got {len(data):,}: the file has changed, or its server"
-            " does not send parts of files; copy it to a disk or a bucket"
+            f"{url}: asked for {end - start:,} bytes, got {len(data):,}: the file has changed, or its"
+            " server does not send parts of files; copy it to a disk or a bucket"
         )
     return data
 

@@ -138,7 +138,8 @@ def commit(repository: str, kind: str, revision: str) -> str:
 
     with _explained(url):
         try:
-            return huggingface_hub.HfApi().repo_info(repository, revision=revision, repo_type=kind).sha
+            info = huggingface_hub.HfApi().repo_info(repository, revision=revision, repo_type=kind)
+            return str(info.sha)
         except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
             raise FileNotFoundError(url) from None
 

@@ -7,16 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from maxlp.data.readers import (
-    BrokenExample,
-    as_text,
-    find_files,
-    is_url,
-    locate,
-    open_file,
-    read_range,
-    uncompressed,
-)
+from maxlp.data.readers import BrokenExample, as_text, find_files, is_url, locate
+from maxlp.data.readers.access import open_file, read_range, uncompressed
 from maxlp.data.sources import VALIDATION, Source, Spec
 from maxlp.data.specs import load, one_line
 

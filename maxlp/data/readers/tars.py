@@ -27,18 +27,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from absl import logging
 
-from maxlp.data.readers import (
-    COMPRESSED,
-    BrokenExample,
-    expand_braces,
-    find_files,
-    is_url,
-    locate,
-    of_kind,
-    open_file,
-    read_range,
-    uncompressed,
-)
+from maxlp.data.readers import COMPRESSED, BrokenExample, find_files, is_url, locate, of_kind
+from maxlp.data.readers.access import expand_braces, open_file, read_range, uncompressed
 from maxlp.data.sources import VALIDATION, Source, Spec
 from maxlp.data.specs import load, one_line
 
