@@ -46,6 +46,7 @@ from maxlp.run.restore import restore_model
 from maxlp.run.settings import read_model
 from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import checkpoint, files
+from maxlp.runtime.distributed import print_primary
 from maxlp.runtime.safetensors import Tensors, write_tensors
 
 PRECISION = dict(  # of an imported model: all matmuls in model.dtype
@@ -79,13 +80,13 @@ def main(command: str = "nothing") -> None:
     if command == "import":
         source, workdir = _required("input"), _required("output")
         import_weights(source, workdir, values.format, values.dtype, values.image_size)
-        print(
+        print_primary(
             f"{workdir} is a run at step 0; training starts from it with --config.train.init_from={workdir}"
         )
     elif command == "export":
         workdir, output = _required("workdir"), _required("output")
         export_weights(workdir, output, values.format, values.step, values.dtype)
-        print(f"{output} holds {', '.join(sorted(path.name for path in output.iterdir()))}")
+        print_primary(f"{output} holds {', '.join(sorted(path.name for path in output.iterdir()))}")
     else:
         raise ValueError(f"the first argument must be 'import' or 'export', not {command!r}")
 

