@@ -1,9 +1,12 @@
 """Data at URLs: what is fetched of it, and what happens when a store fails."""
 
 import errno
+import gzip
 import itertools
 import os
+import re
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +14,8 @@ import pytest
 from maxlp.data import local_cache, remote, text
 from maxlp.data.readers import parquet
 from maxlp.data.sources import make_source, open_source, parse_spec
-from maxlp.runtime import hub
+from maxlp.prepare import prepare_text
+from maxlp.runtime import hub, storage
 from tests.data.corpora import (
     TEXTS,
     assert_same_batches,
@@ -187,3 +191,63 @@ def test_a_dataset_of_the_hub_stays_at_its_commit(hub_server, monkeypatch):
 )
 def test_errors_of_the_hub(hub_server, path, message):
     assert message in error_of(f"jsonl:{path}")
+
+
+# --- the documentation ----------------------------------------------------------------------------
+
+DOCS = (Path(__file__).parents[2] / "docs" / "configs.md").read_text()
+DOCUMENTED = re.findall(r"^\| `(\w+:\w+://[^`]+)` \|", DOCS, re.M)
+
+
+def write_documented(path, kind):
+    """The files that a documented source of this kind and name would read."""
+    folder = path.parent if path.suffix else path
+    folder.mkdir(parents=True)
+    stems = ["000", "001"]
+    for stem in stems:
+        if kind == "jsonl":
+            write_jsonl(folder / f"{stem}.jsonl", TEXTS)
+        elif kind == "parquet":
+            write_parquet(folder / f"{stem}.parquet", TEXTS)
+        elif kind == "text":
+            (folder / f"{stem}.txt").write_text(stem)
+        elif kind == "tar":
+            write_pictures(folder / f"{stem}.tar", 6)
+    for file in list(folder.iterdir()) if path.suffix == ".gz" else []:
+        file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
+        file.unlink()
+    if kind == "array_record":
+        corpus = write_jsonl(path.parent / "corpus", TEXTS)
+        prepare_text(f"jsonl:{corpus}", str(path), shards=2)
+        corpus.unlink()
+
+
+def test_the_documentation_has_every_kind():
+    assert {spec.partition(":")[0] for spec in DOCUMENTED} == {
+        "jsonl",
+        "parquet",
+        "text",
+        "tar",
+        "array_record",
+    }
+    assert {spec.split(":")[1] for spec in DOCUMENTED} == {"https", "gs", "s3", "hf"}
+
+
+@pytest.mark.parametrize("spec", DOCUMENTED)
+def test_documented_sources(spec, server, hub_server, _servers):
+    kind, _, url = spec.partition(":")
+    protocol, place = url.split("://")
+    if protocol == "hf":
+        spec = spec.replace("OWNER/NAME", "me/words")
+    else:
+        path = place.partition("/")[2]
+        write_documented(server.folder / path.replace("**/", ""), kind)
+        here = server.url if protocol == "https" else _servers[protocol]
+        spec = f"{kind}:{here}/{path}"
+        if protocol != "https":
+            for file in filter(Path.is_file, server.folder.rglob("*")):
+                storage.upload(file, f"{here}/{file.relative_to(server.folder)}")
+    content = "image_text" if kind == "tar" else "text"
+    source = open_source(parse_spec(spec, "train", content))
+    assert len(source) > 0 and source[len(source) - 1] and source.fingerprint
+    assert not any(word in source.where(0) for word in ("cache", "*"))
