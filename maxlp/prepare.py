@@ -17,6 +17,9 @@ stay encoded as they are, even broken ones, each with its caption, its label and
 
 Beside the shards are the tokenizer and `dataset.json`, which is written last. A run that is killed
 leaves no `dataset.json`, and a folder without one is refused as a source.
+
+The output may be in a bucket, as in --output=gs://bucket/c4_text or s3://bucket/c4_text. It is written to a
+temporary folder ($TMPDIR) and then uploaded.
 """
 
 import functools
@@ -32,6 +35,7 @@ from maxlp.data.sources import Mixture, Source, make_source, open_source, parse_
 from maxlp.data.specs import split_options
 from maxlp.data.tokenizers import Tokenizer, as_bytes, make_tokenizer
 from maxlp.run import cli
+from maxlp.runtime import storage
 from maxlp.runtime.files import local_path
 
 TOKENIZER_SAMPLE_BYTES = 64_000_000
@@ -53,7 +57,7 @@ def prepare_text(
 
     Args:
       source: as in `maxlp.data.sources.make_source`, but no mixture.
-      output: the folder; created if missing.
+      output: the folder, created if missing, or its URL in a bucket.
       split: `train`, `validation` or `all`.
       tokenizer: as in `maxlp.data.tokenizers.make_tokenizer`; empty to write text.
       train_tokenizer: number of ids of a byte-level BPE to train on the source and to use; 0 trains
@@ -81,10 +85,10 @@ def prepare_text(
     if train_tokenizer:
         encoder = _train_tokenizer(documents, train_tokenizer)
     make_record = functools.partial(_text_record, encoder=encoder)
-    with shards_lib.no_partial_files(output):
-        written = shards_lib.write_shards(output, documents, make_record, shards, num_workers)
+    with shards_lib.destination(output) as folder, shards_lib.no_partial_files(folder):
+        written = shards_lib.write_shards(folder, documents, make_record, shards, num_workers)
         manifest = _text_manifest(documents, split, written, encoder, split_options(tokenizer)[1])
-        shards_lib.commit(output, manifest, encoder.files if encoder else {})
+        shards_lib.commit(folder, manifest, encoder.files if encoder else {})
     return manifest
 
 
@@ -111,8 +115,8 @@ def prepare_image_text(
     """
     output = _check_output(output, shards, num_workers, overwrite)
     examples = open_source(parse_spec(source, split, "image_text"))
-    with shards_lib.no_partial_files(output):
-        written = shards_lib.write_shards(output, examples, _image_text_record, shards, num_workers)
+    with shards_lib.destination(output) as folder, shards_lib.no_partial_files(folder):
+        written = shards_lib.write_shards(folder, examples, _image_text_record, shards, num_workers)
         manifest = {
             "format": FORMATS["image_text"],
             "source": source,
@@ -121,17 +125,32 @@ def prepare_image_text(
             **shards_lib.totals(written),
             "shards": written,
         }
-        shards_lib.commit(output, manifest, {})
+        shards_lib.commit(folder, manifest, {})
     return manifest
 
 
 def _check_output(output: str, shards: int, num_workers: int, overwrite: bool) -> str:
-    output = str(local_path(output, "--output"))
     if shards < 1 or num_workers < 1:
         raise ValueError(f"shards={shards} and num_workers={num_workers} must be at least 1")
-    if os.path.exists(os.path.join(output, MANIFEST)) and not overwrite:
+    if storage.is_url(output):
+        output = output.rstrip("/")
+        exists = _check_bucket(output)
+    else:
+        output = str(local_path(output, "--output"))
+        exists = os.path.exists(os.path.join(output, MANIFEST))
+    if exists and not overwrite:
         raise ValueError(f"{output} holds a dataset already; pass --overwrite to replace it")
     return output
+
+
+def _check_bucket(output: str) -> bool:
+    """Checks that a URL can be written to; returns whether it holds a dataset."""
+    if not output.startswith(tuple(f"{store}://" for store in storage.BUCKETS)):
+        raise ValueError(f"--output={output} cannot be written to; give a folder, gs:// or s3://")
+    storage.check(output, "--output")
+    storage.write(f"{output}/.writable", b"")
+    storage.remove(f"{output}/.writable")
+    return MANIFEST in storage.find(output)
 
 
 def _train_tokenizer(documents: Source, vocab_size: int) -> Tokenizer:

@@ -19,6 +19,10 @@ Both:
     array_record:/data/prepared              a folder written by `python -m maxlp.prepare`
     tfds:lm1b?data_dir=/data/tfds            a prepared TFDS dataset with random access
 
+A path may be a URL (gs://, s3://, https://, hf://), with wildcards where the store has listings, and with
+braces as in `jsonl:https://host/c4/{000..127}.jsonl.gz`. Files in .gz and .zst have no random access: they
+are decompressed into the local cache (`data.local_cache`).
+
 Options follow a `?` and are joined by `&`; they are the keyword-only parameters of the function that
 opens the kind (see `KINDS`). Several text sources joined by `;`, each with a `weight`, form a
 mixture: `stdlib?weight=1;jsonl:/data/c4/*.jsonl?weight=3`.

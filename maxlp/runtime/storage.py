@@ -110,17 +110,41 @@ def find(folder: str) -> dict[str, Entry]:
     return {name.removeprefix(root): _entry(info) for name, info in found.items() if name != root}
 
 
-def glob(pattern: str) -> list[str]:
-    """The URLs that match a pattern with ``*``, ``?`` or ``**``, sorted."""
+def glob(pattern: str) -> dict[str, Entry]:
+    """The files that match a pattern with ``*``, ``?`` or ``**``, by URL and in the order of these."""
     fs = file_system(pattern)
     with _explained(pattern):
-        return sorted(fs.unstrip_protocol(path) for path in fs.glob(pattern))
+        found = fs.glob(pattern, detail=True)
+    files = {path: info for path, info in found.items() if info.get("type") != "directory"}
+    return {fs.unstrip_protocol(path): _entry(info) for path, info in sorted(files.items())}
 
 
 def stat(url: str) -> Entry:
-    """Size and tag of one file; a FileNotFoundError if it does not exist."""
+    """Size and tag of one file; a FileNotFoundError if it does not exist or is a folder."""
     with _explained(url):
-        return _entry(file_system(url).info(url))
+        info = file_system(url).info(url)
+        if info.get("type") == "directory":
+            raise FileNotFoundError(url)
+        return _entry(info)
+
+
+def commit(repository: str, kind: str, revision: str) -> str:
+    """The commit of a repository of the Hugging Face Hub that a branch or a tag is at now.
+
+    Args:
+      kind: "dataset" or "model".
+    """
+    url = f"hf://{'datasets/' if kind == 'dataset' else ''}{repository}@{revision}"
+    file_system(url)
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    with _explained(url):
+        try:
+            info = huggingface_hub.HfApi().repo_info(repository, revision=revision, repo_type=kind)
+            return str(info.sha)
+        except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+            raise FileNotFoundError(url) from None
 
 
 def read(url: str, start: int | None = None, end: int | None = None) -> bytes:
@@ -128,7 +152,7 @@ def read(url: str, start: int | None = None, end: int | None = None) -> bytes:
     fs = file_system(url)
     with _explained(url):
         if url.startswith("hf://") and start is not None:  # whose `cat_file` reads in blocks of 5 MB
-            with fs.open(url, "rb", cache_type="none") as file:
+            with fs.open(url, "rb", cache_type="none", size=end) as file:  # and asks for no size
                 file.seek(start)
                 return file.read(-1 if end is None else end - start)
         return fs.cat_file(url, start=start, end=end)
@@ -235,7 +259,7 @@ def _entry(info: dict[str, Any]) -> Entry:
     md5 = etag if re.fullmatch("[0-9a-f]{32}", etag) else None
     if "md5Hash" in info:
         md5 = base64.b64decode(info["md5Hash"]).hex()
-    tag = md5 or etag or info.get("blob_id") or changed or ""
+    tag = md5 or etag or info.get("blob_id") or changed or info.get("Last-Modified") or ""
     seconds = changed.timestamp() if isinstance(changed, datetime.datetime) else 0.0
     return Entry(info.get("size") or 0, md5, str(tag), seconds)
 
@@ -247,9 +271,13 @@ def _explained(url: str) -> Iterator[None]:
         yield
     except FileExistsError:
         raise FileExistsError(f"{url} exists already") from None
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{url} does not exist") from error
     except Exception as error:
+        if isinstance(error, FileNotFoundError):
+            cause = error.__cause__  # over http, of any failure to find out about a file
+            failed = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+            if cause is None or not (failed or getattr(cause, "status", 404) != 404):
+                raise FileNotFoundError(f"{url} does not exist") from error
+            error = cause
         reason = " ".join(str(error).split())[:_MAX_REASON] or type(error).__name__
         if isinstance(error, PermissionError) or _REFUSED.search(f"{type(error).__name__} {reason}"):
             raise PermissionError(

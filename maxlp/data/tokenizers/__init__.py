@@ -5,6 +5,7 @@
     /models/llama2/tokenizer.model         a SentencePiece model
     /models/bpe_simple_vocab_16e6.txt.gz   CLIP's vocabulary as OpenAI and open_clip distribute it
     /models/llama3                         a folder with a tokenizer.json or a tokenizer.model
+    gs://bucket/c4_ids/tokenizer.json      any of these files at a URL, see maxlp/data/sources.py
 
 The ids of the beginning-of-document, end-of-document and padding tokens are found by their usual
 names; other names are given as `tokenizer.json?bos=<start>&eos=<stop>&pad=<pad>`.
@@ -100,17 +101,26 @@ def make_tokenizer(spec: str) -> Tokenizer:
         model = os.path.join(path, "tokenizer.model")
         json = os.path.join(path, "tokenizer.json")
         path = model if os.path.isfile(model) and not os.path.isfile(json) else json
-    if not os.path.isfile(path):
+    data = _read(path)
+    if data is None:
         hint = "'bytes', a tokenizer.json, a SentencePiece .model or CLIP's bpe_simple_vocab_16e6.txt.gz"
         if path.startswith("bpe:"):
             hint += "; train a BPE with `python -m maxlp.prepare text --train_tokenizer=VOCAB`"
         raise ValueError(f"tokenizer {spec!r}: no such file; give {hint}")
-    with open(path, "rb") as file:
-        data = file.read()
     try:
         return load(KINDS[_kind(path, data)])(data, **options)
     except ValueError as error:
         raise ValueError(f"tokenizer {path}: {one_line(error)}") from None
+
+
+def _read(path: str) -> bytes | None:
+    """The content of a file or URL, None if there is none."""
+    if "://" in path:
+        return load("maxlp.data.remote:read_if_there")(path)
+    if not os.path.isfile(path):
+        return None
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def _kind(path: str, data: bytes) -> str:
