@@ -1,4 +1,4 @@
-"""Files and folders that change atomically where the file system renames atomically; in buckets see `mirror`."""
+"""Files and folders that change atomically where renaming is atomic; in buckets see `mirror`."""
 
 import contextlib
 import json
