@@ -7,6 +7,7 @@ r"""Imports weights of other libraries, and exports trained weights.
 --format  files                                                  loads with
 ========= ====================================================== =======================================
 hf_llama  config.json, model*.safetensors                        transformers.AutoModelForCausalLM
+hf_qwen3  the same, of a dense Qwen3                             transformers.AutoModelForCausalLM
 hf_clip   the same, of CLIP or SigLIP                            transformers.AutoModel
 open_clip open_clip_config.json, open_clip_model.safetensors     open_clip.create_model("local-dir:DIR")
 ========= ====================================================== =======================================

@@ -30,6 +30,7 @@ from maxlp.runtime.safetensors import Tensors, write_tensors
 GOLDENS = Path(__file__).parent / "goldens"
 SOURCES = {  # golden -> family, format
     "llama_3_1": ("llama", "hf_llama"),
+    "qwen3": ("qwen3", "hf_qwen3"),
     "clip_hf_quick_gelu": ("clip", "hf_clip"),
     "clip_hf_siglip": ("clip", "hf_clip"),
     "clip_open_clip": ("clip", "open_clip"),
@@ -61,7 +62,7 @@ def write_source(folder: Path, name: str, **changes: Any) -> Path:
         folder, tensors, dtype="float32", weights=weight_format.weights_file, max_shard_bytes=shard
     )
     (folder / weight_format.config_file).write_text(json.dumps(config | changes))
-    if family == "llama":
+    if family in ("llama", "qwen3"):
         made = train_bpe(["to be or not to be, that is the question"] * 10, 270)
         (folder / "tokenizer.json").write_bytes(made.files["tokenizer.json"])
     else:
@@ -253,11 +254,11 @@ def test_folders_without_a_model_or_a_run_are_named(tmp_path):
         (
             '{"model_type": "blip"}',
             {},
-            "model_type='blip' is not supported; one of llama, clip, siglip",
+            "model_type='blip' is not supported; one of llama, qwen3, clip, siglip",
         ),
         ('{"model_type": "clip"', {}, "source/config.json is not JSON .Expecting"),
         ('{"model_type": "clip"}', {}, "neither model.safetensors nor"),  # pickles are not read
-        ('{"model_type": "clip"}', {"format_name": "gguf"}, "one of hf_llama, hf_clip, open_clip"),
+        ('{"model_type": "clip"}', {"format_name": "gguf"}, "one of hf_llama, hf_qwen3, hf_clip, open_clip"),
     ],
 )
 def test_inputs_that_cannot_be_imported_are_refused(tmp_path, content, options, message):
