@@ -71,7 +71,8 @@ def main() -> None:
     family, model, _ = read_model(c)
     if not family.generates_text:
         raise ValueError(
-            f"{workdir} holds a {family.name} model, which does not generate text; use the run of a language model"
+            f"{workdir} holds a {family.name} model, which does not generate text; use the run of a "
+            "language model"
         )
     tokenizer = tokenizers.make_tokenizer(saved_tokenizer(c.data.tokenizer, workdir))
     prompts = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts]

@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "precision": {"nn", "numerics"},
     "optim": {"numerics"},
     "monitoring": {"data", "optim", "runtime"},
-    "families": {"core", "nn"},
+    "families": {"core", "nn", "numerics", "runtime"},
     "run": {
         *("core", "data", "families", "monitoring", "nn", "optim", "parallel", "precision", "runtime"),
     },

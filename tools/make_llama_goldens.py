@@ -71,7 +71,11 @@ def llama_config(**config) -> transformers.LlamaConfig:
 
 
 def golden(
-    kind: type, config: transformers.PreTrainedConfig, seed: int, seq_len: int, grads: tuple[str, ...] = GRADS
+    kind: type,
+    config: transformers.PreTrainedConfig,
+    seed: int,
+    seq_len: int,
+    grads: tuple[str, ...] = GRADS,
 ) -> dict[str, np.ndarray]:
     """The arrays of a golden.
 

@@ -3,14 +3,13 @@
     pip install torch transformers numpy
     python tools/make_qwen_goldens.py tests/goldens
 
-The file has the arrays that `tools/make_llama_goldens.py` describes. The heads are together twice as wide as the
-model, whose embeddings are tied, as in the small Qwen3.
+The file has the arrays that `tools/make_llama_goldens.py` describes. The heads are together twice as wide
+as the model, whose embeddings are tied, as in the small Qwen3.
 """
 
 import sys
 
 import numpy as np
-import torch
 import transformers
 from make_llama_goldens import golden
 

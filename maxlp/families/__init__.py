@@ -1,8 +1,8 @@
 """Families of models: what ``config.model.name`` chooses.
 
 A family is a folder with the modules below and an entry in `FAMILIES`. It is imported only when a config
-names it: training a Llama imports nothing of CLIP. A family that differs little from another one imports that
-one's modules and holds only the differences, as `qwen3` does.
+names it: training a Llama imports nothing of CLIP. A family that differs little from another one imports
+that one's modules and holds only the differences, as `qwen3` does.
 
     task.py     FAMILY: the model, its data, its loss, its evaluation (`Family`)
     cost.py     COST: a closed form of the memory, work and collectives of a step

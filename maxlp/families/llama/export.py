@@ -35,6 +35,7 @@ def decoder_format(
         config_files=lambda model, make_tokenizer: config_files(config_to_hf(model), make_tokenizer),
         weights_file=safetensors.WEIGHTS,
         max_shard_bytes=safetensors.SHARD_BYTES,
+        quantizable=("model.layers.*_proj.weight",),
     )
 
 

@@ -73,7 +73,10 @@ def test_config_survives_the_round_trip():
     [
         (dict(use_sliding_window=True), "config.json: use_sliding_window=True is not supported"),
         (dict(attention_bias=True), "config.json: attention_bias=True is not supported"),
-        (dict(model_type="qwen3_moe"), "config.json: model_type='qwen3_moe' is not supported, only 'qwen3'"),
+        (
+            dict(model_type="qwen3_moe"),
+            "config.json: model_type='qwen3_moe' is not supported, only 'qwen3'",
+        ),
         (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "rope_type='yarn' is not supported"),
     ],
 )

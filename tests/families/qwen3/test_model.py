@@ -55,7 +55,9 @@ def test_attention_with_norms_equals_numpy():
     positions = jnp.arange(S)[None]
     rope = rope_table(positions, CONFIG.head_dim, THETA, None)
     out, _ = jax.jit(module)(x_SD[None], rope, positions, jnp.ones((1, S), jnp.int32), None)
-    params = jax.tree.map(lambda a: np.asarray(a, np.float64), nnx.to_pure_dict(nnx.state(module, nnx.Param)))
+    params = jax.tree.map(
+        lambda a: np.asarray(a, np.float64), nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    )
     # Outputs are of size 1; sums of 32 to 64 products in float32, each rounded by 6e-8.
     np.testing.assert_allclose(out[0], attention(params, x_SD.astype(np.float64)), atol=2e-5, rtol=0)
 
