@@ -100,10 +100,10 @@ def load_config(workdir: Path) -> ConfigDict:
     config = read_json(path, fields={"model": dict}, remedy=remedy)
     if config is None:
         raise ValueError(f"{path} does not exist: --workdir={workdir} holds no run")
-    return ConfigDict(_upgraded(config))
+    return ConfigDict(upgraded(config))
 
 
-def _upgraded(config: dict[str, Any]) -> dict[str, Any]:
+def upgraded(config: dict[str, Any]) -> dict[str, Any]:
     """A config of an earlier version in today's keys and words."""
     for old, new in RENAMED.items():
         section, key = old.split(".")
