@@ -7,16 +7,20 @@ r"""Imports weights of other libraries, and exports trained weights.
 --format  files                                                  loads with
 ========= ====================================================== =======================================
 hf_llama  config.json, model*.safetensors                        transformers.AutoModelForCausalLM
+hf_qwen3  the same, of a dense Qwen3                             transformers.AutoModelForCausalLM
 hf_clip   the same, of CLIP or SigLIP                            transformers.AutoModel
 open_clip open_clip_config.json, open_clip_model.safetensors     open_clip.create_model("local-dir:DIR")
 ========= ====================================================== =======================================
+
+--quantize=int8 or fp8 exports the matmuls of a language model's blocks in 8 bits, for vLLM and transformers
+(compressed-tensors), and the rest in bfloat16; an import reads such folders too.
 
 An import detects the format from the config in its folder; an export of a CLIP writes hf_clip by default.
 The result of an import is a run at step 0: `generate` samples from it, and training starts from it with
 --config.train.init_from=DIR. --image_size=336 interpolates the position embeddings of an image tower.
 
 Both run on the CPU and need memory for one copy of the model. An export also needs memory for one file of
-2 GB (open_clip: for a second copy of the model).
+2 GB (open_clip: for a second copy of the model), and with --quantize for the codes, one byte each.
 """
 
 import contextlib
@@ -37,7 +41,7 @@ from ml_collections import ConfigDict
 from maxlp import families
 from maxlp.core.train_state import abstract_model, num_params
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
-from maxlp.families import Family, weights
+from maxlp.families import Family, compressed_tensors, weights
 from maxlp.families.weights import WeightFormat
 from maxlp.nn.lora import merged_params
 from maxlp.parallel import sharding
@@ -71,6 +75,8 @@ def define_flags() -> None:
     flags.DEFINE_string("output", None, "Folder to write; new or empty.")
     dtypes = ["float32", "bfloat16", "float16"]
     flags.DEFINE_enum("dtype", None, dtypes, "Dtype of the written weights; by default that of the input.")
+    schemes = [*compressed_tensors.SCHEMES]
+    flags.DEFINE_enum("quantize", None, schemes, "export: write the matmuls of blocks in 8 bits.")
     flags.DEFINE_integer("image_size", None, "import: image size to resize the model to.", lower_bound=1)
 
 
@@ -85,7 +91,7 @@ def main(command: str = "nothing") -> None:
         )
     elif command == "export":
         workdir, output = _required("workdir"), _required("output")
-        export_weights(workdir, output, values.format, values.step, values.dtype)
+        export_weights(workdir, output, values.format, values.step, values.dtype, values.quantize)
         print_primary(f"{output} holds {', '.join(sorted(path.name for path in output.iterdir()))}")
     else:
         raise ValueError(f"the first argument must be 'import' or 'export', not {command!r}")
@@ -125,8 +131,9 @@ def import_weights(
             f"--image_size={image_size} is for models of images, and {source} holds a {family.name}; "
             "drop the flag"
         )
-    tensors = Tensors(source, weight_format.weights_file)
+    stored_tensors = Tensors(source, weight_format.weights_file)
     with _naming(source / weight_format.config_file):
+        tensors = compressed_tensors.dequantized(stored_tensors, source / weight_format.config_file)
         keywords, stored = weight_format.read_model(source, tensors)
         model = family.Model(
             **keywords,
@@ -209,6 +216,7 @@ def export_weights(
     format_name: str | None = None,
     step: int | None = None,
     dtype: str | None = None,
+    quantize: str | None = None,
 ) -> None:
     """Writes a run's weights, config and tokenizer as a folder that another library loads.
 
@@ -216,15 +224,21 @@ def export_weights(
       format_name: a format of the run's family; None takes the first one.
       step: None takes the newest intact checkpoint.
       dtype: of the tensors; None takes the run's ``param_dtype``.
+      quantize: a key of `compressed_tensors.SCHEMES` for the matmuls of blocks; the rest is in bfloat16.
 
     Raises:
-      ValueError: no run, no such checkpoint, a format that does not support the model, or an output folder
-        that is not empty.
+      ValueError: no run, no such checkpoint, a format that does not support the model or the scheme, or an
+        output folder that is not empty.
     """
     _check_unused(output)
+    if quantize is not None and dtype is not None:
+        raise ValueError(
+            f"--quantize={quantize} writes what it does not quantize in bfloat16; drop --dtype={dtype}"
+        )
     c = run_dir.load_config(workdir)
     family, model, _ = read_model(c)
-    model = dataclasses.replace(model, param_dtype=dtype or model.param_dtype)
+    stored = dtype or model.param_dtype if quantize is None else "bfloat16"
+    model = dataclasses.replace(model, param_dtype=stored)
     known = weights.formats(family.name)
     format_name = format_name or next(iter(known))
     if format_name not in known:
@@ -233,6 +247,10 @@ def export_weights(
             f"{', '.join(known)}"
         )
     weight_format = known[format_name]
+    if quantize is not None and not weight_format.quantizable:
+        raise ValueError(
+            f"--quantize={quantize} is for language models, not for {format_name}; drop the flag"
+        )
 
     def run_tokenizer() -> Tokenizer | None:
         if not any((workdir / name).exists() for name in TOKENIZER_FILES):
@@ -241,13 +259,19 @@ def export_weights(
 
     # Before any weights are read: these raise for a model that the format does not support.
     layout, texts = weight_format.layout(model), weight_format.config_files(model, run_tokenizer)
+    scheme = None if quantize is None else compressed_tensors.SCHEMES[quantize]
+    if scheme is not None:
+        texts[weight_format.config_file]["quantization_config"] = scheme.config()
     with files.unfinished(output) as unfinished:
         # Of schedule_free_adamw, the averaged parameters.
         graphdef, state, _ = restore_model(c, workdir, step, _cpu_mesh())
         params = merged_params(nnx.merge(graphdef, state["params"], state["model_state"]))
-        params = jax.tree.map(lambda leaf: leaf.astype(model.param_dtype), params)
+        if scheme is None:  # else codes are computed from the weights as they are
+            params = jax.tree.map(lambda leaf: leaf.astype(model.param_dtype), params)
         with _naming(workdir):
             tensors = weights.to_other(params, layout)
+        if scheme is not None:
+            tensors = compressed_tensors.quantize(tensors, weight_format.quantizable, scheme)
         write_tensors(
             unfinished,
             tensors,

@@ -1,6 +1,7 @@
 r"""Evaluates a trained model on validation data.
 
-Llama: loss, perplexity, bits per byte of text. CLIP: zero-shot classification, retrieval, linear probe.
+Llama, Qwen3: loss, perplexity, bits per byte of text. CLIP: zero-shot classification, retrieval, linear
+probe.
 
     python -m maxlp.evaluate --workdir=/tmp/run
     python -m maxlp.evaluate --workdir=/tmp/run --step=200

@@ -1,4 +1,4 @@
-r"""Continues prompts with a trained Llama.
+r"""Continues prompts with a trained language model.
 
     python -m maxlp.generate --workdir=/tmp/run --prompt="def " --prompt="class " --max_new_tokens=100
 
@@ -69,9 +69,10 @@ def main() -> None:
     workdir, texts = files.local_path(f.workdir, "--workdir"), f.prompt or [""]
     c = run_dir.load_config(workdir)
     family, model, _ = read_model(c)
-    if family.name != "llama":
+    if not family.generates_text:
         raise ValueError(
-            f"{workdir} holds a {family.name} model, which does not generate text; use the run of a Llama"
+            f"{workdir} holds a {family.name} model, which does not generate text; use the run of a "
+            "language model"
         )
     tokenizer = tokenizers.make_tokenizer(saved_tokenizer(c.data.tokenizer, workdir))
     prompts = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts]

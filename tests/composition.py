@@ -92,6 +92,7 @@ FEATURES = [
     Feature("guard=rollback", "guard", {"spikes.guard": "rollback"}, True),
     Feature("remat=block", "remat", {"model.remat": "block"}, True),
     Feature("remat=dots", "remat", {"model.remat": "dots"}, True),
+    Feature("qk_norm", "qk_norm", {"model.qk_norm": True}),
     Feature("fsdp", "fsdp", {"mesh.fsdp": 2}, True),
     Feature("tensor", "tensor", {"mesh.tensor": 2}, True),
     Feature("context", "context", {"mesh.context": 2, "model.attention": "ring"}, True),

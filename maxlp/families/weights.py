@@ -124,6 +124,8 @@ class WeightFormat:
       config_files: (model, make_tokenizer) to the content of the JSON files by name; raises a ValueError
         like ``layout``. make_tokenizer() makes the run's tokenizer, or returns None if it has no file.
       weights_file, max_shard_bytes: as in `runtime.safetensors.write_tensors`.
+      quantizable: patterns of the names of the tensors that can be written in 8 bits, see
+        `families.compressed_tensors`.
       resize: (params, model, image_size) to the params and the model for images of that size; None for
         models without images.
     """
@@ -135,6 +137,7 @@ class WeightFormat:
     weights_file: str
     max_shard_bytes: int
     model_types: tuple[str, ...] = ()
+    quantizable: tuple[str, ...] = ()
     resize: Callable[[dict, Any, int], tuple[dict, Any]] | None = None
 
     def matches(self, folder: Path) -> bool:

@@ -49,7 +49,8 @@ def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> dict[str,
     """
     if not (workdir / "config.json").exists():
         return {}
-    old, new = _flat(run_dir.load_config(workdir).to_dict()), _flat(json.loads(c.to_json_best_effort()))
+    old = _flat(run_dir.load_config(workdir).to_dict())
+    new = _flat(run_dir.upgraded(json.loads(c.to_json_best_effort())))
     keys = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
     changes = {k: f"config.{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in keys}
     refused = [change for key, change in changes.items() if is_fixed(key)]

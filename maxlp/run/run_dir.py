@@ -100,15 +100,17 @@ def load_config(workdir: Path) -> ConfigDict:
     config = read_json(path, fields={"model": dict}, remedy=remedy)
     if config is None:
         raise ValueError(f"{path} does not exist: --workdir={workdir} holds no run")
-    return ConfigDict(_upgraded(config))
+    return ConfigDict(upgraded(config))
 
 
-def _upgraded(config: dict[str, Any]) -> dict[str, Any]:
-    """A config of version 0.1 in today's keys and words."""
+def upgraded(config: dict[str, Any]) -> dict[str, Any]:
+    """A config of an earlier version in today's keys and words."""
     for old, new in RENAMED.items():
         section, key = old.split(".")
         if key in config.get(section, {}):
             config[section][new.split(".")[1]] = config[section].pop(key)
+    if config["model"].get("name") == "llama":
+        config["model"].setdefault("qk_norm", False)
     low_bit = config.get("optimizer", {}).get("low_bit")
     if low_bit is not None and "mu" not in low_bit:
         low_bit |= {"mu": "float8_e4m3fn", "nu": "float8_e5m2"}  # what an empty section meant

@@ -46,6 +46,10 @@ LLAMA: dict[str, dict[str, Any]] = {
     "stage 2": {"mesh.stage": 2, "model.pipeline.microbatches": 4},
     "stage 4, 2 rounds": {"mesh.stage": 4, "model.pipeline.rounds": 2},
     "remat offload": {"model.remat": "offload"},
+    "qk_norm": {"model.qk_norm": True},
+    "qk_norm, remat none": {"model.qk_norm": True, "model.remat": "none"},
+    "qk_norm, remat dots": {"model.qk_norm": True, "model.remat": "dots"},
+    "qk_norm, wide heads": {"model.qk_norm": True, "model.head_dim": 128, "model.mlp_dim": 3072},
 }
 RELEASED = {"train.release_gradients": True, "optimizer.clip_norm": 0.0}
 PURE = {"model.param_dtype": "bfloat16", "optimizer.param_rounding": "stochastic"}

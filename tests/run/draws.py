@@ -292,6 +292,7 @@ LLAMA: dict[str, list[Changes]] = {
         *each("model.vocab_size", 100, 63, 256),
         *each("model.num_layers", 1, 3, 4),
         *each("model.head_dim", 4, 16, 6),
+        *each("model.qk_norm", True),
         *each("model.init_std", None, model__tie_embeddings=True),
         {
             "model.rope_scaling.factor": 8.0,

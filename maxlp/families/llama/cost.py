@@ -29,7 +29,7 @@ class Sizes:
       a, param: bytes of one number of an activation and of a parameter.
       schedule: of the pipeline; one stage and one microbatch if there is none.
       released: each layer is updated in the backward pass.
-      remat, attention, platform: see `LlamaConfig` and `Machine`.
+      qk_norm, remat, attention, platform: see `LlamaConfig` and `Machine`.
     """
 
     R: int
@@ -51,6 +51,7 @@ class Sizes:
     param: int
     schedule: Schedule
     released: bool
+    qk_norm: bool
     remat: str
     attention: str
     platform: str
@@ -109,6 +110,7 @@ def sizes(s: Settings, machine: Machine) -> Sizes:
         param=jnp.dtype(m.param_dtype).itemsize,
         schedule=m.pipeline.schedule(stages) if stages > 1 else Schedule(1, 1, 1),
         released=s.train.release_gradients,
+        qk_norm=m.qk_norm,
         # Released gradients keep the inputs of the blocks and recompute the rest.
         remat="block" if s.train.release_gradients else m.remat,
         attention=m.attention,
@@ -172,9 +174,14 @@ def saved(s: Sizes) -> float:
         return x + q + 2 * k + x + 2 * f + (q + s.log_sums if s.saves_attention else 0.0)
     # JAX saves six F-wide arrays, three float32 arrays of each norm, both normed inputs, q, k, v, the
     # output of attention twice, and the weights in the dtype of the matmuls.
-    norms = 6 * s.T * s.D * 4 / s.t + 2 * s.T * s.D * s.a
+    norms = 6 * s.T * s.D * 4 / s.t + 2 * s.T * s.D * s.a + 3 * normed_heads(s)
     probs = (4 + s.a) * squares(s) if s.attention == "xla" else 0.0
     return 6 * f + norms + 2 * q + 2 * k + x + probs + s.block_params * s.a / (s.shards * s.t)
+
+
+def normed_heads(s: Sizes) -> float:
+    """Bytes of q and k in float32, if they are normed."""
+    return s.T * (s.N + s.K) * s.H * 4 / s.t if s.qk_norm else 0.0
 
 
 def squares(s: Sizes) -> float:
@@ -205,8 +212,9 @@ def of_block(s: Sizes) -> dict[str, float]:
     is gathered. Of attention it holds the inputs and the output; dense attention peaks before the MLP is
     recomputed, with probabilities and their gradient in float32 and rounded; for ring attention see
     `of_ring`. Of the residual stream it holds four whole arrays, and with a tensor axis up to five more:
-    gathered for what is recomputed, and sums to scatter. Seven tenths of the gathered weights are in use at
-    that moment, and as much of the rounded ones, see `rounded_weights`.
+    gathered for what is recomputed, and sums to scatter. The TPU compiler holds normed queries and keys in
+    float32 twice. Seven tenths of the gathered weights are in use at that moment, and as much of the
+    rounded ones, see `rounded_weights`.
     """
     x, f = s.T * s.D * s.a, s.T * s.F * s.a / s.t
     q, k = s.T * s.N * s.H * s.a / s.t, s.T * s.K * s.H * s.a / s.t
@@ -218,6 +226,8 @@ def of_block(s: Sizes) -> dict[str, float]:
     if s.attention == "ring":
         attention = of_ring(s) + 4 * x + split
     attention += x / s.t
+    if s.platform == "tpu" and s.remat != "none":  # else they are saved
+        mlp, attention = mlp + 2 * normed_heads(s), attention + 2 * normed_heads(s)
     weights = s.block_params * s.a / s.t
     return {
         "a block's activations": max(mlp, attention),

@@ -179,4 +179,5 @@ FAMILY = Family(
     describe_batch=describe_batch,
     search_choices={"model.attention": ("ring",)},
     loss_parts=loss_parts,
+    generates_text=True,
 )
