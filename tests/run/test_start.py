@@ -83,7 +83,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"train.init_from": "gs://bucket/run"},
-        "config.train.init_from=gs://bucket/run: path=gs://bucket/run is a URL",
+        "config.train.init_from=gs://bucket/run is a URL",
     ),
     ("llama", {"metrics.wandb_project": "x"}, "config.metrics.wandb_project='x' needs wandb"),
     ("clip", {"data.source": "tar:/nowhere.tar"}, "/nowhere.tar"),
