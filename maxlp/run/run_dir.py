@@ -1,8 +1,8 @@
 """The files of a run beside its checkpoints.
 
 config.json   the resolved config
-run.json      every start of the run: time, step, command, git revision, versions, devices; and the step of
-              the last checkpoint that was completed
+run.json      every start of the run: time, step, command, git revision, versions, devices; the step of the
+              last checkpoint that was completed; the commit of each repository of the Hub
 tokenizer.*   the tokenizer's own file, if it has one
 lock          names the process that trains here, see `runtime.lock`
 metrics.jsonl, tensorboard/, loss.png, checkpoints/, spikes/
@@ -142,7 +142,14 @@ def record_start(workdir: Path, step: int, num_params: int) -> None:
             "host": platform.node(),
         }
     )
+    if (hub := sys.modules.get("maxlp.runtime.hub")) and hub.commits:
+        record["hub_commits"] = hub.commits
     write_json(workdir / "run.json", record)
+
+
+def hub_commits(workdir: Path) -> dict[str, str]:
+    """The commits at which the run took repositories of the Hub, by their ids."""
+    return _read_record(workdir).get("hub_commits", {})
 
 
 def record_checkpoint(workdir: Path, step: int) -> None:
