@@ -9,7 +9,7 @@ record the fingerprint of the tokenizer that they were trained with, and the dat
 import hashlib
 from pathlib import Path
 
-from maxlp.data.tokenizers import Tokenizer, make_tokenizer
+from maxlp.data.tokenizers import CHAT_TEMPLATE, TOKENIZER_CONFIG, Tokenizer, make_tokenizer
 from maxlp.run.changes import saved_data_state
 from maxlp.run.config import ConfigError
 from maxlp.run.constraints import too_many_tokens
@@ -29,7 +29,7 @@ def prepare_tokenizer(s: Settings, workdir: Path) -> str:
     is_kept = saved_data_state(workdir) is not None and any((workdir / name).exists() for name in FILES)
     if distributed.is_primary() and not is_kept:
         made = _make(s)
-        for name in FILES:
+        for name in (*FILES, TOKENIZER_CONFIG, CHAT_TEMPLATE):
             if name in made.files:
                 files.write_bytes(workdir / name, made.files[name])
             else:
@@ -84,4 +84,5 @@ def saved_tokenizer(spec: str, workdir: Path) -> str:
             f"{found[0]} is not the tokenizer that the run was trained with (its SHA-256 is "
             f"{fingerprint[:12]}…, in the checkpoint {trained_with[:12]}…); put the original file back"
         )
-    return f"{found[0]}?{options}" if options else str(found[0])
+    kept = [option for option in options.split("&") if not option.startswith("chat_template=")]
+    return f"{found[0]}?{'&'.join(kept)}" if any(kept) else str(found[0])

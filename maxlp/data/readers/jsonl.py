@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from maxlp.data.readers import BrokenExample, as_text, find_files, locate
+from maxlp.data.chat import as_messages
+from maxlp.data.readers import BrokenExample, as_text, find_files, locate, missing
 from maxlp.data.sources import VALIDATION, Source, Spec
 from maxlp.data.specs import one_line
 
@@ -16,8 +17,8 @@ BLOCK_BYTES = 2**24  # read at a time to find the lines of a file
 class JsonLines:
     """One document per line. Keeps the offsets of lines in memory, 8 bytes each, and no file open."""
 
-    def __init__(self, paths: list[str], text_key: str):
-        self._paths, self._text_key = paths, text_key
+    def __init__(self, paths: list[str], text_key: str, messages_key: str = ""):
+        self._paths, self._key, self._is_chat = paths, messages_key or text_key, bool(messages_key)
         self._starts = [_line_starts(path) for path in paths]
         self._ends = list(itertools.accumulate(len(starts) for starts in self._starts))
 
@@ -33,10 +34,12 @@ class JsonLines:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise BrokenExample(f"not a complete JSON object ({one_line(error)})") from None
-        if not isinstance(value, dict) or self._text_key not in value:
+        if not isinstance(value, dict) or self._key not in value:
             found = ", ".join(value) if isinstance(value, dict) else type(value).__name__
-            raise BrokenExample(f"no {self._text_key!r}, found: {found}; set ?text_key=")
-        return {"text": as_text(value[self._text_key], self._text_key)}
+            raise BrokenExample(missing(self._key, found))
+        if self._is_chat:
+            return {"messages": as_messages(value[self._key], self._key)}
+        return {"text": as_text(value[self._key], self._key)}
 
     def where(self, row: int) -> str:
         path, start = self._place(row)
@@ -52,10 +55,13 @@ class JsonLines:
         return self._paths[number], int(self._starts[number][row])
 
 
-def open_jsonl(spec: Spec, *, text_key: str = "text", validation: float = VALIDATION) -> Source:
-    """Opens JSON Lines files; `text_key` is the key of the text in each object."""
+def open_jsonl(
+    spec: Spec, *, text_key: str = "text", messages_key: str = "", validation: float = VALIDATION
+) -> Source:
+    """Opens JSON Lines files; `text_key` is the key of the text in each object, or `messages_key` that of a
+    conversation."""
     _, paths = find_files(spec.path, ".jsonl")
-    return Source(spec, JsonLines(paths, text_key), validation=validation)
+    return Source(spec, JsonLines(paths, text_key, messages_key), validation=validation)
 
 
 def _line_starts(path: str) -> np.ndarray:

@@ -4,7 +4,8 @@ import functools
 import itertools
 from typing import Any
 
-from maxlp.data.readers import as_text, find_files, locate
+from maxlp.data.chat import as_messages
+from maxlp.data.readers import as_text, find_files, locate, missing
 from maxlp.data.sources import VALIDATION, Source, Spec
 from maxlp.data.specs import import_extra, one_line
 
@@ -12,9 +13,9 @@ from maxlp.data.specs import import_extra, one_line
 class ParquetRows:
     """One document per row. Each process keeps a few decoded row groups."""
 
-    def __init__(self, paths: list[str], text_key: str):
-        self._text_key = text_key
-        sizes = {(p, group): rows for p in paths for group, rows in enumerate(_group_sizes(p, text_key))}
+    def __init__(self, paths: list[str], text_key: str, messages_key: str = ""):
+        self._key, self._is_chat = messages_key or text_key, bool(messages_key)
+        sizes = {(p, group): rows for p in paths for group, rows in enumerate(_group_sizes(p, self._key))}
         self._groups = list(sizes)
         self._ends = list(itertools.accumulate(sizes.values())) or [0]
 
@@ -24,7 +25,10 @@ class ParquetRows:
     def __getitem__(self, row: int) -> dict[str, Any]:
         number, row = locate(self._ends, row)
         path, group = self._groups[number]
-        return {"text": as_text(_column(path, group, self._text_key)[row].as_py(), self._text_key)}
+        value = _column(path, group, self._key)[row].as_py()
+        if self._is_chat:
+            return {"messages": as_messages(value, self._key)}
+        return {"text": as_text(value, self._key)}
 
     def where(self, row: int) -> str:
         number, row = locate(self._ends, row)
@@ -35,13 +39,15 @@ class ParquetRows:
         return list(dict.fromkeys(path for path, _ in self._groups))
 
 
-def open_parquet(spec: Spec, *, text_key: str = "text", validation: float = VALIDATION) -> Source:
-    """Opens Parquet files; `text_key` is the column of the text."""
+def open_parquet(
+    spec: Spec, *, text_key: str = "text", messages_key: str = "", validation: float = VALIDATION
+) -> Source:
+    """Opens Parquet files; `text_key` is the column of the text, `messages_key` that of conversations."""
     _, paths = find_files(spec.path, ".parquet")
-    return Source(spec, ParquetRows(paths, text_key), validation=validation)
+    return Source(spec, ParquetRows(paths, text_key, messages_key), validation=validation)
 
 
-def _group_sizes(path: str, text_key: str) -> list[int]:
+def _group_sizes(path: str, key: str) -> list[int]:
     """Number of rows in each row group."""
     parquet = import_extra("pyarrow.parquet")
     try:
@@ -50,8 +56,8 @@ def _group_sizes(path: str, text_key: str) -> list[int]:
         raise ValueError(f"{path} is not a readable Parquet file ({one_line(error)})") from None
     with file:
         names = file.schema_arrow.names
-        if text_key not in names:
-            raise ValueError(f"{path}: no column {text_key!r}, found: {', '.join(names)}; set ?text_key=")
+        if key not in names:
+            raise ValueError(f"{path}: {missing(key, ', '.join(names))}")
         metadata = file.metadata
         return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
 

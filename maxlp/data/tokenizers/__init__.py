@@ -9,6 +9,9 @@
 The ids of the beginning-of-document, end-of-document and padding tokens are found by their usual
 names; other names are given as `tokenizer.json?bos=<start>&eos=<stop>&pad=<pad>`.
 
+What is beside a file, `tokenizer_config.json` and `chat_template.jinja`, belongs to the tokenizer;
+`tokenizer.json?chat_template=FILE` names another chat template, and `?chat_template=plain` a simple one.
+
 `encode` adds no special tokens and recognizes none: the characters `<|end_of_text|>` in a document
 become ordinary tokens. Bytes that are not UTF-8 become U+FFFD, except in the byte tokenizer, which
 keeps every byte.
@@ -16,8 +19,9 @@ keeps every byte.
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 
@@ -33,6 +37,7 @@ KINDS = {
 BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<|endoftext|>")
 EOS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
 PAD = ("<|pad|>", "<pad>", "<|finetune_right_pad_id|>")
+TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 CLIP_SETTING = b'"</w>"'  # occurs in a tokenizer.json only as CLIP's `end_of_word_suffix`
 
 
@@ -43,7 +48,8 @@ class Tokenizer:
       vocab_size: the number V of ids.
       bos_id, eos_id, pad_id: special tokens; a vocabulary without bos or pad uses `eos_id` for them.
       fingerprint: identifies the tokenizer: the SHA-256 of its file, or "bytes".
-      files: file name to contents; enough to make the tokenizer again.
+      specials: name to id of the special tokens that `encode_sections` recognizes.
+      files: file name to contents; enough to make the tokenizer again. That of the tokenizer comes first.
     """
 
     vocab_size: int
@@ -51,11 +57,26 @@ class Tokenizer:
     eos_id: int
     pad_id: int
     fingerprint: str
+    specials: Mapping[str, int] = MappingProxyType({})
     files: dict[str, bytes]
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Ids, int32 [T], of a text, without special tokens."""
         raise NotImplementedError
+
+    def encode_sections(
+        self, sections: Sequence[tuple[str, bool]]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Encodes a text that contains special tokens, as that of a chat.
+
+        Args:
+          sections: pieces of the text, and whether special tokens are recognized in them.
+
+        Returns:
+          Ids, and the offsets in the whole text of the first character of each token and of the one
+          behind its last; int32 [T].
+        """
+        raise ValueError("chats need a tokenizer.json; convert the tokenizer to one")
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids; special tokens and ids outside the vocabulary are left out."""
@@ -91,8 +112,11 @@ def make_tokenizer(spec: str) -> Tokenizer:
     """
     path, options = split_options(spec)
     for key in options:
-        if key not in ("bos", "eos", "pad"):
-            raise ValueError(f"tokenizer {spec!r}: unknown option {key!r}; known: bos, eos, pad")
+        if key not in ("bos", "eos", "pad", "chat_template"):
+            raise ValueError(
+                f"tokenizer {spec!r}: unknown option {key!r}; known: bos, eos, pad, chat_template"
+            )
+    template = options.pop("chat_template", None)
     if path == "bytes" and not options:
         return load(KINDS["bytes"])()
     path = os.path.expanduser(path)
@@ -108,9 +132,27 @@ def make_tokenizer(spec: str) -> Tokenizer:
     with open(path, "rb") as file:
         data = file.read()
     try:
-        return load(KINDS[_kind(path, data)])(data, **options)
+        made = load(KINDS[_kind(path, data)])(data, **options)
     except ValueError as error:
         raise ValueError(f"tokenizer {path}: {one_line(error)}") from None
+    made.files |= _files_beside(path, template)
+    return made
+
+
+def _files_beside(path: str, template: str | None) -> dict[str, bytes]:
+    """The files that belong to a tokenizer besides its own; `template` replaces the one that is there."""
+    found = {}
+    for name in (TOKENIZER_CONFIG, CHAT_TEMPLATE):
+        beside = os.path.join(os.path.dirname(path), name)
+        if os.path.isfile(beside):
+            with open(beside, "rb") as file:
+                found[name] = file.read()
+    if template == "plain":
+        found[CHAT_TEMPLATE] = load("maxlp.data.chat:PLAIN").encode()
+    elif template is not None:
+        with open(os.path.expanduser(template), "rb") as file:
+            found[CHAT_TEMPLATE] = file.read()
+    return found
 
 
 def _kind(path: str, data: bytes) -> str:
