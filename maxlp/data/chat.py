@@ -14,10 +14,13 @@ one character of an answer belongs to it, so that a token across the beginning o
 To find the contents in the text, they are rendered once more between marks.
 """
 
+from __future__ import annotations
+
 import functools
 import json
 import re
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +29,9 @@ from maxlp.data.readers import BrokenExample
 from maxlp.data.sources import Source
 from maxlp.data.specs import import_extra, one_line
 from maxlp.data.tokenizers import CHAT_TEMPLATE, TOKENIZER_CONFIG, Tokenizer, as_str
+
+if TYPE_CHECKING:
+    from maxlp.data.text import TextDataConfig
 
 Messages = list[dict[str, Any]]
 Spans = list[tuple[int, int]]
@@ -84,19 +90,60 @@ def _kind(value: Any) -> str:
     return "empty" if value in ([], ()) else type(value).__name__
 
 
-class Conversations:
-    """The conversations of a source as tokens: `{"tokens": int32}`, see `Chat.encode`."""
+def open_conversations(
+    sources: Sequence[Source], chats: Sequence[bool], tokenizer: Tokenizer, config: TextDataConfig
+) -> tuple[list[Source | Conversations], str]:
+    """Sources, some of them of conversations, as documents of a run.
 
-    def __init__(self, source: Source, chat: "Chat"):
-        self._source, self._chat = source, chat
+    Args:
+      chats: which they are.
+
+    Returns:
+      The sources, and the fingerprint of the template; empty if all conversations are tokens already.
+
+    Raises:
+      ValueError: the packing would cut conversations, or the tokenizer has no usable template.
+    """
+    if config.packing != "first_fit":
+        raise ValueError(
+            f"data.packing={config.packing} would cut conversations anywhere; set data.packing=first_fit"
+        )
+    has_messages = any("messages" in part[0] for part in sources)
+    chat = make_chat(tokenizer, config.tokenizer) if has_messages else None
+    return [
+        Conversations(part, chat, config.seq_len) if is_chat else part
+        for part, is_chat in zip(sources, chats, strict=True)
+    ], chat.fingerprint if chat else ""
+
+
+class Conversations:
+    """Conversations as documents of a run, in place of the records of their source.
+
+    A document is {"conversation": tokens, "counts": names of what to count it as}. Its tokens are as many
+    as a window of `seq_len` holds with its targets, and none if there is no answer among them.
+    """
+
+    def __init__(self, source: Source, chat: Chat | None, seq_len: int):
+        """Takes messages, which need `chat`, or tokens."""
+        self._source, self._chat, self._seq_len = source, chat, seq_len
 
     def __len__(self) -> int:
         return len(self._source)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        messages = self._source[index]["messages"]
+        tokens = self.tokens(index)
+        cut = tokens[: self._seq_len + 1]
+        if not (cut[1:] >= 0).any():
+            return {"conversation": cut[:0], "counts": ("read", "skipped")}
+        return {"conversation": cut, "counts": ("read", "cut") if len(cut) < len(tokens) else ("read",)}
+
+    def tokens(self, index: int) -> np.ndarray:
+        """All tokens of a conversation, see `Chat.encode`."""
+        record = self._source[index]
+        if self._chat is None or "tokens" in record:
+            return record["tokens"]
         try:
-            return {"tokens": self._chat.encode(messages)}
+            return self._chat.encode(record["messages"])
         except ValueError as error:
             raise BrokenExample(f"{self._source.where(index)}: {error}") from None
 
@@ -154,44 +201,43 @@ class Chat:
             is_learned_T |= answer_T
         return np.where(is_learned_T, ids, ~ids)
 
-    def _encode(self, parts: "_Parts") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _encode(self, parts: _Parts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids, and the offsets of the first and behind the last character of each, int32 [T]."""
         # What spells a special token within a message is text.
         sections, last = [], 0
-        for begin, end in parts.contents if self._special_ids else ():
-            for match in self._special.finditer(parts.text, begin, end):
+        for begin, end in parts.contents:
+            for match in self._special.finditer(parts.text, begin, end) if begin >= 0 else ():
                 sections += [(parts.text[last : match.start()], True), (match[0], False)]
                 last = match.end()
         return self._tokenizer.encode_sections([*sections, (parts.text[last:], True)])
 
-    def _render_parts(self, messages: Messages, prompt: bool = False) -> "_Parts":
+    def _render_parts(self, messages: Messages, prompt: bool = False) -> _Parts:
         """The text of a conversation, and where its answers and contents are."""
-        plain = self._render(messages, prompt)
-        marked = self._render([self._marked(message) for message in messages], prompt)
-        same = _unmarked(marked) == _unmarked(plain)
+        plain, marked = self._render(messages, prompt), self._render([*map(self._marked, messages)], prompt)
+        text, contents = _find_spans(marked, CONTENT)
+        plain_text, own_answers = _find_spans(plain, ANSWER)
         if self._marks_itself:
-            text, found = _find_marks(marked if same else plain)
-            answers = list(zip(found[ANSWER[0]], found[ANSWER[1]], strict=True))
-            return _Parts(text, answers, list(zip(found[CONTENT[0]], found[CONTENT[1]], strict=False)))
-        text, found = _find_marks(marked)
-        ends = found[ANSWER[1]]
+            return _Parts(plain_text, own_answers, contents if plain_text == text else [])
+        _, found = _find_spans(marked, ANSWER)
         answers = [
-            (self._answer_begin(text, found[ANSWER[0]], after, end), end)
-            for after, end in zip([0, *ends], ends, strict=False)
+            (self._answer_begin(text, begin, after, end), end)
+            for (begin, end), after in zip(found, [0, *(end for _, end in found)], strict=False)
         ]
         num_answers = sum(message["role"] == "assistant" for message in messages)
-        if not same or [begin >= 0 for begin, _ in answers] != [True] * num_answers:
+        if text != plain_text or [begin >= 0 for begin, _ in answers] != [True] * num_answers:
             raise ValueError(
                 "the chat template changes the assistant's messages, so that they cannot be found in its"
                 " text; mark them in it with {% generation %}"
             )
-        contents = [*answers, *zip(found[CONTENT[0]], found[CONTENT[1]], strict=False)]
-        return _Parts(text, answers, sorted(contents))
+        return _Parts(text, answers, sorted([*found, *contents]))
 
-    def _answer_begin(self, text: str, begins: list[int], after: int, end: int) -> int:
-        """Where the answer begins whose content ends at `end`, behind the previous at `after`; or -1."""
-        # Templates that drop the reasoning of earlier turns also drop the mark at its beginning.
-        begin = next((begin for begin in begins if after <= begin <= end), -1)
+    def _answer_begin(self, text: str, begin: int, after: int, end: int) -> int:
+        """Where an answer begins; -1 if that is not known.
+
+        Args:
+          begin, end: of its content; begin is -1 if the template has dropped what was there.
+          after: the end of the previous one.
+        """
         prompt = self._generation_prompt
         found = text.rfind(prompt, after, end if begin < 0 else begin) if prompt else -1
         return begin if found < 0 else found + len(prompt)
@@ -200,7 +246,7 @@ class Chat:
         """The message with marks around its content, within white space that a template may strip."""
         content, is_answer = message["content"], message["role"] == "assistant" and not self._marks_itself
         core = content.strip()
-        before, _, behind = content.partition(core) if core else ("", "", content)
+        before, _, behind = content.partition(core) if core else (content, "", "")
         first, last = ANSWER if is_answer else CONTENT
         return message | {"content": f"{before}{first}{core}{last}{behind}"}
 
@@ -237,21 +283,23 @@ class _Parts(NamedTuple):
     contents: Spans
 
 
-def _find_marks(marked: str) -> tuple[str, dict[str, list[int]]]:
-    """The text without marks, and the offset in it of each mark."""
-    texts, length = [], 0
-    found: dict[str, list[int]] = {mark: [] for mark in MARKS}
+def _find_spans(marked: str, marks: Sequence[str]) -> tuple[str, Spans]:
+    """The text without any marks, and the spans between the first and the last of `marks`.
+
+    The begin of a span is -1 if its first mark is missing.
+    """
+    texts, length, begin = [], 0, -1
+    spans: Spans = []
     for piece in re.split(f"([{MARKS}])", marked):
-        if piece in found:
-            found[piece].append(length)
-        else:
+        if piece not in MARKS or not piece:
             texts.append(piece)
             length += len(piece)
-    return "".join(texts), found
-
-
-def _unmarked(text: str) -> str:
-    return re.sub(f"[{MARKS}]", "", text)
+        elif piece in marks[:1]:
+            begin = length
+        elif piece in marks[1:]:
+            spans.append((begin, length))
+            begin = -1
+    return "".join(texts), spans
 
 
 # --- templates ------------------------------------------------------------------------------------
@@ -315,8 +363,8 @@ def _environment() -> Any:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def to_json(value: Any, **options: Any) -> str:
-        return json.dumps(value, **{"ensure_ascii": False} | options)
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]

@@ -42,7 +42,7 @@ from maxlp import schema
 from maxlp.data import common
 from maxlp.data.common import Batch, Seeds, require
 from maxlp.data.packing import PACKERS
-from maxlp.data.sources import Mixture, Source, check_split, make_source
+from maxlp.data.sources import Mixture, check_split, make_source
 from maxlp.data.specs import load
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
 from maxlp.schema import INT32, Count, OneOf, Range
@@ -58,12 +58,6 @@ READ_AHEAD_TOKENS = 2**18
 DOCUMENTS, WINDOWS = 0, 1  # part of the seeds, so that the two kinds of permutations are independent
 ORDER = {"documents", "weights", "seed", "shuffle"}  # settings that determine the documents of a stream
 CHAT_TEMPLATE = "chat_template"  # in the settings of a state: the fingerprint of that of conversations
-WARNINGS = {
-    "data/conversations_cut": "there are conversations longer than data.seq_len=%d, of which only the"
-    " beginning is used; the metric %s is their fraction so far",
-    "data/conversations_skipped": "there are conversations without an answer within data.seq_len=%d, which"
-    " are skipped; the metric %s is their fraction so far",
-}
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
@@ -137,11 +131,14 @@ def make_data(
                 f"source {part.name!r} holds tokens of the tokenizer {part.tokenizer['spec']},"
                 f" not of tokenizer={config.tokenizer!r}; set that tokenizer"
             )
-    documents, template = _with_conversations(sources, tokenizer, config)
+    documents: Sequence[Any] = sources
+    chats = [_is_conversation(part[0]) for part in sources]
+    if any(chats):
+        documents, template = load("maxlp.data.chat:open_conversations")(sources, chats, tokenizer, config)
     if split == "validation":
         in_order = [grain.MapDataset.source(part) for part in documents]
         documents, weights, seed = [grain.MapDataset.concatenate(in_order)], [1.0], 0
-        packing = "concat" if template is None else "first_fit"
+        packing = "first_fit" if any(chats) else "concat"
         config = dataclasses.replace(config, packing=packing, shuffle=False, num_epochs=1, num_workers=0)
     made = make_dataset(
         documents,
@@ -154,39 +151,15 @@ def make_data(
     )
     if split == "train":
         made.settings[common.FINGERPRINTS] = [part.fingerprint for part in sources]
-        if template:
+        if any(chats):
             made.settings[CHAT_TEMPLATE] = template
     return made
 
 
-def _with_conversations(
-    sources: Sequence[Source], tokenizer: Tokenizer, config: TextDataConfig
-) -> tuple[list[Any], str | None]:
-    """The sources with conversations as tokens, and the fingerprint of the template that made them.
-
-    It is None without conversations, and empty for those that are tokens already.
-    """
-    kinds = [_is_conversation(part[0]) for part in sources]
-    if not any(kinds):
-        return [*sources], None
-    if config.packing != "first_fit":
-        raise ValueError(
-            f"data.packing={config.packing} would cut conversations anywhere; set data.packing=first_fit"
-        )
-    is_messages = ["messages" in part[0] for part in sources]
-    if not any(is_messages):
-        return [*sources], ""
-    chat = load("maxlp.data.chat:make_chat")(tokenizer, config.tokenizer)
-    conversations = load("maxlp.data.chat:Conversations")
-    return [
-        conversations(part, chat) if messages else part
-        for part, messages in zip(sources, is_messages, strict=True)
-    ], chat.fingerprint
-
-
 def _is_conversation(document: dict[str, Any]) -> bool:
+    """Whether a record is messages, or the tokens of such, which are signed."""
     tokens = document.get("tokens")
-    return "messages" in document or (tokens is not None and np.issubdtype(tokens.dtype, np.signedinteger))
+    return "messages" in document or (tokens is not None and tokens.dtype.kind == "i")
 
 
 def make_dataset(
@@ -209,7 +182,7 @@ def make_dataset(
 
     Args:
       sources: each has `len(source)` > 0 and `source[i]`, a dict with "text" (str or bytes) or "tokens"
-        (unsigned, without bos and eos; or int32, those of a conversation); picklable if there are workers.
+        (integers, without bos and eos), or as of `chat.Conversations`; picklable if there are workers.
       weights: relative shares of the *windows*, hence of the tokens, that come from each source. A
         window holds documents of one source only.
       tokenizer: `bos_id` and `eos_id` may be None.
@@ -320,9 +293,8 @@ class TextIterator:
     def _count_conversations(self) -> None:
         before = self.metrics()
         self._counts |= {block["stream"]: block["conversations"] for block in self._blocks}
-        new = [name for name in self.metrics() if name not in before]
-        for name in new if self._dataset.settings["num_epochs"] is None else ():
-            logging.warning(WARNINGS[name], self._dataset.settings["seq_len"], name)
+        for name in self.metrics().keys() - before:
+            logging.warning("there are conversations that do not fit data.seq_len; see the metric %s", name)
 
     def get_state(self) -> dict[str, Any]:
         streams = {str(s): [[int(n) for n in c] for c in cs] for s, cs in self._cursors.items()}
@@ -566,7 +538,7 @@ class _Documents:
 
     def __init__(self, source: Any, tokenizer: Tokenizer, seeds: Seeds, config: TextDataConfig):
         self._source, self._encode = source, tokenizer.encode
-        self._seeds, self._shuffle, self._seq_len = seeds, config.shuffle, config.seq_len
+        self._seeds, self._shuffle = seeds, config.shuffle
         self.per_epoch = len(source)
         self._len = sys.maxsize if config.num_epochs is None else config.num_epochs * self.per_epoch
         self._bos, self._eos = (
@@ -583,14 +555,7 @@ class _Documents:
         if self._shuffle:
             index = common.shuffled(index, self.per_epoch, (*self._seeds, epoch))
         document = self._source[index]
-        if _is_conversation(document):  # with the special tokens of its template
-            return self._fitted(document["tokens"])
+        if "conversation" in document:  # with the special tokens of its template
+            return document["conversation"], document["counts"]
         tokens = document["tokens"] if "tokens" in document else self._encode(document["text"])
         return np.concatenate([self._bos, tokens, self._eos], dtype=np.int32, casting="unsafe"), ()
-
-    def _fitted(self, tokens: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
-        """As much of a conversation as fits a window, or nothing without an answer to learn."""
-        cut = tokens[: self._seq_len + 1]
-        if not (cut[1:] >= 0).any():
-            return cut[:0], ("read", "skipped")
-        return cut, ("read", "cut") if len(cut) < len(tokens) else ("read",)

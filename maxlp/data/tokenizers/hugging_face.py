@@ -68,14 +68,14 @@ class HuggingFaceTokenizer(Tokenizer):
     def _with_specials(self) -> tokenizers.Tokenizer:
         """The library's tokenizer with special tokens and exact offsets, made once."""
         with _LOCK:
-            if self._tok_with_specials is None:
+            if (tok := self._tok_with_specials) is None:
                 tok = tokenizers.Tokenizer.from_str(self._args[0].decode())
                 tok.no_truncation()
                 tok.no_padding()
                 # A byte-level one would leave white space out of the offsets.
                 tok.post_processor = processors.TemplateProcessing("$A", "$A $B", [])
                 self._tok_with_specials = tok
-        return self._tok_with_specials
+        return tok
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._tok.decode(ids_below(ids, self.vocab_size).tolist())
