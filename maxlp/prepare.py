@@ -12,7 +12,8 @@ The output serves as `array_record:/data/c4_text` wherever a source is named. So
 are named as in a training config; see maxlp/data/sources.py and maxlp/data/tokenizers/__init__.py.
 
 Shards hold UTF-8 text, or with a tokenizer its ids (uint16, or uint32 for vocabularies above 65,536)
-without beginning- and end-of-document ids, which training adds. Empty documents are left out. Images
+without beginning- and end-of-document ids, which training adds. Empty documents are left out.
+Conversations (`?messages_key=`) need the tokenizer with its chat template, and become int32. Images
 stay encoded as they are, even broken ones, each with its caption, its label and its origin.
 
 Beside the shards are the tokenizer and `dataset.json`, which is written last. A run that is killed
@@ -30,6 +31,7 @@ import numpy as np
 from absl import flags
 
 from maxlp.data import shards as shards_lib
+from maxlp.data.chat import Chat, Conversations, make_chat
 from maxlp.data.readers.array_record import FORMATS, MANIFEST, pack_example
 from maxlp.data.sources import Mixture, Source, make_source, open_source, parse_spec, sample_texts
 from maxlp.data.specs import split_options
@@ -39,6 +41,7 @@ from maxlp.runtime import storage
 from maxlp.runtime.files import local_path
 
 TOKENIZER_SAMPLE_BYTES = 64_000_000
+CONVERSATION_DTYPE = np.dtype("<i4")  # signed, see `data.chat`
 
 
 def prepare_text(
@@ -84,10 +87,18 @@ def prepare_text(
     encoder = make_tokenizer(tokenizer) if tokenizer else None
     if train_tokenizer:
         encoder = _train_tokenizer(documents, train_tokenizer)
-    make_record = functools.partial(_text_record, encoder=encoder)
+    make_record: Any = functools.partial(_text_record, encoder=encoder)
+    dtype = encoder and _token_dtype(encoder)
+    if "messages" in documents[0]:
+        if encoder is None:
+            raise ValueError(f"source {source!r} holds conversations; give the --tokenizer of their model")
+        make_record, dtype = (
+            functools.partial(_conversation_record, chat=make_chat(encoder, tokenizer)),
+            CONVERSATION_DTYPE,
+        )
     with shards_lib.destination(output) as folder, shards_lib.no_partial_files(folder):
         written = shards_lib.write_shards(folder, documents, make_record, shards, num_workers)
-        manifest = _text_manifest(documents, split, written, encoder, split_options(tokenizer)[1])
+        manifest = _text_manifest(documents, split, written, encoder, dtype, split_options(tokenizer)[1])
         shards_lib.commit(folder, manifest, encoder.files if encoder else {})
     return manifest
 
@@ -171,6 +182,14 @@ def _text_record(documents: Source, index: int, encoder: Tokenizer | None) -> tu
     return data, {"bytes": size, "tokens": tokens}
 
 
+def _conversation_record(documents: Source, index: int, chat: Chat) -> tuple[bytes, dict[str, int]]:
+    size = sum(len(as_bytes(message["content"])) for message in documents[index]["messages"])
+    tokens = Conversations(documents, chat, seq_len=0).tokens(index)
+    if not (tokens >= 0).any():
+        return b"", {"bytes": size, "tokens": 0}
+    return tokens.astype(CONVERSATION_DTYPE).tobytes(), {"bytes": size, "tokens": len(tokens)}
+
+
 def _image_text_record(examples: Source, index: int) -> tuple[bytes, dict[str, int]]:
     example = examples[index]
     image = example["image"]
@@ -191,6 +210,7 @@ def _text_manifest(
     split: str,
     written: list[dict[str, Any]],
     encoder: Tokenizer | None,
+    dtype: np.dtype | None,
     options: dict[str, str],
 ) -> dict[str, Any]:
     totals = shards_lib.totals(written)
@@ -199,7 +219,7 @@ def _text_manifest(
     return {
         "format": FORMATS["text"],
         "kind": "tokens" if encoder else "text",
-        "dtype": _token_dtype(encoder).name if encoder else None,
+        "dtype": dtype and dtype.name,
         "source": documents.name,
         "split": split,
         "empty_documents": len(documents) - totals["documents"],
@@ -208,7 +228,7 @@ def _text_manifest(
         and {
             "fingerprint": encoder.fingerprint,
             "file": next(iter(encoder.files), None),
-            "options": options,
+            "options": {key: value for key, value in options.items() if key != "chat_template"},
             "vocab_size": encoder.vocab_size,
         },
         "shards": written,

@@ -310,6 +310,7 @@ def to_maxlp(
             if array is None:  # not before: a wrong size may be more than fits into memory
                 array = np.empty(leaf.shape, leaf.dtype)
             _fill(array[index], value, name)
+        assert array is not None  # a parameter is made of at least one tensor
         params[path] = put(array, leaf)
     return unflatten_mapping(params, sep="/")
 

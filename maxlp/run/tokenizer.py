@@ -90,4 +90,5 @@ def saved_tokenizer(spec: str, workdir: Path) -> str:
             f"{found[0]} is not the tokenizer that the run was trained with (its SHA-256 is "
             f"{fingerprint[:12]}…, in the checkpoint {trained_with[:12]}…); put the original file back"
         )
-    return f"{found[0]}?{options}" if options else str(found[0])
+    kept = [option for option in options.split("&") if not option.startswith("chat_template=")]
+    return f"{found[0]}?{'&'.join(kept)}" if any(kept) else str(found[0])

@@ -338,7 +338,7 @@ def test_make_data_reads_the_standard_library():
     train, validation = (text.make_data(config, split=split) for split in ("train", "validation"))
     batch = next(iter(train))
     window = train.tokenizer.decode(batch["tokens"][0])
-    documents = (train.documents[0][i] for i in range(10**4))
+    documents = (train.documents[0][i][0] for i in range(10**4))
     assert any(window in train.tokenizer.decode(document) for document in documents)
     assert next(iter(validation))["tokens"][0, 0] == train.tokenizer.bos_id
     for split, message in (("test", "one of train, validation$"), ("heldout", "write 'validation'")):

@@ -91,3 +91,8 @@ def as_text(value: object, key: str) -> str | bytes:
     if not isinstance(value, str | bytes):
         raise BrokenExample(f"{key!r} is {type(value).__name__}, not text")
     return value
+
+
+def missing(key: str, found: str) -> str:
+    """The message for records without the key of the text or of the conversation."""
+    return f"no {key!r}, found: {found}; set ?text_key=, or ?messages_key= for conversations"

@@ -4,7 +4,8 @@ Shards in gs:// are read where they are. Of other URLs, whole shards are copied 
 
 A record is one of
 
-* a document, as UTF-8 bytes or as token ids (little-endian uint16 or uint32);
+* a document, as UTF-8 bytes or as token ids (little-endian uint16 or uint32, or int32 for a
+  conversation, see `data.chat`);
 * an image with its caption: the length of a header as little-endian uint32, the header as JSON with
   `text`, `label` and `where` the example came from, and the bytes of the image file.
 
@@ -154,7 +155,7 @@ def _wrong_entry(manifest: dict[str, Any]) -> str | None:
         return "its shards are not files of this folder"
     if manifest.get("kind", "text") not in ("text", "tokens"):
         return f"kind {manifest['kind']!r} is unknown"
-    if manifest.get("dtype") not in (None, "uint16", "uint32"):
+    if manifest.get("dtype") not in (None, "uint16", "uint32", "int32"):
         return f"dtype {manifest['dtype']!r} is unknown"
     total = sum(shard["documents"] for shard in manifest["shards"])
     if manifest.get("documents", total) != total:

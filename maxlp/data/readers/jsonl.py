@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from maxlp.data.readers import BrokenExample, as_text, find_files, is_url, locate
+from maxlp.data.readers import BrokenExample, as_text, find_files, is_url, locate, missing
 from maxlp.data.readers.access import open_file, read_range, uncompressed
 from maxlp.data.sources import VALIDATION, Source, Spec
 from maxlp.data.specs import load, one_line
@@ -20,8 +20,10 @@ NEWLINE, BLANK = b"\n", b" \t\r\n"
 class JsonLines:
     """One document per line. Keeps the offsets of lines in memory, 8 bytes each, and no file open."""
 
-    def __init__(self, paths: list[str], text_key: str):
-        self._paths, self._text_key = paths, text_key
+    def __init__(self, paths: list[str], text_key: str, messages_key: str = ""):
+        self._paths, self._key = paths, messages_key or text_key
+        self._content = "messages" if messages_key else "text"
+        self._parse = load("maxlp.data.chat:as_messages") if messages_key else as_text
         self._files = uncompressed(paths)
         with ThreadPoolExecutor(INDEX_THREADS) as pool:
             self._bounds = list(pool.map(_line_bounds, self._files))
@@ -37,10 +39,10 @@ class JsonLines:
             value = json.loads(read_range(self._files[number], start, end))
         except (ValueError, RecursionError) as error:
             raise BrokenExample(f"not a complete JSON object ({one_line(error)})") from None
-        if not isinstance(value, dict) or self._text_key not in value:
+        if not isinstance(value, dict) or self._key not in value:
             found = ", ".join(value) if isinstance(value, dict) else type(value).__name__
-            raise BrokenExample(f"no {self._text_key!r}, found: {found}; set ?text_key=")
-        return {"text": as_text(value[self._text_key], self._text_key)}
+            raise BrokenExample(missing(self._key, found))
+        return {self._content: self._parse(value[self._key], self._key)}
 
     def where(self, row: int) -> str:
         number, line = locate(self._ends, row)
@@ -53,10 +55,13 @@ class JsonLines:
         return self._paths
 
 
-def open_jsonl(spec: Spec, *, text_key: str = "text", validation: float = VALIDATION) -> Source:
-    """Opens JSON Lines files; `text_key` is the key of the text in each object."""
+def open_jsonl(
+    spec: Spec, *, text_key: str = "text", messages_key: str = "", validation: float = VALIDATION
+) -> Source:
+    """Opens JSON Lines files; `text_key` is the key of the text in each object, or `messages_key` that of a
+    conversation."""
     _, paths = find_files(spec.path, ".jsonl")
-    return Source(spec, JsonLines(paths, text_key), validation=validation)
+    return Source(spec, JsonLines(paths, text_key, messages_key), validation=validation)
 
 
 def _line_bounds(path: str) -> np.ndarray:

@@ -9,7 +9,7 @@ import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
-from maxlp.data.readers import as_text, find_files, is_url, locate
+from maxlp.data.readers import as_text, find_files, is_url, locate, missing
 from maxlp.data.sources import VALIDATION, Source, Spec
 from maxlp.data.specs import import_extra, load, one_line
 
@@ -19,10 +19,12 @@ THREADS = 16  # that read footers
 class ParquetRows:
     """One document per row. Each process keeps a few decoded row groups."""
 
-    def __init__(self, paths: list[str], text_key: str):
-        self._text_key = text_key
+    def __init__(self, paths: list[str], text_key: str, messages_key: str = ""):
+        self._key = messages_key or text_key
+        self._content = "messages" if messages_key else "text"
+        self._parse = load("maxlp.data.chat:as_messages") if messages_key else as_text
         with ThreadPoolExecutor(THREADS) as pool:
-            found = list(pool.map(lambda path: _group_sizes(path, text_key), paths))
+            found = list(pool.map(lambda path: _group_sizes(path, self._key), paths))
         sizes = {
             (path, group): rows
             for path, groups in zip(paths, found, strict=True)
@@ -37,7 +39,8 @@ class ParquetRows:
     def __getitem__(self, row: int) -> dict[str, Any]:
         number, row = locate(self._ends, row)
         path, group = self._groups[number]
-        return {"text": as_text(_column(path, group, self._text_key)[row].as_py(), self._text_key)}
+        value = _column(path, group, self._key)[row].as_py()
+        return {self._content: self._parse(value, self._key)}
 
     def where(self, row: int) -> str:
         number, row = locate(self._ends, row)
@@ -48,13 +51,15 @@ class ParquetRows:
         return list(dict.fromkeys(path for path, _ in self._groups))
 
 
-def open_parquet(spec: Spec, *, text_key: str = "text", validation: float = VALIDATION) -> Source:
-    """Opens Parquet files; `text_key` is the column of the text."""
+def open_parquet(
+    spec: Spec, *, text_key: str = "text", messages_key: str = "", validation: float = VALIDATION
+) -> Source:
+    """Opens Parquet files; `text_key` is the column of the text, `messages_key` that of conversations."""
     _, paths = find_files(spec.path, ".parquet")
-    return Source(spec, ParquetRows(paths, text_key), validation=validation)
+    return Source(spec, ParquetRows(paths, text_key, messages_key), validation=validation)
 
 
-def _group_sizes(path: str, text_key: str) -> list[int]:
+def _group_sizes(path: str, key: str) -> list[int]:
     """Number of rows in each row group."""
     try:
         file = _open(path)
@@ -64,8 +69,8 @@ def _group_sizes(path: str, text_key: str) -> list[int]:
         raise ValueError(f"{path} is not a readable Parquet file ({one_line(error)})") from None
     with file:
         names = file.schema_arrow.names
-        if text_key not in names:
-            raise ValueError(f"{path}: no column {text_key!r}, found: {', '.join(names)}; set ?text_key=")
+        if key not in names:
+            raise ValueError(f"{path}: {missing(key, ', '.join(names))}")
         metadata = file.metadata
         return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
 

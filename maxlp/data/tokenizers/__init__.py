@@ -11,6 +11,9 @@
 The ids of the beginning-of-document, end-of-document and padding tokens are found by their usual
 names; other names are given as `tokenizer.json?bos=<start>&eos=<stop>&pad=<pad>`.
 
+What is beside a file, `tokenizer_config.json` and `chat_template.jinja`, belongs to the tokenizer;
+`tokenizer.json?chat_template=FILE` names another chat template, and `?chat_template=plain` a simple one.
+
 `encode` adds no special tokens and recognizes none: the characters `<|end_of_text|>` in a document
 become ordinary tokens. Bytes that are not UTF-8 become U+FFFD, except in the byte tokenizer, which
 keeps every byte.
@@ -18,7 +21,7 @@ keeps every byte.
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -36,8 +39,9 @@ BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<|endoftext|>")
 EOS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
 PAD = ("<|pad|>", "<pad>", "<|finetune_right_pad_id|>")
 FILES = ("tokenizer.json", "tokenizer.model")  # either is a whole tokenizer
+TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 # What other libraries keep beside it: names of special tokens, the chat template. Written by export.
-COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+COMPANIONS = (TOKENIZER_CONFIG, "special_tokens_map.json", CHAT_TEMPLATE)
 CLIP_SETTING = b'"</w>"'  # occurs in a tokenizer.json only as CLIP's `end_of_word_suffix`
 
 
@@ -49,7 +53,8 @@ class Tokenizer:
       bos_id, eos_id, pad_id: special tokens; a vocabulary without bos or pad uses `eos_id` for them.
       fingerprint: identifies the tokenizer: the SHA-256 of its file, or "bytes".
       specials: name of each special token -> its id.
-      files: file name to contents: the tokenizer's own file, and `COMPANIONS` that lie beside it.
+      files: file name to contents; enough to make the tokenizer again. Its own file comes first, then the
+        `COMPANIONS` that lie beside it.
     """
 
     vocab_size: int
@@ -57,12 +62,26 @@ class Tokenizer:
     eos_id: int
     pad_id: int
     fingerprint: str
-    specials: dict[str, int]
+    specials: Mapping[str, int]
     files: dict[str, bytes]
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Ids, int32 [T], of a text, without special tokens."""
         raise NotImplementedError
+
+    def encode_sections(
+        self, sections: Sequence[tuple[str, bool]]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Encodes a text that contains special tokens, as that of a chat.
+
+        Args:
+          sections: pieces of the text, and whether special tokens are recognized in them.
+
+        Returns:
+          Ids, and the offsets in the whole text of the first character of each token and of the one
+          behind its last; int32 [T].
+        """
+        raise ValueError("chats need a tokenizer.json; convert the tokenizer to one")
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids; special tokens and ids outside the vocabulary are left out."""
@@ -106,8 +125,11 @@ def make_tokenizer(spec: str) -> Tokenizer:
     """
     path, options = split_options(spec)
     for key in options:
-        if key not in ("bos", "eos", "pad"):
-            raise ValueError(f"tokenizer {spec!r}: unknown option {key!r}; known: bos, eos, pad")
+        if key not in ("bos", "eos", "pad", "chat_template"):
+            raise ValueError(
+                f"tokenizer {spec!r}: unknown option {key!r}; known: bos, eos, pad, chat_template"
+            )
+    template = options.pop("chat_template", None)
     if path == "bytes" and not options:
         return load(KINDS["bytes"])()
     if path.startswith("hf:"):
@@ -129,11 +151,19 @@ def make_tokenizer(spec: str) -> Tokenizer:
         made: Tokenizer = load(KINDS[_kind(path, data)])(data, **options)
     except ValueError as error:
         raise ValueError(f"tokenizer {path}: {one_line(error)}") from None
-    for companion in (os.path.join(os.path.dirname(path), name) for name in COMPANIONS):
-        if os.path.isfile(companion):
-            with open(companion, "rb") as file:
-                made.files[os.path.basename(companion)] = file.read()
+    made.files |= _files_beside(path, template)
     return made
+
+
+def _files_beside(path: str, template: str | None) -> dict[str, bytes]:
+    """The `COMPANIONS` of a tokenizer; `template` replaces the chat template that is there."""
+    beside = {name: _read(os.path.join(os.path.dirname(path), name)) for name in COMPANIONS}
+    if template == "plain":
+        beside[CHAT_TEMPLATE] = load("maxlp.data.chat:PLAIN").encode()
+    elif template is not None:
+        with open(os.path.expanduser(template), "rb") as file:
+            beside[CHAT_TEMPLATE] = file.read()
+    return {name: data for name, data in beside.items() if data is not None}
 
 
 def _read(path: str) -> bytes | None:
