@@ -169,10 +169,10 @@ class Source:
         chosen = total // self._every if self._every else 0
         sizes = {} if validation is None else {"train": total - chosen, "validation": chosen}
         self._len = sizes.get(spec.split, total)
-        if not total:
+        if not total and (sizes or spec.split == "all"):
             raise ValueError("its files hold no documents; check the path")
         if not self._len:
-            empty = f"split {spec.split!r} contains none of the {total} documents"
+            empty = f"split {spec.split!r} contains none of the documents"
             raise ValueError(f"{empty}; change ?validation=FRACTION or ?split=")
 
     def __len__(self) -> int:
