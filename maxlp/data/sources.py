@@ -172,7 +172,7 @@ class Source:
         if not total and (sizes or spec.split == "all"):
             raise ValueError("its files hold no documents; check the path")
         if not self._len:
-            empty = f"split {spec.split!r} contains none of the documents"
+            empty = f"split {spec.split!r} contains none of the {total} documents"
             raise ValueError(f"{empty}; change ?validation=FRACTION or ?split=")
 
     def __len__(self) -> int:
