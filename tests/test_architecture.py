@@ -38,7 +38,8 @@ ALLOWED_IN_FAMILIES = {*ALLOWED} - {"monitoring", "optim"}
 FAMILIES = ("llama", "qwen3", "clip")
 BUILDS_ON = {"qwen3": {"llama"}}  # a family that holds only what differs from another one
 
-MAX_CLOSURE_LINES = 11_000  # of our code in a Llama training run
+MAX_CLOSURE_LINES = 10_000  # of our code that `train` imports
+MAX_LLAMA_LINES = 11_500  # with what a Llama run of the debug config imports besides
 MAX_FILES_TO_GRADIENT = 8
 MAX_FUNCTION_LINES = 90
 MAX_NESTED_FUNCTIONS = 3
@@ -143,13 +144,13 @@ def test_data_and_presets_touch_no_device():
 
 def test_a_llama_run_imports_few_lines():
     """What `train` imports at once, and what a run of the debug config has imported after a dry run."""
-    closure, todo = set(), [ROOT / "maxlp" / "train.py", ROOT / "maxlp" / "families" / "llama" / "task.py"]
+    closure, todo = set(), [ROOT / "maxlp" / "train.py"]
     while todo:
         if (path := todo.pop()) not in closure:
             closure.add(path)
             todo += top_level_imports(path)
     assert lines(closure) <= MAX_CLOSURE_LINES
-    assert not [path for path in closure if {"qwen3", "clip"} & {*path.parts}]
+    assert {path.parent.name for path in closure if "families" in path.parts} == {"families"}, "none of them"
 
     command = [
         sys.executable,
@@ -161,7 +162,7 @@ def test_a_llama_run_imports_few_lines():
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     imported = {Path(name) for name in json.loads(done.stdout.splitlines()[-1])} - {*presets()}
-    assert lines(imported) <= MAX_CLOSURE_LINES
+    assert lines(imported) <= MAX_LLAMA_LINES
     names = {name for path in imported for name in path.relative_to(ROOT).parts}
     assert not {"qwen3", "clip", "planning"} & names
 
