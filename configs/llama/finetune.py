@@ -23,6 +23,7 @@ def get_config(arg: str = ""):
         max_seq_len=131072,
         tie_embeddings=True,
     )
+    c.data.packing = "first_fit"  # conversations are not cut
     c.data.seq_len = 2048
     c.data.batch_size = 8
     c.optimizer.learning_rate = 1e-5

@@ -197,6 +197,13 @@ def make_data(settings: Settings, tokenizer: str, split: str, mesh: Mesh) -> Any
 # --- summary --------------------------------------------------------------------------------------------
 
 
+def _memory(s: Settings, state: State) -> str:
+    names = {"params": "parameters", "opt_state": "optimizer"}
+    if s.train.lora is not None:
+        names |= {"params": "adapters", "model_state": "frozen parameters"}
+    return ", ".join(f"{name} {_device_gib(state[part]):.3g} GiB" for part, name in names.items())
+
+
 def describe(e: Experiment, state: State) -> str:
     """What will run, in a few lines.
 
@@ -212,8 +219,7 @@ def describe(e: Experiment, state: State) -> str:
         f"{family.name}: {s.num_params:,} parameters in {s.model.param_dtype}{trained}, activations in "
         f"{s.model.dtype}, attention by {s.model.attention}",
         f"mesh: {sharding.describe(e.mesh.shape)} ({e.mesh.size} × {e.mesh.devices.flat[0].device_kind})",
-        f"memory of a device: parameters {_device_gib(state['params']):.3g} GiB, "
-        f"optimizer {_device_gib(state['opt_state']):.3g} GiB",
+        f"memory of a device: {_memory(s, state)}",
         f"batch: {family.describe_batch(s.data)}; {at_most}{s.train.total_steps:,} steps = "
         f"{s.train.total_steps * units:,} {family.unit}",
         f"FLOPs for each of the {family.unit}: {full:.3g} ({causal:.3g} with causal attention)",
