@@ -182,7 +182,7 @@ def train_step(recipe: str, repeats: int, *, batch: int, length: int, **sizes: i
     model = {
         **sizes,
         "max_seq_len": length,
-        "attention": "cudnn" if jax.default_backend() == "gpu" else "xla",
+        "attention": "flash" if jax.default_backend() == "gpu" else "xla",
         "remat": "none",
     }
     changes = {

@@ -1,6 +1,6 @@
 """Weak scaling by the compiler: memory and collectives of one device as the number of devices grows.
 
-    python benchmarks/plan_scaling.py --config=configs/llama/8b.py --config.model.attention=cudnn \
+    python benchmarks/plan_scaling.py --config=configs/llama/8b.py --config.model.attention=flash \
         --topologies=h100:1x8,h100:8x8,h100:64x8,h100:512x8 --json=scaling.json
 
 The batch grows with the machine: every device has ``--rows`` sequences. Needs no device, but

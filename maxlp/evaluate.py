@@ -1,6 +1,7 @@
 r"""Evaluates a trained model on validation data.
 
-Llama: loss, perplexity, bits per byte of text. CLIP: zero-shot classification, retrieval, linear probe.
+Llama, Qwen3: loss, perplexity, bits per byte of text. CLIP: zero-shot classification, retrieval, linear
+probe.
 
     python -m maxlp.evaluate --workdir=/tmp/run
     python -m maxlp.evaluate --workdir=/tmp/run --step=200
@@ -55,9 +56,10 @@ def main() -> None:
             f"{workdir} holds imported weights and names no data; give --config=FILE with the same model"
         )
     s = read(c)
-    if others := changes.other_model(workdir, c):
+    if others := changes.other_model(run_dir.load_config(workdir).model.to_dict(), c.model.to_dict()):
+        lines = "; ".join(others.values())
         raise ConfigError(
-            f"{workdir} holds the weights of another model ({'; '.join(others)}); give one with that model"
+            f"{workdir} holds the weights of another model ({lines}); give one with that model"
         )
     mesh = make_mesh(s, fixed=flags.FLAGS.config is not None)
     if flags.FLAGS.linear_probe and s.family.linear_probe is None:

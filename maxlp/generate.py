@@ -1,35 +1,37 @@
-r"""Continues prompts with a trained Llama.
+r"""Continues prompts with a trained language model, or answers in a chat.
 
     python -m maxlp.generate --workdir=/tmp/run --prompt="def " --prompt="class " --max_new_tokens=100
+    python -m maxlp.generate --workdir=/tmp/run --chat
 
 Each --prompt is one row of a batch. The same seed gives a row the same text, whatever the other rows are.
 
-Shape letters: B rows · S prompt length · N new tokens · V vocabulary · D features.
+--chat reads a message per line from standard input, a terminal or a file, and answers with the template
+of the run's tokenizer. /reset forgets the conversation; /quit, or the end of the input, ends it.
 """
 
-import dataclasses
-import functools
-from typing import Annotated, Any
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from flax import nnx
+from jax.sharding import Mesh
 
 from maxlp import schema
 from maxlp.data import tokenizers
+from maxlp.data.chat import Messages, make_chat
+from maxlp.nn.decoding import Sampling, generate
 from maxlp.parallel import sharding
-from maxlp.run import cli, run_dir
-from maxlp.run.restore import restore_model
-from maxlp.run.settings import read_model
-from maxlp.run.tokenizer import saved_tokenizer
+from maxlp.run import cli
+from maxlp.run.language import Language
 from maxlp.runtime import distributed, files
-from maxlp.schema import CountOrZero, NotNegative, Range, Seed
+from maxlp.schema import Seed
 
 
 def define_flags() -> None:
     flags.DEFINE_multi_string("prompt", None, "Text to continue; repeat the flag for a batch.")
+    flags.DEFINE_bool("chat", False, "Answer messages from standard input, one per line.")
     flags.DEFINE_string("workdir", None, "Directory of the run.", required=True)
     flags.DEFINE_integer("step", None, "Checkpoint to use; the newest by default.", lower_bound=0)
     flags.DEFINE_integer("max_new_tokens", 128, "Tokens to add to each prompt.", lower_bound=1)
@@ -37,25 +39,6 @@ def define_flags() -> None:
     flags.DEFINE_integer("top_k", 0, "Sample from the k most likely tokens; 0: from all.")
     flags.DEFINE_float("top_p", 1.0, "Sample from the fewest tokens with this total probability.")
     flags.DEFINE_integer("seed", 0, "Seed of the random sampling.")
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn from the logits.
-
-    Attributes:
-      temperature: divides the logits; 0 takes the most likely token.
-      top_k: keeps the k most likely tokens; 0 keeps all.
-      top_p: keeps the fewest tokens with this total probability, after temperature and top_k (nucleus
-        sampling, Holtzman et al. 2019, arXiv:1904.09751).
-    """
-
-    temperature: NotNegative
-    top_k: CountOrZero = 0
-    top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
-
-    def __post_init__(self):
-        schema.check(self)
 
 
 def main() -> None:
@@ -66,34 +49,34 @@ def main() -> None:
         sampling = Sampling(f.temperature, f.top_k, f.top_p)
     except ValueError as error:
         raise ValueError(f"--{error}") from error
-    workdir, texts = files.local_path(f.workdir, "--workdir"), f.prompt or [""]
-    c = run_dir.load_config(workdir)
-    family, model, _ = read_model(c)
-    if family.name != "llama":
-        raise ValueError(
-            f"{workdir} holds a {family.name} model, which does not generate text; use the run of a Llama"
-        )
-    tokenizer = tokenizers.make_tokenizer(saved_tokenizer(c.data.tokenizer, workdir))
-    prompts = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts]
-    healed = heal(tokenizer, prompts, model.vocab_size)
-    longest = max(map(len, prompts)) + f.max_new_tokens
-    if longest > model.max_seq_len:
-        raise ValueError(
-            f"the longest prompt and --max_new_tokens={f.max_new_tokens} have {longest} tokens, more than "
-            f"model.max_seq_len={model.max_seq_len}; shorten the prompt or lower --max_new_tokens"
-        )
+    if f.chat and f.prompt:
+        raise ValueError("--chat reads its messages from standard input; drop --prompt")
+    language = Language(files.local_path(f.workdir, "--workdir"))
     mesh = sharding.make_mesh(fsdp=-1)
     with jax.set_mesh(mesh):
-        graphdef, state, _ = restore_model(c, workdir, f.step, mesh)
-        rows = generate(
-            nnx.merge(graphdef, state["params"], state["model_state"]),
-            [prompt for prompt, _ in healed],
-            first=np.stack([allowed_V for _, allowed_V in healed]),
-            max_new_tokens=f.max_new_tokens,
-            sampling=sampling,
-            seed=f.seed,
-            eos_id=tokenizer.eos_id,
+        (chat if f.chat else continue_prompts)(language, mesh, sampling)
+
+
+def continue_prompts(language: Language, mesh: Mesh, sampling: Sampling) -> None:
+    """Prints each --prompt with its continuation."""
+    f, tokenizer = flags.FLAGS, language.tokenizer
+    prompts = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in f.prompt or [""]]
+    healed = heal(tokenizer, prompts, language.model.vocab_size)
+    longest = max(map(len, prompts)) + f.max_new_tokens
+    if longest > language.model.max_seq_len:
+        raise ValueError(
+            f"the longest prompt and --max_new_tokens={f.max_new_tokens} have {longest} tokens, more than "
+            f"model.max_seq_len={language.model.max_seq_len}; shorten the prompt or lower --max_new_tokens"
         )
+    rows = generate(
+        language.restore(f.step, mesh),
+        [prompt for prompt, _ in healed],
+        first=np.stack([allowed_V for _, allowed_V in healed]),
+        max_new_tokens=f.max_new_tokens,
+        sampling=sampling,
+        seed=f.seed,
+        eos_id=tokenizer.eos_id,
+    )
     for (prompt, _), row in zip(healed, rows, strict=True):
         distributed.print_primary(f"{'─' * 80}\n{tokenizer.decode(prompt + row)}")
 
@@ -123,112 +106,54 @@ def heal(
     return healed
 
 
-def generate(
-    model: nnx.Module,
-    prompts: list[list[int]],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling,
-    seed: int = 0,
-    eos_id: int | None = None,
-    first: np.ndarray | None = None,
-) -> list[list[int]]:
-    """The new tokens of each prompt, up to but excluding ``eos_id``.
+def chat(language: Language, mesh: Mesh, sampling: Sampling) -> None:
+    """Answers messages from standard input."""
+    if jax.process_count() > 1:
+        raise ValueError(f"--chat runs in one process, not in {jax.process_count()}")
+    f, template = flags.FLAGS, make_chat(language.tokenizer, language.tokenizer_spec)
+    model, longest = language.restore(f.step, mesh), language.model.max_seq_len
 
-    Args:
-      prompts: token ids, at least one each; they may differ in length.
-      seed: row i draws with its own key, so its text does not depend on other rows.
-      first: bool allowed_BV for the first new token; None allows all tokens.
-    """
-    lengths_B = np.array([len(p) for p in prompts], np.int32)
-    width = -(-lengths_B.max() // 32) * 32  # prompts of similar length share a compilation
-    tokens_BS = np.zeros((len(prompts), width), np.int32)
-    for row, prompt in zip(tokens_BS, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    stop = -1 if eos_id is None else eos_id
-    graphdef, state = nnx.split(model)
-    new_BN = _generate(
-        graphdef,
-        nnx.to_pure_dict(state),
-        tokens_BS,
-        lengths_B,
-        first,
-        seed,
-        stop,
-        sampling=sampling,
-        max_new_tokens=max_new_tokens,
-    )
-    rows = np.asarray(new_BN).tolist()
-    return [row[: row.index(stop)] if stop in row else row for row in rows]
+    def answer(messages: Messages) -> str:
+        prompt = template.prompt(messages)
+        room = longest - len(prompt)
+        if room < 1:
+            raise ValueError(
+                f"the conversation has {len(prompt)} tokens, and the model reads {longest}; /reset"
+            )
+        [row] = generate(
+            model,
+            [prompt],
+            max_new_tokens=min(room, f.max_new_tokens),
+            sampling=sampling,
+            seed=f.seed,
+            eos_id=template.end_id,
+        )
+        return language.tokenizer.decode(row)
+
+    converse(answer)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "sampling", "max_new_tokens"))
-def _generate(
-    graphdef: nnx.GraphDef,
-    state: dict,
-    tokens_BS: jax.Array,
-    lengths_B: jax.Array,
-    first_BV: jax.Array | None,
-    seed: int,
-    stop: int,
-    *,
-    sampling: Sampling,
-    max_new_tokens: int,
-) -> jax.Array:
-    """The new tokens (B, N) of padded prompts; ``stop`` in place of those after the end of a row."""
-
-    def model() -> Any:
-        # Each call uses a fresh model, so that none changes the amax histories from training.
-        return nnx.merge(graphdef, state)
-
-    B, S = tokens_BS.shape
-    keys_B = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(jnp.arange(B))
-
-    def draw(i: Any, x_B1D: jax.Array, allowed_BV: jax.Array | None = None) -> jax.Array:
-        keys = jax.vmap(jax.random.fold_in, (0, None))(keys_B, i)
-        logits_BV = model().logits(x_B1D)[:, 0]
-        if allowed_BV is not None:
-            logits_BV = jnp.where(allowed_BV, logits_BV, -jnp.inf)
-        return jax.vmap(functools.partial(sample, sampling=sampling))(keys, logits_BV)
-
-    # All prompts run at once. Behind a short prompt the cache holds keys of padding, which nothing attends
-    # to: slot t belongs to position t, and a new token overwrites its slot before attending to it.
-    positions_BS = jnp.broadcast_to(jnp.arange(S), (B, S))
-    cache = model().init_cache(B, S + max_new_tokens)
-    x_BSD, cache = model().hidden(tokens_BS, positions_BS, cache=cache)
-    first_B = draw(0, jnp.take_along_axis(x_BSD, (lengths_B - 1)[:, None, None], axis=1), first_BV)
-    out_BN = jnp.full((B, max_new_tokens), stop, jnp.int32).at[:, 0].set(first_B)
-
-    def is_unfinished(carry: tuple) -> jax.Array:
-        i, token_B, ended_B, _, _ = carry
-        return (i < max_new_tokens) & ~jnp.all(ended_B | (token_B == stop))
-
-    def add_token(carry: tuple) -> tuple:
-        i, token_B, ended_B, cache, out_BN = carry
-        ended_B |= token_B == stop
-        x_B1D, cache = model().hidden(token_B[:, None], (lengths_B + i - 1)[:, None], cache=cache)
-        token_B = jnp.where(ended_B, stop, draw(i, x_B1D))
-        return i + 1, token_B, ended_B, cache, out_BN.at[:, i].set(token_B)
-
-    start = (1, first_B, jnp.zeros(B, bool), cache, out_BN)
-    return jax.lax.while_loop(is_unfinished, add_token, start)[-1]
+def converse(answer: Callable[[Messages], str]) -> None:
+    """Reads messages, one per line, and prints their answers, until the input ends."""
+    messages: Messages = []
+    for line in _lines("> " if sys.stdin.isatty() else ""):
+        if line == "/reset":
+            messages = []
+        elif line:
+            try:
+                text = answer([*messages, {"role": "user", "content": line}])
+            except ValueError as error:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+                continue
+            print(text, flush=True)
+            messages += [{"role": "user", "content": line}, {"role": "assistant", "content": text}]
 
 
-def sample(key: jax.Array, logits_V: jax.Array, sampling: Sampling) -> jax.Array:
-    """One token id from float32 logits."""
-    temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
-    if temperature == 0:
-        return jnp.argmax(logits_V).astype(jnp.int32)
-    logits_V = logits_V / temperature
-    if 0 < top_k < logits_V.size:
-        logits_V = jnp.where(logits_V < jax.lax.top_k(logits_V, top_k)[0][-1], -jnp.inf, logits_V)
-    if top_p < 1:
-        sorted_V = jnp.sort(logits_V, descending=True)
-        probability_V = jax.nn.softmax(sorted_V)
-        larger_V = jnp.cumsum(probability_V) - probability_V  # total probability of all larger logits
-        least = jnp.min(jnp.where(larger_V < top_p, sorted_V, jnp.inf))
-        logits_V = jnp.where(logits_V < least, -jnp.inf, logits_V)
-    return jax.random.categorical(key, logits_V).astype(jnp.int32)
+def _lines(prompt: str) -> Iterator[str]:
+    """Lines of standard input without white space around them, up to its end or /quit."""
+    with contextlib.suppress(EOFError):
+        while (line := input(prompt).strip()) != "/quit":
+            yield line
 
 
 if __name__ == "__main__":

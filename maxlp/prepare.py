@@ -12,11 +12,15 @@ The output serves as `array_record:/data/c4_text` wherever a source is named. So
 are named as in a training config; see maxlp/data/sources.py and maxlp/data/tokenizers/__init__.py.
 
 Shards hold UTF-8 text, or with a tokenizer its ids (uint16, or uint32 for vocabularies above 65,536)
-without beginning- and end-of-document ids, which training adds. Empty documents are left out. Images
+without beginning- and end-of-document ids, which training adds. Empty documents are left out.
+Conversations (`?messages_key=`) need the tokenizer with its chat template, and become int32. Images
 stay encoded as they are, even broken ones, each with its caption, its label and its origin.
 
 Beside the shards are the tokenizer and `dataset.json`, which is written last. A run that is killed
 leaves no `dataset.json`, and a folder without one is refused as a source.
+
+The output may be in a bucket, as in --output=gs://bucket/c4_text or s3://bucket/c4_text. It is written to a
+temporary folder ($TMPDIR) and then uploaded.
 """
 
 import functools
@@ -27,14 +31,17 @@ import numpy as np
 from absl import flags
 
 from maxlp.data import shards as shards_lib
+from maxlp.data.chat import Chat, Conversations, make_chat
 from maxlp.data.readers.array_record import FORMATS, MANIFEST, pack_example
 from maxlp.data.sources import Mixture, Source, make_source, open_source, parse_spec, sample_texts
 from maxlp.data.specs import split_options
 from maxlp.data.tokenizers import Tokenizer, as_bytes, make_tokenizer
 from maxlp.run import cli
+from maxlp.runtime import storage
 from maxlp.runtime.files import local_path
 
 TOKENIZER_SAMPLE_BYTES = 64_000_000
+CONVERSATION_DTYPE = np.dtype("<i4")  # signed, see `data.chat`
 
 
 def prepare_text(
@@ -53,7 +60,7 @@ def prepare_text(
 
     Args:
       source: as in `maxlp.data.sources.make_source`, but no mixture.
-      output: the folder; created if missing.
+      output: the folder, created if missing, or its URL in a bucket.
       split: `train`, `validation` or `all`.
       tokenizer: as in `maxlp.data.tokenizers.make_tokenizer`; empty to write text.
       train_tokenizer: number of ids of a byte-level BPE to train on the source and to use; 0 trains
@@ -80,11 +87,19 @@ def prepare_text(
     encoder = make_tokenizer(tokenizer) if tokenizer else None
     if train_tokenizer:
         encoder = _train_tokenizer(documents, train_tokenizer)
-    make_record = functools.partial(_text_record, encoder=encoder)
-    with shards_lib.no_partial_files(output):
-        written = shards_lib.write_shards(output, documents, make_record, shards, num_workers)
-        manifest = _text_manifest(documents, split, written, encoder, split_options(tokenizer)[1])
-        shards_lib.commit(output, manifest, encoder.files if encoder else {})
+    make_record: Any = functools.partial(_text_record, encoder=encoder)
+    dtype = encoder and _token_dtype(encoder)
+    if "messages" in documents[0]:
+        if encoder is None:
+            raise ValueError(f"source {source!r} holds conversations; give the --tokenizer of their model")
+        make_record, dtype = (
+            functools.partial(_conversation_record, chat=make_chat(encoder, tokenizer)),
+            CONVERSATION_DTYPE,
+        )
+    with shards_lib.destination(output) as folder, shards_lib.no_partial_files(folder):
+        written = shards_lib.write_shards(folder, documents, make_record, shards, num_workers)
+        manifest = _text_manifest(documents, split, written, encoder, dtype, split_options(tokenizer)[1])
+        shards_lib.commit(folder, manifest, encoder.files if encoder else {})
     return manifest
 
 
@@ -111,8 +126,8 @@ def prepare_image_text(
     """
     output = _check_output(output, shards, num_workers, overwrite)
     examples = open_source(parse_spec(source, split, "image_text"))
-    with shards_lib.no_partial_files(output):
-        written = shards_lib.write_shards(output, examples, _image_text_record, shards, num_workers)
+    with shards_lib.destination(output) as folder, shards_lib.no_partial_files(folder):
+        written = shards_lib.write_shards(folder, examples, _image_text_record, shards, num_workers)
         manifest = {
             "format": FORMATS["image_text"],
             "source": source,
@@ -121,17 +136,32 @@ def prepare_image_text(
             **shards_lib.totals(written),
             "shards": written,
         }
-        shards_lib.commit(output, manifest, {})
+        shards_lib.commit(folder, manifest, {})
     return manifest
 
 
 def _check_output(output: str, shards: int, num_workers: int, overwrite: bool) -> str:
-    output = str(local_path(output, "--output"))
     if shards < 1 or num_workers < 1:
         raise ValueError(f"shards={shards} and num_workers={num_workers} must be at least 1")
-    if os.path.exists(os.path.join(output, MANIFEST)) and not overwrite:
+    if storage.is_url(output):
+        output = output.rstrip("/")
+        exists = _check_bucket(output)
+    else:
+        output = str(local_path(output, "--output"))
+        exists = os.path.exists(os.path.join(output, MANIFEST))
+    if exists and not overwrite:
         raise ValueError(f"{output} holds a dataset already; pass --overwrite to replace it")
     return output
+
+
+def _check_bucket(output: str) -> bool:
+    """Checks that a URL can be written to; returns whether it holds a dataset."""
+    if not output.startswith(tuple(f"{store}://" for store in storage.BUCKETS)):
+        raise ValueError(f"--output={output} cannot be written to; give a folder, gs:// or s3://")
+    storage.check(output, "--output")
+    storage.write(f"{output}/.writable", b"")
+    storage.remove(f"{output}/.writable")
+    return MANIFEST in storage.find(output)
 
 
 def _train_tokenizer(documents: Source, vocab_size: int) -> Tokenizer:
@@ -150,6 +180,14 @@ def _text_record(documents: Source, index: int, encoder: Tokenizer | None) -> tu
         ids = encoder.encode(data)
         data, tokens = ids.astype(_token_dtype(encoder)).tobytes(), len(ids)
     return data, {"bytes": size, "tokens": tokens}
+
+
+def _conversation_record(documents: Source, index: int, chat: Chat) -> tuple[bytes, dict[str, int]]:
+    size = sum(len(as_bytes(message["content"])) for message in documents[index]["messages"])
+    tokens = Conversations(documents, chat, seq_len=0).tokens(index)
+    if not (tokens >= 0).any():
+        return b"", {"bytes": size, "tokens": 0}
+    return tokens.astype(CONVERSATION_DTYPE).tobytes(), {"bytes": size, "tokens": len(tokens)}
 
 
 def _image_text_record(examples: Source, index: int) -> tuple[bytes, dict[str, int]]:
@@ -172,6 +210,7 @@ def _text_manifest(
     split: str,
     written: list[dict[str, Any]],
     encoder: Tokenizer | None,
+    dtype: np.dtype | None,
     options: dict[str, str],
 ) -> dict[str, Any]:
     totals = shards_lib.totals(written)
@@ -180,7 +219,7 @@ def _text_manifest(
     return {
         "format": FORMATS["text"],
         "kind": "tokens" if encoder else "text",
-        "dtype": _token_dtype(encoder).name if encoder else None,
+        "dtype": dtype and dtype.name,
         "source": documents.name,
         "split": split,
         "empty_documents": len(documents) - totals["documents"],
@@ -189,7 +228,7 @@ def _text_manifest(
         and {
             "fingerprint": encoder.fingerprint,
             "file": next(iter(encoder.files), None),
-            "options": options,
+            "options": {key: value for key, value in options.items() if key != "chat_template"},
             "vocab_size": encoder.vocab_size,
         },
         "shards": written,

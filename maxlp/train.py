@@ -28,7 +28,7 @@ import jax
 from absl import flags
 from flax import nnx
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_flags
 
 import maxlp
 from maxlp.core.train_state import State, abstract_state
@@ -47,7 +47,7 @@ from maxlp.run.tokenizer import prepare_tokenizer
 from maxlp.runtime import cpu, distributed, files, hardware, preemption
 from maxlp.runtime.checkpoint import Checkpointer, ClockSetBackError
 from maxlp.runtime.distributed import is_primary, print_primary
-from maxlp.runtime.lock import WorkdirLock
+from maxlp.runtime.lock import WorkdirLock, open_lock
 from maxlp.runtime.throughput import Throughput
 from maxlp.runtime.writers import MetricWriter
 
@@ -57,6 +57,17 @@ def define_flags() -> None:
         "Directory of the run: checkpoints, metrics, config. Resumed if it holds a checkpoint."
     )
     flags.adopt_module_key_flags(cli)
+    flags.DEFINE_string(
+        "from",
+        None,
+        "Weights to start from: a Hugging Face folder, ORG/NAME[@REVISION] on the Hub, or another run. The "
+        "model's sizes and the tokenizer are theirs; --config is llama/finetune by default.",
+    )
+    flags.DEFINE_string(
+        "swap_tokenizer",
+        None,
+        "With --from: the tokenizer to use instead. Tokens that both have keep their embeddings.",
+    )
     flags.DEFINE_bool("allow_change", False, "Let a resumed run have another model or other data.")
     flags.DEFINE_bool("dry_run", False, "Check the config, print what would run, and stop.")
 
@@ -65,9 +76,17 @@ def main() -> int:
     startup = Startup(maxlp.IMPORTED_AT)
     startup.mark("imports")
     c, workdir = flags.FLAGS.config, files.local_path(flags.FLAGS.workdir, "--workdir")
-    distributed.initialize()
     preemption.exit_on_sigterm()
-    with WorkdirLock(workdir) as lock:
+    distributed.initialize()
+    start, swap = flags.FLAGS["from"].value, flags.FLAGS.swap_tokenizer
+    if start is not None:
+        from maxlp.run import pretrained  # few runs need it
+
+        overrides = config_flags.get_override_values(flags.FLAGS["config"])
+        c = pretrained.configure(c, workdir, start, swap, overrides)
+    elif swap is not None:
+        raise ValueError(f"--swap_tokenizer={swap} needs --from, the weights to swap the tokenizer of")
+    with preemption.exit_with_others(), open_lock(workdir) as lock:
         while True:
             try:
                 with contextlib.ExitStack() as stack:
@@ -78,7 +97,7 @@ def main() -> int:
             except ClockSetBackError as error:
                 if jax.process_count() > 1:
                     raise
-                print_primary(f"{error}: starting it")
+                print_primary(f"{error}, and is started now")
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
@@ -90,7 +109,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     # --- The config, resolved once: checked before anything is allocated or compiled.
     run = resolve(c)
     s, workdir, mesh = run.settings, lock.workdir, run.mesh
-    changed = report_changes(workdir, c)
+    changed = report_changes(s, workdir, c)
     stack.enter_context(jax.set_mesh(mesh))
     if jax.default_backend() == "cpu":
         cpu.keep_freed_memory()
@@ -177,13 +196,16 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
 # --- parts of the run -----------------------------------------------------------------------------------
 
 
-def report_changes(workdir: Path, c: ConfigDict) -> list[str]:
+def report_changes(s: Settings, workdir: Path, c: ConfigDict) -> list[str]:
     """Prints and returns the keys that differ from the last start; some may not, in a resumed run."""
     changed = changes.check_config(workdir, c, flags.FLAGS.allow_change)
     for line in changed.values():
         print_primary(f"changed since the last start: {line}")
-    if (weights := c.train.init_from) and changes.saved_data_state(workdir) is None:
-        for line in changes.other_model(files.local_path(weights, "config.train.init_from"), c):
+    if s.train.init_from or s.data.tokenizer.startswith("hf:"):
+        from maxlp.run import pretrained  # few runs need it
+
+        pretrained.agree_on_commits(workdir, s.train.init_from, s.data.tokenizer)
+        for line in pretrained.differences(s, workdir):
             print_primary(f"another model than in config.train.init_from: {line}")
     return list(changed)
 
@@ -242,7 +264,7 @@ def restore_or_init(
     if (restored := checkpoints.restore_latest(abstract)) is None:
         if not changes.repeats_the_last_start(workdir, changed):
             rollback.set_spikes_aside(workdir)
-        return run.initial_state(abstract), 0, {}
+        return run.initial_state(abstract, workdir), 0, {}
     batches.set_state(restored.data_state, flags.FLAGS.allow_change)
     return restored.state, restored.step, restored.meta
 

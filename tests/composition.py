@@ -83,6 +83,7 @@ FEATURES = [
             "optimizer.low_bit.min_size": 64,
         },
     ),
+    Feature("lora", "lora", {"train.lora.rank": 4, "train.init_from": "weights"}),
     Feature(
         "release_gradients", "release", {"train.release_gradients": True, "optimizer.clip_norm": 0.0}, True
     ),
@@ -91,6 +92,7 @@ FEATURES = [
     Feature("guard=rollback", "guard", {"spikes.guard": "rollback"}, True),
     Feature("remat=block", "remat", {"model.remat": "block"}, True),
     Feature("remat=dots", "remat", {"model.remat": "dots"}, True),
+    Feature("qk_norm", "qk_norm", {"model.qk_norm": True}),
     Feature("fsdp", "fsdp", {"mesh.fsdp": 2}, True),
     Feature("tensor", "tensor", {"mesh.tensor": 2}, True),
     Feature("context", "context", {"mesh.context": 2, "model.attention": "ring"}, True),

@@ -1,6 +1,7 @@
 """`convert`: folders of other libraries become runs, and runs become such folders."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -26,10 +27,12 @@ from maxlp.run.settings import make_model, read_model
 from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import checkpoint
 from maxlp.runtime.safetensors import Tensors, write_tensors
+from tests import training_runs
 
 GOLDENS = Path(__file__).parent / "goldens"
 SOURCES = {  # golden -> family, format
     "llama_3_1": ("llama", "hf_llama"),
+    "qwen3": ("qwen3", "hf_qwen3"),
     "clip_hf_quick_gelu": ("clip", "hf_clip"),
     "clip_hf_siglip": ("clip", "hf_clip"),
     "clip_open_clip": ("clip", "open_clip"),
@@ -61,7 +64,7 @@ def write_source(folder: Path, name: str, **changes: Any) -> Path:
         folder, tensors, dtype="float32", weights=weight_format.weights_file, max_shard_bytes=shard
     )
     (folder / weight_format.config_file).write_text(json.dumps(config | changes))
-    if family == "llama":
+    if family in ("llama", "qwen3"):
         made = train_bpe(["to be or not to be, that is the question"] * 10, 270)
         (folder / "tokenizer.json").write_bytes(made.files["tokenizer.json"])
     else:
@@ -163,6 +166,64 @@ def test_open_clip_to_hugging_face_in_bfloat16_for_larger_images(clip, tmp_path)
     )
 
 
+def test_a_qwen3_survives_the_round_trip_to_the_bit(tmp_path):
+    source = write_source(tmp_path / "source", "qwen3", dtype="float32")
+    convert.import_weights(source, tmp_path / "run")
+    assert run_dir.load_config(tmp_path / "run").model.name == "qwen3"
+    convert.export_weights(tmp_path / "run", tmp_path / "out")
+    assert_same_tensors(source, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("qwen3", ["Qwen3ForCausalLM"])
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_the_matmuls_of_blocks_survive_the_round_trip_in_8_bits(scheme, llama, tmp_path):
+    source, run = llama
+    convert.export_weights(run, tmp_path / "out", quantize=scheme)
+    convert.import_weights(tmp_path / "out", tmp_path / "again", dtype="float32")
+    convert.export_weights(tmp_path / "again", tmp_path / "plain")
+    original, found, codes = Tensors(source), Tensors(tmp_path / "plain"), Tensors(tmp_path / "out")
+    assert set(found) == set(original)
+    quantized = {name for name in original if f"{name}_scale" in codes}
+    assert len(quantized) == 2 * 7 and all("_proj" in name for name in quantized)
+    for name in original:
+        w = original[name]
+        if name in quantized:
+            scale = codes[f"{name}_scale"].astype(np.float32)
+            bound = scale / 2 if scheme == "int8" else np.maximum(np.abs(w) / 16, scale * 2.0**-10)
+        else:
+            bound = np.abs(w) * 2.0**-8  # half a step of bfloat16, with 8 bits
+        assert (np.abs(found[name] - w) <= bound * (1 + 2.0**-15)).all(), name
+
+
+def test_what_cannot_be_quantized_is_refused(llama, clip, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match=r"--quantize=int8 writes .* in bfloat16; drop --dtype=float32"):
+        convert.export_weights(llama[1], out, dtype="float32", quantize="int8")
+    with pytest.raises(ValueError, match="--quantize=fp8 is for language models, not for hf_clip"):
+        convert.export_weights(clip[1], out, quantize="fp8")
+    assert not out.exists()
+
+
+@pytest.mark.full
+def test_8_bits_cost_less_than_a_hundredth_of_a_nat(tmp_path):
+    """Of a model that has learnt something; its loss falls from 6.2 to about 4."""
+    steps = ("--config.train.total_steps=60", "--config.checkpoint.every_steps=60")
+    training_runs.finish(training_runs.start(tmp_path / "run", *steps))
+
+    def loss(run: Path) -> float:
+        done = command("evaluate", f"--workdir={run}", *training_runs.SMALL)
+        [value] = re.findall(r"^ *loss +([\d.]+)", done.stdout, re.MULTILINE)
+        return float(value)
+
+    expected = loss(tmp_path / "run")
+    for scheme in ("int8", "fp8"):
+        out, again = tmp_path / scheme, tmp_path / f"run_{scheme}"
+        convert.export_weights(tmp_path / "run", out, quantize=scheme)
+        convert.import_weights(out, again, dtype="float32")
+        assert abs(loss(again) - expected) < 0.01
+
+
 # --- an import is a run ---------------------------------------------------------------------------------
 
 
@@ -254,11 +315,15 @@ def test_folders_without_a_model_or_a_run_are_named(tmp_path):
         (
             '{"model_type": "blip"}',
             {},
-            "model_type='blip' is not supported; one of llama, clip, siglip",
+            "model_type='blip' is not supported; one of llama, qwen3, clip, siglip",
         ),
         ('{"model_type": "clip"', {}, "source/config.json is not JSON .Expecting"),
         ('{"model_type": "clip"}', {}, "neither model.safetensors nor"),  # pickles are not read
-        ('{"model_type": "clip"}', {"format_name": "gguf"}, "one of hf_llama, hf_clip, open_clip"),
+        (
+            '{"model_type": "clip"}',
+            {"format_name": "gguf"},
+            "one of hf_llama, hf_qwen3, hf_clip, open_clip",
+        ),
     ],
 )
 def test_inputs_that_cannot_be_imported_are_refused(tmp_path, content, options, message):
@@ -369,7 +434,7 @@ def test_the_command(llama, tmp_path):
     source, _ = llama
     done = command("convert", "import", f"--input={source}", f"--output={tmp_path}/run")
     assert done.returncode == 0, done.stderr
-    assert f"--config.train.init_from={tmp_path}/run" in done.stdout
+    assert f"--from={tmp_path}/run" in done.stdout
     done = command("convert", "export", f"--workdir={tmp_path}/run", f"--output={tmp_path}/out")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{tmp_path}/out holds config.json, ")

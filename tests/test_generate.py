@@ -1,65 +1,20 @@
-"""Generation with a cache equals the model without one; sampling has the intended distribution."""
+"""Prompts that end inside a token, and conversations on standard input."""
 
-import functools
+import io
+import sys
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from maxlp.generate import Sampling, generate, heal, sample
-from tests.fixtures import LLAMA, make_llama, precision_config
+from maxlp import generate
+from maxlp.data.tokenizers import make_tokenizer
+from maxlp.generate import converse, heal
+from maxlp.nn.decoding import Sampling
+from tests.data.chats import write_tokenizer
+from tests.fixtures import LLAMA, make_llama
 
 V = LLAMA["vocab_size"]
-PROMPTS = [[1], [5, 9, 2, 7, 7, 3, 1, 40], [8, 8, 1]]
-NEW = 12
-greedy = functools.partial(generate, max_new_tokens=NEW, sampling=Sampling(0.0))
-
-
-@pytest.fixture(scope="module")
-def model():
-    return make_llama(init_std=0.3)(nnx.Rngs(0))
-
-
-@pytest.fixture(scope="module")
-def expected(model):
-    """Greedy tokens by their definition: for each token, the model reads the whole text again."""
-    graphdef, state = nnx.split(model)
-
-    @jax.jit
-    def most_likely(tokens_BS, lengths_B):
-        logits_BSV = nnx.merge(graphdef, state)(tokens_BS)  # the padding after a prompt has no effect
-        return jnp.argmax(logits_BSV[jnp.arange(len(lengths_B)), lengths_B - 1], axis=-1)
-
-    lengths_B = np.array([len(prompt) for prompt in PROMPTS])
-    tokens_BS = np.zeros((len(PROMPTS), lengths_B.max() + NEW), np.int32)
-    for row, prompt in zip(tokens_BS, PROMPTS, strict=True):
-        row[: len(prompt)] = prompt
-    for i in range(NEW):
-        tokens_BS[np.arange(len(PROMPTS)), lengths_B + i] = most_likely(tokens_BS, lengths_B + i)
-    return [row[n : n + NEW].tolist() for row, n in zip(tokens_BS, lengths_B, strict=True)]
-
-
-def test_greedy_batch_equals_the_model_without_a_cache(model, expected):
-    assert len({tuple(row) for row in expected}) == len(PROMPTS)
-    assert greedy(model, PROMPTS) == expected
-
-
-def test_stops_at_the_end_token_of_each_row(model, expected):
-    eos = expected[1][3]
-    stopped = [row[: row.index(eos)] if eos in row else row for row in expected]
-    assert greedy(model, PROMPTS, eos_id=eos) == stopped
-
-
-def test_generation_does_not_change_a_model_with_delayed_scaling():
-    """Prompts neither change the scales nor, through them, each other."""
-    model = make_llama(precision_config("fp8_delayed", history=4), init_std=0.3)(nnx.Rngs(0))
-    before = jax.device_get(nnx.to_pure_dict(nnx.state(model)))
-    together = greedy(model, PROMPTS)
-    assert together == [greedy(model, [prompt])[0] for prompt in PROMPTS]
-    assert len({tuple(row) for row in together}) == len(PROMPTS)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(nnx.to_pure_dict(nnx.state(model))), before)
 
 
 class Letters:
@@ -72,54 +27,87 @@ class Letters:
         return "".join(self.pieces[i] for i in ids)
 
 
-def test_a_prompt_that_ends_inside_a_token_is_healed(model):
+def test_a_prompt_that_ends_inside_a_token_is_healed():
     """ "ab" ends in the token "b", which "bc" and "bcd" may replace."""
     (prompt, allowed_V), (empty, all_V) = heal(Letters(), [[0, 1, 2], [0]], V)
     assert prompt == [0, 1] and np.flatnonzero(allowed_V).tolist() == [2, 3, 5]
     assert empty == [0] and all_V.all()
+    model = make_llama(init_std=0.3)(nnx.Rngs(0))
     how = dict(max_new_tokens=2, sampling=Sampling(10.0), first=np.stack([allowed_V, all_V]))
-    rows = [generate(model, [prompt, empty], seed=seed, **how) for seed in range(20)]
+    rows = [generate.generate(model, [prompt, empty], seed=seed, **how) for seed in range(20)]
     assert {row[0][0] for row in rows} <= {2, 3, 5} and len({row[0][0] for row in rows}) > 1
     assert {row[1][0] for row in rows} - {2, 3, 5}
 
 
-def test_the_text_of_a_row_depends_on_the_seed_and_not_on_other_rows(model):
-    def texts(prompts, seed):
-        return generate(model, prompts, max_new_tokens=20, sampling=Sampling(1.0), seed=seed)
-
-    assert texts(PROMPTS, 1) == texts(PROMPTS, 1)
-    assert texts(PROMPTS, 1) != texts(PROMPTS, 2)
-    assert texts(PROMPTS[:1], 1) == texts(PROMPTS, 1)[:1]
-    same = texts([[5]] * 3, 1)
-    assert same[0] != same[1] != same[2], "rows with equal prompts get different texts"
+def talk(monkeypatch, capsys, lines, answer):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    converse(answer)
+    return capsys.readouterr()
 
 
-# --- sampling -------------------------------------------------------------------------------------------
+def test_a_conversation_keeps_its_history_until_it_is_reset(monkeypatch, capsys):
+    def answer(messages):
+        if messages[-1]["content"] == "long":
+            raise ValueError("too long")
+        return "+".join(message["content"] for message in messages)
 
-PROBS = np.array([0.05, 0.4, 0.25, 0.1, 0.2])
-
-
-@pytest.mark.parametrize(
-    ("sampling", "expected"),
-    [
-        (Sampling(1.0), PROBS),
-        (Sampling(0.5), PROBS**2 / np.sum(PROBS**2)),
-        (Sampling(1.0, top_k=2), np.array([0, 0.4, 0.25, 0, 0]) / 0.65),
-        (Sampling(1.0, top_p=0.6), np.array([0, 0.4, 0.25, 0, 0]) / 0.65),
-        (Sampling(1.0, top_p=0.3), np.array([0, 1, 0, 0, 0])),
-        (Sampling(1.0, top_k=3, top_p=0.5), np.array([0, 0.4, 0.25, 0, 0]) / 0.65),
-        (Sampling(0.0), np.array([0, 1, 0, 0, 0])),
-    ],
-)
-def test_sampling_distribution(sampling, expected):
-    logits, n = np.log(PROBS).astype(np.float32), 20_000
-    keys = jax.random.split(jax.random.key(0), n)
-    ids = jax.vmap(lambda key: sample(key, logits, sampling))(keys)
-    # Three standard deviations of a frequency over 20,000 draws are at most 0.011.
-    np.testing.assert_allclose(np.bincount(ids, minlength=len(PROBS)) / n, expected, atol=0.011)
+    lines = ["a", "", " b ", "long", "c", "/reset", "d", "/quit", "e"]
+    shown = talk(monkeypatch, capsys, lines, answer)
+    assert shown.out.splitlines() == ["a", "a+a+b", "a+a+b+a+a+b+c", "d"]
+    assert shown.err == "error: too long\n"
 
 
-def test_each_token_of_a_row_is_drawn_anew(model):
-    """From an almost flat distribution, equal random numbers would draw equal tokens."""
-    (row,) = generate(model, [[5]], max_new_tokens=20, sampling=Sampling(1e4))
-    assert len(set(row)) > 5
+class StubLanguage:
+    """A language model of random weights."""
+
+    def __init__(self, folder, max_seq_len=128):
+        self.tokenizer_spec = write_tokenizer(folder)
+        self.tokenizer = make_tokenizer(self.tokenizer_spec)
+        size = self.tokenizer.vocab_size
+        make = make_llama(init_std=0.3, vocab_size=size, max_seq_len=max_seq_len)
+        self.network = make(nnx.Rngs(0))
+        self.model = self.network.config
+
+    def restore(self, step, mesh):
+        return self.network
+
+
+@pytest.fixture
+def chat_flags(monkeypatch):
+    class Flags:
+        step, seed, max_new_tokens = None, 0, 12
+
+    monkeypatch.setattr(generate.flags, "FLAGS", Flags)
+    return Flags
+
+
+def test_a_chat_continues_the_template_and_stops_at_the_end_of_the_turn(
+    monkeypatch, capsys, tmp_path, chat_flags
+):
+    language = StubLanguage(tmp_path)
+    prompts, real = [], generate.generate
+
+    def watched(model, rows, **how):
+        prompts.extend(rows)
+        assert how["eos_id"] == language.tokenizer.specials["<|im_end|>"]
+        return real(model, rows, **how)
+
+    monkeypatch.setattr(generate, "generate", watched)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("why\nbecause\n"))
+    generate.chat(language, None, Sampling(0.0))
+    answers = capsys.readouterr().out
+    tok = language.tokenizer
+    assert tok.decode(prompts[0]) == "user\nwhy\nassistant\n"
+    assert tok.decode(prompts[1]).startswith("user\nwhy\nassistant\n" + answers.split("\n")[0])
+    assert tok.decode(prompts[1]).endswith("\nuser\nbecause\nassistant\n")
+
+
+def test_a_chat_that_outgrows_the_model_is_told(monkeypatch, capsys, tmp_path, chat_flags):
+    language = StubLanguage(tmp_path, max_seq_len=64)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("why " * 40 + "\nwhy\n"))
+    generate.chat(language, None, Sampling(0.0))
+    shown = capsys.readouterr()
+    assert (
+        shown.err.startswith("error: the conversation has ") and "the model reads 64; /reset" in shown.err
+    )
+    assert shown.out

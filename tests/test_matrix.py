@@ -5,6 +5,7 @@ device without its neutral features (mesh, microbatches, remat, released gradien
 the bit.
 """
 
+import dataclasses
 import functools
 import itertools
 from pathlib import Path
@@ -29,6 +30,9 @@ QUANTIZED_TOLERANCE = 5e-3
 # By how much errors may grow once parameters differ by rounding: the features of random
 # images and texts nearly coincide, and the contrastive loss sees only how they differ.
 GROWTH = {"llama": 1, "clip": 8}
+# Adapters have a twelfth of the gradients (their other half begins at zero), so the roundings of
+# fewer elements cancel in its norm: √12, rounded up to a power of two.
+FEW_GRADIENTS = 4
 # An amax is one element, not a sum: that of an output's gradient was computed from operands in E5M2, where
 # an operand next to a rounding boundary takes its other neighbour, 2^-2 of it away.
 AMAX_TOLERANCE = 2.0**-2
@@ -60,7 +64,9 @@ class Run:
 
     def __init__(self, family: str, row: composition.Row):
         devices = jax.devices()[: composition.num_devices(row)]
-        self.run = resolve_settings(composition.settings(family, row), devices)
+        run = resolve_settings(composition.settings(family, row), devices)
+        train = dataclasses.replace(run.settings.train, init_from="")  # random weights, also under adapters
+        self.run = dataclasses.replace(run, settings=dataclasses.replace(run.settings, train=train))
         with jax.set_mesh(self.run.mesh):
             parts = (self.run.make_model, self.run.tx, self.run.mesh, self.run.gates)
             graphdef, self.abstract = abstract_state(*parts)
@@ -111,8 +117,9 @@ def test_a_row_trains_like_one_device_and_resumes_to_the_bit(family, row, tmp_pa
     rounding = max(TOLERANCE[s.model.dtype], QUANTIZED_TOLERANCE if s.is_quantized else 0.0)
     for i, (ours, theirs) in enumerate(zip([*metrics, *last], want, strict=True)):
         tolerance = rounding * (GROWTH[family] if i else 1)
-        for key in ("loss", "grad_norm"):
-            np.testing.assert_allclose(ours[key], theirs[key], rtol=tolerance, err_msg=key)
+        np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=tolerance, err_msg="loss")
+        tolerance *= FEW_GRADIENTS if s.train.lora else 1
+        np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=tolerance, err_msg="norm")
         if "gain" in ours:  # a ratio of differences of squared norms
             np.testing.assert_allclose(ours["gain"], theirs["gain"], rtol=10 * tolerance, err_msg="gain")
         for name, norms in ours.get("grad_norms", {}).items():

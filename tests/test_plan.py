@@ -182,7 +182,7 @@ def test_listing_names_every_chip():
     ("name", "kernel"),
     [
         pytest.param("v5e:2x2", "tpu_custom_call", marks=pytest.mark.aot("libtpu")),
-        pytest.param("h100:1x4", "__cudnn$fmha", marks=pytest.mark.aot("jax_cuda13_plugin")),
+        pytest.param("h100:1x4", "__gpu$xla.gpu.triton", marks=pytest.mark.aot("jax_cuda13_plugin")),
     ],
 )
 def test_compiled_for_machines_that_are_not_available(name, kernel, tmp_path):

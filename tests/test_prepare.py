@@ -14,6 +14,8 @@ from maxlp.data.sources import make_source
 from maxlp.data.tokenizers import make_tokenizer
 from maxlp.data.tokenizers.training import train_bpe
 from maxlp.prepare import prepare_text
+from maxlp.runtime import storage
+from tests.data.servers import cache  # noqa: F401  # a fixture
 
 TEXTS = [f"document {i}: äöü 漢字 🎉\n" * (i % 7) for i in range(100)]
 
@@ -248,3 +250,26 @@ def test_subcommand_errors_are_one_line():
             prepare.main(*words)
         given = words[0] if words else "nothing"
         assert str(caught.value) == f"the first argument must be one of text, image_text, not {given!r}"
+
+
+# --- buckets --------------------------------------------------------------------------------------
+
+
+def test_a_bucket_takes_the_same_files(corpus, tmp_path, bucket, cache):  # noqa: F811
+    output, local = f"{bucket}/out", str(tmp_path / "out")
+    manifest = prepare_text(corpus, output, train_tokenizer=300, shards=3)
+    prepare_text(corpus, local, train_tokenizer=300, shards=3)
+    names = sorted(os.listdir(local))
+    assert sorted(storage.find(output)) == names
+    for name in names:
+        assert storage.read(f"{output}/{name}") == (tmp_path / "out" / name).read_bytes()
+    source = make_source(f"array_record:{output}", "all")
+    expected = make_source(f"array_record:{local}", "all")
+    for i in range(len(expected)):
+        assert source[i]["tokens"].tolist() == expected[i]["tokens"].tolist()
+    tokenizer = make_tokenizer(source.tokenizer["spec"])
+    assert tokenizer.fingerprint == manifest["tokenizer"]["fingerprint"]
+    with pytest.raises(ValueError, match=f"{output} holds a dataset already; pass --overwrite"):
+        prepare_text(corpus, output)
+    prepare_text(corpus, output, shards=2, overwrite=True)
+    assert len([name for name in storage.find(output) if name.endswith(".array_record")]) == 2

@@ -43,10 +43,12 @@ def test_what_a_page_names_exists(page):
 
 def test_lists_of_configs_are_complete():
     folders = re.findall(r"`configs/(\w+)/` holds (.*?)(?:;|\. \[)", README, re.DOTALL)
-    assert [family for family, _ in folders] == ["llama", "clip"]
+    assert [family for family, _ in folders] == ["llama", "qwen3", "clip"]
     for family, listed in folders:
-        names = {name for group in re.findall(r"`([\w ]+)`", listed) for name in group.split()}
-        assert names == {p.stem for p in (ROOT / "configs" / family).glob("*.py")} - {"__init__"}
+        names = {name for group in re.findall(r"`([\w. ]+)`", listed) for name in group.split()}
+        assert names == {p.name.removesuffix(".py") for p in (ROOT / "configs" / family).glob("*.py")} - {
+            "__init__"
+        }
 
 
 def test_sections_and_their_classes_are_those_of_the_code():

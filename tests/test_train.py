@@ -205,6 +205,42 @@ def test_a_workdir_in_use_or_without_its_checkpoints_is_refused_and_stays_as_it_
     refused(workdir, "checkpoints holds no checkpoint, but the run had saved step 12")
 
 
+# Once, the save of step 6 never ends, and the clock is set back: what TensorStore does then.
+CLOCK_SET_BACK = """
+import os, pathlib, threading, time
+from maxlp import train
+from maxlp.run import cli
+from maxlp.runtime import checkpoint, manifest
+
+checksums, now = manifest.shared_checksums, time.time
+
+def never_ends(root, *args):
+    if root.name == "6.unfinished":
+        time.time = lambda: now() - 3600
+        threading.Event().wait()
+    return checksums(root, *args)
+
+marker = pathlib.Path(os.environ["MARKER"])
+if not marker.exists():
+    marker.touch()
+    checkpoint._CLOCK_GRACE = 0.1
+    manifest.shared_checksums = never_ends
+train.define_flags()
+cli.run(train.main)
+"""
+
+
+@pytest.mark.full
+def test_a_run_whose_save_never_ends_because_of_the_clock_starts_itself_again(whole, tmp_path):
+    command = (sys.executable, "-c", CLOCK_SET_BACK)
+    out = finish(start(tmp_path / "run", *WHOLE, command=command, MARKER=str(tmp_path / "marker")))
+    assert out.count("the clock was set back by 3,600 s") == 1 and "is started now" in out
+    assert "run: resuming at step 3" in out and "killed" not in out
+    assert records(tmp_path / "run") == records(whole[0])
+    assert checkpoint(tmp_path / "run", 12) == checkpoint(whole[0], 12)
+    assert not (tmp_path / "run" / "lock").exists()
+
+
 def test_a_loss_that_is_not_finite_is_not_saved(tmp_path):
     process = start(tmp_path, "--config.train.total_steps=12", "--config.optimizer.learning_rate=1e30")
     out = process.communicate(timeout=300)[0]

@@ -28,16 +28,22 @@ SMALL = [
 
 
 def start(
-    workdir: Path, *options: str, config: Sequence[str] = SMALL, devices: int = 1, **env: str
+    workdir: Path,
+    *options: str,
+    config: Sequence[str] = SMALL,
+    devices: int = 1,
+    command: Sequence[str] = (sys.executable, "-m", "maxlp.train"),
+    **env: str,
 ) -> subprocess.Popen:
     """Starts a run.
 
     Args:
       options: flags after those of `config`, which they override.
       devices: simulated ones.
+      command: what takes the flags.
       env: additional environment variables.
     """
-    command = [sys.executable, "-m", "maxlp.train", f"--workdir={workdir}", *config, *options]
+    command = [*command, f"--workdir={workdir}", *config, *options]
     env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"} | env
     return subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

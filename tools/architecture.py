@@ -21,7 +21,10 @@ FAMILIES = "families"
 WIDTH, BOX, LANE = 720, (138, 46), 22  # of the picture, a box, and an arrow that passes a layer (pixels)
 GAP, LAYER_HEIGHT, MARGIN = 18, 84, 16
 SWEEPS = 24  # of the ordering
-COLORS = {COMMANDS: "#fde9c8", "families.llama": "#d9ead3", "families.clip": "#d9ead3"}
+COLORS = {
+    COMMANDS: "#fde9c8",
+    **dict.fromkeys(("families.llama", "families.qwen3", "families.clip"), "#d9ead3"),
+}
 
 Graph = dict[str, set[str]]
 

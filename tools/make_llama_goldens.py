@@ -40,10 +40,10 @@ LLAMA_2 = dict(
     max_position_embeddings=64,
     rope_parameters=dict(rope_type="default", rope_theta=10_000.0),
 )
-CASES = {
-    "llama_3_1": dict(seq_len=144, tie_word_embeddings=False, **LLAMA_3),
-    "llama_3_2_tied": dict(seq_len=144, tie_word_embeddings=True, **LLAMA_3),
-    "llama_2": dict(seq_len=48, tie_word_embeddings=False, **LLAMA_2),
+CASES = {  # name -> length, config
+    "llama_3_1": (144, dict(tie_word_embeddings=False, **LLAMA_3)),
+    "llama_3_2_tied": (144, dict(tie_word_embeddings=True, **LLAMA_3)),
+    "llama_2": (48, dict(tie_word_embeddings=False, **LLAMA_2)),
 }
 GRADS = (
     "model.embed_tokens.weight",
@@ -56,8 +56,8 @@ GRADS = (
 )
 
 
-def golden(seed: int, seq_len: int, **config) -> dict[str, np.ndarray]:
-    config = transformers.LlamaConfig(
+def llama_config(**config) -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(
         vocab_size=96,
         hidden_size=32,
         num_hidden_layers=2,
@@ -68,8 +68,23 @@ def golden(seed: int, seq_len: int, **config) -> dict[str, np.ndarray]:
         attn_implementation="eager",
         **config,
     )
+
+
+def golden(
+    kind: type,
+    config: transformers.PreTrainedConfig,
+    seed: int,
+    seq_len: int,
+    grads: tuple[str, ...] = GRADS,
+) -> dict[str, np.ndarray]:
+    """The arrays of a golden.
+
+    Args:
+      kind: class of the model.
+      grads: the weights whose gradients it holds.
+    """
     torch.manual_seed(seed)
-    model = transformers.LlamaForCausalLM(config)
+    model = kind(config)
     with torch.no_grad():
         # Large enough that attention is far from uniform, so that small errors are visible in the logits.
         for weight in model.parameters():
@@ -89,10 +104,11 @@ def golden(seed: int, seq_len: int, **config) -> dict[str, np.ndarray]:
         "logits": logits.detach().numpy(),
         "loss": loss.detach().numpy(),
         **{f"weights/{k}": w.detach().numpy().astype(np.float16) for k, w in weights.items()},
-        **{f"grads/{k}": weights[k].grad.numpy() for k in GRADS},
+        **{f"grads/{k}": weights[k].grad.numpy() for k in grads},
     }
 
 
 if __name__ == "__main__":
-    for seed, (name, case) in enumerate(CASES.items()):
-        np.savez_compressed(f"{sys.argv[1]}/{name}.npz", **golden(seed, **case))
+    for seed, (name, (seq_len, config)) in enumerate(CASES.items()):
+        arrays = golden(transformers.LlamaForCausalLM, llama_config(**config), seed, seq_len)
+        np.savez_compressed(f"{sys.argv[1]}/{name}.npz", **arrays)

@@ -6,6 +6,9 @@ files as if they were one. The last block of a file counts where formats such as
 contents. So a corpus that is overwritten, cut, appended to, sorted anew or encoded anew is noticed; a few
 bytes changed in place in the middle of a large file may not be. Times of modification do not count: a copy
 of a corpus has the same fingerprint.
+
+Of files at URLs it covers the names, the sizes, and what the store keeps to tell contents apart: a hash, an
+ETag or a date.
 """
 
 import hashlib
@@ -17,15 +20,21 @@ from typing import Any
 
 import numpy as np
 
+from maxlp.data.readers import is_url
+from maxlp.data.specs import load
+
 WHOLE_FILES, WHOLE_BYTES = 4096, 2**26
 BLOCKS, BLOCK_BYTES = 256, 2**14  # samples over all files; and as many files of which the end is read
 THREADS = 16
 
 
 def of_files(paths: Sequence[str]) -> str:
-    """The fingerprint of files in this order, 32 hexadecimal digits."""
+    """The fingerprint of files or URLs in this order, 32 hexadecimal digits."""
     root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
     names = [os.path.relpath(path, root) for path in paths]
+    if is_url(paths[0]):
+        entries = _in_threads(load("maxlp.data.remote:stat"), paths)
+        return of_json(names, [[entry.size, entry.tag] for entry in entries])
     sizes = _in_threads(os.path.getsize, paths)
     if len(paths) <= WHOLE_FILES and sum(sizes) <= WHOLE_BYTES:
         places = [(path, 0, size) for path, size in zip(paths, sizes, strict=True)]

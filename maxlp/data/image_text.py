@@ -27,6 +27,7 @@ from maxlp.data.common import Batch
 from maxlp.data.images import Example
 from maxlp.data.readers import BrokenExample
 from maxlp.data.sources import Source, Spec, check_split, open_source, parse_spec
+from maxlp.data.specs import of_key
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
 from maxlp.schema import INT32, Count, CountOrZero, Range
 
@@ -123,14 +124,18 @@ def make_data(
     """
     check_split(split, ("train", "validation"))
     common.check_process(config.batch_size, seed, process_index, process_count)
-    spec = (split == "validation" and config.validation_source) or config.source
-    examples = _open_examples(parse_spec(spec, split, "image_text"), config)
+    key = "validation_source" if split == "validation" and config.validation_source else "source"
+    spec = getattr(config, key)
+    with of_key(f"data.{key}"):
+        opened = _open(parse_spec(spec, split, "image_text"), config.image_size)
+    examples = EncodedExamples(opened, config) if isinstance(opened, Source) else opened
     if split == "train" and len(examples) < config.batch_size:
         raise ValueError(
-            f"batch_size={config.batch_size} is more than the {len(examples)} examples of source={spec!r};"
-            f" use at most {len(examples)}"
+            f"data.batch_size={config.batch_size} is more than the {len(examples)} examples of "
+            f"data.source={spec!r}; use at most {len(examples)}"
         )
-    tokenizer = make_tokenizer(config.tokenizer)
+    with of_key("data.tokenizer"):
+        tokenizer = make_tokenizer(config.tokenizer)
     settings: dict[str, Any] = dict(
         seed=seed,
         batch_size=config.batch_size,
@@ -154,15 +159,12 @@ def captions(spec: str) -> Iterator[str]:
     Raises:
       ValueError: all examples are broken.
     """
-    parsed = parse_spec(spec, "train", "image_text")
-    if parsed.kind == "glyphs":
-        yield from _open_glyphs(parsed, image_size=32).classes
-        return
-    source = open_source(parsed)
-    templates = source.templates or TEMPLATES
-    yield from (template.format(name) for name in source.classes for template in templates)
-    if not source.classes:
-        yield from _own_captions(source)
+    opened = _open(parse_spec(spec, "train", "image_text"), image_size=32)
+    if not isinstance(opened, Source):
+        return iter(opened.classes)
+    templates = opened.templates or TEMPLATES
+    labels = (template.format(name) for name in opened.classes for template in templates)
+    return labels if opened.classes else _own_captions(opened)
 
 
 def _own_captions(source: Source) -> Iterator[str]:
@@ -442,13 +444,9 @@ class Examples(Protocol):
         ...
 
 
-def _open_examples(spec: Spec, config: ImageTextDataConfig) -> Examples:
-    if spec.kind == "glyphs":
-        return _open_glyphs(spec, config.image_size)
-    return EncodedExamples(open_source(spec), config)
-
-
-def _open_glyphs(spec: Spec, image_size: int) -> Examples:
+def _open(spec: Spec, image_size: int) -> Examples | Source:
+    if spec.kind != "glyphs":
+        return open_source(spec)
     from maxlp.data.glyphs import Glyphs
 
     try:

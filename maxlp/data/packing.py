@@ -1,7 +1,8 @@
 """Packing: documents of different lengths into windows of one length.
 
 In a window, documents are numbered by `segment_ids` from 1, and `positions` count from 0 in each.
-Padding has segment 0. `loss_mask` is true where the target is the next token of the same document.
+Padding has segment 0. `loss_mask` is true where the target is the next token of the same document, and
+not one that is only read: those come as their complements `~id`.
 
 Letters: W windows, S sequence length.
 """
@@ -48,11 +49,11 @@ def pack_concat(documents: Documents, num_windows: int, seq_len: int, pad_id: in
             break
         index, offset = index + 1, 0
     documents.advance(index, offset)
-    same_document = (owner[:-1] == owner[1:]) & (owner[:-1] >= 0)
+    is_target = (owner[:-1] == owner[1:]) & (owner[:-1] >= 0) & (tokens[1:] >= 0)
     return {
-        "tokens": tokens[:-1].reshape(num_windows, seq_len),
-        "targets": tokens[1:].reshape(num_windows, seq_len),
-        "loss_mask": same_document.reshape(num_windows, seq_len),
+        "tokens": _ids(tokens[:-1]).reshape(num_windows, seq_len),
+        "targets": _ids(tokens[1:]).reshape(num_windows, seq_len),
+        "loss_mask": is_target.reshape(num_windows, seq_len),
         **_segments(owner[:-1].reshape(num_windows, seq_len)),
     }
 
@@ -82,9 +83,9 @@ def pack_first_fit(documents: Documents, num_windows: int, seq_len: int, pad_id:
         offset += size
     documents.advance(index, offset)
     return {
-        "tokens": tokens_WS,
-        "targets": targets_WS,
-        "loss_mask": owner_WS >= 0,
+        "tokens": _ids(tokens_WS),
+        "targets": _ids(targets_WS),
+        "loss_mask": (owner_WS >= 0) & (targets_WS >= 0),
         **_segments(owner_WS),
     }
 
@@ -93,6 +94,11 @@ PACKERS: dict[str, Callable[[Documents, int, int, int], Batch]] = {
     "concat": pack_concat,
     "first_fit": pack_first_fit,
 }
+
+
+def _ids(tokens: np.ndarray) -> np.ndarray:
+    """Token ids, of which some may be given as their complement `~id`, which is negative."""
+    return np.maximum(tokens, ~tokens)
 
 
 def _segments(owner_WS: np.ndarray) -> Batch:

@@ -3,11 +3,14 @@
 import contextlib
 import dataclasses
 import glob
+import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,10 +19,16 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+from maxlp.data.readers import is_url
 from maxlp.data.readers.array_record import MANIFEST
+from maxlp.data.remote import retried
 from maxlp.data.sources import Source
+from maxlp.data.specs import one_line
 from maxlp.data.workers import end_with_parent
+from maxlp.runtime import storage
+from maxlp.runtime.storage import StorageError
 
+UPLOAD_THREADS = 8
 PARTIAL = ".partial"  # suffix of every file that is not complete
 
 # Makes the record of one example, and its counts for the totals; an empty record is left out.
@@ -93,6 +102,51 @@ def no_partial_files(output: str) -> Iterator[None]:
                 path.rmdir()
         raise
     _remove(output, "*" + PARTIAL)
+
+
+@contextlib.contextmanager
+def destination(output: str) -> Iterator[str]:
+    """Yields the folder to write to: `output`, or for a URL a temporary one that is uploaded at the end."""
+    if not is_url(output):
+        yield output
+        return
+    folder = tempfile.mkdtemp(prefix="maxlp-prepare-")
+    try:
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    try:
+        _upload(folder, output)
+    except OSError as error:
+        raise StorageError(
+            f"{one_line(error)}; the dataset is complete in {folder}: copy its files to {output},"
+            f" {MANIFEST} as the last one"
+        ) from error
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _upload(folder: str, url: str) -> None:
+    """Copies a finished dataset to a bucket; until this is done there is no manifest."""
+    files = {name: os.path.join(folder, name) for name in sorted(os.listdir(folder))}
+    manifest = files.pop(MANIFEST)
+    size = sum(os.path.getsize(path) for path in files.values())
+    print(f"uploading {len(files)} files ({size / 1e6:,.1f} MB) to {url}", file=sys.stderr, flush=True)
+    retried(lambda: storage.remove(f"{url}/{MANIFEST}"), url)
+    for name in retried(lambda: storage.find(url), url):
+        if name.endswith(".array_record"):
+            storage.remove(f"{url}/{name}")
+    with futures.ThreadPoolExecutor(UPLOAD_THREADS) as pool:
+        list(pool.map(lambda name: _upload_file(files[name], f"{url}/{name}"), files))
+    _upload_file(manifest, f"{url}/{MANIFEST}")
+
+
+def _upload_file(path: str, url: str) -> None:
+    retried(lambda: storage.upload(Path(path), url), url)
+    with open(path, "rb") as file:
+        md5, found = hashlib.file_digest(file, "md5").hexdigest(), storage.stat(url)
+    if found.size != os.path.getsize(path) or found.md5 not in (None, md5):
+        raise StorageError(f"{url} is not what was uploaded")
 
 
 def commit(output: str, manifest: dict[str, Any], other_files: dict[str, bytes]) -> None:

@@ -6,6 +6,7 @@ Text:
     stdlib                                   the Python standard library itself; no download
     text:/data/books/**/*.txt                a folder, a glob or one file; one document per file
     jsonl:/data/c4/*.jsonl?text_key=content  one JSON object per line
+    jsonl:/data/chat.jsonl?messages_key=messages  conversations, see `data.chat`; Parquet likewise
     parquet:/data/fineweb                    a folder, a glob or one file; one document per row
 
 Images with captions or labels:
@@ -18,6 +19,10 @@ Both:
 
     array_record:/data/prepared              a folder written by `python -m maxlp.prepare`
     tfds:lm1b?data_dir=/data/tfds            a prepared TFDS dataset with random access
+
+A path may be a URL (gs://, s3://, https://, hf://), with wildcards where the store has listings, and with
+braces as in `jsonl:https://host/c4/{000..127}.jsonl.gz`. Files in .gz and .zst have no random access: they
+are decompressed into the local cache (`data.local_cache`).
 
 Options follow a `?` and are joined by `&`; they are the keyword-only parameters of the function that
 opens the kind (see `KINDS`). Several text sources joined by `;`, each with a `weight`, form a
@@ -101,9 +106,9 @@ class Spec(NamedTuple):
 class Reader(Protocol):
     """Records by number, in any order, from several threads at once, in this or another process.
 
-    A record of content "text" is {"text": str or bytes} or {"tokens": uint16 or uint32 [T]}; one of
-    content "image_text" is {"image": bytes of a file or uint8 [H, W, 3], "text": str or None,
-    "label": int or -1}.
+    A record of content "text" is {"text": str or bytes} or {"tokens": uint16 or uint32 [T]}; of a
+    conversation, {"messages": list of dicts} or {"tokens": int32 [T]}, see `data.chat`. One of content
+    "image_text" is {"image": bytes of a file or uint8 [H, W, 3], "text": str or None, "label": int or -1}.
     """
 
     def __len__(self) -> int: ...
@@ -164,7 +169,7 @@ class Source:
         chosen = total // self._every if self._every else 0
         sizes = {} if validation is None else {"train": total - chosen, "validation": chosen}
         self._len = sizes.get(spec.split, total)
-        if not total:
+        if not total and (sizes or spec.split == "all"):
             raise ValueError("its files hold no documents; check the path")
         if not self._len:
             empty = f"split {spec.split!r} contains none of the {total} documents"
@@ -235,7 +240,7 @@ def make_source(spec: str, split: str) -> Source | Mixture:
     for source in sources:
         documents = (source[index] for index in range(len(source)))
         # White space is no text to learn from.
-        if not any(len(d["tokens"]) if source.tokenizer else d["text"].strip() for d in documents):
+        if not any(len(d["text"].strip() if "text" in d else next(iter(d.values()))) for d in documents):
             raise ValueError(f"source {source.name!r}: all of its {len(source)} documents are empty")
     if len(sources) == 1:
         return sources[0]
@@ -276,6 +281,10 @@ def sample_texts(source: Source | Mixture, max_bytes: int, seed: int) -> Iterato
     if source.tokenizer:
         raise ValueError(f"source {source.name!r} holds tokens; a tokenizer is trained on text")
     start, stop = 0, 10_000
+    if "messages" in source[0]:
+        raise ValueError(
+            f"source {source.name!r} holds conversations, which need a tokenizer with a chat template"
+        )
     indices = np.random.default_rng(seed).permutation(len(source)).tolist()
     while indices:
         longer = []

@@ -1,7 +1,9 @@
 """Spec strings, `name?key=value&key=value`, and loading the objects that they name."""
 
+import contextlib
 import importlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -32,6 +34,15 @@ def import_extra(module: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed; run pip install 'maxlp[data]'") from None
+
+
+@contextlib.contextmanager
+def of_key(key: str) -> Iterator[None]:
+    """Puts the key of the config that a spec comes from in front of a ValueError about the spec."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
 
 
 def one_line(error: BaseException) -> str:

@@ -30,18 +30,21 @@ import itertools
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, NamedTuple
 
 import grain
 import numpy as np
+from absl import logging
 
 from maxlp import schema
 from maxlp.data import common
 from maxlp.data.common import Batch, Seeds, require
 from maxlp.data.packing import PACKERS
 from maxlp.data.sources import Mixture, check_split, make_source
+from maxlp.data.specs import load, of_key
 from maxlp.data.tokenizers import Tokenizer, as_bytes, make_tokenizer
 from maxlp.schema import INT32, Count, OneOf, Range
 
@@ -58,6 +61,7 @@ ORDER = {"documents", "weights", "seed", "shuffle"}  # settings that determine t
 # To estimate the tokens of a source. With fewer documents, a few long ones among them would matter.
 SAMPLED_DOCUMENTS, SAMPLE_SECONDS = 1024, 0.5
 ENCODED_BYTES, ENCODED_PIECE = 200_000, 4_000
+CHAT_TEMPLATE = "chat_template"  # in the settings of a state: the fingerprint of that of conversations
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
@@ -76,6 +80,9 @@ class TextDataConfig:
         "first_fit" keeps each document in one window, the first with enough room among those of its
         block; a document longer than S is split into pieces of S. Only padding is masked: 1 to 5 % of
         positions for documents of web-like lengths, more if few documents are shorter than S/2.
+        Conversations need "first_fit": of one longer than S only the beginning is used, and one
+        without an answer in it is skipped; the metrics `data/conversations_cut` and
+        `data/conversations_skipped` are the fractions of such. Of them only answers are targets.
       shuffle: whether each epoch reads the documents in another order, and the windows of a block are
         mixed; False keeps the order of the source.
       shuffle_tokens: about how many tokens are mixed, over the whole global batch. More tokens mix
@@ -105,10 +112,11 @@ def make_data(
 ) -> TextDataset:
     """Opens the source and the tokenizer of `config`, and makes batches of one split.
 
-    Validation is one pass over the documents in order, one source after another, packed by "concat";
-    of `config` it uses only the source, the tokenizer and the sizes. Every token that has a predecessor
-    in its document is a target exactly once. The last batch is padded. All processes end at the same
-    step, and each tokenizes all documents.
+    Validation is one pass over the documents in order, one source after another, packed by "concat",
+    or "first_fit" if there are conversations; of `config` it uses only the source, the tokenizer and the
+    sizes. Every token that has a predecessor in its document is a target exactly once, of conversations
+    every token of an answer. The last batch is padded. All processes end at the same step, and each
+    tokenizes all documents.
 
     Args:
       split: "train" or "validation".
@@ -118,21 +126,28 @@ def make_data(
       ValueError: a value out of range, or a source or tokenizer that cannot be read.
     """
     check_split(split, ("train", "validation"))
-    opened = make_source(config.source, split)
+    with of_key("data.source"):
+        opened = make_source(config.source, split)
     sources, weights = opened if isinstance(opened, Mixture) else ((opened,), (1.0,))
-    tokenizer = make_tokenizer(config.tokenizer)
+    with of_key("data.tokenizer"):
+        tokenizer = make_tokenizer(config.tokenizer)
     for part in sources:
         if part.tokenizer and part.tokenizer["fingerprint"] != tokenizer.fingerprint:
             raise ValueError(
-                f"source {part.name!r} holds tokens of the tokenizer {part.tokenizer['spec']},"
-                f" not of tokenizer={config.tokenizer!r}; set that tokenizer"
+                f"data.source: source {part.name!r} holds tokens of the tokenizer "
+                f"{part.tokenizer['spec']}, not of data.tokenizer={config.tokenizer!r}; set that tokenizer"
             )
+    documents: Sequence[Any] = sources
+    chats = [_is_conversation(part[0]) for part in sources]
+    if any(chats):
+        documents, template = load("maxlp.data.chat:open_conversations")(sources, chats, tokenizer, config)
     if split == "validation":
-        in_order = [grain.MapDataset.source(part) for part in sources]
-        sources, weights, seed = [grain.MapDataset.concatenate(in_order)], [1.0], 0
-        config = dataclasses.replace(config, packing="concat", shuffle=False, num_epochs=1, num_workers=0)
+        in_order = [grain.MapDataset.source(part) for part in documents]
+        documents, weights, seed = [grain.MapDataset.concatenate(in_order)], [1.0], 0
+        packing = "first_fit" if any(chats) else "concat"
+        config = dataclasses.replace(config, packing=packing, shuffle=False, num_epochs=1, num_workers=0)
     made = make_dataset(
-        sources,
+        documents,
         weights,
         tokenizer,
         config,
@@ -142,7 +157,15 @@ def make_data(
     )
     if split == "train":
         made.settings[common.FINGERPRINTS] = [part.fingerprint for part in sources]
-    return dataclasses.replace(made, sources=sources)
+        if any(chats):
+            made.settings[CHAT_TEMPLATE] = template
+    return made if any(chats) else dataclasses.replace(made, sources=sources)
+
+
+def _is_conversation(document: dict[str, Any]) -> bool:
+    """Whether a record is messages, or the tokens of such, which are signed."""
+    tokens = document.get("tokens")
+    return "messages" in document or (tokens is not None and tokens.dtype.kind == "i")
 
 
 def make_dataset(
@@ -165,7 +188,7 @@ def make_dataset(
 
     Args:
       sources: each has `len(source)` > 0 and `source[i]`, a dict with "text" (str or bytes) or "tokens"
-        (integers, without bos and eos); picklable if there are workers.
+        (integers, without bos and eos), or as of `chat.Conversations`; picklable if there are workers.
       weights: relative shares of the *windows*, hence of the tokens, that come from each source. A
         window holds documents of one source only.
       tokenizer: `bos_id` and `eos_id` may be None.
@@ -275,6 +298,7 @@ class TextIterator:
         self._cursors = {stream: start for stream, _ in self._rows}
         self._prefetched: grain.DatasetIterator | None = None  # blocks
         self._blocks: list[_Block] = []  # the current block of each stream
+        self._counts: dict[int, Counter[str]] = {}  # of conversations, by stream
 
     def __iter__(self) -> TextIterator:
         return self
@@ -284,6 +308,7 @@ class TextIterator:
         if not self._blocks:
             blocks = self.start_prefetch()
             self._blocks = [next(blocks) for _ in self._rows]
+            self._count_conversations()
         if index >= len(self._blocks[0]["windows"]["tokens"]):
             raise StopIteration
         parts = [{k: a[index] for k, a in block["windows"].items()} for block in self._blocks]
@@ -302,8 +327,20 @@ class TextIterator:
         return self._prefetched
 
     def metrics(self) -> dict[str, float]:
-        """Metrics to record besides the loss: none, because no text is ever skipped."""
-        return {}
+        """`data/conversations_cut` and `data/conversations_skipped`, where they are not zero.
+
+        They are fractions of the conversations that this process has read since the start or the last
+        resume; no other text is ever skipped.
+        """
+        total: Counter[str] = sum(self._counts.values(), Counter())
+        names = ("cut", "skipped")
+        return {f"data/conversations_{name}": total[name] / total["read"] for name in names if total[name]}
+
+    def _count_conversations(self) -> None:
+        before = self.metrics()
+        self._counts |= {block["stream"]: block["conversations"] for block in self._blocks}
+        for name in self.metrics().keys() - before:
+            logging.warning("there are conversations that do not fit data.seq_len; see the metric %s", name)
 
     def get_state(self) -> dict[str, Any]:
         streams = {str(s): [[int(n) for n in c] for c in cs] for s, cs in self._cursors.items()}
@@ -332,7 +369,7 @@ class TextIterator:
             )
         self.close()
         self._step = state["step"]
-        same_text = common.FINGERPRINTS not in changed
+        same_text = not changed & {common.FINGERPRINTS, CHAT_TEMPLATE}
         self._cursors = {
             stream: [(document, offset if same_text else 0) for document, offset in streams[str(stream)]]
             for stream, _ in self._rows
@@ -402,7 +439,8 @@ class _Feed(NamedTuple):
     cursors: list[Cursor]
 
 
-# {"windows": arrays [steps, R, S], "stream": number, "end": cursors after the block}
+# {"windows": arrays [steps, R, S], "stream": number, "end": cursors after the block,
+#  "conversations": how many of them were read, cut and skipped so far}
 _Block = dict[str, Any]
 
 
@@ -481,6 +519,7 @@ class _Stream:
             "windows": {key: array[chosen] for key, array in windows.items()},
             "stream": self.number,
             "end": [queue.cursor for queue in self.queues],
+            "conversations": sum((queue.conversations for queue in self.queues), Counter()),
         }
 
     def _shares(self, block: int, num_windows: int) -> np.ndarray:
@@ -504,6 +543,7 @@ class _DocumentQueue:
         self._document, self.offset = cursor
         self._ahead: list[np.ndarray] = []
         self._empty = 0  # consecutive documents without text, up to the last one read
+        self.conversations: Counter[str] = Counter()
 
     @property
     def cursor(self) -> Cursor:
@@ -518,13 +558,15 @@ class _DocumentQueue:
             next_own = self._own[first : first + count]
             if not next_own:
                 return None
-            for document in self._pool.map(self._documents.__getitem__, next_own):
+            for document, counts in self._pool.map(self._documents.__getitem__, next_own):
                 self._ahead.append(document)
+                self.conversations.update(counts)
                 self._empty = 0 if len(document) > self._documents.num_specials else self._empty + 1
             # In two epochs a stream that is alone meets every document, whatever their orders.
             if self._empty > 2 * self._documents.per_epoch:
+                what = "an answer within data.seq_len" if self.conversations else "text"
                 raise ValueError(
-                    f"none of the {self._documents.per_epoch} documents has text; check data.source"
+                    f"none of the {self._documents.per_epoch} documents has {what}; check data.source"
                 )
         return self._ahead[index]
 
@@ -535,7 +577,10 @@ class _DocumentQueue:
 
 
 class _Documents:
-    """All epochs of a source's documents in reading order, as int32 arrays of tokens."""
+    """All epochs of a source's documents in reading order.
+
+    Each is an int32 array of tokens, and what to count of it if it is a conversation.
+    """
 
     def __init__(self, source: Any, tokenizer: Tokenizer, seeds: Seeds, config: TextDataConfig):
         self._source, self._encode = source, tokenizer.encode
@@ -551,10 +596,12 @@ class _Documents:
     def __len__(self) -> int:
         return self._len
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> tuple[np.ndarray, tuple[str, ...]]:
         epoch, index = divmod(index, self.per_epoch)
         if self._shuffle:
             index = common.shuffled(index, self.per_epoch, (*self._seeds, epoch))
         document = self._source[index]
+        if "conversation" in document:  # with the special tokens of its template
+            return document["conversation"], document["counts"]
         tokens = document["tokens"] if "tokens" in document else self._encode(document["text"])
-        return np.concatenate([self._bos, tokens, self._eos], dtype=np.int32, casting="unsafe")
+        return np.concatenate([self._bos, tokens, self._eos], dtype=np.int32, casting="unsafe"), ()

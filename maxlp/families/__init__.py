@@ -1,7 +1,8 @@
 """Families of models: what ``config.model.name`` chooses.
 
 A family is a folder with the modules below and an entry in `FAMILIES`. It is imported only when a config
-names it: training a Llama imports nothing of CLIP.
+names it: training a Llama imports nothing of CLIP. A family that differs little from another one imports
+that one's modules and holds only the differences, as `qwen3` does.
 
     task.py     FAMILY: the model, its data, its loss, its evaluation (`Family`)
     cost.py     COST: a closed form of the memory, work and collectives of a step
@@ -24,6 +25,7 @@ from maxlp.schema import OneOf
 
 FAMILIES = {
     "llama": "maxlp.families.llama",
+    "qwen3": "maxlp.families.qwen3",
     "clip": "maxlp.families.clip",
 }
 
@@ -60,6 +62,7 @@ class Family:
       loss_parts: (data, mesh axes) to the config key that splits the loss, and its values, ascending. Parts
         do not change the time of a step, and from two on more of them need less memory.
       describe_batch: data to a phrase, as in "8 × 256 = 2,048 tokens".
+      generates_text: whether the model has the caches and logits with which `generate` samples.
       linear_probe: (graphdef, state, train batches, validation batches, num_classes=, l2=) to named
         numbers; None for families without image features.
     """
@@ -85,6 +88,7 @@ class Family:
     describe_batch: Callable[[Any], str]
     search_choices: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
     loss_parts: Callable[[Any, Mapping[str, int]], tuple[str, list[int]]] | None = None
+    generates_text: bool = False
     linear_probe: Callable[..., dict[str, float]] | None = None
 
 

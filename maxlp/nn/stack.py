@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from maxlp.nn.attention import RESIDUALS
 from maxlp.nn.layers import LINEAR_OUTPUT, Frozen, Linear, dot_general
 from maxlp.parallel.schedule import PipelineConfig, Schedule
 
@@ -20,7 +21,8 @@ _policies = jax.checkpoint_policies
 REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
     "none": None,  # keep every activation
     "block": _policies.nothing_saveable,  # keep the input of a block, recompute the rest
-    "dots": _policies.save_only_these_names(LINEAR_OUTPUT),  # keep the outputs of the weight matmuls
+    # keep the outputs of the weight matmuls, and what a kernel of attention needs in its backward pass
+    "dots": _policies.save_only_these_names(LINEAR_OUTPUT, RESIDUALS),
     "offload": _policies.save_and_offload_only_these_names(  # like "block", with the inputs in host memory
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=[BLOCK_INPUT],
@@ -32,7 +34,7 @@ REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
 # nothing but the choice of weights.
 _TICK_POLICIES = {
     "block": _policies.save_only_these_names(BLOCK_INPUT),
-    "dots": _policies.save_only_these_names(BLOCK_INPUT, LINEAR_OUTPUT),
+    "dots": _policies.save_only_these_names(BLOCK_INPUT, LINEAR_OUTPUT, RESIDUALS),
     "offload": REMAT_POLICIES["offload"],
 }
 

@@ -46,6 +46,14 @@ class StateShapes:
         return self._bytes[mesh, part]
 
 
+def saves_attention(remat: str, kernel: str) -> bool:
+    """Whether the backward pass of a block runs without a second forward pass of attention.
+
+    What kernels save has a name for the policies of `nn.stack`; what dense attention saves has none.
+    """
+    return remat == "none" or (remat == "dots" and kernel != "xla")
+
+
 def state_shapes(s: Settings, machine: Machine) -> StateShapes:
     """The state of a run; takes about a second of tracing.
 

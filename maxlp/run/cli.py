@@ -20,10 +20,12 @@ from ml_collections import ConfigDict, config_flags
 from maxlp import schema
 from maxlp.run.config import RENAMED, ConfigError, choices, load_file
 from maxlp.runtime.exits import EXIT_FAILED, EXIT_INTERRUPTED, hard_exit
+from maxlp.runtime.files import shown
 
 # Users' path errors. Others of the system, such as a full disk, may be gone when a launcher tries again.
 PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 PATH_ERROR_NUMBERS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
+FINETUNE = "llama/finetune"  # the config of a run that starts --from weights and names no other
 MAX_MESSAGE = 800  # characters; a longer one, as with a long path, loses its middle
 
 # What absl and ml_collections report for a flag, in this project's words.
@@ -87,6 +89,9 @@ def run(main: Callable[..., Any], words: int = 0) -> None:
 
 
 def _parse_flags(argv: list[str], words: int = 0) -> list[str]:
+    given = {word.lstrip("-").partition("=")[0] for word in argv[1:] if word.startswith("-")}
+    if "from" in given and "config" not in given:
+        argv.insert(1, f"--config={FINETUNE}")
     try:
         rest = flags.FLAGS(argv)
         for word in rest[1 + words :]:
@@ -174,6 +179,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _fail(message: str, code: int = 2) -> typing.NoReturn:
+    message = shown(message)
     if len(message) > MAX_MESSAGE:
         message = f"{message[: MAX_MESSAGE // 2]} … {message[-MAX_MESSAGE // 2 :]}"
     print(f"error: {message}", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from maxlp.core.train_state import State, abstract_model, abstract_state
 from maxlp.optim.schedule_free import eval_params, eval_part
 from maxlp.run import run_dir, settings
-from maxlp.run.config import ConfigError, errors_of
+from maxlp.run.config import errors_of
 from maxlp.run.experiment import Experiment
 from maxlp.runtime import checkpoint
 
@@ -40,6 +40,17 @@ def restore_model(
     return graphdef, evaluated(restored.state), restored.step
 
 
+def published_params(workdir: Path, step: int | None, mesh: Mesh) -> State:
+    """The parameters that a run publishes: averaged by schedule_free_adamw, with adapters merged into them.
+
+    Args: as of `restore_model`.
+    """
+    from maxlp.nn.lora import merged_params  # few runs need it
+
+    graphdef, state, _ = restore_model(run_dir.load_config(workdir), workdir, step, mesh)
+    return merged_params(nnx.merge(graphdef, state["params"], state["model_state"]))
+
+
 def check_start(run: Experiment, abstract: State, workdir: Path) -> None:
     """Raises what would end a start later on: a workdir, weights or writers that cannot be used.
 
@@ -52,10 +63,9 @@ def check_start(run: Experiment, abstract: State, workdir: Path) -> None:
     if any(info.status == "complete" for info in checkpoint.list_steps(workdir / "checkpoints")):
         checkpoint.check_fits(workdir, abstract, exact=True)
     elif s.train.init_from:
-        try:
-            checkpoint.check_fits(s.train.init_from, {"params": run.abstract_weights()})
-        except ValueError as error:
-            raise ConfigError(f"config.train.init_from={s.train.init_from}: {error}") from error
+        from maxlp.run import pretrained  # few runs need it
+
+        pretrained.check(s, run.mesh)
     with errors_of("metrics"):
         if project := s.metrics.keywords.get("wandb_project"):
             from maxlp.runtime.wandb_writer import check_installed

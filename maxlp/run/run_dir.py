@@ -1,8 +1,8 @@
 """The files of a run beside its checkpoints.
 
 config.json   the resolved config
-run.json      every start of the run: time, step, command, git revision, versions, devices; and the step of
-              the last checkpoint that was completed
+run.json      every start of the run: time, step, command, git revision, versions, devices; the step of the
+              last checkpoint that was completed; the commit of each repository of the Hub
 tokenizer.*   the tokenizer's own file, if it has one
 lock          names the process that trains here, see `runtime.lock`
 metrics.jsonl, tensorboard/, loss.png, checkpoints/, spikes/
@@ -100,15 +100,17 @@ def load_config(workdir: Path) -> ConfigDict:
     config = read_json(path, fields={"model": dict}, remedy=remedy)
     if config is None:
         raise ValueError(f"{path} does not exist: --workdir={workdir} holds no run")
-    return ConfigDict(_upgraded(config))
+    return ConfigDict(upgraded(config))
 
 
-def _upgraded(config: dict[str, Any]) -> dict[str, Any]:
-    """A config of version 0.1 in today's keys and words."""
+def upgraded(config: dict[str, Any]) -> dict[str, Any]:
+    """A config of an earlier version in today's keys and words."""
     for old, new in RENAMED.items():
         section, key = old.split(".")
         if key in config.get(section, {}):
             config[section][new.split(".")[1]] = config[section].pop(key)
+    if config["model"].get("name") == "llama":
+        config["model"].setdefault("qk_norm", False)
     low_bit = config.get("optimizer", {}).get("low_bit")
     if low_bit is not None and "mu" not in low_bit:
         low_bit |= {"mu": "float8_e4m3fn", "nu": "float8_e5m2"}  # what an empty section meant
@@ -140,7 +142,14 @@ def record_start(workdir: Path, step: int, num_params: int) -> None:
             "host": platform.node(),
         }
     )
+    if (hub := sys.modules.get("maxlp.runtime.hub")) and hub.commits:
+        record["hub_commits"] = hub.commits
     write_json(workdir / "run.json", record)
+
+
+def hub_commits(workdir: Path) -> dict[str, str]:
+    """The commits at which the run took repositories of the Hub, by their ids."""
+    return _read_record(workdir).get("hub_commits", {})
 
 
 def record_checkpoint(workdir: Path, step: int) -> None:

@@ -71,7 +71,9 @@ class TrainConfig:
       eval_every: updates between evaluations; 0 evaluates at the end only.
       eval_batches: validation batches in each evaluation, the same ones all along (0: all). After the last
         step all of them are evaluated once more, as ``eval_full/``.
-      init_from: a run or checkpoint whose weights to start from; "" draws them at random.
+      init_from: weights to start from (`run.pretrained`): a run or checkpoint, a folder of another library
+        or ``hf:ORG/NAME``; "" draws them at random.
+      swap_tokenizer: exchange the tokenizer of these weights for ``data.tokenizer``, see `run.swap`.
       release_gradients: update each layer in the backward pass, so that the gradients of all layers never
         exist together; see `core.fused_backward`. No statistics of tensors are recorded then.
       lora: trains low-rank adapters and freezes the weights; None trains the weights.
@@ -84,6 +86,7 @@ class TrainConfig:
     eval_every: CountOrZero
     eval_batches: CountOrZero
     init_from: str
+    swap_tokenizer: bool = False
     release_gradients: bool = False
     lora: LoraConfig | None = None
 

@@ -9,14 +9,13 @@ record the fingerprint of the tokenizer that they were trained with, and the dat
 import hashlib
 from pathlib import Path
 
-from maxlp.data.tokenizers import Tokenizer, make_tokenizer
+from maxlp.data.specs import of_key
+from maxlp.data.tokenizers import COMPANIONS, FILES, Tokenizer, make_tokenizer
 from maxlp.run.changes import saved_data_state
 from maxlp.run.config import ConfigError
 from maxlp.run.constraints import too_many_tokens
 from maxlp.run.settings import Settings
 from maxlp.runtime import distributed, files
-
-FILES = ("tokenizer.json", "tokenizer.model")
 
 
 def prepare_tokenizer(s: Settings, workdir: Path) -> str:
@@ -29,7 +28,7 @@ def prepare_tokenizer(s: Settings, workdir: Path) -> str:
     is_kept = saved_data_state(workdir) is not None and any((workdir / name).exists() for name in FILES)
     if distributed.is_primary() and not is_kept:
         made = _make(s)
-        for name in FILES:
+        for name in (*FILES, *COMPANIONS):
             if name in made.files:
                 files.write_bytes(workdir / name, made.files[name])
             else:
@@ -43,14 +42,21 @@ def _make(s: Settings) -> Tokenizer:
     if spec.startswith("bpe:"):
         from maxlp.data.tokenizers.training import train_bpe
 
-        texts = s.family.tokenizer_texts(s.data, s.train.seed)
+        with of_key("config.data.source"):
+            texts = s.family.tokenizer_texts(s.data, s.train.seed)
         try:
-            return train_bpe(texts, int(spec.removeprefix("bpe:")))
+            made = train_bpe(texts, int(spec.removeprefix("bpe:")))
         except ValueError as error:
             raise ConfigError(f"config.data.tokenizer={spec}: {error}") from error
-    made = make_tokenizer(spec)
+    else:
+        with of_key("config.data.tokenizer"):
+            made = make_tokenizer(spec)
     if message := too_many_tokens(spec, made.vocab_size, *s.family.vocabulary(s.model)):
         raise ConfigError(f"config.{message}")
+    if s.train.init_from and not s.train.swap_tokenizer:
+        from maxlp.run import pretrained  # few runs need it
+
+        pretrained.check_tokenizer(s.train.init_from, spec, made)
     return made
 
 
@@ -84,4 +90,5 @@ def saved_tokenizer(spec: str, workdir: Path) -> str:
             f"{found[0]} is not the tokenizer that the run was trained with (its SHA-256 is "
             f"{fingerprint[:12]}…, in the checkpoint {trained_with[:12]}…); put the original file back"
         )
-    return f"{found[0]}?{options}" if options else str(found[0])
+    kept = [option for option in options.split("&") if not option.startswith("chat_template=")]
+    return f"{found[0]}?{'&'.join(kept)}" if any(kept) else str(found[0])

@@ -1,4 +1,4 @@
-"""Files and folders that change atomically, on any file system that renames atomically."""
+"""Files and folders that change atomically where renaming is atomic; in buckets see `mirror`."""
 
 import contextlib
 import json
@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,20 +17,40 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> Path:
     """Makes a path absolute and expands ``~``. Every command passes the directories that it is given.
 
     Args:
+      path: a URL in a bucket becomes its local mirror.
       name: what names the path in a message, such as "--workdir".
 
     Raises:
-      ValueError: the path is empty or a URL.
+      ValueError: the path is empty, or a URL that cannot be used.
     """
     text = os.fspath(path)
     if not text.strip():
         raise ValueError(f"{name}={text} is empty (an unset shell variable?); name a directory")
     if re.match(r"[A-Za-z][\w+.-]*:/", text):
-        raise ValueError(
-            f"{name}={text} is a URL, which is not supported yet: mount the bucket (gcsfuse, s3fs) and "
-            "name its directory"
-        )
+        from maxlp.runtime import mirror
+
+        return mirror.open_folder(text, name)
     return Path(os.path.abspath(os.path.expanduser(text)))
+
+
+def mirrored(path: Path) -> Any:
+    """The `mirror.Mirror` that a path is in, or None."""
+    return (mirror := mirror_module()) and mirror.find(path)
+
+
+def bucket(path: Path) -> Any:
+    """The module `bucket` if a path is in a mirror, else None."""
+    return (mirror := mirror_module()) and mirror.bucket_of(path)
+
+
+def shown(text: object) -> str:
+    """A text for the user, with URLs instead of their local mirrors."""
+    return mirror.with_urls(str(text)) if (mirror := mirror_module()) else str(text)
+
+
+def mirror_module() -> Any:
+    """The module `mirror`, or None: runs on disk do not import it."""
+    return sys.modules.get("maxlp.runtime.mirror")
 
 
 # --- files that are replaced as a whole -----------------------------------------------------------------
@@ -163,21 +184,45 @@ def unfinished(folder: Path) -> Iterator[Path]:
 
     Args:
       folder: empty or new.
+
+    Raises:
+      ValueError: it is not, or another process is writing it.
     """
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    if mirror := mirrored(folder):
+        with mirror.written(folder):
+            yield folder
+        return
     temporary = folder / ".unfinished"  # inside, because `folder` may be all that can be written to
-    try:
-        temporary.mkdir(parents=True)
+    with contextlib.ExitStack() as undo:
+        for missing in (each for each in reversed((folder, *folder.parents)) if not each.exists()):
+            undo.callback(_remove_empty, missing)
+        try:
+            temporary.mkdir(parents=True)  # of several processes one succeeds
+        except FileExistsError:
+            raise ValueError(
+                f"{folder} is being written by another process, or was by one that was killed; choose "
+                f"another directory, or delete {temporary}"
+            ) from None
+        undo.callback(remove, temporary)
+        if any(path != temporary for path in folder.iterdir()):
+            raise ValueError(f"{folder} is not empty; choose a new directory")
         yield temporary
         for path in sorted(temporary.iterdir()):
             path.rename(folder / path.name)
         temporary.rmdir()
-    except BaseException:
-        remove(temporary)
-        for each in missing:
-            with contextlib.suppress(OSError):
-                each.rmdir()
-        raise
+        undo.pop_all()
+
+
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def move(path: Path, target: Path) -> None:
+    """Renames a folder of a run."""
+    if mirror := mirrored(path):
+        mirror.move(path, target)
+    path.rename(target)
 
 
 def unused_path(path: Path) -> Path:

@@ -1,11 +1,12 @@
 """Saving and exiting on SIGTERM and Ctrl-C, in all processes after the same step."""
 
+import contextlib
 import os
 import signal
 import sys
 import threading
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from absl import logging
@@ -15,30 +16,48 @@ from maxlp.runtime.exits import EXIT_INTERRUPTED, EXIT_PREEMPTED, hard_exit
 
 
 def exit_on_sigterm() -> None:
-    """From now on SIGTERM ends the process at once with `EXIT_PREEMPTED`, except in a `PreemptionGuard`.
+    """From now on SIGTERM ends the run at once with `EXIT_PREEMPTED`, except in a `PreemptionGuard`.
 
     For the parts of a run in which there is nothing to save. A Python handler would wait until a
     compilation in the main thread has ended, so a thread reads the number of the signal, which the
-    interpreter writes to a pipe at once. Does nothing with several processes: the JAX runtime handles
-    SIGTERM, and all of them stop after the first step.
+    interpreter writes to a pipe at once. Call it before `distributed.initialize`, which can wait for a
+    long time, and `exit_with_others` after it.
     """
-    if jax.distributed.is_initialized():
-        return
-
-    def ignore(*_: object) -> None:
-        pass
 
     def watch() -> None:
         while number := os.read(reader, 1):
-            if number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is ignore:
-                print("SIGTERM: nothing to save; the same command continues the run", file=sys.stderr)
-                hard_exit(EXIT_PREEMPTED)
+            if number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is _receive_at_start_up:
+                if jax.distributed.is_initialized():
+                    from maxlp.runtime import peers
+
+                    peers.tell()
+                else:
+                    exit_preempted("SIGTERM")
 
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    signal.signal(signal.SIGTERM, ignore)
+    signal.signal(signal.SIGTERM, _receive_at_start_up)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=watch, name="SIGTERM", daemon=True).start()
+
+
+def exit_with_others() -> contextlib.AbstractContextManager[None]:
+    """With several processes: until they train, the SIGTERM that ends one of them ends this one, too."""
+    if not jax.distributed.is_initialized():
+        return contextlib.nullcontext()
+    from maxlp.runtime import peers
+
+    return peers.watching()
+
+
+def exit_preempted(reason: str) -> NoReturn:
+    print(f"{reason}: nothing to save; the same command continues the run", file=sys.stderr)
+    hard_exit(EXIT_PREEMPTED)
+
+
+def _receive_at_start_up(*_: object) -> None:
+    if peers := sys.modules.get("maxlp.runtime.peers"):
+        peers.receive()
 
 
 class PreemptionGuard:
@@ -54,7 +73,8 @@ class PreemptionGuard:
 
     The first signal only sets a flag, so the current step ends and is saved; a second Ctrl-C kills the
     process. With several processes, a signal to any of them stops all after the same step
-    (`multihost_utils.reached_preemption_sync_point`; the JAX runtime itself handles SIGTERM then).
+    (`multihost_utils.reached_preemption_sync_point`; the JAX runtime itself handles SIGTERM then). Entering
+    is a collective: while one process is still starting, a signal to any of them ends all.
     """
 
     def __init__(self) -> None:
@@ -62,7 +82,12 @@ class PreemptionGuard:
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "PreemptionGuard":
-        signals = [signal.SIGINT] if jax.process_count() > 1 else [signal.SIGINT, signal.SIGTERM]
+        signals = [signal.SIGINT, signal.SIGTERM]
+        if jax.process_count() > 1:
+            from maxlp.runtime import peers
+
+            peers.begin_training()
+            signals = [signal.SIGINT]
         self._previous = {number: signal.signal(number, self._receive) for number in signals}
         return self
 

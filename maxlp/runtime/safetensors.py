@@ -17,6 +17,7 @@ from maxlp.runtime import files
 WEIGHTS = "model.safetensors"
 SHARD_BYTES = 2 * 10**9
 FLOATS = ("F64", "F32", "F16", "BF16")  # as headers name them
+CODES = {"I8": np.int8, "F8_E4M3": jax.numpy.float8_e4m3fn}  # of quantized weights
 
 
 def index_of(weights: str) -> str:
@@ -74,6 +75,25 @@ class Tensors(Mapping[str, np.ndarray]):
                     "give weights that are not quantized"
                 )
             return file.get_tensor(name)
+
+    def codes(self, name: str) -> np.ndarray:
+        """Reads a tensor of 8-bit codes. (The library does not read E4M3 into NumPy.)
+
+        Raises:
+          ValueError: it holds other numbers.
+        """
+        path = self._path(self.file_of[name])
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            entry = json.loads(file.read(length))[name]
+            if entry["dtype"] not in CODES:
+                raise ValueError(
+                    f"{path}: tensor {name!r} holds numbers of type {entry['dtype']} with a scale, not "
+                    f"{' or '.join(CODES)}; copy or download it again"
+                )
+            start, end = entry["data_offsets"]
+            file.seek(8 + length + start)
+            return np.frombuffer(file.read(end - start), CODES[entry["dtype"]]).reshape(entry["shape"])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.file_of)
@@ -135,12 +155,14 @@ def write_tensors(
     Only one shard is in memory as a copy (cast and made contiguous) at a time.
 
     Args:
-      dtype: of the tensors in the file.
+      dtype: of the tensors in the file, except for 8-bit codes, which stay what they are.
       max_shard_bytes: a shard is larger only if it holds a single tensor.
       weights: name of the file; shards and index are named after it.
     """
     to = jax.numpy.dtype(dtype)  # NumPy alone has no bfloat16
-    shards = _shards({name: tensor.size * to.itemsize for name, tensor in tensors.items()}, max_shard_bytes)
+    dtypes = {name: t.dtype if t.dtype in CODES.values() else to for name, t in tensors.items()}
+    sizes = {name: tensor.size * dtypes[name].itemsize for name, tensor in tensors.items()}
+    shards = _shards(sizes, max_shard_bytes)
     os.makedirs(directory, exist_ok=True)
     weight_map = {}
     for i, names in enumerate(shards):
@@ -150,14 +172,13 @@ def write_tensors(
             file = f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         save_file(
             # save_file ignores strides: a transposed view would be written untransposed.
-            {name: np.asarray(tensors[name], to, order="C") for name in names},
+            {name: np.asarray(tensors[name], dtypes[name], order="C") for name in names},
             os.path.join(directory, file),
             metadata={"format": "pt"},
         )
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        total = sum(tensor.size * to.itemsize for tensor in tensors.values())
-        index = dict(metadata=dict(total_size=total), weight_map=weight_map)
+        index = dict(metadata=dict(total_size=sum(sizes.values())), weight_map=weight_map)
         with open(os.path.join(directory, index_of(weights)), "w") as file:
             json.dump(index, file, indent=2, sort_keys=True)
 

@@ -338,7 +338,7 @@ def test_make_data_reads_the_standard_library():
     train, validation = (text.make_data(config, split=split) for split in ("train", "validation"))
     batch = next(iter(train))
     window = train.tokenizer.decode(batch["tokens"][0])
-    documents = (train.documents[0][i] for i in range(10**4))
+    documents = (train.documents[0][i][0] for i in range(10**4))
     assert any(window in train.tokenizer.decode(document) for document in documents)
     assert next(iter(validation))["tokens"][0, 0] == train.tokenizer.bos_id
     for split, message in (("test", "one of train, validation$"), ("heldout", "write 'validation'")):
@@ -354,7 +354,9 @@ def test_make_data_mixes_and_refuses_tokens_of_another_tokenizer(tmp_path):
     assert text.make_data(mixed, split="train").settings["weights"] == [0.25, 0.75]
     prepare_text(source, str(tmp_path / "tokens"), train_tokenizer=270)
     tokens = text.TextDataConfig(source=f"array_record:{tmp_path}/tokens", **sizes)
-    message = r"of the tokenizer .*/tokens/tokenizer.json, not of tokenizer='bytes'; set that tokenizer"
+    message = (
+        r"of the tokenizer .*/tokens/tokenizer.json, not of data.tokenizer='bytes'; set that tokenizer"
+    )
     with pytest.raises(ValueError, match=message):
         text.make_data(tokens, split="train")
     tokens = dataclasses.replace(tokens, tokenizer=f"{tmp_path}/tokens/tokenizer.json")

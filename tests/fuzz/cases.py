@@ -283,6 +283,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, tuple[str, ..
             "workdir": ("", "nowhere", "corpus", "corpus/0.txt"),
             "output": ("", "run", "corpus/0.txt", "corpus/0.txt/new"),
             "dtype": ("int8", "float64", "x", ""),
+            "quantize": ("int4", "x", ""),
             "step": ("-1", "3", "x", "1.5"),
         },
     ),

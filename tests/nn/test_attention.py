@@ -151,30 +151,21 @@ def any_cudnn(monkeypatch):
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91000)
 
 
-def lowered_for_cuda(packed: bool) -> str:
-    *arrays, ids = inputs(8, 128, 4, 2, 64, "bfloat16")
-    traced = out_and_grads.trace(cudnn, *arrays, ids if packed else None)
-    return traced.lower(lowering_platforms=("cuda",)).as_text()
+def lowered_for_cuda() -> str:
+    *arrays, _ = inputs(8, 128, 4, 2, 64, "bfloat16")
+    return out_and_grads.trace(cudnn, *arrays, None).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_cudnn_is_one_kernel_forward_and_one_backward(any_cudnn):
-    text = lowered_for_cuda(packed=False)
+    text = lowered_for_cuda()
     assert text.count("@__cudnn$fmhaSoftmax(") == 1
     assert text.count("@__cudnn$fmhaSoftmaxBackward(") == 1
     assert "128x128x" not in text  # no (S, S) array
 
 
-def test_cudnn_takes_segments_as_a_bias_that_all_heads_share(any_cudnn):
-    text = lowered_for_cuda(packed=True)
-    assert text.count("@__cudnn$fmhaScaleBiasSoftmax(") == 1
-    assert text.count("@__cudnn$fmhaScaleBiasSoftmaxBackward(") == 1
-    assert "8x1x128x128xbf16" in text
-    assert "8x4x128x128x" not in text
-
-
 def test_cudnn_runs_on_the_shard_of_each_device(any_cudnn):
     with jax.set_mesh(sharding.make_mesh(data=2, fsdp=2, tensor=2)):
-        text = lowered_for_cuda(packed=True)
+        text = lowered_for_cuda()
     calls = [line for line in text.splitlines() if "__cudnn$fmha" in line]
     assert len(calls) == 2
     for call in calls:
@@ -183,7 +174,7 @@ def test_cudnn_runs_on_the_shard_of_each_device(any_cudnn):
 
 # --- what each kernel supports --------------------------------------------------------------------------
 
-USE = attention.Use(seq_len=256, kv_heads=4, head_dim=64, dtype="bfloat16")
+USE = attention.Use(seq_len=256, kv_heads=4, head_dim=64, dtype="bfloat16", packed=False)
 
 
 @pytest.mark.parametrize(
@@ -193,6 +184,9 @@ USE = attention.Use(seq_len=256, kv_heads=4, head_dim=64, dtype="bfloat16")
         ("xla", {}, {}, "tpu"),
         ("xla", dict(seq_len=255, kv_heads=3, head_dim=7, dtype="float32"), dict(tensor=2), "gpu"),
         ("cudnn", {}, dict(tensor=4), "gpu"),
+        ("flash", dict(seq_len=257, head_dim=80, packed=True), dict(tensor=4), "gpu"),
+        ("flash", dict(head_dim=256, dtype="float16"), {}, "cuda"),
+        ("flash", dict(head_dim=128, dtype="float32"), {}, "cuda"),
         ("cudnn", dict(head_dim=256, dtype="float16", seq_len=2), {}, "cuda"),
         ("splash", dict(seq_len=128, dtype="float32"), dict(tensor=2), "tpu"),
         ("ring", {}, dict(context=8, tensor=2), "cpu"),
@@ -216,12 +210,28 @@ def test_kernels_run_where_they_can(name, use, axes, platform):
             "model.attention=splash runs on tpu, not on cpu; use model.attention=xla",
         ),
         ("cudnn", {}, {}, "tpu", "model.attention=cudnn runs on gpu, not on tpu; use model.attention=xla"),
+        ("flash", {}, {}, "cpu", "model.attention=flash runs on gpu, not on cpu; use model.attention=xla"),
         ("xla", {}, dict(context=2), "cpu", "over mesh.context=2; use model.attention=ring"),
         ("cudnn", {}, dict(context=4), "gpu", "over mesh.context=4; use model.attention=ring"),
         ("ring", {}, dict(tensor=8), "cpu", "a multiple of mesh.tensor=8, not 4; use"),
         ("cudnn", {}, dict(tensor=3), "gpu", "a multiple of mesh.tensor=3, not 4; use"),
         ("splash", dict(kv_heads=1), dict(tensor=2), "tpu", "a multiple of mesh.tensor=2, not 1; use"),
         ("splash", dict(seq_len=192), {}, "tpu", "a multiple of 128, not 192; use"),
+        (
+            "flash",
+            dict(head_dim=320),
+            {},
+            "gpu",
+            "at most 256 in bfloat16, not 320; use model.attention=xla",
+        ),
+        ("flash", dict(head_dim=136, dtype="float32"), {}, "gpu", "at most 128 in float32, not 136; use"),
+        (
+            "cudnn",
+            dict(packed=True),
+            {},
+            "gpu",
+            "documents of a packed row apart; use model.attention=flash",
+        ),
         ("cudnn", dict(seq_len=255), {}, "gpu", "an even sequence length, not 255; use"),
         ("cudnn", dict(dtype="float32"), {}, "gpu", "bfloat16 or float16, not float32; set model.dtype"),
         ("cudnn", dict(head_dim=12), {}, "gpu", "a multiple of 8 and at most 256, not 12; use"),
@@ -242,7 +252,10 @@ def test_a_kernel_that_cannot_run_is_refused_in_one_line(name, use, axes, platfo
         ({}, {}, "gpu", "cudnn"),
         ({}, {}, "cuda", "cudnn"),
         ({}, {}, "tpu", "splash"),
-        (dict(dtype="float32"), {}, "gpu", "xla"),
+        (dict(packed=True), {}, "gpu", "flash"),
+        (dict(seq_len=257), {}, "cuda", "flash"),
+        (dict(dtype="float32"), {}, "gpu", "flash"),
+        (dict(head_dim=512), {}, "gpu", "xla"),
         (dict(seq_len=50), {}, "tpu", "xla"),
         ({}, dict(tensor=8), "gpu", "xla"),  # of 4 kv heads
         ({}, dict(context=2), "cpu", "ring"),

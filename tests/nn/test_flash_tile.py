@@ -69,8 +69,8 @@ def test_two_steps_equal_those_of_plain_tiles(causal, packed, wrapped, dtype, at
 def test_a_ring_of_four_equals_dense_attention(interpreted, monkeypatch):
     """One tile in each chunk of a device, grouped heads, packed rows."""
 
-    def always_fused(function, devices, *arrays):
-        return function(ring.TPU_TILES, *arrays)
+    def always_fused(functions, causal, devices, *arrays):
+        return functions[0](ring.TPU_TILES, *arrays, causal=causal, devices=devices)
 
     monkeypatch.setattr(ring, "_on_platform", always_fused)
     args = inputs(2, 1024, 4, 2, 16)

@@ -15,7 +15,7 @@ from maxlp.run import constraints
 from maxlp.run.settings import Settings, read
 
 FILE = Path(__file__).parent / "peaks.json"  # topology -> name of a run -> bytes
-KERNELS = {"cuda": "cudnn", "tpu": "splash"}
+KERNELS = {"cuda": "flash", "tpu": "splash"}
 
 LLAMA_SIZES = dict(
     embed_dim=1024,
@@ -46,6 +46,10 @@ LLAMA: dict[str, dict[str, Any]] = {
     "stage 2": {"mesh.stage": 2, "model.pipeline.microbatches": 4},
     "stage 4, 2 rounds": {"mesh.stage": 4, "model.pipeline.rounds": 2},
     "remat offload": {"model.remat": "offload"},
+    "qk_norm": {"model.qk_norm": True},
+    "qk_norm, remat none": {"model.qk_norm": True, "model.remat": "none"},
+    "qk_norm, remat dots": {"model.qk_norm": True, "model.remat": "dots"},
+    "qk_norm, wide heads": {"model.qk_norm": True, "model.head_dim": 128, "model.mlp_dim": 3072},
 }
 RELEASED = {"train.release_gradients": True, "optimizer.clip_norm": 0.0}
 PURE = {"model.param_dtype": "bfloat16", "optimizer.param_rounding": "stochastic"}
@@ -87,12 +91,14 @@ for _name, _changes in {
     "pure bf16, GaLore, 8 bits": {"galore": True} | PURE | BITS_8,
 }.items():
     _galore = _changes.pop("galore", False)
-    for _preset, _batch, _rank, _released in (
-        ("llama.8b", 4, 1024, {"data.batch_size": 1}),
-        ("clip.l14", 256, 192, {}),
+    for _preset, _kernel, _batch, _rank, _released in (
+        ("llama.8b", "flash", 4, 1024, {"data.batch_size": 1}),
+        ("clip.l14", "xla", 256, 192, {}),
     ):
         _all = (
-            {"data.batch_size": _batch} | _changes | ({"optimizer.galore.rank": _rank} if _galore else {})
+            {"data.batch_size": _batch, "model.attention": _kernel}
+            | _changes
+            | ({"optimizer.galore.rank": _rank} if _galore else {})
         )
         PRESETS[f"{_preset}, {_name}"] = _preset, _all
         PRESETS[f"{_preset}, {_name}, 4 microbatches"] = _preset, _all | {"train.microbatches": 4}
@@ -119,6 +125,11 @@ CLIP: dict[str, tuple[str, dict[str, Any]]] = {
         {"data.batch_size": 2048, "model.visual.patch_dropout": 0.5},
     ),
     "CLIP h14": ("h14", {"data.batch_size": 1024}),
+    "CLIP h14, flash": ("h14", {"data.batch_size": 1024, "model.attention": "flash"}),
+    "CLIP b32, flash, remat dots": (
+        "b32",
+        {"data.batch_size": 8192, "model.remat": "dots", "model.attention": "flash"},
+    ),
     "CLIP h14, 4 microbatches": ("h14", {"data.batch_size": 4096, "train.microbatches": 4}),
 }
 
@@ -134,7 +145,7 @@ def recorded(name: str, platform: str) -> Settings:
     """The settings of a recorded run."""
     if name in CLIP:
         size, changes = CLIP[name]
-        return settings_of(clip(**CLIP_SIZES[size]), changes)
+        return settings_of(clip(**CLIP_SIZES[size]), {"model.attention": "xla"} | changes)
     if name in PRESETS:
         preset, changes = PRESETS[name]
         return settings_of(importlib.import_module(f"configs.{preset}").get_config(), changes)

@@ -103,7 +103,7 @@ COMMON: dict[str, list[Changes]] = {
         *each("model.remat", "none", "dots", "dots", "offload"),
         *each("model.remat", "none", "block", "dots", model__scan_layers=False),
     ],
-    "attention": each("model.attention", "ring", "ring", "ring", "cudnn", "splash"),
+    "attention": each("model.attention", "ring", "ring", "ring", "flash", "cudnn", "splash"),
     "recipe": [*each("precision.recipe", *RECIPES), *each("precision.recipe", *RECIPES)],
     "unquantized": [
         *each("precision.first_blocks", 1, 2, precision__recipe="fp8_delayed"),
@@ -228,7 +228,7 @@ INVALID: list[Changes] = [
     *each("model.dtype", "int8"),
     *each("model.param_dtype", "float64"),
     *each("model.remat", "all"),
-    *each("model.attention", "flash"),
+    *each("model.attention", "flsh"),
     *each("precision.recipe", "fp4"),
     *each("precision.min_dim", -1),
     *each("precision.loss_scale.initial", 3.0),
@@ -292,6 +292,7 @@ LLAMA: dict[str, list[Changes]] = {
         *each("model.vocab_size", 100, 63, 256),
         *each("model.num_layers", 1, 3, 4),
         *each("model.head_dim", 4, 16, 6),
+        *each("model.qk_norm", True),
         *each("model.init_std", None, model__tie_embeddings=True),
         {
             "model.rope_scaling.factor": 8.0,

@@ -22,7 +22,7 @@ from tests.run.fixtures import changed, load
 # By section and family; keys of a nested section are those of the whole.
 FIXED = {
     "llama model": "vocab_size embed_dim num_layers num_heads num_kv_heads head_dim mlp_dim max_seq_len "
-    "rope_theta rope_scaling norm_eps tie_embeddings init_std name",
+    "rope_theta rope_scaling norm_eps qk_norm tie_embeddings init_std name",
     "clip model": "embed_dim visual text act norm_eps layer_scale qk_norm init logit_scale logit_bias "
     "image_mean image_std name",
     "llama data": "source tokenizer seq_len batch_size packing shuffle shuffle_tokens num_epochs",
@@ -39,7 +39,8 @@ FREE = {
     "clip data": "validation_source max_broken num_threads num_workers",
     "llama loss": "num_chunks",
     "clip loss": "method tile_size",
-    "train": "total_steps microbatches log_every eval_every eval_batches init_from release_gradients",
+    "train": "total_steps microbatches log_every eval_every eval_batches init_from swap_tokenizer "
+    "release_gradients",
     "precision": "recipe options rules first_blocks last_blocks min_dim smooth_swiglu loss_scale "
     "health_every",
     "mesh": "stage data fsdp context tensor dcn_data",
@@ -52,6 +53,8 @@ FREE = {
     "metrics": "console tensorboard wandb_project wandb_group wandb_tags",
     "profile": "start steps",
 }
+for _table in (FIXED, FREE):  # a Qwen3 has the sections of a Llama
+    _table |= {f"qwen3 {section}": _table[f"llama {section}"] for section in ("model", "data", "loss")}
 
 
 def schema() -> dict[str, set[str]]:
@@ -159,13 +162,28 @@ def test_the_newest_readable_record_counts(run):
     assert changes.saved_data_state(run / "new") is None
 
 
-def test_weights_are_of_another_model_if_it_computes_something_else(run):
-    same = {"model.init_std": 0.5, "model.max_seq_len": 2048, "model.remat": "block", "data.seq_len": 64}
-    for weights in (run, run / "checkpoints" / "3"):
-        assert changes.other_model(weights, changed(load("debug"), same)) == []
-        lines = changes.other_model(weights, changed(load("debug"), same | {"model.norm_eps": 1e-6}))
-        assert lines == ["config.model.norm_eps: 1e-05 -> 1e-06"]
-    assert changes.other_model(run.parent / "weights" / "a" / "b", load("debug")) == []
+def test_weights_are_of_another_model_if_it_computes_something_else():
+    same = {"model.init_std": 0.5, "model.max_seq_len": 2048, "model.remat": "block"}
+
+    def found(values):
+        return changes.other_model(
+            load("debug").model.to_dict(), changed(load("debug"), values).model.to_dict()
+        )
+
+    assert found(same) == {}
+    assert found(same | {"model.norm_eps": 1e-6}) == {
+        "model.norm_eps": "config.model.norm_eps: 1e-05 -> 1e-06"
+    }
+
+
+def test_a_run_from_before_norms_of_queries_and_keys_goes_on(run):
+    path = run / "config.json"
+    config = json.loads(path.read_text())
+    del config["model"]["qk_norm"]
+    path.write_text(json.dumps(config))
+    assert changes.check_config(run, load("debug")) == {}
+    with pytest.raises(ConfigError, match=r"config\.model\.qk_norm: False -> True"):
+        changes.check_config(run, changed(load("debug"), {"model.qk_norm": True}))
 
 
 def test_keys_that_only_one_of_two_versions_has_are_changes(run):

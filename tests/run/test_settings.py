@@ -24,6 +24,7 @@ PRESETS = {
     "1b": 1_339_082_752,
     "llama2_7b": 6_738_415_616,
     "llama3_2_1b": 1_235_814_400,
+    "finetune": 1_235_814_400,
     "8b": 8_030_261_248,
     "70b": 70_553_706_496,
     "405b": 405_853_388_800,
@@ -98,7 +99,7 @@ BAD_VALUES = [
     ({"model.head_dim": 33}, "config.model.head_dim=33 is odd"),
     ({"model.num_layers": 0}, "config.model.num_layers=0 must be at least 1"),
     ({"model.embed_dim": -64}, "config.model.embed_dim=-64 must be at least 1"),
-    ({"model.name": "gpt"}, "config.model.name='gpt' is unknown; one of llama, clip"),
+    ({"model.name": "gpt"}, "config.model.name='gpt' is unknown; one of llama, qwen3, clip"),
     ({"model.pipeline.rounds": 0}, "config.model.pipeline.rounds=0 must be at least 1"),
     (
         {"mesh.dta": 3},

@@ -48,6 +48,18 @@ def test_more_tokens_than_the_model_has_room_for_are_refused(tmp_path):
         prepare_tokenizer(settings(str(file), vocab_size=256), tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        (dict(tokenizer="/nope"), "tokenizer"),
+        (dict(tokenizer="bpe:300", source="text:/nope"), "source"),
+    ],
+)
+def test_what_cannot_be_opened_is_refused_by_its_key(tmp_path, values, key):
+    with pytest.raises(ValueError, match=rf"^config.data.{key}: {key} '.*/nope': no "):
+        prepare_tokenizer(settings(**values), tmp_path / "run")
+
+
 def test_a_learned_tokenizer_of_a_wrong_size_is_refused_by_its_key(tmp_path):
     source = corpus(tmp_path / "text", "abab " * 9)
     for size, words in ((20, "259"), (1000, "gave only 26[0-9] tokens; write bpe:26")):

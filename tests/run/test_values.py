@@ -204,8 +204,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "model.param_dtype='float8_e4m3fn' is unknown; one of",
     ),
     ("llama", {"model.remat": "all"}, "model.remat='all' is unknown; one of none, block, dots, offload"),
-    ("llama", {"model.attention": "flash"}, "model.attention='flash' is unknown; one of auto, xla, cud"),
-    ("llama", {"model.name": "gpt"}, "model.name='gpt' is unknown; one of llama, clip"),
+    ("llama", {"model.attention": "flsh"}, "model.attention='flsh' is unknown; one of auto, xla, fla"),
+    ("llama", {"model.name": "gpt"}, "model.name='gpt' is unknown; one of llama, qwen3, clip"),
     (
         "llama",
         {"optimizer.mu_dtype": "int8"},

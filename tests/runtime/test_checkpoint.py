@@ -1,17 +1,21 @@
 """Checkpoints are restored bit for bit as they were saved, or reported as damaged and not loaded."""
 
+import asyncio
 import os
 import random
 import shutil
 import signal
+import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tensorstore
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -336,6 +340,31 @@ def test_a_save_that_cannot_begin_is_one_line_too(tmp_path, monkeypatch):
         checkpointer.save(1, small_state(), {})
 
 
+def test_writes_that_end_after_a_save_has_failed_print_nothing(monkeypatch):
+    """Orbax closes its event loop at the first error, while TensorStore still writes other arrays."""
+    printed, (promise, late) = [], tensorstore.Promise.new()
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: printed.append(unraisable.exc_value))
+    checkpoint._silence_orbax.__wrapped__()
+
+    async def write(future):
+        await future
+
+    async def fail():
+        raise OSError(28, "No space left on device")
+
+    async def save():
+        await asyncio.gather(write(late), fail())
+
+    loop = asyncio.new_event_loop()
+    with pytest.raises(OSError, match="No space left"):
+        loop.run_until_complete(save())
+    loop.close()
+    promise.set_result(None)
+    assert printed == []
+    sys.unraisablehook(SimpleNamespace(exc_value=KeyError("other")))
+    assert repr(printed) == "[KeyError('other')]"
+
+
 def test_a_save_that_a_clock_set_back_keeps_from_ending_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_CLOCK_GRACE", 0.1)
     checksums, proceed, now = manifest.checksums, threading.Event(), time.time
@@ -496,8 +525,8 @@ def test_load_params_names_a_directory_without_checkpoints(tmp_path, place):
         ({"every_steps": 1, "keep_last": 0}, r"keep_last=0"),
         ({"every_steps": 1, "keep_every": 0}, r"keep_every=0"),
         (
-            {"every_steps": 1, "directory": "gs://bucket/run"},
-            r"directory=gs://bucket/run is a URL.*: mount the bucket",
+            {"every_steps": 1, "directory": "https://server/run"},
+            r"directory=https://server/run is not a folder that can be used",
         ),
     ],
 )

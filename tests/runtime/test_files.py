@@ -94,9 +94,9 @@ def test_unused_paths_are_numbered(tmp_path):
     assert names == ["3.damaged", "3.damaged-2", "3.damaged-3"]
 
 
-@pytest.mark.parametrize("path", ["gs://bucket/run", "s3://b", "anything://x", Path("gs://bucket/run")])
-def test_a_url_is_refused_with_the_way_out(path):
-    with pytest.raises(ValueError, match=r"--workdir=\w+:/.* is a URL.*: mount the bucket"):
+@pytest.mark.parametrize("path", ["ftp://bucket/run", "https://server/run", Path("gs://bucket/run")])
+def test_what_is_not_in_a_bucket_is_refused_with_the_way_out(path):
+    with pytest.raises(ValueError, match=r"--workdir=\w+:/.*name one on disk, or by gs:// or s3://"):
         files.local_path(path, "--workdir")
 
 
@@ -124,3 +124,26 @@ def test_a_folder_is_on_disk_before_it_gets_its_name_and_then_so_is_the_name(tmp
     assert {p for p, named in synced if not named} == before
     assert [p for p, named in synced if named] == [tmp_path]
     assert (tmp_path / "3" / "state" / "a").read_text() == "content"
+
+
+def test_of_two_processes_that_write_a_folder_one_is_refused(tmp_path):
+    target = tmp_path / "a" / "b"
+    with files.unfinished(target) as first:
+        (first / "weights").write_text("first")
+        with (
+            pytest.raises(ValueError, match=rf"^{target} is being written by another process.*delete"),
+            files.unfinished(target),
+        ):
+            pass
+        assert (first / "weights").read_text() == "first"
+    assert [path.name for path in target.iterdir()] == ["weights"]
+    with pytest.raises(ValueError, match="is not empty"), files.unfinished(target):
+        pass
+    assert [path.name for path in target.iterdir()] == ["weights"]
+
+
+def test_an_unfinished_folder_that_fails_leaves_nothing(tmp_path):
+    with pytest.raises(KeyError), files.unfinished(tmp_path / "a" / "b") as folder:
+        (folder / "weights").write_text("x")
+        raise KeyError
+    assert not list(tmp_path.iterdir())

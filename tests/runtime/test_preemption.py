@@ -1,6 +1,8 @@
 """SIGTERM outside of the training loop: the process ends at once, whatever it is doing."""
 
+import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -35,3 +37,47 @@ def test_sigterm_ends_the_process_at_once_except_in_the_loop(place, code, line):
         finally:
             process.kill()
     assert process.returncode == code and line in err and err.count("\n") == 1
+
+
+START_UP = """
+import ctypes, jax
+from maxlp.runtime import distributed, preemption
+preemption.exit_on_sigterm()
+distributed.initialize()
+with preemption.exit_with_others():
+    print("ready", flush=True)
+    while jax.process_index() == 0:
+        ctypes.CDLL(None).sleep(60)  # like a compilation
+    distributed.barrier("compiled")
+"""
+
+
+@pytest.mark.parametrize("signalled", [(0,), (1,), (0, 1)])
+def test_sigterm_to_one_of_two_processes_ends_both_at_once_before_the_loop(signalled):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    env = os.environ | {"MAXLP_COORDINATOR": address, "MAXLP_NUM_PROCESSES": "2"}
+    group = [
+        subprocess.Popen(
+            [sys.executable, "-c", START_UP],
+            env=env | {"MAXLP_PROCESS_ID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert all("ready\n" in iter(process.stdout.readline, "") for process in group)
+        for rank in signalled:
+            group[rank].send_signal(signal.SIGTERM)
+        for process in group:
+            _, err = process.communicate(timeout=60)
+            told = [line for line in err.splitlines() if "[Gloo]" not in line]
+            assert process.returncode == 75 and len(told) == 1, err
+            rank = told[0].removeprefix("SIGTERM in process ").partition(":")[0]
+            assert int(rank) in signalled and "nothing to save" in told[0]
+    finally:
+        for process in group:
+            process.kill()

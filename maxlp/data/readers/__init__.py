@@ -8,7 +8,11 @@ import bisect
 import glob
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+from maxlp.data.specs import load
+
+COMPRESSED = (".gz", ".tgz", ".zst")
 
 
 class BrokenExample(ValueError):
@@ -16,11 +20,11 @@ class BrokenExample(ValueError):
 
 
 def find_files(pattern: str, suffix: str = "") -> tuple[str, list[str]]:
-    """Finds the files of a folder, a glob or a single path.
+    """Finds the files of a folder, a glob or a single path, or of a URL that names one of these.
 
     Args:
       pattern: a folder is searched with all its subfolders; hidden files are left out.
-      suffix: of the files that count in a folder.
+      suffix: of the files that count in a folder; where there is none, of the files that are compressed.
 
     Returns:
       The folder to which names are relative, and the sorted paths.
@@ -28,9 +32,11 @@ def find_files(pattern: str, suffix: str = "") -> tuple[str, list[str]]:
     Raises:
       ValueError: nothing is found.
     """
+    if is_url(pattern):
+        return load("maxlp.data.remote:find")(pattern, suffix)
     pattern = os.path.expanduser(pattern)
     if os.path.isdir(pattern):
-        root, paths = pattern, [path for path in walk(pattern) if path.endswith(suffix)]
+        root, paths = pattern, of_kind(walk(pattern), suffix)
         missing = f"no {suffix or 'readable'} file in the folder {pattern}"
     elif glob.has_magic(pattern):
         parts = itertools.takewhile(lambda part: not glob.has_magic(part), pattern.split(os.sep))
@@ -46,11 +52,32 @@ def find_files(pattern: str, suffix: str = "") -> tuple[str, list[str]]:
     return root, sorted(paths)
 
 
+def of_kind(paths: Iterable[str], suffix: str) -> list[str]:
+    """Those of the paths that have the suffix; if none has, the compressed files of this kind."""
+    paths = list(paths)
+    compressed = tuple(suffix + each for each in COMPRESSED)
+    plain = [path for path in paths if path.endswith(suffix)]
+    return plain or [path for path in paths if path.endswith(compressed)]
+
+
 def walk(root: str, skip: Sequence[str] = ()) -> Iterator[str]:
     """Paths of all files below `root`, except hidden ones and those in folders named in `skip`."""
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in skip and name[0] != "."]
         yield from (os.path.join(folder, name) for name in files if name[0] != ".")
+
+
+def is_url(path: str) -> bool:
+    """Whether this is a URL rather than a path."""
+    return "://" in path
+
+
+def read_whole(path: str) -> bytes:
+    """The content of a file or URL, decompressed."""
+    if is_url(path) or path.endswith(COMPRESSED):
+        return load("maxlp.data.remote:read_whole")(path)
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def locate(ends: Sequence[int], row: int) -> tuple[int, int]:
@@ -64,3 +91,8 @@ def as_text(value: object, key: str) -> str | bytes:
     if not isinstance(value, str | bytes):
         raise BrokenExample(f"{key!r} is {type(value).__name__}, not text")
     return value
+
+
+def missing(key: str, found: str) -> str:
+    """The message for records without the key of the text or of the conversation."""
+    return f"no {key!r}, found: {found}; set ?text_key=, or ?messages_key= for conversations"

@@ -1,8 +1,11 @@
 """Folders written by `maxlp.prepare`: ArrayRecord shards and a manifest.
 
+Shards in gs:// are read where they are. Of other URLs, whole shards are copied to the local cache first.
+
 A record is one of
 
-* a document, as UTF-8 bytes or as token ids (little-endian uint16 or uint32);
+* a document, as UTF-8 bytes or as token ids (little-endian uint16 or uint32, or int32 for a
+  conversation, see `data.chat`);
 * an image with its caption: the length of a header as little-endian uint32, the header as JSON with
   `text`, `label` and `where` the example came from, and the bytes of the image file.
 
@@ -15,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from maxlp.data.readers import BrokenExample
+from maxlp.data.readers import BrokenExample, is_url, read_whole
 from maxlp.data.sources import VALIDATION, Source, Spec
-from maxlp.data.specs import one_line
+from maxlp.data.specs import load, one_line
 
 MANIFEST = "dataset.json"
 FORMATS = {"text": "maxlp-documents-1", "image_text": "maxlp-image-text-1"}  # by the content of a source
@@ -32,10 +35,13 @@ class ArrayRecord:
         self._folder, self._is_image = folder, content == "image_text"
         self._dtype = np.dtype(manifest["dtype"]) if manifest.get("kind") == "tokens" else None
         self._shards = [os.path.join(folder, each["file"]) for each in manifest["shards"]]
+        # The library reads gs:// itself.
+        in_place = not is_url(folder) or folder.startswith("gs://")
+        files = self._shards if in_place else load("maxlp.data.local_cache:copies")(self._shards)
         # With the range of records in its name, a shard is not opened only to be counted.
         counts = (each["documents"] for each in manifest["shards"])
         self._records = ArrayRecordDataSource(
-            [f"{path}[0:{count}]" for path, count in zip(self._shards, counts, strict=True)]
+            [f"{path}[0:{count}]" for path, count in zip(files, counts, strict=True)]
         )
 
     def __len__(self) -> int:
@@ -65,7 +71,9 @@ class ArrayRecord:
 
 def open_array_record(spec: Spec, *, validation: float = VALIDATION) -> Source:
     """Opens a prepared folder."""
-    folder = os.path.expanduser(spec.path)
+    folder = spec.path.rstrip("/") if is_url(spec.path) else os.path.expanduser(spec.path)
+    if is_url(folder):
+        folder = load("maxlp.data.remote:pinned")(folder)
     manifest = read_manifest(folder, spec.content)
     tokenizer = manifest["tokenizer"] if manifest.get("kind") == "tokens" else None
     reader = ArrayRecord(folder, spec.content, manifest)
@@ -87,13 +95,13 @@ def read_manifest(folder: str, content: str) -> dict[str, Any]:
       ValueError: the folder is incomplete or damaged, or holds other content.
     """
     path = os.path.join(folder, MANIFEST)
-    if not os.path.isfile(path):
+    data = _read_if_there(path)
+    if data is None:
         raise ValueError(f"{folder} holds no {MANIFEST}: give the --output of a finished `maxlp.prepare`")
-    with open(path, encoding="utf-8") as file:
-        try:
-            manifest = json.load(file)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is damaged ({one_line(error)}); prepare the data again") from None
+    try:
+        manifest = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({one_line(error)}); prepare the data again") from None
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if found != FORMATS[content]:
         raise ValueError(
@@ -102,13 +110,26 @@ def read_manifest(folder: str, content: str) -> dict[str, Any]:
         )
     if wrong := _wrong_entry(manifest):
         raise ValueError(f"{path} is damaged ({wrong}); prepare the data again")
-    for shard in manifest["shards"]:
-        shard_path = os.path.join(folder, shard["file"])
-        size = os.path.getsize(shard_path) if os.path.isfile(shard_path) else None
+    paths = [os.path.join(folder, shard["file"]) for shard in manifest["shards"]]
+    for shard, shard_path, size in zip(manifest["shards"], paths, _sizes(paths), strict=True):
         if size != shard["file_size"]:
             found = "is missing" if size is None else f"has {size} bytes, expected {shard['file_size']}"
             raise ValueError(f"{shard_path} {found}; prepare the data again")
     return manifest
+
+
+def _read_if_there(path: str) -> bytes | None:
+    try:
+        return read_whole(path)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        return None
+
+
+def _sizes(paths: list[str]) -> list[int | None]:
+    """Sizes of files or URLs, None for those that are missing."""
+    if is_url(paths[0]):
+        return load("maxlp.data.remote:sizes")(paths)
+    return [os.path.getsize(path) if os.path.isfile(path) else None for path in paths]
 
 
 def _wrong_entry(manifest: dict[str, Any]) -> str | None:
@@ -134,7 +155,7 @@ def _wrong_entry(manifest: dict[str, Any]) -> str | None:
         return "its shards are not files of this folder"
     if manifest.get("kind", "text") not in ("text", "tokens"):
         return f"kind {manifest['kind']!r} is unknown"
-    if manifest.get("dtype") not in (None, "uint16", "uint32"):
+    if manifest.get("dtype") not in (None, "uint16", "uint32", "int32"):
         return f"dtype {manifest['dtype']!r} is unknown"
     total = sum(shard["documents"] for shard in manifest["shards"])
     if manifest.get("documents", total) != total:

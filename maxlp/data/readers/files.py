@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from maxlp.data.readers import find_files, walk
+from maxlp.data.readers import find_files, read_whole, walk
 from maxlp.data.sources import VALIDATION, Source, Spec
 
 NOT_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
@@ -24,8 +24,7 @@ class TextFiles:
         return len(self.names)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        with open(self.where(row), "rb") as file:
-            return {"text": file.read()}
+        return {"text": read_whole(self.where(row))}
 
     def where(self, row: int) -> str:
         return os.path.join(self.root, self.names[row])

@@ -2,74 +2,89 @@
 
 import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from maxlp.data.readers import BrokenExample, as_text, find_files, locate
+from maxlp.data.readers import BrokenExample, as_text, find_files, is_url, locate, missing
+from maxlp.data.readers.access import open_file, read_range, uncompressed
 from maxlp.data.sources import VALIDATION, Source, Spec
-from maxlp.data.specs import one_line
+from maxlp.data.specs import load, one_line
 
 BLOCK_BYTES = 2**24  # read at a time to find the lines of a file
+INDEX_THREADS = 8
+NEWLINE, BLANK = b"\n", b" \t\r\n"
 
 
 class JsonLines:
     """One document per line. Keeps the offsets of lines in memory, 8 bytes each, and no file open."""
 
-    def __init__(self, paths: list[str], text_key: str):
-        self._paths, self._text_key = paths, text_key
-        self._starts = [_line_starts(path) for path in paths]
-        self._ends = list(itertools.accumulate(len(starts) for starts in self._starts))
+    def __init__(self, paths: list[str], text_key: str, messages_key: str = ""):
+        self._paths, self._key = paths, messages_key or text_key
+        self._content = "messages" if messages_key else "text"
+        self._parse = load("maxlp.data.chat:as_messages") if messages_key else as_text
+        self._files = uncompressed(paths)
+        with ThreadPoolExecutor(INDEX_THREADS) as pool:
+            self._bounds = list(pool.map(_line_bounds, self._files))
+        self._ends = list(itertools.accumulate(len(bounds) - 1 for bounds in self._bounds))
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        path, start = self._place(row)
-        with open(path, "rb") as file:
-            file.seek(start)
-            line = file.readline()
+        number, line = locate(self._ends, row)
+        start, end = self._bounds[number][line : line + 2].tolist()
         try:
-            value = json.loads(line)
+            value = json.loads(read_range(self._files[number], start, end))
         except (ValueError, RecursionError) as error:
             raise BrokenExample(f"not a complete JSON object ({one_line(error)})") from None
-        if not isinstance(value, dict) or self._text_key not in value:
+        if not isinstance(value, dict) or self._key not in value:
             found = ", ".join(value) if isinstance(value, dict) else type(value).__name__
-            raise BrokenExample(f"no {self._text_key!r}, found: {found}; set ?text_key=")
-        return {"text": as_text(value[self._text_key], self._text_key)}
+            raise BrokenExample(missing(self._key, found))
+        return {self._content: self._parse(value[self._key], self._key)}
 
     def where(self, row: int) -> str:
-        path, start = self._place(row)
-        with open(path, "rb") as file:
-            number = file.read(start).count(b"\n") + 1
-        return f"{path}:{number}"
+        number, line = locate(self._ends, row)
+        path, start = self._files[number], int(self._bounds[number][line])
+        if is_url(path):  # to count the lines before it would fetch them all
+            return f"{path}: document {line + 1}, at byte {start}"
+        return f"{self._paths[number]}:{read_range(path, 0, start).count(NEWLINE) + 1}"
 
     def paths(self) -> list[str]:
         return self._paths
 
-    def _place(self, row: int) -> tuple[str, int]:
-        number, row = locate(self._ends, row)
-        return self._paths[number], int(self._starts[number][row])
 
-
-def open_jsonl(spec: Spec, *, text_key: str = "text", validation: float = VALIDATION) -> Source:
-    """Opens JSON Lines files; `text_key` is the key of the text in each object."""
+def open_jsonl(
+    spec: Spec, *, text_key: str = "text", messages_key: str = "", validation: float = VALIDATION
+) -> Source:
+    """Opens JSON Lines files; `text_key` is the key of the text in each object, or `messages_key` that of a
+    conversation."""
     _, paths = find_files(spec.path, ".jsonl")
-    return Source(spec, JsonLines(paths, text_key), validation=validation)
+    return Source(spec, JsonLines(paths, text_key, messages_key), validation=validation)
 
 
-def _line_starts(path: str) -> np.ndarray:
-    """Byte offsets, int64 [n], of the lines of a file that are not blank."""
-    starts, size = [np.zeros(1, np.int64)], 0
-    with open(path, "rb") as file:
+def _line_bounds(path: str) -> np.ndarray:
+    """As `_scan_lines`; what was found in a URL is kept in the local cache, because all of it is read."""
+    if is_url(path):
+        return np.load(load("maxlp.data.local_cache:array")(path, "lines", _scan_lines), allow_pickle=False)
+    return _scan_lines(path)
+
+
+def _scan_lines(path: str) -> np.ndarray:
+    """Byte offsets of the lines of a file that are not blank, and of its end, int64 [lines + 1]."""
+    starts, firsts, size, at_start = [], [], 0, True
+    with open_file(path) as file:
         while block := file.read(BLOCK_BYTES):
-            starts.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + size + 1)
-            size += len(block)
+            data = np.frombuffer(block, np.uint8)
+            found = np.flatnonzero(data[:-1] == ord(NEWLINE)) + 1
+            found = np.insert(found, 0, 0) if at_start else found
+            starts.append(found + size)
+            firsts.append(data[found])
+            size, at_start = size + len(data), data[-1] == ord(NEWLINE)
+    if not starts:
+        return np.zeros(1, np.int64)
     all_starts = np.concatenate(starts)
     lengths = np.diff(all_starts, append=size)
-    is_line = lengths > len("\r\n")
-    with open(path, "rb") as file:
-        for i in np.flatnonzero(lengths == 2).tolist():  # a blank line, or one character
-            file.seek(int(all_starts[i]))
-            is_line[i] = bool(file.read(2).strip())
-    return all_starts[is_line]
+    is_short = (lengths == 2) & ~np.isin(np.concatenate(firsts), list(BLANK))  # a character and a newline
+    return np.append(all_starts[is_short | (lengths > 2)], size)

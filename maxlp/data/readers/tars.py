@@ -6,28 +6,31 @@ index is saved beside the tar, as `NAME.tar.TYPE-SIZE-TIME.index.npy`, or kept i
 is not writable. It is rebuilt when the tar changes. Indices are mapped into memory, so that all
 processes of a machine share their pages (36 bytes per sample).
 
-Compressed tars are refused, because they have no random access; they would hardly be smaller anyway.
+A tar at a URL is read once as a whole, because fetching each header by itself takes longer; its index is
+kept in the local cache. Then samples are fetched by themselves. Compressed tars have no random access: they
+are decompressed into the local cache.
 """
 
 import contextlib
 import functools
 import glob
+import io
 import itertools
 import json
 import os
-import re
 import tarfile
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from absl import logging
 
-from maxlp.data.readers import BrokenExample, locate
+from maxlp.data.readers import COMPRESSED, BrokenExample, find_files, is_url, locate, of_kind
+from maxlp.data.readers.access import expand_braces, open_file, read_range, uncompressed
 from maxlp.data.sources import VALIDATION, Source, Spec
-from maxlp.data.specs import one_line
+from maxlp.data.specs import load, one_line
 
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp")
 INDEX_THREADS = 16
@@ -52,17 +55,18 @@ class Tars:
         """Indexes the tars.
 
         Args:
-          pattern: a path with braces `{00000..00041}` or wildcards, or a folder.
+          pattern: a path or URL with braces `{00000..00041}` or wildcards, or a folder.
           text: extension of the caption files: `txt`, or `json:KEY` for an entry of a JSON object.
 
         Raises:
-          ValueError: a tar is missing, truncated or compressed, or has no samples.
+          ValueError: a tar is missing or truncated, or has no samples.
         """
         self._tars = find_tars(pattern)
+        self._files = uncompressed(self._tars)
         self._type, _, self._key = text.partition(":")
         with ThreadPoolExecutor(INDEX_THREADS) as pool:
             # Paths where possible, so that worker processes map the files instead of receiving copies.
-            self._indices = list(pool.map(lambda path: index_tar(path, self._type), self._tars))
+            self._indices = list(pool.map(lambda path: index_tar(path, self._type), self._files))
         self._ends = list(itertools.accumulate(len(_index(each)) for each in self._indices))
 
     def __len__(self) -> int:
@@ -74,30 +78,29 @@ class Tars:
         Raises:
           BrokenExample: the JSON has no caption under the given key, or a file is too large.
         """
-        path, entry = self._entry(row)
+        number, entry = self._entry(row)
         if max(entry["image_size"], entry["text_size"]) > MAX_FILE_BYTES:
             raise BrokenExample(f"its image or caption has more than {MAX_FILE_BYTES >> 30} GiB")
-        with open(path, "rb") as file:
-            image = _read(file, entry["image"], entry["image_size"])
-            text = _read(file, entry["text"], entry["text_size"]) if entry["text"] else None
+        path = self._files[number]
+        image = _read(path, entry["image"], entry["image_size"])
+        text = _read(path, entry["text"], entry["text_size"]) if entry["text"] else None
         return {"image": image, "text": self._caption(text), "label": int(entry["label"])}
 
     def where(self, row: int) -> str:
         """The tar and the key of a sample."""
-        path, entry = self._entry(row)
-        with open(path, "rb") as file:
-            file.seek(int(entry["header"]))
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                member = tar.next()
+        number, entry = self._entry(row)
+        headers = read_range(self._files[number], int(entry["header"]), int(entry["image"]))
+        with tarfile.open(fileobj=io.BytesIO(headers), mode="r:") as tar:
+            member = tar.next()
         assert member is not None
-        return f"{path}: {_split(member.name)[0]}"
+        return f"{self._tars[number]}: {_split(member.name)[0]}"
 
     def paths(self) -> list[str]:
         return self._tars
 
-    def _entry(self, row: int) -> tuple[str, np.void]:
+    def _entry(self, row: int) -> tuple[int, np.void]:
         number, row = locate(self._ends, row)
-        return self._tars[number], _index(self._indices[number])[row]
+        return number, _index(self._indices[number])[row]
 
     def _caption(self, data: bytes | None) -> str | None:
         if data is None:
@@ -122,20 +125,26 @@ def find_tars(pattern: str) -> list[str]:
     """The tars of a folder, or of a pattern with braces or wildcards, in order.
 
     Raises:
-      ValueError: no tar is found, one that the braces name is missing, or one is compressed.
+      ValueError: no tar is found, or one that the braces name is missing.
     """
-    pattern = os.path.expanduser(pattern)
+    paths = (
+        find_files(pattern, ".tar")[1] if is_url(pattern) else _find_on_disk(os.path.expanduser(pattern))
+    )
+    for path in paths:
+        if not path.endswith((".tar", *(f".tar{each}" for each in COMPRESSED), ".tgz")):
+            raise ValueError(f"{path} is not a .tar, nor a compressed one")
+    return paths
+
+
+def _find_on_disk(pattern: str) -> list[str]:
     if os.path.isdir(pattern):
-        pattern = os.path.join(glob.escape(pattern), "*.tar")
+        return of_kind(sorted(glob.glob(os.path.join(glob.escape(pattern), "*"))), ".tar")
     paths = []
-    for each in _expand_braces(pattern):
+    for each in expand_braces(pattern):
         found = sorted(glob.glob(each, recursive=True)) if glob.has_magic(each) else [each]
         paths += [path for path in found if os.path.isfile(path)]
         if not found or not os.path.isfile(found[0]):
             raise ValueError(f"no file {each}; check the path and the range of its braces")
-    for path in paths:
-        if not path.endswith(".tar"):
-            raise ValueError(f"{path} is not a .tar; unpack compressed tars, which have no random access")
     return paths
 
 
@@ -148,6 +157,9 @@ def index_tar(path: str, text_type: str) -> str | np.ndarray:
     Raises:
       ValueError: the tar is truncated, not a tar or without samples.
     """
+    if is_url(path):
+        scan = functools.partial(scan_tar, text_type=text_type)
+        return load("maxlp.data.local_cache:array")(path, f"index of {text_type}", scan)
     # The file name contains all that the index depends on, so a stale index is never read.
     stat = os.stat(path)
     stamp = f"{text_type}-{stat.st_size:x}-{stat.st_mtime_ns:x}"
@@ -175,21 +187,14 @@ def scan_tar(path: str, text_type: str) -> np.ndarray:
     Raises:
       ValueError: the tar is truncated, not a tar or without samples.
     """
-    size, end, rows, images = os.path.getsize(path), 0, [], 0
+    rows, images = [], 0
     try:
-        with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            for _, members in itertools.groupby(_files(tar), key=lambda member: _split(member.name)[0]):
+        with open_file(path) as file:
+            for members in _samples(file):
                 by_type = {_split(member.name)[1]: member for member in members}
-                end = max(member.offset_data + member.size for member in by_type.values())
-                if end > size:
-                    break
                 row = _row(by_type, text_type, file)
                 rows += [row] if row else []
                 images += any(each in by_type for each in IMAGE_TYPES)
-            # A complete tar has at least one block of zeros after the last file and its padding.
-            file.seek(-(-end // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE)
-            if end > size or len(file.read(tarfile.BLOCKSIZE)) < tarfile.BLOCKSIZE:
-                raise tarfile.ReadError("it is truncated")
     except tarfile.TarError as error:
         raise ValueError(
             f"{path} is not a complete tar ({one_line(error)}); download it again or leave it out"
@@ -205,6 +210,23 @@ def scan_tar(path: str, text_type: str) -> np.ndarray:
         values = path, images - len(rows), images, text_type
         logging.log_first_n(logging.WARNING, message, MAX_WARNINGS, *values)
     return np.array(rows, INDEX_DTYPE)
+
+
+def _samples(file: BinaryIO) -> Iterator[list[tarfile.TarInfo]]:
+    """The files of each sample in turn, of a tar that is complete."""
+    size, end = file.seek(0, os.SEEK_END), 0  # before the first read, after which it would drop a buffer
+    file.seek(0)
+    with tarfile.open(fileobj=file, mode="r:") as tar:
+        for _, group in itertools.groupby(_files(tar), key=lambda member: _split(member.name)[0]):
+            members = list(group)
+            end = max(member.offset_data + member.size for member in members)
+            if end > size:
+                break
+            yield members
+        # A complete tar has at least one block of zeros after the last file and its padding.
+        file.seek(-(-end // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE)
+        if end > size or len(file.read(tarfile.BLOCKSIZE)) < tarfile.BLOCKSIZE:
+            raise tarfile.ReadError("it is truncated")
 
 
 def _files(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
@@ -227,7 +249,8 @@ def _row(by_type: dict[str, tarfile.TarInfo], text_type: str, file: Any) -> tupl
 
 
 def _label(member: tarfile.TarInfo, file: Any) -> int:
-    data = _read(file, member.offset_data, min(member.size, 100))
+    file.seek(member.offset_data)
+    data = file.read(min(member.size, 100))
     try:
         return int(np.int32(int(data)))
     except (ValueError, OverflowError):
@@ -243,9 +266,8 @@ def _split(name: str) -> tuple[str, str]:
     return f"{folder}/{stem}" if folder else stem, kind.lower()
 
 
-def _read(file: Any, offset: int, size: int) -> bytes:
-    file.seek(int(offset))
-    return file.read(int(size))
+def _read(path: str, offset: int, size: int) -> bytes:
+    return read_range(path, int(offset), int(offset) + int(size))
 
 
 def _is_index(path: str) -> bool:
@@ -266,18 +288,3 @@ def _map(path: str) -> np.ndarray:
 
 
 _load = functools.lru_cache(maxsize=2**14)(_map)
-
-
-def _expand_braces(pattern: str) -> list[str]:
-    """`a{00..02}{x,y}` → a00x, a00y, a01x …"""
-    match = re.search(r"\{([^{}]*)\}", pattern)
-    if not match:
-        return [pattern]
-    bounds = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
-    if bounds:
-        width = len(bounds[1]) if len(bounds[1]) == len(bounds[2]) or bounds[1][0] == "0" else 0
-        middles = [f"{number:0{width}d}" for number in range(int(bounds[1]), int(bounds[2]) + 1)]
-    else:
-        middles = match[1].split(",")
-    rest = _expand_braces(pattern[match.end() :])
-    return [pattern[: match.start()] + middle + tail for middle in middles for tail in rest]

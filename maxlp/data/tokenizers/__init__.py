@@ -5,9 +5,14 @@
     /models/llama2/tokenizer.model         a SentencePiece model
     /models/bpe_simple_vocab_16e6.txt.gz   CLIP's vocabulary as OpenAI and open_clip distribute it
     /models/llama3                         a folder with a tokenizer.json or a tokenizer.model
+    gs://bucket/c4_ids/tokenizer.json      any of these files at a URL, see maxlp/data/sources.py
+    hf:ORG/NAME, hf:ORG/NAME@REVISION      the same files of a repository of the Hugging Face Hub
 
 The ids of the beginning-of-document, end-of-document and padding tokens are found by their usual
 names; other names are given as `tokenizer.json?bos=<start>&eos=<stop>&pad=<pad>`.
+
+What is beside a file, `tokenizer_config.json` and `chat_template.jinja`, belongs to the tokenizer;
+`tokenizer.json?chat_template=FILE` names another chat template, and `?chat_template=plain` a simple one.
 
 `encode` adds no special tokens and recognizes none: the characters `<|end_of_text|>` in a document
 become ordinary tokens. Bytes that are not UTF-8 become U+FFFD, except in the byte tokenizer, which
@@ -16,7 +21,7 @@ keeps every byte.
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -33,6 +38,10 @@ KINDS = {
 BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<|endoftext|>")
 EOS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
 PAD = ("<|pad|>", "<pad>", "<|finetune_right_pad_id|>")
+FILES = ("tokenizer.json", "tokenizer.model")  # either is a whole tokenizer
+TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+# What other libraries keep beside it: names of special tokens, the chat template. Written by export.
+COMPANIONS = (TOKENIZER_CONFIG, "special_tokens_map.json", CHAT_TEMPLATE)
 CLIP_SETTING = b'"</w>"'  # occurs in a tokenizer.json only as CLIP's `end_of_word_suffix`
 
 
@@ -43,7 +52,9 @@ class Tokenizer:
       vocab_size: the number V of ids.
       bos_id, eos_id, pad_id: special tokens; a vocabulary without bos or pad uses `eos_id` for them.
       fingerprint: identifies the tokenizer: the SHA-256 of its file, or "bytes".
-      files: file name to contents; enough to make the tokenizer again.
+      specials: name of each special token -> its id.
+      files: file name to contents; enough to make the tokenizer again. Its own file comes first, then the
+        `COMPANIONS` that lie beside it.
     """
 
     vocab_size: int
@@ -51,14 +62,34 @@ class Tokenizer:
     eos_id: int
     pad_id: int
     fingerprint: str
+    specials: Mapping[str, int]
     files: dict[str, bytes]
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Ids, int32 [T], of a text, without special tokens."""
         raise NotImplementedError
 
+    def encode_sections(
+        self, sections: Sequence[tuple[str, bool]]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Encodes a text that contains special tokens, as that of a chat.
+
+        Args:
+          sections: pieces of the text, and whether special tokens are recognized in them.
+
+        Returns:
+          Ids, and the offsets in the whole text of the first character of each token and of the one
+          behind its last; int32 [T].
+        """
+        raise ValueError("chats need a tokenizer.json; convert the tokenizer to one")
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids; special tokens and ids outside the vocabulary are left out."""
+        raise NotImplementedError
+
+    @cached_property
+    def tokens(self) -> list[bytes]:
+        """The text that each id stands for, [V]; b"" for special tokens and unused ids."""
         raise NotImplementedError
 
     @cached_property
@@ -71,15 +102,18 @@ class Tokenizer:
         Raises:
           ValueError: the tokens do not map to bytes, for example those of WordPiece.
         """
-        return self._byte_lengths()
+        return np.array([len(token) for token in self.tokens], np.int32)
 
     @cached_property
     def prefix_bytes(self) -> int:
         """1 if `encode` puts a space before every text (SentencePiece's dummy prefix), else 0."""
         return max(0, int(self.byte_lengths[self.encode("a")].sum()) - 1)
 
-    def _byte_lengths(self) -> np.ndarray:
-        raise NotImplementedError
+    def means_the_same(self, other: "Tokenizer") -> bool:
+        """Whether each id stands for the same text in both, so that a model can be used with either."""
+        if self.fingerprint == other.fingerprint:
+            return True
+        return self.tokens == other.tokens and (self.bos_id, self.eos_id) == (other.bos_id, other.eos_id)
 
 
 def make_tokenizer(spec: str) -> Tokenizer:
@@ -91,26 +125,55 @@ def make_tokenizer(spec: str) -> Tokenizer:
     """
     path, options = split_options(spec)
     for key in options:
-        if key not in ("bos", "eos", "pad"):
-            raise ValueError(f"tokenizer {spec!r}: unknown option {key!r}; known: bos, eos, pad")
+        if key not in ("bos", "eos", "pad", "chat_template"):
+            raise ValueError(
+                f"tokenizer {spec!r}: unknown option {key!r}; known: bos, eos, pad, chat_template"
+            )
+    template = options.pop("chat_template", None)
     if path == "bytes" and not options:
         return load(KINDS["bytes"])()
+    if path.startswith("hf:"):
+        from maxlp.runtime import hub  # few runs need it
+
+        path = str(hub.fetch(path, (*FILES, *COMPANIONS)))
     path = os.path.expanduser(path)
     if os.path.isdir(path):
         model = os.path.join(path, "tokenizer.model")
         json = os.path.join(path, "tokenizer.json")
         path = model if os.path.isfile(model) and not os.path.isfile(json) else json
-    if not os.path.isfile(path):
+    data = _read(path)
+    if data is None:
         hint = "'bytes', a tokenizer.json, a SentencePiece .model or CLIP's bpe_simple_vocab_16e6.txt.gz"
         if path.startswith("bpe:"):
             hint += "; train a BPE with `python -m maxlp.prepare text --train_tokenizer=VOCAB`"
         raise ValueError(f"tokenizer {spec!r}: no such file; give {hint}")
-    with open(path, "rb") as file:
-        data = file.read()
     try:
-        return load(KINDS[_kind(path, data)])(data, **options)
+        made: Tokenizer = load(KINDS[_kind(path, data)])(data, **options)
     except ValueError as error:
         raise ValueError(f"tokenizer {path}: {one_line(error)}") from None
+    made.files |= _files_beside(path, template)
+    return made
+
+
+def _files_beside(path: str, template: str | None) -> dict[str, bytes]:
+    """The `COMPANIONS` of a tokenizer; `template` replaces the chat template that is there."""
+    beside = {name: _read(os.path.join(os.path.dirname(path), name)) for name in COMPANIONS}
+    if template == "plain":
+        beside[CHAT_TEMPLATE] = load("maxlp.data.chat:PLAIN").encode()
+    elif template is not None:
+        with open(os.path.expanduser(template), "rb") as file:
+            beside[CHAT_TEMPLATE] = file.read()
+    return {name: data for name, data in beside.items() if data is not None}
+
+
+def _read(path: str) -> bytes | None:
+    """The content of a file or URL, None if there is none."""
+    if "://" in path:
+        return load("maxlp.data.remote:read_if_there")(path)
+    if not os.path.isfile(path):
+        return None
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def _kind(path: str, data: bytes) -> str:
@@ -137,11 +200,11 @@ def ids_below(ids: Sequence[int] | np.ndarray, limit: int) -> np.ndarray:
     return ids[(ids >= 0) & (ids < limit)]
 
 
-def piece_bytes(piece: str) -> int:
-    """Number of bytes of a SentencePiece piece: `▁` is a space, `<0x0A>` a single byte."""
+def piece_bytes(piece: str) -> bytes:
+    """The bytes of a SentencePiece piece: `▁` is a space, `<0x0A>` a single byte."""
     if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", piece):
-        return 1
-    return len(piece.replace("▁", " ").encode())
+        return bytes([int(piece[1:-1], 16)])
+    return piece.replace("▁", " ").encode()
 
 
 def find_specials(

@@ -1,15 +1,21 @@
 """Hugging Face `tokenizer.json` files."""
 
+import functools
 import hashlib
 import json
+import threading
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import tokenizers
+from tokenizers import processors
 
 from maxlp.data.specs import one_line
 from maxlp.data.tokenizers import Tokenizer, as_str, find_specials, ids_below, piece_bytes
+
+_LOCK = threading.Lock()
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -25,17 +31,18 @@ class HuggingFaceTokenizer(Tokenizer):
         tok.no_padding()
         tok.encode_special_tokens = True  # names of special tokens in a text are encoded as text
         self._tok = tok
+        self._tok_with_specials: tokenizers.Tokenizer | None = None
         self._args = (data, bos, eos, pad)
         self._added = tok.get_added_tokens_decoder()
         self.vocab_size = max(tok.get_vocab(with_added_tokens=True).values()) + 1
-        specials = {token.content: i for i, token in self._added.items() if token.special}
-        self.bos_id, self.eos_id, self.pad_id = find_specials(specials, tok.token_to_id, bos, eos, pad)
+        self.specials = {token.content: i for i, token in self._added.items() if token.special}
+        self.bos_id, self.eos_id, self.pad_id = find_specials(self.specials, tok.token_to_id, bos, eos, pad)
         self.fingerprint = hashlib.sha256(data).hexdigest()
         self.files = {"tokenizer.json": data}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The library's own pickle loses `encode_special_tokens`.
-        return type(self), self._args
+        return type(self), self._args, {"files": self.files}
 
     def encode(self, text: str | bytes) -> np.ndarray:
         # A batch of one is twice as fast as `encode`, because it keeps no character offsets.
@@ -43,23 +50,75 @@ class HuggingFaceTokenizer(Tokenizer):
         ids = encoding.ids
         return np.fromiter(ids, np.int32, len(ids))
 
+    def encode_sections(
+        self, sections: Sequence[tuple[str, bool]]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        ids, offsets, length = [], [], 0
+        for text, recognized in sections:
+            if recognized:
+                encoding = self._with_specials().encode(text, add_special_tokens=False)
+                new, spans = encoding.ids, encoding.offsets
+            else:
+                new = self.encode(text).tolist()
+                spans = [(0, len(text))] * len(new)
+            ids += new
+            offsets += [(begin + length, end + length) for begin, end in spans]
+            length += len(text)
+        begin_T, end_T = np.array(offsets, np.int32).reshape(-1, 2).T
+        return np.array(ids, np.int32), begin_T, end_T
+
+    def _with_specials(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer with special tokens and exact offsets, made once."""
+        with _LOCK:
+            if (tok := self._tok_with_specials) is None:
+                tok = tokenizers.Tokenizer.from_str(self._args[0].decode())
+                tok.no_truncation()
+                tok.no_padding()
+                # A byte-level one would leave white space out of the offsets.
+                tok.post_processor = processors.TemplateProcessing("$A", "$A $B", [])
+                self._tok_with_specials = tok
+        return tok
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._tok.decode(ids_below(ids, self.vocab_size).tolist())
 
-    def _byte_lengths(self) -> np.ndarray:
-        config = json.loads(self._args[0])
-        if '"ByteLevel"' in json.dumps(config["decoder"]):
-            length = len  # each character of a byte-level token is one byte
-        elif "▁" in json.dumps(config["decoder"], ensure_ascii=False):
-            length = piece_bytes
-        else:
+    @cached_property
+    def tokens(self) -> list[bytes]:
+        """See `Tokenizer`; with other decoders than byte-level and SentencePiece's, as in the file."""
+        as_bytes = {"bytes": level_bytes, "pieces": piece_bytes}.get(self._alphabet(), str.encode)
+        tokens = [b""] * self.vocab_size
+        for token, i in self._tok.get_vocab(with_added_tokens=False).items():
+            tokens[i] = as_bytes(token)
+        for i, token in self._added.items():
+            tokens[i] = b"" if token.special else token.content.encode()
+        return tokens
+
+    @cached_property
+    def byte_lengths(self) -> np.ndarray:
+        if not self._alphabet():
+            decoder = json.loads(self._args[0])["decoder"]
             raise ValueError(
                 "bits per byte need a byte-level or SentencePiece-like tokenizer.json;"
-                f" the decoder of this one is {(config['decoder'] or {}).get('type')}"
+                f" the decoder of this one is {(decoder or {}).get('type')}"
             )
-        lengths = np.zeros(self.vocab_size, np.int32)
-        for token, i in self._tok.get_vocab(with_added_tokens=False).items():
-            lengths[i] = length(token)
-        for i, token in self._added.items():
-            lengths[i] = 0 if token.special else len(token.content.encode())
-        return lengths
+        return super().byte_lengths
+
+    def _alphabet(self) -> str:
+        """What a token is written in: "bytes", "pieces" as in SentencePiece, or "" for neither."""
+        decoder = json.dumps(json.loads(self._args[0])["decoder"], ensure_ascii=False)
+        return "bytes" if '"ByteLevel"' in decoder else "pieces" if "▁" in decoder else ""
+
+
+@functools.cache
+def _byte_of() -> dict[str, int]:
+    """GPT-2's character for each byte: printable ones are themselves, the others follow from U+0100 on."""
+    alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    printable = {chr(i): i for i in range(256) if chr(i) in alphabet}
+    others = (i for i in range(256) if chr(i) not in alphabet)
+    return printable | {chr(256 + n): i for n, i in enumerate(others)}
+
+
+def level_bytes(token: str) -> bytes:
+    """The bytes of a byte-level token, in which each character stands for one."""
+    table = _byte_of()
+    return b"".join(bytes([table[c]]) if c in table else c.encode() for c in token)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from maxlp.families.clip.model import TextConfig
 from maxlp.families.clip.vit import VisualConfig
 from maxlp.parallel.sharding import abstract_mesh
-from maxlp.planning.cost_model import Cost, Ledger, StateShapes, Work, matmul_dtypes
+from maxlp.planning.cost_model import Cost, Ledger, StateShapes, Work, matmul_dtypes, saves_attention
 from maxlp.planning.hlo import Collective
 from maxlp.run.settings import Machine, Settings
 
@@ -70,6 +70,11 @@ class Tower:
         return 5 / 8 if self.causal and self.S % 256 == 0 else 1.0
 
     @property
+    def saves_attention(self) -> bool:
+        """See `cost_model.saves_attention`."""
+        return saves_attention(self.remat, self.attention)
+
+    @property
     def squares(self) -> float:
         """Entries of the (S, S) matrices of dense attention."""
         if self.attention != "xla":
@@ -88,8 +93,8 @@ class Tower:
             return 0.0
         if self.remat == "block":
             return self.x / self.t
-        if self.remat == "dots":  # the block's input, q, k, v, o and up
-            return 5 * self.x / self.t + self.f
+        if self.remat == "dots":  # the block's input, q, k, v, o and up, and the output of attention
+            return (6 if self.saves_attention else 5) * self.x / self.t + self.f
         # Four F-wide arrays, six float32 arrays of the norms, both normed inputs, q, k, v, the output of
         # attention, probabilities in float32 and rounded, and the weights in the dtype of the matmuls.
         weights = self.block_params * self.a / (self.shards * self.t)
@@ -248,7 +253,7 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
             for gemm, dtype in matmul_dtypes(settings, path).items():
                 times = 1 + again if gemm == "fwd" else 1
                 flops[dtype] += times * 2 * tokens * tower.L * tower.D * width
-        passes = (3 if tower.attention == "xla" else 3.5) + (tower.remat != "none") + (M > 1)
+        passes = (3 if tower.attention == "xla" else 3.5) + (not tower.saves_attention) + (M > 1)
         flops["bfloat16"] += square * passes * 4 * tokens * tower.S * tower.L * tower.D
         widths = 30 * tower.D + 12 * tower.F / tower.t
         if tower.attention == "xla":

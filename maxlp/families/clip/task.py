@@ -146,6 +146,7 @@ def attention_uses(model: CLIPConfig, data: ImageTextDataConfig) -> tuple[Use, .
             kv_heads=tower.num_heads,
             head_dim=tower.width // tower.num_heads,
             dtype=model.dtype,
+            packed=False,
         )
         for tower, length in towers
     )

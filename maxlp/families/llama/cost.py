@@ -13,10 +13,10 @@ import math
 
 import jax.numpy as jnp
 
-from maxlp.nn.attention import flash_tile, ring
+from maxlp.nn.attention import flash, flash_tile, ring
 from maxlp.parallel.schedule import Schedule
 from maxlp.parallel.sharding import abstract_mesh
-from maxlp.planning.cost_model import Cost, Ledger, StateShapes, Work, matmul_dtypes
+from maxlp.planning.cost_model import Cost, Ledger, StateShapes, Work, matmul_dtypes, saves_attention
 from maxlp.planning.hlo import Collective
 from maxlp.run.settings import Machine, Settings
 
@@ -29,7 +29,7 @@ class Sizes:
       a, param: bytes of one number of an activation and of a parameter.
       schedule: of the pipeline; one stage and one microbatch if there is none.
       released: each layer is updated in the backward pass.
-      remat, attention, platform: see `LlamaConfig` and `Machine`.
+      qk_norm, remat, attention, platform: see `LlamaConfig` and `Machine`.
     """
 
     R: int
@@ -51,9 +51,20 @@ class Sizes:
     param: int
     schedule: Schedule
     released: bool
+    qk_norm: bool
     remat: str
     attention: str
     platform: str
+
+    @property
+    def log_sums(self) -> float:
+        """Bytes of the logits' log-sum-exp of every query and head, float32."""
+        return 4 * self.T * self.N / self.t
+
+    @property
+    def saves_attention(self) -> bool:
+        """See `cost_model.saves_attention`."""
+        return saves_attention(self.remat, self.attention)
 
     @property
     def T(self) -> int:
@@ -99,6 +110,7 @@ def sizes(s: Settings, machine: Machine) -> Sizes:
         param=jnp.dtype(m.param_dtype).itemsize,
         schedule=m.pipeline.schedule(stages) if stages > 1 else Schedule(1, 1, 1),
         released=s.train.release_gradients,
+        qk_norm=m.qk_norm,
         # Released gradients keep the inputs of the blocks and recompute the rest.
         remat="block" if s.train.release_gradients else m.remat,
         attention=m.attention,
@@ -158,13 +170,18 @@ def saved(s: Sizes) -> float:
         return 0.0
     if s.remat == "block":
         return x
-    if s.remat == "dots":  # the block's input, and the outputs of q, k, v, o, gate and up
-        return x + q + 2 * k + x + 2 * f
+    if s.remat == "dots":  # the block's input, the outputs of q, k, v, o, gate and up, and of attention
+        return x + q + 2 * k + x + 2 * f + (q + s.log_sums if s.saves_attention else 0.0)
     # JAX saves six F-wide arrays, three float32 arrays of each norm, both normed inputs, q, k, v, the
     # output of attention twice, and the weights in the dtype of the matmuls.
-    norms = 6 * s.T * s.D * 4 / s.t + 2 * s.T * s.D * s.a
+    norms = 6 * s.T * s.D * 4 / s.t + 2 * s.T * s.D * s.a + 3 * normed_heads(s)
     probs = (4 + s.a) * squares(s) if s.attention == "xla" else 0.0
     return 6 * f + norms + 2 * q + 2 * k + x + probs + s.block_params * s.a / (s.shards * s.t)
+
+
+def normed_heads(s: Sizes) -> float:
+    """Bytes of q and k in float32, if they are normed."""
+    return s.T * (s.N + s.K) * s.H * 4 / s.t if s.qk_norm else 0.0
 
 
 def squares(s: Sizes) -> float:
@@ -195,20 +212,22 @@ def of_block(s: Sizes) -> dict[str, float]:
     is gathered. Of attention it holds the inputs and the output; dense attention peaks before the MLP is
     recomputed, with probabilities and their gradient in float32 and rounded; for ring attention see
     `of_ring`. Of the residual stream it holds four whole arrays, and with a tensor axis up to five more:
-    gathered for what is recomputed, and sums to scatter. Seven tenths of the gathered weights are in use at
-    that moment, and as much of the rounded ones, see `rounded_weights`.
+    gathered for what is recomputed, and sums to scatter. The TPU compiler holds normed queries and keys in
+    float32 twice. Seven tenths of the gathered weights are in use at that moment, and as much of the
+    rounded ones, see `rounded_weights`.
     """
     x, f = s.T * s.D * s.a, s.T * s.F * s.a / s.t
     q, k = s.T * s.N * s.H * s.a / s.t, s.T * s.K * s.H * s.a / s.t
-    bias = s.R * s.S**2 * s.a if s.attention == "cudnn" else 0.0
     gathered = s.remat in ("block", "offload") and s.platform != "cpu"
     split = (5 * (x - x / s.t) if gathered else x / s.t) if s.t > 1 else 0.0
     gathers = s.shards * s.t > 1 or s.platform == "cpu"
-    mlp = 5 * f + bias + (2 * q + 2 * k + 4 * x + x / s.t + split if gathers else 0.0)
+    mlp = 5 * f + (2 * q + 2 * k + 4 * x + x / s.t + split if gathers else 0.0)
     attention = (8 + s.a) * squares(s) + 2 * q + 2 * k + 2 * x + split if s.attention == "xla" else 0.0
     if s.attention == "ring":
         attention = of_ring(s) + 4 * x + split
     attention += x / s.t
+    if s.platform == "tpu" and s.remat != "none":  # else they are saved
+        mlp, attention = mlp + 2 * normed_heads(s), attention + 2 * normed_heads(s)
     weights = s.block_params * s.a / s.t
     return {
         "a block's activations": max(mlp, attention),
@@ -243,7 +262,9 @@ def of_ring(s: Sizes) -> float:
 
 def fused_ring(s: Sizes) -> bool:
     """Whether the tiles of ring attention are kernels; `attention.ring` decides it the same way."""
-    return s.platform == "tpu" and ring.tile_size(s.S // s.context, s.context, flash_tile) > 0
+    if s.platform == "tpu":
+        return ring.tile_size(s.S // s.context, s.context, flash_tile) > 0
+    return s.platform != "cpu" and flash.supports(s.H, s.a)
 
 
 def of_loss(s: Sizes) -> dict[str, float]:
@@ -312,7 +333,7 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
             flops[dtype] += times * 2 * tokens * s.L * s.D * width
     flops["bfloat16"] += 6 * tokens * s.D * s.V
     square = 5 / 8 if s.attention == "xla" else 1 / 2
-    passes = 1 + (2 if s.attention == "xla" else 2.5) + (s.remat != "none")
+    passes = 1 + (2 if s.attention == "xla" else 2.5) + (not s.saves_attention)
     flops["bfloat16"] += square * passes * 4 * tokens * s.S * s.L * s.N * s.H
     busy = 1 - s.schedule.bubble
     return Work(
@@ -397,7 +418,7 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     ledger.add("reduce-scatter", split, head, m)
     ledger.add("all-to-all", split, whole_x, 2 * m)
     k = of_stage.T * s.K * s.H / s.t
-    passes = 2 + (s.remat != "none")
+    passes = 2 + (not s.saves_attention)
     keys = passes * turns - (passes == 3) + 1 if turns else 0
     ledger.add("collective-permute", ("context",), k * s.a, 2 * keys * runs)
     ledger.add("collective-permute", ("context",), k * 4, 2 * turns * runs)

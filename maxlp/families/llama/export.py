@@ -7,21 +7,42 @@ from typing import Any
 from maxlp.data.tokenizers import Tokenizer
 from maxlp.families.llama import hf
 from maxlp.families.llama.model import LlamaConfig
-from maxlp.families.weights import WeightFormat, read_config
+from maxlp.families.weights import Layout, WeightFormat, read_config
 from maxlp.runtime import safetensors
 
 
-def read_model(source: Path, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """See `WeightFormat`."""
-    config = read_config(source / "config.json")
-    return hf.config_from_hf(config), hf.dtype_from_hf(config)
+def decoder_format(
+    model_type: str,
+    config_from_hf: Callable[[Mapping[str, Any]], dict[str, Any]],
+    config_to_hf: Callable[[LlamaConfig], dict[str, Any]],
+    layout: Layout,
+) -> WeightFormat:
+    """Hugging Face's format of a model whose class here is `Llama`.
+
+    Args:
+      config_from_hf, config_to_hf: as in `families.llama.hf`.
+    """
+
+    def read_model(source: Path, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+        config = read_config(source / "config.json")
+        return config_from_hf(config), hf.dtype_from_hf(config)
+
+    return WeightFormat(
+        config_file="config.json",
+        model_types=(model_type,),
+        read_model=read_model,
+        layout=lambda model: layout,
+        config_files=lambda model, make_tokenizer: config_files(config_to_hf(model), make_tokenizer),
+        weights_file=safetensors.WEIGHTS,
+        max_shard_bytes=safetensors.SHARD_BYTES,
+        quantizable=("model.layers.*_proj.weight",),
+    )
 
 
 def config_files(
-    model: LlamaConfig, make_tokenizer: Callable[[], Tokenizer | None]
+    config: dict[str, Any], make_tokenizer: Callable[[], Tokenizer | None]
 ) -> dict[str, dict[str, Any]]:
     """See `WeightFormat`; transformers needs a ``tokenizer_config.json`` to load a ``tokenizer.json``."""
-    config = hf.config_to_hf(model)
     if (tokenizer := make_tokenizer()) is None:
         return {"config.json": config}
     config |= dict(bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
@@ -40,13 +61,5 @@ def _tokenizer_config(tokenizer: Tokenizer) -> dict[str, str | None]:
 
 
 FORMATS = {
-    "hf_llama": WeightFormat(
-        config_file="config.json",
-        model_types=("llama",),
-        read_model=read_model,
-        layout=lambda model: hf.LAYOUT,
-        config_files=config_files,
-        weights_file=safetensors.WEIGHTS,
-        max_shard_bytes=safetensors.SHARD_BYTES,
-    )
+    "hf_llama": decoder_format("llama", hf.config_from_hf, hf.config_to_hf, hf.LAYOUT),
 }

@@ -1,5 +1,7 @@
 """Llama in Hugging Face's format: the names of its tensors and its ``config.json``.
 
+`decoder_from_hf` and `decoder_to_hf` are for families that differ from Llama in a few keys.
+
 Both sides rotate the pairs (i, i + H/2) in the rotary embedding, so no weight is permuted.
 """
 
@@ -40,9 +42,21 @@ def config_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       ValueError: an architecture that `Llama` does not implement, a missing key or an invalid value.
     """
+    supported = dict(model_type="llama", attention_bias=False, mlp_bias=False)
+    return decoder_from_hf(hf, supported) | dict(qk_norm=False)
+
+
+def decoder_from_hf(hf: Mapping[str, Any], supported: Mapping[str, Any]) -> dict[str, Any]:
+    """What the keys that many kinds of models share determine of a `LlamaConfig`.
+
+    Args:
+      supported: keys, and the only value that each may have if it is there.
+
+    Raises:
+      ValueError: another value, a missing key or an invalid value.
+    """
     c = Section("config.json: ", hf)
-    supported = dict(model_type="llama", hidden_act="silu", attention_bias=False, mlp_bias=False)
-    for key, value in supported.items():
+    for key, value in {**supported, "hidden_act": "silu"}.items():
         if c.values.get(key, value) != value:
             raise c.refusal(key, repr(value))
     hidden_size, num_heads = c.read("hidden_size", Count), c.read("num_attention_heads", Count)
@@ -113,12 +127,26 @@ def _rope_scaling(rope: Section) -> RopeScaling | None:
 def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
     """A Hugging Face ``config.json`` for tensors in the config's ``param_dtype``.
 
+    Raises:
+      ValueError: a model that transformers' Llama does not implement.
+    """
+    if config.qk_norm:
+        raise ValueError(
+            "model.qk_norm=True has no counterpart in hf_llama; such a model is a Qwen3: train it with "
+            "model.name=qwen3, and export it as hf_qwen3"
+        )
+    return decoder_to_hf(config) | dict(
+        architectures=["LlamaForCausalLM"], model_type="llama", mlp_bias=False
+    )
+
+
+def decoder_to_hf(config: LlamaConfig) -> dict[str, Any]:
+    """The keys of a ``config.json`` that many kinds of models share.
+
     The ids of the tokens that begin and end a text are null: they belong to the tokenizer.
     """
     scaling = config.rope_scaling
     return dict(
-        architectures=["LlamaForCausalLM"],
-        model_type="llama",
         hidden_act="silu",
         vocab_size=config.vocab_size,
         hidden_size=config.embed_dim,
@@ -141,7 +169,6 @@ def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
         tie_word_embeddings=config.tie_embeddings,
         initializer_range=config.init_std or 0.02,
         attention_bias=False,
-        mlp_bias=False,
         bos_token_id=None,
         eos_token_id=None,
         torch_dtype=config.param_dtype,

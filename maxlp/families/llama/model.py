@@ -49,6 +49,7 @@ class LlamaConfig:
       rope_theta: base of the rotary wavelengths.
       rope_scaling: Llama 3.1's stretching of them, or None.
       norm_eps: epsilon of the norms.
+      qk_norm: RMS norms of the queries and keys of each head, before their rotation (Qwen3).
       tie_embeddings: the logits use the embedding table.
       init_std: standard deviation of the weights. None: 1 / sqrt(inputs) for kernels, 1 for the embedding
         table (1 / sqrt(D) if tied). The two projections that write to the residual stream are scaled down
@@ -83,6 +84,7 @@ class LlamaConfig:
     scan_layers: bool
     remat: Annotated[str, OneOf(stack.REMAT_POLICIES)]
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
+    qk_norm: bool = False
 
     def __post_init__(self):
         schema.check(self)
@@ -119,8 +121,8 @@ class LlamaConfig:
             rngs=rngs,
         )
 
-    def norm(self) -> layers.RMSNorm:
-        return layers.RMSNorm(self.embed_dim, eps=self.norm_eps, param_dtype=jnp.dtype(self.param_dtype))
+    def norm(self, dim: int) -> layers.RMSNorm:
+        return layers.RMSNorm(dim, eps=self.norm_eps, param_dtype=jnp.dtype(self.param_dtype))
 
 
 class Cache(NamedTuple):
@@ -131,20 +133,22 @@ class Cache(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary positions, optionally with norms of queries and keys."""
 
     def __init__(self, c: LlamaConfig, rngs: nnx.Rngs):
         self.q_proj = c.linear(c.embed_dim, c.q_dim, ("embed", "q_heads"), rngs)
         self.k_proj = c.linear(c.embed_dim, c.kv_dim, ("embed", "kv_heads"), rngs)
         self.v_proj = c.linear(c.embed_dim, c.kv_dim, ("embed", "kv_heads"), rngs)
         self.o_proj = c.linear(c.q_dim, c.embed_dim, ("q_heads", "embed"), rngs, residual=True)
+        self.q_norm = c.norm(c.head_dim) if c.qk_norm else None
+        self.k_norm = c.norm(c.head_dim) if c.qk_norm else None
         self.head_dim = c.head_dim
         self.attend = attention.kernel(c.attention)
 
     def __call__(self, x_BSD, rope, positions_BS, segment_ids_BS, cache):
         B, S, _ = x_BSD.shape
-        q_BSNH = rotate(self.heads(self.q_proj(x_BSD)), *rope)
-        k_BSKH = rotate(self.heads(self.k_proj(x_BSD)), *rope)
+        q_BSNH = rotate(self.heads(self.q_proj(x_BSD), self.q_norm), *rope)
+        k_BSKH = rotate(self.heads(self.k_proj(x_BSD), self.k_norm), *rope)
         v_BSKH = self.heads(self.v_proj(x_BSD))
         if cache is None:
             o_BSNH = self.attend(q_BSNH, k_BSKH, v_BSKH, causal=True, segment_ids_BS=segment_ids_BS)
@@ -158,10 +162,11 @@ class Attention(nnx.Module):
             o_BSNH = attention.cached(q_BSNH, *cache, positions_BS)
         return self.o_proj(_flat_heads(o_BSNH.reshape(B, S, -1))), cache
 
-    def heads(self, y_BSD: jax.Array) -> jax.Array:
-        """(B, S, heads · H) to (B, S, heads, H)."""
+    def heads(self, y_BSD: jax.Array, norm: layers.RMSNorm | None = None) -> jax.Array:
+        """(B, S, heads · H) to (B, S, heads, H), normed if there is a norm."""
         y_BSNH = _flat_heads(y_BSD).reshape(*y_BSD.shape[:2], -1, self.head_dim)
-        return constrain(y_BSNH, "batch", "seq", "act_heads", None)
+        y_BSNH = constrain(y_BSNH, "batch", "seq", "act_heads", None)
+        return y_BSNH if norm is None else norm(y_BSNH)
 
 
 def _flat_heads(y_BSD: jax.Array) -> jax.Array:
@@ -187,9 +192,9 @@ class Block(stack.Block):
     """Attention and MLP, each behind a norm and around a residual."""
 
     def __init__(self, c: LlamaConfig, rngs: nnx.Rngs):
-        self.attn_norm = c.norm()
+        self.attn_norm = c.norm(c.embed_dim)
         self.attn = Attention(c, rngs)
-        self.mlp_norm = c.norm()
+        self.mlp_norm = c.norm(c.embed_dim)
         self.mlp = Mlp(c, rngs)
 
     def __call__(self, x_BSD, rope, positions_BS, segment_ids_BS, cache):
@@ -219,7 +224,7 @@ class Llama(nnx.Module):
             rngs=rngs,
         )
         self.layers = stack.stack(lambda rngs: Block(c, rngs), c.num_layers, rngs)
-        self.final_norm = c.norm()
+        self.final_norm = c.norm(c.embed_dim)
         self.lm_head = (
             None if c.tie_embeddings else c.linear(c.embed_dim, c.vocab_size, ("embed", "vocab"), rngs)
         )

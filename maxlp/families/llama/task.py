@@ -132,7 +132,13 @@ def flops_per_unit(
 
 
 def attention_uses(model: LlamaConfig, data: text.TextDataConfig) -> tuple[Use, ...]:
-    use = Use(seq_len=data.seq_len, kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=model.dtype)
+    use = Use(
+        seq_len=data.seq_len,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=model.dtype,
+        packed=True,
+    )
     return (use,)
 
 
@@ -173,4 +179,5 @@ FAMILY = Family(
     describe_batch=describe_batch,
     search_choices={"model.attention": ("ring",)},
     loss_parts=loss_parts,
+    generates_text=True,
 )

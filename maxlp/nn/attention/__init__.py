@@ -1,19 +1,21 @@
 """Attention by name: several kernels with one signature.
 
-====== ======== ====================================== ==========================================
-name   platform memory besides q, k, v and the output  limits
-====== ======== ====================================== ==========================================
-xla    any      5/8 of the (N, S, S) probabilities     none
-cudnn  gpu      none; (S, S) with segment ids          S even; H a multiple of 8 and at most 256;
-                                                       bfloat16 or float16
-splash tpu      none                                   S a multiple of 128
-ring   any      none                                   none; the only one that can split S
-====== ======== ====================================== ==========================================
+====== ======== ================================ =================================================
+name   platform memory besides q, k, v, output   limits
+====== ======== ================================ =================================================
+xla    any      5/8 of (N, S, S) probabilities   none
+flash  gpu      none                             H at most 256 in 16 bits and 128 in 32
+cudnn  gpu      none                             no segment ids; S even; H a multiple of 8 and at
+                                                 most 256; bfloat16 or float16
+splash tpu      none                             S a multiple of 128
+ring   any      none                             none; the only one that can split S
+====== ======== ================================ =================================================
 
 All but xla need K to be a multiple of the mesh's tensor axis. ``auto`` is one of these, see `choose`.
 
 A kernel takes q_BSNH, k_BSKH, v_BSKH and the keywords ``causal`` and ``segment_ids_BS`` (int32 or
-None: tokens attend to their own segment only), and returns o_BSNH in the dtype of q.
+None: tokens attend to their own segment only; along a row ids increase, and 0 for padding is at its
+end, see `data.packing`), and returns o_BSNH in the dtype of q.
 
 Shape letters: B batch · S query length · T key length · N query heads · K kv heads · H head dim.
 """
@@ -27,14 +29,25 @@ import jax
 import jax.numpy as jnp
 
 AUTO = "auto"
+FLASH_ROW_BYTES = 512  # of one head of a token, at most
+RESIDUALS = "attention_residuals"  # a name for remat policies: what the backward pass of a kernel needs
 KERNELS = {
     AUTO: "maxlp.nn.attention.dense:dense",  # of a model without a machine: what runs everywhere
     "xla": "maxlp.nn.attention.dense:dense",
+    "flash": "maxlp.nn.attention.flash:flash",
     "cudnn": "maxlp.nn.attention.cudnn:cudnn",
     "splash": "maxlp.nn.attention.splash:splash",
     "ring": "maxlp.nn.attention.ring:ring",
 }
-PLATFORMS: dict[str, tuple[str, ...]] = {"cudnn": ("gpu", "cuda"), "splash": ("tpu",)}
+PLATFORMS: dict[str, tuple[str, ...]] = {
+    "flash": ("gpu", "cuda"),
+    "cudnn": ("gpu", "cuda"),
+    "splash": ("tpu",),
+}
+# What `auto` takes, the first of them that accepts the model. None of it has been measured here: cuDNN's
+# kernels have been published as 1.7 to 2.3 times as fast as FlashAttention-2 on H100
+# (https://github.com/huggingface/transformers/pull/48163).
+FASTEST = "splash", "cudnn", "flash"
 
 
 def kernel(name: str) -> Callable[..., jax.Array]:
@@ -72,19 +85,21 @@ class Use:
       kv_heads: K, which divides N.
       head_dim: H.
       dtype: of q, k and v.
+      packed: rows hold several documents, told apart by segment ids.
     """
 
     seq_len: int
     kv_heads: int
     head_dim: int
     dtype: str
+    packed: bool
 
 
 def choose(uses: Sequence[Use], axes: Mapping[str, int], platform: str) -> str:
     """The kernel that ``auto`` stands for.
 
-    It is ring if the mesh splits the sequence, otherwise the platform's own if it accepts all uses, and xla
-    if it does not.
+    It is ring if the mesh splits the sequence, otherwise the first of `FASTEST` that accepts all uses, and
+    xla if none does.
 
     Args:
       axes: the size of every mesh axis.
@@ -92,8 +107,7 @@ def choose(uses: Sequence[Use], axes: Mapping[str, int], platform: str) -> str:
     """
     if axes["context"] > 1:
         return "ring"
-    own = [name for name, platforms in PLATFORMS.items() if platform in platforms]
-    accepted = (name for name in own if all(refusal(name, use, axes, platform) is None for use in uses))
+    accepted = (name for name in FASTEST if all(refusal(name, use, axes, platform) is None for use in uses))
     return next(accepted, "xla")
 
 
@@ -121,20 +135,27 @@ def refusal(name: str, use: Use, axes: Mapping[str, int], platform: str) -> str 
             f"{key} needs a sequence length that is a multiple of 128, not {use.seq_len}; use "
             "model.attention=xla or another length"
         )
+    if name == "flash" and use.head_dim * jnp.dtype(use.dtype).itemsize > FLASH_ROW_BYTES:
+        return (
+            f"{key} needs a head dim of at most {FLASH_ROW_BYTES // jnp.dtype(use.dtype).itemsize} in "
+            f"{use.dtype}, not {use.head_dim}; use model.attention=xla or ring"
+        )
     if name == "cudnn":
         return _cudnn_refusal(key, use)
     return None
 
 
 def _cudnn_refusal(key: str, use: Use) -> str | None:
+    if use.packed:
+        return f"{key} cannot keep the documents of a packed row apart; use model.attention=flash"
     if use.seq_len % 2:
-        return f"{key} needs an even sequence length, not {use.seq_len}; use model.attention=xla"
+        return f"{key} needs an even sequence length, not {use.seq_len}; use model.attention=flash"
     if use.dtype not in ("bfloat16", "float16"):
         return f"{key} computes in bfloat16 or float16, not {use.dtype}; set model.dtype to one of them"
     if use.head_dim % 8 or use.head_dim > 256:
         return (
             f"{key} needs a head dim that is a multiple of 8 and at most 256, not {use.head_dim}; use "
-            "model.attention=xla"
+            "model.attention=flash or xla"
         )
     return None
 

@@ -13,20 +13,17 @@ def cudnn(
     causal: bool,
     segment_ids_BS: jax.Array | None,
 ) -> jax.Array:
-    """cuDNN's flash attention (Ampere or newer; before Hopper only for H up to 128).
+    """cuDNN's flash attention (Ampere or newer; before Hopper only for H up to 128), without segment ids.
 
-    Segment ids become a bias (B, 1, S, S) in the dtype of q, and older versions of JAX also compute
-    its gradient: only here memory grows with S². cuDNN could take the offsets of the documents in
-    packed rows instead, but only with a fixed maximum of documents per row and through a private
-    function of JAX, and JAX 0.10 computes wrong offsets of the keys for K < N.
+    As a mask, segment ids would be an (S, S) bias. cuDNN can take the offsets of the documents in packed
+    rows instead, but only with a fixed maximum of documents per row and through a private function of
+    JAX, and JAX 0.10 computes wrong offsets of the keys for K < N.
     """
+    assert segment_ids_BS is None, "see attention.refusal"
 
-    def attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS):
-        mask = None
-        if segment_ids_BS is not None:
-            mask = segment_ids_BS[:, None, :, None] == segment_ids_BS[:, None, None, :]
+    def attend(q_BSNH, k_BSKH, v_BSKH, _):
         return jax.nn.dot_product_attention(
-            q_BSNH, k_BSKH, v_BSKH, mask=mask, is_causal=causal, implementation="cudnn"
+            q_BSNH, k_BSKH, v_BSKH, is_causal=causal, implementation="cudnn"
         )
 
-    return on_each_device(attend, q_BSNH, k_BSKH, v_BSKH, segment_ids_BS)
+    return on_each_device(attend, q_BSNH, k_BSKH, v_BSKH, None)

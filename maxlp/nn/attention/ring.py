@@ -10,7 +10,8 @@ keys and values travel along with the keys and values.
 Within a device the work is cut into tiles of queries and keys, so that no S × S array exists; tiles
 above the causal diagonal are skipped. This also serves a single device. `nn.attention.tiles`
 defines what is computed for a pair of tiles, and `nn.attention.flash_tile` does it in kernels for
-TPU.
+TPU. On NVIDIA GPUs the kernels of `nn.attention.flash` take the place of tiles: what a token sees of
+the keys of a step is one interval, and a step one call.
 
 If a causal sequence were cut into n consecutive parts, the device with the last part would have
 nearly twice the average work, and all others would wait for it. `balance` therefore reorders the
@@ -35,9 +36,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from maxlp.nn.attention import flash_tile, tiles
+from maxlp.nn.attention import RESIDUALS, flash, flash_tile, intervals, tiles
+from maxlp.nn.attention.intervals import Interval
 from maxlp.parallel import sharding
 
 AXIS = "context"
@@ -149,12 +152,13 @@ def ring(
 
 def _attend_fwd(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS, causal):
     arrays = q_BSNH, k_BSKH, v_BSKH, segment_ids_BS
-    out_BSNH, log_sum_BSN = _on_each_device(_forward, 2, arrays, causal)
+    results = _on_each_device((_forward, _flash_forward), 2, arrays, causal)
+    out_BSNH, log_sum_BSN = (checkpoint_name(x, RESIDUALS) for x in results)
     return out_BSNH, (*arrays, out_BSNH, log_sum_BSN)
 
 
 def _attend_bwd(causal, saved, dout_BSNH):
-    return *_on_each_device(_backward, 3, (*saved, dout_BSNH), causal), None
+    return *_on_each_device((_backward, _flash_backward), 3, (*saved, dout_BSNH), causal), None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -165,12 +169,16 @@ def _attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS, causal):
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def _on_each_device(function: Callable, num_results: int, arrays: tuple, causal: bool) -> Any:
-    """Calls `_forward` or `_backward` on each device's rows, heads and part of the sequence."""
+def _on_each_device(functions: tuple, num_results: int, arrays: tuple, causal: bool) -> Any:
+    """Calls a function on each device's rows, heads and part of the sequence.
+
+    Args:
+      functions: for tiles and for `nn.attention.flash`: both forward, or both backward.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     B, S = arrays[0].shape[:2]
     n = ring_size(S)
-    function = functools.partial(_on_platform, functools.partial(function, causal=causal, devices=n), n)
+    function = functools.partial(_on_platform, functions, causal, n)
     if mesh.empty or mesh.size == 1:
         return function(*arrays)
     rows, seq = _batch_axes(mesh, B), AXIS if n > 1 else None
@@ -182,16 +190,20 @@ def _on_each_device(function: Callable, num_results: int, arrays: tuple, causal:
     return run(*arrays)
 
 
-def _on_platform(function: Callable, devices: int, *arrays: jax.Array | None) -> Any:
-    """``function(kernels, *arrays)``: fused kernels on TPU if they support the length, else plain tiles."""
-    plain, fused = (functools.partial(function, kernels) for kernels in (XLA_TILES, TPU_TILES))
-    assert arrays[0] is not None
-    if not tile_size(arrays[0].shape[1], devices, TPU_TILES):
-        return plain(*arrays)
-    return jax.lax.platform_dependent(*arrays, tpu=fused, default=plain)
+def _on_platform(functions: tuple, causal: bool, devices: int, *arrays: jax.Array | None) -> Any:
+    """Fused kernels on TPU and on NVIDIA GPUs if they support the shape, else plain tiles."""
+    tiled, fused = (functools.partial(f, causal=causal, devices=devices) for f in functions)
+    q_BSNH = arrays[0]
+    assert q_BSNH is not None
+    branches = {}
+    if tile_size(q_BSNH.shape[1], devices, TPU_TILES):
+        branches["tpu"] = functools.partial(tiled, TPU_TILES)
+    if flash.supports(q_BSNH.shape[3], q_BSNH.dtype.itemsize):
+        branches["cuda"] = fused
+    return jax.lax.platform_dependent(*arrays, **branches, default=functools.partial(tiled, XLA_TILES))
 
 
-# --- on one device --------------------------------------------------------------------------------------
+# --- on one device, in tiles -----------------------------------------------------------------------------
 
 
 def _forward(
@@ -235,21 +247,100 @@ def _backward(
     delta_BSN = jnp.sum(dout_BSNH.astype(jnp.float32) * out_BSNH.astype(jnp.float32), axis=-1)
     log_sum, delta = (_cut_heads(x_BSN[..., None], K, size) for x_BSN in (log_sum_BSN, delta_BSN))
 
-    def attend(step: Any, keys: tuple, gradients: tuple, *, local: bool = False) -> tuple:
+    def visit(step: Any, keys: tuple, dq: Any, local: bool) -> tuple:
         k_nBKtH, v_nBKtH, key_ids_nBt = keys
-        dq, dkeys = gradients
-        if not local:  # the kernels below do not use it, so it is sent while they run
-            dkeys = _send_on(dkeys)
         pairs = _pairs(step, len(q_nBKGsH), causal, local, k_nBKtH)
         arrays = q_nBKGsH, k_nBKtH, v_nBKtH, (ids_nBs, key_ids_nBt), log_sum, delta, dout_nBKGsH
-        dq, *new = kernels.backward(pairs, causal and local, *arrays, dq)
-        return dq, tuple(new) if local else jax.tree.map(jnp.add, dkeys, tuple(new))
+        return kernels.backward(pairs, causal and local, *arrays, dq)
 
-    dq, dkeys = _around_the_ring(attend, (k_nBKtH, v_nBKtH, ids_nBs), (None, ()), devices)
-    dkeys = jax.tree.map(lambda x: x.astype(k_BSKH.dtype), dkeys)
-    dk, dv = _send_on(dkeys) if devices > 1 else dkeys  # they are one device short of home
+    dq, dk, dv = _gradients_around_the_ring(visit, (k_nBKtH, v_nBKtH, ids_nBs), devices)
     dq = kernels.finish_dq(dq).astype(q_BSNH.dtype)
     return _join_heads(dq), _join_heads(dk[:, :, :, None]), _join_heads(dv[:, :, :, None])
+
+
+# --- on one NVIDIA GPU -----------------------------------------------------------------------------------
+
+
+def _flash_forward(
+    q_BSNH, k_BSKH, v_BSKH, ids_BS, *, causal: bool, devices: int
+) -> tuple[jax.Array, jax.Array]:
+    """`_forward`, each step of the ring as one call of a kernel."""
+
+    def attend(step: Any, keys: tuple, earlier: Any, *, local: bool = False) -> Any:
+        k_BSKH, v_BSKH, key_ids_BS = keys
+        of_queries, _ = _visible(step, causal, local, q_BSNH, ids_BS, key_ids_BS)
+        return flash.forward(q_BSNH, k_BSKH, v_BSKH, of_queries, jnp.float32, earlier)
+
+    out_BSNH, log_sum_BNS = _around_the_ring(attend, (k_BSKH, v_BSKH, ids_BS), None, devices)
+    return out_BSNH.astype(q_BSNH.dtype), jnp.swapaxes(log_sum_BNS, 1, 2) / flash.LOG2_E
+
+
+def _flash_backward(
+    q_BSNH,
+    k_BSKH,
+    v_BSKH,
+    ids_BS,
+    out_BSNH,
+    log_sum_BSN,
+    dout_BSNH,
+    *,
+    causal: bool,
+    devices: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`_backward`, each step of the ring as two calls of kernels."""
+    delta_BNS = jnp.einsum("BSNH,BSNH->BNS", out_BSNH, dout_BSNH, preferred_element_type=jnp.float32)
+    rows = jnp.swapaxes(log_sum_BSN, 1, 2) * flash.LOG2_E, delta_BNS, dout_BSNH
+
+    def visit(step: Any, keys: tuple, dq: Any, local: bool) -> tuple:
+        k_BSKH, v_BSKH, key_ids_BS = keys
+        of_queries, of_keys = _visible(step, causal, local, q_BSNH, ids_BS, key_ids_BS)
+        return flash.backward(q_BSNH, k_BSKH, v_BSKH, of_queries, of_keys, *rows, jnp.float32, dq)
+
+    dq_BSNH, dk_BSKH, dv_BSKH = _gradients_around_the_ring(visit, (k_BSKH, v_BSKH, ids_BS), devices)
+    return dq_BSNH.astype(q_BSNH.dtype), dk_BSKH, dv_BSKH
+
+
+def _visible(
+    step: Any,
+    causal: bool,
+    local: bool,
+    q_BSNH: jax.Array,
+    ids_BS: jax.Array | None,
+    key_ids_BS: jax.Array | None,
+) -> tuple[Interval, Interval]:
+    """Of each query the keys that visit in a step, and of each of those the queries.
+
+    A device holds two chunks of the sequence, in their order. What a token sees is without gaps: a document
+    of both chunks includes all that is between them.
+    """
+    B, S = q_BSNH.shape[:2]
+    if not causal:
+        of_queries = of_keys = intervals.everything(B, S, S)
+    elif local:
+        of_queries, of_keys = intervals.up_to_itself(B, S), intervals.from_itself(B, S)
+    else:
+        of_queries, of_keys = remote_intervals(B, S, _is_wrapped(step))
+    if ids_BS is None or key_ids_BS is None:
+        return of_queries, of_keys
+    of_queries = intervals.intersection(of_queries, intervals.same_segment(ids_BS, key_ids_BS))
+    return of_queries, intervals.intersection(of_keys, intervals.same_segment(key_ids_BS, ids_BS))
+
+
+def remote_intervals(B: int, S: int, wrapped: Any) -> tuple[Interval, Interval]:
+    """The causal intervals of queries and of keys in a step with the keys of another device.
+
+    Args:
+      S: tokens on a device; the first half of them is the early chunk.
+      wrapped: as in `remote_pairs`.
+    """
+    is_late_BS = jnp.broadcast_to(jnp.arange(S) >= S // 2, (B, S))
+    zeros_BS = jnp.zeros((B, S), jnp.int32)
+    of_queries = zeros_BS, jnp.where(wrapped, jnp.where(is_late_BS, S, 0), S // 2)
+    of_keys = zeros_BS + jnp.where(wrapped, S // 2, 0), jnp.where(wrapped, S, jnp.where(is_late_BS, 0, S))
+    return of_queries, of_keys
+
+
+# --- the turns of the ring -------------------------------------------------------------------------------
 
 
 def _around_the_ring(attend: Callable, keys: tuple, carry: Any, devices: int) -> Any:
@@ -270,6 +361,31 @@ def _around_the_ring(attend: Callable, keys: tuple, carry: Any, devices: int) ->
     if devices > 2:
         keys, carry = jax.lax.fori_loop(1, devices - 1, body, (keys, carry))
     return attend(devices - 1, keys, carry)
+
+
+def _gradients_around_the_ring(visit: Callable, keys: tuple, devices: int) -> tuple:
+    """The gradient of q, accumulated, and those of k and v, summed over all devices in the dtype of k.
+
+    Args:
+      visit: (step, keys, dq of earlier steps or None, local) -> dq, and the gradients of these keys from
+        this device, float32.
+    """
+
+    def attend(step: Any, keys: tuple, gradients: tuple, *, local: bool = False) -> tuple:
+        dq, dkeys = gradients
+        if not local:  # the kernels below do not use it, so it is sent while they run
+            dkeys = _send_on(dkeys)
+        dq, *new = visit(step, keys, dq, local)
+        return dq, tuple(new) if local else jax.tree.map(jnp.add, dkeys, tuple(new))
+
+    dq, dkeys = _around_the_ring(attend, keys, (None, ()), devices)
+    dkeys = jax.tree.map(lambda x: x.astype(keys[0].dtype), dkeys)
+    return dq, *(_send_on(dkeys) if devices > 1 else dkeys)  # they are one device short of home
+
+
+def _is_wrapped(step: Any) -> jax.Array:
+    """Whether the keys of a step have passed the end of the ring; see `remote_pairs`."""
+    return jax.lax.axis_index(AXIS) < step
 
 
 def _send_on(tree: Any) -> Any:
@@ -293,7 +409,7 @@ def _pairs(step: Any, n: int, causal: bool, local: bool, activation: jax.Array) 
     elif local:
         pairs = np.tril_indices(n)
     else:
-        pairs = remote_pairs(n, jax.lax.axis_index(AXIS) < step)
+        pairs = remote_pairs(n, _is_wrapped(step))
     i, j = (jnp.asarray(x, jnp.int32) for x in pairs)
     return tiles.depend_on(activation, (i, j))
 

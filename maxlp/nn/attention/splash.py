@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as kernel
 
+from maxlp.nn.attention import RESIDUALS
 from maxlp.nn.attention.per_device import on_each_device
 
 
@@ -38,6 +39,7 @@ def splash(
         run = kernel.make_splash_mha_single_device(
             kernel.MultiHeadMask([mask] * q_BSNH.shape[2]),
             block_sizes=blocks,
+            residual_checkpoint_name=RESIDUALS,
             interpret=interpret,
         )
         # The kernel does not scale. In bfloat16, H**-0.5 itself would be off by up to 0.4 %.

@@ -42,15 +42,17 @@ def test_model_flops_are_bounded_by_the_work():
 
 
 def test_squares_pass_through_memory_unless_a_kernel_holds_them():
-    """Ring attention is a kernel on TPU, for lengths that fit it, as splash attention is."""
+    """Ring attention is a kernel on TPU, for lengths that fit it, and on GPU, for heads that fit it."""
 
-    def moved(platform, length=4096):
+    def moved(platform, length=4096, **changes):
         run = dict(model__attention="ring", mesh__context=2, model__max_seq_len=8192, data__seq_len=length)
-        return work(platform, **run)[1].bytes
+        return work(platform, **run, **changes)[1].bytes
 
-    assert moved("tpu", length=8192) < 2.01 * moved("tpu") < 2.01 * moved("cuda")
-    assert moved("cuda", length=8192) > 3 * moved("cuda")
-    assert moved("tpu", length=4096 + 64) == moved("cuda", length=4096 + 64)
+    wide = dict(model__head_dim=512)
+    assert moved("tpu", length=8192) < 2.01 * moved("tpu") < 2.01 * moved("cpu")
+    assert moved("cpu", length=8192) > 3 * moved("cpu")
+    assert moved("tpu", length=4096 + 64) == moved("cpu", length=4096 + 64)
+    assert moved("cuda") == moved("tpu") and moved("cuda", **wide) == moved("cpu", **wide)
 
 
 def test_the_bubbles_of_a_pipeline_count_as_work():

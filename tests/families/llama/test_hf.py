@@ -185,6 +185,7 @@ def test_config_of_llama_3_1_8b():
             factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192
         ),
         norm_eps=1e-5,
+        qk_norm=False,
         tie_embeddings=False,
         init_std=0.02,
     )

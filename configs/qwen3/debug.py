@@ -1,0 +1,43 @@
+"""A small Qwen3 that learns Python from the standard library's own source, on two CPU cores.
+
+python -m maxlp.train --config=configs/qwen3/debug.py --workdir=/tmp/run
+
+The data, the batches and the rates are those of `configs/llama/debug.py`.
+Validation bits per byte: 1.87 on all validation files, with 2.6 instead of 3.3 million parameters.
+"""
+
+from maxlp.families.qwen3.presets import qwen3
+from maxlp.run.presets import choose
+
+
+def get_config(arg: str = ""):
+    c = qwen3(
+        vocab_size=4096,
+        embed_dim=192,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        mlp_dim=512,
+        max_seq_len=1024,
+        dtype="float32",
+        remat="none",
+    )
+    c.model.init_std = None
+    c.data.source = "stdlib"
+    c.data.tokenizer = "bpe:4096"
+    c.data.seq_len = 256
+    c.data.batch_size = 8
+    c.data.shuffle_tokens = 2**21
+    c.loss.num_chunks = 1
+    c.optimizer.learning_rate = 4e-3
+    c.optimizer.schedule = "linear"
+    c.optimizer.final_lr_fraction = 0.0
+    c.optimizer.warmup_steps = 30
+    c.optimizer.b2 = 0.98
+    c.train.total_steps = 600
+    c.train.log_every = 10
+    c.train.eval_every = 150
+    c.train.eval_batches = 10
+    c.checkpoint.every_steps = 150
+    return choose(arg, c)

@@ -1,0 +1,374 @@
+"""Conversations: from messages to the text of a chat template, to tokens, and to those a model learns.
+
+A conversation is a list of messages, `{"role": …, "content": …}`. Its text is made by the chat template of
+the tokenizer, a Jinja program that runs as in `transformers`: in a sandbox, with the same settings. The
+template is the file `chat_template.jinja` beside the tokenizer, or `chat_template` of its
+`tokenizer_config.json`.
+
+A model learns its answers: all that it has to write itself between the prompt and the end of its turn.
+An answer begins behind the generation prompt, or with the content of the assistant's message if the
+template has no such prompt there, and ends with the first special token behind that content, which ends
+the turn. A template that marks answers itself, with `{% generation %}`, is obeyed. A token with at least
+one character of an answer belongs to it, so that a token across the beginning of an answer is learned.
+
+To find the contents in the text, they are rendered once more between marks.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from maxlp.data import fingerprint
+from maxlp.data.readers import BrokenExample
+from maxlp.data.sources import Source
+from maxlp.data.specs import import_extra, one_line
+from maxlp.data.tokenizers import CHAT_TEMPLATE, TOKENIZER_CONFIG, Tokenizer, as_str
+
+if TYPE_CHECKING:
+    from maxlp.data.text import TextDataConfig
+
+Messages = list[dict[str, Any]]
+Spans = list[tuple[int, int]]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+PROBE: Messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+ANSWER, CONTENT = ("\ufdd0", "\ufdd1"), ("\ufdd2", "\ufdd3")  # Unicode reserves them for such a use
+MARKS = "".join(ANSWER + CONTENT)
+
+# For tokenizers without a template.
+PLAIN = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- message.role | capitalize + ":\\n" + message.content }}
+    {{- eos_token if message.role == "assistant" }}
+    {{- "\\n\\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "Assistant:\\n" }}
+{%- endif %}
+"""
+
+
+def as_messages(value: Any, key: str) -> Messages:
+    """Checks the messages of a record and drops empty fields.
+
+    Raises:
+      BrokenExample: something else than a list of messages, each with a known role and a text.
+    """
+    if not isinstance(value, list | tuple) or not value:
+        raise BrokenExample(f"{key!r} is {_kind(value)}, not a list of messages")
+    return [_as_message(message, f"message {number} of {key!r}") for number, message in enumerate(value, 1)]
+
+
+def _as_message(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise BrokenExample(f'{name} is {_kind(value)}; write {{"role": "user", "content": "…"}}')
+    message = {key: field for key, field in value.items() if field is not None}
+    for key in ("role", "content"):
+        if key not in message:
+            found = ", ".join(message) or "nothing"
+            raise BrokenExample(
+                f'{name} has no {key!r}, found: {found}; write {{"role": "user", "content": "…"}}'
+            )
+    role, content = message["role"], message["content"]
+    if role not in ROLES:
+        raise BrokenExample(f"{name}: role {role!r} is unknown; one of {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        raise BrokenExample(f"{name}: content is {_kind(content)}, not text")
+    if set(content) & set(MARKS):
+        raise BrokenExample(f"{name}: content has a character from U+FDD0 to U+FDD3; remove it")
+    return message | {"content": as_str(content)}
+
+
+def _kind(value: Any) -> str:
+    return "empty" if value in ([], ()) else type(value).__name__
+
+
+def open_conversations(
+    sources: Sequence[Source], chats: Sequence[bool], tokenizer: Tokenizer, config: TextDataConfig
+) -> tuple[list[Source | Conversations], str]:
+    """Sources, some of them of conversations, as documents of a run.
+
+    Args:
+      chats: which they are.
+
+    Returns:
+      The sources, and the fingerprint of the template; empty if all conversations are tokens already.
+
+    Raises:
+      ValueError: the packing would cut conversations, or the tokenizer has no usable template.
+    """
+    if config.packing != "first_fit":
+        raise ValueError(
+            f"data.packing={config.packing} would cut conversations anywhere; set data.packing=first_fit"
+        )
+    has_messages = any("messages" in part[0] for part in sources)
+    chat = make_chat(tokenizer, config.tokenizer) if has_messages else None
+    return [
+        Conversations(part, chat, config.seq_len) if is_chat else part
+        for part, is_chat in zip(sources, chats, strict=True)
+    ], chat.fingerprint if chat else ""
+
+
+class Conversations:
+    """Conversations as documents of a run, in place of the records of their source.
+
+    A document is {"conversation": tokens, "counts": names of what to count it as}. Its tokens are as many
+    as a window of `seq_len` holds with its targets, and none if there is no answer among them.
+    """
+
+    def __init__(self, source: Source, chat: Chat | None, seq_len: int):
+        """Takes messages, which need `chat`, or tokens."""
+        self._source, self._chat, self._seq_len = source, chat, seq_len
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = self.tokens(index)
+        cut = tokens[: self._seq_len + 1]
+        if not (cut[1:] >= 0).any():
+            return {"conversation": cut[:0], "counts": ("read", "skipped")}
+        return {"conversation": cut, "counts": ("read", "cut") if len(cut) < len(tokens) else ("read",)}
+
+    def tokens(self, index: int) -> np.ndarray:
+        """All tokens of a conversation, see `Chat.encode`."""
+        record = self._source[index]
+        if self._chat is None or "tokens" in record:
+            return record["tokens"]
+        try:
+            return self._chat.encode(record["messages"])
+        except ValueError as error:
+            raise BrokenExample(f"{self._source.where(index)}: {error}") from None
+
+
+class Chat:
+    """A tokenizer with its chat template; picklable.
+
+    Attributes:
+      end_id: the special token that ends a turn of the assistant.
+      fingerprint: changes with the template and its variables.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        """Reads the template and tries it.
+
+        Raises:
+          ValueError: there is no template, or it cannot be used.
+        """
+        self._tokenizer = tokenizer
+        self._template, self._variables = _read_template(tokenizer)
+        self._special_ids = sorted(tokenizer.specials.values())
+        self._special = re.compile("|".join(map(re.escape, sorted(tokenizer.specials, key=len)[::-1])))
+        self._marks_itself = ANSWER[0] in self._render(PROBE)
+        before, behind = (self._render(PROBE[:1], prompt=prompt) for prompt in (False, True))
+        self._generation_prompt = behind[len(before) :] if behind.startswith(before) else ""
+        tokens = self.encode(PROBE)
+        ends = tokens[np.isin(tokens, self._special_ids)]
+        if not len(ends):
+            raise ValueError(
+                "the chat template has no special token behind an answer, so that the model could not end"
+                " its turn; name another one with ?chat_template=FILE"
+            )
+        self.end_id = int(ends[-1])
+        self.fingerprint = fingerprint.of_json(self._template, self._variables)
+
+    def prompt(self, messages: Messages) -> list[int]:
+        """The tokens to which a model adds its answer."""
+        return self._encode(self._render_parts(messages, prompt=True))[0].tolist()
+
+    def encode(self, messages: Messages) -> np.ndarray:
+        """The tokens of a conversation, int32 [T]; one that is not to be learned as its complement `~id`.
+
+        Raises:
+          ValueError: the template raises, or changes answers so that they are not found in its text.
+        """
+        parts = self._render_parts(messages)
+        ids, begin_T, end_T = self._encode(parts)
+        is_special_T = np.isin(ids, self._special_ids)
+        is_learned_T = np.zeros(len(ids), bool)
+        for begin, end in parts.answers:
+            answer_T = (end_T > begin) & (begin_T < end)
+            behind = np.flatnonzero(is_special_T & (begin_T >= end))
+            if len(behind) and not (answer_T & is_special_T & (end_T == end)).any():
+                answer_T = (end_T > begin) & (begin_T < end_T[behind[0]])
+            is_learned_T |= answer_T
+        return np.where(is_learned_T, ids, ~ids)
+
+    def _encode(self, parts: _Parts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids, and the offsets of the first and behind the last character of each, int32 [T]."""
+        # What spells a special token within a message is text.
+        sections, last = [], 0
+        for begin, end in parts.contents:
+            for match in self._special.finditer(parts.text, begin, end) if begin >= 0 else ():
+                sections += [(parts.text[last : match.start()], True), (match[0], False)]
+                last = match.end()
+        return self._tokenizer.encode_sections([*sections, (parts.text[last:], True)])
+
+    def _render_parts(self, messages: Messages, prompt: bool = False) -> _Parts:
+        """The text of a conversation, and where its answers and contents are."""
+        plain, marked = self._render(messages, prompt), self._render([*map(self._marked, messages)], prompt)
+        text, contents = _find_spans(marked, CONTENT)
+        plain_text, own_answers = _find_spans(plain, ANSWER)
+        if self._marks_itself:
+            return _Parts(plain_text, own_answers, contents if plain_text == text else [])
+        _, found = _find_spans(marked, ANSWER)
+        answers = [
+            (self._answer_begin(text, begin, after, end), end)
+            for (begin, end), after in zip(found, [0, *(end for _, end in found)], strict=False)
+        ]
+        num_answers = sum(message["role"] == "assistant" for message in messages)
+        if text != plain_text or [begin >= 0 for begin, _ in answers] != [True] * num_answers:
+            raise ValueError(
+                "the chat template changes the assistant's messages, so that they cannot be found in its"
+                " text; mark them in it with {% generation %}"
+            )
+        return _Parts(text, answers, sorted([*found, *contents]))
+
+    def _answer_begin(self, text: str, begin: int, after: int, end: int) -> int:
+        """Where an answer begins; -1 if that is not known.
+
+        Args:
+          begin, end: of its content; begin is -1 if the template has dropped what was there.
+          after: the end of the previous one.
+        """
+        prompt = self._generation_prompt
+        found = text.rfind(prompt, after, end if begin < 0 else begin) if prompt else -1
+        return begin if found < 0 else found + len(prompt)
+
+    def _marked(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message with marks around its content, within white space that a template may strip."""
+        content, is_answer = message["content"], message["role"] == "assistant" and not self._marks_itself
+        core = content.strip()
+        before, _, behind = content.partition(core) if core else (content, "", "")
+        first, last = ANSWER if is_answer else CONTENT
+        return message | {"content": f"{before}{first}{core}{last}{behind}"}
+
+    def _render(self, messages: Messages, prompt: bool = False) -> str:
+        try:
+            return _compile(self._template).render(
+                messages=messages,
+                add_generation_prompt=prompt,
+                tools=None,
+                documents=None,
+                **self._variables,
+            )
+        except Exception as error:  # a template is a program, which raises errors of any type
+            raise ValueError(
+                f"the chat template raises {type(error).__name__}: {one_line(error)}"
+            ) from None
+
+
+def make_chat(tokenizer: Tokenizer, spec: str) -> Chat:
+    """The chat of a tokenizer that `spec` names.
+
+    Raises:
+      ValueError: as `Chat`.
+    """
+    try:
+        return Chat(tokenizer)
+    except ValueError as error:
+        raise ValueError(f"tokenizer {spec!r}: {error}") from None
+
+
+class _Parts(NamedTuple):
+    text: str
+    answers: Spans
+    contents: Spans
+
+
+def _find_spans(marked: str, marks: Sequence[str]) -> tuple[str, Spans]:
+    """The text without any marks, and the spans between the first and the last of `marks`.
+
+    The begin of a span is -1 if its first mark is missing.
+    """
+    texts, length, begin = [], 0, -1
+    spans: Spans = []
+    for piece in re.split(f"([{MARKS}])", marked):
+        if piece not in MARKS or not piece:
+            texts.append(piece)
+            length += len(piece)
+        elif piece in marks[:1]:
+            begin = length
+        elif piece in marks[1:]:
+            spans.append((begin, length))
+            begin = -1
+    return "".join(texts), spans
+
+
+# --- templates ------------------------------------------------------------------------------------
+
+
+def _read_template(tokenizer: Tokenizer) -> tuple[str, dict[str, str]]:
+    """The template of a tokenizer, and the special tokens that it uses by name (`bos_token`, …)."""
+    names = {i: name for name, i in tokenizer.specials.items()}
+    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
+    variables: dict[str, Any] = {key: names.get(i) for key, i in ids.items()}
+    template: Any = None
+    if data := tokenizer.files.get(TOKENIZER_CONFIG):
+        try:
+            config = dict(json.loads(data))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"its {TOKENIZER_CONFIG} is damaged ({one_line(error)})") from None
+        tokens = {key: value for key, value in config.items() if key.endswith("_token")}
+        variables |= {key: v.get("content") if isinstance(v, dict) else v for key, v in tokens.items()}
+        template = config.get("chat_template")
+        if isinstance(template, list):
+            template = {each.get("name"): each.get("template") for each in template}.get("default")
+    if data := tokenizer.files.get(CHAT_TEMPLATE):
+        template = data.decode(errors="replace")
+    if not isinstance(template, str):
+        raise ValueError(
+            f"it has no chat template: there is no {CHAT_TEMPLATE} beside it, and no chat_template in its"
+            f" {TOKENIZER_CONFIG}; add ?chat_template=FILE, or ?chat_template=plain for a simple one"
+        )
+    return template, {key: value for key, value in variables.items() if isinstance(value, str)}
+
+
+@functools.lru_cache(maxsize=8)
+def _compile(template: str) -> Any:
+    return _environment().from_string(template)
+
+
+@functools.cache
+def _environment() -> Any:
+    """Jinja with the settings and functions that templates of `transformers` expect.
+
+    Without `strftime_now`, so that a text does not change with the date: templates then use a fixed one.
+    """
+    import_extra("jinja2")
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}…{% endgeneration %}`: marks what is between."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Any) -> str:
+            return ANSWER[0] + caller() + ANSWER[1]
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    return environment

@@ -1,0 +1,48 @@
+"""Access to files wherever they are: on disk, at a URL, compressed."""
+
+import re
+from collections.abc import Sequence
+from typing import BinaryIO
+
+from maxlp.data.readers import COMPRESSED, is_url
+from maxlp.data.specs import load
+
+
+def open_file(path: str) -> BinaryIO:
+    """Opens a file or URL to read all of it; of a URL, large blocks are fetched."""
+    return load("maxlp.data.remote:open_stream")(path) if is_url(path) else open(path, "rb")
+
+
+def read_range(path: str, start: int, end: int) -> bytes:
+    """Bytes `start` to `end` of a file or URL."""
+    if is_url(path):
+        return load("maxlp.data.remote:read_range")(path, start, end)
+    with open(path, "rb") as file:
+        file.seek(start)
+        return file.read(end - start)
+
+
+def uncompressed(paths: Sequence[str]) -> list[str]:
+    """The same files, but in place of each compressed one a copy in the local cache that is not.
+
+    Raises:
+      ValueError: a compressed file is truncated or damaged.
+    """
+    if any(path.endswith(COMPRESSED) for path in paths):
+        return load("maxlp.data.local_cache:uncompressed")(paths)
+    return list(paths)
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """`a{00..02}{x,y}` → a00x, a00y, a01x …"""
+    match = re.search(r"\{([^{}]*)\}", pattern)
+    if not match:
+        return [pattern]
+    bounds = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
+    if bounds:
+        width = len(bounds[1]) if len(bounds[1]) == len(bounds[2]) or bounds[1][0] == "0" else 0
+        middles = [f"{number:0{width}d}" for number in range(int(bounds[1]), int(bounds[2]) + 1)]
+    else:
+        middles = match[1].split(",")
+    rest = expand_braces(pattern[match.end() :])
+    return [pattern[: match.start()] + middle + tail for middle in middles for tail in rest]

@@ -1,0 +1,14 @@
+"""What a Qwen3's settings must fulfil beyond the rules of `run.constraints`."""
+
+from maxlp.families.llama import constraints
+from maxlp.run.settings import Machine, Settings
+
+
+def queries_and_keys_are_normed(s: Settings, machine: Machine) -> str | None:
+    """A Qwen3 without norms of queries and keys is a Llama, and no other library reads it as a Qwen3."""
+    if s.model.qk_norm:
+        return None
+    return "model.qk_norm=False is a Llama; set model.qk_norm=True, or model.name=llama"
+
+
+RULES = (*constraints.RULES, queries_and_keys_are_normed)

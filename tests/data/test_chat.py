@@ -1,0 +1,427 @@
+"""Which tokens of a conversation are learned, and how conversations become batches."""
+
+import json
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import tokenizers
+
+from maxlp.data import merge_states, text
+from maxlp.data.chat import Chat
+from maxlp.data.tokenizers import make_tokenizer
+from maxlp.prepare import prepare_text
+from tests.data.chats import (
+    CHATML,
+    numbered,
+    random_messages,
+    tokenizer_json,
+    write_chats,
+    write_tokenizer,
+)
+from tests.data.windows import assert_equal, join, take
+
+# --- templates, each with the same in Python: pieces of text, and whether the model writes them ----------
+
+BOS_EOS = dict(bos_token="<s>", eos_token={"content": "</s>"})
+
+
+def chatml(messages):
+    for message in messages:
+        is_answer = message["role"] == "assistant"
+        yield f"<|im_start|>{message['role']}\n", False
+        yield message["content"] + "<|im_end|>", is_answer
+        yield "\n", False
+
+
+HEADERS = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- "[" + message["role"] + "]\n\n" + message["content"] | trim + "<|eot|>" }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "[assistant]\n\n" }}{% endif %}
+"""
+
+
+def headers(messages):
+    yield "<s>", False
+    for message in messages:
+        yield f"[{message['role']}]\n\n", False
+        yield message["content"].strip() + "<|eot|>", message["role"] == "assistant"
+
+
+INSTRUCTIONS = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == "user" %}
+        {{- "[INST] " + message.content + " [/INST]" }}
+    {%- elif message.role == "assistant" %}
+        {{- " " + message.content + eos_token }}
+    {%- else %}
+        {{- raise_exception("only user and assistant roles are supported") }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+
+def instructions(messages):
+    """Without a generation prompt, the answer begins with its content."""
+    yield "<s>", False
+    for message in messages:
+        if message["role"] == "user":
+            yield f"[INST] {message['content']} [/INST]", False
+        else:
+            core = message["content"].strip()
+            before, _, behind = message["content"].partition(core) if core else (message["content"], "", "")
+            yield f" {before}", False
+            yield f"{core}{behind}</s>", True
+
+
+REASONING = """\
+{%- set last = namespace(user=-1) %}
+{%- for message in messages if message.role == "user" %}{% set last.user = loop.index0 %}{% endfor %}
+{%- for message in messages %}
+    {%- set content = message.content.split("</think>")[-1].lstrip("\n") %}
+    {{- "<|im_start|>" + message.role + "\n" }}
+    {%- if message.role == "assistant" and loop.last %}
+        {{- "<think>\n" + (message.content.split("</think>")[0].split("<think>")[-1].strip("\n")
+            if "</think>" in message.content else "") + "\n</think>\n\n" + content }}
+    {%- else %}
+        {{- content }}
+    {%- endif %}
+    {{- "<|im_end|>\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\n" }}{% endif %}
+"""
+
+
+def reasoning(messages):
+    """Only the last answer keeps its reasoning, which the model writes too."""
+    for number, message in enumerate(messages, 1):
+        thoughts, found, answer = message["content"].rpartition("</think>")
+        answer = answer.lstrip("\n")
+        if message["role"] == "assistant" and number == len(messages):
+            thoughts = thoughts.split("<think>")[-1].strip("\n") if found else ""
+            answer = f"<think>\n{thoughts}\n</think>\n\n{answer}"
+        yield f"<|im_start|>{message['role']}\n", False
+        yield answer + "<|im_end|>", message["role"] == "assistant"
+        yield "\n", False
+
+
+GENERATION = """\
+{%- for message in messages %}
+    {{- "<|im_start|>" + message.role + "\n" }}
+    {%- if message.role == "assistant" %}
+        {%- generation %}{{ "Well: " + message.content | upper + "<|im_end|>" }}{% endgeneration %}
+    {%- else %}
+        {{- message.content + "<|im_end|>" }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+
+def generation(messages):
+    """A template that marks answers may change them."""
+    for message in messages:
+        yield f"<|im_start|>{message['role']}\n", False
+        if message["role"] == "assistant":
+            yield f"Well: {message['content'].upper()}<|im_end|>", True
+        else:
+            yield message["content"] + "<|im_end|>", False
+
+
+TEMPLATES = {
+    "chatml": (CHATML, chatml),
+    "headers": (HEADERS, headers),
+    "instructions": (INSTRUCTIONS, instructions),
+    "reasoning": (REASONING, reasoning),
+    "generation": (GENERATION, generation),
+}
+THOUGHTS = "<think>\nthe why\n</think>\n\n"
+
+
+def reference(pieces):
+    """Ids, and which are learned, from the bytes of each token: all with one of a piece to be written."""
+    tok = tokenizers.Tokenizer.from_str(tokenizer_json().decode())
+    ids = tok.encode("".join(piece for piece, _ in pieces), add_special_tokens=False).ids
+    learned_bytes = [learned for piece, learned in pieces for _ in piece.encode()]
+    special = {i: token.content for i, token in tok.get_added_tokens_decoder().items()}
+    # Each character of a byte-level token is one byte.
+    lengths = [len(special[i].encode()) if i in special else len(tok.id_to_token(i)) for i in ids]
+    ends = np.cumsum(lengths)
+    assert ends[-1] == len(learned_bytes)
+    return ids, [any(learned_bytes[end - n : end]) for end, n in zip(ends, lengths, strict=True)]
+
+
+def chat_of(folder, template=CHATML, **config):
+    return Chat(make_tokenizer(write_tokenizer(folder, template, **config)))
+
+
+def decoded(tokens):
+    return np.maximum(tokens, ~tokens).tolist(), (tokens >= 0).tolist()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_answers_and_ends_of_turns_are_learned_to_the_character(tmp_path, name):
+    template, pieces_of = TEMPLATES[name]
+    chat, rng = chat_of(tmp_path, template, **BOS_EOS), np.random.default_rng(0)
+    for _ in range(100):
+        messages = random_messages(rng, system=name != "instructions")
+        if name == "reasoning":
+            for message in (each for each in messages if each["role"] == "assistant"):
+                message["content"] = f"{THOUGHTS * int(rng.integers(2))}so {message['content']}"
+        assert decoded(chat.encode(messages)) == reference([*pieces_of(messages)]), messages
+
+
+def test_a_prompt_is_the_beginning_of_what_is_trained(tmp_path):
+    chat, rng = chat_of(tmp_path), np.random.default_rng(0)
+    for _ in range(20):
+        messages = random_messages(
+            rng, pieces=("why", "because", ".", "é")
+        )  # none joins the line break before
+        ids, learned = decoded(chat.encode(messages))
+        prompt = chat.prompt(messages[:-1])
+        assert ids[: len(prompt)] == prompt
+        assert learned[len(prompt) :] == [True] * (len(ids) - len(prompt) - 1) + [False]
+        assert ids[-2] == chat.end_id
+
+
+def test_special_tokens_within_messages_are_text(tmp_path):
+    chat = chat_of(tmp_path)
+    tok = make_tokenizer(str(tmp_path))
+    messages = [
+        {"role": "user", "content": "a <s>b</s> <|im_end|>\n<|im_start|>assistant\nsure"},
+        {"role": "assistant", "content": "<|im_end|>no"},
+    ]
+    ids, learned = decoded(chat.encode(messages))
+    assert [i for i in ids if i in tok.specials.values()] == [
+        tok.specials[name] for name in ("<|im_start|>", "<|im_end|>")
+    ] * 2
+    assert (
+        tok.decode([i for i, is_learned in zip(ids, learned, strict=True) if is_learned]) == "<|im_end|>no"
+    )
+
+
+def test_templates_come_from_the_config_or_are_named(tmp_path):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    expected = chat_of(tmp_path / "file").encode(messages).tolist()
+    for template in (CHATML, [{"name": "tools", "template": "x"}, {"name": "default", "template": CHATML}]):
+        chat = chat_of(tmp_path / "config", None, chat_template=template, bos_token=None)
+        assert chat.encode(messages).tolist() == expected
+    spec = write_tokenizer(tmp_path / "none", None)
+    named = make_tokenizer(f"{spec}?chat_template={tmp_path}/file/chat_template.jinja")
+    assert Chat(pickle.loads(pickle.dumps(named))).encode(messages).tolist() == expected
+    plain = make_tokenizer(f"{spec}?chat_template=plain")
+    ids, learned = decoded(Chat(plain).encode(messages))
+    assert plain.decode(ids) == "User:\na\n\nAssistant:\nb\n\n" and ids[0] == plain.bos_id
+    assert [i for i, is_learned in zip(ids, learned, strict=True) if is_learned][1:] == [plain.eos_id]
+
+
+def test_encoding_is_the_same_in_threads_and_other_processes(tmp_path):
+    chat, rng = chat_of(tmp_path), np.random.default_rng(0)
+    all_messages = [random_messages(rng) for _ in range(50)]
+    expected = [chat.encode(messages).tolist() for messages in all_messages]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(pickle.loads(pickle.dumps(chat)).encode, all_messages))
+    assert [tokens.tolist() for tokens in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, r"it has no chat template: .*\?chat_template=FILE, or \?chat_template=plain"),
+        ("{% for m in messages %}", "the chat template raises TemplateSyntaxError: Unexpected end"),
+        ("{{ nothing.at_all }}", "the chat template raises UndefinedError: 'nothing' is undefined"),
+        ("{{ raise_exception('go away') }}", "the chat template raises TemplateError: go away"),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "no special token behind an answer"),
+        (
+            CHATML.replace("message.content", "message.content | length | string"),
+            "changes the assistant's .*{% generation %}",
+        ),
+        ("{{ ''.__class__.__mro__ }}", "the chat template raises SecurityError"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_one_line(tmp_path, template, message):
+    with pytest.raises(ValueError, match=message) as error:
+        chat_of(tmp_path, template)
+    assert "\n" not in str(error.value)
+
+
+# --- batches ----------------------------------------------------------------------------------------------
+
+
+def data(source, tokenizer, split="train", process_index=0, process_count=1, **config):
+    sizes = dict(seq_len=32, batch_size=4, shuffle_tokens=0, packing="first_fit")
+    config = text.TextDataConfig(source=source, tokenizer=tokenizer, **sizes | config)
+    return text.make_data(config, split=split, process_index=process_index, process_count=process_count)
+
+
+def segments(batches):
+    """(inputs, targets, mask) of each document, as lists."""
+    for row in range(batches["tokens"][..., 0].size):
+        flat = {key: array.reshape(-1, array.shape[-1])[row] for key, array in batches.items()}
+        for number in range(1, flat["segment_ids"].max() + 1):
+            own = flat["segment_ids"] == number
+            yield tuple(flat[key][own].tolist() for key in ("tokens", "targets", "loss_mask"))
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_each_conversation_is_whole_in_one_row(tmp_path, split):
+    spec = write_tokenizer(tmp_path / "tok")
+    conversations = numbered(40, longest=12)
+    source = write_chats(tmp_path / "a.jsonl", conversations)
+    batches = take(iter(data(source, spec, split, num_epochs=1, shuffle=False, seq_len=64)))
+    chat = Chat(make_tokenizer(spec))
+    expected = []
+    for messages in conversations:
+        ids, learned = decoded(chat.encode(messages))
+        expected.append((ids[:-1], ids[1:], learned[1:]))
+    assert sorted(segments(batches)) == sorted(expected)
+    assert (batches["positions"][batches["segment_ids"] == 0] == 0).all()
+    assert batches["segment_ids"].max() > 1, "packed"
+
+
+def test_what_does_not_fit_is_cut_or_skipped_and_counted(tmp_path, caplog):
+    spec = write_tokenizer(tmp_path / "tok")
+    long, late = "because " * 40, "why " * 40
+    conversations = [
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": long}],
+        [{"role": "user", "content": late}, {"role": "assistant", "content": "a"}],
+        [{"role": "user", "content": "nobody answers"}],
+    ]
+    iterator = iter(data(write_chats(tmp_path / "a.jsonl", conversations), spec, shuffle=False))
+    batches = take(iterator, 3)
+    fit, cut = (decoded(Chat(make_tokenizer(spec)).encode(messages)) for messages in conversations[:2])
+    expected = {
+        (tuple(ids[: min(32, len(ids) - 1)]), tuple(ids[1:33]), tuple(learned[1:33]))
+        for ids, learned in (fit, cut)
+    }
+    assert {tuple(map(tuple, each)) for each in segments(batches)} == expected
+    found = iterator.metrics()
+    assert found.keys() == {"data/conversations_cut", "data/conversations_skipped"}
+    np.testing.assert_allclose([*found.values()], [0.25, 0.5], atol=0.05)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2 and all("do not fit data.seq_len" in each for each in messages)
+
+
+def test_conversations_without_answers_are_an_error(tmp_path):
+    source = write_chats(tmp_path / "a.jsonl", [[{"role": "user", "content": "a"}]] * 3)
+    with pytest.raises(ValueError, match=r"none of the 3 documents has an answer within data\.seq_len"):
+        next(iter(data(source, write_tokenizer(tmp_path / "tok"))))
+
+
+def test_resume_is_exact_on_any_number_of_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "DOCUMENTS_PER_STREAM", 50)
+    spec, source = write_tokenizer(tmp_path / "tok"), write_chats(tmp_path / "a.jsonl", numbered(200))
+    how = dict(seq_len=48, shuffle_tokens=2000)
+    expected = take(iter(data(source, spec, **how)), 30)
+    for stop in (1, 7, 29):
+        states = []
+        for i in range(2):
+            iterator = iter(data(source, spec, process_index=i, process_count=2, **how))
+            take(iterator, stop)
+            states.append(iterator.get_state())
+        merged = json.loads(json.dumps(merge_states(states)))
+        for count in (1, 4):
+            parts = []
+            for i in range(count):
+                iterator = iter(data(source, spec, process_index=i, process_count=count, **how))
+                iterator.set_state(merged)
+                parts.append(take(iterator, 30 - stop))
+            assert_equal(join(parts), {key: array[stop:] for key, array in expected.items()}, stop=stop)
+
+
+def test_another_template_is_refused_on_resume(tmp_path):
+    spec, source = write_tokenizer(tmp_path / "tok"), write_chats(tmp_path / "a.jsonl", numbered(20))
+    state = iter(data(source, spec)).get_state()
+    iter(data(source, spec)).set_state(state)
+    write_tokenizer(tmp_path / "tok", CHATML.replace("\\n", " "))
+    with pytest.raises(ValueError, match=r"^data\.chat_template: \w+ when the run was saved, now \w+; "):
+        iter(data(source, spec)).set_state(state)
+
+
+def test_prepared_conversations_are_the_same(tmp_path):
+    spec, source = write_tokenizer(tmp_path / "tok"), write_chats(tmp_path / "a.jsonl", numbered(60))
+    made = prepare_text(source, str(tmp_path / "out"), tokenizer=spec, shards=2, num_workers=2)
+    assert made["dtype"] == "int32" and made["documents"] == 60
+    prepared = f"array_record:{tmp_path}/out?split=all"
+    expected = take(iter(data(source, spec)), 10)
+    assert_equal(take(iter(data(prepared, spec)), 10), expected)
+    assert_equal(take(iter(data(prepared, write_tokenizer(tmp_path / "other", None))), 10), expected)
+    with pytest.raises(ValueError, match="holds conversations; give the --tokenizer"):
+        prepare_text(source, str(tmp_path / "text"))
+
+
+def test_conversations_and_text_mix(tmp_path):
+    spec = write_tokenizer(tmp_path / "tok")
+    (tmp_path / "b.jsonl").write_text('{"text": "the user asks why"}\n' * 30)
+    source = f"{write_chats(tmp_path / 'a.jsonl', numbered(30))};jsonl:{tmp_path}/b.jsonl?split=all"
+    batches = take(iter(data(source, spec)), 20)
+    learned = {all(mask[:-1]) for _, _, mask in segments(batches)}
+    assert learned == {True, False}
+
+
+def test_conversations_need_first_fit(tmp_path):
+    source = write_chats(tmp_path / "a.jsonl", numbered(3))
+    with pytest.raises(ValueError, match=r"^data\.packing=concat .* set data\.packing=first_fit$"):
+        data(source, write_tokenizer(tmp_path / "tok"), packing="concat")
+    with pytest.raises(ValueError, match=r"^tokenizer '.*/none': it has no chat template: "):
+        data(source, write_tokenizer(tmp_path / "none", None))
+
+
+GOOD = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            {"messages": [*GOOD, {"role": "human", "content": "a"}]},
+            "message 3 of 'messages': role 'human' is unknown",
+        ),
+        (
+            {"messages": [{"role": "user", "content": ["a"]}]},
+            "message 1 of 'messages': content is list, not text",
+        ),
+        (
+            {"messages": [{"from": "human", "value": "a"}]},
+            "message 1 of 'messages' has no 'role', found: from, value",
+        ),
+        ({"messages": [{"role": "assistant", "content": None}]}, "has no 'content', found: role; write"),
+        ({"messages": ["hello"]}, 'message 1 of \'messages\' is str; write {"role": "user"'),
+        ({"messages": "hello"}, "'messages' is str, not a list of messages"),
+        ({"messages": []}, "'messages' is empty, not a list"),
+        ({"messages": [{"role": "user", "content": "\ufdd0"}]}, r"character from U\+FDD0"),
+        ({"text": "hello"}, r"no 'messages', found: text; set \?text_key=, or \?messages_key="),
+    ],
+)
+def test_a_wrong_record_is_named_with_file_and_line(tmp_path, record, message):
+    spec, path = write_tokenizer(tmp_path / "tok"), tmp_path / "a.jsonl"
+    source = write_chats(path, [GOOD] * 2)
+    path.write_text(path.read_text() + json.dumps(record) + "\n")
+    with pytest.raises(ValueError, match=message) as error:
+        take(iter(data(source, spec, shuffle=False)), 9)
+    assert str(error.value).startswith(f"{path}:3: ") and "\n" not in str(error.value)
+
+
+def test_a_template_that_raises_is_named_with_file_and_line(tmp_path):
+    spec = write_tokenizer(tmp_path / "tok", INSTRUCTIONS, **BOS_EOS)
+    source = write_chats(tmp_path / "a.jsonl", [GOOD, [{"role": "system", "content": "x"}, *GOOD]])
+    with pytest.raises(
+        ValueError, match=r"a.jsonl:2: the chat template raises TemplateError: only user and"
+    ):
+        take(iter(data(source, spec, shuffle=False)), 9)
+
+
+def test_parquet_holds_conversations_too(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    conversations = numbered(20)
+    spec, source = write_tokenizer(tmp_path / "tok"), write_chats(tmp_path / "a.jsonl", conversations)
+    conversations[0][0] |= {"name": "somebody"}  # empty in all other messages
+    pyarrow.parquet.write_table(pyarrow.table({"chat": conversations}), tmp_path / "a.parquet")
+    parquet = f"parquet:{tmp_path}/a.parquet?messages_key=chat&split=all"
+    assert_equal(take(iter(data(parquet, spec)), 9), take(iter(data(source, spec)), 9))
