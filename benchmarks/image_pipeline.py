@@ -1,6 +1,6 @@
 """How many images per second does one core decode and augment, compared with what training needs?
 
-    python benchmarks/image_pipeline.py           # rates of the pipeline alone
+    python benchmarks/image_pipeline.py           # rates of the pipeline alone: 5 seconds of CPU time
     python benchmarks/image_pipeline.py --stall   # train steps fed by it, and fed the same batch again
 
 The rates are per second of CPU time of this process, so that other work on the machine changes them little:

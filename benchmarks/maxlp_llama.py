@@ -2,6 +2,8 @@
 
     python benchmarks/maxlp_llama.py --embed_dim=256 --num_layers=6 --dtype=bfloat16 --steps=20
 
+20 seconds of CPU time, most of it to compile.
+
 The step is the one that `maxlp.train` runs: same model, optimizer, loss and compilation, on a mesh of all
 devices, and a batch with segment ids, positions and a mask. Only the statistics of every tensor are off.
 """

@@ -29,7 +29,9 @@ def main() -> None:
 def usage() -> str:
     """All commands, each with the first sentence of its docstring."""
     lines = [f"  {name:<9} {summary(name)}" for name in COMMANDS]
-    return "\n".join(["maxlp COMMAND --FLAG=VALUE ...; the flags: maxlp COMMAND --help", "", *lines])
+    head = ["maxlp COMMAND --FLAG=VALUE ...; the flags: maxlp COMMAND --help", ""]
+    start = ["", "A first run: maxlp train --config=llama/debug --workdir=/tmp/run"]
+    return "\n".join(head + lines + start)
 
 
 def summary(command: str) -> str:

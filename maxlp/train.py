@@ -1,15 +1,17 @@
 r"""Trains a model. The same command, run again, resumes where training stopped.
 
-    python -m maxlp.train --config=configs/llama/debug.py --workdir=/tmp/run
+    python -m maxlp.train --config=llama/debug --workdir=/tmp/run
 
 Any value of the config can be changed on the command line:
 
-    python -m maxlp.train --config=configs/llama/8b.py --workdir=/data/run \
-        --config.data.source=array_record:/data/c4 --config.optimizer.learning_rate=1e-4
+    python -m maxlp.train --config=llama/8b --workdir=/data/run \
+        --config.data.source=array_record:/data/c4 \
+        --config.optimizer.learning_rate=1e-4
 
---dry_run checks the config and prints what would run: the resolved values, parameters, FLOPs, bytes per
-device. SIGTERM saves a checkpoint and exits with code 75, Ctrl-C with code 130; the same command then
-resumes the run.
+--dry_run opens the data, checks the config and prints what would run: the
+resolved values, parameters, FLOPs, bytes per device. SIGTERM saves a checkpoint
+and exits with code 75, Ctrl-C with code 130; the same command then resumes the
+run.
 """
 
 import concurrent.futures
@@ -359,7 +361,9 @@ class Startup:
 
     def __str__(self) -> str:
         total = sum(seconds for _, seconds in self.stages)
-        return f"first step after {total:.1f} s: " + ", ".join(f"{name} {s:.1f}" for name, s in self.stages)
+        return f"first step after {total:.1f} s\n  " + ", ".join(
+            f"{name} {s:.1f}" for name, s in self.stages
+        )
 
 
 if __name__ == "__main__":

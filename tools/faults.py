@@ -1921,7 +1921,6 @@ MONITORING = [
             "self._skips_in_a_row >= self.config.max_actions",
             "self._skips_in_a_row > self.config.max_actions",
         ),
-        ("if not x <= threshold}", "if x > threshold}"),
         (
             "spike.sigmas > self.config.guard_threshold",
             "spike.sigmas > self.config.threshold",
@@ -1934,6 +1933,12 @@ MONITORING = [
         ),
         ("copy_function=os.link)", "copy_function=os.symlink)"),
         ('            self._steps.extend(state["steps"])\n', ""),
+    ),
+    *_in(
+        "monitoring/spike_records.py",
+        "monitoring/test_watch.py",
+        ("if not x <= threshold}", "if x > threshold}"),
+        ("    before, last = steps[:-1]", "    before, last = steps"),
     ),
     *_in(
         "monitoring/recorder.py",

@@ -43,6 +43,7 @@ from maxlp import schema
 from maxlp.data import common
 from maxlp.data.common import Batch, Seeds, require
 from maxlp.data.packing import PACKERS
+from maxlp.data.readers import BrokenExample
 from maxlp.data.sources import Mixture, check_split, make_source
 from maxlp.data.specs import load, of_key
 from maxlp.data.tokenizers import Tokenizer, as_bytes, make_tokenizer
@@ -262,13 +263,16 @@ def estimate_tokens(source: Any, tokenizer: Tokenizer) -> float | None:
     """About how many tokens the documents of a source have, from some that are spread over it evenly.
 
     Returns:
-      The number; None if reading documents takes long, as over a network.
+      The number; None if reading documents takes long, as over a network, or one is damaged.
     """
     began = time.monotonic()
     indices = np.unique(np.linspace(0, len(source) - 1, SAMPLED_DOCUMENTS).astype(np.int64)).tolist()
     size = encoded_size = encoded_tokens = 0  # of texts in bytes, of documents of tokens in tokens
     for index in indices:
-        document = source[index]
+        try:
+            document = source[index]
+        except BrokenExample:  # an error of the run if and when it reads this one
+            return None
         content = document["tokens"] if "tokens" in document else as_bytes(document["text"])
         size += len(content)
         if "text" in document and encoded_size < ENCODED_BYTES:

@@ -125,13 +125,14 @@ def loss_lines(run: Run) -> Lines:
 def _evaluation_lines(run: Run, prefix: str) -> Lines:
     """The last evaluation of a part of the validation data."""
     lines, part = [], run.validation_part(prefix)
-    for name in (f"{prefix}/{key}" for key in ("loss", "bits_per_byte", "perplexity")):
+    for key, form in {"loss": ".4f", "bits_per_byte": ".4f", "perplexity": ".4g"}.items():
+        name = f"{prefix}/{key}"
         steps, values = run.series(name)
         if len(steps):
             comparable = _comparable_with_last(run, prefix, steps)
-            best = _best(steps[comparable], values[comparable])
+            best = _best(steps[comparable], values[comparable], form)
             on = f" on {part}" if comparable.all() else ""
-            lines.append((name, f"{values[-1]:.4f} at step {steps[-1]:,}{on}{best}"))
+            lines.append((name, f"{values[-1]:{form}} at step {steps[-1]:,}{on}{best}"))
     names = dict.fromkeys(name for record in run.records for name in record)  # in the order written
     for name in names:
         if name.startswith(f"{prefix}/") and ("top" in name or "recall" in name):
@@ -151,11 +152,11 @@ def _comparable_with_last(run: Run, prefix: str, steps: np.ndarray) -> np.ndarra
     return tokens == tokens[-1]
 
 
-def _best(steps: np.ndarray, values: np.ndarray) -> str:
+def _best(steps: np.ndarray, values: np.ndarray, form: str) -> str:
     if not np.isfinite(values).any():
         return ""
     i = int(np.nanargmin(values))
-    return "" if i == len(values) - 1 else f", best {values[i]:.4f} at step {steps[i]:,}"
+    return "" if i == len(values) - 1 else f", best {values[i]:{form}} at step {steps[i]:,}"
 
 
 def data_lines(run: Run) -> Lines:

@@ -117,7 +117,9 @@ def _one_line(error: BaseException) -> str:
     text = " ".join(str(error.args[0] if len(error.args) == 1 else error).split())
     for pattern, wording in WORDINGS.items():
         text = re.sub(pattern, wording, text)
-    return text.replace("--config is missing; see --help", f"--config is missing; {choices()}")
+    text = text.replace("--config is missing; see --help", f"--config is missing; {choices()}")
+    folder = "give the folder of the run, as in --workdir=/tmp/run"
+    return text.replace("--workdir is missing; see --help", f"--workdir is missing; {folder}")
 
 
 def _unknown_override(argv: list[str]) -> str | None:

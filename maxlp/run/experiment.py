@@ -222,7 +222,7 @@ def describe(e: Experiment, state: State) -> str:
         f"memory of a device: {_memory(s, state)}",
         f"batch: {family.describe_batch(s.data)}; {at_most}{s.train.total_steps:,} steps = "
         f"{s.train.total_steps * units:,} {family.unit}",
-        f"FLOPs for each of the {family.unit}: {full:.3g} ({causal:.3g} with causal attention)",
+        f"work: {full:.3g} FLOPs per {family.unit[:-1]} ({causal:.3g} with causal attention)",
     ]
     warmup = fitting_warmup(s.optimizer.warmup_steps, s.train.total_steps)
     if warmup != s.optimizer.warmup_steps:

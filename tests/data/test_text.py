@@ -303,7 +303,7 @@ def test_a_single_text_among_empty_ones_is_read(tmp_path):
 
 def test_empty_files_are_refused_at_the_start(tmp_path):
     with pytest.raises(ValueError, match=r"all of its 3 documents are empty$"):
-        text_files(tmp_path / "a", ["", "", ""])
+        text_files(tmp_path / "a", ["", " ", "\n\n"])
     text_files(tmp_path / "a", ["", "", "x"])
 
 
@@ -329,6 +329,33 @@ def test_errors_are_one_line(kwargs, message):
     with pytest.raises(ValueError, match=message) as error:
         make(**(dict(sources=[corpus(3, 9)]) | kwargs))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["text", "tokens"])
+def test_the_start_tells_documents_tokens_and_epochs(tokens, tmp_path, monkeypatch):
+    """A mixture of 2,000 and 3,000 documents, of 10 and 40 bytes on average, each byte a token."""
+    rng = np.random.default_rng(0)
+    specs, sizes = [], []
+    for name, count, most in (("a", 2000, 20), ("b", 3000, 80)):
+        lengths = rng.integers(1, most, count)
+        path = write_jsonl(tmp_path / f"{name}.jsonl", ["x" * n for n in lengths])
+        specs.append(f"jsonl:{path}?split=all")
+        sizes.append(lengths.sum() / 1e6)
+        if tokens:
+            prepare_text(f"jsonl:{path}", str(tmp_path / name), tokenizer="bytes")
+            specs[-1] = f"array_record:{tmp_path / name}?split=all"
+    config = text.TextDataConfig(source=";".join(specs), tokenizer="bytes", seq_len=64, batch_size=8)
+    dataset = text.make_data(config, split="train")
+    shown = dataset.describe(steps=100)
+    assert shown.startswith("2,000 + 3,000 documents, about ")
+    about = [float(x) for x in shown.split(" about ")[1].split(" M tokens; ")[0].split(" + ")]
+    read = [float(x) for x in shown.split(" 100 steps read ")[1].removesuffix(" epochs").split(" + ")]
+    # Of uniform lengths, the mean of 1,000 or more is within 3 standard errors: 3 · 0.58 / √1000 = 5 %.
+    np.testing.assert_allclose(about, sizes, rtol=0.08)  # and two digits are shown
+    np.testing.assert_allclose(read, 100 * 8 * 64 / 2 / 1e6 / np.array(sizes), rtol=0.08)
+    assert "epochs" not in dataset.describe()
+    monkeypatch.setattr(text, "SAMPLE_SECONDS", -1.0)  # reading takes too long
+    assert dataset.describe(steps=100) == "2,000 + 3,000 documents"
 
 
 def test_make_data_reads_the_standard_library():

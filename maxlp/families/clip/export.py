@@ -32,17 +32,46 @@ def _dtype(tensors: Mapping[str, Any]) -> str:
     return dtype if dtype in DTYPES else "float32"  # float64
 
 
+CONFIG_FILES: dict[str, Callable[[CLIPConfig], dict[str, dict[str, Any]]]] = {
+    "hf_clip": lambda config: dict(
+        zip(("config.json", PREPROCESSOR), hf.config_to_hf(config), strict=True)
+    ),
+    "open_clip": lambda config: {open_clip.CONFIG: open_clip.config_to_open_clip(config)},
+}
+
+
+def _config_files(name: str, config: CLIPConfig) -> dict[str, dict[str, Any]]:
+    """The config files of a format.
+
+    Raises:
+      ValueError: the format cannot hold this model; the message tells whether the other one can.
+    """
+    try:
+        return CONFIG_FILES[name](config)
+    except ValueError as error:
+        (other,) = CONFIG_FILES.keys() - {name}
+        raise ValueError(f"{error}; {_advice(other, config)}") from error
+
+
+def _advice(other: str, config: CLIPConfig) -> str:
+    try:
+        CONFIG_FILES[other](config)
+    except ValueError:
+        return f"nor can --format={other} hold this model: to export one, train it with another value"
+    return f"try --format={other}"
+
+
 def _hf_layout(config: CLIPConfig) -> Layout:
+    _config_files("hf_clip", config)  # refuses what the format cannot hold
     return {"clip": weights.HF_CLIP, "siglip": weights.HF_SIGLIP}[hf.kind_in_hf(config)]
 
 
 def _hf_files(config: CLIPConfig, make_tokenizer: Callable[[], Any]) -> dict[str, dict[str, Any]]:
-    config_json, preprocessor = hf.config_to_hf(config)
-    return {"config.json": config_json, PREPROCESSOR: preprocessor}
+    return _config_files("hf_clip", config)
 
 
 def _open_clip_files(config: CLIPConfig, make_tokenizer: Callable[[], Any]) -> dict[str, dict[str, Any]]:
-    return {open_clip.CONFIG: open_clip.config_to_open_clip(config)}
+    return _config_files("open_clip", config)
 
 
 FORMATS = {

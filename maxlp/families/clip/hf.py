@@ -225,8 +225,7 @@ def kind_in_hf(config: CLIPConfig) -> str:
         if value not in allowed:
             raise ValueError(
                 f"model.{name}={value!r} has no counterpart in Hugging Face's "
-                f"{'CLIP' if is_clip else 'SigLIP'}, which has {' or '.join(map(repr, allowed))}; "
-                "try --format=open_clip"
+                f"{'CLIP' if is_clip else 'SigLIP'}, which has {' or '.join(map(repr, allowed))}"
             )
     return kind
 

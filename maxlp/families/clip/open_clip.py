@@ -171,8 +171,7 @@ def config_to_open_clip(config: CLIPConfig) -> dict[str, Any]:
     ):
         if value != only:
             raise ValueError(
-                f"model.{name}={value!r} has no counterpart in open_clip's CLIP, which has {only!r}; "
-                "try --format=hf_clip"
+                f"model.{name}={value!r} has no counterpart in open_clip's CLIP, which has {only!r}"
             )
     shared: dict[str, Any] = dict(ls_init_value=config.layer_scale, norm_kwargs=dict(eps=config.norm_eps))
     if config.act == "gelu_tanh":

@@ -11,6 +11,7 @@ from flax import nnx
 
 from maxlp.core.train_state import abstract_model
 from maxlp.families import weights
+from maxlp.families.clip import export
 from maxlp.families.clip.model import CLIP, CLIPConfig
 from maxlp.families.clip.weights import OPEN_CLIP, resize
 from maxlp.parallel import sharding
@@ -147,3 +148,13 @@ def test_tensors_that_do_not_fit_are_named(name, change, message):
     change(golden.weights)
     with pytest.raises(ValueError, match=message):
         to_maxlp(golden)
+
+
+@pytest.mark.parametrize("name", export.FORMATS)
+def test_a_model_that_no_format_can_hold_is_refused_without_pointing_from_one_to_the_other(name):
+    """The released formats pool a class token or by attention; they have no mean over all positions."""
+    config = goldens.load("clip_hf_gelu").config
+    config = dataclasses.replace(config, visual=dataclasses.replace(config.visual, pool="gap"))
+    with pytest.raises(ValueError, match=r"^model.visual.pool='gap' has .*train it with another") as error:
+        export.FORMATS[name].config_files(config, lambda: None)
+    assert "try --format" not in str(error.value)
