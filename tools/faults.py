@@ -1849,6 +1849,14 @@ RUNTIME = [
         ("if nth == self.first", "if nth == self.first + 1"),
     ),
     *_in(
+        "runtime/cpu.py",
+        "runtime/test_cpu.py",
+        ("str(8 * devices)", "str(devices)"),
+        ("elif alone and", "elif"),
+        ('"JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ', "True"),
+        ("        mallopt(_M_MMAP_MAX, 0)\n", ""),
+    ),
+    *_in(
         "runtime/distributed.py",
         "runtime/test_distributed.py",
         ("process_id >= num_processes", "process_id > num_processes"),
@@ -1856,7 +1864,6 @@ RUNTIME = [
             "coordinator, num_processes, process_id, cluster",
             "coordinator, process_id, num_processes, cluster",
         ),
-        ("str(8 * devices)", "str(devices)"),
         (
             '_env_int("SLURM_STEP_NUM_TASKS", 1, minimum=1) > 1',
             '_env_int("SLURM_STEP_NUM_TASKS", 1, minimum=1) >= 1',
