@@ -2039,7 +2039,7 @@ COMMANDS = [
         ("(lengths_B - 1)[:, None, None], axis=1)", "(lengths_B - 1)[:, None, None] * 0 + S - 1, axis=1)"),
         ("row[: row.index(stop)] if stop in row", "row[: row.index(stop) + 1] if stop in row"),
         ("temperature == 0", "temperature <= 1"),
-        ("step = max(32,", "step = max(1,"),
+        ("step = max(step,", "step = max(1,"),
     ),
     *_in(
         "generate.py",
@@ -2050,6 +2050,16 @@ COMMANDS = [
         ("                continue\n", "                raise\n"),
         ("room = longest - len(prompt)", "room = longest"),
         ("eos_id=template.end_id", "eos_id=language.tokenizer.eos_id"),
+    ),
+    *_in(
+        "families/llama/likelihood.py",
+        "families/llama/test_likelihood.py",
+        ("core = context.rstrip()", "core = context"),
+        ("ids[max(0, end - max_len) : begin + 1]", "ids[begin : begin + 1]"),
+        ("part + part[-1:] * (size - len(part))", "part"),
+        ("[-max_len - 1 :]", "[: max_len + 1]"),
+        ("size - len(continuation) : size", "size - len(continuation) - 1 : size"),
+        ("hit_BS | ~mask_BS", "hit_BS"),
     ),
     *_in(
         "data/chat.py",
