@@ -165,7 +165,9 @@ class Chat:
         self._tokenizer = tokenizer
         self._template, self._variables = _read_template(tokenizer)
         self._special_ids = sorted(tokenizer.specials.values())
-        self._special = re.compile("|".join(map(re.escape, sorted(tokenizer.specials, key=len)[::-1])))
+        self._special = re.compile(
+            "|".join(map(re.escape, sorted(tokenizer.specials, key=len)[::-1])) or "(?!)"
+        )
         self._marks_itself = ANSWER[0] in self._render(PROBE)
         before, behind = (self._render(PROBE[:1], prompt=prompt) for prompt in (False, True))
         self._generation_prompt = behind[len(before) :] if behind.startswith(before) else ""
@@ -196,7 +198,8 @@ class Chat:
         for begin, end in parts.answers:
             answer_T = (end_T > begin) & (begin_T < end)
             behind = np.flatnonzero(is_special_T & (begin_T >= end))
-            if len(behind) and not (answer_T & is_special_T & (end_T == end)).any():
+            has_end = self._marks_itself and (answer_T & is_special_T).any()
+            if len(behind) and not has_end:
                 answer_T = (end_T > begin) & (begin_T < end_T[behind[0]])
             is_learned_T |= answer_T
         return np.where(is_learned_T, ids, ~ids)
@@ -248,6 +251,8 @@ class Chat:
         core = content.strip()
         before, _, behind = content.partition(core) if core else (content, "", "")
         first, last = ANSWER if is_answer else CONTENT
+        # Templates may drop the reasoning of earlier turns, and the mark at its beginning with it.
+        core = re.sub(r"(</think>\s*)", rf"\1{first}", core)
         return message | {"content": f"{before}{first}{core}{last}{behind}"}
 
     def _render(self, messages: Messages, prompt: bool = False) -> str:
@@ -286,7 +291,7 @@ class _Parts(NamedTuple):
 def _find_spans(marked: str, marks: Sequence[str]) -> tuple[str, Spans]:
     """The text without any marks, and the spans between the first and the last of `marks`.
 
-    The begin of a span is -1 if its first mark is missing.
+    Of several first marks the first one counts; the begin of a span is -1 if there is none.
     """
     texts, length, begin = [], 0, -1
     spans: Spans = []
@@ -295,7 +300,7 @@ def _find_spans(marked: str, marks: Sequence[str]) -> tuple[str, Spans]:
             texts.append(piece)
             length += len(piece)
         elif piece in marks[:1]:
-            begin = length
+            begin = length if begin < 0 else begin
         elif piece in marks[1:]:
             spans.append((begin, length))
             begin = -1

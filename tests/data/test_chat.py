@@ -113,7 +113,7 @@ GENERATION = """\
 {%- for message in messages %}
     {{- "<|im_start|>" + message.role + "\n" }}
     {%- if message.role == "assistant" %}
-        {%- generation %}{{ "Well: " + message.content | upper + "<|im_end|>" }}{% endgeneration %}
+        {%- generation %}{{ "Well: " + message.content | upper + "<|im_end|>\n" }}{% endgeneration %}
     {%- else %}
         {{- message.content + "<|im_end|>" }}
     {%- endif %}
@@ -126,12 +126,33 @@ def generation(messages):
     for message in messages:
         yield f"<|im_start|>{message['role']}\n", False
         if message["role"] == "assistant":
-            yield f"Well: {message['content'].upper()}<|im_end|>", True
+            yield f"Well: {message['content'].upper()}<|im_end|>\n", True
         else:
             yield message["content"] + "<|im_end|>", False
 
 
+HIDDEN = """\
+{%- for message in messages %}
+    {{- "<|im_start|>" + message.role + "\n" }}
+    {{- message.content.split("</think>")[-1].lstrip("\n") + "<|im_end|>" }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\n<think>\n" }}{% endif %}
+"""
+
+
+def hidden(messages):
+    """The generation prompt begins what is dropped later, so that it is not found."""
+    for message in messages:
+        answer = message["content"].rpartition("</think>")[-1].lstrip("\n")
+        core = answer.strip()
+        before = answer.partition(core)[0] if core else answer
+        yield f"<|im_start|>{message['role']}\n", False
+        yield before, False
+        yield answer.removeprefix(before) + "<|im_end|>", message["role"] == "assistant"
+
+
 TEMPLATES = {
+    "hidden": (HIDDEN, hidden),
     "chatml": (CHATML, chatml),
     "headers": (HEADERS, headers),
     "instructions": (INSTRUCTIONS, instructions),
@@ -168,7 +189,7 @@ def test_answers_and_ends_of_turns_are_learned_to_the_character(tmp_path, name):
     chat, rng = chat_of(tmp_path, template, **BOS_EOS), np.random.default_rng(0)
     for _ in range(100):
         messages = random_messages(rng, system=name != "instructions")
-        if name == "reasoning":
+        if name in ("reasoning", "hidden"):
             for message in (each for each in messages if each["role"] == "assistant"):
                 message["content"] = f"{THOUGHTS * int(rng.integers(2))}so {message['content']}"
         assert decoded(chat.encode(messages)) == reference([*pieces_of(messages)]), messages
