@@ -330,8 +330,8 @@ def _read_template(tokenizer: Tokenizer) -> tuple[str, dict[str, str]]:
         template = data.decode(errors="replace")
     if not isinstance(template, str):
         raise ValueError(
-            f"it has no chat template: there is no {CHAT_TEMPLATE} beside it, and no chat_template in its"
-            f" {TOKENIZER_CONFIG}; add ?chat_template=FILE, or ?chat_template=plain for a simple one"
+            f"it has no chat template; put a {CHAT_TEMPLATE} beside it, or add ?chat_template=FILE, or"
+            " ?chat_template=plain for a simple one, to data.tokenizer"
         )
     return template, {key: value for key, value in variables.items() if isinstance(value, str)}
 

@@ -251,7 +251,7 @@ def test_encoding_is_the_same_in_threads_and_other_processes(tmp_path):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, r"it has no chat template: .*\?chat_template=FILE, or \?chat_template=plain"),
+        (None, r"it has no chat template; .*\?chat_template=FILE, or \?chat_template=plain"),
         ("{% for m in messages %}", "the chat template raises TemplateSyntaxError: Unexpected end"),
         ("{{ nothing.at_all }}", "the chat template raises UndefinedError: 'nothing' is undefined"),
         ("{{ raise_exception('go away') }}", "the chat template raises TemplateError: go away"),
@@ -388,7 +388,7 @@ def test_conversations_need_first_fit(tmp_path):
     source = write_chats(tmp_path / "a.jsonl", numbered(3))
     with pytest.raises(ValueError, match=r"^data\.packing=concat .* set data\.packing=first_fit$"):
         data(source, write_tokenizer(tmp_path / "tok"), packing="concat")
-    with pytest.raises(ValueError, match=r"^tokenizer '.*/none': it has no chat template: "):
+    with pytest.raises(ValueError, match=r"^tokenizer '.*/none': it has no chat template; "):
         data(source, write_tokenizer(tmp_path / "none", None))
 
 
