@@ -162,7 +162,17 @@ class Chat:
         Raises:
           ValueError: there is no template, or it cannot be used.
         """
+        import tokenizers
+
+        if "tokenizer.json" not in tokenizer.files:
+            raise ValueError("chats need a tokenizer.json; convert the tokenizer to one")
         self._tokenizer = tokenizer
+        # Recognizes special tokens, which `tokenizer` does not.
+        self._library = tokenizers.Tokenizer.from_str(tokenizer.files["tokenizer.json"].decode())
+        self._library.no_truncation()
+        self._library.no_padding()
+        # A byte-level one would leave white space out of the offsets.
+        self._library.post_processor = tokenizers.processors.TemplateProcessing("$A", "$A $B", [])
         self._template, self._variables = _read_template(tokenizer)
         self._special_ids = sorted(tokenizer.specials.values())
         self._special = re.compile(
@@ -212,7 +222,19 @@ class Chat:
             for match in self._special.finditer(parts.text, begin, end) if begin >= 0 else ():
                 sections += [(parts.text[last : match.start()], True), (match[0], False)]
                 last = match.end()
-        return self._tokenizer.encode_sections([*sections, (parts.text[last:], True)])
+        ids, offsets, length = [], [], 0
+        for text, recognized in [*sections, (parts.text[last:], True)]:
+            if recognized:
+                encoding = self._library.encode(text, add_special_tokens=False)
+                new, spans = encoding.ids, encoding.offsets
+            else:
+                new = self._tokenizer.encode(text).tolist()
+                spans = [(0, len(text))] * len(new)
+            ids += new
+            offsets += [(begin + length, end + length) for begin, end in spans]
+            length += len(text)
+        begin_T, end_T = np.array(offsets, np.int32).reshape(-1, 2).T
+        return np.array(ids, np.int32), begin_T, end_T
 
     def _render_parts(self, messages: Messages, prompt: bool = False) -> _Parts:
         """The text of a conversation, and where its answers and contents are."""

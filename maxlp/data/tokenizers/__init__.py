@@ -48,7 +48,7 @@ class Tokenizer:
       vocab_size: the number V of ids.
       bos_id, eos_id, pad_id: special tokens; a vocabulary without bos or pad uses `eos_id` for them.
       fingerprint: identifies the tokenizer: the SHA-256 of its file, or "bytes".
-      specials: name to id of the special tokens that `encode_sections` recognizes.
+      specials: name to id of the special tokens, where they are known.
       files: file name to contents; enough to make the tokenizer again. That of the tokenizer comes first.
     """
 
@@ -63,20 +63,6 @@ class Tokenizer:
     def encode(self, text: str | bytes) -> np.ndarray:
         """Ids, int32 [T], of a text, without special tokens."""
         raise NotImplementedError
-
-    def encode_sections(
-        self, sections: Sequence[tuple[str, bool]]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Encodes a text that contains special tokens, as that of a chat.
-
-        Args:
-          sections: pieces of the text, and whether special tokens are recognized in them.
-
-        Returns:
-          Ids, and the offsets in the whole text of the first character of each token and of the one
-          behind its last; int32 [T].
-        """
-        raise ValueError("chats need a tokenizer.json; convert the tokenizer to one")
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids; special tokens and ids outside the vocabulary are left out."""
