@@ -1279,14 +1279,14 @@ DATA = [
     *_in(
         "data/packing.py",
         "data/test_packing.py",
-        ("tokens[1:].reshape(num_windows, seq_len)", "tokens[:-1].reshape(num_windows, seq_len)"),
+        ("_ids(tokens[1:]).reshape", "_ids(tokens[:-1]).reshape"),
         ("(owner[:-1] == owner[1:]) & (owner[:-1] >= 0)", "owner[:-1] >= 0"),
         ("min(seq_len, len(document) - 1 - offset)", "min(seq_len, len(document) - offset)"),
         ("offset += size - begin", "offset += size + 1 - begin"),
         ("(column_S - start_WS) * is_text_WS", "column_S * is_text_WS"),
         ("dtype=np.int32) + 1) * is_text_WS", "dtype=np.int32)) * is_text_WS"),
         ("int(np.argmax(free_W >= size))", "int(np.argmax(free_W > size))"),
-        ("documents.advance(index, offset)\n    same", "documents.advance(index, 0)\n    same"),
+        ("documents.advance(index, offset)\n    is_target", "documents.advance(index, 0)\n    is_target"),
     ),
     *_in(
         "data/text.py",
@@ -1596,7 +1596,7 @@ RUN = [
         "run/test_tokenizer.py",
         ("is_kept = saved_data_state(workdir) is not None and any(", "is_kept = any("),
         ("if trained_with not in (None, fingerprint)", "if trained_with is None"),
-        ('return f"{found[0]}?{options}" if options else str(found[0])', "return str(found[0])"),
+        (" if any(kept) else str(found[0])", " if not kept else str(found[0])"),
     ),
     *_in(
         "run/cli.py",
