@@ -9,6 +9,9 @@ probe.
         --config.data.source='text:/data/books/*.txt?split=all'
 
     python -m maxlp.evaluate --workdir=/tmp/clip --linear_probe
+    python -m maxlp.evaluate --workdir=/tmp/run --lm_eval=hellaswag,arc_easy
+
+--lm_eval runs tasks of lm-eval instead, and writes their results to lm_eval.json in the run's directory.
 
 Without --config the run's own config names the validation data; the number of devices may differ from the
 run's.
@@ -30,6 +33,7 @@ from maxlp.parallel.batches import device_batches
 from maxlp.run import changes, cli, constraints, run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import make_data
+from maxlp.run.language import Language
 from maxlp.run.restore import restore_model
 from maxlp.run.settings import Settings, read
 from maxlp.run.tokenizer import saved_tokenizer
@@ -43,6 +47,10 @@ def define_flags() -> None:
     flags.adopt_module_key_flags(cli)
     flags.DEFINE_bool("linear_probe", False, "CLIP: also fit a linear classifier to the image features.")
     flags.DEFINE_float("l2", 1e-4, "Weight decay of the linear probe.", lower_bound=0.0)
+    flags.DEFINE_list("lm_eval", [], "Llama: tasks of lm-eval (pip install 'maxlp[lm_eval]') to run.")
+    flags.DEFINE_string("lm_eval_include", None, "Folder with further tasks of lm-eval, as YAML files.")
+    flags.DEFINE_integer("lm_eval_num_fewshot", None, "Examples in a prompt; each task's own by default.")
+    flags.DEFINE_integer("lm_eval_limit", None, "Use only the first examples of each task.", lower_bound=1)
     flags.DEFINE_integer("step", None, "Checkpoint to evaluate; the newest by default.", lower_bound=0)
 
 
@@ -50,6 +58,8 @@ def main() -> None:
     distributed.initialize()
     schema.check_value("--l2", flags.FLAGS.l2, NotNegative)
     workdir = files.local_path(flags.FLAGS.workdir, "--workdir")
+    if flags.FLAGS.lm_eval:
+        return run_lm_eval(workdir)
     c = run_dir.load_config(workdir) if flags.FLAGS.config is None else flags.FLAGS.config
     if flags.FLAGS.config is None and "mesh" not in c:
         raise ConfigError(
@@ -74,6 +84,33 @@ def main() -> None:
     for name, value in results.items():
         is_count = value >= 1000 or (value > 1 and float(value).is_integer())
         print_primary(f"{name:>{width}}  {value:,.0f}" if is_count else f"{name:>{width}}  {value:.4f}")
+
+
+def run_lm_eval(workdir: Path) -> None:
+    """Runs the tasks of --lm_eval; results of other tasks at the same step stay in the file."""
+    from maxlp.families.llama import harness
+
+    f, language = flags.FLAGS, Language(workdir)
+    if jax.process_count() > 1:
+        raise ValueError(f"--lm_eval runs in one process, not in {jax.process_count()}")
+    mesh = sharding.make_mesh(fsdp=-1)
+    with jax.set_mesh(mesh):
+        results, table = harness.evaluate(
+            language.restore(f.step, mesh),
+            language.tokenizer,
+            f.lm_eval,
+            max_len=language.model.max_seq_len,
+            include=f.lm_eval_include,
+            num_fewshot=f.lm_eval_num_fewshot,
+            limit=f.lm_eval_limit,
+        )
+    path = workdir / "lm_eval.json"
+    every_step = files.read_json(path, {}, remedy="delete it, and evaluate again")
+    at_step = every_step.setdefault(str(language.step), {})
+    for key, value in results.items():
+        at_step[key] = at_step.get(key, {}) | value
+    files.write_json(path, every_step)
+    print_primary(f"{workdir} at step {language.step}; written to {path}\n{table}")
 
 
 def make_mesh(s: Settings, fixed: bool) -> Mesh:

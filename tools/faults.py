@@ -1305,14 +1305,14 @@ DATA = [
     *_in(
         "data/packing.py",
         "data/test_packing.py",
-        ("tokens[1:].reshape(num_windows, seq_len)", "tokens[:-1].reshape(num_windows, seq_len)"),
+        ("_ids(tokens[1:]).reshape", "_ids(tokens[:-1]).reshape"),
         ("(owner[:-1] == owner[1:]) & (owner[:-1] >= 0)", "owner[:-1] >= 0"),
         ("min(seq_len, len(document) - 1 - offset)", "min(seq_len, len(document) - offset)"),
         ("offset += size - begin", "offset += size + 1 - begin"),
         ("(column_S - start_WS) * is_text_WS", "column_S * is_text_WS"),
         ("dtype=np.int32) + 1) * is_text_WS", "dtype=np.int32)) * is_text_WS"),
         ("int(np.argmax(free_W >= size))", "int(np.argmax(free_W > size))"),
-        ("documents.advance(index, offset)\n    same", "documents.advance(index, 0)\n    same"),
+        ("documents.advance(index, offset)\n    is_target", "documents.advance(index, 0)\n    is_target"),
     ),
     *_in(
         "data/text.py",
@@ -1622,7 +1622,7 @@ RUN = [
         "run/test_tokenizer.py",
         ("is_kept = saved_data_state(workdir) is not None and any(", "is_kept = any("),
         ("if trained_with not in (None, fingerprint)", "if trained_with is None"),
-        ('return f"{found[0]}?{options}" if options else str(found[0])', "return str(found[0])"),
+        (" if any(kept) else str(found[0])", " if not kept else str(found[0])"),
     ),
     *_in(
         "run/cli.py",
@@ -2089,7 +2089,7 @@ COMMANDS = [
         ("(lengths_B - 1)[:, None, None], axis=1)", "(lengths_B - 1)[:, None, None] * 0 + S - 1, axis=1)"),
         ("row[: row.index(stop)] if stop in row", "row[: row.index(stop) + 1] if stop in row"),
         ("temperature == 0", "temperature <= 1"),
-        ("step = max(32,", "step = max(1,"),
+        ("step = max(step,", "step = max(1,"),
     ),
     *_in(
         "generate.py",
@@ -2100,6 +2100,16 @@ COMMANDS = [
         ("                continue\n", "                raise\n"),
         ("room = longest - len(prompt)", "room = longest"),
         ("eos_id=template.end_id", "eos_id=language.tokenizer.eos_id"),
+    ),
+    *_in(
+        "families/llama/likelihood.py",
+        "families/llama/test_likelihood.py",
+        ("core = context.rstrip()", "core = context"),
+        ("ids[max(0, end - max_len) : begin + 1]", "ids[begin : begin + 1]"),
+        ("part + part[-1:] * (size - len(part))", "part"),
+        ("[-max_len - 1 :]", "[: max_len + 1]"),
+        ("size - len(continuation) : size", "size - len(continuation) - 1 : size"),
+        ("hit_BS | ~mask_BS", "hit_BS"),
     ),
     *_in(
         "data/chat.py",

@@ -162,10 +162,22 @@ class Chat:
         Raises:
           ValueError: there is no template, or it cannot be used.
         """
+        import tokenizers
+
+        if "tokenizer.json" not in tokenizer.files:
+            raise ValueError("chats need a tokenizer.json; convert the tokenizer to one")
         self._tokenizer = tokenizer
+        # Recognizes special tokens, which `tokenizer` does not.
+        self._library = tokenizers.Tokenizer.from_str(tokenizer.files["tokenizer.json"].decode())
+        self._library.no_truncation()
+        self._library.no_padding()
+        # A byte-level one would leave white space out of the offsets.
+        self._library.post_processor = tokenizers.processors.TemplateProcessing("$A", "$A $B", [])
         self._template, self._variables = _read_template(tokenizer)
         self._special_ids = sorted(tokenizer.specials.values())
-        self._special = re.compile("|".join(map(re.escape, sorted(tokenizer.specials, key=len)[::-1])))
+        self._special = re.compile(
+            "|".join(map(re.escape, sorted(tokenizer.specials, key=len)[::-1])) or "(?!)"
+        )
         self._marks_itself = ANSWER[0] in self._render(PROBE)
         before, behind = (self._render(PROBE[:1], prompt=prompt) for prompt in (False, True))
         self._generation_prompt = behind[len(before) :] if behind.startswith(before) else ""
@@ -196,7 +208,8 @@ class Chat:
         for begin, end in parts.answers:
             answer_T = (end_T > begin) & (begin_T < end)
             behind = np.flatnonzero(is_special_T & (begin_T >= end))
-            if len(behind) and not (answer_T & is_special_T & (end_T == end)).any():
+            has_end = self._marks_itself and (answer_T & is_special_T).any()
+            if len(behind) and not has_end:
                 answer_T = (end_T > begin) & (begin_T < end_T[behind[0]])
             is_learned_T |= answer_T
         return np.where(is_learned_T, ids, ~ids)
@@ -209,7 +222,19 @@ class Chat:
             for match in self._special.finditer(parts.text, begin, end) if begin >= 0 else ():
                 sections += [(parts.text[last : match.start()], True), (match[0], False)]
                 last = match.end()
-        return self._tokenizer.encode_sections([*sections, (parts.text[last:], True)])
+        ids, offsets, length = [], [], 0
+        for text, recognized in [*sections, (parts.text[last:], True)]:
+            if recognized:
+                encoding = self._library.encode(text, add_special_tokens=False)
+                new, spans = encoding.ids, encoding.offsets
+            else:
+                new = self._tokenizer.encode(text).tolist()
+                spans = [(0, len(text))] * len(new)
+            ids += new
+            offsets += [(begin + length, end + length) for begin, end in spans]
+            length += len(text)
+        begin_T, end_T = np.array(offsets, np.int32).reshape(-1, 2).T
+        return np.array(ids, np.int32), begin_T, end_T
 
     def _render_parts(self, messages: Messages, prompt: bool = False) -> _Parts:
         """The text of a conversation, and where its answers and contents are."""
@@ -248,6 +273,8 @@ class Chat:
         core = content.strip()
         before, _, behind = content.partition(core) if core else (content, "", "")
         first, last = ANSWER if is_answer else CONTENT
+        # Templates may drop the reasoning of earlier turns, and the mark at its beginning with it.
+        core = re.sub(r"(</think>\s*)", rf"\1{first}", core)
         return message | {"content": f"{before}{first}{core}{last}{behind}"}
 
     def _render(self, messages: Messages, prompt: bool = False) -> str:
@@ -286,7 +313,7 @@ class _Parts(NamedTuple):
 def _find_spans(marked: str, marks: Sequence[str]) -> tuple[str, Spans]:
     """The text without any marks, and the spans between the first and the last of `marks`.
 
-    The begin of a span is -1 if its first mark is missing.
+    Of several first marks the first one counts; the begin of a span is -1 if there is none.
     """
     texts, length, begin = [], 0, -1
     spans: Spans = []
@@ -295,7 +322,7 @@ def _find_spans(marked: str, marks: Sequence[str]) -> tuple[str, Spans]:
             texts.append(piece)
             length += len(piece)
         elif piece in marks[:1]:
-            begin = length
+            begin = length if begin < 0 else begin
         elif piece in marks[1:]:
             spans.append((begin, length))
             begin = -1
@@ -325,8 +352,8 @@ def _read_template(tokenizer: Tokenizer) -> tuple[str, dict[str, str]]:
         template = data.decode(errors="replace")
     if not isinstance(template, str):
         raise ValueError(
-            f"it has no chat template: there is no {CHAT_TEMPLATE} beside it, and no chat_template in its"
-            f" {TOKENIZER_CONFIG}; add ?chat_template=FILE, or ?chat_template=plain for a simple one"
+            f"it has no chat template; put a {CHAT_TEMPLATE} beside it, or add ?chat_template=FILE, or"
+            " ?chat_template=plain for a simple one, to data.tokenizer"
         )
     return template, {key: value for key, value in variables.items() if isinstance(value, str)}
 

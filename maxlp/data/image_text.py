@@ -68,6 +68,7 @@ class ImageTextDataConfig:
       templates: sentences with `{}` for the name of a class: captions of images that have only a
         label (a random one in training, else the first), and prompts for classification. Empty for
         those of the source.
+      templates_file: a file with one template per line, in place of `templates`.
       max_pixels: larger images count as broken.
       max_broken: number of different broken examples that each process skips before it stops.
       num_epochs: None repeats without end.
@@ -84,6 +85,7 @@ class ImageTextDataConfig:
     crop_scale: tuple[CropFraction, CropFraction] = images.CROP_SCALE
     classes: str = ""
     templates: tuple[Annotated[str, HasPlaceholder()], ...] = ()
+    templates_file: str = ""
     max_pixels: Annotated[int, Range(at_least=1)] = images.MAX_PIXELS
     max_broken: CountOrZero = 100
     num_epochs: Count | None = None
@@ -95,6 +97,10 @@ class ImageTextDataConfig:
         if self.crop_scale[0] > self.crop_scale[1]:
             raise ValueError(
                 f"crop_scale={self.crop_scale} must be ascending: the smallest fraction, then the largest"
+            )
+        if self.templates and self.templates_file:
+            raise ValueError(
+                f"templates_file={self.templates_file!r} takes the place of templates; unset one"
             )
 
 
@@ -460,8 +466,15 @@ class EncodedExamples:
 
     def __init__(self, source: Source, config: ImageTextDataConfig):
         self._source, self._config = source, config
-        self.classes = _class_names(config.classes) if config.classes else source.classes
-        self.templates = tuple(config.templates) or source.templates or TEMPLATES
+        self.classes = source.classes
+        if config.classes:
+            self.classes = _lines("classes", config.classes, "class name")
+        self.templates: Sequence[str] = tuple(config.templates) or source.templates or TEMPLATES
+        if path := config.templates_file:
+            self.templates = _lines("templates_file", path, "template")
+            for template in self.templates:
+                if error := HasPlaceholder().error(template):
+                    raise ValueError(f"templates_file={path!r}: {template!r} {error}")
 
     @property
     def fingerprint(self) -> str:
@@ -501,14 +514,15 @@ class EncodedExamples:
         return self.templates[choice].format(self.classes[label])
 
 
-def _class_names(path: str) -> list[str]:
+def _lines(key: str, path: str, what: str) -> list[str]:
+    """The lines of a text file that are not empty."""
     try:
         with open(os.path.expanduser(path), encoding="utf-8") as file:
             names = [line.strip() for line in file if line.strip()]
     except (OSError, ValueError) as error:  # not text, or not a path
         raise ValueError(
-            f"classes={path!r} cannot be read ({error}); give a text file with one class name per line"
+            f"{key}={path!r} cannot be read ({error}); give a text file with one {what} per line"
         ) from None
     if not names:
-        raise ValueError(f"classes={path!r} is empty; give a text file with one class name per line")
+        raise ValueError(f"{key}={path!r} is empty; give a text file with one {what} per line")
     return names

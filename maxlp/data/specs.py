@@ -24,8 +24,8 @@ def load(target: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def import_extra(module: str) -> Any:
-    """Imports an optional library.
+def import_extra(module: str, extra: str = "data") -> Any:
+    """Imports an optional library, which the extra of this name installs.
 
     Raises:
       ValueError: the library is not installed; the message contains the command that installs it.
@@ -33,7 +33,7 @@ def import_extra(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is not installed; run pip install 'maxlp[data]'") from None
+        raise ValueError(f"{error.name} is not installed; run pip install 'maxlp[{extra}]'") from None
 
 
 @contextlib.contextmanager

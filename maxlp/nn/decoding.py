@@ -143,7 +143,7 @@ def sample(key: jax.Array, logits_V: jax.Array, sampling: Sampling) -> jax.Array
     return jax.random.categorical(key, logits_V).astype(jnp.int32)
 
 
-def padded_length(length: int) -> int:
-    """The next of few lengths: multiples of 32, and beyond 256 at most a quarter longer."""
-    step = max(32, 1 << max(0, length.bit_length() - 3))
+def padded_length(length: int, step: int = 32) -> int:
+    """The next of few lengths: multiples of `step`, and beyond eight steps at most a quarter longer."""
+    step = max(step, 1 << max(0, length.bit_length() - 3))
     return -(-length // step) * step

@@ -113,7 +113,7 @@ GENERATION = """\
 {%- for message in messages %}
     {{- "<|im_start|>" + message.role + "\n" }}
     {%- if message.role == "assistant" %}
-        {%- generation %}{{ "Well: " + message.content | upper + "<|im_end|>" }}{% endgeneration %}
+        {%- generation %}{{ "Well: " + message.content | upper + "<|im_end|>\n" }}{% endgeneration %}
     {%- else %}
         {{- message.content + "<|im_end|>" }}
     {%- endif %}
@@ -126,12 +126,33 @@ def generation(messages):
     for message in messages:
         yield f"<|im_start|>{message['role']}\n", False
         if message["role"] == "assistant":
-            yield f"Well: {message['content'].upper()}<|im_end|>", True
+            yield f"Well: {message['content'].upper()}<|im_end|>\n", True
         else:
             yield message["content"] + "<|im_end|>", False
 
 
+HIDDEN = """\
+{%- for message in messages %}
+    {{- "<|im_start|>" + message.role + "\n" }}
+    {{- message.content.split("</think>")[-1].lstrip("\n") + "<|im_end|>" }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\n<think>\n" }}{% endif %}
+"""
+
+
+def hidden(messages):
+    """The generation prompt begins what is dropped later, so that it is not found."""
+    for message in messages:
+        answer = message["content"].rpartition("</think>")[-1].lstrip("\n")
+        core = answer.strip()
+        before = answer.partition(core)[0] if core else answer
+        yield f"<|im_start|>{message['role']}\n", False
+        yield before, False
+        yield answer.removeprefix(before) + "<|im_end|>", message["role"] == "assistant"
+
+
 TEMPLATES = {
+    "hidden": (HIDDEN, hidden),
     "chatml": (CHATML, chatml),
     "headers": (HEADERS, headers),
     "instructions": (INSTRUCTIONS, instructions),
@@ -168,7 +189,7 @@ def test_answers_and_ends_of_turns_are_learned_to_the_character(tmp_path, name):
     chat, rng = chat_of(tmp_path, template, **BOS_EOS), np.random.default_rng(0)
     for _ in range(100):
         messages = random_messages(rng, system=name != "instructions")
-        if name == "reasoning":
+        if name in ("reasoning", "hidden"):
             for message in (each for each in messages if each["role"] == "assistant"):
                 message["content"] = f"{THOUGHTS * int(rng.integers(2))}so {message['content']}"
         assert decoded(chat.encode(messages)) == reference([*pieces_of(messages)]), messages
@@ -230,7 +251,7 @@ def test_encoding_is_the_same_in_threads_and_other_processes(tmp_path):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, r"it has no chat template: .*\?chat_template=FILE, or \?chat_template=plain"),
+        (None, r"it has no chat template; .*\?chat_template=FILE, or \?chat_template=plain"),
         ("{% for m in messages %}", "the chat template raises TemplateSyntaxError: Unexpected end"),
         ("{{ nothing.at_all }}", "the chat template raises UndefinedError: 'nothing' is undefined"),
         ("{{ raise_exception('go away') }}", "the chat template raises TemplateError: go away"),
@@ -367,7 +388,7 @@ def test_conversations_need_first_fit(tmp_path):
     source = write_chats(tmp_path / "a.jsonl", numbered(3))
     with pytest.raises(ValueError, match=r"^data\.packing=concat .* set data\.packing=first_fit$"):
         data(source, write_tokenizer(tmp_path / "tok"), packing="concat")
-    with pytest.raises(ValueError, match=r"^tokenizer '.*/none': it has no chat template: "):
+    with pytest.raises(ValueError, match=r"^tokenizer '.*/none': it has no chat template; "):
         data(source, write_tokenizer(tmp_path / "none", None))
 
 

@@ -285,6 +285,17 @@ def test_class_names_and_templates(tmp_path):
     assert {text for batch in batches for text in decoded(batch)} == {
         f"{number} {name}" for number in (1, 2) for name in ("cat", "dog", "bird")
     }
+    file = tmp_path / "templates.txt"
+    file.write_text("1 {}\n\n2 {}\n")
+    from_file = make(**labelled, templates_file=str(file))
+    assert from_file.templates == ["1 {}", "2 {}"]
+    for each, expected in zip(take(from_file, 30), batches, strict=True):
+        np.testing.assert_array_equal(each["text"], expected["text"])
+    with pytest.raises(ValueError, match=r"^templates_file='.*' takes the place of templates; unset one"):
+        make(**labelled, templates=("1 {}",), templates_file=str(file))
+    file.write_text("a photo of a {}\na photo\n")
+    with pytest.raises(ValueError, match=r"^templates_file='.*': 'a photo' must have a {} for the class"):
+        make(**labelled, templates_file=str(file))
     with pytest.raises(ValueError, match="no caption, and its label"):
         take(make(source=f"tar:{tmp_path}/a.tar?split=all", batch_size=2, max_broken=3))
     with pytest.raises(

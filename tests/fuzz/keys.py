@@ -262,6 +262,7 @@ CLIP: dict[str, Kind] = {
     "data.source": Text((*(each.replace("text:", "tar:") for each in SOURCES), "tar:pictures/a.tar")),
     "data.validation_source": Text(SOURCES),
     "data.classes": Text(("nowhere.txt", "pictures", "a\0b")),
+    "data.templates_file": Text(("nowhere.txt", "pictures", "a\0b")),
     "data.image_size": Int(1, 10**6),
     "data.text_len": Int(3, 10**6),
     "data.crop_scale": Group(

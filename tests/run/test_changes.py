@@ -26,8 +26,8 @@ FIXED = {
     "clip model": "embed_dim visual text act norm_eps layer_scale qk_norm init logit_scale logit_bias "
     "image_mean image_std name",
     "llama data": "source tokenizer seq_len batch_size packing shuffle shuffle_tokens num_epochs",
-    "clip data": "source tokenizer text_len image_size batch_size crop_scale classes templates max_pixels "
-    "num_epochs",
+    "clip data": "source tokenizer text_len image_size batch_size crop_scale classes templates "
+    "templates_file max_pixels num_epochs",
     "llama loss": "z_loss",
     "clip loss": "kind",
     "train": "seed lora",

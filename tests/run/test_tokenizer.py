@@ -132,3 +132,20 @@ def test_another_tokenizer_than_that_of_the_checkpoint_is_refused(tmp_path):
     kept.unlink()
     with pytest.raises(ConfigError, match=r"has no tokenizer.json .* put back the file"):
         saved_tokenizer("bpe:259", tmp_path)
+
+
+def test_the_run_keeps_the_chat_template_of_its_tokenizer(tmp_path):
+    given, workdir = tmp_path / "given.json", tmp_path / "run"
+    given.write_bytes(train_bpe(["abc"], 259).files["tokenizer.json"])
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null}')
+    workdir.mkdir()
+    spec = prepare_tokenizer(settings(f"{given}?bos=<|begin_of_text|>&chat_template=plain"), workdir)
+    assert spec == f"{workdir}/tokenizer.json?bos=<|begin_of_text|>"
+    assert "Assistant" in (workdir / "chat_template.jinja").read_text()
+    assert (workdir / "tokenizer_config.json").read_text() == '{"bos_token": null}'
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert prepare_tokenizer(settings(str(given)), workdir) == f"{workdir}/tokenizer.json"
+    assert {path.name for path in workdir.iterdir()} & {
+        "chat_template.jinja",
+        "tokenizer_config.json",
+    } == set()

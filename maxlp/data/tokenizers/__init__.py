@@ -69,20 +69,6 @@ class Tokenizer:
         """Ids, int32 [T], of a text, without special tokens."""
         raise NotImplementedError
 
-    def encode_sections(
-        self, sections: Sequence[tuple[str, bool]]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Encodes a text that contains special tokens, as that of a chat.
-
-        Args:
-          sections: pieces of the text, and whether special tokens are recognized in them.
-
-        Returns:
-          Ids, and the offsets in the whole text of the first character of each token and of the one
-          behind its last; int32 [T].
-        """
-        raise ValueError("chats need a tokenizer.json; convert the tokenizer to one")
-
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids; special tokens and ids outside the vocabulary are left out."""
         raise NotImplementedError

@@ -3,19 +3,15 @@
 import functools
 import hashlib
 import json
-import threading
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import processors
 
 from maxlp.data.specs import one_line
 from maxlp.data.tokenizers import Tokenizer, as_str, find_specials, ids_below, piece_bytes
-
-_LOCK = threading.Lock()
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -31,7 +27,6 @@ class HuggingFaceTokenizer(Tokenizer):
         tok.no_padding()
         tok.encode_special_tokens = True  # names of special tokens in a text are encoded as text
         self._tok = tok
-        self._tok_with_specials: tokenizers.Tokenizer | None = None
         self._args = (data, bos, eos, pad)
         self._added = tok.get_added_tokens_decoder()
         self.vocab_size = max(tok.get_vocab(with_added_tokens=True).values()) + 1
@@ -49,35 +44,6 @@ class HuggingFaceTokenizer(Tokenizer):
         (encoding,) = self._tok.encode_batch_fast([as_str(text)], add_special_tokens=False)
         ids = encoding.ids
         return np.fromiter(ids, np.int32, len(ids))
-
-    def encode_sections(
-        self, sections: Sequence[tuple[str, bool]]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        ids, offsets, length = [], [], 0
-        for text, recognized in sections:
-            if recognized:
-                encoding = self._with_specials().encode(text, add_special_tokens=False)
-                new, spans = encoding.ids, encoding.offsets
-            else:
-                new = self.encode(text).tolist()
-                spans = [(0, len(text))] * len(new)
-            ids += new
-            offsets += [(begin + length, end + length) for begin, end in spans]
-            length += len(text)
-        begin_T, end_T = np.array(offsets, np.int32).reshape(-1, 2).T
-        return np.array(ids, np.int32), begin_T, end_T
-
-    def _with_specials(self) -> tokenizers.Tokenizer:
-        """The library's tokenizer with special tokens and exact offsets, made once."""
-        with _LOCK:
-            if (tok := self._tok_with_specials) is None:
-                tok = tokenizers.Tokenizer.from_str(self._args[0].decode())
-                tok.no_truncation()
-                tok.no_padding()
-                # A byte-level one would leave white space out of the offsets.
-                tok.post_processor = processors.TemplateProcessing("$A", "$A $B", [])
-                self._tok_with_specials = tok
-        return tok
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._tok.decode(ids_below(ids, self.vocab_size).tolist())

@@ -80,6 +80,7 @@ def clip(**sizes) -> ConfigDict:
             batch_size=32768,
             crop_scale=config_dict.placeholder(tuple),
             templates=config_dict.placeholder(tuple),
+            templates_file=config_dict.placeholder(str),  # with one per line
             max_pixels=config_dict.placeholder(int),
             num_threads=config_dict.placeholder(int),
             max_broken=100,  # examples that a process skips before it stops

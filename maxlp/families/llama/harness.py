@@ -1,0 +1,138 @@
+"""Benchmarks of EleutherAI's `lm-eval` on a Llama; needs the extra `lm_eval`.
+
+The library makes the prompts and computes the metrics; here are the three questions that it asks a model.
+Every text begins with the token that begins documents in training.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from flax import nnx
+
+from maxlp.data.specs import import_extra
+from maxlp.data.tokenizers import Tokenizer
+from maxlp.families.llama import likelihood
+from maxlp.nn.decoding import Sampling, generate, padded_length
+
+NEW_TOKENS = 256  # for tasks that name no number, as in the library
+
+
+def evaluate(
+    model: nnx.Module,
+    tokenizer: Tokenizer,
+    tasks: Sequence[str],
+    *,
+    max_len: int,
+    include: str | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+) -> tuple[dict[str, Any], str]:
+    """The results of tasks, and a table of them.
+
+    Args:
+      tasks: names of tasks, groups or tags.
+      max_len: how many tokens the model reads.
+      include: folder with further tasks, as YAML files.
+      num_fewshot: examples before each question; None for each task's own number.
+      limit: use only the first examples of each task.
+
+    Raises:
+      ValueError: an unknown task, or the library is not installed.
+    """
+    lm_eval, api, library_tasks, utils = (
+        import_extra(module, "lm_eval")
+        for module in ("lm_eval", "lm_eval.api.model", "lm_eval.tasks", "lm_eval.utils")
+    )
+
+    class Adapter(api.LM):
+        """The library's interface."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.questions = Questions(model, tokenizer, max_len)
+
+        def loglikelihood(self, requests: list) -> list[tuple[float, bool]]:
+            return self.questions.loglikelihood([request.args for request in requests])
+
+        def loglikelihood_rolling(self, requests: list) -> list[float]:
+            return self.questions.loglikelihood_rolling([request.args[0] for request in requests])
+
+        def generate_until(self, requests: list) -> list[str]:
+            return self.questions.generate_until([request.args for request in requests])
+
+    manager = library_tasks.TaskManager(include_path=include)
+    if unknown := [task for task in tasks if not manager.match_tasks([task])]:
+        raise ValueError(
+            f"--lm_eval={','.join(unknown)} is unknown to lm-eval; `lm-eval ls tasks` lists its tasks, and"
+            " --lm_eval_include=DIR adds others"
+        )
+    results = lm_eval.simple_evaluate(
+        Adapter(),
+        tasks=[*tasks],
+        task_manager=manager,
+        num_fewshot=num_fewshot,
+        limit=limit,
+        log_samples=False,
+    )
+    kept = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")
+    table = "\n".join(
+        utils.make_table(results, part) for part in ("results", "groups") if results.get(part)
+    )
+    return {key: results[key] for key in kept if key in results}, table
+
+
+class Questions:
+    """What `lm-eval` asks: likelihoods of continuations and of texts, and greedy or sampled answers."""
+
+    def __init__(self, model: nnx.Module, tokenizer: Tokenizer, max_len: int):
+        self._model, self._tokenizer, self._max_len = model, tokenizer, max_len
+
+    def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+        """For each (context, continuation), its log-likelihood and whether it is the greedy one."""
+        encoded = [likelihood.encode_pair(self._tokenizer, *pair) for pair in pairs]
+        return likelihood.score(self._model, encoded, self._max_len)
+
+    def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
+        """The log-likelihood of each text, in windows if it is longer than the model reads."""
+        windows = [likelihood.rolling(self._tokenizer, text, self._max_len) for text in texts]
+        scores = iter(likelihood.score(self._model, [*itertools.chain(*windows)], self._max_len))
+        return [sum(next(scores)[0] for _ in parts) for parts in windows]
+
+    def generate_until(self, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+        """For each (context, options), the text up to one of the strings in the option `until`."""
+        groups: dict[tuple, list[int]] = defaultdict(list)
+        prompts = []
+        for number, (context, options) in enumerate(requests):
+            new = min(options.get("max_gen_toks", NEW_TOKENS), self._max_len - 1)
+            ids = [self._tokenizer.bos_id, *self._tokenizer.encode(context).tolist()]
+            prompts.append(ids[-(self._max_len - new) :])
+            groups[padded_length(len(prompts[-1])), new, _sampling(options)].append(number)
+        texts = [""] * len(requests)
+        for (length, new, sampling), numbers in groups.items():
+            for rows in likelihood.batches(numbers, likelihood.rows_of(length + new)):
+                made = generate(
+                    self._model,
+                    [prompts[number] for number in rows],
+                    max_new_tokens=new,
+                    sampling=sampling,
+                    eos_id=self._tokenizer.eos_id,
+                )
+                for number, row in zip(rows, made, strict=True):
+                    texts[number] = self._text(prompts[number], row, requests[number][1].get("until"))
+        return texts
+
+    def _text(self, prompt: list[int], row: list[int], until: str | Sequence[str] | None) -> str:
+        # With the prompt, because some tokenizers drop the space before the first token.
+        text = self._tokenizer.decode(prompt + row)[len(self._tokenizer.decode(prompt)) :]
+        for end in [until] if isinstance(until, str) else until or ():
+            text = text.partition(end)[0] if end else text
+        return text
+
+
+def _sampling(options: dict[str, Any]) -> Sampling:
+    if not options.get("do_sample"):
+        return Sampling(0.0)
+    top_k, top_p = options.get("top_k", 0), options.get("top_p", 1.0)
+    return Sampling(options.get("temperature", 1.0), top_k, top_p)
