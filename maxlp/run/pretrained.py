@@ -24,9 +24,10 @@ from maxlp.core.train_state import State, abstract_model
 from maxlp.data import tokenizers
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
 from maxlp.families import Family, weights
+from maxlp.nn.lora import merged_params
 from maxlp.run import changes, run_dir
 from maxlp.run.config import ConfigError
-from maxlp.run.restore import published_params
+from maxlp.run.restore import restore_model
 from maxlp.run.settings import Settings, make_model, read, read_model
 from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import checkpoint, distributed, files, hub, tree_spec
@@ -35,6 +36,16 @@ from maxlp.runtime.safetensors import Tensors
 SMALL_FILES = ("config.json", "open_clip_config.json", *tokenizers.FILES, *tokenizers.COMPANIONS)
 WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json", "open_clip_model.safetensors")
 VOCABULARY_MULTIPLE = 128  # rows of a swapped vocabulary, so that meshes divide it
+
+
+def published_params(workdir: Path, step: int | None, mesh: Mesh) -> State:
+    """The parameters that a run publishes: averaged by schedule_free_adamw, with adapters merged into them.
+
+    Args:
+      step: None takes the newest intact checkpoint.
+    """
+    graphdef, state, _ = restore_model(run_dir.load_config(workdir), workdir, step, mesh)
+    return merged_params(nnx.merge(graphdef, state["params"], state["model_state"]))
 
 
 class RunWeights:
@@ -196,7 +207,7 @@ def find(spec: str, key: str = "config.train.init_from") -> RunWeights | Library
 def configure(
     c: ConfigDict,
     workdir: Path,
-    source: str,
+    source: str | None,
     swap: str | None = None,
     overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> ConfigDict:
@@ -212,6 +223,8 @@ def configure(
     Raises:
       ConfigError: a flag that contradicts the weights.
     """
+    if source is None:
+        raise ConfigError(f"--swap_tokenizer={swap} needs --from, the weights to swap the tokenizer of")
     spec = hub.as_id(source)
     spec = spec if hub.is_id(spec) else str(files.local_path(spec, "--from"))
     agree_on_commits(workdir, spec, swap or "")
@@ -309,14 +322,15 @@ def agree_on_commits(workdir: Path, *specs: str) -> None:
     hub.commits.update(distributed.gather_json(hub.commits)[0])
 
 
-def differences(s: Settings, workdir: Path) -> list[str]:
-    """One line for each key with which a new run's model computes something else than its weights did."""
+def report_differences(s: Settings, workdir: Path) -> None:
+    """Prints the keys with which a new run's model computes something else than its weights did."""
     if not s.train.init_from or changes.saved_data_state(workdir) is not None:
-        return []
+        return
     if (model := find(s.train.init_from).model) is None:
-        return []
-    lines = changes.other_model(model, _section(s.family, s.model))
-    return [line for key, line in lines.items() if key != "model.vocab_size" or not s.train.swap_tokenizer]
+        return
+    for key, line in changes.other_model(model, _section(s.family, s.model)).items():
+        if key != "model.vocab_size" or not s.train.swap_tokenizer:
+            distributed.print_primary(f"another model than in config.train.init_from: {line}")
 
 
 def check_tokenizer(init_from: str, spec: str, made: Tokenizer) -> None:
@@ -334,11 +348,18 @@ def check_tokenizer(init_from: str, spec: str, made: Tokenizer) -> None:
         options = spec.partition("?")[2]
         if options and "?" not in theirs:
             theirs += f"?{options}"
-        if made.means_the_same(make_tokenizer(theirs)):
+        if _mean_the_same(made, make_tokenizer(theirs)):
             return
     raise ConfigError(
         f"config.data.tokenizer={spec} is not the tokenizer that config.train.init_from={init_from} was "
         f"trained with; {way_out}, or exchange it with --from={init_from} --swap_tokenizer={spec}"
+    )
+
+
+def _mean_the_same(a: Tokenizer, b: Tokenizer) -> bool:
+    """Whether each id stands for the same text in both, so that a model can be used with either."""
+    return a.fingerprint == b.fingerprint or (
+        (a.tokens, a.bos_id, a.eos_id) == (b.tokens, b.bos_id, b.eos_id)
     )
 
 

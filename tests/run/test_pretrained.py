@@ -19,7 +19,7 @@ from maxlp.data.tokenizers.training import train_bpe
 from maxlp.run import changes, pretrained, run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import resolve
-from maxlp.run.restore import published_params
+from maxlp.run.pretrained import published_params
 from maxlp.run.settings import read
 from maxlp.run.tokenizer import prepare_tokenizer
 from maxlp.runtime import hub
