@@ -1,4 +1,4 @@
-"""The transcript at the top of docs/finetuning.md, with a tiny random model in place of the one that it names."""
+"""The transcript at the top of docs/finetuning.md, with a tiny random model for the one that it names."""
 
 import os
 import re
@@ -68,7 +68,8 @@ def test_the_transcript_makes_a_model_that_loads_again(shell, tmp_path):
         assert (uploaded / name).read_bytes() == (tmp_path / "tiny" / name).read_bytes()
     fake.push(RESULT, uploaded)
     again = run(
-        f"maxlp train --from={RESULT} --workdir=again --config.data.source='jsonl:notes.jsonl?validation=0.1' "
+        f"maxlp train --from={RESULT} --workdir=again "
+        "--config.data.source='jsonl:notes.jsonl?validation=0.1' "
         "--config.data.seq_len=64 --config.data.batch_size=4 --config.train.total_steps=1 "
         "--config.optimizer.learning_rate=1e-30 --config.optimizer.warmup_steps=0\n"
         "maxlp evaluate --workdir=again"
