@@ -1,4 +1,4 @@
-"""Files and folders that change atomically where the file system renames atomically; in buckets see `mirror`."""
+"""Files and folders that change atomically, on file systems that rename atomically; see also `mirror`."""
 
 import contextlib
 import json
