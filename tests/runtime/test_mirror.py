@@ -91,9 +91,12 @@ def test_a_push_that_fails_is_tried_again(bucket, monkeypatch):
 def test_metrics_are_in_the_bucket_before_the_checkpoint_that_follows_them(bucket, monkeypatch):
     monkeypatch.setattr(mirror, "PUSH_SECONDS", 1000.0)
     folder, write, order = opened(bucket), storage.write, []
-    monkeypatch.setattr(
-        storage, "write", lambda url, *args, **kw: order.append(url) or write(url, *args, **kw)
-    )
+
+    def noted(url, *args, **kwargs):
+        order.append(url.rpartition("/")[2])
+        write(url, *args, **kwargs)
+
+    monkeypatch.setattr(storage, "write", noted)
     with lock.open_lock(folder) as held:
         held.acquire()
         with Checkpointer(folder / "checkpoints", every_steps=1) as checkpointer:
@@ -214,15 +217,23 @@ def test_who_was_taken_over_completes_no_checkpoint_and_ends(bucket, monkeypatch
     assert lock.NAME in storage.find(bucket)  # the other's
 
 
-def test_a_bucket_that_cannot_be_written_to_is_refused_and_stays_as_it_is(bucket, monkeypatch):
-    async def refused(*_, **__):
-        raise PermissionError("access denied")
+class ReadOnly:
+    """A file system whose store refuses to write."""
 
-    folder = opened(bucket)
-    monkeypatch.setattr(type(storage.file_system(bucket)), "_pipe_file", refused)
-    with (
-        lock.open_lock(folder) as held,
-        pytest.raises(PermissionError, match=f"{bucket}/lock: access refused"),
-    ):
+    def __init__(self, fs):
+        self._fs = fs
+
+    def __getattr__(self, name):
+        return getattr(self._fs, name)
+
+    def pipe_file(self, *_, **__):
+        raise OSError("Forbidden: no permission storage.objects.create")  # as gcsfs
+
+
+def test_a_bucket_that_cannot_be_written_to_is_refused_and_stays_as_it_is(bucket, monkeypatch):
+    folder, file_system = opened(bucket), storage.file_system
+    monkeypatch.setattr(storage, "file_system", lambda url: ReadOnly(file_system(url)))
+    message = f"{bucket}/lock: access refused"
+    with lock.open_lock(folder) as held, pytest.raises(PermissionError, match=message):
         held.acquire()
     assert names(bucket) == [] and not os.path.exists(folder)
