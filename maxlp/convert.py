@@ -43,6 +43,7 @@ from maxlp.run.pretrained import LibraryWeights, published_params
 from maxlp.run.settings import read_model
 from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import checkpoint, files, hub
+from maxlp.runtime.distributed import print_primary
 from maxlp.runtime.safetensors import write_tensors
 
 PRECISION = dict(  # of an imported model: all matmuls in model.dtype
@@ -74,11 +75,11 @@ def main(command: str = "nothing") -> None:
         if not hub.is_id(source):
             source = str(_required("input"))
         import_weights(source, workdir, values.format, values.dtype, values.image_size)
-        print(f"{workdir} is a run at step 0; training starts from it with --from={workdir}")
+        print_primary(f"{workdir} is a run at step 0; training starts from it with --from={workdir}")
     elif command == "export":
         workdir, output = _required("workdir"), _required("output")
         export_weights(workdir, output, values.format, values.step, values.dtype)
-        print(f"{output} holds {', '.join(sorted(path.name for path in output.iterdir()))}")
+        print_primary(f"{output} holds {', '.join(sorted(path.name for path in output.iterdir()))}")
     else:
         raise ValueError(f"the first argument must be 'import' or 'export', not {command!r}")
 

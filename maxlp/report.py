@@ -14,6 +14,7 @@ from maxlp.monitoring.curves import plot_curves
 from maxlp.monitoring.run_record import Run, load_run
 from maxlp.monitoring.sections import report_text
 from maxlp.run import cli
+from maxlp.runtime.files import mirrored, shown
 
 
 def define_flags() -> None:
@@ -52,9 +53,11 @@ def show(workdir: str, spike: int | None = None, precision: str = "recipe") -> N
         return
     if precision != "recipe":
         raise ValueError(f"--precision={precision} is of a replay; add --spike=STEP")
-    print(report_text(run))
+    print(shown(report_text(run)))
     if path := plot_curves(run.workdir):
-        print(f"\nCurves in {path}")
+        if mirror := mirrored(path):
+            mirror.send(path)
+        print(shown(f"\nCurves in {path}"))
 
 
 def replay_spike(run: Run, spike: int, precision: str) -> None:

@@ -45,7 +45,7 @@ from maxlp.run.tokenizer import prepare_tokenizer
 from maxlp.runtime import distributed, files, hardware, preemption
 from maxlp.runtime.checkpoint import Checkpointer, ClockSetBackError
 from maxlp.runtime.distributed import is_primary, print_primary
-from maxlp.runtime.lock import WorkdirLock
+from maxlp.runtime.lock import WorkdirLock, open_lock
 from maxlp.runtime.throughput import Throughput
 from maxlp.runtime.writers import MetricWriter
 
@@ -78,7 +78,7 @@ def main() -> int:
 
         overrides = config_flags.get_override_values(flags.FLAGS["config"])
         c = pretrained.configure(c, workdir, start, swap, overrides)
-    with WorkdirLock(workdir) as lock:
+    with open_lock(workdir) as lock:
         while True:
             try:
                 with contextlib.ExitStack() as stack:

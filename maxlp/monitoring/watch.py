@@ -21,7 +21,7 @@ from maxlp.monitoring import statistics
 from maxlp.monitoring.guards import RollbackRequested
 from maxlp.monitoring.spikes import Detector, Spike, SpikeConfig
 from maxlp.runtime import checkpoint, distributed
-from maxlp.runtime.files import read_json, write_json
+from maxlp.runtime.files import mirrored, read_json, write_json
 
 KEPT_POSITIONS = 4  # steps; metrics reach the host a step late, and a spike needs the position before it
 
@@ -168,6 +168,8 @@ def keep_checkpoint(workdir: Path, spike_step: int, lead: int) -> Path | None:
         shutil.rmtree(part, ignore_errors=True)  # of a run that was killed here
         try:
             shutil.copytree(chosen.path, part, copy_function=os.link)
+            if mirror := mirrored(kept):  # of the arrays
+                mirror.copy(chosen.path, kept)
             part.rename(kept)
         except (OSError, shutil.Error):
             shutil.rmtree(part, ignore_errors=True)

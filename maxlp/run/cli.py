@@ -19,6 +19,7 @@ from ml_collections import ConfigDict, config_flags
 from maxlp import schema
 from maxlp.run.config import RENAMED, ConfigError, choices, load_file
 from maxlp.runtime.exits import EXIT_FAILED, EXIT_INTERRUPTED, hard_exit
+from maxlp.runtime.files import shown
 
 # Users' path errors. Others of the system, such as a full disk, may be gone when a launcher tries again.
 PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
@@ -166,6 +167,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _fail(message: str, code: int = 2) -> typing.NoReturn:
+    message = shown(message)
     if len(message) > MAX_MESSAGE:
         message = f"{message[: MAX_MESSAGE // 2]} … {message[-MAX_MESSAGE // 2 :]}"
     print(f"error: {message}", file=sys.stderr, flush=True)

@@ -226,7 +226,8 @@ def configure(
     if source is None:
         raise ConfigError(f"--swap_tokenizer={swap} needs --from, the weights to swap the tokenizer of")
     spec = hub.as_id(source)
-    spec = spec if hub.is_id(spec) else str(files.local_path(spec, "--from"))
+    if not hub.is_id(spec) and "://" not in spec:
+        spec = str(files.local_path(spec, "--from"))
     agree_on_commits(workdir, spec, swap or "")
     theirs = recorded = _recorded(workdir, spec)
     if theirs is None:
@@ -234,11 +235,8 @@ def configure(
         theirs = _Start(found.model, found.tokenizer)
     if (model := theirs.model) is None:
         raise ConfigError(f"--from={source} has no config.json beside it; give the folder of the run")
-    given = dict(init_from=overrides.get("train.init_from", spec))
-    if given["init_from"] != spec:
-        raise ConfigError(
-            f"--from={source} contradicts config.train.init_from={given['init_from']}; give one"
-        )
+    if (other := overrides.get("train.init_from", spec)) != spec:
+        raise ConfigError(f"--from={source} contradicts config.train.init_from={other}; give one")
     tokenizer = overrides.get("data.tokenizer")
     if swap is not None:
         if tokenizer not in (None, swap):
@@ -341,7 +339,7 @@ def check_tokenizer(init_from: str, spec: str, made: Tokenizer) -> None:
       made: the tokenizer of that spec.
     """
     theirs = find(init_from).tokenizer
-    way_out = "drop it and give the weights with --from" if theirs else "give theirs"
+    way_out = "give theirs"
     if theirs is None and not spec.startswith("bpe:"):
         return  # nothing is known about it
     if theirs is not None:
@@ -350,9 +348,10 @@ def check_tokenizer(init_from: str, spec: str, made: Tokenizer) -> None:
             theirs += f"?{options}"
         if _mean_the_same(made, make_tokenizer(theirs)):
             return
+        way_out = f"drop it and give --from={init_from}; to exchange theirs, add --swap_tokenizer={spec}"
     raise ConfigError(
         f"config.data.tokenizer={spec} is not the tokenizer that config.train.init_from={init_from} was "
-        f"trained with; {way_out}, or exchange it with --from={init_from} --swap_tokenizer={spec}"
+        f"trained with; {way_out}"
     )
 
 

@@ -36,6 +36,7 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
+from maxlp.runtime import files
 from maxlp.runtime.exits import EXIT_FAILED, EXIT_INTERRUPTED, hard_exit
 
 _EXPLICIT = ("MAXLP_COORDINATOR", "MAXLP_NUM_PROCESSES", "MAXLP_PROCESS_ID")
@@ -203,13 +204,17 @@ def is_primary() -> bool:
 def print_primary(message: object) -> None:
     """Prints a line for the user, in the primary process only."""
     if is_primary():
-        print(message, flush=True)
+        print(files.shown(message), flush=True)
 
 
 def barrier(name: str) -> None:
-    """Waits until every process has reached the barrier of this name."""
+    """Waits until every process has reached the barrier, and sees what others wrote to a run before."""
     if jax.process_count() > 1:
+        if mirror := files.mirror_module():
+            mirror.before_barrier()
         multihost_utils.sync_global_devices(name)
+        if mirror:
+            mirror.after_barrier()
 
 
 def gather_json(obj: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Files and folders that change atomically, on any file system that renames atomically."""
+"""Files and folders that change atomically, on file systems that rename atomically; see also `mirror`."""
 
 import contextlib
 import json
@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,20 +17,40 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> Path:
     """Makes a path absolute and expands ``~``. Every command passes the directories that it is given.
 
     Args:
+      path: a URL in a bucket becomes its local mirror.
       name: what names the path in a message, such as "--workdir".
 
     Raises:
-      ValueError: the path is empty or a URL.
+      ValueError: the path is empty, or a URL that cannot be used.
     """
     text = os.fspath(path)
     if not text.strip():
         raise ValueError(f"{name}={text} is empty (an unset shell variable?); name a directory")
     if re.match(r"[A-Za-z][\w+.-]*:/", text):
-        raise ValueError(
-            f"{name}={text} is a URL, which is not supported yet: mount the bucket (gcsfuse, s3fs) and "
-            "name its directory"
-        )
+        from maxlp.runtime import mirror
+
+        return mirror.open_folder(text, name)
     return Path(os.path.abspath(os.path.expanduser(text)))
+
+
+def mirrored(path: Path) -> Any:
+    """The `mirror.Mirror` that a path is in, or None."""
+    return (mirror := mirror_module()) and mirror.find(path)
+
+
+def bucket(path: Path) -> Any:
+    """The module `bucket` if a path is in a mirror, else None."""
+    return (mirror := mirror_module()) and mirror.bucket_of(path)
+
+
+def shown(text: object) -> str:
+    """A text for the user, with URLs instead of their local mirrors."""
+    return mirror.with_urls(str(text)) if (mirror := mirror_module()) else str(text)
+
+
+def mirror_module() -> Any:
+    """The module `mirror`, or None: runs on disk do not import it."""
+    return sys.modules.get("maxlp.runtime.mirror")
 
 
 # --- files that are replaced as a whole -----------------------------------------------------------------
@@ -164,6 +185,10 @@ def unfinished(folder: Path) -> Iterator[Path]:
     Args:
       folder: empty or new.
     """
+    if mirror := mirrored(folder):
+        with mirror.written(folder):
+            yield folder
+        return
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     temporary = folder / ".unfinished"  # inside, because `folder` may be all that can be written to
     try:
@@ -178,6 +203,13 @@ def unfinished(folder: Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):
                 each.rmdir()
         raise
+
+
+def move(path: Path, target: Path) -> None:
+    """Renames a folder of a run."""
+    if mirror := mirrored(path):
+        mirror.move(path, target)
+    path.rename(target)
 
 
 def unused_path(path: Path) -> Path:

@@ -24,6 +24,7 @@ import secrets
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ import jax
 
 from maxlp.runtime import distributed
 from maxlp.runtime.exits import hard_exit
-from maxlp.runtime.files import naming, remove_temporaries
+from maxlp.runtime.files import mirrored, naming, remove_temporaries, shown
 
 NAME = "lock"
 BEAT_SECONDS = 5.0
@@ -39,6 +40,11 @@ WATCH_SECONDS = 30.0  # several beats: the holder's threads, or the file system,
 SETTLE_SECONDS = 1.0  # longer than it takes for a write to be seen by processes that start at the same time
 
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
+
+
+def open_lock(workdir: Path) -> "WorkdirLock":
+    """The lock of a workdir on disk or in a bucket, not yet taken."""
+    return mirror.lock(workdir) if (mirror := mirrored(workdir)) else WorkdirLock(workdir)
 
 
 class WorkdirLock:
@@ -52,6 +58,7 @@ class WorkdirLock:
         self.workdir = workdir
         self._path = workdir / NAME
         self._descriptor: int | None = None
+        self._held = False
         self._released = threading.Event()
         self._created: list[Path] = []  # folders; removed at the end if they are empty
         self._record = {
@@ -72,7 +79,7 @@ class WorkdirLock:
         if _is_at(self._descriptor, self._path) and self._is_mine():
             self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
-        self._descriptor = None
+        self._descriptor, self._held = None, False
         with contextlib.suppress(OSError):  # not empty
             for folder in self._created:
                 folder.rmdir()
@@ -84,7 +91,7 @@ class WorkdirLock:
           ValueError: another process holds it.
         """
         failure: Exception | None = None
-        if distributed.is_primary() and self._descriptor is None:
+        if distributed.is_primary() and not self._held:
             try:
                 with naming(self._path):
                     self._take()
@@ -105,7 +112,7 @@ class WorkdirLock:
             if locked is not None and (not holder or holder["boot"] == self._record["boot"]):
                 lives = not locked
             else:
-                lives = _changes(self._path, holder)
+                lives = changes(self._path, self._path.read_bytes, holder)
             if lives:
                 raise ValueError(_refusal(self.workdir, _parse(_read(descriptor)) or holder))
             self._descriptor = descriptor
@@ -118,6 +125,7 @@ class WorkdirLock:
             self._descriptor = None
             os.close(descriptor)
             raise
+        self._held = True
         for directory in (self.workdir, self.workdir / "spikes"):
             remove_temporaries(directory)
         os.register_at_fork(after_in_child=functools.partial(_close, descriptor))
@@ -139,12 +147,16 @@ class WorkdirLock:
             return True
         return not holder or holder["token"] == self._record["token"]
 
+    def end_if_lost(self) -> None:
+        """Ends this process if another one holds the workdir now."""
+        if not self._released.is_set() and not self._is_mine():
+            print(f"error: another process has taken over {shown(self.workdir)}", file=sys.stderr)
+            hard_exit(2)
+
     def _beat(self) -> None:
         count = 0
         while not self._released.wait(BEAT_SECONDS):
-            if not self._is_mine():
-                print(f"error: another process has taken over {self.workdir}", file=sys.stderr)
-                hard_exit(2)
+            self.end_if_lost()
             count += 1
             try:
                 self._write(count)
@@ -207,18 +219,18 @@ def _parse(content: bytes) -> dict[str, Any] | None:
     return record if complete else None
 
 
-def _changes(path: Path, holder: dict[str, Any] | None) -> bool:
-    """Whether the file changes while it is watched, as it does while its holder lives."""
-    before = path.read_bytes()
+def changes(name: object, read: Callable[[], bytes], holder: dict[str, Any] | None) -> bool:
+    """Whether a lock (``read`` returns its content) changes, as it does while its holder lives."""
+    before = read()
     if not before:
         return False
-    name = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
-    print(f"{path} names {name}: watching for {WATCH_SECONDS:.0f} s whether it still runs", flush=True)
+    process = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
+    print(f"{name} names {process}: watching for {WATCH_SECONDS:.0f} s whether it still runs", flush=True)
     deadline = time.monotonic() + WATCH_SECONDS
     while time.monotonic() < deadline:
         time.sleep(min(0.5, WATCH_SECONDS / 10))
         try:
-            if path.read_bytes() != before:  # opened anew: network file systems then fetch the content
+            if read() != before:  # opened anew: network file systems then fetch the content
                 return True
         except FileNotFoundError:
             return False

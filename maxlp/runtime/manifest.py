@@ -1,7 +1,8 @@
 """Checksums of the files in a folder, and the manifest that records them.
 
 A manifest is the file ``manifest.txt`` in the folder: a line ``CRC-32 SIZE PATH`` for every other file,
-sorted by path, and a last line with the CRC-32 of the lines above it.
+sorted by path, and a last line with the CRC-32 of the lines above it. Of a folder in a bucket, which keeps
+MD5 sums, the lines are ``md5:MD5 SIZE PATH`` (see `bucket`); either kind can be verified in either place.
 
 Why CRC-32: the threat is a failing disk, a bad cable or a truncated write, not a forger. CRC-32
 detects every single flipped bit, every burst of up to 32 bits and all but one in 4e9 of other changes.
@@ -12,6 +13,7 @@ The checksums of a large model would take one process minutes to hours, so sever
 `share` assigns the files to processes.
 """
 
+import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Mapping
@@ -25,7 +27,7 @@ _THREADS = 4
 _BLOCK_BYTES = 4 << 20
 
 Checksums = dict[str, tuple[str, int]]
-"""CRC-32 (eight hexadecimal digits) and size in bytes of each file, by its path within the folder."""
+"""CRC-32 (or ``md5:MD5``; hexadecimal) and size in bytes of each file, by its path within the folder."""
 
 
 def file_sizes(root: Path) -> dict[str, int]:
@@ -84,8 +86,13 @@ def _peer_file(root: Path, index: int) -> Path:
 
 def write(root: Path, sums: Checksums) -> None:
     """Writes the manifest of a folder."""
-    body = "".join(f"{crc} {size} {name}\n" for name, (crc, size) in sorted(sums.items()))
-    files.write_text(root / NAME, body + f"{zlib.crc32(body.encode()):08x}\n")
+    files.write_text(root / NAME, text_of(sums))
+
+
+def text_of(sums: Checksums) -> str:
+    """The content of a manifest."""
+    body = "".join(f"{checksum} {size} {name}\n" for name, (checksum, size) in sorted(sums.items()))
+    return body + f"{zlib.crc32(body.encode()):08x}\n"
 
 
 def read(root: Path) -> Checksums | None:
@@ -98,7 +105,7 @@ def read(root: Path) -> Checksums | None:
     if not body or own_crc != f"{zlib.crc32(body):08x}\n".encode():
         return None
     lines = [line.split(" ", 2) for line in body.decode().splitlines()]
-    return {name: (crc, int(size)) for crc, size, name in lines}
+    return {name: (checksum, int(size)) for checksum, size, name in lines}
 
 
 def find_faults(root: Path, index: int = 0, count: int = 1) -> list[str]:
@@ -123,16 +130,22 @@ def find_faults(root: Path, index: int = 0, count: int = 1) -> list[str]:
         return [f"{name} {fault}" for name, fault in zip(names, faults, strict=True) if fault]
 
 
-def _fault(path: Path, crc: str, size: int) -> str | None:
+def _fault(path: Path, checksum: str, size: int) -> str | None:
     try:
         found = path.stat().st_size
         if found != size:
             return f"has {found} bytes instead of {size}"
-        return None if _crc32(path) == crc else "does not match its checksum"
+        found = _md5(path) if checksum.startswith("md5:") else _crc32(path)
+        return None if found == checksum else "does not match its checksum"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
+
+
+def _md5(path: Path) -> str:
+    with path.open("rb") as file:
+        return f"md5:{hashlib.file_digest(file, 'md5').hexdigest()}"
 
 
 def _crc32(path: Path) -> str:

@@ -6,6 +6,7 @@ URLs are kept, never file systems or open files: those survive neither a fork no
 
 import base64
 import contextlib
+import datetime
 import importlib.util
 import logging
 import re
@@ -25,7 +26,7 @@ EXTRAS = {
     "hf": ("huggingface_hub", "hf"),
 }
 BUCKETS = ("gs", "s3")  # can be written to, and keep MD5 sums
-ANSWER_SECONDS = 8.0  # in which a store must answer `check`
+ANSWER_SECONDS = 7.0  # in which a store must answer `check`
 
 _REFUSED = re.compile(r"\b40[13]\b|credential|forbidden|unauthori[sz]ed|access ?denied|anonymous", re.I)
 _MAX_REASON = 200  # characters
@@ -42,11 +43,13 @@ class Entry(NamedTuple):
       size: in bytes.
       md5: of the content, in hexadecimal digits, where the store keeps it.
       tag: changes whenever the content does: MD5, ETag, blob id or time of the last change; "" if none.
+      changed: time of the last change in seconds since 1970; 0 if the store does not keep it.
     """
 
     size: int
     md5: str | None
     tag: str
+    changed: float
 
 
 def is_url(path: str) -> bool:
@@ -90,7 +93,7 @@ def check(url: str, name: str) -> None:
 
     try:
         with _explained(f"{protocol}://{bucket}" if protocol in BUCKETS else url):
-            _within(ANSWER_SECONDS, ask)
+            in_time(ask)
     except OSError as error:
         raise ValueError(f"{name}={url}: {error}") from error
 
@@ -159,11 +162,51 @@ def upload(path: Path, url: str) -> None:
         fs.put_file(str(path), url)
 
 
+def download(url: str, path: Path) -> None:
+    """Copies a file of any size from a bucket."""
+    fs = file_system(url)
+    with _explained(url):
+        fs.get_file(url, str(path))
+
+
 def remove(url: str) -> None:
     """Deletes a file, or a folder with everything in it; what does not exist is ignored."""
     fs = file_system(url)
     with _explained(url), contextlib.suppress(FileNotFoundError):
         fs.rm(url.rstrip("/"), recursive=True)
+
+
+def copy(source: str, target: str) -> None:
+    """Copies a file within a bucket; the store itself moves the bytes."""
+    with _explained(source):
+        file_system(source).copy(source, target)
+
+
+def in_time(function: Callable[[], T]) -> T:
+    """Calls a function in a thread, which is abandoned after `ANSWER_SECONDS`.
+
+    The libraries below retry for minutes, and look for credentials on servers that may not exist.
+
+    Raises:
+      StorageError: it took too long.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(ANSWER_SECONDS)
+    for error in errors:
+        raise error
+    if not results:
+        raise StorageError(f"no answer within {ANSWER_SECONDS:.0f} s; check network and credentials")
+    return results[0]
 
 
 # --- helpers --------------------------------------------------------------------------------------------
@@ -180,19 +223,21 @@ def _protocol(url: str) -> str:
     module, extra = EXTRAS[protocol]
     if not all(importlib.util.find_spec(name) for name in ("fsspec", module)):
         raise ValueError(f"{url} needs {module}: pip install 'maxlp[{extra}]'")
-    if protocol in BUCKETS:  # these libraries log a traceback for every error that they raise or retry
-        logging.getLogger(module).setLevel(logging.CRITICAL)
+    for library in (module, "google.auth"):  # they log every error that they raise, or try again after
+        logging.getLogger(library).setLevel(logging.CRITICAL)
     return protocol
 
 
 def _entry(info: dict[str, Any]) -> Entry:
     """From what a store lists: MD5 as `md5Hash` on gs; on s3 it is the ETag, unless it is of parts."""
+    changed = info.get("LastModified") or info.get("mtime")
     etag = str(info.get("ETag") or info.get("etag") or "").strip('"')
     md5 = etag if re.fullmatch("[0-9a-f]{32}", etag) else None
     if "md5Hash" in info:
         md5 = base64.b64decode(info["md5Hash"]).hex()
-    tag = md5 or etag or info.get("blob_id") or info.get("mtime") or info.get("LastModified") or ""
-    return Entry(info.get("size") or 0, md5, str(tag))
+    tag = md5 or etag or info.get("blob_id") or changed or ""
+    seconds = changed.timestamp() if isinstance(changed, datetime.datetime) else 0.0
+    return Entry(info.get("size") or 0, md5, str(tag), seconds)
 
 
 @contextlib.contextmanager
@@ -204,8 +249,6 @@ def _explained(url: str) -> Iterator[None]:
         raise FileExistsError(f"{url} exists already") from None
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{url} does not exist") from error
-    except TimeoutError as error:
-        raise StorageError(f"{url}: no answer within {ANSWER_SECONDS:.0f} s") from error
     except Exception as error:
         reason = " ".join(str(error).split())[:_MAX_REASON] or type(error).__name__
         if isinstance(error, PermissionError) or _REFUSED.search(f"{type(error).__name__} {reason}"):
@@ -213,27 +256,3 @@ def _explained(url: str) -> Iterator[None]:
                 f"{url}: access refused ({reason}); log in, or set the credentials of this store"
             ) from error
         raise StorageError(f"{url}: {reason}") from error
-
-
-def _within(seconds: float, function: Callable[[], T]) -> T:
-    """Calls a function in a thread that is abandoned when it takes too long.
-
-    The libraries below retry for minutes, and look for credentials on servers that may not exist.
-    """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    for error in errors:
-        raise error
-    if not results:
-        raise TimeoutError
-    return results[0]

@@ -82,8 +82,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"train.init_from": "/nowhere"}, "config.train.init_from=/nowhere: no intact checkpoint"),
     (
         "llama",
-        {"train.init_from": "gs://bucket/run"},
-        "config.train.init_from=gs://bucket/run is a URL",
+        {"train.init_from": "https://server/run"},
+        "config.train.init_from=https://server/run is not a folder",
     ),
     ("llama", {"metrics.wandb_project": "x"}, "config.metrics.wandb_project='x' needs wandb"),
     ("clip", {"data.source": "tar:/nowhere.tar"}, "/nowhere.tar"),

@@ -496,8 +496,8 @@ def test_load_params_names_a_directory_without_checkpoints(tmp_path, place):
         ({"every_steps": 1, "keep_last": 0}, r"keep_last=0"),
         ({"every_steps": 1, "keep_every": 0}, r"keep_every=0"),
         (
-            {"every_steps": 1, "directory": "gs://bucket/run"},
-            r"directory=gs://bucket/run is a URL.*: mount the bucket",
+            {"every_steps": 1, "directory": "https://server/run"},
+            r"directory=https://server/run is not a folder that can be used",
         ),
     ],
 )

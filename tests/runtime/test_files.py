@@ -94,9 +94,9 @@ def test_unused_paths_are_numbered(tmp_path):
     assert names == ["3.damaged", "3.damaged-2", "3.damaged-3"]
 
 
-@pytest.mark.parametrize("path", ["gs://bucket/run", "s3://b", "anything://x", Path("gs://bucket/run")])
-def test_a_url_is_refused_with_the_way_out(path):
-    with pytest.raises(ValueError, match=r"--workdir=\w+:/.* is a URL.*: mount the bucket"):
+@pytest.mark.parametrize("path", ["ftp://bucket/run", "https://server/run", Path("gs://bucket/run")])
+def test_what_is_not_in_a_bucket_is_refused_with_the_way_out(path):
+    with pytest.raises(ValueError, match=r"--workdir=\w+:/.*name one on disk, or by gs:// or s3://"):
         files.local_path(path, "--workdir")
 
 
