@@ -31,10 +31,9 @@ from maxlp.run.restore import restore_model
 from maxlp.run.settings import Settings, make_model, read, read_model
 from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import checkpoint, distributed, files, hub, tree_spec
-from maxlp.runtime.safetensors import Tensors
+from maxlp.runtime.safetensors import Tensors, index_of
 
 SMALL_FILES = ("config.json", "open_clip_config.json", *tokenizers.FILES, *tokenizers.COMPANIONS)
-WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json", "open_clip_model.safetensors")
 VOCABULARY_MULTIPLE = 128  # rows of a swapped vocabulary, so that meshes divide it
 
 
@@ -152,9 +151,11 @@ class LibraryWeights:
             return weights.to_maxlp(self.tensors, abstract, self.format.layout(self.config), put=_shards)
 
     def _open(self) -> Tensors:
+        file = self.format.weights_file
         if hub.is_id(self.spec):
-            hub.fetch(self.spec, (*SMALL_FILES, *WEIGHT_FILES))
-        return Tensors(self.folder, self.format.weights_file)
+            shards = file.replace(".safetensors", "-*.safetensors")
+            hub.fetch(self.spec, (*SMALL_FILES, file, shards, index_of(file)))
+        return Tensors(self.folder, file)
 
 
 class _Later(Mapping[str, np.ndarray]):
