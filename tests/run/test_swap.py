@@ -77,7 +77,7 @@ def test_bytes_of_a_part_of_a_character_and_a_space_in_front():
     assert tab == [t, a, b], "without the space that `encode` puts in front"
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.full)])
 @pytest.mark.parametrize("tie", [True, False])
 def test_rows_of_embedding_and_head_are_kept_or_means(tmp_path, devices, tie):
     folder, workdir = write_llama(tmp_path / "hf", tie_embeddings=tie), tmp_path / "run"
@@ -105,7 +105,8 @@ def test_rows_of_embedding_and_head_are_kept_or_means(tmp_path, devices, tie):
             tolerance = 0 if len(found) == 1 else 2**-22
             np.testing.assert_allclose(after[i], before[found].mean(0), atol=tolerance, rtol=0)
         everything = before[: theirs.vocab_size].mean(0)
-        np.testing.assert_allclose(after[NEW.vocab_size :], np.tile(everything, (94, 1)), atol=2**-20)
+        rest = after[NEW.vocab_size :]
+        np.testing.assert_allclose(rest, np.tile(everything, (len(rest), 1)), atol=2**-20)
     assert (new["final_norm"]["scale"] == old["final_norm"]["scale"]).all()
 
 
