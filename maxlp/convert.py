@@ -43,8 +43,7 @@ from maxlp.data.tokenizers import Tokenizer, make_tokenizer
 from maxlp.families import Family, compressed_tensors, weights
 from maxlp.parallel import sharding
 from maxlp.run import cli, run_dir
-from maxlp.run.pretrained import LibraryWeights
-from maxlp.run.restore import published_params
+from maxlp.run.pretrained import LibraryWeights, published_params
 from maxlp.run.settings import read_model
 from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import checkpoint, files, hub

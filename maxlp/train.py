@@ -63,11 +63,7 @@ def define_flags() -> None:
         "Weights to start from: a Hugging Face folder, ORG/NAME[@REVISION] on the Hub, or another run. The "
         "model's sizes and the tokenizer are theirs; --config is llama/finetune by default.",
     )
-    flags.DEFINE_string(
-        "swap_tokenizer",
-        None,
-        "With --from: the tokenizer to use instead. Tokens that both have keep their embeddings.",
-    )
+    flags.DEFINE_string("swap_tokenizer", None, "With --from: a tokenizer to use instead of theirs.")
     flags.DEFINE_bool("allow_change", False, "Let a resumed run have another model or other data.")
     flags.DEFINE_bool("dry_run", False, "Check the config, print what would run, and stop.")
 
@@ -79,13 +75,11 @@ def main() -> int:
     preemption.exit_on_sigterm()
     distributed.initialize()
     start, swap = flags.FLAGS["from"].value, flags.FLAGS.swap_tokenizer
-    if start is not None:
+    if start is not None or swap is not None:
         from maxlp.run import pretrained  # few runs need it
 
         overrides = config_flags.get_override_values(flags.FLAGS["config"])
         c = pretrained.configure(c, workdir, start, swap, overrides)
-    elif swap is not None:
-        raise ValueError(f"--swap_tokenizer={swap} needs --from, the weights to swap the tokenizer of")
     with preemption.exit_with_others(), open_lock(workdir) as lock:
         while True:
             try:
@@ -205,8 +199,7 @@ def report_changes(s: Settings, workdir: Path, c: ConfigDict) -> list[str]:
         from maxlp.run import pretrained  # few runs need it
 
         pretrained.agree_on_commits(workdir, s.train.init_from, s.data.tokenizer)
-        for line in pretrained.differences(s, workdir):
-            print_primary(f"another model than in config.train.init_from: {line}")
+        pretrained.report_differences(s, workdir)
     return list(changed)
 
 

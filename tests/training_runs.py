@@ -28,16 +28,18 @@ SMALL = [
 
 
 def start(
-    workdir: Path,
+    workdir: Path | str,
     *options: str,
     config: Sequence[str] = SMALL,
     devices: int = 1,
+    cwd: Path = ROOT,
     command: Sequence[str] = (sys.executable, "-m", "maxlp.train"),
     **env: str,
 ) -> subprocess.Popen:
     """Starts a run.
 
     Args:
+      workdir: or its URL.
       options: flags after those of `config`, which they override.
       devices: simulated ones.
       command: what takes the flags.
@@ -46,7 +48,7 @@ def start(
     command = [*command, f"--workdir={workdir}", *config, *options]
     env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"} | env
     return subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 

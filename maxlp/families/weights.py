@@ -303,7 +303,7 @@ def to_maxlp(
         raise ValueError(f"tensor {unknown[0]!r} has no place in the model that the config describes{more}")
     params: dict[str, Any] = {}
     for path, leaf in leaves.items():
-        array = None
+        array: Any = None
         for index, name in layout.parts(path, leaf.shape):
             shape = leaf.shape if index is ... else leaf.shape[1:]
             value = _part(tensors[stored[name]], layout.place(path), name, path, shape)

@@ -24,17 +24,27 @@ from maxlp.core.train_state import State, abstract_model
 from maxlp.data import tokenizers
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
 from maxlp.families import Family, compressed_tensors, weights
+from maxlp.nn.lora import merged_params
 from maxlp.run import changes, run_dir
 from maxlp.run.config import ConfigError
-from maxlp.run.restore import published_params
+from maxlp.run.restore import restore_model
 from maxlp.run.settings import Settings, make_model, read, read_model
 from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import checkpoint, distributed, files, hub, tree_spec
-from maxlp.runtime.safetensors import Tensors
+from maxlp.runtime.safetensors import Tensors, index_of
 
 SMALL_FILES = ("config.json", "open_clip_config.json", *tokenizers.FILES, *tokenizers.COMPANIONS)
-WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json", "open_clip_model.safetensors")
 VOCABULARY_MULTIPLE = 128  # rows of a swapped vocabulary, so that meshes divide it
+
+
+def published_params(workdir: Path, step: int | None, mesh: Mesh) -> State:
+    """The parameters that a run publishes: averaged by schedule_free_adamw, with adapters merged into them.
+
+    Args:
+      step: None takes the newest intact checkpoint.
+    """
+    graphdef, state, _ = restore_model(run_dir.load_config(workdir), workdir, step, mesh)
+    return merged_params(nnx.merge(graphdef, state["params"], state["model_state"]))
 
 
 class RunWeights:
@@ -141,9 +151,11 @@ class LibraryWeights:
             return weights.to_maxlp(self.tensors, abstract, self.format.layout(self.config), put=_shards)
 
     def _open(self) -> Mapping[str, np.ndarray]:
+        file = self.format.weights_file
         if hub.is_id(self.spec):
-            hub.fetch(self.spec, (*SMALL_FILES, *WEIGHT_FILES))
-        tensors = Tensors(self.folder, self.format.weights_file)
+            shards = file.replace(".safetensors", "-*.safetensors")
+            hub.fetch(self.spec, (*SMALL_FILES, file, shards, index_of(file)))
+        tensors = Tensors(self.folder, file)
         with self.naming_config():
             return compressed_tensors.dequantized(tensors, self.folder / self.format.config_file)
 
@@ -198,7 +210,7 @@ def find(spec: str, key: str = "config.train.init_from") -> RunWeights | Library
 def configure(
     c: ConfigDict,
     workdir: Path,
-    source: str,
+    source: str | None,
     swap: str | None = None,
     overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> ConfigDict:
@@ -214,8 +226,11 @@ def configure(
     Raises:
       ConfigError: a flag that contradicts the weights.
     """
+    if source is None:
+        raise ConfigError(f"--swap_tokenizer={swap} needs --from, the weights to swap the tokenizer of")
     spec = hub.as_id(source)
-    spec = spec if hub.is_id(spec) else str(files.local_path(spec, "--from"))
+    if not hub.is_id(spec) and "://" not in spec:
+        spec = str(files.local_path(spec, "--from"))
     agree_on_commits(workdir, spec, swap or "")
     theirs = recorded = _recorded(workdir, spec)
     if theirs is None:
@@ -223,11 +238,8 @@ def configure(
         theirs = _Start(found.model, found.tokenizer)
     if (model := theirs.model) is None:
         raise ConfigError(f"--from={source} has no config.json beside it; give the folder of the run")
-    given = dict(init_from=overrides.get("train.init_from", spec))
-    if given["init_from"] != spec:
-        raise ConfigError(
-            f"--from={source} contradicts config.train.init_from={given['init_from']}; give one"
-        )
+    if (other := overrides.get("train.init_from", spec)) != spec:
+        raise ConfigError(f"--from={source} contradicts config.train.init_from={other}; give one")
     tokenizer = overrides.get("data.tokenizer")
     if swap is not None:
         if tokenizer not in (None, swap):
@@ -311,14 +323,15 @@ def agree_on_commits(workdir: Path, *specs: str) -> None:
     hub.commits.update(distributed.gather_json(hub.commits)[0])
 
 
-def differences(s: Settings, workdir: Path) -> list[str]:
-    """One line for each key with which a new run's model computes something else than its weights did."""
+def report_differences(s: Settings, workdir: Path) -> None:
+    """Prints the keys with which a new run's model computes something else than its weights did."""
     if not s.train.init_from or changes.saved_data_state(workdir) is not None:
-        return []
+        return
     if (model := find(s.train.init_from).model) is None:
-        return []
-    lines = changes.other_model(model, _section(s.family, s.model))
-    return [line for key, line in lines.items() if key != "model.vocab_size" or not s.train.swap_tokenizer]
+        return
+    for key, line in changes.other_model(model, _section(s.family, s.model)).items():
+        if key != "model.vocab_size" or not s.train.swap_tokenizer:
+            distributed.print_primary(f"another model than in config.train.init_from: {line}")
 
 
 def check_tokenizer(init_from: str, spec: str, made: Tokenizer) -> None:
@@ -329,18 +342,26 @@ def check_tokenizer(init_from: str, spec: str, made: Tokenizer) -> None:
       made: the tokenizer of that spec.
     """
     theirs = find(init_from).tokenizer
-    way_out = "drop it and give the weights with --from" if theirs else "give theirs"
+    way_out = "give theirs"
     if theirs is None and not spec.startswith("bpe:"):
         return  # nothing is known about it
     if theirs is not None:
         options = spec.partition("?")[2]
         if options and "?" not in theirs:
             theirs += f"?{options}"
-        if made.means_the_same(make_tokenizer(theirs)):
+        if _mean_the_same(made, make_tokenizer(theirs)):
             return
+        way_out = f"drop it and give --from={init_from}; to exchange theirs, add --swap_tokenizer={spec}"
     raise ConfigError(
         f"config.data.tokenizer={spec} is not the tokenizer that config.train.init_from={init_from} was "
-        f"trained with; {way_out}, or exchange it with --from={init_from} --swap_tokenizer={spec}"
+        f"trained with; {way_out}"
+    )
+
+
+def _mean_the_same(a: Tokenizer, b: Tokenizer) -> bool:
+    """Whether each id stands for the same text in both, so that a model can be used with either."""
+    return a.fingerprint == b.fingerprint or (
+        (a.tokens, a.bos_id, a.eos_id) == (b.tokens, b.bos_id, b.eos_id)
     )
 
 

@@ -40,17 +40,6 @@ def restore_model(
     return graphdef, evaluated(restored.state), restored.step
 
 
-def published_params(workdir: Path, step: int | None, mesh: Mesh) -> State:
-    """The parameters that a run publishes: averaged by schedule_free_adamw, with adapters merged into them.
-
-    Args: as of `restore_model`.
-    """
-    from maxlp.nn.lora import merged_params  # few runs need it
-
-    graphdef, state, _ = restore_model(run_dir.load_config(workdir), workdir, step, mesh)
-    return merged_params(nnx.merge(graphdef, state["params"], state["model_state"]))
-
-
 def check_start(run: Experiment, abstract: State, workdir: Path) -> None:
     """Raises what would end a start later on: a workdir, weights or writers that cannot be used.
 

@@ -52,13 +52,12 @@ def _pieces_of(token: bytes, old: Tokenizer, own: dict[bytes, list[int]]) -> lis
         token.decode()
     except UnicodeDecodeError:
         return [own[byte][-1] for byte in (token[i : i + 1] for i in range(len(token))) if byte in own]
-    if old.prefix_bytes and token.startswith(b" "):
-        token = token[1:]  # `encode` puts it back
+    if not old.prefix_bytes:
+        return old.encode(token).tolist()
+    if token.startswith(b" "):
+        return old.encode(token[1:]).tolist()  # which puts the space back
     ids = old.encode(token).tolist()
-    is_prefix = (
-        old.prefix_bytes and len(ids) > 1 and old.tokens[ids[0]] == b" " and not token.startswith(b" ")
-    )
-    return ids[1:] if is_prefix else ids
+    return ids[1:] if len(ids) > 1 and old.tokens[ids[0]] == b" " else ids
 
 
 def swap_rows(params: State, abstract: State, make: MakeModel, old: Tokenizer, new: Tokenizer) -> State:

@@ -19,7 +19,7 @@ from maxlp.data.tokenizers.training import train_bpe
 from maxlp.run import changes, pretrained, run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import resolve
-from maxlp.run.restore import published_params
+from maxlp.run.pretrained import published_params
 from maxlp.run.settings import read
 from maxlp.run.tokenizer import prepare_tokenizer
 from maxlp.runtime import hub
@@ -194,7 +194,7 @@ def test_a_schedule_free_run_passes_on_its_average(folder, tmp_path):
     assert not np.array_equal(trained["final_norm"]["scale"], params["final_norm"]["scale"])
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.full)])
 def test_a_run_with_adapters_passes_on_the_merged_weights(folder, tmp_path, devices):
     base = tmp_path / "base"
     save_run(base, configured(base, folder, train__lora__rank=4), moved)

@@ -74,6 +74,7 @@ def test_without_a_network_the_cache_is_used_or_the_error_names_it(repo, fake_hu
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(fake_hub.url, "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between retries
     assert hub.fetch("hf:org/name", ["*.json"]) == cached
     assert hub.fetch(f"hf:org/name@{commit}", ["*.json"]) == cached
     for patterns in (["*.safetensors"], ["*"]):

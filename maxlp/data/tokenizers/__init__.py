@@ -95,12 +95,6 @@ class Tokenizer:
         """1 if `encode` puts a space before every text (SentencePiece's dummy prefix), else 0."""
         return max(0, int(self.byte_lengths[self.encode("a")].sum()) - 1)
 
-    def means_the_same(self, other: "Tokenizer") -> bool:
-        """Whether each id stands for the same text in both, so that a model can be used with either."""
-        if self.fingerprint == other.fingerprint:
-            return True
-        return self.tokens == other.tokens and (self.bos_id, self.eos_id) == (other.bos_id, other.eos_id)
-
 
 def make_tokenizer(spec: str) -> Tokenizer:
     """Makes the tokenizer that `spec` names; see the module.
