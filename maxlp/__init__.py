@@ -1,4 +1,4 @@
-"""maxlp: low-precision, low-memory training of Llama and CLIP in Flax NNX."""
+"""maxlp: low-precision, low-memory training of Llama, Qwen3 and CLIP in Flax NNX."""
 
 import time
 

@@ -935,8 +935,18 @@ LLAMA = [
             "(x_BSNH[..., 0::2].astype(jnp.float32), x_BSNH[..., 1::2].astype(jnp.float32))",
         ),
         (
-            "k_BSKH = rotate(self.heads(self.k_proj(x_BSD)), *rope)",
-            "k_BSKH = self.heads(self.k_proj(x_BSD))",
+            "k_BSKH = rotate(self.heads(self.k_proj(x_BSD), self.k_norm), *rope)",
+            "k_BSKH = self.heads(self.k_proj(x_BSD), self.k_norm)",
+        ),
+        (
+            "rotate(self.heads(self.q_proj(x_BSD), self.q_norm), *rope)",
+            "rotate(self.heads(self.q_proj(x_BSD), self.k_norm), *rope)",
+            "families/qwen3/test_model.py::test_attention_with_norms_equals_numpy",
+        ),
+        (
+            "y_BSNH if norm is None else norm(y_BSNH)",
+            "y_BSNH",
+            "families/qwen3/test_parity.py::test_logits_loss_and_gradients_equal_hugging_face",
         ),
         ("np.arange(0, head_dim, 2) / head_dim)", "np.arange(0, head_dim, 2) / (head_dim // 2))"),
         (
@@ -1035,6 +1045,22 @@ LLAMA = [
         ),
         ('"tie_word_embeddings", bool, False', '"tie_word_embeddings", bool, True'),
         ("rms_norm_eps=config.norm_eps", "rms_norm_eps=1e-5"),
+        (
+            "    if config.qk_norm:\n        raise",
+            "    if False:\n        raise",
+            "families/qwen3/test_hf.py",
+        ),
+    ),
+    *_in(
+        "families/qwen3/hf.py",
+        "families/qwen3/test_hf.py",
+        ('{"head_dim": HEAD_DIM, **hf}', "hf"),
+        ("use_sliding_window=False)", ")"),
+    ),
+    *_in(
+        "families/qwen3/constraints.py",
+        "families/qwen3/test_task.py",
+        ("(*constraints.RULES, queries_and_keys_are_normed)", "constraints.RULES"),
     ),
     *_in(
         "families/llama/constraints.py",
@@ -1060,6 +1086,7 @@ LLAMA = [
             "planning/test_compiled.py",
         ),
         ("a=jnp.dtype(m.dtype).itemsize", "a=jnp.dtype(m.param_dtype).itemsize"),
+        ("+ 3 * normed_heads(s)", ""),
     ),
 ]
 
@@ -1289,6 +1316,15 @@ CLIP = [
             "planning/test_cost_model.py",
         ),
         ("tile = min(rows, settings.loss.tile_size)", "tile = max(rows, settings.loss.tile_size)"),
+    ),
+    *_in(
+        "families/compressed_tensors.py",
+        "families/test_compressed_tensors.py",
+        ("amax(jnp.asarray(weight), (1,))", "amax(jnp.asarray(weight), (0, 1))"),
+        ("+ np.uint32(0xFFFF)) & np", "+ np.uint32(0)) & np"),
+        ("weight / scale", "weight * scale"),
+        ("_check(weights, num_bits=8, symmetric=True, type", "_check(weights, num_bits=8, type"),
+        ("scale.shape not in ((), (1,), (len(codes), 1))", "scale.ndim > 2"),
     ),
     *_in(
         "families/weights.py",
@@ -1780,7 +1816,15 @@ RUNTIME = [
     *_in(
         "runtime/safetensors.py",
         "runtime/test_safetensors.py",
-        ('np.asarray(tensors[name], to, order="C")', 'np.asarray(tensors[name]).astype(to, order="K")'),
+        (
+            'np.asarray(tensors[name], dtypes[name], order="C")',
+            'np.asarray(tensors[name]).astype(dtypes[name], order="K")',
+        ),
+        (
+            "t.dtype if t.dtype in CODES.values() else to",
+            "to",
+            "families/test_compressed_tensors.py",
+        ),
         ("            total = size\n", "            total = 0\n"),
         ("if total > max_bytes and shards[-1]", "if total > max_bytes"),
     ),
@@ -2148,6 +2192,11 @@ COMMANDS = [
         ),
         ("directory.is_dir() and not any(directory.iterdir())", "directory.is_dir()"),
         ("        _copy_tokenizer(workdir, unfinished)\n", ""),
+        (
+            "if scheme is None:  # else",
+            "if True:  # else",
+            "::test_the_matmuls_of_blocks_survive_the_round_trip_in_8_bits",
+        ),
     ),
     *_in(
         "prepare.py",

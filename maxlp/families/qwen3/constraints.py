@@ -5,10 +5,10 @@ from maxlp.run.settings import Machine, Settings
 
 
 def queries_and_keys_are_normed(s: Settings, machine: Machine) -> str | None:
-    """A Qwen3 without norms of queries and keys is a Llama, and no other library reads it as a Qwen3."""
+    """Without norms of queries and keys it is a Llama, and no other library reads it as a Qwen3."""
     if s.model.qk_norm:
         return None
-    return "model.qk_norm=False is a Llama; set model.qk_norm=True, or model.name=llama"
+    return "model.qk_norm=False is not a Qwen3; set model.qk_norm=True, or model.name=llama"
 
 
 RULES = (*constraints.RULES, queries_and_keys_are_normed)

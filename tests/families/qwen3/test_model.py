@@ -78,11 +78,12 @@ def step(trainer: Trainer, params: dict) -> dict:
     return jax.device_get(state["params"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mesh, model",
     [
         pytest.param(dict(fsdp=2, tensor=2, stage=2), {}, id="fsdp, tensor, stage"),
-        pytest.param(dict(context=2), dict(attention="ring"), id="context", marks=pytest.mark.full),
+        pytest.param(dict(context=2), dict(attention="ring"), id="context"),
     ],
 )
 def test_the_scales_are_trained_alike_on_every_mesh(mesh, model):

@@ -29,7 +29,7 @@ def test_presets_have_the_published_sizes(preset):
 
 def test_a_qwen3_without_norms_is_refused():
     s = settings("debug", **{"model.qk_norm": False})
-    with pytest.raises(ConfigError, match=r"model.qk_norm=False is a Llama; .*model.name=llama"):
+    with pytest.raises(ConfigError, match=r"model.qk_norm=False is not a Qwen3; .*model.name=llama"):
         constraints.check(s, s.machine(1, "cpu"))
 
 
