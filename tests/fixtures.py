@@ -171,11 +171,15 @@ class Trainer:
         with jax.set_mesh(self.mesh):
             return jax.jit(init, out_shardings=shardings(self.abstract))(params)
 
-    def lower(self, batch: dict[str, np.ndarray]) -> jax.stages.Lowered:
+    def trace(self, batch: dict[str, np.ndarray]) -> jax.stages.Traced:
         place = sharding.batch_sharding(self.mesh)
         shapes = {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=place) for k, v in batch.items()}
         with jax.set_mesh(self.mesh):
-            return self.step.lower(self.abstract, shapes)
+            return self.step.trace(self.abstract, shapes)
+
+    def lower(self, batch: dict[str, np.ndarray]) -> jax.stages.Lowered:
+        with jax.set_mesh(self.mesh):
+            return self.trace(batch).lower()
 
     def compile(self, batch: dict[str, np.ndarray]) -> jax.stages.Compiled:
         """The compiled step; later batches must have the shapes of the first one."""

@@ -1076,8 +1076,13 @@ LLAMA = [
         ("self.D * (2 * self.N + 2 * self.K) * self.H", "self.D * (2 * self.N + self.K) * self.H"),
         ("return 5 / 8 * s.R * s.N", "return s.R * s.N"),
         (
-            'flops["bfloat16"] += 6 * tokens * s.D * s.V',
+            'flops["bfloat16"] += (logits + 2) * 2 * tokens * s.D * s.V',
             'flops["bfloat16"] += 2 * tokens * s.D * s.V',
+            "families/llama/test_cost.py",
+        ),
+        (
+            '"float16" and s.chunks > 1',
+            '"float16" and s.chunks > 0',
             "families/llama/test_cost.py",
         ),
         (
@@ -1713,6 +1718,11 @@ RUNTIME = [
         "runtime/checkpoint.py",
         "runtime/test_checkpoint.py",
         (
+            "    sys.unraisablehook = report_others",
+            "    pass",
+            "::test_writes_that_end_after_a_save_has_failed_print_nothing",
+        ),
+        (
             "step > 0 and step % self._every_steps == 0",
             "step % self._every_steps == 0",
             "::test_should_save",
@@ -1790,6 +1800,9 @@ RUNTIME = [
         ("            raise\n        sync(path.parent)", "            raise"),
         ("    unfinished.rename(final)\n    sync(final.parent)", "    unfinished.rename(final)"),
         ("candidate, count = path, 1", "candidate, count = path, 0"),
+        ("temporary.mkdir(parents=True)", "temporary.mkdir(parents=True, exist_ok=True)"),
+        ("if any(path != temporary for path in folder.iterdir()):", "if False:"),
+        ("            undo.callback(_remove_empty, missing)", "            pass"),
     ),
     *_in(
         "runtime/lock.py",
@@ -1876,6 +1889,17 @@ RUNTIME = [
         "runtime/exits.py",
         "test_train.py::test_sigterm_saves_and_exits_with_75_and_the_run_resumes_to_the_bit",
         ("EXIT_PREEMPTED = 75", "EXIT_PREEMPTED = 1"),
+    ),
+    *_in(
+        "runtime/peers.py",
+        "runtime/test_preemption.py::test_sigterm_to_one_of_two_processes_ends_both_at_once_before_the_loop",
+        ("        global_state.client.key_value_set(", "        repr("),
+        ("        exit_preempted(reason)", "        return"),
+    ),
+    *_in(
+        "runtime/preemption.py",
+        "runtime/test_preemption.py::test_sigterm_to_one_of_two_processes_ends_both_at_once_before_the_loop",
+        ("                    peers.tell()", "                    pass"),
     ),
     *_in(
         "runtime/preemption.py",
@@ -2190,7 +2214,10 @@ COMMANDS = [
             "restore_model(c, workdir, step, _cpu_mesh())",
             "restore_model(c, workdir, None, _cpu_mesh())",
         ),
-        ("directory.is_dir() and not any(directory.iterdir())", "directory.is_dir()"),
+        (
+            'directory.is_dir() and {path.name for path in directory.iterdir()} <= {".unfinished"}',
+            "directory.is_dir()",
+        ),
         ("        _copy_tokenizer(workdir, unfinished)\n", ""),
         (
             "if scheme is None:  # else",

@@ -328,11 +328,12 @@ class ImageTextIterator:
 
     def _note_broken(self, broken: list[tuple[int, str]]) -> None:
         for index, message in broken:
-            if index not in self._broken:
-                self._broken.add(index)
-                logging.warning("skipped a broken example: %s", message)
+            is_new = index not in self._broken
+            self._broken.add(index)
             if len(self._broken) > self._dataset.config.max_broken:
                 raise ValueError(_too_many_broken(self._dataset.config.max_broken, message))
+            if is_new:
+                logging.warning("skipped a broken example: %s", message)
 
     def _count_cut(self, num_cut: int, num_texts: int) -> None:
         if num_cut and not self._num_cut and self._dataset.is_train:

@@ -45,11 +45,18 @@ def _kernel_to_conv(kernel: Array) -> Array:
     return kernel.reshape(size, size, 3, -1).transpose(3, 2, 0, 1)
 
 
+def _to_scalar(x: Array) -> Array:
+    """A scalar, which some files hold as a vector of one."""
+    if x.shape not in ((), (1,)):
+        raise ValueError(x.shape)
+    return x.reshape(())
+
+
 SAME = Transform(lambda x: x, lambda x: x)
 TRANSPOSED = Transform(lambda x: x.T, lambda x: x.T)
 PATCH_CONV = Transform(_conv_to_kernel, _kernel_to_conv)  # of pixels with 3 channels
-SCALAR = Transform(lambda x: x.reshape(()), lambda x: x)
-VECTOR_OF_ONE = Transform(lambda x: x.reshape(()), lambda x: x.reshape(1))
+SCALAR = Transform(_to_scalar, lambda x: x)
+VECTOR_OF_ONE = Transform(_to_scalar, lambda x: x.reshape(1))
 ROW = Transform(lambda x: x[0], lambda x: x[None])
 
 

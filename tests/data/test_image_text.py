@@ -222,7 +222,7 @@ def test_each_process_counts_its_own_broken_examples_after_a_resume(tmp_path):
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_too_many_broken_examples_stop_the_run(tmp_path, split):
+def test_too_many_broken_examples_stop_the_run(tmp_path, split, caplog):
     spec = write_pictures(tmp_path / "a.tar", 24, {3, 4, 11})
     iterator = iter(make(split, source=spec, max_broken=2))
     message = (
@@ -231,6 +231,7 @@ def test_too_many_broken_examples_stop_the_run(tmp_path, split):
     with pytest.raises(ValueError, match=message) as error:
         list(itertools.islice(iterator, 6))
     assert "\n" not in str(error.value)
+    assert len([each for each in caplog.records if "skipped" in each.message]) == 2, "one was not skipped"
     iterator.close()
 
 

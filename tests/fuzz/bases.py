@@ -2,12 +2,15 @@
 
 In the folder of a case: ``llama.py`` and ``clip.py`` are configs, ``run`` and ``run_clip`` what they
 trained, ``imported`` a run of imported weights, ``hf_llama`` … folders of other libraries, ``corpus``,
-``docs.jsonl``, ``docs.parquet``, ``pictures`` and ``prepared…`` data.
+``docs.jsonl``, ``docs.parquet``, ``pictures``, ``tfds`` and ``prepared…`` data; ``spm.model`` is a
+SentencePiece tokenizer.
 """
 
 import io
 import json
 import shutil
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -131,6 +134,9 @@ CONTROLS = (
             ("jsonl:docs.jsonl", "parquet:docs.parquet", "array_record:prepared_ids")
         )
     ),
+    Command("prepare", ("text", "--source=tfds:toy_text?text_key=body&data_dir=tfds", "--output=out5")),
+    Command("prepare", ("text", "--source=text:corpus", "--tokenizer=spm.model", "--output=out6")),
+    Command("train", ("--config=llama.py", "--workdir=new9", "--config.data.tokenizer=spm.model")),
 )
 
 
@@ -150,6 +156,11 @@ def make(folder: Path) -> None:
     (folder / "docs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     _write_parquet(folder / "docs.parquet", texts)
     _write_pictures(folder / "pictures")
+    _write_sentencepiece(folder / "spm.model", texts)
+    # In a process of its own, because TFDS leaves threads behind, and this one forks.
+    program = "import sys; from tests.data.corpora import write_tfds; write_tfds('tfds', sys.argv[1:])"
+    command = [sys.executable, "-c", program, *(text[:500] for text in texts)]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
     _write_models(folder)
     for command in MAKE:
         _expect_success(command, folder)
@@ -175,6 +186,20 @@ def _write_parquet(path: Path, texts: list[str]) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=10, compression="none")
 
 
+def _write_sentencepiece(path: Path, texts: list[str]) -> None:
+    import sentencepiece
+
+    with path.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts),
+            model_writer=file,
+            model_type="bpe",
+            vocab_size=300,
+            byte_fallback=True,
+            minloglevel=2,
+        )
+
+
 def _write_pictures(folder: Path) -> None:
     """A WebDataset of three shades, with captions and classes."""
     folder.mkdir()
@@ -183,8 +208,9 @@ def _write_pictures(folder: Path) -> None:
     with tarfile.open(folder / "pictures.tar", "w") as tar:
         for i in range(40):
             pixels, image = np.uint8(100 * (i % 3) + rng.integers(0, 50, (20, 24, 3))), io.BytesIO()
-            Image.fromarray(pixels).save(image, "PNG")
-            parts = {"png": image.getvalue(), "cls": b"%d" % (i % 3), "txt": names[i % 3].encode()}
+            kind = ("png", "jpg", "webp")[i % 3]
+            Image.fromarray(pixels).save(image, {"jpg": "JPEG"}.get(kind, kind))
+            parts = {kind: image.getvalue(), "cls": b"%d" % (i % 3), "txt": names[i % 3].encode()}
             for kind, data in parts.items():
                 member = tarfile.TarInfo(f"{i:03d}.{kind}")
                 member.size = len(data)

@@ -5,11 +5,13 @@ A group below is a function from a random generator to a `Case`; the groups take
 """
 
 import dataclasses
+import io
 import json
 import math
 import os
 import random
 import shutil
+import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -594,6 +596,121 @@ def data_file(rng: random.Random) -> Case:
     return Case(what=f"{place}: {how}", command=command, needs=needs, names=(name, *also), damage=damage)
 
 
+def tfds_source(rng: random.Random) -> Case:
+    """A dataset of TFDS that is damaged, or a spec that does not fit it."""
+    command = _source_commands(rng, "text")
+    valid, damage = "tfds:toy_text?text_key=body&data_dir=tfds", None
+    if rng.random() < 0.4:
+        source = rng.choice(
+            (
+                *("tfds:toy_text?text_key=body", "tfds:toy_text?data_dir=tfds", "tfds:toy_text", "tfds:"),
+                *("tfds:nosuch?data_dir=tfds", "tfds:toy_text/nosuch?text_key=body&data_dir=tfds"),
+                *("tfds:toy_text:9.9.9?text_key=body&data_dir=tfds", "tfds:../tfds?data_dir=tfds"),
+                *("tfds:toy text?data_dir=tfds", "tfds:toy_text:x?data_dir=tfds", "tfds::?data_dir=tfds"),
+                *(
+                    f"{valid}&{option}"
+                    for option in (
+                        *("split=nosuch", "split=train[", "split=train[9:x]", "split=train[:0%]", "split="),
+                        *("split=train[999:]", "split=train[:400%]", "split=3", "split=[]"),
+                        *("image_key=body", "label_key=x", "nosuch=1", "validation=0.2", "text_key="),
+                        *("text_key=nosuch", "data_dir=", "data_dir=llama.py", "data_dir=nosuch"),
+                    )
+                ),
+            )
+        )
+        what = source
+    else:
+        files = ("dataset_info.json", "features.json", "*.array_record-*")
+        source, place = valid, rng.choice(files)
+        ways = GENERIC if place.endswith("*") else (*JSON, "missing")
+        how, seed = rng.choice(ways), rng.randrange(2**31)
+        what = f"tfds/toy_text/1.0.0/{place}: {how}"
+
+        def damage(box: Path) -> None:
+            for path in sorted((box / "tfds/toy_text/1.0.0").glob(place)):
+                spoil(path, how, seed)
+
+    needs = ("llama.py", "tokenizer.json", "tfds")
+    names = ("tfds:", "TFDS 'toy_text'")
+    return Case(what=what, command=command(source), needs=needs, names=names, damage=damage)
+
+
+def sentencepiece(rng: random.Random) -> Case:
+    """A SentencePiece tokenizer that is damaged, or a spec that does not fit it."""
+    spec, damage = "spm.model", None
+    if rng.random() < 0.3:
+        option = rng.choice(("bos=nosuch", "eos=", "pad=<nosuch>", "nosuch=1", "vocab=9"))
+        spec = f"spm.model?{option}"
+        what = option
+    else:
+        place = rng.choice(("spm.model", "of another kind", "a folder"))
+        how, seed = rng.choice(("cut in half", "cut by a byte", *GENERIC)), rng.randrange(2**31)
+        what = f"{place}: {how}"
+        spec = {"of another kind": "spm.json", "a folder": "folder"}.get(place, spec)
+
+        def damage(box: Path) -> None:
+            if place == "of another kind":
+                (box / "spm.model").rename(box / "spm.json")
+            elif place == "a folder":
+                (box / "folder").mkdir()
+                spoil((box / "spm.model").rename(box / "folder" / "tokenizer.model"), how, seed)
+            else:
+                spoil(box / "spm.model", how, seed)
+
+    command = rng.choice(
+        (
+            Command("train", ("--config=llama.py", "--workdir=new", f"--config.data.tokenizer={spec}")),
+            Command("prepare", ("text", "--source=text:corpus", f"--tokenizer={spec}", "--output=out")),
+        )
+    )
+    names = (spec.partition("?")[0],)
+    return Case(what=what, command=command, needs=(*DATA["llama"], "spm.model"), names=names, damage=damage)
+
+
+def picture(rng: random.Random) -> Case:
+    """Images whose bytes are damaged, in an intact tar."""
+    kind = rng.choice(("png", "jpg", "webp"))
+    how = rng.choice(("emptied", "cut in half", "random bytes", "zeros", "html", *OTHER_FORMATS))
+    seed = rng.randrange(2**31)
+
+    def damage(box: Path) -> None:
+        path, image = box / "pictures" / "pictures.tar", box / "image"
+        with tarfile.open(path) as tar:
+            members = [(m.name, tar.extractfile(m).read()) for m in tar.getmembers()]
+        with tarfile.open(path, "w") as tar:
+            for name, data in members:
+                if name.endswith(kind):
+                    image.write_bytes(data)
+                    if how in OTHER_FORMATS:
+                        image.write_bytes(OTHER_FORMATS[how] + data[len(OTHER_FORMATS[how]) :])
+                    else:
+                        spoil(image, how, seed)
+                    data = image.read_bytes()
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+        image.unlink()
+
+    flags = rng.choice(((), ("--linear_probe",)))
+    return Case(
+        what=f"pictures.tar: {kind}: {how}",
+        command=Command("evaluate", ("--workdir=run_clip", *flags)),
+        needs=("run_clip", "pictures"),
+        names=("pictures.tar",),
+        damage=damage,
+    )
+
+
+# The first bytes of image formats that are not read, and of none.
+OTHER_FORMATS = {
+    "GIF": b"GIF89a",
+    "BMP": b"BM",
+    "EPS": b"%!PS-Adobe-3.0 EPSF-3.0\n",
+    "TIFF": b"II*\0",
+    "a wrong magic number": b"\x89PNH\r\n\x1a\n\0\0\0\0",
+}
+
+
 def _source_commands(rng: random.Random, content: str) -> Callable[[str], Command]:
     config = "llama.py" if content == "text" else "clip.py"
     if rng.random() < 0.5:
@@ -987,6 +1104,7 @@ def tensor_header(rng: random.Random) -> Case:
 GROUPS: tuple[Callable[[random.Random], Case], ...] = (
     *(config_value, config_value, config_value, config_value, config_key, config_file, flag, flag, paths),
     *(environment, state_file, changed_state, data_file, data_file, record, manifest),
+    *(tfds_source, sentencepiece, picture),
     *(model_config, model_config, model_file, shard_index, tensor_header),
 )
 

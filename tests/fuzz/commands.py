@@ -22,6 +22,7 @@ COMMANDS = ("train", "evaluate", "generate", "plan", "report", "prepare", "conve
 # What commands import only when they need it, at the cost of the first case that does.
 LATE = (
     *("orbax.checkpoint.experimental.v1", "orbax.checkpoint", "pyarrow.parquet", "sentencepiece"),
+    "tensorflow_datasets",
     *("tensorboardX", "matplotlib.pyplot", "PIL.Image", "tokenizers", "safetensors.numpy", "grain"),
     *("array_record.python.array_record_module", "maxlp.data.tokenizers.training", "maxlp.run.replay"),
     *("maxlp.families.llama.task", "maxlp.families.clip.task", "maxlp.families.llama.export"),

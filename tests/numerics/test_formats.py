@@ -29,6 +29,11 @@ def test_limits(name, reference):
     assert f.needs_scale == (f.bits < 16 or name in ("float16", "e5m10"))
 
 
+def test_blocks_have_the_size_of_the_specification():
+    """OCP Microscaling Formats (MX) Specification 1.0, table 1; kernels for MXFP8 take no other."""
+    assert formats.MX_BLOCK == 32
+
+
 def test_formats_of_matmuls_are_distinct_from_those_of_states():
     assert [formats.get(name).kind for name in formats.MATMUL] == ["float", "float", "int"]
     for name in set(formats.FORMATS) - set(formats.MATMUL):

@@ -17,6 +17,8 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, data: bytes, bos: str | None = None, eos: str | None = None, pad: str | None = None):
         """Reads the bytes of a model; `bos`, `eos`, `pad` as in `find_specials`."""
         sentencepiece = import_extra("sentencepiece")
+        if not data:  # SentencePiece takes it for a model without pieces
+            raise ValueError("not a SentencePiece model (the file is empty)")
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=data)
         except RuntimeError as error:

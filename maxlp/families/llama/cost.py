@@ -331,7 +331,8 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
         for gemm, dtype in matmul_dtypes(settings, path).items():
             times = 1 + again if gemm == "fwd" else 1
             flops[dtype] += times * 2 * tokens * s.L * s.D * width
-    flops["bfloat16"] += 6 * tokens * s.D * s.V
+    logits = 2 if settings.model.dtype == "float16" and s.chunks > 1 else 1  # see `losses`
+    flops["bfloat16"] += (logits + 2) * 2 * tokens * s.D * s.V
     square = 5 / 8 if s.attention == "xla" else 1 / 2
     passes = 1 + (2 if s.attention == "xla" else 2.5) + (not s.saves_attention)
     flops["bfloat16"] += square * passes * 4 * tokens * s.S * s.L * s.N * s.H

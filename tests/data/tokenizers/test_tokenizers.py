@@ -49,6 +49,7 @@ def test_the_files_reproduce_the_tokenizer(tmp_path, bpe_path, sentencepiece_pat
         ("bytes?bos=a", ["no such file"]),
         ("{}/no.json", ["not a tokenizer.json"]),
         ("{}/no.model", ["not a SentencePiece model"]),
+        ("{}/empty.model", ["not a SentencePiece model (the file is empty)"]),
         ("{bpe}?begin=a", ["'begin'", "bos, eos, pad"]),
         ("{bpe}?bos=<nope>", ["'<nope>'", *SPECIALS]),
     ],
@@ -56,6 +57,7 @@ def test_the_files_reproduce_the_tokenizer(tmp_path, bpe_path, sentencepiece_pat
 def test_errors_are_one_line(tmp_path, bpe_path, spec, words):
     for name in ("no.json", "no.model"):
         (tmp_path / name).write_bytes(b"\xff\x00 neither\n" * 3)
+    (tmp_path / "empty.model").touch()
     with pytest.raises(ValueError) as caught:
         make_tokenizer(spec.format(tmp_path, bpe=bpe_path))
     message = str(caught.value)

@@ -140,8 +140,22 @@ JOINT = "transformer.resblocks.0.attn.in_proj_weight"
         ("clip_open_clip", lambda t: t.update({JOINT: t[JOINT][:70]}), rf"'{JOINT}' of shape \(70, 24\)"),
         ("clip_open_clip", lambda t: t.update({JOINT: t[JOINT][:, :1]}), rf"'{JOINT}' of shape \(72, 1\)"),
         ("clip_open_clip", lambda t: t.pop(JOINT), f"tensor '{JOINT}' is missing"),
+        (
+            "clip_open_clip",
+            lambda t: t.update(logit_scale=t["logit_scale"].reshape(1, 1)),
+            r"'logit_scale' of shape \(1, 1\) does not fit",
+        ),
     ],
-    ids=["missing", "unknown", "shape", "rank", "rows of qkv", "columns of qkv", "missing qkv"],
+    ids=[
+        "missing",
+        "unknown",
+        "shape",
+        "rank",
+        "rows of qkv",
+        "columns of qkv",
+        "missing qkv",
+        "rank of a scalar",
+    ],
 )
 def test_tensors_that_do_not_fit_are_named(name, change, message):
     golden = goldens.load(name)

@@ -32,6 +32,21 @@ def test_eight_bits_use_the_eight_bit_units():
     assert 0 < low.flops["bfloat16"] < plain.flops["bfloat16"]
 
 
+def test_float16_computes_the_logits_of_chunks_twice():
+    """The backward pass computes them again, because its gradients need the loss scale."""
+
+    def flops(dtype, chunks):
+        s, done = work(model__dtype=dtype, loss__num_chunks=chunks)
+        logits = (
+            2 * s.family.units_per_step(s.data) * s.model.embed_dim * s.model.vocab_size / 8
+        )  # a device
+        return done.flops["bfloat16"], logits
+
+    (plain, logits), (twice, _) = flops("bfloat16", 8), flops("float16", 8)
+    assert twice - plain == pytest.approx(logits)
+    assert flops("float16", 1) == flops("bfloat16", 1) == (plain, logits)
+
+
 def test_model_flops_are_bounded_by_the_work():
     """Recomputation is counted in the work and not in the model's FLOPs, so MFU stays below one."""
     s, done = work(model__remat="none", loss__num_chunks=1)
