@@ -54,7 +54,6 @@ def find(pattern: str, suffix: str) -> tuple[str, list[str]]:
         return find_files(pattern, suffix)
     found: dict[str, storage.Entry] = {}
     urls = expand_braces(pattern)
-    storage.file_system(urls[0])  # imported here, not by all threads at once
     with ThreadPoolExecutor(THREADS) as pool:
         for entries in pool.map(lambda url: _find(url, suffix), urls):
             found |= entries
@@ -191,6 +190,7 @@ def read_range(url: str, start: int, end: int) -> bytes:
 def read_if_there(url: str) -> bytes | None:
     """The content of a URL; None if it does not exist."""
     try:
+        _stat_in_time(url)
         return retried(lambda: storage.read(url), url)
     except FileNotFoundError:
         return None

@@ -118,10 +118,9 @@ def read_manifest(folder: str, content: str) -> dict[str, Any]:
 
 
 def _read_if_there(path: str) -> bytes | None:
-    try:
-        return read_whole(path)
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        return None
+    if is_url(path):
+        return load("maxlp.data.remote:read_if_there")(path)
+    return read_whole(path) if os.path.isfile(path) else None
 
 
 def _sizes(paths: list[str]) -> list[int | None]:
