@@ -1,6 +1,7 @@
 """Folders written by `maxlp.prepare`: ArrayRecord shards and a manifest.
 
-Shards in gs:// are read where they are, by the library's own client, which tries again for 15 minutes. Of other URLs, whole shards are copied to the local cache first.
+Shards in gs:// are read where they are, by the library's own client, which tries again for 15 minutes. Of
+other URLs, whole shards are copied to the local cache first.
 
 A record is one of
 
