@@ -1,6 +1,7 @@
 r"""Imports weights of other libraries, and exports trained weights.
 
     python -m maxlp.convert import --input=/models/Llama-3.2-1B --output=/data/llama_1b
+    python -m maxlp.convert import --input=meta-llama/Llama-3.2-1B@main --output=/data/llama_1b
     python -m maxlp.convert export --workdir=/tmp/run --output=/tmp/llama --dtype=bfloat16
 
 ========= ====================================================== =======================================
@@ -12,60 +13,52 @@ open_clip open_clip_config.json, open_clip_model.safetensors     open_clip.creat
 ========= ====================================================== =======================================
 
 An import detects the format from the config in its folder; an export of a CLIP writes hf_clip by default.
-The result of an import is a run at step 0: `generate` samples from it, and training starts from it with
---config.train.init_from=DIR. --image_size=336 interpolates the position embeddings of an image tower.
+The result of an import is a run at step 0, from which `generate` samples. Training needs no import:
+`train --from` reads such files itself.
+
+--image_size=336 interpolates the position embeddings of an image tower.
 
 Both run on the CPU and need memory for one copy of the model. An export also needs memory for one file of
 2 GB (open_clip: for a second copy of the model).
 """
 
-import contextlib
 import dataclasses
 import os
-import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 from absl import flags
-from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from maxlp import families
 from maxlp.core.train_state import abstract_model, num_params
+from maxlp.data import tokenizers
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
 from maxlp.families import Family, weights
-from maxlp.families.weights import WeightFormat
-from maxlp.nn.lora import merged_params
 from maxlp.parallel import sharding
 from maxlp.run import cli, run_dir
-from maxlp.run.restore import restore_model
+from maxlp.run.pretrained import LibraryWeights, published_params
 from maxlp.run.settings import read_model
 from maxlp.run.tokenizer import saved_tokenizer
-from maxlp.runtime import checkpoint, files
+from maxlp.runtime import checkpoint, files, hub
 from maxlp.runtime.distributed import print_primary
-from maxlp.runtime.safetensors import Tensors, write_tensors
+from maxlp.runtime.safetensors import write_tensors
 
 PRECISION = dict(  # of an imported model: all matmuls in model.dtype
     recipe="bf16", options={}, rules=(), first_blocks=0, last_blocks=0, min_dim=0, smooth_swiglu="none"
 )
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "spiece.model",
-)
+TOKENIZER_FILES = (*tokenizers.FILES, *tokenizers.COMPANIONS, "vocab.json", "merges.txt", "spiece.model")
 
 
 def define_flags() -> None:
     flags.DEFINE_string("format", None, "Format of the other library's weights, see above.")
-    flags.DEFINE_string("input", None, "import: folder with a config and safetensors files.")
+    flags.DEFINE_string(
+        "input",
+        None,
+        "import: folder with a config and safetensors files, or ORG/NAME[@REVISION].",
+    )
     flags.DEFINE_string("workdir", None, "export: directory of a run.")
     flags.DEFINE_integer("step", None, "export: checkpoint; by default the newest.", lower_bound=0)
     flags.DEFINE_string("output", None, "Folder to write; new or empty.")
@@ -78,11 +71,11 @@ def main(command: str = "nothing") -> None:
     jax.config.update("jax_platforms", "cpu")
     values = flags.FLAGS
     if command == "import":
-        source, workdir = _required("input"), _required("output")
+        source, workdir = hub.as_id(str(flags.FLAGS.input or "")), _required("output")
+        if not hub.is_id(source):
+            source = str(_required("input"))
         import_weights(source, workdir, values.format, values.dtype, values.image_size)
-        print_primary(
-            f"{workdir} is a run at step 0; training starts from it with --config.train.init_from={workdir}"
-        )
+        print_primary(f"{workdir} is a run at step 0; training starts from it with --from={workdir}")
     elif command == "export":
         workdir, output = _required("workdir"), _required("output")
         export_weights(workdir, output, values.format, values.step, values.dtype)
@@ -102,15 +95,16 @@ def _required(flag: str) -> Path:
 
 
 def import_weights(
-    source: Path,
+    source: str | os.PathLike[str],
     workdir: Path,
     format_name: str | None = None,
     dtype: str | None = None,
     image_size: int | None = None,
 ) -> None:
-    """Makes a run at step 0 from a folder of weights: the model's config, its parameters, the tokenizer.
+    """Makes a run at step 0 from weights: the model's config, its parameters, the tokenizer.
 
     Args:
+      source: a folder, or the id of a repository of the Hub.
       format_name: see `formats`; None detects it.
       dtype: of the parameters; None takes that of the input.
       image_size: size of images to resize the model to; None keeps its own.
@@ -119,68 +113,22 @@ def import_weights(
       ValueError: an unknown format or architecture, a damaged file, or a workdir that is not empty.
     """
     _check_unused(workdir)
-    family, weight_format = _find_format(source, format_name)
-    if image_size is not None and weight_format.resize is None:
+    found = LibraryWeights(os.fspath(source), format_name)
+    if image_size is not None and found.format.resize is None:
         raise ValueError(
-            f"--image_size={image_size} is for models of images, and {source} holds a {family.name}; "
+            f"--image_size={image_size} is for models of images, and {source} holds a {found.family.name}; "
             "drop the flag"
         )
-    tensors = Tensors(source, weight_format.weights_file)
-    with _naming(source / weight_format.config_file):
-        keywords, stored = weight_format.read_model(source, tensors)
-        model = family.Model(
-            **keywords,
-            dtype=stored,
-            param_dtype=dtype or stored,
-            attention="xla",
-            scan_layers=True,
-            remat="none",
-        )
-        abstract = _abstract_params(family, model)
+    model = dataclasses.replace(found.config, param_dtype=dtype or found.config.dtype)
+    with found.naming_config():
+        abstract = _abstract_params(found.family, model)
     with files.unfinished(workdir) as unfinished:
-        with _naming(source):
-            params = weights.to_maxlp(tensors, abstract, weight_format.layout(model))
-        if weight_format.resize is not None and image_size is not None:
-            with _naming(Path(f"--image_size={image_size}")):
-                params, model = weight_format.resize(params, model, image_size)
-        _save_run(unfinished, family.name, dataclasses.asdict(model), params, source)
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Puts the file that is read in front of the message of a ValueError, if it is not there yet."""
-    try:
-        yield
-    except (ValueError, OverflowError) as error:
-        message = str(error)
-        for known in (path, path.parent):
-            if message.startswith(str(known)):
-                raise
-        message = message.removeprefix(f"{path.name}: ")
-        other_file = re.match(r"[\w.]+\.json: ", message)
-        raise ValueError(f"{path.parent}/{message}" if other_file else f"{path}: {message}") from error
-
-
-def _find_format(source: Path, name: str | None) -> tuple[Family, WeightFormat]:
-    """The family and the format of a folder; families are imported one after the other until one fits."""
-    tried: dict[str, WeightFormat] = {}
-    for family in families.FAMILIES:
-        found = weights.formats(family)
-        for key, candidate in found.items():
-            if name == key or (name is None and candidate.matches(source)):
-                return families.get(family), candidate
-        tried |= found
-    if name is not None:
-        raise ValueError(f"--format={name} is unknown; one of {', '.join(tried)}")
-    for file in dict.fromkeys(one.config_file for one in tried.values()):
-        if (source / file).exists():
-            found = weights.read_config(source / file).get("model_type")
-            known = [kind for one in tried.values() if one.config_file == file for kind in one.model_types]
-            raise ValueError(
-                f"{source / file}: model_type={found!r} is not supported; one of {', '.join(known)}"
-            )
-    config_files = " nor ".join(dict.fromkeys(one.config_file for one in tried.values()))
-    raise ValueError(f"--input={source} holds no model: there is neither {config_files}")
+        with weights.naming(found.folder):
+            params = weights.to_maxlp(found.tensors, abstract, found.format.layout(model))
+        if found.format.resize is not None and image_size is not None:
+            with weights.naming(Path(f"--image_size={image_size}")):
+                params, model = found.format.resize(params, model, image_size)
+        _save_run(unfinished, found.family.name, dataclasses.asdict(model), params, found.folder)
 
 
 def _save_run(workdir: Path, name: str, model: dict[str, Any], params: dict, source: Path) -> None:
@@ -242,11 +190,9 @@ def export_weights(
     # Before any weights are read: these raise for a model that the format does not support.
     layout, texts = weight_format.layout(model), weight_format.config_files(model, run_tokenizer)
     with files.unfinished(output) as unfinished:
-        # Of schedule_free_adamw, the averaged parameters.
-        graphdef, state, _ = restore_model(c, workdir, step, _cpu_mesh())
-        params = merged_params(nnx.merge(graphdef, state["params"], state["model_state"]))
+        params = published_params(workdir, step, _cpu_mesh())
         params = jax.tree.map(lambda leaf: leaf.astype(model.param_dtype), params)
-        with _naming(workdir):
+        with weights.naming(workdir):
             tensors = weights.to_other(params, layout)
         write_tensors(
             unfinished,

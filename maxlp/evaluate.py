@@ -55,9 +55,10 @@ def main() -> None:
             f"{workdir} holds imported weights and names no data; give --config=FILE with the same model"
         )
     s = read(c)
-    if others := changes.other_model(workdir, c):
+    if others := changes.other_model(run_dir.load_config(workdir).model.to_dict(), c.model.to_dict()):
+        lines = "; ".join(others.values())
         raise ConfigError(
-            f"{workdir} holds the weights of another model ({'; '.join(others)}); give one with that model"
+            f"{workdir} holds the weights of another model ({lines}); give one with that model"
         )
     mesh = make_mesh(s, fixed=flags.FLAGS.config is not None)
     if flags.FLAGS.linear_probe and s.family.linear_probe is None:
@@ -99,6 +100,7 @@ def make_mesh(s: Settings, fixed: bool) -> Mesh:
 def evaluate(c: ConfigDict, s: Settings, workdir: Path, mesh: Mesh) -> tuple[dict[str, float], int, str]:
     """Named results, the step of the checkpoint and the source of the data."""
     graphdef, state, step = restore_model(c, workdir, flags.FLAGS.step, mesh)
+    run_dir.use_hub_commits(workdir, s.data)
     tokenizer = saved_tokenizer(s.data.tokenizer, workdir)
     validation = make_data(s, tokenizer, "validation", mesh)
     source = c.data.get("validation_source") or c.data.source

@@ -26,7 +26,7 @@ import jax
 from absl import flags
 from flax import nnx
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_flags
 
 import maxlp
 from maxlp.core.train_state import State, abstract_state
@@ -55,6 +55,13 @@ def define_flags() -> None:
         "Directory of the run: checkpoints, metrics, config. Resumed if it holds a checkpoint."
     )
     flags.adopt_module_key_flags(cli)
+    flags.DEFINE_string(
+        "from",
+        None,
+        "Weights to start from: a Hugging Face folder, ORG/NAME[@REVISION] on the Hub, or another run. The "
+        "model's sizes and the tokenizer are theirs; --config is llama/finetune by default.",
+    )
+    flags.DEFINE_string("swap_tokenizer", None, "With --from: a tokenizer to use instead of theirs.")
     flags.DEFINE_bool("allow_change", False, "Let a resumed run have another model or other data.")
     flags.DEFINE_bool("dry_run", False, "Check the config, print what would run, and stop.")
 
@@ -65,6 +72,12 @@ def main() -> int:
     c, workdir = flags.FLAGS.config, files.local_path(flags.FLAGS.workdir, "--workdir")
     distributed.initialize()
     preemption.exit_on_sigterm()
+    start, swap = flags.FLAGS["from"].value, flags.FLAGS.swap_tokenizer
+    if start is not None or swap is not None:
+        from maxlp.run import pretrained  # few runs need it
+
+        overrides = config_flags.get_override_values(flags.FLAGS["config"])
+        c = pretrained.configure(c, workdir, start, swap, overrides)
     with open_lock(workdir) as lock:
         while True:
             try:
@@ -88,7 +101,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     # --- The config, resolved once: checked before anything is allocated or compiled.
     run = resolve(c)
     s, workdir, mesh, peak = run.settings, lock.workdir, run.mesh, hardware.peak_flops()
-    changed = report_changes(workdir, c)
+    changed = report_changes(s, workdir, c)
     stack.enter_context(jax.set_mesh(mesh))
 
     # --- The training state as shapes and shardings, and the step that updates it.
@@ -172,14 +185,16 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
 # --- parts of the run -----------------------------------------------------------------------------------
 
 
-def report_changes(workdir: Path, c: ConfigDict) -> list[str]:
+def report_changes(s: Settings, workdir: Path, c: ConfigDict) -> list[str]:
     """Prints and returns the keys that differ from the last start; some may not, in a resumed run."""
     changed = changes.check_config(workdir, c, flags.FLAGS.allow_change)
     for line in changed.values():
         print_primary(f"changed since the last start: {line}")
-    if (weights := c.train.init_from) and changes.saved_data_state(workdir) is None:
-        for line in changes.other_model(files.local_path(weights, "config.train.init_from"), c):
-            print_primary(f"another model than in config.train.init_from: {line}")
+    if s.train.init_from or s.data.tokenizer.startswith("hf:"):
+        from maxlp.run import pretrained  # few runs need it
+
+        pretrained.agree_on_commits(workdir, s.train.init_from, s.data.tokenizer)
+        pretrained.report_differences(s, workdir)
     return list(changed)
 
 
@@ -194,6 +209,7 @@ def dry_run(run: Experiment, graphdef: nnx.GraphDef, workdir: Path, c: ConfigDic
 def open_data(run: Experiment, graphdef: nnx.GraphDef, workdir: Path) -> tuple[Any, Any, Evaluate]:
     """Training batches, validation data and the evaluation on it, with the run's own tokenizer."""
     s = run.settings
+    run_dir.use_hub_commits(workdir, s.data)
     tokenizer = prepare_tokenizer(s, workdir)
     training, validation = (make_data(s, tokenizer, split, run.mesh) for split in ("train", "validation"))
     batches = iter(training)
@@ -236,7 +252,7 @@ def restore_or_init(
     if (restored := checkpoints.restore_latest(abstract)) is None:
         if not changes.repeats_the_last_start(workdir, changed):
             guards.set_spikes_aside(workdir)
-        return run.initial_state(abstract), 0
+        return run.initial_state(abstract, workdir), 0
     batches.set_state(restored.data_state, flags.FLAGS.allow_change)
     watch.set_meta(restored.meta)
     return restored.state, restored.step

@@ -107,3 +107,13 @@ class _Lazy(dict):
 def bucket(request: pytest.FixtureRequest, _servers: dict[str, str]) -> str:
     """A folder of its own for each test, in a bucket of each store."""
     return f"{_servers[request.param]}/{request.node.name.partition('[')[0]}"
+
+
+if __name__ == "__main__":
+    with STORES[sys.argv[1]]() as url:
+        mine = ("AWS_", "CLOUD_STORAGE_", "GCSFS_", "GOOGLE_CLOUD_PROJECT", "STORAGE_", "TENSORSTORE_")
+        for name in sorted(name for name in os.environ if name.startswith(mine)):
+            print(f"export {name}={os.environ[name]}")
+        print(f"# {url}", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()

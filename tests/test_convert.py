@@ -368,7 +368,7 @@ def test_the_command(llama, tmp_path):
     source, _ = llama
     done = command("convert", "import", f"--input={source}", f"--output={tmp_path}/run")
     assert done.returncode == 0, done.stderr
-    assert f"--config.train.init_from={tmp_path}/run" in done.stdout
+    assert f"--from={tmp_path}/run" in done.stdout
     done = command("convert", "export", f"--workdir={tmp_path}/run", f"--output={tmp_path}/out")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{tmp_path}/out holds config.json, ")

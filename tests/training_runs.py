@@ -28,11 +28,17 @@ SMALL = [
 
 
 def start(
-    workdir: Path, *options: str, config: Sequence[str] = SMALL, devices: int = 1, **env: str
+    workdir: Path | str,
+    *options: str,
+    config: Sequence[str] = SMALL,
+    devices: int = 1,
+    cwd: Path = ROOT,
+    **env: str,
 ) -> subprocess.Popen:
     """Starts a run.
 
     Args:
+      workdir: or its URL.
       options: flags after those of `config`, which they override.
       devices: simulated ones.
       env: additional environment variables.
@@ -40,7 +46,7 @@ def start(
     command = [sys.executable, "-m", "maxlp.train", f"--workdir={workdir}", *config, *options]
     env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"} | env
     return subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 

@@ -5,11 +5,13 @@ in PyTorch; a leaf of ``layers`` here is a stack of the tensors of all layers th
 keep the kernels of q, k and v in one tensor.
 """
 
+import contextlib
 import dataclasses
 import fnmatch
 import json
 import math
 import pkgutil
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 
-from maxlp import schema
-from maxlp.families import FAMILIES
+from maxlp import families, schema
+from maxlp.families import FAMILIES, Family
 
 if TYPE_CHECKING:
     from maxlp.data.tokenizers import Tokenizer
@@ -167,6 +169,50 @@ def read_config(path: Path) -> dict[str, Any]:
     return content
 
 
+def find_format(source: Path, name: str | None = None) -> tuple[Family, WeightFormat]:
+    """The family and the format of a folder; families are imported one after the other until one fits.
+
+    Args:
+      name: of the format, see `formats`; None detects it.
+
+    Raises:
+      ValueError: an unknown format, or a folder without a model that is known.
+    """
+    tried: dict[str, WeightFormat] = {}
+    for family in FAMILIES:
+        found = formats(family)
+        for key, candidate in found.items():
+            if name == key or (name is None and candidate.matches(source)):
+                return families.get(family), candidate
+        tried |= found
+    if name is not None:
+        raise ValueError(f"--format={name} is unknown; one of {', '.join(tried)}")
+    for file in dict.fromkeys(one.config_file for one in tried.values()):
+        if (source / file).exists():
+            found = read_config(source / file).get("model_type")
+            known = [kind for one in tried.values() if one.config_file == file for kind in one.model_types]
+            raise ValueError(
+                f"{source / file}: model_type={found!r} is not supported; one of {', '.join(known)}"
+            )
+    config_files = " nor ".join(dict.fromkeys(one.config_file for one in tried.values()))
+    raise ValueError(f"{source} holds no model: there is neither {config_files}")
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Puts the file that is read in front of the message of a ValueError, if it is not there yet."""
+    try:
+        yield
+    except (ValueError, OverflowError) as error:
+        message = str(error)
+        for known in (path, path.parent):
+            if message.startswith(str(known)):
+                raise
+        message = message.removeprefix(f"{path.name}: ")
+        other_file = re.match(r"[\w.]+\.json: ", message)
+        raise ValueError(f"{path.parent}/{message}" if other_file else f"{path}: {message}") from error
+
+
 REQUIRED = object()
 
 
@@ -213,7 +259,12 @@ class Section:
 # --- tensors --------------------------------------------------------------------------------------------
 
 
-def to_maxlp(tensors: Mapping[str, Array], abstract: Mapping[str, Any], layout: Layout) -> dict:
+def to_maxlp(
+    tensors: Mapping[str, Array],
+    abstract: Mapping[str, Any],
+    layout: Layout,
+    put: Callable[[Array, Any], Any] = lambda array, leaf: array,
+) -> dict:
     """Parameters from the tensors of another library.
 
     Reads one tensor at a time: with a mapping that reads from disk (`runtime.safetensors.Tensors`) this
@@ -222,9 +273,10 @@ def to_maxlp(tensors: Mapping[str, Array], abstract: Mapping[str, Any], layout: 
     Args:
       tensors: name to array, as in the state dict of the other library.
       abstract: the parameters as a nested dict of shapes and dtypes.
+      put: called with each parameter as a NumPy array and its abstract leaf, as soon as it is complete.
 
     Returns:
-      the parameters as a nested dict of NumPy arrays.
+      what ``put`` has returned, as a nested dict: by default NumPy arrays.
 
     Raises:
       ValueError: a tensor that is missing, unknown, of a wrong shape or not finite; the message has its
@@ -246,14 +298,16 @@ def to_maxlp(tensors: Mapping[str, Array], abstract: Mapping[str, Any], layout: 
     if unknown := sorted(name for name in unknown if not _is_redundant(name, tensors, layout)):
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
         raise ValueError(f"tensor {unknown[0]!r} has no place in the model that the config describes{more}")
-    params: dict[str, Array] = {}
+    params: dict[str, Any] = {}
     for path, leaf in leaves.items():
+        array: Any = None
         for index, name in layout.parts(path, leaf.shape):
             shape = leaf.shape if index is ... else leaf.shape[1:]
             value = _part(tensors[stored[name]], layout.place(path), name, path, shape)
-            if path not in params:  # not before: a wrong size may be more than fits into memory
-                params[path] = np.empty(leaf.shape, leaf.dtype)
-            _fill(params[path][index], value, name)
+            if array is None:  # not before: a wrong size may be more than fits into memory
+                array = np.empty(leaf.shape, leaf.dtype)
+            _fill(array[index], value, name)
+        params[path] = put(array, leaf)
     return unflatten_mapping(params, sep="/")
 
 

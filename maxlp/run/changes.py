@@ -8,6 +8,7 @@ records.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,7 @@ def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> dict[str,
     """
     if not (workdir / "config.json").exists():
         return {}
-    old, new = _flat(run_dir.load_config(workdir).to_dict()), _flat(json.loads(c.to_json_best_effort()))
-    keys = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
-    changes = {k: f"config.{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in keys}
+    changes = _differences(run_dir.load_config(workdir).to_dict(), json.loads(c.to_json_best_effort()))
     refused = [change for key, change in changes.items() if is_fixed(key)]
     if refused and not allow and saved_data_state(workdir) is not None:
         raise ConfigError(
@@ -73,19 +72,19 @@ def repeats_the_last_start(workdir: Path, changed: list[str]) -> bool:
     return (workdir / "run.json").exists() and all(_is_in(OBSERVING, key) for key in changed)
 
 
-def other_model(weights: Path, c: ConfigDict) -> list[str]:
-    """Compares a config's model with the one that computed with these weights.
+def other_model(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """Each key with which one model computes something else than another -> a line with both values.
 
     Args:
-      weights: a run, or one of its checkpoints.
-
-    Returns:
-      one line for each key with which the model computes something else; none if there is no config.json.
+      old, new: sections ``model``.
     """
-    runs = (path for path in (weights, *weights.parents[:2]) if (path / "config.json").exists())
-    changes = check_config(next(runs, weights), c, allow=True)
-    fixed = [key for key in changes if key.startswith("model.") and is_fixed(key)]
-    return [changes[key] for key in fixed if not _is_in(TRAINING, key)]
+    changes = _differences({"model": old}, {"model": new})
+    return {k: line for k, line in changes.items() if is_fixed(k) and not is_training(k)}
+
+
+def is_training(key: str) -> bool:
+    """Whether a key of the model is not about what it computes with given weights; see `TRAINING`."""
+    return _is_in(TRAINING, key)
 
 
 def is_fixed(key: str) -> bool:
@@ -112,8 +111,19 @@ def _is_in(names: tuple[str, ...], key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:
-    flat = {}
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """Each key of two configs whose values differ -> a line with both."""
+    old, new = flat(old), flat(new)
+    keys = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+    return {k: f"config.{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in keys}
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a config by their keys, joined by dots; as in JSON, which has no tuples."""
+    found = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return found

@@ -24,6 +24,7 @@ from maxlp.runtime.files import shown
 # Users' path errors. Others of the system, such as a full disk, may be gone when a launcher tries again.
 PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 PATH_ERROR_NUMBERS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
+FINETUNE = "llama/finetune"  # the config of a run that starts --from weights and names no other
 MAX_MESSAGE = 800  # characters; a longer one, as with a long path, loses its middle
 
 # What absl and ml_collections report for a flag, in this project's words.
@@ -85,6 +86,9 @@ def run(main: Callable[..., Any], words: int = 0) -> None:
 
 
 def _parse_flags(argv: list[str], words: int = 0) -> list[str]:
+    given = {word.lstrip("-").partition("=")[0] for word in argv[1:] if word.startswith("-")}
+    if "from" in given and "config" not in given:
+        argv.insert(1, f"--config={FINETUNE}")
     try:
         rest = flags.FLAGS(argv)
         for word in rest[1 + words :]:

@@ -172,7 +172,21 @@ def adapters_start_from_weights(s: Settings, machine: Machine) -> str | None:
     """Adapters change a trained model."""
     if s.train.lora is None or s.train.init_from:
         return None
-    return f"train.lora.rank={s.train.lora.rank} needs train.init_from: a run whose weights stay frozen"
+    return f"train.lora.rank={s.train.lora.rank} needs train.init_from (--from), whose weights stay frozen"
+
+
+def swapped_vocabularies_are_trained(s: Settings, machine: Machine) -> str | None:
+    """Rows of new tokens start from those of other tokens, and have to be learned."""
+    if not s.train.swap_tokenizer:
+        return None
+    if not s.train.init_from:
+        return "train.swap_tokenizer needs train.init_from, the weights to swap it of; give --from"
+    if s.train.lora is None:
+        return None
+    return (
+        f"train.swap_tokenizer adds tokens, which train.lora.rank={s.train.lora.rank} would leave frozen; "
+        "unset one of them"
+    )
 
 
 def adapters_keep_their_gradients(s: Settings, machine: Machine) -> str | None:
@@ -260,6 +274,7 @@ RULES = (
     learned_tokenizer_fits_model,
     mesh_divides_params,
     adapters_start_from_weights,
+    swapped_vocabularies_are_trained,
     adapters_keep_their_gradients,
     adapters_are_not_projected,
     adapters_are_not_rounded,

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from ml_collections import ConfigDict
 from maxlp.core import train_step
 from maxlp.core.gates import Gate, Gates
 from maxlp.core.gradients import Gradients, join_trees
-from maxlp.core.train_state import MakeModel, State, abstract_model, init_state, num_params, shardings
+from maxlp.core.train_state import MakeModel, State, init_state, num_params, shardings
 from maxlp.core.train_step import LossScaleOf, Statistics, Step
 from maxlp.families import Family
 from maxlp.monitoring import guards
@@ -29,7 +30,6 @@ from maxlp.parallel.batches import batch_part
 from maxlp.run import constraints
 from maxlp.run.progress import Progress
 from maxlp.run.settings import Machine, Settings, make_model, make_optimizer, read
-from maxlp.runtime.checkpoint import load_params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,25 +63,23 @@ class Experiment:
     def family(self) -> Family:
         return self.settings.family
 
-    def initial_state(self, abstract: State) -> State:
+    def initial_state(self, abstract: State, workdir: Path | None = None) -> State:
         """The state before the first step, initialized already sharded: random weights, or `init_from`'s.
 
         Args:
           abstract: the state as shapes, dtypes and shardings.
+          workdir: holds the run's tokenizer, for weights whose tokenizer is swapped.
         """
         train = self.settings.train
         init = functools.partial(init_state, self.make_model, self.tx, train.seed, self.gates)
         state = jax.jit(init, out_shardings=shardings(abstract))()
         if train.init_from:
-            weights = load_params(train.init_from, self.abstract_weights())
+            from maxlp.run import pretrained  # few runs need it
+
+            weights = pretrained.load(self.settings, self.mesh, workdir)
             part = "params" if train.lora is None else "model_state"  # which holds the frozen weights
             state[part] = join_trees(state[part], weights)
         return state
-
-    def abstract_weights(self) -> State:
-        """The parameters of the model without adapters as shapes, dtypes and shardings."""
-        s = self.settings
-        return abstract_model(make_model(s.family, s.model, s.precision), self.mesh)[1]["params"]
 
     def progress(self, state: State, step: int) -> Progress:
         """The progress of a run whose state is that after ``step`` updates."""

@@ -66,7 +66,7 @@ def replay(workdir: Path, spike_step: int, precision: str = "recipe", log: Log =
         graphdef, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
         root = find_checkpoint(workdir, spike_step, s.spikes.lead)
         if root is None:
-            state, start = run.initial_state(abstract), 0
+            state, start = run.initial_state(abstract, workdir), 0
         else:
             state, start = restore_state(root, abstract, batches, precision)
         guards.skip_excluded_batches(workdir, start, batches)

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from maxlp.core.train_state import State, abstract_model, abstract_state
 from maxlp.optim.schedule_free import eval_params, eval_part
 from maxlp.run import run_dir, settings
-from maxlp.run.config import ConfigError, errors_of
+from maxlp.run.config import errors_of
 from maxlp.run.experiment import Experiment
 from maxlp.runtime import checkpoint, writers
 
@@ -52,10 +52,9 @@ def check_start(run: Experiment, abstract: State, workdir: Path) -> None:
     if any(info.status == "complete" for info in checkpoint.list_steps(workdir / "checkpoints")):
         checkpoint.check_fits(workdir, abstract, exact=True)
     elif s.train.init_from:
-        try:
-            checkpoint.check_fits(s.train.init_from, {"params": run.abstract_weights()})
-        except ValueError as error:
-            raise ConfigError(f"config.train.init_from={s.train.init_from}: {error}") from error
+        from maxlp.run import pretrained  # few runs need it
+
+        pretrained.check(s, run.mesh)
     with errors_of("metrics"):
         writers.check_installed(s.metrics.keywords.get("wandb_project"))
 

@@ -1,8 +1,8 @@
 """The files of a run beside its checkpoints.
 
 config.json   the resolved config
-run.json      every start of the run: time, step, command, git revision, versions, devices; and the step of
-              the last checkpoint that was completed
+run.json      every start of the run: time, step, command, git revision, versions, devices; the step of the
+              last checkpoint that was completed; the commit of each repository of the Hub
 tokenizer.*   the tokenizer's own file, if it has one
 lock          names the process that trains here, see `runtime.lock`
 metrics.jsonl, tensorboard/, loss.png, checkpoints/, spikes/
@@ -140,7 +140,22 @@ def record_start(workdir: Path, step: int, num_params: int) -> None:
             "host": platform.node(),
         }
     )
+    if (hub := sys.modules.get("maxlp.runtime.hub")) and hub.commits:
+        record["hub_commits"] = hub.commits
     write_json(workdir / "run.json", record)
+
+
+def hub_commits(workdir: Path) -> dict[str, str]:
+    """The commits at which the run took repositories of the Hub, by their ids."""
+    return _read_record(workdir).get("hub_commits", {})
+
+
+def use_hub_commits(workdir: Path, data: object) -> None:
+    """Lets data of the Hub (hf://) stay at the commits at which the run read it first."""
+    if "hf://" in str(data) and (found := hub_commits(workdir)):
+        from maxlp.runtime import hub  # few runs need it
+
+        hub.commits.update(found)
 
 
 def record_checkpoint(workdir: Path, step: int) -> None:

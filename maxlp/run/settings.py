@@ -70,7 +70,9 @@ class TrainConfig:
       log_every: updates between records of metrics.
       eval_every: updates between evaluations; 0 evaluates at the end only.
       eval_batches: validation batches in each evaluation during the run (0: all). The last one takes all.
-      init_from: a run or checkpoint whose weights to start from; "" draws them at random.
+      init_from: weights to start from (`run.pretrained`): a run or checkpoint, a folder of another library
+        or ``hf:ORG/NAME``; "" draws them at random.
+      swap_tokenizer: exchange the tokenizer of these weights for ``data.tokenizer``, see `run.swap`.
       release_gradients: update each layer in the backward pass, so that the gradients of all layers never
         exist together; see `core.fused_backward`. No statistics of tensors are recorded then.
       lora: trains low-rank adapters and freezes the weights; None trains the weights.
@@ -83,6 +85,7 @@ class TrainConfig:
     eval_every: CountOrZero
     eval_batches: CountOrZero
     init_from: str
+    swap_tokenizer: bool = False
     release_gradients: bool = False
     lora: LoraConfig | None = None
 

@@ -9,14 +9,12 @@ record the fingerprint of the tokenizer that they were trained with, and the dat
 import hashlib
 from pathlib import Path
 
-from maxlp.data.tokenizers import Tokenizer, make_tokenizer
+from maxlp.data.tokenizers import COMPANIONS, FILES, Tokenizer, make_tokenizer
 from maxlp.run.changes import saved_data_state
 from maxlp.run.config import ConfigError
 from maxlp.run.constraints import too_many_tokens
 from maxlp.run.settings import Settings
 from maxlp.runtime import distributed, files
-
-FILES = ("tokenizer.json", "tokenizer.model")
 
 
 def prepare_tokenizer(s: Settings, workdir: Path) -> str:
@@ -29,7 +27,7 @@ def prepare_tokenizer(s: Settings, workdir: Path) -> str:
     is_kept = saved_data_state(workdir) is not None and any((workdir / name).exists() for name in FILES)
     if distributed.is_primary() and not is_kept:
         made = _make(s)
-        for name in FILES:
+        for name in (*FILES, *COMPANIONS):
             if name in made.files:
                 files.write_bytes(workdir / name, made.files[name])
             else:
@@ -45,12 +43,17 @@ def _make(s: Settings) -> Tokenizer:
 
         texts = s.family.tokenizer_texts(s.data, s.train.seed)
         try:
-            return train_bpe(texts, int(spec.removeprefix("bpe:")))
+            made = train_bpe(texts, int(spec.removeprefix("bpe:")))
         except ValueError as error:
             raise ConfigError(f"config.data.tokenizer={spec}: {error}") from error
-    made = make_tokenizer(spec)
+    else:
+        made = make_tokenizer(spec)
     if message := too_many_tokens(spec, made.vocab_size, *s.family.vocabulary(s.model)):
         raise ConfigError(f"config.{message}")
+    if s.train.init_from and not s.train.swap_tokenizer:
+        from maxlp.run import pretrained  # few runs need it
+
+        pretrained.check_tokenizer(s.train.init_from, spec, made)
     return made
 
 

@@ -121,7 +121,7 @@ class Checkpointer:
         self._newest: int | None = None
         self._clocks = (0.0, 0.0)  # system and monotonic, when the last save began
         self._longest = 0.0  # seconds that a save has taken
-        self._bucket = _bucket(self.directory)
+        self._bucket = files.bucket(self.directory)
         if distributed.is_primary():
             self.directory.mkdir(parents=True, exist_ok=True)
             if self._bucket:
@@ -175,12 +175,14 @@ class Checkpointer:
         context = ocp.Context()
         context.array.saving.use_compression = False  # gains 8 % on float32 weights, takes twice the time
         context.asynchronous.timeout_secs = _ORBAX_TIMEOUT
-        if self._bucket:  # the default of s3:// is to rename
+        target = str(self._path(step, ".unfinished"))
+        if self._bucket:
+            target = self._bucket.location(final)
             context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
         self._newest, self._clocks = step, (time.time(), time.monotonic())
         try:
             with context:
-                arrays_written = ocp.save_checkpointables_async(self._target(step), {"state": state})
+                arrays_written = ocp.save_checkpointables_async(target, {"state": state})
         except Exception as error:
             raise self._not_written(error) from error
         self._pending = self._thread.submit(
@@ -249,12 +251,6 @@ class Checkpointer:
     def _path(self, step: int, suffix: str = "") -> Path:
         return self.directory / f"{step}{suffix}"
 
-    def _target(self, step: int) -> str:
-        """Where Orbax writes the arrays."""
-        if self._bucket:
-            return self._bucket.location(self._path(step))
-        return str(self._path(step, ".unfinished"))
-
     def _join(self) -> None:
         if self._pending is None:
             return
@@ -322,15 +318,6 @@ class Checkpointer:
             else:
                 self._path(step).rename(self._path(step, ".removed"))
                 files.remove(self._path(step, ".removed"))
-
-
-def _bucket(path: Path) -> Any:
-    """The module `bucket` for the mirror of one; None on disk, for which it is not imported."""
-    if files.mirrored(path) is None:
-        return None
-    from maxlp.runtime import bucket
-
-    return bucket
 
 
 def _is_not_repeated(record: Any) -> bool:
@@ -428,8 +415,7 @@ def _load(root: Path, abstract_state: Any, *, exact: bool) -> Restored:
     context.pytree.loading.partial_load = not exact
     try:
         with context:
-            bucket = _bucket(root)
-            path = bucket.location(root) if bucket else str(root)
+            path = bucket.location(root) if (bucket := files.bucket(root)) else str(root)
             state = ocp.load_checkpointables(path, {"state": abstract_state})["state"]
     except Exception as error:
         # Orbax reports every failure as a missing handler, with the reason as its cause.

@@ -208,13 +208,9 @@ def print_primary(message: object) -> None:
 
 
 def barrier(name: str) -> None:
-    """Waits until every process has reached the barrier of this name.
-
-    After it all processes see what the primary one has written to a run before, also in a bucket.
-    """
+    """Waits until every process has reached the barrier, and sees what others wrote to a run before."""
     if jax.process_count() > 1:
-        mirror = sys.modules.get("maxlp.runtime.mirror")  # imported only for runs in buckets
-        if mirror:
+        if mirror := files.mirror_module():
             mirror.before_barrier()
         multihost_utils.sync_global_devices(name)
         if mirror:

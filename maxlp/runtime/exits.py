@@ -4,6 +4,8 @@ import os
 import sys
 from typing import NoReturn
 
+from maxlp.runtime.files import mirror_module
+
 EXIT_FAILED = 1
 """Exit code when the system failed, as when a disk is full: the same command may succeed later."""
 
@@ -22,4 +24,6 @@ def hard_exit(code: int) -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    if mirror := mirror_module():
+        mirror.remove_all()
     os._exit(code)

@@ -1,7 +1,4 @@
-"""Files and folders that change atomically, on any file system that renames atomically.
-
-A folder in a bucket is worked on through a local copy of its small files, see `mirror`.
-"""
+"""Files and folders that change atomically, on file systems that rename atomically; see also `mirror`."""
 
 import contextlib
 import json
@@ -37,15 +34,23 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> Path:
 
 
 def mirrored(path: Path) -> Any:
-    """The `mirror.Mirror` that a path is in, or None. Runs on local disks do not import that module."""
-    mirror = sys.modules.get("maxlp.runtime.mirror")
-    return mirror and mirror.find(path)
+    """The `mirror.Mirror` that a path is in, or None."""
+    return (mirror := mirror_module()) and mirror.find(path)
+
+
+def bucket(path: Path) -> Any:
+    """The module `bucket` if a path is in a mirror, else None."""
+    return (mirror := mirror_module()) and mirror.bucket_of(path)
 
 
 def shown(text: object) -> str:
     """A text for the user, with URLs instead of their local mirrors."""
-    mirror = sys.modules.get("maxlp.runtime.mirror")
-    return mirror.with_urls(str(text)) if mirror else str(text)
+    return mirror.with_urls(str(text)) if (mirror := mirror_module()) else str(text)
+
+
+def mirror_module() -> Any:
+    """The module `mirror`, or None: runs on disk do not import it."""
+    return sys.modules.get("maxlp.runtime.mirror")
 
 
 # --- files that are replaced as a whole -----------------------------------------------------------------

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 # The commit of each id that this process has used. A branch moves, so an id is resolved once; a run records
 # its commits in run.json, and its next starts use these (`run.run_dir`).
@@ -49,7 +50,10 @@ def fetch(spec: str, patterns: Sequence[str]) -> Path:
     url = f"{constants.ENDPOINT}/{repo}"
     try:
         folder = huggingface_hub.snapshot_download(
-            repo, revision=commits.get(spec, revision), allow_patterns=list(patterns)
+            repo,
+            revision=commits.get(spec, revision),
+            allow_patterns=list(patterns),
+            tqdm_class=None if any(".safetensors" in pattern for pattern in patterns) else _silent(),
         )
     except errors.GatedRepoError:
         raise ValueError(
@@ -73,3 +77,14 @@ def fetch(spec: str, patterns: Sequence[str]) -> Path:
         ) from error
     commits[spec] = Path(folder).name
     return Path(folder)
+
+
+def _silent() -> type:
+    """A progress bar that shows nothing, for small files."""
+    from huggingface_hub.utils import tqdm
+
+    class Silent(tqdm):
+        def __init__(self, *args: Any, **options: Any):
+            super().__init__(*args, **options | {"disable": True})
+
+    return Silent

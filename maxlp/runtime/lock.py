@@ -9,8 +9,6 @@ holder still lives is decided without comparing clocks:
 - Elsewhere by the count: if it stands still for `WATCH_SECONDS`, the holder is gone. Between machines flock
   may do nothing, or outlive a machine that was lost.
 
-In a bucket the rules are the same, without the kernel: see `mirror.MirrorLock`.
-
 A holder that was suspended for so long that another process took the lock ends itself at its next beat.
 """
 
@@ -46,11 +44,7 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, err
 
 def open_lock(workdir: Path) -> "WorkdirLock":
     """The lock of a workdir on disk or in a bucket, not yet taken."""
-    if mirrored(workdir):
-        from maxlp.runtime.mirror import MirrorLock
-
-        return MirrorLock(workdir)
-    return WorkdirLock(workdir)
+    return mirror.lock(workdir) if (mirror := mirrored(workdir)) else WorkdirLock(workdir)
 
 
 class WorkdirLock:
@@ -226,12 +220,7 @@ def _parse(content: bytes) -> dict[str, Any] | None:
 
 
 def changes(name: object, read: Callable[[], bytes], holder: dict[str, Any] | None) -> bool:
-    """Whether a lock changes while it is watched, as it does while its holder lives.
-
-    Args:
-      name: its path or URL, for the user.
-      read: returns its content.
-    """
+    """Whether a lock (``read`` returns its content) changes, as it does while its holder lives."""
     before = read()
     if not before:
         return False

@@ -27,10 +27,7 @@ _THREADS = 4
 _BLOCK_BYTES = 4 << 20
 
 Checksums = dict[str, tuple[str, int]]
-"""Checksum and size in bytes of each file, by its path within the folder.
-
-The checksum is a CRC-32 in eight hexadecimal digits, or ``md5:`` and an MD5.
-"""
+"""CRC-32 (or ``md5:MD5``; hexadecimal) and size in bytes of each file, by its path within the folder."""
 
 
 def file_sizes(root: Path) -> dict[str, int]:
@@ -138,16 +135,17 @@ def _fault(path: Path, checksum: str, size: int) -> str | None:
         found = path.stat().st_size
         if found != size:
             return f"has {found} bytes instead of {size}"
-        if checksum.startswith("md5:"):
-            with path.open("rb") as file:
-                same = hashlib.file_digest(file, "md5").hexdigest() == checksum.removeprefix("md5:")
-        else:
-            same = _crc32(path) == checksum
-        return None if same else "does not match its checksum"
+        found = _md5(path) if checksum.startswith("md5:") else _crc32(path)
+        return None if found == checksum else "does not match its checksum"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
+
+
+def _md5(path: Path) -> str:
+    with path.open("rb") as file:
+        return f"md5:{hashlib.file_digest(file, 'md5').hexdigest()}"
 
 
 def _crc32(path: Path) -> str:

@@ -73,6 +73,15 @@ def find(path: Path) -> "Mirror | None":
     return next((mirror for mirror in _mirrors.values() if path.is_relative_to(mirror.folder)), None)
 
 
+def bucket_of(path: Path) -> Any:
+    """The module `bucket` if a path is in a mirror, else None."""
+    if find(path) is None:
+        return None
+    from maxlp.runtime import bucket
+
+    return bucket
+
+
 def with_urls(text: str) -> str:
     """A text with the URLs of mirrors instead of their folders."""
     for mirror in _mirrors.values():
@@ -96,9 +105,14 @@ def after_barrier() -> None:
 
 @functools.cache
 def _root() -> Path:
-    root = tempfile.mkdtemp(prefix="maxlp-")
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    root = tempfile.mkdtemp(prefix="maxlp-mirror-")
+    atexit.register(remove_all)
     return Path(root)
+
+
+def remove_all() -> None:
+    """Deletes all mirrors, at the end of the process."""
+    shutil.rmtree(_root(), ignore_errors=True)
 
 
 def _folder(url: str) -> Path:
@@ -126,6 +140,10 @@ class Mirror:
     def url_of(self, path: Path) -> str:
         """The URL of a path in this mirror."""
         return "/".join([self.url, *path.relative_to(self.folder).parts])
+
+    def lock(self, workdir: Path) -> "MirrorLock":
+        """Its lock, not yet taken."""
+        return MirrorLock(workdir)
 
     def pull(self) -> None:
         """Makes the local files equal to those of the bucket."""

@@ -26,7 +26,7 @@ EXTRAS = {
     "hf": ("huggingface_hub", "hf"),
 }
 BUCKETS = ("gs", "s3")  # can be written to, and keep MD5 sums
-ANSWER_SECONDS = 8.0  # in which a store must answer `check`
+ANSWER_SECONDS = 7.0  # in which a store must answer `check`
 
 _REFUSED = re.compile(r"\b40[13]\b|credential|forbidden|unauthori[sz]ed|access ?denied|anonymous", re.I)
 _MAX_REASON = 200  # characters
@@ -229,7 +229,7 @@ def in_time(function: Callable[[], T]) -> T:
     for error in errors:
         raise error
     if not results:
-        raise StorageError(f"no answer within {ANSWER_SECONDS:.0f} s; check the network and the address")
+        raise StorageError(f"no answer within {ANSWER_SECONDS:.0f} s; check network and credentials")
     return results[0]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 from absl import logging
 
-from maxlp.runtime import distributed, files
+from maxlp.runtime import distributed, files, manifest
 
 
 def newest_intact(directory: Path) -> tuple[int | None, dict[int, list[str]]]:
@@ -37,11 +37,8 @@ def _log(directory: Path, damaged: Mapping[int, list[str]]) -> None:
 
 def verify(root: Path) -> list[str]:
     """Returns the faults of one checkpoint, in every process those found by all. A collective."""
-    if files.mirrored(root):
-        from maxlp.runtime.bucket import find_faults
-    else:
-        from maxlp.runtime.manifest import find_faults
-    faults = find_faults(root, jax.process_index(), jax.process_count())
+    place = files.bucket(root) or manifest
+    faults = place.find_faults(root, jax.process_index(), jax.process_count())
     return [fault for found in distributed.gather_json(faults) for fault in found]
 
 

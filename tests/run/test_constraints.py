@@ -95,6 +95,10 @@ REFUSED = {
         )
     ],
     "adapters_start_from_weights": [({"train.lora.rank": 4}, 1, "cpu", "needs train.init_from")],
+    "swapped_vocabularies_are_trained": [
+        ({"train.swap_tokenizer": True}, 1, "cpu", "give --from"),
+        ({**LORA, "train.swap_tokenizer": True}, 1, "cpu", "train.lora.rank=4 would leave frozen"),
+    ],
     "adapters_keep_their_gradients": [
         ({**LORA, "train.release_gradients": True, "optimizer.clip_norm": 0.0}, 1, "cpu", "frees nothing")
     ],

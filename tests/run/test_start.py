@@ -83,7 +83,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"train.init_from": "https://server/run"},
-        "config.train.init_from=https://server/run: path=https://server/run is not a folder",
+        "config.train.init_from=https://server/run is not a folder",
     ),
     ("llama", {"metrics.wandb_project": "x"}, "config.metrics.wandb_project='x' needs wandb"),
     ("clip", {"data.source": "tar:/nowhere.tar"}, "/nowhere.tar"),

@@ -1,7 +1,10 @@
 """Checkpoints in buckets keep the promises of those on disk."""
 
 import hashlib
+import json
 import random
+import signal
+import time
 
 import pytest
 
@@ -87,7 +90,7 @@ def test_a_step_without_a_manifest_is_not_seen_and_goes_at_the_next_start(bucket
 def test_without_an_intact_checkpoint_the_run_does_not_start_over(bucket):
     save(bucket, 1)
     storage.write(f"{bucket}/1/checkpoint.json", b"{}")
-    with pytest.raises(CheckpointError, match="no intact checkpoint .*has 2 bytes instead of"):
+    with pytest.raises(CheckpointError, match=r"no intact checkpoint .*has 2 bytes instead of"):
         restore_latest(bucket)
 
 
@@ -138,3 +141,42 @@ def test_a_checkpoint_may_be_copied_between_bucket_and_disk(bucket, tmp_path):
     storage.write(f"{bucket}/b/{name}", content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(CheckpointError, match="does not match its checksum"):
         restore_latest(f"{bucket}/b")
+
+
+# --- several processes, and kills -----------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_two_processes_save_and_restore_what_one_does(bucket):
+    pair = workers.Workers(2)
+    pair.call("save", f"{bucket}/checkpoints", 2)
+    assert any(
+        name.startswith("2/state/ocdbt.process_1/d/") for name in storage.find(f"{bucket}/checkpoints")
+    )
+    restored = restore_latest(f"{bucket}/checkpoints")
+    assert (restored.step, restored.data_state) == (2, {"position": [2, 2]})
+    save(f"{bucket}/one", 5)
+    reply = {"step": 5, "data_state": {"position": 5}, "meta": {"meta": "é"}}
+    assert pair.call("restore", f"{bucket}/one") == [reply, reply]
+    pair.finish(0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "kills"), [(1, 20), (2, 8)])
+def test_kills_at_random_moments_lose_no_complete_checkpoint(bucket, processes, kills):
+    url, rng, newest, unfinished = f"{bucket}-{processes}/run", random.Random(0), 0, 0
+    for _ in range(kills):
+        run = workers.Workers(processes)
+        run.send("save_until_killed", url)
+        assert newest <= run.read()["saved"] <= newest + 1, "completed, but killed before it printed that"
+        time.sleep(rng.uniform(0.2, 2.5))
+        for process in rng.sample(run.processes, processes):
+            process.send_signal(signal.SIGKILL)
+        lines = run.processes[0].communicate()[0].splitlines()
+        newest = max([newest, *(json.loads(line)["saved"] for line in lines if line.startswith("{"))])
+        found = storage.find(url)
+        unfinished += any(f"{step}/{manifest.NAME}" not in found for step in steps(url))
+    newest = max(newest, restore_latest(url).step)
+    print(f"{url}: {kills} kills, {unfinished} within a save; {newest} checkpoints complete, none lost")
+    assert {int(step) for step in steps(url)} == {newest - 1, newest}
+    assert unfinished >= kills // 4, "the test kills within saves"

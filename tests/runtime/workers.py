@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlp.runtime import checkpoint, distributed, lock, preemption
+from maxlp.runtime import checkpoint, distributed, files, lock, preemption
 
 ROOT = Path(__file__).parents[2]
 SHAPE = (64, 4096)  # 1 MiB: a save takes long enough to be interrupted
@@ -190,9 +190,21 @@ def run_killed_in_save(directory, fraction):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def run_save_until_killed(directory):
+    """Resumes, and saves one step after the other."""
+    checkpointer = checkpoint.Checkpointer(directory, every_steps=1)
+    restored = restore(checkpointer)
+    start = restored.step if restored else 0
+    reply(saved=start)
+    for step in range(start + 1, 10_000):
+        checkpointer.save(step, device_state(step), {})
+        checkpointer.wait()
+        reply(saved=step)
+
+
 def run_lock(workdir):
     """Prints whether the lock was taken; holds it until the next command."""
-    with lock.WorkdirLock(Path(workdir)) as held:
+    with lock.open_lock(files.local_path(workdir)) as held:
         try:
             held.acquire()
         except ValueError as error:
@@ -209,6 +221,7 @@ COMMANDS = {
     "restore": run_restore,
     "until_signalled": run_until_signalled,
     "killed_in_save": run_killed_in_save,
+    "save_until_killed": run_save_until_killed,
 }
 
 

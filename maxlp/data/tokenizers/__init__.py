@@ -6,6 +6,7 @@
     /models/bpe_simple_vocab_16e6.txt.gz   CLIP's vocabulary as OpenAI and open_clip distribute it
     /models/llama3                         a folder with a tokenizer.json or a tokenizer.model
     gs://bucket/c4_ids/tokenizer.json      any of these files at a URL, see maxlp/data/sources.py
+    hf:ORG/NAME, hf:ORG/NAME@REVISION      the same files of a repository of the Hugging Face Hub
 
 The ids of the beginning-of-document, end-of-document and padding tokens are found by their usual
 names; other names are given as `tokenizer.json?bos=<start>&eos=<stop>&pad=<pad>`.
@@ -34,6 +35,9 @@ KINDS = {
 BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<|endoftext|>")
 EOS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
 PAD = ("<|pad|>", "<pad>", "<|finetune_right_pad_id|>")
+FILES = ("tokenizer.json", "tokenizer.model")  # either is a whole tokenizer
+# What other libraries keep beside it: names of special tokens, the chat template. Written by export.
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 CLIP_SETTING = b'"</w>"'  # occurs in a tokenizer.json only as CLIP's `end_of_word_suffix`
 
 
@@ -44,7 +48,8 @@ class Tokenizer:
       vocab_size: the number V of ids.
       bos_id, eos_id, pad_id: special tokens; a vocabulary without bos or pad uses `eos_id` for them.
       fingerprint: identifies the tokenizer: the SHA-256 of its file, or "bytes".
-      files: file name to contents; enough to make the tokenizer again.
+      specials: name of each special token -> its id.
+      files: file name to contents: the tokenizer's own file, and `COMPANIONS` that lie beside it.
     """
 
     vocab_size: int
@@ -52,6 +57,7 @@ class Tokenizer:
     eos_id: int
     pad_id: int
     fingerprint: str
+    specials: dict[str, int]
     files: dict[str, bytes]
 
     def encode(self, text: str | bytes) -> np.ndarray:
@@ -60,6 +66,11 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids; special tokens and ids outside the vocabulary are left out."""
+        raise NotImplementedError
+
+    @cached_property
+    def tokens(self) -> list[bytes]:
+        """The text that each id stands for, [V]; b"" for special tokens and unused ids."""
         raise NotImplementedError
 
     @cached_property
@@ -72,15 +83,12 @@ class Tokenizer:
         Raises:
           ValueError: the tokens do not map to bytes, for example those of WordPiece.
         """
-        return self._byte_lengths()
+        return np.array([len(token) for token in self.tokens], np.int32)
 
     @cached_property
     def prefix_bytes(self) -> int:
         """1 if `encode` puts a space before every text (SentencePiece's dummy prefix), else 0."""
         return max(0, int(self.byte_lengths[self.encode("a")].sum()) - 1)
-
-    def _byte_lengths(self) -> np.ndarray:
-        raise NotImplementedError
 
 
 def make_tokenizer(spec: str) -> Tokenizer:
@@ -96,6 +104,10 @@ def make_tokenizer(spec: str) -> Tokenizer:
             raise ValueError(f"tokenizer {spec!r}: unknown option {key!r}; known: bos, eos, pad")
     if path == "bytes" and not options:
         return load(KINDS["bytes"])()
+    if path.startswith("hf:"):
+        from maxlp.runtime import hub  # few runs need it
+
+        path = str(hub.fetch(path, (*FILES, *COMPANIONS)))
     path = os.path.expanduser(path)
     if os.path.isdir(path):
         model = os.path.join(path, "tokenizer.model")
@@ -108,9 +120,14 @@ def make_tokenizer(spec: str) -> Tokenizer:
             hint += "; train a BPE with `python -m maxlp.prepare text --train_tokenizer=VOCAB`"
         raise ValueError(f"tokenizer {spec!r}: no such file; give {hint}")
     try:
-        return load(KINDS[_kind(path, data)])(data, **options)
+        made: Tokenizer = load(KINDS[_kind(path, data)])(data, **options)
     except ValueError as error:
         raise ValueError(f"tokenizer {path}: {one_line(error)}") from None
+    for companion in (os.path.join(os.path.dirname(path), name) for name in COMPANIONS):
+        if os.path.isfile(companion):
+            with open(companion, "rb") as file:
+                made.files[os.path.basename(companion)] = file.read()
+    return made
 
 
 def _read(path: str) -> bytes | None:
@@ -147,11 +164,11 @@ def ids_below(ids: Sequence[int] | np.ndarray, limit: int) -> np.ndarray:
     return ids[(ids >= 0) & (ids < limit)]
 
 
-def piece_bytes(piece: str) -> int:
-    """Number of bytes of a SentencePiece piece: `▁` is a space, `<0x0A>` a single byte."""
+def piece_bytes(piece: str) -> bytes:
+    """The bytes of a SentencePiece piece: `▁` is a space, `<0x0A>` a single byte."""
     if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", piece):
-        return 1
-    return len(piece.replace("▁", " ").encode())
+        return bytes([int(piece[1:-1], 16)])
+    return piece.replace("▁", " ").encode()
 
 
 def find_specials(

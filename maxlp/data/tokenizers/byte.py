@@ -1,6 +1,7 @@
 """The byte tokenizer."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -15,7 +16,7 @@ class ByteTokenizer(Tokenizer):
     fingerprint = "bytes"
 
     def __init__(self) -> None:
-        self.files = {}
+        self.files, self.specials = {}, {}
 
     def encode(self, text: str | bytes) -> np.ndarray:
         return np.frombuffer(as_bytes(text), np.uint8).astype(np.int32)
@@ -23,5 +24,6 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return ids_below(ids, 256).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
-    def _byte_lengths(self) -> np.ndarray:
-        return np.array([1] * 256 + [0] * 3, np.int32)
+    @cached_property
+    def tokens(self) -> list[bytes]:
+        return [bytes([i]) for i in range(256)] + [b""] * 3

@@ -7,6 +7,7 @@ a text exactly. `?pad=!` pads as OpenAI and open_clip do, with id 0.
 
 import gzip
 import html
+from functools import cached_property
 
 import numpy as np
 import tokenizers
@@ -32,7 +33,8 @@ class ClipTokenizer(HuggingFaceTokenizer):
         # the rest.
         return super().encode(html.unescape(html.unescape(as_str(text))))
 
-    def _byte_lengths(self) -> np.ndarray:
+    @cached_property
+    def byte_lengths(self) -> np.ndarray:
         raise ValueError("bits per byte need a tokenizer that keeps white space and case, not CLIP's")
 
 

@@ -1,8 +1,10 @@
 """Hugging Face `tokenizer.json` files."""
 
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,8 +30,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self._args = (data, bos, eos, pad)
         self._added = tok.get_added_tokens_decoder()
         self.vocab_size = max(tok.get_vocab(with_added_tokens=True).values()) + 1
-        specials = {token.content: i for i, token in self._added.items() if token.special}
-        self.bos_id, self.eos_id, self.pad_id = find_specials(specials, tok.token_to_id, bos, eos, pad)
+        self.specials = {token.content: i for i, token in self._added.items() if token.special}
+        self.bos_id, self.eos_id, self.pad_id = find_specials(self.specials, tok.token_to_id, bos, eos, pad)
         self.fingerprint = hashlib.sha256(data).hexdigest()
         self.files = {"tokenizer.json": data}
 
@@ -46,20 +48,43 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._tok.decode(ids_below(ids, self.vocab_size).tolist())
 
-    def _byte_lengths(self) -> np.ndarray:
-        config = json.loads(self._args[0])
-        if '"ByteLevel"' in json.dumps(config["decoder"]):
-            length = len  # each character of a byte-level token is one byte
-        elif "▁" in json.dumps(config["decoder"], ensure_ascii=False):
-            length = piece_bytes
-        else:
+    @cached_property
+    def tokens(self) -> list[bytes]:
+        """See `Tokenizer`; with other decoders than byte-level and SentencePiece's, as in the file."""
+        as_bytes = {"bytes": level_bytes, "pieces": piece_bytes}.get(self._alphabet(), str.encode)
+        tokens = [b""] * self.vocab_size
+        for token, i in self._tok.get_vocab(with_added_tokens=False).items():
+            tokens[i] = as_bytes(token)
+        for i, token in self._added.items():
+            tokens[i] = b"" if token.special else token.content.encode()
+        return tokens
+
+    @cached_property
+    def byte_lengths(self) -> np.ndarray:
+        if not self._alphabet():
+            decoder = json.loads(self._args[0])["decoder"]
             raise ValueError(
                 "bits per byte need a byte-level or SentencePiece-like tokenizer.json;"
-                f" the decoder of this one is {(config['decoder'] or {}).get('type')}"
+                f" the decoder of this one is {(decoder or {}).get('type')}"
             )
-        lengths = np.zeros(self.vocab_size, np.int32)
-        for token, i in self._tok.get_vocab(with_added_tokens=False).items():
-            lengths[i] = length(token)
-        for i, token in self._added.items():
-            lengths[i] = 0 if token.special else len(token.content.encode())
-        return lengths
+        return super().byte_lengths
+
+    def _alphabet(self) -> str:
+        """What a token is written in: "bytes", "pieces" as in SentencePiece, or "" for neither."""
+        decoder = json.dumps(json.loads(self._args[0])["decoder"], ensure_ascii=False)
+        return "bytes" if '"ByteLevel"' in decoder else "pieces" if "▁" in decoder else ""
+
+
+@functools.cache
+def _byte_of() -> dict[str, int]:
+    """GPT-2's character for each byte: printable ones are themselves, the others follow from U+0100 on."""
+    alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    printable = {chr(i): i for i in range(256) if chr(i) in alphabet}
+    others = (i for i in range(256) if chr(i) not in alphabet)
+    return printable | {chr(256 + n): i for n, i in enumerate(others)}
+
+
+def level_bytes(token: str) -> bytes:
+    """The bytes of a byte-level token, in which each character stands for one."""
+    table = _byte_of()
+    return b"".join(bytes([table[c]]) if c in table else c.encode() for c in token)

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,8 @@ class SentencePieceTokenizer(Tokenizer):
         self._args = (data, bos, eos, pad)
         self.vocab_size = self._model.get_piece_size()
         pieces = {self._model.id_to_piece(i): i for i in range(self.vocab_size)}
-        specials = {piece: i for piece, i in pieces.items() if self._model.is_control(i)}
-        self.bos_id, self.eos_id, self.pad_id = find_specials(specials, pieces.get, bos, eos, pad)
+        self.specials = {piece: i for piece, i in pieces.items() if self._model.is_control(i)}
+        self.bos_id, self.eos_id, self.pad_id = find_specials(self.specials, pieces.get, bos, eos, pad)
         self.fingerprint = hashlib.sha256(data).hexdigest()
         self.files = {"tokenizer.model": data}
 
@@ -37,9 +38,13 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._model.decode(ids_below(ids, self.vocab_size).tolist())
 
-    def _byte_lengths(self) -> np.ndarray:
-        model, lengths = self._model, np.zeros(self.vocab_size, np.int32)
-        for i in range(self.vocab_size):
-            if not (model.is_control(i) or model.is_unknown(i) or model.is_unused(i)):
-                lengths[i] = piece_bytes(model.id_to_piece(i))
-        return lengths
+    @cached_property
+    def tokens(self) -> list[bytes]:
+        model = self._model
+
+        def token(i: int) -> bytes:
+            if model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
+                return b""
+            return piece_bytes(model.id_to_piece(i))
+
+        return [token(i) for i in range(self.vocab_size)]

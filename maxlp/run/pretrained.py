@@ -1,0 +1,409 @@
+"""Weights that a run starts from: ``train.init_from``, and the flags ``--from`` and ``--swap_tokenizer``.
+
+They are those of another run, or of another library, in a folder or a repository of the Hub. They are read
+where they are, one parameter at a time and straight into its shards: a conversion first (`maxlp.convert
+import`) would take a second copy on disk and a whole copy in memory.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from maxlp.core.train_state import State, abstract_model
+from maxlp.data import tokenizers
+from maxlp.data.tokenizers import Tokenizer, make_tokenizer
+from maxlp.families import Family, weights
+from maxlp.nn.lora import merged_params
+from maxlp.run import changes, run_dir
+from maxlp.run.config import ConfigError
+from maxlp.run.restore import restore_model
+from maxlp.run.settings import Settings, make_model, read, read_model
+from maxlp.run.tokenizer import saved_tokenizer
+from maxlp.runtime import checkpoint, distributed, files, hub, tree_spec
+from maxlp.runtime.safetensors import Tensors, index_of
+
+SMALL_FILES = ("config.json", "open_clip_config.json", *tokenizers.FILES, *tokenizers.COMPANIONS)
+VOCABULARY_MULTIPLE = 128  # rows of a swapped vocabulary, so that meshes divide it
+
+
+def published_params(workdir: Path, step: int | None, mesh: Mesh) -> State:
+    """The parameters that a run publishes: averaged by schedule_free_adamw, with adapters merged into them.
+
+    Args:
+      step: None takes the newest intact checkpoint.
+    """
+    graphdef, state, _ = restore_model(run_dir.load_config(workdir), workdir, step, mesh)
+    return merged_params(nnx.merge(graphdef, state["params"], state["model_state"]))
+
+
+class RunWeights:
+    """The weights that a run of this program has learned: those that it evaluates and exports.
+
+    Args:
+      path: the run, or one of its checkpoints.
+
+    Attributes:
+      model: the section ``model`` of the run's config; None for a checkpoint without a run.
+      tokenizer: the spec of the run's tokenizer; None if it has none.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.workdir = next((p for p in (path, *path.parents[:2]) if (p / "config.json").exists()), None)
+        self.config = None if self.workdir is None else run_dir.load_config(self.workdir)
+        self.model = None if self.config is None else _section(*read_model(self.config)[:2])
+
+    @cached_property
+    def tokenizer(self) -> str | None:
+        if self.workdir is None or self.config is None:
+            return None
+        spec = self.config.get("data", {}).get("tokenizer")
+        if spec != "bytes" and not any((self.workdir / name).exists() for name in tokenizers.FILES):
+            return None
+        return saved_tokenizer(spec, self.workdir)
+
+    def check(self, abstract: State) -> None:
+        """Raises a ValueError if the parameters have other shapes than these."""
+        part = "params" if self._adapters is None else "model_state"  # which holds the frozen weights
+        checkpoint.check_fits(self.path, {part: abstract})
+
+    def load(self, abstract: State, mesh: Mesh) -> State:
+        """The parameters in these dtypes and shardings."""
+        self.check(abstract)
+        if self.config is None or self.workdir is None or "optimizer" not in self.config:
+            return checkpoint.load_params(self.path, abstract)
+        step = int(self.path.name) if self.path.parent == self.workdir / "checkpoints" else None
+        params = published_params(self.workdir, step, mesh)
+        return jax.tree.map(
+            lambda leaf, wanted: jax.device_put(leaf.astype(wanted.dtype), wanted.sharding),
+            params,
+            abstract,
+        )
+
+    @property
+    def _adapters(self) -> Any:
+        return read(self.config).train.lora if self.config and "optimizer" in self.config else None
+
+
+class LibraryWeights:
+    """The weights of another library.
+
+    Args:
+      spec: the folder, or the id of a repository of the Hub.
+      format_name: see `weights.find_format`.
+
+    Attributes:
+      folder: where the files are on this machine.
+      family, format: of the model.
+      tensors: by name; the files are downloaded and opened when the first one is asked for.
+      config: of the model, with activations and parameters in the dtype of the files.
+      model: the section ``model`` of a config for these weights.
+      tokenizer: the spec of their tokenizer; None if there is none beside them.
+    """
+
+    def __init__(self, spec: str, format_name: str | None = None):
+        self.spec = spec
+        self.folder = hub.fetch(spec, SMALL_FILES) if hub.is_id(spec) else Path(spec)
+        self.family, self.format = weights.find_format(self.folder, format_name)
+        self.tensors = _Later(self._open)
+        with self.naming_config():
+            keywords, dtype = self.format.read_model(self.folder, self.tensors)
+            self.config: Any = self.family.Model(
+                **keywords, dtype=dtype, param_dtype=dtype, attention="xla", scan_layers=True, remat="none"
+            )
+        self.model: dict[str, Any] | None = _section(self.family, self.config)
+        has_tokenizer = any((self.folder / name).exists() for name in tokenizers.FILES)
+        self.tokenizer = spec if has_tokenizer else None
+
+    def naming_config(self) -> contextlib.AbstractContextManager[None]:
+        """Names the model's config file in errors."""
+        return weights.naming(self.folder / self.format.config_file)
+
+    def check(self, abstract: State) -> None:
+        """Raises a ValueError if the parameters have other shapes than these, or a file is damaged."""
+        own = tree_spec.describe(
+            jax.eval_shape(
+                lambda: nnx.to_pure_dict(
+                    nnx.state(self.family.make_model(self.config, rngs=nnx.Rngs(0)), nnx.Param)
+                )
+            )
+        )
+        if misfit := tree_spec.find_misfit(own, abstract, exact=False):
+            path, saved, wanted = misfit
+            raise ValueError(f"{path} is {saved} in the weights and {wanted} in the config; use one model")
+        if not hub.is_id(self.spec):
+            len(self.tensors)  # reads the headers of all files
+
+    def load(self, abstract: State, mesh: Mesh) -> State:
+        """The parameters in these dtypes and shardings."""
+        with weights.naming(self.folder):
+            return weights.to_maxlp(self.tensors, abstract, self.format.layout(self.config), put=_shards)
+
+    def _open(self) -> Tensors:
+        file = self.format.weights_file
+        if hub.is_id(self.spec):
+            shards = file.replace(".safetensors", "-*.safetensors")
+            hub.fetch(self.spec, (*SMALL_FILES, file, shards, index_of(file)))
+        return Tensors(self.folder, file)
+
+
+class _Later(Mapping[str, np.ndarray]):
+    """Tensors that are opened when one is asked for."""
+
+    def __init__(self, open_tensors: Callable[[], Tensors]):
+        self._open = functools.cache(open_tensors)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._open()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._open())
+
+    def __len__(self) -> int:
+        return len(self._open())
+
+
+def _section(family: Family, model: Any) -> dict[str, Any]:
+    """The section ``model`` of a config."""
+    return {"name": family.name} | dataclasses.asdict(model)
+
+
+def _shards(array: np.ndarray, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda index: array[index])
+
+
+def find(spec: str, key: str = "config.train.init_from") -> RunWeights | LibraryWeights:
+    """The weights of a run, a checkpoint, a folder of another library or a repository of the Hub.
+
+    Args:
+      spec: a path or ``hf:ORG/NAME[@REVISION]``.
+      key: what names it in messages.
+
+    Raises:
+      ValueError: there are none, or of an unknown model.
+    """
+    if hub.is_id(spec):
+        return LibraryWeights(spec)
+    path = files.local_path(spec, key)
+    is_other = any((path / name).exists() for name in ("config.json", "open_clip_config.json"))
+    if is_other and not (path / "checkpoints").is_dir() and not (path / "run.json").exists():
+        return LibraryWeights(str(path))
+    return RunWeights(path)
+
+
+# --- the config of a run that starts from weights ---------------------------------------------------------
+
+
+def configure(
+    c: ConfigDict,
+    workdir: Path,
+    source: str | None,
+    swap: str | None = None,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+) -> ConfigDict:
+    """A config with the model and the tokenizer of the weights ``--from``.
+
+    A run that has a checkpoint no longer needs the weights: its own config holds what was taken from them.
+
+    Args:
+      source: a path or an id of the Hub, with or without ``hf:``.
+      swap: the spec of another tokenizer, to exchange theirs for.
+      overrides: keys and values that were set on the command line.
+
+    Raises:
+      ConfigError: a flag that contradicts the weights.
+    """
+    if source is None:
+        raise ConfigError(f"--swap_tokenizer={swap} needs --from, the weights to swap the tokenizer of")
+    spec = hub.as_id(source)
+    if not hub.is_id(spec) and "://" not in spec:
+        spec = str(files.local_path(spec, "--from"))
+    agree_on_commits(workdir, spec, swap or "")
+    theirs = recorded = _recorded(workdir, spec)
+    if theirs is None:
+        found = find(spec, "--from")
+        theirs = _Start(found.model, found.tokenizer)
+    if (model := theirs.model) is None:
+        raise ConfigError(f"--from={source} has no config.json beside it; give the folder of the run")
+    if (other := overrides.get("train.init_from", spec)) != spec:
+        raise ConfigError(f"--from={source} contradicts config.train.init_from={other}; give one")
+    tokenizer = overrides.get("data.tokenizer")
+    if swap is not None:
+        if tokenizer not in (None, swap):
+            raise ConfigError(
+                f"--swap_tokenizer={swap} contradicts config.data.tokenizer={tokenizer}; give one"
+            )
+        if recorded is None:
+            model = _with_vocabulary(model, swap, overrides)
+    section = _joined(model, c.model.to_dict(), overrides, source)
+    c = c.copy_and_resolve_references()
+    with c.unlocked():
+        c.model, c.train.init_from = ConfigDict(section), spec
+        c.data.tokenizer = swap or tokenizer or theirs.tokenizer or c.data.get("tokenizer")
+        if swap is not None:
+            c.train.swap_tokenizer = True
+    return c
+
+
+class _Start(NamedTuple):
+    """What a config takes from weights: the section ``model`` and the spec of their tokenizer."""
+
+    model: dict[str, Any] | None
+    tokenizer: str | None
+
+
+def _recorded(workdir: Path, spec: str) -> _Start | None:
+    """What the run in the workdir took from these weights, if it has a checkpoint."""
+    if changes.saved_data_state(workdir) is None:
+        return None
+    c = run_dir.load_config(workdir)
+    if c.get("train", {}).get("init_from") != spec:
+        return None
+    return _Start(c.model.to_dict(), c.data.tokenizer)
+
+
+def _joined(theirs: dict, given: dict, overrides: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The model of the weights, with those keys of a config that do not depend on weights."""
+    if theirs["name"] != given["name"]:
+        raise ConfigError(
+            f"--from={source} holds a {theirs['name']}, but config.model.name={given['name']}; choose one "
+            f"with --config={theirs['name']}/..."
+        )
+    fixed, values = changes.flat({"model": theirs}), changes.flat({"model": given})
+    for key in overrides:
+        if not key.startswith("model.") or not changes.is_fixed(key) or changes.is_training(key):
+            continue
+        if fixed.get(key) != values.get(key):
+            raise ConfigError(
+                f"config.{key}={values.get(key)!r} contradicts --from={source}, which has "
+                f"{fixed.get(key)!r}; drop the flag"
+            )
+    joined = {k: v for k, v in theirs.items() if changes.is_fixed(f"model.{k}")}
+    joined |= {k: v for k, v in given.items() if not changes.is_fixed(f"model.{k}")}
+    section = ConfigDict(joined)
+    section.update_from_flattened_dict(
+        {k.removeprefix("model."): values[k] for k in overrides if changes.is_training(k)}
+    )
+    return section.to_dict()
+
+
+def _with_vocabulary(model: dict, swap: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The model with the vocabulary of another tokenizer."""
+    if "vocab_size" not in model:
+        raise ConfigError(f"--swap_tokenizer={swap} is for language models, not for a {model['name']}")
+    size = swap.removeprefix("bpe:")
+    rows = int(size) if size.isdecimal() else make_tokenizer(swap).vocab_size
+    rows = -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    return model | {"vocab_size": overrides.get("model.vocab_size", rows)}
+
+
+def agree_on_commits(workdir: Path, *specs: str) -> None:
+    """Resolves ids of the Hub to the commits that the run has recorded, and the same in all processes."""
+    if not (ids := [spec for spec in specs if hub.is_id(spec)]):
+        return
+    hub.commits.update(run_dir.hub_commits(workdir))
+    if jax.process_count() == 1 or changes.saved_data_state(workdir) is not None:
+        return
+    if distributed.is_primary():
+        for spec in ids:
+            hub.fetch(spec.partition("?")[0], ("config.json",))
+    hub.commits.update(distributed.gather_json(hub.commits)[0])
+
+
+def report_differences(s: Settings, workdir: Path) -> None:
+    """Prints the keys with which a new run's model computes something else than its weights did."""
+    if not s.train.init_from or changes.saved_data_state(workdir) is not None:
+        return
+    if (model := find(s.train.init_from).model) is None:
+        return
+    for key, line in changes.other_model(model, _section(s.family, s.model)).items():
+        if key != "model.vocab_size" or not s.train.swap_tokenizer:
+            distributed.print_primary(f"another model than in config.train.init_from: {line}")
+
+
+def check_tokenizer(init_from: str, spec: str, made: Tokenizer) -> None:
+    """Raises a ConfigError for a tokenizer with which the weights were not trained.
+
+    Args:
+      spec: the config's tokenizer.
+      made: the tokenizer of that spec.
+    """
+    theirs = find(init_from).tokenizer
+    way_out = "give theirs"
+    if theirs is None and not spec.startswith("bpe:"):
+        return  # nothing is known about it
+    if theirs is not None:
+        options = spec.partition("?")[2]
+        if options and "?" not in theirs:
+            theirs += f"?{options}"
+        if _mean_the_same(made, make_tokenizer(theirs)):
+            return
+        way_out = f"drop it and give --from={init_from}; to exchange theirs, add --swap_tokenizer={spec}"
+    raise ConfigError(
+        f"config.data.tokenizer={spec} is not the tokenizer that config.train.init_from={init_from} was "
+        f"trained with; {way_out}"
+    )
+
+
+def _mean_the_same(a: Tokenizer, b: Tokenizer) -> bool:
+    """Whether each id stands for the same text in both, so that a model can be used with either."""
+    return a.fingerprint == b.fingerprint or (
+        (a.tokens, a.bos_id, a.eos_id) == (b.tokens, b.bos_id, b.eos_id)
+    )
+
+
+# --- parameters -------------------------------------------------------------------------------------------
+
+
+def check(s: Settings, mesh: Mesh) -> None:
+    """Raises a ConfigError if the weights of ``train.init_from`` do not fit the model."""
+    found = find(s.train.init_from)
+    try:
+        found.check(_abstract(s, mesh, _saved_vocab_size(s)))
+    except ValueError as error:
+        raise ConfigError(f"config.train.init_from={s.train.init_from}: {error}") from error
+
+
+def load(s: Settings, mesh: Mesh, workdir: Path | None) -> State:
+    """The parameters of ``train.init_from``, with the rows of the config's tokenizer, on the mesh.
+
+    Args:
+      workdir: holds the run's tokenizer; only a swap of tokenizers needs it.
+    """
+    if workdir is not None:
+        agree_on_commits(workdir, s.train.init_from)
+    found = find(s.train.init_from)
+    params = found.load(_abstract(s, mesh, _saved_vocab_size(s)), mesh)
+    if not s.train.swap_tokenizer:
+        return params
+    from maxlp.run.swap import swap_rows
+
+    assert workdir is not None
+    if found.tokenizer is None:
+        raise ConfigError(f"--swap_tokenizer: {s.train.init_from} has no tokenizer to exchange")
+    old, new = make_tokenizer(found.tokenizer), make_tokenizer(saved_tokenizer(s.data.tokenizer, workdir))
+    make = make_model(s.family, s.model, s.precision)
+    return swap_rows(params, _abstract(s, mesh, None), make, old, new)
+
+
+def _saved_vocab_size(s: Settings) -> int | None:
+    """The vocabulary of the weights, if it is exchanged."""
+    model = find(s.train.init_from).model if s.train.swap_tokenizer else None
+    return None if model is None else model["vocab_size"]
+
+
+def _abstract(s: Settings, mesh: Mesh, vocab_size: int | None) -> State:
+    """The parameters as shapes, dtypes and shardings; with the vocabulary of the weights, unless None."""
+    model = s.model if vocab_size is None else dataclasses.replace(s.model, vocab_size=vocab_size)
+    return abstract_model(make_model(s.family, model, s.precision), mesh)[1]["params"]

@@ -1,0 +1,266 @@
+"""Runs that start from weights: of another library, of the Hub, or of another run."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlp import convert
+from maxlp.core.train_state import abstract_state
+from maxlp.data.tokenizers import make_tokenizer
+from maxlp.data.tokenizers.training import train_bpe
+from maxlp.run import changes, pretrained, run_dir
+from maxlp.run.config import ConfigError
+from maxlp.run.experiment import resolve
+from maxlp.run.pretrained import published_params
+from maxlp.run.settings import read
+from maxlp.run.tokenizer import prepare_tokenizer
+from maxlp.runtime import hub
+from maxlp.runtime.checkpoint import Checkpointer
+from tests.pretrained import TEXTS, TOKENS, write_llama
+from tests.run.fixtures import changed, load
+
+ROPE = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=64)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A model with other sizes, another RoPE and another dtype than any preset."""
+    from maxlp.families.llama.model import RopeScaling
+
+    changes = dict(rope_theta=3e5, rope_scaling=RopeScaling(**ROPE), param_dtype="bfloat16")
+    return write_llama(tmp_path_factory.mktemp("hf") / "model", **changes)
+
+
+def configured(workdir: Path, source: Any, swap: str | None = None, **overrides: Any):
+    """The config of ``train --from=SOURCE`` with the debug config and these flags."""
+    overrides = {key.replace("__", "."): value for key, value in overrides.items()}
+    c = changed(load("debug"), {"data.seq_len": 32} | overrides)
+    return pretrained.configure(c, workdir, str(source), swap, overrides)
+
+
+def initial_params(c, workdir: Path, devices: int = 1) -> dict:
+    """The parameters before the first step."""
+    run = resolve(c, jax.devices()[:devices])
+    with jax.set_mesh(run.mesh):
+        _, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+        return run.initial_state(abstract, workdir)["params"]
+
+
+def save_run(workdir: Path, c, change=lambda state: state, step: int = 3) -> None:
+    """A run at a step, as training would leave it, with some change of its initial state."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    run = resolve(c, jax.devices()[:1])
+    prepare_tokenizer(run.settings, workdir)
+    with jax.set_mesh(run.mesh), Checkpointer(workdir / "checkpoints", every_steps=1) as checkpoints:
+        _, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+        state = change(run.initial_state(abstract, workdir))
+        fingerprint = make_tokenizer(str(workdir / "tokenizer.json")).fingerprint
+        checkpoints.save(step, state, {"settings": {"tokenizer": fingerprint}})
+    run_dir.save_config(workdir, c)
+    run_dir.record_start(workdir, 0, 1)
+
+
+def assert_same(a: Any, b: Any) -> None:
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), a, b)
+
+
+# --- what is taken from weights ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_sizes_rope_tokenizer_and_weights_are_those_of_the_folder(folder, tmp_path, devices):
+    c = configured(tmp_path, folder)
+    given, model = load("debug"), read(c).model
+    assert (model.embed_dim, model.num_layers, model.vocab_size) == (64, 2, TOKENS)
+    assert (model.rope_theta, vars(model.rope_scaling)) == (3e5, ROPE)
+    assert c.data.tokenizer == c.train.init_from == str(folder)
+    assert (model.dtype, model.param_dtype, model.remat) == ("float32", "float32", "none")
+    assert c.optimizer == given.optimizer and c.mesh == given.mesh
+    prepare_tokenizer(read(c), tmp_path)
+    assert (tmp_path / "tokenizer_config.json").read_text() == '{"chat_template": "{{ messages }}"}'
+
+    params = initial_params(c, tmp_path, devices)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(params)} == {devices}
+    convert.import_weights(folder, tmp_path / "imported", dtype="float32")
+    assert_same(params, initial_params(configured(tmp_path, tmp_path / "imported"), tmp_path))
+
+
+CONTRADICTIONS = {
+    "model.embed_dim": (32, 64),
+    "model.rope_theta": (1e4, 3e5),
+    "model.rope_scaling.factor": (4.0, 8.0),
+    "model.tie_embeddings": (False, True),
+    "model.vocab_size": (512, TOKENS),
+}
+
+
+@pytest.mark.parametrize("key", CONTRADICTIONS)
+def test_a_flag_that_contradicts_the_weights_is_refused_with_both_values(folder, tmp_path, key):
+    given, theirs = CONTRADICTIONS[key]
+    words = f"config.{key}={given!r} contradicts --from={folder}, which has {theirs!r}"
+    with pytest.raises(ConfigError, match=f"^{re.escape(words)}"):
+        configured(tmp_path, folder, **{key: given})
+
+
+def test_flags_that_agree_or_decide_how_to_train_are_taken(folder, tmp_path):
+    flags = {"model.embed_dim": 64, "model.max_seq_len": 64, "model.init_std": 0.5, "model.remat": "block"}
+    model = read(configured(tmp_path, folder, **flags)).model
+    assert (model.max_seq_len, model.init_std, model.remat) == (64, 0.5, "block")
+
+
+def test_weights_of_another_family_are_refused(folder, tmp_path):
+    c = load("debug", family="clip")
+    with pytest.raises(ConfigError, match=r"holds a llama, but config.model.name=clip; .* --config=llama/"):
+        pretrained.configure(c, tmp_path, str(folder))
+
+
+# --- the tokenizer ----------------------------------------------------------------------------------------
+
+
+def settings(tmp_path: Path, weights: Any, tokenizer: str):
+    c = configured(tmp_path, weights)
+    with c.unlocked():
+        c.data.tokenizer, c.data.source = tokenizer, f"text:{tmp_path}/corpus/*.txt?split=all"
+    return read(c)
+
+
+@pytest.mark.parametrize("kind", ["folder", "run"])
+def test_another_tokenizer_than_that_of_the_weights_is_refused(folder, tmp_path, kind):
+    (tmp_path / "corpus").mkdir()
+    for name in "ab":
+        (tmp_path / "corpus" / f"{name}.txt").write_text("never the same words again and again " * 20)
+    weights = folder
+    if kind == "run":
+        weights = tmp_path / "run"
+        save_run(weights, configured(tmp_path, folder))
+    (tmp_path / "other.json").write_bytes(train_bpe(["cdcd"], 260).files["tokenizer.json"])
+    for spec in ("bpe:265", "bytes", f"{tmp_path}/other.json"):
+        words = (
+            f"config.data.tokenizer={spec} is not the tokenizer that config.train.init_from={weights} was"
+        )
+        with pytest.raises(ConfigError, match=f"^{re.escape(words)}.*--swap_tokenizer={re.escape(spec)}"):
+            prepare_tokenizer(settings(tmp_path, weights, spec), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_same_tokenizer_from_another_file_or_learned_again_is_accepted(folder, tmp_path):
+    (tmp_path / "corpus").mkdir()
+    for i, text in enumerate(TEXTS):
+        (tmp_path / "corpus" / f"{i}.txt").write_text(text)
+    again = tmp_path / "again.json"
+    again.write_text(json.dumps(json.loads((folder / "tokenizer.json").read_text()), indent=1))
+    workdir = tmp_path / "new"
+    workdir.mkdir()
+    for spec in (f"bpe:{TOKENS}", str(again), f"{folder}/tokenizer.json?eos=<|end_of_text|>"):
+        prepare_tokenizer(settings(tmp_path, folder, spec), workdir)
+
+
+def test_a_new_tokenizer_for_weights_without_one_is_refused(folder, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare)
+    (bare / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"tokenizer=bpe:4096 is not the tokenizer .*; give theirs"):
+        pretrained.check_tokenizer(str(bare), "bpe:4096", train_bpe(TEXTS, TOKENS))
+    pretrained.check_tokenizer(str(bare), f"{folder}/tokenizer.json", train_bpe(TEXTS, TOKENS))
+
+
+# --- weights of a run -------------------------------------------------------------------------------------
+
+
+def moved(state: dict) -> dict:
+    """Trained parameters that differ from their average, of which x = (y - (1 - b1) z) / b1."""
+    return state | {"params": jax.tree.map(lambda leaf: leaf + 0.125, state["params"])}
+
+
+def test_a_schedule_free_run_passes_on_its_average(folder, tmp_path):
+    base = tmp_path / "base"
+    averaging = dict(optimizer__name="schedule_free_adamw", optimizer__schedule="constant")
+    save_run(base, configured(base, folder, **averaging), moved)
+    run = resolve(configured(tmp_path, base), jax.devices()[:1])
+    with jax.set_mesh(run.mesh):
+        average = published_params(base, None, run.mesh)
+    params = initial_params(configured(tmp_path, base), tmp_path)
+    assert_same(params, average)
+    trained = pretrained.checkpoint.restore(base, {"params": params}).state["params"]
+    assert not np.array_equal(trained["final_norm"]["scale"], params["final_norm"]["scale"])
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.full)])
+def test_a_run_with_adapters_passes_on_the_merged_weights(folder, tmp_path, devices):
+    base = tmp_path / "base"
+    save_run(base, configured(base, folder, train__lora__rank=4), moved)
+    params = initial_params(configured(tmp_path, base, model__param_dtype="bfloat16"), tmp_path, devices)
+    run = resolve(configured(tmp_path, base), jax.devices()[:1])
+    with jax.set_mesh(run.mesh):
+        merged = published_params(base, None, run.mesh)
+    assert_same(params, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), merged))
+    untrained = initial_params(configured(tmp_path, folder), tmp_path)
+    kernel = nnx.traversals.flatten_mapping(merged)["layers", "attn", "q_proj", "kernel"]
+    assert not np.array_equal(kernel, untrained["layers"]["attn"]["q_proj"]["kernel"])
+
+
+# --- a run that is started again --------------------------------------------------------------------------
+
+
+def test_the_same_command_resumes_without_the_weights(folder, tmp_path):
+    source, workdir = tmp_path / "source", tmp_path / "run"
+    shutil.copytree(folder, source)
+    first = configured(workdir, source)
+    save_run(workdir, first)
+    shutil.rmtree(source)
+    again = configured(workdir, source)
+    assert again.to_json() == first.to_json()
+    assert changes.check_config(workdir, again) == {}
+    with pytest.raises(ConfigError, match=r"model.embed_dim=32 contradicts"):
+        configured(workdir, source, model__embed_dim=32)
+
+
+# --- the Hub ----------------------------------------------------------------------------------------------
+
+
+def test_a_hub_id_is_taken_at_one_commit(folder, tmp_path, fake_hub, monkeypatch):
+    commit, workdir = fake_hub.push("org/tiny", folder), tmp_path / "run"
+    c = configured(workdir, "org/tiny")
+    assert (c.train.init_from, c.data.tokenizer) == ("hf:org/tiny", "hf:org/tiny")
+    assert not any("safetensors" in path for path in fake_hub.requests), "only the config until it is used"
+    save_run(workdir, c)
+    assert run_dir.hub_commits(workdir) == {"hf:org/tiny": commit}
+    assert_same(initial_params(c, tmp_path), initial_params(configured(tmp_path, folder), tmp_path))
+
+    # The branch moves to another model, and the run is started again: before its first checkpoint …
+    fake_hub.push("org/tiny", write_llama(tmp_path / "other", seed=1, embed_dim=32))
+    shutil.rmtree(workdir / "checkpoints")
+    monkeypatch.setattr(hub, "commits", {})
+    assert configured(workdir, "org/tiny").to_json() == c.to_json()
+    # … and another run takes the new commit.
+    monkeypatch.setattr(hub, "commits", {})
+    assert configured(tmp_path / "new", "org/tiny").model.embed_dim == 32
+
+
+def test_a_resumed_run_needs_no_network(folder, tmp_path, fake_hub, monkeypatch):
+    fake_hub.push("org/tiny", folder, "v1")
+    c = configured(tmp_path / "run", "org/tiny@v1")
+    save_run(tmp_path / "run", c)
+    shutil.rmtree(tmp_path / "hf_cache")
+    fake_hub.repos.clear()
+    fake_hub.requests.clear()
+    monkeypatch.setattr(hub, "commits", {})
+    again = configured(tmp_path / "run", "org/tiny@v1")
+    prepare_tokenizer(read(again), tmp_path / "run")
+    assert again.to_json() == c.to_json() and fake_hub.requests == []
+
+
+def test_import_takes_a_hub_id(folder, tmp_path, fake_hub):
+    fake_hub.push("org/tiny", folder)
+    convert.import_weights("hf:org/tiny", tmp_path / "a")
+    convert.import_weights(folder, tmp_path / "b")
+    assert_same(*(initial_params(configured(tmp_path, tmp_path / name), tmp_path) for name in "ab"))

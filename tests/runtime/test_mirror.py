@@ -1,0 +1,239 @@
+"""The local copy of a run's small files, and the lock of a run in a bucket."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from maxlp.monitoring import guards, watch
+from maxlp.runtime import checkpoint, files, lock, manifest, mirror, storage
+from maxlp.runtime.checkpoint import Checkpointer
+from tests.runtime import workers
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch):
+    for name, seconds in (("BEAT_SECONDS", 0.05), ("WATCH_SECONDS", 0.5), ("SETTLE_SECONDS", 0.1)):
+        monkeypatch.setattr(lock, name, seconds)
+    monkeypatch.setattr(mirror, "PUSH_SECONDS", 0.05)
+    yield
+    forget()
+
+
+def forget():
+    """What a new process knows of buckets: nothing."""
+    for one in mirror._mirrors.values():
+        files.remove(one.folder)
+    mirror._mirrors.clear()
+
+
+def opened(url):
+    """The folder of a run, as a new process sees it."""
+    forget()
+    return files.local_path(url, "--workdir")
+
+
+def names(url):
+    return sorted(storage.find(url).keys() - {lock.NAME})
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# --- files ----------------------------------------------------------------------------------------------
+
+
+def test_what_a_run_writes_appends_renames_and_deletes_is_in_the_bucket(bucket):
+    folder = opened(bucket)
+    with lock.open_lock(folder) as held:
+        held.acquire()
+        (folder / "a.txt").write_text("1")
+        (folder / "sub").mkdir()
+        (folder / "sub" / "b").write_text("b")
+        (folder / ".a.txt.123.tmp").write_text("half")
+        wait_until(lambda: names(bucket) == ["a.txt", "sub/b"])  # while the run goes on
+        (folder / "sub" / "b").unlink()
+        with (folder / "a.txt").open("a") as file:
+            file.write("2")
+        (folder / "a.txt").rename(folder / "c.txt")
+    assert names(bucket) == ["c.txt"] and lock.NAME not in storage.find(bucket)
+    assert (opened(bucket) / "c.txt").read_text() == "12"
+
+
+def test_a_folder_that_does_not_exist_is_not_made_up(bucket):
+    assert not opened(f"{bucket}/none").exists()
+    assert names(f"{bucket}/none") == []
+
+
+def test_a_push_that_fails_is_tried_again(bucket, monkeypatch):
+    folder, write, failures = opened(bucket), storage.write, []
+
+    def fails_twice(url, content, **kwargs):
+        if url.endswith("a.txt") and len(failures) < 2:
+            failures.append(url)
+            raise storage.StorageError(f"{url}: unavailable")
+        write(url, content, **kwargs)
+
+    monkeypatch.setattr(storage, "write", fails_twice)
+    with lock.open_lock(folder) as held:
+        held.acquire()
+        (folder / "a.txt").write_text("1")
+        wait_until(lambda: names(bucket) == ["a.txt"])
+    assert len(failures) == 2
+
+
+def test_metrics_are_in_the_bucket_before_the_checkpoint_that_follows_them(bucket, monkeypatch):
+    monkeypatch.setattr(mirror, "PUSH_SECONDS", 1000.0)
+    folder, write, order = opened(bucket), storage.write, []
+
+    def noted(url, *args, **kwargs):
+        order.append(url.rpartition("/")[2])
+        write(url, *args, **kwargs)
+
+    monkeypatch.setattr(storage, "write", noted)
+    with lock.open_lock(folder) as held:
+        held.acquire()
+        with Checkpointer(folder / "checkpoints", every_steps=1) as checkpointer:
+            (folder / "metrics.jsonl").write_text("{}\n")
+            checkpointer.save(1, workers.device_state(1), {})
+    assert order.index("metrics.jsonl") < order.index(manifest.NAME)
+
+
+def test_messages_name_the_url(bucket):
+    folder = opened(bucket)
+    assert files.shown(f"{folder}/loss.png") == f"{bucket}/loss.png"
+    assert files.shown(f"{folder}-2") == f"{folder}-2" or "://" in files.shown(f"{folder}-2")
+
+
+# --- what is renamed on disk ----------------------------------------------------------------------------
+
+
+def save(folder, *steps, **kwargs):
+    with Checkpointer(folder / "checkpoints", every_steps=1, **kwargs) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, workers.device_state(step), {"step": step})
+
+
+def test_a_rollback_sets_newer_checkpoints_aside(bucket):
+    folder = opened(f"{bucket}/run")
+    with lock.open_lock(folder) as held:
+        held.acquire()
+        save(folder, 1, 2, 3, keep_last=3)
+        spike = guards.Spike(step=3, loss=9.0, mean=1.0, sigmas=8.0)
+        guards.roll_back(folder, spike, guards.SpikeConfig(rewind_steps=2))
+    folder = opened(f"{bucket}/run")
+    found = [(info.step, info.status) for info in checkpoint.list_steps(folder / "checkpoints")]
+    assert found == [(1, "complete"), (2, "rolled_back"), (3, "rolled_back")]
+    assert {n.split("/")[1] for n in names(f"{bucket}/run") if n.startswith("checkpoints")} == {
+        *("1", "2.rolled_back", "3.rolled_back")
+    }
+    assert guards.read_rollbacks(folder)[0]["to"] == 1
+    with Checkpointer(folder / "checkpoints", every_steps=1) as checkpointer:
+        assert workers.restore(checkpointer).step == 1
+
+
+def test_the_checkpoint_before_a_spike_outlives_its_deletion(bucket):
+    folder = opened(f"{bucket}/run")
+    with lock.open_lock(folder) as held:
+        held.acquire()
+        save(folder, 1, 2)
+        kept = watch.keep_checkpoint(folder, spike_step=2, lead=0)
+        save(folder, 3, 4)
+        guards.set_spikes_aside(folder)
+    assert kept == folder / "spikes" / "checkpoints" / "1"
+    folder = opened(f"{bucket}/run")
+    assert [info.step for info in checkpoint.list_steps(folder / "checkpoints")] == [3, 4]
+    restored = checkpoint.restore(folder / "spikes.old" / "checkpoints" / "1", workers.abstract_state())
+    workers.assert_equals_expected(restored.state, 1)
+    assert not (folder / "spikes").exists()
+
+
+# --- the lock -------------------------------------------------------------------------------------------
+
+
+def test_a_second_start_is_refused_until_the_first_is_gone_however_it_ends(bucket):
+    run = workers.Workers()
+    assert run.call("lock", bucket) == [{"held": True}]
+    message = f"is in use: process {run.processes[0].pid} on"
+    with lock.open_lock(opened(bucket)) as second, pytest.raises(ValueError, match=message):
+        second.acquire()
+    run.processes[0].kill()
+    run.finish(-signal.SIGKILL)
+    with lock.open_lock(opened(bucket)) as second:
+        second.acquire()
+        second.acquire()  # as after a rollback in the same process
+
+
+def test_on_another_machine_the_count_decides(bucket):
+    record = {"host": "other", "pid": 1, "boot": "another", "since": "2026", "token": "t", "count": 0}
+    storage.write(f"{bucket}/lock", json.dumps(record).encode())
+    with lock.open_lock(opened(bucket)) as second:
+        second.acquire()
+    assert names(bucket) == []
+
+    reads = iter(range(1000))
+    storage.write(f"{bucket}/lock", json.dumps(record).encode())
+    with lock.open_lock(opened(bucket)) as second, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(second, "_content", lambda: json.dumps(record | {"count": next(reads)}).encode())
+        with pytest.raises(ValueError, match="process 1 on other has been running there since 2026"):
+            second.acquire()
+
+
+def test_a_process_that_replaces_itself_finds_its_own_lock(bucket):
+    """As after `ClockSetBackError`."""
+    with lock.open_lock(opened(bucket)) as first:
+        first.acquire()
+        first._released.set()
+        with lock.open_lock(opened(bucket)) as second:
+            second.acquire()
+
+
+def test_who_was_taken_over_completes_no_checkpoint_and_ends(bucket, monkeypatch):
+    ended = []
+
+    def hard_exit(code):
+        ended.append(code)
+        raise SystemExit(code)
+
+    monkeypatch.setattr(lock, "hard_exit", hard_exit)
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 1000.0)
+    monkeypatch.setattr(mirror, "PUSH_SECONDS", 1000.0)
+    folder = opened(bucket)
+    with lock.open_lock(folder) as held:
+        held.acquire()
+        record = json.loads(storage.read(f"{bucket}/lock")) | {"token": "another"}
+        storage.write(f"{bucket}/lock", json.dumps(record).encode())
+        with pytest.raises(checkpoint.NotWrittenError):
+            save(folder, 1)
+        assert ended == [2]
+        held._released.set()
+    assert not [name for name in names(bucket) if name.endswith(manifest.NAME)]
+    assert lock.NAME in storage.find(bucket)  # the other's
+
+
+class ReadOnly:
+    """A file system whose store refuses to write."""
+
+    def __init__(self, fs):
+        self._fs = fs
+
+    def __getattr__(self, name):
+        return getattr(self._fs, name)
+
+    def pipe_file(self, *_, **__):
+        raise OSError("Forbidden: no permission storage.objects.create")  # as gcsfs
+
+
+def test_a_bucket_that_cannot_be_written_to_is_refused_and_stays_as_it_is(bucket, monkeypatch):
+    folder, file_system = opened(bucket), storage.file_system
+    monkeypatch.setattr(storage, "file_system", lambda url: ReadOnly(file_system(url)))
+    message = f"{bucket}/lock: access refused"
+    with lock.open_lock(folder) as held, pytest.raises(PermissionError, match=message):
+        held.acquire()
+    assert names(bucket) == [] and not os.path.exists(folder)
