@@ -138,6 +138,7 @@ def make_mesh(s: Settings, fixed: bool) -> Mesh:
 def evaluate(c: ConfigDict, s: Settings, workdir: Path, mesh: Mesh) -> tuple[dict[str, float], int, str]:
     """Named results, the step of the checkpoint and the source of the data."""
     graphdef, state, step = restore_model(c, workdir, flags.FLAGS.step, mesh)
+    run_dir.use_hub_commits(workdir, s.data)
     tokenizer = saved_tokenizer(s.data.tokenizer, workdir)
     validation = make_data(s, tokenizer, "validation", mesh)
     source = c.data.get("validation_source") or c.data.source

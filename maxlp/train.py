@@ -214,6 +214,7 @@ def dry_run(run: Experiment, graphdef: nnx.GraphDef, workdir: Path, c: ConfigDic
 def open_data(run: Experiment, graphdef: nnx.GraphDef, workdir: Path) -> tuple[Any, Any, Evaluate]:
     """Training batches, validation data and the evaluation on it, with the run's own tokenizer."""
     s = run.settings
+    run_dir.use_hub_commits(workdir, s.data)
     tokenizer = prepare_tokenizer(s, workdir)
     training, validation = (make_data(s, tokenizer, split, run.mesh) for split in ("train", "validation"))
     batches = iter(training)

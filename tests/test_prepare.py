@@ -1,8 +1,10 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import time
 
 import numpy as np
@@ -273,3 +275,57 @@ def test_a_bucket_takes_the_same_files(corpus, tmp_path, bucket, cache):  # noqa
         prepare_text(corpus, output)
     prepare_text(corpus, output, shards=2, overwrite=True)
     assert len([name for name in storage.find(output) if name.endswith(".array_record")]) == 2
+
+
+def test_an_upload_that_fails_leaves_the_dataset_on_disk(corpus, tmp_path, bucket, cache, monkeypatch):  # noqa: F811
+    output, upload = f"{bucket}/out", storage.upload
+    prepare_text(corpus, output, shards=3)
+
+    def fail_at_the_second(path, url):
+        if "00001-of-" in url:
+            raise storage.StorageError(f"{url}: the connection was reset")
+        upload(path, url)
+
+    monkeypatch.setattr(storage, "upload", fail_at_the_second)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(
+        storage.StorageError, match=r"reset; the dataset is complete in /.*: copy its"
+    ) as caught:
+        prepare_text(corpus, output, shards=4, overwrite=True)
+    with pytest.raises(ValueError, match=r"out holds no dataset\.json"):
+        make_source(f"array_record:{output}", "all")
+    folder = re.search("complete in (.*): copy", str(caught.value))[1]
+    assert len(documents(folder)) == len([text for text in TEXTS if text])
+
+
+def test_what_fails_before_the_upload_leaves_nothing(corpus, tmp_path, bucket, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    with pytest.raises(ValueError, match="no such file"):
+        prepare_text(corpus, f"{bucket}/out", tokenizer="none")
+    monkeypatch.setattr(prepare, "_text_record", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prepare_text(corpus, f"{bucket}/out")
+    assert not storage.find(f"{bucket}/out") and not list((tmp_path / "temporary").iterdir())
+
+
+@pytest.mark.slow
+def test_a_killed_upload_leaves_nothing_that_looks_complete(corpus, bucket, cache):  # noqa: F811
+    for attempt in range(20):
+        output = f"{bucket}/out{attempt}"
+        command = [
+            sys.executable,
+            "-m",
+            "maxlp.prepare",
+            "text",
+            f"--source={corpus}",
+            f"--output={output}",
+        ]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+            while process.poll() is None and len(storage.find(output)) <= attempt:
+                time.sleep(0.01)
+            process.kill()
+        try:
+            assert len(documents(output)) == len([text for text in TEXTS if text])
+        except ValueError as error:
+            assert "holds no dataset.json" in str(error)

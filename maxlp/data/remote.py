@@ -54,7 +54,6 @@ def find(pattern: str, suffix: str) -> tuple[str, list[str]]:
         return find_files(pattern, suffix)
     found: dict[str, storage.Entry] = {}
     urls = expand_braces(pattern)
-    storage.file_system(urls[0])  # imported here, not by all threads at once
     with ThreadPoolExecutor(THREADS) as pool:
         for entries in pool.map(lambda url: _find(url, suffix), urls):
             found |= entries
@@ -69,7 +68,7 @@ def _find(url: str, suffix: str) -> dict[str, storage.Entry]:
     is_web = url.startswith("http")
     if has_magic(url):
         if url.startswith(("gs://", "s3://")):
-            storage.check(url, "source")
+            _check(url)
         found = storage.glob(url)
         if is_web:  # of the links in a page, without sizes
             found = {each: storage.stat(each) for each in found}
@@ -152,6 +151,13 @@ def sizes(urls: Sequence[str]) -> list[int | None]:
         return list(pool.map(size, urls))
 
 
+def _check(url: str) -> None:
+    try:
+        storage.check(url, "source")
+    except ValueError as error:  # the cause says whether it may pass
+        raise error.__cause__ or error from None
+
+
 def _stat_in_time(url: str) -> storage.Entry:
     """Size and tag of a file, from a store that may not answer."""
     if url.startswith("hf://"):  # gives up by itself, and lists a folder anew in each thread
@@ -191,6 +197,7 @@ def read_range(url: str, start: int, end: int) -> bytes:
 def read_if_there(url: str) -> bytes | None:
     """The content of a URL; None if it does not exist."""
     try:
+        _stat_in_time(url)
         return retried(lambda: storage.read(url), url)
     except FileNotFoundError:
         return None

@@ -119,8 +119,9 @@ def destination(output: str) -> Iterator[str]:
     try:
         _upload(folder, output)
     except OSError as error:
+        reason = f"{error.filename}: {error.strerror}" if error.strerror else one_line(error)
         raise StorageError(
-            f"{one_line(error)}; the dataset is complete in {folder}: copy its files to {output},"
+            f"{reason}; the dataset is complete in {folder}: copy its files to {output},"
             f" {MANIFEST} as the last one"
         ) from error
     shutil.rmtree(folder, ignore_errors=True)

@@ -152,6 +152,14 @@ def hub_commits(workdir: Path) -> dict[str, str]:
     return _read_record(workdir).get("hub_commits", {})
 
 
+def use_hub_commits(workdir: Path, data: object) -> None:
+    """Lets data of the Hub (hf://) stay at the commits at which the run read it first."""
+    if "hf://" in str(data) and (found := hub_commits(workdir)):
+        from maxlp.runtime import hub  # few runs need it
+
+        hub.commits.update(found)
+
+
 def record_checkpoint(workdir: Path, step: int) -> None:
     """Records in run.json that the checkpoint of a step is complete."""
     write_json(workdir / "run.json", _read_record(workdir) | {"last_checkpoint": step})

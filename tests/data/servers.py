@@ -113,7 +113,9 @@ class Hub(Files):
 
     def tree(self, folder: Path, below: str) -> list[dict]:
         paths = sorted(
-            (folder / below).rglob("*") if "recursive=True" in self.path else (folder / below).iterdir()
+            (folder / below).rglob("*")
+            if "recursive=true" in self.path.lower()
+            else (folder / below).iterdir()
         )
         return [
             {"type": "directory", "path": str(p.relative_to(folder)), "oid": "0" * 40, "size": 0}

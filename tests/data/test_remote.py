@@ -143,6 +143,17 @@ def test_changed_files_have_another_fingerprint(server, monkeypatch):
     assert len(found) == 3
 
 
+def test_a_prepared_shard_that_is_gone_ends_the_run(tmp_path, _servers):
+    """Not counted as a broken example, nor blamed on how it was prepared."""
+    output = f"{_servers['gs']}/gone"
+    manifest = prepare_text(f"jsonl:{write_jsonl(tmp_path / 'a.jsonl', TEXTS)}", output, shards=2)
+    source = make_source(f"array_record:{output}", "all")
+    storage.remove(f"{output}/{manifest['shards'][1]['file']}")
+    with pytest.raises(OSError, match="Not Found") as caught:
+        source[len(source) - 1]
+    assert caught.value.errno == errno.EIO and caught.value.filename == output
+
+
 # --- processes ------------------------------------------------------------------------------------
 
 
@@ -191,6 +202,22 @@ def test_a_dataset_of_the_hub_stays_at_its_commit(hub_server, monkeypatch):
 )
 def test_errors_of_the_hub(hub_server, path, message):
     assert message in error_of(f"jsonl:{path}")
+
+
+def test_without_network_files_come_from_the_cache_of_the_hub(hub_server, tmp_path, monkeypatch):
+    from huggingface_hub import constants, snapshot_download
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    spec = "parquet:hf://datasets/me/words/data/*.parquet"
+    assert (
+        "is not in the cache of the Hub" in (message := error_of(spec))
+        and "hf download me/words" in message
+    )
+    snapshot_download("me/words", repo_type="dataset", cache_dir=tmp_path / "hub", endpoint=hub_server.url)
+    hub_server.sizes()
+    source = make_source(spec, "all")
+    assert source[35]["text"] == "b05" * 500 and not hub_server.sizes()
 
 
 # --- the documentation ----------------------------------------------------------------------------

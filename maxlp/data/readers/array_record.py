@@ -1,6 +1,7 @@
 """Folders written by `maxlp.prepare`: ArrayRecord shards and a manifest.
 
-Shards in gs:// are read where they are. Of other URLs, whole shards are copied to the local cache first.
+Shards in gs:// are read where they are, by the library's own client, which tries again for 15 minutes. Of
+other URLs, whole shards are copied to the local cache first.
 
 A record is one of
 
@@ -12,6 +13,7 @@ A record is one of
 The manifest records which of them, and is written last: without it a folder is incomplete.
 """
 
+import errno
 import json
 import os
 from typing import Any
@@ -50,7 +52,9 @@ class ArrayRecord:
     def __getitem__(self, row: int) -> dict[str, Any]:
         try:
             record = self._records[row]
-        except RuntimeError as error:  # a wrong checksum
+        except RuntimeError as error:  # a wrong checksum, or a store that failed for 15 minutes
+            if is_url(self._folder) and "orrupted" not in str(error):
+                raise OSError(errno.EIO, one_line(error), self._folder) from error
             raise BrokenExample(f"it cannot be read ({one_line(error)}); prepare the data again") from None
         if self._is_image:
             return unpack_example(record)
@@ -119,10 +123,9 @@ def read_manifest(folder: str, content: str) -> dict[str, Any]:
 
 
 def _read_if_there(path: str) -> bytes | None:
-    try:
-        return read_whole(path)
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        return None
+    if is_url(path):
+        return load("maxlp.data.remote:read_if_there")(path)
+    return read_whole(path) if os.path.isfile(path) else None
 
 
 def _sizes(paths: list[str]) -> list[int | None]:
