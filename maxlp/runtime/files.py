@@ -223,6 +223,8 @@ def unused_path(path: Path) -> Path:
 
 def remove(path: Path) -> None:
     """Deletes a file or a directory; ignores entries of a directory that cannot be deleted."""
+    if mirror := mirrored(path):
+        mirror.remove(path)
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
