@@ -22,7 +22,7 @@ import jax
 import pytest
 from absl import flags
 
-from tests.buckets import _servers, bucket  # noqa: F401  # fixtures
+from tests.buckets import _servers, bucket, buckets  # noqa: F401  # fixtures
 
 jax.config.update("jax_enable_compilation_cache", False)  # this process measures what it compiles itself
 jax.config.update("jax_numpy_rank_promotion", "raise")

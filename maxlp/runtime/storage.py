@@ -249,6 +249,8 @@ def _explained(url: str) -> Iterator[None]:
         raise FileExistsError(f"{url} exists already") from None
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{url} does not exist") from error
+    except StorageError as error:
+        raise StorageError(f"{url}: {error}") from error
     except Exception as error:
         reason = " ".join(str(error).split())[:_MAX_REASON] or type(error).__name__
         if isinstance(error, PermissionError) or _REFUSED.search(f"{type(error).__name__} {reason}"):
