@@ -205,7 +205,7 @@ def in_time(function: Callable[[], T]) -> T:
     for error in errors:
         raise error
     if not results:
-        raise StorageError(f"no answer within {ANSWER_SECONDS:.0f} s; check network and credentials")
+        raise StorageError(f"no answer within {ANSWER_SECONDS:.0f} s; check the network and who is logged in")
     return results[0]
 
 
@@ -249,8 +249,6 @@ def _explained(url: str) -> Iterator[None]:
         raise FileExistsError(f"{url} exists already") from None
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{url} does not exist") from error
-    except StorageError as error:
-        raise StorageError(f"{url}: {error}") from error
     except Exception as error:
         reason = " ".join(str(error).split())[:_MAX_REASON] or type(error).__name__
         if isinstance(error, PermissionError) or _REFUSED.search(f"{type(error).__name__} {reason}"):
