@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -100,8 +101,7 @@ def bucket(request: pytest.FixtureRequest, _servers: dict[str, Server], monkeypa
     server = _servers[request.param]
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
-    module = request.module.__name__.rpartition(".")[2]
-    return f"{server.url}/{module}/{request.node.name.partition('[')[0]}"
+    return f"{server.url}/{_folder(request)}"
 
 
 @pytest.fixture
@@ -110,7 +110,12 @@ def buckets(request: pytest.FixtureRequest, _servers: dict[str, Server], monkeyp
     for store in STORES:
         for name, value in _servers[store].environment.items():
             monkeypatch.setenv(name, value)
-    return {store: f"{_servers[store].url}/{request.node.name}" for store in STORES}
+    return {store: f"{_servers[store].url}/{_folder(request)}" for store in STORES}
+
+
+def _folder(request: pytest.FixtureRequest) -> str:
+    module = request.module.__name__.rpartition(".")[2]
+    return f"{module}/{re.sub(r'[^a-z0-9]+', '_', request.node.name)}"
 
 
 if __name__ == "__main__":
