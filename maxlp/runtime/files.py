@@ -209,7 +209,8 @@ def move(path: Path, target: Path) -> None:
     """Renames a folder of a run."""
     if mirror := mirrored(path):
         mirror.move(path, target)
-    path.rename(target)
+    else:
+        path.rename(target)
 
 
 def unused_path(path: Path) -> Path:

@@ -36,7 +36,8 @@ from maxlp.runtime import files, lock, manifest, storage
 PUSH_SECONDS = 30.0
 
 _THREADS = 8
-_LARGE_BYTES = 64 << 20  # of a file that is not read as a whole; such files do not grow
+_LARGE_BYTES = 64 << 20  # files from this size on are not held in memory, nor are they files of a run
+_MAX_FILES = 10_000  # of a run; a folder with more is another one, given by mistake
 _OF_ORBAX = {"state", "_CHECKPOINT_METADATA", "commit_success.txt", "orbax.checkpoint"}
 _NOT_PULLED = {*_OF_ORBAX, "tensorboard", "profile", "wandb", lock.NAME}
 _NOT_PUSHED = {"checkpoint.json", manifest.NAME, "wandb", lock.NAME}  # `bucket` writes the first two
@@ -166,6 +167,8 @@ class Mirror:
             if found:
                 self.folder.mkdir(parents=True, exist_ok=True)
             wanted = {name: entry for name, entry in found.items() if _is_pulled(name, found)}
+            if len(wanted) > _MAX_FILES:
+                raise FileExistsError(f"{self.url} holds {len(wanted):,} files; give the folder of a run")
             for name in self._tags.keys() - wanted.keys():
                 self._forget(name)
             for name, entry in wanted.items():
@@ -203,13 +206,12 @@ class Mirror:
         with self.busy:
             if self.holder:
                 self.holder.end_if_lost()
-            local = {
-                path.relative_to(self.folder).as_posix(): path
-                for path in self.folder.rglob("*")
-                if path.is_file() and not path.name.endswith(".tmp")
-            }
-            local = {name: path for name, path in local.items() if _is_pushed(name)}
-            for name, path in local.items():
+            # Not `rglob`, which raises an error if a folder is renamed meanwhile.
+            paths = (Path(folder, name) for folder, _, names in os.walk(self.folder) for name in names)
+            for path in paths:
+                name = path.relative_to(self.folder).as_posix()
+                if not _is_pushed(name):
+                    continue
                 try:
                     stamp = _stamp(path)
                     if self._same.get(name) == stamp:
@@ -242,7 +244,7 @@ class Mirror:
             raise
 
     def move(self, path: Path, target: Path) -> None:
-        """Gives a folder of the bucket another name; its manifests mark it complete there last."""
+        """Gives a folder another name, here and in the bucket."""
         with self.busy:
             self.copy(path, target)
             remove_folder(self.url_of(path))
@@ -250,6 +252,7 @@ class Mirror:
             for known in (self._tags, self._same):
                 for name in [name for name in known if name.startswith(f"{old}/")]:
                     del known[name]
+            path.rename(target)
 
     def copy(self, path: Path, target: Path) -> None:
         """Copies a folder within the bucket, manifests last."""
@@ -293,11 +296,12 @@ def _is_manifest(name: str) -> bool:
 def _is_pulled(name: str, found: dict[str, storage.Entry]) -> bool:
     path = PurePosixPath(name)
     complete = path.name != "checkpoint.json" or str(path.parent / manifest.NAME) in found
-    return complete and not _NOT_PULLED & {*path.parts}
+    small = found[name].size < _LARGE_BYTES or path.suffix in (".jsonl", ".safetensors")
+    return complete and small and not _NOT_PULLED & {*path.parts}
 
 
 def _is_pushed(name: str) -> bool:
-    return not _NOT_PUSHED & {*PurePosixPath(name).parts}
+    return not _NOT_PUSHED & {*PurePosixPath(name).parts} and not name.endswith(".tmp")
 
 
 def _name_urls(record: Any) -> bool:

@@ -119,6 +119,14 @@ def test_metrics_are_in_the_bucket_before_the_checkpoint_that_follows_them(bucke
     assert order.index("metrics.jsonl") < order.index(manifest.NAME)
 
 
+def test_a_folder_that_is_no_run_is_not_copied(bucket, monkeypatch):
+    monkeypatch.setattr(mirror, "_MAX_FILES", 1)
+    for name in ("a", "b"):
+        storage.write(f"{bucket}/{name}", b"1")
+    with pytest.raises(ValueError, match=f"--workdir={bucket}: .* holds 2 files; give the folder of a run"):
+        opened(bucket)
+
+
 def test_messages_name_the_url(bucket):
     folder = opened(bucket)
     assert files.shown(f"{folder}/loss.png") == f"{bucket}/loss.png"
