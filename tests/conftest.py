@@ -22,7 +22,7 @@ import jax
 import pytest
 from absl import flags
 
-from tests.buckets import _servers, bucket  # noqa: F401  # fixtures
+from tests.buckets import _servers, bucket, buckets  # noqa: F401  # fixtures
 from tests.fake_hub import fake_hub  # noqa: F401
 
 jax.config.update("jax_enable_compilation_cache", False)  # this process measures what it compiles itself

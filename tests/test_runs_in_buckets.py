@@ -1,6 +1,5 @@
 """Runs whose workdir is a URL: killed, resumed, used by every command; the buckets are emulated."""
 
-import contextlib
 import os
 import re
 import shutil
@@ -13,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from maxlp.runtime import storage
-from tests import buckets
 from tests.run_outputs import checkpoint, losses, records
 from tests.training_runs import ROOT, SMALL, finish, start
 
+STEPS = 40  # a run goes on while a signal is on its way
 WHOLE = (
-    "--config.train.total_steps=12",
+    f"--config.train.total_steps={STEPS}",
     "--config.train.eval_every=4",
     "--config.optimizer.schedule=constant",
 )
@@ -68,14 +67,14 @@ def test_a_killed_run_resumes_to_the_bit_and_every_command_takes_its_url(bucket,
     out = finish(start(url, *WHOLE))
     assert f"{url}: resuming at step" in out and f"done: curves in {url}/loss.png" in out
     copy = copied(url, tmp_path / "copy")
-    assert checkpoint(copy, 12) == checkpoint(whole, 12)
+    assert checkpoint(copy, STEPS) == checkpoint(whole, STEPS)
     assert records(copy) == records(whole)
     assert (copy / "loss.png").exists() and not (copy / "lock").exists()
 
-    assert "at step 12" in shown("evaluate", f"--workdir={url}")
+    assert f"at step {STEPS}" in shown("evaluate", f"--workdir={url}")
     assert "─" in shown("generate", f"--workdir={url}", "--prompt=def", "--max_new_tokens=2")
     report = shown("report", url)
-    assert "finished, 12 steps" in report and f"Curves in {url}/loss.png" in report
+    assert f"finished, {STEPS} steps" in report and f"Curves in {url}/loss.png" in report
     output = shown("convert", "export", f"--workdir={url}", f"--output={bucket}/hf")
     assert f"{bucket}/hf holds config.json, model.safetensors" in output
     assert f"init_from={bucket}/imported" in shown(
@@ -118,31 +117,30 @@ def test_of_two_processes_one_is_killed_and_one_alone_continues(bucket, whole, t
 
 
 @pytest.mark.slow
-def test_a_day_in_two_stores_from_another_folder(tmp_path):
+def test_a_day_in_two_stores_from_another_folder(buckets, tmp_path):
     """Data in s3://, the run in gs://: prepared, trained by two processes, continued by one, evaluated."""
-    with contextlib.ExitStack() as stack:
-        s3, gs = (stack.enter_context(buckets.STORES[store]()) for store in ("s3", "gs"))
-        env = dict(PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
+    s3, gs = buckets["s3"], buckets["gs"]
+    env = dict(PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
 
-        def command(*words: str) -> str:
-            args = [sys.executable, "-m", *words]
-            done = subprocess.run(args, cwd=tmp_path, env=os.environ | env, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-            return done.stdout
+    def command(*words: str) -> str:
+        args = [sys.executable, "-m", *words]
+        done = subprocess.run(args, cwd=tmp_path, env=os.environ | env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
-        (tmp_path / "texts").mkdir()
-        for path in (ROOT / "maxlp").rglob("*.py"):
-            shutil.copy(path, tmp_path / "texts" / f"{path.parent.name}_{path.stem}.txt")
-        corpus = f"--output={s3}/corpus"
-        command("maxlp.prepare", "text", "--source=text:texts/*.txt", corpus, "--shards=2")
-        config = ["--config=llama/debug", *SMALL[1:], *WHOLE, "--config.data.shuffle_tokens=1024"]
-        config += [f"--config.data.source=array_record:{s3}/corpus?validation=0.02"]
-        url = f"{gs}/run"
-        kill_after(5, two_processes(url, config=config, cwd=tmp_path, **env))
-        out = finish(start(url, config=config, cwd=tmp_path, **env))
-        assert f"{url}: resuming at step" in out
-        assert sorted(losses(copied(url, tmp_path / "copy"))) == list(range(1, 13))
-        assert "at step 12" in command("maxlp.evaluate", f"--workdir={url}")
-        assert "finished, 12 steps" in command("maxlp.report", url)
-        command("maxlp.convert", "export", f"--workdir={url}", f"--output={s3}/model")
-        assert {"config.json", "model.safetensors"} <= storage.find(f"{s3}/model").keys()
+    (tmp_path / "texts").mkdir()
+    for path in (ROOT / "maxlp").rglob("*.py"):
+        shutil.copy(path, tmp_path / "texts" / f"{path.parent.name}_{path.stem}.txt")
+    corpus = f"--output={s3}/corpus"
+    command("maxlp.prepare", "text", "--source=text:texts/*.txt", corpus, "--shards=2")
+    config = ["--config=llama/debug", *SMALL[1:], *WHOLE, "--config.data.shuffle_tokens=1024"]
+    config += [f"--config.data.source=array_record:{s3}/corpus?validation=0.02"]
+    url = f"{gs}/run"
+    kill_after(5, two_processes(url, config=config, cwd=tmp_path, **env))
+    out = finish(start(url, config=config, cwd=tmp_path, **env))
+    assert f"{url}: resuming at step" in out
+    assert sorted(losses(copied(url, tmp_path / "copy"))) == list(range(1, STEPS + 1))
+    assert f"at step {STEPS}" in command("maxlp.evaluate", f"--workdir={url}")
+    assert f"finished, {STEPS} steps" in command("maxlp.report", url)
+    command("maxlp.convert", "export", f"--workdir={url}", f"--output={s3}/model")
+    assert {"config.json", "model.safetensors"} <= storage.find(f"{s3}/model").keys()

@@ -12,6 +12,7 @@ Functions take the local mirror of a step, see `mirror`, which gets the record a
 """
 
 import hashlib
+import shutil
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -71,7 +72,7 @@ def commit(root: Path, record_name: str, record: str) -> None:
 def delete(root: Path) -> None:
     """Deletes a step."""
     mirror.remove_folder(_mirror(root).url_of(root))
-    files.remove(root)
+    shutil.rmtree(root, ignore_errors=True)
 
 
 def find_faults(root: Path, index: int, count: int) -> list[str]:

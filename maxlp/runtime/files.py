@@ -222,7 +222,8 @@ def move(path: Path, target: Path) -> None:
     """Renames a folder of a run."""
     if mirror := mirrored(path):
         mirror.move(path, target)
-    path.rename(target)
+    else:
+        path.rename(target)
 
 
 def unused_path(path: Path) -> Path:
@@ -236,6 +237,8 @@ def unused_path(path: Path) -> Path:
 
 def remove(path: Path) -> None:
     """Deletes a file or a directory; ignores entries of a directory that cannot be deleted."""
+    if mirror := mirrored(path):
+        mirror.remove(path)
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -18,11 +18,13 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -33,7 +35,9 @@ from maxlp.runtime import files, lock, manifest, storage
 
 PUSH_SECONDS = 30.0
 
-_LARGE_BYTES = 64 << 20  # of a file that is not read as a whole; such files do not grow
+_THREADS = 8
+_LARGE_BYTES = 64 << 20  # files from this size on are not held in memory, nor are they files of a run
+_MAX_FILES = 10_000  # of a run; a folder with more is another one, given by mistake
 _OF_ORBAX = {"state", "_CHECKPOINT_METADATA", "commit_success.txt", "orbax.checkpoint"}
 _NOT_PULLED = {*_OF_ORBAX, "tensorboard", "profile", "wandb", lock.NAME}
 _NOT_PUSHED = {"checkpoint.json", manifest.NAME, "wandb", lock.NAME}  # `bucket` writes the first two
@@ -54,18 +58,27 @@ def open_folder(url: str, name: str) -> Path:
     if not url.startswith(tuple(f"{protocol}://" for protocol in storage.BUCKETS)):
         known = " or ".join(f"{protocol}://" for protocol in storage.BUCKETS)
         raise ValueError(f"{name}={url} is not a folder that can be used; name one on disk, or by {known}")
-    run, steps, step = url.partition("/checkpoints")
-    if step and not step.removeprefix("/").isdigit():
-        run, steps, step = url, "", ""
-    if run not in _mirrors:
+    if find(_folder(url)) is None:
         storage.check(url, name)
-        mirror = Mirror(run)
         try:
+            mirror = Mirror(_run_of(url))
             mirror.pull()
         except OSError as error:
             raise ValueError(f"{name}={url}: {error}") from error
-        _mirrors[run] = mirror
-    return _folder(run + steps + step)
+        _mirrors[mirror.url] = mirror
+    return _folder(url)
+
+
+def _run_of(url: str) -> str:
+    """The run that a URL of checkpoints belongs to, or else the URL itself."""
+    checkpoints = re.fullmatch(r"(\w+://.+)/checkpoints(/\d+)?", url)
+    if not checkpoints:
+        return url
+    try:
+        storage.stat(f"{checkpoints[1]}/config.json")
+    except FileNotFoundError:
+        return url
+    return checkpoints[1]
 
 
 def find(path: Path) -> "Mirror | None":
@@ -83,9 +96,9 @@ def bucket_of(path: Path) -> Any:
 
 
 def with_urls(text: str) -> str:
-    """A text with the URLs of mirrors instead of their folders."""
-    for mirror in _mirrors.values():
-        text = text.replace(str(mirror.folder), mirror.url)
+    """A text with URLs instead of folders in mirrors."""
+    for protocol in storage.BUCKETS:
+        text = text.replace(f"{_root()}/{protocol}/", f"{protocol}://")
     return text
 
 
@@ -111,8 +124,9 @@ def _root() -> Path:
 
 
 def remove_all() -> None:
-    """Deletes all mirrors, at the end of the process."""
-    shutil.rmtree(_root(), ignore_errors=True)
+    """Deletes all mirrors, at the end of the process; one that is just being copied stays."""
+    if all(mirror.busy.acquire(timeout=1) for mirror in _mirrors.values()):
+        shutil.rmtree(_root(), ignore_errors=True)
 
 
 def _folder(url: str) -> Path:
@@ -127,12 +141,13 @@ class Mirror:
       url: of the folder.
       folder: the local one; exists if the bucket has any file there.
       holder: the lock that lets this process write to the bucket.
+      busy: held while files are copied.
     """
 
     def __init__(self, url: str) -> None:
         self.url, self.folder = url, _folder(url)
         self.holder: MirrorLock | None = None
-        self._busy = threading.RLock()
+        self.busy = threading.RLock()
         self._tags: dict[str, str] = {}  # of the files that were pulled
         self._same: dict[str, tuple[int, int]] = {}  # time and size of the local files that the bucket has
         self._ended = threading.Event()
@@ -147,11 +162,13 @@ class Mirror:
 
     def pull(self) -> None:
         """Makes the local files equal to those of the bucket."""
-        with self._busy:
+        with self.busy:
             found = storage.find(self.url)
             if found:
                 self.folder.mkdir(parents=True, exist_ok=True)
             wanted = {name: entry for name, entry in found.items() if _is_pulled(name, found)}
+            if len(wanted) > _MAX_FILES:
+                raise FileExistsError(f"{self.url} holds {len(wanted):,} files; give the folder of a run")
             for name in self._tags.keys() - wanted.keys():
                 self._forget(name)
             for name, entry in wanted.items():
@@ -182,17 +199,19 @@ class Mirror:
         self._same.pop(name, None)
 
     def push(self) -> None:
-        """Makes the bucket's files equal to the local ones, except for those of checkpoints."""
-        with self._busy:
+        """Copies what has changed to the bucket, except for checkpoints.
+
+        A file that is gone here stays there: it may have been cleaned from the temporary folder.
+        """
+        with self.busy:
             if self.holder:
                 self.holder.end_if_lost()
-            local = {
-                path.relative_to(self.folder).as_posix(): path
-                for path in self.folder.rglob("*")
-                if path.is_file() and not path.name.endswith(".tmp")
-            }
-            local = {name: path for name, path in local.items() if _is_pushed(name)}
-            for name, path in local.items():
+            # Not `rglob`, which raises an error if a folder is renamed meanwhile.
+            paths = (Path(folder, name) for folder, _, names in os.walk(self.folder) for name in names)
+            for path in paths:
+                name = path.relative_to(self.folder).as_posix()
+                if not _is_pushed(name):
+                    continue
                 try:
                     stamp = _stamp(path)
                     if self._same.get(name) == stamp:
@@ -201,10 +220,12 @@ class Mirror:
                 except FileNotFoundError:  # replaced or deleted meanwhile
                     continue
                 self._same[name] = stamp
-            for name in self._same.keys() - local.keys():
-                if _is_pushed(name):
-                    storage.remove(f"{self.url}/{name}")
-                    del self._same[name]
+
+    def remove(self, path: Path) -> None:
+        """Deletes a file or a folder in the bucket, if this process holds the lock."""
+        if self.holder:
+            with self.busy:
+                remove_folder(self.url_of(path))
 
     def send(self, path: Path) -> None:
         """Copies one file to the bucket, also without the lock."""
@@ -223,20 +244,25 @@ class Mirror:
             raise
 
     def move(self, path: Path, target: Path) -> None:
-        """Gives a folder of the bucket another name; its manifests mark it complete there last."""
-        with self._busy:
+        """Gives a folder another name, here and in the bucket."""
+        with self.busy:
             self.copy(path, target)
             remove_folder(self.url_of(path))
             old = path.relative_to(self.folder).as_posix()
             for known in (self._tags, self._same):
                 for name in [name for name in known if name.startswith(f"{old}/")]:
                     del known[name]
+            path.rename(target)
 
     def copy(self, path: Path, target: Path) -> None:
         """Copies a folder within the bucket, manifests last."""
         source, target_url = self.url_of(path), self.url_of(target)
         remove_folder(target_url)
-        for name in sorted(storage.find(source), key=_is_manifest):
+        names = sorted(storage.find(source), key=_is_manifest)
+        first = [name for name in names if not _is_manifest(name)]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(lambda name: storage.copy(f"{source}/{name}", f"{target_url}/{name}"), first))
+        for name in names[len(first) :]:
             storage.copy(f"{source}/{name}", f"{target_url}/{name}")
 
     def start(self) -> None:
@@ -270,11 +296,12 @@ def _is_manifest(name: str) -> bool:
 def _is_pulled(name: str, found: dict[str, storage.Entry]) -> bool:
     path = PurePosixPath(name)
     complete = path.name != "checkpoint.json" or str(path.parent / manifest.NAME) in found
-    return complete and not _NOT_PULLED & {*path.parts}
+    small = found[name].size < _LARGE_BYTES or path.suffix in (".jsonl", ".safetensors")
+    return complete and small and not _NOT_PULLED & {*path.parts}
 
 
 def _is_pushed(name: str) -> bool:
-    return not _NOT_PUSHED & {*PurePosixPath(name).parts}
+    return not _NOT_PUSHED & {*PurePosixPath(name).parts} and not name.endswith(".tmp")
 
 
 def _name_urls(record: Any) -> bool:
@@ -314,16 +341,19 @@ class MirrorLock(lock.WorkdirLock):
             "started": _started(os.getpid()),
         }
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if not self._held:
             self._send_profile()
             return
-        self._released.set()
-        self._held = False
         try:
             self._mirror.stop()
+        except OSError as error:
+            if kind is None:
+                raise
+            logging.error("%s", error)  # what ends the run is another error
         finally:
-            self._mirror.holder = None
+            self._released.set()
+            self._held, self._mirror.holder = False, None
             if self._is_mine():
                 storage.remove(self._url)
 

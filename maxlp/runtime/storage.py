@@ -229,7 +229,7 @@ def in_time(function: Callable[[], T]) -> T:
     for error in errors:
         raise error
     if not results:
-        raise StorageError(f"no answer within {ANSWER_SECONDS:.0f} s; check network and credentials")
+        raise StorageError(f"no answer within {ANSWER_SECONDS:.0f} s; check network, address and login")
     return results[0]
 
 

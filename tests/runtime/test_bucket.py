@@ -59,7 +59,9 @@ def test_what_is_saved_is_restored_to_the_bit(bucket):
         assert found.step == (2 if place.endswith("2") else 3)
 
 
-@pytest.mark.parametrize("kind", ["flip", "truncate", "delete"])
+@pytest.mark.parametrize(
+    "kind", ["flip", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("truncate", "delete"))]
+)
 def test_damage_is_found_without_reading_and_the_step_before_is_restored(bucket, kind, tmp_path):
     url, rng = f"{bucket}/{kind}", random.Random(0)
     save(url, 1, 2)
@@ -78,6 +80,7 @@ def test_damage_is_found_without_reading_and_the_step_before_is_restored(bucket,
     assert restore_latest(url).step == 2
 
 
+@pytest.mark.full
 def test_a_step_without_a_manifest_is_not_seen_and_goes_at_the_next_start(bucket):
     save(bucket, 1, 2)
     storage.remove(f"{bucket}/2/{manifest.NAME}")
@@ -87,6 +90,7 @@ def test_a_step_without_a_manifest_is_not_seen_and_goes_at_the_next_start(bucket
     assert steps(bucket) == ["1"]
 
 
+@pytest.mark.full
 def test_without_an_intact_checkpoint_the_run_does_not_start_over(bucket):
     save(bucket, 1)
     storage.write(f"{bucket}/1/checkpoint.json", b"{}")
@@ -94,6 +98,7 @@ def test_without_an_intact_checkpoint_the_run_does_not_start_over(bucket):
         restore_latest(bucket)
 
 
+@pytest.mark.full
 def test_two_writers_of_one_step_notice_each_other(bucket, monkeypatch):
     def text_of(sums):
         storage.write(f"{bucket}/1/{manifest.NAME}", b"another's")
@@ -105,6 +110,7 @@ def test_two_writers_of_one_step_notice_each_other(bucket, monkeypatch):
     assert storage.read(f"{bucket}/1/{manifest.NAME}") == b"another's"
 
 
+@pytest.mark.full
 def test_where_the_store_keeps_no_md5_files_are_read(bucket, monkeypatch):
     """Customer-managed keys: the tag of an object is not the MD5 of its content."""
     entry = storage._entry
@@ -125,6 +131,7 @@ def test_where_the_store_keeps_no_md5_files_are_read(bucket, monkeypatch):
     assert restore_latest(bucket).step == 1
 
 
+@pytest.mark.full
 def test_a_checkpoint_may_be_copied_between_bucket_and_disk(bucket, tmp_path):
     save(f"{bucket}/a", 1)
     for name in storage.find(f"{bucket}/a"):

@@ -58,12 +58,25 @@ def test_what_a_run_writes_appends_renames_and_deletes_is_in_the_bucket(bucket):
         (folder / "sub" / "b").write_text("b")
         (folder / ".a.txt.123.tmp").write_text("half")
         wait_until(lambda: names(bucket) == ["a.txt", "sub/b"])  # while the run goes on
-        (folder / "sub" / "b").unlink()
+        files.remove(folder / "sub")
         with (folder / "a.txt").open("a") as file:
             file.write("2")
-        (folder / "a.txt").rename(folder / "c.txt")
-    assert names(bucket) == ["c.txt"] and lock.NAME not in storage.find(bucket)
-    assert (opened(bucket) / "c.txt").read_text() == "12"
+        (folder / "c").mkdir()
+        (folder / "c" / "d").write_text("d")
+        files.move(folder / "c", folder / "e")
+    assert names(bucket) == ["a.txt", "e/d"] and lock.NAME not in storage.find(bucket)
+    assert (opened(bucket) / "a.txt").read_text() == "12"
+
+
+@pytest.mark.full
+def test_a_temporary_folder_that_is_cleaned_takes_nothing_from_the_bucket(bucket):
+    folder = opened(bucket)
+    with lock.open_lock(folder) as held:
+        held.acquire()
+        (folder / "a.txt").write_text("1")
+        wait_until(lambda: names(bucket) == ["a.txt"])
+        (folder / "a.txt").unlink()
+    assert names(bucket) == ["a.txt"]
 
 
 def test_a_folder_that_does_not_exist_is_not_made_up(bucket):
@@ -71,6 +84,7 @@ def test_a_folder_that_does_not_exist_is_not_made_up(bucket):
     assert names(f"{bucket}/none") == []
 
 
+@pytest.mark.full
 def test_a_push_that_fails_is_tried_again(bucket, monkeypatch):
     folder, write, failures = opened(bucket), storage.write, []
 
@@ -105,10 +119,24 @@ def test_metrics_are_in_the_bucket_before_the_checkpoint_that_follows_them(bucke
     assert order.index("metrics.jsonl") < order.index(manifest.NAME)
 
 
+def test_a_folder_that_is_no_run_is_not_copied(bucket, monkeypatch):
+    monkeypatch.setattr(mirror, "_MAX_FILES", 1)
+    for name in ("a", "b"):
+        storage.write(f"{bucket}/{name}", b"1")
+    with pytest.raises(ValueError, match=f"--workdir={bucket}: .* holds 2 files; give the folder of a run"):
+        opened(bucket)
+
+
 def test_messages_name_the_url(bucket):
     folder = opened(bucket)
     assert files.shown(f"{folder}/loss.png") == f"{bucket}/loss.png"
-    assert files.shown(f"{folder}-2") == f"{folder}-2" or "://" in files.shown(f"{folder}-2")
+    assert files.shown(f"in {folder.parent}") == f"in {bucket.rpartition('/')[0]}"
+
+
+def test_a_run_may_be_called_as_a_checkpoint_is(bucket):
+    assert opened(f"{bucket}/checkpoints/300") == mirror._mirrors[f"{bucket}/checkpoints/300"].folder
+    storage.write(f"{bucket}/run/config.json", b"{}")
+    assert opened(f"{bucket}/run/checkpoints/300").parents[1] == mirror._mirrors[f"{bucket}/run"].folder
 
 
 # --- what is renamed on disk ----------------------------------------------------------------------------
@@ -120,6 +148,7 @@ def save(folder, *steps, **kwargs):
             checkpointer.save(step, workers.device_state(step), {"step": step})
 
 
+@pytest.mark.full
 def test_a_rollback_sets_newer_checkpoints_aside(bucket):
     folder = opened(f"{bucket}/run")
     with lock.open_lock(folder) as held:
@@ -138,6 +167,7 @@ def test_a_rollback_sets_newer_checkpoints_aside(bucket):
         assert workers.restore(checkpointer).step == 1
 
 
+@pytest.mark.full
 def test_the_checkpoint_before_a_spike_outlives_its_deletion(bucket):
     folder = opened(f"{bucket}/run")
     with lock.open_lock(folder) as held:
@@ -157,6 +187,7 @@ def test_the_checkpoint_before_a_spike_outlives_its_deletion(bucket):
 # --- the lock -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_second_start_is_refused_until_the_first_is_gone_however_it_ends(bucket):
     run = workers.Workers()
     assert run.call("lock", bucket) == [{"held": True}]
@@ -170,6 +201,7 @@ def test_a_second_start_is_refused_until_the_first_is_gone_however_it_ends(bucke
         second.acquire()  # as after a rollback in the same process
 
 
+@pytest.mark.full
 def test_on_another_machine_the_count_decides(bucket):
     record = {"host": "other", "pid": 1, "boot": "another", "since": "2026", "token": "t", "count": 0}
     storage.write(f"{bucket}/lock", json.dumps(record).encode())
@@ -194,6 +226,7 @@ def test_a_process_that_replaces_itself_finds_its_own_lock(bucket):
             second.acquire()
 
 
+@pytest.mark.full
 def test_who_was_taken_over_completes_no_checkpoint_and_ends(bucket, monkeypatch):
     ended = []
 
