@@ -265,11 +265,12 @@ def _flash_forward(
     q_BSNH, k_BSKH, v_BSKH, ids_BS, *, causal: bool, devices: int
 ) -> tuple[jax.Array, jax.Array]:
     """`_forward`, each step of the ring as one call of a kernel."""
+    dtype = q_BSNH.dtype if devices == 1 else jnp.float32  # of what steps add up
 
     def attend(step: Any, keys: tuple, earlier: Any, *, local: bool = False) -> Any:
         k_BSKH, v_BSKH, key_ids_BS = keys
         of_queries, _ = _visible(step, causal, local, q_BSNH, ids_BS, key_ids_BS)
-        return flash.forward(q_BSNH, k_BSKH, v_BSKH, of_queries, jnp.float32, earlier)
+        return flash.forward(q_BSNH, k_BSKH, v_BSKH, of_queries, dtype, earlier)
 
     out_BSNH, log_sum_BNS = _around_the_ring(attend, (k_BSKH, v_BSKH, ids_BS), None, devices)
     return out_BSNH.astype(q_BSNH.dtype), jnp.swapaxes(log_sum_BNS, 1, 2) / flash.LOG2_E
@@ -288,13 +289,14 @@ def _flash_backward(
     devices: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`_backward`, each step of the ring as two calls of kernels."""
+    dtype = q_BSNH.dtype if devices == 1 else jnp.float32
     delta_BNS = jnp.einsum("BSNH,BSNH->BNS", out_BSNH, dout_BSNH, preferred_element_type=jnp.float32)
     rows = jnp.swapaxes(log_sum_BSN, 1, 2) * flash.LOG2_E, delta_BNS, dout_BSNH
 
     def visit(step: Any, keys: tuple, dq: Any, local: bool) -> tuple:
         k_BSKH, v_BSKH, key_ids_BS = keys
         of_queries, of_keys = _visible(step, causal, local, q_BSNH, ids_BS, key_ids_BS)
-        return flash.backward(q_BSNH, k_BSKH, v_BSKH, of_queries, of_keys, *rows, jnp.float32, dq)
+        return flash.backward(q_BSNH, k_BSKH, v_BSKH, of_queries, of_keys, *rows, dtype, dq)
 
     dq_BSNH, dk_BSKH, dv_BSKH = _gradients_around_the_ring(visit, (k_BSKH, v_BSKH, ids_BS), devices)
     return dq_BSNH.astype(q_BSNH.dtype), dk_BSKH, dv_BSKH
