@@ -261,7 +261,7 @@ def test_the_documentation_has_every_kind():
 
 
 @pytest.mark.parametrize("spec", DOCUMENTED)
-def test_documented_sources(spec, server, hub_server, _servers):
+def test_documented_sources(spec, server, hub_server, buckets):
     kind, _, url = spec.partition(":")
     protocol, place = url.split("://")
     if protocol == "hf":
@@ -269,7 +269,7 @@ def test_documented_sources(spec, server, hub_server, _servers):
     else:
         path = place.partition("/")[2]
         write_documented(server.folder / path.replace("**/", ""), kind)
-        here = server.url if protocol == "https" else _servers[protocol]
+        here = server.url if protocol == "https" else buckets[protocol]
         spec = f"{kind}:{here}/{path}"
         if protocol != "https":
             for file in filter(Path.is_file, server.folder.rglob("*")):
