@@ -1073,7 +1073,11 @@ LLAMA = [
     *_in(
         "families/llama/cost.py",
         "planning/test_cost_model.py",
-        ("self.D * (2 * self.N + 2 * self.K) * self.H", "self.D * (2 * self.N + self.K) * self.H"),
+        (
+            "self.D * (2 * self.N + 2 * self.K) * self.H",
+            "self.D * (2 * self.N + self.K) * self.H",
+            "families/llama/test_cost.py",
+        ),
         ("return 5 / 8 * s.R * s.N", "return s.R * s.N"),
         (
             'flops["bfloat16"] += (logits + 2) * 2 * tokens * s.D * s.V',

@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxlp.families.llama.cost import COST
+from maxlp.families.llama.cost import COST, sizes
 from maxlp.families.llama.presets import llama
 from maxlp.planning.cost_model import state_shapes
 from maxlp.run.settings import read
@@ -30,6 +30,14 @@ def test_eight_bits_use_the_eight_bit_units():
     assert plain.flops.keys() == {"bfloat16"} and low.flops.keys() == {"bfloat16", "float8"}
     assert sum(low.flops.values()) == pytest.approx(sum(plain.flops.values()))
     assert 0 < low.flops["bfloat16"] < plain.flops["bfloat16"]
+
+
+def test_a_block_has_as_many_weights_as_its_matmuls():
+    """q and o of 4 heads, k and v of 2, gate, up and down."""
+    c = llama(**SIZES)
+    c.data.update(source="unread", tokenizer="bytes", seq_len=256, batch_size=64)
+    s = read(c)
+    assert sizes(s, s.machine(8, "cuda")).block_params == 256 * 64 * (2 * 4 + 2 * 2) + 3 * 256 * 1024
 
 
 def test_float16_computes_the_logits_of_chunks_twice():
