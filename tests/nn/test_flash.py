@@ -23,7 +23,7 @@ KERNEL = "xla.gpu.triton"  # a custom call
 def interpreted(monkeypatch):
     """Blocks are small, so that a short sequence has several, some of them masked and some not."""
     sizes = dict(forward=(32, 16), dq=(32, 16), dkv=(16, 32))
-    blocks = {name: flash.Blocks(*lengths, 4, 2) for name, lengths in sizes.items()}
+    blocks = {name: flash.Blocks(own, other, 4, 2) for name, (own, other) in sizes.items()}
     monkeypatch.setattr(flash, "BLOCKS", {False: {flash.FLASH_ROW_BYTES: blocks}})
     monkeypatch.setattr(flash, "INTERPRET", True)
 
@@ -205,5 +205,5 @@ def test_a_ring_compiles_and_its_memory_is_linear():
             return temporaries(lowered(out_and_grads, ring.ring, *shapes).compile())
 
     short, long = of_ring(65536), of_ring(131072)
-    of_a_device = 131072 // 8 * 32 * 128
+    of_a_device = 131072 // 8 * 32 * 128  # numbers in q
     assert long < 2.05 * short and long < 20 * of_a_device

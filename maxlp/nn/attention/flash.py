@@ -87,7 +87,7 @@ def flash(
 ) -> jax.Array:
     """Flash attention of any length, for segment ids as in `nn.attention`."""
 
-    def attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS):
+    def attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS) -> Any:
         return _attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS, causal)
 
     return on_each_device(attend, q_BSNH, k_BSKH, v_BSKH, segment_ids_BS)
@@ -196,7 +196,7 @@ def backward(
     outputs = [(jax.ShapeDtypeStruct(q_BSNH.shape, dtype), at.rows)]
     earlier = () if dq_BSNH is None else (dq_BSNH,)
     inputs += [(x, at.rows) for x in earlier]
-    (dq_BSNH,) = _call(_dq_kernel, sizes, blocks, at.grid, inputs, outputs, earlier)
+    (dq,) = _call(_dq_kernel, sizes, blocks, at.grid, inputs, outputs, earlier)
 
     blocks = sizes.blocks("dkv", sizes.T, sizes.S)
     at = _KeySpecs(sizes, blocks)
@@ -204,7 +204,7 @@ def backward(
     inputs = [*zip(arrays, specs, strict=True), *((x, at.bounds) for x in of_keys)]
     outputs = [(jax.ShapeDtypeStruct(k_BTKH.shape, dtype), at.rows)] * 2
     dk_BTKH, dv_BTKH = _call(_dkv_kernel, sizes, blocks, at.grid, inputs, outputs)
-    return dq_BSNH, dk_BTKH, dv_BTKH
+    return dq, dk_BTKH, dv_BTKH
 
 
 @dataclasses.dataclass(frozen=True)
