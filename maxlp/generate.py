@@ -1,4 +1,4 @@
-r"""Continues prompts with a trained language model, or answers in a chat.
+r"""Continues prompts with a language model, or answers in a chat.
 
     python -m maxlp.generate --workdir=/tmp/run --prompt="def " --prompt="class " --max_new_tokens=100
     python -m maxlp.generate --workdir=/tmp/run --chat

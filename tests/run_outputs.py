@@ -16,7 +16,7 @@ def losses(workdir: Path) -> dict[int, float]:
 
 def records(workdir: Path) -> list[dict]:
     """The records of the metrics file without what depends on the clock and the machine."""
-    kept = ("train/", "eval/")
+    kept = ("train/", "eval/", "eval_full/")
     return [
         {k: v for k, v in r.items() if k == "step" or k.startswith(kept)}
         for r in read_jsonl(workdir / "metrics.jsonl")

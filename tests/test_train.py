@@ -451,7 +451,7 @@ def test_data_that_is_only_compared_stays_at_its_beginning(tmp_path, monkeypatch
     step = tmp_path / "checkpoints" / "1.rolled_back"
     step.mkdir(parents=True)
     (step / "checkpoint.json").write_text(json.dumps({"data_state": later.get_state()}))
-    settings = SimpleNamespace(model=None, data=None, loss=None)
+    settings = SimpleNamespace(model=None, data=None, loss=None, train=SimpleNamespace(total_steps=1))
     run = SimpleNamespace(settings=settings, mesh=None, family=SimpleNamespace(evaluator=lambda *_: None))
     monkeypatch.setattr(train, "prepare_tokenizer", lambda *_: "bytes")
     monkeypatch.setattr(train, "make_data", lambda _, __, split, ___: text.make_data(config, split=split))

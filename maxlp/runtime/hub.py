@@ -64,9 +64,7 @@ def fetch(spec: str, patterns: Sequence[str]) -> Path:
             f"{spec}: there is no {url}, or it is private; correct the name, or log in with `hf auth login`"
         ) from None
     except errors.RevisionNotFoundError:
-        raise ValueError(
-            f"{spec}: {url} has no revision {revision}; give a branch, a tag or a commit"
-        ) from None
+        raise ValueError(f"{spec}: no revision {revision} in {url}; give a branch, tag or commit") from None
     except errors.HFValidationError as error:
         raise ValueError(f"{spec}: {' '.join(str(error).split())}") from None
     except OSError as error:  # all others of the library, and those of the network

@@ -143,9 +143,9 @@ def test_changed_files_have_another_fingerprint(server, monkeypatch):
     assert len(found) == 3
 
 
-def test_a_prepared_shard_that_is_gone_ends_the_run(tmp_path, _servers):
+def test_a_prepared_shard_that_is_gone_ends_the_run(tmp_path, buckets):
     """Not counted as a broken example, nor blamed on how it was prepared."""
-    output = f"{_servers['gs']}/gone"
+    output = f"{buckets['gs']}/gone"
     manifest = prepare_text(f"jsonl:{write_jsonl(tmp_path / 'a.jsonl', TEXTS)}", output, shards=2)
     source = make_source(f"array_record:{output}", "all")
     storage.remove(f"{output}/{manifest['shards'][1]['file']}")

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from maxlp.monitoring import guards, watch
+from maxlp.monitoring import rollback, watch
+from maxlp.monitoring.spikes import Spike, SpikeConfig
 from maxlp.runtime import checkpoint, files, lock, manifest, mirror, storage
 from maxlp.runtime.checkpoint import Checkpointer
 from tests.runtime import workers
@@ -154,15 +155,15 @@ def test_a_rollback_sets_newer_checkpoints_aside(bucket):
     with lock.open_lock(folder) as held:
         held.acquire()
         save(folder, 1, 2, 3, keep_last=3)
-        spike = guards.Spike(step=3, loss=9.0, mean=1.0, sigmas=8.0)
-        guards.roll_back(folder, spike, guards.SpikeConfig(rewind_steps=2))
+        spike = Spike(step=3, loss=9.0, mean=1.0, sigmas=8.0)
+        rollback.roll_back(folder, spike, SpikeConfig(rewind_steps=2))
     folder = opened(f"{bucket}/run")
     found = [(info.step, info.status) for info in checkpoint.list_steps(folder / "checkpoints")]
     assert found == [(1, "complete"), (2, "rolled_back"), (3, "rolled_back")]
     assert {n.split("/")[1] for n in names(f"{bucket}/run") if n.startswith("checkpoints")} == {
         *("1", "2.rolled_back", "3.rolled_back")
     }
-    assert guards.read_rollbacks(folder)[0]["to"] == 1
+    assert rollback.read_rollbacks(folder)[0]["to"] == 1
     with Checkpointer(folder / "checkpoints", every_steps=1) as checkpointer:
         assert workers.restore(checkpointer).step == 1
 
@@ -175,7 +176,7 @@ def test_the_checkpoint_before_a_spike_outlives_its_deletion(bucket):
         save(folder, 1, 2)
         kept = watch.keep_checkpoint(folder, spike_step=2, lead=0)
         save(folder, 3, 4)
-        guards.set_spikes_aside(folder)
+        rollback.set_spikes_aside(folder)
     assert kept == folder / "spikes" / "checkpoints" / "1"
     folder = opened(f"{bucket}/run")
     assert [info.step for info in checkpoint.list_steps(folder / "checkpoints")] == [3, 4]
