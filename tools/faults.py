@@ -1477,8 +1477,13 @@ DATA = [
     *_in(
         "data/readers/jsonl.py",
         "data/readers/test_jsonl.py",
-        ('ord("\\n")) + size + 1)', 'ord("\\n")) + 1)'),
-        ('file.read(start).count(b"\\n") + 1', 'file.read(start).count(b"\\n")'),
+        ("starts.append(found + size)", "starts.append(found)"),
+        ("start).count(NEWLINE) + 1", "start).count(NEWLINE)"),
+    ),
+    *_in(
+        "data/readers/access.py",
+        "data/readers/test_access.py",
+        ("range(int(bounds[1]), int(bounds[2]) + 1)", "range(int(bounds[1]), int(bounds[2]))"),
     ),
     *_in(
         "data/readers/__init__.py",
@@ -1510,7 +1515,6 @@ DATA = [
             'stamp = f"{text_type}-{stat.st_size:x}-{stat.st_mtime_ns:x}"',
             'stamp = f"{text_type}-{stat.st_size:x}"',
         ),
-        ("range(int(bounds[1]), int(bounds[2]) + 1)", "range(int(bounds[1]), int(bounds[2]))"),
     ),
     *_in(
         "data/tokenizers/__init__.py",
@@ -1537,12 +1541,12 @@ DATA = [
         "data/tokenizers/test_training.py",
         ("add_special_tokens=False)", "add_special_tokens=True)", "data/tokenizers/test_hugging_face.py"),
         ("        tok.encode_special_tokens = True", "        tok.encode_special_tokens = False"),
-        ("0 if token.special else len", "len"),
+        ('b"" if token.special else ', ""),
     ),
     *_in(
         "data/tokenizers/byte.py",
         "data/tokenizers/test_byte.py",
-        ("[1] * 256 + [0] * 3", "[1] * 259"),
+        ('[b""] * 3', '[b"x"] * 3'),
         ("ids_below(ids, 256)", "ids_below(ids, 259)"),
     ),
     *_in(
@@ -1737,8 +1741,8 @@ RUNTIME = [
             "::test_retention_keeps_the_last_and_the_multiples",
         ),
         (
-            "not self._keep_every or step % self._keep_every",
-            "not self._keep_every or step % self._keep_every == 0",
+            "if self._keep_every and step % self._keep_every == 0:",
+            "if self._keep_every and step % self._keep_every:",
             "::test_retention_keeps_the_last_and_the_multiples",
         ),
         (
@@ -1792,7 +1796,7 @@ RUNTIME = [
         "runtime/manifest.py",
         "runtime/test_manifest.py",
         ("return by_size[index::count]", "return by_size[: len(by_size) // count]"),
-        ("None if _crc32(path) == crc else", "None if True else"),
+        ("None if found == checksum else", "None if True else"),
         ("crc = zlib.crc32(memoryview(block)[:count], crc)", "crc = zlib.crc32(memoryview(block)[:count])"),
         ("own_crc != f", "own_crc == f"),
         ("files.sync(root / name)\n", "pass\n", "runtime/test_manifest.py"),
@@ -1811,7 +1815,7 @@ RUNTIME = [
     *_in(
         "runtime/lock.py",
         "runtime/test_lock.py::test_on_another_machine_the_count_decides",
-        ("if path.read_bytes() != before:", "if path.read_bytes() == before:"),
+        ("if read() != before:", "if read() == before:"),
         (
             "            count += 1\n",
             "            count += 0\n",
@@ -2213,10 +2217,10 @@ COMMANDS = [
         "test_convert.py",
         ("dtype=model.param_dtype,\n            weights", 'dtype="float32",\n            weights'),
         ("checkpoints.save(0, {", "checkpoints.save(1, {"),
-        ("param_dtype=dtype or stored", "param_dtype=stored or dtype"),
+        ("param_dtype=dtype or found.config.dtype", "param_dtype=found.config.dtype or dtype"),
         (
-            "restore_model(c, workdir, step, _cpu_mesh())",
-            "restore_model(c, workdir, None, _cpu_mesh())",
+            "published_params(workdir, step, _cpu_mesh())",
+            "published_params(workdir, None, _cpu_mesh())",
         ),
         (
             'directory.is_dir() and {path.name for path in directory.iterdir()} <= {".unfinished"}',
