@@ -52,7 +52,7 @@ def test_a_file_comes_before_a_preset(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama/debg", "", "llama"])
 def test_a_missing_config_lists_the_presets(name):
-    with pytest.raises(ValueError, match=r"presets: clip/b16, .*qwen3/debug$") as error:
+    with pytest.raises(ValueError, match=r"presets: clip/b16, .*qwen3/finetune$") as error:
         config.config_file(name)
     assert ("did you mean llama/debug?" in str(error.value)) == (name == "llama/debg")
 

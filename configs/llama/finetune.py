@@ -7,7 +7,7 @@ python -m maxlp.train --from=meta-llama/Llama-3.2-1B --workdir=/tmp/run \
 their place.
 """
 
-from maxlp.families.llama.presets import LLAMA_3_2_ROPE, llama
+from maxlp.families.llama.presets import FINE_TUNING, LLAMA_3_2_ROPE, llama
 from maxlp.run.presets import choose
 
 
@@ -23,13 +23,5 @@ def get_config(arg: str = ""):
         max_seq_len=131072,
         tie_embeddings=True,
     )
-    c.data.packing = "first_fit"  # conversations are not cut
-    c.data.seq_len = 2048
-    c.data.batch_size = 8
-    c.optimizer.learning_rate = 1e-5
-    c.optimizer.warmup_steps = 50
-    c.optimizer.weight_decay = 0.0
-    c.train.total_steps = 1000
-    c.train.eval_every = 100
-    c.checkpoint.every_steps = 200
+    c.update_from_flattened_dict(FINE_TUNING)
     return choose(arg, c)

@@ -4,6 +4,18 @@ from ml_collections import ConfigDict, config_dict
 
 from maxlp.run.presets import sections, unset
 
+FINE_TUNING = {  # of runs that start from weights: 1,000 steps of 16,384 tokens at a low rate
+    "data.packing": "first_fit",  # conversations are not cut
+    "data.seq_len": 2048,
+    "data.batch_size": 8,
+    "optimizer.learning_rate": 1e-5,
+    "optimizer.warmup_steps": 50,
+    "optimizer.weight_decay": 0.0,
+    "train.total_steps": 1000,
+    "train.eval_every": 100,
+    "checkpoint.every_steps": 200,
+}
+
 
 def llama(**sizes) -> ConfigDict:
     """The config of a Llama run; presets set sizes, lengths and rates."""
