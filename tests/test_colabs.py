@@ -22,6 +22,12 @@ SHORT = {
         "--config.model.text.num_layers=1",
         "--config.data.batch_size=32",
     ),
+    "finetune": (
+        "--config.train.total_steps=10",
+        "--config.train.eval_every=5",
+        "--config.optimizer.warmup_steps=2",
+        "--config.data.seq_len=64",
+    ),
     "llama_small": (
         "--config.train.total_steps=10",
         "--config.precision.health_every=10",

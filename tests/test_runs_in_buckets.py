@@ -65,7 +65,7 @@ def test_a_killed_run_resumes_to_the_bit_and_every_command_takes_its_url(bucket,
     signalled(process, 10, signal.SIGTERM)
     assert "the same command resumes the run" in finish(process, 75)
     out = finish(start(url, *WHOLE))
-    assert f"{url}: resuming at step" in out and f"done: curves in {url}/loss.png" in out
+    assert f"{url}: resuming at step" in out and f"curves: {url}/loss.png" in out
     copy = copied(url, tmp_path / "copy")
     assert checkpoint(copy, STEPS) == checkpoint(whole, STEPS)
     assert records(copy) == records(whole)
