@@ -43,8 +43,8 @@ SHORT = {
 SHORTEN = """
 from maxlp.run import notebook
 _run = notebook.run
-def run(command, *arguments):
-    _run(command, *arguments, *({short} if command == "train" else ()))
+def run(command, *arguments, **keywords):
+    _run(command, *arguments, *({short} if command == "train" else ()), **keywords)
 notebook.run = run
 """
 

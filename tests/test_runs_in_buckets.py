@@ -77,7 +77,7 @@ def test_a_killed_run_resumes_to_the_bit_and_every_command_takes_its_url(bucket,
     assert f"finished, {STEPS} steps" in report and f"Curves in {url}/loss.png" in report
     output = shown("convert", "export", f"--workdir={url}", f"--output={bucket}/hf")
     assert f"{bucket}/hf holds config.json, model.safetensors" in output
-    assert f"init_from={bucket}/imported" in shown(
+    assert f"--from={bucket}/imported" in shown(
         "convert", "import", f"--input={bucket}/hf", f"--output={bucket}/imported"
     )
     from_imported = (f"--config.train.init_from={bucket}/imported", "--config.train.total_steps=3")
