@@ -3,6 +3,7 @@
 from collections import Counter
 
 import jax
+import jax.extend
 import numpy as np
 import optax
 import pytest
@@ -135,12 +136,12 @@ def of_layers(released):
 
     def walk(jaxpr):
         for eqn in jaxpr.eqns:
-            outputs = [var.aval for var in eqn.outvars]
             if eqn.primitive.name == "scan":
-                carry = eqn.params["num_carry"]
-                for found, avals in ((carried, outputs[:carry]), (collected, outputs[carry:])):
-                    found.update(aval.size * aval.dtype.itemsize for aval in avals if aval.shape in shapes)
-            for inner in jax.core.jaxprs_in_params(eqn.params):
+                (body,) = jax.extend.core.jaxprs_in_params(eqn.params)
+                for out, of_a_turn in zip(eqn.outvars, body.outvars, strict=True):
+                    found = carried if out.aval.shape == of_a_turn.aval.shape else collected
+                    found.update([out.aval.size * out.aval.dtype.itemsize] * (out.aval.shape in shapes))
+            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
                 walk(inner)
 
     walk(trainer.trace(batch(0, rows=1, length=LENGTH)).jaxpr.jaxpr)

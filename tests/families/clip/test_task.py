@@ -3,6 +3,7 @@
 import types
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ def dot_flops(jaxpr) -> int:
             (contract, _), _ = equation.params["dimension_numbers"]
             inner = np.prod([equation.invars[0].aval.shape[dim] for dim in contract])
             total += 2 * int(inner * equation.outvars[0].aval.size)
-        for inner_jaxpr in jax.core.jaxprs_in_params(equation.params):
+        for inner_jaxpr in jax.extend.core.jaxprs_in_params(equation.params):
             total += dot_flops(inner_jaxpr)
     return total
 
