@@ -138,7 +138,9 @@ def find_tars(pattern: str) -> list[str]:
 
 def _find_on_disk(pattern: str) -> list[str]:
     if os.path.isdir(pattern):
-        return of_kind(sorted(glob.glob(os.path.join(glob.escape(pattern), "*"))), ".tar")
+        if not (paths := of_kind(sorted(glob.glob(os.path.join(glob.escape(pattern), "*"))), ".tar")):
+            raise ValueError(f"no .tar in the folder {pattern}; check the path")
+        return paths
     paths = []
     for each in expand_braces(pattern):
         found = sorted(glob.glob(each, recursive=True)) if glob.has_magic(each) else [each]

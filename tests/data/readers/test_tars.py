@@ -216,3 +216,9 @@ def test_names_are_split_at_the_first_dot_of_the_base_name():
     """As in WebDataset: "1.left.jpg" and "1.txt" are of one sample."""
     assert tars._split("v1.0/1.left.JPG") == ("v1.0/1", "left.jpg")
     assert tars._split("1.txt") == ("1", "txt")
+
+
+def test_a_folder_without_tars_is_refused(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ValueError, match=r"no \.tar in the folder"):
+        tars.find_tars(str(tmp_path))
