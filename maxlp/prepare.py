@@ -38,7 +38,7 @@ from maxlp.data.specs import split_options
 from maxlp.data.tokenizers import Tokenizer, as_bytes, make_tokenizer
 from maxlp.run import cli
 from maxlp.runtime import storage
-from maxlp.runtime.files import local_path
+from maxlp.runtime.files import is_url, local_path
 
 TOKENIZER_SAMPLE_BYTES = 64_000_000
 CONVERSATION_DTYPE = np.dtype("<i4")  # signed, see `data.chat`
@@ -143,7 +143,7 @@ def prepare_image_text(
 def _check_output(output: str, shards: int, num_workers: int, overwrite: bool) -> str:
     if shards < 1 or num_workers < 1:
         raise ValueError(f"shards={shards} and num_workers={num_workers} must be at least 1")
-    if storage.is_url(output):
+    if is_url(output):
         output = output.rstrip("/")
         exists = _check_bucket(output)
     else:

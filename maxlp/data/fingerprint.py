@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from maxlp.data.readers import is_url
 from maxlp.data.specs import load
+from maxlp.runtime.files import is_url
 
 WHOLE_FILES, WHOLE_BYTES = 4096, 2**26
 BLOCKS, BLOCK_BYTES = 256, 2**14  # samples over all files; and as many files of which the end is read

@@ -22,10 +22,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from maxlp.data.readers import COMPRESSED, is_url
+from maxlp.data.readers import COMPRESSED
 from maxlp.data.readers.access import open_file
 from maxlp.data.specs import import_extra, load, one_line
 from maxlp.runtime import files
+from maxlp.runtime.files import is_url
 
 THREADS = 8
 COPY_BYTES = 2**20

@@ -19,13 +19,13 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-from maxlp.data.readers import is_url
 from maxlp.data.readers.array_record import MANIFEST
 from maxlp.data.remote import retried
 from maxlp.data.sources import Source
 from maxlp.data.specs import one_line
 from maxlp.data.workers import end_with_parent
 from maxlp.runtime import storage
+from maxlp.runtime.files import is_url
 from maxlp.runtime.storage import StorageError
 
 UPLOAD_THREADS = 8

@@ -229,7 +229,7 @@ def configure(
     if source is None:
         raise ConfigError(f"--swap_tokenizer={swap} needs --from, the weights to swap the tokenizer of")
     spec = hub.as_id(source)
-    if not hub.is_id(spec) and "://" not in spec:
+    if not hub.is_id(spec) and not files.is_url(spec):
         spec = str(files.local_path(spec, "--from"))
     agree_on_commits(workdir, spec, swap or "")
     theirs = recorded = _recorded(workdir, spec)

@@ -13,6 +13,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 
+def is_url(path: str) -> bool:
+    """Whether this names something in a store rather than on disk. Decide it before making a `Path`."""
+    return re.match(r"[A-Za-z][\w+.-]*://", path) is not None
+
+
 def local_path(path: str | os.PathLike[str], name: str = "path") -> Path:
     """Makes a path absolute and expands ``~``. Every command passes the directories that it is given.
 
@@ -26,7 +31,7 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> Path:
     text = os.fspath(path)
     if not text.strip():
         raise ValueError(f"{name}={text} is empty (an unset shell variable?); name a directory")
-    if re.match(r"[A-Za-z][\w+.-]*:/", text):
+    if re.match(r"[A-Za-z][\w+.-]*:/", text):  # `Path` makes one slash of two
         from maxlp.runtime import mirror
 
         return mirror.open_folder(text, name)

@@ -13,6 +13,7 @@ from typing import Any
 # The commit of each id that this process has used. A branch moves, so an id is resolved once; a run records
 # its commits in run.json, and its next starts use these (`run.run_dir`).
 commits: dict[str, str] = {}
+_folders: dict[tuple, Path] = {}  # of what was fetched, as the library asks the Hub again each time
 
 _NAME = r"\w[\w.-]*/\w[\w.-]*"
 _REVISION = r"@[\w./-]+"
@@ -48,6 +49,9 @@ def fetch(spec: str, patterns: Sequence[str]) -> Path:
         raise ValueError(f"{spec} needs huggingface_hub: pip install 'maxlp[hf]'") from None
     repo, revision = match[1], (match[2] or "@main")[1:]
     url = f"{constants.ENDPOINT}/{repo}"
+    fetched = constants.HF_HUB_CACHE, spec, commits.get(spec), *patterns
+    if fetched in _folders:
+        return _folders[fetched]
     try:
         folder = huggingface_hub.snapshot_download(
             repo,
@@ -76,6 +80,7 @@ def fetch(spec: str, patterns: Sequence[str]) -> Path:
             f"{spec} {where}, and {constants.ENDPOINT} does not answer ({reason})"
         ) from error
     commits[spec] = Path(folder).name
+    _folders[constants.HF_HUB_CACHE, spec, commits[spec], *patterns] = Path(folder)
     return Path(folder)
 
 

@@ -52,11 +52,6 @@ class Entry(NamedTuple):
     changed: float
 
 
-def is_url(path: str) -> bool:
-    """Whether this names something in a store rather than on disk. Decide it before making a `Path`."""
-    return re.match(r"[A-Za-z][\w+.-]*://", path) is not None
-
-
 def file_system(url: str) -> Any:
     """The fsspec file system of a URL.
 

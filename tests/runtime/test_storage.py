@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from maxlp.runtime import storage
+from maxlp.runtime import files, storage
 
 
 def test_a_file_is_written_found_read_in_ranges_and_removed(bucket):
@@ -74,4 +74,4 @@ def test_a_store_that_does_not_answer_is_given_up(monkeypatch):
 
 @pytest.mark.parametrize("path", ["/a/b", "a", "", "C:/a", "text:/data/a.txt", "~/gs:/x"])
 def test_paths_are_not_urls(path):
-    assert not storage.is_url(path)
+    assert not files.is_url(path)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 
 from maxlp.data.specs import load
+from maxlp.runtime.files import is_url
 
 COMPRESSED = (".gz", ".tgz", ".zst")
 
@@ -65,11 +66,6 @@ def walk(root: str, skip: Sequence[str] = ()) -> Iterator[str]:
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in skip and name[0] != "."]
         yield from (os.path.join(folder, name) for name in files if name[0] != ".")
-
-
-def is_url(path: str) -> bool:
-    """Whether this is a URL rather than a path."""
-    return "://" in path
 
 
 def read_whole(path: str) -> bytes:

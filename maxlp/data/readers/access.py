@@ -4,8 +4,9 @@ import re
 from collections.abc import Sequence
 from typing import BinaryIO
 
-from maxlp.data.readers import COMPRESSED, is_url
+from maxlp.data.readers import COMPRESSED
 from maxlp.data.specs import load
+from maxlp.runtime.files import is_url
 
 
 def open_file(path: str) -> BinaryIO:

@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from maxlp.data.readers import BrokenExample, is_url, read_whole
+from maxlp.data.readers import BrokenExample, read_whole
 from maxlp.data.sources import VALIDATION, Source, Spec
 from maxlp.data.specs import load, one_line
+from maxlp.runtime.files import is_url
 
 MANIFEST = "dataset.json"
 FORMATS = {"text": "maxlp-documents-1", "image_text": "maxlp-image-text-1"}  # by the content of a source

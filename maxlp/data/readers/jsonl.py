@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from maxlp.data.readers import BrokenExample, as_text, find_files, is_url, locate, missing
+from maxlp.data.readers import BrokenExample, as_text, find_files, locate, missing
 from maxlp.data.readers.access import open_file, read_range, uncompressed
 from maxlp.data.sources import VALIDATION, Source, Spec
 from maxlp.data.specs import load, one_line
+from maxlp.runtime.files import is_url
 
 BLOCK_BYTES = 2**24  # read at a time to find the lines of a file
 INDEX_THREADS = 8

@@ -9,9 +9,10 @@ import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
-from maxlp.data.readers import as_text, find_files, is_url, locate, missing
+from maxlp.data.readers import as_text, find_files, locate, missing
 from maxlp.data.sources import VALIDATION, Source, Spec
 from maxlp.data.specs import import_extra, load, one_line
+from maxlp.runtime.files import is_url
 
 THREADS = 16  # that read footers
 

@@ -27,10 +27,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from absl import logging
 
-from maxlp.data.readers import COMPRESSED, BrokenExample, find_files, is_url, locate, of_kind
+from maxlp.data.readers import COMPRESSED, BrokenExample, find_files, locate, of_kind
 from maxlp.data.readers.access import expand_braces, open_file, read_range, uncompressed
 from maxlp.data.sources import VALIDATION, Source, Spec
 from maxlp.data.specs import load, one_line
+from maxlp.runtime.files import is_url
 
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp")
 INDEX_THREADS = 16

@@ -27,6 +27,7 @@ from functools import cached_property
 import numpy as np
 
 from maxlp.data.specs import load, one_line, split_options
+from maxlp.runtime.files import is_url
 
 KINDS = {
     "bytes": "maxlp.data.tokenizers.byte:ByteTokenizer",
@@ -148,7 +149,7 @@ def _files_beside(path: str, template: str | None) -> dict[str, bytes]:
 
 def _read(path: str) -> bytes | None:
     """The content of a file or URL, None if there is none."""
-    if "://" in path:
+    if is_url(path):
         return load("maxlp.data.remote:read_if_there")(path)
     if not os.path.isfile(path):
         return None
