@@ -35,6 +35,7 @@ from maxlp.run.settings import Machine, Settings, read
 
 def define_flags() -> None:
     cli.define_config()
+    cli.define_from()
     flags.adopt_module_key_flags(cli)
     flags.DEFINE_string(
         "topology", None, "Machines as CHIP:SHAPE, for example v5p:8x8x8, v5e:16x16*2, h100:64x8."
@@ -57,7 +58,7 @@ def main() -> int:
             raise ValueError(f"--{name} is missing; see --list_topologies and the folder configs/")
     topology, compiles = topologies.parse(flags.FLAGS.topology), not flags.FLAGS.estimate_only
     check_files({name: flags.FLAGS[name].value for name in ("json", "hlo", "plot")}, compiles)
-    s = read(with_placeholder_data(flags.FLAGS.config))
+    s = read(with_placeholder_data(cli.read_config(None)))
     plan: dict[str, Any] = {"command": command()}
     refusal = None
     try:
@@ -106,10 +107,10 @@ def with_placeholder_data(c: ConfigDict) -> ConfigDict:
 
 def command() -> str:
     """The command line that makes this plan again, without its output files."""
-    overrides = config_flags.get_override_values(flags.FLAGS["config"])
     parts = [f"--config={config_flags.get_config_filename(flags.FLAGS['config'])}"]
-    parts += [f"--topology={flags.FLAGS.topology}"]
-    parts += [f"--config.{key}={value}" for key, value in overrides.items()]
+    given = {name: flags.FLAGS[name].value for name in ("from", "swap_tokenizer", "topology")}
+    given |= {f"config.{key}": value for key, value in cli.overrides().items()}
+    parts += [f"--{name}={value}" for name, value in given.items() if value is not None]
     return "python -m maxlp.plan " + shlex.join(parts)
 
 

@@ -28,7 +28,7 @@ import jax
 from absl import flags
 from flax import nnx
 from jax.sharding import Mesh
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 import maxlp
 from maxlp.core.train_state import State, abstract_state
@@ -56,14 +56,8 @@ def define_flags() -> None:
     cli.define_flags(
         "Directory of the run: checkpoints, metrics, config. Resumed if it holds a checkpoint."
     )
+    cli.define_from()
     flags.adopt_module_key_flags(cli)
-    flags.DEFINE_string(
-        "from",
-        None,
-        "Weights to start from: a Hugging Face folder, ORG/NAME[@REVISION] on the Hub, or another run. The "
-        "model's sizes and the tokenizer are theirs; --config is llama/finetune by default.",
-    )
-    flags.DEFINE_string("swap_tokenizer", None, "With --from: a tokenizer to use instead of theirs.")
     flags.DEFINE_bool("allow_change", False, "Let a resumed run have another model or other data.")
     flags.DEFINE_bool("dry_run", False, "Check the config, print what would run, and stop.")
 
@@ -71,15 +65,10 @@ def define_flags() -> None:
 def main() -> int:
     startup = Startup(maxlp.IMPORTED_AT)
     startup.mark("imports")
-    c, workdir = flags.FLAGS.config, files.local_path(flags.FLAGS.workdir, "--workdir")
+    workdir = files.local_path(flags.FLAGS.workdir, "--workdir")
     preemption.exit_on_sigterm()
     distributed.initialize()
-    start, swap = flags.FLAGS["from"].value, flags.FLAGS.swap_tokenizer
-    if start is not None or swap is not None:
-        from maxlp.run import pretrained  # few runs need it
-
-        overrides = config_flags.get_override_values(flags.FLAGS["config"])
-        c = pretrained.configure(c, workdir, start, swap, overrides)
+    c = cli.read_config(workdir)
     with preemption.exit_with_others(), open_lock(workdir) as lock:
         while True:
             try:

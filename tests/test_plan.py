@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import pytest
+import safetensors.numpy
 
 from maxlp import plan
 from maxlp.families.clip.presets import CLIP_SIZES, clip
@@ -21,6 +22,7 @@ from maxlp.planning.cost_model import Work
 from maxlp.planning.hlo import Collective
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import read
+from tests.pretrained import write_llama
 from tests.run.fixtures import load
 
 ROOT = Path(__file__).parent.parent
@@ -52,6 +54,17 @@ def test_command_without_a_compiler(tmp_path):
     again += ["--config.data.source=text:/my data/*.txt"]
     assert shlex.split(values["command"]) == ["python", "-m", "maxlp.plan", *again]
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plan_from_weights_has_their_sizes(tmp_path):
+    weights = write_llama(tmp_path)
+    done = run(f"--from={weights}", "--topology=h100:1x1", "--estimate_only", f"--json={tmp_path}/plan.json")
+    assert done.returncode == 0, done.stderr
+    values = json.loads((tmp_path / "plan.json").read_text())
+    saved = safetensors.numpy.load_file(weights / "model.safetensors")
+    assert values["parameters"] == sum(tensor.size for tensor in saved.values())
+    again = ["--config=llama/finetune", f"--from={weights}", "--topology=h100:1x1"]
+    assert shlex.split(values["command"]) == ["python", "-m", "maxlp.plan", *again]
 
 
 def test_errors_are_one_line():

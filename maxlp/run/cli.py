@@ -12,6 +12,7 @@ import re
 import sys
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from absl import app, flags, logging
@@ -59,6 +60,38 @@ def define_config() -> None:
     )
     flags.FLAGS["config"].parser = _ConfigParser()
     flags.declare_key_flag("config")
+
+
+def define_from() -> None:
+    """The flags ``--from`` and ``--swap_tokenizer``, which `read_config` takes into account."""
+    flags.DEFINE_string(
+        "from",
+        None,
+        "Weights to start from: a Hugging Face folder, ORG/NAME[@REVISION] on the Hub, or another run. The "
+        "model's sizes and the tokenizer are theirs; --config is llama/finetune by default.",
+    )
+    flags.DEFINE_string("swap_tokenizer", None, "With --from: a tokenizer to use instead of theirs.")
+    flags.declare_key_flag("from")
+    flags.declare_key_flag("swap_tokenizer")
+
+
+def read_config(workdir: Path | None) -> ConfigDict:
+    """The config of the flags, with the model and the tokenizer of the weights ``--from``.
+
+    Args:
+      workdir: None for a command that has no run.
+    """
+    c, start, swap = flags.FLAGS.config, flags.FLAGS["from"].value, flags.FLAGS.swap_tokenizer
+    if start is None and swap is None:
+        return c
+    from maxlp.run import pretrained  # few runs need it
+
+    return pretrained.configure(c, workdir, start, swap, overrides())
+
+
+def overrides() -> dict[str, Any]:
+    """The keys and values of the config that were set on the command line."""
+    return config_flags.get_override_values(flags.FLAGS["config"])
 
 
 class _ConfigParser(flags.ArgumentParser):

@@ -209,7 +209,7 @@ def find(spec: str, key: str = "config.train.init_from") -> RunWeights | Library
 
 def configure(
     c: ConfigDict,
-    workdir: Path,
+    workdir: Path | None,
     source: str | None,
     swap: str | None = None,
     overrides: Mapping[str, Any] = MappingProxyType({}),
@@ -219,6 +219,7 @@ def configure(
     A run that has a checkpoint no longer needs the weights: its own config holds what was taken from them.
 
     Args:
+      workdir: of the run; None if there is none.
       source: a path or an id of the Hub, with or without ``hf:``.
       swap: the spec of another tokenizer, to exchange theirs for.
       overrides: keys and values that were set on the command line.
@@ -231,8 +232,10 @@ def configure(
     spec = hub.as_id(source)
     if not hub.is_id(spec) and not files.is_url(spec):
         spec = str(files.local_path(spec, "--from"))
-    agree_on_commits(workdir, spec, swap or "")
-    theirs = recorded = _recorded(workdir, spec)
+    theirs = recorded = None
+    if workdir is not None:
+        agree_on_commits(workdir, spec, swap or "")
+        theirs = recorded = _recorded(workdir, spec)
     if theirs is None:
         found = find(spec, "--from")
         theirs = _Start(found.model, found.tokenizer)
