@@ -58,12 +58,19 @@ def test_command_without_a_compiler(tmp_path):
 
 def test_a_plan_from_weights_has_their_sizes(tmp_path):
     weights = write_llama(tmp_path)
-    done = run(f"--from={weights}", "--topology=h100:1x1", "--estimate_only", f"--json={tmp_path}/plan.json")
+    changes = ["--config.data.seq_len=128"]
+    done = run(
+        f"--from={weights}",
+        "--topology=h100:1x1",
+        "--estimate_only",
+        f"--json={tmp_path}/plan.json",
+        *changes,
+    )
     assert done.returncode == 0, done.stderr
     values = json.loads((tmp_path / "plan.json").read_text())
     saved = safetensors.numpy.load_file(weights / "model.safetensors")
     assert values["parameters"] == sum(tensor.size for tensor in saved.values())
-    again = ["--config=llama/finetune", f"--from={weights}", "--topology=h100:1x1"]
+    again = ["--config=llama/finetune", f"--from={weights}", "--topology=h100:1x1", *changes]
     assert shlex.split(values["command"]) == ["python", "-m", "maxlp.plan", *again]
 
 
