@@ -518,7 +518,7 @@ PRECISION = [
         ),
     ),
     *_in(
-        "precision/mx.py",
+        "precision/blocks.py",
         "precision/test_mx.py",
         ("jnp.float32 if q.values.dtype == jnp.float32 else jnp.bfloat16", "jnp.bfloat16"),
         ("jnp.float32 if q.values.dtype == jnp.float32 else jnp.bfloat16", "jnp.float32"),

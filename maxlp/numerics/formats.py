@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-GRANULARITIES = ("unscaled", "tensor", "row", "block")
+GRANULARITIES = ("unscaled", "tensor", "row", "block", "tile")
 MX_BLOCK = 32  # elements that share a scale in the OCP microscaling formats
 
 
@@ -71,7 +71,9 @@ FORMATS = {
         Format("bfloat16", "float", 8, 7, float(jnp.finfo(jnp.bfloat16).max), jnp.bfloat16, jnp.float32),
     )
 }
-MATMUL = ("float8_e4m3fn", "float8_e5m2", "int8")
+# OCP's 4-bit float has neither infinity nor NaN. Its values are kept in bfloat16 and multiplied there.
+E2M1 = Format("float4_e2m1fn", "simulated", 2, 1, 6.0, jnp.bfloat16)
+MATMUL = ("float8_e4m3fn", "float8_e5m2", "int8", E2M1.name)
 UNKNOWN = (
     f"is unknown; one of {', '.join(MATMUL)}, or eXmY or eXmYfn with 2 to 8 exponent and 0 to 23 mantissa "
     "bits for a simulated format"
@@ -86,7 +88,7 @@ def get(name: str) -> Format:
       ValueError: an unknown name, or bits that do not fit a float32.
     """
     if name in MATMUL:
-        return FORMATS[name]
+        return FORMATS.get(name, E2M1)
     match = re.fullmatch(r"e(\d+)m(\d+)(fn)?", name)
     e, m, fn = (int(match[1]), int(match[2]), bool(match[3])) if match else (0, 0, False)
     if not (2 <= e <= 8 and fn <= m <= 23 and e + fn <= 8):

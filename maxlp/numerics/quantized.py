@@ -6,18 +6,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from maxlp.numerics.formats import MX_BLOCK, Format
 from maxlp.numerics.rounding import cast
-from maxlp.numerics.scales import amax, scale_for
+from maxlp.numerics.scales import amax, block_scales_for, scale_for
+
+HADAMARD = 16  # neighbours that `rotate` mixes
 
 
 class Quantized(NamedTuple):
-    """``values * scale``; the scale has size 1 along axes that share it, and dim / MX_BLOCK in blocks."""
+    """``values * scale``, times the tensor's own scale if there is one (a scalar).
+
+    The scale has size 1 along axes that share it, and dim / block size in blocks.
+    """
 
     values: jax.Array
     scale: jax.Array
+    tensor_scale: jax.Array | None = None
 
 
 def quantize(
@@ -30,44 +37,87 @@ def quantize(
     margin: float = 0.0,
     power_of_two: bool = False,
     rounding: str = "nearest",
+    block_size: int = MX_BLOCK,
+    block_scales: str = "up",
 ) -> Quantized:
     """Quantizes an operand of a matmul.
 
     Args:
       granularity: the elements that share a scale. ``tensor``: all; ``row``: each vector along the
         contraction (a token of the input, an output channel of the kernel), so that scales can be
-        applied to the product; ``block``: `MX_BLOCK` neighbours along the last contracted axis;
-        ``unscaled``: scale 1.
+        applied to the product; ``block``: neighbours along the last contracted axis; ``tile``: squares of
+        the last two axes; ``unscaled``: scale 1.
       contract: the axes that the matmul sums over.
       delayed_amax: a scalar to take the scale from instead of the data's own amax (``tensor``
         only).
-      margin, power_of_two: see `scales.scale_for`; blocks always have powers of two, as in MX.
-      rounding: see `rounding.cast`.
+      margin, power_of_two: see `scales.scale_for`; not for blocks and tiles.
+      rounding: see `rounding.cast`. The key of ``stochastic`` is made from the data, so that no state has to
+        be kept, and a repeated step rounds alike.
+      block_size: of blocks, and of the sides of tiles.
+      block_scales: of blocks and tiles, see `scales.block_scales_for`.
 
     Raises:
-      ValueError: a contracted axis that `MX_BLOCK` does not divide; `pad_to_blocks` makes it fit.
+      ValueError: an axis that blocks do not divide; `pad_to_blocks` makes it fit.
     """
+    if granularity in ("block", "tile"):
+        axes = (contract[-1] % x.ndim,) if granularity == "block" else (x.ndim - 2, x.ndim - 1)
+        return _quantize_blocks(x, to, axes, rounding, block_size, block_scales)
     if granularity == "unscaled":
         scale = jnp.ones((1,) * x.ndim, jnp.float32)
-    elif granularity == "block":
-        return _quantize_blocks(x, to, contract[-1] % x.ndim, rounding)
     else:
         axes = tuple(range(x.ndim)) if granularity == "tensor" else tuple(contract)
         largest = amax(x, axes) if delayed_amax is None else delayed_amax.reshape((1,) * x.ndim)
         scale = scale_for(largest, to, margin=margin, power_of_two=power_of_two)
-    return Quantized(cast(x.astype(jnp.float32) * _inverse(scale), to, rounding), scale)
+    values = cast(x.astype(jnp.float32) * _inverse(scale), to, rounding, _key(x, rounding))
+    return Quantized(values, scale)
 
 
-def _quantize_blocks(x: jax.Array, to: Format, axis: int, rounding: str) -> Quantized:
-    if x.shape[axis] % MX_BLOCK:
+def _quantize_blocks(
+    x: jax.Array, to: Format, axes: tuple[int, ...], rounding: str, size: int, rule: str
+) -> Quantized:
+    if any(x.shape[axis] % size for axis in axes):
         raise ValueError(
-            f"block scales need a contracted axis that is a multiple of {MX_BLOCK}, got {x.shape[axis]} in "
-            f"shape {x.shape}; use another size or a recipe without blocks"
+            f"blocks of {size} do not divide axes {axes} of an array of shape {x.shape}; use another size or a "
+            "recipe without blocks"
         )
-    x = _split_blocks(x.astype(jnp.float32), axis)
-    scale = scale_for(amax(x, (axis + 1,)), to, power_of_two=True)
-    values = cast(x * _inverse(scale), to, rounding)
-    return Quantized(_join_blocks(values, axis), scale.squeeze(axis + 1))
+    key, x = _key(x, rounding), x.astype(jnp.float32)
+    for axis in reversed(axes):
+        x = _split_blocks(x, axis, size)
+    inside = tuple(axis + 1 + i for i, axis in enumerate(axes))  # where the elements of a block are now
+    scale, tensor_scale = block_scales_for(amax(x, inside), to, rule)
+    values = cast(x * _inverse(scale if tensor_scale is None else scale * tensor_scale), to, rounding, key)
+    for axis in axes:
+        values, scale = _join_blocks(values, axis), scale.squeeze(axis + 1)
+    return Quantized(values, scale, tensor_scale)
+
+
+def _key(x: jax.Array, rounding: str) -> jax.Array | None:
+    """A random key that depends on the data alone; None if the rounding needs none."""
+    if rounding != "stochastic":
+        return None
+    bits = jax.lax.bitcast_convert_type(jnp.sum(x, dtype=jnp.float32), jnp.uint32)
+    return jax.random.fold_in(jax.random.key(0), bits)
+
+
+def rotate(x: jax.Array, axis: int) -> jax.Array:
+    """Mixes blocks of `HADAMARD` neighbours along an axis by one random orthogonal matrix.
+
+    It is a Hadamard matrix with random signs, which spreads an outlier over its block. The matrix is always
+    the same, so that a product of two arrays that sums over the axis does not change but for rounding.
+    """
+    axis %= x.ndim
+    split = _split_blocks(x, axis, HADAMARD)
+    mixed = jnp.tensordot(split, jnp.asarray(_hadamard(), x.dtype), axes=(axis + 1, 0))
+    return _join_blocks(jnp.moveaxis(mixed, -1, axis + 1), axis)
+
+
+def _hadamard() -> np.ndarray:
+    """Sylvester's matrix times random signs of its rows; orthogonal."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < HADAMARD:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    signs = np.random.default_rng(0).choice((-1.0, 1.0), HADAMARD)
+    return signs[:, None] * matrix / math.sqrt(HADAMARD)
 
 
 def _inverse(scale: jax.Array) -> jax.Array:
@@ -76,17 +126,17 @@ def _inverse(scale: jax.Array) -> jax.Array:
     return 1.0 / scale
 
 
-def pad_to_blocks(x: jax.Array, axis: int) -> jax.Array:
-    """Appends zeros up to a multiple of `MX_BLOCK`; a sum over the axis does not change."""
+def pad_to_blocks(x: jax.Array, axis: int, size: int = MX_BLOCK) -> jax.Array:
+    """Appends zeros up to a multiple of a size; a sum over the axis does not change."""
     axis %= x.ndim
-    missing = -x.shape[axis] % MX_BLOCK
+    missing = -x.shape[axis] % size
     pads = [(0, missing if i == axis else 0) for i in range(x.ndim)]
-    return jnp.pad(_with_whole_blocks(x, axis), pads) if missing else x
+    return jnp.pad(_with_whole_blocks(x, axis, size), pads) if missing else x
 
 
 def dequantize(q: Quantized, dtype: Any) -> jax.Array:
-    """``values * scale`` in ``dtype``; exact for power-of-two scales and a dtype as wide as the format."""
-    scale = q.scale
+    """The array in ``dtype``; exact for power-of-two scales and a dtype as wide as the format."""
+    scale = q.scale if q.tensor_scale is None else q.scale * q.tensor_scale
     for axis, (size, scales) in enumerate(zip(q.values.shape, scale.shape, strict=True)):
         if scales not in (1, size):
             blocks = (*scale.shape[: axis + 1], size // scales, *scale.shape[axis + 1 :])
@@ -94,14 +144,14 @@ def dequantize(q: Quantized, dtype: Any) -> jax.Array:
     return (q.values.astype(jnp.float32) * scale).astype(dtype)
 
 
-def _split_blocks(x: jax.Array, axis: int) -> jax.Array:
-    """(…, n, …) to (…, n / MX_BLOCK, MX_BLOCK, …)."""
-    x = _with_whole_blocks(x, axis)
-    shape = (*x.shape[:axis], x.shape[axis] // MX_BLOCK, MX_BLOCK, *x.shape[axis + 1 :])
+def _split_blocks(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """(…, n, …) to (…, n / size, size, …)."""
+    x = _with_whole_blocks(x, axis, size)
+    shape = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
     return _reshape(x, shape, lambda spec: (*spec[: axis + 1], None, *spec[axis + 1 :]))
 
 
-def _with_whole_blocks(x: jax.Array, axis: int) -> jax.Array:
+def _with_whole_blocks(x: jax.Array, axis: int, size: int) -> jax.Array:
     """The array, on explicit mesh axes gathered along an axis that they would split within blocks.
 
     On automatic mesh axes XLA exchanges what the devices need of each other's blocks.
@@ -109,7 +159,7 @@ def _with_whole_blocks(x: jax.Array, axis: int) -> jax.Array:
     if (sharding := explicit_sharding(x)) is None or (names := sharding.spec[axis]) is None:
         return x
     parts = math.prod(sharding.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
-    if math.ceil(x.shape[axis] / MX_BLOCK) % parts == 0:
+    if math.ceil(x.shape[axis] / size) % parts == 0:
         return x
     spec = PartitionSpec(*sharding.spec[:axis], None, *sharding.spec[axis + 1 :])
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))

@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlp.numerics.formats import Format
+from maxlp.numerics.formats import FORMATS, Format
 
+BLOCK_SCALES = ("up", "floor", "float32", "e4m3")
+_E4M3 = FORMATS["float8_e4m3fn"]
 _TINY = float(jnp.finfo(jnp.float32).tiny)  # smallest normal: what is below may be flushed to zero
 
 
@@ -44,4 +46,34 @@ def ceil_power_of_two(x: jax.Array, top: float = 1.0) -> jax.Array:
     mantissa, top_mantissa = bits & 0x7FFFFF, top_bits & 0x7FFFFF
     exponent = (bits >> 23).astype(jnp.int32) - (top_bits >> 23) + 127 + (mantissa > top_mantissa)
     power = jnp.clip(exponent, 1, 255).astype(jnp.uint32) << 23
+    return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type(power, jnp.float32), x)
+
+
+def block_scales_for(amax: jax.Array, to: Format, rule: str) -> tuple[jax.Array, jax.Array | None]:
+    """The scales of blocks with these largest magnitudes, and the tensor's own scale if there is one.
+
+    Args:
+      amax: float32, one for each block.
+      rule: ``up``: the power of two of `scale_for`, with which nothing saturates. ``floor``: the power of
+        two of the OCP MX specification, ``2^(floor(log2(amax)) - floor(log2(max)))``, with which the
+        largest ones may. ``float32``: exact (DeepSeek-V3, arXiv:2412.19437). ``e4m3``: an E4M3 number, times
+        a float32 scale of the tensor that maps its largest magnitude to the largest of both formats
+        (NVFP4).
+    """
+    if rule == "floor":
+        return jnp.where(amax == 0, 1.0, _floor_power_of_two(amax, to.max)), None
+    if rule != "e4m3":
+        return scale_for(amax, to, power_of_two=rule == "up"), None
+    of_tensor = scale_for(jnp.max(amax) / _E4M3.max, to)
+    # Blocks too small for an E4M3 number get its smallest one; NaN and infinity are in the tensor's scale.
+    exact = jnp.nan_to_num(amax / (to.max * of_tensor), nan=1.0)
+    rounded = exact.astype(_E4M3.dtype).astype(jnp.float32)
+    return jnp.clip(rounded, 2.0**-9, _E4M3.max), of_tensor
+
+
+def _floor_power_of_two(x: jax.Array, top: float) -> jax.Array:
+    """``2^(floor(log2(x)) - floor(log2(top)))`` for float32 ``x > 0``, at least the smallest normal; exact."""
+    exponent = (jax.lax.bitcast_convert_type(x, jnp.uint32) >> 23).astype(jnp.int32)
+    exponent -= int(np.floor(np.log2(top)))
+    power = jnp.clip(exponent, 1, 254).astype(jnp.uint32) << 23
     return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type(power, jnp.float32), x)

@@ -24,9 +24,9 @@ from jax.lax import Precision
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlp.numerics import formats, quantized
-from maxlp.numerics.quantized import Quantized
+from maxlp.numerics.quantized import HADAMARD, Quantized
 from maxlp.numerics.scales import amax
-from maxlp.precision import delayed, mx, smooth_swiglu
+from maxlp.precision import blocks, delayed, smooth_swiglu
 from maxlp.precision.recipes import Operand, Recipe
 
 RESIDUALS = ("quant_dot_input", "quant_dot_kernel")  # names for remat policies
@@ -160,9 +160,11 @@ def _kernel_gradient(static: _Static, saved, g: jax.Array, amaxes) -> jax.Array:
     tokens, sharding = tuple(range(g.ndim - 1)), _sharding(saved_kernel)
     if recipe.drhs is None:
         return _plain(_as(saved_x, dtype), g.astype(dtype), tokens, tokens, dtype, sharding)
-    if recipe.drhs[0].granularity == "block":  # of tokens, and their number is arbitrary
-        saved_x = quantized.pad_to_blocks(_as(saved_x, jnp.float32), -2)
-        g = quantized.pad_to_blocks(g, -2)
+    if size := max(HADAMARD * recipe.hadamard, recipe.drhs[0].in_blocks and recipe.drhs[0].block_size):
+        # Blocks are of tokens, and their number is arbitrary.
+        saved_x, g = (quantized.pad_to_blocks(a, -2, size) for a in (_as(saved_x, jnp.float32), g))
+    if recipe.hadamard:
+        saved_x, g = quantized.rotate(saved_x, -2), quantized.rotate(g, -2)
     q_x = _requantize(recipe, saved_x, 0, recipe.drhs[0], tokens, amaxes.get("input"))
     q_g = quantize(recipe, recipe.drhs[1], g, tokens, amaxes["output_grad"])
     return _gemm(
@@ -184,6 +186,8 @@ def quantize(recipe: Recipe, operand: Operand, x: jax.Array, contract, delayed_a
         margin=recipe.margin if operand.delayed else 0.0,
         power_of_two=operand.power_of_two,
         rounding=operand.rounding,
+        block_size=operand.block_size,
+        block_scales=operand.block_scales,
     )
 
 
@@ -203,7 +207,7 @@ def _requantize(recipe: Recipe, saved, index: int, operand: Operand, contract, d
 
 def _serves_both(of_forward: Operand, operand: Operand) -> bool:
     """Whether what the forward pass quantized also serves a matmul that sums over another axis."""
-    return operand == of_forward and operand.granularity in ("tensor", "unscaled")
+    return operand == of_forward and operand.granularity in ("tensor", "unscaled", "tile")
 
 
 def _plain(a: jax.Array, b: jax.Array, contract_a, contract_b, dtype, out_sharding) -> jax.Array:
@@ -218,8 +222,8 @@ def _gemm(
 ) -> jax.Array:  # fmt: skip
     """``a · b`` over the contracted axes in ``dtype``."""
     numbers = _numbers(contract_a, contract_b, a.values)
-    if pair[0].granularity == "block":
-        return mx.dot_general(a, b, numbers, out_sharding).astype(dtype)
+    if pair[0].in_blocks:
+        return blocks.dot_general(a, b, pair, numbers, out_sharding).astype(dtype)
     kind = formats.get(pair[0].format).kind
     exact_scales = all(operand.power_of_two for operand in pair)
     narrow = kind == "float" and dtype == jnp.bfloat16 and (exact_scales or summed_over_devices)

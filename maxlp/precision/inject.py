@@ -8,7 +8,6 @@ import jax
 from flax import nnx
 
 from maxlp.nn.stack import Block
-from maxlp.numerics.formats import MX_BLOCK
 from maxlp.precision.recipes import RECIPES, Recipe
 
 HIGH_PRECISION = "high precision"
@@ -119,10 +118,10 @@ def _set_recipe(path: str, module: Matmul, recipe: Recipe) -> str:
     if not recipe.gemms:
         return HIGH_PRECISION
     *stack, in_dim, out_dim = module.kernel.shape
-    if recipe.in_blocks and (in_dim % MX_BLOCK or out_dim % MX_BLOCK):
+    if (size := recipe.block_size) and (in_dim % size or out_dim % size):
         raise ValueError(
             f"recipe={recipe.name!r}: the kernel of {path} is {in_dim} × {out_dim}, which blocks of "
-            f"{MX_BLOCK} do not divide; change its size or add a rule with another recipe for it"
+            f"{size} do not divide; change its size or add a rule with another recipe for it"
         )
     from maxlp.precision.dot import QuantDot
 

@@ -11,7 +11,8 @@ from typing import Annotated, Any, NamedTuple
 
 from maxlp import schema
 from maxlp.numerics import formats
-from maxlp.numerics.formats import GRANULARITIES
+from maxlp.numerics.formats import GRANULARITIES, MX_BLOCK
+from maxlp.numerics.scales import BLOCK_SCALES
 from maxlp.schema import Count, OneOf, Range
 
 GEMMS = {  # the tensors of a layer that each matmul multiplies
@@ -35,7 +36,8 @@ class MatmulFormat(NamedTuple):
 
 FormatName = Annotated[str, MatmulFormat()]
 Granularity = Annotated[str, OneOf(GRANULARITIES)]
-Rounding = Annotated[str, OneOf(("nearest", "truncate"))]
+Rounding = Annotated[str, OneOf(("nearest", "truncate", "stochastic"))]
+BlockScales = Annotated[str, OneOf(BLOCK_SCALES)]
 SmoothForm = Annotated[str, OneOf(("none", "channel", "balanced", "token"))]  # see `smooth_swiglu`
 Residuals = Annotated[str, OneOf(("full", "quantized"))]
 Margin = Annotated[float, Range(at_least=-8, at_most=8)]  # E5M2 keeps 16 of its 32 exponents
@@ -50,8 +52,9 @@ class Operand:
       granularity: which elements share a scale, see `quantized.quantize`.
       delayed: the scale comes from the history of earlier steps (`delayed`), not from the data
         itself.
-      power_of_two: scales are powers of two.
-      rounding: ``nearest`` or ``truncate``.
+      power_of_two: scales of tensors and rows are powers of two.
+      rounding: see `rounding.cast`.
+      block_size, block_scales: of blocks and tiles, see `quantized.quantize`.
     """
 
     format: FormatName
@@ -59,6 +62,13 @@ class Operand:
     delayed: bool = False
     power_of_two: bool = False
     rounding: Rounding = "nearest"
+    block_size: Count = MX_BLOCK
+    block_scales: BlockScales = "up"
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether blocks or tiles share a scale."""
+        return self.granularity in ("block", "tile")
 
     def __post_init__(self):
         schema.check(self)
@@ -91,6 +101,7 @@ class Recipe:
       margin: a delayed scale leaves ``2^margin`` of headroom.
       cold_start: delayed scales are current ones until a nonzero amax was recorded.
       smooth: see `smooth_swiglu`.
+      hadamard: both operands of ``drhs`` are rotated along the tokens first, see `quantized.rotate`.
 
     Raises:
       ValueError: operands that cannot be multiplied, or invalid options.
@@ -105,18 +116,23 @@ class Recipe:
     margin: Margin = 0.0
     cold_start: bool = True
     smooth: str = "none"
+    hadamard: bool = False
 
     def __post_init__(self):
         schema.check(self)
         where = f"recipe={self.name!r}"
         for gemm, pair in self.gemms.items():
             kinds = {formats.get(operand.format).kind for operand in pair}
-            blocks = {operand.granularity == "block" for operand in pair}
+            blocks = {operand.in_blocks and operand.block_size for operand in pair}
             if len(kinds) > 1 or len(blocks) > 1:
                 raise ValueError(
                     f"{where}: the operands of {gemm}, {_described(pair[0])} and {_described(pair[1])}, "
                     "must both be int, float or simulated, and both in blocks or neither; change "
                     "options.format, options.grad_format or options.granularity"
+                )
+            if pair[1 if gemm == "drhs" else 0].granularity == "tile":
+                raise ValueError(
+                    f"{where}: granularity='tile' is for kernels; use options.kernel_granularity='tile'"
                 )
         if self.residuals == "quantized" and self.fwd is None:
             raise ValueError(f"{where}: residuals='quantized' needs a quantized fwd; use 'full'")
@@ -146,9 +162,9 @@ class Recipe:
         return tuple(name for name, uses in self.operands.items() if any(o.delayed for o in uses))
 
     @property
-    def in_blocks(self) -> bool:
-        """Whether any operand has one scale per block."""
-        return any(o.granularity == "block" for pair in self.gemms.values() for o in pair)
+    def block_size(self) -> int:
+        """The largest number of neighbours that share a scale, 0 if no operand is in blocks."""
+        return max((o.block_size for pair in self.gemms.values() for o in pair if o.in_blocks), default=0)
 
 
 # FP8 scales are powers of two: of a floating format that costs at most one bit of range and no
@@ -163,6 +179,11 @@ _INT8 = Operand("int8")
 _INT8_ROW = Operand("int8", "row")
 _MX = Operand("float8_e4m3fn", "block")
 _E4M3_SIMULATED = Operand("e4m3")
+_E4M3_BLOCKS = Operand("float8_e4m3fn", "block", block_size=128, block_scales="float32")
+_E4M3_TILES = dataclasses.replace(_E4M3_BLOCKS, granularity="tile")
+_FP4 = Operand("float4_e2m1fn", "block", block_size=16, block_scales="e4m3")
+_FP4_GRAD = dataclasses.replace(_FP4, rounding="stochastic")
+_FP4_KERNEL = dataclasses.replace(_FP4, granularity="tile")
 
 
 def _same(name: str, operand: Operand) -> Recipe:
@@ -205,6 +226,21 @@ RECIPES = {
     ),
     "int8_all": _same("int8_all", _INT8_ROW),  # the paper's baseline (LLM.int8() without outliers)
     "mxfp8": _same("mxfp8", _MX),  # Mishra et al. 2025 (arXiv:2506.08027)
+    # DeepSeek-V3 (arXiv:2412.19437): activations and gradients in 1 × 128, kernels in 128 × 128.
+    "fp8_blocks": Recipe(
+        "fp8_blocks",
+        fwd=(_E4M3_BLOCKS, _E4M3_TILES),
+        dlhs=(_E4M3_BLOCKS, _E4M3_TILES),
+        drhs=(_E4M3_BLOCKS, _E4M3_BLOCKS),
+    ),
+    # NVIDIA's recipe (arXiv:2509.25149), whose last blocks stay in high precision: `last_blocks`.
+    "nvfp4": Recipe(
+        "nvfp4",
+        fwd=(_FP4, _FP4_KERNEL),
+        dlhs=(_FP4_GRAD, _FP4_KERNEL),
+        drhs=(_FP4, _FP4_GRAD),
+        hadamard=True,
+    ),
     "simulate": _same("simulate", _E4M3_SIMULATED),
 }
 
@@ -214,10 +250,12 @@ class RecipeOptions:
     """Changes to a recipe; None keeps the recipe's own value.
 
     Attributes:
-      residuals, history, margin, cold_start: fields of `Recipe`.
+      residuals, history, margin, cold_start, hadamard: fields of `Recipe`.
       format: format of all operands, unless ``grad_format`` is set too.
       grad_format: format of output gradients.
-      granularity, power_of_two, rounding: fields of `Operand`, for all operands.
+      granularity, power_of_two, rounding, block_size, block_scales: fields of `Operand`, for all operands.
+      kernel_granularity: granularity of kernels.
+      grad_rounding: rounding of output gradients.
 
     Raises:
       ValueError: a value that no operand accepts.
@@ -232,23 +270,35 @@ class RecipeOptions:
     granularity: Granularity | None = None
     power_of_two: bool | None = None
     rounding: Rounding | None = None
+    block_size: Count | None = None
+    block_scales: BlockScales | None = None
+    kernel_granularity: Granularity | None = None
+    grad_rounding: Rounding | None = None
+    hadamard: bool | None = None
 
     def __post_init__(self):
         schema.check(self)
 
-    @property
-    def of_operands(self) -> dict[str, Any]:
-        """The options that replace fields of `Operand`, other than the formats."""
-        return _given(self, "granularity", "power_of_two", "rounding")
+    def of_operand(self, tensor: str) -> dict[str, Any]:
+        """The options that replace fields of the `Operand` of a tensor."""
+        fields = _given(
+            self, "format", "granularity", "power_of_two", "rounding", "block_size", "block_scales"
+        )
+        if tensor == "kernel":
+            fields |= _given(self, granularity="kernel_granularity")
+        if tensor == "output_grad":
+            fields |= _given(self, format="grad_format", rounding="grad_rounding")
+        return fields
 
     @property
     def of_recipe(self) -> dict[str, Any]:
         """The options that replace fields of `Recipe`."""
-        return _given(self, "residuals", "history", "margin", "cold_start")
+        return _given(self, "residuals", "history", "margin", "cold_start", "hadamard")
 
 
-def _given(options: RecipeOptions, *names: str) -> dict[str, Any]:
-    values = {name: getattr(options, name) for name in names}
+def _given(options: RecipeOptions, *names: str, **renamed: str) -> dict[str, Any]:
+    """The values of those options that are set; by the names that ``renamed`` gives them."""
+    values = {new: getattr(options, name) for new, name in (dict(zip(names, names)) | renamed).items()}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -270,8 +320,12 @@ def unused_options(recipe: Recipe, options: RecipeOptions) -> dict[str, str]:
             found[key] = "that recipe quantizes no matmul"
         elif key in ("history", "margin", "cold_start") and not recipe.delayed:
             found[key] = "that recipe has no delayed scales"
-        elif key == "power_of_two" and all(o.granularity in ("unscaled", "block") for o in operands):
-            found[key] = "that recipe's scales are always powers of two"
+        elif key == "power_of_two" and all(o.in_blocks or o.granularity == "unscaled" for o in operands):
+            found[key] = "that recipe has no scales of tensors or rows"
+        elif key in ("block_size", "block_scales") and not recipe.block_size:
+            found[key] = "that recipe has no blocks"
+        elif key == "hadamard" and recipe.drhs is None:
+            found[key] = "that recipe does not quantize the gradient of the kernel"
     return found
 
 
@@ -288,12 +342,10 @@ def make_recipe(name: str, **options: Any) -> Recipe:
     recipe, changes = RECIPES[name], RecipeOptions(**options)
 
     def changed(gemm: str, pair: tuple[Operand, Operand]) -> tuple[Operand, ...]:
-        new = []
-        for tensor, operand in zip(GEMMS[gemm], pair, strict=True):
-            grad_format = changes.grad_format if tensor == "output_grad" else None
-            new_format = grad_format or changes.format or operand.format
-            new.append(dataclasses.replace(operand, format=new_format, **changes.of_operands))
-        return tuple(new)
+        operands = zip(GEMMS[gemm], pair, strict=True)
+        return tuple(
+            dataclasses.replace(operand, **changes.of_operand(tensor)) for tensor, operand in operands
+        )
 
     gemms = {gemm: changed(gemm, pair) for gemm, pair in recipe.gemms.items()}
     return dataclasses.replace(recipe, **gemms, **changes.of_recipe)

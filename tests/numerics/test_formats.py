@@ -35,7 +35,7 @@ def test_blocks_have_the_size_of_the_specification():
 
 
 def test_formats_of_matmuls_are_distinct_from_those_of_states():
-    assert [formats.get(name).kind for name in formats.MATMUL] == ["float", "float", "int"]
+    assert [formats.get(name).kind for name in formats.MATMUL] == ["float", "float", "int", "simulated"]
     for name in set(formats.FORMATS) - set(formats.MATMUL):
         with pytest.raises(ValueError, match=f"format='{name}' is unknown"):
             formats.get(name)

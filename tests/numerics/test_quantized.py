@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from maxlp.numerics import formats
-from maxlp.numerics.quantized import dequantize, pad_to_blocks, quantize
+from maxlp.numerics.quantized import dequantize, pad_to_blocks, quantize, rotate
 
 
 def bits(x):
@@ -52,7 +52,7 @@ def test_mx_rounding_up_saturates_nothing():
 
 def test_blocks_must_divide_the_axis_or_be_padded():
     to, x = formats.get("float8_e4m3fn"), jnp.ones((4, 40))
-    with pytest.raises(ValueError, match="multiple of 32, got 40") as error:
+    with pytest.raises(ValueError, match="blocks of 32 do not divide .* \\(4, 40\\)") as error:
         quantize(x, to, "block", (1,))
     assert "\n" not in str(error.value)
     padded = pad_to_blocks(x, -1)
@@ -84,3 +84,63 @@ def test_dequantizing_to_bfloat16_rounds_once():
     q = quantize(x, formats.get("int8"), "row", (1,))
     exact = np.asarray(q.values, np.float32) * np.asarray(q.scale)
     np.testing.assert_array_equal(dequantize(q, jnp.bfloat16), exact.astype(ml_dtypes.bfloat16))
+
+
+def test_tiles_share_a_scale_along_both_axes():
+    """And so do not depend on the axis that a matmul sums over."""
+    to, x = (
+        formats.get("float8_e4m3fn"),
+        np.random.default_rng(3).normal(size=(2, 64, 96)).astype(np.float32),
+    )
+    how = dict(block_size=32, block_scales="float32")
+    q, other = (quantize(x, to, "tile", (axis,), **how) for axis in (1, 2))
+    np.testing.assert_array_equal(bits(q.values), bits(other.values))
+    amax = np.abs(x.reshape(2, 2, 32, 3, 32)).max((2, 4))
+    np.testing.assert_array_equal(q.scale, amax * np.float32(1 / 448))
+    divisor = np.repeat(np.repeat(np.asarray(q.scale), 32, 1), 32, 2)
+    values = np.clip(x * (1 / divisor), -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    np.testing.assert_array_equal(bits(q.values), bits(values))
+    np.testing.assert_array_equal(dequantize(q, jnp.float32), values.astype(np.float32) * divisor)
+
+
+def test_an_array_of_two_scales_comes_back():
+    """NVFP4: blocks of 16 of very different sizes, each within half a step of E2M1 (1/4 of its value)."""
+    rng = np.random.default_rng(4)
+    x = (rng.normal(size=(8, 64)) * np.exp(rng.normal(size=(8, 1)))).astype(np.float32)
+    q = quantize(x, formats.E2M1, "block", (1,), block_size=16, block_scales="e4m3")
+    assert q.scale.shape == (8, 4) and q.tensor_scale.shape == ()
+    back = np.asarray(dequantize(q, jnp.float32))
+    amax = np.abs(x.reshape(8, 4, 16)).max(-1)
+    # Half of the widest step, 2 of 6, and the rounding of the scale: 1/16 of the block's largest value.
+    bound = np.repeat(amax * (1 / 6 + 1 / 16), 16, axis=-1)
+    assert (np.abs(back - x) <= bound).all()
+
+
+def test_rotation_keeps_products_and_spreads_outliers():
+    rng = np.random.default_rng(5)
+    a, b = (rng.normal(size=(3, 64, 8)).astype(np.float32) for _ in range(2))
+    a[:, 5] *= 100
+    rotated = [np.asarray(rotate(x, 1), np.float64) for x in (a, b)]
+    product = np.einsum("btk,btn->bkn", *(np.float64(x) for x in (a, b)))
+    # Sums of 16 terms in float32, for values of up to 100 times the rest.
+    np.testing.assert_allclose(
+        np.einsum("btk,btn->bkn", *rotated), product, rtol=0, atol=16 * 2.0**-23 * np.abs(product).max()
+    )
+    largest, of_rotated = np.abs(a[:, :16]).max(1), np.abs(rotated[0][:, :16]).max(1)
+    assert (of_rotated < largest * 0.4).all(), "an outlier becomes 16 values of a quarter of its size"
+
+
+def test_stochastic_rounding_is_right_on_average_and_depends_on_the_data_alone():
+    to = formats.get("float4_e2m1fn")
+    how = dict(block_size=16, block_scales="up", rounding="stochastic")
+    x = np.full((4096, 16), 2.25, np.float32)  # between 2 and 3
+    x[:, 0] = 6  # the scale is 1
+    q, again = (dequantize(quantize(x, to, "block", (1,), **how), jnp.float32) for _ in range(2))
+    np.testing.assert_array_equal(q, again)
+    rest = np.asarray(q)[:, 1:]
+    assert set(np.unique(rest)) == {2.0, 3.0}
+    # 61,440 draws with probability 1/4 of a 3: five standard deviations are 0.0087.
+    assert abs(rest.mean() - 2.25) < 5 * np.sqrt(0.25 * 0.75 / rest.size)
+    x[0, 1] += 0.125
+    other = dequantize(quantize(x, to, "block", (1,), **how), jnp.float32)
+    assert np.mean(np.asarray(other) != np.asarray(q)) > 0.2, "other data, other draws"

@@ -15,6 +15,7 @@ cast = jax.jit(rounding.cast, static_argnames=("to", "rounding"))
 REFERENCES = {
     "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
     "float8_e5m2": ml_dtypes.float8_e5m2,
+    "float4_e2m1fn": ml_dtypes.float4_e2m1fn,
     "e4m3fn": ml_dtypes.float8_e4m3fn,
     "e4m3": ml_dtypes.float8_e4m3,
     "e5m2": ml_dtypes.float8_e5m2,
@@ -28,7 +29,7 @@ def samples(reference):
     """Finite numbers of every size, ties of the reference format and their neighbours, float32."""
     info = ml_dtypes.finfo(reference)
     smallest, largest = float(info.smallest_subnormal), float(info.max)
-    codes = np.arange(2 ** (8 * np.dtype(reference).itemsize - 1), dtype=np.uint32)
+    codes = np.arange(2 ** (info.bits - 1), dtype=np.uint32)
     with np.errstate(invalid="ignore"):  # the codes of NaN
         grid = codes.astype(f"u{np.dtype(reference).itemsize}").view(reference).astype(np.float32)
     grid = np.sort(grid[np.isfinite(grid)])

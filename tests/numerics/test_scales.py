@@ -1,10 +1,12 @@
 """Scales, against numpy's frexp."""
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+import pytest
 
 from maxlp.numerics import formats
-from maxlp.numerics.scales import ceil_power_of_two, scale_for
+from maxlp.numerics.scales import block_scales_for, ceil_power_of_two, scale_for
 
 
 def test_scales():
@@ -42,3 +44,36 @@ def test_a_power_of_two_is_the_smallest_that_does_not_saturate():
             expected = np.exp2(np.arange(-30, 30, dtype=np.float32))
             for amax, scale in ((below, expected), (edge, expected), (above, 2 * expected)):
                 np.testing.assert_array_equal(scale_for(amax, to, margin=margin, power_of_two=True), scale)
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
+def test_the_floor_of_ocp_against_log2_and_what_it_saturates(name):
+    """2^(floor(log2 amax) - emax): maxima between the format's largest number and 2^(emax + 1) saturate."""
+    to, rng = formats.get(name), np.random.default_rng(0)
+    amax = np.exp(rng.uniform(-60, 60, 10_000)).astype(np.float32)
+    amax = np.concatenate([amax, 2.0 ** np.arange(-100, 100, dtype=np.float32)])
+    floor, none = block_scales_for(amax, to, "floor")
+    emax = {"float8_e4m3fn": 8, "float8_e5m2": 15, "float4_e2m1fn": 2}[name]
+    np.testing.assert_array_equal(floor, np.exp2(np.floor(np.log2(amax.astype(np.float64))) - emax))
+    assert none is None
+    saturated = amax / np.asarray(floor) > to.max
+    assert 0.1 < saturated.mean() < 0.5
+    assert not (amax / np.asarray(block_scales_for(amax, to, "up")[0]) > to.max).any()
+    edge, _ = block_scales_for(np.float32([0, np.inf, np.nan, 1e-44]), to, "floor")
+    assert edge[0] == 1 and np.isinf(edge[1]) and np.isnan(edge[2]) and edge[3] > 0
+
+
+def test_scales_of_nvfp4_against_numpy():
+    """A tensor's float32 scale maps its maximum to 448 · 6; a block's is rounded to an E4M3 number."""
+    amax = np.exp(np.random.default_rng(0).uniform(-9, 3, 1000)).astype(np.float32)
+    scale, of_tensor = block_scales_for(amax, formats.E2M1, "e4m3")
+    np.testing.assert_allclose(of_tensor, amax.max() / (448 * 6), rtol=1e-6)
+    exact = amax / (6 * np.float32(of_tensor))
+    expected = np.maximum(exact.astype(ml_dtypes.float8_e4m3fn).astype(np.float32), 2.0**-9)
+    np.testing.assert_allclose(scale, expected, rtol=2**-3)  # a tie may fall to either side
+    assert np.mean(np.asarray(scale) == expected) > 0.99 and np.max(scale) == 448
+    assert np.asarray(scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32).tolist() == scale.tolist()
+    zero, of_zeros = block_scales_for(np.zeros(3, np.float32), formats.E2M1, "e4m3")
+    assert of_zeros == 1 and (zero > 0).all()
+    _, infinite = block_scales_for(np.float32([1, np.inf]), formats.E2M1, "e4m3")
+    assert np.isinf(infinite)

@@ -34,7 +34,11 @@ def assert_one_line(error):
             dict(granularity="rows"),
             "granularity='rows' is unknown; one of unscaled, ten",
         ),
-        ("fp8_current", dict(rounding="up"), "rounding='up' is unknown; one of nearest, truncate"),
+        (
+            "fp8_current",
+            dict(rounding="up"),
+            "rounding='up' is unknown; one of nearest, truncate, stochastic",
+        ),
         (
             "fp8_current",
             dict(grad_format="int8"),
@@ -47,6 +51,9 @@ def assert_one_line(error):
         ),
         ("int8_switchback", dict(residuals="int8"), "residuals='int8' is unknown; one of full, quantized"),
         ("bf16", dict(residuals="quantized"), "residuals='quantized' needs a quantized fwd"),
+        ("mxfp8", dict(granularity="tile"), "granularity='tile' is for kernels; use options.kernel_gran"),
+        ("mxfp8", dict(kernel_granularity="tensor"), "both in blocks or neither"),
+        ("nvfp4", dict(block_scales="e8m0"), "block_scales='e8m0' is unknown; one of up, floor, float32"),
     ],
 )
 def test_bad_recipes_are_one_line_errors(name, options, message):

@@ -1,4 +1,4 @@
-"""Block scales where the number of tokens is no multiple of a block."""
+"""Recipes whose blocks share a scale."""
 
 import jax
 import jax.numpy as jnp
@@ -99,3 +99,69 @@ def test_blocks_of_simulated_formats_are_multiplied_exactly(format, dtype):
         np.testing.assert_allclose(ours, expected, rtol=0, atol=96 * 2.0**-24 * np.abs(expected).max())
     matmuls = [e for e in jax.make_jaxpr(step)(x, kernel, g).eqns if e.primitive.name == "dot_general"]
     assert {v.aval.dtype for e in matmuls for v in e.invars} == {jnp.dtype(dtype)} and len(matmuls) == 3
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_blocks", "nvfp4"])
+@pytest.mark.parametrize("options", [dict(), dict(grad_format="float8_e5m2")], ids=str)
+def test_matmuls_are_those_of_the_dequantized_operands(name, options):
+    """Independent of how the product is computed, with 40 tokens: no multiple of any block."""
+    if name == "nvfp4":
+        options = dict(hadamard=False, grad_rounding="nearest")
+    recipe, rng = make_recipe(name, **options), np.random.default_rng(2)
+    x, kernel, g = (rng.normal(size=s).astype(np.float32) for s in ((40, 128), (128, 256), (40, 256)))
+
+    def rounded(array, operand, axis):
+        pad = -array.shape[0] % operand.block_size if axis == 0 and len(array) == 40 else 0
+        array = np.pad(array, ((0, pad), (0, 0)))
+        how = dict(block_size=operand.block_size, block_scales=operand.block_scales)
+        q = quantize(array, formats.get(operand.format), operand.granularity, (axis,), **how)
+        return np.asarray(dequantize(q, jnp.float32), np.float64)
+
+    expected = (
+        rounded(x, recipe.fwd[0], 1) @ rounded(kernel, recipe.fwd[1], 0),
+        rounded(g, recipe.dlhs[0], 1) @ rounded(kernel, recipe.dlhs[1], 1).T,
+        rounded(x, recipe.drhs[0], 0).T @ rounded(g, recipe.drhs[1], 0),
+    )
+    layer = Layer(recipe)
+    ours = jax.jit(lambda *arrays: layer.step(layer.state, *arrays)[:3])(x, kernel, g)
+    for actual, product in zip(ours, expected, strict=True):
+        # Sums of up to 256 terms in float32.
+        np.testing.assert_allclose(actual, product, rtol=0, atol=256 * 2.0**-24 * np.abs(product).max())
+
+
+def test_a_rotation_lessens_the_error_of_a_weight_gradient_with_outliers():
+    """One token of 64 is 30 times as large as the others, so that its blocks lose the rest of them."""
+    rng = np.random.default_rng(3)
+    x, kernel, g = (rng.normal(size=s).astype(np.float32) for s in ((64, 32), (32, 48), (64, 48)))
+    x[7] *= 30
+    exact = x.T.astype(np.float64) @ g
+
+    def error(hadamard):
+        layer = Layer(make_recipe("nvfp4", hadamard=hadamard, grad_rounding="nearest"))
+        dkernel = jax.jit(lambda *arrays: layer.step(layer.state, *arrays)[2])(x, kernel, g)
+        return np.linalg.norm(np.asarray(dkernel) - exact) / np.linalg.norm(exact)
+
+    assert error(True) < 0.9 * error(False)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("mxfp8", {}, ["f8E4M3FN", "f8E8M0FNU"]),
+        ("mxfp8", dict(block_scales="floor", grad_format="float8_e5m2"), ["f8E5M2>", "f8E8M0FNU"]),
+        ("nvfp4", {}, ["f4E2M1FN", "f8E4M3FN>"]),
+        ("nvfp4", dict(block_size=32), None),
+        ("fp8_blocks", {}, None),
+    ],
+    ids=str,
+)
+def test_what_a_gpu_multiplies_in_blocks(name, options, expected):
+    """Three block-scaled matmuls in the program for GPUs, where they have the format and the block size."""
+    layer = Layer(make_recipe(name, **options))
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((128, 256), (256, 384), (128, 384))]
+    step = jax.jit(lambda *arrays: layer.step(layer.state, *arrays)[:3])
+    text = step.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "block_scaled_dot" in line and "custom_call" in line]
+    assert len(calls) == (3 if expected else 0)
+    for dtype in expected or ():
+        assert any(dtype in line for line in calls)

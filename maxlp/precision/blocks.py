@@ -1,0 +1,108 @@
+"""Matmuls of operands whose blocks share a scale, in hardware or emulated.
+
+GPUs from Blackwell on multiply MXFP8 and NVFP4 blocks directly (`jax.nn.scaled_matmul`, which XLA decomposes
+on older ones). Elsewhere the operands are dequantized first, to bfloat16 where that is exact: it holds the 4
+significant bits of E4M3 times a power of two, and the 2 of E2M1 times the 4 of an E4M3 scale. Blocks with
+float32 scales have no such instruction, and are dequantized to float32. All sum in float32.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from maxlp.numerics.quantized import Quantized, dequantize
+from maxlp.precision.recipes import Operand
+
+
+class _Instruction(NamedTuple):
+    """Blocks that a GPU multiplies.
+
+    Attributes:
+      formats: of the values.
+      block_scales: rules of their scales, see `scales.block_scales_for`.
+      scale: dtype of the scales.
+    """
+
+    formats: dict[str, Any]
+    block_scales: tuple[str, ...]
+    scale: Any
+    block_size: int
+
+    def takes(self, operand: Operand) -> bool:
+        return (
+            operand.format in self.formats
+            and operand.block_scales in self.block_scales
+            and operand.block_size == self.block_size
+        )
+
+
+_FP8 = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2}
+_INSTRUCTIONS = (
+    _Instruction(_FP8, ("up", "floor"), jnp.float8_e8m0fnu, 32),
+    _Instruction({"float4_e2m1fn": jnp.float4_e2m1fn}, ("e4m3",), jnp.float8_e4m3fn, 16),
+)
+
+
+def dot_general(
+    a: Quantized, b: Quantized, pair: tuple[Operand, Operand], dimension_numbers: Any, out_sharding: Any
+) -> jax.Array:
+    """float32 product of two arrays in blocks along the last of their contracted axes, or in tiles."""
+    tensor_scales = [q.tensor_scale for q in (a, b) if q.tensor_scale is not None]
+    a, b = a._replace(tensor_scale=None), b._replace(tensor_scale=None)
+
+    def emulated(a: Quantized, b: Quantized) -> jax.Array:
+        return jax.lax.dot_general(
+            dequantize(a, _exact_dtype(a, pair[0])),
+            dequantize(b, _exact_dtype(b, pair[1])),
+            dimension_numbers,
+            preferred_element_type=jnp.float32,
+            out_sharding=out_sharding,
+        )
+
+    def hardware(a: Quantized, b: Quantized) -> jax.Array:
+        assert instruction is not None
+        (axes_a, axes_b), _ = dimension_numbers
+        free = [a.values.shape[i] for i in _free(a, axes_a)] + [b.values.shape[i] for i in _free(b, axes_b)]
+        a, b = (
+            _blocks_last(q, axes, instruction.formats[operand.format], instruction.scale)
+            for q, axes, operand in ((a, axes_a, pair[0]), (b, axes_b, pair[1]))
+        )
+        y = jax.nn.scaled_matmul(a.values, b.values, a.scale, b.scale, preferred_element_type=jnp.float32)
+        return y.reshape(free)
+
+    instruction = _instruction(pair) if out_sharding is None else None
+    if instruction is None:
+        y = emulated(a, b)
+    else:
+        y = jax.lax.platform_dependent(a, b, cuda=hardware, default=emulated)
+    return y * math.prod(tensor_scales) if tensor_scales else y
+
+
+def _instruction(pair: tuple[Operand, Operand]) -> _Instruction | None:
+    """What multiplies two such operands on a GPU; None if they have to be dequantized."""
+    return next((i for i in _INSTRUCTIONS if all(i.takes(operand) for operand in pair)), None)
+
+
+def _free(q: Quantized, contracted: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(i for i in range(q.values.ndim) if i not in contracted)
+
+
+def _blocks_last(q: Quantized, contracted: tuple[int, ...], dtype: Any, scale_dtype: Any) -> Quantized:
+    """(1, rows, contracted), and a scale for each block of a row: the layout of `jax.nn.scaled_matmul`."""
+    free = _free(q, contracted)
+    rows = math.prod(q.values.shape[i] for i in free)
+    scale = q.scale
+    for axis in free:  # a tile has one scale for several rows
+        scale = jnp.repeat(scale, q.values.shape[axis] // scale.shape[axis], axis=axis)
+
+    def flat(x: jax.Array) -> jax.Array:
+        return x.transpose(*free, *contracted).reshape(1, rows, -1)
+
+    return Quantized(flat(q.values.astype(dtype)), flat(scale.astype(scale_dtype)))
+
+
+def _exact_dtype(q: Quantized, operand: Operand) -> Any:
+    narrow = q.values.dtype != jnp.float32 and operand.block_scales != "float32"
+    return jnp.bfloat16 if narrow else jnp.float32
