@@ -51,8 +51,8 @@ def quantize(
       delayed_amax: a scalar to take the scale from instead of the data's own amax (``tensor``
         only).
       margin, power_of_two: see `scales.scale_for`; not for blocks and tiles.
-      rounding: see `rounding.cast`. The key of ``stochastic`` is made from the data, so that no state has to
-        be kept, and a repeated step rounds alike.
+      rounding: see `rounding.cast`. The key of ``stochastic`` is made from the data, so that no state has
+        to be kept, and a repeated step rounds alike.
       block_size: of blocks, and of the sides of tiles.
       block_scales: of blocks and tiles, see `scales.block_scales_for`.
 
@@ -77,10 +77,10 @@ def _quantize_blocks(
 ) -> Quantized:
     if any(x.shape[axis] % size for axis in axes):
         raise ValueError(
-            f"blocks of {size} do not divide axes {axes} of an array of shape {x.shape}; use another size or a "
-            "recipe without blocks"
+            f"blocks of {size} do not divide axes {axes} of an array of shape {x.shape}; use another size "
+            "or a recipe without blocks"
         )
-    key, x = _key(x, rounding), x.astype(jnp.float32)
+    key, sharding, x = _key(x, rounding), explicit_sharding(x), x.astype(jnp.float32)
     for axis in reversed(axes):
         x = _split_blocks(x, axis, size)
     inside = tuple(axis + 1 + i for i, axis in enumerate(axes))  # where the elements of a block are now
@@ -88,6 +88,8 @@ def _quantize_blocks(
     values = cast(x * _inverse(scale if tensor_scale is None else scale * tensor_scale), to, rounding, key)
     for axis in axes:
         values, scale = _join_blocks(values, axis), scale.squeeze(axis + 1)
+    if sharding is not None:  # blocks may have been gathered
+        values = jax.sharding.reshard(values, sharding)
     return Quantized(values, scale, tensor_scale)
 
 
@@ -95,8 +97,9 @@ def _key(x: jax.Array, rounding: str) -> jax.Array | None:
     """A random key that depends on the data alone; None if the rounding needs none."""
     if rounding != "stochastic":
         return None
-    bits = jax.lax.bitcast_convert_type(jnp.sum(x, dtype=jnp.float32), jnp.uint32)
-    return jax.random.fold_in(jax.random.key(0), bits)
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    # Sums of integers that wrap around are the same in every order, and so on every mesh.
+    return jax.random.fold_in(jax.random.key(0), jnp.sum(bits, dtype=jnp.uint32))
 
 
 def rotate(x: jax.Array, axis: int) -> jax.Array:

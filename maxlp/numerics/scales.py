@@ -56,8 +56,8 @@ def block_scales_for(amax: jax.Array, to: Format, rule: str) -> tuple[jax.Array,
       amax: float32, one for each block.
       rule: ``up``: the power of two of `scale_for`, with which nothing saturates. ``floor``: the power of
         two of the OCP MX specification, ``2^(floor(log2(amax)) - floor(log2(max)))``, with which the
-        largest ones may. ``float32``: exact (DeepSeek-V3, arXiv:2412.19437). ``e4m3``: an E4M3 number, times
-        a float32 scale of the tensor that maps its largest magnitude to the largest of both formats
+        largest ones may. ``float32``: exact (DeepSeek-V3, arXiv:2412.19437). ``e4m3``: an E4M3 number,
+        times a float32 scale of the tensor that maps its largest magnitude to the largest of both formats
         (NVFP4).
     """
     if rule == "floor":
@@ -72,7 +72,7 @@ def block_scales_for(amax: jax.Array, to: Format, rule: str) -> tuple[jax.Array,
 
 
 def _floor_power_of_two(x: jax.Array, top: float) -> jax.Array:
-    """``2^(floor(log2(x)) - floor(log2(top)))`` for float32 ``x > 0``, at least the smallest normal; exact."""
+    """``2^(floor(log2(x)) - floor(log2(top)))``, at least the smallest normal, for ``x > 0``; exact."""
     exponent = (jax.lax.bitcast_convert_type(x, jnp.uint32) >> 23).astype(jnp.int32)
     exponent -= int(np.floor(np.log2(top)))
     power = jnp.clip(exponent, 1, 254).astype(jnp.uint32) << 23

@@ -1,9 +1,9 @@
 """Matmuls of operands whose blocks share a scale, in hardware or emulated.
 
-GPUs from Blackwell on multiply MXFP8 and NVFP4 blocks directly (`jax.nn.scaled_matmul`, which XLA decomposes
-on older ones). Elsewhere the operands are dequantized first, to bfloat16 where that is exact: it holds the 4
-significant bits of E4M3 times a power of two, and the 2 of E2M1 times the 4 of an E4M3 scale. Blocks with
-float32 scales have no such instruction, and are dequantized to float32. All sum in float32.
+GPUs from Blackwell on multiply MXFP8 and NVFP4 blocks directly (`jax.nn.scaled_matmul`, which XLA
+decomposes on older ones). Elsewhere the operands are dequantized first, to bfloat16 where that is exact: it
+holds the 4 significant bits of E4M3 times a power of two, and the 2 of E2M1 times the 4 of an E4M3 scale.
+Blocks with float32 scales have no such instruction, and are dequantized to float32. All sum in float32.
 """
 
 import math
@@ -104,5 +104,5 @@ def _blocks_last(q: Quantized, contracted: tuple[int, ...], dtype: Any, scale_dt
 
 
 def _exact_dtype(q: Quantized, operand: Operand) -> Any:
-    narrow = q.values.dtype != jnp.float32 and operand.block_scales != "float32"
+    narrow = q.values.dtype != jnp.float32 and not operand.is_emulated
     return jnp.bfloat16 if narrow else jnp.float32

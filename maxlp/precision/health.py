@@ -32,7 +32,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlp.numerics import formats
-from maxlp.numerics.quantized import Quantized, dequantize
+from maxlp.numerics.quantized import dequantize
 from maxlp.numerics.scales import amax
 from maxlp.precision import delayed
 from maxlp.precision.dot import QuantDot, quantize
@@ -120,14 +120,14 @@ def statistics(recipe: Recipe, tensor: str, x: jax.Array, history: jax.Array | N
         delayed_amax = delayed.delayed_amax(history, current, recipe.cold_start)
         age = jnp.where(jnp.max(history) > 0, jnp.argmax(history) + 1.0, 0.0)
     q = quantize(recipe, operand, x, _contracted(recipe, tensor, x), delayed_amax)
-    scales = dequantize(Quantized(jnp.ones_like(x, jnp.float32), q.scale), jnp.float32)
+    scales = dequantize(q._replace(values=jnp.ones_like(x, jnp.float32)), jnp.float32)
     magnitude = jnp.abs(x.astype(jnp.float32))
     nonzero = magnitude > 0
     # A scale is rounded, and so the amax it was made for may exceed the largest number by a rounding error.
     saturated = magnitude > scales * (formats.get(operand.format).max * (1 + 2.0**-16))
     vanished = nonzero & (q.values.astype(jnp.float32) == 0)
     underflow = _count(vanished) / jnp.maximum(_count(nonzero), 1)
-    return jnp.stack([current, jnp.max(q.scale), age, _count(saturated) / x.size, underflow])
+    return jnp.stack([current, jnp.max(scales), age, _count(saturated) / x.size, underflow])
 
 
 def _count(x: jax.Array) -> jax.Array:

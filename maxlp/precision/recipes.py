@@ -70,6 +70,11 @@ class Operand:
         """Whether blocks or tiles share a scale."""
         return self.granularity in ("block", "tile")
 
+    @property
+    def is_emulated(self) -> bool:
+        """Whether no chip multiplies such blocks."""
+        return self.in_blocks and self.block_scales == "float32"
+
     def __post_init__(self):
         schema.check(self)
         if self.delayed and self.granularity != "tensor":
@@ -144,8 +149,14 @@ class Recipe:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """The kind of the formats (`formats.Format`) that each quantized matmul multiplies."""
-        return {gemm: formats.get(pair[0].format).kind for gemm, pair in self.gemms.items()}
+        """The kind of the formats (`formats.Format`) that each quantized matmul multiplies.
+
+        Blocks with float32 scales are simulated: no chip multiplies them (`precision.blocks`).
+        """
+        return {
+            gemm: "simulated" if pair[0].is_emulated else formats.get(pair[0].format).kind
+            for gemm, pair in self.gemms.items()
+        }
 
     @property
     def operands(self) -> dict[str, tuple[Operand, ...]]:
@@ -281,25 +292,24 @@ class RecipeOptions:
 
     def of_operand(self, tensor: str) -> dict[str, Any]:
         """The options that replace fields of the `Operand` of a tensor."""
-        fields = _given(
-            self, "format", "granularity", "power_of_two", "rounding", "block_size", "block_scales"
-        )
+        names = "format", "granularity", "power_of_two", "rounding", "block_size", "block_scales"
+        fields = self._given(*names)
         if tensor == "kernel":
-            fields |= _given(self, granularity="kernel_granularity")
+            fields |= self._given(granularity="kernel_granularity")
         if tensor == "output_grad":
-            fields |= _given(self, format="grad_format", rounding="grad_rounding")
+            fields |= self._given(format="grad_format", rounding="grad_rounding")
         return fields
 
     @property
     def of_recipe(self) -> dict[str, Any]:
         """The options that replace fields of `Recipe`."""
-        return _given(self, "residuals", "history", "margin", "cold_start", "hadamard")
+        return self._given("residuals", "history", "margin", "cold_start", "hadamard")
 
-
-def _given(options: RecipeOptions, *names: str, **renamed: str) -> dict[str, Any]:
-    """The values of those options that are set; by the names that ``renamed`` gives them."""
-    values = {new: getattr(options, name) for new, name in (dict(zip(names, names)) | renamed).items()}
-    return {name: value for name, value in values.items() if value is not None}
+    def _given(self, *names: str, **renamed: str) -> dict[str, Any]:
+        """The options that are set, by their own names or by those that ``renamed`` gives them."""
+        options = {name: name for name in names} | renamed
+        values = {name: getattr(self, option) for name, option in options.items()}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def unused_options(recipe: Recipe, options: RecipeOptions) -> dict[str, str]:

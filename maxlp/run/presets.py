@@ -123,6 +123,11 @@ def _precision() -> ConfigDict:
                 granularity=str,
                 power_of_two=bool,
                 rounding=str,
+                block_size=int,
+                block_scales=str,
+                kernel_granularity=str,
+                grad_rounding=str,
+                hadamard=bool,
             ),
             rules=(),  # (pattern, recipe) pairs: precision.inject
             first_blocks=1,

@@ -118,6 +118,11 @@ SHARED: dict[str, Kind] = {
     "precision.options.granularity": Name(),
     "precision.options.power_of_two": Switch(),
     "precision.options.rounding": Name(),
+    "precision.options.block_size": SIZE,
+    "precision.options.block_scales": Name(),
+    "precision.options.kernel_granularity": Name(),
+    "precision.options.grad_rounding": Name(),
+    "precision.options.hadamard": Switch(),
     "precision.rules": Group(
         (("nosuch",), ((1, 2),), (("*", "nosuch"),), (("*",),), (("no/such/path", "fp8"),), 7, "ab")
     ),

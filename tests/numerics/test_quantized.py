@@ -52,7 +52,7 @@ def test_mx_rounding_up_saturates_nothing():
 
 def test_blocks_must_divide_the_axis_or_be_padded():
     to, x = formats.get("float8_e4m3fn"), jnp.ones((4, 40))
-    with pytest.raises(ValueError, match="blocks of 32 do not divide .* \\(4, 40\\)") as error:
+    with pytest.raises(ValueError, match=r"blocks of 32 do not divide .* \(4, 40\)") as error:
         quantize(x, to, "block", (1,))
     assert "\n" not in str(error.value)
     padded = pad_to_blocks(x, -1)
@@ -126,8 +126,8 @@ def test_rotation_keeps_products_and_spreads_outliers():
     np.testing.assert_allclose(
         np.einsum("btk,btn->bkn", *rotated), product, rtol=0, atol=16 * 2.0**-23 * np.abs(product).max()
     )
-    largest, of_rotated = np.abs(a[:, :16]).max(1), np.abs(rotated[0][:, :16]).max(1)
-    assert (of_rotated < largest * 0.4).all(), "an outlier becomes 16 values of a quarter of its size"
+    largest, of_rotated = np.abs(a[:, :16]).max(), np.abs(rotated[0][:, :16]).max()
+    assert of_rotated < 0.3 * largest, "an outlier becomes 16 values of a quarter of its size"
 
 
 def test_stochastic_rounding_is_right_on_average_and_depends_on_the_data_alone():

@@ -122,7 +122,7 @@ def test_bad_sections_are_one_line_errors_that_start_with_the_key(change, messag
         (dict(margin=float("inf")), "^margin=inf must be a finite number"),
         (dict(format="fp8"), "^format='fp8' is unknown"),
         (dict(grad_format="e9m9"), "^grad_format='e9m9' is unknown"),
-        (dict(rounding="stochastic"), "^rounding='stochastic' is unknown"),
+        (dict(rounding="up"), "^rounding='up' is unknown"),
         (dict(granularity="column"), "^granularity='column' is unknown"),
     ],
 )

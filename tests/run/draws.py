@@ -62,7 +62,16 @@ def product(changes: Changes, alternatives: Iterable[Changes]) -> list[Changes]:
 
 RECIPES = (
     *("fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_rowwise_with_gw_hp", "fp8_switchback"),
-    *("int8_switchback", "int8_switchback_m", "int8_switchback_q", "int8_all", "mxfp8", "simulate"),
+    *(
+        "int8_switchback",
+        "int8_switchback_m",
+        "int8_switchback_q",
+        "int8_all",
+        "mxfp8",
+        "fp8_blocks",
+        "nvfp4",
+        "simulate",
+    ),
 )
 FP16 = {"model.dtype": "float16", "precision.loss_scale.initial": 256.0}
 PURE_BF16 = {"model.param_dtype": "bfloat16", "optimizer.param_rounding": "stochastic"}
@@ -125,7 +134,12 @@ COMMON: dict[str, list[Changes]] = {
         *each("precision.options.granularity", "tensor", "row", precision__recipe="fp8_delayed"),
         *each("precision.options.grad_format", "float8_e4m3fn", "int8", precision__recipe="fp8_current"),
         *each("precision.options.power_of_two", True, False, precision__recipe="fp8_rowwise"),
-        *each("precision.options.rounding", "truncate", precision__recipe="fp8_current"),
+        *each("precision.options.rounding", "truncate", "stochastic", precision__recipe="fp8_current"),
+        *each("precision.options.block_size", 16, 64, precision__recipe="mxfp8"),
+        *each("precision.options.block_scales", "floor", "float32", precision__recipe="mxfp8"),
+        *each("precision.options.kernel_granularity", "tile", "tensor", precision__recipe="mxfp8"),
+        *each("precision.options.grad_rounding", "nearest", precision__recipe="nvfp4"),
+        *each("precision.options.hadamard", False, precision__recipe="nvfp4"),
     ],
     "optimizer": [
         *each("optimizer.name", *OPTIMIZERS[1:]),

@@ -36,7 +36,12 @@ REFUSED = {
             "cpu",
             "precision.options.history=16 has no effect with precision.recipe=fp8_current",
         ),
-        ({"precision.recipe": "mxfp8", "precision.options.power_of_two": False}, 1, "cpu", "always powers"),
+        (
+            {"precision.recipe": "mxfp8", "precision.options.power_of_two": False},
+            1,
+            "cpu",
+            "no scales of tensors or rows",
+        ),
         ({"precision.smooth_swiglu": "channel"}, 1, "cpu", "no matmul of a gated product"),
     ],
     "learned_tokenizer_fits_model": [
