@@ -368,7 +368,7 @@ NUMERICS = [
         ("exponent -= int(np.floor(np.log2(top)))", "exponent -= int(np.ceil(np.log2(top)))"),
         ("jnp.clip(rounded, 2.0**-9, _E4M3.max), of_tensor", "rounded, of_tensor"),
         ("jnp.max(amax) / _E4M3.max", "jnp.max(amax)"),
-        ('power_of_two=rule == "up")', "power_of_two=True)", "precision/test_blocks.py"),
+        ('power_of_two=rule == "up")', "power_of_two=True)", "numerics/test_quantized.py"),
     ),
     *_in(
         "numerics/formats.py",
