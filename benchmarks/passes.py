@@ -51,7 +51,9 @@ SIZES = dict(
 )
 LARGE = 2**20  # elements; no weight matrix and no activation has fewer
 RECIPES = {
-    name: precision.make_recipe(name) for name in precision.RECIPES if name not in ("mxfp8", "simulate")
+    name: recipe
+    for name, recipe in precision.RECIPES.items()
+    if name != "simulate" and not recipe.block_size
 }
 RECIPES["fp8_delayed, cold_start=False"] = precision.make_recipe("fp8_delayed", cold_start=False)
 

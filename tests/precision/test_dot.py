@@ -128,11 +128,12 @@ QUANTIZED = [name for name in precision.RECIPES if name != "bf16"]
 def test_signal_to_noise(name):
     x, w, g = arrays()
     exact = plain(*(a.astype(jnp.float32) for a in (x, w, g)))
-    decibels = [sqnr(*pair) for pair in zip(run(make_recipe(name), x, w, g), exact, strict=True)]
-    # int8 rows; E4M3 × E4M3; E4M3 × E5M2. Above 50 the matmul was not quantized.
-    least = [37, 37, 37] if name.startswith("int8") else [28, 24, 24]
+    recipe = make_recipe(name, **({"block_size": 32} if name == "fp8_blocks" else {}))  # to fit the arrays
+    decibels = [sqnr(*pair) for pair in zip(run(recipe, x, w, g), exact, strict=True)]
+    # int8 rows; E2M1, in gradients rounded stochastically; E4M3 × E4M3; E4M3 × E5M2. Above 50 the matmul was
+    # not quantized.
+    least = [37, 37, 37] if name.startswith("int8") else [15, 13, 13] if name == "nvfp4" else [28, 24, 24]
     assert all(d > bound for d, bound in zip(decibels, least, strict=True)), decibels
-    recipe = make_recipe(name)
     assert [d < 50 for d in decibels] == [
         bool(gemm) or (i == 2 and recipe.residuals == "quantized")
         for i, gemm in enumerate((recipe.fwd, recipe.dlhs, recipe.drhs))
