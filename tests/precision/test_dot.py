@@ -130,8 +130,8 @@ def test_signal_to_noise(name):
     exact = plain(*(a.astype(jnp.float32) for a in (x, w, g)))
     recipe = make_recipe(name, **({"block_size": 32} if name == "fp8_blocks" else {}))  # to fit the arrays
     decibels = [sqnr(*pair) for pair in zip(run(recipe, x, w, g), exact, strict=True)]
-    # int8 rows; E2M1, in gradients rounded stochastically; E4M3 × E4M3; E4M3 × E5M2. Above 50 the matmul was
-    # not quantized.
+    # int8 rows; E2M1, in gradients rounded stochastically; E4M3 × E4M3; E4M3 × E5M2. Above 50 the matmul
+    # was not quantized.
     least = [37, 37, 37] if name.startswith("int8") else [15, 13, 13] if name == "nvfp4" else [28, 24, 24]
     assert all(d > bound for d, bound in zip(decibels, least, strict=True)), decibels
     assert [d < 50 for d in decibels] == [
