@@ -2,7 +2,7 @@ r"""Measures maxlp on the accelerator at hand, the most valuable numbers first.
 
     python -m benchmarks.accelerator --list
     python -m benchmarks.accelerator --out=results --minutes=10   # what 10 minutes give: checks, 8B
-    python -m benchmarks.accelerator --out=results                # goes on: about 45 minutes in all on an H200
+    python -m benchmarks.accelerator --out=results                # goes on: about 45 minutes in all
     python -m benchmarks.accelerator --out=results --report       # the tables, also of a part
 
 Each piece runs in a process of its own with a time limit, and writes PIECE.json to --out with its rows, the
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.accelerator import report
-from benchmarks.accelerator.piece import FAILED, RUNNING, load, path
+from benchmarks.accelerator.results import FAILED, RUNNING, load, path
 from maxlp.runtime.files import write_json
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
     """A part of the campaign.
 
     Attributes:
-      function: "module:function" of this package, which takes a `piece.Result`.
+      function: "module:function" of this package, which takes a `results.Result`.
       minutes: expected on an H200; not yet measured.
       limit: minutes after which it is stopped.
       shares: it starts processes that use the device, so it must leave them the memory.
@@ -217,7 +217,7 @@ def run_piece(piece: Piece, folder: Path, seconds: float) -> dict[str, Any]:
 
 
 def read_clocks() -> Iterator[list[float]]:
-    """MHz of the multiprocessors and of the memory, watts and °C of the first NVIDIA GPU, if there is one."""
+    """MHz of the multiprocessors and of the memory, watts and °C of the first NVIDIA GPU, if any."""
     if shutil.which("nvidia-smi") is None:
         return
     query = "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu"

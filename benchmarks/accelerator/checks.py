@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.accelerator.piece import Result
+from benchmarks.accelerator.results import Result
 from benchmarks.accelerator.tables import attention_cases, attention_kernels, segment_ids
 from maxlp import precision
 from maxlp.nn import attention

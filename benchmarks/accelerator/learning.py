@@ -14,7 +14,7 @@ from fidelity_runs import Data, Trainer, watch_nothing
 from ml_collections import ConfigDict
 from training import changed
 
-from benchmarks.accelerator.piece import Result
+from benchmarks.accelerator.results import Result
 from configs.llama import tiny as tiny_config
 
 STEPS, VALIDATION_BATCHES = 400, 32

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from training import matmul_types
 
-from benchmarks.accelerator.piece import Result
+from benchmarks.accelerator.results import Result
 from maxlp import precision
 from maxlp.families.clip.contrastive import ContrastiveConfig, contrastive_sums
 from maxlp.nn import attention, layers
