@@ -32,13 +32,14 @@ from benchmarks.accelerator.results import FAILED, RUNNING, load, path
 from maxlp.runtime.files import write_json
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = "benchmarks.accelerator"
 
 
 class Piece(NamedTuple):
     """A part of the campaign.
 
     Attributes:
-      function: "module:function" of this package, which takes a `results.Result`.
+      function: "module:function" in `PACKAGE`, which takes a `results.Result`.
       minutes: expected on an H200; not yet measured.
       limit: minutes after which it is stopped.
       shares: it starts processes that use the device, so it must leave them the memory.
@@ -61,6 +62,7 @@ PIECES = [
     Piece("8b_fp8", "training_runs:train", 2, 8, "Llama 8B, 8,192 tokens: train steps in FP8"),
     Piece("8b_bf16", "training_runs:train", 2, 8, "the same in bfloat16"),
     Piece("8b_int8", "training_runs:train", 2, 8, "the same in int8 (SwitchBack)"),
+    Piece("8b_fp8_bf16", "training_runs:train", 2, 8, "FP8 with weights in bfloat16 and 8-bit moments"),
     Piece("torch_8b_bf16", "training_runs:torch", 2.5, 8, "the same in PyTorch, bfloat16", True),
     Piece("torch_8b_fp8", "training_runs:torch", 2.5, 8, "the same in PyTorch, FP8 of torchao", True),
     Piece("quantizers", "tables:quantizers", 1, 6, "what the quantizers reach of the copy bandwidth"),
@@ -187,7 +189,7 @@ def environment(shares: bool) -> dict[str, str]:
 
 def run_piece(piece: Piece, folder: Path, seconds: float) -> dict[str, Any]:
     """Runs a piece until it ends or its time is over, and completes its file."""
-    arguments = [piece.name, piece.function, str(folder.absolute()), f"{seconds:.0f}"]
+    arguments = [piece.name, f"{PACKAGE}.{piece.function}", str(folder.absolute()), f"{seconds:.0f}"]
     command = [sys.executable, "-m", "benchmarks.accelerator.piece", *arguments]
     file, log = path(folder, piece.name), folder / f"{piece.name}.log"
     file.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ def main() -> int:
     name, function, folder, seconds = sys.argv[1:]
     result = Result(name, Path(folder), float(seconds))
     try:
-        pkgutil.resolve_name(f"benchmarks.accelerator.{function}")(result)
+        pkgutil.resolve_name(function)(result)
     except LeftOut as reason:
         result.write(LEFT_OUT, error=str(reason))
         return 0

@@ -255,7 +255,7 @@ def fidelity(results: Results) -> str:
     return table(("model", "variant", "validation loss", "- bf16"), lines)
 
 
-RUNS = ("8b_fp8", "8b_bf16", "8b_int8", "torch_8b_bf16", "torch_8b_fp8")
+RUNS = ("8b_fp8", "8b_bf16", "8b_int8", "8b_fp8_bf16", "torch_8b_bf16", "torch_8b_fp8")
 SMALLER = ("1.5b_fp8", "1.5b_bf16", "1b_fp8", "1b_bf16", "3b_fp8", "3b_bf16")
 CLIP = ("clip_b16", "clip_h14", "clip_h14_fp8", "clip_b16_131072")
 SECTIONS: dict[str, tuple[tuple[str, ...], Callable[[Results], str]]] = {

@@ -33,18 +33,21 @@ class Run(NamedTuple):
       model: of `make_config`.
       batch: sequences or pairs.
       tokens: in a sequence; 0 for CLIP.
+      choices: argument of the preset.
     """
 
     model: str
     batch: int
     tokens: int
     recipe: str = "bf16"
+    choices: str = ""
 
 
 RUNS = {
     "8b_fp8": Run("8b", 2, 8192, "fp8_delayed"),
     "8b_bf16": Run("8b", 2, 8192),
     "8b_int8": Run("8b", 2, 8192, "int8_switchback"),
+    "8b_fp8_bf16": Run("8b", 2, 8192, "fp8_delayed", "precision=pure_bf16,low_bit=8bit"),
     "1.5b_fp8": Run("1.5b", 32, 1024, "fp8_delayed"),
     "1.5b_bf16": Run("1.5b", 32, 1024),
     "1b_fp8": Run("1b", 4, 8192, "fp8_delayed"),
@@ -67,8 +70,8 @@ TINY_CLIP = {
     "model.text": TINY_TOWER | dict(vocab_size=256),
     "data.image_size": 16,
 }
-# Of the device, for the first choice: compiled for an H200, 8B in FP8 with remat=dots needed 137 GiB where the
-# closed form says 124.
+# Of the device, for the first choice: compiled for an H200, 8B in FP8 with remat=dots needs 137 GiB, and
+# the closed form says 124.
 MEMORY = 0.9
 STEPS, SECONDS = 20, 15.0  # at most
 
@@ -76,7 +79,7 @@ STEPS, SECONDS = 20, 15.0  # at most
 def make_config(run: Run, tiny: bool) -> ConfigDict:
     """The preset of a run, on random data."""
     if run.model in PRESETS:
-        c = importlib.import_module(f"configs.{PRESETS[run.model]}").get_config()
+        c = importlib.import_module(f"configs.{PRESETS[run.model]}").get_config(run.choices)
     elif run.model == "3b":  # Llama 3.2
         c = llama(
             embed_dim=3072,
