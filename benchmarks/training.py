@@ -70,13 +70,15 @@ def random_text(run: Experiment, seed: int = 0) -> dict[str, jax.Array]:
 
 
 def random_pairs(run: Experiment) -> dict[str, jax.Array]:
-    """A global batch of random images and texts, made on the devices: a large one takes gigabytes."""
+    """A global batch of random images and texts, made on the devices; images repeat from the 1025th on."""
     data, vocab_size = run.settings.data, run.settings.model.text.vocab_size
 
     def draw() -> dict[str, jax.Array]:
         shapes, key = run.family.batch_shapes(data), jax.random.key(0)
+        B, *size = shapes["image"].shape
+        images = jax.random.bits(key, (min(B, 1024), *size), jnp.uint8)
         return {
-            "image": jax.random.bits(key, shapes["image"].shape, jnp.uint8),
+            "image": jnp.resize(images, (B, *size)),
             "text": jax.random.randint(key, shapes["text"].shape, 0, vocab_size),
         }
 

@@ -62,12 +62,12 @@ PIECES = [
     Piece("8b_fp8", "training_runs:train", 2, 8, "Llama 8B, 8,192 tokens: train steps in FP8"),
     Piece("8b_bf16", "training_runs:train", 2, 8, "the same in bfloat16"),
     Piece("8b_int8", "training_runs:train", 2, 8, "the same in int8 (SwitchBack)"),
-    Piece("8b_fp8_bf16", "training_runs:train", 2, 8, "FP8 with weights in bfloat16 and 8-bit moments"),
+    Piece("8b_fp8_light", "training_runs:train", 2, 8, "FP8 with weights in bfloat16 and 8-bit moments"),
     Piece("torch_8b_bf16", "training_runs:torch", 2.5, 8, "the same in PyTorch, bfloat16", True),
     Piece("torch_8b_fp8", "training_runs:torch", 2.5, 8, "the same in PyTorch, FP8 of torchao", True),
     Piece("quantizers", "tables:quantizers", 1, 6, "what the quantizers reach of the copy bandwidth"),
     Piece("attention", "tables:time_attention", 1.5, 8, "attention kernels, forward and backward"),
-    Piece("matmuls", "tables:matmuls", 3, 8, "matmuls, layers and SwiGLU blocks, by recipe"),
+    Piece("matmuls", "tables:matmuls", 4, 8, "matmuls, layers and SwiGLU blocks, by recipe"),
     Piece("1.5b_fp8", "training_runs:train", 1.5, 8, "Llama of 1.5B parameters, 1,024 tokens, FP8"),
     Piece("1.5b_bf16", "training_runs:train", 1.5, 8, "the same in bfloat16"),
     Piece("1b_fp8", "training_runs:train", 1.5, 8, "Llama 3.2 1B, 8,192 tokens, FP8"),
@@ -171,7 +171,9 @@ def find_device(tiny: bool) -> dict[str, Any]:
 
 def environment(shares: bool) -> dict[str, str]:
     """The environment of a piece; what the user has set stays."""
-    own = os.environ
+    own = dict(os.environ)
+    if (platforms := own.get("JAX_PLATFORMS")) and "cpu" not in platforms:
+        own["JAX_PLATFORMS"] = f"{platforms},cpu"  # which the kernels are compared with
     paths = [
         ROOT,
         ROOT / "benchmarks",

@@ -144,9 +144,9 @@ def attend(name: str, case: Any, device: jax.Device, dtype: Any) -> list[np.ndar
         (case.batch, case.length, heads, case.head_dim) for heads in (case.heads, *[case.kv_heads] * 2)
     ]
     inputs = [jnp.bfloat16(rng.standard_normal(shape)) for shape in (*shapes, shapes[0])]
-    ids = segment_ids(case) if case.documents else None
 
     def both(q, k, v, g):
+        ids = segment_ids(case) if case.documents else None
         function = functools.partial(attention.kernel(name), causal=case.causal, segment_ids_BS=ids)
         y, pull = jax.vjp(function, q, k, v)
         return y, *pull(g)

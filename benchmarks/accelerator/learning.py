@@ -20,10 +20,9 @@ from configs.llama import tiny as tiny_config
 STEPS, VALIDATION_BATCHES = 400, 32
 REAL_TEXT = {
     "data.source": "stdlib",
-    "data.tokenizer": "bpe:4096",
-    "data.batch_size": 64,  # × 256 tokens: 6.5 million in all, less than the library has
+    "data.tokenizer": "bpe:32000",
+    "data.batch_size": 64,  # × 256 tokens: 6.5 million in all, about what the library has
     "data.shuffle_tokens": 2**22,
-    "model.vocab_size": 4096,
     "optimizer.warmup_steps": STEPS // 10,
     "train.total_steps": STEPS,
     "train.eval_every": 0,

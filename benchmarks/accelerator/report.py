@@ -1,5 +1,6 @@
 """The tables of a campaign, as Markdown, from whatever part of its results there is."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -129,7 +130,7 @@ def header(result: dict[str, Any]) -> str:
     device, versions = result["device"], result.get("versions", {})
     named = ", ".join(f"{name} {versions[name]}" for name in ("jax", "flax", "maxlp") if name in versions)
     sizes = " Tiny sizes: these numbers say only that everything runs." if device["tiny"] else ""
-    commit = (result.get("commit") or "unknown")[:12]
+    commit = re.sub(r"^(\w{12})\w+", r"\1", result.get("commit") or "unknown")  # -dirty stays
     return f"{result.get('start', '')[:10]}, {device['kind']}, {named}, commit {commit}.{sizes}"
 
 
@@ -159,9 +160,12 @@ def runs(results: Results) -> str:
         memory = f"{r['peak'] / GIB:.1f}" if r.get("peak") else ""
         lines.append((name, f"{r['per_second']:,.0f}", mfu, memory, str(low), r.get("attention", "")))
     head = ("run", "tokens or pairs/s", "MFU full / causal", "peak, GiB", "8-bit matmuls", "attention")
-    settings = [f"- `{name}`: `{r['flags'] or 'the preset'}`" for name, r in measured_runs(results)]
+    chosen: dict[str, list[str]] = {}
+    for name, r in measured_runs(results):
+        chosen.setdefault(r["flags"].replace("--config.", "") or "the preset", []).append(name)
+    settings = [f"- {', '.join(names)}: `{flags}`" for flags, names in chosen.items()]
     refused = [
-        f"- `{name}`: refused with `{r['flags']}`: {r['refused']}"
+        f"- {name} was refused with `{r['flags'].replace('--config.', '')}`: {r['refused']}"
         for name in results
         for r in rows(results, name)
         if "refused" in r
@@ -255,7 +259,7 @@ def fidelity(results: Results) -> str:
     return table(("model", "variant", "validation loss", "- bf16"), lines)
 
 
-RUNS = ("8b_fp8", "8b_bf16", "8b_int8", "8b_fp8_bf16", "torch_8b_bf16", "torch_8b_fp8")
+RUNS = ("8b_fp8", "8b_bf16", "8b_int8", "8b_fp8_light", "torch_8b_bf16", "torch_8b_fp8")
 SMALLER = ("1.5b_fp8", "1.5b_bf16", "1b_fp8", "1b_bf16", "3b_fp8", "3b_bf16")
 CLIP = ("clip_b16", "clip_h14", "clip_h14_fp8", "clip_b16_131072")
 SECTIONS: dict[str, tuple[tuple[str, ...], Callable[[Results], str]]] = {

@@ -58,7 +58,7 @@ def normal(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
 
 def copy_bandwidth(tiny: bool) -> float:
     """Bytes per second of a copy, read and written."""
-    x = normal(2**16 if tiny else 2**31)  # 4 GiB
+    x = normal(2**16 if tiny else 2**29)  # 1 GiB
     return 2 * x.nbytes / median_seconds(compiled(jnp.negative, x), x)
 
 

@@ -47,7 +47,7 @@ RUNS = {
     "8b_fp8": Run("8b", 2, 8192, "fp8_delayed"),
     "8b_bf16": Run("8b", 2, 8192),
     "8b_int8": Run("8b", 2, 8192, "int8_switchback"),
-    "8b_fp8_bf16": Run("8b", 2, 8192, "fp8_delayed", "precision=pure_bf16,low_bit=8bit"),
+    "8b_fp8_light": Run("8b", 2, 8192, "fp8_delayed", "precision=pure_bf16,low_bit=8bit"),
     "1.5b_fp8": Run("1.5b", 32, 1024, "fp8_delayed"),
     "1.5b_bf16": Run("1.5b", 32, 1024),
     "1b_fp8": Run("1b", 4, 8192, "fp8_delayed"),
