@@ -119,6 +119,8 @@ def parse_args() -> argparse.Namespace:
         parser.exit(2, f"--minutes={args.minutes:g} is not positive\n")
     if args.out is None and not args.list:
         parser.exit(2, "--out is missing; give the folder of the results, as in --out=results\n")
+    if args.out is not None and args.out.exists() and not args.out.is_dir():
+        parser.exit(2, f"--out={args.out} is a file; give a folder\n")
     return args
 
 
@@ -171,9 +173,7 @@ def find_device(tiny: bool) -> dict[str, Any]:
 
 def environment(shares: bool) -> dict[str, str]:
     """The environment of a piece; what the user has set stays."""
-    own = dict(os.environ)
-    if (platforms := own.get("JAX_PLATFORMS")) and "cpu" not in platforms:
-        own["JAX_PLATFORMS"] = f"{platforms},cpu"  # which the kernels are compared with
+    own = os.environ
     paths = [
         ROOT,
         ROOT / "benchmarks",
@@ -232,4 +232,8 @@ def read_clocks() -> Iterator[list[float]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (ValueError, OSError) as error:  # a damaged result, a folder that cannot be written
+        print(error, file=sys.stderr)
+        sys.exit(2)

@@ -123,6 +123,8 @@ def finish(process: subprocess.Popen) -> str:
 
 def kernels(out: Result) -> None:
     """Outputs and gradients of attention and of every recipe's matmuls, compared with the CPU's."""
+    if (platforms := jax.config.jax_platforms) and "cpu" not in platforms:
+        jax.config.update("jax_platforms", f"{platforms},cpu")
     for case in attention_cases(small=True):
         reference = attend("xla", case, jax.devices("cpu")[0], jnp.float32)
         for name in attention_kernels(case):
