@@ -4,7 +4,8 @@
 
 The three scripts take turns, each in its own process, so that a machine that slows down slows all of them.
 Other flags (`--embed_dim=192`) are passed on to every script. Prints medians over the rounds, and maxlp's
-speed relative to each script within a round. Without --torch_python, PyTorch is left out.
+speed relative to each script within a round. Without --torch_python, PyTorch is left out. With the default
+sizes a round takes 35 seconds of CPU time, and 130 with PyTorch.
 """
 
 import argparse

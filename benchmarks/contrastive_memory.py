@@ -4,7 +4,8 @@
 
 Needs no device, only the compilers: `pip install -e '.[aot]'` (Linux). The compiled function takes float32
 features (B, E), sharded over all devices, and returns the loss and its gradients with respect to features,
-scale and bias. Its arguments and results alone are four arrays of features, 16 B E / devices bytes.
+scale and bias. Its arguments and results alone are four arrays of features, 16 B E / devices bytes. The GPU
+topology above takes 9 seconds of CPU time, the TPU topology 130.
 """
 
 import argparse

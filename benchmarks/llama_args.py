@@ -42,8 +42,9 @@ def print_result(
     compile_seconds: float,
     step_seconds: list[float],
     loss: float,
+    **more: float,
 ) -> None:
-    """Prints one line of JSON: the flags, the sizes and the speed."""
+    """Prints one line of JSON: the flags, the sizes and the speed; and further measurements."""
     tokens = args.batch_size * args.seq_len
     fastest, median = min(step_seconds), statistics.median(step_seconds)
     result = {
@@ -56,5 +57,6 @@ def print_result(
         "tokens_per_sec_max": tokens / fastest,
         "tokens_per_sec_median": tokens / median,
         "loss": loss,
+        **more,
     }
     print(json.dumps(result))

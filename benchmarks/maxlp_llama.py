@@ -10,10 +10,9 @@ devices, and a batch with segment ids, positions and a mask. Only the statistics
 
 import argparse
 
-import jax
 import llama_args
 from ml_collections import ConfigDict
-from training import CompiledRun, llama_config, random_text, timed
+from training import CompiledRun, llama_config, random_text
 
 from maxlp.core.train_state import num_params
 from maxlp.run.experiment import resolve
@@ -55,18 +54,12 @@ def main() -> None:
     args = parser.parse_args()
 
     compiled = CompiledRun(resolve(make_config(args)))
-    state, batch = compiled.initial_state(), random_text(compiled.run)
-    jax.block_until_ready((state, batch))
-    (state, metrics), first_seconds = timed(compiled.step, state, batch)
-    seconds = []
-    for _ in range(args.steps):
-        (state, metrics), taken = timed(compiled.step, state, batch)
-        seconds.append(taken)
+    seconds, metrics = compiled.time_steps(random_text(compiled.run), args.steps)
     llama_args.print_result(
         "maxlp",
         args,
-        num_params=num_params(state["params"]),
-        compile_seconds=compiled.compile_seconds + first_seconds,
+        num_params=num_params(compiled.abstract["params"]),
+        compile_seconds=compiled.compile_seconds,
         step_seconds=seconds,
         loss=float(metrics["loss"]),
     )

@@ -3,11 +3,14 @@
 The scripts of this folder import each other by file name, so run them as files and not with `-m`.
 """
 
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -15,6 +18,7 @@ from maxlp.core.train_state import State, abstract_state
 from maxlp.core.train_step import jit_step
 from maxlp.families.llama.presets import llama
 from maxlp.parallel.batches import global_batch
+from maxlp.parallel.sharding import batch_sharding
 from maxlp.run.experiment import Experiment
 
 # Random text is read from nowhere, and no step measures the statistics of its tensors.
@@ -65,6 +69,22 @@ def random_text(run: Experiment, seed: int = 0) -> dict[str, jax.Array]:
     return global_batch(batch, run.mesh)
 
 
+def random_pairs(run: Experiment) -> dict[str, jax.Array]:
+    """A global batch of random images and texts, made on the devices; images repeat from the 1025th on."""
+    data, vocab_size = run.settings.data, run.settings.model.text.vocab_size
+
+    def draw() -> dict[str, jax.Array]:
+        shapes, key = run.family.batch_shapes(data), jax.random.key(0)
+        B, *size = shapes["image"].shape
+        images = jax.random.bits(key, (min(B, 1024), *size), jnp.uint8)
+        return {
+            "image": jnp.resize(images, (B, *size)),
+            "text": jax.random.randint(key, shapes["text"].shape, 0, vocab_size),
+        }
+
+    return jax.jit(draw, out_shardings=batch_sharding(run.mesh))()
+
+
 class CompiledRun:
     """An experiment whose train step is compiled.
 
@@ -73,7 +93,7 @@ class CompiledRun:
       graphdef: the structure of the model.
       abstract: the training state as shapes, dtypes and shardings.
       step: (state, batch) to (state, metrics), compiled; the state is donated.
-      compile_seconds: how long tracing and compiling took.
+      compile_seconds: how long tracing and compiling took; and the first step, once it was timed.
     """
 
     def __init__(self, run: Experiment):
@@ -89,9 +109,43 @@ class CompiledRun:
         with jax.set_mesh(self.run.mesh):
             return self.run.initial_state(self.abstract)
 
+    def time_steps(
+        self, batch: dict[str, jax.Array], steps: int, seconds: float = float("inf")
+    ) -> tuple[list[float], dict[str, jax.Array]]:
+        """The seconds of each step on the same batch, without a first one; and the last one's metrics.
+
+        Args:
+          steps: how many at most.
+          seconds: no step begins later than this, except the first three.
+        """
+        state, taken = self.initial_state(), []
+        jax.block_until_ready((state, batch))
+        (state, metrics), first = timed(self.step, state, batch)
+        self.compile_seconds += first
+        while len(taken) < steps and (len(taken) < 3 or sum(taken) < seconds):
+            (state, metrics), one = timed(self.step, state, batch)
+            taken.append(one)
+        return taken, metrics
+
 
 def timed(function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
     """The result of a call, and the seconds until the devices have computed it."""
     start = time.perf_counter()
     result = jax.block_until_ready(function(*args))
     return result, time.perf_counter() - start
+
+
+def matmul_types(hlo: str) -> Counter[str]:
+    """The matmuls of an optimized program by the dtypes of their operands: {"f8e4m3fn·f8e4m3fn": 3}.
+
+    Those of a loop's body count once.
+    """
+    types = dict(re.findall(r"%([\w.-]+) = \(?(\w+)\[", hlo))
+    found: Counter[str] = Counter()
+    for line in hlo.splitlines():
+        match = re.search(r"(?:cublas[^\"]*\"|= \S+ dot\(|= \S+ convolution\()", line)
+        operands = re.search(r"(?:custom-call|dot|convolution)\(([^)]*)\)", line)
+        if match and operands:
+            names = re.findall(r"%([\w.-]+)", operands[1])[:2]
+            found["·".join(types.get(name, "?") for name in names)] += 1
+    return found

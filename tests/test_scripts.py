@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = sorted([*ROOT.glob("benchmarks/*.py"), *ROOT.glob("tools/*.py"), *ROOT.glob("colabs/*.ipynb")])
+SCRIPTS = sorted([*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("tools/*.py"), *ROOT.glob("colabs/*.ipynb")])
 PACKAGES = ("maxlp", "configs", "tests")
 
 
@@ -94,9 +94,9 @@ def resolved(node: ast.expr, known: dict[str, Any]) -> Any:
 def test_names_of_the_library_exist(path):
     known = of_library(path)
     for _, module, name in imported(path):
-        sibling = path.with_name(f"{module}.py")
-        if name is not None and sibling.exists():
-            assert name in bound(sibling), f"{sibling.name} has no {name}"
+        for sibling in (path.with_name(f"{module}.py"), ROOT / "benchmarks" / f"{module}.py"):
+            if name is not None and sibling.exists():
+                assert name in bound(sibling), f"{sibling.name} has no {name}"
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Attribute):
             resolved(node, known)

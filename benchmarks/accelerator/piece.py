@@ -1,0 +1,28 @@
+"""One piece of the campaign, in this process: `piece NAME MODULE:FUNCTION FOLDER SECONDS`."""
+
+import pkgutil
+import sys
+import traceback
+from pathlib import Path
+
+from benchmarks.accelerator.results import DONE, FAILED, LEFT_OUT, LeftOut, Result
+
+
+def main() -> int:
+    name, function, folder, seconds = sys.argv[1:]
+    result = Result(name, Path(folder), float(seconds))
+    try:
+        pkgutil.resolve_name(function)(result)
+    except LeftOut as reason:
+        result.write(LEFT_OUT, error=str(reason))
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        result.write(FAILED, error=f"{type(error).__name__}: {error}"[:2000])
+        return 1
+    result.write(DONE)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""The results of the pieces: one JSON file each.
+
+It is written anew after every row, so that a piece that is stopped leaves what it has measured.
+"""
+
+import datetime
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from maxlp.run.run_dir import git_revision, versions
+from maxlp.runtime.files import read_json, write_json
+
+RUNNING, DONE, LEFT_OUT, FAILED = "running", "done", "left out", "failed"
+
+
+class LeftOut(Exception):
+    """This machine cannot do the piece, such as PyTorch without PyTorch; that is no failure."""
+
+
+class Result:
+    """What a piece has measured so far, and its file.
+
+    Attributes:
+      name: of the piece.
+      folder: with the results of all pieces.
+      device: as in `__main__.find_device`.
+      tiny: whether the sizes only check that everything runs.
+      rows: the measurements, each a dictionary of plain values.
+    """
+
+    def __init__(self, name: str, folder: Path, seconds: float):
+        self.name, self.folder = name, folder
+        self.device = load(folder / "device.json")
+        self.tiny: bool = self.device["tiny"]
+        self.rows: list[dict[str, Any]] = []
+        self._end = time.monotonic() + seconds
+        self._header = {
+            "piece": name,
+            "command": " ".join(sys.orig_argv),
+            "commit": git_revision() or os.environ.get("GIT_COMMIT"),
+            "versions": versions(),
+            "device": self.device,
+            "start": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }
+        self._started = time.monotonic()
+        self.write(RUNNING)
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the piece is stopped."""
+        return self._end - time.monotonic()
+
+    def add(self, **values: Any) -> None:
+        """Adds a row to the file, and prints it to the log."""
+        self.rows.append(values)
+        self.write(RUNNING)
+        print({key: value for key, value in values.items() if not isinstance(value, list)}, flush=True)
+
+    def write(self, status: str, **more: Any) -> None:
+        taken = round(time.monotonic() - self._started, 1)
+        write_json(
+            path(self.folder, self.name),
+            self._header | dict(status=status, seconds=taken, rows=self.rows) | more,
+        )
+
+
+def path(folder: Path, name: str) -> Path:
+    return folder / f"{name}.json"
+
+
+def load(file: Path) -> dict[str, Any]:
+    """A result; {} if there is none."""
+    return read_json(file, remedy="delete it") or {}

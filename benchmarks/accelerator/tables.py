@@ -1,0 +1,336 @@
+"""Single operations: quantizers, attention, matmuls and layers by recipe, and the contrastive loss.
+
+Beside each achieved rate stands its share of what this device reaches for a plain copy or a plain matmul.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from training import matmul_types
+
+from benchmarks.accelerator.results import Result
+from maxlp import precision
+from maxlp.families.clip.contrastive import ContrastiveConfig, contrastive_sums
+from maxlp.nn import attention, layers
+from maxlp.numerics import formats
+from maxlp.parallel import sharding
+from maxlp.precision import Recipe
+from maxlp.precision.dot import QuantDot, quantize
+
+KERNEL_AXIS = (((1,), (0,)), ((), ()))
+ROUND = 0.02  # seconds of calls between two looks at the clock: some dozens of the shortest
+
+
+def median_seconds(function: Callable[..., Any], *args: Any, rounds: int = 7) -> float:
+    """Seconds of one call of a compiled function, of which many are dispatched at a time."""
+    jax.block_until_ready(function(*args))
+    start = time.perf_counter()
+    jax.block_until_ready(function(*args))
+    calls = max(1, round(ROUND / (time.perf_counter() - start)))
+    taken = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = function(*args)
+        jax.block_until_ready(result)
+        taken.append((time.perf_counter() - start) / calls)
+    return statistics.median(taken)
+
+
+def compiled(function: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
+    return jax.jit(function).lower(*args).compile()
+
+
+def normal(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    """Random values: with constant operands a GPU needs less power and runs faster than in training."""
+    return jax.random.normal(jax.random.key(len(shape)), shape, dtype)
+
+
+# --- what the device reaches ----------------------------------------------------------------------------
+
+
+def copy_bandwidth(tiny: bool) -> float:
+    """Bytes per second of a copy, read and written."""
+    x = normal(2**16 if tiny else 2**29)  # 1 GiB
+    return 2 * x.nbytes / median_seconds(compiled(jnp.negative, x), x)
+
+
+def matmul_rate(tiny: bool, dtype: Any = jnp.bfloat16) -> float:
+    """FLOP/s of a square matmul."""
+    n = 128 if tiny else 8192
+    a, b = (normal(n, n).astype(dtype) for _ in range(2))
+    return 2 * n**3 / median_seconds(compiled(functools.partial(multiply, dtype=jnp.bfloat16), a, b), a, b)
+
+
+def multiply(a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
+    return jax.lax.dot_general(a, b, KERNEL_AXIS, preferred_element_type=dtype)
+
+
+# --- quantizers -----------------------------------------------------------------------------------------
+
+
+def quantizers(out: Result) -> None:
+    """Each kind of scale on an activation: bytes that must move at least, over time."""
+    bandwidth = copy_bandwidth(out.tiny)
+    out.add(what="copy", bytes_per_second=bandwidth)
+    tokens, width = (256, 128) if out.tiny else (16384, 14336)
+    x, history = normal(tokens, width), jnp.float32(4.0)
+    for name in ("fp8_delayed", "fp8_current", "fp8_rowwise", "int8_all", "mxfp8"):
+        recipe = precision.make_recipe(name)
+        assert recipe.fwd is not None
+        function = functools.partial(quantize_input, recipe)
+        seconds = median_seconds(compiled(function, x, history), x, history)
+        needed = x.nbytes + x.size  # 16 bits read and 8 written
+        rate = needed / seconds
+        row = dict(recipe=name, ms=1e3 * seconds, bytes_per_second=rate, share=rate / bandwidth)
+        out.add(what="quantize", shape=[tokens, width], **row)
+
+
+def quantize_input(recipe: Recipe, x: jax.Array, delayed_amax: jax.Array) -> Any:
+    """What a layer makes of its input; delayed scales also need its largest magnitude."""
+    assert recipe.fwd is not None
+    values = quantize(recipe, recipe.fwd[0], x, (1,), delayed_amax)
+    return (values, jnp.max(jnp.abs(x))) if recipe.fwd[0].delayed else values
+
+
+# --- attention ------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """Attention of one layer; rows hold this many documents of about equal length, 0 for no segment ids."""
+
+    name: str
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+    documents: int
+
+
+def attention_cases(small: bool) -> list[Case]:
+    if small:
+        return [
+            Case("causal", 2, 256, 4, 2, 64, True, 0),
+            Case("3 documents", 2, 256, 4, 2, 64, True, 3),
+            Case("CLIP", 2, 50, 4, 4, 80, False, 0),
+        ]
+    return [
+        Case("8 × 2,048", 8, 2048, 32, 8, 128, True, 0),
+        Case("2 × 8,192", 2, 8192, 32, 8, 128, True, 0),
+        Case("2 × 8,192, 1 document", 2, 8192, 32, 8, 128, True, 1),
+        Case("2 × 8,192, 8 documents", 2, 8192, 32, 8, 128, True, 8),
+        Case("1 × 32,768, 8 documents", 1, 32768, 32, 8, 128, True, 8),
+        Case("ViT-H, 128 × 257", 128, 257, 16, 16, 80, False, 0),
+    ]
+
+
+def attention_kernels(case: Case) -> Iterator[str]:
+    """The kernels that take the case on this device; xla where its probabilities are not gigabytes."""
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    use = attention.Use(
+        seq_len=case.length,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        dtype="bfloat16",
+        packed=case.documents > 0,
+    )
+    for name in attention.KERNELS:
+        fits = name != "xla" or case.batch * case.heads * case.length**2 <= 2**31
+        refused = attention.refusal(name, use, dict(mesh.shape), jax.default_backend())
+        if name not in (attention.AUTO, "ring") and fits and refused is None:
+            yield name
+
+
+def segment_ids(case: Case) -> jax.Array:
+    """int32 (B, S), from 1."""
+    row = 1 + np.arange(case.length, dtype=np.int32) * case.documents // case.length
+    return jnp.tile(row, (case.batch, 1))
+
+
+def attention_flops(case: Case) -> float:
+    """Of the forward pass: two products over all pairs of a query and a key that it sees."""
+    pairs = case.length**2 / max(1, case.documents) / (2 if case.causal else 1)
+    return 4.0 * case.batch * case.heads * case.head_dim * pairs
+
+
+def time_attention(out: Result) -> None:
+    """Every kernel that takes a case: forward, and forward with backward."""
+    rate = matmul_rate(out.tiny)
+    out.add(what="matmul 8192³, bfloat16", flops=rate)
+    for case in attention_cases(out.tiny):
+        for name in attention_kernels(case):
+            out.add(**attention_row(name, case, rate))
+
+
+def attention_row(name: str, case: Case, rate: float) -> dict[str, Any]:
+    shapes = [
+        (case.batch, case.length, heads, case.head_dim) for heads in (case.heads, *[case.kv_heads] * 2)
+    ]
+    inputs = [normal(*shape) for shape in (*shapes, shapes[0])]
+    ids = segment_ids(case) if case.documents else None
+    attend = functools.partial(attention.kernel(name), causal=case.causal, segment_ids_BS=ids)
+
+    def both(q, k, v, g):
+        y, pull = jax.vjp(attend, q, k, v)
+        return y, *pull(g)
+
+    row: dict[str, Any] = dict(what="attention", kernel=name, case=case.name)
+    with jax.set_mesh(sharding.make_mesh(devices=jax.devices()[:1])):
+        try:
+            forward, whole = compiled(attend, *inputs[:3]), compiled(both, *inputs)
+            seconds = [median_seconds(forward, *inputs[:3]), median_seconds(whole, *inputs)]
+        except Exception as error:  # a kernel that this device refuses leaves the others
+            return row | {"error": f"{type(error).__name__}: {error}"[:300]}
+    flops = attention_flops(case)  # the backward pass does 2.5 times as much
+    rates = flops / seconds[0], 3.5 * flops / seconds[1]
+    shares = [one / rate for one in rates]
+    temporaries = whole.memory_analysis().temp_size_in_bytes
+    return row | dict(ms=[1e3 * s for s in seconds], flops=rates, shares=shares, temporaries=temporaries)
+
+
+# --- matmuls --------------------------------------------------------------------------------------------
+
+# (tokens, inputs, outputs) of the linear layers of Llama 8B, and of ViT-H with 256 images of 257 patches
+SHAPES = {
+    "q, o": (16384, 4096, 4096),
+    "k, v": (16384, 4096, 1024),
+    "gate, up": (16384, 4096, 14336),
+    "down": (16384, 14336, 4096),
+    "ViT-H fc1": (65792, 1280, 5120),
+}
+TINY_SHAPES = {"square": (256, 128, 128)}
+LAYERS = ("gate, up", "ViT-H fc1", "square")  # measured with all their quantization
+GEMM_RECIPES = "bf16", "fp8_current", "int8_all"  # one of each kind of operands
+
+
+def matmuls(out: Result) -> None:
+    """The three matmuls of each layer alone; then layers and SwiGLU blocks with their quantization."""
+    rates = {"bf16": matmul_rate(out.tiny)}
+    out.add(what="matmul 8192³, bfloat16", flops=rates["bf16"])
+    shapes = TINY_SHAPES if out.tiny else SHAPES
+    for where, size in shapes.items():
+        for name in GEMM_RECIPES:
+            for which in ("fwd", "dlhs", "drhs"):
+                add(out, rates["bf16"], which, where, name, gemm(precision.make_recipe(name), which, *size))
+    recipes = [name for name in precision.RECIPES if name != "simulate"]
+    for name in recipes[:3] if out.tiny else recipes:
+        recipe = precision.make_recipe(name)
+        for where in shapes.keys() & set(LAYERS):
+            add(out, rates["bf16"], "layer", where, name, layer(recipe, *shapes[where]))
+        block = (256, 128, 256) if out.tiny else SHAPES["gate, up"]
+        add(out, rates["bf16"], "block", "SwiGLU", name, swiglu(recipe, *block))
+
+
+Work = tuple[Callable[..., Any], tuple, float]  # a function, its arguments and its FLOPs
+
+
+def add(out: Result, rate: float, what: str, where: str, recipe: str, work: Work) -> None:
+    function, args, flops = work
+    row = dict(what=what, layer=where, recipe=recipe)
+    try:
+        done = compiled(function, *args)
+        seconds = median_seconds(done, *args)
+    except jax.errors.JaxRuntimeError as error:  # a matmul that this device refuses leaves the others
+        out.add(**row, error=str(error)[:300])
+        return
+    types = " ".join(f"{n}×{kind}" for kind, n in sorted(matmul_types(done.as_text() or "").items()))
+    row |= dict(ms=1e3 * seconds, flops=flops / seconds, share=flops / seconds / rate)
+    out.add(**row, matmuls=types or "in fusions", temporaries=done.memory_analysis().temp_size_in_bytes)
+
+
+def gemm(recipe: Recipe, which: str, tokens: int, inputs: int, outputs: int) -> Work:
+    """One matmul of the recipe on operands that are quantized already."""
+    sizes = dict(
+        fwd=(tokens, inputs, outputs), dlhs=(tokens, outputs, inputs), drhs=(inputs, tokens, outputs)
+    )
+    m, k, n = sizes[which]
+    a, b = normal(m, k), normal(k, n)
+    if (pair := getattr(recipe, which)) is not None:
+        a, b = ((8 * x).astype(formats.get(o.format).dtype) for x, o in zip((a, b), pair, strict=True))
+    kind = jnp.int32 if a.dtype == jnp.int8 else jnp.bfloat16
+    return functools.partial(multiply, dtype=kind), (a, b), 2.0 * m * k * n
+
+
+def layer(recipe: Recipe, tokens: int, inputs: int, outputs: int) -> Work:
+    """Forward and backward of one linear layer with a float32 kernel."""
+    structure, state = nnx.split(QuantDot(recipe))
+
+    def both(state, x, w, g):
+        def y(x, w):
+            return nnx.merge(structure, state, copy=True)(x, w.astype(x.dtype), KERNEL_AXIS)
+
+        y, pull = jax.vjp(y, x, w)
+        return y, *pull(g)
+
+    kernel = normal(inputs, outputs, dtype=jnp.float32)
+    arguments = (state, normal(tokens, inputs), kernel, normal(tokens, outputs))
+    return both, arguments, 6.0 * tokens * inputs * outputs
+
+
+class SwiGLU(nnx.Module):
+    def __init__(self, width: int, hidden: int):
+        how = dict(
+            axes=(None, None), std=0.02, dtype=jnp.bfloat16, param_dtype=jnp.float32, rngs=nnx.Rngs(0)
+        )
+        self.gate_proj = layers.Linear(width, hidden, **how)
+        self.up_proj = layers.Linear(width, hidden, **how)
+        self.down_proj = layers.Linear(hidden, width, **how)
+
+    def __call__(self, x):
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def swiglu(recipe: Recipe, tokens: int, width: int, hidden: int) -> Work:
+    """Forward and backward of a SwiGLU block without a norm; quantization can fuse with its activations."""
+    model = SwiGLU(width, hidden)
+    precision.inject(model, recipe, rules=(("*", recipe),))
+    structure, params, state = nnx.split(model, nnx.Param, ...)
+
+    def both(params, state, x):
+        def loss(params, x):
+            y = nnx.merge(structure, params, state, copy=True)(x)
+            return jnp.sum(jnp.square(y.astype(jnp.float32)))
+
+        return jax.grad(loss, argnums=(0, 1))(params, x)
+
+    return both, (params, state, normal(tokens, width)), 18.0 * tokens * width * hidden
+
+
+# --- the contrastive loss -------------------------------------------------------------------------------
+
+
+def contrastive(out: Result) -> None:
+    """The loss and its gradients: all logits, and tiles of them."""
+    for pairs in (256,) if out.tiny else (32768, 131072):
+        for width in (64,) if out.tiny else (512, 1024):
+            for method in ("plain", "tiled") if pairs <= 32768 else ("tiled",):
+                out.add(**contrastive_row(pairs, width, method))
+
+
+def contrastive_row(pairs: int, width: int, method: str) -> dict[str, Any]:
+    config = ContrastiveConfig(kind="softmax", method=method)
+    image, text = (
+        x / jnp.linalg.norm(x, axis=1, keepdims=True) for x in normal(2, pairs, width, dtype=jnp.float32)
+    )
+
+    def loss(image, text, scale):
+        return contrastive_sums(image, text, scale, 0.0, config)["loss"] / pairs
+
+    with jax.set_mesh(sharding.make_mesh(devices=jax.devices()[:1])):
+        args = (image, text, jnp.float32(14.0))
+        done = compiled(jax.value_and_grad(loss, argnums=(0, 1, 2)), *args)
+        seconds = median_seconds(done, *args, rounds=3)
+    temporaries = done.memory_analysis().temp_size_in_bytes
+    value = float(done(*args)[0])
+    return dict(
+        pairs=pairs, width=width, method=method, ms=1e3 * seconds, temporaries=temporaries, loss=value
+    )

@@ -1,0 +1,28 @@
+"""Pieces of a campaign, good and bad."""
+
+import os
+import time
+
+from benchmarks.accelerator.results import LeftOut, Result
+
+
+def good(out: Result) -> None:
+    out.add(run="good", per_second=5.0)
+
+
+def fails(out: Result) -> None:
+    out.add(run="half")
+    raise ValueError("two\nlines")
+
+
+def left_out(out: Result) -> None:
+    raise LeftOut("no such library")
+
+
+def hangs(out: Result) -> None:
+    out.add(run="half")
+    time.sleep(600)
+
+
+def dies(out: Result) -> None:
+    os.abort()

@@ -1,0 +1,160 @@
+"""The campaign: what it repeats, what it survives, and what its report says of a part of the results."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.accelerator import __main__ as campaign
+from benchmarks.accelerator import report
+from benchmarks.accelerator.__main__ import Piece
+from benchmarks.accelerator.results import DONE, FAILED, LEFT_OUT, RUNNING, load, path
+
+ROOT = Path(__file__).parents[2]
+CPU = {"platform": "cpu", "kind": "cpu", "count": 1, "memory": None, "tiny": True}
+H200 = {"platform": "gpu", "kind": "NVIDIA H200", "count": 1, "memory": 1e11, "tiny": False}
+
+
+def of_device(device: dict, **pieces: list[dict]) -> report.Results:
+    return {name: {"status": DONE, "device": device, "rows": rows} for name, rows in pieces.items()}
+
+
+def outcome(results: report.Results, target: str) -> list[str]:
+    """The cells of a target in the report, without its name."""
+    lines = [line.split(" | ") for line in report.targets(results).splitlines()]
+    return next([cell.strip("| ") for cell in cells[1:]] for cells in lines if target in cells[0])
+
+
+def steps(rate: float, **values: object) -> list[dict]:
+    return [{"per_second": rate, "flags": "", "mfu": [0.6, 0.5], "peak": None, **values}]
+
+
+def test_targets_are_judged_on_their_device_alone():
+    rows = {"8b_fp8": steps(11_000.0), "8b_bf16": steps(10_000.0)}
+    measured = of_device(H200, **rows)
+    assert outcome(measured, "8B FP8, tokens/s: TorchTitan") == ["at least 10,938", "11,000", "met"]
+    assert outcome(measured, "8B FP8, tokens/s: stretch")[2] == "**missed**"
+    assert outcome(measured, "8B FP8 ÷ bfloat16") == ["at least 1.35", "1.10", "**missed**"]
+    assert outcome(measured, "8B bfloat16, MFU") == ["at least 55.0%", "60.0%", "met"]
+    assert outcome(measured, "1.5B FP8") == ["at least 73,000", "", "not measured"]
+    for device in (CPU, H200 | {"kind": "NVIDIA H100 80GB HBM3"}, H200 | {"tiny": True}):
+        assert outcome(of_device(device, **rows), "TorchTitan")[2] == "is for one H200"
+
+
+def test_correctness_is_judged_on_every_device():
+    equal = {"run": "llama", "equal": True, "first_loss": 2.0, "last_loss": 1.0}
+    assert outcome(of_device(CPU, smoke=[equal, equal]), "resumed runs")[1:] == ["0", "met"]
+    assert (
+        outcome(of_device(CPU, smoke=[equal, equal | {"equal": False}]), "resumed runs")[2] == "**missed**"
+    )
+    wrong = {"what": "recipe", "kernel": "fp8", "case": "", "error": 0.5}
+    assert outcome(of_device(CPU, kernels=[wrong]), "error against the CPU")[2] == "**missed**"
+
+
+def test_predictions_are_compared_with_what_was_measured():
+    predicted = {"peak": 90e9, "seconds": 0.9}
+    row = steps(1.0, run="8b_bf16", predicted=predicted, median_seconds=1.0)[0] | {"peak": 100e9}
+    results = of_device(H200, **{"8b_bf16": [row], "predict": [{"run": "8b_bf16"}]})
+    assert outcome(results, "planner: memory")[1:] == ["10%", "**missed**"]
+    assert outcome(results, "planner: time")[1:] == ["10%", "met"]
+    assert "| 8b_bf16 | 83.8 | 93.1 | -10% | 0.9 | 1 | -10% |" in report.render(results)
+
+
+def test_a_report_of_a_part_names_what_is_missing_and_why():
+    assert report.render({}) == "nothing is measured yet"
+    failed = {"status": FAILED, "device": CPU, "rows": [], "error": "ValueError: no"}
+    told = report.render(of_device(CPU, **{"8b_fp8": steps(7.0)}) | {"torch_8b_fp8": failed})
+    assert "### Llama 8B, and PyTorch" in told and "### Quantizers" not in told
+    assert "| torch_8b_fp8 | failed | ValueError: no |" in told
+
+
+def test_every_piece_has_a_section():
+    for piece in campaign.PIECES:
+        assert report.section(piece.name, {piece.name: {"rows": []}}) == ""
+
+
+def test_results_of_another_device_or_an_interruption_do_not_count():
+    done = {"status": DONE, "device": H200}
+    assert campaign.is_finished(done, H200) and campaign.is_finished(done | {"status": FAILED}, H200)
+    assert not campaign.is_finished(done | {"status": RUNNING}, H200)
+    assert not campaign.is_finished(done, CPU) and not campaign.is_finished(done, H200 | {"tiny": True})
+    assert not campaign.is_finished({}, H200)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out=x", "--only=smoke,nope"], "--only=nope is unknown; the pieces: smoke, "),
+        (["--out=x", "--minutes=0"], "--minutes=0 is not positive"),
+        (["--out=x", "--minutes=nan"], "--minutes=nan is not positive"),
+        (["--report"], "--out is missing; give the folder"),
+        ([f"--out={__file__}"], "test_accelerator.py is a file; give a folder"),
+    ],
+)
+def test_mistakes_in_arguments_are_one_line(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["accelerator", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        campaign.parse_args()
+    told = capsys.readouterr().err
+    assert message in told and told.count("\n") == 1
+
+
+@pytest.mark.full
+def test_bad_pieces_leave_the_others(tmp_path, monkeypatch, capsys):
+    names = ("good", "fails", "left_out", "hangs", "dies")
+    pieces = [Piece(name, f"pieces:{name}", 0.1, 0.25, name) for name in names]
+    monkeypatch.setattr(campaign, "PIECES", pieces)
+    monkeypatch.setattr(campaign, "PACKAGE", "tests.benchmarks")
+    monkeypatch.setattr(campaign, "find_device", lambda tiny: CPU)
+    monkeypatch.setattr(report, "section", lambda *_: "")
+    monkeypatch.setattr(sys, "argv", ["accelerator", f"--out={tmp_path}"])
+
+    def statuses() -> dict[str, str]:
+        return {name: load(path(tmp_path, name))["status"] for name in names}
+
+    assert campaign.main() == 1
+    assert statuses() == dict(good=DONE, fails=FAILED, left_out=LEFT_OUT, hangs=FAILED, dies=FAILED)
+    failed = load(path(tmp_path, "fails"))
+    assert failed["error"] == "ValueError: two\nlines" and failed["rows"] == [{"run": "half"}]
+    hung = load(path(tmp_path, "hangs"))
+    assert hung["error"] == "stopped after 15 s" and hung["rows"] == [{"run": "half"}]
+    assert load(path(tmp_path, "dies"))["error"] == "exit code -6"
+    good = load(path(tmp_path, "good"))
+    assert good["versions"]["jax"] and good["device"] == CPU and good["command"] and "clocks" in good
+    assert "failed: fails, hangs, dies" in capsys.readouterr().out
+
+    before = {name: path(tmp_path, name).stat().st_mtime_ns for name in names}
+    interrupted = json.loads(path(tmp_path, "good").read_text()) | {"status": RUNNING}
+    path(tmp_path, "good").write_text(json.dumps(interrupted))
+    assert campaign.main() == 1  # those that failed stay, and only what was interrupted is repeated
+    after = {name: path(tmp_path, name).stat().st_mtime_ns for name in names}
+    assert {name for name in names if before[name] != after[name]} == {"good"} and statuses()[
+        "good"
+    ] == DONE
+
+
+def test_a_piece_for_which_no_time_is_left_does_not_begin(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(campaign, "PIECES", [Piece("long", "pieces:good", 5, 8, "long")])
+    monkeypatch.setattr(campaign, "find_device", lambda tiny: H200)
+    monkeypatch.setattr(sys, "argv", ["accelerator", f"--out={tmp_path}", "--minutes=4"])
+    assert campaign.main() == 0 and not path(tmp_path, "long").exists()
+    assert "left for another call, for lack of time: long" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_the_whole_campaign_runs_at_tiny_sizes(tmp_path):
+    """Two to three minutes on two cores."""
+    command = [sys.executable, "-m", "benchmarks.accelerator", f"--out={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    results = {piece.name: load(path(tmp_path, piece.name)) for piece in campaign.PIECES}
+    assert {name for name, one in results.items() if one["status"] != DONE} <= {
+        "torch_8b_bf16",
+        "torch_8b_fp8",
+    }
+    told = report.render(results)
+    assert all(f"### {title}" in told for title in report.SECTIONS)
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+    assert again.returncode == 0 and again.stdout.count("already") == len(campaign.PIECES)
