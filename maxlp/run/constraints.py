@@ -44,7 +44,7 @@ def batch_divides(s: Settings, machine: Machine) -> str | None:
 def attention_runs(s: Settings, machine: Machine) -> str | None:
     """Each attention kernel supports only some platforms, lengths, dtypes and numbers of heads."""
     uses = s.family.attention_uses(s.model, s.data)
-    found = (refusal(s.on(machine).model.attention, use, machine.axes, machine.platform) for use in uses)
+    found = (refusal(s.on(machine).model.attention, use, *machine) for use in uses)
     return next(filter(None, found), None)
 
 

@@ -138,6 +138,7 @@ def attention_uses(model: LlamaConfig, data: text.TextDataConfig) -> tuple[Use, 
         head_dim=model.head_dim,
         dtype=model.dtype,
         packed=True,
+        max_documents=data.max_documents,
     )
     return (use,)
 
