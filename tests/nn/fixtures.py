@@ -52,7 +52,7 @@ def abstract(B, S, N, K, H, dtype="bfloat16", packed=True):
 
 
 def layers_gradient(attend, remat, S):
-    """The gradient of four scanned layers of attention, by remat policy (see `nn.stack`), and its inputs."""
+    """The gradient of four scanned layers of attention, by remat policy of `nn.stack`, and its inputs."""
 
     @jax.jit
     def gradient(w_LHH, x_BSNH, ids_BS):

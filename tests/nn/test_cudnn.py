@@ -18,7 +18,7 @@ from tests.nn.fixtures import abstract, assert_close, inputs, layers_gradient, l
 
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 
-# Rows of two devices' batches: documents of one token, of a whole row, as many as there may be, padding or not.
+# Lengths of documents: of one token, of a whole row, as many as there may be; with padding and without.
 ROWS = [[3, 5, 4], [12], [1] * MAX_DOCUMENTS, [2, 1], []]
 
 

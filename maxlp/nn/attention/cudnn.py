@@ -5,11 +5,11 @@ the length of each document and the offset of its first number, and skips what l
 both passes. The number of documents is part of the program, and memory is reserved for so many of length S
 (`workspace`), so that the loader has to bound it (``data.max_documents``).
 
-JAX binds this layout privately: 0.10 computes wrong offsets of keys for K < N, and the residuals have no name
-for remat policies. So its primitives are bound here, with offsets of our own.
+JAX's function for this layout is private, computes wrong offsets of keys for K < N in 0.10, and leaves its
+residuals without a name for remat policies. So its primitives are bound here, with offsets of our own.
 
-Shape letters: B batch · S length · T = B·S tokens · N query heads · K kv heads · H head dim · M documents of
-a row at most, padding included · D = B·M documents.
+Shape letters: B batch · S length · T = B·S tokens · N query heads · K kv heads · H head dim · M documents
+of a row at most, padding included · D = B·M documents.
 """
 
 import functools
@@ -44,8 +44,8 @@ def cudnn(
 def workspace(numbers: float, packed: bool) -> float:
     """Bytes that cuDNN's backward pass takes, which only a compilation on a GPU with cuDNN shows.
 
-    It sums the gradient of q in float32, for every document as if it had the length of a row (cuDNN frontend,
-    ``dQ_accum``, whose bound by the number of tokens XLA does not set).
+    It sums the gradient of q in float32, for every document as if it had the length of a row: ``dQ_accum``
+    of cuDNN's frontend, whose bound by the number of tokens (``max_total_seq_len_q``) XLA does not set.
 
     Args:
       numbers: in q.
@@ -119,14 +119,15 @@ class Documents(NamedTuple):
         """Numbers of the tokens of each document, one document after the other: (B, N, S)."""
         B, S = self.number_BS.shape
         place_BS = jnp.arange(B * S).reshape(B, S) - self.starts[self.number_BS]
-        return x_DNS[self.number_BS[:, None], jnp.arange(x_DNS.shape[1])[:, None], place_BS[:, None]]
+        heads_1N1 = jnp.arange(x_DNS.shape[1])[None, :, None]
+        return x_DNS[self.number_BS[:, None], heads_1N1, place_BS[:, None]]
 
     def split(self, x_BNS: jax.Array) -> jax.Array:
         """The inverse of `joined`; behind the end of a document there are numbers of others."""
         B, N, S = x_BNS.shape
         starts_D = self.starts[: B * (MAX_DOCUMENTS + 1)]
-        token_DS = jnp.minimum(starts_D[:, None] + jnp.arange(S), B * S - 1)
-        return x_BNS[token_DS[:, None] // S, jnp.arange(N)[:, None], token_DS[:, None] % S]
+        token_D1S = jnp.minimum(starts_D[:, None, None] + jnp.arange(S)[None, None], B * S - 1)
+        return x_BNS[token_D1S // S, jnp.arange(N)[None, :, None], token_D1S % S]
 
 
 # --- JAX's primitives -------------------------------------------------------------------------------------
