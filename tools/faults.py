@@ -1350,7 +1350,10 @@ DATA = [
     *_in(
         "data/packing.py",
         "data/test_packing.py",
-        ("_ids(tokens[1:]).reshape", "_ids(tokens[:-1]).reshape"),
+        ("tokens[1:], pad_id)", "tokens[:-1], pad_id)"),
+        ("if held == max_documents else 0", "if held - 1 == max_documents else 0"),
+        ("begin % seq_len and begin // seq_len", "begin // seq_len"),
+        ("held_W[window] != max_documents", "held_W[window] - 1 != max_documents"),
         ("(owner[:-1] == owner[1:]) & (owner[:-1] >= 0)", "owner[:-1] >= 0"),
         ("min(seq_len, len(document) - 1 - offset)", "min(seq_len, len(document) - offset)"),
         ("offset += size - begin", "offset += size + 1 - begin"),

@@ -45,7 +45,7 @@ def pack_concat(
     end, index, offset = 0, 0, documents.offset
     held = 0  # documents in the window of the last token
     while (document := documents.peek(index)) is not None:
-        begin = end if held != max_documents else -(-end // seq_len) * seq_len
+        begin = end + (-end % seq_len if held == max_documents else 0)
         end = min(begin + len(document) - offset, size + 1)
         tokens[begin:end] = document[offset : offset + end - begin]
         owner[begin:end] = index
@@ -53,14 +53,15 @@ def pack_concat(
             offset += size - begin
             break
         if end > begin:
-            joins = begin % seq_len and begin // seq_len == (end - 1) // seq_len
+            joins = begin % seq_len and begin // seq_len == end // seq_len
             held = held + 1 if joins else 1
         index, offset = index + 1, 0
     documents.advance(index, offset)
     is_target = (owner[:-1] == owner[1:]) & (owner[:-1] >= 0) & (tokens[1:] >= 0)
+    targets = np.where(owner[:-1] >= 0, tokens[1:], pad_id)
     return {
         "tokens": _ids(tokens[:-1]).reshape(num_windows, seq_len),
-        "targets": _ids(tokens[1:]).reshape(num_windows, seq_len),
+        "targets": _ids(targets).reshape(num_windows, seq_len),
         "loss_mask": is_target.reshape(num_windows, seq_len),
         **_segments(owner[:-1].reshape(num_windows, seq_len)),
     }
