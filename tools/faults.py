@@ -785,6 +785,17 @@ NN = [
         ("out_BSNH = checkpoint_name(out_BSNH, RESIDUALS)", "pass"),
     ),
     *_in(
+        "nn/attention/cudnn.py",
+        "nn/test_cudnn.py",
+        ("(self.starts * (N * H))", "(self.starts * N)"),
+        ("documents.offsets(k_BSKH)]", "documents.offsets(q_BSNH)]"),
+        ("jnp.arange(B * S).reshape(B, S) - self.starts", "jnp.arange(B * S).reshape(B, S) + self.starts"),
+        ("jnp.minimum(starts_D[:, None, None] + jnp", "jnp.minimum(starts_D[:, None, None] - jnp"),
+        ('"PADDING_CAUSAL" if causal', '"CAUSAL" if causal'),
+        ("out_BSNH = checkpoint_name(out_BSNH, RESIDUALS)", "pass"),
+        ("log_sum_BNS = checkpoint_name(log_sum_BNS, RESIDUALS)", "pass"),
+    ),
+    *_in(
         "nn/attention/intervals.py",
         "nn/test_flash.py",
         ("jnp.sum(others_B1T <= ids_BS1", "jnp.sum(others_B1T < ids_BS1"),

@@ -4,6 +4,7 @@ None of this runs on a GPU.
 """
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -64,37 +65,39 @@ def test_statistics_of_documents_become_those_of_tokens_and_back():
 # --- with an imitation of cuDNN ---------------------------------------------------------------------------
 
 
-def of_documents(q, k, documents, causal):
-    """For each document of ragged arrays: the places of its queries and keys, and its softmax, float64."""
-    offsets = [np.asarray(documents.offsets(x)).ravel() for x in (q, k)]
-    for d, size in enumerate(np.asarray(documents.lengths_BM).ravel()):
-        if not size:
-            continue
+def of_documents(q, k, lengths, offsets, causal):
+    """For each document of ragged arrays: the places of its queries and keys, and its logits."""
+    lengths, offsets = ([x.ravel() for x in pair] for pair in (lengths, offsets))
+    for d, sizes in enumerate(zip(*lengths, strict=True)):
+        assert sizes[0] == sizes[1]
         queries, keys = (
             offset[d] + np.arange(size * x.shape[2] * x.shape[3]).reshape(size, *x.shape[2:])
-            for offset, x in zip(offsets, (q, k), strict=True)
+            for offset, size, x in zip(offsets, sizes, (q, k), strict=True)
         )
         keys = np.repeat(keys, q.shape[2] // k.shape[2], axis=1)
         logits = np.einsum("snh,tnh->nst", q.ravel()[queries], k.ravel()[keys]) * q.shape[-1] ** -0.5
-        logits = np.where(np.tri(size, dtype=bool) if causal else True, logits, -np.inf)
-        yield d, queries, keys, logits
+        if sizes[0]:
+            mask = np.tri(sizes[0], dtype=bool) if causal else True
+            yield d, queries, keys, np.where(mask, logits, -np.inf)
 
 
-def imitated_forward(causal, q, k, v, documents):
+def imitated_forward(causal, q, k, v, *ragged):
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    lengths, offsets = ragged[:2], ragged[2:]
     out = np.full(q.size, np.nan)
-    log_sum = np.full((documents.lengths_BM.size, q.shape[2], q.shape[1]), np.nan)
-    for d, queries, keys, logits in of_documents(q, k, documents, causal):
+    log_sum = np.full((lengths[0].size, q.shape[2], q.shape[1]), np.nan)
+    for d, queries, keys, logits in of_documents(q, k, lengths, offsets, causal):
         log_sum[d, :, : len(queries)] = np.log(np.exp(logits).sum(-1))
         probs = np.exp(logits - log_sum[d, :, : len(queries), None])
         out[queries] = np.einsum("nst,tnh->snh", probs, v.ravel()[keys])
     return np.float32(out.reshape(q.shape)), np.float32(log_sum)
 
 
-def imitated_backward(causal, q, k, v, documents, log_sum, out, dout):
+def imitated_backward(causal, q, k, v, *rest):
+    lengths, offsets, (log_sum, out, dout) = rest[:2], rest[2:4], rest[4:]
     q, k, v, out, dout = (np.asarray(x, np.float64) for x in (q, k, v, out, dout))
     dq, dk, dv = np.zeros(q.size), np.zeros(k.size), np.zeros(k.size)
-    for d, queries, keys, logits in of_documents(q, k, documents, causal):
+    for d, queries, keys, logits in of_documents(q, k, lengths, offsets, causal):
         probs = np.exp(logits - log_sum[d, :, : len(queries), None])
         o, do = out.ravel()[queries], dout.ravel()[queries]
         dprobs = np.einsum("snh,tnh->nst", do, v.ravel()[keys]) - np.sum(o * do, -1).T[:, :, None]
@@ -105,22 +108,32 @@ def imitated_backward(causal, q, k, v, documents, log_sum, out, dout):
     return tuple(np.float32(x.reshape(like.shape)) for x, like in ((dq, q), (dk, k), (dv, k)))
 
 
+class Imitation:
+    """A primitive of JAX for cuDNN that finds documents by nothing but their lengths and offsets."""
+
+    def __init__(self, function, results):
+        self.function, self.results = function, results
+
+    def bind(self, q, k, v, bias, *operands, mask_type, **parameters):
+        ragged, rows = operands[:4], operands[6:]
+        function = functools.partial(self.function, mask_type.name == "PADDING_CAUSAL")
+        shapes = [jax.ShapeDtypeStruct(shape, q.dtype) for shape in self.results(q, k, ragged[0])]
+        return jax.pure_callback(function, shapes, q, k, v, *ragged, *rows)
+
+
 @pytest.fixture
 def imitated(monkeypatch):
-    """In place of cuDNN, arithmetic that finds documents by nothing but their lengths and offsets."""
+    def forward(q, k, lengths):
+        return q.shape, (lengths.size, q.shape[2], q.shape[1])
 
-    def forward(q, k, v, documents, causal):
-        shape = documents.lengths_BM.size, q.shape[2], q.shape[1]
-        shapes = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(shape, q.dtype)
-        return jax.pure_callback(functools.partial(imitated_forward, causal), shapes, q, k, v, documents)
+    def backward(q, k, lengths):
+        return q.shape, k.shape, k.shape
 
-    def backward(q, k, v, documents, causal, *rows):
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
-        call = functools.partial(imitated_backward, causal)
-        return jax.pure_callback(call, shapes, q, k, v, documents, *rows)
-
-    monkeypatch.setattr(cudnn, "_forward", forward)
-    monkeypatch.setattr(cudnn, "_backward", backward)
+    for name, imitation in (
+        ("_dot_product_attention_fwd_p", Imitation(imitated_forward, forward)),
+        ("_dot_product_attention_bwd_p", Imitation(imitated_backward, backward)),
+    ):
+        monkeypatch.setattr(cudnn.fused, name, imitation)
 
 
 @pytest.mark.parametrize(("N", "K", "causal"), [(4, 2, True), (2, 2, False), (3, 1, True)])
@@ -131,6 +144,12 @@ def test_packed_rows_equal_dense_attention_and_its_gradients(N, K, causal, imita
 
 
 # --- lowered for GPUs -------------------------------------------------------------------------------------
+
+
+def test_operands_are_in_the_order_of_the_installed_jax():
+    """It is private. Two pairs of operands have the same types, so that lowering would not notice."""
+    names = list(inspect.signature(cudnn.fused._dot_product_attention_fwd_cuda_lowering).parameters)
+    assert names[4:11] == "bias q_seqlen kv_seqlen q_offsets kv_offsets page_table_k page_table_v".split()
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -60,7 +60,10 @@ def _attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS, causal):
 
 def _attend_fwd(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS, causal):
     documents = None if segment_ids_BS is None else Documents.of(segment_ids_BS)
-    out_BSNH, log_sum = _forward(q_BSNH, k_BSKH, v_BSKH, documents, causal)
+    operands, parameters = _ragged(q_BSNH, k_BSKH, documents, causal)
+    out_BSNH, log_sum = fused._dot_product_attention_fwd_p.bind(
+        q_BSNH, k_BSKH, v_BSKH, *operands, **parameters, is_training=True
+    )
     log_sum_BNS = log_sum if documents is None else documents.joined(log_sum)
     out_BSNH = checkpoint_name(out_BSNH, RESIDUALS)
     log_sum_BNS = checkpoint_name(log_sum_BNS, RESIDUALS)
@@ -70,12 +73,40 @@ def _attend_fwd(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS, causal):
 def _attend_bwd(causal, saved, dout_BSNH):
     q_BSNH, k_BSKH, v_BSKH, segment_ids_BS, out_BSNH, log_sum_BNS = saved
     documents = None if segment_ids_BS is None else Documents.of(segment_ids_BS)
+    operands, parameters = _ragged(q_BSNH, k_BSKH, documents, causal)
     log_sum = log_sum_BNS if documents is None else documents.split(log_sum_BNS)
     rows = log_sum, out_BSNH, dout_BSNH
-    return *_backward(q_BSNH, k_BSKH, v_BSKH, documents, causal, *rows), None
+    gradients = fused._dot_product_attention_bwd_p.bind(
+        q_BSNH, k_BSKH, v_BSKH, *operands, *rows, **parameters
+    )
+    return *gradients, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _ragged(q_BSNH, k_BSKH, documents, causal) -> tuple[list[jax.Array], dict[str, Any]]:
+    """The operands behind q, k and v, and the parameters, of both of JAX's primitives."""
+    none = jnp.zeros(0, q_BSNH.dtype)
+    lengths, offsets, mask = [none] * 2, [none] * 2, "CAUSAL" if causal else "NO_MASK"
+    if documents is not None:
+        lengths = [documents.lengths_BM] * 2
+        offsets = [documents.offsets(q_BSNH), documents.offsets(k_BSKH)]
+        mask = "PADDING_CAUSAL" if causal else "PADDING"
+    parameters = dict(
+        scale=q_BSNH.shape[-1] ** -0.5,
+        seed=0,
+        dropout_rate=0.0,
+        variadic_args=(False, False),  # no bias, no gradient of one
+        mask_type=fused.MaskType[mask],
+        layout=fused.AttentionLayout.BTNH.value,
+        sliding_window_length=None,
+    )
+    of_0_12 = "score_mod_name", "score_mod_jaxpr"
+    known = inspect.signature(fused._dot_product_attention_fwd_cuda_lowering).parameters
+    parameters |= dict.fromkeys(name for name in of_0_12 if name in known)
+    bias, page_tables = none, [none] * 2
+    return [bias, *lengths, *offsets, *page_tables], parameters
 
 
 # --- documents of packed rows -----------------------------------------------------------------------------
@@ -128,47 +159,3 @@ class Documents(NamedTuple):
         starts_D = self.starts[: B * (MAX_DOCUMENTS + 1)]
         token_D1S = jnp.minimum(starts_D[:, None, None] + jnp.arange(S)[None, None], B * S - 1)
         return x_BNS[token_D1S // S, jnp.arange(N)[None, :, None], token_D1S % S]
-
-
-# --- JAX's primitives -------------------------------------------------------------------------------------
-
-
-def _forward(q_BSNH, k_BSKH, v_BSKH, documents, causal) -> tuple[jax.Array, jax.Array]:
-    """The output, and the logits' log-sum-exp, float32 (B, N, S) or (D, N, S)."""
-    operands, parameters = _call(q_BSNH, k_BSKH, documents, causal)
-    return fused._dot_product_attention_fwd_p.bind(
-        q_BSNH, k_BSKH, v_BSKH, *operands, **parameters, is_training=True
-    )
-
-
-def _backward(q_BSNH, k_BSKH, v_BSKH, documents, causal, log_sum, out_BSNH, dout_BSNH) -> list[jax.Array]:
-    """The gradients of q, k and v."""
-    operands, parameters = _call(q_BSNH, k_BSKH, documents, causal)
-    return fused._dot_product_attention_bwd_p.bind(
-        q_BSNH, k_BSKH, v_BSKH, *operands, log_sum, out_BSNH, dout_BSNH, **parameters
-    )
-
-
-def _call(q_BSNH, k_BSKH, documents, causal) -> tuple[list[jax.Array], dict[str, Any]]:
-    """The operands behind q, k and v, and the parameters, of both primitives."""
-    none = jnp.zeros(0, q_BSNH.dtype)
-    lengths, offsets, mask = [none] * 2, [none] * 2, "CAUSAL" if causal else "NO_MASK"
-    if documents is not None:
-        lengths = [documents.lengths_BM] * 2
-        offsets = [documents.offsets(q_BSNH), documents.offsets(k_BSKH)]
-        mask = "PADDING_CAUSAL" if causal else "PADDING"
-    parameters = dict(
-        scale=q_BSNH.shape[-1] ** -0.5,
-        seed=0,
-        dropout_rate=0.0,
-        variadic_args=(False, False),  # no bias, no gradient of one
-        mask_type=fused.MaskType[mask],
-        layout=fused.AttentionLayout.BTNH.value,
-        sliding_window_length=None,
-    )
-    known = inspect.signature(fused._dot_product_attention_fwd_cuda_lowering).parameters
-    parameters |= {
-        name: None for name in ("score_mod_name", "score_mod_jaxpr") if name in known
-    }  # JAX 0.12
-    bias, page_tables = none, [none] * 2
-    return [bias, *lengths, *offsets, *page_tables], parameters
