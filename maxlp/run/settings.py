@@ -172,9 +172,13 @@ class Settings:
         """These settings with the kernel that ``model.attention=auto`` stands for on a machine."""
         if self.model.attention != attention.AUTO:
             return self
-        uses = self.family.attention_uses(self.model, self.data)
-        kernel = attention.choose(uses, *machine)
+        kernel = attention.choose(self.attention_uses(machine), *machine)
         return dataclasses.replace(self, model=dataclasses.replace(self.model, attention=kernel))
+
+    def attention_uses(self, machine: Machine) -> list[attention.Use]:
+        """The uses of attention in a training step on a machine."""
+        rows, uses = self.device_rows(machine), self.family.attention_uses(self.model, self.data)
+        return [dataclasses.replace(use, rows=rows) for use in uses]
 
     def device_rows(self, machine: Machine) -> int:
         """Rows of the batch on one device in each microbatch."""

@@ -141,7 +141,7 @@ def test_causal_splash_on_a_mesh_equals_dense_on_one_device():
 
 # --- what each kernel supports --------------------------------------------------------------------------
 
-USE = attention.Use(seq_len=256, kv_heads=4, head_dim=64, dtype="bfloat16", packed=False)
+USE = attention.Use(seq_len=256, num_heads=8, kv_heads=4, head_dim=64, dtype="bfloat16", packed=False)
 PACKED = dict(packed=True, max_documents=16)
 ONE = dict(context=1, tensor=1)
 H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
@@ -165,6 +165,8 @@ def refusal(name, use, axes, platform, device_kind=H100):
         ("cudnn", dict(head_dim=256, dtype="float16", seq_len=2), {}, "cuda"),
         ("cudnn", dict(head_dim=40), {}, "cuda"),
         ("cudnn", PACKED, {}, "gpu"),
+        ("cudnn", PACKED | dict(rows=2**14), dict(tensor=2), "gpu"),
+        ("cudnn", dict(rows=2**14), {}, "gpu"),
         ("splash", dict(seq_len=128, dtype="float32"), dict(tensor=2), "tpu"),
         ("splash", dict(head_dim=40, packed=True), {}, "tpu"),
         ("ring", {}, dict(context=8, tensor=2), "cpu"),
@@ -224,6 +226,7 @@ def test_before_hopper_cudnn_takes_rows_of_one_document_and_heads_up_to_128(devi
             "data.max_documents=None; set data.max_documents=16 or",
         ),
         ("cudnn", PACKED | dict(max_documents=17), {}, "gpu", "but data.max_documents=17; set"),
+        ("cudnn", PACKED | dict(rows=2**14), {}, "gpu", "not 16384 rows × 256 × 8 heads × 64; raise"),
         ("cudnn", dict(seq_len=255), {}, "gpu", "an even sequence length, not 255; use"),
         ("cudnn", dict(seq_len=257), {}, "gpu", "not 257; use model.attention=flash"),
         ("cudnn", dict(dtype="float32"), {}, "gpu", "bfloat16 or float16, not float32; set model.dtype"),

@@ -86,19 +86,23 @@ class Use:
 
     Attributes:
       seq_len: S.
+      num_heads: N.
       kv_heads: K, which divides N.
       head_dim: H.
       dtype: of q, k and v.
       packed: rows hold several documents, told apart by segment ids.
       max_documents: how many at most; None for any number.
+      rows: of one device at once.
     """
 
     seq_len: int
+    num_heads: int
     kv_heads: int
     head_dim: int
     dtype: str
     packed: bool
     max_documents: int | None = None
+    rows: int = 1
 
 
 def choose(uses: Sequence[Use], axes: Mapping[str, int], platform: str, device_kind: str) -> str:
@@ -149,11 +153,11 @@ def refusal(name: str, use: Use, axes: Mapping[str, int], platform: str, device_
             f"{use.dtype}, not {use.head_dim}; use model.attention=xla or ring"
         )
     if name == "cudnn":
-        return _cudnn_refusal(key, use, device_kind)
+        return _cudnn_refusal(key, use, use.num_heads // axes["tensor"], device_kind)
     return None
 
 
-def _cudnn_refusal(key: str, use: Use, device_kind: str) -> str | None:
+def _cudnn_refusal(key: str, use: Use, heads: int, device_kind: str) -> str | None:
     is_hopper = any(name in device_kind for name in HOPPER_OR_NEWER)
     if use.packed and not is_hopper:
         return (
@@ -164,6 +168,12 @@ def _cudnn_refusal(key: str, use: Use, device_kind: str) -> str | None:
         return (
             f"{key} keeps at most {MAX_DOCUMENTS} documents of a packed row apart, but "
             f"data.max_documents={use.max_documents}; set data.max_documents={MAX_DOCUMENTS} or use "
+            "model.attention=flash"
+        )
+    if use.packed and use.rows * use.seq_len * heads * use.head_dim >= 2**31:  # offsets are int32
+        return (
+            f"{key} takes fewer than 2^31 numbers of packed queries at once, not {use.rows} rows × "
+            f"{use.seq_len} × {heads} heads × {use.head_dim}; raise train.microbatches or use "
             "model.attention=flash"
         )
     if use.seq_len % 2:

@@ -143,7 +143,7 @@ class Documents(NamedTuple):
     def offsets(self, x_BSNH: jax.Array) -> jax.Array:
         """The first number of each document in the memory of an array, int32 (B, M + 1)."""
         B, S, N, H = x_BSNH.shape
-        assert B * S * N * H < 2**31, "the workspace is larger than a GPU before"
+        assert B * S * N * H < 2**31, "see attention.refusal"
         return (self.starts * (N * H)).reshape(B, -1)
 
     def joined(self, x_DNS: jax.Array) -> jax.Array:
