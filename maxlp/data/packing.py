@@ -2,7 +2,8 @@
 
 In a window, documents are numbered by `segment_ids` from 1, and `positions` count from 0 in each.
 Padding has segment 0. `loss_mask` is true where the target is the next token of the same document, and
-not one that is only read: those come as their complements `~id`.
+not one that is only read: those come as their complements `~id`. Some attention kernels bound the number
+of documents in a window; one that holds so many is closed, and what is left of it is padding.
 
 Letters: W windows, S sequence length.
 """
@@ -33,39 +34,49 @@ class Documents(Protocol):
         ...
 
 
-def pack_concat(documents: Documents, num_windows: int, seq_len: int, pad_id: int) -> Batch:
+def pack_concat(
+    documents: Documents, num_windows: int, seq_len: int, pad_id: int, max_documents: int | None
+) -> Batch:
     """Cuts the next `num_windows * seq_len` tokens, documents end to end, into windows [W, S]."""
     size = num_windows * seq_len
     # One token more than the windows hold: the last target, which is also the first token of the next
     # block.
     tokens, owner = np.full(size + 1, pad_id, np.int32), np.full(size + 1, -1, np.int32)
     end, index, offset = 0, 0, documents.offset
+    held = 0  # documents in the window of the last token
     while (document := documents.peek(index)) is not None:
-        begin, end = end, min(end + len(document) - offset, size + 1)
+        begin = end + (-end % seq_len if held == max_documents else 0)
+        end = min(begin + len(document) - offset, size + 1)
         tokens[begin:end] = document[offset : offset + end - begin]
         owner[begin:end] = index
         if end > size:
             offset += size - begin
             break
+        if end > begin:
+            joins = begin % seq_len and begin // seq_len == end // seq_len
+            held = held + 1 if joins else 1
         index, offset = index + 1, 0
     documents.advance(index, offset)
     is_target = (owner[:-1] == owner[1:]) & (owner[:-1] >= 0) & (tokens[1:] >= 0)
+    targets = np.where(owner[:-1] >= 0, tokens[1:], pad_id)
     return {
         "tokens": _ids(tokens[:-1]).reshape(num_windows, seq_len),
-        "targets": _ids(tokens[1:]).reshape(num_windows, seq_len),
+        "targets": _ids(targets).reshape(num_windows, seq_len),
         "loss_mask": is_target.reshape(num_windows, seq_len),
         **_segments(owner[:-1].reshape(num_windows, seq_len)),
     }
 
 
-def pack_first_fit(documents: Documents, num_windows: int, seq_len: int, pad_id: int) -> Batch:
+def pack_first_fit(
+    documents: Documents, num_windows: int, seq_len: int, pad_id: int, max_documents: int | None
+) -> Batch:
     """Puts each document in turn, in pieces of at most S, into the first window [W, S] with room for it.
 
     Stops at the first piece for which no window has room.
     """
     tokens_WS, targets_WS = np.full((2, num_windows, seq_len), pad_id, np.int32)
     owner_WS = np.full((num_windows, seq_len), -1, np.int32)
-    free_W = np.full(num_windows, seq_len)
+    free_W, held_W = np.full(num_windows, seq_len), np.zeros(num_windows, int)
     index, offset = 0, documents.offset
     while (document := documents.peek(index)) is not None:
         size = min(seq_len, len(document) - 1 - offset)
@@ -76,7 +87,8 @@ def pack_first_fit(documents: Documents, num_windows: int, seq_len: int, pad_id:
         if free_W[window] < size:
             break
         begin = seq_len - free_W[window]
-        free_W[window] -= size
+        held_W[window] += 1
+        free_W[window] = free_W[window] - size if held_W[window] != max_documents else 0
         tokens_WS[window, begin : begin + size] = document[offset : offset + size]
         targets_WS[window, begin : begin + size] = document[offset + 1 : offset + 1 + size]
         owner_WS[window, begin : begin + size] = index
@@ -90,7 +102,7 @@ def pack_first_fit(documents: Documents, num_windows: int, seq_len: int, pad_id:
     }
 
 
-PACKERS: dict[str, Callable[[Documents, int, int, int], Batch]] = {
+PACKERS: dict[str, Callable[[Documents, int, int, int, int | None], Batch]] = {
     "concat": pack_concat,
     "first_fit": pack_first_fit,
 }

@@ -84,6 +84,8 @@ class TextDataConfig:
         Conversations need "first_fit": of one longer than S only the beginning is used, and one
         without an answer in it is skipped; the metrics `data/conversations_cut` and
         `data/conversations_skipped` are the fractions of such. Of them only answers are targets.
+      max_documents: documents in a window at most, which `nn.attention.cudnn` needs to know; None for any
+        number. A window that holds so many is closed, and the rest of it is padding.
       shuffle: whether each epoch reads the documents in another order, and the windows of a block are
         mixed; False keeps the order of the source.
       shuffle_tokens: about how many tokens are mixed, over the whole global batch. More tokens mix
@@ -99,6 +101,7 @@ class TextDataConfig:
     seq_len: Annotated[int, Range(at_least=2), INT32]
     batch_size: Count
     packing: Annotated[str, OneOf(PACKERS)] = "concat"
+    max_documents: Count | None = None
     shuffle: bool = True
     shuffle_tokens: Annotated[int, Range(at_least=0)] = 2**20
     num_epochs: Count | None = None
@@ -209,6 +212,7 @@ def make_dataset(
         batch_size=config.batch_size,
         seq_len=config.seq_len,
         packing=config.packing,
+        max_documents=config.max_documents,
         shuffle=config.shuffle,
         shuffle_tokens=config.shuffle_tokens,
         num_epochs=config.num_epochs,
@@ -504,7 +508,7 @@ class _Stream:
         pack = PACKERS[self.settings["packing"]]
         shares = self._shares(block, num_windows)
         parts = [
-            pack(queue, count, self.settings["seq_len"], self.pad_id)
+            pack(queue, count, self.settings["seq_len"], self.pad_id, self.settings["max_documents"])
             for queue, count in zip(self.queues, shares, strict=True)
             if count
         ]

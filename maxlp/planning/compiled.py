@@ -5,17 +5,14 @@ available. The compiler is the real one (libtpu's, or XLA's for CUDA). Without a
 XLA's GPU autotuning is off, so that its choice of matmul kernels may differ on a real machine.
 """
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import re
 import resource
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 
@@ -81,7 +78,7 @@ def compile_step(run: Experiment, hlo_file: str | None = None) -> Compiled:
       hlo_file: where to write the compiled program as text.
     """
     platform = run.machine.platform
-    with jax.set_mesh(run.mesh), _cudnn_without_a_library(platform):
+    with jax.set_mesh(run.mesh):
         graphdef, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
         function = jit_step(run.step, graphdef, abstract, run.mesh)
         start = time.perf_counter()
@@ -160,15 +157,3 @@ def host_memory() -> float:
     """The largest resident size of this process so far, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-@contextlib.contextmanager
-def _cudnn_without_a_library(platform: str) -> Iterator[None]:
-    """Lets cuDNN attention compile without cuDNN, whose version JAX would otherwise query."""
-    if platform not in ("gpu", "cuda"):
-        yield
-        return
-    from jax._src.cudnn import fused_attention_stablehlo as fused
-
-    with mock.patch.object(fused, "check_cudnn_version", lambda: 92800):
-        yield

@@ -484,7 +484,8 @@ class _Search:
         optimizer = dataclasses.replace(s.optimizer, clip_norm=0.0)
         key = s.model.dtype, s.model.param_dtype, repr(optimizer), s.precision
         if key not in self._states:
-            one = Machine(dict.fromkeys(("stage", *FREE_AXES), 1), self._topology.chip.platform)
+            chip = self._topology.chip
+            one = Machine(dict.fromkeys(("stage", *FREE_AXES), 1), chip.platform, chip.kind)
             self._states[key] = state_shapes(s, one)
         return self._states[key]
 

@@ -179,7 +179,7 @@ class Topology:
         Raises:
           ConfigError: sizes that the topology does not have.
         """
-        return s.machine(self.size, self.chip.platform, self.dcn_sizes)
+        return s.machine(self.size, self.chip.platform, self.dcn_sizes, self.chip.kind)
 
     @property
     def dcn_sizes(self) -> tuple[int, ...]:

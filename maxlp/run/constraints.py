@@ -43,8 +43,8 @@ def batch_divides(s: Settings, machine: Machine) -> str | None:
 
 def attention_runs(s: Settings, machine: Machine) -> str | None:
     """Each attention kernel supports only some platforms, lengths, dtypes and numbers of heads."""
-    uses = s.family.attention_uses(s.model, s.data)
-    found = (refusal(s.on(machine).model.attention, use, machine.axes, machine.platform) for use in uses)
+    kernel, uses = s.on(machine).model.attention, s.attention_uses(machine)
+    found = (refusal(kernel, use, *machine) for use in uses)
     return next(filter(None, found), None)
 
 

@@ -95,20 +95,22 @@ class TrainConfig:
 
 
 class Machine(NamedTuple):
-    """The mesh and the platform of a run.
+    """The mesh and the devices of a run.
 
     Attributes:
       axes: size of every mesh axis.
-      platform: ``jax.Device.platform`` of its devices.
+      platform, device_kind: of its devices, as in `jax.Device`.
     """
 
     axes: Mapping[str, int]
     platform: str
+    device_kind: str
 
     @classmethod
     def of(cls, mesh: Mesh) -> "Machine":
         """The machine of a mesh with devices."""
-        return cls(dict(mesh.shape), mesh.devices.flat[0].platform)
+        device = mesh.devices.flat[0]
+        return cls(dict(mesh.shape), device.platform, device.device_kind)
 
     @property
     def batch_shards(self) -> int:
@@ -137,10 +139,13 @@ class Settings:
     metrics: functools.partial
     profile: functools.partial
 
-    def machine(self, num_devices: int, platform: str, dcn_sizes: Collection[int] = (1,)) -> Machine:
+    def machine(
+        self, num_devices: int, platform: str, dcn_sizes: Collection[int] = (1,), device_kind: str = ""
+    ) -> Machine:
         """The mesh of the config on this number of devices.
 
         Args:
+          platform, device_kind: see `Machine`.
           dcn_sizes: see `sharding.dcn_sizes`.
 
         Raises:
@@ -154,21 +159,26 @@ class Settings:
                 f"{sizes}; change it, or use mesh.data"
             )
         try:
-            return Machine(sharding.resolve_axes(num_devices, **self.mesh), platform)
+            return Machine(sharding.resolve_axes(num_devices, **self.mesh), platform, device_kind)
         except ValueError as error:
             raise ConfigError(f"config.{error}") from error
 
     def machine_of(self, devices: Sequence[jax.Device]) -> Machine:
         """The mesh of the config on these devices; raises as `machine` does."""
-        return self.machine(len(devices), devices[0].platform, sharding.dcn_sizes(devices))
+        first, dcn_sizes = devices[0], sharding.dcn_sizes(devices)
+        return self.machine(len(devices), first.platform, dcn_sizes, first.device_kind)
 
     def on(self, machine: Machine) -> "Settings":
         """These settings with the kernel that ``model.attention=auto`` stands for on a machine."""
         if self.model.attention != attention.AUTO:
             return self
-        uses = self.family.attention_uses(self.model, self.data)
-        kernel = attention.choose(uses, machine.axes, machine.platform)
+        kernel = attention.choose(self.attention_uses(machine), *machine)
         return dataclasses.replace(self, model=dataclasses.replace(self.model, attention=kernel))
+
+    def attention_uses(self, machine: Machine) -> list[attention.Use]:
+        """The uses of attention in a training step on a machine."""
+        rows, uses = self.device_rows(machine), self.family.attention_uses(self.model, self.data)
+        return [dataclasses.replace(use, rows=rows) for use in uses]
 
     def device_rows(self, machine: Machine) -> int:
         """Rows of the batch on one device in each microbatch."""

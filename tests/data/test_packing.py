@@ -33,11 +33,15 @@ def slow_windows(windows, seq_len, batch_size):
     }
 
 
-def slow_concat(documents, seq_len):
+def slow_concat(documents, seq_len, most):
     stream = [(token, i) for i, document in enumerate(documents) for token in document]
-    windows, previous = [], None
+    windows, previous = [[]], None
     for at, (token, owner) in enumerate(stream):
-        if at % seq_len == 0:
+        held = {owner for _, _, owner, _, _ in windows[-1]}
+        if len(windows[-1]) < seq_len and len(held) == most and owner != previous:
+            windows[-1][-1] = (windows[-1][-1][0], PAD, *windows[-1][-1][2:])
+            windows[-1] += [(PAD, PAD, None, 0, False)] * (seq_len - len(windows[-1]))
+        if len(windows[-1]) == seq_len:
             windows.append([])
             previous = None
         target, next_owner = stream[at + 1] if at + 1 < len(stream) else (PAD, None)
@@ -47,7 +51,7 @@ def slow_concat(documents, seq_len):
     return windows
 
 
-def slow_first_fit(documents, seq_len, windows_per_block):
+def slow_first_fit(documents, seq_len, most, windows_per_block):
     done, block = [], [[] for _ in range(windows_per_block)]
     for number, document in enumerate(documents):
         pairs = list(itertools.pairwise(document))
@@ -56,7 +60,11 @@ def slow_first_fit(documents, seq_len, windows_per_block):
                 (token, target, number, position, True)
                 for position, (token, target) in enumerate(pairs[begin : begin + seq_len])
             ]
-            fitting = [window for window in block if len(window) + len(piece) <= seq_len]
+            fitting = [
+                window
+                for window in block
+                if len(window) + len(piece) <= seq_len and len({entry[2] for entry in window}) != most
+            ]
             if not fitting:
                 done += block
                 block = [[] for _ in range(windows_per_block)]
@@ -69,16 +77,17 @@ def slow_first_fit(documents, seq_len, windows_per_block):
     "tokenizer", [Specials(), Specials(bos_id=None), Specials(eos_id=None), Specials(None, None)]
 )
 @pytest.mark.parametrize(("longest", "seq_len"), [(7, 8), (60, 8), (60, 33), (7, 2)])
+@pytest.mark.parametrize("most", [None, 1, 3])
 @pytest.mark.parametrize("packing", ["concat", "first_fit"])
-def test_packing_equals_slow_reference(tokenizer, longest, seq_len, packing):
+def test_packing_equals_slow_reference(tokenizer, longest, seq_len, packing, most):
     documents = corpus(40, longest)
-    config = dict(seq_len=seq_len, packing=packing, shuffle=False, num_epochs=1)
+    config = dict(seq_len=seq_len, packing=packing, max_documents=most, shuffle=False, num_epochs=1)
     dataset = make([documents], tokenizer=tokenizer, **config)
     marked = [with_specials(document, tokenizer) for document in documents]
     if packing == "concat":
-        windows = slow_concat(marked, seq_len)
+        windows = slow_concat(marked, seq_len, most)
     else:
-        windows = slow_first_fit(marked, seq_len, text.FIRST_FIT_WINDOWS)
+        windows = slow_first_fit(marked, seq_len, most, text.FIRST_FIT_WINDOWS)
     assert_equal(take(iter(dataset)), slow_windows(windows, seq_len, 4))
 
 

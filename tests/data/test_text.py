@@ -189,7 +189,7 @@ def test_overwritten_files_are_refused_and_a_copy_is_not(tmp_path):
     swapped = text_files(tmp_path / "a", ["first text", "Second text", "third"])
     with pytest.raises(ValueError, match=r"^the files of data.source have changed .*--allow_change$"):
         iter(swapped).set_state(state)
-    del state["settings"]["fingerprints"]  # as version 0.2 saved it
+    del state["settings"]["fingerprints"], state["settings"]["max_documents"]  # as version 0.2 saved it
     iter(swapped).set_state(state)
     assert len(expected) == 3
 

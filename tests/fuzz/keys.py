@@ -230,6 +230,7 @@ LLAMA: dict[str, Kind] = {
     "model.pipeline.rounds": SIZE,
     "data.seq_len": Int(2, 10**9),
     "data.packing": Name(),
+    "data.max_documents": SIZE,
     "data.shuffle": Switch(),
     "data.shuffle_tokens": Int(0),
     "loss.num_chunks": SIZE,

@@ -1,4 +1,4 @@
-"""Attention inputs, a comparison of gradients, and ring attention in the natural order."""
+"""Attention inputs, a comparison of gradients, programs for GPUs, and a ring in the natural order."""
 
 import functools
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxlp.nn import stack
 from maxlp.nn.attention import ring
 
 
@@ -37,6 +38,39 @@ def assert_close(actual, expected, atol):
     """Compares two results of `out_and_grads`."""
     for name, a, b in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=atol, rtol=0, err_msg=name)
+
+
+def lowered(function, *args):
+    """A program for NVIDIA GPUs, which need not exist."""
+    return function.trace(*args).lower(lowering_platforms=("cuda",))
+
+
+def abstract(B, S, N, K, H, dtype="bfloat16", packed=True):
+    """The shapes of `inputs`."""
+    q, k = (jax.ShapeDtypeStruct((B, S, heads, H), dtype) for heads in (N, K))
+    return q, k, k, q, jax.ShapeDtypeStruct((B, S), jnp.int32) if packed else None
+
+
+def layers_gradient(attend, remat, S):
+    """The gradient of four scanned layers of attention, by remat policy of `nn.stack`, and its inputs."""
+
+    @jax.jit
+    def gradient(w_LHH, x_BSNH, ids_BS):
+        def layer(x_BSNH, w_HH):
+            q_BSNH = x_BSNH @ w_HH
+            return x_BSNH + attend(
+                q_BSNH, q_BSNH[:, :, ::2], x_BSNH[:, :, ::2], causal=True, segment_ids_BS=ids_BS
+            ), None
+
+        body = jax.checkpoint(layer, policy=stack.REMAT_POLICIES[remat], prevent_cse=False)
+
+        def loss(w_LHH):
+            return jnp.sum(jax.lax.scan(body, x_BSNH, w_LHH)[0].astype(jnp.float32) ** 2)
+
+        return jax.grad(loss)(w_LHH)
+
+    x, ids = jax.ShapeDtypeStruct((4, S, 4, 128), jnp.bfloat16), jax.ShapeDtypeStruct((4, S), jnp.int32)
+    return gradient, jax.ShapeDtypeStruct((4, 128, 128), jnp.bfloat16), x, ids
 
 
 def in_natural_order(attend):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from maxlp.nn import attention
-from maxlp.nn.attention.cudnn import cudnn
 from maxlp.nn.attention.dense import dense
 from maxlp.nn.attention.per_device import on_each_device
 from maxlp.nn.attention.splash import splash
@@ -140,41 +139,16 @@ def test_causal_splash_on_a_mesh_equals_dense_on_one_device():
     assert_close(actual, expected, atol=1e-5)
 
 
-# --- cudnn ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def any_cudnn(monkeypatch):
-    """Lowering reads the version of the installed cuDNN; there may be none."""
-    from jax._src.cudnn import fused_attention_stablehlo as fused
-
-    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91000)
-
-
-def lowered_for_cuda() -> str:
-    *arrays, _ = inputs(8, 128, 4, 2, 64, "bfloat16")
-    return out_and_grads.trace(cudnn, *arrays, None).lower(lowering_platforms=("cuda",)).as_text()
-
-
-def test_cudnn_is_one_kernel_forward_and_one_backward(any_cudnn):
-    text = lowered_for_cuda()
-    assert text.count("@__cudnn$fmhaSoftmax(") == 1
-    assert text.count("@__cudnn$fmhaSoftmaxBackward(") == 1
-    assert "128x128x" not in text  # no (S, S) array
-
-
-def test_cudnn_runs_on_the_shard_of_each_device(any_cudnn):
-    with jax.set_mesh(sharding.make_mesh(data=2, fsdp=2, tensor=2)):
-        text = lowered_for_cuda()
-    calls = [line for line in text.splitlines() if "__cudnn$fmha" in line]
-    assert len(calls) == 2
-    for call in calls:
-        assert "tensor<2x128x2x64xbf16>, tensor<2x128x1x64xbf16>" in call  # q, k: B 8/4, N 4/2, K 2/2
-
-
 # --- what each kernel supports --------------------------------------------------------------------------
 
-USE = attention.Use(seq_len=256, kv_heads=4, head_dim=64, dtype="bfloat16", packed=False)
+USE = attention.Use(seq_len=256, num_heads=8, kv_heads=4, head_dim=64, dtype="bfloat16", packed=False)
+PACKED = dict(packed=True, max_documents=16)
+ONE = dict(context=1, tensor=1)
+H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+
+
+def refusal(name, use, axes, platform, device_kind=H100):
+    return attention.refusal(name, dataclasses.replace(USE, **use), ONE | axes, platform, device_kind)
 
 
 @pytest.mark.parametrize(
@@ -187,42 +161,60 @@ USE = attention.Use(seq_len=256, kv_heads=4, head_dim=64, dtype="bfloat16", pack
         ("flash", dict(seq_len=257, head_dim=80, packed=True), dict(tensor=4), "gpu"),
         ("flash", dict(head_dim=256, dtype="float16"), {}, "cuda"),
         ("flash", dict(head_dim=128, dtype="float32"), {}, "cuda"),
+        ("flash", dict(seq_len=1, head_dim=40, kv_heads=1), {}, "cuda"),
         ("cudnn", dict(head_dim=256, dtype="float16", seq_len=2), {}, "cuda"),
+        ("cudnn", dict(head_dim=40), {}, "cuda"),
+        ("cudnn", PACKED, {}, "gpu"),
+        ("cudnn", PACKED | dict(rows=2**14), dict(tensor=2), "gpu"),
+        ("cudnn", dict(rows=2**14), {}, "gpu"),
         ("splash", dict(seq_len=128, dtype="float32"), dict(tensor=2), "tpu"),
+        ("splash", dict(head_dim=40, packed=True), {}, "tpu"),
         ("ring", {}, dict(context=8, tensor=2), "cpu"),
         ("ring", dict(seq_len=255, dtype="float32", head_dim=7), {}, "gpu"),
+        ("ring", dict(packed=True, head_dim=512), dict(context=2), "gpu"),
     ],
 )
 def test_kernels_run_where_they_can(name, use, axes, platform):
-    use = dataclasses.replace(USE, **use)
-    assert attention.refusal(name, use, {"context": 1, "tensor": 1} | axes, platform) is None
+    assert refusal(name, use, axes, platform) is None
     assert callable(attention.kernel(name))
+
+
+@pytest.mark.parametrize("device_kind", [A100, "NVIDIA L4"])
+def test_before_hopper_cudnn_takes_rows_of_one_document_and_heads_up_to_128(device_kind):
+    assert refusal("cudnn", dict(head_dim=128), {}, "gpu", device_kind) is None
+    wide = refusal("cudnn", dict(head_dim=256), {}, "gpu", device_kind)
+    assert wide is not None and f"at most 128 on {device_kind}, not 256; use" in wide
+    assert refusal("cudnn", PACKED, {}, "gpu", device_kind) == (
+        "model.attention=cudnn keeps the documents of a packed row apart on H100, H200, B200, B300, not on "
+        f"{device_kind}; use model.attention=flash"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "use", "axes", "platform", "message"),
     [
-        (
-            "splash",
-            {},
-            {},
-            "cpu",
-            "model.attention=splash runs on tpu, not on cpu; use model.attention=xla",
-        ),
-        ("cudnn", {}, {}, "tpu", "model.attention=cudnn runs on gpu, not on tpu; use model.attention=xla"),
-        ("flash", {}, {}, "cpu", "model.attention=flash runs on gpu, not on cpu; use model.attention=xla"),
+        ("splash", {}, {}, "cpu", "attention=splash runs on tpu, not on cpu; use model.attention=xla"),
+        ("splash", {}, {}, "gpu", "attention=splash runs on tpu, not on gpu; use model.attention=xla"),
+        ("cudnn", {}, {}, "tpu", "attention=cudnn runs on gpu, not on tpu; use model.attention=xla"),
+        ("cudnn", {}, {}, "cpu", "attention=cudnn runs on gpu, not on cpu; use model.attention=xla"),
+        ("flash", {}, {}, "cpu", "attention=flash runs on gpu, not on cpu; use model.attention=xla"),
+        ("flash", {}, {}, "tpu", "attention=flash runs on gpu, not on tpu; use model.attention=xla"),
         ("xla", {}, dict(context=2), "cpu", "over mesh.context=2; use model.attention=ring"),
         ("cudnn", {}, dict(context=4), "gpu", "over mesh.context=4; use model.attention=ring"),
+        ("flash", {}, dict(context=4), "gpu", "over mesh.context=4; use model.attention=ring"),
+        ("splash", {}, dict(context=2), "tpu", "over mesh.context=2; use model.attention=ring"),
         ("ring", {}, dict(tensor=8), "cpu", "a multiple of mesh.tensor=8, not 4; use"),
         ("cudnn", {}, dict(tensor=3), "gpu", "a multiple of mesh.tensor=3, not 4; use"),
+        ("flash", {}, dict(tensor=8), "gpu", "a multiple of mesh.tensor=8, not 4; use"),
         ("splash", dict(kv_heads=1), dict(tensor=2), "tpu", "a multiple of mesh.tensor=2, not 1; use"),
         ("splash", dict(seq_len=192), {}, "tpu", "a multiple of 128, not 192; use"),
+        ("splash", dict(seq_len=257), {}, "tpu", "a multiple of 128, not 257; use model.attention=xla"),
         (
             "flash",
             dict(head_dim=320),
             {},
             "gpu",
-            "at most 256 in bfloat16, not 320; use model.attention=xla",
+            "at most 256 in bfloat16, not 320; use model",
         ),
         ("flash", dict(head_dim=136, dtype="float32"), {}, "gpu", "at most 128 in float32, not 136; use"),
         (
@@ -230,19 +222,27 @@ def test_kernels_run_where_they_can(name, use, axes, platform):
             dict(packed=True),
             {},
             "gpu",
-            "documents of a packed row apart; use model.attention=flash",
+            "data.max_documents=None; set data.max_documents=16 or",
         ),
+        ("cudnn", PACKED | dict(max_documents=17), {}, "gpu", "but data.max_documents=17; set"),
+        ("cudnn", PACKED | dict(rows=2**14), {}, "gpu", "not 16384 rows × 256 × 8 heads × 64; raise"),
         ("cudnn", dict(seq_len=255), {}, "gpu", "an even sequence length, not 255; use"),
+        ("cudnn", dict(seq_len=257), {}, "gpu", "not 257; use model.attention=flash"),
         ("cudnn", dict(dtype="float32"), {}, "gpu", "bfloat16 or float16, not float32; set model.dtype"),
-        ("cudnn", dict(head_dim=12), {}, "gpu", "a multiple of 8 and at most 256, not 12; use"),
-        ("cudnn", dict(head_dim=264), {}, "gpu", "a multiple of 8 and at most 256, not 264; use"),
+        (
+            "cudnn",
+            dict(head_dim=12),
+            {},
+            "gpu",
+            "a multiple of 8 and at most 256 on NVIDIA H100",
+        ),
+        ("cudnn", dict(head_dim=264), {}, "gpu", "not 264; use model.attention=flash or xla"),
     ],
 )
 def test_a_kernel_that_cannot_run_is_refused_in_one_line(name, use, axes, platform, message):
-    use = dataclasses.replace(USE, **use)
-    refusal = attention.refusal(name, use, {"context": 1, "tensor": 1} | axes, platform)
-    assert refusal is not None and message in refusal and "\n" not in refusal
-    assert re.match(r"model\.attention='?" + name, refusal)
+    text = refusal(name, use, axes, platform)
+    assert text is not None and message in text and "\n" not in text
+    assert re.match(r"model\.attention='?" + name, text)
 
 
 @pytest.mark.parametrize(
@@ -253,6 +253,8 @@ def test_a_kernel_that_cannot_run_is_refused_in_one_line(name, use, axes, platfo
         ({}, {}, "cuda", "cudnn"),
         ({}, {}, "tpu", "splash"),
         (dict(packed=True), {}, "gpu", "flash"),
+        (dict(packed=True, max_documents=17), {}, "gpu", "flash"),
+        (PACKED, {}, "gpu", "cudnn"),
         (dict(seq_len=257), {}, "cuda", "flash"),
         (dict(dtype="float32"), {}, "gpu", "flash"),
         (dict(head_dim=512), {}, "gpu", "xla"),
@@ -264,7 +266,12 @@ def test_a_kernel_that_cannot_run_is_refused_in_one_line(name, use, axes, platfo
 )
 def test_auto_is_the_platforms_kernel_where_it_accepts_the_shape(use, axes, platform, kernel):
     uses = (USE, dataclasses.replace(USE, **use))
-    assert attention.choose(uses, {"context": 1, "tensor": 1} | axes, platform) == kernel
+    assert attention.choose(uses, ONE | axes, platform, H100) == kernel
+
+
+@pytest.mark.parametrize("use", [PACKED, dict(head_dim=256)])
+def test_auto_before_hopper_is_the_kernel_that_has_no_such_limit(use):
+    assert attention.choose([dataclasses.replace(USE, **use)], ONE, "gpu", A100) == "flash"
 
 
 def test_only_the_ring_reorders_the_sequence():

@@ -9,12 +9,19 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from maxlp.nn import stack
 from maxlp.nn.attention import flash, ring
 from maxlp.nn.attention.dense import dense
 from maxlp.parallel import sharding
 from maxlp.planning import topologies
-from tests.nn.fixtures import assert_close, in_natural_order, inputs, out_and_grads
+from tests.nn.fixtures import (
+    abstract,
+    assert_close,
+    in_natural_order,
+    inputs,
+    layers_gradient,
+    lowered,
+    out_and_grads,
+)
 
 KERNEL = "xla.gpu.triton"  # a custom call
 
@@ -103,10 +110,6 @@ def simulated_devices_pass_for_h100s(monkeypatch):
     monkeypatch.setitem(gpu_info.registry, "cpu", lambda: gpu_info.get_gpu_info_from_version(h100))
 
 
-def lowered(function, *args):
-    return function.trace(*args).lower(lowering_platforms=("cuda",))
-
-
 @pytest.mark.parametrize(("S", "H", "dtype"), [(257, 80, "bfloat16"), (8192, 128, "bfloat16")])
 def test_one_kernel_forward_and_two_backward_on_the_shard_of_each_device(S, H, dtype):
     with jax.set_mesh(sharding.make_mesh(data=2, fsdp=2, tensor=2)):
@@ -117,42 +120,10 @@ def test_one_kernel_forward_and_two_backward_on_the_shard_of_each_device(S, H, d
         assert f"tensor<2x{S}x2x{H}xbf16>, tensor<2x{S}x1x{H}xbf16>" in call  # B 8/4, N 4/2, K 2/2
 
 
-def abstract(B, S, N, K, H, dtype="bfloat16", packed=True):
-    """The shapes of `inputs`."""
-    q, k = (jax.ShapeDtypeStruct((B, S, heads, H), dtype) for heads in (N, K))
-    return q, k, k, q, jax.ShapeDtypeStruct((B, S), jnp.int32) if packed else None
-
-
-def layers_gradient(remat):
-    """The gradient of four scanned layers of attention, by remat policy; see `nn.stack`."""
-
-    @jax.jit
-    def gradient(w_LHH, x_BSNH, ids_BS):
-        def layer(x_BSNH, w_HH):
-            q_BSNH = x_BSNH @ w_HH
-            return x_BSNH + flash.flash(
-                q_BSNH, q_BSNH[:, :, ::2], x_BSNH[:, :, ::2], causal=True, segment_ids_BS=ids_BS
-            ), None
-
-        body = jax.checkpoint(layer, policy=stack.REMAT_POLICIES[remat], prevent_cse=False)
-
-        def loss(w_LHH):
-            return jnp.sum(jax.lax.scan(body, x_BSNH, w_LHH)[0].astype(jnp.float32) ** 2)
-
-        return jax.grad(loss)(w_LHH)
-
-    return gradient
-
-
-def layers_shapes(S):
-    x, ids = jax.ShapeDtypeStruct((4, S, 4, 128), jnp.bfloat16), jax.ShapeDtypeStruct((4, S), jnp.int32)
-    return jax.ShapeDtypeStruct((4, 128, 128), jnp.bfloat16), x, ids
-
-
 @pytest.mark.parametrize(("remat", "kernels"), [("block", 4), ("dots", 3)])
 def test_remat_dots_runs_the_forward_kernel_once(remat, kernels):
     with jax.set_mesh(sharding.make_mesh(fsdp=4, tensor=2)):
-        text = lowered(layers_gradient(remat), *layers_shapes(256)).as_text()
+        text = lowered(*layers_gradient(flash.flash, remat, 256)).as_text()
     assert text.count(f"@__gpu${KERNEL}") == kernels
 
 
@@ -199,7 +170,7 @@ def test_other_shapes_compile(chip, S, H, dtype):
 @pytest.mark.aot("jax_cuda13_plugin")
 def test_scanned_layers_run_the_forward_kernel_once_on_eight_gpus():
     with mesh_of("h100:1x8", fsdp=4, tensor=2) as _:
-        done = lowered(layers_gradient("dots"), *layers_shapes(8192)).compile()
+        done = lowered(*layers_gradient(flash.flash, "dots", 8192)).compile()
     assert done.as_text().count(KERNEL) == 3
 
 

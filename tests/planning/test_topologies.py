@@ -54,6 +54,27 @@ def test_dcn_data_has_the_size_of_the_machine(name, size, accepted):
             topology.machine(s)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "kernel"),
+    [
+        ("h100:1x8", {}, "flash"),
+        ("h100:1x8", {"data.max_documents": 16}, "cudnn"),
+        ("h100:1x8", {"data.max_documents": 17}, "flash"),
+        ("a100:1x8", {"data.max_documents": 16}, "flash"),
+        ("h100:1x8", {"data.max_documents": 16, "data.batch_size": 2**20}, "flash"),  # offsets are int32
+        (
+            "h100:1x8",
+            {"data.max_documents": 16, "data.batch_size": 2**20, "train.microbatches": 256},
+            "cudnn",
+        ),
+        ("v5p:2x2x1", {"data.max_documents": 16}, "splash"),
+    ],
+)
+def test_auto_is_chosen_for_the_devices_of_the_topology(name, changes, kernel):
+    s = peaks.settings_of(llama(**peaks.LLAMA_SIZES), changes)
+    assert s.on(topologies.parse(name).machine(s)).model.attention == kernel
+
+
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     for name, package in (("v5e:2x2", "libtpu"), ("h100:1x8", "jax-cuda13-plugin")):

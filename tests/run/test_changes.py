@@ -25,7 +25,8 @@ FIXED = {
     "rope_theta rope_scaling norm_eps qk_norm tie_embeddings init_std name",
     "clip model": "embed_dim visual text act norm_eps layer_scale qk_norm init logit_scale logit_bias "
     "image_mean image_std name",
-    "llama data": "source tokenizer seq_len batch_size packing shuffle shuffle_tokens num_epochs",
+    "llama data": "source tokenizer seq_len batch_size packing max_documents shuffle "
+    "shuffle_tokens num_epochs",
     "clip data": "source tokenizer text_len image_size batch_size crop_scale classes templates "
     "templates_file max_pixels num_epochs",
     "llama loss": "z_loss",

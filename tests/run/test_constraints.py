@@ -19,6 +19,7 @@ REFUSED = {
     "attention_runs": [
         ({"model.attention": "splash"}, 1, "gpu", "runs on tpu"),
         ({"mesh.context": 2, "model.attention": "xla"}, 2, "cpu", "use model.attention=ring"),
+        ({"model.attention": "cudnn"}, 1, "gpu", "use model.attention=flash"),
     ],
     "float16_is_scaled": [({"model.dtype": "float16"}, 1, "cpu", "precision=fp16")],
     "params_are_not_float16": [({"model.param_dtype": "float16"}, 1, "cpu", "use float32")],

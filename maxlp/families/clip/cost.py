@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from maxlp.families.clip.model import TextConfig
 from maxlp.families.clip.vit import VisualConfig
+from maxlp.nn.attention import cudnn
 from maxlp.parallel.sharding import abstract_mesh
 from maxlp.planning.cost_model import Cost, Ledger, StateShapes, Work, matmul_dtypes, saves_attention
 from maxlp.planning.hlo import Collective
@@ -127,6 +128,8 @@ class Tower:
         stream = 4.5 * self.x / self.t + 4 * self.x
         mlp = 3 * self.f + (4 + self.a) * self.squares
         attention = 2 * self.f + (4 + 2 * self.a) * self.squares
+        if self.attention == "cudnn":
+            attention += cudnn.workspace(self.x / self.a / self.t, packed=False)
         return max(mlp, attention) + stream + 0.7 * (weights + rounded)
 
 

@@ -143,6 +143,7 @@ def attention_uses(model: CLIPConfig, data: ImageTextDataConfig) -> tuple[Use, .
     return tuple(
         Use(
             seq_len=length,
+            num_heads=tower.num_heads,
             kv_heads=tower.num_heads,
             head_dim=tower.width // tower.num_heads,
             dtype=model.dtype,

@@ -13,7 +13,7 @@ import math
 
 import jax.numpy as jnp
 
-from maxlp.nn.attention import flash, flash_tile, ring
+from maxlp.nn.attention import cudnn, flash, flash_tile, ring
 from maxlp.parallel.schedule import Schedule
 from maxlp.parallel.sharding import abstract_mesh
 from maxlp.planning.cost_model import Cost, Ledger, StateShapes, Work, matmul_dtypes, saves_attention
@@ -211,10 +211,11 @@ def of_block(s: Sizes) -> dict[str, float]:
     Of the MLP it holds gate, up, their product and two gradients; on one device no more, because nothing
     is gathered. Of attention it holds the inputs and the output; dense attention peaks before the MLP is
     recomputed, with probabilities and their gradient in float32 and rounded; for ring attention see
-    `of_ring`. Of the residual stream it holds four whole arrays, and with a tensor axis up to five more:
-    gathered for what is recomputed, and sums to scatter. The TPU compiler holds normed queries and keys in
-    float32 twice. Seven tenths of the gathered weights are in use at that moment, and as much of the
-    rounded ones, see `rounded_weights`.
+    `of_ring`, and for cuDNN `cudnn.workspace`, which compilers without a GPU do not count. Of the residual
+    stream it holds four whole arrays, and with a tensor axis up to five more: gathered for what is
+    recomputed, and sums to scatter. The TPU compiler holds normed queries and keys in float32 twice. Seven
+    tenths of the gathered weights are in use at that moment, and as much of the rounded ones, see
+    `rounded_weights`.
     """
     x, f = s.T * s.D * s.a, s.T * s.F * s.a / s.t
     q, k = s.T * s.N * s.H * s.a / s.t, s.T * s.K * s.H * s.a / s.t
@@ -225,6 +226,8 @@ def of_block(s: Sizes) -> dict[str, float]:
     attention = (8 + s.a) * squares(s) + 2 * q + 2 * k + 2 * x + split if s.attention == "xla" else 0.0
     if s.attention == "ring":
         attention = of_ring(s) + 4 * x + split
+    if s.attention == "cudnn":
+        attention = cudnn.workspace(q / s.a, packed=True) + 2 * q + 2 * k + 2 * x + split
     attention += x / s.t
     if s.platform == "tpu" and s.remat != "none":  # else they are saved
         mlp, attention = mlp + 2 * normed_heads(s), attention + 2 * normed_heads(s)

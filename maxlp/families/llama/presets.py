@@ -45,6 +45,7 @@ def llama(**sizes) -> ConfigDict:
             seq_len=8192,
             batch_size=512,
             packing="concat",
+            max_documents=config_dict.placeholder(int),  # in a row; model.attention=cudnn needs a bound
             shuffle=config_dict.placeholder(bool),
             shuffle_tokens=config_dict.placeholder(int),
             num_epochs=config_dict.placeholder(int),  # unset: without end

@@ -134,10 +134,12 @@ def flops_per_unit(
 def attention_uses(model: LlamaConfig, data: text.TextDataConfig) -> tuple[Use, ...]:
     use = Use(
         seq_len=data.seq_len,
+        num_heads=model.num_heads,
         kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         dtype=model.dtype,
         packed=True,
+        max_documents=data.max_documents,
     )
     return (use,)
 

@@ -5,8 +5,9 @@ name   platform memory besides q, k, v, output   limits
 ====== ======== ================================ =================================================
 xla    any      5/8 of (N, S, S) probabilities   none
 flash  gpu      none                             H at most 256 in 16 bits and 128 in 32
-cudnn  gpu      none                             no segment ids; S even; H a multiple of 8 and at
-                                                 most 256; bfloat16 or float16
+cudnn  gpu      `cudnn.workspace`                S even; H a multiple of 8 and at most 256, before
+                                                 Hopper 128; bfloat16 or float16; documents bounded
+                                                 per row, and none before Hopper
 splash tpu      none                             S a multiple of 128
 ring   any      none                             none; the only one that can split S
 ====== ======== ================================ =================================================
@@ -44,6 +45,9 @@ PLATFORMS: dict[str, tuple[str, ...]] = {
     "cudnn": ("gpu", "cuda"),
     "splash": ("tpu",),
 }
+# By a part of `jax.Device.device_kind`: the GPUs with cuDNN's packed layout, and with its heads above 128.
+HOPPER_OR_NEWER = "H100", "H200", "B200", "B300"
+MAX_DOCUMENTS = 16  # of a row, for cuDNN, whose backward pass reserves memory for so many rows
 # What `auto` takes, the first of them that accepts the model. None of it has been measured here: cuDNN's
 # kernels have been published as 1.7 to 2.3 times as fast as FlashAttention-2 on H100
 # (https://github.com/huggingface/transformers/pull/48163).
@@ -82,20 +86,26 @@ class Use:
 
     Attributes:
       seq_len: S.
+      num_heads: N.
       kv_heads: K, which divides N.
       head_dim: H.
       dtype: of q, k and v.
       packed: rows hold several documents, told apart by segment ids.
+      max_documents: how many at most; None for any number.
+      rows: of one device at once.
     """
 
     seq_len: int
+    num_heads: int
     kv_heads: int
     head_dim: int
     dtype: str
     packed: bool
+    max_documents: int | None = None
+    rows: int = 1
 
 
-def choose(uses: Sequence[Use], axes: Mapping[str, int], platform: str) -> str:
+def choose(uses: Sequence[Use], axes: Mapping[str, int], platform: str, device_kind: str) -> str:
     """The kernel that ``auto`` stands for.
 
     It is ring if the mesh splits the sequence, otherwise the first of `FASTEST` that accepts all uses, and
@@ -103,20 +113,22 @@ def choose(uses: Sequence[Use], axes: Mapping[str, int], platform: str) -> str:
 
     Args:
       axes: the size of every mesh axis.
-      platform: ``jax.Device.platform``.
+      platform, device_kind: as in `jax.Device`.
     """
     if axes["context"] > 1:
         return "ring"
-    accepted = (name for name in FASTEST if all(refusal(name, use, axes, platform) is None for use in uses))
-    return next(accepted, "xla")
+    for name in FASTEST:
+        if all(refusal(name, use, axes, platform, device_kind) is None for use in uses):
+            return name
+    return "xla"
 
 
-def refusal(name: str, use: Use, axes: Mapping[str, int], platform: str) -> str | None:
+def refusal(name: str, use: Use, axes: Mapping[str, int], platform: str, device_kind: str) -> str | None:
     """Why a kernel cannot be used and what to do instead, in one line; None if it can be used.
 
     Args:
       axes: the size of every mesh axis.
-      platform: ``jax.Device.platform``.
+      platform, device_kind: as in `jax.Device`.
     """
     key = f"model.attention={name}"
     if platform not in PLATFORMS.get(name, (platform,)):
@@ -141,21 +153,38 @@ def refusal(name: str, use: Use, axes: Mapping[str, int], platform: str) -> str 
             f"{use.dtype}, not {use.head_dim}; use model.attention=xla or ring"
         )
     if name == "cudnn":
-        return _cudnn_refusal(key, use)
+        return _cudnn_refusal(key, use, use.num_heads // axes["tensor"], device_kind)
     return None
 
 
-def _cudnn_refusal(key: str, use: Use) -> str | None:
-    if use.packed:
-        return f"{key} cannot keep the documents of a packed row apart; use model.attention=flash"
+def _cudnn_refusal(key: str, use: Use, heads: int, device_kind: str) -> str | None:
+    is_hopper = any(name in device_kind for name in HOPPER_OR_NEWER)
+    if use.packed and not is_hopper:
+        return (
+            f"{key} keeps the documents of a packed row apart on {', '.join(HOPPER_OR_NEWER)}, not on "
+            f"{device_kind}; use model.attention=flash"
+        )
+    if use.packed and not 1 <= (use.max_documents or 0) <= MAX_DOCUMENTS:
+        return (
+            f"{key} keeps at most {MAX_DOCUMENTS} documents of a packed row apart, but "
+            f"data.max_documents={use.max_documents}; set data.max_documents={MAX_DOCUMENTS} or use "
+            "model.attention=flash"
+        )
+    if use.packed and use.rows * use.seq_len * heads * use.head_dim >= 2**31:  # offsets are int32
+        return (
+            f"{key} takes fewer than 2^31 numbers of packed queries at once, not {use.rows} rows × "
+            f"{use.seq_len} × {heads} heads × {use.head_dim}; raise train.microbatches or use "
+            "model.attention=flash"
+        )
     if use.seq_len % 2:
         return f"{key} needs an even sequence length, not {use.seq_len}; use model.attention=flash"
     if use.dtype not in ("bfloat16", "float16"):
         return f"{key} computes in bfloat16 or float16, not {use.dtype}; set model.dtype to one of them"
-    if use.head_dim % 8 or use.head_dim > 256:
+    largest = 256 if is_hopper else 128
+    if use.head_dim % 8 or use.head_dim > largest:
         return (
-            f"{key} needs a head dim that is a multiple of 8 and at most 256, not {use.head_dim}; use "
-            "model.attention=flash or xla"
+            f"{key} needs a head dim that is a multiple of 8 and at most {largest} on {device_kind}, not "
+            f"{use.head_dim}; use model.attention=flash or xla"
         )
     return None
 

@@ -1,7 +1,27 @@
-"""cuDNN's flash attention, for NVIDIA GPUs."""
+"""cuDNN's flash attention, for NVIDIA GPUs, also of rows of packed documents (Hopper or newer).
+
+As a mask, documents would be an (S, S) bias. Instead, cuDNN reads q, k and v as ragged arrays: it is given
+the length of each document and the offset of its first number, and skips what lies between documents in
+both passes. The number of documents is part of the program, and memory is reserved for so many of length S
+(`workspace`), so that the loader has to bound it (``data.max_documents``).
+
+JAX's function for this layout is private, computes wrong offsets of keys for K < N in 0.10, and leaves its
+residuals without a name for remat policies. So its primitives are bound here, with offsets of our own.
+
+Shape letters: B batch · S length · T = B·S tokens · N query heads · K kv heads · H head dim · M documents
+of a row at most, padding included · D = B·M documents.
+"""
+
+import functools
+import inspect
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as fused
+from jax.ad_checkpoint import checkpoint_name
 
+from maxlp.nn.attention import MAX_DOCUMENTS, RESIDUALS
 from maxlp.nn.attention.per_device import on_each_device
 
 
@@ -13,17 +33,129 @@ def cudnn(
     causal: bool,
     segment_ids_BS: jax.Array | None,
 ) -> jax.Array:
-    """cuDNN's flash attention (Ampere or newer; before Hopper only for H up to 128), without segment ids.
+    """cuDNN's flash attention, of at most `MAX_DOCUMENTS` documents per row; of more it is undefined."""
 
-    As a mask, segment ids would be an (S, S) bias. cuDNN can take the offsets of the documents in packed
-    rows instead, but only with a fixed maximum of documents per row and through a private function of
-    JAX, and JAX 0.10 computes wrong offsets of the keys for K < N.
+    def attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS) -> Any:
+        return _attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS, causal)
+
+    return on_each_device(attend, q_BSNH, k_BSKH, v_BSKH, segment_ids_BS)
+
+
+def workspace(numbers: float, packed: bool) -> float:
+    """Bytes that cuDNN's backward pass takes, which only a compilation on a GPU with cuDNN shows.
+
+    It sums the gradient of q in float32, for every document as if it had the length of a row: ``dQ_accum``
+    of cuDNN's frontend, whose bound by the number of tokens (``max_total_seq_len_q``) XLA does not set.
+
+    Args:
+      numbers: in q.
     """
-    assert segment_ids_BS is None, "see attention.refusal"
+    return 4 * numbers * (MAX_DOCUMENTS + 1 if packed else 1)
 
-    def attend(q_BSNH, k_BSKH, v_BSKH, _):
-        return jax.nn.dot_product_attention(
-            q_BSNH, k_BSKH, v_BSKH, is_causal=causal, implementation="cudnn"
-        )
 
-    return on_each_device(attend, q_BSNH, k_BSKH, v_BSKH, None)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS, causal):
+    return _attend_fwd(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS, causal)[0]
+
+
+def _attend_fwd(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS, causal):
+    documents = None if segment_ids_BS is None else Documents.of(segment_ids_BS)
+    operands, parameters = _ragged(q_BSNH, k_BSKH, documents, causal)
+    out_BSNH, log_sum = fused._dot_product_attention_fwd_p.bind(
+        q_BSNH, k_BSKH, v_BSKH, *operands, **parameters, is_training=True
+    )
+    log_sum_BNS = log_sum if documents is None else documents.joined(log_sum)
+    out_BSNH = checkpoint_name(out_BSNH, RESIDUALS)
+    log_sum_BNS = checkpoint_name(log_sum_BNS, RESIDUALS)
+    return out_BSNH, (q_BSNH, k_BSKH, v_BSKH, segment_ids_BS, out_BSNH, log_sum_BNS)
+
+
+def _attend_bwd(causal, saved, dout_BSNH):
+    q_BSNH, k_BSKH, v_BSKH, segment_ids_BS, out_BSNH, log_sum_BNS = saved
+    documents = None if segment_ids_BS is None else Documents.of(segment_ids_BS)
+    operands, parameters = _ragged(q_BSNH, k_BSKH, documents, causal)
+    log_sum = log_sum_BNS if documents is None else documents.split(log_sum_BNS)
+    rows = log_sum, out_BSNH, dout_BSNH
+    gradients = fused._dot_product_attention_bwd_p.bind(
+        q_BSNH, k_BSKH, v_BSKH, *operands, *rows, **parameters
+    )
+    return *gradients, None
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _ragged(q_BSNH, k_BSKH, documents, causal) -> tuple[list[jax.Array], dict[str, Any]]:
+    """The operands behind q, k and v, and the parameters, of both of JAX's primitives."""
+    none = jnp.zeros(0, q_BSNH.dtype)
+    lengths, offsets, mask = [none] * 2, [none] * 2, "CAUSAL" if causal else "NO_MASK"
+    if documents is not None:
+        lengths = [documents.lengths_BM] * 2
+        offsets = [documents.offsets(q_BSNH), documents.offsets(k_BSKH)]
+        mask = "PADDING_CAUSAL" if causal else "PADDING"
+    parameters = dict(
+        scale=q_BSNH.shape[-1] ** -0.5,
+        seed=0,
+        dropout_rate=0.0,
+        variadic_args=(False, False),  # no bias, no gradient of one
+        mask_type=fused.MaskType[mask],
+        layout=fused.AttentionLayout.BTNH.value,
+        sliding_window_length=None,
+    )
+    of_0_12 = "score_mod_name", "score_mod_jaxpr"
+    known = inspect.signature(fused._dot_product_attention_fwd_cuda_lowering).parameters
+    parameters |= dict.fromkeys(name for name in of_0_12 if name in known)
+    bias, page_tables = none, [none] * 2
+    return [bias, *lengths, *offsets, *page_tables], parameters
+
+
+# --- documents of packed rows -----------------------------------------------------------------------------
+
+
+class Documents(NamedTuple):
+    """Where the documents of all rows are, one row after the other.
+
+    Padding is a document too, so that every output is defined. Behind the last document there are empty
+    ones, at the end of the tokens.
+
+    Attributes:
+      number_BS: of the document of each token, from 0 over all rows.
+      starts: int32 (D + B,), the first token of each document among all T.
+    """
+
+    number_BS: jax.Array
+    starts: jax.Array
+
+    @classmethod
+    def of(cls, segment_ids_BS: jax.Array) -> "Documents":
+        B, S = segment_ids_BS.shape
+        is_first_BS = jnp.ones((B, S), bool).at[:, 1:].set(segment_ids_BS[:, 1:] != segment_ids_BS[:, :-1])
+        number_T = jnp.cumsum(is_first_BS.ravel(), dtype=jnp.int32) - 1
+        # How many tokens are in earlier documents. Comparisons need no scatter, which GPUs are slow at.
+        earlier = number_T[None] < jnp.arange(B * (MAX_DOCUMENTS + 2))[:, None]
+        return cls(number_T.reshape(B, S), jnp.sum(earlier, axis=1, dtype=jnp.int32))
+
+    @property
+    def lengths_BM(self) -> jax.Array:
+        B = self.number_BS.shape[0]
+        return jnp.diff(self.starts)[: B * (MAX_DOCUMENTS + 1)].reshape(B, -1)
+
+    def offsets(self, x_BSNH: jax.Array) -> jax.Array:
+        """The first number of each document in the memory of an array, int32 (B, M + 1)."""
+        B, S, N, H = x_BSNH.shape
+        assert B * S * N * H < 2**31, "see attention.refusal"
+        return (self.starts * (N * H)).reshape(B, -1)
+
+    def joined(self, x_DNS: jax.Array) -> jax.Array:
+        """Numbers of the tokens of each document, one document after the other: (B, N, S)."""
+        B, S = self.number_BS.shape
+        place_BS = jnp.arange(B * S).reshape(B, S) - self.starts[self.number_BS]
+        heads_1N1 = jnp.arange(x_DNS.shape[1])[None, :, None]
+        return x_DNS[self.number_BS[:, None], heads_1N1, place_BS[:, None]]
+
+    def split(self, x_BNS: jax.Array) -> jax.Array:
+        """The inverse of `joined`; behind the end of a document there are numbers of others."""
+        B, N, S = x_BNS.shape
+        starts_D = self.starts[: B * (MAX_DOCUMENTS + 1)]
+        token_D1S = jnp.minimum(starts_D[:, None, None] + jnp.arange(S)[None, None], B * S - 1)
+        return x_BNS[token_D1S // S, jnp.arange(N)[None, :, None], token_D1S % S]

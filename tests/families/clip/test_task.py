@@ -35,8 +35,8 @@ def test_batch_shapes_are_those_of_the_data():
 def test_attention_is_used_once_in_each_tower():
     """In training half of the 16 patches are dropped; the class token is not."""
     assert task.attention_uses(tiny_clip(), DATA) == (
-        Use(seq_len=9, kv_heads=2, head_dim=16, dtype="float32", packed=False),
-        Use(seq_len=12, kv_heads=2, head_dim=16, dtype="float32", packed=False),
+        Use(seq_len=9, num_heads=2, kv_heads=2, head_dim=16, dtype="float32", packed=False),
+        Use(seq_len=12, num_heads=2, kv_heads=2, head_dim=16, dtype="float32", packed=False),
     )
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxlp.families.llama.cost import COST, sizes
+from maxlp.families.llama.cost import COST, of_block, sizes
 from maxlp.families.llama.presets import llama
 from maxlp.planning.cost_model import state_shapes
 from maxlp.run.settings import read
@@ -38,6 +38,18 @@ def test_a_block_has_as_many_weights_as_its_matmuls():
     c.data.update(source="unread", tokenizer="bytes", seq_len=256, batch_size=64)
     s = read(c)
     assert sizes(s, s.machine(8, "cuda")).block_params == 256 * 64 * (2 * 4 + 2 * 2) + 3 * 256 * 1024
+
+
+def test_cudnn_takes_a_float32_gradient_of_q_for_every_document_that_may_be():
+    c = llama(**SIZES)
+    c.data.update(source="unread", tokenizer="bytes", seq_len=256, batch_size=64, max_documents=16)
+    blocks = {}
+    for attention in ("flash", "cudnn"):
+        c.model.attention = attention
+        s = read(c)
+        blocks[attention] = of_block(sizes(s, s.machine(8, "cuda")))["a block's activations"]
+    q = 64 // 8 * 256 * 4 * 64  # numbers: rows of a device, tokens, heads, head dim
+    assert blocks["cudnn"] > (16 + 1) * 4 * q > blocks["flash"]
 
 
 def test_float16_computes_the_logits_of_chunks_twice():
