@@ -1694,7 +1694,8 @@ RUN += [
         ('text not in ("false", "False", "0")', 'text in ("false", "False", "0")'),
         ("initial=2.0**15", "initial=2.0**16"),
         ('c.model.dtype = c.model.param_dtype = "bfloat16"', 'c.model.dtype = "bfloat16"'),
-        ("c.optimizer.galore.rank = chosen.galore", "c.optimizer.galore.scale = chosen.galore"),
+        ("galore.update(rank=chosen.galore, scale", "galore.update(rank=rank, scale"),
+        ("c.optimizer.learning_rate / GALORE_SCALE", "c.optimizer.learning_rate"),
     ),
     *_in(
         "families/llama/presets.py",

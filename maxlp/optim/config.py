@@ -36,6 +36,9 @@ MU_DTYPES = ("float32", "bfloat16", "float16")
 # "float32" leaves a moment as it is. int4 has too few values for a moment.
 MOMENT_FORMATS = ("float32", *(name for name in FORMATS if name != "int4"))
 PARAM_ROUNDINGS = ("stochastic", "kahan")
+# learning_rate · galore.scale of GaLore's own runs with Adam (arXiv:2403.03507, section 4.1): 0.01 · 0.25
+# for 60M to 1B parameters. A factor of 2 to both sides contains the 0.005 · 0.25 of its 7B.
+GALORE_RATES = 0.0025 / 2, 0.0025 * 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,8 @@ class GaloreConfig:
     Attributes:
       rank: r, the rank of the projected gradients, at most the kernel's short side; 0 turns GaLore off.
       update_proj_gap: steps between refreshes of the subspace; the first step always refreshes.
-      scale: the paper's α, a factor on the updates of projected kernels.
+      scale: the paper's α, a factor on the updates of projected kernels, whose rate thus is learning_rate ·
+        scale while all other parameters have learning_rate: see docs/optimizers.md.
       side: the side of a kernel that is projected. "short" is the paper's and galore-torch's `std` (a
         square kernel is projected on its input side), "long" is galore-torch's `reverse_std`: smaller
         moments, a larger projector.
@@ -54,8 +58,9 @@ class GaloreConfig:
       moments: what a refresh does to the moments: "keep" them (the paper), "reset" them to what they are
         after a first step, or "reproject" them: with C = P_newᵀ P_old, μ ← C μ and ν ← C² ν (elementwise
         square, as if the directions were uncorrelated).
-      projector: "float32", or "int8" or "int4" with one scale per 256 entries of a row (Q-GaLore, Zhang et
-        al. 2024, arXiv:2407.08296; their zero point is left out, since a basis is symmetric around 0).
+      projector: "float32", "bfloat16", or "int8" or "int4" with one scale per 256 entries of a row
+        (Q-GaLore, Zhang et al. 2024, arXiv:2407.08296; their zero point is left out, since a basis is
+        symmetric around 0).
       lazy_threshold: Q-GaLore's lazy updates, per layer: the gap doubles when the cosine of successive
         leading directions averages at least this over five refreshes. 0.4 in the paper; 0 turns it off.
       targets: regular expressions, searched in names such as `layers/attn/q_proj/kernel`.
@@ -68,7 +73,7 @@ class GaloreConfig:
     side: Annotated[str, OneOf(("short", "long"))] = "short"
     basis: Annotated[str, OneOf(("svd", "randomized"))] = "svd"
     moments: Annotated[str, OneOf(("keep", "reset", "reproject"))] = "keep"
-    projector: Annotated[str, OneOf(("float32", "int8", "int4"))] = "float32"
+    projector: Annotated[str, OneOf(("float32", "bfloat16", "int8", "int4"))] = "float32"
     lazy_threshold: Fraction = 0.0
     targets: tuple[Annotated[str, RegularExpression()], ...] = HIDDEN_KERNELS
     seed: Seed = 0
@@ -170,6 +175,22 @@ class OptimizerConfig:
     def has_galore(self) -> bool:
         """Whether gradients are projected."""
         return self.galore is not None and self.galore.rank > 0
+
+    def galore_warning(self) -> str | None:
+        """One line if projected kernels move much slower or faster than in GaLore's own pre-training."""
+        if self.galore is None or not self.has_galore or "adamw" not in self.name:
+            return None
+        factors = f"optimizer.learning_rate={self.learning_rate:g} × galore.scale={self.galore.scale:g}"
+        rate, (lowest, highest) = self.learning_rate * self.galore.scale, GALORE_RATES
+        if rate < 0.999 * lowest:
+            return (
+                f"{factors} = {rate:g} is below the rates of GaLore's runs, {lowest:g}; raise one of them"
+            )
+        if rate > 1.001 * highest:
+            return (
+                f"{factors} = {rate:g} is above the rates of GaLore's runs, {highest:g}; lower one of them"
+            )
+        return None
 
     @property
     def has_low_bit(self) -> bool:
