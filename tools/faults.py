@@ -232,19 +232,13 @@ OPTIM = [
     ),
     *_in(
         "optim/muon.py",
-        "optim/test_contract.py",
-        ("rms * max(u.shape[-2:]) ** 0.5 * u", "rms * min(u.shape[-2:]) ** 0.5 * u", "optim/test_muon.py"),
-        (
-            "return optax.contrib.MuonDimensionNumbers((n,), (n + 1,))",
-            "return optax.contrib.MuonDimensionNumbers((0,), (1,))",
-            "optim/test_muon.py",
-        ),
-        (
-            '"muon" if matches(k, targets) else "adam"',
-            '"adam" if matches(k, targets) else "muon"',
-            "optim/test_muon.py",
-        ),
-        ("ns_steps=ns_steps, beta=beta", "ns_steps=ns_steps, beta=b1", "optim/test_muon.py"),
+        "optim/test_muon.py",
+        ("rms * max(u.shape[-2:]) ** 0.5 * u", "rms * min(u.shape[-2:]) ** 0.5 * u"),
+        ('"muon" if matches(k, targets) else "adam"', '"adam" if matches(k, targets) else "muon"'),
+        ("ahead = (1 - beta) * g + beta * m", "ahead = m"),
+        ("by_layer[: i + 1], *free) for i in range(len(by_layer) - 1)", "*free) for i in range(0)"),
+        ("jnp.square(widened(u)), axis=-2, keepdims", "jnp.square(widened(u)), axis=-1, keepdims"),
+        ("lambda u: rate * u", "lambda u: u"),
     ),
     *_in(
         "optim/schedule_free.py",

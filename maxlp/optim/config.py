@@ -28,6 +28,7 @@ OPTIMIZERS = {
     "adafactor": "maxlp.optim.adafactor:scale_by_adafactor",
     "lion": "optax:scale_by_lion",
     "muon": "maxlp.optim.muon:scale_by_muon",
+    "normuon": "maxlp.optim.muon:scale_by_normuon",
     "schedule_free_adamw": "maxlp.optim.schedule_free:scale_by_debiased_rms",
     "adamp": "maxlp.optim.adamp:scale_by_adamp",
     "sgd": "maxlp.optim.sgd:scale_by_momentum",
