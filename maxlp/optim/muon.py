@@ -20,17 +20,15 @@ split the long side of each matrix instead; its Gram matrices are then summed ov
 """
 
 import math
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from maxlp.optim.tree_utils import HIDDEN_KERNELS, matches, widened
-from maxlp.schema import Count, DecayRate, Positive, RegularExpression
-
-Targets = tuple[Annotated[str, RegularExpression()], ...]
+from maxlp.optim.tree_utils import HIDDEN_KERNELS, Targets, by_target, widened
+from maxlp.schema import Count, DecayRate, Positive
 
 
 class NeuronState(NamedTuple):
@@ -68,7 +66,7 @@ def scale_by_muon(
         return jax.tree.map(lambda u: rms * max(u.shape[-2:]) ** 0.5 * u, updates)
 
     muon = optax.chain(_orthogonal(beta, ns_steps, eps, mu_dtype), optax.stateless(to_rms))
-    return _for_targets(muon, _adam(b1, b2, eps, mu_dtype, adam_rate), targets)
+    return by_target({"muon": muon, "adam": _adam(b1, b2, eps, mu_dtype, adam_rate)}, targets)
 
 
 def scale_by_normuon(
@@ -86,16 +84,7 @@ def scale_by_normuon(
     """NorMuon for the matrices of the layers; arguments as of `scale_by_muon`, with b2 and eps as above."""
     neurons = _neurons_to_rms(b2, eps, rms)
     normuon = optax.chain(_orthogonal(beta, ns_steps, eps, mu_dtype), neurons)
-    return _for_targets(normuon, _adam(b1, b2, eps, mu_dtype, adam_rate), targets)
-
-
-def _for_targets(
-    of_targets: optax.GradientTransformation, of_others: optax.GradientTransformation, targets: Targets
-) -> optax.GradientTransformation:
-    def labels(params: optax.Params) -> Any:
-        return jax.tree.map_with_path(lambda k, _: "muon" if matches(k, targets) else "adam", params)
-
-    return optax.partition({"muon": of_targets, "adam": of_others}, labels)
+    return by_target({"muon": normuon, "adam": _adam(b1, b2, eps, mu_dtype, adam_rate)}, targets)
 
 
 def _adam(b1: float, b2: float, eps: float, mu_dtype: Any, rate: float) -> optax.GradientTransformation:
@@ -166,7 +155,8 @@ def _spread(x: jax.Array, back: bool = False) -> jax.Array:
 
 def _split(shape: tuple[int, ...], mesh: jax.sharding.AbstractMesh) -> tuple[tuple, tuple]:
     """The axes of the mesh that split the layers, and those that split the long side."""
-    dims = shape[0] if len(shape) > 2 else 1, shape[-1]
+    *layers, _, long = shape
+    dims = (*layers, 1)[0], long
     axes: list[tuple] = [(), ()]
     for axis in (a for a in mesh.axis_names if a != "data" and mesh.shape[a] > 1):
         for i, dim in enumerate(dims):

@@ -102,6 +102,10 @@ FREE = dict(name="schedule_free_adamw", schedule="constant")
         ),
         ({"name": "adamp", "galore": {"rank": 2}}, r"^galore.rank=2 does not go with name='adamp': "),
         (
+            {"name": "soap", "galore": {"rank": 2}},
+            r"^galore.rank=2 does not go with name='soap': .* set gal",
+        ),
+        (
             {"name": "adafactor", "galore": {"rank": 2, "moments": "reset"}},
             r"^galore.moments='reset' does not go with name='adafactor': ",
         ),

@@ -48,6 +48,7 @@ OPTIMIZERS = {
     "lion": dict(b2=0.98),
     "muon": {},
     "normuon": {},
+    "soap": dict(options=dict(precondition_frequency=2, one_sided=True)),  # see test_soap.py
     "schedule_free_adamw": dict(schedule="constant"),
     "adamp": {},
     "sgd": {},
