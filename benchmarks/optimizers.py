@@ -43,7 +43,17 @@ def optimizers(rank: int, gap: int) -> dict[str, dict]:
     """Values of the ``optimizer`` section, by the name to print."""
     galore = {"rank": rank, "update_proj_gap": gap, "basis": "randomized"}
     q_galore = galore | {"projector": "int4", "lazy_threshold": 0.4}
-    names = ("adamw", "stable_adamw", "adafactor", "lion", "muon", "schedule_free_adamw", "adamp")
+    names = (
+        "adamw",
+        "stable_adamw",
+        "adafactor",
+        "lion",
+        "muon",
+        "normuon",
+        "soap",
+        "schedule_free_adamw",
+        "adamp",
+    )
     return {name: {"name": name} for name in names} | {
         "galore, svd": {"galore": galore | {"basis": "svd"}},
         "galore, randomized": {"galore": galore},

@@ -67,6 +67,7 @@ FEATURES = [
     Feature("adafactor", "optimizer", {"optimizer.name": "adafactor"}),
     Feature("lion", "optimizer", {"optimizer.name": "lion"}),
     Feature("muon", "optimizer", {"optimizer.name": "muon"}),
+    Feature("soap", "optimizer", {"optimizer.name": "soap"}),
     Feature("adamp", "optimizer", {"optimizer.name": "adamp"}),
     Feature(
         "schedule_free_adamw",

@@ -1,4 +1,4 @@
-"""Llama 350M on C4, the full-rank setting of GaLore's table 2 (arXiv:2403.03507).
+"""Llama 350M on C4 as in GaLore's table 2 (arXiv:2403.03507): full rank, or with `350m.py:galore` GaLore.
 
 python -m maxlp.train --config=configs/llama/350m.py --workdir=/tmp/run \
     --config.data.source=array_record:/data/c4 --config.data.tokenizer=/data/tokenizer.json
@@ -19,4 +19,4 @@ def get_config(arg: str = ""):
         head_dim=64,
         mlp_dim=2736,
     )
-    return choose(arg, c)
+    return choose(arg, c, galore=(256, 0.01))  # table 2, section 4.1

@@ -28,6 +28,8 @@ OPTIMIZERS = {
     "adafactor": "maxlp.optim.adafactor:scale_by_adafactor",
     "lion": "optax:scale_by_lion",
     "muon": "maxlp.optim.muon:scale_by_muon",
+    "normuon": "maxlp.optim.muon:scale_by_normuon",
+    "soap": "maxlp.optim.soap:scale_by_soap",
     "schedule_free_adamw": "maxlp.optim.schedule_free:scale_by_debiased_rms",
     "adamp": "maxlp.optim.adamp:scale_by_adamp",
     "sgd": "maxlp.optim.sgd:scale_by_momentum",
@@ -36,6 +38,9 @@ MU_DTYPES = ("float32", "bfloat16", "float16")
 # "float32" leaves a moment as it is. int4 has too few values for a moment.
 MOMENT_FORMATS = ("float32", *(name for name in FORMATS if name != "int4"))
 PARAM_ROUNDINGS = ("stochastic", "kahan")
+# learning_rate · galore.scale of GaLore's own runs with Adam (arXiv:2403.03507, section 4.1): 0.01 · 0.25
+# for 60M to 1B parameters. A factor of 2 to both sides contains the 0.005 · 0.25 of its 7B.
+GALORE_RATES = 0.0025 / 2, 0.0025 * 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +50,8 @@ class GaloreConfig:
     Attributes:
       rank: r, the rank of the projected gradients, at most the kernel's short side; 0 turns GaLore off.
       update_proj_gap: steps between refreshes of the subspace; the first step always refreshes.
-      scale: the paper's α, a factor on the updates of projected kernels.
+      scale: the paper's α, a factor on the updates of projected kernels, whose rate thus is learning_rate ·
+        scale while all other parameters have learning_rate: see docs/optimizers.md.
       side: the side of a kernel that is projected. "short" is the paper's and galore-torch's `std` (a
         square kernel is projected on its input side), "long" is galore-torch's `reverse_std`: smaller
         moments, a larger projector.
@@ -54,8 +60,9 @@ class GaloreConfig:
       moments: what a refresh does to the moments: "keep" them (the paper), "reset" them to what they are
         after a first step, or "reproject" them: with C = P_newᵀ P_old, μ ← C μ and ν ← C² ν (elementwise
         square, as if the directions were uncorrelated).
-      projector: "float32", or "int8" or "int4" with one scale per 256 entries of a row (Q-GaLore, Zhang et
-        al. 2024, arXiv:2407.08296; their zero point is left out, since a basis is symmetric around 0).
+      projector: "float32", "bfloat16", or "int8" or "int4" with one scale per 256 entries of a row
+        (Q-GaLore, Zhang et al. 2024, arXiv:2407.08296; their zero point is left out, since a basis is
+        symmetric around 0).
       lazy_threshold: Q-GaLore's lazy updates, per layer: the gap doubles when the cosine of successive
         leading directions averages at least this over five refreshes. 0.4 in the paper; 0 turns it off.
       targets: regular expressions, searched in names such as `layers/attn/q_proj/kernel`.
@@ -68,7 +75,7 @@ class GaloreConfig:
     side: Annotated[str, OneOf(("short", "long"))] = "short"
     basis: Annotated[str, OneOf(("svd", "randomized"))] = "svd"
     moments: Annotated[str, OneOf(("keep", "reset", "reproject"))] = "keep"
-    projector: Annotated[str, OneOf(("float32", "int8", "int4"))] = "float32"
+    projector: Annotated[str, OneOf(("float32", "bfloat16", "int8", "int4"))] = "float32"
     lazy_threshold: Fraction = 0.0
     targets: tuple[Annotated[str, RegularExpression()], ...] = HIDDEN_KERNELS
     seed: Seed = 0
@@ -171,6 +178,22 @@ class OptimizerConfig:
         """Whether gradients are projected."""
         return self.galore is not None and self.galore.rank > 0
 
+    def galore_warning(self) -> str | None:
+        """One line if projected kernels move much slower or faster than in GaLore's own pre-training."""
+        if self.galore is None or not self.has_galore or "adamw" not in self.name:
+            return None
+        factors = f"optimizer.learning_rate={self.learning_rate:g} × galore.scale={self.galore.scale:g}"
+        rate, (lowest, highest) = self.learning_rate * self.galore.scale, GALORE_RATES
+        if rate < 0.999 * lowest:
+            return (
+                f"{factors} = {rate:g} is below the rates of GaLore's runs, {lowest:g}; raise one of them"
+            )
+        if rate > 1.001 * highest:
+            return (
+                f"{factors} = {rate:g} is above the rates of GaLore's runs, {highest:g}; lower one of them"
+            )
+        return None
+
     @property
     def has_low_bit(self) -> bool:
         """Whether moments are stored in few bits."""
@@ -188,6 +211,8 @@ class OptimizerConfig:
                 yield "param_rounding", self.param_rounding, "it keeps an unrounded copy; set it to None"
         if self.name == "adamp" and self.has_galore:
             yield "galore.rank", galore.rank, "it compares whole gradients with weights; set galore.rank=0"
+        if self.name == "soap" and self.has_galore:
+            yield "galore.rank", galore.rank, "its bases are those of whole gradients; set galore.rank=0"
         if self.name == "adafactor" and self.has_galore and galore.moments != "keep":
             yield "galore.moments", galore.moments, "its moments are factored; set galore.moments='keep'"
         if self.name == "adafactor" and self.mu_dtype is not None and not self.options.get("momentum"):

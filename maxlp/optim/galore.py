@@ -39,6 +39,7 @@ from maxlp.optim.tree_utils import LayerAxes, layer_axes, map_moments, matches, 
 OVERSAMPLING, POWER_ITERATIONS = 8, 2  # Halko et al. 2011: 5 to 10, and 1 or 2
 OVERLAPS = 5  # past refreshes that decide whether a lazy layer doubles its gap
 BLOCK_SIZE = 256  # entries of a low-bit projector that share a scale
+FLOATS = ("float32", "bfloat16")  # projectors that are stored as they are; others have scales
 NEVER = -(2**30)
 
 
@@ -46,8 +47,8 @@ class Subspace(NamedTuple):
     """The subspace of one kernel, (*layers, …), to which its gradients are projected.
 
     Attributes:
-      projector: float32 (*layers, short, rank), or (*layers, rank, short) if the short dim of the kernel is
-        its last; or the `Blocks` of that array.
+      projector: float32 or bfloat16 (*layers, short, rank), or (*layers, rank, short) if the short dim of
+        the kernel is its last; or the `Blocks` of that array.
       last_refresh: the count at which the projector was made; `NEVER` before the first refresh.
       stretch: the current gap as a multiple of `update_proj_gap`; 1 unless lazy.
       overlaps: |cos| between the leading vectors before and after each of the last refreshes.
@@ -329,13 +330,15 @@ def _whole(x: jax.Array, dim: int | None = None) -> jax.Array:
 
 def _packed(p: Any, dim: int, config: GaloreConfig) -> Any:
     """P, (*layers, m, r), as it is stored: with m where the kernel has it, so that both shard alike."""
-    p = p if config.projector == "float32" else encode(p, config.projector, block_size=BLOCK_SIZE)
+    name = config.projector
+    p = p.astype(name) if name in FLOATS else encode(p, name, block_size=BLOCK_SIZE)
     return p if dim == -2 else jax.tree.map(lambda x: jnp.swapaxes(x, -2, -1), p)
 
 
 def _unpacked(p: Any, dim: int, config: GaloreConfig) -> jax.Array:
     p = p if dim == -2 else jax.tree.map(lambda x: jnp.swapaxes(x, -2, -1), p)
-    return p if config.projector == "float32" else decode(p, config.projector, block_size=BLOCK_SIZE)
+    name = config.projector
+    return p.astype(jnp.float32) if name in FLOATS else decode(p, name, block_size=BLOCK_SIZE)
 
 
 def _over_layers(fn: Callable[[Any], Any], axes: int) -> Callable[[Any], Any]:

@@ -1,13 +1,40 @@
-"""Muon for stacked parameters: orthogonal steps for the matrices of the blocks."""
+"""Muon for stacked parameters: orthogonal steps for the matrices of the blocks.
 
-from typing import Annotated, Any
+With the momentum M of one layer's (m, n) matrix (Jordan et al. 2024, kellerjordan.github.io/posts/muon)
+
+    M ← beta · M + (1 - beta) · G
+    O = NewtonSchulz((1 - beta) · G + beta · M)            near U Vᵀ of its SVD
+    step = rms · √max(m, n) · O                            Liu et al. 2025, arXiv:2502.16982
+
+A step is as long as a typical one of Adam, which trains the other parameters, so that all share one
+learning rate and one weight decay.
+
+NorMuon (Li et al. 2025, arXiv:2510.05491) evens out the lengths of the neurons' steps, the columns of O:
+
+    v ← b2 · v + (1 - b2) · mean(O², over a column)        step = rms · √(m n) · Ô / ‖Ô‖, Ô = O / (√v + eps)
+
+Sharding. The iteration multiplies whole matrices, and has to be spread by layers: one all-to-all gives each
+device whole matrices of some layers, and another one returns their steps. No matrix is multiplied twice,
+except by replicas (the axis `data`). Axes of the mesh by which the number of layers cannot be divided
+split the long side of each matrix instead; its Gram matrices are then summed over their devices.
+"""
+
+import math
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
-from jax.tree_util import KeyPath
+from jax.sharding import PartitionSpec
 
-from maxlp.optim.tree_utils import HIDDEN_KERNELS, LayerAxes, layer_axes, matches
-from maxlp.schema import Count, DecayRate, Positive, RegularExpression
+from maxlp.optim.tree_utils import HIDDEN_KERNELS, Targets, by_target, widened
+from maxlp.schema import Count, DecayRate, Positive
+
+
+class NeuronState(NamedTuple):
+    """The second moment of each neuron's orthogonal step, float32 (*layers, 1, n)."""
+
+    v: optax.Updates
 
 
 def scale_by_muon(
@@ -19,16 +46,10 @@ def scale_by_muon(
     beta: DecayRate = 0.95,
     ns_steps: Count = 5,
     rms: Positive = 0.2,
-    targets: tuple[Annotated[str, RegularExpression()], ...] = HIDDEN_KERNELS,
-    layer_axes: LayerAxes = layer_axes,
+    adam_rate: Positive = 1.0,
+    targets: Targets = HIDDEN_KERNELS,
 ) -> optax.GradientTransformation:
-    """Muon (Jordan et al. 2024) for the matrices of the layers, Adam for all other parameters.
-
-    The momentum M of each layer's (m, n) matrix is replaced by the nearest orthogonal matrix, scaled to
-    the RMS of a typical Adam step, so that both share one learning rate and one weight decay (Liu et al.
-    2025, arXiv:2502.16982):
-
-        U = rms · √max(m, n) · NewtonSchulz(M)
+    """Muon for the matrices of the layers, Adam for all other parameters.
 
     Args:
       b1, b2, eps: of Adam.
@@ -36,31 +57,131 @@ def scale_by_muon(
       beta: decay rate of the (Nesterov) momentum.
       ns_steps: Newton-Schulz iterations.
       rms: RMS of a Muon step, in units of the learning rate.
+      adam_rate: factor on Adam's steps, to give its parameters a learning rate of their own.
       targets: regular expressions, searched in names such as `layers/attn/q_proj/kernel`.
-      layer_axes: gives the number of leading layer axes of the parameter at a path.
     """
-
-    def dimensions(params: optax.Params) -> Any:
-        def one(path: KeyPath, _: Any) -> optax.contrib.MuonDimensionNumbers:
-            n = layer_axes(path)
-            return optax.contrib.MuonDimensionNumbers((n,), (n + 1,))
-
-        return jax.tree.map_with_path(one, params)
 
     def to_rms(updates: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
         # The RMS of an orthogonal (m, n) matrix is 1/√max(m, n).
         return jax.tree.map(lambda u: rms * max(u.shape[-2:]) ** 0.5 * u, updates)
 
-    def labels(params: optax.Params) -> Any:
-        return jax.tree.map_with_path(lambda k, _: "muon" if matches(k, targets) else "adam", params)
+    muon = optax.chain(_orthogonal(beta, ns_steps, eps, mu_dtype), optax.stateless(to_rms))
+    return by_target({"muon": muon, "adam": _adam(b1, b2, eps, mu_dtype, adam_rate)}, targets)
 
-    orthogonal = optax.contrib.scale_by_muon(
-        ns_steps=ns_steps, beta=beta, eps=eps, mu_dtype=mu_dtype, weight_dimension_numbers=dimensions
-    )
-    return optax.partition(
-        {
-            "muon": optax.chain(orthogonal, optax.stateless(to_rms)),
-            "adam": optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype),
-        },
-        labels,
-    )
+
+def scale_by_normuon(
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    mu_dtype: Any = None,
+    *,
+    beta: DecayRate = 0.95,
+    ns_steps: Count = 5,
+    rms: Positive = 0.2,
+    adam_rate: Positive = 1.0,
+    targets: Targets = HIDDEN_KERNELS,
+) -> optax.GradientTransformation:
+    """NorMuon for the matrices of the layers; arguments as of `scale_by_muon`, with b2 and eps as above."""
+    neurons = _neurons_to_rms(b2, eps, rms)
+    normuon = optax.chain(_orthogonal(beta, ns_steps, eps, mu_dtype), neurons)
+    return by_target({"muon": normuon, "adam": _adam(b1, b2, eps, mu_dtype, adam_rate)}, targets)
+
+
+def _adam(b1: float, b2: float, eps: float, mu_dtype: Any, rate: float) -> optax.GradientTransformation:
+    adam = optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype)
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
+        updates, state = adam.update(updates, state, params)
+        return jax.tree.map(lambda u: rate * u, updates), state
+
+    return optax.GradientTransformation(adam.init, update)
+
+
+def _orthogonal(beta: float, ns_steps: int, eps: float, mu_dtype: Any) -> optax.GradientTransformation:
+    """The momentum's nearest orthogonal matrices; with the state, and the coefficients, of optax's Muon."""
+
+    init = optax.contrib.scale_by_muon(mu_dtype=mu_dtype).init
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
+        del params
+        mu = optax.tree.update_moment(updates, state.mu, beta, 1)
+
+        def one(g: jax.Array, m: jax.Array) -> jax.Array:
+            ahead = (1 - beta) * g + beta * m
+            return orthogonalized(ahead, state.ns_coeffs, ns_steps, eps).astype(g.dtype)
+
+        updates = jax.tree.map(one, updates, mu)
+        count = optax.safe_increment(state.count)
+        return updates, state._replace(count=count, mu=optax.tree.cast(mu, mu_dtype))
+
+    return optax.GradientTransformation(init, update)
+
+
+def orthogonalized(x: jax.Array, coefficients: jax.Array, steps: int, eps: float) -> jax.Array:
+    """Newton-Schulz iterations for each matrix of (*layers, m, n), in float32.
+
+    They raise all singular values to about 0.7 to 1.2, for Jordan's coefficients (a, b, c):
+
+        X ← X / ‖X‖        X ← a X + (b X Xᵀ + c (X Xᵀ)²) X
+    """
+    a, b, c = coefficients
+    tall = x.shape[-2] > x.shape[-1]
+    with jax.named_scope("newton_schulz"):
+        y = _spread(widened(jnp.swapaxes(x, -2, -1) if tall else x))
+        y = y / (jnp.linalg.norm(y, axis=(-2, -1), keepdims=True) + eps)
+        for _ in range(steps):
+            gram = y @ jnp.swapaxes(y, -2, -1)
+            y = a * y + (b * gram + c * gram @ gram) @ y
+        y = _spread(y, back=True)
+    return jnp.swapaxes(y, -2, -1) if tall else y
+
+
+def _spread(x: jax.Array, back: bool = False) -> jax.Array:
+    """Constrains (*layers, short, long) to be split by layers, as far as possible; see the module.
+
+    The axes of the mesh move one after the other, since XLA would gather an array to move two at once.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    by_layer, by_long = _split(x.shape, mesh)
+    free = [PartitionSpec.UNCONSTRAINED] * 2
+    stages = [PartitionSpec(by_layer[: i + 1], *free) for i in range(len(by_layer) - 1)]
+    spread = PartitionSpec(*[by_layer or None] * (x.ndim - 2), None, by_long or None)
+    for spec in (spread, *stages[::-1]) if back else (*stages, spread):
+        x = jax.lax.with_sharding_constraint(x, spec)
+    return x
+
+
+def _split(shape: tuple[int, ...], mesh: jax.sharding.AbstractMesh) -> tuple[tuple, tuple]:
+    """The axes of the mesh that split the layers, and those that split the long side."""
+    *layers, _, long = shape
+    dims = (*layers, 1)[0], long
+    axes: list[tuple] = [(), ()]
+    for axis in (a for a in mesh.axis_names if a != "data" and mesh.shape[a] > 1):
+        for i, dim in enumerate(dims):
+            if dim % math.prod(mesh.shape[a] for a in (*axes[i], axis)) == 0:
+                axes[i] += (axis,)
+                break
+    return axes[0], axes[1]
+
+
+def _neurons_to_rms(b2: float, eps: float, rms: float) -> optax.GradientTransformation:
+    def init(params: optax.Params) -> NeuronState:
+        return NeuronState(jax.tree.map(lambda p: jnp.zeros_like(p[..., :1, :], jnp.float32), params))
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
+        del params
+
+        def moment(u: jax.Array, v: jax.Array) -> jax.Array:
+            return b2 * v + (1 - b2) * jnp.mean(jnp.square(widened(u)), axis=-2, keepdims=True)
+
+        def one(u: jax.Array, v: jax.Array) -> jax.Array:
+            even = u / (jnp.sqrt(v) + eps)
+            norm = jnp.linalg.norm(even, axis=(-2, -1), keepdims=True)
+            return (rms * math.prod(u.shape[-2:]) ** 0.5 * even / (norm + eps)).astype(u.dtype)
+
+        v = jax.tree.map(moment, updates, state.v)
+        return jax.tree.map(one, updates, v), NeuronState(v)
+
+    return optax.GradientTransformation(init, update)

@@ -42,7 +42,7 @@ def _second_moment_type(name: str) -> type | None:
         from maxlp.optim.schedule_free import debiased_rms_state
 
         return debiased_rms_state()
-    return optax.ScaleByAdamState if name in ("adamw", "muon") else None
+    return optax.ScaleByAdamState if name in ("adamw", "muon", "normuon", "soap") else None
 
 
 def _second_moment_rms(

@@ -2,13 +2,17 @@
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.tree_util import DictKey, GetAttrKey, KeyPath
 
+from maxlp.schema import RegularExpression
+
 LayerAxes = Callable[[KeyPath], int]
+Targets = tuple[Annotated[str, RegularExpression()], ...]
 
 # Default targets of GaLore and Muon: the matrices of the blocks, without embeddings, head and norms.
 HIDDEN_KERNELS = ("(attn|mlp)/.*kernel$",)
@@ -37,6 +41,21 @@ def leaf_name(path: KeyPath) -> str:
 def matches(path: KeyPath, patterns: Sequence[str]) -> bool:
     """Whether any of the regular expressions is found in the parameter's name."""
     return any(re.search(pattern, name_of(path)) for pattern in patterns)
+
+
+def by_target(
+    pair: dict[str, optax.GradientTransformation], targets: Sequence[str]
+) -> optax.GradientTransformation:
+    """The first transformation for the parameters that match, the second one for all others.
+
+    Their names are part of the state.
+    """
+    matching, other = pair
+
+    def labels(params: optax.Params) -> Any:
+        return jax.tree.map_with_path(lambda k, _: matching if matches(k, targets) else other, params)
+
+    return optax.partition({**pair}, labels)
 
 
 def widened(tree: Any) -> Any:

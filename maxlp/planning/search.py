@@ -238,7 +238,9 @@ def _state_numerics(s: Settings) -> tuple[list, list, list]:
         moments.append(("low_bit=8bit", LOW_BIT))
     if not optimizer.has_galore:
         rank = galore_rank(s)
-        projected.append((f"galore={rank}", {"optimizer.galore": {"rank": rank}}))
+        rate = optimizer.learning_rate / GaloreConfig.scale  # projected kernels keep theirs
+        changes = {"optimizer.galore": {"rank": rank}, "optimizer.learning_rate": rate}
+        projected.append((f"galore={rank}", changes))
     return parameters, moments, projected
 
 

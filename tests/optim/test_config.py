@@ -1,10 +1,12 @@
 """Wrong values and impossible combinations are refused with the config, in one line."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from maxlp.optim import OptimizerConfig
+from maxlp.optim import GaloreConfig, OptimizerConfig
 from tests.optim.common import make_optimizer
 
 BASE = dict(
@@ -100,6 +102,10 @@ FREE = dict(name="schedule_free_adamw", schedule="constant")
         ),
         ({"name": "adamp", "galore": {"rank": 2}}, r"^galore.rank=2 does not go with name='adamp': "),
         (
+            {"name": "soap", "galore": {"rank": 2}},
+            r"^galore.rank=2 does not go with name='soap': .* set gal",
+        ),
+        (
             {"name": "adafactor", "galore": {"rank": 2, "moments": "reset"}},
             r"^galore.moments='reset' does not go with name='adafactor': ",
         ),
@@ -129,6 +135,23 @@ def test_wrappers_that_are_off_go_with_everything(name):
     assert jax.tree.structure(jax.eval_shape(config.tx.init, params)) == jax.tree.structure(
         jax.eval_shape(plain.tx.init, params)
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(learning_rate=0.01), None),  # the paper's, 60M to 1B
+        (dict(learning_rate=0.005), None),  # its 7B
+        (dict(learning_rate=0.004), r"learning_rate=0.004 × galore.scale=0.25 = 0.001 is below .* raise"),
+        (dict(learning_rate=0.01, scale=1.0), r"galore.scale=1 = 0.01 is above the rates .*; lower one"),
+        (dict(learning_rate=1e-4, rank=0), None),
+        (dict(learning_rate=1e-4, name="lion"), None),  # its rates are others
+    ],
+)
+def test_rates_far_from_those_of_galores_runs_have_a_warning(changes, message):
+    galore = {"rank": 2} | {key: changes.pop(key) for key in ("rank", "scale") if key in changes}
+    warning = OptimizerConfig(**BASE | changes, galore=GaloreConfig(**galore)).galore_warning()
+    assert warning is None if message is None else re.search(message, warning) and "\n" not in warning
 
 
 def test_required_keys_have_no_defaults():

@@ -47,6 +47,8 @@ OPTIMIZERS = {
     "adafactor": ADAFACTOR,
     "lion": dict(b2=0.98),
     "muon": {},
+    "normuon": {},
+    "soap": dict(options=dict(precondition_frequency=2, one_sided=True)),  # see test_soap.py
     "schedule_free_adamw": dict(schedule="constant"),
     "adamp": {},
     "sgd": {},
@@ -55,6 +57,7 @@ OPTIMIZERS = {
     ),
     "galore_adafactor": ADAFACTOR | dict(name="adafactor", galore=GALORE),
     "low_bit": dict(name="adamw", low_bit=FP8),
+    "muon_8bit": dict(name="muon", low_bit=DYNAMIC8),
     "q_galore": dict(
         name="adamw", galore=GALORE | dict(projector="int4", lazy_threshold=0.4), low_bit=DYNAMIC8
     ),

@@ -70,6 +70,22 @@ def test_galore_torch_takes_the_same_steps_through_three_subspaces(side, proj_ty
             assert np.abs(want[-1] - golden[f"{shape}_0"]).max() > 0.01, "it moves far beyond the tolerance"
 
 
+@pytest.mark.parametrize("b1", [0.0, 0.9])
+def test_optax_takes_the_same_steps_on_the_long_side(b1):
+    """Optax projects the long side of single matrices, and leaves the signs of a basis to the SVD.
+
+    Adam's steps in a subspace do not depend on the signs, as long as no momentum outlives the subspace.
+    """
+    inner, shapes = optax.scale_by_adam(b1, 0.95, 1e-8), {"tall": (9, 5), "wide": (5, 9)}
+    params, grads = random_tree(shapes, 0), gradients(9, shapes, seed=1)
+    config = GaloreConfig(rank=3, update_proj_gap=4, scale=0.5, side="long", targets=("tall", "wide"))
+    theirs = optax.contrib.scale_by_galore(3, 4, 0.5, base_optimizer=inner)
+    for steps in (1, 4) if b1 else (1, 4, 9):  # 9: three subspaces
+        got, _ = run(sgd(galore(inner, config, layer_axes=no_layers)), params, grads[:steps])
+        want, _ = run(sgd(theirs), params, grads[:steps])
+        assert_trees_close(got, want, atol=2e-6)  # steps of up to 0.005 · √3 in float32, rounded 9 times
+
+
 @pytest.mark.parametrize("side", ["short", "long"])
 def test_full_rank_is_adam_in_rotated_coordinates(side):
     """U Adam(Uᵀ G) with the U of the first gradient, computed without any of galore's code."""
@@ -221,6 +237,9 @@ def test_low_bit_projectors_are_close_and_small():
         return subspace(run(tx, grads, [grads])[1]).projector
 
     want = projector("float32")
+    half = projector("bfloat16")
+    assert half.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(half, want.astype(jnp.bfloat16))
     for name, worst, saving in (("int8", 0.02, 4), ("int4", 0.3, 8)):
         stored = projector(name)
         error = np.linalg.norm(decode(stored, name, block_size=256) - want) / np.linalg.norm(want)

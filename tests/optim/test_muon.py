@@ -1,12 +1,16 @@
 """Muon by its definition, for the matrices of the layers; Adam for the rest."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
-from maxlp.optim.muon import scale_by_muon
-from tests.optim.common import random_tree, run
+from maxlp.optim.muon import scale_by_muon, scale_by_normuon
+from maxlp.parallel import sharding
+from tests.optim.common import assert_trees_close, jitted_step, random_tree, run, run_on_mesh
 
 B1, B2, BETA, RMS = 0.5, 0.9, 0.8, 0.3
 SHAPES = {
@@ -24,38 +28,97 @@ def newton_schulz(x, steps):
     return x
 
 
-def muon(grads):
-    """The step for one matrix after these gradients: Nesterov's momentum, debiased as in NAdam."""
-    m = np.zeros_like(grads[0])
+def orthogonal_steps(grads):
+    """The orthogonal steps for one matrix: Nesterov's momentum as in Jordan's code, then Newton-Schulz."""
+    m, steps = np.zeros_like(grads[0]), []
     for g in grads:
         m = BETA * m + (1 - BETA) * g
-    t = len(grads)
-    ahead = BETA * m / (1 - BETA ** (t + 1)) + (1 - BETA) * grads[-1] / (1 - BETA**t)
-    rows, columns = ahead.shape
-    step = newton_schulz(ahead if rows <= columns else ahead.T, 5)
-    return RMS * max(rows, columns) ** 0.5 * (step if rows <= columns else step.T)
+        ahead = (1 - BETA) * g + BETA * m
+        tall = ahead.shape[0] > ahead.shape[1]
+        steps.append(newton_schulz(ahead.T, 5).T if tall else newton_schulz(ahead, 5))
+    return steps
 
 
-def test_three_steps_equal_the_definition_for_each_layer():
+def muon(grads):
+    """The step after these gradients, with the RMS of Liu et al. 2025."""
+    return RMS * max(grads[0].shape) ** 0.5 * orthogonal_steps(grads)[-1]
+
+
+def normuon(grads):
+    """Algorithm 1 of Li et al. 2025, for a matrix whose columns are the neurons."""
+    v = np.zeros(grads[0].shape[1])
+    for o in orthogonal_steps(grads):
+        v = B2 * v + (1 - B2) * (o**2).mean(axis=0)
+    even = o / np.sqrt(v)
+    return RMS * even.size**0.5 * even / np.linalg.norm(even)
+
+
+@pytest.mark.parametrize(("scale_by", "definition"), [(scale_by_muon, muon), (scale_by_normuon, normuon)])
+def test_three_steps_equal_the_definition_for_each_layer(scale_by, definition):
     params, grads = random_tree(SHAPES, 0), [random_tree(SHAPES, seed) for seed in (1, 2, 3)]
-    tx = scale_by_muon(B1, B2, 1e-8, beta=BETA, rms=RMS)
-    state = tx.init(params)
+    tx = scale_by(B1, B2, 1e-8, beta=BETA, rms=RMS, adam_rate=0.25)
+    state, adam = tx.init(params), optax.scale_by_adam(B1, B2, 1e-8)
+    head = {"kernel": params["lm_head"]["kernel"]}
+    adam_state = adam.init(head)
     for g in grads:
         updates, state = jax.jit(tx.update)(g, state, params)
+        expected_head, adam_state = adam.update({"kernel": g["lm_head"]["kernel"]}, adam_state)
     for path in (("attn", "q_proj"), ("mlp", "down_proj")):
         ours = updates["layers"][path[0]][path[1]]["kernel"]
         of_path = [np.asarray(g["layers"][path[0]][path[1]]["kernel"], np.float64) for g in grads]
         for layer in range(3):
-            expected = muon([g[layer] for g in of_path])
+            expected = definition([g[layer] for g in of_path])
             # Five iterations in float32 multiply rounding errors by up to 3.4 each.
             np.testing.assert_allclose(ours[layer], expected, atol=3.4**5 * 2.0**-22)
             assert 0.6 * RMS < np.sqrt(np.mean(np.square(ours[layer]))) < 1.3 * RMS
-    head = {"kernel": params["lm_head"]["kernel"]}
-    adam, adam_state = optax.scale_by_adam(B1, B2, 1e-8), None
-    for g in grads:
-        adam_state = adam.init(head) if adam_state is None else adam_state
-        expected, adam_state = adam.update({"kernel": g["lm_head"]["kernel"]}, adam_state)
-    np.testing.assert_allclose(updates["lm_head"]["kernel"], expected["kernel"], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(
+        updates["lm_head"]["kernel"], 0.25 * expected_head["kernel"], rtol=1e-5, atol=1e-7
+    )
+
+
+def test_the_state_is_that_of_earlier_checkpoints():
+    """Runs of version 0.1, which took Muon's momentum from optax, resume."""
+    params = random_tree(SHAPES, 0)
+
+    def dimensions(params):
+        return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers((1,), (2,)), params)
+
+    labels = {"layers": {"attn": "muon", "mlp": "muon"}, "lm_head": "adam"}
+    optaxs = optax.contrib.scale_by_muon(weight_dimension_numbers=dimensions)
+    muon = optax.chain(optaxs, optax.stateless(lambda updates, params: updates))
+    earlier = optax.partition({"muon": muon, "adam": optax.scale_by_adam()}, labels)
+    got, want = (jax.eval_shape(tx.init, params) for tx in (scale_by_muon(), earlier))
+    assert jax.tree.leaves_with_path(got) == jax.tree.leaves_with_path(want)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layers", "most"),
+    [
+        (dict(fsdp=4, tensor=2), 8, 1.1),
+        (dict(fsdp=2, tensor=2, data=2), 2, 1.3),  # two axes split the long side: each device squares a
+        (dict(fsdp=4), 1, 1.6),  # whole Gram matrix, an eighth of the work of an iteration
+    ],
+    ids=str,
+)
+def test_a_mesh_shares_the_work_and_no_device_gathers_a_stack(mesh, layers, most):
+    shapes = {"up_proj": {"kernel": (layers, 32, 128)}, "down_proj": {"kernel": (layers, 128, 32)}}
+    names = {"up_proj": {"kernel": ("layers", "embed", "mlp")}}
+    names |= {"down_proj": {"kernel": ("layers", "mlp", "embed")}}
+    shapes, names = ({"layers": {"mlp": tree}} for tree in (shapes, names))
+    params, grads = random_tree(shapes, 0), [random_tree(shapes, seed) for seed in (1, 2)]
+    tx = optax.chain(scale_by_muon(), optax.scale(-1e-2))
+    devices = jax.devices()[: np.prod(list(mesh.values()))]
+    mesh = sharding.make_mesh(**mesh, devices=devices)
+    got, _, step = run_on_mesh(tx, mesh, names, params, grads)
+    want, _ = run(tx, params, grads)
+    assert_trees_close(jax.device_get(got), jax.device_get(want), atol=2e-6)
+
+    alone = jitted_step(tx).lower(grads[0], tx.init(params), params).compile().cost_analysis()["flops"]
+    assert step.cost_analysis()["flops"] < most * alone / (len(devices) // mesh.shape["data"])
+    moved = re.findall(r" = (.*?) all-(?:gather|reduce)(?:-start)?\(", step.as_text())
+    shapes = [shape for result in moved for shape in re.findall(r"\w+\[([\d,]+)\]", result)]
+    assert all(np.prod([int(n) for n in shape.split(",")]) < layers * 32 * 128 for shape in shapes)
+    assert "all-to-all" in step.as_text()
 
 
 def test_momentum_keeps_its_dtype():

@@ -1,5 +1,6 @@
 """What presets share has the values of its sources."""
 
+import dataclasses
 import json
 import math
 
@@ -10,6 +11,7 @@ from maxlp.families.clip.hf import OPENAI_MEAN, OPENAI_STD
 from maxlp.families.clip.presets import CLIP_SIZES, clip, siglip
 from maxlp.families.llama.presets import LLAMA_3_1_ROPE, LLAMA_3_2_ROPE, llama_c4
 from maxlp.run.presets import parse_arg
+from maxlp.run.settings import read
 from tests.run.fixtures import load
 
 
@@ -28,6 +30,26 @@ def test_runs_on_c4_are_those_of_galore():
         0.1,
     )
     assert (c.optimizer.weight_decay, c.optimizer.learning_rate, c.optimizer.b2) == (0.0, 0.01, 0.999)
+
+
+@pytest.mark.parametrize(("name", "rank"), [("60m", 128), ("130m", 256), ("350m", 256), ("1b", 512)])
+def test_a_bare_galore_is_the_setting_of_its_paper(name, rank):
+    """Table 2 and section 4.1 of arXiv:2403.03507: rate 0.01, α 0.25, a new subspace every 200 steps."""
+    own, other = (read(load(name, arg)).optimizer for arg in ("galore", "galore=64"))
+    assert (own.galore.rank, own.galore.scale, own.galore.update_proj_gap) == (rank, 0.25, 200)
+    assert own.learning_rate == other.learning_rate == 0.01 and other.galore.rank == 64
+    assert own.galore_warning() is None
+    full = read(load(name)).optimizer
+    assert full.galore is None
+    assert full == dataclasses.replace(own, galore=None, learning_rate=full.learning_rate)
+
+
+def test_a_rank_alone_keeps_the_rate_of_the_projected_kernels():
+    full, projected = (read(load("tiny", arg)).optimizer for arg in ("", "galore=32"))
+    assert projected.learning_rate * projected.galore.scale == full.learning_rate
+    assert projected.galore_warning() is None
+    with pytest.raises(ValueError, match=r"^config argument galore='': expected int$"):
+        load("tiny", "galore")
 
 
 def test_clip_and_siglip_have_the_statistics_and_the_temperature_of_their_papers():

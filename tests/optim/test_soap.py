@@ -1,0 +1,76 @@
+"""SOAP by algorithm 3 of its paper, in NumPy and float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlp.optim.muon import scale_by_muon
+from maxlp.optim.soap import SoapState, scale_by_soap
+from maxlp.optim.tree_utils import find_states
+from tests.optim.common import assert_trees_close, random_tree, run
+
+B1, B2, EPS, GAP = 0.8, 0.9, 0.3, 2
+SHAPES = {
+    "layers": {"attn": {"q_proj": {"kernel": (2, 6, 6)}}, "mlp": {"up_proj": {"kernel": (2, 5, 9)}}},
+    "lm_head": {"kernel": (8, 16)},
+}
+
+
+def soap(grads, sides):
+    """The steps for one matrix; `sides` are the dims that are rotated."""
+    m, v = np.zeros_like(grads[0]), np.zeros_like(grads[0])
+    grams = {side: np.zeros((grads[0].shape[side],) * 2) for side in sides}
+    bases, steps = {side: np.eye(grads[0].shape[side]) for side in (0, 1)}, []
+    for t, g in enumerate(grads):
+        if t > 0:
+            rotated = bases[0].T @ g @ bases[1]
+            m, v = B1 * m + (1 - B1) * g, B2 * v + (1 - B2) * rotated**2
+            m_hat, v_hat = bases[0].T @ m @ bases[1] / (1 - B1**t), v / (1 - B2**t)
+            steps.append(bases[0] @ (m_hat / (np.sqrt(v_hat) + EPS)) @ bases[1].T)
+        for side in sides:
+            grams[side] = B2 * grams[side] + (1 - B2) * (g @ g.T if side == 0 else g.T @ g)
+            if t == 0:
+                bases[side] = np.linalg.eigh(grams[side])[1][:, ::-1]
+            elif t % GAP == 0:
+                order = np.argsort(-np.diag(bases[side].T @ grams[side] @ bases[side]))
+                bases[side] = np.linalg.qr(grams[side] @ bases[side][:, order])[0]
+                v = v.take(order, axis=side)
+    return [np.zeros_like(m), *steps]
+
+
+@pytest.mark.parametrize("one_sided", [False, True])
+def test_six_steps_equal_the_definition_for_each_layer(one_sided):
+    """Both sides of a square; of a wide matrix the short one, which a single gradient determines."""
+    params, grads = random_tree(SHAPES, 0), [random_tree(SHAPES, seed) for seed in range(1, 7)]
+    tx = scale_by_soap(B1, B2, EPS, precondition_frequency=GAP, max_precond_dim=8, one_sided=one_sided)
+    state, update = tx.init(params), jax.jit(tx.update)
+    rotated = {("attn", "q_proj"): (0,) if one_sided else (0, 1), ("mlp", "up_proj"): (0,)}
+    for t in range(len(grads)):
+        updates, state = update(grads[t], state)
+        for path, sides in rotated.items():
+            seen, ours = (
+                np.stack([np.asarray(g["layers"][path[0]][path[1]]["kernel"], np.float64) for g in trees])
+                for trees in (grads[: t + 1], [updates])
+            )
+            for layer in range(2):
+                # Float32 eigenvectors are off by 1e-7 over their relative gaps, which are above 1e-2 here;
+                # EPS keeps the division of small numbers from amplifying that.
+                np.testing.assert_allclose(ours[0, layer], soap(seen[:, layer], sides)[-1], atol=1e-4)
+
+
+def test_parameters_that_are_no_targets_have_adam():
+    params, grads = random_tree(SHAPES, 0), [random_tree(SHAPES, seed) for seed in (1, 2)]
+    got, want = (run(tx(B1, B2, 1e-8), params, grads)[0] for tx in (scale_by_soap, scale_by_muon))
+    assert_trees_close(got["lm_head"], want["lm_head"], rtol=1e-6)
+
+
+def test_both_sides_of_a_long_matrix_have_orthonormal_bases():
+    shapes = {"layers": {"mlp": {"up_proj": {"kernel": (2, 5, 9)}}}}
+    tx = scale_by_soap(B1, B2, EPS, precondition_frequency=GAP, mu_dtype="bfloat16")
+    _, state = run(tx, random_tree(shapes, 0), [random_tree(shapes, seed) for seed in range(1, 6)])
+    [(_, soap)] = find_states(state, SoapState)
+    assert {x.dtype for x in jax.tree.leaves(soap.mu)} == {jnp.dtype(jnp.bfloat16)}
+    for side, size in ((soap.left, 5), (soap.right, 9)):
+        for basis in np.asarray(side["layers"]["mlp"]["up_proj"]["kernel"].basis):
+            np.testing.assert_allclose(basis.T @ basis, np.eye(size), atol=2e-6)
