@@ -109,6 +109,16 @@ CORE = [
             "nnx.split(make_model(nnx.Rngs(0)), nnx.Param",
             "run/test_resolve.py::test_the_seed_chooses_the_weights",
         ),
+        (
+            "join_trees(core[part], tree)",
+            "join_trees(tree, core[part])",
+            "run/test_pretrained.py::test_sizes_rope_tokenizer_and_weights_are_those_of_the_folder",
+        ),
+        (
+            'core["opt_state"] = tx.init(core["params"])',
+            'core["opt_state"] = tx.init(nnx.to_pure_dict(params))',
+            "run/test_pretrained.py::test_the_optimizer_begins_with_the_weights",
+        ),
         ("sum(math.prod(p.shape) for p", "sum(len(p.shape) for p"),
         (
             '"step": jnp.zeros((), jnp.int32)}',
@@ -1600,11 +1610,6 @@ RUN = [
             'loss_scale = _scale_in_state if "loss_scale" in gates',
             'loss_scale = _scale_in_state if "loss_scale" not in gates',
         ),
-        (
-            "join_trees(state[part], weights)",
-            "join_trees(weights, state[part])",
-            "test_train.py::test_init_from_takes_weights_only",
-        ),
         ("self.make_model, self.tx, train.seed, self.gates)", "self.make_model, self.tx, 0, self.gates)"),
         ("seed=settings.train.seed, process_index=index", "seed=0, process_index=index"),
         ("for shape, dtype in shards) / 2**30", "for shape, dtype in shards) / 1e9"),
@@ -1751,6 +1756,16 @@ RUNTIME = [
             "::test_saving_a_step_twice_does_nothing_and_never_overwrites",
         ),
         (
+            "state=jax.tree.map(_moved, restored.state)",
+            "state=restored.state",
+            "::test_a_restored_state_is_replaced_in_its_own_memory",
+        ),
+        (
+            "1 + max(_READ_AT_ONCE, ",
+            "2**40 + max(_READ_AT_ONCE, ",
+            "::test_restoring_holds_no_more_on_the_host_than_the_largest_array",
+        ),
+        (
             "abstract_state, exact=True)",
             "abstract_state, exact=False)",
             "::test_a_leaf_that_does_not_fit_is_named",
@@ -1858,6 +1873,7 @@ RUNTIME = [
         ("self._total_steps - self._progress)", "self._total_steps - self._progress + 1)"),
         ("self._seconds / (self._step - self._reported_step)", "self._seconds / self._step"),
         ("self._pending = [done.pop()]", "self._pending = [done.pop(0)]"),
+        ("if self._delays and not wait", "if not wait"),
     ),
     *_in(
         "runtime/hardware.py",

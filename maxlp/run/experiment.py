@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from maxlp.core import train_step
 from maxlp.core.gates import Gate, Gates
-from maxlp.core.gradients import Gradients, join_trees
+from maxlp.core.gradients import Gradients
 from maxlp.core.train_state import MakeModel, State, init_state, num_params, shardings
 from maxlp.core.train_step import LossScaleOf, Statistics, Step
 from maxlp.families import Family
@@ -72,14 +72,13 @@ class Experiment:
         """
         train = self.settings.train
         init = functools.partial(init_state, self.make_model, self.tx, train.seed, self.gates)
-        state = jax.jit(init, out_shardings=shardings(abstract))()
+        weights = {}
         if train.init_from:
             from maxlp.run import pretrained  # few runs need it
 
-            weights = pretrained.load(self.settings, self.mesh, workdir)
             part = "params" if train.lora is None else "model_state"  # which holds the frozen weights
-            state[part] = join_trees(state[part], weights)
-        return state
+            weights = {part: pretrained.load(self.settings, self.mesh, workdir)}
+        return jax.jit(init, donate_argnames="weights", out_shardings=shardings(abstract))(weights=weights)
 
     def progress(self, state: State, step: int) -> Progress:
         """The progress of a run whose state is that after ``step`` updates."""

@@ -1,6 +1,5 @@
 """Step times, and metrics that are fetched one step late."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
