@@ -36,10 +36,11 @@ from maxlp.core.gradients import (
     Loss,
     Metrics,
     forward_state,
+    join_trees,
     split_model_state,
     squared_norm,
 )
-from maxlp.core.train_state import State, join_trees
+from maxlp.core.train_state import State
 from maxlp.core.train_step import global_norm
 from maxlp.nn.stack import Block, StackCall, stack_parts
 

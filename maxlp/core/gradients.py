@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from maxlp.core.train_state import State, join_trees
+from maxlp.core.train_state import State
 from maxlp.nn.layers import Frozen
 from maxlp.parallel import sharding
 
@@ -190,3 +190,11 @@ def forward_state(model: nnx.Module) -> dict:
 def join_parts(state: State, parts: dict) -> dict:
     """The model's new state, by maximum over what the microbatches wrote, stacked in ``parts``."""
     return join_trees(state["model_state"], jax.tree.map(lambda x: jnp.max(x, axis=0), parts))
+
+
+def join_trees(*trees: dict) -> dict:
+    """The union of nested dicts; where leaves have the same path, the last one wins."""
+    flat: dict = {}
+    for tree in trees:
+        flat |= nnx.traversals.flatten_mapping(tree)
+    return nnx.traversals.unflatten_mapping(flat)

@@ -32,17 +32,18 @@ def init_state(
     tx: optax.GradientTransformation,
     seed: int,
     gates: Gates = NO_GATES,
-    weights: State | None = None,
+    start_from: Callable[[State], State] | None = None,
 ) -> State:
     """A fresh state. Under jit with the shardings of `abstract_state` it is initialized already sharded.
 
     Args:
-      weights: values instead of random ones, as ``{"params": …}`` or ``{"model_state": …}`` with some of
-        their entries. The optimizer begins with them, and what they replace is never allocated.
+      start_from: random ``{"params", "model_state"}`` to those that the optimizer begins with. Under jit,
+        what it replaces is never allocated.
     """
     _, params, model_state = nnx.split(make_model(nnx.Rngs(seed)), nnx.Param, ...)
     core = {"params": nnx.to_pure_dict(params), "model_state": nnx.to_pure_dict(model_state)}
-    core |= {part: join_trees(core[part], tree) for part, tree in (weights or {}).items()}
+    if start_from is not None:
+        core = start_from(core)
     core["opt_state"] = tx.init(core["params"])
     return core | {"step": jnp.zeros((), jnp.int32)} | {name: g.init() for name, g in gates.items()}
 
@@ -101,11 +102,3 @@ def shardings(abstract: State) -> State:
 def num_params(params: dict) -> int:
     """The number of scalars in a tree of arrays or shapes."""
     return sum(math.prod(p.shape) for p in jax.tree.leaves(params))
-
-
-def join_trees(*trees: dict) -> dict:
-    """The union of nested dicts; where leaves have the same path, the last one wins."""
-    flat: dict = {}
-    for tree in trees:
-        flat |= nnx.traversals.flatten_mapping(tree)
-    return nnx.traversals.unflatten_mapping(flat)

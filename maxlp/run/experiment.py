@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from maxlp.core import train_step
 from maxlp.core.gates import Gate, Gates
-from maxlp.core.gradients import Gradients
+from maxlp.core.gradients import Gradients, join_trees
 from maxlp.core.train_state import MakeModel, State, init_state, num_params, shardings
 from maxlp.core.train_step import LossScaleOf, Statistics, Step
 from maxlp.families import Family
@@ -70,15 +70,19 @@ class Experiment:
           abstract: the state as shapes, dtypes and shardings.
           workdir: holds the run's tokenizer, for weights whose tokenizer is swapped.
         """
-        train = self.settings.train
+        train, out = self.settings.train, shardings(abstract)
         init = functools.partial(init_state, self.make_model, self.tx, train.seed, self.gates)
-        weights = {}
-        if train.init_from:
-            from maxlp.run import pretrained  # few runs need it
+        if not train.init_from:
+            return jax.jit(init, out_shardings=out)()
+        from maxlp.run import pretrained  # few runs need it
 
-            part = "params" if train.lora is None else "model_state"  # which holds the frozen weights
-            weights = {part: pretrained.load(self.settings, self.mesh, workdir)}
-        return jax.jit(init, donate_argnames="weights", out_shardings=shardings(abstract))(weights=weights)
+        part = "params" if train.lora is None else "model_state"  # which holds the frozen weights
+
+        def init_from(weights: State) -> State:
+            return init(start_from=lambda core: core | {part: join_trees(core[part], weights)})
+
+        weights = pretrained.load(self.settings, self.mesh, workdir)
+        return jax.jit(init_from, donate_argnums=0, out_shardings=out)(weights)
 
     def progress(self, state: State, step: int) -> Progress:
         """The progress of a run whose state is that after ``step`` updates."""

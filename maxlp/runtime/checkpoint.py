@@ -432,9 +432,8 @@ def _load(root: Path, abstract_state: Any, *, exact: bool) -> Restored:
     context = ocp.Context()
     context.pytree.loading.partial_load = not exact
     # By default all arrays are read at once, so that the host holds the whole state beside the devices'.
-    context.memory.read_concurrent_bytes = 1 + max(
-        _READ_AT_ONCE, *map(_num_bytes, record["arrays"].values())
-    )
+    largest = max(map(_num_bytes, record["arrays"].values()), default=0)
+    context.memory.read_concurrent_bytes = max(_READ_AT_ONCE, largest) + 1  # at least what one array needs
     try:
         with context:
             path = bucket.location(root) if (bucket := files.bucket(root)) else str(root)

@@ -19,8 +19,8 @@ import optax
 from flax import nnx
 
 from maxlp.core import gradients
-from maxlp.core.gradients import Batch, Metrics, forward_state, split_model_state
-from maxlp.core.train_state import State, join_trees
+from maxlp.core.gradients import Batch, Metrics, forward_state, join_trees, split_model_state
+from maxlp.core.train_state import State
 from maxlp.families.clip.contrastive import ContrastiveConfig, contrastive_sums
 
 Features = tuple[jax.Array, jax.Array]  # image_BE, text_BE
