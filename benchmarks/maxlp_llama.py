@@ -5,7 +5,8 @@
 20 seconds of CPU time, most of it to compile.
 
 The step is the one that `maxlp.train` runs: same model, optimizer, loss and compilation, on a mesh of all
-devices, and a batch with segment ids, positions and a mask. Only the statistics of every tensor are off.
+devices, and a batch with segment ids, positions and a mask, with the same settings of the process. Only
+the statistics of every tensor are off.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from training import CompiledRun, llama_config, random_text
 
 from maxlp.core.train_state import num_params
 from maxlp.run.experiment import resolve
+from maxlp.runtime import cpu, distributed
 
 OPTIMIZER = {
     "optimizer.learning_rate": 1e-3,
@@ -33,7 +35,7 @@ def make_config(args: argparse.Namespace) -> ConfigDict:
         "tie_embeddings": args.tied,
         "dtype": args.dtype,
         "attention": args.attention,
-        "scan_layers": not args.unroll,
+        "scan_layers": args.scan,
         "remat": args.remat,
     }
     changes = {
@@ -49,10 +51,13 @@ def main() -> None:
     parser = llama_args.make_parser(__doc__.splitlines()[0])
     parser.add_argument("--attention", default="xla")
     parser.add_argument("--remat", default="none")
-    parser.add_argument("--unroll", action="store_true", help="no scan over the layers")
+    parser.add_argument("--scan", action="store_true", help="scan over the layers, as deep models do")
     parser.add_argument("--num_chunks", type=int, default=1, help="chunks of the cross-entropy")
     args = parser.parse_args()
 
+    distributed.initialize()
+    if jax.default_backend() == "cpu":
+        cpu.keep_freed_memory()
     compiled = CompiledRun(resolve(make_config(args)))
     seconds, metrics = compiled.time_steps(random_text(compiled.run), args.steps)
     llama_args.print_result(

@@ -123,6 +123,51 @@ def test_evaluate_and_generate_and_report_on_the_run(whole):
     assert "finished, 12 steps" in shown("report", str(workdir))
 
 
+# A training run on a clock that only its data (3 seconds a batch) and its steps (1 second) move.
+SLOW_DATA = """
+import functools
+from concurrent.futures import Future
+import jax
+from maxlp import train
+from maxlp.run import cli
+
+now = 0.0
+
+def taking(seconds, function):
+    def slow(*args):
+        global now
+        result = jax.block_until_ready(function(*args))
+        now += seconds
+        return result
+    return slow
+
+def slow_batches(*args):
+    batches = real_batches(*args)
+    while batch := taking(3.0, next)(batches, None):
+        yield batch
+
+def compiled(*args):
+    future = Future()
+    future.set_result(taking(1.0, compile(*args).result()))
+    return future
+
+compile, train.compile_in_background = train.compile_in_background, compiled
+real_batches, train.device_batches = train.device_batches, slow_batches
+train.Throughput = functools.partial(train.Throughput, clock=lambda: now)
+train.define_flags()
+cli.run(train.main)
+"""
+
+
+@pytest.mark.full
+def test_a_run_says_how_long_it_waits_for_data(tmp_path):
+    """In the record of every step, before and after evaluations and checkpoints too."""
+    run(tmp_path, *WHOLE, command=(sys.executable, "-c", SLOW_DATA))
+    timed = {r["step"]: r for r in read_jsonl(tmp_path / "metrics.jsonl") if "perf/step_time" in r}
+    assert sorted(timed) == list(range(2, 13))
+    assert {(r["perf/step_time"], r["perf/data_wait"]) for r in timed.values()} == {(4.0, 0.75)}
+
+
 @pytest.mark.full
 def test_low_precision_run_resumes_exactly(tmp_path):
     """FP8 histories and StableAdamW's state are part of the run as weights are."""

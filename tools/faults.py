@@ -109,6 +109,11 @@ CORE = [
             "nnx.split(make_model(nnx.Rngs(0)), nnx.Param",
             "run/test_resolve.py::test_the_seed_chooses_the_weights",
         ),
+        (
+            'core["opt_state"] = tx.init(core["params"])',
+            'core["opt_state"] = tx.init(nnx.to_pure_dict(params))',
+            "run/test_pretrained.py::test_the_optimizer_begins_with_the_weights",
+        ),
         ("sum(math.prod(p.shape) for p", "sum(len(p.shape) for p"),
         (
             '"step": jnp.zeros((), jnp.int32)}',
@@ -1633,8 +1638,8 @@ RUN = [
             'loss_scale = _scale_in_state if "loss_scale" not in gates',
         ),
         (
-            "join_trees(state[part], weights)",
-            "join_trees(weights, state[part])",
+            "join_trees(core[part], weights)",
+            "join_trees(weights, core[part])",
             "test_train.py::test_init_from_takes_weights_only",
         ),
         ("self.make_model, self.tx, train.seed, self.gates)", "self.make_model, self.tx, 0, self.gates)"),
@@ -1784,6 +1789,16 @@ RUNTIME = [
             "::test_saving_a_step_twice_does_nothing_and_never_overwrites",
         ),
         (
+            "state=jax.tree.map(_moved, restored.state)",
+            "state=restored.state",
+            "::test_a_restored_state_is_replaced_in_its_own_memory",
+        ),
+        (
+            "max(_READ_AT_ONCE, largest) + 1",
+            "2**40",
+            "::test_restoring_holds_no_more_on_the_host_than_the_largest_array",
+        ),
+        (
             "abstract_state, exact=True)",
             "abstract_state, exact=False)",
             "::test_a_leaf_that_does_not_fit_is_named",
@@ -1891,6 +1906,7 @@ RUNTIME = [
         ("self._total_steps - self._progress)", "self._total_steps - self._progress + 1)"),
         ("self._seconds / (self._step - self._reported_step)", "self._seconds / self._step"),
         ("self._pending = [done.pop()]", "self._pending = [done.pop(0)]"),
+        ("if self._delays and not wait", "if not wait"),
     ),
     *_in(
         "runtime/hardware.py",

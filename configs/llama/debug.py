@@ -22,6 +22,7 @@ def get_config(arg: str = ""):
         max_seq_len=1024,
         rope_theta=10000.0,
         dtype="float32",
+        scan_layers=False,  # of so few; unrolled, a step takes 7 % less time
         remat="none",
     )
     c.model.init_std = None

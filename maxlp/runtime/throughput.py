@@ -22,13 +22,19 @@ from typing import Any, TypeVar
 
 import jax
 
+from maxlp.runtime import cpu
+
 T = TypeVar("T")
 
 
 class DelayedFetch:
-    """Keeps the metrics of the newest step on the device until the next step is dispatched."""
+    """Keeps the metrics of the newest step on the device until the next step is dispatched.
+
+    Where dispatching a step means to wait for it (a single CPU device), there is nothing to delay.
+    """
 
     def __init__(self) -> None:
+        self._delays = not cpu.is_synchronous()
         self._pending: list[tuple[int, Any]] = []
 
     def push(self, step: int, metrics: Any, wait: bool = False) -> Iterator[tuple[int, Any]]:
@@ -40,13 +46,14 @@ class DelayedFetch:
           wait: also wait for this step, as before a pause and after the last step.
 
         Returns:
-          An iterator of (step, tree of numpy arrays): the step before, unless it was waited for, and
-          with `wait` this one. Each item is yielded on arrival. Exhaust it before the next push.
+          An iterator of (step, tree of numpy arrays): the step before, unless it was returned already,
+          and this one with `wait` or without a delay. Each item is yielded on arrival. Exhaust it
+          before the next push.
         """
         for leaf in jax.tree.leaves(metrics):
             leaf.copy_to_host_async()
         done, self._pending = [*self._pending, (step, metrics)], []
-        if not wait:
+        if self._delays and not wait:
             self._pending = [done.pop()]
         return ((step, jax.device_get(metrics)) for step, metrics in done)
 
@@ -106,7 +113,7 @@ class Throughput:
         """Yields the batches and counts the seconds until each is available.
 
         The device works on the previous step meanwhile, so this is an upper bound of the delay that
-        waiting for data can have caused.
+        waiting for data can have caused. Where steps are not queued, it is the delay.
         """
         while True:
             start = self._clock()

@@ -1,5 +1,6 @@
 """Runs that start from weights: of another library, of the Hub, or of another run."""
 
+import gc
 import json
 import re
 import shutil
@@ -20,6 +21,7 @@ from maxlp.run import changes, pretrained, run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import resolve
 from maxlp.run.pretrained import published_params
+from maxlp.run.restore import evaluated
 from maxlp.run.settings import read
 from maxlp.run.tokenizer import prepare_tokenizer
 from maxlp.runtime import hub
@@ -92,6 +94,36 @@ def test_sizes_rope_tokenizer_and_weights_are_those_of_the_folder(folder, tmp_pa
     assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(params)} == {devices}
     convert.import_weights(folder, tmp_path / "imported", dtype="float32")
     assert_same(params, initial_params(configured(tmp_path, tmp_path / "imported"), tmp_path))
+
+
+def test_the_optimizer_begins_with_the_weights(folder, tmp_path):
+    """Schedule-free AdamW keeps them twice: the average of both copies is what is evaluated."""
+    schedule_free = {"optimizer__name": "schedule_free_adamw", "optimizer__schedule": "constant"}
+    run = resolve(configured(tmp_path, folder, **schedule_free), jax.devices()[:1])
+    with jax.set_mesh(run.mesh):
+        _, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+        state = run.initial_state(abstract, tmp_path)
+    # The average is (y - (1 - b1) z) / b1: a few roundings of numbers of the size of y.
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6),
+        evaluated(state)["params"],
+        state["params"],
+    )
+
+
+def test_no_state_is_in_memory_while_weights_are_loaded(folder, tmp_path, monkeypatch):
+    load, live = pretrained.load, []
+
+    def counted(*args):
+        live.append(sum(x.nbytes for x in jax.live_arrays()))
+        return load(*args)
+
+    c = configured(tmp_path, folder)
+    gc.collect()
+    before = sum(x.nbytes for x in jax.live_arrays())
+    monkeypatch.setattr(pretrained, "load", counted)
+    initial_params(c, tmp_path)
+    assert len(live) == 1 and live[0] <= before
 
 
 CONTRADICTIONS = {

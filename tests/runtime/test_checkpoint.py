@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import tracemalloc
 from types import SimpleNamespace
 
 import jax
@@ -156,6 +157,48 @@ def test_state_may_be_donated_while_it_is_written(tmp_path):
             state = train_step(state)
         jax.block_until_ready(state)
     assert_same_bits(checkpoint.restore(tmp_path, abstract(state)).state, expected)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_restored_state_is_replaced_in_its_own_memory(tmp_path, devices):
+    """Whether Orbax has read an array into memory that a device can take over depends on its address."""
+    place = NamedSharding(jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,)), P("data"))
+    leaf = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=place)
+    wanted = {"params": {str(i): leaf for i in range(40)}}
+    state = jax.tree.map(lambda x: jax.device_put(np.ones(x.shape, x.dtype), place), wanted)
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        checkpointer.save(1, state, {})
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        state = checkpointer.restore_latest(wanted).state
+
+    def addresses(tree):
+        return [
+            [s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for x in jax.tree.leaves(tree)
+        ]
+
+    before = addresses(state)
+    step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0, out_shardings=place)
+    new = jax.block_until_ready(step(state))
+    assert addresses(new) == before and all(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def test_restoring_holds_no_more_on_the_host_than_the_largest_array(tmp_path, monkeypatch):
+    """Beside what is on the devices, which keep nothing of an array on the host, as accelerators do."""
+    wanted = abstract({"params": {str(i): jnp.ones((8, 2**15)) for i in range(32)}})
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        checkpointer.save(1, jax.tree.map(lambda x: jnp.ones(x.shape), wanted), {})
+    monkeypatch.setattr(checkpoint, "_READ_AT_ONCE", 0)  # at tiny sizes too
+    monkeypatch.setattr(manifest, "_BLOCK_BYTES", 2**10)
+    monkeypatch.setattr(jax, "device_put", lambda x, *args: jnp.zeros(x.shape, x.dtype))
+    tracemalloc.start()
+    try:
+        restored = checkpoint.restore(tmp_path, wanted)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert jax.tree.structure(restored.state) == jax.tree.structure(wanted)
+    # All at once are 32 MiB. One is 1 MiB, and a few may not be collected yet.
+    assert peak < 8 * 2**20
 
 
 def test_save_returns_before_the_checkpoint_exists_and_wait_after(tmp_path, monkeypatch):

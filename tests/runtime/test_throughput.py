@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxlp.runtime import cpu
 from maxlp.runtime.throughput import DelayedFetch, Throughput
 
 
@@ -85,6 +86,80 @@ def test_throughput_excludes_compilation_and_pauses():
     assert report["perf/data_wait"] == 0.5 / 5.5
     assert report["perf/eta"] == (6 + 100 + 5.5) / 3  # the remaining time includes evaluations
     assert meter.report() == {}
+
+
+class Machine:
+    """A clock, a data pipeline and a device, each of which takes its time on that clock.
+
+    Args:
+      step: seconds of a train step.
+      batch: seconds in which the pipeline makes a batch, while the others work.
+      queues: whether a step is dispatched and then runs beside the host.
+    """
+
+    def __init__(self, *, step: float, batch: float, queues: bool):
+        self.step, self.batch, self.queues = step, batch, queues
+        self.now = self.finished = 0.0
+
+    def batches(self):
+        made = 0.0
+        while True:
+            made = max(made, self.now - 2 * self.batch) + self.batch  # at most two wait
+            self.now = max(self.now, made)
+            yield made
+
+    def train_step(self):
+        self.finished = max(self.finished, self.now) + self.step
+        if not self.queues:
+            self.now = self.finished
+        return Arriving(self, self.finished)
+
+
+class Arriving:
+    """A metric that reaches the host at a time."""
+
+    def __init__(self, machine, at):
+        self.machine, self.at = machine, at
+
+    def copy_to_host_async(self):
+        pass
+
+    def __array__(self, dtype=None, copy=None):
+        self.machine.now = max(self.machine.now, self.at)
+        return np.array(self.at)
+
+
+@pytest.mark.parametrize(
+    ("queues", "batch", "step_time", "data_wait"),
+    [
+        (False, 3.0, 3.0, 2 / 3),  # made within 3 seconds, 1 of them during the step before
+        (False, 0.25, 1.0, 0.0),
+        (True, 3.0, 3.0, 1.0),  # an upper bound: the host waits for nothing else
+        (True, 0.25, 1.0, 0.0),
+    ],
+)
+def test_waits_for_a_slow_and_a_fast_pipeline(monkeypatch, queues, batch, step_time, data_wait):
+    monkeypatch.setattr(cpu, "is_synchronous", lambda: not queues)
+    machine = Machine(step=1.0, batch=batch, queues=queues)
+    meter = Throughput(
+        units_per_step=1,
+        flops_per_unit=(1, 1),
+        peak_flops=None,
+        num_devices=1,
+        total_steps=20,
+        clock=lambda: machine.now,
+    )
+    fetch, reports, stream = DelayedFetch(), [], meter.waiting_for(machine.batches())
+    for step in range(1, 21):
+        next(stream)
+        for done, _ in fetch.push(step, machine.train_step(), wait=step == 1):
+            meter.tick(done)
+            if done % 4 == 0:
+                reports.append(meter.report())
+    assert len(reports) == (4 if queues else 5)
+    for report in reports[1:] if queues else reports:  # in the first, a queued step begins to lag
+        assert report["perf/step_time"] == pytest.approx(step_time)
+        assert report["perf/data_wait"] == pytest.approx(data_wait)
 
 
 def test_the_remaining_time_of_steps_that_count_as_more_than_one():

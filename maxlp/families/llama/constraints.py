@@ -48,13 +48,6 @@ def chunked_head_is_not_delayed(s: Settings, machine: Machine) -> str | None:
     )
 
 
-def stages_are_scanned(s: Settings, machine: Machine) -> str | None:
-    """A pipeline splits the stacked layers."""
-    if machine.axes["stage"] == 1 or s.model.scan_layers:
-        return None
-    return f"mesh.stage={machine.axes['stage']} needs model.scan_layers=True"
-
-
 def stages_divide_layers(s: Settings, machine: Machine) -> str | None:
     """Every stage holds the same number of layers in every round."""
     stages, rounds = machine.axes["stage"], s.model.pipeline.rounds
@@ -116,7 +109,6 @@ RULES = (
     head_splits_sequence,
     blocks_split_sequence,
     chunked_head_is_not_delayed,
-    stages_are_scanned,
     stages_divide_layers,
     stages_divide_microbatches,
     pipeline_divides_rows,

@@ -51,10 +51,6 @@ BROKEN = {
         FP8 | {"loss.num_chunks": 2, "precision.rules": (("lm_head", "fp8_delayed"),)},
         "loss.num_chunks=2 runs lm_head several times per step",
     ),
-    "stages_are_scanned": (
-        STAGES | {"model.scan_layers": False},
-        "mesh.stage=4 needs model.scan_layers=True",
-    ),
     "stages_divide_layers": (
         STAGES | {"model.pipeline.rounds": 2},
         "model.num_layers=4 is not a multiple of mesh.stage=4 × model.pipeline.rounds=2",
