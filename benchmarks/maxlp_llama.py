@@ -11,6 +11,7 @@ the statistics of every tensor are off.
 
 import argparse
 
+import jax
 import llama_args
 from ml_collections import ConfigDict
 from training import CompiledRun, llama_config, random_text

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlp.nn.attention import MAX_DOCUMENTS, RESIDUALS
@@ -53,6 +52,14 @@ def workspace(numbers: float, packed: bool) -> float:
     return 4 * numbers * (MAX_DOCUMENTS + 1 if packed else 1)
 
 
+@functools.cache
+def _fused() -> Any:
+    """JAX's private module of cuDNN's primitives, imported only for a model that uses them."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    return fused_attention_stablehlo
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS, causal):
     return _attend_fwd(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS, causal)[0]
@@ -61,7 +68,7 @@ def _attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS, causal):
 def _attend_fwd(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS, causal):
     documents = None if segment_ids_BS is None else Documents.of(segment_ids_BS)
     operands, parameters = _ragged(q_BSNH, k_BSKH, documents, causal)
-    out_BSNH, log_sum = fused._dot_product_attention_fwd_p.bind(
+    out_BSNH, log_sum = _fused()._dot_product_attention_fwd_p.bind(
         q_BSNH, k_BSKH, v_BSKH, *operands, **parameters, is_training=True
     )
     log_sum_BNS = log_sum if documents is None else documents.joined(log_sum)
@@ -76,7 +83,7 @@ def _attend_bwd(causal, saved, dout_BSNH):
     operands, parameters = _ragged(q_BSNH, k_BSKH, documents, causal)
     log_sum = log_sum_BNS if documents is None else documents.split(log_sum_BNS)
     rows = log_sum, out_BSNH, dout_BSNH
-    gradients = fused._dot_product_attention_bwd_p.bind(
+    gradients = _fused()._dot_product_attention_bwd_p.bind(
         q_BSNH, k_BSKH, v_BSKH, *operands, *rows, **parameters
     )
     return *gradients, None
@@ -98,12 +105,12 @@ def _ragged(q_BSNH, k_BSKH, documents, causal) -> tuple[list[jax.Array], dict[st
         seed=0,
         dropout_rate=0.0,
         variadic_args=(False, False),  # no bias, no gradient of one
-        mask_type=fused.MaskType[mask],
-        layout=fused.AttentionLayout.BTNH.value,
+        mask_type=_fused().MaskType[mask],
+        layout=_fused().AttentionLayout.BTNH.value,
         sliding_window_length=None,
     )
     of_0_12 = "score_mod_name", "score_mod_jaxpr"
-    known = inspect.signature(fused._dot_product_attention_fwd_cuda_lowering).parameters
+    known = inspect.signature(_fused()._dot_product_attention_fwd_cuda_lowering).parameters
     parameters |= dict.fromkeys(name for name in of_0_12 if name in known)
     bias, page_tables = none, [none] * 2
     return [bias, *lengths, *offsets, *page_tables], parameters
