@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 GRANULARITIES = ("unscaled", "tensor", "row", "block", "tile")
+BLOCK_SCALES = ("up", "floor", "float32", "e4m3")  # see `scales.block_scales_for`
 MX_BLOCK = 32  # elements that share a scale in the OCP microscaling formats
 
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from maxlp.numerics.formats import FORMATS, Format
 
-BLOCK_SCALES = ("up", "floor", "float32", "e4m3")
 _E4M3 = FORMATS["float8_e4m3fn"]
 _TINY = float(jnp.finfo(jnp.float32).tiny)  # smallest normal: what is below may be flushed to zero
 

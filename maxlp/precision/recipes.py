@@ -11,8 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 from maxlp import schema
 from maxlp.numerics import formats
-from maxlp.numerics.formats import GRANULARITIES, MX_BLOCK
-from maxlp.numerics.scales import BLOCK_SCALES
+from maxlp.numerics.formats import BLOCK_SCALES, GRANULARITIES, MX_BLOCK
 from maxlp.schema import Count, OneOf, Range
 
 GEMMS = {  # the tensors of a layer that each matmul multiplies

@@ -133,7 +133,7 @@ def imitated(monkeypatch):
         ("_dot_product_attention_fwd_p", Imitation(imitated_forward, forward)),
         ("_dot_product_attention_bwd_p", Imitation(imitated_backward, backward)),
     ):
-        monkeypatch.setattr(cudnn.fused, name, imitation)
+        monkeypatch.setattr(cudnn._fused(), name, imitation)
 
 
 @pytest.mark.parametrize(("N", "K", "causal"), [(4, 2, True), (2, 2, False), (3, 1, True)])
@@ -148,7 +148,7 @@ def test_packed_rows_equal_dense_attention_and_its_gradients(N, K, causal, imita
 
 def test_operands_are_in_the_order_of_the_installed_jax():
     """It is private. Two pairs of operands have the same types, so that lowering would not notice."""
-    names = list(inspect.signature(cudnn.fused._dot_product_attention_fwd_cuda_lowering).parameters)
+    names = list(inspect.signature(cudnn._fused()._dot_product_attention_fwd_cuda_lowering).parameters)
     expected = "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k", "page_table_v"
     assert tuple(names[4:11]) == ("bias", *expected)
 
