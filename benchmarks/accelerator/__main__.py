@@ -2,7 +2,7 @@ r"""Measures maxlp on the accelerator at hand, the most valuable numbers first.
 
     python -m benchmarks.accelerator --list
     python -m benchmarks.accelerator --out=results --minutes=10   # what 10 minutes give: checks, 8B
-    python -m benchmarks.accelerator --out=results                # goes on: about 45 minutes in all
+    python -m benchmarks.accelerator --out=results                # goes on: about 50 minutes in all
     python -m benchmarks.accelerator --out=results --report       # the tables, also of a part
 
 Each piece runs in a process of its own with a time limit, and writes PIECE.json to --out with its rows, the

@@ -43,7 +43,7 @@ DEBUG = {  # configs that train without any files
     "clip": ["--config=configs/clip/debug.py"],
 }
 TINY = {
-    "llama": [*SMALL, f"--config.checkpoint.every_steps={EVERY // 10}", "--config.data.batch_size=2"],
+    "llama": SMALL,
     "clip": [
         *(
             "--config=configs/clip/debug.py",
