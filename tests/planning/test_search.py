@@ -52,7 +52,7 @@ def evaluated(s: Settings, topology: topologies.Topology, state) -> tuple[float,
 
 def every_layout(s: Settings, topology: topologies.Topology) -> list[tuple[float, float]]:
     """(peak, seconds) of every combination that the search covers."""
-    state = state_shapes(s, Machine(dict(stage=1, data=1, fsdp=1, context=1, tensor=1), "cuda"))
+    state = state_shapes(s, Machine(dict(stage=1, data=1, fsdp=1, context=1, tensor=1), "cuda", ""))
     sizes = [n for n in (1, 2, 4, 8) if n <= topology.size]
     found = []
     for data, context, tensor, remat, attention, released in itertools.product(
@@ -96,7 +96,9 @@ def test_the_fastest_of_all_combinations_is_found(devices, clip_norm):
 def test_more_microbatches_and_parts_never_take_less_time_nor_from_two_on_more_memory(name, topology):
     """What the search relies on, on every mesh, for every remat, with and without chunks."""
     s, topology = preset(name), topologies.parse(topology)
-    one = Machine(dict(stage=1, data=1, fsdp=1, context=1, tensor=1), topology.chip.platform)
+    one = Machine(
+        dict(stage=1, data=1, fsdp=1, context=1, tensor=1), topology.chip.platform, topology.chip.kind
+    )
     state = state_shapes(s, one)
     checked = 0
     for mesh, remat in itertools.product(search.meshes(s, topology), search.REMATS):

@@ -64,7 +64,7 @@ def test_dcn_data_has_the_size_of_the_machine(name, size, accepted):
         ("h100:1x8", {"data.max_documents": 16, "data.batch_size": 2**20}, "flash"),  # offsets are int32
         (
             "h100:1x8",
-            {"data.max_documents": 16, "data.batch_size": 2**20, "train.microbatches": 256},
+            {"data.max_documents": 16, "data.batch_size": 2**20, "train.microbatches": 1024},
             "cudnn",
         ),
         ("v5p:2x2x1", {"data.max_documents": 16}, "splash"),
