@@ -67,6 +67,7 @@ FEATURES = [
     Feature("lion", "optimizer", {"optimizer.name": "lion"}),
     Feature("muon", "optimizer", {"optimizer.name": "muon"}),
     Feature("soap", "optimizer", {"optimizer.name": "soap"}),
+    Feature("apollo", "optimizer", {"optimizer.name": "apollo", "optimizer.options": {"rank": 4}}),
     Feature("adamp", "optimizer", {"optimizer.name": "adamp"}),
     Feature(
         "schedule_free_adamw",
