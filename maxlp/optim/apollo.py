@@ -12,7 +12,7 @@ There is no SVD, and P is computed from the seed when it is needed. The RMS of a
 that of Adam's, times `scale`.
 """
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,7 @@ def scale_by_apollo(
         key = jax.random.fold_in(jax.random.key(seed), state.count // update_proj_gap)
         grads = widened(updates)
         low_rank = jax.tree.map(lambda g, n: _projected(g, n, rank, key), grads, state.norms)
-        scaled, moments = adam.update(low_rank, state.adam)
+        scaled, moments = cast(tuple[Any, Any], adam.update(low_rank, state.adam))
 
         def step(g: jax.Array, r: jax.Array, u: jax.Array, norm: Any) -> jax.Array:
             if not _is_target(norm):
