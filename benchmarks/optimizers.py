@@ -10,7 +10,7 @@ of its state. For GaLore it also prints the step that refreshes the subspace, an
 `--gap` is such a step. The more tokens a step has (`--batch_size`), the smaller the optimizer's share.
 
 `--bars` chooses sizes at which the matmuls dominate, 4096 tokens a step, and reports whether StableAdamW
-stays within 1.05 and amortized GaLore within 1.10 of AdamW: 3 minutes on 2 idle cores.
+and APOLLO stay within 1.05 and amortized GaLore within 1.10 of AdamW: 4 minutes on 2 idle cores.
 
 The last line is JSON.
 """
@@ -30,7 +30,7 @@ from maxlp import optim
 from maxlp.core.train_state import num_params
 from maxlp.run.experiment import Experiment, resolve
 
-BARS = {"stable_adamw": 1.05, "galore, randomized": 1.10}
+BARS = {"stable_adamw": 1.05, "apollo": 1.05, "galore, randomized": 1.10}
 COMMON = {
     "optimizer.learning_rate": 1e-3,
     "optimizer.schedule": "constant",
@@ -43,18 +43,11 @@ def optimizers(rank: int, gap: int) -> dict[str, dict]:
     """Values of the ``optimizer`` section, by the name to print."""
     galore = {"rank": rank, "update_proj_gap": gap, "basis": "randomized"}
     q_galore = galore | {"projector": "int4", "lazy_threshold": 0.4}
-    names = (
-        "adamw",
-        "stable_adamw",
-        "adafactor",
-        "lion",
-        "muon",
-        "normuon",
-        "soap",
-        "schedule_free_adamw",
-        "adamp",
-    )
+    names = ("adamw", "stable_adamw", "adafactor", "lion", "muon", "normuon", "soap", "apollo_mini")
+    names += ("schedule_free_adamw", "adamp")
     return {name: {"name": name} for name in names} | {
+        "apollo": {"name": "apollo", "options": {"rank": rank}},
+        "muon, 8 bits": {"name": "muon", "low_bit": DYNAMIC8},
         "galore, svd": {"galore": galore | {"basis": "svd"}},
         "galore, randomized": {"galore": galore},
         "galore + dynamic8": {"galore": galore, "low_bit": DYNAMIC8},
@@ -120,7 +113,7 @@ def main() -> None:
     parser.add_argument("--vocab_size", type=int, default=4096)
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--seq_len", type=int, default=256)
-    parser.add_argument("--rank", type=int, default=0, help="of GaLore; 0: embed_dim / 4")
+    parser.add_argument("--rank", type=int, default=0, help="of GaLore and APOLLO; 0: embed_dim / 4")
     parser.add_argument("--gap", type=int, default=200, help="steps between GaLore's refreshes")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="", help="names of optimizers, separated by ;")

@@ -67,7 +67,8 @@ FEATURES = [
     Feature("adafactor", "optimizer", {"optimizer.name": "adafactor"}),
     Feature("lion", "optimizer", {"optimizer.name": "lion"}),
     Feature("muon", "optimizer", {"optimizer.name": "muon"}),
-    Feature("soap", "optimizer", {"optimizer.name": "soap"}),
+    Feature("soap", "optimizer", {"optimizer.name": "soap", "optimizer.options": {"one_sided": True}}),
+    Feature("apollo", "optimizer", {"optimizer.name": "apollo", "optimizer.options": {"rank": 4}}),
     Feature("adamp", "optimizer", {"optimizer.name": "adamp"}),
     Feature(
         "schedule_free_adamw",

@@ -250,6 +250,16 @@ OPTIM = [
         ("lambda u: rate * u", "lambda u: u"),
     ),
     *_in(
+        "optim/apollo.py",
+        "optim/test_apollo.py",
+        ("/ rank**0.5\n", "/ rank\n"),
+        ("state.count // update_proj_gap", "state.count"),
+        ("growth * norm / jnp", "norm / jnp"),
+        ("-2 if shape[-2] <= shape[-1] else -1", "-1 if shape[-2] <= shape[-1] else -2"),
+        ('if granularity == "channel" else (-2, -1)', 'if granularity != "channel" else (-2, -1)'),
+        ("_norm(u) if _is_target(n) else n, steps", "_norm(u) if _is_target(n) else n, grads"),
+    ),
+    *_in(
         "optim/soap.py",
         "optim/test_soap.py",
         ("jnp.where(count == 0, 0.0, 1.0)", "1.0"),

@@ -30,6 +30,8 @@ OPTIMIZERS = {
     "muon": "maxlp.optim.muon:scale_by_muon",
     "normuon": "maxlp.optim.muon:scale_by_normuon",
     "soap": "maxlp.optim.soap:scale_by_soap",
+    "apollo": "maxlp.optim.apollo:scale_by_apollo",
+    "apollo_mini": "maxlp.optim.apollo:scale_by_apollo_mini",
     "schedule_free_adamw": "maxlp.optim.schedule_free:scale_by_debiased_rms",
     "adamp": "maxlp.optim.adamp:scale_by_adamp",
     "sgd": "maxlp.optim.sgd:scale_by_momentum",
@@ -211,6 +213,8 @@ class OptimizerConfig:
                 yield "param_rounding", self.param_rounding, "it keeps an unrounded copy; set it to None"
         if self.name == "adamp" and self.has_galore:
             yield "galore.rank", galore.rank, "it compares whole gradients with weights; set galore.rank=0"
+        if "apollo" in self.name and self.has_galore:
+            yield "galore.rank", galore.rank, "it projects gradients itself; set galore.rank=0"
         if self.name == "soap" and self.has_galore:
             yield "galore.rank", galore.rank, "its bases are those of whole gradients; set galore.rank=0"
         if self.name == "adafactor" and self.has_galore and galore.moments != "keep":

@@ -105,6 +105,7 @@ FREE = dict(name="schedule_free_adamw", schedule="constant")
             {"name": "soap", "galore": {"rank": 2}},
             r"^galore.rank=2 does not go with name='soap': .* set gal",
         ),
+        ({"name": "apollo", "galore": {"rank": 2}}, r"^galore.rank=2 does not go with name='apollo': "),
         (
             {"name": "adafactor", "galore": {"rank": 2, "moments": "reset"}},
             r"^galore.moments='reset' does not go with name='adafactor': ",

@@ -49,6 +49,8 @@ OPTIMIZERS = {
     "muon": {},
     "normuon": {},
     "soap": dict(options=dict(precondition_frequency=2, one_sided=True)),  # see test_soap.py
+    "apollo": dict(options=dict(rank=2, update_proj_gap=3)),
+    "apollo_mini": dict(options=dict(update_proj_gap=3)),
     "schedule_free_adamw": dict(schedule="constant"),
     "adamp": {},
     "sgd": {},

@@ -83,7 +83,18 @@ DYNAMIC8 = {
     "optimizer.low_bit.nu": "dynamic8",
     "optimizer.low_bit.min_size": 64,
 }
-OPTIMIZERS = ("adamw", "stable_adamw", "adafactor", "lion", "muon", "normuon", "soap", "adamp", "sgd")
+OPTIMIZERS = (
+    "adamw",
+    "stable_adamw",
+    "adafactor",
+    "lion",
+    "muon",
+    "normuon",
+    "soap",
+    "apollo",
+    "adamp",
+    "sgd",
+)
 
 # Alternatives of the features that all families share. A draw takes one alternative of some features.
 COMMON: dict[str, list[Changes]] = {
