@@ -41,7 +41,7 @@ def init_state(
         what it replaces is never allocated.
     """
     _, params, model_state = nnx.split(make_model(nnx.Rngs(seed)), nnx.Param, ...)
-    core = {"params": nnx.to_pure_dict(params), "model_state": nnx.to_pure_dict(model_state)}
+    core: State = {"params": nnx.to_pure_dict(params), "model_state": nnx.to_pure_dict(model_state)}
     if start_from is not None:
         core = start_from(core)
     core["opt_state"] = tx.init(core["params"])
