@@ -6,7 +6,7 @@ The body of a loop is in the text once and runs many times. Its trip count is in
 A collective is overlapped if a matmul or a kernel runs while it does. There are three forms:
 
 * a ``-start`` and a ``-done`` with other work between them;
-* on TPUs with SparseCores, a ``call-start`` and ``call-done`` of a computation that contains the collective;
+* on TPUs with SparseCores, a ``call-start`` and a ``call-done`` of a computation with the collective;
 * on TPUs without, a fusion that starts it, fusions that execute steps of it along with their own work, and
   one that ends it; each contains the same collective.
 """
