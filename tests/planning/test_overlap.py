@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[2]
 SMALL = ["--config.model.num_layers=2", "--config.model.vocab_size=8192", "--config.data.seq_len=8192"]
 
 
-@pytest.mark.slow
 @pytest.mark.aot("libtpu")
 @pytest.mark.parametrize(("chip", "topology"), [("v5p", "v5p:4x4x4"), ("v6e", "v6e:8x8")])
 def test_gathers_are_hidden_and_gradients_scattered(chip, topology, tmp_path):
