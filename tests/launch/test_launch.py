@@ -588,7 +588,6 @@ jax.jit(lambda x: x @ x).lower(x).compile()
         pytest.param("tpu_v5e", "v5e:2x2", marks=pytest.mark.aot("libtpu")),
         pytest.param("tpu_v5p", "v5p:2x2x1", marks=pytest.mark.aot("libtpu")),
         pytest.param("tpu_v6e", "v6e:2x2", marks=pytest.mark.aot("libtpu")),
-        pytest.param("tpu_v7x", "v7x:2x2x1", marks=pytest.mark.aot("libtpu")),
         pytest.param("gpu", "h100:1x2", marks=pytest.mark.aot("jax_cuda13_plugin")),
     ],
 )

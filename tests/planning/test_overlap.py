@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Four layers of Llama 3.1 8B with a small vocabulary: the head, which nothing hides, is as small a part as in
-# 32 layers with the whole vocabulary.
+# Four layers of Llama 3.1 8B with a small vocabulary: the head, which nothing hides, is as small a part as
+# in 32 layers with the whole vocabulary.
 SMALL = ["--config.model.num_layers=4", "--config.model.vocab_size=8192", "--config.data.seq_len=8192"]
 
 
