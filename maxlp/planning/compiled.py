@@ -145,10 +145,9 @@ def _needed(error: jax.errors.JaxRuntimeError) -> float:
 
 def kernels(text: str) -> dict[str, int]:
     """Custom calls by target, without those that are internal to XLA."""
-    own = {"AllocateBuffer", "AsyncCollectiveStart", "AsyncCollectiveDone", "ConcatBitcast", "Sharding"}
     counts: dict[str, int] = {}
     for target in re.findall(r'custom_call_target="([^"]+)"', text):
-        if target not in own and not target.startswith("Assume"):
+        if hlo.is_kernel(target):
             counts[target] = counts.get(target, 0) + 1
     return counts
 

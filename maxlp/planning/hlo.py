@@ -1,9 +1,14 @@
 """Reads the instructions and the collectives of a compiled program from its HLO text.
 
 The body of a loop is in the text once and runs many times. Its trip count is in the text too: as
-``known_trip_count`` (GPU, CPU), or as the constant that the loop's condition compares with (TPU). An
-asynchronous collective is a ``-start`` and a ``-done`` with other work between them; on TPU it can also be
-a fusion that executes steps of the collective along with its own work.
+``known_trip_count`` (GPU, CPU), or as the constant that the loop's condition compares with (TPU).
+
+A collective is overlapped if a matmul or a kernel runs while it does. There are three forms:
+
+* a ``-start`` and a ``-done`` with other work between them;
+* on TPUs with SparseCores, a ``call-start`` and a ``call-done`` of a computation with the collective;
+* on TPUs without, a fusion that starts it, fusions that execute steps of it along with their own work, and
+  one that ends it; each contains the same collective.
 """
 
 import dataclasses
@@ -20,9 +25,9 @@ KINDS = (
     "all-to-all",
     "collective-broadcast",
 )
-WORK = {  # opcodes that take long enough to hide a collective
-    *("fusion", "convolution", "dot", "custom-call", "while"),
-    *("call", "conditional", "sort", "scatter", "reduce"),
+XLA_CALLS = {  # custom calls that are not kernels
+    *("AllocateBuffer", "AsyncCollectiveStart", "AsyncCollectiveDone", "ConcatBitcast", "Sharding"),
+    *("PrepareAsyncCallStart", "PrepareAsyncCallDone"),
 }
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
@@ -41,7 +46,7 @@ class Collective:
       participants: the number of devices in a group.
       bytes: the size of its result on one device (for a reduce-scatter, of its operand), per execution.
       times: executions per step.
-      overlapped: whether other work runs between its start and its end.
+      overlapped: whether a matmul or a kernel runs between its start and its end.
     """
 
     kind: str
@@ -80,35 +85,62 @@ def collectives(text: str, mesh: dict[str, int]) -> list[Collective]:
       ValueError: device groups in an unknown form.
     """
     program, entry = computations(text)
-    # On TPU the pieces of an asynchronous collective share a channel; only the first piece is counted.
-    started = {
-        channel(i)
-        for body in program.values()
-        if any("AsyncCollectiveStart" in i.rest for i in body)
-        for i in body
-        if i.opcode in KINDS
-    }
+    works = _computations_with_matmuls(program)
+    fused = _fused_with_work(program, works)
     found: list[Collective] = []
 
     def visit(name: str, times: int, overlapped: bool) -> None:
         body = program.get(name, [])
-        starts = any("AsyncCollectiveStart" in i.rest for i in body)
         for index, i in enumerate(body):
             kind = i.opcode.removesuffix("-start")
             if kind in KINDS:
-                if channel(i) in started and not starts:
+                start, hidden = fused.get(channel(i), (name, False))
+                if start != name:
                     continue
-                hidden = overlapped or starts or overlaps_work(body, index)
+                hidden |= overlapped or overlaps_work(body, index, works)
                 if (one := _collective(i, kind, name, body, mesh, times, hidden)) is not None:
                     found.append(one)
             else:
-                hidden = overlapped or (i.opcode == "async-start" and overlaps_work(body, index))
+                hidden = overlapped or overlaps_work(body, index, works)
                 inner = times * trip_count(i, program) if i.opcode == "while" else times
                 for computation in called(i):
                     visit(computation, inner, hidden)
 
     visit(entry, 1, False)
     return found
+
+
+def _computations_with_matmuls(program: dict[str, list[Instruction]]) -> set[str]:
+    """Names of the computations that run a matmul or a kernel, in a computation that they call too."""
+    found: set[str] = set()
+    for name, body in program.items():  # a computation comes after those that it calls
+        if any(_is_matmul(i) or any(c in found for c in called(i)) for i in body):
+            found.add(name)
+    return found
+
+
+def _is_matmul(i: Instruction) -> bool:
+    target = re.search(r'custom_call_target="([^"]+)"', i.rest) if i.opcode == "custom-call" else None
+    return i.opcode in ("convolution", "dot") or (target is not None and is_kernel(target[1]))
+
+
+def is_kernel(target: str) -> bool:
+    """Whether custom calls of this target are kernels, not a part of XLA's own programs."""
+    return target not in XLA_CALLS and not target.startswith("Assume")
+
+
+def _fused_with_work(program: dict[str, list[Instruction]], works: set[str]) -> dict[str, tuple[str, bool]]:
+    """Of each collective that runs in several fusions, by its channel: the computation that starts it, and
+    whether another one contains a matmul."""
+    starts: dict[str, str] = {}
+    parts: dict[str, set[str]] = {}
+    for name, body in program.items():
+        for i in body:
+            if i.opcode in KINDS:
+                parts.setdefault(channel(i), set()).add(name)
+                if any("AsyncCollectiveStart" in j.rest for j in body):
+                    starts[channel(i)] = name
+    return {c: (name, bool(parts[c] & works)) for c, name in starts.items()}
 
 
 def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
@@ -134,7 +166,7 @@ def called(i: Instruction) -> list[str]:
         body = re.search(r"body=%?([\w.-]+)", i.rest)
         assert body is not None, i.rest
         return [body[1]]
-    if i.opcode not in ("fusion", "call", "async-start", "custom-call", "conditional"):
+    if i.opcode not in ("fusion", "call", "async-start", "call-start", "custom-call", "conditional"):
         return []
     branches = re.search(r"branch_computations=\{(.*?)\}", i.rest)
     return re.findall(r"[\w.-]+", branches[1]) if branches else _CALLED.findall(i.rest)
@@ -146,8 +178,12 @@ def channel(i: Instruction) -> str:
     return match[1] if match else i.name
 
 
-def overlaps_work(body: list[Instruction], index: int) -> bool:
-    """Whether other work runs between the ``-start`` at this index and its ``-done``."""
+def overlaps_work(body: list[Instruction], index: int, works: set[str]) -> bool:
+    """Whether a matmul or a kernel runs between the ``-start`` at this index and its ``-done``.
+
+    Args:
+      works: the computations that contain one.
+    """
     start = body[index]
     if not start.opcode.endswith("-start") or '"is_sync":true' in start.rest:
         return False
@@ -155,7 +191,7 @@ def overlaps_work(body: list[Instruction], index: int) -> bool:
     for later in body[index + 1 :]:
         if later.opcode.endswith("-done") and operand.search(later.rest):
             return False
-        if later.opcode in WORK:
+        if _is_matmul(later) or any(name in works for name in called(later)):
             return True
     return True  # it ends in the next iteration of the loop
 

@@ -84,10 +84,11 @@ def test_kernels_are_split_by_their_logical_axes_and_a_misfit_is_named():
         shardings((8, 7))
 
 
-def test_gathered_params_are_whole_and_their_gradient_is_the_sum_over_the_copies():
+@pytest.mark.parametrize("V", [4, 130], ids=["round", "padded to be scattered"])
+def test_gathered_params_are_whole_and_their_gradient_is_the_sum_over_the_copies(V):
     """One copy for each part of batch and sequence; only the tensor axis splits a copy."""
     mesh = sharding.make_mesh(fsdp=2, context=2, tensor=2)
-    kernel = jnp.arange(32.0).reshape(8, 4)
+    kernel = jnp.arange(8.0 * V).reshape(8, V)
 
     @jax.jit
     def gather(kernel, g_P):
@@ -96,14 +97,15 @@ def test_gathered_params_are_whole_and_their_gradient_is_the_sum_over_the_copies
         gradient = vjp(nnx.State({"kernel": copies["kernel"].replace(g_P)}))[0]
         return copies["kernel"][...], gradient["kernel"][...]
 
-    g_P = jnp.arange(4.0)[:, None, None] + jnp.ones((4, 8, 4))
+    g_P = jnp.arange(4.0)[:, None, None] + jnp.arange(1.0, V + 1) * jnp.ones((4, 8, V))
     with jax.set_mesh(mesh):
         kernel = jax.device_put(kernel, jax.P(("fsdp", "context"), "tensor"))
         copies, gradient = gather(kernel, jax.device_put(g_P, jax.P(("fsdp", "context"), None, "tensor")))
     np.testing.assert_array_equal(copies, np.broadcast_to(kernel, (4, 8, 4)))
-    assert copies.addressable_shards[0].data.shape == (1, 8, 2)
-    np.testing.assert_array_equal(gradient, np.full((8, 4), 1.0 + 2 + 3 + 4))
-    assert gradient.addressable_shards[0].data.shape == (2, 2)
+    assert copies.addressable_shards[0].data.shape == (1, 8, V // 2)
+    of_row = 0.0 + 1 + 2 + 3 + 4 * np.arange(1.0, V + 1)
+    np.testing.assert_array_equal(gradient, np.broadcast_to(of_row, (8, V)))
+    assert gradient.addressable_shards[0].data.shape == (2, V // 2)
 
 
 # --- activations ----------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The collectives that are read from a program's text are those that it executes."""
 
+import re
 from pathlib import Path
 
 import jax
@@ -40,11 +41,20 @@ def test_a_loop_in_a_loop_runs_their_product():
 
 
 def test_tpu_gathers_in_pieces_count_once_and_trip_counts_come_from_conditions():
+    """And a SparseCore runs a reduce-scatter beside a matmul."""
     assert hlo.collectives(TPU, MESH) == [
         hlo.Collective("all-gather", ("fsdp",), 4, 64 * 64 * 2, 1, overlapped=True),
         hlo.Collective("reduce-scatter", ("tensor",), 2, 8 * 64 * 2, 1, overlapped=False),
+        hlo.Collective("reduce-scatter", ("fsdp",), 4, 64 * 64 * 2, 1, overlapped=True),
         hlo.Collective("collective-permute", ("fsdp",), 4, 4 * 64 * 2, 2, overlapped=True),
     ]
+
+
+@pytest.mark.parametrize("text", [GPU, TPU], ids=["gpu", "tpu"])
+def test_only_matmuls_hide_a_collective(text):
+    """Element-wise work is over too soon, and XLA's own custom calls are no work."""
+    without = re.sub(r" (convolution|dot)\(", " add(", text)
+    assert not any(one.overlapped for one in hlo.collectives(without, MESH))
 
 
 def test_groups_on_a_permuted_mesh_and_on_a_part_of_an_axis():
