@@ -91,7 +91,8 @@ class Linear(nnx.Module):
 
     Precision is injected by replacing the attribute ``dot_general`` with any callable of the signature
     of ``jax.lax.dot_general``, or with an NNX module that has such a ``__call__``; its state is then
-    part of this module, and it also gets ``shared`` of `of_same_input`. An ``adapter``, if set, adds its output to that of the matmul (`nn.lora`).
+    part of this module, and it also takes ``shared`` of `of_same_input`. An ``adapter``, if set, adds
+    its output to that of the matmul (`nn.lora`).
 
     Args:
       in_dim, out_dim: the sizes of the kernel.
@@ -149,11 +150,7 @@ class Linear(nnx.Module):
 
 
 def of_same_input(x: jax.Array, *linears: Linear) -> list[jax.Array]:
-    """The output of each layer for ``x``.
-
-    What their ``dot_general``s derive from ``x``, such as its quantized form, they leave to each other in
-    a dict.
-    """
+    """The output of each layer for the same ``x``, which quantizing ``dot_general``s quantize only once."""
     shared: dict = {}
     return [linear(x, shared=shared) for linear in linears]
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.lax import Precision
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -86,14 +87,16 @@ class QuantDot(nnx.Module):
     def _product(
         self, x: jax.Array, kernel: jax.Array, dtype: Any, out_sharding: Any, shared: dict
     ) -> jax.Array:
+        # The input's history is the same in all layers that share it; one of them gives the scale.
         if (self.recipe, x.dtype) not in shared:
             shared[self.recipe, x.dtype] = self._quantized_input(x)
         q_x, input_amax, of_input = shared[self.recipe, x.dtype]
         kernel_amax, of_kernel = self._amax("kernel", kernel)
+        histories = self.histories
         for tensor, current in (("input", of_input), ("kernel", of_kernel)):
-            if (history := self.histories.get(tensor)) is not None:
-                history[...] = delayed.push(history[...], current)
-        grad_history = self.output_grad_amax_history[...] if "output_grad" in self.recipe.delayed else None
+            if tensor in histories:
+                histories[tensor][...] = delayed.push(histories[tensor][...], current)
+        grad_history = histories["output_grad"][...] if "output_grad" in histories else None
         static = _Static(self.recipe, x.dtype, dtype, out_sharding)
         return _dot(static, x, kernel, q_x, {"input": input_amax, "kernel": kernel_amax}, grad_history)
 
@@ -189,7 +192,7 @@ def _kernel_gradient(static: _Static, saved, g: jax.Array, amaxes) -> jax.Array:
 
 def quantize(recipe: Recipe, operand: Operand, x: jax.Array, contract, delayed_amax) -> Quantized:
     """An operand of a matmul that sums over the axes ``contract``; see `delayed.delayed_amax`."""
-    return quantized.quantize(
+    q = quantized.quantize(
         x,
         formats.get(operand.format),
         operand.granularity,
@@ -199,6 +202,24 @@ def quantize(recipe: Recipe, operand: Operand, x: jax.Array, contract, delayed_a
         power_of_two=operand.power_of_two,
         rounding=operand.rounding,
     )
+    if operand.delayed:
+        q = q._replace(values=_row_major(q.values, alone=not recipe.cold_start))
+    return q
+
+
+def _row_major(values: jax.Array, alone: bool) -> jax.Array:
+    """Quantized values of which XLA is to write this layout first, and make others from it.
+
+    Hopper's FP8 matmuls need the summed axis last, so that most tensors are needed in two layouts.
+    XLA would write the transposed one first and transpose it back.
+
+    Args:
+      alone: the pass over the data is to write no other layout. It can then take the amax along, which
+        XLA does not fuse with a transposing write. With scales that need the amax of the data first,
+        two passes read the data in any case, and the second one better writes both layouts.
+    """
+    values = with_layout_constraint(values, Layout(tuple(range(values.ndim))))
+    return jax.lax.optimization_barrier(values) if alone else values
 
 
 def _requantize(recipe: Recipe, saved, index: int, operand: Operand, contract, delayed_amax) -> Quantized:
