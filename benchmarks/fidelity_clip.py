@@ -5,8 +5,9 @@
 
 `precision` runs `python -m maxlp.train` with `configs/clip/debug.py` and reads the last evaluation; a run
 that has finished in the folder is not repeated. The other experiments train in this process, as those of
-`fidelity.py` do; a run of `spikes` takes 20 seconds of CPU time. The measurements are written to `benchmarks/results/fidelity_clip_<experiment>.json`.
-`docs/fidelity.md` has the claims, the criteria and the results.
+`fidelity.py` do; a run of `spikes` takes 20 seconds of CPU time. The measurements are written to
+`benchmarks/results/fidelity_clip_<experiment>.json`. `docs/fidelity.md` has the claims, the criteria and
+the results.
 """
 
 import argparse
