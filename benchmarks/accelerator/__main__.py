@@ -11,7 +11,7 @@ is there is not repeated (--again does), even if it failed; one that was interru
 print is in PIECE.log. Compiled programs are kept in JAX_COMPILATION_CACHE_DIR (~/.cache/maxlp/xla).
 
 Works on one device of a GPU or TPU, with PyTorch beside it for the comparison if it can be imported. On a
-CPU, or with --tiny, the sizes are tiny and only show that every piece runs: three minutes on two cores.
+CPU, or with --tiny, the sizes are tiny and only show that every piece runs: 4 minutes of CPU time.
 """
 
 import argparse

@@ -13,14 +13,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from benchmarks.accelerator.results import Result
-from benchmarks.accelerator.tables import attention_cases, attention_kernels, segment_ids
+from benchmarks.accelerator.tables import (
+    attention_cases,
+    attention_kernels,
+    linear,
+    segment_ids,
+    with_gradients,
+)
 from maxlp import precision
 from maxlp.nn import attention
 from maxlp.parallel import sharding
-from maxlp.precision.dot import QuantDot
 from tests.run_outputs import checkpoint, records
 from tests.training_runs import SMALL
 
@@ -145,35 +149,22 @@ def attend(name: str, case: Any, device: jax.Device, dtype: Any) -> list[np.ndar
     shapes = [
         (case.batch, case.length, heads, case.head_dim) for heads in (case.heads, *[case.kv_heads] * 2)
     ]
-    inputs = [jnp.bfloat16(rng.standard_normal(shape)) for shape in (*shapes, shapes[0])]
-
-    def both(q, k, v, g):
+    inputs = [jnp.bfloat16(rng.standard_normal(shape)) for shape in (shapes[0], *shapes)]
+    with jax.default_device(device), jax.set_mesh(sharding.make_mesh(devices=[device])):
         ids = segment_ids(case) if case.documents else None
         function = functools.partial(attention.kernel(name), causal=case.causal, segment_ids_BS=ids)
-        y, pull = jax.vjp(function, q, k, v)
-        return y, *pull(g)
-
-    with jax.default_device(device), jax.set_mesh(sharding.make_mesh(devices=[device])):
-        found = jax.jit(both)(*(jnp.asarray(x, dtype) for x in inputs))
+        found = jax.jit(with_gradients(function))(*(jnp.asarray(x, dtype) for x in inputs))
     return [np.float64(x) for x in found]
 
 
 def multiply(recipe: precision.Recipe, device: jax.Device) -> list[np.ndarray]:
     """The output of a linear layer and the gradients of its input and kernel."""
     rng = np.random.default_rng(0)
-    shapes = (512, 256), (256, 384), (512, 384)
-    x, w, g = (jnp.bfloat16(rng.standard_normal(shape)) for shape in shapes)
-    structure, state = nnx.split(QuantDot(recipe))
-
-    def both(state, x, w, g):
-        def y(x, w):
-            return nnx.merge(structure, state, copy=True)(x, w, (((1,), (0,)), ((), ())))
-
-        y, pull = jax.vjp(y, x, w)
-        return y, *pull(g)
-
+    shapes = (512, 384), (512, 256), (256, 384)
+    arrays = [jnp.bfloat16(rng.standard_normal(shape)) for shape in shapes]
+    function, state = linear(recipe)
     with jax.default_device(device):
-        return [np.float64(x) for x in jax.jit(both)(*jax.device_put((state, x, w, g), device))]
+        return [np.float64(x) for x in jax.jit(function)(*jax.device_put((state, *arrays), device))]
 
 
 def error(got: list[np.ndarray], reference: list[np.ndarray]) -> float:

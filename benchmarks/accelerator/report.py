@@ -196,7 +196,7 @@ def quantizers(results: Results) -> str:
         (
             r.get("recipe", r["what"]),
             f"{r.get('ms', 0):.3f}",
-            f"{r['bytes_per_second'] / 1e12:.2f}",
+            f"{r['bytes_per_second'] / 1e12:.3g}",
             percent(r),
         )
         for r in rows(results, "quantizers")

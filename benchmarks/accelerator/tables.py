@@ -44,6 +44,16 @@ def median_seconds(function: Callable[..., Any], *args: Any, rounds: int = 7) ->
     return statistics.median(taken)
 
 
+def with_gradients(function: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """(gradient of the result, *arguments) to the result and the gradients of the arguments."""
+
+    def both(g, *args):
+        y, pull = jax.vjp(function, *args)
+        return y, *pull(g)
+
+    return both
+
+
 def compiled(function: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
     return jax.jit(function).lower(*args).compile()
 
@@ -175,19 +185,14 @@ def attention_row(name: str, case: Case, rate: float) -> dict[str, Any]:
     shapes = [
         (case.batch, case.length, heads, case.head_dim) for heads in (case.heads, *[case.kv_heads] * 2)
     ]
-    inputs = [normal(*shape) for shape in (*shapes, shapes[0])]
+    inputs = [normal(*shape) for shape in (shapes[0], *shapes)]  # the first is the gradient of the output
     ids = segment_ids(case) if case.documents else None
     attend = functools.partial(attention.kernel(name), causal=case.causal, segment_ids_BS=ids)
-
-    def both(q, k, v, g):
-        y, pull = jax.vjp(attend, q, k, v)
-        return y, *pull(g)
-
     row: dict[str, Any] = dict(what="attention", kernel=name, case=case.name)
     with jax.set_mesh(sharding.make_mesh(devices=jax.devices()[:1])):
         try:
-            forward, whole = compiled(attend, *inputs[:3]), compiled(both, *inputs)
-            seconds = [median_seconds(forward, *inputs[:3]), median_seconds(whole, *inputs)]
+            forward, whole = compiled(attend, *inputs[1:]), compiled(with_gradients(attend), *inputs)
+            seconds = [median_seconds(forward, *inputs[1:]), median_seconds(whole, *inputs)]
         except Exception as error:  # a kernel that this device refuses leaves the others
             return row | {"error": f"{type(error).__name__}: {error}"[:300]}
     flops = attention_flops(case)  # the backward pass does 2.5 times as much
@@ -260,20 +265,25 @@ def gemm(recipe: Recipe, which: str, tokens: int, inputs: int, outputs: int) -> 
     return functools.partial(multiply, dtype=kind), (a, b), 2.0 * m * k * n
 
 
-def layer(recipe: Recipe, tokens: int, inputs: int, outputs: int) -> Work:
-    """Forward and backward of one linear layer with a float32 kernel."""
+def linear(recipe: Recipe) -> tuple[Callable[..., Any], nnx.State]:
+    """Forward and backward of one linear layer, from (state, gradient, input, kernel); and the state."""
     structure, state = nnx.split(QuantDot(recipe))
 
-    def both(state, x, w, g):
-        def y(x, w):
+    def both(state, g, x, w):
+        def product(x, w):
             return nnx.merge(structure, state, copy=True)(x, w.astype(x.dtype), KERNEL_AXIS)
 
-        y, pull = jax.vjp(y, x, w)
-        return y, *pull(g)
+        return with_gradients(product)(g, x, w)
 
+    return both, state
+
+
+def layer(recipe: Recipe, tokens: int, inputs: int, outputs: int) -> Work:
+    """A linear layer with a float32 kernel."""
+    function, state = linear(recipe)
     kernel = normal(inputs, outputs, dtype=jnp.float32)
-    arguments = (state, normal(tokens, inputs), kernel, normal(tokens, outputs))
-    return both, arguments, 6.0 * tokens * inputs * outputs
+    arguments = (state, normal(tokens, outputs), normal(tokens, inputs), kernel)
+    return function, arguments, 6.0 * tokens * inputs * outputs
 
 
 class SwiGLU(nnx.Module):

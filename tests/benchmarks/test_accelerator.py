@@ -160,7 +160,7 @@ def test_a_piece_for_which_no_time_is_left_does_not_begin(tmp_path, monkeypatch,
 
 @pytest.mark.full
 def test_the_whole_campaign_runs_at_tiny_sizes(tmp_path, monkeypatch):
-    """Three minutes on two idle cores."""
+    """4 minutes of CPU time."""
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
     command = [sys.executable, "-m", "benchmarks.accelerator", f"--out={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
