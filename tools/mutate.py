@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -34,6 +35,7 @@ import pytest
 from tools.faults import FAULTS, Fault
 
 ROOT = Path(__file__).parents[1]
+_parsing = threading.Lock()  # CPython's parser can fail when threads take turns in it
 REQUIRED = 0.95  # of the faults
 TIMEOUT = 300.0  # seconds for the tests of one fault
 PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=--import-mode=importlib")
@@ -79,7 +81,8 @@ def problem(fault: Fault, root: Path = ROOT) -> str | None:
     if fault.new == fault.old:
         return "it changes nothing"
     try:
-        ast.parse(text.replace(fault.old, fault.new))
+        with _parsing:
+            ast.parse(text.replace(fault.old, fault.new))
     except SyntaxError as error:
         return f"it is not Python: {error}"
     missing = [test for test in fault.tests if not _exists(test, root)]

@@ -40,9 +40,6 @@ MU_DTYPES = ("float32", "bfloat16", "float16")
 # "float32" leaves a moment as it is. int4 has too few values for a moment.
 MOMENT_FORMATS = ("float32", *(name for name in FORMATS if name != "int4"))
 PARAM_ROUNDINGS = ("stochastic", "kahan")
-# learning_rate · galore.scale of GaLore's own runs with Adam (arXiv:2403.03507, section 4.1): 0.01 · 0.25
-# for 60M to 1B parameters. A factor of 2 to both sides contains the 0.005 · 0.25 of its 7B.
-GALORE_RATES = 0.0025 / 2, 0.0025 * 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,22 +176,6 @@ class OptimizerConfig:
     def has_galore(self) -> bool:
         """Whether gradients are projected."""
         return self.galore is not None and self.galore.rank > 0
-
-    def galore_warning(self) -> str | None:
-        """One line if projected kernels move much slower or faster than in GaLore's own pre-training."""
-        if self.galore is None or not self.has_galore or "adamw" not in self.name:
-            return None
-        factors = f"optimizer.learning_rate={self.learning_rate:g} × galore.scale={self.galore.scale:g}"
-        rate, (lowest, highest) = self.learning_rate * self.galore.scale, GALORE_RATES
-        if rate < 0.999 * lowest:
-            return (
-                f"{factors} = {rate:g} is below the rates of GaLore's runs, {lowest:g}; raise one of them"
-            )
-        if rate > 1.001 * highest:
-            return (
-                f"{factors} = {rate:g} is above the rates of GaLore's runs, {highest:g}; lower one of them"
-            )
-        return None
 
     @property
     def has_low_bit(self) -> bool:

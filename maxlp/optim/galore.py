@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import KeyPath
 
 from maxlp.numerics.blockwise import decode, encode
-from maxlp.optim.config import GaloreConfig
+from maxlp.optim.config import GaloreConfig, OptimizerConfig
 from maxlp.optim.tree_utils import LayerAxes, layer_axes, map_moments, matches, name_of
 
 OVERSAMPLING, POWER_ITERATIONS = 8, 2  # Halko et al. 2011: 5 to 10, and 1 or 2
@@ -41,6 +41,23 @@ OVERLAPS = 5  # past refreshes that decide whether a lazy layer doubles its gap
 BLOCK_SIZE = 256  # entries of a low-bit projector that share a scale
 FLOATS = ("float32", "bfloat16")  # projectors that are stored as they are; others have scales
 NEVER = -(2**30)
+# learning_rate · galore.scale of GaLore's own runs with Adam (arXiv:2403.03507, section 4.1): 0.01 · 0.25
+# for 60M to 1B parameters. A factor of 2 to both sides contains the 0.005 · 0.25 of its 7B.
+LOWEST_RATE, HIGHEST_RATE = 0.0025 / 2, 0.0025 * 2
+
+
+def rate_warnings(config: OptimizerConfig) -> list[str]:
+    """A line if projected kernels move much slower or faster than in GaLore's own pre-training."""
+    if config.galore is None or not config.has_galore or "adamw" not in config.name:
+        return []
+    rate = config.learning_rate * config.galore.scale
+    factors = f"optimizer.learning_rate={config.learning_rate:g} × galore.scale={config.galore.scale:g}"
+    if rate < 0.999 * LOWEST_RATE:
+        return [f"{factors} = {rate:g} is below the rates of GaLore's runs, {LOWEST_RATE:g}; raise one of them"]
+    if rate > 1.001 * HIGHEST_RATE:
+        return [f"{factors} = {rate:g} is above the rates of GaLore's runs, {HIGHEST_RATE:g}; lower one of them"]
+    return []
+
 
 
 class Subspace(NamedTuple):

@@ -233,8 +233,10 @@ def describe(e: Experiment, state: State) -> str:
             f"warning: optimizer.warmup_steps={s.optimizer.warmup_steps} is not below "
             f"train.total_steps={s.train.total_steps}; the warm-up takes {warmup} steps"
         )
-    if not s.train.init_from and (warning := s.optimizer.galore_warning()):
-        lines.append(f"warning: {warning}")
+    if s.optimizer.has_galore and not s.train.init_from:
+        from maxlp.optim import galore  # few runs need it
+
+        lines += [f"warning: {warning}" for warning in galore.rate_warnings(s.optimizer)]
     if s.is_quantized:
         blocks = f"{s.precision.first_blocks} first and {s.precision.last_blocks} last blocks"
         lines.append(f"precision ({blocks} stay in {s.model.dtype}):")

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlp.nn.attention import MAX_DOCUMENTS, cudnn
+from maxlp.nn.attention import cudnn
+from maxlp.nn.attention.cudnn import MAX_DOCUMENTS
 from maxlp.nn.attention.dense import dense
 from maxlp.parallel import sharding
 from maxlp.planning import topologies

@@ -150,9 +150,10 @@ def test_wrappers_that_are_off_go_with_everything(name):
     ],
 )
 def test_rates_far_from_those_of_galores_runs_have_a_warning(changes, message):
-    galore = {"rank": 2} | {key: changes.pop(key) for key in ("rank", "scale") if key in changes}
-    warning = OptimizerConfig(**BASE | changes, galore=GaloreConfig(**galore)).galore_warning()
-    assert warning is None if message is None else re.search(message, warning) and "\n" not in warning
+    values = {"rank": 2} | {key: changes.pop(key) for key in ("rank", "scale") if key in changes}
+    warnings = galore.rate_warnings(OptimizerConfig(**BASE | changes, galore=GaloreConfig(**values)))
+    assert len(warnings) == (message is not None)
+    assert all(re.search(message, warning) and "\n" not in warning for warning in warnings)
 
 
 def test_required_keys_have_no_defaults():

@@ -45,9 +45,6 @@ PLATFORMS: dict[str, tuple[str, ...]] = {
     "cudnn": ("gpu", "cuda"),
     "splash": ("tpu",),
 }
-# By a part of `jax.Device.device_kind`: the GPUs with cuDNN's packed layout, and with its heads above 128.
-HOPPER_OR_NEWER = "H100", "H200", "B200", "B300"
-MAX_DOCUMENTS = 16  # of a row, for cuDNN, whose backward pass reserves memory for so many rows
 # What `auto` takes, the first of them that accepts the model. None of it has been measured here: cuDNN's
 # kernels have been published as 1.7 to 2.3 times as fast as FlashAttention-2 on H100
 # (https://github.com/huggingface/transformers/pull/48163).
@@ -153,39 +150,9 @@ def refusal(name: str, use: Use, axes: Mapping[str, int], platform: str, device_
             f"{use.dtype}, not {use.head_dim}; use model.attention=xla or ring"
         )
     if name == "cudnn":
-        return _cudnn_refusal(key, use, use.num_heads // axes["tensor"], device_kind)
-    return None
+        from maxlp.nn.attention import cudnn  # few runs need it
 
-
-def _cudnn_refusal(key: str, use: Use, heads: int, device_kind: str) -> str | None:
-    is_hopper = any(name in device_kind for name in HOPPER_OR_NEWER)
-    if use.packed and not is_hopper:
-        return (
-            f"{key} keeps the documents of a packed row apart on {', '.join(HOPPER_OR_NEWER)}, not on "
-            f"{device_kind}; use model.attention=flash"
-        )
-    if use.packed and not 1 <= (use.max_documents or 0) <= MAX_DOCUMENTS:
-        return (
-            f"{key} keeps at most {MAX_DOCUMENTS} documents of a packed row apart, but "
-            f"data.max_documents={use.max_documents}; set data.max_documents={MAX_DOCUMENTS} or use "
-            "model.attention=flash"
-        )
-    if use.packed and use.rows * use.seq_len * heads * use.head_dim >= 2**31:  # offsets are int32
-        return (
-            f"{key} takes fewer than 2^31 numbers of packed queries at once, not {use.rows} rows × "
-            f"{use.seq_len} × {heads} heads × {use.head_dim}; raise train.microbatches or use "
-            "model.attention=flash"
-        )
-    if use.seq_len % 2:
-        return f"{key} needs an even sequence length, not {use.seq_len}; use model.attention=flash"
-    if use.dtype not in ("bfloat16", "float16"):
-        return f"{key} computes in bfloat16 or float16, not {use.dtype}; set model.dtype to one of them"
-    largest = 256 if is_hopper else 128
-    if use.head_dim % 8 or use.head_dim > largest:
-        return (
-            f"{key} needs a head dim that is a multiple of 8 and at most {largest} on {device_kind}, not "
-            f"{use.head_dim}; use model.attention=flash or xla"
-        )
+        return cudnn.refusal(key, use, use.num_heads // axes["tensor"], device_kind)
     return None
 
 

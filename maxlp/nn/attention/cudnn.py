@@ -20,8 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlp.nn.attention import MAX_DOCUMENTS, RESIDUALS
+from maxlp.nn.attention import RESIDUALS, Use
 from maxlp.nn.attention.per_device import on_each_device
+
+# By a part of `jax.Device.device_kind`: the GPUs with cuDNN's packed layout, and with its heads above 128.
+HOPPER_OR_NEWER = "H100", "H200", "B200", "B300"
+MAX_DOCUMENTS = 16  # of a row, for cuDNN, whose backward pass reserves memory for so many rows
 
 
 def cudnn(
@@ -38,6 +42,44 @@ def cudnn(
         return _attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS, causal)
 
     return on_each_device(attend, q_BSNH, k_BSKH, v_BSKH, segment_ids_BS)
+
+
+def refusal(key: str, use: Use, heads: int, device_kind: str) -> str | None:
+    """See `attention.refusal`.
+
+    Args:
+      key: the key of the config and its value, for the message.
+      heads: N on one device.
+    """
+    is_hopper = any(name in device_kind for name in HOPPER_OR_NEWER)
+    if use.packed and not is_hopper:
+        return (
+            f"{key} keeps the documents of a packed row apart on {', '.join(HOPPER_OR_NEWER)}, not on "
+            f"{device_kind}; use model.attention=flash"
+        )
+    if use.packed and not 1 <= (use.max_documents or 0) <= MAX_DOCUMENTS:
+        return (
+            f"{key} keeps at most {MAX_DOCUMENTS} documents of a packed row apart, but "
+            f"data.max_documents={use.max_documents}; set data.max_documents={MAX_DOCUMENTS} or use "
+            "model.attention=flash"
+        )
+    if use.packed and use.rows * use.seq_len * heads * use.head_dim >= 2**31:  # offsets are int32
+        return (
+            f"{key} takes fewer than 2^31 numbers of packed queries at once, not {use.rows} rows × "
+            f"{use.seq_len} × {heads} heads × {use.head_dim}; raise train.microbatches or use "
+            "model.attention=flash"
+        )
+    if use.seq_len % 2:
+        return f"{key} needs an even sequence length, not {use.seq_len}; use model.attention=flash"
+    if use.dtype not in ("bfloat16", "float16"):
+        return f"{key} computes in bfloat16 or float16, not {use.dtype}; set model.dtype to one of them"
+    largest = 256 if is_hopper else 128
+    if use.head_dim % 8 or use.head_dim > largest:
+        return (
+            f"{key} needs a head dim that is a multiple of 8 and at most {largest} on {device_kind}, not "
+            f"{use.head_dim}; use model.attention=flash or xla"
+        )
+    return None
 
 
 def workspace(numbers: float, packed: bool) -> float:
