@@ -123,16 +123,18 @@ class Kernel(NamedTuple):
 
     operands: (type, opcode that produced it) of each operand.
     results: types of the results.
+    read: bytes of the operands; where only slices of one are read, of these.
     """
 
     opcode: str
     target: str
     operands: list[tuple[str, str]]
     results: list[str]
+    read: float
 
     @property
     def bytes(self) -> float:
-        return sum(map(hlo.num_bytes, [*(kind for kind, _ in self.operands), *self.results]))
+        return self.read + sum(map(hlo.num_bytes, self.results))
 
 
 def kernels(text: str) -> list[Kernel]:
@@ -158,8 +160,25 @@ def kernels(text: str) -> list[Kernel]:
         results = TYPE.findall(i.type)
         if "cublas" in target:
             results = results[:1]  # the second one is workspace
-        found.append(Kernel(i.opcode, target, [origin(name) for name in names], results))
+        kinds = [origin(name) for name in names]
+        read = sum(hlo.num_bytes(kind) for kind, _ in kinds) - unread(i, program)
+        found.append(Kernel(i.opcode, target, kinds, results, read))
     return found
+
+
+def unread(fusion: hlo.Instruction, program: dict[str, list[hlo.Instruction]]) -> float:
+    """Bytes of the operands that a fusion does not read because it takes slices of them."""
+    if fusion.opcode != "fusion":
+        return 0.0
+    body = program[hlo.called(fusion)[0]]
+    total = 0.0
+    for operand in (i for i in body if i.opcode == "parameter"):
+        users = [i for i in body if re.search(rf"%{re.escape(operand.name)}\b(?![.-])", i.rest)]
+        if users and all(i.opcode == "slice" for i in users):
+            slices = {(i.type, re.search(r"slice=\{.*?\}", i.rest)[0]): i.type for i in users}
+            read = sum(map(hlo.num_bytes, slices.values()))
+            total += max(hlo.num_bytes(operand.type) - read, 0.0)
+    return total
 
 
 def large(kind: str) -> bool:

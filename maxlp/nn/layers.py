@@ -91,7 +91,8 @@ class Linear(nnx.Module):
 
     Precision is injected by replacing the attribute ``dot_general`` with any callable of the signature
     of ``jax.lax.dot_general``, or with an NNX module that has such a ``__call__``; its state is then
-    part of this module. An ``adapter``, if set, adds its output to that of the matmul (`nn.lora`).
+    part of this module, and it also takes ``shared`` of `of_same_input`. An ``adapter``, if set, adds
+    its output to that of the matmul (`nn.lora`).
 
     Args:
       in_dim, out_dim: the sizes of the kernel.
@@ -128,9 +129,14 @@ class Linear(nnx.Module):
         self.dot_general: Callable[..., jax.Array] = dot_general
         self.adapter: Callable[[jax.Array], jax.Array] | None = None
 
-    def __call__(self, x: jax.Array, preferred_element_type: Any = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, preferred_element_type: Any = None, shared: dict | None = None
+    ) -> jax.Array:
         """``(..., in) -> (..., out)`` in ``dtype``, or in ``preferred_element_type``."""
-        y = self.dot_general(
+        dot_general = self.dot_general
+        if isinstance(dot_general, nnx.Module):
+            dot_general = functools.partial(dot_general, shared=shared)
+        y = dot_general(
             x.astype(self.dtype),
             self.kernel[...].astype(self.dtype),
             _last_with_first(x),
@@ -141,6 +147,12 @@ class Linear(nnx.Module):
         if self.adapter is not None:
             y += self.adapter(x).astype(y.dtype)
         return checkpoint_name(y, LINEAR_OUTPUT)
+
+
+def of_same_input(x: jax.Array, *linears: Linear) -> list[jax.Array]:
+    """The output of each layer for the same ``x``, which quantizing ``dot_general``s quantize only once."""
+    shared: dict = {}
+    return [linear(x, shared=shared) for linear in linears]
 
 
 class Embed(nnx.Module):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.lax import Precision
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -28,8 +28,6 @@ from maxlp.numerics.quantized import Quantized
 from maxlp.numerics.scales import amax
 from maxlp.precision import delayed, mx, smooth_swiglu
 from maxlp.precision.recipes import Operand, Recipe
-
-RESIDUALS = ("quant_dot_input", "quant_dot_kernel")  # names for remat policies
 
 
 class QuantDot(nnx.Module):
@@ -66,31 +64,54 @@ class QuantDot(nnx.Module):
         preferred_element_type: Any = None,
         *,
         out_sharding: Any = None,
+        shared: dict | None = None,
     ) -> jax.Array:
-        """``x @ kernel`` in ``preferred_element_type`` (default: that of ``x``)."""
+        """``x @ kernel`` in ``preferred_element_type`` (default: that of ``x``).
+
+        Args:
+          shared: the same dict for all layers that multiply this ``x``, see `layers.of_same_input`.
+        """
         assert dimension_numbers == (((x.ndim - 1,), (0,)), ((), ())), "QuantDot multiplies by a kernel"
         assert x.dtype == kernel.dtype
         dtype = jnp.dtype(preferred_element_type or x.dtype)
         if self.recipe.smooth == "none":
-            return self._product(x, kernel, dtype, out_sharding)
+            return self._product(x, kernel, dtype, out_sharding, {} if shared is None else shared)
         s = smooth_swiglu.factors(x, kernel, self.recipe.smooth)
         if self.recipe.smooth == "token":
-            y = self._product(x / s.astype(x.dtype), kernel, jnp.dtype(jnp.float32), out_sharding)
+            y = self._product(x / s.astype(x.dtype), kernel, jnp.dtype(jnp.float32), out_sharding, {})
             return (y * s).astype(dtype)
         s = s.astype(x.dtype)
         x = x / jnp.expand_dims(s, range(x.ndim - 1))
-        return self._product(x, kernel * s[:, None], dtype, out_sharding)
+        return self._product(x, kernel * s[:, None], dtype, out_sharding, {})
 
-    def _product(self, x: jax.Array, kernel: jax.Array, dtype: Any, out_sharding: Any) -> jax.Array:
-        histories, amaxes = self.histories, {}
-        for tensor, value in (("input", x), ("kernel", kernel)):
-            if (history := histories.get(tensor)) is not None:
-                current = amax(jax.lax.stop_gradient(value))
-                amaxes[tensor] = delayed.delayed_amax(history[...], current, self.recipe.cold_start)
-                history[...] = delayed.push(history[...], current)
+    def _product(
+        self, x: jax.Array, kernel: jax.Array, dtype: Any, out_sharding: Any, shared: dict
+    ) -> jax.Array:
+        # The input's history is the same in all layers that share it; one of them gives the scale.
+        if (self.recipe, x.dtype) not in shared:
+            shared[self.recipe, x.dtype] = self._quantized_input(x)
+        q_x, input_amax, of_input = shared[self.recipe, x.dtype]
+        kernel_amax, of_kernel = self._amax("kernel", kernel)
+        histories = self.histories
+        for tensor, current in (("input", of_input), ("kernel", of_kernel)):
+            if tensor in histories:
+                histories[tensor][...] = delayed.push(histories[tensor][...], current)
         grad_history = histories["output_grad"][...] if "output_grad" in histories else None
         static = _Static(self.recipe, x.dtype, dtype, out_sharding)
-        return _dot(static, x, kernel, amaxes, grad_history)
+        return _dot(static, x, kernel, q_x, {"input": input_amax, "kernel": kernel_amax}, grad_history)
+
+    def _quantized_input(self, x: jax.Array) -> tuple[Quantized | None, jax.Array | None, jax.Array | None]:
+        """What ``fwd`` multiplies, and the result of `_amax`."""
+        x = jax.lax.stop_gradient(x)
+        amaxes, fwd = self._amax("input", x), self.recipe.fwd
+        return fwd and quantize(self.recipe, fwd[0], x, (x.ndim - 1,), amaxes[0]), *amaxes
+
+    def _amax(self, tensor: str, x: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+        """The amax that the scale of a tensor comes from, and that of its data; None without a history."""
+        if tensor not in self.recipe.delayed:
+            return None, None
+        current = amax(jax.lax.stop_gradient(x))
+        return delayed.delayed_amax(self.histories[tensor][...], current, self.recipe.cold_start), current
 
 
 class _Static(NamedTuple):
@@ -101,27 +122,23 @@ class _Static(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(static: _Static, x, kernel, amaxes, grad_history):
-    return _forward(static, x, kernel, amaxes, grad_history)[0]
+def _dot(static: _Static, x, kernel, q_x, amaxes, grad_history):
+    return _forward(static, x, kernel, q_x, amaxes, grad_history)[0]
 
 
-def _forward(static: _Static, x, kernel, amaxes, grad_history):
+def _forward(static: _Static, x, kernel, q_x, amaxes, grad_history):
     recipe, _, dtype, out_sharding = static
     if recipe.fwd is None:
         saved = (x, kernel)
         y = _plain(x, kernel, (-1,), (0,), dtype, out_sharding)
     else:
-        q_x = quantize(recipe, recipe.fwd[0], x, (x.ndim - 1,), amaxes.get("input"))
-        q_kernel = quantize(recipe, recipe.fwd[1], kernel, (0,), amaxes.get("kernel"))
+        q_kernel = quantize(recipe, recipe.fwd[1], kernel, (0,), amaxes["kernel"])
         y = _gemm(q_x, q_kernel, (-1,), (0,), recipe.fwd, dtype, Precision.DEFAULT, out_sharding)
         all_quantized = recipe.residuals == "quantized"
         # If dlhs takes the kernel in this form, only this form is saved: it is smaller, and FSDP
         # gathers it only once.
         shared = recipe.dlhs is not None and _serves_both(recipe.fwd[1], recipe.dlhs[1])
         saved = (q_x if all_quantized else x, q_kernel if all_quantized or shared else kernel)
-    saved = tuple(
-        jax.tree.map(lambda a, n=n: checkpoint_name(a, n), s) for s, n in zip(saved, RESIDUALS, strict=True)
-    )
     return y, (saved, amaxes, grad_history)
 
 
@@ -135,7 +152,7 @@ def _backward(static: _Static, residuals, g):
     amaxes_and_grad = amaxes | {"output_grad": grad_amax}
     dx = _input_gradient(static, saved, g, amaxes_and_grad)
     dkernel = _kernel_gradient(static, saved, g, amaxes_and_grad)
-    return dx, dkernel, jax.tree.map(jnp.zeros_like, amaxes), new_history
+    return dx, dkernel, None, None, new_history
 
 
 _dot.defvjp(_forward, _backward)
@@ -148,7 +165,7 @@ def _input_gradient(static: _Static, saved, g: jax.Array, amaxes) -> jax.Array:
     sharding = _sharding(saved_x)
     if recipe.dlhs is None:
         return _plain(g.astype(dtype), _as(saved_kernel, dtype), (-1,), (1,), dtype, sharding)
-    q_kernel = _requantize(recipe, saved_kernel, 1, recipe.dlhs[1], (1,), amaxes.get("kernel"))
+    q_kernel = _requantize(recipe, saved_kernel, 1, recipe.dlhs[1], (1,), amaxes["kernel"])
     q_g = quantize(recipe, recipe.dlhs[0], g, (g.ndim - 1,), amaxes["output_grad"])
     return _gemm(q_g, q_kernel, (-1,), (1,), recipe.dlhs, dtype, Precision.HIGHEST, sharding)
 
@@ -163,7 +180,7 @@ def _kernel_gradient(static: _Static, saved, g: jax.Array, amaxes) -> jax.Array:
     if recipe.drhs[0].granularity == "block":  # of tokens, and their number is arbitrary
         saved_x = quantized.pad_to_blocks(_as(saved_x, jnp.float32), -2)
         g = quantized.pad_to_blocks(g, -2)
-    q_x = _requantize(recipe, saved_x, 0, recipe.drhs[0], tokens, amaxes.get("input"))
+    q_x = _requantize(recipe, saved_x, 0, recipe.drhs[0], tokens, amaxes["input"])
     q_g = quantize(recipe, recipe.drhs[1], g, tokens, amaxes["output_grad"])
     return _gemm(
         q_x, q_g, tokens, tokens, recipe.drhs, dtype, Precision.HIGHEST, sharding, summed_over_devices=True
@@ -175,7 +192,7 @@ def _kernel_gradient(static: _Static, saved, g: jax.Array, amaxes) -> jax.Array:
 
 def quantize(recipe: Recipe, operand: Operand, x: jax.Array, contract, delayed_amax) -> Quantized:
     """An operand of a matmul that sums over the axes ``contract``; see `delayed.delayed_amax`."""
-    return quantized.quantize(
+    q = quantized.quantize(
         x,
         formats.get(operand.format),
         operand.granularity,
@@ -185,6 +202,24 @@ def quantize(recipe: Recipe, operand: Operand, x: jax.Array, contract, delayed_a
         power_of_two=operand.power_of_two,
         rounding=operand.rounding,
     )
+    if operand.delayed:
+        q = q._replace(values=_row_major(q.values, alone=not recipe.cold_start))
+    return q
+
+
+def _row_major(values: jax.Array, alone: bool) -> jax.Array:
+    """Quantized values of which XLA is to write this layout first, and make others from it.
+
+    Hopper's FP8 matmuls need the summed axis last, so that most tensors are needed in two layouts.
+    XLA would write the transposed one first and transpose it back.
+
+    Args:
+      alone: the pass over the data is to write no other layout. It can then take the amax along, which
+        XLA does not fuse with a transposing write. With scales that need the amax of the data first,
+        two passes read the data in any case, and the second one better writes both layouts.
+    """
+    values = with_layout_constraint(values, Layout(tuple(range(values.ndim))))
+    return jax.lax.optimization_barrier(values) if alone else values
 
 
 def _requantize(recipe: Recipe, saved, index: int, operand: Operand, contract, delayed_amax) -> Quantized:

@@ -176,9 +176,10 @@ class Attention(nnx.Module):
         return constrain(y_BSNH, "batch", "seq", "act_heads", None)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        q_BSNH = self.heads(self.q_proj(x_BSD), self.q_norm)
-        k_BSNH = self.heads(self.k_proj(x_BSD), self.k_norm)
-        v_BSNH = self.heads(self.v_proj(x_BSD))
+        q_BSD, k_BSD, v_BSD = layers.of_same_input(x_BSD, self.q_proj, self.k_proj, self.v_proj)
+        q_BSNH = self.heads(q_BSD, self.q_norm)
+        k_BSNH = self.heads(k_BSD, self.k_norm)
+        v_BSNH = self.heads(v_BSD)
         o_BSNH = self.attend(q_BSNH, k_BSNH, v_BSNH, causal=self.causal, segment_ids_BS=None)
         return self.o_proj(o_BSNH.reshape(x_BSD.shape))
 

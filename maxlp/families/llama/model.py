@@ -147,9 +147,10 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BSD, rope, positions_BS, segment_ids_BS, cache):
         B, S, _ = x_BSD.shape
-        q_BSNH = rotate(self.heads(self.q_proj(x_BSD), self.q_norm), *rope)
-        k_BSKH = rotate(self.heads(self.k_proj(x_BSD), self.k_norm), *rope)
-        v_BSKH = self.heads(self.v_proj(x_BSD))
+        q_BSD, k_BSD, v_BSD = layers.of_same_input(x_BSD, self.q_proj, self.k_proj, self.v_proj)
+        q_BSNH = rotate(self.heads(q_BSD, self.q_norm), *rope)
+        k_BSKH = rotate(self.heads(k_BSD, self.k_norm), *rope)
+        v_BSKH = self.heads(v_BSD)
         if cache is None:
             o_BSNH = self.attend(q_BSNH, k_BSKH, v_BSKH, causal=True, segment_ids_BS=segment_ids_BS)
         else:
@@ -184,7 +185,8 @@ class Mlp(nnx.Module):
         self.down_proj = c.linear(c.mlp_dim, c.embed_dim, ("mlp", "embed"), rngs, residual=True)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        h_BSF = jax.nn.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD)
+        gate_BSF, up_BSF = layers.of_same_input(x_BSD, self.gate_proj, self.up_proj)
+        h_BSF = jax.nn.silu(gate_BSF) * up_BSF
         return self.down_proj(constrain(h_BSF, "batch", "seq", "act_mlp"))
 
 
