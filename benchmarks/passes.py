@@ -1,4 +1,4 @@
-"""The passes over the data that quantization adds, from programs compiled for an H100 without having one.
+"""The passes over the data that quantization adds, from programs compiled for a GPU without having one.
 
     pip install 'maxlp[aot]'
     python benchmarks/passes.py
@@ -59,13 +59,13 @@ RECIPES["fp8_delayed, cold_start=False"] = precision.make_recipe("fp8_delayed", 
 # --- the program --------------------------------------------------------------------------------------
 
 
-def compiled(name: str, gpus: int, rows: int, length: int) -> str:
-    """Optimized HLO of one block's forward and backward pass.
+def compiled(name: str, gpus: int, rows: int, length: int, chip: str = "h100") -> jax.stages.Compiled:
+    """One block's forward and backward pass.
 
     Args:
       rows: sequences on each GPU.
     """
-    mesh = sharding.make_mesh(fsdp=gpus, devices=topologies.devices(topologies.parse(f"h100:1x{gpus}")))
+    mesh = sharding.make_mesh(fsdp=gpus, devices=topologies.devices(topologies.parse(f"{chip}:1x{gpus}")))
     recipe = RECIPES[name]
 
     def make():
@@ -112,7 +112,7 @@ def compiled(name: str, gpus: int, rows: int, length: int) -> str:
     places = (batch, (like_params, sharding.replicated(mesh), batch), sharding.replicated(mesh))
     with jax.set_mesh(mesh):
         program = jax.jit(step, out_shardings=places).lower(*state, x, x, ids, ids)
-        return program.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
+        return program.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
 
 
 # --- kernels ------------------------------------------------------------------------------------------
@@ -216,6 +216,12 @@ def sort(kernel: Kernel) -> str:
     return "alone" if alone else "fused"
 
 
+def gigabytes(found: list[Kernel], matmuls: bool) -> float:
+    """What the matmuls read and write, or the other large kernels."""
+    classes = [(kernel, sort(kernel)) for kernel in found]
+    return sum(k.bytes for k, kind in classes if kind != "small" and (kind == "matmul") == matmuls) / 1e9
+
+
 TYPE = re.compile(r"\b[a-z]\w*\[[\d,]*\]")
 
 
@@ -255,7 +261,7 @@ def collective_sizes(text: str) -> dict[str, str]:
 COLUMNS = (
     "recipe", "matmuls", "reductions", "weights quantized", "quantized with their producer",
     "quantized alone", "8-bit transposed", "kernels in all", "GB beside matmuls", "beyond bf16",
-    "GB of matmuls",
+    "GB of matmuls", "MiB of temporaries",
 )  # fmt: skip
 
 
@@ -265,29 +271,31 @@ def main() -> None:
     parser.add_argument("--recipes", default=";".join(RECIPES), help="separated by ;")
     parser.add_argument("--rows", type=int, default=2, help="sequences on each GPU")
     parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--chip", default="h100", help="h100, b200, …")
     parser.add_argument("--dump", default="", help="directory for the programs")
     args = parser.parse_args()
     names = ["bf16", *(name for name in args.recipes.split(";") if name != "bf16")]
-    print(f"jax {jax.__version__}, H100, a Llama 8B block on {args.rows} × {args.length} tokens\n")
+    print(f"jax {jax.__version__}, {args.chip}, a Llama 8B block on {args.rows} × {args.length} tokens\n")
     print("| " + " | ".join(COLUMNS) + " |\n|---|---|" + "---:|" * (len(COLUMNS) - 2))
     base = None
     for name in names:
-        text = compiled(name, 1, args.rows, args.length)
+        program = compiled(name, 1, args.rows, args.length, args.chip)
+        text = program.as_text()
         if args.dump:
             Path(args.dump, f"{name}.txt").write_text(text)
         found = kernels(text)
         count = Counter(map(sort, found))
-        beside = sum(k.bytes for k in found if sort(k) not in ("matmul", "small")) / 1e9
-        of_matmuls = sum(k.bytes for k in found if sort(k) == "matmul") / 1e9
+        beside, of_matmuls = gigabytes(found, matmuls=False), gigabytes(found, matmuls=True)
         base = base or beside
         passes = sum(n for kind, n in count.items() if kind not in ("matmul", "small"))
         numbers = [*(count[kind] for kind in ("reduce", "weight", "fused", "alone", "transpose")), passes]
-        gigabytes = f"{beside:.2f} | {beside - base:+.2f} | {of_matmuls:.2f}"
-        print(f"| {name} | {matmuls(found)} | {' | '.join(map(str, numbers))} | {gigabytes} |", flush=True)
+        temporaries = program.memory_analysis().temp_size_in_bytes / 2**20
+        sizes = f"{beside:.2f} | {beside - base:+.2f} | {of_matmuls:.2f} | {temporaries:.0f}"
+        print(f"| {name} | {matmuls(found)} | {' | '.join(map(str, numbers))} | {sizes} |", flush=True)
     print("\nMiB that 8 GPUs with split weights (fsdp=8) exchange for one block, forward and backward:\n")
     print("| recipe | gathered | reduced and scattered | reduced |\n|---|---|---|---|")
     for name in names:
-        wire = collective_sizes(compiled(name, 8, 1, args.length))
+        wire = collective_sizes(compiled(name, 8, 1, args.length, args.chip).as_text())
         print(
             f"| {name} | {wire['all-gather']} | {wire['reduce-scatter']} | {wire['all-reduce']} |",
             flush=True,

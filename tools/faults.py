@@ -454,13 +454,13 @@ PRECISION = [
         "precision/test_dot.py",
         # The input quantized with the kernel's history, where residuals are full.
         (
-            'saved_x, 0, recipe.drhs[0], tokens, amaxes.get("input")',
-            'saved_x, 0, recipe.drhs[0], tokens, amaxes.get("kernel")',
+            'saved_x, 0, recipe.drhs[0], tokens, amaxes["input"]',
+            'saved_x, 0, recipe.drhs[0], tokens, amaxes["kernel"]',
             "precision/test_delayed.py",
         ),
         (
-            'saved_kernel, 1, recipe.dlhs[1], (1,), amaxes.get("kernel")',
-            'saved_kernel, 1, recipe.dlhs[1], (1,), amaxes.get("input")',
+            'saved_kernel, 1, recipe.dlhs[1], (1,), amaxes["kernel"]',
+            'saved_kernel, 1, recipe.dlhs[1], (1,), amaxes["input"]',
             "precision/test_delayed.py",
         ),
         (
@@ -468,7 +468,7 @@ PRECISION = [
             'quantize(recipe, recipe.drhs[0], g, tokens, amaxes["output_grad"])',
             "precision/test_delayed.py",
         ),
-        ("quantize(recipe, recipe.fwd[0], x, (x.ndim - 1,)", "quantize(recipe, recipe.fwd[0], x, (0,)"),
+        ("quantize(self.recipe, fwd[0], x, (x.ndim - 1,)", "quantize(self.recipe, fwd[0], x, (0,)"),
         ("quantize(recipe, recipe.fwd[1], kernel, (0,)", "quantize(recipe, recipe.fwd[1], kernel, (1,)"),
         (
             "quantize(recipe, recipe.dlhs[0], g, (g.ndim - 1,)",

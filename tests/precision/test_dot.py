@@ -1,13 +1,15 @@
 import functools
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from maxlp import precision
-from maxlp.precision import make_recipe
+from maxlp.nn import layers
+from maxlp.precision import delayed, dot, make_recipe
 from maxlp.precision.dot import QuantDot
 from tests.precision.fixtures import Layer
 
@@ -161,3 +163,89 @@ def test_bytes_saved_for_the_backward_pass(name, input_bytes, kernel_bytes):
     _, pull = jax.eval_shape(lambda x, w: jax.vjp(product, x, w), x, w)
     kept = {leaf.shape: leaf.dtype.itemsize for leaf in jax.tree.leaves(pull) if leaf.size > 8}
     assert (kept[x.shape], kept[w.shape]) == (input_bytes, kernel_bytes)
+
+
+# --- layers of one input --------------------------------------------------------------------------------
+
+
+class Pair(nnx.Module):
+    """Two layers that multiply the same input."""
+
+    def __init__(self, recipe):
+        of_both = dict(axes=("embed", "mlp"), std=0.1, dtype=jnp.bfloat16, param_dtype=jnp.float32)
+        for name, out_dim in (("a", 96), ("b", 32)):
+            linear = layers.Linear(64, out_dim, rngs=nnx.Rngs(out_dim), **of_both)
+            linear.dot_general = nnx.data(QuantDot(recipe))
+            setattr(self, name, linear)
+
+
+def separately(x, *linears):
+    return [linear(x) for linear in linears]
+
+
+def pair_step(recipe, apply):
+    """A step of a `Pair` to (outputs, gradients and backward state, forward state), and its initial state."""
+    structure, params, backward, forward = nnx.split(
+        Pair(recipe), nnx.Param, delayed.OverwriteWithGradient, ...
+    )
+
+    def step(forward, backward, x):
+        def outputs(params, backward, x):
+            pair = nnx.merge(structure, params, backward, forward, copy=True)
+            return apply(x, pair.a, pair.b), nnx.to_pure_dict(nnx.state(pair, delayed.AmaxHistory))
+
+        ys, pull, new = jax.vjp(outputs, nnx.to_pure_dict(params), backward, x, has_aux=True)
+        return ys, pull([y * 1e-3 for y in ys]), new
+
+    return step, (nnx.to_pure_dict(forward), nnx.to_pure_dict(backward))
+
+
+def conversions_of(jaxpr, shape):
+    """How often a program, with the programs within it, converts an array of this shape to E4M3."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        count += sum(conversions_of(inner, shape) for inner in jax.extend.core.jaxprs_in_params(eqn.params))
+        made = eqn.outvars[0].aval
+        is_cast = eqn.primitive.name == "convert_element_type"
+        count += is_cast and made.dtype == jnp.float8_e4m3fn and made.shape == shape
+    return count
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("fp8_delayed", dict(history=3)),
+        ("fp8_delayed", dict(history=3, cold_start=False)),
+        ("fp8_rowwise", {}),
+    ],
+)
+def test_layers_of_one_input_quantize_it_once_with_the_same_results(name, options, monkeypatch):
+    """The reference calls each layer alone, and leaves layouts and passes to XLA."""
+    recipe, inputs = make_recipe(name, **options), [arrays(seed=seed)[0] for seed in range(3)]
+
+    def run(apply):
+        step, (forward, backward) = pair_step(recipe, apply)
+        results = []
+        for x in inputs:
+            results.append(jax.jit(step)(forward, backward, x))
+            forward, backward = results[-1][2], results[-1][1][1]
+        return results
+
+    ours = run(layers.of_same_input)
+    with monkeypatch.context() as unfused:
+        unfused.setattr(dot, "_row_major", lambda values, alone: values)
+        reference = run(separately)
+    jax.tree.map(np.testing.assert_array_equal, ours, reference)
+
+
+@pytest.mark.parametrize("apply, casts", [(layers.of_same_input, 1), (separately, 2)])
+def test_a_shared_input_is_quantized_once(apply, casts):
+    """In the program, so that it is also saved once for the backward pass."""
+    structure, state = nnx.split(Pair(make_recipe("fp8_delayed", history=3)))
+
+    def forward(x):
+        pair = nnx.merge(structure, state, copy=True)
+        return apply(x, pair.a, pair.b)
+
+    x = arrays()[0]
+    assert conversions_of(jax.make_jaxpr(forward)(x).jaxpr, x.shape) == casts

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import passes
 from maxlp.parallel import sharding
 from maxlp.planning import topologies
 from maxlp.precision import make_recipe
@@ -192,3 +193,22 @@ def test_a_scanned_llama_gathers_its_kernels_in_fp8(remat):
         if mlp & set(dims.split(","))
     ]
     assert {dtype for dtype, _ in gathered} == {"f8e4m3fn"}
+
+
+@h100
+@pytest.mark.parametrize("chip, beyond", [("h100", 1.9), ("b200", 0.5)])
+def test_known_scales_cost_one_pass_over_each_tensor(chip, beyond):
+    """One Llama 8B block on 2 × 4,096 tokens; the limits are those of docs/low_precision.md, rounded up."""
+    programs = {
+        name: passes.compiled(name, 1, 2, 4096, chip) for name in ("bf16", "fp8_delayed, cold_start=False")
+    }
+    bf16, fp8 = (passes.kernels(program.as_text()) for program in programs.values())
+    matmuls = [k for k in fp8 if k.target == "__cublas$lt$matmul$f8"]
+    assert len(matmuls) == 3 * 7 - 2 * 2  # q, k and v are one matmul forward, and one for their gradients
+    assert {k.results[0].split("[")[0] for k in matmuls} == {"bf16"}
+    read_for_amax = [made for k in fp8 if passes.sort(k) == "reduce" for made in k.operands]
+    assert not any(passes.large(t) and t[:4] == "f32[" and by == "parameter" for t, by in read_for_amax)
+    beside = [passes.gigabytes(found, matmuls=False) for found in (fp8, bf16)]
+    assert beside[0] - beside[1] < beyond
+    temporaries = [program.memory_analysis().temp_size_in_bytes for program in programs.values()]
+    assert temporaries[1] < temporaries[0]
