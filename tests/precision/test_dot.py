@@ -184,7 +184,7 @@ def separately(x, *linears):
 
 
 def pair_step(recipe, apply):
-    """A step of a `Pair` to (outputs, gradients and backward state, forward state), and its initial state."""
+    """A step to (outputs, gradients and backward state, forward state), and the initial state."""
     structure, params, backward, forward = nnx.split(
         Pair(recipe), nnx.Param, delayed.OverwriteWithGradient, ...
     )
