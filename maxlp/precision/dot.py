@@ -94,7 +94,7 @@ class QuantDot(nnx.Module):
         kernel_amax, of_kernel = self._amax("kernel", kernel)
         histories = self.histories
         for tensor, current in (("input", of_input), ("kernel", of_kernel)):
-            if tensor in histories:
+            if current is not None:
                 histories[tensor][...] = delayed.push(histories[tensor][...], current)
         grad_history = histories["output_grad"][...] if "output_grad" in histories else None
         static = _Static(self.recipe, x.dtype, dtype, out_sharding)
