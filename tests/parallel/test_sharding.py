@@ -97,13 +97,13 @@ def test_gathered_params_are_whole_and_their_gradient_is_the_sum_over_the_copies
         gradient = vjp(nnx.State({"kernel": copies["kernel"].replace(g_P)}))[0]
         return copies["kernel"][...], gradient["kernel"][...]
 
-    g_P = jnp.arange(4.0)[:, None, None] + jnp.arange(1.0, V + 1) * jnp.ones((4, 8, V))
+    g_P = jnp.arange(4.0)[:, None, None] + jnp.broadcast_to(jnp.arange(1.0, V + 1), (4, 8, V))
     with jax.set_mesh(mesh):
         kernel = jax.device_put(kernel, jax.P(("fsdp", "context"), "tensor"))
         copies, gradient = gather(kernel, jax.device_put(g_P, jax.P(("fsdp", "context"), None, "tensor")))
-    np.testing.assert_array_equal(copies, np.broadcast_to(kernel, (4, 8, 4)))
+    np.testing.assert_array_equal(copies, np.broadcast_to(kernel, (4, 8, V)))
     assert copies.addressable_shards[0].data.shape == (1, 8, V // 2)
-    of_row = 0.0 + 1 + 2 + 3 + 4 * np.arange(1.0, V + 1)
+    of_row = 0 + 1 + 2 + 3 + 4 * np.arange(1.0, V + 1)
     np.testing.assert_array_equal(gradient, np.broadcast_to(of_row, (8, V)))
     assert gradient.addressable_shards[0].data.shape == (2, V // 2)
 
