@@ -512,13 +512,13 @@ PRECISION = [
             "precision/test_delayed.py",
         ),
         (
-<<<<<<< HEAD
             'in (("input", of_input), ("kernel", of_kernel))',
             'in (("input", of_kernel), ("kernel", of_input))',
-=======
+            "precision/test_delayed.py",
+        ),
+        (
             "self.histories[tensor][...], current, self.recipe.cold_start)",
             "delayed.push(self.histories[tensor][...], current), current, self.recipe.cold_start)",
->>>>>>> fp8
             "precision/test_delayed.py",
         ),
         (
@@ -1014,11 +1014,7 @@ LLAMA = [
             "jax.nn.silu(gate_BSF) * up_BSF",
             "jax.nn.silu(up_BSF) * gate_BSF",
         ),
-<<<<<<< HEAD
         ("jax.nn.silu(gate_BSF)", "jax.nn.gelu(gate_BSF)"),
-=======
-        ("jax.nn.silu(gate_BSF", "jax.nn.gelu(gate_BSF"),
->>>>>>> fp8
         ("gather_sequence(self.mlp_norm(x_BSD))", "gather_sequence(self.attn_norm(x_BSD))"),
         ("x_BSD = x_BSD + split_sequence(h_BSD)", "x_BSD = split_sequence(h_BSD)"),
         ("        x_BSD = self.final_norm(x_BSD)\n", ""),

@@ -177,17 +177,11 @@ def _kernel_gradient(static: _Static, saved, g: jax.Array, amaxes) -> jax.Array:
     tokens, sharding = tuple(range(g.ndim - 1)), _sharding(saved_kernel)
     if recipe.drhs is None:
         return _plain(_as(saved_x, dtype), g.astype(dtype), tokens, tokens, dtype, sharding)
-<<<<<<< HEAD
     if size := max(HADAMARD * recipe.hadamard, recipe.drhs[0].in_blocks and recipe.drhs[0].block_size):
         # Blocks are of tokens, and their number is arbitrary.
         saved_x, g = (quantized.pad_to_blocks(a, -2, size) for a in (_as(saved_x, jnp.float32), g))
     if recipe.hadamard:
         saved_x, g = quantized.rotate(saved_x, -2), quantized.rotate(g, -2)
-=======
-    if recipe.drhs[0].granularity == "block":  # of tokens, and their number is arbitrary
-        saved_x = quantized.pad_to_blocks(_as(saved_x, jnp.float32), -2)
-        g = quantized.pad_to_blocks(g, -2)
->>>>>>> fp8
     q_x = _requantize(recipe, saved_x, 0, recipe.drhs[0], tokens, amaxes["input"])
     q_g = quantize(recipe, recipe.drhs[1], g, tokens, amaxes["output_grad"])
     return _gemm(

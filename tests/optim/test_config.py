@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxlp.optim import GaloreConfig, OptimizerConfig
+from maxlp.optim import GaloreConfig, OptimizerConfig, galore
 from tests.optim.common import make_optimizer
 
 BASE = dict(

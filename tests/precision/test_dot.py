@@ -174,13 +174,9 @@ class Pair(nnx.Module):
     """Two layers that multiply the same input."""
 
     def __init__(self, recipe):
-<<<<<<< HEAD
-        of_both = dict(axes=("embed", "mlp"), std=0.1, dtype=jnp.bfloat16, param_dtype=jnp.float32)
-=======
         of_both: dict[str, Any] = dict(
             axes=("embed", "mlp"), std=0.1, dtype=jnp.bfloat16, param_dtype=jnp.float32
         )
->>>>>>> fp8
         for name, out_dim in (("a", 96), ("b", 32)):
             linear = layers.Linear(64, out_dim, rngs=nnx.Rngs(out_dim), **of_both)
             linear.dot_general = nnx.data(QuantDot(recipe))
