@@ -51,13 +51,13 @@ def rate_warnings(config: OptimizerConfig) -> list[str]:
     if config.galore is None or not config.has_galore or "adamw" not in config.name:
         return []
     rate = config.learning_rate * config.galore.scale
-    factors = f"optimizer.learning_rate={config.learning_rate:g} × galore.scale={config.galore.scale:g}"
-    if rate < 0.999 * LOWEST_RATE:
-        return [f"{factors} = {rate:g} is below the rates of GaLore's runs, {LOWEST_RATE:g}; raise one of them"]
-    if rate > 1.001 * HIGHEST_RATE:
-        return [f"{factors} = {rate:g} is above the rates of GaLore's runs, {HIGHEST_RATE:g}; lower one of them"]
-    return []
-
+    if 0.999 * LOWEST_RATE < rate < 1.001 * HIGHEST_RATE:
+        return []
+    bound, way_out = ("below", "raise") if rate < LOWEST_RATE else ("above", "lower")
+    return [
+        f"optimizer.learning_rate={config.learning_rate:g} × galore.scale={config.galore.scale:g} = {rate:g} is "
+        f"{bound} the rates of GaLore's runs, {LOWEST_RATE:g} to {HIGHEST_RATE:g}; {way_out} one of them"
+    ]
 
 
 class Subspace(NamedTuple):
