@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.lax import Precision
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -206,24 +205,19 @@ def quantize(recipe: Recipe, operand: Operand, x: jax.Array, contract, delayed_a
         block_size=operand.block_size,
         block_scales=operand.block_scales,
     )
-    if operand.delayed:
-        q = q._replace(values=_row_major(q.values, alone=not recipe.cold_start))
+    if operand.delayed and not recipe.cold_start:
+        q = q._replace(values=_written_once(q.values))
     return q
 
 
-def _row_major(values: jax.Array, alone: bool) -> jax.Array:
-    """Quantized values of which XLA is to write this layout first, and make others from it.
+def _written_once(values: jax.Array) -> jax.Array:
+    """Quantized values that XLA writes in one layout; it makes others from the 8 bits.
 
-    Hopper's FP8 matmuls need the summed axis last, so that most tensors are needed in two layouts.
-    XLA would write the transposed one first and transpose it back.
-
-    Args:
-      alone: the pass over the data is to write no other layout. It can then take the amax along, which
-        XLA does not fuse with a transposing write. With scales that need the amax of the data first,
-        two passes read the data in any case, and the second one better writes both layouts.
+    The pass over the data then takes the amax along, which XLA does not fuse with a transposing write.
+    With a scale that needs this amax, two passes read the data in any case. (Also fixing the layout,
+    with `with_layout_constraint`, would save more, but the SPMD partitioner gathers its operand.)
     """
-    values = with_layout_constraint(values, Layout(tuple(range(values.ndim))))
-    return jax.lax.optimization_barrier(values) if alone else values
+    return jax.lax.optimization_barrier(values)
 
 
 def _requantize(recipe: Recipe, saved, index: int, operand: Operand, contract, delayed_amax) -> Quantized:
