@@ -55,8 +55,8 @@ def rate_warnings(config: OptimizerConfig) -> list[str]:
         return []
     bound, way_out = ("below", "raise") if rate < LOWEST_RATE else ("above", "lower")
     return [
-        f"optimizer.learning_rate={config.learning_rate:g} × galore.scale={config.galore.scale:g} = {rate:g} is "
-        f"{bound} the rates of GaLore's runs, {LOWEST_RATE:g} to {HIGHEST_RATE:g}; {way_out} one of them"
+        f"optimizer.learning_rate={config.learning_rate:g} × galore.scale={config.galore.scale:g} = {rate:g} "
+        f"is {bound} the rates of GaLore's runs, {LOWEST_RATE:g} to {HIGHEST_RATE:g}; {way_out} one of them"
     ]
 
 
