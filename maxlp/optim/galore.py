@@ -54,10 +54,9 @@ def rate_warnings(config: OptimizerConfig) -> list[str]:
     if 0.999 * LOWEST_RATE < rate < 1.001 * HIGHEST_RATE:
         return []
     bound, way_out = ("below", "raise") if rate < LOWEST_RATE else ("above", "lower")
-    return [
-        f"optimizer.learning_rate={config.learning_rate:g} × galore.scale={config.galore.scale:g} = {rate:g} "
-        f"is {bound} the rates of GaLore's runs, {LOWEST_RATE:g} to {HIGHEST_RATE:g}; {way_out} one of them"
-    ]
+    factors = f"optimizer.learning_rate={config.learning_rate:g} × galore.scale={config.galore.scale:g}"
+    rates = f"{bound} the rates of GaLore's runs, {LOWEST_RATE:g} to {HIGHEST_RATE:g}"
+    return [f"{factors} = {rate:g} is {rates}; {way_out} one of them"]
 
 
 class Subspace(NamedTuple):
