@@ -197,7 +197,7 @@ def test_a_scanned_llama_gathers_its_kernels_in_fp8(remat):
 
 @h100
 @pytest.mark.parametrize("chip, beyond", [("h100", 2.9), ("b200", 0.5)])
-def test_known_scales_cost_one_pass_over_each_tensor(chip, beyond):
+def test_known_scales_save_passes(chip, beyond):
     """One Llama 8B block on 2 × 4,096 tokens; the limits are those of docs/low_precision.md, rounded up."""
     programs = {
         name: passes.compiled(name, 1, 2, 4096, chip) for name in ("bf16", "fp8_delayed, cold_start=False")
