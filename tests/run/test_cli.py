@@ -11,6 +11,8 @@ from maxlp.run.config import presets
 
 ROOT = Path(__file__).parents[2]
 DEBUG = "--config=configs/llama/debug.py"
+LINES = (ROOT / "configs/llama/debug.py").read_text().splitlines()
+CHOICE = f"debug.py, line {1 + LINES.index('    return choose(arg, c)')}"
 
 
 def train(*args: str) -> subprocess.CompletedProcess:
@@ -37,7 +39,7 @@ def train(*args: str) -> subprocess.CompletedProcess:
         (["--config=llama/debg"], "did you mean llama/debug? presets: clip/b16, "),
         ([DEBUG, "--config.train.total_steps=1.5"], "--config.train.total_steps=1.5 is not an integer"),
         ([DEBUG, "--config.optimizer.b1=nan"], "config.optimizer.b1=nan must be a finite number"),
-        (["--config=configs/llama/debug.py:speed=fast"], "debug.py, line 44: config argument 'speed'"),
+        (["--config=configs/llama/debug.py:speed=fast"], f"{CHOICE}: config argument 'speed' is unknown"),
         (
             ["--config=configs/llama/none.py"],
             "--config=configs/llama/none.py is neither a file nor a preset; presets",
