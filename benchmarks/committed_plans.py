@@ -21,8 +21,8 @@ from maxlp.planning.topologies import GIB
 
 PLANS = Path(__file__).parent.parent / "docs" / "plans"
 HEADER = (
-    "| plan | chips | mesh | estimated, GiB | compiled, GiB | has, GiB | sent, GiB | step at least, s | "
-    "MFU at most | bound by | compiled in | host memory |\n" + "|---" * 12 + "|"
+    "| plan | chips | mesh | estimated, GiB | compiled, GiB | has, GiB | sent, GiB | step, s | "
+    "MFU | bound by | compiled in | host memory |\n" + "|---" * 12 + "|"
 )
 
 
