@@ -145,17 +145,21 @@ def attention_cases(small: bool) -> list[Case]:
 
 def attention_kernels(case: Case) -> Iterator[str]:
     """The kernels that take the case on this device; xla where its probabilities are not gigabytes."""
-    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    device = jax.devices()[0]
+    mesh = sharding.make_mesh(devices=[device])
     use = attention.Use(
         seq_len=case.length,
+        num_heads=case.heads,
         kv_heads=case.kv_heads,
         head_dim=case.head_dim,
         dtype="bfloat16",
         packed=case.documents > 0,
+        max_documents=case.documents,
+        rows=case.batch,
     )
     for name in attention.KERNELS:
         fits = name != "xla" or case.batch * case.heads * case.length**2 <= 2**31
-        refused = attention.refusal(name, use, dict(mesh.shape), jax.default_backend())
+        refused = attention.refusal(name, use, dict(mesh.shape), device.platform, device.device_kind)
         if name not in (attention.AUTO, "ring") and fits and refused is None:
             yield name
 
