@@ -1744,8 +1744,9 @@ RUN += [
         ('text not in ("false", "False", "0")', 'text in ("false", "False", "0")'),
         ("initial=2.0**15", "initial=2.0**16"),
         ('c.model.dtype = c.model.param_dtype = "bfloat16"', 'c.model.dtype = "bfloat16"'),
-        ("galore.update(rank=chosen.galore, scale", "galore.update(rank=rank, scale"),
-        ("c.optimizer.learning_rate / GALORE_SCALE", "c.optimizer.learning_rate"),
+        ("galore.rank = chosen.galore", "galore.rank = rank"),
+        ("galore_rate or c.optimizer.learning_rate /", "c.optimizer.learning_rate /"),
+        ("c.optimizer.learning_rate / GaloreConfig.scale", "c.optimizer.learning_rate"),
     ),
     *_in(
         "families/llama/presets.py",

@@ -21,4 +21,4 @@ def get_config(arg: str = ""):
         rope_scaling=LLAMA_3_1_ROPE,
         max_seq_len=131072,
     )
-    return choose(arg, c)
+    return choose(arg, c, galore=(1024, 0.005))  # of the 7B in arXiv:2403.03507

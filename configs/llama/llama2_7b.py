@@ -24,4 +24,4 @@ def get_config(arg: str = ""):
     )
     c.data.seq_len = 4096
     c.data.batch_size = 1024
-    return choose(arg, c)
+    return choose(arg, c, galore=(1024, 0.005))  # of the 7B in arXiv:2403.03507

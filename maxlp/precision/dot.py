@@ -14,6 +14,7 @@ forward is fast and backward precise, as in Transformer Engine.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -176,8 +177,9 @@ def _kernel_gradient(static: _Static, saved, g: jax.Array, amaxes) -> jax.Array:
     tokens, sharding = tuple(range(g.ndim - 1)), _sharding(saved_kernel)
     if recipe.drhs is None:
         return _plain(_as(saved_x, dtype), g.astype(dtype), tokens, tokens, dtype, sharding)
-    if size := max(HADAMARD * recipe.hadamard, recipe.drhs[0].in_blocks and recipe.drhs[0].block_size):
-        # Blocks are of tokens, and their number is arbitrary.
+    of_scales = recipe.drhs[0].block_size if recipe.drhs[0].in_blocks else 1
+    size = math.lcm(of_scales, HADAMARD if recipe.hadamard else 1)
+    if size > 1:  # blocks are of tokens, and their number is arbitrary
         saved_x, g = (quantized.pad_to_blocks(a, -2, size) for a in (_as(saved_x, jnp.float32), g))
     if recipe.hadamard:
         saved_x, g = quantized.rotate(saved_x, -2), quantized.rotate(g, -2)

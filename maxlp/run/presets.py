@@ -32,7 +32,6 @@ LOW_BIT = {
     "fp8": dict(mu="float8_e4m3fn", nu="float8_e5m2"),
     "8bit": dict(mu="dynamic8", nu="dynamic8", block_size=256),
 }
-GALORE_SCALE = 0.25  # α of GaLore's runs (arXiv:2403.03507, section 4.1)
 
 
 def choose(arg: str, c: ConfigDict, galore: tuple[int, float] | None = None) -> ConfigDict:
@@ -42,13 +41,14 @@ def choose(arg: str, c: ConfigDict, galore: tuple[int, float] | None = None) -> 
       dynamic loss scale; ``pure_bf16``: no float32 copy of the parameters, stochastic rounding.
     optimizer: a name in `maxlp.optim.OPTIMIZERS`.
     galore: rank of the projected gradients; 0 is no projection. The learning rate becomes that of the
-      config divided by `GALORE_SCALE`, so that projected kernels keep theirs.
+      config divided by GaLore's scale, so that projected kernels keep theirs.
     low_bit: moments in ``fp8`` (e4m3 and e5m2, a scale per tensor) or ``8bit`` (dynamic, in blocks of 256).
 
     Args:
-      galore: the rank that a bare ``galore`` means in this config, and its learning rate with GaLore.
+      galore: the rank that a bare ``galore`` means in this config, and its learning rate with GaLore, in
+        place of the divided one.
     """
-    rank, galore_rate = galore or ("", c.optimizer.learning_rate / GALORE_SCALE)
+    rank, galore_rate = galore or ("", None)
     arg = ",".join(f"galore={rank}" if item == "galore" else item for item in (arg or "").split(","))
     chosen = parse_arg(arg, precision=c.precision.recipe, optimizer=c.optimizer.name, galore=0, low_bit="")
     if chosen.precision == "fp16":
@@ -61,8 +61,10 @@ def choose(arg: str, c: ConfigDict, galore: tuple[int, float] | None = None) -> 
         c.precision.recipe = chosen.precision
     c.optimizer.name = chosen.optimizer
     if chosen.galore:
-        c.optimizer.galore.update(rank=chosen.galore, scale=GALORE_SCALE)
-        c.optimizer.learning_rate = galore_rate
+        from maxlp.optim.config import GaloreConfig  # few configs need it
+
+        c.optimizer.galore.rank = chosen.galore
+        c.optimizer.learning_rate = galore_rate or c.optimizer.learning_rate / GaloreConfig.scale
     if chosen.low_bit:
         if chosen.low_bit not in LOW_BIT:
             raise ValueError(f"config argument low_bit={chosen.low_bit!r}: one of {', '.join(LOW_BIT)}")

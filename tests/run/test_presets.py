@@ -45,6 +45,13 @@ def test_a_bare_galore_is_the_setting_of_its_paper(name, rank):
     assert full == dataclasses.replace(own, galore=None, learning_rate=full.learning_rate)
 
 
+@pytest.mark.parametrize("name", ["8b", "llama2_7b"])
+def test_galore_of_7_billion_parameters_has_the_rate_of_its_paper(name):
+    optimizer = read(load(name, "galore")).optimizer
+    assert (optimizer.galore.rank, optimizer.learning_rate) == (1024, 0.005)
+    assert optimizer == read(load(name, "galore=1024")).optimizer and not galore.rate_warnings(optimizer)
+
+
 def test_a_rank_alone_keeps_the_rate_of_the_projected_kernels():
     full, projected = (read(load("tiny", arg)).optimizer for arg in ("", "galore=32"))
     assert projected.learning_rate * projected.galore.scale == full.learning_rate
