@@ -249,6 +249,7 @@ class _TracedModel(NamedTuple):
     num_params: int
 
 
+@functools.lru_cache(maxsize=64)
 def _layout_free(model: Any) -> Any:
     """A model's config without what changes neither its parameters nor its matmuls, so that it is traced
     once for all of those values."""
