@@ -12,10 +12,11 @@ fastest:
   sequence, so that norms and residuals are neither stored nor computed twice.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from maxlp.schema import INT32, Count, Range
 
-AxisSize = Annotated[int, Range(at_least=-1), INT32]
+
+@dataclasses.dataclass(frozen=True)
+class _NotZero:
+    def error(self, value: Any) -> str | None:
+        return None if value else "must not be 0; 1 is no split, and -1 takes the remaining devices"
+
+
+AxisSize = Annotated[int, Range(at_least=-1), _NotZero(), INT32]
 MESH_AXES = ("stage", "data", "fsdp", "context", "tensor")
 _AXIS_TYPES = (AxisType.Auto,) * len(MESH_AXES)
 

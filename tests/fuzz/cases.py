@@ -72,6 +72,10 @@ def _config_command(rng: random.Random, family: str, *flags: str) -> Command:
     return rng.choices(commands, (3, 3, 2, 1))[0]
 
 
+FILES_AND_FOLDERS = ("train.init_from", "data.source", "data.validation_source", "data.tokenizer")
+FILES_AND_FOLDERS += ("data.classes", "data.templates_file")
+
+
 def config_value(rng: random.Random) -> Case:
     """A value of a key that it cannot have, by a flag or in the file."""
     family = rng.choice(("llama", "clip"))
@@ -88,7 +92,7 @@ def config_value(rng: random.Random) -> Case:
     flags = () if in_file else (f"--config.{key}={value}",)
     change = _insert(f"{family}.py", f"c.{key} = {_literal(value)}") if in_file else None
     command = _config_command(rng, family, *flags)
-    if command.module != "train" and key in ("data.source", "data.tokenizer", "train.init_from"):
+    if command.module != "train" and key in FILES_AND_FOLDERS:
         train = TRAIN if family == "llama" else TRAIN_CLIP  # others do not read all of them
         command = train._replace(args=(*train.args, *flags))
     needs = (*DATA[family], *([RUN[family]] if command.module == "evaluate" else []))

@@ -186,6 +186,8 @@ QUICK, FULL = ("fp8_delayed",), ("int8_switchback", "mxfp8")
 def test_every_recipe_trains_a_llama(name, bf16):
     """The loss of one batch falls as in bfloat16; with scan and with rematerialization."""
     bf16_losses, params = bf16
-    ours, _ = five_losses(name, params, remat="dots", history=4)
-    np.testing.assert_allclose(ours, bf16_losses, rtol=0.01)
+    options = {"block_size": 32} if name == "fp8_blocks" else {}  # 128 is larger than this model
+    ours, _ = five_losses(name, params, remat="dots", history=4, **options)
+    # A rounding error of E2M1 is four times that of E4M3.
+    np.testing.assert_allclose(ours, bf16_losses, rtol=0.04 if name == "nvfp4" else 0.01)
     assert ours != bf16_losses and ours[-1] < ours[0] - 0.1

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from ml_collections import ConfigDict
 
+from maxlp.parallel.sharding import MESH_AXES
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import make_optimizer, read
 from tests.run.fixtures import load
@@ -98,6 +99,12 @@ def test_no_key_takes_a_value_of_another_type(family):
             if isinstance(value, str) and key in (*TEXTS, "metrics.wandb_project"):
                 continue
             refused(family, key, value)
+
+
+def test_no_axis_of_a_mesh_has_size_0():
+    """Whatever the machine is: a plan looks for other sizes only where these cannot run."""
+    for axis in MESH_AXES:
+        assert "-1 takes the remaining devices" in refused("llama", f"mesh.{axis}", 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
