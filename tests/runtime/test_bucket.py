@@ -179,7 +179,7 @@ def test_kills_at_random_moments_lose_no_complete_checkpoint(bucket, processes, 
         time.sleep(rng.uniform(0.2, 2.5))
         for process in rng.sample(run.processes, processes):
             process.send_signal(signal.SIGKILL)
-        lines = run.processes[0].stdout.readlines()  # `communicate` skips lines that `read` has in its buffer
+        lines = run.processes[0].stdout.readlines()  # what `read` buffered first
         newest = max([newest, *(json.loads(line)["saved"] for line in lines if line.startswith("{"))])
         found = storage.find(url)
         unfinished += any(f"{step}/{manifest.NAME}" not in found for step in steps(url))
