@@ -135,7 +135,7 @@ def _run_pytest(copy: str, tests: list[str]) -> None:
     sys.path[:] = [copy, *(path for path in sys.path if path not in ("", str(ROOT)))]
     for name in [name for name in sys.modules if name.partition(".")[0] in ("maxlp", "tests", "configs")]:
         del sys.modules[name]
-    (scratch := Path(copy, "scratch")).mkdir(exist_ok=True)
+    (scratch := Path(f"{copy}-scratch")).mkdir(exist_ok=True)  # beside the copy: tests pack what is in it
     tempfile.tempdir = None
     os.environ |= {"PYTHONPATH": copy, "TMPDIR": str(scratch), "PYTHONDONTWRITEBYTECODE": "1"}
     sys.dont_write_bytecode = True
