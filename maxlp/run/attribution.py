@@ -1,0 +1,388 @@
+"""Which operand of which matmul of which layer makes low precision differ from high precision.
+
+    python -m maxlp.lab attribute /tmp/run --step=2300
+
+On one batch, each operand that a recipe quantizes (layer; matmul ``fwd``, ``dlhs`` or ``drhs``; tensor) is
+switched on alone in a model in high precision, and off alone in the model under the recipe. The switches
+are inputs of one compiled program (`precision.switches`), whose memory does not grow with their number.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from maxlp.core.gradients import Batch, Gradients
+from maxlp.core.train_state import State
+from maxlp.core.train_step import LossScaleOf, jit_step
+from maxlp.monitoring.run_record import load_run
+from maxlp.nn.stack import Block
+from maxlp.parallel.batches import device_batches
+from maxlp.precision import switches
+from maxlp.precision.inject import matmuls
+from maxlp.precision.recipes import GEMMS
+from maxlp.run.replay import Opened, opened
+from maxlp.run.settings import Settings
+from maxlp.run.tokenizer import prepare_tokenizer
+from maxlp.runtime import files
+
+Switches = dict[str, np.ndarray]  # path → bool (…layers, 3 matmuls, 2 operands)
+
+
+class Site(NamedTuple):
+    """An operand of a matmul; ``layer`` is None outside of stacks."""
+
+    path: str
+    layer: int | None
+    gemm: str
+    tensor: str
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        """Where its switch is in the array of its path."""
+        layer = () if self.layer is None else (self.layer,)
+        return (*layer, list(GEMMS).index(self.gemm), GEMMS[self.gemm].index(self.tensor))
+
+    def __str__(self) -> str:
+        return " ".join(str(part) for part in self if part is not None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """What the switch of one site does.
+
+    Attributes:
+      loss_on: change of the loss if it alone is on.
+      error_on: ``‖g - h‖ / ‖h‖`` of the gradients g then, where h are those in high precision.
+      cosine_on: of the angle between g and h.
+      saturated, underflow: shares of the operand then, see `precision.health`.
+      loss_off: change of the recipe's loss if it alone is off.
+      error_off: change of the recipe's ``error`` then; negative if that brings the gradients nearer to h.
+    """
+
+    loss_on: float
+    error_on: float
+    cosine_on: float
+    saturated: float
+    underflow: float
+    loss_off: float
+    error_off: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Attribution:
+    """The effects of all sites, and those of all switches together.
+
+    Attributes:
+      step: whose batch it is.
+      loss: in high precision.
+      loss_all: change of it under the recipe.
+      error_all, cosine_all: of the recipe's gradients, as in `Effect`.
+    """
+
+    step: int
+    loss: float
+    loss_all: float
+    error_all: float
+    cosine_all: float
+    effects: Mapping[Site, Effect]
+
+    def ranked(self) -> list[tuple[Site, Effect]]:
+        """The sites by ``error_on``, the largest first; NaN counts as infinite."""
+        order = {site: np.nan_to_num(effect.error_on, nan=np.inf) for site, effect in self.effects.items()}
+        return sorted(self.effects.items(), key=lambda item: -order[item[0]])
+
+
+# --- one evaluation -------------------------------------------------------------------------------------
+
+
+class Evaluate:
+    """The loss and gradients of one batch with given switches, compiled once.
+
+    It must be made and called with the mesh set.
+
+    Args:
+      graphdef, gradients, loss_scale: of the run; see `precision.health.measure`.
+      state: of the run; it does not change.
+    """
+
+    def __init__(
+        self,
+        graphdef: nnx.GraphDef,
+        gradients: Gradients,
+        state: State,
+        batch: Batch,
+        loss_scale: LossScaleOf,
+    ):
+        make = functools.partial(switches.with_switches, graphdef)
+        self.graphdef, model_state = make(state)
+        self.state, self.batch = dict(state) | {"model_state": model_state}, batch
+        self.off = {
+            path: np.zeros(dot.on.shape, bool) for path, dot in switches.switch_dots(self._model()).items()
+        }
+        evaluate = functools.partial(_evaluate, self.graphdef, gradients, loss_scale)
+        self.compiled = jax.jit(evaluate)
+        self.reference = jax.tree.map(jnp.zeros_like, state["params"])
+        self.reference = self.compiled(self.state, self.batch, self.off, self.reference)[1]
+
+    def _model(self) -> nnx.Module:
+        return nnx.merge(self.graphdef, self.state["params"], self.state["model_state"])
+
+    def sites(self) -> list[Site]:
+        """Every operand that is quantized in the run, in the order of the layers."""
+        model = self._model()
+        stacks = {
+            "/".join(map(str, path)): module.unquantized_blocks
+            for path, module in nnx.iter_modules(model)
+            if isinstance(module, Block)
+        }
+        found = []
+        for path, module in matmuls(model):
+            if path not in self.off:
+                continue
+            layers: Any = [None]
+            if self.off[path].ndim > 2:
+                ends = [ends for stack, ends in stacks.items() if path.startswith(f"{stack}/")]
+                first, last = ends[0] if ends else (0, 0)
+                layers = range(first, len(self.off[path]) - last)
+            kinds = switches.switchable(module.dot_general.recipe)
+            found += [Site(path, layer, *kind) for layer in layers for kind in kinds]
+        return sorted(found, key=lambda site: -1 if site.layer is None else site.layer)
+
+    def __call__(self, on: Switches) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+        """``loss``, ``error`` and ``cosine`` of the gradients, and the shares of each path."""
+        numbers, _, shares = self.compiled(self.state, self.batch, on, self.reference)
+        return {name: float(x) for name, x in numbers.items()}, jax.device_get(shares)
+
+
+def _evaluate(
+    graphdef: nnx.GraphDef,
+    gradients: Gradients,
+    loss_scale: LossScaleOf,
+    state: State,
+    batch: Batch,
+    on: dict[str, jax.Array],
+    reference: dict,
+) -> tuple[dict[str, jax.Array], dict, dict[str, jax.Array]]:
+    model = nnx.merge(graphdef, state["params"], state["model_state"])
+    for path, dot in switches.switch_dots(model).items():
+        dot.on[...] = on[path]
+    _, _, model_state = nnx.split(model, nnx.Param, ...)
+    state = state | {"model_state": nnx.to_pure_dict(model_state)}
+    grads, model_state, metrics = gradients(graphdef, state, batch, loss_scale(state))
+    model = nnx.merge(graphdef, state["params"], model_state)
+    shares = {path: dot.shares for path, dot in switches.switch_dots(model).items()}
+    return {"loss": metrics["loss"]} | _distance(grads, reference), grads, shares
+
+
+def _distance(grads: dict, reference: dict) -> dict[str, jax.Array]:
+    """Relative error and cosine, from float32 sums; gradients are scaled so that no square underflows."""
+    pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(reference), strict=True))
+    top = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(h)).astype(jnp.float32) for _, h in pairs])
+    unit = 1 / jnp.where(top > 0, top, 1.0)
+
+    def total(product: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+        scaled = ((g.astype(jnp.float32) * unit, h.astype(jnp.float32) * unit) for g, h in pairs)
+        return sum((jnp.sum(product(g, h)) for g, h in scaled), jnp.zeros(()))
+
+    gg, gh, hh = total(lambda g, h: g * g), total(lambda g, h: g * h), total(lambda g, h: h * h)
+    difference = total(lambda g, h: (g - h) ** 2)
+    return {"error": jnp.sqrt(difference / hh), "cosine": gh / jnp.sqrt(gg * hh)}
+
+
+# --- all sites ------------------------------------------------------------------------------------------
+
+
+def attribution(evaluate: Evaluate, step: int, note: Callable[[int, int], None] = lambda *_: None):
+    """The effect of every site on the batch of a step.
+
+    Args:
+      note: called with the numbers of finished and of all evaluations.
+
+    Raises:
+      ValueError: nothing is quantized.
+    """
+    sites = evaluate.sites()
+    if not sites:
+        raise ValueError(
+            "config.precision.recipe quantizes no matmul of this run; choose another one, as in "
+            "--recipe=fp8_current"
+        )
+    total = 2 + 2 * len(sites)
+    high, _ = evaluate(evaluate.off)
+    everything = {path: on.copy() for path, on in evaluate.off.items()}
+    for site in sites:
+        everything[site.path][site.index] = True
+    low, _ = evaluate(everything)
+    effects = {}
+    for n, site in enumerate(sites):
+        alone, shares = evaluate(_flipped(evaluate.off, site))
+        without, _ = evaluate(_flipped(everything, site))
+        saturated, underflow = shares[site.path][site.index]
+        effects[site] = Effect(
+            loss_on=alone["loss"] - high["loss"],
+            error_on=alone["error"],
+            cosine_on=alone["cosine"],
+            saturated=float(saturated),
+            underflow=float(underflow),
+            loss_off=without["loss"] - low["loss"],
+            error_off=without["error"] - low["error"],
+        )
+        note(2 * n + 4, total)
+    return Attribution(step, high["loss"], low["loss"] - high["loss"], low["error"], low["cosine"], effects)
+
+
+def _flipped(on: Switches, site: Site) -> Switches:
+    array = on[site.path].copy()
+    array[site.index] ^= True
+    return on | {site.path: array}
+
+
+# --- the batch of a step --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def evaluator(
+    s: Settings, workdir: Path | None, step: int | None, *, same_precision: bool = True
+) -> Iterator[tuple[Evaluate, int]]:
+    """The `Evaluate` of a step's batch, in the state before that step, and the number of the step.
+
+    Args:
+      workdir: of a run; None starts a new one from the settings' seed, in a temporary folder.
+      step: None takes the step after the newest checkpoint.
+      same_precision: whether the settings have the recipe of the run.
+
+    Raises:
+      ValueError: no such step, or settings that do not fit the run.
+    """
+    with contextlib.ExitStack() as stack:
+        if workdir is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            prepare_tokenizer(s, folder)
+        else:
+            folder = workdir
+            check_step(workdir, step)
+        at = stack.enter_context(opened(s, folder, step, same_precision=same_precision))
+        state, batch, step = batch_of(at, step)
+        run = at.run
+        yield Evaluate(at.graphdef, run.gradients, state, batch, run.loss_scale), step
+
+
+def check_step(workdir: Path, step: int | None) -> None:
+    run = load_run(workdir)
+    if step is not None and step > run.step + 1:
+        raise ValueError(
+            f"--step={step} has no batch in {workdir}, whose last record is of step {run.step}"
+        )
+
+
+def batch_of(at: Opened, step: int | None) -> tuple[State, Batch, int]:
+    """The state before a step, the step's batch and its number; trains up to there if need be."""
+    step = at.start + 1 if step is None else step
+    stream = device_batches(at.batches, at.run.mesh, step - at.start)
+    state, train_step = at.state, None
+    for n, (batch, _) in enumerate(stream, at.start + 1):
+        if n == step:
+            return state, batch, step
+        train_step = train_step or jit_step(at.run.step, at.graphdef, at.abstract, at.run.mesh)
+        state, _ = train_step(state, batch)
+    raise ValueError(f"--step={step} has no batch: the data end before it; give an earlier step")
+
+
+# --- output ---------------------------------------------------------------------------------------------
+
+COLUMNS = ("Δloss", "error", "1-cos", "satur.", "underfl.", "Δloss off", "error off")
+
+
+def table(found: Attribution, top: int) -> Iterator[str]:
+    """The ``top`` sites with the largest effect, and all together, in lines of at most 120 characters."""
+    width = max(len(str(site)) for site in found.effects)
+    yield f"{'switched on alone':<{width}}" + "".join(f"{name:>11}" for name in COLUMNS)
+    for site, e in found.ranked()[:top]:
+        numbers = (
+            f"{e.loss_on:>+11.2e}{e.error_on:>11.2e}{1 - e.cosine_on:>11.2e}{e.saturated:>11.2%}"
+            f"{e.underflow:>11.2%}{e.loss_off:>+11.2e}{e.error_off:>+11.2e}"
+        )
+        yield f"{site!s:<{width}}{numbers}"
+    everything = f"{found.loss_all:>+11.2e}{found.error_all:>11.2e}{1 - found.cosine_all:>11.2e}"
+    yield f"{f'all {len(found.effects):,}':<{width}}{everything}"
+
+
+def as_json(found: Attribution) -> dict[str, Any]:
+    """The numbers of all sites, in their ranking; what is not finite is null."""
+    sites = [site._asdict() | dataclasses.asdict(effect) for site, effect in found.ranked()]
+    numbers = {name: value for name, value in vars(found).items() if name != "effects"}
+    return _finite(numbers | {"sites": sites})
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+def heat_map(found: Attribution, path: Path) -> None:
+    """Draws ``error_on`` and ``-error_off``: a row for each layer, a column for each operand."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure  # slow to import
+
+    columns = sorted({(site.path, site.gemm, site.tensor) for site in found.effects})
+    rows = sorted({-1 if site.layer is None else site.layer for site in found.effects})
+    size = (2 + 0.24 * len(columns), 3.4 + 2 * max(1.0, 0.2 * len(rows)))
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    titles = ("error of the gradients with this operand alone in low precision",
+              "reduction of the recipe's error with this operand alone in high precision")  # fmt: skip
+    panels = figure.subplots(2, 1, sharex=True)
+    for axes, title, sign, name in zip(panels, titles, (1, -1), ("error_on", "error_off"), strict=True):
+        values = np.full((len(rows), len(columns)), np.nan)
+        for site, effect in found.effects.items():
+            row = rows.index(-1 if site.layer is None else site.layer)
+            values[row, columns.index((site.path, site.gemm, site.tensor))] = sign * getattr(effect, name)
+        shown = np.where(np.isfinite(values) & (values > 0), values, np.nan)
+        if np.isfinite(shown).any():
+            norm = LogNorm(vmin=max(np.nanmin(shown), np.nanmax(shown) / 1e4), vmax=np.nanmax(shown))
+            figure.colorbar(axes.pcolormesh(shown, norm=norm, cmap="viridis"), ax=axes)
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_ylabel("layer")
+        axes.set_yticks(np.arange(len(rows)) + 0.5, ["-" if row < 0 else str(row) for row in rows])
+        axes.invert_yaxis()
+    labels = [f"{path.rpartition('/')[2]} {gemm} {tensor}" for path, gemm, tensor in columns]
+    panels[1].set_xticks(np.arange(len(columns)) + 0.5, labels, rotation=90, fontsize=7)
+    with files.naming(path):
+        figure.savefig(path, dpi=120)
+
+
+def write(found: Attribution, folder: Path) -> list[Path]:
+    """Writes the numbers and the heat map; returns the paths."""
+    numbers, picture = (folder / f"attribute_{found.step}.{end}" for end in ("json", "png"))
+    numbers.write_text(json.dumps(as_json(found), indent=1) + "\n", encoding="utf-8")
+    heat_map(found, picture)
+    return [numbers, picture]
+
+
+class Bar:
+    """A progress bar on stderr, if that is a terminal."""
+
+    def __init__(self) -> None:
+        self.start = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if not sys.stderr.isatty():
+            return
+        left = (time.monotonic() - self.start) * (total - done) / done
+        filled = 40 * done // total
+        line = f"{'█' * filled}{'·' * (40 - filled)} {done:,} of {total:,}, {left:,.0f} s left"
+        print(f"\r\x1b[K{line}", end="\n" if done == total else "", file=sys.stderr, flush=True)
