@@ -209,16 +209,8 @@ def attribution(evaluate: Evaluate, step: int, note: Callable[[int, int], None] 
 
     Args:
       note: called with the numbers of finished and of all evaluations.
-
-    Raises:
-      ValueError: nothing is quantized.
     """
     sites = evaluate.sites()
-    if not sites:
-        raise ValueError(
-            "config.precision.recipe quantizes no matmul of this run; choose another one, as in "
-            "--recipe=fp8_current"
-        )
     total = 2 + 2 * len(sites)
     high, _ = evaluate(evaluate.off)
     everything = {path: on.copy() for path, on in evaluate.off.items()}
@@ -264,8 +256,15 @@ def evaluator(
       same_precision: whether the settings have the recipe of the run.
 
     Raises:
-      ValueError: no such step, or settings that do not fit the run.
+      ValueError: no such step, or settings that do not fit the run or quantize nothing.
     """
+    if not s.is_quantized:
+        raise ValueError(
+            f"config.precision.recipe={s.precision.recipe} quantizes no matmul of this run; choose another "
+            "one, as in --recipe=fp8_current"
+        )
+    # The program has three forms of each matmul: it must not grow with depth.
+    s = dataclasses.replace(s, model=dataclasses.replace(s.model, scan_layers=True))
     with contextlib.ExitStack() as stack:
         if workdir is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
