@@ -49,7 +49,8 @@ def main(tool: str = "", directory: str = "") -> None:
         raise ValueError("--config needs a folder for the results; add --out=FOLDER")
     workdir = local_path(directory, "DIR") if directory else None
     s = read(f.config if workdir is None else run_dir.load_config(workdir))
-    attribute(s, workdir, f.step, f.recipe, local_path(f.out, "--out") if f.out else workdir / "lab", f.top)
+    out = local_path(f.out or f"{directory}/lab", "--out")
+    attribute(s, workdir, f.step, f.recipe, out, f.top)
 
 
 def attribute(s: Settings, workdir: Path | None, step: int | None, recipe: str | None, out: Path, top: int):

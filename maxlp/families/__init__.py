@@ -66,7 +66,7 @@ class Family:
       generates_text: whether the model has the caches and logits with which `generate` samples.
       linear_probe: (graphdef, state, train batches, validation batches, num_classes=, l2=) to named
         numbers; None for families without image features.
-      sharpness: graphdef to a compiled measurement of (state, batch); None for families without next tokens.
+      sharpness: graphdef to a compiled `Measure`; None for families that predict no tokens.
     """
 
     name: str

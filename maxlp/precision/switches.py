@@ -11,6 +11,7 @@ operand of a backward matmul from the quantized one of the forward pass, so does
 """
 
 import functools
+import typing
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,9 +68,9 @@ class SwitchDot(QuantDot):
         histories = {tensor: history[...] for tensor, history in self.histories.items()}
         amaxes = {"input": self._amax("input", x)[0], "kernel": self._amax("kernel", kernel)[0]}
         static = dot._Static(self.recipe, x.dtype, dtype, out_sharding)
-        y, of_forward = _dot(
-            static, x, kernel, amaxes, histories.get("output_grad"), self.on[...], self.backward_shares[...]
-        )
+        grad_history, on, shares = histories.get("output_grad"), self.on[...], self.backward_shares[...]
+        out = _dot(static, x, kernel, amaxes, grad_history, on, shares)
+        y, of_forward = typing.cast(tuple, out)
         self.forward_shares[...] = jax.lax.stop_gradient(of_forward)
         return y
 

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlp.core.gradients import Batch, Gradients
 from maxlp.core.train_state import State
@@ -132,9 +133,12 @@ class Evaluate:
             path: np.zeros(dot.on.shape, bool) for path, dot in switches.switch_dots(self._model()).items()
         }
         evaluate = functools.partial(_evaluate, self.graphdef, gradients, loss_scale)
-        self.compiled = jax.jit(evaluate)
-        self.reference = jax.tree.map(jnp.zeros_like, state["params"])
-        self.reference = self.compiled(self.state, self.batch, self.off, self.reference)[1]
+        params, replicated = state["params"], NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
+        out = replicated, jax.tree.map(lambda p: p.sharding, params), replicated
+        program = jax.jit(evaluate, out_shardings=out).lower(self.state, batch, self.off, params)
+        self.compiled = program.compile()
+        # With all switches off, the gradients do not depend on what they are compared with.
+        self.reference = self.compiled(self.state, batch, self.off, params)[1]
 
     def _model(self) -> nnx.Module:
         return nnx.merge(self.graphdef, self.state["params"], self.state["model_state"])
@@ -340,10 +344,12 @@ def heat_map(found: Attribution, path: Path) -> None:
 
     columns = sorted({(site.path, site.gemm, site.tensor) for site in found.effects})
     rows = sorted({-1 if site.layer is None else site.layer for site in found.effects})
-    size = (2 + 0.24 * len(columns), 3.4 + 2 * max(1.0, 0.2 * len(rows)))
+    size = (4 + 0.24 * len(columns), 4.5 + 2 * max(1.0, 0.2 * len(rows)))
     figure = Figure(figsize=size, layout="constrained", facecolor="white")
-    titles = ("error of the gradients with this operand alone in low precision",
-              "reduction of the recipe's error with this operand alone in high precision")  # fmt: skip
+    titles = (
+        "error of the gradients with this operand alone in low precision",
+        "reduction of the recipe's error with this operand back in high precision (white: none)",
+    )
     panels = figure.subplots(2, 1, sharex=True)
     for axes, title, sign, name in zip(panels, titles, (1, -1), ("error_on", "error_off"), strict=True):
         values = np.full((len(rows), len(columns)), np.nan)

@@ -160,7 +160,7 @@ REDUCED = [(8, m) for m in range(1, 8)] + [(e, 7) for e in range(2, 8)] + [(5, 2
 
 @pytest.mark.parametrize("e, m", REDUCED, ids=lambda n: str(n))
 def test_bit_reduction_of_every_bfloat16(e, m):
-    """Mantissa bits are masked and exponents clipped, without a scale: the recipe of docs/numerics_lab.md."""
+    """Mantissa bits are masked and exponents clipped, without a scale (docs/numerics_lab.md)."""
     recipe = make_recipe("simulate", format=f"e{e}m{m}", granularity="unscaled", rounding="truncate")
     x = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
     x32 = x.astype(np.float32)

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from maxlp.parallel.batches import global_batch
 from maxlp.precision import make_recipe, switches
 from maxlp.run.attribution import Evaluate
 from tests.fixtures import Trainer, batch, precision_config
@@ -16,8 +17,9 @@ EXACT = ["fp8_current", "fp8_delayed", "fp8_rowwise_with_gw_hp", "mxfp8"]
 def evaluation(recipe, **options):
     """An `Evaluate` of a small Llama under a recipe, and the trainer."""
     trainer = Trainer(recipe=precision_config(recipe, **options))
+    state, data = trainer.init(), global_batch(batch(0), trainer.mesh)
     with jax.set_mesh(trainer.mesh):
-        made = Evaluate(trainer.graphdef, trainer.gradients, trainer.init(), batch(0), lambda state: None)
+        made = Evaluate(trainer.graphdef, trainer.gradients, state, data, lambda state: None)
     return made, trainer
 
 

@@ -64,8 +64,8 @@ def sharpness_is_not_measured(s: Settings, machine: Machine) -> str | None:
     if not s.precision.sharpness_every:
         return None
     return (
-        f"precision.sharpness_every={s.precision.sharpness_every} needs a model that predicts tokens, which a "
-        "CLIP does not; set it to 0"
+        f"precision.sharpness_every={s.precision.sharpness_every} needs a model that predicts tokens, and "
+        "a CLIP does not; set it to 0"
     )
 
 

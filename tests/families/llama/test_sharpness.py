@@ -46,6 +46,7 @@ def test_the_closed_form_is_the_maximum_over_the_box(scale):
     assert float(ours) == pytest.approx(reference(logits[some], targets[some]), rel=2e-5)
 
 
+@pytest.mark.full
 def test_it_is_of_the_last_target_of_each_row():
     trainer = Trainer(num_layers=1)
     state, data = trainer.init(), batch(0, rows=4, length=16)
