@@ -147,9 +147,8 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
         state, metrics = train_step(state, batch)
         profiler.after(n - start, metrics)
         first, last, stop = n == start + 1, progress.is_last(n, metrics), preempted.should_stop(n)
-        evaluates = last or is_due(n, s.train.eval_every)
         due = [measure for every, measure in probes if is_due(n, every)]
-        saves = last or stop or checkpoints.should_save(n)
+        evaluates, saves = last or is_due(n, s.train.eval_every), last or stop or checkpoints.should_save(n)
         recorder.push(n, metrics, wait=first or evaluates or bool(due) or saves, last=last)
         if first:
             startup.mark("step")

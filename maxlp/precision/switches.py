@@ -27,15 +27,17 @@ from maxlp.precision.health import shares
 from maxlp.precision.inject import matmuls
 from maxlp.precision.recipes import GEMMS, Operand, Recipe
 
-SHARES = ("saturated", "underflow")  # see `health`
+# Of an operand: the shares that saturate and underflow (`health`), and the relative error of the product
+# ``‖y - y0‖ / ‖y0‖``, which is measured where one of a matmul's switches is on.
+STATISTICS = ("saturated", "underflow", "error")
 
 
 class Switches(nnx.Variable):
     """bool (…, 3 matmuls, 2 operands), in the order of `GEMMS`."""
 
 
-class Shares(nnx.Variable):
-    """float32 (…, 2 operands, `SHARES`) of ``fwd``, written by the forward pass."""
+class Statistics(nnx.Variable):
+    """float32 (…, 2 operands, `STATISTICS`) of ``fwd``, written by the forward pass."""
 
 
 class SwitchDot(QuantDot):
@@ -51,16 +53,16 @@ class SwitchDot(QuantDot):
         for tensor, history in dot.histories.items():
             setattr(self, f"{tensor}_amax_history", history)
         self.on = Switches(jnp.zeros((*stack, 3, 2), bool))
-        self.forward_shares = Shares(jnp.zeros((*stack, 2, len(SHARES)), jnp.float32))
-        self.backward_shares = delayed.OverwriteWithGradient(
-            jnp.zeros((*stack, 2, 2, len(SHARES)), jnp.float32)
+        self.forward_statistics = Statistics(jnp.zeros((*stack, 2, len(STATISTICS)), jnp.float32))
+        self.backward_statistics = delayed.OverwriteWithGradient(
+            jnp.zeros((*stack, 2, 2, len(STATISTICS)), jnp.float32)
         )
 
     @property
-    def shares(self) -> jax.Array:
-        """float32 (…, 3 matmuls, 2 operands, `SHARES`); 0 where a switch is off."""
-        forward = jnp.expand_dims(self.forward_shares[...], -3)
-        return jnp.concatenate([forward, self.backward_shares[...]], axis=-3)
+    def statistics(self) -> jax.Array:
+        """float32 (…, 3 matmuls, 2 operands, `STATISTICS`); 0 where a switch is off."""
+        forward = jnp.expand_dims(self.forward_statistics[...], -3)
+        return jnp.concatenate([forward, self.backward_statistics[...]], axis=-3)
 
     def _product(
         self, x: jax.Array, kernel: jax.Array, dtype: Any, out_sharding: Any, shared: dict
@@ -68,10 +70,10 @@ class SwitchDot(QuantDot):
         histories = {tensor: history[...] for tensor, history in self.histories.items()}
         amaxes = {"input": self._amax("input", x)[0], "kernel": self._amax("kernel", kernel)[0]}
         static = dot._Static(self.recipe, x.dtype, dtype, out_sharding)
-        grad_history, on, shares = histories.get("output_grad"), self.on[...], self.backward_shares[...]
+        grad_history, on, shares = histories.get("output_grad"), self.on[...], self.backward_statistics[...]
         out = _dot(static, x, kernel, amaxes, grad_history, on, shares)
         y, of_forward = typing.cast(tuple, out)
-        self.forward_shares[...] = jax.lax.stop_gradient(of_forward)
+        self.forward_statistics[...] = jax.lax.stop_gradient(of_forward)
         return y
 
 
@@ -113,11 +115,11 @@ def switch_dots(model: nnx.Module) -> dict[str, SwitchDot]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(static, x, kernel, amaxes, grad_history, on, backward_shares):
-    return _forward(static, x, kernel, amaxes, grad_history, on, backward_shares)[0]
+def _dot(static, x, kernel, amaxes, grad_history, on, backward_statistics):
+    return _forward(static, x, kernel, amaxes, grad_history, on, backward_statistics)[0]
 
 
-def _forward(static, x, kernel, amaxes, grad_history, on, backward_shares):
+def _forward(static, x, kernel, amaxes, grad_history, on, backward_statistics):
     recipe = static.recipe
 
     def quantized() -> tuple[Quantized, Quantized]:
@@ -181,8 +183,8 @@ def _backward(static, residuals, cotangents):
             of_drhs, exact_drhs, how,
         )  # fmt: skip
 
-    (dx, dlhs_shares), (dkernel, drhs_shares) = dlhs(on[1]), drhs(on[2])
-    return dx, dkernel, None, None, None, jnp.stack([dlhs_shares, drhs_shares])
+    (dx, of_dlhs_statistics), (dkernel, of_drhs_statistics) = dlhs(on[1]), drhs(on[2])
+    return dx, dkernel, None, None, None, jnp.stack([of_dlhs_statistics, of_drhs_statistics])
 
 
 _dot.defvjp(_forward, _backward)
@@ -197,7 +199,7 @@ def _forward_operands(recipe: Recipe, x, kernel, amaxes) -> tuple[Quantized, Qua
 
 
 def _switched(recipe, gemm, on, high, low, quantized, exact, how) -> tuple[jax.Array, jax.Array]:
-    """A matmul with the switches ``on``, bool (2,), and the `SHARES` of its operands.
+    """A matmul with the switches ``on``, bool (2,), and the `STATISTICS` of its operands.
 
     Args:
       high, low: the matmul with no and with all of the recipe's operands quantized.
@@ -206,41 +208,51 @@ def _switched(recipe, gemm, on, high, low, quantized, exact, how) -> tuple[jax.A
     """
     operands = [switchable(recipe).get((gemm, tensor)) for tensor in GEMMS[gemm]]
     if not any(operands):
-        return high(), jnp.zeros((2, len(SHARES)), jnp.float32)
+        return high(), jnp.zeros((2, len(STATISTICS)), jnp.float32)
+
+    contract_a, contract_b, dtype, out_sharding = how
+    multiply = functools.partial(
+        _float32, contract_a=contract_a, contract_b=contract_b, out_sharding=out_sharding
+    )
 
     def both_forms() -> list[tuple[jax.Array, jax.Array, jax.Array]]:
         return [_forms(*each) for each in zip(operands, quantized(), exact(), strict=True)]
 
+    def statistics(forms, error: jax.Array) -> jax.Array:
+        return jnp.stack([jnp.append(shares, error) for _, _, shares in forms])
+
     def mixed() -> tuple[jax.Array, jax.Array]:
         forms = both_forms()
-        a, b = (jnp.where(on[i], rounded, x) for i, (rounded, x, _) in enumerate(forms))
-        return _float32(a, b, *how), jnp.stack([of_operand for _, _, of_operand in forms])
+        (a0, b0), (a, b) = zip(
+            *((x, jnp.where(on[i], q, x)) for i, (q, x, _) in enumerate(forms)), strict=True
+        )
+        y0, y = multiply(a0, b0), multiply(a, b)
+        error = jnp.linalg.norm((y - y0).ravel()) / jnp.linalg.norm(y0.ravel())
+        return y.astype(dtype), statistics(forms, error)
 
     which = jnp.where(jnp.all(on | np.array([o is None for o in operands])), 2, jnp.any(on).astype(int))
     y, found = jax.lax.switch(
         which,
         [
-            lambda: (high(), jnp.zeros((2, len(SHARES)), jnp.float32)),
+            lambda: (high(), jnp.zeros((2, len(STATISTICS)), jnp.float32)),
             mixed,
-            lambda: (low(), jnp.stack([of_operand for _, _, of_operand in both_forms()])),
+            lambda: (low(), mixed()[1] if None in operands else statistics(both_forms(), jnp.zeros(()))),
         ],
     )
     return y, jnp.where(on[:, None], found, 0.0)
 
 
 def _forms(operand: Operand | None, q: Any, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """An operand quantized and not, in float32, and its `SHARES`."""
+    """An operand quantized and not, in float32, and its shares that saturate and underflow."""
     x = x.astype(jnp.float32)
     if operand is None:
-        return x, x, jnp.zeros(len(SHARES))
+        return x, x, jnp.zeros(2)
     scales = dequantize(q._replace(values=jnp.ones_like(x)), jnp.float32)
     return dequantize(q, jnp.float32), x, jnp.stack(shares(operand, x, q.values, scales))
 
 
-def _float32(a, b, contract_a, contract_b, dtype, out_sharding) -> jax.Array:
-    numbers = dot._numbers(contract_a, contract_b, a)
-    y = jax.lax.dot_general(
-        a, b, numbers, precision=jax.lax.Precision.HIGHEST,
+def _float32(a, b, contract_a, contract_b, out_sharding) -> jax.Array:
+    return jax.lax.dot_general(
+        a, b, dot._numbers(contract_a, contract_b, a), precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32, out_sharding=out_sharding,
     )  # fmt: skip
-    return y.astype(dtype)

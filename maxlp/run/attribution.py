@@ -67,6 +67,7 @@ class Effect:
       loss_on: change of the loss if it alone is on.
       error_on: ``‖g - h‖ / ‖h‖`` of the gradients g then, where h are those in high precision.
       cosine_on: of the angle between g and h.
+      matmul: relative error of the operand's own matmul then.
       saturated, underflow: shares of the operand then, see `precision.health`.
       loss_off: change of the recipe's loss if it alone is off.
       error_off: change of the recipe's ``error`` then; negative if that brings the gradients nearer to h.
@@ -75,6 +76,7 @@ class Effect:
     loss_on: float
     error_on: float
     cosine_on: float
+    matmul: float
     saturated: float
     underflow: float
     loss_off: float
@@ -99,9 +101,9 @@ class Attribution:
     cosine_all: float
     effects: Mapping[Site, Effect]
 
-    def ranked(self) -> list[tuple[Site, Effect]]:
-        """The sites by ``error_on``, the largest first; NaN counts as infinite."""
-        order = {site: np.nan_to_num(effect.error_on, nan=np.inf) for site, effect in self.effects.items()}
+    def ranked(self, by: str = "error_on") -> list[tuple[Site, Effect]]:
+        """The sites by one of their numbers, the largest first; NaN counts as infinite."""
+        order = {site: np.nan_to_num(getattr(e, by), nan=np.inf) for site, e in self.effects.items()}
         return sorted(self.effects.items(), key=lambda item: -order[item[0]])
 
 
@@ -165,9 +167,9 @@ class Evaluate:
         return sorted(found, key=lambda site: -1 if site.layer is None else site.layer)
 
     def __call__(self, on: Switches) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-        """``loss``, ``error`` and ``cosine`` of the gradients, and the shares of each path."""
-        numbers, _, shares = self.compiled(self.state, self.batch, on, self.reference)
-        return {name: float(x) for name, x in numbers.items()}, jax.device_get(shares)
+        """``loss``, ``error`` and ``cosine`` of the gradients, and the statistics of each path."""
+        numbers, _, statistics = self.compiled(self.state, self.batch, on, self.reference)
+        return {name: float(x) for name, x in numbers.items()}, jax.device_get(statistics)
 
 
 def _evaluate(
@@ -186,8 +188,8 @@ def _evaluate(
     state = state | {"model_state": nnx.to_pure_dict(model_state)}
     grads, model_state, metrics = gradients(graphdef, state, batch, loss_scale(state))
     model = nnx.merge(graphdef, state["params"], model_state)
-    shares = {path: dot.shares for path, dot in switches.switch_dots(model).items()}
-    return {"loss": metrics["loss"]} | _distance(grads, reference), grads, shares
+    statistics = {path: dot.statistics for path, dot in switches.switch_dots(model).items()}
+    return {"loss": metrics["loss"]} | _distance(grads, reference), grads, statistics
 
 
 def _distance(grads: dict, reference: dict) -> dict[str, jax.Array]:
@@ -223,15 +225,16 @@ def attribution(evaluate: Evaluate, step: int, note: Callable[[int, int], None] 
     low, _ = evaluate(everything)
     effects = {}
     for n, site in enumerate(sites):
-        alone, shares = evaluate(_flipped(evaluate.off, site))
+        alone, statistics = evaluate(_flipped(evaluate.off, site))
         without, _ = evaluate(_flipped(everything, site))
-        saturated, underflow = shares[site.path][site.index]
+        saturated, underflow, matmul = statistics[site.path][site.index].tolist()
         effects[site] = Effect(
             loss_on=alone["loss"] - high["loss"],
             error_on=alone["error"],
             cosine_on=alone["cosine"],
-            saturated=float(saturated),
-            underflow=float(underflow),
+            matmul=matmul,
+            saturated=saturated,
+            underflow=underflow,
             loss_off=without["loss"] - low["loss"],
             error_off=without["error"] - low["error"],
         )
@@ -305,21 +308,22 @@ def batch_of(at: Opened, step: int | None) -> tuple[State, Batch, int]:
 
 # --- output ---------------------------------------------------------------------------------------------
 
-COLUMNS = ("Δloss", "error", "1-cos", "satur.", "underfl.", "Δloss off", "error off")
+COLUMNS = ("Δloss", "error", "1-cos", "matmul", "satur.", "underfl.", "Δloss off", "error off")
 
 
 def table(found: Attribution, top: int) -> Iterator[str]:
-    """The ``top`` sites with the largest effect, and all together, in lines of at most 120 characters."""
+    """The ``top`` sites by the error of the gradients and by that of their own matmul, and all together."""
     width = max(len(str(site)) for site in found.effects)
-    yield f"{'switched on alone':<{width}}" + "".join(f"{name:>11}" for name in COLUMNS)
-    for site, e in found.ranked()[:top]:
-        numbers = (
-            f"{e.loss_on:>+11.2e}{e.error_on:>11.2e}{1 - e.cosine_on:>11.2e}{e.saturated:>11.2%}"
-            f"{e.underflow:>11.2%}{e.loss_off:>+11.2e}{e.error_off:>+11.2e}"
-        )
-        yield f"{site!s:<{width}}{numbers}"
-    everything = f"{found.loss_all:>+11.2e}{found.error_all:>11.2e}{1 - found.cosine_all:>11.2e}"
-    yield f"{f'all {len(found.effects):,}':<{width}}{everything}"
+    for title, by in (("by error of gradients", "error_on"), ("by error of matmul", "matmul")):
+        yield f"{title:<{width}}" + "".join(f"{name:>10}" for name in COLUMNS)
+        for site, e in found.ranked(by)[:top]:
+            yield (
+                f"{site!s:<{width}}{e.loss_on:>+10.1e}{e.error_on:>10.1e}{1 - e.cosine_on:>10.1e}"
+                f"{e.matmul:>10.1e}{e.saturated:>10.2%}{e.underflow:>10.2%}{e.loss_off:>+10.1e}"
+                f"{e.error_off:>+10.1e}"
+            )
+    everything = f"{found.loss_all:>+10.1e}{found.error_all:>10.1e}{1 - found.cosine_all:>10.1e}"
+    yield f"{f'all {len(found.effects):,} together':<{width}}{everything}"
 
 
 def as_json(found: Attribution) -> dict[str, Any]:
@@ -337,37 +341,52 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
+PANELS = (  # title, number of an `Effect`, its sign
+    ("error of the gradients with this operand alone in low precision", "error_on", 1),
+    (
+        "reduction of the recipe's error with this operand back in high precision (white: none)",
+        "error_off",
+        -1,
+    ),
+    ("error of this operand's own matmul", "matmul", 1),
+)
+
+
 def heat_map(found: Attribution, path: Path) -> None:
-    """Draws ``error_on`` and ``-error_off``: a row for each layer, a column for each operand."""
-    from matplotlib.colors import LogNorm
+    """Draws `PANELS`: a row for each layer, a column for each operand."""
     from matplotlib.figure import Figure  # slow to import
 
     columns = sorted({(site.path, site.gemm, site.tensor) for site in found.effects})
     rows = sorted({-1 if site.layer is None else site.layer for site in found.effects})
-    size = (4 + 0.24 * len(columns), 4.5 + 2 * max(1.0, 0.2 * len(rows)))
+    size = (4 + 0.24 * len(columns), 4.5 + len(PANELS) * max(1.0, 0.2 * len(rows)))
     figure = Figure(figsize=size, layout="constrained", facecolor="white")
-    titles = (
-        "error of the gradients with this operand alone in low precision",
-        "reduction of the recipe's error with this operand back in high precision (white: none)",
-    )
-    panels = figure.subplots(2, 1, sharex=True)
-    for axes, title, sign, name in zip(panels, titles, (1, -1), ("error_on", "error_off"), strict=True):
+    all_axes = figure.subplots(len(PANELS), 1, sharex=True)
+    for axes, (title, name, sign) in zip(all_axes, PANELS, strict=True):
         values = np.full((len(rows), len(columns)), np.nan)
         for site, effect in found.effects.items():
             row = rows.index(-1 if site.layer is None else site.layer)
             values[row, columns.index((site.path, site.gemm, site.tensor))] = sign * getattr(effect, name)
-        shown = np.where(np.isfinite(values) & (values > 0), values, np.nan)
-        if np.isfinite(shown).any():
-            norm = LogNorm(vmin=max(np.nanmin(shown), np.nanmax(shown) / 1e4), vmax=np.nanmax(shown))
-            figure.colorbar(axes.pcolormesh(shown, norm=norm, cmap="viridis"), ax=axes)
+        _panel(axes, values)
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_ylabel("layer")
-        axes.set_yticks(np.arange(len(rows)) + 0.5, ["-" if row < 0 else str(row) for row in rows])
+        axes.set_yticks(
+            np.arange(len(rows)) + 0.5, ["-" if row < 0 else str(row) for row in rows], fontsize=7
+        )
         axes.invert_yaxis()
     labels = [f"{path.rpartition('/')[2]} {gemm} {tensor}" for path, gemm, tensor in columns]
-    panels[1].set_xticks(np.arange(len(columns)) + 0.5, labels, rotation=90, fontsize=7)
+    all_axes[-1].set_xticks(np.arange(len(columns)) + 0.5, labels, rotation=90, fontsize=7)
     with files.naming(path):
         figure.savefig(path, dpi=120)
+
+
+def _panel(axes: Any, values: np.ndarray) -> None:
+    """The positive values in colours on a logarithmic scale of at most four decades."""
+    from matplotlib.colors import LogNorm
+
+    shown = np.where(np.isfinite(values) & (values > 0), values, np.nan)
+    if np.isfinite(shown).any():
+        norm = LogNorm(vmin=max(np.nanmin(shown), np.nanmax(shown) / 1e4), vmax=np.nanmax(shown))
+        axes.figure.colorbar(axes.pcolormesh(shown, norm=norm, cmap="viridis"), ax=axes)
 
 
 def write(found: Attribution, folder: Path) -> list[Path]:

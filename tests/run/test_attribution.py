@@ -56,7 +56,8 @@ def test_effects_are_those_of_low_precision(clean):
     for site, effect in found.effects.items():
         assert (effect.loss_on != 0) == (site.gemm == "fwd")
         assert 0 < effect.error_on < found.error_all < 0.2 and 0.99 < effect.cosine_on < 1
-        assert effect.saturated == 0
+        # At most half a step of E5M2, in a product whose terms do not cancel more than their errors.
+        assert 0.001 < effect.matmul < 2.0**-3 and effect.saturated == 0
     [(first, _), *_] = found.ranked()
     assert list(attribution.table(found, 1))[1].startswith(f"{first} ")
 
@@ -74,7 +75,7 @@ def test_a_coarse_operand_is_found(gemm, tensor):
         return model
 
     found = attribution.attribution(evaluate("bf16", make_model=make_model), 1)
-    first = {site for site, _ in found.ranked()[:2]}
+    first = {site for site, _ in found.ranked("matmul")[:2]}
     assert first == {Site("layers/mlp/up_proj", layer, gemm, tensor) for layer in (0, 1)}
 
 
@@ -89,11 +90,11 @@ def test_a_stale_scale_of_one_layer_is_found():
         return state | {"model_state": nnx.traversals.unflatten_mapping(flat)}
 
     found = attribution.attribution(evaluate("fp8_delayed", stale, history=4), 1)
-    site = Site("layers/mlp/down_proj", 1, "fwd", "kernel")
-    assert found.ranked()[0][0] == site
-    assert found.effects[site].saturated > 0.9 and found.effects[site].error_off < 0
-    saturated = {site for site, effect in found.effects.items() if effect.saturated}
-    assert saturated == {site, site._replace(gemm="dlhs")}
+    sites = {Site("layers/mlp/down_proj", 1, gemm, "kernel") for gemm in ("fwd", "dlhs")}
+    for by in ("error_on", "matmul"):
+        assert {site for site, _ in found.ranked(by)[:2]} == sites
+    for site, effect in found.effects.items():
+        assert effect.saturated > 0.9 and effect.error_off < 0 if site in sites else effect.saturated == 0
 
 
 @pytest.mark.full
@@ -104,7 +105,7 @@ def test_unquantized_blocks_have_no_sites():
 
 def test_what_is_not_finite_ranks_first_and_is_null(tmp_path):
     sites = [Site("layers/up_proj", layer, "fwd", "kernel") for layer in (0, 1)]
-    effects = [Effect(0.1, error, 1.0, 0.0, 0.0, 0.0, -0.1) for error in (0.5, float("nan"))]
+    effects = [Effect(0.1, error, 1.0, 0.3, 0.0, 0.0, 0.0, -0.1) for error in (0.5, float("nan"))]
     found = attribution.Attribution(3, 2.0, 0.1, 0.5, 0.9, dict(zip(sites, effects, strict=True)))
     assert [site for site, _ in found.ranked()] == sites[::-1]
     assert [entry["error_on"] for entry in attribution.as_json(found)["sites"]] == [None, 0.5]
