@@ -31,7 +31,6 @@ from maxlp.monitoring.run_record import load_run
 from maxlp.nn.stack import Block
 from maxlp.parallel.batches import device_batches
 from maxlp.precision import switches
-from maxlp.precision.inject import matmuls
 from maxlp.precision.recipes import GEMMS
 from maxlp.run.replay import Opened, opened
 from maxlp.run.settings import Settings
@@ -107,6 +106,23 @@ class Attribution:
         return sorted(self.effects.items(), key=lambda item: -order[item[0]])
 
 
+def sites_of(model: nnx.Module) -> list[Site]:
+    """Every operand that a model with switches quantizes, in the order of the layers."""
+    ends = {
+        f"{'/'.join(map(str, path))}/": module.unquantized_blocks
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, Block)
+    }
+    found = []
+    for path, dot in switches.switch_dots(model).items():
+        layers: list[int | None] = [None]
+        if dot.on.ndim > 2:
+            first, last = next((ends[stack] for stack in ends if path.startswith(stack)), (0, 0))
+            layers = list(range(first, len(dot.on) - last))
+        found += [Site(path, layer, *kind) for layer in layers for kind in switches.switchable(dot.recipe)]
+    return sorted(found, key=lambda site: -1 if site.layer is None else site.layer)
+
+
 # --- one evaluation -------------------------------------------------------------------------------------
 
 
@@ -128,12 +144,11 @@ class Evaluate:
         batch: Batch,
         loss_scale: LossScaleOf,
     ):
-        make = functools.partial(switches.with_switches, graphdef)
-        self.graphdef, model_state = make(state)
+        self.graphdef, model_state = switches.with_switches(graphdef, state)
         self.state, self.batch = dict(state) | {"model_state": model_state}, batch
-        self.off = {
-            path: np.zeros(dot.on.shape, bool) for path, dot in switches.switch_dots(self._model()).items()
-        }
+        model = nnx.merge(self.graphdef, state["params"], model_state)
+        self.sites = sites_of(model)
+        self.off = {path: np.zeros(dot.on.shape, bool) for path, dot in switches.switch_dots(model).items()}
         evaluate = functools.partial(_evaluate, self.graphdef, gradients, loss_scale)
         params, replicated = state["params"], NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
         out = replicated, jax.tree.map(lambda p: p.sharding, params), replicated
@@ -141,30 +156,6 @@ class Evaluate:
         self.compiled = program.compile()
         # With all switches off, the gradients do not depend on what they are compared with.
         self.reference = self.compiled(self.state, batch, self.off, params)[1]
-
-    def _model(self) -> nnx.Module:
-        return nnx.merge(self.graphdef, self.state["params"], self.state["model_state"])
-
-    def sites(self) -> list[Site]:
-        """Every operand that is quantized in the run, in the order of the layers."""
-        model = self._model()
-        stacks = {
-            "/".join(map(str, path)): module.unquantized_blocks
-            for path, module in nnx.iter_modules(model)
-            if isinstance(module, Block)
-        }
-        found = []
-        for path, module in matmuls(model):
-            if path not in self.off:
-                continue
-            layers: Any = [None]
-            if self.off[path].ndim > 2:
-                ends = [ends for stack, ends in stacks.items() if path.startswith(f"{stack}/")]
-                first, last = ends[0] if ends else (0, 0)
-                layers = range(first, len(self.off[path]) - last)
-            kinds = switches.switchable(module.dot_general.recipe)
-            found += [Site(path, layer, *kind) for layer in layers for kind in kinds]
-        return sorted(found, key=lambda site: -1 if site.layer is None else site.layer)
 
     def __call__(self, on: Switches) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         """``loss``, ``error`` and ``cosine`` of the gradients, and the statistics of each path."""
@@ -216,7 +207,7 @@ def attribution(evaluate: Evaluate, step: int, note: Callable[[int, int], None] 
     Args:
       note: called with the numbers of finished and of all evaluations.
     """
-    sites = evaluate.sites()
+    sites = evaluate.sites
     total = 2 + 2 * len(sites)
     high, _ = evaluate(evaluate.off)
     everything = {path: on.copy() for path, on in evaluate.off.items()}

@@ -8,7 +8,7 @@ from flax import nnx
 
 from maxlp import precision
 from maxlp.parallel.batches import global_batch
-from maxlp.precision import RECIPES, Operand
+from maxlp.precision import RECIPES, Operand, switches
 from maxlp.precision.recipes import GEMMS
 from maxlp.run import attribution
 from maxlp.run.attribution import Effect, Evaluate, Site
@@ -97,10 +97,13 @@ def test_a_stale_scale_of_one_layer_is_found():
         assert effect.saturated > 0.9 and effect.error_off < 0 if site in sites else effect.saturated == 0
 
 
-@pytest.mark.full
 def test_unquantized_blocks_have_no_sites():
-    made = evaluate("fp8_current", first_blocks=1)
-    assert {site.layer for site in made.sites()} == {1}
+    trainer = Trainer(recipe=precision_config("fp8_current", first_blocks=1))
+    state = trainer.init()
+    with jax.set_mesh(trainer.mesh):
+        graphdef, model_state = switches.with_switches(trainer.graphdef, state)
+        sites = attribution.sites_of(nnx.merge(graphdef, state["params"], model_state))
+    assert {site.layer for site in sites} == {1} and len(sites) == 7 * 3 * 2
 
 
 def test_what_is_not_finite_ranks_first_and_is_null(tmp_path):
