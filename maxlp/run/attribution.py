@@ -118,7 +118,7 @@ def sites_of(model: nnx.Module) -> list[Site]:
         layers: list[int | None] = [None]
         if dot.on.ndim > 2:
             first, last = next((ends[stack] for stack in ends if path.startswith(stack)), (0, 0))
-            layers = list(range(first, len(dot.on) - last))
+            layers = list(range(first, dot.on.shape[0] - last))
         found += [Site(path, layer, *kind) for layer in layers for kind in switches.switchable(dot.recipe)]
     return sorted(found, key=lambda site: -1 if site.layer is None else site.layer)
 
