@@ -364,7 +364,7 @@ def heat_map(found: Attribution, path: Path) -> None:
             np.arange(len(rows)) + 0.5, ["-" if row < 0 else str(row) for row in rows], fontsize=7
         )
         axes.invert_yaxis()
-    labels = [f"{path.rpartition('/')[2]} {gemm} {tensor}" for path, gemm, tensor in columns]
+    labels = [f"{path.replace('layers/', '')} {gemm} {tensor}" for path, gemm, tensor in columns]
     all_axes[-1].set_xticks(np.arange(len(columns)) + 0.5, labels, rotation=90, fontsize=7)
     with files.naming(path):
         figure.savefig(path, dpi=120)
