@@ -7,7 +7,7 @@ from pathlib import Path
 
 import maxlp
 
-COMMANDS = ("train", "evaluate", "generate", "report", "plan", "prepare", "convert")
+COMMANDS = ("train", "evaluate", "generate", "report", "lab", "plan", "prepare", "convert")
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ import maxlp
 from maxlp.core.train_state import State, abstract_state
 from maxlp.core.train_step import jit_step
 from maxlp.data import merge_states
-from maxlp.families import Evaluate
+from maxlp.families import Evaluate, Measure
 from maxlp.monitoring import rollback
 from maxlp.monitoring.recorder import Recorder
 from maxlp.monitoring.watch import Watch
@@ -136,7 +136,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     recorder = Recorder(throughput, watch, writer, batches, workdir, s.train.log_every, meta)
     preempted = stack.enter_context(preemption.PreemptionGuard())
     profiler = stack.enter_context(contextlib.closing(s.profile(workdir=workdir)))
-    measure_health = health_probe(run, graphdef)
+    probes = make_probes(run, graphdef)
 
     n, data_state = start, batches.get_state()
     watch.note(start, data_state)
@@ -147,9 +147,9 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
         state, metrics = train_step(state, batch)
         profiler.after(n - start, metrics)
         first, last, stop = n == start + 1, progress.is_last(n, metrics), preempted.should_stop(n)
-        evaluates, measures = last or is_due(n, s.train.eval_every), is_due(n, s.precision.health_every)
-        saves = last or stop or checkpoints.should_save(n)
-        recorder.push(n, metrics, wait=first or evaluates or measures or saves, last=last)
+        due = [measure for every, measure in probes if is_due(n, every)]
+        evaluates, saves = last or is_due(n, s.train.eval_every), last or stop or checkpoints.should_save(n)
+        recorder.push(n, metrics, wait=first or evaluates or bool(due) or saves, last=last)
         if first:
             startup.mark("step")
             print_primary(startup)
@@ -158,8 +158,8 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
                 writer.write(n, validate(evaluate, state, validation, mesh, s.train.eval_batches))
             if last and s.train.eval_batches:
                 writer.write(n, validate(evaluate, state, validation, mesh, 0, "eval_full"))
-            if measures and measure_health:
-                writer.write(n, measure_health(state, batch))
+            for measure in due:
+                writer.write(n, measure(state, batch))
             if saves:
                 save(checkpoints, n, state, data_state, recorder)
         if last or stop:
@@ -283,15 +283,18 @@ def make_throughput(run: Experiment) -> Throughput:
     )
 
 
-def health_probe(
-    run: Experiment, graphdef: nnx.GraphDef
-) -> Callable[[State, dict], dict[str, float]] | None:
-    """Measures what quantization does to every tensor; None if ``precision.health_every`` is 0."""
-    if not run.settings.precision.health_every:
-        return None
-    from maxlp.precision import health
+def make_probes(run: Experiment, graphdef: nnx.GraphDef) -> list[tuple[int, Measure]]:
+    """Measurements on the batch of a step, each with the number of steps between them."""
+    config, sharpness = run.settings.precision, run.family.sharpness
+    probes: list[tuple[int, Measure]] = []
+    if config.health_every:
+        from maxlp.precision import health
 
-    return health.probe(graphdef, run.gradients, loss_scale=run.loss_scale)
+        measure = health.probe(graphdef, run.gradients, loss_scale=run.loss_scale)
+        probes.append((config.health_every, measure))
+    if config.sharpness_every and sharpness is not None:
+        probes.append((config.sharpness_every, sharpness(graphdef)))
+    return probes
 
 
 def is_due(step: int, every: int) -> bool:

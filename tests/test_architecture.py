@@ -13,7 +13,7 @@ import pytest
 from tests.fixtures import Trainer, batch
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = {"train", "evaluate", "generate", "plan", "convert", "prepare", "report", "__main__"}
+COMMANDS = {"train", "evaluate", "generate", "plan", "convert", "prepare", "report", "lab", "__main__"}
 
 # The packages that each package may import at the top of its files. "families" is the contract alone; each
 # family counts as a package of its own, which is loaded by name. All may import "schema".

@@ -477,6 +477,15 @@ NUMERICS = [
 
 PRECISION = [
     *_in(
+        "precision/switches.py",
+        "precision/test_switches.py",
+        (
+            'for gemm, tensor, operand in (("dlhs", "kernel", recipe.fwd[1]), ("drhs", "input", recipe.fwd[0])):',
+            'for gemm, tensor, operand in (("dlhs", "kernel", recipe.fwd[1]),):',
+        ),
+        ("found, 0.0)", "found, found)", "run/test_attribution.py"),
+    ),
+    *_in(
         "precision/dot.py",
         "precision/test_dot.py",
         # The input quantized with the kernel's history, where residuals are full.
@@ -522,8 +531,8 @@ PRECISION = [
             "precision/test_delayed.py",
         ),
         (
-            "recipe.drhs, dtype, Precision.HIGHEST",
-            "recipe.drhs, dtype, Precision.DEFAULT",
+            "tokens, tokens, pair, dtype, Precision.HIGHEST",
+            "tokens, tokens, pair, dtype, Precision.DEFAULT",
             "precision/test_hlo.py",
         ),
         ("scale = _like(scale_a, product) * _like(scale_b, product)", "scale = _like(scale_a, product)"),
@@ -943,6 +952,13 @@ PARALLEL = [
 ]
 
 LLAMA = [
+    *_in(
+        "families/llama/sharpness.py",
+        "families/llama/test_sharpness.py",
+        ("jnp.where(is_target_BV, -box_BV, box_BV)", "box_BV"),
+        ("EPSILON * (jnp.abs(logits_BV) + 1)", "EPSILON * jnp.abs(logits_BV)"),
+        ("mask_BS.shape[1] - 1 - jnp.argmax(mask_BS[:, ::-1], axis=1)", "jnp.argmax(mask_BS, axis=1)"),
+    ),
     *_in(
         "families/llama/losses.py",
         "test_losses.py::test_equals_optax_with_gradients",
@@ -1609,6 +1625,14 @@ DATA = [
 
 RUN = [
     *_in(
+        "run/attribution.py",
+        "run/test_attribution.py",
+        ("array[site.index] ^= True", "array[site.index] = True"),
+        ("range(first, dot.on.shape[0] - last)", "range(dot.on.shape[0])"),
+        ("-order[item[0]]", "order[item[0]]"),
+        ("step > run.step + 1", "step > run.step + 2", "test_lab.py"),
+    ),
+    *_in(
         "run/constraints.py",
         "run/test_constraints.py",
         ("(shards * microbatches) == 0", "microbatches == 0"),
@@ -1714,7 +1738,7 @@ RUN = [
         ("records[-config.lead - 1 :]", "records[-config.lead :]"),
         ("norms[max(0, i - config.window) : i]", "norms[max(0, i - config.window) : i + 1]"),
         ("batches.set_state(restored.data_state)", "pass"),
-        ("spike_step - start))", "spike_step - start - 1))"),
+        ("spike_step - at.start))", "spike_step - at.start - 1))"),
     ),
     *_in(
         "run/tokenizer.py",
@@ -2177,6 +2201,12 @@ PLANNING = [
 
 COMMANDS = [
     *_in(
+        "lab.py",
+        "test_lab.py",
+        ("options=RecipeOptions(), rules=())", "rules=())"),
+        ("same_precision=s.precision == own", "same_precision=True"),
+    ),
+    *_in(
         "train.py",
         "test_train.py::test_a_run_writes_its_files_and_learns",
         (
@@ -2211,8 +2241,8 @@ COMMANDS = [
             "test_train.py::test_sigterm_saves_and_exits_with_75_and_the_run_resumes_to_the_bit",
         ),
         (
-            "saves = last or stop or checkpoints.should_save(n)",
-            "saves = last or checkpoints.should_save(n)",
+            "last or stop or checkpoints.should_save(n)",
+            "last or checkpoints.should_save(n)",
             "test_train.py::test_sigterm_saves_and_exits_with_75_and_the_run_resumes_to_the_bit",
         ),
     ),

@@ -31,6 +31,7 @@ FAMILIES = {
 
 # (state, a function that gives the validation batches) to named numbers
 Evaluate = Callable[[dict, Callable[[], Iterable[dict]]], dict[str, float]]
+Measure = Callable[[dict, dict], dict[str, float]]  # (state, batch) to named numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,6 +66,7 @@ class Family:
       generates_text: whether the model has the caches and logits with which `generate` samples.
       linear_probe: (graphdef, state, train batches, validation batches, num_classes=, l2=) to named
         numbers; None for families without image features.
+      sharpness: graphdef to a compiled `Measure`; None for families that predict no tokens.
     """
 
     name: str
@@ -90,6 +92,7 @@ class Family:
     loss_parts: Callable[[Any, Mapping[str, int]], tuple[str, list[int]]] | None = None
     generates_text: bool = False
     linear_probe: Callable[..., dict[str, float]] | None = None
+    sharpness: Callable[[nnx.GraphDef], Measure] | None = None
 
 
 def get(name: Annotated[str, OneOf(FAMILIES)]) -> Family:

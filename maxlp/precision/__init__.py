@@ -46,6 +46,7 @@ class PrecisionConfig:
       first_blocks, last_blocks, min_dim, smooth_swiglu: see `inject`.
       loss_scale: dynamic loss scale of a float16 run, None for no scale.
       health_every: steps between measurements of `health`, 0 for none.
+      sharpness_every: steps between measurements of the loss's sharpness, 0 for none (`families.Family`).
 
     Raises:
       ValueError: an unknown name or an invalid value; the message starts with the key.
@@ -60,6 +61,7 @@ class PrecisionConfig:
     smooth_swiglu: SmoothForm
     loss_scale: DynamicLossScale | None = None
     health_every: CountOrZero = 0
+    sharpness_every: CountOrZero = 0
 
     def __post_init__(self):
         schema.check(self)

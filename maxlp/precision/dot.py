@@ -134,12 +134,18 @@ def _forward(static: _Static, x, kernel, q_x, amaxes, grad_history):
     else:
         q_kernel = quantize(recipe, recipe.fwd[1], kernel, (0,), amaxes["kernel"])
         y = _gemm(q_x, q_kernel, (-1,), (0,), recipe.fwd, dtype, Precision.DEFAULT, out_sharding)
-        all_quantized = recipe.residuals == "quantized"
-        # If dlhs takes the kernel in this form, only this form is saved: it is smaller, and FSDP
-        # gathers it only once.
-        shared = recipe.dlhs is not None and _serves_both(recipe.fwd[1], recipe.dlhs[1])
-        saved = (q_x if all_quantized else x, q_kernel if all_quantized or shared else kernel)
+        saved = residuals(recipe, x, kernel, q_x, q_kernel)
     return y, (saved, amaxes, grad_history)
+
+
+def residuals(recipe: Recipe, x, kernel, q_x, q_kernel) -> tuple[Any, Any]:
+    """The forms of input and kernel that the backward pass starts from."""
+    assert recipe.fwd is not None
+    all_quantized = recipe.residuals == "quantized"
+    # If dlhs takes the kernel in this form, only this form is saved: it is smaller, and FSDP
+    # gathers it only once.
+    shared = recipe.dlhs is not None and _serves_both(recipe.fwd[1], recipe.dlhs[1])
+    return q_x if all_quantized else x, q_kernel if all_quantized or shared else kernel
 
 
 def _backward(static: _Static, residuals, g):
@@ -160,34 +166,48 @@ _dot.defvjp(_forward, _backward)
 
 def _input_gradient(static: _Static, saved, g: jax.Array, amaxes) -> jax.Array:
     """The matmul ``dlhs``: (…, N) · (K, N) to (…, K)."""
-    recipe, dtype = static.recipe, static.in_dtype
-    saved_x, saved_kernel = saved
-    sharding = _sharding(saved_x)
-    if recipe.dlhs is None:
-        return _plain(g.astype(dtype), _as(saved_kernel, dtype), (-1,), (1,), dtype, sharding)
+    pair, dtype, sharding = static.recipe.dlhs, static.in_dtype, _sharding(saved[0])
+    if pair is None:
+        return _plain(g.astype(dtype), _as(saved[1], dtype), (-1,), (1,), dtype, sharding)
+    q_g, q_kernel = dlhs_operands(static.recipe, saved[1], g, amaxes)
+    return _gemm(q_g, q_kernel, (-1,), (1,), pair, dtype, Precision.HIGHEST, sharding)
+
+
+def dlhs_operands(recipe: Recipe, saved_kernel, g: jax.Array, amaxes) -> tuple[Quantized, Quantized]:
+    assert recipe.dlhs is not None
     q_kernel = _requantize(recipe, saved_kernel, 1, recipe.dlhs[1], (1,), amaxes["kernel"])
-    q_g = quantize(recipe, recipe.dlhs[0], g, (g.ndim - 1,), amaxes["output_grad"])
-    return _gemm(q_g, q_kernel, (-1,), (1,), recipe.dlhs, dtype, Precision.HIGHEST, sharding)
+    return quantize(recipe, recipe.dlhs[0], g, (g.ndim - 1,), amaxes["output_grad"]), q_kernel
 
 
 def _kernel_gradient(static: _Static, saved, g: jax.Array, amaxes) -> jax.Array:
     """The matmul ``drhs``: (…, K) · (…, N) to (K, N), summed over all tokens."""
-    recipe, dtype = static.recipe, static.in_dtype
-    saved_x, saved_kernel = saved
-    tokens, sharding = tuple(range(g.ndim - 1)), _sharding(saved_kernel)
-    if recipe.drhs is None:
-        return _plain(_as(saved_x, dtype), g.astype(dtype), tokens, tokens, dtype, sharding)
+    pair, dtype, sharding = static.recipe.drhs, static.in_dtype, _sharding(saved[1])
+    tokens = tuple(range(g.ndim - 1))
+    if pair is None:
+        return _plain(_as(saved[0], dtype), g.astype(dtype), tokens, tokens, dtype, sharding)
+    q_x, q_g = drhs_operands(static.recipe, *over_tokens(static.recipe, saved[0], g), amaxes)
+    return _gemm(
+        q_x, q_g, tokens, tokens, pair, dtype, Precision.HIGHEST, sharding, summed_over_devices=True
+    )
+
+
+def over_tokens(recipe: Recipe, saved_x, g: jax.Array) -> tuple[Any, jax.Array]:
+    """Input and output gradient in whole blocks of tokens, rotated if the recipe says so."""
+    assert recipe.drhs is not None
     of_scales = recipe.drhs[0].block_size if recipe.drhs[0].in_blocks else 1
     size = math.lcm(of_scales, HADAMARD if recipe.hadamard else 1)
     if size > 1:  # blocks are of tokens, and their number is arbitrary
         saved_x, g = (quantized.pad_to_blocks(a, -2, size) for a in (_as(saved_x, jnp.float32), g))
     if recipe.hadamard:
         saved_x, g = quantized.rotate(saved_x, -2), quantized.rotate(g, -2)
+    return saved_x, g
+
+
+def drhs_operands(recipe: Recipe, saved_x, g: jax.Array, amaxes) -> tuple[Quantized, Quantized]:
+    assert recipe.drhs is not None
+    tokens = tuple(range(g.ndim - 1))
     q_x = _requantize(recipe, saved_x, 0, recipe.drhs[0], tokens, amaxes["input"])
-    q_g = quantize(recipe, recipe.drhs[1], g, tokens, amaxes["output_grad"])
-    return _gemm(
-        q_x, q_g, tokens, tokens, recipe.drhs, dtype, Precision.HIGHEST, sharding, summed_over_devices=True
-    )
+    return q_x, quantize(recipe, recipe.drhs[1], g, tokens, amaxes["output_grad"])
 
 
 # --- parts --------------------------------------------------------------------------------------------

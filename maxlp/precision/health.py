@@ -37,7 +37,7 @@ from maxlp.numerics.scales import amax
 from maxlp.precision import delayed
 from maxlp.precision.dot import QuantDot, quantize
 from maxlp.precision.inject import Matmul, matmuls
-from maxlp.precision.recipes import Recipe
+from maxlp.precision.recipes import Operand, Recipe
 
 STATISTICS = ("amax", "scale", "age", "saturated", "underflow")
 TENSORS = ("input", "kernel", "output_grad")
@@ -123,13 +123,22 @@ def statistics(recipe: Recipe, tensor: str, x: jax.Array, history: jax.Array | N
         age = jnp.where(jnp.max(history) > 0, jnp.argmax(history) + 1.0, 0.0)
     q = quantize(recipe, operand, x, _contracted(recipe, tensor, x), delayed_amax)
     scales = dequantize(q._replace(values=jnp.ones_like(x, jnp.float32)), jnp.float32)
+    return jnp.stack([current, jnp.max(scales), age, *shares(operand, x, q.values, scales)])
+
+
+def shares(operand: Operand, x: jax.Array, values: jax.Array, scales: jax.Array) -> list[jax.Array]:
+    """The shares of a tensor that saturate and that underflow, see above.
+
+    Args:
+      values: what it was quantized to.
+      scales: of each element.
+    """
     magnitude = jnp.abs(x.astype(jnp.float32))
     nonzero = magnitude > 0
     # A scale is rounded, and so the amax it was made for may exceed the largest number by a rounding error.
     saturated = magnitude > scales * (formats.get(operand.format).max * (1 + 2.0**-16))
-    vanished = nonzero & (q.values.astype(jnp.float32) == 0)
-    underflow = _count(vanished) / jnp.maximum(_count(nonzero), 1)
-    return jnp.stack([current, jnp.max(scales), age, _count(saturated) / x.size, underflow])
+    vanished = nonzero & (values.astype(jnp.float32) == 0)
+    return [_count(saturated) / x.size, _count(vanished) / jnp.maximum(_count(nonzero), 1)]
 
 
 def _count(x: jax.Array) -> jax.Array:

@@ -148,6 +148,7 @@ def _precision() -> ConfigDict:
                 initial=float, growth_interval=int, minimum=float, maximum=float
             ),
             health_every=0,  # steps between measurements of the quantization; 0: none
+            sharpness_every=0,  # steps between measurements of the loss's sharpness; 0: none
         )
     )
 

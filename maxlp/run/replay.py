@@ -10,12 +10,14 @@ recur in float32, low precision caused it.
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 
 from maxlp.core.train_state import State, abstract_state
 from maxlp.core.train_step import jit_step
@@ -26,7 +28,7 @@ from maxlp.monitoring.watch import checkpoint_before
 from maxlp.parallel.batches import device_batches
 from maxlp.precision.recipes import RecipeOptions
 from maxlp.run import run_dir
-from maxlp.run.experiment import make_data, resolve_settings
+from maxlp.run.experiment import Experiment, make_data, resolve_settings
 from maxlp.run.settings import Settings, read
 from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import checkpoint
@@ -60,21 +62,11 @@ def replay(workdir: Path, spike_step: int, precision: str = "recipe", log: Log =
     if precision not in PRECISIONS:
         raise ValueError(f"--precision={precision} is unknown; one of {', '.join(PRECISIONS)}")
     s = with_precision(read(run_dir.load_config(workdir)), precision)
-    run = resolve_settings(s)
-    tokenizer = saved_tokenizer(s.data.tokenizer, workdir)
-    batches = iter(make_data(s, tokenizer, "train", run.mesh))
-    with jax.set_mesh(run.mesh), contextlib.closing(batches):
-        graphdef, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
-        root = find_checkpoint(workdir, spike_step, s.spikes.lead)
-        if root is None:
-            state, start = run.initial_state(abstract, workdir), 0
-        else:
-            state, start = restore_state(root, abstract, batches, precision)
-        rollback.skip_excluded_batches(workdir, start, batches)
-        train_step = jit_step(run.step, graphdef, abstract, run.mesh)
-        log(f"replaying steps {start + 1} to {spike_step}, precision {precision}")
-        ahead = (batch for batch, _ in device_batches(batches, run.mesh, spike_step - start))
-        records = list(replay_steps(train_step, state, ahead, start + 1, log))
+    with opened(s, workdir, spike_step, s.spikes.lead, same_precision=precision == "recipe") as at:
+        train_step = jit_step(at.run.step, at.graphdef, at.abstract, at.run.mesh)
+        log(f"replaying steps {at.start + 1} to {spike_step}, precision {precision}")
+        ahead = (batch for batch, _ in device_batches(at.batches, at.run.mesh, spike_step - at.start))
+        records = list(replay_steps(train_step, at.state, ahead, at.start + 1, log))
     finding = examine(records, s.spikes)
     for line in finding_lines(finding, spike_step, s.spikes):
         log(line)
@@ -97,6 +89,46 @@ def with_precision(s: Settings, precision: str) -> Settings:
         s.precision, recipe="bf16", options=RecipeOptions(), rules=(), smooth_swiglu="none"
     )
     return dataclasses.replace(s, model=dataclasses.replace(s.model, dtype=dtype), precision=plain)
+
+
+class Opened(NamedTuple):
+    """A run in the state after ``start`` steps; the next of ``batches`` is that of step ``start`` + 1."""
+
+    run: Experiment
+    graphdef: nnx.GraphDef
+    abstract: State
+    state: State
+    start: int
+    batches: Any
+
+
+@contextlib.contextmanager
+def opened(
+    s: Settings, workdir: Path, step: int | None, lead: int = 0, *, same_precision: bool = True
+) -> Iterator[Opened]:
+    """The run of a workdir before a step, with the mesh set; it writes nothing.
+
+    Args:
+      s: the run's settings, perhaps with another precision.
+      step: None starts from the newest checkpoint.
+      lead: see `find_checkpoint`.
+      same_precision: whether matmuls have the recipe of the run.
+
+    Raises:
+      ValueError: as `replay`.
+    """
+    run = resolve_settings(s)
+    tokenizer = saved_tokenizer(s.data.tokenizer, workdir)
+    batches = iter(make_data(s, tokenizer, "train", run.mesh))
+    with jax.set_mesh(run.mesh), contextlib.closing(batches):
+        graphdef, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+        root = find_checkpoint(workdir, sys.maxsize if step is None else step, lead)
+        if root is None:
+            state, start = run.initial_state(abstract, workdir), 0
+        else:
+            state, start = restore_state(root, abstract, batches, same_precision)
+        rollback.skip_excluded_batches(workdir, start, batches)
+        yield Opened(run, graphdef, abstract, state, start, batches)
 
 
 # --- where to start -----------------------------------------------------------------------------------
@@ -126,20 +158,20 @@ def find_checkpoint(workdir: Path, spike_step: int, lead: int) -> Path | None:
     return None
 
 
-def restore_state(root: Path, abstract: State, batches: Any, precision: str) -> tuple[State, int]:
+def restore_state(root: Path, abstract: State, batches: Any, same_precision: bool) -> tuple[State, int]:
     """The state of a checkpoint, and its step; moves the data iterator to the position saved there.
 
     Raises:
       ValueError: the precision is not that of the run, and the model keeps state besides its parameters.
     """
     wanted = dict(abstract)
-    if precision != "recipe":
+    if not same_precision:
         # The state of the run's recipe (amax histories) is useless to another recipe.
         model_state = wanted.pop("model_state")
         if jax.tree.leaves(model_state):
             raise ValueError(
-                f"--precision={precision} is impossible for a model that keeps state besides its "
-                "parameters; use --precision=recipe"
+                "another precision than the run's is impossible for a model that keeps state besides its "
+                "parameters (a history of scales, frozen weights); use the recipe of the run"
             )
     restored = checkpoint.restore(root, wanted)
     batches.set_state(restored.data_state)

@@ -2,9 +2,13 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 import pytest
 
 from maxlp.precision import DynamicLossScale, PrecisionConfig, RecipeOptions, make_recipe
+from maxlp.precision.dot import quantize
 
 SECTION = dict(
     recipe="fp8_delayed",
@@ -134,3 +138,36 @@ def test_options_check_themselves(options, message):
 def test_delayed_scaling_is_that_of_transformer_engine_by_default():
     recipe = make_recipe("fp8_delayed")
     assert (recipe.history, recipe.margin, recipe.cold_start) == (1024, 0.0, True)
+
+
+def bits_reduced(x, exponent_bits, mantissa_bits):
+    """bfloat16 numbers with fewer bits, by shifts of their integer significands: float64."""
+    codes = np.asarray(x).view(np.uint16).astype(np.int64)
+    sign, exponent, fraction = 1 - 2 * (codes >> 15), (codes >> 7) & 0xFF, codes & 0x7F
+    significand = np.where(exponent > 0, fraction | 0x80, fraction)
+    unit = np.maximum(exponent, 1) - 127 - 7  # the significand counts 2**unit
+    low, high = 2 - 2 ** (exponent_bits - 1), 2 ** (exponent_bits - 1) - 1
+    finest = np.maximum(unit + 7, low) - mantissa_bits  # what remains counts 2**finest
+    shift = np.clip(finest - unit, 0, 62)
+    reduced = np.ldexp(((significand >> shift) << shift).astype(np.float64), unit)
+    largest = np.ldexp(float(2 ** (mantissa_bits + 1) - 1), high - mantissa_bits)
+    reduced = np.where(unit + 7 > high, largest, reduced)  # exponents are clipped; of infinity too
+    return np.where((exponent == 255) & (fraction > 0), np.nan, sign * reduced)
+
+
+REDUCED = [(8, m) for m in range(1, 8)] + [(e, 7) for e in range(2, 8)] + [(5, 2), (4, 3)]
+
+
+@pytest.mark.parametrize("e, m", REDUCED, ids=lambda n: str(n))
+def test_bit_reduction_of_every_bfloat16(e, m):
+    """Mantissa bits are masked and exponents clipped, without a scale (docs/numerics_lab.md)."""
+    recipe = make_recipe("simulate", format=f"e{e}m{m}", granularity="unscaled", rounding="truncate")
+    x = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    x32 = x.astype(np.float32)
+    x = x[~((np.abs(x32) > 0) & (np.abs(x32) < np.finfo(np.float32).tiny))]  # subnormals may be flushed
+    for operands in recipe.operands.values():
+        for operand in operands:
+            q = quantize(recipe, operand, jnp.asarray(x), (0,), None)
+            ours = np.asarray(q.values).astype(np.float64)
+            np.testing.assert_array_equal(ours, bits_reduced(x, e, m))
+            assert q.scale == 1

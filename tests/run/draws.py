@@ -242,6 +242,7 @@ COMMON: dict[str, list[Changes]] = {
         *each("spikes.window", 4, spikes__guard="skip", spikes__min_history=2),
         *each("spikes.statistics", False),
         *each("precision.health_every", 2, precision__recipe="fp8_delayed"),
+        *each("precision.sharpness_every", 2),
     ],
 }
 

@@ -59,6 +59,16 @@ def sigmoid_has_bias(s: Settings, machine: Machine) -> str | None:
     return "loss.kind=sigmoid needs a bias of the logits; set model.logit_bias=-10.0"
 
 
+def sharpness_is_not_measured(s: Settings, machine: Machine) -> str | None:
+    """Sharpness is measured in the logits of a next token; a CLIP predicts none."""
+    if not s.precision.sharpness_every:
+        return None
+    return (
+        f"precision.sharpness_every={s.precision.sharpness_every} needs a model that predicts tokens, and "
+        "a CLIP does not; set it to 0"
+    )
+
+
 RULES = (
     stages_are_not_used,
     context_is_not_used,
@@ -66,4 +76,5 @@ RULES = (
     texts_fit_model,
     adascale_is_not_used,
     sigmoid_has_bias,
+    sharpness_is_not_measured,
 )

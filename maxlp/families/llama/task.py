@@ -11,7 +11,7 @@ from flax import nnx
 from maxlp import schema
 from maxlp.core import gradients
 from maxlp.data import sources, text
-from maxlp.families import Evaluate, Family
+from maxlp.families import Evaluate, Family, Measure
 from maxlp.families.llama import losses
 from maxlp.families.llama.constraints import RULES
 from maxlp.families.llama.flops import train_flops_per_token
@@ -105,6 +105,12 @@ def evaluator(
     return lambda state, batches: perplexity(state, batches())
 
 
+def sharpness(graphdef: nnx.GraphDef) -> Measure:
+    from maxlp.families.llama.sharpness import probe  # few runs measure it
+
+    return probe(graphdef)
+
+
 # --- sizes, FLOPs, descriptions -------------------------------------------------------------------------
 
 
@@ -182,4 +188,5 @@ FAMILY = Family(
     search_choices={"model.attention": ("ring",)},
     loss_parts=loss_parts,
     generates_text=True,
+    sharpness=sharpness,
 )

@@ -32,6 +32,10 @@ SIGMOID = dict(loss__kind="sigmoid")
             dict(optimizer__name="sgd", optimizer__adascale=2.0, train__microbatches=2),
             "config.optimizer.adascale=2.0 needs a loss that is a mean over examples",
         ),
+        (
+            dict(precision__sharpness_every=5),
+            "config.precision.sharpness_every=5 needs a model that predicts tokens",
+        ),
         (SIGMOID, "config.loss.kind=sigmoid needs a bias of the logits; set model.logit_bias"),
     ],
 )
@@ -41,7 +45,7 @@ def test_each_rule_refuses_its_violation(changes, message):
 
 
 def test_the_debug_config_and_the_proposed_fixes_are_accepted():
-    assert len(RULES) == 6, "one case for each rule in the test above"
+    assert len(RULES) == 7, "one case for each rule in the test above"
     check()
     check(data__text_len=20, mesh__tensor=2)
     check(**SIGMOID, model__logit_bias=-10.0)

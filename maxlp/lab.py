@@ -1,0 +1,78 @@
+"""Finds where low precision changes a run: the numerics lab.
+
+    python -m maxlp.lab attribute /tmp/run --step=2300
+    python -m maxlp.lab attribute --config=llama/debug:precision=fp8_current --out=/tmp/lab
+
+attribute takes the state of a run before a step and the step's batch, and switches each operand of each
+matmul in each layer alone to the run's recipe, and alone back from it (`run.attribution`). It prints the
+operands with the largest effect, and writes all of them as JSON and as a heat map. With --config, it takes
+the weights that this config's seed begins with.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from absl import flags
+
+from maxlp import schema
+from maxlp.precision import RecipeName, RecipeOptions
+from maxlp.run import cli, run_dir
+from maxlp.run.settings import Settings, read
+from maxlp.runtime.files import local_path, mirrored, shown
+
+TOOLS = ("attribute",)
+
+
+def define_flags() -> None:
+    cli.define_config()
+    flags.adopt_module_key_flags(cli)
+    flags.DEFINE_integer(
+        "step",
+        None,
+        "Step whose batch is taken; that after the newest checkpoint by default.",
+        lower_bound=1,
+    )
+    flags.DEFINE_string(
+        "recipe", None, "A recipe in place of the run's, with its own options and no rules."
+    )
+    flags.DEFINE_string("out", None, "Folder of the results; DIR/lab by default.")
+    flags.DEFINE_integer("top", 20, "Operands to print.", lower_bound=1)
+
+
+def main(tool: str = "", directory: str = "") -> None:
+    f = flags.FLAGS
+    if tool not in TOOLS:
+        raise ValueError(f"{tool!r} is not a tool of the lab; choose one of {', '.join(TOOLS)}")
+    if bool(directory) == (f.config is not None):
+        raise ValueError(f"give either a workdir, as in python -m maxlp.lab {tool} DIR, or --config=NAME")
+    if not directory and not f.out:
+        raise ValueError("--config needs a folder for the results; add --out=FOLDER")
+    workdir = local_path(directory, "DIR") if directory else None
+    s = read(f.config if workdir is None else run_dir.load_config(workdir))
+    out = local_path(f.out or f"{directory}/lab", "--out")
+    attribute(s, workdir, f.step, f.recipe, out, f.top)
+
+
+def attribute(s: Settings, workdir: Path | None, step: int | None, recipe: str | None, out: Path, top: int):
+    """Prints and writes the effects of all operands; see `run.attribution.evaluator` for the arguments."""
+    from maxlp.run import attribution  # imports the training code
+
+    own = s.precision
+    if recipe is not None:
+        schema.check_value("--recipe", recipe, RecipeName)
+        other = dataclasses.replace(own, recipe=recipe, options=RecipeOptions(), rules=())
+        s = dataclasses.replace(s, precision=other)
+    with attribution.evaluator(s, workdir, step, same_precision=s.precision == own) as (evaluate, step):
+        out.mkdir(parents=True, exist_ok=True)
+        found = attribution.attribution(evaluate, step, attribution.Bar())
+    print(f"step {step}: loss {found.loss:.4f} in high precision")
+    print("\n".join(attribution.table(found, top)))
+    for path in attribution.write(found, out):
+        if mirror := mirrored(path):
+            mirror.send(path)
+        print(shown(f"wrote {path}"))
+
+
+if __name__ == "__main__":
+    define_flags()
+    cli.run(main, words=2)

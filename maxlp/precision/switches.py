@@ -1,0 +1,258 @@
+"""Recipes whose operands are switched on one by one, as inputs of the program (`run.attribution`).
+
+`with_switches` replaces each `QuantDot` of a model by a `SwitchDot`, which has a boolean for each
+operand of its three matmuls. With all of an operand pair on, a matmul is that of the recipe; with
+none on, that of `layers.dot_general`; with one on, the quantized operand is multiplied in float32
+by the other one in its own dtype. A recipe's smoothing of a gated product stays on: it changes
+nothing by itself (`smooth_swiglu`).
+
+What an operand is quantized to does not depend on the other switches: if the recipe makes the
+operand of a backward matmul from the quantized one of the forward pass, so does its switch.
+"""
+
+import functools
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from maxlp.numerics.quantized import Quantized, dequantize
+from maxlp.precision import delayed, dot
+from maxlp.precision.dot import QuantDot
+from maxlp.precision.health import shares
+from maxlp.precision.inject import matmuls
+from maxlp.precision.recipes import GEMMS, Operand, Recipe
+
+# Of an operand: the shares that saturate and underflow (`health`), and the relative error of the product
+# ``‖y - y0‖ / ‖y0‖``, which is measured where one of a matmul's switches is on.
+STATISTICS = ("saturated", "underflow", "error")
+
+
+class Switches(nnx.Variable):
+    """bool (…, 3 matmuls, 2 operands), in the order of `GEMMS`."""
+
+
+class Statistics(nnx.Variable):
+    """float32 (…, 2 operands, `STATISTICS`) of ``fwd``, written by the forward pass."""
+
+
+class SwitchDot(QuantDot):
+    """A `QuantDot` whose operands are quantized where its switches are on.
+
+    Args:
+      dot: the one it replaces; it reads the same histories, and does not write them.
+      stack: the leading axes of a stacked kernel.
+    """
+
+    def __init__(self, dot: QuantDot, stack: tuple[int, ...]):
+        self.recipe = dot.recipe
+        for tensor, history in dot.histories.items():
+            setattr(self, f"{tensor}_amax_history", history)
+        self.on = Switches(jnp.zeros((*stack, 3, 2), bool))
+        self.forward_statistics = Statistics(jnp.zeros((*stack, 2, len(STATISTICS)), jnp.float32))
+        self.backward_statistics = delayed.OverwriteWithGradient(
+            jnp.zeros((*stack, 2, 2, len(STATISTICS)), jnp.float32)
+        )
+
+    @property
+    def statistics(self) -> jax.Array:
+        """float32 (…, 3 matmuls, 2 operands, `STATISTICS`); 0 where a switch is off."""
+        forward = jnp.expand_dims(self.forward_statistics[...], -3)
+        return jnp.concatenate([forward, self.backward_statistics[...]], axis=-3)
+
+    def _product(
+        self, x: jax.Array, kernel: jax.Array, dtype: Any, out_sharding: Any, shared: dict
+    ) -> jax.Array:
+        histories = {tensor: history[...] for tensor, history in self.histories.items()}
+        amaxes = {"input": self._amax("input", x)[0], "kernel": self._amax("kernel", kernel)[0]}
+        static = dot._Static(self.recipe, x.dtype, dtype, out_sharding)
+        grad_history, on, shares = histories.get("output_grad"), self.on[...], self.backward_statistics[...]
+        out = _dot(static, x, kernel, amaxes, grad_history, on, shares)
+        y, of_forward = typing.cast(tuple, out)
+        self.forward_statistics[...] = jax.lax.stop_gradient(of_forward)
+        return y
+
+
+def switchable(recipe: Recipe) -> dict[tuple[str, str], Operand]:
+    """What a recipe quantizes: (matmul, tensor) to the form.
+
+    A matmul that the recipe leaves in high precision takes the saved form of the forward pass, which
+    may be quantized.
+    """
+    found = {
+        (gemm, tensor): operand
+        for gemm, pair in recipe.gemms.items()
+        for tensor, operand in zip(GEMMS[gemm], pair, strict=True)
+    }
+    if recipe.fwd is not None and recipe.residuals == "quantized":
+        for gemm, tensor, operand in (("dlhs", "kernel", recipe.fwd[1]), ("drhs", "input", recipe.fwd[0])):
+            if gemm not in recipe.gemms:
+                found[gemm, tensor] = operand
+    return found
+
+
+def with_switches(graphdef: nnx.GraphDef, state: Mapping[str, Any]) -> tuple[nnx.GraphDef, dict]:
+    """The structure and the model state of a model with a `SwitchDot` for each `QuantDot`, all off."""
+    model = nnx.merge(graphdef, state["params"], state["model_state"])
+    for _, module in matmuls(model):
+        if isinstance(quantizing := module.dot_general, QuantDot):
+            module.dot_general = nnx.data(SwitchDot(quantizing, module.kernel.shape[:-2]))
+    graphdef, _, model_state = nnx.split(model, nnx.Param, ...)
+    return graphdef, nnx.to_pure_dict(model_state)
+
+
+def switch_dots(model: nnx.Module) -> dict[str, SwitchDot]:
+    """The `SwitchDot` of each matmul that has one, by path."""
+    found = {path: module.dot_general for path, module in matmuls(model)}
+    return {path: switching for path, switching in found.items() if isinstance(switching, SwitchDot)}
+
+
+# --- the three matmuls ----------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dot(static, x, kernel, amaxes, grad_history, on, backward_statistics):
+    return _forward(static, x, kernel, amaxes, grad_history, on, backward_statistics)[0]
+
+
+def _forward(static, x, kernel, amaxes, grad_history, on, backward_statistics):
+    recipe = static.recipe
+
+    def quantized() -> tuple[Quantized, Quantized]:
+        return _forward_operands(recipe, x, kernel, amaxes)
+
+    def low() -> jax.Array:
+        q_x = None if recipe.fwd is None else quantized()[0]
+        return dot._forward(static, x, kernel, q_x, amaxes, None)[0]
+
+    def high() -> jax.Array:
+        return dot._plain(x, kernel, (-1,), (0,), static.out_dtype, static.out_sharding)
+
+    how = (-1,), (0,), static.out_dtype, static.out_sharding
+    out = _switched(recipe, "fwd", on[0], high, low, quantized, lambda: (x, kernel), how)
+    return out, (x, kernel, amaxes, grad_history, on)
+
+
+def _backward(static, residuals, cotangents):
+    x, kernel, amaxes, history, on = residuals
+    g, _ = cotangents
+    recipe, dtype = static.recipe, static.in_dtype
+    grad_amax = None
+    if history is not None:
+        grad_amax = delayed.delayed_amax(history, dot.amax(g), recipe.cold_start)
+    amaxes = amaxes | {"output_grad": grad_amax}
+    tokens = tuple(range(g.ndim - 1))
+    x_sharding, kernel_sharding = dot._sharding(x), dot._sharding(kernel)
+
+    def saved() -> tuple[Any, Any]:
+        if recipe.fwd is None:
+            return x, kernel
+        return dot.residuals(recipe, x, kernel, *_forward_operands(recipe, x, kernel, amaxes))
+
+    def of_dlhs() -> tuple[Any, Any]:
+        return (g, saved()[1]) if recipe.dlhs is None else dot.dlhs_operands(recipe, saved()[1], g, amaxes)
+
+    def of_drhs() -> tuple[Any, Any]:
+        if recipe.drhs is None:
+            return saved()[0], g
+        return dot.drhs_operands(recipe, *dot.over_tokens(recipe, saved()[0], g), amaxes)
+
+    def exact_drhs() -> tuple[Any, Any]:
+        pair = x, g.astype(dtype)
+        return pair if recipe.drhs is None else dot.over_tokens(recipe, *pair)
+
+    def dlhs(on: jax.Array) -> tuple[jax.Array, jax.Array]:
+        how = (-1,), (1,), dtype, x_sharding
+        return _switched(
+            recipe, "dlhs", on,
+            lambda: dot._plain(g.astype(dtype), kernel, *how),
+            lambda: dot._input_gradient(static, saved(), g, amaxes),
+            of_dlhs, lambda: (g.astype(dtype), kernel), how,
+        )  # fmt: skip
+
+    def drhs(on: jax.Array) -> tuple[jax.Array, jax.Array]:
+        how = tokens, tokens, dtype, kernel_sharding
+        return _switched(
+            recipe, "drhs", on,
+            lambda: dot._plain(x, g.astype(dtype), *how),
+            lambda: dot._kernel_gradient(static, saved(), g, amaxes),
+            of_drhs, exact_drhs, how,
+        )  # fmt: skip
+
+    (dx, of_dlhs_statistics), (dkernel, of_drhs_statistics) = dlhs(on[1]), drhs(on[2])
+    return dx, dkernel, None, None, None, jnp.stack([of_dlhs_statistics, of_drhs_statistics])
+
+
+_dot.defvjp(_forward, _backward)
+
+
+def _forward_operands(recipe: Recipe, x, kernel, amaxes) -> tuple[Quantized, Quantized]:
+    assert recipe.fwd is not None
+    return (
+        dot.quantize(recipe, recipe.fwd[0], x, (x.ndim - 1,), amaxes["input"]),
+        dot.quantize(recipe, recipe.fwd[1], kernel, (0,), amaxes["kernel"]),
+    )
+
+
+def _switched(recipe, gemm, on, high, low, quantized, exact, how) -> tuple[jax.Array, jax.Array]:
+    """A matmul with the switches ``on``, bool (2,), and the `STATISTICS` of its operands.
+
+    Args:
+      high, low: the matmul with no and with all of the recipe's operands quantized.
+      quantized, exact: the operands in both forms.
+      how: contracted axes of both operands, dtype and sharding of the result.
+    """
+    operands = [switchable(recipe).get((gemm, tensor)) for tensor in GEMMS[gemm]]
+    if not any(operands):
+        return high(), jnp.zeros((2, len(STATISTICS)), jnp.float32)
+
+    contract_a, contract_b, dtype, out_sharding = how
+    multiply = functools.partial(
+        _float32, contract_a=contract_a, contract_b=contract_b, out_sharding=out_sharding
+    )
+
+    def both_forms() -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+        return [_forms(*each) for each in zip(operands, quantized(), exact(), strict=True)]
+
+    def statistics(forms, error: jax.Array) -> jax.Array:
+        return jnp.stack([jnp.append(shares, error) for _, _, shares in forms])
+
+    def mixed() -> tuple[jax.Array, jax.Array]:
+        forms = both_forms()
+        (a0, b0), (a, b) = zip(
+            *((x, jnp.where(on[i], q, x)) for i, (q, x, _) in enumerate(forms)), strict=True
+        )
+        y0, y = multiply(a0, b0), multiply(a, b)
+        error = jnp.linalg.norm((y - y0).ravel()) / jnp.linalg.norm(y0.ravel())
+        return y.astype(dtype), statistics(forms, error)
+
+    which = jnp.where(jnp.all(on | np.array([o is None for o in operands])), 2, jnp.any(on).astype(int))
+    y, found = jax.lax.switch(
+        which,
+        [
+            lambda: (high(), jnp.zeros((2, len(STATISTICS)), jnp.float32)),
+            mixed,
+            lambda: (low(), mixed()[1] if None in operands else statistics(both_forms(), jnp.zeros(()))),
+        ],
+    )
+    return y, jnp.where(on[:, None], found, 0.0)
+
+
+def _forms(operand: Operand | None, q: Any, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """An operand quantized and not, in float32, and its shares that saturate and underflow."""
+    x = x.astype(jnp.float32)
+    if operand is None:
+        return x, x, jnp.zeros(2)
+    scales = dequantize(q._replace(values=jnp.ones_like(x)), jnp.float32)
+    return dequantize(q, jnp.float32), x, jnp.stack(shares(operand, x, q.values, scales))
+
+
+def _float32(a, b, contract_a, contract_b, out_sharding) -> jax.Array:
+    return jax.lax.dot_general(
+        a, b, dot._numbers(contract_a, contract_b, a), precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32, out_sharding=out_sharding,
+    )  # fmt: skip

@@ -1,0 +1,403 @@
+"""Which operand of which matmul of which layer makes low precision differ from high precision.
+
+    python -m maxlp.lab attribute /tmp/run --step=2300
+
+On one batch, each operand that a recipe quantizes (layer; matmul ``fwd``, ``dlhs`` or ``drhs``; tensor) is
+switched on alone in a model in high precision, and off alone in the model under the recipe. The switches
+are inputs of one compiled program (`precision.switches`), whose memory does not grow with their number.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxlp.core.gradients import Batch, Gradients
+from maxlp.core.train_state import State
+from maxlp.core.train_step import LossScaleOf, jit_step
+from maxlp.monitoring.run_record import load_run
+from maxlp.nn.stack import Block
+from maxlp.parallel.batches import device_batches
+from maxlp.precision import switches
+from maxlp.precision.recipes import GEMMS
+from maxlp.run.replay import Opened, opened
+from maxlp.run.settings import Settings
+from maxlp.run.tokenizer import prepare_tokenizer
+from maxlp.runtime import files
+
+Switches = dict[str, np.ndarray]  # path → bool (…layers, 3 matmuls, 2 operands)
+
+
+class Site(NamedTuple):
+    """An operand of a matmul; ``layer`` is None outside of stacks."""
+
+    path: str
+    layer: int | None
+    gemm: str
+    tensor: str
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        """Where its switch is in the array of its path."""
+        layer = () if self.layer is None else (self.layer,)
+        return (*layer, list(GEMMS).index(self.gemm), GEMMS[self.gemm].index(self.tensor))
+
+    def __str__(self) -> str:
+        return " ".join(str(part) for part in self if part is not None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """What the switch of one site does.
+
+    Attributes:
+      loss_on: change of the loss if it alone is on.
+      error_on: ``‖g - h‖ / ‖h‖`` of the gradients g then, where h are those in high precision.
+      cosine_on: of the angle between g and h.
+      matmul: relative error of the operand's own matmul then.
+      saturated, underflow: shares of the operand then, see `precision.health`.
+      loss_off: change of the recipe's loss if it alone is off.
+      error_off: change of the recipe's ``error`` then; negative if that brings the gradients nearer to h.
+    """
+
+    loss_on: float
+    error_on: float
+    cosine_on: float
+    matmul: float
+    saturated: float
+    underflow: float
+    loss_off: float
+    error_off: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Attribution:
+    """The effects of all sites, and those of all switches together.
+
+    Attributes:
+      step: whose batch it is.
+      loss: in high precision.
+      loss_all: change of it under the recipe.
+      error_all, cosine_all: of the recipe's gradients, as in `Effect`.
+    """
+
+    step: int
+    loss: float
+    loss_all: float
+    error_all: float
+    cosine_all: float
+    effects: Mapping[Site, Effect]
+
+    def ranked(self, by: str = "error_on") -> list[tuple[Site, Effect]]:
+        """The sites by one of their numbers, the largest first; NaN counts as infinite."""
+        order = {site: np.nan_to_num(getattr(e, by), nan=np.inf) for site, e in self.effects.items()}
+        return sorted(self.effects.items(), key=lambda item: -order[item[0]])
+
+
+def sites_of(model: nnx.Module) -> list[Site]:
+    """Every operand that a model with switches quantizes, in the order of the layers."""
+    ends = {
+        f"{'/'.join(map(str, path))}/": module.unquantized_blocks
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, Block)
+    }
+    found = []
+    for path, dot in switches.switch_dots(model).items():
+        layers: list[int | None] = [None]
+        if dot.on.ndim > 2:
+            first, last = next((ends[stack] for stack in ends if path.startswith(stack)), (0, 0))
+            layers = list(range(first, dot.on.shape[0] - last))
+        found += [Site(path, layer, *kind) for layer in layers for kind in switches.switchable(dot.recipe)]
+    return sorted(found, key=lambda site: -1 if site.layer is None else site.layer)
+
+
+# --- one evaluation -------------------------------------------------------------------------------------
+
+
+class Evaluate:
+    """The loss and gradients of one batch with given switches, compiled once.
+
+    It must be made and called with the mesh set.
+
+    Args:
+      graphdef, gradients, loss_scale: of the run; see `precision.health.measure`.
+      state: of the run; it does not change.
+    """
+
+    def __init__(
+        self,
+        graphdef: nnx.GraphDef,
+        gradients: Gradients,
+        state: State,
+        batch: Batch,
+        loss_scale: LossScaleOf,
+    ):
+        self.graphdef, model_state = switches.with_switches(graphdef, state)
+        self.state, self.batch = dict(state) | {"model_state": model_state}, batch
+        model = nnx.merge(self.graphdef, state["params"], model_state)
+        self.sites = sites_of(model)
+        self.off = {path: np.zeros(dot.on.shape, bool) for path, dot in switches.switch_dots(model).items()}
+        evaluate = functools.partial(_evaluate, self.graphdef, gradients, loss_scale)
+        params, replicated = state["params"], NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
+        out = replicated, jax.tree.map(lambda p: p.sharding, params), replicated
+        program = jax.jit(evaluate, out_shardings=out).lower(self.state, batch, self.off, params)
+        self.compiled = program.compile()
+        # With all switches off, the gradients do not depend on what they are compared with.
+        self.reference = self.compiled(self.state, batch, self.off, params)[1]
+
+    def __call__(self, on: Switches) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+        """``loss``, ``error`` and ``cosine`` of the gradients, and the statistics of each path."""
+        numbers, _, statistics = self.compiled(self.state, self.batch, on, self.reference)
+        return {name: float(x) for name, x in numbers.items()}, jax.device_get(statistics)
+
+
+def _evaluate(
+    graphdef: nnx.GraphDef,
+    gradients: Gradients,
+    loss_scale: LossScaleOf,
+    state: State,
+    batch: Batch,
+    on: dict[str, jax.Array],
+    reference: dict,
+) -> tuple[dict[str, jax.Array], dict, dict[str, jax.Array]]:
+    model = nnx.merge(graphdef, state["params"], state["model_state"])
+    for path, dot in switches.switch_dots(model).items():
+        dot.on[...] = on[path]
+    _, _, model_state = nnx.split(model, nnx.Param, ...)
+    state = state | {"model_state": nnx.to_pure_dict(model_state)}
+    grads, model_state, metrics = gradients(graphdef, state, batch, loss_scale(state))
+    model = nnx.merge(graphdef, state["params"], model_state)
+    statistics = {path: dot.statistics for path, dot in switches.switch_dots(model).items()}
+    return {"loss": metrics["loss"]} | _distance(grads, reference), grads, statistics
+
+
+def _distance(grads: dict, reference: dict) -> dict[str, jax.Array]:
+    """Relative error and cosine, from float32 sums; gradients are scaled so that no square underflows."""
+    pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(reference), strict=True))
+    top = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(h)).astype(jnp.float32) for _, h in pairs])
+    unit = 1 / jnp.where(top > 0, top, 1.0)
+
+    def total(product: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+        scaled = ((g.astype(jnp.float32) * unit, h.astype(jnp.float32) * unit) for g, h in pairs)
+        return sum((jnp.sum(product(g, h)) for g, h in scaled), jnp.zeros(()))
+
+    gg, gh, hh = total(lambda g, h: g * g), total(lambda g, h: g * h), total(lambda g, h: h * h)
+    difference = total(lambda g, h: (g - h) ** 2)
+    return {"error": jnp.sqrt(difference / hh), "cosine": gh / jnp.sqrt(gg * hh)}
+
+
+# --- all sites ------------------------------------------------------------------------------------------
+
+
+def attribution(evaluate: Evaluate, step: int, note: Callable[[int, int], None] = lambda *_: None):
+    """The effect of every site on the batch of a step.
+
+    Args:
+      note: called with the numbers of finished and of all evaluations.
+    """
+    sites = evaluate.sites
+    total = 2 + 2 * len(sites)
+    high, _ = evaluate(evaluate.off)
+    everything = {path: on.copy() for path, on in evaluate.off.items()}
+    for site in sites:
+        everything[site.path][site.index] = True
+    low, _ = evaluate(everything)
+    effects = {}
+    for n, site in enumerate(sites):
+        alone, statistics = evaluate(_flipped(evaluate.off, site))
+        without, _ = evaluate(_flipped(everything, site))
+        saturated, underflow, matmul = statistics[site.path][site.index].tolist()
+        effects[site] = Effect(
+            loss_on=alone["loss"] - high["loss"],
+            error_on=alone["error"],
+            cosine_on=alone["cosine"],
+            matmul=matmul,
+            saturated=saturated,
+            underflow=underflow,
+            loss_off=without["loss"] - low["loss"],
+            error_off=without["error"] - low["error"],
+        )
+        note(2 * n + 4, total)
+    return Attribution(step, high["loss"], low["loss"] - high["loss"], low["error"], low["cosine"], effects)
+
+
+def _flipped(on: Switches, site: Site) -> Switches:
+    array = on[site.path].copy()
+    array[site.index] ^= True
+    return on | {site.path: array}
+
+
+# --- the batch of a step --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def evaluator(
+    s: Settings, workdir: Path | None, step: int | None, *, same_precision: bool = True
+) -> Iterator[tuple[Evaluate, int]]:
+    """The `Evaluate` of a step's batch, in the state before that step, and the number of the step.
+
+    Args:
+      workdir: of a run; None starts a new one from the settings' seed, in a temporary folder.
+      step: None takes the step after the newest checkpoint.
+      same_precision: whether the settings have the recipe of the run.
+
+    Raises:
+      ValueError: no such step, or settings that do not fit the run or quantize nothing.
+    """
+    if not s.is_quantized:
+        raise ValueError(
+            f"config.precision.recipe={s.precision.recipe} quantizes no matmul of this run; choose another "
+            "one, as in --recipe=fp8_current"
+        )
+    # The program has three forms of each matmul: it must not grow with depth.
+    s = dataclasses.replace(s, model=dataclasses.replace(s.model, scan_layers=True))
+    with contextlib.ExitStack() as stack:
+        if workdir is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            prepare_tokenizer(s, folder)
+        else:
+            folder = workdir
+            check_step(workdir, step)
+        at = stack.enter_context(opened(s, folder, step, same_precision=same_precision))
+        state, batch, step = batch_of(at, step)
+        run = at.run
+        yield Evaluate(at.graphdef, run.gradients, state, batch, run.loss_scale), step
+
+
+def check_step(workdir: Path, step: int | None) -> None:
+    run = load_run(workdir)
+    if step is not None and step > run.step + 1:
+        raise ValueError(
+            f"--step={step} has no batch in {workdir}, whose last record is of step {run.step}"
+        )
+
+
+def batch_of(at: Opened, step: int | None) -> tuple[State, Batch, int]:
+    """The state before a step, the step's batch and its number; trains up to there if need be."""
+    step = at.start + 1 if step is None else step
+    stream = device_batches(at.batches, at.run.mesh, step - at.start)
+    state, train_step = at.state, None
+    for n, (batch, _) in enumerate(stream, at.start + 1):
+        if n == step:
+            return state, batch, step
+        train_step = train_step or jit_step(at.run.step, at.graphdef, at.abstract, at.run.mesh)
+        state, _ = train_step(state, batch)
+    raise ValueError(f"--step={step} has no batch: the data end before it; give an earlier step")
+
+
+# --- output ---------------------------------------------------------------------------------------------
+
+COLUMNS = ("Δloss", "error", "1-cos", "matmul", "satur.", "underfl.", "Δloss off", "error off")
+
+
+def table(found: Attribution, top: int) -> Iterator[str]:
+    """The ``top`` sites by the error of the gradients and by that of their own matmul, and all together."""
+    width = max(len(str(site)) for site in found.effects)
+    for title, by in (("by error of gradients", "error_on"), ("by error of matmul", "matmul")):
+        yield f"{title:<{width}}" + "".join(f"{name:>10}" for name in COLUMNS)
+        for site, e in found.ranked(by)[:top]:
+            yield (
+                f"{site!s:<{width}}{e.loss_on:>+10.1e}{e.error_on:>10.1e}{1 - e.cosine_on:>10.1e}"
+                f"{e.matmul:>10.1e}{e.saturated:>10.2%}{e.underflow:>10.2%}{e.loss_off:>+10.1e}"
+                f"{e.error_off:>+10.1e}"
+            )
+    everything = f"{found.loss_all:>+10.1e}{found.error_all:>10.1e}{1 - found.cosine_all:>10.1e}"
+    yield f"{f'all {len(found.effects):,} together':<{width}}{everything}"
+
+
+def as_json(found: Attribution) -> dict[str, Any]:
+    """The numbers of all sites, in their ranking; what is not finite is null."""
+    sites = [site._asdict() | dataclasses.asdict(effect) for site, effect in found.ranked()]
+    numbers = {name: value for name, value in vars(found).items() if name != "effects"}
+    return _finite(numbers | {"sites": sites})
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+PANELS = (  # title, number of an `Effect`, its sign
+    ("error of the gradients with this operand alone in low precision", "error_on", 1),
+    (
+        "reduction of the recipe's error with this operand back in high precision (white: none)",
+        "error_off",
+        -1,
+    ),
+    ("error of this operand's own matmul", "matmul", 1),
+)
+
+
+def heat_map(found: Attribution, path: Path) -> None:
+    """Draws `PANELS`: a row for each layer, a column for each operand."""
+    from matplotlib.figure import Figure  # slow to import
+
+    columns = sorted({(site.path, site.gemm, site.tensor) for site in found.effects})
+    rows = sorted({-1 if site.layer is None else site.layer for site in found.effects})
+    size = (4 + 0.24 * len(columns), 4.5 + len(PANELS) * max(1.0, 0.2 * len(rows)))
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    all_axes = figure.subplots(len(PANELS), 1, sharex=True)
+    for axes, (title, name, sign) in zip(all_axes, PANELS, strict=True):
+        values = np.full((len(rows), len(columns)), np.nan)
+        for site, effect in found.effects.items():
+            row = rows.index(-1 if site.layer is None else site.layer)
+            values[row, columns.index((site.path, site.gemm, site.tensor))] = sign * getattr(effect, name)
+        _panel(axes, values)
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_ylabel("layer")
+        axes.set_yticks(
+            np.arange(len(rows)) + 0.5, ["-" if row < 0 else str(row) for row in rows], fontsize=7
+        )
+        axes.invert_yaxis()
+    labels = [f"{path.replace('layers/', '')} {gemm} {tensor}" for path, gemm, tensor in columns]
+    all_axes[-1].set_xticks(np.arange(len(columns)) + 0.5, labels, rotation=90, fontsize=7)
+    with files.naming(path):
+        figure.savefig(path, dpi=120)
+
+
+def _panel(axes: Any, values: np.ndarray) -> None:
+    """The positive values in colours on a logarithmic scale of at most four decades."""
+    from matplotlib.colors import LogNorm
+
+    shown = np.where(np.isfinite(values) & (values > 0), values, np.nan)
+    if np.isfinite(shown).any():
+        norm = LogNorm(vmin=max(np.nanmin(shown), np.nanmax(shown) / 1e4), vmax=np.nanmax(shown))
+        axes.figure.colorbar(axes.pcolormesh(shown, norm=norm, cmap="viridis"), ax=axes)
+
+
+def write(found: Attribution, folder: Path) -> list[Path]:
+    """Writes the numbers and the heat map; returns the paths."""
+    numbers, picture = (folder / f"attribute_{found.step}.{end}" for end in ("json", "png"))
+    numbers.write_text(json.dumps(as_json(found), indent=1) + "\n", encoding="utf-8")
+    heat_map(found, picture)
+    return [numbers, picture]
+
+
+class Bar:
+    """A progress bar on stderr, if that is a terminal."""
+
+    def __init__(self) -> None:
+        self.start = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if not sys.stderr.isatty():
+            return
+        left = (time.monotonic() - self.start) * (total - done) / done
+        filled = 40 * done // total
+        line = f"{'█' * filled}{'·' * (40 - filled)} {done:,} of {total:,}, {left:,.0f} s left"
+        print(f"\r\x1b[K{line}", end="\n" if done == total else "", file=sys.stderr, flush=True)

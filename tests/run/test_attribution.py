@@ -1,0 +1,118 @@
+"""Attribution: what is made worse on purpose comes first, and one compiled program serves all sites."""
+
+import dataclasses
+
+import jax
+import pytest
+from flax import nnx
+
+from maxlp import precision
+from maxlp.parallel.batches import global_batch
+from maxlp.precision import RECIPES, Operand, switches
+from maxlp.precision.recipes import GEMMS
+from maxlp.run import attribution
+from maxlp.run.attribution import Effect, Evaluate, Site
+from tests.fixtures import Trainer, batch, make_llama, precision_config
+
+FP8 = RECIPES["fp8_current"]
+
+
+def evaluate(recipe, change_state=lambda state: state, make_model=None, **options):
+    trainer = Trainer(recipe=precision_config(recipe, **options), make_model=make_model)
+    state, data = change_state(trainer.init()), global_batch(batch(0), trainer.mesh)
+    with jax.set_mesh(trainer.mesh):
+        return Evaluate(trainer.graphdef, trainer.gradients, state, data, lambda state: None)
+
+
+@pytest.fixture(scope="module")
+def clean():
+    """An attribution of fp8_current, what it noted, and the number of programs compiled during it."""
+    made, notes, compiled = evaluate("fp8_current"), [], []
+
+    def listen(event, duration, **_):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    found = attribution.attribution(made, 7, lambda *note: notes.append(note))
+    compilations = len(compiled)
+    jax.jit(lambda x: x + 1)(1.0)
+    assert len(compiled) > compilations, "the listener hears compilations"
+    return found, notes, compilations
+
+
+@pytest.mark.full
+def test_one_program_serves_all_sites(clean):
+    found, notes, compilations = clean
+    assert len(found.effects) == 2 * 7 * 3 * 2 and compilations == 0
+    assert notes[-1] == (2 + 2 * len(found.effects),) * 2
+    assert [site.layer for site in found.effects] == [0] * 42 + [1] * 42
+
+
+@pytest.mark.full
+def test_effects_are_those_of_low_precision(clean):
+    """Forward operands change the loss and backward ones only gradients; all of them do more than one."""
+    found = clean[0]
+    for site, effect in found.effects.items():
+        assert (effect.loss_on != 0) == (site.gemm == "fwd")
+        assert 0 < effect.error_on < found.error_all < 0.2 and 0.99 < effect.cosine_on < 1
+        # At most half a step of E5M2, in a product whose terms do not cancel more than their errors.
+        assert 0.001 < effect.matmul < 2.0**-3 and effect.saturated == 0
+    [(first, _), *_] = found.ranked()
+    assert list(attribution.table(found, 1))[1].startswith(f"{first} ")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("gemm, tensor", [("fwd", "input"), ("dlhs", "output_grad"), ("drhs", "input")])
+def test_a_coarse_operand_is_found(gemm, tensor):
+    """One bit of mantissa in one operand of one matmul, by a rule: its two layers come first."""
+    pair = {name: Operand("e8m7", "unscaled") for name in GEMMS[gemm]} | {tensor: Operand("e3m1")}
+    coarse = dataclasses.replace(FP8, residuals="full", **{gemm: tuple(pair.values())})
+
+    def make_model(rngs):
+        model = make_llama()(rngs)
+        precision.inject(model, FP8, rules=(("layers/mlp/up_proj", coarse),))
+        return model
+
+    found = attribution.attribution(evaluate("bf16", make_model=make_model), 1)
+    first = {site for site, _ in found.ranked("matmul")[:2]}
+    assert first == {Site("layers/mlp/up_proj", layer, gemm, tensor) for layer in (0, 1)}
+
+
+@pytest.mark.full
+def test_a_stale_scale_of_one_layer_is_found():
+    """A history of an amax of 0.001 for the kernel of one layer: the kernel saturates there alone."""
+
+    def stale(state):
+        flat = nnx.traversals.flatten_mapping(state["model_state"])
+        where = ("layers", "mlp", "down_proj", "dot_general", "kernel_amax_history")
+        flat[where] = flat[where].at[1].set(1e-3)
+        return state | {"model_state": nnx.traversals.unflatten_mapping(flat)}
+
+    found = attribution.attribution(evaluate("fp8_delayed", stale, history=4), 1)
+    sites = {Site("layers/mlp/down_proj", 1, gemm, "kernel") for gemm in ("fwd", "dlhs")}
+    for by in ("error_on", "matmul"):
+        assert {site for site, _ in found.ranked(by)[:2]} == sites
+    for site, effect in found.effects.items():
+        assert effect.saturated > 0.9 and effect.error_off < 0 if site in sites else effect.saturated == 0
+
+
+def test_unquantized_blocks_have_no_sites():
+    trainer = Trainer(recipe=precision_config("fp8_current", first_blocks=1))
+    state = trainer.init()
+    with jax.set_mesh(trainer.mesh):
+        graphdef, model_state = switches.with_switches(trainer.graphdef, state)
+        sites = attribution.sites_of(nnx.merge(graphdef, state["params"], model_state))
+    assert {site.layer for site in sites} == {1} and len(sites) == 7 * 3 * 2
+
+
+def test_what_is_not_finite_ranks_first_and_is_null(tmp_path):
+    sites = [Site("layers/up_proj", layer, "fwd", "kernel") for layer in (0, 1)]
+    effects = [Effect(0.1, error, 1.0, 0.3, 0.0, 0.0, 0.0, -0.1) for error in (0.5, float("nan"))]
+    found = attribution.Attribution(3, 2.0, 0.1, 0.5, 0.9, dict(zip(sites, effects, strict=True)))
+    assert [site for site, _ in found.ranked()] == sites[::-1]
+    assert [entry["error_on"] for entry in attribution.as_json(found)["sites"]] == [None, 0.5]
+    assert sorted(path.name for path in attribution.write(found, tmp_path)) == [
+        "attribute_3.json", "attribute_3.png",
+    ]  # fmt: skip
+    assert all(path.stat().st_size for path in tmp_path.iterdir())

@@ -1,0 +1,55 @@
+"""The command of the numerics lab: what it refuses, in one line and before it compiles anything."""
+
+import dataclasses
+import types
+
+import pytest
+
+from maxlp import lab
+from maxlp.precision import RecipeOptions
+from maxlp.run import attribution
+from maxlp.run.settings import read
+from tests.monitoring.fixtures import write_run
+from tests.run.fixtures import load
+
+
+def refused(tmp_path, other=None, workdir=None, step=None, **precision):
+    s = read(load("debug"))
+    s = dataclasses.replace(s, precision=dataclasses.replace(s.precision, **precision))
+    with pytest.raises(ValueError) as error:
+        lab.attribute(s, workdir, step, other, tmp_path / "out", 5)
+    assert not (tmp_path / "out").exists()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_recipes_that_do_not_fit(tmp_path):
+    assert refused(tmp_path, "fp9").startswith("--recipe='fp9' is unknown; one of bf16, fp8_delayed")
+    assert "recipe=bf16 quantizes no matmul of this run; choose" in refused(tmp_path)
+    assert "leave none of the 4 blocks" in refused(tmp_path, "fp8_current", first_blocks=4)
+
+
+def test_steps_without_a_batch(tmp_path):
+    write_run(tmp_path)
+    message = refused(tmp_path, "fp8_current", tmp_path, 402)
+    assert message.startswith("--step=402 has no batch in ") and "last record is of step 400" in message
+    ended = types.SimpleNamespace(batches=iter(()), start=3, run=types.SimpleNamespace(mesh=None), state={})
+    with pytest.raises(ValueError, match="--step=5 has no batch: the data end before it"):
+        attribution.batch_of(ended, 5)
+
+
+def test_another_recipe_has_none_of_the_options_and_rules_of_the_run(tmp_path, monkeypatch):
+    """Options belong to the recipe that they change."""
+    seen = []
+
+    def stop(s, workdir, step, *, same_precision):
+        seen.append((s.precision, same_precision))
+        raise ValueError("stop")
+
+    monkeypatch.setattr(attribution, "evaluator", stop)
+    run = dict(recipe="fp8_delayed", options=RecipeOptions(history=8), rules=(("lm_head", "fp8_current"),))
+    refused(tmp_path, None, **run)
+    refused(tmp_path, "mxfp8", **run)
+    (own, same), (other, differs) = seen
+    assert own.options.history == 8 and (same, differs) == (True, False)
+    assert (other.recipe, other.options, other.rules) == ("mxfp8", RecipeOptions(), ())
