@@ -39,7 +39,7 @@ OPTIMIZERS = {
 MU_DTYPES = ("float32", "bfloat16", "float16")
 # "float32" leaves a moment as it is. int4 has too few values for a moment.
 MOMENT_FORMATS = ("float32", *(name for name in FORMATS if name != "int4"))
-PARAM_ROUNDINGS = ("stochastic", "kahan")
+PARAM_ROUNDINGS = ("stochastic", "kahan", "residual")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

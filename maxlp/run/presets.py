@@ -31,6 +31,7 @@ def parse_arg(arg: str, **defaults):
 LOW_BIT = {
     "fp8": dict(mu="float8_e4m3fn", nu="float8_e5m2"),
     "8bit": dict(mu="dynamic8", nu="dynamic8", block_size=256),
+    "companded": dict(mu="companded8", nu="companded8", block_size=32),
 }
 
 
@@ -42,7 +43,8 @@ def choose(arg: str, c: ConfigDict, galore: tuple[int, float] | None = None) -> 
     optimizer: a name in `maxlp.optim.OPTIMIZERS`.
     galore: rank of the projected gradients; 0 is no projection. The learning rate becomes that of the
       config divided by GaLore's scale, so that projected kernels keep theirs.
-    low_bit: moments in ``fp8`` (e4m3 and e5m2, a scale per tensor) or ``8bit`` (dynamic, in blocks of 256).
+    low_bit: moments in ``fp8`` (e4m3 and e5m2, a scale per tensor), ``8bit`` (dynamic, in blocks of 256) or
+      ``companded`` (8 bits of functions of them, in blocks of 32).
 
     Args:
       galore: the rank that a bare ``galore`` means in this config, and its learning rate with GaLore, in
@@ -186,6 +188,6 @@ def _optimizer() -> ConfigDict:
                 mu=str, nu=str, block_size=int, min_size=int, seed=int
             ),
             adascale=config_dict.placeholder(float),  # batch / the batch that rate and steps are for
-            param_rounding=config_dict.placeholder(str),  # of bfloat16 parameters: stochastic, kahan
+            param_rounding=config_dict.placeholder(str),  # of bfloat16 parameters: optim.config.PARAM_ROUNDINGS
         )
     )

@@ -38,6 +38,7 @@ def make_tx(**changes) -> optax.GradientTransformation:
 
 GALORE = dict(rank=4, update_proj_gap=2, scale=1.0, basis="randomized")
 DYNAMIC8 = dict(mu="dynamic8", nu="dynamic8", block_size=16, min_size=64)
+COMPANDED8 = DYNAMIC8 | dict(mu="companded8", nu="companded8")
 FP8 = precision_config("fp8_delayed", first_blocks=2, last_blocks=1, history=STEPS + 1)
 QUANTIZED = slice(2, 4)  # of five layers
 BFLOAT16 = dict(dtype="bfloat16", param_dtype="bfloat16")
@@ -50,6 +51,7 @@ CASES = {  # optimizer, mesh, model
     "muon": (dict(name="muon"), {}, {}),
     "adafactor": (dict(name="adafactor", options=dict(min_dim_size_to_factor=16, momentum=0.9)), {}, {}),
     "kahan": (dict(param_rounding="kahan"), {}, BFLOAT16),
+    "flash": (dict(param_rounding="residual", low_bit=COMPANDED8), {}, BFLOAT16),
     "eight_bit_moments": (dict(galore=GALORE, low_bit=DYNAMIC8), {}, {}),
 }
 QUICK = ("tied_on_four_devices",)
@@ -57,7 +59,7 @@ QUICK = ("tied_on_four_devices",)
 # the result may be the other of its two neighbours. In E5M2 these are 2^-2 apart: one of the 128 terms of a
 # kernel's gradient (8 rows of 16) then changes it by 2^-2 / sqrt(128) of its size, and a few terms do.
 # (Adam's normalized step would turn around where the gradient is nearly zero.)
-TOLERANCE = {"fp8_delayed": 0.05, "kahan": 0.01, "eight_bit_moments": 0.05}
+TOLERANCE = {"fp8_delayed": 0.05, "kahan": 0.01, "flash": 0.05, "eight_bit_moments": 0.05}
 
 
 def train(released, optimizer, mesh, model, params=None, steps=STEPS):
@@ -97,7 +99,7 @@ def test_steps_equal_the_ordinary_ones(case):
     for ours, expected in zip(metrics, want_metrics, strict=True):
         assert ours == pytest.approx(expected, rel=1e-4)
     assert_close(got["params"], want["params"], tolerance, params)
-    if case != "eight_bit_moments":  # whose state is codes
+    if case not in ("eight_bit_moments", "flash"):  # whose state is codes
         assert_close(got["opt_state"], want["opt_state"], tolerance)
     counts = [count for _, count in optax.tree.get_all_with_path(got["opt_state"], "count")]
     assert counts and set(map(int, counts)) == {STEPS}, "every counter counts a step once"
