@@ -188,6 +188,8 @@ def _optimizer() -> ConfigDict:
                 mu=str, nu=str, block_size=int, min_size=int, seed=int
             ),
             adascale=config_dict.placeholder(float),  # batch / the batch that rate and steps are for
-            param_rounding=config_dict.placeholder(str),  # of bfloat16 parameters: optim.config.PARAM_ROUNDINGS
+            param_rounding=config_dict.placeholder(
+                str
+            ),  # of bfloat16 parameters: optim.config.PARAM_ROUNDINGS
         )
     )

@@ -154,7 +154,9 @@ def test_residuals_sum_updates_to_half_a_unit_a_step():
         bound += 0.5001 * spacing(np.asarray(p, np.float64)) / 254
         bound += 2.0**-23 * (np.abs(want) + np.abs(np.asarray(u)))
         assert p.dtype == jnp.bfloat16 and (np.abs(exact(p, state) - want) <= bound).all()
-        assert (np.abs(exact(p, state) - np.asarray(p, np.float64)) <= spacing(np.asarray(p, np.float64)) / 2).all()
+        assert (
+            np.abs(exact(p, state) - np.asarray(p, np.float64)) <= spacing(np.asarray(p, np.float64)) / 2
+        ).all()
 
 
 def test_a_residual_moves_a_parameter_that_nearest_rounding_would_leave():
