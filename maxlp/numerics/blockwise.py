@@ -37,8 +37,8 @@ def encode(
     Args:
       x: any shape, computed on in float32.
       signed: False for numbers that are never negative. In floats (but bfloat16), dynamic8 and
-        companded8 those that are not zero are then stored as at least the smallest positive value of the format,
-        because an update is divided by the root of a second moment.
+        companded8 those that are not zero are then stored as at least the smallest positive value of the
+        format, because an update is divided by the root of a second moment.
       block_size: entries of the last dim that share a scale; 0: all of a tensor.
       layer_axes: number of leading axes that count tensors.
       key: random key, for the formats that round stochastically (bfloat16, float8_e5m2).

@@ -140,6 +140,7 @@ class OptimizerConfig:
         sgd only). None counts each step as one.
       param_rounding: how bfloat16 parameters are rounded after an update, one of `PARAM_ROUNDINGS`;
         None rounds to nearest, which loses small updates.
+      offload: the state is in pinned memory of the host between steps, except for scalars.
     """
 
     name: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
@@ -161,6 +162,7 @@ class OptimizerConfig:
     low_bit: LowBitConfig | None = None
     adascale: Annotated[float, Range(at_least=1)] | None = None
     param_rounding: Annotated[str, OneOf(PARAM_ROUNDINGS)] | None = None
+    offload: bool = False
 
     def __post_init__(self) -> None:
         schema.check(self)
@@ -192,6 +194,8 @@ class OptimizerConfig:
                 yield "b1", self.b1, "b1 weighs its average; set b1 above 0"
             if self.param_rounding is not None:
                 yield "param_rounding", self.param_rounding, "it keeps an unrounded copy; set it to None"
+            if self.offload:
+                yield "offload", self.offload, "its average is evaluated on the device; set offload=False"
         if self.name == "adamp" and self.has_galore:
             yield "galore.rank", galore.rank, "it compares whole gradients with weights; set galore.rank=0"
         if "apollo" in self.name and self.has_galore:

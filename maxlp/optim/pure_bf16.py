@@ -27,7 +27,7 @@ KEPT = {"stochastic": None, "kahan": jnp.bfloat16, "residual": jnp.int8}  # dtyp
 
 
 class PureBf16State(NamedTuple):
-    """State of the inner transformation, and the rounding errors: in `KEPT`'s dtype like `params`, or None."""
+    """State of the inner transformation, and the rounding errors: shaped like `params`, or None."""
 
     count: jax.typing.ArrayLike
     inner: optax.OptState
@@ -42,8 +42,8 @@ def pure_bf16(
     `inner` sees gradients and parameters in float32 (with `residual`, the rounding errors are part of the
     parameters), and its state is the same as for float32 parameters (`low_bit` goes inside). The resulting
     updates are float32 differences of two bfloat16 numbers, so that `optax.apply_updates` gives the rounded
-    parameters exactly. (Where a parameter shrinks to less than 2^-16 of itself in one update, the difference
-    may round in its 24th bit.)
+    parameters exactly. (Where a parameter shrinks to less than 2^-16 of itself in one update, the
+    difference may round in its 24th bit.)
 
     Args:
       inner: computes the updates to add to the parameters.

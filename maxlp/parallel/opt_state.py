@@ -23,6 +23,8 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mes
       dim that is not split;
     * is replicated otherwise (one number a layer, factored moments).
 
+    What ``tx.init`` puts into the host's memory (`optim.offload`) is initialized and kept there.
+
     Args:
       params: the parameters as `jax.ShapeDtypeStruct` with shardings.
     """
@@ -39,7 +41,19 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mes
         codes = _like_param(leaf.codes.shape, param, mesh)
         return leaf._replace(codes=codes, scale=_divisible(codes, leaf.scale.shape))
 
-    return jax.tree.map_with_path(one, jax.eval_shape(tx.init, params), is_leaf=_is_blocks)
+    jaxpr, shapes = jax.make_jaxpr(tx.init, return_shape=True)(params)
+    where, structure = jax.tree.flatten(jax.tree.map_with_path(one, shapes, is_leaf=_is_blocks))
+    return structure.unflatten(
+        _on_host(place) if aval.memory_space == jax.memory.Space.Host else place
+        for place, aval in zip(where, jaxpr.out_avals, strict=True)
+    )
+
+
+def _on_host(place: NamedSharding) -> NamedSharding:
+    mesh = place.mesh
+    if isinstance(mesh, Mesh) and not mesh.devices.flat[0].addressable_memories():
+        mesh = mesh.abstract_mesh  # for devices that are only compiled for JAX drops the kind of memory
+    return NamedSharding(mesh, place.spec, memory_kind="pinned_host")
 
 
 def _is_blocks(x: Any) -> bool:

@@ -171,7 +171,16 @@ def _optimizer() -> ConfigDict:
             b2=0.95,
             eps=1e-8,
             mu_dtype=config_dict.placeholder(str),  # of the first moments; unset: that of the parameters
-            options=dict(),  # further keywords of this optimizer
+            options=unset(  # keywords of single optimizers: docs/optimizers.md
+                **dict.fromkeys(("nesterov", "one_sided"), bool),
+                **dict.fromkeys(("eps_root", "smooth_beta", "clip_threshold", "clipping_threshold"), float),
+                **dict.fromkeys(("momentum", "decay_rate", "beta", "rms", "adam_rate", "scale"), float),
+                **dict.fromkeys(("growth", "delta", "wd_ratio"), float),
+                **dict.fromkeys(("min_dim_size_to_factor", "ns_steps", "precondition_frequency"), int),
+                **dict.fromkeys(("max_precond_dim", "rank", "update_proj_gap", "seed"), int),
+                **dict.fromkeys(("mode", "granularity"), str),
+                targets=tuple,
+            ),
             galore=unset(  # low-rank projection of the gradients: optim.config.GaloreConfig
                 rank=int,
                 update_proj_gap=int,
@@ -188,8 +197,7 @@ def _optimizer() -> ConfigDict:
                 mu=str, nu=str, block_size=int, min_size=int, seed=int
             ),
             adascale=config_dict.placeholder(float),  # batch / the batch that rate and steps are for
-            param_rounding=config_dict.placeholder(
-                str
-            ),  # of bfloat16 parameters: optim.config.PARAM_ROUNDINGS
+            param_rounding=config_dict.placeholder(str),  # of bfloat16: stochastic, residual, kahan
+            offload=config_dict.placeholder(bool),  # state in the host's memory between steps
         )
     )

@@ -8,8 +8,11 @@ import numpy as np
 import optax
 import pytest
 
+from maxlp.core.train_state import num_params
+from maxlp.optim.offload import offload
 from maxlp.parallel import sharding
 from maxlp.planning import topologies
+from maxlp.runtime.checkpoint import Checkpointer, restore
 from tests.fixtures import Trainer, batch, batches, histories, make_mesh, precision_config
 from tests.optim.common import make_optimizer
 
@@ -172,6 +175,48 @@ def test_the_optimizer_state_is_not_copied_on_a_gpu():
         stacked = jax.tree.leaves(trainer.abstract["params"]["layers"])
         layers = sum(x.size * x.dtype.itemsize for x in stacked)
         assert (compiled.memory_analysis().temp_size_in_bytes < layers) == released
+
+
+# --- offloaded state ------------------------------------------------------------------------------------
+
+
+def test_offloaded_steps_equal_the_others_and_go_on_from_their_checkpoint(tmp_path):
+    """Two steps without offloading, a checkpoint, and two with it, on four devices: to the bit."""
+    how = dict(released=True, remat="block", num_layers=3)
+    trainer = Trainer(mesh := make_mesh(fsdp=2, tensor=2), tx=make_tx(), **how)
+    data = batches(4, ROWS, LENGTH)
+    state, _ = trainer.run(trainer.init(), data[:2])
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        checkpointer.save(2, state, {})
+    want, _ = trainer.run(state, data[2:])
+    ours = Trainer(mesh, tx=offload(make_tx()), **how)
+    got, _ = ours.run(restore(tmp_path, ours.abstract).state, data[2:])
+    for path, leaf in jax.tree.leaves_with_path(got["opt_state"]):
+        assert leaf.sharding.memory_kind == ("pinned_host" if leaf.ndim else "device"), path
+    for part in ("params", "opt_state"):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(got[part]), jax.device_get(want[part]))
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        pytest.param("h100:1x1", marks=pytest.mark.aot("jax_cuda13_plugin")),
+        pytest.param("v5e:2x2", marks=pytest.mark.aot("libtpu")),
+    ],
+)
+def test_offloaded_state_takes_no_memory_of_the_device(topology):
+    """But for a layer's: arguments shrink by all of the moments, and temporaries grow by little."""
+    found = topologies.parse(topology)
+    mesh = sharding.make_mesh(fsdp=found.size, devices=topologies.devices(found))
+    how = dict(released=True, remat="block", num_layers=16, embed_dim=512, mlp_dim=2048)
+    memory, data = [], batch(0, rows=8, length=128)
+    for tx in (make_tx(), offload(make_tx())):
+        trainer = Trainer(mesh, tx=tx, **how)
+        memory.append(trainer.lower(data).compile().memory_analysis())
+    moments = 2 * 4 * num_params(trainer.abstract["params"]) / found.size
+    on_device, on_host = (m.argument_size_in_bytes + m.temp_size_in_bytes for m in memory)
+    assert memory[1].host_argument_size_in_bytes == pytest.approx(moments, rel=0.05)
+    assert on_device - on_host > 0.8 * moments
 
 
 @pytest.mark.full
