@@ -25,6 +25,7 @@ from maxlp.schema import (
 OPTIMIZERS = {
     "adamw": "optax:scale_by_adam",
     "stable_adamw": "maxlp.optim.stable_adamw:scale_by_stable_adam",
+    "stable_spam": "maxlp.optim.stable_spam:scale_by_stable_spam",
     "adafactor": "maxlp.optim.adafactor:scale_by_adafactor",
     "lion": "optax:scale_by_lion",
     "muon": "maxlp.optim.muon:scale_by_muon",
@@ -112,6 +113,24 @@ class LowBitConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaGCConfig:
+    """Options of AdaGC (`maxlp.optim.adagc`), which is on if one of them is set.
+
+    Attributes:
+      ratio: λ_rel, how much longer than the average of its clipped gradients a tensor's gradient may be.
+      decay: β, decay rate of that average.
+      warmup_steps: T_start, the updates in which `clip_norm` bounds the global norm instead.
+    """
+
+    ratio: Annotated[float, Range(at_least=1)] = 1.05
+    decay: DecayRate = 0.98
+    warmup_steps: Count = 100
+
+    def __post_init__(self) -> None:
+        schema.check(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The config's `optimizer` section.
 
@@ -124,6 +143,7 @@ class OptimizerConfig:
       final_lr_fraction: the last learning rate as a fraction of the peak (not for constant).
       decay_fraction: the fraction of all steps in which the rate decays (wsd only).
       clip_norm: gradients are scaled down to this global L2 norm; 0 turns clipping off.
+      adagc: clips each tensor by its own norms, after a warm-up with clip_norm; None uses clip_norm alone.
       weight_decay: decoupled weight decay of the tensors that `decay_mask` selects.
       decay_embeddings: whether embedding tables decay too.
       decay_with_clip: whether update clipping (stable_adamw) shortens the decay along with the step.
@@ -158,6 +178,7 @@ class OptimizerConfig:
     eps: Positive
     mu_dtype: Annotated[str, OneOf(MU_DTYPES)] | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    adagc: AdaGCConfig | None = None
     galore: GaloreConfig | None = None
     low_bit: LowBitConfig | None = None
     adascale: Annotated[float, Range(at_least=1)] | None = None

@@ -2,6 +2,7 @@
 
 clip by global norm → rescale → decoupled weight decay → learning rate (with AdaScale, times its gain)
 
+clip    = adagc(clip_norm)                       optional, instead of the global norm after a warm-up
 rescale = low_bit(galore(OPTIMIZERS[name]))      both wrappers optional
 """
 
@@ -71,7 +72,7 @@ def make_tx(config: OptimizerConfig, *, total_steps: int, microbatches: int = 1)
         decay_fraction=config.decay_fraction,
     )
     tx = optax.chain(
-        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
+        _clip(config),
         *_rescale_and_decay(config),
         _learning_rate(config, schedule, microbatches),
     )
@@ -86,6 +87,15 @@ def make_tx(config: OptimizerConfig, *, total_steps: int, microbatches: int = 1)
 
         tx = offload(tx)
     return Optimizer(tx, schedule, make_rms(config))
+
+
+def _clip(config: OptimizerConfig) -> optax.GradientTransformation:
+    """The beginning of the chain."""
+    if config.adagc is not None:
+        from maxlp.optim.adagc import clip_by_own_norms
+
+        return clip_by_own_norms(config.adagc, config.clip_norm)
+    return optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
 
 
 def _learning_rate(

@@ -170,14 +170,16 @@ def _optimizer() -> ConfigDict:
             b1=0.9,
             b2=0.95,
             eps=1e-8,
+            adagc=unset(ratio=float, decay=float, warmup_steps=int),  # clipping: optim.config.AdaGCConfig
             mu_dtype=config_dict.placeholder(str),  # of the first moments; unset: that of the parameters
             options=unset(  # keywords of single optimizers: docs/optimizers.md
                 **dict.fromkeys(("nesterov", "one_sided"), bool),
                 **dict.fromkeys(("eps_root", "smooth_beta", "clip_threshold", "clipping_threshold"), float),
                 **dict.fromkeys(("momentum", "decay_rate", "beta", "rms", "adam_rate", "scale"), float),
                 **dict.fromkeys(("growth", "delta", "wd_ratio"), float),
+                **dict.fromkeys(("norm_decay", "squared_norm_decay", "largest_decay"), float),
                 **dict.fromkeys(("min_dim_size_to_factor", "ns_steps", "precondition_frequency"), int),
-                **dict.fromkeys(("max_precond_dim", "rank", "update_proj_gap", "seed"), int),
+                **dict.fromkeys(("max_precond_dim", "rank", "update_proj_gap", "seed", "reset_every"), int),
                 **dict.fromkeys(("mode", "granularity"), str),
                 targets=tuple,
             ),

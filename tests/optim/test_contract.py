@@ -46,6 +46,7 @@ OPTIMIZERS = {
     "adamw": {},
     "stable_adamw": {},
     "adafactor": ADAFACTOR,
+    "stable_spam": dict(options=dict(reset_every=3)),
     "lion": dict(b2=0.98),
     "muon": {},
     "normuon": {},
@@ -60,6 +61,7 @@ OPTIMIZERS = {
     ),
     "galore_adafactor": ADAFACTOR | dict(name="adafactor", galore=GALORE),
     "low_bit": dict(name="adamw", low_bit=FP8),
+    "adagc": dict(name="stable_adamw", adagc=dict(warmup_steps=2)),
     "companded": dict(name="adamw", low_bit=COMPANDED8),
     "muon_8bit": dict(name="muon", low_bit=DYNAMIC8),
     "q_galore": dict(

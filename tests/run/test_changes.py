@@ -46,8 +46,8 @@ FREE = {
     "health_every",
     "mesh": "stage data fsdp context tensor dcn_data",
     "optimizer": "name learning_rate schedule warmup_steps final_lr_fraction decay_fraction clip_norm "
-    "weight_decay decay_embeddings decay_with_clip b1 b2 eps mu_dtype options galore low_bit adascale "
-    "param_rounding offload",
+    "weight_decay decay_embeddings decay_with_clip b1 b2 eps mu_dtype options adagc galore low_bit "
+    "adascale param_rounding offload",
     "spikes": "guard statistics window threshold min_history merge_steps rms_threshold lead "
     "guard_threshold rewind_steps skip_batches max_actions",
     "checkpoint": "every_steps keep_last keep_every",
