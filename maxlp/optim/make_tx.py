@@ -71,8 +71,13 @@ def make_tx(config: OptimizerConfig, *, total_steps: int, microbatches: int = 1)
         final_lr_fraction=config.final_lr_fraction,
         decay_fraction=config.decay_fraction,
     )
+    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
+    if config.adagc is not None:
+        from maxlp.optim.adagc import clip_by_own_norms
+
+        clip = clip_by_own_norms(config.adagc, config.clip_norm)
     tx = optax.chain(
-        _clip(config),
+        clip,
         *_rescale_and_decay(config),
         _learning_rate(config, schedule, microbatches),
     )
@@ -87,15 +92,6 @@ def make_tx(config: OptimizerConfig, *, total_steps: int, microbatches: int = 1)
 
         tx = offload(tx)
     return Optimizer(tx, schedule, make_rms(config))
-
-
-def _clip(config: OptimizerConfig) -> optax.GradientTransformation:
-    """The beginning of the chain."""
-    if config.adagc is not None:
-        from maxlp.optim.adagc import clip_by_own_norms
-
-        return clip_by_own_norms(config.adagc, config.clip_norm)
-    return optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
 
 
 def _learning_rate(

@@ -43,17 +43,14 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mes
 
     jaxpr, shapes = jax.make_jaxpr(tx.init, return_shape=True)(params)
     where, structure = jax.tree.flatten(jax.tree.map_with_path(one, shapes, is_leaf=_is_blocks))
+    # JAX drops the kind of memory for devices without any, as of a GPU that is only compiled for.
+    here = isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].addressable_memories()
     return structure.unflatten(
-        _on_host(place) if aval.memory_space == jax.memory.Space.Host else place
+        NamedSharding(mesh if here else mesh.abstract_mesh, place.spec, memory_kind="pinned_host")
+        if aval.memory_space == jax.memory.Space.Host
+        else place
         for place, aval in zip(where, jaxpr.out_avals, strict=True)
     )
-
-
-def _on_host(place: NamedSharding) -> NamedSharding:
-    mesh = place.mesh
-    if isinstance(mesh, Mesh) and not mesh.devices.flat[0].addressable_memories():
-        mesh = mesh.abstract_mesh  # for devices that are only compiled for JAX drops the kind of memory
-    return NamedSharding(mesh, place.spec, memory_kind="pinned_host")
 
 
 def _is_blocks(x: Any) -> bool:

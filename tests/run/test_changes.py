@@ -11,7 +11,7 @@ from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.optim.config import OptimizerConfig
 from maxlp.parallel import sharding
 from maxlp.precision import PrecisionConfig
-from maxlp.run import changes, run_dir
+from maxlp.run import changes, run_dir, same_model
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import SECTIONS, WRITER_ARGUMENTS, TrainConfig
 from maxlp.runtime.checkpoint import Checkpointer
@@ -167,7 +167,7 @@ def test_weights_are_of_another_model_if_it_computes_something_else():
     same = {"model.init_std": 0.5, "model.max_seq_len": 2048, "model.remat": "block"}
 
     def found(values):
-        return changes.other_model(
+        return same_model.other_model(
             load("debug").model.to_dict(), changed(load("debug"), values).model.to_dict()
         )
 
