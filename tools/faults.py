@@ -1702,7 +1702,7 @@ RUN = [
         "run/changes.py",
         "run/test_changes.py",
         ("if old.get(k) != new.get(k)", "if k in old and old[k] != new.get(k)"),
-        ("_is_in(FIXED, key) and not _is_in(FREE, key)", "_is_in(FIXED, key)"),
+        ("is_in(FIXED, key) and not is_in(FREE, key)", "is_in(FIXED, key)"),
         ("for info in reversed(infos)", "for info in infos"),
         ("if refused and not allow and saved_data_state(workdir) is not None", "if refused and not allow"),
     ),

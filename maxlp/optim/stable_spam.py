@@ -27,7 +27,7 @@ class StableSpamState(NamedTuple):
     largest: optax.Updates
     norm: optax.Updates
     squared_norm: optax.Updates
-    adam: optax.ScaleByAdamState
+    adam: optax.OptState
 
 
 def scale_by_stable_spam(
@@ -61,8 +61,9 @@ def scale_by_stable_spam(
         )
 
     def init(params: optax.Params) -> StableSpamState:
-        averages = (zeros(params) for _ in range(3))
-        return StableSpamState(jnp.zeros([], jnp.int32), *averages, adam.init(params))
+        largest, norm, squared_norm = (zeros(params) for _ in range(3))
+        count = jnp.zeros([], jnp.int32)
+        return StableSpamState(count, largest, norm, squared_norm, adam.init(params))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
         del params
@@ -87,7 +88,7 @@ def scale_by_stable_spam(
 
         grads = jax.tree.map(normalize, grads, squares, mean, square)
         grads = jax.tree.map(lambda g, u: g.astype(u.dtype), grads, updates)
-        kept = True if not reset_every else count % reset_every != 0
+        kept = True if not reset_every else jnp.asarray(count) % reset_every != 0
         fresh = jax.tree.map(lambda x: jnp.where(kept, x, jnp.zeros_like(x)), state.adam)
         steps, adam_state = adam.update(grads, fresh)
         return steps, StableSpamState(count, thresholds, norm, squared_norm, adam_state)
