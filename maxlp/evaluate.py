@@ -30,7 +30,7 @@ from ml_collections import ConfigDict
 from maxlp import schema
 from maxlp.parallel import sharding
 from maxlp.parallel.batches import device_batches
-from maxlp.run import changes, cli, constraints, run_dir
+from maxlp.run import cli, constraints, run_dir, same_model
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import make_data
 from maxlp.run.language import Language
@@ -66,7 +66,7 @@ def main() -> None:
             f"{workdir} holds imported weights and names no data; give --config=FILE with the same model"
         )
     s = read(c)
-    if others := changes.other_model(run_dir.load_config(workdir).model.to_dict(), c.model.to_dict()):
+    if others := same_model.other_model(run_dir.load_config(workdir).model.to_dict(), c.model.to_dict()):
         lines = "; ".join(others.values())
         raise ConfigError(
             f"{workdir} holds the weights of another model ({lines}); give one with that model"

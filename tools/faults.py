@@ -170,10 +170,8 @@ OPTIM = [
             "optax.add_decayed_weights(config.weight_decay)",
         ),
         (
-            "        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),\n"
-            "        *_rescale_and_decay(config),\n",
-            "        *_rescale_and_decay(config),\n"
-            "        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),\n",
+            "        clip,\n        *_rescale_and_decay(config),\n",
+            "        *_rescale_and_decay(config),\n        clip,\n",
         ),
         ("return rescale, decay", "return decay, rescale"),
         (
@@ -236,7 +234,7 @@ OPTIM = [
         ("jnp.sqrt(tensor_mean(ratio, layer_axes(path)))", "jnp.sqrt(tensor_mean(ratio, 0))"),
     ),
     *_in(
-        "optim/tree_utils.py",
+        "optim/partition.py",
         "optim/test_muon.py",
         ("matching if matches(k, targets) else other", "other if matches(k, targets) else matching"),
     ),
@@ -358,8 +356,8 @@ OPTIM = [
         "optim/test_make_tx.py",
         ('return int(DictKey("layers") in path)', "return 0", "optim/test_stable_adamw.py"),
         ("axis=tuple(range(axes, x.ndim))", "axis=tuple(range(axes))", "optim/test_stable_adamw.py"),
-        ('MOMENTS = ("mu", "nu")', 'MOMENTS = ("mu",)', "optim/test_low_bit.py"),
     ),
+    *_in("optim/partition.py", "optim/test_low_bit.py", ('MOMENTS = ("mu", "nu")', 'MOMENTS = ("mu",)')),
 ]
 
 NUMERICS = [
@@ -1728,7 +1726,7 @@ RUN = [
         "run/changes.py",
         "run/test_changes.py",
         ("if old.get(k) != new.get(k)", "if k in old and old[k] != new.get(k)"),
-        ("_is_in(FIXED, key) and not _is_in(FREE, key)", "_is_in(FIXED, key)"),
+        ("is_in(FIXED, key) and not is_in(FREE, key)", "is_in(FIXED, key)"),
         ("for info in reversed(infos)", "for info in infos"),
         ("if refused and not allow and saved_data_state(workdir) is not None", "if refused and not allow"),
     ),

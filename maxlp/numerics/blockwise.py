@@ -2,15 +2,16 @@
 
     value = scale · decode(code)
 
-Codes are numbers in one of the `formats.FORMATS`. float8_e4m3fn, float16, dynamic8, int8 and int4
-are rounded to nearest, float8_e5m2 and bfloat16 stochastically: a second moment decays by 1 - b2 in
-a step, and rounded to nearest it would stay where that is less than half the distance to the next
-value.
+Codes are numbers in one of the `formats.FORMATS`. float8_e4m3fn, float16, dynamic8, companded8, int8
+and int4 are rounded to nearest, float8_e5m2 and bfloat16 stochastically: a second moment decays by
+1 - b2 in a step, and rounded to nearest it would stay where that is less than half the distance to
+the next value.
 
 Scales are float32. Those of floats are powers of two (Fishman et al. 2024, arXiv:2409.12517, for
 float8; Balança et al. 2024, arXiv:2407.17353, for float16), so that encoding a decoded array again
 changes nothing; bfloat16 has a scale of 1. dynamic8 with blocks is Dettmers et al. 2021
-(arXiv:2110.02861).
+(arXiv:2110.02861), companded8 with blocks of 32 is FlashOptim (Ortiz et al. 2026, arXiv:2602.23349),
+but for its float16 scales, in which a small block underflows.
 """
 
 import jax
@@ -35,9 +36,9 @@ def encode(
 
     Args:
       x: any shape, computed on in float32.
-      signed: False for numbers that are never negative. In floats (but bfloat16) and dynamic8 those
-        that are not zero are then stored as at least the smallest positive value of the format,
-        because an update is divided by the root of a second moment.
+      signed: False for numbers that are never negative. In floats (but bfloat16), dynamic8 and
+        companded8 those that are not zero are then stored as at least the smallest positive value of the
+        format, because an update is divided by the root of a second moment.
       block_size: entries of the last dim that share a scale; 0: all of a tensor.
       layer_axes: number of leading axes that count tensors.
       key: random key, for the formats that round stochastically (bfloat16, float8_e5m2).
@@ -92,6 +93,8 @@ def _to_codes(y: jax.Array, to: Format, signed: bool, key: jax.Array | None) -> 
         y = jnp.clip(y, -to.max, to.max)
     if to.kind == "dynamic":
         return _dynamic_codes(y, signed)
+    if to.kind == "companded":
+        return _companded_codes(y, signed)
     if to.prefix_of is not None:
         return _stochastic(y, to, key).astype(to.dtype)
     codes = cast(y, to)
@@ -101,12 +104,14 @@ def _to_codes(y: jax.Array, to: Format, signed: bool, key: jax.Array | None) -> 
 def _from_codes(codes: jax.Array, to: Format, signed: bool) -> jax.Array:
     if to.kind == "dynamic":
         return jnp.asarray(dynamic_values(signed))[codes]
+    if to.kind == "companded":
+        return _expanded(codes.astype(jnp.float32), signed)
     return (_unpack(codes) if to.bits == 4 else codes).astype(jnp.float32)
 
 
 def _smallest_code(to: Format) -> np.ndarray | None:
     """The code of the smallest positive value, None for formats that may lose small numbers."""
-    if to.kind == "dynamic":
+    if to.kind in ("dynamic", "companded"):
         return np.asarray(1, to.dtype)
     if to.kind == "float" and to.needs_scale:
         return np.asarray(jnp.finfo(to.dtype).smallest_subnormal, to.dtype)
@@ -170,3 +175,21 @@ def _dynamic_codes(y: jax.Array, signed: bool) -> jax.Array:
         return jnp.where(size >= 1 - 0.45 / 256, 255, jnp.maximum(place - 1, 0)).astype(jnp.uint8)
     place = jnp.where(y >= 1 - 0.45 / 128, 128, place)
     return jnp.where(y < 0, 127 - place, 127 + place).astype(jnp.uint8)
+
+
+def _companded_codes(y: jax.Array, signed: bool) -> jax.Array:
+    """Numbers in [-1, 1] or [0, 1], of which small ones are nearer to each other than large ones.
+
+    FlashOptim's two functions: softsign, normalized, for momentum, and the root for second moments, which
+    is what an update is divided by.
+    """
+    z = 127 + 127 * 2 * y / (1 + jnp.abs(y)) if signed else 255 * jnp.sqrt(y)
+    return jnp.round(z).astype(jnp.uint8)
+
+
+def _expanded(codes: jax.Array, signed: bool) -> jax.Array:
+    """The inverse of `_companded_codes`, of float32 codes."""
+    if not signed:
+        return jnp.square(codes / 255)
+    z = (codes - 127) / 127
+    return z / (2 - jnp.abs(z))

@@ -5,7 +5,7 @@ it needs and its own options as keywords, and an entry in `config.OPTIMIZERS`. O
 sharded like their parameters: see `parallel.opt_state`.
 """
 
-from maxlp.optim.config import OPTIMIZERS, GaloreConfig, LowBitConfig, OptimizerConfig
+from maxlp.optim.config import OPTIMIZERS, AdaGCConfig, GaloreConfig, LowBitConfig, OptimizerConfig
 from maxlp.optim.make_tx import Optimizer, decay_mask, make_tx
 from maxlp.optim.schedule_free import eval_params, eval_part
 from maxlp.optim.schedules import SCHEDULES
@@ -14,6 +14,7 @@ from maxlp.optim.tree_utils import state_bytes
 __all__ = [
     "OPTIMIZERS",
     "SCHEDULES",
+    "AdaGCConfig",
     "GaloreConfig",
     "LowBitConfig",
     "Optimizer",

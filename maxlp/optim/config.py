@@ -25,6 +25,7 @@ from maxlp.schema import (
 OPTIMIZERS = {
     "adamw": "optax:scale_by_adam",
     "stable_adamw": "maxlp.optim.stable_adamw:scale_by_stable_adam",
+    "stable_spam": "maxlp.optim.stable_spam:scale_by_stable_spam",
     "adafactor": "maxlp.optim.adafactor:scale_by_adafactor",
     "lion": "optax:scale_by_lion",
     "muon": "maxlp.optim.muon:scale_by_muon",
@@ -39,7 +40,7 @@ OPTIMIZERS = {
 MU_DTYPES = ("float32", "bfloat16", "float16")
 # "float32" leaves a moment as it is. int4 has too few values for a moment.
 MOMENT_FORMATS = ("float32", *(name for name in FORMATS if name != "int4"))
-PARAM_ROUNDINGS = ("stochastic", "kahan")
+PARAM_ROUNDINGS = ("stochastic", "kahan", "residual")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,24 @@ class LowBitConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaGCConfig:
+    """Options of AdaGC (`maxlp.optim.adagc`), which is on if one of them is set.
+
+    Attributes:
+      ratio: λ_rel, how much longer than the average of its clipped gradients a tensor's gradient may be.
+      decay: β, decay rate of that average.
+      warmup_steps: T_start, the updates in which `clip_norm` bounds the global norm instead.
+    """
+
+    ratio: Annotated[float, Range(at_least=1)] = 1.05
+    decay: DecayRate = 0.98
+    warmup_steps: Count = 100
+
+    def __post_init__(self) -> None:
+        schema.check(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The config's `optimizer` section.
 
@@ -124,6 +143,7 @@ class OptimizerConfig:
       final_lr_fraction: the last learning rate as a fraction of the peak (not for constant).
       decay_fraction: the fraction of all steps in which the rate decays (wsd only).
       clip_norm: gradients are scaled down to this global L2 norm; 0 turns clipping off.
+      adagc: clips each tensor by its own norms, after a warm-up with clip_norm; None uses clip_norm alone.
       weight_decay: decoupled weight decay of the tensors that `decay_mask` selects.
       decay_embeddings: whether embedding tables decay too.
       decay_with_clip: whether update clipping (stable_adamw) shortens the decay along with the step.
@@ -140,6 +160,7 @@ class OptimizerConfig:
         sgd only). None counts each step as one.
       param_rounding: how bfloat16 parameters are rounded after an update, one of `PARAM_ROUNDINGS`;
         None rounds to nearest, which loses small updates.
+      offload: the state is in pinned memory of the host between steps, except for scalars.
     """
 
     name: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
@@ -157,10 +178,12 @@ class OptimizerConfig:
     eps: Positive
     mu_dtype: Annotated[str, OneOf(MU_DTYPES)] | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    adagc: AdaGCConfig | None = None
     galore: GaloreConfig | None = None
     low_bit: LowBitConfig | None = None
     adascale: Annotated[float, Range(at_least=1)] | None = None
     param_rounding: Annotated[str, OneOf(PARAM_ROUNDINGS)] | None = None
+    offload: bool = False
 
     def __post_init__(self) -> None:
         schema.check(self)
@@ -192,6 +215,8 @@ class OptimizerConfig:
                 yield "b1", self.b1, "b1 weighs its average; set b1 above 0"
             if self.param_rounding is not None:
                 yield "param_rounding", self.param_rounding, "it keeps an unrounded copy; set it to None"
+            if self.offload:
+                yield "offload", self.offload, "its average is evaluated on the device; set offload=False"
         if self.name == "adamp" and self.has_galore:
             yield "galore.rank", galore.rank, "it compares whole gradients with weights; set galore.rank=0"
         if "apollo" in self.name and self.has_galore:

@@ -34,7 +34,8 @@ from jax.tree_util import KeyPath
 
 from maxlp.numerics.blockwise import decode, encode
 from maxlp.optim.config import GaloreConfig, OptimizerConfig
-from maxlp.optim.tree_utils import LayerAxes, layer_axes, map_moments, matches, name_of
+from maxlp.optim.partition import map_moments
+from maxlp.optim.tree_utils import LayerAxes, layer_axes, matches, name_of
 
 OVERSAMPLING, POWER_ITERATIONS = 8, 2  # Halko et al. 2011: 5 to 10, and 1 or 2
 OVERLAPS = 5  # past refreshes that decide whether a lazy layer doubles its gap

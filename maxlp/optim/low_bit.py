@@ -15,7 +15,8 @@ from jax.tree_util import KeyPath
 
 from maxlp.numerics.blockwise import Blocks, decode, encode
 from maxlp.optim.config import LowBitConfig
-from maxlp.optim.tree_utils import LayerAxes, layer_axes, map_moments
+from maxlp.optim.partition import map_moments
+from maxlp.optim.tree_utils import LayerAxes, layer_axes
 
 
 class LowBitState(NamedTuple):

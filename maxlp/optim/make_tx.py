@@ -2,6 +2,7 @@
 
 clip by global norm → rescale → decoupled weight decay → learning rate (with AdaScale, times its gain)
 
+clip    = adagc(clip_norm)                       optional, instead of the global norm after a warm-up
 rescale = low_bit(galore(OPTIMIZERS[name]))      both wrappers optional
 """
 
@@ -9,6 +10,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import jax
@@ -69,8 +71,13 @@ def make_tx(config: OptimizerConfig, *, total_steps: int, microbatches: int = 1)
         final_lr_fraction=config.final_lr_fraction,
         decay_fraction=config.decay_fraction,
     )
+    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
+    if config.adagc is not None:
+        from maxlp.optim.adagc import clip_by_own_norms
+
+        clip = clip_by_own_norms(config.adagc, config.clip_norm)
     tx = optax.chain(
-        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
+        clip,
         *_rescale_and_decay(config),
         _learning_rate(config, schedule, microbatches),
     )
@@ -80,6 +87,10 @@ def make_tx(config: OptimizerConfig, *, total_steps: int, microbatches: int = 1)
         from maxlp.optim.pure_bf16 import pure_bf16
 
         tx = pure_bf16(tx, method=config.param_rounding)
+    if config.offload:
+        from maxlp.optim.offload import offload
+
+        tx = offload(tx)
     return Optimizer(tx, schedule, make_rms(config))
 
 
@@ -113,15 +124,13 @@ def _rescale_and_decay(config: OptimizerConfig) -> tuple[optax.GradientTransform
 
 def _rescale(config: OptimizerConfig) -> optax.GradientTransformation:
     """The optimizer's rescaling, inside GaLore and low-bit moments if the config sets them."""
-    module, function = OPTIMIZERS[config.name].split(":")
-    scale_by = getattr(importlib.import_module(module), function)
-    takes = [key for key in inspect.signature(scale_by).parameters if key != "layer_axes"]
-    own, hints = [key for key in takes if key not in SHARED], schema.annotations(scale_by) | OPTAX_HINTS
+    scale_by = _scale_by(config.name)
+    takes, own = inspect.signature(scale_by).parameters, options_of(config.name)
     for key, value in config.options.items():
         if key not in own:
             known = schema.unknown_key(key, own, f"options of name={config.name!r}")
             raise ValueError(f"options.{key} {known}")
-        schema.check_value(f"options.{key}", value, hints[key])
+        schema.check_value(f"options.{key}", value, own[key])
     if config.mu_dtype is not None and "mu_dtype" not in takes:
         raise ValueError(
             f"mu_dtype={config.mu_dtype!r} does not go with name={config.name!r}, which has no first "
@@ -138,6 +147,19 @@ def _rescale(config: OptimizerConfig) -> optax.GradientTransformation:
 
         rescale = low_bit(rescale, config.low_bit)
     return rescale
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """The options of this optimizer alone, with their annotations."""
+    scale_by = _scale_by(name)
+    hints = schema.annotations(scale_by) | OPTAX_HINTS
+    parameters = inspect.signature(scale_by).parameters
+    return {key: hints[key] for key in parameters if key not in (*SHARED, "layer_axes")}
+
+
+def _scale_by(name: str) -> Callable[..., optax.GradientTransformation]:
+    module, function = OPTIMIZERS[name].split(":")
+    return getattr(importlib.import_module(module), function)
 
 
 def decay_mask(params: optax.Params, decay_embeddings: bool) -> Any:

@@ -1,13 +1,16 @@
 """Parameters stored in bfloat16 alone, without a float32 master copy.
 
 bfloat16 has 8 significant bits: an update below 1/512 of a parameter is rounded away, and training stalls
-as soon as the learning rate decays. Two remedies, at 2 or 4 bytes per parameter instead of 6:
+as soon as the learning rate decays. Three remedies, at 2, 3 or 4 bytes per parameter instead of 6:
 
 * `stochastic`: the sum is rounded up or down with probability proportional to proximity (Zamirai et al.
   2020, arXiv:2010.06192). Its expectation is the exact sum; it needs no state and adds some noise.
+* `residual`: the rounding error is kept in an int8, in units of 1/254 of the distance of two bfloat16
+  numbers, of which it is at most a half (FlashOptim's master weights; Ortiz et al. 2026,
+  arXiv:2602.23349). Together that is about 16 significant bits, without noise.
 * `kahan`: the rounding error is kept in a second bfloat16 and added to the next update (Kahan 1965;
-  Zamirai et al.; pure bfloat16 training: Dobler & de Melo 2024, arXiv:2408.15793). Together that is about
-  16 significant bits, without noise.
+  Zamirai et al.; pure bfloat16 training: Dobler & de Melo 2024, arXiv:2408.15793). Together that is at
+  least 16 significant bits, and more where the error is small.
 """
 
 from typing import Any, NamedTuple
@@ -20,9 +23,11 @@ from maxlp.numerics.rounding import drop_bits
 from maxlp.optim.config import PARAM_ROUNDINGS
 from maxlp.optim.tree_utils import name_of
 
+KEPT = {"stochastic": None, "kahan": jnp.bfloat16, "residual": jnp.int8}  # dtypes of the rounding errors
+
 
 class PureBf16State(NamedTuple):
-    """State of the inner transformation, and the rounding errors: bfloat16 like `params`, or None."""
+    """State of the inner transformation, and the rounding errors: shaped like `params`, or None."""
 
     count: jax.typing.ArrayLike
     inner: optax.OptState
@@ -34,10 +39,11 @@ def pure_bf16(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps a whole optimizer chain, learning rate included, for bfloat16 parameters.
 
-    `inner` sees gradients and parameters in float32, and its state is the same as for float32 parameters
-    (`low_bit` goes inside). The resulting updates are float32 differences of two bfloat16 numbers, so that
-    `optax.apply_updates` gives the rounded parameters exactly. (Where a parameter shrinks to less than
-    2^-16 of itself in one update, the difference may round in its 24th bit.)
+    `inner` sees gradients and parameters in float32 (with `residual`, the rounding errors are part of the
+    parameters), and its state is the same as for float32 parameters (`low_bit` goes inside). The resulting
+    updates are float32 differences of two bfloat16 numbers, so that `optax.apply_updates` gives the rounded
+    parameters exactly. (Where a parameter shrinks to less than 2^-16 of itself in one update, the
+    difference may round in its 24th bit.)
 
     Args:
       inner: computes the updates to add to the parameters.
@@ -59,23 +65,30 @@ def pure_bf16(
                     f"param_rounding={method!r} is for bfloat16 parameters, {name_of(path)} is {p.dtype}; "
                     "set model.param_dtype='bfloat16' or param_rounding=None"
                 )
-        lost = jax.tree.map(jnp.zeros_like, params) if method == "kahan" else None
+        kept = KEPT[method]
+        lost = None if kept is None else optax.tree.zeros_like(params, dtype=kept)
         return PureBf16State(jnp.zeros([], jnp.int32), inner.init(_float32(params)), lost)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any) -> Any:
         assert params is not None, "the parameter after the update is what gets rounded"
-        old = _float32(params)
+        stored = old = _float32(params)
+        if method == "residual":
+            old = jax.tree.map(_with_residual, stored, state.lost)
         updates, inner_state = inner.update(_float32(updates), state.inner, old, **extra)
+        lost = None
         if method == "kahan":
             wanted = jax.tree.map(lambda u, c: u + c.astype(jnp.float32), updates, state.lost)
             deltas = jax.tree.map(lambda p, u: _nearest(p + u) - p, old, wanted)
             lost = jax.tree.map(lambda u, d: (u - d).astype(jnp.bfloat16), wanted, deltas)
+        elif method == "residual":
+            wanted = jax.tree.map(jnp.add, old, updates)
+            new = jax.tree.map(_nearest, wanted)
+            deltas, lost = jax.tree.map(jnp.subtract, new, stored), jax.tree.map(_residual, wanted, new)
         else:
             key = jax.random.fold_in(jax.random.key(seed), state.count)
             leaves, structure = jax.tree.flatten(updates)
             keys = structure.unflatten(jax.random.fold_in(key, i) for i in range(len(leaves)))
             deltas = jax.tree.map(lambda p, u, k: _stochastic(p + u, k) - p, old, updates, keys)
-            lost = None
         return deltas, PureBf16State(optax.safe_increment(state.count), inner_state, lost)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -96,3 +109,22 @@ def _nearest(x: jax.Array) -> jax.Array:
 def _stochastic(x: jax.Array, key: jax.Array) -> jax.Array:
     """float32 to a neighbouring bfloat16, with probability proportional to proximity; float32."""
     return drop_bits(x, 16, "stochastic", jax.random.bits(key, x.shape, jnp.uint16))
+
+
+def _residual(exact: jax.Array, rounded: jax.Array) -> jax.Array:
+    """int8: the rounding error in units of `_unit`, which its largest size is 127 of."""
+    return jnp.round((exact - rounded) / _unit(rounded)).astype(jnp.int8)
+
+
+def _with_residual(rounded: jax.Array, residual: jax.Array) -> jax.Array:
+    """float32: the inverse of `_residual`."""
+    return rounded + residual.astype(jnp.float32) * _unit(rounded)
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """1/254 of the distance from bfloat16 numbers to the next larger ones, in float32.
+
+    Of numbers below 2^-100, whose units would be subnormal, that of 2^-100.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & 0x7F800000
+    return jnp.maximum(jax.lax.bitcast_convert_type(bits, jnp.float32), 2.0**-100) * (2.0**-7 / 254)

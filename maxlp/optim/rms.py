@@ -19,15 +19,15 @@ def make_rms(config: OptimizerConfig) -> Rms:
     It maps the gradients before clipping and the state after the update to RMS_t by parameter name,
     float32 (*layers). For stable_adamw that is the number it clips by, inside GaLore RMS_t of the
     projected gradient. For the others it is computed from Adam's second moment; parameters whose moment
-    is factored, projected or stored in few bits are left out. (To measure those, use stable_adamw with
-    clip_threshold=inf, which is AdamW.)
+    is factored, projected or stored in few bits are left out, and all if AdaGC clips. (To measure those,
+    use stable_adamw with clip_threshold=inf, which is AdamW.)
     """
     if config.name == "stable_adamw":
         from maxlp.optim.stable_adamw import last_rms
 
         return lambda grads, opt_state: _by_name(last_rms(opt_state))
     state_type = _second_moment_type(config.name)
-    if state_type is None or config.has_galore:
+    if state_type is None or config.has_galore or config.adagc is not None:
         return lambda grads, opt_state: {}
     return functools.partial(_second_moment_rms, state_type=state_type, config=config)
 

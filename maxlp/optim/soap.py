@@ -27,7 +27,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxlp.optim.tree_utils import HIDDEN_KERNELS, Targets, by_target, widened
+from maxlp.optim.partition import by_target
+from maxlp.optim.tree_utils import HIDDEN_KERNELS, Targets, widened
 from maxlp.schema import Count
 
 

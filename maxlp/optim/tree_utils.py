@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-import optax
-from jax.tree_util import DictKey, GetAttrKey, KeyPath
+from jax.tree_util import DictKey, KeyPath
 
 from maxlp.schema import RegularExpression
 
@@ -16,7 +15,6 @@ Targets = tuple[Annotated[str, RegularExpression()], ...]
 
 # Default targets of GaLore and Muon: the matrices of the blocks, without embeddings, head and norms.
 HIDDEN_KERNELS = ("(attn|mlp)/.*kernel$",)
-MOMENTS = ("mu", "nu")  # optax's field names for the first and second moment, used by all of its states
 
 
 def layer_axes(path: KeyPath) -> int:
@@ -43,21 +41,6 @@ def matches(path: KeyPath, patterns: Sequence[str]) -> bool:
     return any(re.search(pattern, name_of(path)) for pattern in patterns)
 
 
-def by_target(
-    pair: dict[str, optax.GradientTransformation], targets: Sequence[str]
-) -> optax.GradientTransformation:
-    """The first transformation for the parameters that match, the second one for all others.
-
-    Their names are part of the state.
-    """
-    matching, other = pair
-
-    def labels(params: optax.Params) -> Any:
-        return jax.tree.map_with_path(lambda k, _: matching if matches(k, targets) else other, params)
-
-    return optax.partition({**pair}, labels)
-
-
 def widened(tree: Any) -> Any:
     """The tree with its arrays in float32; float64 arrays keep their dtype."""
     return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
@@ -77,26 +60,6 @@ def find_states(opt_state: Any, *kinds: type) -> list[tuple[KeyPath, Any]]:
     """All states of the given types inside an optimizer state, each with its path."""
     nodes, _ = jax.tree.flatten_with_path(opt_state, is_leaf=lambda node: isinstance(node, kinds))
     return [(path, node) for path, node in nodes if isinstance(node, kinds)]
-
-
-def map_moments(fn: Callable[..., Any], state: Any, is_leaf: Callable | None = None) -> Any:
-    """Replaces each leaf of the moments in an optax state by `fn(moment, path, leaf)`.
-
-    Moments are found by their field names, `MOMENTS`.
-
-    Args:
-      fn: takes the moment's name, the path of the parameter and the leaf.
-      state: any optax state.
-      is_leaf: as in `jax.tree.map`.
-    """
-
-    def one(path: KeyPath, leaf: Any) -> Any:
-        for i, key in enumerate(path):
-            if isinstance(key, GetAttrKey) and key.name in MOMENTS:
-                return fn(key.name, path[i + 1 :], leaf)
-        return leaf
-
-    return jax.tree.map_with_path(one, state, is_leaf=is_leaf)
 
 
 def state_bytes(state: Any) -> int:

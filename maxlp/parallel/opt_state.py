@@ -23,6 +23,8 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mes
       dim that is not split;
     * is replicated otherwise (one number a layer, factored moments).
 
+    What ``tx.init`` puts into the host's memory (`optim.offload`) is initialized and kept there.
+
     Args:
       params: the parameters as `jax.ShapeDtypeStruct` with shardings.
     """
@@ -39,7 +41,16 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mes
         codes = _like_param(leaf.codes.shape, param, mesh)
         return leaf._replace(codes=codes, scale=_divisible(codes, leaf.scale.shape))
 
-    return jax.tree.map_with_path(one, jax.eval_shape(tx.init, params), is_leaf=_is_blocks)
+    jaxpr, shapes = jax.make_jaxpr(tx.init, return_shape=True)(params)
+    where, structure = jax.tree.flatten(jax.tree.map_with_path(one, shapes, is_leaf=_is_blocks))
+    # JAX drops the kind of memory for devices without any, as of a GPU that is only compiled for.
+    here = isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].addressable_memories()
+    return structure.unflatten(
+        NamedSharding(mesh if here else mesh.abstract_mesh, place.spec, memory_kind="pinned_host")
+        if aval.memory_space == jax.memory.Space.Host
+        else place
+        for place, aval in zip(where, jaxpr.out_avals, strict=True)
+    )
 
 
 def _is_blocks(x: Any) -> bool:

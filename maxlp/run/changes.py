@@ -27,11 +27,6 @@ FREE = (
     *("model.pipeline", "loss.num_chunks", "loss.method", "loss.tile_size"),
     *("data.num_workers", "data.num_threads", "data.max_broken", "data.validation_source"),
 )
-# Keys of the model that only decide how its weights begin, how they are trained, or how long a text may be.
-TRAINING = (
-    *("model.init", "model.init_std", "model.logit_scale", "model.logit_bias", "model.layer_scale"),
-    *("model.visual.patch_dropout", "model.max_seq_len"),
-)
 # Sections that change no number of the training.
 OBSERVING = ("spikes", "checkpoint", "metrics", "profile")
 
@@ -51,7 +46,7 @@ def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> dict[str,
     if not (workdir / "config.json").exists():
         return {}
     old, new = run_dir.load_config(workdir).to_dict(), json.loads(c.to_json_best_effort())
-    changes = _differences(old, run_dir.upgraded(new))
+    changes = differences(old, run_dir.upgraded(new))
     refused = [change for key, change in changes.items() if is_fixed(key)]
     if refused and not allow and saved_data_state(workdir) is not None:
         raise ConfigError(
@@ -70,27 +65,12 @@ def repeats_the_last_start(workdir: Path, changed: list[str]) -> bool:
     Args:
       changed: the keys of the config that differ from the last start.
     """
-    return (workdir / "run.json").exists() and all(_is_in(OBSERVING, key) for key in changed)
-
-
-def other_model(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
-    """Each key with which one model computes something else than another -> a line with both values.
-
-    Args:
-      old, new: sections ``model``.
-    """
-    changes = _differences({"model": old}, {"model": new})
-    return {k: line for k, line in changes.items() if is_fixed(k) and not is_training(k)}
-
-
-def is_training(key: str) -> bool:
-    """Whether a key of the model is not about what it computes with given weights; see `TRAINING`."""
-    return _is_in(TRAINING, key)
+    return (workdir / "run.json").exists() and all(is_in(OBSERVING, key) for key in changed)
 
 
 def is_fixed(key: str) -> bool:
     """Whether a config key decides what the model computes or what it learns from."""
-    return _is_in(FIXED, key) and not _is_in(FREE, key)
+    return is_in(FIXED, key) and not is_in(FREE, key)
 
 
 def saved_data_state(workdir: Path) -> dict[str, Any] | None:
@@ -108,11 +88,12 @@ def saved_data_state(workdir: Path) -> dict[str, Any] | None:
     return {} if infos else None
 
 
-def _is_in(names: tuple[str, ...], key: str) -> bool:
+def is_in(names: tuple[str, ...], key: str) -> bool:
+    """Whether a key is one of these or below one of them."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
     """Each key of two configs whose values differ -> a line with both."""
     old, new = flat(old), flat(new)
     keys = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))

@@ -250,6 +250,16 @@ def released_gradients_are_not_gated(s: Settings, machine: Machine) -> str | Non
     return None
 
 
+def released_gradients_let_states_offload(s: Settings, machine: Machine) -> str | None:
+    """An ordinary step fetches the state of all layers at once, for which a device needs as much memory."""
+    if not s.optimizer.offload or s.train.release_gradients:
+        return None
+    return (
+        "optimizer.offload=True saves memory only where one layer after the other is updated; set "
+        "train.release_gradients=True"
+    )
+
+
 def _released(key: str, instead: str) -> str:
     return (
         f"{key} cannot be combined with train.release_gradients=True, which updates each layer in the "
@@ -269,6 +279,7 @@ RULES = (
     released_gradients_are_not_accumulated,
     released_gradients_are_not_pipelined,
     released_gradients_are_not_gated,
+    released_gradients_let_states_offload,
     precision_fits_model,
     recipe_uses_its_options,
     learned_tokenizer_fits_model,

@@ -31,6 +31,7 @@ def parse_arg(arg: str, **defaults):
 LOW_BIT = {
     "fp8": dict(mu="float8_e4m3fn", nu="float8_e5m2"),
     "8bit": dict(mu="dynamic8", nu="dynamic8", block_size=256),
+    "companded": dict(mu="companded8", nu="companded8", block_size=32),
 }
 
 
@@ -42,7 +43,8 @@ def choose(arg: str, c: ConfigDict, galore: tuple[int, float] | None = None) -> 
     optimizer: a name in `maxlp.optim.OPTIMIZERS`.
     galore: rank of the projected gradients; 0 is no projection. The learning rate becomes that of the
       config divided by GaLore's scale, so that projected kernels keep theirs.
-    low_bit: moments in ``fp8`` (e4m3 and e5m2, a scale per tensor) or ``8bit`` (dynamic, in blocks of 256).
+    low_bit: moments in ``fp8`` (e4m3 and e5m2, a scale per tensor), ``8bit`` (dynamic, in blocks of 256) or
+      ``companded`` (8 bits of functions of them, in blocks of 32).
 
     Args:
       galore: the rank that a bare ``galore`` means in this config, and its learning rate with GaLore, in
@@ -169,8 +171,19 @@ def _optimizer() -> ConfigDict:
             b1=0.9,
             b2=0.95,
             eps=1e-8,
+            adagc=unset(ratio=float, decay=float, warmup_steps=int),  # clipping: optim.config.AdaGCConfig
             mu_dtype=config_dict.placeholder(str),  # of the first moments; unset: that of the parameters
-            options=dict(),  # further keywords of this optimizer
+            options=unset(  # keywords of single optimizers: docs/optimizers.md
+                **dict.fromkeys(("nesterov", "one_sided"), bool),
+                **dict.fromkeys(("eps_root", "smooth_beta", "clip_threshold", "clipping_threshold"), float),
+                **dict.fromkeys(("momentum", "decay_rate", "beta", "rms", "adam_rate", "scale"), float),
+                **dict.fromkeys(("growth", "delta", "wd_ratio"), float),
+                **dict.fromkeys(("norm_decay", "squared_norm_decay", "largest_decay"), float),
+                **dict.fromkeys(("min_dim_size_to_factor", "ns_steps", "precondition_frequency"), int),
+                **dict.fromkeys(("max_precond_dim", "rank", "update_proj_gap", "seed", "reset_every"), int),
+                **dict.fromkeys(("mode", "granularity"), str),
+                targets=tuple,
+            ),
             galore=unset(  # low-rank projection of the gradients: optim.config.GaloreConfig
                 rank=int,
                 update_proj_gap=int,
@@ -187,6 +200,7 @@ def _optimizer() -> ConfigDict:
                 mu=str, nu=str, block_size=int, min_size=int, seed=int
             ),
             adascale=config_dict.placeholder(float),  # batch / the batch that rate and steps are for
-            param_rounding=config_dict.placeholder(str),  # of bfloat16 parameters: stochastic, kahan
+            param_rounding=config_dict.placeholder(str),  # of bfloat16: stochastic, residual, kahan
+            offload=config_dict.placeholder(bool),  # state in the host's memory between steps
         )
     )

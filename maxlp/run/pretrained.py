@@ -25,7 +25,7 @@ from maxlp.data import tokenizers
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
 from maxlp.families import Family, compressed_tensors, weights
 from maxlp.nn.lora import merged_params
-from maxlp.run import changes, run_dir
+from maxlp.run import changes, run_dir, same_model
 from maxlp.run.config import ConfigError
 from maxlp.run.restore import restore_model
 from maxlp.run.settings import Settings, make_model, read, read_model
@@ -287,7 +287,7 @@ def _joined(theirs: dict, given: dict, overrides: Mapping[str, Any], source: str
         )
     fixed, values = changes.flat({"model": theirs}), changes.flat({"model": given})
     for key in overrides:
-        if not key.startswith("model.") or not changes.is_fixed(key) or changes.is_training(key):
+        if not key.startswith("model.") or not changes.is_fixed(key) or same_model.is_training(key):
             continue
         if fixed.get(key) != values.get(key):
             raise ConfigError(
@@ -298,7 +298,7 @@ def _joined(theirs: dict, given: dict, overrides: Mapping[str, Any], source: str
     joined |= {k: v for k, v in given.items() if not changes.is_fixed(f"model.{k}")}
     section = ConfigDict(joined)
     section.update_from_flattened_dict(
-        {k.removeprefix("model."): values[k] for k in overrides if changes.is_training(k)}
+        {k.removeprefix("model."): values[k] for k in overrides if same_model.is_training(k)}
     )
     return section.to_dict()
 
@@ -332,7 +332,7 @@ def report_differences(s: Settings, workdir: Path) -> None:
         return
     if (model := find(s.train.init_from).model) is None:
         return
-    for key, line in changes.other_model(model, _section(s.family, s.model)).items():
+    for key, line in same_model.other_model(model, _section(s.family, s.model)).items():
         if key != "model.vocab_size" or not s.train.swap_tokenizer:
             distributed.print_primary(f"another model than in config.train.init_from: {line}")
 

@@ -8,8 +8,11 @@ import numpy as np
 import optax
 import pytest
 
+from maxlp.core.train_state import num_params
+from maxlp.optim.offload import offload
 from maxlp.parallel import sharding
 from maxlp.planning import topologies
+from maxlp.runtime.checkpoint import Checkpointer, restore
 from tests.fixtures import Trainer, batch, batches, histories, make_mesh, precision_config
 from tests.optim.common import make_optimizer
 
@@ -38,6 +41,7 @@ def make_tx(**changes) -> optax.GradientTransformation:
 
 GALORE = dict(rank=4, update_proj_gap=2, scale=1.0, basis="randomized")
 DYNAMIC8 = dict(mu="dynamic8", nu="dynamic8", block_size=16, min_size=64)
+COMPANDED8 = DYNAMIC8 | dict(mu="companded8", nu="companded8")
 FP8 = precision_config("fp8_delayed", first_blocks=2, last_blocks=1, history=STEPS + 1)
 QUANTIZED = slice(2, 4)  # of five layers
 BFLOAT16 = dict(dtype="bfloat16", param_dtype="bfloat16")
@@ -50,6 +54,7 @@ CASES = {  # optimizer, mesh, model
     "muon": (dict(name="muon"), {}, {}),
     "adafactor": (dict(name="adafactor", options=dict(min_dim_size_to_factor=16, momentum=0.9)), {}, {}),
     "kahan": (dict(param_rounding="kahan"), {}, BFLOAT16),
+    "flash": (dict(param_rounding="residual", low_bit=COMPANDED8), {}, BFLOAT16),
     "eight_bit_moments": (dict(galore=GALORE, low_bit=DYNAMIC8), {}, {}),
 }
 QUICK = ("tied_on_four_devices",)
@@ -57,7 +62,7 @@ QUICK = ("tied_on_four_devices",)
 # the result may be the other of its two neighbours. In E5M2 these are 2^-2 apart: one of the 128 terms of a
 # kernel's gradient (8 rows of 16) then changes it by 2^-2 / sqrt(128) of its size, and a few terms do.
 # (Adam's normalized step would turn around where the gradient is nearly zero.)
-TOLERANCE = {"fp8_delayed": 0.05, "kahan": 0.01, "eight_bit_moments": 0.05}
+TOLERANCE = {"fp8_delayed": 0.05, "kahan": 0.01, "flash": 0.05, "eight_bit_moments": 0.05}
 
 
 def train(released, optimizer, mesh, model, params=None, steps=STEPS):
@@ -97,7 +102,7 @@ def test_steps_equal_the_ordinary_ones(case):
     for ours, expected in zip(metrics, want_metrics, strict=True):
         assert ours == pytest.approx(expected, rel=1e-4)
     assert_close(got["params"], want["params"], tolerance, params)
-    if case != "eight_bit_moments":  # whose state is codes
+    if case not in ("eight_bit_moments", "flash"):  # whose state is codes
         assert_close(got["opt_state"], want["opt_state"], tolerance)
     counts = [count for _, count in optax.tree.get_all_with_path(got["opt_state"], "count")]
     assert counts and set(map(int, counts)) == {STEPS}, "every counter counts a step once"
@@ -170,6 +175,48 @@ def test_the_optimizer_state_is_not_copied_on_a_gpu():
         stacked = jax.tree.leaves(trainer.abstract["params"]["layers"])
         layers = sum(x.size * x.dtype.itemsize for x in stacked)
         assert (compiled.memory_analysis().temp_size_in_bytes < layers) == released
+
+
+# --- offloaded state ------------------------------------------------------------------------------------
+
+
+def test_offloaded_steps_equal_the_others_and_go_on_from_their_checkpoint(tmp_path):
+    """Two steps without offloading, a checkpoint, and two with it, on four devices: to the bit."""
+    how = dict(released=True, remat="block", num_layers=3)
+    trainer = Trainer(mesh := make_mesh(fsdp=2, tensor=2), tx=make_tx(), **how)
+    data = batches(4, ROWS, LENGTH)
+    state, _ = trainer.run(trainer.init(), data[:2])
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        checkpointer.save(2, state, {})
+    want, _ = trainer.run(state, data[2:])
+    ours = Trainer(mesh, tx=offload(make_tx()), **how)
+    got, _ = ours.run(restore(tmp_path, ours.abstract).state, data[2:])
+    for path, leaf in jax.tree.leaves_with_path(got["opt_state"]):
+        assert leaf.sharding.memory_kind == ("pinned_host" if leaf.ndim else "device"), path
+    for part in ("params", "opt_state"):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(got[part]), jax.device_get(want[part]))
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        pytest.param("h100:1x1", marks=pytest.mark.aot("jax_cuda13_plugin")),
+        pytest.param("v5e:2x2", marks=pytest.mark.aot("libtpu")),
+    ],
+)
+def test_offloaded_state_takes_no_memory_of_the_device(topology):
+    """But for a layer's: arguments shrink by all of the moments, and temporaries grow by little."""
+    found = topologies.parse(topology)
+    mesh = sharding.make_mesh(fsdp=found.size, devices=topologies.devices(found))
+    how = dict(released=True, remat="block", num_layers=16, embed_dim=512, mlp_dim=2048)
+    memory, data = [], batch(0, rows=8, length=128)
+    for tx in (make_tx(), offload(make_tx())):
+        trainer = Trainer(mesh, tx=tx, **how)
+        memory.append(trainer.lower(data).compile().memory_analysis())
+    moments = 2 * 4 * num_params(trainer.abstract["params"]) / found.size
+    on_device, on_host = (m.argument_size_in_bytes + m.temp_size_in_bytes for m in memory)
+    assert memory[1].host_argument_size_in_bytes == pytest.approx(moments, rel=0.05)
+    assert on_device - on_host > 0.8 * moments
 
 
 @pytest.mark.full

@@ -86,7 +86,26 @@ def test_float_scales_are_powers_of_two_and_coding_twice_changes_nothing(name, b
     assert 0.87 < np.abs(value).max() / np.abs(x).max() < 1.13, "the largest number does not overflow"
 
 
-@pytest.mark.parametrize("name", ["dynamic8", *FLOATS])
+@pytest.mark.parametrize("signed", [True, False])
+def test_companded8_is_within_half_a_step_of_its_function(signed):
+    """FlashOptim's functions: 2x / (1 + |x|), and √x of numbers that are never negative."""
+
+    def companded(x):
+        return 2 * x / (1 + np.abs(x)) if signed else np.sqrt(x)
+
+    x = wide((4, 96), seed=2, decades=3) if signed else np.square(wide((4, 96), seed=2, decades=3))
+    largest = np.repeat(np.abs(x).reshape(4, 3, 32).max(axis=-1), 32, axis=-1).astype(np.float64)
+    got = recoded(x, "companded8", signed=signed, block_size=32)
+    error = companded(got / largest) - companded(x / largest)
+    steps = 127 if signed else 255
+    # Half a step; a whole one for the smallest code, which keeps a second moment from becoming zero.
+    bound = np.where((companded(np.abs(x) / largest) < 0.5 / steps) & (not signed), 1, 0.5) / steps
+    assert (np.abs(error) <= bound * (1 + 1e-4)).all()
+    top = np.abs(x) == largest
+    np.testing.assert_allclose(got[top], x[top], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["dynamic8", "companded8", *FLOATS])
 def test_a_second_moment_never_becomes_zero(name):
     x = np.float32([[0.0, 1e-30, 1e-20, 1e-12, 1e-3, 1.0]])
     got = recoded(x, name, signed=False)
@@ -94,7 +113,7 @@ def test_a_second_moment_never_becomes_zero(name):
     assert (recoded(x, name)[0, 1:3] == 0).all(), "signed numbers may become zero"
 
 
-@pytest.mark.parametrize("name", ["dynamic8", "int8", "int4", *FLOATS])
+@pytest.mark.parametrize("name", ["dynamic8", "companded8", "int8", "int4", *FLOATS])
 def test_zeros_stay_zeros(name):
     zeros = encode(np.zeros((1, 6), np.float32), name, layer_axes=0, key=KEY)
     assert (np.asarray(decode(zeros, name)) == 0).all() and (np.asarray(zeros.scale) == 1).all()

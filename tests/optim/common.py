@@ -14,11 +14,12 @@ from maxlp.parallel.opt_state import opt_state_shardings
 from maxlp.runtime.checkpoint import Checkpointer, restore
 
 
-def make_optimizer(*, total_steps, microbatches=1, galore=None, low_bit=None, **values):
-    """`optim.make_tx` of the keys of a config's section; galore and low_bit are dicts."""
+def make_optimizer(*, total_steps, microbatches=1, galore=None, low_bit=None, adagc=None, **values):
+    """`optim.make_tx` of the keys of a config's section; galore, low_bit and adagc are dicts."""
     config = optim.OptimizerConfig(
         galore=None if galore is None else optim.GaloreConfig(**galore),
         low_bit=None if low_bit is None else optim.LowBitConfig(**low_bit),
+        adagc=None if adagc is None else optim.AdaGCConfig(**adagc),
         **values,
     )
     return optim.make_tx(config, total_steps=total_steps, microbatches=microbatches)

@@ -97,6 +97,10 @@ FREE = dict(name="schedule_free_adamw", schedule="constant")
         ),
         (FREE | {"b1": 0.0}, r"^b1=0.0 does not go with name='schedule_free_adamw': "),
         (
+            FREE | {"offload": True},
+            r"^offload=True does not go with name='schedule_free_adamw': its average is evaluated on",
+        ),
+        (
             FREE | {"param_rounding": "kahan"},
             r"^param_rounding='kahan' does not go with name='schedule_free",
         ),

@@ -40,11 +40,13 @@ BASE = dict(
 GALORE = dict(rank=2, update_proj_gap=3, scale=1.0)
 FP8 = dict(mu="float8_e4m3fn", nu="float8_e5m2", min_size=32)
 DYNAMIC8 = dict(mu="dynamic8", nu="dynamic8", block_size=4, min_size=32)
+COMPANDED8 = dict(mu="companded8", nu="companded8", block_size=4, min_size=32)
 ADAFACTOR = dict(options=dict(min_dim_size_to_factor=4, momentum=0.9))
 OPTIMIZERS = {
     "adamw": {},
     "stable_adamw": {},
     "adafactor": ADAFACTOR,
+    "stable_spam": dict(options=dict(reset_every=3)),
     "lion": dict(b2=0.98),
     "muon": {},
     "normuon": {},
@@ -59,6 +61,8 @@ OPTIMIZERS = {
     ),
     "galore_adafactor": ADAFACTOR | dict(name="adafactor", galore=GALORE),
     "low_bit": dict(name="adamw", low_bit=FP8),
+    "adagc": dict(name="stable_adamw", adagc=dict(warmup_steps=2)),
+    "companded": dict(name="adamw", low_bit=COMPANDED8),
     "muon_8bit": dict(name="muon", low_bit=DYNAMIC8),
     "q_galore": dict(
         name="adamw", galore=GALORE | dict(projector="int4", lazy_threshold=0.4), low_bit=DYNAMIC8

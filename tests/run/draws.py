@@ -208,6 +208,7 @@ COMMON: dict[str, list[Changes]] = {
                 ("float8_e4m3fn", "float8_e5m2"),
                 ("bfloat16", "float32"),
                 ("int8", "dynamic8"),
+                ("companded8", "companded8"),
                 ("float8_e5m2", "bfloat16"),
             )
         ),
@@ -218,7 +219,7 @@ COMMON: dict[str, list[Changes]] = {
     ],
     "rounding": [
         *[PURE_BF16] * 2,
-        *product(PURE_BF16, each("optimizer.param_rounding", "kahan")),
+        *product(PURE_BF16, each("optimizer.param_rounding", "kahan", "residual")),
         *product(PURE_BF16, each("optimizer.name", *OPTIMIZERS[1:])),
         PURE_BF16 | AVERAGED,
         {"optimizer.param_rounding": "kahan"},

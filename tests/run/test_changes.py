@@ -11,7 +11,7 @@ from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.optim.config import OptimizerConfig
 from maxlp.parallel import sharding
 from maxlp.precision import PrecisionConfig
-from maxlp.run import changes, run_dir
+from maxlp.run import changes, run_dir, same_model
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import SECTIONS, WRITER_ARGUMENTS, TrainConfig
 from maxlp.runtime.checkpoint import Checkpointer
@@ -22,7 +22,7 @@ from tests.run.fixtures import changed, load
 # By section and family; keys of a nested section are those of the whole.
 FIXED = {
     "llama model": "vocab_size embed_dim num_layers num_heads num_kv_heads head_dim mlp_dim max_seq_len "
-    "rope_theta rope_scaling norm_eps qk_norm tie_embeddings init_std name",
+    "rope_theta rope_scaling norm_eps qk_norm logit_soft_cap tie_embeddings init_std name",
     "clip model": "embed_dim visual text act norm_eps layer_scale qk_norm init logit_scale logit_bias "
     "image_mean image_std name",
     "llama data": "source tokenizer seq_len batch_size packing max_documents shuffle "
@@ -46,8 +46,8 @@ FREE = {
     "health_every sharpness_every",
     "mesh": "stage data fsdp context tensor dcn_data",
     "optimizer": "name learning_rate schedule warmup_steps final_lr_fraction decay_fraction clip_norm "
-    "weight_decay decay_embeddings decay_with_clip b1 b2 eps mu_dtype options galore low_bit adascale "
-    "param_rounding",
+    "weight_decay decay_embeddings decay_with_clip b1 b2 eps mu_dtype options adagc galore low_bit "
+    "adascale param_rounding offload",
     "spikes": "guard statistics window threshold min_history merge_steps rms_threshold lead "
     "guard_threshold rewind_steps skip_batches max_actions",
     "checkpoint": "every_steps keep_last keep_every",
@@ -167,7 +167,7 @@ def test_weights_are_of_another_model_if_it_computes_something_else():
     same = {"model.init_std": 0.5, "model.max_seq_len": 2048, "model.remat": "block"}
 
     def found(values):
-        return changes.other_model(
+        return same_model.other_model(
             load("debug").model.to_dict(), changed(load("debug"), values).model.to_dict()
         )
 

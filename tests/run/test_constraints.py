@@ -117,6 +117,9 @@ REFUSED = {
             "are in float32",
         )
     ],
+    "released_gradients_let_states_offload": [
+        ({"optimizer.offload": True}, 1, "cpu", "set train.release_gradients=True")
+    ],
     "released_gradients_are_not_gated": [
         (
             {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "spikes.guard": "skip"},
@@ -139,6 +142,7 @@ REFUSED = {
 ACCEPTED = [
     {},
     {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "spikes.guard": "rollback"},
+    {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "optimizer.offload": True},
     {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "precision.recipe": "fp8_delayed"},
     {"precision.recipe": "mxfp8", "data.seq_len": 100},
     {"model.dtype": "float16", "precision.loss_scale.initial": 256.0},

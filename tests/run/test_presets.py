@@ -78,6 +78,7 @@ def test_clip_and_siglip_have_the_statistics_and_the_temperature_of_their_papers
         ("precision=fp8_delayed", {"precision.recipe": "fp8_delayed", "model.dtype": "bfloat16"}),
         ("low_bit=fp8", {"optimizer.low_bit.mu": "float8_e4m3fn", "optimizer.low_bit.nu": "float8_e5m2"}),
         ("low_bit=8bit", {"optimizer.low_bit.nu": "dynamic8", "optimizer.low_bit.block_size": 256}),
+        ("low_bit=companded", {"optimizer.low_bit.mu": "companded8", "optimizer.low_bit.block_size": 32}),
         ("optimizer=lion,galore=16", {"optimizer.name": "lion", "optimizer.galore.rank": 16}),
     ],
 )

@@ -9,7 +9,10 @@ import pytest
 from flax import nnx
 from ml_collections import ConfigDict
 
+from maxlp import schema
 from maxlp.core.train_state import abstract_state, num_params
+from maxlp.optim.config import OPTIMIZERS
+from maxlp.optim.make_tx import options_of
 from maxlp.run import constraints, run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import resolve
@@ -71,6 +74,7 @@ def test_options_of_wrappers_are_keys_of_the_command_line():
         "optimizer.galore.update_proj_gap": 10,
         "optimizer.low_bit.mu": "int8",
         "optimizer.low_bit.nu": "float32",
+        "optimizer.options.nesterov": True,
         "precision.loss_scale.initial": 256.0,
         "precision.options.history": 4,
         "precision.recipe": "fp8_delayed",
@@ -87,11 +91,25 @@ def test_options_of_wrappers_are_keys_of_the_command_line():
         10,
         0.25,
     )
+    assert s.optimizer.options == {"nesterov": True}
     assert (s.optimizer.low_bit.mu, s.precision.loss_scale.initial, s.precision.options.history) == (
         "int8",
         256.0,
         4,
     )
+
+
+def test_options_of_optimizers_are_keys_of_the_command_line():
+    """All of them, with their types; unset ones do not reach the optimizer."""
+    known = {}
+    for name in OPTIMIZERS:
+        known |= options_of(name)
+    keys = load("debug").optimizer.options
+    assert read(load("debug")).optimizer.options == {}
+    assert set(keys) == known.keys()
+    for key, hint in known.items():
+        name = schema.name(hint)
+        assert keys.get_type(key).__name__ == {"(str, …)": "tuple"}.get(name, name), key
 
 
 BAD_VALUES = [

@@ -62,6 +62,7 @@ def decoder_from_hf(hf: Mapping[str, Any], supported: Mapping[str, Any]) -> dict
     hidden_size, num_heads = c.read("hidden_size", Count), c.read("num_attention_heads", Count)
     rope = _rope(c)
     return dict(
+        logit_soft_cap=None,
         vocab_size=c.read("vocab_size", Count),
         embed_dim=hidden_size,
         num_layers=c.read("num_hidden_layers", Count),
@@ -144,7 +145,15 @@ def decoder_to_hf(config: LlamaConfig) -> dict[str, Any]:
     """The keys of a ``config.json`` that many kinds of models share.
 
     The ids of the tokens that begin and end a text are null: they belong to the tokenizer.
+
+    Raises:
+      ValueError: logits that transformers does not cap.
     """
+    if config.logit_soft_cap is not None:
+        raise ValueError(
+            f"model.logit_soft_cap={config.logit_soft_cap} has no counterpart in transformers' Llama and "
+            "Qwen3; unset it in training"
+        )
     scaling = config.rope_scaling
     return dict(
         hidden_act="silu",

@@ -50,6 +50,8 @@ class LlamaConfig:
       rope_scaling: Llama 3.1's stretching of them, or None.
       norm_eps: epsilon of the norms.
       qk_norm: RMS norms of the queries and keys of each head, before their rotation (Qwen3).
+      logit_soft_cap: c, with which logits x become c · tanh(x / c), between -c and c (Gemma 2, arXiv:
+        2408.00118, has 30); None leaves them as they are.
       tie_embeddings: the logits use the embedding table.
       init_std: standard deviation of the weights. None: 1 / sqrt(inputs) for kernels, 1 for the embedding
         table (1 / sqrt(D) if tied). The two projections that write to the residual stream are scaled down
@@ -85,6 +87,7 @@ class LlamaConfig:
     remat: Annotated[str, OneOf(stack.REMAT_POLICIES)]
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     qk_norm: bool = False
+    logit_soft_cap: Positive | None = None
 
     def __post_init__(self):
         schema.check(self)
@@ -276,14 +279,16 @@ class Llama(nnx.Module):
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         """float32 logits_BSV of normed hidden states."""
         x_BSD = constrain(x_BSD, "batch", "logits_seq", "act_embed")
-        return constrain(_head(self._head_module(), x_BSD), "batch", "logits_seq", "act_vocab")
+        logits_BSV = _head(self._head_module(), x_BSD, self.config.logit_soft_cap)
+        return constrain(logits_BSV, "batch", "logits_seq", "act_vocab")
 
     def head(self) -> tuple[Callable[[nnx.State, jax.Array], jax.Array], nnx.State]:
         """`logits` as a function of (weights, hidden states) without sharding constraints, and the weights
         in ``dtype``."""
         graphdef, params, rest = nnx.split(self._head_module(), nnx.Param, ...)
         weights = jax.tree.map(lambda p: p.astype(self.config.dtype), params)
-        return lambda weights, x_BSD: _head(nnx.merge(graphdef, weights, rest), x_BSD), weights
+        soft_cap = self.config.logit_soft_cap
+        return lambda weights, x_BSD: _head(nnx.merge(graphdef, weights, rest), x_BSD, soft_cap), weights
 
     def _head_module(self) -> layers.Embed | layers.Linear:
         return self.tok_embed if self.lm_head is None else self.lm_head
@@ -300,10 +305,12 @@ class Llama(nnx.Module):
         return Cache(jnp.zeros(shape, c.dtype), jnp.zeros(shape, c.dtype))
 
 
-def _head(module: layers.Embed | layers.Linear, x_BSD: jax.Array) -> jax.Array:
+def _head(module: layers.Embed | layers.Linear, x_BSD: jax.Array, soft_cap: float | None) -> jax.Array:
     if isinstance(module, layers.Embed):
-        return module.attend(x_BSD)
-    return module(x_BSD, preferred_element_type=jnp.float32)
+        logits_BSV = module.attend(x_BSD)
+    else:
+        logits_BSV = module(x_BSD, preferred_element_type=jnp.float32)
+    return logits_BSV if soft_cap is None else soft_cap * jnp.tanh(logits_BSV / soft_cap)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:

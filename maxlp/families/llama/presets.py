@@ -30,6 +30,7 @@ def llama(**sizes) -> ConfigDict:
             max_seq_len=8192,
             norm_eps=1e-5,
             qk_norm=False,
+            logit_soft_cap=config_dict.placeholder(float),
             tie_embeddings=False,
             init_std=0.02,
             dtype="bfloat16",

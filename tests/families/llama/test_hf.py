@@ -186,6 +186,7 @@ def test_config_of_llama_3_1_8b():
         ),
         norm_eps=1e-5,
         qk_norm=False,
+        logit_soft_cap=None,
         tie_embeddings=False,
         init_std=0.02,
     )
@@ -232,6 +233,11 @@ def test_config_survives_the_round_trip(config):
 def test_configs_of_other_architectures_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         hf.config_from_hf(LLAMA_3_1_8B | change)
+
+
+def test_capped_logits_are_refused():
+    with pytest.raises(ValueError, match=r"model.logit_soft_cap=30.0 has no counterpart in transformers'"):
+        hf.config_to_hf(dataclasses.replace(CONFIG, logit_soft_cap=30.0))
 
 
 def test_config_without_a_size_is_refused():

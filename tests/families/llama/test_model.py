@@ -44,6 +44,21 @@ def logits(model, *batch):
     return model(*batch)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_capped_logits_are_those_of_gemma_2(tied):
+    """In NumPy, and in the head that a loss in chunks calls; with a cap that bends them."""
+    plain, capped = (
+        Llama(dataclasses.replace(CONFIG, tie_embeddings=tied, logit_soft_cap=cap), rngs=nnx.Rngs(0))
+        for cap in (None, 2.0)
+    )
+    x_BSD = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 32)), jnp.float32)
+    want = 2 * np.tanh(np.float64(plain.logits(x_BSD)) / 2)
+    assert np.abs(want).max() > 1 and np.abs(want).max() < 2
+    head, weights = capped.head()
+    for got in (capped.logits(x_BSD), head(weights, x_BSD)):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 def test_packed_documents_do_not_attend_to_each_other(model):
     """All documents in rows of 40 tokens, so that one program runs them all."""
     rng = np.random.default_rng(0)
