@@ -32,6 +32,7 @@ __all__ = [
 
 
 RecipeName = Annotated[str, OneOf(RECIPES)]
+Scalify = Annotated[str, OneOf(("none", "fp16", "fp8"))]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,8 @@ class PrecisionConfig:
       first_blocks, last_blocks, min_dim, smooth_swiglu: see `inject`.
       loss_scale: dynamic loss scale of a float16 run, None for no scale.
       health_every: steps between measurements of `health`, 0 for none.
+      scalify: computes gradients on pairs of data and scale (`precision.scalify`), with matmuls in
+        ``fp16`` or, in blocks, ``fp8``; ``none`` for plain arrays.
 
     Raises:
       ValueError: an unknown name or an invalid value; the message starts with the key.
@@ -60,6 +63,7 @@ class PrecisionConfig:
     smooth_swiglu: SmoothForm
     loss_scale: DynamicLossScale | None = None
     health_every: CountOrZero = 0
+    scalify: Scalify = "none"
 
     def __post_init__(self):
         schema.check(self)
@@ -83,6 +87,11 @@ def apply(model: nnx.Module, config: PrecisionConfig, *, gated_products: tuple[s
     Raises:
       ValueError: a config that does not fit the model, see `inject`.
     """
+    if config.scalify != "none":
+        from maxlp.precision import scalify  # few runs need it
+
+        blocks = dict(first_blocks=config.first_blocks, last_blocks=config.last_blocks)
+        return scalify.mark(model, fp8=config.scalify == "fp8", **blocks)
     return inject(
         model,
         make_recipe(config.recipe, **vars(config.options)),

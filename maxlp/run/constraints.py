@@ -53,12 +53,37 @@ def attention_runs(s: Settings, machine: Machine) -> str | None:
 
 def float16_is_scaled(s: Settings, machine: Machine) -> str | None:
     """Gradients underflow in float16 unless the loss is scaled (Micikevicius et al. 2018)."""
-    if s.model.dtype != "float16" or s.precision.loss_scale is not None:
+    if s.model.dtype != "float16" or s.precision.loss_scale is not None or s.precision.scalify != "none":
         return None
     return (
         "model.dtype=float16 needs precision.loss_scale, or its gradients underflow; choose both with "
         "--config=FILE:precision=fp16"
     )
+
+
+def scalify_has_the_gradients(s: Settings, machine: Machine) -> str | None:
+    """Scale propagation runs the whole gradient, with scales of its own, where it has a rule for everything."""
+    if s.precision.scalify == "none":
+        return None
+    attention = s.on(machine).model.attention
+    refused = {
+        f"model.dtype={s.model.dtype}": (s.model.dtype != "float16", "model.dtype=float16"),
+        "precision.loss_scale": (s.precision.loss_scale is not None, "no loss scale"),
+        f"precision.recipe={s.precision.recipe}": (s.precision.recipe != "bf16", "precision.recipe=bf16"),
+        "precision.rules": (bool(s.precision.rules), "no rules"),
+        f"precision.health_every={s.precision.health_every}": (
+            s.precision.health_every > 0,
+            "precision.health_every=0",
+        ),
+        f"model.attention={attention}": (attention != "xla", "model.attention=xla"),
+        f"mesh.stage={machine.axes['stage']}": (machine.axes["stage"] > 1, "mesh.stage=1"),
+        "train.lora": (s.train.lora is not None, "no adapters"),
+        "train.release_gradients=True": (s.train.release_gradients, "train.release_gradients=False"),
+    }
+    for key, (is_refused, instead) in refused.items():
+        if is_refused:
+            return f"{key} cannot be combined with precision.scalify={s.precision.scalify}; set {instead}"
+    return None
 
 
 def params_are_not_float16(s: Settings, machine: Machine) -> str | None:
@@ -261,6 +286,7 @@ RULES = (
     batch_divides,
     attention_runs,
     float16_is_scaled,
+    scalify_has_the_gradients,
     params_are_not_float16,
     rounded_params_are_bfloat16,
     adascale_has_samples,

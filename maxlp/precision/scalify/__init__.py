@@ -1,0 +1,22 @@
+"""Scale propagation (Balança et al. 2024, arXiv:2407.17353): 16-bit programs without a loss scale.
+
+An array is ``data * 2**exponent`` (`Scaled`). `scalify` runs a program on such pairs: the data stays near 1,
+where float16 and FP8 are precise, and the exponents hold the magnitudes, which neither underflow nor overflow.
+"""
+
+from maxlp.precision.scalify.interpreter import scalify
+from maxlp.precision.scalify.markers import dynamic_rescale_l2, dynamic_rescale_l2_grad, fp8_dot_general
+from maxlp.precision.scalify.scaled import Scaled, scale, unscale
+from maxlp.precision.scalify.training import mark, scaled_gradients
+
+__all__ = [
+    "Scaled",
+    "dynamic_rescale_l2",
+    "dynamic_rescale_l2_grad",
+    "fp8_dot_general",
+    "mark",
+    "scale",
+    "scaled_gradients",
+    "scalify",
+    "unscale",
+]
