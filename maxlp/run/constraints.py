@@ -62,7 +62,7 @@ def float16_is_scaled(s: Settings, machine: Machine) -> str | None:
 
 
 def scalify_has_the_gradients(s: Settings, machine: Machine) -> str | None:
-    """Scale propagation runs the whole gradient, with scales of its own, where it has a rule for everything."""
+    """Scale propagation has scales of its own, for the gradient as a whole and in plain XLA operations."""
     if s.precision.scalify == "none":
         return None
     attention = s.on(machine).model.attention

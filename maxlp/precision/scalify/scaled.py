@@ -92,7 +92,7 @@ def _floor_log2(x: jax.Array) -> jax.Array:
 
 
 def as_scaled(x: Value) -> Scaled:
-    """Any float as `Scaled`; of an array that has no scale the scale is 1, of a scalar its own magnitude."""
+    """Any float as `Scaled`: an array that has none gets the scale 1, a scalar that of its magnitude."""
     if isinstance(x, Scaled):
         return x
     if isinstance(x, Constant):
