@@ -32,9 +32,10 @@ class MissingRuleError(ValueError):
         self.line: str | None = None
 
     def __str__(self) -> str:
+        line = self.line or "an unknown line"
         return (
-            f"scalify has no rule for the primitive {self.primitive!r}, used at {self.line or 'an unknown line'}; "
-            "add one to precision.scalify.rules.RULES, or compute this part without scalify"
+            f"scalify has no rule for the primitive {self.primitive!r}, used at {line}; add one to "
+            "precision.scalify.rules.RULES, or compute this part without scalify"
         )
 
 

@@ -15,13 +15,13 @@ FP8 = {f"scalify_{name}": name for name in ("float8_e4m3fn", "float8_e5m2")}  # 
 
 
 def dynamic_rescale_l2(x: jax.Array) -> jax.Array:
-    """Measures ``x`` and moves its magnitude to its scale, so that its data has a root mean square near 1."""
+    """Moves the magnitude of ``x`` to its scale, so that its data has a root mean square near 1."""
     return checkpoint_name(x, RESCALE)
 
 
 @jax.custom_vjp
 def dynamic_rescale_l2_grad(x: jax.Array) -> jax.Array:
-    """As `dynamic_rescale_l2`, of the gradient of ``x``: at the input of norms (Balança et al., section 4)."""
+    """`dynamic_rescale_l2` of the gradient of ``x``, for the input of norms (Balança et al., section 4)."""
     return x
 
 

@@ -92,7 +92,7 @@ def sign(eqn: JaxprEqn, x: Scaled) -> list[Value]:
 
 def convert(eqn: JaxprEqn, x: Scaled) -> list[Value]:
     """Between floats only the data changes its dtype: nothing is rescaled."""
-    return keep(eqn, x) if is_float(eqn.params["new_dtype"]) else bind(eqn, value(x))
+    return keep(eqn, x) if is_float(eqn.params["new_dtype"]) else [*bind(eqn, value(x))]
 
 
 def name(eqn: JaxprEqn, x: Scaled) -> list[Value]:

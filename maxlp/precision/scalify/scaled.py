@@ -70,7 +70,7 @@ def _is_scaled(x) -> bool:
 
 
 def rescale(x: Scaled) -> Scaled:
-    """The same values with a root mean square of the data in [1, 2); zeros and infinities stay as they are."""
+    """The same values, the root mean square of whose data is in [1, 2); zeros and infinities stay."""
     wide = x.data.astype(jnp.float32)
     amax = jnp.max(jnp.abs(wide))  # first by this exponent, so that no square overflows or vanishes
     top = _floor_log2(amax)
