@@ -65,25 +65,9 @@ def scalify_has_the_gradients(s: Settings, machine: Machine) -> str | None:
     """Scale propagation has scales of its own, for the gradient as a whole and in plain XLA operations."""
     if s.precision.scalify == "none":
         return None
-    attention = s.on(machine).model.attention
-    refused = {
-        f"model.dtype={s.model.dtype}": (s.model.dtype != "float16", "model.dtype=float16"),
-        "precision.loss_scale": (s.precision.loss_scale is not None, "no loss scale"),
-        f"precision.recipe={s.precision.recipe}": (s.precision.recipe != "bf16", "precision.recipe=bf16"),
-        "precision.rules": (bool(s.precision.rules), "no rules"),
-        f"precision.health_every={s.precision.health_every}": (
-            s.precision.health_every > 0,
-            "precision.health_every=0",
-        ),
-        f"model.attention={attention}": (attention != "xla", "model.attention=xla"),
-        f"mesh.stage={machine.axes['stage']}": (machine.axes["stage"] > 1, "mesh.stage=1"),
-        "train.lora": (s.train.lora is not None, "no adapters"),
-        "train.release_gradients=True": (s.train.release_gradients, "train.release_gradients=False"),
-    }
-    for key, (is_refused, instead) in refused.items():
-        if is_refused:
-            return f"{key} cannot be combined with precision.scalify={s.precision.scalify}; set {instead}"
-    return None
+    from maxlp.run import scalify_rule  # few runs need it
+
+    return scalify_rule.refusal(s, machine)
 
 
 def params_are_not_float16(s: Settings, machine: Machine) -> str | None:

@@ -10,7 +10,7 @@ from maxlp.run.settings import read
 from tests.run.fixtures import changed, load
 
 # rule -> (changes of configs/llama/debug.py, devices, platform, part of the message)
-SCALIFY = {"model.dtype": "float16", "precision.scalify": "fp8"}
+SCALIFY = {"model.dtype": "float16", "precision.scalify": "fp16"}
 LORA = {"train.lora.rank": 4, "train.init_from": "run"}
 REFUSED = {
     "batch_divides": [

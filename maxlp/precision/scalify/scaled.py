@@ -96,10 +96,17 @@ def as_scaled(x: Value) -> Scaled:
     if isinstance(x, Scaled):
         return x
     if isinstance(x, Constant):
-        exponent = 0 if not math.isfinite(x.number) else math.frexp(x.number)[1] - 1 if x.number else ZERO
+        exponent = _constant_exponent(x.number)
         data = math.ldexp(x.number, -exponent) if x.number else 0.0
         return Scaled(jnp.full(x.shape, data, x.dtype), jnp.int32(exponent))
     return scale(x) if x.ndim == 0 else Scaled(x, jnp.int32(0))
+
+
+def _constant_exponent(number: float) -> int:
+    """The nearest one: 0.999 is 0.999, not 1.998 / 2, by which the data of a moving average would grow."""
+    if number == 0:
+        return ZERO
+    return round(math.log2(abs(number))) if math.isfinite(number) else 0
 
 
 def array(x: Value) -> jax.Array:
