@@ -47,8 +47,7 @@ class PrecisionConfig:
       first_blocks, last_blocks, min_dim, smooth_swiglu: see `inject`.
       loss_scale: dynamic loss scale of a float16 run, None for no scale.
       health_every: steps between measurements of `health`, 0 for none.
-      scalify: computes gradients on pairs of data and scale (`precision.scalify`), with matmuls in
-        ``fp16`` or, in blocks, ``fp8``; ``none`` for plain arrays.
+      scalify: ``fp16``, or ``fp8`` in blocks, with a scale for every array (`precision.scalify`).
 
     Raises:
       ValueError: an unknown name or an invalid value; the message starts with the key.
@@ -90,8 +89,7 @@ def apply(model: nnx.Module, config: PrecisionConfig, *, gated_products: tuple[s
     if config.scalify != "none":
         from maxlp.precision import scalify  # few runs need it
 
-        blocks = dict(first_blocks=config.first_blocks, last_blocks=config.last_blocks)
-        return scalify.mark(model, fp8=config.scalify == "fp8", **blocks)
+        return scalify.mark(model, config.scalify == "fp8", config.first_blocks, config.last_blocks)
     return inject(
         model,
         make_recipe(config.recipe, **vars(config.options)),
