@@ -32,7 +32,6 @@ __all__ = [
 
 
 RecipeName = Annotated[str, OneOf(RECIPES)]
-Scalify = Annotated[str, OneOf(("none", "fp16", "fp8"))]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +61,7 @@ class PrecisionConfig:
     smooth_swiglu: SmoothForm
     loss_scale: DynamicLossScale | None = None
     health_every: CountOrZero = 0
-    scalify: Scalify = "none"
+    scalify: Annotated[str, OneOf(("none", "fp16", "fp8"))] = "none"
 
     def __post_init__(self):
         schema.check(self)

@@ -55,10 +55,7 @@ def float16_is_scaled(s: Settings, machine: Machine) -> str | None:
     """Gradients underflow in float16 unless the loss is scaled (Micikevicius et al. 2018)."""
     if s.model.dtype != "float16" or s.precision.loss_scale is not None or s.precision.scalify != "none":
         return None
-    return (
-        "model.dtype=float16 needs precision.loss_scale, or its gradients underflow; choose both with "
-        "--config=FILE:precision=fp16"
-    )
+    return "model.dtype=float16 needs precision.loss_scale or scalify; use --config=FILE:precision=fp16"
 
 
 def scalify_has_the_gradients(s: Settings, machine: Machine) -> str | None:
