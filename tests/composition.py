@@ -61,6 +61,7 @@ FEATURES = [
         },
     ),
     Feature("fp16", "dtype", {"model.dtype": "float16", "precision.loss_scale.initial": 256.0}),
+    Feature("scalify_fp16", "dtype", {"model.dtype": "float16", "precision.scalify": "fp16"}),
     Feature(  # before the optimizers, which replace its own
         "adascale",
         "adascale",

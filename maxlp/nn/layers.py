@@ -185,15 +185,21 @@ class Embed(nnx.Module):
         return dot_general(x_BSD, table_DV, _last_with_first(x_BSD), jnp.float32)
 
 
+def unmarked(x: jax.Array) -> jax.Array:
+    """``x``. In the norms `precision.scalify` replaces it, by a mark at which gradients are rescaled."""
+    return x
+
+
 class RMSNorm(nnx.Module):
     """``x / rms(x) * scale``, computed in float32 (Zhang & Sennrich 2019, arXiv:1910.07467)."""
 
     def __init__(self, dim: int, *, eps: float, param_dtype: jnp.dtype):
         self.scale = param(jnp.ones((dim,), param_dtype), ("norm",))
         self.eps = eps
+        self.mark_input = unmarked
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x32 = x.astype(jnp.float32)
+        x32 = self.mark_input(x).astype(jnp.float32)
         inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
         scale = over_last_dim(self.scale[...].astype(jnp.float32), x)
         return (x32 * inverse_rms * scale).astype(x.dtype)
@@ -206,9 +212,10 @@ class LayerNorm(nnx.Module):
         self.scale = param(jnp.ones((dim,), param_dtype), ("norm",))
         self.bias = param(jnp.zeros((dim,), param_dtype), ("norm",))
         self.eps = eps
+        self.mark_input = unmarked
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x32 = x.astype(jnp.float32)
+        x32 = self.mark_input(x).astype(jnp.float32)
         x32 -= jnp.mean(x32, axis=-1, keepdims=True)
         inverse_std = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
         scale, bias = (over_last_dim(p[...].astype(jnp.float32), x) for p in (self.scale, self.bias))

@@ -47,6 +47,7 @@ class PrecisionConfig:
       loss_scale: dynamic loss scale of a float16 run, None for no scale.
       health_every: steps between measurements of `health`, 0 for none.
       sharpness_every: steps between measurements of the loss's sharpness, 0 for none (`families.Family`).
+      scalify: ``fp16``, or ``fp8`` in blocks, with a scale for every array (`precision.scalify`).
 
     Raises:
       ValueError: an unknown name or an invalid value; the message starts with the key.
@@ -62,6 +63,7 @@ class PrecisionConfig:
     loss_scale: DynamicLossScale | None = None
     health_every: CountOrZero = 0
     sharpness_every: CountOrZero = 0
+    scalify: Annotated[str, OneOf(("none", "fp16", "fp8"))] = "none"
 
     def __post_init__(self):
         schema.check(self)
@@ -85,6 +87,10 @@ def apply(model: nnx.Module, config: PrecisionConfig, *, gated_products: tuple[s
     Raises:
       ValueError: a config that does not fit the model, see `inject`.
     """
+    if config.scalify != "none":
+        from maxlp.precision import scalify  # few runs need it
+
+        return scalify.mark(model, config.scalify == "fp8", config.first_blocks, config.last_blocks)
     return inject(
         model,
         make_recipe(config.recipe, **vars(config.options)),

@@ -91,7 +91,7 @@ def inject(
             chosen = _smooth(chosen, smooth_swiglu)
         table[path] = _set_recipe(path, module, chosen)
     if set(table.values()) - {HIGH_PRECISION}:
-        _set_unquantized_blocks(model, first_blocks, last_blocks)
+        set_unquantized_blocks(model, first_blocks, last_blocks)
     return table
 
 
@@ -129,7 +129,8 @@ def _set_recipe(path: str, module: Matmul, recipe: Recipe) -> str:
     return recipe.name if recipe.smooth == "none" else f"{recipe.name}, smooth {recipe.smooth}"
 
 
-def _set_unquantized_blocks(model: nnx.Module, first: int, last: int) -> None:
+def set_unquantized_blocks(model: nnx.Module, first: int, last: int) -> None:
+    """Leaves so many blocks at the ends of each stack unquantized; raises a ValueError if none remains."""
     for path, blocks in nnx.iter_modules(model):
         if not isinstance(blocks, Block):
             continue

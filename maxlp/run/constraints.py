@@ -53,12 +53,18 @@ def attention_runs(s: Settings, machine: Machine) -> str | None:
 
 def float16_is_scaled(s: Settings, machine: Machine) -> str | None:
     """Gradients underflow in float16 unless the loss is scaled (Micikevicius et al. 2018)."""
-    if s.model.dtype != "float16" or s.precision.loss_scale is not None:
+    if s.model.dtype != "float16" or s.precision.loss_scale is not None or s.precision.scalify != "none":
         return None
-    return (
-        "model.dtype=float16 needs precision.loss_scale, or its gradients underflow; choose both with "
-        "--config=FILE:precision=fp16"
-    )
+    return "model.dtype=float16 needs precision.loss_scale or scalify; use --config=FILE:precision=fp16"
+
+
+def scalify_has_the_gradients(s: Settings, machine: Machine) -> str | None:
+    """Scale propagation has scales of its own, for the gradient as a whole and in plain XLA operations."""
+    if s.precision.scalify == "none":
+        return None
+    from maxlp.run import scalify_rule  # few runs need it
+
+    return scalify_rule.refusal(s, machine)
 
 
 def params_are_not_float16(s: Settings, machine: Machine) -> str | None:
@@ -271,6 +277,7 @@ RULES = (
     batch_divides,
     attention_runs,
     float16_is_scaled,
+    scalify_has_the_gradients,
     params_are_not_float16,
     rounded_params_are_bfloat16,
     adascale_has_samples,

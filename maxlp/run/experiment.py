@@ -126,6 +126,10 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
     optimizer = make_optimizer(s)
     uses_adascale = s.optimizer.adascale is not None
     gradients = family.gradients(s.loss, s.train.seed, s.train.microbatches, uses_adascale)
+    if s.precision.scalify != "none":
+        from maxlp.precision import scalify  # few runs need it
+
+        gradients = scalify.scaled_gradients(gradients)
     gates: dict[str, Gate] = {}
     if s.precision.loss_scale is not None:
         gates["loss_scale"] = s.precision.loss_scale

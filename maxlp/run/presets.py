@@ -35,11 +35,16 @@ LOW_BIT = {
 }
 
 
+SCALIFY = {"scalify_fp16": "fp16", "scalify_fp8": "fp8"}
+
+
 def choose(arg: str, c: ConfigDict, galore: tuple[int, float] | None = None) -> ConfigDict:
     """Applies an argument string such as ``precision=fp8_delayed,optimizer=adamw`` to a config.
 
     precision: a recipe of `maxlp.precision.RECIPES`; ``fp16``: matmuls and activations in float16 under a
-      dynamic loss scale; ``pure_bf16``: no float32 copy of the parameters, stochastic rounding.
+      dynamic loss scale; ``scalify_fp16`` and ``scalify_fp8``: matmuls and activations in float16, or
+      matmuls of blocks in FP8, with a scale for every array; ``pure_bf16``: no float32 copy of the
+      parameters, stochastic rounding.
     optimizer: a name in `maxlp.optim.OPTIMIZERS`.
     galore: rank of the projected gradients; 0 is no projection. The learning rate becomes that of the
       config divided by GaLore's scale, so that projected kernels keep theirs.
@@ -56,6 +61,9 @@ def choose(arg: str, c: ConfigDict, galore: tuple[int, float] | None = None) -> 
     if chosen.precision == "fp16":
         c.model.dtype = "float16"
         c.precision.loss_scale.update(initial=2.0**15, growth_interval=2000)
+    elif chosen.precision in SCALIFY:
+        c.model.dtype = "float16"
+        c.precision.scalify = SCALIFY[chosen.precision]
     elif chosen.precision == "pure_bf16":
         c.model.dtype = c.model.param_dtype = "bfloat16"
         c.optimizer.param_rounding = "stochastic"
@@ -149,6 +157,7 @@ def _precision() -> ConfigDict:
             loss_scale=unset(  # for float16: precision.DynamicLossScale
                 initial=float, growth_interval=int, minimum=float, maximum=float
             ),
+            scalify="none",  # or "fp16", "fp8": precision.scalify
             health_every=0,  # steps between measurements of the quantization; 0: none
             sharpness_every=0,  # steps between measurements of the loss's sharpness; 0: none
         )

@@ -136,6 +136,7 @@ SHARED: dict[str, Kind] = {
     "precision.loss_scale.maximum": Float(0, open_low=True),
     "precision.health_every": COUNT,
     "precision.sharpness_every": COUNT,
+    "precision.scalify": Name(),
     **{f"mesh.{axis}": Int(1, 1000) for axis in ("stage", "data", "context", "tensor", "dcn_data")},
     "optimizer.name": Name(),
     "optimizer.learning_rate": POSITIVE,

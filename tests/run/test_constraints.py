@@ -10,6 +10,7 @@ from maxlp.run.settings import read
 from tests.run.fixtures import changed, load
 
 # rule -> (changes of configs/llama/debug.py, devices, platform, part of the message)
+SCALIFY = {"model.dtype": "float16", "precision.scalify": "fp16"}
 LORA = {"train.lora.rank": 4, "train.init_from": "run"}
 REFUSED = {
     "batch_divides": [
@@ -22,6 +23,17 @@ REFUSED = {
         ({"model.attention": "cudnn"}, 1, "gpu", "use model.attention=flash"),
     ],
     "float16_is_scaled": [({"model.dtype": "float16"}, 1, "cpu", "precision=fp16")],
+    "scalify_has_the_gradients": [
+        ({"precision.scalify": "fp16"}, 1, "cpu", "set model.dtype=float16"),
+        (SCALIFY | {"precision.loss_scale.initial": 2.0}, 1, "cpu", "set no loss scale"),
+        (SCALIFY | {"precision.recipe": "fp8_current"}, 1, "cpu", "set precision.recipe=bf16"),
+        (SCALIFY | {"precision.rules": (("*/q_proj", "fp8_current"),)}, 1, "cpu", "set no rules"),
+        (SCALIFY | {"precision.health_every": 10}, 1, "cpu", "set precision.health_every=0"),
+        (SCALIFY, 1, "gpu", "set model.attention=xla"),
+        (SCALIFY | {"mesh.stage": 2}, 2, "cpu", "set mesh.stage=1"),
+        (SCALIFY | {"train.lora.rank": 4, "train.init_from": "run"}, 1, "cpu", "set no adapters"),
+        (SCALIFY | {"train.release_gradients": True}, 1, "cpu", "set train.release_gradients=False"),
+    ],
     "params_are_not_float16": [({"model.param_dtype": "float16"}, 1, "cpu", "use float32")],
     "rounded_params_are_bfloat16": [({"optimizer.param_rounding": "kahan"}, 1, "cpu", "bfloat16")],
     "precision_fits_model": [

@@ -73,6 +73,7 @@ def test_clip_and_siglip_have_the_statistics_and_the_temperature_of_their_papers
 @pytest.mark.parametrize(
     ("arg", "values"),
     [
+        ("precision=scalify_fp16", {"model.dtype": "float16", "precision.scalify": "fp16"}),
         ("precision=fp16", {"model.dtype": "float16", "precision.loss_scale.initial": 2.0**15}),
         ("precision=pure_bf16", {"model.dtype": "bfloat16", "model.param_dtype": "bfloat16"}),
         ("precision=fp8_delayed", {"precision.recipe": "fp8_delayed", "model.dtype": "bfloat16"}),

@@ -1,0 +1,66 @@
+"""What a model asks of `scalify`: identities, unless the program that they are in is scalified.
+
+They are names of values (`jax.ad_checkpoint.checkpoint_name`), so that JAX transforms and compiles them as
+it does every name.
+"""
+
+import functools
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+RESCALE = "scalify_rescale_l2"
+FP8 = {f"scalify_{name}": name for name in ("float8_e4m3fn", "float8_e5m2")}  # to the name of the format
+
+
+def dynamic_rescale_l2(x: jax.Array) -> jax.Array:
+    """Moves the magnitude of ``x`` to its scale, so that its data has a root mean square near 1."""
+    return checkpoint_name(x, RESCALE)
+
+
+@jax.custom_vjp
+def dynamic_rescale_l2_grad(x: jax.Array) -> jax.Array:
+    """`dynamic_rescale_l2` of the gradient of ``x``, for the input of norms (Balança et al., section 4)."""
+    return x
+
+
+def _rescale_fwd(x):
+    return x, None
+
+
+def _rescale_bwd(_, g):
+    return (checkpoint_name(g, RESCALE),)
+
+
+dynamic_rescale_l2_grad.defvjp(_rescale_fwd, _rescale_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def fp8_dot_general(
+    x: jax.Array, kernel: jax.Array, dimension_numbers: Any, preferred_element_type: Any
+) -> jax.Array:
+    """`nn.layers.dot_general` whose matmuls multiply E4M3 data, and E5M2 data of the output's gradient."""
+    x, kernel = _e4m3(x), _e4m3(kernel)
+    return jax.lax.dot_general(x, kernel, dimension_numbers, preferred_element_type=preferred_element_type)
+
+
+def _dot_fwd(x, kernel, dimension_numbers, preferred_element_type):
+    return fp8_dot_general(x, kernel, dimension_numbers, preferred_element_type), (x, kernel)
+
+
+def _dot_bwd(dimension_numbers, preferred_element_type, saved, g):
+    x, kernel = saved
+    g = checkpoint_name(g.astype(x.dtype), "scalify_float8_e5m2")
+    rows = tuple(range(x.ndim - 1))
+    over_outputs, over_rows = (((g.ndim - 1,), (1,)), ((), ())), ((rows, rows), ((), ()))
+    dx = jax.lax.dot_general(g, _e4m3(kernel), over_outputs, preferred_element_type=x.dtype)
+    dkernel = jax.lax.dot_general(_e4m3(x), g, over_rows, preferred_element_type=kernel.dtype)
+    return dx, dkernel
+
+
+fp8_dot_general.defvjp(_dot_fwd, _dot_bwd)
+
+
+def _e4m3(x: jax.Array) -> jax.Array:
+    return checkpoint_name(x, "scalify_float8_e4m3fn")

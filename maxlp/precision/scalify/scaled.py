@@ -1,0 +1,139 @@
+"""Arrays with a power of two beside them: the values that `scalify` computes with."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ZERO = -10_000  # the exponent of constant zeros: below all others
+MASK = 2.0**100  # constants beyond it stand for infinity, as in the logits of masked tokens
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """``data * 2**exponent``.
+
+    Attributes:
+      data: a floating-point array, best with a root mean square near 1.
+      exponent: int32 scalar. The scale is a power of two because only its exponent exists.
+    """
+
+    data: jax.Array
+    exponent: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """A floating-point array of one number that is known when a program is traced.
+
+    0 and infinity are the same at any scale, so that ``where(mask, x, 0)`` keeps the scale of ``x``.
+    """
+
+    number: float
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def fits_any_scale(self) -> bool:
+        return self.number == 0 or not abs(self.number) < MASK
+
+    def array(self) -> jax.Array:
+        return jnp.full(self.shape, self.number, self.dtype)
+
+
+Value = Scaled | Constant | jax.Array  # the last: integers, and floats whose scale is 1
+
+
+def is_float(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def scale(x: jax.Array) -> Scaled:
+    """An array as `Scaled` data whose root mean square is in [1, 2), in the same dtype."""
+    return rescale(Scaled(x, jnp.int32(0)))
+
+
+def unscale(tree):
+    """A tree with every `Scaled` as a float32 array."""
+    return jax.tree.map(_float32, tree, is_leaf=_is_scaled)
+
+
+def _float32(x):
+    return value(x) if _is_scaled(x) else x
+
+
+def _is_scaled(x) -> bool:
+    return isinstance(x, Scaled)
+
+
+def rescale(x: Scaled) -> Scaled:
+    """The same values, the root mean square of whose data is in [1, 2); zeros and infinities stay."""
+    wide = x.data.astype(jnp.float32)
+    amax = jnp.max(jnp.abs(wide))  # first by this exponent, so that no square overflows or vanishes
+    top = _floor_log2(amax)
+    mean_square = jnp.mean(jnp.square(shift(wide, -top)))
+    n = top + (_floor_log2(mean_square) >> 1)
+    n = jnp.where(jnp.isfinite(amax) & (amax > 0), n, 0)
+    return Scaled(shift(x.data, -n), x.exponent + n)
+
+
+def shift(data: jax.Array, n: jax.Array | int) -> jax.Array:
+    """``data * 2**n``, for n in [-126, 127], rounded once to the dtype of ``data``."""
+    bits = (jnp.clip(n, -126, 127).astype(jnp.int32) + 127) << 23
+    return (data.astype(jnp.float32) * jax.lax.bitcast_convert_type(bits, jnp.float32)).astype(data.dtype)
+
+
+def _floor_log2(x: jax.Array) -> jax.Array:
+    """Of normal float32 numbers above 0; exact."""
+    return (jax.lax.bitcast_convert_type(x, jnp.int32) >> 23) - 127
+
+
+def as_scaled(x: Value) -> Scaled:
+    """Any float as `Scaled`: an array that has none gets the scale 1, a scalar that of its magnitude."""
+    if isinstance(x, Scaled):
+        return x
+    if isinstance(x, Constant):
+        exponent = _constant_exponent(x.number)
+        data = math.ldexp(x.number, -exponent) if x.number else 0.0
+        return Scaled(jnp.full(x.shape, data, x.dtype), jnp.int32(exponent))
+    return scale(x) if x.ndim == 0 else Scaled(x, jnp.int32(0))
+
+
+def _constant_exponent(number: float) -> int:
+    """The nearest one: 0.999 is 0.999, not 1.998 / 2, by which the data of a moving average would grow."""
+    if number == 0:
+        return ZERO
+    return round(math.log2(abs(number))) if math.isfinite(number) else 0
+
+
+def array(x: Value) -> jax.Array:
+    """A value that is not `Scaled` as an array."""
+    assert not isinstance(x, Scaled)
+    return x.array() if isinstance(x, Constant) else x
+
+
+def value(x: Value) -> jax.Array:
+    """The numbers themselves: floats in float32, where what a 16-bit format cannot hold is in range."""
+    if isinstance(x, Scaled):
+        return shift(x.data.astype(jnp.float32), x.exponent)
+    x = array(x)
+    return x.astype(jnp.float32) if is_float(x.dtype) else x
+
+
+def align(*values: Value) -> tuple[list[jax.Array], jax.Array]:
+    """The data of all values under their largest exponent, which nothing overflows, and that exponent.
+
+    A sum of two has the scale ``√(s1² + s2²)`` rounded down to a power of two, which is the larger one.
+    """
+    free = [isinstance(x, Constant) and x.fits_any_scale for x in values]
+    scaled = [as_scaled(x) for x in values]
+    exponents = [s.exponent for s, is_free in zip(scaled, free, strict=True) if not is_free]
+    exponent = jnp.max(jnp.stack(exponents))
+    data = [
+        array(x) if is_free else shift(s.data, s.exponent - exponent)
+        for x, s, is_free in zip(values, scaled, free, strict=True)
+    ]
+    return data, exponent

@@ -1,0 +1,163 @@
+"""Programs on pairs of data and scale compute what they computed on arrays."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlp.precision.scalify import (
+    Scaled,
+    dynamic_rescale_l2,
+    dynamic_rescale_l2_grad,
+    scale,
+    scalify,
+    unscale,
+)
+
+F32 = jnp.float32
+
+
+def pair(x: jax.Array, exponent: int) -> Scaled:
+    """``x``, whose scale is ``2**exponent``."""
+    return Scaled(x * 2.0**-exponent, jnp.int32(exponent))
+
+
+# --- random programs -------------------------------------------------------------------------------------
+# Of (4, 6) arrays. No result is far from 1, so that float32 neither overflows nor has subnormals.
+
+MASK = np.arange(24).reshape(4, 6) % 3 == 0
+STEPS = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - 0.5 * y,
+    "mul": lambda x, y: x * y,
+    "div": lambda x, y: x / (2.0 + jnp.abs(y)),
+    "constant": lambda x, y: 3.0 - x * 0.7,
+    "maximum": lambda x, y: jnp.maximum(x, y),
+    "exp": lambda x, y: jnp.exp(-jnp.abs(x)),
+    "silu": lambda x, y: jax.nn.silu(x),
+    "gelu": lambda x, y: jax.nn.gelu(x, approximate=False),
+    "roots": lambda x, y: jnp.sqrt(jnp.abs(x)) * jax.lax.rsqrt(1.0 + y * y),
+    "power": lambda x, y: jnp.tanh(x) ** 3,
+    "log": lambda x, y: jnp.log1p(jnp.abs(x)) - jnp.log(1.0 + jnp.square(y)),
+    "sum": lambda x, y: x - jnp.sum(y, axis=1, keepdims=True),
+    "mean": lambda x, y: x * jnp.mean(y),
+    "max": lambda x, y: x - jnp.max(y, axis=0, keepdims=True),
+    "softmax": lambda x, y: jax.nn.softmax(jnp.where(MASK, jnp.finfo(F32).min, x), axis=-1),
+    "select": lambda x, y: jnp.where(MASK, x, 0.0) + jnp.where(x > y, y, -1.0),
+    "dot": lambda x, y: jnp.tanh(x @ y.T) @ y,
+    "batched dot": lambda x, y: jnp.einsum("bi,bj->bj", x, y),
+    "layout": lambda x, y: jnp.concatenate([x[:2], jnp.flip(y, 1)[2:]]).T.reshape(4, 6),
+    "split": lambda x, y: jnp.concatenate(jnp.split(x, 2, axis=1)[::-1], axis=1),
+    "pad": lambda x, y: jnp.pad(x, ((1, 0), (0, 1)))[1:, :-1],
+    "gather": lambda x, y: jnp.take(x, np.array([1, 1, 3, 0]), axis=0),
+    "scatter": lambda x, y: x.at[np.array([0, 2, 0])].add(y[:3]),
+    "update": lambda x, y: jax.lax.dynamic_update_slice(x, y[:2], (1, 0)),
+    "sort": lambda x, y: jnp.sort(x, axis=1) + jax.lax.top_k(y, 6)[0],
+    "cumsum": lambda x, y: jnp.cumsum(x, axis=0) / 4,
+    "clamp": lambda x, y: jnp.clip(x, -0.5, 0.5),
+    "scan": lambda x, y: jax.lax.scan(lambda c, r: (c * 0.5 + r, c - r), jnp.zeros(6), x)[1] + y,
+    "remat": lambda x, y: jax.checkpoint(lambda x: jnp.tanh(x) * x)(x),
+    "rescale": lambda x, y: dynamic_rescale_l2_grad(dynamic_rescale_l2(x)),
+}
+
+
+def program(names: tuple[str, ...], x: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
+    for name in names:
+        x, y = jnp.tanh(STEPS[name](x, y)), x
+    return {"mean": jnp.mean(x * y), "x": x, "y": y}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_programs_at_any_scale_are_bit_exact(seed):
+    """Powers of two round nothing. Each step appears in some of the programs; there and in the gradient."""
+    rng = np.random.default_rng(seed)
+    names = tuple(rng.permutation(list(STEPS))[:12])
+    x, y = jnp.asarray(rng.normal(size=(2, 4, 6)), F32)
+    exponents = rng.integers(-12, 13, 2)
+
+    def gradient(x, y):
+        return jax.grad(lambda *a: program(names, *a)["mean"], argnums=(0, 1))(x, y)
+
+    for fn in (functools.partial(program, names), gradient):
+        got = scalify(fn)(*map(pair, (x, y), exponents))
+        assert all(isinstance(leaf, Scaled) for leaf in jax.tree.leaves(got, is_leaf=is_scaled))
+        # The order of sums is XLA's, and may differ where the surrounding operations do.
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-7), unscale(got), fn(x, y)
+        )
+
+
+def is_scaled(x) -> bool:
+    return isinstance(x, Scaled)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_each_step_is_bit_exact(name):
+    """The data is that of the program without scales, times a power of two."""
+    x, y = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 6)), F32)
+    for exponents in ((0, 0), (9, -7), (-11, 4)):
+        got = scalify(STEPS[name])(pair(x, exponents[0]), pair(y, exponents[1]))
+        assert got.exponent.dtype == jnp.int32
+        np.testing.assert_array_equal(unscale(got), STEPS[name](x, y), err_msg=str(exponents))
+
+
+def test_float16_keeps_magnitudes_that_it_cannot_hold():
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 64, 64)), jnp.float16)
+    unit, small = (Scaled(x, jnp.int32(exponent)) for exponent in (0, -15))
+
+    def product(x):
+        return x[0] @ x[1] @ x[2] @ x[3]
+
+    got = scalify(product)(small)
+    assert got.data.dtype == jnp.float16
+    # The same data, and far from float16's smallest number, 2^-24.
+    np.testing.assert_array_equal(unscale(got), unscale(scalify(product)(unit)) * 2.0**-60)
+    want = product(np.asarray(x, np.float64)) * 2.0**-60
+    # Three products, each rounded to 11 bits.
+    np.testing.assert_allclose(unscale(got), want, rtol=0, atol=3 * 2**-11 * np.abs(want).max())
+    assert not np.any(product(x * jnp.float16(2.0**-15)))
+
+
+def test_a_mean_starts_from_a_scale_of_its_own():
+    """In float16 the gradient of a mean of 2^20 values is 2^-20, and would be 0."""
+    x = jnp.ones(2**20, jnp.float16)
+    got = scalify(jax.grad(lambda x: jnp.mean(x).astype(F32)))(scale(x))
+    np.testing.assert_array_equal(unscale(got), np.full(2**20, 2.0**-20, np.float32))
+
+
+def test_the_second_step_does_not_trace_again():
+    traces = 0
+
+    @jax.jit
+    @scalify
+    def update(params, x):
+        nonlocal traces
+        traces += 1
+        grads = jax.grad(lambda p: jnp.mean(jnp.square(x @ p["w"] + p["b"][None])))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    params = jax.tree.map(scale, {"w": jnp.eye(3), "b": jnp.zeros(3)})
+    for _ in range(2):
+        params = update(params, jnp.ones((5, 3)))
+    assert traces == 1
+
+
+def test_a_primitive_without_a_rule_is_named_with_its_line():
+    def program(x):
+        return jnp.linalg.cholesky(x)
+
+    line = program.__code__.co_firstlineno + 1
+    with pytest.raises(
+        ValueError, match=rf"primitive 'cholesky', used at .*test_interpreter.py:{line}; add"
+    ):
+        scalify(program)(scale(jnp.eye(3)))
+
+
+def test_what_does_not_depend_on_scaled_inputs_needs_no_rule():
+    def program(x, a):
+        return x * jnp.linalg.cholesky(a)
+
+    got = scalify(program)(scale(jnp.eye(3) * 1024.0), jnp.eye(3) * 4.0)
+    np.testing.assert_array_equal(unscale(got), jnp.eye(3) * 2048.0)

@@ -1,0 +1,152 @@
+"""Gradients and training of models under `scalify`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from maxlp.families.clip.contrastive import ContrastiveConfig
+from maxlp.families.clip.gradients import loss_gradients as clip_gradients
+from maxlp.families.clip.model import CLIP
+from maxlp.families.llama import task
+from maxlp.families.llama.task import NextTokenConfig
+from maxlp.precision.scalify import mark, scale, scaled_gradients, scalify, unscale
+from tests.families.clip.fixtures import make_batch, tiny_clip
+from tests.fixtures import Trainer, batch, batches, make_llama, make_mesh
+
+
+def distance(got, want) -> float:
+    """Largest distance of any tensor, relative to the largest norm of a tensor."""
+    top = max(float(jnp.linalg.norm(w)) for w in jax.tree.leaves(want))
+    return max(
+        float(jnp.linalg.norm(g - w)) / top
+        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    )
+
+
+def llama_gradients(small: float = 1.0, *, scaled: bool, marked: str = "fp16", **model):
+    """Gradients of ``small`` times the loss, divided by ``small`` in float64's place: float32."""
+    graphdef, params, rest = nnx.split(marked_llama(marked, **model), nnx.Param, ...)
+    state = {
+        "params": nnx.to_pure_dict(params),
+        "model_state": nnx.to_pure_dict(rest),
+        "step": jnp.int32(0),
+    }
+    gradients = task.loss_gradients(NextTokenConfig())
+
+    def of_small_loss(graphdef, state, batch, loss_scale):
+        del loss_scale
+        return (
+            gradients(graphdef, state, batch, jnp.float32(small))
+            if small != 1.0
+            else gradients(graphdef, state, batch, None)
+        )
+
+    used = scaled_gradients(of_small_loss) if scaled else of_small_loss
+    with jax.set_mesh(make_mesh()):
+        return jax.jit(lambda state, batch: used(graphdef, state, batch, None))(state, batch(0))[0]
+
+
+def marked_llama(precision: str, **model) -> nnx.Module:
+    made = make_llama(**model)(nnx.Rngs(0))
+    mark(made, fp8=precision == "fp8")
+    return made
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", [{}, {"remat": "block"}, {"scan_layers": False, "tie_embeddings": True}])
+def test_float32_gradients_of_a_llama_are_those_without_scales(model):
+    want = llama_gradients(scaled=False, **model)
+    assert distance(llama_gradients(scaled=True, **model), want) < 1e-6  # sums in another order
+
+
+@pytest.mark.full
+def test_float16_gradients_do_not_underflow():
+    want = llama_gradients(scaled=False)
+    small = 2.0**-24  # a loss as small as float16's smallest number
+    plain = llama_gradients(small, scaled=False, dtype="float16")
+    got = llama_gradients(small, scaled=True, dtype="float16")
+    assert distance(plain, want) > 0.5
+    # As bfloat16 training of this model, whose numbers have 3 bits less, is from float32: 0.016.
+    assert distance(got, want) < 0.016
+
+
+@pytest.mark.full
+def test_fp8_matmuls_multiply_fp8():
+    want = llama_gradients(scaled=False)
+    got = llama_gradients(scaled=True, dtype="float16", marked="fp8")
+    assert 0.01 < distance(got, want) < 0.3  # numbers of 3 and of 2 bits
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_gradients_of_a_clip_are_those_without_scales(kind):
+    graphdef, params, rest = nnx.split(CLIP(tiny_clip(), rngs=nnx.Rngs(0)), nnx.Param, ...)
+    state = {
+        "params": nnx.to_pure_dict(params),
+        "model_state": nnx.to_pure_dict(rest),
+        "step": jnp.int32(3),
+    }
+    gradients = clip_gradients(ContrastiveConfig(kind=kind, method="plain", tile_size=5), 0, 1)
+
+    def run(gradients):
+        with jax.set_mesh(make_mesh()):
+            return jax.jit(lambda s, b: gradients(graphdef, s, b, None)[0])(state, make_batch(8))
+
+    assert distance(run(scaled_gradients(gradients)), run(gradients)) < 1e-5
+
+
+def scaled_trainer(precision: str, mesh=None) -> Trainer:
+    gradients = scaled_gradients(task.loss_gradients(NextTokenConfig()))
+
+    def make(rngs):
+        made = make_llama(dtype="float16")(rngs)
+        mark(made, fp8=precision == "fp8")
+        return made
+
+    return Trainer(mesh, make_model=make, gradients=gradients, tx=optax.sgd(0.1))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp16", "fp8"])
+def test_a_mesh_equals_one_device(precision):
+    def losses(mesh):
+        trainer = scaled_trainer(precision, mesh)
+        return [m["loss"] for m in trainer.run(trainer.init(), batches(3))[1]]
+
+    # float16 sums of other parts round differently; E4M3's steps are 2^-4.
+    rtol = {"fp16": 2**-11, "fp8": 2**-7}[precision]
+    np.testing.assert_allclose(losses(make_mesh(data=2, fsdp=2)), losses(None), rtol=rtol)
+
+
+@pytest.mark.full
+def test_a_whole_update_with_float16_weights_and_moments_trains():
+    """Parameters, gradients and momentum are float16 data, without a loss scale."""
+    trainer = Trainer(make_model=marked, gradients=None, tx=optax.sgd(0.1, momentum=0.9))
+
+    def update(params, trace, batch):
+        state = {"params": params, "model_state": {}, "step": jnp.int32(0)}
+        grads, _, metrics = trainer.gradients(trainer.graphdef, state, batch, None)
+        trace = jax.tree.map(lambda m, g: 0.9 * m + g, trace, grads)
+        return jax.tree.map(lambda p, m: p - 0.05 * m, params, trace), trace, metrics["loss"]
+
+    params = jax.tree.map(scale, trainer.init()["params"])
+    trace = jax.tree.map(lambda p: scale(jnp.zeros_like(p)), trainer.init()["params"])
+    step, losses = jax.jit(scalify(update)), []
+    with jax.set_mesh(trainer.mesh):
+        for _ in range(20):
+            params, trace, loss = step(params, trace, batch(0))
+            losses.append(float(unscale(loss)))
+    assert {leaf.dtype for leaf in jax.tree.leaves((params, trace))} == {
+        jnp.dtype("float16"),
+        jnp.dtype("int32"),
+    }
+    assert losses[-1] < losses[0] - 0.5
+
+
+def marked(rngs: nnx.Rngs) -> nnx.Module:
+    made = make_llama(dtype="float16", param_dtype="float16")(rngs)
+    mark(made)
+    return made
