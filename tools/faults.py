@@ -436,8 +436,10 @@ NUMERICS = [
         ("scale if tensor_scale is None else scale * tensor_scale)", "scale)"),
         ("q.scale if q.tensor_scale is None else q.scale * q.tensor_scale", "q.scale"),
         ("jnp.sum(bits, dtype=jnp.uint32)", "0"),
-        ("signs[:, None] * matrix / math.sqrt(HADAMARD)", "signs[:, None] * matrix"),
-        ("signs[:, None] * matrix / math.sqrt(HADAMARD)", "np.eye(HADAMARD)"),
+        ("mixed / math.sqrt(size)", "mixed"),
+        ("return signs[:, None] * matrix", "return math.sqrt(size) * np.eye(size)"),
+        ("to.clip * rms(x, axes)", "to.clip * amax(x, axes)", "precision/test_dot.py"),
+        ("to.max + (1.0 if to.odd else 0.5)", "to.max", "precision/test_dot.py"),
         ("missing = -x.shape[axis] % size", "missing = x.shape[axis] % size"),
         (
             "(q.values.astype(jnp.float32) * scale).astype(dtype)",
@@ -495,7 +497,7 @@ PRECISION = [
             'quantize(recipe, recipe.drhs[0], g, tokens, amaxes["output_grad"])',
             "precision/test_delayed.py",
         ),
-        ("quantize(self.recipe, fwd[0], x, (x.ndim - 1,)", "quantize(self.recipe, fwd[0], x, (0,)"),
+        ("quantize(self.recipe, fwd[0], fixed, (x.ndim - 1,)", "quantize(self.recipe, fwd[0], fixed, (0,)"),
         ("quantize(recipe, recipe.fwd[1], kernel, (0,)", "quantize(recipe, recipe.fwd[1], kernel, (1,)"),
         (
             "quantize(recipe, recipe.dlhs[0], g, (g.ndim - 1,)",
@@ -540,6 +542,8 @@ PRECISION = [
             "quantized.pad_to_blocks(a, -1, size)",
             "precision/test_blocks.py",
         ),
+        ("size, random_signs=False", "size, random_signs=True"),
+        ("return _trusted(x, q_x, fwd[0]) if self.recipe.trust_mask else x, q_x", "return x, q_x"),
         (
             "quantized.rotate(saved_x, -2), quantized.rotate(g, -2)",
             "quantized.rotate(saved_x, -2), g",

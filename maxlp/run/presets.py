@@ -138,6 +138,9 @@ def _precision() -> ConfigDict:
                 kernel_granularity=str,
                 grad_rounding=str,
                 hadamard=bool,
+                clipping=str,
+                fwd_hadamard=bool,
+                trust_mask=bool,
             ),
             rules=(),  # (pattern, recipe) pairs: precision.inject
             first_blocks=1,

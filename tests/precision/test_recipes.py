@@ -53,6 +53,16 @@ def assert_one_line(error):
         ("bf16", dict(residuals="quantized"), "residuals='quantized' needs a quantized fwd"),
         ("mxfp8", dict(granularity="tile"), "granularity='tile' is for kernels; use options.kernel_gran"),
         ("mxfp8", dict(kernel_granularity="tensor"), "both in blocks or neither"),
+        (
+            "int8_all",
+            dict(clipping="gaussian"),
+            "clipping='gaussian' is for .* midrise4, not for int8 .*; use 'max'",
+        ),
+        (
+            "fp8_current",
+            dict(trust_mask=True),
+            "trust_mask=True needs integer formats without blocks; use F",
+        ),
         ("nvfp4", dict(block_scales="e8m0"), "block_scales='e8m0' is unknown; one of up, floor, float32"),
     ],
 )

@@ -70,6 +70,7 @@ RECIPES = (
         "mxfp8",
         "fp8_blocks",
         "nvfp4",
+        "quest",
         "simulate",
     ),
 )
@@ -151,6 +152,12 @@ COMMON: dict[str, list[Changes]] = {
         *each("precision.options.kernel_granularity", "tile", "tensor", precision__recipe="mxfp8"),
         *each("precision.options.grad_rounding", "nearest", precision__recipe="nvfp4"),
         *each("precision.options.hadamard", False, precision__recipe="nvfp4"),
+        *each("precision.options.clipping", "max", "gaussian", precision__recipe="quest"),
+        *each("precision.options.clipping", "gaussian", precision__recipe="int8_all"),
+        *each("precision.options.fwd_hadamard", True, False, precision__recipe="quest"),
+        *each("precision.options.fwd_hadamard", True, precision__recipe="fp8_delayed"),
+        *each("precision.options.trust_mask", True, precision__recipe="int8_all"),
+        *each("precision.options.trust_mask", True, precision__recipe="fp8_current"),
     ],
     "optimizer": [
         *each("optimizer.name", *OPTIMIZERS[1:]),
