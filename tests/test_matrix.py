@@ -26,7 +26,7 @@ STEPS = 3
 # Relative error of losses and gradient norms: sums in another order, in the dtype of the activations.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
 # A quantized value next to a rounding boundary may take its other neighbour, up to 2^-3 of it away in E4M3.
-# In 4 bits the neighbours are four times as far; and nvfp4's scale of a tensor comes from its microbatch, so
+# In 4 bits the neighbours are four times as far; and nvfp4's tensor scale comes from its microbatch, so
 # that all of its blocks are rounded differently, not only values next to a boundary.
 QUANTIZED_TOLERANCE = 5e-3
 FOUR_BITS_TOLERANCE = 4 * QUANTIZED_TOLERANCE
