@@ -619,15 +619,23 @@ PRECISION = [
     *_in(
         "precision/inject.py",
         "precision/test_inject.py",
-        ("stack and min(in_dim, out_dim) >= min_dim", "min(in_dim, out_dim) >= min_dim"),
-        ("min(in_dim, out_dim) >= min_dim", "max(in_dim, out_dim) >= min_dim"),
+        (" and (shape[0] or not in_stacks)", ""),
+        ("min(shape[1:]) >= min_dim", "max(shape[1:]) >= min_dim"),
+        ("for pattern, recipe in rules if", "for pattern, recipe in rules[::-1] if"),
+        ('smooth_swiglu if path in gated else "none"', "smooth_swiglu"),
+    ),
+    *_in(
+        "precision/replace.py",
+        "precision/test_inject.py",
         ("blocks.unquantized_blocks = (first, last)", "blocks.unquantized_blocks = (last, first)"),
-        (
-            "    for pattern, of_rule in rules:\n        if",
-            "    for pattern, of_rule in rules[::-1]:\n        if",
-        ),
         ("first + last >= num_layers", "first + last > num_layers"),
-        ("if path in gated and chosen.gemms", "if chosen.gemms"),
+    ),
+    *_in(
+        "precision/flax_layers.py",
+        "precision/test_flax_layers.py",
+        ("of_x = [inputs.index(label) + before", "of_x = [inputs.index(label)"),
+        ("before + kept.index(label) for label in result", "before + i for i, _ in enumerate(result)"),
+        ("sum(label in part for part in labels) == 2", "True"),
     ),
     *_in(
         "precision/loss_scale.py",
