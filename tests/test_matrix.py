@@ -27,8 +27,8 @@ STEPS = 3
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
 # A quantized value next to a rounding boundary may take its other neighbour, up to 2^-3 of it away in E4M3.
 # In E2M1 the neighbours are four times as far, and in QuEST's uniform grid eight times (1 and 3). The scale
-# of a tensor in nvfp4 comes from its microbatch, so that all of its blocks are rounded differently, not only
-# values next to a boundary.
+# of a tensor in nvfp4 comes from its microbatch, so that all of its blocks are rounded differently, and not
+# only values next to a boundary.
 QUANTIZED_TOLERANCE = 5e-3
 FOUR_BITS_TOLERANCE = {"nvfp4": 4 * QUANTIZED_TOLERANCE, "quest": 8 * QUANTIZED_TOLERANCE}
 # By how much errors may grow once parameters differ by rounding: the features of random

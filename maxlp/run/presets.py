@@ -148,7 +148,7 @@ def _precision() -> ConfigDict:
             min_dim=0,
             smooth_swiglu="none",
             loss_scale=unset(  # for float16: precision.DynamicLossScale
-                initial=float, growth_interval=int, minimum=float, maximum=float
+                initial=float, growth_interval=int, minimum=float, maximum=float, per_tensor=bool
             ),
             health_every=0,  # steps between measurements of the quantization; 0: none
         )

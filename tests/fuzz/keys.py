@@ -137,6 +137,7 @@ SHARED: dict[str, Kind] = {
     "precision.loss_scale.growth_interval": SIZE,
     "precision.loss_scale.minimum": Float(0, open_low=True),
     "precision.loss_scale.maximum": Float(0, open_low=True),
+    "precision.loss_scale.per_tensor": Switch(),
     "precision.health_every": COUNT,
     **{f"mesh.{axis}": Int(1, 1000) for axis in ("stage", "data", "context", "tensor", "dcn_data")},
     "optimizer.name": Name(),

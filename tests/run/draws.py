@@ -119,6 +119,7 @@ COMMON: dict[str, list[Changes]] = {
         FP16 | {"precision.loss_scale.growth_interval": 2, "spikes.guard": "skip"},
         FP16 | {"model.param_dtype": "float16"},
         {"precision.loss_scale.initial": 8.0},
+        FP16 | {"precision.loss_scale.per_tensor": True},
     ],
     "layers": [
         *each("model.remat", "none", "dots", "dots", "offload"),
