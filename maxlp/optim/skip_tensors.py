@@ -14,8 +14,8 @@ OPTIMIZERS = ("adamw", "stable_adamw", "lion", "sgd")  # whose moments have the 
 def skip_nonfinite_tensors(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Leaves a tensor, and its moments, as they are in a step in which its gradient is not finite.
 
-    All others are updated as if its gradient were zero. Each layer of a stack is a tensor. This is how the
-    float16 runs of Wortsman et al. 2023 (arXiv:2304.13013) treat overflows, with a fixed loss scale of 65536.
+    All others are updated as if its gradient were zero. Each layer of a stack is a tensor. This is what the
+    float16 runs of Wortsman et al. 2023 (arXiv:2304.13013) do at an overflow; their loss scale is fixed.
     """
     inner = optax.with_extra_args_support(tx)
 

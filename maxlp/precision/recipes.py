@@ -206,6 +206,9 @@ _INT8 = Operand("int8")
 _INT8_ROW = Operand("int8", "row")
 _MX = Operand("float8_e4m3fn", "block")
 _E4M3_SIMULATED = Operand("e4m3")
+_E4M3_240 = Operand("e4m3", power_of_two=True, delayed=True)
+_E5M2_BACKWARD = Operand("e5m2", power_of_two=True, delayed=True)
+_E5M2_GRAD = dataclasses.replace(_E5M2_BACKWARD, rounding="stochastic")
 _E4M3_BLOCKS = Operand("float8_e4m3fn", "block", block_size=128, block_scales="float32")
 _E4M3_TILES = dataclasses.replace(_E4M3_BLOCKS, granularity="tile")
 _FP4 = Operand("float4_e2m1fn", "block", block_size=16, block_scales="e4m3")
@@ -228,6 +231,13 @@ RECIPES = {
         dlhs=(_E5M2_DELAYED, _E4M3_DELAYED),
         drhs=(_E4M3_DELAYED, _E5M2_DELAYED),
         residuals="quantized",
+    ),
+    # Fishman et al. 2024 (arXiv:2409.12517) on Gaudi 2: E4M3 up to 240, and E5M2 × E5M2; simulated.
+    "fp8_gaudi": Recipe(
+        "fp8_gaudi",
+        fwd=(_E4M3_240, _E4M3_240),
+        dlhs=(_E5M2_GRAD, _E5M2_BACKWARD),
+        drhs=(_E5M2_BACKWARD, _E5M2_GRAD),
     ),
     "fp8_current": Recipe(
         "fp8_current",

@@ -203,10 +203,10 @@ def test_signal_to_noise(name):
     exact = plain(*(a.astype(jnp.float32) for a in (x, w, g)))
     recipe = make_recipe(name, **({"block_size": 32} if name == "fp8_blocks" else {}))  # to fit the arrays
     decibels = [sqnr(*pair) for pair in zip(run(recipe, x, w, g), exact, strict=True)]
-    # int8 rows; 4 bits (of nvfp4 with gradients rounded stochastically); E4M3 × E4M3; E4M3 × E5M2. Above 50
-    # the matmul was not quantized.
+    # int8 rows; 4 bits (of nvfp4 with gradients rounded stochastically); E4M3 × E4M3; E4M3 × E5M2; of
+    # fp8_gaudi E5M2 × E5M2, rounded stochastically. Above 50 the matmul was not quantized.
     least = [37, 37, 37] if name.startswith("int8") else [28, 24, 24]
-    least = {"nvfp4": [15, 13, 13], "quest": [15, 15, 15]}.get(name, least)
+    least = {"nvfp4": [15, 13, 13], "quest": [15, 15, 15], "fp8_gaudi": [28, 17, 17]}.get(name, least)
     assert all(d > bound for d, bound in zip(decibels, least, strict=True)), decibels
     assert [d < 50 for d in decibels] == [
         bool(gemm) or (i == 2 and recipe.residuals == "quantized") or name == "quest"

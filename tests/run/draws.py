@@ -71,6 +71,7 @@ RECIPES = (
         "fp8_blocks",
         "nvfp4",
         "quest",
+        "fp8_gaudi",
         "simulate",
     ),
 )
