@@ -185,7 +185,7 @@ def test_a_history_of_one_holds_the_most_recent_amax():
 
 
 def test_the_recipe_of_gaudi_is_the_published_one():
-    """Fishman et al.: factors 2^⌊log2(largest / amax)⌋ of earlier steps, E4M3 to 240, E5M2 × E5M2 backward."""
+    """Fishman et al.: factors 2^⌊log2(largest / amax)⌋ of earlier steps, E4M3 to 240, E5M2 × E5M2."""
     rng = np.random.default_rng(0)
     layer = fixtures.Layer(make_recipe("fp8_gaudi", history=2))
     first, (x, w, g) = (

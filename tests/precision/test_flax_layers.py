@@ -1,5 +1,8 @@
 """Models made of Flax's own layers."""
 
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,3 +113,9 @@ def test_an_einsum_that_is_no_matmul_needs_a_rule(einsum):
 def test_blocks_must_divide_what_an_einsum_sums_over():
     with pytest.raises(ValueError, match="the kernel of down is 64 × 32, which blocks of 64 do not divide"):
         inject(Block(nnx.Rngs(0)), make_recipe("mxfp8", block_size=64), rules=(("att*", FP8),))
+
+
+def test_the_example_of_the_documentation_runs():
+    page = (Path(__file__).parents[2] / "docs/low_precision.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(example, "docs/low_precision.md", "exec"), {})

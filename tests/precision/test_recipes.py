@@ -1,10 +1,20 @@
 """Recipes and the ``precision`` section of a config: what replaces what, and what is refused."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
-from maxlp.precision import DynamicLossScale, PrecisionConfig, RecipeOptions, make_recipe
+from maxlp.numerics import formats
+from maxlp.precision import (
+    RECIPES,
+    DynamicLossScale,
+    PrecisionConfig,
+    RecipeOptions,
+    blocks,
+    make_recipe,
+    recipes,
+)
 
 SECTION = dict(
     recipe="fp8_delayed",
@@ -144,3 +154,40 @@ def test_options_check_themselves(options, message):
 def test_delayed_scaling_is_that_of_transformer_engine_by_default():
     recipe = make_recipe("fp8_delayed")
     assert (recipe.history, recipe.margin, recipe.cold_start) == (1024, 0.0, True)
+
+
+# --- the table of the documentation -----------------------------------------------------------------------
+
+
+def _documented():
+    page = (Path(__file__).parents[2] / "docs/low_precision.md").read_text()
+    table = page.split("| recipe | bits | rounding | state | hardware |")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    return {row[0].strip("`"): row[1:5] for row in rows}
+
+
+def test_the_table_of_the_documentation_names_every_recipe():
+    assert list(_documented()) == list(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_table_of_the_documentation_agrees_with_the_recipe(name):
+    bits, rounding, state, hardware = _documented()[name]
+    recipe = RECIPES[name]
+    operands = [operand for pair in recipe.gemms.values() for operand in pair]
+    assert state == ("amax histories" if recipe.delayed else "none")
+    if name == "simulate":
+        return
+    assert {formats.get(o.format).bits for o in operands} <= {int(bits.split(",")[0])}
+    for gemm in recipes.GEMMS:
+        assert (gemm in recipe.gemms) == (gemm not in bits) or name == "bf16"
+    assert ("stochastic" in rounding) == any(o.rounding == "stochastic" for o in operands)
+    in_blocks = recipe.block_size and all(blocks._instruction(pair) for pair in recipe.gemms.values())
+    kinds = set(recipe.kinds.values())
+    expected = (
+        "B200"
+        if in_blocks
+        else {"int": "v5e", "float": "H100", "simulated": "none"}[min(kinds, default="float")]
+    )
+    assert expected in hardware or name == "bf16"
+    assert ("B200" in hardware) == bool(in_blocks or kinds == {"float"})
