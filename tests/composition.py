@@ -50,6 +50,7 @@ FEATURES = [
         "precision",
         QUANTIZED | {"precision.recipe": "nvfp4", "precision.options.grad_rounding": "nearest"},
     ),
+    Feature("quest", "precision", QUANTIZED | {"precision.recipe": "quest"}),
     Feature("unquantized blocks", "ends", {"precision.first_blocks": 1, "precision.last_blocks": 0}),
     Feature(
         "pure_bf16",

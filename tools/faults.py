@@ -434,8 +434,10 @@ NUMERICS = [
         ("scale if tensor_scale is None else scale * tensor_scale)", "scale)"),
         ("q.scale if q.tensor_scale is None else q.scale * q.tensor_scale", "q.scale"),
         ("jnp.sum(bits, dtype=jnp.uint32)", "0"),
-        ("signs[:, None] * matrix / math.sqrt(HADAMARD)", "signs[:, None] * matrix"),
-        ("signs[:, None] * matrix / math.sqrt(HADAMARD)", "np.eye(HADAMARD)"),
+        ("mixed / math.sqrt(size)", "mixed"),
+        ("return signs[:, None] * matrix", "return math.sqrt(size) * np.eye(size)"),
+        ("to.clip * rms(x, axes)", "to.clip * amax(x, axes)", "precision/test_dot.py"),
+        ("to.max + (1.0 if to.odd else 0.5)", "to.max", "precision/test_dot.py"),
         ("missing = -x.shape[axis] % size", "missing = x.shape[axis] % size"),
         (
             "(q.values.astype(jnp.float32) * scale).astype(dtype)",
@@ -502,7 +504,7 @@ PRECISION = [
             'quantize(recipe, recipe.drhs[0], g, tokens, amaxes["output_grad"])',
             "precision/test_delayed.py",
         ),
-        ("quantize(self.recipe, fwd[0], x, (x.ndim - 1,)", "quantize(self.recipe, fwd[0], x, (0,)"),
+        ("quantize(self.recipe, fwd[0], fixed, (x.ndim - 1,)", "quantize(self.recipe, fwd[0], fixed, (0,)"),
         ("quantize(recipe, recipe.fwd[1], kernel, (0,)", "quantize(recipe, recipe.fwd[1], kernel, (1,)"),
         (
             "quantize(recipe, recipe.dlhs[0], g, (g.ndim - 1,)",
@@ -547,6 +549,8 @@ PRECISION = [
             "quantized.pad_to_blocks(a, -1, size)",
             "precision/test_blocks.py",
         ),
+        ("size, random_signs=False", "size, random_signs=True"),
+        ("return _trusted(x, q_x, fwd[0]) if self.recipe.trust_mask else x, q_x", "return x, q_x"),
         (
             "quantized.rotate(saved_x, -2), quantized.rotate(g, -2)",
             "quantized.rotate(saved_x, -2), g",
@@ -622,15 +626,23 @@ PRECISION = [
     *_in(
         "precision/inject.py",
         "precision/test_inject.py",
-        ("stack and min(in_dim, out_dim) >= min_dim", "min(in_dim, out_dim) >= min_dim"),
-        ("min(in_dim, out_dim) >= min_dim", "max(in_dim, out_dim) >= min_dim"),
+        (" and (shape[0] or not in_stacks)", ""),
+        ("min(shape[1:]) >= min_dim", "max(shape[1:]) >= min_dim"),
+        ("for pattern, recipe in rules if", "for pattern, recipe in rules[::-1] if"),
+        ('smooth_swiglu if path in gated else "none"', "smooth_swiglu"),
+    ),
+    *_in(
+        "precision/replace.py",
+        "precision/test_inject.py",
         ("blocks.unquantized_blocks = (first, last)", "blocks.unquantized_blocks = (last, first)"),
-        (
-            "    for pattern, of_rule in rules:\n        if",
-            "    for pattern, of_rule in rules[::-1]:\n        if",
-        ),
         ("first + last >= num_layers", "first + last > num_layers"),
-        ("if path in gated and chosen.gemms", "if chosen.gemms"),
+    ),
+    *_in(
+        "precision/flax_layers.py",
+        "precision/test_flax_layers.py",
+        ("of_x = [inputs.index(label) + before", "of_x = [inputs.index(label)"),
+        ("before + kept.index(label) for label in result", "before + i for i, _ in enumerate(result)"),
+        ("sum(label in part for part in labels) == 2", "True"),
     ),
     *_in(
         "precision/loss_scale.py",

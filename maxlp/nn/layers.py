@@ -81,6 +81,12 @@ def _last_with_first(x: jax.Array) -> Any:
     return ((x.ndim - 1,), (0,)), ((), ())
 
 
+def add_parameter(x: jax.Array, value: jax.Array) -> jax.Array:
+    """``x + value``, broadcast over leading axes; in float32, as is then the sum in its gradient."""
+    value = jnp.expand_dims(value.astype(jnp.float32), range(x.ndim - value.ndim))
+    return (x.astype(jnp.float32) + value).astype(x.dtype)
+
+
 def over_last_dim(vector: jax.Array, x: jax.Array) -> jax.Array:
     """A vector (D,) as (1, …, 1, D), of the rank of ``x``; ranks are never promoted implicitly."""
     return jnp.expand_dims(vector, range(x.ndim - 1))
@@ -143,7 +149,7 @@ class Linear(nnx.Module):
             preferred_element_type=preferred_element_type or self.dtype,
         )
         if self.bias is not None:
-            y += over_last_dim(self.bias[...].astype(y.dtype), y)
+            y = add_parameter(y, self.bias[...])
         if self.adapter is not None:
             y += self.adapter(x).astype(y.dtype)
         return checkpoint_name(y, LINEAR_OUTPUT)
@@ -232,4 +238,6 @@ class LayerScale(nnx.Module):
         self.scale = param(jnp.full((dim,), value, param_dtype), ("norm",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return x * over_last_dim(self.scale[...].astype(x.dtype), x)
+        # In float32, as is then the sum over tokens in its gradient.
+        scale = over_last_dim(self.scale[...].astype(jnp.float32), x)
+        return (x.astype(jnp.float32) * scale).astype(x.dtype)

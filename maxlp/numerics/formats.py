@@ -33,6 +33,9 @@ class Format:
       prefix_of: the wider float dtype whose leading bits are this format. Optimizer states are then
         rounded stochastically, because their change in a step is often less than half the distance
         of two values.
+      odd: only odd integers are values: a mid-rise grid, which has no zero.
+      clip: the multiple of the root mean square at which clipping Gaussian data has the least squared
+        error on this grid; 0 if unknown.
     """
 
     name: str
@@ -42,6 +45,8 @@ class Format:
     max: float
     dtype: Any
     prefix_of: Any = None
+    odd: bool = False
+    clip: float = 0.0
 
     @property
     def bits(self) -> int:
@@ -76,7 +81,14 @@ FORMATS = {
 }
 # OCP's 4-bit float has neither infinity nor NaN. Its values are kept in bfloat16 and multiplied there.
 E2M1 = Format("float4_e2m1fn", "simulated", 2, 1, 6.0, jnp.bfloat16)
-MATMUL = ("float8_e4m3fn", "float8_e5m2", "int8", E2M1.name)
+# QuEST's grids (arXiv:2502.05003) of 4, 8 and 16 values, multiplied as int8.
+MIDRISE = {
+    f"midrise{bits}": Format(
+        f"midrise{bits}", "int", 0, bits - 1, 2.0**bits - 1, jnp.int8, odd=True, clip=clip
+    )
+    for bits, clip in ((2, 1.494), (3, 2.051), (4, 2.514))
+}
+MATMUL = ("float8_e4m3fn", "float8_e5m2", "int8", E2M1.name, *MIDRISE)
 UNKNOWN = (
     f"is unknown; one of {', '.join(MATMUL)}, or eXmY or eXmYfn with 2 to 8 exponent and 0 to 23 mantissa "
     "bits for a simulated format"
@@ -91,7 +103,7 @@ def get(name: str) -> Format:
       ValueError: an unknown name, or bits that do not fit a float32.
     """
     if name in MATMUL:
-        return FORMATS.get(name, E2M1)
+        return (FORMATS | MIDRISE).get(name, E2M1)
     match = re.fullmatch(r"e(\d+)m(\d+)(fn)?", name)
     e, m, fn = (int(match[1]), int(match[2]), bool(match[3])) if match else (0, 0, False)
     if not (2 <= e <= 8 and fn <= m <= 23 and e + fn <= 8):

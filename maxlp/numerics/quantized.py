@@ -11,9 +11,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from maxlp.numerics.formats import MX_BLOCK, Format
 from maxlp.numerics.rounding import cast
-from maxlp.numerics.scales import amax, block_scales_for, scale_for
+from maxlp.numerics.scales import amax, block_scales_for, rms, scale_for
 
-HADAMARD = 16  # neighbours that `rotate` mixes
+HADAMARD = 16  # neighbours that `rotate` mixes, by default
+LARGE_HADAMARD = 128  # of operands of the forward pass
 
 
 class Quantized(NamedTuple):
@@ -36,6 +37,7 @@ def quantize(
     delayed_amax: jax.Array | None = None,
     margin: float = 0.0,
     power_of_two: bool = False,
+    clipping: str = "max",
     rounding: str = "nearest",
     block_size: int = MX_BLOCK,
     block_scales: str = "up",
@@ -51,6 +53,8 @@ def quantize(
       delayed_amax: a scalar to take the scale from instead of the data's own amax (``tensor``
         only).
       margin, power_of_two: see `scales.scale_for`; not for blocks and tiles.
+      clipping: magnitudes are clipped at the largest one (``max``), or where the squared error of Gaussian
+        data is least (``gaussian``, see `formats.Format`); ``tensor`` and ``row`` only.
       rounding: see `rounding.cast`. The key of ``stochastic`` is made from the data, so that no state has
         to be kept, and a repeated step rounds alike.
       block_size: of blocks, and of the sides of tiles.
@@ -67,6 +71,8 @@ def quantize(
     else:
         axes = tuple(range(x.ndim)) if granularity == "tensor" else tuple(contract)
         largest = amax(x, axes) if delayed_amax is None else delayed_amax.reshape((1,) * x.ndim)
+        if clipping == "gaussian":
+            largest = to.clip * rms(x, axes)
         scale = scale_for(largest, to, margin=margin, power_of_two=power_of_two)
     values = cast(x.astype(jnp.float32) * _inverse(scale), to, rounding, _key(x, rounding))
     return Quantized(values, scale)
@@ -102,25 +108,36 @@ def _key(x: jax.Array, rounding: str) -> jax.Array | None:
     return jax.random.fold_in(jax.random.key(0), jnp.sum(bits, dtype=jnp.uint32))
 
 
-def rotate(x: jax.Array, axis: int) -> jax.Array:
-    """Mixes blocks of `HADAMARD` neighbours along an axis by one random orthogonal matrix.
+def rotate(x: jax.Array, axis: int, size: int = HADAMARD, *, random_signs: bool = True) -> jax.Array:
+    """Mixes blocks of neighbours along an axis by one orthogonal matrix.
 
-    It is a Hadamard matrix with random signs, which spreads an outlier over its block. The matrix is always
-    the same, so that a product of two arrays that sums over the axis does not change but for rounding.
+    It is a Hadamard matrix, by default with random signs, which spreads an outlier over its block. It is
+    always the same, so that a product of two arrays that sums over the axis changes only by rounding.
     """
     axis %= x.ndim
-    split = _split_blocks(x, axis, HADAMARD)
-    mixed = jnp.tensordot(split, jnp.asarray(_hadamard(), x.dtype), axes=(axis + 1, 0))
+    split = _split_blocks(x, axis, size)
+    signs = jnp.asarray(_hadamard(size, random_signs), x.dtype)
+    mixed = jnp.tensordot(split, signs, axes=(axis + 1, 0), preferred_element_type=jnp.float32)
+    mixed = (mixed / math.sqrt(size)).astype(x.dtype)
     return _join_blocks(jnp.moveaxis(mixed, -1, axis + 1), axis)
 
 
-def _hadamard() -> np.ndarray:
-    """Sylvester's matrix times random signs of its rows; orthogonal."""
+def _hadamard(size: int, random_signs: bool) -> np.ndarray:
+    """Sylvester's matrix of 1 and -1, by random signs of its rows."""
     matrix = np.ones((1, 1))
-    while len(matrix) < HADAMARD:
+    while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    signs = np.random.default_rng(0).choice((-1.0, 1.0), HADAMARD)
-    return signs[:, None] * matrix / math.sqrt(HADAMARD)
+    signs = np.random.default_rng(0).choice((-1.0, 1.0), size) if random_signs else np.ones(size)
+    return signs[:, None] * matrix
+
+
+def trusted(x: jax.Array, q: Quantized, to: Format) -> jax.Array:
+    """``x``, with no gradient where ``q`` is more than half a step away from it, because it was clipped.
+
+    QuEST's trust estimator (arXiv:2502.05003), for integers with a scale of their tensor or row.
+    """
+    in_steps = jnp.abs(x.astype(jnp.float32)) * _inverse(q.scale)
+    return jnp.where(in_steps <= to.max + (1.0 if to.odd else 0.5), x, jax.lax.stop_gradient(x))
 
 
 def _inverse(scale: jax.Array) -> jax.Array:

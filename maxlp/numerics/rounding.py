@@ -54,6 +54,8 @@ def drop_bits(x: jax.Array, drop: int, rounding: str, noise: jax.Array | None = 
 
 def _round(x: jax.Array, to: Format, rounding: str, noise: jax.Array | None) -> jax.Array:
     """float32 ``|x| <= to.max`` to the values of a format, still in float32; noise is 32 bits each."""
+    if to.odd:
+        return 2 * _to_integer(x / 2 + 0.5, rounding, noise) - 1
     if not to.exponent_bits:
         return _to_integer(x, rounding, noise)
     drop = 23 - to.mantissa_bits

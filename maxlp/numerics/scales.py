@@ -22,18 +22,24 @@ def amax(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
     return jnp.max(jnp.abs(x), axis=axes, keepdims=axes is not None).astype(jnp.float32)
 
 
+def rms(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """float32 root mean square over the axes (kept, with size 1)."""
+    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=axes, keepdims=True))
+
+
 def scale_for(amax: jax.Array, to: Format, *, margin: float = 0.0, power_of_two: bool = False) -> jax.Array:
     """The scale that maps ``amax * 2^margin`` to ``to.max``.
 
     A power of two is rounded up so that nothing saturates: ``2^ceil(log2(amax / max))``, the rule
-    for MX of Mishra et al. 2025 (arXiv:2506.08027). The scale of zeros is 1. A non-finite amax is
-    returned as it is, so that non-finite data gives a non-finite product as it does in bfloat16.
+    for MX of Mishra et al. 2025 (arXiv:2506.08027). The scale of zeros is 1, or almost 0 in a format
+    that has no zero. A non-finite amax is returned as it is, so that non-finite data gives a non-finite
+    product as it does in bfloat16.
     """
     if power_of_two:
         scale = ceil_power_of_two(amax, to.max / 2.0**margin)
     else:
         scale = jnp.maximum(amax * (2.0**margin / to.max), _TINY)
-    return jnp.where(amax == 0, 1.0, scale)
+    return jnp.where(amax == 0, _TINY if to.odd else 1.0, scale)
 
 
 def ceil_power_of_two(x: jax.Array, top: float = 1.0) -> jax.Array:

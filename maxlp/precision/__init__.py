@@ -13,7 +13,6 @@ from maxlp import schema
 from maxlp.precision.inject import HIGH_PRECISION, Matmul, inject
 from maxlp.precision.loss_scale import DynamicLossScale
 from maxlp.precision.recipes import RECIPES, Operand, Recipe, RecipeOptions, SmoothForm, make_recipe
-from maxlp.precision.recipes import unused_options as _unused_options
 from maxlp.schema import CountOrZero, OneOf
 
 __all__ = [
@@ -72,7 +71,11 @@ class PrecisionConfig:
 
 def unused_options(config: PrecisionConfig) -> dict[str, str]:
     """The set options that the recipe does not use, each with the reason."""
-    return _unused_options(make_recipe(config.recipe, **vars(config.options)), config.options)
+    if config.options == RecipeOptions():
+        return {}
+    from maxlp.precision import unused
+
+    return unused.unused_options(make_recipe(config.recipe, **vars(config.options)), config.options)
 
 
 def apply(model: nnx.Module, config: PrecisionConfig, *, gated_products: tuple[str, ...]) -> dict[str, str]:

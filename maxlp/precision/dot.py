@@ -87,11 +87,24 @@ class QuantDot(nnx.Module):
     def _product(
         self, x: jax.Array, kernel: jax.Array, dtype: Any, out_sharding: Any, shared: dict
     ) -> jax.Array:
+        if self.recipe.fwd_hadamard:
+            if ("rotated", x.dtype) not in shared:
+                shared["rotated", x.dtype] = _rotated(x, -1)
+            x, kernel = shared["rotated", x.dtype], _rotated(kernel, 0)
+        return self._product_of_rotated(x, kernel, dtype, out_sharding, shared)
+
+    def _product_of_rotated(
+        self, x: jax.Array, kernel: jax.Array, dtype: Any, out_sharding: Any, shared: dict
+    ) -> jax.Array:
         # The input's history is the same in all layers that share it; one of them gives the scale.
         if (self.recipe, x.dtype) not in shared:
             shared[self.recipe, x.dtype] = self._quantized_input(x)
-        q_x, input_amax, of_input = shared[self.recipe, x.dtype]
+        x, q_x, input_amax, of_input = shared[self.recipe, x.dtype]
         kernel_amax, of_kernel = self._amax("kernel", kernel)
+        if self.recipe.trust_mask and self.recipe.fwd:
+            fixed = jax.lax.stop_gradient(kernel)
+            q_kernel = quantize(self.recipe, self.recipe.fwd[1], fixed, (0,), kernel_amax)
+            kernel = _trusted(kernel, q_kernel, self.recipe.fwd[1])
         histories = self.histories
         for tensor, current in (("input", of_input), ("kernel", of_kernel)):
             if current is not None:
@@ -100,11 +113,14 @@ class QuantDot(nnx.Module):
         static = _Static(self.recipe, x.dtype, dtype, out_sharding)
         return _dot(static, x, kernel, q_x, {"input": input_amax, "kernel": kernel_amax}, grad_history)
 
-    def _quantized_input(self, x: jax.Array) -> tuple[Quantized | None, jax.Array | None, jax.Array | None]:
-        """What ``fwd`` multiplies, and the result of `_amax`."""
-        x = jax.lax.stop_gradient(x)
-        amaxes, fwd = self._amax("input", x), self.recipe.fwd
-        return fwd and quantize(self.recipe, fwd[0], x, (x.ndim - 1,), amaxes[0]), *amaxes
+    def _quantized_input(self, x: jax.Array) -> tuple[jax.Array, Quantized | None, Any, Any]:
+        """The input that gets the gradient, what ``fwd`` multiplies, and the result of `_amax`."""
+        fixed, fwd = jax.lax.stop_gradient(x), self.recipe.fwd
+        amaxes = self._amax("input", fixed)
+        if fwd is None:
+            return x, None, *amaxes
+        q_x = quantize(self.recipe, fwd[0], fixed, (x.ndim - 1,), amaxes[0])
+        return _trusted(x, q_x, fwd[0]) if self.recipe.trust_mask else x, q_x, *amaxes
 
     def _amax(self, tensor: str, x: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
         """The amax that the scale of a tensor comes from, and that of its data; None without a history."""
@@ -223,6 +239,7 @@ def quantize(recipe: Recipe, operand: Operand, x: jax.Array, contract, delayed_a
         delayed_amax=delayed_amax if operand.delayed else None,
         margin=recipe.margin if operand.delayed else 0.0,
         power_of_two=operand.power_of_two,
+        clipping=operand.clipping,
         rounding=operand.rounding,
         block_size=operand.block_size,
         block_scales=operand.block_scales,
@@ -230,6 +247,16 @@ def quantize(recipe: Recipe, operand: Operand, x: jax.Array, contract, delayed_a
     if operand.delayed and not recipe.cold_start:
         q = q._replace(values=_written_once(q.values))
     return q
+
+
+def _rotated(x: jax.Array, axis: int) -> jax.Array:
+    """An operand of the forward pass, which sums over this axis, in QuEST's rotation (arXiv:2502.05003)."""
+    size = math.gcd(quantized.LARGE_HADAMARD, x.shape[axis])
+    return quantized.rotate(x, axis, size, random_signs=False)
+
+
+def _trusted(x: jax.Array, q: Quantized, operand: Operand) -> jax.Array:
+    return quantized.trusted(x, q, formats.get(operand.format))
 
 
 def _written_once(values: jax.Array) -> jax.Array:

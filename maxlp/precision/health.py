@@ -77,14 +77,14 @@ class Probe(QuantDot):
             zip(TENSORS, (self.input_health, self.kernel_health, self.output_grad_health), strict=True)
         )
 
-    def _product(
+    def _product_of_rotated(
         self, x: jax.Array, kernel: jax.Array, dtype: Any, out_sharding: Any, shared: dict
     ) -> jax.Array:
         histories = {tensor: history[...] for tensor, history in self.histories.items()}
         for tensor, value in (("input", x), ("kernel", kernel)):
             stats = statistics(self.recipe, tensor, jax.lax.stop_gradient(value), histories.get(tensor))
             self.health[tensor][...] = stats
-        y = super()._product(x, kernel, dtype, out_sharding, shared)
+        y = super()._product_of_rotated(x, kernel, dtype, out_sharding, shared)
         return _watched(self.recipe, y, histories.get("output_grad"), self.output_grad_health[...])
 
 

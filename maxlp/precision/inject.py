@@ -2,12 +2,11 @@
 
 import fnmatch
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
 
-from maxlp.nn.stack import Block
 from maxlp.precision.recipes import RECIPES, Recipe
 
 HIGH_PRECISION = "high precision"
@@ -26,11 +25,11 @@ class Matmul(Protocol):
     dot_general: Callable[..., jax.Array]
 
 
-def matmuls(model: nnx.Module) -> list[tuple[str, Matmul]]:
-    """(path, module) of each `Matmul` of a model, sorted by path."""
-    found: list[tuple[str, Matmul]] = []
+def matmuls(model: nnx.Module, *more: type) -> list[tuple[str, Any]]:
+    """(path, module) of each `Matmul` of a model, and of ``more`` types of modules, sorted by path."""
+    found: list[tuple[str, Any]] = []
     for path, module in nnx.iter_modules(model):
-        if isinstance(module, Matmul):
+        if isinstance(module, (Matmul, *more)):
             found.append(("/".join(map(str, path)), module))
     return sorted(found, key=lambda item: item[0])
 
@@ -49,9 +48,9 @@ def inject(
     """Replaces ``dot_general`` in the matmuls of a model, in place.
 
     The first rule whose pattern matches a module's path (``layers/mlp/down_proj``) decides. Without
-    one, matmuls in stacks of blocks get ``recipe``, and all others (the head, patch embeddings,
-    projections) stay in high precision. Modules other than `Matmul` (embeddings, norms, attention
-    scores) do not change.
+    one, matmuls in stacks of layers get ``recipe``, and all others (the head, patch embeddings,
+    projections) stay in high precision; in a model without stacks, all get ``recipe``. Modules other
+    than `Matmul` and `nnx.Einsum` (embeddings, norms, attention scores) do not change.
 
     Patterns have the wildcards of `fnmatch`; ``*`` matches across ``/``.
 
@@ -69,9 +68,10 @@ def inject(
 
     Raises:
       ValueError: a pattern that matches nothing, a stack without a quantized block, a kernel whose
-        dims do not divide into blocks, Smooth-SwiGLU without a gated product.
+        dims do not divide into blocks, an einsum with batch axes, Smooth-SwiGLU without a gated product.
     """
-    found = matmuls(model)
+    found = matmuls(model, nnx.Einsum)
+    in_stacks = any(_kernel_shape(module)[0] for _, module in found)
     paths = [path for path, _ in found]
     for pattern, _ in rules:
         if not any(_matches(path, (pattern,)) for path in paths):
@@ -86,12 +86,21 @@ def inject(
         )
     table = {}
     for path, module in found:
-        chosen = _choose(path, module, recipe, rules, min_dim)
-        if path in gated and chosen.gemms:
-            chosen = _smooth(chosen, smooth_swiglu)
-        table[path] = _set_recipe(path, module, chosen)
+        shape = _kernel_shape(module)
+        chosen = _rule(path, rules)
+        if chosen is None:
+            default = min(shape[1:]) >= min_dim and (shape[0] or not in_stacks)
+            chosen = recipe if default else RECIPES["bf16"]
+        table[path] = HIGH_PRECISION
+        if chosen.gemms:
+            from maxlp.precision import replace
+
+            form = smooth_swiglu if path in gated else "none"
+            table[path] = replace.set_recipe(path, module, *shape, chosen, form)
     if set(table.values()) - {HIGH_PRECISION}:
-        set_unquantized_blocks(model, first_blocks, last_blocks)
+        from maxlp.precision import replace
+
+        replace.set_unquantized_blocks(model, first_blocks, last_blocks)
     return table
 
 
@@ -99,45 +108,15 @@ def _matches(path: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 
-def _choose(path: str, module: Matmul, recipe: Recipe, rules: Rules, min_dim: int) -> Recipe:
-    for pattern, of_rule in rules:
-        if _matches(path, (pattern,)):
-            return of_rule
+def _rule(path: str, rules: Rules) -> Recipe | None:
+    return next((recipe for pattern, recipe in rules if _matches(path, (pattern,))), None)
+
+
+def _kernel_shape(module: Any) -> tuple[tuple[int, ...], int, int]:
+    """The axes of the stack that a kernel is in, and the sizes that its matmul sums over and keeps."""
+    if isinstance(module, nnx.Einsum | nnx.LinearGeneral):
+        from maxlp.precision import flax_layers
+
+        return flax_layers.kernel_shape(module)
     *stack, in_dim, out_dim = module.kernel.shape
-    return recipe if stack and min(in_dim, out_dim) >= min_dim else RECIPES["bf16"]
-
-
-def _smooth(recipe: Recipe, form: str) -> Recipe:
-    from maxlp.precision import smooth_swiglu
-
-    return smooth_swiglu.smooth(recipe, form)
-
-
-def _set_recipe(path: str, module: Matmul, recipe: Recipe) -> str:
-    """Gives a module its recipe and returns the name to print for it."""
-    if not recipe.gemms:
-        return HIGH_PRECISION
-    *stack, in_dim, out_dim = module.kernel.shape
-    if (size := recipe.block_size) and (in_dim % size or out_dim % size):
-        raise ValueError(
-            f"recipe={recipe.name!r}: the kernel of {path} is {in_dim} × {out_dim}, which blocks of "
-            f"{size} do not divide; change its size or add a rule with another recipe for it"
-        )
-    from maxlp.precision.dot import QuantDot
-
-    module.dot_general = nnx.data(QuantDot(recipe, tuple(stack)))
-    return recipe.name if recipe.smooth == "none" else f"{recipe.name}, smooth {recipe.smooth}"
-
-
-def set_unquantized_blocks(model: nnx.Module, first: int, last: int) -> None:
-    """Leaves so many blocks at the ends of each stack unquantized; raises a ValueError if none remains."""
-    for path, blocks in nnx.iter_modules(model):
-        if not isinstance(blocks, Block):
-            continue
-        num_layers = jax.tree.leaves(nnx.state(blocks, nnx.Param))[0].shape[0]
-        if first < 0 or last < 0 or first + last >= num_layers:
-            raise ValueError(
-                f"first_blocks={first} and last_blocks={last} leave none of the {num_layers} blocks of "
-                f"{'/'.join(map(str, path))} quantized; choose at least 0, and a sum below {num_layers}"
-            )
-        blocks.unquantized_blocks = (first, last)
+    return tuple(stack), in_dim, out_dim

@@ -34,6 +34,8 @@ class DynamicLossScale:
       initial: the first scale.
       growth_interval: finite steps in a row after which the scale doubles.
       minimum, maximum: bounds of the scale. (The loss itself is float32, so it may exceed 65504.)
+      per_tensor: the scale stays ``initial``, and every step counts; at an overflow only the tensors whose
+        gradients are not finite skip it (`optim.skip_tensors`).
 
     Raises:
       ValueError: scales that are not powers of two or not in order, an interval below 1 step.
@@ -43,6 +45,7 @@ class DynamicLossScale:
     growth_interval: Count = 2000
     minimum: Scale = 1.0
     maximum: Scale = 2.0**24
+    per_tensor: bool = False
 
     def __post_init__(self):
         schema.check(self)
@@ -65,6 +68,8 @@ class DynamicLossScale:
           whether the step is accepted (a bool scalar), the state with the next scale, and the
           metric ``loss_scale`` that the step used.
         """
+        if self.per_tensor:
+            return jnp.bool_(True), state, {"loss_scale": state["scale"]}
         finite = jnp.isfinite(metrics["grad_norm"])
         good_steps = jnp.where(finite, state["good_steps"] + 1, 0)
         grows = good_steps >= self.growth_interval

@@ -38,6 +38,7 @@ Granularity = Annotated[str, OneOf(GRANULARITIES)]
 Rounding = Annotated[str, OneOf(("nearest", "truncate", "stochastic"))]
 BlockScales = Annotated[str, OneOf(BLOCK_SCALES)]
 SmoothForm = Annotated[str, OneOf(("none", "channel", "balanced", "token"))]  # see `smooth_swiglu`
+Clipping = Annotated[str, OneOf(("max", "gaussian"))]
 Residuals = Annotated[str, OneOf(("full", "quantized"))]
 Margin = Annotated[float, Range(at_least=-8, at_most=8)]  # E5M2 keeps 16 of its 32 exponents
 
@@ -52,6 +53,7 @@ class Operand:
       delayed: the scale comes from the history of earlier steps (`delayed`), not from the data
         itself.
       power_of_two: scales of tensors and rows are powers of two.
+      clipping: see `quantized.quantize`.
       rounding: see `rounding.cast`.
       block_size, block_scales: of blocks and tiles, see `quantized.quantize`.
     """
@@ -60,6 +62,7 @@ class Operand:
     granularity: Granularity = "tensor"
     delayed: bool = False
     power_of_two: bool = False
+    clipping: Clipping = "max"
     rounding: Rounding = "nearest"
     block_size: Count = MX_BLOCK
     block_scales: BlockScales = "up"
@@ -80,6 +83,12 @@ class Operand:
             raise ValueError(
                 f"granularity={self.granularity!r} does not work with delayed scales; use 'tensor' or a "
                 "recipe with current scales"
+            )
+        clipped = formats.get(self.format).clip and not (self.delayed or self.in_blocks)
+        if self.clipping == "gaussian" and not clipped:
+            raise ValueError(
+                "clipping='gaussian' is for current scales of tensors or rows in "
+                f"{', '.join(formats.MIDRISE)}, not for {_described(self)}; use 'max'"
             )
 
 
@@ -106,6 +115,9 @@ class Recipe:
       cold_start: delayed scales are current ones until a nonzero amax was recorded.
       smooth: see `smooth_swiglu`.
       hadamard: both operands of ``drhs`` are rotated along the tokens first, see `quantized.rotate`.
+      fwd_hadamard: both operands of ``fwd`` are rotated along the axis that it sums over, in blocks of 128
+        or of the largest power of two that divides it; the backward pass rotates the gradients back.
+      trust_mask: what ``fwd`` clips has no gradient, see `quantized.trusted`.
 
     Raises:
       ValueError: operands that cannot be multiplied, or invalid options.
@@ -121,6 +133,8 @@ class Recipe:
     cold_start: bool = True
     smooth: str = "none"
     hadamard: bool = False
+    fwd_hadamard: bool = False
+    trust_mask: bool = False
 
     def __post_init__(self):
         schema.check(self)
@@ -138,6 +152,9 @@ class Recipe:
                 raise ValueError(
                     f"{where}: granularity='tile' is for kernels; use options.kernel_granularity='tile'"
                 )
+        of_fwd = {(formats.get(operand.format).kind, operand.in_blocks) for operand in self.fwd or ()}
+        if self.trust_mask and of_fwd - {("int", False)}:
+            raise ValueError(f"{where}: trust_mask=True needs integer formats without blocks; use False")
         if self.residuals == "quantized" and self.fwd is None:
             raise ValueError(f"{where}: residuals='quantized' needs a quantized fwd; use 'full'")
 
@@ -189,11 +206,15 @@ _INT8 = Operand("int8")
 _INT8_ROW = Operand("int8", "row")
 _MX = Operand("float8_e4m3fn", "block")
 _E4M3_SIMULATED = Operand("e4m3")
+_E4M3_240 = Operand("e4m3", power_of_two=True, delayed=True)
+_E5M2_BACKWARD = Operand("e5m2", power_of_two=True, delayed=True)
+_E5M2_GRAD = dataclasses.replace(_E5M2_BACKWARD, rounding="stochastic")
 _E4M3_BLOCKS = Operand("float8_e4m3fn", "block", block_size=128, block_scales="float32")
 _E4M3_TILES = dataclasses.replace(_E4M3_BLOCKS, granularity="tile")
 _FP4 = Operand("float4_e2m1fn", "block", block_size=16, block_scales="e4m3")
 _FP4_GRAD = dataclasses.replace(_FP4, rounding="stochastic")
 _FP4_KERNEL = dataclasses.replace(_FP4, granularity="tile")
+_MIDRISE4 = Operand("midrise4", "row", clipping="gaussian")
 
 
 def _same(name: str, operand: Operand) -> Recipe:
@@ -210,6 +231,13 @@ RECIPES = {
         dlhs=(_E5M2_DELAYED, _E4M3_DELAYED),
         drhs=(_E4M3_DELAYED, _E5M2_DELAYED),
         residuals="quantized",
+    ),
+    # Fishman et al. 2024 (arXiv:2409.12517) on Gaudi 2: E4M3 up to 240, and E5M2 × E5M2; simulated.
+    "fp8_gaudi": Recipe(
+        "fp8_gaudi",
+        fwd=(_E4M3_240, _E4M3_240),
+        dlhs=(_E5M2_GRAD, _E5M2_BACKWARD),
+        drhs=(_E5M2_BACKWARD, _E5M2_GRAD),
     ),
     "fp8_current": Recipe(
         "fp8_current",
@@ -251,6 +279,10 @@ RECIPES = {
         drhs=(_FP4, _FP4_GRAD),
         hadamard=True,
     ),
+    # Panferov et al. 2025 (arXiv:2502.05003), W4A4: the gradients multiply what fwd quantized, in 16 bits.
+    "quest": Recipe(
+        "quest", fwd=(_MIDRISE4, _MIDRISE4), residuals="quantized", fwd_hadamard=True, trust_mask=True
+    ),
     "simulate": _same("simulate", _E4M3_SIMULATED),
 }
 
@@ -260,10 +292,11 @@ class RecipeOptions:
     """Changes to a recipe; None keeps the recipe's own value.
 
     Attributes:
-      residuals, history, margin, cold_start, hadamard: fields of `Recipe`.
+      residuals, history, margin, cold_start, hadamard, fwd_hadamard, trust_mask: fields of `Recipe`.
       format: format of all operands, unless ``grad_format`` is set too.
       grad_format: format of output gradients.
-      granularity, power_of_two, rounding, block_size, block_scales: fields of `Operand`, for all operands.
+      granularity, power_of_two, clipping, rounding, block_size, block_scales: fields of `Operand`, for all
+        operands.
       kernel_granularity: granularity of kernels.
       grad_rounding: rounding of output gradients.
 
@@ -279,20 +312,22 @@ class RecipeOptions:
     grad_format: FormatName | None = None
     granularity: Granularity | None = None
     power_of_two: bool | None = None
+    clipping: Clipping | None = None
     rounding: Rounding | None = None
     block_size: Count | None = None
     block_scales: BlockScales | None = None
     kernel_granularity: Granularity | None = None
     grad_rounding: Rounding | None = None
     hadamard: bool | None = None
+    fwd_hadamard: bool | None = None
+    trust_mask: bool | None = None
 
     def __post_init__(self):
         schema.check(self)
 
     def of_operand(self, tensor: str) -> dict[str, Any]:
         """The options that replace fields of the `Operand` of a tensor."""
-        names = "format", "granularity", "power_of_two", "rounding", "block_size", "block_scales"
-        fields = self._given(*names)
+        fields = self._given(*_names_shared_with(Operand))
         if tensor == "kernel":
             fields |= self._given(granularity="kernel_granularity")
         if tensor == "output_grad":
@@ -302,7 +337,7 @@ class RecipeOptions:
     @property
     def of_recipe(self) -> dict[str, Any]:
         """The options that replace fields of `Recipe`."""
-        return self._given("residuals", "history", "margin", "cold_start", "hadamard")
+        return self._given(*_names_shared_with(Recipe))
 
     def _given(self, *names: str, **renamed: str) -> dict[str, Any]:
         """The options that are set, by their own names or by those that ``renamed`` gives them."""
@@ -311,31 +346,9 @@ class RecipeOptions:
         return {name: value for name, value in values.items() if value is not None}
 
 
-def unused_options(recipe: Recipe, options: RecipeOptions) -> dict[str, str]:
-    """The options that change nothing in a recipe.
-
-    Args:
-      recipe: already with these options.
-
-    Returns:
-      name of the option → why it has no effect.
-    """
-    operands = [operand for uses in recipe.operands.values() for operand in uses]
-    found = {}
-    for key in (field.name for field in dataclasses.fields(options)):
-        if getattr(options, key) is None:
-            continue
-        if not operands:
-            found[key] = "that recipe quantizes no matmul"
-        elif key in ("history", "margin", "cold_start") and not recipe.delayed:
-            found[key] = "that recipe has no delayed scales"
-        elif key == "power_of_two" and all(o.in_blocks or o.granularity == "unscaled" for o in operands):
-            found[key] = "that recipe has no scales of tensors or rows"
-        elif key in ("block_size", "block_scales") and not recipe.block_size:
-            found[key] = "that recipe has no blocks"
-        elif key == "hadamard" and recipe.drhs is None:
-            found[key] = "that recipe does not quantize the gradient of the kernel"
-    return found
+def _names_shared_with(other: type) -> list[str]:
+    of_other = {field.name for field in dataclasses.fields(other)}
+    return [field.name for field in dataclasses.fields(RecipeOptions) if field.name in of_other]
 
 
 def make_recipe(name: str, **options: Any) -> Recipe:

@@ -67,6 +67,21 @@ def scalify_has_the_gradients(s: Settings, machine: Machine) -> str | None:
     return scalify_rule.refusal(s, machine)
 
 
+def skipped_tensors_have_moments(s: Settings, machine: Machine) -> str | None:
+    """A tensor that skips a step keeps its moments, which have its shape."""
+    if s.precision.loss_scale is None or not s.precision.loss_scale.per_tensor:
+        return None
+    from maxlp.optim.skip_tensors import OPTIMIZERS
+
+    o = s.optimizer
+    if o.name in OPTIMIZERS and o.galore is None and o.low_bit is None and o.adascale is None:
+        return None
+    return (
+        f"precision.loss_scale.per_tensor=True needs optimizer.name={' or '.join(OPTIMIZERS)} without "
+        "galore, low_bit and adascale; choose that, or per_tensor=False"
+    )
+
+
 def params_are_not_float16(s: Settings, machine: Machine) -> str | None:
     """Adam's epsilon and small second moments round to 0 in float16, and the update becomes 0 / 0."""
     if s.model.param_dtype != "float16":
@@ -278,6 +293,7 @@ RULES = (
     attention_runs,
     float16_is_scaled,
     scalify_has_the_gradients,
+    skipped_tensors_have_moments,
     params_are_not_float16,
     rounded_params_are_bfloat16,
     adascale_has_samples,

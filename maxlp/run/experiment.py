@@ -133,6 +133,10 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
     gates: dict[str, Gate] = {}
     if s.precision.loss_scale is not None:
         gates["loss_scale"] = s.precision.loss_scale
+        if s.precision.loss_scale.per_tensor:
+            from maxlp.optim.skip_tensors import skip_nonfinite_tensors
+
+            optimizer = dataclasses.replace(optimizer, tx=skip_nonfinite_tensors(optimizer.tx))
     if s.spikes.guard == "skip":
         from maxlp.monitoring.skip_guard import SkipGuard
 

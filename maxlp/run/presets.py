@@ -148,6 +148,9 @@ def _precision() -> ConfigDict:
                 kernel_granularity=str,
                 grad_rounding=str,
                 hadamard=bool,
+                clipping=str,
+                fwd_hadamard=bool,
+                trust_mask=bool,
             ),
             rules=(),  # (pattern, recipe) pairs: precision.inject
             first_blocks=1,
@@ -155,7 +158,7 @@ def _precision() -> ConfigDict:
             min_dim=0,
             smooth_swiglu="none",
             loss_scale=unset(  # for float16: precision.DynamicLossScale
-                initial=float, growth_interval=int, minimum=float, maximum=float
+                initial=float, growth_interval=int, minimum=float, maximum=float, per_tensor=bool
             ),
             scalify="none",  # or "fp16", "fp8": precision.scalify
             health_every=0,  # steps between measurements of the quantization; 0: none

@@ -123,6 +123,9 @@ SHARED: dict[str, Kind] = {
     "precision.options.kernel_granularity": Name(),
     "precision.options.grad_rounding": Name(),
     "precision.options.hadamard": Switch(),
+    "precision.options.clipping": Name(),
+    "precision.options.fwd_hadamard": Switch(),
+    "precision.options.trust_mask": Switch(),
     "precision.rules": Group(
         (("nosuch",), ((1, 2),), (("*", "nosuch"),), (("*",),), (("no/such/path", "fp8"),), 7, "ab")
     ),
@@ -134,6 +137,7 @@ SHARED: dict[str, Kind] = {
     "precision.loss_scale.growth_interval": SIZE,
     "precision.loss_scale.minimum": Float(0, open_low=True),
     "precision.loss_scale.maximum": Float(0, open_low=True),
+    "precision.loss_scale.per_tensor": Switch(),
     "precision.health_every": COUNT,
     "precision.sharpness_every": COUNT,
     "precision.scalify": Name(),

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from maxlp.core.train_state import abstract_state
+from maxlp.core.train_step import jit_step
 from maxlp.nn import layers
+from maxlp.run.experiment import resolve_settings
+from tests import composition
+from tests.precision.fixtures import walk_jaxpr
 
 CONTRACTION = ((2,), (0,)), ((), ())  # (B, S, in) with (in, out)
 
@@ -137,3 +142,19 @@ def test_epsilon_is_added_to_the_mean_square(kind):
     want = centered / np.sqrt(np.mean(centered**2, axis=-1, keepdims=True) + 1e-5)
     norm = kind(8, eps=1e-5, param_dtype=jnp.float32)
     np.testing.assert_allclose(norm(jnp.asarray(x)), want, rtol=1e-4, atol=1e-6)
+
+
+# --- dtypes of a whole step -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", composition.FAMILIES)
+def test_sums_and_norms_of_a_bfloat16_step_are_float32(family):
+    """Forward, backward and optimizer; only elementwise activations and sums of two gradients are not."""
+    run = resolve_settings(composition.settings(family, ("pure_bf16",)), jax.devices()[:1])
+    with jax.set_mesh(run.mesh):
+        graphdef, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+        traced = jit_step(run.step, graphdef, abstract, run.mesh).trace(abstract, run.abstract_batch())
+    eqns = [e for e in walk_jaxpr(traced.jaxpr.jaxpr) if e.primitive.name in ("reduce_sum", "rsqrt", "log")]
+    assert {e.primitive.name for e in eqns} >= {"reduce_sum", "rsqrt"}
+    narrow = [e for e in eqns if e.invars[0].aval.dtype.itemsize == 2]
+    assert not narrow, [str(e) for e in narrow]

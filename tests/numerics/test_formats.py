@@ -1,7 +1,10 @@
 """Format names and limits, against ml_dtypes."""
 
+from statistics import NormalDist
+
 import jax.numpy as jnp
 import ml_dtypes
+import numpy as np
 import pytest
 
 from maxlp.numerics import formats
@@ -35,10 +38,25 @@ def test_blocks_have_the_size_of_the_specification():
 
 
 def test_formats_of_matmuls_are_distinct_from_those_of_states():
-    assert [formats.get(name).kind for name in formats.MATMUL] == ["float", "float", "int", "simulated"]
+    kinds = ["float", "float", "int", "simulated", *3 * ["int"]]
+    assert [formats.get(name).kind for name in formats.MATMUL] == kinds
     for name in set(formats.FORMATS) - set(formats.MATMUL):
         with pytest.raises(ValueError, match=f"format='{name}' is unknown"):
             formats.get(name)
+
+
+@pytest.mark.parametrize("name", formats.MIDRISE)
+def test_gaussian_data_is_clipped_where_its_squared_error_is_least(name):
+    """On 2^16 quantiles, against clipping 1 % earlier or later."""
+    to = formats.get(name)
+    quantiles = [NormalDist().inv_cdf((i + 0.5) / 2**16) for i in range(2**16)]
+
+    def error(clip):
+        x = np.clip(np.array(quantiles) * to.max / clip, -to.max, to.max)
+        return np.mean((np.array(quantiles) - (2 * np.rint(x / 2 + 0.5) - 1) * clip / to.max) ** 2)
+
+    assert error(to.clip) < min(error(0.99 * to.clip), error(1.01 * to.clip))
+    assert to.max == 2**to.bits - 1 and to.bits == int(name[-1])
 
 
 @pytest.mark.parametrize("name", ["fp8", "e9m2", "e1m2", "e4m24", "float8_e4m3"])

@@ -84,6 +84,7 @@ def test_matmuls_run_at_the_rate_of_what_they_multiply():
         ("int8_all", {}, ("int8", "int8", "int8")),
         ("int8_switchback", {}, ("int8", "int8", "bfloat16")),
         ("fp8_rowwise_with_gw_hp", {}, ("float8", "float8", "bfloat16")),
+        ("quest", {}, ("int8", "bfloat16", "bfloat16")),
         ("simulate", {}, ("bfloat16", "bfloat16", "bfloat16")),
         ("fp8_current", {"format": "e3m4"}, ("bfloat16", "bfloat16", "bfloat16")),
     ):

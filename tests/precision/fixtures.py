@@ -105,3 +105,14 @@ def exact_trainer(
 def exact_params() -> dict:
     """Initial parameters of the network on the host."""
     return jax.device_get(exact_trainer().init()["params"])
+
+
+# --- programs -------------------------------------------------------------------------------------------
+
+
+def walk_jaxpr(jaxpr):
+    """All equations of a program, also those of its inner programs."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.core.jaxprs_in_params(eqn.params):
+            yield from walk_jaxpr(inner)

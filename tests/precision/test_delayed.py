@@ -182,3 +182,32 @@ def test_a_history_of_one_holds_the_most_recent_amax():
         layer(*data(step))
         for history, a in zip(layer.histories, data(step), strict=True):
             np.testing.assert_array_equal(history, [np.abs(a).max()])
+
+
+def test_the_recipe_of_gaudi_is_the_published_one():
+    """Fishman et al.: factors 2^⌊log2(largest / amax)⌋ of earlier steps, E4M3 to 240, E5M2 × E5M2."""
+    rng = np.random.default_rng(0)
+    layer = fixtures.Layer(make_recipe("fp8_gaudi", history=2))
+    first, (x, w, g) = (
+        [rng.normal(size=s).astype(np.float32) for s in ((32, 64), (64, 48), (32, 48))] for _ in range(2)
+    )
+    g = np.sign(g) * 2.0 ** np.round(np.log2(np.abs(g)).clip(-8, 0)).astype(np.float32)  # E5M2 holds these
+    step = jax.jit(layer.step)
+    *_, state = step(layer.state, *first)
+    y, dx, dw, _ = step(state, x, w, g)
+
+    def rounded(array, history, dtype):
+        scale = 2.0 ** np.floor(np.log2(float(ml_dtypes.finfo(dtype).max) / np.abs(history).max()))
+        largest = float(ml_dtypes.finfo(dtype).max)
+        return np.clip(array * scale, -largest, largest).astype(dtype).astype(np.float64) / scale
+
+    forward, backward = (
+        [rounded(a, b, dtype) for a, b in ((x, first[0]), (w, first[1]))]
+        for dtype in (ml_dtypes.float8_e4m3, ml_dtypes.float8_e5m2)
+    )
+    gradient = rounded(g, first[2], ml_dtypes.float8_e5m2)
+    np.testing.assert_array_equal(gradient, g)
+    expected = forward[0] @ forward[1], g @ backward[1].T, backward[0].T @ g
+    for ours, product in zip((y, dx, dw), expected, strict=True):
+        # Sums of up to 64 terms in float32.
+        np.testing.assert_allclose(ours, product, rtol=0, atol=64 * 2.0**-24 * np.abs(product).max())

@@ -74,6 +74,14 @@ def test_smoothing_acts_on_the_quantized_gated_products_only():
     assert table(**how, rules=rules) == smooth | {"layers/mlp/down_proj": "high precision"}
 
 
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_recipes_without_histories_have_no_state_so_that_a_run_can_end_in_bf16(name):
+    model, plain = abstract(mlp_dim=256, embed_dim=128), abstract(mlp_dim=256, embed_dim=128)
+    table(name, model, rules=(("*/attn/*", RECIPES["bf16"]),))
+    same = jax.tree.structure(nnx.state(model)) == jax.tree.structure(nnx.state(plain))
+    assert same == (not RECIPES[name].delayed)
+
+
 @pytest.mark.parametrize(
     "recipe, changes, kwargs, message",
     [

@@ -130,6 +130,14 @@ def test_small_gradients_vanish_without_and_train_with_a_scale():
     assert moved == [False, True] and losses[1] < 0.01 * losses[0]
 
 
+def test_a_scale_per_tensor_is_fixed_and_counts_every_step():
+    loss_scale = DynamicLossScale(2.0**16, 1, per_tensor=True)
+    state = loss_scale.init()
+    for norm in (1.0, np.inf, np.nan):
+        accepted, state, metrics = loss_scale.accept(state, {"grad_norm": jnp.float32(norm)})
+        assert accepted and metrics == {"loss_scale": 65536.0} and state == loss_scale.init()
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

@@ -1,13 +1,23 @@
 """Recipes and the ``precision`` section of a config: what replaces what, and what is refused."""
 
 import dataclasses
+from pathlib import Path
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from maxlp.precision import DynamicLossScale, PrecisionConfig, RecipeOptions, make_recipe
+from maxlp.numerics import formats
+from maxlp.precision import (
+    RECIPES,
+    DynamicLossScale,
+    PrecisionConfig,
+    RecipeOptions,
+    blocks,
+    make_recipe,
+    recipes,
+)
 from maxlp.precision.dot import quantize
 
 SECTION = dict(
@@ -57,6 +67,16 @@ def assert_one_line(error):
         ("bf16", dict(residuals="quantized"), "residuals='quantized' needs a quantized fwd"),
         ("mxfp8", dict(granularity="tile"), "granularity='tile' is for kernels; use options.kernel_gran"),
         ("mxfp8", dict(kernel_granularity="tensor"), "both in blocks or neither"),
+        (
+            "int8_all",
+            dict(clipping="gaussian"),
+            "clipping='gaussian' is for .* midrise4, not for int8 .*; use 'max'",
+        ),
+        (
+            "fp8_current",
+            dict(trust_mask=True),
+            "trust_mask=True needs integer formats without blocks; use F",
+        ),
         ("nvfp4", dict(block_scales="e8m0"), "block_scales='e8m0' is unknown; one of up, floor, float32"),
     ],
 )
@@ -171,3 +191,40 @@ def test_bit_reduction_of_every_bfloat16(e, m):
             ours = np.asarray(q.values).astype(np.float64)
             np.testing.assert_array_equal(ours, bits_reduced(x, e, m))
             assert q.scale == 1
+
+
+# --- the table of the documentation -----------------------------------------------------------------------
+
+
+def _documented():
+    page = (Path(__file__).parents[2] / "docs/low_precision.md").read_text()
+    table = page.split("| recipe | bits | rounding | state | hardware |")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    return {row[0].strip("`"): row[1:5] for row in rows}
+
+
+def test_the_table_of_the_documentation_names_every_recipe():
+    assert list(_documented()) == list(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_table_of_the_documentation_agrees_with_the_recipe(name):
+    bits, rounding, state, hardware = _documented()[name]
+    recipe = RECIPES[name]
+    operands = [operand for pair in recipe.gemms.values() for operand in pair]
+    assert state == ("amax histories" if recipe.delayed else "none")
+    if name == "simulate":
+        return
+    assert {formats.get(o.format).bits for o in operands} <= {int(bits.split(",")[0])}
+    for gemm in recipes.GEMMS:
+        assert (gemm in recipe.gemms) == (gemm not in bits) or name == "bf16"
+    assert ("stochastic" in rounding) == any(o.rounding == "stochastic" for o in operands)
+    in_blocks = recipe.block_size and all(blocks._instruction(pair) for pair in recipe.gemms.values())
+    kinds = set(recipe.kinds.values())
+    expected = (
+        "B200"
+        if in_blocks
+        else {"int": "v5e", "float": "H100", "simulated": "none"}[min(kinds, default="float")]
+    )
+    assert expected in hardware or name == "bf16"
+    assert ("B200" in hardware) == bool(in_blocks or kinds == {"float"})

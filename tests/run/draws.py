@@ -70,6 +70,8 @@ RECIPES = (
         "mxfp8",
         "fp8_blocks",
         "nvfp4",
+        "quest",
+        "fp8_gaudi",
         "simulate",
     ),
 )
@@ -118,6 +120,7 @@ COMMON: dict[str, list[Changes]] = {
         FP16 | {"precision.loss_scale.growth_interval": 2, "spikes.guard": "skip"},
         FP16 | {"model.param_dtype": "float16"},
         {"precision.loss_scale.initial": 8.0},
+        FP16 | {"precision.loss_scale.per_tensor": True},
     ],
     "layers": [
         *each("model.remat", "none", "dots", "dots", "offload"),
@@ -151,6 +154,12 @@ COMMON: dict[str, list[Changes]] = {
         *each("precision.options.kernel_granularity", "tile", "tensor", precision__recipe="mxfp8"),
         *each("precision.options.grad_rounding", "nearest", precision__recipe="nvfp4"),
         *each("precision.options.hadamard", False, precision__recipe="nvfp4"),
+        *each("precision.options.clipping", "max", "gaussian", precision__recipe="quest"),
+        *each("precision.options.clipping", "gaussian", precision__recipe="int8_all"),
+        *each("precision.options.fwd_hadamard", True, False, precision__recipe="quest"),
+        *each("precision.options.fwd_hadamard", True, precision__recipe="fp8_delayed"),
+        *each("precision.options.trust_mask", True, precision__recipe="int8_all"),
+        *each("precision.options.trust_mask", True, precision__recipe="fp8_current"),
     ],
     "optimizer": [
         *each("optimizer.name", *OPTIMIZERS[1:]),

@@ -34,6 +34,20 @@ REFUSED = {
         (SCALIFY | {"train.lora.rank": 4, "train.init_from": "run"}, 1, "cpu", "set no adapters"),
         (SCALIFY | {"train.release_gradients": True}, 1, "cpu", "set train.release_gradients=False"),
     ],
+    "skipped_tensors_have_moments": [
+        (
+            {"precision.loss_scale.per_tensor": True, "optimizer.name": "muon"},
+            1,
+            "cpu",
+            "per_tensor=True needs optimizer.name=adamw or stable_adamw",
+        ),
+        (
+            {"precision.loss_scale.per_tensor": True, "optimizer.galore.rank": 8},
+            1,
+            "cpu",
+            "galore, low_bit",
+        ),
+    ],
     "params_are_not_float16": [({"model.param_dtype": "float16"}, 1, "cpu", "use float32")],
     "rounded_params_are_bfloat16": [({"optimizer.param_rounding": "kahan"}, 1, "cpu", "bfloat16")],
     "precision_fits_model": [

@@ -171,7 +171,7 @@ class TextTower(nnx.Module):
             )
         with jax.named_scope("embed"):
             x_BSD = self.tok_embed(text_BS)
-            x_BSD += self.pos_embed[None, :length].astype(x_BSD.dtype)
+            x_BSD = layers.add_parameter(x_BSD, self.pos_embed[:length])
         x_BSD = self.encoder.run(self.layers, x_BSD)
         with jax.named_scope("pool"):
             x_BD = jnp.take_along_axis(x_BSD, self.pool_index(text_BS)[:, None, None], axis=1)[:, 0]

@@ -127,10 +127,10 @@ class ImageTower(nnx.Module):
         c = self.config
         x_BSD = self.patch_embed(patches(image_BHWC, c.patch_size))
         if self.class_embed is not None:
-            class_B1D = layers.over_last_dim(self.class_embed[...].astype(x_BSD.dtype), x_BSD)
-            class_B1D = jnp.broadcast_to(class_B1D, (x_BSD.shape[0], 1, x_BSD.shape[2]))
+            class_B1D = layers.over_last_dim(self.class_embed[...].astype(jnp.float32), x_BSD)
+            class_B1D = jnp.broadcast_to(class_B1D, (x_BSD.shape[0], 1, x_BSD.shape[2])).astype(x_BSD.dtype)
             x_BSD = jnp.concatenate([class_B1D, x_BSD], axis=1)
-        x_BSD += self.pos_embed[None].astype(x_BSD.dtype)
+        x_BSD = layers.add_parameter(x_BSD, self.pos_embed[...])
         if c.patch_dropout and dropout_key is not None:
             x_BSD = drop_patches(x_BSD, c.patch_dropout, dropout_key, first=c.class_tokens)
         return x_BSD if self.pre_norm is None else self.pre_norm(x_BSD)

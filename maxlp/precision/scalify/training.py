@@ -7,7 +7,8 @@ import jax
 from flax import nnx
 
 from maxlp.nn.layers import LayerNorm, RMSNorm
-from maxlp.precision.inject import HIGH_PRECISION, matmuls, set_unquantized_blocks
+from maxlp.precision.inject import HIGH_PRECISION, matmuls
+from maxlp.precision.replace import set_unquantized_blocks
 from maxlp.precision.scalify.interpreter import scalify
 from maxlp.precision.scalify.markers import dynamic_rescale_l2_grad, fp8_dot_general
 from maxlp.precision.scalify.scaled import scale, unscale

@@ -1,0 +1,44 @@
+"""Updates only the tensors whose gradients are finite."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from maxlp.optim.tree_utils import layer_axes, over_tensor
+
+OPTIMIZERS = ("adamw", "stable_adamw", "lion", "sgd")  # whose moments have the shapes of the parameters
+
+
+def skip_nonfinite_tensors(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Leaves a tensor, and its moments, as they are in a step in which its gradient is not finite.
+
+    All others are updated as if its gradient were zero. Each layer of a stack is a tensor. This is what the
+    float16 runs of Wortsman et al. 2023 (arXiv:2304.13013) do at an overflow; their loss scale is fixed.
+    """
+    inner = optax.with_extra_args_support(tx)
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        def is_finite(path: Any, grad: jax.Array) -> jax.Array:
+            return jnp.isfinite(grad).all(axis=tuple(range(layer_axes(path), grad.ndim)))
+
+        finite = jax.tree.map_with_path(is_finite, grads)
+        updates, new_state = inner.update(_where(finite, grads), state, params, **extra)
+        like_params = jax.tree.structure(grads)
+
+        def is_moment(node: Any) -> bool:
+            return jax.tree.structure(node) == like_params
+
+        def kept(new: Any, old: Any) -> Any:
+            return _where(finite, new, old) if is_moment(new) else new
+
+        return _where(finite, updates), jax.tree.map(kept, new_state, state, is_leaf=is_moment)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _where(finite: Any, new: Any, old: Any = None) -> Any:
+    """The new tensors where they are finite, else the old ones, by default zeros."""
+    old = jax.tree.map(jnp.zeros_like, new) if old is None else old
+    return jax.tree.map(lambda ok, n, o: jnp.where(over_tensor(ok, n), n, o), finite, new, old)

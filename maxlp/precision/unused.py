@@ -1,0 +1,40 @@
+"""Which options of a recipe change nothing."""
+
+import dataclasses
+
+from maxlp.precision.recipes import Operand, Recipe, RecipeOptions
+
+
+def unused_options(recipe: Recipe, options: RecipeOptions) -> dict[str, str]:
+    """The options that change nothing in a recipe.
+
+    Args:
+      recipe: already with these options.
+
+    Returns:
+      name of the option → why it has no effect.
+    """
+    operands = [operand for uses in recipe.operands.values() for operand in uses]
+    found = {}
+    for key in (field.name for field in dataclasses.fields(options)):
+        if getattr(options, key) is None:
+            continue
+        if not operands:
+            found[key] = "that recipe quantizes no matmul"
+        elif key in ("history", "margin", "cold_start") and not recipe.delayed:
+            found[key] = "that recipe has no delayed scales"
+        elif key == "power_of_two" and all(o.in_blocks or o.granularity == "unscaled" for o in operands):
+            found[key] = "that recipe has no scales of tensors or rows"
+        elif key in ("block_size", "block_scales") and not recipe.block_size:
+            found[key] = "that recipe has no blocks"
+        elif key in ("fwd_hadamard", "trust_mask") and recipe.fwd is None:
+            found[key] = "that recipe does not quantize the forward pass"
+        elif key == "trust_mask" and recipe.trust_mask and not any(_clips(o) for o in recipe.fwd or ()):
+            found[key] = "that recipe clips nothing"
+        elif key == "hadamard" and recipe.drhs is None:
+            found[key] = "that recipe does not quantize the gradient of the kernel"
+    return found
+
+
+def _clips(operand: Operand) -> bool:
+    return operand.delayed or operand.clipping != "max"

@@ -1,0 +1,46 @@
+"""Tensors with gradients that are not finite skip a step; the others do not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlp.optim.skip_tensors import OPTIMIZERS, skip_nonfinite_tensors
+from tests.optim.common import jitted_step, make_optimizer, random_tree, run
+
+SHAPES = {"layers": {"kernel": (3, 8, 4)}, "scale": (8,)}  # three layers, and a tensor of its own
+
+
+def optimizer(name):
+    rates = dict(
+        learning_rate=0.02, schedule="constant", warmup_steps=1, total_steps=9, final_lr_fraction=0.0
+    )
+    return make_optimizer(
+        name=name, weight_decay=0.01, clip_norm=1.0, b1=0.9, b2=0.95, eps=1e-8, **rates
+    ).tx
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_only_tensors_with_finite_gradients_are_updated(name):
+    """The others, and their moments, keep every bit; the rest is updated as if their gradient were zero."""
+    plain, tx = optimizer(name), skip_nonfinite_tensors(optimizer(name))
+    params, state = run(tx, random_tree(SHAPES, 0), [random_tree(SHAPES, 1)])
+    without = run(plain, random_tree(SHAPES, 0), [random_tree(SHAPES, 1)])
+    jax.tree.map(np.testing.assert_array_equal, (params, state), without)
+
+    grads = random_tree(SHAPES, 2)
+    kernel = grads["layers"]["kernel"]
+    zeroed = grads | {"layers": {"kernel": kernel.at[1].set(0)}}
+    for bad in (jnp.inf, jnp.nan):
+        overflowed = grads | {"layers": {"kernel": kernel.at[1, 2, 3].set(bad)}}
+        after = jitted_step(tx)(overflowed, state, params)
+        others = jitted_step(plain)(zeroed, state, params)
+
+        leaves = (jax.tree.leaves(tree) for tree in (after, (params, state), others))
+        for new, old, other in zip(*leaves, strict=True):
+            if new.ndim and new.shape[0] == 3:
+                np.testing.assert_array_equal(new[1], old[1])
+                np.testing.assert_array_equal(new[jnp.array([0, 2])], other[jnp.array([0, 2])])
+                assert np.any(new[0] != old[0])
+            else:
+                np.testing.assert_array_equal(new, other)
