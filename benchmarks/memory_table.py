@@ -1,0 +1,139 @@
+r"""The tables of docs/memory.md: what each optimizer and precision holds, and the GPU that it needs.
+
+    python benchmarks/memory_table.py                    # closed form; two minutes on 2 cores
+    pip install 'maxlp[aot]'
+    python benchmarks/memory_table.py --compile=8B       # one model's steps compiled for an H100 as well
+
+The first table is the state of a training run in bytes per parameter, from the shapes of the 8B's state.
+The second is the peak memory of a step of one sequence on one device by the planner's closed form, and with
+``--compile`` by the compiler's memory analysis. Nothing runs on a GPU.
+"""
+
+import argparse
+from typing import Any
+
+from maxlp import optim
+from maxlp.families.llama.presets import llama
+from maxlp.plan import make_plan
+from maxlp.planning import cost_model, topologies
+from maxlp.planning.topologies import Topology
+from maxlp.run.settings import Settings, read
+
+# vocab_size, embed_dim, num_layers, num_heads, num_kv_heads, head_dim, mlp_dim, tie_embeddings
+MODELS = {
+    "1B": (128256, 2048, 16, 32, 8, 64, 8192, True),  # Llama 3.2 1B
+    "7B": (32000, 4096, 32, 32, 32, 128, 11008, False),  # Llama 2 7B
+    "8B": (128256, 4096, 32, 32, 8, 128, 14336, False),  # Llama 3 8B
+    "14B": (151936, 5120, 40, 40, 8, 128, 17408, False),  # the sizes of Qwen3 14B
+}
+GPUS = ("rtx4090", "h100", "h200")  # 24, 80 and 141 GB
+
+PURE_BF16 = {"model.param_dtype": "bfloat16", "optimizer.param_rounding": "stochastic"}
+EIGHT_BIT = {"optimizer.low_bit.mu": "dynamic8", "optimizer.low_bit.nu": "dynamic8"}
+FP8 = {"optimizer.low_bit.mu": "float8_e4m3fn", "optimizer.low_bit.nu": "float8_e5m2"}
+GALORE = {"optimizer.galore.rank": 1024}
+RELEASED = {"train.release_gradients": True, "optimizer.clip_norm": 0.0}  # not: all gradients
+
+
+def optimizer(name: str) -> dict[str, Any]:
+    """The settings that choose an optimizer."""
+    return {"optimizer.name": name}
+
+
+# A row of the first table, by what its optimizer's moments are.
+STATES: dict[str, dict[str, Any]] = {
+    "AdamW, StableAdamW": {},
+    "AdamW, FP8 moments": FP8,
+    "AdamW, 8-bit moments": EIGHT_BIT,
+    "Lion": optimizer("lion"),
+    "Lion, 8-bit moments": optimizer("lion") | EIGHT_BIT,
+    "Muon, NorMuon": optimizer("muon"),
+    "Muon, 8-bit moments": optimizer("muon") | EIGHT_BIT,
+    "SOAP": optimizer("soap"),
+    "Adafactor": optimizer("adafactor"),
+    "GaLore, rank 1024": GALORE,
+    "GaLore, rank 1024, 8-bit moments": GALORE | EIGHT_BIT,
+    "APOLLO, rank 256": optimizer("apollo"),
+    "APOLLO-Mini": optimizer("apollo_mini"),
+}
+STEPS: dict[str, dict[str, Any]] = {
+    "AdamW": {},
+    "AdamW, 8-bit moments": EIGHT_BIT,
+    "GaLore, 8-bit moments": GALORE | EIGHT_BIT,
+    "AdamW, bf16": PURE_BF16,
+    "AdamW, bf16, 8-bit moments": PURE_BF16 | EIGHT_BIT,
+    "the same, released": PURE_BF16 | EIGHT_BIT | RELEASED,
+    "GaLore, bf16, 8-bit moments, released": PURE_BF16 | GALORE | EIGHT_BIT | RELEASED,
+    "APOLLO-Mini, bf16, released": PURE_BF16 | optimizer("apollo_mini") | RELEASED,
+}
+
+
+def settings(model: str, overrides: dict[str, Any]) -> Settings:
+    """A step of one sequence of 2,048 tokens."""
+    vocab, embed, layers, heads, kv_heads, head, mlp, tied = MODELS[model]
+    c = llama(
+        vocab_size=vocab,
+        embed_dim=embed,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head,
+        mlp_dim=mlp,
+        tie_embeddings=tied,
+    )
+    c.data.update(source="unread", tokenizer="bytes", seq_len=2048, batch_size=1)
+    with c.unlocked():
+        c.update_from_flattened_dict(overrides)
+    return read(c)
+
+
+def print_states(topology: Topology) -> None:
+    """The first table."""
+    print("| optimizer | moments | with float32 parameters | with bfloat16 parameters |")
+    print("|---|---:|---:|---:|")
+    for name, overrides in STATES.items():
+        moments, totals = 0.0, []
+        for parameters in ({}, PURE_BF16):
+            s = settings("8B", overrides | parameters)
+            tree = cost_model.state_shapes(s, topology.machine(s)).tree
+            state = optim.state_bytes(tree["opt_state"]) / s.num_params
+            moments = moments or state
+            totals.append(optim.state_bytes(tree["params"]) / s.num_params + state)
+        print(f"| {name} | {moments:.2f} | {totals[0]:.2f} | {totals[1]:.2f} |", flush=True)
+
+
+def print_steps(topology: Topology, compile_model: str | None) -> None:
+    """The second table."""
+    print(f"| step | {' | '.join(MODELS)} |\n|---{'|---:' * len(MODELS)}|")
+    for name, overrides in STEPS.items():
+        cells = []
+        for model in MODELS:
+            plan = make_plan(settings(model, overrides), topology, compiles=model == compile_model)
+            cells.append(f"{plan['estimate']['peak'] / 1e9:.1f}{smallest_gpu(plan['estimate']['peak'])}")
+            if "compiled" in plan:
+                cells[-1] += f", compiled {plan['compiled']['peak'] / 1e9:.1f}"
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+def smallest_gpu(peak: float) -> str:
+    """The nominal memory of the smallest GPU that has room for a peak, in brackets."""
+    for gpu, nominal in zip(GPUS, (24, 80, 141), strict=True):
+        if peak <= topologies.parse(f"{gpu}:1x1").chip.memory:
+            return f" ({nominal})"
+    return " (–)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--compile", choices=MODELS)
+    args = parser.parse_args()
+    topologies.compile_without_devices()
+    topology = topologies.parse("h100:1x1")
+    print("Bytes per parameter, Llama 3 8B\n")
+    print_states(topology)
+    print("\nGB at the peak of a step\n")
+    print_steps(topology, args.compile)
+
+
+if __name__ == "__main__":
+    main()
