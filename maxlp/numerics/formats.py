@@ -83,10 +83,8 @@ FORMATS = {
 E2M1 = Format("float4_e2m1fn", "simulated", 2, 1, 6.0, jnp.bfloat16)
 # QuEST's grids (arXiv:2502.05003) of 4, 8 and 16 values, multiplied as int8.
 MIDRISE = {
-    f"midrise{bits}": Format(
-        f"midrise{bits}", "int", 0, bits - 1, 2.0**bits - 1, jnp.int8, odd=True, clip=clip
-    )
-    for bits, clip in ((2, 1.494), (3, 2.051), (4, 2.514))
+    f"midrise{n}": Format(f"midrise{n}", "int", 0, n - 1, 2.0**n - 1, jnp.int8, odd=True, clip=clip)
+    for n, clip in ((2, 1.494), (3, 2.051), (4, 2.514))
 }
 MATMUL = ("float8_e4m3fn", "float8_e5m2", "int8", E2M1.name, *MIDRISE)
 UNKNOWN = (

@@ -6,9 +6,20 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from maxlp.optim.config import OptimizerConfig
 from maxlp.optim.tree_utils import layer_axes, over_tensor
 
 OPTIMIZERS = ("adamw", "stable_adamw", "lion", "sgd")  # whose moments have the shapes of the parameters
+
+
+def refusal(config: OptimizerConfig) -> str | None:
+    """Why an optimizer cannot skip tensors, if it cannot."""
+    if config.name in OPTIMIZERS and config.galore is config.low_bit is config.adascale is None:
+        return None
+    return (
+        f"precision.loss_scale.per_tensor=True needs optimizer.name={' or '.join(OPTIMIZERS)} without "
+        "galore, low_bit and adascale; choose that, or per_tensor=False"
+    )
 
 
 def skip_nonfinite_tensors(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -19,13 +30,13 @@ def skip_nonfinite_tensors(tx: optax.GradientTransformation) -> optax.GradientTr
     """
     inner = optax.with_extra_args_support(tx)
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         def is_finite(path: Any, grad: jax.Array) -> jax.Array:
             return jnp.isfinite(grad).all(axis=tuple(range(layer_axes(path), grad.ndim)))
 
-        finite = jax.tree.map_with_path(is_finite, grads)
-        updates, new_state = inner.update(_where(finite, grads), state, params, **extra)
-        like_params = jax.tree.structure(grads)
+        finite = jax.tree.map_with_path(is_finite, updates)
+        like_params = jax.tree.structure(updates)
+        updates, new_state = inner.update(_where(finite, updates), state, params, **extra)
 
         def is_moment(node: Any) -> bool:
             return jax.tree.structure(node) == like_params

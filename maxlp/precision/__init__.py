@@ -69,15 +69,6 @@ class PrecisionConfig:
         make_recipe(self.recipe, **vars(self.options))  # raises a ValueError
 
 
-def unused_options(config: PrecisionConfig) -> dict[str, str]:
-    """The set options that the recipe does not use, each with the reason."""
-    if config.options == RecipeOptions():
-        return {}
-    from maxlp.precision import unused
-
-    return unused.unused_options(make_recipe(config.recipe, **vars(config.options)), config.options)
-
-
 def apply(model: nnx.Module, config: PrecisionConfig, *, gated_products: tuple[str, ...]) -> dict[str, str]:
     """Gives a model's matmuls their recipes, in place.
 

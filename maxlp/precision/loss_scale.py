@@ -34,8 +34,7 @@ class DynamicLossScale:
       initial: the first scale.
       growth_interval: finite steps in a row after which the scale doubles.
       minimum, maximum: bounds of the scale. (The loss itself is float32, so it may exceed 65504.)
-      per_tensor: the scale stays ``initial``, and every step counts; at an overflow only the tensors whose
-        gradients are not finite skip it (`optim.skip_tensors`).
+      per_tensor: the scale stays ``initial``; only overflowing tensors skip a step (`optim.skip_tensors`).
 
     Raises:
       ValueError: scales that are not powers of two or not in order, an interval below 1 step.

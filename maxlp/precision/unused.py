@@ -2,18 +2,22 @@
 
 import dataclasses
 
-from maxlp.precision.recipes import Operand, Recipe, RecipeOptions
+from maxlp.precision.recipes import Operand, RecipeOptions, make_recipe
 
 
-def unused_options(recipe: Recipe, options: RecipeOptions) -> dict[str, str]:
-    """The options that change nothing in a recipe.
+def refusal(name: str, options: RecipeOptions) -> str | None:
+    """The message about the first set option that changes nothing in a recipe, if there is one."""
+    for key, reason in unused_options(name, options).items():
+        return (
+            f"precision.options.{key}={getattr(options, key)!r} has no effect with precision.recipe={name}"
+            f": {reason} (and precision.rules take none); leave it unset or choose another recipe"
+        )
+    return None
 
-    Args:
-      recipe: already with these options.
 
-    Returns:
-      name of the option → why it has no effect.
-    """
+def unused_options(name: str, options: RecipeOptions) -> dict[str, str]:
+    """The set options that change nothing in the recipe of that name: option → why it has no effect."""
+    recipe = make_recipe(name, **vars(options))
     operands = [operand for uses in recipe.operands.values() for operand in uses]
     found = {}
     for key in (field.name for field in dataclasses.fields(options)):

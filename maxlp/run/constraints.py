@@ -71,15 +71,9 @@ def skipped_tensors_have_moments(s: Settings, machine: Machine) -> str | None:
     """A tensor that skips a step keeps its moments, which have its shape."""
     if s.precision.loss_scale is None or not s.precision.loss_scale.per_tensor:
         return None
-    from maxlp.optim.skip_tensors import OPTIMIZERS
+    from maxlp.optim import skip_tensors
 
-    o = s.optimizer
-    if o.name in OPTIMIZERS and o.galore is None and o.low_bit is None and o.adascale is None:
-        return None
-    return (
-        f"precision.loss_scale.per_tensor=True needs optimizer.name={' or '.join(OPTIMIZERS)} without "
-        "galore, low_bit and adascale; choose that, or per_tensor=False"
-    )
+    return skip_tensors.refusal(s.optimizer)
 
 
 def params_are_not_float16(s: Settings, machine: Machine) -> str | None:
@@ -110,12 +104,11 @@ def precision_fits_model(s: Settings, machine: Machine) -> str | None:
 
 def recipe_uses_its_options(s: Settings, machine: Machine) -> str | None:
     """An option that changes nothing would be ignored in silence."""
-    for key, reason in precision.unused_options(s.precision).items():
-        value = getattr(s.precision.options, key)
-        return (
-            f"precision.options.{key}={value!r} has no effect with precision.recipe={s.precision.recipe}: "
-            f"{reason} (and precision.rules take none); leave it unset or choose another recipe"
-        )
+    if s.precision.options != precision.RecipeOptions():
+        from maxlp.precision import unused
+
+        if message := unused.refusal(s.precision.recipe, s.precision.options):
+            return message
     form, names = s.precision.smooth_swiglu, s.matmuls.values()
     if form == "none" or any(name.endswith(f"smooth {form}") for name in names):
         return None
