@@ -64,7 +64,7 @@ def test_choices_and_sources_are_those_of_the_code():
     with pytest.raises(ValueError) as error:
         choose("no_such_choice", llama())
     assert set(choices) - {"size"} == set(str(error.value).split("arguments: ")[1].split(", "))
-    assert set(re.findall(r"`low_bit=`.*?`(\w+)` or `(\w+)`", CONFIGS)[0]) == set(LOW_BIT)
+    assert set(re.findall(r"`low_bit=`.*?`(\w+)`, `(\w+)` or `(\w+)`", CONFIGS)[0]) == set(LOW_BIT)
     assert set(re.findall(r"`size=` .*?`((?:\w+ )+\w+)`", CONFIGS)[0].split()) == set(CLIP_SIZES)
     table = CONFIGS[CONFIGS.index("## Sources") : CONFIGS.index("## Tokenizers")]
     assert set(re.findall(r"^\| `(\w+)", table, re.MULTILINE)) == set(sources.KINDS)

@@ -62,9 +62,10 @@ TEXTS = ("data.source", "data.validation_source", "data.tokenizer", "data.classe
 # Keys whose value may be what no other key's may be.
 MAY_BE_NEGATIVE = re.compile(r"mesh\.(?!dcn_data).*|model\.logit_(scale|bias)|precision\.options\.margin")
 MAY_BE_HUGE = re.compile(r"data\.(shuffle_tokens|max_pixels)")
-# Two keys of a nested section that only work together: the message may name the other one.
+# Two keys of a nested section that only work together, or an option of another optimizer: the message may
+# name the other key, or the options that there are.
 INCOMPLETE = re.compile(
-    r"model\.rope_scaling\..*|optimizer\.low_bit\.(mu|nu)|train\.lora\..*|model\.text\.eos_id"
+    r"model\.rope_scaling\..*|optimizer\.(low_bit\.(mu|nu)|options\..*)|train\.lora\..*|model\.text\.eos_id"
 )
 
 
