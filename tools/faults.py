@@ -707,7 +707,10 @@ NN = [
             "families/clip/test_model.py::test_initial_values_are_those_of_open_clip",
         ),
         ("_last_with_first(x_BSD), jnp.float32)", "_last_with_first(x_BSD), self.dtype)"),
-        ("x32 = self.mark_input(x).astype(jnp.float32)", "x32 = self.mark_input(x)"),
+        (
+            "x32 = self.mark_input(x).astype(jnp.float32)\n        inverse_rms",
+            "x32 = self.mark_input(x)\n        inverse_rms",
+        ),
     ),
     *_in(
         "nn/stack.py",
