@@ -28,8 +28,14 @@ MODELS = {
 }
 GPUS = ("rtx4090", "h100", "h200")  # 24, 80 and 141 GB
 
-PURE_BF16 = {"model.param_dtype": "bfloat16", "optimizer.param_rounding": "stochastic"}
+BFLOAT16 = {"model.param_dtype": "bfloat16"}
+PURE_BF16 = BFLOAT16 | {"optimizer.param_rounding": "stochastic"}
 EIGHT_BIT = {"optimizer.low_bit.mu": "dynamic8", "optimizer.low_bit.nu": "dynamic8"}
+COMPANDED = {  # FlashOptim
+    "optimizer.low_bit.mu": "companded8",
+    "optimizer.low_bit.nu": "companded8",
+    "optimizer.low_bit.block_size": 32,
+}
 FP8 = {"optimizer.low_bit.mu": "float8_e4m3fn", "optimizer.low_bit.nu": "float8_e5m2"}
 GALORE = {"optimizer.galore.rank": 1024}
 RELEASED = {"train.release_gradients": True, "optimizer.clip_norm": 0.0}  # not: all gradients
@@ -40,11 +46,17 @@ def optimizer(name: str) -> dict[str, Any]:
     return {"optimizer.name": name}
 
 
-# A row of the first table, by what its optimizer's moments are.
+PARAMETERS = {  # columns of the first table
+    "float32": {},
+    "bfloat16, stochastic": PURE_BF16,
+    "bfloat16, residual": BFLOAT16 | {"optimizer.param_rounding": "residual"},
+    "bfloat16, kahan": BFLOAT16 | {"optimizer.param_rounding": "kahan"},
+}
 STATES: dict[str, dict[str, Any]] = {
     "AdamW, StableAdamW": {},
     "AdamW, FP8 moments": FP8,
     "AdamW, 8-bit moments": EIGHT_BIT,
+    "AdamW, companded moments": COMPANDED,
     "Lion": optimizer("lion"),
     "Lion, 8-bit moments": optimizer("lion") | EIGHT_BIT,
     "Muon, NorMuon": optimizer("muon"),
@@ -61,6 +73,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "AdamW, 8-bit moments": EIGHT_BIT,
     "GaLore, 8-bit moments": GALORE | EIGHT_BIT,
     "AdamW, bf16": PURE_BF16,
+    "AdamW, bf16, FlashOptim": PARAMETERS["bfloat16, residual"] | COMPANDED,
     "AdamW, bf16, 8-bit moments": PURE_BF16 | EIGHT_BIT,
     "the same, released": PURE_BF16 | EIGHT_BIT | RELEASED,
     "GaLore, bf16, 8-bit moments, released": PURE_BF16 | GALORE | EIGHT_BIT | RELEASED,
@@ -89,17 +102,14 @@ def settings(model: str, overrides: dict[str, Any]) -> Settings:
 
 def print_states(topology: Topology) -> None:
     """The first table."""
-    print("| optimizer | moments | with float32 parameters | with bfloat16 parameters |")
-    print("|---|---:|---:|---:|")
+    print(f"| optimizer | {' | '.join(PARAMETERS)} |\n|---{'|---:' * len(PARAMETERS)}|")
     for name, overrides in STATES.items():
-        moments, totals = 0.0, []
-        for parameters in ({}, PURE_BF16):
+        totals = []
+        for parameters in PARAMETERS.values():
             s = settings("8B", overrides | parameters)
             tree = cost_model.state_shapes(s, topology.machine(s)).tree
-            state = optim.state_bytes(tree["opt_state"]) / s.num_params
-            moments = moments or state
-            totals.append(optim.state_bytes(tree["params"]) / s.num_params + state)
-        print(f"| {name} | {moments:.2f} | {totals[0]:.2f} | {totals[1]:.2f} |", flush=True)
+            totals.append(optim.state_bytes((tree["params"], tree["opt_state"])) / s.num_params)
+        print(f"| {name} | {' | '.join(f'{total:.2f}' for total in totals)} |", flush=True)
 
 
 def print_steps(topology: Topology, compile_model: str | None) -> None:
