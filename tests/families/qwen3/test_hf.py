@@ -52,6 +52,7 @@ def test_config_of_qwen3_0_6b():
         rope_scaling=None,
         norm_eps=1e-6,
         qk_norm=True,
+        logit_soft_cap=None,
         tie_embeddings=True,
         init_std=0.02,
     )
