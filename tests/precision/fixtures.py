@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -114,5 +115,5 @@ def walk_jaxpr(jaxpr):
     """All equations of a program, also those of its inner programs."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in jax.core.jaxprs_in_params(eqn.params):
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
             yield from walk_jaxpr(inner)

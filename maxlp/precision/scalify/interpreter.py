@@ -155,7 +155,11 @@ def _scan(eqn: JaxprEqn, *inputs: Value) -> list[Value]:
     """Every float that is carried or stacked is `Scaled`; what is stacked gets one exponent afterwards."""
     p = eqn.params
     inner, length = p["jaxpr"], p["length"]
-    start, first_x = p["num_consts"], p["num_consts"] + p["num_carry"]
+    # What is stacked has one axis more than in the body. (JAX 0.12 has no numbers of them.)
+    num_xs = sum(v.aval.ndim > x.ndim for v, x in zip(eqn.invars, inner.in_avals, strict=True))
+    num_ys = sum(v.aval.ndim > y.ndim for v, y in zip(eqn.outvars, inner.out_avals, strict=True))
+    first_x = len(inputs) - num_xs
+    start = first_x - (len(eqn.outvars) - num_ys)
     consts, carry, xs = inputs[:start], inputs[start:first_x], inputs[first_x:]
 
     def body(carry: list[Value], x: list[Value]) -> tuple[list[Value], list[Value]]:

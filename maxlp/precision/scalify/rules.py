@@ -188,7 +188,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("add", "add_any", "sub", "max", "min", "clamp", "concatenate", "pad"), aligned),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), by_value),
     **dict.fromkeys(("exp", "exp2", "expm1", "log", "log1p", "pow", "round", "floor", "ceil"), by_value),
-    **dict.fromkeys(("sin", "cos", "tanh", "erf", "erfc", "logistic"), by_value),
+    **dict.fromkeys(("sin", "cos", "tanh", "one_minus_square", "erf", "erfc", "logistic"), by_value),
     "convert_element_type": convert,
     "div": div,
     "dot_general": dot_general,
