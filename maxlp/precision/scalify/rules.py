@@ -95,6 +95,11 @@ def convert(eqn: JaxprEqn, x: Scaled) -> list[Value]:
     return keep(eqn, x) if is_float(eqn.params["new_dtype"]) else [*bind(eqn, value(x))]
 
 
+def bitcast(eqn: JaxprEqn, x: Scaled) -> list[Value]:
+    """The bits of the numbers themselves; JAX 0.12 has them in the derivative of erfc."""
+    return [*bind(eqn, value(x).astype(x.data.dtype))]
+
+
 def name(eqn: JaxprEqn, x: Scaled) -> list[Value]:
     marker = eqn.params["name"]
     if marker == markers.RESCALE:
@@ -188,7 +193,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("add", "add_any", "sub", "max", "min", "clamp", "concatenate", "pad"), aligned),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), by_value),
     **dict.fromkeys(("exp", "exp2", "expm1", "log", "log1p", "pow", "round", "floor", "ceil"), by_value),
-    **dict.fromkeys(("sin", "cos", "tanh", "one_minus_square", "erf", "erfc", "logistic"), by_value),
+    **dict.fromkeys(("sin", "cos", "tanh", "one_minus_square", "erf", "erfc", "logistic", "polynomial"), by_value),
+    "bitcast_convert_type": bitcast,
     "convert_element_type": convert,
     "div": div,
     "dot_general": dot_general,
