@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlp.runtime import checkpoint, distributed, files, lock, preemption
+from maxlp.runtime import checkpoint, distributed, files, lock, manifest, preemption
 
 ROOT = Path(__file__).parents[2]
 SHAPE = (64, 4096)  # 1 MiB: a save takes long enough to be interrupted
@@ -172,22 +172,36 @@ def run_until_signalled(directory):
                 sys.exit(guard.exit_code)
 
 
-def run_killed_in_save(directory, fraction):
-    """Resumes, saves two steps, and kills its process after this fraction of the time of a third save."""
+def run_killed_in_save(directory, place):
+    """Resumes, saves two steps, and kills its process in a third save, whatever the speed of the machine.
+
+    Args:
+      place: a function of `manifest` or `files` at whose call it is killed; "arrays" kills it as soon as
+        the folder of the step exists.
+    """
     checkpointer = checkpoint.Checkpointer(directory, every_steps=1)
     restored = restore(checkpointer)
     step = restored.step if restored else 0
     reply(start=step)
-    seconds = 0.0
-    for _ in range(2):
-        step, began = step + 1, time.monotonic()
+    for step in (step + 1, step + 2):
         checkpointer.save(step, device_state(step), {})
         checkpointer.wait()
-        seconds = time.monotonic() - began
-    step, began = step + 1, time.monotonic()
-    checkpointer.save(step, device_state(step), {})
-    time.sleep(max(0.0, began + fraction * seconds - time.monotonic()))
-    os.kill(os.getpid(), signal.SIGKILL)
+
+    def kill(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def wait(*_):
+        threading.Event().wait()  # for ever: all arrays may be written before the folder is seen
+
+    if place == "arrays":
+        manifest.shared_checksums = wait
+    else:
+        module, name = place.split(".")
+        setattr(getattr(checkpoint, module), name, kill)
+    checkpointer.save(step + 1, device_state(step + 1), {})
+    while not (place == "arrays" and any(Path(directory).glob("*.unfinished*"))):
+        time.sleep(0.001)
+    kill()
 
 
 def run_save_until_killed(directory):
