@@ -181,9 +181,9 @@ def run_killed_in_save(directory, place):
     """
     checkpointer = checkpoint.Checkpointer(directory, every_steps=1)
     restored = restore(checkpointer)
-    step = restored.step if restored else 0
-    reply(start=step)
-    for step in (step + 1, step + 2):
+    start = restored.step if restored else 0
+    reply(start=start)
+    for step in (start + 1, start + 2):
         checkpointer.save(step, device_state(step), {})
         checkpointer.wait()
 
@@ -198,7 +198,7 @@ def run_killed_in_save(directory, place):
     else:
         module, name = place.split(".")
         setattr(getattr(checkpoint, module), name, kill)
-    checkpointer.save(step + 1, device_state(step + 1), {})
+    checkpointer.save(start + 3, device_state(start + 3), {})
     while not (place == "arrays" and any(Path(directory).glob("*.unfinished*"))):
         time.sleep(0.001)
     kill()
