@@ -35,7 +35,7 @@ class Memory:
       code: the program itself (TPU).
       live: the largest sum in use at one moment, where the compiler reports it; less than what it
         reserves.
-      host: temporaries in the host's memory.
+      host: arguments and temporaries in the host's memory.
     """
 
     arguments: float
@@ -115,13 +115,16 @@ def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
 def read_memory(done: jax.stages.Compiled, platform: str) -> Memory:
     """The memory of a compiled program, as its compiler reports it."""
     m: Any = done.memory_analysis()
+    on_host = m.host_argument_size_in_bytes
+    # Meaningless on CPUs; the other compilers count arguments in the host's memory, but no temporaries there.
+    live = 0 if platform == "cpu" else getattr(m, "peak_memory_in_bytes", on_host) - on_host
     return Memory(
         arguments=m.argument_size_in_bytes,
         outputs=max(0, m.output_size_in_bytes - m.alias_size_in_bytes),
         temporaries=m.temp_size_in_bytes,
         code=m.generated_code_size_in_bytes,
-        live=0 if platform == "cpu" else getattr(m, "peak_memory_in_bytes", 0),  # meaningless on CPUs
-        host=m.host_temp_size_in_bytes,
+        live=live,
+        host=on_host + m.host_temp_size_in_bytes,
     )
 
 

@@ -59,6 +59,18 @@ BITS_8 = {
     "optimizer.low_bit.block_size": 256,
 }
 GALORE = {"optimizer.galore.rank": 256}
+LORA = {"train.lora.rank": 16, "train.init_from": "unread"}
+OFFLOAD = {"optimizer.offload": True} | RELEASED
+for _name, _changes in {
+    "as it is": {},
+    "bf16": {"model.param_dtype": "bfloat16"},
+    "remat none": {"model.remat": "none"},
+    "remat dots": {"model.remat": "dots"},
+    "2 microbatches": {"train.microbatches": 2},
+    "logits at once": {"loss.num_chunks": 1},
+    "stage 2": {"mesh.stage": 2, "model.pipeline.microbatches": 4},
+}.items():
+    LLAMA[f"LoRA, {_name}"] = LORA | _changes
 # What the search offers besides, on one device, where the state and its update weigh most.
 for _name, _changes in {
     "as it is": {},
@@ -77,6 +89,11 @@ for _name, _changes in {
     "8 bits, released": BITS_8 | RELEASED,
     "pure bf16, 8 bits, released": PURE | BITS_8 | RELEASED,
     "GaLore, 8 bits, released": GALORE | BITS_8 | RELEASED,
+    "offloaded": OFFLOAD,
+    "pure bf16, offloaded": PURE | OFFLOAD,
+    "8 bits, offloaded": BITS_8 | OFFLOAD,
+    "LoRA": LORA,
+    "LoRA, bf16": LORA | {"model.param_dtype": "bfloat16"},
     "pure bf16, GaLore, 8 bits, released": PURE | GALORE | BITS_8 | RELEASED,
 }.items():
     LLAMA[f"one device, {_name}"] = {"data.batch_size": 4, **_changes}
@@ -103,6 +120,11 @@ for _name, _changes in {
         PRESETS[f"{_preset}, {_name}"] = _preset, _all
         PRESETS[f"{_preset}, {_name}, 4 microbatches"] = _preset, _all | {"train.microbatches": 4}
         PRESETS[f"{_preset}, {_name}, released"] = _preset, _all | RELEASED | _released
+PRESETS["llama.8b, LoRA, bf16"] = (
+    "llama.8b",
+    LORA | {"data.batch_size": 1, "model.attention": "flash", "model.param_dtype": "bfloat16"},
+)
+PRESETS["llama.8b, offloaded"] = "llama.8b", {"data.batch_size": 1, "model.attention": "flash"} | OFFLOAD
 # On several devices: weights are rounded before they are gathered.
 PRESETS["llama.8b, batch 8, released"] = "llama.8b", {"data.batch_size": 8} | RELEASED
 PRESETS["llama.70b, 8 bits, released"] = (
