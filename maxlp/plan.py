@@ -138,7 +138,6 @@ def make_plan(
         "mesh": dict(machine.axes),
         "chip": dataclasses.asdict(topology.chip) | {"peak_bfloat16": topology.chip.peak()},
         "parameters": s.num_params,
-        "adapters": s.train.lora is not None,
         "units_per_step": s.family.units_per_step(s.data),
         "unit": s.family.unit,
         "flops_per_unit": {"full": full, "causal": causal},
@@ -281,9 +280,6 @@ def report(plan: dict[str, Any]) -> str:
     if plan[source]["collectives"]:
         lines += ["", *_collective_lines(plan, source)]
     lines += ["", *_time_lines(plan, source)]
-    if plan.get("adapters"):
-        lines += ["", "Adapters: the estimate and the search count the frozen weights as trained;"]
-        lines += ["only a compiled step is that of the run."]
     lines += ["", _fits_line(plan)]
     return "\n".join(lines)
 

@@ -116,7 +116,7 @@ def read_memory(done: jax.stages.Compiled, platform: str) -> Memory:
     """The memory of a compiled program, as its compiler reports it."""
     m: Any = done.memory_analysis()
     on_host = m.host_argument_size_in_bytes
-    # Meaningless on CPUs; the other compilers count arguments in the host's memory, but no temporaries there.
+    # Meaningless on CPUs. Other compilers count arguments in the host's memory, but no temporaries there.
     live = 0 if platform == "cpu" else getattr(m, "peak_memory_in_bytes", on_host) - on_host
     return Memory(
         arguments=m.argument_size_in_bytes,

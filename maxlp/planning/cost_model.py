@@ -32,18 +32,39 @@ class StateShapes:
         return num_params(self.tree["params"])
 
     def bytes_on(self, mesh: AbstractMesh, part: str) -> float:
-        """Bytes of ``params``, ``opt_state`` or ``model_state`` on one device of a mesh.
+        """Bytes of ``params``, ``opt_state`` or ``model_state`` in one device's memory.
 
         Raises:
           ValueError: a dim that the mesh does not divide.
         """
+        return self._bytes_on(mesh, part)[0]
+
+    def offloaded_on(self, mesh: AbstractMesh) -> float:
+        """Bytes of the optimizer's state that are in the host's memory, of one device."""
+        return self._bytes_on(mesh, "opt_state")[1]
+
+    def _bytes_on(self, mesh: AbstractMesh, part: str) -> tuple[float, float]:
         if (mesh, part) not in self._bytes:
-            total = 0.0
+            on_device = on_host = 0.0
             for leaf in jax.tree.leaves(self.tree[part]):
                 shape = NamedSharding(mesh, leaf.sharding.spec).shard_shape(leaf.shape)
-                total += math.prod(shape) * leaf.dtype.itemsize
-            self._bytes[mesh, part] = total
+                size = math.prod(shape) * leaf.dtype.itemsize
+                if leaf.sharding.memory_kind == "pinned_host":
+                    on_host += size
+                else:
+                    on_device += size
+            self._bytes[mesh, part] = on_device, on_host
         return self._bytes[mesh, part]
+
+
+def held_state(s: Settings, mesh: AbstractMesh, state: StateShapes) -> dict[str, float]:
+    """Bytes of one device for the state, which it holds before, during and after a step."""
+    rest = state.bytes_on(mesh, "model_state")  # of precision, and what adapters leave as it is
+    optimizer = state.bytes_on(mesh, "opt_state")
+    held = {"parameters": state.bytes_on(mesh, "params")}
+    if s.train.lora is None:
+        return held | {"optimizer": optimizer + rest}
+    return held | {"frozen weights": rest, "optimizer": optimizer}
 
 
 def saves_attention(remat: str, kernel: str) -> bool:
@@ -109,6 +130,15 @@ def matmul_dtypes(s: Settings, path: str) -> dict[str, str]:
         recipe = RECIPES["bf16" if name == HIGH_PRECISION else name]
     rates = {"float": "float8", "int": "int8"}  # simulated values are 16 or 32 bits wide
     return {gemm: rates.get(recipe.kinds.get(gemm, ""), "bfloat16") for gemm in GEMMS}
+
+
+def runs_of_matmuls(s: Settings, recomputed: int) -> dict[str, int]:
+    """How often a step runs each of the three matmuls of a layer; frozen weights have no gradient.
+
+    Args:
+      recomputed: forward passes that run again.
+    """
+    return {"fwd": 1 + recomputed, "dlhs": 1, "drhs": 0 if s.train.lora else 1}
 
 
 class Ledger:

@@ -124,6 +124,7 @@ PRESETS["llama.8b, LoRA, bf16"] = (
     "llama.8b",
     LORA | {"data.batch_size": 1, "model.attention": "flash", "model.param_dtype": "bfloat16"},
 )
+PRESETS["clip.l14, offloaded"] = "clip.l14", {"data.batch_size": 256, "model.attention": "xla"} | OFFLOAD
 PRESETS["llama.8b, offloaded"] = "llama.8b", {"data.batch_size": 1, "model.attention": "flash"} | OFFLOAD
 # On several devices: weights are rounded before they are gathered.
 PRESETS["llama.8b, batch 8, released"] = "llama.8b", {"data.batch_size": 8} | RELEASED
@@ -141,6 +142,9 @@ CLIP: dict[str, tuple[str, dict[str, Any]]] = {
     "CLIP b32, half the batch": ("b32", {"data.batch_size": 4096}),
     "CLIP b32, twice the batch": ("b32", {"data.batch_size": 16384}),
     "CLIP b32, tensor 2": ("b32", {"data.batch_size": 4096, "mesh.tensor": 2}),
+    "CLIP b32, LoRA": ("b32", {"data.batch_size": 8192} | LORA),
+    "CLIP b32, LoRA, remat none": ("b32", {"data.batch_size": 4096, "model.remat": "none"} | LORA),
+    "CLIP b32, LoRA, 2 microbatches": ("b32", {"data.batch_size": 8192, "train.microbatches": 2} | LORA),
     "CLIP l14": ("l14", {"data.batch_size": 2048}),
     "CLIP l14, half the patches": (
         "l14",

@@ -17,7 +17,16 @@ from maxlp.families.clip.model import TextConfig
 from maxlp.families.clip.vit import VisualConfig
 from maxlp.nn.attention import cudnn
 from maxlp.parallel.sharding import abstract_mesh
-from maxlp.planning.cost_model import Cost, Ledger, StateShapes, Work, matmul_dtypes, saves_attention
+from maxlp.planning.cost_model import (
+    Cost,
+    Ledger,
+    StateShapes,
+    Work,
+    held_state,
+    matmul_dtypes,
+    runs_of_matmuls,
+    saves_attention,
+)
 from maxlp.planning.hlo import Collective
 from maxlp.run.settings import Machine, Settings
 
@@ -34,6 +43,7 @@ class Tower:
       a, param: bytes of an activation and of a parameter.
       shards: how many parts a weight is split into, not counting the tensor axis.
       tile: see `TILES`.
+      frozen: only adapters are trained.
     """
 
     R: int
@@ -50,6 +60,7 @@ class Tower:
     attention: str
     remat: str
     tile: tuple[int, int]
+    frozen: bool
 
     @property
     def x(self) -> float:
@@ -96,11 +107,14 @@ class Tower:
             return self.x / self.t
         if self.remat == "dots":  # the block's input, q, k, v, o and up, and the output of attention
             return (6 if self.saves_attention else 5) * self.x / self.t + self.f
-        # Four F-wide arrays, six float32 arrays of the norms, both normed inputs, q, k, v, the output of
-        # attention, probabilities in float32 and rounded, and the weights in the dtype of the matmuls.
+        # Four F-wide arrays, three if the weights are frozen, six float32 arrays of the norms, both normed
+        # inputs, q, k, v, the output of attention, probabilities in float32 and rounded, and the weights in
+        # the dtype of the matmuls.
         weights = self.block_params * self.a / (self.shards * self.t)
         norms = 6 * self.x / self.a * 4 / self.t
-        return 4 * self.f + norms + 6 * self.x / self.t + (4 + self.a) * self.squares + weights
+        return (
+            (4 - self.frozen) * self.f + norms + 6 * self.x / self.t + (4 + self.a) * self.squares + weights
+        )
 
     @property
     def saved_by_all(self) -> float:
@@ -117,16 +131,16 @@ class Tower:
     def backward_of_block(self) -> float:
         """Bytes of the backward pass of one block.
 
-        It holds three F-wide arrays (gradients replace what is no longer needed), two while the
-        probabilities get their gradient; the probabilities in float32 and rounded, and in the end their
-        gradient; eight and a half arrays of the residual stream, q, k, v and the output; and seven tenths
-        of the block's gathered weights and of the weights of all blocks, which are rounded before they are
-        gathered.
+        It holds three F-wide arrays (gradients replace what is no longer needed), two if the weights are
+        frozen or while the probabilities get their gradient; the probabilities in float32 and rounded, and
+        in the end their gradient; eight and a half arrays of the residual stream, q, k, v and the output;
+        and seven tenths of the block's gathered weights and of the weights of all blocks, which are rounded
+        before they are gathered.
         """
         weights = self.block_params * self.a / self.t
         rounded = self.L * weights / self.shards if self.param != self.a and self.shards > 1 else 0.0
         stream = 4.5 * self.x / self.t + 4 * self.x
-        mlp = 3 * self.f + (4 + self.a) * self.squares
+        mlp = (3 - self.frozen) * self.f + (4 + self.a) * self.squares
         attention = 2 * self.f + (4 + 2 * self.a) * self.squares
         if self.attention == "cudnn":
             attention += cudnn.workspace(self.x / self.a / self.t, packed=False)
@@ -154,6 +168,7 @@ def towers(settings: Settings, machine: Machine) -> tuple[Tower, Tower]:
             # Released gradients keep the inputs of the blocks and recompute the rest.
             remat="block" if settings.train.release_gradients else m.remat,
             tile=TILES[machine.platform],
+            frozen=settings.train.lora is not None,
         )
 
     return (
@@ -175,14 +190,14 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
     image, text = towers(settings, machine)
     mesh, M = abstract_mesh(machine.axes), settings.train.microbatches
     pixels = image.R * 3 * settings.data.image_size**2
-    held = {
-        "parameters": state.bytes_on(mesh, "params"),
-        "optimizer": state.bytes_on(mesh, "opt_state") + state.bytes_on(mesh, "model_state"),
+    held = held_state(settings, mesh, state) | {
         "batch": M * (pixels + 4.0 * text.R * text.S),
         "features": features(settings, machine) if M > 1 else 0.0,
         "gradients": gradients(settings, machine, state),
     }
-    both = {"saved activations": image.saved_by_all + text.saved_by_all, "pixels": pixels * image.a}
+    both = {"saved activations": image.saved_by_all + text.saved_by_all}
+    if not image.frozen:
+        both["pixels"] = pixels * image.a
     visual = settings.model.visual
     if visual.patch_dropout:
         both["dropped patches"] = image.R * visual.num_patches * image.D * image.a  # their gradient
@@ -250,12 +265,11 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     moved = host = 0.0
     for tower, name in zip(towers(settings, machine), ("visual", "text"), strict=True):
         again = (tower.remat in ("block", "offload")) + (M > 1)
-        tokens = B * tower.S
+        runs, tokens = runs_of_matmuls(settings, again), B * tower.S
         square = tower.computed_part if tower.attention == "xla" else 1 / 2 if tower.causal else 1.0
         for path, width in _matmul_widths(name, tower).items():
             for gemm, dtype in matmul_dtypes(settings, path).items():
-                times = 1 + again if gemm == "fwd" else 1
-                flops[dtype] += times * 2 * tokens * tower.L * tower.D * width
+                flops[dtype] += runs[gemm] * 2 * tokens * tower.L * tower.D * width
         passes = (3 if tower.attention == "xla" else 3.5) + (not tower.saves_attention) + (M > 1)
         flops["bfloat16"] += square * passes * 4 * tokens * tower.S * tower.L * tower.D
         widths = 30 * tower.D + 12 * tower.F / tower.t
@@ -272,6 +286,7 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     mesh = abstract_mesh(machine.axes)
     once = 2 * (state.bytes_on(mesh, "params") + state.bytes_on(mesh, "opt_state"))
     moved += once + 2 * gradients(settings, machine, state)
+    host += 2 * state.offloaded_on(mesh)
     return Work({dtype: n / devices for dtype, n in flops.items() if n}, moved, host)
 
 
@@ -285,7 +300,7 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     """The collectives that the mesh needs.
 
     * fsdp: weights gathered for each pass, gradients scattered, for every microbatch; the looked-up
-      embeddings, and their gradient;
+      embeddings, and their gradient (adapters' gradients are neglected);
     * tensor: the residual stream gathered before and scattered after attention and MLP;
     * data: gradients summed;
     * all axes: the features of the texts gathered or sent around the ring, and their gradients.
@@ -298,11 +313,12 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
         again = tower.remat in ("block", "offload")
         weights = tower.block_params * tower.a / tower.t
         ledger.add("all-gather", ("fsdp",), weights, (forward + 1) * tower.L * M)
-        ledger.add("reduce-scatter", ("fsdp",), weights, tower.L * M)
+        summed = 0 if tower.frozen else M
+        ledger.add("reduce-scatter", ("fsdp",), weights, tower.L * summed)
         ledger.add("all-gather", ("tensor",), tower.x, (2 * forward + 2 + 2 * again) * tower.L * M)
         ledger.add("reduce-scatter", ("tensor",), tower.x, (2 * forward + 2 + again) * tower.L * M)
-        ledger.add("all-reduce", ("data",), tower.L * weights / tower.shards, M)
-    ledger.add("all-to-all", ("fsdp",), text.x, (forward + 1) * M)
+        ledger.add("all-reduce", ("data",), tower.L * weights / tower.shards, summed)
+    ledger.add("all-to-all", ("fsdp",), text.x, (forward + (not text.frozen)) * M)
     every, B, E = tuple(axes), settings.data.batch_size, settings.model.embed_dim
     devices = math.prod(axes.values())
     if settings.loss.method == "tiled":

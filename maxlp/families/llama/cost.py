@@ -16,7 +16,16 @@ import jax.numpy as jnp
 from maxlp.nn.attention import cudnn, flash, flash_tile, ring
 from maxlp.parallel.schedule import Schedule
 from maxlp.parallel.sharding import abstract_mesh
-from maxlp.planning.cost_model import Cost, Ledger, StateShapes, Work, matmul_dtypes, saves_attention
+from maxlp.planning.cost_model import (
+    Cost,
+    Ledger,
+    StateShapes,
+    Work,
+    held_state,
+    matmul_dtypes,
+    runs_of_matmuls,
+    saves_attention,
+)
 from maxlp.planning.hlo import Collective
 from maxlp.run.settings import Machine, Settings
 
@@ -29,6 +38,7 @@ class Sizes:
       a, param: bytes of one number of an activation and of a parameter.
       schedule: of the pipeline; one stage and one microbatch if there is none.
       released: each layer is updated in the backward pass.
+      frozen: only adapters are trained, whose size is neglected.
       qk_norm, remat, attention, platform: see `LlamaConfig` and `Machine`.
     """
 
@@ -51,6 +61,7 @@ class Sizes:
     param: int
     schedule: Schedule
     released: bool
+    frozen: bool
     qk_norm: bool
     remat: str
     attention: str
@@ -110,6 +121,7 @@ def sizes(s: Settings, machine: Machine) -> Sizes:
         param=jnp.dtype(m.param_dtype).itemsize,
         schedule=m.pipeline.schedule(stages) if stages > 1 else Schedule(1, 1, 1),
         released=s.train.release_gradients,
+        frozen=s.train.lora is not None,
         qk_norm=m.qk_norm,
         # Released gradients keep the inputs of the blocks and recompute the rest.
         remat="block" if s.train.release_gradients else m.remat,
@@ -129,9 +141,7 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
     order its work for memory: a block's activations take 1.45 times as much.)
     """
     s, mesh = sizes(settings, machine), abstract_mesh(machine.axes)
-    held = {
-        "parameters": state.bytes_on(mesh, "params"),
-        "optimizer": state.bytes_on(mesh, "opt_state") + state.bytes_on(mesh, "model_state"),
+    held = held_state(settings, mesh, state) | {
         "batch": 17.0 * s.R * s.microbatches * s.S,  # four int32 and a bool per token
     }
     forward, block = {"saved activations": kept(s)}, of_block(s.of_stage)
@@ -142,7 +152,8 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
     if s.released:  # its gradients are those of the head, which `of_loss` counts
         at_loss = forward | {"rounded weights": rounded_weights(s)}
     moments = [during | block, at_loss | of_loss(s)]
-    if update := of_update(settings, s, held):
+    fetched = state.offloaded_on(mesh) * 2 * s.V * s.D / state.num_params  # of embedding and head
+    if update := of_update(settings, s, held, fetched):
         moments.append({"gradients and updates": update})
     return held | max(moments, key=lambda parts: sum(parts.values()))
 
@@ -196,6 +207,8 @@ def gradients(s: Sizes) -> float:
     microbatches, a second time in float32. Where layers are updated in the backward pass, a layer's take
     the place of its activations, and those of the head remain.
     """
+    if s.frozen:
+        return 0.0
     blocks = s.of_stage.L * s.block_params * s.param / (s.shards * s.t)
     ends = s.V * s.D * s.param / (s.shards * s.t)
     if s.released:
@@ -209,19 +222,19 @@ def of_block(s: Sizes) -> dict[str, float]:
     """The backward pass of one block.
 
     Of the MLP it holds gate, up, their product and two gradients; on one device no more, because nothing
-    is gathered. Of attention it holds the inputs and the output; dense attention peaks before the MLP is
-    recomputed, with probabilities and their gradient in float32 and rounded; for ring attention see
-    `of_ring`, and for cuDNN `cudnn.workspace`, which compilers without a GPU do not count. Of the residual
-    stream it holds four whole arrays, and with a tensor axis up to five more: gathered for what is
-    recomputed, and sums to scatter. The TPU compiler holds normed queries and keys in float32 twice. Seven
-    tenths of the gathered weights are in use at that moment, and as much of the rounded ones, see
-    `rounded_weights`.
+    is gathered, unless adapters read their inputs again. Of attention it holds the inputs and the output;
+    dense attention peaks before the MLP is recomputed, with probabilities and their gradient in float32 and
+    rounded; for ring attention see `of_ring`, and for cuDNN `cudnn.workspace`, which compilers without a
+    GPU do not count. Of the residual stream it holds four whole arrays, and with a tensor axis up to five
+    more: gathered for what is recomputed, and sums to scatter. The TPU compiler holds normed queries and
+    keys in float32 twice. Seven tenths of the gathered weights are in use at that moment, and as much of
+    the rounded ones, see `rounded_weights`.
     """
     x, f = s.T * s.D * s.a, s.T * s.F * s.a / s.t
     q, k = s.T * s.N * s.H * s.a / s.t, s.T * s.K * s.H * s.a / s.t
     gathered = s.remat in ("block", "offload") and s.platform != "cpu"
     split = (5 * (x - x / s.t) if gathered else x / s.t) if s.t > 1 else 0.0
-    gathers = s.shards * s.t > 1 or s.platform == "cpu"
+    gathers = s.shards * s.t > 1 or s.platform == "cpu" or s.frozen
     mlp = 5 * f + (2 * q + 2 * k + 4 * x + x / s.t + split if gathers else 0.0)
     attention = (8 + s.a) * squares(s) + 2 * q + 2 * k + 2 * x + split if s.attention == "xla" else 0.0
     if s.attention == "ring":
@@ -232,11 +245,16 @@ def of_block(s: Sizes) -> dict[str, float]:
     if s.platform == "tpu" and s.remat != "none":  # else they are saved
         mlp, attention = mlp + 2 * normed_heads(s), attention + 2 * normed_heads(s)
     weights = s.block_params * s.a / s.t
-    return {
+    parts = {
         "a block's activations": max(mlp, attention),
         "a block's weights": 0.7 * weights + rounded_weights(s),
-        "embedding's gradient": s.V * s.D * s.a / (s.shards * s.t),
     }
+    if not s.frozen:
+        return parts | {"embedding's gradient": s.V * s.D * s.a / (s.shards * s.t)}
+    # A frozen head stays gathered on TPUs, and where a loop over microbatches shares it.
+    loop = s.microbatches > 1 or s.schedule.stages > 1
+    held = s.shards > 1 and (s.platform == "tpu" or loop)
+    return parts | ({"head": s.V * s.D * s.a / s.t} if held else {})
 
 
 def rounded_weights(s: Sizes) -> float:
@@ -279,13 +297,16 @@ def of_loss(s: Sizes) -> dict[str, float]:
     """
     tokens, head = s.T / s.schedule.stages, s.V * s.D / s.t
     parts = {"logits": tokens / s.chunks * s.V / s.t * (4 + s.a)}
+    if s.frozen:  # their gradient is multiplied by the head alone, on TPUs as it is made
+        wide = 4 if s.platform == "tpu" and s.chunks == 1 else 4 + s.a
+        return {"logits": tokens / s.chunks * s.V / s.t * wide, "head": 1.5 * head * s.a}
     if s.chunks == 1:
         return parts | {"head": (1.5 if s.platform == "tpu" else 3) * head * s.a}
     copies = 1 if s.platform == "tpu" else 1.5
     return parts | {"head": head * (copies * s.a + 4), "gradient of the blocks": tokens * s.D * s.a}
 
 
-def of_update(settings: Settings, s: Sizes, held: dict[str, float]) -> float:
+def of_update(settings: Settings, s: Sizes, held: dict[str, float], fetched: float) -> float:
     """Bytes of the update of all parameters, besides what is held; 0 if it runs in place.
 
     The gradients exist, and if they are sums over microbatches, in float32. Besides them, compiled steps of
@@ -297,7 +318,8 @@ def of_update(settings: Settings, s: Sizes, held: dict[str, float]) -> float:
     * with GaLore and moments in few bits, whose codes are smaller, two and a half of the largest array for
       its products of matrices; after microbatches one, and what one pass adds to the sums.
 
-    Released layers are updated one by one; what is outside of them is left, and takes four float32 arrays.
+    Released layers are updated one by one; what is outside of them is left, and takes four float32 arrays,
+    and one more with its state in few bits; state in the host's memory is fetched for it.
     """
     optimizer, params = settings.optimizer, held["parameters"]
     wide = params * 4 / s.param
@@ -305,6 +327,8 @@ def of_update(settings: Settings, s: Sizes, held: dict[str, float]) -> float:
     largest = 4 * max(s.of_stage.L * s.D * s.F, s.V * s.D) / (s.shards * s.t)
     if s.released:
         ends = 4 * s.V * s.D / (s.shards * s.t)
+        if optimizer.offload:
+            return (4 + optimizer.has_low_bit) * ends + fetched
         return 4 * ends if optimizer.has_low_bit or optimizer.has_galore else 0.0
     if optimizer.has_low_bit and optimizer.has_galore:
         return grads + 2.5 * largest if s.microbatches == 1 else grads + params + largest
@@ -323,19 +347,19 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
 
     Half of the attention matmuls are counted, as causal flash kernels compute them; of dense attention 5/8.
     A flash kernel's backward pass counts as five matmuls, although some compute the logits twice. A
-    pipeline's computation in bubbles counts too: all stages wait for it.
+    pipeline's computation in bubbles counts too: all stages wait for it. Frozen weights have no gradient.
     """
     s = sizes(settings, machine)
     axes = machine.axes
     tokens, devices = settings.data.batch_size * s.S, math.prod(axes.values())
     again = {"none": 0, "dots": 0}.get(s.remat, 1)  # forward passes that run again
+    runs = runs_of_matmuls(settings, again)
     flops = {"bfloat16": 0.0, "float8": 0.0, "int8": 0.0}
     for path, width in matmul_widths(s).items():
         for gemm, dtype in matmul_dtypes(settings, path).items():
-            times = 1 + again if gemm == "fwd" else 1
-            flops[dtype] += times * 2 * tokens * s.L * s.D * width
+            flops[dtype] += runs[gemm] * 2 * tokens * s.L * s.D * width
     logits = 2 if settings.model.dtype == "float16" and s.chunks > 1 else 1  # see `losses`
-    flops["bfloat16"] += (logits + 2) * 2 * tokens * s.D * s.V
+    flops["bfloat16"] += (logits + runs["dlhs"] + runs["drhs"]) * 2 * tokens * s.D * s.V
     square = 5 / 8 if s.attention == "xla" else 1 / 2
     passes = 1 + (2 if s.attention == "xla" else 2.5) + (not s.saves_attention)
     flops["bfloat16"] += square * passes * 4 * tokens * s.S * s.L * s.N * s.H
@@ -349,18 +373,16 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
             again,
             square,
         ),
-        host=2
-        * s.schedule.ticks
-        * s.of_stage.L
-        / s.schedule.rounds
-        * s.microbatches
-        * offloaded(s.of_stage),
+        host=2 * (state.offloaded_on(abstract_mesh(axes)) + offloaded(s)),
     )
 
 
 def offloaded(s: Sizes) -> float:
-    """Bytes of one block's input that remat moves to the host, and back."""
-    return s.T * s.D * s.a / s.t if s.remat == "offload" else 0.0
+    """Bytes of the blocks' inputs that remat moves to the host, and back."""
+    if s.remat != "offload":
+        return 0.0
+    runs = s.schedule.ticks * s.of_stage.L / s.schedule.rounds * s.microbatches  # of a block
+    return runs * s.of_stage.T * s.D * s.a / s.t
 
 
 def matmul_widths(s: Sizes) -> dict[str, int]:
@@ -405,7 +427,7 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
       what is recomputed), their gradients in float32, rounded on the last hop; after the blocks the
       residual stream back into its natural order;
     * tensor: the residual stream gathered before and scattered after attention and MLP;
-    * data: gradients summed;
+    * data: gradients summed; those of adapters are neglected;
     * stage: in each tick, in both directions, a microbatch's activations, one that waits and one that is
       done; with several rounds the weights to where they run, and their gradients.
     """
@@ -417,10 +439,11 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     again = s.remat in ("block", "offload")
     split, turns = ("fsdp", "context"), s.context - 1
     ledger.add("all-gather", split, weights, 2 * runs)
-    ledger.add("reduce-scatter", split, weights, runs)
     ledger.add("all-gather", split, head, m)
-    ledger.add("reduce-scatter", split, head, m)
-    ledger.add("all-to-all", split, whole_x, 2 * m)
+    if not s.frozen:
+        ledger.add("reduce-scatter", split, weights, runs)
+        ledger.add("reduce-scatter", split, head, m)
+    ledger.add("all-to-all", split, whole_x, (2 - s.frozen) * m)
     k = of_stage.T * s.K * s.H / s.t
     passes = 2 + (not s.saves_attention)
     keys = passes * turns - (passes == 3) + 1 if turns else 0
@@ -429,11 +452,12 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     ledger.add("collective-permute", ("context", "tensor") if turns else (), whole_x / s.t / 2, 4 * m)
     ledger.add("all-gather", ("tensor",), x, (4 + 2 * again) * runs)
     ledger.add("reduce-scatter", ("tensor",), x, (4 + again) * runs)
-    ledger.add("all-reduce", ("data",), (of_stage.L * weights + 2 * head) / s.shards, m)
+    summed = 0 if s.frozen else m
+    ledger.add("all-reduce", ("data",), (of_stage.L * weights + 2 * head) / s.shards, summed)
     ledger.add("collective-permute", ("stage",), x / s.t, 2 * 3 * s.schedule.ticks * m)
     if rounds > 1:
         share = of_stage.L * s.block_params * s.param / (s.shards * s.t)
-        ledger.add("collective-permute", ("stage",), share, 2 * m)
+        ledger.add("collective-permute", ("stage",), share, (2 - s.frozen) * m)
     return ledger.collectives
 
 
