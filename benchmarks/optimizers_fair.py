@@ -77,8 +77,8 @@ QUICK: dict[str, Any] = {
 VALIDATION_BATCHES = 64  # of 1,024 tokens each, the same for all runs
 
 
-def galore(rank: int) -> dict[str, Any]:
-    return {"optimizer.galore": {"rank": rank, "update_proj_gap": GAP}}
+def galore(rank: int, **options: Any) -> dict[str, Any]:
+    return {"optimizer.galore": {"rank": rank, "update_proj_gap": GAP} | options}
 
 
 def named(name: str, **options: Any) -> dict[str, Any]:
@@ -90,6 +90,8 @@ METHODS: dict[str, dict[str, Any]] = {
     REFERENCE: {},
     "galore_d2": galore(32),
     "galore_d4": galore(16),
+    "galore_d4_randomized": galore(16, basis="randomized"),
+    "galore_d4_gap6": galore(16, basis="randomized", update_proj_gap=6),
     "stable_adamw": named("stable_adamw"),
     "adamw_8bit": {"optimizer.low_bit": LOW_BIT["8bit"]},
     "adamw_fp8": {"optimizer.low_bit": LOW_BIT["fp8"]},
@@ -157,10 +159,14 @@ def with_rate_in_state(run: Experiment) -> Experiment:
 
 def initial_state(run: Trainer, exponent: int, seed: int) -> State:
     """The state before the first step, of a trainer that was adapted by `with_rate_in_state`."""
-    state = run.init(seed)
+    return with_rate(run.init(seed), 2.0**exponent)
+
+
+def with_rate(state: State, rate: float) -> State:
+    """The state with another peak learning rate."""
     injected = state["opt_state"]
-    rate = jax.device_put(jnp.float32(2.0**exponent), injected.hyperparams["learning_rate"].sharding)
-    return state | {"opt_state": injected._replace(hyperparams={"learning_rate": rate})}
+    array = jax.device_put(jnp.float32(rate), injected.hyperparams["learning_rate"].sharding)
+    return state | {"opt_state": injected._replace(hyperparams={"learning_rate": array})}
 
 
 # --- runs ---------------------------------------------------------------------------------------------
@@ -171,12 +177,15 @@ class Plan:
     """What is run: the sizes, and the folder of the results.
 
     Attributes:
+      out: the folder, with one for each method.
       base: changes of `configs/llama/tiny.py` that all methods share.
+      methods: further changes of each method.
       start, budget, seeds, rounds, gap: as the constants of this module.
     """
 
     out: Path
     base: dict[str, Any]
+    methods: dict[str, dict[str, Any]] = dataclasses.field(default_factory=lambda: METHODS)
     start: tuple[int, ...] = START
     budget: int = BUDGET
     seeds: tuple[int, ...] = SEEDS
@@ -217,7 +226,7 @@ class Plan:
         return self.out / method / f"{name}.json"
 
     def _changes(self, method: str) -> dict[str, Any]:
-        return json.loads(json.dumps(self.base | METHODS[method]))
+        return json.loads(json.dumps(self.base | self.methods[method]))
 
 
 def run_name(exponent: int, seed: int) -> str:
@@ -226,10 +235,7 @@ def run_name(exponent: int, seed: int) -> str:
 
 def run_method(method: str, plan: Plan, trainer: Callable[[str], Trainer], data: Data) -> None:
     """Makes the measurements of a method that are missing: search, seeds, cost."""
-    losses = plan.losses(method)
-    while (exponent := next_exponent(losses, plan.start, plan.budget)) is not None:
-        losses[exponent] = run_once(method, exponent, SEARCH_SEED, plan, trainer(method), data)
-    best = best_exponent(losses)
+    best = search(method, plan, trainer, data)
     for seed in plan.seeds:
         if not plan.measured(method, run_name(best, seed)):
             run_once(method, best, seed, plan, trainer(method), data)
@@ -237,6 +243,14 @@ def run_method(method: str, plan: Plan, trainer: Callable[[str], Trainer], data:
         cost = measure_cost(trainer(method), trainer(REFERENCE), best, plan, data)
         plan.save(method, "cost", cost)
         print(f"{method}: {np.median(cost['ratios']):.2f} × {REFERENCE}'s step", flush=True)
+
+
+def search(method: str, plan: Plan, trainer: Callable[[str], Trainer], data: Data) -> int:
+    """Makes the runs of the search that are missing; returns the exponent of the best rate."""
+    losses = plan.losses(method)
+    while (exponent := next_exponent(losses, plan.start, plan.budget)) is not None:
+        losses[exponent] = run_once(method, exponent, SEARCH_SEED, plan, trainer(method), data)
+    return best_exponent(losses)
 
 
 def run_once(method: str, exponent: int, seed: int, plan: Plan, run: Trainer, data: Data) -> float:
@@ -298,10 +312,10 @@ def report(plan: Plan, figure: Path) -> None:
 
 
 def row(method: str, plan: Plan, loss: np.ndarray, reference: np.ndarray) -> list[str]:
-    search, cost = plan.losses(method), plan.measured(method, "cost")
-    best = best_exponent(search)
-    edge = "" if min(search) < best < max(search) else ", at the end"
-    cells = [method, f"2^{best}", f"2^{min(search)} … 2^{max(search)}{edge}"]
+    losses, cost = plan.losses(method), plan.measured(method, "cost")
+    best, low, high = best_exponent(losses), min(losses), max(losses)
+    edge = "" if low < best < high else ", at the end"
+    cells = [method, f"2^{best}", f"2^{low} … 2^{high}{edge}"]
     cells += [fidelity_figures.plus_minus(loss), "", ""]
     if method != REFERENCE:
         cells[4] = fidelity_figures.plus_minus(loss - reference, "+.4f")
@@ -348,12 +362,12 @@ def draw(runs: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
 # --- the command --------------------------------------------------------------------------------------
 
 
-def trainers(data: Data) -> Callable[[str], Trainer]:
+def trainers(plan: Plan, data: Data) -> Callable[[str], Trainer]:
     """Compiles a method when it is first needed, and keeps it and the reference."""
 
     @functools.lru_cache(maxsize=2)
     def trainer(method: str) -> Trainer:
-        return Trainer(METHODS[method], data, with_rate_in_state)
+        return Trainer(plan.methods[method], data, with_rate_in_state)
 
     return trainer
 
@@ -376,7 +390,7 @@ def main() -> None:
     if not args.report:
         with tempfile.TemporaryDirectory() as folder:
             data = Data(changed(tiny.get_config(), plan.base), Path(folder), plan.validation_batches)
-            trainer = trainers(data)
+            trainer = trainers(plan, data)
             for method in args.only:
                 run_method(method, plan, trainer, data)
     report(plan, args.out / "curves.png" if args.out else ROOT / "docs/figures/optimizers_fair.png")
