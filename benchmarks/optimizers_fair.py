@@ -1,6 +1,6 @@
 """How good is each optimizer at its own best learning rate? A tiny Llama on real text, seed by seed.
 
-    python benchmarks/optimizers_fair.py              # 30 minutes of CPU time; run it again to continue
+    python benchmarks/optimizers_fair.py              # 40 minutes of CPU time; run it again to continue
     python benchmarks/optimizers_fair.py --report     # the table and the figure of what has been run
     python benchmarks/optimizers_fair.py --quick --out=/tmp/fair --only adamw galore_d2     # half a minute
 
