@@ -74,7 +74,8 @@ class Trainer:
         self.evaluator = run.family.evaluator(self.graphdef, s.model, s.data, s.loss, data.validation)
         self.shardings = shardings(compiled.abstract)
         self._init = jax.jit(
-            functools.partial(init_state, run.make_model, run.tx), out_shardings=self.shardings
+            functools.partial(init_state, run.make_model, run.tx, gates=run.gates),
+            out_shardings=self.shardings,
         )
 
     def init(self, seed: int) -> State:
