@@ -336,26 +336,26 @@ def verdict(method: str, loss: np.ndarray, reference: np.ndarray) -> str:
 
 
 def draw(runs: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
-    """Training losses of each method and AdamW's: lines are means of the seeds, bands their range."""
-    columns = 4
-    figure = Figure(figsize=(13, 2.9 * math.ceil(len(runs) / columns)), layout="constrained")
-    shape = (math.ceil(len(runs) / columns), columns)
-    panels = figure.subplots(*shape, sharex=True, sharey=True, squeeze=False).flat
-    for axes, (method, seeds) in itertools.zip_longest(panels, runs.items(), fillvalue=(None, None)):
+    """Training losses minus AdamW's with the same seed: lines are means of the seeds, bands their range."""
+    base, others = runs[REFERENCE], [method for method in runs if method != REFERENCE]
+    num_rows, columns = max(math.ceil(len(others) / 4), 1), 4
+    figure = Figure(figsize=(13, 2.3 * num_rows + 0.8), layout="constrained", facecolor="white")
+    panels = figure.subplots(num_rows, columns, sharex=True, sharey=True, squeeze=False)
+    for axes, method in itertools.zip_longest(panels.flat, others):
         if method is None:
-            axes.remove()
+            axes.set_visible(False)
             continue
-        for color, name in (("#888888", REFERENCE), ("#2f6db3", method))[method == REFERENCE :]:
-            shown = seeds if name == method else runs[REFERENCE]
-            curves = np.array([fidelity_figures.running(np.array(run["loss"])) for run in shown.values()])
-            steps = range(curves.shape[1])
-            axes.plot(curves.mean(0), color=color, label=name, linewidth=1.2)
-            axes.fill_between(steps, curves.min(0), curves.max(0), color=color, alpha=0.2, lw=0)
+        excess = [np.subtract(run["loss"], base[s]["loss"]) for s, run in runs[method].items() if s in base]
+        curves = np.array([fidelity_figures.running(one) for one in excess])
+        axes.plot(curves.mean(0), color="#2f6db3", linewidth=1.2)
+        axes.fill_between(range(curves.shape[1]), curves.min(0), curves.max(0), color="#2f6db3", alpha=0.2)
+        axes.axhline(0, color="black", linewidth=0.8)
         axes.set_title(method, loc="left")
-    first = np.array([run["loss"] for run in runs[REFERENCE].values()])
-    figure.axes[0].set_ylim(first.min() - 0.2, first.max() + 0.2)
+        axes.set_ylim(-0.4, 0.4)
     figure.supxlabel("step")
-    figure.supylabel("training loss, mean of 21 steps (grey: adamw; band: range of the seeds)")
+    figure.supylabel(
+        f"training loss minus that of {REFERENCE} (nats, mean of 21 steps)\nband: range of the seeds"
+    )
     fidelity_figures.save(figure, path)
 
 
