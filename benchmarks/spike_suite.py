@@ -26,7 +26,7 @@ Not part of it: CLIP (AdaGC's claim to train it 25 % faster than StableAdamW), o
 import argparse
 import dataclasses
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,20 @@ def train(run: Trainer, exponent: int, seed: int, damage: str, data: Data) -> di
             state, records = run.train(state, part, watch_nothing)
             losses += [round(loss, 4) for loss in records["loss"]]
     return {"heldout": run.evaluate(state)["loss"], "loss": losses}
+
+
+def run_method(method: str, plan: Plan, trainer: Callable[[str], Trainer], data: Data) -> None:
+    """Makes the runs of a method that are missing."""
+    best = search(method, plan, trainer, data)
+    for seed in plan.seeds:
+        if plan.measured(method, f"seed{seed}"):
+            continue
+        outcomes = {damage: train(trainer(method), best, seed, damage, data) for damage in ("", *DAMAGES)}
+        plan.save(method, f"seed{seed}", {"exponent": best} | outcomes)
+        told = ", ".join(
+            f"{damage or 'undamaged'} {one['heldout']:.4f}" for damage, one in outcomes.items()
+        )
+        print(f"{method}, rate 2^{best}, seed {seed}: {told}", flush=True)
 
 
 # --- the report ---------------------------------------------------------------------------------------
@@ -249,16 +263,7 @@ def main() -> None:
             data = Data(changed(tiny.get_config(), plan.base), Path(folder), plan.validation_batches)
             trainer = trainers(plan, data)
             for method in args.only:
-                best = search(method, plan, trainer, data)
-                for seed in plan.seeds:
-                    if plan.measured(method, f"seed{seed}"):
-                        continue
-                    outcomes = {d: train(trainer(method), best, seed, d, data) for d in ("", *DAMAGES)}
-                    plan.save(method, f"seed{seed}", {"exponent": best} | outcomes)
-                    told = ", ".join(
-                        f"{d or 'undamaged'} {one['heldout']:.4f}" for d, one in outcomes.items()
-                    )
-                    print(f"{method}, rate 2^{best}, seed {seed}: {told}", flush=True)
+                run_method(method, plan, trainer, data)
     report(plan, args.out / "spikes.png" if args.out else ROOT / "docs/figures/spike_suite.png")
 
 
