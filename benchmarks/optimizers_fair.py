@@ -372,28 +372,55 @@ def trainers(plan: Plan, data: Data) -> Callable[[str], Trainer]:
     return trainer
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def command(
+    plan: Plan,
+    doc: str,
+    quick: dict[str, Any],
+    run: Callable[[str, Plan, Callable[[str], Trainer], Data], None],
+    report: Callable[[Plan, Path], None],
+) -> None:
+    """The command line, of `spike_suite.py` too.
+
+    Args:
+      plan: its folder is the default one.
+      quick: what `--quick` replaces in the plan.
+      run: makes the missing measurements of a method.
+      report: prints the results, and draws into a file.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder of the results; with --quick there is no default")
-    parser.add_argument("--only", nargs="+", default=list(METHODS), choices=METHODS, metavar="METHOD")
-    parser.add_argument("--report", action="store_true", help="runs nothing; prints the table")
-    parser.add_argument("--quick", action="store_true", help="one layer, 8 steps: only checks that it runs")
+    parser.add_argument(
+        "--only", nargs="+", default=list(plan.methods), choices=plan.methods, metavar="METHOD"
+    )
+    parser.add_argument("--report", action="store_true", help="runs nothing; prints and draws the results")
+    parser.add_argument(
+        "--quick", action="store_true", help="few steps of one layer: only checks that it runs"
+    )
     args = parser.parse_args()
     if args.quick and not args.out:
         parser.error("--quick needs --out=FOLDER, so that it does not mix with the results")
-    plan = Plan(args.out or RESULTS / "optimizers_fair", BASE)
-    if args.quick:
-        few = dict(start=(-7, -6), budget=3, seeds=(1, 2), rounds=1, gap=4, validation_batches=2)
-        plan = dataclasses.replace(plan, base=BASE | QUICK, **few)
+    figure = args.out / "figure.png" if args.out else ROOT / "docs" / "figures" / f"{plan.out.name}.png"
+    plan = dataclasses.replace(plan, out=args.out or plan.out, **(quick if args.quick else {}))
     if not args.report:
         with tempfile.TemporaryDirectory() as folder:
             data = Data(changed(tiny.get_config(), plan.base), Path(folder), plan.validation_batches)
             trainer = trainers(plan, data)
             for method in args.only:
-                run_method(method, plan, trainer, data)
-    report(plan, args.out / "curves.png" if args.out else ROOT / "docs/figures/optimizers_fair.png")
+                run(method, plan, trainer, data)
+    report(plan, figure)
+
+
+def main() -> None:
+    sizes = {
+        "start": (-7, -6),
+        "budget": 3,
+        "seeds": (1, 2),
+        "rounds": 1,
+        "gap": 4,
+        "validation_batches": 2,
+    }
+    quick = {"base": BASE | QUICK} | sizes
+    command(Plan(RESULTS / "optimizers_fair", BASE), __doc__, quick, run_method, report)
 
 
 if __name__ == "__main__":

@@ -23,19 +23,15 @@ Criteria, written before the runs, against AdamW clipped by the global norm (`cl
 Not part of it: CLIP (AdaGC's claim to train it 25 % faster than StableAdamW), outliers of low precision.
 """
 
-import argparse
-import dataclasses
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import fidelity_figures
 import numpy as np
-from fidelity_runs import RESULTS, ROOT, Data, Trainer, watch_nothing
+from fidelity_runs import RESULTS, Data, Trainer, watch_nothing
 from matplotlib.figure import Figure
-from optimizers_fair import QUICK, Plan, initial_state, named, search, trainers, with_rate
-from training import changed
+from optimizers_fair import QUICK, Plan, command, initial_state, named, search, with_rate
 
 from configs.llama import tiny
 from maxlp.monitoring import spikes
@@ -240,31 +236,14 @@ def draw(runs: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="folder of the results; with --quick there is no default")
-    parser.add_argument("--only", nargs="+", default=list(METHODS), choices=METHODS, metavar="METHOD")
-    parser.add_argument("--report", action="store_true", help="runs nothing; prints the tables")
-    parser.add_argument(
-        "--quick", action="store_true", help="one layer, one seed: only checks that it runs"
-    )
-    args = parser.parse_args()
-    if args.quick and not args.out:
-        parser.error("--quick needs --out=FOLDER, so that it does not mix with the results")
-    plan = Plan(args.out or RESULTS / "spike_suite", BASE, METHODS, seeds=SEEDS)
-    if args.quick:
-        base = BASE | QUICK | {"train.total_steps": 280}
-        plan = dataclasses.replace(
-            plan, base=base, start=(-7, -6), budget=3, seeds=(1,), validation_batches=2
-        )
-    if not args.report:
-        with tempfile.TemporaryDirectory() as folder:
-            data = Data(changed(tiny.get_config(), plan.base), Path(folder), plan.validation_batches)
-            trainer = trainers(plan, data)
-            for method in args.only:
-                run_method(method, plan, trainer, data)
-    report(plan, args.out / "spikes.png" if args.out else ROOT / "docs/figures/spike_suite.png")
+    quick = {
+        "base": BASE | QUICK | {"train.total_steps": 280},
+        "start": (-7, -6),
+        "budget": 3,
+        "seeds": (1,),
+    }
+    plan = Plan(RESULTS / "spike_suite", BASE, METHODS, seeds=SEEDS)
+    command(plan, __doc__, quick | {"validation_batches": 2}, run_method, report)
 
 
 if __name__ == "__main__":
