@@ -1,6 +1,6 @@
 """How does each method take damage that is planted? A tiny Llama on real text, five seeds.
 
-    python benchmarks/spike_suite.py              # 10 minutes of CPU time; run it again to continue
+    python benchmarks/spike_suite.py              # 20 minutes of CPU time; run it again to continue
     python benchmarks/spike_suite.py --report     # the tables and the figure of what has been run
 
 `configs/llama/tiny.py` with 2 layers and 512 tokens a step, in float32, with β2 0.999 and without clipping,
