@@ -1,12 +1,12 @@
-"""Do the claims about low precision and small optimizers hold? Small runs on real text, seed by seed.
+"""Do the claims about low precision and loss spikes hold? Small runs on real text, seed by seed.
 
-    python benchmarks/fidelity.py precision smooth_swiglu optimizers galore moments --seeds 0 1 2
+    python benchmarks/fidelity.py precision smooth_swiglu optimizers --seeds 0 1 2
 
 Each experiment trains variants of `configs/llama/tiny.py`, each with a few changed values that are listed
 here. The seed sets the weights and the order of the data, and all variants share them, so that two runs
 with the same seed differ by the variant alone. After each run the measurements are written to
 `benchmarks/results/fidelity_<experiment>.json`; finished runs are not repeated. At the end each experiment
-prints its table and draws its figure: 75 runs of about half a minute each on two CPU cores.
+prints its table and draws its figure: 51 runs of about half a minute each on two CPU cores.
 `docs/fidelity.md` has the claims, the criteria and the results.
 """
 
@@ -59,32 +59,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "AdamW, gradient clip 1": PLAIN | {"optimizer.clip_norm": 1.0},
         "StableAdamW": SPIKY,
     },
-    "galore": {
-        f"rank d/{64 // rank}, new every {gap} steps": {
-            "optimizer.galore": {"rank": rank, "scale": 1.0, "update_proj_gap": gap}
-        }
-        for gap in (6, 50)
-        for rank in (32, 16)
-    }
-    | {
-        f"rank d/{64 // rank}, scale {scale}": {
-            "optimizer.galore": {"rank": rank, "scale": float(scale), "update_proj_gap": 50}
-        }
-        for rank, scale in ((32, 2), (16, 2), (32, 4), (16, 4))
-    },
-    "moments": {
-        "fp8 (e4m3, e5m2)": {"optimizer.low_bit": {"mu": "float8_e4m3fn", "nu": "float8_e5m2"}},
-        "8-bit dynamic, blocks of 256": {
-            "optimizer.low_bit": {"mu": "dynamic8", "nu": "dynamic8", "block_size": 256}
-        },
-        "e4m3, float32": {"optimizer.low_bit": {"mu": "float8_e4m3fn", "nu": "float32"}},
-    },
 }
-BASELINES = {  # what other experiments call the variant bf16 of "precision"
-    "galore": "full rank",
-    "moments": "float32",
-    "optimizers": "AdamW, usual rate and β2",
-}
+USUAL = "AdamW, usual rate and β2"  # what "optimizers" calls the variant bf16 of "precision"
 
 
 # --- the experiments ----------------------------------------------------------------------------------
@@ -292,8 +268,8 @@ def main() -> None:
                 smooth_swiglu(args.seeds, args.only, data)
             elif data:
                 compare(experiment, args.seeds, args.only, data)
-            shared = Results("precision").runs.get("bf16", {}) if experiment in BASELINES else {}
-            baseline = {BASELINES[experiment]: shared} if shared else {}
+            shared = Results("precision").runs.get("bf16", {}) if experiment == "optimizers" else {}
+            baseline = {USUAL: shared} if shared else {}
             fidelity_figures.show(experiment, Results(experiment).runs, ROOT / "docs" / "figures", baseline)
 
 

@@ -11,6 +11,7 @@ that has finished in the folder is not repeated. The other experiments train in 
 """
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import subprocess
@@ -30,11 +31,12 @@ from flax import nnx
 from training import changed
 
 from configs.clip import debug
-from maxlp.core.gradients import Batch, Gradients, Metrics
+from maxlp.core.gradients import Batch, Metrics
 from maxlp.core.train_state import State
 from maxlp.families.clip.encoder import Encoder
 from maxlp.nn.stack import apply_stack
 from maxlp.optim.stable_adamw import last_rms
+from maxlp.run.experiment import Experiment
 from maxlp.runtime.writers import read_jsonl
 
 # --- the debug config in every precision --------------------------------------------------------------
@@ -131,17 +133,17 @@ def spikes(seeds: list[int], only: list[str], data: Data) -> None:
         print(f"spikes / {name} / seed {seed}: {time.time() - start:.0f} s", flush=True)
 
 
-def growing(gradients: Gradients) -> Gradients:
-    """Gradients times a factor that grows by GROWTH at each of the SHIFTS and is 1 after the last."""
+def growing(run: Experiment) -> Experiment:
+    """With gradients times a factor that grows by GROWTH at each of the SHIFTS and is 1 after the last."""
 
     def scaled(
         graphdef: nnx.GraphDef, state: State, batch: Batch, loss_scale: jax.Array | None
     ) -> tuple[dict, dict, Metrics]:
-        grads, model_state, metrics = gradients(graphdef, state, batch, loss_scale)
+        grads, model_state, metrics = run.gradients(graphdef, state, batch, loss_scale)
         remaining = jnp.sum(state["step"] < jnp.array(SHIFTS))
         return jax.tree.map(lambda g: g * GROWTH**-remaining, grads), model_state, metrics
 
-    return scaled
+    return dataclasses.replace(run, step=functools.partial(run.step, gradients=scaled))
 
 
 @jax.jit

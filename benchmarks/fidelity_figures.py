@@ -233,8 +233,6 @@ def weight_gradient(runs: Runs, figure: Figure) -> None:
 
 SHOW: dict[str, Callable[[Runs, Figure], None]] = {
     "precision": compared,
-    "galore": compared,
-    "moments": compared,
     "optimizers": optimizers,
     "smooth_swiglu": smooth_swiglu,
     "weight_gradient": weight_gradient,

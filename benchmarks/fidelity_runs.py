@@ -1,6 +1,5 @@
 """What the fidelity experiments share: variants of a config, their training, and the results file."""
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -12,10 +11,9 @@ import jax
 from ml_collections import ConfigDict
 from training import CompiledRun, changed
 
-from maxlp.core.gradients import Gradients
 from maxlp.core.train_state import State, init_state, shardings
 from maxlp.parallel.batches import global_batch
-from maxlp.run.experiment import make_data, resolve
+from maxlp.run.experiment import Experiment, make_data, resolve
 from maxlp.run.settings import read
 from maxlp.run.tokenizer import prepare_tokenizer
 
@@ -45,7 +43,7 @@ class Data:
         self.validation = make_data(run.settings, self.tokenizer, "validation", self.mesh)
         self.validation_batches = list(itertools.islice(iter(self.validation), validation_batches))
 
-    @functools.lru_cache(maxsize=1)  # noqa: B019
+    @functools.lru_cache(maxsize=4)  # noqa: B019
     def batches(self, seed: int, steps: int) -> list[dict]:
         settings = read(changed(self.base, {"train.seed": seed}))
         iterator = iter(make_data(settings, self.tokenizer, "train", self.mesh))
@@ -59,16 +57,16 @@ class Trainer:
 
     Args:
       changes: values of the config of ``data`` to replace.
-      adapt: what to do to the gradients before the optimizer takes them; None changes nothing.
+      adapt: what to change of the experiment before it is compiled.
     """
 
     def __init__(
-        self, changes: dict[str, Any], data: Data, adapt: Callable[[Gradients], Gradients] | None = None
+        self,
+        changes: dict[str, Any],
+        data: Data,
+        adapt: Callable[[Experiment], Experiment] = lambda run: run,
     ):
-        run = resolve(changed(data.base, {"spikes.statistics": False} | changes))
-        if adapt is not None:
-            step = functools.partial(run.step, gradients=adapt(run.gradients))
-            run = dataclasses.replace(run, step=step)
+        run = adapt(resolve(changed(data.base, {"spikes.statistics": False} | changes)))
         compiled = CompiledRun(run)
         s = run.settings
         self.settings, self.mesh, self.data = s, run.mesh, data
@@ -76,7 +74,8 @@ class Trainer:
         self.evaluator = run.family.evaluator(self.graphdef, s.model, s.data, s.loss, data.validation)
         self.shardings = shardings(compiled.abstract)
         self._init = jax.jit(
-            functools.partial(init_state, run.make_model, run.tx), out_shardings=self.shardings
+            functools.partial(init_state, run.make_model, run.tx, gates=run.gates),
+            out_shardings=self.shardings,
         )
 
     def init(self, seed: int) -> State:

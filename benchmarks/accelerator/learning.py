@@ -1,6 +1,6 @@
 """Do the recipes and optimizers learn as well at 60 and 130 million parameters? One seed, real text.
 
-The variants are those of benchmarks/fidelity.py, which trains models of 344,000 parameters.
+Many of the variants are those of benchmarks/fidelity.py, which trains models of 344,000 parameters.
 """
 
 import importlib
@@ -16,6 +16,7 @@ from training import changed
 
 from benchmarks.accelerator.results import Result
 from configs.llama import tiny as tiny_config
+from maxlp.run.presets import LOW_BIT
 
 STEPS, VALIDATION_BATCHES = 400, 32
 REAL_TEXT = {
@@ -63,7 +64,7 @@ def variants(base: ConfigDict) -> dict[str, dict[str, Any]]:
         "int8_switchback": VARIANTS["precision"]["int8_switchback"],
         "GaLore, rank d/4": {"optimizer.galore": small},
         "StableAdamW": {"optimizer.name": "stable_adamw"},
-        "8-bit moments": VARIANTS["moments"]["8-bit dynamic, blocks of 256"],
+        "8-bit moments": {"optimizer.low_bit": LOW_BIT["8bit"]},
         "int8_all": VARIANTS["precision"]["int8_all"],
         "mxfp8": VARIANTS["precision"]["mxfp8"],
     }

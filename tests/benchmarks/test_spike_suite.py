@@ -1,0 +1,85 @@
+"""The suite of planted damage: what it plants, and what it measures."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def suite(monkeypatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # whose files import each other
+    return importlib.import_module("spike_suite")
+
+
+def outcomes(suite: ModuleType, excess: np.ndarray, heldout: float) -> dict:
+    sound = {"heldout": 3.0, "loss": [4.0] * 300}
+    hurt = {"heldout": heldout, "loss": list(4.0 + excess)}
+    return {"exponent": -6, "": sound} | dict.fromkeys(suite.DAMAGES, hurt)
+
+
+def test_all_steps_are_trained_once_and_the_stretches_are_damaged(suite):
+    found = list(suite.segments(300))
+    assert [step for steps, _ in found for step in steps] == list(range(300))
+    assert [steps for steps, is_damaged in found if is_damaged] == suite.STRETCHES
+
+
+def test_damage_is_in_the_tokens_or_in_half_of_the_targets(suite):
+    tokens = np.arange(8 * 65, dtype=np.int32).reshape(8, 65)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": np.ones((8, 64), bool)}
+    random = suite.damaged(batch, "tokens", 3)
+    assert (random["tokens"][:, 1:] == random["targets"][:, :-1]).all()  # still the next token
+    assert (random["tokens"] == batch["tokens"]).mean() < 0.05
+    noisy = suite.damaged(batch, "labels", 3)
+    assert noisy["tokens"] is batch["tokens"]
+    kept = (noisy["targets"] == batch["targets"]).mean()
+    assert abs(kept - 0.5) < 5 * 0.5 / 512**0.5  # five standard deviations of 512 coins
+    assert (noisy["targets"] == suite.damaged(batch, "labels", 3)["targets"]).all()
+
+
+def test_peak_recovery_and_the_end_are_differences_to_the_undamaged_run(suite):
+    excess = np.zeros(300)
+    for stretch in suite.STRETCHES:
+        excess[stretch.start : stretch.stop] = 50.0  # the damaged steps themselves do not count
+        excess[stretch.stop : stretch.stop + 10] = 0.5
+    run = outcomes(suite, excess, 3.25)
+    assert suite.peak(run, "tokens") == pytest.approx(0.5) and suite.final(run, "tokens") == 0.25
+    assert suite.recovery(run, "tokens") == 10  # then 5 differences without any of the 10 are below 0.05
+    excess[200:] = np.nan
+    diverged = outcomes(suite, excess, float("inf"))
+    assert suite.peak(diverged, "tokens") == pytest.approx((0.5 + 0.5 + 100 + 100) / 4)
+    assert suite.recovery(diverged, "tokens") == (10 + 10 + suite.LONGEST + suite.LONGEST) / 4
+
+
+def test_the_report_has_a_table_for_each_damage_and_the_criteria(suite, tmp_path, capsys):
+    plan = suite.Plan(tmp_path, suite.BASE, suite.METHODS, seeds=(1, 2))
+    suite.report(plan, tmp_path / "spikes.png")
+    assert "not run yet" in capsys.readouterr().out
+    excess = np.where(np.isin(np.arange(300), np.concatenate(suite.STRETCHES) + 4), 1.0, 0.0)
+    for method, size in {"clip": 1.0, "stable_adamw": 0.5, "adagc": 0.25, "stable_spam": 2.0}.items():
+        for seed in plan.seeds:
+            plan.save(method, f"seed{seed}", outcomes(suite, size * excess, 3.0))
+    suite.report(plan, tmp_path / "spikes.png")
+    told = capsys.readouterr().out
+    assert all(f"| {meaning} | peak |" in told for meaning in suite.DAMAGES.values())
+    assert "adagc: lower peak with 2 of 2 seeds; undamaged +0.00%" in told
+    assert "stable_spam: lower peak with 0 of 2 seeds" in told
+
+
+@pytest.mark.full
+def test_the_command_runs_and_continues(tmp_path):
+    """30 seconds of CPU time."""
+    command = [sys.executable, "benchmarks/spike_suite.py", "--quick", f"--out={tmp_path}"]
+    command += ["--only", "clip", "guard"]
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
+    for printed in (8, 0):  # three rates and a seed for each of two methods; then nothing
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert done.stdout.count(", rate 2^") == printed
