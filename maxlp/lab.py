@@ -2,11 +2,15 @@
 
     python -m maxlp.lab attribute /tmp/run --step=2300
     python -m maxlp.lab attribute --config=llama/debug:precision=fp8_current --out=/tmp/lab
+    python -m maxlp.lab predict /tmp/run --recipes=fp8_current,int8_all,simulate:format=e3m1
 
 attribute takes the state of a run before a step and the step's batch, and switches each operand of each
 matmul in each layer alone to the run's recipe, and alone back from it (`run.attribution`). It prints the
 operands with the largest effect, and writes all of them as JSON and as a heat map. With --config, it takes
 the weights that this config's seed begins with.
+
+predict ranks recipes by what they do to the gradients of a few batches, before any of them trains
+(`run.prediction`).
 """
 
 import dataclasses
@@ -20,7 +24,7 @@ from maxlp.run import cli, run_dir
 from maxlp.run.settings import Settings, read
 from maxlp.runtime.files import local_path, mirrored, shown
 
-TOOLS = ("attribute",)
+TOOLS = ("attribute", "predict")
 
 
 def define_flags() -> None:
@@ -35,6 +39,10 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "recipe", None, "A recipe in place of the run's, with its own options and no rules."
     )
+    flags.DEFINE_list(
+        "recipes", None, "predict: recipes, such as simulate:format=e3m1; all that fit by default."
+    )
+    flags.DEFINE_integer("batches", 8, "predict: how many batches to measure.", lower_bound=1)
     flags.DEFINE_string("out", None, "Folder of the results; DIR/lab by default.")
     flags.DEFINE_integer("top", 20, "Operands to print.", lower_bound=1)
 
@@ -50,7 +58,10 @@ def main(tool: str = "", directory: str = "") -> None:
     workdir = local_path(directory, "DIR") if directory else None
     s = read(f.config if workdir is None else run_dir.load_config(workdir))
     out = local_path(f.out or f"{directory}/lab", "--out")
-    attribute(s, workdir, f.step, f.recipe, out, f.top)
+    if tool == "predict":
+        predict(s, workdir, f.step, f.recipes, f.batches, out)
+    else:
+        attribute(s, workdir, f.step, f.recipe, out, f.top)
 
 
 def attribute(s: Settings, workdir: Path | None, step: int | None, recipe: str | None, out: Path, top: int):
@@ -68,9 +79,27 @@ def attribute(s: Settings, workdir: Path | None, step: int | None, recipe: str |
     print(f"step {step}: loss {found.loss:.4f} in high precision")
     print("\n".join(attribution.table(found, top)))
     for path in attribution.write(found, out):
-        if mirror := mirrored(path):
-            mirror.send(path)
-        print(shown(f"wrote {path}"))
+        _wrote(path)
+
+
+def predict(
+    s: Settings, workdir: Path | None, step: int | None, specs: list[str] | None, batches: int, out: Path
+) -> None:
+    """Prints and writes the ranking of recipes; see `run.prediction.predictions` for the arguments."""
+    from maxlp.run import attribution, prediction  # imports the training code
+
+    specs = prediction.fitting(s) if specs is None else specs
+    step, found = prediction.predictions(s, specs, workdir, step, batches, attribution.Bar())
+    out.mkdir(parents=True, exist_ok=True)
+    print(f"step {step}: relative to high precision, {batches} batches")
+    print("\n".join(prediction.table(found)))
+    _wrote(prediction.write(found, step, out))
+
+
+def _wrote(path: Path) -> None:
+    if mirror := mirrored(path):
+        mirror.send(path)
+    print(shown(f"wrote {path}"))
 
 
 if __name__ == "__main__":
