@@ -1,14 +1,20 @@
-"""Does the lab's prediction rank recipes as training does?
+"""Does the lab rank recipes as training does, and is its choice of what stays in high precision a good one?
 
-    python benchmarks/lab_predict.py predict                # before any run; commit the file it writes
-    python benchmarks/lab_predict.py train --seeds 0 1 2    # half an hour on two CPU cores
+    python benchmarks/lab_predict.py predict                 # before any run; commit the file it writes
+    python benchmarks/lab_predict.py train --seeds 0 1 2     # half an hour on two CPU cores
+    python benchmarks/lab_predict.py choose --seeds 0 1 2    # five minutes
     python benchmarks/lab_predict.py show
 
-Both predictors of `maxlp.run.prediction`, the angle between gradients and the mean squared error of Gaussian
-numbers, are measured once, after 30 steps in bfloat16 with seed 0, and written to
+Both predictors of `maxlp.run.prediction`, the angle between gradients and the mean squared error of
+Gaussian numbers, are measured once, after 30 steps in bfloat16 with seed 0, and written to
 `benchmarks/results/lab_predict_prediction.json`. A recipe's gap is its validation loss after 300 steps
-minus that of bfloat16 with the same seed, both under their own recipe. Runs that are recorded in
-`benchmarks/results/fidelity_lab_predict.json` are not repeated. `docs/numerics_lab.md` has the criterion.
+minus that of bfloat16 with the same seed, each model in its own precision.
+
+`choose` compares `maxlp.run.choice`, as measured after 30 steps of the recipe with seed 0, with the first
+and the last block in high precision, at no more FLOPs, for two harmful recipes.
+
+Runs that are recorded in `benchmarks/results/fidelity_lab_*.json` are not repeated. `docs/numerics_lab.md`
+has the criteria.
 """
 
 import argparse
@@ -28,7 +34,7 @@ from scipy.stats import spearmanr
 from training import changed
 
 from configs.llama import tiny
-from maxlp.run import prediction
+from maxlp.run import attribution, choice, prediction
 from maxlp.run.settings import read
 
 STEP, BATCHES = 31, 8  # what the prediction is measured on
@@ -56,6 +62,8 @@ RECIPES = (
     *(f"simulate:format=e8m{y}:granularity=unscaled:rounding=truncate" for y in (1, 2, 3)),
     "simulate:format=e5m2:granularity=unscaled",
 )
+
+HARMFUL = ("simulate:format=e2m1", "simulate:format=e3m0")
 
 
 def base() -> ConfigDict:
@@ -89,27 +97,49 @@ def predict() -> None:
 
 def train(seeds: list[int]) -> None:
     assert PREDICTION.exists(), "predict first"
-    results = Results("lab_predict")
+    compare("lab_predict", {spec: changes(spec) for spec in ("bf16", *RECIPES)}, seeds)
+
+
+def compare(experiment: str, variants: dict[str, dict], seeds: list[int]) -> None:
+    """Trains each variant with each seed."""
+    results, trainers = Results(experiment), {}
     with tempfile.TemporaryDirectory() as folder:
         data = Data(base(), Path(folder), VALIDATION_BATCHES)
-        steps = base().train.total_steps
-        trainers: dict[str, Trainer] = {}
-        for seed, spec in itertools.product(seeds, ("bf16", *RECIPES)):
-            if results.has(spec, seed):
+        for seed, name in itertools.product(seeds, variants):
+            if results.has(name, seed):
                 continue
             start = time.time()
-            if spec not in trainers:
-                trainers[spec] = Trainer(changes(spec), data)
-            run = trainers[spec]
+            if name not in trainers:
+                trainers[name] = Trainer(variants[name], data)
+            run = trainers[name]
             batches = data.batches(seed, run.settings.train.total_steps)
             state, records = run.train(run.init(seed), batches, watch_nothing)
             heldout = run.evaluate(state)["loss"]
-            results.add(spec, seed, {"heldout": heldout, "loss": records["loss"][-1]})
-            print(f"{spec} / seed {seed}: {heldout:.4f} ({time.time() - start:.0f} s)", flush=True)
+            results.add(name, seed, {"heldout": heldout, "loss": records["loss"][-1]})
+            print(f"{name} / seed {seed}: {heldout:.4f} ({time.time() - start:.0f} s)", flush=True)
+
+
+def choose(seeds: list[int]) -> None:
+    variants = {}
+    for spec in HARMFUL:
+        s = choice.check(read(changed(base(), changes(spec))), budget=0.5)
+        with attribution.evaluator(s, None, STEP) as (evaluate, step):
+            found = attribution.attribution(evaluate, step)
+            print("\n".join(choice.table(evaluate, found, 0.5)), flush=True)
+            costs = choice.costs(evaluate, found)
+        ends = choice.Choice(1, 1)
+        chosen = choice.choose(costs, costs.share(ends))
+        for name, (first, last, paths) in (("first and last block", ends), ("chosen", chosen)):
+            variants[f"{spec}, {name}"] = changes(spec) | {
+                "precision.first_blocks": first,
+                "precision.last_blocks": last,
+                "precision.rules": tuple((path, choice.HIGH) for path in paths),
+            }
+    compare("lab_choose", variants, seeds)
 
 
 def show() -> None:
-    """Prints both rankings beside the gaps, and their correlations; draws the figure."""
+    """Prints the gaps beside both predictors, their correlations and the gaps of choices; draws."""
     runs = Results("lab_predict").runs
     predicted = {p["name"]: p for p in json.loads(PREDICTION.read_text())["recipes"]}
     gaps = {spec: gaps_of(runs, spec) for spec in predicted if spec in runs}
@@ -127,6 +157,18 @@ def show() -> None:
         whole = spearmanr(values, [np.mean(gaps[name]) for name in names]).statistic
         print(f"Spearman of {key} with the gap, {len(names)} recipes: {whole:.3f}")
     draw(names, predicted, gaps)
+    chosen = (
+        Results("lab_choose").runs
+        | {"bf16": runs["bf16"]}
+        | {spec: runs[spec] for spec in HARMFUL if spec in runs}
+    )
+    rows = [
+        (f"`{name}`", f"{np.mean(gap):+.4f}", ", ".join(f"{g:+.4f}" for g in gap))
+        for name in sorted(chosen)
+        if name != "bf16"
+        for gap in [gaps_of(chosen, name)]
+    ]
+    fidelity_figures.print_table(["recipe", "gap", "each seed"], rows)
 
 
 def number(value: float | None) -> float:
@@ -165,10 +207,13 @@ def draw(names: list[str], predicted: dict, gaps: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("predict", "train", "show"))
+    parser.add_argument("what", choices=("predict", "train", "choose", "show"))
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     args = parser.parse_args()
-    {"predict": predict, "train": lambda: train(args.seeds), "show": show}[args.what]()
+    if args.what in ("train", "choose"):
+        {"train": train, "choose": choose}[args.what](args.seeds)
+    else:
+        {"predict": predict, "show": show}[args.what]()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python -m maxlp.lab attribute /tmp/run --step=2300
     python -m maxlp.lab attribute --config=llama/debug:precision=fp8_current --out=/tmp/lab
     python -m maxlp.lab predict /tmp/run --recipes=fp8_current,int8_all,simulate:format=e3m1
+    python -m maxlp.lab choose /tmp/run --budget=0.1
 
 attribute takes the state of a run before a step and the step's batch, and switches each operand of each
 matmul in each layer alone to the run's recipe, and alone back from it (`run.attribution`). It prints the
@@ -10,7 +11,8 @@ operands with the largest effect, and writes all of them as JSON and as a heat m
 the weights that this config's seed begins with.
 
 predict ranks recipes by what they do to the gradients of a few batches, before any of them trains
-(`run.prediction`).
+(`run.prediction`). choose names the blocks and matmuls to keep in high precision under a budget of
+FLOPs (`run.choice`).
 """
 
 import dataclasses
@@ -24,7 +26,7 @@ from maxlp.run import cli, run_dir
 from maxlp.run.settings import Settings, read
 from maxlp.runtime.files import local_path, mirrored, shown
 
-TOOLS = ("attribute", "predict")
+TOOLS = ("attribute", "predict", "choose")
 
 
 def define_flags() -> None:
@@ -43,6 +45,7 @@ def define_flags() -> None:
         "recipes", None, "predict: recipes, such as simulate:format=e3m1; all that fit by default."
     )
     flags.DEFINE_integer("batches", 8, "predict: how many batches to measure.", lower_bound=1)
+    flags.DEFINE_float("budget", 0.1, "choose: share of the blocks' matmul FLOPs in high precision.")
     flags.DEFINE_string("out", None, "Folder of the results; DIR/lab by default.")
     flags.DEFINE_integer("top", 20, "Operands to print.", lower_bound=1)
 
@@ -61,25 +64,44 @@ def main(tool: str = "", directory: str = "") -> None:
     if tool == "predict":
         predict(s, workdir, f.step, f.recipes, f.batches, out)
     else:
-        attribute(s, workdir, f.step, f.recipe, out, f.top)
+        budget = f.budget if tool == "choose" else None
+        attribute(s, workdir, f.step, f.recipe, out, f.top, budget)
 
 
-def attribute(s: Settings, workdir: Path | None, step: int | None, recipe: str | None, out: Path, top: int):
-    """Prints and writes the effects of all operands; see `run.attribution.evaluator` for the arguments."""
-    from maxlp.run import attribution  # imports the training code
+def attribute(
+    s: Settings,
+    workdir: Path | None,
+    step: int | None,
+    recipe: str | None,
+    out: Path,
+    top: int,
+    budget: float | None = None,
+) -> None:
+    """Prints and writes the effects of all operands; see `run.attribution.evaluator` for the arguments.
+
+    Args:
+      budget: of `run.choice`, whose choice is printed as well; None for none.
+    """
+    from maxlp.run import attribution, choice  # imports the training code
 
     own = s.precision
     if recipe is not None:
         schema.check_value("--recipe", recipe, RecipeName)
         other = dataclasses.replace(own, recipe=recipe, options=RecipeOptions(), rules=())
         s = dataclasses.replace(s, precision=other)
-    with attribution.evaluator(s, workdir, step, same_precision=s.precision == own) as (evaluate, step):
+    same = (s.precision.recipe, s.precision.options) == (own.recipe, own.options)
+    if budget is not None:
+        s = choice.check(s, budget)
+    same_precision = same and s.precision.rules == own.rules
+    with attribution.evaluator(s, workdir, step, same_precision=same_precision) as (evaluate, step):
         out.mkdir(parents=True, exist_ok=True)
         found = attribution.attribution(evaluate, step, attribution.Bar())
-    print(f"step {step}: loss {found.loss:.4f} in high precision")
-    print("\n".join(attribution.table(found, top)))
-    for path in attribution.write(found, out):
-        _wrote(path)
+        print(f"step {step}: loss {found.loss:.4f} in high precision")
+        print("\n".join(attribution.table(found, top)))
+        for path in attribution.write(found, out):
+            _wrote(path)
+        if budget is not None:
+            print("\n".join(choice.table(evaluate, found, budget)))
 
 
 def predict(

@@ -2,12 +2,12 @@
 
     python -m maxlp.lab predict /tmp/run --recipes=fp8_current,int8_all,simulate:format=e3m1
 
-A recipe is measured by the angle between the gradient of all batches together and that of the same weights in
-high precision: an error that differs from batch to batch averages out there, as it does in training, and one
-that every batch repeats does not. (The relative error counts a gradient of another length too, which Adam
-divides out again.) Beside it is what the format alone says, without
-model and data: the mean squared error of Gaussian numbers, from which Panferov et al. 2025
-(arXiv:2506.01863) derive the capacity of a representation.
+A recipe is measured by the angle between the gradient of all batches together and that of the same weights
+in high precision: an error that differs from batch to batch averages out there, as it does in training,
+and one that every batch repeats does not. (The relative error counts a gradient of another length too,
+which Adam divides out again.) Beside it is what the format alone says, without model and data: the mean
+squared error of Gaussian numbers, from which scaling laws for compressed representations derive a format's
+capacity.
 """
 
 import ast

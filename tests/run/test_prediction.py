@@ -1,0 +1,81 @@
+"""Ranking recipes by their gradients: specs, the Gaussian error, and an order that must come out."""
+
+import jax
+import numpy as np
+import pytest
+
+from maxlp import lab
+from maxlp.precision import RecipeOptions, make_recipe
+from maxlp.run import prediction
+from maxlp.run.prediction import Prediction
+from maxlp.run.settings import read
+from tests.run.fixtures import load
+
+
+def test_specs():
+    assert prediction.parse("mxfp8") == ("mxfp8", RecipeOptions())
+    options = RecipeOptions(format="e3m1", granularity="row", power_of_two=True, block_size=16)
+    spec = "simulate:format=e3m1:granularity=row:power_of_two=True:block_size=16"
+    assert prediction.parse(spec) == ("simulate", options)
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("fp9", "--recipes: 'fp9': recipe='fp9' is unknown; one of bf16"),
+        ("simulate:e3m1", "--recipes: 'e3m1' of 'simulate:e3m1' is not OPTION=VALUE; options are resid"),
+        ("simulate:formt=e3m1", "--recipes: 'formt=e3m1' of 'simulate:formt=e3m1' is not OPTION=VALUE"),
+        ("simulate:format=e3", "--recipes: 'simulate:format=e3': format='e3' is unknown"),
+        ("bf16", "--recipes: 'bf16' quantizes no matmul of this run; leave it out"),
+    ],
+)
+def test_wrong_specs_are_one_line(tmp_path, spec, message):
+    with pytest.raises(ValueError) as error:
+        lab.predict(read(load("debug")), None, None, ["mxfp8", spec], 2, tmp_path / "out")
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_recipes_that_fit():
+    """The kernels of this model are smaller than the blocks of fp8_blocks."""
+    config = load("debug")
+    config.model.mlp_dim = 96
+    names = prediction.fitting(read(config))
+    assert "fp8_current" in names and not {"bf16", "fp8_blocks"} & set(names)
+
+
+def test_gaussian_error_of_equal_steps():
+    """Steps of size d have the mean squared error d² / 12; d is a 127th of the largest of 2^20 numbers."""
+    step = float(np.abs(jax.random.normal(jax.random.key(0), (1024, 1024))).max()) / 127
+    found = prediction.gaussian_mse(make_recipe("simulate", format="e8m7", granularity="unscaled"))
+    # Relative steps of 2^-7 to 2^-8 of round-to-nearest: d² / 12 with d between 2^-8 and 2^-7 of x.
+    assert 2.0**-16 / 12 < found < 2.0**-14 / 12
+    whole = prediction.gaussian_mse(make_recipe("int8_all", granularity="tensor"))
+    # The variance of the numbers is 1 within its error of √(2 / 2^20), that of the errors likewise.
+    np.testing.assert_allclose(whole, step**2 / 12, rtol=0.01)
+    four_of_six = make_recipe("int8_switchback", granularity="tensor")
+    np.testing.assert_allclose(prediction.gaussian_mse(four_of_six), whole * 4 / 6, rtol=1e-6)
+    assert prediction.gaussian_mse(make_recipe("bf16")) == 0
+
+
+def test_the_table_has_both_ranks():
+    found = [Prediction("a", 0.1, 0.2, 0.0, 0.5), Prediction("long name", 0.2, 0.3, 0.1, 0.4)]
+    header, first, second = prediction.table(found)
+    assert first.split() == ["a", "1", "1.0e-01", "2.0e-01", "+0.0e+00", "2", "5.0e-01"]
+    assert len(header) == len(first) == len(second)
+
+
+@pytest.mark.full
+def test_coarser_formats_turn_the_gradient_further(tmp_path):
+    """One bit of mantissa less is twice the rounding error; float32's own is none in a float32 model."""
+    config = load("debug")
+    config.model.update(dtype="float32", num_layers=2, vocab_size=512)
+    config.data.update(tokenizer="bytes", source="stdlib", seq_len=64, batch_size=4, shuffle_tokens=16384)
+    s = read(config)
+    specs = [f"simulate:format=e5m{bits}" for bits in (1, 23, 4, 2, 3)]
+    step, found = prediction.predictions(s, specs, None, 2, 3)
+    assert [p.name[-1] for p in found] == ["3", "4", "3", "2", "1"] and found[0].name.endswith("m23")
+    assert found[0].error < 1e-4 and found[1].error < 0.5 * found[3].error < 0.5 * found[4].error
+    assert step == 2 and [p.mse for p in found] == sorted(p.mse for p in found)
+    path = prediction.write(found, step, tmp_path)
+    assert path.name == "predict_2.json" and '"step": 2' in path.read_text()
