@@ -163,7 +163,7 @@ def show() -> None:
         | {spec: runs[spec] for spec in HARMFUL if spec in runs}
     )
     rows = [
-        (f"`{name}`", f"{np.mean(gap):+.4f}", ", ".join(f"{g:+.4f}" for g in gap))
+        [f"`{name}`", f"{np.mean(gap):+.4f}", ", ".join(f"{g:+.4f}" for g in gap)]
         for name in sorted(chosen)
         if name != "bf16"
         for gap in [gaps_of(chosen, name)]

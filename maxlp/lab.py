@@ -15,13 +15,12 @@ predict ranks recipes by what they do to the gradients of a few batches, before 
 FLOPs (`run.choice`).
 """
 
-import dataclasses
 from pathlib import Path
 
 from absl import flags
 
 from maxlp import schema
-from maxlp.precision import RecipeName, RecipeOptions
+from maxlp.precision import RecipeName
 from maxlp.run import cli, run_dir
 from maxlp.run.settings import Settings, read
 from maxlp.runtime.files import local_path, mirrored, shown
@@ -82,18 +81,17 @@ def attribute(
     Args:
       budget: of `run.choice`, whose choice is printed as well; None for none.
     """
-    from maxlp.run import attribution, choice  # imports the training code
+    from maxlp.run import attribution, choice, prediction  # imports the training code
 
     own = s.precision
     if recipe is not None:
         schema.check_value("--recipe", recipe, RecipeName)
-        other = dataclasses.replace(own, recipe=recipe, options=RecipeOptions(), rules=())
-        s = dataclasses.replace(s, precision=other)
-    same = (s.precision.recipe, s.precision.options) == (own.recipe, own.options)
+        s = prediction.with_recipe(s, recipe)
+    same = s.precision == own
     if budget is not None:
         s = choice.check(s, budget)
-    same_precision = same and s.precision.rules == own.rules
-    with attribution.evaluator(s, workdir, step, same_precision=same_precision) as (evaluate, step):
+        same &= s.precision.rules == own.rules
+    with attribution.evaluator(s, workdir, step, same_precision=same) as (evaluate, step):
         out.mkdir(parents=True, exist_ok=True)
         found = attribution.attribution(evaluate, step, attribution.Bar())
         print(f"step {step}: loss {found.loss:.4f} in high precision")

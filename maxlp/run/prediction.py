@@ -27,15 +27,12 @@ from flax import nnx
 from maxlp.core.gradients import Gradients
 from maxlp.core.train_state import State, abstract_model, shardings
 from maxlp.core.train_step import LossScaleOf
-from maxlp.numerics.quantized import dequantize
 from maxlp.parallel.batches import device_batches
-from maxlp.precision import RECIPES, Operand, Recipe, RecipeOptions, dot, make_recipe
-from maxlp.precision.switches import switchable
+from maxlp.precision import RECIPES, RecipeOptions, make_recipe
+from maxlp.precision.capacity import gaussian_mse
 from maxlp.run.attribution import before_step, distance, finite
 from maxlp.run.experiment import resolve_settings
 from maxlp.run.settings import Settings
-
-OPERANDS = 6  # of a layer: two in each of its three matmuls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Prediction:
         the recipe and in high precision; the recipes are ranked by it.
       error: ``‖g - h‖ / ‖h‖``.
       loss: change of the mean loss of the batches.
-      mse: see `gaussian_mse`.
+      mse: see `capacity.gaussian_mse`.
     """
 
     name: str
@@ -188,22 +185,6 @@ def _add(
 ) -> tuple[dict, jax.Array]:
     grads, _, metrics = gradients(graphdef, state, batch, loss_scale(state))
     return jax.tree.map(jnp.add, total[0], grads), total[1] + metrics["loss"]
-
-
-# --- the baseline ---------------------------------------------------------------------------------------
-
-
-def gaussian_mse(recipe: Recipe) -> float:
-    """The mean over a layer's operands of ``E (x - q(x))² / E x²`` for Gaussian x; 0 in high precision."""
-    return sum(_operand_mse(recipe.name, o) for o in switchable(recipe).values()) / OPERANDS
-
-
-@functools.cache
-def _operand_mse(name: str, operand: Operand) -> float:
-    x = jax.random.normal(jax.random.key(0), (1024, 1024))
-    current = dataclasses.replace(operand, delayed=False)
-    q = dot.quantize(Recipe(name), current, x, (1,), None)
-    return float(jnp.sum(jnp.square(dequantize(q, jnp.float32) - x)) / jnp.sum(jnp.square(x)))
 
 
 # --- output ---------------------------------------------------------------------------------------------
