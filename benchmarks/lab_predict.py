@@ -63,6 +63,8 @@ RECIPES = (
     "simulate:format=e5m2:granularity=unscaled",
 )
 
+CHOICES = RESULTS / "lab_choices.json"
+ENDS = choice.Choice(1, 1)
 HARMFUL = ("simulate:format=e2m1", "simulate:format=e3m0")
 
 
@@ -121,21 +123,29 @@ def compare(experiment: str, variants: dict[str, dict], seeds: list[int]) -> Non
 
 def choose(seeds: list[int]) -> None:
     variants = {}
-    for spec in HARMFUL:
-        s = choice.check(read(changed(base(), changes(spec))), budget=0.5)
-        with attribution.evaluator(s, None, STEP) as (evaluate, step):
-            found = attribution.attribution(evaluate, step)
-            print("\n".join(choice.table(evaluate, found, 0.5)), flush=True)
-            costs = choice.costs(evaluate, found)
-        ends = choice.Choice(1, 1)
-        chosen = choice.choose(costs, costs.share(ends))
-        for name, (first, last, paths) in (("first and last block", ends), ("chosen", chosen)):
+    for spec, chosen in choices().items():
+        for name, (first, last, paths) in (("first and last block", ENDS), ("chosen", chosen)):
             variants[f"{spec}, {name}"] = changes(spec) | {
                 "precision.first_blocks": first,
                 "precision.last_blocks": last,
                 "precision.rules": tuple((path, choice.HIGH) for path in paths),
             }
     compare("lab_choose", variants, seeds)
+
+
+def choices() -> dict[str, choice.Choice]:
+    """The choice for each harmful recipe at the FLOPs of `ENDS`, which is measured once."""
+    if not CHOICES.exists():
+        measured = {}
+        for spec in HARMFUL:
+            s = choice.check(read(changed(base(), changes(spec))), budget=0.5)
+            with attribution.evaluator(s, None, STEP) as (evaluate, step):
+                found = attribution.attribution(evaluate, step)
+                print("\n".join(choice.table(evaluate, found, budget=0.5)), flush=True)
+                costs = choice.costs(evaluate, found)
+            measured[spec] = choice.choose(costs, costs.share(ENDS))
+        CHOICES.write_text(json.dumps(measured) + "\n")
+    return {spec: choice.Choice(*fields) for spec, fields in json.loads(CHOICES.read_text()).items()}
 
 
 def show() -> None:
