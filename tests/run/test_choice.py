@@ -2,13 +2,16 @@
 
 import itertools
 
+import jax
 import numpy as np
 import pytest
 
 from maxlp import lab
-from maxlp.run import choice
+from maxlp.parallel.batches import global_batch
+from maxlp.run import attribution, choice
 from maxlp.run.choice import Choice, Costs
 from maxlp.run.settings import read
+from tests.fixtures import Trainer, batch, precision_config
 from tests.run.fixtures import load
 
 PATHS = ("layers/attn/q_proj", "layers/mlp/down_proj", "layers/mlp/up_proj")
@@ -80,3 +83,31 @@ def test_what_is_refused(tmp_path, family, budget, message):
     with pytest.raises(ValueError) as error:
         lab.attribute(s, None, None, "fp8_current", tmp_path / "out", 5, budget)
     assert str(error.value) == message and not (tmp_path / "out").exists()
+
+
+@pytest.mark.full
+def test_what_is_measured_is_what_the_config_trains():
+    """The loss with a choice's switches off is that of a step under its first_blocks and rules."""
+    chosen = Choice(1, 0, ("layers/mlp/down_proj",))
+    trainer = Trainer(recipe=precision_config("fp8_current"))
+    state = trainer.init()
+    with jax.set_mesh(trainer.mesh):
+        data = global_batch(batch(0), trainer.mesh)
+        evaluate = attribution.Evaluate(
+            trainer.graphdef, trainer.gradients, state, data, lambda state: None
+        )
+        effect = attribution.Effect(0.0, 0.1, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        effects = dict.fromkeys(evaluate.sites, effect)
+        costs = choice.costs(evaluate, attribution.Attribution(1, 0.0, 0.0, 0.0, 1.0, effects))
+        chosen_loss = evaluate(choice.switched(evaluate, costs, chosen))[0]["loss"]
+        everything_low = evaluate(choice.switched(evaluate, costs, Choice()))[0]["loss"]
+    # Six operands of each matmul of one of two layers are low, but for the down projection's.
+    assert costs.left(chosen) == pytest.approx(0.1 * np.sqrt(6 * (len(costs.paths) - 1)))
+    assert costs.share(Choice(1, 0)) == pytest.approx(0.5)
+
+    rules = tuple((path, choice.HIGH) for path in chosen.paths)
+    low = Trainer(recipe=precision_config("fp8_current", rules=rules, first_blocks=chosen.first))
+    [metrics] = low.run(low.init(), [batch(0)])[1]
+    # Both programs round the same operands; their float32 sums may differ in order.
+    assert metrics["loss"] == pytest.approx(chosen_loss, rel=1e-6)
+    assert abs(everything_low - chosen_loss) > 1e-5 * chosen_loss
