@@ -55,7 +55,7 @@ def test_coarser_formats_turn_the_gradient_further(tmp_path):
     config = load("debug")
     config.precision.update(first_blocks=0, last_blocks=0)
     config.model.update(dtype="float32", num_layers=2, vocab_size=512)
-    config.data.update(tokenizer="bytes", source="stdlib", seq_len=64, batch_size=4, shuffle_tokens=16384)
+    config.data.update(tokenizer="bytes", source="stdlib", seq_len=64, batch_size=8, shuffle_tokens=16384)
     s = read(config)
     specs = [f"simulate:format=e5m{bits}" for bits in (1, 23, 4, 2, 3)]
     step, found = prediction.predictions(s, specs, None, 2, 3)
