@@ -164,7 +164,8 @@ def _gradient(s: Settings, state: State, batches: list[Any]) -> tuple[dict, jax.
     graphdef, abstract = abstract_model(run.make_model, run.mesh)
 
     def model_state() -> dict:
-        return nnx.to_pure_dict(nnx.split(run.make_model(nnx.Rngs(0)), nnx.Param, ...)[2])
+        _, _, rest = nnx.split(run.make_model(nnx.Rngs(0)), nnx.Param, ...)
+        return nnx.to_pure_dict(rest)
 
     fresh = jax.jit(model_state, out_shardings=shardings(abstract["model_state"]))()
     state = state | {"model_state": fresh}
