@@ -108,7 +108,7 @@ def predict(
     """Prints and writes the ranking of recipes; see `run.prediction.predictions` for the arguments."""
     from maxlp.run import attribution, prediction  # imports the training code
 
-    specs = prediction.fitting(s) if specs is None else specs
+    specs = specs or prediction.fitting(s)
     step, found = prediction.predictions(s, specs, workdir, step, batches, attribution.Bar())
     out.mkdir(parents=True, exist_ok=True)
     print(f"step {step}: relative to high precision, {batches} batches")

@@ -129,6 +129,8 @@ def predictions(
     Raises:
       ValueError: a recipe that does not fit the run, or a run without such a step.
     """
+    if not specs:
+        raise ValueError("no recipe quantizes a matmul of this run; change config.precision.min_dim")
     chosen = {spec: with_recipe(s, *parse(spec)) for spec in specs}
     for spec, low in chosen.items():
         if not low.is_quantized:

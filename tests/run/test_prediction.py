@@ -34,12 +34,15 @@ def test_wrong_specs_are_one_line(tmp_path, spec, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_recipes_that_fit():
+def test_recipes_that_fit(tmp_path):
     """The kernels of this model are smaller than the blocks of fp8_blocks."""
     config = load("debug")
     config.model.mlp_dim = 96
     names = prediction.fitting(read(config))
     assert "fp8_current" in names and not {"bf16", "fp8_blocks"} & set(names)
+    config.precision.min_dim = 1024
+    with pytest.raises(ValueError, match=r"^no recipe quantizes .* change config.precision.min_dim"):
+        lab.predict(read(config), None, None, [], 2, tmp_path)
 
 
 def test_the_table_has_both_ranks():
