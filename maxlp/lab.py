@@ -2,25 +2,30 @@
 
     python -m maxlp.lab attribute /tmp/run --step=2300
     python -m maxlp.lab attribute --config=llama/debug:precision=fp8_current --out=/tmp/lab
+    python -m maxlp.lab predict /tmp/run --recipes=fp8_current,int8_all,simulate:format=e3m1
+    python -m maxlp.lab choose /tmp/run --budget=0.1
 
 attribute takes the state of a run before a step and the step's batch, and switches each operand of each
 matmul in each layer alone to the run's recipe, and alone back from it (`run.attribution`). It prints the
 operands with the largest effect, and writes all of them as JSON and as a heat map. With --config, it takes
 the weights that this config's seed begins with.
+
+predict ranks recipes by what they do to the gradients of a few batches, before any of them trains
+(`run.prediction`). choose names the blocks and matmuls to keep in high precision under a budget of
+FLOPs (`run.choice`).
 """
 
-import dataclasses
 from pathlib import Path
 
 from absl import flags
 
 from maxlp import schema
-from maxlp.precision import RecipeName, RecipeOptions
+from maxlp.precision import RecipeName
 from maxlp.run import cli, run_dir
 from maxlp.run.settings import Settings, read
 from maxlp.runtime.files import local_path, mirrored, shown
 
-TOOLS = ("attribute",)
+TOOLS = ("attribute", "predict", "choose")
 
 
 def define_flags() -> None:
@@ -35,6 +40,11 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "recipe", None, "A recipe in place of the run's, with its own options and no rules."
     )
+    flags.DEFINE_list(
+        "recipes", None, "predict: recipes, such as simulate:format=e3m1; all that fit by default."
+    )
+    flags.DEFINE_integer("batches", 8, "predict: how many batches to measure.", lower_bound=1)
+    flags.DEFINE_float("budget", 0.1, "choose: share of the blocks' matmul FLOPs in high precision.")
     flags.DEFINE_string("out", None, "Folder of the results; DIR/lab by default.")
     flags.DEFINE_integer("top", 20, "Operands to print.", lower_bound=1)
 
@@ -50,27 +60,66 @@ def main(tool: str = "", directory: str = "") -> None:
     workdir = local_path(directory, "DIR") if directory else None
     s = read(f.config if workdir is None else run_dir.load_config(workdir))
     out = local_path(f.out or f"{directory}/lab", "--out")
-    attribute(s, workdir, f.step, f.recipe, out, f.top)
+    if tool == "predict":
+        predict(s, workdir, f.step, f.recipes, f.batches, out)
+    else:
+        budget = f.budget if tool == "choose" else None
+        attribute(s, workdir, f.step, f.recipe, out, f.top, budget)
 
 
-def attribute(s: Settings, workdir: Path | None, step: int | None, recipe: str | None, out: Path, top: int):
-    """Prints and writes the effects of all operands; see `run.attribution.evaluator` for the arguments."""
-    from maxlp.run import attribution  # imports the training code
+def attribute(
+    s: Settings,
+    workdir: Path | None,
+    step: int | None,
+    recipe: str | None,
+    out: Path,
+    top: int,
+    budget: float | None = None,
+) -> None:
+    """Prints and writes the effects of all operands; see `run.attribution.evaluator` for the arguments.
+
+    Args:
+      budget: of `run.choice`, whose choice is printed as well; None for none.
+    """
+    from maxlp.run import attribution, choice, prediction  # imports the training code
 
     own = s.precision
     if recipe is not None:
         schema.check_value("--recipe", recipe, RecipeName)
-        other = dataclasses.replace(own, recipe=recipe, options=RecipeOptions(), rules=())
-        s = dataclasses.replace(s, precision=other)
-    with attribution.evaluator(s, workdir, step, same_precision=s.precision == own) as (evaluate, step):
+        s = prediction.with_recipe(s, recipe)
+    same = s.precision == own
+    if budget is not None:
+        s = choice.check(s, budget)
+        same &= s.precision.rules == own.rules
+    with attribution.evaluator(s, workdir, step, same_precision=same) as (evaluate, step):
         out.mkdir(parents=True, exist_ok=True)
         found = attribution.attribution(evaluate, step, attribution.Bar())
-    print(f"step {step}: loss {found.loss:.4f} in high precision")
-    print("\n".join(attribution.table(found, top)))
-    for path in attribution.write(found, out):
-        if mirror := mirrored(path):
-            mirror.send(path)
-        print(shown(f"wrote {path}"))
+        print(f"step {step}: loss {found.loss:.4f} in high precision")
+        print("\n".join(attribution.table(found, top)))
+        for path in attribution.write(found, out):
+            _wrote(path)
+        if budget is not None:
+            print("\n".join(choice.table(evaluate, found, budget)))
+
+
+def predict(
+    s: Settings, workdir: Path | None, step: int | None, specs: list[str] | None, batches: int, out: Path
+) -> None:
+    """Prints and writes the ranking of recipes; see `run.prediction.predictions` for the arguments."""
+    from maxlp.run import attribution, prediction  # imports the training code
+
+    specs = specs or prediction.fitting(s)
+    step, found = prediction.predictions(s, specs, workdir, step, batches, attribution.Bar())
+    out.mkdir(parents=True, exist_ok=True)
+    print(f"step {step}: relative to high precision, {batches} batches")
+    print("\n".join(prediction.table(found)))
+    _wrote(prediction.write(found, step, out))
+
+
+def _wrote(path: Path) -> None:
+    if mirror := mirrored(path):
+        mirror.send(path)
+    print(shown(f"wrote {path}"))
 
 
 if __name__ == "__main__":

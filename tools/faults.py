@@ -1646,6 +1646,26 @@ RUN = [
         ("step > run.step + 1", "step > run.step + 2", "test_lab.py"),
     ),
     *_in(
+        "run/prediction.py",
+        "test_lab.py",
+        ("options=options, rules=())", "rules=())"),
+        ("options = RecipeOptions() if options is None else options", "options = s.precision.options"),
+    ),
+    *_in(
+        "run/choice.py",
+        "run/test_choice.py",
+        ("(1 - subsets) @", "subsets @"),
+        ("np.lexsort((share, left))", "np.lexsort((left, share))"),
+        ("first + last + subsets", "first + subsets"),
+        ("len(layers) - choice.last", "len(layers) - 1 - choice.last"),
+    ),
+    *_in(
+        "precision/capacity.py",
+        "precision/test_capacity.py",
+        ("/ OPERANDS", "/ max(1, len(switchable(recipe)))"),
+        (" - x)) / ", ")) / "),
+    ),
+    *_in(
         "run/constraints.py",
         "run/test_constraints.py",
         ("(shards * microbatches) == 0", "microbatches == 0"),
@@ -2216,8 +2236,7 @@ COMMANDS = [
     *_in(
         "lab.py",
         "test_lab.py",
-        ("options=RecipeOptions(), rules=())", "rules=())"),
-        ("same_precision=s.precision == own", "same_precision=True"),
+        ("same = s.precision == own", "same = True"),
     ),
     *_in(
         "train.py",

@@ -180,10 +180,10 @@ def _evaluate(
     grads, model_state, metrics = gradients(graphdef, state, batch, loss_scale(state))
     model = nnx.merge(graphdef, state["params"], model_state)
     statistics = {path: dot.statistics for path, dot in switches.switch_dots(model).items()}
-    return {"loss": metrics["loss"]} | _distance(grads, reference), grads, statistics
+    return {"loss": metrics["loss"]} | distance(grads, reference), grads, statistics
 
 
-def _distance(grads: dict, reference: dict) -> dict[str, jax.Array]:
+def distance(grads: dict, reference: dict) -> dict[str, jax.Array]:
     """Relative error and cosine, from float32 sums; gradients are scaled so that no square underflows."""
     pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(reference), strict=True))
     top = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(h)).astype(jnp.float32) for _, h in pairs])
@@ -263,6 +263,16 @@ def evaluator(
         )
     # The program has three forms of each matmul: it must not grow with depth.
     s = dataclasses.replace(s, model=dataclasses.replace(s.model, scan_layers=True))
+    with before_step(s, workdir, step, same_precision=same_precision) as (at, state, batch, step):
+        run = at.run
+        yield Evaluate(at.graphdef, run.gradients, state, batch, run.loss_scale), step
+
+
+@contextlib.contextmanager
+def before_step(
+    s: Settings, workdir: Path | None, step: int | None, *, same_precision: bool
+) -> Iterator[tuple[Opened, State, Batch, int]]:
+    """A run, its state before a step, the step's batch and its number; `evaluator` has the arguments."""
     with contextlib.ExitStack() as stack:
         if workdir is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -271,9 +281,7 @@ def evaluator(
             folder = workdir
             check_step(workdir, step)
         at = stack.enter_context(opened(s, folder, step, same_precision=same_precision))
-        state, batch, step = batch_of(at, step)
-        run = at.run
-        yield Evaluate(at.graphdef, run.gradients, state, batch, run.loss_scale), step
+        yield (at, *batch_of(at, step))
 
 
 def check_step(workdir: Path, step: int | None) -> None:
@@ -321,14 +329,15 @@ def as_json(found: Attribution) -> dict[str, Any]:
     """The numbers of all sites, in their ranking; what is not finite is null."""
     sites = [site._asdict() | dataclasses.asdict(effect) for site, effect in found.ranked()]
     numbers = {name: value for name, value in vars(found).items() if name != "effects"}
-    return _finite(numbers | {"sites": sites})
+    return finite(numbers | {"sites": sites})
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A value for JSON, with null for each number that is not finite."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not np.isfinite(value) else value
 
 

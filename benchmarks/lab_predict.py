@@ -1,0 +1,230 @@
+"""Does the lab rank recipes as training does, and is its choice of what stays in high precision a good one?
+
+    python benchmarks/lab_predict.py predict                 # before any run; commit the file it writes
+    python benchmarks/lab_predict.py train --seeds 0 1 2     # half an hour on two CPU cores
+    python benchmarks/lab_predict.py choose --seeds 0 1 2    # five minutes
+    python benchmarks/lab_predict.py show
+
+Both predictors of `maxlp.run.prediction`, the angle between gradients and the mean squared error of
+Gaussian numbers, are measured once, after 30 steps in bfloat16 with seed 0, and written to
+`benchmarks/results/lab_predict_prediction.json`. A recipe's gap is its validation loss after 300 steps
+minus that of bfloat16 with the same seed, each model in its own precision.
+
+`choose` compares `maxlp.run.choice`, as measured after 30 steps of the recipe with seed 0, with the first
+and the last block in high precision, at no more FLOPs, for two harmful recipes.
+
+Runs that are recorded in `benchmarks/results/fidelity_lab_*.json` are not repeated. `docs/numerics_lab.md`
+has the criteria.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import tempfile
+import time
+from pathlib import Path
+
+import fidelity_figures
+import numpy as np
+from fidelity_runs import RESULTS, ROOT, Data, Results, Trainer, watch_nothing
+from matplotlib.figure import Figure
+from ml_collections import ConfigDict
+from scipy.stats import spearmanr
+from training import changed
+
+from configs.llama import tiny
+from maxlp.run import attribution, choice, prediction
+from maxlp.run.settings import read
+
+STEP, BATCHES = 31, 8  # what the prediction is measured on
+PREDICTION = RESULTS / "lab_predict_prediction.json"
+VALIDATION_BATCHES = 64  # of 1,024 tokens
+
+RECIPES = (
+    "fp8_current",
+    "fp8_rowwise",
+    "fp8_switchback",
+    "int8_all",
+    "int8_switchback",
+    "mxfp8",
+    "quest",
+    # a grid of exponent and mantissa bits, one scale a tensor
+    *(f"simulate:format=e{x}m{y}" for x, y in ((2, 1), (2, 2), (2, 3), (3, 0), (3, 1), (3, 2), (4, 0))),
+    *(f"simulate:format=e{x}m{y}" for x, y in ((4, 1), (4, 2), (4, 3), (5, 0), (5, 1), (5, 2))),
+    # four bits in blocks of different sizes and scales
+    "simulate:format=e2m1:granularity=row",
+    *(f"mxfp8:format=float4_e2m1fn:block_size={size}" for size in (16, 32, 64)),
+    "mxfp8:format=float4_e2m1fn:block_scales=float32",
+    "mxfp8:format=float4_e2m1fn:grad_rounding=stochastic",
+    "int8_all:format=midrise4",
+    # without scales, truncated (Lee et al. 2024, arXiv:2405.18710)
+    *(f"simulate:format=e8m{y}:granularity=unscaled:rounding=truncate" for y in (1, 2, 3)),
+    "simulate:format=e5m2:granularity=unscaled",
+)
+
+CHOICES = RESULTS / "lab_choices.json"
+ENDS = choice.Choice(1, 1)
+HARMFUL = ("simulate:format=e2m1", "simulate:format=e3m0")
+
+
+def base() -> ConfigDict:
+    """The tiny Llama on bytes, in 300 steps of 1,024 tokens."""
+    return changed(
+        tiny.get_config(),
+        {
+            "model.vocab_size": 512,
+            "data.tokenizer": "bytes",
+            "data.seq_len": 64,
+            "data.batch_size": 16,
+            "data.shuffle_tokens": 2**18,
+        },
+    )
+
+
+def changes(spec: str) -> dict:
+    name, options = prediction.parse(spec)
+    return {"precision.recipe": name, "precision.options": vars(options)}
+
+
+def predict() -> None:
+    """Writes the prediction; refuses once there are runs."""
+    if Results("lab_predict").runs:
+        raise SystemExit("there are runs already: a prediction comes before them")
+    step, found = prediction.predictions(read(base()), list(RECIPES), None, STEP, BATCHES)
+    print("\n".join(prediction.table(found)))
+    with tempfile.TemporaryDirectory() as folder:
+        PREDICTION.write_text(prediction.write(found, step, Path(folder)).read_text())
+
+
+def train(seeds: list[int]) -> None:
+    assert PREDICTION.exists(), "predict first"
+    compare("lab_predict", {spec: changes(spec) for spec in ("bf16", *RECIPES)}, seeds)
+
+
+def compare(experiment: str, variants: dict[str, dict], seeds: list[int]) -> None:
+    """Trains each variant with each seed."""
+    results, trainers = Results(experiment), {}
+    with tempfile.TemporaryDirectory() as folder:
+        data = Data(base(), Path(folder), VALIDATION_BATCHES)
+        for seed, name in itertools.product(seeds, variants):
+            if results.has(name, seed):
+                continue
+            start = time.time()
+            if name not in trainers:
+                trainers[name] = Trainer(variants[name], data)
+            run = trainers[name]
+            batches = data.batches(seed, run.settings.train.total_steps)
+            state, records = run.train(run.init(seed), batches, watch_nothing)
+            heldout = run.evaluate(state)["loss"]
+            results.add(name, seed, {"heldout": heldout, "loss": records["loss"][-1]})
+            print(f"{name} / seed {seed}: {heldout:.4f} ({time.time() - start:.0f} s)", flush=True)
+
+
+def choose(seeds: list[int]) -> None:
+    variants = {}
+    for spec, chosen in choices().items():
+        for name, (first, last, paths) in (("first and last block", ENDS), ("chosen", chosen)):
+            variants[f"{spec}, {name}"] = changes(spec) | {
+                "precision.first_blocks": first,
+                "precision.last_blocks": last,
+                "precision.rules": tuple((path, choice.HIGH) for path in paths),
+            }
+    compare("lab_choose", variants, seeds)
+
+
+def choices() -> dict[str, choice.Choice]:
+    """The choice for each harmful recipe at the FLOPs of `ENDS`, which is measured once."""
+    if not CHOICES.exists():
+        measured = {}
+        for spec in HARMFUL:
+            s = choice.check(read(changed(base(), changes(spec))), budget=0.5)
+            with attribution.evaluator(s, None, STEP) as (evaluate, step):
+                found = attribution.attribution(evaluate, step)
+                print("\n".join(choice.table(evaluate, found, budget=0.5)), flush=True)
+                costs = choice.costs(evaluate, found)
+            measured[spec] = choice.choose(costs, costs.share(ENDS))
+        CHOICES.write_text(json.dumps(measured) + "\n")
+    return {spec: choice.Choice(*fields) for spec, fields in json.loads(CHOICES.read_text()).items()}
+
+
+def show() -> None:
+    """Prints the gaps beside both predictors, their correlations and the gaps of choices; draws."""
+    runs = Results("lab_predict").runs
+    predicted = {p["name"]: p for p in json.loads(PREDICTION.read_text())["recipes"]}
+    gaps = {spec: gaps_of(runs, spec) for spec in predicted if spec in runs}
+    names = sorted(gaps, key=lambda name: np.mean(gaps[name]))
+    rows = [
+        [
+            f"`{name}`", f"{number(predicted[name]['angle']):.2e}", f"{predicted[name]['mse']:.2e}",
+            f"{np.mean(gaps[name]):+.4f}", ", ".join(f"{gap:+.4f}" for gap in gaps[name]),
+        ]
+        for name in names
+    ]  # fmt: skip
+    fidelity_figures.print_table(["recipe", "1-cos", "Gaussian MSE", "gap", "each seed"], rows)
+    for key in ("angle", "mse", "error", "loss"):  # the first is the prediction, the second the baseline
+        values = [number(predicted[name][key]) for name in names]
+        whole = spearmanr(values, [np.mean(gaps[name]) for name in names]).statistic
+        print(f"Spearman of {key} with the gap, {len(names)} recipes: {whole:.3f}")
+    draw(names, predicted, gaps)
+    chosen = (
+        Results("lab_choose").runs
+        | {"bf16": runs["bf16"]}
+        | {spec: runs[spec] for spec in HARMFUL if spec in runs}
+    )
+    rows = [
+        [f"`{name}`", f"{np.mean(gap):+.4f}", ", ".join(f"{g:+.4f}" for g in gap)]
+        for name in sorted(chosen)
+        if name != "bf16"
+        for gap in [gaps_of(chosen, name)]
+    ]
+    fidelity_figures.print_table(["recipe", "gap", "each seed"], rows)
+
+
+def number(value: float | None) -> float:
+    """Null in the file is a number that was not finite."""
+    return math.inf if value is None else value
+
+
+def gaps_of(runs: dict, spec: str) -> list[float]:
+    """The gap of each seed in nats; infinite if the run diverged."""
+    both = [seed for seed in sorted(runs[spec]) if seed in runs["bf16"]]
+    gaps = [runs[spec][seed]["heldout"] - runs["bf16"][seed]["heldout"] for seed in both]
+    return [gap if math.isfinite(gap) else math.inf for gap in gaps]
+
+
+def draw(names: list[str], predicted: dict, gaps: dict) -> None:
+    figure = Figure(figsize=(12, 4.6), layout="constrained", facecolor="white")
+    titles = {
+        "angle": "1 - cosine of gradients at step 31",
+        "mse": "mean squared error of Gaussian numbers",
+    }
+    for axes, (key, title) in zip(figure.subplots(1, 2, sharey=True), titles.items(), strict=True):
+        for name in names:
+            axes.plot(
+                [number(predicted[name][key])] * len(gaps[name]),
+                gaps[name],
+                "o",
+                color="#2f6db3",
+                alpha=0.6,
+            )
+        axes.set_xscale("log")
+        axes.set_yscale("symlog", linthresh=fidelity_figures.LINEAR_BELOW)
+        axes.set_xlabel(title)
+        axes.set_ylabel("validation loss minus bf16, nats per byte\neach point is a seed")
+    fidelity_figures.save(figure, ROOT / "docs" / "figures" / "numerics_lab_predict.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("predict", "train", "choose", "show"))
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    args = parser.parse_args()
+    if args.what in ("train", "choose"):
+        {"train": train, "choose": choose}[args.what](args.seeds)
+    else:
+        {"predict": predict, "show": show}[args.what]()
+
+
+if __name__ == "__main__":
+    main()
