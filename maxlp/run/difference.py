@@ -57,6 +57,7 @@ PASSED = (  # primitives that move or convert what others compute
     *("name", "convert_element_type", "sharding_constraint", "reshape", "squeeze", "broadcast_in_dim"),
     *("optimization_barrier", "copy", "transpose", "concatenate", "dynamic_update_slice"),
 )
+PASSED_FILES = ("maxlp/run/difference.py", "maxlp/precision/taps.py", "maxlp/nn/stack.py")
 
 
 Batch = Mapping[str, np.ndarray]
@@ -371,18 +372,17 @@ def _line(eqn: Any) -> str:
 
 
 def _producer(jaxpr: Any, var: Any) -> Any:
-    """The equation that computes a variable, inside of loops and calls too; None for an input."""
+    """The equation that computes a variable, inside of loops and calls too; None for inputs and constants."""
     eqn = next((eqn for eqn in jaxpr.eqns if any(out is var for out in eqn.outvars)), None)
-    if eqn is None:
+    if eqn is None or all(isinstance(operand, jaxpr_core.Literal) for operand in eqn.invars):
         return None
-    if eqn.primitive.name in PASSED or not _line(eqn) or "precision/taps.py" in _line(eqn):
-        operand = 1 if eqn.primitive.name == "dynamic_update_slice" else 0
-        return _producer(jaxpr, eqn.invars[operand]) or eqn
     index = next(i for i, out in enumerate(eqn.outvars) if out is var)
     for inner in jaxpr_core.jaxprs_in_params(eqn.params):
         if len(inner.outvars) == len(eqn.outvars):
             return _producer(inner, inner.outvars[index]) or eqn
-    return eqn
+    if eqn.primitive.name not in PASSED and _line(eqn) and not _line(eqn).startswith(PASSED_FILES):
+        return eqn
+    return next((found for operand in eqn.invars if (found := _producer(jaxpr, operand))), eqn)
 
 
 def _named_equation(jaxpr: Any, name: str) -> Any:
