@@ -4,10 +4,10 @@
                              backward: dx = given[1]        where that is a number, else dy
                              the "gradient" of given is (x, dy)
 
-With ``given`` all NaN the program is the model's own, and records. With the values that another program has
-recorded, what a layer computes depends on these alone: a difference appears where it arises, and not in what
-follows. ``given`` is state of the backward pass (`delayed.OverwriteWithGradient`), so that taps work in
-every program of gradients: scanned or unrolled, with remat, on any mesh without stages.
+With ``given`` all NaN the program is the model's own, and records. With the values that another program
+has recorded, what a layer computes depends on these alone: a difference appears where it arises, and not
+in what follows. ``given`` is state of the backward pass (`delayed.OverwriteWithGradient`), so that taps
+work in every program of gradients: scanned or unrolled, with remat, on any mesh without stages.
 
 A tap is at the input and at the output of each module in `TAPPED`.
 """
@@ -34,7 +34,11 @@ Path = tuple[Any, ...]  # of a tap's variable in model_state
 
 
 class Tap(NamedTuple):
-    """What a tap's variable holds: (layers, 2, …) of the tensor's dtype; ``layers`` is None outside of stacks."""
+    """What a tap's variable holds: (layers, 2, …) of the tensor's dtype.
+
+    Attributes:
+      layers: None outside of stacks.
+    """
 
     layers: int | None
     shape: tuple[int, ...]

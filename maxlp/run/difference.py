@@ -7,22 +7,20 @@ Each step begins from the state of run A, and both programs take the same batch.
 on A's inputs
     The gradients in one pass, with a tap at the input and output of each layer (`precision.taps`). Program
     B gets what A has at every tap, so that a tensor differs only if what computes it from its neighbours
-    does. Forward: the tensors; then the loss; backward: their gradients and those of the parameters.
+    differs. Forward: the tensors; then the loss; backward: their gradients and those of the parameters.
 as trained
     The gradients of all microbatches, and the step with its optimizer, from the state on.
 
-The bound of a tensor is measured: program A runs `SEEDS` times more, with each parameter, and each value at
-a tap, moved by one unit in the last place up or down at random, in the coarser of both programs' dtypes. Of
-the changes in these runs the largest counts, or one unit of the tensor's own dtype if that is more. A
-difference of up to `FACTOR` times this is rounding. Two norms are compared so, each relative to
-the root mean square of A's tensor: the root mean square, and the largest magnitude, which few wrong elements
-change more.
+The bound of a tensor is measured: program A runs `SEEDS` times more, with each parameter, and each value
+at a tap, moved by one unit in the last place, up or down at random, in the coarser of both programs' dtypes.
+The largest change in these runs counts, or one unit of the tensor's own dtype if that is more; `FACTOR`
+times this is the bound. It is a bound in two norms, both relative to the root mean square of A's tensor:
+the root mean square, and the largest magnitude, which shows a few wrong elements among many.
 """
 
 import dataclasses
 import functools
 import itertools
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -178,7 +176,7 @@ class Compiled:
         placed = {}
         for part, like in self.program.abstract.items():
             given = state.get(part)
-            if part not in state or _shapes(given) != _shapes(like):
+            if part not in state or shapes(given) != shapes(like):
                 assert part not in ("params", "opt_state")
                 given = jax.device_get(self.initial[part])
             placed[part] = jax.tree.map(
@@ -224,12 +222,14 @@ class Compiled:
         """Each tapped module and layer, in the order of the forward pass."""
         for layers, group in itertools.groupby(self.taps.items(), lambda item: item[1].layers):
             modules = dict.fromkeys("/".join(map(str, path[:-1])) for path, _ in group)
-            yield from itertools.product(modules, [None]) if layers is None else (
-                (module, layer) for layer in range(layers) for module in modules
+            yield from (
+                itertools.product(modules, [None])
+                if layers is None
+                else ((module, layer) for layer in range(layers) for module in modules)
             )
 
 
-def _shapes(tree: Any) -> Any:
+def shapes(tree: Any) -> Any:
     return jax.tree.structure(tree), [x.shape for x in jax.tree.leaves(tree)]
 
 
@@ -372,7 +372,7 @@ def _line(eqn: Any) -> str:
 
 
 def _producer(jaxpr: Any, var: Any) -> Any:
-    """The equation that computes a variable, inside of loops and calls too; None for inputs and constants."""
+    """The equation that computes a variable, in loops and calls too; None for inputs and constants."""
     eqn = next((eqn for eqn in jaxpr.eqns if any(out is var for out in eqn.outvars)), None)
     if eqn is None or all(isinstance(operand, jaxpr_core.Literal) for operand in eqn.invars):
         return None

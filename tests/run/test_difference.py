@@ -1,9 +1,9 @@
 """Two programs of one step: planted defects are found where they are, and other layouts raise no alarm.
 
-The criteria, fixed before the first run: of each defect in `DEFECTS`, the first difference beyond its bound is
-in the tensor that the table names, and there is none before the step that it names. Of the pairs in
-`CLEAN`, no tensor of any of three steps is beyond its bound. `difference.SEEDS` and `FACTOR` are not
-adjusted to either.
+The criteria, fixed before the first run: of each defect in `DEFECTS`, the first difference beyond its bound
+is in the tensor that the table names, and there is none before the step that it names. Of the pairs in
+`CLEAN` and `MORE`, no tensor of any of three steps is beyond its bound. `difference.SEEDS` and `FACTOR` are
+not adjusted to either.
 """
 
 import dataclasses
@@ -261,9 +261,7 @@ DEFECTS = [
         LATE | dict(microbatches=2),
         Site(AS_TRAINED, "state", "layers/attn/k_proj/dot_general/input_amax_history", 0),
     ),
-    Defect(
-        add_gradients_in_bfloat16, dict(microbatches=2), Site(AS_TRAINED, "gradient", "lm_head/kernel")
-    ),
+    Defect(add_gradients_in_bfloat16, dict(microbatches=2), Site(AS_TRAINED, "gradient", "lm_head/kernel")),
     Defect(
         save_the_quantized_input,
         ROWS | dict(remat="block"),
@@ -366,9 +364,9 @@ def test_a_move_by_one_unit(dtype):
 
 def test_norms_of_a_difference():
     a = np.array([3.0, -3.0, 3.0, -3.0])
-    np.testing.assert_allclose(difference.norms(a, a + [0, 0, 0, 6]), [1, 2])
+    np.testing.assert_allclose(difference.norms(a, a + np.array([0, 0, 0, 6.0])), [1, 2])
     np.testing.assert_array_equal(difference.norms(a * 0, a * 0), [0, 0])
     np.testing.assert_array_equal(difference.norms(a * 0, a), [np.inf, np.inf])
-    broken = a + [np.nan, 0, 0, 0]
+    broken = np.array([np.nan, -3.0, 3.0, -3.0])
     np.testing.assert_array_equal(difference.norms(broken, broken), [0, 0])
     np.testing.assert_array_equal(difference.norms(a, broken), [np.inf, np.inf])
