@@ -12,6 +12,7 @@ work in every program of gradients: scanned or unrolled, with remat, on any mesh
 A tap is at the input and at the output of each module in `TAPPED`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -45,10 +46,11 @@ class Tap(NamedTuple):
     dtype: Any
 
 
-class _Found(dict):
+@dataclasses.dataclass(eq=False)  # with a hash, as a static part of a module
+class _Found:
     """Shape and dtype of each tapped tensor, by module and end, in the order of the program."""
 
-    __hash__ = object.__hash__  # as a static part of a module
+    tensors: dict[tuple[Path, str], tuple[tuple[int, ...], Any]] = dataclasses.field(default_factory=dict)
 
 
 def with_taps(
@@ -64,7 +66,7 @@ def with_taps(
     jax.eval_shape(functools.partial(trace, _modified(graphdef, state, found)[0]), state)
     graphdef, model_state = _modified(graphdef, state, found, add=True)
     flat, taps = nnx.traversals.flatten_mapping(model_state), {}
-    for (module, end), (shape, dtype) in found.items():
+    for (module, end), (shape, dtype) in found.tensors.items():
         path = *module, ENDS[end]
         stacked = flat[path].ndim > len(shape) + 1
         taps[path] = Tap(len(flat[path]) if stacked else None, flat[path].shape, dtype)
@@ -99,8 +101,8 @@ def _modified(
         if not add:
             module.tap_found = nnx.static(found)
         for end in ENDS if add else ():
-            if (parts, end) in found:
-                shape, dtype = found[parts, end]
+            if (parts, end) in found.tensors:
+                shape, dtype = found.tensors[parts, end]
                 setattr(module, ENDS[end], OverwriteWithGradient(np.zeros((*layers, 2, *shape), dtype)))
     graphdef, _, model_state = nnx.split(model, nnx.Param, ...)
     return graphdef, nnx.to_pure_dict(model_state)
@@ -120,7 +122,7 @@ def _at(module: Any, end: str, x: jax.Array) -> jax.Array:
     if isinstance(given := getattr(module, ENDS[end], None), nnx.Variable):
         name = mark(module.tap_path, end)
         return _tap(name, checkpoint_name(x, name), given[...])
-    module.tap_found[module.tap_path, end] = x.shape, x.dtype
+    module.tap_found.tensors[module.tap_path, end] = x.shape, x.dtype
     return x
 
 

@@ -12,10 +12,10 @@ as trained
     The gradients of all microbatches, and the step with its optimizer, from the state on.
 
 The bound of a tensor is measured: program A runs `SEEDS` times more, with each parameter, and each value
-at a tap, moved by one unit in the last place, up or down at random, in the coarser of both programs' dtypes.
-The largest change in these runs counts, or one unit of the tensor's own dtype if that is more; `FACTOR`
-times this is the bound. It is a bound in two norms, both relative to the root mean square of A's tensor:
-the root mean square, and the largest magnitude, which shows a few wrong elements among many.
+at a tap, moved by one unit in the last place, up or down at random, in the coarser of both programs'
+dtypes. The largest change in these runs counts, or one unit of the tensor's own dtype if that is more;
+`FACTOR` times this is the bound. It is a bound in two norms, both relative to the root mean square of A's
+tensor: the root mean square, and the largest magnitude, which shows a few wrong elements among many.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ PASSED = (  # primitives that move or convert what others compute
 PASSED_FILES = ("maxlp/run/difference.py", "maxlp/precision/taps.py", "maxlp/nn/stack.py")
 
 
-Batch = Mapping[str, np.ndarray]
+Batch = dict[str, np.ndarray]
 Given = dict[taps.Path, np.ndarray]
 
 
@@ -135,15 +135,15 @@ class Compiled:
         self.program, self.taps = program, {}
         model = nnx.merge(program.graphdef, program.abstract["params"], program.abstract["model_state"])
         self.stacks = taps.stacks(model)
-        batch, self.traced = global_batch(batch, program.mesh), {}
+        on_mesh, self.traced = global_batch(batch, program.mesh), {}
         with jax.set_mesh(program.mesh):
             if tapped:
-                trace = functools.partial(_one_pass, program, batch=batch)
+                trace = functools.partial(_one_pass, program, batch=on_mesh)
                 graphdef, self.taps = taps.with_taps(program.graphdef, program.abstract, trace)
                 run = jax.jit(functools.partial(_on_inputs, program, graphdef))
-                self.traced[ON_INPUTS] = run.trace(program.abstract, batch, self.nothing())
+                self.traced[ON_INPUTS] = run.trace(program.abstract, on_mesh, self.nothing())
             run = jax.jit(functools.partial(_as_trained, program))
-            self.traced[AS_TRAINED] = run.trace(program.abstract, batch)
+            self.traced[AS_TRAINED] = run.trace(program.abstract, on_mesh)
             self.compiled = {
                 part: traced.lower().compile(COMPILER_OPTIONS) for part, traced in self.traced.items()
             }
@@ -210,9 +210,8 @@ class Compiled:
                 found.append(((0, -r, end == "output"), site, value))
                 found.append(((2, r, end == "input"), site._replace(kind=f"gradient of {end}"), grad))
         for (kind, path), x in named.items():
-            layers = next((n for stack, n in self.stacks.items() if f"/{stack}" in f"/{path}"), None)
-            stacked = layers is not None and x.shape[:1] == (layers,)
-            for layer in range(layers) if stacked else [None]:
+            layers = next((n for stack, n in self.stacks.items() if f"/{stack}" in f"/{path}"), 0)
+            for layer in range(layers) if layers and x.shape[:1] == (layers,) else [None]:
                 r = rank.get((path.rpartition("/")[0], layer), -1) if kind == "gradient" else layer or 0
                 key = (KINDS.index(kind) + 1, r, kind == "gradient" and 0.5)
                 found.append((key, Site(part, kind, path, layer), x if layer is None else x[layer]))

@@ -1,6 +1,7 @@
 """From two runs, or one run and changes of its config, to the two programs that `difference` compares."""
 
 import contextlib
+import copy
 import dataclasses
 import json
 import tempfile
@@ -46,13 +47,13 @@ class Report:
         return [found for found in self.tensors if found.excess > 1]
 
 
-def changed(config: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
+def changed(config: dict[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
     """A config with other values, as in ``model.remat=block``; a value that is no JSON is a string.
 
     Raises:
       ConfigError: no assignment, or a key that the config does not have.
     """
-    config = json.loads(json.dumps(config))
+    config = copy.deepcopy(config)
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         *sections, name = key.split(".")
@@ -61,8 +62,8 @@ def changed(config: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, 
             here = here.get(section) if isinstance(here, dict) else None
         if not equals or not isinstance(here, dict) or not sections:
             raise ConfigError(
-                f"--other={assignment} is not SECTION.KEY=VALUE with a section of the config; write it as in "
-                "--other=model.remat=block"
+                f"--other={assignment} is not SECTION.KEY=VALUE with a section of the config; write it as "
+                "in --other=model.remat=block"
             )
         try:
             here[name] = json.loads(text)

@@ -8,6 +8,7 @@ not adjusted to either.
 
 import dataclasses
 import functools
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -192,7 +193,7 @@ def transpose_a_kernel_in_the_backward_pass(patch):
 def shift_segments(patch):
     hidden = llama.Llama.hidden
 
-    def shifted(self, tokens, positions, segments=None, cache=None):
+    def shifted(self, tokens, positions, segments, cache=None):
         return hidden(self, tokens, positions, jnp.roll(segments, 1, axis=1), cache)
 
     patch.setattr(llama.Llama, "hidden", shifted)
@@ -214,10 +215,11 @@ def unscale_after_clipping(patch):
 def _late_adam():
     adam = optax.adamw(1e-3)
 
-    def update(grads, state, params=None):
+    def update(updates, state: Any, params=None):
         first, *rest = state
         early = (first._replace(count=first.count + 1), *rest)
-        updates, (first, *rest) = adam.update(grads, early, params)
+        updates, new = adam.update(updates, early, params)
+        first, *rest = cast(tuple, new)
         return updates, (first._replace(count=first.count - 1), *rest)
 
     return optax.GradientTransformation(adam.init, update)
