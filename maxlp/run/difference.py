@@ -367,7 +367,8 @@ def source(compiled: Compiled, site: Site) -> str:
 
 
 def _line(eqn: Any) -> str:
-    return source_info_util.summarize(eqn.source_info).removeprefix(f"{ROOT}/")
+    line = source_info_util.summarize(eqn.source_info).removeprefix(f"{ROOT}/")
+    return line.rpartition("/site-packages/")[2]
 
 
 def _producer(jaxpr: Any, var: Any) -> Any:
