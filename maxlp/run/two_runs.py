@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from maxlp.core.train_state import abstract_state
 from maxlp.core.train_step import jit_step
-from maxlp.numerics import formats
 from maxlp.parallel.batches import device_batches
 from maxlp.precision import make_recipe
 from maxlp.run import attribution, changes, difference
@@ -160,14 +159,13 @@ def _program(run: Experiment, bits: int) -> Program:
 def _bits(s: Settings, other: Settings) -> int:
     """Of the mantissa of the model's dtype; of the recipes' formats, if two recipes are compared."""
     bits = jnp.finfo(s.model.dtype).nmant
-    if (s.precision.recipe, s.precision.options, s.precision.rules) == (
-        other.precision.recipe, other.precision.options, other.precision.rules,
-    ):  # fmt: skip
+    if all(
+        getattr(s.precision, key) == getattr(other.precision, key) for key in ("recipe", "options", "rules")
+    ):
         return bits
     recipes = [make_recipe(s.precision.recipe, **vars(s.precision.options))]
     recipes += [make_recipe(name) for _, name in s.precision.rules]
-    operands = [operand for recipe in recipes for pair in recipe.gemms.values() for operand in pair]
-    return min([formats.get(operand.format).mantissa_bits for operand in operands], default=bits)
+    return min(bits, *(recipe.mantissa_bits for recipe in recipes))
 
 
 def _check_states(a: Program, b: Program) -> None:

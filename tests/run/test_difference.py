@@ -1,8 +1,8 @@
 """Two programs of one step: planted defects are found where they are, and other layouts raise no alarm.
 
 The criteria, fixed before the first run: of each defect in `DEFECTS`, the first difference beyond its bound
-is in the tensor that the table names. Of the pairs in `CLEAN` and `MORE`, no tensor of any of three steps is beyond its bound. `difference.SEEDS` and `FACTOR` are
-not adjusted to either.
+is in the tensor that the table names. Of the pairs in `CLEAN` and `MORE`, no tensor of any of three steps
+is beyond its bound. `difference.SEEDS` and `FACTOR` are not adjusted to either.
 """
 
 import dataclasses
