@@ -57,7 +57,6 @@ PASSED = (  # primitives that move or convert what others compute
 )
 PASSED_FILES = ("maxlp/run/difference.py", "maxlp/precision/taps.py", "maxlp/nn/stack.py")
 
-
 Batch = dict[str, np.ndarray]
 Given = dict[taps.Path, np.ndarray]
 
@@ -66,7 +65,7 @@ class Site(NamedTuple):
     """A tensor; ``layer`` is None outside of stacks."""
 
     part: str  # of the comparison
-    kind: str  # "input", "output", or a key of `_named`
+    kind: str  # an end of a tap, "gradient of" one, or one of `KINDS`
     path: str
     layer: int | None = None
 
@@ -153,7 +152,12 @@ class Compiled:
         return {path: np.full(tap.shape, np.nan, tap.dtype) for path, tap in self.taps.items()}
 
     def on_inputs(self, state: State, batch: Batch, given: Given) -> tuple[Tensors, Given]:
-        """The tensors in the order of the program, and the values at the taps, without the loss scale."""
+        """The tensors in the order of the program, and the values at the taps, without the loss scale.
+
+        Args:
+          state: of A, on the host; so in `as_trained`.
+        """
+        state = self._state(state)
         scale = self.program.loss_scale(state)
         scale = 1.0 if scale is None else float(scale)
         given = {p: self._scaled(p, x, scale).astype(self.taps[p].dtype) for p, x in given.items()}
@@ -163,12 +167,12 @@ class Compiled:
 
     def as_trained(self, state: State, batch: Batch) -> tuple[Tensors, State]:
         """The tensors in the order of the program, and the state after the step."""
-        named, new = self._run(AS_TRAINED, state, batch)
+        named, new = self._run(AS_TRAINED, self._state(state), batch)
         return self._in_order(AS_TRAINED, named, {}), new
 
     def _run(self, part: str, state: State, batch: Batch, *inputs: Given) -> Any:
         with jax.set_mesh(self.program.mesh):
-            out = self.compiled[part](self._state(state), global_batch(batch, self.program.mesh), *inputs)
+            out = self.compiled[part](state, global_batch(batch, self.program.mesh), *inputs)
             return jax.device_get(out)
 
     def _state(self, state: State) -> State:
@@ -229,6 +233,7 @@ class Compiled:
 
 
 def shapes(tree: Any) -> Any:
+    """What two trees must share for one to take the place of the other."""
     return jax.tree.structure(tree), [x.shape for x in jax.tree.leaves(tree)]
 
 
