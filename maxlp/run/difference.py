@@ -13,9 +13,10 @@ as trained
 
 The bound of a tensor is measured: program A runs `SEEDS` times more, with each parameter, and each value
 at a tap, moved by one unit in the last place, up or down at random, in the coarser of both programs'
-dtypes. The largest change in these runs counts, or one unit of the tensor's own dtype if that is more;
-`FACTOR` times this is the bound. It is a bound in two norms, both relative to the root mean square of A's
-tensor: the root mean square, and the largest magnitude, which shows a few wrong elements among many.
+dtypes (see also `FLIPPING_BITS`). The largest change in these runs counts, or one unit of the tensor's own
+dtype if that is more; `FACTOR` times this is the bound. It is a bound in two norms, both relative to the
+root mean square of A's tensor: the root mean square, and the largest magnitude, which shows a few wrong
+elements among many.
 """
 
 import dataclasses
@@ -45,6 +46,10 @@ FACTOR = 4.0
 # With excess precision XLA keeps float32 between fused operations of fewer bits, in one program and not in
 # the other one.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+# As trained, a last bit that differs further up can round an operand of a quantized matmul to its other
+# neighbour. Moves of one unit of float32 do so to so few operands that a given tensor may have none. So there
+# all moves are units of bfloat16.
+FLIPPING_BITS = 7
 ON_INPUTS, AS_TRAINED = "on A's inputs", "as trained"
 WEIGHTS = ("params", "model_state")  # parts of the state that are moved
 NORMS = ("rms", "max")
@@ -106,6 +111,7 @@ class Program:
       one_pass: gradients of the whole batch at once, for the comparison with taps.
       gradients, step, loss_scale: of the run, see `core.train_step`.
       bits: of the mantissa in which it computes.
+      is_quantized: whether it rounds operands to fewer bits than that.
       initial: makes its state before the first step.
     """
 
@@ -117,6 +123,7 @@ class Program:
     step: Step
     loss_scale: LossScaleOf
     bits: int
+    is_quantized: bool
     initial: Callable[[], State]
 
 
@@ -284,18 +291,24 @@ def compare(a: Compiled, b: Compiled, state: State, batch: Batch, seed: int = 0)
     """
     bits, found = min(a.program.bits, b.program.bits), []
     rngs = [np.random.default_rng((seed, i)) for i in range(SEEDS)]
-    moved = [state | {part: nudged(state[part], bits, rng) for part in WEIGHTS} for rng in rngs]
+
+    def moved(bits: int) -> Iterator[State]:
+        return (state | {part: nudged(state[part], bits, rng) for part in WEIGHTS} for rng in rngs)
+
     if a.taps and b.taps:
         _, given = a.on_inputs(state, batch, a.nothing())
         base, _ = a.on_inputs(state, batch, given)
         other, _ = b.on_inputs(state, batch, given)
         runs = (
-            a.on_inputs(m, batch, nudged(given, bits, rng))[0] for m, rng in zip(moved, rngs, strict=True)
+            a.on_inputs(one, batch, nudged(given, bits, rng))[0]
+            for one, rng in zip(moved(bits), rngs, strict=True)
         )
         found += _differences(base, other, runs)
     base, new = a.as_trained(state, batch)
     other, _ = b.as_trained(state, batch)
-    return found + _differences(base, other, (a.as_trained(m, batch)[0] for m in moved)), new
+    if a.program.is_quantized or b.program.is_quantized:
+        bits = min(bits, FLIPPING_BITS)
+    return found + _differences(base, other, (a.as_trained(m, batch)[0] for m in moved(bits))), new
 
 
 def nudged(tree: Any, bits: int, rng: np.random.Generator) -> Any:

@@ -152,6 +152,7 @@ def _program(run: Experiment, bits: int) -> Program:
         step=run.step,
         loss_scale=run.loss_scale,
         bits=bits,
+        is_quantized=s.is_quantized,
         initial=lambda: run.initial_state(abstract),
     )
 

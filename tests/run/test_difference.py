@@ -54,6 +54,7 @@ def program(mesh=(), recipe=None, tx=ADAMW, loss=None, released=False, scaled=Fa
         step=step,
         loss_scale=loss_scale,
         bits=jnp.finfo(options.get("dtype", "float32")).nmant,
+        is_quantized=recipe is not None,
         initial=t.init,
     )
 
