@@ -47,8 +47,8 @@ FACTOR = 4.0
 # the other one.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 # As trained, a last bit that differs further up can round an operand of a quantized matmul to its other
-# neighbour. Moves of one unit of float32 do so to so few operands that a given tensor may have none. So there
-# all moves are units of bfloat16.
+# neighbour. Moves by a unit of float32 do so to so few operands that a given tensor may have none; so all
+# moves are then units of bfloat16.
 FLIPPING_BITS = 7
 ON_INPUTS, AS_TRAINED = "on A's inputs", "as trained"
 WEIGHTS = ("params", "model_state")  # parts of the state that are moved
