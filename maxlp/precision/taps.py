@@ -9,7 +9,8 @@ has recorded, what a layer computes depends on these alone: a difference appears
 in what follows. ``given`` is state of the backward pass (`delayed.OverwriteWithGradient`), so that taps
 work in every program of gradients: scanned or unrolled, with remat, on any mesh without stages.
 
-A tap is at the input and at the output of each module in `TAPPED`.
+A tap is at the input and at the output of each module in `TAPPED`; layers of the same input
+(`layers.of_same_input`) share the first one's tap there.
 """
 
 import dataclasses
@@ -111,7 +112,10 @@ def _modified(
 @functools.cache
 def _tapped(cls: type[nnx.Module]) -> type[nnx.Module]:
     def call(self, x: jax.Array, *args, **kwargs) -> jax.Array:
-        return _at(self, "output", cls.__call__(self, _at(self, "input", x), *args, **kwargs))
+        shared = {} if kwargs.get("shared") is None else kwargs["shared"]
+        if "tapped" not in shared:
+            shared["tapped"] = _at(self, "input", x)
+        return _at(self, "output", cls.__call__(self, shared["tapped"], *args, **kwargs))
 
     return type(f"Tapped{cls.__name__}", (cls,), {"__call__": call})
 

@@ -54,7 +54,7 @@ ON_INPUTS, AS_TRAINED = "on A's inputs", "as trained"
 WEIGHTS = ("params", "model_state")  # parts of the state that are moved
 NORMS = ("rms", "max")
 # What a program returns besides the values at taps, in its order.
-KINDS = ("loss", "gradient", "state", "optimizer state", "update", "gate")
+KINDS = ("loss", "gradient", "state", "optimizer state", "update", "parameter", "gate")
 ROOT = Path(maxlp.__file__).parent.parent
 PASSED = (  # primitives that move or convert what others compute
     *("name", "convert_element_type", "sharding_constraint", "reshape", "squeeze", "broadcast_in_dim"),
@@ -275,6 +275,7 @@ def _as_trained(program: Program, state: State, batch: Any) -> tuple[dict, State
     named = {("loss", ""): metrics["loss"]} | _named("gradient", grads) | _named("state", model_state)
     named |= _named("optimizer state", new["opt_state"])
     named |= _named("update", jax.tree.map(change, new["params"], state["params"]))
+    named |= _named("parameter", new["params"])
     gates = {name: new[name] for name in new.keys() - {"params", "model_state", "opt_state", "step"}}
     return named | _named("gate", gates), new
 
@@ -335,9 +336,12 @@ def _differences(base: Tensors, other: Tensors, runs: Iterable[Tensors]) -> list
     for run in runs:
         spread = {site: np.maximum(found, norms(base[site], run[site])) for site, found in spread.items()}
     differences = []
-    for site in [site for site in base if site in other]:
+    for site in [site for site in base if site in other and site.kind != "parameter"]:
         values = norms(base[site], other[site])
-        bounds = FACTOR * np.maximum(spread[site], _unit(base[site], other[site]))
+        # An update is no more exact than the parameters between which it is the difference.
+        whole = site._replace(kind="parameter") if site.kind == "update" else site
+        units = [_unit(base[one], other[one], base[site]) for one in (site, whole)]
+        bounds = FACTOR * np.maximum(spread[site], np.maximum(*units))
         larger = int(np.argmax(values / bounds))
         differences.append(Difference(site, float(values[larger]), float(bounds[larger]), NORMS[larger]))
     return differences
@@ -347,23 +351,24 @@ def norms(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """The root mean square and the largest magnitude of b - a, relative to the root mean square of a."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
-        d = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.abs(b - a))
-        found = np.array([np.sqrt(np.mean(d**2)), np.max(d, initial=0)]) / _size(a)
-    return np.nan_to_num(np.where(np.any(d), found, 0), nan=np.inf, posinf=np.inf)
+        d = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, b - a)
+        found = np.array([np.sqrt(np.mean(d**2)), np.max(np.abs(d), initial=0)]) / _sizes(a)[0]
+    return np.nan_to_num(found, nan=np.inf, posinf=np.inf) if d.any() else np.zeros(2)
 
 
-def _unit(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """One unit in the last place of the coarser dtype, as both of `norms`."""
+def _sizes(x: np.ndarray) -> np.ndarray:
+    """The root mean square and the largest magnitude of the finite numbers of an array."""
+    x = np.asarray(x, np.float64)
+    x = x[np.isfinite(x)]
+    return np.array([np.sqrt(np.mean(x**2)), np.max(np.abs(x))]) if x.size else np.zeros(2)
+
+
+def _unit(a: np.ndarray, b: np.ndarray, relative_to: np.ndarray) -> np.ndarray:
+    """One unit in the last place of a, in the coarser dtype of a and b, as `norms` of another array."""
     kinds = [x.dtype for x in (a, b) if jnp.issubdtype(x.dtype, jnp.inexact)]
     unit = 2.0 ** -min([jnp.finfo(kind).nmant for kind in kinds], default=23)
-    size = _size(a)
-    peak = np.max(np.abs(np.nan_to_num(np.asarray(a, np.float64))), initial=0) / size if size else 1
-    return unit * np.array([1, max(peak, 1)])
-
-
-def _size(a: np.ndarray) -> float:
-    a = np.asarray(a, np.float64)
-    return float(np.sqrt(np.mean(np.square(a[np.isfinite(a)])))) if a.size else 0.0
+    rms = _sizes(relative_to)[0]
+    return unit * (_sizes(a) / rms if rms else np.ones(2))
 
 
 # --- the operation --------------------------------------------------------------------------------------
@@ -381,7 +386,7 @@ def source(compiled: Compiled, site: Site) -> str:
         end = site.kind.split()[-1]
         name = taps.mark(tuple(site.path.split("/")), end) + " gradient" * (end != site.kind)
         eqn = _named_equation(jaxpr, name)
-    return "" if eqn is None else f"{_line(eqn)}: {eqn.primitive.name}"
+    return f"{_line(eqn)}: {eqn.primitive.name}" if eqn is not None and _line(eqn) else ""
 
 
 def _line(eqn: Any) -> str:
@@ -390,17 +395,17 @@ def _line(eqn: Any) -> str:
 
 
 def _producer(jaxpr: Any, var: Any) -> Any:
-    """The equation that computes a variable, in loops and calls too; None for inputs and constants."""
+    """The equation that computes a variable, in loops and calls too; None if none has a line."""
     eqn = next((eqn for eqn in jaxpr.eqns if any(out is var for out in eqn.outvars)), None)
     if eqn is None or all(isinstance(operand, jaxpr_core.Literal) for operand in eqn.invars):
         return None
     index = next(i for i, out in enumerate(eqn.outvars) if out is var)
     for inner in jaxpr_core.jaxprs_in_params(eqn.params):
-        if len(inner.outvars) == len(eqn.outvars):
-            return _producer(inner, inner.outvars[index]) or eqn
+        if len(inner.outvars) == len(eqn.outvars) and (found := _producer(inner, inner.outvars[index])):
+            return found
     if eqn.primitive.name not in PASSED and _line(eqn) and not _line(eqn).startswith(PASSED_FILES):
         return eqn
-    return next((found for operand in eqn.invars if (found := _producer(jaxpr, operand))), eqn)
+    return next((found for operand in eqn.invars if (found := _producer(jaxpr, operand))), None)
 
 
 def _named_equation(jaxpr: Any, name: str) -> Any:
