@@ -391,7 +391,7 @@ def source(compiled: Compiled, site: Site) -> str:
 
 def _line(eqn: Any) -> str:
     line = source_info_util.summarize(eqn.source_info).removeprefix(f"{ROOT}/")
-    return line.rpartition("/site-packages/")[2]
+    return line.rpartition("/site-packages/")[2].replace(".<locals>", "").replace(".<lambda>", "")
 
 
 def _producer(jaxpr: Any, var: Any) -> Any:
