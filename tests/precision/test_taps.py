@@ -90,3 +90,5 @@ def test_the_taps_of_a_llama_are_in_the_order_of_its_layers():
     blocks = ["layers/attn_norm", *attention, "layers/mlp_norm", *mlp]
     assert modules == ["tok_embed", *blocks, "final_norm"]
     assert found["layers", "mlp", "up_proj", "tap_output"] == taps.Tap(2, (2, 2, 8, 32, 96), jnp.float32)
+    assert ("layers", "attn", "q_proj", "tap_input") in found  # which the others of the same input share
+    assert ("layers", "attn", "k_proj", "tap_input") not in found
