@@ -4,6 +4,8 @@
     python -m maxlp.lab attribute --config=llama/debug:precision=fp8_current --out=/tmp/lab
     python -m maxlp.lab predict /tmp/run --recipes=fp8_current,int8_all,simulate:format=e3m1
     python -m maxlp.lab choose /tmp/run --budget=0.1
+    python -m maxlp.lab diff /tmp/a /tmp/b
+    python -m maxlp.lab diff --config=llama/debug --other=model.remat=block --out=/tmp/lab
 
 attribute takes the state of a run before a step and the step's batch, and switches each operand of each
 matmul in each layer alone to the run's recipe, and alone back from it (`run.attribution`). It prints the
@@ -13,11 +15,17 @@ the weights that this config's seed begins with.
 predict ranks recipes by what they do to the gradients of a few batches, before any of them trains
 (`run.prediction`). choose names the blocks and matmuls to keep in high precision under a budget of
 FLOPs (`run.choice`).
+
+diff takes the same state and batches through the programs of two runs, or of one run and of its config
+with the changes --other, and prints the first tensor that differs by more than rounding explains, with the
+line of the source that computes it (`run.difference`).
 """
 
+import json
 from pathlib import Path
 
 from absl import flags
+from ml_collections import ConfigDict
 
 from maxlp import schema
 from maxlp.precision import RecipeName
@@ -25,7 +33,7 @@ from maxlp.run import cli, run_dir
 from maxlp.run.settings import Settings, read
 from maxlp.runtime.files import local_path, mirrored, shown
 
-TOOLS = ("attribute", "predict", "choose")
+TOOLS = ("attribute", "predict", "choose", "diff")
 
 
 def define_flags() -> None:
@@ -46,10 +54,14 @@ def define_flags() -> None:
     flags.DEFINE_integer("batches", 8, "predict: how many batches to measure.", lower_bound=1)
     flags.DEFINE_float("budget", 0.1, "choose: share of the blocks' matmul FLOPs in high precision.")
     flags.DEFINE_string("out", None, "Folder of the results; DIR/lab by default.")
-    flags.DEFINE_integer("top", 20, "Operands to print.", lower_bound=1)
+    flags.DEFINE_integer("top", 20, "Operands or tensors to print.", lower_bound=1)
+    flags.DEFINE_multi_string(
+        "other", [], "diff: SECTION.KEY=VALUE in which B differs from A; may be given several times."
+    )
+    flags.DEFINE_integer("steps", 3, "diff: steps to compare; it ends at a difference.", lower_bound=1)
 
 
-def main(tool: str = "", directory: str = "") -> None:
+def main(tool: str = "", directory: str = "", second: str = "") -> None:
     f = flags.FLAGS
     if tool not in TOOLS:
         raise ValueError(f"{tool!r} is not a tool of the lab; choose one of {', '.join(TOOLS)}")
@@ -58,6 +70,11 @@ def main(tool: str = "", directory: str = "") -> None:
     if not directory and not f.out:
         raise ValueError("--config needs a folder for the results; add --out=FOLDER")
     workdir = local_path(directory, "DIR") if directory else None
+    if tool == "diff":
+        diff(workdir, second)
+        return
+    if second or f.other:
+        raise ValueError(f"{second or '--other'} is for diff; {tool} takes one run")
     s = read(f.config if workdir is None else run_dir.load_config(workdir))
     out = local_path(f.out or f"{directory}/lab", "--out")
     if tool == "predict":
@@ -65,6 +82,35 @@ def main(tool: str = "", directory: str = "") -> None:
     else:
         budget = f.budget if tool == "choose" else None
         attribute(s, workdir, f.step, f.recipe, out, f.top, budget)
+
+
+def diff(workdir: Path | None, second: str) -> None:
+    """Prints and writes where the programs of two runs first differ; ``second`` is the workdir of run B."""
+    from maxlp.run import two_runs  # imports the training code
+
+    f = flags.FLAGS
+    if bool(second) == bool(f.other):
+        raise ValueError("give either a second workdir, as in diff A B, or --other=SECTION.KEY=VALUE")
+    a = f.config if workdir is None else run_dir.load_config(workdir)
+    config = json.loads(a.to_json_best_effort())
+    if second:
+        b = run_dir.load_config(local_path(second, "B"))
+        other = json.loads(b.to_json_best_effort())
+    else:
+        other = two_runs.changed(config, f.other)
+    s, b = read(a), read(ConfigDict(other))
+    differing = two_runs.check(config, other)
+    if workdir is not None and second:
+        two_runs.check_tokenizers(s, workdir, local_path(second, "B"))
+    for line in differing:
+        print(line)
+    found = []
+    for report in two_runs.reports(s, workdir, b, f.step, f.steps):
+        found.append(report)
+        print("\n".join(two_runs.lines(report, f.top)), flush=True)
+    out = local_path(f.out or f"{workdir}/lab", "--out")
+    out.mkdir(parents=True, exist_ok=True)
+    _wrote(two_runs.write(found, differing, out))
 
 
 def attribute(
@@ -124,4 +170,4 @@ def _wrote(path: Path) -> None:
 
 if __name__ == "__main__":
     define_flags()
-    cli.run(main, words=2)
+    cli.run(main, words=3)

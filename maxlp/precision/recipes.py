@@ -7,6 +7,7 @@ elements share a scale.
 """
 
 import dataclasses
+import itertools
 from typing import Annotated, Any, NamedTuple
 
 from maxlp import schema
@@ -182,6 +183,12 @@ class Recipe:
             for tensor, operand in zip(GEMMS[gemm], pair, strict=True):
                 uses[tensor] += (operand,)
         return uses
+
+    @property
+    def mantissa_bits(self) -> int:
+        """Of the coarsest format; 23, those of float32, if nothing is quantized."""
+        operands = itertools.chain(*self.gemms.values())
+        return min((formats.get(operand.format).mantissa_bits for operand in operands), default=23)
 
     @property
     def delayed(self) -> tuple[str, ...]:

@@ -1,0 +1,419 @@
+"""Where two programs of one training step first differ by more than rounding explains.
+
+    python -m maxlp.lab diff /tmp/run --other=model.remat=block
+
+Each step begins from the state of run A, and both programs take the same batch. Two comparisons:
+
+on A's inputs
+    The gradients in one pass, with a tap at the input and output of each layer (`precision.taps`). Program
+    B gets what A has at every tap, so that a tensor differs only if what computes it from its neighbours
+    differs. Forward: the tensors; then the loss; backward: their gradients and those of the parameters.
+as trained
+    The gradients of all microbatches, and the step with its optimizer, from the state on.
+
+The bound of a tensor is measured: program A runs `SEEDS` times more, with each parameter, and each value
+at a tap, moved by one unit in the last place, up or down at random, in the coarser of both programs'
+dtypes (see also `FLIPPING_BITS`). The largest change in these runs counts, or one unit of the tensor's own
+dtype if that is more; `FACTOR` times this is the bound. It is a bound in two norms, both relative to the
+root mean square of A's tensor: the root mean square, and the largest magnitude, which shows a few wrong
+elements among many.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.extend import core as jaxpr_core
+from jax.extend import source_info_util
+from jax.sharding import Mesh
+
+import maxlp
+from maxlp.core.gradients import Gradients
+from maxlp.core.train_state import State
+from maxlp.core.train_step import LossScaleOf, Step
+from maxlp.parallel.batches import global_batch
+from maxlp.precision import taps
+
+SEEDS = 4
+FACTOR = 6.0
+# With excess precision XLA keeps float32 between fused operations of fewer bits, in one program and not in
+# the other one.
+COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+# As trained, a last bit that differs further up can round an operand of a quantized matmul to its other
+# neighbour. Moves by a unit of float32 do so to so few operands that a given tensor may have none; so all
+# moves are then units of bfloat16.
+FLIPPING_BITS = 7
+ON_INPUTS, AS_TRAINED = "on A's inputs", "as trained"
+WEIGHTS = ("params", "model_state")  # parts of the state that are moved
+NORMS = ("rms", "max")
+# What a program returns besides the values at taps, in its order.
+KINDS = ("loss", "gradient", "state", "optimizer state", "update", "parameter", "gate")
+ROOT = Path(maxlp.__file__).parent.parent
+PASSED = (  # primitives that move or convert what others compute
+    *("name", "convert_element_type", "sharding_constraint", "reshape", "squeeze", "broadcast_in_dim"),
+    *("optimization_barrier", "copy", "transpose", "concatenate", "dynamic_update_slice"),
+)
+PASSED_FILES = ("maxlp/run/difference.py", "maxlp/precision/taps.py", "maxlp/nn/stack.py")
+
+Batch = dict[str, np.ndarray]
+Given = dict[taps.Path, np.ndarray]
+
+
+class Site(NamedTuple):
+    """A tensor; ``layer`` is None outside of stacks."""
+
+    part: str  # of the comparison
+    kind: str  # an end of a tap, "gradient of" one, or one of `KINDS`
+    path: str
+    layer: int | None = None
+
+    def __str__(self) -> str:
+        layer = "" if self.layer is None else f"{self.layer}"
+        return " ".join(part for part in (self.path, layer, self.kind) if part)
+
+
+Tensors = dict[Site, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Of one tensor, in the norm in which it is larger relative to its bound.
+
+    Attributes:
+      value: relative to the root mean square of A's tensor.
+      bound: `FACTOR` times what rounding does.
+      norm: "rms" or "max".
+    """
+
+    site: Site
+    value: float
+    bound: float
+    norm: str
+
+    @property
+    def excess(self) -> float:
+        return self.value / self.bound
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A training step as one of the runs computes it.
+
+    Attributes:
+      abstract: the state as shapes, dtypes and shardings.
+      one_pass: gradients of the whole batch at once, for the comparison with taps.
+      gradients, step, loss_scale: of the run, see `core.train_step`.
+      bits: of the mantissa in which it computes.
+      is_quantized: whether it rounds operands to fewer bits than that.
+      initial: makes its state before the first step.
+    """
+
+    graphdef: nnx.GraphDef
+    abstract: State
+    mesh: Mesh
+    one_pass: Gradients
+    gradients: Gradients
+    step: Step
+    loss_scale: LossScaleOf
+    bits: int
+    is_quantized: bool
+    initial: Callable[[], State]
+
+
+# --- one program ----------------------------------------------------------------------------------------
+
+
+class Compiled:
+    """Both forms of a program, compiled for the shapes of a batch.
+
+    Args:
+      tapped: whether to make the form with taps.
+    """
+
+    def __init__(self, program: Program, batch: Batch, tapped: bool = True):
+        self.program, self.taps = program, {}
+        model = nnx.merge(program.graphdef, program.abstract["params"], program.abstract["model_state"])
+        self.stacks = taps.stacks(model)
+        on_mesh, self.traced = global_batch(batch, program.mesh), {}
+        with jax.set_mesh(program.mesh):
+            if tapped:
+                trace = functools.partial(_one_pass, program, batch=on_mesh)
+                graphdef, self.taps = taps.with_taps(program.graphdef, program.abstract, trace)
+                run = jax.jit(functools.partial(_on_inputs, program, graphdef))
+                self.traced[ON_INPUTS] = run.trace(program.abstract, on_mesh, self.nothing())
+            run = jax.jit(functools.partial(_as_trained, program))
+            self.traced[AS_TRAINED] = run.trace(program.abstract, on_mesh)
+            self.compiled = {
+                part: traced.lower().compile(COMPILER_OPTIONS) for part, traced in self.traced.items()
+            }
+
+    def nothing(self) -> Given:
+        """What taps get that replace no value."""
+        return {path: np.full(tap.shape, np.nan, tap.dtype) for path, tap in self.taps.items()}
+
+    def on_inputs(self, state: State, batch: Batch, given: Given) -> tuple[Tensors, Given]:
+        """The tensors in the order of the program, and the values at the taps, without the loss scale.
+
+        Args:
+          state: of A, on the host; so in `as_trained`.
+        """
+        state = self._state(state)
+        scale = self.program.loss_scale(state)
+        scale = 1.0 if scale is None else float(scale)
+        given = {p: self._scaled(p, x, scale).astype(self.taps[p].dtype) for p, x in given.items()}
+        named, own = self._run(ON_INPUTS, state, batch, given)
+        own = {path: self._scaled(path, x, 1 / scale) for path, x in own.items()}
+        return self._in_order(ON_INPUTS, named, own), own
+
+    def as_trained(self, state: State, batch: Batch) -> tuple[Tensors, State]:
+        """The tensors in the order of the program, and the state after the step."""
+        named, new = self._run(AS_TRAINED, self._state(state), batch)
+        return self._in_order(AS_TRAINED, named, {}), new
+
+    def _run(self, part: str, state: State, batch: Batch, *inputs: Given) -> Any:
+        with jax.set_mesh(self.program.mesh):
+            out = self.compiled[part](state, global_batch(batch, self.program.mesh), *inputs)
+            return jax.device_get(out)
+
+    def _state(self, state: State) -> State:
+        """A state on this program's mesh; parts that only this program has are as before its first step."""
+        placed = {}
+        for part, like in self.program.abstract.items():
+            given = state.get(part)
+            if part not in state or shapes(given) != shapes(like):
+                assert part not in ("params", "opt_state")
+                given = jax.device_get(self.initial[part])
+            placed[part] = jax.tree.map(
+                lambda x, to: jax.device_put(np.asarray(x).astype(to.dtype), to.sharding), given, like
+            )
+        return placed
+
+    @functools.cached_property
+    def initial(self) -> State:
+        return self.program.initial()
+
+    def _scaled(self, path: taps.Path, x: np.ndarray, scale: float) -> np.ndarray:
+        """The values at a tap, with the gradient multiplied by a scale."""
+        factors = np.array([1.0, scale], np.float32).reshape(2, *[1] * (x.ndim - 1))
+        if self.taps[path].layers is not None:
+            factors = factors.reshape(1, 2, *[1] * (x.ndim - 2))
+        return x if scale == 1 else x.astype(np.float32) * factors
+
+    # --- the order of the program ---
+
+    def _in_order(self, part: str, named: Mapping[tuple[str, str], np.ndarray], own: Given) -> Tensors:
+        """Forward, the loss, backward from the last layer to the first, and what the step makes of it."""
+        rank = {place: i for i, place in enumerate(reversed(list(self._modules())))}
+        found: list[tuple[tuple, Site, np.ndarray]] = []
+        for path, x in own.items():
+            end = next(end for end, name in taps.ENDS.items() if name == path[-1])
+            module, layers = "/".join(map(str, path[:-1])), self.taps[path].layers
+            for layer in [None] if layers is None else range(layers):
+                r, (value, grad) = rank[module, layer], x if layer is None else x[layer]
+                site = Site(part, end, module, layer)
+                found.append(((0, -r, end == "output"), site, value))
+                found.append(((2, r, end == "input"), site._replace(kind=f"gradient of {end}"), grad))
+        for (kind, path), x in named.items():
+            layers = next((n for stack, n in self.stacks.items() if f"/{stack}" in f"/{path}"), 0)
+            for layer in range(layers) if layers and x.shape[:1] == (layers,) else [None]:
+                r = rank.get((path.rpartition("/")[0], layer), -1) if kind == "gradient" else layer or 0
+                key = (KINDS.index(kind) + 1, r, kind == "gradient" and 0.5)
+                found.append((key, Site(part, kind, path, layer), x if layer is None else x[layer]))
+        return {site: x for _, site, x in sorted(found, key=lambda one: one[0])}
+
+    def _modules(self) -> Iterator[tuple[str, int | None]]:
+        """Each tapped module and layer, in the order of the forward pass."""
+        for layers, group in itertools.groupby(self.taps.items(), lambda item: item[1].layers):
+            modules = dict.fromkeys("/".join(map(str, path[:-1])) for path, _ in group)
+            yield from (
+                itertools.product(modules, [None])
+                if layers is None
+                else ((module, layer) for layer in range(layers) for module in modules)
+            )
+
+
+def shapes(tree: Any) -> Any:
+    """What two trees must share for one to take the place of the other."""
+    return jax.tree.structure(tree), [x.shape for x in jax.tree.leaves(tree)]
+
+
+def _named(kind: str, tree: Any) -> dict[tuple[str, str], jax.Array]:
+    flat, _ = jax.tree.flatten_with_path(tree)
+    return {(kind, jax.tree_util.keystr(path, simple=True, separator="/")): x for path, x in flat}
+
+
+def _one_pass(program: Program, graphdef: nnx.GraphDef, state: State, batch: Any) -> Any:
+    return program.one_pass(graphdef, state, batch, program.loss_scale(state))
+
+
+def _on_inputs(program: Program, graphdef: nnx.GraphDef, state: State, batch: Any, given: dict) -> Any:
+    model_state = nnx.traversals.flatten_mapping(state["model_state"]) | given
+    state = state | {"model_state": nnx.traversals.unflatten_mapping(model_state)}
+    grads, model_state, metrics = _one_pass(program, graphdef, state, batch)
+    flat = nnx.traversals.flatten_mapping(model_state)
+    own = {path: flat.pop(path) for path in given}
+    named = _named("gradient", grads) | _named("state", nnx.traversals.unflatten_mapping(flat))
+    return named | {("loss", ""): metrics["loss"]}, own
+
+
+def _as_trained(program: Program, state: State, batch: Any) -> tuple[dict, State]:
+    grads, model_state, metrics = program.gradients(
+        program.graphdef, state, batch, program.loss_scale(state)
+    )
+    new, _ = program.step(program.graphdef, state, batch)
+
+    def change(new: jax.Array, old: jax.Array) -> jax.Array:
+        return new.astype(jnp.float32) - old.astype(jnp.float32)
+
+    named = {("loss", ""): metrics["loss"]} | _named("gradient", grads) | _named("state", model_state)
+    named |= _named("optimizer state", new["opt_state"])
+    named |= _named("update", jax.tree.map(change, new["params"], state["params"]))
+    named |= _named("parameter", new["params"])
+    gates = {name: new[name] for name in new.keys() - {"params", "model_state", "opt_state", "step"}}
+    return named | _named("gate", gates), new
+
+
+# --- two programs ---------------------------------------------------------------------------------------
+
+
+def compare(a: Compiled, b: Compiled, state: State, batch: Batch, seed: int = 0) -> tuple[list, State]:
+    """The differences of one step, in the order of the program, and A's state after the step.
+
+    Args:
+      state: of A, on the host.
+      seed: of the movements by one unit in the last place.
+    """
+    bits, found = min(a.program.bits, b.program.bits), []
+    rngs = [np.random.default_rng((seed, i)) for i in range(SEEDS)]
+
+    def moved(bits: int) -> Iterator[State]:
+        return (state | {part: nudged(state[part], bits, rng) for part in WEIGHTS} for rng in rngs)
+
+    if a.taps and b.taps:
+        _, given = a.on_inputs(state, batch, a.nothing())
+        base, _ = a.on_inputs(state, batch, given)
+        other, _ = b.on_inputs(state, batch, given)
+        runs = (
+            a.on_inputs(one, batch, nudged(given, bits, rng))[0]
+            for one, rng in zip(moved(bits), rngs, strict=True)
+        )
+        found += _differences(base, other, runs)
+    base, new = a.as_trained(state, batch)
+    other, _ = b.as_trained(state, batch)
+    if a.program.is_quantized or b.program.is_quantized:
+        bits = min(bits, FLIPPING_BITS)
+    return found + _differences(base, other, (a.as_trained(m, batch)[0] for m in moved(bits))), new
+
+
+def nudged(tree: Any, bits: int, rng: np.random.Generator) -> Any:
+    """Every number moved by one unit in its last place, up or down at random.
+
+    Args:
+      bits: of the mantissa whose last place it is, if the number's own has more.
+    """
+
+    def one(x: np.ndarray) -> np.ndarray:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        wide = x.astype(np.float32)
+        _, exponent = np.frexp(wide)
+        unit = np.ldexp(np.float32(1), exponent - 1 - min(bits, jnp.finfo(x.dtype).nmant))
+        signs = rng.integers(0, 2, x.shape, np.int8) * np.float32(2) - 1
+        return np.where(np.isfinite(wide) & (wide != 0), wide + signs * unit, wide).astype(x.dtype)
+
+    return jax.tree.map(one, tree)
+
+
+def _differences(base: Tensors, other: Tensors, runs: Iterable[Tensors]) -> list[Difference]:
+    spread = {site: np.zeros(2) for site in base}
+    for run in runs:
+        spread = {site: np.maximum(found, norms(base[site], run[site])) for site, found in spread.items()}
+    differences = []
+    for site in [site for site in base if site in other and site.kind != "parameter"]:
+        values = norms(base[site], other[site])
+        # An update is no more exact than the parameters between which it is the difference.
+        whole = site._replace(kind="parameter") if site.kind == "update" else site
+        units = [_unit(base[one], other[one], base[site]) for one in (site, whole)]
+        bounds = FACTOR * np.maximum(spread[site], np.maximum(*units))
+        larger = int(np.argmax(values / bounds))
+        differences.append(Difference(site, float(values[larger]), float(bounds[larger]), NORMS[larger]))
+    return differences
+
+
+def norms(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The root mean square and the largest magnitude of b - a, relative to the root mean square of a."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        d = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, b - a)
+        found = np.array([np.sqrt(np.mean(d**2)), np.max(np.abs(d), initial=0)]) / _sizes(a)[0]
+    return np.nan_to_num(found, nan=np.inf, posinf=np.inf) if d.any() else np.zeros(2)
+
+
+def _sizes(x: np.ndarray) -> np.ndarray:
+    """The root mean square and the largest magnitude of the finite numbers of an array."""
+    x = np.asarray(x, np.float64)
+    x = x[np.isfinite(x)]
+    return np.array([np.sqrt(np.mean(x**2)), np.max(np.abs(x))]) if x.size else np.zeros(2)
+
+
+def _unit(a: np.ndarray, b: np.ndarray, relative_to: np.ndarray) -> np.ndarray:
+    """One unit in the last place of a, in the coarser dtype of a and b, as `norms` of another array."""
+    kinds = [x.dtype for x in (a, b) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    unit = 2.0 ** -min([jnp.finfo(kind).nmant for kind in kinds], default=23)
+    rms = _sizes(relative_to)[0]
+    return unit * (_sizes(a) / rms if rms else np.ones(2))
+
+
+# --- the operation --------------------------------------------------------------------------------------
+
+
+def source(compiled: Compiled, site: Site) -> str:
+    """The file, line and function of the operation that makes a tensor; "" if it is not found."""
+    jaxpr = compiled.traced[site.part].jaxpr.jaxpr
+    if site.kind in KINDS:
+        outputs = jax.tree.leaves_with_path(compiled.traced[site.part].out_info)
+        key = jax.tree_util.DictKey((site.kind, site.path))
+        [index] = [i for i, (path, _) in enumerate(outputs) if path[1:] == (key,)]
+        eqn = _producer(jaxpr, jaxpr.outvars[index])
+    else:
+        end = site.kind.split()[-1]
+        name = taps.mark(tuple(site.path.split("/")), end) + " gradient" * (end != site.kind)
+        eqn = _named_equation(jaxpr, name)
+    return f"{_line(eqn)}: {eqn.primitive.name}" if eqn is not None and _line(eqn) else ""
+
+
+def _line(eqn: Any) -> str:
+    line = source_info_util.summarize(eqn.source_info).removeprefix(f"{ROOT}/")
+    return line.rpartition("/site-packages/")[2].replace(".<locals>", "").replace(".<lambda>", "")
+
+
+def _producer(jaxpr: Any, var: Any) -> Any:
+    """The equation that computes a variable, in loops and calls too; None if none has a line."""
+    eqn = next((eqn for eqn in jaxpr.eqns if any(out is var for out in eqn.outvars)), None)
+    if eqn is None or all(isinstance(operand, jaxpr_core.Literal) for operand in eqn.invars):
+        return None
+    index = next(i for i, out in enumerate(eqn.outvars) if out is var)
+    for inner in jaxpr_core.jaxprs_in_params(eqn.params):
+        if len(inner.outvars) == len(eqn.outvars) and (found := _producer(inner, inner.outvars[index])):
+            return found
+    if eqn.primitive.name not in PASSED and _line(eqn) and not _line(eqn).startswith(PASSED_FILES):
+        return eqn
+    return next((found for operand in eqn.invars if (found := _producer(jaxpr, operand))), None)
+
+
+def _named_equation(jaxpr: Any, name: str) -> Any:
+    """The equation that computes what has this name."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name" and eqn.params["name"] == name:
+            return _producer(jaxpr, eqn.invars[0])
+        for inner in jaxpr_core.jaxprs_in_params(eqn.params):
+            if (found := _named_equation(inner, name)) is not None:
+                return found
+    return None

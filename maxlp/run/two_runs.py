@@ -1,0 +1,232 @@
+"""From two runs, or one run and changes of its config, to the two programs that `difference` compares."""
+
+import contextlib
+import copy
+import dataclasses
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxlp.core.train_state import abstract_state
+from maxlp.core.train_step import jit_step
+from maxlp.parallel.batches import device_batches
+from maxlp.precision import make_recipe
+from maxlp.run import attribution, changes, difference
+from maxlp.run.config import ConfigError
+from maxlp.run.difference import FACTOR, SEEDS, Compiled, Difference, Program
+from maxlp.run.experiment import Experiment, resolve_settings
+from maxlp.run.replay import opened
+from maxlp.run.settings import Settings
+from maxlp.run.tokenizer import prepare_tokenizer, saved_tokenizer
+from maxlp.runtime import files
+
+WIDTH = 44  # of the names in the table
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Of one step.
+
+    Attributes:
+      tensors: all of them in the order of the program.
+      source: the operation in B that makes the first one beyond its bound; "" if it is unknown or none is.
+    """
+
+    step: int
+    tensors: list[Difference]
+    source: str
+
+    @property
+    def beyond(self) -> list[Difference]:
+        return [found for found in self.tensors if found.excess > 1]
+
+
+def changed(config: dict[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
+    """A config with other values, as in ``model.remat=block``; a value that is no JSON is a string.
+
+    Raises:
+      ConfigError: no assignment, or a key that the config does not have.
+    """
+    config = copy.deepcopy(config)
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        *sections, name = key.split(".")
+        here: Any = config
+        for section in sections:
+            here = here.get(section) if isinstance(here, dict) else None
+        if not equals or not isinstance(here, dict) or not sections:
+            raise ConfigError(
+                f"--other={assignment} is not SECTION.KEY=VALUE with a section of the config; write it as "
+                "in --other=model.remat=block"
+            )
+        try:
+            here[name] = json.loads(text)
+        except ValueError:
+            here[name] = text
+    return config
+
+
+def check(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """The lines of the keys in which two configs differ.
+
+    Raises:
+      ConfigError: they differ in the model or the data, or in nothing that a step computes.
+    """
+    lines = changes.differences(a, b)
+    if fixed := [line for key, line in lines.items() if changes.is_fixed(key)]:
+        raise ConfigError(
+            f"{fixed[0]}: diff needs the same model, data and seed in A and B; give such runs"
+        )
+    lines = {key: line for key, line in lines.items() if not changes.is_in(changes.OBSERVING, key)}
+    if not lines:
+        raise ConfigError(
+            "A and B have the same config; give one that differs, or --other=SECTION.KEY=VALUE"
+        )
+    return list(lines.values())
+
+
+def check_tokenizers(s: Settings, a: Path, b: Path) -> None:
+    """Raises a ConfigError unless two runs have the same tokenizer."""
+    specs = [saved_tokenizer(s.data.tokenizer, workdir).partition("?")[0] for workdir in (a, b)]
+    if specs[0] != specs[1] and Path(specs[0]).read_bytes() != Path(specs[1]).read_bytes():
+        raise ConfigError(f"{specs[0]} and {specs[1]} differ: diff needs runs with the same tokenizer")
+
+
+def reports(
+    a: Settings, workdir: Path | None, b: Settings, step: int | None, number: int
+) -> Iterator[Report]:
+    """Compares ``number`` steps, or as many as do not differ; trains up to the first one if need be.
+
+    Args:
+      workdir: of run A; None starts from the seed of its settings.
+      step: the first one; None takes that after the newest checkpoint.
+
+    Raises:
+      ValueError: no such step, or settings whose programs cannot be compared.
+    """
+    bits = min(_bits(a, b), _bits(b, a))
+    with contextlib.ExitStack() as stack:
+        folder = workdir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if workdir is None:
+            prepare_tokenizer(a, folder)
+        else:
+            attribution.check_step(workdir, step)
+        run_b = resolve_settings(b)
+        at = stack.enter_context(opened(a, folder, step))
+        programs = [_program(run, bits) for run in (at.run, run_b)]
+        _check_states(*programs)
+        first, state, compiled = at.start + 1 if step is None else step, at.state, []
+        advance = jit_step(at.run.step, at.graphdef, at.abstract, at.run.mesh)
+        stream = device_batches(at.batches, at.run.mesh, first - at.start - 1 + number)
+        for n, (device_batch, _) in enumerate(stream, at.start + 1):
+            if n < first:
+                state, _ = advance(state, device_batch)
+                continue
+            batch, state = jax.device_get((device_batch, state))
+            tapped = _same_positions(at.run, run_b)
+            compiled = compiled or [Compiled(program, batch, tapped) for program in programs]
+            tensors, state = difference.compare(*compiled, state, batch, seed=n)
+            beyond = [found for found in tensors if found.excess > 1]
+            yield Report(n, tensors, difference.source(compiled[1], beyond[0].site) if beyond else "")
+            if beyond:
+                return
+        if not compiled:
+            raise ValueError(f"--step={first} has no batch: the data end before it; give an earlier step")
+
+
+def _program(run: Experiment, bits: int) -> Program:
+    s = run.settings
+    with jax.set_mesh(run.mesh):
+        graphdef, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+    return Program(
+        graphdef=graphdef,
+        abstract=abstract,
+        mesh=run.mesh,
+        one_pass=s.family.gradients(s.loss, s.train.seed, 1, False),
+        gradients=run.gradients,
+        step=run.step,
+        loss_scale=run.loss_scale,
+        bits=bits,
+        is_quantized=s.is_quantized,
+        initial=lambda: run.initial_state(abstract),
+    )
+
+
+def _bits(s: Settings, other: Settings) -> int:
+    """Of the mantissa of the model's dtype; of the recipes' formats, if two recipes are compared."""
+    bits = jnp.finfo(s.model.dtype).nmant
+    if all(
+        getattr(s.precision, key) == getattr(other.precision, key) for key in ("recipe", "options", "rules")
+    ):
+        return bits
+    recipes = [make_recipe(s.precision.recipe, **vars(s.precision.options))]
+    recipes += [make_recipe(name) for _, name in s.precision.rules]
+    return min(bits, *(recipe.mantissa_bits for recipe in recipes))
+
+
+def _check_states(a: Program, b: Program) -> None:
+    for part in ("params", "opt_state"):
+        if difference.shapes(a.abstract[part]) != difference.shapes(b.abstract[part]):
+            key = "config.optimizer" if part == "opt_state" else "config.model"
+            raise ConfigError(f"{key}: A and B keep different states, so that no step can be compared")
+
+
+def _same_positions(a: Experiment, b: Experiment) -> bool:
+    """Whether taps see the same tokens at the same places: no pipeline, and one order of the sequence."""
+    from maxlp.nn.attention import sequence_order
+
+    plain = all(run.mesh.shape["stage"] == 1 and run.settings.precision.scalify == "none" for run in (a, b))
+    kernels = [getattr(run.settings.model, "attention", "xla") for run in (a, b)]
+    return plain and (kernels[0] == kernels[1] or not any(map(sequence_order, kernels)))
+
+
+# --- output ---------------------------------------------------------------------------------------------
+
+
+def lines(report: Report, top: int) -> Iterator[str]:
+    """What to print of a step, in at most 80 columns."""
+    beyond = report.beyond
+    if not beyond:
+        worst = max(report.tensors, key=lambda found: found.excess)
+        yield f"step {report.step}: none of {len(report.tensors):,} tensors differs by more than rounding;"
+        yield f"  the nearest to its bound, {worst.excess:.2f} of it: {worst.site}"
+        return
+    first = beyond[0]
+    count = f"{len(beyond):,} of {len(report.tensors):,} tensors"
+    yield f"step {report.step}: {count} differ by more than rounding, and first"
+    yield f"  {first.site} ({first.site.part})"
+    yield f"  by {first.value:.1e} ({first.norm}), and rounding explains {first.bound:.1e}"
+    yield f"  {report.source or 'no line of the source is known'}"
+    yield ""
+    yield f"{'tensor':<{WIDTH}} {'compared':<13} {'differs':>8} {'bound':>8}"
+    for found in beyond[:top]:
+        name = str(found.site)
+        name = name if len(name) <= WIDTH else f"…{name[1 - WIDTH :]}"
+        yield f"{name:<{WIDTH}} {found.site.part:<13} {found.value:8.1e} {found.bound:8.1e}"
+
+
+def write(found: Sequence[Report], differing: Sequence[str], folder: Path) -> Path:
+    """Writes all tensors of all steps as JSON; what is not finite is null."""
+    steps = [
+        {
+            "step": report.step,
+            "source": report.source,
+            "tensors": [one.site._asdict() | _finite(one) | {"norm": one.norm} for one in report.tensors],
+        }
+        for report in found
+    ]
+    path = folder / f"diff_{found[0].step}.json"
+    numbers = {"differing": list(differing), "seeds": SEEDS, "factor": FACTOR, "steps": steps}
+    with files.naming(path):
+        path.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def _finite(found: Difference) -> dict[str, float | None]:
+    values = {"value": found.value, "bound": found.bound}
+    return {name: value if value < float("inf") else None for name, value in values.items()}
