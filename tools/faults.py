@@ -1156,7 +1156,7 @@ LLAMA = [
         ),
         ("return 5 / 8 * s.R * s.N", "return s.R * s.N"),
         (
-            'flops["bfloat16"] += (logits + 2) * 2 * tokens * s.D * s.V',
+            'flops["bfloat16"] += (logits + runs["dlhs"] + runs["drhs"]) * 2 * tokens * s.D * s.V',
             'flops["bfloat16"] += 2 * tokens * s.D * s.V',
             "families/llama/test_cost.py",
         ),
@@ -2223,6 +2223,8 @@ PLANNING = [
         ("math.prod(shape) * leaf.dtype.itemsize", "math.prod(leaf.shape) * leaf.dtype.itemsize"),
         ('{"float": "float8", "int": "int8"}', '{"float": "float8", "int": "float8"}'),
         ("if self._axes[name] > 1)", "if self._axes[name] >= 1)"),
+        ('"drhs": 0 if s.train.lora else 1', '"drhs": 1'),
+        ("on_host += size", "on_device += size"),
     ),
     *_in(
         "planning/compiled.py",

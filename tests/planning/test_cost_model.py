@@ -8,10 +8,11 @@ import jax
 import pytest
 
 from maxlp.core.train_state import abstract_state
+from maxlp.families.clip.presets import CLIP_SIZES, clip
 from maxlp.families.llama.presets import llama
 from maxlp.parallel import sharding
 from maxlp.planning import topologies
-from maxlp.planning.cost_model import Ledger, matmul_dtypes, state_shapes
+from maxlp.planning.cost_model import Ledger, cost_of, matmul_dtypes, state_shapes
 from maxlp.run.experiment import assemble
 from maxlp.run.settings import read
 from tests.planning import peaks
@@ -95,3 +96,32 @@ def test_matmuls_run_at_the_rate_of_what_they_multiply():
         changed(load("debug"), {"precision.recipe": "fp8_delayed", "precision.smooth_swiglu": "token"})
     )
     assert set(matmul_dtypes(s, "layers/mlp/down_proj").values()) == {"float8"}
+
+
+@pytest.mark.parametrize("family", ["llama", "clip"])
+def test_frozen_weights_have_no_gradients(family):
+    """Of the three matmuls of a layer, that of the weight gradient falls away, and so does its scatter."""
+    config = llama(**peaks.LLAMA_SIZES) if family == "llama" else clip(**CLIP_SIZES["b32"])
+    changes = {"data.batch_size": 32, "model.remat": "none", "mesh.fsdp": 8}
+    found = []
+    for more in ({}, peaks.LORA):
+        s = peaks.settings_of(config.copy_and_resolve_references(), changes | more)
+        machine = s.machine(8, "cuda")
+        cost, state = cost_of(s), state_shapes(s, machine)
+        kinds = {(one.kind, one.bytes) for one in cost.collectives(s, machine)}
+        sent = {size for kind, size in kinds if kind == "reduce-scatter"}
+        gathered = {size for kind, size in kinds if kind == "all-gather"}
+        found.append((cost.work(s, machine, state).flops["bfloat16"], sent & gathered))
+    (whole, scattered), (frozen, left) = found
+    assert 0.6 * whole < frozen < 0.8 * whole  # attention has no weights; a third of the others is missing
+    assert len(scattered) >= 2 and not left & scattered
+
+
+def test_offloaded_state_passes_between_the_host_and_the_device_once_each_way():
+    s = peaks.settings_of(llama(**peaks.LLAMA_SIZES), {"data.batch_size": 8} | peaks.OFFLOAD)
+    machine = s.machine(1, "cuda")
+    state = state_shapes(s, machine)
+    mesh = sharding.abstract_mesh(machine.axes)
+    assert state.offloaded_on(mesh) == 2 * 4 * state.num_params  # two moments
+    assert state.bytes_on(mesh, "opt_state") < 100
+    assert cost_of(s).work(s, machine, state).host == 2 * state.offloaded_on(mesh)
