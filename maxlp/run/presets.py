@@ -68,6 +68,13 @@ def choose(arg: str, c: ConfigDict, galore: tuple[int, float] | None = None) -> 
         c.model.dtype = c.model.param_dtype = "bfloat16"
         c.optimizer.param_rounding = "stochastic"
     else:
+        from maxlp.precision import RECIPES
+
+        known = (*RECIPES, "fp16", *SCALIFY, "pure_bf16")
+        if chosen.precision not in known:
+            raise ValueError(
+                f"config argument precision={chosen.precision!r} is unknown; one of {', '.join(known)}"
+            )
         c.precision.recipe = chosen.precision
     c.optimizer.name = chosen.optimizer
     if chosen.galore:

@@ -99,7 +99,7 @@ def load_config(workdir: Path) -> ConfigDict:
     remedy = "put back a good copy, or delete it: the next start of the run's command writes it again"
     config = read_json(path, fields={"model": dict}, remedy=remedy)
     if config is None:
-        raise ValueError(f"{path} does not exist: --workdir={workdir} holds no run")
+        raise ValueError(f"{path} does not exist: {workdir} holds no run")
     return ConfigDict(upgraded(config))
 
 

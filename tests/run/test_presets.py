@@ -94,6 +94,11 @@ def test_an_argument_changes_what_it_names(arg, values):
     assert chosen["data"] == plain["data"] and chosen["train"] == plain["train"]
 
 
+def test_an_unknown_precision_lists_recipes_and_what_else_the_argument_takes():
+    with pytest.raises(ValueError, match=r"precision='qest' is unknown; one of .*quest.*fp16.*pure_bf16$"):
+        load("8b", "precision=qest")
+
+
 def test_arguments_have_the_type_of_their_default():
     found = parse_arg("n=3,x=0.5,name=b,on,off=false", n=1, x=1.0, name="a", on=False, off=True, kept=7)
     assert found.to_dict() == dict(n=3, x=0.5, name="b", on=True, off=False, kept=7)
