@@ -1,8 +1,8 @@
 """Does the lab rank recipes as training does, and is its choice of what stays in high precision a good one?
 
     python benchmarks/lab_predict.py predict                 # before any run; commit the file it writes
-    python benchmarks/lab_predict.py train --seeds 0 1 2     # half an hour on two CPU cores
-    python benchmarks/lab_predict.py choose --seeds 0 1 2    # five minutes
+    python benchmarks/lab_predict.py train --seeds 0 1 2     # 96 runs of 20 to 44 seconds
+    python benchmarks/lab_predict.py choose --seeds 0 1 2    # 12 runs
     python benchmarks/lab_predict.py show
 
 Both predictors of `maxlp.run.prediction`, the angle between gradients and the mean squared error of
