@@ -161,6 +161,27 @@ def of_same_input(x: jax.Array, *linears: Linear) -> list[jax.Array]:
     return [linear(x, shared=shared) for linear in linears]
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def take_rows(num_rows: int, table_VD: jax.Array, ids_BS: jax.Array) -> jax.Array:
+    """Rows of a table with ``num_rows`` rows, with the gradients of a row summed in float32.
+
+    JAX adds them one by one in the table's dtype: of 4,096 ones, a bfloat16 sum keeps 256.
+    """
+    return jnp.take(table_VD, ids_BS, axis=0)
+
+
+def _take_rows_fwd(num_rows, table_VD, ids_BS):
+    return take_rows(num_rows, table_VD, ids_BS), ids_BS
+
+
+def _take_rows_bwd(num_rows, ids_BS, g_BSD):
+    sums_VD = jnp.zeros((num_rows, g_BSD.shape[-1]), jnp.float32).at[ids_BS].add(g_BSD.astype(jnp.float32))
+    return sums_VD.astype(g_BSD.dtype), None
+
+
+take_rows.defvjp(_take_rows_fwd, _take_rows_bwd)
+
+
 class Embed(nnx.Module):
     """A table of V vectors, looked up at the input; if tied, also the kernel of the logits."""
 
@@ -182,7 +203,8 @@ class Embed(nnx.Module):
         # Each shard of the table gets the ids of all rows, and its vectors are sent to the devices of those
         # rows. By default XLA moves the table, or copies the vectors to every device.
         ids_BS = constrain(ids_BS, "lookup", "lookup_seq")
-        x_BSD = jnp.take(self.embedding[...].astype(self.dtype), ids_BS, axis=0)
+        table_VD = self.embedding[...].astype(self.dtype)
+        x_BSD: jax.Array = take_rows(table_VD.shape[0], table_VD, ids_BS)
         return constrain(x_BSD, "lookup", "lookup_seq", "embed")
 
     def attend(self, x_BSD: jax.Array) -> jax.Array:

@@ -96,6 +96,20 @@ def test_an_embedding_looks_up_rows_and_is_the_kernel_of_tied_logits():
     np.testing.assert_array_equal(jnp.argmax(logits, -1), ids)
 
 
+def test_the_gradients_of_a_frequent_token_are_summed_in_float32():
+    # A bfloat16 sum of ones stops at 256, where the next number is 258.
+    ids = jnp.zeros((2, 2048), jnp.int32).at[1, 5].set(3)
+
+    def total(table):
+        return jnp.sum(layers.take_rows(8, table, ids))
+
+    for dtype in (jnp.bfloat16, jnp.float32):
+        gradient = jax.grad(total)(jnp.ones((8, 4), dtype))
+        assert gradient.dtype == dtype
+        expected = np.zeros((8, 4)) + np.array([4095, 0, 0, 1, 0, 0, 0, 0])[:, None]
+        np.testing.assert_array_equal(gradient, expected.astype(dtype))
+
+
 @pytest.mark.parametrize("kind", [layers.RMSNorm, layers.LayerNorm])
 def test_norms_equal_their_definitions_and_compute_in_float32(kind):
     norm, x = kind(64, eps=1e-5, param_dtype=jnp.float32), 100 + random(2, 3, 64)
