@@ -1,6 +1,7 @@
 """What the closed forms of all families share: the state as shapes, work, and a ledger of collectives."""
 
 import dataclasses
+import functools
 import math
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from maxlp.core.train_state import State, abstract_state, num_params
 from maxlp.parallel.sharding import abstract_mesh
 from maxlp.planning.hlo import Collective
 from maxlp.precision import HIGH_PRECISION, RECIPES, make_recipe
-from maxlp.precision.recipes import GEMMS
+from maxlp.precision.recipes import GEMMS, Recipe, RecipeOptions
 from maxlp.run.experiment import assemble
 from maxlp.run.settings import Machine, Settings
 
@@ -125,11 +126,16 @@ def matmul_dtypes(s: Settings, path: str) -> dict[str, str]:
     """The dtype at whose peak rate each of the three matmuls of a layer (`recipes.GEMMS`) runs."""
     name = s.matmuls.get(path, HIGH_PRECISION).partition(",")[0]  # "NAME, smooth FORM"
     if name == s.precision.recipe:
-        recipe = make_recipe(name, **vars(s.precision.options))
+        recipe = _recipe(name, s.precision.options)
     else:
         recipe = RECIPES["bf16" if name == HIGH_PRECISION else name]
     rates = {"float": "float8", "int": "int8"}  # simulated values are 16 or 32 bits wide
     return {gemm: rates.get(recipe.kinds.get(gemm, ""), "bfloat16") for gemm in GEMMS}
+
+
+@functools.cache  # the search asks for each matmul of each candidate
+def _recipe(name: str, options: RecipeOptions) -> Recipe:
+    return make_recipe(name, **vars(options))
 
 
 def runs_of_matmuls(s: Settings, recomputed: int) -> dict[str, int]:
