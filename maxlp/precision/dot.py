@@ -131,16 +131,11 @@ class QuantDot(nnx.Module):
 
 
 class Static(NamedTuple):
-    """What is fixed when a program is traced.
-
-    Attributes:
-      in_dtype: of input, kernel and their gradients.
-      out_dtype: of the output and its gradient.
-    """
+    """What is fixed when a program is traced."""
 
     recipe: Recipe
-    in_dtype: Any
-    out_dtype: Any
+    in_dtype: Any  # of input, kernel and their gradients
+    out_dtype: Any  # of the output and its gradient
     out_sharding: Any
 
 
