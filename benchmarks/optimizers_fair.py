@@ -19,7 +19,7 @@ float32 with the few changed values of `METHODS`. The rules are the same for all
 
 Learning rate and seed are inputs of the compiled step (the rate as a hyperparameter injected by optax), so
 that each method is compiled once. Each finished run is one JSON file, replaced atomically; killed at any
-moment, the program continues with the run that was cut off. A file that other settings have made is run
+moment, the program continues with the run that was cut off. A run whose file has other settings is made
 again. Runs are not mapped over seeds with `jax.vmap`: that would compute the refreshes of GaLore and SOAP
 at every step, since a condition that is mapped computes both branches.
 
