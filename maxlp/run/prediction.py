@@ -128,8 +128,13 @@ def predictions(
       note: called with the numbers of finished and of all recipes.
 
     Raises:
-      ValueError: a recipe that does not fit the run, or a run without such a step.
+      ValueError: adapters, a recipe that does not fit the run, or a run without such a step.
     """
+    if s.train.lora is not None:  # `_gradient` makes the state besides the parameters anew
+        raise ValueError(
+            f"config.train.lora.rank={s.train.lora.rank}: predict is for models without adapters; give "
+            "such a run or config"
+        )
     if not specs:
         raise ValueError("no recipe quantizes a matmul of this run; change config.precision.min_dim")
     chosen = {spec: with_recipe(s, *parse(spec)) for spec in specs}
@@ -138,10 +143,6 @@ def predictions(
             raise ValueError(f"--recipes: {spec!r} quantizes no matmul of this run; leave it out")
     plain = without_recipe(s)
     with reopened(plain, workdir, step, same_precision=False) as at:
-        if jax.tree.leaves(at.abstract["model_state"]):
-            raise ValueError(
-                "predict needs a model that keeps no state besides its parameters, not adapters"
-            )
         state, first, step = batch_of(at, step)
         more = device_batches(at.batches, at.run.mesh, num_batches - 1)
         batches = [first, *(batch for batch, _ in more)]
