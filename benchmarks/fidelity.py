@@ -22,7 +22,7 @@ import fidelity_figures
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fidelity_runs import ROOT, Data, Results, Trainer, Watch, digits, watch_nothing
+from fidelity_runs import ROOT, Data, Results, Trainer, Watch, digits, run_missing, watch_nothing
 
 from configs.llama import tiny
 from maxlp import precision
@@ -68,16 +68,8 @@ USUAL = "AdamW, usual rate and β2"  # what "optimizers" calls the variant bf16 
 
 def compare(experiment: str, seeds: list[int], only: list[str], data: Data) -> None:
     """Trains each variant with each seed."""
-    results = Results(experiment)
-    variants = {name: v for name, v in VARIANTS[experiment].items() if not only or name in only}
-    trainers: dict[str, Trainer] = {}
-    for seed, name in itertools.product(seeds, variants):
-        if results.has(name, seed):
-            continue
-        start = time.time()
-        if name not in trainers:
-            trainers[name] = Trainer(variants[name], data)
-        run = trainers[name]
+
+    def measure(run: Trainer, seed: int) -> dict[str, Any]:
         batches = data.batches(seed, run.settings.train.total_steps)
         if experiment == "optimizers":
             batches = [
@@ -85,9 +77,9 @@ def compare(experiment: str, seeds: list[int], only: list[str], data: Data) -> N
                 for i, batch in enumerate(batches)
             ]
         state, records = run.train(run.init(seed), batches, watch(run))
-        loss = validation_loss(run, state)
-        results.add(name, seed, {"heldout": loss, **records})
-        print(f"{experiment} / {name} / seed {seed}: {loss:.4f} ({time.time() - start:.0f} s)", flush=True)
+        return {"heldout": validation_loss(run, state), **records}
+
+    run_missing(experiment, VARIANTS[experiment], seeds, data, measure, only)
 
 
 def validation_loss(run: Trainer, state: State, limit: int = VALIDATION_BATCHES) -> float:

@@ -17,7 +17,6 @@ import itertools
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from fidelity_clip_figures import GROWTH, SHIFTS
-from fidelity_runs import ROOT, Data, Results, Trainer, digits, watch_nothing
+from fidelity_runs import ROOT, Data, Results, Trainer, digits, run_missing, watch_nothing
 from flax import nnx
 from training import changed
 
@@ -119,18 +118,11 @@ OPTIMIZERS = {
 
 def spikes(seeds: list[int], only: list[str], data: Data) -> None:
     """The gradients suddenly become stronger, after a time in which v̂ was averaged over weak ones."""
-    results = Results("clip_spikes")
-    trainers: dict[str, Trainer] = {}
-    for seed, name in itertools.product(seeds, OPTIMIZERS):
-        if results.has(name, seed) or (only and name not in only):
-            continue
-        start = time.time()
-        if name not in trainers:
-            trainers[name] = Trainer(OPTIMIZERS[name], data, growing)
-        run = trainers[name]
-        _, records = run.train(run.init(seed), data.batches(seed, SPIKE_STEPS), watch_rms)
-        results.add(name, seed, records)
-        print(f"spikes / {name} / seed {seed}: {time.time() - start:.0f} s", flush=True)
+
+    def measure(run: Trainer, seed: int) -> dict[str, Any]:
+        return run.train(run.init(seed), data.batches(seed, SPIKE_STEPS), watch_rms)[1]
+
+    run_missing("clip_spikes", OPTIMIZERS, seeds, data, measure, only, growing)
 
 
 def growing(run: Experiment) -> Experiment:
@@ -172,22 +164,16 @@ LAYER_SCALE = {
 
 def layer_scale(seeds: list[int], only: list[str], data: Data) -> None:
     """A deep, narrow image tower with and without layer-scale; all its matmuls are in one format."""
-    results = Results("clip_layer_scale")
-    trainers: dict[str, Trainer] = {}
-    for seed, name in itertools.product(seeds, LAYER_SCALE):
-        if results.has(name, seed) or (only and name not in only):
-            continue
-        start = time.time()
-        if name not in trainers:
-            trainers[name] = Trainer(LAYER_SCALE[name], data)
-        run, images = trainers[name], data.validation_batches[0]["image"]
+    images = data.validation_batches[0]["image"]
+
+    def measure(run: Trainer, seed: int) -> dict[str, Any]:
         state = run.init(seed)
         before = block_sizes(run, state, images)
         state, records = run.train(state, data.batches(seed, DEEP_STEPS), watch_nothing)
         top1 = run.evaluate(state)["zero_shot_top1"]
-        after = block_sizes(run, state, images)
-        results.add(name, seed, {"before": before, "after": after, "top1": top1} | records)
-        print(f"layer_scale / {name} / seed {seed}: {time.time() - start:.0f} s", flush=True)
+        return {"before": before, "after": block_sizes(run, state, images), "top1": top1} | records
+
+    run_missing("clip_layer_scale", LAYER_SCALE, seeds, data, measure, only)
 
 
 def block_sizes(run: Trainer, state: State, image_BHWC: np.ndarray) -> dict[str, list[float]]:

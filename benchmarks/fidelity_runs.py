@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,36 @@ class Results:
         self.runs.setdefault(name, {})[str(seed)] = measured
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.runs, separators=(",", ":")) + "\n")
+
+
+def run_missing(
+    experiment: str,
+    variants: dict[str, dict[str, Any]],
+    seeds: list[int],
+    data: Data,
+    measure: Callable[[Trainer, int], dict[str, Any]],
+    only: list[str] | None = None,
+    adapt: Callable[[Experiment], Experiment] = lambda run: run,
+) -> None:
+    """Measures each variant with each seed, except for what the results of the experiment have.
+
+    Args:
+      variants: changes of the config of ``data``, by name; each variant is compiled once.
+      measure: runs a trainer with a seed, and returns what to record; the validation loss as ``heldout``.
+      only: names of variants to measure; all by default.
+      adapt: see `Trainer`.
+    """
+    results, trainers = Results(experiment), {}
+    for seed, name in itertools.product(seeds, variants):
+        if results.has(name, seed) or (only and name not in only):
+            continue
+        start = time.time()
+        if name not in trainers:
+            trainers[name] = Trainer(variants[name], data, adapt)
+        measured = measure(trainers[name], seed)
+        results.add(name, seed, measured)
+        loss = f"{measured['heldout']:.4f} " if "heldout" in measured else ""
+        print(f"{experiment} / {name} / seed {seed}: {loss}({time.time() - start:.0f} s)", flush=True)
 
 
 def digits(x: Any) -> float:

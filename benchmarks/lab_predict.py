@@ -18,16 +18,14 @@ has the criteria.
 """
 
 import argparse
-import itertools
 import json
 import math
 import tempfile
-import time
 from pathlib import Path
 
 import fidelity_figures
 import numpy as np
-from fidelity_runs import RESULTS, ROOT, Data, Results, Trainer, watch_nothing
+from fidelity_runs import RESULTS, ROOT, Data, Results, Trainer, run_missing, watch_nothing
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 from scipy.stats import spearmanr
@@ -90,7 +88,7 @@ def changes(spec: str) -> dict:
 def predict() -> None:
     """Writes the prediction; refuses once there are runs."""
     if Results("lab_predict").runs:
-        raise SystemExit("there are runs already: a prediction comes before them")
+        raise SystemExit("there are runs already; a prediction comes before them")
     step, found = prediction.predictions(read(base()), list(RECIPES), None, STEP, BATCHES)
     print("\n".join(prediction.table(found)))
     with tempfile.TemporaryDirectory() as folder:
@@ -98,27 +96,22 @@ def predict() -> None:
 
 
 def train(seeds: list[int]) -> None:
-    assert PREDICTION.exists(), "predict first"
+    if not PREDICTION.exists():
+        raise SystemExit("no prediction yet: run predict first")
     compare("lab_predict", {spec: changes(spec) for spec in ("bf16", *RECIPES)}, seeds)
 
 
 def compare(experiment: str, variants: dict[str, dict], seeds: list[int]) -> None:
     """Trains each variant with each seed."""
-    results, trainers = Results(experiment), {}
     with tempfile.TemporaryDirectory() as folder:
         data = Data(base(), Path(folder), VALIDATION_BATCHES)
-        for seed, name in itertools.product(seeds, variants):
-            if results.has(name, seed):
-                continue
-            start = time.time()
-            if name not in trainers:
-                trainers[name] = Trainer(variants[name], data)
-            run = trainers[name]
+
+        def measure(run: Trainer, seed: int) -> dict[str, float]:
             batches = data.batches(seed, run.settings.train.total_steps)
             state, records = run.train(run.init(seed), batches, watch_nothing)
-            heldout = run.evaluate(state)["loss"]
-            results.add(name, seed, {"heldout": heldout, "loss": records["loss"][-1]})
-            print(f"{name} / seed {seed}: {heldout:.4f} ({time.time() - start:.0f} s)", flush=True)
+            return {"heldout": run.evaluate(state)["loss"], "loss": records["loss"][-1]}
+
+        run_missing(experiment, variants, seeds, data, measure)
 
 
 def choose(seeds: list[int]) -> None:
@@ -151,6 +144,8 @@ def choices() -> dict[str, choice.Choice]:
 def show() -> None:
     """Prints the gaps beside both predictors, their correlations and the gaps of choices; draws."""
     runs = Results("lab_predict").runs
+    if not runs:
+        raise SystemExit("no runs yet: run train first")
     predicted = {p["name"]: p for p in json.loads(PREDICTION.read_text())["recipes"]}
     gaps = {spec: gaps_of(runs, spec) for spec in predicted if spec in runs}
     names = sorted(gaps, key=lambda name: np.mean(gaps[name]))
@@ -167,11 +162,7 @@ def show() -> None:
         whole = spearmanr(values, [np.mean(gaps[name]) for name in names]).statistic
         print(f"Spearman of {key} with the gap, {len(names)} recipes: {whole:.3f}")
     draw(names, predicted, gaps)
-    chosen = (
-        Results("lab_choose").runs
-        | {"bf16": runs["bf16"]}
-        | {spec: runs[spec] for spec in HARMFUL if spec in runs}
-    )
+    chosen = {spec: runs[spec] for spec in ("bf16", *HARMFUL) if spec in runs} | Results("lab_choose").runs
     rows = [
         [f"`{name}`", f"{np.mean(gap):+.4f}", ", ".join(f"{g:+.4f}" for g in gap)]
         for name in sorted(chosen)
@@ -220,10 +211,12 @@ def main() -> None:
     parser.add_argument("what", choices=("predict", "train", "choose", "show"))
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     args = parser.parse_args()
-    if args.what in ("train", "choose"):
-        {"train": train, "choose": choose}[args.what](args.seeds)
+    if args.what == "predict":
+        predict()
+    elif args.what == "show":
+        show()
     else:
-        {"predict": predict, "show": show}[args.what]()
+        {"train": train, "choose": choose}[args.what](args.seeds)
 
 
 if __name__ == "__main__":

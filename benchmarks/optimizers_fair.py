@@ -19,7 +19,7 @@ float32 with the few changed values of `METHODS`. The rules are the same for all
 
 Learning rate and seed are inputs of the compiled step (the rate as a hyperparameter injected by optax), so
 that each method is compiled once. Each finished run is one JSON file, replaced atomically; killed at any
-moment, the program continues with the run that was cut off. A file that other settings have made is run
+moment, the program continues with the run that was cut off. A run whose file has other settings is made
 again. Runs are not mapped over seeds with `jax.vmap`: that would compute the refreshes of GaLore and SOAP
 at every step, since a condition that is mapped computes both branches.
 
@@ -293,7 +293,7 @@ def report(plan: Plan, figure: Path) -> None:
     if not base:
         print(f"{REFERENCE} has not been run yet")
         return
-    rows, verdicts = [], []
+    rows, criteria = [], []
     for method in METHODS:
         finals = plan.finals(method)
         shared = sorted(finals.keys() & base.keys())
@@ -304,10 +304,10 @@ def report(plan: Plan, figure: Path) -> None:
         reference = np.array([base[seed]["heldout"] for seed in shared])
         rows.append(row(method, plan, loss, reference))
         if method in CRITERIA:
-            verdicts.append(verdict(method, loss, reference))
+            criteria.append(criterion(method, loss, reference))
     header = ["method", "rate", "search", "validation loss", f"minus {REFERENCE}", "perplexity"]
     fidelity_figures.print_table([*header, "CPU time of a step", "state, bytes/parameter"], rows)
-    print("\n" + "\n".join(verdicts))
+    print("\n" + "\n".join(criteria))
     draw({method: runs for method in METHODS if (runs := plan.finals(method))}, figure)
 
 
@@ -326,7 +326,7 @@ def row(method: str, plan: Plan, loss: np.ndarray, reference: np.ndarray) -> lis
     return [*cells, f"× {np.median(cost['ratios']):.2f}", state]
 
 
-def verdict(method: str, loss: np.ndarray, reference: np.ndarray) -> str:
+def criterion(method: str, loss: np.ndarray, reference: np.ndarray) -> str:
     measure, limit = CRITERIA[method]
     excess = loss.mean() / reference.mean() - 1
     if measure == "perplexity":
@@ -411,7 +411,8 @@ def command(
 
 
 def main() -> None:
-    sizes = {
+    quick = {
+        "base": BASE | QUICK,
         "start": (-7, -6),
         "budget": 3,
         "seeds": (1, 2),
@@ -419,7 +420,6 @@ def main() -> None:
         "gap": 4,
         "validation_batches": 2,
     }
-    quick = {"base": BASE | QUICK} | sizes
     command(Plan(RESULTS / "optimizers_fair", BASE), __doc__, quick, run_method, report)
 
 

@@ -117,10 +117,8 @@ def run_method(method: str, plan: Plan, trainer: Callable[[str], Trainer], data:
             continue
         outcomes = {damage: train(trainer(method), best, seed, damage, data) for damage in ("", *DAMAGES)}
         plan.save(method, f"seed{seed}", {"exponent": best} | outcomes)
-        told = ", ".join(
-            f"{damage or 'undamaged'} {one['heldout']:.4f}" for damage, one in outcomes.items()
-        )
-        print(f"{method}, rate 2^{best}, seed {seed}: {told}", flush=True)
+        losses = ", ".join(f"{damage or 'undamaged'} {r['heldout']:.4f}" for damage, r in outcomes.items())
+        print(f"{method}, rate 2^{best}, seed {seed}: {losses}", flush=True)
 
 
 # --- the report ---------------------------------------------------------------------------------------
@@ -164,8 +162,8 @@ def report(plan: Plan, figure: Path) -> None:
         found = {seed: run for seed in plan.seeds if (run := plan.measured(method, f"seed{seed}"))}
         if found:
             runs[method] = found
-    if "clip" not in runs:  # with which the others are compared
-        print("not run yet: " + ", ".join(METHODS.keys() - runs.keys()))
+    if "clip" not in runs:
+        print("not run yet: clip, with which the others are compared")
         return
     base = runs["clip"]
     rows = []
@@ -189,8 +187,7 @@ def damage_row(method: str, seeds: dict[int, dict[str, Any]], damage: str) -> li
     peaks, steps, finals = (
         np.array([f(run, damage) for run in seeds.values()]) for f in (peak, recovery, final)
     )
-    count = sum(num_spikes(run, damage) for run in seeds.values())
-    plus_minus = fidelity_figures.plus_minus
+    count, plus_minus = sum(num_spikes(run, damage) for run in seeds.values()), fidelity_figures.plus_minus
     return [
         method,
         plus_minus(peaks, "+.3f"),
@@ -203,7 +200,7 @@ def damage_row(method: str, seeds: dict[int, dict[str, Any]], damage: str) -> li
 def criteria(runs: dict[str, dict[int, dict[str, Any]]]) -> None:
     """Prints what the criteria ask of the methods that have been run."""
     for method in ("stable_adamw", "adagc", "stable_spam"):
-        if not {method, "clip"} <= runs.keys():
+        if method not in runs:
             print(f"* {method}: not run yet")
             continue
         own, base = runs[method], runs["clip"]
@@ -244,9 +241,10 @@ def main() -> None:
         "start": (-7, -6),
         "budget": 3,
         "seeds": (1,),
+        "validation_batches": 2,
     }
     plan = Plan(RESULTS / "spike_suite", BASE, METHODS, seeds=SEEDS)
-    command(plan, __doc__, quick | {"validation_batches": 2}, run_method, report)
+    command(plan, __doc__, quick, run_method, report)
 
 
 if __name__ == "__main__":

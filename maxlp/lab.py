@@ -23,6 +23,7 @@ line of the source that computes it (`run.difference`).
 
 import json
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict
@@ -33,7 +34,12 @@ from maxlp.run import cli, run_dir
 from maxlp.run.settings import Settings, read
 from maxlp.runtime.files import local_path, mirrored, shown
 
-TOOLS = ("attribute", "predict", "choose", "diff")
+TOOLS = {  # the flags of each, besides those of all
+    "attribute": ("recipe", "top"),
+    "predict": ("recipes", "batches"),
+    "choose": ("recipe", "top", "budget"),
+    "diff": ("other", "steps", "top"),
+}
 
 
 def define_flags() -> None:
@@ -46,7 +52,9 @@ def define_flags() -> None:
         lower_bound=1,
     )
     flags.DEFINE_string(
-        "recipe", None, "A recipe in place of the run's, with its own options and no rules."
+        "recipe",
+        None,
+        "attribute, choose: a recipe in place of the run's, with its own options and no rules.",
     )
     flags.DEFINE_list(
         "recipes", None, "predict: recipes, such as simulate:format=e3m1; all that fit by default."
@@ -54,7 +62,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("batches", 8, "predict: how many batches to measure.", lower_bound=1)
     flags.DEFINE_float("budget", 0.1, "choose: share of the blocks' matmul FLOPs in high precision.")
     flags.DEFINE_string("out", None, "Folder of the results; DIR/lab by default.")
-    flags.DEFINE_integer("top", 20, "Operands or tensors to print.", lower_bound=1)
+    flags.DEFINE_integer("top", 20, "All but predict: operands or tensors to print.", lower_bound=1)
     flags.DEFINE_multi_string(
         "other", [], "diff: SECTION.KEY=VALUE in which B differs from A; may be given several times."
     )
@@ -69,14 +77,19 @@ def main(tool: str = "", directory: str = "", second: str = "") -> None:
         raise ValueError(f"give either a workdir, as in python -m maxlp.lab {tool} DIR, or --config=NAME")
     if not directory and not f.out:
         raise ValueError("--config needs a folder for the results; add --out=FOLDER")
+    if second and tool != "diff":
+        raise ValueError(f"{tool} takes one run; leave out {second}")
+    for name in sorted(set().union(*TOOLS.values()) - {*TOOLS[tool]}):
+        if f[name].present:
+            own = ", ".join(f"--{flag}" for flag in TOOLS[tool])
+            raise ValueError(f"--{name} is not for {tool}, which takes {own}; leave it out")
     workdir = local_path(directory, "DIR") if directory else None
-    if tool == "diff":
-        diff(workdir, second)
-        return
-    if second or f.other:
-        raise ValueError(f"{second or '--other'} is for diff; {tool} takes one run")
-    s = read(f.config if workdir is None else run_dir.load_config(workdir))
+    c = f.config if workdir is None else run_dir.load_config(workdir)
     out = local_path(f.out or f"{directory}/lab", "--out")
+    if tool == "diff":
+        diff(json.loads(c.to_json_best_effort()), workdir, second, out)
+        return
+    s = read(c)
     if tool == "predict":
         predict(s, workdir, f.step, f.recipes, f.batches, out)
     else:
@@ -84,31 +97,35 @@ def main(tool: str = "", directory: str = "", second: str = "") -> None:
         attribute(s, workdir, f.step, f.recipe, out, f.top, budget)
 
 
-def diff(workdir: Path | None, second: str) -> None:
-    """Prints and writes where the programs of two runs first differ; ``second`` is the workdir of run B."""
+def diff(config: dict[str, Any], workdir: Path | None, second: str, out: Path) -> None:
+    """Prints and writes where the programs of two runs first differ.
+
+    Args:
+      config, workdir: of run A; the workdir is None for a new run.
+      second: the workdir of run B; "" for that of A with the changes --other.
+
+    Raises:
+      ValueError: not exactly one B, or one that cannot be compared with A.
+    """
     from maxlp.run import two_runs  # imports the training code
 
     f = flags.FLAGS
     if bool(second) == bool(f.other):
         raise ValueError("give either a second workdir, as in diff A B, or --other=SECTION.KEY=VALUE")
-    a = f.config if workdir is None else run_dir.load_config(workdir)
-    config = json.loads(a.to_json_best_effort())
-    if second:
-        b = run_dir.load_config(local_path(second, "B"))
-        other = json.loads(b.to_json_best_effort())
-    else:
+    folder_b = local_path(second, "B") if second else None
+    if folder_b is None:
         other = two_runs.changed(config, f.other)
-    s, b = read(a), read(ConfigDict(other))
+    else:
+        other = json.loads(run_dir.load_config(folder_b).to_json_best_effort())
+    a, b = read(ConfigDict(config)), read(ConfigDict(other))
     differing = two_runs.check(config, other)
-    if workdir is not None and second:
-        two_runs.check_tokenizers(s, workdir, local_path(second, "B"))
-    for line in differing:
-        print(line)
+    if workdir is not None and folder_b is not None:
+        two_runs.check_tokenizers(a, workdir, folder_b)
+    print("\n".join(differing))
     found = []
-    for report in two_runs.reports(s, workdir, b, f.step, f.steps):
+    for report in two_runs.reports(a, workdir, b, f.step, f.steps):
         found.append(report)
         print("\n".join(two_runs.lines(report, f.top)), flush=True)
-    out = local_path(f.out or f"{workdir}/lab", "--out")
     out.mkdir(parents=True, exist_ok=True)
     _wrote(two_runs.write(found, differing, out))
 

@@ -1,13 +1,15 @@
 """The command of the numerics lab: what it refuses, in one line and before it compiles anything."""
 
 import dataclasses
+import subprocess
+import sys
 import types
 
 import pytest
 
 from maxlp import lab
 from maxlp.precision import RecipeOptions
-from maxlp.run import attribution
+from maxlp.run import attribution, reopen
 from maxlp.run.settings import read
 from tests.monitoring.fixtures import write_run
 from tests.run.fixtures import load
@@ -29,13 +31,30 @@ def test_recipes_that_do_not_fit(tmp_path):
     assert "leave none of the 4 blocks" in refused(tmp_path, "fp8_current", first_blocks=4)
 
 
+@pytest.mark.parametrize(
+    "tool, word, message",
+    [
+        (
+            "predict",
+            "--recipe=quest",
+            "--recipe is not for predict, which takes --recipes, --batches; leave",
+        ),
+        ("choose", "/tmp/b", "choose takes one run; leave out /tmp/b"),
+    ],
+)
+def test_flags_of_another_tool_are_refused(tmp_path, tool, word, message):
+    command = [sys.executable, "-m", "maxlp.lab", tool, str(tmp_path), word]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {message}"), done.stderr
+
+
 def test_steps_without_a_batch(tmp_path):
     write_run(tmp_path)
     message = refused(tmp_path, "fp8_current", tmp_path, 402)
     assert message.startswith("--step=402 has no batch in ") and "last record is of step 400" in message
     ended = types.SimpleNamespace(batches=iter(()), start=3, run=types.SimpleNamespace(mesh=None), state={})
     with pytest.raises(ValueError, match="--step=5 has no batch: the data end before it"):
-        attribution.batch_of(ended, 5)
+        reopen.batch_of(ended, 5)
 
 
 def test_another_recipe_has_none_of_the_options_and_rules_of_the_run(tmp_path, monkeypatch):

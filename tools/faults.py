@@ -1643,7 +1643,12 @@ RUN = [
         ("array[site.index] ^= True", "array[site.index] = True"),
         ("range(first, dot.on.shape[0] - last)", "range(dot.on.shape[0])"),
         ("-order[item[0]]", "order[item[0]]"),
-        ("step > run.step + 1", "step > run.step + 2", "test_lab.py"),
+    ),
+    *_in(
+        "run/reopen.py",
+        "test_lab.py",
+        ("step > run.step + 1", "step > run.step + 2"),
+        ("batches.set_state(restored.data_state)", "pass", "run/test_replay.py"),
     ),
     *_in(
         "run/prediction.py",
@@ -1770,7 +1775,6 @@ RUN = [
         "run/test_replay.py",
         ("records[-config.lead - 1 :]", "records[-config.lead :]"),
         ("norms[max(0, i - config.window) : i]", "norms[max(0, i - config.window) : i + 1]"),
-        ("batches.set_state(restored.data_state)", "pass"),
         ("spike_step - at.start))", "spike_step - at.start - 1))"),
     ),
     *_in(

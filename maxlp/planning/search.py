@@ -230,11 +230,12 @@ def faster_numerics(s: Settings, topology: Topology) -> list[Variant]:
 def _state_numerics(s: Settings) -> tuple[list, list, list]:
     """(name, changes) of what makes the parameters, the moments and the projected moments smaller."""
     optimizer, parameters, moments, projected = s.optimizer, [], [], []
+    can_shrink = s.model.param_dtype == "float32" and s.model.dtype != "float16"
     if s.train.lora is not None:  # adapters are float32 and small
-        if s.model.param_dtype == "float32" and s.model.dtype != "float16":
+        if can_shrink:
             parameters.append(("param_dtype=bfloat16", {"model.param_dtype": "bfloat16"}))
         return parameters, moments, projected
-    if s.model.param_dtype == "float32" and s.model.dtype != "float16":
+    if can_shrink:
         parameters.append(("precision=pure_bf16", PURE_BF16))
         if optimizer.mu_dtype is None:
             moments.append(("mu_dtype=bfloat16", {"optimizer.mu_dtype": "bfloat16"}))
@@ -500,7 +501,7 @@ def _distinct_kernels(s: Settings, machine: Machine, rows: list[Changes]) -> Ite
     """The choices without those that name a kernel in two ways; the first one stays."""
     kernels: dict[str, str] = {}
     for name in dict.fromkeys(row["model.attention"] for row in rows):
-        if name == "ring" != s.model.attention and machine.axes["context"] == 1:
+        if name == "ring" and s.model.attention != "ring" and machine.axes["context"] == 1:
             continue  # nothing is passed around
         kernels.setdefault(changed(s, {"model.attention": name}).on(machine).model.attention, name)
     return (row for row in rows if row["model.attention"] in kernels.values())

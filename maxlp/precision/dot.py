@@ -110,7 +110,7 @@ class QuantDot(nnx.Module):
             if current is not None:
                 histories[tensor][...] = delayed.push(histories[tensor][...], current)
         grad_history = histories["output_grad"][...] if "output_grad" in histories else None
-        static = _Static(self.recipe, x.dtype, dtype, out_sharding)
+        static = Static(self.recipe, x.dtype, dtype, out_sharding)
         return _dot(static, x, kernel, q_x, {"input": input_amax, "kernel": kernel_amax}, grad_history)
 
     def _quantized_input(self, x: jax.Array) -> tuple[jax.Array, Quantized | None, Any, Any]:
@@ -130,7 +130,9 @@ class QuantDot(nnx.Module):
         return delayed.delayed_amax(self.histories[tensor][...], current, self.recipe.cold_start), current
 
 
-class _Static(NamedTuple):
+class Static(NamedTuple):
+    """What is fixed when a program is traced."""
+
     recipe: Recipe
     in_dtype: Any  # of input, kernel and their gradients
     out_dtype: Any  # of the output and its gradient
@@ -138,15 +140,21 @@ class _Static(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(static: _Static, x, kernel, q_x, amaxes, grad_history):
-    return _forward(static, x, kernel, q_x, amaxes, grad_history)[0]
+def _dot(static: Static, x, kernel, q_x, amaxes, grad_history):
+    return forward(static, x, kernel, q_x, amaxes, grad_history)[0]
 
 
-def _forward(static: _Static, x, kernel, q_x, amaxes, grad_history):
+def forward(static: Static, x, kernel, q_x, amaxes, grad_history):
+    """The matmul ``fwd``, (…, K) · (K, N) to (…, N), and what the backward pass needs.
+
+    Args:
+      q_x: the quantized input; None if ``fwd`` is not quantized.
+      amaxes: of input and kernel, see `delayed.delayed_amax`; None without a history.
+    """
     recipe, _, dtype, out_sharding = static
     if recipe.fwd is None:
         saved = (x, kernel)
-        y = _plain(x, kernel, (-1,), (0,), dtype, out_sharding)
+        y = unquantized(x, kernel, (-1,), (0,), dtype, out_sharding)
     else:
         q_kernel = quantize(recipe, recipe.fwd[1], kernel, (0,), amaxes["kernel"])
         y = _gemm(q_x, q_kernel, (-1,), (0,), recipe.fwd, dtype, Precision.DEFAULT, out_sharding)
@@ -164,7 +172,7 @@ def residuals(recipe: Recipe, x, kernel, q_x, q_kernel) -> tuple[Any, Any]:
     return q_x if all_quantized else x, q_kernel if all_quantized or shared else kernel
 
 
-def _backward(static: _Static, residuals, g):
+def _backward(static: Static, residuals, g):
     saved, amaxes, history = residuals
     grad_amax, new_history = None, None
     if history is not None:
@@ -172,19 +180,19 @@ def _backward(static: _Static, residuals, g):
         grad_amax = delayed.delayed_amax(history, current, static.recipe.cold_start)
         new_history = delayed.push(history, current)
     amaxes_and_grad = amaxes | {"output_grad": grad_amax}
-    dx = _input_gradient(static, saved, g, amaxes_and_grad)
-    dkernel = _kernel_gradient(static, saved, g, amaxes_and_grad)
+    dx = input_gradient(static, saved, g, amaxes_and_grad)
+    dkernel = kernel_gradient(static, saved, g, amaxes_and_grad)
     return dx, dkernel, None, None, new_history
 
 
-_dot.defvjp(_forward, _backward)
+_dot.defvjp(forward, _backward)
 
 
-def _input_gradient(static: _Static, saved, g: jax.Array, amaxes) -> jax.Array:
+def input_gradient(static: Static, saved, g: jax.Array, amaxes) -> jax.Array:
     """The matmul ``dlhs``: (…, N) · (K, N) to (…, K)."""
     pair, dtype, sharding = static.recipe.dlhs, static.in_dtype, _sharding(saved[0])
     if pair is None:
-        return _plain(g.astype(dtype), _as(saved[1], dtype), (-1,), (1,), dtype, sharding)
+        return unquantized(g.astype(dtype), _as(saved[1], dtype), (-1,), (1,), dtype, sharding)
     q_g, q_kernel = dlhs_operands(static.recipe, saved[1], g, amaxes)
     return _gemm(q_g, q_kernel, (-1,), (1,), pair, dtype, Precision.HIGHEST, sharding)
 
@@ -195,12 +203,12 @@ def dlhs_operands(recipe: Recipe, saved_kernel, g: jax.Array, amaxes) -> tuple[Q
     return quantize(recipe, recipe.dlhs[0], g, (g.ndim - 1,), amaxes["output_grad"]), q_kernel
 
 
-def _kernel_gradient(static: _Static, saved, g: jax.Array, amaxes) -> jax.Array:
+def kernel_gradient(static: Static, saved, g: jax.Array, amaxes) -> jax.Array:
     """The matmul ``drhs``: (…, K) · (…, N) to (K, N), summed over all tokens."""
     pair, dtype, sharding = static.recipe.drhs, static.in_dtype, _sharding(saved[1])
     tokens = tuple(range(g.ndim - 1))
     if pair is None:
-        return _plain(_as(saved[0], dtype), g.astype(dtype), tokens, tokens, dtype, sharding)
+        return unquantized(_as(saved[0], dtype), g.astype(dtype), tokens, tokens, dtype, sharding)
     q_x, q_g = drhs_operands(static.recipe, *over_tokens(static.recipe, saved[0], g), amaxes)
     return _gemm(
         q_x, q_g, tokens, tokens, pair, dtype, Precision.HIGHEST, sharding, summed_over_devices=True
@@ -288,10 +296,14 @@ def _serves_both(of_forward: Operand, operand: Operand) -> bool:
     return operand == of_forward and operand.granularity in ("tensor", "unscaled", "tile")
 
 
-def _plain(a: jax.Array, b: jax.Array, contract_a, contract_b, dtype, out_sharding) -> jax.Array:
-    """``a · b`` over the contracted axes, not quantized."""
+def unquantized(
+    a: jax.Array, b: jax.Array, contract_a, contract_b, dtype, out_sharding, precision=None
+) -> jax.Array:
+    """``a · b`` over the contracted axes in ``dtype``, as it is without a recipe."""
     numbers = _numbers(contract_a, contract_b, a)
-    return jax.lax.dot_general(a, b, numbers, preferred_element_type=dtype, out_sharding=out_sharding)
+    return jax.lax.dot_general(
+        a, b, numbers, precision=precision, preferred_element_type=dtype, out_sharding=out_sharding
+    )
 
 
 def _gemm(

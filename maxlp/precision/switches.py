@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxlp.numerics.quantized import Quantized, dequantize
+from maxlp.numerics.quantized import Quantized, dequantize, explicit_sharding
 from maxlp.precision import delayed, dot
 from maxlp.precision.dot import QuantDot
 from maxlp.precision.health import shares
@@ -69,7 +69,7 @@ class SwitchDot(QuantDot):
     ) -> jax.Array:
         histories = {tensor: history[...] for tensor, history in self.histories.items()}
         amaxes = {"input": self._amax("input", x)[0], "kernel": self._amax("kernel", kernel)[0]}
-        static = dot._Static(self.recipe, x.dtype, dtype, out_sharding)
+        static = dot.Static(self.recipe, x.dtype, dtype, out_sharding)
         grad_history, on, shares = histories.get("output_grad"), self.on[...], self.backward_statistics[...]
         out = _dot(static, x, kernel, amaxes, grad_history, on, shares)
         y, of_forward = typing.cast(tuple, out)
@@ -127,10 +127,10 @@ def _forward(static, x, kernel, amaxes, grad_history, on, backward_statistics):
 
     def low() -> jax.Array:
         q_x = None if recipe.fwd is None else quantized()[0]
-        return dot._forward(static, x, kernel, q_x, amaxes, None)[0]
+        return dot.forward(static, x, kernel, q_x, amaxes, None)[0]
 
     def high() -> jax.Array:
-        return dot._plain(x, kernel, (-1,), (0,), static.out_dtype, static.out_sharding)
+        return dot.unquantized(x, kernel, (-1,), (0,), static.out_dtype, static.out_sharding)
 
     how = (-1,), (0,), static.out_dtype, static.out_sharding
     out = _switched(recipe, "fwd", on[0], high, low, quantized, lambda: (x, kernel), how)
@@ -146,7 +146,7 @@ def _backward(static, residuals, cotangents):
         grad_amax = delayed.delayed_amax(history, dot.amax(g), recipe.cold_start)
     amaxes = amaxes | {"output_grad": grad_amax}
     tokens = tuple(range(g.ndim - 1))
-    x_sharding, kernel_sharding = dot._sharding(x), dot._sharding(kernel)
+    x_sharding, kernel_sharding = explicit_sharding(x), explicit_sharding(kernel)
 
     def saved() -> tuple[Any, Any]:
         if recipe.fwd is None:
@@ -169,8 +169,8 @@ def _backward(static, residuals, cotangents):
         how = (-1,), (1,), dtype, x_sharding
         return _switched(
             recipe, "dlhs", on,
-            lambda: dot._plain(g.astype(dtype), kernel, *how),
-            lambda: dot._input_gradient(static, saved(), g, amaxes),
+            lambda: dot.unquantized(g.astype(dtype), kernel, *how),
+            lambda: dot.input_gradient(static, saved(), g, amaxes),
             of_dlhs, lambda: (g.astype(dtype), kernel), how,
         )  # fmt: skip
 
@@ -178,8 +178,8 @@ def _backward(static, residuals, cotangents):
         how = tokens, tokens, dtype, kernel_sharding
         return _switched(
             recipe, "drhs", on,
-            lambda: dot._plain(x, g.astype(dtype), *how),
-            lambda: dot._kernel_gradient(static, saved(), g, amaxes),
+            lambda: dot.unquantized(x, g.astype(dtype), *how),
+            lambda: dot.kernel_gradient(static, saved(), g, amaxes),
             of_drhs, exact_drhs, how,
         )  # fmt: skip
 
@@ -211,9 +211,10 @@ def _switched(recipe, gemm, on, high, low, quantized, exact, how) -> tuple[jax.A
         return high(), jnp.zeros((2, len(STATISTICS)), jnp.float32)
 
     contract_a, contract_b, dtype, out_sharding = how
-    multiply = functools.partial(
-        _float32, contract_a=contract_a, contract_b=contract_b, out_sharding=out_sharding
-    )
+
+    def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
+        highest = jax.lax.Precision.HIGHEST
+        return dot.unquantized(a, b, contract_a, contract_b, jnp.float32, out_sharding, highest)
 
     def both_forms() -> list[tuple[jax.Array, jax.Array, jax.Array]]:
         return [_forms(*each) for each in zip(operands, quantized(), exact(), strict=True)]
@@ -249,10 +250,3 @@ def _forms(operand: Operand | None, q: Any, x: jax.Array) -> tuple[jax.Array, ja
         return x, x, jnp.zeros(2)
     scales = dequantize(q._replace(values=jnp.ones_like(x)), jnp.float32)
     return dequantize(q, jnp.float32), x, jnp.stack(shares(operand, x, q.values, scales))
-
-
-def _float32(a, b, contract_a, contract_b, out_sharding) -> jax.Array:
-    return jax.lax.dot_general(
-        a, b, dot._numbers(contract_a, contract_b, a), precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32, out_sharding=out_sharding,
-    )  # fmt: skip

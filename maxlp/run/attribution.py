@@ -10,9 +10,7 @@ are inputs of one compiled program (`precision.switches`), whose memory does not
 import contextlib
 import dataclasses
 import functools
-import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -26,15 +24,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlp.core.gradients import Batch, Gradients
 from maxlp.core.train_state import State
-from maxlp.core.train_step import LossScaleOf, jit_step
-from maxlp.monitoring.run_record import load_run
+from maxlp.core.train_step import LossScaleOf
 from maxlp.nn.stack import Block
-from maxlp.parallel.batches import device_batches
 from maxlp.precision import switches
 from maxlp.precision.recipes import GEMMS
-from maxlp.run.replay import Opened, opened
+from maxlp.run.reopen import batch_of, reopened
 from maxlp.run.settings import Settings
-from maxlp.run.tokenizer import prepare_tokenizer
 from maxlp.runtime import files
 
 Switches = dict[str, np.ndarray]  # path → bool (…layers, 3 matmuls, 2 operands)
@@ -263,46 +258,9 @@ def evaluator(
         )
     # The program has three forms of each matmul: it must not grow with depth.
     s = dataclasses.replace(s, model=dataclasses.replace(s.model, scan_layers=True))
-    with before_step(s, workdir, step, same_precision=same_precision) as (at, state, batch, step):
-        run = at.run
-        yield Evaluate(at.graphdef, run.gradients, state, batch, run.loss_scale), step
-
-
-@contextlib.contextmanager
-def before_step(
-    s: Settings, workdir: Path | None, step: int | None, *, same_precision: bool
-) -> Iterator[tuple[Opened, State, Batch, int]]:
-    """A run, its state before a step, the step's batch and its number; `evaluator` has the arguments."""
-    with contextlib.ExitStack() as stack:
-        if workdir is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            prepare_tokenizer(s, folder)
-        else:
-            folder = workdir
-            check_step(workdir, step)
-        at = stack.enter_context(opened(s, folder, step, same_precision=same_precision))
-        yield (at, *batch_of(at, step))
-
-
-def check_step(workdir: Path, step: int | None) -> None:
-    run = load_run(workdir)
-    if step is not None and step > run.step + 1:
-        raise ValueError(
-            f"--step={step} has no batch in {workdir}, whose last record is of step {run.step}"
-        )
-
-
-def batch_of(at: Opened, step: int | None) -> tuple[State, Batch, int]:
-    """The state before a step, the step's batch and its number; trains up to there if need be."""
-    step = at.start + 1 if step is None else step
-    stream = device_batches(at.batches, at.run.mesh, step - at.start)
-    state, train_step = at.state, None
-    for n, (batch, _) in enumerate(stream, at.start + 1):
-        if n == step:
-            return state, batch, step
-        train_step = train_step or jit_step(at.run.step, at.graphdef, at.abstract, at.run.mesh)
-        state, _ = train_step(state, batch)
-    raise ValueError(f"--step={step} has no batch: the data end before it; give an earlier step")
+    with reopened(s, workdir, step, same_precision=same_precision) as at:
+        state, batch, step = batch_of(at, step)
+        yield Evaluate(at.graphdef, at.run.gradients, state, batch, at.run.loss_scale), step
 
 
 # --- output ---------------------------------------------------------------------------------------------
@@ -392,7 +350,7 @@ def _panel(axes: Any, values: np.ndarray) -> None:
 def write(found: Attribution, folder: Path) -> list[Path]:
     """Writes the numbers and the heat map; returns the paths."""
     numbers, picture = (folder / f"attribute_{found.step}.{end}" for end in ("json", "png"))
-    numbers.write_text(json.dumps(as_json(found), indent=1) + "\n", encoding="utf-8")
+    files.write_json(numbers, as_json(found))
     heat_map(found, picture)
     return [numbers, picture]
 

@@ -80,21 +80,23 @@ def check(s: Settings, budget: float) -> Settings:
     """The settings to measure: the recipe in all blocks, without rules.
 
     Raises:
-      ValueError: no share, or a model without exactly one stack of quantized blocks.
+      ValueError: an invalid share, or a model without exactly one stack of quantized blocks.
     """
     if not 0 < budget < 1:
-        raise ValueError(f"--budget={budget:g} is no share of FLOPs; choose one between 0 and 1")
+        raise ValueError(f"--budget={budget:g} is not a share of the FLOPs; choose one between 0 and 1")
     precision = dataclasses.replace(s.precision, rules=(), first_blocks=0, last_blocks=0)
     s = dataclasses.replace(s, precision=precision)
     stacks = {path.partition("layers/")[0] for path in s.matmuls if "layers/" in path}
     if len(stacks) != 1:
         raise ValueError(
-            f"choose is for models with one stack of blocks; {s.family.name} has {len(stacks)}"
+            f"choose needs a model with one stack of blocks, {s.family.name} has {len(stacks)}; "
+            "use attribute"
         )
     return s
 
 
 def costs(evaluate: Evaluate, found: Attribution) -> Costs:
+    """The costs of a model's matmuls inside its stack, from the effects of their operands."""
     model = nnx.merge(evaluate.graphdef, evaluate.state["params"], evaluate.state["model_state"])
     kernels = {path: module.kernel.shape for path, module in matmuls(model)}
     inside = [(site, effect) for site, effect in found.effects.items() if site.layer is not None]

@@ -224,7 +224,8 @@ class Compiled:
             layers = next((n for stack, n in self.stacks.items() if f"/{stack}" in f"/{path}"), 0)
             for layer in range(layers) if layers and x.shape[:1] == (layers,) else [None]:
                 r = rank.get((path.rpartition("/")[0], layer), -1) if kind == "gradient" else layer or 0
-                key = (KINDS.index(kind) + 1, r, kind == "gradient" and 0.5)
+                # A gradient is between those of its layer's output (0) and input (1) above.
+                key = (KINDS.index(kind) + 1, r, 0.5)
                 found.append((key, Site(part, kind, path, layer), x if layer is None else x[layer]))
         return {site: x for _, site, x in sorted(found, key=lambda one: one[0])}
 

@@ -13,8 +13,6 @@ capacity.
 import ast
 import dataclasses
 import functools
-import itertools
-import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,9 +28,12 @@ from maxlp.core.train_step import LossScaleOf
 from maxlp.parallel.batches import device_batches
 from maxlp.precision import RECIPES, RecipeOptions, make_recipe
 from maxlp.precision.capacity import gaussian_mse
-from maxlp.run.attribution import before_step, distance, finite
+from maxlp.run.attribution import distance, finite
 from maxlp.run.experiment import resolve_settings
+from maxlp.run.reopen import batch_of, reopened
+from maxlp.run.replay import without_recipe
 from maxlp.run.settings import Settings
+from maxlp.runtime import files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,23 +128,24 @@ def predictions(
       note: called with the numbers of finished and of all recipes.
 
     Raises:
-      ValueError: a recipe that does not fit the run, or a run without such a step.
+      ValueError: adapters, a recipe that does not fit the run, or a run without such a step.
     """
+    if s.train.lora is not None:  # `_gradient` makes the state besides the parameters anew
+        raise ValueError(
+            f"config.train.lora.rank={s.train.lora.rank}: predict is for models without adapters; give "
+            "such a run or config"
+        )
     if not specs:
         raise ValueError("no recipe quantizes a matmul of this run; change config.precision.min_dim")
     chosen = {spec: with_recipe(s, *parse(spec)) for spec in specs}
     for spec, low in chosen.items():
         if not low.is_quantized:
             raise ValueError(f"--recipes: {spec!r} quantizes no matmul of this run; leave it out")
-    plain = with_recipe(s, "bf16")
-    plain = dataclasses.replace(plain, precision=dataclasses.replace(plain.precision, smooth_swiglu="none"))
-    with before_step(plain, workdir, step, same_precision=False) as (at, state, first, step):
-        if jax.tree.leaves(at.abstract["model_state"]):
-            raise ValueError(
-                "predict needs a model that keeps no state besides its parameters, not adapters"
-            )
+    plain = without_recipe(s)
+    with reopened(plain, workdir, step, same_precision=False) as at:
+        state, first, step = batch_of(at, step)
         more = device_batches(at.batches, at.run.mesh, num_batches - 1)
-        batches = [first, *(batch for batch, _ in itertools.islice(more, num_batches - 1))]
+        batches = [first, *(batch for batch, _ in more)]
         high, high_loss = _gradient(plain, state, batches)
         found = []
         for n, (spec, low) in enumerate(chosen.items(), 1):
@@ -209,6 +211,6 @@ def table(found: list[Prediction]) -> Iterator[str]:
 def write(found: list[Prediction], step: int, folder: Path) -> Path:
     """Writes the predictions as JSON, what is not finite as null; returns the path."""
     path = folder / f"predict_{step}.json"
-    value = finite({"step": step, "recipes": [dataclasses.asdict(p) for p in found]})
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    recipes = [dataclasses.asdict(p) for p in found]
+    files.write_json(path, finite({"step": step, "recipes": recipes}))
     return path

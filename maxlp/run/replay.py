@@ -8,30 +8,24 @@ run's own precision and on the run's hardware it repeats the losses of the run. 
 recur in float32, low precision caused it.
 """
 
-import contextlib
 import dataclasses
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 
-from maxlp.core.train_state import State, abstract_state
+from maxlp.core.train_state import State
 from maxlp.core.train_step import jit_step
-from maxlp.monitoring import rollback, statistics
-from maxlp.monitoring.spike_records import Crossing, first_to_cross, read_record
+from maxlp.monitoring import statistics
+from maxlp.monitoring.spike_records import Crossing, first_to_cross
 from maxlp.monitoring.spikes import SpikeConfig
-from maxlp.monitoring.watch import checkpoint_before
 from maxlp.parallel.batches import device_batches
 from maxlp.precision.recipes import RecipeOptions
 from maxlp.run import run_dir
-from maxlp.run.experiment import Experiment, make_data, resolve_settings
+from maxlp.run.reopen import opened
 from maxlp.run.settings import Settings, read
-from maxlp.run.tokenizer import saved_tokenizer
-from maxlp.runtime import checkpoint
 
 PRECISIONS = {"recipe": None, "bf16": "bfloat16", "float32": "float32"}  # name: dtype of all matmuls
 SHOWN_TENSORS = 3  # per step
@@ -85,97 +79,15 @@ def with_precision(s: Settings, precision: str) -> Settings:
     )
     if not (dtype := PRECISIONS[precision]):
         return s
+    return without_recipe(dataclasses.replace(s, model=dataclasses.replace(s.model, dtype=dtype)))
+
+
+def without_recipe(s: Settings) -> Settings:
+    """The settings with all matmuls in the model's own dtype."""
     plain = dataclasses.replace(
         s.precision, recipe="bf16", options=RecipeOptions(), rules=(), smooth_swiglu="none"
     )
-    return dataclasses.replace(s, model=dataclasses.replace(s.model, dtype=dtype), precision=plain)
-
-
-class Opened(NamedTuple):
-    """A run in the state after ``start`` steps; the next of ``batches`` is that of step ``start`` + 1."""
-
-    run: Experiment
-    graphdef: nnx.GraphDef
-    abstract: State
-    state: State
-    start: int
-    batches: Any
-
-
-@contextlib.contextmanager
-def opened(
-    s: Settings, workdir: Path, step: int | None, lead: int = 0, *, same_precision: bool = True
-) -> Iterator[Opened]:
-    """The run of a workdir before a step, with the mesh set; it writes nothing.
-
-    Args:
-      s: the run's settings, perhaps with another precision.
-      step: None starts from the newest checkpoint.
-      lead: see `find_checkpoint`.
-      same_precision: whether matmuls have the recipe of the run.
-
-    Raises:
-      ValueError: as `replay`.
-    """
-    run = resolve_settings(s)
-    tokenizer = saved_tokenizer(s.data.tokenizer, workdir)
-    batches = iter(make_data(s, tokenizer, "train", run.mesh))
-    with jax.set_mesh(run.mesh), contextlib.closing(batches):
-        graphdef, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
-        root = find_checkpoint(workdir, sys.maxsize if step is None else step, lead)
-        if root is None:
-            state, start = run.initial_state(abstract, workdir), 0
-        else:
-            state, start = restore_state(root, abstract, batches, same_precision)
-        rollback.skip_excluded_batches(workdir, start, batches)
-        yield Opened(run, graphdef, abstract, state, start, batches)
-
-
-# --- where to start -----------------------------------------------------------------------------------
-
-
-def find_checkpoint(workdir: Path, spike_step: int, lead: int) -> Path | None:
-    """The checkpoint that the spike's record names if it exists, or else the best of all of them.
-
-    Returns:
-      None if the run has no checkpoint: the replay starts from the beginning.
-
-    Raises:
-      ValueError: all checkpoints are from the step of the spike or later.
-    """
-    named = (read_record(workdir, spike_step) or {}).get("checkpoint")
-    if named and (workdir / named).is_dir():
-        return workdir / named
-    folders = (workdir / "checkpoints", workdir / "spikes" / "checkpoints")
-    infos = [info for folder in folders for info in checkpoint.list_steps(folder)]
-    if chosen := checkpoint_before(infos, spike_step, lead):
-        return chosen.path
-    oldest = min((info.step for info in infos if info.status == "complete"), default=None)
-    if oldest is not None:
-        raise ValueError(
-            f"{workdir} has no checkpoint from before step {spike_step}; its oldest is from step {oldest}"
-        )
-    return None
-
-
-def restore_state(root: Path, abstract: State, batches: Any, same_precision: bool) -> tuple[State, int]:
-    """The state of a checkpoint, and its step; moves the data iterator to the position saved there.
-
-    Raises:
-      ValueError: the precision is not that of the run, and the model keeps state besides its parameters.
-    """
-    wanted = dict(abstract)
-    if not same_precision:
-        # The state of the run's recipe (amax histories) is useless to another recipe.
-        model_state = wanted.pop("model_state")
-        if jax.tree.leaves(model_state):
-            raise ValueError(
-                "another precision than the run's is impossible for a model that keeps state besides its "
-                "parameters (a history of scales, frozen weights); use the recipe of the run"
-            )
-    restored = checkpoint.restore(root, wanted)
-    batches.set_state(restored.data_state)
-    return {"model_state": abstract["model_state"]} | restored.state, restored.step
+    return dataclasses.replace(s, precision=plain)
 
 
 # --- the steps ----------------------------------------------------------------------------------------

@@ -1,10 +1,9 @@
 """From two runs, or one run and changes of its config, to the two programs that `difference` compares."""
 
-import contextlib
 import copy
 import dataclasses
+import itertools
 import json
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,16 @@ import jax
 import jax.numpy as jnp
 
 from maxlp.core.train_state import abstract_state
-from maxlp.core.train_step import jit_step
 from maxlp.parallel.batches import device_batches
 from maxlp.precision import make_recipe
-from maxlp.run import attribution, changes, difference
+from maxlp.run import changes, difference
+from maxlp.run.attribution import finite
 from maxlp.run.config import ConfigError
 from maxlp.run.difference import FACTOR, SEEDS, Compiled, Difference, Program
 from maxlp.run.experiment import Experiment, resolve_settings
-from maxlp.run.replay import opened
+from maxlp.run.reopen import batch_of, reopened
 from maxlp.run.settings import Settings
-from maxlp.run.tokenizer import prepare_tokenizer, saved_tokenizer
+from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import files
 
 WIDTH = 44  # of the names in the table
@@ -109,34 +108,21 @@ def reports(
     Raises:
       ValueError: no such step, or settings whose programs cannot be compared.
     """
-    bits = min(_bits(a, b), _bits(b, a))
-    with contextlib.ExitStack() as stack:
-        folder = workdir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        if workdir is None:
-            prepare_tokenizer(a, folder)
-        else:
-            attribution.check_step(workdir, step)
-        run_b = resolve_settings(b)
-        at = stack.enter_context(opened(a, folder, step))
+    bits, run_b = min(_bits(a, b), _bits(b, a)), resolve_settings(b)
+    with reopened(a, workdir, step) as at:
         programs = [_program(run, bits) for run in (at.run, run_b)]
         _check_states(*programs)
-        first, state, compiled = at.start + 1 if step is None else step, at.state, []
-        advance = jit_step(at.run.step, at.graphdef, at.abstract, at.run.mesh)
-        stream = device_batches(at.batches, at.run.mesh, first - at.start - 1 + number)
-        for n, (device_batch, _) in enumerate(stream, at.start + 1):
-            if n < first:
-                state, _ = advance(state, device_batch)
-                continue
-            batch, state = jax.device_get((device_batch, state))
-            tapped = _same_positions(at.run, run_b)
-            compiled = compiled or [Compiled(program, batch, tapped) for program in programs]
-            tensors, state = difference.compare(*compiled, state, batch, seed=n)
-            beyond = [found for found in tensors if found.excess > 1]
-            yield Report(n, tensors, difference.source(compiled[1], beyond[0].site) if beyond else "")
-            if beyond:
+        state, first_batch, start = batch_of(at, step)
+        state, first_batch = jax.device_get((state, first_batch))
+        tapped = _same_positions(at.run, run_b)
+        program_a, program_b = (Compiled(program, first_batch, tapped) for program in programs)
+        more = (jax.device_get(batch) for batch, _ in device_batches(at.batches, at.run.mesh, number - 1))
+        for n, batch in enumerate(itertools.chain([first_batch], more), start):
+            tensors, state = difference.compare(program_a, program_b, state, batch, seed=n)
+            first = next((found for found in tensors if found.excess > 1), None)
+            yield Report(n, tensors, difference.source(program_b, first.site) if first else "")
+            if first:
                 return
-        if not compiled:
-            raise ValueError(f"--step={first} has no batch: the data end before it; give an earlier step")
 
 
 def _program(run: Experiment, bits: int) -> Program:
@@ -173,7 +159,10 @@ def _check_states(a: Program, b: Program) -> None:
     for part in ("params", "opt_state"):
         if difference.shapes(a.abstract[part]) != difference.shapes(b.abstract[part]):
             key = "config.optimizer" if part == "opt_state" else "config.model"
-            raise ConfigError(f"{key}: A and B keep different states, so that no step can be compared")
+            raise ConfigError(
+                f"{key}: A and B keep different states, so that no step can be compared; give runs that "
+                "keep the same"
+            )
 
 
 def _same_positions(a: Experiment, b: Experiment) -> bool:
@@ -216,17 +205,14 @@ def write(found: Sequence[Report], differing: Sequence[str], folder: Path) -> Pa
         {
             "step": report.step,
             "source": report.source,
-            "tensors": [one.site._asdict() | _finite(one) | {"norm": one.norm} for one in report.tensors],
+            "tensors": [
+                one.site._asdict() | {"value": one.value, "bound": one.bound, "norm": one.norm}
+                for one in report.tensors
+            ],
         }
         for report in found
     ]
     path = folder / f"diff_{found[0].step}.json"
     numbers = {"differing": list(differing), "seeds": SEEDS, "factor": FACTOR, "steps": steps}
-    with files.naming(path):
-        path.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    files.write_json(path, finite(numbers))
     return path
-
-
-def _finite(found: Difference) -> dict[str, float | None]:
-    values = {"value": found.value, "bound": found.bound}
-    return {name: value if value < float("inf") else None for name, value in values.items()}

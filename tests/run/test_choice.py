@@ -74,8 +74,12 @@ def test_the_printed_lines_are_a_config(paths):
 @pytest.mark.parametrize(
     "family, budget, message",
     [
-        ("llama", 1.5, "--budget=1.5 is no share of FLOPs; choose one between 0 and 1"),
-        ("clip", 0.1, "choose is for models with one stack of blocks; clip has 2"),
+        ("llama", 1.5, "--budget=1.5 is not a share of the FLOPs; choose one between 0 and 1"),
+        (
+            "clip",
+            0.1,
+            "choose needs a model with one stack of blocks, clip has 2; use attribute",
+        ),
     ],
 )
 def test_what_is_refused(tmp_path, family, budget, message):

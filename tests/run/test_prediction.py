@@ -7,7 +7,7 @@ from maxlp.precision import RecipeOptions
 from maxlp.run import prediction
 from maxlp.run.prediction import Prediction
 from maxlp.run.settings import read
-from tests.run.fixtures import load
+from tests.run.fixtures import changed, load
 
 
 def test_specs():
@@ -43,6 +43,12 @@ def test_recipes_that_fit(tmp_path):
     config.precision.min_dim = 1024
     with pytest.raises(ValueError, match=r"^no recipe quantizes .* change config.precision.min_dim"):
         lab.predict(read(config), None, None, [], 2, tmp_path)
+
+
+def test_adapters_are_refused(tmp_path):
+    s = read(changed(load("debug"), {"train.lora.rank": 2}))
+    with pytest.raises(ValueError, match=r"^config.train.lora.rank=2: predict is for models without adapt"):
+        lab.predict(s, None, None, ["mxfp8"], 2, tmp_path)
 
 
 def test_the_table_has_both_ranks():

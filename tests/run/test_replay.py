@@ -8,7 +8,7 @@ import pytest
 
 from maxlp.monitoring.spike_records import Crossing
 from maxlp.monitoring.spikes import SpikeConfig
-from maxlp.run import replay
+from maxlp.run import reopen, replay
 from maxlp.runtime.checkpoint import StepInfo
 from maxlp.runtime.writers import read_jsonl
 
@@ -47,15 +47,15 @@ def test_the_checkpoint_to_start_from(tmp_path, monkeypatch):
         steps = [10, 20] if folder.name == "checkpoints" and folder.parent == tmp_path else []
         return [StepInfo(n, folder / str(n), "complete", 0, 0.0) for n in steps]
 
-    assert replay.find_checkpoint(tmp_path, 9, lead=2) is None, "no checkpoint: from the beginning"
-    monkeypatch.setattr(replay.checkpoint, "list_steps", list_steps)
-    assert replay.find_checkpoint(tmp_path, 25, lead=2) == tmp_path / "checkpoints" / "20"
+    assert reopen.find_checkpoint(tmp_path, 9, lead=2) is None, "no checkpoint: from the beginning"
+    monkeypatch.setattr(reopen.checkpoint, "list_steps", list_steps)
+    assert reopen.find_checkpoint(tmp_path, 25, lead=2) == tmp_path / "checkpoints" / "20"
     with pytest.raises(ValueError, match="no checkpoint from before step 9; its oldest is from step 10"):
-        replay.find_checkpoint(tmp_path, 9, lead=2)
+        reopen.find_checkpoint(tmp_path, 9, lead=2)
     kept = tmp_path / "spikes" / "checkpoints" / "5"
     kept.mkdir(parents=True)
     (tmp_path / "spikes" / "25.json").write_text('{"step": 25, "checkpoint": "spikes/checkpoints/5"}')
-    assert replay.find_checkpoint(tmp_path, 25, lead=2) == kept
+    assert reopen.find_checkpoint(tmp_path, 25, lead=2) == kept
 
 
 def test_an_unknown_precision_is_refused(tmp_path):

@@ -1,0 +1,157 @@
+"""A run in the state before one of its steps, from a checkpoint or from its seed. Nothing is written."""
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from maxlp.core.gradients import Batch
+from maxlp.core.train_state import State, abstract_state
+from maxlp.core.train_step import jit_step
+from maxlp.monitoring import rollback
+from maxlp.monitoring.run_record import load_run
+from maxlp.monitoring.spike_records import read_record
+from maxlp.monitoring.watch import checkpoint_before
+from maxlp.parallel.batches import device_batches
+from maxlp.run.experiment import Experiment, make_data, resolve_settings
+from maxlp.run.settings import Settings
+from maxlp.run.tokenizer import prepare_tokenizer, saved_tokenizer
+from maxlp.runtime import checkpoint
+
+
+class Opened(NamedTuple):
+    """A run in the state after ``start`` steps; the next of ``batches`` is that of step ``start`` + 1."""
+
+    run: Experiment
+    graphdef: nnx.GraphDef
+    abstract: State
+    state: State
+    start: int
+    batches: Any
+
+
+@contextlib.contextmanager
+def opened(
+    s: Settings, workdir: Path, step: int | None, lead: int = 0, *, same_precision: bool = True
+) -> Iterator[Opened]:
+    """The run of a workdir before a step, with the mesh set.
+
+    Args:
+      s: the run's settings, perhaps with another precision.
+      step: None starts from the newest checkpoint.
+      lead: see `find_checkpoint`.
+      same_precision: whether matmuls have the recipe of the run.
+
+    Raises:
+      ValueError: no run in the workdir, or no checkpoint from before the step that fits the precision.
+    """
+    run = resolve_settings(s)
+    tokenizer = saved_tokenizer(s.data.tokenizer, workdir)
+    batches = iter(make_data(s, tokenizer, "train", run.mesh))
+    with jax.set_mesh(run.mesh), contextlib.closing(batches):
+        graphdef, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+        root = find_checkpoint(workdir, sys.maxsize if step is None else step, lead)
+        if root is None:
+            state, start = run.initial_state(abstract, workdir), 0
+        else:
+            state, start = restore_state(root, abstract, batches, same_precision)
+        rollback.skip_excluded_batches(workdir, start, batches)
+        yield Opened(run, graphdef, abstract, state, start, batches)
+
+
+@contextlib.contextmanager
+def reopened(
+    s: Settings, workdir: Path | None, step: int | None, *, same_precision: bool = True
+) -> Iterator[Opened]:
+    """As `opened`, for `batch_of` the same step; without a workdir a new run, in a temporary folder.
+
+    Raises:
+      ValueError: as `opened`, or the run has not come as far as the step.
+    """
+    with contextlib.ExitStack() as stack:
+        if workdir is None:
+            workdir = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            prepare_tokenizer(s, workdir)
+        else:
+            _check_step(workdir, step)
+        yield stack.enter_context(opened(s, workdir, step, same_precision=same_precision))
+
+
+def _check_step(workdir: Path, step: int | None) -> None:
+    run = load_run(workdir)
+    if step is not None and step > run.step + 1:
+        raise ValueError(
+            f"--step={step} has no batch in {workdir}, whose last record is of step {run.step}"
+        )
+
+
+def batch_of(at: Opened, step: int | None) -> tuple[State, Batch, int]:
+    """The state before a step, the step's batch and its number; trains up to there if need be.
+
+    Args:
+      step: None takes the next one.
+
+    Raises:
+      ValueError: the data end before it.
+    """
+    step = at.start + 1 if step is None else step
+    stream = device_batches(at.batches, at.run.mesh, step - at.start)
+    state, train_step = at.state, None
+    for n, (batch, _) in enumerate(stream, at.start + 1):
+        if n == step:
+            return state, batch, step
+        train_step = train_step or jit_step(at.run.step, at.graphdef, at.abstract, at.run.mesh)
+        state, _ = train_step(state, batch)
+    raise ValueError(f"--step={step} has no batch: the data end before it; give an earlier step")
+
+
+# --- the checkpoint ---------------------------------------------------------------------------------------
+
+
+def find_checkpoint(workdir: Path, spike_step: int, lead: int) -> Path | None:
+    """The checkpoint that the spike's record names if it exists, or else the best of all of them.
+
+    Returns:
+      None if the run has no checkpoint: the replay starts from the beginning.
+
+    Raises:
+      ValueError: all checkpoints are from the step of the spike or later.
+    """
+    named = (read_record(workdir, spike_step) or {}).get("checkpoint")
+    if named and (workdir / named).is_dir():
+        return workdir / named
+    folders = (workdir / "checkpoints", workdir / "spikes" / "checkpoints")
+    infos = [info for folder in folders for info in checkpoint.list_steps(folder)]
+    if chosen := checkpoint_before(infos, spike_step, lead):
+        return chosen.path
+    oldest = min((info.step for info in infos if info.status == "complete"), default=None)
+    if oldest is not None:
+        raise ValueError(
+            f"{workdir} has no checkpoint from before step {spike_step}; its oldest is from step {oldest}"
+        )
+    return None
+
+
+def restore_state(root: Path, abstract: State, batches: Any, same_precision: bool) -> tuple[State, int]:
+    """The state of a checkpoint, and its step; moves the data iterator to the position saved there.
+
+    Raises:
+      ValueError: the precision is not that of the run, and the model keeps state besides its parameters.
+    """
+    wanted = dict(abstract)
+    if not same_precision:
+        # The state of the run's recipe (amax histories) is useless to another recipe.
+        model_state = wanted.pop("model_state")
+        if jax.tree.leaves(model_state):
+            raise ValueError(
+                "another precision than the run's is impossible for a model that keeps state besides its "
+                "parameters (a history of scales, frozen weights); use the recipe of the run"
+            )
+    restored = checkpoint.restore(root, wanted)
+    batches.set_state(restored.data_state)
+    return {"model_state": abstract["model_state"]} | restored.state, restored.step
