@@ -131,6 +131,8 @@ def _parse_flags(argv: list[str], words: int = 0) -> list[str]:
             raise ValueError(f"argument {word!r} is not a flag; flags are --NAME=VALUE, see --help")
         _check_numbers()
         return rest
+    except SystemExit:
+        sys.exit(0)  # absl ends --help with 1
     # For an override of an unknown key ml_collections raises AttributeError, KeyError or TypeError.
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
         _fail(_unknown_override(argv) or _one_line(error))
