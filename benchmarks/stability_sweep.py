@@ -1,4 +1,4 @@
-"""Which learning rates can each recipe take, and does sharpness announce a divergence? A tiny Llama, 5 seeds.
+"""Which learning rates can each recipe take, and does sharpness announce a divergence? A tiny Llama.
 
     python benchmarks/stability_sweep.py              # run it again to continue
     python benchmarks/stability_sweep.py --only bf16 fp8_delayed

@@ -392,3 +392,11 @@ def test_norms_of_a_difference():
     broken = np.array([np.nan, -3.0, 3.0, -3.0])
     np.testing.assert_array_equal(difference.norms(broken, broken), [0, 0])
     np.testing.assert_array_equal(difference.norms(a, broken), [np.inf, np.inf])
+
+
+def test_rounding_explains_what_it_makes_of_zeros():
+    site, zeros = Site(AS_TRAINED, "gradient", "kernel"), np.zeros(4, np.float32)
+    [found] = difference._differences({site: zeros}, {site: zeros + 1}, [{site: zeros + 1}])
+    assert found.value == found.bound == np.inf and not found.excess > 1
+    [found] = difference._differences({site: zeros}, {site: zeros + 1}, [{site: zeros}])
+    assert found.excess == np.inf
