@@ -45,7 +45,7 @@ from maxlp.core.train_state import State
 from maxlp.families.llama.sharpness import last_token, sharpness
 from maxlp.parallel.batches import global_batch
 
-EXPONENTS = (-9, -8, -7, -6, -5, -4, -3, -2, -1, 0)  # rates 2^-9 = 0.002 to 1
+EXPONENTS = tuple(range(-12, 1))  # rates 2^-12 = 0.00024 to 1
 SEEDS = (1, 2, 3, 4, 5)
 WINDOW, RISE, MARGIN = 10, 0.5, 0.2
 
