@@ -342,7 +342,7 @@ def _differences(base: Tensors, other: Tensors, runs: Iterable[Tensors]) -> list
         whole = site._replace(kind="parameter") if site.kind == "update" else site
         units = [_unit(base[one], other[one], base[site]) for one in (site, whole)]
         bounds = FACTOR * np.maximum(spread[site], np.maximum(*units))
-        with np.errstate(invalid="ignore"):  # inf / inf: A's tensor is 0, and the smallest move changes that
+        with np.errstate(invalid="ignore"):  # inf / inf: A has zeros, and any move changes them
             larger = int(np.argmax(values / bounds))
         differences.append(Difference(site, float(values[larger]), float(bounds[larger]), NORMS[larger]))
     return differences
