@@ -213,9 +213,10 @@ def verdicts(found: dict[str, Runs]) -> list[str]:
     lines = []
     for recipe in ("fp8_current", "fp8_delayed"):
         if {recipe, "bf16"} <= found.keys():
-            own, base = len(usable(found[recipe])), len(usable(found["bf16"]))
+            both = found[recipe].keys() & found["bf16"].keys()
+            own, base = (len(both.intersection(usable(found[name]))) for name in (recipe, "bf16"))
             met = "met" if own < base else "not met"
-            lines.append(f"* usable rates of {recipe} {own}, of bf16 {base}: {met}")
+            lines.append(f"* of {len(both)} rates {own} are usable with {recipe}, {base} with bf16: {met}")
     pairs = zip(*[warnings(runs) for runs in found.values()], strict=True)
     diverged, others = (list(itertools.chain(*flags)) for flags in pairs)
     if not diverged:

@@ -72,8 +72,8 @@ def test_usable_rates_and_criteria(sweep, tmp_path, capsys):
     }
     sweep.report(plan, tmp_path / "sweep.png")
     told = capsys.readouterr().out
-    assert "usable rates of fp8_current 1, of bf16 2: met" in told
-    assert "usable rates of fp8_delayed 3, of bf16 2: not met" in told
+    assert "of 4 rates 1 are usable with fp8_current, 2 with bf16: met" in told
+    assert "of 4 rates 3 are usable with fp8_delayed, 2 with bf16: not met" in told
     assert "rises before 3 of 3 onsets, and before 0 of 19 of the same steps in other runs: met" in told
     assert "| bf16 | 8 of 8 | 2: 2^-2, 2^-1 | 2.300 | 2.000 | 2.000 | 2.000 (1 of 2) |" in told
     assert (tmp_path / "sweep.png").exists()
