@@ -38,6 +38,14 @@ SHORT = {
         "--config.data.shuffle_tokens=16384",
         "--config.data.seq_len=64",
     ),
+    "numerics_lab": (
+        "--config.train.total_steps=4",
+        "--config.train.log_every=2",
+        "--config.optimizer.warmup_steps=2",
+        "--config.model.num_layers=1",
+        "--config.data.shuffle_tokens=16384",
+        "--config.precision.health_every=2",
+    ),
     "sharding_and_planning": (),
 }
 SHORTEN = """

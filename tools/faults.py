@@ -1671,6 +1671,22 @@ RUN = [
         (" - x)) / ", ")) / "),
     ),
     *_in(
+        "run/difference.py",
+        "run/test_difference.py::test_rounding_explains_what_it_makes_of_zeros",
+        ("FACTOR * np.maximum(spread[site], np.maximum(*units))", "FACTOR * np.maximum(*units)"),
+        ('np.errstate(invalid="ignore"):', 'np.errstate(over="ignore"):'),
+        (
+            "np.argmax(values / bounds)",
+            "np.argmax(values)",
+            "run/test_difference.py::test_the_norm_with_the_larger_excess_is_reported",
+        ),
+        (
+            "{site: np.maximum(found, norms(",
+            "{site: np.minimum(found, norms(",
+            "run/test_difference.py::test_the_norm_with_the_larger_excess_is_reported",
+        ),
+    ),
+    *_in(
         "run/constraints.py",
         "run/test_constraints.py",
         ("(shards * microbatches) == 0", "microbatches == 0"),

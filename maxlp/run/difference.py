@@ -343,7 +343,8 @@ def _differences(base: Tensors, other: Tensors, runs: Iterable[Tensors]) -> list
         whole = site._replace(kind="parameter") if site.kind == "update" else site
         units = [_unit(base[one], other[one], base[site]) for one in (site, whole)]
         bounds = FACTOR * np.maximum(spread[site], np.maximum(*units))
-        larger = int(np.argmax(values / bounds))
+        with np.errstate(invalid="ignore"):  # inf / inf: A has zeros, and any move changes them
+            larger = int(np.argmax(values / bounds))
         differences.append(Difference(site, float(values[larger]), float(bounds[larger]), NORMS[larger]))
     return differences
 

@@ -392,3 +392,21 @@ def test_norms_of_a_difference():
     broken = np.array([np.nan, -3.0, 3.0, -3.0])
     np.testing.assert_array_equal(difference.norms(broken, broken), [0, 0])
     np.testing.assert_array_equal(difference.norms(a, broken), [np.inf, np.inf])
+
+
+def test_rounding_explains_what_it_makes_of_zeros():
+    site, zeros = Site(AS_TRAINED, "gradient", "kernel"), np.zeros(4, np.float32)
+    [found] = difference._differences({site: zeros}, {site: zeros + 1}, [{site: zeros + 1}])
+    assert found.value == found.bound == np.inf and not found.excess > 1
+    [found] = difference._differences({site: zeros}, {site: zeros + 1}, [{site: zeros}])
+    assert found.excess == np.inf
+
+
+def test_the_norm_with_the_larger_excess_is_reported():
+    site, ones = Site(AS_TRAINED, "gradient", "kernel"), np.ones(4, np.float32)
+    one_wrong = ones + np.array([0, 0, 0, 1], np.float32)
+    [found] = difference._differences({site: ones}, {site: one_wrong}, [{site: ones}, {site: ones + 0.25}])
+    assert found.norm == "max" and found.value == 1 and found.bound == difference.FACTOR * 0.25
+    uneven = ones + np.array([0.5, 0.5, 0.5, 0.6], np.float32)
+    [found] = difference._differences({site: ones}, {site: uneven}, [{site: one_wrong}])
+    assert found.norm == "rms" and found.bound == difference.FACTOR * 0.5
