@@ -1,6 +1,7 @@
 """Next-token prediction on packed text."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,9 +11,10 @@ from flax import nnx
 
 from maxlp import schema
 from maxlp.core import gradients
+from maxlp.core.train_step import AfterUpdate, keep_update
 from maxlp.data import sources, text
 from maxlp.families import Evaluate, Family, Measure
-from maxlp.families.llama import losses
+from maxlp.families.llama import losses, qk_clip
 from maxlp.families.llama.constraints import RULES
 from maxlp.families.llama.flops import train_flops_per_token
 from maxlp.families.llama.model import Llama, LlamaConfig
@@ -111,6 +113,12 @@ def sharpness(graphdef: nnx.GraphDef) -> Measure:
     return probe(graphdef)
 
 
+def after_update(model: LlamaConfig) -> AfterUpdate:
+    if model.qk_clip is None:
+        return keep_update
+    return functools.partial(qk_clip.clip, threshold=model.qk_clip)
+
+
 # --- sizes, FLOPs, descriptions -------------------------------------------------------------------------
 
 
@@ -189,4 +197,5 @@ FAMILY = Family(
     loss_parts=loss_parts,
     generates_text=True,
     sharpness=sharpness,
+    after_update=after_update,
 )
