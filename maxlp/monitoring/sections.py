@@ -229,7 +229,7 @@ def _lead_lines(run: Run, spikes: Sequence[Spike]) -> Lines:
     found = count_predicted([spike.step for spike in spikes], rms_spikes, run.step, policy)
     text = (
         f"{found.predicted} of {counted(found.loss_spikes, 'spike')} came 1 to {policy.lead} steps after "
-        f"the largest RMS_t had risen above {policy.rms_threshold:g} ({found.by_chance:.1f} would by chance)"
+        f"the largest RMS_t rose above {policy.rms_threshold:g} ({found.by_chance:.1f} would by chance)"
     )
     return [("led by RMS_t", text)]
 

@@ -160,7 +160,7 @@ def test_how_often_rms_rose_before_the_loss_is_counted_if_every_step_is_logged(t
     records = [{"step": i + 1, "train/loss": losses[i], "train/rms/max": rms[i]} for i in range(100)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     assert shown(tmp_path)["Spikes"]["led by RMS_t"] == (
-        "1 of 3 spikes came 1 to 8 steps after the largest RMS_t had risen above 1.8 (0.7 would by chance)"
+        "1 of 3 spikes came 1 to 8 steps after the largest RMS_t rose above 1.8 (0.7 would by chance)"
     )  # 3 · (8 + 8 + 8) / 100
     write_json(tmp_path / "config.json", config | {"spikes": {"rms_threshold": 2.5, "lead": 4}})
     assert shown(tmp_path)["Spikes"]["led by RMS_t"].startswith("0 of 3 spikes came 1 to 4 steps")

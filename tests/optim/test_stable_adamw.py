@@ -200,7 +200,7 @@ def test_the_growing_beta2_is_no_1_after_a_million_steps():
     grads = {"kernel": jnp.full((2, 2), 3.0)}
     state = tx.init(grads)._replace(count=jnp.int32(999_999))
     _, state = tx.update(grads, state)
-    # In float32, 1 - t^-0.8 is a multiple of 2^-24, which is 0.4 % of t^-0.8 here; a power is exact to 1e-6.
+    # In float32, 1 - t^-0.8 is a multiple of 2^-24, 0.4 % of t^-0.8 here; a power is exact to 1e-6.
     np.testing.assert_allclose(state.nu["kernel"], 9 * 1e6**-0.8, rtol=1e-5)
 
 

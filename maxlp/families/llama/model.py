@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 
 from maxlp import schema
-from maxlp.families.llama import qk_clip
 from maxlp.nn import attention, layers, stack
 from maxlp.parallel.schedule import PipelineConfig
 from maxlp.parallel.sharding import constrain, gather_sequence, split_sequence
@@ -155,7 +154,11 @@ class Attention(nnx.Module):
         self.o_proj = c.linear(c.q_dim, c.embed_dim, ("q_heads", "embed"), rngs, residual=True)
         self.q_norm = c.norm(c.head_dim) if c.qk_norm else None
         self.k_norm = c.norm(c.head_dim) if c.qk_norm else None
-        self.max_logits_N = None if c.qk_clip is None else qk_clip.MaxLogits(jnp.zeros(c.num_heads))
+        self.max_logits = None
+        if c.qk_clip is not None:
+            from maxlp.families.llama.qk_clip import MaxLogits  # few runs need it
+
+            self.max_logits = MaxLogits(c.num_heads)
         self.head_dim = c.head_dim
         self.attend = attention.kernel(c.attention)
 
@@ -166,8 +169,8 @@ class Attention(nnx.Module):
         k_BSKH = rotate(self.heads(k_BSD, self.k_norm), *rope)
         v_BSKH = self.heads(v_BSD)
         if cache is None:
-            if self.max_logits_N is not None:
-                self.max_logits_N[...] = qk_clip.max_logits(q_BSNH, k_BSKH, positions_BS, segment_ids_BS)
+            if self.max_logits is not None:
+                self.max_logits(q_BSNH, k_BSKH, positions_BS, segment_ids_BS)
             o_BSNH = self.attend(q_BSNH, k_BSKH, v_BSKH, causal=True, segment_ids_BS=segment_ids_BS)
         else:
             row_B1 = jnp.arange(B)[:, None]

@@ -29,11 +29,20 @@ from maxlp.parallel.sharding import constrain
 BLOCK = 128  # keys
 
 
-class MaxLogits(nnx.Variable):
-    """float32 (N,): the largest attention logit of each head in the last step, written by the forward pass.
+class LargestOfStep(nnx.Variable):
+    """float32 (N,), written by the forward pass; microbatches are combined by maximum."""
 
-    Microbatches are combined by maximum, as all state of a model is.
-    """
+
+class MaxLogits(nnx.Module):
+    """Records the largest attention logit of each head; for the arguments see `max_logits`."""
+
+    def __init__(self, num_heads: int):
+        self.largest_N = LargestOfStep(jnp.zeros(num_heads))
+
+    def __call__(
+        self, q_BSNH: jax.Array, k_BSKH: jax.Array, positions_BS: jax.Array, segment_ids_BS: jax.Array | None
+    ) -> None:
+        self.largest_N[...] = max_logits(q_BSNH, k_BSKH, positions_BS, segment_ids_BS)
 
 
 def max_logits(
@@ -86,7 +95,7 @@ def clip(params: dict, model_state: dict, *, threshold: float) -> tuple[dict, Me
       the parameters, and the metrics ``max_attention_logit`` (of all heads) and ``clipped_heads``.
     """
     attn = params["layers"]["attn"]
-    largest_LN = model_state["layers"]["attn"]["max_logits_N"]
+    largest_LN = model_state["layers"]["attn"]["max_logits"]["largest_N"]
     is_large_LN = jnp.isfinite(largest_LN) & (largest_LN > threshold)
     factor_LN = jnp.where(is_large_LN, threshold / largest_LN, 1.0)
     q_LDQ, k_LDK = attn["q_proj"]["kernel"], attn["k_proj"]["kernel"]

@@ -14,7 +14,7 @@ from maxlp.core import gradients
 from maxlp.core.train_step import AfterUpdate, keep_update
 from maxlp.data import sources, text
 from maxlp.families import Evaluate, Family, Measure
-from maxlp.families.llama import losses, qk_clip
+from maxlp.families.llama import losses
 from maxlp.families.llama.constraints import RULES
 from maxlp.families.llama.flops import train_flops_per_token
 from maxlp.families.llama.model import Llama, LlamaConfig
@@ -116,6 +116,8 @@ def sharpness(graphdef: nnx.GraphDef) -> Measure:
 def after_update(model: LlamaConfig) -> AfterUpdate:
     if model.qk_clip is None:
         return keep_update
+    from maxlp.families.llama import qk_clip  # few runs need it
+
     return functools.partial(qk_clip.clip, threshold=model.qk_clip)
 
 

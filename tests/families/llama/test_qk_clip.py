@@ -54,7 +54,8 @@ def test_kernels_of_large_heads_are_scaled_and_no_others(kv_heads):
     attn = {name: {"kernel": rng.standard_normal((L, D, n * H), np.float32)} for name, n in sizes.items()}
     params = {"layers": {"attn": attn, "mlp": 1}, "head": 2}
     largest_LN = jnp.array([[1, 3, 2, 8], [jnp.nan, 2.5, jnp.inf, 50]])
-    found, metrics = qk_clip.clip(params, {"layers": {"attn": {"max_logits_N": largest_LN}}}, threshold=2.0)
+    state = {"layers": {"attn": {"max_logits": {"largest_N": largest_LN}}}}
+    found, metrics = qk_clip.clip(params, state, threshold=2.0)
     gamma_LN = np.array([[1, 2 / 3, 1, 1 / 4], [1, 4 / 5, 1, 1 / 25]])
     factors = {"q_proj": gamma_LN}  # keys that two heads share stay as they are
     if kv_heads == N:
@@ -106,7 +107,7 @@ def test_divided_batches_and_layers_are_clipped_alike(how):
     changes = dict(DIVIDED[how])
     mesh = make_mesh(**changes.pop("mesh", {}))
     expected, expected_state = step()
-    is_large = expected_state["max_logits_N"] > TAU
+    is_large = expected_state["max_logits"]["largest_N"] > TAU
     assert is_large.any() and not is_large.all()
     found, state = step(mesh=mesh, **changes)
     # Float32 in another order: gradients are sums over 256 tokens, logits over 64 products.
@@ -139,7 +140,7 @@ def test_blocks_without_quantization_are_clipped_too(released):
     recipe = precision_config("fp8_delayed", first_blocks=1, history=4)
     _, attn = step(recipe=recipe, released=released)
     _, expected = step()
-    found_LN, expected_LN = attn["max_logits_N"], expected["max_logits_N"]
+    found_LN, expected_LN = attn["max_logits"]["largest_N"], expected["max_logits"]["largest_N"]
     np.testing.assert_allclose(found_LN[0], expected_LN[0], rtol=2e-5)  # float32 in the first block
     np.testing.assert_allclose(found_LN[1], expected_LN[1], rtol=0.2)  # FP8: 2^-4 in each of two operands
     assert (attn["q_proj"]["dot_general"]["input_amax_history"][0] == 0).all()
