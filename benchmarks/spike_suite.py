@@ -140,9 +140,7 @@ def segments(steps: int) -> Iterator[tuple[range, bool]]:
     yield range(begin, steps), False
 
 
-def train(
-    run: Trainer, exponent: int, seed: int, damage: Damage, data: Data, plan: Plan
-) -> dict[str, Any]:
+def train(run: Trainer, exponent: int, seed: int, damage: Damage, data: Data, plan: Plan) -> dict[str, Any]:
     """Trains with the damage; returns the error on the validation data and the training losses."""
     steps = run.settings.train.total_steps
     batches = data.batches(seed, steps)
@@ -172,9 +170,7 @@ def run_method(
             for name, damage in ({"": UNDAMAGED} | suite.damages).items()
         }
         plan.save(method, f"seed{seed}", {"exponent": best} | outcomes)
-        told = ", ".join(
-            f"{name or 'undamaged'} {one['heldout']:.4f}" for name, one in outcomes.items()
-        )
+        told = ", ".join(f"{name or 'undamaged'} {one['heldout']:.4f}" for name, one in outcomes.items())
         print(f"{method}, rate 2^{best}, seed {seed}: {told}", flush=True)
 
 

@@ -40,7 +40,11 @@ class MaxLogits(nnx.Module):
         self.largest_N = LargestOfStep(jnp.zeros(num_heads))
 
     def __call__(
-        self, q_BSNH: jax.Array, k_BSKH: jax.Array, positions_BS: jax.Array, segment_ids_BS: jax.Array | None
+        self,
+        q_BSNH: jax.Array,
+        k_BSKH: jax.Array,
+        positions_BS: jax.Array,
+        segment_ids_BS: jax.Array | None,
     ) -> None:
         self.largest_N[...] = max_logits(q_BSNH, k_BSKH, positions_BS, segment_ids_BS)
 
