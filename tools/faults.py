@@ -148,7 +148,7 @@ OPTIM = [
             "optax.tree.bias_correction(nu, b2, count)",
             "optax.tree.bias_correction(nu, b2, count + 1)",
         ),
-        ("count.astype(v.dtype) ** -decay_rate", "(count + 1).astype(v.dtype) ** -decay_rate"),
+        ("jnp.asarray(count, v.dtype) ** power", "jnp.asarray(count + 1, v.dtype) ** power"),
         ("(1 - weight) * v", "(1 - weight * weight) * v"),
         ("optax.tree.bias_correction(mu, b1, count)", "mu"),
         ("update_moment(wide, state.mu, b1, 1)", "update_moment(wide, state.mu, b2, 1)"),

@@ -70,14 +70,16 @@ def scale_by_stable_adam(
     """
     schema.check_arguments(scale_by_stable_adam, clip_threshold=clip_threshold, decay_rate=decay_rate)
 
-    def second_moment(grads: optax.Updates, nu: optax.Updates, count: jax.Array) -> tuple:
+    def second_moment(grads: optax.Updates, nu: optax.Updates, count: jax.typing.ArrayLike) -> tuple:
         """The new nu, and v̂."""
         if decay_rate is None:
             nu = optax.tree.update_moment_per_elem_norm(grads, nu, b2, 2)
             return nu, optax.tree.bias_correction(nu, b2, count)
 
+        power = -decay_rate
+
         def average(g: jax.Array, v: jax.Array) -> jax.Array:
-            weight = count.astype(v.dtype) ** -decay_rate  # 1 - β2 would have lost its last digits
+            weight = jnp.asarray(count, v.dtype) ** power  # 1 - β2 would have lost its last digits
             return weight * jnp.square(g) + (1 - weight) * v
 
         nu = jax.tree.map(average, grads, nu)
