@@ -154,8 +154,9 @@ class Attention(nnx.Module):
         self.o_proj = c.linear(c.q_dim, c.embed_dim, ("q_heads", "embed"), rngs, residual=True)
         self.q_norm = c.norm(c.head_dim) if c.qk_norm else None
         self.k_norm = c.norm(c.head_dim) if c.qk_norm else None
-        self.max_logits = None
-        if c.qk_clip is not None:
+        if c.qk_clip is None:
+            self.max_logits = None
+        else:
             from maxlp.families.llama.qk_clip import MaxLogits  # few runs need it
 
             self.max_logits = MaxLogits(c.num_heads)
