@@ -109,6 +109,8 @@ def qk_clip_scales_whole_kernels(s: Settings, machine: Machine) -> str | None:
     if s.model.qk_clip is None:
         return None
     key = f"model.qk_clip={s.model.qk_clip}"
+    if s.precision.scalify != "none":
+        return f"{key} needs state of the model, which precision.scalify does not carry; unset one of them"
     if s.train.lora is not None:
         return f"{key} would scale kernels that train.lora keeps frozen; unset one of them"
     if s.model.param_dtype != "float32":
