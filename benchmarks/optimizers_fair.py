@@ -37,6 +37,7 @@ import functools
 import itertools
 import json
 import math
+import operator
 import tempfile
 import time
 from collections.abc import Callable
@@ -50,6 +51,7 @@ import numpy as np
 import optax
 from fidelity_runs import RESULTS, ROOT, Data, Trainer, digits, watch_nothing
 from matplotlib.figure import Figure
+from ml_collections import ConfigDict
 from training import changed
 
 from configs.llama import tiny
@@ -178,8 +180,10 @@ class Plan:
 
     Attributes:
       out: the folder, with one for each method.
-      base: changes of `configs/llama/tiny.py` that all methods share.
+      base: changes of the config that all methods share.
       methods: further changes of each method.
+      config: `configs/llama/tiny.py`, or another one.
+      error: what is to be small, of the metrics of an evaluation.
       start, budget, seeds, rounds, gap: as the constants of this module.
     """
 
@@ -192,6 +196,8 @@ class Plan:
     rounds: int = ROUNDS
     gap: int = GAP
     validation_batches: int = VALIDATION_BATCHES
+    config: Callable[[], ConfigDict] = tiny.get_config
+    error: Callable[[dict[str, float]], float] = operator.itemgetter("loss")
 
     def measured(self, method: str, name: str) -> dict[str, Any] | None:
         """The finished measurement of this name; None without one, or if other settings made it."""
@@ -258,7 +264,7 @@ def run_once(method: str, exponent: int, seed: int, plan: Plan, run: Trainer, da
     start = time.time()
     batches = data.batches(seed, run.settings.train.total_steps)
     state, records = run.train(initial_state(run, exponent, seed), batches, watch_nothing)
-    loss = run.evaluate(state)["loss"]
+    loss = plan.error(run.evaluate(state))
     loss = loss if math.isfinite(loss) else math.inf
     kept = {} if seed == SEARCH_SEED else {"loss": records["loss"]}
     plan.save(method, run_name(exponent, seed), {"heldout": loss} | kept)
@@ -403,7 +409,7 @@ def command(
     plan = dataclasses.replace(plan, out=args.out or plan.out, **(quick if args.quick else {}))
     if not args.report:
         with tempfile.TemporaryDirectory() as folder:
-            data = Data(changed(tiny.get_config(), plan.base), Path(folder), plan.validation_batches)
+            data = Data(changed(plan.config(), plan.base), Path(folder), plan.validation_batches)
             trainer = trainers(plan, data)
             for method in args.only:
                 run(method, plan, trainer, data)

@@ -20,9 +20,11 @@ Criteria, written before the runs, against AdamW clipped by the global norm (`cl
 2. AdaGC recovers from random tokens sooner than StableAdamW, in the mean of the seeds.
 3. None of the three costs more than 0.5 % of the validation loss without damage.
 
-Not part of it: CLIP (AdaGC's claim to train it 25 % faster than StableAdamW), outliers of low precision.
+`spike_suite_clip.py` does the same with a CLIP. Not part of it: outliers of low precision.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,24 +64,70 @@ METHODS: dict[str, dict[str, Any]] = {
     "qk_norm": CLIP | {"model.qk_norm": True},
     "soft cap 30": CLIP | {"model.logit_soft_cap": 30.0},
 }
+Batch = dict[str, np.ndarray]
+Runs = dict[str, dict[int, dict[str, Any]]]  # method, seed
+
+
+# --- damage -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Damage:
+    """A kind of damage.
+
+    Attributes:
+      meaning: a few words for the tables.
+      of_batch: (batch, seed) to the damaged batch; None leaves batches as they are.
+      of_rate: a factor on the learning rate.
+    """
+
+    meaning: str
+    of_batch: Callable[[Batch, int], Batch] | None = None
+    of_rate: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """What is planted, and what is asked.
+
+    Attributes:
+      damages: by name.
+      measure: of the validation data, which is to be small.
+      criteria: prints what the criteria ask of the methods that have been run.
+    """
+
+    damages: dict[str, Damage]
+    measure: str
+    criteria: Callable[[Runs], None]
+
+
+def random_tokens(batch: Batch, seed: int) -> Batch:
+    random = _random_rows(batch, np.random.default_rng(seed))
+    return batch | {"tokens": random[:, :-1], "targets": random[:, 1:]}
+
+
+def random_targets(batch: Batch, seed: int) -> Batch:
+    """Half of the targets are random."""
+    rng = np.random.default_rng(seed)
+    random, targets = _random_rows(batch, rng)[:, 1:], batch["targets"]
+    return batch | {"targets": np.where(rng.random(targets.shape) < 0.5, random, targets)}
+
+
+def _random_rows(batch: Batch, rng: np.random.Generator) -> np.ndarray:
+    B, S = batch["tokens"].shape
+    return rng.integers(0, tiny.get_config().model.vocab_size, (B, S + 1), np.int32)
+
+
+RATE_JUMP = Damage(f"{JUMP:g} times the rate", of_rate=JUMP)
 DAMAGES = {
-    "tokens": "random tokens instead of text",
-    "labels": "half of the targets are random",
-    "rate": f"{JUMP:g} times the rate",
+    "tokens": Damage("random tokens instead of text", random_tokens),
+    "labels": Damage("half of the targets are random", random_targets),
+    "rate": RATE_JUMP,
 }
+UNDAMAGED = Damage("undamaged")
 
 
 # --- runs ---------------------------------------------------------------------------------------------
-
-
-def damaged(batch: dict[str, np.ndarray], damage: str, seed: int) -> dict[str, np.ndarray]:
-    """The batch with its tokens, or half of its targets, replaced by random ones."""
-    rng, vocab_size = np.random.default_rng(seed), tiny.get_config().model.vocab_size
-    B, S = batch["tokens"].shape
-    random = rng.integers(0, vocab_size, (B, S + 1), np.int32)
-    if damage == "tokens":
-        return batch | {"tokens": random[:, :-1], "targets": random[:, 1:]}
-    return batch | {"targets": np.where(rng.random((B, S)) < 0.5, random[:, 1:], batch["targets"])}
 
 
 def segments(steps: int) -> Iterator[tuple[range, bool]]:
@@ -92,33 +140,38 @@ def segments(steps: int) -> Iterator[tuple[range, bool]]:
     yield range(begin, steps), False
 
 
-def train(run: Trainer, exponent: int, seed: int, damage: str, data: Data) -> dict[str, Any]:
-    """Trains with the damage ("" for none); returns the validation loss and the training losses."""
+def train(run: Trainer, exponent: int, seed: int, damage: Damage, data: Data, plan: Plan) -> dict[str, Any]:
+    """Trains with the damage; returns the error on the validation data and the training losses."""
     steps = run.settings.train.total_steps
     batches = data.batches(seed, steps)
     state, losses = initial_state(run, exponent, seed), []
     for stretch, is_damaged in segments(steps):
         part = batches[stretch.start : stretch.stop]
-        if is_damaged and damage in ("tokens", "labels"):
-            part = [damaged(batch, damage, i) for i, batch in zip(stretch, part, strict=True)]
-        jumps = is_damaged and damage == "rate"
-        state = with_rate(state, 2.0**exponent * (JUMP if jumps else 1.0))
+        planted = damage if is_damaged else UNDAMAGED
+        if planted.of_batch is not None:
+            part = [planted.of_batch(batch, i) for i, batch in zip(stretch, part, strict=True)]
+        state = with_rate(state, 2.0**exponent * planted.of_rate)
         if part:
             state, records = run.train(state, part, watch_nothing)
             losses += [round(loss, 4) for loss in records["loss"]]
-    return {"heldout": run.evaluate(state)["loss"], "loss": losses}
+    return {"heldout": plan.error(run.evaluate(state)), "loss": losses}
 
 
-def run_method(method: str, plan: Plan, trainer: Callable[[str], Trainer], data: Data) -> None:
+def run_method(
+    method: str, plan: Plan, trainer: Callable[[str], Trainer], data: Data, *, suite: Suite
+) -> None:
     """Makes the runs of a method that are missing."""
     best = search(method, plan, trainer, data)
     for seed in plan.seeds:
         if plan.measured(method, f"seed{seed}"):
             continue
-        outcomes = {damage: train(trainer(method), best, seed, damage, data) for damage in ("", *DAMAGES)}
+        outcomes = {
+            name: train(trainer(method), best, seed, damage, data, plan)
+            for name, damage in ({"": UNDAMAGED} | suite.damages).items()
+        }
         plan.save(method, f"seed{seed}", {"exponent": best} | outcomes)
-        losses = ", ".join(f"{damage or 'undamaged'} {r['heldout']:.4f}" for damage, r in outcomes.items())
-        print(f"{method}, rate 2^{best}, seed {seed}: {losses}", flush=True)
+        told = ", ".join(f"{name or 'undamaged'} {one['heldout']:.4f}" for name, one in outcomes.items())
+        print(f"{method}, rate 2^{best}, seed {seed}: {told}", flush=True)
 
 
 # --- the report ---------------------------------------------------------------------------------------
@@ -155,10 +208,10 @@ def final(run: dict[str, Any], damage: str) -> float:
     return run[damage]["heldout"] - run[""]["heldout"]
 
 
-def report(plan: Plan, figure: Path) -> None:
+def report(plan: Plan, figure: Path, *, suite: Suite) -> None:
     """Prints a table of the undamaged runs and one of each damage, the criteria, and draws."""
     runs = {}
-    for method in METHODS:
+    for method in plan.methods:
         found = {seed: run for seed in plan.seeds if (run := plan.measured(method, f"seed{seed}"))}
         if found:
             runs[method] = found
@@ -173,14 +226,14 @@ def report(plan: Plan, figure: Path) -> None:
         rate = f"2^{next(iter(seeds.values()))['exponent']}"
         cells = [fidelity_figures.plus_minus(loss), fidelity_figures.plus_minus(excess, "+.4f")]
         rows.append([method, rate, *cells, str(sum(num_spikes(run, "") for run in seeds.values()))])
-    fidelity_figures.print_table(["undamaged", "rate", "validation loss", "minus clip", "spikes"], rows)
-    for damage, meaning in DAMAGES.items():
+    fidelity_figures.print_table(["undamaged", "rate", suite.measure, "minus clip", "spikes"], rows)
+    for name, damage in suite.damages.items():
         print()
-        rows = [damage_row(method, seeds, damage) for method, seeds in runs.items()]
-        fidelity_figures.print_table([meaning, "peak", "recovery", "spikes", "in the end"], rows)
+        rows = [damage_row(method, seeds, name) for method, seeds in runs.items()]
+        fidelity_figures.print_table([damage.meaning, "peak", "recovery", "spikes", "in the end"], rows)
     print()
-    criteria(runs)
-    draw(runs, figure)
+    suite.criteria(runs)
+    draw(runs, figure, suite.damages)
 
 
 def damage_row(method: str, seeds: dict[int, dict[str, Any]], damage: str) -> list[str]:
@@ -197,7 +250,7 @@ def damage_row(method: str, seeds: dict[int, dict[str, Any]], damage: str) -> li
     ]
 
 
-def criteria(runs: dict[str, dict[int, dict[str, Any]]]) -> None:
+def criteria(runs: Runs) -> None:
     """Prints what the criteria ask of the methods that have been run."""
     for method in ("stable_adamw", "adagc", "stable_spam"):
         if method not in runs:
@@ -213,23 +266,26 @@ def criteria(runs: dict[str, dict[int, dict[str, Any]]]) -> None:
         )
 
 
-def draw(runs: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
+def draw(runs: Runs, path: Path, damages: dict[str, Damage]) -> None:
     """Differences of the training loss: means of the seeds, bands of their range."""
     shown = [m for m in ("clip", "no clip", "stable_adamw", "adagc", "stable_spam", "guard") if m in runs]
     figure = Figure(figsize=(13, 4.6), layout="constrained", facecolor="white")
-    for axes, (damage, meaning) in zip(figure.subplots(1, 3), DAMAGES.items(), strict=True):
+    for axes, (name, damage) in zip(figure.subplots(1, 3), damages.items(), strict=True):
         for color, method in zip(fidelity_figures.COLORS, shown, strict=False):
-            curves = np.array([difference(run, damage) for run in runs[method].values()])[:, 110:]
+            curves = np.array([difference(run, name) for run in runs[method].values()])[:, 110:]
             steps = np.arange(curves.shape[1]) + 110
             axes.plot(steps, curves.mean(0), color=color, label=method, linewidth=1)
             axes.fill_between(steps, curves.min(0), curves.max(0), color=color, alpha=0.12, lw=0)
         fidelity_figures.shade(axes, [step for stretch in STRETCHES for step in stretch], "damaged")
         axes.set_yscale("symlog", linthresh=0.1)
-        axes.set_title(meaning, loc="left")
+        axes.set_title(damage.meaning, loc="left")
         axes.set_xlabel("step")
     figure.axes[0].set_ylabel("training loss minus the undamaged run's\n(nats; symlog, linear below 0.1)")
     fidelity_figures.legend_below(figure, figure.axes[0])
     fidelity_figures.save(figure, path)
+
+
+LLAMA = Suite(DAMAGES, "validation loss", criteria)
 
 
 # --- the command --------------------------------------------------------------------------------------
@@ -244,7 +300,8 @@ def main() -> None:
         "validation_batches": 2,
     }
     plan = Plan(RESULTS / "spike_suite", BASE, METHODS, seeds=SEEDS)
-    command(plan, __doc__, quick, run_method, report)
+    run, tell = (functools.partial(function, suite=LLAMA) for function in (run_method, report))
+    command(plan, __doc__, quick, run, tell)
 
 
 if __name__ == "__main__":

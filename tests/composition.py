@@ -102,6 +102,7 @@ FEATURES = [
     Feature("remat=block", "remat", {"model.remat": "block"}, True),
     Feature("remat=dots", "remat", {"model.remat": "dots"}, True),
     Feature("qk_norm", "qk_norm", {"model.qk_norm": True}),
+    Feature("qk_clip", "qk_norm", {"model.qk_clip": 0.05}),
     Feature("fsdp", "fsdp", {"mesh.fsdp": 2}, True),
     Feature("tensor", "tensor", {"mesh.tensor": 2}, True),
     Feature("context", "context", {"mesh.context": 2, "model.attention": "ring"}, True),

@@ -45,7 +45,7 @@ FEW_GRADIENTS = 4
 AMAX_TOLERANCE = 2.0**-2
 ROWS = [(family, row) for family in composition.FAMILIES for row in composition.rows(family)]
 # What a family refuses whatever else is chosen.
-REFUSED = {("clip", "stage"), ("clip", "context"), ("clip", "adascale")}
+REFUSED = {("clip", "stage"), ("clip", "context"), ("clip", "adascale"), ("clip", "qk_clip")}
 # XLA may keep float32 between fused 16-bit operations; which ones are fused differs between layouts.
 OPTIONS = {"xla_allow_excess_precision": False}
 

@@ -41,7 +41,7 @@ from maxlp.core.gradients import (
     squared_norm,
 )
 from maxlp.core.train_state import State
-from maxlp.core.train_step import global_norm
+from maxlp.core.train_step import AfterUpdate, global_norm, keep_update
 from maxlp.nn.stack import Block, StackCall, stack_parts
 
 StackPath = tuple[str, ...]  # where a stack is in the model: ("layers",), ("visual", "layers")
@@ -55,6 +55,7 @@ def train_step(
     loss: Loss,
     tx: optax.GradientTransformation,
     schedule: optax.Schedule,
+    after_update: AfterUpdate = keep_update,
 ) -> tuple[State, Metrics]:
     """One update from a global batch.
 
@@ -62,6 +63,7 @@ def train_step(
       loss: as in `gradients.batch_gradients`.
       tx: treats each tensor independently. It is called once for each layer, as a stack of one, and once
         for all other parameters.
+      after_update: as in `train_step.train_step`.
 
     Returns:
       the new state, and the metrics of `train_step.train_step` without those of gates and statistics.
@@ -94,12 +96,14 @@ def train_step(
     new_params = join_trees(rest["params"], *(done.stacks["params"] for done in released.values()))
     squares = [squared_norm(grads), *(done.square for done in released.values())]
     new_stacks = [_at(path, done.model_state) for path, done in released.items()]
+    model_state = join_trees(new_forward, new_backward, *new_stacks)
+    new_params, corrections = after_update(new_params, model_state)
     return {
         "params": new_params,
-        "model_state": join_trees(new_forward, new_backward, *new_stacks),
+        "model_state": model_state,
         "opt_state": _join_opt_states(opt_state, rest["opt_state"], released),
         "step": state["step"] + 1,
-    }, metrics | {
+    }, metrics | corrections | {
         "grad_norm": jnp.sqrt(sum(squares)),
         "param_norm": global_norm(new_params),
         "learning_rate": jnp.asarray(schedule(state["step"]), jnp.float32),

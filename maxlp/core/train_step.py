@@ -20,6 +20,7 @@ LossScaleOf = Callable[[State], jax.Array | None]
 Statistics = Callable[[optax.Updates, optax.OptState], Metrics]
 UpdateArguments = Callable[[optax.Updates, Metrics], dict[str, jax.Array]]
 OptimizerMetrics = Callable[[optax.OptState], Metrics]
+AfterUpdate = Callable[[Any, dict], tuple[Any, Metrics]]
 # (structure, state, batch) to the new state and scalar metrics: `train_step` or `fused_backward.train_step`
 Step = Callable[[nnx.GraphDef, State, Batch], tuple[State, Metrics]]
 
@@ -39,6 +40,11 @@ def no_optimizer_metrics(opt_state: optax.OptState) -> Metrics:
     return {}
 
 
+def keep_update(params: Any, model_state: dict) -> tuple[Any, Metrics]:
+    """The `AfterUpdate` of a model whose parameters are those of the optimizer."""
+    return params, {}
+
+
 def no_loss_scale(state: State) -> None:
     """The loss scale of a run that has none."""
 
@@ -56,6 +62,7 @@ def train_step(
     statistics: Statistics = no_statistics,
     update_arguments: UpdateArguments = no_update_arguments,
     optimizer_metrics: OptimizerMetrics = no_optimizer_metrics,
+    after_update: AfterUpdate = keep_update,
 ) -> tuple[State, Metrics]:
     """One update from a global batch.
 
@@ -65,6 +72,7 @@ def train_step(
       statistics: (gradients, new opt_state) to more metrics.
       update_arguments: (gradients, their metrics) to further keywords of ``tx.update``.
       optimizer_metrics: the opt_state after the step, accepted or not, to metrics that replace others.
+      after_update: (updated params, model_state of this step) to the params of the next step, and metrics.
 
     Returns:
       the new state, and scalars: those of ``gradients`` (loss, accuracy, …), grad_norm, param_norm,
@@ -74,10 +82,10 @@ def train_step(
     with jax.named_scope("optimizer"):
         extra = update_arguments(grads, metrics)
         updates, opt_state = tx.update(grads, state["opt_state"], state["params"], **extra)
-        params = optax.apply_updates(state["params"], updates)
+        params, corrections = after_update(optax.apply_updates(state["params"], updates), model_state)
     new = {"params": params, "model_state": model_state, "opt_state": opt_state}
     with jax.named_scope("statistics"):
-        metrics |= {"grad_norm": global_norm(grads), **statistics(grads, opt_state)}
+        metrics |= {"grad_norm": global_norm(grads), **corrections, **statistics(grads, opt_state)}
     if gates:
         accepted, gate_states, more = accept_all(gates, state, metrics)
         metrics |= more | {"skipped": 1.0 - accepted}

@@ -20,6 +20,7 @@ from flax import nnx
 
 from maxlp import schema
 from maxlp.core.gradients import Gradients, Loss
+from maxlp.core.train_step import AfterUpdate, keep_update
 from maxlp.nn.attention import Use
 from maxlp.schema import OneOf
 
@@ -67,6 +68,7 @@ class Family:
       linear_probe: (graphdef, state, train batches, validation batches, num_classes=, l2=) to named
         numbers; None for families without image features.
       sharpness: graphdef to a compiled `Measure`; None for families that predict no tokens.
+      after_update: model to what corrects the parameters after an update, see `core.train_step`.
     """
 
     name: str
@@ -93,6 +95,7 @@ class Family:
     generates_text: bool = False
     linear_probe: Callable[..., dict[str, float]] | None = None
     sharpness: Callable[[nnx.GraphDef], Measure] | None = None
+    after_update: Callable[[Any], AfterUpdate] = lambda model: keep_update
 
 
 def get(name: Annotated[str, OneOf(FAMILIES)]) -> Family:

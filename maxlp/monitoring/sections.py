@@ -9,7 +9,7 @@ import math
 import shutil
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from maxlp.monitoring.rollback import read_rollbacks
 from maxlp.monitoring.run_record import Run, counted, tail
 from maxlp.monitoring.spike_records import recorded_spikes, suspect
-from maxlp.monitoring.spikes import Spike
+from maxlp.monitoring.spikes import Spike, count_predicted, find_rms_spikes
 from maxlp.runtime.writers import format_seconds
 
 MAX_WIDTH = 108
@@ -211,11 +211,27 @@ def spike_lines(run: Run, at_most: int = 10) -> Lines:
     tensors = {record["step"]: _first_tensor(record) for record in recorded_spikes(run.workdir)}
     lines = [(f"step {s.step:,}", _spike_text(s) + tensors.get(s.step, "")) for s in spikes[:at_most]]
     lines += [("", f"and {len(spikes) - at_most} more")] if len(spikes) > at_most else []
+    lines += _lead_lines(run, spikes)
     for entry in read_rollbacks(run.workdir):
         begin, end = entry["batches"]
         steps = f"from step {entry['spike']['step']:,} to step {entry['to']:,}"
         lines.append(("rolled back", f"{steps}, skipping batches {begin + 1:,} to {end:,}"))
     return lines
+
+
+def _lead_lines(run: Run, spikes: Sequence[Spike]) -> Lines:
+    """How often RMS_t rose before the loss did; only of a run that logged every step."""
+    steps, rms = run.series("train/rms/max")
+    if not spikes or not len(steps) or run.setting("train", "log_every") != 1:
+        return []
+    policy = run.spike_config
+    rms_spikes = find_rms_spikes(steps, rms, policy)
+    found = count_predicted([spike.step for spike in spikes], rms_spikes, run.step, policy)
+    text = (
+        f"{found.predicted} of {counted(found.loss_spikes, 'spike')} came 1 to {policy.lead} steps after "
+        f"the largest RMS_t rose above {policy.rms_threshold:g} ({found.by_chance:.1f} would by chance)"
+    )
+    return [("led by RMS_t", text)]
 
 
 def _spike_text(spike: Spike) -> str:

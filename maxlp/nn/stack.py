@@ -118,7 +118,8 @@ def apply_stack(
         block = nnx.merge(graphdef, params, frozen, state)
         x = checkpoint_name(x, BLOCK_INPUT)
         x, out = call(_without_quantization(block) if unquantized else block, x, rows, extra)
-        return x, (state if unquantized else nnx.state(block, IS_STATE), out)
+        new = nnx.state(block, IS_STATE)
+        return x, (nnx.merge_state(state, new) if unquantized else new, out)
 
     if blocks.run_stack is not None:
 
@@ -126,7 +127,7 @@ def apply_stack(
             x: jax.Array, params: dict, state: dict, unquantized: bool
         ) -> tuple[jax.Array, dict]:
             x, (new, _) = layer(x, params, frozen, state, per_row, None, unquantized)
-            return x, state if unquantized else nnx.to_pure_dict(new)
+            return x, nnx.to_pure_dict(new)
 
         return blocks.run_stack(StackCall(blocks, x, num_layers, layer_of_call)), None
 
@@ -284,6 +285,7 @@ def _remat(policies: dict, name: str, prevent_cse: bool = False) -> Callable[[Ca
 
 
 def _without_quantization(block: nnx.Module) -> nnx.Module:
+    """The block, which loses the modules that quantize, and with them their state."""
     for _, module in nnx.iter_modules(block):
         if isinstance(module, Linear):
             module.dot_general = nnx.static(dot_general)

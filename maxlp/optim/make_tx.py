@@ -111,9 +111,9 @@ def _rescale_and_decay(config: OptimizerConfig) -> tuple[optax.GradientTransform
     mask = functools.partial(decay_mask, decay_embeddings=config.decay_embeddings)
     decay = optax.add_decayed_weights(config.weight_decay, mask)
     if config.name == "stable_adamw" and config.decay_with_clip:
-        from maxlp.optim.stable_adamw import clip_decay
+        from maxlp.optim.stable_adamw import CLIP_THRESHOLD, clip_decay
 
-        return (clip_decay(rescale, decay, **config.options),)
+        return (clip_decay(rescale, decay, config.options.get("clip_threshold", CLIP_THRESHOLD)),)
     if config.name == "adamp":
         from maxlp.optim.adamp import decay_divisors
         from maxlp.optim.stable_adamw import divide_decay

@@ -8,6 +8,11 @@ per tensor detects it (Wortsman et al. 2023, arXiv:2304.13013, algorithm 2):
     lr_t  = lr / max(1, RMS_t / d)          d = 1: update clipping, as in Adafactor
     θ    ← θ − lr_t·weight_decay·θ − lr_t·m̂ / (√v̂ + eps)
 
+β2 can also grow with the number t of the step, as Adafactor's does, so that v̂ follows the gradient closely
+at first and averages over many steps later:
+
+    β2_t = 1 − t^(−λ)      and v̂ = v, because β2_1 = 0
+
 This is not `optax.clip_by_block_rms` after Adam: that bounds m̂/√v̂, which the momentum has already
 smoothed, and rarely acts at all.
 """
@@ -44,6 +49,7 @@ def scale_by_stable_adam(
     mu_dtype: Any = None,
     *,
     clip_threshold: ClipThreshold = CLIP_THRESHOLD,
+    decay_rate: Annotated[float, Range(above=0, at_most=1)] | None = None,
     layer_axes: LayerAxes = layer_axes,
 ) -> optax.GradientTransformation:
     """Adam's step divided by max(1, RMS_t / clip_threshold), for each tensor of each layer.
@@ -56,12 +62,28 @@ def scale_by_stable_adam(
       eps: added to √v̂; eps² is also the lower bound of v̂ in RMS_t.
       mu_dtype: dtype of the first moment; None for float32.
       clip_threshold: d above; `inf` is Adam that records its RMS_t.
+      decay_rate: λ above; None has a constant β2, which is b2.
       layer_axes: gives the number of leading layer axes of the parameter at a path.
 
     Raises:
-      ValueError: clip_threshold is not positive.
+      ValueError: clip_threshold is not positive, or decay_rate is not in (0, 1].
     """
-    schema.check_arguments(scale_by_stable_adam, clip_threshold=clip_threshold)
+    schema.check_arguments(scale_by_stable_adam, clip_threshold=clip_threshold, decay_rate=decay_rate)
+
+    def second_moment(grads: optax.Updates, nu: optax.Updates, count: jax.typing.ArrayLike) -> tuple:
+        """The new nu, and v̂."""
+        if decay_rate is None:
+            nu = optax.tree.update_moment_per_elem_norm(grads, nu, b2, 2)
+            return nu, optax.tree.bias_correction(nu, b2, count)
+
+        power = -decay_rate
+
+        def average(g: jax.Array, v: jax.Array) -> jax.Array:
+            weight = jnp.asarray(count, v.dtype) ** power  # 1 - β2 would have lost its last digits
+            return weight * jnp.square(g) + (1 - weight) * v
+
+        nu = jax.tree.map(average, grads, nu)
+        return nu, nu
 
     def init(params: optax.Params) -> StableAdamState:
         zeros = optax.tree.zeros_like(widened(params))
@@ -77,9 +99,8 @@ def scale_by_stable_adam(
         count = optax.safe_increment(state.count)
         wide = widened(updates)
         mu = optax.tree.update_moment(wide, state.mu, b1, 1)
-        nu = optax.tree.update_moment_per_elem_norm(wide, state.nu, b2, 2)
         mu_hat = optax.tree.bias_correction(mu, b1, count)
-        nu_hat = optax.tree.bias_correction(nu, b2, count)
+        nu, nu_hat = second_moment(wide, state.nu, count)
 
         def rms(path: KeyPath, g: jax.Array, v: jax.Array) -> jax.Array:
             return jnp.sqrt(tensor_mean(jnp.square(g) / jnp.maximum(v, eps**2), layer_axes(path)))

@@ -150,6 +150,7 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
             loss=family.loss(s.loss, s.train.seed),
             tx=optimizer.tx,
             schedule=optimizer.schedule,
+            after_update=family.after_update(s.model),
         )
     else:
         statistics: Statistics = train_step.no_statistics
@@ -163,6 +164,7 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
             gates=gates,
             loss_scale=loss_scale,
             statistics=statistics,
+            after_update=family.after_update(s.model),
         )
         if uses_adascale:
             from maxlp.optim import adascale

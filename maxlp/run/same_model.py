@@ -8,7 +8,7 @@ from maxlp.run import changes
 # Keys of the model that only decide how its weights begin, how they are trained, or how long a text may be.
 TRAINING = (
     *("model.init", "model.init_std", "model.logit_scale", "model.logit_bias", "model.layer_scale"),
-    *("model.visual.patch_dropout", "model.max_seq_len"),
+    *("model.visual.patch_dropout", "model.max_seq_len", "model.qk_clip"),
 )
 
 

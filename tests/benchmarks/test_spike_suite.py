@@ -34,14 +34,14 @@ def test_all_steps_are_trained_once_and_the_stretches_are_damaged(suite):
 def test_damage_is_in_the_tokens_or_in_half_of_the_targets(suite):
     tokens = np.arange(8 * 65, dtype=np.int32).reshape(8, 65)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": np.ones((8, 64), bool)}
-    random = suite.damaged(batch, "tokens", 3)
+    random = suite.random_tokens(batch, 3)
     assert (random["tokens"][:, 1:] == random["targets"][:, :-1]).all()  # still the next token
     assert (random["tokens"] == batch["tokens"]).mean() < 0.05
-    noisy = suite.damaged(batch, "labels", 3)
+    noisy = suite.random_targets(batch, 3)
     assert noisy["tokens"] is batch["tokens"]
     kept = (noisy["targets"] == batch["targets"]).mean()
     assert abs(kept - 0.5) < 5 * 0.5 / 512**0.5  # five standard deviations of 512 coins
-    assert (noisy["targets"] == suite.damaged(batch, "labels", 3)["targets"]).all()
+    assert (noisy["targets"] == suite.random_targets(batch, 3)["targets"]).all()
 
 
 def test_peak_recovery_and_the_end_are_differences_to_the_undamaged_run(suite):
@@ -60,15 +60,15 @@ def test_peak_recovery_and_the_end_are_differences_to_the_undamaged_run(suite):
 
 def test_the_report_has_a_table_for_each_damage_and_the_criteria(suite, tmp_path, capsys):
     plan = suite.Plan(tmp_path, suite.BASE, suite.METHODS, seeds=(1, 2))
-    suite.report(plan, tmp_path / "spikes.png")
+    suite.report(plan, tmp_path / "spikes.png", suite=suite.LLAMA)
     assert "not run yet" in capsys.readouterr().out
     excess = np.where(np.isin(np.arange(300), np.concatenate(suite.STRETCHES) + 4), 1.0, 0.0)
     for method, size in {"clip": 1.0, "stable_adamw": 0.5, "adagc": 0.25, "stable_spam": 2.0}.items():
         for seed in plan.seeds:
             plan.save(method, f"seed{seed}", outcomes(suite, size * excess, 3.0))
-    suite.report(plan, tmp_path / "spikes.png")
+    suite.report(plan, tmp_path / "spikes.png", suite=suite.LLAMA)
     told = capsys.readouterr().out
-    assert all(f"| {meaning} | peak |" in told for meaning in suite.DAMAGES.values())
+    assert all(f"| {damage.meaning} | peak |" in told for damage in suite.DAMAGES.values())
     assert "adagc: lower peak with 2 of 2 seeds; undamaged +0.00%" in told
     assert "stable_spam: lower peak with 0 of 2 seeds" in told
 

@@ -247,6 +247,7 @@ LLAMA: dict[str, Kind] = {
     },
     "model.rope_theta": POSITIVE,
     "model.logit_soft_cap": POSITIVE,
+    "model.qk_clip": POSITIVE,
     "model.rope_scaling.factor": Float(0, open_low=True),
     "model.rope_scaling.low_freq_factor": Float(0, open_low=True),
     "model.rope_scaling.high_freq_factor": Float(0, open_low=True),

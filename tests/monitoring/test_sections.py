@@ -152,6 +152,22 @@ def test_spikes_among_the_logged_losses_follow_the_definition_of_the_config(tmp_
     assert "Spikes" not in shown(tmp_path)
 
 
+def test_how_often_rms_rose_before_the_loss_is_counted_if_every_step_is_logged(tmp_path):
+    write_json(tmp_path / "config.json", config := {"model": {}, "train": {"log_every": 1}})
+    losses, rms = 2 + 0.01 * np.sin(np.arange(100)), np.ones(100)
+    losses[[30, 60, 90]] += 1.0
+    rms[[22, 60, 80]] = 2.0  # 8 steps before the first spike, at the second, 10 steps before the third
+    records = [{"step": i + 1, "train/loss": losses[i], "train/rms/max": rms[i]} for i in range(100)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert shown(tmp_path)["Spikes"]["led by RMS_t"] == (
+        "1 of 3 spikes came 1 to 8 steps after the largest RMS_t rose above 1.8 (0.7 would by chance)"
+    )  # 3 · (8 + 8 + 8) / 100
+    write_json(tmp_path / "config.json", config | {"spikes": {"rms_threshold": 2.5, "lead": 4}})
+    assert shown(tmp_path)["Spikes"]["led by RMS_t"].startswith("0 of 3 spikes came 1 to 4 steps")
+    write_json(tmp_path / "config.json", config | {"train": {"log_every": 10}})
+    assert "led by RMS_t" not in shown(tmp_path)["Spikes"]
+
+
 def test_recorded_spikes_and_rollbacks(tmp_path):
     write_run(tmp_path, steps=10)
     (tmp_path / "spikes").mkdir()

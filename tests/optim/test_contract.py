@@ -62,6 +62,7 @@ OPTIMIZERS = {
     "galore_adafactor": ADAFACTOR | dict(name="adafactor", galore=GALORE),
     "low_bit": dict(name="adamw", low_bit=FP8),
     "adagc": dict(name="stable_adamw", adagc=dict(warmup_steps=2)),
+    "growing_b2": dict(name="stable_adamw", options=dict(decay_rate=0.5)),
     "companded": dict(name="adamw", low_bit=COMPANDED8),
     "muon_8bit": dict(name="muon", low_bit=DYNAMIC8),
     "q_galore": dict(

@@ -39,7 +39,7 @@ def initial(dtype=np.float64):
     return {k: rng.normal(size=s).astype(dtype) for k, s in SHAPES.items()}
 
 
-def algorithm_2(theta, grads, *, decay, decay_with_clip=True, threshold=1.0):
+def algorithm_2(theta, grads, *, decay, decay_with_clip=True, threshold=1.0, decay_rate=None):
     """The paper's algorithm for one tensor in float64, with debiased betas instead of debiased moments.
 
     Returns the parameters after each step and RMS_t of each step.
@@ -48,7 +48,7 @@ def algorithm_2(theta, grads, *, decay, decay_with_clip=True, threshold=1.0):
     thetas, rms_of_step = [], []
     for t, g in enumerate(grads, 1):
         beta1 = B1 * (1 - B1 ** (t - 1)) / (1 - B1**t)
-        beta2 = B2 * (1 - B2 ** (t - 1)) / (1 - B2**t)
+        beta2 = B2 * (1 - B2 ** (t - 1)) / (1 - B2**t) if decay_rate is None else 1 - t**-decay_rate
         v = beta1 * v + (1 - beta1) * g
         u = beta2 * u + (1 - beta2) * g**2
         rms = np.sqrt(np.mean(g**2 / np.maximum(u, EPS**2)))
@@ -72,12 +72,18 @@ def trajectory(tx, params, grads_of_step):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "atol", "decay_with_clip", "threshold"),
-    [(np.float64, 1e-12, True, 1.0), (np.float64, 1e-12, False, 0.5), (np.float32, 2e-6, True, 0.5)],
+    ("dtype", "atol", "decay_with_clip", "threshold", "decay_rate"),
+    [
+        (np.float64, 1e-12, True, 1.0, None),
+        (np.float64, 1e-12, False, 0.5, None),
+        (np.float64, 1e-12, True, 0.5, 0.8),
+        (np.float32, 2e-6, True, 0.5, None),
+        (np.float32, 2e-6, False, 1.0, 0.5),
+    ],
 )
-def test_forty_steps_with_a_burst_equal_algorithm_2(dtype, atol, decay_with_clip, threshold):
+def test_forty_steps_with_a_burst_equal_algorithm_2(dtype, atol, decay_with_clip, threshold, decay_rate):
     with jax.enable_x64(dtype == np.float64):
-        options = {"clip_threshold": threshold}
+        options = {"clip_threshold": threshold} | ({} if decay_rate is None else {"decay_rate": decay_rate})
         keys = dict(name="stable_adamw", decay_with_clip=decay_with_clip, options=options)
         tx = make_optimizer(**MAKE, **keys).tx
         out, rms = trajectory(tx, jax.tree.map(jnp.asarray, initial(dtype)), gradients(40, dtype=dtype))
@@ -90,12 +96,13 @@ def test_forty_steps_with_a_burst_equal_algorithm_2(dtype, atol, decay_with_clip
             decay=decay,
             decay_with_clip=decay_with_clip,
             threshold=threshold,
+            decay_rate=decay_rate,
         )
         np.testing.assert_allclose([p[key] for p in out], expected, atol=atol)
         np.testing.assert_allclose([r[key] for r in rms], expected_rms, rtol=1e-4 if atol > 1e-9 else 1e-9)
         assert out[0][key].dtype == dtype
         clipped += np.sum(np.array(expected_rms) > threshold)
-        assert max(expected_rms) > 3, "the burst is visible"
+        assert max(expected_rms) > (3 if decay_rate is None else 1.5), "the burst is visible"
     assert 5 < clipped < 80, "some steps are clipped and some are not"
 
 
@@ -188,9 +195,20 @@ def test_moments_and_rms_of_bfloat16_parameters_are_float32():
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
-def test_threshold_must_be_positive():
+def test_the_growing_beta2_is_no_1_after_a_million_steps():
+    tx = scale_by_stable_adam(decay_rate=0.8)
+    grads = {"kernel": jnp.full((2, 2), 3.0)}
+    state = tx.init(grads)._replace(count=jnp.int32(999_999))
+    _, state = tx.update(grads, state)
+    # In float32, 1 - t^-0.8 is a multiple of 2^-24, 0.4 % of t^-0.8 here; a power is exact to 1e-6.
+    np.testing.assert_allclose(state.nu["kernel"], 9 * 1e6**-0.8, rtol=1e-5)
+
+
+def test_bad_options_are_refused():
     with pytest.raises(ValueError, match=r"clip_threshold=0 must be above 0"):
         scale_by_stable_adam(clip_threshold=0)
+    with pytest.raises(ValueError, match=r"decay_rate=1.5 must be above 0 and at most 1"):
+        scale_by_stable_adam(decay_rate=1.5)
 
 
 def test_gradients_of_real_size_are_clipped():

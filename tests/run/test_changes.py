@@ -22,7 +22,7 @@ from tests.run.fixtures import changed, load
 # By section and family; keys of a nested section are those of the whole.
 FIXED = {
     "llama model": "vocab_size embed_dim num_layers num_heads num_kv_heads head_dim mlp_dim max_seq_len "
-    "rope_theta rope_scaling norm_eps qk_norm logit_soft_cap tie_embeddings init_std name",
+    "rope_theta rope_scaling norm_eps qk_norm logit_soft_cap qk_clip tie_embeddings init_std name",
     "clip model": "embed_dim visual text act norm_eps layer_scale qk_norm init logit_scale logit_bias "
     "image_mean image_std name",
     "llama data": "source tokenizer seq_len batch_size packing max_documents shuffle "

@@ -52,6 +52,8 @@ class LlamaConfig:
       qk_norm: RMS norms of the queries and keys of each head, before their rotation (Qwen3).
       logit_soft_cap: c, with which logits x become c · tanh(x / c), between -c and c (Gemma 2, arXiv:
         2408.00118, has 30); None leaves them as they are.
+      qk_clip: τ, above which the largest attention logit of a head shortens the kernels of its queries and
+        keys (`families.llama.qk_clip`; Kimi K2 has 100); None never does.
       tie_embeddings: the logits use the embedding table.
       init_std: standard deviation of the weights. None: 1 / sqrt(inputs) for kernels, 1 for the embedding
         table (1 / sqrt(D) if tied). The two projections that write to the residual stream are scaled down
@@ -88,6 +90,7 @@ class LlamaConfig:
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     qk_norm: bool = False
     logit_soft_cap: Positive | None = None
+    qk_clip: Positive | None = None
 
     def __post_init__(self):
         schema.check(self)
@@ -99,6 +102,12 @@ class LlamaConfig:
         if self.head_dim % 2:
             raise ValueError(
                 f"head_dim={self.head_dim} is odd, but the rotary embedding rotates pairs; use an even one"
+            )
+
+        if self.qk_clip is not None and self.qk_norm:
+            raise ValueError(
+                f"qk_clip={self.qk_clip} has no effect with qk_norm=True, whose norms undo any scale of "
+                "the kernels; unset one of them"
             )
 
     @property
@@ -145,6 +154,12 @@ class Attention(nnx.Module):
         self.o_proj = c.linear(c.q_dim, c.embed_dim, ("q_heads", "embed"), rngs, residual=True)
         self.q_norm = c.norm(c.head_dim) if c.qk_norm else None
         self.k_norm = c.norm(c.head_dim) if c.qk_norm else None
+        if c.qk_clip is None:
+            self.max_logits = None
+        else:
+            from maxlp.families.llama.qk_clip import MaxLogits  # few runs need it
+
+            self.max_logits = MaxLogits(c.num_heads)
         self.head_dim = c.head_dim
         self.attend = attention.kernel(c.attention)
 
@@ -155,6 +170,8 @@ class Attention(nnx.Module):
         k_BSKH = rotate(self.heads(k_BSD, self.k_norm), *rope)
         v_BSKH = self.heads(v_BSD)
         if cache is None:
+            if self.max_logits is not None:
+                self.max_logits(q_BSNH, k_BSKH, positions_BS, segment_ids_BS)
             o_BSNH = self.attend(q_BSNH, k_BSKH, v_BSKH, causal=True, segment_ids_BS=segment_ids_BS)
         else:
             row_B1 = jnp.arange(B)[:, None]

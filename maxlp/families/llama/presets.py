@@ -31,6 +31,7 @@ def llama(**sizes) -> ConfigDict:
             norm_eps=1e-5,
             qk_norm=False,
             logit_soft_cap=config_dict.placeholder(float),
+            qk_clip=config_dict.placeholder(float),
             tie_embeddings=False,
             init_std=0.02,
             dtype="bfloat16",

@@ -1,6 +1,7 @@
 """Next-token prediction on packed text."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from flax import nnx
 
 from maxlp import schema
 from maxlp.core import gradients
+from maxlp.core.train_step import AfterUpdate, keep_update
 from maxlp.data import sources, text
 from maxlp.families import Evaluate, Family, Measure
 from maxlp.families.llama import losses
@@ -111,6 +113,14 @@ def sharpness(graphdef: nnx.GraphDef) -> Measure:
     return probe(graphdef)
 
 
+def after_update(model: LlamaConfig) -> AfterUpdate:
+    if model.qk_clip is None:
+        return keep_update
+    from maxlp.families.llama import qk_clip  # few runs need it
+
+    return functools.partial(qk_clip.clip, threshold=model.qk_clip)
+
+
 # --- sizes, FLOPs, descriptions -------------------------------------------------------------------------
 
 
@@ -189,4 +199,5 @@ FAMILY = Family(
     loss_parts=loss_parts,
     generates_text=True,
     sharpness=sharpness,
+    after_update=after_update,
 )

@@ -71,6 +71,10 @@ BROKEN = {
         STAGES | {"precision.recipe": "fp8_current"},
         "mesh.stage=4 needs stages that are alike; set precision.first_blocks=0",
     ),
+    "qk_clip_scales_whole_kernels": (
+        {"model.qk_clip": 50.0, "model.param_dtype": "bfloat16"},
+        "model.qk_clip=50.0 is too small a change for model.param_dtype=bfloat16; use float32",
+    ),
 }
 
 
@@ -83,6 +87,24 @@ def test_settings_that_break_a_rule_are_refused_in_one_line(rule):
     changes, message = BROKEN[rule]
     with pytest.raises(ConfigError) as error:
         check(changes)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.qk_norm": True}, "qk_clip=50.0 has no effect with qk_norm=True"),
+        ({"train.lora.rank": 4, "train.init_from": "weights"}, "kernels that train.lora keeps frozen"),
+        ({"precision.scalify": "fp16", "model.dtype": "float16"}, "which precision.scalify does not carry"),
+        (
+            {"optimizer.name": "schedule_free_adamw", "optimizer.schedule": "constant"},
+            "does not reach the average of optimizer=schedule_free_adamw; unset it or use adamw",
+        ),
+    ],
+)
+def test_what_does_not_go_with_qk_clip_is_refused_in_one_line(changes, message):
+    with pytest.raises(ConfigError) as error:
+        check({"model.qk_clip": 50.0} | changes)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
