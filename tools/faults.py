@@ -658,15 +658,18 @@ PRECISION = [
         "precision/smooth_swiglu.py",
         "precision/test_smooth_swiglu.py",
         ('"channel": ("kernel",)', '"channel": ()'),
-        ("s = jnp.sqrt(s / amax(kernel, (1,)).reshape(-1))", "s = s / amax(kernel, (1,)).reshape(-1)"),
+        ("jnp.sqrt(amax_K / amax(kernel, (kernel.ndim - 1,)).squeeze(-1))", "amax_K"),
+        ("jnp.sqrt(amax_K / amax(", "jnp.sqrt(amax_K * amax("),
+        ("return ceil_power_of_two(jnp.where(usable, jnp.clip(s, 1 / top, top), 1.0))", "return s"),
+        ("jnp.finfo(dtype).maxexp - 1", "jnp.finfo(dtype).maxexp"),
+    ),
+    *_in(
+        "precision/fold.py",
+        "run/test_calibration.py",
+        ("jnp.maximum(self.amax[...], amax_F)", "amax_F"),
         (
-            "s = jnp.sqrt(s / amax(kernel, (1,)).reshape(-1))",
-            "s = jnp.sqrt(s * amax(kernel, (1,)).reshape(-1))",
-        ),
-        ("return ceil_power_of_two(jnp.where(usable, s, 1.0))", "return jnp.where(usable, s, 1.0)"),
-        (
-            "up_kernel / s_F[None], down_kernel * s_F[:, None]",
-            "up_kernel * s_F[None], down_kernel / s_F[:, None]",
+            "up_kernel / s_F[..., None, :], down_kernel * s_F[..., :, None]",
+            "up_kernel * s_F[..., None, :], down_kernel / s_F[..., :, None]",
         ),
     ),
     *_in(
@@ -1637,6 +1640,12 @@ DATA = [
 ]
 
 RUN = [
+    *_in(
+        "run/calibration.py",
+        "run/test_calibration.py",
+        ("mesh, limit=sequences)", "mesh, limit=1)"),
+        ("join_trees(state, forward_state(model))", "state"),
+    ),
     *_in(
         "run/attribution.py",
         "run/test_attribution.py",
