@@ -195,6 +195,12 @@ OPTIM = [
         ("warmup_steps if warmup_steps < total_steps", "warmup_steps if warmup_steps <= total_steps"),
     ),
     *_in(
+        "optim/float16_params.py",
+        "optim/test_float16_params.py",
+        ("inner.init(_float32(params))", "inner.init(params)"),
+        ("state, _float32(params), **extra", "state, params, **extra"),
+    ),
+    *_in(
         "optim/pure_bf16.py",
         "optim/test_pure_bf16.py",
         ("(u - d).astype(jnp.bfloat16), wanted", "(d - u).astype(jnp.bfloat16), wanted"),
@@ -1678,6 +1684,14 @@ RUN = [
         "run/constraints.py",
         "run/test_constraints.py",
         ("(shards * microbatches) == 0", "microbatches == 0"),
+        (
+            's.precision.scalify != "none" and s.optimizer.param_rounding == "nearest"',
+            's.precision.scalify != "none" or s.optimizer.param_rounding == "nearest"',
+        ),
+        (
+            "s.optimizer.param_rounding is None or s.model.param_dtype == dtype",
+            "s.optimizer.param_rounding is None",
+        ),
         ('s.model.dtype != "float16" or', 's.model.dtype == "float16" or'),
         ("if size <= room", "if size < room"),
         ("s.optimizer.clip_norm == 0", "s.optimizer.clip_norm >= 0"),

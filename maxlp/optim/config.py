@@ -40,7 +40,7 @@ OPTIMIZERS = {
 MU_DTYPES = ("float32", "bfloat16", "float16")
 # "float32" leaves a moment as it is. int4 has too few values for a moment.
 MOMENT_FORMATS = ("float32", *(name for name in FORMATS if name != "int4"))
-PARAM_ROUNDINGS = ("stochastic", "kahan", "residual")
+PARAM_ROUNDINGS = ("stochastic", "kahan", "residual", "nearest")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,8 +158,9 @@ class OptimizerConfig:
       adascale: S, how many times the batch is as large as the one that learning_rate, warmup_steps and
         train.total_steps are for: a step then counts as up to S of those steps (`maxlp.optim.adascale`,
         sgd only). None counts each step as one.
-      param_rounding: how bfloat16 parameters are rounded after an update, one of `PARAM_ROUNDINGS`;
-        None rounds to nearest, which loses small updates.
+      param_rounding: how 16-bit parameters are rounded after an update in float32, one of
+        `PARAM_ROUNDINGS`: ``nearest`` those in float16, the others those in bfloat16. None: the optimizer
+        computes in the dtype of the parameters, which loses small updates in 16 bits.
       offload: the state is in pinned memory of the host between steps, except for scalars.
     """
 
