@@ -47,7 +47,7 @@ from maxlp.families import Family, compressed_tensors, weights
 from maxlp.parallel import sharding
 from maxlp.run import cli, run_dir
 from maxlp.run.pretrained import LibraryWeights, published_params
-from maxlp.run.settings import read_model
+from maxlp.run.settings import read, read_model
 from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import checkpoint, files, hub
 from maxlp.runtime.distributed import print_primary
@@ -244,7 +244,7 @@ def export_weights(
         if calibration_sequences:
             from maxlp.run.calibration import calibrated_params  # few exports need it
 
-            params = calibrated_params(c, workdir, params, calibration_sequences, _cpu_mesh())
+            params = calibrated_params(read(c), workdir, params, calibration_sequences, _cpu_mesh())
         if scheme is None:  # else codes are computed from the weights as they are
             params = jax.tree.map(lambda leaf: leaf.astype(model.param_dtype), params)
         with weights.naming(workdir):

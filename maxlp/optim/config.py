@@ -158,9 +158,8 @@ class OptimizerConfig:
       adascale: S, how many times the batch is as large as the one that learning_rate, warmup_steps and
         train.total_steps are for: a step then counts as up to S of those steps (`maxlp.optim.adascale`,
         sgd only). None counts each step as one.
-      param_rounding: how 16-bit parameters are rounded after an update in float32, one of
-        `PARAM_ROUNDINGS`: ``nearest`` those in float16, the others those in bfloat16. None: the optimizer
-        computes in the dtype of the parameters, which loses small updates in 16 bits.
+      param_rounding: one of `PARAM_ROUNDINGS`, for parameters in bfloat16, or ``nearest`` in float16,
+        with updates in float32; None computes in their dtype, which loses small updates.
       offload: the state is in pinned memory of the host between steps, except for scalars.
     """
 

@@ -66,10 +66,7 @@ def smooth(recipe: Recipe, form: str) -> Recipe:
 
 
 def factors(x: jax.Array, kernel: jax.Array, form: str) -> jax.Array:
-    """The powers of two that divide ``x`` (…, K): float32 (K,), or (…, 1) for ``token``; 1 for zeros.
-
-    The dtype of ``x`` holds them.
-    """
+    """The powers of two that divide ``x`` (…, K): float32 (K,), or (…, 1) for ``token``; 1 for zeros."""
     x, kernel = jax.lax.stop_gradient((x, kernel))
     if form == "token":
         return _power_of_two(amax(x, (x.ndim - 1,)), x.dtype)

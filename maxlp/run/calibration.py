@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from maxlp.core.gradients import forward_state, join_trees
 from maxlp.core.train_state import State
@@ -16,19 +15,19 @@ from maxlp.parallel.batches import device_batches
 from maxlp.precision.fold import folded, watch
 from maxlp.run import run_dir
 from maxlp.run.experiment import make_data
-from maxlp.run.settings import Machine, Settings, read
+from maxlp.run.settings import Machine, Settings
 from maxlp.run.tokenizer import saved_tokenizer
 
 
-def calibrated_params(c: ConfigDict, workdir: Path, params: State, sequences: int, mesh: Mesh) -> State:
+def calibrated_params(s: Settings, workdir: Path, params: State, sequences: int, mesh: Mesh) -> State:
     """The parameters with constant factors, see `precision.fold`; the function stays the same to the bit.
 
     Args:
-      c: the config of a run; that of imported weights names no data.
+      s: of the run.
       params: those that the run publishes; its model computes with them unquantized, in ``model.dtype``.
       sequences: number of sequences of validation data to measure the gated products on.
     """
-    s = _of_one_sequence(read(c), mesh)
+    s = _of_one_sequence(s, mesh)
     paths: list[str] = []
 
     def make() -> nnx.Module:

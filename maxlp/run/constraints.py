@@ -77,14 +77,12 @@ def skipped_tensors_have_moments(s: Settings, machine: Machine) -> str | None:
 
 def float16_params_have_scales(s: Settings, machine: Machine) -> str | None:
     """Gradients in float16 underflow, and Adam's epsilon and small second moments round to 0 there."""
-    if s.model.param_dtype != "float16":
-        return None
-    if s.precision.scalify != "none" and s.optimizer.param_rounding == "nearest":
+    scaled = s.precision.scalify != "none" and s.optimizer.param_rounding == "nearest"
+    if s.model.param_dtype != "float16" or scaled:
         return None
     return (
-        "model.param_dtype=float16 needs precision.scalify and optimizer.param_rounding=nearest, as in "
-        "--config=FILE:precision=scalify_fp16_params; or use float32 (also with model.dtype=float16) or "
-        "bfloat16"
+        "model.param_dtype=float16 needs precision.scalify and optimizer.param_rounding=nearest "
+        "(--config=FILE:precision=scalify_fp16_params); or use float32 or bfloat16"
     )
 
 

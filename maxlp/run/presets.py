@@ -66,8 +66,7 @@ def choose(arg: str, c: ConfigDict, galore: tuple[int, float] | None = None) -> 
         c.model.dtype = "float16"
         c.precision.scalify = SCALIFY[chosen.precision]
         if chosen.precision == "scalify_fp16_params":
-            c.model.param_dtype = "float16"
-            c.optimizer.param_rounding = "nearest"
+            c.model.param_dtype, c.optimizer.param_rounding = "float16", "nearest"
             c.optimizer.low_bit.update(mu="float16", nu="float16")
     elif chosen.precision == "pure_bf16":
         c.model.dtype = c.model.param_dtype = "bfloat16"
