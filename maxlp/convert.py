@@ -14,7 +14,10 @@ open_clip open_clip_config.json, open_clip_model.safetensors     open_clip.creat
 ========= ====================================================== =======================================
 
 --quantize=int8 or fp8 exports the matmuls of a language model's blocks in 8 bits, for vLLM and transformers
-(compressed-tensors), and the rest in bfloat16; an import reads such folders too.
+(compressed-tensors), and the rest in bfloat16; an import reads such folders too. Its matmuls also round
+their inputs: --calibration_sequences=64 measures gated products on that many sequences of the run's
+validation data, and moves channels that stand out from there into the weights (Smooth-SwiGLU). The model
+stays the same to the bit until it is quantized.
 
 An import detects the format from the config in its folder; an export of a CLIP writes hf_clip by default.
 The result of an import is a run at step 0, from which `generate` samples. Training needs no import:
@@ -44,7 +47,7 @@ from maxlp.families import Family, compressed_tensors, weights
 from maxlp.parallel import sharding
 from maxlp.run import cli, run_dir
 from maxlp.run.pretrained import LibraryWeights, published_params
-from maxlp.run.settings import read_model
+from maxlp.run.settings import read, read_model
 from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import checkpoint, files, hub
 from maxlp.runtime.distributed import print_primary
@@ -70,6 +73,12 @@ def define_flags() -> None:
     flags.DEFINE_enum("dtype", None, dtypes, "Dtype of the written weights; by default that of the input.")
     schemes = [*compressed_tensors.SCHEMES]
     flags.DEFINE_enum("quantize", None, schemes, "export: write the matmuls of blocks in 8 bits.")
+    flags.DEFINE_integer(
+        "calibration_sequences",
+        0,
+        "export: sequences to measure gated products on, for the factors of Smooth-SwiGLU; 0: no factors.",
+        lower_bound=0,
+    )
     flags.DEFINE_integer("image_size", None, "import: image size to resize the model to.", lower_bound=1)
 
 
@@ -84,7 +93,15 @@ def main(command: str = "nothing") -> None:
         print_primary(f"{workdir} is a run at step 0; training starts from it with --from={workdir}")
     elif command == "export":
         workdir, output = _required("workdir"), _required("output")
-        export_weights(workdir, output, values.format, values.step, values.dtype, values.quantize)
+        export_weights(
+            workdir,
+            output,
+            values.format,
+            values.step,
+            values.dtype,
+            values.quantize,
+            values.calibration_sequences,
+        )
         print_primary(f"{output} holds {', '.join(sorted(path.name for path in output.iterdir()))}")
     else:
         raise ValueError(f"the first argument must be 'import' or 'export', not {command!r}")
@@ -164,6 +181,7 @@ def export_weights(
     step: int | None = None,
     dtype: str | None = None,
     quantize: str | None = None,
+    calibration_sequences: int = 0,
 ) -> None:
     """Writes a run's weights, config and tokenizer as a folder that another library loads.
 
@@ -172,10 +190,11 @@ def export_weights(
       step: None takes the newest intact checkpoint.
       dtype: of the tensors; None takes the run's ``param_dtype``.
       quantize: a key of `compressed_tensors.SCHEMES` for the matmuls of blocks; the rest is in bfloat16.
+      calibration_sequences: see `run.calibration`; 0 leaves the weights as they are.
 
     Raises:
-      ValueError: no run, no such checkpoint, a format that does not support the model or the scheme, or an
-        output folder that is not empty.
+      ValueError: no run, no such checkpoint, a format that does not support the model or the scheme, no
+        data for a calibration, or an output folder that is not empty.
     """
     _check_unused(output)
     if quantize is not None and dtype is not None:
@@ -194,9 +213,20 @@ def export_weights(
             f"{', '.join(known)}"
         )
     weight_format = known[format_name]
-    if quantize is not None and not weight_format.quantizable:
+    for_language = dict(quantize=quantize, calibration_sequences=calibration_sequences)
+    for flag, value in for_language.items():
+        if value and not weight_format.quantizable:
+            raise ValueError(
+                f"--{flag}={value} is for language models, not for {format_name}; drop the flag"
+            )
+    if calibration_sequences and "mesh" not in c:
         raise ValueError(
-            f"--quantize={quantize} is for language models, not for {format_name}; drop the flag"
+            f"{workdir} holds imported weights and names no data; drop --calibration_sequences"
+        )
+    if calibration_sequences and stored == "float16":
+        raise ValueError(
+            "--calibration_sequences changes weights by powers of two, for which float16 has no room; set "
+            "--dtype=bfloat16 or float32"
         )
 
     def run_tokenizer() -> Tokenizer | None:
@@ -211,6 +241,10 @@ def export_weights(
         texts[weight_format.config_file]["quantization_config"] = scheme.config()
     with files.unfinished(output) as unfinished:
         params = published_params(workdir, step, _cpu_mesh())
+        if calibration_sequences:
+            from maxlp.run.calibration import calibrated_params  # few exports need it
+
+            params = calibrated_params(read(c), workdir, params, calibration_sequences, _cpu_mesh())
         if scheme is None:  # else codes are computed from the weights as they are
             params = jax.tree.map(lambda leaf: leaf.astype(model.param_dtype), params)
         with weights.naming(workdir):

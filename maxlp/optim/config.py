@@ -40,7 +40,7 @@ OPTIMIZERS = {
 MU_DTYPES = ("float32", "bfloat16", "float16")
 # "float32" leaves a moment as it is. int4 has too few values for a moment.
 MOMENT_FORMATS = ("float32", *(name for name in FORMATS if name != "int4"))
-PARAM_ROUNDINGS = ("stochastic", "kahan", "residual")
+PARAM_ROUNDINGS = ("stochastic", "kahan", "residual", "nearest")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,8 +158,8 @@ class OptimizerConfig:
       adascale: S, how many times the batch is as large as the one that learning_rate, warmup_steps and
         train.total_steps are for: a step then counts as up to S of those steps (`maxlp.optim.adascale`,
         sgd only). None counts each step as one.
-      param_rounding: how bfloat16 parameters are rounded after an update, one of `PARAM_ROUNDINGS`;
-        None rounds to nearest, which loses small updates.
+      param_rounding: one of `PARAM_ROUNDINGS`, for parameters in bfloat16, or ``nearest`` in float16,
+        with updates in float32; None computes in their dtype, which loses small updates.
       offload: the state is in pinned memory of the host between steps, except for scalars.
     """
 

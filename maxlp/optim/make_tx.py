@@ -83,7 +83,11 @@ def make_tx(config: OptimizerConfig, *, total_steps: int, microbatches: int = 1)
     )
     if config.name == "schedule_free_adamw":
         tx = optax.contrib.schedule_free(tx, schedule, config.b1)
-    if config.param_rounding is not None:
+    if config.param_rounding == "nearest":
+        from maxlp.optim.float16_params import float16_params
+
+        tx = float16_params(tx)
+    elif config.param_rounding is not None:
         from maxlp.optim.pure_bf16 import pure_bf16
 
         tx = pure_bf16(tx, method=config.param_rounding)

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import optax
 
 from maxlp.numerics.rounding import drop_bits
-from maxlp.optim.config import PARAM_ROUNDINGS
 from maxlp.optim.tree_utils import name_of
 
 KEPT = {"stochastic": None, "kahan": jnp.bfloat16, "residual": jnp.int8}  # dtypes of the rounding errors
@@ -47,14 +46,14 @@ def pure_bf16(
 
     Args:
       inner: computes the updates to add to the parameters.
-      method: one of `PARAM_ROUNDINGS`.
+      method: a key of `KEPT`.
       seed: seed of the stochastic rounding; the noise depends on the seed, the number of the update and
         the parameter, not on the devices.
 
     Raises:
       ValueError: at `init`, parameters that are not bfloat16.
     """
-    assert method in PARAM_ROUNDINGS, method
+    assert method in KEPT, method
 
     inner = optax.with_extra_args_support(inner)
 

@@ -69,15 +69,18 @@ def factors(x: jax.Array, kernel: jax.Array, form: str) -> jax.Array:
     """The powers of two that divide ``x`` (…, K): float32 (K,), or (…, 1) for ``token``; 1 for zeros."""
     x, kernel = jax.lax.stop_gradient((x, kernel))
     if form == "token":
-        s = amax(x, (x.ndim - 1,))
-    else:
-        s = amax(x, tuple(range(x.ndim - 1))).reshape(-1)
-        if form == "balanced":
-            s = jnp.sqrt(s / amax(kernel, (1,)).reshape(-1))
-    usable = (s > 2.0**-60) & (s < 2.0**60)
-    return ceil_power_of_two(jnp.where(usable, s, 1.0))
+        return _power_of_two(amax(x, (x.ndim - 1,)), x.dtype)
+    amax_K = amax(x, tuple(range(x.ndim - 1))).reshape(-1)
+    return _power_of_two(amax_K, x.dtype) if form == "channel" else balanced(amax_K, kernel, x.dtype)
 
 
-def fold(up_kernel: jax.Array, down_kernel: jax.Array, s_F: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Kernels (D, F) and (F, D) with constant factors folded in, for export: the function is the same."""
-    return up_kernel / s_F[None], down_kernel * s_F[:, None]
+def balanced(amax_K: jax.Array, kernel: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The factors (…, K) of the form ``balanced``, for a kernel (…, K, N); float32."""
+    return _power_of_two(jnp.sqrt(amax_K / amax(kernel, (kernel.ndim - 1,)).squeeze(-1)), dtype)
+
+
+def _power_of_two(s: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """``s`` rounded up, and within a range in which ``dtype`` (float16 up to 2^15) has its inverse too."""
+    top = 2.0 ** min(60, jnp.finfo(dtype).maxexp - 1)
+    usable = (s > 0) & jnp.isfinite(s)
+    return ceil_power_of_two(jnp.where(usable, jnp.clip(s, 1 / top, top), 1.0))

@@ -10,7 +10,6 @@ with a config key, names the values, and ends with the way out. The rule's docst
 `docs/composition.md` prints it.
 """
 
-import jax.numpy as jnp
 from flax import nnx
 
 from maxlp import precision
@@ -76,22 +75,24 @@ def skipped_tensors_have_moments(s: Settings, machine: Machine) -> str | None:
     return skip_tensors.refusal(s.optimizer)
 
 
-def params_are_not_float16(s: Settings, machine: Machine) -> str | None:
-    """Adam's epsilon and small second moments round to 0 in float16, and the update becomes 0 / 0."""
-    if s.model.param_dtype != "float16":
+def float16_params_have_scales(s: Settings, machine: Machine) -> str | None:
+    """Gradients in float16 underflow, and Adam's epsilon and small second moments round to 0 there."""
+    scaled = s.precision.scalify != "none" and s.optimizer.param_rounding == "nearest"
+    if s.model.param_dtype != "float16" or scaled:
         return None
     return (
-        "model.param_dtype=float16 cannot hold the optimizer's epsilon and second moments; use float32 "
-        "(also with model.dtype=float16) or bfloat16"
+        "model.param_dtype=float16 needs precision.scalify and optimizer.param_rounding=nearest "
+        "(--config=FILE:precision=scalify_fp16_params); or use float32 or bfloat16"
     )
 
 
-def rounded_params_are_bfloat16(s: Settings, machine: Machine) -> str | None:
-    """Stochastic and Kahan rounding replace the float32 copy of bfloat16 parameters."""
-    if s.optimizer.param_rounding is None or jnp.dtype(s.model.param_dtype) == jnp.bfloat16:
+def rounded_params_have_16_bits(s: Settings, machine: Machine) -> str | None:
+    """Each rounding replaces the float32 copy of the parameters of one dtype."""
+    dtype = "float16" if s.optimizer.param_rounding == "nearest" else "bfloat16"
+    if s.optimizer.param_rounding is None or s.model.param_dtype == dtype:
         return None
     return (
-        f"optimizer.param_rounding={s.optimizer.param_rounding} is for model.param_dtype=bfloat16, not for "
+        f"optimizer.param_rounding={s.optimizer.param_rounding} is for model.param_dtype={dtype}, not for "
         f"{s.model.param_dtype}; change one of them"
     )
 
@@ -218,11 +219,11 @@ def adapters_are_not_projected(s: Settings, machine: Machine) -> str | None:
 
 
 def adapters_are_not_rounded(s: Settings, machine: Machine) -> str | None:
-    """Adapters are in float32, so that no rounding of bfloat16 parameters takes place."""
+    """Adapters are in float32, so that no rounding to 16 bits takes place."""
     if s.train.lora is None or s.optimizer.param_rounding is None:
         return None
     return (
-        f"optimizer.param_rounding={s.optimizer.param_rounding} is for bfloat16 parameters, and those of "
+        f"optimizer.param_rounding={s.optimizer.param_rounding} is for parameters of 16 bits, and those of "
         "train.lora are in float32; unset one of them"
     )
 
@@ -287,8 +288,8 @@ RULES = (
     float16_is_scaled,
     scalify_has_the_gradients,
     skipped_tensors_have_moments,
-    params_are_not_float16,
-    rounded_params_are_bfloat16,
+    float16_params_have_scales,
+    rounded_params_have_16_bits,
     adascale_has_samples,
     adascale_has_a_small_batch,
     released_gradients_are_not_clipped,

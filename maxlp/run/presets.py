@@ -35,7 +35,7 @@ LOW_BIT = {
 }
 
 
-SCALIFY = {"scalify_fp16": "fp16", "scalify_fp8": "fp8"}
+SCALIFY = {"scalify_fp16": "fp16", "scalify_fp16_params": "fp16", "scalify_fp8": "fp8"}
 
 
 def choose(arg: str, c: ConfigDict, galore: tuple[int, float] | None = None) -> ConfigDict:
@@ -43,8 +43,9 @@ def choose(arg: str, c: ConfigDict, galore: tuple[int, float] | None = None) -> 
 
     precision: a recipe of `maxlp.precision.RECIPES`; ``fp16``: matmuls and activations in float16 under a
       dynamic loss scale; ``scalify_fp16`` and ``scalify_fp8``: matmuls and activations in float16, or
-      matmuls of blocks in FP8, with a scale for every array; ``pure_bf16``: no float32 copy of the
-      parameters, stochastic rounding.
+      matmuls of blocks in FP8, with a scale for every array; ``scalify_fp16_params``: parameters,
+      gradients and moments in float16 too; ``pure_bf16``: no float32 copy of the parameters, stochastic
+      rounding.
     optimizer: a name in `maxlp.optim.OPTIMIZERS`.
     galore: rank of the projected gradients; 0 is no projection. The learning rate becomes that of the
       config divided by GaLore's scale, so that projected kernels keep theirs.
@@ -64,6 +65,9 @@ def choose(arg: str, c: ConfigDict, galore: tuple[int, float] | None = None) -> 
     elif chosen.precision in SCALIFY:
         c.model.dtype = "float16"
         c.precision.scalify = SCALIFY[chosen.precision]
+        if chosen.precision == "scalify_fp16_params":
+            c.model.param_dtype, c.optimizer.param_rounding = "float16", "nearest"
+            c.optimizer.low_bit.update(mu="float16", nu="float16")
     elif chosen.precision == "pure_bf16":
         c.model.dtype = c.model.param_dtype = "bfloat16"
         c.optimizer.param_rounding = "stochastic"
@@ -219,7 +223,7 @@ def _optimizer() -> ConfigDict:
                 mu=str, nu=str, block_size=int, min_size=int, seed=int
             ),
             adascale=config_dict.placeholder(float),  # batch / the batch that rate and steps are for
-            param_rounding=config_dict.placeholder(str),  # of bfloat16: stochastic, residual, kahan
+            param_rounding=config_dict.placeholder(str),  # of 16 bits: stochastic, residual, kahan; nearest
             offload=config_dict.placeholder(bool),  # state in the host's memory between steps
         )
     )

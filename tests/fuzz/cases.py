@@ -291,6 +291,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, tuple[str, ..
             "output": ("", "run", "corpus/0.txt", "corpus/0.txt/new"),
             "dtype": ("int8", "float64", "x", ""),
             "quantize": ("int4", "x", ""),
+            "calibration_sequences": ("-1", "x", "1.5"),
             "step": ("-1", "3", "x", "1.5"),
         },
     ),

@@ -39,8 +39,8 @@ FREE = dict(name="schedule_free_adamw", schedule="constant")
         ({"eps": 0.0}, r"^eps=0.0 must be above 0"),
         ({"mu_dtype": "bfloat17"}, r"^mu_dtype='bfloat17' is unknown; one of float32, bfloat16, "),
         (
-            {"param_rounding": "nearest"},
-            r"^param_rounding='nearest' is unknown; one of stochastic, ",
+            {"param_rounding": "up"},
+            r"^param_rounding='up' is unknown; one of stochastic, ",
         ),
         (
             {"options": {"nesterow": True}},

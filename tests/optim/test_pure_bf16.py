@@ -9,8 +9,7 @@ import optax
 import pytest
 
 from maxlp.optim import state_bytes
-from maxlp.optim.config import PARAM_ROUNDINGS
-from maxlp.optim.pure_bf16 import pure_bf16
+from maxlp.optim.pure_bf16 import KEPT, pure_bf16
 from maxlp.parallel import sharding
 from tests.optim.common import (
     assert_trees_equal,
@@ -35,7 +34,7 @@ BASE = dict(
     eps=1e-8,
 )
 SHAPES = {"layers": {"mlp": {"up_proj": {"kernel": (2, 16, 32)}}}, "tok_embed": {"embedding": (32, 16)}}
-every = pytest.mark.parametrize("method", PARAM_ROUNDINGS)
+every = pytest.mark.parametrize("method", KEPT)
 
 
 def start():

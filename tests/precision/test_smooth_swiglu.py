@@ -9,6 +9,7 @@ from maxlp.numerics import formats
 from maxlp.numerics.quantized import dequantize, quantize
 from maxlp.precision import make_recipe, smooth_swiglu
 from maxlp.precision.dot import QuantDot
+from maxlp.precision.fold import fold
 from maxlp.precision.recipes import Recipe
 
 DIMS = (((1,), (0,)), ((), ()))
@@ -52,7 +53,7 @@ def test_the_function_and_its_gradients_are_unchanged_to_the_bit(form):
     if form != "token":
         s = smooth_swiglu.factors(h, down, form)
         assert len(np.unique(s)) > 2 and np.all(np.frexp(np.asarray(s))[0] == 0.5)
-        folded_up, folded_down = smooth_swiglu.fold(up, down, s)
+        folded_up, folded_down = fold(up, down, s)
         np.testing.assert_array_equal(product(x, gate, folded_up).at[:, 3].set(0), h / s[None])
         folded = product(x, gate, folded_up).at[:, 3].set(0) @ folded_down
         np.testing.assert_array_equal(folded, plain)
@@ -122,3 +123,13 @@ def test_the_balanced_form_divides_the_spread_between_product_and_kernel():
     assert np.all(np.log2(s) == np.round(np.log2(s))) and np.all((ratio >= 1) & (ratio < 2))
     ratio = np.asarray(smooth_swiglu.factors(x, kernel, "channel")) / largest_x
     assert np.all((ratio >= 1) & (ratio < 2))
+
+
+@pytest.mark.parametrize("form", ["channel", "balanced", "token"])
+def test_float16_holds_the_factors_of_its_largest_and_smallest_numbers(form):
+    """Rounded up, 40,000 would be 2^16: infinity."""
+    h = jnp.full((4, 8), 0.01, jnp.float16).at[:, 3].set(40_000).at[:, 5].set(2.0**-20)
+    kernel = jnp.full((8, 4), 2.0**-8, jnp.float16).at[3].set(2.0**-16)
+    dot = QuantDot(dataclasses.replace(Recipe("unquantized"), smooth=form))
+    exact = np.asarray(h, np.float64) @ np.asarray(kernel, np.float64)
+    np.testing.assert_allclose(dot(h, kernel, DIMS), exact, rtol=2.0**-9)

@@ -278,7 +278,7 @@ INVALID: list[Changes] = [
     *each("optimizer.galore.update_proj_gap", 0),
     *each("optimizer.low_bit.block_size", -1),
     *each("optimizer.low_bit.mu", "int4", optimizer__low_bit__nu="int8"),
-    *each("optimizer.param_rounding", "nearest", model__param_dtype="bfloat16"),
+    *each("optimizer.param_rounding", "up", model__param_dtype="bfloat16"),
     *each("spikes.guard", "stop"),
     *each("spikes.window", 1),
 ]

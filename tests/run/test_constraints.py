@@ -10,6 +10,7 @@ from maxlp.run.settings import read
 from tests.run.fixtures import changed, load
 
 # rule -> (changes of configs/llama/debug.py, devices, platform, part of the message)
+BFLOAT16 = {"model.param_dtype": "bfloat16"}
 SCALIFY = {"model.dtype": "float16", "precision.scalify": "fp16"}
 LORA = {"train.lora.rank": 4, "train.init_from": "run"}
 REFUSED = {
@@ -48,8 +49,20 @@ REFUSED = {
             "galore, low_bit",
         ),
     ],
-    "params_are_not_float16": [({"model.param_dtype": "float16"}, 1, "cpu", "use float32")],
-    "rounded_params_are_bfloat16": [({"optimizer.param_rounding": "kahan"}, 1, "cpu", "bfloat16")],
+    "float16_params_have_scales": [
+        ({"model.param_dtype": "float16"}, 1, "cpu", "use float32"),
+        (SCALIFY | {"model.param_dtype": "float16"}, 1, "cpu", "param_rounding=nearest"),
+        (
+            {"model.param_dtype": "float16", "optimizer.param_rounding": "nearest"},
+            1,
+            "cpu",
+            "needs precision.scalify",
+        ),
+    ],
+    "rounded_params_have_16_bits": [
+        ({"optimizer.param_rounding": "kahan"}, 1, "cpu", "bfloat16"),
+        (BFLOAT16 | {"optimizer.param_rounding": "nearest"}, 1, "cpu", "param_dtype=float16"),
+    ],
     "precision_fits_model": [
         ({"precision.rules": (("layers/mlp/fc", "fp8_current"),)}, 1, "cpu", "layers/mlp/fc"),
         ({"precision.recipe": "fp8_current", "precision.first_blocks": 4}, 1, "cpu", "first_blocks=4"),
@@ -173,7 +186,8 @@ ACCEPTED = [
     {"precision.recipe": "mxfp8", "data.seq_len": 100},
     {"model.dtype": "float16", "precision.loss_scale.initial": 256.0},
     {"optimizer.name": "sgd", "optimizer.adascale": 2.0, "train.microbatches": 2},
-    {"optimizer.param_rounding": "kahan", "model.param_dtype": "bfloat16"},
+    BFLOAT16 | {"optimizer.param_rounding": "kahan"},
+    SCALIFY | {"model.param_dtype": "float16", "optimizer.param_rounding": "nearest"},
 ]
 
 

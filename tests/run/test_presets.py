@@ -74,6 +74,15 @@ def test_clip_and_siglip_have_the_statistics_and_the_temperature_of_their_papers
     ("arg", "values"),
     [
         ("precision=scalify_fp16", {"model.dtype": "float16", "precision.scalify": "fp16"}),
+        (
+            "precision=scalify_fp16_params",
+            {
+                "precision.scalify": "fp16",
+                "model.param_dtype": "float16",
+                "optimizer.param_rounding": "nearest",
+                "optimizer.low_bit.nu": "float16",
+            },
+        ),
         ("precision=fp16", {"model.dtype": "float16", "precision.loss_scale.initial": 2.0**15}),
         ("precision=pure_bf16", {"model.dtype": "bfloat16", "model.param_dtype": "bfloat16"}),
         ("precision=fp8_delayed", {"precision.recipe": "fp8_delayed", "model.dtype": "bfloat16"}),

@@ -77,7 +77,7 @@ class CLIPConfig:
       logit_bias: initial bias of the logits; None omits it.
       image_mean, image_std: of each channel, for pixels in [0, 1].
       dtype: of activations and matmuls, one of `layers.DTYPES`.
-      param_dtype: of the stored parameters, one of `layers.DTYPES`; float16 is for imported weights only.
+      param_dtype: of the stored parameters, one of `layers.DTYPES`; float16 trains with `scalify` only.
       attention: a key of `attention.KERNELS`; "auto" is the platform's, see `attention.choose`.
       scan_layers: False unrolls the loop over layers, see `stack.apply_stack`.
       remat: a key of `stack.REMAT_POLICIES`.

@@ -59,7 +59,7 @@ class LlamaConfig:
         table (1 / sqrt(D) if tied). The two projections that write to the residual stream are scaled down
         by ``sqrt(2 L)`` (GPT-2).
       dtype: of activations and matmuls, one of `layers.DTYPES`.
-      param_dtype: of the stored parameters, one of `layers.DTYPES`; float16 is for imported weights only.
+      param_dtype: of the stored parameters, one of `layers.DTYPES`; float16 trains with `scalify` only.
       attention: a key of `attention.KERNELS`; "auto" is the platform's, see `attention.choose`.
       scan_layers: False unrolls the loop over layers, see `stack.apply_stack`.
       remat: a key of `stack.REMAT_POLICIES`.

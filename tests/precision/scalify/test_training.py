@@ -15,6 +15,8 @@ from maxlp.families.llama.task import NextTokenConfig
 from maxlp.precision.scalify import mark, scale, scaled_gradients, scalify, unscale
 from tests.families.clip.fixtures import make_batch, tiny_clip
 from tests.fixtures import Trainer, batch, batches, make_llama, make_mesh
+from tests.optim.common import make_optimizer
+from tests.optim.test_pure_bf16 import BASE
 
 
 def distance(got, want) -> float:
@@ -26,11 +28,13 @@ def distance(got, want) -> float:
     )
 
 
-def llama_gradients(small: float = 1.0, *, scaled: bool, marked: str = "fp16", **model):
+def llama_gradients(
+    small: float = 1.0, *, scaled: bool, marked: str = "fp16", params: dict | None = None, **model
+):
     """Gradients of ``small`` times the loss, divided by ``small`` in float64's place: float32."""
-    graphdef, params, rest = nnx.split(marked_llama(marked, **model), nnx.Param, ...)
+    graphdef, own, rest = nnx.split(marked_llama(marked, **model), nnx.Param, ...)
     state = {
-        "params": nnx.to_pure_dict(params),
+        "params": params or nnx.to_pure_dict(own),
         "model_state": nnx.to_pure_dict(rest),
         "step": jnp.int32(0),
     }
@@ -74,6 +78,17 @@ def test_float16_gradients_do_not_underflow():
 
 
 @pytest.mark.full
+def test_float16_parameters_have_the_gradients_of_their_float32_copies():
+    """The model computes in float16 either way; only the gradients are rounded to it besides."""
+    halves = {"dtype": "float16", "param_dtype": "float16"}
+    narrow = make_llama(**halves)(nnx.Rngs(0))
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), nnx.to_pure_dict(nnx.state(narrow, nnx.Param)))
+    got = llama_gradients(scaled=True, **halves)
+    assert distance(got, llama_gradients(scaled=True, params=wide, dtype="float16")) < 2.0**-10
+    assert distance(llama_gradients(2.0**-24, scaled=True, **halves), got) < 0.016  # see above
+
+
+@pytest.mark.full
 def test_fp8_matmuls_multiply_fp8():
     want = llama_gradients(scaled=False)
     got = llama_gradients(scaled=True, dtype="float16", marked="fp8")
@@ -100,24 +115,28 @@ def test_gradients_of_a_clip_are_those_without_scales(kind):
 
 def scaled_trainer(precision: str, mesh=None) -> Trainer:
     gradients = scaled_gradients(task.loss_gradients(NextTokenConfig()))
+    param_dtype, tx = "float32", optax.sgd(0.1)
+    if precision == "fp16_params":
+        low_bit = dict(mu="float16", nu="float16", min_size=1)
+        param_dtype, tx = "float16", make_optimizer(param_rounding="nearest", low_bit=low_bit, **BASE).tx
 
     def make(rngs):
-        made = make_llama(dtype="float16")(rngs)
+        made = make_llama(dtype="float16", param_dtype=param_dtype)(rngs)
         mark(made, fp8=precision == "fp8")
         return made
 
-    return Trainer(mesh, make_model=make, gradients=gradients, tx=optax.sgd(0.1))
+    return Trainer(mesh, make_model=make, gradients=gradients, tx=tx)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("precision", ["fp16", "fp8"])
+@pytest.mark.parametrize("precision", ["fp16", "fp16_params", "fp8"])
 def test_a_mesh_equals_one_device(precision):
     def losses(mesh):
         trainer = scaled_trainer(precision, mesh)
         return [m["loss"] for m in trainer.run(trainer.init(), batches(3))[1]]
 
     # float16 sums of other parts round differently; E4M3's steps are 2^-4.
-    rtol = {"fp16": 2**-11, "fp8": 2**-7}[precision]
+    rtol = {"fp16": 2**-11, "fp16_params": 2**-11, "fp8": 2**-7}[precision]
     np.testing.assert_allclose(losses(make_mesh(data=2, fsdp=2)), losses(None), rtol=rtol)
 
 

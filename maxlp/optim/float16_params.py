@@ -1,0 +1,36 @@
+"""Parameters stored in float16 alone, each update computed in float32 and rounded to nearest.
+
+float16 has 11 significant bits: an update below 2^-12 to 2^-11 of its parameter is lost, an eighth of what
+is lost in bfloat16. The scaled float16 weights of Balança et al. 2024 (arXiv:2407.17353, Table 2) are such
+numbers. Their scales are not stored: `precision.scalify` finds each one again in the parameter's values.
+Plain float16 ends at 2^-24, so that tensors whose values are below 2^-14 lose bits.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def float16_params(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Wraps a whole optimizer chain, learning rate included, for float16 parameters.
+
+    Args:
+      inner: sees parameters in float32, as gradients are (`precision.scalify.unscale`), so that its updates
+        and its state are too; `low_bit` goes inside. `optax.apply_updates` rounds the sum of parameter and
+        update once.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: optax.Params) -> optax.OptState:
+        return inner.init(_float32(params))
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any) -> Any:
+        return inner.update(updates, state, _float32(params), **extra)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _float32(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
