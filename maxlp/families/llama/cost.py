@@ -363,6 +363,8 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     square = 5 / 8 if s.attention == "xla" else 1 / 2
     passes = 1 + (2 if s.attention == "xla" else 2.5) + (not s.saves_attention)
     flops["bfloat16"] += square * passes * 4 * tokens * s.S * s.L * s.N * s.H
+    if settings.model.qk_clip is not None:  # all logits once more, see `qk_clip.max_logits`
+        flops["bfloat16"] += 2 * tokens * s.S * s.L * s.N * s.H
     busy = 1 - s.schedule.bubble
     return Work(
         {dtype: n / devices / busy for dtype, n in flops.items() if n},

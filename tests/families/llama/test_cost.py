@@ -67,6 +67,14 @@ def test_float16_computes_the_logits_of_chunks_twice():
     assert flops("float16", 1) == flops("bfloat16", 1) == (plain, logits)
 
 
+def test_qk_clip_computes_every_logit_once_more():
+    """Those of tokens that do not attend to each other too, and in the forward pass alone."""
+    (s, plain), (_, clipped) = work(), work(model__qk_clip=100.0)
+    m, tokens = s.model, s.family.units_per_step(s.data)
+    product = 2 * tokens * s.data.seq_len * m.num_layers * m.num_heads * m.head_dim / 8  # a device
+    assert clipped.flops["bfloat16"] - plain.flops["bfloat16"] == pytest.approx(product)
+
+
 def test_model_flops_are_bounded_by_the_work():
     """Recomputation is counted in the work and not in the model's FLOPs, so MFU stays below one."""
     s, done = work(model__remat="none", loss__num_chunks=1)
