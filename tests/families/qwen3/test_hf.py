@@ -65,7 +65,7 @@ def test_heads_have_128_dims_unless_the_file_gives_another_number():
 
 def test_config_survives_the_round_trip():
     exported = json.loads(json.dumps(hf.config_to_hf(CONFIG)))
-    run_keys = {"dtype", "param_dtype", "attention", "scan_layers", "remat", "pipeline"}
+    run_keys = {"dtype", "param_dtype", "attention", "scan_layers", "remat", "pipeline", "qk_clip"}
     assert hf.config_from_hf(exported) == {k: v for k, v in vars(CONFIG).items() if k not in run_keys}
 
 
