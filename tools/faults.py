@@ -941,7 +941,7 @@ PARALLEL = [
             "            yield waiting.popleft()\n",
             "            yield waiting.popleft()[0], batches.get_state()\n",
         ),
-        ("if count == limit", "if count > limit > 0"),
+        ("islice(batches, limit)", "islice(batches, limit or None)"),
         ("if len(waiting) > ahead", "if len(waiting) >= ahead"),
         ("    yield from waiting\n", ""),
         ("parts.index(tuple(sorted(held[jax.process_index()])))", "jax.process_index()"),

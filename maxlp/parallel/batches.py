@@ -1,6 +1,7 @@
 """Batches on the mesh: the rows that a process reads, and global device arrays made of them."""
 
 import collections
+import itertools
 from collections.abc import Iterator
 
 import jax
@@ -42,7 +43,7 @@ def global_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Arra
 
 
 def device_batches(
-    batches: Iterator[dict], mesh: Mesh, limit: int = 0, ahead: int = 2
+    batches: Iterator[dict], mesh: Mesh, limit: int | None = None, ahead: int = 2
 ) -> Iterator[tuple[dict[str, jax.Array], dict]]:
     """Global device batches, transferred ahead of their use, each with the iterator's state after it.
 
@@ -50,14 +51,12 @@ def device_batches(
     ahead by the batches that wait here.
 
     Args:
-      limit: number of batches to take; 0 for all.
+      limit: number of batches to take; None for all.
       ahead: number of batches that wait on the devices.
     """
     waiting: collections.deque = collections.deque()
-    for count, batch in enumerate(batches, 1):
+    for batch in itertools.islice(batches, limit):
         waiting.append((global_batch(batch, mesh), batches.get_state()))
-        if count == limit:
-            break
         if len(waiting) > ahead:
             yield waiting.popleft()
     yield from waiting

@@ -78,7 +78,8 @@ def test_batches_are_transferred_ahead_and_keep_their_own_state():
     assert found == [(i, i) for i in range(1, 8)]
 
 
-def test_no_batch_is_taken_beyond_the_limit():
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_no_batch_is_taken_beyond_the_limit(limit):
     source = Batches()
-    assert len(list(device_batches(source, sharding.make_mesh(), limit=3))) == 3
-    assert source.taken == 3
+    assert len(list(device_batches(source, sharding.make_mesh(), limit=limit))) == limit
+    assert source.taken == limit

@@ -90,6 +90,7 @@ def test_a_config_and_a_change_of_it_are_compared_from_any_step():
     a = tiny()
     clean = list(two_runs.reports(a, None, tiny(**{"model.remat": "block"}), 2, 2))
     assert [one.step for one in clean] == [2, 3] and not any(one.beyond for one in clean)
+    assert [one.step for one in two_runs.reports(a, None, tiny(**{"model.remat": "block"}), 2, 1)] == [2]
     [other] = two_runs.reports(a, None, tiny(**{"optimizer.b2": 0.9}), None, 2)
     assert other.step == 1 and other.beyond[0].site.kind == "optimizer state"
     assert "/nu/" in other.beyond[0].site.path and "optax" in other.source
