@@ -34,6 +34,7 @@ def run(*arguments):
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=480)
 
 
+@pytest.mark.full
 def test_command_without_a_compiler(tmp_path):
     """405B on 1024 chips: the printed plan, and the files."""
     done = run(
@@ -56,6 +57,7 @@ def test_command_without_a_compiler(tmp_path):
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_a_plan_from_weights_has_their_sizes(tmp_path):
     weights = write_llama(tmp_path)
     changes = ["--config.data.seq_len=128"]

@@ -297,6 +297,7 @@ def test_a_loss_that_is_not_finite_is_not_saved(tmp_path):
     assert len(seen) < 12
 
 
+@pytest.mark.full
 def test_the_end_of_the_data_is_reported_and_saved(tmp_path):
     (tmp_path / "corpus").mkdir()
     for i in range(40):
@@ -310,6 +311,7 @@ def test_the_end_of_the_data_is_reported_and_saved(tmp_path):
     assert (tmp_path / "run" / "checkpoints" / str(ended)).exists()
 
 
+@pytest.mark.full
 def test_init_from_takes_weights_only(whole, tmp_path):
     out = run(
         tmp_path,

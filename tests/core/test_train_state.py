@@ -20,6 +20,7 @@ def sharded_init(mesh, **model) -> jax.stages.Compiled:
     return init.lower().compile()
 
 
+@pytest.mark.full
 def test_each_device_computes_only_its_shards():
     """Each of 8 devices holds an eighth of the state, and at no time the whole."""
     sizes = dict(embed_dim=256, mlp_dim=1024, vocab_size=4096)

@@ -140,6 +140,7 @@ def test_the_program_does_not_grow_with_depth():
     assert size(64) < 1.01 * size(2)
 
 
+@pytest.mark.full
 def test_remat_and_microbatches_lower_the_peak_of_memory():
     def temporaries(**how) -> int:
         compiled = Trainer(num_layers=8, **how).compile(batch(0, ROWS, LENGTH))

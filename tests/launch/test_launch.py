@@ -275,6 +275,7 @@ def one(tiny, tmp_path_factory):
     return losses(workdir)
 
 
+@pytest.mark.full
 def test_two_local_processes_train_as_one(one, tiny, tmp_path):
     options = [*tiny, f"--workdir={tmp_path}/run", "--config.train.total_steps=3"]
     launch = [2, f"--logs={tmp_path}", "--", *train(*options)]

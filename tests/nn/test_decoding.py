@@ -52,6 +52,7 @@ def test_stops_at_the_end_token_of_each_row(model, expected):
     assert greedy(model, PROMPTS, eos_id=eos) == stopped
 
 
+@pytest.mark.full
 def test_generation_does_not_change_a_model_with_delayed_scaling():
     """Prompts neither change the scales nor, through them, each other."""
     model = make_llama(precision_config("fp8_delayed", history=4), init_std=0.3)(nnx.Rngs(0))

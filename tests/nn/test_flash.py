@@ -61,6 +61,7 @@ def test_what_lies_between_documents_is_skipped_in_both_passes(interpreted):
         np.testing.assert_array_equal(jnp.isnan(x).any((0, 2, 3)), of_second)
 
 
+@pytest.mark.full
 def test_a_ring_of_four_equals_dense_attention(interpreted, monkeypatch):
     """Devices with keys before and after their own queries, grouped heads, documents across devices."""
 

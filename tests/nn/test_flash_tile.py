@@ -66,6 +66,7 @@ def test_two_steps_equal_those_of_plain_tiles(causal, packed, wrapped, dtype, at
 # --- in the ring ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_ring_of_four_equals_dense_attention(interpreted, monkeypatch):
     """One tile in each chunk of a device, grouped heads, packed rows."""
 

@@ -128,6 +128,7 @@ def test_adapters_train_alike_on_every_mesh(trainer, sizes):
     assert_close(*found, rtol=1e-4)  # as above
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("remat", ["none", "block"])
 def test_scanned_and_unrolled_blocks_train_alike_in_fp8(remat):
     recipe = fixtures.precision_config("fp8_current", first_blocks=1)
@@ -140,6 +141,7 @@ def test_scanned_and_unrolled_blocks_train_alike_in_fp8(remat):
     assert_close(*found, rtol=2e-2)
 
 
+@pytest.mark.full
 def test_fp8_histories_advance_beside_frozen_weights():
     recipe = fixtures.precision_config("fp8_delayed", history=4)
     one = Trainer(make_model=with_adapters(recipe))

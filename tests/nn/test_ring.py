@@ -115,6 +115,7 @@ def test_output_and_gradients_equal_dense_attention(name, causal, packed, monkey
     assert_close(actual, out_and_grads(dense, *args), atol=1e-5)
 
 
+@pytest.mark.full
 def test_memory_grows_linearly_with_the_length():
     """With two recomputed layers: what is equal in both, like masks, must not be hoisted and kept."""
 

@@ -73,7 +73,11 @@ def gradients(model, run, x_BSD):
 
 @pytest.mark.parametrize(
     ("ends", "scan", "remat"),
-    [((1, 1), True, "block"), ((2, 0), True, "none"), ((0, 2), False, "dots")],
+    [
+        pytest.param((1, 1), True, "block", marks=pytest.mark.full),
+        ((2, 0), True, "none"),
+        ((0, 2), False, "dots"),
+    ],
 )
 def test_a_stack_equals_its_blocks_one_after_another(ends, scan, remat):
     """Outputs and every layer's gradient."""
@@ -88,6 +92,7 @@ def test_a_stack_equals_its_blocks_one_after_another(ends, scan, remat):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * np.abs(theirs).max())
 
 
+@pytest.mark.full
 def test_unquantized_blocks_copy_neither_weights_nor_gradients():
     """The temporary memory of a step that updates weights in place; there is little but weights."""
 

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from maxlp.optim.float16_params import float16_params
 from tests.optim.common import make_optimizer, random_tree
@@ -40,6 +41,7 @@ def test_an_update_is_computed_in_float32_and_rounded_once():
     assert float16_params(optax.scale_by_adam()).init(ours).nu["p"].dtype == jnp.float32
 
 
+@pytest.mark.full
 def test_adamw_stays_near_float32_where_gradients_and_moments_are_below_float16():
     """Gradients of 1e-9 have second moments of 1e-18, and an epsilon of 1e-12 is zero in float16."""
     low_bit = dict(mu="float16", nu="float16", min_size=1)

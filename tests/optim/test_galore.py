@@ -228,6 +228,7 @@ def test_lazy_layers_stretch_their_gap():
     assert np.flatnonzero(second).tolist() == list(range(0, 26, 2))
 
 
+@pytest.mark.full
 def test_low_bit_projectors_are_close_and_small():
     shapes = kernel((2, 8, 16))
     grads = random_tree(shapes, 0)
@@ -283,7 +284,9 @@ def assert_same_run(got, want):
     assert_trees_close(mu, want_mu, atol=2e-4)
 
 
-@pytest.mark.parametrize("mesh", [dict(fsdp=8), dict(fsdp=4, tensor=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(dict(fsdp=8), marks=pytest.mark.full), dict(fsdp=4, tensor=2)], ids=str
+)
 def test_a_mesh_changes_nothing_and_no_device_gathers_a_gradient(mesh):
     got, want, step = compared_on_mesh(RANDOMIZED, sharding.make_mesh(**mesh), steps=3)
     assert_same_run(got, want)
@@ -300,6 +303,7 @@ def test_a_mesh_changes_nothing_and_no_device_gathers_a_gradient(mesh):
         assert space.projector.addressable_shards[0].data.size * 8 == space.projector.size
 
 
+@pytest.mark.full
 def test_a_mesh_changes_nothing_with_svd_int8_projector_and_reprojection():
     config = GaloreConfig(rank=4, update_proj_gap=2, projector="int8", moments="reproject")
     got, want, _ = compared_on_mesh(

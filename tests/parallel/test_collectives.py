@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from maxlp.planning import hlo
 from tests.fixtures import Trainer, batch, make_mesh
 
@@ -14,6 +16,7 @@ def compiled(**mesh: int) -> tuple[str, dict[str, int]]:
     return trainer.compile(batch(0, ROWS, LENGTH)).as_text(), dict(trainer.mesh.shape)
 
 
+@pytest.mark.full
 def test_norms_between_the_matmuls_hold_a_part_of_the_sequence():
     """Megatron's sequence parallelism: with ``tensor`` T, a norm has S/T positions of a row and not S."""
     text, _ = compiled(fsdp=2, tensor=4)

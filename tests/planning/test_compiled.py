@@ -23,7 +23,11 @@ def gathered(found) -> float:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"mesh.tensor": 2, "train.microbatches": 2}], ids=["fsdp", "tensor"]
+    "changes",
+    [
+        pytest.param({}, id="fsdp"),
+        pytest.param({"mesh.tensor": 2, "train.microbatches": 2}, id="tensor", marks=pytest.mark.full),
+    ],
 )
 def test_the_closed_form_agrees_with_a_compilation_here(changes, tmp_path):
     """The bytes of the state, the peak within a tenth, and the bytes that fsdp gathers."""

@@ -101,7 +101,9 @@ def test_blocks_of_simulated_formats_are_multiplied_exactly(format, dtype):
     assert {v.aval.dtype for e in matmuls for v in e.invars} == {jnp.dtype(dtype)} and len(matmuls) == 3
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "fp8_blocks", "nvfp4"])
+@pytest.mark.parametrize(
+    "name", ["fp8_blocks", *(pytest.param(name, marks=pytest.mark.full) for name in ("mxfp8", "nvfp4"))]
+)
 @pytest.mark.parametrize("options", [dict(), dict(grad_format="float8_e5m2")], ids=str)
 def test_matmuls_are_those_of_the_dequantized_operands(name, options):
     """Independent of how the product is computed, with 40 tokens: no multiple of any block."""

@@ -50,6 +50,7 @@ def gradients(model, x):
     return nnx.jit(nnx.value_and_grad(loss))(model)
 
 
+@pytest.mark.full
 def test_an_mlp_trains_in_fp8_on_bfloat16():
     model, x = Mlp(nnx.Rngs(0)), jax.random.normal(jax.random.key(1), (32, 16))
     mixed_precision(model)

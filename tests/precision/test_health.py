@@ -52,6 +52,7 @@ def llama():
     return jax.device_get(state), trainer, measurement(trainer)
 
 
+@pytest.mark.full
 def test_amax_scale_and_age_are_those_of_the_training_step(llama):
     """The next training step enters the same amax into its histories, from which the scales come."""
     before, trainer, measure = llama

@@ -41,6 +41,7 @@ def test_state_is_bit_equal_in_every_layout(layout, exact_reference):
         np.testing.assert_array_equal(ours[path], history, err_msg=path)
 
 
+@pytest.mark.full
 def test_unquantized_blocks_keep_no_history_and_do_not_depend_on_the_layout(exact_reference):
     expected, losses = run_exact(1, 1, True, "none", unquantized_blocks=1)
     for path, history in expected.items():

@@ -97,6 +97,7 @@ def test_a_stale_scale_of_one_layer_is_found():
         assert effect.saturated > 0.9 and effect.error_off < 0 if site in sites else effect.saturated == 0
 
 
+@pytest.mark.full
 def test_unquantized_blocks_have_no_sites():
     trainer = Trainer(recipe=precision_config("fp8_current", first_blocks=1))
     state = trainer.init()

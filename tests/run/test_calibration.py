@@ -84,6 +84,7 @@ def logits(folder: Path, recipe: str = "bf16") -> np.ndarray:
     return compiled(recipe)(folder)
 
 
+@pytest.mark.full
 def test_the_exported_model_is_the_same_to_the_bit(exports):
     """Powers of two round nothing."""
     expected = logits(exports["even", 0])

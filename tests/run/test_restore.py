@@ -62,6 +62,7 @@ def assert_equal(got, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, expected)
 
 
+@pytest.mark.full
 def test_evaluation_during_training_uses_the_average(run):
     _, _, state, average = run
     seen = []

@@ -174,6 +174,7 @@ def test_bfloat16_features_are_computed_in_float32():
     assert grads[0].dtype == jnp.bfloat16
 
 
+@pytest.mark.full
 def test_memory_of_tiles_grows_linearly_with_the_batch():
     """Temporary bytes of loss and gradients as compiled for one device."""
 

@@ -82,6 +82,7 @@ def on_one_device():
     return run(FULL)
 
 
+@pytest.mark.full
 def test_unrolled_and_recomputed_equal_scanned():
     unrolled = tiny_clip(visual=NO_DROPOUT, layer_scale=0.1, qk_norm=True, scan_layers=False, remat="dots")
     assert_same(run(unrolled), on_one_device())
@@ -133,6 +134,7 @@ def vector(tree: dict) -> np.ndarray:
     return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
 
 
+@pytest.mark.full
 def test_a_recipe_quantizes_the_blocks_between_the_first_and_last_ones_of_both_towers():
     model = CLIP(tiny_clip(visual=dict(num_layers=3), text=dict(num_layers=4)), rngs=nnx.Rngs(0))
     recipe = precision.make_recipe("int8_switchback")

@@ -40,6 +40,7 @@ def test_attention_is_used_once_in_each_tower():
     )
 
 
+@pytest.mark.full
 def test_flops_count_every_matmul_of_the_forward_pass_three_times():
     """Against the FLOPs of the dots in the compiled forward pass of unrolled towers."""
     config = tiny_clip(scan_layers=False)
@@ -73,6 +74,7 @@ def dot_flops(jaxpr) -> int:
 # --- evaluation -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_evaluation_is_zero_shot_and_retrieval_on_validation_data():
     config = tiny_clip(text=dict(vocab_size=300, pool="eos", eos_id=257))
     graphdef, params, _ = nnx.split(CLIP(config, rngs=nnx.Rngs(0)), nnx.Param, ...)
@@ -113,6 +115,7 @@ def test_pools_that_miss_the_end_of_a_text_are_refused(pool, eos_id):
         task.check_pool(text, tokenizer(5), "a.json")
 
 
+@pytest.mark.full
 def test_a_linear_probe_learns_labels_from_the_features():
     config = tiny_clip()
     graphdef, params, _ = nnx.split(CLIP(config, rngs=nnx.Rngs(0)), nnx.Param, ...)

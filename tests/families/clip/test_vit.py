@@ -38,6 +38,7 @@ def test_patch_dropout_keeps_a_random_half_of_the_patches_and_the_class_token():
     assert vit.drop_patches(x_BSD, 0.99, jax.random.key(1), first=0).shape == (64, 1, 2)
 
 
+@pytest.mark.full
 def test_patches_are_dropped_only_with_a_key():
     image = make_batch(2)["image"]
     without, model = make_clip(visual=dict(patch_dropout=0.0)), make_clip()

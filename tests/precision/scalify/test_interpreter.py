@@ -70,7 +70,9 @@ def program(names: tuple[str, ...], x: jax.Array, y: jax.Array) -> dict[str, jax
     return {"mean": jnp.mean(x * y), "x": x, "y": y}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 6))]
+)
 def test_random_programs_at_any_scale_are_bit_exact(seed):
     """Powers of two round nothing. Each step appears in some of the programs; there and in the gradient."""
     rng = np.random.default_rng(seed)

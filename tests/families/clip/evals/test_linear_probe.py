@@ -63,6 +63,7 @@ def check(results, train, test, w):
         assert results[f"{name}_examples"] == len(data[0])
 
 
+@pytest.mark.full
 def test_equals_newton_on_one_device_and_on_a_mesh():
     train, test = problem(N, seed=0), problem(48, seed=1)
     w = newton(*train)
