@@ -1,32 +1,40 @@
 r"""Imports weights of other libraries, and exports trained weights.
 
-    python -m maxlp.convert import --input=/models/Llama-3.2-1B --output=/data/llama_1b
-    python -m maxlp.convert import --input=meta-llama/Llama-3.2-1B@main --output=/data/llama_1b
-    python -m maxlp.convert export --workdir=/tmp/run --output=/tmp/llama --dtype=bfloat16
+    python -m maxlp.convert import --input=/models/Llama-3.2-1B \
+        --output=/data/llama_1b
+    python -m maxlp.convert import --input=meta-llama/Llama-3.2-1B@main \
+        --output=/data/llama_1b
+    python -m maxlp.convert export --workdir=/tmp/run \
+        --output=/tmp/llama --dtype=bfloat16
 
-========= ====================================================== =======================================
---format  files                                                  loads with
-========= ====================================================== =======================================
-hf_llama  config.json, model*.safetensors                        transformers.AutoModelForCausalLM
-hf_qwen3  the same, of a dense Qwen3                             transformers.AutoModelForCausalLM
-hf_clip   the same, of CLIP or SigLIP                            transformers.AutoModel
-open_clip open_clip_config.json, open_clip_model.safetensors     open_clip.create_model("local-dir:DIR")
-========= ====================================================== =======================================
+========= ================================== ==================================
+--format  files                              loads with
+========= ================================== ==================================
+hf_llama  config.json, model*.safetensors    transformers.AutoModelForCausalLM
+hf_qwen3  the same, of a dense Qwen3         transformers.AutoModelForCausalLM
+hf_clip   the same, of CLIP or SigLIP        transformers.AutoModel
+open_clip open_clip_config.json,             open_clip.create_model(
+          open_clip_model.safetensors            "local-dir:DIR")
+========= ================================== ==================================
 
---quantize=int8 or fp8 exports the matmuls of a language model's blocks in 8 bits, for vLLM and transformers
-(compressed-tensors), and the rest in bfloat16; an import reads such folders too. Its matmuls also round
-their inputs: --calibration_sequences=64 measures gated products on that many sequences of the run's
-validation data, and moves channels that stand out from there into the weights (Smooth-SwiGLU). The model
-stays the same to the bit until it is quantized.
+--quantize=int8 or fp8 exports the matmuls of a language model's blocks in 8
+bits, for vLLM and transformers (compressed-tensors), and the rest in bfloat16;
+an import reads such folders too. Its matmuls also round their inputs:
+--calibration_sequences=64 measures gated products on that many sequences of the
+run's validation data, and moves channels that stand out from there into the
+weights (Smooth-SwiGLU). The model stays the same to the bit until it is
+quantized.
 
-An import detects the format from the config in its folder; an export of a CLIP writes hf_clip by default.
-The result of an import is a run at step 0, from which `generate` samples. Training needs no import:
-`train --from` reads such files itself.
+An import detects the format from the config in its folder; an export of a CLIP
+writes hf_clip by default. The result of an import is a run at step 0, from
+which `generate` samples. Training needs no import: `train --from` reads such
+files itself.
 
 --image_size=336 interpolates the position embeddings of an image tower.
 
-Both run on the CPU and need memory for one copy of the model. An export also needs memory for one file of
-2 GB (open_clip: for a second copy of the model), and with --quantize for the codes, one byte each.
+Both run on the CPU and need memory for one copy of the model. An export also
+needs memory for one file of 2 GB (open_clip: for a second copy of the model),
+and with --quantize for the codes, one byte each.
 """
 
 import dataclasses

@@ -1,20 +1,21 @@
 r"""Evaluates a trained model on validation data.
 
-Llama, Qwen3: loss, perplexity, bits per byte of text. CLIP: zero-shot classification, retrieval, linear
-probe.
+Llama, Qwen3: loss, perplexity, bits per byte of text. CLIP: zero-shot
+classification, retrieval, linear probe.
 
     python -m maxlp.evaluate --workdir=/tmp/run
     python -m maxlp.evaluate --workdir=/tmp/run --step=200
-    python -m maxlp.evaluate --workdir=/tmp/run --config=configs/llama/debug.py \
+    python -m maxlp.evaluate --workdir=/tmp/run --config=llama/debug \
         --config.data.source='text:/data/books/*.txt?split=all'
 
     python -m maxlp.evaluate --workdir=/tmp/clip --linear_probe
     python -m maxlp.evaluate --workdir=/tmp/run --lm_eval=hellaswag,arc_easy
 
---lm_eval runs tasks of lm-eval instead, and writes their results to lm_eval.json in the run's directory.
+--lm_eval runs tasks of lm-eval instead, and writes their results to
+lm_eval.json in the run's directory.
 
-Without --config the run's own config names the validation data; the number of devices may differ from the
-run's.
+Without --config the run's own config names the validation data; the number of
+devices may differ from the run's.
 """
 
 import dataclasses

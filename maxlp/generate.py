@@ -1,12 +1,15 @@
 r"""Continues prompts with a language model, or answers in a chat.
 
-    python -m maxlp.generate --workdir=/tmp/run --prompt="def " --prompt="class " --max_new_tokens=100
+    python -m maxlp.generate --workdir=/tmp/run --max_new_tokens=100 \
+        --prompt="def " --prompt="class "
     python -m maxlp.generate --workdir=/tmp/run --chat
 
-Each --prompt is one row of a batch. The same seed gives a row the same text, whatever the other rows are.
+Each --prompt is one row of a batch. The same seed gives a row the same text,
+whatever the other rows are.
 
---chat reads a message per line from standard input, a terminal or a file, and answers with the template
-of the run's tokenizer. /reset forgets the conversation; /quit, or the end of the input, ends it.
+--chat reads a message per line from standard input, a terminal or a file, and
+answers with the template of the run's tokenizer. /reset forgets the
+conversation; /quit, or the end of the input, ends it.
 """
 
 import contextlib

@@ -1,24 +1,29 @@
 """Finds where low precision changes a run: the numerics lab.
 
     python -m maxlp.lab attribute /tmp/run --step=2300
-    python -m maxlp.lab attribute --config=llama/debug:precision=fp8_current --out=/tmp/lab
-    python -m maxlp.lab predict /tmp/run --recipes=fp8_current,int8_all,simulate:format=e3m1
+    python -m maxlp.lab attribute --out=/tmp/lab \\
+        --config=llama/debug:precision=fp8_current
+    python -m maxlp.lab predict /tmp/run \\
+        --recipes=fp8_current,int8_all,simulate:format=e3m1
     python -m maxlp.lab choose /tmp/run --budget=0.1
     python -m maxlp.lab diff /tmp/a /tmp/b
-    python -m maxlp.lab diff --config=llama/debug --other=model.remat=block --out=/tmp/lab
+    python -m maxlp.lab diff --out=/tmp/lab \\
+        --config=llama/debug --other=model.remat=block
 
-attribute takes the state of a run before a step and the step's batch, and switches each operand of each
-matmul in each layer alone to the run's recipe, and alone back from it (`run.attribution`). It prints the
-operands with the largest effect, and writes all of them as JSON and as a heat map. With --config, it takes
-the weights that this config's seed begins with.
+attribute takes the state of a run before a step and the step's batch, and
+switches each operand of each matmul in each layer alone to the run's recipe,
+and alone back from it (`run.attribution`). It prints the operands with the
+largest effect, and writes all of them as JSON and as a heat map. With --config,
+it takes the weights that this config's seed begins with.
 
-predict ranks recipes by what they do to the gradients of a few batches, before any of them trains
-(`run.prediction`). choose names the blocks and matmuls to keep in high precision under a budget of
-FLOPs (`run.choice`).
+predict ranks recipes by what they do to the gradients of a few batches, before
+any of them trains (`run.prediction`). choose names the blocks and matmuls to
+keep in high precision under a budget of FLOPs (`run.choice`).
 
-diff takes the same state and batches through the programs of two runs, or of one run and of its config
-with the changes --other, and prints the first tensor that differs by more than rounding explains, with the
-line of the source that computes it (`run.difference`).
+diff takes the same state and batches through the programs of two runs, or of
+one run and of its config with the changes --other, and prints the first tensor
+that differs by more than rounding explains, with the line of the source that
+computes it (`run.difference`).
 """
 
 import json

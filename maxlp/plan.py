@@ -2,9 +2,10 @@ r"""Predicts the memory, traffic and time of a step on other machines.
 
     python -m maxlp.plan --config=configs/llama/8b.py --topology=v5p:4x4x4
 
-Compiles the train step of `maxlp.train` for a topology and prints its memory and time beside those of a
-closed form. --estimate_only prints the closed form alone and needs no compiler; compiling needs Linux and
-pip install 'maxlp[aot]', but no device. --list_topologies lists the topologies. Then it searches for the
+Compiles the train step of `maxlp.train` for a topology and prints its memory
+and time beside those of a closed form. --estimate_only prints the closed form
+alone and needs no compiler; compiling needs Linux and pip install 'maxlp[aot]',
+but no device. --list_topologies lists the topologies. Then it searches for the
 fastest settings that fit (--nosearch omits this), and prints them as flags.
 """
 

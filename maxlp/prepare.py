@@ -1,26 +1,32 @@
 """Converts texts, or images with texts, to ArrayRecord shards.
 
-    python -m maxlp.prepare text --source='jsonl:/data/c4/*.jsonl' --output=/data/c4_text
-    python -m maxlp.prepare text --source=parquet:/data/fineweb --output=/data/fineweb_llama3 \\
-        --tokenizer=/models/llama3/tokenizer.json --shards=64 --num_workers=16
-    python -m maxlp.prepare text --source=stdlib --split=train --output=/data/stdlib \\
-        --train_tokenizer=4096
-    python -m maxlp.prepare image_text --source='tar:/data/cc12m/{00000..01242}.tar' \\
-        --output=/data/cc12m_ar
+    python -m maxlp.prepare text --source='jsonl:/data/c4/*.jsonl' \\
+        --output=/data/c4_text
+    python -m maxlp.prepare text --source=parquet:/data/fineweb \\
+        --output=/data/fineweb_llama3 --shards=64 --num_workers=16 \\
+        --tokenizer=/models/llama3/tokenizer.json
+    python -m maxlp.prepare text --source=stdlib --split=train \\
+        --output=/data/stdlib --train_tokenizer=4096
+    python -m maxlp.prepare image_text \\
+        --source='tar:/data/cc12m/{00000..01242}.tar' --output=/data/cc12m_ar
 
-The output serves as `array_record:/data/c4_text` wherever a source is named. Sources and tokenizers
-are named as in a training config; see maxlp/data/sources.py and maxlp/data/tokenizers/__init__.py.
+The output serves as `array_record:/data/c4_text` wherever a source is named.
+Sources and tokenizers are named as in a training config; see
+maxlp/data/sources.py and maxlp/data/tokenizers/__init__.py.
 
-Shards hold UTF-8 text, or with a tokenizer its ids (uint16, or uint32 for vocabularies above 65,536)
-without beginning- and end-of-document ids, which training adds. Empty documents are left out.
-Conversations (`?messages_key=`) need the tokenizer with its chat template, and become int32. Images
-stay encoded as they are, even broken ones, each with its caption, its label and its origin.
+Shards hold UTF-8 text, or with a tokenizer its ids (uint16, or uint32 for
+vocabularies above 65,536) without beginning- and end-of-document ids, which
+training adds. Empty documents are left out. Conversations (`?messages_key=`)
+need the tokenizer with its chat template, and become int32. Images stay encoded
+as they are, even broken ones, each with its caption, its label and its origin.
 
-Beside the shards are the tokenizer and `dataset.json`, which is written last. A run that is killed
-leaves no `dataset.json`, and a folder without one is refused as a source.
+Beside the shards are the tokenizer and `dataset.json`, which is written last. A
+run that is killed leaves no `dataset.json`, and a folder without one is refused
+as a source.
 
-The output may be in a bucket, as in --output=gs://bucket/c4_text or s3://bucket/c4_text. It is written to a
-temporary folder ($TMPDIR) and then uploaded.
+The output may be in a bucket, as in --output=gs://bucket/c4_text or
+s3://bucket/c4_text. It is written to a temporary folder ($TMPDIR) and then
+uploaded.
 """
 
 import functools

@@ -77,3 +77,4 @@ def test_command_has_help(command):
     )
     assert done.returncode == 0 and not done.stderr
     assert f"python -m maxlp.{command}" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
