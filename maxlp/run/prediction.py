@@ -135,6 +135,11 @@ def predictions(
             f"config.train.lora.rank={s.train.lora.rank}: predict is for models without adapters; give "
             "such a run or config"
         )
+    if s.precision.scalify != "none":
+        raise ValueError(
+            f"config.precision.scalify={s.precision.scalify}: predict compares recipes, and none can be "
+            "combined with it; give a run or config without it"
+        )
     if not specs:
         raise ValueError("no recipe quantizes a matmul of this run; change config.precision.min_dim")
     chosen = {spec: with_recipe(s, *parse(spec)) for spec in specs}

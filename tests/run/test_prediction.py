@@ -51,6 +51,12 @@ def test_adapters_are_refused(tmp_path):
         lab.predict(s, None, None, ["mxfp8"], 2, tmp_path)
 
 
+def test_scale_propagation_is_refused():
+    s = read(load("debug", "precision=scalify_fp16"))
+    with pytest.raises(ValueError, match=r"^config.precision.scalify=fp16: predict compares recipes"):
+        prediction.predictions(s, prediction.fitting(s), None, None, 2)
+
+
 def test_the_table_has_both_ranks():
     found = [Prediction("a", 0.1, 0.2, 0.0, 0.5), Prediction("long name", 0.2, 0.3, 0.1, 0.4)]
     header, first, second = prediction.table(found)
