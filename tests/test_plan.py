@@ -121,6 +121,7 @@ def test_a_clip_that_does_not_fit_is_split(capsys):
     topology = topologies.parse("v5e:2x4")
     values = plan.make_plan(s, topology, compiles=False)
     assert values["estimate"]["memory"]["batch"] == 4096 * (224 * 224 * 3 + 77 * 4)
+    assert values["estimate"]["peak"] == sum(values["estimate"]["memory"].values())
     assert not values["fits"] and "images/s" in plan.report(values)
     found = plan.search_settings(s, topology, compiles=False)
     assert found is not None and found["layouts"] and "fastest of" in capsys.readouterr().out

@@ -1251,6 +1251,7 @@ CLIP = [
         (
             "jax.random.fold_in(jax.random.key(seed), step), microbatch)",
             "jax.random.fold_in(jax.random.key(seed), step), 0)",
+            "::test_equal_microbatches_drop_different_patches",
         ),
         ("gradients.join_parts(state, model_state), metrics", 'state["model_state"], metrics'),
         ('"loss": sums["loss"] / count', '"loss": sums["loss"]'),
@@ -1756,7 +1757,7 @@ RUN = [
         (
             "batch_part(mesh)\n",
             "(0, 1)\n",
-            "parallel/test_runs.py::test_processes_that_share_their_rows_train_like_one",
+            "launch/test_launch.py::test_two_local_processes_train_as_one",
         ),
         (
             "s.train.seed, s.train.microbatches, uses_adascale",

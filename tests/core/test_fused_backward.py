@@ -104,6 +104,7 @@ def test_steps_equal_the_ordinary_ones(case):
     assert_close(got["params"], want["params"], tolerance, params)
     if case not in ("eight_bit_moments", "flash"):  # whose state is codes
         assert_close(got["opt_state"], want["opt_state"], tolerance)
+    assert got["step"] == want["step"] == STEPS
     counts = [count for _, count in optax.tree.get_all_with_path(got["opt_state"], "count")]
     assert counts and set(map(int, counts)) == {STEPS}, "every counter counts a step once"
     assert_close(got["model_state"], want["model_state"], 1e-3)

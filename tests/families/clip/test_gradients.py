@@ -127,6 +127,25 @@ def test_patches_to_drop_depend_on_the_step_and_the_seed():
     assert losses(1)[1] == values[-1]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("drops", [True, False])
+def test_equal_microbatches_drop_different_patches(drops):
+    """If they drop the same, each pair occurs twice, which adds log 2 to the loss of one microbatch."""
+    config = ContrastiveConfig(kind="softmax", method="plain")
+    model = CLIP(tiny_clip() if drops else tiny_clip(visual=NO_DROPOUT), rngs=nnx.Rngs(0))
+    graphdef, params, model_state = nnx.split(model, nnx.Param, ...)
+    state = {"params": nnx.to_pure_dict(params), "model_state": nnx.to_pure_dict(model_state), "step": 0}
+
+    def loss(batch, microbatches):
+        gradients = loss_gradients(config, 0, microbatches)
+        return jax.jit(functools.partial(gradients, graphdef))(state, batch, None)[2]["loss"]
+
+    batch = make_batch()
+    twice = jax.tree.map(lambda x: np.repeat(x, 2, axis=0), batch)  # rows of a microbatch are every second
+    excess = abs(loss(twice, 2) - loss(batch, 1) - math.log(2))
+    assert excess > 1e-3 if drops else excess < 1e-5
+
+
 # --- low precision --------------------------------------------------------------------------------------
 
 
