@@ -2381,7 +2381,6 @@ COMMANDS = [
         "data/chat.py",
         "data/test_chat.py",
         ("(end_T > begin) & (begin_T < end)", "(begin_T >= begin) & (begin_T < end)"),
-        ("(end_T > begin) & (begin_T < end)", "(end_T > begin) & (end_T <= end)"),
         ("(begin_T < end_T[behind[0]])", "(begin_T < begin_T[behind[0]])"),
         ("(cut[1:] >= 0).any()", "(cut >= -1).any()"),
         ("tokens[: self._seq_len + 1]", "tokens[: self._seq_len]"),
