@@ -30,12 +30,13 @@ def test_evaluation_uses_the_weighted_average_of_the_iterates():
     np.testing.assert_allclose(optim.eval_params(state, trained)["kernel"], want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("wrapped", [0, 1, 2])
 def test_the_part_that_evaluation_needs_is_restored_alone(tmp_path, wrapped):
     tx = make_optimizer(name="schedule_free_adamw", **MAKE).tx
     params, opt_state = run(tx, random_tree(SHAPES, 9), [random_tree(SHAPES, i) for i in range(5)])
     want = optax.contrib.schedule_free_eval_params(opt_state, params)
-    state = PureBf16State(opt_state.z["norm"]["scale"], opt_state, None) if wrapped else opt_state
+    state = optax.MultiTransformState({"group": opt_state}) if wrapped == 2 else opt_state
+    state = PureBf16State(opt_state.z["norm"]["scale"], state, None) if wrapped else state
     wanted = {"params": params, "opt_state": optim.eval_part(state)}
     assert len(jax.tree.leaves(wanted["opt_state"])) == 3
     part = saved_and_restored(tmp_path, {"params": params, "opt_state": state}, wanted)
