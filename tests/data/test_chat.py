@@ -228,14 +228,14 @@ def test_a_template_may_depend_on_the_length_of_a_message(tmp_path):
     """Marks around a message make it longer, so that what is found in the marked text is elsewhere."""
     template = """\
 {%- for message in messages %}
-    {{- "<|im_start|>" + ("(a long message) " if message.content|length > 8 else "") }}
+    {{- "<|im_start|>" + ("(a long message) " if message.content|length > 20 else "") }}
     {%- generation %}{{ message.content + "<|im_end|>" }}{% endgeneration %}
 {%- endfor %}
 """
-    messages = [{"role": "user", "content": "1234567"}, {"role": "assistant", "content": "7654321"}]
+    messages = [{"role": "user", "content": "7" * 20}, {"role": "assistant", "content": "4" * 20}]
     ids, _ = decoded(chat_of(tmp_path, template).encode(messages))
     tok = make_tokenizer(str(tmp_path))
-    assert tok.decode(ids) == "12345677654321"
+    assert tok.decode(ids) == "7" * 20 + "4" * 20
     assert ids.count(tok.specials["<|im_end|>"]) == ids.count(tok.specials["<|im_start|>"]) == 2
 
 
