@@ -1,6 +1,7 @@
 """Ring attention: equal to plain attention, with equal work on all devices and no (S, S) array."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +114,17 @@ def test_output_and_gradients_equal_dense_attention(name, causal, packed, monkey
     with on_mesh(name) if name else jax.set_mesh(sharding.make_mesh(devices=jax.devices()[:1])):
         actual = out_and_grads(in_natural_order(ring.ring), *args)
     assert_close(actual, out_and_grads(dense, *args), atol=1e-5)
+
+
+def test_products_of_bfloat16_tiles_are_summed_in_float32():
+    q, k, v, *_ = inputs(1, 64, 2, 1, 16, "bfloat16")
+
+    def total(q, k, v):
+        return jnp.sum(ring.ring(q, k, v, causal=True, segment_ids_BS=None), dtype=jnp.float32)
+
+    program = str(jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2)))(q, k, v))
+    dtypes = re.findall(r":(\w+)\[[^]]*\] = dot_general", program)
+    assert len(dtypes) >= 5 and set(dtypes) == {"f32"}
 
 
 @pytest.mark.full
