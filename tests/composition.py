@@ -24,8 +24,7 @@ class Feature:
 
     Attributes:
       dimension: a run has at most one feature of each dimension.
-      neutral: whether it changes only the order of sums, or how they are rounded, so that losses stay equal
-        to rounding.
+      neutral: whether it changes only the order of sums, so that losses stay equal to rounding.
     """
 
     name: str
@@ -108,7 +107,6 @@ FEATURES = [
     Feature("tensor", "tensor", {"mesh.tensor": 2}, True),
     Feature("context", "context", {"mesh.context": 2, "model.attention": "ring"}, True),
     Feature("stage", "stage", {"mesh.stage": 2}, True),
-    Feature("exchange", "exchange", {"precision.exchange": "int8", "mesh.data": 2}, True),
 ]
 FAMILIES = ("llama", "clip")
 BASE = {

@@ -23,7 +23,7 @@ ERRORS = "errors"
 SPLIT, WHOLE = PartitionSpec(exchange.AXIS), PartitionSpec()  # one part for each replica, the same for all
 
 
-class Error(Frozen):
+class ErrorFeedback(Frozen):
     """What the replicas have not sent yet of a parameter's gradients: (R, …), float32."""
 
 
@@ -36,7 +36,7 @@ def with_errors(make_model: MakeModel, replicas: int) -> MakeModel:
         for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
             zeros = jnp.zeros((replicas, *param.shape), jnp.float32)
             axes = ("replica", *param.get_metadata("out_sharding"))
-            errors[path] = Error(zeros, out_sharding=axes, eager_sharding=False)
+            errors[path] = ErrorFeedback(zeros, out_sharding=axes, eager_sharding=False)
         setattr(model, ERRORS, nnx.data(nnx.traversals.unflatten_mapping(errors)))
         return model
 
