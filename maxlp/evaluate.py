@@ -131,7 +131,9 @@ def make_mesh(s: Settings, fixed: bool) -> Mesh:
         if fixed:
             raise
         mesh = dict(fsdp=-1)
-        machine = dataclasses.replace(s, mesh=mesh).machine_of(devices)
+        no_exchange = dataclasses.replace(s.precision, exchange="none")  # of gradients, which there are not
+        s = dataclasses.replace(s, mesh=mesh, precision=no_exchange)
+        machine = s.machine_of(devices)
     constraints.check(s, machine)
     return sharding.make_mesh(**mesh, devices=devices)
 

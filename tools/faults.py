@@ -43,6 +43,24 @@ def _in(file: str, tests: str, *faults: tuple[str, ...]) -> list[Fault]:
 
 CORE = [
     *_in(
+        "core/replicas.py",
+        "core/test_replicas.py",
+        # The metrics of one replica for those of all.
+        ('if name != "tokens"', 'if name == "tokens"'),
+        (
+            "return grads, new | {ERRORS: errors}, metrics",
+            'return grads, new | {ERRORS: state["model_state"][ERRORS]}, metrics',
+        ),
+    ),
+    *_in(
+        "parallel/exchange.py",
+        "parallel/test_exchange.py",
+        ("x = (gradient.astype(jnp.float32) + error).ravel()", "x = gradient.astype(jnp.float32).ravel()"),
+        ("is_mine, sum_BE - dequantize(rounded, jnp.float32), x_RBE", "is_mine, 0.0, x_RBE"),
+        ("jnp.where(is_finite, q.scale, jnp.nan)", "q.scale"),
+        ("(0, -n % (replicas * BLOCK))", "(0, -n % replicas * BLOCK)"),
+    ),
+    *_in(
         "core/gates.py",
         "core/test_gates.py",
         # The refusal of one gate must not be overwritten by the next one.
@@ -73,7 +91,10 @@ CORE = [
             "pass\n",
             "::test_microbatches_take_every_nth_row_and_sharding_stays",
         ),
-        ("jnp.maximum(count(batch), 1.0)\n        metrics", "count(batch)\n        metrics"),
+        (
+            "jnp.maximum(sharding.sum_of_replicas(count(batch)), 1.0)\n        metrics",
+            "count(batch)\n        metrics",
+        ),
         ('"accuracy": sums["correct"] / total', '"accuracy": sums["correct"]'),
     ),
     *_in(
@@ -1804,8 +1825,8 @@ RUN = [
         "run/restore.py",
         "run/test_restore.py",
         (
-            "    return graphdef, evaluated(restored.state), restored.step",
-            "    return graphdef, restored.state, restored.step",
+            'return graphdef, evaluated({"model_state": {}} | restored.state), restored.step',
+            'return graphdef, {"model_state": {}} | restored.state, restored.step',
         ),
         ('return {"params": params, "model_state"', 'return {"params": state["params"], "model_state"'),
         ('            wanted["opt_state"] = part\n', "            pass\n"),

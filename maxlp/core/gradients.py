@@ -60,7 +60,7 @@ def token_loss(
 
     def loss(model: nnx.Module, batch: Batch, step: jax.Array) -> tuple[jax.Array, Metrics]:
         del step
-        total = jnp.maximum(count(batch), 1.0)
+        total = jnp.maximum(sharding.sum_of_replicas(count(batch)), 1.0)
         metrics = _means(loss_sums(model, batch), total)
         return metrics["loss"], metrics
 
@@ -88,7 +88,7 @@ def token_gradients(
         return batch_gradients(token_loss(loss_sums, count))
 
     def gradients(graphdef: nnx.GraphDef, state: State, batch: Batch, loss_scale: jax.Array | None):
-        total = jnp.maximum(count(batch), 1.0)
+        total = jnp.maximum(sharding.sum_of_replicas(count(batch)), 1.0)
         forward, backward = split_model_state(graphdef, state)
 
         def share(params: dict, backward: dict, part: Batch) -> tuple[jax.Array, tuple[Metrics, dict]]:

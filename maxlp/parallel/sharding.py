@@ -48,6 +48,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "patch": None,  # the pixels of a patch
     "joint": None,  # the features that CLIP compares
     "layers": "stage",
+    "replica": "data",  # of the state that each replica has of a parameter
     # activations
     "batch": ("data", "fsdp"),
     "seq": "context",
@@ -165,8 +166,20 @@ def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def spec(*names: str | None) -> PartitionSpec:
-    """The PartitionSpec of an array whose dims have these logical names (None: not split)."""
-    return PartitionSpec(*(None if name is None else RULES[name] for name in names))
+    """The PartitionSpec of an array whose dims have these logical names (None: not split).
+
+    It leaves out axes that a `jax.shard_map` around the caller has split already.
+    """
+    axes = [None if name is None else RULES[name] for name in names]
+    if manual := jax.sharding.get_abstract_mesh().manual_axes:
+        axes = [tuple(a for a in axis_names(dim) if a not in manual) or None for dim in axes]
+    return PartitionSpec(*axes)
+
+
+def sum_of_replicas(x: jax.Array) -> jax.Array:
+    """The sum over the axes that are manual here; the identity where none is."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return jax.lax.psum(x, manual) if manual else x
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
@@ -225,7 +238,7 @@ def split_chunks(x: jax.Array, n: int) -> jax.Array:
     P = b × s: the mesh splits the batch in b parts and the sequence in s parts at the head of the model.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    b, s = (1 if mesh.empty else axes_size(mesh, RULES[name]) for name in ("batch", "logits_seq"))
+    b, s = (1 if mesh.empty else axes_size(mesh, axes) for axes in spec("batch", "logits_seq"))
     B, S = x.shape[:2]
     assert B % b == S % (s * n) == 0, "see run.constraints"
     x = x.reshape(b, B // b, s, n, S // (s * n), *x.shape[2:])
@@ -256,7 +269,7 @@ def all_gather_params(variables: nnx.State) -> nnx.State:
                 shard = _all_gather(shard, axis, dim)
             return shard[None]
 
-        whole = PartitionSpec(RULES["batch_seq"], *(axis if axis == "tensor" else None for axis in axes))
+        whole = PartitionSpec(*spec("batch_seq"), *(axis if axis == "tensor" else None for axis in axes))
         return variable.replace(jax.shard_map(gather, in_specs=axes, out_specs=whole)(variable[...]))
 
     return jax.tree.map(one, variables, is_leaf=lambda v: isinstance(v, nnx.Variable))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from maxlp import families
@@ -63,6 +64,8 @@ def held_state(s: Settings, mesh: AbstractMesh, state: StateShapes) -> dict[str,
     rest = state.bytes_on(mesh, "model_state")  # of precision, and what adapters leave as it is
     optimizer = state.bytes_on(mesh, "opt_state")
     held = {"parameters": state.bytes_on(mesh, "params")}
+    if s.precision.exchange != "none":
+        held["errors of the exchange"] = held["parameters"] * 4 / jnp.dtype(s.model.param_dtype).itemsize
     if s.train.lora is None:
         return held | {"optimizer": optimizer + rest}
     return held | {"frozen weights": rest, "optimizer": optimizer}
@@ -79,10 +82,13 @@ def saves_attention(remat: str, kernel: str) -> bool:
 def state_shapes(s: Settings, machine: Machine) -> StateShapes:
     """The state of a run; takes about a second of tracing.
 
+    It leaves out the errors of an exchange in 8 bits, whose shape depends on the mesh; see `held_state`.
+
     Raises:
       ValueError: a parameter that the mesh does not divide.
     """
-    mesh = abstract_mesh(machine.axes)
+    mesh, everywhere = abstract_mesh(machine.axes), dataclasses.replace(s.precision, exchange="none")
+    s = dataclasses.replace(s, precision=everywhere)
     run = assemble(s, machine, cast(Mesh, mesh))  # shapes and shardings need no devices
     return StateShapes(abstract_state(run.make_model, run.tx, mesh, run.gates)[1])
 

@@ -47,6 +47,7 @@ class PrecisionConfig:
       health_every: steps between measurements of `health`, 0 for none.
       sharpness_every: steps between measurements of the loss's sharpness, 0 for none (`families.Family`).
       scalify: ``fp16``, or ``fp8`` in blocks, with a scale for every array (`precision.scalify`).
+      exchange: the format in which replicas exchange gradients (`parallel.exchange`), ``none`` for theirs.
 
     Raises:
       ValueError: an unknown name or an invalid value; the message starts with the key.
@@ -63,6 +64,7 @@ class PrecisionConfig:
     health_every: CountOrZero = 0
     sharpness_every: CountOrZero = 0
     scalify: Annotated[str, OneOf(("none", "fp16", "fp8"))] = "none"
+    exchange: Annotated[str, OneOf(("none", "int8", "float8_e4m3fn"))] = "none"
 
     def __post_init__(self):
         schema.check(self)

@@ -66,6 +66,15 @@ def scalify_has_the_gradients(s: Settings, machine: Machine) -> str | None:
     return scalify_rule.refusal(s, machine)
 
 
+def replicas_exchange_gradients(s: Settings, machine: Machine) -> str | None:
+    """What is exchanged in 8 bits is a whole gradient, once a step, of a loss that is a sum over rows."""
+    if s.precision.exchange == "none":
+        return None
+    from maxlp.run import exchange_rule  # few runs need it
+
+    return exchange_rule.refusal(s, machine)
+
+
 def skipped_tensors_have_moments(s: Settings, machine: Machine) -> str | None:
     """A tensor that skips a step keeps its moments, which have its shape."""
     if s.precision.loss_scale is None or not s.precision.loss_scale.per_tensor:
@@ -160,23 +169,16 @@ def galore_targets_are_matrices(s: Settings, machine: Machine) -> str | None:
     return None
 
 
-def adascale_has_samples(s: Settings, machine: Machine) -> str | None:
-    """AdaScale measures gradient noise by the differences between the gradients of the microbatches."""
-    if s.optimizer.adascale is None or s.train.microbatches > 1:
+def adascale_has_batches(s: Settings, machine: Machine) -> str | None:
+    """AdaScale compares the gradients of microbatches, and counts steps of a batch of at least one row."""
+    gain, rows = s.optimizer.adascale, s.data.batch_size
+    if gain is None or (s.train.microbatches > 1 and gain <= rows):
         return None
+    if gain > rows:
+        return f"optimizer.adascale={gain} divides data.batch_size={rows} to less than a row; lower it"
     return (
-        f"optimizer.adascale={s.optimizer.adascale} needs train.microbatches of at least 2, because one "
-        "gradient has no variance; raise train.microbatches"
-    )
-
-
-def adascale_has_a_small_batch(s: Settings, machine: Machine) -> str | None:
-    """The batch that AdaScale counts steps of has at least one row."""
-    if s.optimizer.adascale is None or s.optimizer.adascale <= s.data.batch_size:
-        return None
-    return (
-        f"optimizer.adascale={s.optimizer.adascale} times a smaller batch is more than "
-        f"data.batch_size={s.data.batch_size} rows; lower it"
+        f"optimizer.adascale={gain} needs train.microbatches of at least 2, because one gradient has no "
+        "variance; raise train.microbatches"
     )
 
 
@@ -204,27 +206,20 @@ def swapped_vocabularies_are_trained(s: Settings, machine: Machine) -> str | Non
     )
 
 
-def adapters_keep_their_gradients(s: Settings, machine: Machine) -> str | None:
-    """The gradients of adapters take little memory, and nothing is left to release."""
-    if s.train.lora is None or not s.train.release_gradients:
+def adapters_are_few_numbers(s: Settings, machine: Machine) -> str | None:
+    """Adapters are float32 and small: nothing is left to release, to project or to round."""
+    if s.train.lora is None:
         return None
-    return "train.release_gradients=True frees nothing with train.lora; set one of them only"
-
-
-def adapters_are_not_projected(s: Settings, machine: Machine) -> str | None:
-    """GaLore projects gradients onto fewer dimensions; those of adapters have few already."""
-    if s.train.lora is None or s.optimizer.galore is None:
-        return None
-    return "optimizer.galore does not apply to the low-rank matrices of train.lora; set one of them only"
-
-
-def adapters_are_not_rounded(s: Settings, machine: Machine) -> str | None:
-    """Adapters are in float32, so that no rounding to 16 bits takes place."""
-    if s.train.lora is None or s.optimizer.param_rounding is None:
-        return None
-    return (
-        f"optimizer.param_rounding={s.optimizer.param_rounding} is for parameters of 16 bits, and those of "
-        "train.lora are in float32; unset one of them"
+    if s.train.release_gradients:
+        return "train.release_gradients=True frees nothing with train.lora; set one of them only"
+    if s.optimizer.galore is not None:
+        return (
+            "optimizer.galore does not apply to the low-rank matrices of train.lora; set one of them only"
+        )
+    rounding = s.optimizer.param_rounding
+    return rounding and (
+        f"optimizer.param_rounding={rounding} is for parameters of 16 bits, and those of train.lora are in "
+        "float32; unset one of them"
     )
 
 
@@ -287,11 +282,11 @@ RULES = (
     attention_runs,
     float16_is_scaled,
     scalify_has_the_gradients,
+    replicas_exchange_gradients,
     skipped_tensors_have_moments,
     float16_params_have_scales,
     rounded_params_have_16_bits,
-    adascale_has_samples,
-    adascale_has_a_small_batch,
+    adascale_has_batches,
     released_gradients_are_not_clipped,
     released_gradients_are_not_accumulated,
     released_gradients_are_not_pipelined,
@@ -303,8 +298,6 @@ RULES = (
     mesh_divides_params,
     adapters_start_from_weights,
     swapped_vocabularies_are_trained,
-    adapters_keep_their_gradients,
-    adapters_are_not_projected,
-    adapters_are_not_rounded,
+    adapters_are_few_numbers,
     galore_targets_are_matrices,
 )

@@ -123,7 +123,7 @@ def resolve_settings(settings: Settings, devices: Sequence[jax.Device] | None = 
 def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
     """The experiment of settings that fulfil the constraints on this machine."""
     s, family = settings.on(machine), settings.family
-    optimizer = make_optimizer(s)
+    optimizer, model = make_optimizer(s), make_model(family, s.model, s.precision, s.train.lora)
     uses_adascale = s.optimizer.adascale is not None
     gradients = family.gradients(s.loss, s.train.seed, s.train.microbatches, uses_adascale)
     if s.precision.scalify != "none":
@@ -172,11 +172,16 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
             step = functools.partial(
                 step, update_arguments=adascale.update_arguments, optimizer_metrics=adascale.metrics_of
             )
+        if s.precision.exchange != "none":
+            from maxlp.core import replicas  # few runs need it
+
+            model = replicas.with_errors(model, machine.axes["data"])
+            step = functools.partial(step, gradients=replicas.exchanged(gradients, s.precision.exchange))
     return Experiment(
         settings=s,
         machine=machine,
         mesh=mesh,
-        make_model=make_model(family, s.model, s.precision, s.train.lora),
+        make_model=model,
         tx=optimizer.tx,
         schedule=optimizer.schedule,
         gates=gates,

@@ -172,6 +172,7 @@ def _precision() -> ConfigDict:
                 initial=float, growth_interval=int, minimum=float, maximum=float, per_tensor=bool
             ),
             scalify="none",  # or "fp16", "fp8": precision.scalify
+            exchange="none",  # or "int8", "float8_e4m3fn": parallel.exchange, between replicas (mesh.data)
             health_every=0,  # steps between measurements of the quantization; 0: none
             sharpness_every=0,  # steps between measurements of the loss's sharpness; 0: none
         )

@@ -32,12 +32,13 @@ def restore_model(
         s = settings.read(c).on(settings.Machine.of(mesh))
         make_model = settings.make_model(s.family, s.model, s.precision, s.train.lora)
         graphdef, abstract = abstract_state(make_model, settings.make_optimizer(s).tx, mesh)
-        wanted = {key: abstract[key] for key in ("params", "model_state")}
+        # An empty part would not fit that of a run whose replicas keep errors, which no model needs.
+        wanted = {key: abstract[key] for key in ("params", "model_state") if abstract[key]}
         if part := eval_part(abstract["opt_state"]):
             wanted["opt_state"] = part
     root = workdir / "checkpoints"
     restored = checkpoint.restore(root if step is None else root / str(step), wanted)
-    return graphdef, evaluated(restored.state), restored.step
+    return graphdef, evaluated({"model_state": {}} | restored.state), restored.step
 
 
 def check_start(run: Experiment, abstract: State, workdir: Path) -> None:

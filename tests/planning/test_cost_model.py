@@ -12,11 +12,13 @@ from maxlp.families.clip.presets import CLIP_SIZES, clip
 from maxlp.families.llama.presets import llama
 from maxlp.parallel import sharding
 from maxlp.planning import topologies
-from maxlp.planning.cost_model import Ledger, cost_of, matmul_dtypes, state_shapes
+from maxlp.planning.cost_model import Ledger, cost_of, held_state, matmul_dtypes, state_shapes
 from maxlp.run.experiment import assemble
 from maxlp.run.settings import read
 from tests.planning import peaks
 from tests.run.fixtures import changed, load
+
+SIZES = dict(embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=128)
 
 PEAKS = peaks.peaks()
 PLANS = sorted((Path(__file__).parents[2] / "docs" / "plans").glob("*_*.json"))
@@ -47,9 +49,8 @@ def test_committed_plans(path):
 
 def test_state_is_that_of_the_step():
     """The bytes of the shards on any mesh, from shapes that were traced on another one."""
-    sizes = dict(embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=128)
     changes = {"data.batch_size": 8, "optimizer.mu_dtype": "bfloat16"}
-    s = peaks.settings_of(llama(vocab_size=256, **sizes), changes)
+    s = peaks.settings_of(llama(vocab_size=256, **SIZES), changes)
     machine = s.machine(8, "cpu")  # fsdp 8
     state = state_shapes(s, machine)
     mesh = sharding.make_mesh(fsdp=4, tensor=2)
@@ -61,6 +62,20 @@ def test_state_is_that_of_the_step():
             for leaf in jax.tree.leaves(abstract[part])
         )
         assert state.bytes_on(sharding.abstract_mesh({"fsdp": 4, "tensor": 2}), part) == real
+
+
+def test_errors_of_an_exchange_are_those_of_the_step():
+    changes = {"data.batch_size": 8, "mesh.data": 2, "precision.exchange": "int8"}
+    s = peaks.settings_of(llama(vocab_size=256, **SIZES), changes | {"model.param_dtype": "bfloat16"})
+    machine = s.machine(8, "cpu")  # fsdp 4
+    mesh = sharding.make_mesh(data=2, fsdp=4)
+    run = assemble(s, machine, mesh)
+    _, abstract = abstract_state(run.make_model, run.tx, mesh, run.gates)
+    errors = jax.tree.leaves(abstract["model_state"])
+    real = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in errors)
+    held = held_state(s, sharding.abstract_mesh(machine.axes), state_shapes(s, machine))
+    assert held["errors of the exchange"] == real > 0
+    assert held["optimizer"] == state_shapes(s, machine).bytes_on(mesh.abstract_mesh, "opt_state")
 
 
 def test_a_ledger_omits_collectives_that_have_nothing_to_do():

@@ -13,6 +13,9 @@ from tests.run.fixtures import changed, load
 BFLOAT16 = {"model.param_dtype": "bfloat16"}
 SCALIFY = {"model.dtype": "float16", "precision.scalify": "fp16"}
 LORA = {"train.lora.rank": 4, "train.init_from": "run"}
+ADASCALE = {"optimizer.name": "sgd", "optimizer.adascale": 2.0, "train.microbatches": 2}
+INT8 = {"precision.exchange": "int8"}
+REPLICAS = INT8 | {"mesh.data": 2}
 REFUSED = {
     "batch_divides": [
         ({"data.batch_size": 12}, 8, "cpu", "use a multiple of 8"),
@@ -34,6 +37,21 @@ REFUSED = {
         (SCALIFY | {"mesh.stage": 2}, 2, "cpu", "set mesh.stage=1"),
         (SCALIFY | {"train.lora.rank": 4, "train.init_from": "run"}, 1, "cpu", "set no adapters"),
         (SCALIFY | {"train.release_gradients": True}, 1, "cpu", "set train.release_gradients=False"),
+    ],
+    "replicas_exchange_gradients": [
+        (INT8, 1, "cpu", "mesh.data=1 is a single one; use mesh.data=2"),
+        (REPLICAS | {"mesh.stage": 2}, 4, "cpu", "set mesh.stage=1"),
+        (REPLICAS | {"mesh.context": 2, "model.attention": "ring"}, 4, "cpu", "set mesh.context=1"),
+        (REPLICAS | {"precision.loss_scale.initial": 2.0}, 2, "cpu", "no loss scale"),
+        (REPLICAS | SCALIFY, 2, "cpu", "set precision.scalify=none"),
+        (REPLICAS | ADASCALE, 2, "cpu", "optimizer.adascale=2.0 cannot be combined"),
+        (
+            REPLICAS | {"train.release_gradients": True, "optimizer.clip_norm": 0.0},
+            2,
+            "cpu",
+            "set train.release_gradients=False",
+        ),
+        (REPLICAS | LORA, 2, "cpu", "train.lora cannot be combined with precision.exchange=int8"),
     ],
     "skipped_tensors_have_moments": [
         (
@@ -99,16 +117,9 @@ REFUSED = {
             "an even rank",
         ),
     ],
-    "adascale_has_samples": [
-        ({"optimizer.name": "sgd", "optimizer.adascale": 4.0}, 1, "cpu", "raise train.microbatches")
-    ],
-    "adascale_has_a_small_batch": [
-        (
-            {"optimizer.name": "sgd", "optimizer.adascale": 999.0, "train.microbatches": 2},
-            1,
-            "cpu",
-            "data.batch_size=",
-        )
+    "adascale_has_batches": [
+        (ADASCALE | {"train.microbatches": 1}, 1, "cpu", "raise train.microbatches"),
+        (ADASCALE | {"optimizer.adascale": 999.0}, 1, "cpu", "data.batch_size="),
     ],
     "released_gradients_are_not_clipped": [({"train.release_gradients": True}, 1, "cpu", "clip_norm=0.0")],
     "released_gradients_are_not_accumulated": [
@@ -144,17 +155,15 @@ REFUSED = {
         ({"train.swap_tokenizer": True}, 1, "cpu", "give --from"),
         ({**LORA, "train.swap_tokenizer": True}, 1, "cpu", "train.lora.rank=4 would leave frozen"),
     ],
-    "adapters_keep_their_gradients": [
-        ({**LORA, "train.release_gradients": True, "optimizer.clip_norm": 0.0}, 1, "cpu", "frees nothing")
-    ],
-    "adapters_are_not_projected": [({**LORA, "optimizer.galore.rank": 8}, 1, "cpu", "optimizer.galore")],
-    "adapters_are_not_rounded": [
+    "adapters_are_few_numbers": [
+        ({**LORA, "train.release_gradients": True, "optimizer.clip_norm": 0.0}, 1, "cpu", "frees nothing"),
+        ({**LORA, "optimizer.galore.rank": 8}, 1, "cpu", "optimizer.galore"),
         (
             {**LORA, "optimizer.param_rounding": "kahan", "model.param_dtype": "bfloat16"},
             1,
             "cpu",
             "are in float32",
-        )
+        ),
     ],
     "released_gradients_let_states_offload": [
         ({"optimizer.offload": True}, 1, "cpu", "set train.release_gradients=True")
@@ -185,7 +194,7 @@ ACCEPTED = [
     {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "precision.recipe": "fp8_delayed"},
     {"precision.recipe": "mxfp8", "data.seq_len": 100},
     {"model.dtype": "float16", "precision.loss_scale.initial": 256.0},
-    {"optimizer.name": "sgd", "optimizer.adascale": 2.0, "train.microbatches": 2},
+    ADASCALE,
     BFLOAT16 | {"optimizer.param_rounding": "kahan"},
     SCALIFY | {"model.param_dtype": "float16", "optimizer.param_rounding": "nearest"},
 ]

@@ -1,11 +1,14 @@
 """What a config is resolved into: each value reaches the part that it is for."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from maxlp.core.train_state import abstract_state
+from maxlp.core.train_step import jit_step
 from maxlp.run import experiment
 from maxlp.run.experiment import describe, resolve
 from tests import fixtures
@@ -82,3 +85,21 @@ def test_intervals_count_finished_steps(step, every, due):
     from maxlp.train import is_due
 
     assert is_due(step, every) == due
+
+
+def test_an_exchange_reaches_the_model_and_the_step():
+    """The state has an error of each parameter for both replicas, and the step exchanges 8 bits."""
+
+    def traced(exchange):
+        values = {"mesh.fsdp": 1, "mesh.data": 2, "precision.exchange": exchange}
+        run = resolve(changed(load("debug"), SMALL | values), jax.devices()[:2])
+        with jax.set_mesh(run.mesh):
+            graphdef, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+            program = jit_step(run.step, graphdef, abstract, run.mesh).lower(abstract, run.abstract_batch())
+        return abstract, program.as_text()
+
+    (plain, before), (abstract, after) = traced("none"), traced("int8")
+    assert plain["model_state"] == {} and "all_to_all" not in before
+    shapes = jax.tree.map(lambda p: (2, *p.shape), abstract["params"])
+    assert jax.tree.map(lambda e: e.shape, abstract["model_state"]) == {"errors": shapes}
+    assert re.search(r"all_to_all.*xi8>", after)

@@ -92,3 +92,20 @@ def test_the_average_is_exported(run, tmp_path):
     exported, expected = Tensors(tmp_path / "out"), to_other(average, hf.LAYOUT)
     assert set(exported) == set(expected)
     assert_equal({name: exported[name] for name in exported}, expected)
+
+
+def test_a_model_is_restored_without_what_replicas_have_not_sent(tmp_path):
+    """Two replicas trained it; one device evaluates it."""
+    exchange = {"precision.exchange": "int8", "mesh.data": 2, "mesh.fsdp": 1}
+    values = SMALL | {"data.tokenizer": "bytes", "data.seq_len": 32} | exchange
+    c = changed(load("debug"), values)
+    experiment = resolve(c, jax.devices()[:2])
+    with jax.set_mesh(experiment.mesh):
+        _, abstract = abstract_state(experiment.make_model, experiment.tx, experiment.mesh)
+        state = experiment.initial_state(abstract)
+    with Checkpointer(tmp_path / "checkpoints", every_steps=1) as checkpoints:
+        checkpoints.save(2, state, {})
+    run_dir.save_config(tmp_path, c)
+    _, restored, step = restore_model(c, tmp_path, None, fixtures.make_mesh())
+    assert step == 2 and restored["model_state"] == {}
+    assert_equal(restored["params"], jax.device_get(state["params"]))

@@ -52,6 +52,16 @@ def adascale_is_not_used(s: Settings, machine: Machine) -> str | None:
     )
 
 
+def exchange_is_not_used(s: Settings, machine: Machine) -> str | None:
+    """A contrastive loss compares the rows of all replicas: it is no sum of losses of the replicas."""
+    if s.precision.exchange == "none":
+        return None
+    return (
+        f"precision.exchange={s.precision.exchange} needs a loss that is a sum over rows, and the "
+        "contrastive loss compares all pairs of a batch; set it to none"
+    )
+
+
 def sigmoid_has_bias(s: Settings, machine: Machine) -> str | None:
     """Without a bias, B² - B negatives dominate the sigmoid loss at the start (arXiv:2303.15343, §3.2)."""
     if s.loss.kind != "sigmoid" or s.model.logit_bias is not None:
@@ -75,6 +85,7 @@ RULES = (
     images_fit_model,
     texts_fit_model,
     adascale_is_not_used,
+    exchange_is_not_used,
     sigmoid_has_bias,
     sharpness_is_not_measured,
 )

@@ -14,6 +14,7 @@ import math
 import jax.numpy as jnp
 
 from maxlp.nn.attention import cudnn, flash, flash_tile, ring
+from maxlp.parallel.exchange import num_bytes
 from maxlp.parallel.schedule import Schedule
 from maxlp.parallel.sharding import abstract_mesh
 from maxlp.planning.cost_model import (
@@ -429,7 +430,8 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
       what is recomputed), their gradients in float32, rounded on the last hop; after the blocks the
       residual stream back into its natural order;
     * tensor: the residual stream gathered before and scattered after attention and MLP;
-    * data: gradients summed; those of adapters are neglected;
+    * data: gradients summed, in 8 bits with scales once a step instead of for every microbatch; those of
+      adapters are neglected;
     * stage: in each tick, in both directions, a microbatch's activations, one that waits and one that is
       done; with several rounds the weights to where they run, and their gradients.
     """
@@ -454,8 +456,12 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     ledger.add("collective-permute", ("context", "tensor") if turns else (), whole_x / s.t / 2, 4 * m)
     ledger.add("all-gather", ("tensor",), x, (4 + 2 * again) * runs)
     ledger.add("reduce-scatter", ("tensor",), x, (4 + again) * runs)
-    summed = 0 if s.frozen else m
-    ledger.add("all-reduce", ("data",), (of_stage.L * weights + 2 * head) / s.shards, summed)
+    summed, exchange = (of_stage.L * weights + 2 * head) / s.shards, settings.precision.exchange
+    if exchange == "none":
+        ledger.add("all-reduce", ("data",), summed, 0 if s.frozen else m)
+    else:
+        for kind in ("all-to-all", "all-gather"):
+            ledger.add(kind, ("data",), num_bytes(summed / s.a, exchange), 1)
     ledger.add("collective-permute", ("stage",), x / s.t, 2 * 3 * s.schedule.ticks * m)
     if rounds > 1:
         share = of_stage.L * s.block_params * s.param / (s.shards * s.t)

@@ -33,6 +33,10 @@ SIGMOID = dict(loss__kind="sigmoid")
             "config.optimizer.adascale=2.0 needs a loss that is a mean over examples",
         ),
         (
+            dict(precision__exchange="int8", mesh__data=2),
+            "config.precision.exchange=int8 needs a loss that is a sum over rows",
+        ),
+        (
             dict(precision__sharpness_every=5),
             "config.precision.sharpness_every=5 needs a model that predicts tokens",
         ),
@@ -45,7 +49,7 @@ def test_each_rule_refuses_its_violation(changes, message):
 
 
 def test_the_debug_config_and_the_proposed_fixes_are_accepted():
-    assert len(RULES) == 7, "one case for each rule in the test above"
+    assert len(RULES) == 8, "one case for each rule in the test above"
     check()
     check(data__text_len=20, mesh__tensor=2)
     check(**SIGMOID, model__logit_bias=-10.0)

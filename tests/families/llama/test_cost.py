@@ -75,6 +75,19 @@ def test_qk_clip_computes_every_logit_once_more():
     assert clipped.flops["bfloat16"] - plain.flops["bfloat16"] == pytest.approx(product)
 
 
+def test_replicas_send_8_bits_and_a_scale_for_256_values_once_a_step():
+    def sent(**changes):
+        s, _ = work(mesh__data=2, model__param_dtype="float32", **changes)
+        found = COST.collectives(s, s.machine(8, "cuda"))
+        return {c.kind: c.sent for c in found if c.axes == ("data",)}
+
+    [plain] = sent().values()
+    for microbatches in (1, 4):
+        run = dict(precision__exchange="int8", train__microbatches=microbatches)
+        assert sum(sent(**run).values()) == pytest.approx(plain / 2 * (1 + 4 / 256), rel=1e-4)
+    assert sent(train__microbatches=4) == {"all-reduce": 4 * plain}
+
+
 def test_model_flops_are_bounded_by_the_work():
     """Recomputation is counted in the work and not in the model's FLOPs, so MFU stays below one."""
     s, done = work(model__remat="none", loss__num_chunks=1)

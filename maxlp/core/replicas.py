@@ -1,0 +1,97 @@
+"""Gradients of a batch whose sum over the replicas of the ``data`` axis is exchanged in 8 bits.
+
+By default XLA adds the gradients of the replicas in the dtype of the matmuls, in every microbatch. Here
+each replica computes its share of the batch's gradient from its own rows, with the other axes of the mesh
+left to XLA, and once a step `parallel.exchange` adds the shares. A share is the gradient of the replica's
+sum of losses, divided by the number of tokens in the whole batch.
+
+What rounding has lost is state, which the checkpoints hold: ``model_state["errors"]`` has an array of the
+shape of each parameter for every replica.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from maxlp.core.gradients import Batch, Gradients, Metrics
+from maxlp.core.train_state import MakeModel, State
+from maxlp.nn.layers import Frozen
+from maxlp.parallel import exchange, sharding
+
+ERRORS = "errors"
+SPLIT, WHOLE = PartitionSpec(exchange.AXIS), PartitionSpec()  # one part for each replica, the same for all
+
+
+class ErrorFeedback(Frozen):
+    """What the replicas have not sent yet of a parameter's gradients: (R, …), float32."""
+
+
+def with_errors(make_model: MakeModel, replicas: int) -> MakeModel:
+    """The model with the state of `exchanged`."""
+
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        model = make_model(rngs)
+        errors: dict = {}
+        for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+            zeros = jnp.zeros((replicas, *param.shape), jnp.float32)
+            axes = ("replica", *param.get_metadata("out_sharding"))
+            errors[path] = ErrorFeedback(zeros, out_sharding=axes, eager_sharding=False)
+        setattr(model, ERRORS, nnx.data(nnx.traversals.unflatten_mapping(errors)))
+        return model
+
+    return make
+
+
+def exchanged(gradients: Gradients, format_name: str) -> Gradients:
+    """The gradients of a batch from a function that also computes a replica's share of them.
+
+    Args:
+      gradients: of `core.gradients.token_gradients`, for example.
+      format_name: of `exchange.sum_over_replicas`.
+    """
+
+    def of_batch(graphdef: nnx.GraphDef, state: State, batch: Batch, loss_scale: jax.Array | None):
+        assert loss_scale is None, "see run.constraints"
+        model_state = dict(state["model_state"])
+        errors = model_state.pop(ERRORS)
+        specs = _specs(graphdef, state)
+
+        def of_replica(params: dict, model_state: dict, errors: dict, step: jax.Array, rows: Batch):
+            mine = {"params": params, "model_state": model_state | {ERRORS: errors}, "step": step}
+            grads, new, metrics = gradients(graphdef, mine, rows, None)
+            grads = jax.tree.map(lambda g, at: jax.lax.with_sharding_constraint(g, at)[None], grads, specs)
+            del new[ERRORS]
+            return grads, *_of_all(new, metrics)
+
+        share = jax.shard_map(
+            of_replica,
+            in_specs=(WHOLE, WHOLE, SPLIT, WHOLE, SPLIT),
+            out_specs=(SPLIT, WHOLE, WHOLE),
+            axis_names={exchange.AXIS},
+            check_vma=False,  # the model's loops do not declare over which axes their values vary
+        )
+        with jax.named_scope("replicas"):
+            shares, new, metrics = share(state["params"], model_state, errors, state["step"], batch)
+        with jax.named_scope("exchange"):
+            grads, errors = exchange.sum_over_replicas(shares, errors, specs, format_name)
+        return grads, new | {ERRORS: errors}, metrics
+
+    return of_batch
+
+
+def _of_all(model_state: dict, metrics: Metrics) -> tuple[dict, Metrics]:
+    """What the replicas make together of their states and metrics.
+
+    States are combined as over microbatches. The number of tokens is that of the whole batch already.
+    """
+    model_state = jax.tree.map(lambda x: jax.lax.pmax(x, exchange.AXIS), model_state)
+    sums = {name: sharding.sum_of_replicas(x) for name, x in metrics.items() if name != "tokens"}
+    return model_state, metrics | sums
+
+
+def _specs(graphdef: nnx.GraphDef, state: State) -> dict:
+    """The partition of each parameter."""
+    model = nnx.merge(graphdef, state["params"], state["model_state"])
+    places = sharding.param_shardings(nnx.state(model, nnx.Param), jax.sharding.get_abstract_mesh())
+    return jax.tree.map(lambda place: place.spec, places)
