@@ -89,6 +89,7 @@ def clipping() -> Trainer:
     return exchanging(make_mesh(data=8), tx=optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1.0)))
 
 
+@pytest.mark.full
 def test_what_is_clipped_is_the_sum():
     trainer = clipping()
     params = jax.device_get(trainer.init()["params"])
@@ -118,6 +119,7 @@ def test_a_rejected_step_keeps_the_errors():
     jax.tree.map(np.testing.assert_array_equal, errors(after), before)
 
 
+@pytest.mark.full
 def test_a_run_resumes_to_the_bit(tmp_path):
     trainer, data = clipping(), batches(4)
     state, _ = trainer.run(trainer.init(), data[:2])
