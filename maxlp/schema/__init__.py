@@ -29,6 +29,7 @@ import numpy as np
 
 _INTEGER = (int, np.integer)
 _NUMBER = (*_INTEGER, float, np.floating)
+_SCALAR = (str, *_NUMBER, type(None))
 _TINY = float(np.finfo(np.float32).tiny)  # smaller numbers are zero: devices flush them
 
 
@@ -135,6 +136,8 @@ def check_arguments(function: Callable, **arguments: Any) -> None:
 
 def check_value(key: str, value: Any, hint: Any) -> None:
     """Checks one value against an annotation; raises as `check` does."""
+    if isinstance(value, _SCALAR) and _scalar_fits(value, hint):
+        return
     if message := _error(key, value, hint):
         raise ValueError(message)
 
@@ -142,6 +145,12 @@ def check_value(key: str, value: Any, hint: Any) -> None:
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value fits an annotation."""
     return _error("", value, hint) is None
+
+
+@functools.lru_cache(maxsize=10_000, typed=True)  # True is no 1
+def _scalar_fits(value: Any, hint: Any) -> bool:
+    """`fits`, remembered: the planner's search checks the same values in thousands of settings."""
+    return fits(value, hint)
 
 
 @functools.cache
