@@ -51,6 +51,11 @@ FEATURES = [
         QUANTIZED | {"precision.recipe": "nvfp4", "precision.options.grad_rounding": "nearest"},
     ),
     Feature("quest", "precision", QUANTIZED | {"precision.recipe": "quest"}),
+    Feature(
+        "wta_crs",
+        "precision",
+        QUANTIZED | {"precision.recipe": "wta_crs", "precision.options.keep": 0.9},
+    ),
     Feature("unquantized blocks", "ends", {"precision.first_blocks": 1, "precision.last_blocks": 0}),
     Feature(
         "pure_bf16",

@@ -566,10 +566,19 @@ PRECISION = [
         ),
         ('jnp.int32 if kind == "int" else', 'jnp.float32 if kind == "int" else', "precision/test_hlo.py"),
         (
-            "return dx, dkernel, None, None, new_history",
-            "return dx, dkernel, None, None, history",
+            "return dx, dkernel, None, None, None, new_history",
+            "return dx, dkernel, None, None, None, history",
             "precision/test_delayed.py",
         ),
+    ),
+    *_in(
+        "precision/sampling.py",
+        "precision/test_sampling.py",
+        ("interval / p, 0.0", "1.0, 0.0"),
+        ("jnp.argmin(rest_S[:num] / (num - slot))", "jnp.argmin(rest_S[:num] / num)"),
+        ("jnp.where(p > 0, interval / p, 0.0)", "interval / p"),
+        ("quantized.key_from(x_SK)", "quantized.key_from(x)"),
+        ("jnp.argsort(norm_S, descending=True)", "jnp.argsort(norm_S)"),
     ),
     *_in(
         "precision/blocks.py",

@@ -211,6 +211,16 @@ def adapters_keep_their_gradients(s: Settings, machine: Machine) -> str | None:
     return "train.release_gradients=True frees nothing with train.lora; set one of them only"
 
 
+def adapters_do_not_sample(s: Settings, machine: Machine) -> str | None:
+    """Frozen kernels have no gradients, and adapters compute theirs from all tokens."""
+    if s.train.lora is None or not s.samples_tokens:
+        return None
+    return (
+        f"train.lora.rank={s.train.lora.rank} freezes the kernels whose gradients precision.recipe="
+        f"{s.precision.recipe} takes from a share of the tokens; unset one of them"
+    )
+
+
 def adapters_are_not_projected(s: Settings, machine: Machine) -> str | None:
     """GaLore projects gradients onto fewer dimensions; those of adapters have few already."""
     if s.train.lora is None or s.optimizer.galore is None:
@@ -304,6 +314,7 @@ RULES = (
     adapters_start_from_weights,
     swapped_vocabularies_are_trained,
     adapters_keep_their_gradients,
+    adapters_do_not_sample,
     adapters_are_not_projected,
     adapters_are_not_rounded,
     galore_targets_are_matrices,

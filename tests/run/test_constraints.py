@@ -13,6 +13,7 @@ from tests.run.fixtures import changed, load
 BFLOAT16 = {"model.param_dtype": "bfloat16"}
 SCALIFY = {"model.dtype": "float16", "precision.scalify": "fp16"}
 LORA = {"train.lora.rank": 4, "train.init_from": "run"}
+SAMPLED = {"precision.recipe": "wta_crs"}
 REFUSED = {
     "batch_divides": [
         ({"data.batch_size": 12}, 8, "cpu", "use a multiple of 8"),
@@ -68,6 +69,7 @@ REFUSED = {
         ({"precision.recipe": "fp8_current", "precision.first_blocks": 4}, 1, "cpu", "first_blocks=4"),
         ({"precision.recipe": "mxfp8", "model.mlp_dim": 500}, 1, "cpu", "recipe='mxfp8'"),
     ],
+    "adapters_do_not_sample": [(SAMPLED | LORA, 1, "cpu", "freezes the kernels")],
     "recipe_uses_its_options": [
         ({"precision.options.format": "int8"}, 1, "cpu", "quantizes no matmul"),
         (
@@ -83,6 +85,14 @@ REFUSED = {
             "no scales of tensors or rows",
         ),
         ({"precision.smooth_swiglu": "channel"}, 1, "cpu", "no matmul of a gated product"),
+        (SAMPLED | {"precision.smooth_swiglu": "balanced"}, 1, "cpu", "no matmul of a gated product"),
+        (SAMPLED | {"precision.options.format": "int8"}, 1, "cpu", "quantizes no matmul"),
+        (
+            {"precision.recipe": "int8_switchback", "precision.options.keep": 1.0},
+            1,
+            "cpu",
+            "precision.options.keep=1.0 has no effect",
+        ),
     ],
     "learned_tokenizer_fits_model": [
         ({"data.tokenizer": "bpe:4k"}, 1, "cpu", "as in bpe:4096"),
