@@ -646,7 +646,7 @@ PRECISION = [
         (" and (shape[0] or not in_stacks)", ""),
         ("min(shape[1:]) >= min_dim", "max(shape[1:]) >= min_dim"),
         ("for pattern, recipe in rules if", "for pattern, recipe in rules[::-1] if"),
-        ('smooth_swiglu if path in gated else "none"', "smooth_swiglu"),
+        ('smooth_swiglu if path in gated and chosen.gemms else "none"', "smooth_swiglu"),
     ),
     *_in(
         "precision/replace.py",
@@ -1193,7 +1193,7 @@ LLAMA = [
         ),
         ("return 5 / 8 * s.R * s.N", "return s.R * s.N"),
         (
-            'flops["bfloat16"] += (logits + runs["dlhs"] + runs["drhs"]) * 2 * tokens * s.D * s.V',
+            'flops["bfloat16"] += (logits + head["dlhs"] + head["drhs"]) * 2 * tokens * s.D * s.V',
             'flops["bfloat16"] += 2 * tokens * s.D * s.V',
             "families/llama/test_cost.py",
         ),
@@ -2294,7 +2294,8 @@ PLANNING = [
         ("math.prod(shape) * leaf.dtype.itemsize", "math.prod(leaf.shape) * leaf.dtype.itemsize"),
         ('{"float": "float8", "int": "int8"}', '{"float": "float8", "int": "float8"}'),
         ("if self._axes[name] > 1)", "if self._axes[name] >= 1)"),
-        ('"drhs": 0 if s.train.lora else 1', '"drhs": 1'),
+        ('"drhs": 0 if s.train.lora else s.recipe(path).keep', '"drhs": s.recipe(path).keep'),
+        ("else s.recipe(path).keep}", "else 1}"),
         ("on_host += size", "on_device += size"),
     ),
     *_in(
