@@ -68,6 +68,18 @@ FEATURES = [
     ),
     Feature("fp16", "dtype", {"model.dtype": "float16", "precision.loss_scale.initial": 256.0}),
     Feature("scalify_fp16", "dtype", {"model.dtype": "float16", "precision.scalify": "fp16"}),
+    Feature(
+        "scalify_fp16_params",
+        "dtype",
+        {
+            "model.dtype": "float16",
+            "model.param_dtype": "float16",
+            "precision.scalify": "fp16",
+            "optimizer.param_rounding": "nearest",
+            "optimizer.low_bit.mu": "float16",
+            "optimizer.low_bit.nu": "float16",
+        },
+    ),
     Feature(  # before the optimizers, which replace its own
         "adascale",
         "adascale",
