@@ -51,6 +51,11 @@ FEATURES = [
         QUANTIZED | {"precision.recipe": "nvfp4", "precision.options.grad_rounding": "nearest"},
     ),
     Feature("quest", "precision", QUANTIZED | {"precision.recipe": "quest"}),
+    Feature(
+        "wta_crs",
+        "precision",
+        QUANTIZED | {"precision.recipe": "wta_crs", "precision.options.keep": 0.9},
+    ),
     Feature("unquantized blocks", "ends", {"precision.first_blocks": 1, "precision.last_blocks": 0}),
     Feature(
         "pure_bf16",
@@ -63,6 +68,18 @@ FEATURES = [
     ),
     Feature("fp16", "dtype", {"model.dtype": "float16", "precision.loss_scale.initial": 256.0}),
     Feature("scalify_fp16", "dtype", {"model.dtype": "float16", "precision.scalify": "fp16"}),
+    Feature(
+        "scalify_fp16_params",
+        "dtype",
+        {
+            "model.dtype": "float16",
+            "model.param_dtype": "float16",
+            "precision.scalify": "fp16",
+            "optimizer.param_rounding": "nearest",
+            "optimizer.low_bit.mu": "float16",
+            "optimizer.low_bit.nu": "float16",
+        },
+    ),
     Feature(  # before the optimizers, which replace its own
         "adascale",
         "adascale",

@@ -33,7 +33,13 @@ QUANTIZED_TOLERANCE = 5e-3
 # What a block in 16 bits hands to a quantized one differs between layouts by 2^-11 of a number or more,
 # instead of 2^-24, so that many more values are next to a boundary.
 AFTER_16_BITS_TOLERANCE = 4 * QUANTIZED_TOLERANCE
-FOUR_BITS_TOLERANCE = {"nvfp4": 4 * QUANTIZED_TOLERANCE, "quest": 8 * QUANTIZED_TOLERANCE}
+# A sample of tokens is another one where the last bit of an input differs: with `keep=0.9` the gradients of
+# kernels have a noise of up to a third of themselves, and their norms differ by a few percent.
+OTHER_TOLERANCE = {
+    "nvfp4": 4 * QUANTIZED_TOLERANCE,
+    "quest": 8 * QUANTIZED_TOLERANCE,
+    "wta_crs": 20 * QUANTIZED_TOLERANCE,
+}
 # By how much errors may grow once parameters differ by rounding: the features of random
 # images and texts nearly coincide, and the contrastive loss sees only how they differ.
 GROWTH = {"llama": 1, "clip": 8}
@@ -121,7 +127,7 @@ def test_a_row_trains_like_one_device_and_resumes_to_the_bit(family, row, tmp_pa
 
     want, model_state = expected(family, composition.reference(row))
     s = got.run.settings
-    quantized = FOUR_BITS_TOLERANCE.get(s.precision.recipe, QUANTIZED_TOLERANCE)
+    quantized = OTHER_TOLERANCE.get(s.precision.recipe, QUANTIZED_TOLERANCE)
     if s.model.dtype != "float32" and s.precision.first_blocks:
         quantized = max(quantized, AFTER_16_BITS_TOLERANCE)
     rounding = TOLERANCE[s.model.dtype] + quantized * s.is_quantized

@@ -587,10 +587,19 @@ PRECISION = [
         ),
         ('jnp.int32 if kind == "int" else', 'jnp.float32 if kind == "int" else', "precision/test_hlo.py"),
         (
-            "return dx, dkernel, None, None, new_history",
-            "return dx, dkernel, None, None, history",
+            "return dx, dkernel, None, None, None, new_history",
+            "return dx, dkernel, None, None, None, history",
             "precision/test_delayed.py",
         ),
+    ),
+    *_in(
+        "precision/sampling.py",
+        "precision/test_sampling.py",
+        ("interval / p, 0.0", "1.0, 0.0"),
+        ("jnp.argmin(rest_S[:num] / (num - slot))", "jnp.argmin(rest_S[:num] / num)"),
+        ("jnp.where(p > 0, interval / p, 0.0)", "interval / p"),
+        ("quantized.key_from(x_SK)", "quantized.key_from(x)"),
+        ("jnp.argsort(norm_S, descending=True)", "jnp.argsort(norm_S)"),
     ),
     *_in(
         "precision/blocks.py",
@@ -658,7 +667,7 @@ PRECISION = [
         (" and (shape[0] or not in_stacks)", ""),
         ("min(shape[1:]) >= min_dim", "max(shape[1:]) >= min_dim"),
         ("for pattern, recipe in rules if", "for pattern, recipe in rules[::-1] if"),
-        ('smooth_swiglu if path in gated else "none"', "smooth_swiglu"),
+        ('smooth_swiglu if path in gated and chosen.gemms else "none"', "smooth_swiglu"),
     ),
     *_in(
         "precision/replace.py",
@@ -1205,7 +1214,7 @@ LLAMA = [
         ),
         ("return 5 / 8 * s.R * s.N", "return s.R * s.N"),
         (
-            'flops["bfloat16"] += (logits + runs["dlhs"] + runs["drhs"]) * 2 * tokens * s.D * s.V',
+            'flops["bfloat16"] += (logits + head["dlhs"] + head["drhs"]) * 2 * tokens * s.D * s.V',
             'flops["bfloat16"] += 2 * tokens * s.D * s.V',
             "families/llama/test_cost.py",
         ),
@@ -2307,7 +2316,8 @@ PLANNING = [
         ("math.prod(shape) * leaf.dtype.itemsize", "math.prod(leaf.shape) * leaf.dtype.itemsize"),
         ('{"float": "float8", "int": "int8"}', '{"float": "float8", "int": "float8"}'),
         ("if self._axes[name] > 1)", "if self._axes[name] >= 1)"),
-        ('"drhs": 0 if s.train.lora else 1', '"drhs": 1'),
+        ('"drhs": 0 if s.train.lora else s.recipe(path).keep', '"drhs": s.recipe(path).keep'),
+        ("else s.recipe(path).keep}", "else 1}"),
         ("on_host += size", "on_device += size"),
     ),
     *_in(

@@ -74,7 +74,8 @@ def quantize(
         if clipping == "gaussian":
             largest = to.clip * rms(x, axes)
         scale = scale_for(largest, to, margin=margin, power_of_two=power_of_two)
-    values = cast(x.astype(jnp.float32) * _inverse(scale), to, rounding, _key(x, rounding))
+    key = key_from(x) if rounding == "stochastic" else None
+    values = cast(x.astype(jnp.float32) * _inverse(scale), to, rounding, key)
     return Quantized(values, scale)
 
 
@@ -86,7 +87,8 @@ def _quantize_blocks(
             f"blocks of {size} do not divide axes {axes} of an array of shape {x.shape}; use another size "
             "or a recipe without blocks"
         )
-    key, sharding, x = _key(x, rounding), explicit_sharding(x), x.astype(jnp.float32)
+    key = key_from(x) if rounding == "stochastic" else None
+    sharding, x = explicit_sharding(x), x.astype(jnp.float32)
     for axis in reversed(axes):
         x = _split_blocks(x, axis, size)
     inside = tuple(axis + 1 + i for i, axis in enumerate(axes))  # where the elements of a block are now
@@ -99,10 +101,8 @@ def _quantize_blocks(
     return Quantized(values, scale, tensor_scale)
 
 
-def _key(x: jax.Array, rounding: str) -> jax.Array | None:
-    """A random key that depends on the data alone; None if the rounding needs none."""
-    if rounding != "stochastic":
-        return None
+def key_from(x: jax.Array) -> jax.Array:
+    """A random key that depends on the data alone."""
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     # Sums of integers that wrap around are the same in every order, and so on every mesh.
     return jax.random.fold_in(jax.random.key(0), jnp.sum(bits, dtype=jnp.uint32))

@@ -1,7 +1,6 @@
 """What the closed forms of all families share: the state as shapes, work, and a ledger of collectives."""
 
 import dataclasses
-import functools
 import math
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -15,8 +14,7 @@ from maxlp import families
 from maxlp.core.train_state import State, abstract_state, num_params
 from maxlp.parallel.sharding import abstract_mesh
 from maxlp.planning.hlo import Collective
-from maxlp.precision import HIGH_PRECISION, RECIPES, make_recipe
-from maxlp.precision.recipes import GEMMS, Recipe, RecipeOptions
+from maxlp.precision.recipes import GEMMS
 from maxlp.run.experiment import assemble
 from maxlp.run.settings import Machine, Settings
 
@@ -130,27 +128,20 @@ def cost_of(s: Settings) -> Cost:
 
 def matmul_dtypes(s: Settings, path: str) -> dict[str, str]:
     """The dtype at whose peak rate each of the three matmuls of a layer (`recipes.GEMMS`) runs."""
-    name = s.matmuls.get(path, HIGH_PRECISION).partition(",")[0]  # "NAME, smooth FORM"
-    if name == s.precision.recipe:
-        recipe = _recipe(name, s.precision.options)
-    else:
-        recipe = RECIPES["bf16" if name == HIGH_PRECISION else name]
     rates = {"float": "float8", "int": "int8"}  # simulated values are 16 or 32 bits wide
-    return {gemm: rates.get(recipe.kinds.get(gemm, ""), "bfloat16") for gemm in GEMMS}
+    kinds = s.recipe(path).kinds
+    return {gemm: rates.get(kinds.get(gemm, ""), "bfloat16") for gemm in GEMMS}
 
 
-@functools.cache  # the search asks for each matmul of each candidate
-def _recipe(name: str, options: RecipeOptions) -> Recipe:
-    return make_recipe(name, **vars(options))
-
-
-def runs_of_matmuls(s: Settings, recomputed: int) -> dict[str, int]:
+def runs_of_matmuls(s: Settings, path: str, recomputed: int) -> dict[str, float]:
     """How often a step runs each of the three matmuls of a layer; frozen weights have no gradient.
+
+    A matmul over a share of the tokens is that share of a run.
 
     Args:
       recomputed: forward passes that run again.
     """
-    return {"fwd": 1 + recomputed, "dlhs": 1, "drhs": 0 if s.train.lora else 1}
+    return {"fwd": 1 + recomputed, "dlhs": 1, "drhs": 0 if s.train.lora else s.recipe(path).keep}
 
 
 class Ledger:

@@ -26,8 +26,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from maxlp.numerics import formats, quantized
 from maxlp.numerics.quantized import HADAMARD, Quantized
 from maxlp.numerics.scales import amax
-from maxlp.precision import blocks, delayed, smooth_swiglu
+from maxlp.precision import blocks, delayed, sampling, smooth_swiglu
 from maxlp.precision.recipes import Operand, Recipe
+from maxlp.precision.sampling import Sampled
 
 
 class QuantDot(nnx.Module):
@@ -98,8 +99,8 @@ class QuantDot(nnx.Module):
     ) -> jax.Array:
         # The input's history is the same in all layers that share it; one of them gives the scale.
         if (self.recipe, x.dtype) not in shared:
-            shared[self.recipe, x.dtype] = self._quantized_input(x)
-        x, q_x, input_amax, of_input = shared[self.recipe, x.dtype]
+            shared[self.recipe, x.dtype] = self._input_forms(x)
+        x, q_x, sampled, input_amax, of_input = shared[self.recipe, x.dtype]
         kernel_amax, of_kernel = self._amax("kernel", kernel)
         if self.recipe.trust_mask and self.recipe.fwd:
             fixed = jax.lax.stop_gradient(kernel)
@@ -111,16 +112,20 @@ class QuantDot(nnx.Module):
                 histories[tensor][...] = delayed.push(histories[tensor][...], current)
         grad_history = histories["output_grad"][...] if "output_grad" in histories else None
         static = Static(self.recipe, x.dtype, dtype, out_sharding)
-        return _dot(static, x, kernel, q_x, {"input": input_amax, "kernel": kernel_amax}, grad_history)
+        amaxes = {"input": input_amax, "kernel": kernel_amax}
+        return _dot(static, x, kernel, q_x, sampled, amaxes, grad_history)
 
-    def _quantized_input(self, x: jax.Array) -> tuple[jax.Array, Quantized | None, Any, Any]:
-        """The input that gets the gradient, what ``fwd`` multiplies, and the result of `_amax`."""
+    def _input_forms(self, x: jax.Array) -> tuple[jax.Array, Quantized | None, Sampled | None, Any, Any]:
+        """The input that gets the gradient, what ``fwd`` and ``drhs`` multiply, the result of `_amax`.
+
+        None is the input itself.
+        """
         fixed, fwd = jax.lax.stop_gradient(x), self.recipe.fwd
-        amaxes = self._amax("input", fixed)
+        amaxes, sampled = self._amax("input", fixed), sampling.sample(fixed, self.recipe.keep)
         if fwd is None:
-            return x, None, *amaxes
+            return x, None, sampled, *amaxes
         q_x = quantize(self.recipe, fwd[0], fixed, (x.ndim - 1,), amaxes[0])
-        return _trusted(x, q_x, fwd[0]) if self.recipe.trust_mask else x, q_x, *amaxes
+        return _trusted(x, q_x, fwd[0]) if self.recipe.trust_mask else x, q_x, sampled, *amaxes
 
     def _amax(self, tensor: str, x: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
         """The amax that the scale of a tensor comes from, and that of its data; None without a history."""
@@ -140,15 +145,16 @@ class Static(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(static: Static, x, kernel, q_x, amaxes, grad_history):
-    return forward(static, x, kernel, q_x, amaxes, grad_history)[0]
+def _dot(static: Static, x, kernel, q_x, sampled, amaxes, grad_history):
+    return forward(static, x, kernel, q_x, sampled, amaxes, grad_history)[0]
 
 
-def forward(static: Static, x, kernel, q_x, amaxes, grad_history):
+def forward(static: Static, x, kernel, q_x, sampled, amaxes, grad_history):
     """The matmul ``fwd``, (…, K) · (K, N) to (…, N), and what the backward pass needs.
 
     Args:
       q_x: the quantized input; None if ``fwd`` is not quantized.
+      sampled: what ``drhs`` multiplies in place of the input, or None.
       amaxes: of input and kernel, see `delayed.delayed_amax`; None without a history.
     """
     recipe, _, dtype, out_sharding = static
@@ -159,6 +165,8 @@ def forward(static: Static, x, kernel, q_x, amaxes, grad_history):
         q_kernel = quantize(recipe, recipe.fwd[1], kernel, (0,), amaxes["kernel"])
         y = _gemm(q_x, q_kernel, (-1,), (0,), recipe.fwd, dtype, Precision.DEFAULT, out_sharding)
         saved = residuals(recipe, x, kernel, q_x, q_kernel)
+    if sampled is not None:
+        saved = sampled, saved[1]
     return y, (saved, amaxes, grad_history)
 
 
@@ -182,7 +190,7 @@ def _backward(static: Static, residuals, g):
     amaxes_and_grad = amaxes | {"output_grad": grad_amax}
     dx = input_gradient(static, saved, g, amaxes_and_grad)
     dkernel = kernel_gradient(static, saved, g, amaxes_and_grad)
-    return dx, dkernel, None, None, new_history
+    return dx, dkernel, None, None, None, new_history
 
 
 _dot.defvjp(forward, _backward)
@@ -207,6 +215,9 @@ def kernel_gradient(static: Static, saved, g: jax.Array, amaxes) -> jax.Array:
     """The matmul ``drhs``: (…, K) · (…, N) to (K, N), summed over all tokens."""
     pair, dtype, sharding = static.recipe.drhs, static.in_dtype, _sharding(saved[1])
     tokens = tuple(range(g.ndim - 1))
+    if isinstance(saved[0], Sampled):
+        rows, index = saved[0]
+        return unquantized(rows, sampling.take(g, index).astype(dtype), tokens, tokens, dtype, sharding)
     if pair is None:
         return unquantized(_as(saved[0], dtype), g.astype(dtype), tokens, tokens, dtype, sharding)
     q_x, q_g = drhs_operands(static.recipe, *over_tokens(static.recipe, saved[0], g), amaxes)

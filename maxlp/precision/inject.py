@@ -92,10 +92,10 @@ def inject(
             default = min(shape[1:]) >= min_dim and (shape[0] or not in_stacks)
             chosen = recipe if default else RECIPES["bf16"]
         table[path] = HIGH_PRECISION
-        if chosen.gemms:
+        if not chosen.is_plain:
             from maxlp.precision import replace
 
-            form = smooth_swiglu if path in gated else "none"
+            form = smooth_swiglu if path in gated and chosen.gemms else "none"
             table[path] = replace.set_recipe(path, module, *shape, chosen, form)
     if set(table.values()) - {HIGH_PRECISION}:
         from maxlp.precision import replace

@@ -42,6 +42,7 @@ SmoothForm = Annotated[str, OneOf(("none", "channel", "balanced", "token"))]  # 
 Clipping = Annotated[str, OneOf(("max", "gaussian"))]
 Residuals = Annotated[str, OneOf(("full", "quantized"))]
 Margin = Annotated[float, Range(at_least=-8, at_most=8)]  # E5M2 keeps 16 of its 32 exponents
+Share = Annotated[float, Range(above=0, at_most=1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +120,7 @@ class Recipe:
       fwd_hadamard: both operands of ``fwd`` are rotated along the axis that it sums over, in blocks of 128
         or of the largest power of two that divides it; the backward pass rotates the gradients back.
       trust_mask: what ``fwd`` clips has no gradient, see `quantized.trusted`.
+      keep: the share of the tokens of each sequence that ``drhs`` multiplies, see `sampling.sample`.
 
     Raises:
       ValueError: operands that cannot be multiplied, or invalid options.
@@ -136,6 +138,7 @@ class Recipe:
     hadamard: bool = False
     fwd_hadamard: bool = False
     trust_mask: bool = False
+    keep: Share = 1.0
 
     def __post_init__(self):
         schema.check(self)
@@ -158,11 +161,21 @@ class Recipe:
             raise ValueError(f"{where}: trust_mask=True needs integer formats without blocks; use False")
         if self.residuals == "quantized" and self.fwd is None:
             raise ValueError(f"{where}: residuals='quantized' needs a quantized fwd; use 'full'")
+        if self.keep < 1 and (self.drhs is not None or self.residuals == "quantized"):
+            raise ValueError(
+                f"{where}: keep={self.keep} needs a gradient of the kernel in the model's dtype; use 1, or "
+                "a recipe such as wta_crs or int8_switchback with residuals='full'"
+            )
 
     @property
     def gemms(self) -> dict[str, tuple[Operand, Operand]]:
         """The quantized ones of the three matmuls."""
         return {gemm: pair for gemm in GEMMS if (pair := getattr(self, gemm))}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a layer's own ``dot_general`` computes the same."""
+        return not self.gemms and self.keep == 1
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -290,6 +303,8 @@ RECIPES = {
     "quest": Recipe(
         "quest", fwd=(_MIDRISE4, _MIDRISE4), residuals="quantized", fwd_hadamard=True, trust_mask=True
     ),
+    # Liu et al. 2023 (arXiv:2305.15265): the gradient of the kernel from a share of the tokens.
+    "wta_crs": Recipe("wta_crs", keep=0.3),
     "simulate": _same("simulate", _E4M3_SIMULATED),
 }
 
@@ -299,7 +314,8 @@ class RecipeOptions:
     """Changes to a recipe; None keeps the recipe's own value.
 
     Attributes:
-      residuals, history, margin, cold_start, hadamard, fwd_hadamard, trust_mask: fields of `Recipe`.
+      residuals, history, margin, cold_start, hadamard, fwd_hadamard, trust_mask, keep: fields of
+        `Recipe`.
       format: format of all operands, unless ``grad_format`` is set too.
       grad_format: format of output gradients.
       granularity, power_of_two, clipping, rounding, block_size, block_scales: fields of `Operand`, for all
@@ -328,6 +344,7 @@ class RecipeOptions:
     hadamard: bool | None = None
     fwd_hadamard: bool | None = None
     trust_mask: bool | None = None
+    keep: Share | None = None
 
     def __post_init__(self):
         schema.check(self)

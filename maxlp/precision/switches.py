@@ -127,7 +127,7 @@ def _forward(static, x, kernel, amaxes, grad_history, on, backward_statistics):
 
     def low() -> jax.Array:
         q_x = None if recipe.fwd is None else quantized()[0]
-        return dot.forward(static, x, kernel, q_x, amaxes, None)[0]
+        return dot.forward(static, x, kernel, q_x, None, amaxes, None)[0]
 
     def high() -> jax.Array:
         return dot.unquantized(x, kernel, (-1,), (0,), static.out_dtype, static.out_sharding)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from maxlp.precision.recipes import Operand, RecipeOptions, make_recipe
+from maxlp.precision.recipes import RECIPES, Operand, RecipeOptions, make_recipe
 
 
 def refusal(name: str, options: RecipeOptions) -> str | None:
@@ -23,7 +23,10 @@ def unused_options(name: str, options: RecipeOptions) -> dict[str, str]:
     for key in (field.name for field in dataclasses.fields(options)):
         if getattr(options, key) is None:
             continue
-        if not operands:
+        if key == "keep":
+            if recipe.keep == 1 and RECIPES[name].keep == 1:
+                found[key] = "that recipe keeps every token"
+        elif not operands:
             found[key] = "that recipe quantizes no matmul"
         elif key in ("history", "margin", "cold_start") and not recipe.delayed:
             found[key] = "that recipe has no delayed scales"

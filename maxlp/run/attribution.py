@@ -251,7 +251,7 @@ def evaluator(
     Raises:
       ValueError: no such step, or settings that do not fit the run or quantize nothing.
     """
-    if not s.is_quantized:
+    if not any(s.recipe(path).gemms for path in s.matmuls):
         raise ValueError(
             f"config.precision.recipe={s.precision.recipe} quantizes no matmul of this run; choose another "
             "one, as in --recipe=fp8_current"

@@ -162,6 +162,7 @@ def _precision() -> ConfigDict:
                 clipping=str,
                 fwd_hadamard=bool,
                 trust_mask=bool,
+                keep=float,
             ),
             rules=(),  # (pattern, recipe) pairs: precision.inject
             first_blocks=1,

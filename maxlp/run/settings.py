@@ -193,6 +193,19 @@ class Settings:
         """Path of each matmul of the model -> its precision recipe."""
         return self._traced.matmuls
 
+    def recipe(self, path: str) -> precision.Recipe:
+        """The recipe of a matmul; ``bf16`` for what is in high precision."""
+        name = self.matmuls.get(path, precision.HIGH_PRECISION).partition(",")[0]  # "NAME, smooth FORM"
+        if name == precision.HIGH_PRECISION:
+            return precision.RECIPES["bf16"]
+        options = self.precision.options if name == self.precision.recipe else precision.RecipeOptions()
+        return _recipe(name, options)
+
+    @property
+    def samples_tokens(self) -> bool:
+        """Whether any gradient of a kernel comes from a share of the tokens (`precision.sampling`)."""
+        return any(self.recipe(path).keep < 1 for path in self.matmuls)
+
     @property
     def params(self) -> nnx.State:
         """The trained parameters as shapes."""
@@ -241,6 +254,11 @@ def make_optimizer(s: Settings) -> Optimizer:
     """
     with errors_of("optimizer"):
         return make_tx(s.optimizer, total_steps=s.train.total_steps, microbatches=s.train.microbatches)
+
+
+@functools.cache  # the planner's search asks for each matmul of each candidate
+def _recipe(name: str, options: precision.RecipeOptions) -> precision.Recipe:
+    return precision.make_recipe(name, **vars(options))
 
 
 class _TracedModel(NamedTuple):

@@ -126,6 +126,7 @@ SHARED: dict[str, Kind] = {
     "precision.options.clipping": Name(),
     "precision.options.fwd_hadamard": Switch(),
     "precision.options.trust_mask": Switch(),
+    "precision.options.keep": Float(0, 1, open_low=True),
     "precision.rules": Group(
         (("nosuch",), ((1, 2),), (("*", "nosuch"),), (("*",),), (("no/such/path", "fp8"),), 7, "ab")
     ),

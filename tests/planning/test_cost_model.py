@@ -101,6 +101,7 @@ def test_matmuls_run_at_the_rate_of_what_they_multiply():
         ("int8_switchback", {}, ("int8", "int8", "bfloat16")),
         ("fp8_rowwise_with_gw_hp", {}, ("float8", "float8", "bfloat16")),
         ("quest", {}, ("int8", "bfloat16", "bfloat16")),
+        ("wta_crs", {}, ("bfloat16", "bfloat16", "bfloat16")),
         ("simulate", {}, ("bfloat16", "bfloat16", "bfloat16")),
         ("fp8_current", {"format": "e3m4"}, ("bfloat16", "bfloat16", "bfloat16")),
     ):
@@ -111,6 +112,19 @@ def test_matmuls_run_at_the_rate_of_what_they_multiply():
         changed(load("debug"), {"precision.recipe": "fp8_delayed", "precision.smooth_swiglu": "token"})
     )
     assert set(matmul_dtypes(s, "layers/mlp/down_proj").values()) == {"float8"}
+
+
+def test_sampled_gradients_multiply_a_share_of_the_tokens():
+    """Two operations for each token that is left out and each parameter of the blocks' kernels."""
+    flops = []
+    for keep in (1.0, 0.25):
+        changes = {"precision.recipe": "wta_crs", "precision.options.keep": keep}
+        s = peaks.settings_of(llama(**peaks.LLAMA_SIZES), changes)
+        machine = s.machine(1, "cuda")
+        flops.append(cost_of(s).work(s, machine, state_shapes(s, machine)).flops["bfloat16"])
+    kernels = sum(math.prod(p.shape) for p in jax.tree.leaves(s.params) if len(p.shape) == 3)
+    tokens = s.data.batch_size * s.data.seq_len
+    assert flops[0] - flops[1] == pytest.approx(0.75 * 2 * tokens * kernels)
 
 
 @pytest.mark.parametrize("family", ["llama", "clip"])

@@ -87,14 +87,14 @@ def exact_batch(seed):
 
 
 def exact_trainer(
-    devices=1, *, microbatches=1, tx=None, scan=True, remat="none", unquantized_blocks=0
+    devices=1, *, microbatches=1, tx=None, scan=True, remat="none", unquantized_blocks=0, recipe=None
 ) -> Trainer:
-    """Trains the network with delayed scaling; by default its parameters stay as they are."""
+    """Trains the network, by default with delayed scaling, and so that its parameters stay as they are."""
 
     def make(rngs):
         model = Exact(scan, remat, rngs)
-        recipe = make_recipe("fp8_delayed", history=3)
-        inject(model, recipe, first_blocks=unquantized_blocks, last_blocks=unquantized_blocks)
+        chosen = recipe or make_recipe("fp8_delayed", history=3)
+        inject(model, chosen, first_blocks=unquantized_blocks, last_blocks=unquantized_blocks)
         return model
 
     gradients = token_gradients(exact_loss, task.num_targets, microbatches=microbatches)

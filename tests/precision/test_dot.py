@@ -207,9 +207,11 @@ def test_signal_to_noise(name):
     # fp8_gaudi E5M2 × E5M2, rounded stochastically. Above 50 the matmul was not quantized.
     least = [37, 37, 37] if name.startswith("int8") else [28, 24, 24]
     least = {"nvfp4": [15, 13, 13], "quest": [15, 15, 15], "fp8_gaudi": [28, 17, 17]}.get(name, least)
+    # Independent draws of k = 10 of 32 tokens with products that are uncorrelated: 32 / k times the signal.
+    least = [50, 50, -5.1] if name == "wta_crs" else least
     assert all(d > bound for d, bound in zip(decibels, least, strict=True)), decibels
     assert [d < 50 for d in decibels] == [
-        bool(gemm) or (i == 2 and recipe.residuals == "quantized") or name == "quest"
+        bool(gemm) or (i == 2 and (recipe.residuals == "quantized" or recipe.keep < 1)) or name == "quest"
         for i, gemm in enumerate((recipe.fwd, recipe.dlhs, recipe.drhs))
     ]
 

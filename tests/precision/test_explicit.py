@@ -49,7 +49,7 @@ def on_mesh(name, kind, layout):
 
 # Results that are sums of dequantized values, and so are rounded.
 DEQUANTIZED = {
-    "int8_switchback_m": ("dkernel",),
+    **dict.fromkeys(("int8_switchback_m", "wta_crs"), ("dkernel",)),
     **dict.fromkeys(("fp8_blocks", "quest"), ("y", "dx", "dkernel")),
 }
 FAST = ("fp8_delayed", "fp8_rowwise", "int8_switchback_m", "mxfp8")  # one for each granularity

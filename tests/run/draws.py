@@ -72,6 +72,7 @@ RECIPES = (
         "nvfp4",
         "quest",
         "fp8_gaudi",
+        "wta_crs",
         "simulate",
     ),
 )
@@ -160,6 +161,9 @@ COMMON: dict[str, list[Changes]] = {
         *each("precision.options.fwd_hadamard", True, precision__recipe="fp8_delayed"),
         *each("precision.options.trust_mask", True, precision__recipe="int8_all"),
         *each("precision.options.trust_mask", True, precision__recipe="fp8_current"),
+        *each("precision.options.keep", 0.5, 1.0, precision__recipe="wta_crs"),
+        *each("precision.options.keep", 0.5, precision__recipe="int8_switchback"),
+        *each("precision.options.keep", 0.5, precision__recipe="mxfp8"),
     ],
     "optimizer": [
         *each("optimizer.name", *OPTIMIZERS[1:]),

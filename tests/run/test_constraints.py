@@ -16,6 +16,7 @@ LORA = {"train.lora.rank": 4, "train.init_from": "run"}
 ADASCALE = {"optimizer.name": "sgd", "optimizer.adascale": 2.0, "train.microbatches": 2}
 INT8 = {"precision.exchange": "int8"}
 REPLICAS = INT8 | {"mesh.data": 2}
+SAMPLED = {"precision.recipe": "wta_crs"}
 REFUSED = {
     "batch_divides": [
         ({"data.batch_size": 12}, 8, "cpu", "use a multiple of 8"),
@@ -101,6 +102,14 @@ REFUSED = {
             "no scales of tensors or rows",
         ),
         ({"precision.smooth_swiglu": "channel"}, 1, "cpu", "no matmul of a gated product"),
+        (SAMPLED | {"precision.smooth_swiglu": "balanced"}, 1, "cpu", "no matmul of a gated product"),
+        (SAMPLED | {"precision.options.format": "int8"}, 1, "cpu", "quantizes no matmul"),
+        (
+            {"precision.recipe": "int8_switchback", "precision.options.keep": 1.0},
+            1,
+            "cpu",
+            "precision.options.keep=1.0 has no effect",
+        ),
     ],
     "learned_tokenizer_fits_model": [
         ({"data.tokenizer": "bpe:4k"}, 1, "cpu", "as in bpe:4096"),
@@ -157,6 +166,7 @@ REFUSED = {
     ],
     "adapters_are_few_numbers": [
         ({**LORA, "train.release_gradients": True, "optimizer.clip_norm": 0.0}, 1, "cpu", "frees nothing"),
+        (SAMPLED | LORA, 1, "cpu", "freezes the kernels"),
         ({**LORA, "optimizer.galore.rank": 8}, 1, "cpu", "optimizer.galore"),
         (
             {**LORA, "optimizer.param_rounding": "kahan", "model.param_dtype": "bfloat16"},

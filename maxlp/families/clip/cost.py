@@ -265,9 +265,10 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     moved = host = 0.0
     for tower, name in zip(towers(settings, machine), ("visual", "text"), strict=True):
         again = (tower.remat in ("block", "offload")) + (M > 1)
-        runs, tokens = runs_of_matmuls(settings, again), B * tower.S
+        tokens = B * tower.S
         square = tower.computed_part if tower.attention == "xla" else 1 / 2 if tower.causal else 1.0
         for path, width in _matmul_widths(name, tower).items():
+            runs = runs_of_matmuls(settings, path, again)
             for gemm, dtype in matmul_dtypes(settings, path).items():
                 flops[dtype] += runs[gemm] * 2 * tokens * tower.L * tower.D * width
         passes = (3 if tower.attention == "xla" else 3.5) + (not tower.saves_attention) + (M > 1)

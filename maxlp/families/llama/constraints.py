@@ -48,6 +48,16 @@ def chunked_head_is_not_delayed(s: Settings, machine: Machine) -> str | None:
     )
 
 
+def sampled_sequences_are_whole(s: Settings, machine: Machine) -> str | None:
+    """The largest of a sequence's tokens are found on one device."""
+    if machine.axes["context"] == 1 or not s.samples_tokens:
+        return None
+    return (
+        f"mesh.context={machine.axes['context']} splits the sequences of which precision.recipe="
+        f"{s.precision.recipe} samples tokens; use mesh.context=1 or another recipe"
+    )
+
+
 def stages_divide_layers(s: Settings, machine: Machine) -> str | None:
     """Every stage holds the same number of layers in every round."""
     stages, rounds = machine.axes["stage"], s.model.pipeline.rounds
@@ -125,6 +135,7 @@ RULES = (
     head_splits_sequence,
     blocks_split_sequence,
     chunked_head_is_not_delayed,
+    sampled_sequences_are_whole,
     stages_divide_layers,
     stages_divide_microbatches,
     pipeline_divides_rows,

@@ -183,14 +183,16 @@ def by_value(eqn: JaxprEqn, *inputs: Value) -> list[Value]:
 
 MOVES = (
     *("broadcast_in_dim", "copy", "dynamic_slice", "expand_dims", "gather", "reshape", "rev", "slice"),
-    *("sharding_constraint", "split", "squeeze", "tile", "transpose"),
+    *("sharding_constraint", "split", "squeeze", "tile", "transpose", "unstack"),
 )
 RULES: dict[str, Rule] = {
     **dict.fromkeys(MOVES, keep),
     **dict.fromkeys(("abs", "neg", "stop_gradient", "reduce_precision", "is_finite"), keep),
     **dict.fromkeys(("reduce_max", "reduce_min", "argmax", "argmin", "top_k", "cummax", "cumsum"), keep),
     **dict.fromkeys(("optimization_barrier", "sort"), keep_each),
-    **dict.fromkeys(("add", "add_any", "sub", "max", "min", "clamp", "concatenate", "pad"), aligned),
+    **dict.fromkeys(
+        ("add", "add_any", "sub", "max", "min", "clamp", "concatenate", "pad", "stack"), aligned
+    ),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), by_value),
     **dict.fromkeys(("exp", "exp2", "expm1", "log", "log1p", "pow", "round", "floor", "ceil"), by_value),
     **dict.fromkeys(("sin", "cos", "tanh", "one_minus_square", "erf", "erfc"), by_value),

@@ -51,6 +51,10 @@ BROKEN = {
         FP8 | {"loss.num_chunks": 2, "precision.rules": (("lm_head", "fp8_delayed"),)},
         "loss.num_chunks=2 runs lm_head several times per step",
     ),
+    "sampled_sequences_are_whole": (
+        CONTEXT | {"precision.recipe": "wta_crs"},
+        "mesh.context=2 splits the sequences of which precision.recipe=wta_crs samples tokens",
+    ),
     "stages_divide_layers": (
         STAGES | {"model.pipeline.rounds": 2},
         "model.num_layers=4 is not a multiple of mesh.stage=4 × model.pipeline.rounds=2",

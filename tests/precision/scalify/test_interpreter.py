@@ -50,6 +50,7 @@ STEPS = {
     "batched dot": lambda x, y: jnp.einsum("bi,bj->bj", x, y),
     "layout": lambda x, y: jnp.concatenate([x[:2], jnp.flip(y, 1)[2:]]).T.reshape(4, 6),
     "split": lambda x, y: jnp.concatenate(jnp.split(x, 2, axis=1)[::-1], axis=1),
+    "stack": lambda x, y: jnp.stack([*jnp.unstack(x, axis=1)[:3], *jnp.unstack(y, axis=1)[3:]], axis=1),
     "pad": lambda x, y: jnp.pad(x, ((1, 0), (0, 1)))[1:, :-1],
     "gather": lambda x, y: jnp.take(x, np.array([1, 1, 3, 0]), axis=0),
     "scatter": lambda x, y: x.at[np.array([0, 2, 0])].add(y[:3]),
