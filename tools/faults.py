@@ -1457,7 +1457,6 @@ CLIP = [
         (
             "return 4 * self.D**2 + 2 * self.D * self.F",
             "return 3 * self.D**2 + 2 * self.D * self.F",
-            "planning/test_cost_model.py",
         ),
         ("tile = min(rows, settings.loss.tile_size)", "tile = max(rows, settings.loss.tile_size)"),
     ),

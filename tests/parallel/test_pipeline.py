@@ -236,6 +236,33 @@ def test_idle_stages_do_not_change_the_state():
     np.testing.assert_allclose(largest[:, 0], 1 / np.arange(2.0, 6.0), rtol=1e-6)
 
 
+class Steep(stack.Block):
+    """Keeps negative numbers; three in a row make infinity of zeros, on which idle stages compute."""
+
+    def __init__(self, rngs):
+        self.factor = layers.param(jnp.ones(()), ())
+
+    def __call__(self, x_BSD):
+        return self.factor[...] * jnp.where(x_BSD < 0, x_BSD, jnp.exp(88 * x_BSD))
+
+
+def test_idle_stages_do_not_change_the_gradients():
+    graphdef, params = nnx.split(stack.stack(Steep, 4, nnx.Rngs(0)))
+
+    @jax.jit
+    @jax.grad
+    def gradient(params, x_BSD):
+        def run(block, x_BSD, *_):
+            return block(x_BSD), None
+
+        blocks = nnx.merge(graphdef, params)
+        return jnp.sum(stack.apply_stack(blocks, x_BSD, run, num_layers=4, scan=True, remat="none")[0])
+
+    x_BSD = -np.arange(1.0, 9.0, dtype=np.float32).reshape(8, 1, 1)
+    with jax.set_mesh(make_mesh(stage=4)):
+        np.testing.assert_array_equal(gradient(params, x_BSD).factor[...], [x_BSD.sum()] * 4)
+
+
 def test_a_pipeline_needs_stages_and_a_batch_that_divides_into_microbatches():
     """Otherwise the blocks run one after another, which alone returns what each of them computes."""
 

@@ -1,6 +1,9 @@
 """The closed form of a CLIP step: savings from dropped patches and from tiles of the loss."""
 
+from flax import nnx
+
 from maxlp.families.clip import cost
+from maxlp.families.clip.model import CLIP
 from maxlp.families.clip.presets import CLIP_SIZES, clip
 from maxlp.run.settings import read
 
@@ -17,6 +20,17 @@ def test_dropped_patches_shorten_the_image_tower():
     machine = whole.machine(8, "cuda")
     (a, text), (b, same) = (cost.towers(s, machine) for s in (whole, half))
     assert (a.S, b.S) == (257, 129) and text == same
+
+
+def test_block_params_are_the_kernels_of_a_block():
+    s = settings()
+    params = nnx.to_pure_dict(nnx.eval_shape(lambda: nnx.state(CLIP(s.model, rngs=nnx.Rngs(0)), nnx.Param)))
+    sizes = {"image": 0, "text": 0}
+    for path, kernel in nnx.traversals.flatten_mapping(params).items():
+        if "layers" in path and path[-1] == "kernel":
+            sizes["image" if path[0] == "visual" else "text"] += kernel.size
+    image, text = cost.towers(s, s.machine(8, "cuda"))
+    assert sizes == {"image": image.L * image.block_params, "text": text.L * text.block_params}
 
 
 def test_tiles_of_the_loss_do_not_grow_with_the_square_of_the_batch():
