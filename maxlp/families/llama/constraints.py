@@ -118,16 +118,9 @@ def qk_clip_scales_whole_kernels(s: Settings, machine: Machine) -> str | None:
     """QK-clip scales trained kernels by factors near 1; nothing else may keep a copy or a part of them."""
     if s.model.qk_clip is None:
         return None
-    key = f"model.qk_clip={s.model.qk_clip}"
-    if s.precision.scalify != "none":
-        return f"{key} needs state of the model, which precision.scalify does not carry; unset one of them"
-    if s.train.lora is not None:
-        return f"{key} would scale kernels that train.lora keeps frozen; unset one of them"
-    if s.model.param_dtype != "float32":
-        return f"{key} is too small a change for model.param_dtype={s.model.param_dtype}; use float32"
-    if s.optimizer.name == "schedule_free_adamw":
-        return f"{key} does not reach the average of optimizer=schedule_free_adamw; unset it or use adamw"
-    return None
+    from maxlp.families.llama import qk_clip_rule  # few runs need it
+
+    return qk_clip_rule.refusal(s)
 
 
 RULES = (
