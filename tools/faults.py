@@ -408,6 +408,7 @@ NUMERICS = [
     *_in(
         "numerics/scales.py",
         "numerics/test_scales.py",
+        ("jax.lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)", "jnp.abs(x)"),
         ("amax * (2.0**margin / to.max)", "amax * (to.max / 2.0**margin)"),
         ("to.max / 2.0**margin)", "to.max * 2.0**margin)"),
         ("jnp.where(amax == 0, _TINY if to.odd else 1.0, scale)", "scale"),

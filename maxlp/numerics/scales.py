@@ -18,8 +18,15 @@ _TINY = float(jnp.finfo(jnp.float32).tiny)  # smallest normal: what is below may
 
 
 def amax(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
-    """float32 ``max |x|`` over the axes (kept, with size 1) or, by default, of everything (a scalar)."""
-    return jnp.max(jnp.abs(x), axis=axes, keepdims=axes is not None).astype(jnp.float32)
+    """float32 ``max |x|`` over the axes (kept, with size 1) or, by default, of everything (a scalar).
+
+    NaN if there is one.
+    """
+    # As integers, magnitudes have the same order and NaN comes last. The maximum of floating-point
+    # numbers would do, but XLA's on CPUs loses NaN in float32 arrays of a few thousand numbers.
+    bits = jax.lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
+    largest = jnp.max(bits, axis=axes, keepdims=axes is not None)
+    return jax.lax.bitcast_convert_type(largest, jnp.float32)
 
 
 def rms(x: jax.Array, axes: Sequence[int]) -> jax.Array:

@@ -1,12 +1,13 @@
 """Scales, against numpy's frexp."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 from maxlp.numerics import formats
-from maxlp.numerics.scales import block_scales_for, ceil_power_of_two, scale_for
+from maxlp.numerics.scales import amax, block_scales_for, ceil_power_of_two, scale_for
 
 
 def test_scales():
@@ -23,6 +24,15 @@ def test_scales():
     for amax, expected in [(300, 1), (448, 1), (449, 2), (896, 2), (897, 4), (1e-3, 2.0**-18)]:
         assert scale(amax, power_of_two=True) == expected
     assert scale(1e-44) > 0  # a divisor must not be flushed to zero
+
+
+@pytest.mark.parametrize("shape", [(7,), (4096,), (64, 256), (33, 100)])
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_amax_keeps_non_finite_numbers(shape, bad, dtype):
+    x = np.random.default_rng(0).standard_normal(shape)
+    x.flat[x.size // 3] = bad
+    np.testing.assert_equal(np.asarray(jax.jit(amax)(jnp.asarray(x, dtype))), np.float32(abs(bad)))
 
 
 def test_ceil_power_of_two_against_frexp():
