@@ -21,8 +21,8 @@ def test_scales():
     assert np.isnan(scale(np.nan)) and np.isinf(scale(np.inf))
     assert np.isnan(scale(np.nan, power_of_two=True)) and np.isinf(scale(np.inf, power_of_two=True))
     # Exponent of amax/448 rounded up: not ceil(log2 amax) - 8, which would give 2 for 300.
-    for amax, expected in [(300, 1), (448, 1), (449, 2), (896, 2), (897, 4), (1e-3, 2.0**-18)]:
-        assert scale(amax, power_of_two=True) == expected
+    for largest, expected in [(300, 1), (448, 1), (449, 2), (896, 2), (897, 4), (1e-3, 2.0**-18)]:
+        assert scale(largest, power_of_two=True) == expected
     assert scale(1e-44) > 0  # a divisor must not be flushed to zero
 
 
@@ -52,8 +52,8 @@ def test_a_power_of_two_is_the_smallest_that_does_not_saturate():
             edge = np.float32(to.max) * np.exp2(np.arange(-30, 30, dtype=np.float32) - margin)
             below, above = np.nextafter(edge, np.float32(0)), np.nextafter(edge, np.float32(np.inf))
             expected = np.exp2(np.arange(-30, 30, dtype=np.float32))
-            for amax, scale in ((below, expected), (edge, expected), (above, 2 * expected)):
-                np.testing.assert_array_equal(scale_for(amax, to, margin=margin, power_of_two=True), scale)
+            for largest, scale in ((below, expected), (edge, expected), (above, 2 * expected)):
+                np.testing.assert_array_equal(scale_for(largest, to, margin=margin, power_of_two=True), scale)
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
