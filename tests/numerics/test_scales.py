@@ -52,8 +52,8 @@ def test_a_power_of_two_is_the_smallest_that_does_not_saturate():
             edge = np.float32(to.max) * np.exp2(np.arange(-30, 30, dtype=np.float32) - margin)
             below, above = np.nextafter(edge, np.float32(0)), np.nextafter(edge, np.float32(np.inf))
             expected = np.exp2(np.arange(-30, 30, dtype=np.float32))
-            for largest, scale in ((below, expected), (edge, expected), (above, 2 * expected)):
-                np.testing.assert_array_equal(scale_for(largest, to, margin=margin, power_of_two=True), scale)
+            for top, scale in ((below, expected), (edge, expected), (above, 2 * expected)):
+                np.testing.assert_array_equal(scale_for(top, to, margin=margin, power_of_two=True), scale)
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
