@@ -57,7 +57,6 @@ CORE = [
         "parallel/test_exchange.py",
         ("x = (gradient.astype(jnp.float32) + error).ravel()", "x = gradient.astype(jnp.float32).ravel()"),
         ("is_mine, sum_BE - dequantize(rounded, jnp.float32), x_RBE", "is_mine, 0.0, x_RBE"),
-        ("jnp.where(is_finite, q.scale, jnp.nan)", "q.scale"),
         ("(0, -n % (replicas * BLOCK))", "(0, -n % replicas * BLOCK)"),
     ),
     *_in(

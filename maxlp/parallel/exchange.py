@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from maxlp.numerics.formats import FORMATS, Format
-from maxlp.numerics.quantized import Quantized, dequantize, quantize
+from maxlp.numerics.quantized import dequantize, quantize
 
 AXIS = "data"
 BLOCK = 256  # values that share a scale: 8.125 bits a value
@@ -68,27 +68,19 @@ def _exchange(gradient: jax.Array, error: jax.Array, to: Format) -> tuple[jax.Ar
     replicas, n, shape = jax.lax.axis_size(AXIS), gradient.size, gradient.shape
     x = (gradient.astype(jnp.float32) + error).ravel()
     x_RBE = jnp.pad(x, (0, -n % (replicas * BLOCK))).reshape(replicas, -1, BLOCK)
-    sent = _quantize(x_RBE, to)
+    sent = quantize(x_RBE, to, "row", (2,))
     received = jax.tree.map(
         functools.partial(jax.lax.all_to_all, axis_name=AXIS, split_axis=0, concat_axis=0), sent
     )
     is_mine = jnp.arange(replicas)[:, None, None] == jax.lax.axis_index(AXIS)
     sum_BE = jnp.sum(jnp.where(is_mine, x_RBE, dequantize(received, jnp.float32)), axis=0)
-    rounded = _quantize(sum_BE, to)
+    rounded = quantize(sum_BE, to, "row", (1,))
     sum_RBE = dequantize(jax.lax.all_gather(rounded, AXIS), jnp.float32)
     lost_RBE = jnp.where(
         is_mine, sum_BE - dequantize(rounded, jnp.float32), x_RBE - dequantize(sent, jnp.float32)
     )
     total, lost = (a.ravel()[:n].reshape(shape) for a in (sum_RBE, lost_RBE))
     return total.astype(gradient.dtype), lost
-
-
-def _quantize(x: jax.Array, to: Format) -> Quantized:
-    """The last dim in 8 bits with one scale, which is NaN if a value is not finite."""
-    q = quantize(x, to, "row", (x.ndim - 1,))
-    # Not left to the scale: on CPUs XLA's maximum of many numbers may overlook NaN.
-    is_finite = jnp.all(jnp.isfinite(x), axis=-1, keepdims=True)
-    return q._replace(scale=jnp.where(is_finite, q.scale, jnp.nan))
 
 
 def num_bytes(values: float, format_name: str) -> float:
