@@ -214,10 +214,29 @@ def pairs(family: str) -> dict[Row, str | None]:
     return found
 
 
+def is_left_to_llama(family: str, pair: Row) -> bool:
+    """Whether the full tier runs a pair with Llama alone.
+
+    What a recipe hands to an optimizer is gradients, whatever the model is. These pairs are most of the
+    rows.
+    """
+    return family != "llama" and {feature(name).dimension for name in pair} == {"precision", "optimizer"}
+
+
 @functools.cache
-def rows(family: str) -> tuple[Row, ...]:
-    """Combinations of features on at most `DEVICES` devices that cover every pair which is not refused."""
-    missing = {pair for pair, message in pairs(family).items() if message is None}
+def rows(family: str, tier: str) -> tuple[Row, ...]:
+    """Combinations of features on at most `DEVICES` devices; those of both tiers cover every pair that runs.
+
+    Args:
+      tier: ``full``, or ``slow`` for the pairs that `is_left_to_llama` leaves.
+    """
+    missing = {
+        pair
+        for pair, message in pairs(family).items()
+        if message is None and is_left_to_llama(family, pair) == (tier == "slow")
+    }
+    if tier == "slow":
+        missing -= set(itertools.chain(*(itertools.combinations(row, 2) for row in rows(family, "full"))))
     found = []
     while missing:
         row: Row = min(missing)

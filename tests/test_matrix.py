@@ -49,7 +49,12 @@ FEW_GRADIENTS = 4
 # An amax is one element, not a sum: that of an output's gradient was computed from operands in E5M2, where
 # an operand next to a rounding boundary takes its other neighbour, 2^-2 of it away.
 AMAX_TOLERANCE = 2.0**-2
-ROWS = [(family, row) for family in composition.FAMILIES for row in composition.rows(family)]
+ROWS = [
+    pytest.param(family, row, marks=getattr(pytest.mark, tier), id="+".join((family, *row)))
+    for family in composition.FAMILIES
+    for tier in ("full", "slow")
+    for row in composition.rows(family, tier)
+]
 # What a family refuses whatever else is chosen.
 REFUSED = {("clip", "stage"), ("clip", "context"), ("clip", "adascale"), ("clip", "qk_clip")}
 # XLA may keep float32 between fused 16-bit operations; which ones are fused differs between layouts.
@@ -109,8 +114,7 @@ def expected(family: str, row: composition.Row):
     return metrics, jax.device_get(state["model_state"])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("family", "row"), ROWS, ids=lambda v: v if isinstance(v, str) else "+".join(v))
+@pytest.mark.parametrize(("family", "row"), ROWS)
 def test_a_row_trains_like_one_device_and_resumes_to_the_bit(family, row, tmp_path):
     got = Run(family, row)
     state, metrics = got.steps(got.initial_state(), range(STEPS - 1))
@@ -153,7 +157,7 @@ def test_a_row_trains_like_one_device_and_resumes_to_the_bit(family, row, tmp_pa
 
 @pytest.mark.parametrize("family", composition.FAMILIES)
 def test_every_pair_runs_or_is_refused_with_a_reason(family):
-    rows = composition.rows(family)
+    rows = composition.rows(family, "full") + composition.rows(family, "slow")
     for pair, message in composition.pairs(family).items():
         covered = any(set(pair) <= set(row) for row in rows)
         assert covered == (message is None), pair
