@@ -225,7 +225,7 @@ def is_left_to_llama(family: str, pair: Row) -> bool:
 
 @functools.cache
 def rows(family: str, tier: str) -> tuple[Row, ...]:
-    """Combinations of features on at most `DEVICES` devices; those of both tiers cover every pair that runs.
+    """Combinations of features on at most `DEVICES` devices; both tiers together cover all pairs that run.
 
     Args:
       tier: ``full``, or ``slow`` for the pairs that `is_left_to_llama` leaves.
