@@ -1,7 +1,7 @@
 """Which features can be combined: every pair runs (in at least one row of `rows`) or is refused by a rule.
 
-`tests/test_matrix.py` runs the rows; `tools/composition.py` prints `docs/composition.md` from the same
-data.
+`tools/composition.py` prints `docs/composition.md`, with the rows, and `tests/test_matrix.py` runs the rows
+of that page.
 """
 
 import dataclasses
@@ -9,6 +9,9 @@ import functools
 import importlib
 import itertools
 import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from maxlp.run import constraints
@@ -16,6 +19,7 @@ from maxlp.run.config import ConfigError
 from maxlp.run.settings import Machine, Settings, read
 
 DEVICES = 8  # simulated
+PAGE = Path(__file__).parent.parent / "docs/composition.md"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,6 +254,18 @@ def rows(family: str, tier: str) -> tuple[Row, ...]:
         missing -= set(itertools.combinations(row, 2))
         found.append(row)
     return tuple(found)
+
+
+def rows_on_page() -> Iterator[tuple[str, str, Row]]:
+    """Family, tier and features of the rows listed in docs/composition.md; `rows` takes half a minute."""
+    family = tier = ""
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("## "):
+            family = line.removeprefix("## ")
+        elif heading := re.fullmatch(r"\d+ rows of the (\w+) tier:", line):
+            tier = heading[1]
+        elif family in FAMILIES and line.startswith("- "):
+            yield family, tier, tuple(line.removeprefix("- ").split(", "))
 
 
 def reference(names: Row) -> Row:

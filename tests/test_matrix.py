@@ -8,7 +8,6 @@ the bit.
 import dataclasses
 import functools
 import itertools
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -51,9 +50,7 @@ FEW_GRADIENTS = 4
 AMAX_TOLERANCE = 2.0**-2
 ROWS = [
     pytest.param(family, row, marks=getattr(pytest.mark, tier), id="+".join((family, *row)))
-    for family in composition.FAMILIES
-    for tier in ("full", "slow")
-    for row in composition.rows(family, tier)
+    for family, tier, row in composition.rows_on_page()
 ]
 # What a family refuses whatever else is chosen.
 REFUSED = {("clip", "stage"), ("clip", "context"), ("clip", "adascale"), ("clip", "qk_clip")}
@@ -155,6 +152,7 @@ def test_a_row_trains_like_one_device_and_resumes_to_the_bit(family, row, tmp_pa
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", composition.FAMILIES)
 def test_every_pair_runs_or_is_refused_with_a_reason(family):
     rows = composition.rows(family, "full") + composition.rows(family, "slow")
@@ -173,5 +171,6 @@ def test_every_feature_is_in_the_table():
         assert alone is None or (family, f.name) in REFUSED, alone
 
 
+@pytest.mark.full
 def test_the_page_is_printed_from_the_table():
-    assert (Path(__file__).parent.parent / "docs/composition.md").read_text() == page.text()
+    assert composition.PAGE.read_text() == page.text()
