@@ -173,7 +173,7 @@ class Settings:
         if self.model.attention != attention.AUTO:
             return self
         kernel = attention.choose(self.attention_uses(machine), *machine)
-        return dataclasses.replace(self, model=dataclasses.replace(self.model, attention=kernel))
+        return dataclasses.replace(self, model=_changed(self.model, attention=kernel))
 
     def attention_uses(self, machine: Machine) -> list[attention.Use]:
         """The uses of attention in a training step on a machine."""
@@ -186,7 +186,9 @@ class Settings:
 
     @property
     def _traced(self) -> "_TracedModel":
-        return _traced_model(self.family, _layout_free(self.model), self.precision, self.train.lora)
+        # What changes neither parameters nor matmuls is taken away, so that each model is traced once.
+        model = _changed(self.model, attention=attention.AUTO, remat="none")
+        return _traced_model(self.family, model, self.precision, self.train.lora)
 
     @property
     def matmuls(self) -> dict[str, str]:
@@ -268,10 +270,8 @@ class _TracedModel(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _layout_free(model: Any) -> Any:
-    """A model's config without what changes neither its parameters nor its matmuls, so that it is traced
-    once for all of those values."""
-    return dataclasses.replace(model, attention=attention.AUTO, remat="none")
+def _changed(model: Any, **values: Any) -> Any:
+    return dataclasses.replace(model, **values)
 
 
 @functools.lru_cache(maxsize=64)

@@ -9,6 +9,7 @@ D embed · F mlp · N query heads · K kv heads · H head dim · V vocab · L la
 """
 
 import dataclasses
+import functools
 import math
 
 import jax.numpy as jnp
@@ -91,7 +92,7 @@ class Sizes:
     def block_params(self) -> int:
         return self.D * (2 * self.N + 2 * self.K) * self.H + 3 * self.D * self.F
 
-    @property
+    @functools.cached_property
     def of_stage(self) -> "Sizes":
         """The sizes of the layers of one stage and of one of its microbatches."""
         stages, microbatches, _ = self.schedule
