@@ -15,7 +15,7 @@ The optimizer's state is `LocalState`, so that a checkpoint holds all of it and 
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
