@@ -76,7 +76,7 @@ def replicas_exchange_gradients(s: Settings, machine: Machine) -> str | None:
 
 
 def replicas_train_alone(s: Settings, machine: Machine) -> str | None:
-    """What replicas share between outer updates is nothing; after one, all but moments is that of all."""
+    """Replicas that train alone share no decision, and no state but the outer parameters, in float32."""
     if s.train.local is None:
         return None
     from maxlp.run import exchange_rule  # few runs need it
