@@ -55,7 +55,7 @@ CORE = [
     *_in(
         "core/local_steps.py",
         "core/test_local_steps.py",
-        ("step % steps == 0, update", 'state["step"] % steps == 0, update'),
+        ("jnp.int32(step % steps == 0)", 'jnp.int32(state["step"] % steps == 0)'),
         ("lambda x: x / x.shape[0], away", "lambda x: x, away"),
         # Replicas that go on from their own parameters.
         ("OfReplicas(begun)", "OfReplicas(replicas)"),

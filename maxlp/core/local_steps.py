@@ -143,9 +143,9 @@ def train_step(
     specs, step = param_specs(graphdef, state), state["step"] + 1
     update = functools.partial(_outer_update, tx=tx, specs=specs, format_name=format_name)
     with jax.named_scope("outer_update"):
-        params, local = jax.lax.cond(
-            step % steps == 0, update, lambda *unchanged: unchanged, state["params"], local
-        )
+        # Once or not at all. A loop updates its arrays in place; a `jax.lax.cond` would make new ones.
+        ends = jnp.int32(step % steps == 0)
+        params, local = jax.lax.fori_loop(0, ends, lambda _, at: update(*at), (state["params"], local))
     return state | {"params": params, "opt_state": local, "step": step}, metrics
 
 

@@ -214,7 +214,7 @@ def sent(trainer: Trainer, one: dict, in_update: bool) -> dict[tuple[str, str], 
                 for one in re.findall(r"[a-z]\w*\[[\d,]*\]", i.type) if inside == in_update else ():
                     found[kind, one.partition("[")[0]] += int(hlo.num_bytes(one))
             for computation in hlo.called(i):
-                visit(computation, inside or i.opcode == "conditional")
+                visit(computation, inside or (i.opcode == "while" and "outer_update" in i.rest))
 
     visit(entry, False)
     return dict(found)

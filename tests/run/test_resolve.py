@@ -106,7 +106,7 @@ def test_an_exchange_reaches_the_model_and_the_step():
 
 
 def test_local_steps_reach_the_optimizer_and_the_step():
-    """Replicas have parameters and moments of their own, and an update of all is conditional."""
+    """Replicas have parameters and moments of their own, and outer gradients are sent in 8 bits."""
     local = {"train.local.steps": 3, "train.local.outer_rate": 0.5, "train.total_steps": 6}
     values = {"mesh.fsdp": 1, "mesh.data": 2, "precision.exchange": "float8_e4m3fn"}
     run = resolve(changed(load("debug"), SMALL | values | local), jax.devices()[:2])
@@ -117,9 +117,8 @@ def test_local_steps_reach_the_optimizer_and_the_step():
     state, params = abstract["opt_state"], abstract["params"]
     for own in (state.replicas.state["params"], state.errors.state):
         jax.tree.map(lambda p, x: np.testing.assert_array_equal(x.shape, (2, *p.shape)), params, own)
-    before, after = text.split("stablehlo.case", 1)
-    assert "all_reduce" not in before.split("dot_general")[0], "a replica's mean is over its own tokens"
-    assert "all_to_all" not in before and re.search(r"all_to_all.*xi8>", after)
+    assert "all_reduce" not in text.split("dot_general")[0], "a replica's mean is over its own tokens"
+    assert re.search(r"all_to_all.*xi8>", text)
     ones = jax.tree.map(lambda p: jnp.ones(p.shape), {"norm": params["final_norm"]})
     updates, _ = run.tx.update(ones, run.tx.init(ones), ones)
     # λ (1 + μ), with the default μ of 0.9
