@@ -124,6 +124,11 @@ def make_mesh(s: Settings, fixed: bool) -> Mesh:
       ConfigError: settings that do not fit.
     """
     devices = jax.devices()
+    s = dataclasses.replace(  # replicas exchange no gradients, and need not be several
+        s,
+        precision=dataclasses.replace(s.precision, exchange="none"),
+        train=dataclasses.replace(s.train, local=None),
+    )
     try:
         machine = s.machine_of(devices)
         mesh: Mapping[str, int] = s.mesh
@@ -131,8 +136,7 @@ def make_mesh(s: Settings, fixed: bool) -> Mesh:
         if fixed:
             raise
         mesh = dict(fsdp=-1)
-        no_exchange = dataclasses.replace(s.precision, exchange="none")  # of gradients, which there are not
-        s = dataclasses.replace(s, mesh=mesh, precision=no_exchange)
+        s = dataclasses.replace(s, mesh=mesh)
         machine = s.machine_of(devices)
     constraints.check(s, machine)
     return sharding.make_mesh(**mesh, devices=devices)

@@ -53,6 +53,22 @@ CORE = [
         ),
     ),
     *_in(
+        "core/local_steps.py",
+        "core/test_local_steps.py",
+        ("jnp.int32(step % steps == 0)", 'jnp.int32(state["step"] % steps == 0)'),
+        ("lambda x: x / x.shape[0], away", "lambda x: x, away"),
+        # Replicas that go on from their own parameters.
+        ("OfReplicas(begun)", "OfReplicas(replicas)"),
+        ("errors=OfReplicas(errors)", "errors=local.errors"),
+        # A mean of the replicas' means.
+        ("metrics[name] * tokens", "metrics[name]"),
+    ),
+    *_in(
+        "run/exchange_rule.py",
+        "run/test_constraints.py",
+        ("any(s.recipe(path).delayed for path in s.matmuls)", '"delayed" in recipe'),
+    ),
+    *_in(
         "parallel/exchange.py",
         "parallel/test_exchange.py",
         ("x = (gradient.astype(jnp.float32) + error).ravel()", "x = gradient.astype(jnp.float32).ravel()"),
@@ -91,7 +107,7 @@ CORE = [
             "::test_microbatches_take_every_nth_row_and_sharding_stays",
         ),
         (
-            "jnp.maximum(sharding.sum_of_replicas(count(batch)), 1.0)\n        metrics",
+            "jnp.maximum(count(batch), 1.0)\n        metrics",
             "count(batch)\n        metrics",
         ),
         ('"accuracy": sums["correct"] / total', '"accuracy": sums["correct"]'),
@@ -962,6 +978,7 @@ PARALLEL = [
         ("            axes[i] += moved\n", "            pass\n"),
         ("key=lambda i: -shape[i]", "key=lambda i: shape[i]"),
         ("if param is None or len(shape) != len(param.shape)", "if True"),
+        ('PartitionSpec(*spec("replica"), *place.spec)', "PartitionSpec(None, *place.spec)"),
     ),
     *_in(
         "parallel/batches.py",
@@ -1163,6 +1180,11 @@ LLAMA = [
             'batch["positions"], batch["segment_ids"])',
             'batch["positions"])',
             "core/test_train_step.py::test_the_loss_is_the_mean_over_the_targets_of_all_documents",
+        ),
+        (
+            "own_targets if alone else num_targets",
+            "num_targets",
+            "run/test_resolve.py::test_local_steps_reach_the_optimizer_and_the_step",
         ),
     ),
     *_in(

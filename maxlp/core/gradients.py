@@ -55,12 +55,12 @@ def token_loss(
 
     Args:
       loss_sums: (model, batch) to sums over the batch: ``loss``, ``correct`` and others.
-      count: the number of tokens in a batch.
+      count: the number of tokens that the loss is the mean of.
     """
 
     def loss(model: nnx.Module, batch: Batch, step: jax.Array) -> tuple[jax.Array, Metrics]:
         del step
-        total = jnp.maximum(sharding.sum_of_replicas(count(batch)), 1.0)
+        total = jnp.maximum(count(batch), 1.0)
         metrics = _means(loss_sums(model, batch), total)
         return metrics["loss"], metrics
 
@@ -76,7 +76,7 @@ def token_gradients(
 ) -> Gradients:
     """Gradients of `token_loss`, which takes the same arguments.
 
-    Each microbatch's sum is divided by the number of tokens in the whole batch.
+    Each microbatch's sum is divided by ``count`` of the whole batch.
 
     Args:
       microbatches: divides the rows of the batch.
@@ -88,7 +88,7 @@ def token_gradients(
         return batch_gradients(token_loss(loss_sums, count))
 
     def gradients(graphdef: nnx.GraphDef, state: State, batch: Batch, loss_scale: jax.Array | None):
-        total = jnp.maximum(sharding.sum_of_replicas(count(batch)), 1.0)
+        total = jnp.maximum(count(batch), 1.0)
         forward, backward = split_model_state(graphdef, state)
 
         def share(params: dict, backward: dict, part: Batch) -> tuple[jax.Array, tuple[Metrics, dict]]:

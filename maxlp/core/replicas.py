@@ -55,7 +55,7 @@ def exchanged(gradients: Gradients, format_name: str) -> Gradients:
         assert loss_scale is None, "see run.constraints"
         model_state = dict(state["model_state"])
         errors = model_state.pop(ERRORS)
-        specs = _specs(graphdef, state)
+        specs = param_specs(graphdef, state)
 
         def of_replica(params: dict, model_state: dict, errors: dict, step: jax.Array, rows: Batch):
             mine = {"params": params, "model_state": model_state | {ERRORS: errors}, "step": step}
@@ -90,8 +90,8 @@ def _of_all(model_state: dict, metrics: Metrics) -> tuple[dict, Metrics]:
     return model_state, metrics | sums
 
 
-def _specs(graphdef: nnx.GraphDef, state: State) -> dict:
-    """The partition of each parameter."""
+def param_specs(graphdef: nnx.GraphDef, state: State) -> dict:
+    """The partition of each parameter on the mesh in context."""
     model = nnx.merge(graphdef, state["params"], state["model_state"])
     places = sharding.param_shardings(nnx.state(model, nnx.Param), jax.sharding.get_abstract_mesh())
     return jax.tree.map(lambda place: place.spec, places)

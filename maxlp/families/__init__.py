@@ -47,7 +47,8 @@ class Family:
       make_data: (data, split=, seed=, process_index=, process_count=) to the batches of this process.
       loss: (loss, seed) to the loss of a batch in one pass.
       gradients: (loss, seed, microbatches, measure_noise) to the gradients of that loss, in that number of
-        passes; measure_noise is for AdaScale, see `core.gradients.token_gradients`.
+        passes; measure_noise is for AdaScale, see `core.gradients.token_gradients`. Families whose loss is
+        a sum over rows also take ``alone``: the gradients of a replica's own loss (`core.local_steps`).
       evaluator: (graphdef, model, data, loss, validation) to an `Evaluate`; validation is the result of
         make_data for that split.
       batch_shapes: data to the arrays of a global batch.
@@ -78,7 +79,7 @@ class Family:
     make_model: Callable[..., nnx.Module]
     make_data: Callable[..., Any]
     loss: Callable[[Any, int], Loss]
-    gradients: Callable[[Any, int, int, bool], Gradients]
+    gradients: Callable[..., Gradients]
     evaluator: Callable[[nnx.GraphDef, Any, Any, Any, Any], Evaluate]
     batch_shapes: Callable[[Any], dict[str, jax.ShapeDtypeStruct]]
     unit: str

@@ -19,7 +19,6 @@ from typing import Any
 from maxlp.data import merge_states
 from maxlp.monitoring import statistics
 from maxlp.monitoring.rollback import RollbackRequested
-from maxlp.monitoring.spike_records import first_to_cross, suspect
 from maxlp.monitoring.spikes import Detector, Spike, SpikeConfig
 from maxlp.runtime import checkpoint, distributed
 from maxlp.runtime.files import mirrored, write_json
@@ -86,6 +85,8 @@ class Watch:
         if self.config.guard == "rollback" and spike.sigmas > self.config.guard_threshold:
             raise RollbackRequested(spike, self.config)
         if not math.isfinite(spike.loss) and not values.get("skipped"):
+            from maxlp.monitoring.spike_records import suspect  # few runs have spikes
+
             cause = suspect(list(self._steps), self.config.rms_threshold)
             raise FloatingPointError(
                 f"the loss of step {spike.step} is {spike.loss}{cause and f'; {cause}'}; lower "
@@ -99,6 +100,8 @@ class Watch:
         if not distributed.is_primary():
             return
         start = keep_checkpoint(workdir, spike.step, self.config.lead)
+        from maxlp.monitoring.spike_records import first_to_cross  # few runs have spikes
+
         first = first_to_cross(self._steps, self.config.rms_threshold)
         record = {
             **spike._asdict(),

@@ -19,6 +19,7 @@ Letters: R replicas · B blocks of a piece · E values of a block.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from maxlp.numerics.formats import FORMATS, Format
-from maxlp.numerics.quantized import dequantize, quantize
+from maxlp.numerics.quantized import Quantized, dequantize, quantize
 
 AXIS = "data"
 BLOCK = 256  # values that share a scale: 8.125 bits a value
@@ -69,18 +70,23 @@ def _exchange(gradient: jax.Array, error: jax.Array, to: Format) -> tuple[jax.Ar
     x = (gradient.astype(jnp.float32) + error).ravel()
     x_RBE = jnp.pad(x, (0, -n % (replicas * BLOCK))).reshape(replicas, -1, BLOCK)
     sent = quantize(x_RBE, to, "row", (2,))
-    received = jax.tree.map(
-        functools.partial(jax.lax.all_to_all, axis_name=AXIS, split_axis=0, concat_axis=0), sent
-    )
+    swap = functools.partial(jax.lax.all_to_all, axis_name=AXIS, split_axis=0, concat_axis=0)
+    received = _send(sent, swap)
     is_mine = jnp.arange(replicas)[:, None, None] == jax.lax.axis_index(AXIS)
     sum_BE = jnp.sum(jnp.where(is_mine, x_RBE, dequantize(received, jnp.float32)), axis=0)
     rounded = quantize(sum_BE, to, "row", (1,))
-    sum_RBE = dequantize(jax.lax.all_gather(rounded, AXIS), jnp.float32)
+    sum_RBE = dequantize(_send(rounded, functools.partial(jax.lax.all_gather, axis_name=AXIS)), jnp.float32)
     lost_RBE = jnp.where(
         is_mine, sum_BE - dequantize(rounded, jnp.float32), x_RBE - dequantize(sent, jnp.float32)
     )
     total, lost = (a.ravel()[:n].reshape(shape) for a in (sum_RBE, lost_RBE))
     return total.astype(gradient.dtype), lost
+
+
+def _send(q: Quantized, collective: Callable[[jax.Array], jax.Array]) -> Quantized:
+    """Values as plain bytes: on devices without 8-bit floats XLA sends these as 16 bits."""
+    received = collective(jax.lax.bitcast_convert_type(q.values, jnp.int8))
+    return Quantized(jax.lax.bitcast_convert_type(received, q.values.dtype), collective(q.scale))
 
 
 def num_bytes(values: float, format_name: str) -> float:

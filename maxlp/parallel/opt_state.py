@@ -1,13 +1,19 @@
 """Placement of optimizer state: every array follows the parameter it belongs to."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from maxlp.numerics.formats import Blocks
-from maxlp.parallel.sharding import axes_size, axis_names, replicated
+from maxlp.parallel.sharding import axes_size, axis_names, replicated, spec
+
+
+class OfReplicas(NamedTuple):
+    """State that each of the R replicas of the ``data`` axis has for itself: arrays (R, …)."""
+
+    state: Any
 
 
 def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mesh | AbstractMesh) -> Any:
@@ -23,6 +29,8 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mes
       dim that is not split;
     * is replicated otherwise (one number a layer, factored moments).
 
+    Of `OfReplicas` the first dim is split over ``data``, and the others as above.
+
     What ``tx.init`` puts into the host's memory (`optim.offload`) is initialized and kept there.
 
     Args:
@@ -35,14 +43,21 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mes
         return next((by_path[part] for part in parts if part in by_path), None)
 
     def one(path: tuple, leaf: Any) -> Any:
+        if isinstance(leaf, OfReplicas):
+            mine = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), leaf.state)
+            places = jax.tree.map_with_path(one, mine, is_leaf=_is_whole)
+            return OfReplicas(jax.tree.map(for_each_replica, places))
         param = owner(path)
-        if not _is_blocks(leaf):
+        if not isinstance(leaf, Blocks):
             return _like_param(leaf.shape, param, mesh)
         codes = _like_param(leaf.codes.shape, param, mesh)
         return leaf._replace(codes=codes, scale=_divisible(codes, leaf.scale.shape))
 
+    def for_each_replica(place: NamedSharding) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*spec("replica"), *place.spec))
+
     jaxpr, shapes = jax.make_jaxpr(tx.init, return_shape=True)(params)
-    where, structure = jax.tree.flatten(jax.tree.map_with_path(one, shapes, is_leaf=_is_blocks))
+    where, structure = jax.tree.flatten(jax.tree.map_with_path(one, shapes, is_leaf=_is_whole))
     # JAX drops the kind of memory for devices without any, as of a GPU that is only compiled for.
     here = isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].addressable_memories()
     return structure.unflatten(
@@ -53,8 +68,8 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mes
     )
 
 
-def _is_blocks(x: Any) -> bool:
-    return isinstance(x, Blocks)
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, Blocks | OfReplicas)
 
 
 def _like_param(shape: tuple[int, ...], param: Any, mesh: Mesh | AbstractMesh) -> NamedSharding:

@@ -64,6 +64,8 @@ def held_state(s: Settings, mesh: AbstractMesh, state: StateShapes) -> dict[str,
     held = {"parameters": state.bytes_on(mesh, "params")}
     if s.precision.exchange != "none":
         held["errors of the exchange"] = held["parameters"] * 4 / jnp.dtype(s.model.param_dtype).itemsize
+    if s.train.local is not None:  # those of the device's replica, and the outer momentum
+        held["local steps"] = 2 * held["parameters"]
     if s.train.lora is None:
         return held | {"optimizer": optimizer + rest}
     return held | {"frozen weights": rest, "optimizer": optimizer}
@@ -80,13 +82,18 @@ def saves_attention(remat: str, kernel: str) -> bool:
 def state_shapes(s: Settings, machine: Machine) -> StateShapes:
     """The state of a run; takes about a second of tracing.
 
-    It leaves out the errors of an exchange in 8 bits, whose shape depends on the mesh; see `held_state`.
+    It leaves out what replicas have for themselves, whose shape depends on the mesh; see `held_state`.
 
     Raises:
       ValueError: a parameter that the mesh does not divide.
     """
-    mesh, everywhere = abstract_mesh(machine.axes), dataclasses.replace(s.precision, exchange="none")
-    s = dataclasses.replace(s, precision=everywhere)
+    precision, train = s.precision, s.train
+    s = dataclasses.replace(
+        s,
+        precision=dataclasses.replace(precision, exchange="none"),
+        train=dataclasses.replace(train, local=None),
+    )
+    mesh = abstract_mesh(machine.axes)
     run = assemble(s, machine, cast(Mesh, mesh))  # shapes and shardings need no devices
     return StateShapes(abstract_state(run.make_model, run.tx, mesh, run.gates)[1])
 

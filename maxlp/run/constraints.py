@@ -75,6 +75,15 @@ def replicas_exchange_gradients(s: Settings, machine: Machine) -> str | None:
     return exchange_rule.refusal(s, machine)
 
 
+def replicas_train_alone(s: Settings, machine: Machine) -> str | None:
+    """Replicas that train alone share no decision, and no state but the outer parameters, in float32."""
+    if s.train.local is None:
+        return None
+    from maxlp.run import exchange_rule  # few runs need it
+
+    return exchange_rule.local_refusal(s, machine)
+
+
 def skipped_tensors_have_moments(s: Settings, machine: Machine) -> str | None:
     """A tensor that skips a step keeps its moments, which have its shape."""
     if s.precision.loss_scale is None or not s.precision.loss_scale.per_tensor:
@@ -288,6 +297,7 @@ RULES = (
     float16_is_scaled,
     scalify_has_the_gradients,
     replicas_exchange_gradients,
+    replicas_train_alone,
     skipped_tensors_have_moments,
     float16_params_have_scales,
     rounded_params_have_16_bits,

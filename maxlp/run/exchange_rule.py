@@ -1,17 +1,46 @@
-"""What cannot be combined with ``precision.exchange``."""
+"""What cannot be combined with ``precision.exchange`` and with ``train.local``."""
 
 from maxlp.run.settings import Machine, Settings
+
+Refused = tuple[bool, str, str]  # whether it is, its key and value, and what to set instead
 
 
 def refusal(s: Settings, machine: Machine) -> str | None:
     """The message for the first setting with which replicas do not exchange gradients in 8 bits."""
-    exchange, scalify, axes = s.precision.exchange, s.precision.scalify, machine.axes
-    if axes["data"] == 1:
-        return (
-            f"precision.exchange={exchange} is for gradients of replicas, and mesh.data=1 is a single one; "
-            "use mesh.data=2 or more, or set precision.exchange=none"
-        )
+    return _first(_of_replicas(s, machine), f"precision.exchange={s.precision.exchange}")
+
+
+def local_refusal(s: Settings, machine: Machine) -> str | None:
+    """The message for the first setting with which replicas do not train alone."""
+    assert s.train.local is not None
+    steps, total = s.train.local.steps, s.train.total_steps
+    dtype, recipe, name = s.model.param_dtype, s.precision.recipe, s.optimizer.name
+    delayed = any(s.recipe(path).delayed for path in s.matmuls)
     refused = (
+        *_of_replicas(s, machine),
+        # All replicas would have to wait for one another, to decide on a step together.
+        (s.spikes.guard == "skip", "spikes.guard=skip", "spikes.guard=rollback or off"),
+        # A history of each replica would have to be joined, and published for evaluation.
+        (delayed, f"precision.recipe={recipe}", "a recipe without delayed scales"),
+        # An outer update is small, and what rounding has lost is known for the replica's parameters only.
+        (dtype != "float32", f"model.param_dtype={dtype}", "model.param_dtype=float32"),
+        # Its average, which is evaluated, is that of one replica.
+        (name == "schedule_free_adamw", f"optimizer.name={name}", "optimizer.name=adamw"),
+        # Not tried: each replica would choose subspaces of its own.
+        (s.optimizer.has_galore, "optimizer.galore", "optimizer.galore.rank=0"),
+    )
+    if (message := _first(refused, f"train.local.steps={steps}")) or total % steps == 0:
+        return message
+    return (
+        f"train.total_steps={total} is not a multiple of train.local.steps={steps}, and the last steps "
+        f"would not reach the outer parameters; use {-(-total // steps) * steps}"
+    )
+
+
+def _of_replicas(s: Settings, machine: Machine) -> tuple[Refused, ...]:
+    scalify, axes = s.precision.scalify, machine.axes
+    return (
+        (axes["data"] == 1, "mesh.data=1, a single replica,", "mesh.data=2 or more"),
         # Rows of all replicas pass through one schedule or one ring, inside which none has a gradient.
         (axes["stage"] > 1, f"mesh.stage={axes['stage']}", "mesh.stage=1"),
         (axes["context"] > 1, f"mesh.context={axes['context']}", "mesh.context=1"),
@@ -22,9 +51,12 @@ def refusal(s: Settings, machine: Machine) -> str | None:
         (s.optimizer.adascale is not None, f"optimizer.adascale={s.optimizer.adascale}", "no AdaScale"),
         (s.train.release_gradients, "train.release_gradients=True", "train.release_gradients=False"),
         # The gradients of adapters are small.
-        (s.train.lora is not None, "train.lora", "precision.exchange=none"),
+        (s.train.lora is not None, "train.lora", "one of them only"),
     )
+
+
+def _first(refused: tuple[Refused, ...], feature: str) -> str | None:
     for is_refused, key, instead in refused:
         if is_refused:
-            return f"{key} cannot be combined with precision.exchange={exchange}; set {instead}"
+            return f"{key} cannot be combined with {feature}; set {instead}"
     return None

@@ -116,6 +116,7 @@ def sections(model: dict, data: dict, loss: dict) -> ConfigDict:
             init_from="",
             release_gradients=False,
             lora=unset(rank=int, alpha=float, targets=tuple),  # low-rank adapters: nn.lora.LoraConfig
+            local=unset(steps=int, outer_rate=float, outer_momentum=float),  # of replicas: core.local_steps
         )
     )
     c.spikes = ConfigDict(

@@ -23,7 +23,7 @@ from maxlp.run.config import ConfigError, bind, call, errors_of
 from maxlp.runtime.checkpoint import Checkpointer
 from maxlp.runtime.profiler import Profiler
 from maxlp.runtime.writers import MetricWriter
-from maxlp.schema import Count, CountOrZero, Positive, Seed
+from maxlp.schema import Count, CountOrZero, DecayRate, Positive, Seed
 
 SECTIONS = (
     *("model", "precision", "mesh", "optimizer", "data", "loss", "train"),
@@ -60,6 +60,23 @@ class LoraConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalConfig:
+    """The config's ``train.local`` section: local steps with an outer update (`core.local_steps`).
+
+    Attributes:
+      steps: H, how many steps the replicas of the ``data`` axis take alone before they are joined.
+      outer_rate, outer_momentum: λ and μ of the outer update.
+    """
+
+    steps: Count
+    outer_rate: Positive = 0.7
+    outer_momentum: DecayRate = 0.9
+
+    def __post_init__(self):
+        schema.check(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The config's ``train`` section.
 
@@ -77,6 +94,7 @@ class TrainConfig:
       release_gradients: update each layer in the backward pass, so that the gradients of all layers never
         exist together; see `core.fused_backward`. No statistics of tensors are recorded then.
       lora: trains low-rank adapters and freezes the weights; None trains the weights.
+      local: replicas train alone for some steps at a time; None adds their gradients in every step.
     """
 
     total_steps: Count
@@ -89,6 +107,7 @@ class TrainConfig:
     swap_tokenizer: bool = False
     release_gradients: bool = False
     lora: LoraConfig | None = None
+    local: LocalConfig | None = None
 
     def __post_init__(self):
         schema.check(self)

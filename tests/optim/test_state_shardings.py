@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlp.parallel import sharding
-from maxlp.parallel.opt_state import opt_state_shardings
+from maxlp.parallel.opt_state import OfReplicas, opt_state_shardings
 from tests.optim.common import make_optimizer
 
 BASE = dict(
@@ -95,3 +95,20 @@ def test_the_axes_of_a_shorter_dim_go_to_the_largest_one_that_it_shares():
         optax.GradientTransformation(of_eight, lambda u, s, p=None: (u, s)), params, mesh
     )
     assert found["mu"]["layers"]["kernel"].spec == P(None, "fsdp", None), "16 is larger than 8"
+
+
+def test_what_replicas_have_for_themselves_is_split_over_data():
+    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    place = NamedSharding(mesh, SPECS["kernel"])
+    params = {"kernel": jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=place)}
+    moments = dict(mu="dynamic8", nu="dynamic8", block_size=16, min_size=0)
+    low_bit = make_optimizer(**BASE, low_bit=moments).tx
+
+    def init(params):
+        return OfReplicas(jax.tree.map(lambda x: jnp.stack([x, x]), (low_bit.init(params), params)))
+
+    tx = optax.GradientTransformation(init, low_bit.update)
+    found = opt_state_shardings(tx, params, mesh).state
+    alone = opt_state_shardings(low_bit, params, mesh), {"kernel": place}
+    for mine, whole in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
+        assert mine.spec == P("data", *whole.spec)

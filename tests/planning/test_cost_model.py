@@ -78,6 +78,21 @@ def test_errors_of_an_exchange_are_those_of_the_step():
     assert held["optimizer"] == state_shapes(s, machine).bytes_on(mesh.abstract_mesh, "opt_state")
 
 
+def test_what_replicas_have_for_themselves_is_that_of_the_step():
+    local = {"train.local.steps": 8, "train.total_steps": 80, "precision.exchange": "int8"}
+    s = peaks.settings_of(llama(vocab_size=256, **SIZES), {"data.batch_size": 8, "mesh.data": 2} | local)
+    machine, mesh = s.machine(8, "cpu"), sharding.make_mesh(data=2, fsdp=4)
+    run = assemble(s, machine, mesh)
+    _, abstract = abstract_state(run.make_model, run.tx, mesh, run.gates)
+    real = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for part in ("params", "opt_state")
+        for leaf in jax.tree.leaves(abstract[part])
+    )
+    held = held_state(s, sharding.abstract_mesh(machine.axes), state_shapes(s, machine))
+    assert sum(held.values()) == real and held["local steps"] == 2 * held["parameters"]
+
+
 def test_a_ledger_omits_collectives_that_have_nothing_to_do():
     ledger = Ledger({"data": 1, "fsdp": 4, "tensor": 2})
     ledger.add("all-gather", ("data",), 100, 1)

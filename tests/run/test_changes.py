@@ -41,7 +41,7 @@ FREE = {
     "llama loss": "num_chunks",
     "clip loss": "method tile_size",
     "train": "total_steps microbatches log_every eval_every eval_batches init_from swap_tokenizer "
-    "release_gradients",
+    "release_gradients local",
     "precision": "recipe options rules first_blocks last_blocks min_dim smooth_swiglu loss_scale "
     "health_every sharpness_every scalify exchange",
     "mesh": "stage data fsdp context tensor dcn_data",

@@ -16,6 +16,7 @@ LORA = {"train.lora.rank": 4, "train.init_from": "run"}
 ADASCALE = {"optimizer.name": "sgd", "optimizer.adascale": 2.0, "train.microbatches": 2}
 INT8 = {"precision.exchange": "int8"}
 REPLICAS = INT8 | {"mesh.data": 2}
+LOCAL = {"train.local.steps": 10, "train.total_steps": 300, "mesh.data": 2}
 SAMPLED = {"precision.recipe": "wta_crs"}
 REFUSED = {
     "batch_divides": [
@@ -40,7 +41,7 @@ REFUSED = {
         (SCALIFY | {"train.release_gradients": True}, 1, "cpu", "set train.release_gradients=False"),
     ],
     "replicas_exchange_gradients": [
-        (INT8, 1, "cpu", "mesh.data=1 is a single one; use mesh.data=2"),
+        (INT8, 1, "cpu", "mesh.data=1, a single replica, cannot be combined with precision.exchange=int8"),
         (REPLICAS | {"mesh.stage": 2}, 4, "cpu", "set mesh.stage=1"),
         (REPLICAS | {"mesh.context": 2, "model.attention": "ring"}, 4, "cpu", "set mesh.context=1"),
         (REPLICAS | {"precision.loss_scale.initial": 2.0}, 2, "cpu", "no loss scale"),
@@ -53,6 +54,26 @@ REFUSED = {
             "set train.release_gradients=False",
         ),
         (REPLICAS | LORA, 2, "cpu", "train.lora cannot be combined with precision.exchange=int8"),
+    ],
+    "replicas_train_alone": [
+        (LOCAL | {"mesh.data": 1}, 1, "cpu", "with train.local.steps=10; set mesh.data=2 or more"),
+        (LOCAL | {"mesh.stage": 2}, 4, "cpu", "set mesh.stage=1"),
+        (LOCAL | {"mesh.context": 2, "model.attention": "ring"}, 4, "cpu", "set mesh.context=1"),
+        (LOCAL | {"precision.loss_scale.initial": 2.0}, 2, "cpu", "no loss scale"),
+        (LOCAL | ADASCALE, 2, "cpu", "optimizer.adascale=2.0 cannot be combined with train.local.steps=10"),
+        (LOCAL | LORA, 2, "cpu", "train.lora cannot be combined"),
+        (LOCAL | {"spikes.guard": "skip"}, 2, "cpu", "set spikes.guard=rollback or off"),
+        (LOCAL | {"precision.recipe": "fp8_delayed"}, 2, "cpu", "set a recipe without delayed scales"),
+        (LOCAL | {"precision.rules": (("*/q_proj", "fp8_gaudi"),)}, 2, "cpu", "without delayed scales"),
+        (LOCAL | BFLOAT16, 2, "cpu", "set model.param_dtype=float32"),
+        (
+            LOCAL | {"optimizer.name": "schedule_free_adamw", "optimizer.schedule": "constant"},
+            2,
+            "cpu",
+            "set optimizer.name=adamw",
+        ),
+        (LOCAL | {"optimizer.galore.rank": 8}, 2, "cpu", "set optimizer.galore.rank=0"),
+        (LOCAL | {"train.total_steps": 301}, 2, "cpu", "train.total_steps=301 is not a multiple"),
     ],
     "skipped_tensors_have_moments": [
         (

@@ -103,3 +103,23 @@ def test_an_exchange_reaches_the_model_and_the_step():
     shapes = jax.tree.map(lambda p: (2, *p.shape), abstract["params"])
     assert jax.tree.map(lambda e: e.shape, abstract["model_state"]) == {"errors": shapes}
     assert re.search(r"all_to_all.*xi8>", after)
+
+
+def test_local_steps_reach_the_optimizer_and_the_step():
+    """Replicas have parameters and moments of their own, and outer gradients are sent in 8 bits."""
+    local = {"train.local.steps": 3, "train.local.outer_rate": 0.5, "train.total_steps": 6}
+    values = {"mesh.fsdp": 1, "mesh.data": 2, "precision.exchange": "float8_e4m3fn"}
+    run = resolve(changed(load("debug"), SMALL | values | local), jax.devices()[:2])
+    with jax.set_mesh(run.mesh):
+        graphdef, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+        step = jit_step(run.step, graphdef, abstract, run.mesh)
+        text = step.lower(abstract, run.abstract_batch()).as_text()
+    state, params = abstract["opt_state"], abstract["params"]
+    for own in (state.replicas.state["params"], state.errors.state):
+        jax.tree.map(lambda p, x: np.testing.assert_array_equal(x.shape, (2, *p.shape)), params, own)
+    assert "all_reduce" not in text.split("dot_general")[0], "a replica's mean is over its own tokens"
+    assert re.search(r"all_to_all.*xi8>", text)
+    ones = jax.tree.map(lambda p: jnp.ones(p.shape), {"norm": params["final_norm"]})
+    updates, _ = run.tx.update(ones, run.tx.init(ones), ones)
+    # λ (1 + μ), with the default μ of 0.9
+    jax.tree.map(lambda u: np.testing.assert_allclose(u, -0.5 * 1.9, rtol=1e-6), updates)

@@ -94,11 +94,11 @@ def test_the_average_is_exported(run, tmp_path):
     assert_equal({name: exported[name] for name in exported}, expected)
 
 
-def test_a_model_is_restored_without_what_replicas_have_not_sent(tmp_path):
+@pytest.mark.parametrize("values", [{}, {"train.local.steps": 3, "train.total_steps": 300}], ids=str)
+def test_a_model_is_restored_without_what_replicas_have_for_themselves(tmp_path, values):
     """Two replicas trained it; one device evaluates it."""
     exchange = {"precision.exchange": "int8", "mesh.data": 2, "mesh.fsdp": 1}
-    values = SMALL | {"data.tokenizer": "bytes", "data.seq_len": 32} | exchange
-    c = changed(load("debug"), values)
+    c = changed(load("debug"), SMALL | {"data.tokenizer": "bytes", "data.seq_len": 32} | exchange | values)
     experiment = resolve(c, jax.devices()[:2])
     with jax.set_mesh(experiment.mesh):
         _, abstract = abstract_state(experiment.make_model, experiment.tx, experiment.mesh)

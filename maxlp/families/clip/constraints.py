@@ -54,11 +54,15 @@ def adascale_is_not_used(s: Settings, machine: Machine) -> str | None:
 
 def exchange_is_not_used(s: Settings, machine: Machine) -> str | None:
     """A contrastive loss compares the rows of all replicas: it is no sum of losses of the replicas."""
-    if s.precision.exchange == "none":
+    if s.train.local is not None:
+        key, off = f"train.local.steps={s.train.local.steps}", "unset it"
+    elif s.precision.exchange != "none":
+        key, off = f"precision.exchange={s.precision.exchange}", "set it to none"
+    else:
         return None
     return (
-        f"precision.exchange={s.precision.exchange} needs a loss that is a sum over rows, and the "
-        "contrastive loss compares all pairs of a batch; set it to none"
+        f"{key} needs a loss that is a sum over rows, and the contrastive loss compares all pairs of a "
+        f"batch; {off}"
     )
 
 

@@ -433,7 +433,7 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
       residual stream back into its natural order;
     * tensor: the residual stream gathered before and scattered after attention and MLP;
     * data: gradients summed, in 8 bits with scales once a step instead of for every microbatch; those of
-      adapters are neglected;
+      adapters are neglected. With local steps outer gradients, as a share of a step;
     * stage: in each tick, in both directions, a microbatch's activations, one that waits and one that is
       done; with several rounds the weights to where they run, and their gradients.
     """
@@ -459,11 +459,15 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     ledger.add("all-gather", ("tensor",), x, (4 + 2 * again) * runs)
     ledger.add("reduce-scatter", ("tensor",), x, (4 + again) * runs)
     summed, exchange = (of_stage.L * weights + 2 * head) / s.shards, settings.precision.exchange
-    if exchange == "none":
-        ledger.add("all-reduce", ("data",), summed, 0 if s.frozen else m)
-    else:
+    local = settings.train.local
+    steps = 1 if local is None else local.steps
+    if exchange != "none":
         for kind in ("all-to-all", "all-gather"):
-            ledger.add(kind, ("data",), num_bytes(summed / s.a, exchange), 1)
+            ledger.add(kind, ("data",), num_bytes(summed / s.a, exchange) / steps, 1)
+    elif local is not None:
+        ledger.add("all-reduce", ("data",), summed / s.a * 4 / steps, 1)
+    else:
+        ledger.add("all-reduce", ("data",), summed, 0 if s.frozen else m)
     ledger.add("collective-permute", ("stage",), x / s.t, 2 * 3 * s.schedule.ticks * m)
     if rounds > 1:
         share = of_stage.L * s.block_params * s.param / (s.shards * s.t)

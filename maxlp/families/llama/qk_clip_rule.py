@@ -8,6 +8,8 @@ def refusal(s: Settings) -> str | None:
     key = f"model.qk_clip={s.model.qk_clip}"
     if s.precision.scalify != "none":
         return f"{key} needs state of the model, which precision.scalify does not carry; unset one of them"
+    if s.train.local is not None:
+        return f"{key} is for the logits of all replicas, which train.local leaves alone; unset one of them"
     if s.train.lora is not None:
         return f"{key} would scale kernels that train.lora keeps frozen; unset one of them"
     if s.model.param_dtype != "float32":

@@ -20,6 +20,7 @@ from maxlp.families.llama.flops import train_flops_per_token
 from maxlp.families.llama.model import Llama, LlamaConfig
 from maxlp.families.llama.perplexity import make_perplexity
 from maxlp.nn.attention import Use
+from maxlp.parallel import sharding
 from maxlp.schema import Count, NotNegative
 
 BPE_BYTES = 4_000_000  # of text that a tokenizer learns from: 2 seconds on 2 cores
@@ -63,9 +64,14 @@ def next_token_sums(model: nnx.Module, batch: dict, config: NextTokenConfig) -> 
         )
 
 
-def num_targets(batch: dict) -> jax.Array:
-    """The number of tokens that a batch predicts, float32."""
+def own_targets(batch: dict) -> jax.Array:
+    """The number of tokens that the rows at hand predict, float32."""
     return jnp.sum(batch["loss_mask"], dtype=jnp.float32)
+
+
+def num_targets(batch: dict) -> jax.Array:
+    """The number of tokens that a batch predicts, float32; the same where a replica sees only its rows."""
+    return sharding.sum_of_replicas(own_targets(batch))
 
 
 def batch_loss(config: NextTokenConfig, seed: int = 0) -> gradients.Loss:
@@ -75,13 +81,17 @@ def batch_loss(config: NextTokenConfig, seed: int = 0) -> gradients.Loss:
 
 
 def loss_gradients(
-    config: NextTokenConfig, seed: int = 0, microbatches: int = 1, measure_noise: bool = False
+    config: NextTokenConfig,
+    seed: int = 0,
+    microbatches: int = 1,
+    measure_noise: bool = False,
+    alone: bool = False,
 ) -> gradients.Gradients:
-    """The gradients of `batch_loss`; for the other arguments see `gradients.token_gradients`."""
+    """The gradients of `batch_loss`, or of a replica's ``alone``; see `gradients.token_gradients`."""
     del seed
     return gradients.token_gradients(
         lambda model, batch: next_token_sums(model, batch, config),
-        num_targets,
+        own_targets if alone else num_targets,
         microbatches=microbatches,
         measure_noise=measure_noise,
     )

@@ -37,6 +37,10 @@ SIGMOID = dict(loss__kind="sigmoid")
             "config.precision.exchange=int8 needs a loss that is a sum over rows",
         ),
         (
+            dict(train__local__steps=8, mesh__data=2),
+            "config.train.local.steps=8 needs a loss that is a sum over rows",
+        ),
+        (
             dict(precision__sharpness_every=5),
             "config.precision.sharpness_every=5 needs a model that predicts tokens",
         ),

@@ -99,6 +99,7 @@ def test_settings_that_break_a_rule_are_refused_in_one_line(rule):
     [
         ({"model.qk_norm": True}, "qk_clip=50.0 has no effect with qk_norm=True"),
         ({"train.lora.rank": 4, "train.init_from": "weights"}, "kernels that train.lora keeps frozen"),
+        ({"train.local.steps": 8}, "logits of all replicas, which train.local leaves alone"),
         ({"precision.scalify": "fp16", "model.dtype": "float16"}, "which precision.scalify does not carry"),
         (
             {"optimizer.name": "schedule_free_adamw", "optimizer.schedule": "constant"},

@@ -86,6 +86,11 @@ def test_replicas_send_8_bits_and_a_scale_for_256_values_once_a_step():
         run = dict(precision__exchange="int8", train__microbatches=microbatches)
         assert sum(sent(**run).values()) == pytest.approx(plain / 2 * (1 + 4 / 256), rel=1e-4)
     assert sent(train__microbatches=4) == {"all-reduce": 4 * plain}
+    # Local steps send an outer gradient in float32, or the same 8 bits, once in 10 steps.
+    local = dict(train__local__steps=10, train__total_steps=100, train__microbatches=4)
+    assert sent(**local) == {"all-reduce": pytest.approx(2 * plain / 10, rel=1e-4)}
+    found = sum(sent(precision__exchange="int8", **local).values())
+    assert found == pytest.approx(plain / 20 * (1 + 4 / 256), rel=1e-4)
 
 
 def test_model_flops_are_bounded_by_the_work():
