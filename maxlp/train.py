@@ -285,16 +285,12 @@ def make_throughput(run: Experiment) -> Throughput:
 
 def make_probes(run: Experiment, graphdef: nnx.GraphDef) -> list[tuple[int, Measure]]:
     """Measurements on the batch of a step, each with the number of steps between them."""
-    config, sharpness = run.settings.precision, run.family.sharpness
-    probes: list[tuple[int, Measure]] = []
-    if config.health_every:
-        from maxlp.precision import health
+    config = run.settings.precision
+    if not (config.health_every or config.sharpness_every or config.magnitudes_every):
+        return []
+    from maxlp.run import probes  # few runs measure
 
-        measure = health.probe(graphdef, run.gradients, loss_scale=run.loss_scale)
-        probes.append((config.health_every, measure))
-    if config.sharpness_every and sharpness is not None:
-        probes.append((config.sharpness_every, sharpness(graphdef)))
-    return probes
+    return probes.make(run, graphdef)
 
 
 def is_due(step: int, every: int) -> bool:

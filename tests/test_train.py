@@ -186,6 +186,17 @@ def test_low_precision_run_resumes_exactly(tmp_path):
 
 
 @pytest.mark.full
+def test_magnitudes_are_logged_and_change_nothing(tmp_path):
+    options = ("--config.train.total_steps=4", "--config.precision.magnitudes_every=2")
+    run(tmp_path / "measured", *options)
+    run(tmp_path / "plain", *options[:1])
+    assert losses(tmp_path / "measured") == losses(tmp_path / "plain")
+    found = [r for r in read_jsonl(tmp_path / "measured" / "metrics.jsonl") if "magnitude/layers/0" in r]
+    assert [r["step"] for r in found] == [2, 4]
+    assert found[0].keys() == {"step", "time", "magnitude/layers/0", "magnitude/layers/1"}
+
+
+@pytest.mark.full
 def test_adascale_ends_after_the_steps_of_the_small_batch_and_resumes_exactly(tmp_path):
     options = (
         "--config.optimizer.name=sgd",

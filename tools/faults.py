@@ -735,6 +735,19 @@ PRECISION = [
         ("return (0,) if recipe.fwd else (1,)", "return (1,) if recipe.fwd else (0,)"),
         ('worst[f"health/{tensor}/{name}"] = max(value', 'worst[f"health/{tensor}/{name}"] = min(value'),
     ),
+    *_in(
+        "precision/magnitudes.py",
+        "precision/test_magnitudes.py",
+        ("jnp.mean(jnp.abs(x.", "jnp.mean((x."),
+        ("lambda stack: stack[i], stacks", "lambda stack: stack[0], stacks"),
+        ("x, _ = call.layer(x,", "_, _ = call.layer(x,"),
+    ),
+    *_in(
+        "monitoring/sections.py",
+        "monitoring/test_sections.py::test_magnitudes_are_those_of_the_first_and_the_last_measurement",
+        ("_magnitudes(records[0])", "_magnitudes(records[-1])"),
+        ("int(np.argmax(values))", "int(np.argmin(values))"),
+    ),
 ]
 
 NN = [

@@ -68,7 +68,7 @@ class Family:
       generates_text: whether the model has the caches and logits with which `generate` samples.
       linear_probe: (graphdef, state, train batches, validation batches, num_classes=, l2=) to named
         numbers; None for families without image features.
-      sharpness: graphdef to a compiled `Measure`; None for families that predict no tokens.
+      sharpness: "module:function" of graphdef to a compiled `Measure`; None where no token is predicted.
       after_update: model to what corrects the parameters after an update, see `core.train_step`.
     """
 
@@ -95,7 +95,7 @@ class Family:
     loss_parts: Callable[[Any, Mapping[str, int]], tuple[str, list[int]]] | None = None
     generates_text: bool = False
     linear_probe: Callable[..., dict[str, float]] | None = None
-    sharpness: Callable[[nnx.GraphDef], Measure] | None = None
+    sharpness: str | None = None
     after_update: Callable[[Any], AfterUpdate] = lambda model: keep_update
 
 

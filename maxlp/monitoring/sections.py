@@ -259,6 +259,34 @@ def health_lines(run: Run) -> Lines:
     return [("measured at", f"step {measured[-1]['step']:,}"), *health.record_lines(measured[-1])]
 
 
+def magnitude_lines(run: Run) -> Lines:
+    """The last measurement of `precision.magnitudes`, and the first: one line for each stack of blocks."""
+    records = [record for record in run.records if any(name.startswith("magnitude/") for name in record)]
+    if not records:
+        return []
+    first, last = _magnitudes(records[0]), _magnitudes(records[-1])
+    lines = [
+        ("mean |x|", f"at step {records[-1]['step']:,}, and at step {records[0]['step']:,} in brackets")
+    ]
+    for path, values in last.items():
+        before = first.get(path, values)
+        largest = int(np.argmax(values))
+        text = (
+            f"{values[0]:.3g} ({before[0]:.3g}) after the first block, {values[-1]:.3g} ({before[-1]:.3g})"
+        )
+        lines.append((path, f"{text} after the last, at most {values[largest]:.3g} (block {largest})"))
+    return lines
+
+
+def _magnitudes(record: Mapping[str, float]) -> dict[str, list[float]]:
+    """The values of all blocks of each stack, which a record has in order."""
+    found: dict[str, list[float]] = {}
+    for name, value in record.items():
+        if name.startswith("magnitude/"):
+            found.setdefault(name.removeprefix("magnitude/").rpartition("/")[0], []).append(value)
+    return found
+
+
 def checkpoint_lines(run: Run) -> Lines:
     """The checkpoints that exist."""
     return [
@@ -279,5 +307,6 @@ SECTIONS: dict[str, Callable[[Run], Lines]] = {
     "Speed": speed_lines,
     "Spikes": spike_lines,
     "Quantization": health_lines,
+    "Outputs of the blocks": magnitude_lines,
     "Checkpoints": checkpoint_lines,
 }

@@ -126,7 +126,7 @@ def apply_stack(
         def layer_of_call(
             x: jax.Array, params: dict, state: dict, unquantized: bool
         ) -> tuple[jax.Array, dict]:
-            x, (new, _) = layer(x, params, frozen, state, per_row, None, unquantized)
+            x, (new, _) = layer(x, params, nnx.State({}), state, per_row, None, unquantized)
             return x, nnx.to_pure_dict(new)
 
         return blocks.run_stack(StackCall(blocks, x, num_layers, layer_of_call)), None

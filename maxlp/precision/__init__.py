@@ -44,8 +44,8 @@ class PrecisionConfig:
       rules: (pattern, name of a recipe) pairs.
       first_blocks, last_blocks, min_dim, smooth_swiglu: see `inject`.
       loss_scale: dynamic loss scale of a float16 run, None for no scale.
-      health_every: steps between measurements of `health`, 0 for none.
-      sharpness_every: steps between measurements of the loss's sharpness, 0 for none (`families.Family`).
+      health_every, sharpness_every, magnitudes_every: steps between measurements of `health`, of the
+        loss's sharpness (`families.Family`), of `magnitudes`; 0 for none.
       scalify: ``fp16``, or ``fp8`` in blocks, with a scale for every array (`precision.scalify`).
       exchange: the format in which replicas exchange gradients (`parallel.exchange`), ``none`` for theirs.
 
@@ -63,6 +63,7 @@ class PrecisionConfig:
     loss_scale: DynamicLossScale | None = None
     health_every: CountOrZero = 0
     sharpness_every: CountOrZero = 0
+    magnitudes_every: CountOrZero = 0
     scalify: Annotated[str, OneOf(("none", "fp16", "fp8"))] = "none"
     exchange: Annotated[str, OneOf(("none", "int8", "float8_e4m3fn"))] = "none"
 

@@ -237,6 +237,14 @@ def adapters_are_few_numbers(s: Settings, machine: Machine) -> str | None:
     )
 
 
+def magnitudes_are_not_pipelined(s: Settings, machine: Machine) -> str | None:
+    """The mean is over the whole batch, whose microbatches pass through a pipeline one by one."""
+    if not s.precision.magnitudes_every or machine.axes["stage"] == 1:
+        return None
+    every, stages = s.precision.magnitudes_every, machine.axes["stage"]
+    return f"precision.magnitudes_every={every} does not work with mesh.stage={stages}; set it to 0"
+
+
 # --- released gradients ---------------------------------------------------------------------------------
 
 
@@ -302,6 +310,7 @@ RULES = (
     float16_params_have_scales,
     rounded_params_have_16_bits,
     adascale_has_batches,
+    magnitudes_are_not_pipelined,
     released_gradients_are_not_clipped,
     released_gradients_are_not_accumulated,
     released_gradients_are_not_pipelined,

@@ -177,6 +177,7 @@ def _precision() -> ConfigDict:
             exchange="none",  # or "int8", "float8_e4m3fn": parallel.exchange, between replicas (mesh.data)
             health_every=0,  # steps between measurements of the quantization; 0: none
             sharpness_every=0,  # steps between measurements of the loss's sharpness; 0: none
+            magnitudes_every=0,  # steps between measurements of the size of the blocks' outputs; 0: none
         )
     )
 

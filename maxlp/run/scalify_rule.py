@@ -12,6 +12,11 @@ def refusal(s: Settings, machine: Machine) -> str | None:
         (p.recipe != "bf16", f"precision.recipe={p.recipe}", "precision.recipe=bf16"),
         (bool(p.rules), "precision.rules", "no rules"),
         (p.health_every > 0, f"precision.health_every={p.health_every}", "precision.health_every=0"),
+        (
+            p.magnitudes_every > 0,
+            f"precision.magnitudes_every={p.magnitudes_every}",
+            "precision.magnitudes_every=0",
+        ),
         (attention != "xla", f"model.attention={attention}", "model.attention=xla"),
         (stages > 1, f"mesh.stage={stages}", "mesh.stage=1"),
         (s.train.lora is not None, "train.lora", "no adapters"),

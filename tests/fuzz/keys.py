@@ -141,6 +141,7 @@ SHARED: dict[str, Kind] = {
     "precision.loss_scale.per_tensor": Switch(),
     "precision.health_every": COUNT,
     "precision.sharpness_every": COUNT,
+    "precision.magnitudes_every": COUNT,
     "precision.scalify": Name(),
     "precision.exchange": Name(),
     **{f"mesh.{axis}": Int(1, 1000) for axis in ("stage", "data", "context", "tensor", "dcn_data")},

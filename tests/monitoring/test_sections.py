@@ -127,6 +127,18 @@ def test_quantization_is_that_of_the_last_measurement(tmp_path):
     assert "amax 2 to 2" in text["layers/mlp input"] and "saturated 25.00%" in text["layers/mlp input"]
 
 
+def test_magnitudes_are_those_of_the_first_and_the_last_measurement(tmp_path):
+    def record(step, *values):
+        return {"step": step} | {f"magnitude/visual/layers/{i}": x for i, x in enumerate(values)}
+
+    records = [record(5, 1.0, 2.0, 0.5), {"step": 7, "train/loss": 1.0}, record(10, 3.0, 8.0, 4.0)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    assert shown(tmp_path)["Outputs of the blocks"] == {
+        "mean |x|": "at step 10, and at step 5 in brackets",
+        "visual/layers": "3 (1) after the first block, 4 (0.5) after the last, at most 8 (block 1)",
+    }
+
+
 def test_checkpoints_are_listed_with_their_state(tmp_path):
     infos = [
         StepInfo(100, tmp_path, "damaged", 0, time.time()),

@@ -257,6 +257,7 @@ COMMON: dict[str, list[Changes]] = {
         *each("spikes.statistics", False),
         *each("precision.health_every", 2, precision__recipe="fp8_delayed"),
         *each("precision.sharpness_every", 2),
+        *each("precision.magnitudes_every", 2),
     ],
 }
 

@@ -35,6 +35,7 @@ REFUSED = {
         (SCALIFY | {"precision.recipe": "fp8_current"}, 1, "cpu", "set precision.recipe=bf16"),
         (SCALIFY | {"precision.rules": (("*/q_proj", "fp8_current"),)}, 1, "cpu", "set no rules"),
         (SCALIFY | {"precision.health_every": 10}, 1, "cpu", "set precision.health_every=0"),
+        (SCALIFY | {"precision.magnitudes_every": 10}, 1, "cpu", "set precision.magnitudes_every=0"),
         (SCALIFY, 1, "gpu", "set model.attention=xla"),
         (SCALIFY | {"mesh.stage": 2}, 2, "cpu", "set mesh.stage=1"),
         (SCALIFY | {"train.lora.rank": 4, "train.init_from": "run"}, 1, "cpu", "set no adapters"),
@@ -171,6 +172,9 @@ REFUSED = {
             "cpu",
             "optimizer.adascale=2.0",
         ),
+    ],
+    "magnitudes_are_not_pipelined": [
+        ({"precision.magnitudes_every": 5, "mesh.stage": 2}, 2, "cpu", "mesh.stage=2; set it to 0")
     ],
     "released_gradients_are_not_pipelined": [
         (

@@ -13,7 +13,7 @@ from maxlp import schema
 from maxlp.core import gradients
 from maxlp.core.train_step import AfterUpdate, keep_update
 from maxlp.data import sources, text
-from maxlp.families import Evaluate, Family, Measure
+from maxlp.families import Evaluate, Family
 from maxlp.families.llama import losses
 from maxlp.families.llama.constraints import RULES
 from maxlp.families.llama.flops import train_flops_per_token
@@ -117,12 +117,6 @@ def evaluator(
     return lambda state, batches: perplexity(state, batches())
 
 
-def sharpness(graphdef: nnx.GraphDef) -> Measure:
-    from maxlp.families.llama.sharpness import probe  # few runs measure it
-
-    return probe(graphdef)
-
-
 def after_update(model: LlamaConfig) -> AfterUpdate:
     if model.qk_clip is None:
         return keep_update
@@ -208,6 +202,6 @@ FAMILY = Family(
     search_choices={"model.attention": ("ring",)},
     loss_parts=loss_parts,
     generates_text=True,
-    sharpness=sharpness,
+    sharpness="maxlp.families.llama.sharpness:probe",
     after_update=after_update,
 )

@@ -1,0 +1,77 @@
+"""The mean |x| that each block of a stack leaves in the residual stream, as metrics of training.
+
+Wortsman et al. 2023 (arXiv:2304.13013, section 2.3) plot it over the depth of a ViT: it grows from block to
+block where tensor-wise FP8 fails, and stays level with layer-scale from zero.
+
+The measurement is one more forward pass over the whole batch, in the run's own precision. The mean is over
+all positions, padding included. Blocks run one after another, also where training unrolls them.
+
+Shape letters: L layers.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxlp.nn.stack import Block, StackCall, stack_parts
+
+
+def probe(
+    graphdef: nnx.GraphDef, loss: Callable[[nnx.Module, Any, jax.Array], Any]
+) -> Callable[[Any, Any], dict[str, float]]:
+    """Returns a compiled function (state, batch) to metrics: ``magnitude/<path>/<layer>`` of each block.
+
+    It must be called, like this function, with the mesh set.
+
+    Args:
+      loss: (model, batch, step) to the loss, a `core.gradients.Loss`; its value is not computed.
+    """
+
+    def measure(state: Any, batch: Any) -> dict[str, jax.Array]:
+        model = nnx.merge(graphdef, state["params"], state["model_state"])
+        return of_blocks(model, lambda: loss(model, batch, state["step"]))
+
+    compiled = jax.jit(measure, out_shardings=NamedSharding(jax.sharding.get_mesh(), PartitionSpec()))
+
+    def metrics(state: Any, batch: Any) -> dict[str, float]:
+        found = jax.device_get(compiled(state, batch))
+        return {f"magnitude/{path}/{i}": float(x) for path, x_L in found.items() for i, x in enumerate(x_L)}
+
+    return metrics
+
+
+def of_blocks(model: nnx.Module, forward: Callable[[], Any]) -> dict[str, jax.Array]:
+    """The mean |x| of each block's output, float32 (L,), by the path of the stack.
+
+    Args:
+      model: each of its stacks is called once by ``forward``; no other use of it may follow.
+    """
+    found: dict[str, jax.Array] = {}
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Block):
+            name = "/".join(map(str, path))
+            module.run_stack = nnx.static(functools.partial(_run_stack, found, name))
+    forward()
+    return found
+
+
+def _run_stack(found: dict[str, jax.Array], name: str, call: StackCall) -> jax.Array:
+    _, *variables = nnx.split(call.blocks, nnx.Param, ...)
+    stacks = tuple(map(nnx.to_pure_dict, variables))
+    x, means = call.x, []
+    for start, stop, unquantized in stack_parts(call.num_layers, call.blocks.unquantized_blocks):
+
+        def body(x: jax.Array, i: jax.Array, unquantized=unquantized) -> tuple[jax.Array, jax.Array]:
+            params, state = jax.tree.map(lambda stack: stack[i], stacks)
+            x, _ = call.layer(x, params, state, unquantized)
+            return x, jnp.mean(jnp.abs(x.astype(jnp.float32)))
+
+        x, mean = jax.lax.scan(body, x, jnp.arange(start, stop))
+        means.append(mean)
+    found[name] = jnp.concatenate(means)
+    return x
