@@ -129,6 +129,8 @@ FEATURES = [
     Feature("context", "context", {"mesh.context": 2, "model.attention": "ring"}, True),
     Feature("stage", "stage", {"mesh.stage": 2}, True),
 ]
+# In the place of `release_gradients` in a row's reference: what is released cannot be clipped.
+UNCLIPPED = Feature("unclipped", "clipping", {"optimizer.clip_norm": 0.0})
 FAMILIES = ("llama", "clip")
 BASE = {
     "mesh.fsdp": 1,
@@ -172,7 +174,7 @@ Row = tuple[str, ...]  # names of features
 
 
 def feature(name: str) -> Feature:
-    return next(f for f in FEATURES if f.name == name)
+    return next(f for f in (*FEATURES, UNCLIPPED) if f.name == name)
 
 
 @functools.cache
@@ -270,4 +272,5 @@ def rows_on_page() -> Iterator[tuple[str, str, Row]]:
 
 def reference(names: Row) -> Row:
     """The row without its neutral features, which runs on one device."""
-    return tuple(name for name in names if not feature(name).neutral)
+    kept = tuple(name for name in names if not feature(name).neutral)
+    return (*kept, UNCLIPPED.name) if "release_gradients" in names else kept

@@ -39,8 +39,9 @@ OTHER_TOLERANCE = {
     "quest": 8 * QUANTIZED_TOLERANCE,
     "wta_crs": 20 * QUANTIZED_TOLERANCE,
 }
-# By how much errors may grow once parameters differ by rounding: the features of random
-# images and texts nearly coincide, and the contrastive loss sees only how they differ.
+# By how much errors may grow once features differ by rounding: those of random images and texts nearly
+# coincide, and the contrastive loss sees only how they differ. They differ once parameters do, and with
+# nvfp4 from the first step, because the scale of a tensor is its microbatch's.
 GROWTH = {"llama": 1, "clip": 8}
 # Adapters have a twelfth of the gradients (their other half begins at zero), so the roundings of
 # fewer elements cancel in its norm: √12, rounded up to a power of two.
@@ -133,7 +134,7 @@ def test_a_row_trains_like_one_device_and_resumes_to_the_bit(family, row, tmp_pa
         quantized = max(quantized, AFTER_16_BITS_TOLERANCE)
     rounding = TOLERANCE[s.model.dtype] + quantized * s.is_quantized
     for i, (ours, theirs) in enumerate(zip([*metrics, *last], want, strict=True)):
-        tolerance = rounding * (GROWTH[family] if i else 1)
+        tolerance = rounding * (GROWTH[family] if i or s.precision.recipe == "nvfp4" else 1)
         np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=tolerance, err_msg="loss")
         tolerance *= FEW_GRADIENTS if s.train.lora else 1
         np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=tolerance, err_msg="norm")
