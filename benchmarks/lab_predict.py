@@ -62,7 +62,6 @@ RECIPES = (
 )
 
 CHOICES = RESULTS / "lab_choices.json"
-ENDS = choice.Choice(1, 1)
 HARMFUL = ("simulate:format=e2m1", "simulate:format=e3m0")
 
 
@@ -116,18 +115,16 @@ def compare(experiment: str, variants: dict[str, dict], seeds: list[int]) -> Non
 
 def choose(seeds: list[int]) -> None:
     variants = {}
-    for spec, chosen in choices().items():
-        for name, (first, last, paths) in (("first and last block", ENDS), ("chosen", chosen)):
-            variants[f"{spec}, {name}"] = changes(spec) | {
-                "precision.first_blocks": first,
-                "precision.last_blocks": last,
-                "precision.rules": tuple((path, choice.HIGH) for path in paths),
-            }
+    for spec, patterns in choices().items():
+        ends = {"precision.first_blocks": 1, "precision.last_blocks": 1}
+        variants[f"{spec}, first and last block"] = changes(spec) | ends
+        rules = tuple((pattern, choice.HIGH) for pattern in patterns)
+        variants[f"{spec}, chosen"] = changes(spec) | {"precision.rules": rules}
     compare("lab_choose", variants, seeds)
 
 
-def choices() -> dict[str, choice.Choice]:
-    """The choice for each harmful recipe at the FLOPs of `ENDS`, which is measured once."""
+def choices() -> dict[str, list[str]]:
+    """What is chosen for each harmful recipe at the FLOPs of the first and last block; measured once."""
     if not CHOICES.exists():
         measured = {}
         for spec in HARMFUL:
@@ -136,9 +133,10 @@ def choices() -> dict[str, choice.Choice]:
                 found = attribution.attribution(evaluate, step)
                 print("\n".join(choice.table(evaluate, found, budget=0.5)), flush=True)
                 costs = choice.costs(evaluate, found)
-            measured[spec] = choice.choose(costs, costs.share(ENDS))
-        CHOICES.write_text(json.dumps(measured) + "\n")
-    return {spec: choice.Choice(*fields) for spec, fields in json.loads(CHOICES.read_text()).items()}
+            high = choice.choose(costs, costs.share(costs.ends(1, 1)))
+            measured[spec] = choice.rules(costs, high)
+        CHOICES.write_text(json.dumps(measured, indent=1) + "\n")
+    return json.loads(CHOICES.read_text())
 
 
 def show() -> None:

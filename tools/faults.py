@@ -168,7 +168,7 @@ CORE = [
             "core/test_fused_backward.py::test_a_quantized_head_has_the_history_of_the_ordinary_step",
         ),
         ("grads, new_backward, dx = vjp(dy)", "grads, new_backward, _ = vjp(dy)\n            dx = dy"),
-        ("zip(_parts(call)[::-1], done.inputs[::-1]", "zip(_parts(call), done.inputs"),
+        ("zip(call.parts[::-1], done.inputs[::-1]", "zip(call.parts, done.inputs"),
         ('"step": state["step"] + 1', '"step": state["step"] + 2'),
     ),
 ]
@@ -680,15 +680,23 @@ PRECISION = [
     *_in(
         "precision/inject.py",
         "precision/test_inject.py",
-        (" and (shape[0] or not in_stacks)", ""),
-        ("min(shape[1:]) >= min_dim", "max(shape[1:]) >= min_dim"),
-        ("for pattern, recipe in rules if", "for pattern, recipe in rules[::-1] if"),
-        ('smooth_swiglu if path in gated and chosen.gemms else "none"', "smooth_swiglu"),
+        ('smooth_swiglu if path in gated else "none"', "smooth_swiglu"),
+    ),
+    *_in(
+        "precision/rules.py",
+        "precision/test_inject.py",
+        (" and (stack or not in_stacks)", ""),
+        ("min(dims) >= min_dim", "max(dims) >= min_dim"),
+        ("for pattern, r in rules if", "for pattern, r in rules[::-1] if"),
+        ("names = (path, layer)", "names = (path,)"),
+        ("if len(low) > 1:", "if len({recipe.name for recipe in low}) > 1:"),
     ),
     *_in(
         "precision/replace.py",
         "precision/test_inject.py",
-        ("blocks.unquantized_blocks = (first, last)", "blocks.unquantized_blocks = (last, first)"),
+        ("range(num_layers - last, num_layers)", "range(num_layers - 1 - last, num_layers)"),
+        ("ends | layers.get(", "layers.get("),
+        ("Part(group[0], group[-1] + 1, plain[group[0]])", "Part(group[0], group[-1] + 1, plain[0])"),
         ("first + last >= num_layers", "first + last > num_layers"),
     ),
     *_in(
@@ -785,11 +793,8 @@ NN = [
     *_in(
         "nn/stack.py",
         "nn/test_stack.py",
-        ("(True, False, True)", "(False, True, False)"),
-        (
-            "cuts = (0, first, num_layers - last, num_layers)",
-            "cuts = (0, last, num_layers - first, num_layers)",
-        ),
+        ("taken), rest, plain)", "taken), rest, parts[0].plain)"),
+        ("nnx.merge_state(state, new) if plain else new", "state if plain else new"),
         (
             "lambda primals, tangents: (primals[0], tangents[1])",
             "lambda primals, tangents: (primals[0], tangents[0])",
@@ -1740,7 +1745,7 @@ RUN = [
         "run/attribution.py",
         "run/test_attribution.py",
         ("array[site.index] ^= True", "array[site.index] = True"),
-        ("range(first, dot.on.shape[0] - last)", "range(dot.on.shape[0])"),
+        ("if (path, i) not in plain", ""),
         ("-order[item[0]]", "order[item[0]]"),
     ),
     *_in(
@@ -1758,10 +1763,11 @@ RUN = [
     *_in(
         "run/choice.py",
         "run/test_choice.py",
-        ("(1 - subsets) @", "subsets @"),
-        ("np.lexsort((share, left))", "np.lexsort((left, share))"),
-        ("first + last + subsets", "first + subsets"),
-        ("len(layers) - choice.last", "len(layers) - 1 - choice.last"),
+        ("int(np.argmax(most))", "len(most) - 1"),
+        ("-(-c.sizes // unit)", "c.sizes // unit"),
+        ("reversed(range(len(weights)))", "range(len(weights))"),
+        ("len(layers) - last", "len(layers) - 1 - last"),
+        ("if k and path not in found", "if k"),
     ),
     *_in(
         "precision/capacity.py",

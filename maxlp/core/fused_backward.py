@@ -42,7 +42,7 @@ from maxlp.core.gradients import (
 )
 from maxlp.core.train_state import State
 from maxlp.core.train_step import AfterUpdate, global_norm, keep_update
-from maxlp.nn.stack import Block, StackCall, stack_parts
+from maxlp.nn.stack import Block, StackCall
 
 StackPath = tuple[str, ...]  # where a stack is in the model: ("layers",), ("visual", "layers")
 
@@ -198,10 +198,10 @@ class _Backward(NamedTuple):
 def _forward(call: StackCall) -> _Forward:
     params, backward, forward = _variables(call)
     state, x, inputs, states = join_trees(forward, backward), call.x, [], []
-    for start, stop, unquantized in _parts(call):
+    for start, stop, plain in call.parts:
 
-        def body(x: jax.Array, i: jax.Array, unquantized=unquantized) -> tuple[jax.Array, tuple]:
-            y, new_state = call.layer(x, _index(params, i), _index(state, i), unquantized)
+        def body(x: jax.Array, i: jax.Array, plain=plain) -> tuple[jax.Array, tuple]:
+            y, new_state = call.layer(x, _index(params, i), _index(state, i), plain)
             return y, (x, new_state)
 
         x, (x_before, new_state) = jax.lax.scan(body, x, jnp.arange(start, stop))
@@ -220,14 +220,14 @@ def _backward(
 ) -> _Backward:
     _, backward, forward = _variables(call)
     carry, new_backward, squares = (dy, stacks), [], []
-    for (start, stop, unquantized), inputs in zip(_parts(call)[::-1], done.inputs[::-1], strict=True):
+    for (start, stop, plain), inputs in zip(call.parts[::-1], done.inputs[::-1], strict=True):
 
-        def body(carry: tuple, at: tuple, unquantized=unquantized) -> tuple[tuple, tuple]:
+        def body(carry: tuple, at: tuple, plain=plain) -> tuple[tuple, tuple]:
             (dy, stacks), (i, x) = carry, at
             mine = _layer(stacks, path, i)
 
             def layer(params: dict, backward: dict, x: jax.Array) -> jax.Array:
-                return call.layer(x, params, join_trees(_index(forward, i), backward), unquantized)[0]
+                return call.layer(x, params, join_trees(_index(forward, i), backward), plain)[0]
 
             params = jax.tree.map(lambda p: p[0], _get(mine["params"], path))
             _, vjp = jax.vjp(layer, params, _index(backward, i), x)
@@ -248,10 +248,6 @@ def _variables(call: StackCall) -> tuple[dict, dict, dict]:
     _, *variables = nnx.split(call.blocks, nnx.Param, OVERWRITE_WITH_GRADIENT, ...)
     params, backward, forward = map(nnx.to_pure_dict, variables)
     return params, backward, forward
-
-
-def _parts(call: StackCall) -> list[tuple[int, int, bool]]:
-    return stack_parts(call.num_layers, call.blocks.unquantized_blocks)
 
 
 def _updated(tx: optax.GradientTransformation, grads: dict, mine: State) -> State:

@@ -39,35 +39,48 @@ _TICK_POLICIES = {
 }
 
 
+class Part(NamedTuple):
+    """Consecutive blocks of a stack whose matmuls are alike.
+
+    Attributes:
+      start, stop: the layers.
+      plain: paths, inside a block, of the `Linear` layers that use plain `dot_general` here, whatever
+        replaced it.
+    """
+
+    start: int
+    stop: int
+    plain: frozenset[str] = frozenset()
+
+
 class StackCall(NamedTuple):
     """A call of `apply_stack`, as `Block.run_stack` receives it.
 
     Attributes:
       blocks: the stacked module.
       x: the input of the first block.
-      num_layers: L.
-      layer: (x, params, state, unquantized) of one layer to (x, new state). params and state are pure
-        dicts: one layer's slices of the blocks' `nnx.Param` and of their other variables.
+      parts: all layers, in order.
+      layer: (x, params, state, plain) of one layer to (x, new state). params and state are pure dicts: one
+        layer's slices of the blocks' `nnx.Param` and of their other variables. plain: as in its `Part`.
     """
 
     blocks: "Block"
     x: jax.Array
-    num_layers: int
-    layer: Callable[[jax.Array, dict, dict, bool], tuple[jax.Array, dict]]
+    parts: tuple[Part, ...]
+    layer: Callable[[jax.Array, dict, dict, frozenset[str]], tuple[jax.Array, dict]]
 
 
 class Block(nnx.Module):
     """Base class of the blocks of a stack.
 
     Attributes:
-      unquantized_blocks: how many blocks at the start and at the end of the stack use plain
-        `dot_general` in their `Linear` layers, whatever replaced it there.
+      parts: all layers, in order; empty where they are alike.
       run_stack: if set, `apply_stack` calls it to compute the output of the whole stack, returns no
         per-layer results and writes no state. This is how a train step takes over the backward pass
         of a stack (`core.fused_backward`).
     """
 
-    unquantized_blocks: tuple[int, int] = (0, 0)
+    parts: tuple[Part, ...] = ()
     run_stack: Callable[[StackCall], jax.Array] | None = None
 
 
@@ -110,44 +123,49 @@ def apply_stack(
       ``x`` after the last block, and the stacked ``out`` of all blocks (None from a pipeline).
     """
     graphdef, params, frozen, state = nnx.split(blocks, nnx.Param, Frozen, ...)
-    unquantized_blocks = blocks.unquantized_blocks
+    parts = blocks.parts or (Part(0, num_layers),)
 
     def layer(
-        x: jax.Array, params: Any, frozen: Any, state: Any, rows: Any, extra: Any, unquantized: bool = False
+        x: jax.Array,
+        params: Any,
+        frozen: Any,
+        state: Any,
+        rows: Any,
+        extra: Any,
+        plain: frozenset[str] = frozenset(),
     ) -> Any:
         block = nnx.merge(graphdef, params, frozen, state)
         x = checkpoint_name(x, BLOCK_INPUT)
-        x, out = call(_without_quantization(block) if unquantized else block, x, rows, extra)
+        x, out = call(_without_quantization(block, plain) if plain else block, x, rows, extra)
         new = nnx.state(block, IS_STATE)
-        return x, (nnx.merge_state(state, new) if unquantized else new, out)
+        return x, (nnx.merge_state(state, new) if plain else new, out)
 
     if blocks.run_stack is not None:
 
         def layer_of_call(
-            x: jax.Array, params: dict, state: dict, unquantized: bool
+            x: jax.Array, params: dict, state: dict, plain: frozenset[str]
         ) -> tuple[jax.Array, dict]:
-            x, (new, _) = layer(x, params, nnx.State({}), state, per_row, None, unquantized)
+            x, (new, _) = layer(x, params, nnx.State({}), state, per_row, None, plain)
             return x, nnx.to_pure_dict(new)
 
-        return blocks.run_stack(StackCall(blocks, x, num_layers, layer_of_call)), None
+        return blocks.run_stack(StackCall(blocks, x, parts, layer_of_call)), None
 
-    outs = None
+    outs, alike = None, not any(part.plain for part in parts)
     schedule = _pipeline_schedule(pipeline, len(x)) if per_layer is None else None
     if schedule is not None:
-        assert unquantized_blocks == (0, 0), "see run.constraints"
+        assert alike, "see run.constraints"
         x, new_state = _in_pipeline(layer, x, per_row, (params, frozen), state, schedule, remat)
-    elif scan and num_layers > 1 and unquantized_blocks == (0, 0):
+    elif scan and num_layers > 1 and alike:
         body = _remat(REMAT_POLICIES, remat)(lambda x, xs: layer(x, xs[0], xs[1], xs[2], per_row, xs[3]))
         x, (new_state, outs) = jax.lax.scan(body, x, (params, frozen, state, per_layer))
     else:
 
         def layer_of_part(
-            x: jax.Array, i: Any, params: Any, rest: Any, unquantized: bool
+            x: jax.Array, i: Any, params: Any, rest: Any, plain: frozenset[str]
         ) -> tuple[jax.Array, Any]:
             here = jax.tree.map(lambda stack: _index(stack, i), frozen)
-            return layer(x, params, here, rest[0], per_row, rest[1], unquantized)
+            return layer(x, params, here, rest[0], per_row, rest[1], plain)
 
-        parts = stack_parts(num_layers, unquantized_blocks)
         x, (new_state, outs) = _in_parts(layer_of_part, x, params, (state, per_layer), parts, scan, remat)
     nnx.update(blocks, new_state)
     return x, outs
@@ -184,20 +202,12 @@ def _in_pipeline(
     )
 
 
-def stack_parts(num_layers: int, unquantized_blocks: tuple[int, int]) -> list[tuple[int, int, bool]]:
-    """(start, stop, unquantized) of the unquantized blocks at both ends and of those between."""
-    first, last = unquantized_blocks
-    cuts = (0, first, num_layers - last, num_layers)
-    parts = zip(cuts[:-1], cuts[1:], (True, False, True), strict=True)
-    return [(start, stop, unquantized) for start, stop, unquantized in parts if start < stop]
-
-
 def _in_parts(
     layer: Callable,
     x: jax.Array,
     params: Any,
     rest: Any,
-    parts: list[tuple[int, int, bool]],
+    parts: tuple[Part, ...],
     scan: bool,
     remat: str,
 ) -> Any:
@@ -213,12 +223,12 @@ def _in_parts(
     gradient of the whole size in every iteration.)
     """
     carry, outs = (x, params), []
-    for start, stop, unquantized in parts:
+    for start, stop, plain in parts:
 
-        def at_index(x: jax.Array, i: Any, taken: Any, rest: Any, unquantized=unquantized) -> Any:
+        def at_index(x: jax.Array, i: Any, taken: Any, rest: Any, plain=plain) -> Any:
             # Recomputation reads the layer from the stack, so that remat saves an index, not weights.
             here = jax.tree.map(lambda stack: _index(stack, i), jax.lax.stop_gradient(params))
-            return layer(x, i, jax.tree.map(_with_gradient_of, here, taken), rest, unquantized)
+            return layer(x, i, jax.tree.map(_with_gradient_of, here, taken), rest, plain)
 
         scanned = scan and stop - start > 1
         at_index = _remat(REMAT_POLICIES, remat, prevent_cse=not scanned)(at_index)
@@ -284,9 +294,9 @@ def _remat(policies: dict, name: str, prevent_cse: bool = False) -> Callable[[Ca
     return functools.partial(jax.checkpoint, policy=policies[name], prevent_cse=prevent_cse)
 
 
-def _without_quantization(block: nnx.Module) -> nnx.Module:
-    """The block, which loses the modules that quantize, and with them their state."""
-    for _, module in nnx.iter_modules(block):
-        if isinstance(module, Linear):
+def _without_quantization(block: nnx.Module, paths: frozenset[str]) -> nnx.Module:
+    """The block, whose layers at these paths lose the modules that quantize, and with them their state."""
+    for path, module in nnx.iter_modules(block):
+        if isinstance(module, Linear) and "/".join(map(str, path)) in paths:
             module.dot_general = nnx.static(dot_general)
     return block

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from flax import nnx
 
-from maxlp.precision.recipes import RECIPES, Recipe
+from maxlp.precision.recipes import Recipe
 
 HIGH_PRECISION = "high precision"
 
@@ -47,10 +47,14 @@ def inject(
 ) -> dict[str, str]:
     """Replaces ``dot_general`` in the matmuls of a model, in place.
 
-    The first rule whose pattern matches a module's path (``layers/mlp/down_proj``) decides. Without
-    one, matmuls in stacks of layers get ``recipe``, and all others (the head, patch embeddings,
-    projections) stay in high precision; in a model without stacks, all get ``recipe``. Modules other
-    than `Matmul` and `nnx.Einsum` (embeddings, norms, attention scores) do not change.
+    The first rule whose pattern matches a module's path (``layers/mlp/down_proj``), or its path with the
+    index of a layer (``layers/3/mlp/down_proj``, for that layer), decides. Without one, matmuls in stacks
+    of layers get ``recipe``, and all others (the head, patch embeddings, projections) stay in high
+    precision; in a model without stacks, all get ``recipe``. Modules other than `Matmul` and `nnx.Einsum`
+    (embeddings, norms, attention scores) do not change.
+
+    The layers of a stack are one module, so that a matmul has one recipe beside high precision. Layers that
+    follow one another and are alike are one loop in the compiled program.
 
     Patterns have the wildcards of `fnmatch`; ``*`` matches across ``/``.
 
@@ -67,56 +71,28 @@ def inject(
       path → name of the recipe.
 
     Raises:
-      ValueError: a pattern that matches nothing, a stack without a quantized block, a kernel whose
-        dims do not divide into blocks, an einsum with batch axes, Smooth-SwiGLU without a gated product.
+      ValueError: a pattern that matches nothing, a stack without a quantized block, two recipes for the
+        layers of a matmul, a kernel whose dims do not divide into blocks, an einsum with batch axes,
+        Smooth-SwiGLU without a gated product.
     """
     found = matmuls(model, nnx.Einsum)
-    in_stacks = any(_kernel_shape(module)[0] for _, module in found)
-    paths = [path for path, _ in found]
-    for pattern, _ in rules:
-        if not any(_matches(path, (pattern,)) for path in paths):
-            raise ValueError(
-                f"rules: pattern {pattern!r} matches no matmul; use one of the paths {', '.join(paths)}"
-            )
-    gated = {path for path in paths if _matches(path, gated_products)}
+    gated = {path for path, _ in found if any(fnmatch.fnmatchcase(path, p) for p in gated_products)}
     if smooth_swiglu != "none" and not gated:
         raise ValueError(
             f"smooth_swiglu={smooth_swiglu!r} needs a gated product, which this model does not have; "
             "set it to 'none'"
         )
-    table = {}
+    table = {path: HIGH_PRECISION for path, _ in found}
+    if recipe.is_plain and not rules:
+        return table
+    from maxlp.precision import replace  # runs without a recipe do not need them
+    from maxlp.precision.rules import choose
+
+    chosen = choose(model, dict(found), recipe, rules, min_dim)
     for path, module in found:
-        shape = _kernel_shape(module)
-        chosen = _rule(path, rules)
-        if chosen is None:
-            default = min(shape[1:]) >= min_dim and (shape[0] or not in_stacks)
-            chosen = recipe if default else RECIPES["bf16"]
-        table[path] = HIGH_PRECISION
-        if not chosen.is_plain:
-            from maxlp.precision import replace
-
-            form = smooth_swiglu if path in gated and chosen.gemms else "none"
-            table[path] = replace.set_recipe(path, module, *shape, chosen, form)
+        if not chosen[path].recipe.is_plain:
+            form = smooth_swiglu if path in gated else "none"
+            table[path] = replace.set_recipe(path, module, *chosen[path], form)
     if set(table.values()) - {HIGH_PRECISION}:
-        from maxlp.precision import replace
-
-        replace.set_unquantized_blocks(model, first_blocks, last_blocks)
+        replace.keep_plain(model, first_blocks, last_blocks, {path: c.plain for path, c in chosen.items()})
     return table
-
-
-def _matches(path: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
-
-
-def _rule(path: str, rules: Rules) -> Recipe | None:
-    return next((recipe for pattern, recipe in rules if _matches(path, (pattern,))), None)
-
-
-def _kernel_shape(module: Any) -> tuple[tuple[int, ...], int, int]:
-    """The axes of the stack that a kernel is in, and the sizes that its matmul sums over and keeps."""
-    if isinstance(module, nnx.Einsum | nnx.LinearGeneral):
-        from maxlp.precision import flax_layers
-
-        return flax_layers.kernel_shape(module)
-    *stack, in_dim, out_dim = module.kernel.shape
-    return tuple(stack), in_dim, out_dim

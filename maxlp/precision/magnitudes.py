@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxlp.nn.stack import Block, StackCall, stack_parts
+from maxlp.nn.stack import Block, StackCall
 
 
 def probe(
@@ -64,11 +64,11 @@ def _run_stack(found: dict[str, jax.Array], name: str, call: StackCall) -> jax.A
     _, *variables = nnx.split(call.blocks, nnx.Param, ...)
     stacks = tuple(map(nnx.to_pure_dict, variables))
     x, means = call.x, []
-    for start, stop, unquantized in stack_parts(call.num_layers, call.blocks.unquantized_blocks):
+    for start, stop, plain in call.parts:
 
-        def body(x: jax.Array, i: jax.Array, unquantized=unquantized) -> tuple[jax.Array, jax.Array]:
+        def body(x: jax.Array, i: jax.Array, plain=plain) -> tuple[jax.Array, jax.Array]:
             params, state = jax.tree.map(lambda stack: stack[i], stacks)
-            x, _ = call.layer(x, params, state, unquantized)
+            x, _ = call.layer(x, params, state, plain)
             return x, jnp.mean(jnp.abs(x.astype(jnp.float32)))
 
         x, mean = jax.lax.scan(body, x, jnp.arange(start, stop))

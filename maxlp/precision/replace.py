@@ -1,26 +1,28 @@
 """Replaces the matmuls of layers by those of a recipe; only runs with a recipe import this."""
 
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from flax import nnx
 
-from maxlp.nn.stack import Block
+from maxlp.nn.layers import Linear
+from maxlp.nn.stack import Block, Part
 from maxlp.precision import flax_layers, smooth_swiglu
 from maxlp.precision.dot import QuantDot
 from maxlp.precision.recipes import Recipe
 
 
-def set_recipe(
-    path: str, module: Any, stack: tuple[int, ...], in_dim: int, out_dim: int, recipe: Recipe, smooth: str
-) -> str:
-    """Gives a module its recipe and returns the name to print for it.
+def set_recipe(path: str, module: Any, recipe: Recipe, plain: frozenset[int], smooth: str) -> str:
+    """Gives a module its recipe and returns the text to print for it.
 
     Args:
-      stack, in_dim, out_dim: see `flax_layers.kernel_shape`.
+      plain: layers that stay in high precision, for the text.
       smooth: a form of `smooth_swiglu`.
     """
-    if smooth != "none":
+    stack, in_dim, out_dim = kernel_shape(module)
+    if smooth != "none" and recipe.gemms:
         recipe = smooth_swiglu.smooth(recipe, smooth)
     if (size := recipe.block_size) and (in_dim % size or out_dim % size):
         raise ValueError(
@@ -32,11 +34,25 @@ def set_recipe(
         flax_layers.set_dot(path, module, dot)
     else:
         module.dot_general = nnx.data(dot)
-    return recipe.name if recipe.smooth == "none" else f"{recipe.name}, smooth {recipe.smooth}"
+    text = recipe.name if recipe.smooth == "none" else f"{recipe.name}, smooth {recipe.smooth}"
+    return f"{text}, not in layers {' '.join(map(str, sorted(plain)))}" if plain else text
 
 
-def set_unquantized_blocks(model: nnx.Module, first: int, last: int) -> None:
-    """Keeps the matmuls at either end of each stack of blocks as they were."""
+def kernel_shape(module: Any) -> tuple[tuple[int, ...], int, int]:
+    """The axes of the stack that a kernel is in, and the sizes that its matmul sums over and keeps."""
+    if isinstance(module, nnx.Einsum | nnx.LinearGeneral):
+        return flax_layers.kernel_shape(module)
+    *stack, in_dim, out_dim = module.kernel.shape
+    return tuple(stack), in_dim, out_dim
+
+
+def keep_plain(model: nnx.Module, first: int, last: int, layers: Mapping[str, frozenset[int]]) -> None:
+    """Keeps matmuls in some blocks of the stacks as they were, whatever replaced them in the others.
+
+    Args:
+      first, last: blocks at either end of each stack, whose matmuls are all kept.
+      layers: path of a matmul → further layers in which it is kept.
+    """
     stacks = [(path, module) for path, module in nnx.iter_modules(model) if isinstance(module, Block)]
     if not stacks and (first or last):
         raise ValueError(
@@ -48,6 +64,20 @@ def set_unquantized_blocks(model: nnx.Module, first: int, last: int) -> None:
         if first < 0 or last < 0 or first + last >= num_layers:
             raise ValueError(
                 f"first_blocks={first} and last_blocks={last} leave none of the {num_layers} blocks of "
-                f"{'/'.join(map(str, path))} quantized; choose at least 0, and a sum below {num_layers}"
+                f"{_text(path)} quantized; choose at least 0, and a sum below {num_layers}"
             )
-        blocks.unquantized_blocks = (first, last)
+        ends = frozenset(range(first)) | frozenset(range(num_layers - last, num_layers))
+        linears = (_text(inside) for inside, m in nnx.iter_modules(blocks) if isinstance(m, Linear))
+        kept = {inside: ends | layers.get(_text((*path, inside)), frozenset()) for inside in linears}
+        blocks.parts = nnx.static(_parts(kept, num_layers))
+
+
+def _parts(kept: Mapping[str, frozenset[int]], num_layers: int) -> tuple[Part, ...]:
+    """The parts of a stack with matmuls that are kept in some layers."""
+    plain = [frozenset(path for path, layers in kept.items() if i in layers) for i in range(num_layers)]
+    groups = [list(group) for _, group in itertools.groupby(range(num_layers), key=plain.__getitem__)]
+    return tuple(Part(group[0], group[-1] + 1, plain[group[0]]) for group in groups)
+
+
+def _text(path: tuple) -> str:
+    return "/".join(map(str, path))

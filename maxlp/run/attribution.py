@@ -103,17 +103,19 @@ class Attribution:
 
 def sites_of(model: nnx.Module) -> list[Site]:
     """Every operand that a model with switches quantizes, in the order of the layers."""
-    ends = {
-        f"{'/'.join(map(str, path))}/": module.unquantized_blocks
-        for path, module in nnx.iter_modules(model)
-        if isinstance(module, Block)
+    stacks = [("/".join(map(str, path)), m) for path, m in nnx.iter_modules(model) if isinstance(m, Block)]
+    plain = {
+        (f"{stack}/{path}", i)
+        for stack, blocks in stacks
+        for part in blocks.parts
+        for path in part.plain
+        for i in range(part.start, part.stop)
     }
     found = []
     for path, dot in switches.switch_dots(model).items():
         layers: list[int | None] = [None]
         if dot.on.ndim > 2:
-            first, last = next((ends[stack] for stack in ends if path.startswith(stack)), (0, 0))
-            layers = list(range(first, dot.on.shape[0] - last))
+            layers = [i for i in range(dot.on.shape[0]) if (path, i) not in plain]
         found += [Site(path, layer, *kind) for layer in layers for kind in switches.switchable(dot.recipe)]
     return sorted(found, key=lambda site: -1 if site.layer is None else site.layer)
 

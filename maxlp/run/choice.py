@@ -5,14 +5,15 @@
 The effect of a matmul in a layer is the sum over its operands of the squared relative error of the
 gradients with that operand alone in low precision (`run.attribution`). Rounding errors are nearly
 independent, so that these squares add up to nearly the square of the error of the whole, as a budget
-needs; changes of the loss have either sign and do not see the backward pass. A config can keep blocks at
-either end of the stack in high precision, and a matmul in all blocks (a rule); of all such choices this
-takes the one that leaves the least effect. (SNIP chooses precisions per layer by an integer program.)
+needs; changes of the loss have either sign and do not see the backward pass.
+
+Which matmuls of which layers leave the least effect is then a knapsack problem. (SNIP
+solves an integer program; kernels have few sizes, for which a table of all their sums is small.)
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 from flax import nnx
@@ -22,29 +23,9 @@ from maxlp.precision.inject import matmuls
 from maxlp.run.attribution import Attribution, Evaluate, Switches
 from maxlp.run.settings import Settings
 
+MAX_UNITS = 10_000  # of a budget
 HIGH = "bf16"  # the recipe of a rule that keeps the model's own dtype
 assert not RECIPES[HIGH].gemms
-
-
-class Choice(NamedTuple):
-    """What stays in high precision.
-
-    Attributes:
-      first, last: blocks at either end of the stack.
-      paths: matmuls of all blocks.
-    """
-
-    first: int = 0
-    last: int = 0
-    paths: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        """Lines of a config."""
-        rules = "".join(f'("{path}", "{HIGH}"), ' for path in self.paths)
-        return (
-            f"c.precision.first_blocks = {self.first}\nc.precision.last_blocks = {self.last}\n"
-            f"c.precision.rules = ({rules.rstrip()})"
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,26 +35,26 @@ class Costs:
     Attributes:
       paths: P of them.
       effects: float64 (layers, P), see the top of this file.
-      flops: float64 (P,), of a layer, as shares of those of all layers.
+      sizes: int64 (P,), of the kernels in a layer, in proportion to their FLOPs.
     """
 
     paths: tuple[str, ...]
     effects: np.ndarray
-    flops: np.ndarray
+    sizes: np.ndarray
 
-    def mask(self, choice: Choice) -> np.ndarray:
-        """bool (layers, P): what a choice keeps in high precision."""
-        layers = np.arange(len(self.effects))[:, None]
-        ends = (layers < choice.first) | (layers >= len(layers) - choice.last)
-        return ends | np.isin(self.paths, choice.paths)
+    def share(self, high: np.ndarray) -> float:
+        """The share of the FLOPs in high precision, bool (layers, P)."""
+        return float((high * self.sizes).sum() / (len(high) * self.sizes.sum()))
 
-    def share(self, choice: Choice) -> float:
-        """The share of the FLOPs that a choice keeps in high precision."""
-        return float((self.mask(choice) * self.flops).sum())
-
-    def left(self, choice: Choice) -> float:
+    def left(self, high: np.ndarray) -> float:
         """The relative error of the gradients that is expected to remain."""
-        return float(np.sqrt(self.effects[~self.mask(choice)].sum()))
+        return float(np.sqrt(self.effects[~high].sum()))
+
+    def ends(self, first: int, last: int) -> np.ndarray:
+        """bool (layers, P): all matmuls of blocks at either end."""
+        layers = np.arange(len(self.effects))[:, None]
+        ends = (layers < first) | (layers >= len(layers) - last)
+        return np.broadcast_to(ends, self.effects.shape)
 
 
 def check(s: Settings, budget: float) -> Settings:
@@ -106,50 +87,76 @@ def costs(evaluate: Evaluate, found: Attribution) -> Costs:
     for site, effect in inside:
         squared = np.nan_to_num(effect.error_on**2, nan=1e30, posinf=1e30)
         effects[site.layer, paths.index(site.path)] += squared
-    flops = np.array([float(np.prod(kernels[path][-2:])) for path in paths])
-    return Costs(paths, effects, flops / (num_layers * flops.sum()))
+    return Costs(paths, effects, np.array([math.prod(kernels[path][-2:]) for path in paths]))
 
 
-def choose(c: Costs, budget: float) -> Choice:
-    """The choice within a budget that leaves the least effect; of equal ones, that of the fewest FLOPs."""
-    num_layers, num_paths = c.effects.shape
-    subsets = (np.arange(2**num_paths)[:, None] >> np.arange(num_paths)) & 1  # (2^P, P)
-    best, least = Choice(), (np.inf, np.inf)
-    for first in range(num_layers):
-        for last in range(num_layers - first):
-            middle = slice(first, num_layers - last)
-            left = (1 - subsets) @ c.effects[middle].sum(0)
-            share = (first + last + subsets * (num_layers - first - last)) @ c.flops
-            left[share > budget * (1 + 1e-9)] = np.inf  # sums of shares are rounded
-            i = np.lexsort((share, left))[0]
-            if (left[i], share[i]) < least:
-                paths = tuple(np.array(c.paths)[subsets[i] == 1].tolist())
-                best, least = Choice(first, last, paths), (left[i], share[i])
-    return best
+def choose(c: Costs, budget: float) -> np.ndarray:
+    """What to keep in high precision, bool (layers, P): within a budget, what leaves the least effect.
+
+    Of equal choices it takes the one of the fewest FLOPs. It is exact where the sizes of kernels are
+    multiples of one 10,000th of the budget; otherwise they are rounded up to multiples of that.
+    """
+    capacity = budget * len(c.effects) * float(c.sizes.sum()) * (1 + 1e-9)  # a share is a rounded quotient
+    unit = max(math.gcd(*c.sizes.tolist()), math.ceil(capacity / MAX_UNITS))
+    weights = np.tile(-(-c.sizes // unit), len(c.effects))
+    effects = c.effects.ravel()
+    most = np.zeros(int(capacity // unit) + 1)  # the effect that each number of units can take away
+    taken = np.zeros((len(weights), len(most)), bool)
+    for i, weight in enumerate(weights):
+        if effects[i] and weight < len(most):
+            with_it = most[: len(most) - weight] + effects[i]
+            taken[i, weight:] = with_it > most[weight:]
+            most[weight:] = np.maximum(most[weight:], with_it)
+    high, units = np.zeros(len(weights), bool), int(np.argmax(most))  # the first of the largest
+    for i in reversed(range(len(weights))):
+        if taken[i, units]:
+            high[i] = True
+            units -= weights[i]
+    return high.reshape(c.effects.shape)
+
+
+def rules(c: Costs, high: np.ndarray) -> list[str]:
+    """Patterns of `precision.rules` for what is kept in high precision, bool (layers, P)."""
+    stack = c.paths[0].partition("layers/")[0] + "layers"
+    found = [path for path, kept in zip(c.paths, high.T.tolist(), strict=True) if all(kept)]
+    for i, kept in enumerate(high.tolist()):
+        if all(kept):
+            found.append(f"{stack}/{i}/*")
+        else:
+            names = (path for path, k in zip(c.paths, kept, strict=True) if k and path not in found)
+            found += [f"{stack}/{i}{path.removeprefix(stack)}" for path in names]
+    return found
+
+
+def config(patterns: list[str]) -> str:
+    """Lines of a config with these patterns in high precision, and everything else in the recipe."""
+    lines = "".join(f'    ("{pattern}", "{HIGH}"),\n' for pattern in patterns)
+    value = f"(\n{lines})" if lines else "()"
+    return f"c.precision.first_blocks = 0\nc.precision.last_blocks = 0\nc.precision.rules = {value}"
 
 
 def table(evaluate: Evaluate, found: Attribution, budget: float) -> Iterator[str]:
     """What the choice and "first and last block" leave, expected and measured, and the choice's config."""
     c = costs(evaluate, found)
-    high, _ = evaluate(evaluate.off)
-    chosen, ends = choose(c, budget), Choice(1, 1)
-    rows = {"everything low": Choice(), f"chosen, at most {budget:.1%}": chosen}
+    in_high, _ = evaluate(evaluate.off)
+    chosen = choose(c, budget)
+    rows = {"everything low": np.zeros_like(chosen), f"chosen, at most {budget:.1%}": chosen}
     if len(c.effects) > 2:
+        ends = c.ends(1, 1)
         share = c.share(ends)
         rows |= {"first and last block": ends, f"chosen, at most {share:.1%}": choose(c, share)}
     yield f"{'in high precision':<24}{'FLOPs':>8}{'expected error':>16}{'error':>10}{'Δloss':>10}"
-    for title, choice in rows.items():
-        numbers, _ = evaluate(switched(evaluate, c, choice))
-        change = numbers["loss"] - high["loss"]
-        line = f"{title:<24}{c.share(choice):>8.1%}{c.left(choice):>16.1e}"
+    for title, high in rows.items():
+        numbers, _ = evaluate(switched(evaluate, c, high))
+        change = numbers["loss"] - in_high["loss"]
+        line = f"{title:<24}{c.share(high):>8.1%}{c.left(high):>16.1e}"
         yield f"{line}{numbers['error']:>10.1e}{change:>+10.1e}"
-    yield str(chosen)
+    yield config(rules(c, chosen))
 
 
-def switched(evaluate: Evaluate, c: Costs, choice: Choice) -> Switches:
-    """The switches of a model under the recipe, except for what a choice keeps in high precision."""
+def switched(evaluate: Evaluate, c: Costs, high: np.ndarray) -> Switches:
+    """The switches of a model under the recipe, except for what stays in high precision."""
     on = {path: array.copy() for path, array in evaluate.off.items()}
-    mask = c.mask(choice)
     for site in evaluate.sites:
-        on[site.path][site.index] = site.layer is None or not mask[site.layer, c.paths.index(site.path)]
+        on[site.path][site.index] = site.layer is None or not high[site.layer, c.paths.index(site.path)]
     return on

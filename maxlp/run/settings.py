@@ -15,6 +15,7 @@ from maxlp.core.train_state import num_params
 from maxlp.families import Family
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.nn import attention
+from maxlp.nn.stack import Block
 from maxlp.optim.config import OptimizerConfig
 from maxlp.optim.make_tx import Optimizer, make_tx
 from maxlp.parallel import sharding
@@ -214,6 +215,11 @@ class Settings:
         """Path of each matmul of the model -> its precision recipe."""
         return self._traced.matmuls
 
+    @property
+    def blocks_are_alike(self) -> bool:
+        """Whether each matmul has the same recipe in all blocks of its stack."""
+        return self._traced.blocks_are_alike
+
     def recipe(self, path: str) -> precision.Recipe:
         """The recipe of a matmul; ``bf16`` for what is in high precision."""
         name = self.matmuls.get(path, precision.HIGH_PRECISION).partition(",")[0]  # "NAME, smooth FORM"
@@ -284,6 +290,7 @@ def _recipe(name: str, options: precision.RecipeOptions) -> precision.Recipe:
 
 class _TracedModel(NamedTuple):
     matmuls: dict[str, str]
+    blocks_are_alike: bool
     params: nnx.State
     num_params: int
 
@@ -298,11 +305,13 @@ def _traced_model(
     family: Family, model: Any, config: PrecisionConfig, adapters: LoraConfig | None
 ) -> _TracedModel:
     table: dict[str, str] = {}
+    stacks: list[Block] = []
 
     def make() -> tuple[nnx.State, nnx.State]:
         made = family.make_model(model, rngs=nnx.Rngs(0))
         with errors_of("precision"):
             table.update(precision.apply(made, config, gated_products=family.gated_products))
+        stacks.extend(module for _, module in nnx.iter_modules(made) if isinstance(module, Block))
         weights = nnx.state(made, nnx.Param)
         if adapters is None:
             return weights, weights
@@ -311,7 +320,8 @@ def _traced_model(
         return weights, nnx.state(made, nnx.Param)
 
     weights, trained = jax.eval_shape(make)
-    return _TracedModel(table, trained, num_params(nnx.to_pure_dict(weights)))
+    alike = all(len(blocks.parts) <= 1 for blocks in stacks)
+    return _TracedModel(table, alike, trained, num_params(nnx.to_pure_dict(weights)))
 
 
 def read(c: ConfigDict) -> Settings:

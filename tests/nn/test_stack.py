@@ -1,4 +1,6 @@
-"""A stack computes what its blocks compute one after another, also with unquantized blocks at its ends."""
+"""A stack computes what its blocks compute one after another, also where some of them are not quantized."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +25,15 @@ class Block(stack.Block):
 
 
 class Model(nnx.Module):
-    """``ends``: unquantized blocks at the start and at the end."""
+    """``ends``: blocks at the start and at the end that are not quantized; ``rules``: see `inject`."""
 
-    def __init__(self, ends, dim=D, num_layers=L, **how):
+    def __init__(self, ends, rules=(), dim=D, num_layers=L, **how):
         rngs = nnx.Rngs(0)
         self.layers = stack.stack(lambda rngs: Block(rngs, dim), num_layers, rngs)
         self.how = nnx.static(dict(num_layers=num_layers, **how))
-        inject(self, make_recipe("fp8_delayed", history=2), first_blocks=ends[0], last_blocks=ends[1])
+        recipe = make_recipe("fp8_delayed", history=2)
+        rules = tuple((pattern, make_recipe("bf16")) for pattern in rules)
+        inject(self, recipe, rules=rules, first_blocks=ends[0], last_blocks=ends[1])
 
     def __call__(self, x_BSD):
         gain_L = gains(self.how["num_layers"])
@@ -47,16 +51,20 @@ def call(block, x_BSD, _, gain):
 
 def one_by_one(model, x_BSD):
     """The blocks of a stack, sliced out of it."""
-    first, last = model.layers.unquantized_blocks
     graphdef, leaves = nnx.split(model.layers)
     outs = []
     for i in range(L):
         block = nnx.merge(graphdef, jax.tree.map(lambda leaf, i=i: leaf[i], leaves))
-        if not first <= i < L - last:
-            block.up_proj.dot_general = block.down_proj.dot_general = layers.dot_general
+        for name in plain_layers(model, i):
+            getattr(block, name).dot_general = layers.dot_general
         x_BSD, out = call(block, x_BSD, None, gains(L)[i])
         outs.append(out)
     return x_BSD, jnp.stack(outs)
+
+
+def plain_layers(model, i):
+    [plain] = (part.plain for part in model.layers.parts if part.start <= i < part.stop)
+    return plain
 
 
 def gradients(model, run, x_BSD):
@@ -72,16 +80,17 @@ def gradients(model, run, x_BSD):
 
 
 @pytest.mark.parametrize(
-    ("ends", "scan", "remat"),
+    ("ends", "rules", "scan", "remat"),
     [
-        pytest.param((1, 1), True, "block", marks=pytest.mark.full),
-        ((2, 0), True, "none"),
-        ((0, 2), False, "dots"),
+        pytest.param((1, 1), (), True, "block", marks=pytest.mark.full),
+        ((2, 0), (), True, "none"),
+        ((0, 2), (), False, "dots"),
+        ((1, 0), ("layers/[12]/up_proj", "layers/3/*"), True, "none"),
     ],
 )
-def test_a_stack_equals_its_blocks_one_after_another(ends, scan, remat):
+def test_a_stack_equals_its_blocks_one_after_another(ends, rules, scan, remat):
     """Outputs and every layer's gradient."""
-    model = Model(ends, scan=scan, remat=remat)
+    model = Model(ends, rules, scan=scan, remat=remat)
     x_BSD = jax.random.normal(jax.random.key(1), (2, 4, D))
     (loss, outs), grads = gradients(model, lambda model, x: model(x), x_BSD)
     (expected_loss, expected_outs), expected = gradients(model, one_by_one, x_BSD)
@@ -114,16 +123,46 @@ def test_unquantized_blocks_copy_neither_weights_nor_gradients():
     assert with_ends < without + 0.5 * weights
 
 
-def in_a_loop(stack_call):
+def in_a_loop(stack_call, new_states=None):
     """A `Block.run_stack` that runs one layer after another."""
     _, *variables = nnx.split(stack_call.blocks, nnx.Param, ...)
     params, state = map(nnx.to_pure_dict, variables)
     x_BSD = stack_call.x
-    for i in range(stack_call.num_layers):
-        layer = jax.tree.map(lambda leaf, i=i: leaf[i], (params, state))
-        x_BSD, new_state = stack_call.layer(x_BSD, *layer, False)
-        assert jax.tree.structure(new_state) == jax.tree.structure(layer[1])
+    for start, stop, plain in stack_call.parts:
+        for i in range(start, stop):
+            layer = jax.tree.map(lambda leaf, i=i: leaf[i], (params, state))
+            x_BSD, new_state = stack_call.layer(x_BSD, *layer, plain)
+            assert jax.tree.structure(new_state) == jax.tree.structure(layer[1])
+            if new_states is not None:
+                new_states.append(new_state)
     return x_BSD
+
+
+@pytest.mark.parametrize("run_stack", [False, True])
+def test_every_matmul_that_is_quantized_keeps_its_history(run_stack):
+    """Also in a layer in which others are not."""
+    blocks = Model((0, 0), ("layers/1/up_proj",)).layers
+    x_BSD = jax.random.normal(jax.random.key(1), (2, 4, D))
+
+    def run(blocks, x_BSD):
+        how = dict(num_layers=L, scan=True, remat="none")
+        return stack.apply_stack(blocks, x_BSD, lambda block, x, *_: (block(x), None), **how)
+
+    def histories():
+        layers = (blocks.up_proj, blocks.down_proj)
+        return [np.asarray(layer.dot_general.input_amax_history[...]) for layer in layers]
+
+    before, new_states = histories(), []
+    if run_stack:
+        blocks.run_stack = nnx.static(functools.partial(in_a_loop, new_states=new_states))
+        run(blocks, x_BSD)
+        new = jax.tree.map(lambda *leaves: np.stack(leaves), *new_states)
+        after = [new[name]["dot_general"]["input_amax_history"] for name in ("up_proj", "down_proj")]
+    else:
+        nnx.jit(run)(blocks, x_BSD)
+        after = histories()
+    changed = [(new != old).any(axis=1).tolist() for new, old in zip(after, before, strict=True)]
+    assert changed == [[True, False, True, True], [True, True, True, True]]
 
 
 def test_run_stack_replaces_the_scan_over_layers():

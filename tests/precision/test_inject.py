@@ -12,6 +12,7 @@ from flax import nnx
 from maxlp import precision
 from maxlp.families.llama.model import Llama
 from maxlp.families.llama.task import FAMILY
+from maxlp.nn.stack import Part
 from maxlp.precision import RECIPES, inject, make_recipe
 from maxlp.precision.dot import QuantDot
 from tests.fixtures import Trainer, batch, llama_config, precision_config
@@ -113,6 +114,61 @@ def test_what_does_not_fit_the_model_is_a_one_line_error(recipe, changes, kwargs
     assert "\n" not in str(error.value)
 
 
+def test_rules_keep_matmuls_of_single_layers_in_high_precision():
+    """By layers, whichever of the recipes a rule names; the first rule that matches decides."""
+    model = abstract(num_layers=5)
+    fp8, bf16 = RECIPES["fp8_current"], RECIPES["bf16"]
+    rules = (
+        ("layers/2/mlp/up_proj", fp8),
+        ("layers/[123]/mlp/up_proj", bf16),
+        ("layers/1/attn/*", bf16),
+        ("layers/3/mlp/down_proj", fp8),
+        ("*/down_proj", bf16),
+    )
+    found = inject(model, fp8, rules=rules, last_blocks=1)
+    assert found["layers/mlp/up_proj"] == "fp8_current, not in layers 1 3"
+    assert found["layers/mlp/down_proj"] == "fp8_current, not in layers 0 1 2 4"
+    assert found["layers/attn/q_proj"] == "fp8_current, not in layers 1"
+    assert found["layers/mlp/gate_proj"] == "fp8_current"
+    down, up, attn = {"mlp/down_proj"}, {"mlp/up_proj"}, {f"attn/{name}_proj" for name in "qkvo"}
+    everything = {path.removeprefix("layers/") for path in PATHS}
+    plain = [down, down | up | attn, down, up, everything]
+    assert [(part.start, part.stop, set(part.plain)) for part in model.layers.parts] == [
+        (i, i + 1, paths) for i, paths in enumerate(plain)
+    ]
+
+
+def test_layers_that_are_alike_are_one_part():
+    model = abstract(num_layers=6)
+    inject(model, RECIPES["fp8_current"], rules=(("layers/[23]/mlp/*", RECIPES["bf16"]),))
+    assert [(part.start, part.stop) for part in model.layers.parts] == [(0, 2), (2, 4), (4, 6)]
+
+
+@pytest.mark.parametrize(
+    "rules, message",
+    [
+        (
+            (("layers/2/mlp/up_proj", RECIPES["bf16"]),),
+            "rules: pattern 'layers/2/mlp/up_proj' matches no matmul; use one of the paths .*lm_head or, "
+            "for a layer, layers/0/attn/k_proj",
+        ),
+        (
+            (("layers/1/mlp/up_proj", RECIPES["int8_switchback"]),),
+            "rules: the layers of layers/mlp/up_proj have the recipes fp8_current and int8_switchback; "
+            "choose one of them, and bf16 for the other layers",
+        ),
+        (
+            tuple((f"layers/{i}/mlp/up_proj", make_recipe("fp8_delayed", history=2 + i)) for i in range(2)),
+            "have the recipes fp8_delayed and fp8_delayed; choose one",
+        ),
+    ],
+)
+def test_layers_with_recipes_that_a_stack_cannot_have(rules, message):
+    with pytest.raises(ValueError, match=message) as error:
+        inject(abstract(), RECIPES["fp8_current"], rules=rules)
+    assert "\n" not in str(error.value)
+
+
 def test_a_linear_layer_of_flax_takes_a_recipe_outside_of_a_stack():
     """A rule is needed where there is no stack; delayed scaling keeps its state in the layer."""
 
@@ -156,7 +212,8 @@ def test_apply_takes_a_config_section():
     model = abstract()
     found = precision.apply(model, config, gated_products=FAMILY.gated_products)
     assert set(found) == PATHS | {"lm_head"} and found["layers/attn/q_proj"] == "fp8_current"
-    assert model.layers.unquantized_blocks == (1, 0)
+    plain = frozenset(path.removeprefix("layers/") for path in PATHS)
+    assert model.layers.parts == (Part(0, 1, plain), Part(1, 2))
     assert model.layers.mlp.up_proj.dot_general.kernel_amax_history.shape == (2, 8)
     down = model.layers.mlp.down_proj.dot_general
     assert down.recipe.smooth == "balanced" and down.recipe.delayed == ("output_grad",)
@@ -196,6 +253,6 @@ def test_every_recipe_trains_a_llama(name, bf16):
     bf16_losses, params = bf16
     options = {"block_size": 32} if name == "fp8_blocks" else {}  # 128 is larger than this model
     ours, _ = five_losses(name, params, remat="dots", history=4, **options)
-    # A rounding error of E2M1 is four times that of E4M3.
-    np.testing.assert_allclose(ours, bf16_losses, rtol=0.04 if name == "nvfp4" else 0.01)
+    # A rounding error in 4 bits is at least four times that of E4M3.
+    np.testing.assert_allclose(ours, bf16_losses, rtol=0.04 if name in ("nvfp4", "quest") else 0.01)
     assert ours != bf16_losses and ours[-1] < ours[0] - 0.1

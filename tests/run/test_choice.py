@@ -5,11 +5,12 @@ import itertools
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
-from maxlp import lab
+from maxlp import lab, precision
 from maxlp.parallel.batches import global_batch
 from maxlp.run import attribution, choice
-from maxlp.run.choice import Choice, Costs
+from maxlp.run.choice import Costs
 from maxlp.run.settings import read
 from tests.fixtures import Trainer, batch, precision_config
 from tests.run.fixtures import load
@@ -17,26 +18,18 @@ from tests.run.fixtures import load
 PATHS = ("layers/attn/q_proj", "layers/mlp/down_proj", "layers/mlp/up_proj")
 
 
-def random_costs(seed, num_layers=5):
+def random_costs(seed, num_layers=4):
     rng = np.random.default_rng(seed)
-    flops = rng.uniform(1, 4, len(PATHS))
     effects = rng.lognormal(sigma=2, size=(num_layers, len(PATHS)))
-    return Costs(PATHS, effects, flops / flops.sum() / num_layers)
+    return Costs(PATHS, effects, 64 * rng.integers(1, 6, len(PATHS)))
 
 
 def brute_force(c, budget):
-    """The least effect that blocks at the ends and whole matmuls can leave within the budget."""
-    num_layers, best = len(c.effects), np.inf
-    for first, last in itertools.product(range(num_layers), repeat=2):
-        for keep in itertools.product((False, True), repeat=len(PATHS)):
-            low = [
-                (layer, p)
-                for layer, p in itertools.product(range(first, num_layers - last), range(len(PATHS)))
-                if not keep[p]
-            ]
-            if first + last < num_layers and 1 - sum(c.flops[p] for _, p in low) <= budget + 1e-9:
-                best = min(best, sum(c.effects[where] for where in low))
-    return np.sqrt(best)
+    """The least effect that any set of matmuls can leave within the budget."""
+    sets = (np.arange(2**c.effects.size)[:, None] >> np.arange(c.effects.size)) & 1
+    sizes = np.tile(c.sizes, len(c.effects))
+    fits = sets @ sizes <= budget * sizes.sum() * (1 + 1e-9)
+    return np.sqrt(((1 - sets[fits]) @ c.effects.ravel()).min())
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -48,27 +41,73 @@ def test_no_other_choice_leaves_less(seed):
         np.testing.assert_allclose(c.left(chosen), brute_force(c, budget), rtol=1e-12)
 
 
+def test_sizes_without_a_common_factor_stay_within_the_budget():
+    """They are rounded up by at most a 10,000th of the budget each."""
+    sizes = np.array([2_500_999, 2_500_998, 2_500_997])
+    c = Costs(PATHS, random_costs(0).effects, sizes)
+    for budget in (1e7 / (4 * sizes.sum()), 0.2, 0.5):  # the first is 3,994 less than four matmuls
+        chosen = choice.choose(c, budget)
+        assert c.share(chosen) <= budget
+        worse = brute_force(c, budget * (1 - c.effects.size / choice.MAX_UNITS))
+        assert brute_force(c, budget) <= c.left(chosen) * (1 + 1e-12) <= worse * (1 + 2e-12)
+
+
 def test_equal_effects_take_the_fewest_flops():
-    c = random_costs(0)
-    assert choice.choose(Costs(PATHS, 0 * c.effects, c.flops), 0.9) == Choice()
+    sizes = np.array([3, 1, 2])
+    assert not choice.choose(Costs(PATHS, np.zeros((1, 3)), sizes), 0.9).any()
+    [chosen] = choice.choose(Costs(PATHS, np.ones((1, 3)), sizes), 0.5)
+    assert chosen.tolist() == [False, True, True]
+    [chosen] = choice.choose(Costs(PATHS, np.array([[1.0, 1.0, 0.0]]), sizes), 0.5)
+    assert chosen.tolist() == [False, True, False]
 
 
 def test_shares_of_flops():
     c = random_costs(1)
-    assert c.share(Choice()) == 0 and c.left(Choice()) == pytest.approx(np.sqrt(c.effects.sum()))
-    assert c.share(Choice(1, 1)) == pytest.approx(2 / 5)
-    both = 2 / 5 + 3 * c.flops[0]
-    assert c.share(Choice(1, 1, PATHS[:1])) == pytest.approx(both)
+    nothing = c.ends(0, 0)
+    assert c.share(nothing) == 0 and c.left(nothing) == pytest.approx(np.sqrt(c.effects.sum()))
+    assert c.share(c.ends(1, 1)) == pytest.approx(1 / 2)
+    both = c.ends(1, 1) | (np.array(PATHS) == PATHS[0])
+    assert c.share(both) == pytest.approx(1 / 2 + c.sizes[0] / c.sizes.sum() / 2)
 
 
-@pytest.mark.parametrize("paths", [(), ("layers/mlp/down_proj",), PATHS])
-def test_the_printed_lines_are_a_config(paths):
+def kept(*names):
+    """bool (2 layers, paths of the model) of paths of layers."""
+    everything = [[f"layers/{i}/{name}" for name in NAMES] for i in range(2)]
+    return np.isin(everything, names)
+
+
+NAMES = tuple(
+    f"{kind}_proj" for kind in ("attn/k", "attn/o", "attn/q", "attn/v", "mlp/down", "mlp/gate", "mlp/up")
+)
+
+
+@pytest.mark.parametrize(
+    "high, expected",
+    [
+        (kept(), []),
+        (kept("layers/1/mlp/up_proj"), ["layers/1/mlp/up_proj"]),
+        (kept("layers/0/mlp/up_proj", "layers/1/mlp/up_proj"), ["layers/mlp/up_proj"]),
+        (kept(*(f"layers/0/{name}" for name in NAMES)), ["layers/0/*"]),
+        (
+            kept("layers/1/mlp/up_proj", *(f"layers/0/{name}" for name in NAMES)),
+            ["layers/mlp/up_proj", "layers/0/*"],
+        ),
+    ],
+)
+def test_the_printed_lines_are_a_config(high, expected):
+    paths = tuple(f"layers/{name}" for name in NAMES)
+    patterns = choice.rules(Costs(paths, np.ones((2, len(paths))), np.ones(len(paths), int)), high)
+    assert patterns == expected
     config = load("debug")
     config.precision.recipe = "fp8_current"
-    exec(str(Choice(1, 0, paths)), {"c": config})
+    exec(choice.config(patterns), {"c": config})
     s = read(config)
-    assert (s.precision.first_blocks, s.precision.last_blocks) == (1, 0)
-    assert {p for p, recipe in s.matmuls.items() if recipe == "high precision"} == {"lm_head", *paths}
+    model = nnx.eval_shape(lambda: s.family.make_model(s.model, rngs=nnx.Rngs(0)))
+    recipes = precision.apply(model, s.precision, gated_products=())
+    for i, name in itertools.product(range(2), NAMES):
+        plain = any(name in part.plain for part in model.layers.parts if part.start <= i < part.stop)
+        low = recipes[f"layers/{name}"].startswith("fp8_current") and not plain
+        assert low != high[i, NAMES.index(name)], (i, name)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +130,7 @@ def test_what_is_refused(tmp_path, family, budget, message):
 
 @pytest.mark.full
 def test_what_is_measured_is_what_the_config_trains():
-    """The loss with a choice's switches off is that of a step under its first_blocks and rules."""
-    chosen = Choice(1, 0, ("layers/mlp/down_proj",))
+    """The loss with a choice's switches off is that of a step under its rules."""
     trainer = Trainer(recipe=precision_config("fp8_current"))
     state = trainer.init()
     with jax.set_mesh(trainer.mesh):
@@ -103,14 +141,17 @@ def test_what_is_measured_is_what_the_config_trains():
         effect = attribution.Effect(0.0, 0.1, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         effects = dict.fromkeys(evaluate.sites, effect)
         costs = choice.costs(evaluate, attribution.Attribution(1, 0.0, 0.0, 0.0, 1.0, effects))
+        chosen = costs.ends(1, 0).copy()
+        chosen[1, costs.paths.index("layers/mlp/down_proj")] = True
+        chosen[0, costs.paths.index("layers/attn/q_proj")] = False
         chosen_loss = evaluate(choice.switched(evaluate, costs, chosen))[0]["loss"]
-        everything_low = evaluate(choice.switched(evaluate, costs, Choice()))[0]["loss"]
-    # Six operands of each matmul of one of two layers are low, but for the down projection's.
-    assert costs.left(chosen) == pytest.approx(0.1 * np.sqrt(6 * (len(costs.paths) - 1)))
-    assert costs.share(Choice(1, 0)) == pytest.approx(0.5)
+        everything_low = evaluate(choice.switched(evaluate, costs, costs.ends(0, 0)))[0]["loss"]
+    # Six operands of each matmul of one of two layers are low, as many matmuls as there are in a layer.
+    assert costs.left(chosen) == pytest.approx(0.1 * np.sqrt(6 * len(costs.paths)))
+    assert costs.share(costs.ends(1, 0)) == pytest.approx(0.5)
 
-    rules = tuple((path, choice.HIGH) for path in chosen.paths)
-    low = Trainer(recipe=precision_config("fp8_current", rules=rules, first_blocks=chosen.first))
+    rules = tuple((pattern, choice.HIGH) for pattern in choice.rules(costs, chosen))
+    low = Trainer(recipe=precision_config("fp8_current", rules=rules))
     [metrics] = low.run(low.init(), [batch(0)])[1]
     # Both programs round the same operands; their float32 sums may differ in order.
     assert metrics["loss"] == pytest.approx(chosen_loss, rel=1e-6)

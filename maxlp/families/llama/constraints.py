@@ -105,12 +105,11 @@ def rounds_are_recomputed(s: Settings, machine: Machine) -> str | None:
 
 def stages_are_alike(s: Settings, machine: Machine) -> str | None:
     """All stages run one program, so that no stage can have blocks without quantization."""
-    blocks = (s.precision.first_blocks, s.precision.last_blocks)
-    if machine.axes["stage"] == 1 or blocks == (0, 0) or not s.is_quantized:
+    if machine.axes["stage"] == 1 or s.blocks_are_alike:
         return None
     return (
         f"mesh.stage={machine.axes['stage']} needs stages that are alike; set precision.first_blocks=0 and "
-        "precision.last_blocks=0"
+        "precision.last_blocks=0, and name no layer in precision.rules"
     )
 
 

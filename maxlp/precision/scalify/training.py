@@ -8,7 +8,7 @@ from flax import nnx
 
 from maxlp.nn.layers import LayerNorm, RMSNorm
 from maxlp.precision.inject import HIGH_PRECISION, matmuls
-from maxlp.precision.replace import set_unquantized_blocks
+from maxlp.precision.replace import keep_plain
 from maxlp.precision.scalify.interpreter import scalify
 from maxlp.precision.scalify.markers import dynamic_rescale_l2_grad, fp8_dot_general
 from maxlp.precision.scalify.scaled import scale, unscale
@@ -38,7 +38,7 @@ def mark(
             module.dot_general = fp8_dot_general
         table[path] = "scalify_fp8" if in_fp8 else HIGH_PRECISION
     if fp8:
-        set_unquantized_blocks(model, first_blocks, last_blocks)
+        keep_plain(model, first_blocks, last_blocks, {})
     return table
 
 
