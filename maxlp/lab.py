@@ -17,8 +17,8 @@ largest effect, and writes all of them as JSON and as a heat map. With --config,
 it takes the weights that this config's seed begins with.
 
 predict ranks recipes by what they do to the gradients of a few batches, before
-any of them trains (`run.prediction`). choose names the blocks and matmuls to
-keep in high precision under a budget of FLOPs (`run.choice`).
+any of them trains (`run.prediction`). choose names the matmuls, layer by layer,
+to keep in high precision under a budget of FLOPs (`run.choice`).
 
 diff takes the same state and batches through the programs of two runs, or of
 one run and of its config with the changes --other, and prints the first tensor
