@@ -40,7 +40,7 @@ def blocks_split_sequence(s: Settings, machine: Machine) -> str | None:
 
 def chunked_head_is_not_delayed(s: Settings, machine: Machine) -> str | None:
     """Delayed scaling records one amax per step, but a head in chunks runs several times."""
-    if s.loss.num_chunks == 1 or "delayed" not in s.matmuls.get("lm_head", ""):
+    if s.loss.num_chunks == 1 or not s.recipe("lm_head").delayed:
         return None
     return (
         f"loss.num_chunks={s.loss.num_chunks} runs lm_head several times per step, but its delayed scaling "

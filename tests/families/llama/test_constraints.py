@@ -48,7 +48,7 @@ BROKEN = {
         "data.seq_len=252 is not a multiple of 2 × mesh.context=2 × mesh.stage=1 × mesh.tensor=2",
     ),
     "chunked_head_is_not_delayed": (
-        FP8 | {"loss.num_chunks": 2, "precision.rules": (("lm_head", "fp8_delayed"),)},
+        FP8 | {"loss.num_chunks": 2, "precision.rules": (("lm_head", "fp8_gaudi"),)},
         "loss.num_chunks=2 runs lm_head several times per step",
     ),
     "sampled_sequences_are_whole": (
