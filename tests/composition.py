@@ -1,7 +1,7 @@
 """Which features can be combined: every pair runs (in at least one row of `rows`) or is refused by a rule.
 
-`tools/composition.py` prints `docs/composition.md`, with the rows, and `tests/test_matrix.py` runs the rows
-of that page.
+`tools/composition.py` prints `docs/composition.md`, with the rows, and `tests/matrix.py` runs the rows of
+that page.
 """
 
 import dataclasses
@@ -117,6 +117,8 @@ FEATURES = [
     Feature(
         "release_gradients", "release", {"train.release_gradients": True, "optimizer.clip_norm": 0.0}, True
     ),
+    Feature("exchange", "exchange", {"mesh.data": 2, "precision.exchange": "int8"}),
+    Feature("local steps", "local", {"mesh.data": 2, "train.local.steps": 3}),
     Feature("microbatches", "microbatches", {"train.microbatches": 2}, True),
     Feature("guard=skip", "guard", {"spikes.guard": "skip"}, True),
     Feature("guard=rollback", "guard", {"spikes.guard": "rollback"}, True),
@@ -192,8 +194,8 @@ def settings(family: str, names: Row) -> Settings:
 
 
 def num_devices(names: Row) -> int:
-    values = itertools.chain(*(feature(name).values.items() for name in names))
-    return math.prod(value for key, value in values if key.startswith("mesh."))
+    values = {key: value for name in names for key, value in feature(name).values.items()}
+    return math.prod(value for key, value in values.items() if key.startswith("mesh."))
 
 
 def machine(family: str, names: Row) -> Machine:

@@ -1,4 +1,4 @@
-"""Prints docs/composition.md: which features can be combined, from the data that tests/test_matrix.py runs.
+"""Prints docs/composition.md: which features can be combined, from the data that tests/matrix.py runs.
 
 python -m tools.composition > docs/composition.md
 """
@@ -14,7 +14,7 @@ HEAD = """# What can be combined
 
 Every pair of features in the tables below runs (✓) or is refused with a reason (a number).
 
-A pair runs if `tests/test_matrix.py` trains a small model with both on up to eight simulated devices, gets
+A pair runs if `tests/matrix.py` trains a small model with both on up to eight simulated devices, gets
 the losses, gradient norms and quantization state of the same run on one device, saves a checkpoint and
 resumes from it to the bit. Pairs are combined into rows of many features, so the rows also show that more
 than two features can be combined. CLIP's pairs of a recipe and an optimizer, which meet in the same code as
