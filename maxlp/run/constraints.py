@@ -129,7 +129,7 @@ def recipe_uses_its_options(s: Settings, machine: Machine) -> str | None:
         if message := unused.refusal(s.precision.recipe, s.precision.options):
             return message
     form, names = s.precision.smooth_swiglu, s.matmuls.values()
-    if form == "none" or any(name.endswith(f"smooth {form}") for name in names):
+    if form == "none" or any(f"smooth {form}" in name.split(", ") for name in names):
         return None
     return (
         f"precision.smooth_swiglu={form} has no effect: no matmul of a gated product is quantized; set it "

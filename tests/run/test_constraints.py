@@ -223,6 +223,11 @@ REFUSED = {
     ],
 }
 ACCEPTED = [
+    {
+        "precision.recipe": "fp8_current",
+        "precision.smooth_swiglu": "balanced",
+        "precision.rules": (("layers/1/mlp/down_proj", "bf16"),),
+    },
     {},
     {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "spikes.guard": "rollback"},
     {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "optimizer.offload": True},
