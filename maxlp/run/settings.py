@@ -320,7 +320,7 @@ def _traced_model(
         return weights, nnx.state(made, nnx.Param)
 
     weights, trained = jax.eval_shape(make)
-    alike = all(len(blocks.parts) <= 1 for blocks in stacks)
+    alike = not any(part.plain for blocks in stacks for part in blocks.parts)
     return _TracedModel(table, alike, trained, num_params(nnx.to_pure_dict(weights)))
 
 
