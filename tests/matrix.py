@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from maxlp.core import replicas
 from maxlp.core.train_state import abstract_state
 from maxlp.core.train_step import jit_step
 from maxlp.parallel.batches import global_batch
@@ -152,8 +153,11 @@ def check_row(family: str, row: composition.Row, folder: Path) -> None:
                 norms, theirs["grad_norms"][name], rtol=5 * tolerance, atol=floor, err_msg=name
             )
         assert not ours.get("skipped", 0)
+    ours = jax.device_get(straight["model_state"])
+    for errors in (ours, model_state):
+        errors.pop(replicas.ERRORS, None)  # what rounding has lost: any part of a step
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=max(20 * rounding, AMAX_TOLERANCE), atol=1e-6),
-        jax.device_get(straight["model_state"]),
+        ours,
         model_state,
     )

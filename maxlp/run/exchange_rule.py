@@ -44,6 +44,12 @@ def _of_replicas(s: Settings, machine: Machine) -> tuple[Refused, ...]:
         # Rows of all replicas pass through one schedule or one ring, inside which none has a gradient.
         (axes["stage"] > 1, f"mesh.stage={axes['stage']}", "mesh.stage=1"),
         (axes["context"] > 1, f"mesh.context={axes['context']}", "mesh.context=1"),
+        # XLA's partitioner ends the process where it gathers along two axes beside one that is manual.
+        (
+            s.samples_tokens and axes["fsdp"] > 1 and axes["tensor"] > 1,
+            f"precision.recipe={s.precision.recipe} on a mesh split over fsdp and tensor",
+            "mesh.fsdp=1 or mesh.tensor=1",
+        ),
         # What has overflowed must not become an error that is kept.
         (s.precision.loss_scale is not None, "precision.loss_scale", "no loss scale"),
         (scalify != "none", f"precision.scalify={scalify}", "precision.scalify=none"),

@@ -63,6 +63,12 @@ REFUSED = {
         (LOCAL | {"precision.loss_scale.initial": 2.0}, 2, "cpu", "no loss scale"),
         (LOCAL | ADASCALE, 2, "cpu", "optimizer.adascale=2.0 cannot be combined with train.local.steps=10"),
         (LOCAL | LORA, 2, "cpu", "train.lora cannot be combined"),
+        (
+            LOCAL | SAMPLED | {"mesh.fsdp": 2, "mesh.tensor": 2},
+            8,
+            "cpu",
+            "precision.recipe=wta_crs on a mesh split over fsdp and tensor cannot be combined",
+        ),
         (LOCAL | {"spikes.guard": "skip"}, 2, "cpu", "set spikes.guard=rollback or off"),
         (LOCAL | {"precision.recipe": "fp8_delayed"}, 2, "cpu", "set a recipe without delayed scales"),
         (LOCAL | {"precision.rules": (("*/q_proj", "fp8_gaudi"),)}, 2, "cpu", "without delayed scales"),
