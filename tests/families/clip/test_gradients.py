@@ -13,6 +13,7 @@ from maxlp.core.train_state import abstract_model, shardings
 from maxlp.families.clip.contrastive import ContrastiveConfig
 from maxlp.families.clip.gradients import batch_loss, loss_gradients
 from maxlp.families.clip.model import CLIP, CLIPConfig
+from maxlp.nn.stack import Part
 from maxlp.parallel import sharding
 from tests.families.clip.fixtures import MIXED, SIGLIP, make_batch, make_mixed_clip, tiny_clip
 
@@ -162,7 +163,9 @@ def test_a_recipe_quantizes_the_blocks_between_the_first_and_last_ones_of_both_t
     quantized = {path for path, name in table.items() if name == "int8_switchback"}
     assert quantized == {f"{tower}/layers/{name}" for tower in ("visual", "text") for name in matmuls}
     assert set(table) - quantized == {"visual/patch_embed", "visual/proj", "text/proj"}
-    assert model.visual.layers.unquantized_blocks == model.text.layers.unquantized_blocks == (1, 1)
+    plain = frozenset(matmuls)
+    assert model.visual.layers.parts == (Part(0, 1, plain), Part(1, 2), Part(2, 3, plain))
+    assert model.text.layers.parts == (Part(0, 1, plain), Part(1, 3), Part(3, 4, plain))
 
 
 @pytest.mark.full
