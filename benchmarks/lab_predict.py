@@ -159,6 +159,7 @@ def show() -> None:
         values = [number(predicted[name][key]) for name in names]
         whole = spearmanr(values, [np.mean(gaps[name]) for name in names]).statistic
         print(f"Spearman of {key} with the gap, {len(names)} recipes: {whole:.3f}")
+    print(f"Spearman of one seed's gaps with the mean of the others: {agreement_of_seeds(gaps):.3f}")
     draw(names, predicted, gaps)
     chosen = {spec: runs[spec] for spec in ("bf16", *HARMFUL) if spec in runs} | Results("lab_choose").runs
     rows = [
@@ -168,6 +169,14 @@ def show() -> None:
         for gap in [gaps_of(chosen, name)]
     ]
     fidelity_figures.print_table(["recipe", "gap", "each seed"], rows)
+
+
+def agreement_of_seeds(gaps: dict[str, list[float]]) -> float:
+    """What a predictor of a single seed could reach: the mean correlation of a seed with the others."""
+    seeds = np.array(list(gaps.values()))
+    others = [np.delete(seeds, seed, axis=1).mean(axis=1) for seed in range(seeds.shape[1])]
+    found = [spearmanr(one, rest).statistic for one, rest in zip(seeds.T, others, strict=True)]
+    return float(np.mean(found))
 
 
 def number(value: float | None) -> float:

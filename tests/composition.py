@@ -222,42 +222,59 @@ def pairs(family: str) -> dict[Row, str | None]:
     return found
 
 
-def is_left_to_llama(family: str, pair: Row) -> bool:
-    """Whether the full tier runs a pair with Llama alone.
+# These act on gradients and parameters once the backward pass is over, in code that all families share.
+UPDATE = {"adascale", "optimizer", "galore", "low_bit", "guard"}
 
-    What a recipe hands to an optimizer is gradients, whatever the model is. These pairs are most of the
-    rows.
+
+def is_slow(family: str, pair: Row) -> bool:
+    """Whether a pair is left to the slow tier.
+
+    What a recipe hands to an optimizer is gradients, whichever recipe it is; these pairs alone would be half of
+    the rows. And an update is the same whatever the model is: the full tier runs its pairs with Llama.
     """
-    return family != "llama" and {feature(name).dimension for name in pair} == {"precision", "optimizer"}
+    dimensions = {feature(name).dimension for name in pair}
+    is_update = dimensions & UPDATE and dimensions <= UPDATE | {"precision", "dtype"}
+    return dimensions == {"precision", "optimizer"} or (family != "llama" and bool(is_update))
 
 
 @functools.cache
 def rows(family: str, tier: str) -> tuple[Row, ...]:
     """Combinations of features on at most `DEVICES` devices; both tiers together cover all pairs that run.
 
+    Each row starts with a pair that is missing, and grows by the feature that adds most of the missing pairs.
+
     Args:
-      tier: ``full``, or ``slow`` for the pairs that `is_left_to_llama` leaves.
+      tier: ``full``, or ``slow`` for the pairs that `is_slow` leaves.
     """
     missing = {
         pair
         for pair, message in pairs(family).items()
-        if message is None and is_left_to_llama(family, pair) == (tier == "slow")
+        if message is None and is_slow(family, pair) == (tier == "slow")
     }
     if tier == "slow":
         missing -= set(itertools.chain(*(itertools.combinations(row, 2) for row in rows(family, "full"))))
     found = []
     while missing:
         row: Row = min(missing)
-        for f in FEATURES:
-            if f.name in row or any(feature(name).dimension == f.dimension for name in row):
-                continue
-            longer = tuple(g.name for g in FEATURES if g.name in (*row, f.name))
-            gained = sum(pair in missing for pair in itertools.combinations(longer, 2) if f.name in pair)
-            if gained and num_devices(longer) <= DEVICES and refusal(family, longer) is None:
-                row = longer
+        while longer := _grown(family, row, missing):
+            row = longer
         missing -= set(itertools.combinations(row, 2))
         found.append(row)
     return tuple(found)
+
+
+def _grown(family: str, row: Row, missing: set[Row]) -> Row | None:
+    """The row with one feature more, which adds most of the missing pairs; None if no feature adds any."""
+    best, most = None, 0
+    taken = {feature(name).dimension for name in row}
+    for f in FEATURES:
+        if f.dimension in taken:
+            continue
+        longer = tuple(g.name for g in FEATURES if g.name in (*row, f.name))
+        gained = sum(pair in missing for pair in itertools.combinations(longer, 2) if f.name in pair)
+        if gained > most and num_devices(longer) <= DEVICES and refusal(family, longer) is None:
+            best, most = longer, gained
+    return best
 
 
 def rows_on_page() -> Iterator[tuple[str, str, Row]]:
