@@ -229,8 +229,9 @@ UPDATE = {"adascale", "optimizer", "galore", "low_bit", "guard"}
 def is_slow(family: str, pair: Row) -> bool:
     """Whether a pair is left to the slow tier.
 
-    What a recipe hands to an optimizer is gradients, whichever recipe it is; these pairs alone would be half of
-    the rows. And an update is the same whatever the model is: the full tier runs its pairs with Llama.
+    What a recipe hands to an optimizer is gradients, whichever recipe it is; these pairs alone would be
+    half of the rows. And an update is the same whatever the model is: the full tier runs its pairs with
+    Llama.
     """
     dimensions = {feature(name).dimension for name in pair}
     is_update = dimensions & UPDATE and dimensions <= UPDATE | {"precision", "dtype"}
@@ -241,7 +242,7 @@ def is_slow(family: str, pair: Row) -> bool:
 def rows(family: str, tier: str) -> tuple[Row, ...]:
     """Combinations of features on at most `DEVICES` devices; both tiers together cover all pairs that run.
 
-    Each row starts with a pair that is missing, and grows by the feature that adds most of the missing pairs.
+    Each row starts with a missing pair, and grows by the feature that adds most of the missing pairs.
 
     Args:
       tier: ``full``, or ``slow`` for the pairs that `is_slow` leaves.
