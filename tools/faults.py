@@ -1254,8 +1254,8 @@ LLAMA = [
         ),
         ("return 5 / 8 * s.R * s.N", "return s.R * s.N"),
         (
-            'flops["bfloat16"] += (logits + head["dlhs"] + head["drhs"]) * 2 * tokens * s.D * s.V',
-            'flops["bfloat16"] += 2 * tokens * s.D * s.V',
+            '"lm_head", 2 * tokens * s.D * s.V, logits_again',
+            '"lm_head", tokens * s.D * s.V, logits_again',
             "families/llama/test_cost.py",
         ),
         (
@@ -2356,8 +2356,10 @@ PLANNING = [
         ("math.prod(shape) * leaf.dtype.itemsize", "math.prod(leaf.shape) * leaf.dtype.itemsize"),
         ('{"float": "float8", "int": "int8"}', '{"float": "float8", "int": "float8"}'),
         ("if self._axes[name] > 1)", "if self._axes[name] >= 1)"),
-        ('"drhs": 0 if s.train.lora else s.recipe(path).keep', '"drhs": s.recipe(path).keep'),
-        ("else s.recipe(path).keep}", "else 1}"),
+        ('"drhs": 0 if s.train.lora else 1', '"drhs": 1'),
+        ('{"drhs": s.recipe(path).keep}', "{}"),
+        ("for part in parts if inside in part.plain)", "for part in parts if part.plain)"),
+        ('{"bfloat16": plain * sum(runs.values()) * once}', "{}"),
         ("on_host += size", "on_device += size"),
     ),
     *_in(

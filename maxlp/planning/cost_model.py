@@ -140,15 +140,32 @@ def matmul_dtypes(s: Settings, path: str) -> dict[str, str]:
     return {gemm: rates.get(kinds.get(gemm, ""), "bfloat16") for gemm in GEMMS}
 
 
-def runs_of_matmuls(s: Settings, path: str, recomputed: int) -> dict[str, float]:
-    """How often a step runs each of the three matmuls of a layer; frozen weights have no gradient.
+def matmul_flops(s: Settings, path: str, once: float, recomputed: int) -> dict[str, float]:
+    """FLOPs of a layer's matmuls in a step, by their dtype; frozen weights have no gradient.
 
-    A matmul over a share of the tokens is that share of a run.
+    A matmul over a share of the tokens is that share of a matmul, and where a stack's matmul is in high
+    precision in some layers, these count as bfloat16.
 
     Args:
+      once: FLOPs of one of the three matmuls, in all layers of the stack.
       recomputed: forward passes that run again.
     """
-    return {"fwd": 1 + recomputed, "dlhs": 1, "drhs": 0 if s.train.lora else s.recipe(path).keep}
+    runs = {"fwd": 1 + recomputed, "dlhs": 1, "drhs": 0 if s.train.lora else 1}
+    kept = {"drhs": s.recipe(path).keep}
+    plain = _plain_share(s, path)
+    flops = {"bfloat16": plain * sum(runs.values()) * once}
+    for gemm, dtype in matmul_dtypes(s, path).items():
+        flops[dtype] = flops.get(dtype, 0.0) + (1 - plain) * kept.get(gemm, 1) * runs[gemm] * once
+    return flops
+
+
+def _plain_share(s: Settings, path: str) -> float:
+    """In which share of the layers of its stack a matmul is in high precision despite its recipe."""
+    for stack, parts in s.parts.items():
+        inside = path.removeprefix(f"{stack}/")
+        if parts and inside != path:
+            return sum(part.stop - part.start for part in parts if inside in part.plain) / parts[-1].stop
+    return 0.0
 
 
 class Ledger:

@@ -15,7 +15,7 @@ from maxlp.core.train_state import num_params
 from maxlp.families import Family
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.nn import attention
-from maxlp.nn.stack import Block
+from maxlp.nn.stack import Block, Part
 from maxlp.optim.config import OptimizerConfig
 from maxlp.optim.make_tx import Optimizer, make_tx
 from maxlp.parallel import sharding
@@ -216,9 +216,9 @@ class Settings:
         return self._traced.matmuls
 
     @property
-    def blocks_are_alike(self) -> bool:
-        """Whether each matmul has the same recipe in all blocks of its stack."""
-        return self._traced.blocks_are_alike
+    def parts(self) -> dict[str, tuple[Part, ...]]:
+        """Path of each stack of blocks -> the parts in which its matmuls differ, if they do."""
+        return self._traced.parts
 
     def recipe(self, path: str) -> precision.Recipe:
         """The recipe of a matmul; ``bf16`` for what is in high precision."""
@@ -290,7 +290,7 @@ def _recipe(name: str, options: precision.RecipeOptions) -> precision.Recipe:
 
 class _TracedModel(NamedTuple):
     matmuls: dict[str, str]
-    blocks_are_alike: bool
+    parts: dict[str, tuple[Part, ...]]
     params: nnx.State
     num_params: int
 
@@ -305,13 +305,14 @@ def _traced_model(
     family: Family, model: Any, config: PrecisionConfig, adapters: LoraConfig | None
 ) -> _TracedModel:
     table: dict[str, str] = {}
-    stacks: list[Block] = []
+    parts: dict[str, tuple[Part, ...]] = {}
 
     def make() -> tuple[nnx.State, nnx.State]:
         made = family.make_model(model, rngs=nnx.Rngs(0))
         with errors_of("precision"):
             table.update(precision.apply(made, config, gated_products=family.gated_products))
-        stacks.extend(module for _, module in nnx.iter_modules(made) if isinstance(module, Block))
+        stacks = ((path, module) for path, module in nnx.iter_modules(made) if isinstance(module, Block))
+        parts.update({"/".join(map(str, path)): blocks.parts for path, blocks in stacks})
         weights = nnx.state(made, nnx.Param)
         if adapters is None:
             return weights, weights
@@ -320,8 +321,7 @@ def _traced_model(
         return weights, nnx.state(made, nnx.Param)
 
     weights, trained = jax.eval_shape(make)
-    alike = not any(part.plain for blocks in stacks for part in blocks.parts)
-    return _TracedModel(table, alike, trained, num_params(nnx.to_pure_dict(weights)))
+    return _TracedModel(table, parts, trained, num_params(nnx.to_pure_dict(weights)))
 
 
 def read(c: ConfigDict) -> Settings:

@@ -12,7 +12,7 @@ from maxlp.families.clip.presets import CLIP_SIZES, clip
 from maxlp.families.llama.presets import llama
 from maxlp.parallel import sharding
 from maxlp.planning import topologies
-from maxlp.planning.cost_model import Ledger, cost_of, held_state, matmul_dtypes, state_shapes
+from maxlp.planning.cost_model import Ledger, cost_of, held_state, matmul_dtypes, matmul_flops, state_shapes
 from maxlp.run.experiment import assemble
 from maxlp.run.settings import read
 from tests.planning import peaks
@@ -134,12 +134,29 @@ def test_sampled_gradients_multiply_a_share_of_the_tokens():
     flops = []
     for keep in (1.0, 0.25):
         changes = {"precision.recipe": "wta_crs", "precision.options.keep": keep}
+        changes |= {"precision.first_blocks": 0, "precision.last_blocks": 0}
         s = peaks.settings_of(llama(**peaks.LLAMA_SIZES), changes)
         machine = s.machine(1, "cuda")
         flops.append(cost_of(s).work(s, machine, state_shapes(s, machine)).flops["bfloat16"])
     kernels = sum(math.prod(p.shape) for p in jax.tree.leaves(s.params) if len(p.shape) == 3)
     tokens = s.data.batch_size * s.data.seq_len
     assert flops[0] - flops[1] == pytest.approx(0.75 * 2 * tokens * kernels)
+
+
+def test_layers_in_high_precision_multiply_in_16_bits():
+    """Of four layers the first one, and the down projection of the third, under a sampled gradient too."""
+    layers = {"model.num_layers": 4, "precision.first_blocks": 1, "precision.last_blocks": 0}
+    layers["precision.rules"] = (("layers/2/mlp/down_proj", "bf16"),)
+    for recipe, kept in (("int8_all", 1.0), ("wta_crs", 0.25)):
+        options = {"precision.options.keep": kept} if kept < 1 else {}
+        s = read(changed(load("debug"), layers | {"precision.recipe": recipe} | options))
+        low = "int8" if kept == 1 else "bfloat16"
+        for path, plain in (("layers/attn/q_proj", 1), ("layers/mlp/down_proj", 2)):
+            expected = {"bfloat16": 4 * plain}
+            expected[low] = expected.get(low, 0) + (3 + kept) * (4 - plain)
+            assert matmul_flops(s, path, 4, recomputed=1) == pytest.approx(expected)
+    frozen = read(changed(load("debug"), {"precision.recipe": "bf16"} | peaks.LORA))
+    assert matmul_flops(frozen, "lm_head", 1, recomputed=0) == {"bfloat16": 2}
 
 
 @pytest.mark.parametrize("family", ["llama", "clip"])

@@ -23,8 +23,7 @@ from maxlp.planning.cost_model import (
     StateShapes,
     Work,
     held_state,
-    matmul_dtypes,
-    runs_of_matmuls,
+    matmul_flops,
     saves_attention,
 )
 from maxlp.planning.hlo import Collective
@@ -268,9 +267,9 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
         tokens = B * tower.S
         square = tower.computed_part if tower.attention == "xla" else 1 / 2 if tower.causal else 1.0
         for path, width in _matmul_widths(name, tower).items():
-            runs = runs_of_matmuls(settings, path, again)
-            for gemm, dtype in matmul_dtypes(settings, path).items():
-                flops[dtype] += runs[gemm] * 2 * tokens * tower.L * tower.D * width
+            once = 2 * tokens * tower.L * tower.D * width
+            for dtype, n in matmul_flops(settings, path, once, again).items():
+                flops[dtype] += n
         passes = (3 if tower.attention == "xla" else 3.5) + (not tower.saves_attention) + (M > 1)
         flops["bfloat16"] += square * passes * 4 * tokens * tower.S * tower.L * tower.D
         widths = 30 * tower.D + 12 * tower.F / tower.t

@@ -105,7 +105,7 @@ def rounds_are_recomputed(s: Settings, machine: Machine) -> str | None:
 
 def stages_are_alike(s: Settings, machine: Machine) -> str | None:
     """All stages run one program, so that no stage can have blocks without quantization."""
-    if machine.axes["stage"] == 1 or s.blocks_are_alike:
+    if machine.axes["stage"] == 1 or not any(part.plain for parts in s.parts.values() for part in parts):
         return None
     return (
         f"mesh.stage={machine.axes['stage']} needs stages that are alike; set precision.first_blocks=0 and "

@@ -24,8 +24,7 @@ from maxlp.planning.cost_model import (
     StateShapes,
     Work,
     held_state,
-    matmul_dtypes,
-    runs_of_matmuls,
+    matmul_flops,
     saves_attention,
 )
 from maxlp.planning.hlo import Collective
@@ -357,12 +356,11 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     again = {"none": 0, "dots": 0}.get(s.remat, 1)  # forward passes that run again
     flops = {"bfloat16": 0.0, "float8": 0.0, "int8": 0.0}
     for path, width in matmul_widths(s).items():
-        runs = runs_of_matmuls(settings, path, again)
-        for gemm, dtype in matmul_dtypes(settings, path).items():
-            flops[dtype] += runs[gemm] * 2 * tokens * s.L * s.D * width
-    logits = 2 if settings.model.dtype == "float16" and s.chunks > 1 else 1  # see `losses`
-    head = runs_of_matmuls(settings, "lm_head", 0)
-    flops["bfloat16"] += (logits + head["dlhs"] + head["drhs"]) * 2 * tokens * s.D * s.V
+        for dtype, n in matmul_flops(settings, path, 2 * tokens * s.L * s.D * width, again).items():
+            flops[dtype] += n
+    logits_again = settings.model.dtype == "float16" and s.chunks > 1  # see `losses`
+    for dtype, n in matmul_flops(settings, "lm_head", 2 * tokens * s.D * s.V, logits_again).items():
+        flops[dtype] += n
     square = 5 / 8 if s.attention == "xla" else 1 / 2
     passes = 1 + (2 if s.attention == "xla" else 2.5) + (not s.saves_attention)
     flops["bfloat16"] += square * passes * 4 * tokens * s.S * s.L * s.N * s.H

@@ -37,6 +37,11 @@ def test_settings_that_work_are_accepted(changes):
     check(changes)
 
 
+def test_a_rule_for_one_layer_makes_its_stage_another_program():
+    with pytest.raises(ConfigError, match=r"needs stages that are alike.*name no layer"):
+        check(STAGES | FP8 | {"precision.rules": (("layers/1/mlp/down_proj", "bf16"),)})
+
+
 BROKEN = {
     "positions_within_range": ({"data.seq_len": 2048}, "data.seq_len=2048 is above model.max_seq_len=1024"),
     "head_splits_sequence": (
