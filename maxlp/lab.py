@@ -23,7 +23,9 @@ to keep in high precision under a budget of FLOPs (`run.choice`).
 diff takes the same state and batches through the programs of two runs, or of
 one run and of its config with the changes --other, and prints the first tensor
 that differs by more than rounding explains, with the line of the source that
-computes it (`run.difference`).
+computes it (`run.difference`). Two versions of maxlp or JAX, or two machines,
+are compared by recording steps in one, with --record, and comparing the run
+in the other --against them (`run.recorded_steps`).
 """
 
 import json
@@ -43,7 +45,7 @@ TOOLS = {  # the flags of each, besides those of all
     "attribute": ("recipe", "top"),
     "predict": ("recipes", "batches"),
     "choose": ("recipe", "top", "budget"),
-    "diff": ("other", "steps", "top"),
+    "diff": ("other", "record", "against", "steps", "top"),
 }
 
 
@@ -71,6 +73,8 @@ def define_flags() -> None:
     flags.DEFINE_multi_string(
         "other", [], "diff: SECTION.KEY=VALUE in which B differs from A; may be given several times."
     )
+    flags.DEFINE_string("record", None, "diff: folder to write steps to, for --against.")
+    flags.DEFINE_string("against", None, "diff: folder of steps that another version has recorded.")
     flags.DEFINE_integer("steps", 3, "diff: steps to compare; it ends at a difference.", lower_bound=1)
 
 
@@ -80,7 +84,7 @@ def main(tool: str = "", directory: str = "", second: str = "") -> None:
         raise ValueError(f"{tool!r} is not a tool of the lab; choose one of {', '.join(TOOLS)}")
     if bool(directory) == (f.config is not None):
         raise ValueError(f"give either a workdir, as in python -m maxlp.lab {tool} DIR, or --config=NAME")
-    if not directory and not f.out:
+    if not directory and not f.out and not f.record:
         raise ValueError("--config needs a folder for the results; add --out=FOLDER")
     if second and tool != "diff":
         raise ValueError(f"{tool} takes one run; leave out {second}")
@@ -103,36 +107,61 @@ def main(tool: str = "", directory: str = "", second: str = "") -> None:
 
 
 def diff(config: dict[str, Any], workdir: Path | None, second: str, out: Path) -> None:
-    """Prints and writes where the programs of two runs first differ.
+    """Prints and writes where the programs of two runs, or of one run in two versions, first differ.
 
     Args:
       config, workdir: of run A; the workdir is None for a new run.
-      second: the workdir of run B; "" for that of A with the changes --other.
+      second: the workdir of run B; "" for another B, which a flag names.
 
     Raises:
       ValueError: not exactly one B, or one that cannot be compared with A.
     """
-    from maxlp.run import two_runs  # imports the training code
+    from maxlp.run import recorded_steps, two_runs  # imports the training code
 
     f = flags.FLAGS
-    if bool(second) == bool(f.other):
-        raise ValueError("give either a second workdir, as in diff A B, or --other=SECTION.KEY=VALUE")
-    folder_b = local_path(second, "B") if second else None
-    if folder_b is None:
-        other = two_runs.changed(config, f.other)
+    if sum(map(bool, (second, f.other, f.record, f.against))) != 1:
+        raise ValueError(
+            "give one of: a second workdir, as in diff A B; --other=SECTION.KEY=VALUE; --record=FOLDER; "
+            "--against=FOLDER"
+        )
+    a = read(ConfigDict(config))
+    if f.record:
+        folder = local_path(f.record, "--record")
+        for path in recorded_steps.record(a, config, workdir, f.step, f.steps, folder):
+            _wrote(path)
+        return
+    if f.against:
+        if f["step"].present or f["steps"].present:
+            raise ValueError("--against compares what was recorded; leave out --step and --steps")
+        folder = local_path(f.against, "--against")
+        differing, reports = recorded_steps.check(folder, config), recorded_steps.reports(a, folder)
     else:
-        other = json.loads(run_dir.load_config(folder_b).to_json_best_effort())
-    a, b = read(ConfigDict(config)), read(ConfigDict(other))
-    differing = two_runs.check(config, other)
-    if workdir is not None and folder_b is not None:
-        two_runs.check_tokenizers(a, workdir, folder_b)
+        other, b = other_run(config, workdir, second, f.other)
+        differing, reports = two_runs.check(config, other), two_runs.reports(a, workdir, b, f.step, f.steps)
     print("\n".join(differing))
     found = []
-    for report in two_runs.reports(a, workdir, b, f.step, f.steps):
+    for report in reports:
         found.append(report)
         print("\n".join(two_runs.lines(report, f.top)), flush=True)
     out.mkdir(parents=True, exist_ok=True)
     _wrote(two_runs.write(found, differing, out))
+
+
+def other_run(
+    config: dict[str, Any], workdir: Path | None, second: str, changes: list[str]
+) -> tuple[dict[str, Any], Settings]:
+    """Config and settings of B: those of its workdir, or A's with changes."""
+    from maxlp.run import two_runs  # imports the training code
+
+    if not second:
+        other = two_runs.changed(config, changes)
+        return other, read(ConfigDict(other))
+    folder = local_path(second, "B")
+    c = run_dir.load_config(folder)
+    b = read(c)
+    if workdir is not None:
+        two_runs.check_tokenizers(b, workdir, folder)
+    return json.loads(c.to_json_best_effort()), b
 
 
 def attribute(

@@ -284,6 +284,23 @@ def _as_trained(program: Program, state: State, batch: Any) -> tuple[dict, State
 # --- two programs ---------------------------------------------------------------------------------------
 
 
+class Recorded(NamedTuple):
+    """A step of program A, with which other programs are compared.
+
+    Attributes:
+      state, batch: before the step, on the host.
+      given: the values at A's taps; {} without taps.
+      tensors: in the order of the program.
+      spread: of each tensor, how far rounding moves it, in both `norms`.
+    """
+
+    state: State
+    batch: Batch
+    given: Given
+    tensors: Tensors
+    spread: dict[Site, np.ndarray]
+
+
 def compare(a: Compiled, b: Compiled, state: State, batch: Batch, seed: int = 0) -> tuple[list, State]:
     """The differences of one step, in the order of the program, and A's state after the step.
 
@@ -291,26 +308,40 @@ def compare(a: Compiled, b: Compiled, state: State, batch: Batch, seed: int = 0)
       state: of A, on the host.
       seed: of the movements by one unit in the last place.
     """
-    bits, found = min(a.program.bits, b.program.bits), []
+    bits = min(a.program.bits, b.program.bits)
+    is_quantized = a.program.is_quantized or b.program.is_quantized
+    recorded, new = record(a, state, batch, seed, bits, is_quantized)
+    return differences(recorded, b), new
+
+
+def record(
+    a: Compiled, state: State, batch: Batch, seed: int, bits: int, is_quantized: bool
+) -> tuple[Recorded, State]:
+    """A step of a program, what rounding does to it, and the state after it.
+
+    Args:
+      state, seed: as in `compare`.
+      bits, is_quantized: see `Program`; of the coarser one that will be compared.
+    """
     rngs = [np.random.default_rng((seed, i)) for i in range(SEEDS)]
 
     def moved(bits: int) -> Iterator[State]:
         return (state | {part: nudged(state[part], bits, rng) for part in WEIGHTS} for rng in rngs)
 
-    if a.taps and b.taps:
+    given, tensors, spread = {}, {}, {}
+    if a.taps:
         _, given = a.on_inputs(state, batch, a.nothing())
-        base, _ = a.on_inputs(state, batch, given)
-        other, _ = b.on_inputs(state, batch, given)
+        tensors, _ = a.on_inputs(state, batch, given)
         runs = (
             a.on_inputs(one, batch, nudged(given, bits, rng))[0]
             for one, rng in zip(moved(bits), rngs, strict=True)
         )
-        found += _differences(base, other, runs)
-    base, new = a.as_trained(state, batch)
-    other, _ = b.as_trained(state, batch)
-    if a.program.is_quantized or b.program.is_quantized:
+        spread = _spread(tensors, runs)
+    trained, new = a.as_trained(state, batch)
+    if is_quantized:
         bits = min(bits, FLIPPING_BITS)
-    return found + _differences(base, other, (a.as_trained(m, batch)[0] for m in moved(bits))), new
+    spread |= _spread(trained, (a.as_trained(one, batch)[0] for one in moved(bits)))
+    return Recorded(state, batch, given, tensors | trained, spread), new
 
 
 def nudged(tree: Any, bits: int, rng: np.random.Generator) -> Any:
@@ -332,11 +363,23 @@ def nudged(tree: Any, bits: int, rng: np.random.Generator) -> Any:
     return jax.tree.map(one, tree)
 
 
-def _differences(base: Tensors, other: Tensors, runs: Iterable[Tensors]) -> list[Difference]:
+def _spread(base: Tensors, runs: Iterable[Tensors]) -> dict[Site, np.ndarray]:
+    """How far each tensor is from some runs at most, in both norms."""
     spread = {site: np.zeros(2) for site in base}
     for run in runs:
         spread = {site: np.maximum(found, norms(base[site], run[site])) for site, found in spread.items()}
-    differences = []
+    return spread
+
+
+def differences(recorded: Recorded, b: Compiled) -> list[Difference]:
+    """How program B differs in a recorded step, in the order of the program."""
+    state, batch, given, base, spread = recorded
+    other = b.on_inputs(state, batch, given)[0] if given else {}
+    return _differences(base, other | b.as_trained(state, batch)[0], spread)
+
+
+def _differences(base: Tensors, other: Tensors, spread: Mapping[Site, np.ndarray]) -> list[Difference]:
+    found = []
     for site in [site for site in base if site in other and site.kind != "parameter"]:
         values = norms(base[site], other[site])
         # An update is no more exact than the parameters between which it is the difference.
@@ -345,8 +388,8 @@ def _differences(base: Tensors, other: Tensors, runs: Iterable[Tensors]) -> list
         bounds = FACTOR * np.maximum(spread[site], np.maximum(*units))
         with np.errstate(invalid="ignore"):  # inf / inf: A has zeros, and any move changes them
             larger = int(np.argmax(values / bounds))
-        differences.append(Difference(site, float(values[larger]), float(bounds[larger]), NORMS[larger]))
-    return differences
+        found.append(Difference(site, float(values[larger]), float(bounds[larger]), NORMS[larger]))
+    return found
 
 
 def norms(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -11,15 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxlp.core.train_state import abstract_state
+from maxlp.core.train_state import State, abstract_state
 from maxlp.parallel.batches import device_batches
 from maxlp.precision import make_recipe
 from maxlp.run import changes, difference
 from maxlp.run.attribution import finite
 from maxlp.run.config import ConfigError
-from maxlp.run.difference import FACTOR, SEEDS, Compiled, Difference, Program
+from maxlp.run.difference import FACTOR, SEEDS, Batch, Compiled, Difference, Program
 from maxlp.run.experiment import Experiment, resolve_settings
-from maxlp.run.reopen import batch_of, reopened
+from maxlp.run.reopen import Opened, batch_of, reopened
 from maxlp.run.settings import Settings
 from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import files
@@ -110,22 +110,33 @@ def reports(
     """
     bits, run_b = min(_bits(a, b), _bits(b, a)), resolve_settings(b)
     with reopened(a, workdir, step) as at:
-        programs = [_program(run, bits) for run in (at.run, run_b)]
+        programs = [program_of(run, bits) for run in (at.run, run_b)]
         _check_states(*programs)
-        state, first_batch, start = batch_of(at, step)
-        state, first_batch = jax.device_get((state, first_batch))
-        tapped = _same_positions(at.run, run_b)
+        state, first_batch, batches = steps_of(at, step, number)
+        tapped = same_positions(positions(at.run), positions(run_b))
         program_a, program_b = (Compiled(program, first_batch, tapped) for program in programs)
-        more = (jax.device_get(batch) for batch, _ in device_batches(at.batches, at.run.mesh, number - 1))
-        for n, batch in enumerate(itertools.chain([first_batch], more), start):
+        for n, batch in batches:
             tensors, state = difference.compare(program_a, program_b, state, batch, seed=n)
-            first = next((found for found in tensors if found.excess > 1), None)
-            yield Report(n, tensors, difference.source(program_b, first.site) if first else "")
-            if first:
+            report = report_of(n, tensors, program_b)
+            yield report
+            if report.beyond:
                 return
 
 
-def _program(run: Experiment, bits: int) -> Program:
+def steps_of(at: Opened, step: int | None, number: int) -> tuple[State, Batch, Iterator[tuple[int, Batch]]]:
+    """The state before a step, its batch, and each of ``number`` steps with its batch; all on the host."""
+    state, first, start = batch_of(at, step)
+    state, first = jax.device_get((state, first))
+    more = (jax.device_get(batch) for batch, _ in device_batches(at.batches, at.run.mesh, number - 1))
+    return state, first, enumerate(itertools.chain([first], more), start)
+
+
+def report_of(step: int, tensors: list[Difference], b: Compiled) -> Report:
+    first = next((found for found in tensors if found.excess > 1), None)
+    return Report(step, tensors, difference.source(b, first.site) if first else "")
+
+
+def program_of(run: Experiment, bits: int) -> Program:
     s = run.settings
     with jax.set_mesh(run.mesh):
         graphdef, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
@@ -165,13 +176,18 @@ def _check_states(a: Program, b: Program) -> None:
             )
 
 
-def _same_positions(a: Experiment, b: Experiment) -> bool:
-    """Whether taps see the same tokens at the same places: no pipeline, and one order of the sequence."""
+def positions(run: Experiment) -> str:
+    """The kernel of attention, which orders the sequence that taps see; "" if a run can have no taps."""
+    if run.mesh.shape["stage"] > 1 or run.settings.precision.scalify != "none":
+        return ""
+    return getattr(run.settings.model, "attention", "xla")
+
+
+def same_positions(a: str, b: str) -> bool:
+    """Whether taps of two runs with these `positions` see the same tokens at the same places."""
     from maxlp.nn.attention import sequence_order
 
-    plain = all(run.mesh.shape["stage"] == 1 and run.settings.precision.scalify == "none" for run in (a, b))
-    kernels = [getattr(run.settings.model, "attention", "xla") for run in (a, b)]
-    return plain and (kernels[0] == kernels[1] or not any(map(sequence_order, kernels)))
+    return bool(a and b) and (a == b or not any(map(sequence_order, (a, b))))
 
 
 # --- output ---------------------------------------------------------------------------------------------

@@ -16,3 +16,14 @@ def changed(c: ConfigDict, values: dict) -> ConfigDict:
     with c.unlocked():
         c.update_from_flattened_dict(values)
     return c
+
+
+# Of a Llama that compiles in seconds.
+TINY = {
+    **{f"model.{key}": 2 for key in ("num_layers", "num_heads", "num_kv_heads")},
+    **{"model.embed_dim": 32, "model.head_dim": 16, "model.mlp_dim": 64, "model.vocab_size": 512},
+    "data.source": "stdlib?validation=0.002",
+    "data.tokenizer": "bytes",
+    "data.seq_len": 32,
+    "data.shuffle_tokens": 4096,
+}

@@ -394,19 +394,26 @@ def test_norms_of_a_difference():
     np.testing.assert_array_equal(difference.norms(a, broken), [np.inf, np.inf])
 
 
+def compared(base, other, *runs):
+    """The difference of an array, of which rounding makes these others."""
+    site = Site(AS_TRAINED, "gradient", "kernel")
+    spread = difference._spread({site: base}, ({site: run} for run in runs))
+    [found] = difference._differences({site: base}, {site: other}, spread)
+    return found
+
+
 def test_rounding_explains_what_it_makes_of_zeros():
-    site, zeros = Site(AS_TRAINED, "gradient", "kernel"), np.zeros(4, np.float32)
-    [found] = difference._differences({site: zeros}, {site: zeros + 1}, [{site: zeros + 1}])
+    zeros = np.zeros(4, np.float32)
+    found = compared(zeros, zeros + 1, zeros + 1)
     assert found.value == found.bound == np.inf and not found.excess > 1
-    [found] = difference._differences({site: zeros}, {site: zeros + 1}, [{site: zeros}])
-    assert found.excess == np.inf
+    assert compared(zeros, zeros + 1, zeros).excess == np.inf
 
 
 def test_the_norm_with_the_larger_excess_is_reported():
-    site, ones = Site(AS_TRAINED, "gradient", "kernel"), np.ones(4, np.float32)
+    ones = np.ones(4, np.float32)
     one_wrong = ones + np.array([0, 0, 0, 1], np.float32)
-    [found] = difference._differences({site: ones}, {site: one_wrong}, [{site: ones}, {site: ones + 0.25}])
+    found = compared(ones, one_wrong, ones, ones + 0.25)
     assert found.norm == "max" and found.value == 1 and found.bound == difference.FACTOR * 0.25
     uneven = ones + np.array([0.5, 0.5, 0.5, 0.6], np.float32)
-    [found] = difference._differences({site: ones}, {site: uneven}, [{site: one_wrong}])
+    found = compared(ones, uneven, one_wrong)
     assert found.norm == "rms" and found.bound == difference.FACTOR * 0.5

@@ -8,7 +8,7 @@ from maxlp.run import two_runs
 from maxlp.run.config import ConfigError
 from maxlp.run.difference import AS_TRAINED, ON_INPUTS, Difference, Site
 from maxlp.run.settings import read
-from tests.run.fixtures import changed, load
+from tests.run.fixtures import TINY, changed, load
 
 CONFIG = {"model": {"remat": "none", "embed_dim": 64, "pipeline": {"repeats": 1}}, "train": {"seed": 0}}
 
@@ -74,15 +74,7 @@ def test_the_report_fits_a_terminal_and_is_written(tmp_path):
 
 
 def tiny(**changes):
-    sizes = dict(embed_dim=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, mlp_dim=64)
-    options = {f"model.{key}": value for key, value in sizes.items()} | {
-        "model.vocab_size": 512,
-        "data.source": "stdlib?validation=0.002",
-        "data.tokenizer": "bytes",
-        "data.seq_len": 32,
-        "data.shuffle_tokens": 4096,
-    }
-    return read(changed(load("debug"), options | changes))
+    return read(changed(load("debug"), TINY | changes))
 
 
 @pytest.mark.full
