@@ -5,6 +5,7 @@ calls it ``scale_inv``). Scales are float32. Multiplying by a power of two round
 quantizing a dequantized array again changes nothing.
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -22,11 +23,17 @@ def amax(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
 
     NaN if there is one.
     """
-    # As integers, magnitudes have the same order and NaN comes last. The maximum of floating-point
-    # numbers would do, but XLA's on CPUs loses NaN in float32 arrays of a few thousand numbers.
-    bits = jax.lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
-    largest = jnp.max(bits, axis=axes, keepdims=axes is not None)
-    return jax.lax.bitcast_convert_type(largest, jnp.float32)
+    largest = functools.partial(jnp.max, axis=axes, keepdims=axes is not None)
+
+    def of_bits(x: jax.Array) -> jax.Array:
+        # As integers, magnitudes have the same order and NaN comes last.
+        bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+        return jax.lax.bitcast_convert_type(largest(bits), jnp.float32)
+
+    # XLA's maximum on CPUs loses NaN in float32 arrays of a few thousand numbers. On GPUs it does not, and
+    # is fused with more than a maximum of integers.
+    magnitudes = jnp.abs(x.astype(jnp.float32))
+    return jax.lax.platform_dependent(magnitudes, cpu=of_bits, default=largest)
 
 
 def rms(x: jax.Array, axes: Sequence[int]) -> jax.Array:
