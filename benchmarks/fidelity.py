@@ -1,12 +1,12 @@
 """Do the claims about low precision and loss spikes hold? Small runs on real text, seed by seed.
 
-    python benchmarks/fidelity.py precision smooth_swiglu optimizers --seeds 0 1 2
+    python benchmarks/fidelity.py precision recipes smooth_swiglu optimizers --seeds 0 1 2
 
 Each experiment trains variants of `configs/llama/tiny.py`, each with a few changed values that are listed
 here. The seed sets the weights and the order of the data, and all variants share them, so that two runs
 with the same seed differ by the variant alone. After each run the measurements are written to
 `benchmarks/results/fidelity_<experiment>.json`; finished runs are not repeated. At the end each experiment
-prints its table and draws its figure: 51 runs of about half a minute each on two CPU cores.
+prints its table and draws its figure: 84 runs of about half a minute each on two CPU cores.
 `docs/fidelity.md` has the claims, the criteria and the results.
 """
 
@@ -54,13 +54,22 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "int8_all": {"precision.recipe": "int8_all"},
         "e3m1": {"precision.recipe": "simulate", "precision.options": {"format": "e3m1"}},
     },
+    "recipes": {  # the others
+        name: {"precision.recipe": name}
+        for name in (
+            *("fp8_rowwise", "fp8_rowwise_with_gw_hp", "fp8_switchback", "fp8_gaudi", "fp8_blocks"),
+            *("int8_switchback_m", "int8_switchback_q", "nvfp4", "quest", "wta_crs"),
+        )
+    }
+    | {"fp16": {"model.dtype": "float16", "precision.loss_scale.initial": 2.0**15}},
     "optimizers": {
         "AdamW": PLAIN,
         "AdamW, gradient clip 1": PLAIN | {"optimizer.clip_norm": 1.0},
         "StableAdamW": SPIKY,
     },
 }
-USUAL = "AdamW, usual rate and β2"  # what "optimizers" calls the variant bf16 of "precision"
+# What other experiments call the variant bf16 of "precision", their baseline.
+BASELINES = {"recipes": "bf16", "optimizers": "AdamW, usual rate and β2"}
 
 
 # --- the experiments ----------------------------------------------------------------------------------
@@ -260,8 +269,8 @@ def main() -> None:
                 smooth_swiglu(args.seeds, args.only, data)
             elif data:
                 compare(experiment, args.seeds, args.only, data)
-            shared = Results("precision").runs.get("bf16", {}) if experiment == "optimizers" else {}
-            baseline = {USUAL: shared} if shared else {}
+            shared = Results("precision").runs.get("bf16", {}) if experiment in BASELINES else {}
+            baseline = {BASELINES[experiment]: shared} if shared else {}
             fidelity_figures.show(experiment, Results(experiment).runs, ROOT / "docs" / "figures", baseline)
 
 
