@@ -26,7 +26,7 @@ import numpy as np
 import spike_suite
 from fidelity_clip import SMALL
 from fidelity_runs import RESULTS
-from optimizers_fair import Plan, command, named
+from optimizers_fair import Plan, command
 from spike_suite import RATE_JUMP, SEEDS, Batch, Damage, Runs, Suite, peak
 
 from configs.clip import debug
@@ -39,8 +39,8 @@ BASE: dict[str, Any] = SMALL | {
     "train.total_steps": 300,
 }
 QUICK = BASE | {"train.total_steps": 280, "optimizer.warmup_steps": 2}
-METHODS = {name: spike_suite.METHODS[name] for name in ("clip", "no clip", "stable_adamw", "adagc")}
-METHODS["growing b2"] = named("stable_adamw", decay_rate=0.5)  # 1 - t^-0.5
+COMPARED = ("clip", "no clip", "stable_adamw", "adagc", "growing b2")
+METHODS = {name: spike_suite.METHODS[name] for name in COMPARED}
 
 
 def noise_images(batch: Batch, seed: int) -> Batch:
