@@ -219,14 +219,15 @@ def test_adascale_ends_after_the_steps_of_the_small_batch_and_resumes_exactly(tm
 
 
 def test_sigterm_saves_and_exits_with_75_and_the_run_resumes_to_the_bit(whole, tmp_path):
-    out = stop_at(5, tmp_path, *WHOLE)
+    options = (*WHOLE, "--config.checkpoint.every_steps=100")
+    out = stop_at(5, tmp_path, *options)
     stopped = int(out.split("stopped and saved at step ")[1].split(";")[0])
     assert "the same command resumes" in out and (tmp_path / "checkpoints" / str(stopped)).exists()
-    assert f"resuming at step {stopped}" in run(tmp_path, *WHOLE)
+    assert f"resuming at step {stopped}" in run(tmp_path, *options)
     assert records(tmp_path) == records(whole[0])
     assert checkpoint(tmp_path, 12) == checkpoint(whole[0], 12)
     remove_watch(tmp_path / "checkpoints" / "12")
-    assert "nothing is left to train" in run(tmp_path, *WHOLE)
+    assert "nothing is left to train" in run(tmp_path, *options)
 
 
 def remove_watch(saved: Path) -> None:

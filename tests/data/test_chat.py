@@ -113,7 +113,8 @@ GENERATION = """\
 {%- for message in messages %}
     {{- "<|im_start|>" + message.role + "\n" }}
     {%- if message.role == "assistant" %}
-        {%- generation %}{{ "Well: " + message.content | upper + "<|im_end|>\n" }}{% endgeneration %}
+        {{- "assist" }}
+        {%- generation %}{{ "ant: " + message.content | upper + "<|im_end|>\n" }}{% endgeneration %}
     {%- else %}
         {{- message.content + "<|im_end|>" }}
     {%- endif %}
@@ -122,11 +123,12 @@ GENERATION = """\
 
 
 def generation(messages):
-    """A template that marks answers may change them."""
+    """A template that marks answers may change them, and begin them within a token ("assistant")."""
     for message in messages:
         yield f"<|im_start|>{message['role']}\n", False
         if message["role"] == "assistant":
-            yield f"Well: {message['content'].upper()}<|im_end|>\n", True
+            yield "assist", False
+            yield f"ant: {message['content'].upper()}<|im_end|>\n", True
         else:
             yield message["content"] + "<|im_end|>", False
 

@@ -174,6 +174,15 @@ def test_bfloat16_features_are_computed_in_float32():
     assert grads[0].dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_products_are_in_float32_on_every_chip(method):
+    """By default GPUs and TPUs multiply float32 numbers with fewer bits."""
+    args = (*features(8), 10.0, 0.0)
+    function = functools.partial(value_and_grads, kind="softmax", method=method)
+    dots = [line for line in jax.jit(function).lower(*args).as_text().splitlines() if "dot_general" in line]
+    assert dots and all("precision = [HIGHEST, HIGHEST]" in line for line in dots)
+
+
 @pytest.mark.full
 def test_memory_of_tiles_grows_linearly_with_the_batch():
     """Temporary bytes of loss and gradients as compiled for one device."""
