@@ -251,9 +251,10 @@ def test_the_expected_mfu_counts_exposed_collectives():
     """A GPU computes for half a second, then waits for a tenth."""
     h100 = topologies.parse("h100:1x8")
     gather = Collective("all-gather", ("fsdp",), 8, int(h100.chip.links * 0.1 * 8 / 7), 1, overlapped=False)
-    described = dict(
-        mesh={"fsdp": 8}, devices=8, units_per_step=8, flops_per_unit={"full": 0.3 * h100.chip.peak()}
-    )
+    flops = {"full": 0.3 * h100.chip.peak(), "causal": 0.2 * h100.chip.peak()}
+    described = dict(mesh={"fsdp": 8}, devices=8, units_per_step=8, flops_per_unit=flops, unit="tokens")
     timed = plan.timing(described, Work({"bfloat16": 0.5 * h100.chip.peak()}, 0.0), [gather], h100, 1)
     assert timed["time"]["expected"] == pytest.approx(0.6)
     assert timed["mfu"]["full"] == pytest.approx(0.3 / 0.6)
+    values = described | {"chip": {"peak_bfloat16": 1e15, "hbm": 1e12}, "compiled": timed}
+    assert plan._time_lines(values, "compiled")[-1].startswith("  at most 13 tokens/s, MFU 50.0%")

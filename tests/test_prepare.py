@@ -183,6 +183,19 @@ def test_killed_run_leaves_nothing_that_looks_complete(corpus, tmp_path, num_wor
     assert not list(output.glob("*.partial"))
 
 
+def test_an_interrupted_replacement_leaves_no_manifest(corpus, tmp_path, monkeypatch):
+    """The old manifest is gone before any shard is replaced, so that it never describes new shards."""
+    prepare_text(corpus, str(tmp_path / "data"))
+
+    def fail(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="no space left"):
+        prepare_text(corpus, str(tmp_path / "data"), overwrite=True)
+    assert not (tmp_path / "data/dataset.json").exists()
+
+
 def test_killed_worker_is_reported_and_nothing_is_left(tmp_path):
     with running(tmp_path, num_workers=2) as (handle, process, output):
         next(each for each in handle.children() if "spawn_main" in " ".join(each.cmdline())).kill()

@@ -528,7 +528,6 @@ PRECISION = [
             'for gemm, tensor, operand in (("dlhs", "kernel", recipe.fwd[1]), ("drhs", "input", recipe.fwd[0])):',
             'for gemm, tensor, operand in (("dlhs", "kernel", recipe.fwd[1]),):',
         ),
-        ("found, 0.0)", "found, found)", "run/test_attribution.py"),
     ),
     *_in(
         "precision/dot.py",
@@ -1601,7 +1600,7 @@ DATA = [
         (
             "    _remove(output, MANIFEST)\n",
             "    pass\n",
-            "test_prepare.py::test_killed_run_leaves_nothing_that_looks_complete",
+            "test_prepare.py::test_an_interrupted_replacement_leaves_no_manifest",
         ),
         ("range(shard.start, shard.stop)", "range(shard.start, shard.stop - 1)"),
         ("sum(shard[key] for shard in written)", "written[-1][key]"),
@@ -1880,7 +1879,7 @@ RUN = [
         (
             "!= {precision.HIGH_PRECISION}",
             "== {precision.HIGH_PRECISION}",
-            "families/llama/test_constraints.py",
+            "run/test_settings.py",
         ),
     ),
     *_in(
@@ -2468,7 +2467,7 @@ COMMANDS = [
         "data/test_chat.py",
         ("(end_T > begin) & (begin_T < end)", "(begin_T >= begin) & (begin_T < end)"),
         ("(begin_T < end_T[behind[0]])", "(begin_T < begin_T[behind[0]])"),
-        ("(cut[1:] >= 0).any()", "(cut >= -1).any()"),
+        ("(cut[1:] >= 0).any()", "(tokens[1:] >= 0).any()"),
         ("tokens[: self._seq_len + 1]", "tokens[: self._seq_len]"),
         ("sorted([*found, *contents])", "sorted(contents)"),
         ("found + len(prompt)", "begin"),

@@ -60,7 +60,7 @@ class SwitchDot(QuantDot):
 
     @property
     def statistics(self) -> jax.Array:
-        """float32 (…, 3 matmuls, 2 operands, `STATISTICS`); 0 where a switch is off."""
+        """float32 (…, 3 matmuls, 2 operands, `STATISTICS`); meaningless where a switch is off."""
         forward = jnp.expand_dims(self.forward_statistics[...], -3)
         return jnp.concatenate([forward, self.backward_statistics[...]], axis=-3)
 
@@ -232,7 +232,7 @@ def _switched(recipe, gemm, on, high, low, quantized, exact, how) -> tuple[jax.A
         return y.astype(dtype), statistics(forms, error)
 
     which = jnp.where(jnp.all(on | np.array([o is None for o in operands])), 2, jnp.any(on).astype(int))
-    y, found = jax.lax.switch(
+    return jax.lax.switch(
         which,
         [
             lambda: (high(), jnp.zeros((2, len(STATISTICS)), jnp.float32)),
@@ -240,7 +240,6 @@ def _switched(recipe, gemm, on, high, low, quantized, exact, how) -> tuple[jax.A
             lambda: (low(), mixed()[1] if None in operands else statistics(both_forms(), jnp.zeros(()))),
         ],
     )
-    return y, jnp.where(on[:, None], found, 0.0)
 
 
 def _forms(operand: Operand | None, q: Any, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -111,6 +111,17 @@ def test_an_einsum_that_is_no_matmul_needs_a_rule(einsum):
     assert inject(Experts(nnx.Rngs(0)), FP8, rules=rules) == {"experts": "high precision"}
 
 
+def test_an_einsum_may_permute_the_axes_of_its_result():
+    x = jax.random.normal(jax.random.key(1), (2, 3, 5, 16))
+
+    def model():
+        return nnx.Dict(up=nnx.Einsum("...SD,DGF->...FSG", (16, 4, 8), rngs=nnx.Rngs(0)))
+
+    plain, exact = model(), model()
+    assert inject(exact, EXACT) == {"up": "simulate"}
+    np.testing.assert_array_equal(exact.up(x), plain.up(x))
+
+
 def test_blocks_must_divide_what_an_einsum_sums_over():
     with pytest.raises(ValueError, match="the kernel of down is 64 × 32, which blocks of 64 do not divide"):
         inject(Block(nnx.Rngs(0)), make_recipe("mxfp8", block_size=64), rules=(("att*", FP8),))
