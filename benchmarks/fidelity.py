@@ -1,22 +1,26 @@
 """Do the claims about low precision and loss spikes hold? Small runs on real text, seed by seed.
 
     python benchmarks/fidelity.py precision recipes smooth_swiglu optimizers --seeds 0 1 2
+    python benchmarks/fidelity.py nvfp4 nvfp4_tokens
 
 Each experiment trains variants of `configs/llama/tiny.py`, each with a few changed values that are listed
 here. The seed sets the weights and the order of the data, and all variants share them, so that two runs
 with the same seed differ by the variant alone. After each run the measurements are written to
 `benchmarks/results/fidelity_<experiment>.json`; finished runs are not repeated. At the end each experiment
-prints its table and draws its figure: 84 runs of about half a minute each on two CPU cores.
+prints its table and draws its figure: 108 runs of about half a minute each on two CPU cores, and
+six of two minutes.
 `docs/fidelity.md` has the claims, the criteria and the results.
 """
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fidelity_figures
 import jax
@@ -29,6 +33,7 @@ from maxlp import precision
 from maxlp.core.train_state import State
 from maxlp.optim.stable_adamw import last_rms
 from maxlp.precision.dot import QuantDot
+from maxlp.precision.recipes import RECIPES
 
 VALIDATION_BATCHES = 64  # of 1,024 tokens each, the same for all runs
 
@@ -41,6 +46,12 @@ SPIKY = {  # a learning rate and a β2 with which broken batches make AdamW's lo
 }
 # StableAdamW that never clips is AdamW that records RMS_t.
 PLAIN = SPIKY | {"optimizer.options": {"clip_threshold": 1e30}}
+
+NVFP4 = {"precision.recipe": "nvfp4"}
+PARTS = {  # what these variants take for nvfp4
+    "forward only": dataclasses.replace(RECIPES["nvfp4"], dlhs=None, drhs=None, hadamard=False),
+    "backward only": dataclasses.replace(RECIPES["nvfp4"], fwd=None),
+}
 
 # Experiment → variant → changes of the tiny config.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -57,7 +68,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "recipes": {  # the others
         name: {"precision.recipe": name}
         for name in (
-            *("fp8_rowwise", "fp8_rowwise_with_gw_hp", "fp8_switchback", "fp8_gaudi"),
+            *("bf16", "fp8_rowwise", "fp8_rowwise_with_gw_hp", "fp8_switchback", "fp8_gaudi"),
             *("int8_switchback_m", "int8_switchback_q", "nvfp4", "quest", "wta_crs"),
         )
     }
@@ -66,6 +77,15 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "fp8_blocks of 64": {"precision.recipe": "fp8_blocks", "precision.options": {"block_size": 64}},
         "fp16": {"model.dtype": "float16", "precision.loss_scale.initial": 2.0**15},
     },
+    "nvfp4": {  # and its parts
+        "bf16": {},
+        "nvfp4": NVFP4,
+        "forward only": NVFP4,
+        "backward only": NVFP4,
+        "no rotation": NVFP4 | {"precision.options": {"hadamard": False}},
+        "no stochastic rounding": NVFP4 | {"precision.options": {"grad_rounding": "nearest"}},
+        "no square blocks": NVFP4 | {"precision.options": {"kernel_granularity": "block"}},
+    },
     "optimizers": {
         "AdamW": PLAIN,
         "AdamW, gradient clip 1": PLAIN | {"optimizer.clip_norm": 1.0},
@@ -73,7 +93,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 # What other experiments call the variant bf16 of "precision", their baseline.
-BASELINES = {"recipes": "bf16", "optimizers": "AdamW, usual rate and β2"}
+BASELINES = {"optimizers": "AdamW, usual rate and β2"}
 
 
 # --- the experiments ----------------------------------------------------------------------------------
@@ -228,6 +248,33 @@ def amax_of_product(state: dict) -> dict[str, float]:
     return {} if history is None else {"amax": digits(jnp.max(history[:, 0]))}
 
 
+TOKENS = {"train.total_steps": 900}  # three times those of the other experiments
+LATE = 738  # the step from which on it is bf16: the last 18 %
+
+
+def nvfp4_tokens(seeds: list[int], only: list[str], data: Data) -> None:
+    """Trains in bfloat16, in NVFP4, and in NVFP4 with a last phase in bfloat16, for more tokens."""
+    results = Results("nvfp4_tokens")
+    seeds = [seed for seed in seeds if not results.has("nvfp4, then bf16", seed)]
+    if not seeds:
+        return
+    high, low = Trainer(TOKENS, data), Trainer(TOKENS | NVFP4, data)
+    for seed in seeds:
+        batches = data.batches(seed, TOKENS["train.total_steps"])
+
+        def finish(name: str, run: Trainer, state: State, records: dict, seed: int = seed) -> None:
+            state, last = run.train(state, batches[LATE:], watch_nothing)  # noqa: B023
+            both = {key: records[key] + last[key] for key in last}
+            results.add(name, seed, {"heldout": validation_loss(run, state), **both})
+
+        finish("bf16", high, *high.train(high.init(seed), batches[:LATE], watch_nothing))
+        state, records = low.train(low.init(seed), batches[:LATE], watch_nothing)
+        before = jax.device_get(state)
+        finish("nvfp4", low, state, records)
+        finish("nvfp4, then bf16", high, jax.device_put(before, high.shardings), records)
+        print({name: run[str(seed)]["heldout"] for name, run in results.runs.items()}, flush=True)
+
+
 def weight_gradient() -> None:
     """Error of a kernel's gradient summed over 2^10 to 2^16 tokens; SwitchBack leaves it in 16 bits."""
     D, N = 64, 64
@@ -256,7 +303,7 @@ def _dot(dot: QuantDot, x: jax.Array, numbers: Any, w: jax.Array) -> jax.Array:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    known = [*VARIANTS, "smooth_swiglu", "weight_gradient"]
+    known = [*VARIANTS, "nvfp4_tokens", "smooth_swiglu", "weight_gradient"]
     parser.add_argument("experiments", nargs="+", choices=known)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--only", nargs="*", default=[], help="names of variants")
@@ -271,6 +318,12 @@ def main() -> None:
                 weight_gradient()
             elif data and experiment == "smooth_swiglu":
                 smooth_swiglu(args.seeds, args.only, data)
+            elif data and experiment == "nvfp4_tokens":
+                nvfp4_tokens(args.seeds, args.only, data)
+            elif data and experiment == "nvfp4":
+                for name in args.only or VARIANTS[experiment]:
+                    with mock.patch.dict(RECIPES, {"nvfp4": PARTS.get(name, RECIPES["nvfp4"])}):
+                        compare(experiment, args.seeds, [name], data)
             elif data:
                 compare(experiment, args.seeds, args.only, data)
             shared = Results("precision").runs.get("bf16", {}) if experiment in BASELINES else {}

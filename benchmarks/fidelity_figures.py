@@ -235,6 +235,8 @@ def weight_gradient(runs: Runs, figure: Figure) -> None:
 SHOW: dict[str, Callable[[Runs, Figure], None]] = {
     "precision": compared,
     "recipes": compared,
+    "nvfp4": compared,
+    "nvfp4_tokens": compared,
     "optimizers": optimizers,
     "smooth_swiglu": smooth_swiglu,
     "weight_gradient": weight_gradient,
