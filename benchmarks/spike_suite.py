@@ -5,7 +5,7 @@
 
 `configs/llama/tiny.py` with 2 layers and 512 tokens a step, in float32, with β2 0.999 and without clipping,
 where a method does not set them. Each method trains at its own best rate on sound data, searched as in
-`optimizers_fair.py`. Then each of five new seeds trains four times, from the same weights on the same
+`optimizers_fair.py`. Then each of five new seeds trains five times, from the same weights on the same
 batches: undamaged, and with one of `DAMAGES` in the steps of `STRETCHES`. What is reported is the
 difference to the undamaged run of the same method and seed, in nats per token:
 
@@ -22,8 +22,9 @@ Criteria, written before the runs, against AdamW clipped by the global norm (`cl
 4. `qk_norm` and `qk_clip`: a lower peak after ten times the rate, with at least 4 of 5 seeds.
 5. β2 0.9 recovers from random tokens sooner than 0.999 (`clip`), in the mean of the seeds, as with fewer
    steps it forgets them (Wortsman et al. 2023).
+6. As 1, after outliers in FP8.
 
-`spike_suite_clip.py` does the same with a CLIP. Not part of it: outliers of low precision.
+`spike_suite_clip.py` does the same with a CLIP.
 """
 
 import dataclasses
@@ -33,17 +34,32 @@ from pathlib import Path
 from typing import Any
 
 import fidelity_figures
+import jax
+import jax.numpy as jnp
 import numpy as np
 from fidelity_runs import RESULTS, Data, Trainer, watch_nothing
+from flax import nnx
 from matplotlib.figure import Figure
-from optimizers_fair import QUICK, Plan, command, initial_state, named, search, with_rate
+from optimizers_fair import (
+    QUICK,
+    Plan,
+    command,
+    initial_state,
+    named,
+    search,
+    with_rate,
+    with_rate_in_state,
+)
 
 from configs.llama import tiny
 from maxlp.monitoring import spikes
+from maxlp.precision.dot import QuantDot
+from maxlp.run.experiment import Experiment
 
 SEEDS = (1, 2, 3, 4, 5)
 STRETCHES = [range(start, start + 4) for start in (120, 165, 210, 255)]
 JUMP = 10.0
+OUTLIER = 2.0**20  # chosen with seed 0: with 2^16 the peak is half as high
 RECOVERED, LONGEST = 0.05, 40
 
 BASE: dict[str, Any] = {
@@ -84,11 +100,13 @@ class Damage:
       meaning: a few words for the tables.
       of_batch: (batch, seed) to the damaged batch; None leaves batches as they are.
       of_rate: a factor on the learning rate.
+      of_matmuls: they are in FP8, with an outlier in each input (`OutlierDot`).
     """
 
     meaning: str
     of_batch: Callable[[Batch, int], Batch] | None = None
     of_rate: float = 1.0
+    of_matmuls: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,11 +141,40 @@ def _random_rows(batch: Batch, rng: np.random.Generator) -> np.ndarray:
     return rng.integers(0, tiny.get_config().model.vocab_size, (B, S + 1), np.int32)
 
 
+class OutlierDot(nnx.Module):
+    """`QuantDot` on an input whose first channel is `OUTLIER` times as large, and its kernel row as small.
+
+    Without quantization that changes nothing; with one scale per tensor the other channels round to zero.
+    """
+
+    def __init__(self, dot: QuantDot):
+        self.dot = dot
+
+    def __call__(self, x: jax.Array, kernel: jax.Array, *args: Any, shared: Any = None, **kwargs: Any):
+        size_K = jnp.ones(x.shape[-1], x.dtype).at[0].set(OUTLIER)
+        return self.dot(x * size_K, kernel / size_K[:, None], *args, **kwargs)
+
+
+def with_outliers(run: Experiment) -> Experiment:
+    """The experiment with an `OutlierDot` in place of each `QuantDot`."""
+
+    def make_model(rngs: nnx.Rngs) -> nnx.Module:
+        model = run.make_model(rngs)
+        for _, module in list(nnx.iter_modules(model)):
+            if isinstance(dot := getattr(module, "dot_general", None), QuantDot):
+                module.dot_general = nnx.data(OutlierDot(dot))
+        return model
+
+    return dataclasses.replace(run, make_model=make_model)
+
+
 RATE_JUMP = Damage(f"{JUMP:g} times the rate", of_rate=JUMP)
+OUTLIERS = Damage("FP8 with outliers", of_matmuls=True)
 DAMAGES = {
     "tokens": Damage("random tokens instead of text", random_tokens),
     "labels": Damage("half of the targets are random", random_targets),
     "rate": RATE_JUMP,
+    "outliers": OUTLIERS,
 }
 UNDAMAGED = Damage("undamaged")
 
@@ -145,8 +192,14 @@ def segments(steps: int) -> Iterator[tuple[range, bool]]:
     yield range(begin, steps), False
 
 
-def train(run: Trainer, exponent: int, seed: int, damage: Damage, data: Data, plan: Plan) -> dict[str, Any]:
-    """Trains with the damage; returns the error on the validation data and the training losses."""
+def train(
+    run: Trainer, fp8: Trainer | None, exponent: int, seed: int, damage: Damage, data: Data, plan: Plan
+) -> dict[str, Any]:
+    """Trains with the damage; returns the error on the validation data and the training losses.
+
+    Args:
+      fp8: the trainer of damaged matmuls, whose state is that of ``run``.
+    """
     steps = run.settings.train.total_steps
     batches = data.batches(seed, steps)
     state, losses = initial_state(run, exponent, seed), []
@@ -157,7 +210,8 @@ def train(run: Trainer, exponent: int, seed: int, damage: Damage, data: Data, pl
             part = [planted.of_batch(batch, i) for i, batch in zip(stretch, part, strict=True)]
         state = with_rate(state, 2.0**exponent * planted.of_rate)
         if part:
-            state, records = run.train(state, part, watch_nothing)
+            trainer = fp8 if planted.of_matmuls else run
+            state, records = trainer.train(state, part, watch_nothing)
             losses += [round(loss, 4) for loss in records["loss"]]
     return {"heldout": plan.error(run.evaluate(state)), "loss": losses}
 
@@ -167,15 +221,22 @@ def run_method(
 ) -> None:
     """Makes the runs of a method that are missing."""
     best = search(method, plan, trainer, data)
+
+    @functools.cache
+    def fp8() -> Trainer:
+        changes = plan.methods[method] | {"precision.recipe": "fp8_current"}
+        return Trainer(changes, data, lambda run: with_rate_in_state(with_outliers(run)))
+
     for seed in plan.seeds:
-        if plan.measured(method, f"seed{seed}"):
+        outcomes = plan.measured(method, f"seed{seed}") or {"exponent": best}
+        missing = {n: d for n, d in ({"": UNDAMAGED} | suite.damages).items() if n not in outcomes}
+        if not missing:
             continue
-        outcomes = {
-            name: train(trainer(method), best, seed, damage, data, plan)
-            for name, damage in ({"": UNDAMAGED} | suite.damages).items()
-        }
-        plan.save(method, f"seed{seed}", {"exponent": best} | outcomes)
-        told = ", ".join(f"{name or 'undamaged'} {one['heldout']:.4f}" for name, one in outcomes.items())
+        for name, damage in missing.items():
+            quantized = fp8() if damage.of_matmuls else None
+            outcomes[name] = train(trainer(method), quantized, best, seed, damage, data, plan)
+        plan.save(method, f"seed{seed}", outcomes)
+        told = ", ".join(f"{name or 'undamaged'} {outcomes[name]['heldout']:.4f}" for name in missing)
         print(f"{method}, rate 2^{best}, seed {seed}: {told}", flush=True)
 
 
@@ -262,12 +323,15 @@ def criteria(runs: Runs) -> None:
             print(f"* {method}: not run yet")
             continue
         own, base = runs[method], runs["clip"]
-        lower = sum(peak(own[seed], "tokens") < peak(base[seed], "tokens") for seed in own)
+        lower, in_fp8 = (
+            sum(peak(own[seed], damage) < peak(base[seed], damage) for seed in own)
+            for damage in ("tokens", "outliers")
+        )
         price = sum(r[""]["heldout"] for r in own.values()) / sum(base[s][""]["heldout"] for s in own) - 1
         steps = np.mean([recovery(run, "tokens") for run in own.values()])
         print(
-            f"* {method}: lower peak with {lower} of {len(own)} seeds; undamaged {price:+.2%}; "
-            f"recovers in {steps:.1f} steps"
+            f"* {method}: lower peak with {lower} of {len(own)} seeds, after outliers {in_fp8}; "
+            f"undamaged {price:+.2%}; recovers in {steps:.1f} steps"
         )
     for method in ("qk_norm", "qk_clip 20"):
         own = runs.get(method, {})
@@ -278,8 +342,8 @@ def criteria(runs: Runs) -> None:
 def draw(runs: Runs, path: Path, damages: dict[str, Damage]) -> None:
     """Differences of the training loss: means of the seeds, bands of their range."""
     shown = [m for m in ("clip", "no clip", "stable_adamw", "adagc", "stable_spam", "guard") if m in runs]
-    figure = Figure(figsize=(13, 4.6), layout="constrained", facecolor="white")
-    for axes, (name, damage) in zip(figure.subplots(1, 3), damages.items(), strict=True):
+    figure = Figure(figsize=(13, 8.4), layout="constrained", facecolor="white")
+    for axes, (name, damage) in zip(figure.subplots(2, 2).flat, damages.items(), strict=True):
         for color, method in zip(fidelity_figures.COLORS, shown, strict=False):
             curves = np.array([difference(run, name) for run in runs[method].values()])[:, 110:]
             steps = np.arange(curves.shape[1]) + 110
