@@ -176,4 +176,5 @@ SHOW: dict[str, Callable[[Runs, Figure], None]] = {
     "precision": precision,
     "spikes": shifts,
     "layer_scale": layer_scale,
+    "layer_scale_deep": layer_scale,
 }
