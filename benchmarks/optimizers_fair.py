@@ -92,6 +92,8 @@ METHODS: dict[str, dict[str, Any]] = {
     REFERENCE: {},
     "galore_d2": galore(32),
     "galore_d4": galore(16),
+    "galore_d4_alpha_half": galore(16, scale=0.5),
+    "galore_d4_alpha_one": galore(16, scale=1.0),
     "galore_d4_randomized": galore(16, basis="randomized"),
     "galore_d4_gap6": galore(16, basis="randomized", update_proj_gap=6),
     "stable_adamw": named("stable_adamw"),
@@ -116,6 +118,8 @@ METHODS: dict[str, dict[str, Any]] = {
 CRITERIA = {
     "galore_d2": ("perplexity", 0.05),
     "galore_d4": ("perplexity", 0.05),
+    "galore_d4_alpha_half": ("perplexity", 0.05),
+    "galore_d4_alpha_one": ("perplexity", 0.05),
     "adamw_8bit": ("loss", 0.005),
     "adamw_fp8": ("loss", 0.005),
     "adamw_companded": ("loss", 0.005),
