@@ -25,7 +25,7 @@ from maxlp.run.settings import read
 from tests.run import draws
 
 SEEDS = 160  # of each family
-QUICK = 40  # draws of the quick tier
+QUICK, FULL = 40, 160  # draws of the quick tier, and of both it and the full tier
 RUN = range(QUICK, SEEDS, 6)  # seeds whose step also runs, if it is accepted
 
 
@@ -97,9 +97,10 @@ def check_agreement(c, label: str) -> bool:
 
 def cases() -> list:
     drawn = itertools.product(range(SEEDS), draws.FEATURES)
+    tiers = [()] * QUICK + [pytest.mark.full] * (FULL - QUICK)
     return [
-        pytest.param(family, seed, marks=pytest.mark.full if i >= QUICK else ())
-        for i, (seed, family) in enumerate(drawn)
+        pytest.param(family, seed, marks=marks)
+        for (seed, family), marks in itertools.zip_longest(drawn, tiers, fillvalue=pytest.mark.slow)
     ]
 
 
