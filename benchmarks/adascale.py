@@ -9,21 +9,30 @@ seed that is not used afterwards. Then, with each seed, a batch S = 2, 4, 8 time
     AdaScale         the rate, warm-up and steps of the small batch; S microbatches; ends at τ = 800
     linear scaling   S times the rate, a warm-up and a run of 1/S of the steps (Goyal et al. 2017)
 
-Both read the same stream of text. Criteria, written before the runs:
+Two runs with AdaScale change S on the way:
+
+    1 to 8           at τ = 400
+    by the noise     every 20 steps, to the largest of 1, 2, 4, 8 that is at most the measured noise scale
+
+All read the same stream of text. Criteria, written before the runs:
 
 1. Equal quality: at every S the mean validation loss with AdaScale is at most 2 % above that of S = 1.
 2. Fewer steps: more than 1.25 times fewer at S = 2 than at S = 1, and fewer with each doubling of S.
 3. At every S at which linear scaling is more than 2 % worse than S = 1, AdaScale is better than it.
+4. Where S changes, the mean validation loss is at most 2 % above that of S = 1; "by the noise" takes fewer
+   steps than S = 2 and reads less text than S = 8.
 
-Results: `benchmarks/results/fidelity_adascale.json`; finished runs are not repeated. Three minutes on two
+Results: `benchmarks/results/fidelity_adascale.json`; finished runs are not repeated. Four minutes on two
 cores.
 """
 
 import argparse
+import functools
 import itertools
 import math
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +48,7 @@ STEPS, WARMUP, ROWS = 800, 40, 4
 SCALES = (2, 4, 8)
 RATES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 SEARCH_SEED = 100
+Choose = Callable[[int, float, dict[str, Any]], int]  # finished steps, τ and the last metrics to S
 BASE: dict[str, Any] = {
     "model.vocab_size": 320,
     "model.num_layers": 2,
@@ -62,7 +72,7 @@ def variant(method: str, scale: int, rate: float) -> dict[str, Any]:
         return batch | {
             "optimizer.learning_rate": rate,
             "optimizer.adascale": float(scale),
-            "train.microbatches": scale,
+            "train.microbatches": max(2, scale),
         }
     return batch | {
         "optimizer.learning_rate": rate * scale,
@@ -71,21 +81,52 @@ def variant(method: str, scale: int, rate: float) -> dict[str, Any]:
     }
 
 
-def train(run: Trainer, seed: int, scale: int, data: Data) -> dict[str, Any]:
-    """Trains to the end of the schedule; returns the validation loss, the steps and the gains."""
+def constant(scale: int) -> Choose:
+    return lambda step, progress, metrics: scale
+
+
+def rising(step: int, progress: float, metrics: dict[str, Any]) -> int:
+    return SCALES[-1] if progress >= STEPS / 2 else 1
+
+
+class ByTheNoise:
+    """The largest scale that is at most the measured noise scale, chosen anew every `EVERY` steps."""
+
+    EVERY = 20
+
+    def __init__(self) -> None:
+        self.scale = 1
+
+    def __call__(self, step: int, progress: float, metrics: dict[str, Any]) -> int:
+        if metrics and step % self.EVERY == 0:
+            self.scale = max(s for s in (1, *SCALES) if s <= max(1.0, float(metrics["noise_scale"])))
+        return self.scale
+
+
+def train(trainer: Callable[[int], Trainer], choose: Choose, seed: int, data: Data) -> dict[str, Any]:
+    """Trains to the end of the schedule; returns the validation loss, steps, gains, and the text read.
+
+    Args:
+      trainer: of a scale.
+      choose: the scale of the next step.
+    """
     small = data.batches(seed, STEPS * max(SCALES))
-    state, total, gains = run.init(seed), run.settings.train.total_steps, []
-    progress, step = 0.0, 0
+    run = trainer(choose(0, 0.0, {}))
+    state, total, gains, scales = run.init(seed), run.settings.train.total_steps, [], []
+    progress, step, read, metrics = 0.0, 0, 0, {}
     while progress < total:
-        part = small[step * scale : (step + 1) * scale]
+        scale = choose(step, progress, metrics)
+        run, part = trainer(scale), small[read : read + scale]
         batch = {key: np.concatenate([rows[key] for rows in part]) for key in part[0]}
         state, metrics = run.step(state, global_batch(batch, run.mesh))
-        step += 1
+        step, read = step + 1, read + scale
         progress = float(metrics.get("tau", step))
         gains.append(digits(metrics.get("gain", 1.0)))
+        scales.append(scale)
         if not math.isfinite(metrics["loss"]):
             return {"loss": math.inf, "steps": step, "gains": gains}
-    return {"loss": run.evaluate(state)["loss"], "steps": step, "gains": gains[::10]}
+    measured = {"loss": run.evaluate(state)["loss"], "steps": step, "gains": gains[::10]}
+    return measured | {"read": read, "scales": scales[::10]}
 
 
 def main() -> None:
@@ -102,22 +143,42 @@ def main() -> None:
     measure(results, "S = 1", "linear", 1, best, seeds, data)
     for scale, method in itertools.product(SCALES, ("adascale", "linear")):
         measure(results, f"S = {scale}, {method}", method, scale, best, seeds, data)
+    trainer = functools.cache(lambda scale: Trainer(variant("adascale", scale, best), data))
+    add_missing(results, "S = 1 to 8, adascale", trainer, lambda: rising, seeds, data)
+    add_missing(results, "S by the noise, adascale", trainer, ByTheNoise, seeds, data)
     print(table(results, seeds))
 
 
 def measure(
     results: Results, name: str, method: str, scale: int, rate: float, seeds: list[int], data: Data
 ) -> None:
+    """Runs what the results lack, with one scale."""
+    trainer = functools.cache(lambda scale: Trainer(variant(method, scale, rate), data))
+    add_missing(results, name, trainer, lambda: constant(scale), seeds, data)
+
+
+def add_missing(
+    results: Results,
+    name: str,
+    trainer: Callable[[int], Trainer],
+    make_choice: Callable[[], Choose],
+    seeds: list[int],
+    data: Data,
+) -> None:
     """Runs what the results lack."""
-    missing = [seed for seed in seeds if not results.has(name, seed)]
-    run = Trainer(variant(method, scale, rate), data) if missing else None
-    for seed in missing:
-        assert run is not None
+    for seed in seeds:
+        if results.has(name, seed):
+            continue
         start = time.time()
-        results.add(name, seed, train(run, seed, scale, data))
+        results.add(name, seed, train(trainer, make_choice(), seed, data))
         measured = results.runs[name][str(seed)]
         seconds = time.time() - start
         print(f"{name}, seed {seed}: {measured['loss']:.4f} in {measured['steps']} steps ({seconds:.0f} s)")
+
+
+def text_read(name: str, run: dict[str, Any]) -> int:
+    """In small batches."""
+    return run.get("read") or run["steps"] * int(name.split()[2].rstrip(","))  # constant in earlier results
 
 
 def table(results: Results, seeds: list[int]) -> str:
@@ -126,15 +187,15 @@ def table(results: Results, seeds: list[int]) -> str:
     lines.append("|---" * 6 + "|")
     base = np.array([results.runs["S = 1"][str(seed)]["loss"] for seed in seeds])
     for name, runs in results.runs.items():
-        if not name.startswith("S ="):
+        if not name.startswith("S "):
             continue
         loss = np.array([runs[str(seed)]["loss"] for seed in seeds])
-        scale = int(name.split()[2].rstrip(","))
         steps = np.mean([runs[str(seed)]["steps"] for seed in seeds])
         cells = [name, "diverges", "", "", "", ""]
         if np.isfinite(loss).all():
             cells[1:3] = f"{loss.mean():.3f} ± {loss.std():.3f}", f"{loss.mean() / base.mean() - 1:+.1%}"
-            cells[3], cells[5] = f"{steps:.0f}", f"× {steps * scale / STEPS:.2g}"
+            read = np.mean([text_read(name, runs[str(seed)]) for seed in seeds])
+            cells[3], cells[5] = f"{steps:.0f}", f"× {read / STEPS:.2g}"
         if "adascale" in name:
             cells[4] = f"{STEPS / steps:.2f}"
         lines.append(f"| {' | '.join(cells)} |")

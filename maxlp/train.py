@@ -123,7 +123,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
         print_primary(f"{workdir} is at step {progress}: nothing is left to train")
         return 0
     batches.start_prefetch()
-    record_start(workdir, c, start, s.num_params)
+    record_start(workdir, c, start, s)
     writer = stack.enter_context(contextlib.closing(open_writer(s, workdir, start, c)))
     startup.mark("state")
     train_step = compiled.result()
@@ -259,11 +259,11 @@ def open_checkpoints(s: Settings, workdir: Path) -> Checkpointer:
     )
 
 
-def record_start(workdir: Path, c: ConfigDict, start: int, num_params: int) -> None:
+def record_start(workdir: Path, c: ConfigDict, start: int, s: Settings) -> None:
     """Records in the workdir the config and this start (time, versions, devices)."""
     if is_primary():
         run_dir.save_config(workdir, c)
-        run_dir.record_start(workdir, start, num_params)
+        run_dir.record_start(workdir, start, s.num_params, s.family.units_per_step(s.data))
 
 
 def open_writer(s: Settings, workdir: Path, start: int, c: ConfigDict) -> MetricWriter:

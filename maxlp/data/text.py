@@ -31,7 +31,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, NamedTuple
 
@@ -359,27 +359,41 @@ class TextIterator:
 
         Args:
           allow_change: whether the state may come from other data. Streams then go on with the documents of
-            their current block if documents, their order and the number of streams are the same; otherwise
-            they begin with their first document.
+            their current block if documents and their order are the same, and divide what is left anew if
+            their number is another (of another batch size); otherwise they begin with their first document.
 
         Raises:
           ValueError: the state has other data settings, or lacks streams of this process.
         """
         changed = common.check_settings(state["settings"], self._dataset.settings, allow_change)
         streams = state["streams"]
-        if changed & ORDER or (changed and len(streams) != self._plan.num_streams):
+        if changed & ORDER:
+            logging.warning("the documents are others or in another order: they are read from the first on")
             streams = {str(stream): [(0, 0)] * len(self._dataset.documents) for stream, _ in self._rows}
-        missing = [stream for stream, _ in self._rows if str(stream) not in streams]
-        if missing:
-            raise ValueError(
-                f"data state lacks stream {missing[0]}: it comes from only some of the processes;"
-                " merge the states of all processes with merge_states"
-            )
+        elif changed:
+            before = _Plan.make(self._dataset.settings | state["settings"]).num_streams
+            _check_complete(streams, range(before))
+            if before != self._plan.num_streams:
+                streams = self._divide_anew(list(streams.values()))
+        _check_complete(streams, [stream for stream, _ in self._rows])
         self.close()
         self._step = state["step"]
         same_text = not changed & {common.FINGERPRINTS, CHAT_TEMPLATE}
         self._cursors = {
             stream: [(document, offset if same_text else 0) for document, offset in streams[str(stream)]]
+            for stream, _ in self._rows
+        }
+
+    def _divide_anew(self, cursors: list[list[Cursor]]) -> dict[str, list[Cursor]]:
+        """The cursors of today's streams after as many documents as those of all streams before had read.
+
+        Stream s of n reads documents s, s + n, s + 2n, … Some were ahead of others, so that documents near
+        the border may come twice or not at all.
+        """
+        n = self._plan.num_streams
+        read = [sum(document for document, _ in of_source) for of_source in zip(*cursors, strict=True)]
+        return {
+            str(stream): [(max(0, -(-(count - stream) // n)), 0) for count in read]
             for stream, _ in self._rows
         }
 
@@ -398,6 +412,15 @@ class TextIterator:
             options = grain.MultiprocessingOptions(workers, per_worker_buffer_size=ahead)
             blocks = common.in_workers(blocks, options)
         return iter(grain.experimental.ThreadPrefetchIterDataset(blocks, prefetch_buffer_size=len(feeds)))
+
+
+def _check_complete(streams: Mapping[str, Any], numbers: Iterable[int]) -> None:
+    """Raises ValueError if the cursors of one of these streams are missing."""
+    if missing := [number for number in numbers if str(number) not in streams]:
+        raise ValueError(
+            f"data state lacks stream {missing[0]}: it comes from only some of the processes;"
+            " merge the states of all processes with merge_states"
+        )
 
 
 # --- streams and blocks ---------------------------------------------------------------------------

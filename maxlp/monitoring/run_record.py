@@ -65,6 +65,16 @@ class Run:
         """How many tokens or images a step processes; 0 if the config does not contain it."""
         return (self.setting("data", "batch_size") or 0) * (self.setting("data", "seq_len") or 1)
 
+    @property
+    def units_seen(self) -> int:
+        """How many tokens or images the finished updates have processed, of whatever batch size."""
+        seen, end = 0, self.step
+        for start in reversed(self.starts):
+            begin = min(end, start.get("step", 0))
+            seen += (end - begin) * start.get("units_per_step", self.units_per_step)
+            end = begin
+        return seen + end * self.units_per_step
+
     def validation_part(self, prefix: str) -> str:
         """What the metrics ``eval/…`` or ``eval_full/…`` were measured on."""
         batches = self.setting("train", "eval_batches")

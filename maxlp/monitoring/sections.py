@@ -112,7 +112,7 @@ def loss_lines(run: Run) -> Lines:
     steps, losses = run.series("train/loss")
     if len(steps):
         if count := run.units_per_step:
-            lines.append((f"{run.unit} seen", f"{run.step * count:,} ({count:,} per step)"))
+            lines.append((f"{run.unit} seen", f"{run.units_seen:,} ({count:,} per step)"))
         last = tail(losses)
         lines.append(("train/loss", f"{last.mean():.4f}, mean of the last {counted(len(last), 'record')}"))
         if bad := steps[~np.isfinite(losses)].tolist():

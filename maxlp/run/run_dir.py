@@ -122,8 +122,12 @@ def upgraded(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def record_start(workdir: Path, step: int, num_params: int) -> None:
-    """Appends this start of the run, at ``step`` finished updates, to run.json."""
+def record_start(workdir: Path, step: int, num_params: int, units_per_step: int = 0) -> None:
+    """Appends this start of the run, at ``step`` finished updates, to run.json.
+
+    Args:
+      units_per_step: tokens or images that a step takes from here on.
+    """
     record = _read_record(workdir)
     device = jax.devices()[0]
     record["starts"].append(
@@ -131,6 +135,7 @@ def record_start(workdir: Path, step: int, num_params: int) -> None:
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "step": step,
             "num_params": num_params,
+            "units_per_step": units_per_step,
             "command": " ".join(sys.argv),
             "git": git_revision(),
             "python": platform.python_version(),

@@ -214,6 +214,29 @@ def test_allowed_changes_go_on_at_the_same_document_or_at_the_first(tmp_path, ch
     resumed.close()
 
 
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
+def test_another_batch_size_goes_on_with_unread_documents(monkeypatch, before, after):
+    """Each row has a stream of its own here, so that there are more or fewer streams than before."""
+    monkeypatch.setattr(text, "DOCUMENTS_PER_STREAM", 100)
+
+    def documents_of(batches):
+        begins = batches["targets"][(batches["tokens"] == BOS) & batches["loss_mask"]]
+        return [int(token) for token in begins if token != EOS]
+
+    documents = corpus(400, 30)
+    settings = dict(shuffle_tokens=0, num_epochs=None)
+    first = iter(make([documents], batch_size=before, **settings))
+    read = documents_of(take(first, 240 // before))
+    resumed = iter(make([documents], batch_size=after, **settings))
+    with pytest.raises(ValueError, match=r"^data.batch_size: .*--allow_change"):
+        resumed.set_state(first.get_state())
+    resumed.set_state(first.get_state(), allow_change=True)
+    new = documents_of(take(resumed, 240 // after))
+    assert len(read) > 20 and len(new) > 20
+    assert len({*read} & {*new}) <= before + after, "streams are a few documents apart"
+    assert len({*new}) == len(new)
+
+
 def test_a_run_goes_on_with_more_epochs():
     one, two, resumed = (
         iter(make([corpus(20, 30)], num_epochs=epochs, shuffle_tokens=0)) for epochs in (1, 2, 2)

@@ -24,6 +24,22 @@ def test_parameters_are_those_of_the_newest_start(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("starts", "seen"),
+    [
+        ([(0, 10), (35, 40)], 35 * 10 + 23 * 40),
+        ([(0, 10), (35, 40), (20, 5)], 20 * 10 + 38 * 5),  # a rollback, or damaged checkpoints
+        ([(0, None), (35, 40)], 58 * 40),  # by an earlier version
+        ([], 58 * 40),
+    ],
+)
+def test_what_was_seen_follows_the_batch_sizes_of_all_starts(tmp_path, starts, seen):
+    info = {"starts": [{"step": step} | ({"units_per_step": n} if n else {}) for step, n in starts]}
+    data = {"batch_size": 4, "seq_len": 10}
+    run = dataclasses.replace(load_run(tmp_path), info=info, records=[{"step": 58}], config={"data": data})
+    assert run.units_seen == seen
+
+
+@pytest.mark.parametrize(
     ("data", "unit", "units"),
     [(dict(batch_size=8, seq_len=256), "tokens", 2048), (dict(batch_size=8), "images", 8)],
 )

@@ -13,7 +13,7 @@ CONFIG = ConfigDict(SECTIONS)
 
 def started(workdir, step=0):
     run_dir.save_config(workdir, CONFIG)
-    run_dir.record_start(workdir, step, num_params=1000)
+    run_dir.record_start(workdir, step, num_params=1000, units_per_step=2048)
 
 
 def test_every_start_and_the_last_checkpoint_are_recorded(tmp_path):
