@@ -218,6 +218,30 @@ def test_adascale_ends_after_the_steps_of_the_small_batch_and_resumes_exactly(tm
     assert f"finished, {last} steps" in shown("report", str(tmp_path / "cut"))
 
 
+@pytest.mark.full
+def test_a_run_with_adascale_goes_on_with_another_batch_size(tmp_path):
+    def options(scale: int) -> tuple[str, ...]:
+        return (
+            "--config.optimizer.name=sgd",
+            "--config.optimizer.learning_rate=0.02",
+            "--config.train.total_steps=20",
+            f"--config.optimizer.adascale={scale}",
+            f"--config.train.microbatches={scale}",
+            f"--config.data.batch_size={4 * scale}",
+        )
+
+    stop_at(4, tmp_path, *options(2))
+    seen = losses(tmp_path)
+    assert "add --allow_change" in finish(start(tmp_path, *options(4)), code=2)
+    run(tmp_path, *options(4), "--allow_change")
+    tau = {r["step"]: r["train/tau"] for r in records(tmp_path) if "train/tau" in r}
+    stopped, last = len(seen), max(tau)
+    assert 1 <= tau[stopped + 1] - tau[stopped] <= 4 and tau[last - 1] < 20 <= tau[last]
+    rows = stopped * 8 + (last - stopped) * 16
+    length = json.loads((tmp_path / "config.json").read_text())["data"]["seq_len"]
+    assert f"{rows * length:,} ({16 * length:,} per step)" in shown("report", str(tmp_path))
+
+
 def test_sigterm_saves_and_exits_with_75_and_the_run_resumes_to_the_bit(whole, tmp_path):
     options = (*WHOLE, "--config.checkpoint.every_steps=100")
     out = stop_at(5, tmp_path, *options)

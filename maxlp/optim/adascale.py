@@ -134,7 +134,7 @@ def metrics_of(opt_state: optax.OptState) -> dict[str, jax.Array]:
     """The ``learning_rate`` and the ``gain`` of the last update, ``tau`` after it, and the ``noise_scale``.
 
     The last is σ²/μ², at most a million: a batch that many times as large as the small one gains half of
-    the most that any batch gains (McCandlish et al. 2018, arXiv:1812.06162, call it the simple noise scale).
+    the most that any batch gains (the simple noise scale of McCandlish et al. 2018, arXiv:1812.06162).
     """
     [(_, state)] = find_states(opt_state, AdascaleState)
     noise_scale = state.variance / jnp.maximum(state.squared_mean, 1e-6 * state.variance)

@@ -78,6 +78,25 @@ def test_the_gain_does_not_depend_on_the_unit_of_the_loss():
     assert run(tx, [np.zeros((4, 7))])[0] == [1.0]
 
 
+@pytest.mark.parametrize("scale", [2.0, 4.0, 16.0])
+def test_the_noise_scale_tells_the_gain(scale):
+    """(B + 1) / (B / S + 1), so half of the most, B + 1, at S = B."""
+    tx = scale_by_adascale(optax.constant_schedule(0.1), scale=scale, samples=4)
+    gains, _, state = run(tx, [np.random.default_rng(i).normal(size=(4, 7)) + 0.7 for i in range(20)])
+    noise = float(metrics_of(state)["noise_scale"])
+    assert noise > 1 and gains[-1] == pytest.approx((noise + 1) / (noise / scale + 1), rel=1e-5)
+
+
+def test_the_noise_scale_of_equal_gradients_and_of_nothing_but_noise():
+    tx = scale_by_adascale(optax.constant_schedule(0.1), scale=8.0, samples=8)
+    ones = np.ones((8, 7))
+    signs = np.array([1, -1] * 4)[:, None]
+    for grads, expected in ((0 * ones, 0.0), (ones, 0.0), (signs * ones, 1e6)):
+        assert float(metrics_of(run(tx, [grads])[2])["noise_scale"]) == pytest.approx(
+            expected, rel=1e-6, abs=1e-5
+        )
+
+
 def test_the_chain_of_a_config_multiplies_momentum_and_decay_by_gain_and_rate():
     """Gradients are clipped after they are measured; decay shrinks with the same factor as the step."""
     config = dict(schedule="linear", warmup_steps=0, final_lr_fraction=0.0, b2=0.95, eps=1e-8)
