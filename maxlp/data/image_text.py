@@ -308,7 +308,8 @@ class ImageTextIterator:
         """Moves to the position at which `state` was taken, by this process or merged from several.
 
         Args:
-          allow_change: whether the state may come from other data; the step stays the same.
+          allow_change: whether the state may come from other data; the number of batches stays the same,
+            so that with another batch size examples are skipped or come again.
 
         Raises:
           ValueError: the state has other data settings.
@@ -316,6 +317,10 @@ class ImageTextIterator:
         changed = common.check_settings(state["settings"], self._dataset.settings, allow_change)
         self.close()
         self._step = state["step"]
+        if "batch_size" in changed:
+            before, now = state["settings"]["batch_size"], self._dataset.settings["batch_size"]
+            what = "%d examples were read; the data go on after %d of their order"
+            logging.warning(what, self._step * before, self._step * now)
         broken = {} if changed else {int(name): set(found) for name, found in state["streams"].items()}
         self._broken = broken.pop(self._dataset.process_index, set())
         self._broken_elsewhere = broken

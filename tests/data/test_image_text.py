@@ -143,6 +143,14 @@ def test_state_of_other_data_is_refused():
         iter(make(batch_size=4)).set_state(state)
 
 
+def test_another_batch_size_tells_where_the_examples_go_on(caplog):
+    resumed = iter(make(batch_size=4))
+    with caplog.at_level("WARNING", logger="absl"):
+        resumed.set_state(iter(make()).get_state() | {"step": 5}, allow_change=True)
+    assert "40 examples were read; the data go on after 20 of their order" in caplog.text
+    assert resumed.get_state()["step"] == 5
+
+
 def test_other_files_classes_or_templates_are_refused(tmp_path):
     names = tmp_path / "names.txt"
     names.write_text("cat\ndog\n")
