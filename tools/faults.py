@@ -394,6 +394,10 @@ OPTIM = [
         ("square_of_mean - variance / scale, 0.0", "square_of_mean - variance, 0.0"),
         ("AdascaleState(state.tau + gain, gain", "AdascaleState(state.tau + 1.0, gain"),
         ("schedule(state.tau)", "schedule(state.tau + gain)"),
+        (
+            "state.variance / jnp.maximum(state.squared_mean",
+            "jnp.sqrt(state.variance) / jnp.maximum(state.squared_mean",
+        ),
     ),
     *_in(
         "optim/tree_utils.py",
@@ -1553,6 +1557,8 @@ DATA = [
         ("[self._bos, tokens, self._eos], dtype", "[tokens, self._eos], dtype"),
         ('common.check_settings(state["settings"], self._dataset.settings, allow_change)', "set()"),
         ("offset if same_text else 0", "offset"),
+        ("max(0, -(-(count - stream) // n))", "count"),
+        ("read = [sum(document for document, _ in of_source)", "read = [max(d for d, _ in of_source)"),
         ("(window + self.number) * GOLDEN_RATIO % 1", "window * 0.5 % 1"),
         ('self.settings["weights"][:-1]), point', 'self.settings["weights"][::-1][:-1]), point'),
         ("config.num_epochs * self.per_epoch", "self.per_epoch"),
@@ -2298,6 +2304,8 @@ MONITORING = [
     *_in(
         "monitoring/run_record.py",
         "monitoring/test_run_record.py",
+        ("            end = begin\n", ""),
+        ("seen += (end - begin) * start.get(", "seen += end * start.get("),
         ('self.starts[-1].get("num_params")', 'self.starts[0].get("num_params")'),
         ("len(losses) // 10))", "len(losses) // 5))"),
         ('(self.setting("data", "seq_len") or 1)', '(self.setting("data", "seq_len") or 0)'),
