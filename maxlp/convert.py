@@ -167,9 +167,8 @@ def _save_run(workdir: Path, name: str, model: dict[str, Any], params: dict, sou
     with checkpoint.Checkpointer(workdir / "checkpoints", every_steps=1) as checkpoints:
         checkpoints.save(0, {"params": params, "model_state": {}}, data_state={})
     _copy_tokenizer(source, workdir)
-    run_dir.record_start(workdir, 0, num_params(params))
     c = dict(model=dict(name=name, **model), precision=PRECISION, data=dict(tokenizer="tokenizer.json"))
-    run_dir.save_config(workdir, ConfigDict(c))
+    run_dir.record_start(workdir, ConfigDict(c), 0, num_params(params))
 
 
 def _to_jax(tree: dict) -> dict:

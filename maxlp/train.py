@@ -123,7 +123,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
         print_primary(f"{workdir} is at step {progress}: nothing is left to train")
         return 0
     batches.start_prefetch()
-    record_start(workdir, c, start, s)
+    run_dir.record_start(workdir, c, start, s.num_params, run.family.units_per_step(s.data))
     writer = stack.enter_context(contextlib.closing(open_writer(s, workdir, start, c)))
     startup.mark("state")
     train_step = compiled.result()
@@ -257,13 +257,6 @@ def open_checkpoints(s: Settings, workdir: Path) -> Checkpointer:
         directory=workdir / "checkpoints",
         on_complete=functools.partial(run_dir.record_checkpoint, workdir),
     )
-
-
-def record_start(workdir: Path, c: ConfigDict, start: int, s: Settings) -> None:
-    """Records in the workdir the config and this start (time, versions, devices)."""
-    if is_primary():
-        run_dir.save_config(workdir, c)
-        run_dir.record_start(workdir, start, s.num_params, s.family.units_per_step(s.data))
 
 
 def open_writer(s: Settings, workdir: Path, start: int, c: ConfigDict) -> MetricWriter:

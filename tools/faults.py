@@ -1557,7 +1557,7 @@ DATA = [
         ("[self._bos, tokens, self._eos], dtype", "[tokens, self._eos], dtype"),
         ('common.check_settings(state["settings"], self._dataset.settings, allow_change)', "set()"),
         ("offset if same_text else 0", "offset"),
-        ("max(0, -(-(count - stream) // n))", "count"),
+        ("max(0, -(-(count - s) // n))", "count"),
         ("read = [sum(document for document, _ in of_source)", "read = [max(d for d, _ in of_source)"),
         ("(window + self.number) * GOLDEN_RATIO % 1", "window * 0.5 % 1"),
         ('self.settings["weights"][:-1]), point', 'self.settings["weights"][::-1][:-1]), point'),

@@ -31,7 +31,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, NamedTuple
 
@@ -302,8 +302,7 @@ class TextIterator:
         self._plan = _Plan.make(dataset.settings)
         self._rows = self._plan.rows_of_process(dataset.process_index, dataset.process_count)
         self._step = 0
-        start = [(0, 0)] * len(dataset.documents)
-        self._cursors = {stream: start for stream, _ in self._rows}
+        self._cursors = {stream: [(0, 0)] * len(dataset.documents) for stream, _ in self._rows}
         self._prefetched: grain.DatasetIterator | None = None  # blocks
         self._blocks: list[_Block] = []  # the current block of each stream
         self._counts: dict[int, Counter[str]] = {}  # of conversations, by stream
@@ -358,24 +357,26 @@ class TextIterator:
         """Moves to the position at which `state` was taken, by this process or merged from several.
 
         Args:
-          allow_change: whether the state may come from other data. Streams then go on with the documents of
-            their current block if documents and their order are the same, and divide what is left anew if
-            their number is another (of another batch size); otherwise they begin with their first document.
+          allow_change: whether the state may be of other data. The same documents in the same order go on
+            at their current block, divided anew for another number of streams; others begin anew.
 
         Raises:
           ValueError: the state has other data settings, or lacks streams of this process.
         """
         changed = common.check_settings(state["settings"], self._dataset.settings, allow_change)
-        streams = state["streams"]
+        streams, own = state["streams"], [stream for stream, _ in self._rows]
+        before = _Plan.make(self._dataset.settings | state["settings"]).num_streams
+        same = before == self._plan.num_streams
+        if missing := [stream for stream in (own if same else range(before)) if str(stream) not in streams]:
+            raise ValueError(
+                f"data state lacks stream {missing[0]}: it comes from only some of the processes;"
+                " merge the states of all processes with merge_states"
+            )
         if changed & ORDER:
             logging.warning("the documents are others or in another order: they are read from the first on")
-            streams = {str(stream): [(0, 0)] * len(self._dataset.documents) for stream, _ in self._rows}
-        elif changed:
-            before = _Plan.make(self._dataset.settings | state["settings"]).num_streams
-            _check_complete(streams, range(before))
-            if before != self._plan.num_streams:
-                streams = self._divide_anew(list(streams.values()))
-        _check_complete(streams, [stream for stream, _ in self._rows])
+            streams = {str(stream): [(0, 0)] * len(self._dataset.documents) for stream in own}
+        elif not same:
+            streams = self._divide_anew(list(streams.values()))
         self.close()
         self._step = state["step"]
         same_text = not changed & {common.FINGERPRINTS, CHAT_TEMPLATE}
@@ -385,17 +386,10 @@ class TextIterator:
         }
 
     def _divide_anew(self, cursors: list[list[Cursor]]) -> dict[str, list[Cursor]]:
-        """The cursors of today's streams after as many documents as those of all streams before had read.
-
-        Stream s of n reads documents s, s + n, s + 2n, … Some were ahead of others, so that documents near
-        the border may come twice or not at all.
-        """
-        n = self._plan.num_streams
+        """The cursors of today's streams after as many documents as were read before, about."""
         read = [sum(document for document, _ in of_source) for of_source in zip(*cursors, strict=True)]
-        return {
-            str(stream): [(max(0, -(-(count - stream) // n)), 0) for count in read]
-            for stream, _ in self._rows
-        }
+        n = self._plan.num_streams  # stream s reads documents s, s + n, s + 2n, …
+        return {str(s): [(max(0, -(-(count - s) // n)), 0) for count in read] for s, _ in self._rows}
 
     def close(self) -> None:
         """Ends threads and workers; the iterator can be used again, from its current position."""
@@ -412,15 +406,6 @@ class TextIterator:
             options = grain.MultiprocessingOptions(workers, per_worker_buffer_size=ahead)
             blocks = common.in_workers(blocks, options)
         return iter(grain.experimental.ThreadPrefetchIterDataset(blocks, prefetch_buffer_size=len(feeds)))
-
-
-def _check_complete(streams: Mapping[str, Any], numbers: Iterable[int]) -> None:
-    """Raises ValueError if the cursors of one of these streams are missing."""
-    if missing := [number for number in numbers if str(number) not in streams]:
-        raise ValueError(
-            f"data state lacks stream {missing[0]}: it comes from only some of the processes;"
-            " merge the states of all processes with merge_states"
-        )
 
 
 # --- streams and blocks ---------------------------------------------------------------------------

@@ -122,12 +122,11 @@ def upgraded(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def record_start(workdir: Path, step: int, num_params: int, units_per_step: int = 0) -> None:
-    """Appends this start of the run, at ``step`` finished updates, to run.json.
-
-    Args:
-      units_per_step: tokens or images that a step takes from here on.
-    """
+def record_start(workdir: Path, c: ConfigDict, step: int, num_params: int, units_per_step: int = 0) -> None:
+    """Records the config and a start at ``step``, after which a step takes ``units_per_step`` tokens."""
+    if not is_primary():
+        return
+    save_config(workdir, c)
     record = _read_record(workdir)
     device = jax.devices()[0]
     record["starts"].append(

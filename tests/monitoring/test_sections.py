@@ -110,8 +110,8 @@ def test_losses_that_are_not_finite(tmp_path):
 
 
 def test_a_second_start_from_nothing(tmp_path):
-    run_dir.record_start(tmp_path, 0, num_params=1000, units_per_step=2048)
-    run_dir.record_start(tmp_path, 0, num_params=8030261248, units_per_step=2048)
+    run_dir.record_start(tmp_path, ConfigDict(), 0, num_params=1000, units_per_step=2048)
+    run_dir.record_start(tmp_path, ConfigDict(), 0, num_params=8030261248, units_per_step=2048)
     text = shown(tmp_path)
     assert set(text["Run"]) >= {"started", "restarted"}
     assert text["Config"] == {"parameters": "8,030,261,248"}

@@ -12,8 +12,7 @@ CONFIG = ConfigDict(SECTIONS)
 
 
 def started(workdir, step=0):
-    run_dir.save_config(workdir, CONFIG)
-    run_dir.record_start(workdir, step, num_params=1000, units_per_step=2048)
+    run_dir.record_start(workdir, CONFIG, step, num_params=1000, units_per_step=2048)
 
 
 def test_every_start_and_the_last_checkpoint_are_recorded(tmp_path):
@@ -66,7 +65,7 @@ def test_another_config_or_no_record_is_another_run(tmp_path):
         ("config.json", run_dir.load_config),
         ("config.json", lambda workdir: changes.check_config(workdir, CONFIG)),
         ("run.json", run_dir.check_checkpoints),
-        ("run.json", lambda workdir: run_dir.record_start(workdir, 0, 1)),
+        ("run.json", lambda workdir: run_dir.record_start(workdir, CONFIG, 0, 1)),
     ],
 )
 def test_damage_is_named_with_a_way_out_that_keeps_the_run_and_nothing_is_changed(
