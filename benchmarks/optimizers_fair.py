@@ -92,6 +92,7 @@ METHODS: dict[str, dict[str, Any]] = {
     REFERENCE: {},
     "galore_d2": galore(32),
     "galore_d4": galore(16),
+    "galore_d4_alpha_eighth": galore(16, scale=0.125),
     "galore_d4_alpha_half": galore(16, scale=0.5),
     "galore_d4_alpha_one": galore(16, scale=1.0),
     "galore_d4_randomized": galore(16, basis="randomized"),
@@ -118,6 +119,7 @@ METHODS: dict[str, dict[str, Any]] = {
 CRITERIA = {
     "galore_d2": ("perplexity", 0.05),
     "galore_d4": ("perplexity", 0.05),
+    "galore_d4_alpha_eighth": ("perplexity", 0.05),
     "galore_d4_alpha_half": ("perplexity", 0.05),
     "galore_d4_alpha_one": ("perplexity", 0.05),
     "adamw_8bit": ("loss", 0.005),
