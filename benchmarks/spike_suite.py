@@ -144,7 +144,8 @@ def _random_rows(batch: Batch, rng: np.random.Generator) -> np.ndarray:
 class OutlierDot(nnx.Module):
     """`QuantDot` on an input whose first channel is `OUTLIER` times as large, and its kernel row as small.
 
-    Without quantization that changes nothing; with one scale per tensor the other channels round to zero.
+    Without quantization that changes nothing. With one scale per tensor all other channels and that row
+    round to zero, so that the product is zero.
     """
 
     def __init__(self, dot: QuantDot):
@@ -152,7 +153,8 @@ class OutlierDot(nnx.Module):
 
     def __call__(self, x: jax.Array, kernel: jax.Array, *args: Any, shared: Any = None, **kwargs: Any):
         size_K = jnp.ones(x.shape[-1], x.dtype).at[0].set(OUTLIER)
-        return self.dot(x * size_K, kernel / size_K[:, None], *args, **kwargs)
+        x = x * jnp.expand_dims(size_K, range(x.ndim - 1))
+        return self.dot(x, kernel / size_K[:, None], *args, **kwargs)
 
 
 def with_outliers(run: Experiment) -> Experiment:

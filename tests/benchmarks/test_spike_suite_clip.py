@@ -31,7 +31,8 @@ def test_damage_is_in_all_images_or_in_half_of_the_captions(suite):
 
 
 def run(losses: np.ndarray, heldout: float = 0.3) -> dict:
-    return {name: {"loss": list(losses), "heldout": heldout} for name in ("", "images", "pairs", "rate")}
+    names = ("", "images", "pairs", "rate", "outliers")
+    return {name: {"loss": list(losses), "heldout": heldout} for name in names}
 
 
 def test_the_time_to_reach_a_loss_is_a_part_of_the_steps(suite):
