@@ -126,8 +126,8 @@ def record_start(workdir: Path, c: ConfigDict, step: int, num_params: int, units
     """Records the config and a start at ``step``, after which a step takes ``units_per_step`` tokens."""
     if not is_primary():
         return
-    save_config(workdir, c)
     record = _read_record(workdir)
+    save_config(workdir, c)
     device = jax.devices()[0]
     record["starts"].append(
         {
