@@ -94,7 +94,11 @@ FEATURES = [
     Feature("adafactor", "optimizer", {"optimizer.name": "adafactor"}),
     Feature("lion", "optimizer", {"optimizer.name": "lion"}),
     Feature("muon", "optimizer", {"optimizer.name": "muon"}),
-    Feature("soap", "optimizer", {"optimizer.name": "soap", "optimizer.options": {"one_sided": True}}),
+    Feature(  # with 64 pooled tokens, the gradients of CLIP's last layers span the 32 columns of a basis
+        "soap",
+        "optimizer",
+        {"optimizer.name": "soap", "optimizer.options": {"one_sided": True}, "data.batch_size": 64},
+    ),
     Feature("apollo", "optimizer", {"optimizer.name": "apollo", "optimizer.options": {"rank": 4}}),
     Feature("adamp", "optimizer", {"optimizer.name": "adamp"}),
     Feature(
