@@ -22,7 +22,6 @@ gathers one layer's gradient at a time, at a refresh.
 """
 
 import functools
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ from jax.tree_util import KeyPath
 
 from maxlp.numerics.blockwise import decode, encode
 from maxlp.optim.config import GaloreConfig, OptimizerConfig
-from maxlp.optim.partition import map_moments
+from maxlp.optim.partition import check_matrices, map_moments
 from maxlp.optim.tree_utils import LayerAxes, layer_axes, matches, name_of
 
 OVERSAMPLING, POWER_ITERATIONS = 8, 2  # Halko et al. 2011: 5 to 10, and 1 or 2
@@ -143,24 +142,27 @@ def check_targets(
       ValueError: a target that matches no parameter or one that is not a matrix, or a projector with an odd
         rank in int4.
     """
-    leaves = jax.tree.flatten_with_path(params)[0]
-    names = [name_of(path) for path, _ in leaves]
-    for target in config.targets if names else ():
-        if not any(re.search(target, name) for name in names):
-            raise ValueError(f"galore.targets: {target!r} matches no parameter; one is {names[0]}")
-    for path, p in leaves:
+    check_matrices("galore.targets", config.targets, params, layer_axes)
+    for path, p in jax.tree.flatten_with_path(params)[0]:
         if not matches(path, config.targets):
             continue
-        if len(p.shape) - layer_axes(path) != 2:
-            raise ValueError(
-                f"galore.targets={config.targets} matches {name_of(path)}, which is not a matrix: "
-                f"{p.shape}; narrow the targets"
-            )
         if config.projector == "int4" and _side(p.shape, config).rank % 2:
             raise ValueError(
                 f"galore.projector='int4' needs an even rank, but that of {name_of(path)} with shape "
                 f"{p.shape} is {_side(p.shape, config).rank}; set galore.projector='int8'"
             )
+
+
+def check_all_targets(params: optax.Params, config: OptimizerConfig) -> None:
+    """Checks the targets of GaLore and those of an optimizer that takes matrices itself.
+
+    Raises:
+      ValueError: see `check_targets`.
+    """
+    if "targets" in config.options:
+        check_matrices("options.targets", config.options["targets"], params)
+    if config.galore is not None and config.has_galore:
+        check_targets(params, config.galore)
 
 
 def _no_subspace(

@@ -7,7 +7,7 @@ import jax
 import optax
 from jax.tree_util import GetAttrKey, KeyPath
 
-from maxlp.optim.tree_utils import matches
+from maxlp.optim.tree_utils import LayerAxes, layer_axes, matches, name_of
 
 MOMENTS = ("mu", "nu")  # optax's field names for the first and second moment, used by all of its states
 
@@ -25,6 +25,29 @@ def by_target(
         return jax.tree.map_with_path(lambda k, _: matching if matches(k, targets) else other, params)
 
     return optax.partition({**pair}, labels)
+
+
+def check_matrices(
+    key: str, targets: Sequence[str], params: optax.Params, layer_axes: LayerAxes = layer_axes
+) -> None:
+    """Checks that every target of an optimizer matches parameters, and only matrices.
+
+    Args:
+      key: of the targets in the optimizer's config.
+
+    Raises:
+      ValueError: a target that matches no parameter, or one that is not a matrix.
+    """
+    leaves = jax.tree.flatten_with_path(params)[0]
+    for target in targets if leaves else ():
+        if not any(matches(path, (target,)) for path, _ in leaves):
+            raise ValueError(f"{key}: {target!r} matches no parameter; one is {name_of(leaves[0][0])}")
+    for path, p in leaves:
+        if matches(path, targets) and len(p.shape) - layer_axes(path) != 2:
+            raise ValueError(
+                f"{key}={tuple(targets)} matches {name_of(path)}, which is not a matrix: {p.shape}; "
+                "narrow the targets"
+            )
 
 
 def map_moments(fn: Callable[..., Any], state: Any, is_leaf: Callable | None = None) -> Any:

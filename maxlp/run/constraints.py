@@ -167,14 +167,13 @@ def too_many_tokens(spec: str, size: int, key: str, room: int) -> str | None:
 # --- optimizer ------------------------------------------------------------------------------------------
 
 
-def galore_targets_are_matrices(s: Settings, machine: Machine) -> str | None:
-    """GaLore projects matrices."""
-    if s.optimizer.galore is None or not s.optimizer.has_galore:
-        return None
-    from maxlp.optim.galore import check_targets
+def targets_are_matrices(s: Settings, machine: Machine) -> str | None:
+    """GaLore, Muon, SOAP and APOLLO take matrices."""
+    if "targets" in s.optimizer.options or s.optimizer.has_galore:
+        from maxlp.optim import galore
 
-    with errors_of("optimizer"):
-        check_targets(nnx.to_pure_dict(s.params), s.optimizer.galore)
+        with errors_of("optimizer"):
+            galore.check_all_targets(nnx.to_pure_dict(s.params), s.optimizer)
     return None
 
 
@@ -323,5 +322,5 @@ RULES = (
     adapters_start_from_weights,
     swapped_vocabularies_are_trained,
     adapters_are_few_numbers,
-    galore_targets_are_matrices,
+    targets_are_matrices,
 )

@@ -144,7 +144,17 @@ REFUSED = {
         ({"data.tokenizer": "bpe:512", "model.vocab_size": 256}, 1, "cpu", "model.vocab_size=512"),
     ],
     "mesh_divides_params": [({"model.embed_dim": 100}, 8, "cpu", "mesh.fsdp=8")],
-    "galore_targets_are_matrices": [
+    "targets_are_matrices": [
+        *(
+            (
+                {"optimizer.name": name, "optimizer.options": {"targets": (target,)}},
+                1,
+                "cpu",
+                message,
+            )
+            for name in ("muon", "normuon", "soap", "apollo", "apollo_mini")
+            for target, message in (("fc", "'fc' matches no parameter"), ("norm", "is not a matrix"))
+        ),
         ({"optimizer.galore.rank": 8, "optimizer.galore.targets": ("fc",)}, 1, "cpu", "'fc'"),
         ({"optimizer.galore.rank": 8, "optimizer.galore.targets": ("norm",)}, 1, "cpu", "not a matrix"),
         (
