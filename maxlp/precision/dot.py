@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.lax import Precision
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -101,6 +102,7 @@ class QuantDot(nnx.Module):
         if (self.recipe, x.dtype) not in shared:
             shared[self.recipe, x.dtype] = self._input_forms(x)
         x, q_x, sampled, input_amax, of_input = shared[self.recipe, x.dtype]
+        kernel = _row_major(kernel)
         kernel_amax, of_kernel = self._amax("kernel", kernel)
         if self.recipe.trust_mask and self.recipe.fwd:
             fixed = jax.lax.stop_gradient(kernel)
@@ -268,6 +270,17 @@ def quantize(recipe: Recipe, operand: Operand, x: jax.Array, contract, delayed_a
     return q
 
 
+def _row_major(x: jax.Array) -> jax.Array:
+    """An array whose layout 8-bit matmuls do not choose; on several devices, as it is.
+
+    A kernel's would become that of the whole stack of layers, by a copy of all weights in float32 in each
+    step. (The SPMD partitioner gathers what is constrained.)
+    """
+    if jax.sharding.get_abstract_mesh().size > 1:
+        return x
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
 def _rotated(x: jax.Array, axis: int) -> jax.Array:
     """An operand of the forward pass, which sums over this axis, in QuEST's rotation (arXiv:2502.05003)."""
     size = math.gcd(quantized.LARGE_HADAMARD, x.shape[axis])
@@ -282,10 +295,9 @@ def _written_once(values: jax.Array) -> jax.Array:
     """Quantized values that XLA writes in one layout; it makes others from the 8 bits.
 
     The pass over the data then takes the amax along, which XLA does not fuse with a transposing write.
-    With a scale that needs this amax, two passes read the data in any case. (Also fixing the layout,
-    with `with_layout_constraint`, would save more, but the SPMD partitioner gathers its operand.)
+    With a scale that needs this amax, two passes read the data in any case.
     """
-    return jax.lax.optimization_barrier(values)
+    return jax.lax.optimization_barrier(_row_major(values))
 
 
 def _requantize(recipe: Recipe, saved, index: int, operand: Operand, contract, delayed_amax) -> Quantized:
