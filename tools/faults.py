@@ -213,10 +213,11 @@ OPTIM = [
         ),
         ("return rescale, decay", "return decay, rescale"),
         (
-            "optax.contrib.schedule_free(tx, schedule, config.b1)",
-            "optax.contrib.schedule_free(tx, schedule)",
+            "optax.contrib.schedule_free(tx, lambda t: schedule(t - 1), config.b1)",
+            "optax.contrib.schedule_free(tx, lambda t: schedule(t - 1))",
             "run/test_restore.py",
         ),
+        ("lambda t: schedule(t - 1)", "schedule", "optim/test_schedule_free.py"),
     ),
     *_in(
         "optim/schedules.py",

@@ -82,7 +82,7 @@ def make_tx(config: OptimizerConfig, *, total_steps: int, microbatches: int = 1)
         _learning_rate(config, schedule, microbatches),
     )
     if config.name == "schedule_free_adamw":
-        tx = optax.contrib.schedule_free(tx, schedule, config.b1)
+        tx = optax.contrib.schedule_free(tx, lambda t: schedule(t - 1), config.b1)  # its first t is 1
     if config.param_rounding == "nearest":
         from maxlp.optim.float16_params import float16_params
 

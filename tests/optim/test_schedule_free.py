@@ -25,7 +25,7 @@ def test_evaluation_uses_the_weighted_average_of_the_iterates():
         updates, state = optimizer.tx.update(grads, state, trained)
         trained = optax.apply_updates(trained, updates)
         iterates.append(state.z["kernel"])
-    rates = np.maximum.accumulate([optimizer.schedule(i + 1) for i in range(4)]) ** 2
+    rates = np.maximum.accumulate([optimizer.schedule(i) for i in range(4)]) ** 2
     want = sum(w * z for w, z in zip(rates / rates.sum(), iterates, strict=True))
     np.testing.assert_allclose(optim.eval_params(state, trained)["kernel"], want, rtol=1e-5)
 
