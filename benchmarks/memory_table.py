@@ -1,10 +1,11 @@
 r"""The tables of docs/memory.md: what each optimizer and precision holds, and the GPU that it needs.
 
-    python benchmarks/memory_table.py                    # closed form; two minutes on 2 cores
+    python benchmarks/memory_table.py                    # closed form; half a minute on 2 cores
     pip install 'maxlp[aot]'
     python benchmarks/memory_table.py --compile=8B       # one model's steps compiled for an H100 as well
 
-The first table is the state of a training run in bytes per parameter, from the shapes of the 8B's state.
+The first table is the state of a training run in bytes per parameter, from the shapes of the 8B's state; after
+a plus, those in the host's memory.
 The second is the peak memory of a step of one sequence on one device by the planner's closed form, and with
 ``--compile`` by the compiler's memory analysis. Nothing runs on a GPU.
 """
@@ -12,11 +13,12 @@ The second is the peak memory of a step of one sequence on one device by the pla
 import argparse
 from typing import Any
 
-from maxlp import optim
 from maxlp.families.llama.presets import llama
 from maxlp.plan import make_plan
 from maxlp.planning import cost_model, topologies
 from maxlp.planning.topologies import Topology
+from maxlp.run.config import ConfigError
+from maxlp.run.presets import LOW_BIT
 from maxlp.run.settings import Settings, read
 
 # vocab_size, embed_dim, num_layers, num_heads, num_kv_heads, head_dim, mlp_dim, tie_embeddings
@@ -30,15 +32,13 @@ GPUS = ("rtx4090", "h100", "h200")  # 24, 80 and 141 GB
 
 BFLOAT16 = {"model.param_dtype": "bfloat16"}
 PURE_BF16 = BFLOAT16 | {"optimizer.param_rounding": "stochastic"}
-EIGHT_BIT = {"optimizer.low_bit.mu": "dynamic8", "optimizer.low_bit.nu": "dynamic8"}
-COMPANDED = {  # FlashOptim
-    "optimizer.low_bit.mu": "companded8",
-    "optimizer.low_bit.nu": "companded8",
-    "optimizer.low_bit.block_size": 32,
-}
-FP8 = {"optimizer.low_bit.mu": "float8_e4m3fn", "optimizer.low_bit.nu": "float8_e5m2"}
+FP8, EIGHT_BIT, COMPANDED = (
+    {f"optimizer.low_bit.{key}": value for key, value in LOW_BIT[name].items()}
+    for name in ("fp8", "8bit", "companded")
+)
 GALORE = {"optimizer.galore.rank": 1024}
 RELEASED = {"train.release_gradients": True, "optimizer.clip_norm": 0.0}  # not: all gradients
+OFFLOADED = RELEASED | {"optimizer.offload": True}
 
 
 def optimizer(name: str) -> dict[str, Any]:
@@ -53,15 +53,23 @@ PARAMETERS = {  # columns of the first table
     "bfloat16, kahan": BFLOAT16 | {"optimizer.param_rounding": "kahan"},
 }
 STATES: dict[str, dict[str, Any]] = {
-    "AdamW, StableAdamW": {},
+    "AdamW": {},
+    "AdamW, offloaded": OFFLOADED,
+    "StableAdamW": optimizer("stable_adamw"),
+    "Stable-SPAM": optimizer("stable_spam"),
+    "AdamP": optimizer("adamp"),
+    "schedule-free AdamW": optimizer("schedule_free_adamw") | {"optimizer.schedule": "constant"},
     "AdamW, FP8 moments": FP8,
     "AdamW, 8-bit moments": EIGHT_BIT,
     "AdamW, companded moments": COMPANDED,
+    "AdamW, companded moments, offloaded": COMPANDED | OFFLOADED,
     "Lion": optimizer("lion"),
     "Lion, 8-bit moments": optimizer("lion") | EIGHT_BIT,
     "Muon, NorMuon": optimizer("muon"),
     "Muon, 8-bit moments": optimizer("muon") | EIGHT_BIT,
     "SOAP": optimizer("soap"),
+    "SOAP, one-sided": optimizer("soap") | {"optimizer.options.one_sided": True},
+    "SGD": optimizer("sgd"),
     "Adafactor": optimizer("adafactor"),
     "GaLore, rank 1024": GALORE,
     "GaLore, rank 1024, 8-bit moments": GALORE | EIGHT_BIT,
@@ -70,10 +78,13 @@ STATES: dict[str, dict[str, Any]] = {
 }
 STEPS: dict[str, dict[str, Any]] = {
     "AdamW": {},
+    "AdamW, offloaded": OFFLOADED,
     "AdamW, 8-bit moments": EIGHT_BIT,
     "GaLore, 8-bit moments": GALORE | EIGHT_BIT,
     "AdamW, bf16": PURE_BF16,
     "AdamW, bf16, FlashOptim": PARAMETERS["bfloat16, residual"] | COMPANDED,
+    "FlashOptim, released": PARAMETERS["bfloat16, residual"] | COMPANDED | RELEASED,
+    "FlashOptim, offloaded": PARAMETERS["bfloat16, residual"] | COMPANDED | OFFLOADED,
     "AdamW, bf16, 8-bit moments": PURE_BF16 | EIGHT_BIT,
     "the same, released": PURE_BF16 | EIGHT_BIT | RELEASED,
     "GaLore, bf16, 8-bit moments, released": PURE_BF16 | GALORE | EIGHT_BIT | RELEASED,
@@ -100,16 +111,25 @@ def settings(model: str, overrides: dict[str, Any]) -> Settings:
     return read(c)
 
 
+def state_bytes(overrides: dict[str, Any], topology: Topology) -> str:
+    """Bytes per parameter of the 8B on the device, and those on the host; a dash if `train` refuses them."""
+    try:
+        s = settings("8B", overrides)
+    except ConfigError:
+        return "–"
+    machine = topology.machine(s)
+    state, mesh = cost_model.state_shapes(s, machine), cost_model.abstract_mesh(machine.axes)
+    device = sum(state.bytes_on(mesh, part) for part in ("params", "opt_state"))
+    host = state.offloaded_on(mesh)
+    return f"{device / s.num_params:.2f}{f' + {host / s.num_params:.2f}' if host else ''}"
+
+
 def print_states(topology: Topology) -> None:
     """The first table."""
     print(f"| optimizer | {' | '.join(PARAMETERS)} |\n|---{'|---:' * len(PARAMETERS)}|")
     for name, overrides in STATES.items():
-        totals = []
-        for parameters in PARAMETERS.values():
-            s = settings("8B", overrides | parameters)
-            tree = cost_model.state_shapes(s, topology.machine(s)).tree
-            totals.append(optim.state_bytes((tree["params"], tree["opt_state"])) / s.num_params)
-        print(f"| {name} | {' | '.join(f'{total:.2f}' for total in totals)} |", flush=True)
+        cells = (state_bytes(overrides | parameters, topology) for parameters in PARAMETERS.values())
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
 def print_steps(topology: Topology, compile_model: str | None) -> None:
