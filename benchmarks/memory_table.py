@@ -4,10 +4,10 @@ r"""The tables of docs/memory.md: what each optimizer and precision holds, and t
     pip install 'maxlp[aot]'
     python benchmarks/memory_table.py --compile=8B       # one model's steps compiled for an H100 as well
 
-The first table is the state of a training run in bytes per parameter, from the shapes of the 8B's state; after
-a plus, those in the host's memory.
-The second is the peak memory of a step of one sequence on one device by the planner's closed form, and with
-``--compile`` by the compiler's memory analysis. Nothing runs on a GPU.
+The first table is the state of a training run in bytes per parameter, from the shapes of the 8B's state;
+after a plus, those in the host's memory. The second is the peak memory of a step of one sequence on one
+device by the planner's closed form, and with ``--compile`` by the compiler's memory analysis. Nothing runs
+on a GPU.
 """
 
 import argparse
@@ -112,7 +112,7 @@ def settings(model: str, overrides: dict[str, Any]) -> Settings:
 
 
 def state_bytes(overrides: dict[str, Any], topology: Topology) -> str:
-    """Bytes per parameter of the 8B on the device, and those on the host; a dash if `train` refuses them."""
+    """Bytes per parameter of the 8B on the device, and on the host; a dash if `train` refuses them."""
     try:
         s = settings("8B", overrides)
     except ConfigError:
