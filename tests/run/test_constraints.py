@@ -40,6 +40,7 @@ REFUSED = {
         (SCALIFY | {"mesh.stage": 2}, 2, "cpu", "set mesh.stage=1"),
         (SCALIFY | {"train.lora.rank": 4, "train.init_from": "run"}, 1, "cpu", "set no adapters"),
         (SCALIFY | {"train.release_gradients": True}, 1, "cpu", "set train.release_gradients=False"),
+        (SCALIFY | {"loss.num_chunks": 8}, 2, "cpu", "loss.num_chunks=8 on 2 devices cannot be combined"),
     ],
     "replicas_exchange_gradients": [
         (INT8, 1, "cpu", "mesh.data=1, a single replica, cannot be combined with precision.exchange=int8"),
@@ -251,6 +252,7 @@ ACCEPTED = [
     {"precision.recipe": "mxfp8", "data.seq_len": 100},
     {"model.dtype": "float16", "precision.loss_scale.initial": 256.0},
     ADASCALE,
+    SCALIFY | {"loss.num_chunks": 8},  # on one device
     BFLOAT16 | {"optimizer.param_rounding": "kahan"},
     SCALIFY | {"model.param_dtype": "float16", "optimizer.param_rounding": "nearest"},
 ]

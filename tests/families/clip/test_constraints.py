@@ -7,12 +7,12 @@ from maxlp.run.config import ConfigError
 from maxlp.run.settings import read
 
 
-def check(**changes) -> None:
-    """Checks configs/clip/debug.py on 8 CPU devices, with changes like ``data__batch_size=4``."""
+def check(devices=8, **changes) -> None:
+    """Checks configs/clip/debug.py on CPU devices, with changes like ``data__batch_size=4``."""
     c = debug.get_config()
     c.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
     settings = read(c)
-    constraints.check(settings, settings.machine(8, "cpu"))
+    constraints.check(settings, settings.machine(devices, "cpu"))
 
 
 SIGMOID = dict(loss__kind="sigmoid")
@@ -58,6 +58,16 @@ def test_the_debug_config_and_the_proposed_fixes_are_accepted():
     check(data__text_len=20, mesh__tensor=2)
     check(**SIGMOID, model__logit_bias=-10.0)
     check(train__release_gradients=True, optimizer__clip_norm=0.0)
+
+
+@pytest.mark.parametrize("method", ["sharded", "tiled"])
+def test_scale_propagation_needs_the_plain_loss_on_several_devices(method):
+    scalify = dict(model__dtype="float16", precision__scalify="fp16")
+    message = f"config.loss.method={method} on 8 devices cannot be combined .* set loss.method=plain"
+    with pytest.raises(ConfigError, match=message):
+        check(**scalify, loss__method=method)
+    check(**scalify)
+    check(**scalify, loss__method=method, devices=1)
 
 
 def test_attention_kernels_must_fit_both_towers():

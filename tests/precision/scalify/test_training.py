@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-from maxlp.families.clip.contrastive import ContrastiveConfig
+from maxlp.families.clip.contrastive import ContrastiveConfig, contrastive_sums
 from maxlp.families.clip.gradients import loss_gradients as clip_gradients
 from maxlp.families.clip.model import CLIP
 from maxlp.families.llama import task
@@ -111,6 +111,22 @@ def test_gradients_of_a_clip_are_those_without_scales(kind):
             return jax.jit(lambda s, b: gradients(graphdef, s, b, None)[0])(state, make_batch(8))
 
     assert distance(run(scaled_gradients(gradients)), run(gradients)) < 1e-5
+
+
+@pytest.mark.parametrize("method", ["sharded", "tiled"])
+def test_a_loss_split_over_devices_has_no_rule(method):
+    """`run.scalify_rule` refuses these losses, and those of a Llama in chunks, on several devices."""
+
+    def trace(method, **mesh):
+        config = ContrastiveConfig(kind="softmax", method=method)
+        loss = scalify(lambda x: contrastive_sums(x, x, 1.0, 0.0, config)["loss"])
+        with jax.set_mesh(make_mesh(**mesh)):
+            jax.make_jaxpr(loss)(scale(jnp.eye(4, dtype=jnp.float16)))
+
+    trace(method)
+    trace("plain", data=2)
+    with pytest.raises(ValueError, match="no rule for the primitive 'shard_map'"):
+        trace(method, data=2)
 
 
 def scaled_trainer(precision: str, mesh=None) -> Trainer:
