@@ -225,6 +225,8 @@ class Settings:
         name = self.matmuls.get(path, precision.HIGH_PRECISION).partition(",")[0]  # "NAME, smooth FORM"
         if name == precision.HIGH_PRECISION:
             return precision.RECIPES["bf16"]
+        if self.precision.scalify != "none":  # what `scalify.fp8_dot_general` multiplies
+            return dataclasses.replace(precision.RECIPES["fp8_current"], name=name, residuals="full")
         options = self.precision.options if name == self.precision.recipe else precision.RecipeOptions()
         return _recipe(name, options)
 

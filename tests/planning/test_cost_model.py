@@ -129,6 +129,14 @@ def test_matmuls_run_at_the_rate_of_what_they_multiply():
     assert set(matmul_dtypes(s, "layers/mlp/down_proj").values()) == {"float8"}
 
 
+def test_matmuls_in_fp8_of_scale_propagation_run_at_its_rate():
+    s = read(load("debug", "precision=scalify_fp8"))
+    assert set(matmul_dtypes(s, "layers/mlp/up_proj").values()) == {"float8"}
+    assert set(matmul_dtypes(s, "lm_head").values()) == {"bfloat16"}
+    half = read(load("debug", "precision=scalify_fp16"))
+    assert set(matmul_dtypes(half, "layers/mlp/up_proj").values()) == {"bfloat16"}
+
+
 def test_sampled_gradients_multiply_a_share_of_the_tokens():
     """Two operations for each token that is left out and each parameter of the blocks' kernels."""
     flops = []
