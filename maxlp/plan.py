@@ -28,7 +28,7 @@ from maxlp.planning.cost_model import Work, cost_of, state_shapes
 from maxlp.planning.hlo import Collective
 from maxlp.planning.roofline import group, roofline
 from maxlp.planning.topologies import GIB, Topology
-from maxlp.run import cli, constraints
+from maxlp.run import cli, constraints, emulation
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import assemble
 from maxlp.run.settings import Machine, Settings, read
@@ -143,6 +143,7 @@ def make_plan(
         "unit": s.family.unit,
         "flops_per_unit": {"full": full, "causal": causal},
         "has": topology.chip.memory,
+        "warnings": emulation.warnings(s, topology.chip.kind),
     }
     parts, work = cost.memory(s, machine, state), cost.work(s, machine, state)
     dcn = s.mesh.get("dcn_data", 1)
@@ -274,6 +275,7 @@ def report(plan: dict[str, Any]) -> str:
         f"{plan['topology']}: {plan['devices']} × {plan['chip']['kind']}, mesh {mesh}",
         f"{plan['parameters']:,} parameters; {units:,} {plan['unit']} per step × {full:.3g} FLOPs = "
         f"{units * full:.3g} ({units * causal:.3g} with causal attention)",
+        *(f"warning: {warning}" for warning in plan["warnings"]),
         "",
         *_memory_lines(plan),
     ]

@@ -130,6 +130,19 @@ def test_a_clip_that_does_not_fit_is_split(capsys):
     ]
 
 
+@pytest.mark.parametrize("family", ["llama", "clip"])
+def test_a_plan_warns_of_a_format_that_the_chip_lacks(family):
+    c = importlib.import_module(f"configs.{family}.debug").get_config("precision=mxfp8")
+    for chip, lacks in (("h100", True), ("b200", False)):
+        values = plan.make_plan(read(c), topologies.parse(f"{chip}:1x1"), compiles=False)
+        assert ("does not multiply the formats of mxfp8 (fwd" in plan.report(values)) == lacks
+        flops = values["estimate"]["work"]["flops"]
+        rates = topologies.CHIPS[chip].peak("bfloat16"), topologies.CHIPS[chip].peak("mxfp8")
+        seconds = flops["bfloat16"] / rates[0] + flops["mxfp8"] / rates[1]
+        assert values["estimate"]["time"]["compute"] == pytest.approx(seconds)
+        assert (rates[0] == rates[1]) == lacks
+
+
 def candidate(seconds: float, changes: dict, *numerics: str) -> search.Candidate:
     layout = {
         "mesh": {"fsdp": 8},

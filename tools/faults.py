@@ -64,6 +64,12 @@ CORE = [
         ("metrics[name] * tokens", "metrics[name]"),
     ),
     *_in(
+        "run/emulation.py",
+        "run/test_emulation.py",
+        (' - {"bfloat16"}', ""),
+        ("if not peaks or not lacked:", "if not lacked:"),
+    ),
+    *_in(
         "run/exchange_rule.py",
         "run/test_constraints.py",
         ("any(s.recipe(path).delayed for path in s.matmuls)", '"delayed" in recipe'),
@@ -634,6 +640,8 @@ PRECISION = [
             "preferred_element_type=jnp.bfloat16,\n            out_sharding",
         ),
         ("dequantize(b, _exact_dtype(b, pair[1]))", "b.values.astype(_exact_dtype(b, pair[1]))"),
+        ('"int": "int8"}', '"int": "float8"}', "planning/test_cost_model.py"),
+        ("if pair[0].in_blocks:", "if _instruction(pair):", "planning/test_cost_model.py"),
     ),
     *_in(
         "precision/delayed.py",
@@ -2375,7 +2383,6 @@ PLANNING = [
         "planning/cost_model.py",
         "planning/test_cost_model.py",
         ("math.prod(shape) * leaf.dtype.itemsize", "math.prod(leaf.shape) * leaf.dtype.itemsize"),
-        ('{"float": "float8", "int": "int8"}', '{"float": "float8", "int": "float8"}'),
         ("if self._axes[name] > 1)", "if self._axes[name] >= 1)"),
         ('"drhs": 0 if s.train.lora else 1', '"drhs": 1'),
         ('{"drhs": s.recipe(path).keep}', "{}"),

@@ -14,6 +14,7 @@ from maxlp import families
 from maxlp.core.train_state import State, abstract_state, num_params
 from maxlp.parallel.sharding import abstract_mesh
 from maxlp.planning.hlo import Collective
+from maxlp.precision import blocks
 from maxlp.precision.recipes import GEMMS
 from maxlp.run.experiment import assemble
 from maxlp.run.settings import Machine, Settings
@@ -103,7 +104,7 @@ class Work:
     """What one device does in a step, recomputation included.
 
     Attributes:
-      flops: by the dtype of the matmuls: "bfloat16", "float8" or "int8".
+      flops: by the rate of the matmuls, a name in `hardware.PEAK_TFLOPS`.
       bytes: traffic of the device's memory.
       host: traffic between the device and the host's memory.
     """
@@ -134,10 +135,9 @@ def cost_of(s: Settings) -> Cost:
 
 
 def matmul_dtypes(s: Settings, path: str) -> dict[str, str]:
-    """The dtype at whose peak rate each of the three matmuls of a layer (`recipes.GEMMS`) runs."""
-    rates = {"float": "float8", "int": "int8"}  # simulated values are 16 or 32 bits wide
-    kinds = s.recipe(path).kinds
-    return {gemm: rates.get(kinds.get(gemm, ""), "bfloat16") for gemm in GEMMS}
+    """At whose peak rate (`blocks.rate`) each of the three matmuls of a layer (`recipes.GEMMS`) runs."""
+    quantized = s.recipe(path).gemms
+    return {gemm: blocks.rate(quantized[gemm]) if gemm in quantized else "bfloat16" for gemm in GEMMS}
 
 
 def matmul_flops(s: Settings, path: str, once: float, recomputed: int) -> dict[str, float]:

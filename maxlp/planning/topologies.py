@@ -56,7 +56,7 @@ class Chip:
     pod: int = 0
 
     def peak(self, dtype: str = "bfloat16") -> float:
-        """Peak FLOP/s of dense matmuls in a dtype: "bfloat16", "float8" or "int8"."""
+        """Peak FLOP/s of dense matmuls in a dtype of `hardware.PEAK_TFLOPS`."""
         flops = hardware.published_flops(self.kind, dtype)
         assert flops is not None, f"hardware.PEAK_TFLOPS has no row for {self.kind}"
         return flops

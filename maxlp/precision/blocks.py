@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxlp.numerics import formats
 from maxlp.numerics.quantized import Quantized, dequantize
 from maxlp.precision.recipes import Operand
 
@@ -20,11 +21,13 @@ class _Instruction(NamedTuple):
     """Blocks that a GPU multiplies.
 
     Attributes:
+      name: of its rate in `hardware.PEAK_TFLOPS`.
       formats: of the values.
       block_scales: rules of their scales, see `scales.block_scales_for`.
       scale: dtype of the scales.
     """
 
+    name: str
     formats: dict[str, Any]
     block_scales: tuple[str, ...]
     scale: Any
@@ -40,8 +43,8 @@ class _Instruction(NamedTuple):
 
 _FP8 = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2}
 _INSTRUCTIONS = (
-    _Instruction(_FP8, ("up", "floor"), jnp.float8_e8m0fnu, 32),
-    _Instruction({"float4_e2m1fn": jnp.float4_e2m1fn}, ("e4m3",), jnp.float8_e4m3fn, 16),
+    _Instruction("mxfp8", _FP8, ("up", "floor"), jnp.float8_e8m0fnu, 32),
+    _Instruction("nvfp4", {"float4_e2m1fn": jnp.float4_e2m1fn}, ("e4m3",), jnp.float8_e4m3fn, 16),
 )
 
 
@@ -83,6 +86,17 @@ def dot_general(
 def _instruction(pair: tuple[Operand, Operand]) -> _Instruction | None:
     """What multiplies two such operands on a GPU; None if they have to be dequantized."""
     return next((i for i in _INSTRUCTIONS if all(i.takes(operand) for operand in pair)), None)
+
+
+def rate(pair: tuple[Operand, Operand]) -> str:
+    """At which rate of `hardware.PEAK_TFLOPS` two operands are multiplied by a chip that has their format.
+
+    "bfloat16" if no chip has it: the values are then 16 or 32 bits wide.
+    """
+    if pair[0].in_blocks:
+        instruction = _instruction(pair)
+        return "bfloat16" if instruction is None else instruction.name
+    return {"float": "float8", "int": "int8"}.get(formats.get(pair[0].format).kind, "bfloat16")
 
 
 def _free(q: Quantized, contracted: tuple[int, ...]) -> tuple[int, ...]:

@@ -178,17 +178,6 @@ class Recipe:
         return not self.gemms and self.keep == 1
 
     @property
-    def kinds(self) -> dict[str, str]:
-        """The kind of the formats (`formats.Format`) that each quantized matmul multiplies.
-
-        Blocks with float32 scales are simulated: no chip multiplies them (`precision.blocks`).
-        """
-        return {
-            gemm: "simulated" if pair[0].is_emulated else formats.get(pair[0].format).kind
-            for gemm, pair in self.gemms.items()
-        }
-
-    @property
     def operands(self) -> dict[str, tuple[Operand, ...]]:
         """What each of the three tensors of a layer is quantized to, in the order of the matmuls."""
         uses: dict[str, tuple[Operand, ...]] = {"input": (), "kernel": (), "output_grad": ()}

@@ -265,6 +265,9 @@ def describe(e: Experiment, state: State) -> str:
 
         lines += [f"warning: {warning}" for warning in galore.rate_warnings(s.optimizer)]
     if s.is_quantized:
+        from maxlp.run import emulation  # few runs need it
+
+        lines += [f"warning: {line}" for line in emulation.warnings(s, e.machine.device_kind)]
         blocks = f"{s.precision.first_blocks} first and {s.precision.last_blocks} last blocks"
         lines.append(f"precision ({blocks} stay in {s.model.dtype}):")
         lines += [f"  {path}: {recipe}" for path, recipe in s.matmuls.items()]

@@ -11,7 +11,8 @@ import jax
 # cores together); a TPU7x chip is two devices, so its 2307 and 4614 are halved here.
 # GPU: the data sheets of A100, H100 (SXM, PCIe, NVL), H200, and of DGX and HGX B200 and GB200
 # NVL72, L4, L40 and L40S, whose "with sparsity" figures are halved; NVIDIA's papers on the Ada and RTX
-# Blackwell architectures for GeForce and RTX cards, at the rate with sums in float32.
+# Blackwell architectures for GeForce and RTX cards, at the rate with sums in float32. "mxfp8" and "nvfp4"
+# are blocks of FP8 and FP4. A row has every format that the device multiplies.
 PEAK_TFLOPS = {
     "TPU v4": {"bfloat16": 275, "int8": 275},
     "TPU v5 lite": {"bfloat16": 197, "int8": 394},
@@ -24,15 +25,20 @@ PEAK_TFLOPS = {
     "H100 NVL": {"bfloat16": 835, "float8": 1671, "int8": 1671},
     "H100": {"bfloat16": 989, "float8": 1979, "int8": 1979},
     "H200": {"bfloat16": 989, "float8": 1979, "int8": 1979},
-    "GB200": {"bfloat16": 2500, "float8": 5000, "int8": 5000},
-    "B200": {"bfloat16": 2250, "float8": 4500, "int8": 4500},
+    "GB200": {"bfloat16": 2500, "float8": 5000, "mxfp8": 5000, "nvfp4": 10000, "int8": 5000},
+    "B200": {"bfloat16": 2250, "float8": 4500, "mxfp8": 4500, "nvfp4": 9000, "int8": 4500},
     "L40S": {"bfloat16": 362, "float8": 733, "int8": 733},
     "L40": {"bfloat16": 181, "float8": 362, "int8": 362},
     "L4": {"bfloat16": 121, "float8": 242.5, "int8": 242.5},
     "RTX 4090": {"bfloat16": 165.2, "float8": 330.3, "int8": 660.6},
-    "RTX 5090": {"bfloat16": 209.5, "float8": 419, "int8": 838},
+    "RTX 5090": {"bfloat16": 209.5, "float8": 419, "mxfp8": 419, "nvfp4": 1676, "int8": 838},
     "RTX 6000 Ada": {"bfloat16": 364.2, "float8": 728.5, "int8": 728.5},
 }
+
+
+def published_peaks(device_kind: str) -> dict[str, float]:
+    """The row of `PEAK_TFLOPS` for a kind of device, as JAX names it; empty for others, such as a CPU."""
+    return next((peaks for kind, peaks in PEAK_TFLOPS.items() if kind in device_kind), {})
 
 
 def published_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
@@ -40,16 +46,14 @@ def published_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
 
     Args:
       device_kind: the name that JAX reports.
-      dtype: "bfloat16", "float8" or "int8". Without hardware support for it the rate is that of
+      dtype: a name in `PEAK_TFLOPS`. Without hardware support for it the rate is that of
         bfloat16, in which such a device multiplies.
 
     Returns:
       The rate, or None if `PEAK_TFLOPS` has no row for the device, such as a CPU.
     """
-    for kind, peaks in PEAK_TFLOPS.items():
-        if kind in device_kind:
-            return 1e12 * peaks.get(dtype, peaks["bfloat16"])
-    return None
+    peaks = published_peaks(device_kind)
+    return 1e12 * peaks.get(dtype, peaks["bfloat16"]) if peaks else None
 
 
 def memory_metrics() -> dict[str, float]:

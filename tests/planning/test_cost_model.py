@@ -109,8 +109,9 @@ def test_matmuls_run_at_the_rate_of_what_they_multiply():
     for recipe, options, expected in (
         ("bf16", {}, ("bfloat16", "bfloat16", "bfloat16")),
         ("fp8_delayed", {}, ("float8", "float8", "float8")),
-        ("mxfp8", {}, ("float8", "float8", "float8")),
-        ("nvfp4", {}, ("bfloat16", "bfloat16", "bfloat16")),
+        ("mxfp8", {}, ("mxfp8", "mxfp8", "mxfp8")),
+        ("mxfp8", {"block_size": 64}, ("bfloat16", "bfloat16", "bfloat16")),
+        ("nvfp4", {}, ("nvfp4", "nvfp4", "nvfp4")),
         ("fp8_blocks", {"block_size": 32}, ("bfloat16", "bfloat16", "bfloat16")),
         ("int8_all", {}, ("int8", "int8", "int8")),
         ("int8_switchback", {}, ("int8", "int8", "bfloat16")),

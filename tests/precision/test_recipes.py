@@ -219,12 +219,7 @@ def test_the_table_of_the_documentation_agrees_with_the_recipe(name):
     for gemm in recipes.GEMMS:
         assert (gemm in recipe.gemms) == (gemm not in bits) or not recipe.gemms
     assert ("stochastic" in rounding) == any(o.rounding == "stochastic" for o in operands)
-    in_blocks = recipe.block_size and all(blocks._instruction(pair) for pair in recipe.gemms.values())
-    kinds = set(recipe.kinds.values())
-    expected = (
-        "B200"
-        if in_blocks
-        else {"int": "v5e", "float": "H100", "simulated": "none"}[min(kinds, default="float")]
-    )
-    assert expected in hardware or not recipe.gemms
-    assert ("B200" in hardware) == bool(in_blocks or kinds == {"float"})
+    rates = {blocks.rate(pair) for pair in recipe.gemms.values()}
+    chips = {"int8": "v5e", "float8": "H100", "mxfp8": "B200", "nvfp4": "B200", "bfloat16": "none"}
+    assert all(chips[rate] in hardware for rate in rates)
+    assert ("B200" in hardware) == bool(rates & {"float8", "mxfp8", "nvfp4"})

@@ -25,6 +25,9 @@ from maxlp.runtime import hardware
         ("NVIDIA GH200 480GB", "bfloat16", 989),
         ("NVIDIA GB200", "bfloat16", 2500),
         ("NVIDIA B200", "bfloat16", 2250),
+        ("NVIDIA B200", "mxfp8", 4500),
+        ("NVIDIA H200", "mxfp8", 989),  # which XLA dequantizes there
+        ("NVIDIA GeForce RTX 5090", "nvfp4", 1676),
     ],
 )
 def test_device_kinds_find_their_published_peak(kind, dtype, tflops):
@@ -32,7 +35,7 @@ def test_device_kinds_find_their_published_peak(kind, dtype, tflops):
 
 
 def test_an_unknown_device_has_no_published_peak():
-    assert hardware.published_flops("cpu") is None
+    assert hardware.published_flops("cpu") is None and hardware.published_peaks("cpu") == {}
 
 
 def test_host_memory_is_that_of_this_process():

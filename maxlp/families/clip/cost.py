@@ -8,6 +8,7 @@ text) · D embed · F mlp · N heads · L layers · t the tensor axis; and of th
 E joint dim.
 """
 
+import collections
 import dataclasses
 import math
 
@@ -260,7 +261,7 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     """
     devices, M = math.prod(machine.axes.values()), settings.train.microbatches
     B, E = settings.data.batch_size, settings.model.embed_dim
-    flops = {"bfloat16": 0.0, "float8": 0.0, "int8": 0.0}
+    flops: dict[str, float] = collections.defaultdict(float)
     moved = host = 0.0
     for tower, name in zip(towers(settings, machine), ("visual", "text"), strict=True):
         again = (tower.remat in ("block", "offload")) + (M > 1)

@@ -8,6 +8,7 @@ Shape letters, all of one microbatch: R rows of a device · S length · T tokens
 D embed · F mlp · N query heads · K kv heads · H head dim · V vocab · L layers · t the tensor axis.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -354,7 +355,7 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     axes = machine.axes
     tokens, devices = settings.data.batch_size * s.S, math.prod(axes.values())
     again = {"none": 0, "dots": 0}.get(s.remat, 1)  # forward passes that run again
-    flops = {"bfloat16": 0.0, "float8": 0.0, "int8": 0.0}
+    flops: dict[str, float] = collections.defaultdict(float)
     for path, width in matmul_widths(s).items():
         for dtype, n in matmul_flops(settings, path, 2 * tokens * s.L * s.D * width, again).items():
             flops[dtype] += n
