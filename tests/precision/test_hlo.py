@@ -229,7 +229,7 @@ def test_known_scales_save_passes(chip, beyond):
 @h100
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_rowwise", "int8_switchback"])
 def test_no_stack_of_kernels_is_copied_to_another_layout(recipe, tmp_path):
-    """8-bit matmuls want kernels with the summed axis last: all of them at once would be a copy in float32."""
+    """8-bit matmuls want another layout; for a stack it would be a copy of all kernels, in float32."""
     c = importlib.import_module("configs.llama.8b").get_config()
     c.update_from_flattened_dict(EIGHT_LAYERS | {"precision.recipe": recipe})
     run = resolve_settings(read(c), topologies.devices(topologies.parse("h100:1x1")))
