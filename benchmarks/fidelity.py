@@ -1,13 +1,13 @@
 """Do the claims about low precision and loss spikes hold? Small runs on real text, seed by seed.
 
     python benchmarks/fidelity.py precision recipes smooth_swiglu optimizers --seeds 0 1 2
-    python benchmarks/fidelity.py nvfp4 nvfp4_tokens
+    python benchmarks/fidelity.py nvfp4 nvfp4_tokens scalify
 
 Each experiment trains variants of `configs/llama/tiny.py`, each with a few changed values that are listed
 here. The seed sets the weights and the order of the data, and all variants share them, so that two runs
 with the same seed differ by the variant alone. After each run the measurements are written to
 `benchmarks/results/fidelity_<experiment>.json`; finished runs are not repeated. At the end each experiment
-prints its table and draws its figure: 108 runs of about half a minute each on two CPU cores, and
+prints its table and draws its figure: 129 runs of about half a minute each on two CPU cores, and
 six of two minutes.
 `docs/fidelity.md` has the claims, the criteria and the results.
 """
@@ -53,6 +53,14 @@ PARTS = {  # what these variants take for nvfp4
     "backward only": dataclasses.replace(RECIPES["nvfp4"], fwd=None),
 }
 
+FLOAT16_PARAMS = {
+    "model.dtype": "float16",
+    "model.param_dtype": "float16",
+    "optimizer.param_rounding": "nearest",
+    "optimizer.low_bit": {"mu": "float16", "nu": "float16"},
+}
+TINY_GRADIENTS = 2.0**-10  # of the loss's: those of 1,024 times as many tokens in a batch
+
 # Experiment → variant → changes of the tiny config.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "precision": {
@@ -85,6 +93,21 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "no rotation": NVFP4 | {"precision.options": {"hadamard": False}},
         "no stochastic rounding": NVFP4 | {"precision.options": {"grad_rounding": "nearest"}},
         "no square blocks": NVFP4 | {"precision.options": {"kernel_granularity": "block"}},
+    },
+    "scalify": {
+        "float32": {"model.dtype": "float32"},
+        "scalify_fp16": {"model.dtype": "float16", "precision.scalify": "fp16"},
+        "scalify_fp16_params": FLOAT16_PARAMS | {"precision.scalify": "fp16"},
+        "scalify_fp8": {"model.dtype": "float16", "precision.scalify": "fp8"},
+        "scalify_fp8, float16 parameters": FLOAT16_PARAMS | {"precision.scalify": "fp8"},
+        "float16 without scales": {
+            "model.dtype": "float16",
+            "precision.loss_scale": {"initial": 1.0, "maximum": 1.0},
+        },
+        "the same, gradients / 1024": {
+            "model.dtype": "float16",
+            "precision.loss_scale": dict.fromkeys(("minimum", "initial", "maximum"), TINY_GRADIENTS),
+        },
     },
     "optimizers": {
         "AdamW": PLAIN,

@@ -237,6 +237,7 @@ SHOW: dict[str, Callable[[Runs, Figure], None]] = {
     "recipes": compared,
     "nvfp4": compared,
     "nvfp4_tokens": compared,
+    "scalify": compared,
     "optimizers": optimizers,
     "smooth_swiglu": smooth_swiglu,
     "weight_gradient": weight_gradient,
