@@ -7,7 +7,7 @@ Each experiment trains variants of `configs/llama/tiny.py`, each with a few chan
 here. The seed sets the weights and the order of the data, and all variants share them, so that two runs
 with the same seed differ by the variant alone. After each run the measurements are written to
 `benchmarks/results/fidelity_<experiment>.json`; finished runs are not repeated. At the end each experiment
-prints its table and draws its figure: 129 runs of about half a minute each on two CPU cores, and
+prints its table and draws its figure: 132 runs of about half a minute each on two CPU cores, and
 six of two minutes.
 `docs/fidelity.md` has the claims, the criteria and the results.
 """
@@ -18,6 +18,7 @@ import functools
 import itertools
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from fidelity_runs import ROOT, Data, Results, Trainer, Watch, digits, run_missing, watch_nothing
+from flax import nnx
 
 from configs.llama import tiny
 from maxlp import precision
@@ -34,6 +36,8 @@ from maxlp.core.train_state import State
 from maxlp.optim.stable_adamw import last_rms
 from maxlp.precision.dot import QuantDot
 from maxlp.precision.recipes import RECIPES
+from maxlp.precision.scalify import scaled_gradients
+from maxlp.run.experiment import Experiment
 
 VALIDATION_BATCHES = 64  # of 1,024 tokens each, the same for all runs
 
@@ -59,7 +63,7 @@ FLOAT16_PARAMS = {
     "optimizer.param_rounding": "nearest",
     "optimizer.low_bit": {"mu": "float16", "nu": "float16"},
 }
-TINY_GRADIENTS = 2.0**-10  # of the loss's: those of 1,024 times as many tokens in a batch
+SMALLER = 2.0**-10  # gradients in the backward pass: those of 1,024 times as many tokens in a batch
 
 # Experiment → variant → changes of the tiny config.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -106,8 +110,9 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "the same, gradients / 1024": {
             "model.dtype": "float16",
-            "precision.loss_scale": dict.fromkeys(("minimum", "initial", "maximum"), TINY_GRADIENTS),
+            "precision.loss_scale": dict.fromkeys(("minimum", "initial", "maximum"), SMALLER),
         },
+        "scalify_fp16, gradients / 1024": {"model.dtype": "float16", "precision.scalify": "fp16"},
     },
     "optimizers": {
         "AdamW": PLAIN,
@@ -122,7 +127,13 @@ BASELINES = {"optimizers": "AdamW, usual rate and β2"}
 # --- the experiments ----------------------------------------------------------------------------------
 
 
-def compare(experiment: str, seeds: list[int], only: list[str], data: Data) -> None:
+def compare(
+    experiment: str,
+    seeds: list[int],
+    only: list[str],
+    data: Data,
+    adapt: Callable[[Experiment], Experiment] = lambda run: run,
+) -> None:
     """Trains each variant with each seed."""
 
     def measure(run: Trainer, seed: int) -> dict[str, Any]:
@@ -135,7 +146,22 @@ def compare(experiment: str, seeds: list[int], only: list[str], data: Data) -> N
         state, records = run.train(run.init(seed), batches, watch(run))
         return {"heldout": validation_loss(run, state), **records}
 
-    run_missing(experiment, VARIANTS[experiment], seeds, data, measure, only)
+    run_missing(experiment, VARIANTS[experiment], seeds, data, measure, only, adapt)
+
+
+def smaller_gradients(run: Experiment) -> Experiment:
+    """Scale propagation of `SMALLER` times the loss; the update divides by it, as it does a loss scale."""
+    family, s = run.family, run.settings
+    gradients = family.gradients(s.loss, s.train.seed, s.train.microbatches)
+
+    def of_small_loss(graphdef: nnx.GraphDef, state: State, batch: dict, loss_scale: None) -> Any:
+        return gradients(graphdef, state, batch, jnp.float32(SMALLER))
+
+    step = functools.partial(run.step, gradients=scaled_gradients(of_small_loss))
+    return dataclasses.replace(run, step=step)
+
+
+ADAPTED = {"scalify_fp16, gradients / 1024": smaller_gradients}
 
 
 def validation_loss(run: Trainer, state: State, limit: int = VALIDATION_BATCHES) -> float:
@@ -347,6 +373,9 @@ def main() -> None:
                 for name in args.only or VARIANTS[experiment]:
                     with mock.patch.dict(RECIPES, {"nvfp4": PARTS.get(name, RECIPES["nvfp4"])}):
                         compare(experiment, args.seeds, [name], data)
+            elif data and experiment == "scalify":
+                for name in args.only or VARIANTS[experiment]:
+                    compare(experiment, args.seeds, [name], data, ADAPTED.get(name, lambda run: run))
             elif data:
                 compare(experiment, args.seeds, args.only, data)
             shared = Results("precision").runs.get("bf16", {}) if experiment in BASELINES else {}
