@@ -14,7 +14,7 @@ tokens, and the input where the gradient is large. So the results are what all o
 which is what a scale that is too large destroys; where an outlier multiplies something, its own product is
 most of the result and hides that ("whole"). The error is relative, of a row of the result (the output of a
 token, the gradients of a token's input or of an input channel's kernel): the root mean square of the rows
-that are not zero. Prints two Markdown tables of the mean of `SEEDS`, and the criteria. Half a minute of CPU
+that are not zero. Prints two Markdown tables of the mean of `SEEDS`, and the criteria. A minute of CPU
 time.
 
 Criteria, written before the first run; each is of the means:
@@ -28,7 +28,8 @@ Criteria, written before the first run; each is of the means:
 5. × 10,000, drhs: blocks along the tokens help against a token, a scale for a channel does not: the error
    with `fp8_blocks` is at most half that with `fp8_current`, that with `fp8_rowwise` at least 0.8 times.
 
-`nvfp4` without its rotation was added after the first run, to see what causes its error in drhs.
+`PARTS`, `nvfp4` without its rotation and also without stochastic rounding, and the errors of each seed were
+added after the first run, to see what causes its error in drhs.
 """
 
 import functools
@@ -46,7 +47,11 @@ from maxlp.precision.recipes import GEMMS
 
 FP8 = ("fp8_current", "fp8_rowwise", "fp8_blocks", "mxfp8")
 RECIPES = {name: make_recipe(name) for name in (*FP8, "nvfp4", "int8_switchback")}
-RECIPES["nvfp4, hadamard=False"] = make_recipe("nvfp4", hadamard=False)
+PARTS = {
+    "nvfp4, not rotated": make_recipe("nvfp4", hadamard=False),
+    "nvfp4, not rotated, nearest": make_recipe("nvfp4", hadamard=False, grad_rounding="nearest"),
+}
+RECIPES |= PARTS
 B, S, K, N = 4, 256, 1024, 512
 OUTLIERS = 4
 SIZES = (100, 10_000, 1_000_000)
@@ -109,18 +114,22 @@ def label(kind: str, size: int) -> str:
     return f"{kind} × {size:,}" if size > 1 else kind
 
 
+def of_seeds(recipe: str, kind: str, size: float, whole: bool) -> np.ndarray:
+    """(seeds, 3) the errors of the three matmuls."""
+
+    def of_seed(seed: int) -> list[float]:
+        x, w, g = make_data(kind, size, seed, whole)
+        exact = x @ w, g @ w.T, x.T @ g
+        return [error(a, b) for a, b in zip(matmuls(recipe, x, w, g), exact, strict=True)]
+
+    return np.array([of_seed(seed) for seed in SEEDS])
+
+
 def measure(whole: bool, cases: list[tuple[str, int]]) -> Errors:
     errors: Errors = {}
-    for kind, size in cases:
-        of_seeds = []
-        for x, w, g in (make_data(kind, size, seed, whole) for seed in SEEDS):
-            exact = x @ w, g @ w.T, x.T @ g
-            ours = [matmuls(recipe, x, w, g) for recipe in RECIPES]
-            of_seeds.append([[error(a, b) for a, b in zip(of_one, exact, strict=True)] for of_one in ours])
-        for recipe, of_gemms in zip(RECIPES, np.mean(of_seeds, axis=0), strict=True):
-            errors |= {
-                (label(kind, size), gemm, recipe): e for gemm, e in zip(GEMMS, of_gemms, strict=True)
-            }
+    for (kind, size), recipe in itertools.product(cases, RECIPES):
+        means = np.mean(of_seeds(recipe, kind, size, whole), axis=0)
+        errors |= {(label(kind, size), gemm, recipe): e for gemm, e in zip(GEMMS, means, strict=True)}
     return errors
 
 
@@ -169,7 +178,10 @@ def main() -> None:
     table(errors)
     print("\nwhole:\n")
     table(measure(True, [(kind, size) for kind, size in sorted(cases) if size == SIZES[1]]))
-    print("\n" + "\n".join(verdicts(errors)))
+    print("\n" + "\n".join(verdicts(errors)) + "\n\ndrhs with tokens × 10,000, each seed:")
+    for name, whole in itertools.product(("nvfp4", *PARTS), (False, True)):
+        cells = (f"{e:.2g}" for e in of_seeds(name, "tokens", 10_000, whole)[:, 2])
+        print(f"* {name}{', whole' * whole}: {', '.join(cells)}")
 
 
 if __name__ == "__main__":
