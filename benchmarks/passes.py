@@ -50,6 +50,7 @@ SIZES = dict(
     remat="none",
 )
 LARGE = 2**20  # elements; no weight matrix and no activation has fewer
+# Not those with blocks: an H100 emulates them.
 RECIPES = {
     name: recipe
     for name, recipe in precision.RECIPES.items()

@@ -97,6 +97,19 @@ def test_sums_norms_and_softmax_are_float32_and_matmuls_16_bits():
     assert sorted(found) == 6 * ["bfloat16"] + 2 * ["float32"], "all but the two of attention"
 
 
+@pytest.mark.parametrize("convert, dtype", [(False, jnp.bfloat16), (True, jnp.float32)])
+def test_a_softmax_that_a_module_calls_itself_has_the_dtype_of_its_input(convert, dtype):
+    layer = nnx.Linear(16, 64, rngs=nnx.Rngs(0))
+    mixed_precision(layer)
+
+    def call(x):
+        y = layer(x)
+        return nnx.softmax(y.astype(jnp.float32) if convert else y)
+
+    eqns = walk_jaxpr(jax.make_jaxpr(call)(jnp.zeros((2, 16))).jaxpr)
+    assert {eqn.invars[0].aval.dtype for eqn in eqns if eqn.primitive.name == "exp"} == {jnp.dtype(dtype)}
+
+
 @pytest.mark.parametrize("einsum", ["EBD,EDF->EBF", "BD,DD->BD", "B...D,DF->B...F"])
 def test_an_einsum_that_is_no_matmul_needs_a_rule(einsum):
     class Experts(nnx.Module):

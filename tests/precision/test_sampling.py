@@ -54,7 +54,9 @@ def test_the_mean_is_the_gradient_and_the_variance_below_that_of_column_row_samp
     assert np.sum((found.mean(axis=0) - exact) ** 2) < 9 * variance / DRAWS
     # One draw is that of column-row sampling; its variance is measured to a few times 1 / √DRAWS.
     bound = 1.05 if num == 1 else 1.0 if spread == 0 else 0.5
-    assert variance < bound * variance_without_winners(x, g, num)
+    relative = variance / variance_without_winners(x, g, num)
+    print(f"{num} of 32 tokens, spread {spread}: {relative:.3f} of the variance of column-row sampling")
+    assert relative < bound
 
 
 def test_the_winners_are_those_of_the_formula():
