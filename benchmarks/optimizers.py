@@ -5,9 +5,10 @@
 
 Trains a small Llama on random tokens. The optimizers take turns, one step each, round after round, so that
 a slow phase of the machine affects all of them. Prints for each optimizer the median step, the median of
-its ratios to plain `optax.adamw` (behind a global-norm clip) within a round, and the bytes of all arrays
-of its state. For GaLore it also prints the step that refreshes the subspace, and the ratio if one step in
-`--gap` is such a step. The more tokens a step has (`--batch_size`), the smaller the optimizer's share.
+its ratios to plain `optax.adamw` (behind a global-norm clip) within a round, the same ratio of the FLOPs of
+all matmuls in the compiled step, and the bytes of all arrays of its state. For GaLore it also prints the
+step that refreshes the subspace, and the ratio if one step in `--gap` is such a step. The more tokens a
+step has (`--batch_size`), the smaller the optimizer's share.
 
 `--bars` chooses sizes at which the matmuls dominate, 4096 tokens a step, and reports whether StableAdamW
 and APOLLO stay within 1.05 and amortized GaLore within 1.10 of AdamW: 4 minutes on 2 idle cores.
@@ -28,6 +29,7 @@ from training import CompiledRun, llama_config, random_text, timed
 
 from maxlp import optim
 from maxlp.core.train_state import num_params
+from maxlp.planning.hlo_flops import matmul_flops
 from maxlp.run.experiment import Experiment, resolve
 
 BARS = {"stable_adamw": 1.05, "apollo": 1.05, "galore, randomized": 1.10}
@@ -44,8 +46,9 @@ def optimizers(rank: int, gap: int) -> dict[str, dict]:
     galore = {"rank": rank, "update_proj_gap": gap, "basis": "randomized"}
     q_galore = galore | {"projector": "int4", "lazy_threshold": 0.4}
     names = ("adamw", "stable_adamw", "adafactor", "lion", "muon", "normuon", "soap", "apollo_mini")
-    names += ("schedule_free_adamw", "adamp")
+    names += ("schedule_free_adamw", "adamp", "stable_spam")
     return {name: {"name": name} for name in names} | {
+        "adamw, AdaGC": {"adagc.ratio": 1.05},
         "apollo": {"name": "apollo", "options": {"rank": rank}},
         "muon, 8 bits": {"name": "muon", "low_bit": DYNAMIC8},
         "galore, svd": {"galore": galore | {"basis": "svd"}},
@@ -149,9 +152,11 @@ def report(contenders: dict[str, Contender], gap: int) -> dict[str, dict[str, fl
     base, count = statistics.median(baseline.later_steps), num_params(baseline.state["params"])
     print(f"{count:,} parameters, {jax.devices()[0].device_kind}")
     print(
-        f"| {'optimizer':20} | ms/step | ratio | first step ms | amortized | state MiB | bytes/parameter |"
+        f"| {'optimizer':20} | ms/step | ratio | FLOPs | first step ms | amortized | state MiB "
+        "| bytes/parameter |"
     )
-    print(f"|{'-' * 22}|{'-' * 9}|{'-' * 7}|{'-' * 15}|{'-' * 11}|{'-' * 11}|{'-' * 17}|")
+    print(f"|{'-' * 22}|{'-' * 9}|{'-' * 7}|{'-' * 7}|{'-' * 15}|{'-' * 11}|{'-' * 11}|{'-' * 17}|")
+    flops = {name: matmul_flops(one.compiled.step.as_text()) for name, one in contenders.items()}
     rows = {}
     for name, one in contenders.items():
         later, first = statistics.median(one.later_steps), statistics.median(one.first_steps)
@@ -162,13 +167,15 @@ def report(contenders: dict[str, Contender], gap: int) -> dict[str, dict[str, fl
         rows[name] = {
             "step_ms": 1e3 * later,
             "ratio": ratio,
+            "flops_ratio": flops[name] / flops["optax.adamw"],
             "first_step_ms": 1e3 * first,
             "amortised_ratio": ratio + refresh,
             "state_bytes": held,
             "bytes_per_parameter": held / count,
         }
         print(
-            f"| {name:20} | {1e3 * later:7.1f} | {ratio:5.3f} | {1e3 * first:13.1f} "
+            f"| {name:20} | {1e3 * later:7.1f} | {ratio:5.3f} "
+            f"| {flops[name] / flops['optax.adamw']:5.3f} | {1e3 * first:13.1f} "
             f"| {ratio + refresh:9.3f} | {held / 2**20:9.2f} | {held / count:15.3f} |"
         )
     return rows
