@@ -496,8 +496,8 @@ NUMERICS = [
         ("to.max + (1.0 if to.odd else 0.5)", "to.max", "precision/test_dot.py"),
         ("missing = -x.shape[axis] % size", "missing = x.shape[axis] % size"),
         (
-            "(q.values.astype(jnp.float32) * scale).astype(dtype)",
-            "q.values.astype(dtype) * scale.astype(dtype)",
+            "(q.codes.astype(jnp.float32) * scale).astype(dtype)",
+            "q.codes.astype(dtype) * scale.astype(dtype)",
         ),
         (
             "scale_for(largest, to, margin=margin, power_of_two=power_of_two)",
@@ -523,7 +523,7 @@ NUMERICS = [
             "jnp.max(x, axis=tuple(range(layer_axes, x.ndim)), keepdims=True)",
             "jnp.max(x, axis=tuple(range(x.ndim)), keepdims=True)",
         ),
-        ("jnp.where(amax > 0, amax / to.max, 1.0)", "jnp.where(amax > 0, amax / (to.max + 1), 1.0)"),
+        ('power_of_two=to.kind == "float"', "power_of_two=False"),
         ("noise & (2**drop - 1)", "noise & (2 ** (drop - 1) - 1)"),
         ("start = (lowest + highest_below) / 2", "start = lowest"),
         ("2**i if signed else 2 ** (i + 1)", "2**i"),
@@ -639,7 +639,7 @@ PRECISION = [
             "preferred_element_type=jnp.float32,\n            out_sharding",
             "preferred_element_type=jnp.bfloat16,\n            out_sharding",
         ),
-        ("dequantize(b, _exact_dtype(b, pair[1]))", "b.values.astype(_exact_dtype(b, pair[1]))"),
+        ("dequantize(b, _exact_dtype(b, pair[1]))", "b.codes.astype(_exact_dtype(b, pair[1]))"),
         ('"int": "int8"}', '"int": "float8"}', "planning/test_cost_model.py"),
         ("if pair[0].in_blocks:", "if _instruction(pair):", "planning/test_cost_model.py"),
     ),

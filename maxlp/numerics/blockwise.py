@@ -2,7 +2,7 @@
 
     value = scale · decode(code)
 
-Codes are numbers in one of the `formats.FORMATS`. float8_e4m3fn, float16, dynamic8, companded8, int8
+Codes are numbers in one of the `formats.STATES`. float8_e4m3fn, float16, dynamic8, companded8, int8
 and int4 are rounded to nearest, float8_e5m2 and bfloat16 stochastically: a second moment decays by
 1 - b2 in a step, and rounded to nearest it would stay where that is less than half the distance to
 the next value.
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlp.numerics.formats import FORMATS, Blocks, Format
+from maxlp.numerics.formats import FORMATS, Format, Quantized
 from maxlp.numerics.rounding import cast, drop_bits
 from maxlp.numerics.scales import scale_for
 
@@ -31,8 +31,8 @@ def encode(
     block_size: int = 0,
     layer_axes: int = 0,
     key: jax.Array | None = None,
-) -> Blocks:
-    """Encodes an array in the format `FORMATS[name]`.
+) -> Quantized:
+    """Encodes an array in a format of `formats.STATES`.
 
     Args:
       x: any shape, computed on in float32.
@@ -51,13 +51,13 @@ def encode(
     if not signed and smallest is not None:
         lost = (y > 0) & (_from_codes(codes, to, signed) == 0)
         codes = jnp.where(lost, smallest, codes)
-    return Blocks(codes, scale)
+    return Quantized(codes, scale)
 
 
-def decode(blocks: Blocks, name: str, *, signed: bool = True, block_size: int = 0) -> jax.Array:
+def decode(quantized: Quantized, name: str, *, signed: bool = True, block_size: int = 0) -> jax.Array:
     """The array in float32; the arguments are those of `encode`."""
-    y = _from_codes(blocks.codes, FORMATS[name], signed)
-    return y * _spread(blocks.scale, block_size, y.shape)
+    y = _from_codes(quantized.codes, FORMATS[name], signed)
+    return y * _spread(quantized.scale, block_size, y.shape)
 
 
 # --- scales -------------------------------------------------------------------------------------------
@@ -74,10 +74,8 @@ def _amax(x: jax.Array, block_size: int, layer_axes: int) -> jax.Array:
 def _scale(amax: jax.Array, to: Format) -> jax.Array:
     if not to.needs_scale:
         return jnp.ones_like(amax)
-    if to.kind == "float":
-        # A finite scale, so that one non-finite entry does not make the whole tensor NaN.
-        return scale_for(jnp.nan_to_num(amax, nan=0.0, posinf=1.0), to, power_of_two=True)
-    return jnp.where(amax > 0, amax / to.max, 1.0)
+    # A finite scale, so that one non-finite entry does not make the whole tensor NaN.
+    return scale_for(jnp.nan_to_num(amax, nan=0.0, posinf=1.0), to, power_of_two=to.kind == "float")
 
 
 def _spread(scale: jax.Array, block_size: int, shape: tuple[int, ...]) -> jax.Array:

@@ -1,9 +1,8 @@
 """Number formats by name.
 
-`FORMATS` can store optimizer states (`blockwise`). Matmuls take some of them (`MATMUL`), and
-simulated formats of X exponent and Y mantissa bits, whose values are rounded to the format but
-kept, and multiplied, in a wider dtype: ``eXmY`` follows IEEE (the top exponent is infinity and
-NaN), ``eXmYfn`` has no infinity and one NaN, as OCP's E4M3.
+Besides those of the table, matmuls take simulated ones of X exponent and Y mantissa bits, rounded but kept,
+and multiplied, in a wider dtype: ``eXmY`` follows IEEE (the top exponent is infinity and NaN), ``eXmYfn``
+has no infinity and one NaN, as OCP's E4M3.
 """
 
 import dataclasses
@@ -30,6 +29,7 @@ class Format:
       mantissa_bits: explicit ones; of an integer, all but the sign.
       max: the largest finite magnitude.
       dtype: dtype that holds the values; of int4 before two of them are packed into a byte.
+      uses: ``states`` of optimizers (`blockwise`), ``matmuls`` (`quantized`).
       prefix_of: the wider float dtype whose leading bits are this format. Optimizer states are then
         rounded stochastically, because their change in a step is often less than half the distance
         of two values.
@@ -44,6 +44,7 @@ class Format:
     mantissa_bits: int
     max: float
     dtype: Any
+    uses: tuple[str, ...] = ("matmuls",)
     prefix_of: Any = None
     odd: bool = False
     clip: float = 0.0
@@ -64,44 +65,44 @@ class Format:
         return self.exponent_bits < 8
 
 
+_STATES, _BOTH = ("states",), ("states", "matmuls")
 FORMATS = {
     f.name: f
     for f in (
-        Format("float8_e4m3fn", "float", 4, 3, 448.0, jnp.float8_e4m3fn),  # steps of 6–12 %, 5 decades
-        Format("float8_e5m2", "float", 5, 2, 57344.0, jnp.float8_e5m2, jnp.float16),  # 12–25 %, 9 decades
-        Format("float16", "float", 5, 10, 65504.0, jnp.float16),
+        Format("float8_e4m3fn", "float", 4, 3, 448.0, jnp.float8_e4m3fn, _BOTH),  # steps of 6–12 %
+        Format("float8_e5m2", "float", 5, 2, 57344.0, jnp.float8_e5m2, _BOTH, prefix_of=jnp.float16),
+        Format("float16", "float", 5, 10, 65504.0, jnp.float16, _STATES),
+        Format("bfloat16", "float", 8, 7, 2.0**128 - 2**120, jnp.bfloat16, _STATES, prefix_of=jnp.float32),
         # 7 decades: the top one in steps of 1.4 %, each lower one twice as coarse
-        Format("dynamic8", "dynamic", 0, 7, 1.0, jnp.uint8),
+        Format("dynamic8", "dynamic", 0, 7, 1.0, jnp.uint8, _STATES),
         # 2x / (1 + |x|) of signed numbers, √x of others, in equal steps: 0.4 to 1.6 %, 0.8 % of the largest
-        Format("companded8", "companded", 0, 7, 1.0, jnp.uint8),
-        Format("int8", "int", 0, 7, 127.0, jnp.int8),  # symmetric
-        Format("int4", "int", 0, 3, 7.0, jnp.int8),
-        Format("bfloat16", "float", 8, 7, float(jnp.finfo(jnp.bfloat16).max), jnp.bfloat16, jnp.float32),
+        Format("companded8", "companded", 0, 7, 1.0, jnp.uint8, _STATES),
+        Format("int8", "int", 0, 7, 127.0, jnp.int8, _BOTH),  # symmetric
+        Format("int4", "int", 0, 3, 7.0, jnp.int8, _STATES),
+        # OCP's 4-bit float has neither infinity nor NaN. Its values are kept in bfloat16.
+        Format("float4_e2m1fn", "simulated", 2, 1, 6.0, jnp.bfloat16),
+        # QuEST's grids (arXiv:2502.05003) of 4, 8 and 16 values, multiplied as int8
+        Format("midrise2", "int", 0, 1, 3.0, jnp.int8, odd=True, clip=1.494),
+        Format("midrise3", "int", 0, 2, 7.0, jnp.int8, odd=True, clip=2.051),
+        Format("midrise4", "int", 0, 3, 15.0, jnp.int8, odd=True, clip=2.514),
     )
 }
-# OCP's 4-bit float has neither infinity nor NaN. Its values are kept in bfloat16 and multiplied there.
-E2M1 = Format("float4_e2m1fn", "simulated", 2, 1, 6.0, jnp.bfloat16)
-# QuEST's grids (arXiv:2502.05003) of 4, 8 and 16 values, multiplied as int8.
-MIDRISE = {
-    f"midrise{n}": Format(f"midrise{n}", "int", 0, n - 1, 2.0**n - 1, jnp.int8, odd=True, clip=clip)
-    for n, clip in ((2, 1.494), (3, 2.051), (4, 2.514))
-}
-MATMUL = ("float8_e4m3fn", "float8_e5m2", "int8", E2M1.name, *MIDRISE)
+STATES, MATMULS = (tuple(f.name for f in FORMATS.values() if use in f.uses) for use in _BOTH)
 UNKNOWN = (
-    f"is unknown; one of {', '.join(MATMUL)}, or eXmY or eXmYfn with 2 to 8 exponent and 0 to 23 mantissa "
+    f"is unknown; one of {', '.join(MATMULS)}, or eXmY or eXmYfn with 2 to 8 exponent and 0 to 23 mantissa "
     "bits for a simulated format"
 )
 
 
 @functools.cache
 def get(name: str) -> Format:
-    """The format of a matmul's operand: one of `MATMUL`, or a simulated one.
+    """The format of a matmul's operand: one of `MATMULS`, or a simulated one.
 
     Raises:
       ValueError: an unknown name, or bits that do not fit a float32.
     """
-    if name in MATMUL:
-        return (FORMATS | MIDRISE).get(name, E2M1)
+    if name in MATMULS:
+        return FORMATS[name]
     match = re.fullmatch(r"e(\d+)m(\d+)(fn)?", name)
     e, m, fn = (int(match[1]), int(match[2]), bool(match[3])) if match else (0, 0, False)
     if not (2 <= e <= 8 and fn <= m <= 23 and e + fn <= 8):
@@ -111,12 +112,13 @@ def get(name: str) -> Format:
     return Format(name, "simulated", e, m, largest, jnp.bfloat16 if m <= 7 else jnp.float32)
 
 
-class Blocks(NamedTuple):
-    """An encoded array: codes of its shape, and scales of its rank.
+class Quantized(NamedTuple):
+    """An array as ``codes * scale``, times the tensor's own scale if there is one (a scalar).
 
-    The scale is (*layers, 1, …) for one scale a tensor, or has ⌈n / block⌉ entries in the last dim.
-    Codes of 4 bits are packed, two neighbours of the last dim in a byte.
+    Codes have the format's dtype; of states in 4 bits, two neighbours of the last axis are in a byte. The
+    scale is float32 and has size 1 along axes that share it, or ⌈n / block⌉ along those of blocks.
     """
 
     codes: jax.Array
     scale: jax.Array
+    tensor_scale: jax.Array | None = None

@@ -2,30 +2,19 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from maxlp.numerics.formats import MX_BLOCK, Format
+from maxlp.numerics.formats import MX_BLOCK, Format, Quantized
 from maxlp.numerics.rounding import cast
 from maxlp.numerics.scales import amax, block_scales_for, rms, scale_for
 
 HADAMARD = 16  # neighbours that `rotate` mixes, by default
 LARGE_HADAMARD = 128  # of operands of the forward pass
-
-
-class Quantized(NamedTuple):
-    """``values * scale``, times the tensor's own scale if there is one (a scalar).
-
-    The scale has size 1 along axes that share it, and dim / block size in blocks.
-    """
-
-    values: jax.Array
-    scale: jax.Array
-    tensor_scale: jax.Array | None = None
 
 
 def quantize(
@@ -157,11 +146,11 @@ def pad_to_blocks(x: jax.Array, axis: int, size: int = MX_BLOCK) -> jax.Array:
 def dequantize(q: Quantized, dtype: Any) -> jax.Array:
     """The array in ``dtype``; exact for power-of-two scales and a dtype as wide as the format."""
     scale = q.scale if q.tensor_scale is None else q.scale * q.tensor_scale
-    for axis, (size, scales) in enumerate(zip(q.values.shape, scale.shape, strict=True)):
+    for axis, (size, scales) in enumerate(zip(q.codes.shape, scale.shape, strict=True)):
         if scales not in (1, size):
             blocks = (*scale.shape[: axis + 1], size // scales, *scale.shape[axis + 1 :])
             scale = _join_blocks(jnp.broadcast_to(jnp.expand_dims(scale, axis + 1), blocks), axis)
-    return (q.values.astype(jnp.float32) * scale).astype(dtype)
+    return (q.codes.astype(jnp.float32) * scale).astype(dtype)
 
 
 def _split_blocks(x: jax.Array, axis: int, size: int) -> jax.Array:

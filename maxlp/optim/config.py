@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from maxlp import schema
-from maxlp.numerics.formats import FORMATS
+from maxlp.numerics.formats import STATES
 from maxlp.optim.schedules import SCHEDULES
 from maxlp.optim.tree_utils import HIDDEN_KERNELS
 from maxlp.schema import (
@@ -39,7 +39,7 @@ OPTIMIZERS = {
 }
 MU_DTYPES = ("float32", "bfloat16", "float16")
 # "float32" leaves a moment as it is. int4 has too few values for a moment.
-MOMENT_FORMATS = ("float32", *(name for name in FORMATS if name != "int4"))
+MOMENT_FORMATS = ("float32", *(name for name in STATES if name != "int4"))
 PARAM_ROUNDINGS = ("stochastic", "kahan", "residual", "nearest")
 
 

@@ -64,7 +64,7 @@ class Subspace(NamedTuple):
 
     Attributes:
       projector: float32 or bfloat16 (*layers, short, rank), or (*layers, rank, short) if the short dim of
-        the kernel is its last; or the `Blocks` of that array.
+        the kernel is its last; or that array, `Quantized`.
       last_refresh: the count at which the projector was made; `NEVER` before the first refresh.
       stretch: the current gap as a multiple of `update_proj_gap`; 1 unless lazy.
       overlaps: |cos| between the leading vectors before and after each of the last refreshes.

@@ -13,14 +13,15 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
-from maxlp.numerics.blockwise import Blocks, decode, encode
+from maxlp.numerics.blockwise import decode, encode
+from maxlp.numerics.formats import Quantized
 from maxlp.optim.config import LowBitConfig
 from maxlp.optim.partition import map_moments
 from maxlp.optim.tree_utils import LayerAxes, layer_axes
 
 
 class LowBitState(NamedTuple):
-    """The state of the inner transformation, with `Blocks` in place of its moments."""
+    """The state of the inner transformation, with `Quantized` in place of its moments."""
 
     count: jax.typing.ArrayLike
     inner: optax.OptState
@@ -88,8 +89,8 @@ def _unpacked(state: optax.OptState, config: LowBitConfig) -> optax.OptState:
 
     def one(moment: str, path: KeyPath, x: Any) -> jax.Array:
         del path
-        if not isinstance(x, Blocks):
+        if not isinstance(x, Quantized):
             return x
         return decode(x, formats[moment], signed=moment == "mu", block_size=config.block_size)
 
-    return map_moments(one, state, is_leaf=lambda x: isinstance(x, Blocks))
+    return map_moments(one, state, is_leaf=lambda x: isinstance(x, Quantized))

@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from maxlp.numerics.formats import FORMATS, Format
-from maxlp.numerics.quantized import Quantized, dequantize, quantize
+from maxlp.numerics.formats import FORMATS, Format, Quantized
+from maxlp.numerics.quantized import dequantize, quantize
 
 AXIS = "data"
 BLOCK = 256  # values that share a scale: 8.125 bits a value
@@ -85,8 +85,8 @@ def _exchange(gradient: jax.Array, error: jax.Array, to: Format) -> tuple[jax.Ar
 
 def _send(q: Quantized, collective: Callable[[jax.Array], jax.Array]) -> Quantized:
     """Values as plain bytes: on devices without 8-bit floats XLA sends these as 16 bits."""
-    received = collective(jax.lax.bitcast_convert_type(q.values, jnp.int8))
-    return Quantized(jax.lax.bitcast_convert_type(received, q.values.dtype), collective(q.scale))
+    received = collective(jax.lax.bitcast_convert_type(q.codes, jnp.int8))
+    return Quantized(jax.lax.bitcast_convert_type(received, q.codes.dtype), collective(q.scale))
 
 
 def num_bytes(values: float, format_name: str) -> float:

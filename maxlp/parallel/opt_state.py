@@ -6,7 +6,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from maxlp.numerics.formats import Blocks
+from maxlp.numerics.formats import Quantized
 from maxlp.parallel.sharding import axes_size, axis_names, replicated, spec
 
 
@@ -48,7 +48,7 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mes
             places = jax.tree.map_with_path(one, mine, is_leaf=_is_whole)
             return OfReplicas(jax.tree.map(for_each_replica, places))
         param = owner(path)
-        if not isinstance(leaf, Blocks):
+        if not isinstance(leaf, Quantized):
             return _like_param(leaf.shape, param, mesh)
         codes = _like_param(leaf.codes.shape, param, mesh)
         return leaf._replace(codes=codes, scale=_divisible(codes, leaf.scale.shape))
@@ -69,7 +69,7 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mes
 
 
 def _is_whole(x: Any) -> bool:
-    return isinstance(x, Blocks | OfReplicas)
+    return isinstance(x, Quantized | OfReplicas)
 
 
 def _like_param(shape: tuple[int, ...], param: Any, mesh: Mesh | AbstractMesh) -> NamedSharding:

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from maxlp.numerics import formats
-from maxlp.numerics.quantized import Quantized, dequantize
+from maxlp.numerics.formats import MX_BLOCK, Quantized
+from maxlp.numerics.quantized import dequantize
 from maxlp.precision.recipes import Operand
 
 
@@ -22,13 +23,13 @@ class _Instruction(NamedTuple):
 
     Attributes:
       name: of its rate in `hardware.PEAK_TFLOPS`.
-      formats: of the values.
+      formats: names of the codes' formats, which are also those of the dtypes that it takes.
       block_scales: rules of their scales, see `scales.block_scales_for`.
       scale: dtype of the scales.
     """
 
     name: str
-    formats: dict[str, Any]
+    formats: tuple[str, ...]
     block_scales: tuple[str, ...]
     scale: Any
     block_size: int
@@ -41,10 +42,9 @@ class _Instruction(NamedTuple):
         )
 
 
-_FP8 = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2}
 _INSTRUCTIONS = (
-    _Instruction("mxfp8", _FP8, ("up", "floor"), jnp.float8_e8m0fnu, 32),
-    _Instruction("nvfp4", {"float4_e2m1fn": jnp.float4_e2m1fn}, ("e4m3",), jnp.float8_e4m3fn, 16),
+    _Instruction("mxfp8", ("float8_e4m3fn", "float8_e5m2"), ("up", "floor"), jnp.float8_e8m0fnu, MX_BLOCK),
+    _Instruction("nvfp4", ("float4_e2m1fn",), ("e4m3",), jnp.float8_e4m3fn, 16),
 )
 
 
@@ -67,12 +67,12 @@ def dot_general(
     def hardware(a: Quantized, b: Quantized) -> jax.Array:
         assert instruction is not None
         (axes_a, axes_b), _ = dimension_numbers
-        free = [a.values.shape[i] for i in _free(a, axes_a)] + [b.values.shape[i] for i in _free(b, axes_b)]
+        free = [a.codes.shape[i] for i in _free(a, axes_a)] + [b.codes.shape[i] for i in _free(b, axes_b)]
         a, b = (
-            _blocks_last(q, axes, instruction.formats[operand.format], instruction.scale)
+            _blocks_last(q, axes, jnp.dtype(operand.format), instruction.scale)
             for q, axes, operand in ((a, axes_a, pair[0]), (b, axes_b, pair[1]))
         )
-        y = jax.nn.scaled_matmul(a.values, b.values, a.scale, b.scale, preferred_element_type=jnp.float32)
+        y = jax.nn.scaled_matmul(a.codes, b.codes, a.scale, b.scale, preferred_element_type=jnp.float32)
         return y.reshape(free)
 
     instruction = _instruction(pair) if out_sharding is None else None
@@ -100,23 +100,23 @@ def rate(pair: tuple[Operand, Operand]) -> str:
 
 
 def _free(q: Quantized, contracted: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(i for i in range(q.values.ndim) if i not in contracted)
+    return tuple(i for i in range(q.codes.ndim) if i not in contracted)
 
 
 def _blocks_last(q: Quantized, contracted: tuple[int, ...], dtype: Any, scale_dtype: Any) -> Quantized:
     """(1, rows, contracted), and a scale for each block of a row: the layout of `jax.nn.scaled_matmul`."""
     free = _free(q, contracted)
-    rows = math.prod(q.values.shape[i] for i in free)
+    rows = math.prod(q.codes.shape[i] for i in free)
     scale = q.scale
     for axis in free:  # a tile has one scale for several rows
-        scale = jnp.repeat(scale, q.values.shape[axis] // scale.shape[axis], axis=axis)
+        scale = jnp.repeat(scale, q.codes.shape[axis] // scale.shape[axis], axis=axis)
 
     def flat(x: jax.Array) -> jax.Array:
         return x.transpose(*free, *contracted).reshape(1, rows, -1)
 
-    return Quantized(flat(q.values.astype(dtype)), flat(scale.astype(scale_dtype)))
+    return Quantized(flat(q.codes.astype(dtype)), flat(scale.astype(scale_dtype)))
 
 
 def _exact_dtype(q: Quantized, operand: Operand) -> Any:
-    narrow = q.values.dtype != jnp.float32 and not operand.is_emulated
+    narrow = q.codes.dtype != jnp.float32 and not operand.is_emulated
     return jnp.bfloat16 if narrow else jnp.float32

@@ -25,7 +25,7 @@ from jax.lax import Precision
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlp.numerics import formats, quantized
-from maxlp.numerics.quantized import HADAMARD, Quantized
+from maxlp.numerics.formats import Quantized
 from maxlp.numerics.scales import amax
 from maxlp.precision import blocks, delayed, sampling, smooth_swiglu
 from maxlp.precision.recipes import Operand, Recipe
@@ -232,7 +232,7 @@ def over_tokens(recipe: Recipe, saved_x, g: jax.Array) -> tuple[Any, jax.Array]:
     """Input and output gradient in whole blocks of tokens, rotated if the recipe says so."""
     assert recipe.drhs is not None
     of_scales = recipe.drhs[0].block_size if recipe.drhs[0].in_blocks else 1
-    size = math.lcm(of_scales, HADAMARD if recipe.hadamard else 1)
+    size = math.lcm(of_scales, quantized.HADAMARD if recipe.hadamard else 1)
     if size > 1:  # blocks are of tokens, and their number is arbitrary
         saved_x, g = (quantized.pad_to_blocks(a, -2, size) for a in (_as(saved_x, jnp.float32), g))
     if recipe.hadamard:
@@ -266,7 +266,7 @@ def quantize(recipe: Recipe, operand: Operand, x: jax.Array, contract, delayed_a
         block_scales=operand.block_scales,
     )
     if operand.delayed and not recipe.cold_start:
-        q = q._replace(values=_written_once(q.values))
+        q = q._replace(codes=_written_once(q.codes))
     return q
 
 
@@ -334,22 +334,22 @@ def _gemm(
     summed_over_devices=False,
 ) -> jax.Array:  # fmt: skip
     """``a · b`` over the contracted axes in ``dtype``."""
-    numbers = _numbers(contract_a, contract_b, a.values)
+    numbers = _numbers(contract_a, contract_b, a.codes)
     if pair[0].in_blocks:
         return blocks.dot_general(a, b, pair, numbers, out_sharding).astype(dtype)
     kind = formats.get(pair[0].format).kind
     exact_scales = all(operand.power_of_two for operand in pair)
     narrow = kind == "float" and dtype == jnp.bfloat16 and (exact_scales or summed_over_devices)
     product = jax.lax.dot_general(
-        a.values,
-        b.values,
+        a.codes,
+        b.codes,
         numbers,
         precision=precision if kind == "float" else None,
         preferred_element_type=jnp.int32 if kind == "int" else dtype if narrow else jnp.float32,
         out_sharding=out_sharding,
     )
     (axes_a, axes_b), _ = numbers
-    free_a, free_b = a.values.ndim - len(axes_a), b.values.ndim - len(axes_b)
+    free_a, free_b = a.codes.ndim - len(axes_a), b.codes.ndim - len(axes_b)
     scale_a, scale_b = _free(a.scale, axes_a, 0, free_b), _free(b.scale, axes_b, free_a, 0)
     scale = _like(scale_a, product) * _like(scale_b, product)
     multiply_in = dtype if narrow and exact_scales else jnp.float32

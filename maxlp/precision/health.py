@@ -123,7 +123,7 @@ def statistics(recipe: Recipe, tensor: str, x: jax.Array, history: jax.Array | N
         age = jnp.where(jnp.max(history) > 0, jnp.argmax(history) + 1.0, 0.0)
     q = quantize(recipe, operand, x, _contracted(recipe, tensor, x), delayed_amax)
     scales = dequantize(q._replace(values=jnp.ones_like(x, jnp.float32)), jnp.float32)
-    return jnp.stack([current, jnp.max(scales), age, *shares(operand, x, q.values, scales)])
+    return jnp.stack([current, jnp.max(scales), age, *shares(operand, x, q.codes, scales)])
 
 
 def shares(operand: Operand, x: jax.Array, values: jax.Array, scales: jax.Array) -> list[jax.Array]:

@@ -88,9 +88,10 @@ class Operand:
             )
         clipped = formats.get(self.format).clip and not (self.delayed or self.in_blocks)
         if self.clipping == "gaussian" and not clipped:
+            grids = ", ".join(name for name, f in formats.FORMATS.items() if f.clip)
             raise ValueError(
-                "clipping='gaussian' is for current scales of tensors or rows in "
-                f"{', '.join(formats.MIDRISE)}, not for {_described(self)}; use 'max'"
+                f"clipping='gaussian' is for current scales of tensors or rows in {grids}, not for "
+                f"{_described(self)}; use 'max'"
             )
 
 

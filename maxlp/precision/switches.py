@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxlp.numerics.quantized import Quantized, dequantize, explicit_sharding
+from maxlp.numerics.formats import Quantized
+from maxlp.numerics.quantized import dequantize, explicit_sharding
 from maxlp.precision import delayed, dot
 from maxlp.precision.dot import QuantDot
 from maxlp.precision.health import shares
@@ -248,4 +249,4 @@ def _forms(operand: Operand | None, q: Any, x: jax.Array) -> tuple[jax.Array, ja
     if operand is None:
         return x, x, jnp.zeros(2)
     scales = dequantize(q._replace(values=jnp.ones_like(x)), jnp.float32)
-    return dequantize(q, jnp.float32), x, jnp.stack(shares(operand, x, q.values, scales))
+    return dequantize(q, jnp.float32), x, jnp.stack(shares(operand, x, q.codes, scales))

@@ -39,13 +39,14 @@ def test_blocks_have_the_size_of_the_specification():
 
 def test_formats_of_matmuls_are_distinct_from_those_of_states():
     kinds = ["float", "float", "int", "simulated", *3 * ["int"]]
-    assert [formats.get(name).kind for name in formats.MATMUL] == kinds
-    for name in set(formats.FORMATS) - set(formats.MATMUL):
+    assert [formats.get(name).kind for name in formats.MATMULS] == kinds
+    assert set(formats.STATES) | set(formats.MATMULS) == set(formats.FORMATS)
+    for name in set(formats.FORMATS) - set(formats.MATMULS):
         with pytest.raises(ValueError, match=f"format='{name}' is unknown"):
             formats.get(name)
 
 
-@pytest.mark.parametrize("name", formats.MIDRISE)
+@pytest.mark.parametrize("name", [name for name, f in formats.FORMATS.items() if f.clip])
 def test_gaussian_data_is_clipped_where_its_squared_error_is_least(name):
     """On 2^16 quantiles, against clipping 1 % earlier or later."""
     to = formats.get(name)

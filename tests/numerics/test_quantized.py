@@ -33,7 +33,7 @@ def test_quantize_against_numpy(granularity, axes):
         divisor = scale = np.where(a == 0, 1, np.float32(a) * np.float32(1 / 448)).astype(np.float32)
     values = np.clip(x * (np.float32(1) / divisor), -448, 448).astype(ml_dtypes.float8_e4m3fn)
     np.testing.assert_array_equal(np.asarray(ours.scale), np.broadcast_to(scale, ours.scale.shape))
-    np.testing.assert_array_equal(bits(ours.values), bits(values))
+    np.testing.assert_array_equal(bits(ours.codes), bits(values))
     back = np.asarray(dequantize(ours, jnp.float32))
     np.testing.assert_array_equal(back, values.astype(np.float32) * divisor)
     if granularity != "unscaled":
@@ -82,7 +82,7 @@ def test_dequantizing_to_bfloat16_rounds_once():
     """A scale that is no power of two is not rounded to bfloat16 before it multiplies."""
     x = np.random.default_rng(4).normal(size=(16, 32)).astype(np.float32)
     q = quantize(x, formats.get("int8"), "row", (1,))
-    exact = np.asarray(q.values, np.float32) * np.asarray(q.scale)
+    exact = np.asarray(q.codes, np.float32) * np.asarray(q.scale)
     np.testing.assert_array_equal(dequantize(q, jnp.bfloat16), exact.astype(ml_dtypes.bfloat16))
 
 
@@ -94,12 +94,12 @@ def test_tiles_share_a_scale_along_both_axes():
     )
     how = dict(block_size=32, block_scales="float32")
     q, other = (quantize(x, to, "tile", (axis,), **how) for axis in (1, 2))
-    np.testing.assert_array_equal(bits(q.values), bits(other.values))
+    np.testing.assert_array_equal(bits(q.codes), bits(other.codes))
     amax = np.abs(x.reshape(2, 2, 32, 3, 32)).max((2, 4))
     np.testing.assert_array_equal(q.scale, amax * np.float32(1 / 448))
     divisor = np.repeat(np.repeat(np.asarray(q.scale), 32, 1), 32, 2)
     values = np.clip(x * (1 / divisor), -448, 448).astype(ml_dtypes.float8_e4m3fn)
-    np.testing.assert_array_equal(bits(q.values), bits(values))
+    np.testing.assert_array_equal(bits(q.codes), bits(values))
     np.testing.assert_array_equal(dequantize(q, jnp.float32), values.astype(np.float32) * divisor)
 
 
@@ -107,7 +107,7 @@ def test_an_array_of_two_scales_comes_back():
     """NVFP4: blocks of 16 of very different sizes, each within half a step of E2M1 (1/4 of its value)."""
     rng = np.random.default_rng(4)
     x = (rng.normal(size=(8, 64)) * np.exp(rng.normal(size=(8, 1)))).astype(np.float32)
-    q = quantize(x, formats.E2M1, "block", (1,), block_size=16, block_scales="e4m3")
+    q = quantize(x, formats.FORMATS["float4_e2m1fn"], "block", (1,), block_size=16, block_scales="e4m3")
     assert q.scale.shape == (8, 4) and q.tensor_scale.shape == ()
     back = np.asarray(dequantize(q, jnp.float32))
     amax = np.abs(x.reshape(8, 4, 16)).max(-1)

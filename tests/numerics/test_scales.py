@@ -76,14 +76,14 @@ def test_the_floor_of_ocp_against_log2_and_what_it_saturates(name):
 def test_scales_of_nvfp4_against_numpy():
     """A tensor's float32 scale maps its maximum to 448 · 6; a block's is rounded to an E4M3 number."""
     amax = np.exp(np.random.default_rng(0).uniform(-9, 3, 1000)).astype(np.float32)
-    scale, of_tensor = block_scales_for(amax, formats.E2M1, "e4m3")
+    scale, of_tensor = block_scales_for(amax, formats.FORMATS["float4_e2m1fn"], "e4m3")
     np.testing.assert_allclose(of_tensor, amax.max() / (448 * 6), rtol=1e-6)
     exact = amax / (6 * np.float32(of_tensor))
     expected = np.maximum(exact.astype(ml_dtypes.float8_e4m3fn).astype(np.float32), 2.0**-9)
     np.testing.assert_allclose(scale, expected, rtol=2**-3)  # a tie may fall to either side
     assert np.mean(np.asarray(scale) == expected) > 0.99 and np.max(scale) == 448
     assert np.asarray(scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32).tolist() == scale.tolist()
-    zero, of_zeros = block_scales_for(np.zeros(3, np.float32), formats.E2M1, "e4m3")
+    zero, of_zeros = block_scales_for(np.zeros(3, np.float32), formats.FORMATS["float4_e2m1fn"], "e4m3")
     assert of_zeros == 1 and (zero > 0).all()
-    _, infinite = block_scales_for(np.float32([1, np.inf]), formats.E2M1, "e4m3")
+    _, infinite = block_scales_for(np.float32([1, np.inf]), formats.FORMATS["float4_e2m1fn"], "e4m3")
     assert np.isinf(infinite)

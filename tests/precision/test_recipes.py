@@ -188,7 +188,7 @@ def test_bit_reduction_of_every_bfloat16(e, m):
     for operands in recipe.operands.values():
         for operand in operands:
             q = quantize(recipe, operand, jnp.asarray(x), (0,), None)
-            ours = np.asarray(q.values).astype(np.float64)
+            ours = np.asarray(q.codes).astype(np.float64)
             np.testing.assert_array_equal(ours, bits_reduced(x, e, m))
             assert q.scale == 1
 
