@@ -68,12 +68,14 @@ def main() -> int:
     workdir = files.local_path(flags.FLAGS.workdir, "--workdir")
     preemption.exit_on_sigterm()
     distributed.initialize()
-    c = cli.read_config(workdir)
     with preemption.exit_with_others(), open_lock(workdir) as lock:
         while True:
             try:
                 with contextlib.ExitStack() as stack:
-                    return train(c, lock, stack, startup)
+                    code = train(cli.read_config(workdir), lock, stack, startup)
+                if code is not None:
+                    return code
+                startup = Startup(time.monotonic())
             except rollback.RollbackRequested as request:
                 print_primary(rollback.roll_back(workdir, request.spike, request.config))
                 startup = Startup(time.monotonic())
@@ -84,8 +86,8 @@ def main() -> int:
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup: "Startup") -> int:
-    """Runs a config to its end in the workdir of ``lock``; returns the exit code of the process.
+def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup: "Startup") -> int | None:
+    """Runs a config in the workdir of ``lock``; returns the exit code, or None where another phase begins.
 
     ``stack`` closes what must be closed, however the run ends.
     """
@@ -94,8 +96,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     s, workdir, mesh = run.settings, lock.workdir, run.mesh
     changed = report_changes(s, workdir, c)
     stack.enter_context(jax.set_mesh(mesh))
-    if jax.default_backend() == "cpu":
-        cpu.keep_freed_memory()
+    cpu.keep_freed_memory()
 
     # --- The training state as shapes and shardings, and the step that updates it.
     graphdef, abstract = abstract_state(run.make_model, run.tx, mesh, run.gates)
@@ -147,8 +148,9 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
         state, metrics = train_step(state, batch)
         profiler.after(n - start, metrics)
         first, last, stop = n == start + 1, progress.is_last(n, metrics), preempted.should_stop(n)
+        ends = last or stop or n == s.precision.high_precision_from
         due = [measure for every, measure in probes if is_due(n, every)]
-        evaluates, saves = last or is_due(n, s.train.eval_every), last or stop or checkpoints.should_save(n)
+        evaluates, saves = last or is_due(n, s.train.eval_every), ends or checkpoints.should_save(n)
         recorder.push(n, metrics, wait=first or evaluates or bool(due) or saves, last=last)
         if first:
             startup.mark("step")
@@ -162,7 +164,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
                 writer.write(n, measure(state, batch))
             if saves:
                 save(checkpoints, n, state, data_state, recorder)
-        if last or stop:
+        if ends:
             break
     else:
         save(checkpoints, n, state, data_state, recorder)
@@ -171,7 +173,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     writer.close()
     if not last:
         print_primary(f"stopped and saved at step {n}; the same command resumes the run")
-        return preempted.exit_code
+        return preempted.exit_code if stop else None
     finish(workdir)
     return 0
 
@@ -248,6 +250,10 @@ def restore_or_init(
         if not changes.repeats_the_last_start(workdir, changed):
             rollback.set_spikes_aside(workdir)
         return run.initial_state(abstract, workdir), 0, {}
+    if run.settings.precision.high_precision_from:
+        from maxlp.run import late_phase  # few runs have one
+
+        late_phase.check(run.settings, restored.step)
     batches.set_state(restored.data_state, flags.FLAGS.allow_change)
     return restored.state, restored.step, restored.meta
 

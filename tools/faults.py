@@ -1832,8 +1832,19 @@ RUN = [
         ),
         ('s.model.dtype != "float16" or', 's.model.dtype == "float16" or'),
         ("if size <= room", "if size < room"),
-        ("s.optimizer.clip_norm == 0", "s.optimizer.clip_norm >= 0"),
         ("    float16_is_scaled,\n", ""),
+    ),
+    *_in(
+        "run/release_rule.py",
+        "run/test_constraints.py",
+        ("(clip_norm > 0,", "(clip_norm > 9,"),
+        ("(microbatches > 1,", "(microbatches > 2,"),
+    ),
+    *_in(
+        "run/late_phase.py",
+        "run/test_late_phase.py",
+        ("default=0) >= first", "default=0) > first"),
+        ("s.is_quantized != (step < first)", "s.is_quantized == (step < 0)"),
     ),
     *_in(
         "run/config.py",
@@ -2439,8 +2450,8 @@ COMMANDS = [
             "test_train.py::test_sigterm_saves_and_exits_with_75_and_the_run_resumes_to_the_bit",
         ),
         (
-            "last or stop or checkpoints.should_save(n)",
-            "last or checkpoints.should_save(n)",
+            "ends or checkpoints.should_save(n)",
+            "checkpoints.should_save(n)",
             "test_train.py::test_sigterm_saves_and_exits_with_75_and_the_run_resumes_to_the_bit",
         ),
     ),

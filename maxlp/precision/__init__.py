@@ -43,6 +43,7 @@ class PrecisionConfig:
       options: changes to that recipe.
       rules: (pattern, name of a recipe) pairs.
       first_blocks, last_blocks, min_dim, smooth_swiglu: see `inject`.
+      high_precision_from: the step after which the run goes on with ``bf16``; 0 for never.
       loss_scale: dynamic loss scale of a float16 run, None for no scale.
       health_every, sharpness_every, magnitudes_every: steps between measurements of `health`, of the
         loss's sharpness (`families.Family`), of `magnitudes`; 0 for none.
@@ -60,6 +61,7 @@ class PrecisionConfig:
     last_blocks: CountOrZero
     min_dim: CountOrZero
     smooth_swiglu: SmoothForm
+    high_precision_from: CountOrZero = 0
     loss_scale: DynamicLossScale | None = None
     health_every: CountOrZero = 0
     sharpness_every: CountOrZero = 0

@@ -82,11 +82,15 @@ def read_config(workdir: Path | None) -> ConfigDict:
       workdir: None for a command that has no run.
     """
     c, start, swap = flags.FLAGS.config, flags.FLAGS["from"].value, flags.FLAGS.swap_tokenizer
-    if start is None and swap is None:
-        return c
-    from maxlp.run import pretrained  # few runs need it
+    if start is not None or swap is not None:
+        from maxlp.run import pretrained  # few runs need it
 
-    return pretrained.configure(c, workdir, start, swap, overrides())
+        c = pretrained.configure(c, workdir, start, swap, overrides())
+    if c.precision.high_precision_from:
+        from maxlp.run import late_phase  # few runs have one
+
+        c = ConfigDict(late_phase.config_now(c.to_dict(), workdir))
+    return c
 
 
 def overrides() -> dict[str, Any]:

@@ -84,6 +84,15 @@ def replicas_train_alone(s: Settings, machine: Machine) -> str | None:
     return exchange_rule.local_refusal(s, machine)
 
 
+def both_phases_have_the_same_state(s: Settings, machine: Machine) -> str | None:
+    """A run that ends in high precision goes on with the state that it has, without histories of scales."""
+    if not s.precision.high_precision_from:
+        return None
+    from maxlp.run import late_phase  # few runs need it
+
+    return late_phase.refusal(s)
+
+
 def skipped_tensors_have_moments(s: Settings, machine: Machine) -> str | None:
     """A tensor that skips a step keeps its moments, which have its shape."""
     if s.precision.loss_scale is None or not s.precision.loss_scale.per_tensor:
@@ -247,38 +256,13 @@ def magnitudes_are_not_pipelined(s: Settings, machine: Machine) -> str | None:
 # --- released gradients ---------------------------------------------------------------------------------
 
 
-def released_gradients_are_not_clipped(s: Settings, machine: Machine) -> str | None:
-    """The global norm needs all gradients before the first update."""
-    if not s.train.release_gradients or s.optimizer.clip_norm == 0:
-        return None
-    return _released(f"optimizer.clip_norm={s.optimizer.clip_norm}", "optimizer.clip_norm=0.0")
-
-
-def released_gradients_are_not_accumulated(s: Settings, machine: Machine) -> str | None:
-    """A layer's gradient is complete only after the last microbatch."""
-    if s.train.release_gradients and s.optimizer.adascale is not None:
-        return _released(f"optimizer.adascale={s.optimizer.adascale}", "train.release_gradients=False")
-    if not s.train.release_gradients or s.train.microbatches == 1:
-        return None
-    return _released(f"train.microbatches={s.train.microbatches}", "train.microbatches=1")
-
-
-def released_gradients_are_not_pipelined(s: Settings, machine: Machine) -> str | None:
-    """A pipeline's backward pass completes the gradients of all layers of a stage at its end."""
-    if not s.train.release_gradients or machine.axes["stage"] == 1:
-        return None
-    return _released(f"mesh.stage={machine.axes['stage']}", "mesh.stage=1")
-
-
-def released_gradients_are_not_gated(s: Settings, machine: Machine) -> str | None:
-    """A gate rejects a step after its gradients are known, when released ones are applied already."""
+def released_gradients_are_applied(s: Settings, machine: Machine) -> str | None:
+    """A layer is updated as soon as its own gradient is complete, before those of other layers are."""
     if not s.train.release_gradients:
         return None
-    if s.spikes.guard == "skip":
-        return _released("spikes.guard=skip", "spikes.guard=rollback or off")
-    if s.precision.loss_scale is not None:
-        return _released("precision.loss_scale", "model.dtype=bfloat16 and no loss scale")
-    return None
+    from maxlp.run import release_rule  # few runs need it
+
+    return release_rule.refusal(s, machine)
 
 
 def released_gradients_let_states_offload(s: Settings, machine: Machine) -> str | None:
@@ -291,13 +275,6 @@ def released_gradients_let_states_offload(s: Settings, machine: Machine) -> str 
     )
 
 
-def _released(key: str, instead: str) -> str:
-    return (
-        f"{key} cannot be combined with train.release_gradients=True, which updates each layer in the "
-        f"backward pass; set {instead}"
-    )
-
-
 RULES = (
     batch_divides,
     attention_runs,
@@ -305,15 +282,13 @@ RULES = (
     scalify_has_the_gradients,
     replicas_exchange_gradients,
     replicas_train_alone,
+    both_phases_have_the_same_state,
     skipped_tensors_have_moments,
     float16_params_have_scales,
     rounded_params_have_16_bits,
     adascale_has_batches,
     magnitudes_are_not_pipelined,
-    released_gradients_are_not_clipped,
-    released_gradients_are_not_accumulated,
-    released_gradients_are_not_pipelined,
-    released_gradients_are_not_gated,
+    released_gradients_are_applied,
     released_gradients_let_states_offload,
     precision_fits_model,
     recipe_uses_its_options,

@@ -172,23 +172,10 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
             step = functools.partial(
                 step, update_arguments=adascale.update_arguments, optimizer_metrics=adascale.metrics_of
             )
-        if s.train.local is not None:
-            from maxlp.core import local_steps  # few runs need it
+        if s.train.local is not None or s.precision.exchange != "none":
+            from maxlp.run import few_bytes  # few runs need it
 
-            gradients = family.gradients(s.loss, s.train.seed, s.train.microbatches, alone=True)
-            tx, step = local_steps.join(
-                optimizer.tx,
-                functools.partial(step, gradients=gradients),
-                replicas=machine.axes["data"],
-                format_name=s.precision.exchange,
-                **vars(s.train.local),
-            )
-            optimizer = dataclasses.replace(optimizer, tx=tx)
-        elif s.precision.exchange != "none":
-            from maxlp.core import replicas  # few runs need it
-
-            model = replicas.with_errors(model, machine.axes["data"])
-            step = functools.partial(step, gradients=replicas.exchanged(gradients, s.precision.exchange))
+            model, optimizer, step = few_bytes.between_replicas(s, machine, model, optimizer, step)
     return Experiment(
         settings=s,
         machine=machine,

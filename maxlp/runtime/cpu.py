@@ -39,8 +39,9 @@ def keep_freed_memory() -> None:
 
     XLA's CPU client frees its temporaries after each program. glibc returns blocks of this size to the
     kernel, which must then fill every page with zeros again: a quarter of the CPU time of a small run. The
-    process holds on to the most memory it has ever had. Does nothing without glibc.
+    process holds on to the most memory it has ever had. Does nothing without glibc, or on accelerators.
     """
-    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
+    in_place = sys.platform == "linux" and jax.default_backend() == "cpu"
+    if in_place and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, -1)

@@ -131,6 +131,7 @@ SHARED: dict[str, Kind] = {
         (("nosuch",), ((1, 2),), (("*", "nosuch"),), (("*",),), (("no/such/path", "fp8"),), 7, "ab")
     ),
     "precision.first_blocks": COUNT,
+    "precision.high_precision_from": COUNT,
     "precision.last_blocks": COUNT,
     "precision.min_dim": COUNT,
     "precision.smooth_swiglu": Name(),

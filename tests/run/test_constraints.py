@@ -14,6 +14,8 @@ BFLOAT16 = {"model.param_dtype": "bfloat16"}
 SCALIFY = {"model.dtype": "float16", "precision.scalify": "fp16"}
 LORA = {"train.lora.rank": 4, "train.init_from": "run"}
 ADASCALE = {"optimizer.name": "sgd", "optimizer.adascale": 2.0, "train.microbatches": 2}
+LATE = {"precision.high_precision_from": 5, "precision.recipe": "nvfp4"}
+RELEASED = {"train.release_gradients": True, "optimizer.clip_norm": 0.0}
 INT8 = {"precision.exchange": "int8"}
 REPLICAS = INT8 | {"mesh.data": 2}
 LOCAL = {"train.local.steps": 10, "train.total_steps": 300, "mesh.data": 2}
@@ -169,37 +171,20 @@ REFUSED = {
         (ADASCALE | {"train.microbatches": 1}, 1, "cpu", "raise train.microbatches"),
         (ADASCALE | {"optimizer.adascale": 999.0}, 1, "cpu", "data.batch_size="),
     ],
-    "released_gradients_are_not_clipped": [({"train.release_gradients": True}, 1, "cpu", "clip_norm=0.0")],
-    "released_gradients_are_not_accumulated": [
-        (
-            {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "train.microbatches": 2},
-            1,
-            "cpu",
-            "=1",
-        ),
-        (
-            {
-                "train.release_gradients": True,
-                "optimizer.clip_norm": 0.0,
-                "train.microbatches": 2,
-                "optimizer.name": "sgd",
-                "optimizer.adascale": 2.0,
-            },
-            1,
-            "cpu",
-            "optimizer.adascale=2.0",
-        ),
+    "released_gradients_are_applied": [
+        ({"train.release_gradients": True}, 1, "cpu", "clip_norm=0.0"),
+        (RELEASED | {"train.microbatches": 2}, 1, "cpu", "=1"),
+        (RELEASED | ADASCALE, 1, "cpu", "optimizer.adascale=2.0"),
+        (RELEASED | {"mesh.stage": 2}, 2, "cpu", "mesh.stage=1"),
+        (RELEASED | {"spikes.guard": "skip"}, 1, "cpu", "rollback"),
+        (RELEASED | {"precision.loss_scale.initial": 1.0}, 1, "cpu", "loss_scale"),
+    ],
+    "both_phases_have_the_same_state": [
+        (LATE | {"train.total_steps": 5}, 1, "cpu", "an earlier step"),
+        (LATE | {"precision.recipe": "fp8_delayed"}, 1, "cpu", "histories"),
     ],
     "magnitudes_are_not_pipelined": [
         ({"precision.magnitudes_every": 5, "mesh.stage": 2}, 2, "cpu", "mesh.stage=2; set it to 0")
-    ],
-    "released_gradients_are_not_pipelined": [
-        (
-            {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "mesh.stage": 2},
-            2,
-            "cpu",
-            "mesh.stage=1",
-        )
     ],
     "adapters_start_from_weights": [({"train.lora.rank": 4}, 1, "cpu", "needs train.init_from")],
     "swapped_vocabularies_are_trained": [
@@ -219,24 +204,6 @@ REFUSED = {
     ],
     "released_gradients_let_states_offload": [
         ({"optimizer.offload": True}, 1, "cpu", "set train.release_gradients=True")
-    ],
-    "released_gradients_are_not_gated": [
-        (
-            {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "spikes.guard": "skip"},
-            1,
-            "cpu",
-            "rollback",
-        ),
-        (
-            {
-                "train.release_gradients": True,
-                "optimizer.clip_norm": 0.0,
-                "precision.loss_scale.initial": 1.0,
-            },
-            1,
-            "cpu",
-            "loss_scale",
-        ),
     ],
 }
 ACCEPTED = [

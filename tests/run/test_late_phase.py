@@ -1,0 +1,51 @@
+"""Runs that end in high precision."""
+
+import shutil
+
+import pytest
+
+from maxlp.run import run_dir
+from tests.run_outputs import checkpoint, losses
+from tests.training_runs import finish, start
+
+NVFP4 = ("--config.precision.recipe=nvfp4", "--config.precision.first_blocks=0")
+STEPS = (
+    *("--config.train.total_steps=6", "--config.train.eval_every=6"),
+    *("--config.checkpoint.every_steps=2", "--config.checkpoint.keep_last=9"),
+)
+LATE = "--config.precision.high_precision_from=4"
+
+
+@pytest.mark.full
+def test_a_run_that_ends_in_high_precision(tmp_path):
+    """It equals one whose recipe is changed by hand, to the bit; a kill in either phase changes nothing."""
+    whole, by_hand = tmp_path / "whole", tmp_path / "by_hand"
+    out = finish(start(whole, *NVFP4, *STEPS, LATE))
+    assert "config.precision.recipe: 'nvfp4' -> 'bf16'" in out and "resuming at step 4" in out
+    finish(start(by_hand, *NVFP4, *STEPS))
+    assert losses(whole)[4] == losses(by_hand)[4] and losses(whole)[5] != losses(by_hand)[5]
+    shutil.rmtree(by_hand / "checkpoints" / "6")
+    finish(start(by_hand, "--config.precision.recipe=bf16", *NVFP4[1:], *STEPS))
+    assert losses(whole) == losses(by_hand)
+    assert checkpoint(whole, 6) == checkpoint(by_hand, 6)
+
+    for kept in (4, 2):  # a kill in the late phase, and one before it
+        for path in (whole / "checkpoints").iterdir():
+            if int(path.name) > kept:
+                shutil.rmtree(path)
+        finish(start(whole, *NVFP4, *STEPS, LATE))
+        assert checkpoint(whole, 6) == checkpoint(by_hand, 6)
+    assert run_dir.load_config(whole).precision.recipe == "bf16", "what evaluates the run computes alike"
+
+    for step in ("4", "6"):
+        files = (path for path in (whole / "checkpoints" / step / "state").rglob("*") if path.is_file())
+        max(files, key=lambda path: path.stat().st_size).write_bytes(b"")
+    message = finish(start(whole, *NVFP4, *STEPS, LATE), code=2)
+    assert "is that of step 2, on the other side of config.precision.high_precision_from=4" in message
+    finish(start(whole, *NVFP4, *STEPS, LATE))
+    assert checkpoint(whole, 6) == checkpoint(by_hand, 6)
+
+
+def test_a_run_without_low_precision_has_no_late_phase(tmp_path):
+    message = finish(start(tmp_path, LATE, "--dry_run"), code=2)
+    assert "config.precision.high_precision_from=4 changes nothing with recipe=bf16; set it to 0" in message
