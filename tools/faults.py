@@ -2445,7 +2445,7 @@ COMMANDS = [
             "test_train.py::test_the_end_of_the_data_is_reported_and_saved",
         ),
         (
-            "        return preempted.exit_code\n",
+            "        return preempted.exit_code if stop else None\n",
             "        return 0\n",
             "test_train.py::test_sigterm_saves_and_exits_with_75_and_the_run_resumes_to_the_bit",
         ),
