@@ -7,7 +7,7 @@ Each experiment trains variants of `configs/llama/tiny.py`, each with a few chan
 here. The seed sets the weights and the order of the data, and all variants share them, so that two runs
 with the same seed differ by the variant alone. After each run the measurements are written to
 `benchmarks/results/fidelity_<experiment>.json`; finished runs are not repeated. At the end each experiment
-prints its table and draws its figure: 132 runs of about half a minute each on two CPU cores, and
+prints its table and draws its figure: 141 runs of about half a minute each on two CPU cores, and
 six of two minutes.
 `docs/fidelity.md` has the claims, the criteria and the results.
 """
@@ -88,6 +88,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         # The kernels are smaller than the recipe's blocks of 128.
         "fp8_blocks of 64": {"precision.recipe": "fp8_blocks", "precision.options": {"block_size": 64}},
         "fp16": {"model.dtype": "float16", "precision.loss_scale.initial": 2.0**15},
+        "mxfp8, floor": {"precision.recipe": "mxfp8", "precision.options": {"block_scales": "floor"}},
+        "mxfp8, e5m2 gradients": {
+            "precision.recipe": "mxfp8",
+            "precision.options": {"grad_format": "float8_e5m2"},
+        },
     },
     "nvfp4": {  # and its parts
         "bf16": {},
@@ -97,6 +102,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "no rotation": NVFP4 | {"precision.options": {"hadamard": False}},
         "no stochastic rounding": NVFP4 | {"precision.options": {"grad_rounding": "nearest"}},
         "no square blocks": NVFP4 | {"precision.options": {"kernel_granularity": "block"}},
+        "last block in bf16": NVFP4 | {"precision.last_blocks": 1},
     },
     "scalify": {
         "float32": {"model.dtype": "float32"},
