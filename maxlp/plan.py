@@ -20,8 +20,10 @@ from typing import Any
 
 import jax
 from absl import flags
+from flax import nnx
 from ml_collections import ConfigDict, config_flags
 
+from maxlp.optim import targets
 from maxlp.parallel import sharding
 from maxlp.planning import compiled, plot, search, topologies
 from maxlp.planning.cost_model import Work, cost_of, state_shapes
@@ -143,7 +145,10 @@ def make_plan(
         "unit": s.family.unit,
         "flops_per_unit": {"full": full, "causal": causal},
         "has": topology.chip.memory,
-        "warnings": emulation.warnings(s, topology.chip.kind),
+        "warnings": [
+            *emulation.warnings(s, topology.chip.kind),
+            *targets.warnings(nnx.to_pure_dict(s.params), s.optimizer),
+        ],
     }
     parts, work = cost.memory(s, machine, state), cost.work(s, machine, state)
     dcn = s.mesh.get("dcn_data", 1)

@@ -130,6 +130,14 @@ def test_a_clip_that_does_not_fit_is_split(capsys):
     ]
 
 
+def test_a_plan_warns_of_a_rank_that_is_cut():
+    """The keys of a Llama 3 8B have 1,024 columns."""
+    c = importlib.import_module("configs.llama.8b").get_config("galore=1536")
+    s = read(plan.with_placeholder_data(c))
+    values = plan.make_plan(s, topologies.parse("h100:1x8"), compiles=False)
+    assert "warning: optimizer.galore.rank=1536 is cut to the short side of 2 of 7" in plan.report(values)
+
+
 @pytest.mark.parametrize("family", ["llama", "clip"])
 def test_a_plan_warns_of_a_format_that_the_chip_lacks(family):
     c = importlib.import_module(f"configs.{family}.debug").get_config("precision=mxfp8")

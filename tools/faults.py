@@ -309,6 +309,15 @@ OPTIM = [
         ("_norm(u) if _is_target(n) else n, steps", "_norm(u) if _is_target(n) else n, grads"),
     ),
     *_in(
+        "optim/targets.py",
+        "optim/test_targets.py",
+        ("longest - config.has_galore", "longest"),
+        ("if found.rank > most", "if found.rank >= most"),
+        ("if side < found.rank", "if side <= found.rank"),
+        ("min(p.shape[-2:])", "max(p.shape[-2:])"),
+        ('(config.has_galore or "rank" in config.options)', "config.has_galore"),
+    ),
+    *_in(
         "optim/soap.py",
         "optim/test_soap.py",
         ("jnp.where(count == 0, 0.0, 1.0)", "1.0"),

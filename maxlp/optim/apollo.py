@@ -24,6 +24,8 @@ from maxlp.schema import Count, OneOf, Positive, Range, Seed
 
 Growth = Annotated[float, Range(at_least=1, infinite=True)]
 
+RANK = 256  # unless `options.rank` is set
+
 
 class ApolloState(NamedTuple):
     """Finished updates, Adam's state for projected gradients, and the norm of each kernel's last step."""
@@ -39,7 +41,7 @@ def scale_by_apollo(
     eps: float = 1e-8,
     mu_dtype: Any = None,
     *,
-    rank: Count = 256,
+    rank: Count = RANK,
     scale: Positive = 1.0,
     granularity: Annotated[str, OneOf(("channel", "tensor"))] = "channel",
     growth: Growth = 1.01,

@@ -153,18 +153,6 @@ def check_targets(
             )
 
 
-def check_all_targets(params: optax.Params, config: OptimizerConfig) -> None:
-    """Checks the targets of GaLore and those of an optimizer that takes matrices itself.
-
-    Raises:
-      ValueError: see `check_targets`.
-    """
-    if "targets" in config.options:
-        check_matrices("options.targets", config.options["targets"], params)
-    if config.galore is not None and config.has_galore:
-        check_targets(params, config.galore)
-
-
 def _no_subspace(
     path: KeyPath, p: jax.Array, axes: int, config: GaloreConfig
 ) -> Subspace | optax.MaskedNode:

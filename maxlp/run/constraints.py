@@ -177,12 +177,12 @@ def too_many_tokens(spec: str, size: int, key: str, room: int) -> str | None:
 
 
 def targets_are_matrices(s: Settings, machine: Machine) -> str | None:
-    """GaLore, Muon, SOAP and APOLLO take matrices."""
-    if "targets" in s.optimizer.options or s.optimizer.has_galore:
-        from maxlp.optim import galore
+    """GaLore, Muon, SOAP and APOLLO take matrices; a rank above all sides would be cut in silence."""
+    if {"targets", "rank"} & {*s.optimizer.options} or s.optimizer.has_galore:
+        from maxlp.optim import targets
 
         with errors_of("optimizer"):
-            galore.check_all_targets(nnx.to_pure_dict(s.params), s.optimizer)
+            targets.check(nnx.to_pure_dict(s.params), s.optimizer)
     return None
 
 

@@ -247,10 +247,11 @@ def describe(e: Experiment, state: State) -> str:
             f"warning: optimizer.warmup_steps={s.optimizer.warmup_steps} is not below "
             f"train.total_steps={s.train.total_steps}; the warm-up takes {warmup} steps"
         )
-    if s.optimizer.has_galore and not s.train.init_from:
-        from maxlp.optim import galore  # few runs need it
+    if s.optimizer.has_galore or s.optimizer.name == "apollo":
+        from maxlp.optim import galore, targets  # few runs need it
 
-        lines += [f"warning: {warning}" for warning in galore.rate_warnings(s.optimizer)]
+        rates = [] if s.train.init_from else galore.rate_warnings(s.optimizer)
+        lines += [f"warning: {line}" for line in (*rates, *targets.warnings(state["params"], s.optimizer))]
     if s.is_quantized:
         from maxlp.run import emulation  # few runs need it
 

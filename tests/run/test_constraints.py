@@ -16,6 +16,7 @@ LORA = {"train.lora.rank": 4, "train.init_from": "run"}
 ADASCALE = {"optimizer.name": "sgd", "optimizer.adascale": 2.0, "train.microbatches": 2}
 LATE = {"precision.high_precision_from": 5, "precision.recipe": "nvfp4"}
 RELEASED = {"train.release_gradients": True, "optimizer.clip_norm": 0.0}
+APOLLO = {"optimizer.name": "apollo"}
 INT8 = {"precision.exchange": "int8"}
 REPLICAS = INT8 | {"mesh.data": 2}
 LOCAL = {"train.local.steps": 10, "train.total_steps": 300, "mesh.data": 2}
@@ -166,6 +167,9 @@ REFUSED = {
             "cpu",
             "an even rank",
         ),
+        ({"optimizer.galore.rank": 192}, 1, "cpu", "rank=192 must be at most 191, because no target"),
+        ({"optimizer.galore.rank": 512}, 1, "cpu", "above 192; lower it or set galore.rank=0"),
+        (APOLLO | {"optimizer.options": {"rank": 193}}, 1, "cpu", "options.rank=193 must be at most 192"),
     ],
     "adascale_has_batches": [
         (ADASCALE | {"train.microbatches": 1}, 1, "cpu", "raise train.microbatches"),
@@ -219,6 +223,9 @@ ACCEPTED = [
     {"precision.recipe": "mxfp8", "data.seq_len": 100},
     {"model.dtype": "float16", "precision.loss_scale.initial": 256.0},
     ADASCALE,
+    {"optimizer.galore.rank": 191},
+    APOLLO,  # of rank 256, which the config does not set
+    APOLLO | {"optimizer.options": {"rank": 192}},
     SCALIFY | {"loss.num_chunks": 8},  # on one device
     BFLOAT16 | {"optimizer.param_rounding": "kahan"},
     SCALIFY | {"model.param_dtype": "float16", "optimizer.param_rounding": "nearest"},

@@ -78,6 +78,22 @@ def test_the_description_counts_bytes_in_gib():
     assert f"parameters {4 * count / 2**30:.3g} GiB, optimizer {8 * count / 2**30:.3g} GiB" in text
 
 
+@pytest.mark.parametrize("init_from", ["", "run"])
+def test_the_description_warns_of_ranks_and_of_galores_rate(init_from):
+    """The rate is that of pre-training; a rank is cut in any run. Short sides are 64, and 32 of keys."""
+
+    def warnings(**values):
+        run = resolved(train__init_from=init_from, **values)
+        text = describe(run, abstract_state(run.make_model, run.tx, run.mesh)[1])
+        return [line for line in text.splitlines() if line.startswith("warning: optimizer.")]
+
+    *rates, rank = warnings(optimizer__galore__rank=40, optimizer__learning_rate=0.1)
+    assert len(rates) == (not init_from) and all("galore.scale" in line for line in rates)
+    assert "optimizer.galore.rank=40 is cut" in rank and "such as 32 of layers" in rank
+    [rank] = warnings(optimizer__name="apollo")
+    assert "optimizer.options.rank=256 is cut" in rank
+
+
 @pytest.mark.parametrize(
     ("step", "every", "due"), [(6, 3, True), (5, 3, False), (5, 0, False), (7, 3, False)]
 )

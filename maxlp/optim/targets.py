@@ -1,0 +1,69 @@
+"""Which matrices of a model an optimizer takes, and the rank to which it projects their gradients."""
+
+from typing import NamedTuple
+
+import jax
+import optax
+
+from maxlp.optim import apollo, galore
+from maxlp.optim.config import OptimizerConfig
+from maxlp.optim.partition import check_matrices
+from maxlp.optim.tree_utils import HIDDEN_KERNELS, matches, name_of
+
+
+class Projection(NamedTuple):
+    """The projection of GaLore or APOLLO: key of the rank, rank, and the short side of each target."""
+
+    key: str
+    rank: int
+    sides: dict[str, int]
+
+
+def check(params: optax.Params, config: OptimizerConfig) -> None:
+    """Checks the targets of GaLore and those of an optimizer that takes matrices itself, and a rank.
+
+    Raises:
+      ValueError: a target that matches no parameter, or one that is not a matrix; a rank of GaLore that is
+        not below the short side of any target, or one of APOLLO that is set, and above all of them.
+    """
+    if "targets" in config.options:
+        check_matrices("options.targets", config.options["targets"], params)
+    if config.galore is not None and config.has_galore:
+        galore.check_targets(params, config.galore)
+    found = _projection(params, config)
+    if found is None or not (config.has_galore or "rank" in config.options):
+        return
+    longest = max(found.sides.values())
+    most = longest - config.has_galore  # with all directions, GaLore is its optimizer in other coordinates
+    if found.rank > most:
+        raise ValueError(
+            f"{found.key}={found.rank} must be at most {most}, because no target has a short side above "
+            f"{longest}; lower it" + " or set galore.rank=0" * config.has_galore
+        )
+
+
+def warnings(params: optax.Params, config: OptimizerConfig) -> list[str]:
+    """A line if the rank is above the short side of a target, where it is cut to that side."""
+    found = _projection(params, config)
+    cut = {name: side for name, side in found.sides.items() if side < found.rank} if found else {}
+    if found is None or not cut:
+        return []
+    name = min(cut, key=cut.__getitem__)
+    return [
+        f"optimizer.{found.key}={found.rank} is cut to the short side of {len(cut)} of {len(found.sides)} "
+        f"targets, such as {cut[name]} of {name}; lower it to project their gradients too"
+    ]
+
+
+def _projection(params: optax.Params, config: OptimizerConfig) -> Projection | None:
+    """None if no gradient is projected."""
+    if config.galore is not None and config.has_galore:
+        key, rank, targets = "galore.rank", config.galore.rank, config.galore.targets
+    elif config.name == "apollo":
+        key, rank = "options.rank", config.options.get("rank", apollo.RANK)
+        targets = config.options.get("targets", HIDDEN_KERNELS)
+    else:
+        return None
+    leaves = jax.tree.leaves_with_path(params)
+    sides = {name_of(path): min(p.shape[-2:]) for path, p in leaves if matches(path, targets)}
+    return Projection(key, rank, sides) if sides else None
