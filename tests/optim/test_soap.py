@@ -8,7 +8,8 @@ import pytest
 from maxlp.optim.muon import scale_by_muon
 from maxlp.optim.soap import SoapState, scale_by_soap
 from maxlp.optim.tree_utils import find_states
-from tests.optim.common import assert_trees_close, random_tree, run
+from maxlp.parallel import sharding
+from tests.optim.common import assert_trees_close, random_tree, run, run_on_mesh
 
 B1, B2, EPS, GAP = 0.8, 0.9, 0.3, 2
 SHAPES = {
@@ -74,3 +75,17 @@ def test_both_sides_of_a_long_matrix_have_orthonormal_bases():
     for side, size in ((soap.left, 5), (soap.right, 9)):
         for basis in np.asarray(side["layers"]["mlp"]["up_proj"]["kernel"].basis):
             np.testing.assert_allclose(basis.T @ basis, np.eye(size), atol=2e-6)
+
+
+def test_a_mesh_changes_nothing_with_both_sides():
+    """Of square matrices: one gradient determines all of their eigenvectors."""
+    shapes = {"layers": {"mlp": {"up_proj": {"kernel": (2, 8, 8)}}}}
+    axes = {"layers": {"mlp": {"up_proj": {"kernel": ("layers", "embed", "mlp")}}}}
+    tx = scale_by_soap(B1, B2, EPS, precondition_frequency=GAP)
+    params, grads = random_tree(shapes, 0), [random_tree(shapes, seed) for seed in range(1, 6)]
+    want, _ = run(tx, params, grads)
+    got, state, _ = run_on_mesh(tx, sharding.make_mesh(fsdp=4, tensor=2), axes, params, grads)
+    assert_trees_close(jax.device_get(got), jax.device_get(want), atol=5e-4)  # five steps
+    [(_, soap)] = find_states(state, SoapState)
+    large = [x for x in jax.tree.leaves(soap) if x.size >= 64]
+    assert len(large) == 6 and not any(x.sharding.is_fully_replicated for x in large)
