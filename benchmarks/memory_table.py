@@ -51,6 +51,7 @@ PARAMETERS = {  # columns of the first table
     "bfloat16, stochastic": PURE_BF16,
     "bfloat16, residual": BFLOAT16 | {"optimizer.param_rounding": "residual"},
     "bfloat16, kahan": BFLOAT16 | {"optimizer.param_rounding": "kahan"},
+    "bfloat16, float16 master": BFLOAT16 | {"optimizer.param_rounding": "float16_master"},
 }
 STATES: dict[str, dict[str, Any]] = {
     "AdamW": {},

@@ -259,6 +259,8 @@ OPTIM = [
         ("jax.random.fold_in(key, i) for i in", "key for i in"),
         ('drop_bits(x, 16, "stochastic"', 'drop_bits(x, 15, "stochastic"'),
         ("exponent_bits=8, mantissa_bits=7", "exponent_bits=8, mantissa_bits=8"),
+        ("master = _masters(wanted)", "master = _masters(new)"),
+        ("layer_axes=layer_axes(path))", "layer_axes=0)"),
     ),
     *_in(
         "optim/adamp.py",

@@ -1,7 +1,7 @@
 """Parameters stored in bfloat16 alone, without a float32 master copy.
 
 bfloat16 has 8 significant bits: an update below 1/512 of a parameter is rounded away, and training stalls
-as soon as the learning rate decays. Three remedies, at 2, 3 or 4 bytes per parameter instead of 6:
+as soon as the learning rate decays. Four remedies, at 2, 3 or 4 bytes per parameter instead of 6:
 
 * `stochastic`: the sum is rounded up or down with probability proportional to proximity (Zamirai et al.
   2020, arXiv:2010.06192). Its expectation is the exact sum; it needs no state and adds some noise.
@@ -11,6 +11,9 @@ as soon as the learning rate decays. Three remedies, at 2, 3 or 4 bytes per para
 * `kahan`: the rounding error is kept in a second bfloat16 and added to the next update (Kahan 1965;
   Zamirai et al.; pure bfloat16 training: Dobler & de Melo 2024, arXiv:2408.15793). Together that is at
   least 16 significant bits, and more where the error is small.
+* `float16_master`: a master copy in float16 with a scale for each tensor (FP8-LM: Peng et al. 2023,
+  arXiv:2310.18313; Fishman et al. 2024, arXiv:2409.12517), to which updates are added and rounded to
+  nearest. That is 11 significant bits, and fewer below 2^-29 of the tensor's largest magnitude.
 """
 
 from typing import Any, NamedTuple
@@ -18,19 +21,28 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath
 
+from maxlp.numerics.blockwise import Blocks, decode, encode
 from maxlp.numerics.rounding import drop_bits
-from maxlp.optim.tree_utils import name_of
+from maxlp.optim.tree_utils import layer_axes, name_of
 
-KEPT = {"stochastic": None, "kahan": jnp.bfloat16, "residual": jnp.int8}  # dtypes of the rounding errors
+METHODS = ("stochastic", "residual", "kahan", "float16_master")
+_LOST = {"kahan": jnp.bfloat16, "residual": jnp.int8}  # dtypes of the rounding errors
 
 
 class PureBf16State(NamedTuple):
-    """State of the inner transformation, and the rounding errors: shaped like `params`, or None."""
+    """State of the inner transformation, and what the method keeps besides the parameters.
+
+    Attributes:
+      lost: the rounding errors of `kahan` and `residual`, shaped like `params`; else None.
+      master: `Blocks` for each parameter, with `float16_master`; else None.
+    """
 
     count: jax.typing.ArrayLike
     inner: optax.OptState
     lost: Any
+    master: Any = None
 
 
 def pure_bf16(
@@ -39,21 +51,21 @@ def pure_bf16(
     """Wraps a whole optimizer chain, learning rate included, for bfloat16 parameters.
 
     `inner` sees gradients and parameters in float32 (with `residual`, the rounding errors are part of the
-    parameters), and its state is the same as for float32 parameters (`low_bit` goes inside). The resulting
-    updates are float32 differences of two bfloat16 numbers, so that `optax.apply_updates` gives the rounded
-    parameters exactly. (Where a parameter shrinks to less than 2^-16 of itself in one update, the
-    difference may round in its 24th bit.)
+    parameters; with `float16_master`, it sees the masters), and its state is the same as for float32
+    parameters (`low_bit` goes inside). The resulting updates are float32 differences of two bfloat16
+    numbers, so that `optax.apply_updates` gives the rounded parameters exactly. (Where a parameter shrinks
+    to less than 2^-16 of itself in one update, the difference may round in its 24th bit.)
 
     Args:
       inner: computes the updates to add to the parameters.
-      method: a key of `KEPT`.
+      method: one of `METHODS`.
       seed: seed of the stochastic rounding; the noise depends on the seed, the number of the update and
         the parameter, not on the devices.
 
     Raises:
       ValueError: at `init`, parameters that are not bfloat16.
     """
-    assert method in KEPT, method
+    assert method in METHODS, method
 
     inner = optax.with_extra_args_support(inner)
 
@@ -64,37 +76,52 @@ def pure_bf16(
                     f"param_rounding={method!r} is for bfloat16 parameters, {name_of(path)} is {p.dtype}; "
                     "set model.param_dtype='bfloat16' or param_rounding=None"
                 )
-        kept = KEPT[method]
-        lost = None if kept is None else optax.tree.zeros_like(params, dtype=kept)
-        return PureBf16State(jnp.zeros([], jnp.int32), inner.init(_float32(params)), lost)
+        lost = optax.tree.zeros_like(params, dtype=_LOST[method]) if method in _LOST else None
+        master = _masters(params) if method == "float16_master" else None
+        return PureBf16State(jnp.zeros([], jnp.int32), inner.init(_float32(params)), lost, master)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any) -> Any:
         assert params is not None, "the parameter after the update is what gets rounded"
         stored = old = _float32(params)
         if method == "residual":
             old = jax.tree.map(_with_residual, stored, state.lost)
+        elif method == "float16_master":
+            old = jax.tree.map(lambda _, master: decode(master, "float16"), stored, state.master)
         updates, inner_state = inner.update(_float32(updates), state.inner, old, **extra)
-        lost = None
+        lost = master = None
         if method == "kahan":
             wanted = jax.tree.map(lambda u, c: u + c.astype(jnp.float32), updates, state.lost)
             deltas = jax.tree.map(lambda p, u: _nearest(p + u) - p, old, wanted)
             lost = jax.tree.map(lambda u, d: (u - d).astype(jnp.bfloat16), wanted, deltas)
-        elif method == "residual":
+        elif method in ("residual", "float16_master"):
             wanted = jax.tree.map(jnp.add, old, updates)
             new = jax.tree.map(_nearest, wanted)
-            deltas, lost = jax.tree.map(jnp.subtract, new, stored), jax.tree.map(_residual, wanted, new)
+            deltas = jax.tree.map(jnp.subtract, new, stored)
+            if method == "residual":
+                lost = jax.tree.map(_residual, wanted, new)
+            else:
+                master = _masters(wanted)
         else:
             key = jax.random.fold_in(jax.random.key(seed), state.count)
             leaves, structure = jax.tree.flatten(updates)
             keys = structure.unflatten(jax.random.fold_in(key, i) for i in range(len(leaves)))
             deltas = jax.tree.map(lambda p, u, k: _stochastic(p + u, k) - p, old, updates, keys)
-        return deltas, PureBf16State(optax.safe_increment(state.count), inner_state, lost)
+        return deltas, PureBf16State(optax.safe_increment(state.count), inner_state, lost, master)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _float32(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+def _masters(params: Any) -> Any:
+    """`Blocks` of float16 for each parameter; each layer has the scale of its own largest magnitude."""
+
+    def one(path: KeyPath, p: jax.Array) -> Blocks:
+        return encode(p, "float16", layer_axes=layer_axes(path))
+
+    return jax.tree.map_with_path(one, params)
 
 
 # The bits are rounded explicitly: XLA may drop a conversion to bfloat16 and back.

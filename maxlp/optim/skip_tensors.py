@@ -14,11 +14,12 @@ OPTIMIZERS = ("adamw", "stable_adamw", "lion", "sgd")  # whose moments have the 
 
 def refusal(config: OptimizerConfig) -> str | None:
     """Why an optimizer cannot skip tensors, if it cannot."""
-    if config.name in OPTIMIZERS and config.galore is config.low_bit is config.adascale is None:
+    like_params = config.galore is config.low_bit is config.adascale is None
+    if config.name in OPTIMIZERS and like_params and config.param_rounding != "float16_master":
         return None
     return (
         f"precision.loss_scale.per_tensor=True needs optimizer.name={' or '.join(OPTIMIZERS)} without "
-        "galore, low_bit and adascale; choose that, or per_tensor=False"
+        "galore, low_bit, adascale and param_rounding=float16_master; choose that, or per_tensor=False"
     )
 
 

@@ -228,7 +228,7 @@ def _optimizer() -> ConfigDict:
                 mu=str, nu=str, block_size=int, min_size=int, seed=int
             ),
             adascale=config_dict.placeholder(float),  # batch / the batch that rate and steps are for
-            param_rounding=config_dict.placeholder(str),  # of 16 bits: stochastic, residual, kahan; nearest
+            param_rounding=config_dict.placeholder(str),  # see docs/optimizers.md
             offload=config_dict.placeholder(bool),  # state in the host's memory between steps
         )
     )

@@ -55,6 +55,7 @@ CASES = {  # optimizer, mesh, model
     "muon": (dict(name="muon"), {}, {}),
     "adafactor": (dict(name="adafactor", options=dict(min_dim_size_to_factor=16, momentum=0.9)), {}, {}),
     "kahan": (dict(param_rounding="kahan"), {}, BFLOAT16),
+    "float16_master": (dict(param_rounding="float16_master"), {}, BFLOAT16),
     "flash": (dict(param_rounding="residual", low_bit=COMPANDED8), {}, BFLOAT16),
     "eight_bit_moments": (dict(galore=GALORE, low_bit=DYNAMIC8), {}, {}),
 }

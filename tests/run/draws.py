@@ -232,7 +232,7 @@ COMMON: dict[str, list[Changes]] = {
     ],
     "rounding": [
         *[PURE_BF16] * 2,
-        *product(PURE_BF16, each("optimizer.param_rounding", "kahan", "residual")),
+        *product(PURE_BF16, each("optimizer.param_rounding", "kahan", "residual", "float16_master")),
         *product(PURE_BF16, each("optimizer.name", *OPTIMIZERS[1:])),
         PURE_BF16 | AVERAGED,
         {"optimizer.param_rounding": "kahan"},

@@ -99,6 +99,13 @@ REFUSED = {
             "cpu",
             "galore, low_bit",
         ),
+        (
+            BFLOAT16
+            | {"precision.loss_scale.per_tensor": True, "optimizer.param_rounding": "float16_master"},
+            1,
+            "cpu",
+            "param_rounding=float16_master; choose that",
+        ),
     ],
     "float16_params_have_scales": [
         ({"model.param_dtype": "float16"}, 1, "cpu", "use float32"),
@@ -112,6 +119,7 @@ REFUSED = {
     ],
     "rounded_params_have_16_bits": [
         ({"optimizer.param_rounding": "kahan"}, 1, "cpu", "bfloat16"),
+        ({"optimizer.param_rounding": "float16_master"}, 1, "cpu", "is for model.param_dtype=bfloat16"),
         (BFLOAT16 | {"optimizer.param_rounding": "nearest"}, 1, "cpu", "param_dtype=float16"),
     ],
     "precision_fits_model": [
