@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
-from maxlp.numerics.blockwise import Blocks, decode, encode
+from maxlp.numerics.blockwise import decode, encode
+from maxlp.numerics.formats import Quantized
 from maxlp.numerics.rounding import drop_bits
 from maxlp.optim.tree_utils import layer_axes, name_of
 
@@ -36,7 +37,7 @@ class PureBf16State(NamedTuple):
 
     Attributes:
       lost: the rounding errors of `kahan` and `residual`, shaped like `params`; else None.
-      master: `Blocks` for each parameter, with `float16_master`; else None.
+      master: `Quantized` for each parameter, with `float16_master`; else None.
     """
 
     count: jax.typing.ArrayLike
@@ -116,9 +117,9 @@ def _float32(tree: Any) -> Any:
 
 
 def _masters(params: Any) -> Any:
-    """`Blocks` of float16 for each parameter; each layer has the scale of its own largest magnitude."""
+    """`Quantized` in float16 for each parameter; each layer has the scale of its own largest magnitude."""
 
-    def one(path: KeyPath, p: jax.Array) -> Blocks:
+    def one(path: KeyPath, p: jax.Array) -> Quantized:
         return encode(p, "float16", layer_axes=layer_axes(path))
 
     return jax.tree.map_with_path(one, params)
