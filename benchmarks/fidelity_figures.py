@@ -19,7 +19,7 @@ from maxlp.monitoring.run_record import counted
 Runs = dict[str, dict[str, dict[str, Any]]]
 
 COLORS = ["#2f6db3", "#e07b1a", "#3a9a5c", "#c8322b", "#7d5ba6", "#1aa3b0", "#8a6d3b", "#d45d9e", "#555555"]
-COLORS += ["#9ac43c", "#222a6b", "#e3b505"]
+COLORS += ["#9ac43c", "#222a6b", "#e3b505", "#b0a8d8"]
 BROKEN = [start + i for start in (120, 165, 210, 255) for i in range(4)]  # steps with random tokens
 LINEAR_BELOW = 0.01  # nats per token; differences are drawn on a log scale above
 WARMED_UP = 60  # the first step that can count as a spike

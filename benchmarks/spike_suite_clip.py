@@ -98,7 +98,7 @@ def criteria(runs: Runs) -> None:
     for method in ("stable_adamw", "adagc", "stable_spam", "guard"):
         own = runs.get(method, {})
         shared = sorted(own.keys() & base.keys())
-        for damage, planted in (("images", DAMAGES["images"]), ("outliers", OUTLIERS)):
+        for damage, planted in (("images", DAMAGES["images"]), ("outliers", OUTLIERS)) if shared else ():
             lower = sum(peak(own[seed], damage) < peak(base[seed], damage) for seed in shared)
             print(
                 f"* {method}: lower peak than clip with {lower} of {len(shared)} seeds: {planted.meaning}"
