@@ -29,12 +29,14 @@ class Feature:
     Attributes:
       dimension: a run has at most one feature of each dimension.
       neutral: whether it changes only the order of sums, so that losses stay equal to rounding.
+      slow: whether the slow tier runs all of its pairs.
     """
 
     name: str
     dimension: str
     values: dict[str, Any]
     neutral: bool = False
+    slow: bool = False
 
     def __hash__(self):
         return hash(self.name)
@@ -70,6 +72,16 @@ FEATURES = [
             "optimizer.param_rounding": "stochastic",
         },
     ),
+    Feature(
+        "residual_bf16",
+        "dtype",
+        {
+            "model.dtype": "bfloat16",
+            "model.param_dtype": "bfloat16",
+            "optimizer.param_rounding": "residual",
+        },
+        slow=True,
+    ),
     Feature("fp16", "dtype", {"model.dtype": "float16", "precision.loss_scale.initial": 256.0}),
     Feature("scalify_fp16", "dtype", {"model.dtype": "float16", "precision.scalify": "fp16"}),
     Feature(
@@ -91,20 +103,34 @@ FEATURES = [
     ),
     Feature("sgd", "optimizer", {"optimizer.name": "sgd"}),
     Feature("stable_adamw", "optimizer", {"optimizer.name": "stable_adamw"}),
+    Feature(  # resets its moments in the third step
+        "stable_spam",
+        "optimizer",
+        {"optimizer.name": "stable_spam", "optimizer.options": {"reset_every": 2}},
+        slow=True,
+    ),
     Feature("adafactor", "optimizer", {"optimizer.name": "adafactor"}),
     Feature("lion", "optimizer", {"optimizer.name": "lion"}),
     Feature("muon", "optimizer", {"optimizer.name": "muon"}),
+    Feature("normuon", "optimizer", {"optimizer.name": "normuon"}, slow=True),
     Feature(  # with 64 pooled tokens, the gradients of CLIP's last layers span the 32 columns of a basis
         "soap",
         "optimizer",
         {"optimizer.name": "soap", "optimizer.options": {"one_sided": True}, "data.batch_size": 64},
     ),
     Feature("apollo", "optimizer", {"optimizer.name": "apollo", "optimizer.options": {"rank": 4}}),
+    Feature("apollo_mini", "optimizer", {"optimizer.name": "apollo_mini"}, slow=True),
     Feature("adamp", "optimizer", {"optimizer.name": "adamp"}),
     Feature(
         "schedule_free_adamw",
         "optimizer",
         {"optimizer.name": "schedule_free_adamw", "optimizer.schedule": "constant"},
+    ),
+    Feature(  # bounds the global norm in the first step, and each tensor in the others
+        "adagc",
+        "adagc",
+        {"optimizer.adagc.ratio": 1.05, "optimizer.adagc.warmup_steps": 1},
+        slow=True,
     ),
     Feature("galore", "galore", {"optimizer.galore.rank": 4}),
     Feature(
@@ -121,6 +147,13 @@ FEATURES = [
     Feature(
         "release_gradients", "release", {"train.release_gradients": True, "optimizer.clip_norm": 0.0}, True
     ),
+    Feature(
+        "offload",
+        "release",
+        {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "optimizer.offload": True},
+        neutral=True,
+        slow=True,
+    ),
     Feature("exchange", "exchange", {"mesh.data": 2, "precision.exchange": "int8"}),
     Feature("local steps", "local", {"mesh.data": 2, "train.local.steps": 3}),
     Feature("microbatches", "microbatches", {"train.microbatches": 2}, True),
@@ -135,7 +168,7 @@ FEATURES = [
     Feature("context", "context", {"mesh.context": 2, "model.attention": "ring"}, True),
     Feature("stage", "stage", {"mesh.stage": 2}, True),
 ]
-# In the place of `release_gradients` in a row's reference: what is released cannot be clipped.
+# In the place of released gradients in a row's reference: what is released cannot be clipped.
 UNCLIPPED = Feature("unclipped", "clipping", {"optimizer.clip_norm": 0.0})
 FAMILIES = ("llama", "clip")
 BASE = {
@@ -227,17 +260,19 @@ def pairs(family: str) -> dict[Row, str | None]:
 
 
 # These act on gradients and parameters once the backward pass is over, in code that all families share.
-UPDATE = {"adascale", "optimizer", "galore", "low_bit", "guard"}
+UPDATE = {"adascale", "optimizer", "adagc", "galore", "low_bit", "guard"}
 
 
 def is_slow(family: str, pair: Row) -> bool:
     """Whether a pair is left to the slow tier.
 
     What a recipe hands to an optimizer is gradients, whichever recipe it is; these pairs alone would be
-    half of the rows. And an update is the same whatever the model is: the full tier runs its pairs with
-    Llama.
+    half of the rows. An update is the same whatever the model is: the full tier runs its pairs with Llama.
+    And features that share most of their code with one of the full tier are slow themselves.
     """
     dimensions = {feature(name).dimension for name in pair}
+    if any(feature(name).slow for name in pair):
+        return True
     is_update = dimensions & UPDATE and dimensions <= UPDATE | {"precision", "dtype"}
     return dimensions == {"precision", "optimizer"} or (family != "llama" and bool(is_update))
 
@@ -297,4 +332,5 @@ def rows_on_page() -> Iterator[tuple[str, str, Row]]:
 def reference(names: Row) -> Row:
     """The row without its neutral features, which runs on one device."""
     kept = tuple(name for name in names if not feature(name).neutral)
-    return (*kept, UNCLIPPED.name) if "release_gradients" in names else kept
+    is_released = any(feature(name).dimension == "release" for name in names)
+    return (*kept, UNCLIPPED.name) if is_released else kept
