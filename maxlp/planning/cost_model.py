@@ -159,6 +159,19 @@ def matmul_flops(s: Settings, path: str, once: float, recomputed: int) -> dict[s
     return flops
 
 
+def unsampled(s: Settings, *inputs: tuple[str, ...]) -> list[float]:
+    """The share of the tokens of each input that no gradient of a kernel needs (`precision.sampling`).
+
+    Args:
+      inputs: paths of the matmuls that read the same input.
+    """
+
+    def of_matmul(path: str) -> float:
+        return (1 - _plain_share(s, path)) * (1 - s.recipe(path).keep)
+
+    return [min(map(of_matmul, readers)) for readers in inputs]
+
+
 def _plain_share(s: Settings, path: str) -> float:
     """In which share of the layers of its stack a matmul is in high precision despite its recipe."""
     for stack, parts in s.parts.items():

@@ -26,12 +26,19 @@ LLAMA_SIZES = dict(
     mlp_dim=4096,
     vocab_size=32000,
 )
+SAMPLED = {  # gradients of kernels from a tenth of the tokens
+    "precision.recipe": "wta_crs",
+    "precision.options.keep": 0.1,
+    "precision.first_blocks": 0,
+    "precision.last_blocks": 0,
+}
 LLAMA_RUN = {"data.seq_len": 2048, "data.batch_size": 32}
 # The names of these runs are keys of the file.
 LLAMA: dict[str, dict[str, Any]] = {
     "as it is": {},
     "tensor 2": {"mesh.tensor": 2},
     "remat none": {"model.remat": "none"},
+    "remat none, sampled": {"model.remat": "none"} | SAMPLED,
     "remat dots": {"model.remat": "dots"},
     "2 microbatches": {"train.microbatches": 2},
     "tensor 2, remat none": {"mesh.tensor": 2, "model.remat": "none"},
@@ -40,6 +47,7 @@ LLAMA: dict[str, dict[str, Any]] = {
     "twice as wide": {"model.embed_dim": 2048, "model.mlp_dim": 8192, "data.batch_size": 16},
     "twice the batch": {"data.batch_size": 64},
     "twice as deep": {"model.num_layers": 16},
+    "tensor 2, remat none, sampled": {"mesh.tensor": 2, "model.remat": "none"} | SAMPLED,
     "tensor 4, remat dots": {"mesh.tensor": 4, "model.remat": "dots"},
     "context 2": {"mesh.context": 2, "model.attention": "ring"},
     "context 4": {"mesh.context": 4, "model.attention": "ring"},
@@ -135,6 +143,10 @@ PRESETS["llama.70b, 8 bits, released"] = (
 CLIP: dict[str, tuple[str, dict[str, Any]]] = {
     "CLIP b32": ("b32", {"data.batch_size": 8192}),
     "CLIP b32, remat none": ("b32", {"data.batch_size": 4096, "model.remat": "none"}),
+    "CLIP b32, remat none, sampled": (
+        "b32",
+        {"data.batch_size": 4096, "model.remat": "none"} | SAMPLED,
+    ),
     "CLIP b32, remat dots": ("b32", {"data.batch_size": 8192, "model.remat": "dots"}),
     "CLIP b32, 32k sharded": ("b32", {"data.batch_size": 32768, "loss.method": "sharded"}),
     "CLIP b32, 32k plain": ("b32", {"data.batch_size": 32768, "loss.method": "plain"}),

@@ -12,7 +12,15 @@ from maxlp.families.clip.presets import CLIP_SIZES, clip
 from maxlp.families.llama.presets import llama
 from maxlp.parallel import sharding
 from maxlp.planning import topologies
-from maxlp.planning.cost_model import Ledger, cost_of, held_state, matmul_dtypes, matmul_flops, state_shapes
+from maxlp.planning.cost_model import (
+    Ledger,
+    cost_of,
+    held_state,
+    matmul_dtypes,
+    matmul_flops,
+    state_shapes,
+    unsampled,
+)
 from maxlp.run.experiment import assemble
 from maxlp.run.settings import read
 from tests.planning import peaks
@@ -150,6 +158,28 @@ def test_sampled_gradients_multiply_a_share_of_the_tokens():
     kernels = sum(math.prod(p.shape) for p in jax.tree.leaves(s.params) if len(p.shape) == 3)
     tokens = s.data.batch_size * s.data.seq_len
     assert flops[0] - flops[1] == pytest.approx(0.75 * 2 * tokens * kernels)
+
+
+@pytest.mark.parametrize("name", ["remat none", "tensor 2, remat none", "CLIP b32, remat none"])
+def test_what_is_not_sampled_is_not_saved(name):
+    """How much less the compiled steps need, within 10 %."""
+    machine = topologies.parse("h100:1x8")
+    pair = name, f"{name}, sampled"
+    ours = [peaks.estimated_peak(peaks.recorded(one, machine.chip.platform), machine) for one in pair]
+    theirs = [PEAKS["h100:1x8"][one] for one in pair]
+    assert ours[0] - ours[1] == pytest.approx(theirs[0] - theirs[1], rel=0.10)
+
+
+def test_an_input_is_saved_if_one_of_its_matmuls_needs_all_tokens():
+    """A block in high precision does, and a projection that a rule gives another recipe."""
+    inputs = ("layers/attn/q_proj", "layers/attn/k_proj"), ("layers/mlp/down_proj",)
+    layers = {"model.num_layers": 4, "precision.first_blocks": 1, "precision.last_blocks": 0}
+    sampled = {"precision.recipe": "wta_crs", "precision.options.keep": 0.25}
+    s = read(changed(load("debug"), layers | sampled))
+    assert unsampled(s, *inputs) == pytest.approx([0.75 * 3 / 4, 0.75 * 3 / 4])
+    rule = {"precision.rules": (("*/k_proj", "bf16"),)}
+    s = read(changed(load("debug"), layers | sampled | rule))
+    assert unsampled(s, *inputs) == pytest.approx([0.0, 0.75 * 3 / 4])
 
 
 def test_layers_in_high_precision_multiply_in_16_bits():

@@ -26,6 +26,7 @@ from maxlp.planning.cost_model import (
     held_state,
     matmul_flops,
     saves_attention,
+    unsampled,
 )
 from maxlp.planning.hlo import Collective
 from maxlp.run.settings import Machine, Settings
@@ -44,6 +45,8 @@ class Tower:
       shards: how many parts a weight is split into, not counting the tensor axis.
       tile: see `TILES`.
       frozen: only adapters are trained.
+      unsampled: shares of the tokens that are not saved as inputs of the matmuls of a block: of q, k and v,
+        of o, of up, and of down.
     """
 
     R: int
@@ -61,6 +64,7 @@ class Tower:
     remat: str
     tile: tuple[int, int]
     frozen: bool
+    unsampled: list[float]
 
     @property
     def x(self) -> float:
@@ -109,12 +113,13 @@ class Tower:
             return (6 if self.saves_attention else 5) * self.x / self.t + self.f
         # Four F-wide arrays, three if the weights are frozen, six float32 arrays of the norms, both normed
         # inputs, q, k, v, the output of attention, probabilities in float32 and rounded, and the weights in
-        # the dtype of the matmuls.
+        # the dtype of the matmuls; of what the gradients of kernels alone need, only the tokens that they
+        # are computed from.
         weights = self.block_params * self.a / (self.shards * self.t)
         norms = 6 * self.x / self.a * 4 / self.t
-        return (
-            (4 - self.frozen) * self.f + norms + 6 * self.x / self.t + (4 + self.a) * self.squares + weights
-        )
+        *of_stream, of_down = self.unsampled
+        stream = (6 - sum(of_stream)) * self.x / self.t
+        return (4 - self.frozen - of_down) * self.f + norms + stream + (4 + self.a) * self.squares + weights
 
     @property
     def saved_by_all(self) -> float:
@@ -151,7 +156,9 @@ def towers(settings: Settings, machine: Machine) -> tuple[Tower, Tower]:
     """The image tower and the text tower of a step that fulfils `run.constraints`."""
     m, axes = settings.on(machine).model, machine.axes
 
-    def tower(sizes: VisualConfig | TextConfig, positions: int, causal: bool) -> Tower:
+    def tower(name: str, sizes: VisualConfig | TextConfig, positions: int, causal: bool) -> Tower:
+        attn, mlp = f"{name}/layers/attn", f"{name}/layers/mlp"
+        qkv = (f"{attn}/q_proj", f"{attn}/k_proj", f"{attn}/v_proj")
         return Tower(
             R=settings.device_rows(machine),
             S=positions,
@@ -169,11 +176,14 @@ def towers(settings: Settings, machine: Machine) -> tuple[Tower, Tower]:
             remat="block" if settings.train.release_gradients else m.remat,
             tile=TILES[machine.platform],
             frozen=settings.train.lora is not None,
+            unsampled=unsampled(
+                settings, qkv, (f"{attn}/o_proj",), (f"{mlp}/up_proj",), (f"{mlp}/down_proj",)
+            ),
         )
 
     return (
-        tower(m.visual, m.visual.train_seq_len, False),
-        tower(m.text, settings.data.text_len, m.text.causal),
+        tower("visual", m.visual, m.visual.train_seq_len, False),
+        tower("text", m.text, settings.data.text_len, m.text.causal),
     )
 
 

@@ -27,6 +27,7 @@ from maxlp.planning.cost_model import (
     held_state,
     matmul_flops,
     saves_attention,
+    unsampled,
 )
 from maxlp.planning.hlo import Collective
 from maxlp.run.settings import Machine, Settings
@@ -41,6 +42,8 @@ class Sizes:
       schedule: of the pipeline; one stage and one microbatch if there is none.
       released: each layer is updated in the backward pass.
       frozen: only adapters are trained, whose size is neglected.
+      unsampled: shares of the tokens that are not saved as inputs of the matmuls of a block: of q, k and v,
+        of o, of gate and up, and of down.
       qk_norm, remat, attention, platform: see `LlamaConfig` and `Machine`.
     """
 
@@ -64,6 +67,7 @@ class Sizes:
     schedule: Schedule
     released: bool
     frozen: bool
+    unsampled: list[float]
     qk_norm: bool
     remat: str
     attention: str
@@ -124,6 +128,13 @@ def sizes(s: Settings, machine: Machine) -> Sizes:
         schedule=m.pipeline.schedule(stages) if stages > 1 else Schedule(1, 1, 1),
         released=s.train.release_gradients,
         frozen=s.train.lora is not None,
+        unsampled=unsampled(
+            s,
+            ("layers/attn/q_proj", "layers/attn/k_proj", "layers/attn/v_proj"),
+            ("layers/attn/o_proj",),
+            ("layers/mlp/gate_proj", "layers/mlp/up_proj"),
+            ("layers/mlp/down_proj",),
+        ),
         qk_norm=m.qk_norm,
         # Released gradients keep the inputs of the blocks and recompute the rest.
         remat="block" if s.train.release_gradients else m.remat,
@@ -186,10 +197,14 @@ def saved(s: Sizes) -> float:
     if s.remat == "dots":  # the block's input, the outputs of q, k, v, o, gate and up, and of attention
         return x + q + 2 * k + x + 2 * f + (q + s.log_sums if s.saves_attention else 0.0)
     # JAX saves six F-wide arrays, three float32 arrays of each norm, both normed inputs, q, k, v, the
-    # output of attention twice, and the weights in the dtype of the matmuls.
-    norms = 6 * s.T * s.D * 4 / s.t + 2 * s.T * s.D * s.a + 3 * normed_heads(s)
+    # output of attention twice, and the weights in the dtype of the matmuls; of what the gradients of
+    # kernels alone need, only the tokens that they are computed from.
+    of_qkv, of_o, of_gate, of_down = s.unsampled
+    norms = 6 * s.T * s.D * 4 / s.t + (2 - of_qkv - of_gate) * s.T * s.D * s.a + 3 * normed_heads(s)
+    heads = (2 - of_o) * q + 2 * k
     probs = (4 + s.a) * squares(s) if s.attention == "xla" else 0.0
-    return 6 * f + norms + 2 * q + 2 * k + x + probs + s.block_params * s.a / (s.shards * s.t)
+    weights = s.block_params * s.a / (s.shards * s.t)
+    return (6 - of_down) * f + norms + heads + x + probs + weights
 
 
 def normed_heads(s: Sizes) -> float:
