@@ -62,6 +62,23 @@ FEATURES = [
         "precision",
         QUANTIZED | {"precision.recipe": "wta_crs", "precision.options.keep": 0.9},
     ),
+    Feature(
+        "fp8_blocks",
+        "precision",
+        QUANTIZED | {"precision.recipe": "fp8_blocks", "precision.options.block_size": 16},
+        slow=True,
+    ),
+    Feature(  # rounds to nearest, as nvfp4 does here
+        "fp8_gaudi",
+        "precision",
+        QUANTIZED
+        | {
+            "precision.recipe": "fp8_gaudi",
+            "precision.options.history": 4,
+            "precision.options.grad_rounding": "nearest",
+        },
+        slow=True,
+    ),
     Feature("unquantized blocks", "ends", {"precision.first_blocks": 1, "precision.last_blocks": 0}),
     Feature(
         "pure_bf16",
@@ -84,6 +101,12 @@ FEATURES = [
     ),
     Feature("fp16", "dtype", {"model.dtype": "float16", "precision.loss_scale.initial": 256.0}),
     Feature("scalify_fp16", "dtype", {"model.dtype": "float16", "precision.scalify": "fp16"}),
+    Feature(
+        "scalify_fp8",
+        "dtype",
+        QUANTIZED | {"model.dtype": "float16", "precision.scalify": "fp8"},
+        slow=True,
+    ),
     Feature(
         "scalify_fp16_params",
         "dtype",
@@ -264,7 +287,7 @@ UPDATE = {"adascale", "optimizer", "adagc", "galore", "low_bit", "guard"}
 
 
 def is_slow(family: str, pair: Row) -> bool:
-    """Whether a pair is left to the slow tier.
+    """Whether a pair is left to the slow tier: those of slow features, and two kinds of others.
 
     What a recipe hands to an optimizer is gradients, whichever recipe it is; these pairs alone would be
     half of the rows. An update is the same whatever the model is: the full tier runs its pairs with Llama.
