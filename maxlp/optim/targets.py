@@ -1,12 +1,14 @@
 """Which matrices of a model an optimizer takes, and the rank to which it projects their gradients."""
 
+import inspect
+import pkgutil
 from typing import NamedTuple
 
 import jax
 import optax
 
 from maxlp.optim import apollo, galore
-from maxlp.optim.config import OptimizerConfig
+from maxlp.optim.config import OPTIMIZERS, OptimizerConfig
 from maxlp.optim.partition import check_matrices
 from maxlp.optim.tree_utils import HIDDEN_KERNELS, matches, name_of
 
@@ -43,7 +45,13 @@ def check(params: optax.Params, config: OptimizerConfig) -> None:
 
 
 def warnings(params: optax.Params, config: OptimizerConfig) -> list[str]:
-    """A line if the rank is above the short side of a target, where it is cut to that side."""
+    """A line if an optimizer for matrices finds none, as in adapters, or cuts its rank to a short side."""
+    scale_by = pkgutil.resolve_name(OPTIMIZERS[config.name])
+    default = inspect.signature(scale_by).parameters.get("targets")
+    if default is not None:
+        patterns = config.options.get("targets", default.default)
+        if not any(matches(path, patterns) for path, _ in jax.tree.leaves_with_path(params)):
+            return [f"optimizer.name={config.name} trains everything with Adam: nothing matches {patterns}"]
     found = _projection(params, config)
     cut = {name: side for name, side in found.sides.items() if side < found.rank} if found else {}
     if found is None or not cut:

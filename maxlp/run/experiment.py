@@ -247,7 +247,7 @@ def describe(e: Experiment, state: State) -> str:
             f"warning: optimizer.warmup_steps={s.optimizer.warmup_steps} is not below "
             f"train.total_steps={s.train.total_steps}; the warm-up takes {warmup} steps"
         )
-    if s.optimizer.has_galore or s.optimizer.name == "apollo":
+    if s.optimizer.has_galore or s.optimizer.name == "apollo" or s.train.lora is not None:
         from maxlp.optim import galore, targets  # few runs need it
 
         rates = [] if s.train.init_from else galore.rate_warnings(s.optimizer)

@@ -78,8 +78,12 @@ def test_a_rank_that_is_cut_for_some_targets_is_a_warning(config, part):
     assert all("layers/attn/k_proj/kernel" in line for line in warnings if "3 targets" in line)
 
 
-def test_adapters_are_no_targets():
+@pytest.mark.parametrize("name", ["muon", "normuon", "soap", "apollo", "apollo_mini"])
+def test_an_optimizer_without_a_matrix_is_a_warning(name):
+    """Adapters are no targets."""
     adapters = {"layers": {"attn": {"q_proj": {"adapter": {"a": (2, 8, 4), "b": (2, 4, 8)}}}}}
-    for one in (apollo(), apollo(rank=16)):
-        targets.check(random_tree(adapters, 0), one)
-        assert targets.warnings(random_tree(adapters, 0), one) == []
+    targets.check(random_tree(adapters, 0), config(name=name))
+    (line,) = targets.warnings(random_tree(adapters, 0), config(name=name))
+    assert line.startswith(f"optimizer.name={name} trains everything with Adam")
+    (cut,) = targets.warnings(random_tree(PARAMS, 0), config(name=name)) or [""]
+    assert "Adam" not in cut
