@@ -292,12 +292,13 @@ def run_once(method: str, exponent: int, seed: int, plan: Plan, run: Trainer, da
     start = time.time()
     batches = data.batches(seed, run.settings.train.total_steps)
     state = initial_state(run, exponent, seed)
-    before = query_key_norm(state)
+    scale_invariant = method.startswith("qk_norm")
+    before = query_key_norm(state) if scale_invariant else 0.0
     state, records = run.train(state, batches, watch_nothing)
     loss = plan.error(run.evaluate(state))
     loss = loss if math.isfinite(loss) else math.inf
     kept = {} if seed == SEARCH_SEED else {"loss": records["loss"]}
-    if method.startswith("qk_norm"):
+    if scale_invariant:
         kept["growth"] = digits(query_key_norm(state) / before)
     plan.save(method, run_name(exponent, seed), {"heldout": loss} | kept)
     print(f"{method}, rate 2^{exponent}, seed {seed}: {loss:.4f} ({time.time() - start:.0f} s)", flush=True)
