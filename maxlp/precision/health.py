@@ -122,7 +122,7 @@ def statistics(recipe: Recipe, tensor: str, x: jax.Array, history: jax.Array | N
         delayed_amax = delayed.delayed_amax(history, current, recipe.cold_start)
         age = jnp.where(jnp.max(history) > 0, jnp.argmax(history) + 1.0, 0.0)
     q = quantize(recipe, operand, x, _contracted(recipe, tensor, x), delayed_amax)
-    scales = dequantize(q._replace(values=jnp.ones_like(x, jnp.float32)), jnp.float32)
+    scales = dequantize(q._replace(codes=jnp.ones_like(x, jnp.float32)), jnp.float32)
     return jnp.stack([current, jnp.max(scales), age, *shares(operand, x, q.codes, scales)])
 
 

@@ -248,5 +248,5 @@ def _forms(operand: Operand | None, q: Any, x: jax.Array) -> tuple[jax.Array, ja
     x = x.astype(jnp.float32)
     if operand is None:
         return x, x, jnp.zeros(2)
-    scales = dequantize(q._replace(values=jnp.ones_like(x)), jnp.float32)
+    scales = dequantize(q._replace(codes=jnp.ones_like(x)), jnp.float32)
     return dequantize(q, jnp.float32), x, jnp.stack(shares(operand, x, q.codes, scales))
