@@ -19,7 +19,9 @@ except by replicas (the axis `data`). Axes of the mesh by which the number of la
 split the long side of each matrix instead; its Gram matrices are then summed over their devices.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +32,8 @@ from jax.sharding import PartitionSpec
 from maxlp.optim.partition import by_target
 from maxlp.optim.tree_utils import HIDDEN_KERNELS, Targets, widened
 from maxlp.schema import Count, DecayRate, Positive
+
+TOGETHER = 2**26  # numbers in the matrices on which one device iterates at a time
 
 
 class NeuronState(NamedTuple):
@@ -111,11 +115,27 @@ def _orthogonal(beta: float, ns_steps: int, eps: float, mu_dtype: Any) -> optax.
             ahead = (1 - beta) * g + beta * m
             return orthogonalized(ahead, state.ns_coeffs, ns_steps, eps).astype(g.dtype)
 
-        updates = jax.tree.map(one, updates, mu)
+        updates = jax.tree.map(functools.partial(_by_layers, one), updates, mu)
         count = optax.safe_increment(state.count)
         return updates, state._replace(count=count, mu=optax.tree.cast(mu, mu_dtype))
 
     return optax.GradientTransformation(init, update)
+
+
+def _by_layers(fn: Callable[..., jax.Array], *stacks: jax.Array) -> jax.Array:
+    """``fn`` of arrays (*layers, m, n), on one device of a part of the layers at a time.
+
+    The iteration has temporaries of several times the size of its matrices. On a mesh, devices share the
+    layers instead.
+    """
+    mesh, (*layers, m, n) = jax.sharding.get_abstract_mesh(), stacks[0].shape
+    if not layers or not (mesh.empty or mesh.size == 1):
+        return fn(*stacks)
+    divisors = [d for d in range(1, layers[0] + 1) if layers[0] % d == 0]
+    together = max((d for d in divisors if d * m * n <= TOGETHER), default=1)
+    if together == layers[0]:
+        return fn(*stacks)
+    return jax.lax.map(lambda part: fn(*part), stacks, batch_size=together)
 
 
 def orthogonalized(x: jax.Array, coefficients: jax.Array, steps: int, eps: float) -> jax.Array:

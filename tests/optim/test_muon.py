@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from maxlp.optim import muon as muon_module
 from maxlp.optim.muon import scale_by_muon, scale_by_normuon
 from maxlp.parallel import sharding
 from tests.optim.common import assert_trees_close, jitted_step, random_tree, run, run_on_mesh
@@ -74,6 +75,23 @@ def test_three_steps_equal_the_definition_for_each_layer(scale_by, definition):
     np.testing.assert_allclose(
         updates["lm_head"]["kernel"], 0.25 * expected_head["kernel"], rtol=1e-5, atol=1e-7
     )
+
+
+def test_one_device_iterates_on_a_part_of_the_layers_at_a_time(monkeypatch):
+    """Two of eight: three quarters of the iterate are gone, and the steps are the same but for rounding."""
+    shapes = {"layers": {"mlp": {"up_proj": {"kernel": (8, 64, 256)}}}}
+    params = random_tree(shapes, 0)
+
+    def step():
+        tx = scale_by_muon()
+        compiled = jax.jit(tx.update).lower(params, tx.init(params), params).compile()
+        return compiled.memory_analysis().temp_size_in_bytes, compiled(params, tx.init(params), params)[0]
+
+    whole, want = step()
+    monkeypatch.setattr(muon_module, "TOGETHER", 2 * 64 * 256 + 1)
+    parts, got = step()
+    assert whole - parts > 0.75 * 4 * 8 * 64 * 256
+    assert_trees_close(got, want, atol=3.4**5 * 2.0**-22 * 0.2 * 256**0.5)
 
 
 def test_the_state_is_that_of_earlier_checkpoints():
