@@ -5,12 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.precision import make_recipe
 from maxlp.precision.dot import QuantDot
 
@@ -58,6 +59,31 @@ def test_an_outlier_changes_nothing_without_quantization_and_hides_everything_in
 
     np.testing.assert_allclose(product("bf16"), x_BSK @ w_KN, rtol=0, atol=1e-5)  # 16 terms of about 1
     assert not product("fp8_current").any()
+
+
+def test_a_rollback_returns_to_a_saved_state_and_skips_the_batches_around_the_damage(suite, monkeypatch):
+    """Damage begins with batches 120 and 165. Old enough are the states before batches 110 and 150."""
+    trained = []
+
+    def train(state, batches, watch):
+        (batch,) = batches
+        trained.append(batch["number"])
+        return {"updates": state["updates"] + 1}, {"loss": [4.0 + batch["number"] % 3 + 50 * batch["hurt"]]}
+
+    guard = SpikeConfig(guard="rollback", rewind_steps=suite.REWIND)
+    settings = SimpleNamespace(spikes=guard, train=SimpleNamespace(total_steps=160))
+    run = SimpleNamespace(settings=settings, train=train, evaluate=lambda state: state["updates"])
+    data = SimpleNamespace(batches=lambda seed, steps: [dict(number=i, hurt=0) for i in range(steps)])
+    plan = SimpleNamespace(error=int)
+    monkeypatch.setattr(suite, "initial_state", lambda *_: {"updates": jnp.zeros((), int)})
+    monkeypatch.setattr(suite, "with_rate", lambda state, rate: state)
+    damage = suite.Damage("50 nats", lambda batch, seed: batch | {"hurt": 1})
+    found = suite.train_with_rollbacks(run, None, -6, 1, damage, data, plan)
+    assert found["heldout"] == 160, "as many updates as without a rollback"
+    assert found["rollbacks"] == 2
+    assert trained == [*range(121), *range(130, 166), *range(170, 200)]
+    assert [i for i, loss in enumerate(found["loss"]) if loss is None] == [*range(121, 130)]
+    assert suite.difference({"": found, "x": found}, "x").shape == (160,)
 
 
 def test_peak_recovery_and_the_end_are_differences_to_the_undamaged_run(suite):
