@@ -118,7 +118,7 @@ def scale_along_the_wrong_axis(patch):
             return q
         to = formats.get(operand.format)
         scale = scale_for(amax(x, (1,)), to)
-        return q._replace(values=quantized.cast(x / scale, to), scale=scale.T)
+        return q._replace(codes=quantized.cast(x / scale, to), scale=scale.T)
 
     patch.setattr(dot, "quantize", wrong)
 
