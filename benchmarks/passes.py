@@ -28,6 +28,7 @@ from maxlp.core.gradients import OVERWRITE_WITH_GRADIENT
 from maxlp.families.llama import model as llama
 from maxlp.parallel import sharding
 from maxlp.planning import hlo, topologies
+from maxlp.precision import scatter
 
 SIZES = dict(
     vocab_size=256,
@@ -62,11 +63,14 @@ RECIPES["fp8_delayed, cold_start=False"] = precision.make_recipe("fp8_delayed", 
 # --- the program --------------------------------------------------------------------------------------
 
 
-def compiled(name: str, gpus: int, rows: int, length: int, chip: str = "h100") -> jax.stages.Compiled:
+def compiled(
+    name: str, gpus: int, rows: int, length: int, chip: str = "h100", scatter_format: str = "none"
+) -> jax.stages.Compiled:
     """One block's forward and backward pass.
 
     Args:
       rows: sequences on each GPU.
+      scatter_format: the config's ``precision.scatter``.
     """
     mesh = sharding.make_mesh(fsdp=gpus, devices=topologies.devices(topologies.parse(f"{chip}:1x{gpus}")))
     recipe = RECIPES[name]
@@ -74,6 +78,8 @@ def compiled(name: str, gpus: int, rows: int, length: int, chip: str = "h100") -
     def make():
         model = llama.Llama(llama.LlamaConfig(**SIZES), rngs=nnx.Rngs(0))
         precision.inject(model, recipe)
+        if scatter_format != "none":
+            scatter.set_format(model, scatter_format)
         return model.layers
 
     structure = []
@@ -241,6 +247,7 @@ def collective_sizes(text: str) -> dict[str, str]:
         "all-gather": Counter(),
         "reduce-scatter": Counter(),
         "all-reduce": Counter(),
+        "all-to-all": Counter(),
     }
     for body in hlo.computations(text)[0].values():
         for i in body:
@@ -275,6 +282,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2, help="sequences on each GPU")
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--chip", default="h100", help="h100, b200, …")
+    parser.add_argument("--scatter", default="none", help="precision.scatter with several GPUs")
     parser.add_argument("--dump", default="", help="directory for the programs")
     args = parser.parse_args()
     names = ["bf16", *(name for name in args.recipes.split(";") if name != "bf16")]
@@ -296,13 +304,10 @@ def main() -> None:
         sizes = f"{beside:.2f} | {beside - base:+.2f} | {of_matmuls:.2f} | {temporaries:.0f}"
         print(f"| {name} | {matmuls(found)} | {' | '.join(map(str, numbers))} | {sizes} |", flush=True)
     print("\nMiB that 8 GPUs with split weights (fsdp=8) exchange for one block, forward and backward:\n")
-    print("| recipe | gathered | reduced and scattered | reduced |\n|---|---|---|---|")
+    print("| recipe | gathered | reduced and scattered | reduced | all to all |\n|---|---|---|---|---|")
     for name in names:
-        wire = collective_sizes(compiled(name, 8, 1, args.length, args.chip).as_text())
-        print(
-            f"| {name} | {wire['all-gather']} | {wire['reduce-scatter']} | {wire['all-reduce']} |",
-            flush=True,
-        )
+        program = compiled(name, 8, 1, args.length, args.chip, args.scatter)
+        print(f"| {name} | {' | '.join(collective_sizes(program.as_text()).values())} |", flush=True)
 
 
 if __name__ == "__main__":

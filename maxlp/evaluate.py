@@ -124,9 +124,9 @@ def make_mesh(s: Settings, fixed: bool) -> Mesh:
       ConfigError: settings that do not fit.
     """
     devices = jax.devices()
-    s = dataclasses.replace(  # replicas exchange no gradients, and need not be several
+    s = dataclasses.replace(  # devices exchange no gradients, and need not be several
         s,
-        precision=dataclasses.replace(s.precision, exchange="none"),
+        precision=dataclasses.replace(s.precision, exchange="none", scatter="none"),
         train=dataclasses.replace(s.train, local=None),
     )
     try:

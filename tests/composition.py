@@ -187,6 +187,7 @@ FEATURES = [
     Feature("qk_norm", "qk_norm", {"model.qk_norm": True}),
     Feature("qk_clip", "qk_norm", {"model.qk_clip": 0.05}),
     Feature("fsdp", "fsdp", {"mesh.fsdp": 2}, True),
+    Feature("scatter", "fsdp", {"mesh.fsdp": 2, "precision.scatter": "int8"}, slow=True),
     Feature("tensor", "tensor", {"mesh.tensor": 2}, True),
     Feature("context", "context", {"mesh.context": 2, "model.attention": "ring"}, True),
     Feature("stage", "stage", {"mesh.stage": 2}, True),

@@ -1,5 +1,6 @@
 """A small Llama and its train step on any mesh, for every test that trains."""
 
+import collections
 import functools
 import math
 import re
@@ -22,6 +23,7 @@ from maxlp.families.llama.model import Llama, LlamaConfig
 from maxlp.families.llama.task import NextTokenConfig
 from maxlp.parallel import sharding
 from maxlp.parallel.batches import global_batch
+from maxlp.planning import hlo
 from maxlp.precision import PrecisionConfig, RecipeOptions
 
 # The smallest sizes that every recipe, and two or four parts of every mesh axis, can divide.
@@ -204,6 +206,16 @@ def one_device_step(num_layers: int, rows: int, length: int) -> tuple[dict, dict
     params = jax.device_get(trainer.init()["params"])
     state, [metrics] = trainer.run(trainer.init(params), batches(1, rows, length))
     return params, jax.device_get(state["params"]), metrics
+
+
+def exchanged_bytes(compiled: jax.stages.Compiled) -> dict[tuple[str, str], int]:
+    """Bytes of the results of a program's collectives, by kind and dtype; a loop's body counts once."""
+    found: collections.Counter = collections.Counter()
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    for result, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", compiled.as_text()):
+        for array, dtype in re.findall(r"\b(([a-z]\w*)\[[\d,]*\])", result):
+            found[kind, dtype] += int(hlo.num_bytes(array))
+    return found
 
 
 # --- the state of delayed scaling -----------------------------------------------------------------------

@@ -18,6 +18,8 @@ from maxlp.parallel.sharding import constrain
 
 Axes = tuple[str | None, ...]
 Draw = Callable[[jax.Array, tuple[int, ...]], jax.Array]
+# (product, *operands) to product(*operands), a kernel's gradient, which is a sum over the rows of a batch.
+SumOverRows = Callable[..., jax.Array]
 
 DTYPES = ("float32", "bfloat16", "float16")  # that models compute in and store
 LINEAR_OUTPUT = "linear_output"  # a name for remat policies
@@ -47,9 +49,13 @@ def uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.uniform(key, shape, jnp.float32, -(3**0.5), 3**0.5)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def dot_general(
-    x: jax.Array, kernel: jax.Array, dimension_numbers: Any, preferred_element_type: Any
+    x: jax.Array,
+    kernel: jax.Array,
+    dimension_numbers: Any,
+    preferred_element_type: Any,
+    sum_over_rows: SumOverRows | None = None,
 ) -> jax.Array:
     """``jax.lax.dot_general`` of an input's last axis with a kernel's first, with its own gradients.
 
@@ -61,17 +67,20 @@ def dot_general(
     return jax.lax.dot_general(x, kernel, dimension_numbers, preferred_element_type=preferred_element_type)
 
 
-def _dot_general_fwd(x, kernel, dimension_numbers, preferred_element_type):
+def _dot_general_fwd(x, kernel, dimension_numbers, preferred_element_type, _):
     return dot_general(x, kernel, dimension_numbers, preferred_element_type), (x, kernel)
 
 
-def _dot_general_bwd(dimension_numbers, preferred_element_type, saved, g):
+def _dot_general_bwd(dimension_numbers, preferred_element_type, sum_over_rows, saved, g):
     x, kernel = saved
     g = g.astype(x.dtype)
     rows = tuple(range(x.ndim - 1))
     dx = jax.lax.dot_general(g, kernel, (((g.ndim - 1,), (1,)), ((), ())), preferred_element_type=x.dtype)
-    dkernel = jax.lax.dot_general(x, g, ((rows, rows), ((), ())), preferred_element_type=kernel.dtype)
-    return dx, dkernel
+
+    def product(x: jax.Array, g: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(x, g, ((rows, rows), ((), ())), preferred_element_type=kernel.dtype)
+
+    return dx, product(x, g) if sum_over_rows is None else sum_over_rows(product, x, g)
 
 
 dot_general.defvjp(_dot_general_fwd, _dot_general_bwd)
@@ -98,7 +107,8 @@ class Linear(nnx.Module):
     Precision is injected by replacing the attribute ``dot_general`` with any callable of the signature
     of ``jax.lax.dot_general``, or with an NNX module that has such a ``__call__``; its state is then
     part of this module, and it also takes ``shared`` of `of_same_input`. An ``adapter``, if set, adds
-    its output to that of the matmul (`nn.lora`).
+    its output to that of the matmul (`nn.lora`); ``sum_over_rows``, if set, adds the kernel's gradients of
+    the devices (`parallel.scatter`), and ``dot_general`` takes it as a keyword.
 
     Args:
       in_dim, out_dim: the sizes of the kernel.
@@ -134,6 +144,7 @@ class Linear(nnx.Module):
         self.dtype = dtype
         self.dot_general: Callable[..., jax.Array] = dot_general
         self.adapter: Callable[[jax.Array], jax.Array] | None = None
+        self.sum_over_rows: SumOverRows | None = None
 
     def __call__(
         self, x: jax.Array, preferred_element_type: Any = None, shared: dict | None = None
@@ -142,6 +153,8 @@ class Linear(nnx.Module):
         dot_general = self.dot_general
         if isinstance(dot_general, nnx.Module):
             dot_general = functools.partial(dot_general, shared=shared)
+        if self.sum_over_rows is not None:
+            dot_general = functools.partial(dot_general, sum_over_rows=self.sum_over_rows)
         y = dot_general(
             x.astype(self.dtype),
             self.kernel[...].astype(self.dtype),

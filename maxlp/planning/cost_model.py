@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from maxlp import families
 from maxlp.core.train_state import State, abstract_state, num_params
+from maxlp.parallel.exchange import num_bytes
 from maxlp.parallel.sharding import abstract_mesh
 from maxlp.planning.hlo import Collective
 from maxlp.precision import blocks
@@ -97,6 +98,18 @@ def state_shapes(s: Settings, machine: Machine) -> StateShapes:
     mesh = abstract_mesh(machine.axes)
     run = assemble(s, machine, cast(Mesh, mesh))  # shapes and shardings need no devices
     return StateShapes(abstract_state(run.make_model, run.tx, mesh, run.gates)[1])
+
+
+def scatter_of_gradients(s: Settings, size: float, itemsize: int) -> tuple[str, float]:
+    """The kind of the collective that adds the gradients of kernels over ``fsdp``, and its bytes.
+
+    Args:
+      size: bytes of the gradients in the dtype of the matmuls.
+      itemsize: of that dtype.
+    """
+    if s.precision.scatter == "none":
+        return "reduce-scatter", size
+    return "all-to-all", num_bytes(size / itemsize, s.precision.scatter)
 
 
 @dataclasses.dataclass(frozen=True)

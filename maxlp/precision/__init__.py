@@ -31,6 +31,7 @@ __all__ = [
 
 
 RecipeName = Annotated[str, OneOf(RECIPES)]
+SentFormat = Annotated[str, OneOf(("none", "int8", "float8_e4m3fn"))]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ class PrecisionConfig:
         loss's sharpness (`families.Family`), of `magnitudes`; 0 for none.
       scalify: ``fp16``, or ``fp8`` in blocks, with a scale for every array (`precision.scalify`).
       exchange: the format in which replicas exchange gradients (`parallel.exchange`), ``none`` for theirs.
+      scatter: the format in which the devices of ``fsdp`` do (`precision.scatter`), ``none`` for theirs.
 
     Raises:
       ValueError: an unknown name or an invalid value; the message starts with the key.
@@ -67,7 +69,8 @@ class PrecisionConfig:
     sharpness_every: CountOrZero = 0
     magnitudes_every: CountOrZero = 0
     scalify: Annotated[str, OneOf(("none", "fp16", "fp8"))] = "none"
-    exchange: Annotated[str, OneOf(("none", "int8", "float8_e4m3fn"))] = "none"
+    exchange: SentFormat = "none"
+    scatter: SentFormat = "none"
 
     def __post_init__(self):
         schema.check(self)
@@ -90,6 +93,10 @@ def apply(model: nnx.Module, config: PrecisionConfig, *, gated_products: tuple[s
         from maxlp.precision import scalify  # few runs need it
 
         return scalify.mark(model, config.scalify == "fp8", config.first_blocks, config.last_blocks)
+    if config.scatter != "none":
+        from maxlp.precision import scatter  # few runs need it
+
+        scatter.set_format(model, config.scatter)
     return inject(
         model,
         make_recipe(config.recipe, **vars(config.options)),

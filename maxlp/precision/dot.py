@@ -24,6 +24,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.lax import Precision
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxlp.nn.layers import SumOverRows
 from maxlp.numerics import formats, quantized
 from maxlp.numerics.formats import Quantized
 from maxlp.numerics.scales import amax
@@ -67,36 +68,38 @@ class QuantDot(nnx.Module):
         *,
         out_sharding: Any = None,
         shared: dict | None = None,
+        sum_over_rows: SumOverRows | None = None,
     ) -> jax.Array:
         """``x @ kernel`` in ``preferred_element_type`` (default: that of ``x``).
 
         Args:
           shared: the same dict for all layers that multiply this ``x``, see `layers.of_same_input`.
+          sum_over_rows: see `layers.Linear`.
         """
         assert dimension_numbers == (((x.ndim - 1,), (0,)), ((), ())), "QuantDot multiplies by a kernel"
         assert x.dtype == kernel.dtype
         dtype = jnp.dtype(preferred_element_type or x.dtype)
+        static = Static(self.recipe, x.dtype, dtype, out_sharding, sum_over_rows)
         if self.recipe.smooth == "none":
-            return self._product(x, kernel, dtype, out_sharding, {} if shared is None else shared)
+            return self._product(x, kernel, static, {} if shared is None else shared)
         s = smooth_swiglu.factors(x, kernel, self.recipe.smooth)
         if self.recipe.smooth == "token":
-            y = self._product(x / s.astype(x.dtype), kernel, jnp.dtype(jnp.float32), out_sharding, {})
+            static = static._replace(out_dtype=jnp.dtype(jnp.float32))
+            y = self._product(x / s.astype(x.dtype), kernel, static, {})
             return (y * s).astype(dtype)
         s = s.astype(x.dtype)
         x = x / jnp.expand_dims(s, range(x.ndim - 1))
-        return self._product(x, kernel * s[:, None], dtype, out_sharding, {})
+        return self._product(x, kernel * s[:, None], static, {})
 
-    def _product(
-        self, x: jax.Array, kernel: jax.Array, dtype: Any, out_sharding: Any, shared: dict
-    ) -> jax.Array:
+    def _product(self, x: jax.Array, kernel: jax.Array, static: "Static", shared: dict) -> jax.Array:
         if self.recipe.fwd_hadamard:
             if ("rotated", x.dtype) not in shared:
                 shared["rotated", x.dtype] = _rotated(x, -1)
             x, kernel = shared["rotated", x.dtype], _rotated(kernel, 0)
-        return self._product_of_rotated(x, kernel, dtype, out_sharding, shared)
+        return self._product_of_rotated(x, kernel, static, shared)
 
     def _product_of_rotated(
-        self, x: jax.Array, kernel: jax.Array, dtype: Any, out_sharding: Any, shared: dict
+        self, x: jax.Array, kernel: jax.Array, static: "Static", shared: dict
     ) -> jax.Array:
         # The input's history is the same in all layers that share it; one of them gives the scale.
         if (self.recipe, x.dtype) not in shared:
@@ -113,7 +116,6 @@ class QuantDot(nnx.Module):
             if current is not None:
                 histories[tensor][...] = delayed.push(histories[tensor][...], current)
         grad_history = histories["output_grad"][...] if "output_grad" in histories else None
-        static = Static(self.recipe, x.dtype, dtype, out_sharding)
         amaxes = {"input": input_amax, "kernel": kernel_amax}
         return _dot(static, x, kernel, q_x, sampled, amaxes, grad_history)
 
@@ -144,6 +146,7 @@ class Static(NamedTuple):
     in_dtype: Any  # of input, kernel and their gradients
     out_dtype: Any  # of the output and its gradient
     out_sharding: Any
+    sum_over_rows: SumOverRows | None = None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -159,7 +162,7 @@ def forward(static: Static, x, kernel, q_x, sampled, amaxes, grad_history):
       sampled: what ``drhs`` multiplies in place of the input, or None.
       amaxes: of input and kernel, see `delayed.delayed_amax`; None without a history.
     """
-    recipe, _, dtype, out_sharding = static
+    recipe, dtype, out_sharding = static.recipe, static.out_dtype, static.out_sharding
     if recipe.fwd is None:
         saved = (x, kernel)
         y = unquantized(x, kernel, (-1,), (0,), dtype, out_sharding)
@@ -217,15 +220,24 @@ def kernel_gradient(static: Static, saved, g: jax.Array, amaxes) -> jax.Array:
     """The matmul ``drhs``: (…, K) · (…, N) to (K, N), summed over all tokens."""
     pair, dtype, sharding = static.recipe.drhs, static.in_dtype, _sharding(saved[1])
     tokens = tuple(range(g.ndim - 1))
+
+    def product(x: Any, g: Any) -> jax.Array:
+        if pair is None:
+            return unquantized(x, g, tokens, tokens, dtype, sharding)
+        return _gemm(
+            x, g, tokens, tokens, pair, dtype, Precision.HIGHEST, sharding, summed_over_devices=True
+        )
+
     if isinstance(saved[0], Sampled):
         rows, index = saved[0]
-        return unquantized(rows, sampling.take(g, index).astype(dtype), tokens, tokens, dtype, sharding)
-    if pair is None:
-        return unquantized(_as(saved[0], dtype), g.astype(dtype), tokens, tokens, dtype, sharding)
-    q_x, q_g = drhs_operands(static.recipe, *over_tokens(static.recipe, saved[0], g), amaxes)
-    return _gemm(
-        q_x, q_g, tokens, tokens, pair, dtype, Precision.HIGHEST, sharding, summed_over_devices=True
-    )
+        operands: Any = rows, sampling.take(g, index).astype(dtype)
+    elif pair is None:
+        operands = _as(saved[0], dtype), g.astype(dtype)
+    else:
+        operands = drhs_operands(static.recipe, *over_tokens(static.recipe, saved[0], g), amaxes)
+    if static.sum_over_rows is None:
+        return product(*operands)
+    return static.sum_over_rows(product, *operands)
 
 
 def over_tokens(recipe: Recipe, saved_x, g: jax.Array) -> tuple[Any, jax.Array]:

@@ -35,7 +35,7 @@ from maxlp.numerics import formats
 from maxlp.numerics.quantized import dequantize
 from maxlp.numerics.scales import amax
 from maxlp.precision import delayed
-from maxlp.precision.dot import QuantDot, quantize
+from maxlp.precision.dot import QuantDot, Static, quantize
 from maxlp.precision.inject import Matmul, matmuls
 from maxlp.precision.recipes import Operand, Recipe
 
@@ -78,13 +78,13 @@ class Probe(QuantDot):
         )
 
     def _product_of_rotated(
-        self, x: jax.Array, kernel: jax.Array, dtype: Any, out_sharding: Any, shared: dict
+        self, x: jax.Array, kernel: jax.Array, static: Static, shared: dict
     ) -> jax.Array:
         histories = {tensor: history[...] for tensor, history in self.histories.items()}
         for tensor, value in (("input", x), ("kernel", kernel)):
             stats = statistics(self.recipe, tensor, jax.lax.stop_gradient(value), histories.get(tensor))
             self.health[tensor][...] = stats
-        y = super()._product_of_rotated(x, kernel, dtype, out_sharding, shared)
+        y = super()._product_of_rotated(x, kernel, static, shared)
         return _watched(self.recipe, y, histories.get("output_grad"), self.output_grad_health[...])
 
 

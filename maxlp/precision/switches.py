@@ -65,13 +65,11 @@ class SwitchDot(QuantDot):
         forward = jnp.expand_dims(self.forward_statistics[...], -3)
         return jnp.concatenate([forward, self.backward_statistics[...]], axis=-3)
 
-    def _product(
-        self, x: jax.Array, kernel: jax.Array, dtype: Any, out_sharding: Any, shared: dict
-    ) -> jax.Array:
+    def _product(self, x: jax.Array, kernel: jax.Array, static: dot.Static, shared: dict) -> jax.Array:
         histories = {tensor: history[...] for tensor, history in self.histories.items()}
         amaxes = {"input": self._amax("input", x)[0], "kernel": self._amax("kernel", kernel)[0]}
-        static = dot.Static(self.recipe, x.dtype, dtype, out_sharding)
         grad_history, on, shares = histories.get("output_grad"), self.on[...], self.backward_statistics[...]
+        static = static._replace(sum_over_rows=None)  # the rounding of what devices send is not attributed
         out = _dot(static, x, kernel, amaxes, grad_history, on, shares)
         y, of_forward = typing.cast(tuple, out)
         self.forward_statistics[...] = jax.lax.stop_gradient(of_forward)

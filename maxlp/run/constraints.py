@@ -66,9 +66,9 @@ def scalify_has_the_gradients(s: Settings, machine: Machine) -> str | None:
     return scalify_rule.refusal(s, machine)
 
 
-def replicas_exchange_gradients(s: Settings, machine: Machine) -> str | None:
-    """What is exchanged in 8 bits is a whole gradient, once a step, of a loss that is a sum over rows."""
-    if s.precision.exchange == "none":
+def gradients_are_sent_in_8_bits(s: Settings, machine: Machine) -> str | None:
+    """Replicas exchange whole gradients of a sum over rows; what is scattered is a sum over rows too."""
+    if s.precision.exchange == s.precision.scatter == "none":
         return None
     from maxlp.run import exchange_rule  # few runs need it
 
@@ -280,7 +280,7 @@ RULES = (
     attention_runs,
     float16_is_scaled,
     scalify_has_the_gradients,
-    replicas_exchange_gradients,
+    gradients_are_sent_in_8_bits,
     replicas_train_alone,
     both_phases_have_the_same_state,
     skipped_tensors_have_moments,

@@ -1,4 +1,4 @@
-"""What cannot be combined with ``precision.exchange`` and with ``train.local``."""
+"""What cannot be combined with ``precision.exchange``, ``precision.scatter`` and ``train.local``."""
 
 from maxlp.run.settings import Machine, Settings
 
@@ -6,8 +6,14 @@ Refused = tuple[bool, str, str]  # whether it is, its key and value, and what to
 
 
 def refusal(s: Settings, machine: Machine) -> str | None:
-    """The message for the first setting with which replicas do not exchange gradients in 8 bits."""
-    return _first(_of_replicas(s, machine), f"precision.exchange={s.precision.exchange}")
+    """The message for the first setting with which gradients are not sent in 8 bits."""
+    exchange, scatter = s.precision.exchange, s.precision.scatter
+    message = None
+    if exchange != "none":
+        message = _first(_of_replicas(s, machine), f"precision.exchange={exchange}")
+    if message is None and scatter != "none":
+        message = _first(_of_shards(s, machine), f"precision.scatter={scatter}")
+    return message
 
 
 def local_refusal(s: Settings, machine: Machine) -> str | None:
@@ -57,6 +63,19 @@ def _of_replicas(s: Settings, machine: Machine) -> tuple[Refused, ...]:
         (s.optimizer.adascale is not None, f"optimizer.adascale={s.optimizer.adascale}", "no AdaScale"),
         (s.train.release_gradients, "train.release_gradients=True", "train.release_gradients=False"),
         # The gradients of adapters are small.
+        (s.train.lora is not None, "train.lora", "one of them only"),
+    )
+
+
+def _of_shards(s: Settings, machine: Machine) -> tuple[Refused, ...]:
+    scalify, axes = s.precision.scalify, machine.axes
+    return (
+        (axes["fsdp"] == 1, "mesh.fsdp=1, which splits no gradient,", "mesh.fsdp=2 or more"),
+        # Not tried: the sums over a sequence's parts and over the rows of a stage.
+        (axes["stage"] > 1, f"mesh.stage={axes['stage']}", "mesh.stage=1"),
+        (axes["context"] > 1, f"mesh.context={axes['context']}", "mesh.context=1"),
+        (scalify != "none", f"precision.scalify={scalify}", "precision.scalify=none"),
+        # The kernels of the blocks, whose gradients are scattered, have none.
         (s.train.lora is not None, "train.lora", "one of them only"),
     )
 

@@ -175,6 +175,7 @@ def _precision() -> ConfigDict:
             ),
             scalify="none",  # or "fp16", "fp8": precision.scalify
             exchange="none",  # or "int8", "float8_e4m3fn": parallel.exchange, between replicas (mesh.data)
+            scatter="none",  # or "int8", "float8_e4m3fn": precision.scatter, over mesh.fsdp
             high_precision_from=0,  # the step after which matmuls compute in model.dtype; 0: never
             health_every=0,  # steps between measurements of the quantization; 0: none
             sharpness_every=0,  # steps between measurements of the loss's sharpness; 0: none

@@ -1,8 +1,6 @@
 """Train steps whose replicas exchange gradients in 8 bits, against those in which XLA adds them."""
 
-import collections
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +14,16 @@ from maxlp.families.llama.task import NextTokenConfig, loss_gradients
 from maxlp.parallel import exchange
 from maxlp.planning import hlo
 from maxlp.runtime.checkpoint import Checkpointer
-from tests.fixtures import Trainer, batch, batches, histories, make_llama, make_mesh, precision_config
+from tests.fixtures import (
+    Trainer,
+    batch,
+    batches,
+    exchanged_bytes,
+    histories,
+    make_llama,
+    make_mesh,
+    precision_config,
+)
 
 WHOLE, CHUNKS = NextTokenConfig(), NextTokenConfig(num_chunks=2)
 SGD_ROUNDING = 1e-5  # of gradients in float32, added in another order, and read from parameters of size 1
@@ -134,19 +141,6 @@ def test_a_run_resumes_to_the_bit(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again, straight)
     different = jax.tree.map(lambda a, b: (a != b).any(), without["params"], straight["params"])
     assert all(jax.tree.leaves(different)), "the errors matter"
-
-
-SIZES = {"s8": 1, "pred": 1, "s32": 4, "f32": 4}
-
-
-def exchanged_bytes(compiled) -> dict[tuple[str, str], int]:
-    """Bytes of the results of a program's collectives, by kind and dtype."""
-    found = collections.Counter()
-    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-    for result, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", compiled.as_text()):
-        for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", result):
-            found[kind, dtype] += SIZES[dtype] * int(np.prod([int(n) for n in dims.split(",") if n]))
-    return found
 
 
 def test_the_program_exchanges_8_bits():

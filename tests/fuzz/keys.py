@@ -145,6 +145,7 @@ SHARED: dict[str, Kind] = {
     "precision.magnitudes_every": COUNT,
     "precision.scalify": Name(),
     "precision.exchange": Name(),
+    "precision.scatter": Name(),
     **{f"mesh.{axis}": Int(1, 1000) for axis in ("stage", "data", "context", "tensor", "dcn_data")},
     "optimizer.name": Name(),
     "optimizer.learning_rate": POSITIVE,

@@ -43,7 +43,7 @@ FREE = {
     "train": "total_steps microbatches log_every eval_every eval_batches init_from swap_tokenizer "
     "release_gradients local",
     "precision": "recipe options rules first_blocks last_blocks min_dim smooth_swiglu loss_scale "
-    "health_every sharpness_every magnitudes_every scalify exchange high_precision_from",
+    "health_every sharpness_every magnitudes_every scalify exchange scatter high_precision_from",
     "mesh": "stage data fsdp context tensor dcn_data",
     "optimizer": "name learning_rate schedule warmup_steps final_lr_fraction decay_fraction clip_norm "
     "weight_decay decay_embeddings decay_with_clip b1 b2 eps mu_dtype options adagc galore low_bit "

@@ -18,6 +18,7 @@ LATE = {"precision.high_precision_from": 5, "precision.recipe": "nvfp4"}
 RELEASED = {"train.release_gradients": True, "optimizer.clip_norm": 0.0}
 APOLLO = {"optimizer.name": "apollo"}
 INT8 = {"precision.exchange": "int8"}
+SCATTER = {"precision.scatter": "int8"}
 REPLICAS = INT8 | {"mesh.data": 2}
 LOCAL = {"train.local.steps": 10, "train.total_steps": 300, "mesh.data": 2}
 SAMPLED = {"precision.recipe": "wta_crs"}
@@ -45,7 +46,7 @@ REFUSED = {
         (SCALIFY | {"train.release_gradients": True}, 1, "cpu", "set train.release_gradients=False"),
         (SCALIFY | {"loss.num_chunks": 8}, 2, "cpu", "loss.num_chunks=8 on 2 devices cannot be combined"),
     ],
-    "replicas_exchange_gradients": [
+    "gradients_are_sent_in_8_bits": [
         (INT8, 1, "cpu", "mesh.data=1, a single replica, cannot be combined with precision.exchange=int8"),
         (REPLICAS | {"mesh.stage": 2}, 4, "cpu", "set mesh.stage=1"),
         (REPLICAS | {"mesh.context": 2, "model.attention": "ring"}, 4, "cpu", "set mesh.context=1"),
@@ -59,6 +60,17 @@ REFUSED = {
             "set train.release_gradients=False",
         ),
         (REPLICAS | LORA, 2, "cpu", "train.lora cannot be combined with precision.exchange=int8"),
+        (
+            SCATTER,
+            1,
+            "cpu",
+            "mesh.fsdp=1, which splits no gradient, cannot be combined with precision.scatter",
+        ),
+        (SCATTER | {"mesh.stage": 2}, 4, "cpu", "set mesh.stage=1"),
+        (SCATTER | {"mesh.context": 2, "model.attention": "ring"}, 4, "cpu", "set mesh.context=1"),
+        (SCATTER | SCALIFY, 2, "cpu", "set precision.scalify=none"),
+        (SCATTER | LORA, 2, "cpu", "train.lora cannot be combined with precision.scatter=int8"),
+        (SCATTER | REPLICAS | LORA, 4, "cpu", "train.lora cannot be combined with precision.exchange=int8"),
     ],
     "replicas_train_alone": [
         (LOCAL | {"mesh.data": 1}, 1, "cpu", "with train.local.steps=10; set mesh.data=2 or more"),

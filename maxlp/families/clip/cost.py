@@ -26,6 +26,7 @@ from maxlp.planning.cost_model import (
     held_state,
     matmul_flops,
     saves_attention,
+    scatter_of_gradients,
     unsampled,
 )
 from maxlp.planning.hlo import Collective
@@ -325,7 +326,8 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
         weights = tower.block_params * tower.a / tower.t
         ledger.add("all-gather", ("fsdp",), weights, (forward + 1) * tower.L * M)
         summed = 0 if tower.frozen else M
-        ledger.add("reduce-scatter", ("fsdp",), weights, tower.L * summed)
+        kind, size = scatter_of_gradients(settings, weights, tower.a)
+        ledger.add(kind, ("fsdp",), size, tower.L * summed)
         ledger.add("all-gather", ("tensor",), tower.x, (2 * forward + 2 + 2 * again) * tower.L * M)
         ledger.add("reduce-scatter", ("tensor",), tower.x, (2 * forward + 2 + again) * tower.L * M)
         ledger.add("all-reduce", ("data",), tower.L * weights / tower.shards, summed)

@@ -27,6 +27,7 @@ from maxlp.planning.cost_model import (
     held_state,
     matmul_flops,
     saves_attention,
+    scatter_of_gradients,
     unsampled,
 )
 from maxlp.planning.hlo import Collective
@@ -461,7 +462,8 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     ledger.add("all-gather", split, weights, 2 * runs)
     ledger.add("all-gather", split, head, m)
     if not s.frozen:
-        ledger.add("reduce-scatter", split, weights, runs)
+        kind, size = scatter_of_gradients(settings, weights, s.a)
+        ledger.add(kind, split, size, runs)
         ledger.add("reduce-scatter", split, head, m)
     ledger.add("all-to-all", split, whole_x, (2 - s.frozen) * m)
     k = of_stage.T * s.K * s.H / s.t

@@ -1,0 +1,118 @@
+"""Gradients of kernels added and scattered over ``fsdp`` in 8 bits.
+
+Every device has a gradient of the whole kernel, from its own rows of the batch, and keeps a part of the
+sum. By default XLA adds and scatters them in the dtype of the matmuls. Here
+
+    quantize    the device's gradient, with a float32 scale for each block of values
+    all-to-all  part i of every gradient to device i, in 8 bits
+    sum         of the parts in float32; then over ``data``, as by default
+
+as in ZeRO++ (Wang et al. 2023, arXiv:2306.10209). Error feedback, as in `parallel.exchange`, would keep an
+error for each value of the whole model on every device, which FSDP is there to avoid. Rounding is
+stochastic instead: the expectation of a sum is the sum, so that what is small is not lost in every step.
+
+Letters: D devices of ``data`` · F of ``fsdp`` · K, N dims of a kernel.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from maxlp.nn.layers import Linear
+from maxlp.nn.stack import Block
+from maxlp.numerics.formats import FORMATS, Quantized
+from maxlp.numerics.quantized import dequantize, quantize
+from maxlp.parallel import sharding
+
+BLOCK = 256  # values that share a scale, at most
+
+
+def set_format(model: nnx.Module, format_name: str) -> None:
+    """Lets the kernels in the blocks of a model have their gradients scattered in a format, in place."""
+    for _, blocks in nnx.iter_modules(model):
+        if isinstance(blocks, Block):
+            for _, linear in nnx.iter_modules(blocks):
+                if isinstance(linear, Linear):
+                    axes = linear.kernel.get_metadata("out_sharding")
+                    linear.sum_over_rows = nnx.static(Scatter(format_name, axes[-2:]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Scatter:
+    """A `layers.SumOverRows`. Adds the devices' gradients of a kernel (K, N).
+
+    Attributes:
+      format_name: in `formats.FORMATS`; it has 8 bits.
+      axes: the logical axes of the kernel; the mesh axis ``fsdp`` splits one of them.
+    """
+
+    format_name: str
+    axes: tuple[str, str]
+
+    def __call__(self, product: Callable[..., jax.Array], *operands: Any) -> jax.Array:
+        """``product(*operands)``, (K, N): a sum over the rows of the batch.
+
+        Args:
+          operands: trees of arrays. The batch is the first dim of all but scalars and scales of all rows.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or mesh.shape["fsdp"] == 1:
+            return product(*operands)
+        data = None if "data" in mesh.manual_axes else "data"  # where replicas are apart, there is one here
+        D, F = 1 if data is None else mesh.shape["data"], mesh.shape["fsdp"]
+        leaves, structure = jax.tree.flatten(operands)
+        has_rows = [x.ndim > 0 and x.shape[0] > 1 for x in leaves]
+
+        def split(x: jax.Array) -> jax.Array:
+            rows_of_devices = x.reshape(D, F, -1, *x.shape[1:])
+            return jax.lax.with_sharding_constraint(rows_of_devices, PartitionSpec(data, "fsdp"))
+
+        def of_device(*leaves: jax.Array) -> Quantized:
+            return self._quantize(product(*structure.unflatten(leaves)), mesh)
+
+        mapped = [0 if has else None for has in has_rows]
+        leaves = [split(x) if has else x for x, has in zip(leaves, has_rows, strict=True)]
+        gradients_DFKN = jax.vmap(jax.vmap(of_device, mapped), mapped)(*leaves)
+        received = jax.tree.map(lambda x: self._all_to_all(x, data), gradients_DFKN)
+        sum_DKN = jnp.sum(dequantize(received, jnp.float32), axis=1)
+        dtype = jax.eval_shape(product, *operands).dtype
+        return jax.lax.reduce(sum_DKN.astype(dtype), jnp.zeros((), dtype), jax.lax.add, (0,))
+
+    def _quantize(self, gradient_KN: jax.Array, mesh: AbstractMesh) -> Quantized:
+        """In blocks along the dim that is not scattered, none of which two devices share."""
+        whole = 1 - self._scattered
+        parts = sharding.axes_size(mesh, sharding.RULES[self.axes[whole]])
+        size = math.gcd(BLOCK, gradient_KN.shape[whole] // parts)
+        return quantize(
+            gradient_KN,
+            FORMATS[self.format_name],
+            "block",
+            (whole,),
+            rounding="stochastic",
+            block_size=size,
+            block_scales="float32",
+        )
+
+    def _all_to_all(self, x_DFKN: jax.Array, data: str | None) -> jax.Array:
+        """What is split by the devices it comes from, split by those that it goes to.
+
+        As plain bytes: on devices without 8-bit floats XLA sends these as 16 bits.
+        """
+        of_kernel = sharding.spec(*self.axes)
+        before = [None if dim == self._scattered else axis for dim, axis in enumerate(of_kernel)]
+        sent_as = jnp.int8 if x_DFKN.dtype.itemsize == 1 else x_DFKN.dtype
+        sent = jax.lax.bitcast_convert_type(x_DFKN, sent_as)
+        for spec in (PartitionSpec(data, "fsdp", *before), PartitionSpec(data, None, *of_kernel)):
+            sent = jax.lax.with_sharding_constraint(sent, spec)
+        return jax.lax.bitcast_convert_type(sent, x_DFKN.dtype)
+
+    @property
+    def _scattered(self) -> int:
+        """The dim of the kernel that ``fsdp`` splits."""
+        return ["fsdp" in sharding.axis_names(sharding.RULES[axis]) for axis in self.axes].index(True)
