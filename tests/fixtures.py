@@ -208,11 +208,11 @@ def one_device_step(num_layers: int, rows: int, length: int) -> tuple[dict, dict
     return params, jax.device_get(state["params"]), metrics
 
 
-def exchanged_bytes(compiled: jax.stages.Compiled) -> dict[tuple[str, str], int]:
-    """Bytes of the results of a program's collectives, by kind and dtype; a loop's body counts once."""
+def exchanged_bytes(program: str) -> dict[tuple[str, str], int]:
+    """Bytes of the results of a compiled program's collectives, by kind and dtype; loops count once."""
     found: collections.Counter = collections.Counter()
     kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-    for result, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", compiled.as_text()):
+    for result, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", program):
         for array, dtype in re.findall(r"\b(([a-z]\w*)\[[\d,]*\])", result):
             found[kind, dtype] += int(hlo.num_bytes(array))
     return found

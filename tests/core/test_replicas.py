@@ -149,7 +149,7 @@ def test_the_program_exchanges_8_bits():
     before = hlo.collectives(plain.compile(data).as_text(), dict(plain.mesh.shape))
     summed = sum(c.bytes * c.times for c in before if c.kind == "all-reduce")
     assert summed >= 4 * sum(p.size for p in params), "XLA adds float32 gradients"
-    after = exchanged_bytes(clipping().compile(data))
+    after = exchanged_bytes(clipping().compile(data).as_text())
     pieces = 8 * exchange.BLOCK  # of each tensor: one for every replica
     padded = sum(-(-p.size // pieces) * pieces for p in params)
     for kind in ("all-to-all", "all-gather"):

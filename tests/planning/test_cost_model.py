@@ -217,6 +217,23 @@ def test_frozen_weights_have_no_gradients(family):
     assert len(scattered) >= 2 and not left & scattered
 
 
+@pytest.mark.parametrize("family", ["llama", "clip"])
+def test_gradients_in_8_bits_are_half_as_many_bytes(family):
+    config = llama(**peaks.LLAMA_SIZES) if family == "llama" else clip(**CLIP_SIZES["b32"])
+    sent = []
+    for more in ({}, {"precision.scatter": "int8"}):
+        changes = {"data.batch_size": 32, "mesh.fsdp": 8} | more
+        s = peaks.settings_of(config.copy_and_resolve_references(), changes)
+        machine = s.machine(8, "cuda")
+        sent.append({(one.kind, one.bytes): one.times for one in cost_of(s).collectives(s, machine)})
+    before, after = ({key: n for key, n in a.items() if key not in b} for a, b in (sent, sent[::-1]))
+    assert {kind for kind, _ in before} == {"reduce-scatter"} and before
+    assert {kind for kind, _ in after} == {"all-to-all"}
+    # 8 bits, and 32 for a scale of 256 values, in place of 16
+    halves = {(int(size * (1 + 4 / 256) / 2), n) for (_, size), n in before.items()}
+    assert {(size, n) for (_, size), n in after.items()} == halves
+
+
 def test_offloaded_state_passes_between_the_host_and_the_device_once_each_way():
     s = peaks.settings_of(llama(**peaks.LLAMA_SIZES), {"data.batch_size": 8} | peaks.OFFLOAD)
     machine = s.machine(1, "cuda")

@@ -22,7 +22,7 @@ from maxlp.planning.compiled import compile_step
 from maxlp.precision import make_recipe
 from maxlp.run.experiment import resolve_settings
 from maxlp.run.settings import read
-from tests.fixtures import LLAMA, Trainer, batch, precision_config
+from tests.fixtures import LLAMA, Trainer, batch, exchanged_bytes, precision_config
 from tests.precision.fixtures import Layer
 
 E4, E5, BF16, I8 = "f8E4M3FN", "f8E5M2", "bf16", "i8"
@@ -171,6 +171,29 @@ def test_fsdp_gathers_weights_in_the_format_and_reduces_their_gradient_in_16_bit
 
     assert types("all-gather") == {GATHERED[name]}
     assert types("reduce-scatter") | types("all-reduce") == {"bf16"}
+
+
+@h100
+@pytest.mark.parametrize("name", ["bf16", "fp8_delayed"])
+def test_a_block_on_gpus_scatters_its_gradients_in_8_bits(name):
+    program = passes.compiled(name, 8, 1, 1024, scatter_format="int8")
+    sizes = passes.collective_sizes(program.as_text())
+    assert sizes["reduce-scatter"] == sizes["all-reduce"] == "–"
+    # 8 pieces of 26 MiB, and a float32 scale for each 256 values
+    assert sizes["all-to-all"] == "3.2 f32, 208.0 s8"
+
+
+@tpu
+def test_tpus_scatter_gradients_in_8_bits(tmp_path):
+    values = {"model.num_layers": 2, "precision.scatter": "int8", "data.batch_size": 8}
+    values |= {"data.source": "text:unused", "data.tokenizer": "bytes", "mesh.fsdp": -1}
+    config = importlib.import_module("configs.llama.debug").get_config()
+    config.update_from_flattened_dict(values)
+    run = resolve_settings(read(config), topologies.devices(topologies.parse("v5e:2x4")))
+    compile_step(run, str(tmp_path / "program.txt"))
+    sent = exchanged_bytes((tmp_path / "program.txt").read_text())
+    kernels = sum(p.size for p in jax.tree.leaves(run.settings.params["layers"]) if p.ndim == 3)
+    assert sent["all-to-all", "s8"] == kernels
 
 
 # On TPUs a matmul is a convolution. Types prove that its operands are not widened before it; whether the
