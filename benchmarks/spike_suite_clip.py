@@ -116,6 +116,7 @@ def criteria(runs: Runs) -> None:
         left = np.mean([final(run, "images") for run in own.values()])
         met = "met" if left <= LEFT else "**not met**"
         print(f"* rollback: {left:+.2%} wrong names are left of noise in the end: {met}")
+        spike_suite.tell_rollbacks(runs, DAMAGES, "images")
     if small := runs.get("b2 0.9"):
         taken, usual = (np.mean([recovery(run, "images") for run in of.values()]) for of in (small, base))
         met = "met" if taken < usual else "**not met**"
