@@ -33,7 +33,7 @@ Criteria, written before the runs, against AdamW clipped by the global norm (`cl
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -302,9 +302,28 @@ def difference(run: dict[str, Any], damage: str) -> np.ndarray:
     return np.nan_to_num(own - base, nan=100.0, posinf=100.0)
 
 
-def peak(run: dict[str, Any], damage: str) -> float:
+def difference_by_updates(run: dict[str, Any], damage: str) -> float:
+    """The mean difference after the stretches, to undamaged losses after as many updates.
+
+    Of `rollback`, where it goes back once for each stretch: each time, `SKIP` batches make no update.
+    """
+    own, base = (np.array(run[name]["loss"], np.float64) for name in (damage, ""))
+    ends = [*(stretch.start for stretch in STRETCHES[1:]), len(own)]
+    found = []
+    for i, (stretch, end) in enumerate(zip(STRETCHES, ends, strict=True), 1):
+        batches = np.arange(stretch.start + 1, end)
+        batches = batches[np.isfinite(own[batches])]
+        found.append(own[batches].mean() - base[batches - i * SKIP].mean())
+    return float(np.mean(found))
+
+
+def peaks(run: dict[str, Any], damage: str) -> np.ndarray:
     excess = difference(run, damage)
-    return float(np.mean([excess[stretch.stop :][:16].max() for stretch in STRETCHES]))
+    return np.array([excess[stretch.stop :][:16].max() for stretch in STRETCHES])
+
+
+def peak(run: dict[str, Any], damage: str) -> float:
+    return float(peaks(run, damage).mean())
 
 
 def recovery(run: dict[str, Any], damage: str) -> float:
@@ -393,6 +412,7 @@ def criteria(runs: Runs) -> None:
         lower = sum(peak(own[seed], "tokens") < peak(base[seed], "tokens") for seed in own)
         price = sum(r[""]["heldout"] for r in own.values()) / sum(base[s][""]["heldout"] for s in own) - 1
         print(f"* rollback: lower peak with {lower} of {len(own)} seeds; undamaged {price:+.2%}")
+        tell_rollbacks(runs, DAMAGES, "tokens")
     for method in ("qk_norm", "qk_clip 20"):
         own = runs.get(method, {})
         lower = sum(peak(own[seed], "rate") < peak(runs["clip"][seed], "rate") for seed in own)
@@ -400,6 +420,21 @@ def criteria(runs: Runs) -> None:
     if "b2 0.9" in runs:
         steps = (np.mean([recovery(run, "tokens") for run in runs[m].values()]) for m in ("b2 0.9", "clip"))
         print("* β2 0.9 recovers from random tokens in {:.1f} steps, 0.999 in {:.1f}".format(*steps))
+
+
+def tell_rollbacks(runs: Runs, damages: Iterable[str], damage: str) -> None:
+    """Prints how often `rollback` goes back, its peaks after each stretch, and whether it only lags."""
+    own = runs["rollback"]
+    counts = (f"{sum(run[name]['rollbacks'] for run in own.values())} {name}" for name in damages)
+    print(f"* rollbacks, {len(STRETCHES)} stretches with {len(own)} seeds:", ", ".join(counts))
+    for method in ("rollback", "clip"):
+        means = np.mean([peaks(run, damage) for run in runs[method].values()], axis=0)
+        print(f"* {method}, {damage}: peaks after the stretches", *(f"{mean:+.3f}" for mean in means))
+    each = [run for run in own.values() if run[damage]["rollbacks"] == len(STRETCHES)]
+    if each:
+        found = np.array([difference_by_updates(run, damage) for run in each])
+        mean = fidelity_figures.plus_minus(found, "+.3f")
+        print(f"* rollback, {damage}: {mean} nats after as many updates, with {len(each)} seeds")
 
 
 def draw(runs: Runs, path: Path, damages: dict[str, Damage]) -> None:

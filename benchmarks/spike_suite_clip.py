@@ -19,8 +19,11 @@ Criteria, written before any run:
    with at least 4 of 5 seeds; and after outliers in FP8. The same for Stable-SPAM; for the guard `skip`
    (`guard`), which is for bad batches, after images of noise.
 4. β2 0.9 recovers from images of noise in fewer steps than 0.999 (`clip`), in the mean of the seeds.
-5. Stable-SPAM, the guard and β2 0.9 have no price without damage: a share of wrong names at most 1 point
+5. Stable-SPAM, both guards and β2 0.9 have no price without damage: a share of wrong names at most 1 point
    above that of `clip`, in the mean of the seeds.
+6. The guard `rollback`, as in `spike_suite.py`: a lower peak than `clip` after images of noise, with at
+   least 4 of 5 seeds. Nothing is left of them in the end: a share of wrong names at most half a point above
+   that of its undamaged runs, in the mean of the seeds.
 """
 
 import functools
@@ -31,19 +34,21 @@ import spike_suite
 from fidelity_clip import SMALL
 from fidelity_runs import RESULTS
 from optimizers_fair import Plan, command
-from spike_suite import OUTLIERS, RATE_JUMP, SEEDS, Batch, Damage, Runs, Suite, peak, recovery
+from spike_suite import OUTLIERS, RATE_JUMP, SEEDS, Batch, Damage, Runs, Suite, final, peak, recovery
 
 from configs.clip import debug
 
 WINDOW = 21  # steps
 FASTER = 1.25
+LEFT = 0.005  # of the names
 BASE: dict[str, Any] = SMALL | {
     "optimizer.schedule": "cosine",
     "optimizer.b2": 0.999,
     "train.total_steps": 300,
 }
 QUICK = BASE | {"train.total_steps": 280, "optimizer.warmup_steps": 2}
-COMPARED = ("clip", "no clip", "stable_adamw", "adagc", "growing b2", "guard", "stable_spam", "b2 0.9")
+COMPARED = ("clip", "no clip", "stable_adamw", "adagc", "growing b2")
+COMPARED += ("guard", "rollback", "stable_spam", "b2 0.9")
 METHODS = {name: spike_suite.METHODS[name] for name in COMPARED}
 
 
@@ -95,7 +100,7 @@ def criteria(runs: Runs) -> None:
         met = "met" if mine <= theirs else "**not met**"
         print(f"* wrong names in the end: {mine:.1%}, stable_adamw {theirs:.1%}: {met}")
     base = runs["clip"]
-    for method in ("stable_adamw", "adagc", "stable_spam", "guard"):
+    for method in ("stable_adamw", "adagc", "stable_spam", "guard", "rollback"):
         own = runs.get(method, {})
         shared = sorted(own.keys() & base.keys())
         for damage, planted in (("images", DAMAGES["images"]), ("outliers", OUTLIERS)) if shared else ():
@@ -103,10 +108,15 @@ def criteria(runs: Runs) -> None:
             print(
                 f"* {method}: lower peak than clip with {lower} of {len(shared)} seeds: {planted.meaning}"
             )
-    for method in ("stable_spam", "guard", "b2 0.9"):
+    for method in ("stable_spam", "guard", "rollback", "b2 0.9"):
         if own := runs.get(method):
             price = np.mean([run[""]["heldout"] - base[seed][""]["heldout"] for seed, run in own.items()])
             print(f"* {method}: wrong names undamaged {price:+.1%} against clip")
+    if own := runs.get("rollback"):
+        left = np.mean([final(run, "images") for run in own.values()])
+        met = "met" if left <= LEFT else "**not met**"
+        print(f"* rollback: {left:+.2%} wrong names are left of noise in the end: {met}")
+        spike_suite.tell_rollbacks(runs, DAMAGES, "images")
     if small := runs.get("b2 0.9"):
         taken, usual = (np.mean([recovery(run, "images") for run in of.values()]) for of in (small, base))
         met = "met" if taken < usual else "**not met**"

@@ -100,6 +100,19 @@ def test_peak_recovery_and_the_end_are_differences_to_the_undamaged_run(suite):
     assert suite.recovery(diverged, "tokens") == (10 + 10 + suite.LONGEST + suite.LONGEST) / 4
 
 
+def test_a_rollback_that_leaves_nothing_only_lags(suite):
+    """Each one gives up the `SKIP` batches from the tenth before the stretch on."""
+    undamaged = 4.0 - 0.01 * np.arange(300)
+    damaged = undamaged.astype(object)
+    for i, stretch in enumerate(suite.STRETCHES, 1):
+        begin = stretch.start - 10 + suite.SKIP
+        damaged[stretch.start + 1 : begin] = None
+        damaged[begin:] = undamaged[begin - i * suite.SKIP : len(undamaged) - i * suite.SKIP]
+    run = {"": {"loss": list(undamaged)}, "tokens": {"loss": list(damaged)}}
+    assert suite.difference_by_updates(run, "tokens") == pytest.approx(0, abs=1e-12)
+    np.testing.assert_allclose(suite.peaks(run, "tokens"), [0.2, 0.4, 0.6, 0.8])
+
+
 def test_the_report_has_a_table_for_each_damage_and_the_criteria(suite, tmp_path, capsys):
     plan = suite.Plan(tmp_path, suite.BASE, suite.METHODS, seeds=(1, 2))
     suite.report(plan, tmp_path / "spikes.png", suite=suite.LLAMA)

@@ -49,6 +49,8 @@ def test_the_report_judges_the_claim(suite, tmp_path, capsys):
     plan = suite.Plan(tmp_path, suite.BASE, suite.METHODS, seeds=(1, 2))
     runs = dict(clip=run(falling), stable_adamw=run(falling))
     runs["adagc"] = run(np.maximum(2 * falling - 4, 1), 0.25)
+    runs["rollback"] = {name: one | {"rollbacks": 0} for name, one in run(falling).items()}
+    runs["rollback"]["images"]["heldout"] = 0.31
     for method, one in runs.items():
         for seed in plan.seeds:
             plan.save(method, f"seed{seed}", {"exponent": -9} | one)
@@ -58,6 +60,8 @@ def test_the_report_judges_the_claim(suite, tmp_path, capsys):
     assert "| noise instead of images | peak |" in told
     assert "% of the steps: met" in told
     assert "wrong names in the end: 25.0%, stable_adamw 30.0%: met" in told
+    assert "rollback: +1.00% wrong names are left of noise in the end: **not met**" in told
+    assert "0 images, 0 pairs, 0 rate, 0 outliers" in told
 
 
 @pytest.mark.full
