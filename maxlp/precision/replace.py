@@ -9,7 +9,7 @@ from flax import nnx
 
 from maxlp.nn.layers import Linear
 from maxlp.nn.stack import Block, Part
-from maxlp.precision import flax_layers, smooth_swiglu
+from maxlp.precision import flax_layers, gated, smooth_swiglu
 from maxlp.precision.dot import QuantDot
 from maxlp.precision.recipes import Recipe
 
@@ -70,6 +70,17 @@ def keep_plain(model: nnx.Module, first: int, last: int, layers: Mapping[str, fr
         linears = (_text(inside) for inside, m in nnx.iter_modules(blocks) if isinstance(m, Linear))
         kept = {inside: ends | layers.get(_text((*path, inside)), frozenset()) for inside in linears}
         blocks.parts = nnx.static(_parts(kept, num_layers))
+
+
+def set_silu(model: nnx.Module, quantized: set[str]) -> None:
+    """Gives gates that are quantized the gradient of `gated.silu`.
+
+    Args:
+      quantized: paths of matmuls.
+    """
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, gated.Gated) and _text((*path, "gate_proj")) in quantized:
+            module.silu = nnx.static(gated.silu)
 
 
 def _parts(kept: Mapping[str, frozenset[int]], num_layers: int) -> tuple[Part, ...]:

@@ -1,13 +1,15 @@
 """The two programs of a train step with delayed scales.
 
-While a history is empty, its scale is that of the data (`precision.delayed`), and a program that can wait for
-the data reads each tensor twice. Where every history has a value, a program without this choice computes the
-same numbers and reads them once. Which of the two runs is a function of the state before the step: a run that
-is resumed takes the same one at each step.
+While a history is empty, its scale is that of the data (`precision.delayed`), and a program that can wait
+for the data reads each tensor twice. Where every history has a value, a program without this choice
+computes the same numbers and reads them once. Which of the two runs is a function of the state before the
+step: a run that is resumed takes the same one at each step.
 """
 
 import dataclasses
 import functools
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,16 +57,19 @@ class Programs:
     full_steps: Any
     resumes: bool = False
     last: Any = None
-    _left: int = 0  # steps that the state is not looked at before
+    _left: int = 0  # steps before which the host does not look at the state
+    _returned: Callable[[], Any] = lambda: None  # the counter in the state after the last step
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        if not self._left:  # the host waits for the last step
-            self._left = int(self.full_steps(state))
+        if not self._left or self._returned() is not state["step"]:  # another run's state may follow
+            self._left = int(self.full_steps(state))  # waits for the last step
         program = self.warm if self._left else self.cold
         if program is self.warm and self.last is self.cold:
-            print_primary(f"step {int(state['step']) + 1} is the first whose scales are all known before it")
+            print_primary(f"from step {int(state['step']) + 1} on, all scales are known before their data")
         self.last, self._left = program, max(self._left - 1, 0)
-        return program(state, batch)
+        state, metrics = program(state, batch)
+        self._returned = weakref.ref(state["step"])
+        return state, metrics
 
     def trace(self, *args: Any) -> jax.stages.Traced:
         return self.cold.trace(*args)
@@ -105,19 +110,12 @@ def full_steps(graphdef: nnx.GraphDef, state: State) -> jax.Array:
 
 def _quantized(model: nnx.Module) -> list[tuple[Any, QuantDot]]:
     """The quantized matmuls of a model, each with the layers of its stack that use it (True: all)."""
-    modules = dict(nnx.iter_modules(model))
-    blocks = {path: module for path, module in modules.items() if isinstance(module, Block) and module.parts}
-    found = []
-    for path, dot in modules.items():
-        if not isinstance(dot, QuantDot):
-            continue
-        used: Any = True
-        for outer, block in blocks.items():
+    dots = {path: module for path, module in nnx.iter_modules(model) if isinstance(module, QuantDot)}
+    used: dict[Any, Any] = dict.fromkeys(dots, True)
+    for outer, block in nnx.iter_modules(model):
+        for path in dots if isinstance(block, Block) and block.parts else ():
             if path[: len(outer)] == outer:
                 linear = "/".join(map(str, path[len(outer) : -1]))
-                used = np.repeat(
-                    [linear not in part.plain for part in block.parts],
-                    [part.stop - part.start for part in block.parts],
-                )
-        found.append((used, dot))
-    return found
+                layers = [[linear not in part.plain] * (part.stop - part.start) for part in block.parts]
+                used[path] = np.concatenate(layers)
+    return [(used[path], dot) for path, dot in dots.items()]

@@ -16,6 +16,7 @@ from maxlp.precision.dot import QuantDot
 from maxlp.run import warm_scales
 from maxlp.run.experiment import resolve_settings
 from tests import composition, fixtures
+from tests.fixtures import Trainer, precision_config, with_full_histories
 
 
 class Stepper:
@@ -33,7 +34,7 @@ class Stepper:
             return self.run.initial_state(self.abstract)
 
     def steps(self, state, seeds, step=None):
-        """The states and metrics after the steps with these batches, on the host, and the programs that ran."""
+        """What the steps with these batches return, on the host, and which programs ran."""
         step = step or dataclasses.replace(self.programs)
         found, ran = [], []
         for seed in seeds:
@@ -63,7 +64,9 @@ def assert_equal(ours, expected):
     [
         (),
         # The first block has no histories, and must not keep the run cold.
-        pytest.param((("fp8_delayed", "unquantized blocks", "release_gradients"), 1), marks=pytest.mark.full),
+        pytest.param(
+            (("fp8_delayed", "unquantized blocks", "release_gradients"), 1), marks=pytest.mark.full
+        ),
         pytest.param((("fp8_gaudi", "remat=block"), 1), marks=pytest.mark.full),
     ],
     ids=["mesh", "released", "gaudi"],
@@ -89,7 +92,7 @@ def test_a_step_is_cold_where_one_history_of_one_layer_is_empty():
     it = stepper()
     [(state, _)], _ = it.steps(it.state(), [0])
     dot = state["model_state"]["layers"]["mlp"]["up_proj"]["dot_general"]
-    dot["kernel_amax_history"] = dot["kernel_amax_history"] * np.float32([[1], [0]])
+    dot["kernel_amax_history"] = dot["kernel_amax_history"] * np.array([[1], [0]], np.float32)
     ours, ran = it.steps(it.placed(state), (1, 2))
     assert ran == ["cold", "warm"]
     assert_equal(ours[0], it.steps(it.placed(state), [1], it.programs.cold)[0][0])
@@ -97,7 +100,7 @@ def test_a_step_is_cold_where_one_history_of_one_layer_is_empty():
 
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_the_program_is_a_function_of_the_state_though_it_is_seldom_looked_at(length):
-    """Histories that fill up and empty again, because amaxes are 0 or, with a step rejected, there is none."""
+    """Histories that fill up and empty again: amaxes are 0 at times, and rejected steps add none."""
     dot = QuantDot(make_recipe("fp8_delayed", history=length), (2,))
     graphdef, model_state = nnx.split(dot)
     state = {"params": {}, "model_state": nnx.to_pure_dict(model_state), "step": jnp.int32(0)}
@@ -105,8 +108,8 @@ def test_the_program_is_a_function_of_the_state_though_it_is_seldom_looked_at(le
 
     def step(state, batch):
         def push(history):
-            amaxes = rng.choice([0.0, 2.0], size=2, p=[0.3, 0.7]).astype(np.float32)
-            return jax.vmap(delayed.push)(history, amaxes)
+            amaxes = rng.choice([0.0, 2.0], size=2, p=[0.3, 0.7])
+            return jax.vmap(delayed.push)(history, jnp.float32(amaxes))
 
         return state if batch else state | {"model_state": jax.tree.map(push, state["model_state"])}, {}
 
@@ -123,6 +126,25 @@ def test_the_program_is_a_function_of_the_state_though_it_is_seldom_looked_at(le
         assert ran[-1] == full
     assert 0 < sum(ran) < 60
     assert length == 1 or len(looked) < 60
+    fresh = {"params": {}, "model_state": nnx.to_pure_dict(model_state), "step": jnp.int32(0)}
+    programs(fresh, False)
+    assert programs.last is programs.cold, "a new run with the same programs"
+
+
+def test_layers_that_are_not_quantized_keep_no_run_cold():
+    config = precision_config("fp8_delayed", first_blocks=1, rules=(("layers/2/attn/q_proj", "bf16"),))
+    trainer = Trainer(recipe=config, num_layers=3)
+    state = with_full_histories(trainer.init())
+    assert warm_scales.full_steps(trainer.graphdef, state) == 1024
+
+    def without(layer, name):
+        def one(path, history):
+            return history.at[layer].set(0.0) if name in jax.tree_util.keystr(path) else history
+
+        return state | {"model_state": jax.tree.map_with_path(one, state["model_state"])}
+
+    for layer, name, steps in ((0, "", 1024), (2, "q_proj", 1024), (2, "k_proj", 0), (1, "q_proj", 0)):
+        assert warm_scales.full_steps(trainer.graphdef, without(layer, name)) == steps
 
 
 def test_a_run_that_resumes_compiles_the_cold_program_only_if_it_needs_it():
