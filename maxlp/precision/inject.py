@@ -93,7 +93,7 @@ def inject(
         if not chosen[path].recipe.is_plain:
             form = smooth_swiglu if path in gated else "none"
             table[path] = replace.set_recipe(path, module, *chosen[path], form)
-    if quantized := {path for path, name in table.items() if name != HIGH_PRECISION}:
+    if set(table.values()) - {HIGH_PRECISION}:
         replace.keep_plain(model, first_blocks, last_blocks, {path: c.plain for path, c in chosen.items()})
-        replace.set_silu(model, quantized)
+        replace.set_silu(model, {path: c.recipe for path, c in chosen.items()})
     return table

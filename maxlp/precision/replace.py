@@ -72,14 +72,16 @@ def keep_plain(model: nnx.Module, first: int, last: int, layers: Mapping[str, fr
         blocks.parts = nnx.static(_parts(kept, num_layers))
 
 
-def set_silu(model: nnx.Module, quantized: set[str]) -> None:
-    """Gives gates that are quantized the gradient of `gated.silu`.
+def set_silu(model: nnx.Module, recipes: Mapping[str, Recipe]) -> None:
+    """Gives gates `gated.silu` where one scale serves their whole gradient.
 
     Args:
-      quantized: paths of matmuls.
+      recipes: of the matmuls, by path.
     """
-    for path, module in nnx.iter_modules(model):
-        if isinstance(module, gated.Gated) and _text((*path, "gate_proj")) in quantized:
+    gates = ((path, module) for path, module in nnx.iter_modules(model) if isinstance(module, gated.Gated))
+    for path, module in gates:
+        recipe = recipes.get(_text((*path, "gate_proj")))
+        if recipe and {operand.granularity for operand in recipe.operands["output_grad"]} == {"tensor"}:
             module.silu = nnx.static(gated.silu)
 
 

@@ -86,11 +86,7 @@ class Experiment:
         return jax.jit(init_from, donate_argnums=0, out_shardings=out)(weights)
 
     def jit_step(self, graphdef: nnx.GraphDef, abstract: State, resumes: bool = False) -> Any:
-        """The train step under `jit`: (state, batch) to (state, metrics), the state donated.
-
-        Args:
-          resumes: whether it begins at a checkpoint, see `warm_scales.Programs`.
-        """
+        """As `train_step.jit_step`; ``resumes``: see `warm_scales.Programs`."""
         if not self.settings.starts_cold:
             return train_step.jit_step(self.step, graphdef, abstract, self.mesh)
         from maxlp.run import warm_scales  # few runs need it

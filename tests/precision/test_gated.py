@@ -36,10 +36,11 @@ def test_the_gradient_is_that_of_jax_to_the_bit(dtype, options):
     [
         (None, jax.nn.silu),
         (precision_config(rules=(("*/up_proj", "fp8_delayed"),)), jax.nn.silu),
+        (precision_config("fp8_rowwise"), jax.nn.silu),
         (precision_config("fp8_delayed", last_blocks=1), gated.silu),
     ],
-    ids=["bf16", "another matmul", "gate"],
+    ids=["bf16", "another matmul", "rows", "tensor"],
 )
-def test_gates_that_are_quantized_have_it(config, silu):
+def test_gates_whose_gradient_has_one_scale_have_it(config, silu):
     made = nnx.eval_shape(lambda: make_llama(config, num_layers=3)(nnx.Rngs(0)))
     assert made.layers.mlp.silu is silu
