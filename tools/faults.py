@@ -743,7 +743,7 @@ PRECISION = [
         ("range(num_layers - last, num_layers)", "range(num_layers - 1 - last, num_layers)"),
         ("ends | layers.get(", "layers.get("),
         ("Part(group[0], group[-1] + 1, plain[group[0]])", "Part(group[0], group[-1] + 1, plain[0])"),
-        ('"gate_proj")))', '"up_proj")))', "precision/test_gated.py"),
+        ('"gate_proj"))', '"up_proj"))', "precision/test_gated.py"),
         ('== {"tensor"}', "!= set()", "precision/test_gated.py"),
         ("first + last >= num_layers", "first + last > num_layers"),
     ),

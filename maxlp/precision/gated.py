@@ -1,9 +1,10 @@
-"""SiLU with a gradient that XLA computes where it is quantized.
+"""SiLU with a gradient that XLA for Hopper computes where it is quantized.
 
-JAX adds two bfloat16 terms. XLA for GPUs weighs what reading the three operands of this sum in each of the
-kernels that need it would cost: as much as writing it once in 16 bits. It writes it, and another kernel
-quantizes it. In float32, with a rounding to bfloat16 wherever JAX rounds, the sum is twice as large, and
-XLA computes it in the kernels that quantize it and take its amax, which are one in the end.
+JAX's gradient ends in a sum of two bfloat16 terms. Its amax and its 8 bits are two kernels at first, and
+XLA weighs what it costs to compute the sum, from three operands, in both: as many bytes as to write it once
+in 16 bits and read it twice. It writes it. (The gradient of the other factor has two operands.) In float32,
+with a rounding to bfloat16 wherever JAX rounds, the sum is twice as large, so that XLA computes it in both,
+which are one kernel in the end.
 """
 
 from collections.abc import Callable
@@ -22,8 +23,11 @@ class Gated(Protocol):
 
 
 def silu(x: jax.Array) -> jax.Array:
-    """As `jax.nn.silu`, and its gradient is the same to the bit."""
-    return _silu(x) if x.dtype == jnp.bfloat16 else jax.nn.silu(x)
+    """`jax.nn.silu`, on Hopper GPUs by other operations: the same numbers, to the bit."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = "" if device is None else device.device_kind
+    is_hopper = kind.startswith(("NVIDIA H", "NVIDIA GH"))  # for a B200, XLA would write more
+    return _silu(x) if is_hopper and x.dtype == jnp.bfloat16 else jax.nn.silu(x)
 
 
 @jax.custom_vjp

@@ -9,6 +9,7 @@ from flax import nnx
 
 from maxlp.nn.layers import Linear
 from maxlp.nn.stack import Block, Part
+from maxlp.numerics import formats
 from maxlp.precision import flax_layers, gated, smooth_swiglu
 from maxlp.precision.dot import QuantDot
 from maxlp.precision.recipes import Recipe
@@ -73,15 +74,16 @@ def keep_plain(model: nnx.Module, first: int, last: int, layers: Mapping[str, fr
 
 
 def set_silu(model: nnx.Module, recipes: Mapping[str, Recipe]) -> None:
-    """Gives gates `gated.silu` where one scale serves their whole gradient.
+    """Gives gates `gated.silu` where their gradient is multiplied in FP8 with one scale.
 
     Args:
       recipes: of the matmuls, by path.
     """
     gates = ((path, module) for path, module in nnx.iter_modules(model) if isinstance(module, gated.Gated))
     for path, module in gates:
-        recipe = recipes.get(_text((*path, "gate_proj")))
-        if recipe and {operand.granularity for operand in recipe.operands["output_grad"]} == {"tensor"}:
+        recipe = recipes.get(_text((*path, "gate_proj")), Recipe("bf16"))
+        kinds = {(o.granularity, formats.get(o.format).kind) for o in recipe.operands["output_grad"]}
+        if kinds == {("tensor", "float")}:
             module.silu = nnx.static(gated.silu)
 
 
