@@ -744,7 +744,7 @@ PRECISION = [
         ("ends | layers.get(", "layers.get("),
         ("Part(group[0], group[-1] + 1, plain[group[0]])", "Part(group[0], group[-1] + 1, plain[0])"),
         ('"gate_proj"))', '"up_proj"))', "precision/test_gated.py"),
-        ('== {"tensor"}', "!= set()", "precision/test_gated.py"),
+        ('== {("tensor", "float")}', "!= set()", "precision/test_gated.py"),
         ("first + last >= num_layers", "first + last > num_layers"),
     ),
     *_in(
