@@ -156,7 +156,7 @@ def report(contenders: dict[str, Contender], gap: int) -> dict[str, dict[str, fl
         "| bytes/parameter |"
     )
     print(f"|{'-' * 22}|{'-' * 9}|{'-' * 7}|{'-' * 7}|{'-' * 15}|{'-' * 11}|{'-' * 11}|{'-' * 17}|")
-    flops = {name: matmul_flops(one.compiled.step.as_text()) for name, one in contenders.items()}
+    flops = {name: matmul_flops(one.compiled.program.as_text()) for name, one in contenders.items()}
     rows = {}
     for name, one in contenders.items():
         later, first = statistics.median(one.later_steps), statistics.median(one.first_steps)

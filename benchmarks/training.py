@@ -15,7 +15,6 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from maxlp.core.train_state import State, abstract_state
-from maxlp.core.train_step import jit_step
 from maxlp.families.llama.presets import llama
 from maxlp.parallel.batches import global_batch
 from maxlp.parallel.sharding import batch_sharding
@@ -93,17 +92,27 @@ class CompiledRun:
       graphdef: the structure of the model.
       abstract: the training state as shapes, dtypes and shardings.
       step: (state, batch) to (state, metrics), compiled; the state is donated.
-      compile_seconds: how long tracing and compiling took; and the first step, once it was timed.
+      compile_seconds: how long tracing and compiling took; and the first steps, once they ran.
     """
 
     def __init__(self, run: Experiment):
         self.run = run
         with jax.set_mesh(run.mesh):
             self.graphdef, self.abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
-            step = jit_step(run.step, self.graphdef, self.abstract, run.mesh)
+            step = run.jit_step(self.graphdef, self.abstract)
             start = time.perf_counter()
-            self.step: jax.stages.Compiled = step.lower(self.abstract, run.abstract_batch()).compile()
+            self.step = step.lower(self.abstract, run.abstract_batch()).compile()
         self.compile_seconds = time.perf_counter() - start
+
+    @property
+    def programs(self) -> tuple[jax.stages.Compiled, ...]:
+        """Those of the step: with delayed scales one for the first step, and one for the others."""
+        return (self.step.cold, self.step.warm) if self.run.settings.starts_cold else (self.step,)
+
+    @property
+    def program(self) -> jax.stages.Compiled:
+        """The one that ran last."""
+        return self.step.last if self.run.settings.starts_cold else self.step
 
     def initial_state(self) -> State:
         with jax.set_mesh(self.run.mesh):
@@ -112,7 +121,9 @@ class CompiledRun:
     def time_steps(
         self, batch: dict[str, jax.Array], steps: int, seconds: float = float("inf")
     ) -> tuple[list[float], dict[str, jax.Array]]:
-        """The seconds of each step on the same batch, without a first one; and the last one's metrics.
+        """The seconds of each step on the same batch, and the last one's metrics.
+
+        A first step, with two programs a first step of either, is not among them.
 
         Args:
           steps: how many at most.
@@ -120,8 +131,9 @@ class CompiledRun:
         """
         state, taken = self.initial_state(), []
         jax.block_until_ready((state, batch))
-        (state, metrics), first = timed(self.step, state, batch)
-        self.compile_seconds += first
+        for _ in self.programs:
+            (state, metrics), first = timed(self.step, state, batch)
+            self.compile_seconds += first
         while len(taken) < steps and (len(taken) < 3 or sum(taken) < seconds):
             (state, metrics), one = timed(self.step, state, batch)
             taken.append(one)

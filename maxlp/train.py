@@ -32,7 +32,6 @@ from ml_collections import ConfigDict
 
 import maxlp
 from maxlp.core.train_state import State, abstract_state
-from maxlp.core.train_step import jit_step
 from maxlp.data import merge_states
 from maxlp.families import Evaluate, Measure
 from maxlp.monitoring import rollback
@@ -100,9 +99,8 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
 
     # --- The training state as shapes and shardings, and the step that updates it.
     graphdef, abstract = abstract_state(run.make_model, run.tx, mesh, run.gates)
-    train_step = jit_step(run.step, graphdef, abstract, mesh)
     print_primary(describe(run, abstract))
-    check_start(run, abstract, workdir)
+    train_step = run.jit_step(graphdef, abstract, resumes=check_start(run, abstract, workdir))
     if flags.FLAGS.dry_run:
         train_step.trace(abstract, run.abstract_batch())
         return dry_run(run, graphdef, workdir, c)

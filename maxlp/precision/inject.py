@@ -95,4 +95,5 @@ def inject(
             table[path] = replace.set_recipe(path, module, *chosen[path], form)
     if set(table.values()) - {HIGH_PRECISION}:
         replace.keep_plain(model, first_blocks, last_blocks, {path: c.plain for path, c in chosen.items()})
+        replace.set_silu(model, {path: c.recipe for path, c in chosen.items()})
     return table

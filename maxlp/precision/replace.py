@@ -9,7 +9,8 @@ from flax import nnx
 
 from maxlp.nn.layers import Linear
 from maxlp.nn.stack import Block, Part
-from maxlp.precision import flax_layers, smooth_swiglu
+from maxlp.numerics import formats
+from maxlp.precision import flax_layers, gated, smooth_swiglu
 from maxlp.precision.dot import QuantDot
 from maxlp.precision.recipes import Recipe
 
@@ -70,6 +71,20 @@ def keep_plain(model: nnx.Module, first: int, last: int, layers: Mapping[str, fr
         linears = (_text(inside) for inside, m in nnx.iter_modules(blocks) if isinstance(m, Linear))
         kept = {inside: ends | layers.get(_text((*path, inside)), frozenset()) for inside in linears}
         blocks.parts = nnx.static(_parts(kept, num_layers))
+
+
+def set_silu(model: nnx.Module, recipes: Mapping[str, Recipe]) -> None:
+    """Gives gates `gated.silu` where their gradient is multiplied in FP8 with one scale.
+
+    Args:
+      recipes: of the matmuls, by path.
+    """
+    gates = ((path, module) for path, module in nnx.iter_modules(model) if isinstance(module, gated.Gated))
+    for path, module in gates:
+        recipe = recipes.get(_text((*path, "gate_proj")), Recipe("bf16"))
+        kinds = {(o.granularity, formats.get(o.format).kind) for o in recipe.operands["output_grad"]}
+        if kinds == {("tensor", "float")}:
+            module.silu = nnx.static(gated.silu)
 
 
 def _parts(kept: Mapping[str, frozenset[int]], num_layers: int) -> tuple[Part, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import optax
+from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -83,6 +84,14 @@ class Experiment:
 
         weights = pretrained.load(self.settings, self.mesh, workdir)
         return jax.jit(init_from, donate_argnums=0, out_shardings=out)(weights)
+
+    def jit_step(self, graphdef: nnx.GraphDef, abstract: State, resumes: bool = False) -> Any:
+        """As `train_step.jit_step`; ``resumes``: see `warm_scales.Programs`."""
+        if not self.settings.starts_cold:
+            return train_step.jit_step(self.step, graphdef, abstract, self.mesh)
+        from maxlp.run import warm_scales  # few runs need it
+
+        return warm_scales.jit_step(self.step, graphdef, abstract, self.mesh, resumes)
 
     def progress(self, state: State, step: int) -> Progress:
         """The progress of a run whose state is that after ``step`` updates."""

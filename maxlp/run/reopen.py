@@ -12,7 +12,6 @@ from flax import nnx
 
 from maxlp.core.gradients import Batch
 from maxlp.core.train_state import State, abstract_state
-from maxlp.core.train_step import jit_step
 from maxlp.monitoring import rollback
 from maxlp.monitoring.run_record import load_run
 from maxlp.monitoring.spike_records import read_record
@@ -105,7 +104,7 @@ def batch_of(at: Opened, step: int | None) -> tuple[State, Batch, int]:
     for n, (batch, _) in enumerate(stream, at.start + 1):
         if n == step:
             return state, batch, step
-        train_step = train_step or jit_step(at.run.step, at.graphdef, at.abstract, at.run.mesh)
+        train_step = train_step or at.run.jit_step(at.graphdef, at.abstract)
         state, _ = train_step(state, batch)
     raise ValueError(f"--step={step} has no batch: the data end before it; give an earlier step")
 

@@ -17,7 +17,6 @@ import jax
 import numpy as np
 
 from maxlp.core.train_state import State
-from maxlp.core.train_step import jit_step
 from maxlp.monitoring import statistics
 from maxlp.monitoring.spike_records import Crossing, first_to_cross
 from maxlp.monitoring.spikes import SpikeConfig
@@ -57,7 +56,7 @@ def replay(workdir: Path, spike_step: int, precision: str = "recipe", log: Log =
         raise ValueError(f"--precision={precision} is unknown; one of {', '.join(PRECISIONS)}")
     s = with_precision(read(run_dir.load_config(workdir)), precision)
     with opened(s, workdir, spike_step, s.spikes.lead, same_precision=precision == "recipe") as at:
-        train_step = jit_step(at.run.step, at.graphdef, at.abstract, at.run.mesh)
+        train_step = at.run.jit_step(at.graphdef, at.abstract)
         log(f"replaying steps {at.start + 1} to {spike_step}, precision {precision}")
         ahead = (batch for batch, _ in device_batches(at.batches, at.run.mesh, spike_step - at.start))
         records = list(replay_steps(train_step, at.state, ahead, at.start + 1, log))

@@ -41,16 +41,20 @@ def restore_model(
     return graphdef, evaluated({"model_state": {}} | restored.state), restored.step
 
 
-def check_start(run: Experiment, abstract: State, workdir: Path) -> None:
+def check_start(run: Experiment, abstract: State, workdir: Path) -> bool:
     """Raises what would end a start later on: a workdir, weights or writers that cannot be used.
 
     Args:
       abstract: the training state as shapes, dtypes and shardings.
+
+    Returns:
+      whether there is a checkpoint to resume.
     """
     s = run.settings
     run_dir.check_workdir(workdir)
     run_dir.check_checkpoints(workdir)
-    if any(info.status == "complete" for info in checkpoint.list_steps(workdir / "checkpoints")):
+    resumes = any(i.status == "complete" for i in checkpoint.list_steps(workdir / "checkpoints"))
+    if resumes:
         checkpoint.check_fits(workdir, abstract, exact=True)
     elif s.train.init_from:
         from maxlp.run import pretrained  # few runs need it
@@ -61,6 +65,7 @@ def check_start(run: Experiment, abstract: State, workdir: Path) -> None:
             from maxlp.runtime.wandb_writer import check_installed
 
             check_installed(project)
+    return resumes
 
 
 def evaluated(state: State) -> State:

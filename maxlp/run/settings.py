@@ -231,6 +231,12 @@ class Settings:
         return _recipe(name, options)
 
     @property
+    def starts_cold(self) -> bool:
+        """Whether any delayed scale comes from the data while its history is empty."""
+        recipes = map(self.recipe, self.matmuls)
+        return any(recipe.delayed and recipe.cold_start for recipe in recipes)
+
+    @property
     def samples_tokens(self) -> bool:
         """Whether any gradient of a kernel comes from a share of the tokens (`precision.sampling`)."""
         return any(self.recipe(path).keep < 1 for path in self.matmuls)

@@ -199,6 +199,8 @@ def _flat_heads(y_BSD: jax.Array) -> jax.Array:
 class Mlp(nnx.Module):
     """SwiGLU: ``down(silu(gate(x)) * up(x))`` (Shazeer 2020, arXiv:2002.05202)."""
 
+    silu: Callable[[jax.Array], jax.Array] = staticmethod(jax.nn.silu)
+
     def __init__(self, c: LlamaConfig, rngs: nnx.Rngs):
         self.gate_proj = c.linear(c.embed_dim, c.mlp_dim, ("embed", "mlp"), rngs)
         self.up_proj = c.linear(c.embed_dim, c.mlp_dim, ("embed", "mlp"), rngs)
@@ -206,7 +208,7 @@ class Mlp(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         gate_BSF, up_BSF = layers.of_same_input(x_BSD, self.gate_proj, self.up_proj)
-        h_BSF = jax.nn.silu(gate_BSF) * up_BSF
+        h_BSF = self.silu(gate_BSF) * up_BSF
         return self.down_proj(constrain(h_BSF, "batch", "seq", "act_mlp"))
 
 
