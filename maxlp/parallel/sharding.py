@@ -221,15 +221,7 @@ def _gathered_gradient(x_BSD: jax.Array) -> jax.Array:
     return x_BSD
 
 
-def _gathered_gradient_fwd(x_BSD: jax.Array) -> tuple[jax.Array, None]:
-    return x_BSD, None
-
-
-def _gathered_gradient_bwd(_: None, g_BSD: jax.Array) -> tuple[jax.Array]:
-    return (gather_sequence(g_BSD),)
-
-
-_gathered_gradient.defvjp(_gathered_gradient_fwd, _gathered_gradient_bwd)
+_gathered_gradient.defvjp(lambda x_BSD: (x_BSD, None), lambda _, g_BSD: (gather_sequence(g_BSD),))
 
 
 def split_chunks(x: jax.Array, n: int) -> jax.Array:
@@ -285,10 +277,6 @@ def _all_gather(shard: jax.Array, axis: str | tuple[str, ...], dim: int) -> jax.
     return jax.lax.all_gather(shard, axis, axis=dim, tiled=True)
 
 
-def _all_gather_fwd(shard: jax.Array, axis: str | tuple[str, ...], dim: int) -> tuple[jax.Array, None]:
-    return _all_gather(shard, axis, dim), None
-
-
 def _all_gather_bwd(axis: str | tuple[str, ...], dim: int, _: None, g: jax.Array) -> tuple[jax.Array]:
     others = [(0, 0 if i == dim else _round_size(n) - n) for i, n in enumerate(g.shape)]
     scattered = jax.lax.psum_scatter(jnp.pad(g, others), axis, scatter_dimension=dim, tiled=True)
@@ -296,7 +284,7 @@ def _all_gather_bwd(axis: str | tuple[str, ...], dim: int, _: None, g: jax.Array
     return (scattered[tuple(slice(n) for n in sizes)],)
 
 
-_all_gather.defvjp(_all_gather_fwd, _all_gather_bwd)
+_all_gather.defvjp(lambda shard, axis, dim: (_all_gather(shard, axis, dim), None), _all_gather_bwd)
 
 
 def _round_size(n: int) -> int:
