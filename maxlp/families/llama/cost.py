@@ -33,11 +33,15 @@ from maxlp.planning.hlo import Collective
 from maxlp.run.settings import Machine, Settings
 
 
+MATRICES = ("apollo", "apollo_mini", "muon", "normuon", "soap")  # optimizers that multiply matrices
+
+
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """A step's sizes on one device; see the letters above.
 
     Attributes:
+      ends: 2, the embedding and the head, or 1 if they are one array.
       a, param: bytes of one number of an activation and of a parameter.
       schedule: of the pipeline; one stage and one microbatch if there is none.
       released: each layer is updated in the backward pass.
@@ -57,6 +61,7 @@ class Sizes:
     V: int
     L: int
     t: int
+    ends: int
     fsdp: int
     context: int
     data: int
@@ -93,6 +98,11 @@ class Sizes:
         return self.fsdp * self.context
 
     @property
+    def end(self) -> float:
+        """Numbers of the embedding or of the head, sharded."""
+        return self.V * self.D / (self.shards * self.t)
+
+    @property
     def block_params(self) -> int:
         return self.D * (2 * self.N + 2 * self.K) * self.H + 3 * self.D * self.F
 
@@ -118,6 +128,7 @@ def sizes(s: Settings, machine: Machine) -> Sizes:
         V=m.vocab_size,
         L=m.num_layers,
         t=axes["tensor"],
+        ends=1 if m.tie_embeddings else 2,
         fsdp=axes["fsdp"],
         context=axes["context"],
         data=axes["data"],
@@ -149,9 +160,9 @@ def sizes(s: Settings, machine: Machine) -> Sizes:
 def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str, float]:
     """Bytes of one device at the worst moment of a step, by what they hold.
 
-    Three moments compete: the backward pass of a block, the loss of one chunk of the sequence, and the
-    update, if it does more than pass over the arrays once, see `of_update`. (The CPU's compiler does not
-    order its work for memory: a block's activations take 1.45 times as much.)
+    Three moments compete: the loss of one chunk of the sequence, the backward pass of a block, and the
+    update, see `of_update`. (The CPU's compiler does not order its work for memory: a block's activations
+    take 1.45 times as much.)
     """
     s, mesh = sizes(settings, machine), abstract_mesh(machine.axes)
     held = held_state(settings, mesh, state) | {
@@ -160,14 +171,12 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
     forward, block = {"saved activations": kept(s)}, of_block(s.of_stage)
     if s.platform == "cpu":
         block["a block's activations"] *= 1.45
-    during = forward | {"gradients": gradients(s)}
-    at_loss = during
-    if s.released:  # its gradients are those of the head, which `of_loss` counts
-        at_loss = forward | {"rounded weights": rounded_weights(s)}
-    moments = [during | block, at_loss | of_loss(s)]
-    fetched = state.offloaded_on(mesh) * 2 * s.V * s.D / state.num_params  # of embedding and head
-    if update := of_update(settings, s, held, fetched):
-        moments.append({"gradients and updates": update})
+    rounded = {"rounded weights": rounded_weights(s)} if s.released else {}
+    moments = [
+        forward | {"gradients": summed(s)} | rounded | of_loss(s),
+        forward | {"gradients": gradients(s)} | block,
+        {"gradients and updates": of_update(settings, s, held, state.offloaded_on(mesh) / state.num_params)},
+    ]
     return held | max(moments, key=lambda parts: sum(parts.values()))
 
 
@@ -218,21 +227,29 @@ def squares(s: Sizes) -> float:
 
 
 def gradients(s: Sizes) -> float:
-    """Bytes of the gradients of the blocks and of the head, sharded.
+    """Bytes of the gradients during the backward pass of the blocks, sharded.
 
-    Where they are summed over the ticks of a pipeline, they exist twice; where they are summed over
-    microbatches, a second time in float32. Where layers are updated in the backward pass, a layer's take
-    the place of its activations, and those of the head remain.
+    They are those of the blocks, which begin as zeros after the loss, and that of the head in the dtype of
+    the matmuls. Where gradients are summed over the ticks of a pipeline, those of the blocks exist twice.
+    Where layers are updated in the backward pass, a layer's take the place of its activations.
     """
     if s.frozen:
         return 0.0
-    blocks = s.of_stage.L * s.block_params * s.param / (s.shards * s.t)
-    ends = s.V * s.D * s.param / (s.shards * s.t)
-    if s.released:
-        return ends
+    blocks = 0.0 if s.released else of_blocks(s)
     twice = blocks if s.schedule.stages > 1 else 0.0
-    sums = (blocks + 2 * ends) * 4 / s.param if s.microbatches > 1 else 0.0
-    return blocks + ends + twice + sums
+    return blocks + twice + s.end * s.a + summed(s)
+
+
+def of_blocks(s: Sizes) -> float:
+    """Bytes of the gradients of the blocks, sharded."""
+    return s.of_stage.L * s.block_params * s.param / (s.shards * s.t)
+
+
+def summed(s: Sizes) -> float:
+    """Bytes of the sums of gradients over microbatches, in float32."""
+    if s.frozen or s.microbatches == 1:
+        return 0.0
+    return 4 * (of_blocks(s) / s.param + s.ends * s.end)
 
 
 def of_block(s: Sizes) -> dict[str, float]:
@@ -252,7 +269,7 @@ def of_block(s: Sizes) -> dict[str, float]:
     gathered = s.remat in ("block", "offload") and s.platform != "cpu"
     split = (5 * (x - x / s.t) if gathered else x / s.t) if s.t > 1 else 0.0
     gathers = s.shards * s.t > 1 or s.platform == "cpu" or s.frozen
-    mlp = 5 * f + (2 * q + 2 * k + 4 * x + x / s.t + split if gathers else 0.0)
+    mlp = 5 * f + 2 * q + 2 * k + 4 * x + x / s.t + split if gathers else 4 * f + 2 * q + 2 * k + 6 * x
     attention = (8 + s.a) * squares(s) + 2 * q + 2 * k + 2 * x + split if s.attention == "xla" else 0.0
     if s.attention == "ring":
         attention = of_ring(s) + 4 * x + split
@@ -324,36 +341,56 @@ def of_loss(s: Sizes) -> dict[str, float]:
 
 
 def of_update(settings: Settings, s: Sizes, held: dict[str, float], fetched: float) -> float:
-    """Bytes of the update of all parameters, besides what is held; 0 if it runs in place.
+    """Bytes of the update of all parameters, besides what is held.
 
-    The gradients exist, and if they are sums over microbatches, in float32. Besides them, compiled steps of
-    8 billion parameters hold:
+    The gradients exist, and if they are sums over microbatches, in float32. If not, that of the head is in
+    the dtype of the matmuls, and the embedding's in float32, with low-bit moments also the zeros that it was
+    added to. Updates are made in place, except that compiled steps hold:
 
-    * where parameters are rounded stochastically, the updates of all of them, in float32;
-    * with moments in few bits, which are rounded with the maxima of their blocks, the new codes and half of
-      the largest array in float32; after microbatches the updates, the largest array and codes;
-    * with GaLore and moments in few bits, whose codes are smaller, two and a half of the largest array for
-      its products of matrices; after microbatches one, and what one pass adds to the sums.
+    * where parameters are rounded stochastically, the updates of all of them, in float32; with low-bit
+      moments, XLA updates the three kernels of the MLP at once: their updates in float32, their gradients,
+      and their new state besides the old one;
+    * with low-bit moments of float32 parameters, the updates of all of them and half of the largest array,
+      which is rounded with the maxima of its blocks;
+    * with other low-bit moments and with optimizers that multiply matrices, the largest array in float32:
+      an update, or a clipped gradient that a matmul reads;
+    * after microbatches and with low-bit moments the updates, the largest array and codes; with GaLore what
+      one pass adds to the sums, and the largest array.
 
-    Released layers are updated one by one; what is outside of them is left, and takes four float32 arrays,
-    and one more with its state in few bits; state in the host's memory is fetched for it.
+    Released layers are updated one by one; what is outside of them is left, and all of it has an update in
+    float32 if it is rounded or has low-bit moments. State in the host's memory is fetched for it; the new
+    state and the update exist of one array at a time, with low-bit moments of float32 parameters all updates.
+
+    Args:
+      fetched: bytes in the host's memory for one parameter.
     """
     optimizer, params = settings.optimizer, held["parameters"]
+    low_bit, rounding = optimizer.has_low_bit, optimizer.param_rounding
     wide = params * 4 / s.param
-    grads = params if s.microbatches == 1 else wide
-    largest = 4 * max(s.of_stage.L * s.D * s.F, s.V * s.D) / (s.shards * s.t)
+    largest = 4 * max(s.of_stage.L * s.D * s.F / (s.shards * s.t), s.end)
+    all_updates = low_bit and rounding is None and not optimizer.has_galore
+    if s.frozen:
+        return 0.0
+    if optimizer.offload:
+        updates = 4 * (s.ends if all_updates else rounding is not None)
+        return s.end * (4 + (s.ends - 1) * s.param + (s.ends + 1) * fetched + updates)
+    if s.microbatches > 1:
+        if low_bit:
+            more = params if optimizer.has_galore else wide + held["optimizer"] * s.param / 4
+            return wide + more + largest
+        return 2 * wide if rounding and not optimizer.has_galore else wide
+    grads = s.end * (s.a + 4 + 4 * low_bit)
     if s.released:
-        ends = 4 * s.V * s.D / (s.shards * s.t)
-        if optimizer.offload:
-            return (4 + optimizer.has_low_bit) * ends + fetched
-        return 4 * ends if optimizer.has_low_bit or optimizer.has_galore else 0.0
-    if optimizer.has_low_bit and optimizer.has_galore:
-        return grads + 2.5 * largest if s.microbatches == 1 else grads + params + largest
-    if optimizer.has_low_bit:
-        if s.microbatches == 1:
-            return 2 * grads + largest / 2
-        return grads + wide + largest + held["optimizer"] * s.param / 4
-    return grads + wide if optimizer.param_rounding and not optimizer.has_galore else 0.0
+        return grads + (4 * s.ends * s.end if low_bit or optimizer.has_galore or rounding else 0.0)
+    grads += of_blocks(s)
+    if all_updates:
+        return 2 * params + largest / 2
+    if low_bit and rounding == "stochastic":
+        mlp = 3 * s.of_stage.L * s.D * s.F / (s.shards * s.t)
+        return mlp * (4 + s.param * (1 + held["optimizer"] / params))
+    if low_bit or optimizer.has_galore or optimizer.name in MATRICES:
+        return grads + largest
+    return params + wide if rounding else grads
 
 
 # --- work and collectives -----------------------------------------------------------------------------
