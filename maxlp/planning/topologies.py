@@ -294,6 +294,12 @@ def _gpu(topology: Topology) -> topologies.TopologyDescription:
     return topologies.get_topology_desc("", platform="cuda", target_config=config, topology=grid)
 
 
+def before_recomputing(kind: str) -> float:
+    """Up to how many bytes on a GPU XLA recomputes nothing to save memory; infinite for other devices."""
+    memory = {CHIPS[name].kind: gpu.memory for name, gpu in GPUS.items()}
+    return 0.8 * memory.get(kind, math.inf)
+
+
 def listing() -> str:
     """The text that ``--list_topologies`` prints."""
     lines = [

@@ -19,6 +19,7 @@ from maxlp.nn.attention import cudnn, flash, flash_tile, ring
 from maxlp.parallel.exchange import num_bytes
 from maxlp.parallel.schedule import Schedule
 from maxlp.parallel.sharding import abstract_mesh
+from maxlp.planning import topologies
 from maxlp.planning.cost_model import (
     Cost,
     Ledger,
@@ -31,7 +32,6 @@ from maxlp.planning.cost_model import (
 )
 from maxlp.planning.hlo import Collective
 from maxlp.run.settings import Machine, Settings
-
 
 MATRICES = ("apollo", "apollo_mini", "muon", "normuon", "soap")  # optimizers that multiply matrices
 
@@ -172,10 +172,11 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
     if s.platform == "cpu":
         block["a block's activations"] *= 1.45
     rounded = {"rounded weights": rounded_weights(s)} if s.released else {}
+    fetched = state.offloaded_on(mesh) / state.num_params
     moments = [
         forward | {"gradients": summed(s)} | rounded | of_loss(s),
         forward | {"gradients": gradients(s)} | block,
-        {"gradients and updates": of_update(settings, s, held, state.offloaded_on(mesh) / state.num_params)},
+        {"gradients and updates": of_update(settings, s, held, fetched, machine.device_kind)},
     ]
     return held | max(moments, key=lambda parts: sum(parts.values()))
 
@@ -340,16 +341,19 @@ def of_loss(s: Sizes) -> dict[str, float]:
     return parts | {"head": head * (copies * s.a + 4), "gradient of the blocks": tokens * s.D * s.a}
 
 
-def of_update(settings: Settings, s: Sizes, held: dict[str, float], fetched: float) -> float:
+def of_update(
+    settings: Settings, s: Sizes, held: dict[str, float], fetched: float, device_kind: str
+) -> float:
     """Bytes of the update of all parameters, besides what is held.
 
     The gradients exist, and if they are sums over microbatches, in float32. If not, that of the head is in
-    the dtype of the matmuls, and the embedding's in float32, with low-bit moments also the zeros that it was
-    added to. Updates are made in place, except that compiled steps hold:
+    the dtype of the matmuls, and the embedding's in float32, with low-bit moments also the zeros that it
+    is added to. Updates are made in place, except that compiled steps hold:
 
     * where parameters are rounded stochastically, the updates of all of them, in float32; with low-bit
-      moments, XLA updates the three kernels of the MLP at once: their updates in float32, their gradients,
-      and their new state besides the old one;
+      moments XLA updates the three kernels of the MLP at once, with their updates in float32, their
+      gradients, and their new state besides the old one; beyond `topologies.before_recomputing` it
+      computes one of these updates again instead of keeping it;
     * with low-bit moments of float32 parameters, the updates of all of them and half of the largest array,
       which is rounded with the maxima of its blocks;
     * with other low-bit moments and with optimizers that multiply matrices, the largest array in float32:
@@ -357,9 +361,10 @@ def of_update(settings: Settings, s: Sizes, held: dict[str, float], fetched: flo
     * after microbatches and with low-bit moments the updates, the largest array and codes; with GaLore what
       one pass adds to the sums, and the largest array.
 
-    Released layers are updated one by one; what is outside of them is left, and all of it has an update in
-    float32 if it is rounded or has low-bit moments. State in the host's memory is fetched for it; the new
-    state and the update exist of one array at a time, with low-bit moments of float32 parameters all updates.
+    Released layers are updated one by one. What is outside of them is left, with updates of all of it in
+    float32 if it is rounded or has low-bit moments. State in the host's memory is fetched for it; its new
+    state and its update exist for one array at a time, but for the updates of float32 parameters with
+    low-bit moments.
 
     Args:
       fetched: bytes in the host's memory for one parameter.
@@ -387,7 +392,9 @@ def of_update(settings: Settings, s: Sizes, held: dict[str, float], fetched: flo
         return 2 * params + largest / 2
     if low_bit and rounding == "stochastic":
         mlp = 3 * s.of_stage.L * s.D * s.F / (s.shards * s.t)
-        return mlp * (4 + s.param * (1 + held["optimizer"] / params))
+        at_once = mlp * (4 + s.param * (1 + held["optimizer"] / params))
+        too_much = sum(held.values()) + at_once > topologies.before_recomputing(device_kind)
+        return at_once - too_much * 4 * mlp / 3
     if low_bit or optimizer.has_galore or optimizer.name in MATRICES:
         return grads + largest
     return params + wide if rounding else grads
