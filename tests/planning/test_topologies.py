@@ -111,3 +111,9 @@ def test_bandwidth_of_mesh_axes():
     hybrid = {"data": 2, "fsdp": 256, "tensor": 1}
     assert topologies.axis_bandwidth(slices, hybrid, ("data",), dcn=2) == 3.125e9
     assert math.isinf(topologies.axis_bandwidth(slices, hybrid, ("tensor",)))
+
+
+def test_gpus_recompute_beyond_four_fifths_of_their_memory():
+    chip = topologies.parse("h100:1x1").chip  # 95 % of it are for a program
+    assert topologies.before_recomputing(chip.kind) == pytest.approx(chip.memory / 0.95 * 0.8)
+    assert topologies.before_recomputing("TPU v5") == topologies.before_recomputing("cpu") == math.inf
