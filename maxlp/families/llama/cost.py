@@ -256,14 +256,15 @@ def summed(s: Sizes) -> float:
 def of_block(s: Sizes) -> dict[str, float]:
     """The backward pass of one block.
 
-    Of the MLP it holds gate, up, their product and two gradients; on one device no more, because nothing
-    is gathered, unless adapters read their inputs again. Of attention it holds the inputs and the output;
-    dense attention peaks before the MLP is recomputed, with probabilities and their gradient in float32 and
-    rounded; for ring attention see `of_ring`, and for cuDNN `cudnn.workspace`, which compilers without a
-    GPU do not count. Of the residual stream it holds four whole arrays, and with a tensor axis up to five
-    more: gathered for what is recomputed, and sums to scatter. The TPU compiler holds normed queries and
-    keys in float32 twice. Seven tenths of the gathered weights are in use at that moment, and as much of
-    the rounded ones, see `rounded_weights`.
+    Of the MLP it holds gate, up, their product and two gradients. Of attention it holds the inputs and the
+    output; dense attention peaks before the MLP is recomputed, with probabilities and their gradient in
+    float32 and rounded; for ring attention see `of_ring`, and for cuDNN `cudnn.workspace`, which compilers
+    without a GPU do not count. Of the residual stream it holds four whole arrays, and with a tensor axis up
+    to five more: gathered for what is recomputed, and sums to scatter. On one device nothing is gathered,
+    and the peak is later: one gradient of the MLP is left, and six arrays of the residual stream, unless
+    adapters read their inputs again. The TPU compiler holds normed queries and keys in float32 twice. Seven
+    tenths of the gathered weights are in use at that moment, and as much of the rounded ones, see
+    `rounded_weights`.
     """
     x, f = s.T * s.D * s.a, s.T * s.F * s.a / s.t
     q, k = s.T * s.N * s.H * s.a / s.t, s.T * s.K * s.H * s.a / s.t
@@ -347,14 +348,15 @@ def of_update(
     """Bytes of the update of all parameters, besides what is held.
 
     The gradients exist, and if they are sums over microbatches, in float32. If not, that of the head is in
-    the dtype of the matmuls, and the embedding's in float32, with low-bit moments also the zeros that it
-    is added to. Updates are made in place, except that compiled steps hold:
+    the dtype of the matmuls, and the embedding's in float32, with low-bit moments beside the float32 zeros
+    that it was added to, because XLA uses them in the update again. Updates are made in place, except that
+    compiled steps hold:
 
     * where parameters are rounded stochastically, the updates of all of them, in float32; with low-bit
       moments XLA updates the three kernels of the MLP at once, with their updates in float32, their
       gradients, and their new state besides the old one; beyond `topologies.before_recomputing` it
       computes one of these updates again instead of keeping it;
-    * with low-bit moments of float32 parameters, the updates of all of them and half of the largest array,
+    * with low-bit moments of float32 parameters, zeros for all gradients and half of the largest array,
       which is rounded with the maxima of its blocks;
     * with other low-bit moments and with optimizers that multiply matrices, the largest array in float32:
       an update, or a clipped gradient that a matmul reads;
@@ -363,8 +365,8 @@ def of_update(
 
     Released layers are updated one by one. What is outside of them is left, with updates of all of it in
     float32 if it is rounded or has low-bit moments. State in the host's memory is fetched for it; its new
-    state and its update exist for one array at a time, but for the updates of float32 parameters with
-    low-bit moments.
+    state and its update exist for one array at a time, but with low-bit moments of float32 parameters two
+    float32 arrays for each.
 
     Args:
       fetched: bytes in the host's memory for one parameter.
@@ -373,11 +375,11 @@ def of_update(
     low_bit, rounding = optimizer.has_low_bit, optimizer.param_rounding
     wide = params * 4 / s.param
     largest = 4 * max(s.of_stage.L * s.D * s.F / (s.shards * s.t), s.end)
-    all_updates = low_bit and rounding is None and not optimizer.has_galore
+    zeros = low_bit and rounding is None and not optimizer.has_galore
     if s.frozen:
         return 0.0
     if optimizer.offload:
-        updates = 4 * (s.ends if all_updates else rounding is not None)
+        updates = 4 * (s.ends if zeros else 1 if rounding else 0)
         return s.end * (4 + (s.ends - 1) * s.param + (s.ends + 1) * fetched + updates)
     if s.microbatches > 1:
         if low_bit:
@@ -388,13 +390,13 @@ def of_update(
     if s.released:
         return grads + (4 * s.ends * s.end if low_bit or optimizer.has_galore or rounding else 0.0)
     grads += of_blocks(s)
-    if all_updates:
+    if zeros:
         return 2 * params + largest / 2
     if low_bit and rounding == "stochastic":
         mlp = 3 * s.of_stage.L * s.D * s.F / (s.shards * s.t)
         at_once = mlp * (4 + s.param * (1 + held["optimizer"] / params))
-        too_much = sum(held.values()) + at_once > topologies.before_recomputing(device_kind)
-        return at_once - too_much * 4 * mlp / 3
+        fits = sum(held.values()) + at_once <= topologies.before_recomputing(device_kind)
+        return at_once if fits else at_once - 4 * mlp / 3
     if low_bit or optimizer.has_galore or optimizer.name in MATRICES:
         return grads + largest
     return params + wide if rounding else grads
