@@ -120,6 +120,7 @@ for _name, _changes in {
     "tied, offloaded": {"model.tie_embeddings": True} | OFFLOAD,
     "tied, FlashOptim, offloaded": {"model.tie_embeddings": True} | FLASHOPTIM | OFFLOAD,
     "pure bf16, 8 bits": PURE | BITS_8,
+    "pure bf16, 8 bits, remat none": {"model.remat": "none"} | PURE | BITS_8,
     "Muon": {"optimizer.name": "muon"},
     "APOLLO": {"optimizer.name": "apollo", "optimizer.options.rank": 64},
 }.items():
@@ -156,9 +157,13 @@ PRESETS["clip.l14, offloaded"] = "clip.l14", {"data.batch_size": 256, "model.att
 PRESETS["llama.8b, offloaded"] = "llama.8b", {"data.batch_size": 1, "model.attention": "flash"} | OFFLOAD
 _P8 = {"model.attention": "flash"} | PURE | BITS_8
 PRESETS["llama.8b, pure bf16, 8 bits, 16 rows"] = "llama.8b", {"data.batch_size": 16} | _P8
-PRESETS["llama.8b, pure bf16, 8 bits, 40 rows, remat offload"] = (
+PRESETS["llama.8b, pure bf16, 8 bits, 24 rows, remat offload"] = (
     "llama.8b",
-    {"data.batch_size": 40, "model.remat": "offload"} | _P8,
+    {"data.batch_size": 24, "model.remat": "offload"} | _P8,
+)
+PRESETS["llama.8b, pure bf16, 8 bits, remat none"] = (
+    "llama.8b",
+    {"data.batch_size": 4, "model.remat": "none"} | _P8,
 )
 # On several devices: weights are rounded before they are gathered.
 PRESETS["llama.8b, batch 8, released"] = "llama.8b", {"data.batch_size": 8} | RELEASED

@@ -207,13 +207,13 @@ def saved(s: Sizes) -> float:
     if s.remat == "dots":  # the block's input, the outputs of q, k, v, o, gate and up, and of attention
         return x + q + 2 * k + x + 2 * f + (q + s.log_sums if s.saves_attention else 0.0)
     # JAX saves six F-wide arrays, three float32 arrays of each norm, both normed inputs, q, k, v, the
-    # output of attention twice, and the weights in the dtype of the matmuls; of what the gradients of
-    # kernels alone need, only the tokens that they are computed from.
+    # output of attention twice, and the weights in the dtype of the matmuls, unless that is how they are
+    # stored; of what the gradients of kernels alone need, only the tokens that they are computed from.
     of_qkv, of_o, of_gate, of_down = s.unsampled
     norms = 6 * s.T * s.D * 4 / s.t + (2 - of_qkv - of_gate) * s.T * s.D * s.a + 3 * normed_heads(s)
     heads = (2 - of_o) * q + 2 * k
     probs = (4 + s.a) * squares(s) if s.attention == "xla" else 0.0
-    weights = s.block_params * s.a / (s.shards * s.t)
+    weights = s.block_params * s.a / (s.shards * s.t) if s.param != s.a else 0.0
     return (6 - of_down) * f + norms + heads + x + probs + weights
 
 
