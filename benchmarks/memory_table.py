@@ -1,14 +1,14 @@
 r"""The tables of docs/memory.md: what each optimizer and precision holds, and the GPU that it needs.
 
-    python benchmarks/memory_table.py                    # closed form; a minute on 2 cores
+    python benchmarks/memory_table.py                    # closed form; half a minute on 2 cores
     pip install 'maxlp[aot]'
-    python benchmarks/memory_table.py --compile          # and compiled; 15 minutes of CPU time
+    python benchmarks/memory_table.py --compile          # and compiled for an H100; 10 minutes of CPU time
+    python benchmarks/memory_table.py --compile --topology=h200:1x1
 
 The first table is the state of a training run in bytes per parameter, from the shapes of the 8B's state;
 after a plus, those in the host's memory. The second is the peak memory of a step of one sequence on one
 device by the planner's closed form. The third, with ``--compile``, is that peak by the compiler's memory
-analysis, and by how much the closed form is above or below it. A step that does not fit into an H100 is
-planned for an H200, because the compiler takes the device's memory into account. Nothing runs on a GPU.
+analysis, and by how much the closed form is above or below it. Nothing runs on a GPU.
 """
 
 import argparse
@@ -118,12 +118,6 @@ def settings(model: str, overrides: dict[str, Any]) -> Settings:
     return read(c)
 
 
-def plan_of(s: Settings, compiles: bool) -> Plan:
-    """The plan of a step for an H100, or for an H200 if it does not fit."""
-    on_h100 = make_plan(s, topologies.parse("h100:1x1"), compiles)
-    return on_h100 if on_h100["fits"] else make_plan(s, topologies.parse("h200:1x1"), compiles)
-
-
 def state_bytes(overrides: dict[str, Any], topology: Topology) -> str:
     """Bytes per parameter of the 8B on the device, and on the host; a dash if `train` refuses them."""
     try:
@@ -176,12 +170,14 @@ def smallest_gpu(peak: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--topology", default="h100:1x1", help="the device that the steps are planned for")
     args = parser.parse_args()
     topologies.compile_without_devices()
+    topology = topologies.parse(args.topology)
     print("Bytes per parameter, Llama 3 8B\n")
-    print_states(topologies.parse("h100:1x1"))
+    print_states(topology)
     plans = {
-        (name, model): plan_of(settings(model, overrides), args.compile)
+        (name, model): make_plan(settings(model, overrides), topology, compiles=args.compile)
         for name, overrides in STEPS.items()
         for model in MODELS
     }

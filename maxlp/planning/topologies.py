@@ -294,10 +294,9 @@ def _gpu(topology: Topology) -> topologies.TopologyDescription:
     return topologies.get_topology_desc("", platform="cuda", target_config=config, topology=grid)
 
 
-def before_recomputing(kind: str) -> float:
-    """Up to how many bytes on a GPU XLA recomputes nothing to save memory; infinite for other devices."""
-    memory = {CHIPS[name].kind: gpu.memory for name, gpu in GPUS.items()}
-    return 0.8 * memory.get(kind, math.inf)
+def gpu_memory(kind: str) -> float:
+    """Bytes of a GPU's whole memory; infinite for other devices."""
+    return {CHIPS[name].kind: gpu.memory for name, gpu in GPUS.items()}.get(kind, math.inf)
 
 
 def listing() -> str:

@@ -113,7 +113,7 @@ def test_bandwidth_of_mesh_axes():
     assert math.isinf(topologies.axis_bandwidth(slices, hybrid, ("tensor",)))
 
 
-def test_gpus_recompute_beyond_four_fifths_of_their_memory():
-    chip = topologies.parse("h100:1x1").chip  # 95 % of it are for a program
-    assert topologies.before_recomputing(chip.kind) == pytest.approx(chip.memory / 0.95 * 0.8)
-    assert topologies.before_recomputing("TPU v5") == topologies.before_recomputing("cpu") == math.inf
+def test_a_program_gets_most_of_a_gpus_memory():
+    chip = topologies.parse("h100:1x1").chip
+    assert chip.memory == pytest.approx(0.95 * topologies.gpu_memory(chip.kind))
+    assert topologies.gpu_memory("TPU v5") == topologies.gpu_memory("cpu") == math.inf

@@ -354,8 +354,8 @@ def of_update(
 
     * where parameters are rounded stochastically, the updates of all of them, in float32; with low-bit
       moments XLA updates the three kernels of the MLP at once, with their updates in float32, their
-      gradients, and their new state besides the old one; beyond `topologies.before_recomputing` it
-      computes one of these updates again instead of keeping it;
+      gradients, and their new state besides the old one; beyond four fifths of a GPU's memory it computes
+      one of these updates again instead of keeping it, if the step fits then;
     * with low-bit moments of float32 parameters, zeros for all gradients and half of the largest array,
       which is rounded with the maxima of its blocks;
     * with other low-bit moments and with optimizers that multiply matrices, the largest array in float32:
@@ -363,10 +363,10 @@ def of_update(
     * after microbatches and with low-bit moments the updates, the largest array and codes; with GaLore what
       one pass adds to the sums, and the largest array.
 
-    Released layers are updated one by one. What is outside of them is left, with updates of all of it in
-    float32 if it is rounded or has low-bit moments. State in the host's memory is fetched for it; its new
-    state and its update exist for one array at a time, but with low-bit moments of float32 parameters two
-    float32 arrays for each.
+    Released layers are updated one by one. What is outside of them is left, and if it is rounded or has
+    low-bit moments, updates of all of it in float32, one of which takes the place of the head's gradient.
+    State in the host's memory is fetched for it; its new state and its update exist for one array at a
+    time, but with low-bit moments of float32 parameters two float32 arrays for each.
 
     Args:
       fetched: bytes in the host's memory for one parameter.
@@ -386,17 +386,18 @@ def of_update(
             more = params if optimizer.has_galore else wide + held["optimizer"] * s.param / 4
             return wide + more + largest
         return 2 * wide if rounding and not optimizer.has_galore else wide
-    grads = s.end * (s.a + 4 + 4 * low_bit)
+    embedding = 4 * (1 + low_bit) * s.end
     if s.released:
-        return grads + (4 * s.ends * s.end if low_bit or optimizer.has_galore or rounding else 0.0)
-    grads += of_blocks(s)
+        return embedding + 4 * s.ends * s.end if low_bit or optimizer.has_galore or rounding else 0.0
+    grads = of_blocks(s) + s.end * s.a + embedding
     if zeros:
         return 2 * params + largest / 2
     if low_bit and rounding == "stochastic":
         mlp = 3 * s.of_stage.L * s.D * s.F / (s.shards * s.t)
         at_once = mlp * (4 + s.param * (1 + held["optimizer"] / params))
-        fits = sum(held.values()) + at_once <= topologies.before_recomputing(device_kind)
-        return at_once if fits else at_once - 4 * mlp / 3
+        memory, others = topologies.gpu_memory(device_kind), sum(held.values())
+        again = others + at_once > 0.8 * memory and others + at_once - 4 * mlp / 3 < memory
+        return at_once - 4 * mlp / 3 if again else at_once
     if low_bit or optimizer.has_galore or optimizer.name in MATRICES:
         return grads + largest
     return params + wide if rounding else grads
