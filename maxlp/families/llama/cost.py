@@ -27,13 +27,12 @@ from maxlp.planning.cost_model import (
     Work,
     held_state,
     matmul_flops,
+    of_matrices,
     saves_attention,
     unsampled,
 )
 from maxlp.planning.hlo import Collective
 from maxlp.run.settings import Machine, Settings
-
-MATRICES = ("apollo", "apollo_mini", "muon", "normuon", "soap")  # optimizers that multiply matrices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,8 +357,8 @@ def of_update(
       one of these updates again instead of keeping it, if the step fits then;
     * with low-bit moments of float32 parameters, zeros for all gradients and half of the largest array,
       which is rounded with the maxima of its blocks;
-    * with other low-bit moments and with optimizers that multiply matrices, the largest array in float32:
-      an update, or a clipped gradient that a matmul reads;
+    * with other low-bit moments and with GaLore the largest array in float32, an update; for optimizers
+      that multiply matrices see `of_matrices`;
     * after microbatches and with low-bit moments the updates, the largest array and codes; with GaLore what
       one pass adds to the sums, and the largest array.
 
@@ -398,9 +397,9 @@ def of_update(
         memory, others = topologies.gpu_memory(device_kind), sum(held.values())
         again = others + at_once > 0.8 * memory and others + at_once - 4 * mlp / 3 < memory
         return at_once - 4 * mlp / 3 if again else at_once
-    if low_bit or optimizer.has_galore or optimizer.name in MATRICES:
+    if low_bit or optimizer.has_galore:
         return grads + largest
-    return params + wide if rounding else grads
+    return params + wide if rounding else grads + of_matrices(optimizer.name, largest)
 
 
 # --- work and collectives -----------------------------------------------------------------------------
