@@ -120,6 +120,7 @@ for _name, _changes in {
     "tied, offloaded": {"model.tie_embeddings": True} | OFFLOAD,
     "tied, FlashOptim, offloaded": {"model.tie_embeddings": True} | FLASHOPTIM | OFFLOAD,
     "pure bf16, 8 bits": PURE | BITS_8,
+    "pure bf16, companded moments": FLASHOPTIM | PURE,
     "pure bf16, 8 bits, remat none": {"model.remat": "none"} | PURE | BITS_8,
     "Muon": {"optimizer.name": "muon"},
     "APOLLO": {"optimizer.name": "apollo", "optimizer.options.rank": 64},

@@ -353,8 +353,8 @@ def of_update(
 
     * where parameters are rounded stochastically, the updates of all of them, in float32; with low-bit
       moments XLA updates the three kernels of the MLP at once, with their updates in float32, their
-      gradients, and their new state besides the old one; beyond four fifths of a GPU's memory it computes
-      one of these updates again instead of keeping it, if the step fits then;
+      gradients, and in dynamic8 their new state besides the old one; beyond four fifths of a GPU's memory
+      it computes one of these updates again instead of keeping it, if the step fits then;
     * with low-bit moments of float32 parameters, zeros for all gradients and half of the largest array,
       which is rounded with the maxima of its blocks;
     * with other low-bit moments and with GaLore the largest array in float32, an update; for optimizers
@@ -391,9 +391,10 @@ def of_update(
     grads = of_blocks(s) + s.end * s.a + embedding
     if zeros:
         return 2 * params + largest / 2
-    if low_bit and rounding == "stochastic":
+    if low_bit and optimizer.low_bit and rounding == "stochastic":
         mlp = 3 * s.of_stage.L * s.D * s.F / (s.shards * s.t)
-        at_once = mlp * (4 + s.param * (1 + held["optimizer"] / params))
+        dynamic = "dynamic8" in (optimizer.low_bit.mu, optimizer.low_bit.nu)
+        at_once = mlp * (4 + s.param * (1 + dynamic * held["optimizer"] / params))
         memory, others = topologies.gpu_memory(device_kind), sum(held.values())
         again = others + at_once > 0.8 * memory and others + at_once - 4 * mlp / 3 < memory
         return at_once - 4 * mlp / 3 if again else at_once
