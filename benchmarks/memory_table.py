@@ -3,6 +3,7 @@ r"""The tables of docs/memory.md: what each optimizer and precision holds, and t
     python benchmarks/memory_table.py                    # closed form; half a minute on 2 cores
     pip install 'maxlp[aot]'
     python benchmarks/memory_table.py --compile          # and compiled for an H100; 10 minutes of CPU time
+    python benchmarks/memory_table.py --compile --topology=h200:1x1
 
 The first table is the state of a training run in bytes per parameter, from the shapes of the 8B's state;
 after a plus, those in the host's memory. The second is the peak memory of a step of one sequence on one
@@ -169,9 +170,10 @@ def smallest_gpu(peak: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--topology", default="h100:1x1", help="the device that the steps are planned for")
     args = parser.parse_args()
     topologies.compile_without_devices()
-    topology = topologies.parse("h100:1x1")
+    topology = topologies.parse(args.topology)
     print("Bytes per parameter, Llama 3 8B\n")
     print_states(topology)
     plans = {

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from maxlp import families
 from maxlp.core.train_state import State, abstract_state, num_params
+from maxlp.optim.muon import TOGETHER
 from maxlp.parallel.exchange import num_bytes
 from maxlp.parallel.sharding import abstract_mesh
 from maxlp.planning.hlo import Collective
@@ -19,6 +20,8 @@ from maxlp.precision import blocks
 from maxlp.precision.recipes import GEMMS
 from maxlp.run.experiment import assemble
 from maxlp.run.settings import Machine, Settings
+
+MATRICES = ("apollo", "apollo_mini", "muon", "normuon", "soap")  # optimizers that multiply matrices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +82,20 @@ def saves_attention(remat: str, kernel: str) -> bool:
     What kernels save has a name for the policies of `nn.stack`; what dense attention saves has none.
     """
     return remat == "none" or (remat == "dots" and kernel != "xla")
+
+
+def of_matrices(optimizer: str, largest: float) -> float:
+    """Bytes of float32 arrays in the update of an optimizer that multiplies matrices, on one device.
+
+    It needs one array of the largest stack of matrices: an update, or a clipped gradient that a matmul
+    reads. Muon's iterations have three more of the matrices on which it iterates at a time.
+
+    Args:
+      largest: bytes of the largest stack in float32.
+    """
+    if optimizer not in MATRICES:
+        return 0.0
+    return largest + (3 * min(4 * TOGETHER, largest) if optimizer in ("muon", "normuon") else 0.0)
 
 
 def state_shapes(s: Settings, machine: Machine) -> StateShapes:

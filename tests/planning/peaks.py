@@ -66,6 +66,13 @@ BITS_8 = {
     "optimizer.low_bit.nu": "dynamic8",
     "optimizer.low_bit.block_size": 256,
 }
+FLASHOPTIM = {
+    "model.param_dtype": "bfloat16",
+    "optimizer.param_rounding": "residual",
+    "optimizer.low_bit.mu": "companded8",
+    "optimizer.low_bit.nu": "companded8",
+    "optimizer.low_bit.block_size": 32,
+}
 GALORE = {"optimizer.galore.rank": 256}
 LORA = {"train.lora.rank": 16, "train.init_from": "unread"}
 OFFLOAD = {"optimizer.offload": True} | RELEASED
@@ -105,6 +112,21 @@ for _name, _changes in {
     "pure bf16, GaLore, 8 bits, released": PURE | GALORE | BITS_8 | RELEASED,
 }.items():
     LLAMA[f"one device, {_name}"] = {"data.batch_size": 4, **_changes}
+# What determines the peak of larger models: one row leaves it to the update, sixteen to a block.
+for _name, _changes in {
+    "FlashOptim": FLASHOPTIM,
+    "FlashOptim, released": FLASHOPTIM | RELEASED,
+    "FlashOptim, offloaded": FLASHOPTIM | OFFLOAD,
+    "tied, offloaded": {"model.tie_embeddings": True} | OFFLOAD,
+    "tied, FlashOptim, offloaded": {"model.tie_embeddings": True} | FLASHOPTIM | OFFLOAD,
+    "pure bf16, 8 bits": PURE | BITS_8,
+    "pure bf16, companded moments": FLASHOPTIM | PURE,
+    "pure bf16, 8 bits, remat none": {"model.remat": "none"} | PURE | BITS_8,
+    "Muon": {"optimizer.name": "muon"},
+    "APOLLO": {"optimizer.name": "apollo", "optimizer.options.rank": 64},
+}.items():
+    LLAMA[f"one row, {_name}"] = {"data.batch_size": 1, **_changes}
+LLAMA["sixteen rows, pure bf16, 8 bits"] = {"data.batch_size": 16} | PURE | BITS_8
 # Presets on one device, named by what they change: the update of 8 billion parameters can be the peak.
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {}
 for _name, _changes in {
@@ -134,6 +156,16 @@ PRESETS["llama.8b, LoRA, bf16"] = (
 )
 PRESETS["clip.l14, offloaded"] = "clip.l14", {"data.batch_size": 256, "model.attention": "xla"} | OFFLOAD
 PRESETS["llama.8b, offloaded"] = "llama.8b", {"data.batch_size": 1, "model.attention": "flash"} | OFFLOAD
+_P8 = {"model.attention": "flash"} | PURE | BITS_8
+PRESETS["llama.8b, pure bf16, 8 bits, 16 rows"] = "llama.8b", {"data.batch_size": 16} | _P8
+PRESETS["llama.8b, pure bf16, 8 bits, 24 rows, remat offload"] = (
+    "llama.8b",
+    {"data.batch_size": 24, "model.remat": "offload"} | _P8,
+)
+PRESETS["llama.8b, pure bf16, 8 bits, remat none"] = (
+    "llama.8b",
+    {"data.batch_size": 4, "model.remat": "none"} | _P8,
+)
 # On several devices: weights are rounded before they are gathered.
 PRESETS["llama.8b, batch 8, released"] = "llama.8b", {"data.batch_size": 8} | RELEASED
 PRESETS["llama.70b, 8 bits, released"] = (

@@ -111,3 +111,9 @@ def test_bandwidth_of_mesh_axes():
     hybrid = {"data": 2, "fsdp": 256, "tensor": 1}
     assert topologies.axis_bandwidth(slices, hybrid, ("data",), dcn=2) == 3.125e9
     assert math.isinf(topologies.axis_bandwidth(slices, hybrid, ("tensor",)))
+
+
+def test_a_program_gets_most_of_a_gpus_memory():
+    chip = topologies.parse("h100:1x1").chip
+    assert chip.memory == pytest.approx(0.95 * topologies.gpu_memory(chip.kind))
+    assert topologies.gpu_memory("TPU v5") == topologies.gpu_memory("cpu") == math.inf

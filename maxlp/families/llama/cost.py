@@ -19,6 +19,7 @@ from maxlp.nn.attention import cudnn, flash, flash_tile, ring
 from maxlp.parallel.exchange import num_bytes
 from maxlp.parallel.schedule import Schedule
 from maxlp.parallel.sharding import abstract_mesh
+from maxlp.planning import topologies
 from maxlp.planning.cost_model import (
     Cost,
     Ledger,
@@ -26,6 +27,7 @@ from maxlp.planning.cost_model import (
     Work,
     held_state,
     matmul_flops,
+    of_matrices,
     saves_attention,
     scatter_of_gradients,
     unsampled,
@@ -39,6 +41,7 @@ class Sizes:
     """A step's sizes on one device; see the letters above.
 
     Attributes:
+      ends: 2, the embedding and the head, or 1 if they are one array.
       a, param: bytes of one number of an activation and of a parameter.
       schedule: of the pipeline; one stage and one microbatch if there is none.
       released: each layer is updated in the backward pass.
@@ -58,6 +61,7 @@ class Sizes:
     V: int
     L: int
     t: int
+    ends: int
     fsdp: int
     context: int
     data: int
@@ -94,6 +98,11 @@ class Sizes:
         return self.fsdp * self.context
 
     @property
+    def end(self) -> float:
+        """Numbers of the embedding or of the head, sharded."""
+        return self.V * self.D / (self.shards * self.t)
+
+    @property
     def block_params(self) -> int:
         return self.D * (2 * self.N + 2 * self.K) * self.H + 3 * self.D * self.F
 
@@ -119,6 +128,7 @@ def sizes(s: Settings, machine: Machine) -> Sizes:
         V=m.vocab_size,
         L=m.num_layers,
         t=axes["tensor"],
+        ends=1 if m.tie_embeddings else 2,
         fsdp=axes["fsdp"],
         context=axes["context"],
         data=axes["data"],
@@ -150,9 +160,9 @@ def sizes(s: Settings, machine: Machine) -> Sizes:
 def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str, float]:
     """Bytes of one device at the worst moment of a step, by what they hold.
 
-    Three moments compete: the backward pass of a block, the loss of one chunk of the sequence, and the
-    update, if it does more than pass over the arrays once, see `of_update`. (The CPU's compiler does not
-    order its work for memory: a block's activations take 1.45 times as much.)
+    Three moments compete: the loss of one chunk of the sequence, the backward pass of a block, and the
+    update, see `of_update`. (The CPU's compiler does not order its work for memory: a block's activations
+    take 1.45 times as much.)
     """
     s, mesh = sizes(settings, machine), abstract_mesh(machine.axes)
     held = held_state(settings, mesh, state) | {
@@ -161,14 +171,13 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
     forward, block = {"saved activations": kept(s)}, of_block(s.of_stage)
     if s.platform == "cpu":
         block["a block's activations"] *= 1.45
-    during = forward | {"gradients": gradients(s)}
-    at_loss = during
-    if s.released:  # its gradients are those of the head, which `of_loss` counts
-        at_loss = forward | {"rounded weights": rounded_weights(s)}
-    moments = [during | block, at_loss | of_loss(s)]
-    fetched = state.offloaded_on(mesh) * 2 * s.V * s.D / state.num_params  # of embedding and head
-    if update := of_update(settings, s, held, fetched):
-        moments.append({"gradients and updates": update})
+    rounded = {"rounded weights": rounded_weights(s)} if s.released else {}
+    fetched = state.offloaded_on(mesh) / state.num_params
+    moments = [
+        forward | {"gradients": summed(s)} | rounded | of_loss(s),
+        forward | {"gradients": gradients(s)} | block,
+        {"gradients and updates": of_update(settings, s, held, fetched, machine.device_kind)},
+    ]
     return held | max(moments, key=lambda parts: sum(parts.values()))
 
 
@@ -198,13 +207,13 @@ def saved(s: Sizes) -> float:
     if s.remat == "dots":  # the block's input, the outputs of q, k, v, o, gate and up, and of attention
         return x + q + 2 * k + x + 2 * f + (q + s.log_sums if s.saves_attention else 0.0)
     # JAX saves six F-wide arrays, three float32 arrays of each norm, both normed inputs, q, k, v, the
-    # output of attention twice, and the weights in the dtype of the matmuls; of what the gradients of
-    # kernels alone need, only the tokens that they are computed from.
+    # output of attention twice, and the weights in the dtype of the matmuls, unless that is how they are
+    # stored; of what the gradients of kernels alone need, only the tokens that they are computed from.
     of_qkv, of_o, of_gate, of_down = s.unsampled
     norms = 6 * s.T * s.D * 4 / s.t + (2 - of_qkv - of_gate) * s.T * s.D * s.a + 3 * normed_heads(s)
     heads = (2 - of_o) * q + 2 * k
     probs = (4 + s.a) * squares(s) if s.attention == "xla" else 0.0
-    weights = s.block_params * s.a / (s.shards * s.t)
+    weights = s.block_params * s.a / (s.shards * s.t) if s.param != s.a else 0.0
     return (6 - of_down) * f + norms + heads + x + probs + weights
 
 
@@ -219,41 +228,50 @@ def squares(s: Sizes) -> float:
 
 
 def gradients(s: Sizes) -> float:
-    """Bytes of the gradients of the blocks and of the head, sharded.
+    """Bytes of the gradients during the backward pass of the blocks, sharded.
 
-    Where they are summed over the ticks of a pipeline, they exist twice; where they are summed over
-    microbatches, a second time in float32. Where layers are updated in the backward pass, a layer's take
-    the place of its activations, and those of the head remain.
+    They are those of the blocks, which begin as zeros after the loss, and that of the head in the dtype of
+    the matmuls. Where gradients are summed over the ticks of a pipeline, those of the blocks exist twice.
+    Where layers are updated in the backward pass, a layer's take the place of its activations.
     """
     if s.frozen:
         return 0.0
-    blocks = s.of_stage.L * s.block_params * s.param / (s.shards * s.t)
-    ends = s.V * s.D * s.param / (s.shards * s.t)
-    if s.released:
-        return ends
+    blocks = 0.0 if s.released else of_blocks(s)
     twice = blocks if s.schedule.stages > 1 else 0.0
-    sums = (blocks + 2 * ends) * 4 / s.param if s.microbatches > 1 else 0.0
-    return blocks + ends + twice + sums
+    return blocks + twice + s.end * s.a + summed(s)
+
+
+def of_blocks(s: Sizes) -> float:
+    """Bytes of the gradients of the blocks, sharded."""
+    return s.of_stage.L * s.block_params * s.param / (s.shards * s.t)
+
+
+def summed(s: Sizes) -> float:
+    """Bytes of the sums of gradients over microbatches, in float32."""
+    if s.frozen or s.microbatches == 1:
+        return 0.0
+    return 4 * (of_blocks(s) / s.param + s.ends * s.end)
 
 
 def of_block(s: Sizes) -> dict[str, float]:
     """The backward pass of one block.
 
-    Of the MLP it holds gate, up, their product and two gradients; on one device no more, because nothing
-    is gathered, unless adapters read their inputs again. Of attention it holds the inputs and the output;
-    dense attention peaks before the MLP is recomputed, with probabilities and their gradient in float32 and
-    rounded; for ring attention see `of_ring`, and for cuDNN `cudnn.workspace`, which compilers without a
-    GPU do not count. Of the residual stream it holds four whole arrays, and with a tensor axis up to five
-    more: gathered for what is recomputed, and sums to scatter. The TPU compiler holds normed queries and
-    keys in float32 twice. Seven tenths of the gathered weights are in use at that moment, and as much of
-    the rounded ones, see `rounded_weights`.
+    Of the MLP it holds gate, up, their product and two gradients. Of attention it holds the inputs and the
+    output; dense attention peaks before the MLP is recomputed, with probabilities and their gradient in
+    float32 and rounded; for ring attention see `of_ring`, and for cuDNN `cudnn.workspace`, which compilers
+    without a GPU do not count. Of the residual stream it holds four whole arrays, and with a tensor axis up
+    to five more: gathered for what is recomputed, and sums to scatter. On one device nothing is gathered,
+    and the peak is later: one gradient of the MLP is left, and six arrays of the residual stream, unless
+    adapters read their inputs again. The TPU compiler holds normed queries and keys in float32 twice. Seven
+    tenths of the gathered weights are in use at that moment, and as much of the rounded ones, see
+    `rounded_weights`.
     """
     x, f = s.T * s.D * s.a, s.T * s.F * s.a / s.t
     q, k = s.T * s.N * s.H * s.a / s.t, s.T * s.K * s.H * s.a / s.t
     gathered = s.remat in ("block", "offload") and s.platform != "cpu"
     split = (5 * (x - x / s.t) if gathered else x / s.t) if s.t > 1 else 0.0
     gathers = s.shards * s.t > 1 or s.platform == "cpu" or s.frozen
-    mlp = 5 * f + (2 * q + 2 * k + 4 * x + x / s.t + split if gathers else 0.0)
+    mlp = 5 * f + 2 * q + 2 * k + 4 * x + x / s.t + split if gathers else 4 * f + 2 * q + 2 * k + 6 * x
     attention = (8 + s.a) * squares(s) + 2 * q + 2 * k + 2 * x + split if s.attention == "xla" else 0.0
     if s.attention == "ring":
         attention = of_ring(s) + 4 * x + split
@@ -324,37 +342,66 @@ def of_loss(s: Sizes) -> dict[str, float]:
     return parts | {"head": head * (copies * s.a + 4), "gradient of the blocks": tokens * s.D * s.a}
 
 
-def of_update(settings: Settings, s: Sizes, held: dict[str, float], fetched: float) -> float:
-    """Bytes of the update of all parameters, besides what is held; 0 if it runs in place.
+def of_update(
+    settings: Settings, s: Sizes, held: dict[str, float], fetched: float, device_kind: str
+) -> float:
+    """Bytes of the update of all parameters, besides what is held.
 
-    The gradients exist, and if they are sums over microbatches, in float32. Besides them, compiled steps of
-    8 billion parameters hold:
+    The gradients exist, and if they are sums over microbatches, in float32. If not, that of the head is in
+    the dtype of the matmuls, and the embedding's in float32, with low-bit moments beside the float32 zeros
+    that it was added to, because XLA uses them in the update again. Updates are made in place, except that
+    compiled steps hold:
 
-    * where parameters are rounded stochastically, the updates of all of them, in float32;
-    * with moments in few bits, which are rounded with the maxima of their blocks, the new codes and half of
-      the largest array in float32; after microbatches the updates, the largest array and codes;
-    * with GaLore and moments in few bits, whose codes are smaller, two and a half of the largest array for
-      its products of matrices; after microbatches one, and what one pass adds to the sums.
+    * where parameters are rounded stochastically, the updates of all of them, in float32; with low-bit
+      moments XLA updates the three kernels of the MLP at once, with their updates in float32, their
+      gradients, and in dynamic8 their new state besides the old one; beyond four fifths of a GPU's memory
+      it computes one of these updates again instead of keeping it, if the step fits then;
+    * with low-bit moments of float32 parameters, zeros for all gradients and half of the largest array,
+      which is rounded with the maxima of its blocks;
+    * with other low-bit moments and with GaLore the largest array in float32, an update; for optimizers
+      that multiply matrices see `of_matrices`;
+    * after microbatches and with low-bit moments the updates, the largest array and codes; with GaLore what
+      one pass adds to the sums, and the largest array.
 
-    Released layers are updated one by one; what is outside of them is left, and takes four float32 arrays,
-    and one more with its state in few bits; state in the host's memory is fetched for it.
+    Released layers are updated one by one. What is outside of them is left, and if it is rounded or has
+    low-bit moments, updates of all of it in float32, one of which takes the place of the head's gradient.
+    State in the host's memory is fetched for it; its new state and its update exist for one array at a
+    time, but with low-bit moments of float32 parameters two float32 arrays for each.
+
+    Args:
+      fetched: bytes in the host's memory for one parameter.
     """
     optimizer, params = settings.optimizer, held["parameters"]
+    low_bit, rounding = optimizer.has_low_bit, optimizer.param_rounding
     wide = params * 4 / s.param
-    grads = params if s.microbatches == 1 else wide
-    largest = 4 * max(s.of_stage.L * s.D * s.F, s.V * s.D) / (s.shards * s.t)
+    largest = 4 * max(s.of_stage.L * s.D * s.F / (s.shards * s.t), s.end)
+    zeros = low_bit and rounding is None and not optimizer.has_galore
+    if s.frozen:
+        return 0.0
+    if optimizer.offload:
+        updates = 4 * (s.ends if zeros else 1 if rounding else 0)
+        return s.end * (4 + (s.ends - 1) * s.param + (s.ends + 1) * fetched + updates)
+    if s.microbatches > 1:
+        if low_bit:
+            more = params if optimizer.has_galore else wide + held["optimizer"] * s.param / 4
+            return wide + more + largest
+        return 2 * wide if rounding and not optimizer.has_galore else wide
+    embedding = 4 * (1 + low_bit) * s.end
     if s.released:
-        ends = 4 * s.V * s.D / (s.shards * s.t)
-        if optimizer.offload:
-            return (4 + optimizer.has_low_bit) * ends + fetched
-        return 4 * ends if optimizer.has_low_bit or optimizer.has_galore else 0.0
-    if optimizer.has_low_bit and optimizer.has_galore:
-        return grads + 2.5 * largest if s.microbatches == 1 else grads + params + largest
-    if optimizer.has_low_bit:
-        if s.microbatches == 1:
-            return 2 * grads + largest / 2
-        return grads + wide + largest + held["optimizer"] * s.param / 4
-    return grads + wide if optimizer.param_rounding and not optimizer.has_galore else 0.0
+        return embedding + 4 * s.ends * s.end if low_bit or optimizer.has_galore or rounding else 0.0
+    grads = of_blocks(s) + s.end * s.a + embedding
+    if zeros:
+        return 2 * params + largest / 2
+    if low_bit and optimizer.low_bit and rounding == "stochastic":
+        mlp = 3 * s.of_stage.L * s.D * s.F / (s.shards * s.t)
+        dynamic = "dynamic8" in (optimizer.low_bit.mu, optimizer.low_bit.nu)
+        at_once = mlp * (4 + s.param * (1 + dynamic * held["optimizer"] / params))
+        memory, others = topologies.gpu_memory(device_kind), sum(held.values())
+        again = others + at_once > 0.8 * memory and others + at_once - 4 * mlp / 3 < memory
+        return at_once - 4 * mlp / 3 if again else at_once
+    if low_bit or optimizer.has_galore:
+        return grads + largest
+    return params + wide if rounding else grads + of_matrices(optimizer.name, largest)
 
 
 # --- work and collectives -----------------------------------------------------------------------------
