@@ -61,10 +61,6 @@ def dot_general(
     return jax.lax.dot_general(x, kernel, dimension_numbers, preferred_element_type=preferred_element_type)
 
 
-def _dot_general_fwd(x, kernel, dimension_numbers, preferred_element_type):
-    return dot_general(x, kernel, dimension_numbers, preferred_element_type), (x, kernel)
-
-
 def _dot_general_bwd(dimension_numbers, preferred_element_type, saved, g):
     x, kernel = saved
     g = g.astype(x.dtype)
@@ -74,7 +70,7 @@ def _dot_general_bwd(dimension_numbers, preferred_element_type, saved, g):
     return dx, dkernel
 
 
-dot_general.defvjp(_dot_general_fwd, _dot_general_bwd)
+dot_general.defvjp(lambda *args: (dot_general(*args), args[:2]), _dot_general_bwd)
 
 
 def _last_with_first(x: jax.Array) -> Any:
@@ -170,16 +166,12 @@ def take_rows(num_rows: int, table_VD: jax.Array, ids_BS: jax.Array) -> jax.Arra
     return jnp.take(table_VD, ids_BS, axis=0)
 
 
-def _take_rows_fwd(num_rows, table_VD, ids_BS):
-    return take_rows(num_rows, table_VD, ids_BS), ids_BS
-
-
 def _take_rows_bwd(num_rows, ids_BS, g_BSD):
     sums_VD = jnp.zeros((num_rows, g_BSD.shape[-1]), jnp.float32).at[ids_BS].add(g_BSD.astype(jnp.float32))
     return sums_VD.astype(g_BSD.dtype), None
 
 
-take_rows.defvjp(_take_rows_fwd, _take_rows_bwd)
+take_rows.defvjp(lambda *args: (take_rows(*args), args[-1]), _take_rows_bwd)
 
 
 class Embed(nnx.Module):

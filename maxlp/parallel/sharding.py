@@ -221,26 +221,20 @@ def _gathered_gradient(x_BSD: jax.Array) -> jax.Array:
     return x_BSD
 
 
-def _gathered_gradient_fwd(x_BSD: jax.Array) -> tuple[jax.Array, None]:
-    return x_BSD, None
-
-
-def _gathered_gradient_bwd(_: None, g_BSD: jax.Array) -> tuple[jax.Array]:
-    return (gather_sequence(g_BSD),)
-
-
-_gathered_gradient.defvjp(_gathered_gradient_fwd, _gathered_gradient_bwd)
+_gathered_gradient.defvjp(lambda x_BSD: (x_BSD, None), lambda _, g_BSD: (gather_sequence(g_BSD),))
 
 
 def split_chunks(x: jax.Array, n: int) -> jax.Array:
     """(B, S, …) in ``n`` chunks of the sequence, (n, P, B/b, S/s/n, …), of which each device has a part.
 
-    P = b × s: the mesh splits the batch in b parts and the sequence in s parts at the head of the model.
+    P = b × s: the mesh splits the batch in b parts and the sequence in s parts at the head of the model. If
+    ``n`` does not divide S / s, there are as many chunks as divide both.
     """
     mesh = jax.sharding.get_abstract_mesh()
     b, s = (1 if mesh.empty else axes_size(mesh, axes) for axes in spec("batch", "logits_seq"))
     B, S = x.shape[:2]
-    assert B % b == S % (s * n) == 0, "see run.constraints"
+    assert B % b == S % s == 0, "see run.constraints"
+    n = math.gcd(n, S // s)
     x = x.reshape(b, B // b, s, n, S // (s * n), *x.shape[2:])
     x = jnp.moveaxis(x, (3, 0, 2), (0, 1, 2))
     x = x.reshape(n, b * s, *x.shape[3:])
@@ -248,6 +242,18 @@ def split_chunks(x: jax.Array, n: int) -> jax.Array:
 
 
 # --- parameters -----------------------------------------------------------------------------------------
+
+
+def constrain_params(variables: nnx.State, *, gathered: bool = False) -> nnx.State:
+    """Constrains parameters to their shards; if ``gathered``, then to a split by the tensor axis only."""
+
+    def one(variable: nnx.Variable) -> nnx.Variable:
+        names = variable.get_metadata("out_sharding")
+        shard = constrain(variable[...], *names)
+        left = (name if name and RULES[name] == "tensor" else None for name in names)
+        return variable.replace(constrain(shard, *left) if gathered else shard)
+
+    return jax.tree.map(one, variables, is_leaf=lambda v: isinstance(v, nnx.Variable))
 
 
 def all_gather_params(variables: nnx.State) -> nnx.State:
@@ -285,10 +291,6 @@ def _all_gather(shard: jax.Array, axis: str | tuple[str, ...], dim: int) -> jax.
     return jax.lax.all_gather(shard, axis, axis=dim, tiled=True)
 
 
-def _all_gather_fwd(shard: jax.Array, axis: str | tuple[str, ...], dim: int) -> tuple[jax.Array, None]:
-    return _all_gather(shard, axis, dim), None
-
-
 def _all_gather_bwd(axis: str | tuple[str, ...], dim: int, _: None, g: jax.Array) -> tuple[jax.Array]:
     others = [(0, 0 if i == dim else _round_size(n) - n) for i, n in enumerate(g.shape)]
     scattered = jax.lax.psum_scatter(jnp.pad(g, others), axis, scatter_dimension=dim, tiled=True)
@@ -296,7 +298,7 @@ def _all_gather_bwd(axis: str | tuple[str, ...], dim: int, _: None, g: jax.Array
     return (scattered[tuple(slice(n) for n in sizes)],)
 
 
-_all_gather.defvjp(_all_gather_fwd, _all_gather_bwd)
+_all_gather.defvjp(lambda shard, axis, dim: (_all_gather(shard, axis, dim), None), _all_gather_bwd)
 
 
 def _round_size(n: int) -> int:

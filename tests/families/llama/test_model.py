@@ -54,8 +54,8 @@ def test_capped_logits_are_those_of_gemma_2(tied):
     x_BSD = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 32)), jnp.float32)
     want = 2 * np.tanh(np.float64(plain.logits(x_BSD)) / 2)
     assert np.abs(want).max() > 1 and np.abs(want).max() < 2
-    head, weights = capped.head()
-    for got in (capped.logits(x_BSD), head(weights, x_BSD)):
+    product, weights = capped.head()
+    for got in (capped.logits(x_BSD), capped.cap(product(weights, x_BSD))):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
