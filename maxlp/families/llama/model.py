@@ -312,9 +312,10 @@ class Llama(nnx.Module):
 
     @property
     def has_plain_head(self) -> bool:
-        """Whether the head has no recipe, and its gradients have the range of float32."""
-        dot_general = getattr(self._head_module(), "dot_general", layers.dot_general)
-        return dot_general is layers.dot_general and self.config.dtype != "float16"
+        """Whether the head is trained, without a recipe, in a dtype that has the range of float32."""
+        head = self._head_module()
+        plain = getattr(head, "dot_general", layers.dot_general) is layers.dot_general
+        return plain and not nnx.state(head, layers.Frozen) and self.config.dtype != "float16"
 
     def _head_module(self) -> layers.Embed | layers.Linear:
         return self.tok_embed if self.lm_head is None else self.lm_head
