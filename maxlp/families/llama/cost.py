@@ -316,8 +316,8 @@ def of_loss(s: Sizes) -> dict[str, float]:
 
     One chunk keeps the gradient of all logits, beside one piece of them; where the head is not plain, both
     are whole. With several chunks the head's gradient is accumulated in float32, and the gradient of the
-    residual stream is kept. The TPU compiler multiplies by parts of the head, and holds less of it and of its
-    gradient.
+    residual stream is kept. The TPU compiler multiplies by parts of the head, and holds less of it and of
+    its gradient.
     """
     tokens, head = s.T / s.schedule.stages, s.V * s.D / s.t
     parts = {"logits": tokens / s.chunks * s.V / s.t * (4 + s.a)}
