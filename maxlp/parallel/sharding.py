@@ -227,8 +227,7 @@ _gathered_gradient.defvjp(lambda x_BSD: (x_BSD, None), lambda _, g_BSD: (gather_
 def split_chunks(x: jax.Array, n: int) -> jax.Array:
     """(B, S, …) in ``n`` chunks of the sequence, (n, P, B/b, S/s/n, …), of which each device has a part.
 
-    P = b × s: the mesh splits the batch in b parts and the sequence in s parts at the head of the model. If
-    ``n`` does not divide S / s, there are as many chunks as divide both.
+    P = b × s: the mesh splits batch and sequence in b and s parts at the head; ``n`` is cut to divide S/s.
     """
     mesh = jax.sharding.get_abstract_mesh()
     b, s = (1 if mesh.empty else axes_size(mesh, axes) for axes in spec("batch", "logits_seq"))

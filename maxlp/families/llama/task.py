@@ -52,8 +52,9 @@ def next_token_sums(model: nnx.Module, batch: dict, config: NextTokenConfig) -> 
     with jax.named_scope("head"):
         if config.num_chunks == 1 and not model.has_plain_head:
             return losses.next_token(model.logits(x_BSD), targets_BS, mask_BS, z_loss=config.z_loss)
+        product, weights = model.head()
         return losses.next_token_in_chunks(
-            *model.head(), x_BSD, targets_BS, mask_BS, cap=model.cap, **vars(config)
+            product, weights, x_BSD, targets_BS, mask_BS, cap=model.cap, **vars(config)
         )
 
 
