@@ -8,7 +8,7 @@ from flax import nnx
 from maxlp.families.llama import losses
 from maxlp.nn import layers
 from maxlp.parallel import sharding
-from maxlp.planning import hlo
+from maxlp.planning import hlo, hlo_flops, topologies
 
 B, S, D, V = 3, 8, 16, 50
 
@@ -24,23 +24,29 @@ def problem():
     }
 
 
-def head(w_DV):
-    """The head of a model: a function of weights and hidden states, and the weights."""
-    return lambda weights, x: x @ weights["w"][...], nnx.State(
-        {"w": layers.param(w_DV, ("embed", "vocab"))}
-    )
+def logits(w_DV, x_BSD):
+    return layers.dot_general(x_BSD, w_DV, (((x_BSD.ndim - 1,), (0,)), ((), ())), jnp.float32)
 
 
 def total(p, w, x, num_chunks, z_loss):
+    """The loss and the sums; with 0 chunks those of logits that exist."""
     labels = p["targets"], p["mask"]
-    if num_chunks == 1:
-        sums = losses.next_token(x @ w, *labels, z_loss=z_loss)
+    if num_chunks == 0:
+        sums = losses.next_token(logits(w, x), *labels, z_loss=z_loss)
     else:
-        sums = losses.next_token_in_chunks(*head(w), x, *labels, num_chunks=num_chunks, z_loss=z_loss)
+        weights = nnx.State({"w": layers.param(w, ("embed", "vocab"))})
+        sums = losses.next_token_in_chunks(
+            lambda weights, x: logits(weights["w"][...], x),
+            weights,
+            x,
+            *labels,
+            num_chunks=num_chunks,
+            z_loss=z_loss,
+        )
     return sums["loss"], sums
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2, 8])
+@pytest.mark.parametrize("num_chunks", [0, 1, 2, 8])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 def test_equals_optax_with_gradients(problem, num_chunks, z_loss):
     p = problem
@@ -59,7 +65,7 @@ def test_equals_optax_with_gradients(problem, num_chunks, z_loss):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads, want_grads)
 
 
-@pytest.mark.parametrize("num_chunks", [2, 8])
+@pytest.mark.parametrize("num_chunks", [1, 2, 8])
 def test_chunks_in_float16_have_the_range_of_the_whole(num_chunks):
     """512 equal tokens: only the gradient of their sum, -120,000, is beyond the 65,504 of float16.
 
@@ -68,37 +74,26 @@ def test_chunks_in_float16_have_the_range_of_the_whole(num_chunks):
     """
     B, S, D, V, loss_scale = 4, 128, 4, 64, 128.0
     x_BSD, w_DV = jnp.full((B, S, D), 240, jnp.float16), jnp.zeros((D, V), jnp.float16)
-    labels = jnp.zeros((B, S), jnp.int32), jnp.ones((B, S), bool)
-
-    def logits(w_DV, x_BSD):
-        return layers.dot_general(x_BSD, w_DV, (((x_BSD.ndim - 1,), (0,)), ((), ())), jnp.float32)
+    p = {"targets": jnp.zeros((B, S), jnp.int32), "mask": jnp.ones((B, S), bool)}
 
     def whole(w_DV, x_BSD):
-        return losses.next_token(logits(w_DV, x_BSD), *labels, z_loss=0.0)["loss"] / (B * S) * loss_scale
+        return total(p, w_DV, x_BSD, 0, 0.0)[0] / (B * S) * loss_scale
 
     def chunked(w_DV, x_BSD):
-        weights = nnx.State({"w": layers.param(w_DV, ("embed", "vocab"))})
-        sums = losses.next_token_in_chunks(
-            lambda weights, x: logits(weights["w"][...], x),
-            weights,
-            x_BSD,
-            *labels,
-            num_chunks=num_chunks,
-            z_loss=0.0,
-        )
-        return sums["loss"] / (B * S) * loss_scale
+        return total(p, w_DV, x_BSD, num_chunks, 0.0)[0] / (B * S) * loss_scale
 
     expected, actual = (jax.jit(jax.grad(f, (0, 1)))(w_DV, x_BSD) for f in (whole, chunked))
     assert np.float32(expected[0][0, 0]) == pytest.approx(-240 * loss_scale * (1 - 1 / V), rel=2.0**-10)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-def test_chunks_in_bfloat16_add_their_gradients_in_float32():
-    """256 tokens in the first chunk and one in each other: bfloat16 would lose those."""
-    B, S, D, V, num_chunks = 4, 512, 4, 64, 8
+@pytest.mark.parametrize("num_chunks", [1, 8])
+def test_chunks_in_bfloat16_add_their_gradients_in_float32(num_chunks):
+    """256 tokens in the first of 8 chunks and one in each other: bfloat16 would lose those."""
+    B, S, D, V = 4, 512, 4, 64
     x_BSD, w_DV = jnp.ones((B, S, D), jnp.bfloat16), jnp.zeros((D, V), jnp.bfloat16)
     mask = np.zeros((B, S), bool)
-    mask[:, : S // num_chunks] = mask[0, :: S // num_chunks] = True
+    mask[:, : S // 8] = mask[0, :: S // 8] = True
     p = {"targets": jnp.zeros((B, S), jnp.int32), "mask": jnp.asarray(mask)}
     grad = jax.jit(jax.grad(lambda w: total(p, w, x_BSD, num_chunks, 0.0)[0]))(w_DV)
     np.testing.assert_allclose(np.float32(grad[:, 0]), -mask.sum() * (1 - 1 / V), atol=1.01)
@@ -107,7 +102,7 @@ def test_chunks_in_bfloat16_add_their_gradients_in_float32():
 def test_counts(problem):
     likely = np.argmax(problem["x"] @ problem["w"], -1)
     p = problem | {"targets": np.where(np.arange(S) < S // 2, likely, problem["targets"]).astype(np.int32)}
-    for num_chunks, z_loss in ((1, 0.0), (1, 1e-2), (2, 1e-2)):
+    for num_chunks, z_loss in ((0, 0.0), (1, 0.0), (1, 1e-2), (2, 1e-2)):
         sums = total(p, p["w"], p["x"], num_chunks, z_loss)[1]
         hits = (likely == p["targets"]) & p["mask"]
         assert sums["tokens"] == p["mask"].sum()
@@ -130,32 +125,59 @@ def test_chunks_never_hold_all_logits():
         return compiled.memory_analysis().temp_size_in_bytes
 
     all_logits = B * S * V * 4
-    assert temp(1) > all_logits
+    assert temp(0) > all_logits
     # Beside the chunks' logits: the weights' gradient, of one chunk and summed over all.
     assert temp(16) < all_logits / 4 + 2 * D * V * 4
 
 
-def test_chunks_compute_the_logits_once(problem):
-    """Three matmuls a chunk: the logits, and the gradients of hidden states and weights."""
+@pytest.mark.aot("jax_cuda13_plugin")
+def test_one_chunk_keeps_the_gradient_of_all_logits_and_no_logits():
+    """Two bytes for each, and an eighth of the sequence in float32; compiled for a GPU."""
+    B, S, D, V = 4, 1024, 128, 8192
+    topology = topologies.parse("h100:1x1")
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((D, V), (B, S, D))]
+
+    def temp(num_chunks):
+        def loss(w, x):
+            p = {"targets": jnp.zeros((B, S), jnp.int32), "mask": jnp.ones((B, S), bool)}
+            return total(p, w, x, num_chunks, 0.0)[0]
+
+        with jax.set_mesh(sharding.make_mesh(devices=topologies.devices(topology))):
+            done = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile()
+        return done.memory_analysis().temp_size_in_bytes / (B * S * V)
+
+    assert 2 < temp(1) < 2 + 4 / 8 + 2 / 8 + 0.1
+    assert temp(0) > 5.9
+
+
+@pytest.mark.parametrize("num_chunks", [1, 4])
+def test_chunks_compute_the_logits_once(problem, num_chunks):
+    """Three matmuls: the logits, and the gradients of hidden states and weights."""
     p = problem
 
+    def matmuls(f):
+        text = jax.jit(f).lower(p["w"], p["x"]).compile().as_text()
+        return hlo_flops.matmul_flops(text) / (2 * B * S * D * V)
+
     def loss(w, x):
-        return total(p, w, x, 4, 1e-4)[0]
+        return total(p, w, x, num_chunks, 1e-4)[0]
 
-    assert str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(p["w"], p["x"])).count("dot_general[") == 3
-    assert str(jax.make_jaxpr(loss)(p["w"], p["x"])).count("dot_general[") == 1
+    assert matmuls(jax.grad(loss, (0, 1))) == 3
+    assert matmuls(loss) == 1
 
 
-def test_chunks_send_the_weights_once_and_their_gradient_once():
+@pytest.mark.parametrize("num_chunks", [1, 4])
+def test_chunks_send_the_weights_once_and_their_gradient_once(num_chunks):
     """Vocabulary, rows and sequence are all split, and the loss and gradients are those of one device.
 
-    Other collectives carry only scalars and the softmax statistics of each row.
+    Other collectives carry only scalars and the softmax statistics of each row. With one chunk XLA chooses
+    the collectives, and on CPUs it adds the gradient on every device instead of scattering it.
     """
     mesh = sharding.make_mesh(fsdp=2, context=2, tensor=2)
     B, S, D, V = 4, 64, 32, 1024
 
     def loss(w_DV, x_BSD, targets_BS):
-        return total({"targets": targets_BS, "mask": targets_BS > 3}, w_DV, x_BSD, 4, 1e-4)[0]
+        return total({"targets": targets_BS, "mask": targets_BS > 3}, w_DV, x_BSD, num_chunks, 1e-4)[0]
 
     rng = np.random.default_rng(0)
     w_DV, x_BSD = (rng.standard_normal(s).astype(np.float32) for s in ((D, V), (B, S, D)))
@@ -173,7 +195,7 @@ def test_chunks_send_the_weights_once_and_their_gradient_once():
     large = [one for one in found if one.bytes * one.times > of_device // 8]
     assert sorted((one.kind, one.bytes, one.times) for one in large) == [
         ("all-gather", of_device, 1),
-        ("reduce-scatter", of_device, 1),
+        ("all-reduce" if num_chunks == 1 else "reduce-scatter", of_device, 1),
     ], found
 
 

@@ -227,12 +227,13 @@ _gathered_gradient.defvjp(lambda x_BSD: (x_BSD, None), lambda _, g_BSD: (gather_
 def split_chunks(x: jax.Array, n: int) -> jax.Array:
     """(B, S, …) in ``n`` chunks of the sequence, (n, P, B/b, S/s/n, …), of which each device has a part.
 
-    P = b × s: the mesh splits the batch in b parts and the sequence in s parts at the head of the model.
+    P = b × s: the mesh splits batch and sequence in b and s parts at the head; ``n`` is cut to divide S/s.
     """
     mesh = jax.sharding.get_abstract_mesh()
     b, s = (1 if mesh.empty else axes_size(mesh, axes) for axes in spec("batch", "logits_seq"))
     B, S = x.shape[:2]
-    assert B % b == S % (s * n) == 0, "see run.constraints"
+    assert B % b == S % s == 0, "see run.constraints"
+    n = math.gcd(n, S // s)
     x = x.reshape(b, B // b, s, n, S // (s * n), *x.shape[2:])
     x = jnp.moveaxis(x, (3, 0, 2), (0, 1, 2))
     x = x.reshape(n, b * s, *x.shape[3:])
@@ -240,6 +241,18 @@ def split_chunks(x: jax.Array, n: int) -> jax.Array:
 
 
 # --- parameters -----------------------------------------------------------------------------------------
+
+
+def constrain_params(variables: nnx.State, *, gathered: bool = False) -> nnx.State:
+    """Constrains parameters to their shards; if ``gathered``, then to a split by the tensor axis only."""
+
+    def one(variable: nnx.Variable) -> nnx.Variable:
+        names = variable.get_metadata("out_sharding")
+        shard = constrain(variable[...], *names)
+        left = (name if name and RULES[name] == "tensor" else None for name in names)
+        return variable.replace(constrain(shard, *left) if gathered else shard)
+
+    return jax.tree.map(one, variables, is_leaf=lambda v: isinstance(v, nnx.Variable))
 
 
 def all_gather_params(variables: nnx.State) -> nnx.State:

@@ -32,7 +32,9 @@ XLA_CALLS = {  # custom calls that are not kernels
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
-_CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
+_CALLED = re.compile(
+    r"(?:calls|to_apply|true_computation|false_computation|called_computations)=(?:\{)?%?([\w.-]+)"
+)
 _BITS = re.compile(r"\d+")
 
 
@@ -166,7 +168,7 @@ def called(i: Instruction) -> list[str]:
         body = re.search(r"body=%?([\w.-]+)", i.rest)
         assert body is not None, i.rest
         return [body[1]]
-    if i.opcode not in ("fusion", "call", "async-start", "call-start", "custom-call", "conditional"):
+    if i.opcode.removesuffix("-start") not in ("fusion", "call", "async", "custom-call", "conditional"):
         return []
     branches = re.search(r"branch_computations=\{(.*?)\}", i.rest)
     return re.findall(r"[\w.-]+", branches[1]) if branches else _CALLED.findall(i.rest)
@@ -181,6 +183,8 @@ def channel(i: Instruction) -> str:
 def overlaps_work(body: list[Instruction], index: int, works: set[str]) -> bool:
     """Whether a matmul or a kernel runs between the ``-start`` at this index and its ``-done``.
 
+    An ``-update`` between the two stands for the start.
+
     Args:
       works: the computations that contain one.
     """
@@ -189,8 +193,10 @@ def overlaps_work(body: list[Instruction], index: int, works: set[str]) -> bool:
         return False
     operand = re.compile(rf"%?{re.escape(start.name)}[,)]")
     for later in body[index + 1 :]:
-        if later.opcode.endswith("-done") and operand.search(later.rest):
-            return False
+        if later.opcode.endswith(("-done", "-update")) and operand.search(later.rest):
+            if later.opcode.endswith("-done"):
+                return False
+            operand = re.compile(rf"%?{re.escape(later.name)}[,)]")
         if _is_matmul(later) or any(name in works for name in called(later)):
             return True
     return True  # it ends in the next iteration of the loop

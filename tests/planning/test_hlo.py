@@ -69,6 +69,33 @@ def test_groups_on_a_permuted_mesh_and_on_a_part_of_an_axis():
         hlo.device_groups(hlo.Instruction("a", "", "all-gather", "x), replica_groups=<new form>"), MESH)
 
 
+def test_a_gather_that_a_sparse_core_runs_in_three_parts():
+    """As libtpu 0.0.52 writes it; a matmul hides it between the start and the end, by way of the update."""
+    text = """HloModule m, is_scheduled=true
+
+%called (p: bf16[8,64]) -> bf16[32,64] {
+  %p = bf16[8,64]{1,0} parameter(0)
+  ROOT %all = bf16[32,64]{1,0} all-gather(%p), replica_groups={{0,2,4,6},{1,3,5,7}}, dimensions={0}
+}, execution_thread="sparsecore"
+
+ENTRY %main (w: bf16[8,64], x: bf16[64,64]) -> bf16[32,64] {
+  %w = bf16[8,64]{1,0} parameter(0)
+  %x = bf16[64,64]{1,0} parameter(1)
+  %a.start = ((), (), s32[8]{0}) custom-call-start(), called_computations={%called}
+  %a.update = ((bf16[8,64]{1,0}), bf16[32,64]{1,0}, s32[8]{0}) custom-call-update(%a.start, %w)
+  WORK
+  %a.done = bf16[32,64]{1,0} custom-call-done(%a.update)
+  LATER
+  ROOT %sum = bf16[32,64]{1,0} copy(%a.done)
+}
+"""
+    matmul = "%y = bf16[64,64]{1,0} convolution(%x, %x), dim_labels=bf_io->bf"
+    for work, later, hidden in ((matmul, "", True), ("", matmul, False)):
+        [one] = hlo.collectives(text.replace("WORK", work).replace("LATER", later), MESH)
+        assert (one.kind, one.axes, one.times) == ("all-gather", ("fsdp",), 1)
+        assert (one.bytes, one.overlapped) == (32 * 64 * 2, hidden)
+
+
 def test_collectives_of_a_program_compiled_here():
     """Five steps of a loop that gathers a matrix over fsdp, and sums once over both axes."""
     mesh = sharding.make_mesh(fsdp=4, tensor=2)

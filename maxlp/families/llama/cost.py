@@ -15,6 +15,7 @@ import math
 
 import jax.numpy as jnp
 
+from maxlp.families.llama import losses
 from maxlp.nn.attention import cudnn, flash, flash_tile, ring
 from maxlp.parallel.exchange import num_bytes
 from maxlp.parallel.schedule import Schedule
@@ -43,6 +44,7 @@ class Sizes:
     Attributes:
       ends: 2, the embedding and the head, or 1 if they are one array.
       a, param: bytes of one number of an activation and of a parameter.
+      pieces: of the logits, one of which is in float32 at a time; there are at least as many as ``chunks``.
       schedule: of the pipeline; one stage and one microbatch if there is none.
       released: each layer is updated in the backward pass.
       frozen: only adapters are trained, whose size is neglected.
@@ -67,6 +69,7 @@ class Sizes:
     data: int
     microbatches: int
     chunks: int
+    pieces: int
     a: int
     param: int
     schedule: Schedule
@@ -117,6 +120,8 @@ def sizes(s: Settings, machine: Machine) -> Sizes:
     """The sizes of a step that fulfils `run.constraints`."""
     m, axes = s.on(machine).model, machine.axes
     stages = axes["stage"]
+    # See `Llama.has_plain_head`.
+    plain_head = s.recipe("lm_head").is_plain and s.train.lora is None and m.dtype != "float16"
     return Sizes(
         R=s.device_rows(machine),
         S=s.data.seq_len,
@@ -134,6 +139,7 @@ def sizes(s: Settings, machine: Machine) -> Sizes:
         data=axes["data"],
         microbatches=s.train.microbatches,
         chunks=s.loss.num_chunks,
+        pieces=s.loss.num_chunks if s.loss.num_chunks > 1 or not plain_head else losses.PIECES,
         a=jnp.dtype(m.dtype).itemsize,
         param=jnp.dtype(m.param_dtype).itemsize,
         schedule=m.pipeline.schedule(stages) if stages > 1 else Schedule(1, 1, 1),
@@ -327,12 +333,17 @@ def fused_ring(s: Sizes) -> bool:
 def of_loss(s: Sizes) -> dict[str, float]:
     """Bytes of the loss of one chunk: logits in float32 with their rounded gradient, the head with its own.
 
-    With several chunks the head's gradient is accumulated in float32, and the gradient of the residual
-    stream is kept. The TPU compiler multiplies by parts of the head, and holds less of it and of its
-    gradient.
+    One chunk keeps the gradient of all logits, beside one piece of them; where the head is not plain, both
+    are whole. With several chunks the head's gradient is accumulated in float32, and the gradient of the
+    residual stream is kept. The TPU compiler multiplies by parts of the head, and holds less of it and of
+    its gradient.
     """
     tokens, head = s.T / s.schedule.stages, s.V * s.D / s.t
     parts = {"logits": tokens / s.chunks * s.V / s.t * (4 + s.a)}
+    if s.chunks < s.pieces:  # one of these, then the head's gradient
+        wide = 4 * tokens / s.pieces * s.V / s.t
+        gradient = 0 if s.platform == "tpu" else head * s.a
+        return {"logits": tokens * s.V / s.t * s.a, "head": head * s.a + max(wide, gradient)}
     if s.frozen:  # their gradient is multiplied by the head alone, on TPUs as it is made
         wide = 4 if s.platform == "tpu" and s.chunks == 1 else 4 + s.a
         return {"logits": tokens / s.chunks * s.V / s.t * wide, "head": 1.5 * head * s.a}

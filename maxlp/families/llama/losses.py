@@ -6,7 +6,6 @@ Shape letters: B batch · S length · D embed · V vocab; C chunks of P parts wi
 import functools
 import typing
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,10 @@ from flax import nnx
 from maxlp.nn.layers import over_last_dim
 from maxlp.parallel import sharding
 
+PIECES = 8  # of whole logits, of which one at a time is in float32
+
 Sums = dict[str, jax.Array]
+Product = Callable[[nnx.State, jax.Array], jax.Array]
 
 
 def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -55,7 +57,7 @@ def next_token(logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array,
 
 
 def next_token_in_chunks(
-    logits_fn: Callable[[nnx.State, jax.Array], jax.Array],
+    product: Product,
     weights: nnx.State,
     x_BSD: jax.Array,
     targets_BS: jax.Array,
@@ -63,6 +65,7 @@ def next_token_in_chunks(
     *,
     num_chunks: int,
     z_loss: float,
+    cap: Callable[[jax.Array], jax.Array] = lambda logits: logits,
 ) -> Sums:
     """`next_token` in ``num_chunks`` chunks of the sequence, so that memory never holds all logits.
 
@@ -74,84 +77,86 @@ def next_token_in_chunks(
     multiplied and divided. Without them float16 may overflow, so there the backward pass computes the
     gradient, from logits that it computes again.
 
+    One chunk keeps the gradient of all logits, in the dtype of ``x_BSD``, and multiplies it once. Float32
+    logits exist for one of `PIECES` pieces at a time.
+
     Args:
-      logits_fn: (weights, hidden states (b, s, D)) to float32 logits (b, s, V). It runs on the rows of one
-        device and must not constrain shardings.
-      weights: the weights of ``logits_fn``, in the dtype to gather, with their logical axes.
+      product: (weights, hidden states (…, D)) to float32 logits (…, V), linear in both. It runs on the rows
+        of one device and must not constrain shardings.
+      weights: the weights of ``product``, in the dtype to gather, with their logical axes.
       num_chunks: divides S.
+      cap: applied to the logits.
     """
 
-    def loss(weights: Any, x_bsD: jax.Array, *labels_bs: jax.Array) -> tuple[jax.Array, Sums]:
-        sums = next_token(logits_fn(weights, x_bsD), *labels_bs, z_loss=z_loss)
+    def loss(logits: jax.Array, *labels: jax.Array) -> tuple[jax.Array, Sums]:
+        sums = next_token(cap(logits), *labels, z_loss=z_loss)
         return sums.pop("loss"), sums
 
-    chunks = [sharding.split_chunks(a, num_chunks) for a in (x_BSD, targets_BS, mask_BS)]
-    loss_sum, sums = typing.cast(tuple, _sum_of_chunks(loss, weights, *chunks))
+    keep = num_chunks == 1
+    n = PIECES if keep else num_chunks
+    chunks = [sharding.split_chunks(a, n) for a in (x_BSD, targets_BS, mask_BS)]
+    loss_sum, sums = typing.cast(tuple, _sum_of_chunks(keep, product, loss, weights, *chunks))
     return {"loss": loss_sum} | jax.lax.stop_gradient(sums)
 
 
 # --- a sum over chunks whose gradient is computed in the forward pass -----------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum_of_chunks(loss: Callable, weights: nnx.State, x_CPbsD: jax.Array, *labels_CPbs: jax.Array) -> Any:
-    """``loss(weights, x, *labels)``, a scalar and a dict of scalars, summed over C chunks and P parts."""
-
-    def add(total: Any, chunk: tuple) -> tuple[Any, None]:
-        return _plus(total, jax.vmap(loss)(weights_P, *chunk)), None
-
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _sum_of_chunks(keep: bool, product: Product, loss: Callable, weights: nnx.State, *chunks: jax.Array):
+    """``loss(product(weights, x), *labels)``, a scalar and a dict of scalars, summed over all chunks."""
     weights_P = sharding.all_gather_params(weights)
-    return jax.lax.scan(add, _zeros(loss, weights_P, x_CPbsD, labels_CPbs), (x_CPbsD, *labels_CPbs))[0]
+    parts = jax.lax.map(lambda chunk: loss(jax.vmap(product)(weights_P, chunk[0]), *chunk[1:]), chunks)
+    return jax.tree.map(jnp.sum, parts)
 
 
-def _forward(loss, weights, x_CPbsD, *labels_CPbs):
-    inputs = weights, x_CPbsD, *labels_CPbs
-    if any(a.dtype == jnp.float16 for a in jax.tree.leaves((weights, x_CPbsD))):
-        return _sum_of_chunks(loss, *inputs), (None, inputs)
-    total, gradients = _with_gradients(loss, jnp.float32(1), *inputs)
+def _forward(keep, product, loss, *inputs):
+    if any(a.dtype == jnp.float16 for a in jax.tree.leaves(inputs)):
+        return _sum_of_chunks(keep, product, loss, *inputs), (None, inputs)
+    total, gradients = (_keep_dlogits if keep else _add_dweights)(product, loss, jnp.float32(1), *inputs)
     return total, (gradients, None)
 
 
-def _backward(loss, saved, cotangents):
+def _backward(keep, product, loss, saved, cotangents):
     gradients, inputs = saved
     if inputs is not None:
-        _, gradients = _with_gradients(loss, cotangents[0], *inputs)
-    else:
-        gradients = jax.tree.map(lambda g: (g * cotangents[0]).astype(g.dtype), gradients)
-    return *gradients, None, None
+        return *_add_dweights(product, loss, cotangents[0], *inputs)[1], None, None
+    return *jax.tree.map(lambda g: (g * cotangents[0]).astype(g.dtype), gradients), None, None
 
 
-def _with_gradients(
-    loss: Callable, cotangent: jax.Array, weights: nnx.State, x_CPbsD: jax.Array, *labels_CPbs: jax.Array
-) -> tuple[Any, Any]:
+def _keep_dlogits(product, loss, cotangent, weights, x_CPbsD, *labels_CPbs):
+    """As `_add_dweights`, from the gradient of all logits: one product for the weights and one for x."""
+    weights = sharding.constrain_params(weights, gathered=True)
+
+    def of_chunk(chunk: tuple) -> tuple:
+        logits_PbsV = product(weights, chunk[0])
+        value, pull, sums = jax.vjp(lambda logits: loss(logits, *chunk[1:]), logits_PbsV, has_aux=True)
+        return (value, sums), pull(cotangent)[0].astype(x_CPbsD.dtype)
+
+    parts, dlogits_CPbsV = jax.lax.map(of_chunk, (x_CPbsD, *labels_CPbs))
+    logits_CPbsV, pull = jax.vjp(product, weights, x_CPbsD)  # XLA computes no logits here
+    dweights, dx_CPbsD = pull(dlogits_CPbsV.astype(logits_CPbsV.dtype))
+    gradients = jax.lax.optimization_barrier((sharding.constrain_params(dweights), dx_CPbsD))
+    return jax.tree.map(jnp.sum, parts), gradients
+
+
+def _add_dweights(product, loss, cotangent, weights, x_CPbsD, *labels_CPbs):
     """`_sum_of_chunks`, and the gradients of ``cotangent`` × its loss with respect to weights and x."""
 
-    def of_part(weights: nnx.State, x_bsD: jax.Array, *labels_bs: jax.Array) -> tuple:
-        value, pull, sums = jax.vjp(lambda *args: loss(*args, *labels_bs), weights, x_bsD, has_aux=True)
-        return (value, sums), pull(cotangent)
-
-    def add(carry: tuple, chunk: tuple) -> tuple[tuple, jax.Array]:
-        total, dweights_P = carry
-        out, (more_P, dx_PbsD) = jax.vmap(of_part)(weights_P, *chunk)
+    def add(dweights_P: nnx.State, chunk: tuple) -> tuple:
+        value, pull, sums = jax.vjp(
+            lambda *args: loss(jax.vmap(product)(*args), *chunk[1:]), weights_P, chunk[0], has_aux=True
+        )
+        more_P, dx_PbsD = pull(cotangent)
         dweights_P = jax.tree.map(lambda a, g: a + g.astype(a.dtype), dweights_P, more_P)
-        return (_plus(total, out), dweights_P), dx_PbsD
+        return dweights_P, ((value, sums), dx_PbsD)
 
     weights_P, scatter = jax.vjp(sharding.all_gather_params, weights)
     zeros_P = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), weights_P)
-    start = _zeros(loss, weights_P, x_CPbsD, labels_CPbs), zeros_P
-    (total, dweights_P), dx_CPbsD = jax.lax.scan(add, start, (x_CPbsD, *labels_CPbs))
+    dweights_P, (parts, dx_CPbsD) = jax.lax.scan(add, zeros_P, (x_CPbsD, *labels_CPbs))
     [dweights] = scatter(jax.tree.map(lambda g, w: g.astype(w.dtype), dweights_P, weights_P))
     # By default XLA would scatter the gradient after the blocks' backward pass, and keep it until then.
-    return total, jax.lax.optimization_barrier((dweights, dx_CPbsD))
+    return jax.tree.map(jnp.sum, parts), jax.lax.optimization_barrier((dweights, dx_CPbsD))
 
 
 _sum_of_chunks.defvjp(_forward, _backward)
-
-
-def _zeros(loss: Callable, weights_P: nnx.State, x_CPbsD: jax.Array, labels_CPbs: tuple) -> Any:
-    of_chunk = jax.eval_shape(jax.vmap(loss), weights_P, x_CPbsD[0], *(a[0] for a in labels_CPbs))
-    return jax.tree.map(lambda s: jnp.zeros((), s.dtype), of_chunk)
-
-
-def _plus(total: Any, parts_P: Any) -> Any:
-    return jax.tree.map(lambda a, b: a + jnp.sum(b), total, parts_P)

@@ -298,16 +298,26 @@ class Llama(nnx.Module):
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         """float32 logits_BSV of normed hidden states."""
         x_BSD = constrain(x_BSD, "batch", "logits_seq", "act_embed")
-        logits_BSV = _head(self._head_module(), x_BSD, self.config.logit_soft_cap)
+        logits_BSV = self.cap(_product(self._head_module(), x_BSD))
         return constrain(logits_BSV, "batch", "logits_seq", "act_vocab")
 
+    def cap(self, logits_BSV: jax.Array) -> jax.Array:
+        soft_cap = self.config.logit_soft_cap
+        return logits_BSV if soft_cap is None else soft_cap * jnp.tanh(logits_BSV / soft_cap)
+
     def head(self) -> tuple[Callable[[nnx.State, jax.Array], jax.Array], nnx.State]:
-        """`logits` as a function of (weights, hidden states) without sharding constraints, and the weights
-        in ``dtype``."""
+        """Uncapped `logits` as a function of (weights, hidden states) without sharding constraints, and the
+        weights in ``dtype``."""
         graphdef, params, rest = nnx.split(self._head_module(), nnx.Param, ...)
         weights = jax.tree.map(lambda p: p.astype(self.config.dtype), params)
-        soft_cap = self.config.logit_soft_cap
-        return lambda weights, x_BSD: _head(nnx.merge(graphdef, weights, rest), x_BSD, soft_cap), weights
+        return lambda weights, x_BSD: _product(nnx.merge(graphdef, weights, rest), x_BSD), weights
+
+    @property
+    def has_plain_head(self) -> bool:
+        """Whether the head is trained, without a recipe, in a dtype that has the range of float32."""
+        head = self._head_module()
+        plain = isinstance(head, layers.Embed) or head.dot_general is layers.dot_general
+        return plain and not nnx.state(head, layers.Frozen) and self.config.dtype != "float16"
 
     def _head_module(self) -> layers.Embed | layers.Linear:
         return self.tok_embed if self.lm_head is None else self.lm_head
@@ -324,12 +334,10 @@ class Llama(nnx.Module):
         return Cache(jnp.zeros(shape, c.dtype), jnp.zeros(shape, c.dtype))
 
 
-def _head(module: layers.Embed | layers.Linear, x_BSD: jax.Array, soft_cap: float | None) -> jax.Array:
-    if isinstance(module, layers.Embed):
-        logits_BSV = module.attend(x_BSD)
-    else:
-        logits_BSV = module(x_BSD, preferred_element_type=jnp.float32)
-    return logits_BSV if soft_cap is None else soft_cap * jnp.tanh(logits_BSV / soft_cap)
+def _product(head: layers.Embed | layers.Linear, x_BSD: jax.Array) -> jax.Array:
+    if isinstance(head, layers.Embed):
+        return head.attend(x_BSD)
+    return head(x_BSD, preferred_element_type=jnp.float32)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:

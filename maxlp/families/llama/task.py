@@ -50,17 +50,11 @@ def next_token_sums(model: nnx.Module, batch: dict, config: NextTokenConfig) -> 
     x_BSD, _ = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
     targets_BS, mask_BS = batch["targets"], batch["loss_mask"]
     with jax.named_scope("head"):
-        if config.num_chunks == 1:
+        if config.num_chunks == 1 and not model.has_plain_head:
             return losses.next_token(model.logits(x_BSD), targets_BS, mask_BS, z_loss=config.z_loss)
-        logits_fn, weights = model.head()
+        product, weights = model.head()
         return losses.next_token_in_chunks(
-            logits_fn,
-            weights,
-            x_BSD,
-            targets_BS,
-            mask_BS,
-            num_chunks=config.num_chunks,
-            z_loss=config.z_loss,
+            product, weights, x_BSD, targets_BS, mask_BS, cap=model.cap, **vars(config)
         )
 
 

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from maxlp.families.llama import losses
 from maxlp.families.llama.model import Llama, LlamaConfig, RopeScaling, rope_table
-from maxlp.families.llama.task import NextTokenConfig
+from maxlp.families.llama.task import NextTokenConfig, next_token_sums
+from maxlp.nn.lora import add_adapters
+from maxlp.precision import RECIPES, inject
 from tests.fixtures import Trainer, batch, matmul_types
 
 CONFIG = LlamaConfig(
@@ -54,9 +57,48 @@ def test_capped_logits_are_those_of_gemma_2(tied):
     x_BSD = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 32)), jnp.float32)
     want = 2 * np.tanh(np.float64(plain.logits(x_BSD)) / 2)
     assert np.abs(want).max() > 1 and np.abs(want).max() < 2
-    head, weights = capped.head()
-    for got in (capped.logits(x_BSD), head(weights, x_BSD)):
+    product, weights = capped.head()
+    for got in (capped.logits(x_BSD), capped.cap(product(weights, x_BSD))):
         np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_one_chunk_has_the_loss_and_gradients_of_all_logits(tied):
+    """Of capped logits with a z-loss; the sums are added in another order."""
+    config = dataclasses.replace(CONFIG, tie_embeddings=tied, logit_soft_cap=2.0)
+    model = jax.jit(lambda: Llama(config, rngs=nnx.Rngs(0)))()
+    tokens = np.random.default_rng(0).integers(64, size=(2, 17))
+    rows = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": tokens[:, 1:] > 5}
+    rows |= {"positions": np.broadcast_to(np.arange(16), (2, 16)), "segment_ids": np.ones((2, 16), int)}
+
+    def of_one_chunk(model):
+        sums = next_token_sums(model, rows, NextTokenConfig(z_loss=1e-2))
+        return sums["loss"], sums
+
+    def of_all_logits(model):
+        x_BSD, _ = model.hidden(rows["tokens"], rows["positions"], rows["segment_ids"])
+        sums = losses.next_token(model.logits(x_BSD), rows["targets"], rows["loss_mask"], z_loss=1e-2)
+        return sums["loss"], sums
+
+    assert model.has_plain_head
+    found, expected = (
+        nnx.jit(nnx.value_and_grad(f, has_aux=True))(model) for f in (of_one_chunk, of_all_logits)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+    assert found[0][1]["correct"] == expected[0][1]["correct"]
+
+
+def test_heads_that_are_not_plain():
+    """Float16, frozen weights, and a recipe, which may have state."""
+    assert not Llama(dataclasses.replace(CONFIG, dtype="float16"), rngs=nnx.Rngs(0)).has_plain_head
+    for tied in (True, False):
+        model = Llama(dataclasses.replace(CONFIG, tie_embeddings=tied), rngs=nnx.Rngs(0))
+        assert model.has_plain_head
+        add_adapters(model, nnx.Rngs(0), rank=2, scale=1.0)
+        assert not model.has_plain_head
+    model = Llama(dataclasses.replace(CONFIG, tie_embeddings=False), rngs=nnx.Rngs(0))
+    inject(model, RECIPES["bf16"], rules=(("lm_head", RECIPES["fp8_delayed"]),))
+    assert not model.has_plain_head
 
 
 def test_packed_documents_do_not_attend_to_each_other(model):
