@@ -51,12 +51,9 @@ def uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def dot_general(
-    x: jax.Array,
-    kernel: jax.Array,
-    dimension_numbers: Any,
-    preferred_element_type: Any,
+    x: jax.Array, kernel: jax.Array, dimension_numbers: Any, preferred_element_type: Any,
     sum_over_rows: SumOverRows | None = None,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """``jax.lax.dot_general`` of an input's last axis with a kernel's first, with its own gradients.
 
     They equal JAX's up to rounding. JAX computes the kernel's gradient as (gᵀ x)ᵀ, which takes XLA on

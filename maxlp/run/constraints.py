@@ -66,22 +66,13 @@ def scalify_has_the_gradients(s: Settings, machine: Machine) -> str | None:
     return scalify_rule.refusal(s, machine)
 
 
-def gradients_are_sent_in_8_bits(s: Settings, machine: Machine) -> str | None:
-    """Replicas exchange whole gradients of a sum over rows; what is scattered is a sum over rows too."""
-    if s.precision.exchange == s.precision.scatter == "none":
+def few_bytes_are_of_sums(s: Settings, machine: Machine) -> str | None:
+    """Gradients in 8 bits are sums over rows; replicas that train alone share parameters in float32."""
+    if s.precision.exchange == s.precision.scatter == "none" and s.train.local is None:
         return None
     from maxlp.run import exchange_rule  # few runs need it
 
     return exchange_rule.refusal(s, machine)
-
-
-def replicas_train_alone(s: Settings, machine: Machine) -> str | None:
-    """Replicas that train alone share no decision, and no state but the outer parameters, in float32."""
-    if s.train.local is None:
-        return None
-    from maxlp.run import exchange_rule  # few runs need it
-
-    return exchange_rule.local_refusal(s, machine)
 
 
 def both_phases_have_the_same_state(s: Settings, machine: Machine) -> str | None:
@@ -280,8 +271,7 @@ RULES = (
     attention_runs,
     float16_is_scaled,
     scalify_has_the_gradients,
-    gradients_are_sent_in_8_bits,
-    replicas_train_alone,
+    few_bytes_are_of_sums,
     both_phases_have_the_same_state,
     skipped_tensors_have_moments,
     float16_params_have_scales,

@@ -6,20 +6,21 @@ Refused = tuple[bool, str, str]  # whether it is, its key and value, and what to
 
 
 def refusal(s: Settings, machine: Machine) -> str | None:
-    """The message for the first setting with which gradients are not sent in 8 bits."""
+    """The message for the first setting with which devices do not exchange few bytes."""
     exchange, scatter = s.precision.exchange, s.precision.scatter
     message = None
     if exchange != "none":
         message = _first(_of_replicas(s, machine), f"precision.exchange={exchange}")
     if message is None and scatter != "none":
         message = _first(_of_shards(s, machine), f"precision.scatter={scatter}")
+    if message is None and s.train.local is not None:
+        message = _local_refusal(s, s.train.local.steps, machine)
     return message
 
 
-def local_refusal(s: Settings, machine: Machine) -> str | None:
+def _local_refusal(s: Settings, steps: int, machine: Machine) -> str | None:
     """The message for the first setting with which replicas do not train alone."""
-    assert s.train.local is not None
-    steps, total = s.train.local.steps, s.train.total_steps
+    total = s.train.total_steps
     dtype, recipe, name = s.model.param_dtype, s.precision.recipe, s.optimizer.name
     delayed = any(s.recipe(path).delayed for path in s.matmuls)
     refused = (

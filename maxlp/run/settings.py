@@ -233,8 +233,7 @@ class Settings:
     @property
     def starts_cold(self) -> bool:
         """Whether any delayed scale comes from the data while its history is empty."""
-        recipes = map(self.recipe, self.matmuls)
-        return any(recipe.delayed and recipe.cold_start for recipe in recipes)
+        return any((r := self.recipe(path)).delayed and r.cold_start for path in self.matmuls)
 
     @property
     def samples_tokens(self) -> bool:

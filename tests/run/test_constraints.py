@@ -46,7 +46,7 @@ REFUSED = {
         (SCALIFY | {"train.release_gradients": True}, 1, "cpu", "set train.release_gradients=False"),
         (SCALIFY | {"loss.num_chunks": 8}, 2, "cpu", "loss.num_chunks=8 on 2 devices cannot be combined"),
     ],
-    "gradients_are_sent_in_8_bits": [
+    "few_bytes_are_of_sums": [
         (INT8, 1, "cpu", "mesh.data=1, a single replica, cannot be combined with precision.exchange=int8"),
         (REPLICAS | {"mesh.stage": 2}, 4, "cpu", "set mesh.stage=1"),
         (REPLICAS | {"mesh.context": 2, "model.attention": "ring"}, 4, "cpu", "set mesh.context=1"),
@@ -71,8 +71,6 @@ REFUSED = {
         (SCATTER | SCALIFY, 2, "cpu", "set precision.scalify=none"),
         (SCATTER | LORA, 2, "cpu", "train.lora cannot be combined with precision.scatter=int8"),
         (SCATTER | REPLICAS | LORA, 4, "cpu", "train.lora cannot be combined with precision.exchange=int8"),
-    ],
-    "replicas_train_alone": [
         (LOCAL | {"mesh.data": 1}, 1, "cpu", "with train.local.steps=10; set mesh.data=2 or more"),
         (LOCAL | {"mesh.stage": 2}, 4, "cpu", "set mesh.stage=1"),
         (LOCAL | {"mesh.context": 2, "model.attention": "ring"}, 4, "cpu", "set mesh.context=1"),

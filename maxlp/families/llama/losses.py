@@ -93,8 +93,9 @@ def next_token_in_chunks(
         return sums.pop("loss"), sums
 
     keep = num_chunks == 1
-    n = PIECES if keep else num_chunks
-    chunks = [sharding.split_chunks(a, n) for a in (x_BSD, targets_BS, mask_BS)]
+    chunks = [
+        sharding.split_chunks(a, PIECES if keep else num_chunks) for a in (x_BSD, targets_BS, mask_BS)
+    ]
     loss_sum, sums = typing.cast(tuple, _sum_of_chunks(keep, product, loss, weights, *chunks))
     return {"loss": loss_sum} | jax.lax.stop_gradient(sums)
 
