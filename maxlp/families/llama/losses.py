@@ -92,10 +92,8 @@ def next_token_in_chunks(
         sums = next_token(cap(logits), *labels, z_loss=z_loss)
         return sums.pop("loss"), sums
 
-    keep = num_chunks == 1
-    chunks = [
-        sharding.split_chunks(a, PIECES if keep else num_chunks) for a in (x_BSD, targets_BS, mask_BS)
-    ]
+    n, keep = (PIECES, True) if num_chunks == 1 else (num_chunks, False)
+    chunks = [sharding.split_chunks(a, n) for a in (x_BSD, targets_BS, mask_BS)]
     loss_sum, sums = typing.cast(tuple, _sum_of_chunks(keep, product, loss, weights, *chunks))
     return {"loss": loss_sum} | jax.lax.stop_gradient(sums)
 
