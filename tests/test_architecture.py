@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "parallel": {"numerics"},
     "nn": {"parallel"},
     "core": {"nn", "parallel"},
-    "precision": {"nn", "numerics"},
+    "precision": {"nn", "numerics", "parallel"},
     "optim": {"numerics"},
     "monitoring": {"data", "optim", "runtime"},
     "families": {"core", "nn", "numerics", "runtime"},
