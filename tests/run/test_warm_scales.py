@@ -129,7 +129,7 @@ def test_the_program_is_a_function_of_the_state_though_it_is_seldom_looked_at(le
     # Another run's state follows on one that need not have been looked at for some steps.
     full = jax.tree.map(jnp.ones_like, state["model_state"])
     for given, expected in ((full, programs.warm), (nnx.to_pure_dict(model_state), programs.cold)):
-        programs({"params": {}, "model_state": given, "step": jnp.int32(0)}, False)
+        programs({"params": {}, "model_state": given, "step": jnp.int32(0)}, {})
         assert programs.last is expected
 
 
