@@ -186,7 +186,7 @@ def transpose_a_kernel_in_the_backward_pass(patch):
     def backward(numbers, dtype, saved, g):
         x, kernel = saved
         square = kernel.shape[0] == kernel.shape[1]
-        return layers._dot_general_bwd(numbers, dtype, (x, kernel.T if square else kernel), g)
+        return layers._dot_general_bwd(numbers, dtype, None, (x, kernel.T if square else kernel), g)
 
     wrong.defvjp(lambda x, kernel, *static: (wrong(x, kernel, *static), (x, kernel)), backward)
     patch.setattr(layers, "dot_general", wrong)
@@ -303,7 +303,12 @@ DEFECTS = [
     ),
     Defect(shift_segments, {}, ATTENTION, DENSE),
     Defect(shift_targets, {}, on_inputs("loss", ""), "maxlp/core/gradients.py"),
-    Defect(unscale_after_clipping, dict(scaled=True), on_inputs("gradient", "lm_head/kernel"), LINEAR),
+    Defect(
+        unscale_after_clipping,
+        dict(scaled=True),
+        on_inputs("gradient", "lm_head/kernel"),
+        "maxlp/families/llama/losses.py",
+    ),
     Defect(
         correct_for_one_step_more,
         {},
