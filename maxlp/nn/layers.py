@@ -99,7 +99,7 @@ class Linear(nnx.Module):
     of ``jax.lax.dot_general``, or with an NNX module that has such a ``__call__``; its state is then
     part of this module, and it also takes ``shared`` of `of_same_input`. An ``adapter``, if set, adds
     its output to that of the matmul (`nn.lora`); ``sum_over_rows``, if set, adds the kernel's gradients of
-    the devices (`parallel.scatter`), and ``dot_general`` takes it as a keyword.
+    the devices (`precision.scatter`), and ``dot_general`` takes it as a keyword.
 
     Args:
       in_dim, out_dim: the sizes of the kernel.
