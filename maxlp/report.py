@@ -53,7 +53,7 @@ def show(workdir: str, spike: int | None = None, precision: str = "recipe") -> N
         replay_spike(run, spike, precision)
         return
     if precision != "recipe":
-        raise ValueError(f"--precision={precision} is of a replay; add --spike=STEP")
+        raise ValueError(f"--precision={precision} applies to a replay only; add --spike=STEP")
     print(shown(report_text(run)))
     if path := plot_curves(run.workdir):
         if mirror := mirrored(path):

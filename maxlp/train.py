@@ -106,7 +106,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
         return dry_run(run, graphdef, workdir, c)
     startup.mark("config")
 
-    # --- The data. Nothing in the workdir is touched before no other process can.
+    # --- The data. Nothing in the workdir is touched until no other process can do so.
     lock.acquire()
     with run_dir.undone_on_failure(workdir):
         batches, validation, evaluate = open_data(run, graphdef, workdir)
@@ -180,7 +180,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
 
 
 def report_changes(s: Settings, workdir: Path, c: ConfigDict) -> list[str]:
-    """Prints and returns the keys that differ from the last start; some may not, in a resumed run."""
+    """Prints and returns the keys that differ from the last start; in a resumed run, some must not."""
     changed = changes.check_config(workdir, c, flags.FLAGS.allow_change)
     for line in changed.values():
         print_primary(f"changed since the last start: {line}")

@@ -24,7 +24,7 @@ def test_errors_are_one_line(tmp_path):
         report.show(str(tmp_path / "missing"))
     with pytest.raises(ValueError, match="--spike=999 is beyond the run, whose last record is of step 400"):
         report.show(str(tmp_path), spike=999)
-    with pytest.raises(ValueError, match="--precision=float32 is of a replay; add --spike=STEP"):
+    with pytest.raises(ValueError, match="--precision=float32 applies to a replay only; add --spike=STEP"):
         report.show(str(tmp_path), precision="float32")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty holds no run; give the --workdir of one"):

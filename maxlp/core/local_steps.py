@@ -11,7 +11,7 @@ parameters θ; replica r of R has parameters θ_r and a state of the ordinary op
 Only the outer gradient is exchanged: in float32, or by `parallel.exchange` in 8 bits with error feedback
 (clients that send FP8 to a server with float32 parameters: Wang et al. 2024, arXiv:2407.02610).
 
-The optimizer's state is `LocalState`, so that a checkpoint holds all of it and resumes in a round's middle.
+The optimizer's state is a `LocalState`: checkpoints hold all of it, and a run can resume within a round.
 """
 
 import functools
@@ -82,7 +82,7 @@ def outer_optimizer(
     replicas: int,
     format_name: str,
 ) -> optax.GradientTransformation:
-    """``outer`` with a `LocalState`, which also holds what replicas need that train with ``inner``."""
+    """``outer`` with a `LocalState`, which also holds the state of replicas that train with ``inner``."""
 
     def for_each(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x, (replicas, *x.shape))
@@ -160,7 +160,7 @@ def _of_all(metrics: Metrics) -> Metrics:
 def _outer_update(
     params: dict, local: LocalState, *, tx: optax.GradientTransformation, specs: dict, format_name: str
 ) -> tuple[dict, LocalState]:
-    """The update of the outer parameters, at which all replicas then begin."""
+    """Updates the outer parameters, from which all replicas then continue."""
     replicas, errors = local.replicas.state, local.errors.state
     away = jax.tree.map(lambda outer, own: outer[None] - own, params, replicas["params"])
     if format_name == "none":

@@ -81,7 +81,7 @@ def exchanged(gradients: Gradients, format_name: str) -> Gradients:
 
 
 def _of_all(model_state: dict, metrics: Metrics) -> tuple[dict, Metrics]:
-    """What the replicas make together of their states and metrics.
+    """The combined states and metrics of all replicas.
 
     States are combined as over microbatches. The number of tokens is that of the whole batch already.
     """

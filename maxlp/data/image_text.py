@@ -298,7 +298,7 @@ class ImageTextIterator:
         return self._prefetched
 
     def get_state(self) -> dict[str, Any]:
-        # Processes that take part write their own; those that no longer do are kept by all.
+        # Each process writes its own; all of them keep those of processes that no longer take part.
         found = {i: each for i, each in self._broken_elsewhere.items() if i >= self._dataset.process_count}
         found[self._dataset.process_index] = self._broken
         streams = {str(i): sorted(each) for i, each in found.items()}
@@ -319,7 +319,7 @@ class ImageTextIterator:
         self._step = state["step"]
         if "batch_size" in changed:
             before, now = state["settings"]["batch_size"], self._dataset.settings["batch_size"]
-            what = "%d examples were read; the data go on after %d of their order"
+            what = "%d examples were read; the data continue after the first %d in their order"
             logging.warning(what, self._step * before, self._step * now)
         broken = {} if changed else {int(name): set(found) for name, found in state["streams"].items()}
         self._broken = broken.pop(self._dataset.process_index, set())

@@ -174,7 +174,7 @@ def _remove_leftovers(entry: Path) -> None:
 
 
 def has_room() -> bool:
-    """Whether the disk of the cache has room for entries that can be done without."""
+    """Whether the disk of the cache has room for entries that are kept only to be faster."""
     return shutil.disk_usage(_on_disk()).free > SPARE_BYTES
 
 

@@ -3,7 +3,7 @@
 In a window, documents are numbered by `segment_ids` from 1, and `positions` count from 0 in each.
 Padding has segment 0. `loss_mask` is true where the target is the next token of the same document, and
 not one that is only read: those come as their complements `~id`. Some attention kernels bound the number
-of documents in a window; one that holds so many is closed, and what is left of it is padding.
+of documents in a window; a window with that many is closed, and the rest of it is padding.
 
 Letters: W windows, S sequence length.
 """

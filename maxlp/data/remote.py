@@ -1,7 +1,7 @@
 """Data at URLs: finding files, and fetching exactly the bytes that are asked for.
 
-Failures of a network that may pass are retried for a minute, and told. Then they raise an `OSError` with a
-number, which ends the run with an exit code that makes a launcher restart it.
+Network failures that may pass are retried for a minute, with warnings. Then they raise an `OSError` with an
+errno, which ends the run with an exit code that makes a launcher restart it.
 """
 
 import errno
@@ -35,7 +35,7 @@ HUB = re.compile(
 )
 STREAM_BYTES = 2**24  # fetched at a time of a file that is read from its beginning to its end
 
-_entries: dict[str, storage.Entry] = {}  # what stores told about files; the same throughout a process
+_entries: dict[str, storage.Entry] = {}  # what stores reported about files, kept for the whole process
 
 
 def find(pattern: str, suffix: str) -> tuple[str, list[str]]:

@@ -373,7 +373,7 @@ class TextIterator:
                 " merge the states of all processes with merge_states"
             )
         if changed & ORDER:
-            logging.warning("the documents are others or in another order: they are read from the first on")
+            logging.warning("the documents or their order have changed: reading starts at the first one")
             streams = {str(stream): [(0, 0)] * len(self._dataset.documents) for stream in own}
         elif not same:
             streams = self._divide_anew(list(streams.values()))
@@ -386,7 +386,7 @@ class TextIterator:
         }
 
     def _divide_anew(self, cursors: list[list[Cursor]]) -> dict[str, list[Cursor]]:
-        """The cursors of today's streams after as many documents as were read before, about."""
+        """The cursors of today's streams after about as many documents as were read before."""
         read = [sum(document for document, _ in of_source) for of_source in zip(*cursors, strict=True)]
         n = self._plan.num_streams  # stream s reads documents s, s + n, s + 2n, …
         return {str(s): [(max(0, -(-(count - s) // n)), 0) for count in read] for s, _ in self._rows}

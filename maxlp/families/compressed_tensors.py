@@ -104,7 +104,7 @@ class Dequantized(Mapping[str, Array]):
         codes, scale = self.tensors.codes(name), self.tensors[name + SCALE]
         if scale.shape not in ((), (1,), (len(codes), 1)):
             raise ValueError(
-                f"tensor {name + SCALE!r} of shape {scale.shape} has not one scale for each of the "
+                f"tensor {name + SCALE!r} of shape {scale.shape} is not one scale for each of the "
                 f"{len(codes)} output channels; give weights that are quantized by channel, or not at all"
             )
         return codes.astype(np.float32) * scale.astype(np.float32)

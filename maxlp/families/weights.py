@@ -301,7 +301,7 @@ def to_maxlp(
         for _, name in layout.parts(path, leaf.shape):
             if name not in stored:  # the first of them: a wrong number of layers makes millions
                 raise ValueError(
-                    f"tensor {name!r} is missing, which the config describes; copy or download it again"
+                    f"tensor {name!r} is missing, but the config describes it; copy or download it again"
                 )
             wanted.add(name)
     unknown = set(stored) - wanted

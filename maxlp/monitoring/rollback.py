@@ -1,7 +1,7 @@
 """A guard against loss spikes that returns the run to an earlier checkpoint.
 
-If many steps led to a spike, leaving out the last of them does not prevent it. PaLM (Chowdhery et al.
-2022, section 5.1) restarted from a checkpoint about 100 steps earlier and skipped the batches around the
+If many steps led to a spike, leaving out the last of them does not prevent it. PaLM (arXiv:2204.02311,
+section 5.1) restarted from a checkpoint about 100 steps earlier and skipped the batches around the
 spike; the same batches did not cause a spike when training reached them from another state.
 """
 

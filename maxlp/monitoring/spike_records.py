@@ -35,7 +35,7 @@ def first_to_cross(steps: Iterable[dict[str, Any]], threshold: float) -> Crossin
 def suspect(steps: Sequence[dict[str, Any]], threshold: float) -> str:
     """Names the tensor that probably made the last loss infinite or NaN; "" where no tensors are measured.
 
-    A loss that is not finite makes most gradients of its step so too, so that the steps before count first.
+    A non-finite loss makes most gradients of its step non-finite too, so earlier steps are searched first.
 
     Args:
       steps: in order, each {"step": …, "rms": …, "grad_norms": …}, the latter two numbers by tensor.

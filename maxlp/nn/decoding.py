@@ -144,6 +144,6 @@ def sample(key: jax.Array, logits_V: jax.Array, sampling: Sampling) -> jax.Array
 
 
 def padded_length(length: int, step: int = 32) -> int:
-    """The next of few lengths: multiples of `step`, and beyond eight steps at most a quarter longer."""
+    """Rounds up to few lengths: multiples of `step`, and beyond eight steps at most a quarter longer."""
     step = max(step, 1 << max(0, length.bit_length() - 3))
     return -(-length // step) * step

@@ -82,7 +82,7 @@ def _last_with_first(x: jax.Array) -> Any:
 
 
 def add_parameter(x: jax.Array, value: jax.Array) -> jax.Array:
-    """``x + value``, broadcast over leading axes; in float32, as is then the sum in its gradient."""
+    """``x + value``, broadcast over leading axes; in float32, as is the sum in its gradient."""
     value = jnp.expand_dims(value.astype(jnp.float32), range(x.ndim - value.ndim))
     return (x.astype(jnp.float32) + value).astype(x.dtype)
 
@@ -214,7 +214,7 @@ class Embed(nnx.Module):
 
 
 def unmarked(x: jax.Array) -> jax.Array:
-    """``x``. In the norms `precision.scalify` replaces it, by a mark at which gradients are rescaled."""
+    """``x``. In norms `precision.scalify` puts a mark in its place, at which gradients are rescaled."""
     return x
 
 
@@ -260,6 +260,6 @@ class LayerScale(nnx.Module):
         self.scale = param(jnp.full((dim,), value, param_dtype), ("norm",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        # In float32, as is then the sum over tokens in its gradient.
+        # In float32, so that the gradient of the scale is summed over tokens in float32 too.
         scale = over_last_dim(self.scale[...].astype(jnp.float32), x)
         return (x.astype(jnp.float32) * scale).astype(x.dtype)

@@ -20,7 +20,7 @@ def scale_by_adafactor(
     clipping_threshold: Annotated[float, Range(above=0, infinite=True)] = 1.0,
     layer_axes: LayerAxes = layer_axes,
 ) -> optax.GradientTransformation:
-    """Adafactor (Shazeer & Stern 2018, algorithm 4) with an external learning rate.
+    """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235, algorithm 4) with an external learning rate.
 
     The second moment of a matrix is stored as its row and column means, and the step of each tensor of
     each layer is clipped to an RMS of `clipping_threshold`. The two largest dims are factored: a stack

@@ -36,7 +36,7 @@ from maxlp.optim.config import GaloreConfig, OptimizerConfig
 from maxlp.optim.partition import check_matrices, map_moments
 from maxlp.optim.tree_utils import LayerAxes, layer_axes, matches, name_of
 
-OVERSAMPLING, POWER_ITERATIONS = 8, 2  # Halko et al. 2011: 5 to 10, and 1 or 2
+OVERSAMPLING, POWER_ITERATIONS = 8, 2  # Halko et al. 2011 (arXiv:0909.4061): 5 to 10, and 1 or 2
 OVERLAPS = 5  # past refreshes that decide whether a lazy layer doubles its gap
 BLOCK_SIZE = 256  # entries of a low-bit projector that share a scale
 FLOATS = ("float32", "bfloat16")  # projectors that are stored as they are; others have scales

@@ -52,8 +52,8 @@ class Optimizer:
 def make_tx(config: OptimizerConfig, *, total_steps: int, microbatches: int = 1) -> Optimizer:
     """Builds the optimizer of a run.
 
-    AdamW is Loshchilov & Hutter 2019 (algorithm 2) in its common form: the decay is multiplied by the
-    learning rate, `p -= lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * p)`.
+    AdamW is Loshchilov & Hutter 2019 (arXiv:1711.05101, algorithm 2) in its common form: the decay has the
+    learning rate as a factor, `p -= lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * p)`.
 
     Args:
       config: the `optimizer` section.

@@ -22,7 +22,7 @@ def offload(inner: optax.GradientTransformation) -> optax.GradientTransformation
         return move(inner.init(params), jax.memory.Space.Host)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any) -> Any:
-        # Not before there are gradients, which the backward pass needs the memory for.
+        # Not before the gradients exist: until then the backward pass needs the memory.
         updates, state = jax.lax.optimization_barrier((updates, state))
         updates, state = inner.update(updates, move(state, jax.memory.Space.Device), params, **extra)
         return updates, move(state, jax.memory.Space.Host)

@@ -17,7 +17,7 @@ def by_target(
 ) -> optax.GradientTransformation:
     """The first transformation for the parameters that match, the second one for all others.
 
-    Their names are part of the state.
+    The names of the transformations are part of the state.
     """
     matching, other = pair
 

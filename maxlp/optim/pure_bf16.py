@@ -139,7 +139,7 @@ def _stochastic(x: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def _residual(exact: jax.Array, rounded: jax.Array) -> jax.Array:
-    """int8: the rounding error in units of `_unit`, which its largest size is 127 of."""
+    """int8: the rounding error in units of `_unit`, at most 127 of them in magnitude."""
     return jnp.round((exact - rounded) / _unit(rounded)).astype(jnp.int8)
 
 
@@ -151,7 +151,7 @@ def _with_residual(rounded: jax.Array, residual: jax.Array) -> jax.Array:
 def _unit(x: jax.Array) -> jax.Array:
     """1/254 of the distance from bfloat16 numbers to the next larger ones, in float32.
 
-    Of numbers below 2^-100, whose units would be subnormal, that of 2^-100.
+    Numbers below 2^-100, whose own units would be subnormal, get that of 2^-100.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & 0x7F800000
     return jnp.maximum(jax.lax.bitcast_convert_type(bits, jnp.float32), 2.0**-100) * (2.0**-7 / 254)

@@ -10,7 +10,7 @@ import optax
 
 
 def cosine(peak: float, final: float, steps: int, decay_steps: int) -> optax.Schedule:
-    """Half a cosine from `peak` to `final` over all `steps` (Loshchilov & Hutter 2017, eq. 5)."""
+    """Half a cosine from `peak` to `final` over all `steps` (SGDR, arXiv:1608.03983, eq. 5)."""
     del decay_steps
     return optax.cosine_decay_schedule(peak, steps, alpha=final / peak)
 
@@ -24,8 +24,8 @@ def linear(peak: float, final: float, steps: int, decay_steps: int) -> optax.Sch
 def wsd(peak: float, final: float, steps: int, decay_steps: int) -> optax.Schedule:
     """Warm-up, stable, decay: `peak`, then a linear fall to `final` over the last `decay_steps`.
 
-    Hu et al. 2024, "MiniCPM", section 4, with the linear decay of Hägele et al. 2024, "Scaling Laws and
-    Compute-Optimal Training Beyond Fixed Training Durations".
+    MiniCPM (Hu et al. 2024, arXiv:2404.06395, section 4), with the linear decay of Hägele et al. 2024
+    (arXiv:2405.18392).
     """
     stable, decay = optax.constant_schedule(peak), optax.linear_schedule(peak, final, decay_steps)
     return optax.join_schedules([stable, decay], [steps - decay_steps])

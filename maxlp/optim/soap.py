@@ -119,7 +119,7 @@ def _no_side(p: jax.Array, *, dim: int, longest: int, one_sided: bool) -> Side |
 
 
 def _rotated(x: jax.Array, left: Any, right: Any, back: bool = False) -> jax.Array:
-    """Q_Lᵀ X Q_R; or Q_L X Q_Rᵀ."""
+    """Q_Lᵀ X Q_R or, with ``back``, Q_L X Q_Rᵀ."""
     if isinstance(left, Side):
         x = (left.basis if back else _transposed(left.basis)) @ x
     if isinstance(right, Side):
@@ -128,7 +128,7 @@ def _rotated(x: jax.Array, left: Any, right: Any, back: bool = False) -> jax.Arr
 
 
 def _turned(grads: Any, nu: Any, sides: Any, **options: Any) -> tuple[Any, Any]:
-    """All left or all right sides with the gradients in them, and the second moments in their bases."""
+    """Adds the gradients to all left or all right sides, and moves the second moments to the new bases."""
     leaves, structure = jax.tree.flatten(grads)
     both = [
         _turned_side(*one, **options)
@@ -140,7 +140,7 @@ def _turned(grads: Any, nu: Any, sides: Any, **options: Any) -> tuple[Any, Any]:
 def _turned_side(
     g: jax.Array, nu: jax.Array, side: Any, *, count: jax.Array, gap: int, dim: int, b2: float
 ) -> tuple[Any, jax.Array]:
-    """A side with the gradient in it, and the second moment in its basis, which may be due."""
+    """As `_turned`, for one matrix; its basis changes only at a refresh."""
     if not isinstance(side, Side):
         return side, nu
     gram = b2 * side.gram + (1 - b2) * (g @ _transposed(g) if dim == -2 else _transposed(g) @ g)

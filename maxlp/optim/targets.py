@@ -45,7 +45,7 @@ def check(params: optax.Params, config: OptimizerConfig) -> None:
 
 
 def warnings(params: optax.Params, config: OptimizerConfig) -> list[str]:
-    """A line if an optimizer for matrices finds none, as in adapters, or cuts its rank to a short side."""
+    """A line if an optimizer for matrices finds none, as in adapters, or its rank exceeds a short side."""
     scale_by = pkgutil.resolve_name(OPTIMIZERS[config.name])
     default = inspect.signature(scale_by).parameters.get("targets")
     if default is not None:

@@ -58,7 +58,7 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mes
 
     jaxpr, shapes = jax.make_jaxpr(tx.init, return_shape=True)(params)
     where, structure = jax.tree.flatten(jax.tree.map_with_path(one, shapes, is_leaf=_is_whole))
-    # JAX drops the kind of memory for devices without any, as of a GPU that is only compiled for.
+    # JAX drops the memory kind for devices without memories, such as a GPU that is only compiled for.
     here = isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].addressable_memories()
     return structure.unflatten(
         NamedSharding(mesh if here else mesh.abstract_mesh, place.spec, memory_kind="pinned_host")

@@ -64,7 +64,7 @@ class StateShapes:
 
 def held_state(s: Settings, mesh: AbstractMesh, state: StateShapes) -> dict[str, float]:
     """Bytes of one device for the state, which it holds before, during and after a step."""
-    rest = state.bytes_on(mesh, "model_state")  # of precision, and what adapters leave as it is
+    rest = state.bytes_on(mesh, "model_state")  # state of precision, and weights that adapters freeze
     optimizer = state.bytes_on(mesh, "opt_state")
     held = {"parameters": state.bytes_on(mesh, "params")}
     if s.precision.exchange != "none":
@@ -165,7 +165,7 @@ def cost_of(s: Settings) -> Cost:
 
 
 def matmul_dtypes(s: Settings, path: str) -> dict[str, str]:
-    """At whose peak rate (`blocks.rate`) each of the three matmuls of a layer (`recipes.GEMMS`) runs."""
+    """The peak rate (`blocks.rate`) of each of the three matmuls of a layer (`recipes.GEMMS`)."""
     quantized = s.recipe(path).gemms
     return {gemm: blocks.rate(quantized[gemm]) if gemm in quantized else "bfloat16" for gemm in GEMMS}
 
@@ -203,7 +203,7 @@ def unsampled(s: Settings, *inputs: tuple[str, ...]) -> list[float]:
 
 
 def _plain_share(s: Settings, path: str) -> float:
-    """In which share of the layers of its stack a matmul is in high precision despite its recipe."""
+    """The share of its stack's layers in which a matmul stays in high precision despite its recipe."""
     for stack, parts in s.parts.items():
         inside = path.removeprefix(f"{stack}/")
         if parts and inside != path:

@@ -113,7 +113,7 @@ def collectives(text: str, mesh: dict[str, int]) -> list[Collective]:
 
 
 def _computations_with_matmuls(program: dict[str, list[Instruction]]) -> set[str]:
-    """Names of the computations that run a matmul or a kernel, in a computation that they call too."""
+    """Names of the computations that run a matmul or a kernel, themselves or in one that they call."""
     found: set[str] = set()
     for name, body in program.items():  # a computation comes after those that it calls
         if any(_is_matmul(i) or any(c in found for c in called(i)) for i in body):
@@ -132,8 +132,8 @@ def is_kernel(target: str) -> bool:
 
 
 def _fused_with_work(program: dict[str, list[Instruction]], works: set[str]) -> dict[str, tuple[str, bool]]:
-    """Of each collective that runs in several fusions, by its channel: the computation that starts it, and
-    whether another one contains a matmul."""
+    """For each collective that runs in several fusions, by its channel: the computation that starts it, and
+    whether any of them contains a matmul."""
     starts: dict[str, str] = {}
     parts: dict[str, set[str]] = {}
     for name, body in program.items():

@@ -68,11 +68,11 @@ class Candidate:
 
     Attributes:
       changes: of the config, by key.
-      numerics: names of the changes that affect the results; none of a layout.
+      numerics: names of the changes that affect the results; empty for a layout.
       layout: the values of the searched settings, changed or not.
       peak: bytes of a device at the worst moment.
       seconds: of a step.
-      busy: the same if no resource's work were hidden behind another's.
+      busy: seconds of a step if no resource's work were hidden behind another's.
       rate: units per second.
     """
 

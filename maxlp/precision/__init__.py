@@ -49,8 +49,8 @@ class PrecisionConfig:
       health_every, sharpness_every, magnitudes_every: steps between measurements of `health`, of the
         loss's sharpness (`families.Family`), of `magnitudes`; 0 for none.
       scalify: ``fp16``, or ``fp8`` in blocks, with a scale for every array (`precision.scalify`).
-      exchange: the format in which replicas exchange gradients (`parallel.exchange`), ``none`` for theirs.
-      scatter: the format in which the devices of ``fsdp`` do (`precision.scatter`), ``none`` for theirs.
+      exchange: format in which replicas exchange gradients (`parallel.exchange`); ``none``: their dtype.
+      scatter: format in which gradients are scattered over ``fsdp`` (`precision.scatter`), or ``none``.
 
     Raises:
       ValueError: an unknown name or an invalid value; the message starts with the key.

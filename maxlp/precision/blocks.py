@@ -22,7 +22,7 @@ class _Instruction(NamedTuple):
     """Blocks that a GPU multiplies.
 
     Attributes:
-      name: of its rate in `hardware.PEAK_TFLOPS`.
+      name: the key of its peak rate in `hardware.PEAK_TFLOPS`.
       formats: names of the codes' formats, which are also those of the dtypes that it takes.
       block_scales: rules of their scales, see `scales.block_scales_for`.
       scale: dtype of the scales.
@@ -89,7 +89,7 @@ def _instruction(pair: tuple[Operand, Operand]) -> _Instruction | None:
 
 
 def rate(pair: tuple[Operand, Operand]) -> str:
-    """At which rate of `hardware.PEAK_TFLOPS` two operands are multiplied by a chip that has their format.
+    """The key in `hardware.PEAK_TFLOPS` of the rate of a product, on a chip that has the operands' format.
 
     "bfloat16" if no chip has it: the values are then 16 or 32 bits wide.
     """

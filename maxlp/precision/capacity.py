@@ -1,4 +1,4 @@
-"""What a recipe's formats lose of Gaussian numbers, whatever the model and its data."""
+"""The quantization error of a recipe's formats on Gaussian numbers, independent of model and data."""
 
 import dataclasses
 import functools

@@ -120,9 +120,9 @@ class QuantDot(nnx.Module):
         return _dot(static, x, kernel, q_x, sampled, amaxes, grad_history)
 
     def _input_forms(self, x: jax.Array) -> tuple[jax.Array, Quantized | None, Sampled | None, Any, Any]:
-        """The input that gets the gradient, what ``fwd`` and ``drhs`` multiply, the result of `_amax`.
+        """The input that gets the gradient, the operands of ``fwd`` and ``drhs``, the result of `_amax`.
 
-        None is the input itself.
+        An operand of None stands for the input itself.
         """
         fixed, fwd = jax.lax.stop_gradient(x), self.recipe.fwd
         amaxes, sampled = self._amax("input", fixed), sampling.sample(fixed, self.recipe.keep)
@@ -283,7 +283,7 @@ def quantize(recipe: Recipe, operand: Operand, x: jax.Array, contract, delayed_a
 
 
 def _row_major(x: jax.Array) -> jax.Array:
-    """An array whose layout 8-bit matmuls do not choose; on several devices, as it is.
+    """The array in row-major layout, which 8-bit matmuls cannot change; on several devices, as it is.
 
     A kernel's would become that of the whole stack of layers, by a copy of all weights in float32 in each
     step. (The SPMD partitioner gathers what is constrained.)
@@ -304,7 +304,7 @@ def _trusted(x: jax.Array, q: Quantized, operand: Operand) -> jax.Array:
 
 
 def _written_once(values: jax.Array) -> jax.Array:
-    """Quantized values that XLA writes in one layout; it makes others from the 8 bits.
+    """Quantized values that XLA writes in one layout only; it makes other layouts from the 8 bits.
 
     The pass over the data then takes the amax along, which XLA does not fuse with a transposing write.
     With a scale that needs this amax, two passes read the data in any case.

@@ -1,10 +1,10 @@
 """SiLU with a gradient that XLA for Hopper computes where it is quantized.
 
-JAX's gradient ends in a sum of two bfloat16 terms. Its amax and its 8 bits are two kernels at first, and
-XLA weighs what it costs to compute the sum, from three operands, in both: as many bytes as to write it once
-in 16 bits and read it twice. It writes it. (The gradient of the other factor has two operands.) In float32,
-with a rounding to bfloat16 wherever JAX rounds, the sum is twice as large, so that XLA computes it in both,
-which are one kernel in the end.
+JAX's gradient ends in a sum of two bfloat16 terms. Its amax and its 8 bits are two kernels at first. To
+compute the sum from its three operands in both moves as many bytes as to write it once in 16 bits and to
+read it twice, so XLA writes it. (The gradient of the other factor has two operands.) In float32, with a
+rounding to bfloat16 wherever JAX rounds, the sum is twice as large, so XLA computes it in both kernels
+instead, and merges these into one in the end.
 """
 
 from collections.abc import Callable

@@ -53,8 +53,8 @@ def inject(
     precision; in a model without stacks, all get ``recipe``. Modules other than `Matmul` and `nnx.Einsum`
     (embeddings, norms, attention scores) do not change.
 
-    The layers of a stack are one module, so that a matmul has one recipe beside high precision. Layers that
-    follow one another and are alike are one loop in the compiled program.
+    The layers of a stack are one module, so a matmul has only one recipe besides high precision.
+    Consecutive layers that are alike are one loop in the compiled program.
 
     Patterns have the wildcards of `fnmatch`; ``*`` matches across ``/``.
 

@@ -189,7 +189,7 @@ class Recipe:
 
     @property
     def mantissa_bits(self) -> int:
-        """Of the coarsest format; 23, those of float32, if nothing is quantized."""
+        """Mantissa bits of the coarsest format; 23, those of float32, if nothing is quantized."""
         operands = itertools.chain(*self.gemms.values())
         return min((formats.get(operand.format).mantissa_bits for operand in operands), default=23)
 

@@ -100,7 +100,7 @@ class Scatter:
         )
 
     def _all_to_all(self, x_DFKN: jax.Array, data: str | None) -> jax.Array:
-        """What is split by the devices it comes from, split by those that it goes to.
+        """Reshards from a split by the devices that computed the values to one by those that receive them.
 
         As plain bytes: on devices without 8-bit floats XLA sends these as 16 bits.
         """

@@ -60,7 +60,7 @@ class Effect:
     Attributes:
       loss_on: change of the loss if it alone is on.
       error_on: ``‖g - h‖ / ‖h‖`` of the gradients g then, where h are those in high precision.
-      cosine_on: of the angle between g and h.
+      cosine_on: cosine of the angle between g and h then.
       matmul: relative error of the operand's own matmul then.
       saturated, underflow: shares of the operand then, see `precision.health`.
       loss_off: change of the recipe's loss if it alone is off.

@@ -7,7 +7,7 @@ gradients with that operand alone in low precision (`run.attribution`). Rounding
 independent, so that these squares add up to nearly the square of the error of the whole, as a budget
 needs; changes of the loss have either sign and do not see the backward pass.
 
-Which matmuls of which layers leave the least effect is then a knapsack problem. (SNIP
+Which matmuls of which layers leave the least effect is then a knapsack problem. (SNIP, arXiv:2602.01410,
 solves an integer program; kernels have few sizes, for which a table of all their sums is small.)
 """
 

@@ -84,7 +84,7 @@ Tensors = dict[Site, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Of one tensor, in the norm in which it is larger relative to its bound.
+    """The difference of one tensor, in the norm in which it is larger relative to its bound.
 
     Attributes:
       value: relative to the root mean square of A's tensor.
@@ -110,7 +110,7 @@ class Program:
       abstract: the state as shapes, dtypes and shardings.
       one_pass: gradients of the whole batch at once, for the comparison with taps.
       gradients, step, loss_scale: of the run, see `core.train_step`.
-      bits: of the mantissa in which it computes.
+      bits: mantissa bits of the dtype in which it computes.
       is_quantized: whether it rounds operands to fewer bits than that.
       initial: makes its state before the first step.
     """
@@ -155,7 +155,7 @@ class Compiled:
             }
 
     def nothing(self) -> Given:
-        """What taps get that replace no value."""
+        """The input of taps that leaves every value as it is."""
         return {path: np.full(tap.shape, np.nan, tap.dtype) for path, tap in self.taps.items()}
 
     def on_inputs(self, state: State, batch: Batch, given: Given) -> tuple[Tensors, Given]:

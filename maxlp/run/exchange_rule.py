@@ -6,7 +6,7 @@ Refused = tuple[bool, str, str]  # whether it is, its key and value, and what to
 
 
 def refusal(s: Settings, machine: Machine) -> str | None:
-    """The message for the first setting with which devices do not exchange few bytes."""
+    """The message for the first setting that exchange, scatter or local steps cannot be combined with."""
     exchange, scatter = s.precision.exchange, s.precision.scatter
     message = None
     if exchange != "none":
@@ -19,7 +19,7 @@ def refusal(s: Settings, machine: Machine) -> str | None:
 
 
 def _local_refusal(s: Settings, steps: int, machine: Machine) -> str | None:
-    """The message for the first setting with which replicas do not train alone."""
+    """The message for the first setting that local steps cannot be combined with."""
     total = s.train.total_steps
     dtype, recipe, name = s.model.param_dtype, s.precision.recipe, s.optimizer.name
     delayed = any(s.recipe(path).delayed for path in s.matmuls)
@@ -51,7 +51,7 @@ def _of_replicas(s: Settings, machine: Machine) -> tuple[Refused, ...]:
         # Rows of all replicas pass through one schedule or one ring, inside which none has a gradient.
         (axes["stage"] > 1, f"mesh.stage={axes['stage']}", "mesh.stage=1"),
         (axes["context"] > 1, f"mesh.context={axes['context']}", "mesh.context=1"),
-        # XLA's partitioner ends the process where it gathers along two axes beside one that is manual.
+        # XLA's partitioner crashes where it gathers along two axes beside a manual one.
         (
             s.samples_tokens and axes["fsdp"] > 1 and axes["tensor"] > 1,
             f"precision.recipe={s.precision.recipe} on a mesh split over fsdp and tensor",

@@ -1,4 +1,4 @@
-"""The language model of a run and its tokenizer, for the commands that make or judge text."""
+"""The language model of a run and its tokenizer, for the commands that generate or evaluate text."""
 
 from pathlib import Path
 

@@ -2,7 +2,7 @@
 
 A run in 4 bits recovers part of its gap when it ends in 16 (NVIDIA 2025, arXiv:2509.25149). It is saved at
 that step and goes on in the same process, with ``recipe="bf16"`` in its config. `config.json` says so from
-then on: the commands that evaluate or convert a run compute as the phase does that it is in.
+then on: commands that evaluate or convert a run compute in the precision of its current phase.
 """
 
 from pathlib import Path
@@ -35,7 +35,7 @@ def config_now(values: dict[str, Any], workdir: Path | None) -> dict[str, Any]:
 def check(s: Settings, step: int) -> None:
     """Raises a ConfigError if a restored checkpoint is not the one that `config_now` saw.
 
-    It saw one that was damaged, and is set aside now, or one older than a copy of the run elsewhere.
+    It saw one that was damaged and is now set aside, or an older one than a copy of the run elsewhere has.
     """
     first = s.precision.high_precision_from
     if s.is_quantized != (step < first):
@@ -46,7 +46,7 @@ def check(s: Settings, step: int) -> None:
 
 
 def refusal(s: Settings) -> str | None:
-    """The message for a phase that a run cannot have."""
+    """The message for a late phase that the run cannot have."""
     first, p = s.precision.high_precision_from, s.precision
     key = f"precision.high_precision_from={first}"
     if first >= s.train.total_steps:

@@ -115,8 +115,8 @@ def sections(model: dict, data: dict, loss: dict) -> ConfigDict:
             eval_batches=20,
             init_from="",
             release_gradients=False,
-            lora=unset(rank=int, alpha=float, targets=tuple),  # low-rank adapters: nn.lora.LoraConfig
-            local=unset(steps=int, outer_rate=float, outer_momentum=float),  # of replicas: core.local_steps
+            lora=unset(rank=int, alpha=float, targets=tuple),  # adapters: run.settings.LoraConfig
+            local=unset(steps=int, outer_rate=float, outer_momentum=float),  # run.settings.LocalConfig
         )
     )
     c.spikes = ConfigDict(

@@ -327,14 +327,14 @@ def agree_on_commits(workdir: Path, *specs: str) -> None:
 
 
 def report_differences(s: Settings, workdir: Path) -> None:
-    """Prints the keys with which a new run's model computes something else than its weights did."""
+    """Prints the keys by which a new run's model computes something else than the model of its weights."""
     if not s.train.init_from or changes.saved_data_state(workdir) is not None:
         return
     if (model := find(s.train.init_from).model) is None:
         return
     for key, line in same_model.other_model(model, _section(s.family, s.model)).items():
         if key != "model.vocab_size" or not s.train.swap_tokenizer:
-            distributed.print_primary(f"another model than in config.train.init_from: {line}")
+            distributed.print_primary(f"not as in the model of config.train.init_from: {line}")
 
 
 def check_tokenizer(init_from: str, spec: str, made: Tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""What a run measures beside its steps, with one more pass over a batch every so many steps."""
+"""Measurements of a run besides its steps: one more pass over a batch every so many steps."""
 
 import pkgutil
 

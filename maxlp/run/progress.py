@@ -7,9 +7,9 @@ from typing import Any
 class Progress:
     """Tells which step is the last one.
 
-    A step counts as one of the steps of the schedule; with AdaScale as its gain, which only the device
-    knows. So that the device rarely waits, the host reads the count of a step only if the run could have
-    ended there. All processes read the same numbers.
+    A step counts as one step of the schedule, or with AdaScale as its gain, which only the device knows.
+    So that the device rarely waits, the host reads the count of a step only if the run could have ended
+    there. All processes read the same numbers.
 
     Args:
       total_steps: of the schedule.

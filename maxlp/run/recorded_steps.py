@@ -46,7 +46,7 @@ def record(
       workdir, step: see `two_runs.reports`.
 
     Raises:
-      ConfigError: the folder has steps.
+      ConfigError: the folder has steps already.
     """
     if _files(folder):
         raise ConfigError(f"--record={folder} has steps already; give a new folder")

@@ -42,7 +42,7 @@ def restore_model(
 
 
 def check_start(run: Experiment, abstract: State, workdir: Path) -> bool:
-    """Raises what would end a start later on: a workdir, weights or writers that cannot be used.
+    """Raises at once what would fail later in a start: a workdir, weights or writers that cannot be used.
 
     Args:
       abstract: the training state as shapes, dtypes and shardings.

@@ -123,7 +123,7 @@ def upgraded(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def record_start(workdir: Path, c: ConfigDict, step: int, num_params: int, units_per_step: int = 0) -> None:
-    """Records the config and a start at ``step``, after which a step takes ``units_per_step`` tokens."""
+    """Records the config and a start at ``step``; from then on a step takes ``units_per_step`` units."""
     if not is_primary():
         return
     record = _read_record(workdir)
@@ -157,7 +157,7 @@ def hub_commits(workdir: Path) -> dict[str, str]:
 
 
 def use_hub_commits(workdir: Path, data: object) -> None:
-    """Lets data of the Hub (hf://) stay at the commits at which the run read it first."""
+    """Pins data of the Hub (hf://) to the commits at which the run first read it."""
     if "hf://" in str(data) and (found := hub_commits(workdir)):
         from maxlp.runtime import hub  # few runs need it
 

@@ -21,7 +21,7 @@ from maxlp.nn.lora import axes_of
 
 
 def pieces(new: Tokenizer, old: Tokenizer) -> list[list[int]]:
-    """For each id of a new tokenizer, the ids of the old one whose rows it starts from the mean of."""
+    """For each id of a new tokenizer, the ids of the old one; it starts from the mean of their rows."""
     own, found = _ids_of(old), [[] for _ in new.tokens]
     for token, ids in _ids_of(new).items():
         theirs = own.get(token, [])
@@ -84,7 +84,7 @@ def swap_rows(params: State, abstract: State, make: MakeModel, old: Tokenizer, n
 
 
 def _means(table: jax.Array, ids_WK: jax.Array, *, size: int, axis: int) -> jax.Array:
-    """The mean of K rows of a table for each W; an id of -1 is none, and without any, the mean of all."""
+    """The mean of K rows of a table for each W, without ids of -1; if all are -1, the mean of all rows."""
     table_VD = jnp.moveaxis(table, axis, 0).astype(jnp.float32)
 
     def add(sum_WD: jax.Array, ids_W: jax.Array) -> tuple[jax.Array, None]:

@@ -2,7 +2,7 @@
 
 ``config.data.tokenizer`` is a spec of `data.tokenizers.make_tokenizer`, or ``bpe:V``: a byte-level BPE of V
 tokens, trained on a sample of the corpus when the run begins, which takes seconds. Until the first
-checkpoint every start makes the file anew, so that none is left of a start with other data. Checkpoints
+checkpoint every start makes the file anew, so that none remains from a start with other data. Checkpoints
 record the fingerprint of the tokenizer that they were trained with, and the data that it was learned from.
 """
 

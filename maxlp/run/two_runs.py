@@ -29,7 +29,7 @@ WIDTH = 44  # of the names in the table
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Of one step.
+    """The comparison of one step.
 
     Attributes:
       tensors: all of them in the order of the program.
@@ -46,7 +46,7 @@ class Report:
 
 
 def changed(config: dict[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
-    """A config with other values, as in ``model.remat=block``; a value that is no JSON is a string.
+    """A config with other values, as in ``model.remat=block``; a value that is not JSON is a string.
 
     Raises:
       ConfigError: no assignment, or a key that the config does not have.
@@ -99,7 +99,7 @@ def check_tokenizers(s: Settings, a: Path, b: Path) -> None:
 def reports(
     a: Settings, workdir: Path | None, b: Settings, step: int | None, number: int
 ) -> Iterator[Report]:
-    """Compares ``number`` steps, or as many as do not differ; trains up to the first one if need be.
+    """Compares up to ``number`` steps, and ends at one that differs; trains up to the first if need be.
 
     Args:
       workdir: of run A; None starts from the seed of its settings.

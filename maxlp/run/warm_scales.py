@@ -92,7 +92,7 @@ def without_cold_start(graphdef: nnx.GraphDef, abstract: State) -> nnx.GraphDef:
 
 
 def full_steps(graphdef: nnx.GraphDef, state: State) -> jax.Array:
-    """In how many steps, from the next one on, every history certainly has a value.
+    """For how many steps, from the next one on, every history is certain to have a value.
 
     A step adds one value to a history, or none if a gate rejects it. So the newest one that is not 0 stays
     for as many steps as the history has places behind it. Blocks that are not quantized add none.

@@ -446,14 +446,14 @@ def _load(root: Path, abstract_state: Any, *, exact: bool) -> Restored:
 
 
 def _num_bytes(described: str) -> int:
-    """The size of an array that `tree_spec` describes; a guess from above for a dtype like ``key<fry>``."""
+    """The size of an array that `tree_spec` describes; an upper bound for a dtype like ``key<fry>``."""
     dtype, _, shape = described.partition("[")
     itemsize = jax.numpy.dtype(dtype).itemsize if "<" not in dtype else 16
     return itemsize * math.prod(int(size) for size in shape.strip("]").split(",") if size)
 
 
 def _moved(array: jax.Array) -> jax.Array:
-    """The array, on CPUs as a copy that a train step can take the memory of; the array itself is deleted.
+    """The array; on CPUs a copy whose memory a train step can reuse, and the original is deleted.
 
     On CPUs a restored array can be the NumPy array that Orbax has read. A program to which that is donated
     copies it instead, and the first step would need the memory of the state twice.

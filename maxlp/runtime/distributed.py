@@ -200,7 +200,7 @@ def print_primary(message: object) -> None:
 
 
 def barrier(name: str) -> None:
-    """Waits until every process has reached the barrier, and sees what others wrote to a run before."""
+    """Waits until all processes have reached the barrier; what they wrote to a run is then visible."""
     if jax.process_count() > 1:
         if mirror := files.mirror_module():
             mirror.before_barrier()

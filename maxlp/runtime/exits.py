@@ -10,7 +10,7 @@ EXIT_FAILED = 1
 """Exit code when the system failed, as when a disk is full: the same command may succeed later."""
 
 EXIT_PREEMPTED = 75
-"""Exit code after SIGTERM, with all saved that there is (EX_TEMPFAIL: restart the run)."""
+"""Exit code after SIGTERM, once everything is saved (EX_TEMPFAIL: restart the run)."""
 
 EXIT_INTERRUPTED = 130
 """Exit code after Ctrl-C (128 + SIGINT, as in shells)."""

@@ -19,7 +19,7 @@ def is_url(path: str) -> bool:
 
 
 def local_path(path: str | os.PathLike[str], name: str = "path") -> Path:
-    """Makes a path absolute and expands ``~``. Every command passes the directories that it is given.
+    """Makes a path absolute and expands ``~``. Commands call it for every directory that they are given.
 
     Args:
       path: a URL in a bucket becomes its local mirror.
@@ -152,7 +152,7 @@ _JSON_NAMES = {dict: "an object", list: "a list", str: "a string", bool: "a bool
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Names `path` in the system's errors that name no file, as those of writing, or a temporary one."""
+    """Names `path` in OS errors that name no file, such as those of writing, or only a temporary one."""
     try:
         yield
     except OSError as error:

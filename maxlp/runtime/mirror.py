@@ -2,7 +2,7 @@
 
 Object stores cannot append to a file, rename a folder, or lock. So the files beside the arrays of
 checkpoints (config, metrics, tokenizer, records) live in a temporary folder of each process, where the same
-code as ever reads and writes them, and are copied:
+code as on disk reads and writes them, and are copied:
 
 - from the bucket when the folder is opened, when the lock is taken, and at every barrier in the processes
   that do not hold the lock;
@@ -57,7 +57,7 @@ def open_folder(url: str, name: str) -> Path:
     url = url.rstrip("/")
     if not url.startswith(tuple(f"{protocol}://" for protocol in storage.BUCKETS)):
         known = " or ".join(f"{protocol}://" for protocol in storage.BUCKETS)
-        raise ValueError(f"{name}={url} is not a folder that can be used; name one on disk, or by {known}")
+        raise ValueError(f"{name}={url} is not a folder that can be used; name one on disk, or at {known}")
     if find(_folder(url)) is None:
         storage.check(url, name)
         try:
@@ -358,7 +358,7 @@ class MirrorLock(lock.WorkdirLock):
                 storage.remove(self._url)
 
     def _send_profile(self) -> None:
-        """What a process without the lock has written, for which the bucket has a place: its trace."""
+        """Copies the profiler's trace, all that a process without the lock writes to the bucket."""
         for path in self.workdir.glob("profile/**/*") if jax.process_count() > 1 else ():
             if path.is_file():
                 self._mirror.send(path)
@@ -410,7 +410,7 @@ class MirrorLock(lock.WorkdirLock):
 
 
 def _process_space() -> str:
-    """Within which a process has its number; containers of one machine have their own."""
+    """The PID namespace, within which process ids are unique; each container of a machine has its own."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:

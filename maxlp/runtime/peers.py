@@ -1,4 +1,4 @@
-"""Several processes end together when one of them gets SIGTERM before they train.
+"""Ends all processes together when one of them gets SIGTERM before training has begun.
 
 JAX has a service for preemption, but it only agrees on a step after which all processes stop. The first
 one may be minutes away. So it is started with the training loop; until then the process that gets the

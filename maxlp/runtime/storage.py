@@ -236,7 +236,7 @@ def _protocol(url: str) -> str:
     protocol, _, rest = url.partition("://")
     if protocol not in EXTRAS:
         known = ", ".join(f"{known}://" for known in EXTRAS)
-        raise ValueError(f"{url} is of no known kind; URLs begin with {known}")
+        raise ValueError(f"{url} has an unknown protocol; URLs begin with {known}")
     if not rest.partition("/")[0]:
         raise ValueError(f"{url} names no {'bucket' if protocol in BUCKETS else 'file'}")
     module, extra = EXTRAS[protocol]
@@ -248,7 +248,7 @@ def _protocol(url: str) -> str:
 
 
 def _entry(info: dict[str, Any]) -> Entry:
-    """From what a store lists: MD5 as `md5Hash` on gs; on s3 it is the ETag, unless it is of parts."""
+    """From a listing. MD5 is `md5Hash` on gs; on s3 it is the ETag, except of files uploaded in parts."""
     changed = info.get("LastModified") or info.get("mtime")
     etag = str(info.get("ETag") or info.get("etag") or "").strip('"')
     md5 = etag if re.fullmatch("[0-9a-f]{32}", etag) else None
@@ -261,7 +261,7 @@ def _entry(info: dict[str, Any]) -> Entry:
 
 @contextlib.contextmanager
 def _explained(url: str) -> Iterator[None]:
-    """Errors of fsspec and the libraries below it, in one line each and of three kinds."""
+    """Turns errors of fsspec and of the libraries below it into four kinds of one-line errors."""
     try:
         yield
     except FileExistsError:

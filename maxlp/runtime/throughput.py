@@ -30,7 +30,7 @@ T = TypeVar("T")
 class DelayedFetch:
     """Keeps the metrics of the newest step on the device until the next step is dispatched.
 
-    Where dispatching a step means to wait for it (a single CPU device), there is nothing to delay.
+    Where dispatching a step includes waiting for it (a single CPU device), there is nothing to delay.
     """
 
     def __init__(self) -> None:

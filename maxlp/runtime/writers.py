@@ -59,7 +59,7 @@ class MetricWriter:
       run_config: shown by W&B.
       console: print progress to standard output.
       tensorboard: write event files.
-      wandb_project: the W&B project; None or "" disables W&B. What the environment says counts, such as
+      wandb_project: the W&B project; None or "" disables W&B. Its environment variables apply, such as
         WANDB_MODE=offline.
       wandb_group, wandb_tags: of the run in W&B.
 

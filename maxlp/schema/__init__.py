@@ -1,4 +1,4 @@
-"""What values a config's keys can have: the annotation of a field or an argument, checked where it enters.
+"""The values that config keys may have: annotations of fields and arguments, checked where they enter.
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Schedule:
@@ -37,7 +37,7 @@ class Rule(Protocol):
     """What a value must fulfil beyond its type."""
 
     def error(self, value: Any) -> str | None:
-        """What is wrong and the way out, as a phrase that follows KEY=VALUE; None if nothing is."""
+        """What is wrong and how to fix it, as a phrase that follows KEY=VALUE; None for a valid value."""
         ...
 
 
@@ -74,7 +74,7 @@ class Range:
 
 
 class OneOf:
-    """A name among these; of a table, its keys."""
+    """One of these names; for a mapping, one of its keys."""
 
     def __init__(self, choices: Iterable[str]):
         self.choices = tuple(choices)
@@ -97,7 +97,7 @@ class RegularExpression:
 
 @dataclasses.dataclass(frozen=True)
 class PowerOfTwo:
-    """A power of two, also below 1."""
+    """A power of two, which may be below 1."""
 
     def error(self, value: Any) -> str | None:
         return None if value > 0 and math.frexp(value)[0] == 0.5 else "must be a power of two"
@@ -147,7 +147,7 @@ def fits(value: Any, hint: Any) -> bool:
     return _error("", value, hint) is None
 
 
-@functools.lru_cache(maxsize=10_000, typed=True)  # True is no 1
+@functools.lru_cache(maxsize=10_000, typed=True)  # True is not 1
 def _scalar_fits(value: Any, hint: Any) -> bool:
     """`fits`, remembered: the planner's search checks the same values in thousands of settings."""
     return fits(value, hint)
@@ -184,7 +184,7 @@ def _error(key: str, value: Any, hint: Any) -> str | None:
         errors = [_error(key, value, member) for member in members]
         if None in errors:
             return None
-        # Of a value of the right type, the message of its rule; else one that names all types.
+        # For a value of the right type, the message of the rule it breaks; else one that names all types.
         of_type = (e for e, m in zip(errors, members, strict=True) if _is_of(value, _split(m)[0]))
         return next(of_type, None) or _wrong_type(key, value, hint)
     if not _is_of(value, hint):
@@ -230,12 +230,12 @@ def _is_of(value: Any, kind: Any) -> bool:
     """Whether a value is of a type, apart from what is in it."""
     if kind is None:
         return value is None
-    if kind is Any:  # a class since Python 3.11, without instances
+    if kind is Any:  # since Python 3.11 a class, of which nothing is an instance
         return True
     kind = typing.get_origin(kind) or kind
     if kind in (int, float):
         return isinstance(value, _INTEGER if kind is int else _NUMBER) and not isinstance(value, bool)
-    return not isinstance(kind, type) or isinstance(value, kind)  # else of another library
+    return not isinstance(kind, type) or isinstance(value, kind)  # other annotations are not checked
 
 
 def _wrong_type(key: str, value: Any, hint: Any) -> str:

@@ -111,7 +111,7 @@ def test_failures_that_may_pass_are_tried_again_and_told(server, caplog):
         ("jsonl:{url}/forbidden/a.jsonl", "{url}/forbidden/a.jsonl: access refused (403"),
         ("jsonl:http://127.0.0.1:1/a.jsonl", "http://127.0.0.1:1/a.jsonl: Cannot connect to host"),
         ("jsonl:http://no-such-host.invalid/a.jsonl", "Cannot connect to host no-such-host.invalid"),
-        ("jsonl:ftp://host/a.jsonl", "ftp://host/a.jsonl is of no known kind; URLs begin with gs://"),
+        ("jsonl:ftp://host/a.jsonl", "ftp://host/a.jsonl has an unknown protocol; URLs begin with gs://"),
         ("parquet:{url}/a0.jsonl", "{url}/a0.jsonl is not a readable Parquet file"),
         ("jsonl:{url}/*.jsonl", "check the URL"),
         ("text:{url}/forbidden/*", "{url}/forbidden"),

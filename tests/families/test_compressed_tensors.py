@@ -95,5 +95,5 @@ def test_other_schemes_are_refused(changes, message, tmp_path):
 def test_scales_of_groups_are_refused(tmp_path):
     codes = np.ones((4, 8), np.int8)
     save_file({NAME: codes, SCALE: np.ones((4, 2), np.float32)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"'up_proj.weight_scale' of shape \(4, 2\) has not one scale"):
+    with pytest.raises(ValueError, match=r"'up_proj.weight_scale' of shape \(4, 2\) is not one scale"):
         Dequantized(Tensors(tmp_path))[NAME]

@@ -44,7 +44,7 @@ def test_errors_name_the_url_in_one_line(bucket):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("ftp://server/file", r"ftp://server/file is of no known kind; URLs begin with gs://, s3://"),
+        ("ftp://server/file", r"ftp://server/file has an unknown protocol; URLs begin with gs://, s3://"),
         ("gs://", "gs:// names no bucket"),
         ("s3:///key", "names no bucket"),
     ],

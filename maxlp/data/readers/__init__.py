@@ -25,7 +25,7 @@ def find_files(pattern: str, suffix: str = "") -> tuple[str, list[str]]:
 
     Args:
       pattern: a folder is searched with all its subfolders; hidden files are left out.
-      suffix: of the files that count in a folder; where there is none, of the files that are compressed.
+      suffix: of the files that count in a folder; if none has it, compressed files with it count.
 
     Returns:
       The folder to which names are relative, and the sorted paths.

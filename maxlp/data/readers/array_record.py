@@ -83,7 +83,7 @@ def open_array_record(spec: Spec, *, validation: float = VALIDATION) -> Source:
     tokenizer = manifest["tokenizer"] if manifest.get("kind") == "tokens" else None
     reader = ArrayRecord(folder, spec.content, manifest)
     if len(reader):
-        reader[0]  # the files may be other ones, of the same sizes
+        reader[0]  # fails at once if these are other files of the same sizes
     return Source(
         spec,
         reader,
@@ -165,7 +165,7 @@ def _wrong_entry(manifest: dict[str, Any]) -> str | None:
     if manifest.get("documents", total) != total:
         return f"its shards have {total} documents, not {manifest['documents']!r}"
     if min(shard["documents"] for shard in manifest["shards"]) < 0:
-        return "a shard has less than no documents"
+        return "a shard has a negative number of documents"
     return None
 
 

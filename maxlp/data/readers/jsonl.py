@@ -66,7 +66,7 @@ def open_jsonl(
 
 
 def _line_bounds(path: str) -> np.ndarray:
-    """As `_scan_lines`; what was found in a URL is kept in the local cache, because all of it is read."""
+    """As `_scan_lines`; for a URL the result is kept in the local cache, because the whole file is read."""
     if is_url(path):
         return np.load(load("maxlp.data.local_cache:array")(path, "lines", _scan_lines), allow_pickle=False)
     return _scan_lines(path)

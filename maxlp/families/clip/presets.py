@@ -84,7 +84,7 @@ def clip(**sizes) -> ConfigDict:
             max_pixels=config_dict.placeholder(int),
             num_threads=config_dict.placeholder(int),
             max_broken=100,  # examples that a process skips before it stops
-            num_epochs=config_dict.placeholder(int),  # unset: without end
+            num_epochs=config_dict.placeholder(int),  # unset: repeats forever
             num_workers=0,
         ),
         loss=dict(kind="softmax", method="tiled", tile_size=4096),

@@ -12,7 +12,7 @@ def train_flops_per_token(
     """FLOPs of one training token, forward and backward, with full and with causal attention.
 
     ``6 P + 12 L N H S`` for full attention: 6 FLOPs for each of the P parameters that multiply the
-    token, and 12 N H S per layer for the two attention products (Chowdhery et al. 2022, PaLM, appendix
+    token, and 12 N H S per layer for the two attention products (PaLM, arXiv:2204.02311, appendix
     B). That counts every query against every key, as nanoGPT and TorchTitan do. A causal mask leaves
     half of the products; MaxText has counted that half since July 2025. Neither counts
     rematerialization.

@@ -47,7 +47,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decoder_from_hf(hf: Mapping[str, Any], supported: Mapping[str, Any]) -> dict[str, Any]:
-    """What the keys that many kinds of models share determine of a `LlamaConfig`.
+    """The keywords of `LlamaConfig` that follow from keys which many kinds of models share.
 
     Args:
       supported: keys, and the only value that each may have if it is there.
@@ -83,7 +83,7 @@ def dtype_from_hf(hf: Mapping[str, Any]) -> str:
     """The dtype of the weights according to ``config.json``.
 
     Raises:
-      ValueError: one that models do not have.
+      ValueError: a dtype that models do not have.
     """
     key = "dtype" if hf.get("dtype") else "torch_dtype"
     if (dtype := hf.get(key) or "float32") not in DTYPES:

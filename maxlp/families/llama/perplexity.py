@@ -48,7 +48,7 @@ def make_perplexity(
         loss = total["nll"] / total["tokens"]
         return {
             "loss": loss,
-            "perplexity": math.exp(min(loss, 700.0)),  # the largest power of e in float64
+            "perplexity": math.exp(min(loss, 700.0)),  # exp(710) overflows float64
             "accuracy": total["correct"] / total["tokens"],
             "bits_per_byte": total["nll"] / math.log(2) / max(total["bytes"], 1.0),
             "tokens": total["tokens"],

@@ -50,7 +50,7 @@ def llama(**sizes) -> ConfigDict:
             max_documents=config_dict.placeholder(int),  # in a row; model.attention=cudnn needs a bound
             shuffle=config_dict.placeholder(bool),
             shuffle_tokens=config_dict.placeholder(int),
-            num_epochs=config_dict.placeholder(int),  # unset: without end
+            num_epochs=config_dict.placeholder(int),  # unset: repeats forever
             num_workers=0,
         ),
         loss=dict(num_chunks=8, z_loss=0.0),

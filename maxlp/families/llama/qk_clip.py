@@ -12,7 +12,7 @@ so that the same batch would have no logit above τ, but for what the update its
 as they are, as the paper's shared rotary keys do: to scale them would change heads whose logits are small.
 The optimizer's moments are not scaled.
 
-S_h is exact. No kernel of attention tells it, so that it costs one more product of queries and keys in the
+S_h is exact. No attention kernel returns it, so that it costs one more product of queries and keys in the
 forward pass (none in the backward pass), in blocks of keys of which one exists at a time.
 
 Shape letters: B batch · S query length · T key length · N query heads · K kv heads · G = N/K · H head dim ·

@@ -30,10 +30,10 @@ import jax
 import jax.numpy as jnp
 
 AUTO = "auto"
-FLASH_ROW_BYTES = 512  # of one head of a token, at most
+FLASH_ROW_BYTES = 512  # bytes of one head of a token, at most
 RESIDUALS = "attention_residuals"  # a name for remat policies: what the backward pass of a kernel needs
 KERNELS = {
-    AUTO: "maxlp.nn.attention.dense:dense",  # of a model without a machine: what runs everywhere
+    AUTO: "maxlp.nn.attention.dense:dense",  # before the machine is known: runs everywhere
     "xla": "maxlp.nn.attention.dense:dense",
     "flash": "maxlp.nn.attention.flash:flash",
     "cudnn": "maxlp.nn.attention.cudnn:cudnn",
@@ -45,7 +45,7 @@ PLATFORMS: dict[str, tuple[str, ...]] = {
     "cudnn": ("gpu", "cuda"),
     "splash": ("tpu",),
 }
-# What `auto` takes, the first of them that accepts the model. None of it has been measured here: cuDNN's
+# `auto` takes the first of these that accepts the model. The order has not been measured here: cuDNN's
 # kernels have been published as 1.7 to 2.3 times as fast as FlashAttention-2 on H100
 # (https://github.com/huggingface/transformers/pull/48163).
 FASTEST = "splash", "cudnn", "flash"
@@ -89,7 +89,7 @@ class Use:
       dtype: of q, k and v.
       packed: rows hold several documents, told apart by segment ids.
       max_documents: how many at most; None for any number.
-      rows: of one device at once.
+      rows: that one device processes at once.
     """
 
     seq_len: int

@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlp.nn.attention import RESIDUALS, Use
 from maxlp.nn.attention.per_device import on_each_device
 
-# By a part of `jax.Device.device_kind`: the GPUs with cuDNN's packed layout, and with its heads above 128.
+# Parts of `jax.Device.device_kind`: GPUs on which cuDNN has the packed layout, and heads above 128.
 HOPPER_OR_NEWER = "H100", "H200", "B200", "B300"
 MAX_DOCUMENTS = 16  # of a row, for cuDNN, whose backward pass reserves memory for so many rows
 
@@ -36,7 +36,7 @@ def cudnn(
     causal: bool,
     segment_ids_BS: jax.Array | None,
 ) -> jax.Array:
-    """cuDNN's flash attention, of at most `MAX_DOCUMENTS` documents per row; of more it is undefined."""
+    """cuDNN's flash attention, for at most `MAX_DOCUMENTS` documents per row; undefined for more."""
 
     def attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS) -> Any:
         return _attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS, causal)
@@ -83,13 +83,13 @@ def refusal(key: str, use: Use, heads: int, device_kind: str) -> str | None:
 
 
 def workspace(numbers: float, packed: bool) -> float:
-    """Bytes that cuDNN's backward pass takes, which only a compilation on a GPU with cuDNN shows.
+    """Bytes of workspace of cuDNN's backward pass, which only a compilation on a GPU with cuDNN shows.
 
     It sums the gradient of q in float32, for every document as if it had the length of a row: ``dQ_accum``
     of cuDNN's frontend, whose bound by the number of tokens (``max_total_seq_len_q``) XLA does not set.
 
     Args:
-      numbers: in q.
+      numbers: how many there are in q.
     """
     return 4 * numbers * (MAX_DOCUMENTS + 1 if packed else 1)
 

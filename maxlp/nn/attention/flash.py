@@ -72,7 +72,7 @@ def supports(head_dim: int, itemsize: int) -> bool:
 
 
 def _blocks_of_device() -> dict[int, dict[str, Blocks]]:
-    """Those for the devices of the current mesh, which need not exist; small ones without a mesh."""
+    """The blocks for the devices of the current mesh, which need not exist; small ones without a mesh."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return BLOCKS[device is not None and any(name in device.device_kind for name in LARGE_SHARED_MEMORY)]
 
@@ -119,7 +119,7 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def visible(q_BSNH: jax.Array, segment_ids_BS: jax.Array | None, causal: bool) -> tuple[Interval, Interval]:
-    """Of each query the keys, and of each key the queries, in attention of a sequence to itself."""
+    """The keys that each query sees, and the queries that see each key, in self-attention."""
     B, S = q_BSNH.shape[:2]
     if causal:
         of_queries, of_keys = intervals.up_to_itself(B, S), intervals.from_itself(B, S)
@@ -144,7 +144,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """The output (B, S, N, H) in this dtype, and the logits' log-sum-exp in base 2, float32 (B, N, S).
 
-    Of a query without keys, the output is 0 and the log-sum-exp below every other.
+    A query without keys gets an output of 0 and a log-sum-exp below every other.
 
     Args:
       earlier: the result for other keys, which is continued in place.
@@ -324,7 +324,7 @@ class _Program:
     """Loads, stores and loops of one program.
 
     Arrays are read and written by whole blocks, whose rows and columns beyond the array are masked. Triton
-    indexes an array once: a head and rows of a reference are one index, not one of the other.
+    takes one index per reference: head and rows are selected together, not one after the other.
     """
 
     sizes: _Sizes
@@ -381,7 +381,7 @@ class _Program:
         return carry
 
     def logits(self, own: jax.Array, other: jax.Array, bounds: tuple, i: Any, masked: bool) -> jax.Array:
-        """Of the own rows and block i of the others, in base 2."""
+        """The logits of the own rows and block i of the other side, in base 2."""
         logits = _dot(own, other, 1, 1) * (self.scale * LOG2_E)
         if not masked:
             return logits
@@ -396,7 +396,7 @@ class _Program:
         return pl.program_id(0) * self.blocks.own
 
     def _mask(self, shape: tuple[int, ...], start: Any, length: int | None) -> jax.Array | None:
-        """Of rows from ``start`` on those below ``length``, and of columns those below H; None for all."""
+        """Selects rows below ``length``, counted from ``start``, and columns below H; None selects all."""
         masks = []
         if length is not None and length % shape[0]:
             masks.append(start + jax.lax.broadcasted_iota(jnp.int32, shape, 0) < length)

@@ -310,7 +310,7 @@ def _visible(
     ids_BS: jax.Array | None,
     key_ids_BS: jax.Array | None,
 ) -> tuple[Interval, Interval]:
-    """Of each query the keys that visit in a step, and of each of those the queries.
+    """The keys of this step that each query sees, and the queries that see each of those keys.
 
     A device holds two chunks of the sequence, in their order. What a token sees is without gaps: a document
     of both chunks includes all that is between them.

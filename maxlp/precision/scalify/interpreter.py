@@ -155,7 +155,7 @@ def _scan(eqn: JaxprEqn, *inputs: Value) -> list[Value]:
     """Every float that is carried or stacked is `Scaled`; what is stacked gets one exponent afterwards."""
     p = eqn.params
     inner, length = p["jaxpr"], p["length"]
-    # What is stacked has one axis more than in the body. (JAX 0.12 has no numbers of them.)
+    # Stacked values have one axis more than in the body. (JAX 0.12 does not record how many there are.)
     num_xs = sum(v.aval.ndim > x.ndim for v, x in zip(eqn.invars, inner.in_avals, strict=True))
     num_ys = sum(v.aval.ndim > y.ndim for v, y in zip(eqn.outvars, inner.out_avals, strict=True))
     first_x = len(inputs) - num_xs

@@ -1,4 +1,4 @@
-"""What a model asks of `scalify`: identities, unless the program that they are in is scalified.
+"""Marks in a model for `scalify`: identities, unless the program around them is scalified.
 
 They are names of values (`jax.ad_checkpoint.checkpoint_name`), so that JAX transforms and compiles them as
 it does every name.

@@ -139,7 +139,7 @@ def dot_general(eqn: JaxprEqn, x: Value, y: Value) -> list[Value]:
 
 
 def scatter_add(eqn: JaxprEqn, x: Value, indices: jax.Array, updates: Value) -> list[Value]:
-    """Which terms meet is in the data; their number is unknown."""
+    """Which terms are added depends on the indices, so their number is unknown."""
     (x_data, updates_data), exponent = align(x, updates)
     params = {key: eqn.params[key] for key in ("indices_are_sorted", "unique_indices", "mode")}
     total = jax.lax.scatter_add(

@@ -17,7 +17,7 @@ from maxlp.precision.scalify.scaled import scale, unscale
 def mark(
     model: nnx.Module, fp8: bool = False, first_blocks: int = 0, last_blocks: int = 0
 ) -> dict[str, str]:
-    """Places in a model what `scalify` looks for: rescaling at the norms and, with ``fp8``, FP8 matmuls.
+    """Marks a model for `scalify`: rescaling at the norms and, with ``fp8``, FP8 matmuls.
 
     Args:
       fp8: the matmuls in blocks multiply FP8; others, and those of the first and last blocks, float16.
