@@ -41,7 +41,8 @@ class SpikeConfig:
         is one.
       skip_batches: "rollback" skips this many batches, and at least those up to the spike. (PaLM,
         Chowdhery et al. 2022, section 5.1: about 100 steps back, 200 to 500 batches skipped.)
-      max_actions: after this many skips in a row, or rollbacks in total, the run stops with an error.
+      max_actions: after this many skips in a row, or rollbacks in total, the run stops with an error. A
+        skip does not count while the loss scale of float16 training falls.
 
     Raises:
       ValueError: an unknown guard, or a number below its lower bound.

@@ -38,6 +38,7 @@ class Watch:
         self._steps: collections.deque[dict[str, Any]] = collections.deque(maxlen=config.lead + 1)
         self._positions: dict[int, dict[str, Any]] = {}
         self._skips_in_a_row = 0
+        self._loss_scale = 0.0
 
     def note(self, step: int, data_state: dict[str, Any]) -> None:
         """Stores the data position after the batch of a step (0: before the first batch)."""
@@ -49,8 +50,8 @@ class Watch:
 
         Args:
           step: number of finished updates.
-          values: metrics on the host: "loss" and, where present, "grad_norm", "skipped" (0 or 1) and the
-            dicts of `statistics.tensor_statistics`.
+          values: metrics on the host: "loss" and, where present, "grad_norm", "skipped" (0 or 1),
+            "loss_scale" and the dicts of `statistics.tensor_statistics`.
 
         Raises:
           FloatingPointError: `max_actions` steps in a row were skipped.
@@ -60,13 +61,22 @@ class Watch:
         self._steps.append(
             {"step": step, "loss": loss, "grad_norm": float(values.get("grad_norm", 0.0)), **tensors}
         )
-        self._skips_in_a_row = self._skips_in_a_row + 1 if values.get("skipped", 0) else 0
-        if self.config.guard == "skip" and self._skips_in_a_row >= self.config.max_actions:
-            raise FloatingPointError(
-                f"step {step}: {self._skips_in_a_row} updates in a row were skipped (loss {loss:.4g}); "
-                "lower optimizer.learning_rate, or raise spikes.max_actions"
-            )
+        self._count_skips(step, loss, values)
         return self._detector.observe(step, loss)
+
+    def _count_skips(self, step: int, loss: float, values: dict[str, Any]) -> None:
+        """Ends a run that no longer trains; overflows do not count while the loss scale falls."""
+        before, self._loss_scale = self._loss_scale, float(values.get("loss_scale", 0.0))
+        if not values.get("skipped", 0):
+            self._skips_in_a_row = 0
+        elif not self._loss_scale < before:
+            self._skips_in_a_row += 1
+        if self._skips_in_a_row >= self.config.max_actions:
+            scale = f", loss scale {self._loss_scale:g}" if self._loss_scale else ""
+            raise FloatingPointError(
+                f"step {step}: {self._skips_in_a_row} updates in a row were skipped "
+                f"(loss {loss:.4g}{scale}); lower optimizer.learning_rate, or raise spikes.max_actions"
+            )
 
     def act(self, workdir: Path, spike: Spike, values: dict[str, Any]) -> None:
         """Records a spike where it begins, and stops or rolls back the run if the config requires it.

@@ -55,6 +55,15 @@ def test_too_many_skips_in_a_row_stop_the_run():
         watch.observe(6, {"loss": math.nan, "skipped": 1.0})
 
 
+@pytest.mark.parametrize("guard", ["off", "skip", "rollback"])
+def test_overflows_stop_a_run_only_once_the_loss_scale_no_longer_falls(guard):
+    watch = Watch(SpikeConfig(guard=guard, max_actions=3))
+    for step, scale in enumerate((64.0, 32.0, 16.0, 8.0, 4.0, 2.0, 1.0, 1.0), 1):
+        watch.observe(step, {"loss": math.nan, "skipped": 1.0, "loss_scale": scale})
+    with pytest.raises(FloatingPointError, match=r"^step 9: 3 updates in a row .* loss scale 1\)"):
+        watch.observe(9, {"loss": math.nan, "skipped": 1.0, "loss_scale": 1.0})
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_unless_its_step_was_skipped(tmp_path):
     watch, spike = Watch(SpikeConfig()), Spike(7, math.nan, 2.0, math.inf, begins=False)
     watch.observe(7, {"loss": math.nan})
