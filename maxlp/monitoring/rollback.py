@@ -86,11 +86,18 @@ def skip_excluded_batches(workdir: Path, step: int, batches: Iterator[Any]) -> i
 
     Returns:
       The number of batches that were dropped.
+
+    Raises:
+      ValueError: the data end with an excluded batch.
     """
     end = max((entry["batches"][1] for entry in read_rollbacks(workdir) if entry["to"] <= step), default=0)
     count = 0
     while batches.get_state()["step"] < end:
-        next(batches)
+        if next(batches, None) is None:
+            raise ValueError(
+                f"{_rollbacks_path(workdir)} leaves out all batches up to {end}, more than the data have; "
+                "raise config.data.num_epochs, or lower spikes.skip_batches before the next rollback"
+            )
         count += 1
     return count
 

@@ -167,6 +167,21 @@ def test_excluded_batches_are_those_of_rollbacks_to_this_step_or_before(tmp_path
         assert rollback.skip_excluded_batches(tmp_path, step_number, data) == dropped
 
 
+def test_data_that_end_within_the_excluded_batches_are_named(tmp_path):
+    class Few(Batches):
+        def __next__(self):
+            if self.at == 12:
+                raise StopIteration
+            return super().__next__()
+
+    (tmp_path / "spikes").mkdir()
+    (tmp_path / "spikes" / "rollbacks.json").write_text(json.dumps([{"to": 0, "batches": [4, 5000]}]))
+    with pytest.raises(
+        ValueError, match=r"rollbacks\.json .* up to 5000, .* raise config\.data\.num_epochs"
+    ):
+        rollback.skip_excluded_batches(tmp_path, 0, Few())
+
+
 def test_another_run_in_the_workdir_starts_without_the_rollbacks_of_the_earlier(tmp_path):
     rollback.set_spikes_aside(tmp_path)
     for name in ("spikes.old", "spikes.old-2"):
