@@ -187,6 +187,7 @@ def _current_subspace(g: jax.Array, old: Any, count: jax.Array, axes: int, confi
     if not _is_subspace(old):
         return old
     due = count - old.last_refresh >= config.update_proj_gap * old.stretch
+    due &= jnp.any(g != 0, axis=(-2, -1))  # zeros, as behind a layer scale of 0, have no subspace
     key = jax.random.fold_in(jax.random.key(config.seed), count)
 
     def refresh() -> Subspace:

@@ -211,6 +211,21 @@ def test_a_non_finite_gradient_postpones_the_refresh():
     assert fourth.last_refresh.tolist() == [2, 3], "the other layer refreshes with the next gradient"
 
 
+def test_zeros_have_no_subspace():
+    """Behind a layer scale that begins at 0, the first gradient of a kernel is 0."""
+    shapes = kernel((2, 6, 9))
+    tx = galore(ADAM, GaloreConfig(rank=2, update_proj_gap=200))
+    grads = gradients(3, shapes)
+    late = [kernel(jnp.asarray(leaf(grads[0])).at[1].set(0)), *grads[1:]]
+    first, second = (subspace(run(tx, grads[0], late[:n])[1]) for n in (1, 2))
+    assert first.last_refresh[0] == 0 and first.last_refresh[1] < 0
+    assert second.last_refresh.tolist() == [0, 1]
+    g = np.asarray(leaf(late[1]))[1]
+    basis = np.asarray(second.projector)[1]
+    u = np.linalg.svd(g)[0][:, :2]
+    np.testing.assert_allclose(np.abs(u.T @ basis), np.eye(2), atol=1e-4)
+
+
 def test_lazy_layers_stretch_their_gap():
     """The gradient of layer 0 keeps its direction, that of layer 1 has a new one each time."""
     shapes, rng = kernel((2, 12, 30)), np.random.default_rng(0)
