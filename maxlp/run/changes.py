@@ -27,6 +27,8 @@ FREE = (
     *("model.pipeline", "loss.num_chunks", "loss.method", "loss.tile_size"),
     *("data.num_workers", "data.num_threads", "data.max_broken", "data.validation_source"),
 )
+# Formats of saved numbers, some of which have the same dtype: a checkpoint fits another one of them.
+FORMATS = ("optimizer.low_bit.mu", "optimizer.low_bit.nu")
 # Sections that change no number of the training.
 OBSERVING = ("spikes", "checkpoint", "metrics", "profile")
 
@@ -41,14 +43,21 @@ def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> dict[str,
       changed key -> a line with both values.
 
     Raises:
-      ConfigError: a run that has a checkpoint would have another model or other data.
+      ConfigError: a run that has a checkpoint would have another model or other data, or misread it.
     """
     if not (workdir / "config.json").exists():
         return {}
     old, new = run_dir.load_config(workdir).to_dict(), json.loads(c.to_json_best_effort())
     changes = differences(old, run_dir.upgraded(new))
+    if not changes or saved_data_state(workdir) is None:
+        return changes
+    if unreadable := [change for key, change in changes.items() if is_in(FORMATS, key)]:
+        raise ConfigError(
+            f"the checkpoints of {workdir} hold moments in another format ({'; '.join(unreadable)}); take "
+            "back the change, or use a new workdir"
+        )
     refused = [change for key, change in changes.items() if is_fixed(key)]
-    if refused and not allow and saved_data_state(workdir) is not None:
+    if refused and not allow:
         raise ConfigError(
             f"{workdir} was trained with another model or other data ({'; '.join(refused)}); take back the "
             "change, use a new workdir, or add --allow_change"

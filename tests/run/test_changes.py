@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import shutil
 
 import pytest
 
@@ -127,6 +128,17 @@ def test_another_function_or_other_data_is_refused(run):
         assert any(
             line.startswith(f"config.{key}: ") for line in changes.check_config(run, c, allow=True).values()
         )
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_moments_are_not_read_in_another_format(run, allow):
+    """dynamic8 and companded8 are both uint8, so that the arrays of a checkpoint fit either."""
+    run_dir.save_config(run, load("debug", "low_bit=8bit"))
+    c = changed(load("debug", "low_bit=8bit"), {"optimizer.low_bit.nu": "companded8"})
+    with pytest.raises(ConfigError, match=r"moments in another format \(config\.optimizer\.low_bit\.nu: "):
+        changes.check_config(run, c, allow=allow)
+    shutil.rmtree(run / "checkpoints")
+    assert len(changes.check_config(run, c, allow=allow)) == 1
 
 
 def test_other_changes_are_reported(run):
