@@ -5,6 +5,8 @@ python -m maxlp.train --config=configs/llama/tiny.py --workdir=/tmp/run
 344,000 parameters, 300 steps of 1,024 tokens: half a minute. `benchmarks/fidelity.py` runs its variants.
 """
 
+from ml_collections import config_dict
+
 from maxlp.families.llama.presets import llama
 from maxlp.run.presets import choose
 
@@ -23,7 +25,7 @@ def get_config(arg: str = ""):
         dtype="bfloat16",
         remat="none",
     )
-    c.model.init_std = None
+    c.model.init_std = config_dict.placeholder(float)  # from the sizes
     c.precision.first_blocks = 0  # all blocks in the recipe: the harder test
     c.precision.last_blocks = 0
     c.data.source = "stdlib"

@@ -6,6 +6,8 @@ The data, the batches and the rates are those of `configs/llama/debug.py`.
 Validation bits per byte: 1.87 on all validation files, with 2.6 instead of 3.3 million parameters.
 """
 
+from ml_collections import config_dict
+
 from maxlp.families.qwen3.presets import qwen3
 from maxlp.run.presets import choose
 
@@ -24,7 +26,7 @@ def get_config(arg: str = ""):
         scan_layers=False,  # of so few; unrolled, a step takes 7 % less time
         remat="none",
     )
-    c.model.init_std = None
+    c.model.init_std = config_dict.placeholder(float)  # from the sizes
     c.data.source = "stdlib"
     c.data.tokenizer = "bpe:4096"
     c.data.seq_len = 256

@@ -59,6 +59,7 @@ def choose(arg: str, c: ConfigDict, galore: tuple[int, float] | None = None) -> 
     rank, galore_rate = galore or ("", None)
     arg = ",".join(f"galore={rank}" if item == "galore" else item for item in (arg or "").split(","))
     chosen = parse_arg(arg, precision=c.precision.recipe, optimizer=c.optimizer.name, galore=0, low_bit="")
+    recipe = "bf16"
     if chosen.precision == "fp16":
         c.model.dtype = "float16"
         c.precision.loss_scale.update(initial=2.0**15, growth_interval=2000)
@@ -79,7 +80,8 @@ def choose(arg: str, c: ConfigDict, galore: tuple[int, float] | None = None) -> 
             raise ValueError(
                 f"config argument precision={chosen.precision!r} is unknown; one of {', '.join(known)}"
             )
-        c.precision.recipe = chosen.precision
+        recipe = chosen.precision
+    c.precision.recipe = recipe
     c.optimizer.name = chosen.optimizer
     if chosen.galore:
         from maxlp.optim.config import GaloreConfig  # few configs need it

@@ -6,11 +6,13 @@ import math
 
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from maxlp.families.clip.hf import OPENAI_MEAN, OPENAI_STD
 from maxlp.families.clip.presets import CLIP_SIZES, clip, siglip
 from maxlp.families.llama.presets import LLAMA_3_1_ROPE, LLAMA_3_2_ROPE, llama_c4
 from maxlp.optim import galore
+from maxlp.run.config import PRESETS, load_file
 from maxlp.run.presets import parse_arg
 from maxlp.run.settings import read
 from tests.run.fixtures import load
@@ -101,6 +103,26 @@ def test_an_argument_changes_what_it_names(arg, values):
         assert chosen[name] == value
         chosen = json.loads(load("8b", arg).to_json_best_effort())
     assert chosen["data"] == plain["data"] and chosen["train"] == plain["train"]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "pure_bf16", "scalify_fp16"])
+def test_a_precision_replaces_the_recipe_of_the_config(precision):
+    assert load("low_precision", family="clip").precision.recipe == "int8_switchback"
+    assert load("low_precision", f"precision={precision}", "clip").precision.recipe == "bf16"
+
+
+def test_every_key_can_be_set_on_the_command_line():
+    """A key that holds a plain None has no type, so that no value from the command line fits it."""
+
+    def keys(c: ConfigDict, prefix: str = ""):
+        for name in c:
+            if isinstance(c[name], ConfigDict):
+                yield from keys(c[name], f"{prefix}{name}.")
+            elif c.get_type(name) is type(None):
+                yield f"{prefix}{name}"
+
+    for path in sorted(PRESETS.glob("*/*.py")):
+        assert not list(keys(load_file(str(path)))), path
 
 
 def test_an_unknown_precision_lists_recipes_and_what_else_the_argument_takes():
