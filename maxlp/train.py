@@ -31,6 +31,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import maxlp
+from maxlp.core import gates
 from maxlp.core.train_state import State, abstract_state
 from maxlp.data import merge_states
 from maxlp.families import Evaluate, Measure
@@ -244,7 +245,7 @@ def restore_or_init(
     changed: list[str],
 ) -> tuple[State, int, dict[str, Any]]:
     """The newest intact checkpoint, or a fresh state: state, number of finished steps, `Recorder.meta`."""
-    if (restored := checkpoints.restore_latest(abstract)) is None:
+    if (restored := checkpoints.restore_latest(abstract, gates.NAMES)) is None:
         if not changes.repeats_the_last_start(workdir, changed):
             rollback.set_spikes_aside(workdir)
         return run.initial_state(abstract, workdir), 0, {}
@@ -253,7 +254,7 @@ def restore_or_init(
 
         late_phase.check(run.settings, restored.step)
     batches.set_state(restored.data_state, flags.FLAGS.allow_change)
-    return restored.state, restored.step, restored.meta
+    return run.with_all_gates(restored.state), restored.step, restored.meta
 
 
 def open_checkpoints(s: Settings, workdir: Path) -> Checkpointer:

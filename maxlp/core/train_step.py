@@ -36,7 +36,7 @@ def no_update_arguments(grads: optax.Updates, metrics: Metrics) -> dict[str, jax
 
 
 def no_optimizer_metrics(opt_state: optax.OptState) -> Metrics:
-    """The `OptimizerMetrics` of an optimizer whose learning rate depends on the step number alone."""
+    """The `OptimizerMetrics` of a run whose learning rate depends on the step number alone."""
     return {}
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from maxlp.optim.tree_utils import layer_axes, name_of, widened
+from maxlp.optim.tree_utils import by_name, layer_axes, widened
 
 Tensors = dict[str, jax.Array]
 MeasureRMS = Callable[[optax.Updates, optax.OptState], Tensors]
@@ -48,11 +48,7 @@ def tensor_norms(tree: Any) -> Tensors:
     def norm(path: Any, x: jax.Array) -> jax.Array:
         return jnp.sqrt(jnp.sum(jnp.square(x), axis=tuple(range(layer_axes(path), x.ndim))))
 
-    return _by_name(jax.tree.map_with_path(norm, widened(tree)))
-
-
-def _by_name(tree: Any) -> Tensors:
-    return {name_of(path): x for path, x in jax.tree.flatten_with_path(tree)[0]}
+    return by_name(jax.tree.map_with_path(norm, widened(tree)))
 
 
 # --- on the host --------------------------------------------------------------------------------------

@@ -6,8 +6,7 @@ sharded like their parameters: see `parallel.opt_state`.
 """
 
 from maxlp.optim.config import OPTIMIZERS, AdaGCConfig, GaloreConfig, LowBitConfig, OptimizerConfig
-from maxlp.optim.make_tx import Optimizer, decay_mask, make_tx
-from maxlp.optim.schedule_free import eval_params, eval_part
+from maxlp.optim.make_tx import Optimizer, decay_mask, eval_params, make_tx
 from maxlp.optim.schedules import SCHEDULES
 from maxlp.optim.tree_utils import state_bytes
 
@@ -21,7 +20,6 @@ __all__ = [
     "OptimizerConfig",
     "decay_mask",
     "eval_params",
-    "eval_part",
     "make_tx",
     "state_bytes",
 ]

@@ -8,12 +8,12 @@ rescale = low_bit(galore(OPTIMIZERS[name]))      both wrappers optional
 
 import dataclasses
 import functools
-import importlib
 import inspect
-from collections.abc import Callable
-from typing import Annotated, Any
+import pkgutil
+from typing import Annotated, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
@@ -21,7 +21,7 @@ from maxlp import schema
 from maxlp.optim.config import OPTIMIZERS, OptimizerConfig
 from maxlp.optim.rms import Rms, make_rms
 from maxlp.optim.schedules import make_schedule
-from maxlp.optim.tree_utils import leaf_name
+from maxlp.optim.tree_utils import find_states, leaf_name
 from maxlp.schema import NotNegative, OneOf, Positive
 
 SHARED = ("b1", "b2", "eps", "mu_dtype")  # keys of all optimizers that have such a parameter
@@ -47,6 +47,12 @@ class Optimizer:
     tx: optax.GradientTransformation
     schedule: optax.Schedule
     rms: Rms
+
+    def rate_of_last_update(self, opt_state: optax.OptState) -> dict[str, jax.Array]:
+        """The metric ``learning_rate`` where steps may be rejected, which do not advance the schedule."""
+        [(_, state)] = find_states(opt_state, optax.ScaleByScheduleState)
+        rate = self.schedule(jnp.maximum(state.count - 1, 0))
+        return {"learning_rate": jnp.asarray(rate, jnp.float32)}
 
 
 def make_tx(config: OptimizerConfig, *, total_steps: int, microbatches: int = 1) -> Optimizer:
@@ -128,7 +134,7 @@ def _rescale_and_decay(config: OptimizerConfig) -> tuple[optax.GradientTransform
 
 def _rescale(config: OptimizerConfig) -> optax.GradientTransformation:
     """The optimizer's rescaling, inside GaLore and low-bit moments if the config sets them."""
-    scale_by = _scale_by(config.name)
+    scale_by = pkgutil.resolve_name(OPTIMIZERS[config.name])
     takes, own = inspect.signature(scale_by).parameters, options_of(config.name)
     for key, value in config.options.items():
         if key not in own:
@@ -155,25 +161,38 @@ def _rescale(config: OptimizerConfig) -> optax.GradientTransformation:
 
 def options_of(name: str) -> dict[str, Any]:
     """The options of this optimizer alone, with their annotations."""
-    scale_by = _scale_by(name)
+    scale_by = pkgutil.resolve_name(OPTIMIZERS[name])
     hints = schema.annotations(scale_by) | OPTAX_HINTS
     parameters = inspect.signature(scale_by).parameters
     return {key: hints[key] for key in parameters if key not in (*SHARED, "layer_axes")}
 
 
-def _scale_by(name: str) -> Callable[..., optax.GradientTransformation]:
-    module, function = OPTIMIZERS[name].split(":")
-    return getattr(importlib.import_module(module), function)
+class AveragePart(NamedTuple):
+    """The part of an `optax.contrib.ScheduleFreeState` that determines the average."""
+
+    b1: jax.Array
+    z: optax.Params
+
+
+def eval_params(opt_state: Any, params: optax.Params) -> optax.Params:
+    """The parameters to evaluate and to publish: the average of schedule_free_adamw, else `params`.
+
+    Args:
+      opt_state: a state of a transformation made by `make_tx`, or its `schedule_free.eval_part`.
+      params: the trained parameters.
+    """
+    found = find_states(opt_state, optax.contrib.ScheduleFreeState, AveragePart)
+    return optax.contrib.schedule_free_eval_params(found[0][1], params) if found else params
 
 
 def decay_mask(params: optax.Params, decay_embeddings: bool) -> Any:
     """Selects the tensors with weight decay, as a tree of bools shaped like `params`.
 
-    The last part of a tensor's name decides: `kernel` decays, `embedding` only with `decay_embeddings`, all
-    others (`scale`, `bias`, a logit scale, a class token …) do not. The rank cannot decide: a norm scale
-    stacked over layers is an (L, D) array and still a scale.
+    The last part of a tensor's name decides: `kernel` and an adapter's `a` and `b` decay, `embedding` only
+    with `decay_embeddings`, all others (`scale`, `bias`, a logit scale, a class token …) do not. The rank
+    cannot decide: a norm scale stacked over layers is an (L, D) array and still a scale.
     """
-    decayed = {"kernel", "embedding"} if decay_embeddings else {"kernel"}
+    decayed = {"kernel", "a", "b", *(["embedding"] if decay_embeddings else [])}
 
     def decays(path: KeyPath, _: Any) -> bool:
         return leaf_name(path) in decayed

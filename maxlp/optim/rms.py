@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from maxlp.optim.config import OptimizerConfig
-from maxlp.optim.tree_utils import find_states, layer_axes, name_of, tensor_mean, widened
+from maxlp.optim.tree_utils import by_name, find_states, layer_axes, name_of, tensor_mean, widened
 
 Rms = Callable[[optax.Updates, optax.OptState], dict[str, jax.Array]]
 
@@ -25,7 +25,7 @@ def make_rms(config: OptimizerConfig) -> Rms:
     if config.name == "stable_adamw":
         from maxlp.optim.stable_adamw import last_rms
 
-        return lambda grads, opt_state: _by_name(last_rms(opt_state))
+        return lambda grads, opt_state: by_name(last_rms(opt_state))
     state_type = _second_moment_type(config.name)
     if state_type is None or config.has_galore or config.adagc is not None:
         return lambda grads, opt_state: {}
@@ -62,7 +62,3 @@ def _second_moment_rms(
             ratio = jnp.square(scale * g) / jnp.maximum(v, config.eps**2)
             rms[name_of(path)] = jnp.sqrt(tensor_mean(ratio, layer_axes(path)))
     return rms
-
-
-def _by_name(tree: optax.Updates) -> dict[str, jax.Array]:
-    return {name_of(path): x for path, x in jax.tree.flatten_with_path(tree)[0]}

@@ -7,19 +7,13 @@ Gradients are taken at y, the trained parameters; evaluated and published is the
 Optax keeps y and z (`optax.contrib.schedule_free`), from which x follows.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import optax
 
+from maxlp.optim.make_tx import AveragePart
 from maxlp.optim.tree_utils import find_states, name_of
-
-
-class AveragePart(NamedTuple):
-    """The part of an `optax.contrib.ScheduleFreeState` that determines the average."""
-
-    b1: jax.Array
-    z: optax.Params
 
 
 def scale_by_debiased_rms(b2: float = 0.999, eps: float = 1e-8) -> optax.GradientTransformation:
@@ -32,33 +26,19 @@ def debiased_rms_state() -> type:
     return type(jax.eval_shape(scale_by_debiased_rms().init, ()))
 
 
-def eval_params(opt_state: Any, params: optax.Params) -> optax.Params:
-    """The parameters to evaluate and to publish: the average of schedule_free_adamw, else `params`.
-
-    Args:
-      opt_state: a state of a transformation made by `make_tx`, or its `eval_part`.
-      params: the trained parameters.
-    """
-    found = find_states(opt_state, optax.contrib.ScheduleFreeState, AveragePart)
-    return optax.contrib.schedule_free_eval_params(found[0][1], params) if found else params
-
-
 def eval_part(opt_state: Any) -> Any:
-    """The part of an optimizer state that `eval_params` needs; {} for all but schedule_free_adamw.
+    """The part of an optimizer state that `make_tx.eval_params` needs.
 
     A program that only evaluates restores that part alone:
     `restore(path, {"params": …, "opt_state": eval_part(abstract["opt_state"])})`.
 
     Args:
-      opt_state: arrays or `jax.ShapeDtypeStruct`s.
+      opt_state: of schedule_free_adamw, arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
       An `AveragePart`, inside nested dicts that give it the path it has in the state.
     """
-    found = find_states(opt_state, optax.contrib.ScheduleFreeState)
-    if not found:
-        return {}
-    path, state = found[0]
+    [(path, state)] = find_states(opt_state, optax.contrib.ScheduleFreeState)
     part: Any = AveragePart(state.b1, state.z)
     for key in reversed(path):
         part = {name_of((key,)): part}

@@ -56,6 +56,11 @@ def over_tensor(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
 
 
+def by_name(tree: Any) -> dict[str, jax.Array]:
+    """The arrays of a tree by `name_of`."""
+    return {name_of(path): x for path, x in jax.tree.flatten_with_path(tree)[0]}
+
+
 def find_states(opt_state: Any, *kinds: type) -> list[tuple[KeyPath, Any]]:
     """All states of the given types inside an optimizer state, each with its path."""
     nodes, _ = jax.tree.flatten_with_path(opt_state, is_leaf=lambda node: isinstance(node, kinds))

@@ -85,6 +85,13 @@ class Experiment:
         weights = pretrained.load(self.settings, self.mesh, workdir)
         return jax.jit(init_from, donate_argnums=0, out_shardings=out)(weights)
 
+    def with_all_gates(self, state: State) -> State:
+        """A restored state, in which gates that the run did not have before begin."""
+        replicated = sharding.replicated(self.mesh)
+        new = self.gates.keys() - state.keys()
+        init = jax.jit(lambda: {name: self.gates[name].init() for name in new}, out_shardings=replicated)
+        return state | init()
+
     def jit_step(self, graphdef: nnx.GraphDef, abstract: State, resumes: bool = False) -> Any:
         """As `train_step.jit_step`; ``resumes``: see `warm_scales.Programs`."""
         if not self.settings.starts_cold:
@@ -181,6 +188,8 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
             step = functools.partial(
                 step, update_arguments=adascale.update_arguments, optimizer_metrics=adascale.metrics_of
             )
+        elif gates:
+            step = functools.partial(step, optimizer_metrics=optimizer.rate_of_last_update)
         if s.train.local is not None or s.precision.exchange != "none":
             from maxlp.run import few_bytes  # few runs need it
 

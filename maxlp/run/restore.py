@@ -6,8 +6,9 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from maxlp.core import gates
 from maxlp.core.train_state import State, abstract_model, abstract_state
-from maxlp.optim.schedule_free import eval_params, eval_part
+from maxlp.optim import eval_params
 from maxlp.run import run_dir, settings
 from maxlp.run.config import errors_of
 from maxlp.run.experiment import Experiment
@@ -34,8 +35,10 @@ def restore_model(
         graphdef, abstract = abstract_state(make_model, settings.make_optimizer(s).tx, mesh)
         # An empty part would not fit that of a run whose replicas keep errors, which no model needs.
         wanted = {key: abstract[key] for key in ("params", "model_state") if abstract[key]}
-        if part := eval_part(abstract["opt_state"]):
-            wanted["opt_state"] = part
+        if s.optimizer.name == "schedule_free_adamw":
+            from maxlp.optim.schedule_free import eval_part
+
+            wanted["opt_state"] = eval_part(abstract["opt_state"])
     root = workdir / "checkpoints"
     restored = checkpoint.restore(root if step is None else root / str(step), wanted)
     return graphdef, evaluated({"model_state": {}} | restored.state), restored.step
@@ -55,7 +58,7 @@ def check_start(run: Experiment, abstract: State, workdir: Path) -> bool:
     run_dir.check_checkpoints(workdir)
     resumes = any(i.status == "complete" for i in checkpoint.list_steps(workdir / "checkpoints"))
     if resumes:
-        checkpoint.check_fits(workdir, abstract, exact=True)
+        checkpoint.check_fits(workdir, abstract, exact=True, optional=gates.NAMES)
     elif s.train.init_from:
         from maxlp.run import pretrained  # few runs need it
 

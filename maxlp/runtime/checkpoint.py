@@ -23,7 +23,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
@@ -193,7 +193,7 @@ class Checkpointer:
             self._finish, step, arrays_written, json.dumps(record, indent=1)
         )
 
-    def restore_latest(self, abstract_state: Any) -> Restored | None:
+    def restore_latest(self, abstract_state: Any, optional: Collection[str] = ()) -> Restored | None:
         """Restores the newest checkpoint whose files all match their checksums.
 
         Newer, damaged ones are logged, one line per fault, and renamed to ``<step>.damaged``, so that
@@ -202,6 +202,7 @@ class Checkpointer:
         Args:
           abstract_state: the state as `jax.ShapeDtypeStruct`s with the shardings of the restored arrays;
             mesh and number of processes may differ from those that saved.
+          optional: top-level entries that need not be in both; what only the checkpoint has is not read.
 
         Returns:
           The checkpoint, or None if the directory never held one.
@@ -220,7 +221,7 @@ class Checkpointer:
                 f"no intact checkpoint in {self.directory}: {found}; put back a good copy, or delete "
                 "these to start from the beginning"
             )
-        restored = _load(self._path(step), abstract_state, exact=True)
+        restored = _load(self._path(step), abstract_state, exact=True, optional=optional)
         if distributed.is_primary():
             for bad in damaged:
                 target = files.unused_path(self._path(bad, ".damaged"))
@@ -359,14 +360,21 @@ def restore(path: str | os.PathLike[str], abstract_state: Any) -> Restored:
     return _load(_find(path), abstract_state, exact=False)
 
 
-def check_fits(path: str | os.PathLike[str], abstract_state: Any, *, exact: bool = False) -> None:
+def check_fits(
+    path: str | os.PathLike[str],
+    abstract_state: Any,
+    *,
+    exact: bool = False,
+    optional: Collection[str] = (),
+) -> None:
     """Raises a CheckpointError as `restore` would, but reads neither arrays nor checksums.
 
     Args:
       path, abstract_state: as of `restore`.
       exact: structure and dtypes must be those saved, as in `Checkpointer.restore_latest`.
+      optional: as there.
     """
-    _record_that_fits(_find(path, verify=False), abstract_state, exact=exact)
+    _record_that_fits(_find(path, verify=False), abstract_state, exact, optional)
 
 
 def load_params(path: str | os.PathLike[str], abstract_params: Any) -> Any:
@@ -412,10 +420,12 @@ def _find(path: str | os.PathLike[str], verify: bool = True) -> Path:
     return root / str(step)
 
 
-def _record_that_fits(root: Path, abstract_state: Any, *, exact: bool) -> dict[str, Any]:
+def _record_that_fits(
+    root: Path, abstract_state: Any, exact: bool, optional: Collection[str]
+) -> dict[str, Any]:
     """The record of a step directory; a CheckpointError if its arrays have other shapes."""
     record = files.read_json(root / _RECORD)
-    if misfit := tree_spec.find_misfit(record["arrays"], abstract_state, exact=exact):
+    if misfit := tree_spec.find_misfit(record["arrays"], abstract_state, exact=exact, optional=optional):
         path, saved, wanted = misfit
         raise CheckpointError(
             f"{root} does not fit this config: {path} is {saved} in the checkpoint and {wanted} in the "
@@ -424,13 +434,15 @@ def _record_that_fits(root: Path, abstract_state: Any, *, exact: bool) -> dict[s
     return record
 
 
-def _load(root: Path, abstract_state: Any, *, exact: bool) -> Restored:
+def _load(root: Path, abstract_state: Any, *, exact: bool, optional: Collection[str] = ()) -> Restored:
     """Loads a verified step directory; with `exact`, structure and dtypes must be those saved."""
     from orbax.checkpoint import v1 as ocp
 
-    record = _record_that_fits(root, abstract_state, exact=exact)
+    record = _record_that_fits(root, abstract_state, exact, optional)
+    if absent := set(optional) - tree_spec.entries(record["arrays"]):
+        abstract_state = {part: tree for part, tree in abstract_state.items() if part not in absent}
     context = ocp.Context()
-    context.pytree.loading.partial_load = not exact
+    context.pytree.loading.partial_load = not exact or bool(optional)
     # By default all arrays are read at once, so that the host holds the whole state beside the devices'.
     largest = max(map(_num_bytes, record["arrays"].values()), default=0)
     context.memory.read_concurrent_bytes = max(_READ_AT_ONCE, largest) + 1  # at least what one array needs

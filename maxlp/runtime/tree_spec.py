@@ -1,6 +1,6 @@
 """The structure of a pytree as text: path, dtype and shape of every leaf."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -23,7 +23,9 @@ def describe_leaf(leaf: Any) -> str:
     return f"{getattr(leaf, 'dtype', type(leaf).__name__)}[{shape}]"
 
 
-def find_misfit(saved: Mapping[str, str], wanted: Any, *, exact: bool) -> tuple[str, str, str] | None:
+def find_misfit(
+    saved: Mapping[str, str], wanted: Any, *, exact: bool, optional: Collection[str] = ()
+) -> tuple[str, str, str] | None:
     """Compares a saved structure with a requested one.
 
     Args:
@@ -31,6 +33,7 @@ def find_misfit(saved: Mapping[str, str], wanted: Any, *, exact: bool) -> tuple[
       wanted: a pytree of arrays or `jax.ShapeDtypeStruct`s.
       exact: require the same leaves and dtypes. Otherwise `saved` may have more leaves, and
         floating-point leaves may differ in dtype.
+      optional: top-level entries that either side may lack as a whole.
 
     Returns:
       Path of the first leaf that does not fit, parameters first, and what it is in `saved` and in
@@ -38,11 +41,18 @@ def find_misfit(saved: Mapping[str, str], wanted: Any, *, exact: bool) -> tuple[
     """
     described = describe(wanted)
     paths = described.keys() | saved.keys() if exact else described.keys()
+    lacking = {part for part in optional for side in (saved, described) if part not in entries(side)}
+    paths = {path for path in paths if path.partition("/")[0] not in lacking}
     for path in sorted(paths, key=lambda path: (not path.startswith("params/"), path)):
         old, new = saved.get(path, "absent"), described.get(path, "absent")
         if old != new and (exact or not _castable(old, new)):
             return path, old, new
     return None
+
+
+def entries(described: Iterable[str]) -> set[str]:
+    """The top-level entries of a tree whose leaves have these paths."""
+    return {path.partition("/")[0] for path in described}
 
 
 def _castable(old: str, new: str) -> bool:

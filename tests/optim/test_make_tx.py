@@ -52,11 +52,16 @@ def llama_shapes(*stack):
 def test_the_mask_depends_on_the_path_and_not_on_the_rank(stack, decay_embeddings):
     params = random_tree(llama_shapes(*stack), 0)
     params["layers"]["attn"]["q_proj"]["bias"] = jnp.zeros((*stack, 4))
+    params["layers"]["attn"]["q_proj"]["adapter"] = {
+        "a": jnp.zeros((*stack, 4, 2)),
+        "b": jnp.zeros((*stack, 2, 4)),
+    }
     mask = optim.decay_mask(params, decay_embeddings)
     flat, _ = jax.tree.flatten_with_path(mask)
     picked = {jax.tree_util.keystr(path, simple=True, separator="/") for path, m in flat if m}
     kernels = {f"layers/attn/{p}_proj/kernel" for p in "qkvo"}
     kernels |= {f"layers/mlp/{p}_proj/kernel" for p in ("gate", "up", "down")} | {"lm_head/kernel"}
+    kernels |= {f"layers/attn/q_proj/adapter/{name}" for name in "ab"}
     assert picked == kernels | ({"tok_embed/embedding"} if decay_embeddings else set())
 
 
@@ -152,10 +157,33 @@ def test_an_optimizer_is_imported_only_when_a_config_names_it():
         "config",
         "make_tx",
         "rms",
-        "schedule_free",
         "schedules",
         "tree_utils",
     }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"name": name} for name in ("adamw", "muon", "soap", "schedule_free_adamw")),
+        dict(galore=dict(rank=2), low_bit=dict(mu="dynamic8", nu="dynamic8", block_size=32)),
+        dict(param_rounding="stochastic"),
+    ],
+    ids=str,
+)
+def test_the_rate_of_the_last_update_is_that_of_the_schedule(options):
+    """The metric of runs whose steps may be rejected: a rejected one leaves the state as it was."""
+    schedule = {"schedule": "constant"} if options.get("name") == "schedule_free_adamw" else {}
+    optimizer = make_optimizer(**BASE | schedule | options)
+    params = random_tree(llama_shapes(3), 0)
+    if "param_rounding" in options:
+        params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    state = optimizer.tx.init(params)
+    assert optimizer.rate_of_last_update(state)["learning_rate"] == optimizer.schedule(0)
+    for step in range(3):
+        _, state = jax.jit(optimizer.tx.update)(params, state, params)
+        found = optimizer.rate_of_last_update(state)["learning_rate"]
+        np.testing.assert_array_equal(found, jnp.float32(optimizer.schedule(step)))
 
 
 def decayed_and_not(make_model):

@@ -523,6 +523,20 @@ def test_a_leaf_that_does_not_fit_is_named(two_steps):
     assert [info.status for info in checkpoint.list_steps(two_steps)] == ["complete", "complete"]
 
 
+def test_an_optional_entry_may_be_only_in_the_checkpoint_or_only_in_the_config(two_steps):
+    """A guard that a resumed run begins with, or ends."""
+    wanted = abstract(small_state())
+    more = wanted | {"guard": {"seen": wanted["step"]}}
+    fewer = {name: tree for name, tree in wanted.items() if name != "opt_state"}
+    with Checkpointer(two_steps, every_steps=10) as checkpointer:
+        for state, optional in ((more, ("guard",)), (fewer, ("opt_state", "guard"))):
+            checkpoint.check_fits(two_steps, state, exact=True, optional=optional)
+            found = checkpointer.restore_latest(state, optional).state
+            assert_same_bits(found, {k: x for k, x in small_state(20).items() if k in state})
+        with pytest.raises(CheckpointError, match=r"guard/seen is absent in the checkpoint"):
+            checkpointer.restore_latest(more, ("opt_state",))
+
+
 def test_load_params_reads_only_weights_from_any_level_of_a_run(two_steps, tmp_path, logged):
     run = tmp_path / "2026"  # the name of a run may be a number, like that of a step
     shutil.copytree(two_steps, run / "checkpoints")
