@@ -128,7 +128,7 @@ def chat(language: Language, mesh: Mesh, sampling: Sampling) -> None:
             [prompt],
             max_new_tokens=min(room, f.max_new_tokens),
             sampling=sampling,
-            seed=f.seed,
+            seed=f.seed + len(messages) // 2,  # another one for each answer
             eos_id=template.end_id,
         )
         return language.tokenizer.decode(row)

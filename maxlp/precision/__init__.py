@@ -74,7 +74,11 @@ class PrecisionConfig:
 
     def __post_init__(self):
         schema.check(self)
-        make_recipe(self.recipe, **vars(self.options))  # raises a ValueError
+        self.make(self.recipe)  # raises a ValueError
+
+    def make(self, name: str) -> Recipe:
+        """The recipe of this name, with `options` wherever it is the one of the run, in rules too."""
+        return make_recipe(name, **(vars(self.options) if name == self.recipe else {}))
 
 
 def apply(model: nnx.Module, config: PrecisionConfig, *, gated_products: tuple[str, ...]) -> dict[str, str]:
@@ -99,8 +103,8 @@ def apply(model: nnx.Module, config: PrecisionConfig, *, gated_products: tuple[s
         scatter.set_format(model, config.scatter)
     return inject(
         model,
-        make_recipe(config.recipe, **vars(config.options)),
-        rules=tuple((pattern, make_recipe(name)) for pattern, name in config.rules),
+        config.make(config.recipe),
+        rules=tuple((pattern, config.make(name)) for pattern, name in config.rules),
         first_blocks=config.first_blocks,
         last_blocks=config.last_blocks,
         min_dim=config.min_dim,

@@ -227,8 +227,7 @@ class Settings:
             return precision.RECIPES["bf16"]
         if self.precision.scalify != "none":  # what `scalify.fp8_dot_general` multiplies
             return dataclasses.replace(precision.RECIPES["fp8_current"], name=name, residuals="full")
-        options = self.precision.options if name == self.precision.recipe else precision.RecipeOptions()
-        return _recipe(name, options)
+        return _recipe(self.precision, name)
 
     @property
     def starts_cold(self) -> bool:
@@ -291,8 +290,8 @@ def make_optimizer(s: Settings) -> Optimizer:
 
 
 @functools.cache  # the planner's search asks for each matmul of each candidate
-def _recipe(name: str, options: precision.RecipeOptions) -> precision.Recipe:
-    return precision.make_recipe(name, **vars(options))
+def _recipe(config: precision.PrecisionConfig, name: str) -> precision.Recipe:
+    return config.make(name)
 
 
 class _TracedModel(NamedTuple):

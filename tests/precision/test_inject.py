@@ -219,6 +219,16 @@ def test_apply_takes_a_config_section():
     assert down.recipe.smooth == "balanced" and down.recipe.delayed == ("output_grad",)
 
 
+def test_options_are_those_of_the_recipe_of_the_run_in_rules_too():
+    config = precision_config(
+        "fp8_delayed", history=8, rules=(("lm_head", "fp8_delayed"), ("*/q_proj", "fp8_rowwise"))
+    )
+    model = abstract()
+    precision.apply(model, config, gated_products=FAMILY.gated_products)
+    assert model.lm_head.dot_general.kernel_amax_history.shape == (8,)
+    assert model.layers.attn.q_proj.dot_general.recipe == RECIPES["fp8_rowwise"]
+
+
 # --- training -----------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,15 @@ CHOICES = {
 }
 
 
+def test_a_guard_that_a_resumed_run_did_not_have_begins():
+    values = SMALL | {"data.seq_len": 32, "spikes.guard": "skip", "spikes.window": 20}
+    experiment = resolve(changed(load("debug"), values))
+    state = experiment.with_all_gates({"step": 7})
+    assert state["step"] == 7 and state["guard"]["values"].shape == (2, 20)
+    assert state["guard"]["seen"].sharding.is_fully_replicated
+    assert experiment.with_all_gates(state) == state
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> tuple[ConfigDict, object, dict, dict]:
     """A config, the directory of its run, the state after two updates, the average by its definition."""
