@@ -252,7 +252,7 @@ def restore_or_init(
     if run.settings.precision.high_precision_from:
         from maxlp.run import late_phase  # few runs have one
 
-        late_phase.check(run.settings, restored.step)
+        late_phase.begin(run.settings, restored.step, workdir)
     batches.set_state(restored.data_state, flags.FLAGS.allow_change)
     return run.with_all_gates(restored.state), restored.step, restored.meta
 

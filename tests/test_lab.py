@@ -25,6 +25,27 @@ def refused(tmp_path, other=None, workdir=None, step=None, **precision):
     return str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "precision", "named"),
+    [
+        ("wta_crs", {}, "wta_crs with options.keep=0.3"),
+        (
+            None,
+            dict(recipe="int8_switchback", options=RecipeOptions(keep=0.5)),
+            "int8_switchback with options.keep=0.5",
+        ),
+        (
+            None,
+            dict(recipe="fp8_current", rules=(("*/up_proj", "wta_crs"),)),
+            "wta_crs with options.keep=0.3",
+        ),
+    ],
+)
+def test_sampled_tokens_have_no_switch(tmp_path, recipe, precision, named):
+    message = refused(tmp_path, recipe, **precision)
+    assert message.startswith(f"config.precision: recipe {named} takes gradients of kernels from a share")
+
+
 def test_recipes_that_do_not_fit(tmp_path):
     assert refused(tmp_path, "fp9").startswith("--recipe='fp9' is unknown; one of bf16, fp8_delayed")
     assert "recipe=bf16 quantizes no matmul of this run; choose" in refused(tmp_path)

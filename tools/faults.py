@@ -587,6 +587,7 @@ PRECISION = [
             'for gemm, tensor, operand in (("dlhs", "kernel", recipe.fwd[1]), ("drhs", "input", recipe.fwd[0])):',
             'for gemm, tensor, operand in (("dlhs", "kernel", recipe.fwd[1]),):',
         ),
+        ("jnp.where(is_on, trusted(a, q, formats.get(o.format)), a)", "a"),
     ),
     *_in(
         "precision/dot.py",
@@ -1818,6 +1819,7 @@ RUN = [
         "run/test_attribution.py",
         ("array[site.index] ^= True", "array[site.index] = True"),
         ("if (path, i) not in plain", ""),
+        ("if s.samples_tokens:", "if False:", "test_lab.py"),
         ("-order[item[0]]", "order[item[0]]"),
     ),
     *_in(
@@ -1908,6 +1910,7 @@ RUN = [
         "run/test_late_phase.py",
         ("default=0) >= first", "default=0) > first"),
         ("s.is_quantized != (step < first)", "s.is_quantized == (step < 0)"),
+        ('if step > early["last_step"]:', "if True:", "run/test_replay.py"),
     ),
     *_in(
         "run/config.py",
@@ -2010,6 +2013,8 @@ RUN = [
         ("records[-config.lead - 1 :]", "records[-config.lead :]"),
         ("norms[max(0, i - config.window) : i]", "norms[max(0, i - config.window) : i + 1]"),
         ("spike_step - at.start))", "spike_step - at.start - 1))"),
+        ("if at.start < since:", "if False:"),
+        ('scatter="none",', ""),
     ),
     *_in(
         "run/tokenizer.py",

@@ -3,8 +3,13 @@
 `with_switches` replaces each `QuantDot` of a model by a `SwitchDot`, which has a boolean for each
 operand of its three matmuls. With all of an operand pair on, a matmul is that of the recipe; with
 none on, that of `layers.dot_general`; with one on, the quantized operand is multiplied in float32
-by the other one in its own dtype. A recipe's smoothing of a gated product stays on: it changes
-nothing by itself (`smooth_swiglu`).
+by the other one in its own dtype. What has no switch stays on: the smoothing of a gated product
+(`smooth_swiglu`) and the rotation of ``fwd``, which change nothing but rounding by themselves. The
+product of rotated operands equals the plain one to within the rounding of their dtype.
+
+A trust mask belongs to the quantized operand of ``fwd``: where that is off nothing is clipped, and
+the whole gradient passes. Sampling of tokens (``keep`` below 1) has no switch: `run.attribution`
+refuses it.
 
 What an operand is quantized to does not depend on the other switches: if the recipe makes the
 operand of a backward matmul from the quantized one of the forward pass, so does its switch.
@@ -20,8 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from maxlp.numerics import formats
 from maxlp.numerics.formats import Quantized
-from maxlp.numerics.quantized import dequantize, explicit_sharding
+from maxlp.numerics.quantized import dequantize, explicit_sharding, trusted
 from maxlp.precision import delayed, dot
 from maxlp.precision.dot import QuantDot
 from maxlp.precision.health import shares
@@ -65,10 +71,14 @@ class SwitchDot(QuantDot):
         forward = jnp.expand_dims(self.forward_statistics[...], -3)
         return jnp.concatenate([forward, self.backward_statistics[...]], axis=-3)
 
-    def _product(self, x: jax.Array, kernel: jax.Array, static: dot.Static, shared: dict) -> jax.Array:
+    def _product_of_rotated(
+        self, x: jax.Array, kernel: jax.Array, static: dot.Static, shared: dict
+    ) -> jax.Array:
         histories = {tensor: history[...] for tensor, history in self.histories.items()}
         amaxes = {"input": self._amax("input", x)[0], "kernel": self._amax("kernel", kernel)[0]}
         grad_history, on, shares = histories.get("output_grad"), self.on[...], self.backward_statistics[...]
+        if self.recipe.trust_mask and self.recipe.fwd:
+            x, kernel = _trusted_where_on(self.recipe, x, kernel, amaxes, on[0])
         static = static._replace(sum_over_rows=None)  # the rounding of what devices send is not attributed
         out = _dot(static, x, kernel, amaxes, grad_history, on, shares)
         y, of_forward = typing.cast(tuple, out)
@@ -195,6 +205,14 @@ def _forward_operands(recipe: Recipe, x, kernel, amaxes) -> tuple[Quantized, Qua
         dot.quantize(recipe, recipe.fwd[0], x, (x.ndim - 1,), amaxes["input"]),
         dot.quantize(recipe, recipe.fwd[1], kernel, (0,), amaxes["kernel"]),
     )
+
+
+def _trusted_where_on(recipe: Recipe, x, kernel, amaxes, on: jax.Array) -> list[jax.Array]:
+    """Both operands of ``fwd``, without the gradient of what is clipped where their switches are on."""
+    assert recipe.fwd is not None
+    fixed = jax.lax.stop_gradient((x, kernel))
+    each = zip((x, kernel), _forward_operands(recipe, *fixed, amaxes), recipe.fwd, on, strict=True)
+    return [jnp.where(is_on, trusted(a, q, formats.get(o.format)), a) for a, q, o, is_on in each]
 
 
 def _switched(recipe, gemm, on, high, low, quantized, exact, how) -> tuple[jax.Array, jax.Array]:

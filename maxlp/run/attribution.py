@@ -253,6 +253,13 @@ def evaluator(
     Raises:
       ValueError: no such step, or settings that do not fit the run or quantize nothing.
     """
+    if s.samples_tokens:
+        recipe = min((s.recipe(path) for path in s.matmuls), key=lambda recipe: recipe.keep)
+        raise ValueError(
+            f"config.precision: recipe {recipe.name} with options.keep={recipe.keep} takes gradients of "
+            "kernels from a share of the tokens, for which there is no switch; choose another recipe, as "
+            "in --recipe=fp8_current"
+        )
     if not any(s.recipe(path).gemms for path in s.matmuls):
         raise ValueError(
             f"config.precision.recipe={s.precision.recipe} quantizes no matmul of this run; choose another "

@@ -3,14 +3,22 @@
 A run in 4 bits recovers part of its gap when it ends in 16 (NVIDIA 2025, arXiv:2509.25149). It is saved at
 that step and goes on in the same process, with ``recipe="bf16"`` in its config. `config.json` says so from
 then on: commands that evaluate or convert a run compute in the precision of its current phase.
+`early_precision.json` keeps the precision of the steps before it, which a replay needs.
 """
 
 from pathlib import Path
 from typing import Any
 
+from ml_collections import ConfigDict
+
+from maxlp.run import run_dir
 from maxlp.run.config import ConfigError
-from maxlp.run.settings import Settings
+from maxlp.run.settings import Settings, read
 from maxlp.runtime import checkpoint
+from maxlp.runtime.distributed import is_primary
+from maxlp.runtime.files import read_json, write_json
+
+EARLY = "early_precision.json"
 
 
 def config_now(values: dict[str, Any], workdir: Path | None) -> dict[str, Any]:
@@ -32,10 +40,17 @@ def config_now(values: dict[str, Any], workdir: Path | None) -> dict[str, Any]:
     return values
 
 
-def check(s: Settings, step: int) -> None:
-    """Raises a ConfigError if a restored checkpoint is not the one that `config_now` saw.
+def begin(s: Settings, step: int, workdir: Path) -> None:
+    """Keeps the precision of the steps up to this one, if it is the last one before the late phase.
 
-    It saw one that was damaged and is now set aside, or an older one than a copy of the run elsewhere has.
+    `config.json` is then still that of the last start.
+
+    Args:
+      step: of the restored checkpoint.
+
+    Raises:
+      ConfigError: the checkpoint is not the one that `config_now` saw. It saw one that was damaged and is
+        now set aside, or an older one than a copy of the run elsewhere has.
     """
     first = s.precision.high_precision_from
     if s.is_quantized != (step < first):
@@ -43,6 +58,34 @@ def check(s: Settings, step: int) -> None:
             f"the newest intact checkpoint is that of step {step}, on the other side of config.precision."
             f"high_precision_from={first}; start the same command again, which goes on from there"
         )
+    if step < first or not is_primary() or not (workdir / "config.json").exists():
+        return
+    early = run_dir.load_config(workdir).to_dict()["precision"]
+    if early["recipe"] != "bf16" or early["rules"]:
+        write_json(workdir / EARLY, {"last_step": step, "precision": early})
+
+
+def settings_at(workdir: Path, step: int) -> tuple[Settings, int]:
+    """The settings with which a run took a step, and the number of steps that it had taken with others.
+
+    Raises:
+      ConfigError: the step is of before the late phase, and nothing has kept its precision.
+    """
+    c = run_dir.load_config(workdir)
+    s = read(c)
+    first = s.precision.high_precision_from
+    if not first or s.is_quantized:
+        return s, 0
+    early = read_json(workdir / EARLY, {"last_step": first}, fields={"last_step": int})
+    if step > early["last_step"]:
+        return s, early["last_step"]
+    if "precision" not in early:
+        raise ConfigError(
+            f"the recipe of step {step} is unknown: after step {first} config.precision."
+            f"high_precision_from={first} changed it, and there is no {workdir / EARLY}; use a later step, "
+            "or --precision=bf16 or float32"
+        )
+    return read(ConfigDict(run_dir.upgraded(c.to_dict() | {"precision": early["precision"]}))), 0
 
 
 def refusal(s: Settings) -> str | None:

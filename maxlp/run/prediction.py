@@ -142,6 +142,9 @@ def predictions(
         )
     if not specs:
         raise ValueError("no recipe quantizes a matmul of this run; change config.precision.min_dim")
+    # What replicas and shards send loses the same under every recipe, and has no part in the comparison.
+    exact = dataclasses.replace(s.precision, exchange="none", scatter="none", high_precision_from=0)
+    s = dataclasses.replace(s, precision=exact)
     chosen = {spec: with_recipe(s, *parse(spec)) for spec in specs}
     for spec, low in chosen.items():
         if not low.is_quantized:

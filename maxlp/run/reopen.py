@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from maxlp.core.gradients import Batch
+from maxlp.core.local_steps import LocalState
 from maxlp.core.train_state import State, abstract_state
 from maxlp.monitoring import rollback
 from maxlp.monitoring.run_record import load_run
@@ -151,6 +152,13 @@ def restore_state(root: Path, abstract: State, batches: Any, same_precision: boo
                 "another precision than the run's is impossible for a model that keeps state besides its "
                 "parameters (a history of scales, frozen weights); use the recipe of the run"
             )
+    local = abstract["opt_state"]
+    without_errors = isinstance(local, LocalState) and not jax.tree.leaves(local.errors)
+    if without_errors:  # an empty part would not fit that of a run whose replicas keep errors
+        wanted["opt_state"] = {"outer": local.outer, "replicas": local.replicas}
     restored = checkpoint.restore(root, wanted)
     batches.set_state(restored.data_state)
-    return {"model_state": abstract["model_state"]} | restored.state, restored.step
+    state = {"model_state": abstract["model_state"]} | restored.state
+    if without_errors:
+        state["opt_state"] = local._replace(**state["opt_state"])
+    return state, restored.step

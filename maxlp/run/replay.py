@@ -3,9 +3,9 @@
     python -m maxlp.report DIR --spike=2300 --precision=float32
 
 The replay starts from the checkpoint kept for the spike, or from the newest one that is early enough, with
-the data position saved in it. It uses the run's config, with the precision replaced on request. In the
-run's own precision and on the run's hardware it repeats the losses of the run. If the spike does not
-recur in float32, low precision caused it.
+the data position saved in it. It uses the run's config, with the precision that the run had at these steps
+(`late_phase`), or with another one on request. In the run's own precision and on the run's hardware it
+repeats the losses of the run. If the spike does not recur in float32, low precision caused it.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from maxlp.monitoring.spike_records import Crossing, first_to_cross
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.parallel.batches import device_batches
 from maxlp.precision.recipes import RecipeOptions
-from maxlp.run import run_dir
+from maxlp.run import late_phase, run_dir
 from maxlp.run.reopen import opened
 from maxlp.run.settings import Settings, read
 
@@ -50,12 +50,23 @@ def replay(workdir: Path, spike_step: int, precision: str = "recipe", log: Log =
       log: prints a line.
 
     Raises:
-      ValueError: an unknown precision, no run in the workdir, or no checkpoint from before that step.
+      ValueError: an unknown precision or one that the run cannot have, no run in the workdir, no checkpoint
+        from before that step, or a recipe that is unknown or changes between that checkpoint and the step.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"--precision={precision} is unknown; one of {', '.join(PRECISIONS)}")
-    s = with_precision(read(run_dir.load_config(workdir)), precision)
-    with opened(s, workdir, spike_step, s.spikes.lead, same_precision=precision == "recipe") as at:
+    same = precision == "recipe"
+    s, since = read(run_dir.load_config(workdir)), 0
+    if same:
+        s, since = late_phase.settings_at(workdir, spike_step)
+    s, lead = with_precision(s, precision), min(s.spikes.lead, spike_step - since - 1)
+    with opened(s, workdir, spike_step, lead, same_precision=same) as at:
+        if at.start < since:
+            raise ValueError(
+                f"the recipe changed after step {since} (config.precision.high_precision_from="
+                f"{s.precision.high_precision_from}), and the checkpoint to replay from is of step "
+                f"{at.start}; give --spike={since} or an earlier step, or --precision=bf16 or float32"
+            )
         train_step = at.run.jit_step(at.graphdef, at.abstract)
         log(f"replaying steps {at.start + 1} to {spike_step}, precision {precision}")
         ahead = (batch for batch, _ in device_batches(at.batches, at.run.mesh, spike_step - at.start))
@@ -69,22 +80,40 @@ def replay(workdir: Path, spike_step: int, precision: str = "recipe", log: Log =
 def with_precision(s: Settings, precision: str) -> Settings:
     """The settings with all matmuls in one precision ("recipe" changes nothing), and with statistics.
 
-    Gradients are not released, because statistics of tensors need all of them.
+    Gradients are not released, because statistics of tensors need all of them, and then the optimizer's
+    state is on the device.
+
+    Raises:
+      ValueError: parameters in float16, whose gradients need scales.
     """
     s = dataclasses.replace(
         s,
         spikes=dataclasses.replace(s.spikes, statistics=True),
         train=dataclasses.replace(s.train, release_gradients=False),
+        optimizer=dataclasses.replace(s.optimizer, offload=False),
     )
     if not (dtype := PRECISIONS[precision]):
         return s
+    if s.model.param_dtype == "float16":
+        raise ValueError(
+            f"--precision={precision} does not work with model.param_dtype=float16, whose gradients need "
+            "precision.scalify; use --precision=recipe"
+        )
     return without_recipe(dataclasses.replace(s, model=dataclasses.replace(s.model, dtype=dtype)))
 
 
 def without_recipe(s: Settings) -> Settings:
-    """The settings with all matmuls in the model's own dtype."""
+    """The settings with all matmuls in the model's own dtype, and all gradients sent in theirs."""
     plain = dataclasses.replace(
-        s.precision, recipe="bf16", options=RecipeOptions(), rules=(), smooth_swiglu="none"
+        s.precision,
+        recipe="bf16",
+        options=RecipeOptions(),
+        rules=(),
+        smooth_swiglu="none",
+        high_precision_from=0,
+        scalify="none",
+        exchange="none",
+        scatter="none",
     )
     return dataclasses.replace(s, precision=plain)
 

@@ -1,11 +1,17 @@
 """Recipes with switches: all off and all on are the two programs between which they switch."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from maxlp.nn import layers
 from maxlp.parallel.batches import global_batch
-from maxlp.precision import make_recipe, switches
+from maxlp.precision import RECIPES, make_recipe, switches
+from maxlp.precision.dot import QuantDot
 from maxlp.run.attribution import Evaluate
 from tests.fixtures import Trainer, batch, precision_config
 
@@ -55,6 +61,83 @@ def test_all_off_is_high_precision_and_all_on_is_the_recipe_to_the_bit(recipe):
     assert_equal(switched(evaluate, False), high)
     assert_equal(switched(evaluate, True), low)
     assert low[0] != high[0], "the recipe changes the loss"
+
+
+# --- one matmul -----------------------------------------------------------------------------------------
+
+SWITCHABLE = [name for name, recipe in RECIPES.items() if recipe.gemms and recipe.keep == 1]
+# A trust mask without a rotation, and a rotation without a mask.
+MATMULS = [(name, {}) for name in SWITCHABLE] + [
+    ("quest", dict(fwd_hadamard=False)),
+    ("int8_all", dict(fwd_hadamard=True)),
+]
+
+
+@functools.cache
+def operands():
+    """Input, kernel and output gradient; blocks and tiles of 128 divide them."""
+    rng = np.random.default_rng(0)
+    shapes = (2, 64, 128), (128, 256), (2, 64, 256)
+    return tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+
+
+def products(dot_general, x, kernel, g):
+    """Output, gradient of the input and gradient of the kernel, in one program."""
+    numbers = (((x.ndim - 1,), (0,)), ((), ()))
+    y, pull = jax.vjp(lambda *pair: dot_general(*pair, numbers, preferred_element_type=None), x, kernel)
+    return y, *pull(g)
+
+
+def of_module(dot):
+    structure, state = nnx.split(dot)
+
+    @jax.jit
+    def program(state, *operands):
+        return products(
+            lambda *args, **kwargs: nnx.merge(structure, state, copy=True)(*args, **kwargs), *operands
+        )
+
+    return jax.device_get(program(state, *operands()))
+
+
+def switching(recipe, on):
+    dot = switches.SwitchDot(QuantDot(recipe), ())
+    dot.on[...] = jnp.asarray(on)
+    return of_module(dot)
+
+
+@pytest.mark.parametrize(("name", "options"), MATMULS)
+def test_all_on_is_the_recipe_to_the_bit(name, options):
+    recipe = make_recipe(name, **options)
+    assert_equal(switching(recipe, np.ones((3, 2), bool)), of_module(QuantDot(recipe)))
+
+
+@pytest.mark.parametrize(("name", "options"), MATMULS)
+def test_all_off_is_the_plain_matmul(name, options):
+    """To the bit; of rotated operands to within rounding."""
+    recipe = make_recipe(name, **options)
+    found = switching(recipe, np.zeros((3, 2), bool))
+    plain = jax.device_get(jax.jit(functools.partial(products, layers.dot_general))(*operands()))
+    if not recipe.fwd_hadamard:
+        assert_equal(found, plain)
+        return
+    for a, b in zip(found, plain, strict=True):
+        # Sums of at most 256 products, and two rotations that sum 128 numbers: their rounding errors are
+        # independent, and each is below 2^-24 of a partial sum.
+        assert 0 < np.linalg.norm(a - b) < 2**-24 * 512**0.5 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_trust_mask_belongs_to_its_operand(index):
+    """With one switch on, its operand has no gradient where it is clipped; the other has all of it."""
+    recipe = make_recipe("quest", fwd_hadamard=False)
+    masked = [grad == 0 for grad in of_module(QuantDot(recipe))[1:]]
+    assert all(0 < mask.mean() < 0.2 for mask in masked)
+    on = np.zeros((3, 2), bool)
+    on[0, index] = True
+    found = [grad == 0 for grad in switching(recipe, on)[1:]]
+    np.testing.assert_array_equal(found[index], masked[index])
+    assert not found[1 - index].any()
 
 
 def test_the_operands_of_a_recipe():

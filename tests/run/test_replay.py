@@ -1,4 +1,6 @@
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +11,12 @@ import pytest
 from maxlp.monitoring.spike_records import Crossing
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.run import reopen, replay
+from maxlp.run.settings import read
 from maxlp.runtime.checkpoint import StepInfo
 from maxlp.runtime.writers import read_jsonl
+from tests.run.fixtures import changed, load
+from tests.run_outputs import losses
+from tests.training_runs import finish, start
 
 
 def test_the_first_gradient_to_stand_out():
@@ -62,6 +68,96 @@ def test_an_unknown_precision_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="--precision=fp4 is unknown; one of recipe, bf16, float32"):
         replay.replay(tmp_path, 13, "fp4")
+
+
+def test_another_precision_leaves_nothing_quantized():
+    """Every key of the section that names a format or a recipe is as in a run without low precision."""
+    low = {
+        "recipe": "quest",
+        "options.clipping": "max",
+        "rules": (("lm_head", "mxfp8"),),
+        "smooth_swiglu": "token",
+        "high_precision_from": 5,
+        "scalify": "fp8",
+        "exchange": "int8",
+        "scatter": "int8",
+    }
+    plain = read(changed(load("debug"), {"model.dtype": "float32"}))
+    s = read(changed(load("debug"), {f"precision.{key}": value for key, value in low.items()}))
+    found = replay.with_precision(s, "float32")
+    assert found.precision == plain.precision and found.model == plain.model
+    assert replay.with_precision(s, "recipe").precision == s.precision
+
+
+def test_parameters_in_float16_have_no_other_precision():
+    s = read(load("debug", "precision=scalify_fp16_params"))
+    with pytest.raises(ValueError, match=r"^--precision=bf16 does not work with model.param_dtype=float16"):
+        replay.with_precision(s, "bf16")
+
+
+def report(workdir, *options, devices=1, code=0):
+    command = (sys.executable, "-m", "maxlp.report")
+    return finish(start(workdir, *options, config=(), devices=devices, command=command), code)
+
+
+def replayed(workdir, *options, devices=1):
+    """The losses of a replay by step, as printed: with four decimals."""
+    rows = (line.split() for line in report(workdir, *options, devices=devices).splitlines())
+    return {int(row[1]): float(row[3]) for row in rows if row[0] == "step"}
+
+
+def logged(workdir, *steps):
+    found = losses(workdir)
+    return {step: round(found[step], 4) for step in steps}
+
+
+STEPS = (
+    *("--config.train.total_steps=6", "--config.train.eval_every=6"),
+    *("--config.checkpoint.every_steps=2", "--config.checkpoint.keep_last=9"),
+)
+
+
+@pytest.mark.full
+def test_both_phases_of_a_run_are_replayed_with_their_own_recipes(tmp_path):
+    recipe = ("--config.precision.recipe=nvfp4", "--config.precision.first_blocks=0")
+    finish(start(tmp_path, *recipe, *STEPS, "--config.precision.high_precision_from=4"))
+    assert json.loads((tmp_path / "early_precision.json").read_text())["last_step"] == 4
+    assert replayed(tmp_path, "--spike=4") == logged(tmp_path, 3, 4)
+    assert replayed(tmp_path, "--spike=6") == logged(tmp_path, 5, 6)
+    assert replayed(tmp_path, "--spike=4", "--precision=bf16") != logged(tmp_path, 3, 4)
+
+    shutil.rmtree(tmp_path / "checkpoints" / "4")
+    message = report(tmp_path, "--spike=6", code=2)
+    assert (
+        "the recipe changed after step 4 (config.precision.high_precision_from=4), and the che" in message
+    )
+    assert list(replayed(tmp_path, "--spike=6", "--precision=bf16")) == [3, 4, 5, 6]
+    (tmp_path / "early_precision.json").unlink()
+    message = report(tmp_path, "--spike=3", code=2)
+    assert "the recipe of step 3 is unknown: after step 4 config.precision.high_precision_from=4" in message
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        ({}, {"train.release_gradients": True, "optimizer.offload": True, "optimizer.clip_norm": 0.0}),
+        ({}, {"precision.scalify": "fp16", "model.dtype": "float16"}),
+        ({"data": 2, "fsdp": 1}, {"precision.exchange": "int8"}),
+        ({"data": 2, "fsdp": 1}, {"precision.exchange": "int8", "train.local.steps": 2}),
+        ({"fsdp": 2}, {"precision.scatter": "int8"}),
+    ],
+    ids=["offload", "scalify", "exchange", "local", "scatter"],
+)
+def test_what_a_run_keeps_besides_its_matmuls_does_not_prevent_a_replay(tmp_path, mesh, changes):
+    values = {f"mesh.{axis}": size for axis, size in mesh.items()} | changes
+    options = [f"--config.{key}={value}" for key, value in values.items()]
+    devices = 2 if mesh else 1
+    finish(start(tmp_path, *options, *STEPS, "--config.spikes.lead=1", devices=devices))
+    as_logged = logged(tmp_path, 3, 4)
+    assert replayed(tmp_path, "--spike=4", devices=devices) == as_logged
+    exact = replayed(tmp_path, "--spike=4", "--precision=float32", devices=devices)
+    assert exact == pytest.approx(as_logged, rel=0.01)
 
 
 def command(name, *options):
