@@ -108,10 +108,18 @@ CORE = [
         "precision/scatter.py",
         "precision/test_scatter.py",
         ('rounding="stochastic"', 'rounding="nearest"'),
-        ("whole = 1 - self._scattered", "whole = self._scattered"),
+        ("return 1 - self._scattered", "return self._scattered"),
         ("axes[-2:]", "axes[:2]"),
         ("jnp.sum(dequantize(received, jnp.float32), axis=1)", "dequantize(received, jnp.float32)[:, 0]"),
         ("x.ndim > 0 and x.shape[0] > 1", "x.ndim > 1"),
+        # Blocks of a size that happens to divide the dim; blocks that lie across two devices.
+        ("math.ceil(dim / math.ceil(dim / exchange.BLOCK))", "math.gcd(dim, exchange.BLOCK)"),
+        (
+            "parts = sharding.axes_size(mesh, sharding.RULES[self.axes[self._whole]])",
+            "parts = 1",
+            "::test_values_of_any_dim_are_sent_in_few_more_than_8_bits",
+        ),
+        ("math.ceil(dim / size) * (size", "dim / size * (size"),
     ),
     *_in(
         "core/gates.py",

@@ -13,10 +13,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from maxlp import families
 from maxlp.core.train_state import State, abstract_state, num_params
 from maxlp.optim.muon import TOGETHER
-from maxlp.parallel.exchange import num_bytes
 from maxlp.parallel.sharding import abstract_mesh
 from maxlp.planning.hlo import Collective
-from maxlp.precision import blocks
+from maxlp.precision import blocks, scatter
 from maxlp.precision.recipes import GEMMS
 from maxlp.run.experiment import assemble
 from maxlp.run.settings import Machine, Settings
@@ -117,16 +116,17 @@ def state_shapes(s: Settings, machine: Machine) -> StateShapes:
     return StateShapes(abstract_state(run.make_model, run.tx, mesh, run.gates)[1])
 
 
-def scatter_of_gradients(s: Settings, size: float, itemsize: int) -> tuple[str, float]:
+def scatter_of_gradients(s: Settings, D: int, widths: list[int], itemsize: int) -> tuple[str, float]:
     """The kind of the collective that adds the gradients of kernels over ``fsdp``, and its bytes.
 
     Args:
-      size: bytes of the gradients in the dtype of the matmuls.
-      itemsize: of that dtype.
+      D: the dim of the kernels that ``fsdp`` splits.
+      widths: their other dims, as far as they are on one device of ``tensor``.
+      itemsize: of the dtype of the matmuls.
     """
     if s.precision.scatter == "none":
-        return "reduce-scatter", size
-    return "all-to-all", num_bytes(size / itemsize, s.precision.scatter)
+        return "reduce-scatter", D * sum(widths) * itemsize
+    return "all-to-all", D * sum(scatter.num_bytes(width, s.precision.scatter) for width in widths)
 
 
 @dataclasses.dataclass(frozen=True)

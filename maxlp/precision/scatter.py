@@ -11,7 +11,7 @@ as in ZeRO++ (Wang et al. 2023, arXiv:2306.10209). Error feedback, as in `parall
 error for each value of the whole model on every device, which FSDP is there to avoid. Rounding is
 stochastic instead: the expectation of a sum is the sum, so that what is small is not lost in every step.
 
-Letters: D devices of ``data`` · F of ``fsdp`` · K, N dims of a kernel.
+Letters: D devices of ``data`` · F of ``fsdp`` · K, N dims of a kernel, one of them padded to blocks.
 """
 
 import dataclasses
@@ -22,15 +22,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from maxlp.nn.layers import Linear
 from maxlp.nn.stack import Block
 from maxlp.numerics.formats import FORMATS, Quantized
 from maxlp.numerics.quantized import dequantize, quantize
-from maxlp.parallel import sharding
-
-BLOCK = 256  # values that share a scale, at most
+from maxlp.parallel import exchange, sharding
 
 
 def set_format(model: nnx.Module, format_name: str) -> None:
@@ -41,6 +39,21 @@ def set_format(model: nnx.Module, format_name: str) -> None:
                 if isinstance(linear, Linear):
                     axes = linear.kernel.get_metadata("out_sharding")
                     linear.sum_over_rows = nnx.static(Scatter(format_name, axes[-2:]))
+
+
+def block_size(dim: int) -> int:
+    """How many values of a device's part of a dim share a scale, at most `exchange.BLOCK`.
+
+    There are as few blocks as that allows. They are equally long, so that fewer zeros than blocks pad the
+    part: full blocks would pad 300 values to 512.
+    """
+    return math.ceil(dim / math.ceil(dim / exchange.BLOCK))
+
+
+def num_bytes(dim: int, format_name: str) -> float:
+    """Bytes of a device's part of a dim, with padding and scales, as they are sent once."""
+    size = block_size(dim)
+    return math.ceil(dim / size) * (size * FORMATS[format_name].bits / 8 + 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +79,7 @@ class Scatter:
             return product(*operands)
         data = None if "data" in mesh.manual_axes else "data"  # where replicas are apart, there is one here
         D, F = 1 if data is None else mesh.shape["data"], mesh.shape["fsdp"]
+        parts = sharding.axes_size(mesh, sharding.RULES[self.axes[self._whole]])
         leaves, structure = jax.tree.flatten(operands)
         has_rows = [x.ndim > 0 and x.shape[0] > 1 for x in leaves]
 
@@ -74,26 +88,28 @@ class Scatter:
             return jax.lax.with_sharding_constraint(rows_of_devices, PartitionSpec(data, "fsdp"))
 
         def of_device(*leaves: jax.Array) -> Quantized:
-            return self._quantize(product(*structure.unflatten(leaves)), mesh)
+            return self._quantize(product(*structure.unflatten(leaves)), parts)
 
         mapped = [0 if has else None for has in has_rows]
         leaves = [split(x) if has else x for x, has in zip(leaves, has_rows, strict=True)]
         gradients_DFKN = jax.vmap(jax.vmap(of_device, mapped), mapped)(*leaves)
         received = jax.tree.map(lambda x: self._all_to_all(x, data), gradients_DFKN)
         sum_DKN = jnp.sum(dequantize(received, jnp.float32), axis=1)
-        dtype = jax.eval_shape(product, *operands).dtype
-        return jax.lax.reduce(sum_DKN.astype(dtype), jnp.zeros((), dtype), jax.lax.add, (0,))
+        kernel = jax.eval_shape(product, *operands)
+        of_part = kernel.shape[self._whole] // parts
+        sum_DKN = _resize_parts(sum_DKN, self._whole + 1, parts, of_part)  # without the padding of blocks
+        return jax.lax.reduce(sum_DKN.astype(kernel.dtype), jnp.zeros((), kernel.dtype), jax.lax.add, (0,))
 
-    def _quantize(self, gradient_KN: jax.Array, mesh: AbstractMesh) -> Quantized:
-        """In blocks along the dim that is not scattered, none of which two devices share."""
-        whole = 1 - self._scattered
-        parts = sharding.axes_size(mesh, sharding.RULES[self.axes[whole]])
-        size = math.gcd(BLOCK, gradient_KN.shape[whole] // parts)
+    def _quantize(self, gradient_KN: jax.Array, parts: int) -> Quantized:
+        """In blocks along the dim that is not scattered, in whole ones on each device of ``tensor``."""
+        of_part = gradient_KN.shape[self._whole] // parts
+        size = block_size(of_part)
+        padded_KN = _resize_parts(gradient_KN, self._whole, parts, of_part + -of_part % size)
         return quantize(
-            gradient_KN,
+            padded_KN,
             FORMATS[self.format_name],
             "block",
-            (whole,),
+            (self._whole,),
             rounding="stochastic",
             block_size=size,
             block_scales="float32",
@@ -116,3 +132,16 @@ class Scatter:
     def _scattered(self) -> int:
         """The dim of the kernel that ``fsdp`` splits."""
         return ["fsdp" in sharding.axis_names(sharding.RULES[axis]) for axis in self.axes].index(True)
+
+    @property
+    def _whole(self) -> int:
+        """The other one, along which the blocks lie."""
+        return 1 - self._scattered
+
+
+def _resize_parts(x: jax.Array, axis: int, parts: int, size: int) -> jax.Array:
+    """Brings each of the parts of an axis to a size, with zeros at its end or without what is there."""
+    shape = x.shape
+    x = x.reshape(*shape[:axis], parts, -1, *shape[axis + 1 :])
+    change = [(0, size - n if i == axis + 1 else 0, 0) for i, n in enumerate(x.shape)]
+    return jax.lax.pad(x, jnp.zeros((), x.dtype), change).reshape(*shape[:axis], -1, *shape[axis + 1 :])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from flax import nnx
 
 from maxlp.core.train_state import abstract_state
 from maxlp.families.clip.presets import CLIP_SIZES, clip
@@ -21,8 +22,10 @@ from maxlp.planning.cost_model import (
     state_shapes,
     unsampled,
 )
+from maxlp.precision import scatter
 from maxlp.run.experiment import assemble
 from maxlp.run.settings import read
+from tests.fixtures import LLAMA, Trainer, batch, exchanged_bytes, make_llama, make_mesh
 from tests.planning import peaks
 from tests.run.fixtures import changed, load
 
@@ -232,6 +235,28 @@ def test_gradients_in_8_bits_are_half_as_many_bytes(family):
     # 8 bits, and 32 for a scale of 256 values, in place of 16
     halves = {(int(size * (1 + 4 / 256) / 2), n) for (_, size), n in before.items()}
     assert {(size, n) for (_, size), n in after.items()} == halves
+
+
+def test_gradients_in_8_bits_are_as_many_bytes_as_the_program_sends():
+    """Of a width that no block divides."""
+    sizes = SIZES | dict(head_dim=64, mlp_dim=301)
+    changes = {"data.batch_size": 8, "mesh.fsdp": 4, "precision.scatter": "int8"}
+    s = peaks.settings_of(llama(**sizes, vocab_size=LLAMA["vocab_size"]), changes)
+    kernels = [p.size // sizes["num_layers"] for p in jax.tree.leaves(s.params["layers"]) if p.ndim == 3]
+    found = [
+        one.bytes for one in cost_of(s).collectives(s, s.machine(4, "cuda")) if one.kind == "all-to-all"
+    ]
+
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        model = make_llama(**sizes)(rngs)
+        scatter.set_format(model, "int8")
+        return model
+
+    sent = exchanged_bytes(Trainer(make_mesh(fsdp=4), make_model=make).compile(batch(0)).as_text())
+    of_lookup = 2 * 4 * batch(0)["tokens"].size * sizes["embed_dim"] // 4  # float32, and its gradient
+    of_gradients = sent["all-to-all", "s8"] + sent["all-to-all", "f32"] - of_lookup
+    assert of_gradients in found
+    assert sum(kernels) < of_gradients < 8.5 / 16 * 2 * sum(kernels)
 
 
 def test_offloaded_state_passes_between_the_host_and_the_device_once_each_way():

@@ -1,17 +1,19 @@
 """Kernels whose gradients are scattered over ``fsdp`` in 8 bits."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from maxlp.core import replicas
 from maxlp.families.llama.task import NextTokenConfig, loss_gradients
 from maxlp.nn.layers import Linear, dot_general
-from maxlp.parallel import sharding
+from maxlp.parallel import exchange, sharding
 from maxlp.precision import scatter
 from maxlp.precision.scatter import Scatter
 from tests.fixtures import Trainer, batch, exchanged_bytes, make_llama, make_mesh, precision_config
@@ -41,17 +43,17 @@ def summed(how: Scatter, x, g):
 
 @pytest.mark.parametrize("format_name", STEPS)
 @pytest.mark.parametrize(
-    ("axes", "sizes"),
+    ("axes", "sizes", "dims"),
     [
-        (("embed", "mlp"), dict(fsdp=8)),
-        (("mlp", "embed"), dict(data=2, fsdp=2, tensor=2)),
-        (("embed", "q_heads"), dict(data=2, fsdp=4)),
+        (("embed", "mlp"), dict(fsdp=8), (64, 301)),
+        (("mlp", "embed"), dict(data=2, fsdp=2, tensor=2), (602, 96)),
+        (("embed", "q_heads"), dict(data=2, fsdp=4), (64, 96)),
     ],
 )
-def test_a_sum_is_within_a_step_of_each_device(format_name, axes, sizes):
+def test_a_sum_is_within_a_step_of_each_device(format_name, axes, sizes, dims):
     mesh, rng = make_mesh(**sizes), np.random.default_rng(0)
     shards = sharding.batch_shards(mesh)
-    x, g = (rng.standard_normal((16, 8, dim)).astype(np.float32) for dim in (64, 96))
+    x, g = (rng.standard_normal((16, 8, dim)).astype(np.float32) for dim in dims)
     x[:2] *= 30  # one device has larger gradients than the others
     with jax.set_mesh(mesh):
         x_split, g_split = (jax.device_put(a, sharding.batch_sharding(mesh)) for a in (x, g))
@@ -62,6 +64,26 @@ def test_a_sum_is_within_a_step_of_each_device(format_name, axes, sizes):
     bound = largest.sum(axis=0) / STEPS[format_name] + 1e-5 * np.abs(parts).sum(axis=0)
     error = np.abs(total - parts.sum(axis=0))
     assert (error < bound).all() and error.max() > 0.1 * (bound.max() - largest.min())
+
+
+@pytest.mark.parametrize(
+    ("dim", "tensor"), [(5461, 1), (2736, 1), (2736, 2), (1376, 2), (5504, 1), (602, 2), (128, 1), (64, 1)]
+)
+def test_values_of_any_dim_are_sent_in_few_more_than_8_bits(dim, tensor):
+    """With scales and padding. Nothing else is exchanged, but the sum over parts that is the random key."""
+    how, K = Scatter("int8", ("embed", "mlp")), 4
+    with jax.set_mesh(make_mesh(fsdp=2, tensor=tensor)):
+        rows = [
+            jax.ShapeDtypeStruct((2, 1, width), jnp.float32, sharding=PartitionSpec("fsdp"))
+            for width in (K, dim)
+        ]
+        sent = exchanged_bytes(summed.lower(how, *rows).compile().as_text())
+    of_scales, of_values = sent.pop(("all-to-all", "f32")), sent.pop(("all-to-all", "s8"))
+    assert sent.pop(("all-reduce", "u32"), 4) == 4 and not sent
+    part = dim // tensor
+    assert of_scales == 4 * K * math.ceil(part / exchange.BLOCK)
+    assert 8 * (of_scales + of_values) / (K * part) <= (8.5 if part < 128 else 8.3)
+    assert of_scales + of_values == K * scatter.num_bytes(part, "int8")
 
 
 def test_rounding_is_right_on_average():
@@ -111,8 +133,9 @@ TOLERANCE = {name: 8 * 0.5 / steps for name, steps in STEPS.items()}
 @pytest.mark.parametrize(
     ("sizes", "recipe", "format_name", "changes"),
     [
-        (dict(data=2, fsdp=2, tensor=2), None, "int8", {}),
+        (dict(data=2, fsdp=2, tensor=2), None, "int8", dict(mlp_dim=602)),  # two parts of two blocks
         (dict(fsdp=4), "fp8_delayed", "int8", dict(microbatches=2, remat="block")),
+        pytest.param(dict(fsdp=4), None, "int8", dict(mlp_dim=301), marks=pytest.mark.full),
         pytest.param(dict(fsdp=8), None, "float8_e4m3fn", {}, marks=pytest.mark.full),
         pytest.param(dict(fsdp=4), "int8_all", "int8", {}, marks=pytest.mark.full),
         pytest.param(dict(fsdp=4), "mxfp8", "int8", {}, marks=pytest.mark.full),
@@ -123,7 +146,7 @@ TOLERANCE = {name: 8 * 0.5 / steps for name, steps in STEPS.items()}
 def test_gradients_are_those_of_the_batch(sizes, recipe, format_name, changes):
     mesh, data = make_mesh(**sizes), batch(0, rows=16)
     config = None if recipe is None else precision_config(recipe)
-    model = {key: changes.pop(key) for key in ("remat", "scan_layers") if key in changes}
+    model = {key: changes.pop(key) for key in ("mlp_dim", "remat", "scan_layers") if key in changes}
     make = make_llama(config, **model)
     plain = Trainer(mesh, make_model=make, **changes)
     ours = Trainer(mesh, make_model=scattering(make, format_name), **changes)

@@ -78,8 +78,13 @@ class Tower:
         return self.R * self.S * self.F * self.a / self.t
 
     @property
+    def widths(self) -> list[int]:
+        """Of each kernel of a block, its dim besides D."""
+        return 4 * [self.D] + 2 * [self.F]
+
+    @property
     def block_params(self) -> int:
-        return 4 * self.D**2 + 2 * self.D * self.F
+        return self.D * sum(self.widths)
 
     @property
     def computed_part(self) -> float:
@@ -326,7 +331,8 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
         weights = tower.block_params * tower.a / tower.t
         ledger.add("all-gather", ("fsdp",), weights, (forward + 1) * tower.L * M)
         summed = 0 if tower.frozen else M
-        kind, size = scatter_of_gradients(settings, weights, tower.a)
+        widths = [width // tower.t for width in tower.widths]
+        kind, size = scatter_of_gradients(settings, tower.D, widths, tower.a)
         ledger.add(kind, ("fsdp",), size, tower.L * summed)
         ledger.add("all-gather", ("tensor",), tower.x, (2 * forward + 2 + 2 * again) * tower.L * M)
         ledger.add("reduce-scatter", ("tensor",), tower.x, (2 * forward + 2 + again) * tower.L * M)

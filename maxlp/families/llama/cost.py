@@ -106,8 +106,13 @@ class Sizes:
         return self.V * self.D / (self.shards * self.t)
 
     @property
+    def widths(self) -> list[int]:
+        """Of each kernel of a block, its dim besides D."""
+        return 2 * [self.N * self.H] + 2 * [self.K * self.H] + 3 * [self.F]
+
+    @property
     def block_params(self) -> int:
-        return self.D * (2 * self.N + 2 * self.K) * self.H + 3 * self.D * self.F
+        return self.D * sum(self.widths)
 
     @functools.cached_property
     def of_stage(self) -> "Sizes":
@@ -520,7 +525,7 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     ledger.add("all-gather", split, weights, 2 * runs)
     ledger.add("all-gather", split, head, m)
     if not s.frozen:
-        kind, size = scatter_of_gradients(settings, weights, s.a)
+        kind, size = scatter_of_gradients(settings, s.D, [width // s.t for width in s.widths], s.a)
         ledger.add(kind, split, size, runs)
         ledger.add("reduce-scatter", split, head, m)
     ledger.add("all-to-all", split, whole_x, (2 - s.frozen) * m)
