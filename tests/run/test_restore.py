@@ -31,7 +31,7 @@ CHOICES = {
 
 
 def test_a_guard_that_a_resumed_run_did_not_have_begins():
-    values = SMALL | {"data.seq_len": 32, "spikes.guard": "skip", "spikes.window": 20}
+    values = SMALL | CHOICES | {"spikes.guard": "skip", "spikes.window": 20}
     experiment = resolve(changed(load("debug"), values))
     state = experiment.with_all_gates({"step": 7})
     assert state["step"] == 7 and state["guard"]["values"].shape == (2, 20)
