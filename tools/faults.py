@@ -1327,8 +1327,8 @@ LLAMA = [
         "families/llama/cost.py",
         "planning/test_cost_model.py",
         (
-            "self.D * (2 * self.N + 2 * self.K) * self.H",
-            "self.D * (2 * self.N + self.K) * self.H",
+            "2 * [self.K * self.H]",
+            "1 * [self.K * self.H]",
             "families/llama/test_cost.py",
         ),
         ("return 5 / 8 * s.R * s.N", "return s.R * s.N"),
@@ -1574,8 +1574,8 @@ CLIP = [
         "families/clip/cost.py",
         "families/clip/test_cost.py",
         (
-            "return 4 * self.D**2 + 2 * self.D * self.F",
-            "return 3 * self.D**2 + 2 * self.D * self.F",
+            "return 4 * [self.D] + 2 * [self.F]",
+            "return 3 * [self.D] + 2 * [self.F]",
         ),
         ("tile = min(rows, settings.loss.tile_size)", "tile = max(rows, settings.loss.tile_size)"),
     ),
