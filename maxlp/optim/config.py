@@ -40,7 +40,8 @@ OPTIMIZERS = {
 MU_DTYPES = ("float32", "bfloat16", "float16")
 # "float32" leaves a moment as it is. int4 has too few values for a moment.
 MOMENT_FORMATS = ("float32", *(name for name in STATES if name != "int4"))
-PARAM_ROUNDINGS = ("stochastic", "kahan", "residual", "float16_master", "nearest")
+BF16_ROUNDINGS = ("stochastic", "kahan", "residual", "float16_master")
+PARAM_ROUNDINGS = (*BF16_ROUNDINGS, "nearest")  # the last is of float16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,9 +26,9 @@ from jax.tree_util import KeyPath
 from maxlp.numerics.blockwise import decode, encode
 from maxlp.numerics.formats import Quantized
 from maxlp.numerics.rounding import drop_bits
+from maxlp.optim.config import BF16_ROUNDINGS
 from maxlp.optim.tree_utils import layer_axes, name_of
 
-METHODS = ("stochastic", "residual", "kahan", "float16_master")
 _LOST = {"kahan": jnp.bfloat16, "residual": jnp.int8}  # dtypes of the rounding errors
 
 
@@ -59,14 +59,14 @@ def pure_bf16(
 
     Args:
       inner: computes the updates to add to the parameters.
-      method: one of `METHODS`.
+      method: one of `config.BF16_ROUNDINGS`.
       seed: seed of the stochastic rounding; the noise depends on the seed, the number of the update and
         the parameter, not on the devices.
 
     Raises:
       ValueError: at `init`, parameters that are not bfloat16.
     """
-    assert method in METHODS, method
+    assert method in BF16_ROUNDINGS, method
 
     inner = optax.with_extra_args_support(inner)
 

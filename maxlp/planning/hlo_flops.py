@@ -28,15 +28,11 @@ def matmul_flops(text: str) -> float:
     return total
 
 
-def kernel_calls(text: str, target: str = "tpu_custom_call") -> dict[str, int]:
-    """The number of calls of each kernel in one execution, by the kernel's name.
-
-    Args:
-      target: the ``custom_call_target`` of the kernels.
-    """
+def kernel_calls(text: str) -> dict[str, int]:
+    """The number of calls of each Pallas kernel in one execution of a TPU program, by the kernel's name."""
     calls: collections.Counter[str] = collections.Counter()
     for i, _, times in executed(text):
-        if i.opcode == "custom-call" and f'custom_call_target="{target}"' in i.rest:
+        if i.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in i.rest:
             calls[i.name.rsplit(".", 1)[0]] += times
     return dict(calls)
 

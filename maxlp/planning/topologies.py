@@ -62,56 +62,6 @@ class Chip:
         return flops
 
 
-# The documentation's bidirectional figures of ICI, NVLink and PCIe are halved; TPU7x's figures are for half
-# a chip. TPU v4's network is not documented, so v5p's is used. A GPU program gets 95 % of the memory that
-# the driver reports; the CUDA context and NCCL's buffers take the rest (run it with
-# XLA_PYTHON_CLIENT_MEM_FRACTION=0.95). PCIe is 4.0 x16, or 5.0 x16 from H100 on and for the RTX 5090. Cards
-# without NVLink send to each other through it; their hosts' network is that of the largest L4 machine of
-# Google Cloud (g2-standard-96: 100 Gb/s for 8 GPUs).
-PCIE_4, PCIE_5, SHARED_100_GBIT = 32e9, 64e9, 12.5e9 / 8
-CHIPS: dict[str, Chip] = {
-    "v4": Chip("TPU v4", "tpu", 30.75 * GIB, 1.228e12, 300e9, 6.25e9, torus=3, wraps=4, pod=4096),
-    "v5e": Chip("TPU v5 lite", "tpu", 15.75 * GIB, 0.819e12, 200e9, 3.125e9, torus=2, wraps=16, pod=256),
-    "v5p": Chip("TPU v5", "tpu", 95.73 * GIB, 2.765e12, 600e9, 6.25e9, torus=3, wraps=4, pod=6144),
-    "v6e": Chip("TPU v6 lite", "tpu", 31.24 * GIB, 1.638e12, 400e9, 12.5e9, torus=2, wraps=16, pod=256),
-    "v7x": Chip(
-        "TPU7x", "tpu", 94.74 * GIB, 3.690e12, 300e9, 6.25e9, torus=3, per_chip=2, wraps=4, pod=9216
-    ),
-    "a100_40gb": Chip("NVIDIA A100-SXM4-40GB", "cuda", 0.95 * 42298834944, 1.555e12, 300e9, 25e9, PCIE_4),
-    "a100": Chip("NVIDIA A100-SXM4-80GB", "cuda", 0.95 * 84987740160, 2.039e12, 300e9, 25e9, PCIE_4),
-    "h100": Chip("NVIDIA H100 80GB HBM3", "cuda", 0.95 * 84929347584, 3.352e12, 450e9, 50e9, PCIE_5),
-    "h200": Chip("NVIDIA H200", "cuda", 0.95 * 150754820096, 4.8e12, 450e9, 50e9, PCIE_5),
-    "b200": Chip("NVIDIA B200", "cuda", 0.95 * 192265846784, 8.0e12, 900e9, 50e9, PCIE_5),
-    # 24 GB; the driver reports 22.0 GiB of the L4, whose memory has error correction
-    "l4": Chip("NVIDIA L4", "cuda", 0.95 * 22.0 * GIB, 0.300e12, PCIE_4, SHARED_100_GBIT, PCIE_4),
-    "rtx4090": Chip(
-        "NVIDIA GeForce RTX 4090", "cuda", 0.95 * 23.64 * GIB, 1.008e12, PCIE_4, SHARED_100_GBIT, PCIE_4
-    ),
-    # 32 GB
-    "rtx5090": Chip(
-        "NVIDIA GeForce RTX 5090", "cuda", 0.95 * 31.36 * GIB, 1.792e12, PCIE_5, SHARED_100_GBIT, PCIE_5
-    ),
-    # 48 GB, with error correction
-    "rtx6000ada": Chip(
-        "NVIDIA RTX 6000 Ada Generation",
-        "cuda",
-        0.95 * 44.4 * GIB,
-        0.960e12,
-        PCIE_4,
-        SHARED_100_GBIT,
-        PCIE_4,
-    ),
-}
-ALIASES = {"tpu7x": "v7x", "v5": "v5p"}
-EXAMPLES = {
-    "v4": "2x2x4 … 12x16x16",
-    "v5e": "1x1 … 16x16",
-    "v5p": "2x2x1 … 16x16x24",
-    "v6e": "1x1 … 16x16",
-    "v7x": "2x2x1 … 16x16x24",
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class Gpu:
     """Device properties that the GPU compiler uses, from CUDA's device queries and programming guide.
@@ -142,11 +92,68 @@ GPUS = {
     "h100": Gpu(132, 52428800, (9, 0), 84929347584),
     "h200": Gpu(132, 62914560, (9, 0), 150754820096),
     "b200": Gpu(148, 132644864, (10, 0), 192265846784),
+    # 24 GB; the driver reports 22.0 GiB of the L4, whose memory has error correction
     "l4": Gpu(58, 50331648, (8, 9), int(22.0 * GIB), clock=2.04, threads=1536, shared=102400),
     "rtx4090": Gpu(128, 75497472, (8, 9), int(23.64 * GIB), clock=2.52, threads=1536, shared=102400),
+    # 32 GB
     "rtx5090": Gpu(170, 100663296, (12, 0), int(31.36 * GIB), clock=2.41, threads=1536, shared=102400),
+    # 48 GB, with error correction
     "rtx6000ada": Gpu(142, 100663296, (8, 9), int(44.4 * GIB), clock=2.505, threads=1536, shared=102400),
 }
+
+
+def _usable(name: str) -> float:
+    """Bytes that a program gets: 95 % of what the driver reports (XLA_PYTHON_CLIENT_MEM_FRACTION=0.95).
+
+    The CUDA context and NCCL's buffers take the rest.
+    """
+    return 0.95 * GPUS[name].memory
+
+
+# The documentation's bidirectional figures of ICI, NVLink and PCIe are halved; TPU7x's figures are for half
+# a chip. TPU v4's network is not documented, so v5p's is used. PCIe is 4.0 x16, or 5.0 x16 from H100 on and
+# for the RTX 5090. Cards without NVLink send to each other through it; their hosts' network is that of the
+# largest L4 machine of Google Cloud (g2-standard-96: 100 Gb/s for 8 GPUs).
+PCIE_4, PCIE_5, SHARED_100_GBIT = 32e9, 64e9, 12.5e9 / 8
+CHIPS: dict[str, Chip] = {
+    "v4": Chip("TPU v4", "tpu", 30.75 * GIB, 1.228e12, 300e9, 6.25e9, torus=3, wraps=4, pod=4096),
+    "v5e": Chip("TPU v5 lite", "tpu", 15.75 * GIB, 0.819e12, 200e9, 3.125e9, torus=2, wraps=16, pod=256),
+    "v5p": Chip("TPU v5", "tpu", 95.73 * GIB, 2.765e12, 600e9, 6.25e9, torus=3, wraps=4, pod=6144),
+    "v6e": Chip("TPU v6 lite", "tpu", 31.24 * GIB, 1.638e12, 400e9, 12.5e9, torus=2, wraps=16, pod=256),
+    "v7x": Chip(
+        "TPU7x", "tpu", 94.74 * GIB, 3.690e12, 300e9, 6.25e9, torus=3, per_chip=2, wraps=4, pod=9216
+    ),
+    "a100_40gb": Chip("NVIDIA A100-SXM4-40GB", "cuda", _usable("a100_40gb"), 1.555e12, 300e9, 25e9, PCIE_4),
+    "a100": Chip("NVIDIA A100-SXM4-80GB", "cuda", _usable("a100"), 2.039e12, 300e9, 25e9, PCIE_4),
+    "h100": Chip("NVIDIA H100 80GB HBM3", "cuda", _usable("h100"), 3.352e12, 450e9, 50e9, PCIE_5),
+    "h200": Chip("NVIDIA H200", "cuda", _usable("h200"), 4.8e12, 450e9, 50e9, PCIE_5),
+    "b200": Chip("NVIDIA B200", "cuda", _usable("b200"), 8.0e12, 900e9, 50e9, PCIE_5),
+    "l4": Chip("NVIDIA L4", "cuda", _usable("l4"), 0.300e12, PCIE_4, SHARED_100_GBIT, PCIE_4),
+    "rtx4090": Chip(
+        "NVIDIA GeForce RTX 4090", "cuda", _usable("rtx4090"), 1.008e12, PCIE_4, SHARED_100_GBIT, PCIE_4
+    ),
+    "rtx5090": Chip(
+        "NVIDIA GeForce RTX 5090", "cuda", _usable("rtx5090"), 1.792e12, PCIE_5, SHARED_100_GBIT, PCIE_5
+    ),
+    "rtx6000ada": Chip(
+        "NVIDIA RTX 6000 Ada Generation",
+        "cuda",
+        _usable("rtx6000ada"),
+        0.960e12,
+        PCIE_4,
+        SHARED_100_GBIT,
+        PCIE_4,
+    ),
+}
+ALIASES = {"tpu7x": "v7x", "v5": "v5p"}
+EXAMPLES = {
+    "v4": "2x2x4 … 12x16x16",
+    "v5e": "1x1 … 16x16",
+    "v5p": "2x2x1 … 16x16x24",
+    "v6e": "1x1 … 16x16",
+    "v7x": "2x2x1 … 16x16x24",
+}
+
 
 NOT_INSTALLED = (
     "compiling for {name} needs {package}, which is not installed: pip install 'maxlp[aot]' (Linux), or "

@@ -9,7 +9,7 @@ repeats the losses of the run. If the spike does not recur in float32, low preci
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +29,6 @@ from maxlp.run.settings import Settings, read
 PRECISIONS = {"recipe": None, "bf16": "bfloat16", "float32": "float32"}  # name: dtype of all matmuls
 SHOWN_TENSORS = 3  # per step
 
-Log = Callable[[str], None]
-
 
 class Finding(NamedTuple):
     """What a replay found: its losses by step, and the first tensor that diverged by either measure."""
@@ -40,14 +38,13 @@ class Finding(NamedTuple):
     by_grad_norm: Crossing | None
 
 
-def replay(workdir: Path, spike_step: int, precision: str = "recipe", log: Log = print) -> Finding:
-    """Replays the steps up to `spike_step` and logs a line for each.
+def replay(workdir: Path, spike_step: int, precision: str = "recipe") -> Finding:
+    """Replays the steps up to `spike_step` and prints a line for each.
 
     Args:
       workdir: of the run.
       spike_step: any step; a recorded spike has its own checkpoint.
       precision: "recipe" keeps that of the run; "bf16" and "float32" apply to all matmuls.
-      log: prints a line.
 
     Raises:
       ValueError: an unknown precision or one that the run cannot have, no run in the workdir, no checkpoint
@@ -68,12 +65,12 @@ def replay(workdir: Path, spike_step: int, precision: str = "recipe", log: Log =
                 f"{at.start}; give --spike={since} or an earlier step, or --precision=bf16 or float32"
             )
         train_step = at.run.jit_step(at.graphdef, at.abstract)
-        log(f"replaying steps {at.start + 1} to {spike_step}, precision {precision}")
+        print(f"replaying steps {at.start + 1} to {spike_step}, precision {precision}")
         ahead = (batch for batch, _ in device_batches(at.batches, at.run.mesh, spike_step - at.start))
-        records = list(replay_steps(train_step, at.state, ahead, at.start + 1, log))
+        records = list(replay_steps(train_step, at.state, ahead, at.start + 1))
     finding = examine(records, s.spikes)
     for line in finding_lines(finding, spike_step, s.spikes):
-        log(line)
+        print(line)
     return finding
 
 
@@ -122,9 +119,9 @@ def without_recipe(s: Settings) -> Settings:
 
 
 def replay_steps(
-    train_step: jax.stages.Wrapped, state: State, batches: Iterable[Any], first: int, log: Log
+    train_step: jax.stages.Wrapped, state: State, batches: Iterable[Any], first: int
 ) -> Iterator[dict[str, Any]]:
-    """Trains on the batches and logs a line for each step, the first of which has the number `first`.
+    """Trains on the batches and prints a line for each step, the first of which has the number `first`.
 
     Yields:
       {"step": int, "loss": float, "rms": numbers by tensor, "grad_norms": numbers by tensor}; "rms" is
@@ -135,7 +132,7 @@ def replay_steps(
         tensors = jax.device_get({key: metrics[key] for key in ("rms", "grad_norms") if key in metrics})
         numbers = {key: statistics.per_layer(value) for key, value in tensors.items()}
         record = {"step": n, "loss": float(metrics["loss"]), **numbers}
-        log(step_line(record))
+        print(step_line(record))
         yield record
 
 

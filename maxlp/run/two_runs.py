@@ -180,7 +180,7 @@ def positions(run: Experiment) -> str:
     """The kernel of attention, which orders the sequence that taps see; "" if a run can have no taps."""
     if run.mesh.shape["stage"] > 1 or run.settings.precision.scalify != "none":
         return ""
-    return getattr(run.settings.model, "attention", "xla")
+    return run.settings.model.attention
 
 
 def same_positions(a: str, b: str) -> bool:

@@ -108,19 +108,19 @@ class WorkdirLock:
         self.workdir.mkdir(parents=True, exist_ok=True)
         descriptor, locked = _open(self._path)
         try:
-            holder = _parse(_read(descriptor))
+            holder = parse_holder(_read(descriptor))
             if locked is not None and (not holder or holder["boot"] == self._record["boot"]):
                 lives = not locked
             else:
                 lives = changes(self._path, self._path.read_bytes, holder)
             if lives:
-                raise ValueError(_refusal(self.workdir, _parse(_read(descriptor)) or holder))
+                raise ValueError(in_use_message(self.workdir, parse_holder(_read(descriptor)) or holder))
             self._descriptor = descriptor
             self._write(0)
             if not locked:
                 time.sleep(SETTLE_SECONDS)
                 if not self._is_mine():
-                    raise ValueError(_refusal(self.workdir, _parse(_read(descriptor))))
+                    raise ValueError(in_use_message(self.workdir, parse_holder(_read(descriptor))))
         except BaseException:
             self._descriptor = None
             os.close(descriptor)
@@ -142,7 +142,7 @@ class WorkdirLock:
     def _is_mine(self) -> bool:
         """False if the file names another holder. A file that is gone or half written names none."""
         try:
-            holder = _parse(self._path.read_bytes())
+            holder = parse_holder(self._path.read_bytes())
         except OSError:
             return True
         return not holder or holder["token"] == self._record["token"]
@@ -209,7 +209,7 @@ def _read(descriptor: int) -> bytes:
     return os.pread(descriptor, 4096, 0)
 
 
-def _parse(content: bytes) -> dict[str, Any] | None:
+def parse_holder(content: bytes) -> dict[str, Any] | None:
     """What a holder wrote; None if there is none, or it has not finished writing."""
     try:
         record = json.loads(content)
@@ -237,7 +237,7 @@ def changes(name: object, read: Callable[[], bytes], holder: dict[str, Any] | No
     return False
 
 
-def _refusal(workdir: Path, holder: dict[str, Any] | None) -> str:
+def in_use_message(workdir: Path, holder: dict[str, Any] | None) -> str:
     if not holder:
         return f"{workdir} is in use by another process that has just started; choose another --workdir"
     name = f"process {holder['pid']} on {holder['host']}"

@@ -365,9 +365,11 @@ class MirrorLock(lock.WorkdirLock):
 
     def _take(self) -> None:
         content = self._content()
-        holder = lock._parse(content) if content else None
+        holder = lock.parse_holder(content) if content else None
         if content and self._lives(holder):
-            raise ValueError(lock._refusal(self.workdir, lock._parse(self._content()) or holder))
+            raise ValueError(
+                lock.in_use_message(self.workdir, lock.parse_holder(self._content()) or holder)
+            )
         try:
             storage.in_time(functools.partial(self._write, 0, create=not content))
             if content:
@@ -377,7 +379,7 @@ class MirrorLock(lock.WorkdirLock):
         except storage.StorageError as error:
             raise ValueError(f"{self._url} cannot be written: {error}") from error
         if not self._is_mine():
-            raise ValueError(lock._refusal(self.workdir, lock._parse(self._content())))
+            raise ValueError(lock.in_use_message(self.workdir, lock.parse_holder(self._content())))
         self._held = True
         self.workdir.mkdir(parents=True, exist_ok=True)
         self._mirror.pull()  # what the former holder has written since this process began
@@ -403,7 +405,7 @@ class MirrorLock(lock.WorkdirLock):
 
     def _is_mine(self) -> bool:
         try:
-            holder = lock._parse(self._content())
+            holder = lock.parse_holder(self._content())
         except OSError:
             return True
         return not holder or holder["token"] == self._record["token"]

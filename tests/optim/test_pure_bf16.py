@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from maxlp.optim import state_bytes
-from maxlp.optim.pure_bf16 import METHODS, pure_bf16
+from maxlp.optim.config import BF16_ROUNDINGS
+from maxlp.optim.pure_bf16 import pure_bf16
 from maxlp.parallel import sharding
 from tests.optim.common import (
     assert_trees_equal,
@@ -34,7 +35,7 @@ BASE = dict(
     eps=1e-8,
 )
 SHAPES = {"layers": {"mlp": {"up_proj": {"kernel": (2, 16, 32)}}}, "tok_embed": {"embedding": (32, 16)}}
-every = pytest.mark.parametrize("method", METHODS)
+every = pytest.mark.parametrize("method", BF16_ROUNDINGS)
 
 
 def start():
