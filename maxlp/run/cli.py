@@ -86,7 +86,8 @@ def read_config(workdir: Path | None) -> ConfigDict:
         from maxlp.run import pretrained  # few runs need it
 
         c = pretrained.configure(c, workdir, start, swap, overrides())
-    if c.precision.high_precision_from:
+    precision = c.get("precision")  # `settings.read` refuses a config without it
+    if isinstance(precision, ConfigDict) and precision.get("high_precision_from"):
         from maxlp.run import late_phase  # few runs have one
 
         c = ConfigDict(late_phase.config_now(c.to_dict(), workdir))

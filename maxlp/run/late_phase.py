@@ -25,8 +25,9 @@ def config_now(values: dict[str, Any], workdir: Path | None) -> dict[str, Any]:
     """The values of a config, as those with which a run goes on from its newest checkpoint.
 
     Raises:
-      ConfigError: a run without low precision.
+      ConfigError: a wrong value, or a run without low precision.
     """
+    read(ConfigDict(values))  # raises
     p, infos = values["precision"], checkpoint.list_steps(workdir / "checkpoints") if workdir else []
     first = p["high_precision_from"]
     if max((i.step for i in infos if i.status == "complete"), default=0) >= first:

@@ -175,12 +175,13 @@ def test_kills_at_random_moments_lose_no_complete_checkpoint(bucket, processes, 
     for _ in range(kills):
         run = workers.Workers(processes)
         run.send("save_until_killed", url)
-        assert newest <= run.read()["saved"] <= newest + 1, "completed, but killed before it printed that"
+        restored = run.read()["saved"]
+        assert newest <= restored <= newest + 1, "completed, but killed before it printed that"
         time.sleep(rng.uniform(0.2, 2.5))
         for process in rng.sample(run.processes, processes):
             process.send_signal(signal.SIGKILL)
         lines = run.processes[0].stdout.readlines()  # what `read` buffered first
-        newest = max([newest, *(json.loads(line)["saved"] for line in lines if line.startswith("{"))])
+        newest = max([restored, *(json.loads(line)["saved"] for line in lines if line.startswith("{"))])
         found = storage.find(url)
         unfinished += any(f"{step}/{manifest.NAME}" not in found for step in steps(url))
     newest = max(newest, restore_latest(url).step)
