@@ -400,7 +400,7 @@ OPTIM = [
         "optim/galore.py",
         "optim/test_galore.py",
         ("due = count - old.last_refresh >= config", "due = count - old.last_refresh > config"),
-        ("due &= jnp.any(g != 0, axis=(-2, -1))", "due &= True"),
+        ("due & has_gradient, count", "due, count"),
         ("config.update_proj_gap * old.stretch", "config.update_proj_gap"),
         ("config.scale * _unproject(p", "_unproject(p"),
         ('(rows <= columns) == (config.side == "short")', '(rows < columns) == (config.side == "short")'),
@@ -2086,8 +2086,8 @@ RUNTIME = [
     *_in(
         "runtime/checkpoint.py",
         "runtime/test_checkpoint.py",
-        ("if part not in absent}", "if part}"),
-        ("partial_load = not exact or bool(optional)", "partial_load = not exact"),
+        ("if part in saved or part not in optional}", "if part}"),
+        ("partial_load = not exact or bool(saved - abstract_state.keys())", "partial_load = not exact"),
         (
             "    sys.unraisablehook = report_others",
             "    pass",

@@ -187,11 +187,12 @@ def _current_subspace(g: jax.Array, old: Any, count: jax.Array, axes: int, confi
     if not _is_subspace(old):
         return old
     due = count - old.last_refresh >= config.update_proj_gap * old.stretch
-    due &= jnp.any(g != 0, axis=(-2, -1))  # zeros, as behind a layer scale of 0, have no subspace
     key = jax.random.fold_in(jax.random.key(config.seed), count)
 
     def refresh() -> Subspace:
-        return _refreshed(g, old, due, count, key, axes, config)
+        # Zeros, as behind a layer scale of 0, have no subspace. Only a step that is due looks for them.
+        has_gradient = jnp.any(g != 0, axis=(-2, -1))
+        return _refreshed(g, old, due & has_gradient, count, key, axes, config)
 
     return jax.lax.cond(jnp.any(due), refresh, lambda: old)
 

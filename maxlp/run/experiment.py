@@ -87,8 +87,9 @@ class Experiment:
 
     def with_all_gates(self, state: State) -> State:
         """A restored state, in which gates that the run did not have before begin."""
+        if not (new := self.gates.keys() - state.keys()):
+            return state
         replicated = sharding.replicated(self.mesh)
-        new = self.gates.keys() - state.keys()
         init = jax.jit(lambda: {name: self.gates[name].init() for name in new}, out_shardings=replicated)
         return state | init()
 

@@ -439,10 +439,10 @@ def _load(root: Path, abstract_state: Any, *, exact: bool, optional: Collection[
     from orbax.checkpoint import v1 as ocp
 
     record = _record_that_fits(root, abstract_state, exact, optional)
-    if absent := set(optional) - tree_spec.entries(record["arrays"]):
-        abstract_state = {part: tree for part, tree in abstract_state.items() if part not in absent}
+    saved, wanted = tree_spec.entries(record["arrays"]), abstract_state.items()
+    abstract_state = {part: tree for part, tree in wanted if part in saved or part not in optional}
     context = ocp.Context()
-    context.pytree.loading.partial_load = not exact or bool(optional)
+    context.pytree.loading.partial_load = not exact or bool(saved - abstract_state.keys())
     # By default all arrays are read at once, so that the host holds the whole state beside the devices'.
     largest = max(map(_num_bytes, record["arrays"].values()), default=0)
     context.memory.read_concurrent_bytes = max(_READ_AT_ONCE, largest) + 1  # at least what one array needs
