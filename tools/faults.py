@@ -1863,8 +1863,8 @@ RUN = [
         ("FACTOR * np.maximum(spread[site], np.maximum(*units))", "FACTOR * np.maximum(*units)"),
         ('np.errstate(invalid="ignore"):', 'np.errstate(over="ignore"):'),
         (
-            "shared[name] = np.maximum(shared.get(name, 0), found)",
-            "shared[name] = found",
+            'found, 0.25, axis=0, method="lower"',
+            'found, 0, axis=0, method="lower"',
             "run/test_difference.py",
         ),
         (

@@ -14,9 +14,9 @@ as trained
 The bound of a tensor is measured: program A runs `SEEDS` times more, with each parameter, and each value
 at a tap, moved by one unit in the last place, up or down at random, in the coarser of both programs'
 dtypes (see also `FLIPPING_BITS`). The largest change in these runs counts, or one unit of the tensor's own
-dtype if that is more; `FACTOR` times this is the bound. (Amax histories share one: see `_pooled`.) It is a
-bound in two norms, both relative to the root mean square of A's tensor: the root mean square, and the
-largest magnitude, which shows a few wrong elements among many.
+dtype if that is more (see `_at_least_the_quartile` for amax histories); `FACTOR` times this is the bound.
+It is a bound in two norms, both relative to the root mean square of A's tensor: the root mean square, and
+the largest magnitude, which shows a few wrong elements among many.
 """
 
 import dataclasses
@@ -340,7 +340,7 @@ def record(
     trained, new = a.as_trained(state, batch)
     if is_quantized:
         bits = min(bits, FLIPPING_BITS)
-    spread |= _pooled(_spread(trained, (a.as_trained(one, batch)[0] for one in moved(bits))))
+    spread |= _at_least_the_quartile(_spread(trained, (a.as_trained(one, batch)[0] for one in moved(bits))))
     return Recorded(state, batch, given, tensors | trained, spread), new
 
 
@@ -371,18 +371,21 @@ def _spread(base: Tensors, runs: Iterable[Tensors]) -> dict[Site, np.ndarray]:
     return spread
 
 
-def _pooled(spread: dict[Site, np.ndarray]) -> dict[Site, np.ndarray]:
-    """The spreads, of which the amax histories of all matmuls and layers share the largest.
+def _at_least_the_quartile(spread: dict[Site, np.ndarray]) -> dict[Site, np.ndarray]:
+    """The spreads, with those of amax histories at least the lower quartile of their tensor's.
 
     A step adds one number to a history, the largest of a tensor. A few runs can all leave such a number
-    where it is, although rounding moves it by a tenth in others; they do not leave all of them.
+    where it is, although rounding moves it by a tenth in others; they leave few of them.
     """
-    shared: dict[str, np.ndarray] = {}
+    histories: dict[str, list[np.ndarray]] = {}
     for site, found in spread.items():
-        name = site.path.rpartition("/")[2]
-        if name.endswith("_amax_history") and np.isfinite(found).all():
-            shared[name] = np.maximum(shared.get(name, 0), found)
-    return {site: shared.get(site.path.rpartition("/")[2], found) for site, found in spread.items()}
+        if site.path.endswith("_amax_history"):
+            histories.setdefault(site.path.rpartition("/")[2], []).append(found)
+    least = {name: np.quantile(found, 0.25, axis=0, method="lower") for name, found in histories.items()}
+    return {
+        site: np.maximum(found, least.get(site.path.rpartition("/")[2], 0))
+        for site, found in spread.items()
+    }
 
 
 def differences(recorded: Recorded, b: Compiled) -> list[Difference]:

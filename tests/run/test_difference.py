@@ -389,21 +389,18 @@ def test_a_move_by_one_unit(dtype):
         np.testing.assert_array_equal(np.abs(moved - x.astype(np.float64)), unit)
 
 
-def test_amax_histories_share_the_largest_spread_of_their_tensor():
-    def site(layer, name):
-        return Site(AS_TRAINED, "state", f"layers/attn/{name}", layer)
+def test_the_spread_of_an_amax_history_is_at_least_the_lower_quartile_of_its_tensor():
+    def of(name, spreads):
+        sites = (Site(AS_TRAINED, "state", f"layers/attn/{name}", layer) for layer in range(5))
+        return {site: np.array(spread) for site, spread in zip(sites, spreads, strict=True)}
 
-    spread = {
-        site(layer, name): np.array([0.0, 0.0]) for layer in (0, 1) for name in ("input_amax_history", "x")
-    }
-    spread[site(1, "input_amax_history")] = np.array([0.1, 0.3])
-    spread[site(1, "x")] = np.array([0.5, 0.5])
-    spread[site(1, "kernel_amax_history")] = np.array([np.inf, np.inf])  # of zeros
-    spread[site(0, "kernel_amax_history")] = np.array([0.2, 0.2])
-    found = difference._pooled(spread)
-    assert all(found[site(layer, "input_amax_history")].tolist() == [0.1, 0.3] for layer in (0, 1))
-    assert all(found[site(layer, "kernel_amax_history")].tolist() == [0.2, 0.2] for layer in (0, 1))
-    assert found[site(0, "x")].tolist() == [0, 0]
+    inputs = of("input_amax_history", [(0.1, 0.3), (0.0, 0.4), (0.2, 0.0), (0.3, 0.5), (0.4, 0.6)])
+    kernels = of("kernel_amax_history", [(0.5, 0.5)] * 5)
+    others = of("kernel", [(0.0, 0.0), *[(0.5, 0.5)] * 4])
+    found = difference._at_least_the_quartile(inputs | kernels | others)
+    want = [[0.1, 0.3], [0.1, 0.4], [0.2, 0.3], [0.3, 0.5], [0.4, 0.6]]
+    assert [found[site].tolist() for site in inputs] == want
+    assert all(found[site].tolist() == spread.tolist() for site, spread in (kernels | others).items())
 
 
 def test_norms_of_a_difference():
