@@ -1,6 +1,8 @@
 """What presets share has the values of its sources."""
 
 import dataclasses
+import functools
+import inspect
 import json
 import math
 
@@ -11,11 +13,50 @@ from ml_collections import ConfigDict
 from maxlp.families.clip.hf import OPENAI_MEAN, OPENAI_STD
 from maxlp.families.clip.presets import CLIP_SIZES, clip, siglip
 from maxlp.families.llama.presets import LLAMA_3_1_ROPE, LLAMA_3_2_ROPE, llama_c4
+from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.optim import galore
+from maxlp.optim.config import AdaGCConfig, GaloreConfig, LowBitConfig, OptimizerConfig
+from maxlp.parallel.sharding import make_mesh
+from maxlp.precision import DynamicLossScale, PrecisionConfig
+from maxlp.precision.recipes import RecipeOptions
 from maxlp.run.config import PRESETS, load_file
-from maxlp.run.presets import parse_arg
-from maxlp.run.settings import read
+from maxlp.run.presets import parse_arg, sections
+from maxlp.run.settings import LocalConfig, LoraConfig, TrainConfig, read
+from maxlp.runtime.checkpoint import Checkpointer
+from maxlp.runtime.profiler import Profiler
+from maxlp.runtime.writers import MetricWriter
 from tests.run.fixtures import load
+
+
+@pytest.mark.parametrize(
+    ("section", "kind", "without"),
+    [
+        ("precision", PrecisionConfig, set()),
+        ("precision.options", RecipeOptions, set()),
+        ("precision.loss_scale", DynamicLossScale, set()),
+        ("optimizer", OptimizerConfig, set()),
+        ("optimizer.galore", GaloreConfig, set()),
+        ("optimizer.low_bit", LowBitConfig, set()),
+        ("optimizer.adagc", AdaGCConfig, set()),
+        ("mesh", make_mesh, {"devices"}),
+        ("train", TrainConfig, {"swap_tokenizer"}),  # only configs with `init_from` have it
+        ("train.lora", LoraConfig, set()),
+        ("train.local", LocalConfig, set()),
+        ("spikes", SpikeConfig, set()),
+        ("checkpoint", Checkpointer, {"directory", "on_complete"}),
+        ("metrics", MetricWriter, {"run_config", "console", "total_steps", "resume_step", "workdir"}),
+        ("profile", Profiler, {"workdir"}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_shared_section_has_the_keys_and_the_defaults_of_what_it_configures(section, kind, without):
+    found = functools.reduce(getattr, section.split("."), sections({}, {}, {}))
+    parameters = inspect.signature(kind).parameters
+    assert set(found) == set(parameters) - without
+    for name, value in found.items():
+        default = parameters[name].default
+        is_unset = value in (None, "") or isinstance(value, ConfigDict)
+        assert is_unset or default is inspect.Parameter.empty or value == default, name
 
 
 def test_llama_stretches_its_wavelengths_as_published():
