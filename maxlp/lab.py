@@ -37,7 +37,7 @@ from ml_collections import ConfigDict
 
 from maxlp import schema
 from maxlp.precision import RecipeName
-from maxlp.run import cli, run_dir
+from maxlp.run import cli, late_phase
 from maxlp.run.settings import Settings, read
 from maxlp.runtime.files import local_path, mirrored, shown
 
@@ -93,7 +93,7 @@ def main(tool: str = "", directory: str = "", second: str = "") -> None:
             own = ", ".join(f"--{flag}" for flag in TOOLS[tool])
             raise ValueError(f"--{name} is not for {tool}, which takes {own}; leave it out")
     workdir = local_path(directory, "DIR") if directory else None
-    c = f.config if workdir is None else run_dir.load_config(workdir)
+    c = f.config if workdir is None else late_phase.config_at(workdir, f.step)
     out = local_path(f.out or f"{directory}/lab", "--out")
     if tool == "diff":
         diff(json.loads(c.to_json_best_effort()), workdir, second, out)
@@ -136,7 +136,7 @@ def diff(config: dict[str, Any], workdir: Path | None, second: str, out: Path) -
         folder = local_path(f.against, "--against")
         differing, reports = recorded_steps.check(folder, config), recorded_steps.reports(a, folder)
     else:
-        other, b = other_run(config, workdir, second, f.other)
+        other, b = other_run(config, workdir, second, f.other, f.step)
         differing, reports = two_runs.check(config, other), two_runs.reports(a, workdir, b, f.step, f.steps)
     print("\n".join(differing))
     found = []
@@ -148,7 +148,7 @@ def diff(config: dict[str, Any], workdir: Path | None, second: str, out: Path) -
 
 
 def other_run(
-    config: dict[str, Any], workdir: Path | None, second: str, changes: list[str]
+    config: dict[str, Any], workdir: Path | None, second: str, changes: list[str], step: int | None
 ) -> tuple[dict[str, Any], Settings]:
     """Config and settings of B: those of its workdir, or A's with changes."""
     from maxlp.run import two_runs  # imports the training code
@@ -157,7 +157,7 @@ def other_run(
         other = two_runs.changed(config, changes)
         return other, read(ConfigDict(other))
     folder = local_path(second, "B")
-    c = run_dir.load_config(folder)
+    c = late_phase.config_at(folder, step)
     b = read(c)
     if workdir is not None:
         two_runs.check_tokenizers(b, workdir, folder)

@@ -118,6 +118,7 @@ FEATURES = [
             "optimizer.low_bit.mu": "float16",
             "optimizer.low_bit.nu": "float16",
         },
+        slow=True,
     ),
     Feature(  # before the optimizers, which replace its own
         "adascale",
@@ -133,7 +134,7 @@ FEATURES = [
         slow=True,
     ),
     Feature("adafactor", "optimizer", {"optimizer.name": "adafactor"}),
-    Feature("lion", "optimizer", {"optimizer.name": "lion"}),
+    Feature("lion", "optimizer", {"optimizer.name": "lion"}, slow=True),
     Feature("muon", "optimizer", {"optimizer.name": "muon"}),
     Feature("normuon", "optimizer", {"optimizer.name": "normuon"}, slow=True),
     Feature(  # with 64 pooled tokens, the gradients of CLIP's last layers span the 32 columns of a basis
@@ -143,7 +144,7 @@ FEATURES = [
     ),
     Feature("apollo", "optimizer", {"optimizer.name": "apollo", "optimizer.options": {"rank": 4}}),
     Feature("apollo_mini", "optimizer", {"optimizer.name": "apollo_mini"}, slow=True),
-    Feature("adamp", "optimizer", {"optimizer.name": "adamp"}),
+    Feature("adamp", "optimizer", {"optimizer.name": "adamp"}, slow=True),
     Feature(
         "schedule_free_adamw",
         "optimizer",

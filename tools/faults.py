@@ -1835,6 +1835,7 @@ RUN = [
         "test_lab.py",
         ("step > run.step + 1", "step > run.step + 2"),
         ("batches.set_state(restored.data_state)", "pass", "run/test_replay.py"),
+        ("if start < (last :=", "if 0 > (last :=", "run/test_replay.py"),
     ),
     *_in(
         "run/prediction.py",
@@ -1918,7 +1919,7 @@ RUN = [
         "run/test_late_phase.py",
         ("default=0) >= first", "default=0) > first"),
         ("s.is_quantized != (step < first)", "s.is_quantized == (step < 0)"),
-        ('if step > early["last_step"]:', "if True:", "run/test_replay.py"),
+        ("step is None or step > last:", "True:", "run/test_replay.py"),
     ),
     *_in(
         "run/config.py",
@@ -2021,7 +2022,6 @@ RUN = [
         ("records[-config.lead - 1 :]", "records[-config.lead :]"),
         ("norms[max(0, i - config.window) : i]", "norms[max(0, i - config.window) : i + 1]"),
         ("spike_step - at.start))", "spike_step - at.start - 1))"),
-        ("if at.start < since:", "if False:"),
         ('scatter="none",', ""),
     ),
     *_in(

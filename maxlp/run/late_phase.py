@@ -3,7 +3,7 @@
 A run in 4 bits recovers part of its gap when it ends in 16 (NVIDIA 2025, arXiv:2509.25149). It is saved at
 that step and goes on in the same process, with ``recipe="bf16"`` in its config. `config.json` says so from
 then on: commands that evaluate or convert a run compute in the precision of its current phase.
-`early_precision.json` keeps the precision of the steps before it, which a replay needs.
+`early_precision.json` keeps the precision of the steps before it, for what computes one of them again.
 """
 
 from pathlib import Path
@@ -66,27 +66,32 @@ def begin(s: Settings, step: int, workdir: Path) -> None:
         write_json(workdir / EARLY, {"last_step": step, "precision": early})
 
 
-def settings_at(workdir: Path, step: int) -> tuple[Settings, int]:
-    """The settings with which a run took a step, and the number of steps that it had taken with others.
+def config_at(workdir: Path, step: int | None) -> ConfigDict:
+    """The config with which a run took a step, or with which it goes on (None).
 
     Raises:
       ConfigError: the step is of before the late phase, and nothing has kept its precision.
     """
     c = run_dir.load_config(workdir)
-    s = read(c)
-    first = s.precision.high_precision_from
-    if not first or s.is_quantized:
-        return s, 0
-    early = read_json(workdir / EARLY, {"last_step": first}, fields={"last_step": int})
-    if step > early["last_step"]:
-        return s, early["last_step"]
+    last = last_early_step(workdir, read(c))
+    if step is None or step > last:
+        return c
+    early = read_json(workdir / EARLY, {})
     if "precision" not in early:
         raise ConfigError(
-            f"the recipe of step {step} is unknown: after step {first} config.precision."
-            f"high_precision_from={first} changed it, and there is no {workdir / EARLY}; use a later step, "
-            "or --precision=bf16 or float32"
+            f"the recipe of step {step} is unknown: after step {last} config.precision."
+            f"high_precision_from={last} changed it, and there is no {workdir / EARLY}; use a later step "
+            "(report also takes --precision=bf16 or float32)"
         )
-    return read(ConfigDict(run_dir.upgraded(c.to_dict() | {"precision": early["precision"]}))), 0
+    return ConfigDict(run_dir.upgraded(c.to_dict() | {"precision": early["precision"]}))
+
+
+def last_early_step(workdir: Path, s: Settings) -> int:
+    """The last step that a run took in another precision than these settings'; 0 if there is none."""
+    first = s.precision.high_precision_from
+    if not first or s.is_quantized:
+        return 0
+    return read_json(workdir / EARLY, {"last_step": first}, fields={"last_step": int})["last_step"]
 
 
 def refusal(s: Settings) -> str | None:

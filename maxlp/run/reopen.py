@@ -18,6 +18,7 @@ from maxlp.monitoring.run_record import load_run
 from maxlp.monitoring.spike_records import read_record
 from maxlp.monitoring.watch import checkpoint_before
 from maxlp.parallel.batches import device_batches
+from maxlp.run import late_phase
 from maxlp.run.experiment import Experiment, make_data, resolve_settings
 from maxlp.run.settings import Settings
 from maxlp.run.tokenizer import prepare_tokenizer, saved_tokenizer
@@ -48,7 +49,8 @@ def opened(
       same_precision: whether matmuls have the recipe of the run.
 
     Raises:
-      ValueError: no run in the workdir, or no checkpoint from before the step that fits the precision.
+      ValueError: no run in the workdir, no checkpoint from before the step that fits the precision, or one
+        from before the late phase, whose steps were taken in another precision.
     """
     run = resolve_settings(s)
     tokenizer = saved_tokenizer(s.data.tokenizer, workdir)
@@ -60,6 +62,12 @@ def opened(
             state, start = run.initial_state(abstract, workdir), 0
         else:
             state, start = restore_state(root, abstract, batches, same_precision)
+        if start < (last := late_phase.last_early_step(workdir, s)):
+            raise ValueError(
+                f"the recipe changed after step {last} (config.precision.high_precision_from="
+                f"{s.precision.high_precision_from}), and the checkpoint to start from is of step {start}; "
+                f"use step {last} or an earlier one (report also takes --precision=bf16 or float32)"
+            )
         rollback.skip_excluded_batches(workdir, start, batches)
         yield Opened(run, graphdef, abstract, state, start, batches)
 

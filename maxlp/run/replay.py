@@ -53,17 +53,10 @@ def replay(workdir: Path, spike_step: int, precision: str = "recipe") -> Finding
     if precision not in PRECISIONS:
         raise ValueError(f"--precision={precision} is unknown; one of {', '.join(PRECISIONS)}")
     same = precision == "recipe"
-    s, since = read(run_dir.load_config(workdir)), 0
-    if same:
-        s, since = late_phase.settings_at(workdir, spike_step)
-    s, lead = with_precision(s, precision), min(s.spikes.lead, spike_step - since - 1)
+    c = late_phase.config_at(workdir, spike_step) if same else run_dir.load_config(workdir)
+    s = with_precision(read(c), precision)
+    lead = min(s.spikes.lead, spike_step - late_phase.last_early_step(workdir, s) - 1)
     with opened(s, workdir, spike_step, lead, same_precision=same) as at:
-        if at.start < since:
-            raise ValueError(
-                f"the recipe changed after step {since} (config.precision.high_precision_from="
-                f"{s.precision.high_precision_from}), and the checkpoint to replay from is of step "
-                f"{at.start}; give --spike={since} or an earlier step, or --precision=bf16 or float32"
-            )
         train_step = at.run.jit_step(at.graphdef, at.abstract)
         print(f"replaying steps {at.start + 1} to {spike_step}, precision {precision}")
         ahead = (batch for batch, _ in device_batches(at.batches, at.run.mesh, spike_step - at.start))

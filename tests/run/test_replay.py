@@ -10,7 +10,7 @@ import pytest
 
 from maxlp.monitoring.spike_records import Crossing
 from maxlp.monitoring.spikes import SpikeConfig
-from maxlp.run import reopen, replay
+from maxlp.run import late_phase, reopen, replay
 from maxlp.run.settings import read
 from maxlp.runtime.checkpoint import StepInfo
 from maxlp.runtime.writers import read_jsonl
@@ -122,6 +122,8 @@ def test_both_phases_of_a_run_are_replayed_with_their_own_recipes(tmp_path):
     recipe = ("--config.precision.recipe=nvfp4", "--config.precision.first_blocks=0")
     finish(start(tmp_path, *recipe, *STEPS, "--config.precision.high_precision_from=4"))
     assert json.loads((tmp_path / "early_precision.json").read_text())["last_step"] == 4
+    for step, name in {4: "nvfp4", 5: "bf16", None: "bf16"}.items():
+        assert late_phase.config_at(tmp_path, step).precision.recipe == name
     assert replayed(tmp_path, "--spike=4") == logged(tmp_path, 3, 4)
     assert replayed(tmp_path, "--spike=6") == logged(tmp_path, 5, 6)
     assert replayed(tmp_path, "--spike=4", "--precision=bf16") != logged(tmp_path, 3, 4)
