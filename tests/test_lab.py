@@ -49,6 +49,7 @@ def test_sampled_tokens_have_no_switch(tmp_path, recipe, precision, named):
 def test_recipes_that_do_not_fit(tmp_path):
     assert refused(tmp_path, "fp9").startswith("--recipe='fp9' is unknown; one of bf16, fp8_delayed")
     assert "recipe=bf16 quantizes no matmul of this run; choose" in refused(tmp_path)
+    assert refused(tmp_path, scalify="fp8").startswith("config.precision.scalify=fp8 propagates scales")
     assert "leave none of the 4 blocks" in refused(tmp_path, "fp8_current", first_blocks=4)
 
 

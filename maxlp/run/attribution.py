@@ -253,6 +253,11 @@ def evaluator(
     Raises:
       ValueError: no such step, or settings that do not fit the run or quantize nothing.
     """
+    if s.precision.scalify != "none":
+        raise ValueError(
+            f"config.precision.scalify={s.precision.scalify} propagates scales through matmuls, which have no "
+            "switches then; give a run or config without it"
+        )
     if s.samples_tokens:
         recipe = min((s.recipe(path) for path in s.matmuls), key=lambda recipe: recipe.keep)
         raise ValueError(
