@@ -255,8 +255,8 @@ def evaluator(
     """
     if s.precision.scalify != "none":
         raise ValueError(
-            f"config.precision.scalify={s.precision.scalify} propagates scales through matmuls, which have no "
-            "switches then; give a run or config without it"
+            f"config.precision.scalify={s.precision.scalify} propagates scales through matmuls, which then "
+            "have no switches; give a run or config without it"
         )
     if s.samples_tokens:
         recipe = min((s.recipe(path) for path in s.matmuls), key=lambda recipe: recipe.keep)
