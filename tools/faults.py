@@ -93,9 +93,11 @@ CORE = [
         ("where=used, initial", "initial", "::test_layers_that_are_not_quantized_keep_no_run_cold"),
     ),
     *_in(
-        "run/exchange_rule.py",
+        "run/combinations.py",
         "run/test_constraints.py",
         ("any(s.recipe(path).delayed for path in s.matmuls)", '"delayed" in recipe'),
+        ("(clip_norm > 0,", "(clip_norm > 9,"),
+        ("(microbatches > 1,", "(microbatches > 2,"),
     ),
     *_in(
         "parallel/exchange.py",
@@ -1906,12 +1908,6 @@ RUN = [
         ('s.model.dtype != "float16" or', 's.model.dtype == "float16" or'),
         ("if size <= room", "if size < room"),
         ("    float16_is_scaled,\n", ""),
-    ),
-    *_in(
-        "run/release_rule.py",
-        "run/test_constraints.py",
-        ("(clip_norm > 0,", "(clip_norm > 9,"),
-        ("(microbatches > 1,", "(microbatches > 2,"),
     ),
     *_in(
         "run/late_phase.py",

@@ -61,18 +61,18 @@ def scalify_has_the_gradients(s: Settings, machine: Machine) -> str | None:
     """Scale propagation has scales of its own, for the gradient as a whole and in plain XLA operations."""
     if s.precision.scalify == "none":
         return None
-    from maxlp.run import scalify_rule  # few runs need it
+    from maxlp.run import combinations  # few runs need it
 
-    return scalify_rule.refusal(s, machine)
+    return combinations.scalify_refusal(s, machine)
 
 
 def few_bytes_are_of_sums(s: Settings, machine: Machine) -> str | None:
     """Gradients in 8 bits are sums over rows; replicas that train alone share parameters in float32."""
     if s.precision.exchange == s.precision.scatter == "none" and s.train.local is None:
         return None
-    from maxlp.run import exchange_rule  # few runs need it
+    from maxlp.run import combinations  # few runs need it
 
-    return exchange_rule.refusal(s, machine)
+    return combinations.few_bytes_refusal(s, machine)
 
 
 def both_phases_have_the_same_state(s: Settings, machine: Machine) -> str | None:
@@ -251,9 +251,9 @@ def released_gradients_are_applied(s: Settings, machine: Machine) -> str | None:
     """A layer is updated as soon as its own gradient is complete, before those of other layers are."""
     if not s.train.release_gradients:
         return None
-    from maxlp.run import release_rule  # few runs need it
+    from maxlp.run import combinations  # few runs need it
 
-    return release_rule.refusal(s, machine)
+    return combinations.release_refusal(s, machine)
 
 
 def released_gradients_let_states_offload(s: Settings, machine: Machine) -> str | None:
