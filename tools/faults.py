@@ -243,6 +243,11 @@ OPTIM = [
         ("u + (d / over_tensor(divisor, d))", "u + (d * over_tensor(divisor, d))"),
     ),
     *_in(
+        "optim/config.py",
+        "optim/test_make_tx.py",
+        ("lambda config, *chained: chained", "lambda config, *chained: chained[::-1]"),
+    ),
+    *_in(
         "optim/make_tx.py",
         "optim/test_make_tx.py",
         ('["embedding"] if decay_embeddings else []', '["embedding"]'),
@@ -260,7 +265,6 @@ OPTIM = [
             "        clip,\n        *_rescale_and_decay(config),\n",
             "        *_rescale_and_decay(config),\n        clip,\n",
         ),
-        ("return rescale, decay", "return decay, rescale"),
         (
             "optax.contrib.schedule_free(tx, lambda t: schedule(t - 1), config.b1)",
             "optax.contrib.schedule_free(tx, lambda t: schedule(t - 1))",

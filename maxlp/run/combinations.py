@@ -83,7 +83,7 @@ def few_bytes_refusal(s: Settings, machine: Machine) -> str | None:
 def _local_refusal(s: Settings, steps: int, machine: Machine) -> str | None:
     """The message for the first setting that local steps cannot be combined with."""
     total = s.train.total_steps
-    dtype, recipe, name = s.model.param_dtype, s.precision.recipe, s.optimizer.name
+    dtype, recipe, optimizer = s.model.param_dtype, s.precision.recipe, s.optimizer
     delayed = any(s.recipe(path).delayed for path in s.matmuls)
     refused = (
         *_refused_by_replicas(s, machine),
@@ -94,9 +94,9 @@ def _local_refusal(s: Settings, steps: int, machine: Machine) -> str | None:
         # An outer update is small, and what rounding has lost is known for the replica's parameters only.
         (dtype != "float32", f"model.param_dtype={dtype}", "model.param_dtype=float32"),
         # Its average, which is evaluated, is that of one replica.
-        (name == "schedule_free_adamw", f"optimizer.name={name}", "optimizer.name=adamw"),
+        (optimizer.kind.averages, f"optimizer.name={optimizer.name}", "optimizer.name=adamw"),
         # Not tried: each replica would choose subspaces of its own.
-        (s.optimizer.has_galore, "optimizer.galore", "optimizer.galore.rank=0"),
+        (optimizer.has_galore, "optimizer.galore", "optimizer.galore.rank=0"),
     )
     if (message := first_refusal(f"train.local.steps={steps}", refused)) or total % steps == 0:
         return message
