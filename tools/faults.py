@@ -2007,7 +2007,7 @@ RUN = [
         "run/changes.py",
         "run/test_changes.py",
         ("if old.get(k) != new.get(k)", "if k in old and old[k] != new.get(k)"),
-        ("is_in(FIXED, key) and not is_in(FREE, key)", "is_in(FIXED, key)"),
+        ("is_in(FIXED, key) and not is_in(free, key)", "is_in(FIXED, key)"),
         ("for info in reversed(infos)", "for info in infos"),
         ("if not changes or saved_data_state(workdir) is None:", "if not changes:"),
         (

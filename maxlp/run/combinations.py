@@ -1,4 +1,4 @@
-"""What scale propagation, released gradients, exchange, scatter and local steps cannot be combined with.
+"""What scalify, released gradients, adapters, exchange, scatter and local steps cannot be combined with.
 
 Each is off in most runs, so that `run.constraints` imports these tables only for a run that has one.
 """
@@ -22,9 +22,7 @@ def first_refusal(feature: str, refused: Iterable[Refused]) -> str | None:
 def scalify_refusal(s: Settings, machine: Machine) -> str | None:
     """The message for the first setting with which scale propagation does not work."""
     p, attention, stages = s.precision, s.on(machine).model.attention, machine.axes["stage"]
-    loss, devices = vars(s.loss), math.prod(machine.axes.values())
-    where = f"on {devices} devices"
-    chunks, method = loss.get("num_chunks", 1), loss.get("method", "plain")  # of a Llama, of a CLIP
+    devices = math.prod(machine.axes.values())
     refused = (
         (s.model.dtype != "float16", f"model.dtype={s.model.dtype}", "model.dtype=float16"),
         (p.loss_scale is not None, "precision.loss_scale", "no loss scale"),
@@ -40,9 +38,15 @@ def scalify_refusal(s: Settings, machine: Machine) -> str | None:
         (stages > 1, f"mesh.stage={stages}", "mesh.stage=1"),
         (s.train.lora is not None, "train.lora", "no adapters"),
         (s.train.release_gradients, "train.release_gradients=True", "train.release_gradients=False"),
-        # On several devices these trace a `shard_map`, which has no rule.
-        (devices > 1 and chunks > 1, f"loss.num_chunks={chunks} {where}", "loss.num_chunks=1"),
-        (devices > 1 and method != "plain", f"loss.method={method} {where}", "loss.method=plain"),
+        # On several devices another loss traces a `shard_map`, which has no rule.
+        *(
+            (
+                devices > 1 and getattr(s.loss, key) != plain,
+                f"loss.{key}={getattr(s.loss, key)} on {devices} devices",
+                f"loss.{key}={plain}",
+            )
+            for key, plain in s.family.plain_loss.items()
+        ),
     )
     return first_refusal(f"precision.scalify={p.scalify}", refused)
 
@@ -65,6 +69,27 @@ def release_refusal(s: Settings, machine: Machine) -> str | None:
     )
     feature = "train.release_gradients=True, which updates each layer in the backward pass"
     return first_refusal(feature, refused)
+
+
+def adapter_refusal(s: Settings) -> str | None:
+    """The message for the first setting that has nothing to act on in adapters."""
+    assert s.train.lora is not None
+    if s.train.release_gradients:
+        return "train.release_gradients=True frees nothing with train.lora; set one of them only"
+    if s.samples_tokens:
+        return (
+            f"train.lora.rank={s.train.lora.rank} freezes the kernels whose gradients precision.recipe="
+            f"{s.precision.recipe} takes from a share of the tokens; unset one of them"
+        )
+    if s.optimizer.galore is not None:
+        return (
+            "optimizer.galore does not apply to the low-rank matrices of train.lora; set one of them only"
+        )
+    rounding = s.optimizer.param_rounding
+    return rounding and (
+        f"optimizer.param_rounding={rounding} is for parameters of 16 bits, and those of train.lora are in "
+        "float32; unset one of them"
+    )
 
 
 def few_bytes_refusal(s: Settings, machine: Machine) -> str | None:

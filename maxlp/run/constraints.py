@@ -218,22 +218,9 @@ def adapters_are_few_numbers(s: Settings, machine: Machine) -> str | None:
     """Adapters are float32 and small: nothing is left to release, to sample, to project or to round."""
     if s.train.lora is None:
         return None
-    if s.train.release_gradients:
-        return "train.release_gradients=True frees nothing with train.lora; set one of them only"
-    if s.samples_tokens:
-        return (
-            f"train.lora.rank={s.train.lora.rank} freezes the kernels whose gradients precision.recipe="
-            f"{s.precision.recipe} takes from a share of the tokens; unset one of them"
-        )
-    if s.optimizer.galore is not None:
-        return (
-            "optimizer.galore does not apply to the low-rank matrices of train.lora; set one of them only"
-        )
-    rounding = s.optimizer.param_rounding
-    return rounding and (
-        f"optimizer.param_rounding={rounding} is for parameters of 16 bits, and those of train.lora are in "
-        "float32; unset one of them"
-    )
+    from maxlp.run import combinations  # few runs need it
+
+    return combinations.adapter_refusal(s)
 
 
 def magnitudes_are_not_pipelined(s: Settings, machine: Machine) -> str | None:
