@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from maxlp.optim import OPTIMIZERS
 from tests.fixtures import Trainer, batch
 
 ROOT = Path(__file__).parent.parent
@@ -137,6 +138,15 @@ def test_data_and_presets_touch_no_device():
         }
         modules |= {node.module or "" for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom)}
         assert not {name.split(".")[0] for name in modules} & {"jax", "flax", "optax"}, path
+
+
+def test_an_optimizer_is_named_only_where_it_is_defined():
+    """All others read its `OptimizerKind`, which a new optimizer has too; presets choose one."""
+    own = {module_path(entry.partition(":")[0]) for entry in OPTIMIZERS.values()}
+    own |= {ROOT / "maxlp" / "optim" / "config.py", *presets()}
+    for path in {*files()} - own:
+        strings = {node.value for node in ast.walk(tree(path)) if isinstance(node, ast.Constant)}
+        assert not strings & OPTIMIZERS.keys(), path
 
 
 # --- how much there is to read ---------------------------------------------------------------------------

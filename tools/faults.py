@@ -93,9 +93,11 @@ CORE = [
         ("where=used, initial", "initial", "::test_layers_that_are_not_quantized_keep_no_run_cold"),
     ),
     *_in(
-        "run/exchange_rule.py",
+        "run/combinations.py",
         "run/test_constraints.py",
         ("any(s.recipe(path).delayed for path in s.matmuls)", '"delayed" in recipe'),
+        ("(clip_norm > 0,", "(clip_norm > 9,"),
+        ("(microbatches > 1,", "(microbatches > 2,"),
     ),
     *_in(
         "parallel/exchange.py",
@@ -241,6 +243,11 @@ OPTIM = [
         ("u + (d / over_tensor(divisor, d))", "u + (d * over_tensor(divisor, d))"),
     ),
     *_in(
+        "optim/config.py",
+        "optim/test_make_tx.py",
+        ("lambda config, *chained: chained", "lambda config, *chained: chained[::-1]"),
+    ),
+    *_in(
         "optim/make_tx.py",
         "optim/test_make_tx.py",
         ('["embedding"] if decay_embeddings else []', '["embedding"]'),
@@ -258,7 +265,6 @@ OPTIM = [
             "        clip,\n        *_rescale_and_decay(config),\n",
             "        *_rescale_and_decay(config),\n        clip,\n",
         ),
-        ("return rescale, decay", "return decay, rescale"),
         (
             "optax.contrib.schedule_free(tx, lambda t: schedule(t - 1), config.b1)",
             "optax.contrib.schedule_free(tx, lambda t: schedule(t - 1))",
@@ -1909,12 +1915,6 @@ RUN = [
         ("    float16_is_scaled,\n", ""),
     ),
     *_in(
-        "run/release_rule.py",
-        "run/test_constraints.py",
-        ("(clip_norm > 0,", "(clip_norm > 9,"),
-        ("(microbatches > 1,", "(microbatches > 2,"),
-    ),
-    *_in(
         "run/late_phase.py",
         "run/test_late_phase.py",
         ("default=0) >= first", "default=0) > first"),
@@ -2008,7 +2008,7 @@ RUN = [
         "run/changes.py",
         "run/test_changes.py",
         ("if old.get(k) != new.get(k)", "if k in old and old[k] != new.get(k)"),
-        ("is_in(FIXED, key) and not is_in(FREE, key)", "is_in(FIXED, key)"),
+        ("is_in(FIXED, key) and not is_in(free, key)", "is_in(FIXED, key)"),
         ("for info in reversed(infos)", "for info in infos"),
         ("if not changes or saved_data_state(workdir) is None:", "if not changes:"),
         (

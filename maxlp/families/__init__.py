@@ -70,6 +70,9 @@ class Family:
         numbers; None for families without image features.
       sharpness: "module:function" of graphdef to a compiled `Measure`; None where no token is predicted.
       after_update: model to what corrects the parameters after an update, see `core.train_step`.
+      free_keys: config keys of this family that a resumed run may change, beside `run.changes.FREE`.
+      training_keys: those of the model that do not change what it computes with given weights.
+      plain_loss: values of keys of Loss with which it traces no `shard_map`.
     """
 
     name: str
@@ -97,6 +100,9 @@ class Family:
     linear_probe: Callable[..., dict[str, float]] | None = None
     sharpness: str | None = None
     after_update: Callable[[Any], AfterUpdate] = lambda model: keep_update
+    free_keys: tuple[str, ...] = ()
+    training_keys: tuple[str, ...] = ()
+    plain_loss: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def get(name: Annotated[str, OneOf(FAMILIES)]) -> Family:

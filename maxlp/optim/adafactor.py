@@ -1,5 +1,6 @@
 """Adafactor for stacked parameters: a second moment of rows and columns instead of entries."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
+from maxlp.optim.config import Conflict, OptimizerConfig, OptimizerKind
 from maxlp.optim.tree_utils import LayerAxes, layer_axes, over_tensor, tensor_mean, widened
 from maxlp.schema import CountOrZero, DecayRate, Range
 
@@ -64,3 +66,18 @@ def _scale_by_factored_rms(decay_rate: float, min_dim_size_to_factor: int) -> op
         return factored.update(updates, state, updates if params is None else params)
 
     return optax.GradientTransformation(factored.init, update)
+
+
+def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
+    """The keys that Adafactor cannot work with."""
+    if config.galore is not None and config.has_galore and config.galore.moments != "keep":
+        yield "galore.moments", config.galore.moments, "its moments are factored; set galore.moments='keep'"
+    if config.mu_dtype is not None and not config.options.get("momentum"):
+        reason = "without options.momentum it has no first moment; unset mu_dtype"
+        yield "mu_dtype", config.mu_dtype, reason
+    if config.low_bit is not None and config.has_low_bit:
+        reason = "its moments are factored; leave low_bit.mu and .nu unset"
+        yield "low_bit.mu", config.low_bit.mu, reason
+
+
+ADAFACTOR = OptimizerKind(scale_by=scale_by_adafactor, conflicts=_conflicts)

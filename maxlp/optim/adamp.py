@@ -12,6 +12,7 @@ the step is Adam's.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple, cast
 
 import jax
@@ -19,6 +20,8 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
+from maxlp.optim.config import Conflict, OptimizerConfig, OptimizerKind
+from maxlp.optim.stable_adamw import divide_decay
 from maxlp.optim.tree_utils import LayerAxes, find_states, layer_axes, leaf_name, over_tensor, widened
 from maxlp.schema import NotNegative, Range
 
@@ -87,8 +90,21 @@ def scale_by_adamp(
     return optax.GradientTransformation(init, update)
 
 
-def decay_divisors(state: optax.OptState) -> optax.Updates:
-    """The divisors of the weight decay, for `stable_adamw.divide_decay`."""
+def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
+    """The keys that AdamP cannot work with."""
+    if config.galore is not None and config.has_galore:
+        reason = "it compares whole gradients with weights; set galore.rank=0"
+        yield "galore.rank", config.galore.rank, reason
+
+
+def _decay(
+    config: OptimizerConfig, rescale: optax.GradientTransformation, decay: optax.GradientTransformation
+) -> tuple[optax.GradientTransformation, ...]:
+    """The rescaling, and the decay that is lower for scale-invariant weights, as `make_tx` chains them."""
+    return (divide_decay(rescale, decay, _decay_divisors),)
+
+
+def _decay_divisors(state: optax.OptState) -> optax.Updates:
     [(_, adamp)] = find_states(state, AdamPState)
     return adamp.divisor
 
@@ -117,3 +133,6 @@ def _tangent(
     largest = jnp.max(cosine, axis=tuple(range(axes, w.ndim)))
     direction = w / (length + eps)
     return step - direction * dot(direction, step), over_tensor(largest < delta / size**0.5, w)
+
+
+ADAMP = OptimizerKind(scale_by=scale_by_adamp, conflicts=_conflicts, decay=_decay, second_moment=AdamPState)

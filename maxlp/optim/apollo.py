@@ -12,6 +12,7 @@ There is no SVD, and P is computed from the seed when it is needed. The RMS of a
 that of Adam's, times `scale`.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple, cast
 
 import jax
@@ -19,12 +20,11 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
+from maxlp.optim.config import Conflict, OptimizerConfig, OptimizerKind
 from maxlp.optim.tree_utils import HIDDEN_KERNELS, Targets, matches, over_tensor, widened
 from maxlp.schema import Count, OneOf, Positive, Range, Seed
 
 Growth = Annotated[float, Range(at_least=1, infinite=True)]
-
-RANK = 256  # unless `options.rank` is set
 
 
 class ApolloState(NamedTuple):
@@ -41,7 +41,7 @@ def scale_by_apollo(
     eps: float = 1e-8,
     mu_dtype: Any = None,
     *,
-    rank: Count = RANK,
+    rank: Count = 256,
     scale: Positive = 1.0,
     granularity: Annotated[str, OneOf(("channel", "tensor"))] = "channel",
     growth: Growth = 1.01,
@@ -125,6 +125,12 @@ def scale_by_apollo_mini(
     )
 
 
+def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
+    """The keys that APOLLO cannot work with."""
+    if config.galore is not None and config.has_galore:
+        yield "galore.rank", config.galore.rank, "it projects gradients itself; set galore.rank=0"
+
+
 def _is_target(norm: Any) -> bool:
     return not isinstance(norm, optax.MaskedNode)
 
@@ -161,3 +167,7 @@ def _shrinking(u: jax.Array, norm: Any, growth: float) -> Any:
     if not _is_target(norm):
         return norm
     return jnp.where(norm > 0, jnp.minimum(1.0, growth * norm / jnp.maximum(_norm(u), norm)), 1.0)
+
+
+APOLLO = OptimizerKind(scale_by=scale_by_apollo, conflicts=_conflicts, matmuls="once")
+APOLLO_MINI = OptimizerKind(scale_by=scale_by_apollo_mini, conflicts=_conflicts, matmuls="once")

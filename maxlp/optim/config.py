@@ -1,8 +1,11 @@
 """The config's `optimizer` section: its keys, their ranges and the combinations that work."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+import optax
 
 from maxlp import schema
 from maxlp.numerics.formats import STATES
@@ -21,27 +24,55 @@ from maxlp.schema import (
     Seed,
 )
 
-# "module:function" of each optimizer's rescaling, imported only when a config names it.
+# "module:NAME" of each `OptimizerKind`, imported only when a config names it.
 OPTIMIZERS = {
-    "adamw": "optax:scale_by_adam",
-    "stable_adamw": "maxlp.optim.stable_adamw:scale_by_stable_adam",
-    "stable_spam": "maxlp.optim.stable_spam:scale_by_stable_spam",
-    "adafactor": "maxlp.optim.adafactor:scale_by_adafactor",
-    "lion": "optax:scale_by_lion",
-    "muon": "maxlp.optim.muon:scale_by_muon",
-    "normuon": "maxlp.optim.muon:scale_by_normuon",
-    "soap": "maxlp.optim.soap:scale_by_soap",
-    "apollo": "maxlp.optim.apollo:scale_by_apollo",
-    "apollo_mini": "maxlp.optim.apollo:scale_by_apollo_mini",
-    "schedule_free_adamw": "maxlp.optim.schedule_free:scale_by_debiased_rms",
-    "adamp": "maxlp.optim.adamp:scale_by_adamp",
-    "sgd": "maxlp.optim.sgd:scale_by_momentum",
+    "adamw": "maxlp.optim.of_optax:ADAMW",
+    "stable_adamw": "maxlp.optim.stable_adamw:STABLE_ADAMW",
+    "stable_spam": "maxlp.optim.stable_spam:STABLE_SPAM",
+    "adafactor": "maxlp.optim.adafactor:ADAFACTOR",
+    "lion": "maxlp.optim.of_optax:LION",
+    "muon": "maxlp.optim.muon:MUON",
+    "normuon": "maxlp.optim.muon:NORMUON",
+    "soap": "maxlp.optim.soap:SOAP",
+    "apollo": "maxlp.optim.apollo:APOLLO",
+    "apollo_mini": "maxlp.optim.apollo:APOLLO_MINI",
+    "schedule_free_adamw": "maxlp.optim.schedule_free:SCHEDULE_FREE_ADAMW",
+    "adamp": "maxlp.optim.adamp:ADAMP",
+    "sgd": "maxlp.optim.sgd:SGD",
 }
+Conflict = tuple[str, Any, str]  # a key of the config, its value, and the reason with the way out
 MU_DTYPES = ("float32", "bfloat16", "float16")
 # "float32" leaves a moment as it is. int4 has too few values for a moment.
 MOMENT_FORMATS = ("float32", *(name for name in STATES if name != "int4"))
 BF16_ROUNDINGS = ("stochastic", "kahan", "residual", "float16_master")
 PARAM_ROUNDINGS = (*BF16_ROUNDINGS, "nearest")  # the last is of float16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class OptimizerKind:
+    """What other modules know about an optimizer.
+
+    Attributes:
+      scale_by: its rescaling, which takes those of `make_tx.SHARED` that it needs, and its own options.
+      conflicts: the keys of an `OptimizerConfig` that it cannot work with.
+      decay: (config, rescale, decay) to what `make_tx` chains; one, if the decay depends on the rescaling.
+      last_rms: gives RMS_t of the last update from the state of an optimizer that measures it.
+      second_moment: the type of the state that has Adam's second moment as `nu`.
+      like_params: whether all moments have the shapes of the parameters.
+      matmuls: how an update multiplies matrices: "none", "once", or "iterated" as Muon does.
+      averages: whether an average of the parameters is evaluated (`optax.contrib.schedule_free`).
+      galore_rates: whether the learning rates of GaLore's own runs, which had Adam, are for it too.
+    """
+
+    scale_by: Callable[..., optax.GradientTransformation]
+    conflicts: Callable[["OptimizerConfig"], Iterable[Conflict]] = lambda config: ()
+    decay: Callable[..., tuple[optax.GradientTransformation, ...]] = lambda config, *chained: chained
+    last_rms: Callable[[optax.OptState], optax.Updates] | None = None
+    second_moment: type | None = None
+    like_params: bool = False
+    matmuls: Literal["none", "once", "iterated"] = "none"
+    averages: bool = False
+    galore_rates: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,8 +224,16 @@ class OptimizerConfig:
                 f"galore.rank={self.galore.rank} does not go with adascale={self.adascale}, which measures "
                 "the noise of whole gradients, not of projected ones; set galore.rank=0"
             )
-        for key, value, reason in self._conflicts():
+        conflicts = [*self.kind.conflicts(self)]
+        if self.adascale is not None and self.name != "sgd":
+            reason = "its steps are normalized, so they grow with the batch already; set name='sgd'"
+            conflicts.append(("adascale", self.adascale, reason))
+        for key, value, reason in conflicts:
             raise ValueError(f"{key}={value!r} does not go with name={self.name!r}: {reason}")
+
+    @property
+    def kind(self) -> OptimizerKind:
+        return pkgutil.resolve_name(OPTIMIZERS[self.name])
 
     @property
     def has_galore(self) -> bool:
@@ -205,35 +244,3 @@ class OptimizerConfig:
     def has_low_bit(self) -> bool:
         """Whether moments are stored in few bits."""
         return self.low_bit is not None and self.low_bit.mu is not None
-
-    def _conflicts(self) -> Iterator[tuple[str, Any, str]]:
-        """The keys that this optimizer cannot work with: key, value, and the reason with the way out."""
-        galore, low_bit = self.galore or GaloreConfig(), self.low_bit or LowBitConfig()
-        if self.name == "schedule_free_adamw":
-            if self.schedule != "constant":
-                yield "schedule", self.schedule, "it averages instead of decaying; set schedule='constant'"
-            if self.b1 == 0:
-                yield "b1", self.b1, "b1 weighs its average; set b1 above 0"
-            if self.param_rounding is not None:
-                yield "param_rounding", self.param_rounding, "it keeps an unrounded copy; set it to None"
-            if self.offload:
-                yield "offload", self.offload, "its average is evaluated on the device; set offload=False"
-        if self.name == "adamp" and self.has_galore:
-            yield "galore.rank", galore.rank, "it compares whole gradients with weights; set galore.rank=0"
-        if "apollo" in self.name and self.has_galore:
-            yield "galore.rank", galore.rank, "it projects gradients itself; set galore.rank=0"
-        if self.name == "soap" and self.has_galore:
-            yield "galore.rank", galore.rank, "its bases are those of whole gradients; set galore.rank=0"
-        if self.name == "adafactor" and self.has_galore and galore.moments != "keep":
-            yield "galore.moments", galore.moments, "its moments are factored; set galore.moments='keep'"
-        if self.name == "adafactor" and self.mu_dtype is not None and not self.options.get("momentum"):
-            yield (
-                "mu_dtype",
-                self.mu_dtype,
-                "without options.momentum it has no first moment; unset mu_dtype",
-            )
-        if self.name == "adafactor" and self.has_low_bit:
-            yield "low_bit.mu", low_bit.mu, "its moments are factored; leave low_bit.mu and .nu unset"
-        if self.adascale is not None and self.name != "sgd":
-            reason = "its steps are normalized, so they grow with the batch already; set name='sgd'"
-            yield "adascale", self.adascale, reason

@@ -3,7 +3,7 @@
 clip by global norm → rescale → decoupled weight decay → learning rate (with AdaScale, times its gain)
 
 clip    = adagc(clip_norm)                       optional, instead of the global norm after a warm-up
-rescale = low_bit(galore(OPTIMIZERS[name]))      both wrappers optional
+rescale = low_bit(galore(scale_by))              both wrappers optional
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ def make_tx(config: OptimizerConfig, *, total_steps: int, microbatches: int = 1)
         *_rescale_and_decay(config),
         _learning_rate(config, schedule, microbatches),
     )
-    if config.name == "schedule_free_adamw":
+    if config.kind.averages:
         tx = optax.contrib.schedule_free(tx, lambda t: schedule(t - 1), config.b1)  # its first t is 1
     if config.param_rounding == "nearest":
         from maxlp.optim.float16_params import float16_params
@@ -117,24 +117,14 @@ def _learning_rate(
 
 def _rescale_and_decay(config: OptimizerConfig) -> tuple[optax.GradientTransformation, ...]:
     """The middle of the chain: two transformations, or one where the decay depends on the rescaling."""
-    rescale = _rescale(config)
     mask = functools.partial(decay_mask, decay_embeddings=config.decay_embeddings)
     decay = optax.add_decayed_weights(config.weight_decay, mask)
-    if config.name == "stable_adamw" and config.decay_with_clip:
-        from maxlp.optim.stable_adamw import CLIP_THRESHOLD, clip_decay
-
-        return (clip_decay(rescale, decay, config.options.get("clip_threshold", CLIP_THRESHOLD)),)
-    if config.name == "adamp":
-        from maxlp.optim.adamp import decay_divisors
-        from maxlp.optim.stable_adamw import divide_decay
-
-        return (divide_decay(rescale, decay, decay_divisors),)
-    return rescale, decay
+    return config.kind.decay(config, _rescale(config), decay)
 
 
 def _rescale(config: OptimizerConfig) -> optax.GradientTransformation:
     """The optimizer's rescaling, inside GaLore and low-bit moments if the config sets them."""
-    scale_by = pkgutil.resolve_name(OPTIMIZERS[config.name])
+    scale_by = config.kind.scale_by
     takes, own = inspect.signature(scale_by).parameters, options_of(config.name)
     for key, value in config.options.items():
         if key not in own:
@@ -161,7 +151,7 @@ def _rescale(config: OptimizerConfig) -> optax.GradientTransformation:
 
 def options_of(name: str) -> dict[str, Any]:
     """The options of this optimizer alone, with their annotations."""
-    scale_by = pkgutil.resolve_name(OPTIMIZERS[name])
+    scale_by = pkgutil.resolve_name(OPTIMIZERS[name]).scale_by
     hints = schema.annotations(scale_by) | OPTAX_HINTS
     parameters = inspect.signature(scale_by).parameters
     return {key: hints[key] for key in parameters if key not in (*SHARED, "layer_axes")}

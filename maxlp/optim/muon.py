@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from maxlp.optim.config import OptimizerKind
 from maxlp.optim.partition import by_target
 from maxlp.optim.tree_utils import HIDDEN_KERNELS, Targets, widened
 from maxlp.schema import Count, DecayRate, Positive
@@ -206,3 +207,7 @@ def _neurons_to_rms(b2: float, eps: float, rms: float) -> optax.GradientTransfor
         return jax.tree.map(one, updates, v), NeuronState(v)
 
     return optax.GradientTransformation(init, update)
+
+
+MUON = OptimizerKind(scale_by=scale_by_muon, second_moment=optax.ScaleByAdamState, matmuls="iterated")
+NORMUON = OptimizerKind(scale_by=scale_by_normuon, second_moment=optax.ScaleByAdamState, matmuls="iterated")

@@ -22,27 +22,12 @@ def make_rms(config: OptimizerConfig) -> Rms:
     is factored, projected or stored in few bits are left out, and all if AdaGC clips. (To measure those,
     use stable_adamw with clip_threshold=inf, which is AdamW.)
     """
-    if config.name == "stable_adamw":
-        from maxlp.optim.stable_adamw import last_rms
-
+    last_rms, state_type = config.kind.last_rms, config.kind.second_moment
+    if last_rms is not None:
         return lambda grads, opt_state: by_name(last_rms(opt_state))
-    state_type = _second_moment_type(config.name)
     if state_type is None or config.has_galore or config.adagc is not None:
         return lambda grads, opt_state: {}
     return functools.partial(_second_moment_rms, state_type=state_type, config=config)
-
-
-def _second_moment_type(name: str) -> type | None:
-    """The type of the state that holds Adam's second moment `nu`, if the optimizer has one."""
-    if name == "adamp":
-        from maxlp.optim.adamp import AdamPState
-
-        return AdamPState
-    if name == "schedule_free_adamw":
-        from maxlp.optim.schedule_free import debiased_rms_state
-
-        return debiased_rms_state()
-    return optax.ScaleByAdamState if name in ("adamw", "muon", "normuon", "soap") else None
 
 
 def _second_moment_rms(

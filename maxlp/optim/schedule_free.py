@@ -7,11 +7,13 @@ Gradients are taken at y, the trained parameters; evaluated and published is the
 Optax keeps y and z (`optax.contrib.schedule_free`), from which x follows.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import optax
 
+from maxlp.optim.config import Conflict, OptimizerConfig, OptimizerKind
 from maxlp.optim.make_tx import AveragePart
 from maxlp.optim.tree_utils import find_states, name_of
 
@@ -21,9 +23,16 @@ def scale_by_debiased_rms(b2: float = 0.999, eps: float = 1e-8) -> optax.Gradien
     return optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True)
 
 
-def debiased_rms_state() -> type:
-    """The type of the state of `scale_by_debiased_rms`, which optax does not export."""
-    return type(jax.eval_shape(scale_by_debiased_rms().init, ()))
+def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
+    """The keys that schedule-free AdamW cannot work with."""
+    if config.schedule != "constant":
+        yield "schedule", config.schedule, "it averages instead of decaying; set schedule='constant'"
+    if config.b1 == 0:
+        yield "b1", config.b1, "b1 weighs its average; set b1 above 0"
+    if config.param_rounding is not None:
+        yield "param_rounding", config.param_rounding, "it keeps an unrounded copy; set it to None"
+    if config.offload:
+        yield "offload", config.offload, "its average is evaluated on the device; set offload=False"
 
 
 def eval_part(opt_state: Any) -> Any:
@@ -43,3 +52,13 @@ def eval_part(opt_state: Any) -> Any:
     for key in reversed(path):
         part = {name_of((key,)): part}
     return part
+
+
+SCHEDULE_FREE_ADAMW = OptimizerKind(
+    scale_by=scale_by_debiased_rms,
+    conflicts=_conflicts,
+    # The type of the rescaling's state, which optax does not export.
+    second_moment=type(jax.eval_shape(scale_by_debiased_rms().init, ())),
+    averages=True,
+    galore_rates=True,
+)

@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 import optax
 
+from maxlp.optim.config import OptimizerKind
+
 
 class MomentumState(NamedTuple):
     """The momentum, under the name by which wrappers find first moments."""
@@ -37,3 +39,6 @@ def scale_by_momentum(
 
 def _trace_of(state: Any) -> Any:
     return state.trace
+
+
+SGD = OptimizerKind(scale_by=scale_by_momentum, like_params=True)

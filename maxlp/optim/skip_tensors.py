@@ -1,24 +1,24 @@
 """Updates only the tensors whose gradients are finite."""
 
+import pkgutil
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from maxlp.optim.config import OptimizerConfig
+from maxlp.optim.config import OPTIMIZERS, OptimizerConfig
 from maxlp.optim.tree_utils import layer_axes, over_tensor
-
-OPTIMIZERS = ("adamw", "stable_adamw", "lion", "sgd")  # whose moments have the shapes of the parameters
 
 
 def refusal(config: OptimizerConfig) -> str | None:
     """Why an optimizer cannot skip tensors, if it cannot."""
-    like_params = config.galore is config.low_bit is config.adascale is None
-    if config.name in OPTIMIZERS and like_params and config.param_rounding != "float16_master":
+    like_params = config.kind.like_params and config.galore is config.low_bit is config.adascale is None
+    if like_params and config.param_rounding != "float16_master":
         return None
+    names = [name for name, kind in OPTIMIZERS.items() if pkgutil.resolve_name(kind).like_params]
     return (
-        f"precision.loss_scale.per_tensor=True needs optimizer.name={' or '.join(OPTIMIZERS)} without "
+        f"precision.loss_scale.per_tensor=True needs optimizer.name={' or '.join(names)} without "
         "galore, low_bit, adascale and param_rounding=float16_master; choose that, or per_tensor=False"
     )
 

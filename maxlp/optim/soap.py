@@ -20,13 +20,14 @@ the (m, m) and (n, n) arrays that it decomposes.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from maxlp.optim.config import Conflict, OptimizerConfig, OptimizerKind
 from maxlp.optim.partition import by_target
 from maxlp.optim.tree_utils import HIDDEN_KERNELS, Targets, widened
 from maxlp.schema import Count
@@ -76,6 +77,12 @@ def scale_by_soap(
     sides = functools.partial(_no_side, longest=max_precond_dim, one_sided=one_sided)
     soap = _soap(b1, b2, eps, mu_dtype, precondition_frequency, sides)
     return by_target({"soap": soap, "adam": optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype)}, targets)
+
+
+def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
+    """The keys that SOAP cannot work with."""
+    if config.galore is not None and config.has_galore:
+        yield "galore.rank", config.galore.rank, "its bases are those of whole gradients; set galore.rank=0"
 
 
 def _soap(
@@ -164,3 +171,11 @@ def _turned_side(
 
 def _transposed(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, -2, -1)
+
+
+SOAP = OptimizerKind(
+    scale_by=scale_by_soap,
+    conflicts=_conflicts,
+    second_moment=optax.ScaleByAdamState,  # that of all other parameters
+    matmuls="once",
+)

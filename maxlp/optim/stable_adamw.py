@@ -26,6 +26,7 @@ import optax
 from jax.tree_util import KeyPath
 
 from maxlp import schema
+from maxlp.optim.config import OptimizerConfig, OptimizerKind
 from maxlp.optim.tree_utils import LayerAxes, find_states, layer_axes, over_tensor, tensor_mean, widened
 from maxlp.schema import Range
 
@@ -127,6 +128,15 @@ def last_rms(opt_state: optax.OptState) -> optax.Updates:
     return state.rms
 
 
+def _decay(
+    config: OptimizerConfig, rescale: optax.GradientTransformation, decay: optax.GradientTransformation
+) -> tuple[optax.GradientTransformation, ...]:
+    """The rescaling and the decay as `make_tx` chains them: as one if clipping shortens both."""
+    if not config.decay_with_clip:
+        return rescale, decay
+    return (clip_decay(rescale, decay, config.options.get("clip_threshold", CLIP_THRESHOLD)),)
+
+
 def clip_decay(
     rescale: optax.GradientTransformation,
     decay: optax.GradientTransformation,
@@ -175,3 +185,8 @@ def divide_decay(
         return jax.tree.map(add, updates, decays, divisors(rescaled)), (rescaled, decayed)
 
     return optax.GradientTransformation(init, update)
+
+
+STABLE_ADAMW = OptimizerKind(
+    scale_by=scale_by_stable_adam, decay=_decay, last_rms=last_rms, like_params=True, galore_rates=True
+)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
+from maxlp.optim.config import OptimizerKind
 from maxlp.optim.tree_utils import LayerAxes, layer_axes, over_tensor, widened
 from maxlp.schema import CountOrZero, DecayRate
 
@@ -103,3 +104,6 @@ def _clip_spikes(g: jax.Array, largest: jax.Array, bound: jax.Array) -> jax.Arra
     """Entries above the bound, scaled so that the largest one becomes it."""
     bound = over_tensor(bound, g)
     return jnp.where(jnp.abs(g) > bound, g * bound / over_tensor(largest, g), g)
+
+
+STABLE_SPAM = OptimizerKind(scale_by=scale_by_stable_spam)

@@ -1,16 +1,16 @@
 """Which matrices of a model an optimizer takes, and the rank to which it projects their gradients."""
 
 import inspect
-import pkgutil
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import optax
 
-from maxlp.optim import apollo, galore
-from maxlp.optim.config import OPTIMIZERS, OptimizerConfig
+from maxlp.optim import galore
+from maxlp.optim.config import OptimizerConfig
 from maxlp.optim.partition import check_matrices
-from maxlp.optim.tree_utils import HIDDEN_KERNELS, matches, name_of
+from maxlp.optim.tree_utils import matches, name_of
 
 
 class Projection(NamedTuple):
@@ -46,8 +46,7 @@ def check(params: optax.Params, config: OptimizerConfig) -> None:
 
 def warnings(params: optax.Params, config: OptimizerConfig) -> list[str]:
     """A line if an optimizer for matrices finds none, as in adapters, or its rank exceeds a short side."""
-    scale_by = pkgutil.resolve_name(OPTIMIZERS[config.name])
-    default = inspect.signature(scale_by).parameters.get("targets")
+    default = _parameters(config).get("targets")
     if default is not None:
         patterns = config.options.get("targets", default.default)
         if not any(matches(path, patterns) for path, _ in jax.tree.leaves_with_path(params)):
@@ -67,11 +66,15 @@ def _projection(params: optax.Params, config: OptimizerConfig) -> Projection | N
     """None if no gradient is projected."""
     if config.galore is not None and config.has_galore:
         key, rank, targets = "galore.rank", config.galore.rank, config.galore.targets
-    elif config.name == "apollo":
-        key, rank = "options.rank", config.options.get("rank", apollo.RANK)
-        targets = config.options.get("targets", HIDDEN_KERNELS)
+    elif "rank" in (parameters := _parameters(config)):
+        key, rank = "options.rank", config.options.get("rank", parameters["rank"].default)
+        targets = config.options.get("targets", parameters["targets"].default)
     else:
         return None
     leaves = jax.tree.leaves_with_path(params)
     sides = {name_of(path): min(p.shape[-2:]) for path, p in leaves if matches(path, targets)}
     return Projection(key, rank, sides) if sides else None
+
+
+def _parameters(config: OptimizerConfig) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(config.kind.scale_by).parameters

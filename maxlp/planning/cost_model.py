@@ -20,8 +20,6 @@ from maxlp.precision.recipes import GEMMS
 from maxlp.run.experiment import assemble
 from maxlp.run.settings import Machine, Settings
 
-MATRICES = ("apollo", "apollo_mini", "muon", "normuon", "soap")  # optimizers that multiply matrices
-
 
 @dataclasses.dataclass(frozen=True)
 class StateShapes:
@@ -83,18 +81,19 @@ def saves_attention(remat: str, kernel: str) -> bool:
     return remat == "none" or (remat == "dots" and kernel != "xla")
 
 
-def of_matrices(optimizer: str, largest: float) -> float:
+def of_matrices(matmuls: str, largest: float) -> float:
     """Bytes of float32 arrays in the update of an optimizer that multiplies matrices, on one device.
 
     It needs one array of the largest stack of matrices: an update, or a clipped gradient that a matmul
     reads. Muon's iterations have three more of the matrices on which it iterates at a time.
 
     Args:
+      matmuls: that of its `optim.config.OptimizerKind`.
       largest: bytes of the largest stack in float32.
     """
-    if optimizer not in MATRICES:
+    if matmuls == "none":
         return 0.0
-    return largest + (3 * min(4 * TOGETHER, largest) if optimizer in ("muon", "normuon") else 0.0)
+    return largest + (3 * min(4 * TOGETHER, largest) if matmuls == "iterated" else 0.0)
 
 
 def state_shapes(s: Settings, machine: Machine) -> StateShapes:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from maxlp import families
 from maxlp.run import run_dir
 from maxlp.run.config import ConfigError
 from maxlp.runtime import checkpoint
@@ -21,11 +22,10 @@ from maxlp.runtime.files import read_json
 
 # Sections and keys that decide what the model computes or what it learns from …
 FIXED = ("model", "data", "loss", "train.seed", "train.lora")
-# … except these, which decide where, how fast or how exactly it is computed, or what is measured.
+# … except these and `Family.free_keys`, which decide where, how fast or how exactly, or what is measured.
 FREE = (
     *("model.dtype", "model.param_dtype", "model.attention", "model.scan_layers", "model.remat"),
-    *("model.pipeline", "loss.num_chunks", "loss.method", "loss.tile_size"),
-    *("data.num_workers", "data.num_threads", "data.max_broken", "data.validation_source"),
+    "data.num_workers",
 )
 # Formats of saved numbers, some of which have the same dtype: a checkpoint fits another one of them.
 FORMATS = ("optimizer.low_bit.mu", "optimizer.low_bit.nu")
@@ -56,7 +56,7 @@ def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> dict[str,
             f"the checkpoints of {workdir} hold moments in another format ({'; '.join(unreadable)}); take "
             "back the change, or use a new workdir"
         )
-    refused = [change for key, change in changes.items() if is_fixed(key)]
+    refused = [change for key, change in changes.items() if is_fixed(key, old, new)]
     if refused and not allow:
         raise ConfigError(
             f"{workdir} was trained with another model or other data ({'; '.join(refused)}); take back the "
@@ -77,9 +77,16 @@ def repeats_the_last_start(workdir: Path, changed: list[str]) -> bool:
     return (workdir / "run.json").exists() and all(is_in(OBSERVING, key) for key in changed)
 
 
-def is_fixed(key: str) -> bool:
-    """Whether a config key decides what the model computes or what it learns from."""
-    return is_in(FIXED, key) and not is_in(FREE, key)
+def is_fixed(key: str, *configs: Mapping[str, Any]) -> bool:
+    """Whether a key of these configs decides what the model computes or what it learns from."""
+    free = (*FREE, *(name for family in families_of(*configs) for name in family.free_keys))
+    return is_in(FIXED, key) and not is_in(free, key)
+
+
+def families_of(*configs: Mapping[str, Any]) -> list[families.Family]:
+    """The families that these configs name, without those that are unknown."""
+    names = {config["model"].get("name") for config in configs}
+    return [families.get(name) for name in families.FAMILIES if name in names]
 
 
 def saved_data_state(workdir: Path) -> dict[str, Any] | None:

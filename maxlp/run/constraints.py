@@ -61,18 +61,18 @@ def scalify_has_the_gradients(s: Settings, machine: Machine) -> str | None:
     """Scale propagation has scales of its own, for the gradient as a whole and in plain XLA operations."""
     if s.precision.scalify == "none":
         return None
-    from maxlp.run import scalify_rule  # few runs need it
+    from maxlp.run import combinations  # few runs need it
 
-    return scalify_rule.refusal(s, machine)
+    return combinations.scalify_refusal(s, machine)
 
 
 def few_bytes_are_of_sums(s: Settings, machine: Machine) -> str | None:
     """Gradients in 8 bits are sums over rows; replicas that train alone share parameters in float32."""
     if s.precision.exchange == s.precision.scatter == "none" and s.train.local is None:
         return None
-    from maxlp.run import exchange_rule  # few runs need it
+    from maxlp.run import combinations  # few runs need it
 
-    return exchange_rule.refusal(s, machine)
+    return combinations.few_bytes_refusal(s, machine)
 
 
 def both_phases_have_the_same_state(s: Settings, machine: Machine) -> str | None:
@@ -218,22 +218,9 @@ def adapters_are_few_numbers(s: Settings, machine: Machine) -> str | None:
     """Adapters are float32 and small: nothing is left to release, to sample, to project or to round."""
     if s.train.lora is None:
         return None
-    if s.train.release_gradients:
-        return "train.release_gradients=True frees nothing with train.lora; set one of them only"
-    if s.samples_tokens:
-        return (
-            f"train.lora.rank={s.train.lora.rank} freezes the kernels whose gradients precision.recipe="
-            f"{s.precision.recipe} takes from a share of the tokens; unset one of them"
-        )
-    if s.optimizer.galore is not None:
-        return (
-            "optimizer.galore does not apply to the low-rank matrices of train.lora; set one of them only"
-        )
-    rounding = s.optimizer.param_rounding
-    return rounding and (
-        f"optimizer.param_rounding={rounding} is for parameters of 16 bits, and those of train.lora are in "
-        "float32; unset one of them"
-    )
+    from maxlp.run import combinations  # few runs need it
+
+    return combinations.adapter_refusal(s)
 
 
 def magnitudes_are_not_pipelined(s: Settings, machine: Machine) -> str | None:
@@ -251,9 +238,9 @@ def released_gradients_are_applied(s: Settings, machine: Machine) -> str | None:
     """A layer is updated as soon as its own gradient is complete, before those of other layers are."""
     if not s.train.release_gradients:
         return None
-    from maxlp.run import release_rule  # few runs need it
+    from maxlp.run import combinations  # few runs need it
 
-    return release_rule.refusal(s, machine)
+    return combinations.release_refusal(s, machine)
 
 
 def released_gradients_let_states_offload(s: Settings, machine: Machine) -> str | None:

@@ -25,6 +25,7 @@ from maxlp.core.train_state import MakeModel, State, init_state, num_params, sha
 from maxlp.core.train_step import LossScaleOf, Statistics, Step
 from maxlp.families import Family
 from maxlp.monitoring.statistics import tensor_statistics
+from maxlp.optim.make_tx import options_of
 from maxlp.optim.schedules import fitting_warmup
 from maxlp.parallel import sharding
 from maxlp.parallel.batches import batch_part
@@ -266,7 +267,8 @@ def describe(e: Experiment, state: State) -> str:
             f"warning: optimizer.warmup_steps={s.optimizer.warmup_steps} is not below "
             f"train.total_steps={s.train.total_steps}; the warm-up takes {warmup} steps"
         )
-    if s.optimizer.has_galore or s.optimizer.name == "apollo" or s.train.lora is not None:
+    projects = s.optimizer.has_galore or "rank" in options_of(s.optimizer.name)
+    if projects or s.train.lora is not None:
         from maxlp.optim import galore, targets  # few runs need it
 
         rates = [] if s.train.init_from else galore.rate_warnings(s.optimizer)

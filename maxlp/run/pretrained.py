@@ -285,20 +285,23 @@ def _joined(theirs: dict, given: dict, overrides: Mapping[str, Any], source: str
             f"--from={source} holds a {theirs['name']}, but config.model.name={given['name']}; choose one "
             f"with --config={theirs['name']}/..."
         )
-    fixed, values = changes.flat({"model": theirs}), changes.flat({"model": given})
+    config = {"model": given}
+    fixed, values = changes.flat({"model": theirs}), changes.flat(config)
     for key in overrides:
-        if not key.startswith("model.") or not changes.is_fixed(key) or same_model.is_training(key):
+        if not key.startswith("model.") or not changes.is_fixed(key, config):
+            continue
+        if same_model.is_training(key, config):
             continue
         if fixed.get(key) != values.get(key):
             raise ConfigError(
                 f"config.{key}={values.get(key)!r} contradicts --from={source}, which has "
                 f"{fixed.get(key)!r}; drop the flag"
             )
-    joined = {k: v for k, v in theirs.items() if changes.is_fixed(f"model.{k}")}
-    joined |= {k: v for k, v in given.items() if not changes.is_fixed(f"model.{k}")}
+    joined = {k: v for k, v in theirs.items() if changes.is_fixed(f"model.{k}", config)}
+    joined |= {k: v for k, v in given.items() if not changes.is_fixed(f"model.{k}", config)}
     section = ConfigDict(joined)
     section.update_from_flattened_dict(
-        {k.removeprefix("model."): values[k] for k in overrides if same_model.is_training(k)}
+        {k.removeprefix("model."): values[k] for k in overrides if same_model.is_training(k, config)}
     )
     return section.to_dict()
 

@@ -78,11 +78,12 @@ def check(folder: Path, config: Mapping[str, Any]) -> list[str]:
     if not (paths := _files(folder)):
         raise ConfigError(f"--against={folder} has no steps; record them with diff --record={folder}")
     _, info = _read(paths[0])
-    old, new = (changes.flat(c) for c in (upgraded(info["config"]), config))
+    recorded = upgraded(info["config"])
+    old, new = changes.flat(recorded), changes.flat(config)
     both = old.keys() & new.keys()
     lines = changes.differences({k: old[k] for k in both}, {k: new[k] for k in both})
     for key, line in lines.items():
-        if changes.is_fixed(key) or changes.is_in(ROUNDING, key):
+        if changes.is_fixed(key, recorded, config) or changes.is_in(ROUNDING, key):
             raise ConfigError(f"{line}: the steps in {folder} need the same model, data and precision")
     lines = [line for key, line in lines.items() if not changes.is_in(changes.OBSERVING, key)]
     return [f"recorded by {info['made_by']}", f"compared: {made_by()}", *lines]

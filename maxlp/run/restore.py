@@ -35,7 +35,7 @@ def restore_model(
         graphdef, abstract = abstract_state(make_model, settings.make_optimizer(s).tx, mesh)
         # An empty part would not fit that of a run whose replicas keep errors, which no model needs.
         wanted = {key: abstract[key] for key in ("params", "model_state") if abstract[key]}
-        if s.optimizer.name == "schedule_free_adamw":
+        if s.optimizer.kind.averages:
             from maxlp.optim.schedule_free import eval_part
 
             wanted["opt_state"] = eval_part(abstract["opt_state"])

@@ -77,7 +77,7 @@ def check(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
       ConfigError: they differ in the model or the data, or in nothing that a step computes.
     """
     lines = changes.differences(a, b)
-    if fixed := [line for key, line in lines.items() if changes.is_fixed(key)]:
+    if fixed := [line for key, line in lines.items() if changes.is_fixed(key, a, b)]:
         raise ConfigError(
             f"{fixed[0]}: diff needs the same model, data and seed in A and B; give such runs"
         )

@@ -6,6 +6,7 @@ mean.
 """
 
 import functools
+import pkgutil
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import optax
 import pytest
 
 from maxlp import optim
+from maxlp.optim.tree_utils import find_states
 from maxlp.parallel import sharding
 from tests.optim.common import (
     assert_trees_close,
@@ -114,6 +116,18 @@ def tolerance(name):
 def four_steps(name):
     """Parameters and state on one device, compiled. GaLore refreshes in the fourth step."""
     return run(make(name), start(name), gradients(4))
+
+
+@pytest.mark.parametrize("name", optim.OPTIMIZERS)
+def test_its_kind_describes_its_state(name):
+    """RMS_t is read from the second moment, and a run whose state has an average is evaluated at it."""
+    kind, params = pkgutil.resolve_name(optim.OPTIMIZERS[name]), start(name)
+    state = jax.eval_shape(make(name).init, params)
+    assert bool(find_states(state, optax.contrib.ScheduleFreeState)) == kind.averages
+    if kind.second_moment is not None:
+        [(_, adam)] = find_states(state, kind.second_moment)
+        shapes = {p.shape for p in jax.tree.leaves(params)}
+        assert {nu.shape for nu in jax.tree.leaves(adam.nu)} <= shapes
 
 
 @every

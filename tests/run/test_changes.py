@@ -88,15 +88,22 @@ def schema() -> dict[str, set[str]]:
     return found
 
 
+def of_family(name: str) -> dict[str, dict[str, str]]:
+    return {"model": {"name": name}}
+
+
 def test_every_key_is_classified():
     known = schema()
     assert {name.split()[-1] for name in known} == set(SECTIONS)
     for name, keys in known.items():
         fixed, free = (set(table.get(name, "").split()) for table in (FIXED, FREE))
+        *family, section = name.split()
+        configs = [of_family(*family)] if family else []
         assert fixed | free == keys and not fixed & free, f"decide which side new keys of {name} are on"
         for key in keys:
-            assert changes.is_fixed(f"{name.split()[-1]}.{key}") == (key in fixed), key
-    assert changes.is_fixed("model.visual.patch_dropout") and not changes.is_fixed("model.pipeline.rounds")
+            assert changes.is_fixed(f"{section}.{key}", *configs) == (key in fixed), key
+    assert changes.is_fixed("model.visual.patch_dropout", of_family("clip"))
+    assert not changes.is_fixed("model.pipeline.rounds", of_family("llama"))
 
 
 @pytest.fixture

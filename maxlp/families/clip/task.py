@@ -184,4 +184,13 @@ FAMILY = Family(
     describe_batch=describe_batch,
     search_choices={"loss.method": ("tiled", "sharded")},
     linear_probe=linear_probe,
+    free_keys=(
+        *("loss.method", "loss.tile_size"),
+        *("data.num_threads", "data.max_broken", "data.validation_source"),
+    ),
+    training_keys=(
+        *("model.init", "model.logit_scale", "model.logit_bias", "model.layer_scale"),
+        "model.visual.patch_dropout",
+    ),
+    plain_loss={"method": "plain"},
 )

@@ -417,7 +417,7 @@ def of_update(
         return at_once - 4 * mlp / 3 if again else at_once
     if low_bit or optimizer.has_galore:
         return grads + largest
-    return params + wide if rounding else grads + of_matrices(optimizer.name, largest)
+    return params + wide if rounding else grads + of_matrices(optimizer.kind.matmuls, largest)
 
 
 # --- work and collectives -----------------------------------------------------------------------------

@@ -14,6 +14,6 @@ def refusal(s: Settings) -> str | None:
         return f"{key} would scale kernels that train.lora keeps frozen; unset one of them"
     if s.model.param_dtype != "float32":
         return f"{key} is too small a change for model.param_dtype={s.model.param_dtype}; use float32"
-    if s.optimizer.name == "schedule_free_adamw":
-        return f"{key} does not reach the average of optimizer=schedule_free_adamw; unset it or use adamw"
+    if s.optimizer.kind.averages:
+        return f"{key} does not reach the average of optimizer={s.optimizer.name}; unset it or use adamw"
     return None

@@ -198,4 +198,7 @@ FAMILY = Family(
     generates_text=True,
     sharpness="maxlp.families.llama.sharpness:probe",
     after_update=after_update,
+    free_keys=("model.pipeline", "loss.num_chunks"),
+    training_keys=("model.init_std", "model.max_seq_len", "model.qk_clip"),
+    plain_loss={"num_chunks": 1},
 )

@@ -115,7 +115,7 @@ def test_gradients_of_a_clip_are_those_without_scales(kind):
 
 @pytest.mark.parametrize("method", ["sharded", "tiled"])
 def test_a_loss_split_over_devices_has_no_rule(method):
-    """`run.scalify_rule` refuses these losses, and those of a Llama in chunks, on several devices."""
+    """`run.combinations` refuses these losses, and those of a Llama in chunks, on several devices."""
 
     def trace(method, **mesh):
         config = ContrastiveConfig(kind="softmax", method=method)
