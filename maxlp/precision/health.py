@@ -31,6 +31,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxlp.nn.stack import path_name
 from maxlp.numerics import formats
 from maxlp.numerics.quantized import dequantize
 from maxlp.numerics.scales import amax
@@ -223,7 +224,7 @@ def measure(
     for path, module in nnx.iter_modules(model):
         if isinstance(module, SwiGLU):
             aligned = alignment(module.gate_proj.kernel[...], module.up_proj.kernel[...])
-            found["/".join(map(str, path))] = {f"swiglu/{name}": x for name, x in aligned.items()}
+            found[path_name(path)] = {f"swiglu/{name}": x for name, x in aligned.items()}
     return found
 
 

@@ -15,7 +15,7 @@ from maxlp.core.train_state import num_params
 from maxlp.families import Family
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.nn import attention
-from maxlp.nn.stack import Block, Part
+from maxlp.nn.stack import Part, find_stacks
 from maxlp.optim.config import OptimizerConfig
 from maxlp.optim.make_tx import Optimizer, make_tx
 from maxlp.parallel import sharding
@@ -317,8 +317,7 @@ def _traced_model(
         made = family.make_model(model, rngs=nnx.Rngs(0))
         with errors_of("precision"):
             table.update(precision.apply(made, config, gated_products=family.gated_products))
-        stacks = ((path, module) for path, module in nnx.iter_modules(made) if isinstance(module, Block))
-        parts.update({"/".join(map(str, path)): blocks.parts for path, blocks in stacks})
+        parts.update({name: blocks.parts for name, blocks in find_stacks(made).items()})
         weights = nnx.state(made, nnx.Param)
         if adapters is None:
             return weights, weights
