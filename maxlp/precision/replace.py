@@ -1,7 +1,7 @@
 """Replaces the matmuls of layers by those of a recipe; only runs with a recipe import this."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flax import nnx
@@ -11,6 +11,7 @@ from maxlp.nn.stack import Part, count_layers, find_stacks, path_name
 from maxlp.numerics import formats
 from maxlp.precision import flax_layers, gated, smooth_swiglu
 from maxlp.precision.dot import QuantDot
+from maxlp.precision.inject import matmuls
 from maxlp.precision.recipes import Recipe
 
 
@@ -36,6 +37,25 @@ def set_recipe(path: str, module: Any, recipe: Recipe, plain: frozenset[int], sm
         module.dot_general = nnx.data(dot)
     text = recipe.name if recipe.smooth == "none" else f"{recipe.name}, smooth {recipe.smooth}"
     return f"{text}, not in layers {' '.join(map(str, sorted(plain)))}" if plain else text
+
+
+def replace_quant_dots(
+    graphdef: nnx.GraphDef,
+    state: Mapping[str, Any],
+    make: Callable[[QuantDot, tuple[int, ...]], QuantDot],
+) -> tuple[nnx.GraphDef, dict]:
+    """The structure and the model state of a model with another module for each `QuantDot`.
+
+    Args:
+      state: of training; its ``params`` stay as they are.
+      make: (dot, stack) to what replaces it; stack: the leading axes of a stacked kernel.
+    """
+    model = nnx.merge(graphdef, state["params"], state["model_state"])
+    for _, module in matmuls(model):
+        if isinstance(dot := module.dot_general, QuantDot):
+            module.dot_general = nnx.data(make(dot, module.kernel.shape[:-2]))
+    graphdef, _, model_state = nnx.split(model, nnx.Param, ...)
+    return graphdef, nnx.to_pure_dict(model_state)
 
 
 def kernel_shape(module: Any) -> tuple[tuple[int, ...], int, int]:
