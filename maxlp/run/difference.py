@@ -41,6 +41,7 @@ from maxlp.core.train_step import LossScaleOf, Step
 from maxlp.nn.stack import path_name
 from maxlp.parallel.batches import global_batch
 from maxlp.precision import taps
+from maxlp.runtime import tree_spec
 
 SEEDS = 4
 FACTOR = 6.0
@@ -247,8 +248,7 @@ def shapes(tree: Any) -> Any:
 
 
 def _named(kind: str, tree: Any) -> dict[tuple[str, str], jax.Array]:
-    flat, _ = jax.tree.flatten_with_path(tree)
-    return {(kind, jax.tree_util.keystr(path, simple=True, separator="/")): x for path, x in flat}
+    return {(kind, path): x for path, x in tree_spec.leaves(tree)}
 
 
 def _one_pass(program: Program, graphdef: nnx.GraphDef, state: State, batch: Any) -> Any:
