@@ -294,8 +294,8 @@ OPTIM = [
     *_in(
         "optim/float16_params.py",
         "optim/test_float16_params.py",
-        ("inner.init(_float32(params))", "inner.init(params)"),
-        ("state, _float32(params), **extra", "state, params, **extra"),
+        ("inner.init(widened(params))", "inner.init(params)"),
+        ("state, widened(params), **extra", "state, params, **extra"),
     ),
     *_in(
         "optim/pure_bf16.py",
