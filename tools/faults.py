@@ -2238,7 +2238,7 @@ RUNTIME = [
         "runtime/test_hardware.py",
         ('"TPU7x": {"bfloat16": 2307 / 2', '"TPU7x": {"bfloat16": 2307'),
         ('peaks.get(dtype, peaks["bfloat16"])', 'peaks["bfloat16"]'),
-        ('unit = 1 if sys.platform == "darwin" else 1024\n    rss', "unit = 1\n    rss"),
+        ('unit = 1 if sys.platform == "darwin" else 1024', "unit = 1"),
         ("max(values) / 2**30", "min(values) / 2**30"),
         ("max(values) / 2**30", "max(values) / 1e9"),
     ),
