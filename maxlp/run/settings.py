@@ -289,9 +289,8 @@ def make_optimizer(s: Settings) -> Optimizer:
         return make_tx(s.optimizer, total_steps=s.train.total_steps, microbatches=s.train.microbatches)
 
 
-@functools.cache  # the planner's search asks for each matmul of each candidate
-def _recipe(config: precision.PrecisionConfig, name: str) -> precision.Recipe:
-    return config.make(name)
+# The planner's search asks for each matmul of each candidate.
+_recipe = functools.cache(PrecisionConfig.make)
 
 
 class _TracedModel(NamedTuple):
@@ -335,12 +334,10 @@ def read(c: ConfigDict) -> Settings:
     Raises:
       ConfigError: an unknown, missing or wrong section, key or value.
     """
-    for name in SECTIONS:
-        if name not in c:
-            raise ConfigError(f"config.{name} is missing; sections: {', '.join(SECTIONS)}")
-    for name in c:
-        if name not in SECTIONS:
-            raise ConfigError(f"config.{name} is unknown; sections: {', '.join(SECTIONS)}")
+    for name in (*SECTIONS, *c):
+        if name not in c or name not in SECTIONS:
+            fault = "unknown" if name in c else "missing"
+            raise ConfigError(f"config.{name} is {fault}; sections: {', '.join(SECTIONS)}")
     family, model, model_precision = read_model(c)
     return Settings(
         family=family,
