@@ -300,8 +300,8 @@ OPTIM = [
     *_in(
         "optim/float16_params.py",
         "optim/test_float16_params.py",
-        ("inner.init(_float32(params))", "inner.init(params)"),
-        ("state, _float32(params), **extra", "state, params, **extra"),
+        ("inner.init(widened(params))", "inner.init(params)"),
+        ("state, widened(params), **extra", "state, params, **extra"),
     ),
     *_in(
         "optim/pure_bf16.py",
@@ -2238,7 +2238,7 @@ RUNTIME = [
         "runtime/test_hardware.py",
         ('"TPU7x": {"bfloat16": 2307 / 2', '"TPU7x": {"bfloat16": 2307'),
         ('peaks.get(dtype, peaks["bfloat16"])', 'peaks["bfloat16"]'),
-        ('unit = 1 if sys.platform == "darwin" else 1024\n    rss', "unit = 1\n    rss"),
+        ('unit = 1 if sys.platform == "darwin" else 1024', "unit = 1"),
         ("max(values) / 2**30", "min(values) / 2**30"),
         ("max(values) / 2**30", "max(values) / 1e9"),
     ),

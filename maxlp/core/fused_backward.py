@@ -42,7 +42,7 @@ from maxlp.core.gradients import (
 )
 from maxlp.core.train_state import State
 from maxlp.core.train_step import AfterUpdate, global_norm, keep_update
-from maxlp.nn.stack import Block, StackCall
+from maxlp.nn.stack import StackCall, find_stacks
 
 StackPath = tuple[str, ...]  # where a stack is in the model: ("layers",), ("visual", "layers")
 
@@ -125,8 +125,7 @@ class _CutModel:
     @property
     def stacks(self) -> list[StackPath]:
         model = nnx.merge(self.graphdef, self.state["params"], self.state["model_state"])
-        blocks = (path for path, module in nnx.iter_modules(model) if isinstance(module, Block))
-        return [tuple(map(str, path)) for path in blocks]
+        return [tuple(name.split("/")) for name in find_stacks(model)]
 
     def inputs(self, outer: dict, backward: dict) -> dict[StackPath, jax.Array]:
         """The inputs of the stacks."""
@@ -162,9 +161,8 @@ class _CutModel:
         forward, _ = split_model_state(self.graphdef, self.state)
         params = join_trees(self.state["params"], outer)
         model = nnx.merge(self.graphdef, params, forward, backward)
-        for path, module in nnx.iter_modules(model):
-            if isinstance(module, Block):
-                module.run_stack = nnx.static(functools.partial(run_stack, tuple(map(str, path))))
+        for name, blocks in find_stacks(model).items():
+            blocks.run_stack = nnx.static(functools.partial(run_stack, tuple(name.split("/"))))
         return model, self.loss(model, self.batch, self.state["step"])
 
 

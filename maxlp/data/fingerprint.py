@@ -16,11 +16,11 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
 
-from maxlp.data.specs import load
 from maxlp.runtime.files import is_url
 
 WHOLE_FILES, WHOLE_BYTES = 4096, 2**26
@@ -33,7 +33,7 @@ def of_files(paths: Sequence[str]) -> str:
     root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
     names = [os.path.relpath(path, root) for path in paths]
     if is_url(paths[0]):
-        entries = _in_threads(load("maxlp.data.remote:stat"), paths)
+        entries = _in_threads(resolve_name("maxlp.data.remote:stat"), paths)
         return of_json(names, [[entry.size, entry.tag] for entry in entries])
     sizes = _in_threads(os.path.getsize, paths)
     if len(paths) <= WHOLE_FILES and sum(sizes) <= WHOLE_BYTES:

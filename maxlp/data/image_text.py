@@ -29,7 +29,7 @@ from maxlp.data.readers import BrokenExample
 from maxlp.data.sources import Source, Spec, check_split, open_source, parse_spec
 from maxlp.data.specs import of_key
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
-from maxlp.schema import INT32, Count, CountOrZero, Range
+from maxlp.schema import INT32, Count, CountOrZero, PositiveFraction, Range
 
 TEMPLATES = ("a photo of a {}.",)
 CHUNK_ROWS = 32  # rows that one thread makes at a time
@@ -46,9 +46,6 @@ class HasPlaceholder(NamedTuple):
         except (ValueError, LookupError):
             return "must have one {} for the class, and no other braces"
         return None if "{}" in value else "must have a {} for the class"
-
-
-CropFraction = Annotated[float, Range(above=0, at_most=1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +79,7 @@ class ImageTextDataConfig:
     text_len: Annotated[int, Range(at_least=3), INT32]
     image_size: Count
     batch_size: Count
-    crop_scale: tuple[CropFraction, CropFraction] = images.CROP_SCALE
+    crop_scale: tuple[PositiveFraction, PositiveFraction] = images.CROP_SCALE
     classes: str = ""
     templates: tuple[Annotated[str, HasPlaceholder()], ...] = ()
     templates_file: str = ""

@@ -18,13 +18,14 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from maxlp.data.readers import COMPRESSED
 from maxlp.data.readers.access import open_file
-from maxlp.data.specs import import_extra, load, one_line
+from maxlp.data.specs import import_extra, one_line
 from maxlp.runtime import files
 from maxlp.runtime.files import is_url
 
@@ -152,7 +153,7 @@ def _decompressing(path: str, source: BinaryIO) -> Any:
 def _entry(path: str, what: str) -> Path:
     """Where an entry is, or would be."""
     if is_url(path):
-        found = load("maxlp.data.remote:stat")(path)
+        found = resolve_name("maxlp.data.remote:stat")(path)
         return folder() / _hash(path) / _hash(found.size, found.tag) / _hash(what)
     path, found = os.path.abspath(path), os.stat(path)
     return folder() / _hash(path) / _hash(found.st_size, found.st_mtime_ns) / _hash(what)
@@ -163,7 +164,7 @@ def _hash(*values: Any) -> str:
 
 
 def _size(path: str) -> int:
-    return load("maxlp.data.remote:stat")(path).size if is_url(path) else os.path.getsize(path)
+    return resolve_name("maxlp.data.remote:stat")(path).size if is_url(path) else os.path.getsize(path)
 
 
 def _remove_leftovers(entry: Path) -> None:

@@ -42,12 +42,13 @@ decodes a whole row group for one document): convert such a corpus to ArrayRecor
 import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from pkgutil import resolve_name
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from maxlp.data.readers import BrokenExample
-from maxlp.data.specs import load, one_line, split_options
+from maxlp.data.specs import one_line, split_options
 from maxlp.data.tokenizers import as_bytes
 
 VALIDATION = 0.02
@@ -208,7 +209,7 @@ class Source:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Changes with the files; see `data.fingerprint`."""
-        return load("maxlp.data.fingerprint:of_files")(self.reader.paths())
+        return resolve_name("maxlp.data.fingerprint:of_files")(self.reader.paths())
 
     def __repr__(self) -> str:
         return f"Source({self.name!r}, split={self.split!r}, documents={self._len})"
@@ -258,7 +259,7 @@ def open_source(spec: Spec) -> Source:
     try:
         if kind.drawn:
             raise ValueError("its images are drawn when they are used; there are no records to read")
-        return load(kind.opener)(spec, **spec.options)
+        return resolve_name(kind.opener)(spec, **spec.options)
     except ValueError as error:
         raise ValueError(f"source {spec.text!r}: {one_line(error)}") from None
 
@@ -338,7 +339,7 @@ def check_split(split: str, allowed: Sequence[str]) -> None:
 
 
 def _parse_options(kind: Kind, name: str, texts: Mapping[str, str]) -> dict[str, Any]:
-    parameters = inspect.signature(load(kind.opener), eval_str=True).parameters.values()
+    parameters = inspect.signature(resolve_name(kind.opener), eval_str=True).parameters.values()
     known = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY}
     options: dict[str, Any] = {}
     for key, text in texts.items():

@@ -1,4 +1,4 @@
-"""Spec strings, `name?key=value&key=value`, and loading the objects that they name."""
+"""Spec strings, `name?key=value&key=value`, optional libraries, and error messages."""
 
 import contextlib
 import importlib
@@ -16,12 +16,6 @@ def split_options(spec: str) -> tuple[str, dict[str, str]]:
     if not match:
         return spec, {}
     return match[1], dict(part.split("=", 1) for part in match[2].split("&"))
-
-
-def load(target: str) -> Any:
-    """Imports the module of `"package.module:attribute"` and returns the attribute."""
-    module, _, attribute = target.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def import_extra(module: str, extra: str = "data") -> Any:

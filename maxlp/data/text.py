@@ -33,6 +33,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pkgutil import resolve_name
 from typing import Annotated, Any, NamedTuple
 
 import grain
@@ -45,7 +46,7 @@ from maxlp.data.common import Batch, Seeds, require
 from maxlp.data.packing import PACKERS
 from maxlp.data.readers import BrokenExample
 from maxlp.data.sources import Mixture, check_split, make_source
-from maxlp.data.specs import load, of_key
+from maxlp.data.specs import of_key
 from maxlp.data.tokenizers import Tokenizer, as_bytes, make_tokenizer
 from maxlp.schema import INT32, Count, OneOf, Range
 
@@ -144,7 +145,9 @@ def make_data(
     documents: Sequence[Any] = sources
     chats = [_is_conversation(part[0]) for part in sources]
     if any(chats):
-        documents, template = load("maxlp.data.chat:open_conversations")(sources, chats, tokenizer, config)
+        documents, template = resolve_name("maxlp.data.chat:open_conversations")(
+            sources, chats, tokenizer, config
+        )
     if split == "validation":
         in_order = [grain.MapDataset.source(part) for part in documents]
         documents, weights, seed = [grain.MapDataset.concatenate(in_order)], [1.0], 0

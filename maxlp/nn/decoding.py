@@ -5,7 +5,7 @@ Shape letters: B rows · S prompt length · N new tokens · V vocabulary · D fe
 
 import dataclasses
 import functools
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from maxlp import schema
-from maxlp.schema import CountOrZero, NotNegative, Range
+from maxlp.schema import CountOrZero, NotNegative, PositiveFraction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Sampling:
 
     temperature: NotNegative
     top_k: CountOrZero = 0
-    top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
+    top_p: PositiveFraction = 1.0
 
     def __post_init__(self):
         schema.check(self)

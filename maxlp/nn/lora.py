@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlp.nn.layers import Axes, Frozen, Linear, param, uniform
+from maxlp.nn.stack import path_name
 
 
 class Adapter(nnx.Module):
@@ -66,7 +67,7 @@ def add_adapters(
     Raises:
       ValueError: a pattern that matches no matmul, or a rank that is not smaller than a kernel's dims.
     """
-    linears = {"/".join(map(str, path)): m for path, m in nnx.iter_modules(model) if isinstance(m, Linear)}
+    linears = {path_name(path): m for path, m in nnx.iter_modules(model) if isinstance(m, Linear)}
     for pattern in targets or ():
         if not fnmatch.filter(linears, pattern):
             raise ValueError(

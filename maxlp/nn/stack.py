@@ -84,6 +84,21 @@ class Block(nnx.Module):
     run_stack: Callable[[StackCall], jax.Array] | None = None
 
 
+def path_name(path: tuple[Any, ...]) -> str:
+    """The path of a module as text, such as ``layers/attn/q_proj``."""
+    return "/".join(map(str, path))
+
+
+def find_stacks(model: nnx.Module) -> dict[str, Block]:
+    """The stacks of a model by `path_name`."""
+    return {path_name(path): m for path, m in nnx.iter_modules(model) if isinstance(m, Block)}
+
+
+def count_layers(blocks: Block) -> int:
+    """The number of layers of a stack, the first dim of its parameters."""
+    return jax.tree.leaves(nnx.state(blocks, nnx.Param))[0].shape[0]
+
+
 def stack(make_block: Callable[[nnx.Rngs], Block], num_layers: int, rngs: nnx.Rngs) -> Any:
     """``num_layers`` blocks as one module, whose variables have a leading ``layers`` axis."""
     vmapped = nnx.vmap(make_block, transform_metadata={nnx.PARTITION_NAME: "layers"})
@@ -126,13 +141,7 @@ def apply_stack(
     parts = blocks.parts or (Part(0, num_layers),)
 
     def layer(
-        x: jax.Array,
-        params: Any,
-        frozen: Any,
-        state: Any,
-        rows: Any,
-        extra: Any,
-        plain: frozenset[str] = frozenset(),
+        x: jax.Array, params: Any, frozen: Any, state: Any, rows: Any, extra: Any, plain: frozenset[str]
     ) -> Any:
         block = nnx.merge(graphdef, params, frozen, state)
         x = checkpoint_name(x, BLOCK_INPUT)
@@ -156,7 +165,7 @@ def apply_stack(
         assert alike, "see run.constraints"
         x, new_state = _in_pipeline(layer, x, per_row, (params, frozen), state, schedule, remat)
     elif scan and num_layers > 1 and alike:
-        body = _remat(REMAT_POLICIES, remat)(lambda x, xs: layer(x, xs[0], xs[1], xs[2], per_row, xs[3]))
+        body = _remat(REMAT_POLICIES, remat)(lambda x, xs: layer(x, *xs[:3], per_row, xs[3], frozenset()))
         x, (new_state, outs) = jax.lax.scan(body, x, (params, frozen, state, per_layer))
     else:
 
@@ -187,7 +196,7 @@ def _in_pipeline(
     from maxlp.parallel import pipeline  # only meshes with stages need it
 
     def layer_of_microbatch(x: jax.Array, weights: Any, state: Any, rows: Any) -> tuple[jax.Array, Any]:
-        x, (state, _) = layer(x, *weights, state, rows, None)
+        x, (state, _) = layer(x, *weights, state, rows, None, frozenset())
         return x, state
 
     return pipeline.run(
@@ -203,13 +212,7 @@ def _in_pipeline(
 
 
 def _in_parts(
-    layer: Callable,
-    x: jax.Array,
-    params: Any,
-    rest: Any,
-    parts: tuple[Part, ...],
-    scan: bool,
-    remat: str,
+    layer: Callable, x: jax.Array, params: Any, rest: Any, parts: tuple[Part, ...], scan: bool, remat: str
 ) -> Any:
     """Runs the parts of a stack, each in a loop of its own.
 
@@ -297,6 +300,6 @@ def _remat(policies: dict, name: str, prevent_cse: bool = False) -> Callable[[Ca
 def _without_quantization(block: nnx.Module, paths: frozenset[str]) -> nnx.Module:
     """The block, whose layers at these paths lose the modules that quantize, and with them their state."""
     for path, module in nnx.iter_modules(block):
-        if isinstance(module, Linear) and "/".join(map(str, path)) in paths:
+        if isinstance(module, Linear) and path_name(path) in paths:
             module.dot_general = nnx.static(dot_general)
     return block

@@ -10,14 +10,14 @@ from jax.tree_util import KeyPath
 
 from maxlp.optim.config import Conflict, OptimizerConfig, OptimizerKind
 from maxlp.optim.tree_utils import LayerAxes, layer_axes, over_tensor, tensor_mean, widened
-from maxlp.schema import CountOrZero, DecayRate, Range
+from maxlp.schema import CountOrZero, DecayRate, PositiveFraction, Range
 
 
 def scale_by_adafactor(
     mu_dtype: Any = None,
     *,
     momentum: DecayRate = 0.0,
-    decay_rate: Annotated[float, Range(above=0, at_most=1)] = 0.8,
+    decay_rate: PositiveFraction = 0.8,
     min_dim_size_to_factor: CountOrZero = 128,
     clipping_threshold: Annotated[float, Range(above=0, infinite=True)] = 1.0,
     layer_axes: LayerAxes = layer_axes,

@@ -13,7 +13,7 @@ the step is Adam's.
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jax.tree_util import KeyPath
 from maxlp.optim.config import Conflict, OptimizerConfig, OptimizerKind
 from maxlp.optim.stable_adamw import divide_decay
 from maxlp.optim.tree_utils import LayerAxes, find_states, layer_axes, leaf_name, over_tensor, widened
-from maxlp.schema import NotNegative, Range
+from maxlp.schema import NotNegative, PositiveFraction
 
 
 class AdamPState(NamedTuple):
@@ -42,7 +42,7 @@ def scale_by_adamp(
     mu_dtype: Any = None,
     *,
     delta: NotNegative = 0.1,
-    wd_ratio: Annotated[float, Range(above=0, at_most=1)] = 0.1,
+    wd_ratio: PositiveFraction = 0.1,
     layer_axes: LayerAxes = layer_axes,
 ) -> optax.GradientTransformation:
     """Adam's step without its radial part, for tensors of each layer with at least two dims.

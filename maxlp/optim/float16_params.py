@@ -8,9 +8,9 @@ Plain float16 ends at 2^-24, so that tensors whose values are below 2^-14 lose b
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
+
+from maxlp.optim.tree_utils import widened
 
 
 def float16_params(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -24,13 +24,9 @@ def float16_params(inner: optax.GradientTransformation) -> optax.GradientTransfo
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> optax.OptState:
-        return inner.init(_float32(params))
+        return inner.init(widened(params))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any) -> Any:
-        return inner.update(updates, state, _float32(params), **extra)
+        return inner.update(updates, state, widened(params), **extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _float32(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)

@@ -27,7 +27,7 @@ from maxlp.numerics.blockwise import decode, encode
 from maxlp.numerics.formats import Quantized
 from maxlp.numerics.rounding import drop_bits
 from maxlp.optim.config import BF16_ROUNDINGS
-from maxlp.optim.tree_utils import layer_axes, name_of
+from maxlp.optim.tree_utils import layer_axes, name_of, widened
 
 _LOST = {"kahan": jnp.bfloat16, "residual": jnp.int8}  # dtypes of the rounding errors
 
@@ -79,16 +79,16 @@ def pure_bf16(
                 )
         lost = optax.tree.zeros_like(params, dtype=_LOST[method]) if method in _LOST else None
         master = _masters(params) if method == "float16_master" else None
-        return PureBf16State(jnp.zeros([], jnp.int32), inner.init(_float32(params)), lost, master)
+        return PureBf16State(jnp.zeros([], jnp.int32), inner.init(widened(params)), lost, master)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any) -> Any:
         assert params is not None, "the parameter after the update is what gets rounded"
-        stored = old = _float32(params)
+        stored = old = widened(params)
         if method == "residual":
             old = jax.tree.map(_with_residual, stored, state.lost)
         elif method == "float16_master":
             old = jax.tree.map(lambda _, master: decode(master, "float16"), stored, state.master)
-        updates, inner_state = inner.update(_float32(updates), state.inner, old, **extra)
+        updates, inner_state = inner.update(widened(updates), state.inner, old, **extra)
         lost = master = None
         if method == "kahan":
             wanted = jax.tree.map(lambda u, c: u + c.astype(jnp.float32), updates, state.lost)
@@ -110,10 +110,6 @@ def pure_bf16(
         return deltas, PureBf16State(optax.safe_increment(state.count), inner_state, lost, master)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _float32(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
 def _masters(params: Any) -> Any:

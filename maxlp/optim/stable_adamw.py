@@ -28,7 +28,7 @@ from jax.tree_util import KeyPath
 from maxlp import schema
 from maxlp.optim.config import OptimizerConfig, OptimizerKind
 from maxlp.optim.tree_utils import LayerAxes, find_states, layer_axes, over_tensor, tensor_mean, widened
-from maxlp.schema import Range
+from maxlp.schema import PositiveFraction, Range
 
 ClipThreshold = Annotated[float, Range(above=0, infinite=True)]
 CLIP_THRESHOLD = 1.0
@@ -50,7 +50,7 @@ def scale_by_stable_adam(
     mu_dtype: Any = None,
     *,
     clip_threshold: ClipThreshold = CLIP_THRESHOLD,
-    decay_rate: Annotated[float, Range(above=0, at_most=1)] | None = None,
+    decay_rate: PositiveFraction | None = None,
     layer_axes: LayerAxes = layer_axes,
 ) -> optax.GradientTransformation:
     """Adam's step divided by max(1, RMS_t / clip_threshold), for each tensor of each layer.

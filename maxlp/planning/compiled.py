@@ -8,8 +8,6 @@ XLA's GPU autotuning is off, so that its choice of matmul kernels may differ on 
 import dataclasses
 import importlib.metadata
 import re
-import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from maxlp.core.train_state import abstract_state
 from maxlp.core.train_step import jit_step
 from maxlp.planning import hlo
 from maxlp.run.experiment import Experiment
+from maxlp.runtime.hardware import host_peak
 
 PLATFORMS: dict[str, str] = {"gpu": "cuda"}  # JAX's lowering platform where it differs from the device's
 
@@ -87,7 +86,7 @@ def compile_step(run: Experiment, hlo_file: str | None = None) -> Compiled:
         try:
             done = _compile(lowered)
         except jax.errors.JaxRuntimeError as error:
-            return Compiled(None, _needed(error), [], {}, time.perf_counter() - start, host_memory())
+            return Compiled(None, _needed(error), [], {}, time.perf_counter() - start, host_peak())
     seconds = time.perf_counter() - start
     text = done.as_text()
     assert text is not None
@@ -95,7 +94,7 @@ def compile_step(run: Experiment, hlo_file: str | None = None) -> Compiled:
         Path(hlo_file).write_text(text)
     memory = read_memory(done, platform)
     found = hlo.collectives(text, dict(run.mesh.shape))
-    return Compiled(memory, memory.peak, found, kernels(text), seconds, host_memory())
+    return Compiled(memory, memory.peak, found, kernels(text), seconds, host_peak())
 
 
 def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
@@ -153,9 +152,3 @@ def kernels(text: str) -> dict[str, int]:
         if hlo.is_kernel(target):
             counts[target] = counts.get(target, 0) + 1
     return counts
-
-
-def host_memory() -> float:
-    """The largest resident size of this process so far, in bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -53,6 +53,12 @@ class QuantDot(nnx.Module):
             zeros = jnp.zeros((*stack, recipe.history), jnp.float32)
             setattr(self, f"{tensor}_amax_history", kind(zeros, out_sharding=axes, eager_sharding=False))
 
+    def share_histories(self, dot: "QuantDot") -> None:
+        """Takes over the recipe of another one, and shares its histories."""
+        self.recipe = dot.recipe
+        for tensor, history in dot.histories.items():
+            setattr(self, f"{tensor}_amax_history", history)
+
     @property
     def histories(self) -> dict[str, nnx.Variable]:
         """The amax history of each tensor that has one."""

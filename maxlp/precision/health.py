@@ -31,6 +31,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxlp.nn.stack import path_name
 from maxlp.numerics import formats
 from maxlp.numerics.quantized import dequantize
 from maxlp.numerics.scales import amax
@@ -38,6 +39,7 @@ from maxlp.precision import delayed
 from maxlp.precision.dot import QuantDot, Static, quantize
 from maxlp.precision.inject import Matmul, matmuls
 from maxlp.precision.recipes import Operand, Recipe
+from maxlp.precision.replace import replace_quant_dots
 
 STATISTICS = ("amax", "scale", "age", "saturated", "underflow")
 TENSORS = ("input", "kernel", "output_grad")
@@ -63,9 +65,7 @@ class Probe(QuantDot):
     """
 
     def __init__(self, dot: QuantDot, stack: tuple[int, ...]):
-        self.recipe = dot.recipe
-        for tensor, history in dot.histories.items():
-            setattr(self, f"{tensor}_amax_history", history)
+        self.share_histories(dot)
         zeros = jnp.zeros((*stack, len(STATISTICS)), jnp.float32)
         self.input_health, self.kernel_health = Health(zeros), Health(zeros)
         self.output_grad_health = delayed.OverwriteWithGradient(zeros)
@@ -207,7 +207,7 @@ def measure(
       ``{"layers/mlp/up_proj": {"input/amax": float32 (L,), …}, …, "layers/mlp": {"swiglu/corr_1":
       …}}``. Tensors that are not quantized (in blocks at either end) have a scale of 0.
     """
-    probed, model_state = _with_probes(graphdef, state)
+    probed, model_state = replace_quant_dots(graphdef, state, Probe)
     probed_state = {**state, "model_state": model_state}
     scale = None if loss_scale is None else loss_scale(state)
     _, model_state, _ = gradients(probed, probed_state, batch, scale)
@@ -223,17 +223,8 @@ def measure(
     for path, module in nnx.iter_modules(model):
         if isinstance(module, SwiGLU):
             aligned = alignment(module.gate_proj.kernel[...], module.up_proj.kernel[...])
-            found["/".join(map(str, path))] = {f"swiglu/{name}": x for name, x in aligned.items()}
+            found[path_name(path)] = {f"swiglu/{name}": x for name, x in aligned.items()}
     return found
-
-
-def _with_probes(graphdef: nnx.GraphDef, state: Mapping[str, Any]) -> tuple[nnx.GraphDef, dict]:
-    model = nnx.merge(graphdef, state["params"], state["model_state"])
-    for _, module in matmuls(model):
-        if isinstance(dot := module.dot_general, QuantDot):
-            module.dot_general = nnx.data(Probe(dot, module.kernel.shape[:-2]))
-    graphdef, _, model_state = nnx.split(model, nnx.Param, ...)
-    return graphdef, nnx.to_pure_dict(model_state)
 
 
 def alignment(

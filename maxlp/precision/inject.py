@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from flax import nnx
 
+from maxlp.nn.stack import path_name
 from maxlp.precision.recipes import Recipe
 
 HIGH_PRECISION = "high precision"
@@ -27,10 +28,7 @@ class Matmul(Protocol):
 
 def matmuls(model: nnx.Module, *more: type) -> list[tuple[str, Any]]:
     """(path, module) of each `Matmul` of a model, and of ``more`` types of modules, sorted by path."""
-    found: list[tuple[str, Any]] = []
-    for path, module in nnx.iter_modules(model):
-        if isinstance(module, (Matmul, *more)):
-            found.append(("/".join(map(str, path)), module))
+    found = [(path_name(path), m) for path, m in nnx.iter_modules(model) if isinstance(m, (Matmul, *more))]
     return sorted(found, key=lambda item: item[0])
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxlp.nn.stack import Block, StackCall
+from maxlp.nn.stack import StackCall, find_stacks
 
 
 def probe(
@@ -52,10 +52,8 @@ def of_blocks(model: nnx.Module, forward: Callable[[], Any]) -> dict[str, jax.Ar
       model: each of its stacks is called once by ``forward``; no other use of it may follow.
     """
     found: dict[str, jax.Array] = {}
-    for path, module in nnx.iter_modules(model):
-        if isinstance(module, Block):
-            name = "/".join(map(str, path))
-            module.run_stack = nnx.static(functools.partial(_run_stack, found, name))
+    for name, blocks in find_stacks(model).items():
+        blocks.run_stack = nnx.static(functools.partial(_run_stack, found, name))
     forward()
     return found
 

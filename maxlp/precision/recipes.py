@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 from maxlp import schema
 from maxlp.numerics import formats
 from maxlp.numerics.formats import BLOCK_SCALES, GRANULARITIES, MX_BLOCK
-from maxlp.schema import Count, OneOf, Range
+from maxlp.schema import Count, OneOf, PositiveFraction, Range
 
 GEMMS = {  # the tensors of a layer that each matmul multiplies
     "fwd": ("input", "kernel"),
@@ -42,7 +42,6 @@ SmoothForm = Annotated[str, OneOf(("none", "channel", "balanced", "token"))]  # 
 Clipping = Annotated[str, OneOf(("max", "gaussian"))]
 Residuals = Annotated[str, OneOf(("full", "quantized"))]
 Margin = Annotated[float, Range(at_least=-8, at_most=8)]  # E5M2 keeps 16 of its 32 exponents
-Share = Annotated[float, Range(above=0, at_most=1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +138,7 @@ class Recipe:
     hadamard: bool = False
     fwd_hadamard: bool = False
     trust_mask: bool = False
-    keep: Share = 1.0
+    keep: PositiveFraction = 1.0
 
     def __post_init__(self):
         schema.check(self)
@@ -334,7 +333,7 @@ class RecipeOptions:
     hadamard: bool | None = None
     fwd_hadamard: bool | None = None
     trust_mask: bool | None = None
-    keep: Share | None = None
+    keep: PositiveFraction | None = None
 
     def __post_init__(self):
         schema.check(self)

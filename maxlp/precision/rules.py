@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from maxlp.nn.layers import Linear
-from maxlp.nn.stack import Block
+from maxlp.nn.stack import find_stacks
 from maxlp.precision.inject import Rules
 from maxlp.precision.recipes import RECIPES, Recipe
 from maxlp.precision.replace import kernel_shape
@@ -56,7 +56,7 @@ def choose(
 
 def _paths_of_layers(model: nnx.Module, matmuls: Mapping[str, Any]) -> dict[str, list[str]]:
     """The path of each `Linear` in a stack of blocks → its paths with the index of a layer."""
-    stacks = ["/".join(map(str, path)) for path, m in nnx.iter_modules(model) if isinstance(m, Block)]
+    stacks = find_stacks(model)
     return {
         path: [f"{stack}/{i}{path.removeprefix(stack)}" for i in range(module.kernel.shape[0])]
         for path, module in matmuls.items()

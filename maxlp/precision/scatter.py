@@ -25,7 +25,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from maxlp.nn.layers import Linear
-from maxlp.nn.stack import Block
+from maxlp.nn.stack import find_stacks
 from maxlp.numerics.formats import FORMATS, Quantized
 from maxlp.numerics.quantized import dequantize, quantize
 from maxlp.parallel import exchange, sharding
@@ -33,12 +33,11 @@ from maxlp.parallel import exchange, sharding
 
 def set_format(model: nnx.Module, format_name: str) -> None:
     """Lets the kernels in the blocks of a model have their gradients scattered in a format, in place."""
-    for _, blocks in nnx.iter_modules(model):
-        if isinstance(blocks, Block):
-            for _, linear in nnx.iter_modules(blocks):
-                if isinstance(linear, Linear):
-                    axes = linear.kernel.get_metadata("out_sharding")
-                    linear.sum_over_rows = nnx.static(Scatter(format_name, axes[-2:]))
+    for blocks in find_stacks(model).values():
+        for _, linear in nnx.iter_modules(blocks):
+            if isinstance(linear, Linear):
+                axes = linear.kernel.get_metadata("out_sharding")
+                linear.sum_over_rows = nnx.static(Scatter(format_name, axes[-2:]))
 
 
 def block_size(dim: int) -> int:

@@ -33,6 +33,7 @@ from maxlp.precision.dot import QuantDot
 from maxlp.precision.health import shares
 from maxlp.precision.inject import matmuls
 from maxlp.precision.recipes import GEMMS, Operand, Recipe
+from maxlp.precision.replace import replace_quant_dots
 
 # Of an operand: the shares that saturate and underflow (`health`), and the relative error of the product
 # ``‖y - y0‖ / ‖y0‖``, which is measured where one of a matmul's switches is on.
@@ -56,9 +57,7 @@ class SwitchDot(QuantDot):
     """
 
     def __init__(self, dot: QuantDot, stack: tuple[int, ...]):
-        self.recipe = dot.recipe
-        for tensor, history in dot.histories.items():
-            setattr(self, f"{tensor}_amax_history", history)
+        self.share_histories(dot)
         self.on = Switches(jnp.zeros((*stack, 3, 2), bool))
         self.forward_statistics = Statistics(jnp.zeros((*stack, 2, len(STATISTICS)), jnp.float32))
         self.backward_statistics = delayed.OverwriteWithGradient(
@@ -106,12 +105,7 @@ def switchable(recipe: Recipe) -> dict[tuple[str, str], Operand]:
 
 def with_switches(graphdef: nnx.GraphDef, state: Mapping[str, Any]) -> tuple[nnx.GraphDef, dict]:
     """The structure and the model state of a model with a `SwitchDot` for each `QuantDot`, all off."""
-    model = nnx.merge(graphdef, state["params"], state["model_state"])
-    for _, module in matmuls(model):
-        if isinstance(quantizing := module.dot_general, QuantDot):
-            module.dot_general = nnx.data(SwitchDot(quantizing, module.kernel.shape[:-2]))
-    graphdef, _, model_state = nnx.split(model, nnx.Param, ...)
-    return graphdef, nnx.to_pure_dict(model_state)
+    return replace_quant_dots(graphdef, state, SwitchDot)
 
 
 def switch_dots(model: nnx.Module) -> dict[str, SwitchDot]:

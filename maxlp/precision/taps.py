@@ -25,7 +25,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlp.nn.layers import Embed, LayerNorm, LayerScale, Linear, RMSNorm
-from maxlp.nn.stack import Block
+from maxlp.nn.stack import count_layers, find_stacks, path_name
 from maxlp.precision.delayed import OverwriteWithGradient
 
 TAPPED = (Linear, Embed, RMSNorm, LayerNorm, LayerScale)
@@ -76,14 +76,12 @@ def with_taps(
 
 def stacks(model: nnx.Module) -> dict[str, int]:
     """The path of each stack, with a slash at its end, and its number of layers."""
-    blocks = [(path, module) for path, module in nnx.iter_modules(model) if isinstance(module, Block)]
-    params = [jax.tree.leaves(nnx.state(module, nnx.Param))[0] for _, module in blocks]
-    return {f"{'/'.join(map(str, path))}/": p.shape[0] for (path, _), p in zip(blocks, params, strict=True)}
+    return {f"{name}/": count_layers(blocks) for name, blocks in find_stacks(model).items()}
 
 
 def mark(module: Path, end: str) -> str:
     """The name that a tapped tensor has in a jaxpr; that of its gradient ends in " gradient"."""
-    return f"tap: {'/'.join(map(str, module))} {end}"
+    return f"tap: {path_name(module)} {end}"
 
 
 def _modified(
@@ -93,7 +91,7 @@ def _modified(
     model = nnx.merge(graphdef, state["params"], state["model_state"])
     in_stacks = stacks(model)
     for parts, module in list(nnx.iter_modules(model)):
-        path = "/".join(map(str, parts))
+        path = path_name(parts)
         if type(module) not in TAPPED or path in UNTAPPED:
             continue
         module.__class__ = _tapped(type(module))

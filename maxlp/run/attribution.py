@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from maxlp.core.gradients import Batch, Gradients
 from maxlp.core.train_state import State
 from maxlp.core.train_step import LossScaleOf
-from maxlp.nn.stack import Block
+from maxlp.nn.stack import find_stacks
 from maxlp.precision import switches
 from maxlp.precision.recipes import GEMMS
 from maxlp.run.reopen import batch_of, reopened
@@ -103,10 +103,9 @@ class Attribution:
 
 def sites_of(model: nnx.Module) -> list[Site]:
     """Every operand that a model with switches quantizes, in the order of the layers."""
-    stacks = [("/".join(map(str, path)), m) for path, m in nnx.iter_modules(model) if isinstance(m, Block)]
     plain = {
         (f"{stack}/{path}", i)
-        for stack, blocks in stacks
+        for stack, blocks in find_stacks(model).items()
         for part in blocks.parts
         for path in part.plain
         for i in range(part.start, part.stop)

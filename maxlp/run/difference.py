@@ -38,8 +38,10 @@ import maxlp
 from maxlp.core.gradients import Gradients
 from maxlp.core.train_state import State
 from maxlp.core.train_step import LossScaleOf, Step
+from maxlp.nn.stack import path_name
 from maxlp.parallel.batches import global_batch
 from maxlp.precision import taps
+from maxlp.runtime import tree_spec
 
 SEEDS = 4
 FACTOR = 6.0
@@ -214,7 +216,7 @@ class Compiled:
         found: list[tuple[tuple, Site, np.ndarray]] = []
         for path, x in own.items():
             end = next(end for end, name in taps.ENDS.items() if name == path[-1])
-            module, layers = "/".join(map(str, path[:-1])), self.taps[path].layers
+            module, layers = path_name(path[:-1]), self.taps[path].layers
             for layer in [None] if layers is None else range(layers):
                 r, (value, grad) = rank[module, layer], x if layer is None else x[layer]
                 site = Site(part, end, module, layer)
@@ -232,7 +234,7 @@ class Compiled:
     def _modules(self) -> Iterator[tuple[str, int | None]]:
         """Each tapped module and layer, in the order of the forward pass."""
         for layers, group in itertools.groupby(self.taps.items(), lambda item: item[1].layers):
-            modules = dict.fromkeys("/".join(map(str, path[:-1])) for path, _ in group)
+            modules = dict.fromkeys(path_name(path[:-1]) for path, _ in group)
             yield from (
                 itertools.product(modules, [None])
                 if layers is None
@@ -246,8 +248,7 @@ def shapes(tree: Any) -> Any:
 
 
 def _named(kind: str, tree: Any) -> dict[tuple[str, str], jax.Array]:
-    flat, _ = jax.tree.flatten_with_path(tree)
-    return {(kind, jax.tree_util.keystr(path, simple=True, separator="/")): x for path, x in flat}
+    return {(kind, path): x for path, x in tree_spec.leaves(tree)}
 
 
 def _one_pass(program: Program, graphdef: nnx.GraphDef, state: State, batch: Any) -> Any:

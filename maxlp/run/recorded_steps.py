@@ -25,7 +25,7 @@ from maxlp.run.experiment import resolve_settings
 from maxlp.run.reopen import reopened
 from maxlp.run.run_dir import upgraded
 from maxlp.run.settings import Settings
-from maxlp.runtime import files
+from maxlp.runtime import files, tree_spec
 
 INFO = "info"  # the name of the JSON in a file
 # Keys that decide how far rounding moves a tensor, which is recorded.
@@ -125,7 +125,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _write(path: Path, found: Recorded, info: Mapping[str, Any]) -> None:
     arrays: dict[str, np.ndarray] = {f"batch/{name}": x for name, x in found.batch.items()}
-    arrays |= {f"state/{name}": x for name, x in _flat(found.state).items()}
+    arrays |= {f"state/{name}": x for name, x in tree_spec.leaves(found.state)}
     arrays |= {f"given/{i}": x for i, x in enumerate(found.given.values())}
     arrays |= {f"tensor/{i}": x for i, x in enumerate(found.tensors.values())}
     arrays["spread"] = np.array([found.spread[site] for site in found.tensors])
@@ -171,17 +171,11 @@ def _recorded(arrays: dict[str, np.ndarray], info: Mapping[str, Any], like: Stat
     )
 
 
-def _flat(tree: Any) -> dict[str, Any]:
-    """The leaves of a state by their paths."""
-    flat, _ = jax.tree.flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in flat}
-
-
 def _state(flat: Mapping[str, np.ndarray], like: State, path: Path) -> State:
     """The parts of a recorded state that the program's state has too."""
     state = {}
     for part, abstract in like.items():
-        own = _flat({part: abstract})
+        own = dict(tree_spec.leaves({part: abstract}))
         shapes = {name: x.shape for name, x in own.items()}
         if shapes == {k: x.shape for k, x in flat.items() if k == part or k.startswith(f"{part}/")}:
             leaves = [flat[name] for name in own]

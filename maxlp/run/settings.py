@@ -15,7 +15,7 @@ from maxlp.core.train_state import num_params
 from maxlp.families import Family
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.nn import attention
-from maxlp.nn.stack import Block, Part
+from maxlp.nn.stack import Part, find_stacks
 from maxlp.optim.config import OptimizerConfig
 from maxlp.optim.make_tx import Optimizer, make_tx
 from maxlp.parallel import sharding
@@ -289,9 +289,8 @@ def make_optimizer(s: Settings) -> Optimizer:
         return make_tx(s.optimizer, total_steps=s.train.total_steps, microbatches=s.train.microbatches)
 
 
-@functools.cache  # the planner's search asks for each matmul of each candidate
-def _recipe(config: precision.PrecisionConfig, name: str) -> precision.Recipe:
-    return config.make(name)
+# The planner's search asks for each matmul of each candidate.
+_recipe = functools.cache(PrecisionConfig.make)
 
 
 class _TracedModel(NamedTuple):
@@ -317,8 +316,7 @@ def _traced_model(
         made = family.make_model(model, rngs=nnx.Rngs(0))
         with errors_of("precision"):
             table.update(precision.apply(made, config, gated_products=family.gated_products))
-        stacks = ((path, module) for path, module in nnx.iter_modules(made) if isinstance(module, Block))
-        parts.update({"/".join(map(str, path)): blocks.parts for path, blocks in stacks})
+        parts.update({name: blocks.parts for name, blocks in find_stacks(made).items()})
         weights = nnx.state(made, nnx.Param)
         if adapters is None:
             return weights, weights
@@ -336,12 +334,10 @@ def read(c: ConfigDict) -> Settings:
     Raises:
       ConfigError: an unknown, missing or wrong section, key or value.
     """
-    for name in SECTIONS:
-        if name not in c:
-            raise ConfigError(f"config.{name} is missing; sections: {', '.join(SECTIONS)}")
-    for name in c:
-        if name not in SECTIONS:
-            raise ConfigError(f"config.{name} is unknown; sections: {', '.join(SECTIONS)}")
+    for name in (*SECTIONS, *c):
+        if name not in c or name not in SECTIONS:
+            fault = "unknown" if name in c else "missing"
+            raise ConfigError(f"config.{name} is {fault}; sections: {', '.join(SECTIONS)}")
     family, model, model_precision = read_model(c)
     return Settings(
         family=family,

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from maxlp.core import train_step
 from maxlp.core.gradients import Batch, Metrics
 from maxlp.core.train_state import State
-from maxlp.nn.stack import Block
+from maxlp.nn.stack import Block, path_name
 from maxlp.parallel import sharding
 from maxlp.precision.dot import QuantDot
 from maxlp.runtime.distributed import print_primary
@@ -115,7 +115,7 @@ def _quantized(model: nnx.Module) -> list[tuple[Any, QuantDot]]:
     for outer, block in nnx.iter_modules(model):
         for path in dots if isinstance(block, Block) and block.parts else ():
             if path[: len(outer)] == outer:
-                linear = "/".join(map(str, path[len(outer) : -1]))
+                linear = path_name(path[len(outer) : -1])
                 layers = [[linear not in part.plain] * (part.stop - part.start) for part in block.parts]
                 used[path] = np.concatenate(layers)
     return [(used[path], dot) for path, dot in dots.items()]

@@ -56,16 +56,19 @@ def published_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
     return 1e12 * peaks.get(dtype, peaks["bfloat16"]) if peaks else None
 
 
+def host_peak() -> int:
+    """The largest resident size of this process so far, in bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024  # KiB, on macOS bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 def memory_metrics() -> dict[str, float]:
     """Memory use in GiB, as ``memory/`` metrics.
 
     The peak of this process on the host and, if the backend reports them, the values of the local
     device where each is largest.
     """
-    # ru_maxrss is in KiB, on macOS in bytes.
-    unit = 1 if sys.platform == "darwin" else 1024
-    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    metrics = {"memory/host_peak_gib": rss / 2**30}
+    metrics = {"memory/host_peak_gib": host_peak() / 2**30}
     stats = [s for device in jax.local_devices() if (s := device.memory_stats())]
     for name in ("bytes_in_use", "peak_bytes_in_use", "bytes_limit"):
         if values := [s[name] for s in stats if name in s]:

@@ -110,6 +110,7 @@ Seed = Annotated[int, Range(at_least=0), UINT32]
 Positive = Annotated[float, Range(above=0)]
 NotNegative = Annotated[float, Range(at_least=0)]
 Fraction = Annotated[float, Range(at_least=0, at_most=1)]
+PositiveFraction = Annotated[float, Range(above=0, at_most=1)]
 DecayRate = Annotated[float, Range(at_least=0, below=1)]
 
 

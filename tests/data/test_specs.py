@@ -2,17 +2,13 @@ import sys
 
 import pytest
 
-from maxlp.data.specs import import_extra, load, one_line, split_options
+from maxlp.data.specs import import_extra, one_line, split_options
 
 
 def test_split_options_keeps_wildcards():
     assert split_options("text:/a/?.txt") == ("text:/a/?.txt", {})
     assert split_options("a/?b/*?x=1&y=a=b") == ("a/?b/*", {"x": "1", "y": "a=b"})
     assert split_options("tfds:c4?split=train[:9%]+test") == ("tfds:c4", {"split": "train[:9%]+test"})
-
-
-def test_load_returns_the_attribute():
-    assert load("maxlp.data.specs:split_options") is split_options
 
 
 def test_a_missing_library_is_named_with_its_installation(monkeypatch):

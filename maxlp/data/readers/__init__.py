@@ -9,8 +9,8 @@ import glob
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from pkgutil import resolve_name
 
-from maxlp.data.specs import load
 from maxlp.runtime.files import is_url
 
 COMPRESSED = (".gz", ".tgz", ".zst")
@@ -34,7 +34,7 @@ def find_files(pattern: str, suffix: str = "") -> tuple[str, list[str]]:
       ValueError: nothing is found.
     """
     if is_url(pattern):
-        return load("maxlp.data.remote:find")(pattern, suffix)
+        return resolve_name("maxlp.data.remote:find")(pattern, suffix)
     pattern = os.path.expanduser(pattern)
     if os.path.isdir(pattern):
         root, paths = pattern, of_kind(walk(pattern), suffix)
@@ -71,7 +71,7 @@ def walk(root: str, skip: Sequence[str] = ()) -> Iterator[str]:
 def read_whole(path: str) -> bytes:
     """The content of a file or URL, decompressed."""
     if is_url(path) or path.endswith(COMPRESSED):
-        return load("maxlp.data.remote:read_whole")(path)
+        return resolve_name("maxlp.data.remote:read_whole")(path)
     with open(path, "rb") as file:
         return file.read()
 

@@ -2,22 +2,22 @@
 
 import re
 from collections.abc import Sequence
+from pkgutil import resolve_name
 from typing import BinaryIO
 
 from maxlp.data.readers import COMPRESSED
-from maxlp.data.specs import load
 from maxlp.runtime.files import is_url
 
 
 def open_file(path: str) -> BinaryIO:
     """Opens a file or URL to read all of it; of a URL, large blocks are fetched."""
-    return load("maxlp.data.remote:open_stream")(path) if is_url(path) else open(path, "rb")
+    return resolve_name("maxlp.data.remote:open_stream")(path) if is_url(path) else open(path, "rb")
 
 
 def read_range(path: str, start: int, end: int) -> bytes:
     """Bytes `start` to `end` of a file or URL."""
     if is_url(path):
-        return load("maxlp.data.remote:read_range")(path, start, end)
+        return resolve_name("maxlp.data.remote:read_range")(path, start, end)
     with open(path, "rb") as file:
         file.seek(start)
         return file.read(end - start)
@@ -30,7 +30,7 @@ def uncompressed(paths: Sequence[str]) -> list[str]:
       ValueError: a compressed file is truncated or damaged.
     """
     if any(path.endswith(COMPRESSED) for path in paths):
-        return load("maxlp.data.local_cache:uncompressed")(paths)
+        return resolve_name("maxlp.data.local_cache:uncompressed")(paths)
     return list(paths)
 
 

@@ -16,13 +16,14 @@ The manifest records which of them, and is written last: without it a folder is 
 import errno
 import json
 import os
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
 
 from maxlp.data.readers import BrokenExample, read_whole
 from maxlp.data.sources import VALIDATION, Source, Spec
-from maxlp.data.specs import load, one_line
+from maxlp.data.specs import one_line
 from maxlp.runtime.files import is_url
 
 MANIFEST = "dataset.json"
@@ -40,7 +41,7 @@ class ArrayRecord:
         self._shards = [os.path.join(folder, each["file"]) for each in manifest["shards"]]
         # The library reads gs:// itself.
         in_place = not is_url(folder) or folder.startswith("gs://")
-        files = self._shards if in_place else load("maxlp.data.local_cache:copies")(self._shards)
+        files = self._shards if in_place else resolve_name("maxlp.data.local_cache:copies")(self._shards)
         # With the range of records in its name, a shard is not opened only to be counted.
         counts = (each["documents"] for each in manifest["shards"])
         self._records = ArrayRecordDataSource(
@@ -78,7 +79,7 @@ def open_array_record(spec: Spec, *, validation: float = VALIDATION) -> Source:
     """Opens a prepared folder."""
     folder = spec.path.rstrip("/") if is_url(spec.path) else os.path.expanduser(spec.path)
     if is_url(folder):
-        folder = load("maxlp.data.remote:pinned")(folder)
+        folder = resolve_name("maxlp.data.remote:pinned")(folder)
     manifest = read_manifest(folder, spec.content)
     tokenizer = manifest["tokenizer"] if manifest.get("kind") == "tokens" else None
     reader = ArrayRecord(folder, spec.content, manifest)
@@ -125,14 +126,14 @@ def read_manifest(folder: str, content: str) -> dict[str, Any]:
 
 def _read_if_there(path: str) -> bytes | None:
     if is_url(path):
-        return load("maxlp.data.remote:read_if_there")(path)
+        return resolve_name("maxlp.data.remote:read_if_there")(path)
     return read_whole(path) if os.path.isfile(path) else None
 
 
 def _sizes(paths: list[str]) -> list[int | None]:
     """Sizes of files or URLs, None for those that are missing."""
     if is_url(paths[0]):
-        return load("maxlp.data.remote:sizes")(paths)
+        return resolve_name("maxlp.data.remote:sizes")(paths)
     return [os.path.getsize(path) if os.path.isfile(path) else None for path in paths]
 
 

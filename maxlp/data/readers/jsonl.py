@@ -3,6 +3,7 @@
 import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from maxlp.data.readers import BrokenExample, as_text, find_files, locate, missing
 from maxlp.data.readers.access import open_file, read_range, uncompressed
 from maxlp.data.sources import VALIDATION, Source, Spec
-from maxlp.data.specs import load, one_line
+from maxlp.data.specs import one_line
 from maxlp.runtime.files import is_url
 
 BLOCK_BYTES = 2**24  # read at a time to find the lines of a file
@@ -24,7 +25,7 @@ class JsonLines:
     def __init__(self, paths: list[str], text_key: str, messages_key: str = ""):
         self._paths, self._key = paths, messages_key or text_key
         self._content = "messages" if messages_key else "text"
-        self._parse = load("maxlp.data.chat:as_messages") if messages_key else as_text
+        self._parse = resolve_name("maxlp.data.chat:as_messages") if messages_key else as_text
         self._files = uncompressed(paths)
         with ThreadPoolExecutor(INDEX_THREADS) as pool:
             self._bounds = list(pool.map(_line_bounds, self._files))
@@ -68,7 +69,9 @@ def open_jsonl(
 def _line_bounds(path: str) -> np.ndarray:
     """As `_scan_lines`; for a URL the result is kept in the local cache, because the whole file is read."""
     if is_url(path):
-        return np.load(load("maxlp.data.local_cache:array")(path, "lines", _scan_lines), allow_pickle=False)
+        return np.load(
+            resolve_name("maxlp.data.local_cache:array")(path, "lines", _scan_lines), allow_pickle=False
+        )
     return _scan_lines(path)
 
 

@@ -7,11 +7,12 @@ groups are kept in the local cache as long as its disk has room, because documen
 import functools
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from pkgutil import resolve_name
 from typing import Any, BinaryIO
 
 from maxlp.data.readers import as_text, find_files, locate, missing
 from maxlp.data.sources import VALIDATION, Source, Spec
-from maxlp.data.specs import import_extra, load, one_line
+from maxlp.data.specs import import_extra, one_line
 from maxlp.runtime.files import is_url
 
 THREADS = 16  # that read footers
@@ -23,7 +24,7 @@ class ParquetRows:
     def __init__(self, paths: list[str], text_key: str, messages_key: str = ""):
         self._key = messages_key or text_key
         self._content = "messages" if messages_key else "text"
-        self._parse = load("maxlp.data.chat:as_messages") if messages_key else as_text
+        self._parse = resolve_name("maxlp.data.chat:as_messages") if messages_key else as_text
         with ThreadPoolExecutor(THREADS) as pool:
             found = list(pool.map(lambda path: _group_sizes(path, self._key), paths))
         sizes = {
@@ -85,7 +86,7 @@ def _open(path: str) -> Any:
 
 
 def _open_url(url: str) -> BinaryIO:
-    return load("maxlp.data.remote:open_url")(url)
+    return resolve_name("maxlp.data.remote:open_url")(url)
 
 
 @functools.lru_cache(maxsize=64)

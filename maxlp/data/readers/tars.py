@@ -22,6 +22,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pkgutil import resolve_name
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -30,7 +31,7 @@ from absl import logging
 from maxlp.data.readers import COMPRESSED, BrokenExample, find_files, locate, of_kind
 from maxlp.data.readers.access import expand_braces, open_file, read_range, uncompressed
 from maxlp.data.sources import VALIDATION, Source, Spec
-from maxlp.data.specs import load, one_line
+from maxlp.data.specs import one_line
 from maxlp.runtime.files import is_url
 
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp")
@@ -162,7 +163,7 @@ def index_tar(path: str, text_type: str) -> str | np.ndarray:
     """
     if is_url(path):
         scan = functools.partial(scan_tar, text_type=text_type)
-        return load("maxlp.data.local_cache:array")(path, f"index of {text_type}", scan)
+        return resolve_name("maxlp.data.local_cache:array")(path, f"index of {text_type}", scan)
     # The file name contains all that the index depends on, so a stale index is never read.
     stat = os.stat(path)
     stamp = f"{text_type}-{stat.st_size:x}-{stat.st_mtime_ns:x}"

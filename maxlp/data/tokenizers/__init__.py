@@ -23,10 +23,11 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from pkgutil import resolve_name
 
 import numpy as np
 
-from maxlp.data.specs import load, one_line, split_options
+from maxlp.data.specs import one_line, split_options
 from maxlp.runtime.files import is_url
 
 KINDS = {
@@ -112,7 +113,7 @@ def make_tokenizer(spec: str) -> Tokenizer:
             )
     template = options.pop("chat_template", None)
     if path == "bytes" and not options:
-        return load(KINDS["bytes"])()
+        return resolve_name(KINDS["bytes"])()
     if path.startswith("hf:"):
         from maxlp.runtime import hub  # few runs need it
 
@@ -129,7 +130,7 @@ def make_tokenizer(spec: str) -> Tokenizer:
             hint += "; train a BPE with `python -m maxlp.prepare text --train_tokenizer=VOCAB`"
         raise ValueError(f"tokenizer {spec!r}: no such file; give {hint}")
     try:
-        made: Tokenizer = load(KINDS[_kind(path, data)])(data, **options)
+        made: Tokenizer = resolve_name(KINDS[_kind(path, data)])(data, **options)
     except ValueError as error:
         raise ValueError(f"tokenizer {path}: {one_line(error)}") from None
     made.files |= _files_beside(path, template)
@@ -140,7 +141,7 @@ def _files_beside(path: str, template: str | None) -> dict[str, bytes]:
     """The `COMPANIONS` of a tokenizer; `template` replaces the chat template that is there."""
     beside = {name: _read(os.path.join(os.path.dirname(path), name)) for name in COMPANIONS}
     if template == "plain":
-        beside[CHAT_TEMPLATE] = load("maxlp.data.chat:PLAIN").encode()
+        beside[CHAT_TEMPLATE] = resolve_name("maxlp.data.chat:PLAIN").encode()
     elif template is not None:
         with open(os.path.expanduser(template), "rb") as file:
             beside[CHAT_TEMPLATE] = file.read()
@@ -150,7 +151,7 @@ def _files_beside(path: str, template: str | None) -> dict[str, bytes]:
 def _read(path: str) -> bytes | None:
     """The content of a file or URL, None if there is none."""
     if is_url(path):
-        return load("maxlp.data.remote:read_if_there")(path)
+        return resolve_name("maxlp.data.remote:read_if_there")(path)
     if not os.path.isfile(path):
         return None
     with open(path, "rb") as file:

@@ -16,11 +16,11 @@ from maxlp import schema
 from maxlp.families.clip.encoder import ACTIVATIONS, INITS, Encoder, check_tower
 from maxlp.families.clip.vit import ImageTower, VisualConfig
 from maxlp.nn import attention, layers, stack
-from maxlp.schema import Count, CountOrZero, Fraction, NotNegative, OneOf, Range
+from maxlp.schema import Count, CountOrZero, Fraction, NotNegative, OneOf, PositiveFraction, Range
 
 TEXT_POOLS = ("argmax", "eos", "last")
 MAX_LOGIT_SCALE = math.log(100)
-ChannelStd = Annotated[float, Range(above=0, at_most=1)]  # of pixels in [0, 1]
+ChannelStd = PositiveFraction  # of pixels in [0, 1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class CLIPConfig:
     visual: VisualConfig
     text: TextConfig
     act: Annotated[str, OneOf(ACTIVATIONS)]
-    norm_eps: Annotated[float, Range(above=0, at_most=1)]
+    norm_eps: PositiveFraction
     layer_scale: NotNegative | None
     qk_norm: bool
     init: Annotated[str, OneOf(INITS)]

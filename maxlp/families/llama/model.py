@@ -18,7 +18,7 @@ from maxlp import schema
 from maxlp.nn import attention, layers, stack
 from maxlp.parallel.schedule import PipelineConfig
 from maxlp.parallel.sharding import constrain, gather_sequence, split_sequence
-from maxlp.schema import Count, OneOf, Positive, Range
+from maxlp.schema import Count, OneOf, Positive, PositiveFraction, Range
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class LlamaConfig:
     max_seq_len: Count
     rope_theta: Annotated[float, Range(at_least=1)]
     rope_scaling: RopeScaling | None
-    norm_eps: Annotated[float, Range(above=0, at_most=1)]
+    norm_eps: PositiveFraction
     tie_embeddings: bool
     init_std: Positive | None
     dtype: Annotated[str, OneOf(layers.DTYPES)]
