@@ -141,7 +141,13 @@ def apply_stack(
     parts = blocks.parts or (Part(0, num_layers),)
 
     def layer(
-        x: jax.Array, params: Any, frozen: Any, state: Any, rows: Any, extra: Any, plain: frozenset[str]
+        x: jax.Array,
+        params: Any,
+        frozen: Any,
+        state: Any,
+        rows: Any,
+        extra: Any,
+        plain: frozenset[str] = frozenset(),
     ) -> Any:
         block = nnx.merge(graphdef, params, frozen, state)
         x = checkpoint_name(x, BLOCK_INPUT)
@@ -165,7 +171,7 @@ def apply_stack(
         assert alike, "see run.constraints"
         x, new_state = _in_pipeline(layer, x, per_row, (params, frozen), state, schedule, remat)
     elif scan and num_layers > 1 and alike:
-        body = _remat(REMAT_POLICIES, remat)(lambda x, xs: layer(x, *xs[:3], per_row, xs[3], frozenset()))
+        body = _remat(REMAT_POLICIES, remat)(lambda x, xs: layer(x, xs[0], xs[1], xs[2], per_row, xs[3]))
         x, (new_state, outs) = jax.lax.scan(body, x, (params, frozen, state, per_layer))
     else:
 
@@ -196,7 +202,7 @@ def _in_pipeline(
     from maxlp.parallel import pipeline  # only meshes with stages need it
 
     def layer_of_microbatch(x: jax.Array, weights: Any, state: Any, rows: Any) -> tuple[jax.Array, Any]:
-        x, (state, _) = layer(x, *weights, state, rows, None, frozenset())
+        x, (state, _) = layer(x, *weights, state, rows, None)
         return x, state
 
     return pipeline.run(

@@ -55,13 +55,13 @@ class OptimizerKind:
     Attributes:
       scale_by: its rescaling, which takes those of `make_tx.SHARED` that it needs, and its own options.
       conflicts: the keys of an `OptimizerConfig` that it cannot work with.
-      decay: (config, rescale, decay) to what `make_tx` chains; one, if the decay depends on the rescaling.
+      decay: turns (config, rescale, decay) into what `make_tx` chains, one if decay depends on rescaling.
       last_rms: gives RMS_t of the last update from the state of an optimizer that measures it.
       second_moment: the type of the state that has Adam's second moment as `nu`.
       like_params: whether all moments have the shapes of the parameters.
       matmuls: how an update multiplies matrices: "none", "once", or "iterated" as Muon does.
       averages: whether an average of the parameters is evaluated (`optax.contrib.schedule_free`).
-      galore_rates: whether the learning rates of GaLore's own runs, which had Adam, are for it too.
+      galore_rates: whether the learning rates of GaLore's own runs, which used Adam, suit it too.
     """
 
     scale_by: Callable[..., optax.GradientTransformation]

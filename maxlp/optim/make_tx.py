@@ -82,11 +82,7 @@ def make_tx(config: OptimizerConfig, *, total_steps: int, microbatches: int = 1)
         from maxlp.optim.adagc import clip_by_own_norms
 
         clip = clip_by_own_norms(config.adagc, config.clip_norm)
-    tx = optax.chain(
-        clip,
-        *_rescale_and_decay(config),
-        _learning_rate(config, schedule, microbatches),
-    )
+    tx = optax.chain(clip, *_rescale_and_decay(config), _learning_rate(config, schedule, microbatches))
     if config.kind.averages:
         tx = optax.contrib.schedule_free(tx, lambda t: schedule(t - 1), config.b1)  # its first t is 1
     if config.param_rounding == "nearest":

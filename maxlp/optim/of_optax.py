@@ -5,9 +5,6 @@ import optax
 from maxlp.optim.config import OptimizerKind
 
 ADAMW = OptimizerKind(
-    scale_by=optax.scale_by_adam,
-    second_moment=optax.ScaleByAdamState,
-    like_params=True,
-    galore_rates=True,
+    scale_by=optax.scale_by_adam, second_moment=optax.ScaleByAdamState, like_params=True, galore_rates=True
 )
 LION = OptimizerKind(scale_by=optax.scale_by_lion, like_params=True)

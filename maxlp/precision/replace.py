@@ -40,9 +40,7 @@ def set_recipe(path: str, module: Any, recipe: Recipe, plain: frozenset[int], sm
 
 
 def replace_quant_dots(
-    graphdef: nnx.GraphDef,
-    state: Mapping[str, Any],
-    make: Callable[[QuantDot, tuple[int, ...]], QuantDot],
+    graphdef: nnx.GraphDef, state: Mapping[str, Any], make: Callable[[QuantDot, tuple[int, ...]], QuantDot]
 ) -> tuple[nnx.GraphDef, dict]:
     """The structure and the model state of a model with another module for each `QuantDot`.
 
