@@ -261,10 +261,7 @@ OPTIM = [
             "optax.add_decayed_weights(config.weight_decay, mask)",
             "optax.add_decayed_weights(config.weight_decay)",
         ),
-        (
-            "        clip,\n        *_rescale_and_decay(config),\n",
-            "        *_rescale_and_decay(config),\n        clip,\n",
-        ),
+        ("clip, *_rescale_and_decay(config), ", "*_rescale_and_decay(config), clip, "),
         (
             "optax.contrib.schedule_free(tx, lambda t: schedule(t - 1), config.b1)",
             "optax.contrib.schedule_free(tx, lambda t: schedule(t - 1))",
