@@ -85,7 +85,7 @@ def is_fixed(key: str, *configs: Mapping[str, Any]) -> bool:
 
 def families_of(*configs: Mapping[str, Any]) -> list[families.Family]:
     """The families that these configs name, without those that are unknown."""
-    names = {config["model"].get("name") for config in configs}
+    names = [flat(config).get("model.name") for config in configs]
     return [families.get(name) for name in families.FAMILIES if name in names]
 
 
