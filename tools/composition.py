@@ -4,13 +4,14 @@ python -m tools.composition > docs/composition.md
 """
 
 import os
+import textwrap
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from maxlp.run import constraints
 from tests import composition
 
-SLOW = ", ".join(f.name for f in composition.FEATURES if f.slow)
+SLOW = textwrap.fill(", ".join(f.name for f in composition.FEATURES if f.slow) + ".", 100)
 HEAD = f"""# What can be combined
 
 Every pair of features in the tables below runs (✓) or is refused with a reason (a number).
@@ -20,7 +21,7 @@ the losses, gradient norms and quantization state of the same run on one device,
 resumes from it to the bit. Pairs are combined into rows of many features, so the rows also show that more
 than two features can be combined. The slow tier runs the pairs of a recipe and an optimizer, those that
 meet in CLIP's update, which is the same code as Llama's, and those of
-{SLOW}.
+{SLOW}
 
 `train`, `train --dry_run`, `plan`, its closed form and its search refuse the same configs with the same
 messages: all of them use the rules of `maxlp/run/constraints.py` and those of the family.
