@@ -284,22 +284,21 @@ def pairs(family: str) -> dict[Row, str | None]:
     return found
 
 
-# These act on gradients and parameters once the backward pass is over, in code that all families share.
-UPDATE = {"adascale", "optimizer", "adagc", "galore", "low_bit", "guard"}
+# A CLIP splits pairs of images and texts in code of its own, and compares all pairs of a batch.
+OF_CLIP = {"fsdp", "tensor", "microbatches"}
 
 
 def is_slow(family: str, pair: Row) -> bool:
     """Whether a pair is left to the slow tier: those of slow features, and two kinds of others.
 
     What a recipe hands to an optimizer is gradients, whichever recipe it is; these pairs alone would be
-    half of the rows. An update is the same whatever the model is: the full tier runs its pairs with Llama.
-    And features that share most of their code with one of the full tier are slow themselves.
+    half of the rows. And the full tier runs with Llama what CLIP does in the same code.
+    Features that share most of their code with one of the full tier are slow themselves.
     """
     dimensions = {feature(name).dimension for name in pair}
     if any(feature(name).slow for name in pair):
         return True
-    is_update = dimensions & UPDATE and dimensions <= UPDATE | {"precision", "dtype"}
-    return dimensions == {"precision", "optimizer"} or (family != "llama" and bool(is_update))
+    return dimensions == {"precision", "optimizer"} or (family == "clip" and not dimensions & OF_CLIP)
 
 
 @functools.cache

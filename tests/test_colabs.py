@@ -67,8 +67,14 @@ def code_of(path: Path) -> str:
     return "".join(line for line in lines if not line.startswith("%"))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+LONGEST = ("finetune", "numerics_lab")
+IN_TIERS = [
+    pytest.param(path, marks=pytest.mark.slow if path.stem in LONGEST else pytest.mark.full)
+    for path in NOTEBOOKS
+]
+
+
+@pytest.mark.parametrize("path", IN_TIERS, ids=lambda path: path.stem)
 def test_notebook_runs_from_top_to_bottom(path, tmp_path):
     env = {**os.environ, "MPLBACKEND": "agg", "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     env.pop("JAX_NUM_CPU_DEVICES", None)  # the notebooks choose it themselves

@@ -13,7 +13,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("family", composition.FAMILIES)
 def test_every_pair_runs_or_is_refused_with_a_reason(family):
     rows = composition.rows(family, "full") + composition.rows(family, "slow")

@@ -105,7 +105,7 @@ def kill_after(step: int, group: list[subprocess.Popen]) -> None:
         process.communicate()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_of_two_processes_one_is_killed_and_one_alone_continues(bucket, whole, tmp_path):
     url = f"{bucket}/run"
     kill_after(8, two_processes(url, *WHOLE))

@@ -68,7 +68,7 @@ def test_criteria_compare_the_same_seeds_with_the_reference(fair, tmp_path, caps
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_rate_is_an_input_of_the_step(fair, tmp_path):
     """The same losses as with the rate in the config, to the bit: both are float32."""
     base = fair.BASE | fair.QUICK
@@ -82,7 +82,7 @@ def test_the_rate_is_an_input_of_the_step(fair, tmp_path):
         assert fixed.evaluate(expected) == run.evaluate(state), exponent
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_second_call_runs_only_what_is_missing(tmp_path):
     """40 seconds of CPU time."""
     command = [sys.executable, "benchmarks/optimizers_fair.py", "--quick", f"--out={tmp_path}"]

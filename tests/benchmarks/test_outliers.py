@@ -80,7 +80,7 @@ def test_the_criteria(outliers, tmp_path, capsys):
     assert (tmp_path / "figure.png").exists()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_command_runs_and_continues(tmp_path):
     """20 seconds of CPU time."""
     command = [sys.executable, "benchmarks/outliers.py", "--quick", f"--out={tmp_path}"]

@@ -128,7 +128,7 @@ def test_the_report_has_a_table_for_each_damage_and_the_criteria(suite, tmp_path
     assert "stable_spam: lower peak with 0 of 2 seeds" in told
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_command_runs_and_continues(tmp_path):
     """30 seconds of CPU time."""
     command = [sys.executable, "benchmarks/spike_suite.py", "--quick", f"--out={tmp_path}"]

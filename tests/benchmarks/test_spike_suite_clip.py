@@ -64,7 +64,7 @@ def test_the_report_judges_the_claim(suite, tmp_path, capsys):
     assert "0 images, 0 pairs, 0 rate, 0 outliers" in told
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_method_is_searched_and_damaged(suite, tmp_path, monkeypatch, capsys):
     """40 seconds of CPU time."""
     arguments = ["spike_suite_clip.py", "--quick", f"--out={tmp_path}", "--only", "clip"]

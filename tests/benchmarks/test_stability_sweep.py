@@ -85,7 +85,7 @@ def test_a_recipe_that_always_diverges_has_no_usable_rate(sweep):
     assert sweep.warnings({-3: [broken]}) == ([], [])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_command_runs_and_continues(tmp_path):
     """40 seconds of CPU time."""
     command = [sys.executable, "benchmarks/stability_sweep.py", "--quick", f"--out={tmp_path}"]

@@ -339,17 +339,17 @@ BF16 = dict(dtype="bfloat16")
 UNROLLED, TWICE = dict(scan_layers=False), dict(microbatches=2)
 SHARDED = dict(mesh=(("fsdp", 2), ("tensor", 2)))
 CLEAN = [
-    ({}, UNROLLED | dict(remat="block")),
     ({}, SHARDED),
-    ({}, dict(microbatches=4)),
     (BF16, UNROLLED | dict(remat="dots")),
     (BF16, SHARDED),
-    (BF16, TWICE),
     (LATE, SHARDED | dict(remat="block")),
     (LATE, UNROLLED | TWICE),
     (FP8, SHARDED | UNROLLED),
 ]
 MORE = [
+    ({}, UNROLLED | dict(remat="block")),
+    ({}, dict(microbatches=4)),
+    (BF16, TWICE),
     ({}, dict(mesh=(("data", 2), ("fsdp", 4)))),
     ({}, dict(loss=NextTokenConfig(num_chunks=4))),
     ({}, dict(mesh=(("context", 2), ("data", 2)))),

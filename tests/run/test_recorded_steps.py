@@ -90,7 +90,7 @@ def test_another_state_is_refused(tmp_path):
         recorded_steps._recorded(*recorded_steps._read(path), like | {"opt_state": ()}, path)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_defect_of_another_version_is_named(tmp_path, monkeypatch):
     fp8 = {"precision.recipe": "fp8_delayed", "precision.first_blocks": 0, "precision.last_blocks": 0}
     c = changed(load("debug"), TINY | fp8 | {"model.dtype": "bfloat16"})

@@ -139,18 +139,21 @@ def test_both_phases_of_a_run_are_replayed_with_their_own_recipes(tmp_path):
     assert "the recipe of step 3 is unknown: after step 4 config.precision.high_precision_from=4" in message
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("mesh", "changes"),
-    [
-        ({}, {"train.release_gradients": True, "optimizer.offload": True, "optimizer.clip_norm": 0.0}),
-        ({}, {"precision.scalify": "fp16", "model.dtype": "float16"}),
-        ({"data": 2, "fsdp": 1}, {"precision.exchange": "int8"}),
-        ({"data": 2, "fsdp": 1}, {"precision.exchange": "int8", "train.local.steps": 2}),
-        ({"fsdp": 2}, {"precision.scatter": "int8"}),
-    ],
-    ids=["offload", "scalify", "exchange", "local", "scatter"],
-)
+RELEASED = {"train.release_gradients": True, "optimizer.offload": True, "optimizer.clip_norm": 0.0}
+EXCHANGED = {"precision.exchange": "int8"}
+REPLICAS = {"data": 2, "fsdp": 1}
+KEPT = [
+    pytest.param({}, RELEASED, marks=pytest.mark.full, id="offload"),
+    pytest.param(
+        {}, {"precision.scalify": "fp16", "model.dtype": "float16"}, marks=pytest.mark.full, id="scalify"
+    ),
+    pytest.param({"fsdp": 2}, {"precision.scatter": "int8"}, marks=pytest.mark.full, id="scatter"),
+    pytest.param(REPLICAS, EXCHANGED, marks=pytest.mark.slow, id="exchange"),
+    pytest.param(REPLICAS, EXCHANGED | {"train.local.steps": 2}, marks=pytest.mark.slow, id="local"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "changes"), KEPT)
 def test_what_a_run_keeps_besides_its_matmuls_does_not_prevent_a_replay(tmp_path, mesh, changes):
     values = {f"mesh.{axis}": size for axis, size in mesh.items()} | changes
     options = [f"--config.{key}={value}" for key, value in values.items()]
