@@ -22,7 +22,8 @@ from maxlp.runtime.files import read_json
 
 # Sections and keys that decide what the model computes or what it learns from …
 FIXED = ("model", "data", "loss", "train.seed", "train.lora")
-# … except these and `Family.free_keys`, which decide where, how fast or how exactly, or what is measured.
+# … except these and `Family.free_keys`, which decide where, how fast or how exactly it is computed, or
+# what is measured.
 FREE = (
     *("model.dtype", "model.param_dtype", "model.attention", "model.scan_layers", "model.remat"),
     "data.num_workers",

@@ -72,7 +72,7 @@ def release_refusal(s: Settings, machine: Machine) -> str | None:
 
 
 def adapter_refusal(s: Settings) -> str | None:
-    """The message for the first setting that has nothing to act on in adapters."""
+    """The message for the first setting that does not work with adapters."""
     assert s.train.lora is not None
     if s.train.release_gradients:
         return "train.release_gradients=True frees nothing with train.lora; set one of them only"

@@ -380,7 +380,7 @@ def _at_least_the_quartile(spread: dict[Site, np.ndarray]) -> dict[Site, np.ndar
     """
     histories: dict[str, list[np.ndarray]] = {}
     for site, found in spread.items():
-        if site.path.endswith("_amax_history"):
+        if site.path.endswith("_amax_history") and np.isfinite(found).all():  # not of zeros
             histories.setdefault(site.path.rpartition("/")[2], []).append(found)
     least = {name: np.quantile(found, 0.25, axis=0, method="lower") for name, found in histories.items()}
     return {

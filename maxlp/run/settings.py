@@ -334,10 +334,12 @@ def read(c: ConfigDict) -> Settings:
     Raises:
       ConfigError: an unknown, missing or wrong section, key or value.
     """
-    for name in (*SECTIONS, *c):
-        if name not in c or name not in SECTIONS:
-            fault = "unknown" if name in c else "missing"
-            raise ConfigError(f"config.{name} is {fault}; sections: {', '.join(SECTIONS)}")
+    for name in SECTIONS:
+        if name not in c:
+            raise ConfigError(f"config.{name} is missing; sections: {', '.join(SECTIONS)}")
+    for name in c:
+        if name not in SECTIONS:
+            raise ConfigError(f"config.{name} is unknown; sections: {', '.join(SECTIONS)}")
     family, model, model_precision = read_model(c)
     return Settings(
         family=family,

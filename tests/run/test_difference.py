@@ -395,7 +395,8 @@ def test_the_spread_of_an_amax_history_is_at_least_the_lower_quartile_of_its_ten
         return {site: np.array(spread) for site, spread in zip(sites, spreads, strict=True)}
 
     inputs = of("input_amax_history", [(0.1, 0.3), (0.0, 0.4), (0.2, 0.0), (0.3, 0.5), (0.4, 0.6)])
-    kernels = of("kernel_amax_history", [(0.5, 0.5)] * 5)
+    of_zeros = (np.inf, np.inf)
+    kernels = of("kernel_amax_history", [(0.5, 0.5), *[of_zeros] * 4])
     others = of("kernel", [(0.0, 0.0), *[(0.5, 0.5)] * 4])
     found = difference._at_least_the_quartile(inputs | kernels | others)
     want = [[0.1, 0.3], [0.1, 0.4], [0.2, 0.3], [0.3, 0.5], [0.4, 0.6]]
