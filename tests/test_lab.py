@@ -9,7 +9,8 @@ import pytest
 
 from maxlp import lab
 from maxlp.precision import RecipeOptions
-from maxlp.run import attribution, reopen
+from maxlp.run import attribution, reopen, two_runs
+from maxlp.run.config import ConfigError
 from maxlp.run.settings import read
 from tests.monitoring.fixtures import write_run
 from tests.run.fixtures import load
@@ -77,6 +78,16 @@ def test_steps_without_a_batch(tmp_path):
     ended = types.SimpleNamespace(batches=iter(()), start=3, run=types.SimpleNamespace(mesh=None), state={})
     with pytest.raises(ValueError, match="--step=5 has no batch: the data end before it"):
         reopen.batch_of(ended, 5)
+
+
+def test_steps_in_two_precisions_are_not_compared():
+    s = read(load("debug"))
+    s = dataclasses.replace(
+        s, precision=dataclasses.replace(s.precision, recipe="fp8_current", high_precision_from=4)
+    )
+    at = types.SimpleNamespace(start=1, run=types.SimpleNamespace(settings=s), state={})
+    with pytest.raises(ConfigError, match=r"--steps=4 from step 2 passes step 4, .* use --steps=3, or a"):
+        two_runs.steps_of(at, None, 4)
 
 
 def test_another_recipe_has_none_of_the_options_and_rules_of_the_run(tmp_path, monkeypatch):

@@ -124,7 +124,19 @@ def reports(
 
 
 def steps_of(at: Opened, step: int | None, number: int) -> tuple[State, Batch, Iterator[tuple[int, Batch]]]:
-    """The state before a step, its batch, and each of ``number`` steps with its batch; all on the host."""
+    """The state before a step, its batch, and each of ``number`` steps with its batch; all on the host.
+
+    Raises:
+      ConfigError: the run changes its precision between these steps.
+    """
+    s, start = at.run.settings, at.start + 1 if step is None else step
+    late = s.precision.high_precision_from
+    if s.is_quantized and start <= late < start + number - 1:
+        raise ConfigError(
+            f"--steps={number} from step {start} passes step {late}, after which the run computes in high "
+            f"precision (config.precision.high_precision_from); use --steps={late - start + 1}, or a later "
+            "--step"
+        )
     state, first, start = batch_of(at, step)
     state, first = jax.device_get((state, first))
     more = (jax.device_get(batch) for batch, _ in device_batches(at.batches, at.run.mesh, number - 1))
