@@ -8,7 +8,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -59,14 +58,30 @@ def run(workdir: Path, *options: str, **kwargs) -> str:
     return finish(start(workdir, *options, **kwargs))
 
 
+# From outside, the signal could come when the run has ended.
+STOPS_ITSELF = """
+import builtins, os, re, signal
+from maxlp import train
+from maxlp.run import cli
+
+show, step = print, os.environ["STOP_AT"]
+
+def show_and_stop(*words, **kwargs):
+    show(*words, **kwargs)
+    if words and re.match(rf"step {step}\\D", str(words[0])):
+        builtins.print = show
+        os.kill(os.getpid(), signal.SIGTERM)
+
+builtins.print = show_and_stop
+train.define_flags()
+cli.run(train.main)
+"""
+
+
 def stop_at(step: int, workdir: Path, *options: str, **kwargs) -> str:
     """A run that gets SIGTERM as soon as it has printed this step."""
-    process = start(workdir, *options, **kwargs)
-    for line in process.stdout:
-        if re.match(rf"step {step}\D", line):
-            process.send_signal(signal.SIGTERM)
-            break
-    return finish(process, code=75)
+    command = (sys.executable, "-c", STOPS_ITSELF)
+    return finish(start(workdir, *options, command=command, STOP_AT=str(step), **kwargs), code=75)
 
 
 def shown(command: str, *options: str) -> str:
