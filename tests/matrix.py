@@ -52,12 +52,10 @@ FEW_GRADIENTS = 4
 # An amax is one element, not a sum: that of an output's gradient was computed from operands in E5M2, where
 # an operand next to a rounding boundary takes its other neighbour, 2^-2 of it away.
 AMAX_TOLERANCE = 2.0**-2
-OPTIONS = {
-    # XLA may keep float32 between fused 16-bit operations; which ones are fused differs between layouts.
-    "xla_allow_excess_precision": False,
-    # The older emitters compile a row in two thirds of the time.
-    "xla_cpu_use_fusion_emitters": False,
-}
+# XLA may keep float32 between fused 16-bit operations; which ones are fused differs between layouts.
+OPTIONS = {"xla_allow_excess_precision": False}
+if jax.__version_info__ < (0, 11):  # the older emitters, which later versions do not have
+    OPTIONS["xla_cpu_use_fusion_emitters"] = False  # compiles a row in two thirds of the time
 
 
 def batch(run, seed: int) -> dict[str, np.ndarray]:

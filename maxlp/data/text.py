@@ -59,6 +59,8 @@ FIRST_FIT_WINDOWS = 32
 READ_THREADS = 16
 READ_AHEAD_TOKENS = 2**18
 DOCUMENTS, WINDOWS = 0, 1  # part of the seeds, so that the two kinds of permutations are independent
+# What decides the batches, of a `TextDataConfig`; the state of an iterator has it, and more.
+SETTINGS = ("batch_size", "seq_len", "packing", "max_documents", "shuffle", "shuffle_tokens", "num_epochs")
 ORDER = {"documents", "weights", "seed", "shuffle"}  # settings that determine the documents of a stream
 # To estimate the tokens of a source. With fewer documents, a few long ones among them would matter.
 SAMPLED_DOCUMENTS, SAMPLE_SECONDS = 1024, 0.5
@@ -210,15 +212,8 @@ def make_dataset(
         config.num_epochs is None or len(sources) == 1,
         f"num_epochs={config.num_epochs} needs a single source; for a mixture set num_epochs=None",
     )
-    settings = dict(
+    settings = {name: getattr(config, name) for name in SETTINGS} | dict(
         seed=seed,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        packing=config.packing,
-        max_documents=config.max_documents,
-        shuffle=config.shuffle,
-        shuffle_tokens=config.shuffle_tokens,
-        num_epochs=config.num_epochs,
         tokenizer=tokenizer.fingerprint,
         documents=[len(source) for source in sources],
         weights=[weight / sum(weights) for weight in weights],

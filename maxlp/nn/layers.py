@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlp.parallel.sharding import constrain
+from maxlp.parallel.sharding import constrain, lookup
 
 Axes = tuple[str | None, ...]
 Draw = Callable[[jax.Array, tuple[int, ...]], jax.Array]
@@ -171,7 +171,7 @@ def take_rows(num_rows: int, table_VD: jax.Array, ids_BS: jax.Array) -> jax.Arra
 
     JAX adds them one by one in the table's dtype: of 4,096 ones, a bfloat16 sum keeps 256.
     """
-    return jnp.take(table_VD, ids_BS, axis=0)
+    return lookup(table_VD, ids_BS)
 
 
 def _take_rows_bwd(num_rows, ids_BS, g_BSD):

@@ -28,6 +28,18 @@ from maxlp.optim.tree_utils import find_states, widened
 REPORTED = ("learning_rate", "gain", "tau")  # fields of the state that are metrics of a run
 
 
+def refusal(gain: float, rows: int, microbatches: int) -> str | None:
+    """The message for a batch that AdaScale cannot scale by at most ``gain``, as of `run.constraints`."""
+    if gain > rows:
+        return f"optimizer.adascale={gain} divides data.batch_size={rows} to less than a row; lower it"
+    if microbatches > 1:
+        return None
+    return (
+        f"optimizer.adascale={gain} needs train.microbatches of at least 2, because one gradient has no "
+        "variance; raise train.microbatches"
+    )
+
+
 class AdascaleState(NamedTuple):
     """What has been measured; float32 scalars.
 

@@ -240,6 +240,25 @@ def split_chunks(x: jax.Array, n: int) -> jax.Array:
     return constrain(x, None, "batch_seq", *[None] * (x.ndim - 2))
 
 
+def lookup(table_VD: jax.Array, ids_BS: jax.Array) -> jax.Array:
+    """Rows of a parameter with the axes ``("vocab", "embed")``: (B, S, D).
+
+    In a `jax.shard_map`, jaxlib 0.11 and 0.12 abort when they partition a lookup in a table of which both
+    dims are split (``ExpandDeviceGroupsWithIota``). There each device looks up what it has of the
+    vocabulary, as XLA does it elsewhere, and the parts are added.
+    """
+    mesh, axis = jax.sharding.get_abstract_mesh(), RULES["vocab"]
+    if not mesh.manual_axes or mesh.shape[axis] == 1:
+        return jnp.take(table_VD, ids_BS, axis=0)
+
+    def of_part(rows_VD: jax.Array, ids_BS: jax.Array) -> jax.Array:
+        at = rows_VD.at[ids_BS - jax.lax.axis_index(axis) * len(rows_VD)]
+        return jax.lax.psum(at.get(mode="fill", fill_value=0, wrap_negative_indices=False), axis)
+
+    specs: Any = dict(in_specs=(PartitionSpec(axis), PartitionSpec()), out_specs=PartitionSpec())
+    return jax.shard_map(of_part, axis_names={axis}, check_vma=False, **specs)(table_VD, ids_BS)
+
+
 # --- parameters -----------------------------------------------------------------------------------------
 
 

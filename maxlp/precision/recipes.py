@@ -51,8 +51,7 @@ class Operand:
     Attributes:
       format: see `formats.get`.
       granularity: which elements share a scale, see `quantized.quantize`.
-      delayed: the scale comes from the history of earlier steps (`delayed`), not from the data
-        itself.
+      delayed: the scale comes from the history of earlier steps (`delayed`), not from the data itself.
       power_of_two: scales of tensors and rows are powers of two.
       clipping: see `quantized.quantize`.
       rounding: see `rounding.cast`.
@@ -230,11 +229,11 @@ def _same(name: str, operand: Operand) -> Recipe:
     return Recipe(name, (operand, operand), (operand, operand), (operand, operand))
 
 
-RECIPES = {
-    "bf16": Recipe("bf16"),  # every matmul in the model's own dtype
-    # The formats of Micikevicius et al. 2022 (arXiv:2209.05433); scales from the history, as in
-    # Transformer Engine.
-    "fp8_delayed": Recipe(
+_ALL = (
+    Recipe("bf16"),  # every matmul in the model's own dtype
+    # The formats of Micikevicius et al. 2022 (arXiv:2209.05433); scales from the history, as in Transformer
+    # Engine.
+    Recipe(
         "fp8_delayed",
         fwd=(_E4M3_DELAYED, _E4M3_DELAYED),
         dlhs=(_E5M2_DELAYED, _E4M3_DELAYED),
@@ -242,13 +241,13 @@ RECIPES = {
         residuals="quantized",
     ),
     # Fishman et al. 2024 (arXiv:2409.12517) on Gaudi 2: E4M3 up to 240, and E5M2 × E5M2; simulated.
-    "fp8_gaudi": Recipe(
+    Recipe(
         "fp8_gaudi",
         fwd=(_E4M3_240, _E4M3_240),
         dlhs=(_E5M2_GRAD, _E5M2_BACKWARD),
         drhs=(_E5M2_BACKWARD, _E5M2_GRAD),
     ),
-    "fp8_current": Recipe(
+    Recipe(
         "fp8_current",
         fwd=(_E4M3, _E4M3),
         dlhs=(_E5M2, _E4M3),
@@ -256,32 +255,27 @@ RECIPES = {
         residuals="quantized",
     ),
     # torchao's two row-wise recipes: E4M3 throughout.
-    "fp8_rowwise": _same("fp8_rowwise", _E4M3_ROW),
-    "fp8_rowwise_with_gw_hp": Recipe(
-        "fp8_rowwise_with_gw_hp", fwd=(_E4M3_ROW, _E4M3_ROW), dlhs=(_E4M3_ROW, _E4M3)
-    ),
-    # Wortsman et al. 2023 (arXiv:2304.13013): the gradient of the kernel sums over all tokens of a
-    # batch, too many for 8 bits, and stays in 16. The paper simulates FP8 with its own tables of
-    # values.
-    "fp8_switchback": Recipe("fp8_switchback", fwd=(_E4M3_ROW, _E4M3), dlhs=(_E5M2_ROW, _E4M3)),
-    "int8_switchback": Recipe("int8_switchback", fwd=(_INT8_ROW, _INT8), dlhs=(_INT8_ROW, _INT8)),
-    "int8_switchback_m": Recipe(  # memory-efficient: int8 residuals, drhs from the dequantized input
-        "int8_switchback_m", fwd=(_INT8_ROW, _INT8), dlhs=(_INT8_ROW, _INT8), residuals="quantized"
-    ),
-    "int8_switchback_q": Recipe(  # vector-wise: the kernel too has a scale per row
-        "int8_switchback_q", fwd=(_INT8_ROW, _INT8_ROW), dlhs=(_INT8_ROW, _INT8_ROW)
-    ),
-    "int8_all": _same("int8_all", _INT8_ROW),  # the paper's baseline (LLM.int8() without outliers)
-    "mxfp8": _same("mxfp8", _MX),  # Mishra et al. 2025 (arXiv:2506.08027)
+    _same("fp8_rowwise", _E4M3_ROW),
+    Recipe("fp8_rowwise_with_gw_hp", fwd=(_E4M3_ROW, _E4M3_ROW), dlhs=(_E4M3_ROW, _E4M3)),
+    # Wortsman et al. 2023 (arXiv:2304.13013): the gradient of the kernel sums over all tokens of a batch,
+    # too many for 8 bits, and stays in 16. The paper simulates FP8 with its own tables of values.
+    Recipe("fp8_switchback", fwd=(_E4M3_ROW, _E4M3), dlhs=(_E5M2_ROW, _E4M3)),
+    Recipe("int8_switchback", fwd=(_INT8_ROW, _INT8), dlhs=(_INT8_ROW, _INT8)),
+    # Memory-efficient: int8 residuals, drhs from the dequantized input.
+    Recipe("int8_switchback_m", fwd=(_INT8_ROW, _INT8), dlhs=(_INT8_ROW, _INT8), residuals="quantized"),
+    # Vector-wise: the kernel too has a scale per row.
+    Recipe("int8_switchback_q", fwd=(_INT8_ROW, _INT8_ROW), dlhs=(_INT8_ROW, _INT8_ROW)),
+    _same("int8_all", _INT8_ROW),  # the paper's baseline (LLM.int8() without outliers)
+    _same("mxfp8", _MX),  # Mishra et al. 2025 (arXiv:2506.08027)
     # DeepSeek-V3 (arXiv:2412.19437): activations and gradients in 1 × 128, kernels in 128 × 128.
-    "fp8_blocks": Recipe(
+    Recipe(
         "fp8_blocks",
         fwd=(_E4M3_BLOCKS, _E4M3_TILES),
         dlhs=(_E4M3_BLOCKS, _E4M3_TILES),
         drhs=(_E4M3_BLOCKS, _E4M3_BLOCKS),
     ),
     # NVIDIA's recipe (arXiv:2509.25149), whose last blocks stay in high precision: `last_blocks`.
-    "nvfp4": Recipe(
+    Recipe(
         "nvfp4",
         fwd=(_FP4, _FP4_KERNEL),
         dlhs=(_FP4_GRAD, _FP4_KERNEL),
@@ -289,13 +283,12 @@ RECIPES = {
         hadamard=True,
     ),
     # Panferov et al. 2025 (arXiv:2502.05003), W4A4: the gradients multiply what fwd quantized, in 16 bits.
-    "quest": Recipe(
-        "quest", fwd=(_MIDRISE4, _MIDRISE4), residuals="quantized", fwd_hadamard=True, trust_mask=True
-    ),
+    Recipe("quest", fwd=(_MIDRISE4, _MIDRISE4), residuals="quantized", fwd_hadamard=True, trust_mask=True),
     # Liu et al. 2023 (arXiv:2305.15265): the gradient of the kernel from a share of the tokens.
-    "wta_crs": Recipe("wta_crs", keep=0.3),
-    "simulate": _same("simulate", _E4M3_SIMULATED),
-}
+    Recipe("wta_crs", keep=0.3),
+    _same("simulate", _E4M3_SIMULATED),
+)
+RECIPES = {recipe.name: recipe for recipe in _ALL}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -303,8 +296,7 @@ class RecipeOptions:
     """Changes to a recipe; None keeps the recipe's own value.
 
     Attributes:
-      residuals, history, margin, cold_start, hadamard, fwd_hadamard, trust_mask, keep: fields of
-        `Recipe`.
+      residuals, history, margin, cold_start, hadamard, fwd_hadamard, trust_mask, keep: fields of `Recipe`.
       format: format of all operands, unless ``grad_format`` is set too.
       grad_format: format of output gradients.
       granularity, power_of_two, clipping, rounding, block_size, block_scales: fields of `Operand`, for all

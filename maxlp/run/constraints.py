@@ -179,15 +179,11 @@ def targets_are_matrices(s: Settings, machine: Machine) -> str | None:
 
 def adascale_has_batches(s: Settings, machine: Machine) -> str | None:
     """AdaScale compares the gradients of microbatches, and counts steps of a batch of at least one row."""
-    gain, rows = s.optimizer.adascale, s.data.batch_size
-    if gain is None or (s.train.microbatches > 1 and gain <= rows):
+    if s.optimizer.adascale is None:
         return None
-    if gain > rows:
-        return f"optimizer.adascale={gain} divides data.batch_size={rows} to less than a row; lower it"
-    return (
-        f"optimizer.adascale={gain} needs train.microbatches of at least 2, because one gradient has no "
-        "variance; raise train.microbatches"
-    )
+    from maxlp.optim import adascale  # few runs need it
+
+    return adascale.refusal(s.optimizer.adascale, s.data.batch_size, s.train.microbatches)
 
 
 # --- adapters -------------------------------------------------------------------------------------------
@@ -204,14 +200,9 @@ def swapped_vocabularies_are_trained(s: Settings, machine: Machine) -> str | Non
     """Rows of new tokens start from those of other tokens, and have to be learned."""
     if not s.train.swap_tokenizer:
         return None
-    if not s.train.init_from:
-        return "train.swap_tokenizer needs train.init_from, the weights to swap it of; give --from"
-    if s.train.lora is None:
-        return None
-    return (
-        f"train.swap_tokenizer adds tokens, which train.lora.rank={s.train.lora.rank} would leave frozen; "
-        "unset one of them"
-    )
+    from maxlp.run import swap  # few runs need it
+
+    return swap.refusal(s.train)
 
 
 def adapters_are_few_numbers(s: Settings, machine: Machine) -> str | None:

@@ -18,6 +18,19 @@ from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 from maxlp.core.train_state import MakeModel, State
 from maxlp.data.tokenizers import Tokenizer
 from maxlp.nn.lora import axes_of
+from maxlp.run.settings import TrainConfig
+
+
+def refusal(train: TrainConfig) -> str | None:
+    """The message for a run that cannot have its tokenizer swapped, as of `run.constraints`."""
+    if not train.init_from:
+        return "train.swap_tokenizer needs train.init_from, the weights to swap it of; give --from"
+    if train.lora is None:
+        return None
+    return (
+        f"train.swap_tokenizer adds tokens, which train.lora.rank={train.lora.rank} would leave frozen; "
+        "unset one of them"
+    )
 
 
 def pieces(new: Tokenizer, old: Tokenizer) -> list[list[int]]:

@@ -172,12 +172,17 @@ def test_two_processes_save_and_restore_what_one_does(bucket):
 @pytest.mark.parametrize(("processes", "kills"), [(1, 20), (2, 8)])
 def test_kills_at_random_moments_lose_no_complete_checkpoint(bucket, processes, kills):
     url, rng, newest, unfinished = f"{bucket}-{processes}/run", random.Random(0), 0, 0
+    save_seconds = 0.0
     for _ in range(kills):
         run = workers.Workers(processes)
         run.send("save_until_killed", url)
         restored = run.read()["saved"]
         assert newest <= restored <= newest + 1, "completed, but killed before it printed that"
-        time.sleep(rng.uniform(0.2, 2.5))
+        if not save_seconds:
+            begun = time.monotonic()
+            restored = run.read()["saved"]
+            save_seconds = time.monotonic() - begun
+        time.sleep(rng.uniform(0.2, 2.5) * save_seconds)
         for process in rng.sample(run.processes, processes):
             process.send_signal(signal.SIGKILL)
         lines = run.processes[0].stdout.readlines()  # what `read` buffered first
