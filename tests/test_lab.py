@@ -62,7 +62,7 @@ def test_recipes_that_do_not_fit(tmp_path):
             "--recipe=quest",
             "--recipe is not for predict, which takes --recipes, --batches; leave",
         ),
-        ("choose", "/tmp/b", "choose takes one run; leave out /tmp/b"),
+        ("choose", "B", "choose takes one run; leave out B"),
     ],
 )
 def test_flags_of_another_tool_are_refused(tmp_path, tool, word, message):
@@ -86,8 +86,13 @@ def test_steps_in_two_precisions_are_not_compared():
         s, precision=dataclasses.replace(s.precision, recipe="fp8_current", high_precision_from=4)
     )
     at = types.SimpleNamespace(start=1, run=types.SimpleNamespace(settings=s), state={})
-    with pytest.raises(ConfigError, match=r"--steps=4 from step 2 passes step 4, .* use --steps=3, or a"):
+    with pytest.raises(ConfigError, match=r"--steps=4 from step 2 passes step 4, .* use --steps=3 or "):
         two_runs.steps_of(at, None, 4)
+    plain = types.SimpleNamespace(
+        start=1, run=types.SimpleNamespace(settings=read(load("debug"))), state={}
+    )
+    with pytest.raises(ConfigError, match="--steps=4 from step 2 passes step 4"):
+        two_runs.steps_of(plain, None, 4, s)
 
 
 def test_another_recipe_has_none_of_the_options_and_rules_of_the_run(tmp_path, monkeypatch):

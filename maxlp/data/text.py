@@ -59,7 +59,7 @@ FIRST_FIT_WINDOWS = 32
 READ_THREADS = 16
 READ_AHEAD_TOKENS = 2**18
 DOCUMENTS, WINDOWS = 0, 1  # part of the seeds, so that the two kinds of permutations are independent
-# What decides the batches, of a `TextDataConfig`; the state of an iterator has it, and more.
+# Fields of `TextDataConfig` that determine the batches; the state of an iterator records them.
 SETTINGS = ("batch_size", "seq_len", "packing", "max_documents", "shuffle", "shuffle_tokens", "num_epochs")
 ORDER = {"documents", "weights", "seed", "shuffle"}  # settings that determine the documents of a stream
 # To estimate the tokens of a source. With fewer documents, a few long ones among them would matter.

@@ -251,12 +251,13 @@ def lookup(table_VD: jax.Array, ids_BS: jax.Array) -> jax.Array:
     if not mesh.manual_axes or mesh.shape[axis] == 1:
         return jnp.take(table_VD, ids_BS, axis=0)
 
-    def of_part(rows_VD: jax.Array, ids_BS: jax.Array) -> jax.Array:
+    def find(rows_VD: jax.Array, ids_BS: jax.Array) -> jax.Array:
         at = rows_VD.at[ids_BS - jax.lax.axis_index(axis) * len(rows_VD)]
         return jax.lax.psum(at.get(mode="fill", fill_value=0, wrap_negative_indices=False), axis)
 
-    specs: Any = dict(in_specs=(PartitionSpec(axis), PartitionSpec()), out_specs=PartitionSpec())
-    return jax.shard_map(of_part, axis_names={axis}, check_vma=False, **specs)(table_VD, ids_BS)
+    part, whole = PartitionSpec(axis), PartitionSpec()
+    run = jax.shard_map(find, in_specs=(part, whole), out_specs=whole, axis_names={axis}, check_vma=False)
+    return run(table_VD, ids_BS)
 
 
 # --- parameters -----------------------------------------------------------------------------------------

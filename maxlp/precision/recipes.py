@@ -231,8 +231,8 @@ def _same(name: str, operand: Operand) -> Recipe:
 
 _ALL = (
     Recipe("bf16"),  # every matmul in the model's own dtype
-    # The formats of Micikevicius et al. 2022 (arXiv:2209.05433); scales from the history, as in Transformer
-    # Engine.
+    # The formats of Micikevicius et al. 2022 (arXiv:2209.05433); scales from the history, as in
+    # Transformer Engine.
     Recipe(
         "fp8_delayed",
         fwd=(_E4M3_DELAYED, _E4M3_DELAYED),

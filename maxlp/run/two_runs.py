@@ -112,7 +112,7 @@ def reports(
     with reopened(a, workdir, step) as at:
         programs = [program_of(run, bits) for run in (at.run, run_b)]
         _check_states(*programs)
-        state, first_batch, batches = steps_of(at, step, number)
+        state, first_batch, batches = steps_of(at, step, number, b)
         tapped = same_positions(positions(at.run), positions(run_b))
         program_a, program_b = (Compiled(program, first_batch, tapped) for program in programs)
         for n, batch in batches:
@@ -123,20 +123,26 @@ def reports(
                 return
 
 
-def steps_of(at: Opened, step: int | None, number: int) -> tuple[State, Batch, Iterator[tuple[int, Batch]]]:
+def steps_of(
+    at: Opened, step: int | None, number: int, *others: Settings
+) -> tuple[State, Batch, Iterator[tuple[int, Batch]]]:
     """The state before a step, its batch, and each of ``number`` steps with its batch; all on the host.
 
+    Args:
+      others: settings of further runs that take these steps.
+
     Raises:
-      ConfigError: the run changes its precision between these steps.
+      ConfigError: one of the runs changes its precision between these steps.
     """
-    s, start = at.run.settings, at.start + 1 if step is None else step
-    late = s.precision.high_precision_from
-    if s.is_quantized and start <= late < start + number - 1:
-        raise ConfigError(
-            f"--steps={number} from step {start} passes step {late}, after which the run computes in high "
-            f"precision (config.precision.high_precision_from); use --steps={late - start + 1}, or a later "
-            "--step"
-        )
+    start = at.start + 1 if step is None else step
+    for s in (at.run.settings, *others):
+        late = s.precision.high_precision_from
+        if s.is_quantized and start <= late < start + number - 1:
+            raise ConfigError(
+                f"--steps={number} from step {start} passes step {late}, after which a run computes in "
+                f"high precision (config.precision.high_precision_from); use --steps={late - start + 1} "
+                "or a later --step"
+            )
     state, first, start = batch_of(at, step)
     state, first = jax.device_get((state, first))
     more = (jax.device_get(batch) for batch, _ in device_batches(at.batches, at.run.mesh, number - 1))
