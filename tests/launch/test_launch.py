@@ -47,7 +47,7 @@ TINY = [
     "--config.train.eval_batches=1",
     "--config.metrics.tensorboard=False",
 ]
-FAST_COMPILATION = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+FAST_COMPILATION = {"XLA_FLAGS": os.environ["XLA_FLAGS"]}  # those of tests/conftest.py
 
 # A shell cannot trap a signal that was ignored when it started, as Ctrl-C is for background jobs.
 WITH_CTRL_C = """

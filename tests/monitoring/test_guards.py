@@ -22,6 +22,7 @@ from tests.monitoring.fixtures import TOY, Batches, noisy, train, train_step, tr
 
 
 @pytest.mark.full
+@pytest.mark.default_emitters
 def test_a_guard_that_does_not_act_changes_no_bit():
     def losses_and_state(gates):
         tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01))

@@ -23,6 +23,11 @@ def optimizer(name):
     ).tx
 
 
+def assert_close(got, want):
+    """Equal but for the last bits of a number and of its update of up to 2^-5: they are of two programs."""
+    np.testing.assert_allclose(got, want, rtol=2.0**-22, atol=2.0**-27)
+
+
 @pytest.mark.parametrize(
     "name", [name for name, kind in OPTIMIZERS.items() if pkgutil.resolve_name(kind).like_params]
 )
@@ -31,7 +36,7 @@ def test_only_tensors_with_finite_gradients_are_updated(name):
     plain, tx = optimizer(name), skip_nonfinite_tensors(optimizer(name))
     params, state = run(tx, random_tree(SHAPES, 0), [random_tree(SHAPES, 1)])
     without = run(plain, random_tree(SHAPES, 0), [random_tree(SHAPES, 1)])
-    jax.tree.map(np.testing.assert_array_equal, (params, state), without)
+    jax.tree.map(assert_close, (params, state), without)
 
     grads = random_tree(SHAPES, 2)
     kernel = grads["layers"]["kernel"]
@@ -45,7 +50,7 @@ def test_only_tensors_with_finite_gradients_are_updated(name):
         for new, old, other in zip(*leaves, strict=True):
             if new.ndim and new.shape[0] == 3:
                 np.testing.assert_array_equal(new[1], old[1])
-                np.testing.assert_array_equal(new[jnp.array([0, 2])], other[jnp.array([0, 2])])
+                assert_close(new[jnp.array([0, 2])], other[jnp.array([0, 2])])
                 assert np.any(new[0] != old[0])
             else:
-                np.testing.assert_array_equal(new, other)
+                assert_close(new, other)

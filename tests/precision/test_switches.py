@@ -52,6 +52,7 @@ def assert_equal(a, b):
 
 
 @pytest.mark.full
+@pytest.mark.default_emitters
 @pytest.mark.parametrize("recipe", EXACT)
 def test_all_off_is_high_precision_and_all_on_is_the_recipe_to_the_bit(recipe):
     evaluate, trainer = evaluation(recipe)

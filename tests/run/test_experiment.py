@@ -57,6 +57,7 @@ def full_batch(seed):
     return batch | {"loss_mask": np.ones_like(batch["loss_mask"])}
 
 
+@pytest.mark.default_emitters
 def test_three_gains_are_the_papers_of_the_gradients_of_both_microbatches(stepper):
     """In float64 from float32 gradients; the difference of their squares loses some digits."""
     state, variance, squared, tau = stepper.state(), 0.0, 0.0, 0.0

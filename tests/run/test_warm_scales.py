@@ -65,7 +65,8 @@ def assert_equal(ours, expected):
         (),
         # The first block has no histories, and must not keep the run cold.
         pytest.param(
-            (("fp8_delayed", "unquantized blocks", "release_gradients"), 1), marks=pytest.mark.full
+            (("fp8_delayed", "unquantized blocks", "release_gradients"), 1),
+            marks=[pytest.mark.full, pytest.mark.default_emitters],
         ),
         pytest.param((("fp8_gaudi", "remat=block"), 1), marks=pytest.mark.full),
     ],
