@@ -36,7 +36,7 @@ def test_only_tensors_with_finite_gradients_are_updated(name):
     plain, tx = optimizer(name), skip_nonfinite_tensors(optimizer(name))
     params, state = run(tx, random_tree(SHAPES, 0), [random_tree(SHAPES, 1)])
     without = run(plain, random_tree(SHAPES, 0), [random_tree(SHAPES, 1)])
-    jax.tree.map(assert_close, (params, state), without)
+    jax.tree.map(np.testing.assert_array_equal, (params, state), without)
 
     grads = random_tree(SHAPES, 2)
     kernel = grads["layers"]["kernel"]
