@@ -279,13 +279,15 @@ class Llama(nnx.Module):
             )
         with jax.named_scope("embed"):
             x_BSD = constrain(self.tok_embed(tokens_BS), "batch", "embed_seq", "act_embed")
-        rope = rope_table(positions_BS, c.head_dim, c.rope_theta, c.rope_scaling)
+        cos, sin = rope_table(positions_BS, c.head_dim, c.rope_theta, c.rope_scaling)
+        if not c.scan_layers:  # XLA fuses nothing into a loop; otherwise each layer computes the table again
+            cos, sin = jax.lax.map(lambda is_sin: jnp.where(is_sin, sin, cos), jnp.array([False, True]))
         with jax.named_scope("layers"):
             x_BSD, kv = stack.apply_stack(
                 self.layers,
                 x_BSD,
                 lambda block, x_BSD, per_row, cache: block(x_BSD, *per_row, cache),
-                per_row=(rope, positions_BS, segment_ids_BS),
+                per_row=((cos, sin), positions_BS, segment_ids_BS),
                 per_layer=None if cache is None else tuple(cache),
                 num_layers=c.num_layers,
                 scan=c.scan_layers,

@@ -184,6 +184,12 @@ def test_no_device_computes_rotary_frequencies():
     assert {"cos", "sin"} <= used and not used & {"pow", "integer_pow", "exp", "exp2", "log", "div"}
 
 
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_a_compiled_step_computes_rotary_cosines_once(scan_layers):
+    compiled = Trainer(scan_layers=scan_layers).lower(batch(0)).compile()
+    assert compiled.as_text().count(" cosine(") == 1
+
+
 @pytest.mark.parametrize(("attention", "tied", "num_chunks"), [("xla", False, 4), ("ring", True, 1)])
 def test_a_train_step_in_bfloat16_multiplies_only_bfloat16(attention, tied, num_chunks):
     loss = NextTokenConfig(num_chunks=num_chunks)
