@@ -280,7 +280,7 @@ class Llama(nnx.Module):
         with jax.named_scope("embed"):
             x_BSD = constrain(self.tok_embed(tokens_BS), "batch", "embed_seq", "act_embed")
         cos, sin = rope_table(positions_BS, c.head_dim, c.rope_theta, c.rope_scaling)
-        if not c.scan_layers:  # XLA fuses nothing into a loop; otherwise each layer computes the table again
+        if not c.scan_layers:  # XLA fuses nothing into a loop; without it each layer computes the table
             cos, sin = jax.lax.map(lambda is_sin: jnp.where(is_sin, sin, cos), jnp.array([False, True]))
         with jax.named_scope("layers"):
             x_BSD, kv = stack.apply_stack(
