@@ -233,7 +233,11 @@ def test_a_run_with_adapters_passes_on_the_merged_weights(folder, tmp_path, devi
     run = resolve(configured(tmp_path, base), jax.devices()[:1])
     with jax.set_mesh(run.mesh):
         merged = published_params(base, None, run.mesh)
-    assert_same(params, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), merged))
+    # Four devices may add the products of an adapter in another order, next to a boundary of bfloat16.
+    for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(merged), strict=True):
+        tolerance = 0 if devices == 1 else 2.0**-7
+        theirs = np.asarray(theirs.astype(jnp.bfloat16), np.float32)
+        np.testing.assert_allclose(np.asarray(ours, np.float32), theirs, rtol=tolerance)
     untrained = initial_params(configured(tmp_path, folder), tmp_path)
     kernel = nnx.traversals.flatten_mapping(merged)["layers", "attn", "q_proj", "kernel"]
     assert not np.array_equal(kernel, untrained["layers"]["attn"]["q_proj"]["kernel"])
