@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "nn": {"parallel"},
     "core": {"nn", "parallel"},
     "precision": {"nn", "numerics", "parallel"},
-    "optim": {"numerics"},
+    "optim": {"numerics", "parallel"},
     "monitoring": {"data", "optim", "runtime"},
     "families": {"core", "nn", "numerics", "runtime"},
     "run": {

@@ -351,7 +351,6 @@ OPTIM = [
         "optim/test_muon.py",
         ("rms * max(u.shape[-2:]) ** 0.5 * u", "rms * min(u.shape[-2:]) ** 0.5 * u"),
         ("ahead = (1 - beta) * g + beta * m", "ahead = m"),
-        ("by_layer[: i + 1], *free) for i in range(len(by_layer) - 1)", "*free) for i in range(0)"),
         ("jnp.square(widened(u)), axis=-2, keepdims", "jnp.square(widened(u)), axis=-1, keepdims"),
         ("lambda u: rate * u", "lambda u: u"),
     ),
@@ -379,8 +378,8 @@ OPTIM = [
         "optim/test_soap.py",
         ("jnp.where(count == 0, 0.0, 1.0)", "1.0"),
         ("(1 - b1**steps)", "(1 - b1 ** (steps + 1))"),
-        ("axis=-1, descending=True)[..., None, :]", "axis=-1)[..., None, :]"),
-        ("return q, jnp.take_along_axis(nu, along, axis=dim)", "return q, nu"),
+        ("axis=-1, descending=True)[..., None]", "axis=-1)[..., None]"),
+        ("return _transposed(q), jnp.take_along_axis(nu, along, axis=dim)", "return _transposed(q), nu"),
         ("dim != (-2 if m <= n else -1)", "dim != (-1 if m <= n else -2)"),
         ("p.shape[dim] > longest", "p.shape[dim] > 2 * longest"),
     ),
@@ -1078,7 +1077,12 @@ PARALLEL = [
         ("            axes[i] += moved\n", "            pass\n"),
         ("key=lambda i: -shape[i]", "key=lambda i: shape[i]"),
         ("if param is None or len(shape) != len(param.shape)", "if True"),
-        ('PartitionSpec(*spec("replica"), *place.spec)', "PartitionSpec(None, *place.spec)"),
+        ("spec=PartitionSpec(*first, *x.spec)", "spec=PartitionSpec(None, *x.spec)"),
+    ),
+    *_in(
+        "parallel/by_layers.py",
+        "optim/test_muon.py",
+        ("layers[: i + 1], *free) for i in range(len(layers) - 1)", "*free) for i in range(0)"),
     ),
     *_in(
         "parallel/batches.py",
@@ -1948,8 +1952,8 @@ RUN = [
             "0, s.train.microbatches, uses_adascale",
         ),
         (
-            'loss_scale = _scale_in_state if "loss_scale" in gates',
-            'loss_scale = _scale_in_state if "loss_scale" not in gates',
+            'gates["loss_scale"] = s.precision.loss_scale',
+            "pass",
         ),
         (
             "join_trees(core[part], weights)",

@@ -16,7 +16,6 @@ from maxlp.core.train_state import State, shardings
 from maxlp.parallel import sharding
 
 GATED = ("params", "model_state", "opt_state")  # what a rejected step leaves unchanged
-LossScaleOf = Callable[[State], jax.Array | None]
 Statistics = Callable[[optax.Updates, optax.OptState], Metrics]
 UpdateArguments = Callable[[optax.Updates, Metrics], dict[str, jax.Array]]
 OptimizerMetrics = Callable[[optax.OptState], Metrics]
@@ -45,8 +44,9 @@ def keep_update(params: Any, model_state: dict) -> tuple[Any, Metrics]:
     return params, {}
 
 
-def no_loss_scale(state: State) -> None:
-    """The loss scale of a run that has none."""
+def loss_scale_of(state: State) -> jax.Array | None:
+    """The factor of the loss in float16 training; None without one."""
+    return state["loss_scale"]["scale"] if "loss_scale" in state else None
 
 
 def train_step(
@@ -58,7 +58,6 @@ def train_step(
     tx: optax.GradientTransformation,
     schedule: optax.Schedule,
     gates: Gates = NO_GATES,
-    loss_scale: LossScaleOf = no_loss_scale,
     statistics: Statistics = no_statistics,
     update_arguments: UpdateArguments = no_update_arguments,
     optimizer_metrics: OptimizerMetrics = no_optimizer_metrics,
@@ -68,7 +67,6 @@ def train_step(
 
     Args:
       gates: the step counts if all of them accept it.
-      loss_scale: the factor of the loss in float16 training, from the state; None without one.
       statistics: (gradients, new opt_state) to more metrics.
       update_arguments: (gradients, their metrics) to further keywords of ``tx.update``.
       optimizer_metrics: the opt_state after the step, accepted or not, to metrics that replace others.
@@ -78,7 +76,7 @@ def train_step(
       the new state, and scalars: those of ``gradients`` (loss, accuracy, …), grad_norm, param_norm,
       learning_rate; ``skipped`` (0 or 1) if there are gates; and those of the gates and statistics.
     """
-    grads, model_state, metrics = gradients(graphdef, state, batch, loss_scale(state))
+    grads, model_state, metrics = gradients(graphdef, state, batch, loss_scale_of(state))
     with jax.named_scope("optimizer"):
         extra = update_arguments(grads, metrics)
         updates, opt_state = tx.update(grads, state["opt_state"], state["params"], **extra)

@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 
 from maxlp.optim.config import OptimizerKind
 from maxlp.optim.partition import by_target
 from maxlp.optim.tree_utils import HIDDEN_KERNELS, Targets, widened
+from maxlp.parallel.by_layers import gather_back, spread
 from maxlp.schema import Count, DecayRate, Positive
 
 TOGETHER = 2**26  # numbers in the matrices on which one device iterates at a time
@@ -149,43 +149,13 @@ def orthogonalized(x: jax.Array, coefficients: jax.Array, steps: int, eps: float
     a, b, c = coefficients
     tall = x.shape[-2] > x.shape[-1]
     with jax.named_scope("newton_schulz"):
-        y = _spread(widened(jnp.swapaxes(x, -2, -1) if tall else x))
+        y = spread(widened(jnp.swapaxes(x, -2, -1) if tall else x))
         y = y / (jnp.linalg.norm(y, axis=(-2, -1), keepdims=True) + eps)
         for _ in range(steps):
             gram = y @ jnp.swapaxes(y, -2, -1)
             y = a * y + (b * gram + c * gram @ gram) @ y
-        y = _spread(y, back=True)
+        y = gather_back(y)
     return jnp.swapaxes(y, -2, -1) if tall else y
-
-
-def _spread(x: jax.Array, back: bool = False) -> jax.Array:
-    """Constrains (*layers, short, long) to be split by layers, as far as possible; see the module.
-
-    The axes of the mesh move one after the other, since XLA would gather an array to move two at once.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return x
-    by_layer, by_long = _split(x.shape, mesh)
-    free = [PartitionSpec.UNCONSTRAINED] * 2
-    stages = [PartitionSpec(by_layer[: i + 1], *free) for i in range(len(by_layer) - 1)]
-    spread = PartitionSpec(*[by_layer or None] * (x.ndim - 2), None, by_long or None)
-    for spec in (spread, *stages[::-1]) if back else (*stages, spread):
-        x = jax.lax.with_sharding_constraint(x, spec)
-    return x
-
-
-def _split(shape: tuple[int, ...], mesh: jax.sharding.AbstractMesh) -> tuple[tuple, tuple]:
-    """The axes of the mesh that split the layers, and those that split the long side."""
-    *layers, _, long = shape
-    dims = (*layers, 1)[0], long
-    axes: list[tuple] = [(), ()]
-    for axis in (a for a in mesh.axis_names if a != "data" and mesh.shape[a] > 1):
-        for i, dim in enumerate(dims):
-            if dim % math.prod(mesh.shape[a] for a in (*axes[i], axis)) == 0:
-                axes[i] += (axis,)
-                break
-    return axes[0], axes[1]
 
 
 def _neurons_to_rms(b2: float, eps: float, rms: float) -> optax.GradientTransformation:

@@ -15,8 +15,10 @@ signs of eigenvectors, which libraries leave open.
 Until the gradients span a long side, the rest of its basis is arbitrary: there, another device or mesh
 takes other steps, by more than rounding. `one_sided` avoids that, and the memory of long sides.
 
-The state of a matrix has 2 m n + 2 m² + 2 n² numbers. On a mesh, all of them are sharded; a refresh gathers
-the (m, m) and (n, n) arrays that it decomposes.
+The state of a matrix has 2 m n + 2 m² + 2 n² numbers. Devices share the layers, as with Muon: each one has
+the sides and second moments of its own layers, to which gradients and first moments are sent, and sends
+their steps back; it decomposes no other ones. Where the number of layers cannot be divided, sides are split
+by columns, and a refresh gathers them, one layer at a time.
 """
 
 import functools
@@ -30,27 +32,38 @@ import optax
 from maxlp.optim.config import Conflict, OptimizerConfig, OptimizerKind
 from maxlp.optim.partition import by_target
 from maxlp.optim.tree_utils import HIDDEN_KERNELS, Targets, widened
+from maxlp.parallel.by_layers import LikeParams, by_layer, gather_back, keep_spread, spread
+from maxlp.parallel.opt_state import OfLayers
 from maxlp.schema import Count
 
 
 class Side(NamedTuple):
-    """L or R of a matrix, and its eigenvectors as columns: float32 (*layers, m, m)."""
+    """L or R of a matrix, and its eigenvectors as rows: float32 (*layers, m, m)."""
 
     gram: jax.Array
     basis: jax.Array
 
 
-class SoapState(NamedTuple):
-    """Gradients seen, Adam's moments, and a `Side` for L and R of each matrix.
+class Rotated(NamedTuple):
+    """The second moment in the eigenbasis, and a `Side` for L and R of each matrix.
 
-    The second moment is in the eigenbasis. A side that is too long has an `optax.MaskedNode` instead.
+    A side that is too long has an `optax.MaskedNode` instead.
+    """
+
+    nu: optax.Updates
+    left: Any
+    right: Any
+
+
+class SoapState(NamedTuple):
+    """Gradients seen, Adam's first moment, and `Rotated` of whole matrices.
+
+    Through the first moment XLA knows how the gradients are split, before they are spread by layers.
     """
 
     count: jax.typing.ArrayLike
     mu: optax.Updates
-    nu: optax.Updates
-    left: Any
-    right: Any
+    whole: OfLayers | LikeParams
 
 
 def scale_by_soap(
@@ -91,27 +104,40 @@ def _soap(
     def init(params: optax.Params) -> SoapState:
         zeros = optax.tree.zeros_like(widened(params))
         sides = (jax.tree.map(functools.partial(no_side, dim=dim), params) for dim in (-2, -1))
-        return SoapState(jnp.zeros([], jnp.int32), optax.tree.cast(zeros, mu_dtype), zeros, *sides)
+        whole = OfLayers(Rotated(zeros, *sides))
+        return SoapState(jnp.zeros([], jnp.int32), optax.tree.cast(zeros, mu_dtype), whole)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
         del params
-        count, grads = state.count, widened(updates)
+        count, whole = state.count, state.whole.state
         steps = jnp.maximum(count, 1)  # the first gradient takes none
         seen = jnp.where(count == 0, 0.0, 1.0)
-        rotated = jax.tree.map(_rotated, grads, state.left, state.right)
-        mu = jax.tree.map(lambda m, g: b1 * widened(m) + seen * (1 - b1) * g, state.mu, grads)
-        nu = jax.tree.map(lambda v, r: b2 * v + seen * (1 - b2) * r**2, state.nu, rotated)
+        turned = functools.partial(_turned, count=count, gap=gap, b2=b2)
 
-        def step(u: jax.Array, m: jax.Array, v: jax.Array, left: Any, right: Any) -> jax.Array:
-            m_hat = _rotated(m, left, right) / (1 - b1**steps)
+        def one(u: jax.Array, m: jax.Array, v: jax.Array, left: Any, right: Any) -> tuple:
+            m = b1 * widened(m) + seen * (1 - b1) * widened(u)
+            g = spread(widened(u))
+            v = b2 * v + seen * (1 - b2) * _rotated(g, left, right) ** 2
+            m_hat = _rotated(spread(m), left, right) / (1 - b1**steps)
             scaled = m_hat / (jnp.sqrt(v / (1 - b2**steps)) + eps)
-            return _rotated(scaled, left, right, back=True).astype(u.dtype)
+            u = gather_back(_rotated(scaled, left, right, back=True)).astype(u.dtype)
+            # The bases turn in place, after the last use of the old ones.
+            u, left, right = jax.lax.optimization_barrier((u, left, right))
+            left, v = turned(g, v, left, dim=-2)
+            right, v = turned(g, v, right, dim=-1)
+            return u, optax.tree.cast(m, mu_dtype), v, left, right
 
-        updates = jax.tree.map(step, updates, mu, nu, state.left, state.right)
-        left, nu = _turned(grads, nu, state.left, count=count, gap=gap, dim=-2, b2=b2)
-        right, nu = _turned(grads, nu, state.right, count=count, gap=gap, dim=-1, b2=b2)
-        mu = optax.tree.cast(mu, mu_dtype)
-        return updates, SoapState(optax.safe_increment(count), mu, nu, left, right)
+        leaves, structure = jax.tree.flatten(updates)
+        others = map(structure.flatten_up_to, (state.mu, whole.nu, whole.left, whole.right))
+        done: list[tuple] = []
+        on_mesh = jax.sharding.get_abstract_mesh().size > 1
+        for of_matrix in zip(leaves, *others, strict=True):
+            if done and on_mesh:  # one after the other: XLA would have what all matrices need at a time
+                of_matrix, done[-1] = jax.lax.optimization_barrier((of_matrix, done[-1]))
+            done.append(one(*of_matrix))
+        updates, mu, *rest = (structure.unflatten(new[i] for new in done) for i in range(5))
+        whole = state.whole._replace(state=Rotated(*rest))
+        return updates, SoapState(optax.safe_increment(count), mu, whole)
 
     return optax.GradientTransformation(init, update)
 
@@ -127,44 +153,46 @@ def _no_side(p: jax.Array, *, dim: int, longest: int, one_sided: bool) -> Side |
 
 def _rotated(x: jax.Array, left: Any, right: Any, back: bool = False) -> jax.Array:
     """Q_Lᵀ X Q_R or, with ``back``, Q_L X Q_Rᵀ."""
-    if isinstance(left, Side):
-        x = (left.basis if back else _transposed(left.basis)) @ x
-    if isinstance(right, Side):
-        x = x @ (_transposed(right.basis) if back else right.basis)
-    return x
+
+    def one(x: jax.Array, left: jax.Array | None, right: jax.Array | None) -> jax.Array:
+        if left is not None:
+            x = (_transposed(left) if back else left) @ x
+        if right is not None:
+            x = x @ (right if back else _transposed(right))
+        return x
+
+    bases = (side.basis if isinstance(side, Side) else None for side in (left, right))
+    return by_layer(one, x, *bases, alone=False)
 
 
-def _turned(grads: Any, nu: Any, sides: Any, **options: Any) -> tuple[Any, Any]:
-    """Adds the gradients to all left or all right sides, and moves the second moments to the new bases."""
-    leaves, structure = jax.tree.flatten(grads)
-    both = [
-        _turned_side(*one, **options)
-        for one in zip(leaves, structure.flatten_up_to(nu), structure.flatten_up_to(sides), strict=True)
-    ]
-    return structure.unflatten(side for side, _ in both), structure.unflatten(v for _, v in both)
-
-
-def _turned_side(
+def _turned(
     g: jax.Array, nu: jax.Array, side: Any, *, count: jax.Array, gap: int, dim: int, b2: float
 ) -> tuple[Any, jax.Array]:
-    """As `_turned`, for one matrix; its basis changes only at a refresh."""
+    """Adds the gradient to a side, and moves the second moment to its new basis at a refresh."""
     if not isinstance(side, Side):
         return side, nu
-    gram = b2 * side.gram + (1 - b2) * (g @ _transposed(g) if dim == -2 else _transposed(g) @ g)
 
-    def first() -> tuple[jax.Array, jax.Array]:
-        return jnp.linalg.eigh(gram)[1][..., ::-1], nu
+    def add(gram: jax.Array, g: jax.Array) -> jax.Array:
+        return b2 * gram + (1 - b2) * (g @ _transposed(g) if dim == -2 else _transposed(g) @ g)
 
-    def later() -> tuple[jax.Array, jax.Array]:
-        values = jnp.sum(side.basis * (gram @ side.basis), axis=-2)
-        order = jnp.argsort(values, axis=-1, descending=True)[..., None, :]
-        q, _ = jnp.linalg.qr(gram @ jnp.take_along_axis(side.basis, order, axis=-1))
-        along = _transposed(order) if dim == -2 else order
-        return q, jnp.take_along_axis(nu, along, axis=dim)
+    def first(basis: jax.Array, nu: jax.Array, gram: jax.Array) -> tuple[jax.Array, jax.Array]:
+        del basis
+        return _transposed(jnp.linalg.eigh(gram)[1])[..., ::-1, :], nu
+
+    def later(basis: jax.Array, nu: jax.Array, gram: jax.Array) -> tuple[jax.Array, jax.Array]:
+        power = basis @ gram
+        order = jnp.argsort(jnp.sum(basis * power, axis=-1), axis=-1, descending=True)[..., None]
+        q, _ = jnp.linalg.qr(_transposed(jnp.take_along_axis(power, order, axis=-2)))
+        along = order if dim == -2 else _transposed(order)
+        return _transposed(q), jnp.take_along_axis(nu, along, axis=dim)
+
+    def refreshed(turning: tuple[jax.Array, jax.Array], gram: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.cond(count == 0, first, later, *turning, gram)
 
     def due() -> tuple[jax.Array, jax.Array]:
-        return jax.lax.cond(count == 0, first, later)
+        return jax.tree.map(keep_spread, by_layer(refreshed, (side.basis, nu), gram))
 
+    gram = by_layer(add, side.gram, g, alone=False)
     basis, nu = jax.lax.cond(count % gap == 0, due, lambda: (side.basis, nu))
     return Side(gram, basis), nu
 

@@ -16,6 +16,12 @@ class OfReplicas(NamedTuple):
     state: Any
 
 
+class OfLayers(NamedTuple):
+    """State of whole matrices, whose layers the devices share (`by_layers.spec_of_layers`)."""
+
+    state: Any
+
+
 def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Shardings of ``tx.init(params)``, so that the state is initialized already sharded.
 
@@ -29,7 +35,7 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mes
       dim that is not split;
     * is replicated otherwise (one number a layer, factored moments).
 
-    Of `OfReplicas` the first dim is split over ``data``, and the others as above.
+    Of `OfReplicas` the first dim is split over ``data``, and the others as above; `OfLayers` by its layers.
 
     What ``tx.init`` puts into the host's memory (`optim.offload`) is initialized and kept there.
 
@@ -46,15 +52,17 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mes
         if isinstance(leaf, OfReplicas):
             mine = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), leaf.state)
             places = jax.tree.map_with_path(one, mine, is_leaf=_is_whole)
-            return OfReplicas(jax.tree.map(for_each_replica, places))
+            first = spec("replica")
+            return OfReplicas(jax.tree.map(lambda x: x.update(spec=PartitionSpec(*first, *x.spec)), places))
+        if isinstance(leaf, OfLayers):
+            from maxlp.parallel.by_layers import spec_of_layers
+
+            return jax.tree.map(lambda x: NamedSharding(mesh, spec_of_layers(x.shape, mesh)), leaf)
         param = owner(path)
         if not isinstance(leaf, Quantized):
             return _like_param(leaf.shape, param, mesh)
         codes = _like_param(leaf.codes.shape, param, mesh)
         return leaf._replace(codes=codes, scale=_divisible(codes, leaf.scale.shape))
-
-    def for_each_replica(place: NamedSharding) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*spec("replica"), *place.spec))
 
     jaxpr, shapes = jax.make_jaxpr(tx.init, return_shape=True)(params)
     where, structure = jax.tree.flatten(jax.tree.map_with_path(one, shapes, is_leaf=_is_whole))
@@ -69,7 +77,7 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mes
 
 
 def _is_whole(x: Any) -> bool:
-    return isinstance(x, Quantized | OfReplicas)
+    return isinstance(x, Quantized | OfReplicas | OfLayers)
 
 
 def _like_param(shape: tuple[int, ...], param: Any, mesh: Mesh | AbstractMesh) -> NamedSharding:

@@ -202,26 +202,22 @@ def gather_sequence(x_BSD: jax.Array) -> jax.Array:
 
 def split_sequence(x_BSD: jax.Array) -> jax.Array:
     """The residual stream as norms and residuals use it: the tensor axis splits the positions."""
-    return constrain(_with_gathered_gradient(x_BSD), "batch", "act_seq", "act_embed")
-
-
-def _with_gathered_gradient(x_BSD: jax.Array) -> jax.Array:
-    """The identity; on a mesh with a context axis its gradient is constrained like `gather_sequence`.
-
-    There a weight's gradient is a sum over positions, which context splits in one operand, and context
-    and tensor in the other. By default XLA gathers both operands over all axes. Without a context axis
-    it needs no hint.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    return x_BSD if mesh.shape.get("context", 1) == 1 else _gathered_gradient(x_BSD)
+    if jax.sharding.get_abstract_mesh().shape.get("context", 1) > 1:
+        x_BSD = _with_gathered_gradient(x_BSD)
+    return constrain(x_BSD, "batch", "act_seq", "act_embed")
 
 
 @jax.custom_vjp
-def _gathered_gradient(x_BSD: jax.Array) -> jax.Array:
+def _with_gathered_gradient(x_BSD: jax.Array) -> jax.Array:
+    """The identity, whose gradient is constrained like `gather_sequence`.
+
+    With a context axis, a weight's gradient is a sum over positions, which context splits in one operand,
+    and context and tensor in the other. By default XLA gathers both operands over all axes.
+    """
     return x_BSD
 
 
-_gathered_gradient.defvjp(lambda x_BSD: (x_BSD, None), lambda _, g_BSD: (gather_sequence(g_BSD),))
+_with_gathered_gradient.defvjp(lambda x_BSD: (x_BSD, None), lambda _, g_BSD: (gather_sequence(g_BSD),))
 
 
 def split_chunks(x: jax.Array, n: int) -> jax.Array:
@@ -313,8 +309,7 @@ def _all_gather(shard: jax.Array, axis: str | tuple[str, ...], dim: int) -> jax.
 def _all_gather_bwd(axis: str | tuple[str, ...], dim: int, _: None, g: jax.Array) -> tuple[jax.Array]:
     others = [(0, 0 if i == dim else _round_size(n) - n) for i, n in enumerate(g.shape)]
     scattered = jax.lax.psum_scatter(jnp.pad(g, others), axis, scatter_dimension=dim, tiled=True)
-    sizes = [None if i == dim else n for i, n in enumerate(g.shape)]
-    return (scattered[tuple(slice(n) for n in sizes)],)
+    return (scattered[tuple(slice(None if i == dim else n) for i, n in enumerate(g.shape))],)
 
 
 _all_gather.defvjp(lambda shard, axis, dim: (_all_gather(shard, axis, dim), None), _all_gather_bwd)

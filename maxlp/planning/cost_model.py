@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from maxlp import families
 from maxlp.core.train_state import State, abstract_state, num_params
 from maxlp.optim.muon import TOGETHER
+from maxlp.optim.soap import Side
 from maxlp.parallel.sharding import abstract_mesh
 from maxlp.planning.hlo import Collective
 from maxlp.precision import blocks, scatter
@@ -44,6 +45,30 @@ class StateShapes:
     def offloaded_on(self, mesh: AbstractMesh) -> float:
         """Bytes of the optimizer's state that are in the host's memory, of one device."""
         return self._bytes_on(mesh, "opt_state")[1]
+
+    def sides_on(self, mesh: AbstractMesh, released: bool) -> tuple[float, float]:
+        """Bytes of SOAP's sides on one device, and what their refresh needs besides.
+
+        One layer's is decomposed in one and a half of its size. Where devices share the layers, they need
+        four of the size of theirs, which they decompose at once. Where they cannot, and layers are not
+        released, the largest side is copied to another layout, and gradients and first moments are split
+        like it.
+        """
+        held, turning = 0.0, 0.0
+        leaves = jax.tree.leaves(self.tree["opt_state"], is_leaf=lambda x: isinstance(x, Side))
+        for side in (x for x in leaves if isinstance(x, Side)):
+            where = NamedSharding(mesh, side.gram.sharding.spec)
+            *layers, m, n = where.shard_shape(side.gram.shape)
+            stack, whole = 4.0 * math.prod((*layers, m, n)), 4.0 * side.gram.shape[-1] ** 2
+            held += 2 * stack
+            if [*layers] != [*side.gram.shape[:-2]]:
+                needed = 4.0 * math.prod(layers) * whole
+            elif mesh.size == 1 or released:
+                needed = 1.5 * whole
+            else:
+                needed = 1.5 * whole + stack + 2 * 4 * self.num_params / mesh.size
+            turning = max(turning, needed)
+        return held, turning
 
     def _bytes_on(self, mesh: AbstractMesh, part: str) -> tuple[float, float]:
         if (mesh, part) not in self._bytes:

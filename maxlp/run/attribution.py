@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlp.core.gradients import Batch, Gradients
 from maxlp.core.train_state import State
-from maxlp.core.train_step import LossScaleOf
+from maxlp.core.train_step import loss_scale_of
 from maxlp.nn.stack import find_stacks
 from maxlp.precision import switches
 from maxlp.precision.recipes import GEMMS
@@ -128,24 +128,17 @@ class Evaluate:
     It must be made and called with the mesh set.
 
     Args:
-      graphdef, gradients, loss_scale: of the run; see `precision.health.measure`.
+      graphdef, gradients: of the run.
       state: of the run; it does not change.
     """
 
-    def __init__(
-        self,
-        graphdef: nnx.GraphDef,
-        gradients: Gradients,
-        state: State,
-        batch: Batch,
-        loss_scale: LossScaleOf,
-    ):
+    def __init__(self, graphdef: nnx.GraphDef, gradients: Gradients, state: State, batch: Batch):
         self.graphdef, model_state = switches.with_switches(graphdef, state)
         self.state, self.batch = dict(state) | {"model_state": model_state}, batch
         model = nnx.merge(self.graphdef, state["params"], model_state)
         self.sites = sites_of(model)
         self.off = {path: np.zeros(dot.on.shape, bool) for path, dot in switches.switch_dots(model).items()}
-        evaluate = functools.partial(_evaluate, self.graphdef, gradients, loss_scale)
+        evaluate = functools.partial(_evaluate, self.graphdef, gradients)
         params, replicated = state["params"], NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
         out = replicated, jax.tree.map(lambda p: p.sharding, params), replicated
         program = jax.jit(evaluate, out_shardings=out).lower(self.state, batch, self.off, params)
@@ -162,7 +155,6 @@ class Evaluate:
 def _evaluate(
     graphdef: nnx.GraphDef,
     gradients: Gradients,
-    loss_scale: LossScaleOf,
     state: State,
     batch: Batch,
     on: dict[str, jax.Array],
@@ -173,7 +165,7 @@ def _evaluate(
         dot.on[...] = on[path]
     _, _, model_state = nnx.split(model, nnx.Param, ...)
     state = state | {"model_state": nnx.to_pure_dict(model_state)}
-    grads, model_state, metrics = gradients(graphdef, state, batch, loss_scale(state))
+    grads, model_state, metrics = gradients(graphdef, state, batch, loss_scale_of(state))
     model = nnx.merge(graphdef, state["params"], model_state)
     statistics = {path: dot.statistics for path, dot in switches.switch_dots(model).items()}
     return {"loss": metrics["loss"]} | distance(grads, reference), grads, statistics
@@ -273,7 +265,7 @@ def evaluator(
     s = dataclasses.replace(s, model=dataclasses.replace(s.model, scan_layers=True))
     with reopened(s, workdir, step, same_precision=same_precision) as at:
         state, batch, step = batch_of(at, step)
-        yield Evaluate(at.graphdef, at.run.gradients, state, batch, at.run.loss_scale), step
+        yield Evaluate(at.graphdef, at.run.gradients, state, batch), step
 
 
 # --- output ---------------------------------------------------------------------------------------------

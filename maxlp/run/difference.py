@@ -37,7 +37,7 @@ from jax.sharding import Mesh
 import maxlp
 from maxlp.core.gradients import Gradients
 from maxlp.core.train_state import State
-from maxlp.core.train_step import LossScaleOf, Step
+from maxlp.core.train_step import Step, loss_scale_of
 from maxlp.nn.stack import path_name
 from maxlp.parallel.batches import global_batch
 from maxlp.precision import taps
@@ -111,7 +111,7 @@ class Program:
     Attributes:
       abstract: the state as shapes, dtypes and shardings.
       one_pass: gradients of the whole batch at once, for the comparison with taps.
-      gradients, step, loss_scale: of the run, see `core.train_step`.
+      gradients, step: of the run, see `core.train_step`.
       bits: mantissa bits of the dtype in which it computes.
       is_quantized: whether it rounds operands to fewer bits than that.
       initial: makes its state before the first step.
@@ -123,7 +123,6 @@ class Program:
     one_pass: Gradients
     gradients: Gradients
     step: Step
-    loss_scale: LossScaleOf
     bits: int
     is_quantized: bool
     initial: Callable[[], State]
@@ -167,7 +166,7 @@ class Compiled:
           state: of A, on the host; so in `as_trained`.
         """
         state = self._state(state)
-        scale = self.program.loss_scale(state)
+        scale = loss_scale_of(state)
         scale = 1.0 if scale is None else float(scale)
         given = {p: self._scaled(p, x, scale).astype(self.taps[p].dtype) for p, x in given.items()}
         named, own = self._run(ON_INPUTS, state, batch, given)
@@ -252,7 +251,7 @@ def _named(kind: str, tree: Any) -> dict[tuple[str, str], jax.Array]:
 
 
 def _one_pass(program: Program, graphdef: nnx.GraphDef, state: State, batch: Any) -> Any:
-    return program.one_pass(graphdef, state, batch, program.loss_scale(state))
+    return program.one_pass(graphdef, state, batch, loss_scale_of(state))
 
 
 def _on_inputs(program: Program, graphdef: nnx.GraphDef, state: State, batch: Any, given: dict) -> Any:
@@ -266,9 +265,7 @@ def _on_inputs(program: Program, graphdef: nnx.GraphDef, state: State, batch: An
 
 
 def _as_trained(program: Program, state: State, batch: Any) -> tuple[dict, State]:
-    grads, model_state, metrics = program.gradients(
-        program.graphdef, state, batch, program.loss_scale(state)
-    )
+    grads, model_state, metrics = program.gradients(program.graphdef, state, batch, loss_scale_of(state))
     new, _ = program.step(program.graphdef, state, batch)
 
     def change(new: jax.Array, old: jax.Array) -> jax.Array:

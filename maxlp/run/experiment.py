@@ -22,7 +22,7 @@ from maxlp.core import train_step
 from maxlp.core.gates import Gate, Gates
 from maxlp.core.gradients import Gradients, join_trees
 from maxlp.core.train_state import MakeModel, State, init_state, num_params, shardings
-from maxlp.core.train_step import LossScaleOf, Statistics, Step
+from maxlp.core.train_step import Statistics, Step
 from maxlp.families import Family
 from maxlp.monitoring.statistics import tensor_statistics
 from maxlp.optim.make_tx import options_of
@@ -46,7 +46,6 @@ class Experiment:
       tx, schedule: the optimizer, and its learning rate by finished updates.
       gates: what decides whether a step counts.
       gradients: those of a batch's loss.
-      loss_scale: the factor of the loss in float16 training, from the state.
       step: the train step, which joins the parts above.
     """
 
@@ -58,7 +57,6 @@ class Experiment:
     schedule: optax.Schedule
     gates: Gates
     gradients: Gradients
-    loss_scale: LossScaleOf
     step: Step
 
     @property
@@ -159,10 +157,11 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
         from maxlp.monitoring.skip_guard import SkipGuard
 
         gates["guard"] = SkipGuard(s.spikes)
-    loss_scale = _scale_in_state if "loss_scale" in gates else train_step.no_loss_scale
     if s.train.release_gradients:
         from maxlp.core import fused_backward
+        from maxlp.parallel.by_layers import like_params
 
+        optimizer = dataclasses.replace(optimizer, tx=like_params(optimizer.tx))
         step = functools.partial(
             fused_backward.train_step,
             loss=family.loss(s.loss, s.train.seed),
@@ -180,7 +179,6 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
             tx=optimizer.tx,
             schedule=optimizer.schedule,
             gates=gates,
-            loss_scale=loss_scale,
             statistics=statistics,
             after_update=family.after_update(s.model),
         )
@@ -205,13 +203,8 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
         schedule=optimizer.schedule,
         gates=gates,
         gradients=gradients,
-        loss_scale=loss_scale,
         step=step,
     )
-
-
-def _scale_in_state(state: State) -> jax.Array:
-    return state["loss_scale"]["scale"]
 
 
 # --- data -----------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from flax import nnx
 
 from maxlp.core.gradients import Gradients
 from maxlp.core.train_state import State, abstract_model, shardings
-from maxlp.core.train_step import LossScaleOf
+from maxlp.core.train_step import loss_scale_of
 from maxlp.parallel.batches import device_batches
 from maxlp.precision import RECIPES, RecipeOptions, make_recipe
 from maxlp.precision.capacity import gaussian_mse
@@ -181,7 +181,7 @@ def _gradient(s: Settings, state: State, batches: list[Any]) -> tuple[dict, jax.
 
     fresh = jax.jit(model_state, out_shardings=shardings(abstract["model_state"]))()
     state = state | {"model_state": fresh}
-    add = jax.jit(functools.partial(_add, graphdef, run.gradients, run.loss_scale), donate_argnums=2)
+    add = jax.jit(functools.partial(_add, graphdef, run.gradients), donate_argnums=2)
     total = jax.tree.map(jnp.zeros_like, state["params"]), jnp.zeros(())
     for batch in batches:
         total = add(state, batch, total)
@@ -191,12 +191,11 @@ def _gradient(s: Settings, state: State, batches: list[Any]) -> tuple[dict, jax.
 def _add(
     graphdef: nnx.GraphDef,
     gradients: Gradients,
-    loss_scale: LossScaleOf,
     state: State,
     batch: Any,
     total: tuple[dict, jax.Array],
 ) -> tuple[dict, jax.Array]:
-    grads, _, metrics = gradients(graphdef, state, batch, loss_scale(state))
+    grads, _, metrics = gradients(graphdef, state, batch, loss_scale_of(state))
     return jax.tree.map(jnp.add, total[0], grads), total[1] + metrics["loss"]
 
 

@@ -4,6 +4,7 @@ import pkgutil
 
 from flax import nnx
 
+from maxlp.core.train_step import loss_scale_of
 from maxlp.families import Measure
 from maxlp.precision import health, magnitudes
 from maxlp.run.experiment import Experiment
@@ -14,7 +15,7 @@ def make(run: Experiment, graphdef: nnx.GraphDef) -> list[tuple[int, Measure]]:
     s, family = run.settings, run.family
     config, probes = s.precision, []
     if config.health_every:
-        measure = health.probe(graphdef, run.gradients, loss_scale=run.loss_scale)
+        measure = health.probe(graphdef, run.gradients, loss_scale=loss_scale_of)
         probes.append((config.health_every, measure))
     if config.sharpness_every and family.sharpness is not None:
         probes.append((config.sharpness_every, pkgutil.resolve_name(family.sharpness)(graphdef)))

@@ -165,7 +165,6 @@ def program_of(run: Experiment, bits: int) -> Program:
         one_pass=s.family.gradients(s.loss, s.train.seed, 1, False),
         gradients=run.gradients,
         step=run.step,
-        loss_scale=run.loss_scale,
         bits=bits,
         is_quantized=s.is_quantized,
         initial=lambda: run.initial_state(abstract),

@@ -1,14 +1,18 @@
 """SOAP by algorithm 3 of its paper, in NumPy and float64."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from maxlp.optim.muon import scale_by_muon
 from maxlp.optim.soap import SoapState, scale_by_soap
 from maxlp.optim.tree_utils import find_states
 from maxlp.parallel import sharding
+from maxlp.parallel.opt_state import opt_state_shardings
 from tests.optim.common import assert_trees_close, random_tree, run, run_on_mesh
 
 B1, B2, EPS, GAP = 0.8, 0.9, 0.3, 2
@@ -72,7 +76,7 @@ def test_both_sides_of_a_long_matrix_have_orthonormal_bases():
     _, state = run(tx, random_tree(shapes, 0), [random_tree(shapes, seed) for seed in range(1, 6)])
     [(_, soap)] = find_states(state, SoapState)
     assert {x.dtype for x in jax.tree.leaves(soap.mu)} == {jnp.dtype(jnp.bfloat16)}
-    for side, size in ((soap.left, 5), (soap.right, 9)):
+    for side, size in ((soap.whole.state.left, 5), (soap.whole.state.right, 9)):
         for basis in np.asarray(side["layers"]["mlp"]["up_proj"]["kernel"].basis):
             np.testing.assert_allclose(basis.T @ basis, np.eye(size), atol=2e-6)
 
@@ -89,3 +93,27 @@ def test_a_mesh_changes_nothing_with_both_sides():
     [(_, soap)] = find_states(state, SoapState)
     large = [x for x in jax.tree.leaves(soap) if x.size >= 64]
     assert len(large) == 6 and not any(x.sharding.is_fully_replicated for x in large)
+
+
+def test_devices_share_the_layers():
+    """Each one decomposes and rotates whole matrices of its own layers, and gathers none of others."""
+    shapes = {"layers": {"mlp": {"up_proj": {"kernel": (4, 8, 16)}}}}
+    mesh, spec = sharding.make_mesh(fsdp=2, tensor=2, data=2), ("layers", "embed", "mlp")
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x, jnp.float32, sharding=NamedSharding(mesh, sharding.spec(*spec))),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    tx = scale_by_soap()
+    where = opt_state_shardings(tx, params, mesh)
+    state = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        jax.eval_shape(tx.init, params),
+        where,
+    )
+    with jax.set_mesh(mesh):
+        update = jax.jit(tx.update, out_shardings=(jax.tree.map(lambda p: p.sharding, params), where))
+        text = update.lower(params, state, params).compile().as_text()
+    decomposed = re.findall(r"= \(?f32\[([\d,]+)\].* custom_call_target=\"lapack_s(?:geqrf|syevd)", text)
+    assert sorted(decomposed) == ["1,16,16", "1,16,16", "1,8,8", "1,8,8"]
+    assert "all-to-all" in text and "all-gather" not in text

@@ -60,6 +60,7 @@ LLAMA: dict[str, dict[str, Any]] = {
     "qk_norm, wide heads": {"model.qk_norm": True, "model.head_dim": 128, "model.mlp_dim": 3072},
 }
 RELEASED = {"train.release_gradients": True, "optimizer.clip_norm": 0.0}
+SOAP = {"optimizer.name": "soap"}
 PURE = {"model.param_dtype": "bfloat16", "optimizer.param_rounding": "stochastic"}
 BITS_8 = {
     "optimizer.low_bit.mu": "dynamic8",
@@ -126,6 +127,20 @@ for _name, _changes in {
     "APOLLO": {"optimizer.name": "apollo", "optimizer.options.rank": 64},
 }.items():
     LLAMA[f"one row, {_name}"] = {"data.batch_size": 1, **_changes}
+for _name, _changes in {
+    "SOAP": {},
+    "SOAP, one-sided": {"optimizer.options.one_sided": True},
+    "SOAP, stage 2": {"mesh.stage": 2, "model.pipeline.microbatches": 2},
+    "SOAP, released": RELEASED,
+}.items():
+    LLAMA[_name] = {"data.batch_size": 8} | SOAP | _changes
+for _name, _changes in {
+    "SOAP": {},
+    "SOAP, pure bf16": PURE,
+    "SOAP, 8 bits": BITS_8,
+    "SOAP, offloaded": OFFLOAD,
+}.items():
+    LLAMA[f"one row, {_name}"] = {"data.batch_size": 1} | SOAP | _changes
 LLAMA["sixteen rows, pure bf16, 8 bits"] = {"data.batch_size": 16} | PURE | BITS_8
 # Presets on one device, named by what they change: the update of 8 billion parameters can be the peak.
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {}

@@ -70,7 +70,6 @@ def trainer(loss_scale, size=1e-7):
         tx=tx,
         schedule=optax.constant_schedule(0.02),
         gates={"loss_scale": loss_scale},
-        loss_scale=lambda state: state["loss_scale"]["scale"],
         statistics=lambda grads, opt_state: {"grads": grads},
     )
     state = dict(

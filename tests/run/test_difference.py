@@ -31,20 +31,16 @@ from maxlp.run.difference import AS_TRAINED, ON_INPUTS, Compiled, Program, Site
 from tests.fixtures import Trainer, batch, make_mesh, precision_config, with_full_histories
 
 ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-3))
-NO_SCALE = train_step.no_loss_scale
 
 
 def program(mesh=(), recipe=None, tx=ADAMW, loss=None, released=False, scaled=False, **options) -> Program:
     """A program of the small Llama of `tests.fixtures`."""
     loss = loss or NextTokenConfig()
     gates = {"loss_scale": DynamicLossScale()} if scaled else {}
-    loss_scale = (lambda state: state["loss_scale"]["scale"]) if scaled else NO_SCALE
     recipe = None if recipe is None else precision_config(recipe)
     t = Trainer(make_mesh(**dict(mesh)), recipe=recipe, tx=tx, loss=loss, gates=gates, **options)
     common = dict(tx=tx, schedule=optax.constant_schedule(1e-3))
-    step = functools.partial(
-        train_step.train_step, gradients=t.gradients, gates=gates, loss_scale=loss_scale, **common
-    )
+    step = functools.partial(train_step.train_step, gradients=t.gradients, gates=gates, **common)
     if released:
         step = functools.partial(fused_backward.train_step, loss=task.batch_loss(loss), **common)
     return Program(
@@ -54,7 +50,6 @@ def program(mesh=(), recipe=None, tx=ADAMW, loss=None, released=False, scaled=Fa
         one_pass=task.loss_gradients(loss),
         gradients=t.gradients,
         step=step,
-        loss_scale=loss_scale,
         bits=jnp.finfo(options.get("dtype", "float32")).nmant,
         is_quantized=recipe is not None,
         initial=t.init,

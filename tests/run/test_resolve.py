@@ -62,11 +62,10 @@ def test_seed_and_microbatches_reach_the_gradients_and_the_data(monkeypatch):
     assert made == [(3, 4), ("given", how)]
 
 
-def test_the_loss_scale_of_the_state_and_both_gates_are_used():
+def test_both_gates_are_used():
     run = resolved(model__dtype="float16", precision__loss_scale__initial=256.0, spikes__guard="skip")
     assert list(run.gates) == ["loss_scale", "guard"]
-    assert run.loss_scale({"loss_scale": {"scale": jnp.float32(8.0)}}) == 8.0
-    assert resolved().gates == {} and resolved().loss_scale({}) is None
+    assert resolved().gates == {}
 
 
 def test_the_description_counts_bytes_in_gib():

@@ -183,11 +183,20 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
     if s.platform == "cpu":
         block["a block's activations"] *= 1.45
     rounded = {"rounded weights": rounded_weights(s)} if s.released else {}
-    fetched = state.offloaded_on(mesh) / state.num_params
+    sides, turning = state.sides_on(mesh, s.released)
+    # Rotated moments of low bits exist in float32.
+    wide_moments = held["parameters"] * 4 / s.param if sides and settings.optimizer.has_low_bit else 0.0
+    fetched = max(state.offloaded_on(mesh) - sides, 0) / state.num_params
     moments = [
         forward | {"gradients": summed(s)} | rounded | of_loss(s),
         forward | {"gradients": gradients(s)} | block,
-        {"gradients and updates": of_update(settings, s, held, fetched, machine.device_kind)},
+        {
+            "gradients and updates": of_update(
+                settings, s, held | {"optimizer": held["optimizer"] - sides}, fetched, machine.device_kind
+            ),
+            "bases that turn": turning,
+            "rotated moments": wide_moments,
+        },
     ]
     return held | max(moments, key=lambda parts: sum(parts.values()))
 

@@ -1,0 +1,106 @@
+"""Whole matrices on each device: arrays (*layers, m, n) whose layers the devices share.
+
+Axes of the mesh by which the number of layers cannot be divided split the last dim instead. Replicas (the
+axis `data`) have the same layers.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from maxlp.parallel.opt_state import OfLayers
+
+
+class LikeParams(NamedTuple):
+    """What `OfLayers` holds, split like the parameters."""
+
+    state: Any
+
+
+def like_params(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The transformation with `LikeParams` for `OfLayers`: all devices update one layer at a time."""
+
+    def init(params: optax.Params) -> optax.OptState:
+        return jax.tree.map(lambda x: LikeParams(*x) if found(x) else x, tx.init(params), is_leaf=found)
+
+    def found(x: Any) -> bool:
+        return isinstance(x, OfLayers)
+
+    return optax.GradientTransformation(init, tx.update)
+
+
+def spec_of_layers(shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """How the devices share an array (*layers, m, n), with at most one dim of layers; all have a number."""
+    if len(shape) < 2:
+        return PartitionSpec()
+    layers, last = _split(shape, mesh)
+    return PartitionSpec(*[layers or None] * (len(shape) - 2), None, last or None)
+
+
+def spread(x: jax.Array) -> jax.Array:
+    """Splits (*layers, m, n) by layers.
+
+    The axes of the mesh move one after the other, since XLA would gather an array to move two at once.
+    """
+    return keep_spread(_constrained(x, _stages(x)))
+
+
+def gather_back(x: jax.Array) -> jax.Array:
+    """The way back from `spread`, up to the last axis."""
+    return _constrained(keep_spread(x), _stages(x)[::-1])
+
+
+def keep_spread(x: jax.Array) -> jax.Array:
+    """Keeps an array split by layers, which XLA does not infer for all results of a condition."""
+    return _constrained(x, [spec_of_layers(x.shape, jax.sharding.get_abstract_mesh())])
+
+
+def by_layer(fn: Callable[..., Any], into: Any, *others: Any, alone: bool = True) -> Any:
+    """``fn(into, *others)`` of arrays (*layers, m, n), in place and one layer at a time.
+
+    Devices that share the layers take all of theirs at once; without ``alone``, so does one device.
+
+    Args:
+      into: one or several arrays, of the shapes of the result.
+    """
+    mesh, shape = jax.sharding.get_abstract_mesh(), jax.tree.leaves(into)[0].shape
+    one_device = mesh.empty or mesh.size == 1
+    if len(shape) < 3 or (not alone if one_device else _split(shape, mesh)[0]):
+        return fn(into, *others)
+
+    def step(i: jax.Array, into: Any) -> Any:
+        new = fn(*jax.tree.map(lambda x: x[i], (into, *others)))
+        return jax.tree.map(lambda x, of_layer: x.at[i].set(of_layer), into, new)
+
+    return jax.lax.fori_loop(0, shape[0], step, into)
+
+
+def _stages(x: jax.Array) -> list[PartitionSpec]:
+    """The constraints before the last axis moves."""
+    layers, _ = _split(x.shape, jax.sharding.get_abstract_mesh())
+    free = [PartitionSpec.UNCONSTRAINED] * 2
+    return [PartitionSpec(layers[: i + 1], *free) for i in range(len(layers) - 1)]
+
+
+def _constrained(x: jax.Array, specs: list[PartitionSpec]) -> jax.Array:
+    mesh = jax.sharding.get_abstract_mesh()
+    for spec in [] if mesh.empty or mesh.size == 1 else specs:
+        x = jax.lax.with_sharding_constraint(x, spec)
+    return x
+
+
+def _split(shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> tuple[tuple, tuple]:
+    """The axes of the mesh that split the layers, and those that split the last dim."""
+    *layers, _, last = shape
+    dims = (*layers, 1)[0], last
+    axes: list[tuple] = [(), ()]
+    for axis in (a for a in mesh.axis_names if a != "data" and mesh.shape[a] > 1):
+        for i, dim in enumerate(dims):
+            if dim % math.prod(mesh.shape[a] for a in (*axes[i], axis)) == 0:
+                axes[i] += (axis,)
+                break
+    return axes[0], axes[1]
