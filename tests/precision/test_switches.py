@@ -25,7 +25,7 @@ def evaluation(recipe, **options):
     trainer = Trainer(recipe=precision_config(recipe, **options))
     state, data = trainer.init(), global_batch(batch(0), trainer.mesh)
     with jax.set_mesh(trainer.mesh):
-        made = Evaluate(trainer.graphdef, trainer.gradients, state, data, lambda state: None)
+        made = Evaluate(trainer.graphdef, trainer.gradients, state, data)
     return made, trainer
 
 

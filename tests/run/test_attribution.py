@@ -21,7 +21,7 @@ def evaluate(recipe, change_state=lambda state: state, make_model=None, **option
     trainer = Trainer(recipe=precision_config(recipe, **options), make_model=make_model)
     state, data = change_state(trainer.init()), global_batch(batch(0), trainer.mesh)
     with jax.set_mesh(trainer.mesh):
-        return Evaluate(trainer.graphdef, trainer.gradients, state, data, lambda state: None)
+        return Evaluate(trainer.graphdef, trainer.gradients, state, data)
 
 
 @pytest.fixture(scope="module")

@@ -135,9 +135,7 @@ def test_what_is_measured_is_what_the_config_trains():
     state = trainer.init()
     with jax.set_mesh(trainer.mesh):
         data = global_batch(batch(0), trainer.mesh)
-        evaluate = attribution.Evaluate(
-            trainer.graphdef, trainer.gradients, state, data, lambda state: None
-        )
+        evaluate = attribution.Evaluate(trainer.graphdef, trainer.gradients, state, data)
         effect = attribution.Effect(0.0, 0.1, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         effects = dict.fromkeys(evaluate.sites, effect)
         costs = choice.costs(evaluate, attribution.Attribution(1, 0.0, 0.0, 0.0, 1.0, effects))
