@@ -1083,6 +1083,7 @@ PARALLEL = [
         "parallel/by_layers.py",
         "optim/test_muon.py",
         ("layers[: i + 1], *free) for i in range(len(layers) - 1)", "*free) for i in range(0)"),
+        ("len(shape) < 3 or", "True or", "optim/test_soap.py"),
     ),
     *_in(
         "parallel/batches.py",

@@ -81,18 +81,24 @@ def test_both_sides_of_a_long_matrix_have_orthonormal_bases():
             np.testing.assert_allclose(basis.T @ basis, np.eye(size), atol=2e-6)
 
 
-def test_a_mesh_changes_nothing_with_both_sides():
-    """Of square matrices: one gradient determines all of their eigenvectors."""
-    shapes = {"layers": {"mlp": {"up_proj": {"kernel": (2, 8, 8)}}}}
+@pytest.mark.parametrize("layers", [2, 3])
+def test_a_mesh_changes_nothing_with_both_sides(layers):
+    """Of square matrices: one gradient determines all of their eigenvectors.
+
+    Two layers are shared; three cannot be, and devices gather columns of one layer at a time.
+    """
+    shapes = {"layers": {"mlp": {"up_proj": {"kernel": (layers, 8, 8)}}}}
     axes = {"layers": {"mlp": {"up_proj": {"kernel": ("layers", "embed", "mlp")}}}}
     tx = scale_by_soap(B1, B2, EPS, precondition_frequency=GAP)
     params, grads = random_tree(shapes, 0), [random_tree(shapes, seed) for seed in range(1, 6)]
     want, _ = run(tx, params, grads)
-    got, state, _ = run_on_mesh(tx, sharding.make_mesh(fsdp=4, tensor=2), axes, params, grads)
+    got, state, step = run_on_mesh(tx, sharding.make_mesh(fsdp=4, tensor=2), axes, params, grads)
     assert_trees_close(jax.device_get(got), jax.device_get(want), atol=5e-4)  # five steps
     [(_, soap)] = find_states(state, SoapState)
     large = [x for x in jax.tree.leaves(soap) if x.size >= 64]
     assert len(large) == 6 and not any(x.sharding.is_fully_replicated for x in large)
+    gathered = re.findall(r"= \(?f32\[([\d,]+)\]\S* all-gather", step.as_text())
+    assert gathered and f"{layers},8,8" not in gathered
 
 
 def test_devices_share_the_layers():
