@@ -183,9 +183,10 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
     if s.platform == "cpu":
         block["a block's activations"] *= 1.45
     rounded = {"rounded weights": rounded_weights(s)} if s.released else {}
-    sides, turning = state.sides_on(mesh, s.released)
-    # Rotated moments of low bits exist in float32.
-    wide_moments = held["parameters"] * 4 / s.param if sides and settings.optimizer.has_low_bit else 0.0
+    sides, refresh = state.sides_on(mesh, s.released)
+    turning = {"refresh of the bases": refresh} if sides else {}
+    if sides and settings.optimizer.has_low_bit:
+        turning["rotated moments in float32"] = held["parameters"] * 4 / s.param
     fetched = max(state.offloaded_on(mesh) - sides, 0) / state.num_params
     moments = [
         forward | {"gradients": summed(s)} | rounded | of_loss(s),
@@ -193,10 +194,9 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
         {
             "gradients and updates": of_update(
                 settings, s, held | {"optimizer": held["optimizer"] - sides}, fetched, machine.device_kind
-            ),
-            "bases that turn": turning,
-            "rotated moments": wide_moments,
-        },
+            )
+        }
+        | turning,
     ]
     return held | max(moments, key=lambda parts: sum(parts.values()))
 
