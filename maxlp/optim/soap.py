@@ -17,8 +17,8 @@ takes other steps, by more than rounding. `one_sided` avoids that, and the memor
 
 The state of a matrix has 2 m n + 2 m² + 2 n² numbers. Devices share the layers, as with Muon: each one has
 the sides and second moments of its own layers, to which gradients and first moments are sent, and sends
-their steps back; it decomposes no other ones. Where the number of layers cannot be divided, sides are split
-by columns, and a refresh gathers them, one layer at a time.
+their steps back; it decomposes no other ones. Where the devices do not divide the number of layers, all of
+this is split by columns instead, and each step gathers the bases, one layer at a time.
 """
 
 import functools
