@@ -263,6 +263,10 @@ def test_every_recipe_trains_a_llama(name, bf16):
     bf16_losses, params = bf16
     options = {"block_size": 32} if name == "fp8_blocks" else {}  # 128 is larger than this model
     ours, _ = five_losses(name, params, remat="dots", history=4, **options)
-    # A rounding error in 4 bits is at least four times that of E4M3.
-    np.testing.assert_allclose(ours, bf16_losses, rtol=0.04 if name in ("nvfp4", "quest") else 0.01)
+    # A rounding error in 4 bits is at least four times that of E4M3. A sampled gradient is right only on
+    # average, and another CPU rounds the tokens, hence draws others: of 30 batches, all but two whose loss
+    # more than halves within the five steps are within 1.7 %.
+    np.testing.assert_allclose(
+        ours, bf16_losses, rtol=0.04 if name in ("nvfp4", "quest", "wta_crs") else 0.01
+    )
     assert ours != bf16_losses and ours[-1] < ours[0] - 0.1
