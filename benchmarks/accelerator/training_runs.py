@@ -70,9 +70,6 @@ TINY_CLIP = {
     "model.text": TINY_TOWER | dict(vocab_size=256),
     "data.image_size": 16,
 }
-# Of the device, for the first choice: compiled for an H200, 8B in FP8 with remat=dots needs 137 GiB, and
-# the closed form says 124.
-MEMORY = 0.9
 STEPS, SECONDS = 20, 15.0  # at most
 
 
@@ -141,12 +138,12 @@ def candidates(name: str, out: Result) -> list[dict[str, Any]]:
 
 
 def topology(device: dict[str, Any]) -> topologies.Topology:
-    """One device like this one, with a part of its memory; of an unknown kind, or of a CPU, one H200."""
+    """One device like this one, with its memory; of an unknown kind, or of a CPU, one H200."""
     known = {chip.kind: name for name, chip in topologies.CHIPS.items()}
     name = known.get(device["kind"], "h200")
     one = topologies.parse(f"{name}:{'x'.join('1' * (topologies.CHIPS[name].torus or 2))}")
     memory = min(one.chip.memory, device["memory"] or one.chip.memory)
-    return dataclasses.replace(one, chip=dataclasses.replace(one.chip, memory=MEMORY * memory))
+    return dataclasses.replace(one, chip=dataclasses.replace(one.chip, memory=memory))
 
 
 # --- runs -----------------------------------------------------------------------------------------------

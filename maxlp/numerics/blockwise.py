@@ -12,6 +12,9 @@ float8; Balança et al. 2024, arXiv:2407.17353, for float16), so that encoding a
 changes nothing; bfloat16 has a scale of 1. dynamic8 with blocks is Dettmers et al. 2021
 (arXiv:2110.02861), companded8 with blocks of 32 is FlashOptim (Ortiz et al. 2026, arXiv:2602.23349),
 but for its float16 scales, in which a small block underflows.
+
+Nothing here compares float32 numbers with zero: XLA merges such zeros, as large as the array, with
+those that a scan adds gradients to, and a step would keep them in memory as arrays.
 """
 
 import jax
@@ -49,7 +52,7 @@ def encode(
     codes = _to_codes(y, to, signed, key)
     smallest = _smallest_code(to)
     if not signed and smallest is not None:
-        lost = (y > 0) & (_from_codes(codes, to, signed) == 0)
+        lost = (_bits(y) > 0) & (_bits(codes) == 0)
         codes = jnp.where(lost, smallest, codes)
     return Quantized(codes, scale)
 
@@ -116,6 +119,11 @@ def _smallest_code(to: Format) -> np.ndarray | None:
     return None
 
 
+def _bits(x: jax.Array) -> jax.Array:
+    """As signed integers, which are positive where x is."""
+    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+
+
 def _stochastic(y: jax.Array, to: Format, key: jax.Array | None) -> jax.Array:
     """To one of the two neighbours in the format, still in the dtype whose leading bits the format is."""
     assert key is not None, f"{to.name} rounds stochastically and needs a key"
@@ -166,13 +174,13 @@ def _dynamic_codes(y: jax.Array, signed: bool) -> jax.Array:
         lowest = 10.0 ** (i - 6) * (0.1 + 0.45 / parts)
         highest_below = 10.0 ** (i - 7) * (1 - 0.9 / parts) if i else 0.0
         start = (lowest + highest_below) / 2  # nearer to this decade than to the one below, or to zero
-        part = jnp.clip(jnp.floor((x - 0.1) / 0.9 * parts), 0, parts - 1).astype(jnp.int32)
+        part = jnp.clip(jnp.floor((x - 0.1) / 0.9 * parts).astype(jnp.int32), 0, parts - 1)
         place = jnp.where((size >= start) & (size < above), parts + part, place)
         x, parts, above = 10.0 * x, parts // 2, start
     if not signed:
         return jnp.where(size >= 1 - 0.45 / 256, 255, jnp.maximum(place - 1, 0)).astype(jnp.uint8)
     place = jnp.where(y >= 1 - 0.45 / 128, 128, place)
-    return jnp.where(y < 0, 127 - place, 127 + place).astype(jnp.uint8)
+    return jnp.where(jnp.signbit(y), 127 - place, 127 + place).astype(jnp.uint8)
 
 
 def _companded_codes(y: jax.Array, signed: bool) -> jax.Array:

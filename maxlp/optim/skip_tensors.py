@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from maxlp.optim.config import OPTIMIZERS, OptimizerConfig
-from maxlp.optim.tree_utils import layer_axes, over_tensor
+from maxlp.optim.tree_utils import layer_axes, over_tensor, zero_unless
 
 
 def refusal(config: OptimizerConfig) -> str | None:
@@ -37,20 +37,21 @@ def skip_nonfinite_tensors(tx: optax.GradientTransformation) -> optax.GradientTr
 
         finite = jax.tree.map_with_path(is_finite, updates)
         like_params = jax.tree.structure(updates)
-        updates, new_state = inner.update(_where(finite, updates), state, params, **extra)
+
+        def zero_others(tree: Any) -> Any:
+            return jax.tree.map(lambda ok, x: zero_unless(over_tensor(ok, x), x), finite, tree)
+
+        updates, new_state = inner.update(zero_others(updates), state, params, **extra)
 
         def is_moment(node: Any) -> bool:
             return jax.tree.structure(node) == like_params
 
-        def kept(new: Any, old: Any) -> Any:
-            return _where(finite, new, old) if is_moment(new) else new
+        def where(ok: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(over_tensor(ok, new), new, old)
 
-        return _where(finite, updates), jax.tree.map(kept, new_state, state, is_leaf=is_moment)
+        def kept(new: Any, old: Any) -> Any:
+            return jax.tree.map(where, finite, new, old) if is_moment(new) else new
+
+        return zero_others(updates), jax.tree.map(kept, new_state, state, is_leaf=is_moment)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
-
-
-def _where(finite: Any, new: Any, old: Any = None) -> Any:
-    """The new tensors where they are finite, else the old ones, by default zeros."""
-    old = jax.tree.map(jnp.zeros_like, new) if old is None else old
-    return jax.tree.map(lambda ok, n, o: jnp.where(over_tensor(ok, n), n, o), finite, new, old)

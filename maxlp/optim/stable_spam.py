@@ -17,7 +17,7 @@ import optax
 from jax.tree_util import KeyPath
 
 from maxlp.optim.config import OptimizerKind
-from maxlp.optim.tree_utils import LayerAxes, layer_axes, over_tensor, widened
+from maxlp.optim.tree_utils import LayerAxes, layer_axes, over_tensor, widened, zero_unless
 from maxlp.schema import CountOrZero, DecayRate
 
 
@@ -90,7 +90,7 @@ def scale_by_stable_spam(
         grads = jax.tree.map(normalize, grads, squares, mean, square)
         grads = jax.tree.map(lambda g, u: g.astype(u.dtype), grads, updates)
         kept = True if not reset_every else jnp.asarray(count) % reset_every != 0
-        fresh = jax.tree.map(lambda x: jnp.where(kept, x, jnp.zeros_like(x)), state.adam)
+        fresh = jax.tree.map(lambda x: zero_unless(kept, x), state.adam)
         steps, adam_state = adam.update(grads, fresh)
         return steps, StableSpamState(count, thresholds, norm, squared_norm, adam_state)
 

@@ -56,6 +56,15 @@ def over_tensor(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
 
 
+def zero_unless(condition: jax.typing.ArrayLike, x: jax.Array) -> jax.Array:
+    """x where the condition is true, which broadcasts against it, else 0.
+
+    Behind the barrier XLA cannot merge the zeros with those that a scan adds gradients to; a step would
+    keep them in memory as arrays.
+    """
+    return jnp.where(condition, x, jax.lax.optimization_barrier(jnp.zeros((), x.dtype)))
+
+
 def by_name(tree: Any) -> dict[str, jax.Array]:
     """The arrays of a tree by `name_of`."""
     return {name_of(path): x for path, x in jax.tree.flatten_with_path(tree)[0]}

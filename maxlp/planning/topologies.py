@@ -301,11 +301,6 @@ def _gpu(topology: Topology) -> topologies.TopologyDescription:
     return topologies.get_topology_desc("", platform="cuda", target_config=config, topology=grid)
 
 
-def gpu_memory(kind: str) -> float:
-    """Bytes of a GPU's whole memory; infinite for other devices."""
-    return {CHIPS[name].kind: gpu.memory for name, gpu in GPUS.items()}.get(kind, math.inf)
-
-
 def listing() -> str:
     """The text that ``--list_topologies`` prints."""
     lines = [

@@ -125,6 +125,12 @@ for _name, _changes in {
     "pure bf16, 8 bits, remat none": {"model.remat": "none"} | PURE | BITS_8,
     "Muon": {"optimizer.name": "muon"},
     "APOLLO": {"optimizer.name": "apollo", "optimizer.options.rank": 64},
+    "Muon, 8 bits": {"optimizer.name": "muon"} | BITS_8,
+    "Stable-SPAM": {"optimizer.name": "stable_spam"},
+    "float8 moments": {"optimizer.low_bit.mu": "float8_e4m3fn", "optimizer.low_bit.nu": "float8_e5m2"},
+    "companded moments": {key: value for key, value in FLASHOPTIM.items() if "low_bit" in key},
+    "skipped tensors": {"model.dtype": "float16", "precision.loss_scale.per_tensor": True},
+    "Kahan": {"model.param_dtype": "bfloat16", "optimizer.param_rounding": "kahan"},
 }.items():
     LLAMA[f"one row, {_name}"] = {"data.batch_size": 1, **_changes}
 for _name, _changes in {

@@ -1,12 +1,14 @@
 """A step compiled here: its memory and its collectives are those of the closed form."""
 
+import functools
+
 import jax
 import pytest
 
 from maxlp.families.llama.cost import COST
 from maxlp.families.llama.presets import llama
 from maxlp.parallel import sharding
-from maxlp.planning import compiled
+from maxlp.planning import compiled, topologies
 from maxlp.planning.cost_model import state_shapes
 from maxlp.run.experiment import assemble
 from tests.planning import peaks
@@ -45,6 +47,36 @@ def test_the_closed_form_agrees_with_a_compilation_here(changes, tmp_path):
     assert held == pytest.approx(done.memory.arguments, rel=1e-3)
     assert sum(parts.values()) == pytest.approx(done.peak, rel=0.10)
     assert gathered(done.collectives) == pytest.approx(gathered(COST.collectives(s, machine)), rel=0.15)
+
+
+@functools.cache
+def temporaries_of_adamw() -> float:
+    return compiled_for_an_h100({}).temporaries
+
+
+def compiled_for_an_h100(changes) -> compiled.Memory:
+    one_row = {"data.batch_size": 1, "data.seq_len": 1024, "model.attention": "flash"}
+    s = peaks.settings_of(llama(**peaks.LLAMA_SIZES), one_row | changes)
+    topology = topologies.parse("h100:1x1")
+    mesh = sharding.make_mesh(devices=topologies.devices(topology))
+    memory = compiled.compile_step(assemble(s, topology.machine(s), mesh)).memory
+    assert memory is not None
+    return memory
+
+
+@pytest.mark.aot("jax_cuda13_plugin")
+@pytest.mark.parametrize("name", ["Stable-SPAM", "skipped tensors", "float8 moments"])
+def test_an_update_keeps_no_zeros_in_memory(name):
+    """It needs less than half of the gradients more than that of AdamW; with zeros it needed more.
+
+    XLA merges the zeros that an optimizer compares or selects with those that the backward pass adds the
+    gradients of the layers to, and then keeps them as arrays.
+    """
+    memory = compiled_for_an_h100(peaks.LLAMA[f"one row, {name}"])
+    s = peaks.recorded(f"one row, {name}", "cuda")
+    gradients = 4 * state_shapes(s, s.machine(1, "cuda")).num_params
+    more = (memory.temporaries - temporaries_of_adamw()) / gradients
+    assert more < 0.5, more
 
 
 def test_the_size_of_a_refused_program_is_read():

@@ -115,5 +115,4 @@ def test_bandwidth_of_mesh_axes():
 
 def test_a_program_gets_most_of_a_gpus_memory():
     chip = topologies.parse("h100:1x1").chip
-    assert chip.memory == pytest.approx(0.95 * topologies.gpu_memory(chip.kind))
-    assert topologies.gpu_memory("TPU v5") == topologies.gpu_memory("cpu") == math.inf
+    assert chip.memory == pytest.approx(0.95 * topologies.GPUS["h100"].memory)

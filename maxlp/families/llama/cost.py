@@ -20,7 +20,6 @@ from maxlp.nn.attention import cudnn, flash, flash_tile, ring
 from maxlp.parallel.exchange import num_bytes
 from maxlp.parallel.schedule import Schedule
 from maxlp.parallel.sharding import abstract_mesh
-from maxlp.planning import topologies
 from maxlp.planning.cost_model import (
     Cost,
     Ledger,
@@ -185,18 +184,11 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
     rounded = {"rounded weights": rounded_weights(s)} if s.released else {}
     sides, refresh = state.sides_on(mesh, s.released)
     turning = {"refresh of the bases": refresh} if sides else {}
-    if sides and settings.optimizer.has_low_bit:
-        turning["rotated moments in float32"] = held["parameters"] * 4 / s.param
     fetched = max(state.offloaded_on(mesh) - sides, 0) / state.num_params
     moments = [
         forward | {"gradients": summed(s)} | rounded | of_loss(s),
         forward | {"gradients": gradients(s)} | block,
-        {
-            "gradients and updates": of_update(
-                settings, s, held | {"optimizer": held["optimizer"] - sides}, fetched, machine.device_kind
-            )
-        }
-        | turning,
+        {"gradients and updates": of_update(settings, s, held["parameters"], fetched)} | turning,
     ]
     return held | max(moments, key=lambda parts: sum(parts.values()))
 
@@ -367,66 +359,53 @@ def of_loss(s: Sizes) -> dict[str, float]:
     return parts | {"head": head * (copies * s.a + 4), "gradient of the blocks": tokens * s.D * s.a}
 
 
-def of_update(
-    settings: Settings, s: Sizes, held: dict[str, float], fetched: float, device_kind: str
-) -> float:
+def of_update(settings: Settings, s: Sizes, params: float, fetched: float) -> float:
     """Bytes of the update of all parameters, besides what is held.
 
     The gradients exist, and if they are sums over microbatches, in float32. If not, that of the head is in
-    the dtype of the matmuls, and the embedding's in float32, with low-bit moments beside the float32 zeros
-    that it was added to, because XLA uses them in the update again. Updates are made in place, except that
+    the dtype of the matmuls, and the embedding's in float32. Updates are made in place, except that
     compiled steps hold:
 
-    * where parameters are rounded stochastically, the updates of all of them, in float32; with low-bit
-      moments XLA updates the three kernels of the MLP at once, with their updates in float32, their
-      gradients, and in dynamic8 their new state besides the old one; beyond four fifths of a GPU's memory
-      it computes one of these updates again instead of keeping it, if the step fits then;
-    * with low-bit moments of float32 parameters, zeros for all gradients and half of the largest array,
-      which is rounded with the maxima of its blocks;
-    * with other low-bit moments and with GaLore the largest array in float32, an update; for optimizers
-      that multiply matrices see `of_matrices`;
-    * after microbatches and with low-bit moments the updates, the largest array and codes; with GaLore what
-      one pass adds to the sums, and the largest array.
+    * where parameters are rounded stochastically, the updates of all of them, in float32;
+    * with low-bit moments, GaLore and other roundings instead the largest array in float32; with low-bit
+      moments a second one, unless they are companded and parameters are not rounded stochastically; and
+      with other roundings the update of the embedding;
+    * in optimizers that multiply matrices and have float32 moments what `of_matrices` says.
 
     Released layers are updated one by one. What is outside of them is left, and if it is rounded or has
     low-bit moments, updates of all of it in float32, one of which takes the place of the head's gradient.
-    State in the host's memory is fetched for it; its new state and its update exist for one array at a
-    time, but with low-bit moments of float32 parameters two float32 arrays for each.
+    State in the host's memory is fetched for it; its new state and a byte of new codes exist for one array
+    at a time, but with low-bit moments of float32 parameters two float32 arrays for each.
 
     Args:
+      params: bytes of the parameters.
       fetched: bytes in the host's memory for one parameter.
     """
-    optimizer, params = settings.optimizer, held["parameters"]
+    optimizer = settings.optimizer
     low_bit, rounding = optimizer.has_low_bit, optimizer.param_rounding
     wide = params * 4 / s.param
     largest = 4 * max(s.of_stage.L * s.D * s.F / (s.shards * s.t), s.end)
-    zeros = low_bit and rounding is None and not optimizer.has_galore
+    updates_all = rounding == "stochastic" and not low_bit and not optimizer.has_galore
     if s.frozen:
         return 0.0
     if optimizer.offload:
-        updates = 4 * (s.ends if zeros else 1 if rounding else 0)
+        in_float32 = low_bit and rounding is None and not optimizer.has_galore
+        updates = 4 * s.ends if in_float32 else 1 if rounding else 0
         return s.end * (4 + (s.ends - 1) * s.param + (s.ends + 1) * fetched + updates)
     if s.microbatches > 1:
-        if low_bit:
-            more = params if optimizer.has_galore else wide + held["optimizer"] * s.param / 4
-            return wide + more + largest
-        return 2 * wide if rounding and not optimizer.has_galore else wide
-    embedding = 4 * (1 + low_bit) * s.end
+        return 2 * wide if updates_all else wide
     if s.released:
-        return embedding + 4 * s.ends * s.end if low_bit or optimizer.has_galore or rounding else 0.0
-    grads = of_blocks(s) + s.end * s.a + embedding
-    if zeros:
-        return 2 * params + largest / 2
-    if low_bit and optimizer.low_bit and rounding == "stochastic":
-        mlp = 3 * s.of_stage.L * s.D * s.F / (s.shards * s.t)
-        dynamic = "dynamic8" in (optimizer.low_bit.mu, optimizer.low_bit.nu)
-        at_once = mlp * (4 + s.param * (1 + dynamic * held["optimizer"] / params))
-        memory, others = topologies.gpu_memory(device_kind), sum(held.values())
-        again = others + at_once > 0.8 * memory and others + at_once - 4 * mlp / 3 < memory
-        return at_once - 4 * mlp / 3 if again else at_once
-    if low_bit or optimizer.has_galore:
-        return grads + largest
-    return params + wide if rounding else grads + of_matrices(optimizer.kind.matmuls, largest)
+        return 4 * (1 + s.ends) * s.end if low_bit or optimizer.has_galore or rounding else 0.0
+    if updates_all:
+        return params + wide
+    grads = of_blocks(s) + s.end * s.a + 4 * s.end
+    if not (low_bit or optimizer.has_galore or rounding):
+        return grads + of_matrices(optimizer.kind.matmuls, largest)
+    if rounding not in (None, "stochastic"):
+        grads += 4 * s.end
+    companded = optimizer.low_bit and optimizer.low_bit.mu == "companded8"
+    twice = low_bit and not (companded and rounding != "stochastic")
+    return grads + (2 if twice else 1) * largest
 
 
 # --- work and collectives -----------------------------------------------------------------------------
