@@ -22,7 +22,7 @@ bits, for vLLM and transformers (compressed-tensors), and the rest in bfloat16;
 an import reads such folders too. Its matmuls also round their inputs:
 --calibration_sequences=64 measures gated products on that many sequences of the
 run's validation data, and moves channels that stand out from there into the
-weights (Smooth-SwiGLU). The model stays the same to the bit until it is
+weights (Smooth-SwiGLU). The model stays the same bit for bit until it is
 quantized.
 
 An import detects the format from the config in its folder; an export of a CLIP
@@ -147,7 +147,7 @@ def import_weights(
     found = LibraryWeights(os.fspath(source), format_name)
     if image_size is not None and found.format.resize is None:
         raise ValueError(
-            f"--image_size={image_size} is for models of images, and {source} holds a {found.family.name}; "
+            f"--image_size={image_size} is for image models, and {source} holds a {found.family.name}; "
             "drop the flag"
         )
     model = dataclasses.replace(found.config, param_dtype=dtype or found.config.dtype)

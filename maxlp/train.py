@@ -87,7 +87,7 @@ def main() -> int:
 
 
 def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup: "Startup") -> int | None:
-    """Runs a config in the workdir of ``lock``; returns the exit code, or None where another phase begins.
+    """Runs a config in the workdir of ``lock``; returns the exit code, or None if another phase follows.
 
     ``stack`` closes what must be closed, however the run ends.
     """
@@ -181,7 +181,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
 
 
 def report_changes(s: Settings, workdir: Path, c: ConfigDict) -> list[str]:
-    """Prints and returns the keys that differ from the last start; in a resumed run, some must not."""
+    """Prints and returns the keys that differ from the last start; in a resumed run, some may not."""
     changed = changes.check_config(workdir, c, flags.FLAGS.allow_change)
     for line in changed.values():
         print_primary(f"changed since the last start: {line}")
@@ -194,7 +194,7 @@ def report_changes(s: Settings, workdir: Path, c: ConfigDict) -> list[str]:
 
 
 def dry_run(run: Experiment, graphdef: nnx.GraphDef, workdir: Path, c: ConfigDict) -> int:
-    """Opens the data as a start does, but beside the workdir, and prints the config."""
+    """Opens the data as a real start does, but in a scratch folder, and prints the config."""
     with run_dir.scratch(workdir) as folder:
         open_data(run, graphdef, folder)
     print_primary(c)

@@ -1,8 +1,8 @@
 """A row of the composition table, executed: a training run with many features on simulated devices.
 
 A row of `tests.composition.rows` switches many features on at once. It must train like the same row on one
-device without its neutral features (mesh, microbatches, remat, released gradients, guards), and resume to
-the bit.
+device without its neutral features (mesh, microbatches, remat, released gradients, guards), and resume bit
+for bit.
 """
 
 import dataclasses
@@ -123,7 +123,7 @@ def rows(family: str) -> list:
 
 
 def check_row(family: str, row: composition.Row, folder: Path) -> None:
-    """Asserts that a row trains like its reference on one device, and resumes to the bit."""
+    """Asserts that a row trains like its reference on one device, and resumes bit for bit."""
     got = Run(family, row)
     state, metrics = got.steps(got.initial_state(), range(STEPS - 1))
     with Checkpointer(folder, every_steps=1) as checkpoints:

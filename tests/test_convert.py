@@ -338,7 +338,7 @@ def test_inputs_that_cannot_be_imported_are_refused(tmp_path, content, options, 
 
 def test_options_of_another_family_are_refused(llama, tmp_path):
     source, run = llama
-    with pytest.raises(ValueError, match=r"--image_size=32 is for models of images, .* holds a llama"):
+    with pytest.raises(ValueError, match=r"--image_size=32 is for image models, .* holds a llama"):
         convert.import_weights(source, tmp_path / "run", image_size=32)
     with pytest.raises(
         ValueError, match=r"--format=open_clip is not for .* holds a llama; one of hf_llama"

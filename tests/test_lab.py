@@ -76,7 +76,7 @@ def test_steps_without_a_batch(tmp_path):
     message = refused(tmp_path, "fp8_current", tmp_path, 402)
     assert message.startswith("--step=402 has no batch in ") and "last record is of step 400" in message
     ended = types.SimpleNamespace(batches=iter(()), start=3, run=types.SimpleNamespace(mesh=None), state={})
-    with pytest.raises(ValueError, match="--step=5 has no batch: the data end before it"):
+    with pytest.raises(ValueError, match="--step=5 has no batch: the data ends before it"):
         reopen.batch_of(ended, 5)
 
 

@@ -20,7 +20,7 @@ Every pair of features in the tables below runs (✓) or is refused with a reaso
 
 A pair runs if `tests/matrix.py` trains a small model with both on up to eight simulated devices, gets
 the losses, gradient norms and quantization state of the same run on one device, saves a checkpoint and
-resumes from it to the bit. Pairs are combined into rows of many features, so the rows also show that more
+resumes from it bit for bit. Pairs are combined into rows of many features, so the rows also show that more
 than two features can be combined. The slow tier runs the pairs of a recipe and an optimizer, those of CLIP
 that meet in the same code as Llama's, and those of
 {SLOW}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 class Gate(Protocol):
     """Accepts or rejects a step; a gate's own state is part of the training state.
 
-    A rejected step leaves params, model_state and opt_state unchanged, to the bit.
+    A rejected step leaves params, model_state and opt_state unchanged, bit for bit.
     """
 
     def init(self) -> dict[str, jax.Array]:

@@ -140,10 +140,10 @@ def squared_norm(tree: Any) -> jax.Array:
 
 
 def accumulate(of_part: Callable[[Any], tuple[dict, Any]], params: dict, parts: Any) -> tuple[dict, Any]:
-    """The float32 sum of the gradients of all parts, and the stacked rest.
+    """The float32 sum of the gradients of all parts, and their other results, stacked.
 
     Args:
-      of_part: one entry of ``parts`` to its gradients and a rest.
+      of_part: maps an entry of ``parts`` to its gradients and other results.
       parts: a tree whose leading axis counts the microbatches.
     """
 

@@ -5,8 +5,8 @@ each replica computes its share of the batch's gradient from its own rows, with 
 left to XLA, and once a step `parallel.exchange` adds the shares. A share is the gradient of the replica's
 sum of losses, divided by the number of tokens in the whole batch.
 
-What rounding has lost is state, which the checkpoints hold: ``model_state["errors"]`` has an array of the
-shape of each parameter for every replica.
+The rounding errors are state, and saved in checkpoints: ``model_state["errors"]`` holds, for each replica,
+an array of the shape of each parameter.
 """
 
 import jax
@@ -83,7 +83,7 @@ def exchanged(gradients: Gradients, format_name: str) -> Gradients:
 def _of_all(model_state: dict, metrics: Metrics) -> tuple[dict, Metrics]:
     """The combined states and metrics of all replicas.
 
-    States are combined as over microbatches. The number of tokens is that of the whole batch already.
+    States are combined as over microbatches. The number of tokens is already that of the whole batch.
     """
     model_state = jax.tree.map(lambda x: jax.lax.pmax(x, exchange.AXIS), model_state)
     sums = {name: sharding.sum_of_replicas(x) for name, x in metrics.items() if name != "tokens"}

@@ -37,8 +37,8 @@ def init_state(
     """A fresh state. Under jit with the shardings of `abstract_state` it is initialized already sharded.
 
     Args:
-      start_from: random ``{"params", "model_state"}`` to those that the optimizer begins with. Under jit,
-        what it replaces is never allocated.
+      start_from: maps the random ``{"params", "model_state"}`` to those that training begins with. Under
+        jit, what it replaces is never allocated.
     """
     _, params, model_state = nnx.split(make_model(nnx.Rngs(seed)), nnx.Param, ...)
     core: State = {"params": nnx.to_pure_dict(params), "model_state": nnx.to_pure_dict(model_state)}

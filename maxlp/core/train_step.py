@@ -67,10 +67,10 @@ def train_step(
 
     Args:
       gates: the step counts if all of them accept it.
-      statistics: (gradients, new opt_state) to more metrics.
-      update_arguments: (gradients, their metrics) to further keywords of ``tx.update``.
-      optimizer_metrics: the opt_state after the step, accepted or not, to metrics that replace others.
-      after_update: (updated params, model_state of this step) to the params of the next step, and metrics.
+      statistics: maps (gradients, new opt_state) to more metrics.
+      update_arguments: maps (gradients, their metrics) to further keywords of ``tx.update``.
+      optimizer_metrics: maps the opt_state after the step, accepted or not, to metrics that replace others.
+      after_update: maps (updated params, model_state of this step) to the next step's params, and metrics.
 
     Returns:
       the new state, and scalars: those of ``gradients`` (loss, accuracy, …), grad_norm, param_norm,

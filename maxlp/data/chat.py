@@ -6,10 +6,10 @@ template is the file `chat_template.jinja` beside the tokenizer, or `chat_templa
 `tokenizer_config.json`.
 
 A model learns its answers: all that it has to write itself between the prompt and the end of its turn.
-An answer begins behind the generation prompt, or with the content of the assistant's message if the
-template has no such prompt there, and ends with the first special token behind that content, which ends
-the turn. A template that marks answers itself, with `{% generation %}`, is obeyed. A token with at least
-one character of an answer belongs to it, so that a token across the beginning of an answer is learned.
+An answer begins after the generation prompt, or with the content of the assistant's message if the template
+has no such prompt there, and ends with the first special token after that content, which ends the turn. A
+template that marks answers itself, with `{% generation %}`, is obeyed. A token with at least one character
+of an answer belongs to it, so that a token across the beginning of an answer is learned.
 
 To find the contents in the text, they are rendered once more between marks.
 """
@@ -59,7 +59,7 @@ def as_messages(value: Any, key: str) -> Messages:
     """Checks the messages of a record and drops empty fields.
 
     Raises:
-      BrokenExample: something else than a list of messages, each with a known role and a text.
+      BrokenExample: anything but a list of messages, each with a known role and a text.
     """
     if not isinstance(value, list | tuple) or not value:
         raise BrokenExample(f"{key!r} is {_kind(value)}, not a list of messages")
@@ -96,7 +96,7 @@ def open_conversations(
     """Sources, some of them of conversations, as documents of a run.
 
     Args:
-      chats: which they are.
+      chats: for each source, whether it holds conversations.
 
     Returns:
       The sources, and the fingerprint of the template; empty if all conversations are tokens already.
@@ -196,7 +196,7 @@ class Chat:
         return self._encode(self._render_parts(messages, prompt=True))[0].tolist()
 
     def encode(self, messages: Messages) -> np.ndarray:
-        """The tokens of a conversation, int32 [T]; one that is not to be learned as its complement `~id`.
+        """The tokens of a conversation, int32 [T]; those that are not learned as their complement `~id`.
 
         Raises:
           ValueError: the template raises, or changes answers so that they are not found in its text.

@@ -65,7 +65,7 @@ def _single_seed(seeds: Seeds) -> int:
 
 
 def check_settings(saved: Mapping[str, Any], settings: Mapping[str, Any], allow_change: bool) -> set[str]:
-    """Compares the settings under which a state was saved with those of today; returns changed keys.
+    """Compares the settings under which a state was saved with the current ones; returns changed keys.
 
     Raises:
       ValueError: there is a change, and it is not allowed.

@@ -3,8 +3,8 @@
 It covers the names of all files relative to their common folder, their sizes, and content: all of it for at
 most `WHOLE_FILES` files of at most `WHOLE_BYTES` bytes together, samples otherwise, spread evenly over all
 files as if they were one. The last block of a file counts where formats such as Parquet have their table of
-contents. So a corpus that is overwritten, cut, appended to, sorted anew or encoded anew is noticed; a few
-bytes changed in place in the middle of a large file may not be. Times of modification do not count: a copy
+contents. So a corpus that is overwritten, truncated, appended to, reordered or re-encoded is noticed; a few
+bytes changed in place in the middle of a large file may not be. Modification times do not count: a copy
 of a corpus has the same fingerprint.
 
 Of files at URLs it covers the names, the sizes, and what the store keeps to tell contents apart: a hash, an

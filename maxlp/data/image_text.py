@@ -68,7 +68,7 @@ class ImageTextDataConfig:
       templates_file: a file with one template per line, in place of `templates`.
       max_pixels: larger images count as broken.
       max_broken: number of different broken examples that each process skips before it stops.
-      num_epochs: None repeats without end.
+      num_epochs: None repeats forever.
       num_threads: threads that read and decode, in each worker.
       num_workers: processes that read and decode; 0 uses threads of this process.
     """
@@ -316,7 +316,7 @@ class ImageTextIterator:
         self._step = state["step"]
         if "batch_size" in changed:
             before, now = state["settings"]["batch_size"], self._dataset.settings["batch_size"]
-            what = "%d examples were read; the data continue after the first %d in their order"
+            what = "%d examples were read; the data continues after the first %d in their order"
             logging.warning(what, self._step * before, self._step * now)
         broken = {} if changed else {int(name): set(found) for name, found in state["streams"].items()}
         self._broken = broken.pop(self._dataset.process_index, set())

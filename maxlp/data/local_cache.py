@@ -1,6 +1,6 @@
-"""A cache on the local disk of what is made from files that have no random access where they are.
+"""A cache on the local disk of what is derived from files without random access.
 
-It is at $XDG_CACHE_HOME/maxlp/data, or ~/.cache/maxlp/data, and can be deleted when nothing trains. An
+It is at $XDG_CACHE_HOME/maxlp/data, or ~/.cache/maxlp/data, and can be deleted when no run uses it. An
 entry is made again when its file changes in size, time, hash or ETag, and replaces the former one:
 
     FILE/CONTENT/ENTRY    each a hash: of the path, of size and time or tag, of what was made
@@ -110,7 +110,7 @@ def decompress(path: str, source: BinaryIO, target: BinaryIO) -> None:
 
 
 def _cached_all(doing: str, paths: Sequence[str], make: Make) -> list[str]:
-    """As `cached`, for several files at once; tells what is done."""
+    """As `cached`, for several files at once; reports its progress."""
     missing = [path for path in paths if not _entry(path, make.__name__).exists()]
     if missing:
         size = sum(_size(path) for path in missing)

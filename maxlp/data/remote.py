@@ -160,7 +160,7 @@ def _check(url: str) -> None:
 
 
 def _stat_in_time(url: str) -> storage.Entry:
-    """Size and tag of a file, from a store that may not answer."""
+    """Size and tag of a file, from a store that may fail to answer."""
     if url.startswith("hf://"):  # gives up by itself, and lists a folder anew in each thread
         return storage.stat(url)
     try:

@@ -84,16 +84,16 @@ class TextDataConfig:
         "first_fit" keeps each document in one window, the first with enough room among those of its
         block; a document longer than S is split into pieces of S. Only padding is masked: 1 to 5 % of
         positions for documents of web-like lengths, more if few documents are shorter than S/2.
-        Conversations need "first_fit": of one longer than S only the beginning is used, and one
-        without an answer in it is skipped; the metrics `data/conversations_cut` and
-        `data/conversations_skipped` are the fractions of such. Of them only answers are targets.
-      max_documents: documents in a window at most, which `nn.attention.cudnn` needs to know; None for any
-        number. A window that holds so many is closed, and the rest of it is padding.
+        Conversations need "first_fit": one longer than S is truncated, and skipped if no answer remains;
+        the metrics `data/conversations_cut` and `data/conversations_skipped` are their fractions. Only
+        answers are targets.
+      max_documents: the most documents in a window, which `nn.attention.cudnn` needs to know; None for any
+        number. A window that holds this many is closed, and the rest of it is padding.
       shuffle: whether each epoch reads the documents in another order, and the windows of a block are
         mixed; False keeps the order of the source.
       shuffle_tokens: about how many tokens are mixed, over the whole global batch. More tokens mix
         better, but take longer to read before the first step.
-      num_epochs: None repeats without end. A number ends the data after that many passes, with a
+      num_epochs: None repeats forever. A number ends the data after that many passes, with a
         padded batch, and uses a single stream, so that each process tokenizes the whole corpus.
       num_workers: processes that tokenize and pack; 0 uses a thread. Each owns whole streams, so no
         more are started than this process has streams.
@@ -121,7 +121,7 @@ def make_data(
 
     Validation is one pass over the documents in order, one source after another, packed by "concat",
     or "first_fit" if there are conversations; of `config` it uses only the source, the tokenizer and the
-    sizes. Every token that has a predecessor in its document is a target exactly once, of conversations
+    sizes. Every token that has a predecessor in its document is a target exactly once; in conversations,
     every token of an answer. The last batch is padded. All processes end at the same step, and each
     tokenizes all documents.
 

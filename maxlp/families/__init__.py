@@ -39,7 +39,8 @@ Measure = Callable[[dict, dict], dict[str, float]]  # (state, batch) to named nu
 class Family:
     """A family of models, as the commands and the train step use it.
 
-    ``model``, ``data`` and ``loss`` in the signatures below are instances of the three config classes.
+    Below, ``(a, b) to c`` stands for a function that maps a and b to c; ``model``, ``data`` and ``loss``
+    are instances of the three config classes.
 
     Attributes:
       Model, Data, Loss: classes of the config's sections ``model``, ``data`` and ``loss``.
@@ -61,7 +62,7 @@ class Family:
       vocabulary: model to (the config key, the number of token ids that the model has room for).
       tokenizer_texts: (data, seed) to the texts that a tokenizer ("bpe:V") is trained on.
       gated_products: patterns of the matmuls whose input is a gated product, where Smooth-SwiGLU acts.
-      search_choices: values of further settings that the planner's search tries, by config key.
+      search_choices: further settings that the planner's search tries: config key to values.
       loss_parts: (data, mesh axes) to the config key that splits the loss, and its values, ascending. Parts
         do not change the time of a step, and from two on more of them need less memory.
       describe_batch: data to a phrase, as in "8 × 256 = 2,048 tokens".
@@ -70,8 +71,8 @@ class Family:
         numbers; None for families without image features.
       sharpness: "module:function" of graphdef to a compiled `Measure`; None where no token is predicted.
       after_update: model to what corrects the parameters after an update, see `core.train_step`.
-      free_keys: config keys of this family that a resumed run may change, beside `run.changes.FREE`.
-      training_keys: those of the model that do not change what it computes with given weights.
+      free_keys: config keys of this family that a resumed run may change, besides `run.changes.FREE`.
+      training_keys: keys of the model that do not change what it computes with given weights.
       plain_loss: values of keys of Loss with which it traces no `shard_map`.
     """
 

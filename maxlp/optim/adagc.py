@@ -1,4 +1,4 @@
-"""AdaGC: each tensor's gradient is clipped to what its norm has been (Wang et al. 2025, arXiv:2502.11034).
+"""AdaGC: clips each tensor's gradient by its average past norm (Wang et al. 2025, arXiv:2502.11034).
 
     ‖g‖ of one tensor, γ the average norm of its clipped gradients
     warm-up   ĝ = g · min(1, clip_norm / global norm)       γ ← min(γ, ‖ĝ‖)

@@ -40,7 +40,7 @@ OPTIMIZERS = {
     "adamp": "maxlp.optim.adamp:ADAMP",
     "sgd": "maxlp.optim.sgd:SGD",
 }
-Conflict = tuple[str, Any, str]  # a key of the config, its value, and the reason with the way out
+Conflict = tuple[str, Any, str]  # a key of the config, its value, and the reason with the fix
 MU_DTYPES = ("float32", "bfloat16", "float16")
 # "float32" leaves a moment as it is. int4 has too few values for a moment.
 MOMENT_FORMATS = ("float32", *(name for name in STATES if name != "int4"))
@@ -187,9 +187,9 @@ class OptimizerConfig:
         its function has (adafactor only `mu_dtype`, lion all but `eps`).
       galore: projection of the gradients; None does not project.
       low_bit: storage of the moments in few bits; None stores them as they are.
-      adascale: S, how many times the batch is as large as the one that learning_rate, warmup_steps and
-        train.total_steps are for: a step then counts as up to S of those steps (`maxlp.optim.adascale`,
-        sgd only). None counts each step as one.
+      adascale: S, the ratio of the batch to the small one that learning_rate, warmup_steps and
+        train.total_steps are for: a step then counts as up to S of those steps (`maxlp.optim.adascale`, sgd
+        only). None counts each step as one.
       param_rounding: one of `PARAM_ROUNDINGS`, for parameters in bfloat16, or ``nearest`` in float16,
         with updates in float32; None computes in their dtype, which loses small updates.
       offload: the state is in pinned memory of the host between steps, except for scalars.
@@ -221,15 +221,15 @@ class OptimizerConfig:
         schema.check(self)
         if self.adascale is not None and self.galore is not None and self.has_galore:
             raise ValueError(
-                f"galore.rank={self.galore.rank} does not go with adascale={self.adascale}, which measures "
-                "the noise of whole gradients, not of projected ones; set galore.rank=0"
+                f"galore.rank={self.galore.rank} cannot be combined with adascale={self.adascale}, which "
+                "measures the noise of whole gradients, not of projected ones; set galore.rank=0"
             )
         conflicts = [*self.kind.conflicts(self)]
         if self.adascale is not None and self.name != "sgd":
             reason = "its steps are normalized, so they grow with the batch already; set name='sgd'"
             conflicts.append(("adascale", self.adascale, reason))
         for key, value, reason in conflicts:
-            raise ValueError(f"{key}={value!r} does not go with name={self.name!r}: {reason}")
+            raise ValueError(f"{key}={value!r} cannot be combined with name={self.name!r}: {reason}")
 
     @property
     def kind(self) -> OptimizerKind:

@@ -129,8 +129,8 @@ def _rescale(config: OptimizerConfig) -> optax.GradientTransformation:
         schema.check_value(f"options.{key}", value, own[key])
     if config.mu_dtype is not None and "mu_dtype" not in takes:
         raise ValueError(
-            f"mu_dtype={config.mu_dtype!r} does not go with name={config.name!r}, which has no first "
-            "moment; leave mu_dtype unset"
+            f"mu_dtype={config.mu_dtype!r} cannot be combined with name={config.name!r}, which has no "
+            "first moment; leave mu_dtype unset"
         )
     shared = {key: getattr(config, key) for key in SHARED if key in takes}
     rescale = scale_by(**shared, **config.options)

@@ -15,8 +15,8 @@ NorMuon (Li et al. 2025, arXiv:2510.05491) evens out the lengths of the neurons'
 
 Sharding. The iteration multiplies whole matrices, and has to be spread by layers: one all-to-all gives each
 device whole matrices of some layers, and another one returns their steps. No matrix is multiplied twice,
-except by replicas (the axis `data`). Axes of the mesh by which the number of layers cannot be divided
-split the long side of each matrix instead; its Gram matrices are then summed over their devices.
+except by replicas (the axis `data`). Mesh axes that do not divide the number of layers split the long side
+of each matrix instead; its Gram matrices are then summed over their devices.
 """
 
 import functools

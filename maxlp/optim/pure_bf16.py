@@ -5,8 +5,8 @@ as soon as the learning rate decays. Four remedies, at 2, 3 or 4 bytes per param
 
 * `stochastic`: the sum is rounded up or down with probability proportional to proximity (Zamirai et al.
   2020, arXiv:2010.06192). Its expectation is the exact sum; it needs no state and adds some noise.
-* `residual`: the rounding error is kept in an int8, in units of 1/254 of the distance of two bfloat16
-  numbers, of which it is at most a half (FlashOptim's master weights; Ortiz et al. 2026,
+* `residual`: the rounding error is kept in an int8, in units of 1/254 of the distance between neighbouring
+  bfloat16 numbers, half of which it never exceeds (FlashOptim's master weights; Ortiz et al. 2026,
   arXiv:2602.23349). Together that is about 16 significant bits, without noise.
 * `kahan`: the rounding error is kept in a second bfloat16 and added to the next update (Kahan 1965;
   Zamirai et al.; pure bfloat16 training: Dobler & de Melo 2024, arXiv:2408.15793). Together that is at

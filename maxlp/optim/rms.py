@@ -18,9 +18,9 @@ def make_rms(config: OptimizerConfig) -> Rms:
 
     It maps the gradients before clipping and the state after the update to RMS_t by parameter name,
     float32 (*layers). For stable_adamw that is the number it clips by, inside GaLore RMS_t of the
-    projected gradient. For the others it is computed from Adam's second moment; parameters whose moment
-    is factored, projected or stored in few bits are left out, and all if AdaGC clips. (To measure those,
-    use stable_adamw with clip_threshold=inf, which is AdamW.)
+    projected gradient. For the others it is computed from Adam's second moment; parameters whose moment is
+    factored, projected or stored in few bits are left out, and all parameters if AdaGC clips. (To measure
+    those, use stable_adamw with clip_threshold=inf, which is AdamW.)
     """
     last_rms, state_type = config.kind.last_rms, config.kind.second_moment
     if last_rms is not None:

@@ -2,8 +2,8 @@
 
 A schedule is a function of the number of finished updates: the first update uses `schedule(0)`, the last
 one `schedule(total_steps - 1)`. The warm-up rises by `learning_rate / (warmup_steps + 1)` per update, so
-that no update has a rate of zero and the peak is reached at `warmup_steps`. A run that is not longer than
-its warm-up has a shorter one (`fitting_warmup`).
+that no update has a rate of zero and the peak is reached at `warmup_steps`. In a run that is not longer
+than its warm-up, the warm-up is shortened (`fitting_warmup`).
 """
 
 import optax

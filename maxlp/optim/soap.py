@@ -12,8 +12,8 @@ in the authors' code: no gradient is seen in a basis that it has shaped. Later, 
 eigenvalues first, and V with them. M is kept in the space of the gradient, so that no result depends on the
 signs of eigenvectors, which libraries leave open.
 
-Until the gradients span a long side, the rest of its basis is arbitrary: there, another device or mesh
-takes other steps, by more than rounding. `one_sided` avoids that, and the memory of long sides.
+Until the gradients span a long side, the rest of its basis is arbitrary: there, steps differ between
+devices or meshes by more than rounding. `one_sided` avoids that, and the memory of long sides.
 
 The state of a matrix has 2 m n + 2 m² + 2 n² numbers. Devices share the layers, as with Muon: each one has
 the sides and second moments of its own layers, to which gradients and first moments are sent, and sends
@@ -132,7 +132,7 @@ def _soap(
         done: list[tuple] = []
         on_mesh = jax.sharding.get_abstract_mesh().size > 1
         for of_matrix in zip(leaves, *others, strict=True):
-            if done and on_mesh:  # one after the other: XLA would have what all matrices need at a time
+            if done and on_mesh:  # one by one: otherwise XLA would hold what all matrices need at once
                 of_matrix, done[-1] = jax.lax.optimization_barrier((of_matrix, done[-1]))
             done.append(one(*of_matrix))
         updates, mu, *rest = (structure.unflatten(new[i] for new in done) for i in range(5))

@@ -63,7 +63,7 @@ def scale_by_stable_adam(
       eps: added to √v̂; eps² is also the lower bound of v̂ in RMS_t.
       mu_dtype: dtype of the first moment; None for float32.
       clip_threshold: d above; `inf` is Adam that records its RMS_t.
-      decay_rate: λ above; None has a constant β2, which is b2.
+      decay_rate: λ above; None keeps β2 constant at b2.
       layer_axes: gives the number of leading layer axes of the parameter at a path.
 
     Raises:

@@ -17,7 +17,7 @@ def batch_part(mesh: Mesh) -> tuple[int, int]:
     Processes that hold the same rows (other stages, other parts of the sequence) read the same part.
 
     Raises:
-      ValueError: processes whose rows overlap in part.
+      ValueError: processes whose rows partially overlap.
     """
     if mesh.empty:
         return jax.process_index(), jax.process_count()
@@ -30,7 +30,7 @@ def batch_part(mesh: Mesh) -> tuple[int, int]:
     parts = sorted({tuple(sorted(one)) for one in held.values()})
     if sum(map(len, parts)) != batch_shards(mesh):
         raise ValueError(
-            f"mesh {dict(mesh.shape)}: the rows of different processes overlap in part; choose "
+            f"mesh {dict(mesh.shape)}: the rows of different processes partially overlap; choose "
             "mesh.context × mesh.tensor as a multiple or a divisor of the devices of a process"
         )
     return parts.index(tuple(sorted(held[jax.process_index()]))), len(parts)

@@ -1,6 +1,6 @@
 """Whole matrices on each device: arrays (*layers, m, n) whose layers the devices share.
 
-Axes of the mesh by which the number of layers cannot be divided split the last dim instead. Replicas (the
+Mesh axes that do not divide the number of layers split the last dim instead. Replicas (the
 axis `data`) have the same layers.
 """
 

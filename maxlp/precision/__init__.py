@@ -39,8 +39,7 @@ class PrecisionConfig:
     """The ``precision`` section of a config.
 
     Attributes:
-      recipe: name in `RECIPES`, for all layers without a rule. ``bf16`` leaves the model's own
-        dtype.
+      recipe: name in `RECIPES`, for all layers without a rule. ``bf16`` keeps the model's own dtype.
       options: changes to that recipe.
       rules: (pattern, name of a recipe) pairs.
       first_blocks, last_blocks, min_dim, smooth_swiglu: see `inject`.
@@ -48,7 +47,7 @@ class PrecisionConfig:
       loss_scale: dynamic loss scale of a float16 run, None for no scale.
       health_every, sharpness_every, magnitudes_every: steps between measurements of `health`, of the
         loss's sharpness (`families.Family`), of `magnitudes`; 0 for none.
-      scalify: ``fp16``, or ``fp8`` in blocks, with a scale for every array (`precision.scalify`).
+      scalify: ``fp16``, or ``fp8`` in transformer blocks: a scale for every array (`precision.scalify`).
       exchange: format in which replicas exchange gradients (`parallel.exchange`); ``none``: their dtype.
       scatter: format in which gradients are scattered over ``fsdp`` (`precision.scatter`), or ``none``.
 

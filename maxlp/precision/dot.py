@@ -34,7 +34,7 @@ from maxlp.precision.sampling import Sampled
 
 
 class QuantDot(nnx.Module):
-    """Replaces ``jax.lax.dot_general`` where the last axis of the input meets the first of a kernel.
+    """Replaces ``jax.lax.dot_general`` where an input's last axis is contracted with a kernel's first.
 
     Delayed scaling keeps a history per tensor here, float32 ``(…, history)``:
     ``input_amax_history`` and ``kernel_amax_history`` are written by the forward pass,
@@ -291,7 +291,7 @@ def quantize(recipe: Recipe, operand: Operand, x: jax.Array, contract, delayed_a
 def _row_major(x: jax.Array) -> jax.Array:
     """The array in row-major layout, which 8-bit matmuls cannot change; on several devices, as it is.
 
-    A kernel's would become that of the whole stack of layers, by a copy of all weights in float32 in each
+    A kernel's layout would spread to the whole stack of layers, which copies all weights in float32 in each
     step. (The SPMD partitioner gathers what is constrained.)
     """
     if jax.sharding.get_abstract_mesh().size > 1:
@@ -312,7 +312,7 @@ def _trusted(x: jax.Array, q: Quantized, operand: Operand) -> jax.Array:
 def _written_once(values: jax.Array) -> jax.Array:
     """Quantized values that XLA writes in one layout only; it makes other layouts from the 8 bits.
 
-    The pass over the data then takes the amax along, which XLA does not fuse with a transposing write.
+    The pass over the data then also computes the amax, which XLA does not fuse with a transposing write.
     With a scale that needs this amax, two passes read the data in any case.
     """
     return jax.lax.optimization_barrier(_row_major(values))

@@ -1,14 +1,14 @@
 """Smooth-SwiGLU with constant factors in the weights, for inference in 8 bits.
 
 In training the factors follow the data and no weight has them (`smooth_swiglu`): without quantization they
-change nothing. A runtime that quantizes an exported model knows no factors. There one large channel of a
-gated product makes the scale of each token large, and int8 rounds the others to zero. So for inference the
-factors become constants of the weights (Fishman et al. 2024, arXiv:2409.12517, section 4.4)::
+change nothing. A runtime that quantizes an exported model does not know the factors. There one large
+channel of a gated product makes the scale of each token large, and int8 rounds the others to zero. So for
+inference the factors become constants of the weights (Fishman et al. 2024, arXiv:2409.12517, section 4.4)::
 
     (silu(x Wgate) * (x Wup)) Wdown  =  (silu(x Wgate) * (x Wup / s)) (s Wdown)
 
 They are those of the form ``balanced``: ``s_i = sqrt(max |h_i| / max |w_i|)``, rounded up to a power of
-two, so that the function stays the same to the bit. ``h`` is the product, whose largest magnitudes are
+two, so that the function stays the same bit for bit. ``h`` is the product, whose largest magnitudes are
 measured on data, and ``w_i`` row i of Wdown: what the product loses in spread, its rows gain.
 """
 

@@ -1,10 +1,10 @@
 """SiLU with a gradient that XLA for Hopper computes where it is quantized.
 
-JAX's gradient ends in a sum of two bfloat16 terms. Its amax and its 8 bits are two kernels at first. To
-compute the sum from its three operands in both moves as many bytes as to write it once in 16 bits and to
-read it twice, so XLA writes it. (The gradient of the other factor has two operands.) In float32, with a
-rounding to bfloat16 wherever JAX rounds, the sum is twice as large, so XLA computes it in both kernels
-instead, and merges these into one in the end.
+JAX's gradient ends in a sum of two bfloat16 terms. Its amax and its quantization are two kernels at first.
+Computing the sum from its three operands in both moves as many bytes as writing it once in 16 bits and
+reading it twice, so XLA writes it. (The gradient of the other factor has two operands.) In float32, rounded
+to bfloat16 wherever JAX rounds, the sum is twice as large, so XLA computes it in both kernels instead, and
+finally merges the two.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Gated(Protocol):
 
 
 def silu(x: jax.Array) -> jax.Array:
-    """`jax.nn.silu`, on Hopper GPUs by other operations: the same numbers, to the bit."""
+    """`jax.nn.silu`, on Hopper GPUs by other operations: the same numbers, bit for bit."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = "" if device is None else device.device_kind
     is_hopper = kind.startswith(("NVIDIA H", "NVIDIA GH"))  # for a B200, XLA would write more

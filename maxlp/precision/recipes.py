@@ -1,4 +1,4 @@
-"""What a quantized matmul computes in, as data.
+"""The formats of a quantized matmul, as data.
 
 A linear layer is three matmuls (GEMMs): ``fwd`` makes the output from input and kernel, ``dlhs``
 the gradient of the input from output gradient and kernel, ``drhs`` the gradient of the kernel from

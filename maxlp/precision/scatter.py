@@ -32,7 +32,7 @@ from maxlp.parallel import exchange, sharding
 
 
 def set_format(model: nnx.Module, format_name: str) -> None:
-    """Lets the kernels in the blocks of a model have their gradients scattered in a format, in place."""
+    """Makes the kernels in a model's blocks scatter their gradients in a format, in place."""
     for blocks in find_stacks(model).values():
         for _, linear in nnx.iter_modules(blocks):
             if isinstance(linear, Linear):
@@ -139,7 +139,7 @@ class Scatter:
 
 
 def _resize_parts(x: jax.Array, axis: int, parts: int, size: int) -> jax.Array:
-    """Brings each of the parts of an axis to a size, with zeros at its end or without what is there."""
+    """Resizes each of the parts of an axis: pads it with zeros at its end, or truncates it."""
     shape = x.shape
     x = x.reshape(*shape[:axis], parts, -1, *shape[axis + 1 :])
     change = [(0, size - n if i == axis + 1 else 0, 0) for i, n in enumerate(x.shape)]

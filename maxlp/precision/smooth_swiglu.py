@@ -4,7 +4,7 @@ SwiGLU is quadratic where its two branches point the same way, and after long tr
 in some channels: a delayed scale for the whole product then saturates, and a current one flushes
 the other channels to zero. Here channels are divided by powers of two ``s`` before quantization,
 and the rows of the down projection's kernel are multiplied by them. The function, and every
-gradient, is unchanged to the bit.
+gradient, is unchanged bit for bit.
 
 ``s`` is computed from the product, in the ``dot_general`` of the down projection. The paper folds
 it into the up projection's output; a power of two may be applied before or after, and here models

@@ -1,11 +1,11 @@
 """Recipes whose operands are switched on one by one, as inputs of the program (`run.attribution`).
 
 `with_switches` replaces each `QuantDot` of a model by a `SwitchDot`, which has a boolean for each
-operand of its three matmuls. With all of an operand pair on, a matmul is that of the recipe; with
-none on, that of `layers.dot_general`; with one on, the quantized operand is multiplied in float32
-by the other one in its own dtype. What has no switch stays on: the smoothing of a gated product
-(`smooth_swiglu`) and the rotation of ``fwd``, which change nothing but rounding by themselves. The
-product of rotated operands equals the plain one to within the rounding of their dtype.
+operand of its three matmuls. With both of its operands on, a matmul is that of the recipe; with none on,
+that of `layers.dot_general`; with one on, the quantized operand is multiplied in float32 by the other one
+in its own dtype. What has no switch stays on: the smoothing of a gated product (`smooth_swiglu`) and the
+rotation of ``fwd``, which change nothing but rounding by themselves. The product of rotated operands equals
+the plain one to within the rounding of their dtype.
 
 A trust mask belongs to the quantized operand of ``fwd``: where that is off nothing is clipped, and
 the whole gradient passes. Sampling of tokens (``keep`` below 1) has no switch: `run.attribution`

@@ -55,16 +55,16 @@ class Site(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """What the switch of one site does.
+    """What switching a single operand on or off does.
 
     Attributes:
-      loss_on: change of the loss if it alone is on.
-      error_on: ``‖g - h‖ / ‖h‖`` of the gradients g then, where h are those in high precision.
-      cosine_on: cosine of the angle between g and h then.
-      matmul: relative error of the operand's own matmul then.
-      saturated, underflow: shares of the operand then, see `precision.health`.
-      loss_off: change of the recipe's loss if it alone is off.
-      error_off: change of the recipe's ``error`` then; negative if that brings the gradients nearer to h.
+      loss_on: change of the loss with it alone on.
+      error_on: ``‖g - h‖ / ‖h‖``, with g the gradients with it alone on, and h those in high precision.
+      cosine_on: cosine of the angle between g and h.
+      matmul: relative error of the operand's own matmul with it alone on.
+      saturated, underflow: shares of the operand's elements, see `precision.health`.
+      loss_off: change of the recipe's loss with it alone off.
+      error_off: change of the recipe's ``error`` with it alone off; negative if g then comes nearer to h.
     """
 
     loss_on: float
@@ -82,9 +82,9 @@ class Attribution:
     """The effects of all sites, and those of all switches together.
 
     Attributes:
-      step: whose batch it is.
-      loss: in high precision.
-      loss_all: change of it under the recipe.
+      step: the step whose batch was taken.
+      loss: the loss in high precision.
+      loss_all: its change under the recipe.
       error_all, cosine_all: of the recipe's gradients, as in `Effect`.
     """
 

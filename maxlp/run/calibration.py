@@ -20,7 +20,7 @@ from maxlp.run.tokenizer import saved_tokenizer
 
 
 def calibrated_params(s: Settings, workdir: Path, params: State, sequences: int, mesh: Mesh) -> State:
-    """The parameters with constant factors, see `precision.fold`; the function stays the same to the bit.
+    """The parameters with constant factors, see `precision.fold`; the function stays the same bit for bit.
 
     Args:
       s: of the run.

@@ -2,9 +2,9 @@
 
 A run goes on with the model and the data that it began with. Of a changed config, keys that decide what the
 model computes or what it learns from are refused unless the user allows the change; all others, such as the
-mesh, memory, kernels, precision and the optimizer's numbers, are only reported. What files hold is compared
-by the data pipelines (`data.common.check_settings`) and by `run.tokenizer`, with what the last checkpoint
-records.
+mesh, memory, kernels, precision and the optimizer's numbers, are only reported. The contents of files are
+compared with the last checkpoint's record by the data pipelines (`data.common.check_settings`) and by
+`run.tokenizer`.
 """
 
 import json
@@ -28,9 +28,9 @@ FREE = (
     *("model.dtype", "model.param_dtype", "model.attention", "model.scan_layers", "model.remat"),
     "data.num_workers",
 )
-# Formats of saved numbers, some of which have the same dtype: a checkpoint fits another one of them.
+# Formats of saved numbers. Some share a dtype, so that a checkpoint in one would load as another.
 FORMATS = ("optimizer.low_bit.mu", "optimizer.low_bit.nu")
-# Sections that change no number of the training.
+# Sections that do not affect training.
 OBSERVING = ("spikes", "checkpoint", "metrics", "profile")
 
 
@@ -54,13 +54,13 @@ def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> dict[str,
         return changes
     if unreadable := [change for key, change in changes.items() if is_in(FORMATS, key)]:
         raise ConfigError(
-            f"the checkpoints of {workdir} hold moments in another format ({'; '.join(unreadable)}); take "
-            "back the change, or use a new workdir"
+            f"the checkpoints of {workdir} hold moments in another format ({'; '.join(unreadable)}); undo "
+            "the change, or use a new workdir"
         )
     refused = [change for key, change in changes.items() if is_fixed(key, old, new)]
     if refused and not allow:
         raise ConfigError(
-            f"{workdir} was trained with another model or other data ({'; '.join(refused)}); take back the "
+            f"{workdir} was trained with another model or other data ({'; '.join(refused)}); undo the "
             "change, use a new workdir, or add --allow_change"
         )
     return changes
@@ -70,7 +70,7 @@ def repeats_the_last_start(workdir: Path, changed: list[str]) -> bool:
     """Whether a start without a checkpoint repeats an earlier one; otherwise it begins another run.
 
     A run that was killed before its first checkpoint, or rolled back to its beginning, has the same config,
-    except for sections that change no number of the training.
+    except for sections that do not affect training.
 
     Args:
       changed: the keys of the config that differ from the last start.

@@ -4,8 +4,8 @@
 
 The effect of a matmul in a layer is the sum over its operands of the squared relative error of the
 gradients with that operand alone in low precision (`run.attribution`). Rounding errors are nearly
-independent, so that these squares add up to nearly the square of the error of the whole, as a budget
-needs; changes of the loss have either sign and do not see the backward pass.
+independent, so that these squares add up to nearly the square of the error of the whole, as a budget needs;
+changes of the loss have either sign and miss the backward pass.
 
 Which matmuls of which layers leave the least effect is then a knapsack problem. (SNIP, arXiv:2602.01410,
 solves an integer program; kernels have few sizes, for which a table of all their sums is small.)

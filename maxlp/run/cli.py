@@ -23,7 +23,7 @@ from maxlp.run.config import RENAMED, ConfigError, choices, load_file
 from maxlp.runtime.exits import EXIT_FAILED, EXIT_INTERRUPTED, hard_exit
 from maxlp.runtime.files import shown
 
-# Users' path errors. Others of the system, such as a full disk, may be gone when a launcher tries again.
+# Path errors are the user's; other system errors, such as a full disk, may be gone when a launcher retries.
 PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 PATH_ERROR_NUMBERS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 FINETUNE = "llama/finetune"  # the config of a run that starts --from weights and names no other
@@ -68,7 +68,7 @@ def define_from() -> None:
         "from",
         None,
         "Weights to start from: a Hugging Face folder, ORG/NAME[@REVISION] on the Hub, or another run. The "
-        "model's sizes and the tokenizer are theirs; --config is llama/finetune by default.",
+        "model's sizes and the tokenizer come from them; --config is llama/finetune by default.",
     )
     flags.DEFINE_string("swap_tokenizer", None, "With --from: a tokenizer to use instead of theirs.")
     flags.declare_key_flag("from")

@@ -1,6 +1,6 @@
 """What scalify, released gradients, adapters, exchange, scatter and local steps cannot be combined with.
 
-Each is off in most runs, so that `run.constraints` imports these tables only for a run that has one.
+Each is off in most runs, so `run.constraints` imports these tables only for runs that use one.
 """
 
 import math

@@ -6,7 +6,7 @@ relate sections to each other, to the mesh and to the platform. A family adds ru
 (`families.Family.rules`).
 
 A rule is a function of (settings, machine) to a message, or None if it is fulfilled. The message starts
-with a config key, names the values, and ends with the way out. The rule's docstring is its reason;
+with a config key, names the values, and ends with the fix. The rule's docstring is its reason;
 `docs/composition.md` prints it.
 """
 
@@ -58,7 +58,7 @@ def float16_is_scaled(s: Settings, machine: Machine) -> str | None:
 
 
 def scalify_has_the_gradients(s: Settings, machine: Machine) -> str | None:
-    """Scale propagation has scales of its own, for the gradient as a whole and in plain XLA operations."""
+    """Scale propagation replaces all other scales, and needs the whole gradient in plain XLA operations."""
     if s.precision.scalify == "none":
         return None
     from maxlp.run import combinations  # few runs need it
@@ -76,7 +76,7 @@ def few_bytes_are_of_sums(s: Settings, machine: Machine) -> str | None:
 
 
 def both_phases_have_the_same_state(s: Settings, machine: Machine) -> str | None:
-    """A run that ends in high precision goes on with the state that it has, without histories of scales."""
+    """A run that ends in high precision keeps its state, which must not have histories of scales."""
     if not s.precision.high_precision_from:
         return None
     from maxlp.run import late_phase  # few runs need it
@@ -122,7 +122,7 @@ def precision_fits_model(s: Settings, machine: Machine) -> str | None:
 
 
 def recipe_uses_its_options(s: Settings, machine: Machine) -> str | None:
-    """An option that changes nothing would be ignored in silence."""
+    """An option that changes nothing would be silently ignored."""
     if s.precision.options != precision.RecipeOptions():
         from maxlp.precision import unused
 
@@ -168,7 +168,7 @@ def too_many_tokens(spec: str, size: int, key: str, room: int) -> str | None:
 
 
 def targets_are_matrices(s: Settings, machine: Machine) -> str | None:
-    """GaLore, Muon, SOAP and APOLLO take matrices; a rank above all sides would be cut in silence."""
+    """GaLore, Muon, SOAP and APOLLO take matrices; a rank above all sides would be silently cut."""
     if {"targets", "rank"} & {*s.optimizer.options} or s.optimizer.has_galore:
         from maxlp.optim import targets
 

@@ -45,11 +45,11 @@ from maxlp.runtime import tree_spec
 
 SEEDS = 4
 FACTOR = 6.0
-# With excess precision XLA keeps float32 between fused operations of fewer bits, in one program and not in
-# the other one.
+# With excess precision XLA may keep float32 between fused operations of fewer bits in one program but not
+# in the other.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
-# As trained, a last bit that differs further up can round an operand of a quantized matmul to its other
-# neighbour. Moves by a unit of float32 do so to so few operands that a given tensor may have none; so all
+# As trained, a difference in the last bit upstream can round an operand of a quantized matmul to its other
+# neighbour. Moves by one float32 unit do so to so few operands that a given tensor may have none; so all
 # moves are then units of bfloat16.
 FLIPPING_BITS = 7
 ON_INPUTS, AS_TRAINED = "on A's inputs", "as trained"

@@ -3,7 +3,7 @@
 A run in 4 bits recovers part of its gap when it ends in 16 (NVIDIA 2025, arXiv:2509.25149). It is saved at
 that step and goes on in the same process, with ``recipe="bf16"`` in its config. `config.json` says so from
 then on: commands that evaluate or convert a run compute in the precision of its current phase.
-`early_precision.json` keeps the precision of the steps before it, for what computes one of them again.
+`early_precision.json` keeps the precision of the steps before it, for commands that replay them.
 """
 
 from pathlib import Path
@@ -70,7 +70,7 @@ def config_at(workdir: Path, step: int | None) -> ConfigDict:
     """The config with which a run took a step, or with which it goes on (None).
 
     Raises:
-      ConfigError: the step is of before the late phase, and nothing has kept its precision.
+      ConfigError: the step is from before the late phase, and nothing has kept its precision.
     """
     c = run_dir.load_config(workdir)
     last = last_early_step(workdir, read(c))
@@ -101,5 +101,5 @@ def refusal(s: Settings) -> str | None:
     if first >= s.train.total_steps:
         return f"{key} is not below train.total_steps={s.train.total_steps}; use an earlier step, or 0"
     if any(s.recipe(path).delayed for path in s.matmuls):
-        return f"{key} does not go with the histories of {p.recipe}; use a recipe without delayed scales"
+        return f"{key} cannot be combined with {p.recipe}'s histories; use a recipe without delayed scales"
     return None

@@ -42,10 +42,10 @@ def choose(arg: str, c: ConfigDict, galore: tuple[int, float] | None = None) -> 
     """Applies an argument string such as ``precision=fp8_delayed,optimizer=adamw`` to a config.
 
     precision: a recipe of `maxlp.precision.RECIPES`; ``fp16``: matmuls and activations in float16 under a
-      dynamic loss scale; ``scalify_fp16`` and ``scalify_fp8``: matmuls and activations in float16, or
-      matmuls of blocks in FP8, with a scale for every array; ``scalify_fp16_params``: parameters,
-      gradients and moments in float16 too; ``pure_bf16``: no float32 copy of the parameters, stochastic
-      rounding.
+      dynamic loss scale; ``scalify_fp16`` and ``scalify_fp8``: matmuls and activations in float16, or the
+      matmuls of transformer blocks in FP8, with a scale for every array; ``scalify_fp16_params``:
+      parameters, gradients and moments in float16 too; ``pure_bf16``: no float32 copy of the parameters,
+      stochastic rounding.
     optimizer: a name in `maxlp.optim.OPTIMIZERS`.
     galore: rank of the projected gradients; 0 is no projection. The learning rate becomes that of the
       config divided by GaLore's scale, so that projected kernels keep theirs.

@@ -1,8 +1,8 @@
 """Weights that a run starts from: ``train.init_from``, and the flags ``--from`` and ``--swap_tokenizer``.
 
-They are those of another run, or of another library, in a folder or a repository of the Hub. They are read
-where they are, one parameter at a time and straight into its shards: a conversion first (`maxlp.convert
-import`) would take a second copy on disk and a whole copy in memory.
+They come from another run or another library, in a folder or a repository of the Hub. They are read in
+place, one parameter at a time and straight into its shards: a conversion first (`maxlp.convert import`)
+would take a second copy on disk and a whole copy in memory.
 """
 
 import contextlib

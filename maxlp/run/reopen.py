@@ -105,7 +105,7 @@ def batch_of(at: Opened, step: int | None) -> tuple[State, Batch, int]:
       step: None takes the next one.
 
     Raises:
-      ValueError: the data end before it.
+      ValueError: the data ends before it.
     """
     step = at.start + 1 if step is None else step
     stream = device_batches(at.batches, at.run.mesh, step - at.start)
@@ -115,7 +115,7 @@ def batch_of(at: Opened, step: int | None) -> tuple[State, Batch, int]:
             return state, batch, step
         train_step = train_step or at.run.jit_step(at.graphdef, at.abstract)
         state, _ = train_step(state, batch)
-    raise ValueError(f"--step={step} has no batch: the data end before it; give an earlier step")
+    raise ValueError(f"--step={step} has no batch: the data ends before it; give an earlier step")
 
 
 # --- the checkpoint ---------------------------------------------------------------------------------------

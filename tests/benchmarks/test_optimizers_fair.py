@@ -70,7 +70,7 @@ def test_criteria_compare_the_same_seeds_with_the_reference(fair, tmp_path, caps
 
 @pytest.mark.slow
 def test_the_rate_is_an_input_of_the_step(fair, tmp_path):
-    """The same losses as with the rate in the config, to the bit: both are float32."""
+    """The same losses as with the rate in the config, bit for bit: both are float32."""
     base = fair.BASE | fair.QUICK
     data = fair.Data(fair.changed(fair.tiny.get_config(), base), tmp_path, 1)
     batches = data.batches(1, 3)

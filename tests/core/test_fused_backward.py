@@ -207,7 +207,7 @@ def test_the_optimizer_state_is_not_copied_on_a_gpu():
 @pytest.mark.full
 @pytest.mark.default_emitters
 def test_offloaded_steps_equal_the_others_and_go_on_from_their_checkpoint(tmp_path):
-    """Two steps without offloading, a checkpoint, and two with it, on four devices: to the bit."""
+    """Two steps without offloading, a checkpoint, and two with it, on four devices: bit for bit."""
     how = dict(released=True, remat="block", num_layers=3)
     trainer = Trainer(mesh := make_mesh(fsdp=2, tensor=2), tx=make_tx(), **how)
     data = batches(4, ROWS, LENGTH)

@@ -147,7 +147,7 @@ def test_another_batch_size_tells_where_the_examples_go_on(caplog):
     resumed = iter(make(batch_size=4))
     with caplog.at_level("WARNING", logger="absl"):
         resumed.set_state(iter(make()).get_state() | {"step": 5}, allow_change=True)
-    assert "40 examples were read; the data continue after the first 20 in their order" in caplog.text
+    assert "40 examples were read; the data continues after the first 20 in their order" in caplog.text
     assert resumed.get_state()["step"] == 5
 
 

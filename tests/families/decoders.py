@@ -82,7 +82,7 @@ def assert_same_outputs_and_gradients(golden: Golden, config: LlamaConfig) -> No
 
 
 def assert_round_trip(golden: Golden) -> None:
-    """The tensors of a golden survive the way to parameters and back, to the bit."""
+    """The tensors of a golden survive the way to parameters and back, bit for bit."""
     back = weights.to_other(params_of(golden), golden.hf.LAYOUT)
     assert set(back) == set(golden.weights)
     for key, weight in golden.weights.items():

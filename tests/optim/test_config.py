@@ -65,11 +65,11 @@ FREE = dict(name="schedule_free_adamw", schedule="constant")
         ),
         (
             FREE | {"mu_dtype": "bfloat16"},
-            r"^mu_dtype='bfloat16' does not go with name='schedule_free_adamw",
+            r"^mu_dtype='bfloat16' cannot be combined with name='schedule_free_adamw",
         ),
         (
             {"name": "adafactor", "mu_dtype": "bfloat16"},
-            r"^mu_dtype='bfloat16' does not go with name='adaf",
+            r"^mu_dtype='bfloat16' cannot be combined with name='adaf",
         ),
         (
             FREE | {"options": {"layer_axes": 1}},
@@ -93,34 +93,43 @@ FREE = dict(name="schedule_free_adamw", schedule="constant")
         ({"low_bit": {"block_size": -1}}, r"^block_size=-1 must be at least 0"),
         (
             FREE | {"schedule": "cosine"},
-            r"^schedule='cosine' does not go with name='schedule_free_adamw': ",
+            r"^schedule='cosine' cannot be combined with name='schedule_free_adamw': ",
         ),
-        (FREE | {"b1": 0.0}, r"^b1=0.0 does not go with name='schedule_free_adamw': "),
+        (FREE | {"b1": 0.0}, r"^b1=0.0 cannot be combined with name='schedule_free_adamw': "),
         (
             FREE | {"offload": True},
-            r"^offload=True does not go with name='schedule_free_adamw': its average is evaluated on",
+            r"^offload=True cannot be combined with name='schedule_free_adamw': its average is evaluated",
         ),
         (
             FREE | {"param_rounding": "kahan"},
-            r"^param_rounding='kahan' does not go with name='schedule_free",
+            r"^param_rounding='kahan' cannot be combined with name='schedule_free",
         ),
-        ({"name": "adamp", "galore": {"rank": 2}}, r"^galore.rank=2 does not go with name='adamp': "),
+        (
+            {"name": "adamp", "galore": {"rank": 2}},
+            r"^galore.rank=2 cannot be combined with name='adamp': ",
+        ),
         (
             {"name": "soap", "galore": {"rank": 2}},
-            r"^galore.rank=2 does not go with name='soap': .* set gal",
+            r"^galore.rank=2 cannot be combined with name='soap': .* set gal",
         ),
-        ({"name": "apollo", "galore": {"rank": 2}}, r"^galore.rank=2 does not go with name='apollo': "),
+        (
+            {"name": "apollo", "galore": {"rank": 2}},
+            r"^galore.rank=2 cannot be combined with name='apollo': ",
+        ),
         (
             {"name": "adafactor", "galore": {"rank": 2, "moments": "reset"}},
-            r"^galore.moments='reset' does not go with name='adafactor': ",
+            r"^galore.moments='reset' cannot be combined with name='adafactor': ",
         ),
         ({"adascale": 0.5}, r"^adascale=0.5 must be at least 1"),
-        ({"adascale": 4.0}, r"^adascale=4.0 does not go with name='adamw': .* set name='sgd'"),
+        ({"adascale": 4.0}, r"^adascale=4.0 cannot be combined with name='adamw': .* set name='sgd'"),
         (
             {"name": "sgd", "adascale": 4.0, "galore": {"rank": 2}},
-            r"^galore.rank=2 does not go with adascale=4.0, .* set galore.rank=0",
+            r"^galore.rank=2 cannot be combined with adascale=4.0, .* set galore.rank=0",
         ),
-        ({"name": "adafactor", "low_bit": FP8}, r"^low_bit.mu='float8_e4m3fn' does not go with name='adaf"),
+        (
+            {"name": "adafactor", "low_bit": FP8},
+            r"^low_bit.mu='float8_e4m3fn' cannot be combined with name='adaf",
+        ),
     ],
 )
 def test_errors_are_one_line_with_key_value_and_way_out(changes, message):

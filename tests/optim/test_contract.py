@@ -1,7 +1,7 @@
 """The contract of every optimizer and wrapper.
 
 It converges; jit equals eager; the state's shapes are known before it exists; sharded equals one device;
-a restored state continues to the bit; stacked layers equal single ones; accumulated gradients equal their
+a restored state continues bit for bit; stacked layers equal single ones; accumulated gradients equal their
 mean.
 """
 

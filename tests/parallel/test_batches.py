@@ -44,7 +44,7 @@ def test_processes_whose_rows_overlap_in_part_are_refused():
     mesh = types.SimpleNamespace(
         devices=np.array(devices).reshape(tuple(shape.values())), shape=shape, empty=False
     )
-    with pytest.raises(ValueError, match="the rows of different processes overlap in part"):
+    with pytest.raises(ValueError, match="the rows of different processes partially overlap"):
         batch_part(mesh)
 
 

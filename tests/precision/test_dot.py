@@ -162,7 +162,7 @@ def quest(x, axis):
 
 
 def test_quest_equals_a_numpy_reference():
-    """Integers, of which 64 are rotated without rounding: the codes agree to the bit.
+    """Integers, of which 64 are rotated without rounding: the codes agree bit for bit.
 
     The scales agree but for the order of three multiplications, each rounded once.
     """

@@ -93,7 +93,7 @@ def test_the_exported_model_is_the_same_to_the_bit(exports):
 
 
 def test_factors_of_two_channels_of_one_function_meet(exports):
-    """``sqrt(4^12 a / b)`` is ``2^12 sqrt(a / b)``, so that the outlier is gone to the bit."""
+    """``sqrt(4^12 a / b)`` is ``2^12 sqrt(a / b)``, so that the outlier is gone exactly."""
     even, outlier, plain = (Tensors(exports[key]) for key in (("even", 4), ("outlier", 4), ("even", 0)))
     other = {name for name in even if not np.array_equal(even[name], plain[name])}
     layers = range(LLAMA["num_layers"])

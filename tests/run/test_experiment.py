@@ -92,7 +92,7 @@ def test_equal_microbatches_gain_1_and_step_like_sgd(stepper):
 
 @pytest.mark.parametrize("row", [("fp16", "adascale"), ("adascale", "guard=skip")], ids="+".join)
 def test_a_rejected_step_does_not_count(row):
-    """A gradient that is not finite leaves τ and the measured noise as they were, to the bit."""
+    """A gradient that is not finite leaves τ and the measured noise as they were, bit for bit."""
     stepper = Stepper(row)
     state, before = stepper(stepper.state(), full_batch(0))
     [(_, measured)] = jax.device_get(find_states(state["opt_state"], AdascaleState))

@@ -18,7 +18,8 @@ LATE = "--config.precision.high_precision_from=4"
 
 @pytest.mark.full
 def test_a_run_that_ends_in_high_precision(tmp_path):
-    """It equals one whose recipe is changed by hand, to the bit; a kill in either phase changes nothing."""
+    """It equals one with its recipe changed by hand, bit for bit; a kill in either phase changes
+    nothing."""
     whole, by_hand = tmp_path / "whole", tmp_path / "by_hand"
     out = finish(start(whole, *NVFP4, *STEPS, LATE))
     assert "config.precision.recipe: 'nvfp4' -> 'bf16'" in out and "resuming at step 4" in out

@@ -102,7 +102,7 @@ def test_a_defect_of_another_version_is_named(tmp_path, monkeypatch):
 
     clean = list(recorded_steps.reports(s, tmp_path))
     assert [one.step for one in clean] == [2, 3]
-    assert not any(found.value for one in clean for found in one.tensors)  # the same version: to the bit
+    assert not any(found.value for one in clean for found in one.tensors)  # the same version: bit for bit
 
     norm = layers.RMSNorm.__call__
     monkeypatch.setattr(layers.RMSNorm, "__call__", lambda self, x: norm(self, x) * 1.1)

@@ -43,7 +43,7 @@ def texts_fit_model(s: Settings, machine: Machine) -> str | None:
 
 
 def adascale_is_not_used(s: Settings, machine: Machine) -> str | None:
-    """AdaScale compares batches of one loss; a contrastive loss is another one for every size of batch."""
+    """AdaScale assumes one loss for all batch sizes; a contrastive loss depends on the batch size."""
     if s.optimizer.adascale is None:
         return None
     return (
@@ -53,7 +53,7 @@ def adascale_is_not_used(s: Settings, machine: Machine) -> str | None:
 
 
 def exchange_is_not_used(s: Settings, machine: Machine) -> str | None:
-    """A contrastive loss compares the rows of all replicas: it is no sum of losses of the replicas."""
+    """A contrastive loss compares the rows of all replicas: it is not a sum of per-replica losses."""
     if s.train.local is not None:
         key, off = f"train.local.steps={s.train.local.steps}", "unset it"
     elif s.precision.exchange != "none":

@@ -49,7 +49,7 @@ def chunked_head_is_not_delayed(s: Settings, machine: Machine) -> str | None:
 
 
 def sampled_sequences_are_whole(s: Settings, machine: Machine) -> str | None:
-    """The largest of a sequence's tokens are found on one device."""
+    """Sampling ranks all tokens of a sequence, which must be on one device."""
     if machine.axes["context"] == 1 or not s.samples_tokens:
         return None
     return (

@@ -1,9 +1,9 @@
-"""cuDNN's flash attention, for NVIDIA GPUs, also of rows of packed documents (Hopper or newer).
+"""cuDNN's flash attention for NVIDIA GPUs, on Hopper or newer also for rows of packed documents.
 
 As a mask, documents would be an (S, S) bias. Instead, cuDNN reads q, k and v as ragged arrays: it is given
 the length of each document and the offset of its first number, and skips what lies between documents in
-both passes. The number of documents is part of the program, and memory is reserved for so many of length S
-(`workspace`), so that the loader has to bound it (``data.max_documents``).
+both passes. The number of documents is part of the program, and memory is reserved for that many of length
+S (`workspace`), so the loader has to bound it (``data.max_documents``).
 
 JAX's function for this layout is private, computes wrong offsets of keys for K < N in 0.10, and leaves its
 residuals without a name for remat policies. So its primitives are bound here, with offsets of our own.

@@ -1,6 +1,6 @@
-"""`scalify`: a program as one on pairs of data and scale, equation by equation.
+"""`scalify`: runs a program on pairs of data and scale, equation by equation.
 
-A value is `Scaled` if it depends on a `Scaled` input. Everything else is computed as it was, except that
+A value is `Scaled` if it depends on a `Scaled` input. Everything else is computed as before, except that
 scalars get a scale, so that the mean of a million tokens does not begin with 1e-6 in float16.
 """
 

@@ -70,7 +70,7 @@ def _is_scaled(x) -> bool:
 
 
 def rescale(x: Scaled) -> Scaled:
-    """The same values, the root mean square of whose data is in [1, 2); zeros and infinities stay."""
+    """The same values, with data whose root mean square is in [1, 2); zeros and infinities stay."""
     wide = x.data.astype(jnp.float32)
     amax = jnp.max(jnp.abs(wide))  # first by this exponent, so that no square overflows or vanishes
     top = _floor_log2(amax)
@@ -87,7 +87,7 @@ def shift(data: jax.Array, n: jax.Array | int) -> jax.Array:
 
 
 def _floor_log2(x: jax.Array) -> jax.Array:
-    """Of normal float32 numbers above 0; exact."""
+    """Exact, for normal float32 numbers above 0."""
     return (jax.lax.bitcast_convert_type(x, jnp.int32) >> 23) - 127
 
 
@@ -103,7 +103,7 @@ def as_scaled(x: Value) -> Scaled:
 
 
 def _constant_exponent(number: float) -> int:
-    """The nearest one: 0.999 is 0.999, not 1.998 / 2, by which the data of a moving average would grow."""
+    """The nearest one: 0.999 is 0.999, not 1.998 / 2, which would make a moving average's data grow."""
     if number == 0:
         return ZERO
     return round(math.log2(abs(number))) if math.isfinite(number) else 0
