@@ -9,9 +9,9 @@ Any value of the config can be changed on the command line:
         --config.optimizer.learning_rate=1e-4
 
 --dry_run opens the data, checks the config and prints what would run: the
-resolved values, parameters, FLOPs, bytes per device. SIGTERM saves a checkpoint
-and exits with code 75, Ctrl-C with code 130; the same command then resumes the
-run.
+resolved values, and below them parameters, FLOPs, bytes per device and data.
+SIGTERM saves a checkpoint and exits with code 75, Ctrl-C with code 130; the
+same command then resumes the run.
 """
 
 import concurrent.futures
@@ -94,6 +94,8 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     # --- The config, resolved once: checked before anything is allocated or compiled.
     run = resolve(c)
     s, workdir, mesh = run.settings, lock.workdir, run.mesh
+    if flags.FLAGS.dry_run:
+        print_primary(c)  # the values first: in a terminal, what they amount to remains in sight
     changed = report_changes(s, workdir, c)
     stack.enter_context(jax.set_mesh(mesh))
     cpu.keep_freed_memory()
@@ -104,7 +106,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     train_step = run.jit_step(graphdef, abstract, resumes=check_start(run, abstract, workdir))
     if flags.FLAGS.dry_run:
         train_step.trace(abstract, run.abstract_batch())
-        return dry_run(run, graphdef, workdir, c)
+        return dry_run(run, graphdef, workdir)
     startup.mark("config")
 
     # --- The data. Nothing in the workdir is touched until no other process can do so.
@@ -193,11 +195,10 @@ def report_changes(s: Settings, workdir: Path, c: ConfigDict) -> list[str]:
     return list(changed)
 
 
-def dry_run(run: Experiment, graphdef: nnx.GraphDef, workdir: Path, c: ConfigDict) -> int:
-    """Opens the data as a real start does, but in a scratch folder, and prints the config."""
+def dry_run(run: Experiment, graphdef: nnx.GraphDef, workdir: Path) -> int:
+    """Opens the data as a real start does, but in a scratch folder."""
     with run_dir.scratch(workdir) as folder:
         open_data(run, graphdef, folder)
-    print_primary(c)
     return 0
 
 
