@@ -47,12 +47,17 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from maxlp import schema
 from maxlp.data.readers import BrokenExample
 from maxlp.data.specs import one_line, split_options
 from maxlp.data.tokenizers import as_bytes
 
 VALIDATION = 0.02
 SPLITS = ("train", "validation", "all")
+SINGLE_DOCUMENT = (
+    "a single document cannot be divided into training and validation; cut it into several, or add "
+    "?split=all to validate on the training data"
+)
 
 
 class Kind(NamedTuple):
@@ -173,8 +178,7 @@ class Source:
         if not total and (sizes or spec.split == "all"):
             raise ValueError("its files hold no documents; check the path")
         if not self._len:
-            empty = f"split {spec.split!r} contains none of the {total} documents"
-            raise ValueError(f"{empty}; change ?validation=FRACTION or ?split=")
+            raise ValueError(_empty_split(spec, total))
 
     def __len__(self) -> int:
         return self._len
@@ -213,6 +217,19 @@ class Source:
 
     def __repr__(self) -> str:
         return f"Source({self.name!r}, split={self.split!r}, documents={self._len})"
+
+
+def _empty_split(spec: Spec, total: int) -> str:
+    """The message for a split without documents; ``total`` is the number in all splits, 0 if unknown."""
+    if KINDS[spec.kind].own_splits:
+        return f"split {spec.split!r} contains no documents; change ?split="
+    if total == 1:
+        return SINGLE_DOCUMENT
+    documents, fraction = f"{total} documents" if total else "documents", 0.5 if 0 < total < 10 else 0.1
+    return (
+        f"split {spec.split!r} contains none of the {documents}; set ?validation={fraction}, or ?split=all "
+        "to validate on the training data"
+    )
 
 
 class Mixture(NamedTuple):
@@ -312,10 +329,12 @@ def parse_spec(text: str, split: str, content: str) -> Spec:
       ValueError: unknown kind, option or split; a missing or unexpected path; an invalid number.
     """
     head, options = split_options(text)
-    name, _, path = head.partition(":")
+    name, colon, path = head.partition(":")
     kinds = {name: kind for name, kind in KINDS.items() if content in kind.contents}
     if name not in kinds:
-        raise ValueError(f"source {text!r}: unknown kind {name!r}; known: {', '.join(kinds)}")
+        likely = name if colon else name.rpartition(".")[2]  # a path alone may end in its kind
+        unknown = schema.unknown_key(likely, kinds, "kinds")
+        raise ValueError(f"source {text!r}: kind {name!r} {unknown}; write KIND:PATH")
     kind = kinds[name]
     if kind.takes_path and not path:
         raise ValueError(f"source {text!r} lacks a path; write '{name}:PATH'")

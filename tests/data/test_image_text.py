@@ -316,7 +316,7 @@ def test_class_names_and_templates(tmp_path):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        (dict(source="wds:x.tar"), "unknown kind 'wds'; known: glyphs, digits, tar"),
+        (dict(source="wds:x.tar"), "kind 'wds' is unknown; kinds: array_record, digits, glyphs, tar"),
         (dict(source="tar"), "source 'tar' lacks a path; write 'tar:PATH'"),
         (dict(source="tar:/nope"), "^data.source: source 'tar:/nope': no file /nope"),
         (dict(source="glyphs", validation_source="nope", split="validation"), "^data.validation_source: "),

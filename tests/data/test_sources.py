@@ -104,6 +104,22 @@ def test_an_empty_split_is_an_error(tmp_path):
     assert "its files hold no documents; check the path" in error_of(f"jsonl:{tmp_path}/empty.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("number", "option", "fraction"),
+    [(45, "?validation=0", 0.1), (3, "", 0.5), (2, "?validation=0.3", 0.5)],
+)
+def test_an_empty_split_names_a_fraction_that_works(tmp_path, number, option, fraction):
+    path = write_jsonl(tmp_path / "a.jsonl", ["text"] * number)
+    message = error_of(f"jsonl:{path}{option}", "validation")
+    assert f"none of the {number} documents; set ?validation={fraction}, or ?split=all" in message
+    assert all(len(make_source(f"jsonl:{path}?validation={fraction}", s)) for s in ("train", "validation"))
+
+
+def test_a_single_record_cannot_be_split(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["text"])
+    assert "a single document cannot be divided" in error_of(f"jsonl:{path}", "validation")
+
+
 # --- mixtures and samples -------------------------------------------------------------------------
 
 
@@ -149,8 +165,9 @@ def test_a_source_of_tokens_cannot_be_sampled(tmp_path):
     ("spec", "words"),
     [
         ("", ["is empty; try 'stdlib'"]),
-        ("json:/x", ["'json'", "stdlib, text, jsonl, parquet, array_record, tfds"]),
-        ("/data/x.txt", ["unknown kind '/data/x.txt'"]),
+        ("json:/x", ["'json' is unknown (did you mean jsonl?); kinds: array_record, jsonl, parquet, "]),
+        ("/data/x.txt", ["kind '/data/x.txt' is unknown (did you mean text?)", "write KIND:PATH"]),
+        ("/data/x.jsonl", ["did you mean jsonl?"]),
         ("jsonl:", ["jsonl:PATH"]),
         ("stdlib:/x", ["no path", "text, jsonl"]),
         ("stdlib?validation=a", ["validation='a'"]),
@@ -162,7 +179,7 @@ def test_a_source_of_tokens_cannot_be_sampled(tmp_path):
         ("tfds:c4?split=heldout", ["split 'heldout' was renamed; write 'validation'"]),
         ("stdlib?weight=-1", ["'stdlib?weight=-1': weight -1"]),
         ("stdlib?weight=x", ["'stdlib?weight=x': weight='x' is not a number"]),
-        ("tar:/x", ["unknown kind 'tar'"]),
+        ("tar:/x", ["kind 'tar' is unknown; kinds: "]),
         ("jsonl:/nowhere/a.jsonl", ["/nowhere/a.jsonl"]),
         ("text:/nowhere/*.txt", ["/nowhere/*.txt"]),
         ("array_record:/nowhere", ["dataset.json"]),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxlp.data.readers import find_files, read_whole, walk
-from maxlp.data.sources import VALIDATION, Source, Spec
+from maxlp.data.sources import SINGLE_DOCUMENT, VALIDATION, Source, Spec
 
 NOT_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
 
@@ -45,25 +45,22 @@ def open_files(spec: Spec, *, validation: float = VALIDATION) -> Source:
     root, paths = find_files(spec.path)
     names = [os.path.relpath(path, root).replace(os.sep, "/") for path in paths]
     if len(names) == 1 and spec.split == "validation":
-        raise ValueError(
-            "a single document cannot be divided into training and validation; cut it into several files,"
-            " or add ?split=all to validate on the training text"
-        )
+        raise ValueError(SINGLE_DOCUMENT)
     return Source(spec, TextFiles(root, choose_files(names, spec.split, validation)))
 
 
 def choose_files(names: Sequence[str], split: str, validation: float) -> list[str]:
     """The names of one split.
 
-    Files are assigned by the hash of their names: about the fraction `validation` of them, and at least
-    one, is for validation. There is none if `validation` is 0 or there is a single file.
+    Files are assigned by the hash of their names: about the fraction `validation` of them is for
+    validation, of several at least one and never all. It is none if `validation` is 0.
     """
     if split == "all":
         return list(names)
     hashes = {name: zlib.crc32(os.fsencode(name)) for name in names}
     limit = validation * 2**32
-    if validation and len(names) > 1:
-        limit = max(limit, min(hashes.values()) + 1)
+    if validation:
+        limit = min(max(limit, min(hashes.values()) + 1), max(hashes.values()))
     return [name for name in names if (hashes[name] < limit) == (split == "validation")]
 
 

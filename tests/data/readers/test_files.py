@@ -1,6 +1,7 @@
 import os
 import zlib
 
+from maxlp.data.readers.files import choose_files
 from maxlp.data.sources import make_source
 from tests.data.corpora import error_of, texts_of
 
@@ -54,3 +55,10 @@ def test_a_single_file_cannot_be_split(tmp_path):
     assert len(make_source(f"text:{tmp_path}", "train")) == 1
     (tmp_path / "other.txt").write_text("x")
     assert "'validation'" in error_of(f"text:{tmp_path}?validation=0", "validation")
+
+
+def test_several_files_are_never_all_in_one_split():
+    for i in range(20):
+        for names in ([f"{i}.txt"], [f"{i}.txt", f"{i}.md"]):
+            parts = [choose_files(names, split, 0.5) for split in ("train", "validation")]
+            assert [len(part) for part in parts] == [1, len(names) - 1]
