@@ -148,20 +148,26 @@ def mesh_divides_params(s: Settings, machine: Machine) -> str | None:
 
 def learned_tokenizer_fits_model(s: Settings, machine: Machine) -> str | None:
     """Every token has an embedding. (A tokenizer from a file is read, and checked, when the run starts.)"""
-    spec, (key, room) = s.data.tokenizer, s.family.vocabulary(s.model)
+    spec = s.data.tokenizer
     if not spec.startswith("bpe:"):
         return None
     size = spec.removeprefix("bpe:")
     if not size.isdecimal():
         return f"data.tokenizer={spec} does not give a number of tokens; write one, as in bpe:4096"
-    return too_many_tokens(spec, int(size), key, room)
+    return too_many_tokens(s, int(size))
 
 
-def too_many_tokens(spec: str, size: int, key: str, room: int) -> str | None:
-    """The message for a tokenizer of ``size`` tokens if the model's ``key`` has room for fewer."""
+def too_many_tokens(s: Settings, size: int) -> str | None:
+    """The message for the tokenizer, of ``size`` tokens, if the model has room for fewer."""
+    spec, (key, room) = s.data.tokenizer, s.family.vocabulary(s.model)
     if size <= room:
         return None
-    return f"data.tokenizer={spec} has {size:,} tokens, but config.{key}={room:,}; set config.{key}={size}"
+    way_out = f"set config.{key}={size}"
+    if s.train.init_from and not s.train.swap_tokenizer:  # whose vocabulary is what it is
+        way_out = "give that of the weights"
+        if s.family.generates_text:
+            way_out += f", or exchange it: --from={s.train.init_from} --swap_tokenizer={spec}"
+    return f"data.tokenizer={spec} has {size:,} tokens, but config.{key}={room:,}; {way_out}"
 
 
 # --- optimizer ------------------------------------------------------------------------------------------

@@ -198,6 +198,10 @@ def find(spec: str, key: str = "config.train.init_from") -> RunWeights | Library
     if hub.is_id(spec):
         return LibraryWeights(spec)
     path = files.local_path(spec, key)
+    if not path.exists():
+        raise ConfigError(
+            f"{key}={spec} does not exist; give a run, a folder of weights, or hf:ORG/NAME of the Hub"
+        )
     is_other = any((path / name).exists() for name in ("config.json", "open_clip_config.json"))
     if is_other and not (path / "checkpoints").is_dir() and not (path / "run.json").exists():
         return LibraryWeights(str(path))

@@ -25,9 +25,14 @@ def prepare_tokenizer(s: Settings, workdir: Path) -> str:
       ValueError: no such tokenizer, another one than the run was trained with, or more tokens than the
         model has room for.
     """
-    is_kept = saved_data_state(workdir) is not None and any((workdir / name).exists() for name in FILES)
+    resumes = saved_data_state(workdir) is not None
+    is_kept = resumes and any((workdir / name).exists() for name in FILES)
     if distributed.is_primary() and not is_kept:
         made = _make(s)
+        if s.train.init_from and not (s.train.swap_tokenizer or resumes):
+            from maxlp.run import pretrained  # few runs need it
+
+            pretrained.check_tokenizer(s.train.init_from, s.data.tokenizer, made)
         for name in (*FILES, *COMPANIONS):
             if name in made.files:
                 files.write_bytes(workdir / name, made.files[name])
@@ -51,12 +56,8 @@ def _make(s: Settings) -> Tokenizer:
     else:
         with of_key("config.data.tokenizer"):
             made = make_tokenizer(spec)
-    if message := too_many_tokens(spec, made.vocab_size, *s.family.vocabulary(s.model)):
+    if message := too_many_tokens(s, made.vocab_size):
         raise ConfigError(f"config.{message}")
-    if s.train.init_from and not s.train.swap_tokenizer:
-        from maxlp.run import pretrained  # few runs need it
-
-        pretrained.check_tokenizer(s.train.init_from, spec, made)
     return made
 
 

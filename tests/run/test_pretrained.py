@@ -19,7 +19,7 @@ from maxlp.data.tokenizers import make_tokenizer
 from maxlp.data.tokenizers.training import train_bpe
 from maxlp.run import changes, pretrained, run_dir
 from maxlp.run.config import ConfigError
-from maxlp.run.experiment import resolve
+from maxlp.run.experiment import resolve, resolve_settings
 from maxlp.run.pretrained import published_params
 from maxlp.run.restore import evaluated
 from maxlp.run.settings import read
@@ -193,6 +193,21 @@ def test_the_same_tokenizer_from_another_file_or_learned_again_is_accepted(folde
     workdir.mkdir()
     for spec in (f"bpe:{TOKENS}", str(again), f"{folder}/tokenizer.json?eos=<|end_of_text|>"):
         prepare_tokenizer(settings(tmp_path, folder, spec), workdir)
+
+
+@pytest.mark.parametrize("spec", ["bpe:512", "{tmp}/large.json"])
+def test_a_tokenizer_with_more_tokens_than_the_weights_can_be_swapped(folder, tmp_path, spec):
+    """It is no way out to set model.vocab_size, which would contradict the weights."""
+    (tmp_path / "large.json").write_bytes(
+        train_bpe([f"{i:x}" for i in range(5000)], 512).files["tokenizer.json"]
+    )
+    spec = spec.format(tmp=tmp_path)
+    with pytest.raises(ConfigError, match=r"has 512 tokens.*; give that of the weights") as error:
+        s = settings(tmp_path, folder, spec)
+        resolve_settings(s, jax.devices()[:1])
+        prepare_tokenizer(s, tmp_path / "new")
+    assert str(error.value).endswith(f", or exchange it: --from={folder} --swap_tokenizer={spec}")
+    resolve(configured(tmp_path, folder, swap=spec), jax.devices()[:1])
 
 
 def test_a_new_tokenizer_for_weights_without_one_is_refused(folder, tmp_path):

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import pytest
-from ml_collections import ConfigDict
 
 from maxlp import train
 from maxlp.core.train_state import abstract_state
@@ -48,7 +47,7 @@ def dry_run(workdir: Path, values: dict[str, Any], family: str = "llama") -> Non
     run, graphdef, abstract = prepared(workdir, values, family)
     with jax.set_mesh(run.mesh):
         check_start(run, abstract, workdir)
-        train.dry_run(run, graphdef, workdir, ConfigDict())
+        train.dry_run(run, graphdef, workdir)
 
 
 @pytest.fixture
@@ -71,7 +70,7 @@ def test_a_good_start_is_accepted_and_leaves_nothing(family, tmp_path, corpus):
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"data.source": "text:/nowhere/*.txt"}, "/nowhere"),
     ("llama", {"data.source": "text:{tmp}/empty.txt"}, "empty.txt"),
-    ("llama", {"data.source": "nosuch:/data"}, "unknown kind 'nosuch'"),
+    ("llama", {"data.source": "nosuch:/data"}, "kind 'nosuch' is unknown"),
     ("llama", {"data.source": "jsonl:{tmp}/corpus/1.txt"}, "corpus/1.txt"),
     ("llama", {"data.source": "array_record:{tmp}/corpus"}, "corpus"),
     ("llama", {"data.tokenizer": "/nowhere/tokenizer.json"}, "/nowhere/tokenizer.json"),
@@ -79,7 +78,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"data.tokenizer": "bytes?bos=x"}, "bytes?bos=x"),
     ("llama", {"model.vocab_size": 200}, "config.model.vocab_size=200"),
     ("llama", {"data.tokenizer": "bpe:10"}, "a BPE of 10 tokens has no room for the 259 bytes"),
-    ("llama", {"train.init_from": "/nowhere"}, "config.train.init_from=/nowhere: no intact checkpoint"),
+    ("llama", {"train.init_from": "/nowhere"}, "config.train.init_from=/nowhere does not exist"),
     (
         "llama",
         {"train.init_from": "https://server/run"},
