@@ -9,6 +9,7 @@ import errno
 import functools
 import os
 import re
+import select
 import sys
 import typing
 from collections.abc import Callable
@@ -120,10 +121,13 @@ def run(main: Callable[..., Any], words: int = 0) -> None:
     """
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # a terminal may have an encoding without × and …
-    app.run(
-        lambda argv: _exit_on_error(main, argv[1:]),
-        flags_parser=functools.partial(_parse_flags, words=words),
-    )
+    try:
+        app.run(
+            lambda argv: _exit_on_error(main, argv[1:]),
+            flags_parser=functools.partial(_parse_flags, words=words),
+        )
+    finally:
+        _drop_unread_output()
 
 
 def _parse_flags(argv: list[str], words: int = 0) -> list[str]:
@@ -219,10 +223,25 @@ def _reason(error: BaseException) -> str:
 
 
 def _fail(message: str, code: int = 2) -> typing.NoReturn:
+    if _drop_unread_output() and isinstance(sys.exc_info()[1], BrokenPipeError):
+        _exit(EXIT_FAILED)
     message = shown(message)
     if len(message) > MAX_MESSAGE:
         message = f"{message[: MAX_MESSAGE // 2]} … {message[-MAX_MESSAGE // 2 :]}"
     print(f"error: {message}", file=sys.stderr, flush=True)
+    _exit(code)
+
+
+def _drop_unread_output() -> bool:
+    """Whether nobody reads standard output any more, as after ``| head``; what is left of it is dropped."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # asks for no event: errors are always reported
+    if unread := bool(poll.poll(0)):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return unread
+
+
+def _exit(code: int) -> typing.NoReturn:
     if "jax" in sys.modules:  # its threads may still compile, or wait for other processes
         hard_exit(code)
     sys.exit(code)

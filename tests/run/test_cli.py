@@ -132,6 +132,17 @@ def test_a_long_message_loses_its_middle():
     assert len(done.stderr) < 1000 and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_reader_that_has_read_enough_ends_a_command_quietly(flush):
+    """As in ``| head``."""
+    program = f"{HEAD}def main():\n  for i in range(10**6): print(i, flush={flush})\ncli.run(main)"
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as done:
+        done.stdout.readline()
+        done.stdout.close()
+        assert (done.stderr.read(), done.wait(60)) == (b"", 1)
+
+
 def test_an_error_does_not_wait_for_the_compiler():
     program = """
 import concurrent.futures, jax, time
