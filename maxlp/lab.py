@@ -136,8 +136,10 @@ def diff(config: dict[str, Any], workdir: Path | None, second: str, out: Path) -
         folder = local_path(f.against, "--against")
         differing, reports = recorded_steps.check(folder, config), recorded_steps.reports(a, folder)
     else:
-        other, b = other_run(config, workdir, second, f.other, f.step)
+        other, b = other_run(config, second, f.other, f.step)
         differing, reports = two_runs.check(config, other), two_runs.reports(a, workdir, b, f.step, f.steps)
+        if second and workdir is not None:
+            two_runs.check_tokenizers(b, workdir, local_path(second, "B"))
     print("\n".join(differing))
     found = []
     for report in reports:
@@ -148,7 +150,7 @@ def diff(config: dict[str, Any], workdir: Path | None, second: str, out: Path) -
 
 
 def other_run(
-    config: dict[str, Any], workdir: Path | None, second: str, changes: list[str], step: int | None
+    config: dict[str, Any], second: str, changes: list[str], step: int | None
 ) -> tuple[dict[str, Any], Settings]:
     """Config and settings of B: those of its workdir, or A's with changes."""
     from maxlp.run import two_runs  # imports the training code
@@ -156,12 +158,8 @@ def other_run(
     if not second:
         other = two_runs.changed(config, changes)
         return other, read(ConfigDict(other))
-    folder = local_path(second, "B")
-    c = late_phase.config_at(folder, step)
-    b = read(c)
-    if workdir is not None:
-        two_runs.check_tokenizers(b, workdir, folder)
-    return json.loads(c.to_json_best_effort()), b
+    c = late_phase.config_at(local_path(second, "B"), step)
+    return json.loads(c.to_json_best_effort()), read(c)
 
 
 def attribute(

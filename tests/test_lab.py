@@ -9,11 +9,11 @@ import pytest
 
 from maxlp import lab
 from maxlp.precision import RecipeOptions
-from maxlp.run import attribution, reopen, two_runs
+from maxlp.run import attribution, reopen, run_dir, two_runs
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import read
 from tests.monitoring.fixtures import write_run
-from tests.run.fixtures import load
+from tests.run.fixtures import changed, load
 
 
 def refused(tmp_path, other=None, workdir=None, step=None, **precision):
@@ -110,3 +110,14 @@ def test_another_recipe_has_none_of_the_options_and_rules_of_the_run(tmp_path, m
     (own, same), (other, differs) = seen
     assert own.options.history == 8 and (same, differs) == (True, False)
     assert (other.recipe, other.options, other.rules) == ("mxfp8", RecipeOptions(), ())
+
+
+def test_runs_with_and_without_a_tokenizer_file_differ_in_their_configs(tmp_path):
+    for name, tokenizer in {"a": "bytes", "b": "bpe:300"}.items():
+        (tmp_path / name).mkdir()
+        run_dir.save_config(tmp_path / name, changed(load("debug"), {"data.tokenizer": tokenizer}))
+    (tmp_path / "b" / "tokenizer.json").write_text("{}")
+    command = [sys.executable, "-m", "maxlp.lab", "diff", f"{tmp_path}/a", f"{tmp_path}/b"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    words = "error: config.data.tokenizer: 'bytes' -> 'bpe:300': diff needs the same model, data and seed"
+    assert done.returncode == 2 and done.stderr.startswith(words), done.stderr

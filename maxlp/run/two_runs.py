@@ -90,7 +90,7 @@ def check(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 def check_tokenizers(s: Settings, a: Path, b: Path) -> None:
-    """Raises a ConfigError unless two runs have the same tokenizer."""
+    """Raises a ConfigError unless two runs whose configs name the same tokenizer have the same one."""
     specs = [saved_tokenizer(s.data.tokenizer, workdir).partition("?")[0] for workdir in (a, b)]
     if specs[0] != specs[1] and Path(specs[0]).read_bytes() != Path(specs[1]).read_bytes():
         raise ConfigError(f"{specs[0]} and {specs[1]} differ: diff needs runs with the same tokenizer")
