@@ -68,7 +68,7 @@ def main() -> None:
         )
     s = read(c)
     if others := same_model.other_model(run_dir.load_config(workdir).model.to_dict(), c.model.to_dict()):
-        lines = "; ".join(others.values())
+        lines = others.get("model.name") or "; ".join(others.values())  # all differ in another family
         raise ConfigError(
             f"{workdir} holds the weights of another model ({lines}); give one with that model"
         )

@@ -52,6 +52,10 @@ def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> dict[str,
     changes = differences(old, run_dir.upgraded(new))
     if not changes or saved_data_state(workdir) is None:
         return changes
+    if "model.name" in changes and not allow:
+        raise ConfigError(
+            f"{workdir} holds a run of another family ({changes['model.name']}); use a new workdir"
+        )
     if unreadable := [change for key, change in changes.items() if is_in(FORMATS, key)]:
         raise ConfigError(
             f"the checkpoints of {workdir} hold moments in another format ({'; '.join(unreadable)}); undo "

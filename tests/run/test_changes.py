@@ -137,6 +137,15 @@ def test_another_function_or_other_data_is_refused(run):
         )
 
 
+def test_a_run_of_another_family_is_named_in_one_sentence(run):
+    """Nearly every key differs then, of which the family is the reason."""
+    with pytest.raises(ConfigError) as error:
+        changes.check_config(run, load("debug", family="clip"))
+    assert str(error.value) == (
+        f"{run} holds a run of another family (config.model.name: 'llama' -> 'clip'); use a new workdir"
+    )
+
+
 @pytest.mark.parametrize("allow", [False, True])
 def test_moments_are_not_read_in_another_format(run, allow):
     """dynamic8 and companded8 are both uint8, so that the arrays of a checkpoint fit either."""
