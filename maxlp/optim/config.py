@@ -42,7 +42,7 @@ OPTIMIZERS = {
 }
 Conflict = tuple[str, Any, str]  # a key of the config, its value, and the reason with the fix
 MU_DTYPES = ("float32", "bfloat16", "float16")
-# "float32" leaves a moment as it is. int4 has too few values for a moment.
+# int4 has too few values for a moment.
 MOMENT_FORMATS = ("float32", *(name for name in STATES if name != "int4"))
 BF16_ROUNDINGS = ("stochastic", "kahan", "residual", "float16_master")
 PARAM_ROUNDINGS = (*BF16_ROUNDINGS, "nearest")  # the last is of float16
@@ -101,7 +101,7 @@ class GaloreConfig:
       seed: seed of the random matrices.
     """
 
-    rank: CountOrZero = 0
+    rank: CountOrZero
     update_proj_gap: Count = 200
     scale: Positive = 0.25
     side: Annotated[str, OneOf(("short", "long"))] = "short"
@@ -120,28 +120,23 @@ class GaloreConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LowBitConfig:
-    """Options of low-bit moments (`maxlp.optim.low_bit`), which are off without `mu` and `nu`.
+    """Options of low-bit moments (`maxlp.optim.low_bit`).
 
     Attributes:
-      mu, nu: formats of the first and second moment, of `MOMENT_FORMATS`. Set both or neither.
+      mu, nu: formats of the first and second moment, of `MOMENT_FORMATS`; "float32" leaves one as it is.
       block_size: entries of a row that share a scale; 0 for one scale per tensor of a layer.
       min_size: tensors with fewer entries per layer (norms, biases) keep their moments as they are.
       seed: seed of the stochastic rounding to bfloat16 and float8_e5m2.
     """
 
-    mu: Annotated[str, OneOf(MOMENT_FORMATS)] | None = None
-    nu: Annotated[str, OneOf(MOMENT_FORMATS)] | None = None
+    mu: Annotated[str, OneOf(MOMENT_FORMATS)]
+    nu: Annotated[str, OneOf(MOMENT_FORMATS)]
     block_size: CountOrZero = 0
     min_size: CountOrZero = 4096
     seed: Seed = 0
 
     def __post_init__(self) -> None:
         schema.check(self)
-        if self.mu is None and self.nu is None:
-            return
-        for key, value in {"mu": self.mu, "nu": self.nu}.items():
-            if value is None:
-                raise ValueError(f"{key} is not set; set both mu and nu ('float32' leaves one as it is)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,6 +214,11 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         schema.check(self)
+        if self.schedule != "wsd" and self.decay_fraction != OptimizerConfig.decay_fraction:
+            raise ValueError(
+                f"decay_fraction={self.decay_fraction} has no effect with schedule={self.schedule!r}; set "
+                "schedule='wsd', or leave it unset"
+            )
         if self.adascale is not None and self.galore is not None and self.has_galore:
             raise ValueError(
                 f"galore.rank={self.galore.rank} cannot be combined with adascale={self.adascale}, which "
@@ -243,4 +243,4 @@ class OptimizerConfig:
     @property
     def has_low_bit(self) -> bool:
         """Whether moments are stored in few bits."""
-        return self.low_bit is not None and self.low_bit.mu is not None
+        return self.low_bit is not None

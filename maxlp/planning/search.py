@@ -173,8 +173,9 @@ def changed(s: Settings, changes: Mapping[str, Any]) -> Settings:
             s = dataclasses.replace(s, **{section: {**old, **values}})
             continue
         for name in values.keys() & NESTED.keys():
-            present: Any = getattr(old, name) or NESTED[name]()
-            values[name] = dataclasses.replace(present, **values[name])
+            present = getattr(old, name)
+            make = NESTED[name] if present is None else functools.partial(dataclasses.replace, present)
+            values[name] = make(**values[name])
         s = dataclasses.replace(s, **{section: dataclasses.replace(old, **values)})
     return s
 

@@ -127,6 +127,12 @@ BAD_VALUES = [
     ({"optimizer.schedule": "step"}, "config.optimizer.schedule='step' is unknown"),
     ({"optimizer.b1": 1.0}, "config.optimizer.b1=1.0 must be at least 0 and below 1"),
     ({"optimizer.galore.rank": -1}, "config.optimizer.galore.rank=-1 must be at least 0"),
+    (
+        {"optimizer.galore.scale": 0.5},
+        "config.optimizer.galore.rank is not set; give --config.optimizer.ga",
+    ),
+    ({"optimizer.low_bit.block_size": 256}, "config.optimizer.low_bit.mu is not set; give --config.opt"),
+    ({"optimizer.low_bit.mu": "int8"}, "config.optimizer.low_bit.nu is not set; give --config.optimizer.l"),
     ({"precision.recipe": "fp4"}, "config.precision.recipe='fp4' is unknown"),
     ({"precision.first_blocks": -1}, "config.precision.first_blocks=-1 must be at least 0"),
     (
