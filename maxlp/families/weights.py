@@ -292,6 +292,32 @@ def to_maxlp(
       ValueError: a tensor that is missing, unknown, of a wrong shape or not finite; the message has its
         name.
     """
+    params: dict[str, Any] = {}
+    for path, leaf, parts in _matched(tensors, abstract, layout):
+        array: Any = None
+        for index, name, value in parts:
+            if array is None:  # not before: a wrong size may be more than fits into memory
+                array = np.empty(leaf.shape, leaf.dtype)
+            _fill(array[index], value, name)
+        assert array is not None  # a parameter is made of at least one tensor
+        params[path] = put(array, leaf)
+    return unflatten_mapping(params, sep="/")
+
+
+def check_shapes(
+    shapes: Mapping[str, tuple[int, ...]], abstract: Mapping[str, Any], layout: Layout
+) -> None:
+    """Raises a ValueError as `to_maxlp` does for tensors of these names and shapes, which are not read."""
+    tensors = {name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()}
+    for _, _, parts in _matched(tensors, abstract, layout):
+        for _ in parts:
+            pass
+
+
+def _matched(
+    tensors: Mapping[str, Array], abstract: Mapping[str, Any], layout: Layout
+) -> Iterator[tuple[str, Any, Iterator[tuple[Any, str, Array]]]]:
+    """Of each parameter its path, its abstract leaf and its parts: index, name of the tensor, value."""
     stored: dict[str, str] = {}
     for name in tensors:
         if (other := stored.setdefault(name.removeprefix(layout.optional_prefix), name)) != name:
@@ -308,18 +334,14 @@ def to_maxlp(
     if unknown := sorted(name for name in unknown if not _is_redundant(name, tensors, layout)):
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
         raise ValueError(f"tensor {unknown[0]!r} has no place in the model that the config describes{more}")
-    params: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        array: Any = None
+
+    def parts(path: str, leaf: Any) -> Iterator[tuple[Any, str, Array]]:
         for index, name in layout.parts(path, leaf.shape):
             shape = leaf.shape if index is ... else leaf.shape[1:]
-            value = _part(tensors[stored[name]], layout.place(path), name, path, shape)
-            if array is None:  # not before: a wrong size may be more than fits into memory
-                array = np.empty(leaf.shape, leaf.dtype)
-            _fill(array[index], value, name)
-        assert array is not None  # a parameter is made of at least one tensor
-        params[path] = put(array, leaf)
-    return unflatten_mapping(params, sep="/")
+            yield index, name, _part(tensors[stored[name]], layout.place(path), name, path, shape)
+
+    for path, leaf in leaves.items():
+        yield path, leaf, parts(path, leaf)
 
 
 def _part(tensor: Array, place: Place, name: str, path: str, shape: tuple[int, ...]) -> Array:

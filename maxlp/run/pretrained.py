@@ -131,7 +131,10 @@ class LibraryWeights:
         return weights.naming(self.folder / self.format.config_file)
 
     def check(self, abstract: State) -> None:
-        """Raises a ValueError if the parameters have other shapes than these, or a file is damaged."""
+        """Raises a ValueError if parameters or tensors have other shapes than these, or a file is damaged.
+
+        Tensors are not read, and those of the Hub not downloaded for it.
+        """
         own = tree_spec.describe(
             jax.eval_shape(
                 lambda: nnx.to_pure_dict(
@@ -143,7 +146,8 @@ class LibraryWeights:
             path, saved, wanted = misfit
             raise ValueError(f"{path} is {saved} in the weights and {wanted} in the config; use one model")
         if not hub.is_id(self.spec):
-            len(self.tensors)  # reads the headers of all files
+            shapes = {name: self._files.shape_of[name] for name in self.tensors}
+            weights.check_shapes(shapes, abstract, self.format.layout(self.config))
 
     def load(self, abstract: State, mesh: Mesh) -> State:
         """The parameters in these dtypes and shardings."""
@@ -151,13 +155,17 @@ class LibraryWeights:
             return weights.to_maxlp(self.tensors, abstract, self.format.layout(self.config), put=_shards)
 
     def _open(self) -> Mapping[str, np.ndarray]:
+        tensors = self._files
+        with self.naming_config():
+            return compressed_tensors.dequantized(tensors, self.folder / self.format.config_file)
+
+    @cached_property
+    def _files(self) -> Tensors:
         file = self.format.weights_file
         if hub.is_id(self.spec):
             shards = file.replace(".safetensors", "-*.safetensors")
             hub.fetch(self.spec, (*SMALL_FILES, file, shards, index_of(file)))
-        tensors = Tensors(self.folder, file)
-        with self.naming_config():
-            return compressed_tensors.dequantized(tensors, self.folder / self.format.config_file)
+        return Tensors(self.folder, file)
 
 
 class _Later(Mapping[str, np.ndarray]):

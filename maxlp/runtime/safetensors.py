@@ -37,6 +37,7 @@ class Tensors(Mapping[str, np.ndarray]):
 
     Attributes:
       file_of: name of a tensor -> name of its file.
+      shape_of: name of a tensor -> its shape.
 
     Raises:
       ValueError: there are no such files, or one of them is damaged or does not match the index.
@@ -51,11 +52,12 @@ class Tensors(Mapping[str, np.ndarray]):
             )
         shard_of = {} if os.path.lexists(path) else _read_index(index)
         self.file_of: dict[str, str] = {}
+        self.shape_of: dict[str, tuple[int, ...]] = {}
         for file in sorted(set(shard_of.values())) or [weights]:
-            for name in self._names(file):
+            for name, shape in self._shapes(file).items():
                 if name in self.file_of:
                     raise _unreadable(self._path(file), f"{self.file_of[name]} has tensor {name!r} too")
-                self.file_of[name] = file
+                self.file_of[name], self.shape_of[name] = file, shape
         for name in {**shard_of, **self.file_of} if shard_of else ():
             if (file := shard_of.get(name)) != self.file_of.get(name):
                 where = f"not in {file}" if file else f"in {self.file_of[name]}, but not in the index"
@@ -110,17 +112,18 @@ class Tensors(Mapping[str, np.ndarray]):
         except (SafetensorError, OSError) as error:
             raise _unreadable(self._path(file), error) from None
 
-    def _names(self, file: str) -> list[str]:
-        """The names in a file's header, each once: the library keeps the last of several equal ones."""
+    def _shapes(self, file: str) -> dict[str, tuple[int, ...]]:
+        """The shapes in a file's header; no name is there twice, of which the library keeps the last."""
         with self._open(file):
             pass  # the library checks offsets, shapes and dtypes
         with open(self._path(file), "rb") as opened:
             header = opened.read(int.from_bytes(opened.read(8), "little"))
         pairs = json.loads(header, object_pairs_hook=list)
-        names = [name for name, _ in pairs if name != "__metadata__"]
-        if twice := [name for name, count in collections.Counter(names).items() if count > 1]:
+        entries = [(name, dict(entry)) for name, entry in pairs if name != "__metadata__"]
+        names = collections.Counter(name for name, _ in entries)
+        if twice := [name for name, count in names.items() if count > 1]:
             raise _unreadable(self._path(file), f"tensor {twice[0]!r} occurs twice")
-        return names
+        return {name: tuple(entry["shape"]) for name, entry in entries}
 
 
 def _read_index(path: str) -> dict[str, str]:

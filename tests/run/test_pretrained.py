@@ -26,6 +26,7 @@ from maxlp.run.settings import read
 from maxlp.run.tokenizer import prepare_tokenizer
 from maxlp.runtime import hub
 from maxlp.runtime.checkpoint import Checkpointer
+from maxlp.runtime.safetensors import Tensors, write_tensors
 from tests.pretrained import TEXTS, TOKENS, write_llama
 from tests.run.fixtures import changed, load
 
@@ -217,6 +218,38 @@ def test_a_new_tokenizer_for_weights_without_one_is_refused(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"tokenizer=bpe:4096 is not the tokenizer .*; give theirs"):
         pretrained.check_tokenizer(str(bare), "bpe:4096", train_bpe(TEXTS, TOKENS))
     pretrained.check_tokenizer(str(bare), f"{folder}/tokenizer.json", train_bpe(TEXTS, TOKENS))
+
+
+# --- tensors ----------------------------------------------------------------------------------------------
+
+NORM, EXTRA = "model.norm.weight", "model.extra.weight"
+DAMAGES: dict[str, Any] = {
+    "missing": (lambda tensors: tensors.pop(NORM), f"tensor '{NORM}' is missing, but the config describes"),
+    "unknown": (
+        lambda tensors: tensors.update({EXTRA: np.ones(2)}),
+        f"tensor '{EXTRA}' has no place in the ",
+    ),
+    "another shape": (
+        lambda tensors: tensors.update({NORM: np.ones(65)}),
+        rf"tensor '{NORM}' of shape \(65,\) does not fit final_norm/scale of shape \(64,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_dry_run_compares_the_tensors_of_weights_without_reading_them(
+    folder, tmp_path, monkeypatch, damage
+):
+    change, message = DAMAGES[damage]
+    other = shutil.copytree(folder, tmp_path / "other")
+    tensors = dict(Tensors(folder))
+    change(tensors)
+    write_tensors(other, tensors, dtype="float32")
+    run, of_other = (resolve(configured(tmp_path, source), jax.devices()[:1]) for source in (folder, other))
+    monkeypatch.setattr(Tensors, "__getitem__", lambda *_: pytest.fail("reads a tensor"))
+    pretrained.check(run.settings, run.mesh)
+    with pytest.raises(ConfigError, match=f"^config.train.init_from={other}: {message}"):
+        pretrained.check(of_other.settings, run.mesh)
 
 
 # --- weights of a run -------------------------------------------------------------------------------------
