@@ -222,8 +222,11 @@ class ImageTextDataset:
     def describe(self, steps: int = 0) -> str:
         """How many examples there are, and how many epochs that many steps of training read."""
         examples = f"{len(self.examples):,} examples"
+        if not steps:
+            return examples
         epochs = steps * self.config.batch_size / len(self.examples)
-        return f"{examples}; {steps:,} steps read {epochs:.2g} epochs" if steps else examples
+        ends = common.early_end(self.config.num_epochs, self.steps_per_epoch, steps)
+        return f"{examples}; {steps:,} steps read {epochs:.2g} epochs{ends}"
 
     @property
     def classes(self) -> list[str]:

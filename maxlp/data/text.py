@@ -255,10 +255,14 @@ class TextDataset:
         tokens = [count for count in found if count is not None]
         if not tokens or len(tokens) < len(found):
             return documents
-        total = steps * self.settings["batch_size"] * self.settings["seq_len"]
-        epochs = (f"{w * total / n:.2g}" for w, n in zip(self.settings["weights"], tokens, strict=True))
-        reads = f"; {steps:,} steps read {' + '.join(epochs)} epochs" if steps else ""
-        return f"{documents}, about {' + '.join(f'{n / 1e6:,.2g}' for n in tokens)} M tokens{reads}"
+        documents += f", about {' + '.join(f'{n / 1e6:,.2g}' for n in tokens)} M tokens"
+        if not steps:
+            return documents
+        settings, per_step = self.settings, self.settings["batch_size"] * self.settings["seq_len"]
+        shares = zip(settings["weights"], tokens, strict=True)
+        epochs = " + ".join(f"{weight * steps * per_step / n:.2g}" for weight, n in shares)
+        ends = common.early_end(settings["num_epochs"], tokens[0] / per_step, steps)
+        return f"{documents}; {steps:,} steps read {epochs} epochs{ends}"
 
 
 def estimate_tokens(source: Any, tokenizer: Tokenizer) -> float | None:

@@ -382,3 +382,12 @@ def test_only_training_images_are_cropped_at_random(split, other, tmp_path, monk
     spec = write_pictures(tmp_path / "a.tar", 8, set())
     monkeypatch.setattr(image_text.images, other, lambda *_: pytest.fail(other))
     assert len(take(make(split, source=spec, validation_source=spec), 1)) == 1
+
+
+def test_the_start_warns_of_data_that_end_early():
+    dataset = make(source="glyphs", batch_size=16, num_epochs=2)
+    last = 2 * dataset.steps_per_epoch
+    assert "warning" not in dataset.describe(last)
+    assert f"\nwarning: data.num_epochs=2 ends the data after about {last} of " in dataset.describe(
+        last + 1
+    )

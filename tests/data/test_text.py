@@ -381,6 +381,19 @@ def test_the_start_tells_documents_tokens_and_epochs(tokens, tmp_path, monkeypat
     assert dataset.describe(steps=100) == "2,000 + 3,000 documents"
 
 
+def test_the_start_warns_of_data_that_end_early(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["x" * 64] * 1000)  # 125 steps of 8 · 64 tokens
+    config = text.TextDataConfig(
+        source=f"jsonl:{path}?split=all", tokenizer="bytes", seq_len=64, batch_size=8, num_epochs=2
+    )
+    dataset = text.make_data(config, split="train")
+    assert "warning" not in dataset.describe(steps=250)
+    assert dataset.describe(steps=251).endswith(
+        "epochs\nwarning: data.num_epochs=2 ends the data after about 250 of 251 steps; raise it, or lower "
+        "train.total_steps"
+    )
+
+
 def test_make_data_reads_the_standard_library():
     config = text.TextDataConfig(
         source="stdlib", tokenizer="bytes", seq_len=64, batch_size=4, shuffle_tokens=2**12
