@@ -31,20 +31,23 @@ uploaded.
 
 import functools
 import os
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 from absl import flags
 
+from maxlp import schema
 from maxlp.data import shards as shards_lib
 from maxlp.data.chat import Chat, Conversations, make_chat
 from maxlp.data.readers.array_record import FORMATS, MANIFEST, pack_example
 from maxlp.data.sources import Mixture, Source, make_source, open_source, parse_spec, sample_texts
 from maxlp.data.specs import split_options
-from maxlp.data.tokenizers import Tokenizer, as_bytes, make_tokenizer
+from maxlp.data.tokenizers import COMPANIONS, FILES, Tokenizer, as_bytes, make_tokenizer
 from maxlp.run import cli
 from maxlp.runtime import storage
 from maxlp.runtime.files import is_url, local_path
+from maxlp.schema import Count
 
 TOKENIZER_SAMPLE_BYTES = 64_000_000
 CONVERSATION_DTYPE = np.dtype("<i4")  # signed, see `data.chat`
@@ -73,17 +76,19 @@ def prepare_text(
         none.
       shards: number of files; at most one per document is written.
       num_workers: number of processes; 1 works in this one.
-      overwrite: whether an existing dataset is replaced, once the new one is complete.
+      overwrite: whether an existing dataset, or other files of the names that are written, are replaced,
+        once the new one is complete.
 
     Returns:
       The contents of `dataset.json`.
 
     Raises:
-      ValueError: `output` already holds a dataset, or an argument is wrong.
+      ValueError: `output` already holds a dataset or such files, or an argument is wrong.
     """
     if tokenizer and train_tokenizer:
         raise ValueError(f"give tokenizer={tokenizer!r} or train_tokenizer={train_tokenizer}, not both")
-    output = _check_output(output, shards, num_workers, overwrite)
+    names = (*FILES, *COMPANIONS) if tokenizer or train_tokenizer else ()
+    output = _check_output(output, names, shards, num_workers, overwrite)
     documents = make_source(source, split)
     if isinstance(documents, Mixture):
         raise ValueError(f"source {source!r} is a mixture; prepare each part, and mix them in training")
@@ -128,9 +133,9 @@ def prepare_image_text(
       The contents of `dataset.json`.
 
     Raises:
-      ValueError: `output` already holds a dataset, or an argument is wrong.
+      ValueError: `output` already holds a dataset or such files, or an argument is wrong.
     """
-    output = _check_output(output, shards, num_workers, overwrite)
+    output = _check_output(output, (), shards, num_workers, overwrite)
     examples = open_source(parse_spec(source, split, "image_text"))
     with shards_lib.destination(output) as folder, shards_lib.no_partial_files(folder):
         written = shards_lib.write_shards(folder, examples, _image_text_record, shards, num_workers)
@@ -146,28 +151,43 @@ def prepare_image_text(
     return manifest
 
 
-def _check_output(output: str, shards: int, num_workers: int, overwrite: bool) -> str:
-    if shards < 1 or num_workers < 1:
-        raise ValueError(f"shards={shards} and num_workers={num_workers} must be at least 1")
+def _check_output(
+    output: str, names: Collection[str], shards: int, num_workers: int, overwrite: bool
+) -> str:
+    """The folder or URL without `~`, once it is sure that nothing in it would be lost.
+
+    Args:
+      names: of files that are written besides shards and manifest.
+    """
+    schema.check_value("--shards", shards, Count)
+    schema.check_value("--num_workers", num_workers, Count)
     if is_url(output):
         output = output.rstrip("/")
-        exists = _check_bucket(output)
+        found = _check_bucket(output)
     else:
         output = str(local_path(output, "--output"))
-        exists = os.path.exists(os.path.join(output, MANIFEST))
-    if exists and not overwrite:
+        found = os.listdir(output) if os.path.isdir(output) else []
+    if overwrite:
+        return output
+    if MANIFEST in found:
         raise ValueError(f"{output} holds a dataset already; pass --overwrite to replace it")
+    if lost := sorted(name for name in found if name in names or name.endswith(shards_lib.SUFFIX)):
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        raise ValueError(
+            f"--output={output} holds {', '.join(lost[:3])}{more}, and no {MANIFEST} of a dataset; choose "
+            "another folder, or pass --overwrite to replace them"
+        )
     return output
 
 
-def _check_bucket(output: str) -> bool:
-    """Checks that a URL can be written to; returns whether it holds a dataset."""
+def _check_bucket(output: str) -> list[str]:
+    """Checks that a URL can be written to; returns the names of the files there."""
     if not output.startswith(tuple(f"{store}://" for store in storage.BUCKETS)):
         raise ValueError(f"--output={output} cannot be written to; give a folder, gs:// or s3://")
     storage.check(output, "--output")
     storage.write(f"{output}/.writable", b"")
     storage.remove(f"{output}/.writable")
-    return MANIFEST in storage.find(output)
+    return list(storage.find(output))
 
 
 def _train_tokenizer(documents: Source, vocab_size: int) -> Tokenizer:
@@ -253,7 +273,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("train_tokenizer", 0, "Train a BPE of this many ids and write its ids.")
     flags.DEFINE_integer("shards", 16, "Number of files.")
     flags.DEFINE_integer("num_workers", 1, "Number of processes.")
-    flags.DEFINE_bool("overwrite", False, "Replace an existing dataset.")
+    flags.DEFINE_bool("overwrite", False, "Replace an existing dataset, or files of the same kind.")
 
 
 def text_command() -> str:

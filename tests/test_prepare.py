@@ -137,6 +137,25 @@ def test_overwrite(corpus, tmp_path):
     assert "text" in documents(output)[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "kwargs"), [("mine.array_record", {}), ("tokenizer_config.json", {"train_tokenizer": 300})]
+)
+def test_files_of_others_are_replaced_only_if_asked(corpus, tmp_path, name, kwargs):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("precious")
+    with pytest.raises(ValueError, match=f"out holds {name}, and no dataset.json .* pass --overwrite"):
+        prepare_text(corpus, str(tmp_path / "out"), **kwargs)
+    assert os.listdir(tmp_path / "out") == [name]
+    prepare_text(corpus, str(tmp_path / "out"), overwrite=True, **kwargs)
+    prepare_text(corpus, str(tmp_path / "out"), overwrite=True)
+
+
+def test_a_tokenizer_beside_shards_of_text_is_left_alone(corpus, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("precious")
+    prepare_text(corpus, str(tmp_path))
+    assert (tmp_path / "tokenizer.json").read_text() == "precious"
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_an_error_leaves_the_old_dataset_unchanged(corpus, tmp_path, num_workers):
     output = str(tmp_path / "out")
@@ -207,8 +226,9 @@ def test_killed_worker_is_reported_and_nothing_is_left(tmp_path):
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"shards": 0}, "shards=0"),
-        ({"num_workers": 0}, "num_workers=0"),
+        ({"shards": 0}, "^--shards=0 must be at least 1$"),
+        ({"shards": 2.5}, "^--shards=2.5 is of type float, expected int$"),
+        ({"num_workers": -1}, "^--num_workers=-1 must be at least 1$"),
         ({"tokenizer": "bytes", "train_tokenizer": 300}, "not both"),
         ({"tokenizer": "/nowhere.json"}, "/nowhere.json"),
         ({"train_tokenizer": 100_000}, "train on more"),
@@ -254,9 +274,10 @@ def test_a_failure_is_one_line_and_leaves_nothing(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_wrong_flags_are_one_line():
-    done = run("text", "--shards=many")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--shards" in done.stderr
+@pytest.mark.parametrize("value", ["many", "1.5"])
+def test_wrong_flags_are_one_line(value):
+    done = run("text", f"--shards={value}")
+    assert (done.returncode, done.stderr) == (2, f"error: --shards={value} is not an integer\n")
 
 
 def test_subcommand_errors_are_one_line():

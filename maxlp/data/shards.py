@@ -29,6 +29,7 @@ from maxlp.runtime.files import is_url
 from maxlp.runtime.storage import StorageError
 
 UPLOAD_THREADS = 8
+SUFFIX = ".array_record"
 PARTIAL = ".partial"  # suffix of every file that is not complete
 
 # Makes the record of one example, and its counts for the totals; an empty record is left out.
@@ -135,7 +136,7 @@ def _upload(folder: str, url: str) -> None:
     print(f"uploading {len(files)} files ({size / 1e6:,.1f} MB) to {url}", file=sys.stderr, flush=True)
     retried(lambda: storage.remove(f"{url}/{MANIFEST}"), url)
     for name in retried(lambda: storage.find(url), url):
-        if name.endswith(".array_record"):
+        if name.endswith(SUFFIX):
             storage.remove(f"{url}/{name}")
     with futures.ThreadPoolExecutor(UPLOAD_THREADS) as pool:
         list(pool.map(lambda name: _upload_file(files[name], f"{url}/{name}"), files))
@@ -153,7 +154,7 @@ def _upload_file(path: str, url: str) -> None:
 def commit(output: str, manifest: dict[str, Any], other_files: dict[str, bytes]) -> None:
     """Replaces the old files in `output` with the new ones; until this is done there is no manifest."""
     _remove(output, MANIFEST)
-    _remove(output, "*.array_record")
+    _remove(output, "*" + SUFFIX)
     for shard in manifest["shards"]:
         path = os.path.join(output, shard["file"])
         os.replace(path + PARTIAL, path)
@@ -172,7 +173,7 @@ def _remove(folder: str, pattern: str) -> None:
 def _plan_shards(output: str, examples: int, shards: int) -> list[Shard]:
     shards = min(shards, examples)
     ends = [examples * number // shards for number in range(shards + 1)]
-    names = [f"{number:05d}-of-{shards:05d}.array_record" for number in range(shards)]
+    names = [f"{number:05d}-of-{shards:05d}{SUFFIX}" for number in range(shards)]
     return [Shard(os.path.join(output, name), ends[i], ends[i + 1]) for i, name in enumerate(names)]
 
 
