@@ -138,18 +138,30 @@ def chat(language: Language, mesh: Mesh, sampling: Sampling) -> None:
 
 def converse(answer: Callable[[Messages], str]) -> None:
     """Reads messages, one per line, and prints their answers, until the input ends."""
+    sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not text is no end of the others
     messages: Messages = []
     for line in _lines("> " if sys.stdin.isatty() else ""):
         if line == "/reset":
             messages = []
         elif line:
             try:
+                _check_text(line)
                 text = answer([*messages, {"role": "user", "content": line}])
             except ValueError as error:
                 print(f"error: {error}", file=sys.stderr, flush=True)
                 continue
             print(text, flush=True)
             messages += [{"role": "user", "content": line}, {"role": "assistant", "content": text}]
+
+
+def _check_text(line: str) -> None:
+    try:
+        line.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"character {error.start + 1} of the message is not {sys.stdin.encoding}; convert the message, "
+            "or name its encoding in PYTHONIOENCODING"
+        ) from None
 
 
 def _lines(prompt: str) -> Iterator[str]:

@@ -39,8 +39,12 @@ def test_a_prompt_that_ends_inside_a_token_is_healed():
     assert {row[1][0] for row in rows} - {2, 3, 5}
 
 
+def type_in(monkeypatch, data):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+
+
 def talk(monkeypatch, capsys, lines, answer):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    type_in(monkeypatch, "".join(f"{line}\n" for line in lines).encode())
     converse(answer)
     return capsys.readouterr()
 
@@ -55,6 +59,14 @@ def test_a_conversation_keeps_its_history_until_it_is_reset(monkeypatch, capsys)
     shown = talk(monkeypatch, capsys, lines, answer)
     assert shown.out.splitlines() == ["a", "a+a+b", "a+a+b+a+a+b+c", "d"]
     assert shown.err == "error: too long\n"
+
+
+def test_a_line_that_is_not_text_does_not_end_the_conversation(monkeypatch, capsys):
+    type_in(monkeypatch, "a\nné\n".encode() + b"n\xe9\nb\n")
+    converse(lambda messages: messages[-1]["content"] * 2)
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == ["aa", "néné", "bb"]
+    assert shown.err.startswith("error: character 2 of the message is not utf-8; convert")
 
 
 class StubLanguage:
@@ -93,7 +105,7 @@ def test_a_chat_continues_the_template_and_stops_at_the_end_of_the_turn(
         return real(model, rows, **how)
 
     monkeypatch.setattr(generate, "generate", watched)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("why\nbecause\n"))
+    type_in(monkeypatch, b"why\nbecause\n")
     generate.chat(language, None, Sampling(0.0))
     answers = capsys.readouterr().out
     tok = language.tokenizer
@@ -104,7 +116,7 @@ def test_a_chat_continues_the_template_and_stops_at_the_end_of_the_turn(
 
 def test_a_chat_that_outgrows_the_model_is_told(monkeypatch, capsys, tmp_path, chat_flags):
     language = StubLanguage(tmp_path, max_seq_len=64)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("why " * 40 + "\nwhy\n"))
+    type_in(monkeypatch, b"why " * 40 + b"\nwhy\n")
     generate.chat(language, None, Sampling(0.0))
     shown = capsys.readouterr()
     assert (

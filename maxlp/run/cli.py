@@ -30,9 +30,16 @@ PATH_ERROR_NUMBERS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 FINETUNE = "llama/finetune"  # the config of a run that starts --from weights and names no other
 MAX_MESSAGE = 800  # characters; a longer one, as with a long path, loses its middle
 
+
+
+def _suggestions(unknown: re.Match[str]) -> str:
+    *others, last = (f"--{name}" for name in unknown[2].split(", "))
+    return f"--{unknown[1]} is unknown; did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
+
+
 # What absl and ml_collections report for a flag, in this project's words.
-WORDINGS = {
-    r"^Unknown command line flag '(.+?)'\. Did you mean: (\S+).*": r"--\1 is unknown; did you mean --\2?",
+WORDINGS: dict[str, str | Callable[[re.Match[str]], str]] = {
+    r"^Unknown command line flag '(.+?)'\. Did you mean: (.+?) \?.*": _suggestions,
     r"^Unknown command line flag '(.+?)'$": r"--\1 is unknown; see --help",
     r"flag --(\w+)=None: Flag .* must have a value .*": r"--\1 is missing; see --help",
     r"^flag (--.*?): invalid literal for int\(\) with base 10: .*": r"\1 is not an integer",
@@ -134,6 +141,7 @@ def _parse_flags(argv: list[str], words: int = 0) -> list[str]:
     given = {word.lstrip("-").partition("=")[0] for word in argv[1:] if word.startswith("-")}
     if "from" in given and "config" not in given:
         argv.insert(1, f"--config={FINETUNE}")
+    argv[1:] = _config_first(argv[1:])
     try:
         rest = flags.FLAGS(argv)
         for word in rest[1 + words :]:
@@ -145,6 +153,15 @@ def _parse_flags(argv: list[str], words: int = 0) -> list[str]:
     # For an override of an unknown key ml_collections raises AttributeError, KeyError or TypeError.
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
         _fail(_unknown_override(argv) or _one_line(error))
+
+
+def _config_first(words: list[str]) -> list[str]:
+    """The words with --config in front of its overrides, whose types only its file tells."""
+    for i, word in enumerate(words):
+        if flag := re.match("--?config(=|$)", word):
+            end = i + (1 if flag[1] else 2)
+            return words[i:end] + words[:i] + words[end:] if end <= len(words) else words
+    return words
 
 
 def _check_numbers() -> None:

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from absl import flags
 
+from maxlp.run import cli
 from maxlp.run.config import presets
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +47,8 @@ def train(*args: str) -> subprocess.CompletedProcess:
             "--config=configs/llama/none.py is neither a file nor a preset; presets",
         ),
         ([DEBUG, "--config.mesh.fsdp=3"], "mesh.fsdp=3"),
+        (["--config.mesh.fsdp=3", DEBUG], "mesh.fsdp=3"),
+        (["--config.mesh.fsdp=3", *DEBUG.split("=")], "mesh.fsdp=3"),
         ([], "error: --config is missing; presets: clip/b16, "),
         ([DEBUG, "config.train.total_steps=3"], "'config.train.total_steps=3' is not a flag"),
         ([DEBUG, "--config.data.source=text:/nowhere/*.txt"], "/nowhere"),
@@ -99,6 +103,15 @@ def test_an_ascii_terminal_gets_every_line():
         [sys.executable, "-c", FLAGS, *config], cwd=ROOT, capture_output=True, text=True, env=ascii_only
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "\\xd7\\u2026\n", "")
+
+
+@pytest.mark.parametrize(
+    ("names", "listed"),
+    [(["a"], "--a"), (["a", "b"], "--a or --b"), (["a", "b", "c"], "--a, --b or --c")],
+)
+def test_all_names_that_a_flag_may_have_meant_are_listed(names, listed):
+    error = flags.UnrecognizedFlagError("x", suggestions=names)
+    assert cli._one_line(error) == f"--x is unknown; did you mean {listed}?"
 
 
 HEAD = "from maxlp.run import cli\nfrom maxlp.runtime.checkpoint import NotWrittenError\n"
