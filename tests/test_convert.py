@@ -401,10 +401,12 @@ def changed_tensors(source: Path, target: Path, name: str, value: float) -> None
 def test_numbers_that_are_not_finite_are_neither_imported_nor_exported(llama, tmp_path):
     norm = "model.norm.weight"
     changed_tensors(llama[0], tmp_path / "nan", norm, np.nan)
-    with pytest.raises(ValueError, match=rf"nan: tensor '{norm}' holds NaN or infinity in float32"):
+    with pytest.raises(
+        ValueError, match=rf"nan: tensor '{norm}' holds NaN or infinity in float32; give intact weights$"
+    ):
         convert.import_weights(tmp_path / "nan", tmp_path / "run")
     changed_tensors(llama[0], tmp_path / "large", norm, 1e6)
-    with pytest.raises(ValueError, match=rf"large: tensor '{norm}' holds NaN or infinity in float16"):
+    with pytest.raises(ValueError, match=rf"large: tensor '{norm}' holds NaN .* in float16; .* or float32"):
         convert.import_weights(tmp_path / "large", tmp_path / "run", dtype="float16")
     convert.import_weights(tmp_path / "large", tmp_path / "run")
     with pytest.raises(ValueError, match=rf"run: tensor '{norm}' holds NaN or infinity in float16"):

@@ -368,10 +368,9 @@ def _fill(target: Array, value: Array, name: str) -> None:
 
 def _check_finite(value: Array, name: str) -> None:
     if not np.isfinite(value).all():
-        raise ValueError(
-            f"tensor {name!r} holds NaN or infinity in {value.dtype}; give intact weights, or "
-            "--dtype=float32 if their range is larger"
-        )
+        wider = "or float32 (--dtype, in training model.param_dtype) if their range is larger"
+        remedy = "give intact weights" + (f", {wider}" if value.dtype != np.float32 else "")
+        raise ValueError(f"tensor {name!r} holds NaN or infinity in {value.dtype}; {remedy}")
 
 
 def _is_redundant(name: str, tensors: Mapping[str, Array], layout: Layout) -> bool:

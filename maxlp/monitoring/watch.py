@@ -126,14 +126,23 @@ class Watch:
         write_json(path, record)
 
     def meta(self) -> dict[str, Any]:
-        """What a checkpoint stores, so that a resumed run finds the same spikes."""
-        return {"watch": {"detector": self._detector.get_state(), "steps": list(self._steps)}}
+        """What a checkpoint stores, so that a resumed run finds the same spikes and counts on."""
+        return {
+            "watch": {
+                "detector": self._detector.get_state(),
+                "steps": list(self._steps),
+                "skips_in_a_row": self._skips_in_a_row,
+                "loss_scale": self._loss_scale,
+            }
+        }
 
     def set_meta(self, meta: Mapping[str, Any]) -> None:
         """Restores what `meta` returned; a checkpoint that lacks it changes nothing."""
         if state := meta.get("watch"):
             self._detector.set_state(state["detector"])
             self._steps.extend(state["steps"])
+            self._skips_in_a_row = state.get("skips_in_a_row", 0)  # earlier versions saved neither
+            self._loss_scale = state.get("loss_scale", 0.0)
 
 
 def checkpoint_before(

@@ -31,7 +31,6 @@ FINETUNE = "llama/finetune"  # the config of a run that starts --from weights an
 MAX_MESSAGE = 800  # characters; a longer one, as with a long path, loses its middle
 
 
-
 def _suggestions(unknown: re.Match[str]) -> str:
     *others, last = (f"--{name}" for name in unknown[2].split(", "))
     return f"--{unknown[1]} is unknown; did you mean {', '.join(others)}{' or ' if others else ''}{last}?"

@@ -55,6 +55,17 @@ def test_too_many_skips_in_a_row_stop_the_run():
         watch.observe(6, {"loss": math.nan, "skipped": 1.0})
 
 
+def test_a_resume_does_not_begin_the_count_of_skips_anew():
+    watch, config = None, SpikeConfig(guard="skip", max_actions=3)
+    for step, scale in enumerate((4.0, 2.0, 1.0, 1.0), 1):
+        saved = watch.meta() if watch else {}
+        watch = Watch(config)
+        watch.set_meta(saved)
+        watch.observe(step, {"loss": math.nan, "skipped": 1.0, "loss_scale": scale})
+    with pytest.raises(FloatingPointError, match=r"^step 5: 3 updates in a row"):
+        watch.observe(5, {"loss": math.nan, "skipped": 1.0, "loss_scale": 1.0})
+
+
 @pytest.mark.parametrize("guard", ["off", "skip", "rollback"])
 def test_overflows_stop_a_run_only_once_the_loss_scale_no_longer_falls(guard):
     watch = Watch(SpikeConfig(guard=guard, max_actions=3))

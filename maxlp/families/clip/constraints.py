@@ -73,6 +73,16 @@ def sigmoid_has_bias(s: Settings, machine: Machine) -> str | None:
     return "loss.kind=sigmoid needs a bias of the logits; set model.logit_bias=-10.0"
 
 
+def pairs_are_compared(s: Settings, machine: Machine) -> str | None:
+    """The softmax over a single pair is 1, whatever the model: the loss is 0 and has no gradient."""
+    if s.loss.kind != "softmax" or s.data.batch_size > 1:
+        return None
+    return (
+        f"data.batch_size={s.data.batch_size} leaves loss.kind=softmax no other pair to compare with; raise "
+        "it, or set loss.kind=sigmoid and model.logit_bias=-10.0"
+    )
+
+
 def sharpness_is_not_measured(s: Settings, machine: Machine) -> str | None:
     """Sharpness is measured in the logits of a next token; a CLIP predicts none."""
     if not s.precision.sharpness_every:
@@ -91,5 +101,6 @@ RULES = (
     adascale_is_not_used,
     exchange_is_not_used,
     sigmoid_has_bias,
+    pairs_are_compared,
     sharpness_is_not_measured,
 )

@@ -44,6 +44,10 @@ SIGMOID = dict(loss__kind="sigmoid")
             dict(precision__sharpness_every=5),
             "config.precision.sharpness_every=5 needs a model that predicts tokens",
         ),
+        (
+            dict(data__batch_size=1, devices=1),
+            "config.data.batch_size=1 leaves loss.kind=softmax no other pair to compare with",
+        ),
         (SIGMOID, "config.loss.kind=sigmoid needs a bias of the logits; set model.logit_bias"),
     ],
 )
@@ -53,10 +57,12 @@ def test_each_rule_refuses_its_violation(changes, message):
 
 
 def test_the_debug_config_and_the_proposed_fixes_are_accepted():
-    assert len(RULES) == 8, "one case for each rule in the test above"
+    assert len(RULES) == 9, "one case for each rule in the test above"
     check()
     check(data__text_len=20, mesh__tensor=2)
     check(**SIGMOID, model__logit_bias=-10.0)
+    check(**SIGMOID, model__logit_bias=-10.0, data__batch_size=1, devices=1)
+    check(data__batch_size=2, train__microbatches=2, devices=1)
     check(train__release_gradients=True, optimizer__clip_norm=0.0)
 
 
