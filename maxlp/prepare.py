@@ -89,13 +89,12 @@ def prepare_text(
         raise ValueError(f"give tokenizer={tokenizer!r} or train_tokenizer={train_tokenizer}, not both")
     names = (*FILES, *COMPANIONS) if tokenizer or train_tokenizer else ()
     output = _check_output(output, names, shards, num_workers, overwrite)
-    documents = make_source(source, split)
+    encoder = make_tokenizer(tokenizer) if tokenizer else None
+    documents = make_source(source, split, any_bytes=encoder is not None and encoder.any_bytes)
     if isinstance(documents, Mixture):
         raise ValueError(f"source {source!r} is a mixture; prepare each part, and mix them in training")
     if documents.tokenizer:
         raise ValueError(f"source {source!r} holds tokens already; give the text they were made from")
-
-    encoder = make_tokenizer(tokenizer) if tokenizer else None
     if train_tokenizer:
         encoder = _train_tokenizer(documents, train_tokenizer)
     make_record: Any = functools.partial(_text_record, encoder=encoder)

@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from absl import flags
@@ -34,6 +34,7 @@ import maxlp
 from maxlp.core import gates
 from maxlp.core.train_state import State, abstract_state
 from maxlp.data import merge_states
+from maxlp.data.readers import BrokenExample
 from maxlp.families import Evaluate, Measure
 from maxlp.monitoring import rollback
 from maxlp.monitoring.recorder import Recorder
@@ -50,6 +51,8 @@ from maxlp.runtime.distributed import is_primary, print_primary
 from maxlp.runtime.lock import WorkdirLock, open_lock
 from maxlp.runtime.throughput import Throughput
 from maxlp.runtime.writers import MetricWriter
+
+T = TypeVar("T")
 
 
 def define_flags() -> None:
@@ -142,7 +145,8 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
 
     n, data_state = start, batches.get_state()
     watch.note(start, data_state)
-    stream = throughput.waiting_for(device_batches(batches, mesh))
+    broken: list[BrokenExample] = []
+    stream = throughput.waiting_for(until_broken(device_batches(batches, mesh), broken))
     for n, (batch, data_state) in enumerate(stream, start + 1):
         watch.note(n, data_state)
         profiler.before(n - start)
@@ -168,8 +172,10 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
         if ends:
             break
     else:
+        if broken and not n:  # nothing was trained
+            raise broken[0]
         save(checkpoints, n, state, data_state, recorder)
-        raise data_ended(n, s.train.total_steps)
+        raise data_broken(n, broken[0]) if broken else data_ended(n, s.train.total_steps)
     checkpoints.wait()
     writer.close()
     if not last:
@@ -309,6 +315,26 @@ def validate(
 
 def save(checkpoints: Checkpointer, step: int, state: State, data_state: dict, recorder: Recorder) -> None:
     checkpoints.save(step, state, merge_states(distributed.gather_json(data_state)), recorder.meta())
+
+
+def until_broken(stream: Iterator[T], broken: list[BrokenExample]) -> Iterator[T]:
+    """Ends at a document that cannot be used, and adds its error to a list: the steps before it are saved.
+
+    With several processes the error is raised: the others still have data, and wait for this one.
+    """
+    try:
+        yield from stream
+    except BrokenExample as error:
+        if jax.process_count() > 1:
+            raise
+        broken.append(error)
+
+
+def data_broken(step: int, error: BrokenExample) -> ValueError:
+    return ValueError(
+        f"{error}; step {step} is saved: repair the data, without changing the number of documents, and "
+        "resume with --allow_change"
+    )
 
 
 def data_ended(step: int, total_steps: int) -> ValueError:

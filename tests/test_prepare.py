@@ -58,11 +58,13 @@ def test_text_round_trip(corpus, tmp_path, shards):
     assert train + validation == [*expected[:49], *expected[50:], expected[49]]
 
 
-def test_bytes_that_are_not_utf8_are_kept(tmp_path):
+def test_bytes_that_are_not_utf8_are_kept_by_the_byte_tokenizer_alone(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a").write_bytes(bytes(range(256)))
-    prepare_text(f"text:{tmp_path}/in", str(tmp_path / "out"))
-    assert documents(tmp_path / "out") == [{"text": bytes(range(256))}]
+    prepare_text(f"text:{tmp_path}/in", str(tmp_path / "out"), tokenizer="bytes")
+    assert documents(tmp_path / "out")[0]["tokens"].tolist() == [*range(256)]
+    with pytest.raises(ValueError, match=r"in/a: byte 128 \(0x80\) is not UTF-8; convert the text"):
+        prepare_text(f"text:{tmp_path}/in", str(tmp_path / "text"))
 
 
 @pytest.mark.parametrize("wide", [False, True])

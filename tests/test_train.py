@@ -364,6 +364,25 @@ def test_the_end_of_the_data_is_reported_and_saved(tmp_path):
 
 
 @pytest.mark.full
+def test_the_steps_before_a_broken_document_are_saved_and_the_run_resumes_once_it_is_repaired(tmp_path):
+    lines = [json.dumps({"text": f"{i} bottles of beer on the wall. " * 3}) for i in range(3000)]
+    lines[100] = '{"text": "trunc'  # not among the documents that are sampled at the start
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    options = [f"--config.data.source=jsonl:{tmp_path}/a.jsonl", "--config.data.shuffle=False"]
+    command = (tmp_path / "run", *options, "--config.train.total_steps=20")
+    message = finish(start(*command), code=2).splitlines()[-1]
+    assert f"{tmp_path}/a.jsonl:101: not a complete JSON object" in message
+    saved = int(re.search(r"step (\d+) is saved: repair the data", message)[1])
+    assert saved > 0 and (tmp_path / "run" / "checkpoints" / str(saved)).exists()
+    again = finish(start(*command), code=2).splitlines()[-1]
+    assert f"step {saved} is saved" in again
+    lines[100] = json.dumps({"text": "whole"})
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    out = finish(start(*command, "--allow_change"))
+    assert f"resuming at step {saved}" in out and "step 20/20" in out
+
+
+@pytest.mark.full
 def test_init_from_takes_weights_only(whole, tmp_path):
     out = run(
         tmp_path,

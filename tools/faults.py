@@ -2526,8 +2526,8 @@ COMMANDS = [
             "test_train.py::test_evaluate_and_generate_and_report_on_the_run",
         ),
         (
-            "        save(checkpoints, n, state, data_state, recorder)\n        raise data_ended(",
-            "        raise data_ended(",
+            "        save(checkpoints, n, state, data_state, recorder)\n        raise data_broken(",
+            "        raise data_broken(",
             "test_train.py::test_the_end_of_the_data_is_reported_and_saved",
         ),
         (
@@ -2627,7 +2627,7 @@ COMMANDS = [
         ("encoder.vocab_size <= 2**16", "encoder.vocab_size < 2**32"),
         ('{"bytes": size, "tokens": tokens}', '{"bytes": len(data), "tokens": tokens}'),
         ('len(documents) - totals["documents"]', 'totals["documents"]'),
-        ("documents = make_source(source, split)", 'documents = make_source(source, "all")'),
+        ("documents = make_source(source, split,", 'documents = make_source(source, "all",'),
     ),
     *_in(
         "plan.py",

@@ -48,7 +48,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from maxlp import schema
-from maxlp.data.readers import BrokenExample
+from maxlp.data.readers import BrokenExample, check_utf8
 from maxlp.data.specs import one_line, split_options
 from maxlp.data.tokenizers import as_bytes
 
@@ -99,6 +99,7 @@ class Spec(NamedTuple):
       text: the spec as it was given.
       content: what the records are read as, "text" or "image_text".
       options: further keyword arguments of the kind's opener.
+      any_bytes: whether texts may be any bytes; else one that is not UTF-8 cannot be used.
     """
 
     text: str
@@ -107,6 +108,7 @@ class Spec(NamedTuple):
     split: str
     content: str
     options: dict[str, Any]
+    any_bytes: bool = False
 
 
 class Reader(Protocol):
@@ -169,6 +171,7 @@ class Source:
         """
         self.name = f"{spec.text} ({version})" if version else spec.text
         self.split, self.reader, self.tokenizer = spec.split, reader, tokenizer
+        self._any_bytes = spec.any_bytes
         self.classes, self.templates = classes, templates
         total = len(reader)
         self._every = round(1 / validation) if validation else 0  # spacing of validation records
@@ -186,7 +189,10 @@ class Source:
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = self.row(index)
         try:
-            return self.reader[row]
+            record = self.reader[row]
+            if not self._any_bytes:
+                check_utf8(record.get("text"))
+            return record
         except BrokenExample as error:
             raise BrokenExample(f"{self.reader.where(row)}: {error}") from None
         except Exception as error:  # libraries raise errors of any type on damaged files
@@ -239,12 +245,13 @@ class Mixture(NamedTuple):
     weights: tuple[float, ...]
 
 
-def make_source(spec: str, split: str) -> Source | Mixture:
+def make_source(spec: str, split: str, any_bytes: bool = False) -> Source | Mixture:
     """Opens the documents that `spec` names.
 
     Args:
       spec: a source, or a mixture joined by `;` (see the module).
       split: `train`, `validation` or `all`; an option `?split=` in the spec overrides it.
+      any_bytes: as in `Spec`, for a tokenizer with `any_bytes`.
 
     Returns:
       A `Source`, or a `Mixture` if there are several.
@@ -254,7 +261,8 @@ def make_source(spec: str, split: str) -> Source | Mixture:
         read here, so that a wrong `text_key` is reported at once.
     """
     weighted = _parse_mixture(spec)
-    sources = tuple(open_source(parse_spec(part, split, "text")) for part in weighted)
+    specs = (parse_spec(part, split, "text")._replace(any_bytes=any_bytes) for part in weighted)
+    sources = tuple(map(open_source, specs))
     for source in sources:
         documents = (source[index] for index in range(len(source)))
         # White space is no text to learn from.

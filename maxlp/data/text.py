@@ -44,7 +44,6 @@ from maxlp import schema
 from maxlp.data import common
 from maxlp.data.common import Batch, Seeds, require
 from maxlp.data.packing import PACKERS
-from maxlp.data.readers import BrokenExample
 from maxlp.data.sources import Mixture, check_split, make_source
 from maxlp.data.specs import of_key
 from maxlp.data.tokenizers import Tokenizer, as_bytes, make_tokenizer
@@ -133,11 +132,11 @@ def make_data(
       ValueError: a value out of range, or a source or tokenizer that cannot be read.
     """
     check_split(split, ("train", "validation"))
-    with of_key("data.source"):
-        opened = make_source(config.source, split)
-    sources, weights = opened if isinstance(opened, Mixture) else ((opened,), (1.0,))
     with of_key("data.tokenizer"):
         tokenizer = make_tokenizer(config.tokenizer)
+    with of_key("data.source"):
+        opened = make_source(config.source, split, tokenizer.any_bytes)
+    sources, weights = opened if isinstance(opened, Mixture) else ((opened,), (1.0,))
     for part in sources:
         if part.tokenizer and part.tokenizer["fingerprint"] != tokenizer.fingerprint:
             raise ValueError(
@@ -269,16 +268,16 @@ def estimate_tokens(source: Any, tokenizer: Tokenizer) -> float | None:
     """About how many tokens the documents of a source have, from some that are spread over it evenly.
 
     Returns:
-      The number; None if reading documents takes long, as over a network, or one is damaged.
+      The number; None if reading documents takes long, as over a network.
+
+    Raises:
+      ValueError: one of them cannot be used.
     """
     began = time.monotonic()
     indices = np.unique(np.linspace(0, len(source) - 1, SAMPLED_DOCUMENTS).astype(np.int64)).tolist()
     size = encoded_size = encoded_tokens = 0  # of texts in bytes, of documents of tokens in tokens
     for index in indices:
-        try:
-            document = source[index]
-        except BrokenExample:  # an error of the run if and when it reads this one
-            return None
+        document = source[index]  # a broken one ends the run before it trains, not when it comes to it
         content = document["tokens"] if "tokens" in document else as_bytes(document["text"])
         size += len(content)
         if "text" in document and encoded_size < ENCODED_BYTES:

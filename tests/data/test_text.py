@@ -9,6 +9,7 @@ import pytest
 
 from maxlp.data import merge_states, text
 from maxlp.data.tokenizers.byte import ByteTokenizer
+from maxlp.data.tokenizers.training import train_bpe
 from maxlp.prepare import prepare_text
 from tests.data.corpora import write_jsonl
 from tests.data.windows import (
@@ -392,6 +393,32 @@ def test_the_start_warns_of_data_that_end_early(tmp_path):
         "epochs\nwarning: data.num_epochs=2 ends the data after about 250 of 251 steps; raise it, or lower "
         "train.total_steps"
     )
+
+
+def test_a_broken_document_among_the_sampled_ones_is_found_before_training(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["x"] * 100)
+    path.write_text(path.read_text() + "{\n")
+    config = text.TextDataConfig(source=f"jsonl:{path}", tokenizer="bytes", seq_len=64, batch_size=8)
+    dataset = text.make_data(config, split="train")
+    with pytest.raises(ValueError, match=r"a.jsonl:101: not a complete JSON object .*; correct the line"):
+        dataset.describe()
+
+
+def test_only_the_byte_tokenizer_takes_text_that_is_not_utf8(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for name in "ab":
+        (tmp_path / "texts" / name).write_bytes(b"gr\xf6\xdfer" * 50)
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_bytes(train_bpe(["text"], 259).files["tokenizer.json"])
+
+    def make(tokenizer):
+        sizes = dict(seq_len=64, batch_size=1)
+        config = text.TextDataConfig(source=f"text:{tmp_path}/texts", tokenizer=str(tokenizer), **sizes)
+        return text.make_data(config, split="train")
+
+    assert 0xF6 in next(iter(make("bytes")))["tokens"]
+    with pytest.raises(ValueError, match=r"^data.source: .*/texts/[ab]: byte 2 \(0xf6\) is not UTF-8"):
+        make(tokenizer)
 
 
 def test_make_data_reads_the_standard_library():

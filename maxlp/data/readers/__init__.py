@@ -89,6 +89,21 @@ def as_text(value: object, key: str) -> str | bytes:
     return value
 
 
+def check_utf8(text: object) -> None:
+    """Raises a `BrokenExample` for bytes that are not UTF-8."""
+    if isinstance(text, bytes):
+        try:
+            text.decode()
+        except UnicodeDecodeError as error:
+            raise BrokenExample(not_utf8(error)) from None
+
+
+def not_utf8(error: UnicodeDecodeError, start: int = 0) -> str:
+    """The message for text in another encoding, which begins at byte `start` of its file."""
+    byte = f"byte {start + error.start} (0x{error.object[error.start]:02x}) is not UTF-8"
+    return f"{byte}; convert the text, for example with iconv -f LATIN1 -t UTF-8"
+
+
 def missing(key: str, found: str) -> str:
     """The message for records without the key of the text or of the conversation."""
     return f"no {key!r}, found: {found}; set ?text_key=, or ?messages_key= for conversations"

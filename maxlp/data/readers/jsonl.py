@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from maxlp.data.readers import BrokenExample, as_text, find_files, locate, missing
+from maxlp.data.readers import BrokenExample, as_text, find_files, locate, missing, not_utf8
 from maxlp.data.readers.access import open_file, read_range, uncompressed
 from maxlp.data.sources import VALIDATION, Source, Spec
 from maxlp.data.specs import one_line
@@ -39,8 +39,12 @@ class JsonLines:
         start, end = self._bounds[number][line : line + 2].tolist()
         try:
             value = json.loads(read_range(self._files[number], start, end))
+        except UnicodeDecodeError as error:
+            raise BrokenExample(not_utf8(error, start)) from None
         except (ValueError, RecursionError) as error:
-            raise BrokenExample(f"not a complete JSON object ({one_line(error)})") from None
+            raise BrokenExample(
+                f"not a complete JSON object ({one_line(error)}); correct the line"
+            ) from None
         if not isinstance(value, dict) or self._key not in value:
             found = ", ".join(value) if isinstance(value, dict) else type(value).__name__
             raise BrokenExample(missing(self._key, found))

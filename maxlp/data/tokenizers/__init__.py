@@ -16,7 +16,7 @@ What is beside a file, `tokenizer_config.json` and `chat_template.jinja`, belong
 
 `encode` adds no special tokens and recognizes none: the characters `<|end_of_text|>` in a document
 become ordinary tokens. Bytes that are not UTF-8 become U+FFFD, except in the byte tokenizer, which
-keeps every byte.
+keeps every byte; so that nothing is lost in silence, `data.sources` refuses such texts for the others.
 """
 
 import os
@@ -54,6 +54,7 @@ class Tokenizer:
       vocab_size: the number V of ids.
       bos_id, eos_id, pad_id: special tokens; a vocabulary without bos or pad uses `eos_id` for them.
       fingerprint: identifies the tokenizer: the SHA-256 of its file, or "bytes".
+      any_bytes: whether `encode` keeps bytes that are not UTF-8.
       specials: name of each special token -> its id.
       files: file name to contents; enough to make the tokenizer again. Its own file comes first, then the
         `COMPANIONS` that lie beside it.
@@ -64,6 +65,7 @@ class Tokenizer:
     eos_id: int
     pad_id: int
     fingerprint: str
+    any_bytes: bool = False
     specials: Mapping[str, int]
     files: dict[str, bytes]
 

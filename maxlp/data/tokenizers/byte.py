@@ -14,6 +14,7 @@ class ByteTokenizer(Tokenizer):
     vocab_size = 259
     bos_id, eos_id, pad_id = 256, 257, 258
     fingerprint = "bytes"
+    any_bytes = True
 
     def __init__(self) -> None:
         self.files, self.specials = {}, {}

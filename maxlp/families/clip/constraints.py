@@ -78,8 +78,8 @@ def pairs_are_compared(s: Settings, machine: Machine) -> str | None:
     if s.loss.kind != "softmax" or s.data.batch_size > 1:
         return None
     return (
-        f"data.batch_size={s.data.batch_size} leaves loss.kind=softmax no other pair to compare with; raise "
-        "it, or set loss.kind=sigmoid and model.logit_bias=-10.0"
+        f"data.batch_size={s.data.batch_size} leaves loss.kind=softmax no other pair to compare; raise it, "
+        "or set loss.kind=sigmoid and model.logit_bias=-10.0"
     )
 
 

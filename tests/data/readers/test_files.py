@@ -14,9 +14,16 @@ def test_text_files_are_read_byte_for_byte(tmp_path):
     (tmp_path / ".hidden").write_text("no")
     (tmp_path / "0/other.md").write_text("no")
     expected = [contents[name] for name in sorted(contents)]
-    assert texts_of(make_source(f"text:{tmp_path}/**/*.txt", "all")) == expected
+    assert texts_of(make_source(f"text:{tmp_path}/**/*.txt", "all", any_bytes=True)) == expected
     os.remove(tmp_path / "0/other.md")
-    assert texts_of(make_source(f"text:{tmp_path}", "all")) == expected
+    assert texts_of(make_source(f"text:{tmp_path}", "all", any_bytes=True)) == expected
+
+
+def test_a_file_in_another_encoding_is_named(tmp_path):
+    (tmp_path / "1.txt").write_text("größer")
+    (tmp_path / "2.txt").write_text("größer", encoding="latin-1")
+    message = error_of(f"text:{tmp_path}", "all", 1)
+    assert message.startswith(f"{tmp_path}/2.txt: byte 2 (0xf6) is not UTF-8; convert the text")
 
 
 def test_stdlib_split_is_disjoint_stable_and_complete():

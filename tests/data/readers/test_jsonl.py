@@ -25,5 +25,7 @@ def test_errors_name_file_and_line(tmp_path):
         assert f"{path}:{line}: " in message and word in message
     path.write_text('{"text": "a"}\n' + "[" * 100_000)
     assert f"{path}:2: not a complete JSON object (maximum recursion" in error_of(f"jsonl:{path}", "all", 1)
+    path.write_bytes(b'{"text": "a"}\n{"text": "\xf6"}\n')
+    assert f"{path}:2: byte 24 (0xf6) is not UTF-8; convert" in error_of(f"jsonl:{path}", "all", 1)
     write_jsonl(path, TEXTS, key="body")
     assert "text_key" in error_of(f"jsonl:{path}")  # when it is opened, not when training reads it

@@ -46,7 +46,7 @@ SIGMOID = dict(loss__kind="sigmoid")
         ),
         (
             dict(data__batch_size=1, devices=1),
-            "config.data.batch_size=1 leaves loss.kind=softmax no other pair to compare with",
+            "config.data.batch_size=1 leaves loss.kind=softmax no other pair to compare; raise",
         ),
         (SIGMOID, "config.loss.kind=sigmoid needs a bias of the logits; set model.logit_bias"),
     ],
