@@ -145,8 +145,8 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
 
     n, data_state = start, batches.get_state()
     watch.note(start, data_state)
-    broken: list[BrokenExample] = []
-    stream = throughput.waiting_for(until_broken(device_batches(batches, mesh), broken))
+    error: list[BrokenExample] = []
+    stream = throughput.waiting_for(until_broken(device_batches(batches, mesh), error))
     for n, (batch, data_state) in enumerate(stream, start + 1):
         watch.note(n, data_state)
         profiler.before(n - start)
@@ -172,10 +172,8 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
         if ends:
             break
     else:
-        if broken and not n:  # nothing was trained
-            raise broken[0]
         save(checkpoints, n, state, data_state, recorder)
-        raise data_broken(n, broken[0]) if broken else data_ended(n, s.train.total_steps)
+        raise data_ended(n, s.train.total_steps, error)
     checkpoints.wait()
     writer.close()
     if not last:
@@ -317,27 +315,28 @@ def save(checkpoints: Checkpointer, step: int, state: State, data_state: dict, r
     checkpoints.save(step, state, merge_states(distributed.gather_json(data_state)), recorder.meta())
 
 
-def until_broken(stream: Iterator[T], broken: list[BrokenExample]) -> Iterator[T]:
-    """Ends at a document that cannot be used, and adds its error to a list: the steps before it are saved.
+def until_broken(batches: Iterator[T], error: list[BrokenExample]) -> Iterator[T]:
+    """Ends at a document that cannot be used, and adds its error to the list: there are steps to save.
 
-    With several processes the error is raised: the others still have data, and wait for this one.
+    Without any, or with several processes, of which the others go on, it is raised.
     """
+    yielded = False
     try:
-        yield from stream
-    except BrokenExample as error:
-        if jax.process_count() > 1:
+        for batch in batches:
+            yield batch
+            yielded = True
+    except BrokenExample as broken:
+        if not yielded or jax.process_count() > 1:
             raise
-        broken.append(error)
+        error.append(broken)
 
 
-def data_broken(step: int, error: BrokenExample) -> ValueError:
-    return ValueError(
-        f"{error}; step {step} is saved: repair the data, without changing the number of documents, and "
-        "resume with --allow_change"
-    )
-
-
-def data_ended(step: int, total_steps: int) -> ValueError:
+def data_ended(step: int, total_steps: int, error: list[BrokenExample]) -> ValueError:
+    if error:
+        return ValueError(
+            f"{error[0]}; step {step} is saved: repair the data, without changing the number of documents, "
+            "and resume with --allow_change"
+        )
     return ValueError(
         f"the data ended at step {step} of config.train.total_steps={total_steps}; that step is saved; "
         "raise config.data.num_epochs and add --allow_change, or lower config.train.total_steps"

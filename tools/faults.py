@@ -2526,8 +2526,8 @@ COMMANDS = [
             "test_train.py::test_evaluate_and_generate_and_report_on_the_run",
         ),
         (
-            "        save(checkpoints, n, state, data_state, recorder)\n        raise data_broken(",
-            "        raise data_broken(",
+            "        save(checkpoints, n, state, data_state, recorder)\n        raise data_ended(",
+            "        raise data_ended(",
             "test_train.py::test_the_end_of_the_data_is_reported_and_saved",
         ),
         (

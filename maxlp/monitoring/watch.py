@@ -127,14 +127,8 @@ class Watch:
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint stores, so that a resumed run finds the same spikes and counts on."""
-        return {
-            "watch": {
-                "detector": self._detector.get_state(),
-                "steps": list(self._steps),
-                "skips_in_a_row": self._skips_in_a_row,
-                "loss_scale": self._loss_scale,
-            }
-        }
+        skips = {"skips_in_a_row": self._skips_in_a_row, "loss_scale": self._loss_scale}
+        return {"watch": {"detector": self._detector.get_state(), "steps": list(self._steps), **skips}}
 
     def set_meta(self, meta: Mapping[str, Any]) -> None:
         """Restores what `meta` returned; a checkpoint that lacks it changes nothing."""
