@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from absl import flags
@@ -51,8 +51,6 @@ from maxlp.runtime.distributed import is_primary, print_primary
 from maxlp.runtime.lock import WorkdirLock, open_lock
 from maxlp.runtime.throughput import Throughput
 from maxlp.runtime.writers import MetricWriter
-
-T = TypeVar("T")
 
 
 def define_flags() -> None:
@@ -97,9 +95,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     # --- The config, resolved once: checked before anything is allocated or compiled.
     run = resolve(c)
     s, workdir, mesh = run.settings, lock.workdir, run.mesh
-    if flags.FLAGS.dry_run:
-        print_primary(c)  # the values first: in a terminal, what they amount to remains in sight
-    changed = report_changes(s, workdir, c)
+    changed = report_config(s, workdir, c)
     stack.enter_context(jax.set_mesh(mesh))
     cpu.keep_freed_memory()
 
@@ -186,8 +182,10 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
 # --- parts of the run -----------------------------------------------------------------------------------
 
 
-def report_changes(s: Settings, workdir: Path, c: ConfigDict) -> list[str]:
+def report_config(s: Settings, workdir: Path, c: ConfigDict) -> list[str]:
     """Prints and returns the keys that differ from the last start; in a resumed run, some may not."""
+    if flags.FLAGS.dry_run:
+        print_primary(c)  # before the summary, which then remains in sight in a terminal
     changed = changes.check_config(workdir, c, flags.FLAGS.allow_change)
     for line in changed.values():
         print_primary(f"changed since the last start: {line}")
@@ -315,7 +313,7 @@ def save(checkpoints: Checkpointer, step: int, state: State, data_state: dict, r
     checkpoints.save(step, state, merge_states(distributed.gather_json(data_state)), recorder.meta())
 
 
-def until_broken(batches: Iterator[T], error: list[BrokenExample]) -> Iterator[T]:
+def until_broken(batches: Iterator[Any], error: list[BrokenExample]) -> Iterator[Any]:
     """Ends at a document that cannot be used, and adds its error to the list: there are steps to save.
 
     Without any, or with several processes, of which the others go on, it is raised.

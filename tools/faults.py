@@ -2029,7 +2029,7 @@ RUN = [
     *_in(
         "run/tokenizer.py",
         "run/test_tokenizer.py",
-        ("is_kept = saved_data_state(workdir) is not None and any(", "is_kept = any("),
+        ("is_kept = resumes and any(", "is_kept = any("),
         ("if trained_with not in (None, fingerprint)", "if trained_with is None"),
         (" if any(kept) else str(found[0])", " if not kept else str(found[0])"),
     ),

@@ -222,10 +222,6 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
         block["a layer's update"] = max(
             one.block_params * 4 / (one.shards * one.t) for one in (image, text)
         )
-    if settings.optimizer.has_low_bit and not settings.optimizer.has_galore and M > 1:
-        block["moments in float32"] = 3 * max(
-            4 * one.L * one.D * one.F / (one.shards * one.t) for one in (image, text)
-        )
     moments = [both | block, {"loss": loss(settings, machine)} | (both if M == 1 else {})]
     return held | max(moments, key=lambda parts: sum(parts.values()))
 
