@@ -157,6 +157,7 @@ def make_plan(
         "peak": sum(parts.values()),
         "seconds": time.perf_counter() - traced,
     } | timing(plan, work, cost.collectives(s, machine), topology, dcn)
+    fits = plan["estimate"]["peak"] <= topology.chip.memory
     if compiles:
         done = compile_for(s, machine, topology, hlo_file)
         plan["compiled"] = {
@@ -170,7 +171,8 @@ def make_plan(
         }
         if done.memory is not None:
             plan["compiled"] |= timing(plan, work, done.collectives, topology, dcn)
-    plan["fits"] = fits(plan, topology)
+        fits = done.fits(topology.chip.memory)
+    plan["fits"] = fits
     plan["seconds"] = time.perf_counter() - start
     return plan
 
@@ -192,17 +194,6 @@ def compile_for(
             f"the compiler cannot compile this step for {topology.name}: {reason}; change the sizes of the "
             "config, or add --estimate_only"
         ) from error
-
-
-def fits(plan: dict[str, Any], topology: Topology) -> bool:
-    """Whether the step fits into the memory of a device.
-
-    The TPU compiler rejects a program that does not fit; the GPU compiler compiles it nevertheless.
-    """
-    if "compiled" not in plan:
-        return plan["estimate"]["peak"] <= topology.chip.memory
-    done = plan["compiled"]
-    return not done["refused"] and done["peak"] <= topology.chip.memory
 
 
 def timing(
@@ -264,7 +255,7 @@ def checked_candidate(candidate: search.Candidate, s: Settings, topology: Topolo
     """A candidate as plain numbers, compiled: with ``compiled_peak`` and ``fits``."""
     changed = search.changed(s, candidate.changes)
     done = compile_for(changed, topology.machine(changed), topology)
-    fits = done.memory is not None and done.peak <= topology.chip.memory
+    fits = done.fits(topology.chip.memory)
     return dataclasses.asdict(candidate) | {"compiled_peak": done.peak, "fits": fits}
 
 

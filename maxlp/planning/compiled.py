@@ -69,6 +69,10 @@ class Compiled:
     seconds: float
     host_memory: float
 
+    def fits(self, memory: float) -> bool:
+        """Whether it runs in this many bytes; the compiler for GPUs does not refuse what is too large."""
+        return self.memory is not None and self.peak <= memory
+
 
 def compile_step(run: Experiment, hlo_file: str | None = None) -> Compiled:
     """Compiles the train step of an experiment for its devices, real or not.
