@@ -991,11 +991,11 @@ NN = [
     *_in(
         "nn/attention/flash.py",
         "nn/test_flash.py",
-        ("out_sP * rescale_s[:, None] + _dot", "out_sP + _dot"),
+        ("out_sP * rescale_s[:, None] + dot", "out_sP + dot"),
         ("(program.own(x, S) for x in earlier), dq_sP * program.scale)", "(), dq_sP * program.scale)"),
         ("jnp.min(lo) // size, (jnp.max(hi) + size - 1) // size", "0, (jnp.max(hi) + size - 1) // size"),
         ("whole_end = jnp.clip(jnp.min(hi) // size", "whole_end = jnp.clip(jnp.max(hi) // size"),
-        ("probs_ts * (_dot(v_tP, dout_sP, 1, 1) - delta_s[None])", "probs_ts * _dot(v_tP, dout_sP, 1, 1)"),
+        ("probs_ts * (dot(v_tP, dout_sP, 1, 1) - delta_s[None])", "probs_ts * dot(v_tP, dout_sP, 1, 1)"),
         ("out_BSNH = checkpoint_name(out_BSNH, RESIDUALS)", "pass"),
     ),
     *_in(

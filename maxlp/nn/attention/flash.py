@@ -27,10 +27,10 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlp.nn.attention import FLASH_ROW_BYTES, RESIDUALS, intervals
 from maxlp.nn.attention.intervals import Interval
 from maxlp.nn.attention.per_device import on_each_device
+from maxlp.nn.attention.tiles import MASKED_LOGIT, dot
 
 INTERPRET = False  # runs the kernels operation by operation, on any platform (for tests)
 LOG2_E = math.log2(math.e)
-MASKED_LOGIT = -1e30  # finite, because the difference of two infinities is not a number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -382,7 +382,7 @@ class _Program:
 
     def logits(self, own: jax.Array, other: jax.Array, bounds: tuple, i: Any, masked: bool) -> jax.Array:
         """The logits of the own rows and block i of the other side, in base 2."""
-        logits = _dot(own, other, 1, 1) * (self.scale * LOG2_E)
+        logits = dot(own, other, 1, 1) * (self.scale * LOG2_E)
         if not masked:
             return logits
         lo, hi = bounds
@@ -427,7 +427,7 @@ def _forward_kernel(program: _Program, q, k, v, lo, hi, *refs) -> None:
         return (
             maximum_s,
             total_s,
-            out_sP * rescale_s[:, None] + _dot(weights_st.astype(v.dtype), v_tP, 1, 0),
+            out_sP * rescale_s[:, None] + dot(weights_st.astype(v.dtype), v_tP, 1, 0),
         )
 
     if earlier:  # as if the earlier keys were one, with their output as its value
@@ -453,9 +453,9 @@ def _dq_kernel(program: _Program, q, k, v, dout, log_sum, delta, lo, hi, *refs) 
     def visit(masked: bool, j: Any, dq_sP: jax.Array) -> jax.Array:
         k_tP = program.block(k, j, T, masked)
         probs_st = jnp.exp2(program.logits(q_sP, k_tP, bounds, j, masked) - log_sum_s[:, None])
-        dprobs_st = _dot(dout_sP, program.block(v, j, T, masked), 1, 1)
+        dprobs_st = dot(dout_sP, program.block(v, j, T, masked), 1, 1)
         dlogits_st = probs_st * (dprobs_st - delta_s[:, None])
-        return dq_sP + _dot(dlogits_st.astype(k.dtype), k_tP, 1, 0)
+        return dq_sP + dot(dlogits_st.astype(k.dtype), k_tP, 1, 0)
 
     dq_sP = program.walk(*bounds, visit, jnp.zeros(q_sP.shape, jnp.float32))
     program.store(dq, sum((program.own(x, S) for x in earlier), dq_sP * program.scale), S)
@@ -472,9 +472,9 @@ def _dkv_kernel(program: _Program, q, k, v, dout, log_sum, delta, lo, hi, dk, dv
             q_sP, dout_sP = program.block(q, i, S, masked, g), program.block(dout, i, S, masked, g)
             log_sum_s, delta_s = (program.block(x, i, S, masked, g) for x in (log_sum, delta))
             probs_ts = jnp.exp2(program.logits(k_tP, q_sP, bounds, i, masked) - log_sum_s[None])
-            dv_tP += _dot(probs_ts.astype(dout.dtype), dout_sP, 1, 0)
-            dlogits_ts = probs_ts * (_dot(v_tP, dout_sP, 1, 1) - delta_s[None])
-            return dk_tP + _dot(dlogits_ts.astype(q.dtype), q_sP, 1, 0), dv_tP
+            dv_tP += dot(probs_ts.astype(dout.dtype), dout_sP, 1, 0)
+            dlogits_ts = probs_ts * (dot(v_tP, dout_sP, 1, 1) - delta_s[None])
+            return dk_tP + dot(dlogits_ts.astype(q.dtype), q_sP, 1, 0), dv_tP
 
         return program.walk(*bounds, visit, carry)
 
@@ -482,9 +482,3 @@ def _dkv_kernel(program: _Program, q, k, v, dout, log_sum, delta, lo, hi, dk, dv
     dk_tP, dv_tP = jax.lax.fori_loop(0, program.sizes.G, of_head, (zeros, zeros))
     program.store(dk, dk_tP * program.scale, T)
     program.store(dv, dv_tP, T)
-
-
-def _dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
-    """The contraction of one axis of each matrix, accumulated in float32."""
-    dims = (((x_axis,), (y_axis,)), ((), ()))
-    return jax.lax.dot_general(x, y, dims, preferred_element_type=jnp.float32)

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxlp.nn.attention.tiles import MASKED_LOGIT, Pairs, SegmentIds, float32_zeros_like
+from maxlp.nn.attention.tiles import MASKED_LOGIT, Pairs, SegmentIds, dot, float32_zeros_like
 
 MAX_TILE_SIZE = 1024
 LANES = 128
@@ -201,32 +201,32 @@ def _forward(accumulators: tuple, queries: tuple, keys: tuple, diagonal: bool) -
     weights_ts, rescale = jnp.exp(logits_ts - new), jnp.exp(old - new)
     maximum[...] = new
     total[...] = total[...] * rescale + jnp.sum(weights_ts, axis=0, keepdims=True)
-    out[...] = out[...] * rescale + _dot(v[...], weights_ts.astype(v.dtype), 0, 0)
+    out[...] = out[...] * rescale + dot(v[...], weights_ts.astype(v.dtype), 0, 0)
 
 
 def _dq(accumulators: tuple, queries: tuple, keys: tuple, diagonal: bool) -> None:
     (dq,), (k, _, _) = accumulators, keys
     _, dlogits_ts = _probs_and_dlogits(queries, keys, diagonal)
-    dq[...] += _dot(k[...], dlogits_ts.astype(k.dtype), 0, 0)
+    dq[...] += dot(k[...], dlogits_ts.astype(k.dtype), 0, 0)
 
 
 def _dkv(accumulators: tuple, queries: tuple, keys: tuple, diagonal: bool) -> None:
     (dk, dv), (q, _, _, _, dout) = accumulators, queries
     probs_ts, dlogits_ts = _probs_and_dlogits(queries, keys, diagonal)
-    dk[...] += _dot(dlogits_ts.astype(q.dtype), q[...], 1, 0)
-    dv[...] += _dot(probs_ts.astype(dout.dtype), dout[...], 1, 0)
+    dk[...] += dot(dlogits_ts.astype(q.dtype), q[...], 1, 0)
+    dv[...] += dot(probs_ts.astype(dout.dtype), dout[...], 1, 0)
 
 
 def _probs_and_dlogits(queries: tuple, keys: tuple, diagonal: bool) -> tuple[jax.Array, jax.Array]:
     """The attention probabilities, and the gradient of ``q @ k.T``."""
     (q, query_ids, log_sum, delta, dout), (k, v, key_ids) = queries, keys
     probs_ts = jnp.exp(_logits(q, k, query_ids, key_ids, diagonal) - log_sum[...])
-    dprobs_ts = _dot(v[...], dout[...], 1, 1)
+    dprobs_ts = dot(v[...], dout[...], 1, 1)
     return probs_ts, probs_ts * (dprobs_ts - delta[...]) * q.shape[-1] ** -0.5
 
 
 def _logits(q: Any, k: Any, query_ids: Any, key_ids: Any, diagonal: bool) -> jax.Array:
-    logits_ts = _dot(k[...], q[...], 1, 1) * q.shape[-1] ** -0.5
+    logits_ts = dot(k[...], q[...], 1, 1) * q.shape[-1] ** -0.5
     if query_ids is not None:
         same = key_ids[...].reshape(-1, 1) == query_ids[...]
         logits_ts = jnp.where(same, logits_ts, MASKED_LOGIT)
@@ -234,9 +234,3 @@ def _logits(q: Any, k: Any, query_ids: Any, key_ids: Any, diagonal: bool) -> jax
         key, query = (jax.lax.broadcasted_iota(jnp.int32, logits_ts.shape, axis) for axis in (0, 1))
         logits_ts = jnp.where(key <= query, logits_ts, MASKED_LOGIT)
     return logits_ts
-
-
-def _dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
-    """The contraction of one axis of each matrix, accumulated in float32."""
-    dims = (((x_axis,), (y_axis,)), ((), ()))
-    return jax.lax.dot_general(x, y, dims, preferred_element_type=jnp.float32)

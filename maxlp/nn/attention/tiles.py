@@ -169,7 +169,13 @@ def finish_dq(dq: jax.Array) -> jax.Array:
     return dq
 
 
-# --- shared by both implementations -----------------------------------------------------------------------
+# --- shared with the kernels ------------------------------------------------------------------------------
+
+
+def dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
+    """The contraction of one axis of each matrix, accumulated in float32."""
+    dims = (((x_axis,), (y_axis,)), ((), ()))
+    return jax.lax.dot_general(x, y, dims, preferred_element_type=jnp.float32)
 
 
 def depend_on(activation: jax.Array, x: Any) -> Any:
