@@ -5,7 +5,6 @@ holds a number for each layer of a stack, so that the host fetches a few arrays 
 host, `flat` turns them into scalars.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,18 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from maxlp.optim.rms import Rms
 from maxlp.optim.tree_utils import by_name, layer_axes, widened
 
 Tensors = dict[str, jax.Array]
-MeasureRMS = Callable[[optax.Updates, optax.OptState], Tensors]
 
 
 # --- inside the compiled step -------------------------------------------------------------------------
 
 
-def tensor_statistics(
-    grads: optax.Updates, opt_state: optax.OptState, *, rms: MeasureRMS
-) -> dict[str, Tensors]:
+def tensor_statistics(grads: optax.Updates, opt_state: optax.OptState, *, rms: Rms) -> dict[str, Tensors]:
     """RMS_t and gradient norms of one step.
 
     Args:
