@@ -58,18 +58,17 @@ class AdascaleState(NamedTuple):
 
 
 def scale_by_adascale(
-    schedule: optax.Schedule, *, scale: float, samples: int, smoothing: float | None = None
+    schedule: optax.Schedule, *, scale: float, samples: int
 ) -> optax.GradientTransformationExtraArgs:
     """Multiplies updates by -gain · schedule(τ), as the last transformation of a chain.
 
     Its `update` needs the keywords `mean_of_squares`, Σ‖g_i‖²/n, and `square_of_mean`, ‖ḡ‖², of the raw
-    gradients: see `sample_statistics`. For momentum, put `sgd.scale_by_momentum` in front.
+    gradients: see `update_arguments`. For momentum, put `sgd.scale_by_momentum` in front.
 
     Args:
       schedule: maps τ to the learning rate of the small batch.
       scale: S, the ratio of the batch to the small batch.
       samples: n, the number of parts with a gradient of their own; at least 2.
-      smoothing: decay rate of the running means; None for the paper's max(1 - n/1000, 0).
 
     Raises:
       ValueError: fewer than two samples, or a scale below 1.
@@ -78,7 +77,7 @@ def scale_by_adascale(
         raise ValueError(f"{samples=} must be at least 2: one gradient has no variance")
     if scale < 1:
         raise ValueError(f"{scale=} must be at least 1")
-    keep = max(1 - samples / 1000, 0.0) if smoothing is None else smoothing
+    keep = max(1 - samples / 1000, 0.0)  # the decay rate of the running means, the paper's
 
     def init(params: optax.Params) -> AdascaleState:
         del params
@@ -112,18 +111,6 @@ def _gain(variance: jax.Array, squared_mean: jax.Array, scale: float) -> jax.Arr
     of_batch = variance / scale + squared_mean
     gain = jnp.where(of_batch > 0, (variance + squared_mean) / jnp.where(of_batch > 0, of_batch, 1.0), 1.0)
     return jnp.clip(gain, 1.0, scale)
-
-
-def sample_statistics(grads: optax.Updates) -> tuple[optax.Updates, dict[str, jax.Array]]:
-    """The mean of n gradients, and the keywords of `scale_by_adascale`'s update.
-
-    Args:
-      grads: a tree of (n, …) arrays.
-    """
-    mean = jax.tree.map(lambda g: jnp.mean(g, axis=0), grads)
-    n = len(jax.tree.leaves(grads)[0])
-    squares = optax.tree.norm(grads, squared=True) / n
-    return mean, {"mean_of_squares": squares, "square_of_mean": optax.tree.norm(mean, squared=True)}
 
 
 # --- in the train step ----------------------------------------------------------------------------------

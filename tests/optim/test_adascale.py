@@ -6,16 +6,24 @@ import numpy as np
 import optax
 import pytest
 
-from maxlp.optim.adascale import metrics_of, sample_statistics, scale_by_adascale
+from maxlp.optim.adascale import metrics_of, scale_by_adascale, update_arguments
 from tests.optim.common import make_optimizer
 
 
-def reference(grads_of_step, scale, smoothing, schedule):
+def sample_statistics(grads):
+    """The mean of n gradients, (n, …) each, and the keywords of the update."""
+    mean = jax.tree.map(lambda g: jnp.mean(g, axis=0), grads)
+    squares = optax.tree.norm(grads, squared=True) / len(jax.tree.leaves(grads)[0])
+    return mean, update_arguments(mean, {"microbatch_grad_norm": jnp.sqrt(squares)})
+
+
+def reference(grads_of_step, scale, schedule):
     """Algorithm 1 in numpy: gains and rates of steps with gradients (n, D)."""
     tau = variance = squared = 0.0
     gains, rates = [], []
     for g in grads_of_step:
         n, mean = len(g), g.mean(0)
+        smoothing = 1 - n / 1000
         var = scale * ((g - mean) ** 2).sum() / (n - 1) / n
         sqr = max((mean**2).sum() - var / scale, 0.0)
         variance = smoothing * variance + (1 - smoothing) * var
@@ -43,8 +51,8 @@ def test_twenty_steps_equal_the_algorithm(scale, samples):
     rng = np.random.default_rng(0)
     grads = [rng.normal(size=(samples, 7)) + 0.1 * i for i in range(20)]
     schedule = optax.linear_schedule(1.0, 0.0, 60)
-    gains, rates = reference(grads, scale, 0.9, lambda t: max(1 - t / 60, 0))
-    tx = scale_by_adascale(schedule, scale=scale, samples=samples, smoothing=0.9)
+    gains, rates = reference(grads, scale, lambda t: max(1 - t / 60, 0))
+    tx = scale_by_adascale(schedule, scale=scale, samples=samples)
     got, updates, state = run(tx, grads)
     np.testing.assert_allclose(got, gains, rtol=1e-5)
     want = [-r * g.mean(0) for r, g in zip(rates, grads, strict=True)]
@@ -104,7 +112,7 @@ def test_the_chain_of_a_config_multiplies_momentum_and_decay_by_gain_and_rate():
     tx = make_optimizer(**config, total_steps=60, microbatches=4).tx
     rng = np.random.default_rng(0)
     grads = [rng.normal(size=(4, 7)) + 0.5 for _ in range(5)]
-    _, rates = reference(grads, 4.0, 1 - 4 / 1000, lambda t: 0.1 * (1 - t / 60))
+    _, rates = reference(grads, 4.0, lambda t: 0.1 * (1 - t / 60))
     want, momentum = np.ones(7), np.zeros(7)
     params = {"kernel": jnp.ones(7)}
     state = tx.init(params)
