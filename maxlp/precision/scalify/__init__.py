@@ -15,13 +15,12 @@ overflow::
 """
 
 from maxlp.precision.scalify.interpreter import scalify
-from maxlp.precision.scalify.markers import dynamic_rescale_l2, dynamic_rescale_l2_grad, fp8_dot_general
+from maxlp.precision.scalify.markers import dynamic_rescale_l2_grad, fp8_dot_general
 from maxlp.precision.scalify.scaled import Scaled, scale, unscale
 from maxlp.precision.scalify.training import mark, scaled_gradients
 
 __all__ = [
     "Scaled",
-    "dynamic_rescale_l2",
     "dynamic_rescale_l2_grad",
     "fp8_dot_general",
     "mark",

@@ -14,14 +14,12 @@ RESCALE = "scalify_rescale_l2"
 FP8 = {f"scalify_{name}": name for name in ("float8_e4m3fn", "float8_e5m2")}  # to the name of the format
 
 
-def dynamic_rescale_l2(x: jax.Array) -> jax.Array:
-    """Moves the magnitude of ``x`` to its scale, so that its data has a root mean square near 1."""
-    return checkpoint_name(x, RESCALE)
-
-
 @jax.custom_vjp
 def dynamic_rescale_l2_grad(x: jax.Array) -> jax.Array:
-    """`dynamic_rescale_l2` of the gradient of ``x``, for the input of norms (Balança et al., section 4)."""
+    """Moves the magnitude of the gradient of ``x`` to its scale: its data has a root mean square near 1.
+
+    For the input of norms (Balança et al., section 4).
+    """
     return x
 
 
