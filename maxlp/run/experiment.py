@@ -162,25 +162,13 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
         from maxlp.parallel.by_layers import like_params
 
         optimizer = dataclasses.replace(optimizer, tx=like_params(optimizer.tx))
-        step = functools.partial(
-            fused_backward.train_step,
-            loss=family.loss(s.loss, s.train.seed),
-            tx=optimizer.tx,
-            schedule=optimizer.schedule,
-            after_update=family.after_update(s.model),
-        )
+        step: Any = functools.partial(fused_backward.train_step, loss=family.loss(s.loss, s.train.seed))
     else:
         statistics: Statistics = train_step.no_statistics
         if s.spikes.statistics:
             statistics = functools.partial(tensor_statistics, rms=optimizer.rms)
-        step: Step = functools.partial(
-            train_step.train_step,
-            gradients=gradients,
-            tx=optimizer.tx,
-            schedule=optimizer.schedule,
-            gates=gates,
-            statistics=statistics,
-            after_update=family.after_update(s.model),
+        step = functools.partial(
+            train_step.train_step, gradients=gradients, gates=gates, statistics=statistics
         )
         if uses_adascale:
             from maxlp.optim import adascale
@@ -190,10 +178,13 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
             )
         elif gates:
             step = functools.partial(step, optimizer_metrics=optimizer.rate_of_last_update)
-        if s.train.local is not None or s.precision.exchange != "none":
-            from maxlp.run import few_bytes  # few runs need it
+    step = functools.partial(
+        step, tx=optimizer.tx, schedule=optimizer.schedule, after_update=family.after_update(s.model)
+    )
+    if s.train.local is not None or s.precision.exchange != "none":
+        from maxlp.run import few_bytes  # few runs need it
 
-            model, optimizer, step = few_bytes.between_replicas(s, machine, model, optimizer, step)
+        model, optimizer, step = few_bytes.between_replicas(s, machine, model, optimizer, step)
     return Experiment(
         settings=s,
         machine=machine,
