@@ -58,8 +58,8 @@ CORE = [
         ("jnp.int32(step % steps == 0)", 'jnp.int32(state["step"] % steps == 0)'),
         ("lambda x: x / x.shape[0], away", "lambda x: x, away"),
         # Replicas that go on from their own parameters.
-        ("OfReplicas(begun)", "OfReplicas(replicas)"),
-        ("errors=OfReplicas(errors)", "errors=local.errors"),
+        ("PerReplica(begun)", "PerReplica(replicas)"),
+        ("errors=PerReplica(errors)", "errors=local.errors"),
         # A mean of the replicas' means.
         ("metrics[name] * tokens", "metrics[name]"),
     ),

@@ -28,7 +28,7 @@ from maxlp.core.replicas import SPLIT, WHOLE, param_specs
 from maxlp.core.train_state import State
 from maxlp.core.train_step import Step
 from maxlp.parallel import exchange
-from maxlp.parallel.opt_state import OfReplicas
+from maxlp.parallel.opt_state import PerReplica
 
 MEANS = ("loss", "accuracy")  # metrics that are means over a replica's tokens
 
@@ -43,8 +43,8 @@ class LocalState(NamedTuple):
     """
 
     outer: optax.OptState
-    replicas: OfReplicas
-    errors: OfReplicas
+    replicas: PerReplica
+    errors: PerReplica
 
 
 def join(
@@ -90,7 +90,7 @@ def outer_optimizer(
     def init(params: optax.Params) -> LocalState:
         mine = {"params": params, "opt_state": inner.init(params)}
         errors = {} if format_name == "none" else optax.tree.zeros_like(params, dtype=jnp.float32)
-        of_all = (OfReplicas(jax.tree.map(for_each, tree)) for tree in (mine, errors))
+        of_all = (PerReplica(jax.tree.map(for_each, tree)) for tree in (mine, errors))
         return LocalState(outer.init(params), *of_all)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
@@ -139,7 +139,7 @@ def train_step(
     )
     with jax.named_scope("replicas"):
         replicas, metrics = advance(local.replicas.state, state["step"], batch)
-    local = local._replace(replicas=OfReplicas(replicas))
+    local = local._replace(replicas=PerReplica(replicas))
     specs, step = param_specs(graphdef, state), state["step"] + 1
     update = functools.partial(_outer_update, tx=tx, specs=specs, format_name=format_name)
     with jax.named_scope("outer_update"):
@@ -177,4 +177,4 @@ def _outer_update(
         return jax.lax.with_sharding_constraint(jnp.broadcast_to(outer, own.shape), place)
 
     begun = replicas | {"params": jax.tree.map(begin, params, replicas["params"], specs)}
-    return params, new._replace(replicas=OfReplicas(begun), errors=OfReplicas(errors))
+    return params, new._replace(replicas=PerReplica(begun), errors=PerReplica(errors))

@@ -10,7 +10,7 @@ from maxlp.numerics.formats import Quantized
 from maxlp.parallel.sharding import axes_size, axis_names, replicated, spec
 
 
-class OfReplicas(NamedTuple):
+class PerReplica(NamedTuple):
     """State that each of the R replicas of the ``data`` axis has for itself: arrays (R, …)."""
 
     state: Any
@@ -35,7 +35,7 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mes
       dim that is not split;
     * is replicated otherwise (one number a layer, factored moments).
 
-    Of `OfReplicas` the first dim is split over ``data``, and the others as above; `OfLayers` by its layers.
+    Of `PerReplica` the first dim is split over ``data``, and the others as above; `OfLayers` by its layers.
 
     What ``tx.init`` puts into the host's memory (`optim.offload`) is initialized and kept there.
 
@@ -49,11 +49,11 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mes
         return next((by_path[part] for part in parts if part in by_path), None)
 
     def one(path: tuple, leaf: Any) -> Any:
-        if isinstance(leaf, OfReplicas):
+        if isinstance(leaf, PerReplica):
             mine = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), leaf.state)
             places = jax.tree.map_with_path(one, mine, is_leaf=_is_whole)
             first = spec("replica")
-            return OfReplicas(jax.tree.map(lambda x: x.update(spec=PartitionSpec(*first, *x.spec)), places))
+            return PerReplica(jax.tree.map(lambda x: x.update(spec=PartitionSpec(*first, *x.spec)), places))
         if isinstance(leaf, OfLayers):
             from maxlp.parallel.by_layers import spec_of_layers
 
@@ -77,7 +77,7 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mes
 
 
 def _is_whole(x: Any) -> bool:
-    return isinstance(x, Quantized | OfReplicas | OfLayers)
+    return isinstance(x, Quantized | PerReplica | OfLayers)
 
 
 def _like_param(shape: tuple[int, ...], param: Any, mesh: Mesh | AbstractMesh) -> NamedSharding:

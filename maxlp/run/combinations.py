@@ -92,7 +92,7 @@ def adapter_refusal(s: Settings) -> str | None:
     )
 
 
-def few_bytes_refusal(s: Settings, machine: Machine) -> str | None:
+def low_communication_refusal(s: Settings, machine: Machine) -> str | None:
     """The message for the first setting that exchange, scatter or local steps cannot be combined with."""
     exchange, scatter = s.precision.exchange, s.precision.scatter
     message = None

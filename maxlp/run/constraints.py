@@ -66,13 +66,13 @@ def scalify_has_the_gradients(s: Settings, machine: Machine) -> str | None:
     return combinations.scalify_refusal(s, machine)
 
 
-def few_bytes_are_of_sums(s: Settings, machine: Machine) -> str | None:
+def low_communication_is_of_sums(s: Settings, machine: Machine) -> str | None:
     """Gradients in 8 bits are sums over rows; replicas that train alone share parameters in float32."""
     if s.precision.exchange == s.precision.scatter == "none" and s.train.local is None:
         return None
     from maxlp.run import combinations  # few runs need it
 
-    return combinations.few_bytes_refusal(s, machine)
+    return combinations.low_communication_refusal(s, machine)
 
 
 def both_phases_have_the_same_state(s: Settings, machine: Machine) -> str | None:
@@ -255,7 +255,7 @@ RULES = (
     attention_runs,
     float16_is_scaled,
     scalify_has_the_gradients,
-    few_bytes_are_of_sums,
+    low_communication_is_of_sums,
     both_phases_have_the_same_state,
     skipped_tensors_have_moments,
     float16_params_have_scales,

@@ -182,9 +182,9 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
         step, tx=optimizer.tx, schedule=optimizer.schedule, after_update=family.after_update(s.model)
     )
     if s.train.local is not None or s.precision.exchange != "none":
-        from maxlp.run import few_bytes  # few runs need it
+        from maxlp.run import low_communication  # few runs need it
 
-        model, optimizer, step = few_bytes.between_replicas(s, machine, model, optimizer, step)
+        model, optimizer, step = low_communication.between_replicas(s, machine, model, optimizer, step)
     return Experiment(
         settings=s,
         machine=machine,

@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlp.parallel import sharding
-from maxlp.parallel.opt_state import OfReplicas, opt_state_shardings
+from maxlp.parallel.opt_state import PerReplica, opt_state_shardings
 from tests.optim.common import make_optimizer
 
 BASE = dict(
@@ -105,7 +105,7 @@ def test_what_replicas_have_for_themselves_is_split_over_data():
     low_bit = make_optimizer(**BASE, low_bit=moments).tx
 
     def init(params):
-        return OfReplicas(jax.tree.map(lambda x: jnp.stack([x, x]), (low_bit.init(params), params)))
+        return PerReplica(jax.tree.map(lambda x: jnp.stack([x, x]), (low_bit.init(params), params)))
 
     tx = optax.GradientTransformation(init, low_bit.update)
     found = opt_state_shardings(tx, params, mesh).state

@@ -46,7 +46,7 @@ REFUSED = {
         (SCALIFY | {"train.release_gradients": True}, 1, "cpu", "set train.release_gradients=False"),
         (SCALIFY | {"loss.num_chunks": 8}, 2, "cpu", "loss.num_chunks=8 on 2 devices cannot be combined"),
     ],
-    "few_bytes_are_of_sums": [
+    "low_communication_is_of_sums": [
         (INT8, 1, "cpu", "mesh.data=1, a single replica, cannot be combined with precision.exchange=int8"),
         (REPLICAS | {"mesh.stage": 2}, 4, "cpu", "set mesh.stage=1"),
         (REPLICAS | {"mesh.context": 2, "model.attention": "ring"}, 4, "cpu", "set mesh.context=1"),

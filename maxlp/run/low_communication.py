@@ -1,4 +1,4 @@
-"""A step whose replicas exchange few bytes: gradients in 8 bits, or parameters after steps of their own."""
+"""Little communication between replicas: gradients in 8 bits, or parameters after steps of their own."""
 
 import dataclasses
 import functools
