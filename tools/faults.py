@@ -148,7 +148,6 @@ CORE = [
         ("return unscaled(grads, loss_scale), join_parts", "return grads, join_parts"),
         ("jnp.zeros(p.shape, jnp.float32), params", "jnp.zeros_like(p), params"),
         ("g.astype(jnp.float32) * inverse", "(g * inverse.astype(g.dtype)).astype(jnp.float32)"),
-        ("x.reshape(x.shape[0] // n, n, *x.shape[1:]), 1, 0)", "x.reshape(n, -1, *x.shape[1:]), 0, 0)"),
         (
             "x = jnp.moveaxis(x, 0, 1)\n",
             "pass\n",
@@ -1049,6 +1048,11 @@ PARALLEL = [
     *_in(
         "parallel/sharding.py",
         "parallel/test_sharding.py",
+        (
+            "x.reshape(x.shape[0] // n, n, *x.shape[1:]), 1, 0)",
+            "x.reshape(n, -1, *x.shape[1:]), 0, 0)",
+            "core/test_gradients.py",
+        ),
         (
             '"embed": ("fsdp", "context")',
             '"embed": ("fsdp",)',

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlp.parallel.schedule import Schedule
-from maxlp.parallel.sharding import constrain, spec
+from maxlp.parallel.sharding import constrain, spec, split_rows
 
 STAGE = "stage"  # the mesh axis
 
@@ -50,10 +50,9 @@ def run(
 ) -> tuple[jax.Array, nnx.State]:
     """Runs all layers on all microbatches; the result equals that of the layers one after another.
 
-    Microbatch i has rows i, M+i, 2M+i, … as in `gradients.split_batch`, so that each device keeps
-    its own rows. Every microbatch reads the old state. The new state is the maximum over the
-    microbatches. So is the gradient of the state, which must not be negative: of a variable of the
-    backward pass it is the new value.
+    The rows are split as `sharding.split_rows` does. Every microbatch reads the old state. The new
+    state is the maximum over the microbatches. So is the gradient of the state, which must not be
+    negative: of a variable of the backward pass it is the new value.
 
     Args:
       rows: arrays with a leading batch axis; each microbatch gets its own part.
@@ -123,7 +122,7 @@ def run(
 
 def _fill_queue(x_BSD: jax.Array, schedule: Schedule) -> jax.Array:
     x_BSD = constrain(x_BSD, *_axes_outside(x_BSD.ndim))
-    x_MbSD = _split(x_BSD, schedule.microbatches)
+    x_MbSD = split_rows(x_BSD, schedule.microbatches)
     return _constrain_stages(x_MbSD.reshape(schedule.stages, -1, *x_MbSD.shape[1:]))
 
 
@@ -190,14 +189,9 @@ def _constrain_stages(x: jax.Array) -> jax.Array:
     return constrain(x, "layers", *(None,) * (x.ndim - 4), "batch", "act_seq", "act_embed")
 
 
-def _split(x: jax.Array, n: int) -> jax.Array:
-    """(B, …) to (n, B/n, …)."""
-    return jnp.moveaxis(x.reshape(x.shape[0] // n, n, *x.shape[1:]), 1, 0)
-
-
 def _split_rows(a: jax.Array, n: int) -> jax.Array:
     axes = (None, "batch", "seq", *(None,) * a.ndim)
-    return constrain(_split(a, n), *axes[: a.ndim + 1])
+    return constrain(split_rows(a, n), *axes[: a.ndim + 1])
 
 
 def _where(condition_P: jax.Array, x: jax.Array, y: Any) -> jax.Array:

@@ -352,6 +352,11 @@ def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
 # --- the batch ------------------------------------------------------------------------------------------
 
 
+def split_rows(x: jax.Array, n: int) -> jax.Array:
+    """(B, …) to (n, B/n, …). Part i takes rows i, n+i, 2n+i, …: each device keeps its own rows."""
+    return jnp.moveaxis(x.reshape(x.shape[0] // n, n, *x.shape[1:]), 1, 0)
+
+
 def batch_shards(mesh: Mesh | AbstractMesh) -> int:
     """How many parts the batch dim is split into."""
     return axes_size(mesh, RULES["batch"])
