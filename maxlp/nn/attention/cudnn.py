@@ -37,11 +37,7 @@ def cudnn(
     segment_ids_BS: jax.Array | None,
 ) -> jax.Array:
     """cuDNN's flash attention, for at most `MAX_DOCUMENTS` documents per row; undefined for more."""
-
-    def attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS) -> Any:
-        return _attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS, causal)
-
-    return on_each_device(attend, q_BSNH, k_BSKH, v_BSKH, segment_ids_BS)
+    return on_each_device(lambda *arrays: _attend(*arrays, causal), q_BSNH, k_BSKH, v_BSKH, segment_ids_BS)
 
 
 def refusal(key: str, use: Use, heads: int, device_kind: str) -> str | None:

@@ -86,11 +86,7 @@ def flash(
     segment_ids_BS: jax.Array | None,
 ) -> jax.Array:
     """Flash attention of any length, for segment ids as in `nn.attention`."""
-
-    def attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS) -> Any:
-        return _attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS, causal)
-
-    return on_each_device(attend, q_BSNH, k_BSKH, v_BSKH, segment_ids_BS)
+    return on_each_device(lambda *arrays: _attend(*arrays, causal), q_BSNH, k_BSKH, v_BSKH, segment_ids_BS)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
