@@ -53,11 +53,11 @@ def llama_config(sizes: Mapping[str, Any], changes: Mapping[str, Any]) -> Config
     return changed(llama(**sizes), RANDOM_TEXT | {"loss.num_chunks": 1} | changes)
 
 
-def random_text(run: Experiment, seed: int = 0) -> dict[str, jax.Array]:
+def random_text(run: Experiment) -> dict[str, jax.Array]:
     """A global batch of random tokens; each row is one document."""
     s = run.settings
     B, S = s.data.batch_size, s.data.seq_len
-    tokens = np.random.default_rng(seed).integers(0, s.model.vocab_size, (B, S + 1), np.int32)
+    tokens = np.random.default_rng(0).integers(0, s.model.vocab_size, (B, S + 1), np.int32)
     batch = {
         "tokens": tokens[:, :-1],
         "targets": tokens[:, 1:],

@@ -72,10 +72,10 @@ def copy_bandwidth(tiny: bool) -> float:
     return 2 * x.nbytes / median_seconds(compiled(jnp.negative, x), x)
 
 
-def matmul_rate(tiny: bool, dtype: Any = jnp.bfloat16) -> float:
+def matmul_rate(tiny: bool) -> float:
     """FLOP/s of a square matmul."""
     n = 128 if tiny else 8192
-    a, b = (normal(n, n).astype(dtype) for _ in range(2))
+    a, b = (normal(n, n) for _ in range(2))
     return 2 * n**3 / median_seconds(compiled(functools.partial(multiply, dtype=jnp.bfloat16), a, b), a, b)
 
 

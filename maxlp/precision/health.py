@@ -227,13 +227,11 @@ def measure(
     return found
 
 
-def alignment(
-    gate_kernel: jax.Array, up_kernel: jax.Array, top: int = TOP_CHANNELS
-) -> dict[str, jax.Array]:
+def alignment(gate_kernel: jax.Array, up_kernel: jax.Array) -> dict[str, jax.Array]:
     """How far the channels of a SwiGLU point the same way, from its kernels (…, D, F).
 
     Returns:
-      float32 (…) each: ``corr_1`` to ``corr_top``, the correlations over D of the most correlated
+      float32 (…) each: ``corr_1`` to ``corr_4``, the correlations over D of the most correlated
       channels (signed), ``channel_1`` … the indices of these, ``norm_1`` … the largest products of
       a channel's two norms, and ``norm_median``.
     """
@@ -242,7 +240,7 @@ def alignment(
     gate, up = (w - jnp.mean(w, axis=-2, keepdims=True) for w in (gate, up))
     lengths = jnp.linalg.norm(gate, axis=-2) * jnp.linalg.norm(up, axis=-2)
     corr = jnp.sum(gate * up, axis=-2) / jnp.maximum(lengths, jnp.finfo(jnp.float32).tiny)
-    top = min(top, corr.shape[-1])
+    top = min(TOP_CHANNELS, corr.shape[-1])
     _, channels = jax.lax.top_k(jnp.abs(corr), top)
     corr = jnp.take_along_axis(corr, channels, axis=-1)
     largest, _ = jax.lax.top_k(norms, top)
