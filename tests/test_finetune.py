@@ -2,26 +2,18 @@
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import run_outputs
-from tests.training_runs import ROOT, SMALL, finish, start
+from tests.training_runs import SMALL, finish, shown, start
 
 pytestmark = pytest.mark.full
 
 
-def command(*args: str) -> str:
-    done = subprocess.run([sys.executable, "-m", *args], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def bits_per_byte(workdir: Path, *options: str) -> float:
-    out = command("maxlp.evaluate", f"--workdir={workdir}", *options)
+    out = shown("evaluate", f"--workdir={workdir}", *options)
     return float(re.search(r"bits_per_byte +([\d.]+)", out)[1])
 
 
@@ -54,8 +46,8 @@ def test_adapters_are_resumed_to_the_bit(runs, tmp_path):
 
 def test_an_exported_model_computes_what_the_adapted_one_does(runs, tmp_path):
     base, tuned = runs
-    command("maxlp.convert", "export", f"--workdir={tuned}", f"--output={tmp_path}/hf")
-    command("maxlp.convert", "import", f"--input={tmp_path}/hf", f"--output={tmp_path}/back")
+    shown("convert", "export", f"--workdir={tuned}", f"--output={tmp_path}/hf")
+    shown("convert", "import", f"--input={tmp_path}/hf", f"--output={tmp_path}/back")
     found = bits_per_byte(tmp_path / "back", *SMALL)
     expected = bits_per_byte(tuned)
     assert abs(found - expected) <= 1e-4  # four printed digits; the kernels' sums are rounded to float32

@@ -13,7 +13,7 @@ import pytest
 
 from maxlp.runtime import storage
 from tests.run_outputs import checkpoint, losses, records
-from tests.training_runs import ROOT, SMALL, finish, start
+from tests.training_runs import ROOT, SMALL, finish, shown, start
 
 STEPS = 40  # a run goes on while a signal is on its way
 WHOLE = (
@@ -21,13 +21,6 @@ WHOLE = (
     "--config.train.eval_every=4",
     "--config.optimizer.schedule=constant",
 )
-
-
-def shown(command: str, *options: str) -> str:
-    args = [sys.executable, "-m", f"maxlp.{command}", *options]
-    done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def copied(url: str, folder: Path) -> Path:

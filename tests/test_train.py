@@ -27,7 +27,7 @@ from maxlp.runtime import manifest
 from maxlp.runtime.lock import WorkdirLock
 from maxlp.runtime.writers import read_jsonl
 from tests.run_outputs import arrays, checkpoint, losses, records
-from tests.training_runs import ROOT, finish, start
+from tests.training_runs import ROOT, finish, shown, start
 
 WHOLE = (
     "--config.train.total_steps=12",
@@ -82,13 +82,6 @@ def stop_at(step: int, workdir: Path, *options: str, **kwargs) -> str:
     """A run that gets SIGTERM as soon as it has printed this step."""
     command = (sys.executable, "-c", STOPS_ITSELF)
     return finish(start(workdir, *options, command=command, STOP_AT=str(step), **kwargs), code=75)
-
-
-def shown(command: str, *options: str) -> str:
-    args = [sys.executable, "-m", f"maxlp.{command}", *options]
-    done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -548,14 +541,8 @@ def test_the_debug_run_reaches_the_score_in_its_header(tmp_path):
     )
     final = [r for r in read_jsonl(tmp_path / "metrics.jsonl") if "eval_full/bits_per_byte" in r][-1]
     assert final["eval_full/bits_per_byte"] < expected + 0.03
-    shown = subprocess.run(
-        [sys.executable, "-m", "maxlp.generate", f"--workdir={tmp_path}", "--prompt=def "],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert "def " in shown and len(shown) > 100
+    sample = shown("generate", f"--workdir={tmp_path}", "--prompt=def ")
+    assert "def " in sample and len(sample) > 100
 
 
 def test_data_that_is_only_compared_stays_at_its_beginning(tmp_path, monkeypatch):

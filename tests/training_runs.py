@@ -57,3 +57,11 @@ def finish(process: subprocess.Popen, code: int = 0) -> str:
     out = process.communicate(timeout=300)[0]
     assert process.returncode == code, out
     return out
+
+
+def shown(command: str, *options: str) -> str:
+    """What a command prints."""
+    args = [sys.executable, "-m", f"maxlp.{command}", *options]
+    done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

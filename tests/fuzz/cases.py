@@ -445,7 +445,6 @@ EVALUATE, GENERATE = (
     Command("generate", ("--workdir=run", "--max_new_tokens=4")),
 )
 EXPORT = Command("convert", ("export", "--workdir=run", "--output=out"))
-REPORT = Command("report", ("run",))
 
 
 def state_file(rng: random.Random) -> Case:

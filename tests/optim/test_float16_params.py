@@ -5,24 +5,12 @@ import optax
 import pytest
 
 from maxlp.optim.float16_params import float16_params
-from tests.optim.common import make_optimizer, random_tree
+from tests.optim.common import make_optimizer, random_tree, run
 from tests.optim.test_pure_bf16 import BASE, SHAPES
 
 
 def halves(tree):
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float16), tree)
-
-
-def run(tx, params, steps=20, size=1.0):
-    @jax.jit
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    state = tx.init(params)
-    for i in range(steps):
-        params, state = step(params, state, jax.tree.map(lambda g: size * g, random_tree(SHAPES, i)))
-    return params, state
 
 
 def test_an_update_is_computed_in_float32_and_rounded_once():
@@ -46,11 +34,11 @@ def test_adamw_stays_near_float32_where_gradients_and_moments_are_below_float16(
     """Gradients of 1e-9 have second moments of 1e-18, and an epsilon of 1e-12 is zero in float16."""
     low_bit = dict(mu="float16", nu="float16", min_size=1)
     base = BASE | {"eps": 1e-12, "learning_rate": 1e-2}
-    start = halves(random_tree(SHAPES, 100))
+    start, grads = halves(random_tree(SHAPES, 100)), [random_tree(SHAPES, i, 1e-9) for i in range(20)]
     tx = make_optimizer(param_rounding="nearest", low_bit=low_bit, **base).tx
-    ours, state = run(tx, start, size=1e-9)
+    ours, state = run(tx, start, grads)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), start)
-    exact, _ = run(make_optimizer(**base).tx, wide, size=1e-9)
+    exact, _ = run(make_optimizer(**base).tx, wide, grads)
     stored = {str(leaf.dtype) for leaf in jax.tree.leaves(state) if leaf.size >= 512}
     assert stored == {"float16"}  # the moments of every tensor
     for a, b, before in zip(*map(jax.tree.leaves, (ours, exact, start)), strict=True):

@@ -8,10 +8,11 @@ import time
 
 import pytest
 
-from maxlp.runtime import checkpoint, files, manifest, mirror, storage
+from maxlp.runtime import checkpoint, files, manifest, storage
 from maxlp.runtime.checkpoint import Checkpointer, CheckpointError
 from tests.runtime import workers
 from tests.runtime.damage import DAMAGES
+from tests.runtime.workers import forget
 
 
 @pytest.fixture(autouse=True)
@@ -19,13 +20,6 @@ def _forgotten():
     """No test sees the mirrors of another."""
     yield
     forget()
-
-
-def forget():
-    """What a new process knows of buckets: nothing."""
-    for one in mirror._mirrors.values():
-        files.remove(one.folder)
-    mirror._mirrors.clear()
 
 
 def save(url, *steps, **kwargs):

@@ -12,6 +12,7 @@ from maxlp.monitoring.spikes import Spike, SpikeConfig
 from maxlp.runtime import checkpoint, files, lock, manifest, mirror, storage
 from maxlp.runtime.checkpoint import Checkpointer
 from tests.runtime import workers
+from tests.runtime.workers import forget
 
 
 @pytest.fixture(autouse=True)
@@ -21,13 +22,6 @@ def _fast(monkeypatch):
     monkeypatch.setattr(mirror, "PUSH_SECONDS", 0.05)
     yield
     forget()
-
-
-def forget():
-    """What a new process knows of buckets: nothing."""
-    for one in mirror._mirrors.values():
-        files.remove(one.folder)
-    mirror._mirrors.clear()
 
 
 def opened(url):

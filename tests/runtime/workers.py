@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlp.runtime import checkpoint, distributed, files, lock, manifest, preemption
+from maxlp.runtime import checkpoint, distributed, files, lock, manifest, mirror, preemption
 
 ROOT = Path(__file__).parents[2]
 SHAPE = (64, 4096)  # 1 MiB: a save takes long enough to be interrupted
@@ -226,6 +226,13 @@ def run_lock(workdir):
         else:
             reply(held=True)
             sys.stdin.readline()
+
+
+def forget():
+    """What a new process knows of buckets: nothing."""
+    for one in mirror._mirrors.values():
+        files.remove(one.folder)
+    mirror._mirrors.clear()
 
 
 COMMANDS = {
