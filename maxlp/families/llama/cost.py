@@ -367,9 +367,9 @@ def of_update(settings: Settings, s: Sizes, params: float, fetched: float) -> fl
     compiled steps hold:
 
     * where parameters are rounded stochastically, the updates of all of them, in float32;
-    * with low-bit moments, GaLore and other roundings instead the largest array in float32; with low-bit
-      moments and without GaLore a second one, unless they are companded and parameters are not rounded
-      stochastically; and with other roundings the update of the embedding;
+    * with low-bit moments and with GaLore instead the largest array in float32; with low-bit moments alone
+      a second one, unless they are companded and parameters are not rounded;
+    * with other roundings the largest array in float32 and the update of the embedding;
     * in optimizers that multiply matrices and have float32 moments what `of_matrices` says.
 
     Released layers are updated one by one. What is outside of them is left, and if it is rounded or has
@@ -402,9 +402,9 @@ def of_update(settings: Settings, s: Sizes, params: float, fetched: float) -> fl
     if not (low_bit or optimizer.has_galore or rounding):
         return grads + of_matrices(optimizer.kind.matmuls, largest)
     if rounding not in (None, "stochastic"):
-        grads += 4 * s.end
-    companded = optimizer.low_bit and optimizer.low_bit.mu == "companded8"
-    twice = low_bit and not optimizer.has_galore and not (companded and rounding != "stochastic")
+        return grads + largest + 4 * s.end
+    companded = optimizer.low_bit and optimizer.low_bit.mu == "companded8" and rounding is None
+    twice = low_bit and not optimizer.has_galore and not companded
     return grads + (2 if twice else 1) * largest
 
 
