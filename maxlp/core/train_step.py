@@ -105,6 +105,14 @@ def jit_step(step: Step, graphdef: nnx.GraphDef, abstract: State, mesh: Mesh) ->
 
     The layout of the new state is pinned to that of ``abstract``: otherwise XLA may move small parameters
     after the first step and compile again.
+
+    On GPUs, XLA's own rematerialization is off, because ``model.remat`` decides what is computed again. It
+    would begin at about three quarters of the memory, and repeat quantizations and maxima in the loops over
+    layers: in an 8B in FP8 of 120 GiB, 590 instead of 450 kernels to save 0.1 GiB (compiled for an H200).
     """
     out = (shardings(abstract), sharding.replicated(mesh))
-    return jax.jit(functools.partial(step, graphdef), donate_argnums=0, out_shardings=out)
+    on_gpu = mesh.devices.flat[0].platform in ("gpu", "cuda")
+    options = {"xla_disable_hlo_passes": "rematerialization"} if on_gpu else None
+    return jax.jit(
+        functools.partial(step, graphdef), donate_argnums=0, out_shardings=out, compiler_options=options
+    )

@@ -367,9 +367,10 @@ def of_update(settings: Settings, s: Sizes, params: float, fetched: float) -> fl
     compiled steps hold:
 
     * where parameters are rounded stochastically, the updates of all of them, in float32;
-    * with low-bit moments and with GaLore instead the largest array in float32; with low-bit moments alone
-      a second one, unless they are companded and parameters are not rounded;
+    * with GaLore instead the largest array in float32; with low-bit moments the kernels of the MLP are
+      updated at once, which takes two to three such arrays;
     * with other roundings the largest array in float32 and the update of the embedding;
+    * with low-bit moments and no rounding two such arrays, or one if moments are companded;
     * in optimizers that multiply matrices and have float32 moments what `of_matrices` says.
 
     Released layers are updated one by one. What is outside of them is left, and if it is rounded or has
@@ -403,9 +404,12 @@ def of_update(settings: Settings, s: Sizes, params: float, fetched: float) -> fl
         return grads + of_matrices(optimizer.kind.matmuls, largest)
     if rounding not in (None, "stochastic"):
         return grads + largest + 4 * s.end
-    companded = optimizer.low_bit and optimizer.low_bit.mu == "companded8" and rounding is None
-    twice = low_bit and not optimizer.has_galore and not companded
-    return grads + (2 if twice else 1) * largest
+    if not low_bit or optimizer.has_galore:
+        return grads + largest
+    if rounding == "stochastic":
+        return grads + 2.5 * largest
+    companded = optimizer.low_bit and optimizer.low_bit.mu == "companded8"
+    return grads + (1 if companded else 2) * largest
 
 
 # --- work and collectives -----------------------------------------------------------------------------
