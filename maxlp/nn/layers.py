@@ -84,7 +84,20 @@ def _last_with_first(x: jax.Array) -> Any:
 def add_parameter(x: jax.Array, value: jax.Array) -> jax.Array:
     """``x + value``, broadcast over leading axes; in float32, as is the sum in its gradient."""
     value = jnp.expand_dims(value.astype(jnp.float32), range(x.ndim - value.ndim))
-    return (x.astype(jnp.float32) + value).astype(x.dtype)
+    return _with_stored_gradient((x.astype(jnp.float32) + value).astype(x.dtype))
+
+
+@jax.custom_vjp
+def _with_stored_gradient(x: jax.Array) -> jax.Array:
+    """x; its gradient is stored before anything reads it.
+
+    Else XLA for GPUs computes it and its sum over rows in one kernel, which stores two more arrays of the
+    MLP's width: a CLIP b32 took 5.50 instead of 4.91 GiB (8,192 pairs on 8 H100, compiled).
+    """
+    return x
+
+
+_with_stored_gradient.defvjp(lambda x: (x, None), lambda _, g: (jax.lax.optimization_barrier(g),))
 
 
 def over_last_dim(vector: jax.Array, x: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ import re
 import jax
 import pytest
 
+from maxlp.families.clip.presets import CLIP_SIZES, clip
 from maxlp.families.llama.cost import COST
 from maxlp.families.llama.presets import llama
 from maxlp.parallel import sharding
@@ -87,6 +88,20 @@ def test_xla_computes_nothing_again_by_itself(tmp_path):
     memory = compiled_for("rtx4090:1x1", changes, str(tmp_path / "step.txt"))
     assert memory.peak > 0.9 * topologies.parse("rtx4090:1x1").chip.memory
     assert not re.findall(r"%[\w.-]*\.remat[\w.]* = ", (tmp_path / "step.txt").read_text())
+
+
+@pytest.mark.aot("jax_cuda13_plugin")
+def test_the_gradient_of_a_bias_stores_no_further_arrays(tmp_path):
+    """Beside its matmuls, the backward pass of CLIP's MLP stores an activation and a gradient."""
+    layers = {"model.visual.num_layers": 2, "model.text.num_layers": 1}
+    changes = {"data.batch_size": 256, "model.attention": "xla"} | layers
+    s = peaks.settings_of(clip(**CLIP_SIZES["b32"]), changes)
+    topology = topologies.parse("h100:1x1")
+    mesh = sharding.make_mesh(devices=topologies.devices(topology))
+    compiled.compile_step(assemble(s, topology.machine(s), mesh), str(tmp_path / "step.txt"))
+    fusions = r" = (.*) fusion\(.*kind=k(?:Loop|Input).*transpose\(jvp\(visual\)\).*/mlp/"
+    results = " ".join(re.findall(fusions, (tmp_path / "step.txt").read_text()))
+    assert len(re.findall(r"bf16\[(?:256,50|12800),3072\]", results)) == 2
 
 
 def test_the_size_of_a_refused_program_is_read():

@@ -269,10 +269,10 @@ def of_block(s: Sizes) -> dict[str, float]:
     """The backward pass of one block.
 
     Of the MLP it holds gate, up, their product and two gradients. Of attention it holds the inputs and the
-    output; dense attention peaks before the MLP is recomputed, with probabilities and their gradient in
-    float32 and rounded; for ring attention see `of_ring`, and for cuDNN `cudnn.workspace`, which compilers
-    without a GPU do not count. Of the residual stream it holds four whole arrays, and with a tensor axis up
-    to five more: gathered for what is recomputed, and sums to scatter. On one device nothing is gathered,
+    output; dense attention peaks before the MLP is recomputed, with nearly all probabilities and their
+    gradient in float32, and rounded; for ring attention see `of_ring`, and for cuDNN `cudnn.workspace`,
+    which compilers without a GPU do not count. Of the residual stream it holds four whole arrays, and with
+    a tensor axis up to five more: gathered for what is recomputed, and sums to scatter. On one device nothing is gathered,
     and the peak is later: one gradient of the MLP is left, and six arrays of the residual stream, unless
     adapters read their inputs again. The TPU compiler holds normed queries and keys in float32 twice. Seven
     tenths of the gathered weights are in use at that moment, and as much of the rounded ones, see
@@ -284,7 +284,7 @@ def of_block(s: Sizes) -> dict[str, float]:
     split = (5 * (x - x / s.t) if gathered else x / s.t) if s.t > 1 else 0.0
     gathers = s.shards * s.t > 1 or s.platform == "cpu" or s.frozen
     mlp = 5 * f + 2 * q + 2 * k + 4 * x + x / s.t + split if gathers else 4 * f + 2 * q + 2 * k + 6 * x
-    attention = (8 + s.a) * squares(s) + 2 * q + 2 * k + 2 * x + split if s.attention == "xla" else 0.0
+    attention = (7 + s.a) * squares(s) + 2 * q + 2 * k + 2 * x + split if s.attention == "xla" else 0.0
     if s.attention == "ring":
         attention = of_ring(s) + 4 * x + split
     if s.attention == "cudnn":
