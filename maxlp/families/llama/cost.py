@@ -272,11 +272,11 @@ def of_block(s: Sizes) -> dict[str, float]:
     output; dense attention peaks before the MLP is recomputed, with nearly all probabilities and their
     gradient in float32, and rounded; for ring attention see `of_ring`, and for cuDNN `cudnn.workspace`,
     which compilers without a GPU do not count. Of the residual stream it holds four whole arrays, and with
-    a tensor axis up to five more: gathered for what is recomputed, and sums to scatter. On one device nothing is gathered,
-    and the peak is later: one gradient of the MLP is left, and six arrays of the residual stream, unless
-    adapters read their inputs again. The TPU compiler holds normed queries and keys in float32 twice. Seven
-    tenths of the gathered weights are in use at that moment, and as much of the rounded ones, see
-    `rounded_weights`.
+    a tensor axis up to five more: gathered for what is recomputed, and sums to scatter. On one device
+    nothing is gathered, and the peak is later: one gradient of the MLP is left, and six arrays of the
+    residual stream, unless adapters read their inputs again. The TPU compiler holds normed queries and keys
+    in float32 twice. Seven tenths of the gathered weights are in use at that moment, and as much of the
+    rounded ones, see `rounded_weights`.
     """
     x, f = s.T * s.D * s.a, s.T * s.F * s.a / s.t
     q, k = s.T * s.N * s.H * s.a / s.t, s.T * s.K * s.H * s.a / s.t
