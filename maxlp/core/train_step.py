@@ -108,7 +108,7 @@ def jit_step(step: Step, graphdef: nnx.GraphDef, abstract: State, mesh: Mesh) ->
 
     On GPUs, XLA's own rematerialization is off, because ``model.remat`` decides what is computed again. It
     would begin at about three quarters of the memory, and repeat quantizations and maxima in the loops over
-    layers: in an 8B in FP8 of 120 GiB, 590 instead of 450 kernels to save 0.1 GiB (compiled for an H200).
+    layers: in an 8B in FP8 of 120 GiB, 590 instead of 450 fusions to save 0.1 GiB (compiled for an H200).
     """
     out = (shardings(abstract), sharding.replicated(mesh))
     on_gpu = mesh.devices.flat[0].platform in ("gpu", "cuda")

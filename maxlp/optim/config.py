@@ -239,8 +239,3 @@ class OptimizerConfig:
     def has_galore(self) -> bool:
         """Whether gradients are projected."""
         return self.galore is not None and self.galore.rank > 0
-
-    @property
-    def has_low_bit(self) -> bool:
-        """Whether moments are stored in few bits."""
-        return self.low_bit is not None

@@ -366,12 +366,12 @@ def of_update(settings: Settings, s: Sizes, params: float, fetched: float) -> fl
     the dtype of the matmuls, and the embedding's in float32. Updates are made in place, except that
     compiled steps hold:
 
-    * where parameters are rounded stochastically, the updates of all of them, in float32;
-    * with GaLore instead the largest array in float32; with low-bit moments the kernels of the MLP are
-      updated at once, which takes two to three such arrays;
-    * with other roundings the largest array in float32 and the update of the embedding;
-    * with low-bit moments and no rounding two such arrays, or one if moments are companded;
-    * in optimizers that multiply matrices and have float32 moments what `of_matrices` says.
+    * where parameters are rounded stochastically, the updates of all of them, in float32; with GaLore
+      instead the largest array in float32, and with low-bit moments two or three such arrays, because XLA
+      updates the kernels of the MLP at once;
+    * where they are rounded otherwise, the largest array in float32 and the update of the embedding;
+    * where they are not, with GaLore the largest array in float32, with low-bit moments two such arrays, or
+      one if they are companded; else what `of_matrices` says.
 
     Released layers are updated one by one. What is outside of them is left, and if it is rounded or has
     low-bit moments, updates of all of it in float32, one of which takes the place of the head's gradient.
@@ -383,7 +383,7 @@ def of_update(settings: Settings, s: Sizes, params: float, fetched: float) -> fl
       fetched: bytes in the host's memory for one parameter.
     """
     optimizer = settings.optimizer
-    low_bit, rounding = optimizer.has_low_bit, optimizer.param_rounding
+    low_bit, rounding = optimizer.low_bit, optimizer.param_rounding
     wide = params * 4 / s.param
     largest = 4 * max(s.of_stage.L * s.D * s.F / (s.shards * s.t), s.end)
     updates_all = rounding == "stochastic" and not low_bit and not optimizer.has_galore
@@ -408,8 +408,7 @@ def of_update(settings: Settings, s: Sizes, params: float, fetched: float) -> fl
         return grads + largest
     if rounding == "stochastic":
         return grads + 2.5 * largest
-    companded = optimizer.low_bit and optimizer.low_bit.mu == "companded8"
-    return grads + (1 if companded else 2) * largest
+    return grads + (1 if low_bit.mu == "companded8" else 2) * largest
 
 
 # --- work and collectives -----------------------------------------------------------------------------
