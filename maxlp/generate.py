@@ -96,7 +96,7 @@ def heal(
       for each prompt, the tokens that remain, and bool allowed_V: the tokens whose text starts with that of
       the removed token.
     """
-    pieces = [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]
+    pieces = tokenizer.tokens  # bytes: `decode` drops the space before a single piece of SentencePiece
     healed = []
     for prompt in prompts:
         allowed_V = np.ones(vocab_size, bool)

@@ -5,7 +5,9 @@ import sys
 
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
+from tokenizers import decoders, models, pre_tokenizers
 
 from maxlp import generate
 from maxlp.data.tokenizers import make_tokenizer
@@ -20,11 +22,7 @@ V = LLAMA["vocab_size"]
 class Letters:
     """A tokenizer whose tokens are short strings."""
 
-    pieces = ("", "a", "b", "bc", "c", "bcd")
-    vocab_size = len(pieces)
-
-    def decode(self, ids):
-        return "".join(self.pieces[i] for i in ids)
+    tokens = (b"", b"a", b"b", b"bc", b"c", b"bcd")
 
 
 def test_a_prompt_that_ends_inside_a_token_is_healed():
@@ -37,6 +35,25 @@ def test_a_prompt_that_ends_inside_a_token_is_healed():
     rows = [generate.generate(model, [prompt, empty], seed=seed, **how) for seed in range(20)]
     assert {row[0][0] for row in rows} <= {2, 3, 5} and len({row[0][0] for row in rows}) > 1
     assert {row[1][0] for row in rows} - {2, 3, 5}
+
+
+def test_healing_keeps_every_byte_of_a_prompt(tmp_path):
+    """Alone, a byte of a longer character and a piece that begins with a space decode to something else."""
+    vocabulary = ("<unk>", "<s>", "</s>", "d", "e", "▁", "▁d", "de", "▁de", "a", "▁da")
+    merges = [("▁", "d"), ("d", "e"), ("▁d", "e"), ("▁d", "a")]
+    library = tokenizers.Tokenizer(models.BPE({t: i for i, t in enumerate(vocabulary)}, merges))
+    library.add_special_tokens(["<unk>", "<s>", "</s>"])
+    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    library.decoder = decoders.Metaspace(prepend_scheme="first")
+    library.save(str(tmp_path / "tokenizer.json"))
+    pieces = make_tokenizer(str(tmp_path / "tokenizer.json"))
+    for tokenizer, text, kept, allowed in (
+        (make_tokenizer("bytes"), "é", [0xC3], [0xA9]),
+        (pieces, "de d", [8], [6, 8, 10]),
+        (pieces, "de ", [8], [5, 6, 8, 10]),
+    ):
+        [(prompt, allowed_V)] = heal(tokenizer, [[0, *tokenizer.encode(text)]], 300)
+        assert (prompt, np.flatnonzero(allowed_V).tolist()) == ([0, *kept], allowed), text
 
 
 def type_in(monkeypatch, data):
