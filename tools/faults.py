@@ -1444,7 +1444,8 @@ CLIP = [
         ("return normalize(self.text(text_BS))", "return self.text(text_BS)"),
         ("text_BS.shape[1] - 1)", "text_BS.shape[1] - 2)"),
         ("(0.02, 0.01) if e.init", "(0.01, 0.02) if e.init"),
-        ("scale = jnp.exp(_capped(", "scale = (_capped("),
+        ("jnp.exp(_capped(log_scale))", "_capped(log_scale)"),
+        ("return jnp.exp(log_scale), self", "return jnp.exp(_capped(log_scale)), self"),
     ),
     *_in(
         "families/clip/vit.py",

@@ -73,7 +73,8 @@ class CLIPConfig:
         omits the gains.
       qk_norm: norms of queries and keys.
       init: initial values of the weights, "clip" (OpenAI's and open_clip's) or "siglip" (big_vision's).
-      logit_scale: initial logarithm of the factor of the logits, which is at most 100.
+      logit_scale: initial logarithm of the factor of the logits, at most log(100). Without logit_bias the
+        factor never exceeds 100.
       logit_bias: initial bias of the logits; None omits it.
       image_mean, image_std: of each channel, for pixels in [0, 1].
       dtype: of activations and matmuls, one of `layers.DTYPES`.
@@ -219,10 +220,14 @@ class CLIP(nnx.Module):
             return normalize(self.text(text_BS))
 
     def temperature(self) -> tuple[jax.Array, jax.Array]:
-        """float32 (scale, bias), which turn a cosine into a logit; the scale is at most 100."""
-        scale = jnp.exp(_capped(self.logit_scale[...].astype(jnp.float32)))
-        bias = jnp.zeros(()) if self.logit_bias is None else self.logit_bias[...].astype(jnp.float32)
-        return scale, bias
+        """float32 (scale, bias), which turn a cosine into a logit.
+
+        Without a bias the scale is at most 100, as in CLIP. SigLIP's has no bound: a published one is 112.
+        """
+        log_scale = self.logit_scale[...].astype(jnp.float32)
+        if self.logit_bias is None:
+            return jnp.exp(_capped(log_scale)), jnp.zeros(())
+        return jnp.exp(log_scale), self.logit_bias[...].astype(jnp.float32)
 
 
 def normalize(x_BE: jax.Array) -> jax.Array:
