@@ -227,6 +227,10 @@ def kind_in_hf(config: CLIPConfig) -> str:
                 f"model.{name}={value!r} has no counterpart in Hugging Face's "
                 f"{'CLIP' if is_clip else 'SigLIP'}, which has {' or '.join(map(repr, allowed))}"
             )
+    if text.pool == "eos" and text.eos_id == 2:
+        raise ValueError(
+            "model.text.eos_id=2 has no counterpart in Hugging Face's CLIP, which reads it as pool='argmax'"
+        )
     return kind
 
 

@@ -64,3 +64,6 @@ def test_models_without_a_counterpart_are_refused():
     causal = dataclasses.replace(siglip, text=dataclasses.replace(siglip.text, causal=True))
     with pytest.raises(ValueError, match=r"model.text.causal=True has .* SigLIP, which has False"):
         hf.config_to_hf(causal)
+    eos = dataclasses.replace(config, text=dataclasses.replace(config.text, pool="eos", eos_id=2))
+    with pytest.raises(ValueError, match=r"model.text.eos_id=2 has no .* reads it as pool='argmax'"):
+        hf.config_to_hf(eos)
