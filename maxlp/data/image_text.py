@@ -188,15 +188,19 @@ def _own_captions(source: Source) -> Iterator[str]:
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], text_len: int) -> tuple[np.ndarray, int]:
     """Encodes N texts as rows of bos, text, eos and padding; texts that are too long are cut.
 
+    A tokenizer without a bos of its own has none here: a text tower would take it for the end of the text.
+
     Returns:
       Tokens, int32 [N, text_len], and the number of texts that are cut.
     """
-    ids_NS, room, num_cut = np.full((len(texts), text_len), tokenizer.pad_id, np.int32), text_len - 2, 0
+    bos = [] if tokenizer.bos_id == tokenizer.eos_id else [tokenizer.bos_id]
+    ids_NS, room = np.full((len(texts), text_len), tokenizer.pad_id, np.int32), text_len - len(bos) - 1
+    num_cut = 0
     for row_S, text in zip(ids_NS, texts, strict=True):
         ids = tokenizer.encode(text)
         num_cut += len(ids) > room
-        ids = ids[:room]
-        row_S[0], row_S[1 : len(ids) + 1], row_S[len(ids) + 1] = tokenizer.bos_id, ids, tokenizer.eos_id
+        whole = [*bos, *ids[:room], tokenizer.eos_id]
+        row_S[: len(whole)] = whole
     return ids_NS, num_cut
 
 

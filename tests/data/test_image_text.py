@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import types
 
 import numpy as np
 import pytest
@@ -346,6 +347,18 @@ def test_errors_are_one_line(kwargs, message):
 
 
 # --- texts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "bos, rows", [(8, [[8, 1, 9, 0], [8, 1, 2, 9]]), (9, [[1, 9, 0, 0], [1, 2, 3, 9]])]
+)
+def test_a_text_begins_with_bos_unless_that_is_eos(bos, rows):
+    """Text towers pool the first eos: in front of a text it would hide the text."""
+    letters = types.SimpleNamespace(
+        bos_id=bos, eos_id=9, pad_id=0, encode=lambda text: np.array([ord(c) - 96 for c in text])
+    )
+    ids_NS, num_cut = image_text.encode_texts(letters, ["a", "abcd"], 4)
+    assert ids_NS.tolist() == rows and ids_NS.dtype == np.int32 and num_cut == 1
 
 
 def test_texts_keep_their_end():
