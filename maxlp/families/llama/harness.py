@@ -117,6 +117,7 @@ class Questions:
                     [prompts[number] for number in rows],
                     max_new_tokens=new,
                     sampling=sampling,
+                    seed=rows[0],  # another one for each batch
                     eos_id=self._tokenizer.eos_id,
                 )
                 for number, row in zip(rows, made, strict=True):

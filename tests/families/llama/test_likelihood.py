@@ -151,6 +151,15 @@ def test_answers_are_greedy_and_end_before_a_stop(model, tokenizer, log_probs):
     assert found == [text.partition(stop)[0] for text in plain]
 
 
+def test_every_sample_of_a_repeated_request_is_another_one(model, tokenizer, monkeypatch):
+    """Self-consistency asks for many answers, which fill several batches."""
+    monkeypatch.setattr(likelihood, "BATCH_TOKENS", 1)
+    options = {"max_gen_toks": 8, "do_sample": True, "temperature": 1.0}
+    requests = [("the user", options)] * (2 * jax.device_count())
+    answers = Questions(model, tokenizer, MAX_LEN).generate_until(requests)
+    assert len(set(answers)) == len(answers)
+
+
 def test_tasks_without_the_library_name_the_extra(model, tokenizer, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     with pytest.raises(ValueError, match=r"lm_eval is not installed; run pip install 'maxlp\[lm_eval\]'"):
