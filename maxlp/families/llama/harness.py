@@ -105,7 +105,8 @@ class Questions:
         groups: dict[tuple, list[int]] = defaultdict(list)
         prompts = []
         for number, (context, options) in enumerate(requests):
-            new = min(options.get("max_gen_toks", NEW_TOKENS), self._max_len - 1)
+            new = options.get("max_gen_toks", NEW_TOKENS)
+            new = new if new < self._max_len else self._max_len // 2  # leaves room for the question
             ids = [self._tokenizer.bos_id, *self._tokenizer.encode(context).tolist()]
             prompts.append(ids[-(self._max_len - new) :])
             groups[padded_length(len(prompts[-1])), new, _sampling(options)].append(number)

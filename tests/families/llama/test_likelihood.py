@@ -151,6 +151,14 @@ def test_answers_are_greedy_and_end_before_a_stop(model, tokenizer, log_probs):
     assert found == [text.partition(stop)[0] for text in plain]
 
 
+def test_an_answer_as_long_as_the_model_reads_leaves_room_for_the_question(model, tokenizer):
+    questions, half = Questions(model, tokenizer, MAX_LEN), {"max_gen_toks": MAX_LEN // 2}
+    for options in {}, {"max_gen_toks": MAX_LEN}:
+        assert questions.generate_until([("the user", options)]) == questions.generate_until(
+            [("the user", half)]
+        )
+
+
 def test_every_sample_of_a_repeated_request_is_another_one(model, tokenizer, monkeypatch):
     """Self-consistency asks for many answers, which fill several batches."""
     monkeypatch.setattr(likelihood, "BATCH_TOKENS", 1)
