@@ -19,7 +19,7 @@ devices may differ from the run's.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from maxlp import schema
+from maxlp.data.specs import split_options
 from maxlp.parallel import sharding
 from maxlp.parallel.batches import device_batches
 from maxlp.run import cli, constraints, run_dir, same_model
@@ -150,19 +151,14 @@ def evaluate(c: ConfigDict, s: Settings, workdir: Path, mesh: Mesh) -> tuple[dic
     validation = make_data(s, tokenizer, "validation", mesh)
     source = c.data.get("validation_source") or c.data.source
     linear_probe = s.family.linear_probe if flags.FLAGS.linear_probe else None
-    if linear_probe and not validation.classes:
-        raise ConfigError(
-            f"--linear_probe needs images with labels, and {source} has no classes; name them with "
-            "--config.data.classes=FILE, or drop the flag"
-        )
+    train = probe_data(s, tokenizer, validation.classes, mesh) if linear_probe else None
     run = s.family.evaluator(graphdef, s.model, s.data, s.loss, validation)
     results = run(state, lambda: batches(validation, mesh))
     if linear_probe:
-        train = batches(make_data(on_training_data(s), tokenizer, "validation", mesh), mesh)
         found = linear_probe(
             graphdef,
             state,
-            train,
+            batches(train, mesh),
             batches(validation, mesh),
             num_classes=len(validation.classes),
             l2=flags.FLAGS.l2,
@@ -171,10 +167,35 @@ def evaluate(c: ConfigDict, s: Settings, workdir: Path, mesh: Mesh) -> tuple[dic
     return results, step, source
 
 
+def probe_data(s: Settings, tokenizer: str, classes: Sequence[str], mesh: Mesh) -> Any:
+    """The images that a linear probe is fitted to: each training image once, without augmentation.
+
+    Args:
+      classes: of the validation data.
+
+    Raises:
+      ConfigError: labels have no meaning, or another one than in the validation data.
+    """
+    source = s.data.validation_source or s.data.source
+    if not classes:
+        raise ConfigError(
+            f"--linear_probe needs images with labels, and {source} has no classes; name them with "
+            "--config.data.classes=FILE, or drop the flag"
+        )
+    train = make_data(on_training_data(s), tokenizer, "validation", mesh)
+    if [*train.classes] != [*classes]:
+        raise ConfigError(
+            f"--linear_probe needs training images with the classes of {source}, and {s.data.source} has "
+            "others; set --config.data.source to the training split of the same data, or drop the flag"
+        )
+    return train
+
+
 def on_training_data(s: Settings) -> Settings:
-    """Settings whose validation data is the training data: each example once, without augmentation."""
-    source = s.data.source
-    source += f"{'&' if '?' in source else '?'}split=train"
+    """Settings whose validation data is the training data."""
+    source, options = s.data.source, split_options(s.data.source)[1]
+    if "split" not in options:
+        source += f"{'&' if options else '?'}split=train"
     return dataclasses.replace(s, data=dataclasses.replace(s.data, source=source, validation_source=""))
 
 

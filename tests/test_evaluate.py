@@ -5,7 +5,9 @@ import dataclasses
 import jax
 import pytest
 
-from maxlp.evaluate import make_mesh, on_training_data
+from maxlp.data.image_text import make_data
+from maxlp.evaluate import make_mesh, on_training_data, probe_data
+from maxlp.parallel import sharding
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import read
 from tests.run.fixtures import changed, load
@@ -17,13 +19,34 @@ def settings(family="llama", **values):
 
 @pytest.mark.parametrize(
     ("source", "expected"),
-    [("glyphs", "glyphs?split=train"), ("tar:/a?text=txt", "tar:/a?text=txt&split=train")],
+    [
+        ("glyphs", "glyphs?split=train"),
+        ("tar:/a?text=txt", "tar:/a?text=txt&split=train"),
+        ("tar:/a?.tar", "tar:/a?.tar?split=train"),
+        ("tfds:a?split=train[:99%]", "tfds:a?split=train[:99%]"),
+    ],
 )
 def test_a_linear_probe_is_fitted_to_the_training_split(source, expected):
     s = settings("clip", data__source=source, data__validation_source="digits")
     data = on_training_data(s).data
     assert (data.source, data.validation_source) == (expected, "")
     assert dataclasses.replace(data, source=source, validation_source="digits") == s.data
+
+
+@pytest.mark.parametrize(
+    ("classes", "message"),
+    [
+        ((), r"images with labels, and digits has no classes; name them"),
+        (("0", "1"), r"training images with the classes of digits, and glyphs.* has others; set --config"),
+    ],
+)
+def test_a_linear_probe_needs_training_images_with_the_same_classes(classes, message):
+    s = settings("clip", data__validation_source="digits", data__tokenizer="bytes")
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    with pytest.raises(ConfigError, match=message):
+        probe_data(s, "bytes", classes, mesh)
+    names = make_data(s.data, split="train").classes
+    assert "split=train" in probe_data(s, "bytes", names, mesh).config.source
 
 
 def test_a_run_is_evaluated_on_any_number_of_devices_and_a_given_mesh_is_kept():
