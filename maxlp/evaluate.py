@@ -125,10 +125,10 @@ def make_mesh(s: Settings, fixed: bool) -> Mesh:
       ConfigError: settings that do not fit.
     """
     devices = jax.devices()
-    s = dataclasses.replace(  # devices exchange no gradients, and need not be several
+    s = dataclasses.replace(  # devices exchange no gradients, and need not be several; batches stay whole
         s,
         precision=dataclasses.replace(s.precision, exchange="none", scatter="none"),
-        train=dataclasses.replace(s.train, local=None),
+        train=dataclasses.replace(s.train, local=None, microbatches=1),
     )
     try:
         machine = s.machine_of(devices)

@@ -55,6 +55,8 @@ def test_a_run_is_evaluated_on_any_number_of_devices_and_a_given_mesh_is_kept():
         make_mesh(s, fixed=True)
     assert dict(make_mesh(s, fixed=False).shape)["fsdp"] == len(jax.devices())
     assert dict(make_mesh(settings(mesh__fsdp=4, mesh__data=2), fixed=True).shape)["fsdp"] == 4
+    s = settings(train__microbatches=2)  # of 8 rows, on 8 devices
+    assert dict(make_mesh(s, fixed=True).shape)["fsdp"] == len(jax.devices())
     for sent in (dict(precision__exchange="int8", precision__scatter="int8"), dict(train__local__steps=3)):
         for fixed, data in ((False, 3), (True, 1)):
             s = settings(mesh__fsdp=-1, mesh__data=data, **sent)
