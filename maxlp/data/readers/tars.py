@@ -61,7 +61,7 @@ class Tars:
           text: extension of the caption files: `txt`, or `json:KEY` for an entry of a JSON object.
 
         Raises:
-          ValueError: a tar is missing or truncated, or has no samples.
+          ValueError: a tar is missing, truncated or damaged, or has no samples.
         """
         self._tars = find_tars(pattern)
         self._files = uncompressed(self._tars)
@@ -159,7 +159,7 @@ def index_tar(path: str, text_type: str) -> str | np.ndarray:
       The path of the saved index, or the index itself if it cannot be saved.
 
     Raises:
-      ValueError: the tar is truncated, not a tar or without samples.
+      ValueError: the tar is truncated, damaged, not a tar or without samples.
     """
     if is_url(path):
         scan = functools.partial(scan_tar, text_type=text_type)
@@ -189,7 +189,7 @@ def scan_tar(path: str, text_type: str) -> np.ndarray:
       `INDEX_DTYPE` [N], one row for each sample that has an image and a caption or label.
 
     Raises:
-      ValueError: the tar is truncated, not a tar or without samples.
+      ValueError: the tar is truncated, damaged, not a tar or without samples.
     """
     rows, images = [], 0
     try:
@@ -218,19 +218,18 @@ def scan_tar(path: str, text_type: str) -> np.ndarray:
 
 def _samples(file: BinaryIO) -> Iterator[list[tarfile.TarInfo]]:
     """The files of each sample in turn, of a tar that is complete."""
-    size, end = file.seek(0, os.SEEK_END), 0  # before the first read, after which it would drop a buffer
-    file.seek(0)
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for _, group in itertools.groupby(_files(tar), key=lambda member: _split(member.name)[0]):
-            members = list(group)
-            end = max(member.offset_data + member.size for member in members)
-            if end > size:
-                break
-            yield members
-        # A complete tar has at least one block of zeros after the last file and its padding.
-        file.seek(-(-end // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE)
-        if end > size or len(file.read(tarfile.BLOCKSIZE)) < tarfile.BLOCKSIZE:
+            yield list(group)
+        # tarfile takes a damaged header for the end; that of a complete tar is zeros, one block at least.
+        file.seek(tar.offset)
+        block = file.read(tarfile.BLOCKSIZE)
+        if len(block) < tarfile.BLOCKSIZE:
             raise tarfile.ReadError("it is truncated")
+        while block:
+            if any(block):
+                raise tarfile.ReadError(f"behind byte {tar.offset} it is damaged")
+            block = file.read(tarfile.RECORDSIZE)
 
 
 def _files(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:

@@ -195,6 +195,24 @@ def test_a_truncated_tar_is_named(tmp_path):
         assert "\n" not in str(error.value)
 
 
+def test_a_tar_with_a_damaged_header_is_named(tmp_path):
+    """tarfile ends at a header that is damaged or zero, as at the end of a tar."""
+    path = tmp_path / "whole.tar"
+    write_files(path, samples(4))
+    data = path.read_bytes()
+    with tarfile.open(path) as tar:
+        start = tar.getmembers()[8].offset
+    end = start + tarfile.BLOCKSIZE
+    for name, damaged in {
+        "changed": data[:start] + b"?" + data[start + 1 :],
+        "zeroed": data[:start] + bytes(end - start) + data[end:],
+        "joined": data + data,
+    }.items():
+        (tmp_path / f"{name}.tar").write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"{name}.tar is not a complete tar .*it is damaged"):
+            tars.Tars(str(tmp_path / f"{name}.tar"))
+
+
 def test_unusable_tars_are_named(tmp_path):
     write_files(tmp_path / "a.tar", [("a.npy", b"1")])
     (tmp_path / "b.tar").write_bytes(b"<html>" * 200)
