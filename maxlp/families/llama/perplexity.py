@@ -8,30 +8,36 @@ from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from maxlp.data.tokenizers import Tokenizer
 
 Sums = dict[str, jax.Array]
 
 
 def make_perplexity(
-    eval_step: Callable[[dict, dict], Sums], byte_lengths_V: np.ndarray
+    eval_step: Callable[[dict, dict], Sums], tokenizer: Tokenizer
 ) -> Callable[[dict, Iterable[dict]], dict[str, float]]:
     """A function of (state, batches) that averages over every unmasked token of the batches.
 
     Args:
       eval_step: (state, batch) to the sums ``nll`` (nats), ``correct`` and ``tokens``.
-      byte_lengths_V: bytes of text that each token stands for; 0 for special tokens. Predicting special
-        tokens costs bits and adds no bytes, so bits per byte are those of a complete code for the text.
+      tokenizer: of the batches, to count the bytes of text. Predicting special tokens costs bits and adds
+        no bytes, so bits per byte are those of a complete code for the text.
 
     Returns:
       the function; its results are loss (nats per token), perplexity, accuracy, bits_per_byte, tokens and
       bytes. It raises a ValueError for batches without a token to predict.
     """
 
+    byte_lengths_V = tokenizer.byte_lengths
+
     @jax.jit
     def count(state: dict, batch: dict) -> Sums:
         sums = eval_step(state, batch)
         length_BS = jnp.asarray(byte_lengths_V)[batch["targets"]]
+        # The space that some tokenizers put before every text is not part of it.
+        begins_BS = (batch["tokens"] == tokenizer.bos_id) & (length_BS > 0)
+        length_BS -= begins_BS * tokenizer.prefix_bytes
         num_bytes = jnp.sum(length_BS * batch["loss_mask"])
         return {key: sums[key] for key in ("nll", "correct", "tokens")} | {"bytes": num_bytes}
 

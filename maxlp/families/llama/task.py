@@ -107,7 +107,7 @@ def evaluator(
         model = nnx.merge(graphdef, state["params"], state["model_state"])
         return next_token_sums(model, batch, config)
 
-    perplexity = make_perplexity(sums, validation.tokenizer.byte_lengths)
+    perplexity = make_perplexity(sums, validation.tokenizer)
     return lambda state, batches: perplexity(state, batches())
 
 
