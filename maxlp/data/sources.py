@@ -383,14 +383,16 @@ def _parse_options(kind: Kind, name: str, texts: Mapping[str, str]) -> dict[str,
 
 
 def _parse_mixture(spec: str) -> dict[str, float]:
-    weighted = {}
+    """The weight of each source; one that is named several times has their sum."""
+    weighted: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in spec.split(";"))):
         head, options = split_options(part)
         weight = _number(f"source {part!r}: weight", options.pop("weight", "1"))
         if not 0 < weight < float("inf"):
             raise ValueError(f"source {part!r}: weight {weight} must be positive and finite")
         rest = "&".join(f"{key}={value}" for key, value in options.items())
-        weighted[f"{head}?{rest}" if rest else head] = weight
+        source = f"{head}?{rest}" if rest else head
+        weighted[source] = weighted.get(source, 0.0) + weight
     if not weighted:
         raise ValueError(f"source {spec!r} is empty; try 'stdlib'")
     return weighted

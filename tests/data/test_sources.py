@@ -131,6 +131,8 @@ def test_mixture(tmp_path):
         len(make_source("stdlib", "train")),
         len(TEXTS),
     ]
+    again = make_source(f"jsonl:{path}?text_key=body;stdlib;jsonl:{path}?text_key=body&weight=2", "train")
+    assert again.weights == (0.75, 0.25)
 
 
 def test_sample_is_deterministic_and_has_the_requested_size():
