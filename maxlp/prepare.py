@@ -106,10 +106,10 @@ def prepare_text(
             functools.partial(_conversation_record, chat=make_chat(encoder, tokenizer)),
             CONVERSATION_DTYPE,
         )
-    with shards_lib.destination(output) as folder, shards_lib.no_partial_files(folder):
+    with shards_lib.destination(output, names) as folder, shards_lib.no_partial_files(folder):
         written = shards_lib.write_shards(folder, documents, make_record, shards, num_workers)
         manifest = _text_manifest(documents, split, written, encoder, dtype, split_options(tokenizer)[1])
-        shards_lib.commit(folder, manifest, encoder.files if encoder else {})
+        shards_lib.commit(folder, manifest, encoder.files if encoder else {}, names)
     return manifest
 
 

@@ -17,6 +17,7 @@ from maxlp.data.tokenizers import make_tokenizer
 from maxlp.data.tokenizers.training import train_bpe
 from maxlp.prepare import prepare_text
 from maxlp.runtime import storage
+from tests.data.chats import CHATML, write_tokenizer
 from tests.data.servers import cache  # noqa: F401  # a fixture
 
 TEXTS = [f"document {i}: äöü 漢字 🎉\n" * (i % 7) for i in range(100)]
@@ -150,6 +151,15 @@ def test_files_of_others_are_replaced_only_if_asked(corpus, tmp_path, name, kwar
     assert os.listdir(tmp_path / "out") == [name]
     prepare_text(corpus, str(tmp_path / "out"), overwrite=True, **kwargs)
     prepare_text(corpus, str(tmp_path / "out"), overwrite=True)
+
+
+def test_a_new_tokenizer_does_not_take_over_the_chat_template_of_the_old_one(corpus, tmp_path):
+    old, new = (
+        write_tokenizer(tmp_path / name, template) for name, template in (("old", CHATML), ("new", None))
+    )
+    prepare_text(corpus, str(tmp_path / "out"), tokenizer=old)
+    prepare_text(corpus, str(tmp_path / "out"), tokenizer=new, overwrite=True)
+    assert [*make_tokenizer(str(tmp_path / "out")).files] == ["tokenizer.json"]
 
 
 def test_a_tokenizer_beside_shards_of_text_is_left_alone(corpus, tmp_path):
@@ -295,7 +305,8 @@ def test_subcommand_errors_are_one_line():
 
 def test_a_bucket_takes_the_same_files(corpus, tmp_path, bucket, cache):  # noqa: F811
     output, local = f"{bucket}/out", str(tmp_path / "out")
-    manifest = prepare_text(corpus, output, train_tokenizer=300, shards=3)
+    prepare_text(corpus, output, tokenizer=write_tokenizer(tmp_path / "chat"))
+    manifest = prepare_text(corpus, output, train_tokenizer=300, shards=3, overwrite=True)
     prepare_text(corpus, local, train_tokenizer=300, shards=3)
     names = sorted(os.listdir(local))
     assert sorted(storage.find(output)) == names

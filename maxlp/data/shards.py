@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -106,8 +106,12 @@ def no_partial_files(output: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def destination(output: str) -> Iterator[str]:
-    """Yields the folder to write to: `output`, or for a URL a temporary one that is uploaded at the end."""
+def destination(output: str, names: Collection[str] = ()) -> Iterator[str]:
+    """Yields the folder to write to: `output`, or for a URL a temporary one that is uploaded at the end.
+
+    Args:
+      names: as in `commit`.
+    """
     if not is_url(output):
         yield output
         return
@@ -118,7 +122,7 @@ def destination(output: str) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     try:
-        _upload(folder, output)
+        _upload(folder, output, names)
     except OSError as error:
         reason = f"{error.filename}: {error.strerror}" if error.strerror else one_line(error)
         raise StorageError(
@@ -128,7 +132,7 @@ def destination(output: str) -> Iterator[str]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _upload(folder: str, url: str) -> None:
+def _upload(folder: str, url: str, names: Collection[str]) -> None:
     """Copies a finished dataset to a bucket; until this is done there is no manifest."""
     files = {name: os.path.join(folder, name) for name in sorted(os.listdir(folder))}
     manifest = files.pop(MANIFEST)
@@ -136,7 +140,7 @@ def _upload(folder: str, url: str) -> None:
     print(f"uploading {len(files)} files ({size / 1e6:,.1f} MB) to {url}", file=sys.stderr, flush=True)
     retried(lambda: storage.remove(f"{url}/{MANIFEST}"), url)
     for name in retried(lambda: storage.find(url), url):
-        if name.endswith(SUFFIX):
+        if name.endswith(SUFFIX) or name in names:
             storage.remove(f"{url}/{name}")
     with futures.ThreadPoolExecutor(UPLOAD_THREADS) as pool:
         list(pool.map(lambda name: _upload_file(files[name], f"{url}/{name}"), files))
@@ -151,10 +155,17 @@ def _upload_file(path: str, url: str) -> None:
         raise StorageError(f"{url} is not what was uploaded")
 
 
-def commit(output: str, manifest: dict[str, Any], other_files: dict[str, bytes]) -> None:
-    """Replaces the old files in `output` with the new ones; until this is done there is no manifest."""
-    _remove(output, MANIFEST)
-    _remove(output, "*" + SUFFIX)
+def commit(
+    output: str, manifest: dict[str, Any], other_files: dict[str, bytes], names: Collection[str] = ()
+) -> None:
+    """Replaces the old files in `output` with the new ones; until this is done there is no manifest.
+
+    Args:
+      other_files: written beside the shards, content by name.
+      names: of further files that are not kept, such as the chat template of another tokenizer.
+    """
+    for pattern in (MANIFEST, "*" + SUFFIX, *names):
+        _remove(output, pattern)
     for shard in manifest["shards"]:
         path = os.path.join(output, shard["file"])
         os.replace(path + PARTIAL, path)
