@@ -101,6 +101,7 @@ class Glyphs:
         """
         excluded = tuple(face for face in validation_faces.split(",") if face)
         for key, value, known in (
+            ("split", split, ("train", "validation")),
             ("characters", characters, tuple(CHARACTERS)),
             ("validation", validation, ("faces", "characters", "both")),
             *(("validation_faces", face, FACES) for face in excluded),

@@ -109,6 +109,7 @@ def test_augmentation_depends_on_the_generator_alone():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (dict(split="all"), "split='all' is unknown; one of train, validation"),
         (dict(characters="runes"), "characters='runes' is unknown; one of latin"),
         (dict(validation="fonts"), "validation='fonts' is unknown; one of faces"),
         (dict(validation_faces="Arial"), "validation_faces='Arial' is unknown; one of DejaVuSans"),
@@ -118,5 +119,5 @@ def test_augmentation_depends_on_the_generator_alone():
 )
 def test_errors_are_one_line(options, message):
     with pytest.raises(ValueError, match=message) as error:
-        Glyphs("train", 32, **options)
+        Glyphs(**dict(split="train", image_size=32) | options)
     assert "\n" not in str(error.value)
