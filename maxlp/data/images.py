@@ -3,8 +3,9 @@ evaluation.
 
 Resampling is Pillow's bicubic with antialiasing, and sizes are computed as in torchvision, so that
 evaluation crops are byte for byte equal to those of open_clip. As in open_clip, EXIF orientation is
-not applied, transparency is dropped, and images are converted to RGB only after resizing: Pillow
-resizes palette and 1-bit images without a filter, and weights colours by their opacity.
+not applied, transparency is dropped, and 16-bit grey is not scaled: what is above 255 is white. For
+evaluation, images are converted to RGB only after resizing, as there: Pillow resizes palette and 1-bit
+images without a filter, and weights colours by their opacity. For training they are converted first.
 
 Letters: H height, W width, C channels.
 """
