@@ -173,7 +173,8 @@ def index_tar(path: str, text_type: str) -> str | np.ndarray:
     index = scan_tar(path, text_type)
     with contextlib.suppress(OSError):
         for old in glob.glob(f"{glob.escape(path)}.{text_type}-*.index.npy"):
-            os.remove(old)
+            if not old.endswith(f".{stamp}.index.npy"):  # which another process may have made meanwhile
+                os.remove(old)
         with tempfile.NamedTemporaryFile(dir=os.path.dirname(path) or ".", delete=False) as file:
             np.save(file, index)
         os.chmod(file.name, 0o644)  # temporary files are private by default

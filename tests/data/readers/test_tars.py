@@ -94,6 +94,20 @@ def test_index_is_reused_until_the_tar_changes(tmp_path, monkeypatch):
         assert tars.Tars(str(path))[0]["text"] == caption
 
 
+def test_an_index_that_another_process_made_meanwhile_is_never_missing(tmp_path, monkeypatch):
+    path, scan, removed = str(tmp_path / "a.tar"), tars.scan_tar, []
+    write_files(path, samples(3))
+
+    def scan_while_another_does(path, text_type):
+        monkeypatch.setattr(tars, "scan_tar", scan)
+        tars.index_tar(path, text_type)
+        return scan(path, text_type)
+
+    monkeypatch.setattr(tars, "scan_tar", scan_while_another_does)
+    monkeypatch.setattr(os, "remove", removed.append)
+    assert os.path.isfile(tars.index_tar(path, "txt")) and not removed
+
+
 def test_a_damaged_index_is_made_anew(tmp_path):
     """Also one that would run code: NumPy is told not to unpickle."""
     path = write_files(tmp_path / "a.tar", samples(5))
