@@ -318,6 +318,14 @@ def test_documents_without_text_are_an_error(packing):
             next(iter(make([[{"text": ""}] * 3], tokenizer=specials, packing=packing)))
 
 
+def test_each_stream_meets_the_only_text_of_a_small_source(monkeypatch):
+    monkeypatch.setattr(text, "DOCUMENTS_PER_STREAM", 10)
+    small = [{"text": "7"}, *[{"text": ""}] * 4]
+    for seed in range(4):  # each row of the batch is a stream
+        tokens = take(iter(make([corpus(40, 20), small], seed=seed)), 40)["tokens"]
+        assert ((tokens == 7).sum((0, 2)) > 0).all()
+
+
 def test_a_single_text_among_empty_ones_is_read(tmp_path):
     texts = [{"text": ""}] * 99 + [{"text": "7"}]
     for seed in range(9):
