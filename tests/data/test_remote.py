@@ -219,6 +219,7 @@ def test_without_network_files_come_from_the_cache_of_the_hub(hub_server, tmp_pa
     hub_server.sizes()
     source = make_source(spec, "all")
     assert source[35]["text"] == "b05" * 500 and not hub_server.sizes()
+    assert len(make_source("parquet:hf://datasets/me/words/data/{b,a}.parquet", "all")) == len(source)
 
 
 # --- the documentation ----------------------------------------------------------------------------

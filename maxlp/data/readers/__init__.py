@@ -8,6 +8,7 @@ import bisect
 import glob
 import itertools
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pkgutil import resolve_name
 
@@ -24,11 +25,12 @@ def find_files(pattern: str, suffix: str = "") -> tuple[str, list[str]]:
     """Finds the files of a folder, a glob or a single path, or of a URL that names one of these.
 
     Args:
-      pattern: a folder is searched with all its subfolders; hidden files are left out.
+      pattern: may have braces, as in `{00..07}` or `{a,b}`. A folder is searched with all its subfolders;
+        hidden files are left out.
       suffix: of the files that count in a folder; if none has it, compressed files with it count.
 
     Returns:
-      The folder to which names are relative, and the sorted paths.
+      The folder to which names are relative, and the paths: sorted, but in the order of braces.
 
     Raises:
       ValueError: nothing is found.
@@ -36,21 +38,41 @@ def find_files(pattern: str, suffix: str = "") -> tuple[str, list[str]]:
     if is_url(pattern):
         return resolve_name("maxlp.data.remote:find")(pattern, suffix)
     pattern = os.path.expanduser(pattern)
+    parts = pattern.split(os.sep)[:-1]
+    plain = itertools.takewhile(lambda part: not glob.has_magic(part) and "{" not in part, parts)
+    root = os.sep.join(plain) or (os.sep if pattern.startswith(os.sep) else os.curdir)
+    if os.path.exists(pattern):
+        return (pattern if os.path.isdir(pattern) else root), _find(pattern, suffix)
+    return root, [path for each in expand_braces(pattern) for path in _find(each, suffix)]
+
+
+def _find(pattern: str, suffix: str) -> list[str]:
+    """The sorted paths of a folder, a glob or a single path."""
     if os.path.isdir(pattern):
-        root, paths = pattern, of_kind(walk(pattern), suffix)
-        missing = f"no {suffix or 'readable'} file in the folder {pattern}"
-    elif glob.has_magic(pattern):
-        parts = itertools.takewhile(lambda part: not glob.has_magic(part), pattern.split(os.sep))
-        root = os.sep.join(parts) or (os.sep if pattern.startswith(os.sep) else os.curdir)
-        paths = [path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
-        missing = f"no file matches {pattern}"
+        paths = of_kind(walk(pattern), suffix)
+        missing = f"no {suffix or 'readable'} file in the folder"
     else:
-        root = os.path.dirname(pattern) or os.curdir
-        paths = [pattern] if os.path.isfile(pattern) else []
-        missing = f"no file or folder {pattern}"
+        found = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
+        paths = [path for path in found if os.path.isfile(path)]
+        missing = "no file matches" if glob.has_magic(pattern) else "no file or folder"
     if not paths:
-        raise ValueError(f"{missing}; check the path")
-    return root, sorted(paths)
+        raise ValueError(f"{missing} {pattern}; check the path")
+    return sorted(paths)
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """`a{00..02}{x,y}` → a00x, a00y, a01x …"""
+    match = re.search(r"\{([^{}]*)\}", pattern)
+    if not match:
+        return [pattern]
+    bounds = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
+    if bounds:
+        width = len(bounds[1]) if len(bounds[1]) == len(bounds[2]) or bounds[1][0] == "0" else 0
+        middles = [f"{number:0{width}d}" for number in range(int(bounds[1]), int(bounds[2]) + 1)]
+    else:
+        middles = match[1].split(",")
+    rest = expand_braces(pattern[match.end() :])
+    return [pattern[: match.start()] + middle + tail for middle in middles for tail in rest]
 
 
 def of_kind(paths: Iterable[str], suffix: str) -> list[str]:

@@ -29,7 +29,7 @@ import numpy as np
 from absl import logging
 
 from maxlp.data.readers import COMPRESSED, BrokenExample, find_files, locate, of_kind
-from maxlp.data.readers.access import expand_braces, open_file, read_range, uncompressed
+from maxlp.data.readers.access import open_file, read_range, uncompressed
 from maxlp.data.sources import VALIDATION, Source, Spec
 from maxlp.data.specs import one_line
 from maxlp.runtime.files import is_url
@@ -129,26 +129,15 @@ def find_tars(pattern: str) -> list[str]:
     Raises:
       ValueError: no tar is found, or one that the braces name is missing.
     """
-    paths = (
-        find_files(pattern, ".tar")[1] if is_url(pattern) else _find_on_disk(os.path.expanduser(pattern))
-    )
+    folder = os.path.expanduser(pattern)
+    if os.path.isdir(folder):  # without its subfolders
+        if not (paths := of_kind(sorted(glob.glob(os.path.join(glob.escape(folder), "*"))), ".tar")):
+            raise ValueError(f"no .tar in the folder {folder}; check the path")
+    else:
+        _, paths = find_files(pattern, ".tar")
     for path in paths:
         if not path.endswith((".tar", *(f".tar{each}" for each in COMPRESSED), ".tgz")):
             raise ValueError(f"{path} is not a .tar, nor a compressed one")
-    return paths
-
-
-def _find_on_disk(pattern: str) -> list[str]:
-    if os.path.isdir(pattern):
-        if not (paths := of_kind(sorted(glob.glob(os.path.join(glob.escape(pattern), "*"))), ".tar")):
-            raise ValueError(f"no .tar in the folder {pattern}; check the path")
-        return paths
-    paths = []
-    for each in expand_braces(pattern):
-        found = sorted(glob.glob(each, recursive=True)) if glob.has_magic(each) else [each]
-        paths += [path for path in found if os.path.isfile(path)]
-        if not found or not os.path.isfile(found[0]):
-            raise ValueError(f"no file {each}; check the path and the range of its braces")
     return paths
 
 

@@ -19,6 +19,22 @@ def test_text_files_are_read_byte_for_byte(tmp_path):
     assert texts_of(make_source(f"text:{tmp_path}", "all", any_bytes=True)) == expected
 
 
+def test_braces_name_files_and_folders_in_their_order(tmp_path):
+    for name in ("a/1.txt", "a/2.txt", "b/1.txt", "c[1]/x{1}.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    for pattern, expected in {
+        "{b,a}/1.txt": [b"b/1.txt", b"a/1.txt"],
+        "{b,a}/*.txt": [b"b/1.txt", b"a/1.txt", b"a/2.txt"],
+        "{b,a}": [b"b/1.txt", b"a/1.txt", b"a/2.txt"],
+        "a/{1..2}.txt": [b"a/1.txt", b"a/2.txt"],
+        "c[1]/x{1}.txt": [b"c[1]/x{1}.txt"],  # a file of this name
+    }.items():
+        assert texts_of(make_source(f"text:{tmp_path}/{pattern}", "all")) == expected
+    assert f"no file or folder {tmp_path}/a/3.txt" in error_of(f"text:{tmp_path}/a/{{1..3}}.txt")
+    assert f"no file matches {tmp_path}/d/*.txt" in error_of(f"text:{tmp_path}/{{a,d}}/*.txt")
+
+
 def test_a_file_in_another_encoding_is_named(tmp_path):
     (tmp_path / "1.txt").write_text("größer")
     (tmp_path / "2.txt").write_text("größer", encoding="latin-1")
