@@ -39,9 +39,9 @@ def encode(
 
     Args:
       x: any shape, computed on in float32.
-      signed: False for numbers that are never negative. In floats (but bfloat16), dynamic8 and
-        companded8 those that are not zero are then stored as at least the smallest positive value of the
-        format, because an update is divided by the root of a second moment.
+      signed: False for numbers that are never negative. Those that are not zero are then stored as at
+        least the smallest positive value of the format (not of bfloat16, which has float32's range),
+        because an update is divided by the root of a second moment.
       block_size: entries of the last dim that share a scale; 0: all of a tensor.
       layer_axes: number of leading axes that count tensors.
       key: random key, for the formats that round stochastically (bfloat16, float8_e5m2).
@@ -111,12 +111,11 @@ def _from_codes(codes: jax.Array, to: Format, signed: bool) -> jax.Array:
 
 
 def _smallest_code(to: Format) -> np.ndarray | None:
-    """The code of the smallest positive value, None for formats that may lose small numbers."""
-    if to.kind in ("dynamic", "companded"):
-        return np.asarray(1, to.dtype)
-    if to.kind == "float" and to.needs_scale:
-        return np.asarray(jnp.finfo(to.dtype).smallest_subnormal, to.dtype)
-    return None
+    """The code of the smallest positive value; None for bfloat16, and for int4, which has no moments."""
+    if not to.needs_scale or to.bits == 4:
+        return None
+    is_float = to.kind == "float"
+    return np.asarray(jnp.finfo(to.dtype).smallest_subnormal if is_float else 1, to.dtype)
 
 
 def _bits(x: jax.Array) -> jax.Array:

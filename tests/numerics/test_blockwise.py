@@ -105,7 +105,7 @@ def test_companded8_is_within_half_a_step_of_its_function(signed):
     np.testing.assert_allclose(got[top], x[top], rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["dynamic8", "companded8", *FLOATS])
+@pytest.mark.parametrize("name", ["dynamic8", "companded8", "int8", *FLOATS])
 def test_a_second_moment_never_becomes_zero(name):
     x = np.float32([[0.0, 1e-30, 1e-20, 1e-12, 1e-3, 1.0]])
     got = recoded(x, name, signed=False)
