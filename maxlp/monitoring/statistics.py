@@ -8,12 +8,11 @@ host, `flat` turns them into scalars.
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from maxlp.optim.rms import Rms
-from maxlp.optim.tree_utils import by_name, layer_axes, widened
+from maxlp.optim.tree_utils import by_name, tensor_norm, widened
 
 Tensors = dict[str, jax.Array]
 
@@ -41,11 +40,7 @@ def tensor_statistics(grads: optax.Updates, opt_state: optax.OptState, *, rms: R
 
 def tensor_norms(tree: Any) -> Tensors:
     """L2 norm of each tensor, for each layer of a stack."""
-
-    def norm(path: Any, x: jax.Array) -> jax.Array:
-        return jnp.sqrt(jnp.sum(jnp.square(x), axis=tuple(range(layer_axes(path), x.ndim))))
-
-    return by_name(jax.tree.map_with_path(norm, widened(tree)))
+    return by_name(jax.tree.map_with_path(tensor_norm, widened(tree)))
 
 
 # --- on the host --------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import optax
 from jax.tree_util import KeyPath
 
 from maxlp.optim.config import Conflict, OptimizerConfig, OptimizerKind
-from maxlp.optim.tree_utils import LayerAxes, layer_axes, over_tensor, tensor_mean, widened
+from maxlp.optim.tree_utils import over_tensor, tensor_mean, widened
 from maxlp.schema import CountOrZero, DecayRate, PositiveFraction, Range
 
 
@@ -20,7 +20,6 @@ def scale_by_adafactor(
     decay_rate: PositiveFraction = 0.8,
     min_dim_size_to_factor: CountOrZero = 128,
     clipping_threshold: Annotated[float, Range(above=0, infinite=True)] = 1.0,
-    layer_axes: LayerAxes = layer_axes,
 ) -> optax.GradientTransformation:
     """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235, algorithm 4) with an external learning rate.
 
@@ -34,14 +33,13 @@ def scale_by_adafactor(
       decay_rate: the second moment decays at the rate 1 - t^-decay_rate.
       min_dim_size_to_factor: tensors whose second largest dim is smaller keep the whole moment.
       clipping_threshold: the largest RMS of a step.
-      layer_axes: gives the number of leading layer axes of the parameter at a path.
     """
 
     def clip(updates: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
         del params
 
         def one(path: KeyPath, u: jax.Array) -> jax.Array:
-            rms = jnp.sqrt(tensor_mean(jnp.square(widened(u)), layer_axes(path)))
+            rms = jnp.sqrt(tensor_mean(path, jnp.square(widened(u))))
             return (u / over_tensor(jnp.maximum(1.0, rms / clipping_threshold), u)).astype(u.dtype)
 
         return jax.tree.map_with_path(one, updates)

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import KeyPath
 
 from maxlp.optim.config import AdaGCConfig
-from maxlp.optim.tree_utils import LayerAxes, layer_axes, over_tensor, widened
+from maxlp.optim.tree_utils import layer_axes, over_tensor, tensor_norm, widened
 
 
 class AdaGCState(NamedTuple):
@@ -26,9 +25,7 @@ class AdaGCState(NamedTuple):
     norms: optax.Updates
 
 
-def clip_by_own_norms(
-    config: AdaGCConfig, clip_norm: float = 0.0, *, layer_axes: LayerAxes = layer_axes
-) -> optax.GradientTransformation:
+def clip_by_own_norms(config: AdaGCConfig, clip_norm: float = 0.0) -> optax.GradientTransformation:
     """AdaGC, for the beginning of a chain.
 
     A gradient of zeros, as of an adapter in the first step, says nothing about later ones: it leaves γ as
@@ -37,7 +34,6 @@ def clip_by_own_norms(
     Args:
       config: ratio, decay, warm-up.
       clip_norm: the bound of the global norm in the warm-up; 0 does not clip there.
-      layer_axes: gives the number of leading layer axes of the parameter at a path.
     """
 
     def init(params: optax.Params) -> AdaGCState:
@@ -53,9 +49,6 @@ def clip_by_own_norms(
         if clip_norm:
             first = jnp.minimum(1.0, clip_norm / jnp.maximum(optax.tree.norm(widened(updates)), 1e-30))
 
-        def norm(path: KeyPath, g: jax.Array) -> jax.Array:
-            return jnp.sqrt(jnp.sum(jnp.square(g), axis=tuple(range(layer_axes(path), g.ndim))))
-
         def factor(norm: jax.Array, average: jax.Array) -> jax.Array:
             own = jnp.minimum(1.0, config.ratio * average / jnp.where(norm > 0, norm, 1.0))
             return jnp.where(warming, first, own)
@@ -66,7 +59,7 @@ def clip_by_own_norms(
             new = jnp.where(warming | jnp.isinf(average), jnp.minimum(average, clipped), mixed)
             return jnp.where(norm == 0, average, new)
 
-        norms = jax.tree.map_with_path(norm, widened(updates))
+        norms = jax.tree.map_with_path(tensor_norm, widened(updates))
         factors = jax.tree.map(factor, norms, state.norms)
         averages = jax.tree.map(next_average, norms, factors, state.norms)
         clipped = jax.tree.map(lambda g, f: (g * over_tensor(f, g)).astype(g.dtype), updates, factors)

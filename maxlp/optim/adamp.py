@@ -22,7 +22,7 @@ from jax.tree_util import KeyPath
 
 from maxlp.optim.config import Conflict, OptimizerConfig, OptimizerKind
 from maxlp.optim.stable_adamw import divide_decay
-from maxlp.optim.tree_utils import LayerAxes, find_states, layer_axes, leaf_name, over_tensor, widened
+from maxlp.optim.tree_utils import find_states, layer_axes, leaf_name, over_tensor, widened
 from maxlp.schema import NotNegative, PositiveFraction
 
 
@@ -43,7 +43,6 @@ def scale_by_adamp(
     *,
     delta: NotNegative = 0.1,
     wd_ratio: PositiveFraction = 0.1,
-    layer_axes: LayerAxes = layer_axes,
 ) -> optax.GradientTransformation:
     """Adam's step without its radial part, for tensors of each layer with at least two dims.
 
@@ -54,7 +53,6 @@ def scale_by_adamp(
       mu_dtype: dtype of the first moment; None for float32.
       delta: δ above, the threshold of orthogonality.
       wd_ratio: factor on the weight decay where the radial part is removed.
-      layer_axes: gives the number of leading layer axes of the parameter at a path.
     """
     adam = optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype)
 

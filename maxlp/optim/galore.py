@@ -34,7 +34,7 @@ from jax.tree_util import KeyPath
 from maxlp.numerics.blockwise import decode, encode
 from maxlp.optim.config import GaloreConfig, OptimizerConfig
 from maxlp.optim.partition import check_matrices, map_moments
-from maxlp.optim.tree_utils import LayerAxes, layer_axes, matches, name_of
+from maxlp.optim.tree_utils import layer_axes, matches, name_of
 
 OVERSAMPLING, POWER_ITERATIONS = 8, 2  # Halko et al. 2011 (arXiv:0909.4061): 5 to 10, and 1 or 2
 OVERLAPS = 5  # past refreshes that decide whether a lazy layer doubles its gap
@@ -92,22 +92,19 @@ class Side(NamedTuple):
     rank: int
 
 
-def galore(
-    inner: optax.GradientTransformation, config: GaloreConfig, *, layer_axes: LayerAxes = layer_axes
-) -> optax.GradientTransformation:
+def galore(inner: optax.GradientTransformation, config: GaloreConfig) -> optax.GradientTransformation:
     """Runs `inner` on the projected gradients of the targeted kernels and on all others as they are.
 
     Args:
       inner: a rescaling that does not need the parameters: `scale_by_adam`, `scale_by_stable_adam`, …
       config: rank, refreshes and targets.
-      layer_axes: gives the number of leading layer axes of the parameter at a path.
 
     Raises:
       ValueError: at `init`, a target that matches no parameter or one that is not a matrix.
     """
 
     def init(params: optax.Params) -> GaloreState:
-        check_targets(params, config, layer_axes=layer_axes)
+        check_targets(params, config)
         spaces = jax.tree.map_with_path(lambda k, p: _no_subspace(k, p, layer_axes(k), config), params)
         seen = jax.tree.map(lambda p, space: _zeros_projected(p, space, config), params, spaces)
         return GaloreState(jnp.zeros([], jnp.int32), spaces, inner.init(seen))
@@ -133,16 +130,14 @@ def galore(
 # --- init -----------------------------------------------------------------------------------------------
 
 
-def check_targets(
-    params: optax.Params, config: GaloreConfig, *, layer_axes: LayerAxes = layer_axes
-) -> None:
+def check_targets(params: optax.Params, config: GaloreConfig) -> None:
     """Checks that every target is a matrix that can be projected.
 
     Raises:
       ValueError: a target that matches no parameter or one that is not a matrix, or a projector with an odd
         rank in int4.
     """
-    check_matrices("galore.targets", config.targets, params, layer_axes)
+    check_matrices("galore.targets", config.targets, params)
     for path, p in jax.tree.flatten_with_path(params)[0]:
         if not matches(path, config.targets):
             continue

@@ -17,7 +17,7 @@ from maxlp.numerics.blockwise import decode, encode
 from maxlp.numerics.formats import Quantized
 from maxlp.optim.config import LowBitConfig
 from maxlp.optim.partition import map_moments
-from maxlp.optim.tree_utils import LayerAxes, layer_axes
+from maxlp.optim.tree_utils import layer_axes
 
 
 class LowBitState(NamedTuple):
@@ -27,9 +27,7 @@ class LowBitState(NamedTuple):
     inner: optax.OptState
 
 
-def low_bit(
-    inner: optax.GradientTransformation, config: LowBitConfig, *, layer_axes: LayerAxes = layer_axes
-) -> optax.GradientTransformation:
+def low_bit(inner: optax.GradientTransformation, config: LowBitConfig) -> optax.GradientTransformation:
     """The transformation with its moments stored in few bits.
 
     The first moment needs precision; the second needs range, because its root is a divisor: Fishman et
@@ -41,7 +39,6 @@ def low_bit(
     Args:
       inner: a transformation whose state has moments `mu` or `nu`; GaLore goes inside.
       config: formats and block size.
-      layer_axes: gives the number of leading layer axes of the parameter at a path.
     """
 
     def init(params: optax.Params) -> LowBitState:
@@ -51,12 +48,12 @@ def low_bit(
         map_moments(lambda *moment: found.append(moment), state)
         assert found or not jax.tree.leaves(params), "the inner transformation has no moments"
         count = jnp.zeros([], jnp.int32)
-        return LowBitState(count, _packed(state, count, config, layer_axes))
+        return LowBitState(count, _packed(state, count, config))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
         updates, new = inner.update(updates, _unpacked(state.inner, config), params)
         count = optax.safe_increment(state.count)
-        return updates, LowBitState(count, _packed(new, count, config, layer_axes))
+        return updates, LowBitState(count, _packed(new, count, config))
 
     return optax.GradientTransformation(init, update)
 
@@ -65,9 +62,7 @@ def _formats(config: LowBitConfig) -> dict[str, str]:
     return {"mu": config.mu or "float32", "nu": config.nu or "float32"}
 
 
-def _packed(
-    state: optax.OptState, count: Any, config: LowBitConfig, layer_axes: LayerAxes
-) -> optax.OptState:
+def _packed(state: optax.OptState, count: Any, config: LowBitConfig) -> optax.OptState:
     """The state with its moments encoded; stochastic rounding depends on the seed and `count`."""
     formats = _formats(config)
     numbers = itertools.count()

@@ -150,7 +150,7 @@ def options_of(name: str) -> dict[str, Any]:
     scale_by = pkgutil.resolve_name(OPTIMIZERS[name]).scale_by
     hints = schema.annotations(scale_by) | OPTAX_HINTS
     parameters = inspect.signature(scale_by).parameters
-    return {key: hints[key] for key in parameters if key not in (*SHARED, "layer_axes")}
+    return {key: hints[key] for key in parameters if key not in SHARED}
 
 
 class AveragePart(NamedTuple):

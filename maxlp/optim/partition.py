@@ -7,7 +7,7 @@ import jax
 import optax
 from jax.tree_util import GetAttrKey, KeyPath
 
-from maxlp.optim.tree_utils import LayerAxes, layer_axes, matches, name_of
+from maxlp.optim.tree_utils import layer_axes, matches, name_of
 
 MOMENTS = ("mu", "nu")  # optax's field names for the first and second moment, used by all of its states
 
@@ -27,9 +27,7 @@ def by_target(
     return optax.partition({**pair}, labels)
 
 
-def check_matrices(
-    key: str, targets: Sequence[str], params: optax.Params, layer_axes: LayerAxes = layer_axes
-) -> None:
+def check_matrices(key: str, targets: Sequence[str], params: optax.Params) -> None:
     """Checks that every target of an optimizer matches parameters, and only matrices.
 
     Args:

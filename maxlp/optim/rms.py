@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from maxlp.optim.config import OptimizerConfig
-from maxlp.optim.tree_utils import by_name, find_states, layer_axes, name_of, tensor_mean, widened
+from maxlp.optim.tree_utils import by_name, find_states, name_of, tensor_mean, widened
 
 Rms = Callable[[optax.Updates, optax.OptState], dict[str, jax.Array]]
 
@@ -45,5 +45,5 @@ def _second_moment_rms(
         if path in moments:
             v = moments[path].astype(g.dtype) / debias
             ratio = jnp.square(scale * g) / jnp.maximum(v, config.eps**2)
-            rms[name_of(path)] = jnp.sqrt(tensor_mean(ratio, layer_axes(path)))
+            rms[name_of(path)] = jnp.sqrt(tensor_mean(path, ratio))
     return rms

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from maxlp.optim.config import OPTIMIZERS, OptimizerConfig
-from maxlp.optim.tree_utils import layer_axes, over_tensor, zero_unless
+from maxlp.optim.tree_utils import over_tensor, tensor_axes, zero_unless
 
 
 def refusal(config: OptimizerConfig) -> str | None:
@@ -33,7 +33,7 @@ def skip_nonfinite_tensors(tx: optax.GradientTransformation) -> optax.GradientTr
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         def is_finite(path: Any, grad: jax.Array) -> jax.Array:
-            return jnp.isfinite(grad).all(axis=tuple(range(layer_axes(path), grad.ndim)))
+            return jnp.isfinite(grad).all(axis=tensor_axes(path, grad))
 
         finite = jax.tree.map_with_path(is_finite, updates)
         like_params = jax.tree.structure(updates)

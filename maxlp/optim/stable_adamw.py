@@ -27,7 +27,7 @@ from jax.tree_util import KeyPath
 
 from maxlp import schema
 from maxlp.optim.config import OptimizerConfig, OptimizerKind
-from maxlp.optim.tree_utils import LayerAxes, find_states, layer_axes, over_tensor, tensor_mean, widened
+from maxlp.optim.tree_utils import find_states, layer_axes, over_tensor, tensor_mean, widened
 from maxlp.schema import PositiveFraction, Range
 
 ClipThreshold = Annotated[float, Range(above=0, infinite=True)]
@@ -51,7 +51,6 @@ def scale_by_stable_adam(
     *,
     clip_threshold: ClipThreshold = CLIP_THRESHOLD,
     decay_rate: PositiveFraction | None = None,
-    layer_axes: LayerAxes = layer_axes,
 ) -> optax.GradientTransformation:
     """Adam's step divided by max(1, RMS_t / clip_threshold), for each tensor of each layer.
 
@@ -64,7 +63,6 @@ def scale_by_stable_adam(
       mu_dtype: dtype of the first moment; None for float32.
       clip_threshold: d above; `inf` is Adam that records its RMS_t.
       decay_rate: λ above; None keeps β2 constant at b2.
-      layer_axes: gives the number of leading layer axes of the parameter at a path.
 
     Raises:
       ValueError: clip_threshold is not positive, or decay_rate is not in (0, 1].
@@ -104,7 +102,7 @@ def scale_by_stable_adam(
         nu, nu_hat = second_moment(wide, state.nu, count)
 
         def rms(path: KeyPath, g: jax.Array, v: jax.Array) -> jax.Array:
-            return jnp.sqrt(tensor_mean(jnp.square(g) / jnp.maximum(v, eps**2), layer_axes(path)))
+            return jnp.sqrt(tensor_mean(path, jnp.square(g) / jnp.maximum(v, eps**2)))
 
         def step(g: jax.Array, m: jax.Array, v: jax.Array, rms: jax.Array) -> jax.Array:
             u = m / (jnp.sqrt(v) + eps)

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import KeyPath
 
 from maxlp.optim.config import OptimizerKind
-from maxlp.optim.tree_utils import LayerAxes, layer_axes, over_tensor, widened, zero_unless
+from maxlp.optim.tree_utils import layer_axes, over_tensor, tensor_axes, widened, zero_unless
 from maxlp.schema import CountOrZero, DecayRate
 
 
@@ -41,7 +40,6 @@ def scale_by_stable_spam(
     squared_norm_decay: DecayRate = 0.9,
     largest_decay: DecayRate = 0.999,
     reset_every: CountOrZero = 1000,
-    layer_axes: LayerAxes = layer_axes,
 ) -> optax.GradientTransformation:
     """Adam's step of gradients that are clipped and normalized as above.
 
@@ -52,7 +50,6 @@ def scale_by_stable_spam(
       b1, b2, eps, mu_dtype: as of `optax.scale_by_adam`.
       norm_decay, squared_norm_decay, largest_decay: g1, g2 and g3 above; the authors' γ₁, γ₂ and γ₃.
       reset_every: updates between resets of the moments; 0 never resets them.
-      layer_axes: gives the number of leading layer axes of the parameter at a path.
     """
     adam = optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype)
 
@@ -69,7 +66,7 @@ def scale_by_stable_spam(
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
         del params
         count = optax.safe_increment(state.count)
-        axes = jax.tree.map_with_path(_tensor_axes, updates)
+        axes = jax.tree.map_with_path(tensor_axes, updates)
 
         def averaged(new: optax.Updates, old: optax.Updates, decay: float) -> tuple[Any, Any]:
             average = jax.tree.map(lambda x, y: decay * y + (1 - decay) * x, new, old)
@@ -93,9 +90,6 @@ def scale_by_stable_spam(
         fresh = jax.tree.map(lambda x: zero_unless(kept, x), state.adam)
         steps, adam_state = adam.update(grads, fresh)
         return steps, StableSpamState(count, thresholds, norm, squared_norm, adam_state)
-
-    def _tensor_axes(path: KeyPath, g: jax.Array) -> tuple[int, ...]:
-        return tuple(range(layer_axes(path), g.ndim))
 
     return optax.GradientTransformation(init, update)
 

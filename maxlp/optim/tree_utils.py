@@ -1,7 +1,7 @@
 """Layers in parameter trees, states in optimizer states, and the names of both."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import jax
@@ -10,7 +10,6 @@ from jax.tree_util import DictKey, KeyPath
 
 from maxlp.schema import RegularExpression
 
-LayerAxes = Callable[[KeyPath], int]
 Targets = tuple[Annotated[str, RegularExpression()], ...]
 
 # Default targets of GaLore and Muon: the matrices of the blocks, without embeddings, head and norms.
@@ -46,9 +45,19 @@ def widened(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
 
 
-def tensor_mean(x: jax.Array, axes: int) -> jax.Array:
-    """The mean of each layer's tensor, (*layers, …) to (*layers), for `axes` leading layer axes."""
-    return jnp.mean(x, axis=tuple(range(axes, x.ndim)))
+def tensor_axes(path: KeyPath, x: jax.Array) -> tuple[int, ...]:
+    """The dims of each layer's tensor in the parameter at a path, (*layers, …)."""
+    return tuple(range(layer_axes(path), x.ndim))
+
+
+def tensor_mean(path: KeyPath, x: jax.Array) -> jax.Array:
+    """The mean of each layer's tensor, (*layers, …) to (*layers)."""
+    return jnp.mean(x, axis=tensor_axes(path, x))
+
+
+def tensor_norm(path: KeyPath, x: jax.Array) -> jax.Array:
+    """The L2 norm of each layer's tensor, (*layers, …) to (*layers)."""
+    return jnp.sqrt(jnp.sum(jnp.square(x), axis=tensor_axes(path, x)))
 
 
 def over_tensor(x: jax.Array, like: jax.Array) -> jax.Array:

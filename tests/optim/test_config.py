@@ -72,8 +72,8 @@ FREE = dict(name="schedule_free_adamw", schedule="constant")
             r"^mu_dtype='bfloat16' cannot be combined with name='adaf",
         ),
         (
-            FREE | {"options": {"layer_axes": 1}},
-            r"^options.layer_axes is unknown; options of name='schedule_free_adamw': none",
+            FREE | {"options": {"rank": 1}},
+            r"^options.rank is unknown; options of name='schedule_free_adamw': none",
         ),
         ({"galore": {"rank": -1}}, r"^rank=-1 must be at least 0"),
         ({"galore": {"rank": 2, "update_proj_gap": 0}}, r"^update_proj_gap=0 must be at least 1"),
