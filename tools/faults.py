@@ -224,8 +224,6 @@ OPTIM = [
     *_in(
         "optim/stable_adamw.py",
         "optim/test_stable_adamw.py",
-        ("jnp.maximum(v, eps**2)", "jnp.maximum(v, eps)"),
-        ("jnp.maximum(v, eps**2)", "(v + eps)"),
         ("u = m / (jnp.sqrt(v) + eps)", "u = m / jnp.sqrt(v + eps)"),
         (
             "optax.tree.bias_correction(nu, b2, count)",
@@ -237,7 +235,6 @@ OPTIM = [
         ("update_moment(wide, state.mu, b1, 1)", "update_moment(wide, state.mu, b2, 1)"),
         ("return jnp.maximum(1.0, rms / clip_threshold)", "return jnp.maximum(clip_threshold, rms)"),
         ("return jnp.maximum(1.0, rms / clip_threshold)", "return jnp.minimum(1.0, rms / clip_threshold)"),
-        ("tensor_mean(path, jnp", "tensor_mean((), jnp"),
         ("wide = widened(updates)", "wide = updates"),
         ("u + (d / over_tensor(divisor, d))", "u + (d * over_tensor(divisor, d))"),
     ),
@@ -335,10 +332,12 @@ OPTIM = [
     *_in(
         "optim/rms.py",
         "optim/test_rms.py",
-        ("jnp.maximum(v, config.eps**2)", "jnp.maximum(v, config.eps)"),
+        ("max(eps**2, ", "max(eps, ", "optim/test_stable_adamw.py"),
+        ("max(eps**2, float(jnp.finfo(jnp.float32).tiny))", "eps**2"),
+        ("jnp.maximum(v, least)", "(v + eps)", "optim/test_stable_adamw.py"),
         ("config.b2 ** state.count", "config.b2 ** (state.count + 1)"),
-        ("jnp.square(scale * g)", "jnp.square(g)"),
-        ("jnp.sqrt(tensor_mean(path, ratio))", "jnp.sqrt(tensor_mean((), ratio))"),
+        ("rms_of_tensor(path, scale * g,", "rms_of_tensor(path, g,"),
+        ("jnp.sqrt(tensor_mean(path, ", "jnp.sqrt(tensor_mean((), "),
     ),
     *_in(
         "optim/partition.py",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath
 
 from maxlp.optim.config import OptimizerConfig
 from maxlp.optim.tree_utils import by_name, find_states, name_of, tensor_mean, widened
@@ -30,10 +31,17 @@ def make_rms(config: OptimizerConfig) -> Rms:
     return functools.partial(_second_moment_rms, state_type=state_type, config=config)
 
 
+def rms_of_tensor(path: KeyPath, g: jax.Array, v: jax.Array, eps: float) -> jax.Array:
+    """RMS_t = √mean(g² / max(v̂, eps²)) of each layer's tensor, (*layers, …) to (*layers), in float32."""
+    # float32 has no eps² below 1e-38. Where there was never a gradient, 0 would be divided by 0.
+    least = max(eps**2, float(jnp.finfo(jnp.float32).tiny))
+    return jnp.sqrt(tensor_mean(path, jnp.square(g) / jnp.maximum(v, least)))
+
+
 def _second_moment_rms(
     grads: optax.Updates, opt_state: optax.OptState, *, state_type: type, config: OptimizerConfig
 ) -> dict[str, jax.Array]:
-    """RMS_t = √mean(g² / max(v̂, eps²)), with v̂ from the state of type `state_type`."""
+    """RMS_t by parameter name, with v̂ from the state of type `state_type`."""
     [(_, state)] = find_states(opt_state, state_type)
     moments = dict(jax.tree.flatten_with_path(state.nu)[0])
     debias = 1 - config.b2 ** state.count.astype(jnp.float32)
@@ -44,6 +52,5 @@ def _second_moment_rms(
     for path, g in jax.tree.flatten_with_path(widened(grads))[0]:
         if path in moments:
             v = moments[path].astype(g.dtype) / debias
-            ratio = jnp.square(scale * g) / jnp.maximum(v, config.eps**2)
-            rms[name_of(path)] = jnp.sqrt(tensor_mean(path, ratio))
+            rms[name_of(path)] = rms_of_tensor(path, scale * g, v, config.eps)
     return rms

@@ -17,17 +17,18 @@ This is not `optax.clip_by_block_rms` after Adam: that bounds m̂/√v̂, which 
 smoothed, and rarely acts at all.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import KeyPath
 
 from maxlp import schema
 from maxlp.optim.config import OptimizerConfig, OptimizerKind
-from maxlp.optim.tree_utils import find_states, layer_axes, over_tensor, tensor_mean, widened
+from maxlp.optim.rms import rms_of_tensor
+from maxlp.optim.tree_utils import find_states, layer_axes, over_tensor, widened
 from maxlp.schema import PositiveFraction, Range
 
 ClipThreshold = Annotated[float, Range(above=0, infinite=True)]
@@ -101,14 +102,11 @@ def scale_by_stable_adam(
         mu_hat = optax.tree.bias_correction(mu, b1, count)
         nu, nu_hat = second_moment(wide, state.nu, count)
 
-        def rms(path: KeyPath, g: jax.Array, v: jax.Array) -> jax.Array:
-            return jnp.sqrt(tensor_mean(path, jnp.square(g) / jnp.maximum(v, eps**2)))
-
         def step(g: jax.Array, m: jax.Array, v: jax.Array, rms: jax.Array) -> jax.Array:
             u = m / (jnp.sqrt(v) + eps)
             return (u / over_tensor(clip_factor(rms, clip_threshold), u)).astype(g.dtype)
 
-        rms_t = jax.tree.map_with_path(rms, wide, nu_hat)
+        rms_t = jax.tree.map_with_path(functools.partial(rms_of_tensor, eps=eps), wide, nu_hat)
         updates = jax.tree.map(step, updates, mu_hat, nu_hat, rms_t)
         return updates, StableAdamState(count, optax.tree.cast(mu, mu_dtype), nu, rms_t)
 

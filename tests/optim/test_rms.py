@@ -90,6 +90,18 @@ def test_parameters_without_a_plain_second_moment_are_left_out(changes, names):
 
 
 @pytest.mark.parametrize("name", ["adamw", "stable_adamw"])
+def test_rms_is_finite_with_an_eps_whose_square_underflows(name):
+    """Rows of tokens that no text has have no gradient: both moments are 0."""
+    optimizer, params = make_optimizer(**BASE | dict(name=name, eps=1e-20)), random_tree(SHAPES, 99)
+    grads = jax.tree.map(jnp.ones_like, params)
+    grads["tok_embed"]["embedding"] = grads["tok_embed"]["embedding"].at[:4].set(0.0)
+    updates, state = jax.jit(optimizer.tx.update)(grads, optimizer.tx.init(params), params)
+    rms = optimizer.rms(grads, state)["tok_embed/embedding"]
+    np.testing.assert_allclose(rms, 0.75**0.5, rtol=1e-5)
+    assert all(jnp.isfinite(u).all() for u in jax.tree.leaves(updates))
+
+
+@pytest.mark.parametrize("name", ["adamw", "stable_adamw"])
 def test_rms_does_not_depend_on_the_size_of_the_gradients(name):
     """Those of a large model are about 1e-5; eps² is far below their squares, eps is not."""
     got, want = (measured(size, name=name, clip_norm=0.0) for size in (1e-5, 1.0))
