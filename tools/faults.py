@@ -434,6 +434,8 @@ OPTIM = [
             "_scale_by_factored_rms(decay_rate, min_dim_size_to_factor)",
             "_scale_by_factored_rms(1 - decay_rate, min_dim_size_to_factor)",
         ),
+        ("sorted(tensor_axes(path, p), ", "sorted(range(p.ndim), "),
+        ("share = rows / jnp.mean(rows, small, keepdims=True)", "share = rows"),
     ),
     *_in(
         "optim/low_bit.py",

@@ -9,8 +9,10 @@ import optax
 from jax.tree_util import KeyPath
 
 from maxlp.optim.config import Conflict, OptimizerConfig, OptimizerKind
-from maxlp.optim.tree_utils import over_tensor, tensor_mean, widened
+from maxlp.optim.tree_utils import over_tensor, tensor_axes, tensor_mean, widened
 from maxlp.schema import CountOrZero, DecayRate, PositiveFraction, Range
+
+EPSILON = 1e-30  # the paper's ε₁, added to squares
 
 
 def scale_by_adafactor(
@@ -24,8 +26,7 @@ def scale_by_adafactor(
     """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235, algorithm 4) with an external learning rate.
 
     The second moment of a matrix is stored as its row and column means, and the step of each tensor of
-    each layer is clipped to an RMS of `clipping_threshold`. The two largest dims are factored: a stack
-    must have fewer layers than its matrices have rows.
+    each layer is clipped to an RMS of `clipping_threshold`. The two largest dims of a tensor are factored.
 
     Args:
       mu_dtype: dtype of the momentum; None for the parameter's.
@@ -52,18 +53,56 @@ def scale_by_adafactor(
 
 
 def _scale_by_factored_rms(decay_rate: float, min_dim_size_to_factor: int) -> optax.GradientTransformation:
-    """`optax.scale_by_factored_rms` that also works without parameters, as inside GaLore.
+    """`optax.scale_by_factored_rms`, and its state, for the tensor of each layer.
 
-    Optax reads only their shapes and dtypes, and those of the updates are the same.
+    Optax takes the two largest dims of a stack, of which one may be its layers.
     """
-    factored = optax.scale_by_factored_rms(
-        decay_rate=decay_rate, min_dim_size_to_factor=min_dim_size_to_factor
-    )
+
+    def factored(path: KeyPath, p: jax.Array) -> list[int]:
+        """The dims over which the second moment has means; none if it is whole."""
+        dims = sorted(tensor_axes(path, p), key=p.shape.__getitem__)[-2:]
+        return dims if len(dims) == 2 and p.shape[dims[0]] >= min_dim_size_to_factor else []
+
+    def init(params: optax.Params) -> optax.FactoredState:
+        def moments(path: KeyPath, p: jax.Array) -> tuple[jax.Array, ...]:
+            none, dims = jnp.zeros((1,), p.dtype), factored(path, p)
+            if not dims:
+                return none, none, jnp.zeros_like(p)
+            row, column = (jnp.zeros(p.shape[:dim] + p.shape[dim + 1 :], p.dtype) for dim in dims[::-1])
+            return row, column, none
+
+        found = jax.tree.map_with_path(moments, params)
+        return optax.FactoredState(jnp.zeros([], jnp.int32), *_transposed(found, params, 3))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
-        return factored.update(updates, state, updates if params is None else params)
+        del params
+        count = optax.safe_increment(state.count)
+        weight = count.astype(jnp.float32) ** -decay_rate
 
-    return optax.GradientTransformation(factored.init, update)
+        def one(path: KeyPath, g: jax.Array, row: jax.Array, column: jax.Array, whole: jax.Array) -> tuple:
+            def average(old: jax.Array, new: jax.Array) -> Any:
+                return ((1 - weight) * old + weight * new).astype(g.dtype)
+
+            square, dims = jnp.square(g) + EPSILON, factored(path, g)
+            if not dims:
+                whole = average(whole, square)
+                return g * whole**-0.5, row, column, whole
+            small, large = dims
+            row, column = average(row, jnp.mean(square, large)), average(column, jnp.mean(square, small))
+            rows, columns = jnp.expand_dims(row, large), jnp.expand_dims(column, small)
+            share = rows / jnp.mean(rows, small, keepdims=True)
+            return g * share**-0.5 * columns**-0.5, row, column, whole
+
+        found = jax.tree.map_with_path(one, updates, state.v_row, state.v_col, state.v)
+        updates, *moments = _transposed(found, updates, 4)
+        return updates, optax.FactoredState(count, *moments)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _transposed(tree: Any, like: Any, size: int) -> tuple:
+    """A tuple of trees, from a tree of tuples."""
+    return jax.tree.transpose(jax.tree.structure(like), jax.tree.structure((0,) * size), tree)
 
 
 def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:

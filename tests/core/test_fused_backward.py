@@ -53,7 +53,7 @@ CASES = {  # optimizer, mesh, model
     "unrolled": (dict(), {}, dict(scan_layers=False)),
     "schedule_free": (dict(name="schedule_free_adamw", schedule="constant"), {}, {}),
     "muon": (dict(name="muon"), {}, {}),
-    "adafactor": (dict(name="adafactor", options=dict(min_dim_size_to_factor=16, momentum=0.9)), {}, {}),
+    "adafactor": (dict(name="adafactor", options=dict(min_dim_size_to_factor=3, momentum=0.9)), {}, {}),
     "kahan": (dict(param_rounding="kahan"), {}, BFLOAT16),
     "float16_master": (dict(param_rounding="float16_master"), {}, BFLOAT16),
     "flash": (dict(param_rounding="residual", low_bit=COMPANDED8), {}, BFLOAT16),

@@ -7,7 +7,8 @@ from maxlp.optim.adafactor import scale_by_adafactor
 from tests.optim.common import random_tree
 
 DECAY, THRESHOLD = 0.7, 0.5
-SHAPES = {"layers": {"mlp": {"up_proj": {"kernel": (2, 6, 8)}}, "mlp_norm": {"scale": (2, 8)}}}
+LAYERS = 9  # more than a matrix has rows
+SHAPES = {"layers": {"mlp": {"up_proj": {"kernel": (LAYERS, 6, 8)}}, "mlp_norm": {"scale": (LAYERS, 8)}}}
 EPS = 1e-30  # Adafactor's ε₁
 
 
@@ -31,7 +32,7 @@ def adafactor(grads):
 def test_three_steps_equal_the_definition_for_each_layer():
     params = random_tree(SHAPES, 0)
     # One layer of larger gradients: a common RMS would clip both layers alike.
-    sizes = np.array([1.0, 30.0], np.float32)
+    sizes = np.array([1.0] * (LAYERS - 1) + [30.0], np.float32)
     grads = [random_tree(SHAPES, seed) for seed in (1, 2, 3)]
     grads[-1] = jax.tree.map(lambda g: g * sizes.reshape(-1, *(1,) * (g.ndim - 1)), grads[-1])
     tx = scale_by_adafactor(decay_rate=DECAY, min_dim_size_to_factor=4, clipping_threshold=THRESHOLD)
@@ -40,9 +41,9 @@ def test_three_steps_equal_the_definition_for_each_layer():
         updates, state = jax.jit(tx.update)(g, state, params)
     kernels = [np.asarray(g["layers"]["mlp"]["up_proj"]["kernel"], np.float64) for g in grads]
     scales = [np.asarray(g["layers"]["mlp_norm"]["scale"], np.float64) for g in grads]
-    for layer in range(2):
+    for layer in range(LAYERS):
         ours = updates["layers"]["mlp"]["up_proj"]["kernel"][layer]
         np.testing.assert_allclose(ours, adafactor([g[layer] for g in kernels]), rtol=1e-5, atol=1e-7)
         ours = updates["layers"]["mlp_norm"]["scale"][layer]
-        # The rows and columns of a stack of vectors are layers and entries: it is not factored.
+        # A stack of vectors is a matrix of layers and entries: it is not factored.
         np.testing.assert_allclose(ours, adafactor([g[layer] for g in scales]), rtol=1e-5, atol=1e-7)
