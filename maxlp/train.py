@@ -168,6 +168,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
         if ends:
             break
     else:
+        recorder.flush()
         save(checkpoints, n, state, data_state, recorder)
         raise data_ended(n, s.train.total_steps, error)
     checkpoints.wait()

@@ -348,12 +348,13 @@ def test_the_end_of_the_data_is_reported_and_saved(tmp_path):
     for i in range(40):
         (tmp_path / "corpus" / f"{i}.txt").write_text(f"{i} bottles of beer on the wall. " * 20)
     options = [f"--config.data.source=text:{tmp_path}/corpus?validation=0.1", "--config.data.num_epochs=1"]
-    process = start(tmp_path / "run", *options, "--config.train.total_steps=1000")
+    process = start(tmp_path / "run", *options, "--config.train.total_steps=1000", devices=2)
     out = finish(process, code=2)
     message = out.splitlines()[-1]
     assert "the data ended at step" in message and "num_epochs" in message
     ended = int(message.split("ended at step ")[1].split()[0])
     assert (tmp_path / "run" / "checkpoints" / str(ended)).exists()
+    assert max(losses(tmp_path / "run")) == ended  # the record of a step comes before its checkpoint
 
 
 @pytest.mark.full

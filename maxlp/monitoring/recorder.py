@@ -90,16 +90,23 @@ class Recorder:
           FloatingPointError: the loss is not finite.
         """
         for done, values in self._fetch.push(step, metrics, wait=wait):
-            self._throughput.tick(done, float(values.get("tau", done)))
-            self._means.add(values)
-            if spike := self._watch.observe(done, values):  # before its step is saved
-                self._watch.act(self._workdir, spike, values)
-            if done % self._log_every == 0 or (last and done == step):
-                record = {
-                    f"train/{name}": value for name, value in (flat(values) | self._means.take()).items()
-                }
-                running = self._throughput.report() | memory_metrics() | self._batches.metrics()
-                self._writer.write(done, record | running)
+            self._take(done, values, record=last and done == step)
+
+    def flush(self) -> None:
+        """Waits for the last step and takes its metrics, as `push` with `wait` would have done."""
+        for done, values in self._fetch.flush():
+            self._take(done, values)
+
+    def _take(self, step: int, values: Any, record: bool = False) -> None:
+        self._throughput.tick(step, float(values.get("tau", step)))
+        self._means.add(values)
+        if spike := self._watch.observe(step, values):  # before its step is saved
+            self._watch.act(self._workdir, spike, values)
+        if record or step % self._log_every == 0:
+            metrics = flat(values) | self._means.take()
+            train = {f"train/{name}": value for name, value in metrics.items()}
+            running = self._throughput.report() | memory_metrics() | self._batches.metrics()
+            self._writer.write(step, train | running)
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint stores: the state of the watch, and the means since the last record."""

@@ -57,6 +57,11 @@ class DelayedFetch:
             self._pending = [done.pop()]
         return ((step, jax.device_get(metrics)) for step, metrics in done)
 
+    def flush(self) -> Iterator[tuple[int, Any]]:
+        """Returns the step that `push` keeps, if any, as `push` does."""
+        done, self._pending = self._pending, []
+        return ((step, jax.device_get(metrics)) for step, metrics in done)
+
 
 class Throughput:
     """Tokens (or images) per second, step time, MFU and remaining time (ETA) of finished steps.

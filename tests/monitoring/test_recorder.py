@@ -90,6 +90,20 @@ def test_a_run_that_stops_within_an_interval_writes_the_records_of_one_that_does
     assert got[8]["train/loss"] == np.mean([np.float32(1 / n) for n in range(5, 9)], dtype=np.float64)
 
 
+def test_flush_takes_the_metrics_of_the_last_step_without_a_record_of_its_own():
+    watch, writer = Observer(), Writer()
+    recorder = Recorder(Throughput(), watch, writer, Batches(), Path("unused"), 3, {})
+    for step in range(1, 9):
+        recorder.push(step, {"loss": jnp.float32(step / 8)}, wait=False, last=False)
+        if step in (6, 8):
+            recorder.flush()
+            assert max(watch.seen) == step
+    assert list(writer.records) == [3, 6]
+    recorder.flush()
+    assert watch.seen == {step: step / 8 for step in range(1, 9)}
+    assert recorder.meta()["interval"] == {"sums": {"loss": 15 / 8}, "steps": 2}
+
+
 def test_a_checkpoint_without_sums_begins_an_interval():
     rest, _ = records((4,), {"watch": records(range(1, 4), {})[1]["watch"]})
     assert rest[4]["train/loss"] == 0.25
