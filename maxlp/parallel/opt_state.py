@@ -23,7 +23,27 @@ class OfLayers(NamedTuple):
 
 
 def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Shardings of ``tx.init(params)``, so that the state is initialized already sharded.
+    """Shardings of ``tx.init(params)``, so that the state is initialized already sharded; see `places`.
+
+    What ``tx.init`` puts into the host's memory (`optim.offload`) is initialized and kept there.
+
+    Args:
+      params: the parameters as `jax.ShapeDtypeStruct` with shardings.
+    """
+    jaxpr, shapes = jax.make_jaxpr(tx.init, return_shape=True)(params)
+    where, structure = jax.tree.flatten(places(shapes, params, mesh))
+    # JAX drops the memory kind for devices without memories, such as a GPU that is only compiled for.
+    here = isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].addressable_memories()
+    return structure.unflatten(
+        NamedSharding(mesh if here else mesh.abstract_mesh, place.spec, memory_kind="pinned_host")
+        if aval.memory_space == jax.memory.Space.Host
+        else place
+        for place, aval in zip(where, jaxpr.out_avals, strict=True)
+    )
+
+
+def places(opt_state: Any, params: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """How a mesh splits the state of an optimizer.
 
     A leaf belongs to the parameter whose path is part of its own path; counters belong to none and are
     replicated. A leaf that belongs to a parameter
@@ -37,10 +57,9 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mes
 
     Of `PerReplica` the first dim is split over ``data``, and the others as above; `OfLayers` by its layers.
 
-    What ``tx.init`` puts into the host's memory (`optim.offload`) is initialized and kept there.
-
     Args:
-      params: the parameters as `jax.ShapeDtypeStruct` with shardings.
+      opt_state: as shapes.
+      params: the parameters as `jax.ShapeDtypeStruct` with shardings on this mesh.
     """
     by_path = dict(jax.tree.flatten_with_path(params)[0])
 
@@ -51,9 +70,9 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mes
     def one(path: tuple, leaf: Any) -> Any:
         if isinstance(leaf, PerReplica):
             mine = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), leaf.state)
-            places = jax.tree.map_with_path(one, mine, is_leaf=_is_whole)
+            split = jax.tree.map_with_path(one, mine, is_leaf=_is_whole)
             first = spec("replica")
-            return PerReplica(jax.tree.map(lambda x: x.update(spec=PartitionSpec(*first, *x.spec)), places))
+            return PerReplica(jax.tree.map(lambda x: x.update(spec=PartitionSpec(*first, *x.spec)), split))
         if isinstance(leaf, OfLayers):
             from maxlp.parallel.by_layers import spec_of_layers
 
@@ -64,16 +83,7 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mes
         codes = _like_param(leaf.codes.shape, param, mesh)
         return leaf._replace(codes=codes, scale=_divisible(codes, leaf.scale.shape))
 
-    jaxpr, shapes = jax.make_jaxpr(tx.init, return_shape=True)(params)
-    where, structure = jax.tree.flatten(jax.tree.map_with_path(one, shapes, is_leaf=_is_whole))
-    # JAX drops the memory kind for devices without memories, such as a GPU that is only compiled for.
-    here = isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].addressable_memories()
-    return structure.unflatten(
-        NamedSharding(mesh if here else mesh.abstract_mesh, place.spec, memory_kind="pinned_host")
-        if aval.memory_space == jax.memory.Space.Host
-        else place
-        for place, aval in zip(where, jaxpr.out_avals, strict=True)
-    )
+    return jax.tree.map_with_path(one, opt_state, is_leaf=_is_whole)
 
 
 def _is_whole(x: Any) -> bool:

@@ -4,16 +4,17 @@ import dataclasses
 import math
 import pkgutil
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from maxlp import families
 from maxlp.core.train_state import State, abstract_state, num_params
 from maxlp.optim.muon import TOGETHER
 from maxlp.optim.soap import Side
+from maxlp.parallel.opt_state import places
 from maxlp.parallel.sharding import abstract_mesh
 from maxlp.planning.hlo import Collective
 from maxlp.precision import blocks, scatter
@@ -24,7 +25,12 @@ from maxlp.run.settings import Machine, Settings
 
 @dataclasses.dataclass(frozen=True)
 class StateShapes:
-    """The training state as shapes and partition specs, which are the same on every mesh."""
+    """The training state as shapes.
+
+    Attributes:
+      tree: on one mesh. On every mesh its parameters have the same partition specs, and the state of the
+        optimizer those of `opt_state.places`.
+    """
 
     tree: State
     _bytes: dict = dataclasses.field(default_factory=dict, compare=False, repr=False)
@@ -55,10 +61,14 @@ class StateShapes:
         like it.
         """
         held, turning = 0.0, 0.0
-        leaves = jax.tree.leaves(self.tree["opt_state"], is_leaf=lambda x: isinstance(x, Side))
-        for side in (x for x in leaves if isinstance(x, Side)):
-            where = NamedSharding(mesh, side.gram.sharding.spec)
-            *layers, m, n = where.shard_shape(side.gram.shape)
+
+        def is_side(x: Any) -> bool:
+            return isinstance(x, Side)
+
+        if not any(map(is_side, jax.tree.leaves(self.tree["opt_state"], is_leaf=is_side))):
+            return held, turning
+        for side in filter(is_side, jax.tree.leaves(self._on(mesh, "opt_state"), is_leaf=is_side)):
+            *layers, m, n = side.gram.sharding.shard_shape(side.gram.shape)
             stack, whole = 4.0 * math.prod((*layers, m, n)), 4.0 * side.gram.shape[-1] ** 2
             held += 2 * stack
             if [*layers] != [*side.gram.shape[:-2]]:
@@ -73,15 +83,27 @@ class StateShapes:
     def _bytes_on(self, mesh: AbstractMesh, part: str) -> tuple[float, float]:
         if (mesh, part) not in self._bytes:
             on_device = on_host = 0.0
-            for leaf in jax.tree.leaves(self.tree[part]):
-                shape = NamedSharding(mesh, leaf.sharding.spec).shard_shape(leaf.shape)
-                size = math.prod(shape) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(self._on(mesh, part)):
+                size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
                 if leaf.sharding.memory_kind == "pinned_host":
                     on_host += size
                 else:
                     on_device += size
             self._bytes[mesh, part] = on_device, on_host
         return self._bytes[mesh, part]
+
+    def _on(self, mesh: AbstractMesh, part: str) -> Any:
+        """A part of the state as shapes with their shardings on a mesh."""
+
+        def place(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            where = NamedSharding(mesh, spec, memory_kind=leaf.sharding.memory_kind)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+        if part != "opt_state":
+            return jax.tree.map(lambda leaf: place(leaf, leaf.sharding.spec), self.tree[part])
+        opt_state = self.tree[part]
+        where = places(opt_state, self._on(mesh, "params"), mesh)
+        return jax.tree.map(lambda leaf, at: place(leaf, at.spec), opt_state, where)
 
 
 def held_state(s: Settings, mesh: AbstractMesh, state: StateShapes) -> dict[str, float]:

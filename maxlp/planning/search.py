@@ -370,7 +370,7 @@ class _Search:
             if held is None or (self.smallest and held > max(self._limit, self.smallest.peak)):
                 continue
             for row in _distinct_kernels(on_mesh, machine, rows):
-                if (cell := self._cell(on_mesh, machine, row, variant, state, cost)) is not None:
+                if (cell := self._cell(on_mesh, machine, row, variant, cost)) is not None:
                     yield cell
 
     def _choices(self, s: Settings, variant: Variant) -> list[Changes]:
@@ -391,7 +391,7 @@ class _Search:
         return combinations
 
     def _cell(
-        self, s: Settings, machine: Machine, row: Changes, variant: Variant, state: StateShapes, cost: Any
+        self, s: Settings, machine: Machine, row: Changes, variant: Variant, cost: Any
     ) -> Cell | None:
         """The cell of these choices; None if they cannot be combined."""
         released = row["train.release_gradients"]
@@ -413,7 +413,8 @@ class _Search:
         if parts is not None:
             key, values = parts
             parts = key, list(dict.fromkeys((_value(s, key), *values)))
-        bound = self._time(first, machine, state, cost).expected / first.family.units_per_step(first.data)
+        seconds = self._time(first, machine, self._state(first), cost).expected
+        bound = seconds / first.family.units_per_step(first.data)
         self.combinations += len(splits) * (len(parts[1]) if parts else 1)
         return Cell(changed(s, row), machine, row, splits, parts, bound)
 
@@ -490,7 +491,8 @@ class _Search:
     def _state(self, s: Settings) -> StateShapes:
         """The state as shapes, which depends on neither the layout nor clipping."""
         optimizer = dataclasses.replace(s.optimizer, clip_norm=0.0)
-        key = s.model.dtype, s.model.param_dtype, repr(optimizer), s.precision
+        released = s.train.release_gradients  # then the devices do not share the layers of SOAP
+        key = s.model.dtype, s.model.param_dtype, repr(optimizer), s.precision, released
         if key not in self._states:
             chip = self._topology.chip
             one = Machine(dict.fromkeys(("stage", *FREE_AXES), 1), chip.platform, chip.kind)

@@ -58,21 +58,32 @@ def test_committed_plans(path):
     assert held == pytest.approx(plan["compiled"]["memory"]["arguments"], rel=0.02)
 
 
-def test_state_is_that_of_the_step():
+@pytest.mark.parametrize(
+    ("changes", "axes"),
+    [
+        ({"optimizer.mu_dtype": "bfloat16"}, {"fsdp": 4, "tensor": 2}),
+        # A row is one block of 256 values or a few of 32, which not every mesh divides.
+        (peaks.BITS_8, {"fsdp": 4, "tensor": 2}),
+        (peaks.FLASHOPTIM, {"fsdp": 8}),
+        ({"optimizer.galore.rank": 12}, {"fsdp": 4, "tensor": 2}),
+        (peaks.SOAP, {"fsdp": 2, "tensor": 4}),
+        (peaks.SOAP | peaks.RELEASED, {"fsdp": 8}),
+    ],
+    ids=str,
+)
+def test_state_is_that_of_the_step(changes, axes):
     """The bytes of the shards on any mesh, from shapes that were traced on another one."""
-    changes = {"data.batch_size": 8, "optimizer.mu_dtype": "bfloat16"}
-    s = peaks.settings_of(llama(vocab_size=256, **SIZES), changes)
-    machine = s.machine(8, "cpu")  # fsdp 8
-    state = state_shapes(s, machine)
-    mesh = sharding.make_mesh(fsdp=4, tensor=2)
-    run = assemble(s, machine, mesh)
+    s = peaks.settings_of(llama(vocab_size=256, **SIZES), {"data.batch_size": 8} | changes)
+    state = state_shapes(s, s.machine(1, "cpu"))
+    mesh = sharding.make_mesh(**({"fsdp": 1} | axes))
+    run = assemble(s, s.machine(8, "cpu"), mesh)
     _, abstract = abstract_state(run.make_model, run.tx, mesh, run.gates)
     for part in ("params", "opt_state"):
         real = sum(
             math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
             for leaf in jax.tree.leaves(abstract[part])
         )
-        assert state.bytes_on(sharding.abstract_mesh({"fsdp": 4, "tensor": 2}), part) == real
+        assert state.bytes_on(sharding.abstract_mesh(axes), part) == real
 
 
 def test_errors_of_an_exchange_are_those_of_the_step():

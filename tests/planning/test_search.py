@@ -232,3 +232,14 @@ def test_flags_of_a_result_give_its_settings():
         *(getattr(search.changed(s, one.changes), key) for key in ("optimizer", "data", "train")),
     )
     assert topology.machine(new).axes == one.layout["mesh"]
+
+
+@pytest.mark.parametrize("changes", [peaks.SOAP, peaks.BITS_8], ids=["SOAP", "8 bits"])
+def test_state_that_a_mesh_splits_differently_is_that_of_the_mesh(changes):
+    """The devices share the layers of SOAP; scales of blocks are split as far as there are blocks."""
+    topology = topologies.parse("h100:1x8")
+    s = peaks.settings_of(llama(**peaks.LLAMA_SIZES), {"data.batch_size": 8} | changes)
+    layouts = search.find(s, topology).layouts
+    assert {"fsdp": 8}.items() <= layouts[0].layout["mesh"].items()
+    for one in layouts:
+        assert estimated_peak(search.changed(s, one.changes), topology) == pytest.approx(one.peak)
