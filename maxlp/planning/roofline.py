@@ -77,7 +77,7 @@ def group(
     for (kind, axes), members in grouped.items():
         sent = sum(one.sent for one in members)
         overlapped = sum(one.sent for one in members if one.overlapped)
-        seconds = sent / axis_bandwidth(topology, dict(mesh), axes, dcn)
+        seconds = sent / axis_bandwidth(topology, dict(mesh), axes, dcn, kind)
         times = sum(one.times for one in members)
         result.append(CollectiveGroup(kind, axes, times, sent, overlapped, seconds))
     return sorted(result, key=lambda row: -row.seconds)

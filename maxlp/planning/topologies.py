@@ -11,12 +11,14 @@ NVIDIA's architecture papers of Ada and of RTX Blackwell for the cards without N
 """
 
 import dataclasses
+import functools
 import importlib.util
 import math
 import os
 import re
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 
 from maxlp.run.settings import Machine, Settings
@@ -322,36 +324,54 @@ def listing() -> str:
 # --- bandwidth of mesh axes -----------------------------------------------------------------------------
 
 
-def axis_bandwidth(topology: Topology, mesh: dict[str, int], axes: tuple[str, ...], dcn: int = 1) -> float:
+def axis_bandwidth(
+    topology: Topology, mesh: dict[str, int], axes: tuple[str, ...], dcn: int = 1, kind: str = "all-gather"
+) -> float:
     """Upper bound of the bytes/s that a device sends in a collective over some mesh axes.
 
     A mesh axis along a torus dimension uses links in both directions, or half of them if the dimension does
     not close to a ring. `mesh_utils` maps mesh axes to torus dimensions; here the last axis takes the
     fewest dimensions that hold it and the others share the rest, which is what `mesh_utils` does for common
-    shapes. On GPUs, the members of a group that are on one host use all their network adapters together.
+    shapes. On GPUs, the members of a group that are on one host use all their network adapters together,
+    since a ring leaves the host once for all of them; in a permute or an all-to-all each device sends for
+    itself, in the latter only what is for other hosts.
 
     Args:
       mesh: axis sizes in the order of the mesh, slowest first; GPUs are in the mesh host by host.
       axes: the mesh axes over which the collective runs.
       dcn: number of slices or hosts that the ``data`` axis spans over the network.
+      kind: of the collective, one of `hlo.KINDS`.
     """
-    names = list(mesh)
-    involved = [a for a in names if a in axes and mesh[a] > 1]
+    involved = [a for a in mesh if a in axes and mesh[a] > 1]
     if not involved:
         return math.inf
     if dcn > 1 and "data" in involved and topology.chip.torus:
         return topology.chip.network
-    if not topology.chip.torus:
-        per_host = topology.shape[1]
-        stride = math.prod(mesh[a] for a in names[names.index(involved[-1]) + 1 :])
-        span = stride * math.prod(
-            mesh[a] for a in names[names.index(involved[0]) : names.index(involved[-1]) + 1]
-        )
-        if span <= per_host:
-            return topology.chip.links
-        on_one_host = max(1, min(per_host // stride, mesh[involved[-1]]))
-        return min(topology.chip.links, topology.chip.network * on_one_host)
-    return topology.chip.links * _torus_share(topology, mesh, involved)
+    if topology.chip.torus:
+        return topology.chip.links * _torus_share(topology, mesh, involved)
+    n, on_host = _group_size(topology, tuple(mesh.items()), tuple(involved), dcn)
+    if on_host == n:
+        return topology.chip.links
+    together = {"collective-permute": 1, "all-to-all": (n - 1) / (n - on_host)}.get(kind, on_host)
+    return min(topology.chip.links, topology.chip.network * together)
+
+
+@functools.lru_cache(maxsize=2**14)
+def _group_size(
+    topology: Topology, mesh: tuple[tuple[str, int], ...], involved: tuple[str, ...], dcn: int
+) -> tuple[int, int]:
+    """The GPUs of a group, and the fewest of one that are on the same host."""
+    names, sizes = zip(*mesh, strict=True)
+    hosts = np.arange(topology.size) // topology.shape[1]
+    if dcn > 1:  # only ``data`` leaves a host, see `sharding.make_mesh`
+        data = names.index("data")
+        inside = (*sizes[:data], sizes[data] // dcn, *sizes[data + 1 :])
+        hosts = np.moveaxis(hosts.reshape(dcn, *inside), 0, data)
+    others = [i for i, name in enumerate(names) if name not in involved]
+    groups = np.moveaxis(hosts.reshape(sizes), others, range(len(others)))
+    groups = groups.reshape(math.prod(sizes[i] for i in others), -1)
+    apart = groups + topology.size * np.arange(len(groups))[:, None]
+    return groups.shape[1], int(np.unique(apart, return_counts=True)[1].min())
 
 
 def _torus_share(topology: Topology, mesh: dict[str, int], involved: list[str]) -> float:

@@ -97,6 +97,16 @@ def test_bandwidth_of_mesh_axes():
     assert topologies.axis_bandwidth(h100, mesh, ("fsdp",)) == 50e9  # one adapter each, across hosts
     whole = {"data": 1, "fsdp": 64, "tensor": 1}
     assert topologies.axis_bandwidth(h100, whole, ("fsdp",)) == 400e9  # all eight adapters of a host
+    both = {"data": 1, "fsdp": 32, "context": 2, "tensor": 1}
+    assert topologies.axis_bandwidth(h100, both, ("fsdp", "context")) == 400e9
+    assert topologies.axis_bandwidth(h100, both, ("fsdp",)) == 200e9  # every other adapter
+    six = {"data": 1, "fsdp": 8, "tensor": 6}  # of which some groups leave their host
+    assert topologies.axis_bandwidth(topologies.parse("h100:6x8"), six, ("tensor",)) == 100e9
+    # The data axis of a hybrid mesh is outside of the stages, although it comes after them.
+    stages = {"stage": 4, "data": 4, "fsdp": 1, "tensor": 1}
+    two_hosts = topologies.parse("h100:2x8")
+    assert topologies.axis_bandwidth(two_hosts, stages, ("stage",), dcn=2) == 450e9
+    assert topologies.axis_bandwidth(two_hosts, stages, ("data",), dcn=2) == 100e9
 
     v5p = topologies.parse("v5p:8x8x8")
     assert topologies.axis_bandwidth(v5p, {"data": 1, "fsdp": 512, "tensor": 1}, ("fsdp",)) == 600e9
@@ -111,6 +121,18 @@ def test_bandwidth_of_mesh_axes():
     hybrid = {"data": 2, "fsdp": 256, "tensor": 1}
     assert topologies.axis_bandwidth(slices, hybrid, ("data",), dcn=2) == 3.125e9
     assert math.isinf(topologies.axis_bandwidth(slices, hybrid, ("tensor",)))
+
+
+def test_what_no_ring_sends_between_hosts_is_sent_by_each_gpu():
+    """A ring leaves a host once for its eight devices; here each has an adapter for its own bytes."""
+    h100, mesh = topologies.parse("h100:2x8"), {"data": 1, "fsdp": 16, "tensor": 1}
+    ring, permute, all_to_all = (
+        topologies.axis_bandwidth(h100, mesh, ("fsdp",), kind=kind)
+        for kind in ("reduce-scatter", "collective-permute", "all-to-all")
+    )
+    assert (ring, permute) == (400e9, 50e9)
+    assert all_to_all == pytest.approx(50e9 * 15 / 8)  # 8 of the 15 parts that it sends leave the host
+    assert topologies.axis_bandwidth(h100, {"fsdp": 2, "tensor": 8}, ("fsdp",), kind="all-to-all") == 50e9
 
 
 def test_a_program_gets_most_of_a_gpus_memory():
