@@ -136,7 +136,7 @@ def make_mesh(s: Settings, fixed: bool) -> Mesh:
     except ConfigError:
         if fixed:
             raise
-        mesh = dict(fsdp=-1)
+        mesh = dict(fsdp=-1, dcn_data=sharding.dcn_sizes(devices)[0])
         s = dataclasses.replace(s, mesh=mesh)
         machine = s.machine_of(devices)
     constraints.check(s, machine)

@@ -106,13 +106,14 @@ def make_mesh(
 
 
 def dcn_sizes(devices: Sequence[jax.Device]) -> tuple[int, ...]:
-    """The sizes that ``dcn_data`` can have on these devices: 1, the number of slices, or of hosts.
+    """The sizes that ``dcn_data`` can have: the number of TPU slices; elsewhere 1, or the number of hosts.
 
-    The hosts of a TPU slice do not count, because a fast network connects them.
+    No other axis can span TPU slices, and the hosts of a slice do not count: a fast network connects them.
     """
     slices = len({getattr(d, "slice_index", 0) for d in devices})
-    hosts = slices if devices[0].platform == "tpu" else len({d.process_index for d in devices})
-    return 1, slices, hosts
+    if devices[0].platform == "tpu":
+        return (slices,)
+    return 1, slices, len({d.process_index for d in devices})
 
 
 def abstract_mesh(axes: Mapping[str, int]) -> AbstractMesh:

@@ -268,7 +268,7 @@ def meshes(s: Settings, topology: Topology) -> Iterator[Changes]:
     """Every mesh of the topology with the stages of the config, as values of the section ``mesh``."""
     stage = s.mesh.get("stage", 1)
     devices = topology.size // stage if stage > 0 and topology.size % stage == 0 else 0
-    for dcn in dict.fromkeys((1, *topology.dcn_sizes)):
+    for dcn in dict.fromkeys(topology.dcn_sizes):
         for data, context, tensor in itertools.product(_divisors(devices), repeat=3):
             if devices % (dcn * data * context * tensor) == 0:
                 fsdp = devices // (dcn * data * context * tensor)

@@ -193,8 +193,7 @@ class Topology:
     @property
     def dcn_sizes(self) -> tuple[int, ...]:
         """The sizes that ``mesh.dcn_data`` can have, as in `sharding.dcn_sizes`."""
-        hosts = 1 if self.chip.torus else self.shape[0]
-        return 1, self.slices, self.slices * hosts
+        return (self.slices,) if self.chip.torus else (1, self.slices * self.shape[0])
 
     @property
     def chip_name(self) -> str:

@@ -175,8 +175,8 @@ class Settings:
         if dcn_data not in dcn_sizes:
             sizes = " or ".join(map(str, sorted(set(dcn_sizes))))
             raise ConfigError(
-                f"config.mesh.dcn_data={dcn_data} must be 1 or the number of slices (TPU) or hosts, here "
-                f"{sizes}; change it, or use mesh.data"
+                f"config.mesh.dcn_data={dcn_data} must be {sizes} here: the number of TPU slices, and "
+                "elsewhere 1 or the number of hosts; within these, use mesh.data"
             )
         try:
             return Machine(sharding.resolve_axes(num_devices, **self.mesh), platform, device_kind)

@@ -39,7 +39,10 @@ def test_invalid_names_are_explained(name, message):
     [
         ("h100:2x8", 2, True),  # hosts
         ("h100:1x8", 2, False),
+        ("h100:2x8*2", 4, True),
+        ("h100:2x8*2", 2, False),
         ("v5e:4x4*2", 2, True),  # slices
+        ("v5e:4x4*2", 1, False),  # no axis but this one spans them
         ("v5e:4x4", 2, False),  # the hosts of a slice do not count
         ("v5e:4x4*4", 2, False),
     ],
@@ -50,7 +53,7 @@ def test_dcn_data_has_the_size_of_the_machine(name, size, accepted):
     if accepted:
         assert topology.machine(s).axes["data"] == size
     else:
-        with pytest.raises(ConfigError, match=f"config.mesh.dcn_data={size} must be 1 or the number of"):
+        with pytest.raises(ConfigError, match=f"config.mesh.dcn_data={size} must be [124 or]+ here: the"):
             topology.machine(s)
 
 
