@@ -265,12 +265,27 @@ def galore_rank(s: Settings) -> int:
 
 
 def meshes(s: Settings, topology: Topology) -> Iterator[Changes]:
-    """Every mesh of the topology with the stages of the config, as values of the section ``mesh``."""
-    stage = s.mesh.get("stage", 1)
+    """Every mesh of the topology with the stages of the config, as values of the section ``mesh``.
+
+    Replicas that take local steps are as many as in the config, because the result depends on them.
+    """
+    own = s.mesh.get("dcn_data", 1)
+    try:
+        stage, replicas, *_ = topology.machine(s).axes.values()
+    except ValueError:  # the config's mesh does not exist here
+        stage, replicas = s.mesh.get("stage", 1), own * s.mesh.get("data", 1)
     devices = topology.size // stage if stage > 0 and topology.size % stage == 0 else 0
-    for dcn in dict.fromkeys(topology.dcn_sizes):
+    seen = set()
+    for dcn in sorted({*topology.dcn_sizes}, key=lambda size: (size != own, size)):
         for data, context, tensor in itertools.product(_divisors(devices), repeat=3):
-            if devices % (dcn * data * context * tensor) == 0:
+            if devices % (dcn * data * context * tensor):
+                continue
+            if s.train.local is not None and replicas > 0 and dcn * data != replicas:
+                continue
+            # Without stages, ``data`` goes over the hosts first, whatever part of it is ``dcn_data``.
+            same = dcn * data, context, tensor, dcn if stage > 1 else None
+            if same not in seen:
+                seen.add(same)
                 fsdp = devices // (dcn * data * context * tensor)
                 yield dict(stage=stage, data=data, fsdp=fsdp, context=context, tensor=tensor, dcn_data=dcn)
 
@@ -396,6 +411,8 @@ class _Search:
         """The cell of these choices; None if they cannot be combined."""
         released = row["train.release_gradients"]
         splits = _divisors(s.data.batch_size // machine.batch_shards)
+        if s.optimizer.adascale is not None:  # compares the gradients of this number of microbatches
+            splits = [n for n in splits if n == s.train.microbatches]
         if variant.smaller_batch:
             splits = splits[1:]
         elif released:

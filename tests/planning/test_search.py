@@ -12,7 +12,7 @@ from maxlp.planning.cost_model import cost_of, state_shapes
 from maxlp.planning.roofline import group, roofline
 from maxlp.run import constraints
 from maxlp.run.presets import choose
-from maxlp.run.settings import Machine, Settings, read
+from maxlp.run.settings import LocalConfig, Machine, Settings, read
 from tests.planning import peaks
 from tests.planning.peaks import estimated_peak
 
@@ -177,6 +177,37 @@ def test_layouts_do_not_change_the_numerics():
     assert found.layouts and all(
         key in layout or key.startswith("mesh.") for one in found.layouts for key in one.changes
     )
+
+
+def test_layouts_keep_the_replicas_that_train_alone():
+    """More or fewer of them would be another algorithm."""
+    local = {"train.local": LocalConfig(steps=5), "train.total_steps": 10}
+    topology = topologies.parse("h100:4x2")
+    for mesh in ({"mesh.dcn_data": 4}, {"mesh.data": -1, "mesh.fsdp": 2}, {"mesh.data": 4}):
+        s = search.changed(small(), local | mesh)
+        found = list(search.meshes(s, topology))
+        assert {one["data"] * one["dcn_data"] for one in found} == {4}
+        assert len(found) == 3  # the two devices of a replica on fsdp, context or tensor
+
+
+@pytest.mark.parametrize("own", [{}, {"mesh.dcn_data": 2}, {"mesh.tensor": -1, "mesh.fsdp": 2}], ids=str)
+def test_every_mesh_is_covered_once(own):
+    """Four devices on four axes, of two hosts, which ``mesh.dcn_data`` and ``mesh.data`` split alike."""
+    s, topology = search.changed(small(), own), topologies.parse("h100:2x2")
+    axes = [topology.machine(dataclasses.replace(s, mesh=one)).axes for one in search.meshes(s, topology)]
+    assert len(axes) == len({tuple(one.values()) for one in axes}) == 10
+
+
+def test_free_stages_are_those_of_the_topology():
+    s = search.changed(small(), {"mesh.stage": -1, "mesh.fsdp": 2})
+    assert {one["stage"] for one in search.meshes(s, topologies.parse("h100:1x4"))} == {2}
+
+
+def test_adascale_keeps_its_microbatches():
+    changes = {"optimizer.name": "sgd", "optimizer.adascale": 2.0, "train.microbatches": 2}
+    s = peaks.settings_of(llama(**peaks.LLAMA_SIZES), changes)
+    found = search.find(s, topologies.parse("h100:1x2"))
+    assert found.layouts and not any("train.microbatches" in one.changes for one in found.layouts)
 
 
 def test_names_are_those_of_the_configs():
