@@ -45,11 +45,22 @@ def config_files(
     """See `WeightFormat`; transformers needs a ``tokenizer_config.json`` to load a ``tokenizer.json``."""
     if (tokenizer := make_tokenizer()) is None:
         return {"config.json": config}
-    config |= dict(bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
+    config |= dict(bos_token_id=tokenizer.bos_id, eos_token_id=_end_ids(tokenizer))
     files = {"config.json": config}
     if "tokenizer.json" in tokenizer.files:
         files["tokenizer_config.json"] = _tokenizer_config(tokenizer)
     return files
+
+
+def _end_ids(tokenizer: Tokenizer) -> int | list[int]:
+    """The ids at which transformers stops: the end of a document, and that of a turn in chats."""
+    from maxlp.data.chat import Chat  # few formats need it
+
+    try:
+        end_of_turn = Chat(tokenizer).end_id
+    except ValueError:  # no chat template, or none that works
+        return tokenizer.eos_id
+    return tokenizer.eos_id if end_of_turn == tokenizer.eos_id else [tokenizer.eos_id, end_of_turn]
 
 
 def _tokenizer_config(tokenizer: Tokenizer) -> dict[str, str | None]:

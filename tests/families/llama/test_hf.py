@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 
 from maxlp.core.train_state import abstract_model
+from maxlp.data.tokenizers import make_tokenizer
 from maxlp.families import weights
 from maxlp.families.llama import hf
+from maxlp.families.llama.export import config_files
 from maxlp.families.llama.model import Llama, LlamaConfig, RopeScaling
 from maxlp.parallel import sharding
+from tests.data.chats import CHATML, write_tokenizer
 
 CONFIG = LlamaConfig(
     vocab_size=40,
@@ -243,3 +246,19 @@ def test_capped_logits_are_refused():
 def test_config_without_a_size_is_refused():
     with pytest.raises(ValueError, match="hidden_size is missing"):
         hf.config_from_hf(without(LLAMA_3_1_8B, "hidden_size"))
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (CHATML, ["<|end_of_text|>", "<|im_end|>"]),
+        ("{% for m in messages %}{{ m.role + m.content + '<|end_of_text|>' }}{% endfor %}", "<|end_of_text|>"),
+        ("{{ messages }}", "<|end_of_text|>"),  # not a usable one
+        (None, "<|end_of_text|>"),
+    ],
+)
+def test_an_exported_model_stops_at_the_end_of_a_turn_too(tmp_path, template, ends):
+    tokenizer = make_tokenizer(write_tokenizer(tmp_path, template))
+    found = config_files({}, lambda: tokenizer)["config.json"]["eos_token_id"]
+    names = {i: name for name, i in tokenizer.specials.items()}
+    assert ([names[i] for i in found] if isinstance(found, list) else names[found]) == ends
