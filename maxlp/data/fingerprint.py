@@ -8,12 +8,14 @@ bytes changed in place in the middle of a large file may not be. Modification ti
 of a corpus has the same fingerprint.
 
 Of files at URLs it covers the names, the sizes, and what the store keeps to tell contents apart: a hash, an
-ETag or a date.
+ETag or a date. Of files of the Hugging Face Hub it covers the names and the commit, which are the same in
+the cache of its library.
 """
 
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pkgutil import resolve_name
@@ -26,12 +28,15 @@ from maxlp.runtime.files import is_url
 WHOLE_FILES, WHOLE_BYTES = 4096, 2**26
 BLOCKS, BLOCK_BYTES = 256, 2**14  # samples over all files; and as many files of which the end is read
 THREADS = 16
+COMMIT = re.compile(r"(?:^hf://[^@]+@|/(?:datasets|models)--[^/]+/snapshots/)([0-9a-f]{40})/")
 
 
 def of_files(paths: Sequence[str]) -> str:
     """The fingerprint of files or URLs in this order, 32 hexadecimal digits."""
     root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
     names = [os.path.relpath(path, root) for path in paths]
+    if commit := COMMIT.search(paths[0]):
+        return of_json(names, commit[1])
     if is_url(paths[0]):
         entries = _in_threads(resolve_name("maxlp.data.remote:stat"), paths)
         return of_json(names, [[entry.size, entry.tag] for entry in entries])

@@ -105,7 +105,9 @@ def pinned(url: str) -> str:
     revision = unquote(match["revision"] or "main")
     storage.file_system(url)  # or the message that names what to install
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        return _in_hub_cache(url, repository, kind, hub.commits.get(base, revision)) + match["path"]
+        folder = _in_hub_cache(url, repository, kind, hub.commits.get(base, revision))
+        hub.commits[base] = os.path.basename(folder)
+        return folder + match["path"]
     if not re.fullmatch("[0-9a-f]{40}", revision):
         if base not in hub.commits:
             try:

@@ -208,9 +208,12 @@ def test_errors_of_the_hub(hub_server, path, message):
 def test_without_network_files_come_from_the_cache_of_the_hub(hub_server, tmp_path, monkeypatch):
     from huggingface_hub import constants, snapshot_download
 
+    spec = "parquet:hf://datasets/me/words/data/*.parquet"
+    before = make_source(spec, "all").fingerprint
+    commits = dict(hub.commits)
+    hub.commits.clear()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    spec = "parquet:hf://datasets/me/words/data/*.parquet"
     assert (
         "is not in the cache of the Hub" in (message := error_of(spec))
         and "hf download me/words" in message
@@ -219,6 +222,7 @@ def test_without_network_files_come_from_the_cache_of_the_hub(hub_server, tmp_pa
     hub_server.sizes()
     source = make_source(spec, "all")
     assert source[35]["text"] == "b05" * 500 and not hub_server.sizes()
+    assert (source.fingerprint, hub.commits) == (before, commits), "a run may go on without network"
     assert len(make_source("parquet:hf://datasets/me/words/data/{b,a}.parquet", "all")) == len(source)
 
 
