@@ -18,7 +18,8 @@ from urllib.parse import unquote
 
 from absl import logging
 
-from maxlp.data.readers import COMPRESSED, expand_braces, find_files, of_kind
+from maxlp.data.readers import COMPRESSED, find_files, of_kind
+from maxlp.data.readers.access import expand_braces
 from maxlp.data.specs import one_line
 from maxlp.runtime import hub, storage
 from maxlp.runtime.files import is_url

@@ -8,7 +8,6 @@ import bisect
 import glob
 import itertools
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pkgutil import resolve_name
 
@@ -41,9 +40,10 @@ def find_files(pattern: str, suffix: str = "") -> tuple[str, list[str]]:
     parts = pattern.split(os.sep)[:-1]
     plain = itertools.takewhile(lambda part: not glob.has_magic(part) and "{" not in part, parts)
     root = os.sep.join(plain) or (os.sep if pattern.startswith(os.sep) else os.curdir)
-    if os.path.exists(pattern):
+    if "{" not in pattern or os.path.exists(pattern):
         return (pattern if os.path.isdir(pattern) else root), _find(pattern, suffix)
-    return root, [path for each in expand_braces(pattern) for path in _find(each, suffix)]
+    patterns = resolve_name("maxlp.data.readers.access:expand_braces")(pattern)
+    return root, [path for each in patterns for path in _find(each, suffix)]
 
 
 def _find(pattern: str, suffix: str) -> list[str]:
@@ -58,21 +58,6 @@ def _find(pattern: str, suffix: str) -> list[str]:
     if not paths:
         raise ValueError(f"{missing} {pattern}; check the path")
     return sorted(paths)
-
-
-def expand_braces(pattern: str) -> list[str]:
-    """`a{00..02}{x,y}` → a00x, a00y, a01x …"""
-    match = re.search(r"\{([^{}]*)\}", pattern)
-    if not match:
-        return [pattern]
-    bounds = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
-    if bounds:
-        width = len(bounds[1]) if len(bounds[1]) == len(bounds[2]) or bounds[1][0] == "0" else 0
-        middles = [f"{number:0{width}d}" for number in range(int(bounds[1]), int(bounds[2]) + 1)]
-    else:
-        middles = match[1].split(",")
-    rest = expand_braces(pattern[match.end() :])
-    return [pattern[: match.start()] + middle + tail for middle in middles for tail in rest]
 
 
 def of_kind(paths: Iterable[str], suffix: str) -> list[str]:

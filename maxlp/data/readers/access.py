@@ -1,5 +1,6 @@
 """Access to files wherever they are: on disk, at a URL, compressed."""
 
+import re
 from collections.abc import Sequence
 from pkgutil import resolve_name
 from typing import BinaryIO
@@ -31,3 +32,18 @@ def uncompressed(paths: Sequence[str]) -> list[str]:
     if any(path.endswith(COMPRESSED) for path in paths):
         return resolve_name("maxlp.data.local_cache:uncompressed")(paths)
     return list(paths)
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """`a{00..02}{x,y}` → a00x, a00y, a01x …"""
+    match = re.search(r"\{([^{}]*)\}", pattern)
+    if not match:
+        return [pattern]
+    bounds = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
+    if bounds:
+        width = len(bounds[1]) if len(bounds[1]) == len(bounds[2]) or bounds[1][0] == "0" else 0
+        middles = [f"{number:0{width}d}" for number in range(int(bounds[1]), int(bounds[2]) + 1)]
+    else:
+        middles = match[1].split(",")
+    rest = expand_braces(pattern[match.end() :])
+    return [pattern[: match.start()] + middle + tail for middle in middles for tail in rest]

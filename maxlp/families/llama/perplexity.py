@@ -28,7 +28,6 @@ def make_perplexity(
       the function; its results are loss (nats per token), perplexity, accuracy, bits_per_byte, tokens and
       bytes. It raises a ValueError for batches without a token to predict.
     """
-
     byte_lengths_V = tokenizer.byte_lengths
 
     @jax.jit

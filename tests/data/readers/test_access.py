@@ -1,4 +1,4 @@
-from maxlp.data.readers import expand_braces
+from maxlp.data.readers.access import expand_braces
 
 
 def test_braces():
