@@ -30,7 +30,8 @@ def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
     if config.b1 == 0:
         yield "b1", config.b1, "b1 weighs its average; set b1 above 0"
     if config.param_rounding is not None:
-        yield "param_rounding", config.param_rounding, "it keeps an unrounded copy; set it to None"
+        reason = "its average needs parameters in float32; set it to None and model.param_dtype to float32"
+        yield "param_rounding", config.param_rounding, reason
     if config.offload:
         yield "offload", config.offload, "its average is evaluated on the device; set offload=False"
 

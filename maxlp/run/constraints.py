@@ -115,6 +115,17 @@ def rounded_params_have_16_bits(s: Settings, machine: Machine) -> str | None:
     )
 
 
+def averages_are_of_float32(s: Settings, machine: Machine) -> str | None:
+    """An average over t steps moves by 1/t of a difference, which a parameter in bfloat16 rounds away."""
+    optimizer, dtype = s.optimizer, s.model.param_dtype
+    if not optimizer.kind.averages or dtype == "float32" or s.train.lora is not None:
+        return None
+    return (
+        f"optimizer.name={optimizer.name} averages parameters, and model.param_dtype={dtype} rounds what "
+        "it adds away; set model.param_dtype=float32"
+    )
+
+
 def precision_fits_model(s: Settings, machine: Machine) -> str | None:
     """Every rule names a matmul, blocks remain to be quantized, and block scales divide the kernels."""
     _ = s.matmuls  # raises a ConfigError
@@ -260,6 +271,7 @@ RULES = (
     skipped_tensors_have_moments,
     float16_params_have_scales,
     rounded_params_have_16_bits,
+    averages_are_of_float32,
     adascale_has_batches,
     magnitudes_are_not_pipelined,
     released_gradients_are_applied,

@@ -20,6 +20,7 @@ APOLLO = {"optimizer.name": "apollo"}
 INT8 = {"precision.exchange": "int8"}
 SCATTER = {"precision.scatter": "int8"}
 REPLICAS = INT8 | {"mesh.data": 2}
+AVERAGED = {"optimizer.name": "schedule_free_adamw", "optimizer.schedule": "constant"}
 LOCAL = {"train.local.steps": 10, "train.total_steps": 300, "mesh.data": 2}
 SAMPLED = {"precision.recipe": "wta_crs"}
 REFUSED = {
@@ -88,7 +89,7 @@ REFUSED = {
         (LOCAL | {"precision.rules": (("*/q_proj", "fp8_gaudi"),)}, 2, "cpu", "without delayed scales"),
         (LOCAL | BFLOAT16, 2, "cpu", "set model.param_dtype=float32"),
         (
-            LOCAL | {"optimizer.name": "schedule_free_adamw", "optimizer.schedule": "constant"},
+            LOCAL | AVERAGED,
             2,
             "cpu",
             "set optimizer.name=adamw",
@@ -132,6 +133,7 @@ REFUSED = {
         ({"optimizer.param_rounding": "float16_master"}, 1, "cpu", "is for model.param_dtype=bfloat16"),
         (BFLOAT16 | {"optimizer.param_rounding": "nearest"}, 1, "cpu", "param_dtype=float16"),
     ],
+    "averages_are_of_float32": [(BFLOAT16 | AVERAGED, 1, "cpu", "set model.param_dtype=float32")],
     "precision_fits_model": [
         ({"precision.rules": (("layers/mlp/fc", "fp8_current"),)}, 1, "cpu", "layers/mlp/fc"),
         ({"precision.recipe": "fp8_current", "precision.first_blocks": 4}, 1, "cpu", "first_blocks=4"),
@@ -246,6 +248,7 @@ ACCEPTED = [
     APOLLO | {"optimizer.options": {"rank": 192}},
     SCALIFY | {"loss.num_chunks": 8},  # on one device
     BFLOAT16 | {"optimizer.param_rounding": "kahan"},
+    BFLOAT16 | AVERAGED | LORA,  # adapters are float32
     SCALIFY | {"model.param_dtype": "float16", "optimizer.param_rounding": "nearest"},
 ]
 
