@@ -28,8 +28,9 @@ FREE = (
     *("model.dtype", "model.param_dtype", "model.attention", "model.scan_layers", "model.remat"),
     "data.num_workers",
 )
-# Formats of saved numbers. Some share a dtype, so that a checkpoint in one would load as another.
-FORMATS = ("optimizer.low_bit.mu", "optimizer.low_bit.nu")
+# What saved numbers mean. Some formats share a dtype, so that a checkpoint in one would load as another;
+# some sizes of blocks have the same number of scales.
+FORMATS = ("optimizer.low_bit.mu", "optimizer.low_bit.nu", "optimizer.low_bit.block_size")
 # Sections that do not affect training.
 OBSERVING = ("spikes", "checkpoint", "metrics", "profile")
 
@@ -56,10 +57,13 @@ def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> dict[str,
         raise ConfigError(
             f"{workdir} holds a run of another family ({changes['model.name']}); use a new workdir"
         )
-    if unreadable := [change for key, change in changes.items() if is_in(FORMATS, key)]:
+    formats = FORMATS
+    if new["optimizer"]["name"] == "schedule_free_adamw":
+        formats += ("optimizer.b1",)  # mixes the average into the saved parameters
+    if unreadable := [change for key, change in changes.items() if is_in(formats, key)]:
         raise ConfigError(
-            f"the checkpoints of {workdir} hold moments in another format ({'; '.join(unreadable)}); undo "
-            "the change, or use a new workdir"
+            f"the checkpoints of {workdir} would be misread ({'; '.join(unreadable)}); undo the change, or "
+            "use a new workdir"
         )
     refused = [change for key, change in changes.items() if is_fixed(key, old, new)]
     if refused and not allow:

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import re
 import shutil
 
 import pytest
@@ -147,11 +148,19 @@ def test_a_run_of_another_family_is_named_in_one_sentence(run):
 
 
 @pytest.mark.parametrize("allow", [False, True])
-def test_moments_are_not_read_in_another_format(run, allow):
-    """dynamic8 and companded8 are both uint8, so that the arrays of a checkpoint fit either."""
-    run_dir.save_config(run, load("debug", "low_bit=8bit"))
-    c = changed(load("debug", "low_bit=8bit"), {"optimizer.low_bit.nu": "companded8"})
-    with pytest.raises(ConfigError, match=r"moments in another format \(config\.optimizer\.low_bit\.nu: "):
+@pytest.mark.parametrize(
+    ("argument", "key", "value"),
+    [
+        # dynamic8 and companded8 are both uint8, so that the arrays of a checkpoint fit either.
+        ("low_bit=8bit", "optimizer.low_bit.nu", "companded8"),
+        ("low_bit=8bit", "optimizer.low_bit.block_size", 320),
+        ("optimizer=schedule_free_adamw", "optimizer.b1", 0.8),
+    ],
+)
+def test_numbers_are_not_read_as_others(run, argument, key, value, allow):
+    run_dir.save_config(run, load("debug", argument))
+    c = changed(load("debug", argument), {key: value})
+    with pytest.raises(ConfigError, match=rf"would be misread \(config\.{re.escape(key)}: "):
         changes.check_config(run, c, allow=allow)
     shutil.rmtree(run / "checkpoints")
     assert len(changes.check_config(run, c, allow=allow)) == 1
