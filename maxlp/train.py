@@ -139,11 +139,10 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     profiler = stack.enter_context(contextlib.closing(s.profile(workdir=workdir)))
     probes = make_probes(run, graphdef)
 
-    n, data_state = start, batches.get_state()
+    n, data_state, ends = start, batches.get_state(), False
     watch.note(start, data_state)
-    error: list[BrokenExample] = []
-    stream = throughput.waiting_for(until_broken(device_batches(batches, mesh), error))
-    for n, (batch, data_state) in enumerate(stream, start + 1):
+    intact = IntactBatches(batches)
+    for n, (batch, data_state) in enumerate(throughput.waiting_for(intact.on_devices(mesh)), start + 1):
         watch.note(n, data_state)
         profiler.before(n - start)
         state, metrics = train_step(state, batch)
@@ -168,11 +167,11 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
         if ends:
             break
     else:
-        recorder.flush()
         save(checkpoints, n, state, data_state, recorder)
-        raise data_ended(n, s.train.total_steps, error)
     checkpoints.wait()
     writer.close()
+    if not ends:
+        raise data_ended(n, s.train.total_steps, intact.error)
     if not last:
         print_primary(f"stopped and saved at step {n}; the same command resumes the run")
         return preempted.exit_code if stop else None
@@ -311,29 +310,50 @@ def validate(
 
 
 def save(checkpoints: Checkpointer, step: int, state: State, data_state: dict, recorder: Recorder) -> None:
+    recorder.flush()  # of a step after which the data ended
     checkpoints.save(step, state, merge_states(distributed.gather_json(data_state)), recorder.meta())
 
 
-def until_broken(batches: Iterator[Any], error: list[BrokenExample]) -> Iterator[Any]:
-    """Ends at a document that cannot be used, and adds its error to the list: there are steps to save.
+class IntactBatches:
+    """The batches of this process up to a document that cannot be used: the steps before it can be saved.
 
-    Without any, or with several processes, of which the others go on, it is raised.
+    With several processes all end after the same batch, although only one of them may meet the document. It
+    meets it while two batches wait on the devices, and announces that these are the last. The others look
+    before every step, and have not passed these batches: each waits for a step, in which all take part,
+    before it begins the next but one.
     """
-    yielded = False
-    try:
-        for batch in batches:
-            yield batch
-            yielded = True
-    except BrokenExample as broken:
-        if not yielded or jax.process_count() > 1:
-            raise
-        error.append(broken)
+
+    def __init__(self, batches: Any):
+        self.get_state, self._batches = batches.get_state, batches
+        self._ends = distributed.Announcements("broken document")  # [number of batches, error]
+        self.error = ""
+
+    def __iter__(self) -> "IntactBatches":
+        return self
+
+    def __next__(self) -> dict:
+        try:
+            return next(self._batches)
+        except BrokenExample as error:
+            self._ends.add([self.get_state()["step"], str(error)])
+            raise StopIteration from None
+
+    def on_devices(self, mesh: Mesh) -> Iterator[tuple[dict, dict]]:
+        """As `device_batches`; a ValueError if there is no batch before the document."""
+        begin = self.get_state()["step"]
+        for batch, data_state in device_batches(self, mesh):
+            if any(data_state["step"] > end for end, _ in self._ends.all()):
+                break
+            yield batch, data_state
+        end, self.error = min(self._ends.all(), default=(0, ""))
+        if self.error and end == begin:
+            raise ValueError(self.error)
 
 
-def data_ended(step: int, total_steps: int, error: list[BrokenExample]) -> ValueError:
+def data_ended(step: int, total_steps: int, error: str) -> ValueError:
     if error:
         return ValueError(
-            f"{error[0]}; step {step} is saved: repair the data, without changing the number of documents, "
+            f"{error}; step {step} is saved: repair the data, without changing the number of documents, "
             "and resume with --allow_change"
         )
     return ValueError(

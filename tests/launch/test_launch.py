@@ -285,6 +285,31 @@ def test_two_local_processes_train_as_one(one, tiny, tmp_path):
     assert_equal_to_rounding(losses(tmp_path / "run"), one)
 
 
+@pytest.mark.full
+def test_a_broken_document_of_one_process_ends_both_after_a_step_that_is_saved(tiny, tmp_path):
+    """The first process, which reads the first half of the rows, does not meet it."""
+    documents = [json.dumps({"text": f"{i} bottles of beer, " * 9}) for i in range(9000)]
+    corpus, workdir = tmp_path / "a.jsonl", tmp_path / "run"
+    broken = 162  # feeds the last of the eight rows, and is not among the 1,024 that are sampled
+    corpus.write_text("\n".join([*documents[:broken], '{"text": "trunc', *documents[broken + 1 :]]))
+    source = [f"--config.data.source=jsonl:{corpus}", "--config.data.shuffle=False"]
+    smaller = ["--config.data.shuffle_tokens=1024", "--config.checkpoint.every_steps=1000"]
+    options = [*tiny, *source, *smaller, f"--workdir={workdir}"]
+    command = [2, f"--logs={tmp_path}", "--", *train(*options, "--config.train.total_steps=1000")]
+    out = run("local_multiprocess.sh", *command, code=2, **FAST_COMPILATION)
+    [message] = [line for line in out.splitlines() if line.startswith("error: ")]
+    assert f"{corpus}:{broken + 1}: not a complete JSON object" in message
+    saved = int(re.search(r"step (\d+) is saved: repair the data", message)[1])
+    assert message == [line for line in lines(tmp_path / "process-1.log") if "error: " in line][-1]
+    assert max(losses(workdir)) == saved > 10
+
+    corpus.write_text("\n".join(documents))
+    options += ["--allow_change", f"--config.train.total_steps={saved + 3}"]
+    out = run("local_multiprocess.sh", 2, f"--logs={tmp_path}", "--", *train(*options), **FAST_COMPILATION)
+    assert f"resuming at step {saved}" in out and f"step {saved + 3}/{saved + 3}" in out
+    assert sorted(losses(workdir)) == list(range(1, saved + 4))
+
+
 SRUN = """
 while [[ $1 == -* ]]; do echo "$1" >> "$STAND_IN/srun"; shift; done
 export SLURM_NTASKS=$TASKS SLURM_STEP_NUM_TASKS=$TASKS SLURM_STEP_NODELIST=localhost,other
