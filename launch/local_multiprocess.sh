@@ -43,10 +43,10 @@ stop() { # SIGNAL: passes it on; the second one kills
   kill "-$1" "${pids[@]}"
 }
 ended() { # PROCESS CODE: records the first failure and the deadline of the others
-  if ((code && $2 != 130)); then return; fi
+  # JAX aborts (134) processes that lose the first one, which may have ended with a user error (2).
+  if ((code && $2 != 130)) && [[ "$code $2" != "134 2" ]]; then return; fi
   code=$2 deadline=$((SECONDS + grace))
-  if [[ -n $stopping || $2 == 75 || $2 == 130 ]]; then return; fi
-  deadline=$((SECONDS + 2))
+  if [[ -n $stopping || $2 == 75 || $2 == 130 ]]; then return; else deadline=$((SECONDS + 2)); fi
   log "process $1 of $n failed with exit code $2$( (($2 > 128)) && echo " (SIG$(kill -l "$2"))");" \
     "ending the others${logs:+; output of process I: $logs/process-I.log}" 2>&3
 }

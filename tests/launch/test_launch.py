@@ -224,6 +224,15 @@ def test_which_exit_codes_restart(tmp_path, code, starts):
     assert len(lines(tmp_path / "started")) == starts
 
 
+def test_a_user_error_is_final_although_jax_aborts_the_processes_that_lose_the_first(tmp_path):
+    """Both have ended when the launcher looks, so it meets the higher code first."""
+    script = f"echo >> {tmp_path}/started; if ((MAXLP_PROCESS_ID)); then kill -ABRT $$; fi; exit 2"
+    for _ in range(3):
+        out = run("local_multiprocess.sh", 2, "--restarts=1", "--", "bash", "-c", script, code=2)
+        assert "process 0 of 2 failed with exit code 2" in out
+    assert len(lines(tmp_path / "started")) == 6
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_signals_reach_all_processes_and_nothing_restarts(tmp_path, number, code):
     script = f"""
