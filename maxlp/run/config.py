@@ -43,9 +43,9 @@ def config_file(value: str) -> str:
     name, colon, arg = value.partition(":")
     if Path(name).is_file():
         return value
-    preset = PRESETS / name.removeprefix("configs/").removesuffix(".py")
-    if (path := preset.with_name(f"{preset.name}.py")).is_file():
-        return f"{path}{colon}{arg}"
+    preset = Path(f"{PRESETS / name.removeprefix('configs/').removesuffix('.py')}.py")
+    if preset.is_file():
+        return f"{preset}{colon}{arg}"
     if not name:
         raise ConfigError(f"--config is empty; {choices()}")
     raise ConfigError(f"--config={name} is neither a file nor a preset; {choices(name)}")
@@ -73,7 +73,8 @@ def load_file(path: str) -> ConfigDict:
     module = types.ModuleType(loader.name)
     module.__file__ = path
     try:
-        loader.exec_module(module)
+        # Not `exec_module`: it may run the bytecode of another file of this size and second.
+        exec(loader.source_to_code(loader.get_data(path), path), vars(module))
         if not callable(get_config := getattr(module, "get_config", None)):
             raise ConfigError(f"{path} has no function get_config(arg), which returns the config")
         c = get_config(*arguments)

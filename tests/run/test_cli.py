@@ -88,6 +88,7 @@ cli.run(lambda: print("\\u00d7\\u2026"))
             "--config=/nowhere.py",
             f"--config=/nowhere.py is neither a file nor a preset; presets: {', '.join(presets())}",
         ),
+        ("--config=/", f"--config=/ is neither a file nor a preset; presets: {', '.join(presets())}"),
     ],
 )
 def test_a_flag_that_no_command_can_use_is_one_line(argument, message):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import os
+import sys
 
 import pytest
 from ml_collections import ConfigDict
@@ -112,6 +114,16 @@ def test_a_config_file_is_run_with_its_argument_and_locked(tmp_path):
     path.write_text(GOOD, encoding="utf-8")
     assert (load_file(str(path)).arg, load_file(f"{path}:a=1:b").arg) == ("x", "a=1:b")
     assert load_file(str(path)).is_locked
+
+
+def test_a_config_file_that_was_rewritten_within_a_second_is_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "c.py"
+    for arg in ("x", "y"):
+        path.write_text(GOOD.replace('"x"', f'"{arg}"'), encoding="utf-8")
+        os.utime(path, (1e9, 1e9))
+        assert load_file(str(path)).arg == arg
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
