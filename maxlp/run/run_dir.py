@@ -200,11 +200,13 @@ def versions() -> dict[str, str]:
 
 
 def git_revision() -> str | None:
-    """The commit of the running code, with "-dirty" if it was changed since; None outside of git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    here = Path(__file__).parent
+    """The commit of the running code, with "-dirty" if it was changed since; None if it has none."""
+    file = Path(__file__)
+    tracked = ["git", "ls-files", "--error-unmatch", file.name]  # fails in a .venv inside another project
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    options: dict[str, Any] = dict(cwd=file.parent, capture_output=True, text=True, timeout=10, check=True)
     try:
-        done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
+        subprocess.run(tracked, **options)
+        return subprocess.run(describe, **options).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None

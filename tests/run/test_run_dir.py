@@ -1,6 +1,7 @@
 """The files of a run beside its checkpoints: what a start finds there, and what it makes of damage."""
 
 import json
+import subprocess
 
 import pytest
 from ml_collections import ConfigDict
@@ -22,6 +23,27 @@ def test_every_start_and_the_last_checkpoint_are_recorded(tmp_path):
     run_dir.record_checkpoint(tmp_path, 8)
     record = json.loads((tmp_path / "run.json").read_text())
     assert [start["step"] for start in record["starts"]] == [0, 4] and record["last_checkpoint"] == 8
+
+
+def test_the_revision_is_that_of_the_code_and_not_of_a_project_that_holds_its_environment(
+    tmp_path, monkeypatch
+):
+    def git(*words):
+        author = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *author, *words], cwd=tmp_path, check=True)
+
+    file = tmp_path / ".venv" / "run_dir.py"
+    file.parent.mkdir()
+    file.write_text("x = 1")
+    monkeypatch.setattr(run_dir, "__file__", str(file))
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "the project's")
+    assert run_dir.git_revision() is None
+    git("add", ".")
+    git("commit", "-q", "-m", "the code's")
+    assert len(run_dir.git_revision()) == 40
+    file.write_text("x = 2")
+    assert run_dir.git_revision().endswith("-dirty")
 
 
 def test_lost_checkpoints_are_an_error_and_checkpoints_not_reached_are_not(tmp_path):
