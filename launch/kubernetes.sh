@@ -50,7 +50,7 @@ elif [[ -z $hosts ]]; then
 else
   flags=${xla_flags-launch/xla_flags/gpu.txt}
 fi
-flags=$(if [[ -r $flags ]]; then flags_of "$flags"; fi)
+flags=$(if [[ -n ${xla_flags-} || -r $flags ]]; then flags_of "$flags"; fi) || exit # v4 has no set
 args=''
 for arg; do
   arg=${arg//\\/\\\\}

@@ -589,6 +589,17 @@ def test_gpu_jobset():
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 7
 
 
+@pytest.mark.parametrize(
+    "kind", [["gpu", "run", "--hosts=1"], ["tpu", "run", "--type=v4", "--topology=2x2x1"]]
+)
+def test_a_jobset_without_the_compiler_flags_that_it_was_given_is_refused(kind):
+    end = ["--image=i", "--dry_run", "--", "--config=a", "--workdir=b"]
+    assert "/nowhere.txt cannot be read" in run(
+        "kubernetes.sh", *kind, "--xla_flags=/nowhere.txt", *end, code=2
+    )
+    assert 'value: ""' in run("kubernetes.sh", *kind, "--xla_flags=", *end)
+
+
 # --- Compiler flags ------------------------------------------------------------------------------------
 
 
