@@ -81,7 +81,7 @@ def adapter_refusal(s: Settings) -> str | None:
             f"train.lora.rank={s.train.lora.rank} freezes the kernels whose gradients precision.recipe="
             f"{s.precision.recipe} takes from a share of the tokens; unset one of them"
         )
-    if s.optimizer.galore is not None:
+    if s.optimizer.has_galore:
         return (
             "optimizer.galore does not apply to the low-rank matrices of train.lora; set one of them only"
         )

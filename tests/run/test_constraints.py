@@ -244,6 +244,7 @@ ACCEPTED = [
     {"model.dtype": "float16", "precision.loss_scale.initial": 256.0},
     ADASCALE,
     {"optimizer.galore.rank": 191},
+    LORA | {"optimizer.galore.rank": 0},  # off
     APOLLO,  # of rank 256, which the config does not set
     APOLLO | {"optimizer.options": {"rank": 192}},
     SCALIFY | {"loss.num_chunks": 8},  # on one device
