@@ -334,12 +334,13 @@ def test_a_mesh_changes_nothing_with_svd_int8_projector_and_reprojection():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"targets": ("atn/",)}, r"'atn/' matches no parameter; one is "),
+        ({"targets": ("atn/",)}, r"'atn/' matches no parameter; one is layers/attn/"),
         ({"targets": ("attn_norm",)}, r"matches layers/attn_norm/scale, which is not a matrix: \(2, 8\)"),
         ({"projector": "int4", "targets": ("odd",)}, r"odd with shape \(5, 7\) is 5; set galore.p"),
     ],
 )
 def test_errors_are_one_line_with_key_and_value(changes, message):
+    params = random_tree(SHAPES | {"odd": (5, 7), "bias": (3,)}, 0)
     with pytest.raises(ValueError, match=message) as error:
-        galore(ADAM, GaloreConfig(rank=6, **changes)).init(random_tree(SHAPES | {"odd": (5, 7)}, 0))
+        galore(ADAM, GaloreConfig(rank=6, **changes)).init(params)
     assert "\n" not in str(error.value)
