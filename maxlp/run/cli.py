@@ -45,6 +45,7 @@ WORDINGS: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"^flag (--.*?): could not convert string to float: .*": r"\1 is not a number",
     r"^flag (--.*?): .*Non-boolean argument to boolean flag.*": r"\1 is not true or false",
     r"^flag (--.*?): (.*)": r"\1: \2",
+    r"^The flag 'config\.(.+?)' is defined twice\..*": r"--config is given twice; give one",
 }
 
 
@@ -63,9 +64,16 @@ def define_config() -> None:
         None,
         "A preset such as llama/debug, or a Python file with get_config(arg). Choices follow a colon: "
         "llama/8b:precision=fp8_delayed. Change any value with --config.SECTION.KEY=VALUE, for example "
-        "--config.optimizer.learning_rate=1e-3.",
+        "--config.optimizer.learning_rate=1e-3; None unsets it.",
     )
     flags.FLAGS["config"].parser = _ConfigParser()
+    for kind, parser in {
+        int: flags.IntegerParser(),
+        float: flags.FloatParser(),
+        bool: flags.BooleanParser(),
+        str: flags.ArgumentParser(),
+    }.items():
+        config_flags.register_flag_parser_for_type(kind, _OrNone(parser))
     flags.declare_key_flag("config")
 
 
@@ -117,6 +125,19 @@ class _ConfigParser(flags.ArgumentParser):
 
     def flag_type(self) -> str:
         return "config object"
+
+
+class _OrNone(flags.ArgumentParser):
+    """Reads None, which unsets a key of the config, and other values as ``parser`` does."""
+
+    def __init__(self, parser: flags.ArgumentParser) -> None:
+        self._parser = parser
+
+    def parse(self, argument: Any) -> Any:
+        return None if argument == "None" else self._parser.parse(argument)
+
+    def flag_type(self) -> str:
+        return self._parser.flag_type()
 
 
 def run(main: Callable[..., Any], words: int = 0) -> None:

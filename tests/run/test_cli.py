@@ -38,6 +38,7 @@ def train(*args: str) -> subprocess.CompletedProcess:
         ([DEBUG, "train.seed=3"], "train.seed is unknown; did you mean --config.train.seed="),
         (["--confg=llama/debug"], "error: --confg is unknown; did you mean --config?"),
         ([DEBUG, "--nonsense=1"], "error: --nonsense is unknown; see --help"),
+        ([DEBUG, DEBUG, "--config.train.seed=3"], "error: --config is given twice; give one"),
         (["--config=llama/debg"], "did you mean llama/debug? presets: clip/b16, "),
         ([DEBUG, "--config.train.total_steps=1.5"], "--config.train.total_steps=1.5 is not an integer"),
         ([DEBUG, "--config.optimizer.b1=nan"], "config.optimizer.b1=nan must be a finite number"),
@@ -94,6 +95,19 @@ cli.run(lambda: print("\\u00d7\\u2026"))
 def test_a_flag_that_no_command_can_use_is_one_line(argument, message):
     done = subprocess.run([sys.executable, "-c", FLAGS, argument], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
+
+
+def test_none_unsets_a_key_of_any_type():
+    """As `configs/clip/low_precision.py` recommends."""
+    keys = ["model.layer_scale", "optimizer.decay_with_clip", "train.total_steps", "optimizer.name"]
+    program = FLAGS.rpartition("cli.run")[0] + (
+        f"cli.run(lambda: print([v for k, v in sorted(cli.overrides().items()) if k in {keys}], "
+        "flags.FLAGS.config.model.layer_scale))"
+    )
+    arguments = ["--config=clip/low_precision", *(f"--config.{key}=None" for key in keys)]
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[None, None, None, None] None\n", "")
 
 
 def test_an_ascii_terminal_gets_every_line():
