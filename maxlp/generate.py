@@ -96,14 +96,15 @@ def heal(
       for each prompt, the tokens that remain, and bool allowed_V: the tokens whose text starts with that of
       the removed token.
     """
-    pieces = tokenizer.tokens  # bytes: `decode` drops the space before a single piece of SentencePiece
+    # Not their `decode`, which drops the space before a single piece of SentencePiece.
+    pieces = tokenizer.tokens[:vocab_size]
     healed = []
     for prompt in prompts:
         allowed_V = np.ones(vocab_size, bool)
         if len(prompt) > 1 and pieces[prompt[-1]]:
             last = pieces[prompt[-1]]
+            allowed_V[:] = False
             allowed_V[: len(pieces)] = [piece.startswith(last) for piece in pieces]
-            allowed_V[len(pieces) :] = False
             prompt = prompt[:-1]
         healed.append((prompt, allowed_V))
     return healed

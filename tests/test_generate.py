@@ -30,6 +30,8 @@ def test_a_prompt_that_ends_inside_a_token_is_healed():
     (prompt, allowed_V), (empty, all_V) = heal(Letters(), [[0, 1, 2], [0]], V)
     assert prompt == [0, 1] and np.flatnonzero(allowed_V).tolist() == [2, 3, 5]
     assert empty == [0] and all_V.all()
+    [(_, fewer_V)] = heal(Letters(), [[0, 1, 2]], 5)  # a tokenizer with more ids than the model
+    assert np.flatnonzero(fewer_V).tolist() == [2, 3]
     model = make_llama(init_std=0.3)(nnx.Rngs(0))
     how = dict(max_new_tokens=2, sampling=Sampling(10.0), first=np.stack([allowed_V, all_V]))
     rows = [generate.generate(model, [prompt, empty], seed=seed, **how) for seed in range(20)]
