@@ -319,7 +319,7 @@ def test_class_names_and_templates(tmp_path):
     [
         (dict(source="wds:x.tar"), "kind 'wds' is unknown; kinds: array_record, digits, glyphs, tar"),
         (dict(source="tar"), "source 'tar' lacks a path; write 'tar:PATH'"),
-        (dict(source="tar:/nope"), "^data.source: source 'tar:/nope': no file /nope"),
+        (dict(source="tar:/nope"), "^data.source: source 'tar:/nope': no file or folder /nope"),
         (dict(source="glyphs", validation_source="nope", split="validation"), "^data.validation_source: "),
         (dict(tokenizer="/nope"), "^data.tokenizer: tokenizer '/nope': no such file"),
         (dict(source="digits:x"), "digits takes no path; kinds that do: tar, array_record, tfds"),
