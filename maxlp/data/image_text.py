@@ -515,7 +515,9 @@ class EncodedExamples:
         label = record["label"]
         if record["text"] is not None:
             return record["text"]
-        if not 0 <= label < len(self.classes):
+        if label < 0:
+            raise BrokenExample("it has neither a caption nor a label")
+        if label >= len(self.classes):
             raise BrokenExample(
                 f"no caption, and its label {label} is not one of the {len(self.classes)} classes; list all"
                 " classes in the file data.classes"

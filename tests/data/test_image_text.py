@@ -203,6 +203,13 @@ def test_broken_examples_are_replaced_and_counted(tmp_path):
     whole.close()
 
 
+def test_an_example_with_neither_caption_nor_label_is_broken(tmp_path):
+    files = [("1.png", picture((1, 0, 0))), ("1.json", b'{"alt": null}')]
+    source = f"tar:{write_files(tmp_path / 'a.tar', files)}?text=json:alt&split=all"
+    with pytest.raises(ValueError, match=r"a\.tar: 1: it has neither a caption nor a label"):
+        take(make(source=source, batch_size=1, max_broken=0))
+
+
 def test_broken_examples_are_masked_in_evaluation(tmp_path):
     spec = write_pictures(tmp_path / "a.tar", 10, {3, 4})
     found = [numbers(batch) for batch in take(make("validation", validation_source=spec))]

@@ -113,7 +113,7 @@ class Tars:
             value = json.loads(data)[self._key]
         except (ValueError, LookupError, TypeError, RecursionError):
             raise BrokenExample(f"the JSON has no {self._key!r}") from None
-        if not isinstance(value, str):
+        if not isinstance(value, str | None):
             raise BrokenExample(f"{self._key!r} of the JSON is {type(value).__name__}, not text")
         return value
 

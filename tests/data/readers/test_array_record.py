@@ -7,7 +7,7 @@ import pytest
 from maxlp.data.readers.array_record import pack_example, unpack_example
 from maxlp.data.sources import make_source, open_source, parse_spec
 from maxlp.prepare import prepare_image_text, prepare_text
-from tests.data.corpora import TEXTS, write_jsonl, write_pictures
+from tests.data.corpora import TEXTS, picture, write_files, write_jsonl, write_pictures
 
 
 def open_images(folder):
@@ -18,6 +18,19 @@ def test_an_example_is_packed_without_loss():
     example = {"image": b"\x00\xff", "text": "漢字", "label": -1, "where": "a.tar: 7"}
     assert unpack_example(pack_example(**example)) == example
     assert unpack_example(pack_example(b"", None, 3, "")) == dict(image=b"", text=None, label=3, where="")
+
+
+def test_an_image_without_a_caption_is_prepared_as_it_is(tmp_path):
+    captions = {"1": "one", "2": None}
+    files = [
+        file
+        for name, text in captions.items()
+        for file in ((f"{name}.png", picture(9)), (f"{name}.json", json.dumps({"alt": text}).encode()))
+    ]
+    spec = f"tar:{write_files(tmp_path / 'a.tar', files)}?text=json:alt"
+    prepare_image_text(spec, str(tmp_path / "out"))
+    prepared = open_images(tmp_path / "out")
+    assert [prepared[i]["text"] for i in range(2)] == ["one", None]
 
 
 def test_examples_are_those_that_were_prepared(tmp_path):

@@ -65,11 +65,13 @@ def test_images_without_a_caption_are_left_out_with_a_warning(tmp_path, monkeypa
 
 
 def test_captions_may_be_in_json(tmp_path):
-    write_files(tmp_path / "a.tar", [*samples(3), ("x.jpg", b"1"), ("x.json", b'{"alt": 3}')])
+    others = [("x.jpg", b"1"), ("x.json", b'{"alt": 3}'), ("y.jpg", b"1"), ("y.json", b'{"alt": null}')]
+    write_files(tmp_path / "a.tar", [*samples(3), *others])
     found = tars.Tars(str(tmp_path), "json:alt")
     assert [found[row]["text"] for row in range(3)] == ["alt 0", "alt 1", "alt 2"]
     with pytest.raises(BrokenExample, match="'alt' of the JSON is int"):
         found[3]
+    assert found[4] == {"image": b"1", "text": None, "label": -1}
     with pytest.raises(BrokenExample, match="no 'title'"):
         tars.Tars(str(tmp_path), "json:title")[0]
 
