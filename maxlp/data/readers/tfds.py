@@ -29,10 +29,12 @@ class TfdsExamples:
                 name, split=split, data_dir=data_dir, download=False, decoders=decoders
             )
         except Exception as error:  # TFDS raises many types, some with pages of text
-            where = f" in data_dir {data_dir}" if data_dir else ""
+            where, reason = f" in data_dir {data_dir}" if data_dir else "", one_line(error)
+            fix = "prepare it with `tfds build --file_format=array_record` and set ?data_dir= and ?split="
+            if reason.startswith("Unknown split") and not image_key:  # ?split= would be for training, too
+                fix = "convert one with `maxlp.prepare text --split=`, to be divided into both splits"
             raise ValueError(
-                f"TFDS {name!r}, split {split!r}{where} cannot be opened ({one_line(error)}); prepare"
-                " it with `tfds build --file_format=array_record` and set ?data_dir= and ?split="
+                f"TFDS {name!r}, split {split!r}{where} cannot be opened ({reason}); {fix}"
             ) from None
         features = self._examples.dataset_info.features
         text_key, label_key = keys["text_key"], keys.get("label_key", "")

@@ -21,7 +21,8 @@ def test_text_round_trip(toy_text):
 
 def test_errors(toy_text):
     assert "no feature 'text', found: body; set ?text_key=" in error_of(toy_text)
-    assert "'test'" in error_of(f"{toy_text}&split=test")
+    message = error_of(f"{toy_text}&split=test")
+    assert "'test'" in message and "convert one with `maxlp.prepare text --split=`" in message
     assert "option 'image_key' is for images" in error_of(f"{toy_text}&image_key=body")
     message = error_of("tfds:no_such_dataset")
     assert "no_such_dataset" in message and "tfds build" in message
