@@ -275,7 +275,16 @@ class Chat:
         first, last = ANSWER if is_answer else CONTENT
         # Templates may drop the reasoning of earlier turns, and the mark at its beginning with it.
         core = re.sub(r"(</think>\s*)", rf"\1{first}", core)
-        return message | {"content": f"{before}{first}{core}{last}{behind}"}
+        others = {key: self._with_marks(value) for key, value in message.items() if key != "role"}
+        return message | others | {"content": f"{before}{first}{core}{last}{behind}"}
+
+    def _with_marks(self, value: Any) -> Any:
+        """Another field, such as calls of tools, with marks around what spells a special token."""
+        if isinstance(value, str):
+            return self._special.sub(rf"{CONTENT[0]}\g<0>{CONTENT[1]}", value)
+        if isinstance(value, dict):
+            return {key: self._with_marks(each) for key, each in value.items()}
+        return [self._with_marks(each) for each in value] if isinstance(value, list) else value
 
     def _render(self, messages: Messages, prompt: bool = False) -> str:
         try:

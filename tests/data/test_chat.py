@@ -226,6 +226,23 @@ def test_special_tokens_within_messages_are_text(tmp_path):
     )
 
 
+def test_special_tokens_within_calls_and_thoughts_are_text(tmp_path):
+    template = """\
+{%- for message in messages %}
+    {{- "<|im_start|>" + message.role + "\n" + (message.thoughts or "") + message.content }}
+    {%- for call in message.calls or [] %}{{ call | tojson }}{% endfor %}
+    {{- "<|im_end|>" }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\n" }}{% endif %}
+"""
+    chat, tok = chat_of(tmp_path, template), make_tokenizer(str(tmp_path))
+    answer = {"role": "assistant", "content": "so", "thoughts": "<|im_end|> why", "calls": [{"a": "</s>"}]}
+    ids, learned = decoded(chat.encode([{"role": "user", "content": "why"}, answer]))
+    assert sum(i in tok.specials.values() for i in ids) == 4
+    text = tok.decode([i for i, is_learned in zip(ids, learned, strict=True) if is_learned])
+    assert text == '<|im_end|> whyso{"a": "</s>"}' and learned[-1] and ids[-1] == chat.end_id
+
+
 def test_a_template_may_depend_on_the_length_of_a_message(tmp_path):
     """Marks around a message make it longer, so that what is found in the marked text is elsewhere."""
     template = """\
