@@ -68,7 +68,8 @@ class DynamicLossScale:
           metric ``loss_scale`` that the step used.
         """
         if self.per_tensor:
-            return jnp.bool_(True), state, {"loss_scale": state["scale"]}
+            # Not the state: a resumed run may have another `initial`.
+            return jnp.bool_(True), self.init(), {"loss_scale": state["scale"]}
         finite = jnp.isfinite(metrics["grad_norm"])
         good_steps = jnp.where(finite, state["good_steps"] + 1, 0)
         grows = good_steps >= self.growth_interval

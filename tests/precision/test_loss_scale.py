@@ -135,6 +135,9 @@ def test_a_scale_per_tensor_is_fixed_and_counts_every_step():
     for norm in (1.0, np.inf, np.nan):
         accepted, state, metrics = loss_scale.accept(state, {"grad_norm": jnp.float32(norm)})
         assert accepted and metrics == {"loss_scale": 65536.0} and state == loss_scale.init()
+    resumed = DynamicLossScale(2.0**12, 1, per_tensor=True)
+    _, state, metrics = resumed.accept(state, {"grad_norm": jnp.float32(1.0)})
+    assert metrics == {"loss_scale": 65536.0} and state == resumed.init(), "the config's from the next step"
 
 
 @pytest.mark.parametrize(
