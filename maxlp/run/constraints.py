@@ -85,9 +85,14 @@ def both_phases_have_the_same_state(s: Settings, machine: Machine) -> str | None
 
 
 def skipped_tensors_have_moments(s: Settings, machine: Machine) -> str | None:
-    """A tensor that skips a step keeps its moments, which have its shape."""
+    """A tensor that skips a step keeps its moments, which have its shape. The guard skips whole steps."""
     if s.precision.loss_scale is None or not s.precision.loss_scale.per_tensor:
         return None
+    if s.spikes.guard == "skip":
+        return (
+            "spikes.guard=skip rejects each step in which a gradient is not finite, also with "
+            "precision.loss_scale.per_tensor=True; set spikes.guard=rollback or off, or per_tensor=False"
+        )
     from maxlp.optim import skip_tensors
 
     return skip_tensors.refusal(s.optimizer)

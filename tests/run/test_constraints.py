@@ -117,6 +117,12 @@ REFUSED = {
             "cpu",
             "param_rounding=float16_master; choose that",
         ),
+        (
+            {"precision.loss_scale.per_tensor": True, "spikes.guard": "skip"},
+            1,
+            "cpu",
+            "set spikes.guard=rollback or off",
+        ),
     ],
     "float16_params_have_scales": [
         ({"model.param_dtype": "float16"}, 1, "cpu", "use float32"),
