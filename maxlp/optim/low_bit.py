@@ -69,7 +69,7 @@ def _packed(state: optax.OptState, count: Any, config: LowBitConfig) -> optax.Op
 
     def one(moment: str, path: KeyPath, x: jax.Array) -> Any:
         axes, name = layer_axes(path), formats[moment]
-        if name == "float32" or math.prod(x.shape[axes:]) < config.min_size:
+        if name == "float32" or math.prod(x.shape[axes:]) < max(config.min_size, 2):
             return x
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), count), next(numbers))
         signed = moment == "mu"

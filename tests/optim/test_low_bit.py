@@ -71,6 +71,14 @@ def test_small_tensors_of_a_layer_are_left_alone():
     assert mu["big"].codes.dtype == jnp.float8_e4m3fn
 
 
+@pytest.mark.parametrize("name", ["fp8", "dynamic8"])
+def test_single_numbers_are_left_alone(name):
+    """CLIP's logit scale is one."""
+    params, grads = {"logit_scale": jnp.float32(3.0)}, [{"logit_scale": jnp.float32(0.1)}] * 3
+    got, _ = run(low_bit(ADAM, LowBitConfig(**EVERY[name], min_size=0)), params, grads)
+    assert_trees_equal(got, run(ADAM, params, grads)[0])
+
+
 def test_a_second_moment_that_underflows_does_not_blow_up_the_step():
     """One gradient is large; v of the others is 10^-16 of its v, which underflows in e5m2."""
     params = {"kernel": jnp.zeros((8, 16))}
