@@ -24,18 +24,8 @@ AfterUpdate = Callable[[Any, dict], tuple[Any, Metrics]]
 Step = Callable[[nnx.GraphDef, State, Batch], tuple[State, Metrics]]
 
 
-def no_statistics(grads: optax.Updates, opt_state: optax.OptState) -> Metrics:
-    """The `Statistics` of a run that records none."""
-    return {}
-
-
-def no_update_arguments(grads: optax.Updates, metrics: Metrics) -> dict[str, jax.Array]:
-    """The `UpdateArguments` of an optimizer that needs only the gradients."""
-    return {}
-
-
-def no_optimizer_metrics(opt_state: optax.OptState) -> Metrics:
-    """The `OptimizerMetrics` of a run whose learning rate depends on the step number alone."""
+def nothing(*measured: Any) -> dict[str, jax.Array]:
+    """The `Statistics`, `UpdateArguments` and `OptimizerMetrics` of a run without any."""
     return {}
 
 
@@ -58,9 +48,9 @@ def train_step(
     tx: optax.GradientTransformation,
     schedule: optax.Schedule,
     gates: Gates = NO_GATES,
-    statistics: Statistics = no_statistics,
-    update_arguments: UpdateArguments = no_update_arguments,
-    optimizer_metrics: OptimizerMetrics = no_optimizer_metrics,
+    statistics: Statistics = nothing,
+    update_arguments: UpdateArguments = nothing,
+    optimizer_metrics: OptimizerMetrics = nothing,
     after_update: AfterUpdate = keep_update,
 ) -> tuple[State, Metrics]:
     """One update from a global batch.

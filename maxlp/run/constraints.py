@@ -88,14 +88,9 @@ def skipped_tensors_have_moments(s: Settings, machine: Machine) -> str | None:
     """A tensor that skips a step keeps its moments, which have its shape. The guard skips whole steps."""
     if s.precision.loss_scale is None or not s.precision.loss_scale.per_tensor:
         return None
-    if s.spikes.guard == "skip":
-        return (
-            "spikes.guard=skip rejects each step in which a gradient is not finite, also with "
-            "precision.loss_scale.per_tensor=True; set spikes.guard=rollback or off, or per_tensor=False"
-        )
     from maxlp.optim import skip_tensors
 
-    return skip_tensors.refusal(s.optimizer)
+    return skip_tensors.refusal(s.optimizer, s.spikes.guard)
 
 
 def float16_params_have_scales(s: Settings, machine: Machine) -> str | None:
@@ -122,13 +117,9 @@ def rounded_params_have_16_bits(s: Settings, machine: Machine) -> str | None:
 
 def averages_are_of_float32(s: Settings, machine: Machine) -> str | None:
     """An average over t steps moves by 1/t of a difference, which a parameter in bfloat16 rounds away."""
-    optimizer, dtype = s.optimizer, s.model.param_dtype
-    if not optimizer.kind.averages or dtype == "float32" or s.train.lora is not None:
+    if not s.optimizer.kind.averages or s.model.param_dtype == "float32" or s.train.lora is not None:
         return None
-    return (
-        f"optimizer.name={optimizer.name} averages parameters, and model.param_dtype={dtype} rounds what "
-        "it adds away; set model.param_dtype=float32"
-    )
+    return f"model.param_dtype={s.model.param_dtype} loses the average of {s.optimizer.name}; set float32"
 
 
 def precision_fits_model(s: Settings, machine: Machine) -> str | None:

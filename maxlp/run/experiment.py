@@ -150,9 +150,9 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
     if s.precision.loss_scale is not None:
         gates["loss_scale"] = s.precision.loss_scale
         if s.precision.loss_scale.per_tensor:
-            from maxlp.optim.skip_tensors import skip_nonfinite_tensors
+            from maxlp.optim.skip_tensors import skip_nonfinite
 
-            optimizer = dataclasses.replace(optimizer, tx=skip_nonfinite_tensors(optimizer.tx))
+            optimizer = skip_nonfinite(optimizer)
     if s.spikes.guard == "skip":
         from maxlp.monitoring.skip_guard import SkipGuard
 
@@ -164,7 +164,7 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
         optimizer = dataclasses.replace(optimizer, tx=like_params(optimizer.tx))
         step: Any = functools.partial(fused_backward.train_step, loss=family.loss(s.loss, s.train.seed))
     else:
-        statistics: Statistics = train_step.no_statistics
+        statistics: Statistics = train_step.nothing
         if s.spikes.statistics:
             statistics = functools.partial(tensor_statistics, rms=optimizer.rms)
         step = functools.partial(

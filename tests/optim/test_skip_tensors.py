@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxlp.optim.config import OPTIMIZERS
-from maxlp.optim.skip_tensors import skip_nonfinite_tensors
+from maxlp.optim.skip_tensors import skip_nonfinite, skip_nonfinite_tensors
 from tests.optim.common import jitted_step, make_optimizer, random_tree, run
 
 SHAPES = {"layers": {"kernel": (3, 8, 4)}, "scale": (8,)}  # three layers, and a tensor of its own
@@ -18,9 +18,7 @@ def optimizer(name):
     rates = dict(
         learning_rate=0.02, schedule="constant", warmup_steps=1, total_steps=9, final_lr_fraction=0.0
     )
-    return make_optimizer(
-        name=name, weight_decay=0.01, clip_norm=1.0, b1=0.9, b2=0.95, eps=1e-8, **rates
-    ).tx
+    return make_optimizer(name=name, weight_decay=0.01, clip_norm=1.0, b1=0.9, b2=0.95, eps=1e-8, **rates)
 
 
 def assert_close(got, want):
@@ -33,7 +31,7 @@ def assert_close(got, want):
 )
 def test_only_tensors_with_finite_gradients_are_updated(name):
     """The others, and their moments, keep every bit; the rest is updated as if their gradient were zero."""
-    plain, tx = optimizer(name), skip_nonfinite_tensors(optimizer(name))
+    plain, tx = optimizer(name).tx, skip_nonfinite_tensors(optimizer(name).tx)
     params, state = run(tx, random_tree(SHAPES, 0), [random_tree(SHAPES, 1)])
     without = run(plain, random_tree(SHAPES, 0), [random_tree(SHAPES, 1)])
     jax.tree.map(np.testing.assert_array_equal, (params, state), without)
@@ -54,3 +52,16 @@ def test_only_tensors_with_finite_gradients_are_updated(name):
                 assert np.any(new[0] != old[0])
             else:
                 assert_close(new, other)
+
+
+def test_rms_is_that_of_the_updated_tensors():
+    """The global norm, by which gradients are clipped before, is theirs too."""
+    plain, skips, params = optimizer("adamw"), skip_nonfinite(optimizer("adamw")), random_tree(SHAPES, 0)
+    grads = random_tree(SHAPES, 1)
+    zeroed = grads | {"scale": jnp.zeros(8)}
+    want = plain.rms(zeroed, run(plain.tx, params, [zeroed])[1])
+    for bad in (jnp.inf, jnp.nan):
+        overflowed = grads | {"scale": grads["scale"].at[3].set(bad)}
+        got = skips.rms(overflowed, run(skips.tx, params, [overflowed])[1])
+        np.testing.assert_allclose(got["layers/kernel"], want["layers/kernel"], rtol=1e-5)
+        assert got["scale"] == 0

@@ -139,7 +139,7 @@ REFUSED = {
         ({"optimizer.param_rounding": "float16_master"}, 1, "cpu", "is for model.param_dtype=bfloat16"),
         (BFLOAT16 | {"optimizer.param_rounding": "nearest"}, 1, "cpu", "param_dtype=float16"),
     ],
-    "averages_are_of_float32": [(BFLOAT16 | AVERAGED, 1, "cpu", "set model.param_dtype=float32")],
+    "averages_are_of_float32": [(BFLOAT16 | AVERAGED, 1, "cpu", "schedule_free_adamw; set float32")],
     "precision_fits_model": [
         ({"precision.rules": (("layers/mlp/fc", "fp8_current"),)}, 1, "cpu", "layers/mlp/fc"),
         ({"precision.recipe": "fp8_current", "precision.first_blocks": 4}, 1, "cpu", "first_blocks=4"),
