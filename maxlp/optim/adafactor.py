@@ -9,7 +9,7 @@ import optax
 from jax.tree_util import KeyPath
 
 from maxlp.optim.config import Conflict, OptimizerConfig, OptimizerKind
-from maxlp.optim.tree_utils import over_tensor, tensor_axes, tensor_mean, widened
+from maxlp.optim.tree_utils import over_tensor, tensor_axes, widened
 from maxlp.schema import CountOrZero, DecayRate, PositiveFraction, Range
 
 EPSILON = 1e-30  # the paper's ε₁, added to squares
@@ -40,7 +40,7 @@ def scale_by_adafactor(
         del params
 
         def one(path: KeyPath, u: jax.Array) -> jax.Array:
-            rms = jnp.sqrt(tensor_mean(path, jnp.square(widened(u))))
+            rms = jnp.sqrt(jnp.mean(jnp.square(widened(u)), axis=tensor_axes(path, u)))
             return (u / over_tensor(jnp.maximum(1.0, rms / clipping_threshold), u)).astype(u.dtype)
 
         return jax.tree.map_with_path(one, updates)
@@ -80,15 +80,13 @@ def _scale_by_factored_rms(decay_rate: float, min_dim_size_to_factor: int) -> op
         weight = count.astype(jnp.float32) ** -decay_rate
 
         def one(path: KeyPath, g: jax.Array, row: jax.Array, column: jax.Array, whole: jax.Array) -> tuple:
-            def average(old: jax.Array, new: jax.Array) -> Any:
-                return ((1 - weight) * old + weight * new).astype(g.dtype)
-
             square, dims = jnp.square(g) + EPSILON, factored(path, g)
             if not dims:
-                whole = average(whole, square)
+                whole = _average(whole, square, weight)
                 return g * whole**-0.5, row, column, whole
             small, large = dims
-            row, column = average(row, jnp.mean(square, large)), average(column, jnp.mean(square, small))
+            row = _average(row, jnp.mean(square, large), weight)
+            column = _average(column, jnp.mean(square, small), weight)
             rows, columns = jnp.expand_dims(row, large), jnp.expand_dims(column, small)
             share = rows / jnp.mean(rows, small, keepdims=True)
             return g * share**-0.5 * columns**-0.5, row, column, whole
@@ -98,6 +96,10 @@ def _scale_by_factored_rms(decay_rate: float, min_dim_size_to_factor: int) -> op
         return updates, optax.FactoredState(count, *moments)
 
     return optax.GradientTransformation(init, update)
+
+
+def _average(old: jax.Array, new: jax.Array, weight: Any) -> Any:
+    return ((1 - weight) * old + weight * new).astype(old.dtype)
 
 
 def _transposed(tree: Any, like: Any, size: int) -> tuple:

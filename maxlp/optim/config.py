@@ -125,8 +125,7 @@ class LowBitConfig:
     Attributes:
       mu, nu: formats of the first and second moment, of `MOMENT_FORMATS`; "float32" leaves one as it is.
       block_size: entries of a row that share a scale; 0 for one scale per tensor of a layer.
-      min_size: tensors with fewer entries per layer (norms, biases) keep their moments as they are; single
-        numbers always do.
+      min_size: tensors with fewer entries per layer (norms), and single numbers, keep their moments.
       seed: seed of the stochastic rounding to bfloat16 and float8_e5m2.
     """
 

@@ -9,7 +9,7 @@ import optax
 from jax.tree_util import KeyPath
 
 from maxlp.optim.config import OptimizerConfig
-from maxlp.optim.tree_utils import by_name, find_states, name_of, tensor_mean, widened
+from maxlp.optim.tree_utils import by_name, find_states, name_of, tensor_axes, widened
 
 Rms = Callable[[optax.Updates, optax.OptState], dict[str, jax.Array]]
 
@@ -35,7 +35,7 @@ def rms_of_tensor(path: KeyPath, g: jax.Array, v: jax.Array, eps: float) -> jax.
     """RMS_t = √mean(g² / max(v̂, eps²)) of each layer's tensor, (*layers, …) to (*layers), in float32."""
     # float32 has no eps² below 1e-38. Where there was never a gradient, 0 would be divided by 0.
     least = max(eps**2, float(jnp.finfo(jnp.float32).tiny))
-    return jnp.sqrt(tensor_mean(path, jnp.square(g) / jnp.maximum(v, least)))
+    return jnp.sqrt(jnp.mean(jnp.square(g) / jnp.maximum(v, least), axis=tensor_axes(path, g)))
 
 
 def _second_moment_rms(

@@ -50,11 +50,6 @@ def tensor_axes(path: KeyPath, x: jax.Array) -> tuple[int, ...]:
     return tuple(range(layer_axes(path), x.ndim))
 
 
-def tensor_mean(path: KeyPath, x: jax.Array) -> jax.Array:
-    """The mean of each layer's tensor, (*layers, …) to (*layers)."""
-    return jnp.mean(x, axis=tensor_axes(path, x))
-
-
 def tensor_norm(path: KeyPath, x: jax.Array) -> jax.Array:
     """The L2 norm of each layer's tensor, (*layers, …) to (*layers)."""
     return jnp.sqrt(jnp.sum(jnp.square(x), axis=tensor_axes(path, x)))

@@ -8,6 +8,7 @@ compared with the last checkpoint's record by the data pipelines (`data.common.c
 """
 
 import json
+import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from maxlp import families
+from maxlp.optim import OPTIMIZERS
 from maxlp.run import run_dir
 from maxlp.run.config import ConfigError
 from maxlp.runtime import checkpoint
@@ -28,8 +30,7 @@ FREE = (
     *("model.dtype", "model.param_dtype", "model.attention", "model.scan_layers", "model.remat"),
     "data.num_workers",
 )
-# What saved numbers mean. Some formats share a dtype, so that a checkpoint in one would load as another;
-# some sizes of blocks have the same number of scales.
+# What saved numbers mean. Some formats share a dtype and some blocks a number: one would load as another.
 FORMATS = ("optimizer.low_bit.mu", "optimizer.low_bit.nu", "optimizer.low_bit.block_size")
 # Sections that do not affect training.
 OBSERVING = ("spikes", "checkpoint", "metrics", "profile")
@@ -57,9 +58,8 @@ def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> dict[str,
         raise ConfigError(
             f"{workdir} holds a run of another family ({changes['model.name']}); use a new workdir"
         )
-    formats = FORMATS
-    if new["optimizer"]["name"] == "schedule_free_adamw":
-        formats += ("optimizer.b1",)  # mixes the average into the saved parameters
+    averages = pkgutil.resolve_name(OPTIMIZERS[new["optimizer"]["name"]]).averages
+    formats = (*FORMATS, *["optimizer.b1"] * averages)  # which mixes the average into the parameters
     if unreadable := [change for key, change in changes.items() if is_in(formats, key)]:
         raise ConfigError(
             f"the checkpoints of {workdir} would be misread ({'; '.join(unreadable)}); undo the change, or "
