@@ -202,23 +202,15 @@ def gather_sequence(x_BSD: jax.Array) -> jax.Array:
 
 
 def split_sequence(x_BSD: jax.Array) -> jax.Array:
-    """The residual stream as norms and residuals use it: the tensor axis splits the positions."""
-    if jax.sharding.get_abstract_mesh().shape.get("context", 1) > 1:
-        x_BSD = _with_gathered_gradient(x_BSD)
-    return constrain(x_BSD, "batch", "act_seq", "act_embed")
+    """The residual stream as norms and residuals use it: the tensor axis splits the positions.
 
-
-@jax.custom_vjp
-def _with_gathered_gradient(x_BSD: jax.Array) -> jax.Array:
-    """The identity, whose gradient is constrained like `gather_sequence`.
-
-    With a context axis, a weight's gradient is a sum over positions, which context splits in one operand,
-    and context and tensor in the other. By default XLA gathers both operands over all axes.
+    With a context axis it is constrained like `gather_sequence` before, and so is its gradient. By default
+    XLA gathers positions over context: those of a matmul's input, because context also splits the dim of
+    its kernel that becomes the residual stream's, and both operands of a weight's gradient.
     """
-    return x_BSD
-
-
-_with_gathered_gradient.defvjp(lambda x_BSD: (x_BSD, None), lambda _, g_BSD: (gather_sequence(g_BSD),))
+    if jax.sharding.get_abstract_mesh().shape.get("context", 1) > 1:
+        x_BSD = gather_sequence(x_BSD)
+    return constrain(x_BSD, "batch", "act_seq", "act_embed")
 
 
 def split_chunks(x: jax.Array, n: int) -> jax.Array:

@@ -5,14 +5,14 @@ import re
 import pytest
 
 from maxlp.planning import hlo
-from tests.fixtures import Trainer, batch, make_mesh
+from tests.fixtures import LLAMA, Trainer, batch, make_mesh
 
 ROWS, LENGTH = 8, 64
 
 
-def compiled(**mesh: int) -> tuple[str, dict[str, int]]:
+def compiled(attention: str = "xla", **mesh: int) -> tuple[str, dict[str, int]]:
     """The text of the compiled step, and the sizes of all mesh axes."""
-    trainer = Trainer(make_mesh(**mesh), remat="block")
+    trainer = Trainer(make_mesh(**mesh), remat="block", attention=attention)
     return trainer.compile(batch(0, ROWS, LENGTH)).as_text(), dict(trainer.mesh.shape)
 
 
@@ -34,3 +34,15 @@ def test_data_gathers_no_weights_between_replicas():
     over_data = [one for one in found if "data" in one.axes]
     assert over_data
     assert all(one.kind in ("all-reduce", "reduce-scatter") for one in over_data)
+
+
+@pytest.mark.parametrize("axes", [dict(context=4, tensor=2), dict(fsdp=2, context=2, tensor=2)], ids=str)
+def test_context_gathers_weights_and_no_positions(axes):
+    """Matmuls and their gradients work on a device's own tokens; what is gathered is at most a kernel."""
+    text, mesh = compiled("ring", **({"fsdp": 1} | axes))
+    over_context = [
+        one for one in hlo.collectives(text, mesh) if one.kind == "all-gather" and "context" in one.axes
+    ]
+    largest = 4 * LLAMA["embed_dim"] * LLAMA["mlp_dim"] // mesh["tensor"]
+    in_blocks = [one.bytes for one in over_context if one.times > 1]
+    assert in_blocks and max(in_blocks) == largest
