@@ -2,7 +2,7 @@
 
 `measure` is a training pass over a model whose `QuantDot`s are replaced by `Probe`s, which count.
 Its gradients are not used, so XLA leaves out the matmuls of the kernels' gradients. Run it every
-few hundred steps.
+few hundred steps. A head that computes its logits in chunks is not measured.
 
 For each input, kernel and output gradient, in the format of the first matmul that uses it:
 

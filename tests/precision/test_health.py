@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
+from maxlp.families.llama.task import NextTokenConfig
 from maxlp.parallel.batches import global_batch
 from maxlp.precision import health, make_recipe
 from tests.fixtures import (
@@ -165,6 +166,21 @@ def test_shards_and_microbatches_measure_the_same_tensors():
             assert value == whole[key] and value > 0, key
         else:
             assert whole[key] <= value <= whole[key] + 0.1, key
+
+
+def test_a_head_in_chunks_is_not_measured():
+    """Its loss is a function with a gradient of its own, out of which only sums come."""
+    recipe = precision_config(rules=(("*/up_proj", "fp8_current"), ("lm_head", "fp8_current")))
+    found = []
+    for chunks in (1, 2):
+        trainer = Trainer(recipe=recipe, loss=NextTokenConfig(num_chunks=chunks))
+        found.append(measurement(trainer)(trainer.init(), batch(0)))
+    whole, in_chunks = found
+    of_head = {key for key in whole if key.startswith("health/lm_head/")}
+    assert len(of_head) == 3 * len(health.STATISTICS) and in_chunks.keys() == whole.keys() - of_head
+    for key, value in in_chunks.items():
+        # The gradients of the head are sums in another order, or of other neighbours in E4M3 and E5M2.
+        assert value == pytest.approx(whole[key], rel=0.1, abs=1e-3), key
 
 
 # --- SwiGLU -------------------------------------------------------------------------------------------

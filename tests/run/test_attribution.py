@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -12,7 +13,9 @@ from maxlp.precision import RECIPES, Operand, switches
 from maxlp.precision.recipes import GEMMS
 from maxlp.run import attribution
 from maxlp.run.attribution import Effect, Evaluate, Site
+from maxlp.run.settings import read
 from tests.fixtures import Trainer, batch, make_llama, precision_config
+from tests.run.fixtures import TINY, changed, load
 
 FP8 = RECIPES["fp8_current"]
 
@@ -95,6 +98,17 @@ def test_a_stale_scale_of_one_layer_is_found():
         assert {site for site, _ in found.ranked(by)[:2]} == sites
     for site, effect in found.effects.items():
         assert effect.saturated > 0.9 and effect.error_off < 0 if site in sites else effect.saturated == 0
+
+
+def test_a_head_in_chunks_has_effects_of_its_own():
+    rules = {"precision.rules": (("lm_head", "fp8_current"),), "loss.num_chunks": 2}
+    ends = {"precision.first_blocks": 0, "precision.last_blocks": 0}
+    s = read(changed(load("debug"), TINY | rules | ends))
+    with attribution.evaluator(s, None, 1) as (evaluate, _):
+        off = evaluate.off["lm_head"]
+        both = [evaluate({"lm_head": on})[1]["lm_head"] for on in (off, np.arange(6).reshape(3, 2) % 2 > 0)]
+    without, alone = (found[..., switches.STATISTICS.index("error")] for found in both)
+    assert not without.any() and np.all((alone > 0.001) & (alone < 2.0**-3))
 
 
 @pytest.mark.full

@@ -309,10 +309,11 @@ class Llama(nnx.Module):
 
     def head(self) -> tuple[Callable[[nnx.State, jax.Array], jax.Array], nnx.State]:
         """Uncapped `logits` as a function of (weights, hidden states) without sharding constraints, and the
-        weights in ``dtype``."""
+        weights in ``dtype``. The head records nothing here, such as its health."""
         graphdef, params, rest = nnx.split(self._head_module(), nnx.Param, ...)
+        rest = jax.lax.stop_gradient(rest)
         weights = jax.tree.map(lambda p: p.astype(self.config.dtype), params)
-        return lambda weights, x_BSD: _product(nnx.merge(graphdef, weights, rest), x_BSD), weights
+        return lambda weights, x: _product(nnx.merge(graphdef, weights, rest, copy=True), x), weights
 
     @property
     def has_plain_head(self) -> bool:
