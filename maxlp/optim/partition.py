@@ -39,9 +39,8 @@ def check_matrices(key: str, targets: Sequence[str], params: optax.Params) -> No
     leaves = jax.tree.flatten_with_path(params)[0]
     for target in targets if leaves else ():
         if not any(matches(path, (target,)) for path, _ in leaves):
-            matrices = [path for path, p in leaves if len(p.shape) - layer_axes(path) == 2]
-            one = f"; one is {name_of(matrices[0])}" if matrices else ""
-            raise ValueError(f"{key}: {target!r} matches no parameter{one}")
+            one = next((path for path, p in leaves if len(p.shape) - layer_axes(path) == 2), leaves[0][0])
+            raise ValueError(f"{key}: {target!r} matches no parameter; one is {name_of(one)}")
     for path, p in leaves:
         if matches(path, targets) and len(p.shape) - layer_axes(path) != 2:
             raise ValueError(

@@ -28,6 +28,10 @@ from maxlp.runtime.files import shown
 PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 PATH_ERROR_NUMBERS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 FINETUNE = "llama/finetune"  # the config of a run that starts --from weights and names no other
+PARSERS = {  # of the types that single values of a config have
+    **{int: flags.IntegerParser, float: flags.FloatParser},
+    **{bool: flags.BooleanParser, str: flags.ArgumentParser},
+}
 MAX_MESSAGE = 800  # characters; a longer one, as with a long path, loses its middle
 
 
@@ -67,13 +71,8 @@ def define_config() -> None:
         "--config.optimizer.learning_rate=1e-3; None unsets it.",
     )
     flags.FLAGS["config"].parser = _ConfigParser()
-    for kind, parser in {
-        int: flags.IntegerParser(),
-        float: flags.FloatParser(),
-        bool: flags.BooleanParser(),
-        str: flags.ArgumentParser(),
-    }.items():
-        config_flags.register_flag_parser_for_type(kind, _OrNone(parser))
+    for kind, parser in PARSERS.items():
+        config_flags.register_flag_parser_for_type(kind, _OrNone(parser()))
     flags.declare_key_flag("config")
 
 
@@ -123,9 +122,6 @@ class _ConfigParser(flags.ArgumentParser):
         self.config = load_file(argument)
         return self.config
 
-    def flag_type(self) -> str:
-        return "config object"
-
 
 class _OrNone(flags.ArgumentParser):
     """Reads None, which unsets a key of the config, and other values as ``parser`` does."""
@@ -135,9 +131,6 @@ class _OrNone(flags.ArgumentParser):
 
     def parse(self, argument: Any) -> Any:
         return None if argument == "None" else self._parser.parse(argument)
-
-    def flag_type(self) -> str:
-        return self._parser.flag_type()
 
 
 def run(main: Callable[..., Any], words: int = 0) -> None:
