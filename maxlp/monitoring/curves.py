@@ -151,7 +151,8 @@ def _log_scale(axes: "Axes", values: np.ndarray) -> str:
     if not len(positive) or positive.max() < 2 * positive.min():
         return ""
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 6, 8), numticks=12))
+    subs = (1, 1.5, 2, 3, 4, 6, 8) if positive.max() < 100 * positive.min() else (1,)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=12))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter("")
     return ", log scale"

@@ -61,6 +61,14 @@ def test_smoothing_ignores_spikes_and_keeps_the_first_value():
     assert np.isnan(curves.smooth(np.full(3, np.nan), 1)).all()
 
 
+def test_the_labels_of_a_run_that_diverged_do_not_overlap(tmp_path):
+    write_run(tmp_path, losses=np.geomspace(3, 3e10, 40))
+    axes = drawn(tmp_path)
+    boxes = [label.get_window_extent() for label in axes.get_yticklabels() if label.get_text()]
+    inside = sorted(box.y0 for box in boxes if axes.bbox.y0 <= box.y0 <= axes.bbox.y1)
+    assert len(inside) >= 4 and min(np.diff(inside)) > boxes[0].height
+
+
 def drawn(path):
     """The axes of the loss panel, laid out as in the picture."""
     figure = Figure(figsize=(12, 7), layout="constrained")
