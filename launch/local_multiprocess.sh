@@ -12,7 +12,8 @@
 # FILE: compiler flags, one of launch/xla_flags. --dry_run prints the commands without running them.
 # shellcheck source=launch/common.sh
 source "$(dirname "$0")/common.sh"
-n='' restarts=0 logs='' dry_run='' grace=${MAXLP_GRACE:-300} gpus=$(nvidia-smi -L 2>/dev/null | wc -l)
+n='' restarts=0 logs='' dry_run='' grace=${MAXLP_GRACE:-300}
+gpus=$(if [[ ${CUDA_VISIBLE_DEVICES+set} ]]; then tr , '\n' <<<"$CUDA_VISIBLE_DEVICES"; else nvidia-smi -L; fi 2>/dev/null | wc -l)
 while (($#)) && [[ $1 != -- ]]; do
   case $1 in
     --help) usage "$0" && exit ;;

@@ -59,7 +59,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 def environment(**more):
     """An environment without a cluster."""
-    clusters = ("MAXLP_", "SLURM_", "KUBERNETES_", "XLA_FLAGS", "LIBTPU_", "JAX_LOCAL_DEVICE_IDS")
+    clusters = ("MAXLP_", "SLURM_", "KUBERNETES_", "XLA_FLAGS", "LIBTPU_", "JAX_LOCAL_DEVICE_IDS", "CUDA_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(clusters)}
     return env | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)} | more
 
@@ -181,6 +181,15 @@ def test_local_dry_run_prints_the_commands(tmp_path):
         [*several, "MAXLP_PROCESS_ID=1", "JAX_LOCAL_DEVICE_IDS=2,3", "python", "a b"],
     ]
     assert run("local_multiprocess.sh", 1, "--dry_run", "--", "true", PATH=path).strip() == "true"
+
+
+@pytest.mark.parametrize(("visible", "ids"), [("4,6", ["0", "1"]), ("5", []), ("", [])])
+def test_only_visible_gpus_are_divided(tmp_path, visible, ids):
+    """JAX counts those of CUDA_VISIBLE_DEVICES from 0."""
+    path = stand_in(tmp_path, "nvidia-smi", "for i in 0 1 2 3; do echo GPU $i; done")
+    command = [2, "--dry_run", "--", "true"]
+    out = run("local_multiprocess.sh", *command, PATH=path, CUDA_VISIBLE_DEVICES=visible)
+    assert re.findall("JAX_LOCAL_DEVICE_IDS=(.*) true", out) == ids
 
 
 def test_local_flags_of_a_file_precede_those_of_the_environment():
