@@ -36,9 +36,11 @@ case " $*" in *" --workdir="*) ;; *) die "--workdir=DIR is needed, on a file sys
 flags=${MAXLP_XLA_FLAGS-launch/xla_flags/gpu.txt}
 if [[ -n $flags ]]; then load_flags "$flags"; fi
 
-# A task that fails ends the others, at the latest after Slurm's KillWait. By default Slurm binds each task to
-# the cores that it requested; without binding, the threads that load data can use all cores.
-command=(srun --kill-on-bad-exit=1 --cpu-bind=none "$python" -m maxlp.train "$@")
+# A task that fails ends the others after 30 seconds and Slurm's KillWait. --kill-on-bad-exit would end them at once,
+# but also when they have saved: exit code 143 of a task that still cleans up would hide the 75 of the others.
+# By default Slurm binds each task to the cores that it requested; without binding, the threads that load data can
+# use all cores.
+command=(srun --kill-on-bad-exit=0 --wait=30 --cpu-bind=none "$python" -m maxlp.train "$@")
 if [[ -n $dry_run ]]; then
   print_flags
   printf '%q ' "${command[@]}" && echo

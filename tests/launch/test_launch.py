@@ -329,15 +329,25 @@ def test_a_broken_document_of_one_process_ends_both_after_a_step_that_is_saved(t
 
 
 SRUN = """
-while [[ $1 == -* ]]; do echo "$1" >> "$STAND_IN/srun"; shift; done
+killed=1 code=0 signal=0
+while [[ $1 == -* ]]; do
+  if [[ $1 == --kill-on-bad-exit=1 ]]; then killed=0; fi
+  echo "$1" >> "$STAND_IN/srun"; shift
+done
 export SLURM_NTASKS=$TASKS SLURM_STEP_NUM_TASKS=$TASKS SLURM_STEP_NODELIST=localhost,other
 for ((i = 0; i < TASKS; i++)); do SLURM_PROCID=$i SLURM_LOCALID=$i "$@" & pids+=($!); done
-code=0
-for pid in "${pids[@]}"; do
-  wait "$pid"; status=$?
-  if ((status > code)); then code=$status; fi
+while ((${#pids[@]})); do
+  for i in "${!pids[@]}"; do
+    if kill -0 "${pids[i]}" 2>/dev/null; then continue; fi
+    wait "${pids[i]}"; status=$?
+    unset "pids[i]"
+    if ((status > 128 && status > signal)); then signal=$status; fi
+    if ((status < 128 && status > code)); then code=$status; fi
+    if ((status && !killed++)); then kill -TERM "${pids[@]}"; fi
+  done
+  sleep 0.05
 done
-exit "$code"
+exit "$((signal ? signal : code))" # as srun: a signal before any exit code
 """
 
 
@@ -378,7 +388,7 @@ def test_two_slurm_tasks_find_each_other(tmp_path):
     stand_in(tmp_path / "bin", "python", f'exec {sys.executable} {program} "$@"')
     out = run(spooled(tmp_path), "--workdir=x", **env | {"MAXLP_PYTHON": f"{tmp_path}/bin/python"})
     assert out.splitlines().count("[[0, 1], 2, '-m', 'maxlp.train', '--workdir=x']") == 1
-    assert "--kill-on-bad-exit=1" in lines(tmp_path / "srun")
+    assert {"--kill-on-bad-exit=0", "--wait=30"} <= {*lines(tmp_path / "srun")}
 
 
 @pytest.mark.slow
@@ -415,6 +425,14 @@ def test_slurm_restarts_and_requeues(tmp_path, codes, ends, requeued):
     run("slurm.sh", "--workdir=x", code=ends, **env)
     assert len(lines(tmp_path / "started")) == len(codes)
     assert lines(tmp_path / "scontrol") == ([f"requeue {env['SLURM_JOB_ID']}"] if requeued else [])
+
+
+def test_slurm_requeues_although_a_task_ends_later_than_the_others(tmp_path):
+    program = "if ((SLURM_PROCID)); then sleep 1; fi; exit 75"
+    stand_in(tmp_path / "bin", "train", program)
+    env = slurm(tmp_path, tasks=3) | {"MAXLP_PYTHON": f"{tmp_path}/bin/train"}
+    run("slurm.sh", "--workdir=x", code=75, **env)
+    assert lines(tmp_path / "scontrol") == [f"requeue {env['SLURM_JOB_ID']}"]
 
 
 def test_slurm_dry_run_prints_the_command():
