@@ -111,9 +111,10 @@ def with_placeholder_data(c: ConfigDict) -> ConfigDict:
 def command() -> str:
     """The command line that makes this plan again, without its output files."""
     parts = [f"--config={config_flags.get_config_filename(flags.FLAGS['config'])}"]
-    given = {name: flags.FLAGS[name].value for name in ("from", "swap_tokenizer", "topology")}
-    given |= {f"config.{key}": value for key, value in cli.overrides().items()}
-    parts += [f"--{name}={value}" for name, value in given.items() if value is not None]
+    values = ((name, flags.FLAGS[name].value) for name in ("from", "swap_tokenizer", "topology"))
+    given = {name: value for name, value in values if value is not None}
+    given |= {f"config.{key}": value for key, value in cli.overrides().items()}  # None unsets a key
+    parts += [f"--{name}={value}" for name, value in given.items()]
     return "python -m maxlp.plan " + shlex.join(parts)
 
 

@@ -44,6 +44,7 @@ def test_command_without_a_compiler(tmp_path):
         f"--json={tmp_path / 'plan.json'}",
         f"--plot={tmp_path / 'plan.png'}",
         "--config.data.source=text:/my data/*.txt",
+        "--config.optimizer.decay_fraction=None",
     )
     assert done.returncode == 0, done.stderr
     assert "1024 × TPU v5, mesh fsdp 128 × tensor 8" in done.stdout
@@ -52,7 +53,7 @@ def test_command_without_a_compiler(tmp_path):
     assert values["estimate"]["seconds"] < 1  # arithmetic; the shapes of the state come before
     assert values["estimate"]["memory"]["parameters"] == pytest.approx(405853388800 * 4 / 1024, rel=0.02)
     again = ["--config=configs/llama/405b.py", "--topology=v5p:8x8x16"]
-    again += ["--config.data.source=text:/my data/*.txt"]
+    again += ["--config.data.source=text:/my data/*.txt", "--config.optimizer.decay_fraction=None"]
     assert shlex.split(values["command"]) == ["python", "-m", "maxlp.plan", *again]
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
