@@ -115,7 +115,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     stack.callback(batches.close)
     startup.mark("data")
 
-    # --- The step is compiled in the background while the state is restored or initialized.
+    # --- The step is compiled, except on GPUs while the state is restored or initialized.
     compiled = compile_in_background(train_step, abstract, run.abstract_batch(), mesh, stack)
     checkpoints = stack.enter_context(open_checkpoints(s, workdir))
     state, start, meta = restore_or_init(run, abstract, checkpoints, batches, workdir, changed)
@@ -226,7 +226,11 @@ def open_data(run: Experiment, graphdef: nnx.GraphDef, workdir: Path) -> tuple[A
 def compile_in_background(
     train_step: jax.stages.Wrapped, abstract: State, batch: Any, mesh: Mesh, stack: contextlib.ExitStack
 ) -> concurrent.futures.Future[jax.stages.Compiled]:
-    """Starts compiling the step in a thread; a program that fails elsewhere does not wait for it."""
+    """Starts compiling the step in a thread; a program that fails elsewhere does not wait for it.
+
+    On a GPU it is compiled when this returns: XLA measures kernels there, which takes memory, and whatever
+    the device does meanwhile would decide which of them it chooses.
+    """
     if jax.config.jax_compilation_cache_dir is None:  # unless the user has set it
         jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "maxlp" / "xla"))
 
@@ -236,7 +240,10 @@ def compile_in_background(
 
     background = concurrent.futures.ThreadPoolExecutor(1)
     stack.callback(background.shutdown, wait=False)
-    return background.submit(compile_step)
+    compiled = background.submit(compile_step)
+    if mesh.devices.flat[0].platform in ("gpu", "cuda"):
+        concurrent.futures.wait([compiled])
+    return compiled
 
 
 def restore_or_init(

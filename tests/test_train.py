@@ -1,5 +1,6 @@
 """Runs of the training command: kills, restarts, other meshes, several processes, non-finite losses."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -23,6 +24,8 @@ import pytest
 from maxlp import train
 from maxlp.data import text
 from maxlp.data.images import encode_png
+from maxlp.parallel import sharding
+from maxlp.planning import topologies
 from maxlp.runtime import manifest
 from maxlp.runtime.lock import WorkdirLock
 from maxlp.runtime.writers import read_jsonl
@@ -165,6 +168,20 @@ train.Throughput = functools.partial(train.Throughput, clock=lambda: now)
 train.define_flags()
 cli.run(train.main)
 """
+
+
+@pytest.mark.aot("jax_cuda13_plugin")
+def test_a_gpu_does_nothing_else_while_the_step_is_compiled():
+    class Step:
+        def lower(self, *_):
+            return self
+
+        def compile(self):
+            time.sleep(0.3)
+
+    with contextlib.ExitStack() as stack:
+        mesh = sharding.make_mesh(devices=topologies.devices(topologies.parse("h100:1x1")))
+        assert train.compile_in_background(Step(), {}, {}, mesh, stack).done()
 
 
 @pytest.mark.full
