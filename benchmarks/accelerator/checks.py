@@ -1,11 +1,14 @@
 """Is it right on this device? Training that is killed and resumed, and kernels against the CPU's."""
 
 import functools
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,7 +38,10 @@ TOLERANCE = 2.0**-7
 
 # --- training -------------------------------------------------------------------------------------------
 
-STEPS, EVERY = 1200, 300  # updates, and updates between checkpoints: some seconds of a GPU's time
+STEPS, EVERY = 400, 100  # updates, and updates between checkpoints: some seconds of a GPU's time
+# XLA's deterministic kernels: without them, sums by atomics differ from run to run. XLA then measures no
+# kernels, and finds no tile sizes for matmuls in Triton; cuBLAS takes all of them.
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_enable_triton_gemm=false"
 COMMON = [
     f"--config.train.total_steps={STEPS}",
     f"--config.checkpoint.every_steps={EVERY}",
@@ -67,38 +73,38 @@ TINY = {
 
 
 def smoke(out: Result) -> None:
-    """Trains the debug configs, each once as a whole and once killed after its first checkpoint.
-
-    XLA's deterministic kernels are on: without them, sums by atomics differ from run to run.
-    """
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
+    """Trains the debug configs, each once as a whole and once killed after its first checkpoint."""
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DETERMINISTIC}"
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
-        for row in pool.map(lambda family: resumed(family, Path(folder), out.tiny), DEBUG):
-            out.add(**row)
-    if not all(row["equal"] for row in out.rows):
-        raise AssertionError("a resumed run differs from one that was not killed")
+        runs = {family: pool.submit(resumed, family, Path(folder), out.tiny) for family in DEBUG}
+        for family, run in runs.items():
+            try:
+                out.add(run=family, **run.result())
+            except Exception as error:  # leaves the other run
+                traceback.print_exception(error)
+                out.add(run=family, equal=False, error=" ".join(str(error).split())[:300])
+    if wrong := [row.get("error", f"{row['run']} differs") for row in out.rows if not row["equal"]]:
+        raise AssertionError(f"resumed runs: {'; '.join(wrong)}")
 
 
 def resumed(family: str, folder: Path, tiny: bool) -> dict[str, Any]:
     """Whether a killed run ends with the records and the checkpoint of a whole one, to the bit."""
-    every, steps = (EVERY // 10, STEPS // 10) if tiny else (EVERY, STEPS)
+    every, steps = (EVERY // 3, STEPS // 3) if tiny else (EVERY, STEPS)
     short = [f"--config.train.total_steps={steps}", f"--config.checkpoint.every_steps={every}"]
     options = [*(TINY if tiny else DEBUG)[family], *COMMON, *short]
     whole, killed = folder / f"{family}-whole", folder / f"{family}-killed"
     start = time.monotonic()
-    finish(begin(whole, options))
+    finish(begin(whole, options), whole)
     seconds = time.monotonic() - start
     process = begin(killed, options)
     while process.poll() is None and not (killed / "checkpoints" / str(every) / "checkpoint.json").exists():
         time.sleep(0.005)
     process.kill()
-    if process.wait() == 0:
-        raise AssertionError(f"{family}: the run ended before it could be killed")
-    process.communicate()
-    told = finish(begin(killed, options))
+    if process.wait() >= 0:
+        raise AssertionError(f"{family}: the run ended before it could be killed: {last_line(killed)}")
+    told = finish(begin(killed, options), killed)
     loss = [record["train/loss"] for record in records(whole) if "train/loss" in record]
     return {
-        "run": family,
         "resumed": "resuming at step" in told,
         "equal": records(killed) == records(whole)
         and checkpoint(killed, steps) == checkpoint(whole, steps),
@@ -109,17 +115,27 @@ def resumed(family: str, folder: Path, tiny: bool) -> dict[str, Any]:
 
 
 def begin(workdir: Path, options: list[str]) -> subprocess.Popen:
+    """Starts a run. It writes to a file: while nobody reads a pipe, a compiler's warnings could fill it."""
     command = [sys.executable, "-m", "maxlp.train", f"--workdir={workdir}", *options]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with output_file(workdir).open("w") as output:
+        return subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
 
 
-def finish(process: subprocess.Popen) -> str:
+def finish(process: subprocess.Popen, workdir: Path) -> str:
     """What a run has printed when it has ended."""
-    told = process.communicate()[0]
-    if process.returncode:
-        print(told)
-        raise AssertionError(f"maxlp.train failed: {told.strip().splitlines()[-1]}")
-    return told
+    if process.wait():
+        print(output_file(workdir).read_text(errors="replace"))
+        raise AssertionError(f"maxlp.train failed: {last_line(workdir)}")
+    return output_file(workdir).read_text(errors="replace")
+
+
+def output_file(workdir: Path) -> Path:
+    return workdir.with_suffix(".log")
+
+
+def last_line(workdir: Path) -> str:
+    lines = output_file(workdir).read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it printed nothing"
 
 
 # --- kernels and recipes --------------------------------------------------------------------------------
@@ -129,18 +145,30 @@ def kernels(out: Result) -> None:
     """Outputs and gradients of attention and of every recipe's matmuls, compared with the CPU's."""
     if (platforms := jax.config.jax_platforms) and "cpu" not in platforms:
         jax.config.update("jax_platforms", f"{platforms},cpu")
+    here, cpu = jax.devices()[0], jax.devices("cpu")[0]
     for case in attention_cases(small=True):
-        reference = attend("xla", case, jax.devices("cpu")[0], jnp.float32)
+        reference = attend("xla", case, cpu, jnp.float32)
         for name in attention_kernels(case):
-            got = attend(name, case, jax.devices()[0], jnp.bfloat16)
-            out.add(what="attention", kernel=name, case=case.name, error=error(got, reference))
+            compute = functools.partial(attend, name, case, here, jnp.bfloat16)
+            compare(out, reference, compute, what="attention", kernel=name, case=case.name)
     for name, recipe in precision.RECIPES.items():
-        reference = multiply(recipe, jax.devices("cpu")[0])
-        got = multiply(recipe, jax.devices()[0])
-        out.add(what="recipe", kernel=name, case="linear layer", error=error(got, reference))
+        compute = functools.partial(multiply, recipe, here)
+        compare(out, multiply(recipe, cpu), compute, what="recipe", kernel=name, case="linear layer")
     wrong = [f"{row['kernel']} ({row['case']})" for row in out.rows if not row["error"] <= TOLERANCE]
     if wrong:
         raise AssertionError(f"differs from the CPU's by more than {TOLERANCE}: {', '.join(wrong)}")
+
+
+def compare(
+    out: Result, reference: list[np.ndarray], compute: Callable[[], list[np.ndarray]], **row: Any
+) -> None:
+    """Adds a row with the error of what this device computes; infinite if it refuses."""
+    try:
+        out.add(**row, error=error(compute(), reference))
+    except Exception as reason:  # leaves the others
+        traceback.print_exception(reason)
+        refused = f"{type(reason).__name__}: {' '.join(str(reason).split())}"
+        out.add(**row, error=math.inf, refused=refused[:300])
 
 
 def attend(name: str, case: Any, device: jax.Device, dtype: Any) -> list[np.ndarray]:

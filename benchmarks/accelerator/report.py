@@ -1,5 +1,6 @@
 """The tables of a campaign, as Markdown, from whatever part of its results there is."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -62,7 +63,8 @@ def unequal_resumes(results: Results) -> float | None:
 
 
 def largest_error(results: Results) -> float | None:
-    return max((row["error"] for row in rows(results, "kernels")), default=None)
+    errors = (row["error"] for row in rows(results, "kernels"))
+    return max((math.inf if math.isnan(error) else error for error in errors), default=None)
 
 
 TARGETS = [
@@ -109,7 +111,11 @@ def render(results: Results) -> str:
         measured = {name: results[name] for name in names if name in results}
         if any(result["rows"] for result in measured.values()):
             parts.append(f"### {title}\n\n{make(measured | others(results, title))}")
-    problems = [(name, r["status"], r["error"][:60]) for name, r in results.items() if r.get("error")]
+    problems = [
+        (name, r["status"], " ".join(r["error"].split())[:60])
+        for name, r in results.items()
+        if r.get("error")
+    ]
     if problems:
         parts.append("### Not finished\n\n" + table(("piece", "", "why"), problems))
     return "\n\n".join(parts)
@@ -142,13 +148,18 @@ def smoke(results: Results) -> str:
             f"{r['first_loss']:.3f}",
             f"{r['last_loss']:.3f}",
         )
+        if "error" not in r
+        else (r["run"], "**failed**", r["error"][:40], "")
         for r in rows(results, "smoke")
     ]
     return table(("debug run", "killed and resumed", "first loss", "last loss"), lines)
 
 
 def kernels(results: Results) -> str:
-    lines = [(r["what"], r["kernel"], r["case"], f"{r['error']:.1e}") for r in rows(results, "kernels")]
+    lines = [
+        (r["what"], r["kernel"], r["case"], r.get("refused", f"{r['error']:.1e}")[:40])
+        for r in rows(results, "kernels")
+    ]
     return table(("", "name", "case", "error"), lines)
 
 

@@ -8,6 +8,7 @@ import json
 import statistics
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,19 +159,19 @@ def train(out: Result) -> None:
     if not choices:
         raise LeftOut("no settings of this run fit the device")
     s = read(make_config(RUNS[out.name], out.tiny))
+    row: dict[str, Any] = {}
     for choice in choices:
         try:
             row = measure(search.changed(s, choice["changes"]))
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error) and "Ran out of memory" not in str(error):
-                raise
+        except jax.errors.JaxRuntimeError as error:  # out of memory has several names
+            traceback.print_exception(error)
             row = {"refused": " ".join(str(error).split())[:300]}
         named = {"flags": " ".join(search.flags(choice["changes"]))}
         out.add(run=out.name, **named, predicted=choice, **row)
         if "refused" not in row:
             return
         gc.collect()
-    raise RuntimeError("out of memory with all of the planner's choices")
+    raise RuntimeError(f"none of the planner's choices ran; the last one: {row['refused']}")
 
 
 def measure(s: Settings) -> dict[str, Any]:
@@ -235,7 +236,11 @@ def torch(out: Result) -> None:
     ]
     flags += [] if out.tiny else ["--compile"]
     command = [sys.executable, str(ROOT / "benchmarks" / "torch_llama.py"), *flags]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True)
+    print(done.stdout, done.stderr, sep="\n")
+    if done.returncode:
+        reason = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise RuntimeError(f"PyTorch: {reason[-1]}")
     row = json.loads(done.stdout.splitlines()[-1])
     out.add(
         run=out.name, unit="tokens", per_second=row["tokens_per_sec_median"], flags=" ".join(flags), **row

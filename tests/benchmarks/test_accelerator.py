@@ -1,17 +1,22 @@
 """The campaign: what it repeats, what it survives, and what its report says of a part of the results."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks.accelerator import __main__ as campaign
 from benchmarks.accelerator import report
 from benchmarks.accelerator.__main__ import Piece
 from benchmarks.accelerator.results import DONE, FAILED, LEFT_OUT, RUNNING, load, path
-from maxlp.planning import search
+from maxlp.parallel import sharding
+from maxlp.planning import search, topologies
 from maxlp.run.settings import read
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +58,22 @@ def test_correctness_is_judged_on_every_device():
     )
     wrong = {"what": "recipe", "kernel": "fp8", "case": "", "error": 0.5}
     assert outcome(of_device(CPU, kernels=[wrong]), "error against the CPU")[2] == "**missed**"
+
+
+def test_what_fails_on_a_device_is_wrong_and_says_why():
+    refused = {
+        "what": "recipe",
+        "kernel": "fp8",
+        "case": "",
+        "error": math.inf,
+        "refused": "JaxRuntimeError: no",
+    }
+    for rows in ([refused], [refused | {"error": 1e-3}, {**refused, "error": math.nan}]):
+        assert outcome(of_device(CPU, kernels=rows), "error against the CPU")[1:] == ["inf", "**missed**"]
+    failed = {"run": "llama", "equal": False, "error": "no GPU"}
+    told = report.render(of_device(CPU, kernels=[refused], smoke=[failed]))
+    assert "| recipe | fp8 |  | JaxRuntimeError: no |" in told and "| llama | **failed** | no GPU |" in told
+    assert outcome(of_device(CPU, smoke=[failed]), "resumed runs")[1:] == ["1", "**missed**"]
 
 
 def test_predictions_are_compared_with_what_was_measured():
@@ -133,6 +154,7 @@ def test_bad_pieces_leave_the_others(tmp_path, monkeypatch, capsys):
     assert statuses() == dict(good=DONE, fails=FAILED, left_out=LEFT_OUT, hangs=FAILED, dies=FAILED)
     failed = load(path(tmp_path, "fails"))
     assert failed["error"] == "ValueError: two\nlines" and failed["rows"] == [{"run": "half"}]
+    assert failed["log"][-2:] == ["ValueError: two", "lines"]
     hung = load(path(tmp_path, "hangs"))
     assert hung["error"] == "stopped after 15 s" and hung["rows"] == [{"run": "half"}]
     assert load(path(tmp_path, "dies"))["error"] == "exit code -6"
@@ -148,6 +170,57 @@ def test_bad_pieces_leave_the_others(tmp_path, monkeypatch, capsys):
     assert {name for name in names if before[name] != after[name]} == {"good"} and statuses()[
         "good"
     ] == DONE
+
+
+def test_a_gpu_that_jax_does_not_find_is_no_cpu_run(monkeypatch):
+    found = subprocess.CompletedProcess([], 0, json.dumps({"platform": "cpu"}))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: found)
+    monkeypatch.setattr(campaign.shutil, "which", lambda _: "/usr/bin/nvidia-smi")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    with pytest.raises(SystemExit, match="JAX finds no GPU"):
+        campaign.find_device(tiny=False)
+    assert campaign.find_device(tiny=True)["tiny"]
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert campaign.find_device(tiny=False)["tiny"]
+
+
+def test_kernels_and_runs_that_fail_leave_the_others(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from benchmarks.accelerator import checks
+    from benchmarks.accelerator.results import Result
+
+    def refuses(*_):
+        raise NotImplementedError("not on\nthis device")
+
+    def resumed(family, folder, tiny):
+        return {"equal": True} if family == "clip" else refuses()
+
+    (tmp_path / "device.json").write_text(json.dumps(CPU))
+    monkeypatch.setattr(checks, "resumed", resumed)
+    monkeypatch.setenv("XLA_FLAGS", "")  # is changed for the runs
+    out = Result("kernels", tmp_path, 60)
+    checks.compare(out, [np.ones(1)], refuses, what="recipe", kernel="fp8", case="")
+    checks.compare(out, [np.ones(1)], lambda: [np.ones(1)], what="recipe", kernel="bf16", case="")
+    assert [row["error"] for row in out.rows] == [math.inf, 0.0]
+    assert out.rows[0]["refused"] == "NotImplementedError: not on this device"
+    out = Result("smoke", tmp_path, 60)
+    with pytest.raises(AssertionError, match="resumed runs: not on this device"):
+        checks.smoke(out)
+    assert [(row["run"], row["equal"]) for row in out.rows] == [("llama", False), ("clip", True)]
+
+
+@pytest.mark.aot("jax_cuda13_plugin")
+def test_matmuls_of_the_resumed_runs_are_cublas(monkeypatch):
+    """XLA 0.11 finds no kernels for deterministic matmuls in Triton, and compiles no program with one."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from benchmarks.accelerator import checks
+
+    mesh = sharding.make_mesh(devices=topologies.devices(topologies.parse("h100:1x1")))
+    x = jax.ShapeDtypeStruct((2048, 192), jnp.float32, sharding=sharding.replicated(mesh))
+    lowered = jax.jit(lambda x: jax.nn.relu(x.T @ x)).trace(x).lower(lowering_platforms=("cuda",))
+    flags = dict(flag.removeprefix("--").split("=") for flag in checks.DETERMINISTIC.split())
+    text = lowered.compile({name: value == "true" for name, value in flags.items()}).as_text()
+    assert text is not None and "__cublas$lt$matmul" in text and "triton" not in text
 
 
 def test_a_piece_for_which_no_time_is_left_does_not_begin(tmp_path, monkeypatch, capsys):
