@@ -3,6 +3,7 @@
 Beside each achieved rate stands its share of what this device reaches for a plain copy or a plain matmul.
 """
 
+import dataclasses
 import functools
 import statistics
 import time
@@ -16,13 +17,16 @@ from flax import nnx
 from training import matmul_types
 
 from benchmarks.accelerator.results import Result
+from benchmarks.accelerator.training_runs import RUNS, make_config
 from maxlp import precision
 from maxlp.families.clip.contrastive import ContrastiveConfig, contrastive_sums
-from maxlp.nn import attention, layers
+from maxlp.families.llama.model import Mlp
+from maxlp.nn import attention
 from maxlp.numerics import formats
 from maxlp.parallel import sharding
 from maxlp.precision import Recipe
 from maxlp.precision.dot import QuantDot, quantize
+from maxlp.run.settings import read
 
 KERNEL_AXIS = (((1,), (0,)), ((), ()))
 ROUND = 0.02  # seconds of calls between two looks at the clock: some dozens of the shortest
@@ -93,7 +97,7 @@ def quantizers(out: Result) -> None:
     tokens, width = (256, 128) if out.tiny else (16384, 14336)
     x, history = normal(tokens, width), jnp.float32(4.0)
     for name in ("fp8_delayed", "fp8_current", "fp8_rowwise", "int8_all", "mxfp8"):
-        recipe = precision.make_recipe(name)
+        recipe = in_training(name)
         assert recipe.fwd is not None
         function = functools.partial(quantize_input, recipe)
         seconds = median_seconds(compiled(function, x, history), x, history)
@@ -101,6 +105,11 @@ def quantizers(out: Result) -> None:
         rate = needed / seconds
         row = dict(recipe=name, ms=1e3 * seconds, bytes_per_second=rate, share=rate / bandwidth)
         out.add(what="quantize", shape=[tokens, width], **row)
+
+
+def in_training(name: str) -> Recipe:
+    """A recipe as almost all steps have it: delayed scales do not wait for the data."""
+    return dataclasses.replace(precision.make_recipe(name), cold_start=False)
 
 
 def quantize_input(recipe: Recipe, x: jax.Array, delayed_amax: jax.Array) -> Any:
@@ -232,7 +241,7 @@ def matmuls(out: Result) -> None:
                 add(out, rates["bf16"], which, where, name, gemm(precision.make_recipe(name), which, *size))
     recipes = [name for name in precision.RECIPES if name != "simulate"]
     for name in recipes[:3] if out.tiny else recipes:
-        recipe = precision.make_recipe(name)
+        recipe = in_training(name)
         for where in shapes.keys() & set(LAYERS):
             add(out, rates["bf16"], "layer", where, name, layer(recipe, *shapes[where]))
         block = (256, 128, 256) if out.tiny else SHAPES["gate, up"]
@@ -246,10 +255,11 @@ def add(out: Result, rate: float, what: str, where: str, recipe: str, work: Work
     function, args, flops = work
     row = dict(what=what, layer=where, recipe=recipe)
     try:
-        done = compiled(function, *args)
+        with jax.set_mesh(sharding.make_mesh(devices=jax.devices()[:1])):
+            done = compiled(function, *args)
         seconds = median_seconds(done, *args)
-    except jax.errors.JaxRuntimeError as error:  # a matmul that this device refuses leaves the others
-        out.add(**row, error=str(error)[:300])
+    except Exception as error:  # a matmul that this device refuses leaves the others
+        out.add(**row, error=f"{type(error).__name__}: {error}"[:300])
         return
     types = " ".join(f"{n}×{kind}" for kind, n in sorted(matmul_types(done.as_text() or "").items()))
     row |= dict(ms=1e3 * seconds, flops=flops / seconds, share=flops / seconds / rate)
@@ -290,22 +300,10 @@ def layer(recipe: Recipe, tokens: int, inputs: int, outputs: int) -> Work:
     return function, arguments, 6.0 * tokens * inputs * outputs
 
 
-class SwiGLU(nnx.Module):
-    def __init__(self, width: int, hidden: int):
-        how = dict(
-            axes=(None, None), std=0.02, dtype=jnp.bfloat16, param_dtype=jnp.float32, rngs=nnx.Rngs(0)
-        )
-        self.gate_proj = layers.Linear(width, hidden, **how)
-        self.up_proj = layers.Linear(width, hidden, **how)
-        self.down_proj = layers.Linear(hidden, width, **how)
-
-    def __call__(self, x):
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 def swiglu(recipe: Recipe, tokens: int, width: int, hidden: int) -> Work:
-    """Forward and backward of a SwiGLU block without a norm; quantization can fuse with its activations."""
-    model = SwiGLU(width, hidden)
+    """Forward and backward of Llama's MLP; quantization can fuse with its activations."""
+    config = read(make_config(RUNS["8b_bf16"], tiny=True)).model
+    model = Mlp(dataclasses.replace(config, embed_dim=width, mlp_dim=hidden), nnx.Rngs(0))
     precision.inject(model, recipe, rules=(("*", recipe),))
     structure, params, state = nnx.split(model, nnx.Param, ...)
 
@@ -316,7 +314,7 @@ def swiglu(recipe: Recipe, tokens: int, width: int, hidden: int) -> Work:
 
         return jax.grad(loss, argnums=(0, 1))(params, x)
 
-    return both, (params, state, normal(tokens, width)), 18.0 * tokens * width * hidden
+    return both, (params, state, normal(1, tokens, width)), 18.0 * tokens * width * hidden
 
 
 # --- the contrastive loss -------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -207,6 +208,16 @@ def test_kernels_and_runs_that_fail_leave_the_others(tmp_path, monkeypatch):
     with pytest.raises(AssertionError, match="resumed runs: not on this device"):
         checks.smoke(out)
     assert [(row["run"], row["equal"]) for row in out.rows] == [("llama", False), ("clip", True)]
+
+
+def test_the_measured_block_is_that_of_the_model(monkeypatch):
+    """It quantizes the input of both of its first layers once."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from benchmarks.accelerator import tables
+
+    function, args, _ = tables.swiglu(tables.in_training("fp8_delayed"), 32, 16, 48)
+    text = str(jax.make_jaxpr(function)(*args))
+    assert len(re.findall(r":f8_e4m3fn\[1,32,16\] = convert_element_type", text)) == 1
 
 
 @pytest.mark.aot("jax_cuda13_plugin")
