@@ -144,13 +144,21 @@ def run(args: argparse.Namespace) -> int:
             print(f"\n{piece.name}: {piece.what}", flush=True)
             result = run_piece(piece, args.out, min(left, 60 * piece.limit))
             print(f"{result['status']} in {result['seconds']:.0f} s {result.get('error', '')}".strip())
-            print(report.section(piece.name, {piece.name: result}), flush=True)
+            print(table_of(piece.name, result), flush=True)
         failed += [piece.name] * (result.get("status") == FAILED)
     if later:
         print(f"\nleft for another call, for lack of time: {', '.join(later)}")
     if failed:
         print(f"\nfailed: {', '.join(failed)}; see their logs; repeat with --again --only=NAME")
     return 1 if failed else 0
+
+
+def table_of(name: str, result: dict[str, Any]) -> str:
+    """The table of a piece. Whatever is wrong with it, the next pieces are measured."""
+    try:
+        return report.section(name, {name: result})
+    except Exception as error:
+        return f"no table: {error!r}"
 
 
 def is_finished(result: dict[str, Any], device: dict[str, Any]) -> bool:

@@ -99,6 +99,10 @@ def test_every_piece_has_a_section():
         assert report.section(piece.name, {piece.name: {"rows": []}}) == ""
 
 
+def test_a_table_that_cannot_be_made_ends_nothing():
+    assert campaign.table_of("smoke", {"rows": [{}]}).startswith("no table: KeyError(")
+
+
 def test_results_of_another_device_or_an_interruption_do_not_count():
     done = {"status": DONE, "device": H200}
     assert campaign.is_finished(done, H200) and campaign.is_finished(done | {"status": FAILED}, H200)
