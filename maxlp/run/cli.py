@@ -27,6 +27,9 @@ from maxlp.runtime.files import shown
 # Path errors are the user's; other system errors, such as a full disk, may be gone when a launcher retries.
 PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 PATH_ERROR_NUMBERS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
+# JAX raises a `ValueError` with one of these in front also where a program on the devices fails, as when
+# another process of the run has ended.
+JAX_FAILURES = re.compile("(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOWN): ")
 FINETUNE = "llama/finetune"  # the config of a run that starts --from weights and names no other
 PARSERS = {  # of the types that single values of a config have
     **{int: flags.IntegerParser, float: flags.FloatParser},
@@ -239,6 +242,8 @@ def _may_pass(error: BaseException) -> bool:
     """Whether the system failed rather than the user, so that the same command may succeed later."""
     if isinstance(error, OSError):
         return not isinstance(error, PATH_ERRORS) and error.errno not in PATH_ERROR_NUMBERS
+    if type(error) is ValueError and JAX_FAILURES.match(str(error)):
+        return True
     checkpoint = sys.modules.get("maxlp.runtime.checkpoint")  # not imported for a mistake in a flag
     return checkpoint is not None and isinstance(error, checkpoint.NotWrittenError)
 

@@ -281,6 +281,36 @@ distributed.barrier("never")
     assert lines(tmp_path / "process-1.log")[-1] == "RuntimeError: mine"
 
 
+def test_a_process_that_loses_another_one_does_not_report_a_user_error(tmp_path):
+    """Neither in a program on the devices nor in an exchange, where JAX raises a `ValueError`."""
+    program = tmp_path / "program.py"
+    program.write_text("""
+import os
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from maxlp.run import cli
+from maxlp.runtime import distributed
+
+def main():
+    distributed.initialize()
+    rows = NamedSharding(jax.make_mesh((2,), ("data",)), PartitionSpec("data"))
+    x = jax.make_array_from_process_local_data(rows, np.ones(4, np.float32))
+    total = jax.jit(lambda x: x.sum())
+    exchange = {"program": lambda: float(total(x)), "exchange": lambda: distributed.barrier("next")}
+    step = exchange[os.environ["WHAT"]]
+    step()
+    if not distributed.is_primary():
+        os._exit(9)
+    step()
+
+cli.run(main)
+""")
+    for what in ("program", "exchange"):
+        inner = f"{sys.executable} {program}; echo $? > {tmp_path}/$MAXLP_PROCESS_ID; sleep 3; exit 1"
+        run("local_multiprocess.sh", 2, f"--logs={tmp_path}", "--", "bash", "-c", inner, code=1, WHAT=what)
+        assert [lines(tmp_path / rank) for rank in "01"] == [["1"], ["9"]]
+
+
 # --- Training through the launchers -------------------------------------------------------------------
 
 

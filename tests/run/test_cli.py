@@ -143,6 +143,8 @@ HEAD = "from maxlp.run import cli\nfrom maxlp.runtime.checkpoint import NotWritt
         ("OSError(5, 'Input/output error', '/w')", 1, "error: /w: Input/output error; the same command"),
         ("OSError(28, 'No space left on device', '/w')", 1, "error: /w: No space left on device; the same"),
         ("TimeoutError('/w did not appear')", 1, "error: /w did not appear"),
+        ("ValueError('UNKNOWN: Gloo AllGather failed: closed by peer')", 1, "error: UNKNOWN: Gloo"),
+        ("ValueError('RESOURCE_EXHAUSTED: Out of memory')", 2, "error: RESOURCE_EXHAUSTED: Out of memory"),
         ("NotWrittenError('/w/9 was not written: disk full')", 1, "error: /w/9 was not written"),
     ],
 )
