@@ -252,7 +252,7 @@ def test_config_without_a_size_is_refused():
     ("template", "ends"),
     [
         (CHATML, ["<|end_of_text|>", "<|im_end|>"]),
-        ("{% for m in messages %}{{ m.role + m.content + '<|end_of_text|>' }}{% endfor %}", "<|end_of_text|>"),
+        ("{% for m in messages %}{{ m.content + '<|end_of_text|>' }}{% endfor %}", "<|end_of_text|>"),
         ("{{ messages }}", "<|end_of_text|>"),  # not a usable one
         (None, "<|end_of_text|>"),
     ],
