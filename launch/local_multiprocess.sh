@@ -43,8 +43,7 @@ stop() { # SIGNAL: passes it on; the second one kills
   stopping=$1 deadline=$((SECONDS + grace))
   kill "-$1" "${pids[@]}"
 }
-ended() { # PROCESS CODE: records the first failure and the deadline of the others
-  # JAX aborts (134) processes that lose the first one, which may have ended with a user error (2).
+ended() { # PROCESS CODE: records the first failure, or a user error (2) that made JAX abort others (134), and the deadline
   if ((code && $2 != 130)) && [[ "$code $2" != "134 2" ]]; then return; fi
   code=$2 deadline=$((SECONDS + grace))
   if [[ -n $stopping || $2 == 75 || $2 == 130 ]]; then return; else deadline=$((SECONDS + 2)); fi
