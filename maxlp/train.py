@@ -34,7 +34,6 @@ import maxlp
 from maxlp.core import gates
 from maxlp.core.train_state import State, abstract_state
 from maxlp.data import merge_states
-from maxlp.data.readers import BrokenExample
 from maxlp.families import Evaluate, Measure
 from maxlp.monitoring import rollback
 from maxlp.monitoring.recorder import Recorder
@@ -42,6 +41,7 @@ from maxlp.monitoring.watch import Watch
 from maxlp.parallel.batches import device_batches
 from maxlp.run import changes, cli, run_dir
 from maxlp.run.experiment import Experiment, describe, make_data, resolve
+from maxlp.run.intact_batches import IntactBatches
 from maxlp.run.restore import check_start, evaluated
 from maxlp.run.settings import Settings
 from maxlp.run.tokenizer import prepare_tokenizer
@@ -319,42 +319,6 @@ def validate(
 def save(checkpoints: Checkpointer, step: int, state: State, data_state: dict, recorder: Recorder) -> None:
     recorder.flush()  # of a step after which the data ended
     checkpoints.save(step, state, merge_states(distributed.gather_json(data_state)), recorder.meta())
-
-
-class IntactBatches:
-    """The batches of this process up to a document that cannot be used: the steps before it can be saved.
-
-    With several processes all end after the same batch, although only one of them may meet the document. It
-    meets it while two batches wait on the devices, and announces that these are the last. The others look
-    before every step, and have not passed these batches: each waits for a step, in which all take part,
-    before it begins the next but one.
-    """
-
-    def __init__(self, batches: Any):
-        self.get_state, self._batches = batches.get_state, batches
-        self._ends = distributed.Announcements("broken document")  # [number of batches, error]
-        self.error = ""
-
-    def __iter__(self) -> "IntactBatches":
-        return self
-
-    def __next__(self) -> dict:
-        try:
-            return next(self._batches)
-        except BrokenExample as error:
-            self._ends.add([self.get_state()["step"], str(error)])
-            raise StopIteration from None
-
-    def on_devices(self, mesh: Mesh) -> Iterator[tuple[dict, dict]]:
-        """As `device_batches`; a ValueError if there is no batch before the document."""
-        begin = self.get_state()["step"]
-        for batch, data_state in device_batches(self, mesh):
-            if any(data_state["step"] > end for end, _ in self._ends.all()):
-                break
-            yield batch, data_state
-        end, self.error = min(self._ends.all(), default=(0, ""))
-        if self.error and end == begin:
-            raise ValueError(self.error)
 
 
 def data_ended(step: int, total_steps: int, error: str) -> ValueError:

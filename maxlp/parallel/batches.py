@@ -2,7 +2,7 @@
 
 import collections
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax
 import numpy as np
@@ -43,7 +43,7 @@ def global_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Arra
 
 
 def device_batches(
-    batches: Iterator[dict], mesh: Mesh, limit: int | None = None, ahead: int = 2
+    batches: Iterable[dict], mesh: Mesh, limit: int | None = None, ahead: int = 2
 ) -> Iterator[tuple[dict[str, jax.Array], dict]]:
     """Global device batches, transferred ahead of their use, each with the iterator's state after it.
 

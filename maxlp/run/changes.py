@@ -30,7 +30,8 @@ FREE = (
     *("model.dtype", "model.param_dtype", "model.attention", "model.scan_layers", "model.remat"),
     "data.num_workers",
 )
-# What saved numbers mean. Some formats share a dtype and some blocks a number: one would load as another.
+# What saved numbers mean. Some formats share a dtype, and some block sizes give equally many scales, so a
+# checkpoint with one would load as if it had the other.
 FORMATS = ("optimizer.low_bit.mu", "optimizer.low_bit.nu", "optimizer.low_bit.block_size")
 # Sections that do not affect training.
 OBSERVING = ("spikes", "checkpoint", "metrics", "profile")

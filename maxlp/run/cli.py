@@ -31,10 +31,6 @@ PATH_ERROR_NUMBERS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 # another process of the run has ended.
 JAX_FAILURES = re.compile("(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOWN): ")
 FINETUNE = "llama/finetune"  # the config of a run that starts --from weights and names no other
-PARSERS = {  # of the types that single values of a config have
-    **{int: flags.IntegerParser, float: flags.FloatParser},
-    **{bool: flags.BooleanParser, str: flags.ArgumentParser},
-}
 MAX_MESSAGE = 800  # characters; a longer one, as with a long path, loses its middle
 
 
@@ -74,7 +70,8 @@ def define_config() -> None:
         "--config.optimizer.learning_rate=1e-3; None unsets it.",
     )
     flags.FLAGS["config"].parser = _ConfigParser()
-    for kind, parser in PARSERS.items():
+    parsers = flags.IntegerParser, flags.FloatParser, flags.BooleanParser, flags.ArgumentParser
+    for kind, parser in zip((int, float, bool, str), parsers, strict=True):
         config_flags.register_flag_parser_for_type(kind, _OrNone(parser()))
     flags.declare_key_flag("config")
 
