@@ -140,7 +140,7 @@ import functools
 from concurrent.futures import Future
 import jax
 from maxlp import train
-from maxlp.run import cli
+from maxlp.run import cli, intact_batches
 
 now = 0.0
 
@@ -163,7 +163,7 @@ def compiled(*args):
     return future
 
 compile, train.compile_in_background = train.compile_in_background, compiled
-real_batches, train.device_batches = train.device_batches, slow_batches
+real_batches, intact_batches.device_batches = intact_batches.device_batches, slow_batches
 train.Throughput = functools.partial(train.Throughput, clock=lambda: now)
 train.define_flags()
 cli.run(train.main)
