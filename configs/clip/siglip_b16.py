@@ -3,7 +3,7 @@
 The published model: WebLI, 40 billion pairs, 76.04 % zero-shot on ImageNet.
 
 python -m maxlp.train --config=configs/clip/siglip_b16.py --workdir=/tmp/run \
-    --config.data.source='tar:/data/pairs/*.tar' --config.data.tokenizer=/data/tokenizer.model
+    --config.data.source='tar:/data/pairs/*.tar' --config.data.tokenizer=hf:google/siglip-base-patch16-224
 """
 
 from maxlp.families.clip.presets import siglip

@@ -58,6 +58,8 @@ class ImageTextDataConfig:
       tokenizer: as in `tokenizers.make_tokenizer`.
       text_len: S, including bos and eos. Longer texts are cut, keep their eos, and are counted in the
         metric `data/texts_cut`.
+      lowercase: whether texts become lower case, for a tokenizer that does not do it itself, as that of
+        SigLIP 2.
       image_size: H and W, in pixels.
       batch_size: B, rows of the global batch.
       crop_scale: smallest and largest fraction of an image's area that a training crop covers.
@@ -77,6 +79,7 @@ class ImageTextDataConfig:
     validation_source: str = ""
     tokenizer: str
     text_len: Annotated[int, Range(at_least=3), INT32]
+    lowercase: bool = False
     image_size: Count
     batch_size: Count
     crop_scale: tuple[PositiveFraction, PositiveFraction] = images.CROP_SCALE
@@ -144,7 +147,7 @@ def make_data(
         batch_size=config.batch_size,
         examples=len(examples),
         num_epochs=config.num_epochs,
-        tokenizer=tokenizer.fingerprint,
+        tokenizer=tokenizer.fingerprint + (" in lower case" if config.lowercase else ""),
     )
     if split == "train":
         settings[common.FINGERPRINTS] = [examples.fingerprint]
@@ -185,7 +188,9 @@ def _own_captions(source: Source) -> Iterator[str]:
         logging.warning("%d of %d captions are broken, the last of them %s", num_broken, len(source), last)
 
 
-def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], text_len: int) -> tuple[np.ndarray, int]:
+def encode_texts(
+    tokenizer: Tokenizer, texts: Sequence[str], text_len: int, lowercase: bool = False
+) -> tuple[np.ndarray, int]:
     """Encodes N texts as rows of bos, text, eos and padding; texts that are too long are cut.
 
     A tokenizer without a bos of its own has none here: a text tower would take it for the end of the text.
@@ -197,7 +202,7 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], text_len: int) -> t
     ids_NS, room = np.full((len(texts), text_len), tokenizer.pad_id, np.int32), text_len - len(bos) - 1
     num_cut = 0
     for row_S, text in zip(ids_NS, texts, strict=True):
-        ids = tokenizer.encode(text)
+        ids = tokenizer.encode(text.lower() if lowercase else text)
         num_cut += len(ids) > room
         whole = [*bos, *ids[:room], tokenizer.eos_id]
         row_S[: len(whole)] = whole
@@ -249,7 +254,11 @@ class ImageTextDataset:
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """Tokens, int32 [N, S], of N texts; see `encode_texts`."""
-        return encode_texts(self.tokenizer, texts, self.config.text_len)[0]
+        return self.encode_and_count(texts)[0]
+
+    def encode_and_count(self, texts: Sequence[str]) -> tuple[np.ndarray, int]:
+        """See `encode_texts`."""
+        return encode_texts(self.tokenizer, texts, self.config.text_len, self.config.lowercase)
 
 
 class ImageTextIterator:
@@ -386,7 +395,7 @@ class _Chunks:
         size = data.config.image_size
         blank = Example(np.zeros((size, size, 3), np.uint8), "", -1)
         chosen = [row or blank for row in rows]
-        text_NS, num_cut = encode_texts(data.tokenizer, [row.text for row in chosen], data.config.text_len)
+        text_NS, num_cut = data.encode_and_count([row.text for row in chosen])
         chunk = {
             "image": np.stack([row.image for row in chosen]),
             "text": text_NS,

@@ -368,6 +368,26 @@ def test_a_text_begins_with_bos_unless_that_is_eos(bos, rows):
     assert ids_NS.tolist() == rows and ids_NS.dtype == np.int32 and num_cut == 1
 
 
+def test_rows_of_siglip_2_equal_those_of_its_own_tokenizer(tmp_path):
+    """Lower case, no bos although the vocabulary has one, cut or padded to the length."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", "a", "photo", "of", "two", "cats", "and", "dogs", "red"]
+    tok = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tok.pre_tokenizer = pre_tokenizers.Whitespace()
+    tok.add_special_tokens(words[:4])
+    tok.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
+    tok.save(str(tmp_path / "tokenizer.json"))
+    data = make(tokenizer=str(tmp_path / "tokenizer.json"), text_len=6, lowercase=True)
+    tok.enable_truncation(6)
+    tok.enable_padding(pad_id=0, length=6)
+    texts = ["A photo of TWO Cats and dogs", "Red cats", ""]
+    assert data.encode(texts).tolist() == [tok.encode(text.lower()).ids for text in texts]
+    state = iter(make(tokenizer=str(tmp_path / "tokenizer.json"), text_len=6)).get_state()
+    with pytest.raises(ValueError, match="in lower case"):
+        iter(data).set_state(state)
+
+
 def test_texts_keep_their_end():
     data = make(text_len=6)
     assert data.encode(["ab", "abcdefgh", ""]).tolist() == [

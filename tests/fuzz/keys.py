@@ -307,6 +307,7 @@ CLIP: dict[str, Kind] = {
     "data.templates_file": Text(("nowhere.txt", "pictures", "a\0b")),
     "data.image_size": Int(1, 10**6),
     "data.text_len": Int(3, 10**6),
+    "data.lowercase": Switch(),
     "data.crop_scale": Group(
         ((0.5,), (0.9, 0.1), (0.0, 1.0), (0.5, 2.0), (math.nan, 1.0), 0.5, ("a", "b"))
     ),

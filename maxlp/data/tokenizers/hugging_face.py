@@ -32,6 +32,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(tok.get_vocab(with_added_tokens=True).values()) + 1
         self.specials = {token.content: i for i, token in self._added.items() if token.special}
         self.bos_id, self.eos_id, self.pad_id = find_specials(self.specials, tok.token_to_id, bos, eos, pad)
+        if bos is None and tok.encode("").ids == [self.eos_id]:
+            self.bos_id = self.eos_id  # the file's own form of a text has no bos, as that of SigLIP 2
         self.fingerprint = hashlib.sha256(data).hexdigest()
         self.files = {"tokenizer.json": data}
 
@@ -42,8 +44,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode(self, text: str | bytes) -> np.ndarray:
         # A batch of one is twice as fast as `encode`, because it keeps no character offsets.
         (encoding,) = self._tok.encode_batch_fast([as_str(text)], add_special_tokens=False)
-        ids = encoding.ids
-        return np.fromiter(ids, np.int32, len(ids))
+        return np.array(encoding.ids, np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._tok.decode(ids_below(ids, self.vocab_size).tolist())

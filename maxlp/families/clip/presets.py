@@ -77,6 +77,7 @@ def clip(**sizes) -> ConfigDict:
             classes="",  # a file of names for labels that have none
             image_size=224,
             text_len=77,
+            lowercase=False,  # CLIP's tokenizer does it itself
             batch_size=32768,
             crop_scale=config_dict.placeholder(tuple),
             templates=config_dict.placeholder(tuple),
@@ -135,6 +136,6 @@ def siglip(**sizes) -> ConfigDict:
     )
     c.model.update(sizes)
     c.optimizer.update(dict(learning_rate=1e-3, weight_decay=1e-4, decay_embeddings=False, b2=0.95))
-    c.data.text_len = 64
+    c.data.update(dict(text_len=64, lowercase=True))
     c.loss.kind = "sigmoid"
     return c
