@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from maxlp import families
 from maxlp.core.train_state import State, abstract_state, num_params
+from maxlp.numerics import formats
 from maxlp.optim.muon import TOGETHER
 from maxlp.optim.soap import Side
 from maxlp.parallel.opt_state import places
@@ -173,6 +174,23 @@ def scatter_of_gradients(s: Settings, D: int, widths: list[int], itemsize: int) 
     if s.precision.scatter == "none":
         return "reduce-scatter", D * sum(widths) * itemsize
     return "all-to-all", D * sum(scatter.num_bytes(width, s.precision.scatter) for width in widths)
+
+
+def gathered_itemsize(s: Settings, path: str, itemsize: int) -> float:
+    """Bytes in which ``fsdp`` gathers a number of a kernel, on average over the layers of its stack.
+
+    Where a tensor has one scale, XLA quantizes each shard and gathers the result. Kernels with other scales
+    count in full: of row-wise ones, quantized along either axis, XLA gathers half to three quarters.
+
+    Args:
+      itemsize: of the dtype of the matmuls.
+    """
+    uses = s.recipe(path).operands["kernel"]
+    in_8_bits = bool(uses) and all(
+        use.granularity == "tensor" and jnp.dtype(formats.get(use.format).dtype).itemsize == 1 for use in uses
+    )
+    plain = _plain_share(s, path) if in_8_bits else 1.0
+    return plain * itemsize + (1 - plain)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from maxlp.families.llama.cost import COST
 from maxlp.families.llama.presets import llama
 from maxlp.parallel import sharding
 from maxlp.planning import compiled, topologies
-from maxlp.planning.cost_model import state_shapes
+from maxlp.planning.cost_model import cost_of, state_shapes
 from maxlp.run.experiment import assemble
 from tests.planning import peaks
 
@@ -49,6 +49,20 @@ def test_the_closed_form_agrees_with_a_compilation_here(changes, tmp_path):
     assert held == pytest.approx(done.memory.arguments, rel=1e-3)
     assert sum(parts.values()) == pytest.approx(done.peak, rel=0.10)
     assert gathered(done.collectives) == pytest.approx(gathered(COST.collectives(s, machine)), rel=0.15)
+
+
+@pytest.mark.aot("jax_cuda13_plugin")
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed", "int8_switchback"])
+@pytest.mark.parametrize("family", ["llama", "clip"])
+def test_the_closed_form_gathers_kernels_as_the_program_does(family, recipe):
+    """In 8 bits where a tensor has one scale, save for the first and last blocks, which are not quantized."""
+    config = llama(**peaks.LLAMA_SIZES) if family == "llama" else clip(**CLIP_SIZES["b32"])
+    s = peaks.settings_of(config, {"data.batch_size": 32, "mesh.fsdp": 8, "precision.recipe": recipe})
+    topology = topologies.parse("h100:1x8")
+    machine = topology.machine(s)
+    mesh = sharding.make_mesh(**s.mesh, devices=topologies.devices(topology))
+    found = compiled.compile_step(assemble(s, machine, mesh)).collectives
+    assert gathered(cost_of(s).collectives(s, machine)) == pytest.approx(gathered(found), rel=0.1)
 
 
 @functools.cache

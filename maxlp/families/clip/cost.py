@@ -23,6 +23,7 @@ from maxlp.planning.cost_model import (
     Ledger,
     StateShapes,
     Work,
+    gathered_itemsize,
     held_state,
     matmul_flops,
     saves_attention,
@@ -322,10 +323,14 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     ledger = Ledger(axes)
     image, text = towers(settings, machine)
     forward = 1 + (M > 1)
-    for tower in (image, text):
+    for tower, name in ((image, "visual"), (text, "text")):
         again = tower.remat in ("block", "offload")
         weights = tower.block_params * tower.a / tower.t
-        ledger.add("all-gather", ("fsdp",), weights, (forward + 1) * tower.L * M)
+        kernels = sum(
+            tower.D * width * gathered_itemsize(settings, path, tower.a)
+            for path, width in _matmul_widths(name, tower).items()
+        )
+        ledger.add("all-gather", ("fsdp",), kernels / tower.t, (forward + 1) * tower.L * M)
         summed = 0 if tower.frozen else M
         widths = [width // tower.t for width in tower.widths]
         kind, size = scatter_of_gradients(settings, tower.D, widths, tower.a)

@@ -25,6 +25,7 @@ from maxlp.planning.cost_model import (
     Ledger,
     StateShapes,
     Work,
+    gathered_itemsize,
     held_state,
     matmul_flops,
     of_matrices,
@@ -513,8 +514,10 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     head, whole_x = s.V * s.D * s.a / s.t, s.T * s.D * s.a / stages
     again = s.remat in ("block", "offload")
     split, turns = ("fsdp", "context"), s.context - 1
-    ledger.add("all-gather", split, weights, 2 * runs)
-    ledger.add("all-gather", split, head, m)
+    of_path = functools.partial(gathered_itemsize, settings, itemsize=s.a)
+    kernels = sum(s.D * width * of_path(path) for path, width in matmul_widths(s).items())
+    ledger.add("all-gather", split, kernels / s.t, 2 * runs)
+    ledger.add("all-gather", split, head / s.a * of_path("lm_head"), m)
     if not s.frozen:
         kind, size = scatter_of_gradients(settings, s.D, [width // s.t for width in s.widths], s.a)
         ledger.add(kind, split, size, runs)
