@@ -186,10 +186,10 @@ def gathered_itemsize(s: Settings, path: str, itemsize: int) -> float:
       itemsize: of the dtype of the matmuls.
     """
     uses = s.recipe(path).operands["kernel"]
-    in_8_bits = bool(uses) and all(
-        use.granularity == "tensor" and jnp.dtype(formats.get(use.format).dtype).itemsize == 1 for use in uses
-    )
-    plain = _plain_share(s, path) if in_8_bits else 1.0
+    widths = {jnp.dtype(formats.get(use.format).dtype).itemsize for use in uses}
+    if widths != {1} or any(use.granularity != "tensor" for use in uses):
+        return itemsize
+    plain = _plain_share(s, path)
     return plain * itemsize + (1 - plain)
 
 

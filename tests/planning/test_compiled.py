@@ -55,7 +55,7 @@ def test_the_closed_form_agrees_with_a_compilation_here(changes, tmp_path):
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed", "int8_switchback"])
 @pytest.mark.parametrize("family", ["llama", "clip"])
 def test_the_closed_form_gathers_kernels_as_the_program_does(family, recipe):
-    """In 8 bits where a tensor has one scale, save for the first and last blocks, which are not quantized."""
+    """In 8 bits where a tensor has one scale; the first and the last block are not quantized."""
     config = llama(**peaks.LLAMA_SIZES) if family == "llama" else clip(**CLIP_SIZES["b32"])
     s = peaks.settings_of(config, {"data.batch_size": 32, "mesh.fsdp": 8, "precision.recipe": recipe})
     topology = topologies.parse("h100:1x8")
