@@ -189,7 +189,7 @@ def attribute(
     with attribution.evaluator(s, workdir, step, same_precision=same) as (evaluate, step):
         out.mkdir(parents=True, exist_ok=True)
         found = attribution.attribution(evaluate, step, attribution.Bar())
-        print(f"step {step}: loss {found.loss:.4f} in high precision")
+        print(f"step {step}: loss {found.loss:#.5g} in high precision")
         print("\n".join(attribution.table(found, top)))
         for path in attribution.write(found, out):
             _wrote(path)

@@ -49,12 +49,12 @@ def plot_curves(workdir: str | os.PathLike[str]) -> Path | None:
 def loss_panel(axes: "Axes", run: Run) -> None:
     """Training loss with its smoothed curve, evaluation losses, spikes; the legend is above the data."""
     steps, losses = run.series("train/loss")
-    label = f"train, {tail(losses).mean():.3f} at the end"
+    label = f"train, {tail(losses).mean():#.4g} at the end"
     _plot_smoothed(axes, steps, losses, linewidth=1.8, label=label)
     for prefix, style in (("eval", "o-"), ("eval_full", "D")):
         eval_steps, evals = run.series(f"{prefix}/loss")
         if len(evals):
-            label = f"{prefix} ({run.validation_part(prefix)}), {evals[-1]:.3f} at the end"
+            label = f"{prefix} ({run.validation_part(prefix)}), {evals[-1]:#.4g} at the end"
             axes.plot(eval_steps, evals, style, color=ORANGE, markersize=4.5, linewidth=1.2, label=label)
     _mark_spikes(axes, run.spikes, run.spike_config.merge_steps)
     if resumes := sum(bool(start.get("step")) for start in run.starts):

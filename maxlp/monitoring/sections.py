@@ -114,7 +114,7 @@ def loss_lines(run: Run) -> Lines:
         if count := run.units_per_step:
             lines.append((f"{run.unit} seen", f"{run.units_seen:,} ({count:,} per step)"))
         last = tail(losses)
-        lines.append(("train/loss", f"{last.mean():.4f}, mean of the last {counted(len(last), 'record')}"))
+        lines.append(("train/loss", f"{last.mean():#.5g}, mean of the last {counted(len(last), 'record')}"))
         if bad := steps[~np.isfinite(losses)].tolist():
             lines.append(("not finite", f"{counted(len(bad), 'record')}, the first at step {bad[0]:,}"))
     for prefix in ("eval", "eval_full"):
@@ -125,7 +125,7 @@ def loss_lines(run: Run) -> Lines:
 def _evaluation_lines(run: Run, prefix: str) -> Lines:
     """The last evaluation of a part of the validation data."""
     lines, part = [], run.validation_part(prefix)
-    for key, form in {"loss": ".4f", "bits_per_byte": ".4f", "perplexity": ".4g"}.items():
+    for key, form in {"loss": "#.5g", "bits_per_byte": "#.5g", "perplexity": ".4g"}.items():
         name = f"{prefix}/{key}"
         steps, values = run.series(name)
         if len(steps):
@@ -235,7 +235,7 @@ def _lead_lines(run: Run, spikes: Sequence[Spike]) -> Lines:
 
 
 def _spike_text(spike: Spike) -> str:
-    return f"loss {spike.loss:.4f}, {spike.sigmas:.1f} σ above the preceding mean {spike.mean:.4f}"
+    return f"loss {spike.loss:#.5g}, {spike.sigmas:.1f} σ above the preceding mean {spike.mean:#.5g}"
 
 
 def _first_tensor(record: Mapping[str, Any]) -> str:

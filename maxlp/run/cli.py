@@ -18,6 +18,7 @@ from typing import Any
 
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
+from ml_collections.config_flags.tuple_parser import TupleParser
 
 from maxlp import schema
 from maxlp.run.config import RENAMED, ConfigError, choices, load_file
@@ -73,6 +74,7 @@ def define_config() -> None:
     parsers = flags.IntegerParser, flags.FloatParser, flags.BooleanParser, flags.ArgumentParser
     for kind, parser in zip((int, float, bool, str), parsers, strict=True):
         config_flags.register_flag_parser_for_type(kind, _OrNone(parser()))
+    config_flags.register_flag_parser_for_type(tuple, _Tuple())
     flags.declare_key_flag("config")
 
 
@@ -131,6 +133,14 @@ class _OrNone(flags.ArgumentParser):
 
     def parse(self, argument: Any) -> Any:
         return None if argument == "None" else self._parser.parse(argument)
+
+
+class _Tuple(TupleParser):
+    """Reads a,b as two words, and None as no value."""
+
+    def parse(self, argument: Any) -> tuple:
+        values = () if argument == "None" else super().parse(argument)
+        return tuple(argument.split(",")) if values == (argument,) else values
 
 
 def run(main: Callable[..., Any], words: int = 0) -> None:

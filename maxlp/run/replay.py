@@ -131,7 +131,7 @@ def replay_steps(
 
 def step_line(record: dict[str, Any]) -> str:
     """The loss of a step, and its largest tensors by either measure."""
-    parts = [f"step {record['step']}  loss {record['loss']:.4f}"]
+    parts = [f"step {record['step']}  loss {record['loss']:#.5g}"]
     for key, title in (("rms", "RMS_t"), ("grad_norms", "gradient norm")):
         if key in record:
             top = statistics.largest(record[key], SHOWN_TENSORS)

@@ -205,7 +205,7 @@ def _on_lines(parts: Sequence[str], width: int) -> str:
 def _format_pairs(record: Mapping[str, Any]) -> Iterator[str]:
     for name, value in record.items():
         if name not in ("step", "time") and name.count("/") <= MAX_SLASHES:
-            yield f"{name} {value:,.0f}" if abs(value) >= 1000 else f"{name} {value:.4g}"
+            yield f"{name} {value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{name} {value:.4g}"
 
 
 def _format_progress(record: Mapping[str, Any]) -> Iterator[str]:

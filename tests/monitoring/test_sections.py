@@ -50,6 +50,13 @@ def test_a_finished_run(tmp_path):
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before, "a report changes no file"
 
 
+def test_the_losses_of_a_diverged_run_are_short(tmp_path):
+    records = [{"step": 1, "time": 0.0, "train/loss": 1e30}, {"step": 1, "time": 0.0, "eval/loss": 1e30}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    text = dict(sections.loss_lines(load_run(tmp_path)))
+    assert text["train/loss"].startswith("1.0000e+30, ") and text["eval/loss"].startswith("1.0000e+30 at ")
+
+
 def test_a_run_in_progress_with_damaged_files(tmp_path):
     write_run(tmp_path, steps=120)
     with (tmp_path / "metrics.jsonl").open("a") as f:

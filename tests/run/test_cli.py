@@ -110,6 +110,26 @@ def test_none_unsets_a_key_of_any_type():
     assert (done.stdout, done.stderr) == ("[None, None, None, None] None\n", "")
 
 
+@pytest.mark.parametrize(
+    ("given", "tags"),
+    [
+        (["a,b"], ("a", "b")),
+        (["a", "b,c"], ("a", "b", "c")),
+        (["('a', 'b,c')"], ("a", "b,c")),
+        (["'a,b'"], ("a,b",)),
+        (["None"], ()),
+    ],
+)
+def test_a_flag_gives_a_key_several_values(given, tags):
+    program = (
+        FLAGS.rpartition("cli.run")[0] + "cli.run(lambda: print(flags.FLAGS.config.metrics.wandb_tags))"
+    )
+    words = [f"--config.metrics.wandb_tags={word}" for word in given]
+    command = [sys.executable, "-c", program, DEBUG, *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"{tags}\n", "")
+
+
 def test_an_ascii_terminal_gets_every_line():
     """A locale without × and …, as containers often have."""
     ascii_only = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

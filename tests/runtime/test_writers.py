@@ -118,11 +118,13 @@ def test_console_prints_one_line_per_record_without_a_terminal():
         {"step": 20, "time": 0.0, "eval/loss": 1.0, "eval/bits_per_byte": 1.44269, "eval/tokens": 20470}
         | {"health/layers/0/kernel": 1.0}
     )
+    console.write({"step": 20, "time": 0.0, "eval/loss": 60.0, "eval/perplexity": math.exp(60)})
     console.close()
     assert stream.getvalue().splitlines() == [
         LINE,
         "step 11/20  loss nan",
         "step 20/20  eval/loss 1  eval/bits_per_byte 1.443  eval/tokens 20,470",
+        "step 20/20  eval/loss 60  eval/perplexity 1.142e+26",
     ]
 
 
