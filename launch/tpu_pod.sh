@@ -41,6 +41,7 @@ on_hosts() { # all|0 COMMAND
   run_or_print gcloud compute tpus tpu-vm ssh "$name" "${gcloud[@]}" --worker="$1" --command="$2"
 }
 
+launcher='-F run.pid -f local_multiprocess.sh' # for pgrep; by now another process may have that number
 case $action in
   install)
     archive=$(mktemp "${TMPDIR:-/tmp}/maxlp.XXXXXX")
@@ -56,9 +57,11 @@ case $action in
     for variable in LIBTPU_INIT_ARGS "${!MAXLP_@}"; do
       if [[ -n ${!variable:-} ]]; then settings+="export $variable=$(printf %q "${!variable}"); "; fi
     done
-    on_hosts all "cd maxlp || exit; ${settings}nohup launch/local_multiprocess.sh 1 --restarts=$restarts -- \
+    refusal="error: a run is going on; end it first: launch/tpu_pod.sh stop $name ${gcloud[*]}"
+    on_hosts all "cd maxlp || exit; if pgrep $launcher &>/dev/null; then echo $(printf %q "$refusal") >&2; exit 2; fi; \
+      ${settings}nohup launch/local_multiprocess.sh 1 --restarts=$restarts -- \
       .venv/bin/python -m maxlp.train $(printf '%q ' "$@") >run.log 2>&1 </dev/null & echo \$! >run.pid"
     ;;
   log) on_hosts 0 'tail -n 50 -F maxlp/run.log' ;;
-  stop) on_hosts all "xargs kill -TERM <maxlp/run.pid" ;;
+  stop) on_hosts all "cd maxlp && pkill -TERM $launcher" ;;
 esac
