@@ -512,6 +512,23 @@ def test_clip_trains_resumes_exactly_and_is_evaluated(tmp_path):
     assert "linear_probe_train_examples 29" in [" ".join(line.split()) for line in found]  # 1 of 30 broken
 
 
+@pytest.mark.full
+def test_the_steps_before_too_many_broken_images_are_saved(tmp_path):
+    write_pictures(tmp_path, count=40, broken=22)
+    command = [
+        tmp_path / "run",
+        f"--config.data.source=tar:{tmp_path}/pictures.tar?validation=0.25",
+        f"--config.data.classes={tmp_path}/classes.txt",
+        "--config.data.batch_size=4",
+        "--config.train.total_steps=8",
+    ]
+    message = finish(start(*command, "--config.data.max_broken=0", config=SMALL_CLIP), code=2)
+    message = message.splitlines()[-1]
+    assert "pictures.tar: 022: " in message and "raise max_broken" in message
+    saved = int(re.search(r"step (\d+) is saved", message)[1])
+    assert saved > 0 and f"resuming at step {saved}" in run(*command, config=SMALL_CLIP)
+
+
 @pytest.mark.slow
 def test_a_run_that_is_killed_at_random_ends_like_one_that_is_not(tmp_path):
     """At least five times, with SIGKILL: weights, optimizer state, data position and records are equal."""

@@ -349,7 +349,7 @@ class ImageTextIterator:
             is_new = index not in self._broken
             self._broken.add(index)
             if len(self._broken) > self._dataset.config.max_broken:
-                raise ValueError(_too_many_broken(self._dataset.config.max_broken, message))
+                raise _too_many_broken(self._dataset.config.max_broken, message)
             if is_new:
                 logging.warning("skipped a broken example: %s", message)
 
@@ -418,7 +418,7 @@ class _Chunks:
             except BrokenExample as error:
                 broken.append((index, str(error)))
                 place += config.batch_size
-        raise ValueError(_too_many_broken(config.max_broken, broken[-1][1]))
+        raise _too_many_broken(config.max_broken, broken[-1][1])
 
     def _validation_example(self, _: int, place: int, broken: list[tuple[int, str]]) -> Example | None:
         if place >= len(self._dataset.examples):
@@ -430,10 +430,10 @@ class _Chunks:
             return None
 
 
-def _too_many_broken(max_broken: int, last: str) -> str:
-    return (
-        f"more than max_broken={max_broken} examples are broken, the last of them {last}; repair the data"
-        " or raise max_broken"
+def _too_many_broken(max_broken: int, last: str) -> BrokenExample:
+    return BrokenExample(
+        f"more than max_broken={max_broken} examples are broken, the last of them {last}; repair them or "
+        "raise max_broken"
     )
 
 

@@ -577,7 +577,9 @@ def test_tpu_pod_runs_on_all_hosts_and_stops_them(tmp_path):
     flags = f"--xla_flags={LAUNCH}/xla_flags/tpu_v5e.txt"
     pod("run", "pod", "--zone=z", flags, "--", "--config=a", "--workdir=gs://b c")
     wait_until(lambda: all(lines(log) for log in logs))
-    again = run("tpu_pod.sh", "run", "pod", "--zone=z", "--", "b", code=2, PATH=path, STAND_IN=str(tmp_path))
+    again = run(
+        "tpu_pod.sh", "run", "pod", "--zone=z", "--", "b", code=2, PATH=path, STAND_IN=str(tmp_path)
+    )
     assert "end it first: launch/tpu_pod.sh stop pod --zone=z" in again
     pod("stop", "pod", "--zone=z")
     wait_until(lambda: all(lines(log)[-1] == "saved" for log in logs))
