@@ -1763,7 +1763,7 @@ DATA = [
     *_in(
         "data/readers/jsonl.py",
         "data/readers/test_jsonl.py",
-        ("starts.append(found + size)", "starts.append(found)"),
+        ("starts.append(parts + size)", "starts.append(parts)"),
         ("start).count(NEWLINE) + 1", "start).count(NEWLINE)"),
     ),
     *_in(

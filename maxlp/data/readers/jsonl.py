@@ -16,7 +16,7 @@ from maxlp.runtime.files import is_url
 
 BLOCK_BYTES = 2**24  # read at a time to find the lines of a file
 INDEX_THREADS = 8
-NEWLINE, BLANK = b"\n", b" \t\r\n"
+NEWLINE, BLANK = b"\n", b" \t\r\n"  # all other bytes of a text are higher
 
 
 class JsonLines:
@@ -74,25 +74,24 @@ def _line_bounds(path: str) -> np.ndarray:
     """As `_scan_lines`; for a URL the result is kept in the local cache, because the whole file is read."""
     if is_url(path):
         return np.load(
-            resolve_name("maxlp.data.local_cache:array")(path, "lines", _scan_lines), allow_pickle=False
+            resolve_name("maxlp.data.local_cache:array")(path, "documents", _scan_lines), allow_pickle=False
         )
     return _scan_lines(path)
 
 
 def _scan_lines(path: str) -> np.ndarray:
     """Byte offsets of the lines of a file that are not blank, and of its end, int64 [lines + 1]."""
-    starts, firsts, size, at_start = [], [], 0, True
+    starts, highest, begins, size, at_start = [], [], [], 0, True
     with open_file(path) as file:
         while block := file.read(BLOCK_BYTES):
             data = np.frombuffer(block, np.uint8)
-            found = np.flatnonzero(data[:-1] == ord(NEWLINE)) + 1
-            found = np.insert(found, 0, 0) if at_start else found
-            starts.append(found + size)
-            firsts.append(data[found])
+            parts = np.insert(np.flatnonzero(data[:-1] == ord(NEWLINE)) + 1, 0, 0)  # of the block: its lines
+            starts.append(parts + size)
+            highest.append(np.maximum.reduceat(data, parts))
+            begins.append(np.insert(np.ones(len(parts) - 1, bool), 0, at_start))
             size, at_start = size + len(data), data[-1] == ord(NEWLINE)
     if not starts:
         return np.zeros(1, np.int64)
-    all_starts = np.concatenate(starts)
-    lengths = np.diff(all_starts, append=size)
-    is_short = (lengths == 2) & ~np.isin(np.concatenate(firsts), list(BLANK))  # a character and a newline
-    return np.append(all_starts[is_short | (lengths > 2)], size)
+    lines = np.flatnonzero(np.concatenate(begins))  # the first part of each
+    is_blank = np.isin(np.maximum.reduceat(np.concatenate(highest), lines), list(BLANK))
+    return np.append(np.concatenate(starts)[lines][~is_blank], size)

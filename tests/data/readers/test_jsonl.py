@@ -6,13 +6,15 @@ from tests.data.corpora import TEXTS, error_of, texts_of, write_jsonl
 def test_round_trip(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:20], key="content")
     second = write_jsonl(tmp_path / "b.jsonl", TEXTS[20:], key="content")
-    second.write_bytes(b"\n\r\n" + second.read_bytes().rstrip(b"\n"))  # blank lines, no last newline
+    blank = b"\n\r\n   \t \r\n"
+    second.write_bytes(blank + second.read_bytes().replace(b"\n", b"\n    \n").rstrip())  # no last newline
     for spec in (f"jsonl:{tmp_path}", f"jsonl:{tmp_path}/?.jsonl"):
         assert texts_of(make_source(spec + "?text_key=content", "all")) == TEXTS
 
 
 def test_lines_are_found_across_blocks(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\n" + b" " * 20 + b"\n"))
     monkeypatch.setattr(jsonl, "BLOCK_BYTES", 7)
     assert texts_of(make_source(f"jsonl:{path}", "all")) == TEXTS
 
