@@ -60,6 +60,7 @@ def main() -> None:
     distributed.initialize()
     schema.check_value("--l2", flags.FLAGS.l2, NotNegative)
     workdir = files.local_path(flags.FLAGS.workdir, "--workdir")
+    check_flags()
     if flags.FLAGS.lm_eval:
         return run_lm_eval(workdir)
     c = run_dir.load_config(workdir) if flags.FLAGS.config is None else flags.FLAGS.config
@@ -86,6 +87,14 @@ def main() -> None:
     for name, value in results.items():
         is_count = value >= 1000 or (value > 1 and float(value).is_integer())
         print_primary(f"{name:>{width}}  {value:,.0f}" if is_count else f"{name:>{width}}  {value:.4f}")
+
+
+def check_flags() -> None:
+    """Raises a ConfigError for a flag that the evaluation would ignore."""
+    f, own = flags.FLAGS, ("lm_eval_include", "lm_eval_num_fewshot", "lm_eval_limit")
+    for name in ("config", "linear_probe", "l2") if f.lm_eval else own:
+        if f[name].present:
+            raise ConfigError(f"--{name} has no effect with{'' if f.lm_eval else 'out'} --lm_eval; drop it")
 
 
 def run_lm_eval(workdir: Path) -> None:

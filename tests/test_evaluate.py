@@ -1,6 +1,8 @@
 """What `evaluate` makes of a run's settings. (Its numbers are those of the families' evaluators.)"""
 
 import dataclasses
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -61,3 +63,17 @@ def test_a_run_is_evaluated_on_any_number_of_devices_and_a_given_mesh_is_kept():
         for fixed, data in ((False, 3), (True, 1)):
             s = settings(mesh__fsdp=-1, mesh__data=data, **sent)
             assert dict(make_mesh(s, fixed=fixed).shape)["data"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lm_eval=a", "--linear_probe"], "--linear_probe has no effect with --lm_eval; drop it"),
+        (["--lm_eval=a", "--config=llama/debug"], "--config has no effect with --lm_eval; drop it"),
+        (["--lm_eval_limit=3"], "--lm_eval_limit has no effect without --lm_eval; drop it"),
+    ],
+)
+def test_a_flag_without_effect_is_refused(arguments, message, tmp_path):
+    command = [sys.executable, "-m", "maxlp.evaluate", f"--workdir={tmp_path}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and f"error: {message} (MAXLP" in done.stderr

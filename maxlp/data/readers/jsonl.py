@@ -85,7 +85,8 @@ def _scan_lines(path: str) -> np.ndarray:
     with open_file(path) as file:
         while block := file.read(BLOCK_BYTES):
             data = np.frombuffer(block, np.uint8)
-            parts = np.insert(np.flatnonzero(data[:-1] == ord(NEWLINE)) + 1, 0, 0)  # of the block: its lines
+            # Where the lines of the block begin, and at 0 the rest of one from before it.
+            parts = np.insert(np.flatnonzero(data[:-1] == ord(NEWLINE)) + 1, 0, 0)
             starts.append(parts + size)
             highest.append(np.maximum.reduceat(data, parts))
             begins.append(np.insert(np.ones(len(parts) - 1, bool), 0, at_start))
