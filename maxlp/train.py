@@ -76,15 +76,15 @@ def main() -> int:
                     code = train(cli.read_config(workdir), lock, stack, startup)
                 if code is not None:
                     return code
-                startup = Startup(time.monotonic())
             except rollback.RollbackRequested as request:
                 print_primary(rollback.roll_back(workdir, request.spike, request.config))
-                startup = Startup(time.monotonic())
             except ClockSetBackError as error:
                 if jax.process_count() > 1:
                     raise
                 print_primary(f"{error}, and is started now")
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+            preemption.exit_if_received()
+            startup = Startup(time.monotonic())
 
 
 def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup: "Startup") -> int | None:

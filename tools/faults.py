@@ -2310,10 +2310,10 @@ RUNTIME = [
         "runtime/preemption.py",
         "runtime/test_distributed.py::test_a_signal_ends_the_loop_and_not_the_process",
         (
-            "EXIT_INTERRUPTED if self._received == signal.SIGINT",
-            "EXIT_INTERRUPTED if self._received == signal.SIGTERM",
+            "EXIT_INTERRUPTED if self.received == signal.SIGINT",
+            "EXIT_INTERRUPTED if self.received == signal.SIGTERM",
         ),
-        ("return self._received is not None", "return self._received == signal.SIGTERM"),
+        ("return self.received is not None", "return self.received == signal.SIGTERM"),
     ),
     *_in(
         "runtime/profiler.py",

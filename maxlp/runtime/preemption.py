@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jax
 from absl import logging
@@ -55,6 +55,16 @@ def exit_preempted(reason: str) -> NoReturn:
     hard_exit(EXIT_PREEMPTED)
 
 
+def exit_if_received() -> None:
+    """Ends a run between two loops if a signal came after the last `should_stop` of the first one.
+
+    With several processes the second ends after a step, because JAX still knows of the signal.
+    """
+    if PreemptionGuard.received and jax.process_count() == 1:
+        print(f"{PreemptionGuard.received.name}: stopped; the same command continues the run")
+        sys.exit(PreemptionGuard().exit_code)
+
+
 def _receive_at_start_up(*_: object) -> None:
     if peers := sys.modules.get("maxlp.runtime.peers"):
         peers.receive()
@@ -77,11 +87,13 @@ class PreemptionGuard:
     is a collective: while one process is still starting, a signal to any of them ends all.
     """
 
+    received: ClassVar[signal.Signals | None] = None
+
     def __init__(self) -> None:
-        self._received: signal.Signals | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "PreemptionGuard":
+        PreemptionGuard.received = None
         signals = [signal.SIGINT, signal.SIGTERM]
         if jax.process_count() > 1:
             from maxlp.runtime import peers
@@ -96,8 +108,8 @@ class PreemptionGuard:
             signal.signal(number, handler)
 
     def _receive(self, number: int, _: FrameType | None) -> None:
-        self._received = signal.Signals(number)
-        logging.warning("%s: saving a checkpoint after this step, then exiting", self._received.name)
+        PreemptionGuard.received = signal.Signals(number)
+        logging.warning("%s: saving a checkpoint after this step, then exiting", self.received.name)
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if jax.process_count() > 1:
@@ -107,9 +119,9 @@ class PreemptionGuard:
         """Whether to save after `step` and exit; every process calls it after every step."""
         if jax.process_count() > 1:
             return multihost_utils.reached_preemption_sync_point(step)
-        return self._received is not None
+        return self.received is not None
 
     @property
     def exit_code(self) -> int:
         """The exit code after `should_stop`: `EXIT_INTERRUPTED` on Ctrl-C, else `EXIT_PREEMPTED`."""
-        return EXIT_INTERRUPTED if self._received == signal.SIGINT else EXIT_PREEMPTED
+        return EXIT_INTERRUPTED if self.received == signal.SIGINT else EXIT_PREEMPTED

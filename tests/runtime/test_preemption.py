@@ -81,3 +81,32 @@ def test_sigterm_to_one_of_two_processes_ends_both_at_once_before_the_loop(signa
     finally:
         for process in group:
             process.kill()
+
+
+TWO_LOOPS = """
+import os, signal
+from maxlp import train
+
+def loop(*_):
+    with train.preemption.PreemptionGuard():
+        print("step", flush=True)
+        os.kill(os.getpid(), signal.{name})
+        if "{end}" == "rollback":
+            raise train.rollback.RollbackRequested(train.rollback.Spike(3, 9.0, 2.0, 1.0, True), None)
+
+train.train = loop
+train.rollback.roll_back = lambda *_: "rolled back"
+train.define_flags()
+train.cli.run(train.main)
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
+@pytest.mark.parametrize("end", ["rollback", "phase"])
+def test_a_signal_in_the_last_step_before_another_loop_ends_the_run(tmp_path, end, name, code):
+    """As before a rollback, after which the run would go on."""
+    program = TWO_LOOPS.format(end=end, name=name)
+    command = [sys.executable, "-c", program, "--config=llama/debug", f"--workdir={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and done.stdout.count("step\n") == 1, done.stderr
+    assert ("rolled back" in done.stdout) == (end == "rollback")
