@@ -49,7 +49,7 @@ class Optimizer:
     rms: Rms
 
     def rate_of_last_update(self, opt_state: optax.OptState) -> dict[str, jax.Array]:
-        """The metric ``learning_rate`` where steps may be rejected, which do not advance the schedule."""
+        """The metric ``learning_rate``; rejected steps do not advance the schedule."""
         [(_, state)] = find_states(opt_state, optax.ScaleByScheduleState)
         rate = self.schedule(jnp.maximum(state.count - 1, 0))
         return {"learning_rate": jnp.asarray(rate, jnp.float32)}

@@ -168,7 +168,11 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
         if s.spikes.statistics:
             statistics = functools.partial(tensor_statistics, rms=optimizer.rms)
         step = functools.partial(
-            train_step.train_step, gradients=gradients, gates=gates, statistics=statistics
+            train_step.train_step,
+            gradients=gradients,
+            gates=gates,
+            statistics=statistics,
+            optimizer_metrics=optimizer.rate_of_last_update,
         )
         if uses_adascale:
             from maxlp.optim import adascale
@@ -176,8 +180,6 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
             step = functools.partial(
                 step, update_arguments=adascale.update_arguments, optimizer_metrics=adascale.metrics_of
             )
-        elif gates:
-            step = functools.partial(step, optimizer_metrics=optimizer.rate_of_last_update)
     step = functools.partial(
         step, tx=optimizer.tx, schedule=optimizer.schedule, after_update=family.after_update(s.model)
     )

@@ -102,3 +102,11 @@ def test_a_rejected_step_does_not_count(row):
     assert after["skipped"] == 1 and after["tau"] == before["tau"]
     [(_, unchanged)] = jax.device_get(find_states(state["opt_state"], AdascaleState))
     assert unchanged == measured
+
+
+def test_the_recorded_learning_rate_is_the_one_used_after_skipped_steps():
+    """Also once the guard that skipped them is gone."""
+    stepper = Stepper(("sgd", "microbatches"))
+    _, metrics = stepper(stepper.state() | {"step": jax.numpy.int32(3)}, full_batch(0))
+    used, ahead = map(float, map(stepper.run.schedule, (0, 3)))
+    assert metrics["learning_rate"] == np.float32(used) != np.float32(ahead)
