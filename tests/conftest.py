@@ -13,9 +13,11 @@ os.environ["NPROC"] = "64"  # with one thread for each device, collectives of in
 # Most of the time would go into optimizing programs that then run for milliseconds.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    # The commands that tests start share what they compile; it is deleted at the end.
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="maxlp-tests-")
-    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+    # Deleted at the end: what commands that tests kill leave behind, and the programs that commands share.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # of `tmp_path`, which stays
+    tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="maxlp-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(tempfile.tempdir, "xla")
+    atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
