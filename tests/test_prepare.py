@@ -286,6 +286,19 @@ def test_a_failure_is_one_line_and_leaves_nothing(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, workers):
+    """Simulated by a limit on the size of files."""
+    lines = [json.dumps({"text": np.random.default_rng(i).bytes(300).hex()}) for i in range(400)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    options = f"--source=jsonl:{tmp_path}/a.jsonl --shards=2 --num_workers={workers}"
+    command = f"ulimit -f 16; exec {sys.executable} -m maxlp.prepare text {options} --output={tmp_path}/new"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    error = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and error.startswith("error: write() failed: File too large"), done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("value", ["many", "1.5"])
 def test_wrong_flags_are_one_line(value):
     done = run("text", f"--shards={value}")

@@ -195,14 +195,19 @@ def _write_shard(
 
     path, records = shard.path + PARTIAL, 0
     totals: Counter[str] = Counter()
-    with contextlib.closing(ArrayRecordWriter(path, "group_size:1")) as writer:
-        for index in range(shard.start, shard.stop):
-            data, counts = make_record(examples, index)
-            add(1, counts["bytes"])
-            totals.update(counts)
-            if data:
-                records += 1
-                writer.write(data)
+    try:
+        with contextlib.closing(ArrayRecordWriter(path, "group_size:1")) as writer:
+            for index in range(shard.start, shard.stop):
+                data, counts = make_record(examples, index)
+                add(1, counts["bytes"])
+                totals.update(counts)
+                if data:
+                    records += 1
+                    writer.write(data)
+    except RuntimeError as error:
+        if path not in str(error):
+            raise
+        raise OSError(one_line(error)) from error  # of the writer, such as a full disk
     with contextlib.closing(ArrayRecordReader(path)) as reader:
         if reader.num_records() != records:
             raise ValueError(f"{path} lacks some of its {records} records; is the disk full?")

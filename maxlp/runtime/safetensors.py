@@ -161,6 +161,9 @@ def write_tensors(
       dtype: of the tensors in the file, except for 8-bit codes, which stay what they are.
       max_shard_bytes: a shard is larger only if it holds a single tensor.
       weights: name of the file; shards and index are named after it.
+
+    Raises:
+      OSError: a file cannot be written.
     """
     to = jax.numpy.dtype(dtype)  # NumPy alone has no bfloat16
     dtypes = {name: t.dtype if t.dtype in CODES.values() else to for name, t in tensors.items()}
@@ -173,12 +176,13 @@ def write_tensors(
         if len(shards) > 1:
             stem = weights.removesuffix(".safetensors")
             file = f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        save_file(
-            # save_file ignores strides: a transposed view would be written untransposed.
-            {name: np.asarray(tensors[name], dtypes[name], order="C") for name in names},
-            os.path.join(directory, file),
-            metadata={"format": "pt"},
-        )
+        path = os.path.join(directory, file)
+        # save_file ignores strides: a transposed view would be written untransposed.
+        shard = {name: np.asarray(tensors[name], dtypes[name], order="C") for name in names}
+        try:
+            save_file(shard, path, metadata={"format": "pt"})
+        except SafetensorError as error:  # such as a full disk
+            raise OSError(f"{path} was not written: {error}") from error
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = dict(metadata=dict(total_size=sum(sizes.values())), weight_map=weight_map)

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -139,3 +141,19 @@ def test_a_tensor_larger_than_a_shard_has_one_of_its_own(tmp_path):
         name: f"model-{i:05d}-of-00003.safetensors" for i, name in enumerate(("large", "small", "wide"), 1)
     }
     assert len(list(tmp_path.glob("*.safetensors"))) == 3
+
+
+def test_a_full_disk_is_an_os_error(tmp_path):
+    """Simulated by a limit on the size of files, in a process of its own."""
+    program = """
+import resource, sys
+import numpy as np
+from maxlp.runtime.safetensors import write_tensors
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    write_tensors(sys.argv[1], {"a": np.zeros(9999, np.float32)}, dtype="float32")
+except OSError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True)
+    assert done.stdout.startswith(f"{tmp_path}/{WEIGHTS} was not written: "), done.stderr
