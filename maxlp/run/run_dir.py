@@ -97,6 +97,11 @@ def load_config(workdir: Path) -> ConfigDict:
     """
     path = workdir / "config.json"
     remedy = "put back a good copy, or delete it: the next start of the run's command writes it again"
+    if "model_type" in read_json(path, {}, remedy=remedy):
+        raise ValueError(
+            f"{path} is of Hugging Face; train --from={workdir} in another --workdir, or import them: "
+            f"python -m maxlp.convert import --input={workdir} --output=DIR"
+        )
     config = read_json(path, fields={"model": dict}, remedy=remedy)
     if config is None:
         raise ValueError(f"{path} does not exist: {workdir} holds no run")
