@@ -33,6 +33,10 @@ def train(*args: str) -> subprocess.CompletedProcess:
             [DEBUG, "--config.data.heldout_source=x"],
             "config.data.heldout_source is now config.data.validation_source",
         ),
+        (
+            ["--config.train.seed=3"],
+            "--config.train.seed is unknown without --config=PRESET",
+        ),
         ([DEBUG, "--config.train.steps=3"], "config.train.steps is unknown (did you mean total_steps?)"),
         ([DEBUG, "--train.steps=3"], "train.steps is unknown; did you mean --config.train.total_steps="),
         ([DEBUG, "train.seed=3"], "train.seed is unknown; did you mean --config.train.seed="),

@@ -558,6 +558,13 @@ def test_load_params_reads_only_weights_from_any_level_of_a_run(two_steps, tmp_p
     assert sorted(os.listdir(run / "checkpoints")) == ["10", "20"]  # reading changes nothing
 
 
+def test_a_step_that_is_not_saved_is_refused_with_those_that_are(tmp_path):
+    (tmp_path / "10").mkdir()
+    (tmp_path / "20").mkdir()
+    with pytest.raises(CheckpointError, match="/15: that step is not saved; 10, 20 are"):
+        checkpoint.load_params(tmp_path / "15", {})
+
+
 @pytest.mark.parametrize("place", ["nothing", "10"])
 def test_load_params_names_a_directory_without_checkpoints(tmp_path, place):
     with pytest.raises(CheckpointError, match=f"no intact checkpoint in .*{place}: no step directory"):
