@@ -356,10 +356,8 @@ class Startup:
         self.last = now
 
     def __str__(self) -> str:
-        total = sum(seconds for _, seconds in self.stages)
-        return f"first step after {total:.1f} s\n  " + ", ".join(
-            f"{name} {s:.1f}" for name, s in self.stages
-        )
+        stages = ", ".join(f"{name} {s:.1f}" for name, s in self.stages)
+        return f"first step after {sum(s for _, s in self.stages):.1f} s\n  {stages}"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from types import FrameType
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar, NoReturn
 
 import jax
 from absl import logging
@@ -56,10 +56,7 @@ def exit_preempted(reason: str) -> NoReturn:
 
 
 def exit_if_received() -> None:
-    """Ends a run between two loops if a signal came after the last `should_stop` of the first one.
-
-    With several processes the second ends after a step, because JAX still knows of the signal.
-    """
+    """Ends a run whose signal came after a loop's last `should_stop`; several processes end in the next."""
     if PreemptionGuard.received and jax.process_count() == 1:
         print(f"{PreemptionGuard.received.name}: stopped; the same command continues the run")
         sys.exit(PreemptionGuard().exit_code)
@@ -87,10 +84,7 @@ class PreemptionGuard:
     is a collective: while one process is still starting, a signal to any of them ends all.
     """
 
-    received: ClassVar[signal.Signals | None] = None
-
-    def __init__(self) -> None:
-        self._previous: dict[signal.Signals, Any] = {}
+    received: ClassVar[signal.Signals | None] = None  # in the newest guard; for `exit_if_received`
 
     def __enter__(self) -> "PreemptionGuard":
         PreemptionGuard.received = None
