@@ -632,6 +632,7 @@ PRECISION = [
             'quantize(recipe, recipe.drhs[0], g, tokens, amaxes["output_grad"])',
             "precision/test_delayed.py",
         ),
+        ("jnp.where(jnp.isfinite(current), q_g.scale, current)", "q_g.scale", "precision/test_delayed.py"),
         ("quantize(self.recipe, fwd[0], fixed, (x.ndim - 1,)", "quantize(self.recipe, fwd[0], fixed, (0,)"),
         ("quantize(recipe, recipe.fwd[1], kernel, (0,)", "quantize(recipe, recipe.fwd[1], kernel, (1,)"),
         (

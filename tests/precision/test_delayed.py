@@ -160,6 +160,21 @@ def test_in_the_first_step_non_finite_data_gives_a_non_finite_result():
     assert not np.any(np.isfinite(y)) and not np.any(np.isfinite(dw))
 
 
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_gaudi"])
+@pytest.mark.parametrize("cold_start", [True, False])
+def test_a_gate_sees_infinity_in_a_gradient_whose_scale_is_older(recipe, cold_start):
+    """It saturates in the cast, and a loss scale that overflows would never be halved."""
+    layer = fixtures.Layer(make_recipe(recipe, history=4, cold_start=cold_start))
+    step = jax.jit(layer.step)
+    *_, state = step(layer.state, *data(0))
+    x, w, g = data(1)
+    _, dx, dw, _ = step(state, x, w, g)
+    assert np.all(np.isfinite(dx)) and np.all(np.isfinite(dw))
+    g[0, 0] = np.inf
+    _, _, dw, _ = step(state, x, w, g)
+    assert not np.any(np.isfinite(dw))
+
+
 @pytest.mark.parametrize("cold_start, alive", [(True, 4), (False, 0)])
 def test_cold_start_reaches_every_layer_in_the_first_step(cold_start, alive):
     """Gradients of 1e-7 are below E5M2's smallest number; with a first scale of 1 nothing would learn."""
