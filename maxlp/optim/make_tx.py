@@ -21,7 +21,7 @@ from maxlp import schema
 from maxlp.optim.config import OPTIMIZERS, OptimizerConfig
 from maxlp.optim.rms import Rms, make_rms
 from maxlp.optim.schedules import make_schedule
-from maxlp.optim.tree_utils import find_states, leaf_name
+from maxlp.optim.tree_utils import find_states, leaf_name, widened
 from maxlp.schema import NotNegative, OneOf, Positive
 
 SHARED = ("b1", "b2", "eps", "mu_dtype")  # keys of all optimizers that have such a parameter
@@ -77,7 +77,7 @@ def make_tx(config: OptimizerConfig, *, total_steps: int, microbatches: int = 1)
         final_lr_fraction=config.final_lr_fraction,
         decay_fraction=config.decay_fraction,
     )
-    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
+    clip = _clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
     if config.adagc is not None:
         from maxlp.optim.adagc import clip_by_own_norms
 
@@ -98,6 +98,16 @@ def make_tx(config: OptimizerConfig, *, total_steps: int, microbatches: int = 1)
 
         tx = offload(tx)
     return Optimizer(tx, schedule, make_rms(config))
+
+
+def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+    """optax's, which would sum the squares of gradients in 16 bits in their dtype, here in float32."""
+    clip = optax.clip_by_global_norm(max_norm)
+
+    def clipped(grads: optax.Updates, _: Any) -> optax.Updates:
+        return optax.tree.cast_like(clip.update(widened(grads), optax.EmptyState())[0], grads)
+
+    return optax.stateless(clipped)
 
 
 def _learning_rate(

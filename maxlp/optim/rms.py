@@ -45,11 +45,11 @@ def _second_moment_rms(
     [(_, state)] = find_states(opt_state, state_type)
     moments = dict(jax.tree.flatten_with_path(state.nu)[0])
     debias = 1 - config.b2 ** state.count.astype(jnp.float32)
-    scale = 1.0
+    grads, scale = widened(grads), 1.0
     if config.clip_norm:
         scale = jnp.minimum(1.0, config.clip_norm / jnp.maximum(optax.tree.norm(grads), 1e-30))
     rms = {}
-    for path, g in jax.tree.flatten_with_path(widened(grads))[0]:
+    for path, g in jax.tree.flatten_with_path(grads)[0]:
         if path in moments:
             v = moments[path].astype(g.dtype) / debias
             rms[name_of(path)] = rms_of_tensor(path, scale * g, v, config.eps)

@@ -124,6 +124,17 @@ def test_clipping_scales_down_to_the_norm_and_never_up():
     assert abs(first_update(40.0, clip_norm=0.0)) > 2 * abs(first_update(40.0))
 
 
+def test_clipping_sums_gradients_in_16_bits_in_float32():
+    """In bfloat16 no small tensor would count beside a large one; the parameters' own dtype is bfloat16."""
+    grads = {f"w{i}": jnp.ones(64 if i else 2**16, jnp.bfloat16) for i in range(200)}
+    keys = dict(name="sgd", b1=0.0, learning_rate=1.0, warmup_steps=0, weight_decay=0.0)
+    tx = make_optimizer(**BASE | keys).tx
+    updates, _ = jax.jit(tx.update)(grads, tx.init(grads), grads)
+    assert {u.dtype for u in updates.values()} == {jnp.dtype("bfloat16")}
+    norm = optax.tree.norm(optax.tree.cast(updates, jnp.float32))
+    np.testing.assert_allclose(norm, 1.0, rtol=2**-8)  # an element is rounded by at most 2^-9
+
+
 def test_options_reach_the_optimizer():
     assert first_update(0.1, options={"nesterov": True}) != first_update(0.1)
 
