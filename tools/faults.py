@@ -776,6 +776,7 @@ PRECISION = [
         ("min(dims) >= min_dim", "max(dims) >= min_dim"),
         ("for pattern, r in rules if", "for pattern, r in rules[::-1] if"),
         ("names = (path, layer)", "names = (path,)"),
+        ("if not of_rule.is_plain and not ", "if not "),
         ("if len(low) > 1:", "if len({recipe.name for recipe in low}) > 1:"),
     ),
     *_in(
@@ -787,6 +788,7 @@ PRECISION = [
         ('"gate_proj"))', '"up_proj"))', "precision/test_gated.py"),
         ('== {("tensor", "float")}', "!= set()", "precision/test_gated.py"),
         ("first + last >= num_layers", "first + last > num_layers"),
+        ('if not any(path.startswith(f"{name}/") for path in layers):', "if False:"),
     ),
     *_in(
         "precision/gated.py",

@@ -69,9 +69,9 @@ def inject(
       path → name of the recipe.
 
     Raises:
-      ValueError: a pattern that matches nothing, a stack without a quantized block, two recipes for the
-        layers of a matmul, a kernel whose dims do not divide into blocks, an einsum with batch axes,
-        Smooth-SwiGLU without a gated product.
+      ValueError: a pattern of nothing, a recipe for blocks in high precision alone, a stack without a
+        quantized block, two recipes for the layers of a matmul, a kernel whose dims do not divide into
+        blocks, an einsum with batch axes, Smooth-SwiGLU without a gated product.
     """
     found = matmuls(model, nnx.Einsum)
     gated = {path for path, _ in found if any(fnmatch.fnmatchcase(path, p) for p in gated_products)}
@@ -86,12 +86,13 @@ def inject(
     from maxlp.precision import replace  # runs without a recipe do not need them
     from maxlp.precision.rules import choose
 
-    chosen = choose(model, dict(found), recipe, rules, min_dim)
+    chosen = choose(model, dict(found), recipe, rules, min_dim, (first_blocks, last_blocks))
+    low = {path: c for path, c in chosen.items() if not c.recipe.is_plain}
     for path, module in found:
-        if not chosen[path].recipe.is_plain:
+        if path in low:
             form = smooth_swiglu if path in gated else "none"
-            table[path] = replace.set_recipe(path, module, *chosen[path], form)
-    if set(table.values()) - {HIGH_PRECISION}:
-        replace.keep_plain(model, first_blocks, last_blocks, {path: c.plain for path, c in chosen.items()})
-        replace.set_silu(model, {path: c.recipe for path, c in chosen.items()})
+            table[path] = replace.set_recipe(path, module, *low[path], form)
+    if low:
+        replace.keep_plain(model, first_blocks, last_blocks, {path: c.plain for path, c in low.items()})
+        replace.set_silu(model, {path: c.recipe for path, c in low.items()})
     return table

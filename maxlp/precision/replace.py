@@ -69,7 +69,7 @@ def keep_plain(model: nnx.Module, first: int, last: int, layers: Mapping[str, fr
 
     Args:
       first, last: blocks at either end of each stack, whose matmuls are all kept.
-      layers: path of a matmul → further layers in which it is kept.
+      layers: path of a replaced matmul → further layers in which it is kept.
     """
     found = find_stacks(model)
     if not found and (first or last):
@@ -78,6 +78,8 @@ def keep_plain(model: nnx.Module, first: int, last: int, layers: Mapping[str, fr
             "does not have; use rules"
         )
     for name, blocks in found.items():
+        if not any(path.startswith(f"{name}/") for path in layers):
+            continue
         num_layers = count_layers(blocks)
         if first < 0 or last < 0 or first + last >= num_layers:
             raise ValueError(

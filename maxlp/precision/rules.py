@@ -27,25 +27,38 @@ class Chosen(NamedTuple):
 
 
 def choose(
-    model: nnx.Module, matmuls: Mapping[str, Any], recipe: Recipe, rules: Rules, min_dim: int
+    model: nnx.Module,
+    matmuls: Mapping[str, Any],
+    recipe: Recipe,
+    rules: Rules,
+    min_dim: int,
+    ends: tuple[int, int],
 ) -> dict[str, Chosen]:
     """The recipe of each matmul: of the first rule that matches it, or ``recipe`` where `inject` says so.
 
     Args:
       matmuls: path → module of the model.
+      ends: the numbers of first and last blocks that stay in high precision.
 
     Raises:
-      ValueError: a pattern that matches nothing, and two recipes for the layers of a matmul.
+      ValueError: a pattern that matches nothing, or a recipe for those blocks alone; two recipes for the
+        layers of a matmul.
     """
     shapes = {path: kernel_shape(module) for path, module in matmuls.items()}
     in_stacks = any(stack for stack, *_ in shapes.values())
     layers = _paths_of_layers(model, matmuls)
-    for pattern, _ in rules:
+    between = [names[ends[0] : len(names) - ends[1]] for names in layers.values()]
+    for pattern, of_rule in rules:
         if not fnmatch.filter(itertools.chain(matmuls, *layers.values()), pattern):
             example = f" or, for a layer, {next(iter(layers.values()))[0]}" if layers else ""
             raise ValueError(
                 f"rules: pattern {pattern!r} matches no matmul; use one of the paths "
                 f"{', '.join(matmuls)}{example}"
+            )
+        if not of_rule.is_plain and not fnmatch.filter(itertools.chain(matmuls, *between), pattern):
+            raise ValueError(
+                f"rules: pattern {pattern!r} matches only blocks that first_blocks={ends[0]} and "
+                f"last_blocks={ends[1]} keep in high precision; lower these, or name other layers"
             )
     found = {}
     for path, (stack, *dims) in shapes.items():

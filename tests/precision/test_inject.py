@@ -98,6 +98,12 @@ def test_recipes_without_histories_have_no_state_so_that_a_run_can_end_in_bf16(n
             dict(first_blocks=1, last_blocks=1),
             "first_blocks=1 and last_blocks=1 leave none of the 2 blocks of layers quantized",
         ),
+        (
+            "bf16",
+            dict(num_layers=4),
+            dict(first_blocks=1, last_blocks=1, rules=(("layers/[03]/*", RECIPES["fp8_current"]),)),
+            r"rules: pattern 'layers/\[03\]/\*' matches only blocks that first_blocks=1 and last_bl",
+        ),
         ("fp8_current", {}, dict(first_blocks=-1), "first_blocks=-1"),
         ("fp8_current", {}, dict(smooth_swiglu="token"), "smooth_swiglu='token' needs a gated product"),
         (
@@ -136,6 +142,19 @@ def test_rules_keep_matmuls_of_single_layers_in_high_precision():
     assert [(part.start, part.stop, set(part.plain)) for part in model.layers.parts] == [
         (i, i + 1, paths) for i, paths in enumerate(plain)
     ]
+
+
+def test_blocks_at_the_ends_count_only_where_blocks_are_quantized():
+    """A recipe for the head alone fits a model of any depth, and leaves its blocks in one loop."""
+    model, ends = abstract(), dict(first_blocks=1, last_blocks=1)
+    found = table("bf16", model, rules=(("lm_head", RECIPES["fp8_current"]),), **ends)
+    assert found["lm_head"] == "fp8_current" and model.layers.parts == ()
+    model = abstract(num_layers=4)  # a rule may keep some of these blocks too
+    rules = (("layers/0/*", RECIPES["bf16"]), ("layers/[01]/attn/*", RECIPES["int8_all"]))
+    found = table("bf16", model, rules=rules, **ends)
+    assert {path for path, name in found.items() if name.startswith("int8_all")} == {
+        path for path in PATHS if "attn" in path
+    }
 
 
 def test_layers_that_are_alike_are_one_part():

@@ -38,7 +38,8 @@ def mark(
             module.dot_general = fp8_dot_general
         table[path] = "scalify_fp8" if in_fp8 else HIGH_PRECISION
     if fp8:
-        keep_plain(model, first_blocks, last_blocks, {})
+        in_fp8 = {path: frozenset() for path, name in table.items() if name != HIGH_PRECISION}
+        keep_plain(model, first_blocks, last_blocks, in_fp8)
     return table
 
 
