@@ -70,6 +70,8 @@ def train_step(
     with jax.named_scope("optimizer"):
         extra = update_arguments(grads, metrics)
         updates, opt_state = tx.update(grads, state["opt_state"], state["params"], **extra)
+        # Gradients of microbatches and unscaled ones are float32; moments may be in bfloat16.
+        opt_state = optax.tree.cast_like(opt_state, state["opt_state"])
         params, corrections = after_update(optax.apply_updates(state["params"], updates), model_state)
     new = {"params": params, "model_state": model_state, "opt_state": opt_state}
     with jax.named_scope("statistics"):

@@ -110,6 +110,14 @@ def test_the_new_state_takes_the_memory_and_the_layout_of_the_old_one():
     assert first["x"].is_deleted()
 
 
+def test_moments_of_parameters_in_16_bits_keep_their_dtype():
+    """Sums of gradients are float32, but a step cannot be repeated if it changes the dtype of its state."""
+    trainer = Trainer(param_dtype="bfloat16", microbatches=2, tx=optax.adam(0.1))
+    state, _ = trainer.trace(batch(0, ROWS, LENGTH)).out_info
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype, (state, trainer.abstract))
+    assert dtypes[0] == dtypes[1]
+
+
 def test_the_loss_is_the_mean_over_the_targets_of_all_documents(one_device):
     """By its definition, each document alone, in float64."""
     initial, _, metrics = one_device
