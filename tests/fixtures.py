@@ -153,7 +153,7 @@ class Trainer:
         self.gradients = gradients or task.loss_gradients(loss, microbatches=microbatches)
         self.tx, self.gates = tx or optax.sgd(1.0), gates
         after_update = task.after_update(llama_config(**model))
-        common = dict(tx=self.tx, schedule=optax.constant_schedule(1.0), after_update=after_update)
+        common = dict(tx=self.tx, after_update=after_update)
         if released:
             step = functools.partial(fused_backward.train_step, loss=task.batch_loss(loss), **common)
         else:

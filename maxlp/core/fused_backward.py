@@ -41,7 +41,7 @@ from maxlp.core.gradients import (
     squared_norm,
 )
 from maxlp.core.train_state import State
-from maxlp.core.train_step import AfterUpdate, global_norm, keep_update
+from maxlp.core.train_step import AfterUpdate, OptimizerMetrics, global_norm, keep_update, nothing
 from maxlp.nn.stack import StackCall, find_stacks
 
 StackPath = tuple[str, ...]  # where a stack is in the model: ("layers",), ("visual", "layers")
@@ -54,7 +54,7 @@ def train_step(
     *,
     loss: Loss,
     tx: optax.GradientTransformation,
-    schedule: optax.Schedule,
+    optimizer_metrics: OptimizerMetrics = nothing,
     after_update: AfterUpdate = keep_update,
 ) -> tuple[State, Metrics]:
     """One update from a global batch.
@@ -63,7 +63,7 @@ def train_step(
       loss: as in `gradients.batch_gradients`.
       tx: treats each tensor independently. It is called once for each layer, as a stack of one, and once
         for all other parameters.
-      after_update: as in `train_step.train_step`.
+      optimizer_metrics, after_update: as in `train_step.train_step`.
 
     Returns:
       the new state, and the metrics of `train_step.train_step` without those of gates and statistics.
@@ -98,16 +98,14 @@ def train_step(
     new_stacks = [_at(path, done.model_state) for path, done in released.items()]
     model_state = join_trees(new_forward, new_backward, *new_stacks)
     new_params, corrections = after_update(new_params, model_state)
+    new_opt_state = _join_opt_states(opt_state, rest["opt_state"], released)
+    norms = {"grad_norm": jnp.sqrt(sum(squares)), "param_norm": global_norm(new_params)}
     return {
         "params": new_params,
         "model_state": model_state,
-        "opt_state": _join_opt_states(opt_state, rest["opt_state"], released),
+        "opt_state": new_opt_state,
         "step": state["step"] + 1,
-    }, metrics | corrections | {
-        "grad_norm": jnp.sqrt(sum(squares)),
-        "param_norm": global_norm(new_params),
-        "learning_rate": jnp.asarray(schedule(state["step"]), jnp.float32),
-    }
+    }, metrics | corrections | norms | optimizer_metrics(new_opt_state)
 
 
 # --- the model without its stacks -----------------------------------------------------------------------

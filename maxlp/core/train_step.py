@@ -46,7 +46,6 @@ def train_step(
     *,
     gradients: Gradients,
     tx: optax.GradientTransformation,
-    schedule: optax.Schedule,
     gates: Gates = NO_GATES,
     statistics: Statistics = nothing,
     update_arguments: UpdateArguments = nothing,
@@ -59,12 +58,12 @@ def train_step(
       gates: the step counts if all of them accept it.
       statistics: maps (gradients, new opt_state) to more metrics.
       update_arguments: maps (gradients, their metrics) to further keywords of ``tx.update``.
-      optimizer_metrics: maps the opt_state after the step, accepted or not, to metrics that replace others.
+      optimizer_metrics: maps the opt_state after the step, accepted or not, to more metrics.
       after_update: maps (updated params, model_state of this step) to the next step's params, and metrics.
 
     Returns:
-      the new state, and scalars: those of ``gradients`` (loss, accuracy, …), grad_norm, param_norm,
-      learning_rate; ``skipped`` (0 or 1) if there are gates; and those of the gates and statistics.
+      the new state, and scalars: those of ``gradients`` (loss, accuracy, …), grad_norm, param_norm;
+      ``skipped`` (0 or 1) if there are gates; and those of the gates, the optimizer and statistics.
     """
     grads, model_state, metrics = gradients(graphdef, state, batch, loss_scale_of(state))
     with jax.named_scope("optimizer"):
@@ -83,7 +82,6 @@ def train_step(
         new = {key: jax.tree.map(keep, new[key], state[key]) for key in GATED} | gate_states
     with jax.named_scope("statistics"):
         metrics["param_norm"] = global_norm(new["params"])
-    metrics["learning_rate"] = jnp.asarray(schedule(state["step"]), jnp.float32)
     return new | {"step": state["step"] + 1}, metrics | optimizer_metrics(new["opt_state"])
 
 

@@ -12,7 +12,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from maxlp import families
 from maxlp.core.train_state import State, abstract_state, num_params
-from maxlp.numerics import formats
 from maxlp.optim.muon import TOGETHER
 from maxlp.optim.soap import Side
 from maxlp.parallel.opt_state import places
@@ -185,9 +184,9 @@ def gathered_itemsize(s: Settings, path: str, itemsize: int) -> float:
     Args:
       itemsize: of the dtype of the matmuls.
     """
-    uses = s.recipe(path).operands["kernel"]
-    widths = {jnp.dtype(formats.get(use.format).dtype).itemsize for use in uses}
-    if widths != {1} or any(use.granularity != "tensor" for use in uses):
+    rates = {rate for gemm, rate in matmul_dtypes(s, path).items() if gemm != "drhs"}
+    scales = {use.granularity for use in s.recipe(path).operands["kernel"]}
+    if scales != {"tensor"} or not rates <= {"float8", "int8"}:
         return itemsize
     plain = _plain_share(s, path)
     return plain * itemsize + (1 - plain)

@@ -64,9 +64,7 @@ def gradients(graphdef, state, batch, loss_scale):
 
 
 def compiled_step(gates):
-    step = functools.partial(
-        train_step, None, gradients=gradients, tx=TX, schedule=optax.constant_schedule(0.1), gates=gates
-    )
+    step = functools.partial(train_step, None, gradients=gradients, tx=TX, gates=gates)
     return jax.jit(step)
 
 

@@ -83,9 +83,7 @@ def local(
     gradients=GRADIENTS,
 ) -> Trainer:
     """A `Trainer` of replicas that train alone for ``steps`` steps at a time."""
-    inner = functools.partial(
-        train_step.train_step, gradients=gradients, tx=tx, schedule=optax.constant_schedule(1.0)
-    )
+    inner = functools.partial(train_step.train_step, gradients=gradients, tx=tx)
     outer, step = local_steps.join(
         tx,
         inner,

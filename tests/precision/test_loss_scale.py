@@ -68,7 +68,6 @@ def trainer(loss_scale, size=1e-7):
         None,
         gradients=gradients_of,
         tx=tx,
-        schedule=optax.constant_schedule(0.02),
         gates={"loss_scale": loss_scale},
         statistics=lambda grads, opt_state: {"grads": grads},
     )

@@ -39,7 +39,7 @@ def program(mesh=(), recipe=None, tx=ADAMW, loss=None, released=False, scaled=Fa
     gates = {"loss_scale": DynamicLossScale()} if scaled else {}
     recipe = None if recipe is None else precision_config(recipe)
     t = Trainer(make_mesh(**dict(mesh)), recipe=recipe, tx=tx, loss=loss, gates=gates, **options)
-    common = dict(tx=tx, schedule=optax.constant_schedule(1e-3))
+    common = dict(tx=tx)
     step = functools.partial(train_step.train_step, gradients=t.gradients, gates=gates, **common)
     if released:
         step = functools.partial(fused_backward.train_step, loss=task.batch_loss(loss), **common)

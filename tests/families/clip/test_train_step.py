@@ -29,7 +29,7 @@ def make(rngs: nnx.Rngs) -> nnx.Module:
 def train(released: bool, axes: dict[str, int]):
     """(state, metrics of each step) after two steps of a CLIP in FP8."""
     tx = optax.sgd(0.1, momentum=0.9)
-    common = dict(tx=tx, schedule=optax.constant_schedule(0.1))
+    common = dict(tx=tx)
     step = (
         functools.partial(fused_backward.train_step, loss=batch_loss(LOSS), **common)
         if released
