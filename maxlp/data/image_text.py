@@ -147,7 +147,7 @@ def make_data(
         batch_size=config.batch_size,
         examples=len(examples),
         num_epochs=config.num_epochs,
-        tokenizer=tokenizer.fingerprint + (" in lower case" if config.lowercase else ""),
+        tokenizer=tokenizer.fingerprint,
     )
     if split == "train":
         settings[common.FINGERPRINTS] = [examples.fingerprint]

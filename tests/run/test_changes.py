@@ -29,7 +29,7 @@ FIXED = {
     "image_mean image_std name",
     "llama data": "source tokenizer seq_len batch_size packing max_documents shuffle "
     "shuffle_tokens num_epochs",
-    "clip data": "source tokenizer text_len image_size batch_size crop_scale classes templates "
+    "clip data": "source tokenizer text_len lowercase image_size batch_size crop_scale classes templates "
     "templates_file max_pixels num_epochs",
     "llama loss": "z_loss",
     "clip loss": "kind",
@@ -222,6 +222,16 @@ def test_a_run_from_before_norms_of_queries_and_keys_goes_on(run):
     assert changes.check_config(run, load("debug")) == {}
     with pytest.raises(ConfigError, match=r"config\.model\.qk_norm: False -> True"):
         changes.check_config(run, changed(load("debug"), {"model.qk_norm": True}))
+
+
+def test_a_clip_from_before_lower_case_goes_on(run):
+    c = load("debug", family="clip")
+    old = json.loads(c.to_json_best_effort())
+    del old["data"]["lowercase"]
+    (run / "config.json").write_text(json.dumps(old))
+    assert changes.check_config(run, c) == {}
+    with pytest.raises(ConfigError, match=r"config\.data\.lowercase: False -> True"):
+        changes.check_config(run, changed(c, {"data.lowercase": True}))
 
 
 def test_keys_that_only_one_of_two_versions_has_are_changes(run):
