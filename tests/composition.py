@@ -345,10 +345,8 @@ def rows_on_page() -> Iterator[tuple[str, str, Row]]:
     """Family, tier and features of the rows listed in docs/composition.md; `rows` takes half a minute."""
     family = tier = ""
     for line in PAGE.read_text().splitlines():
-        if line.startswith("## "):
-            family = line.removeprefix("## ")
-        elif heading := re.fullmatch(r"\d+ rows of the (\w+) tier:", line):
-            tier = heading[1]
+        if heading := re.fullmatch(r"### (\w+), (\w+) tier, \d+ runs", line):
+            family, tier = heading.groups()
         elif family in FAMILIES and line.startswith("- "):
             yield family, tier, tuple(line.removeprefix("- ").split(", "))
 
