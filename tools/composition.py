@@ -21,11 +21,11 @@ Can two techniques be used in one run? In the tables below, a column stands for 
 among the rows. ✓ means that tests train with both; a number is that of the error message, listed below the
 table, with which the pair is refused. An empty cell is a pair of alternatives, or was listed already.
 
-For a ✓, `tests/matrix.py` trains a small model with both features on up to eight simulated devices, compares
-losses, gradient norms and quantization state with the same run on one device, saves a checkpoint, and resumes
-from it bit for bit. A training run combines as many features as possible, so more than two are tested
-together; [the last section](#what-the-tests-run) lists these runs. The slow tier has the pairs of a recipe
-and an optimizer, those of CLIP that run the same code as Llama's, and those of
+For a ✓, `tests/matrix.py` trains a small model with both features on up to eight simulated devices,
+compares losses, gradient norms and quantization state with the same run on one device, saves a checkpoint,
+and resumes from it bit for bit. A run of the tests combines as many features as possible, so more than two
+are tested together; [the last section](#what-the-tests-run) lists these runs. The slow tier has the pairs
+of a recipe and an optimizer, those of CLIP that run the same code as Llama's, and those of
 {SLOW}
 
 `train`, `train --dry_run`, `plan` and the planner's search refuse the same configs with the same messages:
