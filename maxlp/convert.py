@@ -17,13 +17,13 @@ open_clip open_clip_config.json,             open_clip.create_model(
           open_clip_model.safetensors            "local-dir:DIR")
 ========= ================================== ==================================
 
---quantize=int8 or fp8 exports the matmuls of a language model's blocks in 8
-bits, for vLLM and transformers (compressed-tensors), and the rest in bfloat16;
-an import reads such folders too. Its matmuls also round their inputs:
---calibration_sequences=64 measures gated products on that many sequences of the
-run's validation data, and moves channels that stand out from there into the
-weights (Smooth-SwiGLU). The model stays the same bit for bit until it is
-quantized.
+--quantize=int8 or fp8 exports the kernels in the blocks of a language model in
+8 bits, for vLLM and transformers (compressed-tensors), and the rest in
+bfloat16; an import reads such folders too. Such a model also rounds the inputs
+of its matmuls, which outlier channels of the gated products (SwiGLU) spoil.
+--calibration_sequences=64 measures these products on 64 sequences of the run's
+validation data and scales the outliers down, with factors in the weights that
+change nothing without quantization (Smooth-SwiGLU).
 
 An import detects the format from the config in its folder; an export of a CLIP
 writes hf_clip by default. The result of an import is a run at step 0, from
@@ -80,17 +80,17 @@ def define_flags() -> None:
     dtypes = ["float32", "bfloat16", "float16"]
     flags.DEFINE_enum("dtype", None, dtypes, "Dtype of the written weights; by default that of the input.")
     schemes = [*compressed_tensors.SCHEMES]
-    flags.DEFINE_enum("quantize", None, schemes, "export: write the matmuls of blocks in 8 bits.")
+    flags.DEFINE_enum("quantize", None, schemes, "export: write the kernels of blocks in 8 bits.")
     flags.DEFINE_integer(
         "calibration_sequences",
         0,
-        "export: sequences to measure gated products on, for the factors of Smooth-SwiGLU; 0: no factors.",
+        "export: validation sequences from which to compute Smooth-SwiGLU's factors; 0: no factors.",
         lower_bound=0,
     )
     flags.DEFINE_integer("image_size", None, "import: image size to resize the model to.", lower_bound=1)
 
 
-def main(command: str = "nothing") -> None:
+def main(command: str = "") -> None:
     jax.config.update("jax_platforms", "cpu")
     values = flags.FLAGS
     if command == "import":
@@ -112,7 +112,7 @@ def main(command: str = "nothing") -> None:
         )
         print_primary(f"{output} holds {', '.join(sorted(path.name for path in output.iterdir()))}")
     else:
-        raise ValueError(f"the first argument must be 'import' or 'export', not {command!r}")
+        raise ValueError(f"the first argument must be import or export, not {command!r}")
 
 
 def _required(flag: str) -> Path:

@@ -10,22 +10,22 @@
     python -m maxlp.lab diff --out=/tmp/lab \\
         --config=llama/debug --other=model.remat=block
 
-attribute takes the state of a run before a step and the step's batch, and
-switches each operand of each matmul in each layer alone to the run's recipe,
-and alone back from it (`run.attribution`). It prints the operands with the
-largest effect, and writes all of them as JSON and as a heat map. With --config,
-it takes the weights that this config's seed begins with.
+attribute takes the state of a run before a step, and the batch of that step. It
+quantizes the operands of all matmuls one at a time, and then all but one at a
+time (`run.attribution`). It prints the operands with the largest effect on the
+gradients, and writes all of them as JSON and as a heat map. With --config, it
+takes the initial weights of that config.
 
-predict ranks recipes by what they do to the gradients of a few batches, before
-any of them trains (`run.prediction`). choose names the matmuls, layer by layer,
-to keep in high precision under a budget of FLOPs (`run.choice`).
+predict ranks recipes by how much they change the gradients of a few batches,
+before training with them (`run.prediction`). choose picks matmuls of single
+layers to keep in high precision, within a budget of FLOPs (`run.choice`).
 
-diff takes the same state and batches through the programs of two runs, or of
-one run and of its config with the changes --other, and prints the first tensor
-that differs by more than rounding explains, with the line of the source that
-computes it (`run.difference`). Two versions of maxlp or JAX, or two machines,
-are compared by recording steps in one, with --record, and comparing the run
-in the other --against them (`run.recorded_steps`).
+diff runs the programs of two runs, or of a run and its config changed by
+--other, on the same state and batches. It prints the first tensor that differs
+by more than rounding explains, and the source line that computes it
+(`run.difference`). To compare two versions of maxlp or JAX, or two machines,
+record steps on one with --record, and give them on the other with --against
+(`run.recorded_steps`).
 """
 
 import json
@@ -81,7 +81,7 @@ def define_flags() -> None:
 def main(tool: str = "", directory: str = "", second: str = "") -> None:
     f = flags.FLAGS
     if tool not in TOOLS:
-        raise ValueError(f"{tool!r} is not a tool of the lab; choose one of {', '.join(TOOLS)}")
+        raise ValueError(f"the first argument must be one of {', '.join(TOOLS)}, not {tool!r}")
     if bool(directory) == (f.config is not None):
         raise ValueError(f"give either a workdir, as in python -m maxlp.lab {tool} DIR, or --config=NAME")
     if not directory and not f.out and not f.record:

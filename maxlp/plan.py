@@ -3,10 +3,10 @@ r"""Predicts the memory, traffic and time of a step on other machines.
     python -m maxlp.plan --config=configs/llama/8b.py --topology=v5p:4x4x4
 
 Compiles the train step of `maxlp.train` for a topology and prints its memory
-and time beside those of a closed form. --estimate_only prints the closed form
-alone and needs no compiler; compiling needs Linux and pip install 'maxlp[aot]',
-but no device. --list_topologies lists the topologies. Then it searches for the
-fastest settings that fit (--nosearch omits this), and prints them as flags.
+and time, beside an estimate from formulas (the "closed form"). --estimate_only
+prints the estimate alone. Compiling needs Linux and pip install 'maxlp[aot]',
+but no device. Then the fastest settings that fit are searched for, and printed
+as flags (--nosearch omits this). --list_topologies lists the known chips.
 """
 
 import dataclasses
@@ -43,8 +43,8 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "topology", None, "Machines as CHIP:SHAPE, for example v5p:8x8x8, v5e:16x16*2, h100:64x8."
     )
-    flags.DEFINE_bool("list_topologies", False, "List the known chips and stop.")
-    flags.DEFINE_bool("estimate_only", False, "Print only the closed form, which takes a second.")
+    flags.DEFINE_bool("list_topologies", False, "List the known chips and their shapes, and stop.")
+    flags.DEFINE_bool("estimate_only", False, "Print only the estimate, without compiling.")
     flags.DEFINE_bool("search", True, "Search for the fastest settings that fit.")
     flags.DEFINE_string("json", None, "Write the plan to this file as JSON.")
     flags.DEFINE_string("hlo", None, "Write the compiled program to this file as text.")
@@ -347,7 +347,7 @@ def found_report(found: search.Found, topology: Topology, unit: str) -> str:
     """The result of a search as text."""
     memory = f"{search.MARGIN:.0%} of {topology.chip.memory / GIB:.1f} GiB"
     if found.layouts:
-        title = f"fastest of {found.combinations:,} layouts, by the closed form, in {memory}:"
+        title = f"fastest of {found.combinations:,} layouts by the estimate, in {memory}:"
         lines = ["", title, *_candidate_lines(found.layouts, unit), *_flag_lines(found.layouts[0])]
         if found.numerics:
             lines += ["", "faster only with other numerics:", *_candidate_lines(found.numerics, unit)]

@@ -305,7 +305,7 @@ def _flag_values(*names: str) -> dict[str, Any]:
 COMMANDS = {"text": text_command, "image_text": image_text_command}
 
 
-def main(command: str = "nothing") -> None:
+def main(command: str = "") -> None:
     """Runs a subcommand and prints what it wrote."""
     if command not in COMMANDS:
         raise ValueError(f"the first argument must be one of {', '.join(COMMANDS)}, not {command!r}")

@@ -3,10 +3,9 @@
     python -m maxlp.report /tmp/run
     python -m maxlp.report /tmp/run --spike=2300 --precision=float32
 
-The first command prints a text (`monitoring.sections`) and draws `loss.png`
-(`monitoring.curves`), whether the run is in progress, was killed or has
-finished. With --spike, the steps before that step are run again to show which
-tensor diverged first (`run.replay`).
+The first command prints a summary and draws the curves in `loss.png`; the run
+may be in progress, interrupted or finished. With --spike, the steps before that
+step are run again to show which tensor diverged first.
 """
 
 from absl import flags, logging

@@ -309,7 +309,7 @@ def test_subcommand_errors_are_one_line():
     for words in ((), ("video",)):
         with pytest.raises(ValueError) as caught:
             prepare.main(*words)
-        given = words[0] if words else "nothing"
+        given = words[0] if words else ""
         assert str(caught.value) == f"the first argument must be one of text, image_text, not {given!r}"
 
 
