@@ -206,7 +206,7 @@ def predict(
     specs = specs or prediction.fitting(s)
     step, found = prediction.predictions(s, specs, workdir, step, batches, attribution.Bar())
     out.mkdir(parents=True, exist_ok=True)
-    print(f"step {step}: relative to high precision, {batches} batches")
+    print(f"step {step}: relative to high precision, {batches} batch{'es' * (batches > 1)}")
     print("\n".join(prediction.table(found)))
     _wrote(prediction.write(found, step, out))
 

@@ -9,6 +9,7 @@ repeats the losses of the run. If the spike does not recur in float32, low preci
 """
 
 import dataclasses
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,13 +131,14 @@ def replay_steps(
 
 
 def step_line(record: dict[str, Any]) -> str:
-    """The loss of a step, and its largest tensors by either measure."""
-    parts = [f"step {record['step']}  loss {record['loss']:#.5g}"]
+    """The loss of a step, and its largest tensors by either measure, in at most 80 columns."""
+    lines = [f"step {record['step']}  loss {record['loss']:#.5g}"]
     for key, title in (("rms", "RMS_t"), ("grad_norms", "gradient norm")):
         if key in record:
-            top = statistics.largest(record[key], SHOWN_TENSORS)
-            parts.append(f"{title} " + ", ".join(f"{name} {value:.3g}" for name, value in top))
-    return "  ".join(parts)
+            largest = statistics.largest(record[key], SHOWN_TENSORS)
+            text = f"{title} " + ", ".join(f"{name}\0{value:.3g}" for name, value in largest)
+            lines += textwrap.wrap(text, 80, initial_indent="  ", subsequent_indent="    ")
+    return "\n".join(lines).replace("\0", " ")
 
 
 # --- what diverged first ------------------------------------------------------------------------------

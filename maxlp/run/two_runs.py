@@ -219,10 +219,10 @@ def lines(report: Report, top: int) -> Iterator[str]:
         yield f"  the nearest to its bound, {worst.excess:.2f} of it: {worst.site}"
         return
     first = beyond[0]
-    count = f"{len(beyond):,} of {len(report.tensors):,} tensors"
-    yield f"step {report.step}: {count} differ by more than rounding, and first"
+    differ = f"tensors {'differ' if len(beyond) > 1 else 'differs'} by more than rounding; the first is"
+    yield f"step {report.step}: {len(beyond):,} of {len(report.tensors):,} {differ}"
     yield f"  {first.site} ({first.site.part})"
-    yield f"  by {first.value:.1e} ({first.norm}), and rounding explains {first.bound:.1e}"
+    yield f"  it differs by {first.value:.1e} ({first.norm}); rounding explains {first.bound:.1e}"
     yield f"  {report.source or 'no line of the source is known'}"
     yield ""
     yield f"{'tensor':<{WIDTH}} {'compared':<13} {'differs':>8} {'bound':>8}"

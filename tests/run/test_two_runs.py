@@ -66,7 +66,7 @@ def test_the_report_fits_a_terminal_and_is_written(tmp_path):
         "  the nearest to its bound, 0.50 of it: loss",
     ]
     printed = list(two_runs.lines(differs, 5))
-    assert printed[0] == "step 3: 2 of 3 tensors differ by more than rounding, and first"
+    assert printed[0] == "step 3: 2 of 3 tensors differ by more than rounding; the first is"
     assert printed[1] == "  loss (as trained)" and "layers.py:145:12" in printed[3]
     assert max(map(len, printed)) <= 80 and printed[-1].startswith("…")
     written = json.loads(two_runs.write([clean, differs], ["config.x: 1 -> 2"], tmp_path).read_text())
