@@ -8,7 +8,7 @@ dataset is iterable; its iterators yield this process's rows of the global batch
      "streams": {name: position in that part of the data},
      "settings": everything that determines the order of the data}
 
-Nothing here imports JAX, and importing this package imports neither pipeline.
+Nothing here uses JAX, and importing this package imports neither pipeline.
 """
 
 from collections.abc import Sequence

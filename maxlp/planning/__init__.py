@@ -5,7 +5,7 @@
 * `hlo`, `hlo_flops`: the collectives of a compiled program, and the FLOPs of its matmuls;
 * `cost_model`: a closed form of the same without a compiler; each family has its own (``cost.py``);
 * `roofline`: seconds of a step, from FLOPs, bytes and collectives;
-* `search`: the nearest settings that fit;
+* `search`: the fastest settings that fit;
 * `plot`: a plan as an image.
 
 `maxlp.plan` is the command.

@@ -2,7 +2,7 @@
 
 A run goes on with the model and the data that it began with. Of a changed config, keys that decide what the
 model computes or what it learns from are refused unless the user allows the change; all others, such as the
-mesh, memory, kernels, precision and the optimizer's numbers, are only reported. The contents of files are
+mesh, memory, kernels, precision and hyperparameters, are only reported. The contents of files are
 compared with the last checkpoint's record by the data pipelines (`data.common.check_settings`) and by
 `run.tokenizer`.
 """

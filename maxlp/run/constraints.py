@@ -76,7 +76,7 @@ def low_communication_is_of_sums(s: Settings, machine: Machine) -> str | None:
 
 
 def both_phases_have_the_same_state(s: Settings, machine: Machine) -> str | None:
-    """A run that ends in high precision keeps its state, which must not have histories of scales."""
+    """A run that ends in high precision keeps its state, which must not contain amax histories."""
     if not s.precision.high_precision_from:
         return None
     from maxlp.run import late_phase  # few runs need it
@@ -181,7 +181,7 @@ def too_many_tokens(s: Settings, size: int) -> str | None:
 
 
 def targets_are_matrices(s: Settings, machine: Machine) -> str | None:
-    """GaLore, Muon, SOAP and APOLLO take matrices; a rank above all sides would be silently cut."""
+    """GaLore, Muon, SOAP and APOLLO take matrices; a rank above all sides would be silently reduced."""
     if {"targets", "rank"} & {*s.optimizer.options} or s.optimizer.has_galore:
         from maxlp.optim import targets
 
@@ -219,7 +219,7 @@ def swapped_vocabularies_are_trained(s: Settings, machine: Machine) -> str | Non
 
 
 def adapters_are_few_numbers(s: Settings, machine: Machine) -> str | None:
-    """Adapters are float32 and small: nothing is left to release, to sample, to project or to round."""
+    """Adapters are small and in float32: releasing, sampling, projecting or rounding saves nothing."""
     if s.train.lora is None:
         return None
     from maxlp.run import combinations  # few runs need it
@@ -248,7 +248,7 @@ def released_gradients_are_applied(s: Settings, machine: Machine) -> str | None:
 
 
 def released_gradients_let_states_offload(s: Settings, machine: Machine) -> str | None:
-    """An ordinary step fetches the state of all layers at once, for which a device needs as much memory."""
+    """An ordinary step fetches the state of all layers at once, and saves no memory on the device."""
     if not s.optimizer.offload or s.train.release_gradients:
         return None
     return (

@@ -1,4 +1,4 @@
-"""Which formats of a run its devices lack: their matmuls are emulated, and gain no speed."""
+"""Formats that the devices of a run lack: their matmuls are emulated and gain no speed."""
 
 from maxlp.precision import blocks
 from maxlp.run.settings import Settings

@@ -1,4 +1,4 @@
-"""From two runs, or one run and changes of its config, to the two programs that `difference` compares."""
+"""Makes the two programs that `difference` compares, from two runs or one run and changes of its config."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""QK-clip: attention logits that grew too large shorten the kernels that they came from.
+"""QK-clip: scales down the kernels of queries and keys whose attention logits grew too large.
 
 Muon lets the logits of a few heads grow without bound. After each update, QK-clip of Kimi K2 (2025,
 arXiv:2507.20534, algorithm 1) takes the largest logit that each head h had in that step's forward pass::

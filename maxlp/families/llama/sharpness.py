@@ -9,8 +9,8 @@ is the mean cross-entropy of these tokens (the last one of each row that has a t
 their logits. It falls in the logit of the target and rises in all others, so the maximum is at one known
 corner of the box, and no search is needed: one forward pass, whose head runs on one token of a row.
 
-ε is 1e-3, one of the two values of Keskar et al. We do not know that of Lee et al., so results can only be
-compared with others of this program.
+ε is 1e-3, one of the two values of Keskar et al. That of Lee et al. is not known here, so results can only
+be compared with others of this program.
 """
 
 from collections.abc import Callable
