@@ -270,8 +270,9 @@ def report(plan: dict[str, Any]) -> str:
     full, causal = (plan["flops_per_unit"][name] for name in ("full", "causal"))
     lines = [
         f"{plan['topology']}: {plan['devices']} × {plan['chip']['kind']}, mesh {mesh}",
-        f"{plan['parameters']:,} parameters; {units:,} {plan['unit']} per step × {full:.3g} FLOPs = "
-        f"{units * full:.3g} ({units * causal:.3g} with causal attention)",
+        f"{plan['parameters']:,} parameters; {units:,} {plan['unit']} per step",
+        f"{full:.3g} FLOPs per {plan['unit'].removesuffix('s')}, {units * full:.3g} per step "
+        f"({units * causal:.3g} with causal attention)",
         *(f"warning: {warning}" for warning in plan["warnings"]),
         "",
         *_memory_lines(plan),
@@ -302,15 +303,16 @@ def _memory_lines(plan: dict[str, Any]) -> list[str]:
 
 def _collective_lines(plan: dict[str, Any], source: str) -> list[str]:
     lines = [
-        f"collectives per device and step ({source})        times   GiB sent  overlapped  seconds at least"
+        f"collectives per device and step ({source})",
+        f"{'kind':>6}{'axes':>19}{'times':>19}{'GiB sent':>10}{'overlapped':>12}{'seconds':>9}",
     ]
     for row in plan[source]["collectives"]:
         if row["seconds"] * 1000 < plan[source]["time"]["network"]:
             continue  # below a thousandth of the sum
         overlapped = f"{row['overlapped'] / row['sent']:10.0%}" if source == "compiled" else "         ?"
         lines.append(
-            f"  {row['kind']:20} {'+'.join(row['axes']):22} {row['times']:7,} {row['sent'] / GIB:10.3g} "
-            f"{overlapped} {row['seconds']:12.3g}"
+            f"  {row['kind']:18} {'+'.join(row['axes']):14} {row['times']:8,} {row['sent'] / GIB:9.3g} "
+            f" {overlapped} {row['seconds']:8.3g}"
         )
     return lines
 
@@ -322,8 +324,8 @@ def _time_lines(plan: dict[str, Any], source: str) -> list[str]:
     rate = plan["units_per_step"] / t["expected"]
     return [
         "seconds per step at published speeds",
-        f"  compute {t['compute']:8.3g}   {flops} FLOPs, including recomputation, "
-        f"at {chip['peak_bfloat16'] / 1e12:.0f} TFLOP/s in bfloat16",
+        f"  compute {t['compute']:8.3g}   {flops} FLOPs, with recomputation",
+        f"  {'':16}   (peak {chip['peak_bfloat16'] / 1e12:.0f} TFLOP/s in bfloat16)",
         f"  memory  {t['memory']:8.3g}   about {work['bytes'] / 1e9:.3g} GB "
         f"at {chip['hbm'] / 1e9:.0f} GB/s",
         f"  network {t['network']:8.3g}   of which {t['exposed']:.3g} exposed",
