@@ -4,6 +4,8 @@ open_clip's run: 77.96 % zero-shot on ImageNet.
 
 python -m maxlp.train --config=configs/clip/h14.py --workdir=/tmp/run \
     --config.data.source='tar:/data/laion/*.tar' --config.data.tokenizer=/data/tokenizer.json
+
+Memory on GPUs and TPUs, compiled and not run: docs/plans/README.md.
 """
 
 from maxlp.families.clip.presets import CLIP_SIZES, clip

@@ -4,6 +4,8 @@ Tensor parallelism inside a host, fsdp over the rest.
 
 python -m maxlp.train --config=configs/llama/405b.py --workdir=/tmp/run \
     --config.data.source=array_record:/data/corpus --config.data.tokenizer=/data/tokenizer.json
+
+Memory on GPUs and TPUs, compiled and not run: docs/plans/README.md.
 """
 
 from maxlp.families.llama.presets import LLAMA_3_1_ROPE, llama

@@ -4,6 +4,8 @@ One mesh axis, fsdp, over all devices.
 
 python -m maxlp.train --config=configs/llama/llama2_7b.py --workdir=/tmp/run \
     --config.data.source=array_record:/data/corpus --config.data.tokenizer=/data/tokenizer.json
+
+Memory on GPUs and TPUs, compiled and not run: docs/plans/README.md.
 """
 
 from maxlp.families.llama.presets import llama
