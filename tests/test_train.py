@@ -204,7 +204,7 @@ def test_low_precision_run_resumes_exactly(tmp_path):
     )
     out = run(tmp_path / "whole", *options)
     assert "layers/mlp/down_proj: fp8_delayed" in out
-    assert out.count("from step 2 on, all scales are known before their data") == 1
+    assert out.count("from step 2 on, delayed scales come from histories") == 1
     stop_at(2, tmp_path / "cut", *options)
     run(tmp_path / "cut", *options)
     assert checkpoint(tmp_path / "cut", 6) == checkpoint(tmp_path / "whole", 6)

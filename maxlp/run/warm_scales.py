@@ -65,7 +65,7 @@ class Programs:
             self._left = int(self.full_steps(state))  # waits for the last step
         program = self.warm if self._left else self.cold
         if program is self.warm and self.last is self.cold:
-            print_primary(f"from step {int(state['step']) + 1} on, all scales are known before their data")
+            print_primary(f"from step {int(state['step']) + 1} on, delayed scales come from histories")
         self.last, self._left = program, max(self._left - 1, 0)
         state, metrics = program(state, batch)
         self._returned = weakref.ref(state["step"])
