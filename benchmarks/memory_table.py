@@ -6,9 +6,10 @@ r"""The tables of docs/memory.md: what each optimizer and precision holds, and t
     python benchmarks/memory_table.py --compile --topology=h200:1x1
 
 The first table is the state of a training run in bytes per parameter, from the shapes of the 8B's state;
-after a plus, those in the host's memory. The second is the peak memory of a step of one sequence on one
-device by the planner's closed form. The third, with ``--compile``, is that peak by the compiler's memory
-analysis, and by how much the closed form is above or below it. Nothing runs on a GPU.
+after a plus, those in the host's memory. The second, which the page leaves out, is the peak memory of a
+step of one sequence on one device by the planner's closed form. The third, with ``--compile``, is that peak
+by the compiler's memory analysis, and by how much the closed form is above or below it. Nothing runs on a
+GPU.
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
 import ast
 import runpy
+import signal
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ def main() -> None:
     if name == "--version":
         print(maxlp.__version__)
     elif name in ("-h", "--help", "help"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly when nobody reads on, as with `head`
         print(usage())
     elif name in COMMANDS:
         del sys.argv[1]
@@ -29,7 +31,7 @@ def main() -> None:
 def usage() -> str:
     """All commands, each with the first sentence of its docstring."""
     lines = [f"  {name:<9} {summary(name)}" for name in COMMANDS]
-    head = ["maxlp COMMAND --FLAG=VALUE ...; the flags: maxlp COMMAND --help", ""]
+    head = ["maxlp COMMAND --FLAG=VALUE ...    (maxlp COMMAND --help lists the flags)", ""]
     start = ["", "A first run: maxlp train --config=llama/debug --workdir=/tmp/run"]
     return "\n".join(head + lines + start)
 

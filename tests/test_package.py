@@ -31,6 +31,15 @@ def test_the_overview_has_every_command_in_80_columns():
     assert max(map(len, command.usage().splitlines())) <= 80
 
 
+def test_an_overview_that_nobody_reads_ends_quietly():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "maxlp"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.communicate()[1] == b""
+
+
 def test_an_unknown_command_lists_the_commands(tmp_path):
     done = run("trian", cwd=tmp_path)
     assert done.returncode == 2
