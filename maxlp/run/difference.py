@@ -59,8 +59,9 @@ NORMS = ("rms", "max")
 KINDS = ("loss", "gradient", "state", "optimizer state", "update", "parameter", "gate")
 ROOT = Path(maxlp.__file__).parent.parent
 PASSED = (  # primitives that move or convert what others compute
-    *("name", "convert_element_type", "sharding_constraint", "reshape", "squeeze", "broadcast_in_dim"),
-    *("optimization_barrier", "copy", "transpose", "concatenate", "dynamic_update_slice"),
+    *("name", "convert_element_type", "sharding_constraint", "layout_constraint", "reshape", "squeeze"),
+    *("broadcast_in_dim", "optimization_barrier", "copy", "transpose", "concatenate"),
+    "dynamic_update_slice",
 )
 PASSED_FILES = ("maxlp/run/difference.py", "maxlp/precision/taps.py", "maxlp/nn/stack.py")
 

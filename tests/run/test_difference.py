@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from maxlp.core import fused_backward, gradients, train_step
 from maxlp.families.llama import model as llama
@@ -326,6 +327,12 @@ def test_a_planted_defect_is_found_at_its_place(defect, monkeypatch):
     assert fnmatch.fnmatchcase(first.site.path, defect.site.path)
     assert first.site._replace(path="") == defect.site._replace(path="")
     assert difference.source(b, first.site).startswith(defect.line)
+
+
+def test_a_constraint_of_the_layout_is_not_the_operation():
+    """On one device the gradients of quantized kernels pass through one, see `precision.dot`."""
+    jaxpr = jax.make_jaxpr(lambda x: with_layout_constraint(2 * x, Layout((0, 1))))(jnp.ones((2, 2))).jaxpr
+    assert difference._producer(jaxpr, jaxpr.outvars[0]).primitive.name == "mul"
 
 
 # --- clean pairs ----------------------------------------------------------------------------------------
