@@ -257,7 +257,7 @@ OPTIM = [
             "optax.add_decayed_weights(config.weight_decay, mask)",
             "optax.add_decayed_weights(config.weight_decay)",
         ),
-        ("clip.update(widened(grads), ", "clip.update(grads, "),
+        ("clip.update(widened(g), ", "clip.update(g, "),
         ("clip, *_rescale_and_decay(config), ", "*_rescale_and_decay(config), clip, "),
         (
             "optax.contrib.schedule_free(tx, lambda t: schedule(t - 1), config.b1)",

@@ -103,11 +103,7 @@ def make_tx(config: OptimizerConfig, *, total_steps: int, microbatches: int = 1)
 def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     """optax's, which would sum the squares of gradients in 16 bits in their dtype, here in float32."""
     clip = optax.clip_by_global_norm(max_norm)
-
-    def clipped(grads: optax.Updates, _: Any) -> optax.Updates:
-        return optax.tree.cast_like(clip.update(widened(grads), optax.EmptyState())[0], grads)
-
-    return optax.stateless(clipped)
+    return optax.stateless(lambda g, _: optax.tree.cast_like(clip.update(widened(g), clip.init(g))[0], g))
 
 
 def _learning_rate(
