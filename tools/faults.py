@@ -1490,6 +1490,10 @@ CLIP = [
             "self.mlp(self.mlp_norm(h_B1D))",
             "families/clip/test_weights.py",
         ),
+        (
+            "self.probe[...].astype(jnp.float32), (B, 1, D))",
+            "self.probe[...].astype(x_BSD.dtype), (B, 1, D))",
+        ),
         ("c.patch_dropout and dropout_key is not None", "c.patch_dropout", "families/clip/test_vit.py"),
         (
             "jax.random.uniform(key, (B, S - first))",

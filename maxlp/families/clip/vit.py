@@ -156,7 +156,8 @@ class MapPool(nnx.Module):
         """The pooled vectors x_BD."""
         B, _, D = x_BSD.shape
         attn = self.attn
-        probe_B1D = jnp.broadcast_to(self.probe[...].astype(x_BSD.dtype), (B, 1, D))
+        # Rounded after the copies are made, so that their gradients are summed in float32.
+        probe_B1D = jnp.broadcast_to(self.probe[...].astype(jnp.float32), (B, 1, D)).astype(x_BSD.dtype)
         q_B1NH = attn.heads(attn.q_proj(probe_B1D), attn.q_norm)
         k_BSNH = attn.heads(attn.k_proj(x_BSD), attn.k_norm)
         v_BSNH = attn.heads(attn.v_proj(x_BSD))

@@ -1,4 +1,5 @@
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -71,15 +72,19 @@ def test_images_of_another_size_are_refused():
 
 
 @pytest.mark.parametrize("changes", [{}, SIGLIP], ids=["clip", "siglip"])
-def test_towers_in_bfloat16_multiply_only_bfloat16(changes):
+def test_towers_in_bfloat16_multiply_only_bfloat16_and_sum_float32(changes):
     """Forward and backward, with each way of pooling."""
 
     def total(model, batch):
         return jnp.sum(model.encode_image(batch["image"])) + jnp.sum(model.encode_text(batch["text"]))
 
     model = jax.eval_shape(lambda: make_clip(**{"dtype": "bfloat16"} | changes))
-    types = matmul_types(jax.jit(jax.grad(total, allow_int=True)).lower(model, make_batch()))
+    program = jax.jit(jax.grad(total, allow_int=True)).lower(model, make_batch())
+    types = matmul_types(program)
     assert types and {operand for *operands, _ in types for operand in operands} == {"bf16"}
+    # GPUs and TPUs would add up the gradients of a parameter's copies in bfloat16, too.
+    sums = re.findall(r"applies stablehlo.add .*: \(tensor<[\dx]*x(\w+)>", program.as_text())
+    assert set(sums) == {"f32"}
 
 
 def test_an_image_tower_without_a_class_token_is_resized_whole():
