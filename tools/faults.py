@@ -1933,6 +1933,7 @@ RUN = [
         "run/constraints.py",
         "run/test_constraints.py",
         ("(shards * microbatches) == 0", "microbatches == 0"),
+        ("if not s.is_quantized and not s.precision", "if not s.precision"),
         (
             's.precision.scalify != "none" and s.optimizer.param_rounding == "nearest"',
             's.precision.scalify != "none" or s.optimizer.param_rounding == "nearest"',

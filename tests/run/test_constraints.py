@@ -148,6 +148,12 @@ REFUSED = {
     "recipe_uses_its_options": [
         ({"precision.options.format": "int8"}, 1, "cpu", "quantizes no matmul"),
         (
+            {"precision.recipe": "fp8_current", "precision.min_dim": 1000},
+            1,
+            "cpu",
+            "precision.recipe=fp8_current has no effect: precision.min_dim=1000 and",
+        ),
+        (
             {"precision.recipe": "fp8_current", "precision.options.history": 16},
             1,
             "cpu",
