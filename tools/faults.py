@@ -375,6 +375,7 @@ OPTIM = [
     *_in(
         "optim/soap.py",
         "optim/test_soap.py",
+        ('jnp.matmul(basis, gram, precision="highest")', "basis @ gram"),
         ("jnp.where(count == 0, 0.0, 1.0)", "1.0"),
         ("(1 - b1**steps)", "(1 - b1 ** (steps + 1))"),
         ("axis=-1, descending=True)[..., None]", "axis=-1)[..., None]"),

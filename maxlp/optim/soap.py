@@ -180,7 +180,8 @@ def _turned(
         return _transposed(jnp.linalg.eigh(gram)[1])[..., ::-1, :], nu
 
     def later(basis: jax.Array, nu: jax.Array, gram: jax.Array) -> tuple[jax.Array, jax.Array]:
-        power = basis @ gram
+        # In the default precision of accelerators, directions of small eigenvalues would mix.
+        power = jnp.matmul(basis, gram, precision="highest")
         order = jnp.argsort(jnp.sum(basis * power, axis=-1), axis=-1, descending=True)[..., None]
         q, _ = jnp.linalg.qr(_transposed(jnp.take_along_axis(power, order, axis=-2)))
         along = order if dim == -2 else _transposed(order)

@@ -81,6 +81,14 @@ def test_both_sides_of_a_long_matrix_have_orthonormal_bases():
             np.testing.assert_allclose(basis.T @ basis, np.eye(size), atol=2e-6)
 
 
+def test_bases_are_refreshed_in_float32_on_accelerators():
+    params = random_tree(SHAPES, 0)
+    tx = scale_by_soap(B1, B2, EPS, precondition_frequency=GAP, max_precond_dim=8, one_sided=True)
+    program = jax.jit(tx.update).lower(params, tx.init(params)).as_text()
+    highest = re.findall(r"dot_general.*HIGHEST.*-> tensor<([\dx]+)xf32>", program)
+    assert sorted(highest) == ["5x5", "6x6"]
+
+
 @pytest.mark.parametrize("layers", [2, 3])
 def test_a_mesh_changes_nothing_with_both_sides(layers):
     """Of square matrices: one gradient determines all of their eigenvectors.
