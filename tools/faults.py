@@ -2032,7 +2032,7 @@ RUN = [
         ),
     ),
     *_in(
-        "run/run_dir.py",
+        "run/earlier_versions.py",
         "run/test_settings.py",
         ('{"mu": "float8_e4m3fn", "nu": "float8_e5m2"}', '{"mu": "float8_e5m2", "nu": "float8_e4m3fn"}'),
         ('data[key].replace("heldout", "validation")', 'data[key].replace("validation", "heldout")'),

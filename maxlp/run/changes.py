@@ -51,8 +51,10 @@ def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> dict[str,
     """
     if not (workdir / "config.json").exists():
         return {}
+    from maxlp.run import earlier_versions  # new runs do not need it
+
     old, new = run_dir.load_config(workdir).to_dict(), json.loads(c.to_json_best_effort())
-    changes = differences(old, run_dir.upgraded(new))
+    changes = differences(old, earlier_versions.upgraded(new))
     if not changes or saved_data_state(workdir) is None:
         return changes
     if "model.name" in changes and not allow:

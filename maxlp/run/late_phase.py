@@ -11,7 +11,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from maxlp.run import run_dir
+from maxlp.run import earlier_versions, run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import Settings, read
 from maxlp.runtime import checkpoint
@@ -83,7 +83,7 @@ def config_at(workdir: Path, step: int | None) -> ConfigDict:
             f"high_precision_from={last} changed it, and there is no {workdir / EARLY}; use a later step "
             "(report also takes --precision=bf16 or float32)"
         )
-    return ConfigDict(run_dir.upgraded(c.to_dict() | {"precision": early["precision"]}))
+    return ConfigDict(earlier_versions.upgraded(c.to_dict() | {"precision": early["precision"]}))
 
 
 def last_early_step(workdir: Path, s: Settings) -> int:

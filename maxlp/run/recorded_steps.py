@@ -21,9 +21,9 @@ from maxlp.core.train_state import State
 from maxlp.run import changes, difference, two_runs
 from maxlp.run.config import ConfigError
 from maxlp.run.difference import Batch, Compiled, Recorded, Site
+from maxlp.run.earlier_versions import upgraded
 from maxlp.run.experiment import resolve_settings
 from maxlp.run.reopen import reopened
-from maxlp.run.run_dir import upgraded
 from maxlp.run.settings import Settings
 from maxlp.runtime import files, tree_spec
 

@@ -28,7 +28,6 @@ import jax
 from ml_collections import ConfigDict
 
 import maxlp
-from maxlp.run.config import RENAMED
 from maxlp.runtime import distributed
 from maxlp.runtime.checkpoint import list_steps
 from maxlp.runtime.distributed import is_primary
@@ -105,28 +104,9 @@ def load_config(workdir: Path) -> ConfigDict:
     config = read_json(path, fields={"model": dict}, remedy=remedy)
     if config is None:
         raise ValueError(f"{path} does not exist: {workdir} holds no run")
-    return ConfigDict(upgraded(config))
+    from maxlp.run import earlier_versions  # new runs do not need it
 
-
-def upgraded(config: dict[str, Any]) -> dict[str, Any]:
-    """A config of an earlier version in today's keys and words."""
-    for old, new in RENAMED.items():
-        section, key = old.split(".")
-        if key in config.get(section, {}):
-            config[section][new.split(".")[1]] = config[section].pop(key)
-    data = config.get("data", {})
-    if config["model"].get("name") == "llama":
-        config["model"].setdefault("qk_norm", False)
-    if config["model"].get("name") == "clip":
-        data.setdefault("lowercase", False)
-    low_bit = config.get("optimizer", {}).get("low_bit")
-    if low_bit is not None and "mu" not in low_bit:
-        low_bit |= {"mu": "float8_e4m3fn", "nu": "float8_e5m2"}  # what an empty section meant
-    data.pop("name", None)  # the family determines the kind of data
-    for key in ("source", "validation_source"):
-        if data.get(key):
-            data[key] = data[key].replace("heldout", "validation")
-    return config
+    return ConfigDict(earlier_versions.upgraded(config))
 
 
 def record_start(workdir: Path, c: ConfigDict, step: int, num_params: int, units_per_step: int = 0) -> None:
