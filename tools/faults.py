@@ -252,7 +252,7 @@ OPTIM = [
         ('"b", *([', '"b", "pos_embed", *(['),
         ('"b", *([', '"b", "logit_scale", *(['),
         ('"b", *([', '"b", "scale", *(['),
-        ("return leaf_name(path) in decayed", "return leaf_name(path) in decayed or _.ndim > 1"),
+        ("leaf_name(path) in decayed,", "leaf_name(path) in decayed or _.ndim > 1,"),
         (
             "optax.add_decayed_weights(config.weight_decay, mask)",
             "optax.add_decayed_weights(config.weight_decay)",
@@ -1934,7 +1934,6 @@ RUN = [
         "run/constraints.py",
         "run/test_constraints.py",
         ("(shards * microbatches) == 0", "microbatches == 0"),
-        ("if not s.is_quantized and not s.precision", "if not s.precision"),
         (
             's.precision.scalify != "none" and s.optimizer.param_rounding == "nearest"',
             's.precision.scalify != "none" or s.optimizer.param_rounding == "nearest"',

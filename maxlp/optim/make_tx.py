@@ -15,7 +15,6 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import KeyPath
 
 from maxlp import schema
 from maxlp.optim.config import OPTIMIZERS, OptimizerConfig
@@ -185,8 +184,4 @@ def decay_mask(params: optax.Params, decay_embeddings: bool) -> Any:
     cannot decide: a norm scale stacked over layers is an (L, D) array and still a scale.
     """
     decayed = {"kernel", "a", "b", *(["embedding"] if decay_embeddings else [])}
-
-    def decays(path: KeyPath, _: Any) -> bool:
-        return leaf_name(path) in decayed
-
-    return jax.tree.map_with_path(decays, params)
+    return jax.tree.map_with_path(lambda path, _: leaf_name(path) in decayed, params)

@@ -1,18 +1,35 @@
-"""Which options of a recipe change nothing."""
+"""Which settings of a recipe change nothing."""
 
 import dataclasses
+from collections.abc import Mapping
 
+from maxlp.precision import HIGH_PRECISION, PrecisionConfig
 from maxlp.precision.recipes import RECIPES, Operand, RecipeOptions, make_recipe
 
 
-def refusal(name: str, options: RecipeOptions) -> str | None:
-    """The message about the first set option that changes nothing in a recipe, if there is one."""
-    for key, reason in unused_options(name, options).items():
+def refusal(p: PrecisionConfig, matmuls: Mapping[str, str]) -> str | None:
+    """The message about the first setting of a recipe that changes nothing, if there is one.
+
+    Args:
+      matmuls: path of each matmul of the model → its recipe, as of `apply`.
+    """
+    for key, reason in unused_options(p.recipe, p.options).items():
         return (
-            f"precision.options.{key}={getattr(options, key)!r} has no effect with precision.recipe={name}"
-            f": {reason} (and precision.rules take none); leave it unset or choose another recipe"
+            f"precision.options.{key}={getattr(p.options, key)!r} has no effect with precision.recipe="
+            f"{p.recipe}: {reason} (and precision.rules take none); leave it unset or choose another recipe"
         )
-    return None
+    if set(matmuls.values()) == {HIGH_PRECISION} and not p.make(p.recipe).is_plain:
+        return (
+            f"precision.recipe={p.recipe} has no effect: precision.min_dim={p.min_dim} and precision.rules "
+            "leave it no matmul; change these, or set it to bf16"
+        )
+    form = p.smooth_swiglu
+    if form == "none" or any(f"smooth {form}" in name.split(", ") for name in matmuls.values()):
+        return None
+    return (
+        f"precision.smooth_swiglu={form} has no effect: no matmul of a gated product is quantized; set it "
+        "to none or choose another precision.recipe"
+    )
 
 
 def unused_options(name: str, options: RecipeOptions) -> dict[str, str]:

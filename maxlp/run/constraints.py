@@ -130,23 +130,12 @@ def precision_fits_model(s: Settings, machine: Machine) -> str | None:
 
 def recipe_uses_its_options(s: Settings, machine: Machine) -> str | None:
     """A recipe or an option that changes nothing would be silently ignored."""
-    if s.precision.options != precision.RecipeOptions():
-        from maxlp.precision import unused
-
-        if message := unused.refusal(s.precision.recipe, s.precision.options):
-            return message
-    if not s.is_quantized and not s.precision.make(s.precision.recipe).is_plain:
-        return (
-            f"precision.recipe={s.precision.recipe} has no effect: precision.min_dim={s.precision.min_dim} "
-            "and precision.rules leave it no matmul; change these, or set it to bf16"
-        )
-    form, names = s.precision.smooth_swiglu, s.matmuls.values()
-    if form == "none" or any(f"smooth {form}" in name.split(", ") for name in names):
+    p = s.precision
+    if p.recipe == "bf16" and p.options == precision.RecipeOptions() and p.smooth_swiglu == "none":
         return None
-    return (
-        f"precision.smooth_swiglu={form} has no effect: no matmul of a gated product is quantized; set it "
-        "to none or choose another precision.recipe"
-    )
+    from maxlp.precision import unused  # runs without a recipe do not need it
+
+    return unused.refusal(p, s.matmuls)
 
 
 def mesh_divides_params(s: Settings, machine: Machine) -> str | None:
