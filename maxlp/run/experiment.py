@@ -140,7 +140,7 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
     """The experiment of settings that fulfil the constraints on this machine."""
     s, family = settings.on(machine), settings.family
     optimizer, model = make_optimizer(s), make_model(family, s.model, s.precision, s.train.lora)
-    uses_adascale, optimizer_metrics = s.optimizer.adascale is not None, optimizer.rate_of_last_update
+    uses_adascale, metrics = s.optimizer.adascale is not None, optimizer.rate_of_last_update
     gradients = family.gradients(s.loss, s.train.seed, s.train.microbatches, uses_adascale)
     if s.precision.scalify != "none":
         from maxlp.precision import scalify  # few runs need it
@@ -173,14 +173,10 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
         if uses_adascale:
             from maxlp.optim import adascale
 
-            optimizer_metrics = adascale.metrics_of
+            metrics = adascale.metrics_of
             step = functools.partial(step, update_arguments=adascale.update_arguments)
-    step = functools.partial(
-        step,
-        tx=optimizer.tx,
-        optimizer_metrics=optimizer_metrics,
-        after_update=family.after_update(s.model),
-    )
+    after_update = family.after_update(s.model)
+    step = functools.partial(step, tx=optimizer.tx, optimizer_metrics=metrics, after_update=after_update)
     if s.train.local is not None or s.precision.exchange != "none":
         from maxlp.run import low_communication  # few runs need it
 
