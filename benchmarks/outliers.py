@@ -237,12 +237,7 @@ class Run:
             measured = health.measure(state, batch, graphdef=self.graphdef, gradients=self.gradients)
             found["saturated"] = measured["layers/mlp/down_proj"]["input/saturated"][0]
         state, metrics = train_step(
-            self.graphdef,
-            state,
-            batch,
-            gradients=self.gradients,
-            tx=self.optimizer.tx,
-            schedule=self.optimizer.schedule,
+            self.graphdef, state, batch, gradients=self.gradients, tx=self.optimizer.tx
         )
         return state, found | {"loss": metrics["loss"]}
 

@@ -105,7 +105,6 @@ def _compiled_step(config):
         None,
         gradients=gradients,
         tx=TX,
-        schedule=lambda n: 0.01,
         gates=gates_of(config),
         statistics=functools.partial(statistics.tensor_statistics, rms=adam_rms),
     )
