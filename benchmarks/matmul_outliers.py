@@ -32,6 +32,7 @@ Criteria, written before the first run; each is of the means:
 added after the first run, to see what causes its error in drhs.
 """
 
+import argparse
 import functools
 import itertools
 from collections.abc import Callable
@@ -173,6 +174,8 @@ def verdicts(errors: Errors) -> list[str]:
 
 
 def main() -> None:
+    how = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=how).parse_args()
     cases = [(kind, size) for size in SIZES for kind in ("channels", "tokens")]
     errors = measure(False, [("Gaussian", 1), *sorted(cases)])
     table(errors)

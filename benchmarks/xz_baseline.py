@@ -12,6 +12,7 @@ validation text. Unlike the model in evaluation, it may also use earlier validat
 `alone` is the score of xz without the training text.
 """
 
+import argparse
 import bz2
 import json
 import lzma
@@ -41,6 +42,8 @@ def bits_per_byte(compress: Callable[[bytes], bytes], train: bytes, validation: 
 
 
 def main() -> None:
+    how = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=how).parse_args()
     train, validation = read_stdlib("train"), read_stdlib("validation")
     assert len(train) + len(validation) < XZ_FILTERS[0]["dict_size"], "the window must hold all text"
     result = {
