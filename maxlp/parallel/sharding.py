@@ -234,7 +234,7 @@ def lookup(table_VD: jax.Array, ids_BS: jax.Array) -> jax.Array:
 
     In a `jax.shard_map`, jaxlib 0.11 and 0.12 abort when they partition a lookup in a table of which both
     dims are split (``ExpandDeviceGroupsWithIota``). There each device looks up what it has of the
-    vocabulary, as XLA does it elsewhere, and the parts are added.
+    vocabulary, and the parts are added: in float32, as XLA for CPUs aborts on such a sum in bfloat16.
     """
     mesh, axis = jax.sharding.get_abstract_mesh(), RULES["vocab"]
     if not mesh.manual_axes or mesh.shape[axis] == 1:
@@ -242,7 +242,8 @@ def lookup(table_VD: jax.Array, ids_BS: jax.Array) -> jax.Array:
 
     def find(rows_VD: jax.Array, ids_BS: jax.Array) -> jax.Array:
         at = rows_VD.at[ids_BS - jax.lax.axis_index(axis) * len(rows_VD)]
-        return jax.lax.psum(at.get(mode="fill", fill_value=0, wrap_negative_indices=False), axis)
+        found = at.get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        return jax.lax.psum(found.astype(jnp.float32), axis).astype(found.dtype)
 
     part, whole = PartitionSpec(axis), PartitionSpec()
     run = jax.shard_map(find, in_specs=(part, whole), out_specs=whole, axis_names={axis}, check_vma=False)
