@@ -102,7 +102,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     # --- The training state as shapes and shardings, and the step that updates it.
     graphdef, abstract = abstract_state(run.make_model, run.tx, mesh, run.gates)
     print_primary(describe(run, abstract))
-    train_step = run.jit_step(graphdef, abstract, resumes=check_start(run, abstract, workdir))
+    train_step = run.jit_step(graphdef, abstract, resumes=check_start(run, abstract, workdir, changed))
     if flags.FLAGS.dry_run:
         train_step.trace(abstract, run.abstract_batch())
         return dry_run(run, graphdef, workdir)
@@ -182,8 +182,8 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
 # --- parts of the run -----------------------------------------------------------------------------------
 
 
-def report_config(s: Settings, workdir: Path, c: ConfigDict) -> list[str]:
-    """Prints and returns the keys that differ from the last start; in a resumed run, some may not."""
+def report_config(s: Settings, workdir: Path, c: ConfigDict) -> dict[str, str]:
+    """Prints and returns what differs from the last start; in a resumed run, some keys may not."""
     if flags.FLAGS.dry_run:
         print_primary(c)  # before the summary, which then remains in sight in a terminal
     changed = changes.check_config(workdir, c, flags.FLAGS.allow_change)
@@ -194,7 +194,7 @@ def report_config(s: Settings, workdir: Path, c: ConfigDict) -> list[str]:
 
         pretrained.agree_on_commits(workdir, s.train.init_from, s.data.tokenizer)
         pretrained.report_differences(s, workdir)
-    return list(changed)
+    return changed
 
 
 def dry_run(run: Experiment, graphdef: nnx.GraphDef, workdir: Path) -> int:
@@ -252,7 +252,7 @@ def restore_or_init(
     checkpoints: Checkpointer,
     batches: Any,
     workdir: Path,
-    changed: list[str],
+    changed: dict[str, str],
 ) -> tuple[State, int, dict[str, Any]]:
     """The newest intact checkpoint, or a fresh state: state, number of finished steps, `Recorder.meta`."""
     if (restored := checkpoints.restore_latest(abstract, gates.NAMES)) is None:

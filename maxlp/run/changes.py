@@ -9,7 +9,7 @@ compared with the last checkpoint's record by the data pipelines (`data.common.c
 
 import json
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> dict[str,
     return changes
 
 
-def repeats_the_last_start(workdir: Path, changed: list[str]) -> bool:
+def repeats_the_last_start(workdir: Path, changed: Iterable[str]) -> bool:
     """Whether a start without a checkpoint repeats an earlier one; otherwise it begins another run.
 
     A run that was killed before its first checkpoint, or rolled back to its beginning, has the same config,

@@ -1,12 +1,12 @@
 """The model of a finished or running run, for the commands that use one."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from maxlp.core import gates
 from maxlp.core.train_state import State, abstract_model, abstract_state
 from maxlp.optim import eval_params
 from maxlp.run import run_dir, settings
@@ -44,11 +44,12 @@ def restore_model(
     return graphdef, evaluated({"model_state": {}} | restored.state), restored.step
 
 
-def check_start(run: Experiment, abstract: State, workdir: Path) -> bool:
+def check_start(run: Experiment, abstract: State, workdir: Path, changed: Mapping[str, str]) -> bool:
     """Raises at once what would fail later in a start: a workdir, weights or writers that cannot be used.
 
     Args:
       abstract: the training state as shapes, dtypes and shardings.
+      changed: of `changes.check_config`.
 
     Returns:
       whether there is a checkpoint to resume.
@@ -58,7 +59,9 @@ def check_start(run: Experiment, abstract: State, workdir: Path) -> bool:
     run_dir.check_checkpoints(workdir)
     resumes = any(i.status == "complete" for i in checkpoint.list_steps(workdir / "checkpoints"))
     if resumes:
-        checkpoint.check_fits(workdir, abstract, exact=True, optional=gates.NAMES)
+        from maxlp.run import misfit  # new runs do not need it
+
+        misfit.check(run, abstract, workdir, changed)
     elif s.train.init_from:
         from maxlp.run import pretrained  # few runs need it
 

@@ -360,21 +360,9 @@ def restore(path: str | os.PathLike[str], abstract_state: Any) -> Restored:
     return _load(_find(path), abstract_state, exact=False)
 
 
-def check_fits(
-    path: str | os.PathLike[str],
-    abstract_state: Any,
-    *,
-    exact: bool = False,
-    optional: Collection[str] = (),
-) -> None:
-    """Raises a CheckpointError as `restore` would, but reads neither arrays nor checksums.
-
-    Args:
-      path, abstract_state: as of `restore`.
-      exact: structure and dtypes must be those saved, as in `Checkpointer.restore_latest`.
-      optional: as there.
-    """
-    _record_that_fits(_find(path, verify=False), abstract_state, exact, optional)
+def check_fits(path: str | os.PathLike[str], abstract_state: Any) -> None:
+    """Raises a CheckpointError as `restore` would, but reads neither arrays nor checksums."""
+    fitting_record(_find(path, verify=False), abstract_state, exact=False)
 
 
 def load_params(path: str | os.PathLike[str], abstract_params: Any) -> Any:
@@ -422,10 +410,10 @@ def _find(path: str | os.PathLike[str], verify: bool = True) -> Path:
     return root / str(step)
 
 
-def _record_that_fits(
-    root: Path, abstract_state: Any, exact: bool, optional: Collection[str]
+def fitting_record(
+    root: Path, abstract_state: Any, *, exact: bool, optional: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The record of a step directory; a CheckpointError if its arrays have other shapes."""
+    """The record of a step directory; a CheckpointError if its arrays differ (`tree_spec.find_misfit`)."""
     record = files.read_json(root / _RECORD)
     if misfit := tree_spec.find_misfit(record["arrays"], abstract_state, exact=exact, optional=optional):
         path, saved, wanted = misfit
@@ -440,7 +428,7 @@ def _load(root: Path, abstract_state: Any, *, exact: bool, optional: Collection[
     """Loads a verified step directory; with `exact`, structure and dtypes must be those saved."""
     from orbax.checkpoint import v1 as ocp
 
-    record = _record_that_fits(root, abstract_state, exact, optional)
+    record = fitting_record(root, abstract_state, exact=exact, optional=optional)
     saved, wanted = tree_spec.entries(record["arrays"]), abstract_state.items()
     abstract_state = {part: tree for part, tree in wanted if part in saved or part not in optional}
     context = ocp.Context()

@@ -46,7 +46,7 @@ def dry_run(workdir: Path, values: dict[str, Any], family: str = "llama") -> Non
     """The part of `train --dry_run` that a start has too, other than tracing the step."""
     run, graphdef, abstract = prepared(workdir, values, family)
     with jax.set_mesh(run.mesh):
-        check_start(run, abstract, workdir)
+        check_start(run, abstract, workdir, {})
         train.dry_run(run, graphdef, workdir)
 
 

@@ -1,0 +1,81 @@
+"""Whether the checkpoints of a resumed run fit its config, with the keys of the config as reasons.
+
+What a run keeps besides its weights, such as moments, amax histories and the errors of replicas, can
+neither be dropped nor made up when a change of the config asks for it.
+"""
+
+import fnmatch
+from collections.abc import Mapping
+from pathlib import Path
+
+from maxlp.core import gates
+from maxlp.core.train_state import State
+from maxlp.run.changes import is_in
+from maxlp.run.config import ConfigError
+from maxlp.run.experiment import Experiment
+from maxlp.runtime import checkpoint, tree_spec
+from maxlp.runtime.files import read_json
+
+# Entry of the training state -> the sections and keys that decide which arrays it has.
+DECIDING = {
+    "params": ("model", "optimizer.param_rounding", "train.lora"),
+    "model_state": ("model", "precision", "train.local", "train.lora"),
+    "opt_state": (
+        *("model", "optimizer", "precision.exchange"),
+        *("train.local", "train.lora", "train.release_gradients"),
+    ),
+}
+
+
+def check(run: Experiment, abstract: State, workdir: Path, changed: Mapping[str, str]) -> None:
+    """Compares the training state with the one in the newest checkpoint; reads no arrays.
+
+    Args:
+      abstract: the training state as shapes, dtypes and shardings.
+      changed: of `changes.check_config`.
+
+    Raises:
+      ValueError: the state has other arrays than the checkpoint, or would misread them.
+    """
+    *_, newest = (i.path for i in checkpoint.list_steps(workdir / "checkpoints") if i.status == "complete")
+    saved = read_json(newest / "checkpoint.json")["arrays"]
+    way_out = f"or start a new run from its weights, with --from={workdir} and another --workdir"
+    before, now = num_replicas(saved), num_replicas(tree_spec.describe(abstract))
+    if before and now and before != now:
+        s = run.settings
+        exchange, local = f"config.precision.exchange={s.precision.exchange}", s.train.local
+        reason = exchange if local is None else f"config.train.local.steps={local.steps}"
+        raise ConfigError(
+            f"config.mesh.data={now}: the checkpoints of {workdir} hold the states of {before} replicas "
+            f"({reason}); resume with config.mesh.data={before}, {way_out}"
+        )
+    try:
+        checkpoint.fitting_record(newest, abstract, exact=True, optional=gates.NAMES)
+    except checkpoint.CheckpointError as error:
+        path, *_ = tree_spec.find_misfit(saved, abstract, exact=True, optional=gates.NAMES) or ("",)
+        keys = DECIDING.get(path.partition("/")[0], ())
+        if not (reasons := [line for key, line in changed.items() if is_in(keys, key)]):
+            raise
+        raise ConfigError(
+            f"the checkpoints of {workdir} do not fit the changed config ({'; '.join(reasons)}); undo the "
+            f"change, {way_out}"
+        ) from error
+    if (smooth := changed.get("precision.smooth_swiglu")) and _have_histories(saved, run):
+        raise ConfigError(
+            f"the amax histories in the checkpoints of {workdir} would be misread ({smooth}); undo the "
+            f"change, {way_out}"
+        )
+
+
+def num_replicas(arrays: Mapping[str, str]) -> int:
+    """The number of replicas whose own state is among these arrays (`tree_spec.describe`); 0 if none is."""
+    for path, described in arrays.items():
+        if path.startswith(("model_state/errors/", "opt_state/replicas/")):
+            return int(described.partition("[")[2].rstrip("]").split(",")[0])
+    return 0
+
+
+def _have_histories(saved: Mapping[str, str], run: Experiment) -> bool:
+    """Whether a gated product has a delayed scale."""
+    ends = [f"model_state/{name}/dot_general/input_amax_history" for name in run.family.gated_products]
+    return any(fnmatch.fnmatch(path, end) for path in saved for end in ends)

@@ -1,0 +1,88 @@
+"""A resumed run whose state is not that of its checkpoints is refused with the keys of the config."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from ml_collections import ConfigDict
+
+from maxlp.core.train_state import State, abstract_state
+from maxlp.run import changes, run_dir
+from maxlp.run.config import ConfigError
+from maxlp.run.experiment import Experiment, resolve
+from maxlp.run.restore import check_start
+from maxlp.runtime.checkpoint import Checkpointer
+from tests.run.fixtures import TINY, changed, load
+
+EXCHANGE, LOCAL = {"precision.exchange": "int8"}, {"train.local.steps": 4}
+EVERYWHERE = {"precision.first_blocks": 0, "precision.last_blocks": 0, "precision.min_dim": 0}
+DELAYED = EVERYWHERE | {"precision.recipe": "fp8_delayed", "precision.options.history": 4}
+
+
+def prepared(values: dict[str, Any], replicas: int) -> tuple[ConfigDict, Experiment, State]:
+    c = changed(load("debug"), TINY | values | {"mesh.data": replicas, "mesh.fsdp": 1})
+    run = resolve(c, jax.devices()[:replicas])
+    with jax.set_mesh(run.mesh):
+        return c, run, abstract_state(run.make_model, run.tx, run.mesh, run.gates)[1]
+
+
+def save(workdir: Path, values: dict[str, Any], replicas: int = 1) -> None:
+    c, run, abstract = prepared(values, replicas)
+    workdir.mkdir(exist_ok=True)
+    run_dir.save_config(workdir, c)
+    with jax.set_mesh(run.mesh), Checkpointer(workdir / "checkpoints", every_steps=1) as checkpoints:
+        checkpoints.save(3, run.initial_state(abstract), data_state={})
+
+
+def resume(workdir: Path, values: dict[str, Any], replicas: int = 1) -> None:
+    """What a resumed run checks before it compiles."""
+    c, run, abstract = prepared(values, replicas)
+    assert check_start(run, abstract, workdir, changes.check_config(workdir, c))
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (EXCHANGE, "precision.exchange=int8"),
+        (LOCAL, "train.local.steps=4"),
+        (EXCHANGE | LOCAL, "train.local.steps=4"),
+    ],
+)
+def test_another_number_of_replicas_is_refused_where_each_has_a_state(tmp_path, values, reason):
+    save(tmp_path, values, replicas=2)
+    resume(tmp_path, values, replicas=2)
+    with pytest.raises(ConfigError) as caught:
+        resume(tmp_path, values, replicas=4)
+    assert str(caught.value) == (
+        f"config.mesh.data=4: the checkpoints of {tmp_path} hold the states of 2 replicas "
+        f"(config.{reason}); resume with config.mesh.data=2, or start a new run from its weights, with "
+        f"--from={tmp_path} and another --workdir"
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "reason"),
+    [
+        (EXCHANGE, {}, "config.precision.exchange: 'int8' -> 'none'"),
+        ({}, LOCAL, "config.train.local.steps: None -> 4"),
+        ({}, {"optimizer.name": "sgd"}, "config.optimizer.name: 'adamw' -> 'sgd'"),
+        (DELAYED, {**DELAYED, "precision.options.history": 2}, "config.precision.options.history: 4 -> 2"),
+    ],
+)
+def test_a_change_of_what_a_run_keeps_is_named(tmp_path, before, now, reason):
+    """Other changes are not."""
+    save(tmp_path, before, replicas=2)
+    with pytest.raises(ConfigError, match=rf"do not fit the changed config \({re.escape(reason)}\); undo"):
+        resume(tmp_path, now | {"train.total_steps": 400}, replicas=2)
+
+
+def test_histories_of_another_smooth_swiglu_are_not_misread(tmp_path):
+    smooth = {"precision.smooth_swiglu": "token"}
+    save(tmp_path / "delayed", DELAYED)
+    with pytest.raises(ConfigError, match=r"misread \(config\.precision\.smooth_swiglu: "):
+        resume(tmp_path / "delayed", DELAYED | smooth)
+    current = EVERYWHERE | {"precision.recipe": "fp8_current"}
+    save(tmp_path / "current", current)
+    resume(tmp_path / "current", current | smooth)
