@@ -99,11 +99,13 @@ def read_config(workdir: Path | None) -> ConfigDict:
       workdir: None for a command that has no run.
     """
     c, start, swap = flags.FLAGS.config, flags.FLAGS["from"].value, flags.FLAGS.swap_tokenizer
-    if start is not None or swap is not None:
+    data = c.get("data")  # `settings.read` refuses a config without it, or without precision
+    leaves_tokenizer = isinstance(data, ConfigDict) and data.get("tokenizer", "") is None
+    if start is not None or swap is not None or leaves_tokenizer:
         from maxlp.run import pretrained  # few runs need it
 
         c = pretrained.configure(c, workdir, start, swap, overrides())
-    precision = c.get("precision")  # `settings.read` refuses a config without it
+    precision = c.get("precision")
     if isinstance(precision, ConfigDict) and precision.get("high_precision_from"):
         from maxlp.run import late_phase  # few runs have one
 

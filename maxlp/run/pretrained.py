@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -229,29 +229,36 @@ def configure(
     """A config with the model and the tokenizer of the weights ``--from``.
 
     A run that has a checkpoint no longer needs the weights: its own config holds what was taken from them.
+    Nor does it need the two flags, without which the config stays as it is if the run had none.
 
     Args:
       workdir: of the run; None if there is none.
-      source: a path or an id of the Hub, with or without ``hf:``.
+      source: a path or an id of the Hub, with or without ``hf:``; None without ``--from``.
       swap: the spec of another tokenizer, to exchange theirs for.
       overrides: keys and values that were set on the command line.
 
     Raises:
       ConfigError: a flag that contradicts the weights.
     """
+    recorded = None if workdir is None else _recorded(workdir)
+    if source is None and swap is None:
+        if recorded is None:
+            return c
+        source = recorded.train.init_from
+        swap = recorded.data.tokenizer if recorded.train.get("swap_tokenizer") else None
     if source is None:
         raise ConfigError(f"--swap_tokenizer={swap} needs --from, the weights to swap the tokenizer of")
     spec = hub.as_id(source)
     if not hub.is_id(spec) and not files.is_url(spec):
         spec = str(files.local_path(spec, "--from"))
-    theirs = recorded = None
     if workdir is not None:
         agree_on_commits(workdir, spec, swap or "")
-        theirs = recorded = _recorded(workdir, spec)
-    if theirs is None:
-        found = find(spec, "--from")
-        theirs = _Start(found.model, found.tokenizer)
-    if (model := theirs.model) is None:
+    if recorded is not None and recorded.train.init_from == spec:
+        model, their_tokenizer = recorded.model.to_dict(), recorded.data.tokenizer
+    else:
+        recorded, found = None, find(spec, "--from")
+        model, their_tokenizer = found.model, found.tokenizer
+    if model is None:
         raise ConfigError(f"--from={source} has no config.json beside it; give the folder of the run")
     if (other := overrides.get("train.init_from", spec)) != spec:
         raise ConfigError(f"--from={source} contradicts config.train.init_from={other}; give one")
@@ -267,27 +274,18 @@ def configure(
     c = c.copy_and_resolve_references()
     with c.unlocked():
         c.model, c.train.init_from = ConfigDict(section), spec
-        c.data.tokenizer = swap or tokenizer or theirs.tokenizer or c.data.get("tokenizer")
+        c.data.tokenizer = swap or tokenizer or their_tokenizer or c.data.get("tokenizer")
         if swap is not None:
             c.train.swap_tokenizer = True
     return c
 
 
-class _Start(NamedTuple):
-    """What a config takes from weights: the section ``model`` and the spec of their tokenizer."""
-
-    model: dict[str, Any] | None
-    tokenizer: str | None
-
-
-def _recorded(workdir: Path, spec: str) -> _Start | None:
-    """What the run in the workdir took from these weights, if it has a checkpoint."""
+def _recorded(workdir: Path) -> ConfigDict | None:
+    """The config of the run in the workdir, if it started from weights and has a checkpoint."""
     if changes.saved_data_state(workdir) is None:
         return None
     c = run_dir.load_config(workdir)
-    if c.get("train", {}).get("init_from") != spec:
-        return None
-    return _Start(c.model.to_dict(), c.data.tokenizer)
+    return c if c.get("train", {}).get("init_from") else None
 
 
 def _joined(theirs: dict, given: dict, overrides: Mapping[str, Any], source: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from maxlp import convert
 from maxlp.core.train_state import abstract_state
 from maxlp.data.tokenizers import make_tokenizer
 from maxlp.data.tokenizers.training import train_bpe
-from maxlp.run import changes, pretrained, run_dir
+from maxlp.run import changes, cli, pretrained, run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import resolve, resolve_settings
 from maxlp.run.pretrained import published_params
@@ -305,6 +306,24 @@ def test_the_same_command_resumes_without_the_weights(folder, tmp_path):
     assert changes.check_config(workdir, again) == {}
     with pytest.raises(ConfigError, match=r"model.embed_dim=32 contradicts"):
         configured(workdir, source, model__embed_dim=32)
+
+
+@pytest.mark.parametrize("swap", [None, "bpe:300"])
+def test_a_run_resumes_without_its_flags(folder, tmp_path, monkeypatch, swap):
+    """With a preset that leaves the tokenizer to the weights; without one, the config is complete."""
+
+    def read_config(workdir: Path, tokenizer: str | None = None):
+        c = changed(load("debug"), {"data.seq_len": 32, "data.tokenizer": tokenizer})
+        given = {"config": c, "from": SimpleNamespace(value=None), "swap_tokenizer": None}
+        monkeypatch.setattr(cli.flags, "FLAGS", type("Flags", (dict,), given)(given))
+        monkeypatch.setattr(cli, "overrides", dict)
+        return cli.read_config(workdir)
+
+    first = configured(tmp_path / "run", folder, swap)
+    save_run(tmp_path / "run", first)
+    assert read_config(tmp_path / "run").to_json() == first.to_json()
+    assert read_config(tmp_path / "run", "bytes").train.init_from == ""
+    assert read_config(tmp_path / "new").data.tokenizer is None
 
 
 # --- the Hub ----------------------------------------------------------------------------------------------
