@@ -1,8 +1,23 @@
-"""Configs that earlier versions wrote, in today's keys and words."""
+"""Configs that earlier versions wrote, in today's keys and words.
 
+A key that they did not have gets its default value, with which everything is as before there was the key.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from maxlp import families, schema
+from maxlp.monitoring.spikes import SpikeConfig
+from maxlp.optim.config import OptimizerConfig
+from maxlp.parallel import sharding
+from maxlp.precision import PrecisionConfig
 from maxlp.run.config import RENAMED
+from maxlp.run.settings import WRITER_ARGUMENTS, TrainConfig
+from maxlp.runtime.checkpoint import Checkpointer
+from maxlp.runtime.profiler import Profiler
+from maxlp.runtime.writers import MetricWriter
 
 
 def upgraded(config: dict[str, Any]) -> dict[str, Any]:
@@ -12,10 +27,6 @@ def upgraded(config: dict[str, Any]) -> dict[str, Any]:
         if key in config.get(section, {}):
             config[section][new.split(".")[1]] = config[section].pop(key)
     data = config.get("data", {})
-    if config["model"].get("name") == "llama":
-        config["model"].setdefault("qk_norm", False)
-    if config["model"].get("name") == "clip":
-        data.setdefault("lowercase", False)
     low_bit = config.get("optimizer", {}).get("low_bit")
     if low_bit is not None and "mu" not in low_bit:
         low_bit |= {"mu": "float8_e4m3fn", "nu": "float8_e5m2"}  # what an empty section meant
@@ -23,4 +34,43 @@ def upgraded(config: dict[str, Any]) -> dict[str, Any]:
     for key in ("source", "validation_source"):
         if data.get(key):
             data[key] = data[key].replace("heldout", "validation")
-    return config
+    if (family := config["model"].get("name")) not in families.FAMILIES:
+        return config
+    known = sections(families.get(family))
+    return {name: _with_defaults(known[name], v) if name in known else v for name, v in config.items()}
+
+
+def sections(family: families.Family) -> dict[str, Callable]:
+    """Whose arguments are the keys of each section of a config."""
+    return dict(
+        model=family.Model,
+        precision=PrecisionConfig,
+        mesh=sharding.make_mesh,
+        optimizer=OptimizerConfig,
+        data=family.Data,
+        loss=family.Loss,
+        train=TrainConfig,
+        spikes=SpikeConfig,
+        checkpoint=Checkpointer,
+        metrics=MetricWriter,
+        profile=Profiler,
+    )
+
+
+def _with_defaults(function: Callable, values: Any) -> Any:
+    """A section with defaults in place of what is missing or unset, see `config.bind`."""
+    if not isinstance(values, Mapping):
+        return values
+    values, signed = dict(values), function.__init__ if inspect.isclass(function) else function
+    hints = schema.annotations(signed)
+    for name, parameter in inspect.signature(function).parameters.items():
+        hint, default, value = hints[name], parameter.default, values.get(name)
+        kinds = [k for k in schema.options(hint) if isinstance(k, type) and dataclasses.is_dataclass(k)]
+        if isinstance(value, Mapping) and kinds:
+            if any(item is not None for item in value.values()):
+                values[name] = _with_defaults(kinds[0], value)
+        elif not isinstance(default, str | int | float | tuple) or name in WRITER_ARGUMENTS:
+            continue
+        elif name not in values or (value is None and not schema.fits(None, hint)):
+            values[name] = default
+    return values

@@ -1,6 +1,5 @@
 """What a resumed run may change: every key of a config is on one side."""
 
-import dataclasses
 import inspect
 import json
 import re
@@ -9,16 +8,9 @@ import shutil
 import pytest
 
 from maxlp import families
-from maxlp.monitoring.spikes import SpikeConfig
-from maxlp.optim.config import OptimizerConfig
-from maxlp.parallel import sharding
-from maxlp.precision import PrecisionConfig
-from maxlp.run import changes, run_dir, same_model
+from maxlp.run import changes, earlier_versions, run_dir, same_model
 from maxlp.run.config import ConfigError
-from maxlp.run.settings import SECTIONS, WRITER_ARGUMENTS, TrainConfig
-from maxlp.runtime.checkpoint import Checkpointer
-from maxlp.runtime.profiler import Profiler
-from maxlp.runtime.writers import MetricWriter
+from maxlp.run.settings import SECTIONS, WRITER_ARGUMENTS
 from tests.run.fixtures import changed, load
 
 # By section and family; keys of a nested section are those of the whole.
@@ -62,30 +54,18 @@ for _table in (FIXED, FREE):  # a Qwen3 has the sections of a Llama
 
 def schema() -> dict[str, set[str]]:
     """The keys of every section, by the class or function that the section configures."""
-    functions = dict(
-        precision=PrecisionConfig,
-        mesh=sharding.make_mesh,
-        optimizer=OptimizerConfig,
-        train=TrainConfig,
-        spikes=SpikeConfig,
-        checkpoint=Checkpointer,
-        metrics=MetricWriter,
-        profile=Profiler,
-    )
     later = dict(
         mesh={"devices"},
         checkpoint={"directory", "on_complete"},
         metrics={*WRITER_ARGUMENTS},
         profile={"workdir"},
     )
-    found = {
-        name: set(inspect.signature(f).parameters) - later.get(name, set()) for name, f in functions.items()
-    }
-    for name in families.FAMILIES:
-        family = families.get(name)
-        for section, kind in dict(model=family.Model, data=family.Data, loss=family.Loss).items():
-            found[f"{name} {section}"] = {field.name for field in dataclasses.fields(kind)}
-        found[f"{name} model"].add("name")
+    found = {}
+    for family in families.FAMILIES:
+        for section, function in earlier_versions.sections(families.get(family)).items():
+            name = f"{family} {section}" if section in ("model", "data", "loss") else section
+            found[name] = set(inspect.signature(function).parameters) - later.get(section, set())
+        found[f"{family} model"].add("name")
     return found
 
 
@@ -214,6 +194,30 @@ def test_weights_are_of_another_model_if_it_computes_something_else():
     }
 
 
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_a_key_that_the_run_did_not_have_yet_is_no_change_at_its_default(run, family):
+    """Whether the config sets it or not."""
+
+    def with_defaults(section, values):
+        for name, parameter in inspect.signature(section).parameters.items():
+            if isinstance(parameter.default, bool | int | float | str) and name != "resume_step":
+                yield name, values.get(name), parameter.default
+
+    c = load("debug", family=family)
+    old = json.loads(c.to_json_best_effort())
+    removed = [
+        f"{name}.{key}"
+        for name, section in earlier_versions.sections(families.get(family)).items()
+        for key, value, default in with_defaults(section, old[name])
+        if value in (None, default) and old[name].pop(key, "absent") != "absent"
+    ]
+    assert len(removed) > 20
+    (run / "config.json").write_text(json.dumps(old))
+    assert changes.check_config(run, c) == {}
+    lines = changes.check_config(run, changed(c, {"train.release_gradients": True})).values()
+    assert list(lines) == ["config.train.release_gradients: False -> True"]
+
+
 def test_a_run_from_before_norms_of_queries_and_keys_goes_on(run):
     path = run / "config.json"
     config = json.loads(path.read_text())
@@ -242,5 +246,5 @@ def test_keys_that_only_one_of_two_versions_has_are_changes(run):
     path.write_text(json.dumps(config))
     c = changed(load("debug"), {"loss.z_loss": 1e-4})
     assert set(changes.check_config(run, c, allow=True)) == {"loss.z_loss", "model.gone"}
-    with pytest.raises(ConfigError, match=r"config\.loss\.z_loss: None -> 0\.0001"):
+    with pytest.raises(ConfigError, match=r"config\.loss\.z_loss: 0\.0 -> 0\.0001"):
         changes.check_config(run, c)
