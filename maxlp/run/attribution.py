@@ -277,18 +277,22 @@ COLUMNS = ("Δloss", "error", "1-cos", "matmul", "satur.", "underfl.", "Δloss o
 
 
 def table(found: Attribution, top: int) -> Iterator[str]:
-    """The ``top`` sites by the error of the gradients and by that of their own matmul, and all together."""
-    width = max(len(str(site)) for site in found.effects)
+    """The ``top`` sites by the error of the gradients and by that of their own matmul, and all together.
+
+    The numbers are below the site, whose name would leave too little room for them.
+    """
     for title, by in (("by error of gradients", "error_on"), ("by error of matmul", "matmul")):
-        yield f"{title:<{width}}" + "".join(f"{name:>10}" for name in COLUMNS)
+        yield title
+        yield "".join(f"{name:>10}" for name in COLUMNS)
         for site, e in found.ranked(by)[:top]:
+            yield str(site)
             yield (
-                f"{site!s:<{width}}{e.loss_on:>+10.1e}{e.error_on:>10.1e}{1 - e.cosine_on:>10.1e}"
+                f"{e.loss_on:>+10.1e}{e.error_on:>10.1e}{1 - e.cosine_on:>10.1e}"
                 f"{e.matmul:>10.1e}{e.saturated:>10.2%}{e.underflow:>10.2%}{e.loss_off:>+10.1e}"
                 f"{e.error_off:>+10.1e}"
             )
-    everything = f"{found.loss_all:>+10.1e}{found.error_all:>10.1e}{1 - found.cosine_all:>10.1e}"
-    yield f"{f'all {len(found.effects):,} together':<{width}}{everything}"
+    yield f"all {len(found.effects):,} together"
+    yield f"{found.loss_all:>+10.1e}{found.error_all:>10.1e}{1 - found.cosine_all:>10.1e}"
 
 
 def as_json(found: Attribution) -> dict[str, Any]:
