@@ -85,8 +85,15 @@ def main() -> None:
     print_primary(f"{workdir} at step {step}, on {source}")
     width = max(map(len, results))
     for name, value in results.items():
-        is_count = value >= 1000 or (value > 1 and float(value).is_integer())
-        print_primary(f"{name:>{width}}  {value:,.0f}" if is_count else f"{name:>{width}}  {value:.4f}")
+        print_primary(f"{name:>{width}}  {formatted(value)}")
+
+
+def formatted(value: float) -> str:
+    """A result of an evaluation: counts and what is large without decimals, the huge with four digits."""
+    if value >= 1e12:
+        return f"{value:.4g}"
+    is_count = value >= 1000 or (value > 1 and float(value).is_integer())
+    return f"{value:,.0f}" if is_count else f"{value:.4f}"
 
 
 def check_flags() -> None:

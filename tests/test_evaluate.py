@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from maxlp.data.image_text import make_data
-from maxlp.evaluate import make_mesh, on_training_data, probe_data
+from maxlp.evaluate import formatted, make_mesh, on_training_data, probe_data
 from maxlp.parallel import sharding
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import read
@@ -17,6 +17,13 @@ from tests.run.fixtures import changed, load
 
 def settings(family="llama", **values):
     return read(changed(load("debug", family=family), {k.replace("__", "."): v for k, v in values.items()}))
+
+
+def test_results_take_few_digits():
+    """The perplexity of a diverged run, too."""
+    values = {0.25: "0.2500", 3.98: "3.9800", 12.0: "12", 137_496: "137,496", 5.3e43: "5.3e+43"}
+    values |= {float("inf"): "inf", 1: "1.0000", 1234.5: "1,234"}
+    assert {value: formatted(value) for value in values} == values
 
 
 @pytest.mark.parametrize(
