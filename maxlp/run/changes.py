@@ -82,9 +82,6 @@ def repeats_the_last_start(workdir: Path, changed: Iterable[str]) -> bool:
 
     A run that was killed before its first checkpoint, or rolled back to its beginning, has the same config,
     except for sections that do not affect training.
-
-    Args:
-      changed: the keys of the config that differ from the last start.
     """
     return (workdir / "run.json").exists() and all(is_in(OBSERVING, key) for key in changed)
 

@@ -11,6 +11,7 @@ import os
 import re
 import select
 import sys
+import traceback
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -245,7 +246,15 @@ def _exit_on_error(main: Callable[..., Any], words: list[str]) -> None:
             raise
         if isinstance(error, KeyboardInterrupt):
             _fail("interrupted", EXIT_INTERRUPTED)
-        _fail(f"{_reason(error)} (MAXLP_TRACEBACK=1 shows where)", EXIT_FAILED if _may_pass(error) else 2)
+        hint = "" if _says_all(error) else " (MAXLP_TRACEBACK=1 shows where)"
+        _fail(_reason(error) + hint, EXIT_FAILED if _may_pass(error) else 2)
+
+
+def _says_all(error: BaseException) -> bool:
+    """Whether the message is of maxlp or names a path, so that its place in the code adds nothing."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    is_ours = Path(__file__).parents[1] in Path(place.filename).parents
+    return isinstance(error, PATH_ERRORS) or (is_ours and f"{place.line}".startswith("raise"))
 
 
 def _may_pass(error: BaseException) -> bool:

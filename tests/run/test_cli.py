@@ -1,5 +1,6 @@
 """Mistakes on the command line end in one line within seconds, before anything compiles."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from absl import flags
 
+from maxlp import schema
 from maxlp.run import cli
 from maxlp.run.config import presets
 
@@ -177,6 +179,21 @@ def test_exit_codes_distinguish_mistakes_from_failures(error, code, message):
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code and message in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("fail", "expected"),
+    [
+        (lambda: schema.check_value("seed", -1, schema.Seed), True),
+        (lambda: Path("/nowhere").read_bytes(), True),
+        (lambda: json.loads("x"), False),
+        (lambda: cli._suggestions(None), False),  # not by a `raise`
+    ],
+)
+def test_a_message_of_maxlp_needs_no_hint_at_the_traceback(fail, expected):
+    with pytest.raises(Exception) as caught:
+        fail()
+    assert cli._says_all(caught.value) == expected
 
 
 def test_a_long_message_loses_its_middle():
