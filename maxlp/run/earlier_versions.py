@@ -65,11 +65,12 @@ def _with_defaults(function: Callable, values: Any) -> Any:
     hints = schema.annotations(signed)
     for name, parameter in inspect.signature(function).parameters.items():
         hint, default, value = hints[name], parameter.default, values.get(name)
-        kinds = [k for k in schema.options(hint) if isinstance(k, type) and dataclasses.is_dataclass(k)]
-        if isinstance(value, Mapping) and kinds:
-            if any(item is not None for item in value.values()):
-                values[name] = _with_defaults(kinds[0], value)
-        elif not isinstance(default, str | int | float | tuple) or name in WRITER_ARGUMENTS:
+        members = schema.options(hint)
+        kinds = [k for k in members if isinstance(k, type) and dataclasses.is_dataclass(k)]
+        if kinds and name in values and type(None) not in members:
+            values[name] = _with_defaults(kinds[0], value)
+        # An optional section is off, or has its own values.
+        elif kinds or not isinstance(default, str | int | float | tuple) or name in WRITER_ARGUMENTS:
             continue
         elif name not in values or (value is None and not schema.fits(None, hint)):
             values[name] = default
