@@ -35,6 +35,7 @@ def scalify_refusal(s: Settings, machine: Machine) -> str | None:
             "precision.magnitudes_every=0",
         ),
         (attention != "xla", f"model.attention={attention}", "model.attention=xla"),
+        (s.model.remat == "offload", "model.remat=offload", "model.remat=block"),
         (stages > 1, f"mesh.stage={stages}", "mesh.stage=1"),
         (s.train.lora is not None, "train.lora", "no adapters"),
         (s.train.release_gradients, "train.release_gradients=True", "train.release_gradients=False"),

@@ -42,6 +42,7 @@ REFUSED = {
         (SCALIFY | {"precision.health_every": 10}, 1, "cpu", "set precision.health_every=0"),
         (SCALIFY | {"precision.magnitudes_every": 10}, 1, "cpu", "set precision.magnitudes_every=0"),
         (SCALIFY, 1, "gpu", "set model.attention=xla"),
+        (SCALIFY | {"model.remat": "offload"}, 1, "cpu", "set model.remat=block"),
         (SCALIFY | {"mesh.stage": 2}, 2, "cpu", "set mesh.stage=1"),
         (SCALIFY | {"train.lora.rank": 4, "train.init_from": "run"}, 1, "cpu", "set no adapters"),
         (SCALIFY | {"train.release_gradients": True}, 1, "cpu", "set train.release_gradients=False"),
