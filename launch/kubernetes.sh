@@ -8,13 +8,13 @@
 #
 # --restarts=R (default 10): how often a failure restarts all pods; a restart after SIGTERM does not count.
 # --volume=CLAIM (gpu): a PersistentVolumeClaim that all hosts share, mounted at /data (default maxlp).
-# --xla_flags=FILE: compiler flags (default: those of the type in launch/xla_flags; empty for none).
+# --xla_flags=FILE: compiler flags (default on TPU: those of the type in launch/xla_flags; empty for none).
 # --dry_run prints the manifest. The cluster needs JobSet (jobset.sigs.k8s.io), the image an installed maxlp.
 cd "$(dirname "$0")/.." || exit
 source launch/common.sh
 
 # shellcheck disable=SC2034 # used by name in the loop at the end
-kind=${1:-} name=${2:-} image='' type='' topology='' slices=1 hosts='' gpus=8 restarts=10 volume=maxlp dry_run=''
+kind=${1:-} name=${2:-} image='' type='' topology='' slices=1 hosts='' gpus=8 restarts=10 volume=maxlp flags='' dry_run=''
 case $kind in tpu | gpu) ;; --help) usage launch/kubernetes.sh && exit ;; *) die "'$kind' is neither tpu nor gpu" ;; esac
 [[ $name =~ ^[a-z][a-z0-9-]{0,39}$ ]] || die "NAME '$name' must start with a letter and have at most 40 characters from a-z, 0-9 and -"
 shift 2
@@ -44,13 +44,12 @@ if [[ $kind == tpu ]]; then
   [[ $topology =~ ^[0-9]+(x[0-9]+){1,2}$ ]] || die "--topology=$topology is not the topology of a slice, such as 4x4 or 4x4x8"
   chips=$((${topology//x/*}))
   per_host=$((chips < 4 ? chips : 4)) # hosts of slices have 4 chips
-  hosts=$((chips / per_host)) flags=${xla_flags-launch/xla_flags/tpu_$type.txt}
+  hosts=$((chips / per_host)) flags=launch/xla_flags/tpu_$type.txt
 elif [[ -z $hosts ]]; then
   die "--hosts=N is needed: how many hosts of $gpus GPUs"
-else
-  flags=${xla_flags-launch/xla_flags/gpu.txt}
 fi
-flags=$(if [[ -n ${xla_flags-} || -r $flags ]]; then flags_of "$flags"; fi) || exit # v4 has no set
+if [[ -z ${xla_flags+set} && -r $flags ]]; then xla_flags=$flags; fi # v4 and GPUs have no set
+flags=$(if [[ -n ${xla_flags-} ]]; then flags_of "$xla_flags"; fi) || exit
 args=''
 for arg; do
   arg=${arg//\\/\\\\}

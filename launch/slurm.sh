@@ -11,7 +11,6 @@
 # Options on the command line of sbatch override the lines below. Environment:
 #   MAXLP_PYTHON      the interpreter (default .venv/bin/python, else python3)
 #   MAXLP_RESTARTS    how often a run with a failed process is restarted within the allocation (default 3)
-#   MAXLP_XLA_FLAGS   a file of compiler flags (default launch/xla_flags/gpu.txt; empty for none)
 #
 #SBATCH --job-name=maxlp
 #SBATCH --nodes=1
@@ -33,8 +32,6 @@ dry_run='' restarts=${MAXLP_RESTARTS:-3}
 python=${MAXLP_PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}
 if [[ ${1:-} == --dry_run ]]; then dry_run=1 && shift; fi
 case " $*" in *" --workdir="*) ;; *) die "--workdir=DIR is needed, on a file system that all nodes share" ;; esac
-flags=${MAXLP_XLA_FLAGS-launch/xla_flags/gpu.txt}
-if [[ -n $flags ]]; then load_flags "$flags"; fi
 
 # A task that fails ends the others after 30 seconds and Slurm's KillWait. --kill-on-bad-exit would end them at once,
 # but also when they have saved: exit code 143 of a task that still cleans up would hide the 75 of the others.
@@ -42,7 +39,6 @@ if [[ -n $flags ]]; then load_flags "$flags"; fi
 # use all cores.
 command=(srun --kill-on-bad-exit=0 --wait=30 --cpu-bind=none "$python" -m maxlp.train "$@")
 if [[ -n $dry_run ]]; then
-  print_flags
   printf '%q ' "${command[@]}" && echo
   echo "# exit code 75 (saved because of SIGTERM): scontrol requeue \$SLURM_JOB_ID; failure: up to $restarts restarts"
   exit
