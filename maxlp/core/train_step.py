@@ -93,8 +93,7 @@ def global_norm(tree: Any) -> jax.Array:
 def jit_step(step: Step, graphdef: nnx.GraphDef, abstract: State, mesh: Mesh) -> jax.stages.Wrapped:
     """A train step under `jit`: (state, batch) to (state, metrics), the state donated.
 
-    The layout of the new state is pinned to that of ``abstract``: otherwise XLA may move small parameters
-    after the first step and compile again.
+    The layout of the new state is that of ``abstract``: XLA might move small parameters and compile again.
 
     On GPUs, XLA's own rematerialization is off, because ``model.remat`` decides what is computed again. It
     would begin at about three quarters of the memory, and repeat quantizations and maxima in the loops over
