@@ -64,7 +64,7 @@ def choose(arg: str, c: ConfigDict, galore: tuple[int, float] | None = None) -> 
         c.model.dtype = "float16"
         c.precision.loss_scale.update(initial=2.0**15, growth_interval=2000)
     elif chosen.precision in SCALIFY:
-        c.model.dtype = "float16"
+        c.model.dtype, c.model.attention = "float16", "xla"  # a kernel has no rule for scales
         c.precision.scalify = SCALIFY[chosen.precision]
         if chosen.precision == "scalify_fp16_params":
             c.model.param_dtype, c.optimizer.param_rounding = "float16", "nearest"

@@ -17,10 +17,11 @@ from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.optim import galore
 from maxlp.optim.config import AdaGCConfig, GaloreConfig, LowBitConfig, OptimizerConfig
 from maxlp.parallel.sharding import make_mesh
-from maxlp.precision import DynamicLossScale, PrecisionConfig
+from maxlp.precision import RECIPES, DynamicLossScale, PrecisionConfig
 from maxlp.precision.recipes import RecipeOptions
+from maxlp.run import constraints
 from maxlp.run.config import PRESETS, load_file
-from maxlp.run.presets import parse_arg, sections
+from maxlp.run.presets import SCALIFY, parse_arg, sections
 from maxlp.run.settings import LocalConfig, LoraConfig, TrainConfig, read
 from maxlp.runtime.checkpoint import Checkpointer
 from maxlp.runtime.profiler import Profiler
@@ -144,6 +145,14 @@ def test_an_argument_changes_what_it_names(arg, values):
         assert chosen[name] == value
         chosen = json.loads(load("8b", arg).to_json_best_effort())
     assert chosen["data"] == plain["data"] and chosen["train"] == plain["train"]
+
+
+@pytest.mark.parametrize("machine", [("gpu", "NVIDIA H100 80GB HBM3"), ("tpu", "TPU v5p")])
+@pytest.mark.parametrize("precision", [*RECIPES, "fp16", *SCALIFY, "pure_bf16"])
+def test_an_8b_can_be_trained_in_every_precision_without_more_flags(precision, machine):
+    s = read(load("8b", f"precision={precision}"))
+    platform, kind = machine
+    constraints.check(s, s.machine(1, platform, device_kind=kind))
 
 
 @pytest.mark.parametrize("precision", ["fp16", "pure_bf16", "scalify_fp16"])
