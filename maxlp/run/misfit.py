@@ -4,6 +4,7 @@ What a run keeps besides its weights, such as moments, amax histories and the er
 neither be dropped nor made up when a change of the config asks for it.
 """
 
+import contextlib
 import fnmatch
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,8 +38,9 @@ def check(run: Experiment, abstract: State, workdir: Path, changed: Mapping[str,
     Raises:
       ValueError: the state has other arrays than the checkpoint, or would misread them.
     """
-    *_, newest = (i.path for i in checkpoint.list_steps(workdir / "checkpoints") if i.status == "complete")
-    saved = read_json(newest / "checkpoint.json")["arrays"]
+    newest, saved = _newest_arrays(workdir / "checkpoints")
+    if newest is None:
+        return
     way_out = f"or start a new run from its weights, with --from={workdir} and another --workdir"
     before, now = num_replicas(saved), num_replicas(tree_spec.describe(abstract))
     if before and now and before != now:
@@ -65,6 +67,15 @@ def check(run: Experiment, abstract: State, workdir: Path, changed: Mapping[str,
             f"the amax histories in the checkpoints of {workdir} would be misread ({smooth}); undo the "
             f"change, {way_out}"
         )
+
+
+def _newest_arrays(directory: Path) -> tuple[Path | None, Mapping[str, str]]:
+    """The newest checkpoint and its arrays. Unreadable ones are left to `Checkpointer.restore_latest`."""
+    for step in reversed(checkpoint.list_steps(directory)):
+        if step.status == "complete":
+            with contextlib.suppress(ValueError):
+                return step.path, read_json(step.path / "checkpoint.json")["arrays"]
+    return None, {}
 
 
 def num_replicas(arrays: Mapping[str, str]) -> int:

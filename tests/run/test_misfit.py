@@ -1,6 +1,7 @@
 """A resumed run whose state is not that of its checkpoints is refused with the keys of the config."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,15 @@ def test_histories_of_another_smooth_swiglu_are_not_misread(tmp_path):
     current = EVERYWHERE | {"precision.recipe": "fp8_current"}
     save(tmp_path / "current", current)
     resume(tmp_path / "current", current | smooth)
+
+
+def test_a_checkpoint_with_an_unreadable_record_is_left_to_the_one_before(tmp_path):
+    """`Checkpointer.restore_latest` finds it damaged, and restores the newest intact one."""
+    save(tmp_path, {})
+    shutil.copytree(tmp_path / "checkpoints" / "3", tmp_path / "checkpoints" / "4")
+    (tmp_path / "checkpoints" / "4" / "checkpoint.json").write_text('{"step": 4, "arr')
+    resume(tmp_path, {})
+    with pytest.raises(ConfigError, match=re.escape(f"the checkpoints of {tmp_path} do not fit")):
+        resume(tmp_path, {"optimizer.name": "sgd"})
+    (tmp_path / "checkpoints" / "3" / "checkpoint.json").write_text("")
+    resume(tmp_path, {})
