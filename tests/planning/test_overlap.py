@@ -18,7 +18,8 @@ GATHERED_AT_ONCE = "--xla_gpu_all_gather_combine_threshold_bytes=1073741824"
 def plan(tmp_path: Path, topology: str, *changes: str, **environment: str) -> dict:
     command = [sys.executable, "-m", "maxlp.plan", "--config=configs/llama/8b.py", "--nosearch", *SMALL]
     command += [f"--topology={topology}", f"--json={tmp_path / 'plan.json'}", *changes]
-    env = os.environ | environment | {"PYTHONPATH": str(ROOT)}
+    # Those of tests/conftest.py are for programs that run here.
+    env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)} | environment
     subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
     return json.loads((tmp_path / "plan.json").read_text())
 
