@@ -57,8 +57,8 @@ PARTS = {  # what these variants take for nvfp4
     "backward only": dataclasses.replace(RECIPES["nvfp4"], fwd=None),
 }
 
-FLOAT16_PARAMS = {
-    "model.dtype": "float16",
+SCALIFY = {"model.dtype": "float16", "model.attention": "xla"}  # a kernel has no rule for scales
+FLOAT16_PARAMS = SCALIFY | {
     "model.param_dtype": "float16",
     "optimizer.param_rounding": "nearest",
     "optimizer.low_bit": {"mu": "float16", "nu": "float16"},
@@ -106,9 +106,9 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "scalify": {
         "float32": {"model.dtype": "float32"},
-        "scalify_fp16": {"model.dtype": "float16", "precision.scalify": "fp16"},
+        "scalify_fp16": SCALIFY | {"precision.scalify": "fp16"},
         "scalify_fp16_params": FLOAT16_PARAMS | {"precision.scalify": "fp16"},
-        "scalify_fp8": {"model.dtype": "float16", "precision.scalify": "fp8"},
+        "scalify_fp8": SCALIFY | {"precision.scalify": "fp8"},
         "scalify_fp8, float16 parameters": FLOAT16_PARAMS | {"precision.scalify": "fp8"},
         "float16 without scales": {
             "model.dtype": "float16",
@@ -118,7 +118,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "model.dtype": "float16",
             "precision.loss_scale": dict.fromkeys(("minimum", "initial", "maximum"), SMALLER),
         },
-        "scalify_fp16, gradients / 1024": {"model.dtype": "float16", "precision.scalify": "fp16"},
+        "scalify_fp16, gradients / 1024": SCALIFY | {"precision.scalify": "fp16"},
     },
     "optimizers": {
         "AdamW": PLAIN,
