@@ -72,14 +72,15 @@ def train_step(
         # Gradients of microbatches and unscaled ones are float32; moments may be in bfloat16.
         opt_state = optax.tree.cast_like(opt_state, state["opt_state"])
         params, corrections = after_update(optax.apply_updates(state["params"], updates), model_state)
+        # Otherwise XLA keeps the sums in float32 of 16-bit parameters, and rounds them with the norm below.
+        params = jax.tree.map(lambda p: p if p.itemsize == 4 else jax.lax.optimization_barrier(p), params)
     new = {"params": params, "model_state": model_state, "opt_state": opt_state}
     with jax.named_scope("statistics"):
         metrics |= {"grad_norm": global_norm(grads), **corrections, **statistics(grads, opt_state)}
     if gates:
         accepted, gate_states, more = accept_all(gates, state, metrics)
         metrics |= more | {"skipped": 1.0 - accepted}
-        keep = functools.partial(jnp.where, accepted)
-        new = {key: jax.tree.map(keep, new[key], state[key]) for key in GATED} | gate_states
+        new = {key: optax.tree.where(accepted, new[key], state[key]) for key in GATED} | gate_states
     with jax.named_scope("statistics"):
         metrics["param_norm"] = global_norm(new["params"])
     return new | {"step": state["step"] + 1}, metrics | optimizer_metrics(new["opt_state"])
@@ -104,6 +105,5 @@ def jit_step(step: Step, graphdef: nnx.GraphDef, abstract: State, mesh: Mesh) ->
     on_gpu = mesh.devices.flat[0].platform in ("gpu", "cuda")
     combined = "xla_gpu_collective_permute_combine_threshold_bytes"
     options = {"xla_disable_hlo_passes": "rematerialization", combined: 2**30} if on_gpu else None
-    return jax.jit(
-        functools.partial(step, graphdef), donate_argnums=0, out_shardings=out, compiler_options=options
-    )
+    of_state = functools.partial(step, graphdef)
+    return jax.jit(of_state, donate_argnums=0, out_shardings=out, compiler_options=options)

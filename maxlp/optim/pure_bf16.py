@@ -16,11 +16,13 @@ as soon as the learning rate decays. Four remedies, at 2, 3 or 4 bytes per param
   nearest. That is 11 significant bits, and fewer below 2^-29 of the tensor's largest magnitude.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.random import threefry2x32_p
 from jax.tree_util import KeyPath
 
 from maxlp.numerics.blockwise import decode, encode
@@ -103,7 +105,7 @@ def pure_bf16(
             else:
                 master = _masters(wanted)
         else:
-            key = jax.random.fold_in(jax.random.key(seed), state.count)
+            key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), state.count)
             leaves, structure = jax.tree.flatten(updates)
             keys = structure.unflatten(jax.random.fold_in(key, i) for i in range(len(leaves)))
             deltas = jax.tree.map(lambda p, u, k: _stochastic(p + u, k) - p, old, updates, keys)
@@ -131,7 +133,22 @@ def _nearest(x: jax.Array) -> jax.Array:
 
 def _stochastic(x: jax.Array, key: jax.Array) -> jax.Array:
     """float32 to a neighbouring bfloat16, with probability proportional to proximity; float32."""
-    return drop_bits(x, 16, "stochastic", jax.random.bits(key, x.shape, jnp.uint16))
+    return drop_bits(x, 16, "stochastic", _noise(key, x.shape))
+
+
+def _noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Random uint16 from Threefry, whose counters are the row and the column of each number.
+
+    The counters pass a barrier with the key. Otherwise XLA computes them once for arrays of the same shape,
+    as it does those of `jax.random.bits`, and updates these arrays in one loop, which cannot replace all
+    their moments in place.
+    """
+    counters = [jax.lax.iota(jnp.uint32, size) for size in shape or (1,)]
+    (k1, k2), counters = jax.lax.optimization_barrier((jax.random.key_data(key), counters))
+    *rows, column = jnp.meshgrid(*counters, indexing="ij", sparse=True)
+    row = functools.reduce(lambda row, i: row * i.size + i, rows, jnp.zeros_like(column))
+    bits, _ = threefry2x32_p.bind(k1, k2, *jnp.broadcast_arrays(row, column))
+    return bits.astype(jnp.uint16).reshape(shape)
 
 
 def _residual(exact: jax.Array, rounded: jax.Array) -> jax.Array:

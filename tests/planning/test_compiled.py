@@ -96,6 +96,20 @@ def test_an_update_keeps_no_zeros_in_memory(name):
 
 
 @pytest.mark.aot("jax_cuda13_plugin")
+def test_rounded_parameters_are_updated_in_place(tmp_path):
+    """Of the stacks of kernels of gate and up, only the moments are in float32, and none is copied.
+
+    XLA kept the sums of all parameters and their updates in float32, and rounded them with their norm.
+    Where the stochastic rounding of both stacks used the same counters, it updated both in one loop, and
+    copied moments.
+    """
+    compiled_for("h100:1x1", peaks.PURE, str(tmp_path / "step.txt"))
+    _, _, program = (tmp_path / "step.txt").read_text().partition("\nENTRY ")
+    results = " ".join(re.findall(r" = (.*?) (?:fusion|copy)\(", program))
+    assert results.count("f32[8,1024,4096]") == 4
+
+
+@pytest.mark.aot("jax_cuda13_plugin")
 def test_xla_computes_nothing_again_by_itself(tmp_path):
     """Not even where a step takes nine tenths of a GPU; XLA would begin at about three quarters."""
     changes = {"data.batch_size": 40, "model.remat": "dots", "precision.recipe": "fp8_delayed"}

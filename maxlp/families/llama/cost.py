@@ -363,16 +363,14 @@ def of_loss(s: Sizes) -> dict[str, float]:
 def of_update(settings: Settings, s: Sizes, params: float, fetched: float) -> float:
     """Bytes of the update of all parameters, besides what is held.
 
-    The gradients exist, and if they are sums over microbatches, in float32. If not, that of the head is in
-    the dtype of the matmuls, and the embedding's in float32. Updates are made in place, except that
-    compiled steps hold:
+    The gradients exist, and if they are sums over microbatches, in float32. If not, the embedding's is in
+    float32, and that of a head of its own in the dtype of the matmuls. Updates are made in place, except
+    that compiled steps hold:
 
-    * where parameters are rounded stochastically, the updates of all of them, in float32; with GaLore
-      instead the largest array in float32, and with low-bit moments two or three such arrays, because XLA
-      updates the kernels of the MLP at once;
-    * where they are rounded otherwise, the largest array in float32 and the update of the embedding;
-    * where they are not, with GaLore the largest array in float32, with low-bit moments two such arrays, or
-      one if they are companded; else what `of_matrices` says.
+    * where rounding keeps its errors, the largest array in float32 and the update of the embedding;
+    * else with GaLore, and with low-bit moments that are companded or of parameters rounded stochastically,
+      the largest array in float32, and with other low-bit moments two such arrays;
+    * else what `of_matrices` says.
 
     Released layers are updated one by one. What is outside of them is left, and if it is rounded or has
     low-bit moments, updates of all of it in float32, one of which takes the place of the head's gradient.
@@ -385,9 +383,7 @@ def of_update(settings: Settings, s: Sizes, params: float, fetched: float) -> fl
     """
     optimizer = settings.optimizer
     low_bit, rounding = optimizer.low_bit, optimizer.param_rounding
-    wide = params * 4 / s.param
     largest = 4 * max(s.of_stage.L * s.D * s.F / (s.shards * s.t), s.end)
-    updates_all = rounding == "stochastic" and not low_bit and not optimizer.has_galore
     if s.frozen:
         return 0.0
     if optimizer.offload:
@@ -395,21 +391,17 @@ def of_update(settings: Settings, s: Sizes, params: float, fetched: float) -> fl
         updates = 4 * s.ends if in_float32 else 1 if rounding else 0
         return s.end * (4 + (s.ends - 1) * s.param + (s.ends + 1) * fetched + updates)
     if s.microbatches > 1:
-        return 2 * wide if updates_all else wide
+        return 4 * params / s.param
     if s.released:
         return 4 * (1 + s.ends) * s.end if low_bit or optimizer.has_galore or rounding else 0.0
-    if updates_all:
-        return params + wide
-    grads = of_blocks(s) + s.end * s.a + 4 * s.end
-    if not (low_bit or optimizer.has_galore or rounding):
-        return grads + of_matrices(optimizer.kind.matmuls, largest)
+    grads = of_blocks(s) + (s.ends - 1) * s.end * s.a + 4 * s.end
     if rounding not in (None, "stochastic"):
         return grads + largest + 4 * s.end
-    if not low_bit or optimizer.has_galore:
+    if not (low_bit or optimizer.has_galore):
+        return grads + of_matrices(optimizer.kind.matmuls, largest)
+    if rounding or optimizer.has_galore or low_bit.mu == "companded8":
         return grads + largest
-    if rounding == "stochastic":
-        return grads + 2.5 * largest
-    return grads + (1 if low_bit.mu == "companded8" else 2) * largest
+    return grads + 2 * largest
 
 
 # --- work and collectives -----------------------------------------------------------------------------
