@@ -66,7 +66,7 @@ def plan(path: Path, *options: str) -> None:
 
 def row(name: str, values: dict) -> str:
     done = values["compiled"]
-    kind = values["chip"]["kind"].removeprefix("NVIDIA ")
+    kind = values["chip"]["kind"].removeprefix("NVIDIA ").removesuffix(" 80GB HBM3")
     cells = [
         f"[{name}]({name}.json)",
         f"{values['devices']} × {kind}",

@@ -368,8 +368,8 @@ def of_update(settings: Settings, s: Sizes, params: float, fetched: float) -> fl
     that compiled steps hold:
 
     * where rounding keeps its errors, the largest array in float32 and the update of the embedding;
-    * else with GaLore, and with low-bit moments that are companded or of parameters rounded stochastically,
-      the largest array in float32, and with other low-bit moments two such arrays;
+    * else with GaLore the largest array in float32; with low-bit moments two such arrays, or one if they
+      are companded, or two to ten tenths of one where parameters are rounded stochastically;
     * else what `of_matrices` says.
 
     Released layers are updated one by one. What is outside of them is left, and if it is rounded or has
@@ -399,9 +399,9 @@ def of_update(settings: Settings, s: Sizes, params: float, fetched: float) -> fl
         return grads + largest + 4 * s.end
     if not (low_bit or optimizer.has_galore):
         return grads + of_matrices(optimizer.kind.matmuls, largest)
-    if rounding or optimizer.has_galore or low_bit.mu == "companded8":
+    if optimizer.has_galore:
         return grads + largest
-    return grads + 2 * largest
+    return grads + (0.7 if rounding else 1 if low_bit.mu == "companded8" else 2) * largest
 
 
 # --- work and collectives -----------------------------------------------------------------------------
