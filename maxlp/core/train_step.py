@@ -73,7 +73,7 @@ def train_step(
         opt_state = optax.tree.cast_like(opt_state, state["opt_state"])
         params, corrections = after_update(optax.apply_updates(state["params"], updates), model_state)
         # Otherwise XLA keeps the sums in float32 of 16-bit parameters, and rounds them with the norm below.
-        params = jax.tree.map(lambda p: p if p.itemsize == 4 else jax.lax.optimization_barrier(p), params)
+        params = jax.tree.map(lambda p: jax.lax.optimization_barrier(p) if p.itemsize == 2 else p, params)
     new = {"params": params, "model_state": model_state, "opt_state": opt_state}
     with jax.named_scope("statistics"):
         metrics |= {"grad_norm": global_norm(grads), **corrections, **statistics(grads, opt_state)}
