@@ -56,7 +56,7 @@ FEATURES = [
         "precision",
         QUANTIZED | {"precision.recipe": "nvfp4", "precision.options.grad_rounding": "nearest"},
     ),
-    Feature("quest", "precision", QUANTIZED | {"precision.recipe": "quest"}),
+    Feature("quest", "precision", QUANTIZED | {"precision.recipe": "quest"}, slow=True),
     Feature(
         "wta_crs",
         "precision",
@@ -133,7 +133,7 @@ FEATURES = [
         {"optimizer.name": "stable_spam", "optimizer.options": {"reset_every": 2}},
         slow=True,
     ),
-    Feature("adafactor", "optimizer", {"optimizer.name": "adafactor"}),
+    Feature("adafactor", "optimizer", {"optimizer.name": "adafactor"}, slow=True),
     Feature("lion", "optimizer", {"optimizer.name": "lion"}, slow=True),
     Feature("muon", "optimizer", {"optimizer.name": "muon"}),
     Feature("normuon", "optimizer", {"optimizer.name": "normuon"}, slow=True),
@@ -149,6 +149,7 @@ FEATURES = [
         "schedule_free_adamw",
         "optimizer",
         {"optimizer.name": "schedule_free_adamw", "optimizer.schedule": "constant"},
+        slow=True,
     ),
     Feature(  # bounds the global norm in the first step, and each tensor in the others
         "adagc",
@@ -286,19 +287,24 @@ def pairs(family: str) -> dict[Row, str | None]:
 
 # A CLIP splits pairs of images and texts in code of its own, and compares all pairs of a batch.
 OF_CLIP = {"fsdp", "tensor", "microbatches"}
+# Formats of activations whose parameters are in float32: as the recipes, they change gradients only.
+OF_GRADIENTS = {"fp16", "scalify_fp16"}
 
 
 def is_slow(family: str, pair: Row) -> bool:
     """Whether a pair is left to the slow tier: those of slow features, and two kinds of others.
 
-    What a recipe hands to an optimizer is gradients, whichever recipe it is; these pairs alone would be
+    What an optimizer gets is gradients, in whichever format they were computed; these pairs alone would be
     half of the rows. And the full tier runs with Llama what CLIP does in the same code.
-    Features that share most of their code with one of the full tier are slow themselves.
+    Features that share most of their code with one of the full tier are slow themselves, and those that
+    few runs use.
     """
     dimensions = {feature(name).dimension for name in pair}
     if any(feature(name).slow for name in pair):
         return True
-    return dimensions == {"precision", "optimizer"} or (family == "clip" and not dimensions & OF_CLIP)
+    if "optimizer" in dimensions and ("precision" in dimensions or OF_GRADIENTS & set(pair)):
+        return True
+    return family == "clip" and not dimensions & OF_CLIP
 
 
 @functools.cache

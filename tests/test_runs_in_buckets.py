@@ -48,7 +48,11 @@ def whole(tmp_path_factory):
     return workdir
 
 
-@pytest.mark.full
+@pytest.mark.parametrize(
+    "bucket",
+    [pytest.param("s3", marks=pytest.mark.full), pytest.param("gs", marks=pytest.mark.slow)],
+    indirect=True,
+)
 def test_a_killed_run_resumes_to_the_bit_and_every_command_takes_its_url(bucket, whole, tmp_path):
     url = f"{bucket}/run"
     process = start(url, *WHOLE)

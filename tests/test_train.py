@@ -222,7 +222,7 @@ def test_magnitudes_are_logged_and_change_nothing(tmp_path):
     assert found[0].keys() == {"step", "time", "magnitude/layers/0", "magnitude/layers/1"}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_adascale_ends_after_the_steps_of_the_small_batch_and_resumes_exactly(tmp_path):
     options = (
         "--config.optimizer.name=sgd",
@@ -432,9 +432,12 @@ def test_a_run_continues_on_another_mesh_with_equal_losses(tmp_path):
     assert all(math.isclose(got[n], want[n], rel_tol=1e-4) for n in want), (got, want)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
-    ("processes", "mesh"), [(2, "--config.mesh.dcn_data=2"), (4, "--config.mesh.data=1")]
+    ("processes", "mesh"),
+    [
+        pytest.param(2, "--config.mesh.dcn_data=2", marks=pytest.mark.full),
+        pytest.param(4, "--config.mesh.data=1", marks=pytest.mark.slow),
+    ],
 )
 def test_several_processes_train_like_one_and_one_process_continues(whole, processes, mesh, tmp_path):
     """Two processes with one replica each, or four that share one, have the losses of a single process.

@@ -15,6 +15,7 @@ from tests import composition
 
 Rows = Callable[[str, str], tuple[composition.Row, ...]]  # of a family and a tier
 SLOW = textwrap.fill(", ".join(f.name for f in composition.FEATURES if f.slow) + ".", 100)
+GRADIENTS = ", ".join(sorted(composition.OF_GRADIENTS))
 HEAD = f"""# What can be combined
 
 Can two techniques be used in one run? In the tables below, a column stands for the feature with that number
@@ -25,7 +26,8 @@ For a ✓, `tests/matrix.py` trains a small model with both features on up to ei
 compares losses, gradient norms and quantization state with the same run on one device, saves a checkpoint,
 and resumes from it bit for bit. A run of the tests combines as many features as possible, so more than two
 are tested together; [the last section](#what-the-tests-run) lists these runs. The slow tier has the pairs
-of a recipe and an optimizer, those of CLIP that run the same code as Llama's, and those of
+of an optimizer and what only changes gradients (a recipe, {GRADIENTS}), those of CLIP that
+run the same code as Llama's, and those of
 {SLOW}
 
 `train`, `train --dry_run`, `plan` and the planner's search refuse the same configs with the same messages:

@@ -46,7 +46,7 @@ def choose(arg: str, c: ConfigDict, galore: tuple[int, float] | None = None) -> 
       matmuls of transformer blocks in FP8, with a scale for every array; ``scalify_fp16_params``:
       parameters, gradients and moments in float16 too; ``pure_bf16``: no float32 copy of the parameters,
       stochastic rounding.
-    optimizer: a name in `maxlp.optim.OPTIMIZERS`.
+    optimizer: a name in `maxlp.optim.OPTIMIZERS`; ``schedule_free_adamw`` sets its constant schedule too.
     galore: rank of the projected gradients; 0 is no projection. The learning rate becomes that of the
       config divided by GaLore's scale, so that projected kernels keep theirs.
     low_bit: moments in ``fp8`` (e4m3 and e5m2, a scale per tensor), ``8bit`` (dynamic, in blocks of 256) or
@@ -56,8 +56,13 @@ def choose(arg: str, c: ConfigDict, galore: tuple[int, float] | None = None) -> 
       galore: the rank that a bare ``galore`` means in this config, and its learning rate with GaLore, in
         place of the divided one.
     """
-    rank, galore_rate = galore or ("", None)
-    arg = ",".join(f"galore={rank}" if item == "galore" else item for item in (arg or "").split(","))
+    rank, galore_rate = galore or (None, None)
+    items = (arg or "").split(",")
+    if "galore" in items and rank is None:
+        raise ValueError(
+            "config argument galore: this config has no rank of its own; add one, as in galore=128"
+        )
+    arg = ",".join(f"galore={rank}" if item == "galore" else item for item in items)
     chosen = parse_arg(arg, precision=c.precision.recipe, optimizer=c.optimizer.name, galore=0, low_bit="")
     recipe = "bf16"
     if chosen.precision == "fp16":
@@ -83,6 +88,8 @@ def choose(arg: str, c: ConfigDict, galore: tuple[int, float] | None = None) -> 
         recipe = chosen.precision
     c.precision.recipe = recipe
     c.optimizer.name = chosen.optimizer
+    if chosen.optimizer == "schedule_free_adamw":
+        c.optimizer.schedule = "constant"  # it takes no other
     if chosen.galore:
         from maxlp.optim.config import GaloreConfig  # few configs need it
 

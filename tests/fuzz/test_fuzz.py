@@ -27,7 +27,7 @@ def refused(*options: str) -> None:
 
 @pytest.mark.full
 def test_a_sample_of_bad_inputs_is_refused_in_one_line():
-    refused("--cases=63")
+    refused("--cases=42")
 
 
 @pytest.mark.slow

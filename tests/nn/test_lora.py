@@ -128,8 +128,9 @@ def test_adapters_train_alike_on_every_mesh(trainer, sizes):
     assert_close(*found, rtol=1e-4)  # as above
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("remat", ["none", "block"])
+@pytest.mark.parametrize(
+    "remat", [pytest.param("none", marks=pytest.mark.slow), pytest.param("block", marks=pytest.mark.full)]
+)
 def test_scanned_and_unrolled_blocks_train_alike_in_fp8(remat):
     recipe = fixtures.precision_config("fp8_current", first_blocks=1)
     found = []

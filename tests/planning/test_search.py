@@ -67,9 +67,15 @@ def every_layout(s: Settings, topology: topologies.Topology) -> list[tuple[float
     return [one for one in found if one is not None]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("clip_norm", [1.0, 0.0])  # without clipping, gradients can be released
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    ("devices", "clip_norm"),
+    [
+        pytest.param(2, 0.0, marks=pytest.mark.full),  # without clipping, gradients can be released
+        pytest.param(2, 1.0, marks=pytest.mark.slow),
+        pytest.param(1, 0.0, marks=pytest.mark.slow),
+        pytest.param(1, 1.0, marks=pytest.mark.slow),
+    ],
+)
 def test_the_fastest_of_all_combinations_is_found(devices, clip_norm):
     """With any memory; and where nothing fits, the smallest."""
     s = small(optimizer__clip_norm=clip_norm)

@@ -73,8 +73,14 @@ def test_effects_are_those_of_low_precision(clean):
     assert list(attribution.table(found, 1))[2] == str(first)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("gemm, tensor", [("fwd", "input"), ("dlhs", "output_grad"), ("drhs", "input")])
+@pytest.mark.parametrize(
+    ("gemm", "tensor"),
+    [
+        pytest.param("fwd", "input", marks=pytest.mark.slow),
+        pytest.param("dlhs", "output_grad", marks=pytest.mark.slow),
+        pytest.param("drhs", "input", marks=pytest.mark.full),
+    ],
+)
 def test_a_coarse_operand_is_found(gemm, tensor):
     """One bit of mantissa in one operand of one matmul, by a rule: its two layers come first."""
     pair = {name: Operand("e8m7", "unscaled") for name in GEMMS[gemm]} | {tensor: Operand("e3m1")}

@@ -143,11 +143,11 @@ RELEASED = {"train.release_gradients": True, "optimizer.offload": True, "optimiz
 EXCHANGED = {"precision.exchange": "int8"}
 REPLICAS = {"data": 2, "fsdp": 1}
 KEPT = [
-    pytest.param({}, RELEASED, marks=pytest.mark.full, id="offload"),
+    pytest.param({}, RELEASED, marks=pytest.mark.slow, id="offload"),
     pytest.param(
         {}, {"precision.scalify": "fp16", "model.dtype": "float16"}, marks=pytest.mark.full, id="scalify"
     ),
-    pytest.param({"fsdp": 2}, {"precision.scatter": "int8"}, marks=pytest.mark.full, id="scatter"),
+    pytest.param({"fsdp": 2}, {"precision.scatter": "int8"}, marks=pytest.mark.slow, id="scatter"),
     pytest.param(REPLICAS, EXCHANGED, marks=pytest.mark.slow, id="exchange"),
     pytest.param(REPLICAS, EXCHANGED | {"train.local.steps": 2}, marks=pytest.mark.slow, id="local"),
 ]
