@@ -61,6 +61,7 @@ FEATURES = [
         "wta_crs",
         "precision",
         QUANTIZED | {"precision.recipe": "wta_crs", "precision.options.keep": 0.9},
+        slow=True,
     ),
     Feature(
         "fp8_blocks",

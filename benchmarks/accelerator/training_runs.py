@@ -122,12 +122,13 @@ def predict(out: Result) -> None:
 def candidates(name: str, out: Result) -> list[dict[str, Any]]:
     """The fastest settings that fit, with the batch, recipe and loss of the run.
 
-    Then, in case that they do not fit after all, up to two others that need a fifth less memory each.
+    Then, in case that they do not fit after all, up to two others that need a fifth less memory each; tiny
+    ones fit.
     """
     s, one = read(make_config(RUNS[name], out.tiny)), topology(out.device)
     fixed = {"precision.recipe", "data.batch_size", "loss.method"}
     chosen: list[dict[str, Any]] = []
-    for _ in range(3):
+    for _ in range(1 if out.tiny else 3):
         found = search.find(s, one)
         options = [each for each in (*found.layouts, *found.numerics) if not fixed & each.changes.keys()]
         if not options:

@@ -59,7 +59,7 @@ CASES = {  # optimizer, mesh, model
     "flash": (dict(param_rounding="residual", low_bit=COMPANDED8), {}, BFLOAT16),
     "eight_bit_moments": (dict(galore=GALORE, low_bit=DYNAMIC8), {}, {}),
 }
-QUICK = ("tied_on_four_devices",)
+QUICK, SLOW = ("tied_on_four_devices",), ("galore_on_a_ring", "adafactor", "schedule_free")
 # As a fraction of the largest change of a tensor. Where the input of a rounding differs in its last bit,
 # the result may be the other of its two neighbours. In E5M2 these are 2^-2 apart: one of the 128 terms of a
 # kernel's gradient (8 rows of 16) then changes it by 2^-2 / sqrt(128) of its size, and a few terms do.
@@ -95,7 +95,12 @@ def assert_close(got, want, tolerance, before=None):
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.full) for case in CASES]
+    "case",
+    [
+        *QUICK,
+        *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW),
+        *(pytest.param(case, marks=pytest.mark.full) for case in CASES if case not in QUICK + SLOW),
+    ],
 )
 def test_steps_equal_the_ordinary_ones(case):
     tolerance = TOLERANCE.get(case, 1e-3)

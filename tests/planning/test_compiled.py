@@ -52,8 +52,17 @@ def test_the_closed_form_agrees_with_a_compilation_here(changes, tmp_path):
 
 
 @pytest.mark.aot("jax_cuda13_plugin")
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed", "int8_switchback"])
-@pytest.mark.parametrize("family", ["llama", "clip"])
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [
+        ("llama", "bf16"),
+        ("llama", "fp8_delayed"),
+        ("llama", "int8_switchback"),
+        ("clip", "fp8_delayed"),
+        pytest.param("clip", "bf16", marks=pytest.mark.slow),
+        pytest.param("clip", "int8_switchback", marks=pytest.mark.slow),
+    ],
+)
 def test_the_closed_form_gathers_kernels_as_the_program_does(family, recipe):
     """In 8 bits where a tensor has one scale; the first and the last block are not quantized."""
     config = llama(**peaks.LLAMA_SIZES) if family == "llama" else clip(**CLIP_SIZES["b32"])

@@ -31,7 +31,10 @@ def hidden(plan: dict, kind: str) -> float:
 
 
 @pytest.mark.aot("libtpu")
-@pytest.mark.parametrize(("chip", "topology"), [("v5p", "v5p:4x4x4"), ("v6e", "v6e:8x8")])
+@pytest.mark.parametrize(
+    ("chip", "topology"),
+    [("v5p", "v5p:4x4x4"), pytest.param("v6e", "v6e:8x8", marks=pytest.mark.slow)],  # a quarter of an hour
+)
 def test_gathers_are_hidden_and_gradients_scattered(chip, topology, tmp_path):
     """At least 80 % of the bytes of gathers beside matmuls, and no more sent than the closed form expects.
 

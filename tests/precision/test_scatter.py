@@ -141,7 +141,7 @@ TOLERANCE = {name: 8 * 0.5 / steps for name, steps in STEPS.items()}
             dict(fsdp=4), "int8_all", "int8", {}, marks=[pytest.mark.full, pytest.mark.default_emitters]
         ),
         pytest.param(dict(fsdp=4), "mxfp8", "int8", {}, marks=pytest.mark.full),
-        pytest.param(dict(fsdp=4), "wta_crs", "int8", dict(scan_layers=False), marks=pytest.mark.full),
+        pytest.param(dict(fsdp=4), "wta_crs", "int8", dict(scan_layers=False), marks=pytest.mark.slow),
         pytest.param(dict(fsdp=4), None, "int8", dict(released=True), marks=pytest.mark.full),
     ],
 )

@@ -168,7 +168,7 @@ def test_a_recipe_quantizes_the_blocks_between_the_first_and_last_ones_of_both_t
     assert model.text.layers.parts == (Part(0, 1, plain), Part(1, 3), Part(3, 4, plain))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_low_precision_in_microbatches_on_a_mesh_equals_one_device():
     """Scales and amax histories are those of the whole batch, however it is split."""
     want, got = run(FULL, rules=MIXED), run(FULL, rules=MIXED, axes=ALL_AXES, microbatches=2)

@@ -48,7 +48,7 @@ def train(released: bool, axes: dict[str, int]):
     return jax.device_get(state), found
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_released_gradients_on_a_mesh_equal_ordinary_ones_on_one_device():
     want, want_metrics = train(released=False, axes=dict(fsdp=1))
     got, metrics = train(released=True, axes=dict(data=2, fsdp=2, tensor=2))

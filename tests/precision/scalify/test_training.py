@@ -95,8 +95,10 @@ def test_fp8_matmuls_multiply_fp8():
     assert 0.01 < distance(got, want) < 0.3  # numbers of 3 and of 2 bits
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("softmax", marks=pytest.mark.full), pytest.param("sigmoid", marks=pytest.mark.slow)],
+)
 def test_gradients_of_a_clip_are_those_without_scales(kind):
     graphdef, params, rest = nnx.split(CLIP(tiny_clip(), rngs=nnx.Rngs(0)), nnx.Param, ...)
     state = {
@@ -144,8 +146,14 @@ def scaled_trainer(precision: str, mesh=None) -> Trainer:
     return Trainer(mesh, make_model=make, gradients=gradients, tx=tx)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("precision", ["fp16", "fp16_params", "fp8"])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        pytest.param("fp16", marks=pytest.mark.slow),
+        pytest.param("fp16_params", marks=pytest.mark.full),
+        pytest.param("fp8", marks=pytest.mark.full),
+    ],
+)
 def test_a_mesh_equals_one_device(precision):
     def losses(mesh):
         trainer = scaled_trainer(precision, mesh)
