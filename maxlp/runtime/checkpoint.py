@@ -39,6 +39,7 @@ from maxlp.schema import Count
 _RECORD = "checkpoint.json"
 _READ_AT_ONCE = 2**30  # bytes of arrays on their way from the files to the devices
 _MAX_REASON = 300  # characters
+_AGAIN = "the same command resumes from the last complete one, or starts anew where there is none"
 _PEER_TIMEOUT = 3600.0  # seconds the primary process waits for the checksums of another one
 _ORBAX_TIMEOUT = 10**9  # seconds; Orbax measures them with a clock that may be set, and aborts
 _CLOCK_GRACE = 30.0  # seconds after which a save that the clock disturbed is given up
@@ -271,8 +272,7 @@ class Checkpointer:
         # TensorStore adds the location in its source code, and Orbax a page about itself.
         reason = " ".join(str(error).partition("[source locations=")[0].split())[:_MAX_REASON]
         return NotWrittenError(
-            f"checkpoint {path} was not written: {type(error).__name__}: {reason}; the same command "
-            "resumes from the one before it"
+            f"checkpoint {path} was not written: {type(error).__name__}: {reason}; {_AGAIN}"
         )
 
     def _set_back(self) -> float:
@@ -285,7 +285,7 @@ class Checkpointer:
         if set_back > 1 and elapsed > _CLOCK_GRACE + 2 * self._longest:
             raise ClockSetBackError(
                 f"checkpoint {self.directory}/{self._newest} was not written, because the clock was "
-                f"set back by {set_back:,.0f} s meanwhile; the same command resumes from the one before it"
+                f"set back by {set_back:,.0f} s meanwhile; {_AGAIN}"
             )
 
     def _finish(self, step: int, arrays_written: Any, record: str) -> None:
