@@ -70,13 +70,23 @@ def by_layer(fn: Callable[..., Any], into: Any, *others: Any, alone: bool = True
     mesh, shape = jax.sharding.get_abstract_mesh(), jax.tree.leaves(into)[0].shape
     one_device = mesh.empty or mesh.size == 1
     if len(shape) < 3 or (not alone if one_device else _split(shape, mesh)[0]):
-        return fn(into, *others)
+        if not (alone and mesh.manual_axes and len(shape) > 2):
+            return fn(into, *others)
+        # In a `jax.shard_map`, XLA aborts where it splits a gather by layers and by columns.
+        into, others = jax.tree.map(_whole, (into, others))
+        return jax.tree.map(_whole, fn(into, *others))
 
     def step(i: jax.Array, into: Any) -> Any:
         new = fn(*jax.tree.map(lambda x: x[i], (into, *others)))
         return jax.tree.map(lambda x, of_layer: x.at[i].set(of_layer), into, new)
 
     return jax.lax.fori_loop(0, shape[0], step, into)
+
+
+def _whole(x: jax.Array) -> jax.Array:
+    """Splits an array by layers alone."""
+    layers, _ = _split(x.shape, jax.sharding.get_abstract_mesh())
+    return _constrained(x, [PartitionSpec(layers or None)])
 
 
 def _stages(x: jax.Array) -> list[PartitionSpec]:

@@ -5,8 +5,9 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlp.optim.muon import scale_by_muon
 from maxlp.optim.soap import SoapState, scale_by_soap
@@ -107,6 +108,20 @@ def test_a_mesh_changes_nothing_with_both_sides(layers):
     assert len(large) == 6 and not any(x.sharding.is_fully_replicated for x in large)
     gathered = re.findall(r"= \(?f32\[([\d,]+)\]\S* all-gather", step.as_text())
     assert gathered and f"{layers},8,8" not in gathered
+
+
+def test_in_replicas_of_their_own_devices_share_layers_and_columns():
+    """In a `jax.shard_map`, XLA aborted where one axis split the layers, and another one the columns."""
+    shapes = {"layers": {"mlp": {"up_proj": {"kernel": (2, 8, 8)}}}}
+    axes = {"layers": {"mlp": {"up_proj": {"kernel": ("layers", "embed", "mlp")}}}}
+    tx = scale_by_soap(B1, B2, EPS, precondition_frequency=GAP)
+    params, grads = random_tree(shapes, 0), [random_tree(shapes, seed) for seed in range(1, 4)]
+    want, _ = run(tx, params, grads)
+    whole = PartitionSpec()
+    update = jax.shard_map(tx.update, in_specs=whole, out_specs=whole, axis_names={"data"}, check_vma=False)
+    apart = optax.GradientTransformation(tx.init, update)
+    got, *_ = run_on_mesh(apart, sharding.make_mesh(data=2, fsdp=2, tensor=2), axes, params, grads)
+    assert_trees_close(jax.device_get(got), jax.device_get(want), atol=5e-4)  # as above
 
 
 def test_devices_share_the_layers():
