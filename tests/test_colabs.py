@@ -67,7 +67,7 @@ def code_of(path: Path) -> str:
     return "".join(line for line in lines if not line.startswith("%"))
 
 
-LONGEST = ("finetune", "numerics_lab", "sharding_and_planning")
+LONGEST = ("finetune", "llama_small", "numerics_lab", "sharding_and_planning")
 IN_TIERS = [
     pytest.param(path, marks=pytest.mark.slow if path.stem in LONGEST else pytest.mark.full)
     for path in NOTEBOOKS

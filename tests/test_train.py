@@ -193,7 +193,7 @@ def test_a_run_says_how_long_it_waits_for_data(tmp_path):
     assert {(r["perf/step_time"], r["perf/data_wait"]) for r in timed.values()} == {(4.0, 0.75)}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_low_precision_run_resumes_exactly(tmp_path):
     """FP8 histories and StableAdamW's state are part of the run as weights are."""
     options = (

@@ -232,7 +232,7 @@ def test_offloaded_steps_equal_the_others_and_go_on_from_their_checkpoint(tmp_pa
     "topology",
     [
         pytest.param("h100:1x1", marks=pytest.mark.aot("jax_cuda13_plugin")),
-        pytest.param("v5e:2x2", marks=pytest.mark.aot("libtpu")),
+        pytest.param("v5e:2x2", marks=[pytest.mark.aot("libtpu"), pytest.mark.slow]),
     ],
 )
 def test_offloaded_state_takes_no_memory_of_the_device(topology):

@@ -58,7 +58,7 @@ def test_the_closed_form_agrees_with_a_compilation_here(changes, tmp_path):
         ("llama", "bf16"),
         ("llama", "fp8_delayed"),
         ("llama", "int8_switchback"),
-        ("clip", "fp8_delayed"),
+        pytest.param("clip", "fp8_delayed", marks=pytest.mark.slow),
         pytest.param("clip", "bf16", marks=pytest.mark.slow),
         pytest.param("clip", "int8_switchback", marks=pytest.mark.slow),
     ],
@@ -127,6 +127,7 @@ def test_xla_computes_nothing_again_by_itself(tmp_path):
     assert not re.findall(r"%[\w.-]*\.remat[\w.]* = ", (tmp_path / "step.txt").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.aot("jax_cuda13_plugin")
 def test_the_gradient_of_a_bias_stores_no_further_arrays(tmp_path):
     """Beside its matmuls, the backward pass of CLIP's MLP stores an activation and a gradient."""

@@ -64,7 +64,7 @@ def test_the_table_has_both_ranks():
     assert len(header) == len(first) == len(second)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_coarser_formats_turn_the_gradient_further(tmp_path):
     """One bit of mantissa less is twice the rounding error; float32's own is none in a float32 model."""
     config = load("debug")

@@ -145,7 +145,7 @@ REPLICAS = {"data": 2, "fsdp": 1}
 KEPT = [
     pytest.param({}, RELEASED, marks=pytest.mark.slow, id="offload"),
     pytest.param(
-        {}, {"precision.scalify": "fp16", "model.dtype": "float16"}, marks=pytest.mark.full, id="scalify"
+        {}, {"precision.scalify": "fp16", "model.dtype": "float16"}, marks=pytest.mark.slow, id="scalify"
     ),
     pytest.param({"fsdp": 2}, {"precision.scatter": "int8"}, marks=pytest.mark.slow, id="scatter"),
     pytest.param(REPLICAS, EXCHANGED, marks=pytest.mark.slow, id="exchange"),
