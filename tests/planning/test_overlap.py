@@ -32,10 +32,7 @@ def hidden(plan: dict, kind: str) -> float:
 
 @pytest.mark.slow  # these compilations take 4 and 15 minutes
 @pytest.mark.aot("libtpu")
-@pytest.mark.parametrize(
-    ("chip", "topology"),
-    [("v5p", "v5p:4x4x4"), ("v6e", "v6e:8x8")],
-)
+@pytest.mark.parametrize(("chip", "topology"), [("v5p", "v5p:4x4x4"), ("v6e", "v6e:8x8")])
 def test_gathers_are_hidden_and_gradients_scattered(chip, topology, tmp_path):
     """At least 80 % of the bytes of gathers beside matmuls, and no more sent than the closed form expects.
 

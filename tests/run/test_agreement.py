@@ -25,7 +25,7 @@ from maxlp.run.settings import read
 from tests.run import draws
 
 SEEDS = 160  # of each family
-QUICK, FULL = 40, 70  # draws of the quick tier, and of both it and the full tier
+QUICK, FULL = 40, 100  # draws of the quick tier, and of both it and the full tier
 RUN = range(QUICK, SEEDS, 6)  # seeds whose step also runs, if it is accepted
 
 
