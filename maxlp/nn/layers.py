@@ -214,11 +214,14 @@ class Embed(nnx.Module):
 
     def __call__(self, ids_BS: jax.Array) -> jax.Array:
         # Each shard of the table gets the ids of all rows, and its vectors are sent to the devices of those
-        # rows. By default XLA moves the table, or copies the vectors to every device.
+        # rows, over one mesh axis after the other. By default XLA moves the table, and over two axes at
+        # once it copies the vectors to every device.
         ids_BS = constrain(ids_BS, "lookup", "lookup_seq")
         table_VD = self.embedding[...].astype(self.dtype)
         x_BSD: jax.Array = take_rows(table_VD.shape[0], table_VD, ids_BS)
-        return constrain(x_BSD, "lookup", "lookup_seq", "embed")
+        x_BSD = constrain(x_BSD, "lookup", "lookup_seq", "embed")
+        x_BSD = constrain(x_BSD, "lookup", "sent_seq", "sent_embed")
+        return constrain(x_BSD, "lookup", "embed_seq", "sent_embed")
 
     def attend(self, x_BSD: jax.Array) -> jax.Array:
         """float32 logits over the table's rows."""

@@ -55,6 +55,8 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "act_seq": ("context", "tensor"),  # the sequence between matmuls (residual stream and norms)
     "lookup": "data",  # batch and sequence at the embedding lookup: not split like the table
     "lookup_seq": "stage",
+    "sent_seq": ("stage", "context"),  # on the way from there to the batch and "embed_seq"
+    "sent_embed": "fsdp",
     "embed_seq": ("context", "stage", "tensor"),  # between embedding and blocks, outside the pipeline
     "logits_seq": ("context", "stage"),  # in the head, outside the pipeline
     "batch_seq": ("data", "fsdp", "context", "stage"),  # batch and logits_seq merged into one dim

@@ -2,12 +2,19 @@
 
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
 
+from maxlp.nn.layers import Embed
+from maxlp.parallel.sharding import constrain, spec
 from maxlp.planning import hlo
 from tests.fixtures import LLAMA, Trainer, batch, make_mesh
 
 ROWS, LENGTH = 8, 64
+V, D = 64, 32
 
 
 def compiled(attention: str = "xla", **mesh: int) -> tuple[str, dict[str, int]]:
@@ -46,3 +53,26 @@ def test_context_gathers_weights_and_no_positions(axes):
     largest = 4 * LLAMA["embed_dim"] * LLAMA["mlp_dim"] // mesh["tensor"]
     in_blocks = [one.bytes for one in over_context if one.times > 1]
     assert in_blocks and max(in_blocks) == largest
+
+
+@pytest.mark.parametrize("axes", [dict(fsdp=2, context=4), dict(context=4, tensor=2)], ids=str)
+def test_no_device_gets_the_looked_up_vectors_of_all_rows(axes):
+    """Nor their gradients: an operation moves at most a device's part before ``tensor`` splits it."""
+    mesh, ids_BS = make_mesh(**({"fsdp": 1} | axes)), jax.ShapeDtypeStruct((ROWS, LENGTH), "int32")
+    embed = Embed(V, D, std=1.0, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(embed)
+
+    def total(params, ids_BS):
+        x_BSD = nnx.merge(graphdef, params)(ids_BS)
+        return jnp.sum(constrain(x_BSD, "batch", "embed_seq", "act_embed") ** 2)
+
+    with jax.set_mesh(mesh):
+        of_table, of_ids = (
+            NamedSharding(mesh, spec(*names)) for names in (("vocab", "embed"), ("batch", "seq"))
+        )
+        gradient = jax.jit(jax.grad(total), in_shardings=(of_table, of_ids), out_shardings=of_table)
+        text = gradient.lower(params, ids_BS).compile().as_text()
+    sizes = dict(mesh.shape)
+    moved = [one for one in hlo.collectives(text, sizes) if one.kind != "all-reduce"]
+    part = 4 * ROWS * LENGTH * D // (sizes["stage"] * sizes["fsdp"] * sizes["context"])
+    assert max(one.bytes for one in moved) == part

@@ -489,7 +489,7 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
 
     * fsdp and context: weights gathered for the forward and again for the backward pass, gradients
       scattered, for every microbatch; the same for the head; the looked-up embeddings, and their
-      gradient;
+      gradient, also over tensor;
     * context: the ring. Keys and values in every pass (the first turns of the backward pass share them with
       what is recomputed), their gradients in float32, rounded on the last hop; after the blocks the
       residual stream back into its natural order;
@@ -514,7 +514,10 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
         kind, size = scatter_of_gradients(settings, s.D, [width // s.t for width in s.widths], s.a)
         ledger.add(kind, split, size, runs)
         ledger.add("reduce-scatter", split, head, m)
-    ledger.add("all-to-all", split, whole_x, (2 - s.frozen) * m)
+    ledger.add("all-to-all", ("context",), whole_x, (2 - s.frozen) * m)
+    ledger.add("all-to-all", ("fsdp",), whole_x / s.t, (2 - s.frozen) * m)
+    ledger.add("all-reduce", ("tensor",), whole_x, m)
+    ledger.add("all-gather", ("tensor",), whole_x, 0 if s.frozen else m)
     k = of_stage.T * s.K * s.H / s.t
     passes = 2 + (not s.saves_attention)
     keys = passes * turns - (passes == 3) + 1 if turns else 0
