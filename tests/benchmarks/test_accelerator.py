@@ -177,6 +177,35 @@ def test_bad_pieces_leave_the_others(tmp_path, monkeypatch, capsys):
     ] == DONE
 
 
+def test_other_settings_are_searched_only_for_a_run_that_does_not_fit(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from benchmarks.accelerator import training_runs
+    from benchmarks.accelerator.results import Result
+
+    memories, measured = [], []
+
+    def find(s, topology):
+        memories.append(topology.chip.memory)
+        remat = {"model.remat": "dots" if len(set(memories)) == 1 else "block"}
+        best = search.Candidate(remat, (), remat, 0.9 * topology.chip.memory, 1.0, 1.0, 1.0)
+        return search.Found([best], [], None, 1)
+
+    def measure(s):
+        measured.append(s.model.remat)
+        return {"refused": "too large"} if s.model.remat == "dots" else {"per_second": 1.0}
+
+    (tmp_path / "device.json").write_text(json.dumps(H200))
+    monkeypatch.setattr(search, "find", find)
+    monkeypatch.setattr(training_runs, "measure", measure)
+    monkeypatch.setattr(training_runs, "RUNS", {"8b_bf16": training_runs.RUNS["8b_bf16"]})
+    training_runs.predict(Result("predict", tmp_path, 60))
+    assert len(memories) == 1
+    out = Result("8b_bf16", tmp_path, 60)
+    training_runs.train(out)
+    assert measured == ["dots", "block"] and [row.get("per_second") for row in out.rows] == [None, 1.0]
+    assert out.rows[0]["predicted"]["peak"] == 0.9e11 and memories[-1] == 0.85 * 0.9e11
+
+
 def test_a_gpu_that_jax_does_not_find_is_no_cpu_run(monkeypatch):
     found = subprocess.CompletedProcess([], 0, json.dumps({"platform": "cpu"}))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: found)
