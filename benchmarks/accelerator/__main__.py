@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.accelerator import report
-from benchmarks.accelerator.results import FAILED, RUNNING, load, path
+from benchmarks.accelerator.results import FAILED, INTERRUPTED, RUNNING, load, path
 from maxlp.runtime.files import write_json
 
 ROOT = Path(__file__).parents[2]
@@ -143,8 +143,10 @@ def run(args: argparse.Namespace) -> int:
         else:
             print(f"\n{piece.name}: {piece.what}", flush=True)
             result = run_piece(piece, args.out, min(left, 60 * piece.limit))
-            print(f"{result['status']} in {result['seconds']:.0f} s {result.get('error', '')}".strip())
+            outcome = f"{result['status']} after {result['seconds']:.0f} s"
+            print(": ".join(filter(None, [outcome, result.get("error")])))
             print(table_of(piece.name, result), flush=True)
+            later += [piece.name] * (result["status"] == INTERRUPTED)
         failed += [piece.name] * (result.get("status") == FAILED)
     if later:
         print(f"\nleft for another call, for lack of time: {', '.join(later)}")
@@ -164,7 +166,8 @@ def table_of(name: str, result: dict[str, Any]) -> str:
 def is_finished(result: dict[str, Any], device: dict[str, Any]) -> bool:
     """Whether a piece need not run: its file is complete, and of this device and these sizes."""
     same = ("platform", "kind", "tiny")
-    return result.get("status", RUNNING) != RUNNING and all(result["device"][k] == device[k] for k in same)
+    ended = result.get("status", RUNNING) not in (RUNNING, INTERRUPTED)
+    return ended and all(result["device"][k] == device[k] for k in same)
 
 
 def find_device(tiny: bool) -> dict[str, Any]:
@@ -222,7 +225,9 @@ def run_piece(piece: Piece, folder: Path, seconds: float) -> dict[str, Any]:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     result = load(file) or {"piece": piece.name, "device": load(folder / "device.json"), "rows": []}
-    if stopped or process.returncode < 0 or result.get("status", RUNNING) == RUNNING:
+    if stopped and seconds < 60 * piece.limit:
+        result |= {"status": INTERRUPTED, "error": "no time was left"}
+    elif stopped or process.returncode < 0 or result.get("status", RUNNING) == RUNNING:
         error = f"stopped after {seconds:.0f} s" if stopped else f"exit code {process.returncode}"
         result |= {"status": FAILED, "error": error}
     if result["status"] == FAILED:

@@ -140,6 +140,10 @@ def last_line(workdir: Path) -> str:
 
 # --- kernels and recipes --------------------------------------------------------------------------------
 
+# Otherwise XLA compiles and times dozens of Triton kernels for each of these small matmuls, some minutes of
+# work for the CPU. (It compares those that it tries for training with cuBLAS.)
+BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
+
 
 def kernels(out: Result) -> None:
     """Outputs and gradients of attention and of every recipe's matmuls, compared with the CPU's."""
@@ -181,7 +185,8 @@ def attend(name: str, case: Any, device: jax.Device, dtype: Any) -> list[np.ndar
     with jax.default_device(device), jax.set_mesh(sharding.make_mesh(devices=[device])):
         ids = segment_ids(case) if case.documents else None
         function = functools.partial(attention.kernel(name), causal=case.causal, segment_ids_BS=ids)
-        found = jax.jit(with_gradients(function))(*(jnp.asarray(x, dtype) for x in inputs))
+        compute = jax.jit(with_gradients(function), compiler_options=BY_CUBLAS)
+        found = compute(*(jnp.asarray(x, dtype) for x in inputs))
     return [np.float64(x) for x in found]
 
 
@@ -192,7 +197,8 @@ def multiply(recipe: precision.Recipe, device: jax.Device) -> list[np.ndarray]:
     arrays = [jnp.bfloat16(rng.standard_normal(shape)) for shape in shapes]
     function, state = linear(recipe)
     with jax.default_device(device):
-        return [np.float64(x) for x in jax.jit(function)(*jax.device_put((state, *arrays), device))]
+        compute = jax.jit(function, compiler_options=BY_CUBLAS)
+        return [np.float64(x) for x in compute(*jax.device_put((state, *arrays), device))]
 
 
 def error(got: list[np.ndarray], reference: list[np.ndarray]) -> float:

@@ -14,6 +14,7 @@ from maxlp.run.run_dir import git_revision, versions
 from maxlp.runtime.files import read_json, write_json
 
 RUNNING, DONE, LEFT_OUT, FAILED = "running", "done", "left out", "failed"
+INTERRUPTED = "interrupted"  # it was stopped before its own limit: the time for all pieces was over
 
 
 class LeftOut(Exception):

@@ -4,11 +4,13 @@ import dataclasses
 import gc
 import importlib
 import importlib.util
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,27 +118,25 @@ def make_config(run: Run, tiny: bool) -> ConfigDict:
 def predict(out: Result) -> None:
     """For every run the settings that the planner chooses, and their time and memory."""
     for name in RUNS:
-        out.add(run=name, candidates=candidates(name, out))
+        out.add(run=name, candidates=list(itertools.islice(candidates(name, out), 1)))
 
 
-def candidates(name: str, out: Result) -> list[dict[str, Any]]:
+def candidates(name: str, out: Result) -> Iterator[dict[str, Any]]:
     """The fastest settings that fit, with the batch, recipe and loss of the run.
 
     Then, in case that they do not fit after all, up to two others that need a fifth less memory each; tiny
-    ones fit.
+    ones fit. Each is searched for when it is asked for, which takes seconds.
     """
     s, one = read(make_config(RUNS[name], out.tiny)), topology(out.device)
     fixed = {"precision.recipe", "data.batch_size", "loss.method"}
-    chosen: list[dict[str, Any]] = []
     for _ in range(1 if out.tiny else 3):
         found = search.find(s, one)
         options = [each for each in (*found.layouts, *found.numerics) if not fixed & each.changes.keys()]
         if not options:
-            break
+            return
         best = min(options, key=lambda each: each.order)
-        chosen.append(dict(changes=best.changes, peak=best.peak, seconds=best.seconds))
+        yield dict(changes=best.changes, peak=best.peak, seconds=best.seconds)
         one = dataclasses.replace(one, chip=dataclasses.replace(one.chip, memory=0.85 * best.peak))
-    return chosen
 
 
 def topology(device: dict[str, Any]) -> topologies.Topology:
@@ -153,15 +153,12 @@ def topology(device: dict[str, Any]) -> topologies.Topology:
 
 def train(out: Result) -> None:
     """Times the train step of `RUNS` with the name of the piece, as `maxlp.train` compiles it."""
-    predicted = load(path(out.folder, "predict")).get("rows", [])
-    choices = next((row["candidates"] for row in predicted if row["run"] == out.name), None)
-    if choices is None:
-        choices = candidates(out.name, out)
-    if not choices:
-        raise LeftOut("no settings of this run fit the device")
+    rows = load(path(out.folder, "predict")).get("rows", [])
+    predicted = next((row["candidates"] for row in rows if row["run"] == out.name), [])
+    others = itertools.islice(candidates(out.name, out), len(predicted), None)
     s = read(make_config(RUNS[out.name], out.tiny))
     row: dict[str, Any] = {}
-    for choice in choices:
+    for choice in itertools.chain(predicted, others):
         try:
             row = measure(search.changed(s, choice["changes"]))
         except jax.errors.JaxRuntimeError as error:  # out of memory has several names
@@ -172,6 +169,8 @@ def train(out: Result) -> None:
         if "refused" not in row:
             return
         gc.collect()
+    if not row:
+        raise LeftOut("no settings of this run fit the device")
     raise RuntimeError(f"none of the planner's choices ran; the last one: {row['refused']}")
 
 

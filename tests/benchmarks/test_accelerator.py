@@ -15,7 +15,7 @@ import pytest
 from benchmarks.accelerator import __main__ as campaign
 from benchmarks.accelerator import report
 from benchmarks.accelerator.__main__ import Piece
-from benchmarks.accelerator.results import DONE, FAILED, LEFT_OUT, RUNNING, load, path
+from benchmarks.accelerator.results import DONE, FAILED, INTERRUPTED, LEFT_OUT, RUNNING, load, path
 from maxlp.parallel import sharding
 from maxlp.planning import search, topologies
 from maxlp.run.settings import read
@@ -106,7 +106,8 @@ def test_a_table_that_cannot_be_made_ends_nothing():
 def test_results_of_another_device_or_an_interruption_do_not_count():
     done = {"status": DONE, "device": H200}
     assert campaign.is_finished(done, H200) and campaign.is_finished(done | {"status": FAILED}, H200)
-    assert not campaign.is_finished(done | {"status": RUNNING}, H200)
+    for status in (RUNNING, INTERRUPTED):
+        assert not campaign.is_finished(done | {"status": status}, H200)
     assert not campaign.is_finished(done, CPU) and not campaign.is_finished(done, H200 | {"tiny": True})
     assert not campaign.is_finished({}, H200)
 
@@ -175,6 +176,52 @@ def test_bad_pieces_leave_the_others(tmp_path, monkeypatch, capsys):
     assert {name for name in names if before[name] != after[name]} == {"good"} and statuses()[
         "good"
     ] == DONE
+
+
+@pytest.mark.full
+def test_a_piece_that_the_end_of_the_minutes_stops_is_repeated(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(campaign, "PIECES", [Piece("hangs", "pieces:hangs", 0.01, 8, "hangs")])
+    monkeypatch.setattr(campaign, "PACKAGE", "tests.benchmarks")
+    monkeypatch.setattr(campaign, "find_device", lambda tiny: H200)
+    monkeypatch.setattr(report, "section", lambda *_: "")
+    monkeypatch.setattr(sys, "argv", ["accelerator", f"--out={tmp_path}", "--minutes=0.2"])
+    for _ in range(2):
+        assert campaign.main() == 0
+        result = load(path(tmp_path, "hangs"))
+        assert result["status"] == INTERRUPTED and result["rows"] == [{"run": "half"}]
+        told = capsys.readouterr().out
+        assert "interrupted after 12 s: no time was left" in told
+        assert told.rstrip().endswith("left for another call, for lack of time: hangs")
+    assert "| hangs | interrupted | no time was left |" in report.render({"hangs": result})
+
+
+def test_other_settings_are_searched_only_for_a_run_that_does_not_fit(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from benchmarks.accelerator import training_runs
+    from benchmarks.accelerator.results import Result
+
+    memories, measured = [], []
+
+    def find(s, topology):
+        memories.append(topology.chip.memory)
+        remat = {"model.remat": "dots" if len(set(memories)) == 1 else "block"}
+        best = search.Candidate(remat, (), remat, 0.9 * topology.chip.memory, 1.0, 1.0, 1.0)
+        return search.Found([best], [], None, 1)
+
+    def measure(s):
+        measured.append(s.model.remat)
+        return {"refused": "too large"} if s.model.remat == "dots" else {"per_second": 1.0}
+
+    (tmp_path / "device.json").write_text(json.dumps(H200))
+    monkeypatch.setattr(search, "find", find)
+    monkeypatch.setattr(training_runs, "measure", measure)
+    monkeypatch.setattr(training_runs, "RUNS", {"8b_bf16": training_runs.RUNS["8b_bf16"]})
+    training_runs.predict(Result("predict", tmp_path, 60))
+    assert len(memories) == 1
+    out = Result("8b_bf16", tmp_path, 60)
+    training_runs.train(out)
+    assert measured == ["dots", "block"] and [row.get("per_second") for row in out.rows] == [None, 1.0]
+    assert out.rows[0]["predicted"]["peak"] == 0.9e11 and memories[-1] == 0.85 * 0.9e11
 
 
 def test_a_gpu_that_jax_does_not_find_is_no_cpu_run(monkeypatch):
