@@ -54,13 +54,13 @@ class Piece(NamedTuple):
 
 
 PIECES = [
-    Piece(
-        "smoke", "checks:smoke", 1, 4, "debug Llama and CLIP train, are killed, resume bit-exactly", True
-    ),
-    Piece("kernels", "checks:kernels", 1, 4, "attention kernels and every recipe against the CPU"),
+    Piece("kernels", "checks:kernels", 1, 2.5, "attention kernels and every recipe against the CPU"),
     Piece("predict", "training_runs:predict", 0.5, 4, "what the planner chooses and predicts for all runs"),
     Piece("8b_fp8", "training_runs:train", 2.5, 6, "Llama 8B, 8,192 tokens: train steps in FP8"),
     Piece("8b_bf16", "training_runs:train", 2, 6, "the same in bfloat16"),
+    Piece(
+        "smoke", "checks:smoke", 1, 4, "debug Llama and CLIP train, are killed, resume bit-exactly", True
+    ),
     Piece("torch_8b_bf16", "training_runs:torch", 2, 6, "the same in PyTorch, bfloat16", True),
     Piece("quantizers", "tables:quantizers", 0.5, 4, "what the quantizers reach of the copy bandwidth"),
     Piece("attention", "tables:time_attention", 1.5, 8, "attention kernels, forward and backward"),

@@ -104,8 +104,9 @@ def resumed(family: str, folder: Path, tiny: bool) -> dict[str, Any]:
         raise AssertionError(f"{family}: the run ended before it could be killed: {last_line(killed)}")
     told = finish(begin(killed, options), killed)
     loss = [record["train/loss"] for record in records(whole) if "train/loss" in record]
+    if "resuming at step" not in told:
+        raise AssertionError(f"{family}: the killed run started anew: {last_line(killed)}")
     return {
-        "resumed": "resuming at step" in told,
         "equal": records(killed) == records(whole)
         and checkpoint(killed, steps) == checkpoint(whole, steps),
         "first_loss": loss[0],
