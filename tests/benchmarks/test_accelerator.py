@@ -115,7 +115,7 @@ def test_results_of_another_device_or_an_interruption_do_not_count():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--out=x", "--only=smoke,nope"], "--only=nope is unknown; the pieces: smoke, "),
+        (["--out=x", "--only=smoke,nope"], "--only=nope is unknown; the pieces: kernels, "),
         (["--out=x", "--minutes=0"], "--minutes=0 is not positive"),
         (["--out=x", "--minutes=nan"], "--minutes=nan is not positive"),
         (["--report"], "--out is missing; give the folder"),
