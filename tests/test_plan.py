@@ -116,6 +116,7 @@ def test_a_config_that_training_refuses_has_no_plan():
         plan.make_plan(s, topologies.parse("v5p:2x2x4"), compiles=False)
 
 
+@pytest.mark.full
 def test_a_clip_that_does_not_fit_is_split(capsys):
     """b32 with the activations of 4,096 images a device does not fit on v5e; split, it does."""
     s = settings(clip(**CLIP_SIZES["b32"]), model__remat="none", data__batch_size=32768)
@@ -197,6 +198,7 @@ def test_results_of_a_search_fit_80_columns_and_name_what_changes_the_numerics()
     assert "The first is the config as it is." in as_is
 
 
+@pytest.mark.full
 def test_a_config_whose_mesh_does_not_exist_is_searched_nevertheless(tmp_path):
     """70B has a tensor axis of 8; on 4 chips the search finds another mesh, and the message is printed."""
     path = tmp_path / "plan.json"

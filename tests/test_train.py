@@ -268,6 +268,7 @@ def test_a_run_with_adascale_goes_on_with_another_batch_size(tmp_path):
     assert f"{rows * length:,} ({16 * length:,} per step)" in shown("report", str(tmp_path))
 
 
+@pytest.mark.full
 def test_sigterm_saves_and_exits_with_75_and_the_run_resumes_to_the_bit(whole, tmp_path):
     options = (*WHOLE, "--config.checkpoint.every_steps=100")
     out = stop_at(5, tmp_path, *options)

@@ -281,6 +281,7 @@ distributed.barrier("never")
     assert lines(tmp_path / "process-1.log")[-1] == "RuntimeError: mine"
 
 
+@pytest.mark.full
 def test_a_process_that_loses_another_one_does_not_report_a_user_error(tmp_path):
     """Neither in a program on the devices nor in an exchange, where JAX raises a `ValueError`."""
     program = tmp_path / "program.py"

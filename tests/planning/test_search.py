@@ -243,6 +243,7 @@ def test_changes_replace_values_by_key_and_are_flags():
     ]
 
 
+@pytest.mark.full
 def test_flags_of_a_result_give_its_settings():
     """On a config whose mesh does not exist on the machine."""
     c = importlib.import_module("configs.llama.70b").get_config()

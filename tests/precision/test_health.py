@@ -130,6 +130,7 @@ def test_each_block_has_its_own_scale_and_unquantized_tensors_are_zero():
     assert not np.any(statistics(make_recipe("bf16"), "input", x, None))
 
 
+@pytest.mark.full
 def test_saturation_of_each_tensor_in_the_model_is_located(llama):
     """A history that is too small for one tensor of one layer."""
     state, _, measure = llama
@@ -168,6 +169,7 @@ def test_shards_and_microbatches_measure_the_same_tensors():
             assert whole[key] <= value <= whole[key] + 0.1, key
 
 
+@pytest.mark.full
 def test_a_head_in_chunks_is_not_measured():
     """Its loss is a function with a gradient of its own, out of which only sums come."""
     recipe = precision_config(rules=(("*/up_proj", "fp8_current"), ("lm_head", "fp8_current")))

@@ -134,7 +134,9 @@ TOLERANCE = {name: 8 * 0.5 / steps for name, steps in STEPS.items()}
     ("sizes", "recipe", "format_name", "changes"),
     [
         (dict(data=2, fsdp=2, tensor=2), None, "int8", dict(mlp_dim=602)),  # two parts of two blocks
-        (dict(fsdp=4), "fp8_delayed", "int8", dict(microbatches=2, remat="block")),
+        pytest.param(
+            dict(fsdp=4), "fp8_delayed", "int8", dict(microbatches=2, remat="block"), marks=pytest.mark.full
+        ),
         pytest.param(dict(fsdp=4), None, "int8", dict(mlp_dim=301), marks=pytest.mark.full),
         pytest.param(dict(fsdp=8), None, "float8_e4m3fn", {}, marks=pytest.mark.full),
         pytest.param(
@@ -165,6 +167,7 @@ def test_gradients_are_those_of_the_batch(sizes, recipe, format_name, changes):
             assert error < 1e-5, path
 
 
+@pytest.mark.full
 def test_the_program_sends_8_bits():
     """Also of blocks whose matmuls are not quantized."""
     config, mesh = precision_config("fp8_delayed", first_blocks=1), make_mesh(fsdp=8)

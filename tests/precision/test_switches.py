@@ -68,9 +68,12 @@ def test_all_off_is_high_precision_and_all_on_is_the_recipe_to_the_bit(recipe):
 
 SWITCHABLE = [name for name, recipe in RECIPES.items() if recipe.gemms and recipe.keep == 1]
 # A trust mask without a rotation, and a rotation without a mask.
-MATMULS = [(name, {}) for name in SWITCHABLE] + [
-    ("quest", dict(fwd_hadamard=False)),
-    ("int8_all", dict(fwd_hadamard=True)),
+QUICK = ("fp8_delayed", "int8_switchback", "mxfp8", "quest")
+MATMULS = [
+    pytest.param(name, {}, marks=[] if name in QUICK else pytest.mark.full, id=name) for name in SWITCHABLE
+] + [
+    pytest.param("quest", dict(fwd_hadamard=False), id="quest-masked"),
+    pytest.param("int8_all", dict(fwd_hadamard=True), id="int8_all-rotated", marks=pytest.mark.full),
 ]
 
 

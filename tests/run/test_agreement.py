@@ -25,8 +25,8 @@ from maxlp.run.settings import read
 from tests.run import draws
 
 SEEDS = 160  # of each family
-QUICK, FULL = 40, 100  # draws of the quick tier, and of both it and the full tier
-RUN = range(QUICK, SEEDS, 6)  # seeds whose step also runs, if it is accepted
+QUICK, FULL = 20, 100  # draws of the quick tier, and of both it and the full tier
+RUN = range(40, SEEDS, 6)  # seeds whose step also runs, if it is accepted
 
 
 def refusal(function, c) -> str | None:
