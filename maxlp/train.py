@@ -18,6 +18,7 @@ import concurrent.futures
 import contextlib
 import functools
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -340,7 +341,8 @@ def finish(workdir: Path) -> None:
         from maxlp.monitoring.run_record import load_run
 
         print_primary(sections.section_text("done", sections.loss_lines(load_run(workdir))))
-        print_primary(f"curves: {curves.plot_curves(workdir)}; more: python -m maxlp.report {workdir}")
+        more = f"python -m maxlp.report {shlex.quote(str(workdir))}"
+        print_primary(f"curves: {curves.plot_curves(workdir)}; more: {more}")
 
 
 class Startup:

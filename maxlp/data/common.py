@@ -1,14 +1,12 @@
-"""What the two pipelines share: range checks, permutations, checks of states, worker processes."""
+"""What the two pipelines share: range checks, permutations, checks of states."""
 
 import functools
 import math
-import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import grain
 import numpy as np
-from absl import flags, logging
+from absl import logging
 from grain.experimental import index_shuffle
 
 from maxlp.schema import Range
@@ -103,19 +101,3 @@ def _described(key: str, old: Any, new: Any) -> str:
         )
     what = f"{key} of data.source:" if key in ("documents", "examples") else f"data.{key}:"
     return f"{what} {old} when the run was saved, now {new}"
-
-
-def in_workers(dataset: grain.IterDataset, options: grain.MultiprocessingOptions) -> grain.IterDataset:
-    """The same elements, computed by other processes."""
-    if not flags.FLAGS.is_parsed():  # Grain reads absl flags, which only absl programs parse
-        flags.FLAGS.mark_as_parsed()
-    # Sent through pipes: the shared memory of a container is often smaller than a few elements.
-    pipes = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
-    dataset = grain.experimental.WithOptionsIterDataset(dataset, pipes)
-    return dataset.mp_prefetch(options, worker_init_fn=_start_worker)
-
-
-def _start_worker(index: int, count: int) -> None:
-    from maxlp.data.workers import end_with_parent
-
-    end_with_parent()

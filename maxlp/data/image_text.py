@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
+from pkgutil import resolve_name
 from typing import Annotated, Any, NamedTuple, Protocol
 
 import grain
@@ -33,6 +34,7 @@ from maxlp.schema import INT32, Count, CountOrZero, PositiveFraction, Range
 
 TEMPLATES = ("a photo of a {}.",)
 CHUNK_ROWS = 32  # rows that one thread makes at a time
+ROWS_PER_WORKER = 256  # a process starts in the time in which another one makes about so many
 ORDER, AUGMENT = 0, 1  # part of the seeds, so that the two uses of random numbers are independent
 
 
@@ -72,7 +74,8 @@ class ImageTextDataConfig:
       max_broken: number of different broken examples that each process skips before it stops.
       num_epochs: None repeats forever.
       num_threads: threads that read and decode, in each worker.
-      num_workers: processes that read and decode; 0 uses threads of this process.
+      num_workers: processes that read and decode; 0 uses threads of this process, as do short passes over
+        validation data.
     """
 
     source: str
@@ -230,7 +233,7 @@ class ImageTextDataset:
 
     def describe(self, steps: int = 0) -> str:
         """How many examples there are, and how many epochs that many steps of training read."""
-        examples = f"{len(self.examples):,} examples"
+        examples = f"{len(self.examples):,} example{'s' * (len(self.examples) > 1)}"
         if not steps:
             return examples
         epochs = steps * self.config.batch_size / len(self.examples)
@@ -275,7 +278,8 @@ class ImageTextIterator:
         self._num_texts = self._num_cut = 0  # since this start
         self._prefetched: grain.DatasetIterator | None = None  # chunks
         rows = dataset.config.batch_size // dataset.process_count
-        self._chunks_per_step = rows // common.largest_divisor(rows, CHUNK_ROWS)
+        self._chunk_rows = common.largest_divisor(rows, CHUNK_ROWS)
+        self._chunks_per_step = rows // self._chunk_rows
 
     def __iter__(self) -> ImageTextIterator:
         return self
@@ -366,10 +370,13 @@ class ImageTextIterator:
         config, per_step = self._dataset.config, self._chunks_per_step
         ahead = max(config.num_threads, 2 * per_step)
         chunks = grain.MapDataset.source(_Chunks(self._dataset, per_step))[self._step * per_step :]
-        made = chunks.to_iter_dataset(grain.ReadOptions(config.num_threads, ahead))
-        if config.num_workers:
-            made = common.in_workers(made, grain.MultiprocessingOptions(config.num_workers))
-        return iter(made)
+        options = grain.ReadOptions(config.num_threads, ahead)
+        count = min(config.num_workers, len(chunks) * self._chunk_rows // ROWS_PER_WORKER)
+        if not count:
+            return iter(chunks.to_iter_dataset(options))
+        parts = [chunks[i::count].to_iter_dataset(options) for i in range(count)]
+        made = resolve_name("maxlp.data.in_workers:InWorkers")(parts)
+        return iter(grain.experimental.ThreadPrefetchIterDataset(made, prefetch_buffer_size=per_step))
 
 
 class _Chunks:

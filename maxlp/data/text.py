@@ -250,7 +250,8 @@ class TextDataset:
         Args:
           steps: of training, for which the epochs are counted; 0 for validation data.
         """
-        documents = f"{' + '.join(f'{count:,}' for count in self.settings['documents'])} documents"
+        noun = "document" if self.settings["documents"] == [1] else "documents"
+        documents = f"{' + '.join(f'{count:,}' for count in self.settings['documents'])} {noun}"
         found = [estimate_tokens(source, self.tokenizer) for source in self.sources]
         tokens = [count for count in found if count is not None]
         if not tokens or len(tokens) < len(found):
@@ -401,13 +402,11 @@ class TextIterator:
 
     def _open_blocks(self) -> grain.DatasetIterator:
         feeds = [_Feed(stream, rows, self._cursors[stream]) for stream, rows in self._rows]
-        blocks = _Blocks(self._dataset, self._plan, feeds, self._step // self._plan.steps_per_block)
-        workers = common.largest_divisor(len(feeds), self._dataset.num_workers)
-        if workers:
-            ahead = len(feeds) // workers
-            options = grain.MultiprocessingOptions(workers, per_worker_buffer_size=ahead)
-            blocks = common.in_workers(blocks, options)
-        return iter(grain.experimental.ThreadPrefetchIterDataset(blocks, prefetch_buffer_size=len(feeds)))
+        first, workers = self._step // self._plan.steps_per_block, self._dataset.num_workers
+        count = max(1, common.largest_divisor(len(feeds), workers))
+        parts = [_Blocks(self._dataset, self._plan, feeds[i::count], first) for i in range(count)]
+        made = resolve_name("maxlp.data.in_workers:InWorkers")(parts) if workers else parts[0]
+        return iter(grain.experimental.ThreadPrefetchIterDataset(made, prefetch_buffer_size=len(feeds)))
 
 
 # --- streams and blocks ---------------------------------------------------------------------------
@@ -468,11 +467,6 @@ class _Blocks(grain.IterDataset):
     def __init__(self, dataset: TextDataset, plan: _Plan, feeds: list[_Feed], first_block: int):
         super().__init__()
         self.dataset, self.plan, self.feeds, self.first_block = dataset, plan, feeds, first_block
-
-    def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
-        """Restricts a worker to its share of the streams; Grain calls this in each worker."""
-        assert not sequential_slice
-        self.feeds = self.feeds[sl]
 
     def __iter__(self) -> grain.DatasetIterator:
         return _BlockIterator(self)

@@ -5,6 +5,7 @@ A new panel is one function and one entry in `PANELS`.
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ def plot_curves(workdir: str | os.PathLike[str]) -> Path | None:
     for axes in figure.axes:
         _finish_axes(axes, run)
     path = run.workdir / "loss.png"
-    with naming(path):
+    with naming(path), warnings.catch_warnings(action="ignore"):  # of characters that the font lacks
         figure.savefig(path, dpi=120)
     return path
 
@@ -62,7 +63,8 @@ def loss_panel(axes: "Axes", run: Run) -> None:
     scale = _log_scale(axes, losses)
     _, labels = axes.get_legend_handles_labels()
     above = 10 + 15 * math.ceil(len(labels) / LEGEND_COLUMNS)  # points, for the legend
-    axes.set_title(run.workdir.resolve().name, loc="left", fontsize=13, fontweight="bold", pad=above)
+    name = dict(fontsize=13, fontweight="bold", parse_math=False)
+    axes.set_title(run.workdir.resolve().name, loc="left", pad=above, **name)
     axes.set_title(_subtitle(run), loc="right", fontsize=10, color=GREY, pad=above)
     axes.set_ylabel(f"loss (nats per {run.unit[:-1]}{scale})")
     axes.set_xlabel("step")

@@ -11,6 +11,7 @@
 import collections
 import math
 import os
+import shlex
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -101,7 +102,7 @@ class Watch:
             raise FloatingPointError(
                 f"the loss of step {spike.step} is {spike.loss}{cause and f'; {cause}'}; lower "
                 "optimizer.learning_rate, or set spikes.guard to skip or rollback; to replay the steps "
-                f"before it: python -m maxlp.report {workdir} --spike={spike.step}"
+                f"before it: python -m maxlp.report {shlex.quote(str(workdir))} --spike={spike.step}"
             )
 
     def save(self, workdir: Path, spike: Spike) -> None:

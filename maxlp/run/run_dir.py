@@ -16,6 +16,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -122,7 +123,7 @@ def record_start(workdir: Path, c: ConfigDict, step: int, num_params: int, units
             "step": step,
             "num_params": num_params,
             "units_per_step": units_per_step,
-            "command": " ".join(sys.argv),
+            "command": shlex.join(sys.argv),
             "git": git_revision(),
             "python": platform.python_version(),
             "versions": versions(),

@@ -39,6 +39,13 @@ def test_a_first_record_and_a_new_panel(tmp_path, monkeypatch):
     assert drawn == [10]
 
 
+def test_any_name_of_a_workdir(tmp_path):
+    workdir = tmp_path / r"cost $\foo$ 漢🙂"
+    workdir.mkdir()
+    write_run(workdir)
+    assert curves.plot_curves(workdir) == workdir / "loss.png"
+
+
 def test_losses_that_are_not_finite(tmp_path):
     write_run(tmp_path, losses=[2.0] * 3 + [math.nan] * 4 + [math.inf] + [2.0] * 32)
     assert pixels(curves.plot_curves(tmp_path), curves.BLUE) > 1000

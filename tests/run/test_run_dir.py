@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 
 import pytest
 from ml_collections import ConfigDict
@@ -16,13 +17,15 @@ def started(workdir, step=0):
     run_dir.record_start(workdir, CONFIG, step, num_params=1000, units_per_step=2048)
 
 
-def test_every_start_and_the_last_checkpoint_are_recorded(tmp_path):
+def test_every_start_and_the_last_checkpoint_are_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--workdir=/data/my run"])
     started(tmp_path)
     run_dir.record_checkpoint(tmp_path, 4)
     started(tmp_path, 4)
     run_dir.record_checkpoint(tmp_path, 8)
     record = json.loads((tmp_path / "run.json").read_text())
     assert [start["step"] for start in record["starts"]] == [0, 4] and record["last_checkpoint"] == 8
+    assert record["starts"][0]["command"] == "train.py '--workdir=/data/my run'"
 
 
 def test_the_revision_is_that_of_the_code_and_not_of_a_project_that_holds_its_environment(

@@ -1,0 +1,77 @@
+"""Datasets whose elements other processes compute."""
+
+import multiprocessing
+from collections.abc import Iterable, Sequence
+from multiprocessing import util
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import grain
+
+from maxlp.data.workers import serve
+
+
+class InWorkers(grain.IterDataset):
+    """The elements of several datasets in turn, up to the end of one; each is computed by a process.
+
+    Elements come through pipes: the shared memory of a container is often smaller than a few of them.
+    """
+
+    def __init__(self, parts: Sequence[Iterable]):
+        super().__init__()
+        self._parts = parts
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _FromWorkers(self._parts)
+
+
+class _FromWorkers(grain.DatasetIterator):
+    def __init__(self, parts: Sequence[Iterable]):
+        super().__init__()
+        self._parts, self._turn = parts, 0
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._kill = util.Finalize(self, _kill, (self._workers,), exitpriority=1)
+
+    def __next__(self) -> Any:
+        try:
+            if not self._workers:
+                self._start()
+            element, error = self._workers[self._turn][1].recv()
+        except (EOFError, OSError):
+            raise ChildProcessError(
+                "a data worker died (out of memory?); start again, or with a lower data.num_workers"
+            ) from None
+        if error is not None:
+            raise error
+        self._turn = (self._turn + 1) % len(self._workers)
+        return element
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for _ in self._parts:
+            here, there = context.Pipe()
+            process = context.Process(target=serve, args=(there,), daemon=True)
+            process.start()
+            there.close()  # so that `here` ends with the process
+            self._workers.append((process, here))
+        for (_, here), part in zip(self._workers, self._parts, strict=True):
+            here.send(part)  # waits until the process has started
+
+    def close(self) -> None:
+        super().close()
+        self._kill()
+
+    # Grain reads a state after each element; the state that matters is in the elements.
+    def get_state(self) -> dict[str, Any]:
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def _kill(workers: list[tuple[BaseProcess, Connection]]) -> None:
+    for process, _ in workers:
+        process.kill()  # it has nothing to lose, and waits for somebody to read its next element
+    for process, _ in workers:
+        process.join()

@@ -1,0 +1,59 @@
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from maxlp.data.in_workers import InWorkers
+
+LARGE = bytes(2**20)  # more than a pipe takes
+
+
+def test_the_life_of_workers():
+    """Signals to all processes do not end them; one that dies is an error, and closing waits for none."""
+    iterator = iter(InWorkers([[0, LARGE, LARGE, LARGE], [1, LARGE, LARGE, LARGE]]))
+    assert [next(iterator), next(iterator)] == [0, 1]
+    first, second = multiprocessing.active_children()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        for process in (first, second):
+            os.kill(process.pid, number)
+    assert [next(iterator), next(iterator)] == [LARGE, LARGE]
+    second.kill()
+    with pytest.raises(ChildProcessError, match="a data worker died"):
+        for _ in range(5):
+            next(iterator)
+    began = time.monotonic()
+    iterator.close()
+    assert time.monotonic() - began < 2 and not multiprocessing.active_children()
+
+
+def test_elements_come_in_turn_and_errors_arrive():
+    iterator = iter(InWorkers([range(0, 5, 2), map(int, ["1", "x"])]))
+    assert [next(iterator), next(iterator), next(iterator)] == [0, 1, 2]
+    with pytest.raises(ValueError, match="invalid literal for int"):
+        next(iterator)
+    assert not list(iterator)
+    iterator.close()
+
+
+@pytest.mark.full
+def test_workers_end_with_a_killed_process():
+    """They wait for somebody to read."""
+    code = (
+        "from maxlp.data.in_workers import InWorkers; iterator = iter(InWorkers([range(10**9)] * 2));"
+        "next(iterator); print('started', flush=True); input()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdout.readline() == "started\n"
+        workers = [
+            each
+            for each in psutil.Process(process.pid).children(recursive=True)
+            if "spawn_main" in " ".join(each.cmdline())
+        ]
+        assert len(workers) == 2
+        process.kill()
+    assert not psutil.wait_procs(workers, timeout=20)[1]
