@@ -10,7 +10,7 @@ from typing import Any
 
 
 def serve(connection: Connection) -> None:
-    """Sends the elements of the dataset that it receives as (element, None), and errors as (None, error)."""
+    """Receives a dataset; sends its elements as (element, None), and errors as (None, error)."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal or Slurm sends them to all processes;
         signal.signal(number, signal.SIG_IGN)  # the parent ends its step, for which it needs this one
     end_with_parent()
