@@ -16,12 +16,11 @@ def serve(connection: Connection) -> None:
     end_with_parent()
     elements = _received(connection)
     while True:
-        element = error = None
         try:
-            element = next(elements)
-        except Exception as raised:
-            error = raised
-        connection.send((element, error))
+            answer = next(elements), None
+        except Exception as error:
+            answer = None, error
+        connection.send(answer)
 
 
 def _received(connection: Connection) -> Iterator[Any]:
