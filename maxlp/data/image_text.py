@@ -233,7 +233,7 @@ class ImageTextDataset:
 
     def describe(self, steps: int = 0) -> str:
         """How many examples there are, and how many epochs that many steps of training read."""
-        examples = f"{len(self.examples):,} examples"
+        examples = f"{len(self.examples):,} example{'s' * (len(self.examples) > 1)}"
         if not steps:
             return examples
         epochs = steps * self.config.batch_size / len(self.examples)

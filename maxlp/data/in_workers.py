@@ -34,19 +34,17 @@ class _FromWorkers(grain.DatasetIterator):
         self._kill = util.Finalize(self, _kill, (self._workers,), exitpriority=1)
 
     def __next__(self) -> Any:
-        if not self._workers:
-            self._start()
-        connection = self._workers[self._turn][1]
-        self._turn = (self._turn + 1) % len(self._workers)
         try:
-            element, error = connection.recv()
+            if not self._workers:
+                self._start()
+            element, error = self._workers[self._turn][1].recv()
         except (EOFError, OSError):
             raise ChildProcessError(
-                "a data worker died (out of memory?); start again, with fewer than data.num_workers="
-                f"{len(self._workers)} if it happens again"
+                "a data worker died (out of memory?); start again, or with a lower data.num_workers"
             ) from None
         if error is not None:
             raise error
+        self._turn = (self._turn + 1) % len(self._workers)
         return element
 
     def _start(self) -> None:

@@ -250,7 +250,8 @@ class TextDataset:
         Args:
           steps: of training, for which the epochs are counted; 0 for validation data.
         """
-        documents = f"{' + '.join(f'{count:,}' for count in self.settings['documents'])} documents"
+        noun = "document" if self.settings["documents"] == [1] else "documents"
+        documents = f"{' + '.join(f'{count:,}' for count in self.settings['documents'])} {noun}"
         found = [estimate_tokens(source, self.tokenizer) for source in self.sources]
         tokens = [count for count in found if count is not None]
         if not tokens or len(tokens) < len(found):

@@ -10,14 +10,13 @@ from typing import Any
 
 
 def serve(connection: Connection) -> None:
-    """Sends the elements of the dataset that it receives, each as (element, None), then (None, error)."""
+    """Sends the elements of the dataset that it receives as (element, None), errors as (None, error)."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal or Slurm sends them to all processes;
         signal.signal(number, signal.SIG_IGN)  # the parent ends its step, for which it needs this one
     end_with_parent()
     elements = _received(connection)
-    error = None
-    while error is None:
-        element = None
+    while True:
+        element = error = None
         try:
             element = next(elements)
         except Exception as raised:

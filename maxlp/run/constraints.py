@@ -154,7 +154,7 @@ def learned_tokenizer_fits_model(s: Settings, machine: Machine) -> str | None:
         return None
     size = spec.removeprefix("bpe:")
     if not size.isdecimal():
-        return f"data.tokenizer={spec} does not give a number of tokens; write one, as in bpe:4096"
+        return f"data.tokenizer={spec} must be bpe: and a number of tokens, as in bpe:4096, without options"
     return too_many_tokens(s, int(size))
 
 

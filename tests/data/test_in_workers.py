@@ -23,7 +23,7 @@ def test_the_life_of_workers():
             os.kill(process.pid, number)
     assert [next(iterator), next(iterator)] == [LARGE, LARGE]
     second.kill()
-    with pytest.raises(ChildProcessError, match=r"a data worker died .* than data.num_workers=2 if"):
+    with pytest.raises(ChildProcessError, match="a data worker died"):
         for _ in range(5):
             next(iterator)
     began = time.monotonic()
@@ -36,6 +36,7 @@ def test_elements_come_in_turn_and_errors_arrive():
     assert [next(iterator), next(iterator), next(iterator)] == [0, 1, 2]
     with pytest.raises(ValueError, match="invalid literal for int"):
         next(iterator)
+    assert not list(iterator)
     iterator.close()
 
 

@@ -388,6 +388,8 @@ def test_the_start_tells_documents_tokens_and_epochs(tokens, tmp_path, monkeypat
     assert "epochs" not in dataset.describe()
     monkeypatch.setattr(text, "SAMPLE_SECONDS", -1.0)  # reading takes too long
     assert dataset.describe(steps=100) == "2,000 + 3,000 documents"
+    dataset.settings["documents"] = [1]
+    assert dataset.describe() == "1 document"
 
 
 def test_the_start_warns_of_data_that_end_early(tmp_path):

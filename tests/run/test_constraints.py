@@ -178,6 +178,7 @@ REFUSED = {
     ],
     "learned_tokenizer_fits_model": [
         ({"data.tokenizer": "bpe:4k"}, 1, "cpu", "as in bpe:4096"),
+        ({"data.tokenizer": "bpe:512?chat_template=plain"}, 1, "cpu", "without options"),
         ({"data.tokenizer": "bpe:512", "model.vocab_size": 256}, 1, "cpu", "model.vocab_size=512"),
     ],
     "mesh_divides_params": [({"model.embed_dim": 100}, 8, "cpu", "mesh.fsdp=8")],
