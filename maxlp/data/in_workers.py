@@ -1,8 +1,10 @@
 """Datasets whose elements other processes compute."""
 
+import contextlib
 import multiprocessing
-from collections.abc import Iterable, Sequence
-from multiprocessing import util
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing import resource_tracker, util
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -52,7 +54,8 @@ class _FromWorkers(grain.DatasetIterator):
         for _ in self._parts:
             here, there = context.Pipe()
             process = context.Process(target=serve, args=(there,), daemon=True)
-            process.start()
+            with _signals_blocked():
+                process.start()
             there.close()  # so that `here` ends with the process
             self._workers.append((process, here))
         for (_, here), part in zip(self._workers, self._parts, strict=True):
@@ -68,6 +71,20 @@ class _FromWorkers(grain.DatasetIterator):
 
     def set_state(self, state: dict[str, Any]) -> None:
         raise NotImplementedError
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Blocks the signals that a terminal or Slurm sends to all processes of a run, also in what it starts.
+
+    The run that gets one ends its step, for which it needs its workers.
+    """
+    resource_tracker.ensure_running()  # would unblock them at the first start of a process
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _kill(workers: list[tuple[BaseProcess, Connection]]) -> None:

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import signal
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -11,8 +10,6 @@ from typing import Any
 
 def serve(connection: Connection) -> None:
     """Receives a dataset; sends its elements as (element, None), and errors as (None, error)."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal or Slurm sends them to all processes;
-        signal.signal(number, signal.SIG_IGN)  # the parent ends its step, for which it needs this one
     end_with_parent()
     elements = _received(connection)
     while True:

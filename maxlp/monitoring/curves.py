@@ -63,8 +63,8 @@ def loss_panel(axes: "Axes", run: Run) -> None:
     scale = _log_scale(axes, losses)
     _, labels = axes.get_legend_handles_labels()
     above = 10 + 15 * math.ceil(len(labels) / LEGEND_COLUMNS)  # points, for the legend
-    name = dict(fontsize=13, fontweight="bold", parse_math=False)
-    axes.set_title(run.workdir.resolve().name, loc="left", pad=above, **name)
+    name = axes.set_title(run.workdir.resolve().name, loc="left", fontsize=13, fontweight="bold", pad=above)
+    name.set_parse_math(False)
     axes.set_title(_subtitle(run), loc="right", fontsize=10, color=GREY, pad=above)
     axes.set_ylabel(f"loss (nats per {run.unit[:-1]}{scale})")
     axes.set_xlabel("step")

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -14,14 +15,18 @@ LARGE = bytes(2**20)  # more than a pipe takes
 
 
 def test_the_life_of_workers():
-    """Signals to all processes do not end them; one that dies is an error, and closing waits for none."""
+    """Signals to all processes end none, one that dies is an error, and closing waits for none."""
     iterator = iter(InWorkers([[0, LARGE, LARGE, LARGE], [1, LARGE, LARGE, LARGE]]))
-    assert [next(iterator), next(iterator)] == [0, 1]
-    first, second = multiprocessing.active_children()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        for process in (first, second):
-            os.kill(process.pid, number)
-    assert [next(iterator), next(iterator)] == [LARGE, LARGE]
+    with ThreadPoolExecutor() as pool:
+        element = pool.submit(next, iterator)
+        while len(multiprocessing.active_children()) < 2:
+            time.sleep(0.001)
+        first, second = multiprocessing.active_children()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            for process in (first, second):
+                os.kill(process.pid, number)
+        assert element.result() == 0
+    assert [next(iterator) for _ in range(3)] == [1, LARGE, LARGE]
     second.kill()
     with pytest.raises(ChildProcessError, match="a data worker died"):
         for _ in range(5):
