@@ -312,7 +312,8 @@ def validate(
     """Metrics of the first ``limit`` batches of validation data, as in ``eval/loss``; 0 takes all."""
 
     def batches() -> Iterator[dict]:
-        return (batch for batch, _ in device_batches(iter(validation), mesh, limit or None))
+        with contextlib.closing(iter(validation)) as read:
+            yield from (batch for batch, _ in device_batches(read, mesh, limit or None))
 
     return {f"{name}/{key}": value for key, value in evaluate(evaluated(state), batches).items()}
 
