@@ -41,19 +41,26 @@ def evaluator(
 
     def evaluate(state: dict, batches: Callable[[], Iterable[dict]]) -> dict[str, float]:
         image, text = functools.partial(encode_image, state), functools.partial(encode_text, state)
-        results = {}
-        if validation.classes:
-            top = zero_shot(
-                image,
-                text,
-                batches(),
-                classes=validation.classes,
-                templates=validation.templates,
-                tokenize=validation.encode,
-                batch_size=data.batch_size,
-            )
-            results |= {f"zero_shot_{key}": value for key, value in top.items() if key != "examples"}
-        return results | retrieval(image, text, batches())
+        if not validation.classes:
+            return retrieval(image, text, batches())
+        encoded: list[dict] = []  # each image is read and encoded once
+
+        def encode() -> Iterator[dict]:
+            for batch in batches():
+                encoded.append(batch | {"image": image(batch["image"])})
+                yield encoded[-1]
+
+        top = zero_shot(
+            lambda image_BE: image_BE,
+            text,
+            encode(),
+            classes=validation.classes,
+            templates=validation.templates,
+            tokenize=validation.encode,
+            batch_size=data.batch_size,
+        )
+        results = {f"zero_shot_{key}": value for key, value in top.items() if key != "examples"}
+        return results | retrieval(lambda image_BE: image_BE, text, encoded)
 
     return evaluate
 

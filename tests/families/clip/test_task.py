@@ -86,7 +86,8 @@ def test_evaluation_is_zero_shot_and_retrieval_on_validation_data():
         templates=["a {}."],
         encode=lambda texts: encode_texts(make_tokenizer("bytes"), texts, 12)[0],
     )
-    found = task.evaluator(graphdef, config, DATA, LOSS, validation)(state, lambda: [batch])
+    passes = iter([[batch]])  # one
+    found = task.evaluator(graphdef, config, DATA, LOSS, validation)(state, lambda: next(passes))
     assert 0 <= found["zero_shot_top1"] <= found["zero_shot_top5"] == 1, "of two classes"
     model = nnx.merge(graphdef, params)
     assert found == found | retrieval(model.encode_image, model.encode_text, [batch])
