@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from absl import logging
 
-from maxlp.data.readers import COMPRESSED, BrokenExample, find_files, locate, of_kind
+from maxlp.data.readers import COMPRESSED, BrokenExample, check_utf8, find_files, locate, of_kind
 from maxlp.data.readers.access import open_file, read_range, uncompressed
 from maxlp.data.sources import VALIDATION, Source, Spec
 from maxlp.data.specs import one_line
@@ -78,7 +78,8 @@ class Tars:
         """Sample `row`: {"image": bytes, "text": str or None, "label": int or -1}.
 
         Raises:
-          BrokenExample: the JSON has no caption under the given key, or a file is too large.
+          BrokenExample: the caption is not UTF-8, the JSON has none under the given key, or a file is too
+            large.
         """
         number, entry = self._entry(row)
         if max(entry["image_size"], entry["text_size"]) > MAX_FILE_BYTES:
@@ -107,8 +108,9 @@ class Tars:
     def _caption(self, data: bytes | None) -> str | None:
         if data is None:
             return None
+        check_utf8(data)
         if self._type != "json":
-            return data.decode("utf-8", errors="replace").strip()
+            return data.decode().strip()
         try:
             value = json.loads(data)[self._key]
         except (ValueError, LookupError, TypeError, RecursionError):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from maxlp.data.readers import as_text, walk
+from maxlp.data.readers import as_text, check_utf8, walk
 from maxlp.data.sources import Source, Spec
 from maxlp.data.specs import import_extra, one_line
 
@@ -53,8 +53,9 @@ class TfdsExamples:
         text = as_text(example[key], key) if key else None
         if "image_key" not in self._keys:
             return {"text": text}
+        check_utf8(text)
         if isinstance(text, bytes):
-            text = text.decode(errors="replace")
+            text = text.decode()
         label = int(example.get(self._keys["label_key"], -1))
         return {"image": example[self._keys["image_key"]], "text": text, "label": label}
 

@@ -76,6 +76,13 @@ def test_captions_may_be_in_json(tmp_path):
         tars.Tars(str(tmp_path), "json:title")[0]
 
 
+@pytest.mark.parametrize(("kind", "text"), [("txt", b"caf\xe9"), ("json:alt", b'{"alt": "caf\xe9"}')])
+def test_a_caption_that_is_not_utf8_is_broken(kind, text, tmp_path):
+    write_files(tmp_path / "a.tar", [("x.jpg", b"1"), (f"x.{kind.partition(':')[0]}", text)])
+    with pytest.raises(BrokenExample, match=r"\(0xe9\) is not UTF-8"):
+        tars.Tars(str(tmp_path), kind)[0]
+
+
 def test_index_is_reused_until_the_tar_changes(tmp_path, monkeypatch):
     path = tmp_path / "a.tar"
     write_files(path, samples(5))
