@@ -1,4 +1,8 @@
-"""Datasets whose elements other processes compute."""
+"""Datasets whose elements other processes compute.
+
+Not with Grain's `mp_prefetch`: it waits up to 25 seconds for each worker that has an element which nobody
+reads, and forever for one that was killed while it sent; and signals to all processes end its workers.
+"""
 
 import contextlib
 import multiprocessing
