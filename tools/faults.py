@@ -862,6 +862,11 @@ NN = [
         "nn/layers.py",
         "nn/test_layers.py",
         (
+            '"lookup", "sent_seq", "sent_embed"',
+            '"lookup", "lookup_seq", "embed"',
+            "parallel/test_collectives.py",
+        ),
+        (
             "jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)\n        scale = over",
             "jnp.mean(jnp.square(x32), axis=-1, keepdims=True)) + self.eps\n        scale = over",
         ),
@@ -1658,7 +1663,7 @@ DATA = [
         ('self._step = state["step"]', 'self._step = state["step"] + 1'),
         ('{"step": self._step, "streams": streams', '{"step": self._step - 1, "streams": streams'),
         ('{block["stream"]: block["end"] for block in self._blocks}', "self._cursors"),
-        ("self._step // self._plan.steps_per_block)", "0)"),
+        ("self._step // self._plan.steps_per_block, self", "0, self"),
         ("rows = range(index * size, (index + 1) * size)", "rows = range(index, self.batch_size, count)"),
         ("range(feed.stream, len(documents), plan.num_streams)", "range(len(documents))"),
         ("(*self._seeds, epoch))", "self._seeds)"),
@@ -1680,6 +1685,12 @@ DATA = [
             "self._step % self._plan.steps_per_block == 0",
             "(self._step + 1) % self._plan.steps_per_block == 0",
         ),
+    ),
+    *_in(
+        "data/in_workers.py",
+        "data/test_in_workers.py",
+        ("self._turn + 1)", "self._turn)"),
+        ("resource_tracker.ensure_running()", "None"),
     ),
     *_in(
         "data/__init__.py",
