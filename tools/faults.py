@@ -1690,7 +1690,6 @@ DATA = [
         "data/in_workers.py",
         "data/test_in_workers.py",
         ("self._turn + 1)", "self._turn)"),
-        ("resource_tracker.ensure_running()", "None"),
     ),
     *_in(
         "data/__init__.py",
