@@ -19,7 +19,7 @@ devices may differ from the run's.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from ml_collections import ConfigDict
 from maxlp import schema
 from maxlp.data.specs import split_options
 from maxlp.parallel import sharding
-from maxlp.parallel.batches import device_batches
+from maxlp.parallel.batches import one_pass
 from maxlp.run import cli, constraints, run_dir, same_model
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import make_data
@@ -169,13 +169,13 @@ def evaluate(c: ConfigDict, s: Settings, workdir: Path, mesh: Mesh) -> tuple[dic
     linear_probe = s.family.linear_probe if flags.FLAGS.linear_probe else None
     train = probe_data(s, tokenizer, validation.classes, mesh) if linear_probe else None
     run = s.family.evaluator(graphdef, s.model, s.data, s.loss, validation)
-    results = run(state, lambda: batches(validation, mesh))
+    results = run(state, lambda: one_pass(validation, mesh))
     if linear_probe:
         found = linear_probe(
             graphdef,
             state,
-            batches(train, mesh),
-            batches(validation, mesh),
+            one_pass(train, mesh),
+            one_pass(validation, mesh),
             num_classes=len(validation.classes),
             l2=flags.FLAGS.l2,
         )
@@ -213,10 +213,6 @@ def on_training_data(s: Settings) -> Settings:
     if "split" not in options:
         source += f"{'&' if options else '?'}split=train"
     return dataclasses.replace(s, data=dataclasses.replace(s.data, source=source, validation_source=""))
-
-
-def batches(data: Any, mesh: Mesh) -> Iterator[dict]:
-    return (batch for batch, _ in device_batches(iter(data), mesh))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from maxlp.families import Evaluate, Measure
 from maxlp.monitoring import rollback
 from maxlp.monitoring.recorder import Recorder
 from maxlp.monitoring.watch import Watch
-from maxlp.parallel.batches import device_batches
+from maxlp.parallel.batches import one_pass
 from maxlp.run import changes, cli, run_dir
 from maxlp.run.experiment import Experiment, describe, make_data, resolve
 from maxlp.run.intact_batches import IntactBatches
@@ -312,8 +312,7 @@ def validate(
     """Metrics of the first ``limit`` batches of validation data, as in ``eval/loss``; 0 takes all."""
 
     def batches() -> Iterator[dict]:
-        with contextlib.closing(iter(validation)) as read:
-            yield from (batch for batch, _ in device_batches(read, mesh, limit or None))
+        return one_pass(validation, mesh, limit or None)
 
     return {f"{name}/{key}": value for key, value in evaluate(evaluated(state), batches).items()}
 

@@ -1,8 +1,10 @@
 """Batches on the mesh: the rows that a process reads, and global device arrays made of them."""
 
 import collections
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,6 +42,12 @@ def global_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Arra
     """Global device arrays from this process's rows of the batch (its `batch_part`)."""
     sharding = batch_sharding(mesh)
     return {k: jax.make_array_from_process_local_data(sharding, v) for k, v in batch.items()}
+
+
+def one_pass(data: Any, mesh: Mesh, limit: int | None = None) -> Iterator[dict]:
+    """Global device batches of one pass over the data, which is closed at the end of the pass."""
+    with contextlib.closing(iter(data)) as batches:
+        yield from (batch for batch, _ in device_batches(batches, mesh, limit))
 
 
 def device_batches(
