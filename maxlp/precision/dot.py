@@ -193,12 +193,12 @@ def residuals(recipe: Recipe, x, kernel, q_x, q_kernel) -> tuple[Any, Any]:
 
 def _backward(static: Static, residuals, g):
     saved, amaxes, history = residuals
-    current, grad_amax, new_history = None, None, None
+    grad_amax, new_history = None, None
     if history is not None:
         current = amax(g)
         grad_amax = delayed.delayed_amax(history, current, static.recipe.cold_start)
         new_history = delayed.push(history, current)
-    amaxes_and_grad = amaxes | {"output_grad": grad_amax, "output_grad_now": current}
+    amaxes_and_grad = amaxes | {"output_grad": grad_amax}
     dx = input_gradient(static, saved, g, amaxes_and_grad)
     dkernel = kernel_gradient(static, saved, g, amaxes_and_grad)
     return dx, dkernel, None, None, None, new_history
@@ -262,11 +262,7 @@ def drhs_operands(recipe: Recipe, saved_x, g: jax.Array, amaxes) -> tuple[Quanti
     assert recipe.drhs is not None
     tokens = tuple(range(g.ndim - 1))
     q_x = _requantize(recipe, saved_x, 0, recipe.drhs[0], tokens, amaxes["input"])
-    q_g = quantize(recipe, recipe.drhs[1], g, tokens, amaxes["output_grad"])
-    if (current := amaxes["output_grad_now"]) is not None:
-        # With a scale older than the data infinity saturates; a gate must see it in the gradient.
-        q_g = q_g._replace(scale=jnp.where(jnp.isfinite(current), q_g.scale, current))
-    return q_x, q_g
+    return q_x, quantize(recipe, recipe.drhs[1], g, tokens, amaxes["output_grad"])
 
 
 # --- parts --------------------------------------------------------------------------------------------

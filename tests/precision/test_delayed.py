@@ -160,19 +160,23 @@ def test_in_the_first_step_non_finite_data_gives_a_non_finite_result():
     assert not np.any(np.isfinite(y)) and not np.any(np.isfinite(dw))
 
 
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_gaudi"])
+@pytest.mark.parametrize("value", [np.inf, np.nan])
 @pytest.mark.parametrize("cold_start", [True, False])
-def test_a_gate_sees_infinity_in_a_gradient_whose_scale_is_older(recipe, cold_start):
-    """It saturates in the cast, and a loss scale that overflows would never be halved."""
-    layer = fixtures.Layer(make_recipe(recipe, history=4, cold_start=cold_start))
+@pytest.mark.parametrize("options", [{}, {"format": "int8"}, {"residuals": "full"}])
+@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_gaudi"])
+def test_with_older_scales_non_finite_data_gives_a_non_finite_product(name, options, cold_start, value):
+    """It saturates in the cast, and neither a gate nor the loss scale would see it."""
+    layer = fixtures.Layer(make_recipe(name, history=4, cold_start=cold_start, **options))
     step = jax.jit(layer.step)
     *_, state = step(layer.state, *data(0))
-    x, w, g = data(1)
-    _, dx, dw, _ = step(state, x, w, g)
-    assert np.all(np.isfinite(dx)) and np.all(np.isfinite(dw))
-    g[0, 0] = np.inf
-    _, _, dw, _ = step(state, x, w, g)
-    assert not np.any(np.isfinite(dw))
+    assert all(np.all(np.isfinite(result)) for result in step(state, *data(1))[:3])
+    # The products of input, kernel and output gradient: y, dx and dw.
+    for tensor, products in enumerate([(0, 2), (0, 1), (1, 2)]):
+        tensors = data(1)
+        tensors[tensor][0, 0] = value
+        results = step(state, *tensors)
+        for product in products:
+            assert not np.all(np.isfinite(results[product])), (tensor, product)
 
 
 @pytest.mark.parametrize("cold_start, alive", [(True, 4), (False, 0)])
