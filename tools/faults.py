@@ -563,6 +563,12 @@ NUMERICS = [
         ("scale if tensor_scale is None else scale * tensor_scale)", "scale)"),
         ("q.scale if q.tensor_scale is None else q.scale * q.tensor_scale", "q.scale"),
         ("jnp.sum(bits, dtype=jnp.uint32)", "0"),
+        (
+            "jnp.where(jnp.isfinite(amax(x)), scale, jnp.nan)",
+            "scale",
+            "precision/test_delayed.py",
+        ),
+        ("x = jnp.where(jnp.isfinite(x), x, jnp.nan)", "pass", "precision/test_delayed.py"),
         ("mixed / math.sqrt(size)", "mixed"),
         ("return signs[:, None] * matrix", "return math.sqrt(size) * np.eye(size)"),
         ("to.clip * rms(x, axes)", "to.clip * amax(x, axes)", "precision/test_dot.py"),
@@ -633,7 +639,6 @@ PRECISION = [
             'quantize(recipe, recipe.drhs[0], g, tokens, amaxes["output_grad"])',
             "precision/test_delayed.py",
         ),
-        ("jnp.where(jnp.isfinite(current), q_g.scale, current)", "q_g.scale", "precision/test_delayed.py"),
         ("quantize(self.recipe, fwd[0], fixed, (x.ndim - 1,)", "quantize(self.recipe, fwd[0], fixed, (0,)"),
         ("quantize(recipe, recipe.fwd[1], kernel, (0,)", "quantize(recipe, recipe.fwd[1], kernel, (1,)"),
         (
@@ -776,6 +781,11 @@ PRECISION = [
         ("min(dims) >= min_dim", "max(dims) >= min_dim"),
         ("for pattern, r in rules if", "for pattern, r in rules[::-1] if"),
         ("names = (path, layer)", "names = (path,)"),
+        (
+            "if between and found[path].plain.issuperset(between):",
+            "if False:",
+            "run/test_constraints.py",
+        ),
         ("if not of_rule.is_plain and not ", "if not "),
         ("if len(low) > 1:", "if len({recipe.name for recipe in low}) > 1:"),
     ),

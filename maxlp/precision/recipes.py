@@ -81,14 +81,14 @@ class Operand:
         schema.check(self)
         if self.delayed and self.granularity != "tensor":
             raise ValueError(
-                f"granularity={self.granularity!r} does not work with delayed scales; use 'tensor' or a "
-                "recipe with current scales"
+                f"options.granularity={self.granularity!r} does not work with delayed scales; use 'tensor' or "
+                "a recipe with current scales"
             )
         clipped = formats.get(self.format).clip and not (self.delayed or self.in_blocks)
         if self.clipping == "gaussian" and not clipped:
             grids = ", ".join(name for name, f in formats.FORMATS.items() if f.clip)
             raise ValueError(
-                f"clipping='gaussian' is for current scales of tensors or rows in {grids}, not for "
+                f"options.clipping='gaussian' is for current scales of tensors or rows in {grids}, not for "
                 f"{_described(self)}; use 'max'"
             )
 

@@ -47,7 +47,7 @@ def choose(
     shapes = {path: kernel_shape(module) for path, module in matmuls.items()}
     in_stacks = any(stack for stack, *_ in shapes.values())
     layers = _paths_of_layers(model, matmuls)
-    between = [names[ends[0] : len(names) - ends[1]] for names in layers.values()]
+    names_between = [names[ends[0] : len(names) - ends[1]] for names in layers.values()]
     for pattern, of_rule in rules:
         if not fnmatch.filter(itertools.chain(matmuls, *layers.values()), pattern):
             example = f" or, for a layer, {next(iter(layers.values()))[0]}" if layers else ""
@@ -55,7 +55,7 @@ def choose(
                 f"rules: pattern {pattern!r} matches no matmul; use one of the paths "
                 f"{', '.join(matmuls)}{example}"
             )
-        if not of_rule.is_plain and not fnmatch.filter(itertools.chain(matmuls, *between), pattern):
+        if not of_rule.is_plain and not fnmatch.filter(itertools.chain(matmuls, *names_between), pattern):
             raise ValueError(
                 f"rules: pattern {pattern!r} matches only blocks that first_blocks={ends[0]} and "
                 f"last_blocks={ends[1]} keep in high precision; lower these, or name other layers"
@@ -64,6 +64,9 @@ def choose(
     for path, (stack, *dims) in shapes.items():
         default = recipe if min(dims) >= min_dim and (stack or not in_stacks) else RECIPES["bf16"]
         found[path] = _of_matmul(path, layers.get(path, [path]), rules, default)
+        between = range(ends[0], len(layers.get(path, ())) - ends[1])
+        if between and found[path].plain.issuperset(between):
+            found[path] = Chosen(RECIPES["bf16"])
     return found
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from maxlp.precision import HIGH_PRECISION, PrecisionConfig
+from maxlp.precision import PrecisionConfig
 from maxlp.precision.recipes import RECIPES, Operand, RecipeOptions, make_recipe
 
 
@@ -18,10 +18,12 @@ def refusal(p: PrecisionConfig, matmuls: Mapping[str, str]) -> str | None:
             f"precision.options.{key}={getattr(p.options, key)!r} has no effect with precision.recipe="
             f"{p.recipe}: {reason} (and precision.rules take none); leave it unset or choose another recipe"
         )
-    if set(matmuls.values()) == {HIGH_PRECISION} and not p.make(p.recipe).is_plain:
+    used = {name.split(", ")[0] for name in matmuls.values()}
+    if p.recipe not in used and not p.make(p.recipe).is_plain:
         return (
-            f"precision.recipe={p.recipe} has no effect: precision.min_dim={p.min_dim} and precision.rules "
-            "leave it no matmul; change these, or set it to bf16"
+            f"precision.recipe={p.recipe} has no effect: precision.min_dim={p.min_dim}, precision.rules, "
+            f"first_blocks={p.first_blocks} and last_blocks={p.last_blocks} leave it no matmul; change "
+            "these, or set it to bf16"
         )
     form = p.smooth_swiglu
     if form == "none" or any(f"smooth {form}" in name.split(", ") for name in matmuls.values()):
@@ -51,6 +53,8 @@ def unused_options(name: str, options: RecipeOptions) -> dict[str, str]:
             found[key] = "that recipe has no scales of tensors or rows"
         elif key in ("block_size", "block_scales") and not recipe.block_size:
             found[key] = "that recipe has no blocks"
+        elif key in ("grad_format", "grad_rounding") and not recipe.operands["output_grad"]:
+            found[key] = "that recipe does not quantize gradients"
         elif key in ("fwd_hadamard", "trust_mask") and recipe.fwd is None:
             found[key] = "that recipe does not quantize the forward pass"
         elif key == "trust_mask" and recipe.trust_mask and not any(_clips(o) for o in recipe.fwd or ()):

@@ -28,6 +28,7 @@ def scalify_refusal(s: Settings, machine: Machine) -> str | None:
         (p.loss_scale is not None, "precision.loss_scale", "no loss scale"),
         (p.recipe != "bf16", f"precision.recipe={p.recipe}", "precision.recipe=bf16"),
         (bool(p.rules), "precision.rules", "no rules"),
+        (p.min_dim > 0, f"precision.min_dim={p.min_dim}", "precision.min_dim=0"),
         (p.health_every > 0, f"precision.health_every={p.health_every}", "precision.health_every=0"),
         (
             p.magnitudes_every > 0,
@@ -62,6 +63,8 @@ def release_refusal(s: Settings, machine: Machine) -> str | None:
         # A layer's gradient is complete only after the last microbatch.
         (adascale is not None, f"optimizer.adascale={adascale}", "train.release_gradients=False"),
         (microbatches > 1, f"train.microbatches={microbatches}", "train.microbatches=1"),
+        # Each layer is computed again, from its input on the device.
+        (s.model.remat == "offload", "model.remat=offload", "model.remat=block"),
         # A pipeline's backward pass completes the gradients of all layers of a stage at its end.
         (stages > 1, f"mesh.stage={stages}", "mesh.stage=1"),
         # A gate rejects a step after its gradients are known, when released ones are applied already.

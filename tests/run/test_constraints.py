@@ -39,6 +39,7 @@ REFUSED = {
         (SCALIFY | {"precision.loss_scale.initial": 2.0}, 1, "cpu", "set no loss scale"),
         (SCALIFY | {"precision.recipe": "fp8_current"}, 1, "cpu", "set precision.recipe=bf16"),
         (SCALIFY | {"precision.rules": (("*/q_proj", "fp8_current"),)}, 1, "cpu", "set no rules"),
+        (SCALIFY | {"precision.min_dim": 64}, 1, "cpu", "set precision.min_dim=0"),
         (SCALIFY | {"precision.health_every": 10}, 1, "cpu", "set precision.health_every=0"),
         (SCALIFY | {"precision.magnitudes_every": 10}, 1, "cpu", "set precision.magnitudes_every=0"),
         (SCALIFY, 1, "gpu", "set model.attention=xla"),
@@ -152,7 +153,43 @@ REFUSED = {
             {"precision.recipe": "fp8_current", "precision.min_dim": 1000},
             1,
             "cpu",
-            "precision.recipe=fp8_current has no effect: precision.min_dim=1000 and",
+            "precision.recipe=fp8_current has no effect: precision.min_dim=1000, precision.rules",
+        ),
+        # All layers but those that stay in high precision anyway.
+        (
+            {
+                "precision.recipe": "fp8_current",
+                "precision.first_blocks": 1,
+                "precision.last_blocks": 1,
+                "precision.rules": (("layers/[12]/*", "bf16"),),
+            },
+            1,
+            "cpu",
+            "first_blocks=1 and last_blocks=1 leave it no matmul",
+        ),
+        (
+            {
+                "precision.recipe": "fp8_current",
+                "precision.first_blocks": 2,
+                "precision.last_blocks": 1,
+                "precision.smooth_swiglu": "balanced",
+                "precision.rules": (("layers/2/mlp/down_proj", "bf16"),),
+            },
+            1,
+            "cpu",
+            "no matmul of a gated product",
+        ),
+        (
+            {"precision.recipe": "fp8_current", "precision.rules": (("*", "int8_switchback"),)},
+            1,
+            "cpu",
+            "precision.recipe=fp8_current has no effect",
+        ),
+        (
+            {"precision.recipe": "quest", "precision.options.grad_rounding": "stochastic"},
+            1,
+            "cpu",
+            "does not quantize gradients",
         ),
         (
             {"precision.recipe": "fp8_current", "precision.options.history": 16},
@@ -216,6 +253,7 @@ REFUSED = {
         (RELEASED | {"mesh.stage": 2}, 2, "cpu", "mesh.stage=1"),
         (RELEASED | {"spikes.guard": "skip"}, 1, "cpu", "rollback"),
         (RELEASED | {"precision.loss_scale.initial": 1.0}, 1, "cpu", "loss_scale"),
+        (RELEASED | {"model.remat": "offload"}, 1, "cpu", "model.remat=block"),
     ],
     "both_phases_have_the_same_state": [
         (LATE | {"train.total_steps": 5}, 1, "cpu", "an earlier step"),

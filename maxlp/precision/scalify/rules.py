@@ -130,6 +130,11 @@ def reduce_sum(eqn: JaxprEqn, x: Scaled) -> list[Value]:
     return _summed(eqn, total, x.exponent, terms)
 
 
+def cumsum(eqn: JaxprEqn, x: Scaled) -> list[Value]:
+    [totals] = bind(eqn, x.data.astype(jnp.float32))
+    return _summed(eqn, totals, x.exponent, x.data.shape[eqn.params["axis"]])
+
+
 def dot_general(eqn: JaxprEqn, x: Value, y: Value) -> list[Value]:
     x, y = as_scaled(x), as_scaled(y)
     (contracted, _), _ = eqn.params["dimension_numbers"]
@@ -188,7 +193,7 @@ MOVES = (
 RULES: dict[str, Rule] = {
     **dict.fromkeys(MOVES, keep),
     **dict.fromkeys(("abs", "neg", "stop_gradient", "reduce_precision", "is_finite"), keep),
-    **dict.fromkeys(("reduce_max", "reduce_min", "argmax", "argmin", "top_k", "cummax", "cumsum"), keep),
+    **dict.fromkeys(("reduce_max", "reduce_min", "argmax", "argmin", "top_k", "cummax"), keep),
     **dict.fromkeys(("optimization_barrier", "sort"), keep_each),
     **dict.fromkeys(
         ("add", "add_any", "sub", "max", "min", "clamp", "concatenate", "pad", "stack"), aligned
@@ -199,6 +204,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("logistic", "polynomial"), by_value),
     "bitcast_convert_type": bitcast,
     "convert_element_type": convert,
+    "cumsum": cumsum,
     "div": div,
     "dot_general": dot_general,
     "dynamic_update_slice": update_slice,

@@ -144,6 +144,13 @@ def test_every_rule_is_in_a_step_or_its_gradient(monkeypatch):
     assert RULES.keys() - used <= NEWER_JAX
 
 
+@pytest.mark.parametrize("add", [jnp.sum, jnp.cumsum])
+def test_sums_beyond_float16_do_not_overflow(add):
+    ones = jnp.ones(2**17, jnp.float16)
+    assert jnp.all(unscale(scalify(add)(pair(ones, 0))) <= 2**17)
+    assert not jnp.all(jnp.isfinite(add(ones)))
+
+
 def test_float16_keeps_magnitudes_that_it_cannot_hold():
     x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 64, 64)), jnp.float16)
     unit, small = (Scaled(x, jnp.int32(exponent)) for exponent in (0, -15))
