@@ -81,8 +81,8 @@ class Operand:
         schema.check(self)
         if self.delayed and self.granularity != "tensor":
             raise ValueError(
-                f"options.granularity={self.granularity!r} does not work with delayed scales; use 'tensor' or "
-                "a recipe with current scales"
+                f"options.granularity={self.granularity!r} does not work with delayed scales; use "
+                "'tensor' or a recipe with current scales"
             )
         clipped = formats.get(self.format).clip and not (self.delayed or self.in_blocks)
         if self.clipping == "gaussian" and not clipped:
