@@ -63,17 +63,14 @@ def main() -> None:
     check_flags()
     if flags.FLAGS.lm_eval:
         return run_lm_eval(workdir)
-    c = run_dir.load_config(workdir) if flags.FLAGS.config is None else flags.FLAGS.config
-    if flags.FLAGS.config is None and "mesh" not in c:
+    c = run_dir.load_config(workdir)
+    if flags.FLAGS.config is not None:
+        c = of_same_model(flags.FLAGS.config, cli.overrides(), c, workdir)
+    elif "mesh" not in c:
         raise ConfigError(
             f"{workdir} holds imported weights and names no data; give --config=FILE with the same model"
         )
     s = read(c)
-    if others := same_model.other_model(run_dir.load_config(workdir).model.to_dict(), c.model.to_dict()):
-        lines = others.get("model.name") or "; ".join(others.values())  # all differ in another family
-        raise ConfigError(
-            f"{workdir} holds the weights of another model ({lines}); give one with that model"
-        )
     mesh = make_mesh(s, fixed=flags.FLAGS.config is not None)
     if flags.FLAGS.linear_probe and s.family.linear_probe is None:
         raise ConfigError(
@@ -86,6 +83,34 @@ def main() -> None:
     width = max(map(len, results))
     for name, value in results.items():
         print_primary(f"{name:>{width}}  {formatted(value)}")
+
+
+def of_same_model(
+    c: ConfigDict, overrides: Mapping[str, Any], of_run: ConfigDict, workdir: Path
+) -> ConfigDict:
+    """The config of --config, with what else determines the results of the model in the workdir.
+
+    Args:
+      overrides: keys of ``c`` and values that were set on the command line.
+      of_run: the config in the workdir; that of imported weights has only the section ``model``.
+
+    Raises:
+      ConfigError: a config of another model, or a flag that would have no effect.
+    """
+    if others := same_model.other_model(of_run.model.to_dict(), c.model.to_dict()):
+        lines = others.get("model.name") or "; ".join(others.values())  # all differ in another family
+        raise ConfigError(
+            f"{workdir} holds the weights of another model ({lines}); give one with that model"
+        )
+    # The recipe, average and adapters with which the weights were trained.
+    sections = {name: of_run[name] for name in ("precision", "optimizer", "train") if name in of_run}
+    for key, value in overrides.items():
+        if key.partition(".")[0] in sections:
+            raise ConfigError(
+                f"config.{key}={value!r} has no effect: {workdir} is evaluated as it was trained; drop the "
+                "flag"
+            )
+    return ConfigDict(c.to_dict() | {name: section.to_dict() for name, section in sections.items()})
 
 
 def formatted(value: float) -> str:
@@ -144,6 +169,7 @@ def make_mesh(s: Settings, fixed: bool) -> Mesh:
     s = dataclasses.replace(  # devices exchange no gradients, and need not be several; batches stay whole
         s,
         precision=dataclasses.replace(s.precision, exchange="none", scatter="none"),
+        optimizer=dataclasses.replace(s.optimizer, adascale=None),
         train=dataclasses.replace(s.train, local=None, microbatches=1),
     )
     try:

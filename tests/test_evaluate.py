@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from maxlp.data.image_text import make_data
-from maxlp.evaluate import formatted, make_mesh, on_training_data, probe_data
+from maxlp.evaluate import formatted, make_mesh, of_same_model, on_training_data, probe_data
 from maxlp.parallel import sharding
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import read
@@ -66,10 +66,28 @@ def test_a_run_is_evaluated_on_any_number_of_devices_and_a_given_mesh_is_kept():
     assert dict(make_mesh(settings(mesh__fsdp=4, mesh__data=2), fixed=True).shape)["fsdp"] == 4
     s = settings(train__microbatches=2)  # of 8 rows, on 8 devices
     assert dict(make_mesh(s, fixed=True).shape)["fsdp"] == len(jax.devices())
+    s = settings("llama", optimizer__name="sgd", optimizer__adascale=2.0, train__microbatches=2)
+    assert make_mesh(s, fixed=True).size == len(jax.devices())
     for sent in (dict(precision__exchange="int8", precision__scatter="int8"), dict(train__local__steps=3)):
         for fixed, data in ((False, 3), (True, 1)):
             s = settings(mesh__fsdp=-1, mesh__data=data, **sent)
             assert dict(make_mesh(s, fixed=fixed).shape)["data"] == 1
+
+
+def test_other_data_is_evaluated_with_the_recipe_average_and_adapters_of_the_run(tmp_path):
+    trained = {"precision.recipe": "mxfp8", "optimizer.name": "schedule_free_adamw"}
+    trained |= {"train.lora.alpha": 4.0}
+    of_run, given = changed(load("debug"), trained), changed(load("debug"), {"data.source": "text:books"})
+    c = of_same_model(given, {"data.source": "text:books"}, of_run, tmp_path)
+    assert c.data.source == "text:books" and {k: c[k] for k in ("precision", "optimizer", "train")} == {
+        k: of_run[k] for k in ("precision", "optimizer", "train")
+    }
+    with pytest.raises(ConfigError, match=r"config\.train\.lora\.alpha=200\.0 has no effect"):
+        of_same_model(given, {"train.lora.alpha": 200.0}, of_run, tmp_path)
+    with pytest.raises(ConfigError, match=r"another model \(.*num_layers"):
+        of_same_model(changed(load("debug"), {"model.num_layers": 2}), {}, of_run, tmp_path)
+    imported = {"model": of_run.model}  # names no recipe
+    assert of_same_model(given, {"precision.recipe": "mxfp8"}, type(given)(imported), tmp_path) == given
 
 
 @pytest.mark.parametrize(
