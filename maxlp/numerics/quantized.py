@@ -40,7 +40,7 @@ def quantize(
         the last two axes; ``unscaled``: scale 1.
       contract: the axes that the matmul sums over.
       delayed_amax: a scalar to take the scale from instead of the data's own amax (``tensor``
-        only). Data that is not finite stays so, in its numbers or, with integers, in the scale.
+        only).
       margin, power_of_two: see `scales.scale_for`; not for blocks and tiles.
       clipping: magnitudes are clipped at the largest one (``max``), or where the squared error of Gaussian
         data is least (``gaussian``, see `formats.Format`); ``tensor`` and ``row`` only.
@@ -64,13 +64,7 @@ def quantize(
             largest = to.clip * rms(x, axes)
         scale = scale_for(largest, to, margin=margin, power_of_two=power_of_two)
     key = key_from(x) if rounding == "stochastic" else None
-    inverse = _inverse(scale)
-    if delayed_amax is not None:  # infinity would saturate, and this scale does not mark it
-        if to.kind == "int":
-            scale = jnp.where(jnp.isfinite(amax(x)), scale, jnp.nan)
-        else:
-            x = jnp.where(jnp.isfinite(x), x, jnp.nan)
-    values = cast(x.astype(jnp.float32) * inverse, to, rounding, key)
+    values = cast(x.astype(jnp.float32) * _inverse(scale), to, rounding, key)
     return Quantized(values, scale)
 
 

@@ -29,7 +29,7 @@ from maxlp.numerics import formats, quantized
 from maxlp.numerics.formats import Quantized
 from maxlp.numerics.scales import amax
 from maxlp.precision import blocks, delayed, sampling, smooth_swiglu
-from maxlp.precision.recipes import Operand, Recipe
+from maxlp.precision.recipes import GEMMS, Operand, Recipe
 from maxlp.precision.sampling import Sampled
 
 
@@ -115,7 +115,7 @@ class QuantDot(nnx.Module):
         kernel_amax, of_kernel = self._amax("kernel", kernel)
         if self.recipe.trust_mask and self.recipe.fwd:
             fixed = jax.lax.stop_gradient(kernel)
-            q_kernel = quantize(self.recipe, self.recipe.fwd[1], fixed, (0,), kernel_amax)
+            q_kernel = quantize_forward(self.recipe, "kernel", fixed, kernel_amax)
             kernel = _trusted(kernel, q_kernel, self.recipe.fwd[1])
         histories = self.histories
         for tensor, current in (("input", of_input), ("kernel", of_kernel)):
@@ -134,7 +134,7 @@ class QuantDot(nnx.Module):
         amaxes, sampled = self._amax("input", fixed), sampling.sample(fixed, self.recipe.keep)
         if fwd is None:
             return x, None, sampled, *amaxes
-        q_x = quantize(self.recipe, fwd[0], fixed, (x.ndim - 1,), amaxes[0])
+        q_x = quantize_forward(self.recipe, "input", fixed, amaxes[0])
         return _trusted(x, q_x, fwd[0]) if self.recipe.trust_mask else x, q_x, sampled, *amaxes
 
     def _amax(self, tensor: str, x: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
@@ -173,7 +173,7 @@ def forward(static: Static, x, kernel, q_x, sampled, amaxes, grad_history):
         saved = (x, kernel)
         y = unquantized(x, kernel, (-1,), (0,), dtype, out_sharding)
     else:
-        q_kernel = quantize(recipe, recipe.fwd[1], kernel, (0,), amaxes["kernel"])
+        q_kernel = quantize_forward(recipe, "kernel", kernel, amaxes["kernel"])
         y = _gemm(q_x, q_kernel, (-1,), (0,), recipe.fwd, dtype, Precision.DEFAULT, out_sharding)
         saved = residuals(recipe, x, kernel, q_x, q_kernel)
     if sampled is not None:
@@ -193,12 +193,12 @@ def residuals(recipe: Recipe, x, kernel, q_x, q_kernel) -> tuple[Any, Any]:
 
 def _backward(static: Static, residuals, g):
     saved, amaxes, history = residuals
-    grad_amax, new_history = None, None
+    current, grad_amax, new_history = None, None, None
     if history is not None:
         current = amax(g)
         grad_amax = delayed.delayed_amax(history, current, static.recipe.cold_start)
         new_history = delayed.push(history, current)
-    amaxes_and_grad = amaxes | {"output_grad": grad_amax}
+    amaxes_and_grad = amaxes | {"output_grad": grad_amax, "output_grad_now": current}
     dx = input_gradient(static, saved, g, amaxes_and_grad)
     dkernel = kernel_gradient(static, saved, g, amaxes_and_grad)
     return dx, dkernel, None, None, None, new_history
@@ -262,7 +262,11 @@ def drhs_operands(recipe: Recipe, saved_x, g: jax.Array, amaxes) -> tuple[Quanti
     assert recipe.drhs is not None
     tokens = tuple(range(g.ndim - 1))
     q_x = _requantize(recipe, saved_x, 0, recipe.drhs[0], tokens, amaxes["input"])
-    return q_x, quantize(recipe, recipe.drhs[1], g, tokens, amaxes["output_grad"])
+    q_g = quantize(recipe, recipe.drhs[1], g, tokens, amaxes["output_grad"])
+    if (current := amaxes["output_grad_now"]) is not None:
+        # As in `quantize_forward`, but where NaN in its place would cost XLA for GPUs a pass over the data.
+        q_g = q_g._replace(scale=jnp.where(jnp.isfinite(current), q_g.scale, current))
+    return q_x, q_g
 
 
 # --- parts --------------------------------------------------------------------------------------------
@@ -286,6 +290,15 @@ def quantize(recipe: Recipe, operand: Operand, x: jax.Array, contract, delayed_a
     if operand.delayed and not recipe.cold_start:
         q = q._replace(codes=_written_once(q.codes))
     return q
+
+
+def quantize_forward(recipe: Recipe, tensor: str, x: jax.Array, delayed_amax) -> Quantized:
+    """Input or kernel as an operand of ``fwd``; see `delayed.delayed_amax`."""
+    assert recipe.fwd is not None
+    operand = recipe.fwd[GEMMS["fwd"].index(tensor)]
+    if operand.delayed:  # with a scale older than the data infinity saturates, and no gate would see it
+        x = jnp.where(jnp.isfinite(x), x, jnp.nan)
+    return quantize(recipe, operand, x, (x.ndim - 1,) if tensor == "input" else (0,), delayed_amax)
 
 
 def _row_major(x: jax.Array) -> jax.Array:

@@ -84,6 +84,11 @@ class Operand:
                 f"options.granularity={self.granularity!r} does not work with delayed scales; use "
                 "'tensor' or a recipe with current scales"
             )
+        if self.delayed and formats.get(self.format).kind == "int":
+            raise ValueError(
+                f"options.format={self.format!r} has no NaN to mark what overflows a delayed scale; use a "
+                "float format or a recipe with current scales"
+            )
         clipped = formats.get(self.format).clip and not (self.delayed or self.in_blocks)
         if self.clipping == "gaussian" and not clipped:
             grids = ", ".join(name for name, f in formats.FORMATS.items() if f.clip)

@@ -144,10 +144,11 @@ def _backward(static, residuals, cotangents):
     x, kernel, amaxes, history, on = residuals
     g, _ = cotangents
     recipe, dtype = static.recipe, static.in_dtype
-    grad_amax = None
+    current, grad_amax = None, None
     if history is not None:
-        grad_amax = delayed.delayed_amax(history, dot.amax(g), recipe.cold_start)
-    amaxes = amaxes | {"output_grad": grad_amax}
+        current = dot.amax(g)
+        grad_amax = delayed.delayed_amax(history, current, recipe.cold_start)
+    amaxes = amaxes | {"output_grad": grad_amax, "output_grad_now": current}
     tokens = tuple(range(g.ndim - 1))
     x_sharding, kernel_sharding = explicit_sharding(x), explicit_sharding(kernel)
 
@@ -196,8 +197,8 @@ _dot.defvjp(_forward, _backward)
 def _forward_operands(recipe: Recipe, x, kernel, amaxes) -> tuple[Quantized, Quantized]:
     assert recipe.fwd is not None
     return (
-        dot.quantize(recipe, recipe.fwd[0], x, (x.ndim - 1,), amaxes["input"]),
-        dot.quantize(recipe, recipe.fwd[1], kernel, (0,), amaxes["kernel"]),
+        dot.quantize_forward(recipe, "input", x, amaxes["input"]),
+        dot.quantize_forward(recipe, "kernel", kernel, amaxes["kernel"]),
     )
 
 
