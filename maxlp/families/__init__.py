@@ -72,7 +72,8 @@ class Family:
       sharpness: "module:function" of graphdef to a compiled `Measure`; None where no token is predicted.
       after_update: model to what corrects the parameters after an update, see `core.train_step`.
       free_keys: config keys of this family that a resumed run may change, besides `run.changes.FREE`.
-      training_keys: keys of the model that do not change what it computes with given weights.
+      initial_keys: keys of the model that only decide how weights begin, or the length of texts.
+      training_keys: keys of the model that act in training alone.
       plain_loss: values of keys of Loss with which it traces no `shard_map`.
     """
 
@@ -102,6 +103,7 @@ class Family:
     sharpness: str | None = None
     after_update: Callable[[Any], AfterUpdate] = lambda model: keep_update
     free_keys: tuple[str, ...] = ()
+    initial_keys: tuple[str, ...] = ()
     training_keys: tuple[str, ...] = ()
     plain_loss: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 

@@ -300,7 +300,7 @@ def _joined(theirs: dict, given: dict, overrides: Mapping[str, Any], source: str
     for key in overrides:
         if not key.startswith("model.") or not changes.is_fixed(key, config):
             continue
-        if same_model.is_training(key, config):
+        if same_model.is_initial(key, config) or same_model.is_training(key, config):
             continue
         if fixed.get(key) != values.get(key):
             raise ConfigError(
@@ -310,9 +310,9 @@ def _joined(theirs: dict, given: dict, overrides: Mapping[str, Any], source: str
     joined = {k: v for k, v in theirs.items() if changes.is_fixed(f"model.{k}", config)}
     joined |= {k: v for k, v in given.items() if not changes.is_fixed(f"model.{k}", config)}
     section = ConfigDict(joined)
-    section.update_from_flattened_dict(
-        {k.removeprefix("model."): values[k] for k in overrides if same_model.is_training(k, config)}
-    )
+    ours = [k for k in values if same_model.is_training(k, config)]
+    ours += [k for k in overrides if same_model.is_initial(k, config)]
+    section.update_from_flattened_dict({k.removeprefix("model."): values[k] for k in ours})
     return section.to_dict()
 
 

@@ -150,6 +150,16 @@ def test_flags_that_agree_or_decide_how_to_train_are_taken(folder, tmp_path):
     assert (model.max_seq_len, model.init_std, model.remat) == (64, 0.5, "block")
 
 
+def test_what_acts_in_training_comes_from_the_config_file(folder, tmp_path):
+    c = changed(load("debug"), {"model.qk_clip": 100.0, "model.init_std": 0.5})
+    model = pretrained.configure(c, tmp_path, str(folder)).model
+    assert model.qk_clip == 100.0 and model.init_std != 0.5
+    images = changed(load("debug", family="clip"), {"model.visual.patch_dropout": 0.5})
+    weights = load("debug", family="clip").model.to_dict()
+    joined = pretrained._joined(weights, images.model.to_dict(), {}, "weights")
+    assert joined["visual"] == weights["visual"] | {"patch_dropout": 0.5}
+
+
 def test_weights_of_another_family_are_refused(folder, tmp_path):
     c = load("debug", family="clip")
     with pytest.raises(ConfigError, match=r"holds a llama, but config.model.name=clip; .* --config=llama/"):

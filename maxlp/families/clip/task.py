@@ -195,9 +195,7 @@ FAMILY = Family(
         *("loss.method", "loss.tile_size"),
         *("data.num_threads", "data.max_broken", "data.validation_source"),
     ),
-    training_keys=(
-        *("model.init", "model.logit_scale", "model.logit_bias", "model.layer_scale"),
-        "model.visual.patch_dropout",
-    ),
+    initial_keys=("model.init", "model.logit_scale", "model.logit_bias", "model.layer_scale"),
+    training_keys=("model.visual.patch_dropout",),
     plain_loss={"method": "plain"},
 )

@@ -199,6 +199,7 @@ FAMILY = Family(
     sharpness="maxlp.families.llama.sharpness:probe",
     after_update=after_update,
     free_keys=("model.pipeline", "loss.num_chunks"),
-    training_keys=("model.init_std", "model.max_seq_len", "model.qk_clip"),
+    initial_keys=("model.init_std", "model.max_seq_len"),
+    training_keys=("model.qk_clip",),
     plain_loss={"num_chunks": 1},
 )
