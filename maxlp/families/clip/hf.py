@@ -103,6 +103,10 @@ def config_from_hf(hf: Mapping[str, Any], preprocessor: Mapping[str, Any] | None
     shared_value("layer_norm_eps", vision, text)
     width = vision.read("hidden_size", Count)
     statistics = Section("preprocessor_config.json: ", preprocessor or {})
+    if statistics.values.get("do_normalize", True) is not True:
+        raise statistics.refusal("do_normalize", "True")
+    if not math.isclose(statistics.values.get("rescale_factor", 1 / 255), 1 / 255, rel_tol=1e-3):
+        raise statistics.refusal("rescale_factor", "1/255")
     return dict(
         embed_dim=c.read("projection_dim", Count, 512) if is_clip else width,
         visual=VisualConfig(
