@@ -123,6 +123,10 @@ FREE = dict(name="schedule_free_adamw", schedule="constant")
             {"name": "adafactor", "galore": {"rank": 2, "moments": "reset"}},
             r"^galore.moments='reset' cannot be combined with name='adafactor': ",
         ),
+        (
+            {"name": "stable_spam", "galore": {"rank": 2, "moments": "reset"}},
+            r"^galore.moments='reset' cannot be combined with name='stable_spam': its moments are of norm",
+        ),
         ({"adascale": 0.5}, r"^adascale=0.5 must be at least 1"),
         ({"adascale": 4.0}, r"^adascale=4.0 cannot be combined with name='adamw': .* set name='sgd'"),
         (
@@ -141,7 +145,7 @@ def test_errors_are_one_line_with_key_value_and_way_out(changes, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["adamp", "adafactor"])
+@pytest.mark.parametrize("name", ["adamp", "adafactor", "stable_spam"])
 def test_galore_that_is_off_goes_with_everything(name):
     """rank=0 is how a command line or a file turns it off."""
     config = make_optimizer(**BASE, name=name, total_steps=11, galore={"rank": 0, "moments": "reset"})
