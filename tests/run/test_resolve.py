@@ -77,6 +77,14 @@ def test_the_description_counts_bytes_in_gib():
     assert f"parameters {4 * count / 2**30:.3g} GiB, optimizer {8 * count / 2**30:.3g} GiB" in text
 
 
+@pytest.mark.parametrize(("steps", "warns"), [(100, True), (101, False)])
+def test_the_description_warns_of_an_adagc_that_never_clips(steps, warns):
+    values = dict(train__total_steps=steps, optimizer__warmup_steps=0, optimizer__adagc__ratio=1.05)
+    run = resolved(**values)
+    text = describe(run, abstract_state(run.make_model, run.tx, run.mesh)[1])
+    assert ("warning: optimizer.adagc.warmup_steps=100 is the whole run" in text) == warns
+
+
 @pytest.mark.parametrize("init_from", ["", "run"])
 def test_the_description_warns_of_ranks_and_of_galores_rate(init_from):
     """The rate is that of pre-training; a rank is cut in any run. Short sides are 64, and 32 of keys."""
