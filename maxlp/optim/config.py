@@ -89,9 +89,10 @@ class GaloreConfig:
         moments, a larger projector.
       basis: "svd", or "randomized" for a range finder with two power iterations (Halko et al. 2011),
         which is much faster; its random matrix depends on `seed` and the number of updates alone.
-      moments: what a refresh does to the moments: "keep" them (the paper), "reset" them to what they are
-        after a first step, or "reproject" them: with C = P_newᵀ P_old, μ ← C μ and ν ← C² ν (elementwise
-        square, as if the directions were uncorrelated).
+      moments: what a refresh does to the moments: "keep" them (the paper), "reset" them to those of a
+        gradient that has always been the new one R, μ ← R and ν ← R² (Adam's correction for bias goes on,
+        so that steps are shorter while b2^t is not yet small), or "reproject" them: with
+        C = P_newᵀ P_old, μ ← C μ and ν ← C² ν (elementwise square, as if the directions were uncorrelated).
       projector: "float32", "bfloat16", or "int8" or "int4" with one scale per 256 entries of a row
         (Q-GaLore, Zhang et al. 2024, arXiv:2407.08296; their zero point is left out, since a basis is
         symmetric around 0).
