@@ -62,6 +62,18 @@ def test_seed_and_microbatches_reach_the_gradients_and_the_data(monkeypatch):
     assert made == [(3, 4), ("given", how)]
 
 
+def test_the_seed_reaches_the_rounding_of_parameters():
+    values = dict(model__param_dtype="bfloat16", optimizer__param_rounding="stochastic")
+    params = {"kernel": jnp.ones(256, jnp.bfloat16)}
+
+    def updates(seed):
+        tx = resolved(train__seed=seed, **values).tx
+        return np.asarray(tx.update(params, tx.init(params), params)[0]["kernel"])
+
+    np.testing.assert_array_equal(updates(1), updates(1))
+    assert np.any(updates(1) != updates(2))
+
+
 def test_both_gates_are_used():
     run = resolved(model__dtype="float16", precision__loss_scale__initial=256.0, spikes__guard="skip")
     assert list(run.gates) == ["loss_scale", "guard"]
