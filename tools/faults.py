@@ -242,6 +242,7 @@ OPTIM = [
         "optim/config.py",
         "optim/test_make_tx.py",
         ("lambda config, *chained: chained", "lambda config, *chained: chained[::-1]"),
+        ('{"mu": self.mu, "nu": self.nu}', '{"mu": self.nu, "nu": self.mu}', "optim/test_low_bit.py"),
     ),
     *_in(
         "optim/make_tx.py",
@@ -449,10 +450,6 @@ OPTIM = [
         (
             "signed=signed, block_size=config.block_size, layer_axes=axes",
             "signed=signed, block_size=config.block_size, layer_axes=0",
-        ),
-        (
-            '{"mu": config.mu or "float32", "nu": config.nu or "float32"}',
-            '{"mu": config.nu or "float32", "nu": config.mu or "float32"}',
         ),
     ),
     *_in(

@@ -124,7 +124,8 @@ class LowBitConfig:
     """Options of low-bit moments (`maxlp.optim.low_bit`).
 
     Attributes:
-      mu, nu: formats of the first and second moment, of `MOMENT_FORMATS`; "float32" leaves one as it is.
+      mu, nu: formats of the first and second moment, of `MOMENT_FORMATS`; "float32" leaves one as it is,
+        and for both turns low-bit moments off.
       block_size: entries of a row that share a scale; 0 for one scale per tensor of a layer.
       min_size: tensors with fewer entries per layer (norms), and single numbers, keep their moments.
       seed: seed of the stochastic rounding to bfloat16 and float8_e5m2.
@@ -138,6 +139,12 @@ class LowBitConfig:
 
     def __post_init__(self) -> None:
         schema.check(self)
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """The moments that are encoded, and their formats."""
+        formats = {"mu": self.mu, "nu": self.nu}
+        return {moment: name for moment, name in formats.items() if name != "float32"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -240,3 +247,8 @@ class OptimizerConfig:
     def has_galore(self) -> bool:
         """Whether gradients are projected."""
         return self.galore is not None and self.galore.rank > 0
+
+    @property
+    def has_low_bit(self) -> bool:
+        """Whether moments are encoded."""
+        return self.low_bit is not None and bool(self.low_bit.formats)

@@ -58,18 +58,13 @@ def low_bit(inner: optax.GradientTransformation, config: LowBitConfig) -> optax.
     return optax.GradientTransformation(init, update)
 
 
-def _formats(config: LowBitConfig) -> dict[str, str]:
-    return {"mu": config.mu or "float32", "nu": config.nu or "float32"}
-
-
 def _packed(state: optax.OptState, count: Any, config: LowBitConfig) -> optax.OptState:
     """The state with its moments encoded; stochastic rounding depends on the seed and `count`."""
-    formats = _formats(config)
     key = jax.random.fold_in(jax.random.key(config.seed), count)
 
     def one(moment: str, path: KeyPath, x: jax.Array) -> Any:
-        axes, name = layer_axes(path), formats[moment]
-        if name == "float32" or math.prod(x.shape[axes:]) < max(config.min_size, 2):
+        axes, name = layer_axes(path), config.formats.get(moment)
+        if name is None or math.prod(x.shape[axes:]) < max(config.min_size, 2):
             return x
         own, signed = key_for(key, f"{moment}/{name_of(path)}"), moment == "mu"
         return encode(x, name, signed=signed, block_size=config.block_size, layer_axes=axes, key=own)
@@ -79,12 +74,11 @@ def _packed(state: optax.OptState, count: Any, config: LowBitConfig) -> optax.Op
 
 def _unpacked(state: optax.OptState, config: LowBitConfig) -> optax.OptState:
     """The state with its moments in float32."""
-    formats = _formats(config)
 
     def one(moment: str, path: KeyPath, x: Any) -> jax.Array:
         del path
         if not isinstance(x, Quantized):
             return x
-        return decode(x, formats[moment], signed=moment == "mu", block_size=config.block_size)
+        return decode(x, config.formats[moment], signed=moment == "mu", block_size=config.block_size)
 
     return map_moments(one, state, is_leaf=lambda x: isinstance(x, Quantized))

@@ -146,9 +146,10 @@ def test_errors_are_one_line_with_key_value_and_way_out(changes, message):
 
 
 @pytest.mark.parametrize("name", ["adamp", "adafactor", "stable_spam"])
-def test_galore_that_is_off_goes_with_everything(name):
-    """rank=0 is how a command line or a file turns it off."""
-    config = make_optimizer(**BASE, name=name, total_steps=11, galore={"rank": 0, "moments": "reset"})
+def test_wrappers_that_are_off_go_with_everything(name):
+    """rank=0 and float32 are how a command line or a file turns them off."""
+    off = dict(galore={"rank": 0, "moments": "reset"}, low_bit={"mu": "float32", "nu": "float32"})
+    config = make_optimizer(**BASE, name=name, total_steps=11, **off)
     plain = make_optimizer(**BASE, name=name, total_steps=11)
     params = {"layers": {"attn": {"kernel": jnp.ones((2, 4, 4))}}}
     assert jax.tree.structure(jax.eval_shape(config.tx.init, params)) == jax.tree.structure(
