@@ -26,11 +26,11 @@ from maxlp.schema import (
 
 # "module:NAME" of each `OptimizerKind`, imported only when a config names it.
 OPTIMIZERS = {
-    "adamw": "maxlp.optim.of_optax:ADAMW",
+    "adamw": "maxlp.optim.adamw:ADAMW",
     "stable_adamw": "maxlp.optim.stable_adamw:STABLE_ADAMW",
     "stable_spam": "maxlp.optim.stable_spam:STABLE_SPAM",
     "adafactor": "maxlp.optim.adafactor:ADAFACTOR",
-    "lion": "maxlp.optim.of_optax:LION",
+    "lion": "maxlp.optim.lion:LION",
     "muon": "maxlp.optim.muon:MUON",
     "normuon": "maxlp.optim.muon:NORMUON",
     "soap": "maxlp.optim.soap:SOAP",
@@ -89,10 +89,10 @@ class GaloreConfig:
         moments, a larger projector.
       basis: "svd", or "randomized" for a range finder with two power iterations (Halko et al. 2011),
         which is much faster; its random matrix depends on `seed` and the number of updates alone.
-      moments: what a refresh does to the moments: "keep" them (the paper), "reset" them to those of a
-        gradient that has always been the new one R, μ ← R and ν ← R² (Adam's correction for bias goes on,
-        so that steps are shorter while b2^t is not yet small), or "reproject" them: with
-        C = P_newᵀ P_old, μ ← C μ and ν ← C² ν (elementwise square, as if the directions were uncorrelated).
+      moments: what a refresh does to the moments: "keep" them (the paper), "reset" them to μ = R and
+        ν = R² (Adam's bias correction goes on: steps are shorter until b2^t is small), or "reproject" them:
+        with C = P_newᵀ P_old, μ ← C μ and ν ← C² ν (elementwise square, as if the directions were
+        uncorrelated).
       projector: "float32", "bfloat16", or "int8" or "int4" with one scale per 256 entries of a row
         (Q-GaLore, Zhang et al. 2024, arXiv:2407.08296; their zero point is left out, since a basis is
         symmetric around 0).
@@ -124,8 +124,7 @@ class LowBitConfig:
     """Options of low-bit moments (`maxlp.optim.low_bit`).
 
     Attributes:
-      mu, nu: formats of the first and second moment, of `MOMENT_FORMATS`; "float32" leaves one as it is,
-        and for both turns low-bit moments off.
+      mu, nu: formats of the first and second moment, of `MOMENT_FORMATS`; "float32" leaves one as it is.
       block_size: entries of a row that share a scale; 0 for one scale per tensor of a layer.
       min_size: tensors with fewer entries per layer (norms), and single numbers, keep their moments.
       seed: seed of the stochastic rounding to bfloat16 and float8_e5m2.
@@ -139,12 +138,6 @@ class LowBitConfig:
 
     def __post_init__(self) -> None:
         schema.check(self)
-
-    @property
-    def formats(self) -> dict[str, str]:
-        """The moments that are encoded, and their formats."""
-        formats = {"mu": self.mu, "nu": self.nu}
-        return {moment: name for moment, name in formats.items() if name != "float32"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,6 +229,8 @@ class OptimizerConfig:
         if self.adascale is not None and self.name != "sgd":
             reason = "its steps are normalized, so they grow with the batch already; set name='sgd'"
             conflicts.append(("adascale", self.adascale, reason))
+        if not self.decay_with_clip and self.kind.last_rms is None:
+            conflicts.append(("decay_with_clip", False, "only stable_adamw has it; set decay_with_clip=True"))
         for key, value, reason in conflicts:
             raise ValueError(f"{key}={value!r} cannot be combined with name={self.name!r}: {reason}")
 
@@ -251,4 +246,4 @@ class OptimizerConfig:
     @property
     def has_low_bit(self) -> bool:
         """Whether moments are encoded."""
-        return self.low_bit is not None and bool(self.low_bit.formats)
+        return self.low_bit is not None and {self.low_bit.mu, self.low_bit.nu} != {"float32"}

@@ -63,8 +63,8 @@ def _packed(state: optax.OptState, count: Any, config: LowBitConfig) -> optax.Op
     key = jax.random.fold_in(jax.random.key(config.seed), count)
 
     def one(moment: str, path: KeyPath, x: jax.Array) -> Any:
-        axes, name = layer_axes(path), config.formats.get(moment)
-        if name is None or math.prod(x.shape[axes:]) < max(config.min_size, 2):
+        axes, name = layer_axes(path), getattr(config, moment)
+        if name == "float32" or math.prod(x.shape[axes:]) < max(config.min_size, 2):
             return x
         own, signed = key_for(key, f"{moment}/{name_of(path)}"), moment == "mu"
         return encode(x, name, signed=signed, block_size=config.block_size, layer_axes=axes, key=own)
@@ -79,6 +79,6 @@ def _unpacked(state: optax.OptState, config: LowBitConfig) -> optax.OptState:
         del path
         if not isinstance(x, Quantized):
             return x
-        return decode(x, config.formats[moment], signed=moment == "mu", block_size=config.block_size)
+        return decode(x, getattr(config, moment), signed=moment == "mu", block_size=config.block_size)
 
     return map_moments(one, state, is_leaf=lambda x: isinstance(x, Quantized))

@@ -127,6 +127,26 @@ FREE = dict(name="schedule_free_adamw", schedule="constant")
             {"name": "stable_spam", "galore": {"rank": 2, "moments": "reset"}},
             r"^galore.moments='reset' cannot be combined with name='stable_spam': its moments are of norm",
         ),
+        (
+            {"decay_with_clip": False},
+            r"^decay_with_clip=False cannot be combined with name='adamw': .* set decay_with_clip=True",
+        ),
+        (
+            {"name": "lion", "options": {"smooth_beta": 2.0, "mode": "refined"}},
+            r"^options.smooth_beta=2.0 cannot be combined with name='lion': .* set options.mode='smooth'",
+        ),
+        (
+            {"name": "lion", "low_bit": {"mu": "float32", "nu": "dynamic8"}},
+            r"^low_bit.nu='dynamic8' cannot be combined with name='lion': it has no second moment; set",
+        ),
+        (
+            {"name": "sgd", "low_bit": {"mu": "float32", "nu": "int8"}},
+            r"^low_bit.nu='int8' cannot be combined with name='sgd': ",
+        ),
+        (
+            FREE | {"low_bit": {"mu": "dynamic8", "nu": "float32"}},
+            r"^low_bit.mu='dynamic8' cannot be combined with name='schedule_free_adamw': .* set low_bit.nu",
+        ),
         ({"adascale": 0.5}, r"^adascale=0.5 must be at least 1"),
         ({"adascale": 4.0}, r"^adascale=4.0 cannot be combined with name='adamw': .* set name='sgd'"),
         (
@@ -155,6 +175,20 @@ def test_wrappers_that_are_off_go_with_everything(name):
     assert jax.tree.structure(jax.eval_shape(config.tx.init, params)) == jax.tree.structure(
         jax.eval_shape(plain.tx.init, params)
     )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "stable_adamw", "decay_with_clip": False},
+        {"name": "lion", "options": {"smooth_beta": 2.0, "mode": "smooth"}},
+        {"name": "lion", "low_bit": FP8},  # as by the argument low_bit=fp8
+        FREE | {"low_bit": FP8},
+    ],
+    ids=str,
+)
+def test_what_has_an_effect_is_accepted(changes):
+    make_optimizer(**BASE | changes, total_steps=11)
 
 
 @pytest.mark.parametrize(
