@@ -23,9 +23,11 @@ def get_config(arg: str = ""):
     c.model.layer_scale = 0.0
     c.precision.update(dict(recipe="int8_switchback", first_blocks=0, last_blocks=0))
     c.optimizer.name = "stable_adamw"
-    c.optimizer.decay_with_clip = False  # as in the runs; the published listing of the optimizer has it
     c.optimizer.learning_rate = 2e-3
     c.optimizer.warmup_steps = 5000
     c.data.batch_size = 16384
     c.train.total_steps = 20_000
-    return choose(arg, c)
+    c = choose(arg, c)
+    if c.optimizer.name == "stable_adamw":
+        c.optimizer.decay_with_clip = False  # as in the runs; the published listing of the optimizer has it
+    return c

@@ -25,6 +25,8 @@ from maxlp.numerics.formats import FORMATS, Format, Quantized
 from maxlp.numerics.rounding import cast, drop_bits
 from maxlp.numerics.scales import scale_for
 
+SMALLEST_NORMAL = 1 << 23  # its bits in float32; XLA takes what is below for zero
+
 
 def encode(
     x: jax.Array,
@@ -39,9 +41,9 @@ def encode(
 
     Args:
       x: any shape, computed on in float32.
-      signed: False for numbers that are never negative. Those that are not zero are then stored as at
-        least the smallest positive value of the format (not of bfloat16, which has float32's range),
-        because an update is divided by the root of a second moment.
+      signed: False for numbers that are never negative. Those that are not zero or subnormal are then
+        stored as at least the smallest positive value of the format (not of bfloat16, which has float32's
+        range), because an update is divided by the root of a second moment.
       block_size: entries of the last dim that share a scale; 0: all of a tensor.
       layer_axes: number of leading axes that count tensors.
       key: random key, for the formats that round stochastically (bfloat16, float8_e5m2).
@@ -52,7 +54,7 @@ def encode(
     codes = _to_codes(y, to, signed, key)
     smallest = _smallest_code(to)
     if not signed and smallest is not None:
-        lost = (_bits(y) > 0) & (_bits(codes) == 0)
+        lost = (_bits(x) >= SMALLEST_NORMAL) & (_bits(codes) == 0)  # y may have underflowed itself
         codes = jnp.where(lost, smallest, codes)
     return Quantized(codes, scale)
 

@@ -4,6 +4,8 @@ Floats are rounded by arithmetic on their bits, because XLA may drop a pair of c
 (f32 → f16 → f32).
 """
 
+import zlib
+
 import jax
 import jax.numpy as jnp
 
@@ -29,6 +31,14 @@ def cast(x: jax.Array, to: Format, rounding: str = "nearest", key: jax.Array | N
         return x.astype(to.dtype)  # one conversion that XLA fuses and cuBLASLt recognizes
     noise = None if key is None else jax.random.bits(key, x.shape, jnp.uint32)
     return _round(x, to, rounding, noise).astype(to.dtype)
+
+
+def key_for(key: jax.Array, name: str) -> jax.Array:
+    """The random key of one tensor, which depends on its name and not on what else is rounded.
+
+    An optimizer may be called with a part of the parameters at a time, as by `core.fused_backward`.
+    """
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 def drop_bits(x: jax.Array, drop: int, rounding: str, noise: jax.Array | None = None) -> jax.Array:

@@ -85,7 +85,8 @@ def scale_by_apollo(
                 return u
             axes = (_short_dim(g.shape),) if granularity == "channel" else (-2, -1)
             length, unit = (jnp.linalg.norm(x, axis=axes, keepdims=True) for x in (u, r))
-            return scale * g * length / jnp.maximum(unit, jnp.finfo(g.dtype).tiny)
+            # Where all squares underflow, the unit of gradients other than 0 is 0: they make no step.
+            return scale * g * length / jnp.where(unit > 0, unit, jnp.inf)
 
         steps = jax.tree.map(step, grads, low_rank, scaled, state.norms)
         factors = jax.tree.map(lambda u, n: _shrinking(u, n, growth), steps, state.norms)

@@ -26,11 +26,11 @@ from maxlp.schema import (
 
 # "module:NAME" of each `OptimizerKind`, imported only when a config names it.
 OPTIMIZERS = {
-    "adamw": "maxlp.optim.of_optax:ADAMW",
+    "adamw": "maxlp.optim.adamw:ADAMW",
     "stable_adamw": "maxlp.optim.stable_adamw:STABLE_ADAMW",
     "stable_spam": "maxlp.optim.stable_spam:STABLE_SPAM",
     "adafactor": "maxlp.optim.adafactor:ADAFACTOR",
-    "lion": "maxlp.optim.of_optax:LION",
+    "lion": "maxlp.optim.lion:LION",
     "muon": "maxlp.optim.muon:MUON",
     "normuon": "maxlp.optim.muon:NORMUON",
     "soap": "maxlp.optim.soap:SOAP",
@@ -89,9 +89,10 @@ class GaloreConfig:
         moments, a larger projector.
       basis: "svd", or "randomized" for a range finder with two power iterations (Halko et al. 2011),
         which is much faster; its random matrix depends on `seed` and the number of updates alone.
-      moments: what a refresh does to the moments: "keep" them (the paper), "reset" them to what they are
-        after a first step, or "reproject" them: with C = P_newᵀ P_old, μ ← C μ and ν ← C² ν (elementwise
-        square, as if the directions were uncorrelated).
+      moments: what a refresh does to the moments: "keep" them (the paper), "reset" them to μ = R and
+        ν = R² (Adam's bias correction goes on: steps are shorter until b2^t is small), or "reproject" them:
+        with C = P_newᵀ P_old, μ ← C μ and ν ← C² ν (elementwise square, as if the directions were
+        uncorrelated).
       projector: "float32", "bfloat16", or "int8" or "int4" with one scale per 256 entries of a row
         (Q-GaLore, Zhang et al. 2024, arXiv:2407.08296; their zero point is left out, since a basis is
         symmetric around 0).
@@ -228,6 +229,8 @@ class OptimizerConfig:
         if self.adascale is not None and self.name != "sgd":
             reason = "its steps are normalized, so they grow with the batch already; set name='sgd'"
             conflicts.append(("adascale", self.adascale, reason))
+        if not self.decay_with_clip and self.kind.last_rms is None:
+            conflicts.append(("decay_with_clip", False, "only stable_adamw has it; set decay_with_clip=True"))
         for key, value, reason in conflicts:
             raise ValueError(f"{key}={value!r} cannot be combined with name={self.name!r}: {reason}")
 
@@ -239,3 +242,8 @@ class OptimizerConfig:
     def has_galore(self) -> bool:
         """Whether gradients are projected."""
         return self.galore is not None and self.galore.rank > 0
+
+    @property
+    def has_low_bit(self) -> bool:
+        """Whether moments are encoded."""
+        return self.low_bit is not None and {self.low_bit.mu, self.low_bit.nu} != {"float32"}

@@ -4,7 +4,6 @@ Between updates the moments are stored as codes (see `maxlp.numerics.blockwise`)
 sees them in float32. In a compiled step the float32 form of a moment lives only during its own update.
 """
 
-import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -15,9 +14,10 @@ from jax.tree_util import KeyPath
 
 from maxlp.numerics.blockwise import decode, encode
 from maxlp.numerics.formats import Quantized
+from maxlp.numerics.rounding import key_for
 from maxlp.optim.config import LowBitConfig
 from maxlp.optim.partition import map_moments
-from maxlp.optim.tree_utils import layer_axes
+from maxlp.optim.tree_utils import layer_axes, name_of
 
 
 class LowBitState(NamedTuple):
@@ -58,34 +58,27 @@ def low_bit(inner: optax.GradientTransformation, config: LowBitConfig) -> optax.
     return optax.GradientTransformation(init, update)
 
 
-def _formats(config: LowBitConfig) -> dict[str, str]:
-    return {"mu": config.mu or "float32", "nu": config.nu or "float32"}
-
-
 def _packed(state: optax.OptState, count: Any, config: LowBitConfig) -> optax.OptState:
     """The state with its moments encoded; stochastic rounding depends on the seed and `count`."""
-    formats = _formats(config)
-    numbers = itertools.count()
+    key = jax.random.fold_in(jax.random.key(config.seed), count)
 
     def one(moment: str, path: KeyPath, x: jax.Array) -> Any:
-        axes, name = layer_axes(path), formats[moment]
+        axes, name = layer_axes(path), getattr(config, moment)
         if name == "float32" or math.prod(x.shape[axes:]) < max(config.min_size, 2):
             return x
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), count), next(numbers))
-        signed = moment == "mu"
-        return encode(x, name, signed=signed, block_size=config.block_size, layer_axes=axes, key=key)
+        own, signed = key_for(key, f"{moment}/{name_of(path)}"), moment == "mu"
+        return encode(x, name, signed=signed, block_size=config.block_size, layer_axes=axes, key=own)
 
     return map_moments(one, state)
 
 
 def _unpacked(state: optax.OptState, config: LowBitConfig) -> optax.OptState:
     """The state with its moments in float32."""
-    formats = _formats(config)
 
     def one(moment: str, path: KeyPath, x: Any) -> jax.Array:
         del path
         if not isinstance(x, Quantized):
             return x
-        return decode(x, formats[moment], signed=moment == "mu", block_size=config.block_size)
+        return decode(x, getattr(config, moment), signed=moment == "mu", block_size=config.block_size)
 
     return map_moments(one, state, is_leaf=lambda x: isinstance(x, Quantized))

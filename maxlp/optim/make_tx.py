@@ -54,7 +54,9 @@ class Optimizer:
         return {"learning_rate": jnp.asarray(rate, jnp.float32)}
 
 
-def make_tx(config: OptimizerConfig, *, total_steps: int, microbatches: int = 1) -> Optimizer:
+def make_tx(
+    config: OptimizerConfig, *, total_steps: int, microbatches: int = 1, seed: int = 0
+) -> Optimizer:
     """Builds the optimizer of a run.
 
     AdamW is Loshchilov & Hutter 2019 (arXiv:1711.05101, algorithm 2) in its common form: the decay has the
@@ -64,6 +66,7 @@ def make_tx(config: OptimizerConfig, *, total_steps: int, microbatches: int = 1)
       config: the `optimizer` section.
       total_steps: updates of the whole run.
       microbatches: of each update, whose gradients AdaScale compares.
+      seed: of the stochastic rounding of bfloat16 parameters.
 
     Raises:
       ValueError: an unknown option, or a schedule that does not fit into `total_steps`.
@@ -91,7 +94,7 @@ def make_tx(config: OptimizerConfig, *, total_steps: int, microbatches: int = 1)
     elif config.param_rounding is not None:
         from maxlp.optim.pure_bf16 import pure_bf16
 
-        tx = pure_bf16(tx, method=config.param_rounding)
+        tx = pure_bf16(tx, method=config.param_rounding, seed=seed)
     if config.offload:
         from maxlp.optim.offload import offload
 
@@ -143,7 +146,7 @@ def _rescale(config: OptimizerConfig) -> optax.GradientTransformation:
         from maxlp.optim.galore import galore
 
         rescale = galore(rescale, config.galore)
-    if config.low_bit is not None:
+    if config.low_bit is not None and config.has_low_bit:
         from maxlp.optim.low_bit import low_bit
 
         rescale = low_bit(rescale, config.low_bit)

@@ -27,7 +27,7 @@ from jax.tree_util import KeyPath
 
 from maxlp.numerics.blockwise import decode, encode
 from maxlp.numerics.formats import Quantized
-from maxlp.numerics.rounding import drop_bits
+from maxlp.numerics.rounding import drop_bits, key_for
 from maxlp.optim.config import BF16_ROUNDINGS
 from maxlp.optim.tree_utils import layer_axes, name_of, widened
 
@@ -63,7 +63,7 @@ def pure_bf16(
       inner: computes the updates to add to the parameters.
       method: one of `config.BF16_ROUNDINGS`.
       seed: seed of the stochastic rounding; the noise depends on the seed, the number of the update and
-        the parameter, not on the devices.
+        the parameter's name, not on the devices.
 
     Raises:
       ValueError: at `init`, parameters that are not bfloat16.
@@ -106,9 +106,11 @@ def pure_bf16(
                 master = _masters(wanted)
         else:
             key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), state.count)
-            leaves, structure = jax.tree.flatten(updates)
-            keys = structure.unflatten(jax.random.fold_in(key, i) for i in range(len(leaves)))
-            deltas = jax.tree.map(lambda p, u, k: _stochastic(p + u, k) - p, old, updates, keys)
+
+            def delta(path: KeyPath, p: jax.Array, u: jax.Array) -> jax.Array:
+                return _stochastic(p + u, key_for(key, name_of(path))) - p
+
+            deltas = jax.tree.map_with_path(delta, old, updates)
         return deltas, PureBf16State(optax.safe_increment(state.count), inner_state, lost, master)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -62,12 +62,13 @@ def make_schedule(
     Raises:
       ValueError: the decay does not fit into `total_steps`.
     """
-    warmup_steps = fitting_warmup(warmup_steps, total_steps)
+    given, warmup_steps = warmup_steps, fitting_warmup(warmup_steps, total_steps)
     decay_steps = round(decay_fraction * total_steps)
     if name == "wsd" and not 0 < decay_steps <= total_steps - warmup_steps:
+        shortened = f" (shortened to {warmup_steps})" if warmup_steps < given else ""
         raise ValueError(
             f"{decay_fraction=} is {decay_steps} steps of decay, which must be at least 1 and "
-            f"fit between {warmup_steps=} and {total_steps=}"
+            f"fit between warmup_steps={given}{shortened} and {total_steps=}"
         )
     body = SCHEDULES[name](
         learning_rate, final_lr_fraction * learning_rate, total_steps - warmup_steps, decay_steps

@@ -1,10 +1,11 @@
 """Stochastic gradient descent with momentum."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import optax
 
-from maxlp.optim.config import OptimizerKind
+from maxlp.optim.config import Conflict, OptimizerConfig, OptimizerKind
 
 
 class MomentumState(NamedTuple):
@@ -41,4 +42,10 @@ def _trace_of(state: Any) -> Any:
     return state.trace
 
 
-SGD = OptimizerKind(scale_by=scale_by_momentum, like_params=True)
+def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
+    """The keys that SGD cannot work with."""
+    if config.low_bit is not None and config.has_low_bit and config.low_bit.mu == "float32":
+        yield "low_bit.nu", config.low_bit.nu, "it has no second moment; set low_bit.mu"
+
+
+SGD = OptimizerKind(scale_by=scale_by_momentum, conflicts=_conflicts, like_params=True)

@@ -9,13 +9,14 @@ arXiv:2502.17055. For each tensor, with averages (decay rates g1, g2, g3) free o
 Gradients then have norms near 1, so that `clip_norm` and `eps` mean something else than in AdamW.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from maxlp.optim.config import OptimizerKind
+from maxlp.optim.config import Conflict, OptimizerConfig, OptimizerKind
 from maxlp.optim.tree_utils import layer_axes, over_tensor, tensor_axes, widened, zero_unless
 from maxlp.schema import CountOrZero, DecayRate
 
@@ -100,4 +101,11 @@ def _clip_spikes(g: jax.Array, largest: jax.Array, bound: jax.Array) -> jax.Arra
     return jnp.where(jnp.abs(g) > bound, g * bound / over_tensor(largest, g), g)
 
 
-STABLE_SPAM = OptimizerKind(scale_by=scale_by_stable_spam)
+def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
+    """The keys that Stable-SPAM cannot work with."""
+    if config.galore is not None and config.has_galore and config.galore.moments == "reset":
+        reason = "its moments are of normalized gradients; set galore.moments='keep' or 'reproject'"
+        yield "galore.moments", config.galore.moments, reason
+
+
+STABLE_SPAM = OptimizerKind(scale_by=scale_by_stable_spam, conflicts=_conflicts)

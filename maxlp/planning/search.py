@@ -240,7 +240,7 @@ def _state_numerics(s: Settings) -> tuple[list, list, list]:
         parameters.append(("precision=pure_bf16", PURE_BF16))
         if optimizer.mu_dtype is None:
             moments.append(("mu_dtype=bfloat16", {"optimizer.mu_dtype": "bfloat16"}))
-    if optimizer.low_bit is None:
+    if not optimizer.has_low_bit:
         moments.append(("low_bit=8bit", LOW_BIT))
     if not optimizer.has_galore:
         rank = galore_rank(s)

@@ -5,12 +5,13 @@ A key that they did not have gets its default value, with which everything is as
 
 import dataclasses
 import inspect
+import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from maxlp import families, schema
 from maxlp.monitoring.spikes import SpikeConfig
-from maxlp.optim.config import OptimizerConfig
+from maxlp.optim.config import OPTIMIZERS, OptimizerConfig
 from maxlp.parallel import sharding
 from maxlp.precision import PrecisionConfig
 from maxlp.run.config import RENAMED
@@ -27,7 +28,11 @@ def upgraded(config: dict[str, Any]) -> dict[str, Any]:
         if key in config.get(section, {}):
             config[section][new.split(".")[1]] = config[section].pop(key)
     data = config.get("data", {})
-    low_bit = config.get("optimizer", {}).get("low_bit")
+    optimizer = config.get("optimizer", {})
+    name = optimizer.get("name")
+    if name in OPTIMIZERS and pkgutil.resolve_name(OPTIMIZERS[name]).last_rms is None:
+        optimizer.pop("decay_with_clip", None)  # it had no effect, and `clip/low_precision` set it for all
+    low_bit = optimizer.get("low_bit")
     if low_bit is not None and "mu" not in low_bit:
         low_bit |= {"mu": "float8_e4m3fn", "nu": "float8_e5m2"}  # what an empty section meant
     data.pop("name", None)  # the family determines the kind of data

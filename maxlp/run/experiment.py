@@ -247,6 +247,9 @@ def describe(e: Experiment, state: State) -> str:
             f"warning: optimizer.warmup_steps={s.optimizer.warmup_steps} is not below "
             f"train.total_steps={s.train.total_steps}; the warm-up takes {warmup} steps"
         )
+    adagc = s.optimizer.adagc
+    if adagc is not None and (steps := adagc.warmup_steps) >= s.train.total_steps:
+        lines.append(f"warning: optimizer.adagc.warmup_steps={steps} is the whole run; AdaGC never clips")
     projects = s.optimizer.has_galore or "rank" in options_of(s.optimizer.name)
     if projects or s.train.lora is not None:
         from maxlp.optim import galore, targets  # few runs need it

@@ -84,7 +84,7 @@ class TrainConfig:
     Attributes:
       total_steps: updates of the run; with AdaScale, steps of the small batch that it counts.
       microbatches: number of passes that each batch is split into.
-      seed: of the weights and of the order of the data.
+      seed: of the weights, of the order of the data and of the rounding of bfloat16 parameters.
       log_every: updates between records of metrics.
       eval_every: updates between evaluations; 0 evaluates at the end only.
       eval_batches: validation batches in each evaluation, the same ones all along (0: all). After the last
@@ -287,7 +287,8 @@ def make_optimizer(s: Settings) -> Optimizer:
       ConfigError: an option that the optimizer does not have, or a schedule that does not fit.
     """
     with errors_of("optimizer"):
-        return make_tx(s.optimizer, total_steps=s.train.total_steps, microbatches=s.train.microbatches)
+        microbatches, seed = s.train.microbatches, s.train.seed
+        return make_tx(s.optimizer, total_steps=s.train.total_steps, microbatches=microbatches, seed=seed)
 
 
 # The planner's search asks for each matmul of each candidate.

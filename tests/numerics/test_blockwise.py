@@ -107,10 +107,13 @@ def test_companded8_is_within_half_a_step_of_its_function(signed):
 
 @pytest.mark.parametrize("name", ["dynamic8", "companded8", "int8", *FLOATS])
 def test_a_second_moment_never_becomes_zero(name):
-    x = np.float32([[0.0, 1e-30, 1e-20, 1e-12, 1e-3, 1.0]])
+    """Not even where a division by the scale underflows, as that of 1e-35 by a scale of 1e3 does."""
+    x = np.float32([[0.0, 1e-35, 1e-20, 1e-12, 1e-3, 1e3]])
     got = recoded(x, name, signed=False)
     assert (got[0, 1:] > 0).all() and got[0, 0] == 0
     assert (recoded(x, name)[0, 1:3] == 0).all(), "signed numbers may become zero"
+    subnormal = recoded(np.float32([[0.0, 1e-40]]), name, signed=False)
+    assert (subnormal == 0).all(), "the scale of zeros, 1, would make it large"
 
 
 @pytest.mark.parametrize("name", ["dynamic8", "companded8", "int8", "int4", *FLOATS])

@@ -74,3 +74,16 @@ def test_moments_are_small_and_a_mesh_changes_nothing():
     large = [x for x in jax.tree.leaves(state) if x.size > 2]
     assert [x.size for x in large] == [2 * 8 * 64] * 2
     assert all(x.addressable_shards[0].data.size * 8 == x.size for x in large)
+
+
+def test_a_channel_whose_squares_underflow_steps_like_zeros():
+    """Its norm is 0 in float32, while Adam's step still has the momentum of the step before."""
+    kernel = random_tree((6, 9), 0)
+
+    def steps(size):
+        tx = scale_by_apollo(B1, B2, EPS, rank=RANK, growth=float("inf"))
+        grads = [{"attn": {"kernel": g}} for g in (kernel, kernel.at[:, 3].multiply(size))]
+        _, state = tx.update(grads[0], tx.init(grads[0]))
+        return tx.update(grads[1], state)[0]["attn"]["kernel"]
+
+    np.testing.assert_array_equal(steps(1e-25), steps(0.0))

@@ -123,6 +123,30 @@ FREE = dict(name="schedule_free_adamw", schedule="constant")
             {"name": "adafactor", "galore": {"rank": 2, "moments": "reset"}},
             r"^galore.moments='reset' cannot be combined with name='adafactor': ",
         ),
+        (
+            {"name": "stable_spam", "galore": {"rank": 2, "moments": "reset"}},
+            r"^galore.moments='reset' cannot be combined with name='stable_spam': its moments are of norm",
+        ),
+        (
+            {"decay_with_clip": False},
+            r"^decay_with_clip=False cannot be combined with name='adamw': .* set decay_with_clip=True",
+        ),
+        (
+            {"name": "lion", "options": {"smooth_beta": 2.0, "mode": "refined"}},
+            r"^options.smooth_beta=2.0 cannot be combined with name='lion': .* set options.mode='smooth'",
+        ),
+        (
+            {"name": "lion", "low_bit": {"mu": "float32", "nu": "dynamic8"}},
+            r"^low_bit.nu='dynamic8' cannot be combined with name='lion': it has no second moment; set",
+        ),
+        (
+            {"name": "sgd", "low_bit": {"mu": "float32", "nu": "int8"}},
+            r"^low_bit.nu='int8' cannot be combined with name='sgd': ",
+        ),
+        (
+            FREE | {"low_bit": {"mu": "dynamic8", "nu": "float32"}},
+            r"^low_bit.mu='dynamic8' cannot be combined with name='schedule_free_adamw': .* set low_bit.nu",
+        ),
         ({"adascale": 0.5}, r"^adascale=0.5 must be at least 1"),
         ({"adascale": 4.0}, r"^adascale=4.0 cannot be combined with name='adamw': .* set name='sgd'"),
         (
@@ -141,15 +165,30 @@ def test_errors_are_one_line_with_key_value_and_way_out(changes, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["adamp", "adafactor"])
-def test_galore_that_is_off_goes_with_everything(name):
-    """rank=0 is how a command line or a file turns it off."""
-    config = make_optimizer(**BASE, name=name, total_steps=11, galore={"rank": 0, "moments": "reset"})
+@pytest.mark.parametrize("name", ["adamp", "adafactor", "stable_spam"])
+def test_wrappers_that_are_off_go_with_everything(name):
+    """rank=0 and float32 are how a command line or a file turns them off."""
+    off = dict(galore={"rank": 0, "moments": "reset"}, low_bit={"mu": "float32", "nu": "float32"})
+    config = make_optimizer(**BASE, name=name, total_steps=11, **off)
     plain = make_optimizer(**BASE, name=name, total_steps=11)
     params = {"layers": {"attn": {"kernel": jnp.ones((2, 4, 4))}}}
     assert jax.tree.structure(jax.eval_shape(config.tx.init, params)) == jax.tree.structure(
         jax.eval_shape(plain.tx.init, params)
     )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "stable_adamw", "decay_with_clip": False},
+        {"name": "lion", "options": {"smooth_beta": 2.0, "mode": "smooth"}},
+        {"name": "lion", "low_bit": FP8},  # as by the argument low_bit=fp8
+        FREE | {"low_bit": FP8},
+    ],
+    ids=str,
+)
+def test_what_has_an_effect_is_accepted(changes):
+    make_optimizer(**BASE | changes, total_steps=11)
 
 
 @pytest.mark.parametrize(

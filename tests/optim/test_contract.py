@@ -5,6 +5,7 @@ a restored state continues bit for bit; stacked layers equal single ones; accumu
 mean.
 """
 
+import contextlib
 import functools
 import pkgutil
 
@@ -15,6 +16,7 @@ import optax
 import pytest
 
 from maxlp import optim
+from maxlp.optim.partition import map_moments
 from maxlp.optim.tree_utils import find_states
 from maxlp.parallel import sharding
 from tests.optim.common import (
@@ -128,6 +130,17 @@ def test_its_kind_describes_its_state(name):
         [(_, adam)] = find_states(state, kind.second_moment)
         shapes = {p.shape for p in jax.tree.leaves(params)}
         assert {nu.shape for nu in jax.tree.leaves(adam.nu)} <= shapes
+
+
+@pytest.mark.parametrize("name", optim.OPTIMIZERS)
+def test_low_bit_is_refused_for_a_moment_that_its_state_does_not_have(name):
+    found = set()
+    map_moments(lambda moment, path, x: found.add(moment), jax.eval_shape(make(name).init, start(name)))
+    for moment, other in (("mu", "nu"), ("nu", "mu")):
+        low_bit, options = {moment: "int8", other: "float32"}, OPTIMIZERS[name]
+        refused = pytest.raises(ValueError, match=r"^low_bit\.")
+        with contextlib.nullcontext() if moment in found else refused:
+            make_optimizer(**BASE | dict(name=name, learning_rate=0.1, low_bit=low_bit) | options)
 
 
 @every

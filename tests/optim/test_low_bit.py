@@ -1,3 +1,5 @@
+import itertools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -104,6 +106,26 @@ def test_stochastic_rounding_keeps_what_rounding_to_nearest_loses():
             jnp.bfloat16
         )
     assert abs(float(nearest) / want - 1) > 0.05
+
+
+def test_each_moment_has_its_own_noise_also_when_it_is_encoded_alone():
+    """All numbers are in the middle between two of bfloat16."""
+
+    def both(params):
+        return optax.ScaleByAdamState(jnp.int32(0), params, params)
+
+    inner = optax.GradientTransformation(both, ADAM.update)
+    tx = low_bit(inner, LowBitConfig(**EVERY["bfloat16"], min_size=0))
+    params = {name: jnp.full((8, 16), 1 + 2.0**-8) for name in "ab"}
+
+    def codes(params):
+        state = tx.init(params).inner
+        return {(m, name): getattr(state, m)[name].codes for m in ("mu", "nu") for name in params}
+
+    together = codes(params)
+    assert all((x != y).any() for x, y in itertools.combinations(together.values(), 2))
+    for name in params:
+        assert_trees_equal(alone := codes({name: params[name]}), {key: together[key] for key in alone})
 
 
 @pytest.mark.parametrize("name", ["fp8", "dynamic8"])

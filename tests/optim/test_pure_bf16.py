@@ -113,6 +113,20 @@ def test_each_step_and_each_seed_has_its_own_noise():
     assert not np.array_equal(draw(5, 0), draw(6, 0)) and not np.array_equal(draw(5, 0), draw(5, 1))
 
 
+def test_each_tensor_has_its_own_noise_also_when_it_is_updated_alone():
+    params = {name: jnp.ones(256, jnp.bfloat16) for name in "ab"}
+    tx = pure_bf16(optax.identity(), method="stochastic")
+
+    def updates(params):
+        half = jax.tree.map(lambda p: jnp.full(p.shape, 2.0**-8), params)
+        return tx.update(half, tx.init(params), params)[0]
+
+    together = updates(params)
+    assert not np.array_equal(together["a"], together["b"])
+    for name in params:
+        np.testing.assert_array_equal(updates({name: params[name]})[name], together[name])
+
+
 @pytest.mark.parametrize("shape", [(2**16,), (2**8, 2**8), (2**4, 2**5, 2**7)])
 def test_each_number_of_an_array_has_its_own_noise(shape):
     """2^16 draws hit 1 - 1/e of 2^16 values (standard deviation 0.2 %); equal rows or columns hit fewer."""

@@ -49,7 +49,12 @@ def test_a_warmup_that_is_not_shorter_than_the_run_takes_a_tenth_of_it(warmup_st
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("wsd", {"decay_fraction": 0.9}, r"decay_fraction=0.9 is 10 steps"),
+        ("wsd", {"decay_fraction": 0.9}, r"decay_fraction=0.9 is 10 steps .* between warmup_steps=3 and"),
+        (
+            "wsd",
+            {"decay_fraction": 1.0, "warmup_steps": 5000},
+            r"between warmup_steps=5000 \(shortened to 1\) and total_steps=11",
+        ),
         ("wsd", {"decay_fraction": 0.0}, r"decay_fraction=0.0 is 0 steps"),
     ],
 )

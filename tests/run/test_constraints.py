@@ -23,6 +23,7 @@ REPLICAS = INT8 | {"mesh.data": 2}
 AVERAGED = {"optimizer.name": "schedule_free_adamw", "optimizer.schedule": "constant"}
 LOCAL = {"train.local.steps": 10, "train.total_steps": 300, "mesh.data": 2}
 SAMPLED = {"precision.recipe": "wta_crs"}
+NOT_LOW_BIT = {"optimizer.low_bit.mu": "float32", "optimizer.low_bit.nu": "float32"}
 REFUSED = {
     "batch_divides": [
         ({"data.batch_size": 12}, 8, "cpu", "use a multiple of 8"),
@@ -294,6 +295,8 @@ ACCEPTED = [
     {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "precision.recipe": "fp8_delayed"},
     {"precision.recipe": "mxfp8", "data.seq_len": 100},
     {"model.dtype": "float16", "precision.loss_scale.initial": 256.0},
+    {"precision.loss_scale.per_tensor": True, "optimizer.galore.rank": 0} | NOT_LOW_BIT,
+    {"optimizer.name": "adafactor"} | NOT_LOW_BIT,
     ADASCALE,
     {"optimizer.galore.rank": 191},
     LORA | {"optimizer.galore.rank": 0},  # off

@@ -62,6 +62,18 @@ def test_seed_and_microbatches_reach_the_gradients_and_the_data(monkeypatch):
     assert made == [(3, 4), ("given", how)]
 
 
+def test_the_seed_reaches_the_rounding_of_parameters():
+    values = dict(model__param_dtype="bfloat16", optimizer__param_rounding="stochastic")
+    params = {"kernel": jnp.ones(256, jnp.bfloat16)}
+
+    def updates(seed):
+        tx = resolved(train__seed=seed, **values).tx
+        return np.asarray(tx.update(params, tx.init(params), params)[0]["kernel"])
+
+    np.testing.assert_array_equal(updates(1), updates(1))
+    assert np.any(updates(1) != updates(2))
+
+
 def test_both_gates_are_used():
     run = resolved(model__dtype="float16", precision__loss_scale__initial=256.0, spikes__guard="skip")
     assert list(run.gates) == ["loss_scale", "guard"]
@@ -75,6 +87,14 @@ def test_the_description_counts_bytes_in_gib():
     text = describe(run, abstract)
     assert f"{count:,} parameters in float32" in text
     assert f"parameters {4 * count / 2**30:.3g} GiB, optimizer {8 * count / 2**30:.3g} GiB" in text
+
+
+@pytest.mark.parametrize(("steps", "warns"), [(100, True), (101, False)])
+def test_the_description_warns_of_an_adagc_that_never_clips(steps, warns):
+    values = dict(train__total_steps=steps, optimizer__warmup_steps=0, optimizer__adagc__ratio=1.05)
+    run = resolved(**values)
+    text = describe(run, abstract_state(run.make_model, run.tx, run.mesh)[1])
+    assert ("warning: optimizer.adagc.warmup_steps=100 is the whole run" in text) == warns
 
 
 @pytest.mark.parametrize("init_from", ["", "run"])

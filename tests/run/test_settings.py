@@ -189,13 +189,14 @@ def test_a_config_of_version_0_1_still_loads(tmp_path):
     old["data"] |= {"name": "text", "source": "jsonl:/d/*.jsonl?heldout=0.1"}
     for key in ("shuffle",):
         del old["data"][key]
-    old["optimizer"] |= {"galore": {"rank": 8}, "low_bit": {}}
+    old["optimizer"] |= {"galore": {"rank": 8}, "low_bit": {}, "decay_with_clip": False}
     old["precision"] |= {"loss_scale": None, "options": {}}
     old["model"]["rope_scaling"] = None
     (tmp_path / "config.json").write_text(json.dumps(old))
     s = read(run_dir.load_config(tmp_path))
     assert s.data.source == "jsonl:/d/*.jsonl?validation=0.1"
     assert (s.optimizer.galore.rank, s.optimizer.low_bit.mu) == (8, "float8_e4m3fn")
+    assert (s.optimizer.name, s.optimizer.decay_with_clip) == ("adamw", True)
     assert s.precision.loss_scale is None and s.model.rope_scaling is None
 
 

@@ -1,4 +1,4 @@
-"""The optimizers whose rescaling is optax's."""
+"""AdamW, whose rescaling is optax's."""
 
 import optax
 
@@ -7,4 +7,3 @@ from maxlp.optim.config import OptimizerKind
 ADAMW = OptimizerKind(
     scale_by=optax.scale_by_adam, second_moment=optax.ScaleByAdamState, like_params=True, galore_rates=True
 )
-LION = OptimizerKind(scale_by=optax.scale_by_lion, like_params=True)
