@@ -153,6 +153,11 @@ def use_hub_commits(workdir: Path, data: object) -> None:
         hub.commits.update(found)
 
 
+def holds_run(workdir: Path) -> bool:
+    """Whether a run has been started in a folder; the config.json of other libraries is none."""
+    return (workdir / "run.json").exists() or "model" in read_json(workdir / "config.json", {})
+
+
 def record_checkpoint(workdir: Path, step: int) -> None:
     """Records in run.json that the checkpoint of a step is complete."""
     write_json(workdir / "run.json", _read_record(workdir) | {"last_checkpoint": step})
