@@ -50,8 +50,8 @@ def _check_replaces_nothing(workdir: Path, made: Tokenizer) -> None:
     for path in (workdir / name for name in (*FILES, *COMPANIONS)):
         if path.exists() and path.read_bytes() != made.files.get(path.name):
             raise ConfigError(
-                f"--workdir={workdir} holds no run, but a {path.name} that this start would replace; choose "
-                "another folder, or move the file away"
+                f"--workdir={workdir} holds no run, but a {path.name} that this start would replace; "
+                "choose another folder, or move the file away"
             )
 
 

@@ -122,7 +122,7 @@ def test_a_workdir_that_cannot_be_written_to_is_refused(tmp_path, corpus, monkey
 def test_a_workdir_whose_checkpoints_orbax_could_not_read_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match=rf"^--workdir={re.escape(str(tmp_path / name))}/a contains "):
         run_dir.check_workdir(tmp_path / name / "a")
-    with pytest.raises(ValueError, match="^directory=.* contains "):
+    with pytest.raises(ValueError, match=r"^directory=.* contains "):
         Checkpointer(tmp_path / name, every_steps=1)
     assert not list(tmp_path.iterdir())
 
