@@ -330,9 +330,6 @@ def check_path(path: Path, name: str) -> None:
     """Raises a ValueError for a folder whose checkpoints could be saved, but perhaps not read.
 
     Orbax searches for the files of a checkpoint with a pattern that begins with its path.
-
-    Args:
-      name: what names the path in the message, such as "--workdir".
     """
     if found := next((character for character in files.shown(path) if character in "[]*?\\"), None):
         raise ValueError(
