@@ -43,6 +43,7 @@ from maxlp.parallel.batches import one_pass
 from maxlp.run import changes, cli, run_dir
 from maxlp.run.experiment import Experiment, describe, make_data, resolve
 from maxlp.run.intact_batches import IntactBatches
+from maxlp.run.progress import Progress
 from maxlp.run.restore import check_start, evaluated
 from maxlp.run.settings import Settings
 from maxlp.run.tokenizer import prepare_tokenizer
@@ -89,15 +90,12 @@ def main() -> int:
 
 
 def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup: "Startup") -> int | None:
-    """Runs a config in the workdir of ``lock``; returns the exit code, or None if another phase follows.
-
-    ``stack`` closes what must be closed, however the run ends.
-    """
+    """Runs a config in the workdir of ``lock``; returns the exit code, or None if another phase follows."""
     # --- The config, resolved once: checked before anything is allocated or compiled.
     run = resolve(c)
     s, workdir, mesh = run.settings, lock.workdir, run.mesh
     changed = report_config(s, workdir, c)
-    stack.enter_context(jax.set_mesh(mesh))
+    stack.enter_context(jax.set_mesh(mesh))  # the stack is closed however the run ends
     cpu.keep_freed_memory()
 
     # --- The training state as shapes and shardings, and the step that updates it.
@@ -122,8 +120,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     state, start, meta = restore_or_init(run, abstract, checkpoints, batches, workdir, changed)
     rollback.skip_excluded_batches(workdir, start, batches)
     if (progress := run.progress(state, start)).finished:
-        print_primary(f"{workdir} is at step {progress}: nothing is left to train")
-        return 0
+        return nothing_left(workdir, progress)
     batches.start_prefetch()
     run_dir.record_start(workdir, c, start, s.num_params, run.family.units_per_step(s.data))
     writer = stack.enter_context(contextlib.closing(open_writer(s, workdir, start, c)))
@@ -168,6 +165,9 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
         if ends:
             break
     else:
+        if n > start and not intact.error:  # the data has ended, and with it the run
+            recorder.finish()
+            writer.write(n, validate(evaluate, state, validation, mesh, 0, "eval_full"))
         save(checkpoints, n, state, data_state, recorder)
     checkpoints.wait()
     writer.close()
@@ -266,6 +266,13 @@ def restore_or_init(
         late_phase.begin(run.settings, restored.step, workdir)
     batches.set_state(restored.data_state, flags.FLAGS.allow_change)
     return run.with_all_gates(restored.state), restored.step, restored.meta
+
+
+def nothing_left(workdir: Path, progress: Progress) -> int:
+    """Ends a start that finds a finished run, or one that a lower ``total_steps`` makes finished."""
+    run_dir.record_end(workdir, progress.total_steps)
+    print_primary(f"{workdir} is at step {progress}: nothing is left to train")
+    return 0
 
 
 def open_checkpoints(s: Settings, workdir: Path) -> Checkpointer:

@@ -366,13 +366,19 @@ def test_the_end_of_the_data_is_reported_and_saved(tmp_path):
     for i in range(40):
         (tmp_path / "corpus" / f"{i}.txt").write_text(f"{i} bottles of beer on the wall. " * 20)
     options = [f"--config.data.source=text:{tmp_path}/corpus?validation=0.1", "--config.data.num_epochs=1"]
+    options.append("--config.train.log_every=1000")
     process = start(tmp_path / "run", *options, "--config.train.total_steps=1000", devices=2)
     out = finish(process, code=2)
     message = out.splitlines()[-1]
     assert "the data ended at step" in message and "num_epochs" in message
     ended = int(message.split("ended at step ")[1].split()[0])
     assert (tmp_path / "run" / "checkpoints" / str(ended)).exists()
-    assert max(losses(tmp_path / "run")) == ended  # the record of a step comes before its checkpoint
+    assert list(losses(tmp_path / "run")) == [ended]
+    (full,) = (r for r in records(tmp_path / "run") if "eval_full/loss" in r)
+    assert full["step"] == ended
+    out = finish(start(tmp_path / "run", *options, f"--config.train.total_steps={ended}", devices=2))
+    assert f"at step {ended} of {ended}: nothing is left to train" in out
+    assert f"finished, {ended} steps" in shown("report", str(tmp_path / "run"))
 
 
 @pytest.mark.full

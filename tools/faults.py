@@ -1880,7 +1880,7 @@ RUN = [
     *_in(
         "run/reopen.py",
         "test_lab.py",
-        ("step > run.step + 1", "step > run.step + 2"),
+        ("step > last + 1", "step > last + 2"),
         ("batches.set_state(restored.data_state)", "pass", "run/test_replay.py"),
         ("if start < (last :=", "if 0 > (last :=", "run/test_replay.py"),
     ),
@@ -2443,6 +2443,7 @@ MONITORING = [
         ("record=last and done == step", "record=False"),
         ("record=last and done == step", "record=last"),
         ("self._take(done, values, record", "self._take(step, values, record"),
+        ("        self._unrecorded = None\n", ""),
     ),
     *_in(
         "monitoring/run_record.py",
@@ -2561,8 +2562,8 @@ COMMANDS = [
         ),
         ("evaluate(evaluated(state), batches)", "evaluate(state, batches)", "run/test_restore.py"),
         (
-            'validation, mesh, 0, "eval_full")',
-            'validation, mesh, s.train.eval_batches, "eval_full")',
+            "eval_batches:\n                writer.write(n, validate(evaluate, state, validation, mesh, 0,",
+            "eval_batches:\n                writer.write(n, validate(evaluate, state, validation, mesh, 1,",
             "test_train.py::test_evaluate_and_generate_and_report_on_the_run",
         ),
         (
