@@ -43,11 +43,10 @@ from maxlp.parallel.batches import one_pass
 from maxlp.run import changes, cli, run_dir
 from maxlp.run.experiment import Experiment, describe, make_data, resolve
 from maxlp.run.intact_batches import IntactBatches
-from maxlp.run.progress import Progress
 from maxlp.run.restore import check_start, evaluated
 from maxlp.run.settings import Settings
 from maxlp.run.tokenizer import prepare_tokenizer
-from maxlp.runtime import cpu, distributed, files, hardware, preemption
+from maxlp.runtime import cpu, distributed, files, hardware, preemption, verification
 from maxlp.runtime.checkpoint import Checkpointer, ClockSetBackError
 from maxlp.runtime.distributed import is_primary, print_primary
 from maxlp.runtime.lock import WorkdirLock, open_lock
@@ -115,17 +114,19 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     startup.mark("data")
 
     # --- The step is compiled, except on GPUs while the state is restored or initialized.
-    compiled = compile_in_background(train_step, abstract, run.abstract_batch(), mesh, stack)
+    to_compile = (train_step, abstract, run.abstract_batch(), mesh, stack)
+    compiled = None if seems_finished(s, workdir) else compile_in_background(*to_compile)
     checkpoints = stack.enter_context(open_checkpoints(s, workdir))
     state, start, meta = restore_or_init(run, abstract, checkpoints, batches, workdir, changed)
     rollback.skip_excluded_batches(workdir, start, batches)
     if (progress := run.progress(state, start)).finished:
-        return nothing_left(workdir, progress)
+        print_primary(f"{workdir} is at step {progress}: nothing is left to train")
+        return 0
     batches.start_prefetch()
     run_dir.record_start(workdir, c, start, s.num_params, run.family.units_per_step(s.data))
     writer = stack.enter_context(contextlib.closing(open_writer(s, workdir, start, c)))
     startup.mark("state")
-    train_step = compiled.result()
+    train_step = (compiled or compile_in_background(*to_compile)).result()
     startup.mark("compilation")
     print_primary(f"{workdir}: resuming at step {start}" if start else f"{workdir}: a new run")
 
@@ -176,8 +177,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     if not last:
         print_primary(f"stopped and saved at step {n}; the same command resumes the run")
         return preempted.exit_code if stop else None
-    finish(workdir)
-    return 0
+    return finish(workdir)
 
 
 # --- parts of the run -----------------------------------------------------------------------------------
@@ -224,6 +224,11 @@ def open_data(run: Experiment, graphdef: nnx.GraphDef, workdir: Path) -> tuple[A
     return batches, validation, evaluate
 
 
+def seems_finished(s: Settings, workdir: Path) -> bool:
+    """Whether the newest checkpoint, if it is intact, is of the last step (AdaScale may need fewer)."""
+    return max(verification.list_numbered(workdir / "checkpoints"), default=0) >= s.train.total_steps
+
+
 def compile_in_background(
     train_step: jax.stages.Wrapped, abstract: State, batch: Any, mesh: Mesh, stack: contextlib.ExitStack
 ) -> concurrent.futures.Future[jax.stages.Compiled]:
@@ -266,13 +271,6 @@ def restore_or_init(
         late_phase.begin(run.settings, restored.step, workdir)
     batches.set_state(restored.data_state, flags.FLAGS.allow_change)
     return run.with_all_gates(restored.state), restored.step, restored.meta
-
-
-def nothing_left(workdir: Path, progress: Progress) -> int:
-    """Ends a start that finds a finished run, or one that a lower ``total_steps`` makes finished."""
-    run_dir.record_end(workdir, progress.total_steps)
-    print_primary(f"{workdir} is at step {progress}: nothing is left to train")
-    return 0
 
 
 def open_checkpoints(s: Settings, workdir: Path) -> Checkpointer:
@@ -341,7 +339,7 @@ def data_ended(step: int, total_steps: int, error: str) -> ValueError:
     )
 
 
-def finish(workdir: Path) -> None:
+def finish(workdir: Path) -> int:
     """Prints the losses of a finished run and draws its curves."""
     if is_primary():
         from maxlp.monitoring import curves, sections
@@ -350,6 +348,7 @@ def finish(workdir: Path) -> None:
         print_primary(sections.section_text("done", sections.loss_lines(load_run(workdir))))
         more = f"python -m maxlp.report {shlex.quote(str(workdir))}"
         print_primary(f"curves: {curves.plot_curves(workdir)}; more: {more}")
+    return 0
 
 
 class Startup:
