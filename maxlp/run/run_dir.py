@@ -140,13 +140,6 @@ def record_start(workdir: Path, c: ConfigDict, step: int, num_params: int, units
     write_json(workdir / "run.json", record)
 
 
-def record_end(workdir: Path, total_steps: int) -> None:
-    """Records the length of a run that is over, without other changes of a config that trained nothing."""
-    if is_primary() and (config := read_json(path := workdir / "config.json")):
-        config["train"]["total_steps"] = total_steps
-        write_json(path, config)
-
-
 def hub_commits(workdir: Path) -> dict[str, str]:
     """The commits at which the run took repositories of the Hub, by their ids."""
     return _read_record(workdir).get("hub_commits", {})

@@ -28,16 +28,6 @@ def test_every_start_and_the_last_checkpoint_are_recorded(tmp_path, monkeypatch)
     assert record["starts"][0]["command"] == "train.py '--workdir=/data/my run'"
 
 
-def test_a_run_that_is_over_has_the_length_at_which_it_is_and_the_rest_of_its_config(tmp_path):
-    c = ConfigDict(SECTIONS | {"train": {"total_steps": 1000, "seed": 1}})
-    run_dir.record_start(tmp_path, c, 0, num_params=1000, units_per_step=2048)
-    run_dir.record_end(tmp_path, 40)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config == SECTIONS | {"train": {"total_steps": 40, "seed": 1}}
-    (tmp_path / "config.json").unlink()
-    run_dir.record_end(tmp_path, 40)
-
-
 def test_the_revision_is_that_of_the_code_and_not_of_a_project_that_holds_its_environment(
     tmp_path, monkeypatch
 ):
