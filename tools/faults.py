@@ -2299,8 +2299,8 @@ RUNTIME = [
         "runtime/tensorboard_writer.py",
         "runtime/test_writers.py",
         (
-            "self._add(resume_step + 1, time.time(), session_log=start)",
-            "self._add(resume_step, time.time(), session_log=start)",
+            "resume_step + 1 if resume_step else 0",
+            "resume_step",
         ),
     ),
     *_in(
