@@ -1732,6 +1732,11 @@ DATA = [
         ),
         ("range(shard.start, shard.stop)", "range(shard.start, shard.stop - 1)"),
         ("sum(shard[key] for shard in written)", "written[-1][key]"),
+        (
+            "fcntl.LOCK_EX | fcntl.LOCK_NB",
+            "fcntl.LOCK_SH | fcntl.LOCK_NB",
+            "test_prepare.py::test_a_folder_that_another_process_writes_is_refused_and_stays_as_it_is",
+        ),
     ),
     *_in(
         "data/image_text.py",
@@ -2069,6 +2074,7 @@ RUN = [
         "run/tokenizer.py",
         "run/test_tokenizer.py",
         ("is_kept = resumes and any(", "is_kept = any("),
+        ("if not run_dir.holds_run(workdir):", "if False:"),
         ("if trained_with not in (None, fingerprint)", "if trained_with is None"),
         (" if any(kept) else str(found[0])", " if not kept else str(found[0])"),
     ),
