@@ -144,6 +144,7 @@ def import_weights(
       ValueError: an unknown format or architecture, a damaged file, or a workdir that is not empty.
     """
     _check_unused(workdir)
+    checkpoint.check_path(workdir, "--output")
     found = LibraryWeights(os.fspath(source), format_name)
     if image_size is not None and found.format.resize is None:
         raise ValueError(

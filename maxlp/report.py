@@ -54,10 +54,13 @@ def show(workdir: str, spike: int | None = None, precision: str = "recipe") -> N
     if precision != "recipe":
         raise ValueError(f"--precision={precision} applies to a replay only; add --spike=STEP")
     print(shown(report_text(run)))
-    if path := plot_curves(run.workdir):
-        if mirror := mirrored(path):
-            mirror.send(path)
-        print(shown(f"\nCurves in {path}"))
+    try:
+        if path := plot_curves(run.workdir):
+            if mirror := mirrored(path):
+                mirror.send(path)
+            print(shown(f"\nCurves in {path}"))
+    except OSError as error:  # such as that of a run of somebody else
+        print(shown(f"\nNo curves: {error}"))
 
 
 def replay_spike(run: Run, spike: int, precision: str) -> None:

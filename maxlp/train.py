@@ -46,7 +46,7 @@ from maxlp.run.intact_batches import IntactBatches
 from maxlp.run.restore import check_start, evaluated
 from maxlp.run.settings import Settings
 from maxlp.run.tokenizer import prepare_tokenizer
-from maxlp.runtime import cpu, distributed, files, hardware, preemption
+from maxlp.runtime import cpu, distributed, files, hardware, preemption, verification
 from maxlp.runtime.checkpoint import Checkpointer, ClockSetBackError
 from maxlp.runtime.distributed import is_primary, print_primary
 from maxlp.runtime.lock import WorkdirLock, open_lock
@@ -89,15 +89,12 @@ def main() -> int:
 
 
 def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup: "Startup") -> int | None:
-    """Runs a config in the workdir of ``lock``; returns the exit code, or None if another phase follows.
-
-    ``stack`` closes what must be closed, however the run ends.
-    """
+    """Runs a config in the workdir of ``lock``; returns the exit code, or None if another phase follows."""
     # --- The config, resolved once: checked before anything is allocated or compiled.
     run = resolve(c)
     s, workdir, mesh = run.settings, lock.workdir, run.mesh
     changed = report_config(s, workdir, c)
-    stack.enter_context(jax.set_mesh(mesh))
+    stack.enter_context(jax.set_mesh(mesh))  # the stack is closed however the run ends
     cpu.keep_freed_memory()
 
     # --- The training state as shapes and shardings, and the step that updates it.
@@ -117,7 +114,8 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     startup.mark("data")
 
     # --- The step is compiled, except on GPUs while the state is restored or initialized.
-    compiled = compile_in_background(train_step, abstract, run.abstract_batch(), mesh, stack)
+    to_compile = (train_step, abstract, run.abstract_batch(), mesh, stack)
+    compiled = None if seems_finished(s, workdir) else compile_in_background(*to_compile)
     checkpoints = stack.enter_context(open_checkpoints(s, workdir))
     state, start, meta = restore_or_init(run, abstract, checkpoints, batches, workdir, changed)
     rollback.skip_excluded_batches(workdir, start, batches)
@@ -128,7 +126,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     run_dir.record_start(workdir, c, start, s.num_params, run.family.units_per_step(s.data))
     writer = stack.enter_context(contextlib.closing(open_writer(s, workdir, start, c)))
     startup.mark("state")
-    train_step = compiled.result()
+    train_step = (compiled or compile_in_background(*to_compile)).result()
     startup.mark("compilation")
     print_primary(f"{workdir}: resuming at step {start}" if start else f"{workdir}: a new run")
 
@@ -168,6 +166,9 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
         if ends:
             break
     else:
+        if n > start and not intact.error:  # the data has ended, and with it the run
+            recorder.finish()
+            writer.write(n, validate(evaluate, state, validation, mesh, 0, "eval_full"))
         save(checkpoints, n, state, data_state, recorder)
     checkpoints.wait()
     writer.close()
@@ -176,8 +177,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     if not last:
         print_primary(f"stopped and saved at step {n}; the same command resumes the run")
         return preempted.exit_code if stop else None
-    finish(workdir)
-    return 0
+    return finish(workdir)
 
 
 # --- parts of the run -----------------------------------------------------------------------------------
@@ -222,6 +222,11 @@ def open_data(run: Experiment, graphdef: nnx.GraphDef, workdir: Path) -> tuple[A
     )
     evaluate = run.family.evaluator(graphdef, s.model, s.data, s.loss, validation)
     return batches, validation, evaluate
+
+
+def seems_finished(s: Settings, workdir: Path) -> bool:
+    """Whether the newest checkpoint, if it is intact, is of the last step (AdaScale may need fewer)."""
+    return max(verification.list_numbered(workdir / "checkpoints"), default=0) >= s.train.total_steps
 
 
 def compile_in_background(
@@ -334,7 +339,7 @@ def data_ended(step: int, total_steps: int, error: str) -> ValueError:
     )
 
 
-def finish(workdir: Path) -> None:
+def finish(workdir: Path) -> int:
     """Prints the losses of a finished run and draws its curves."""
     if is_primary():
         from maxlp.monitoring import curves, sections
@@ -343,6 +348,7 @@ def finish(workdir: Path) -> None:
         print_primary(sections.section_text("done", sections.loss_lines(load_run(workdir))))
         more = f"python -m maxlp.report {shlex.quote(str(workdir))}"
         print_primary(f"curves: {curves.plot_curves(workdir)}; more: {more}")
+    return 0
 
 
 class Startup:

@@ -300,6 +300,12 @@ def test_nothing_is_overwritten(llama):
         convert.export_weights(run, run)
 
 
+def test_a_run_that_could_not_be_read_is_not_written(llama, tmp_path):
+    with pytest.raises(ValueError, match=r"^--output=.*/run\[1\] contains \["):
+        convert.import_weights(llama[0], tmp_path / "run[1]")
+    assert not list(tmp_path.iterdir())
+
+
 def test_folders_without_a_model_or_a_run_are_named(tmp_path):
     with pytest.raises(
         ValueError, match=r"holds no model: there is neither config.json nor open_clip_config"

@@ -12,6 +12,7 @@ from maxlp.precision import RecipeOptions
 from maxlp.run import attribution, reopen, run_dir, two_runs
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import read
+from maxlp.runtime import manifest
 from tests.monitoring.fixtures import write_run
 from tests.run.fixtures import changed, load
 
@@ -73,8 +74,13 @@ def test_flags_of_another_tool_are_refused(tmp_path, tool, word, message):
 
 def test_steps_without_a_batch(tmp_path):
     write_run(tmp_path)
+    saved = tmp_path / "checkpoints" / "405"
+    saved.mkdir(parents=True)  # not complete
     message = refused(tmp_path, "fp8_current", tmp_path, 402)
-    assert message.startswith("--step=402 has no batch in ") and "last record is of step 400" in message
+    assert message.startswith("--step=402 has no batch in ") and "which has taken 400 steps" in message
+    manifest.write(saved, {"a": ("0", 0)})
+    assert "which has taken 405 steps" in refused(tmp_path, "fp8_current", tmp_path, 407)
+    reopen._check_step(tmp_path, 406)
     ended = types.SimpleNamespace(batches=iter(()), start=3, run=types.SimpleNamespace(mesh=None), state={})
     with pytest.raises(ValueError, match="--step=5 has no batch: the data ends before it"):
         reopen.batch_of(ended, 5)

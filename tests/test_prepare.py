@@ -214,6 +214,28 @@ def test_killed_run_leaves_nothing_that_looks_complete(corpus, tmp_path, num_wor
     assert not list(output.glob("*.partial"))
 
 
+def test_a_folder_that_another_process_writes_is_refused_and_stays_as_it_is(corpus, tmp_path):
+    with running(tmp_path, num_workers=1) as (_, process, output):
+        before = {path.name for path in output.iterdir()}
+        with pytest.raises(ValueError, match=rf"^--output={output} is being written by another process; "):
+            prepare_text(corpus, str(output))
+        assert before and before <= {path.name for path in output.iterdir()}
+        process.kill()
+
+
+def test_a_shard_that_is_deleted_meanwhile_is_an_error_of_the_file(corpus, tmp_path, monkeypatch):
+    make_record = prepare._text_record
+
+    def delete_and_make(*args, **kwargs):
+        for path in tmp_path.glob("data/*.partial"):
+            path.unlink()
+        return make_record(*args, **kwargs)
+
+    monkeypatch.setattr(prepare, "_text_record", delete_and_make)
+    with pytest.raises(OSError, match=r"No such file or directory.*\.partial"):
+        prepare_text(corpus, str(tmp_path / "data"))
+
+
 def test_an_interrupted_replacement_leaves_no_manifest(corpus, tmp_path, monkeypatch):
     """The old manifest is gone before any shard is replaced, so that it never describes new shards."""
     prepare_text(corpus, str(tmp_path / "data"))

@@ -18,6 +18,20 @@ def test_without_metrics_there_is_only_text(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("no metrics yet\n")
 
 
+def test_a_workdir_that_cannot_be_written_to_has_a_report(tmp_path, capsys, monkeypatch):
+    write_run(tmp_path)
+
+    def fails(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fails)  # tests may run as root
+    report.show(str(tmp_path))
+    out = capsys.readouterr().out
+    assert "train/loss" in out and out.endswith(
+        f"No curves: [Errno 13] Permission denied: '{tmp_path}/loss.png'\n"
+    )
+
+
 def test_errors_are_one_line(tmp_path):
     write_run(tmp_path)
     with pytest.raises(ValueError, match=r"^.*missing is not a directory"):

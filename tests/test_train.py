@@ -184,6 +184,13 @@ def test_a_gpu_does_nothing_else_while_the_step_is_compiled():
         assert train.compile_in_background(Step(), {}, {}, mesh, stack).done()
 
 
+def test_a_run_seems_finished_with_a_checkpoint_of_its_last_step(tmp_path):
+    s = SimpleNamespace(train=SimpleNamespace(total_steps=8))
+    for saved, finished in (("7", False), ("9.unfinished", False), ("8", True)):
+        (tmp_path / "checkpoints" / saved).mkdir(parents=True)
+        assert train.seems_finished(s, tmp_path) == finished
+
+
 @pytest.mark.full
 def test_a_run_says_how_long_it_waits_for_data(tmp_path):
     """In the record of every step, before and after evaluations and checkpoints too."""
@@ -360,19 +367,37 @@ def test_a_loss_that_is_not_finite_is_not_saved(tmp_path):
     assert len(seen) < 12
 
 
+NEVER_COMPILES = """
+from maxlp import train
+from maxlp.run import cli
+
+train.compile_in_background = None
+train.define_flags()
+cli.run(train.main)
+"""
+
+
 @pytest.mark.full
 def test_the_end_of_the_data_is_reported_and_saved(tmp_path):
     (tmp_path / "corpus").mkdir()
     for i in range(40):
         (tmp_path / "corpus" / f"{i}.txt").write_text(f"{i} bottles of beer on the wall. " * 20)
     options = [f"--config.data.source=text:{tmp_path}/corpus?validation=0.1", "--config.data.num_epochs=1"]
+    options.append("--config.train.log_every=1000")
     process = start(tmp_path / "run", *options, "--config.train.total_steps=1000", devices=2)
     out = finish(process, code=2)
     message = out.splitlines()[-1]
     assert "the data ended at step" in message and "num_epochs" in message
     ended = int(message.split("ended at step ")[1].split()[0])
     assert (tmp_path / "run" / "checkpoints" / str(ended)).exists()
-    assert max(losses(tmp_path / "run")) == ended  # the record of a step comes before its checkpoint
+    assert list(losses(tmp_path / "run")) == [ended]
+    (full,) = (r for r in records(tmp_path / "run") if "eval_full/loss" in r)
+    assert full["step"] == ended
+    options.append(f"--config.train.total_steps={ended}")
+    command = (sys.executable, "-c", NEVER_COMPILES)  # at exit the compilation would be waited for
+    out = finish(start(tmp_path / "run", *options, devices=2, command=command))
+    assert f"at step {ended} of {ended}: nothing is left to train" in out
+    assert f"finished, {ended} steps" in shown("report", str(tmp_path / "run"))
 
 
 @pytest.mark.full

@@ -1737,6 +1737,11 @@ DATA = [
         ),
         ("range(shard.start, shard.stop)", "range(shard.start, shard.stop - 1)"),
         ("sum(shard[key] for shard in written)", "written[-1][key]"),
+        (
+            "fcntl.LOCK_EX | fcntl.LOCK_NB",
+            "fcntl.LOCK_SH | fcntl.LOCK_NB",
+            "test_prepare.py::test_a_folder_that_another_process_writes_is_refused_and_stays_as_it_is",
+        ),
     ),
     *_in(
         "data/image_text.py",
@@ -1885,7 +1890,7 @@ RUN = [
     *_in(
         "run/reopen.py",
         "test_lab.py",
-        ("step > run.step + 1", "step > run.step + 2"),
+        ("step > last + 1", "step > last + 2"),
         ("batches.set_state(restored.data_state)", "pass", "run/test_replay.py"),
         ("if start < (last :=", "if 0 > (last :=", "run/test_replay.py"),
     ),
@@ -2074,6 +2079,7 @@ RUN = [
         "run/tokenizer.py",
         "run/test_tokenizer.py",
         ("is_kept = resumes and any(", "is_kept = any("),
+        ("if not run_dir.holds_run(workdir):", "if False:"),
         ("if trained_with not in (None, fingerprint)", "if trained_with is None"),
         (" if any(kept) else str(found[0])", " if not kept else str(found[0])"),
     ),
@@ -2304,8 +2310,8 @@ RUNTIME = [
         "runtime/tensorboard_writer.py",
         "runtime/test_writers.py",
         (
-            "self._add(resume_step + 1, time.time(), session_log=start)",
-            "self._add(resume_step, time.time(), session_log=start)",
+            "resume_step + 1 if resume_step else 0",
+            "resume_step",
         ),
     ),
     *_in(
@@ -2448,6 +2454,7 @@ MONITORING = [
         ("record=last and done == step", "record=False"),
         ("record=last and done == step", "record=last"),
         ("self._take(done, values, record", "self._take(step, values, record"),
+        ("        self._unrecorded = None\n", ""),
     ),
     *_in(
         "monitoring/run_record.py",
@@ -2566,8 +2573,8 @@ COMMANDS = [
         ),
         ("evaluate(evaluated(state), batches)", "evaluate(state, batches)", "run/test_restore.py"),
         (
-            'validation, mesh, 0, "eval_full")',
-            'validation, mesh, s.train.eval_batches, "eval_full")',
+            "eval_batches:\n                writer.write(n, validate(evaluate, state, validation, mesh, 0,",
+            "eval_batches:\n                writer.write(n, validate(evaluate, state, validation, mesh, 1,",
             "test_train.py::test_evaluate_and_generate_and_report_on_the_run",
         ),
         (

@@ -12,6 +12,7 @@ Letters: B batch, H and W height and width, S text length, N number of texts.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,7 @@ from maxlp.schema import INT32, Count, CountOrZero, PositiveFraction, Range
 
 TEMPLATES = ("a photo of a {}.",)
 CHUNK_ROWS = 32  # rows that one thread makes at a time
+LABELS_READ = 1024  # validation images among which one must have a label
 ROWS_PER_WORKER = 256  # a process starts in the time in which another one makes about so many
 ORDER, AUGMENT = 0, 1  # part of the seeds, so that the two uses of random numbers are independent
 
@@ -138,6 +140,8 @@ def make_data(
     with of_key(f"data.{key}"):
         opened = _open(parse_spec(spec, split, "image_text"), config.image_size)
     examples = EncodedExamples(opened, config) if isinstance(opened, Source) else opened
+    if split == "validation" and config.classes and isinstance(opened, Source):
+        _check_labels(opened, config.classes, len(examples.classes))
     if split == "train" and len(examples) < config.batch_size:
         raise ValueError(
             f"data.batch_size={config.batch_size} is more than the {len(examples)} examples of "
@@ -156,6 +160,19 @@ def make_data(
         settings[common.FINGERPRINTS] = [examples.fingerprint]
     return ImageTextDataset(
         config, examples, tokenizer, settings, split == "train", process_index, process_count
+    )
+
+
+def _check_labels(source: Source, path: str, num_classes: int) -> None:
+    """Raises a ValueError for images of which zero-shot classification, hours later, could count none."""
+    first = range(min(len(source), LABELS_READ))
+    for index in first:
+        with contextlib.suppress(BrokenExample):
+            if 0 <= source[index]["label"] < num_classes:
+                return
+    raise ValueError(
+        f"data.classes={path!r}: none of the first {len(first)} validation images of {source.name!r} has a "
+        f"label among these {num_classes} classes; unset data.classes, or validate on images with labels"
     )
 
 

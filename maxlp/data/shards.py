@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import glob
 import hashlib
 import json
@@ -90,19 +91,42 @@ def no_partial_files(output: str) -> Iterator[None]:
     """Creates the folder, and removes partial files on entry (those of a killed run) and on exit.
 
     If the block fails, folders that did not exist are removed too.
+
+    Raises:
+      ValueError: another process is in such a block with the same folder.
     """
     missing = [path for path in (Path(output), *Path(output).parents) if not path.exists()]
+    os.makedirs(output, exist_ok=True)
+    with _only_writer(output):
+        try:
+            _remove(output, "*" + PARTIAL)
+            yield
+        except BaseException:
+            _remove(output, "*" + PARTIAL)
+            with contextlib.suppress(OSError):
+                for path in missing:
+                    path.rmdir()
+            raise
+        _remove(output, "*" + PARTIAL)
+
+
+@contextlib.contextmanager
+def _only_writer(folder: str) -> Iterator[None]:
+    """Locks a folder, so that a second writer is refused; a kill releases it, unlike a marker file."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.makedirs(output, exist_ok=True)
-        _remove(output, "*" + PARTIAL)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"--output={folder} is being written by another process; wait until it ends, or choose "
+                "another folder"
+            ) from None
+        except OSError:  # a file system without such locks
+            pass
         yield
-    except BaseException:
-        _remove(output, "*" + PARTIAL)
-        with contextlib.suppress(OSError):
-            for path in missing:
-                path.rmdir()
-        raise
-    _remove(output, "*" + PARTIAL)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -204,13 +228,13 @@ def _write_shard(
                 if data:
                     records += 1
                     writer.write(data)
+        with contextlib.closing(ArrayRecordReader(path)) as reader:
+            if reader.num_records() != records:
+                raise ValueError(f"{path} lacks some of its {records} records; is the disk full?")
     except RuntimeError as error:
         if path not in str(error):
             raise
-        raise OSError(one_line(error)) from error  # of the writer, such as a full disk
-    with contextlib.closing(ArrayRecordReader(path)) as reader:
-        if reader.num_records() != records:
-            raise ValueError(f"{path} lacks some of its {records} records; is the disk full?")
+        raise OSError(one_line(error)) from error  # of the file, such as a full disk
     return {
         "file": os.path.basename(shard.path),
         "file_size": os.path.getsize(path),

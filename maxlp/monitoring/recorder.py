@@ -74,6 +74,7 @@ class Recorder:
         self._log_every = log_every
         self._fetch = DelayedFetch()
         self._means = IntervalMeans()
+        self._unrecorded: tuple[int, Any] | None = None  # the newest step, with its metrics
         watch.set_meta(meta)
         if state := meta.get("interval"):  # checkpoints of earlier versions have none
             self._means.set_state(state)
@@ -97,16 +98,27 @@ class Recorder:
         for done, values in self._fetch.flush():
             self._take(done, values)
 
+    def finish(self) -> None:
+        """Writes a record of the last step if it has none, as for a run that ends because its data does."""
+        self.flush()
+        if self._unrecorded:
+            self._record(*self._unrecorded)
+
     def _take(self, step: int, values: Any, record: bool = False) -> None:
         self._throughput.tick(step, float(values.get("tau", step)))
         self._means.add(values)
         if spike := self._watch.observe(step, values):  # before its step is saved
             self._watch.act(self._workdir, spike, values)
+        self._unrecorded = step, values
         if record or step % self._log_every == 0:
-            metrics = flat(values) | self._means.take()
-            train = {f"train/{name}": value for name, value in metrics.items()}
-            running = self._throughput.report() | memory_metrics() | self._batches.metrics()
-            self._writer.write(step, train | running)
+            self._record(step, values)
+
+    def _record(self, step: int, values: Any) -> None:
+        metrics = flat(values) | self._means.take()
+        train = {f"train/{name}": value for name, value in metrics.items()}
+        running = self._throughput.report() | memory_metrics() | self._batches.metrics()
+        self._writer.write(step, train | running)
+        self._unrecorded = None
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint stores: the state of the watch, and the means since the last record."""

@@ -92,10 +92,9 @@ def reopened(
 
 def _check_step(workdir: Path, step: int | None) -> None:
     run = load_run(workdir)
-    if step is not None and step > run.step + 1:
-        raise ValueError(
-            f"--step={step} has no batch in {workdir}, whose last record is of step {run.step}"
-        )
+    last = max([run.step, *(saved.step for saved in run.checkpoints if saved.status == "complete")])
+    if step is not None and step > last + 1:
+        raise ValueError(f"--step={step} has no batch in {workdir}, which has taken {last} steps")
 
 
 def batch_of(at: Opened, step: int | None) -> tuple[State, Batch, int]:

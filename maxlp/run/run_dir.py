@@ -30,7 +30,7 @@ from ml_collections import ConfigDict
 
 import maxlp
 from maxlp.runtime import distributed
-from maxlp.runtime.checkpoint import list_steps
+from maxlp.runtime.checkpoint import check_path, list_steps
 from maxlp.runtime.distributed import is_primary
 from maxlp.runtime.files import read_json, remove, write_json
 
@@ -55,7 +55,8 @@ def save_config(workdir: Path, c: ConfigDict) -> None:
 
 
 def check_workdir(workdir: Path) -> None:
-    """Raises a ValueError for a workdir that cannot be created or written to; writes nothing."""
+    """Raises a ValueError for a workdir that cannot be created, written to or resumed; writes nothing."""
+    check_path(workdir, "--workdir")
     folder = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
     if not folder.is_dir():
         raise ValueError(f"--workdir={workdir}: {folder} is a file; give a folder")
@@ -150,6 +151,11 @@ def use_hub_commits(workdir: Path, data: object) -> None:
         from maxlp.runtime import hub  # few runs need it
 
         hub.commits.update(found)
+
+
+def holds_run(workdir: Path) -> bool:
+    """Whether a run has been started in a folder; the config.json of other libraries is none."""
+    return (workdir / "run.json").exists() or "model" in read_json(workdir / "config.json", {})
 
 
 def record_checkpoint(workdir: Path, step: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from maxlp.data.specs import of_key
 from maxlp.data.tokenizers import COMPANIONS, FILES, Tokenizer, make_tokenizer
+from maxlp.run import run_dir
 from maxlp.run.changes import saved_data_state
 from maxlp.run.config import ConfigError
 from maxlp.run.constraints import too_many_tokens
@@ -22,8 +23,8 @@ def prepare_tokenizer(s: Settings, workdir: Path) -> str:
     """Puts the run's tokenizer into the workdir, unless the run has one already; returns its spec.
 
     Raises:
-      ValueError: no such tokenizer, another one than the run was trained with, or more tokens than the
-        model has room for.
+      ValueError: no such tokenizer, another one than the run was trained with, more tokens than the model
+        has room for, or a workdir that is no run and has files of another tokenizer.
     """
     resumes = saved_data_state(workdir) is not None
     is_kept = resumes and any((workdir / name).exists() for name in FILES)
@@ -33,6 +34,8 @@ def prepare_tokenizer(s: Settings, workdir: Path) -> str:
             from maxlp.run import pretrained  # few runs need it
 
             pretrained.check_tokenizer(s.train.init_from, s.data.tokenizer, made)
+        if not run_dir.holds_run(workdir):
+            _check_replaces_nothing(workdir, made)
         for name in (*FILES, *COMPANIONS):
             if name in made.files:
                 files.write_bytes(workdir / name, made.files[name])
@@ -40,6 +43,16 @@ def prepare_tokenizer(s: Settings, workdir: Path) -> str:
                 files.remove(workdir / name)
     distributed.barrier("tokenizer")
     return saved_tokenizer(s.data.tokenizer, workdir)
+
+
+def _check_replaces_nothing(workdir: Path, made: Tokenizer) -> None:
+    """Raises a ConfigError if a folder that is no run has other files of a tokenizer: they are not ours."""
+    for path in (workdir / name for name in (*FILES, *COMPANIONS)):
+        if path.exists() and path.read_bytes() != made.files.get(path.name):
+            raise ConfigError(
+                f"--workdir={workdir} holds no run, but a {path.name} that this start would replace; "
+                "choose another folder, or move the file away"
+            )
 
 
 def _make(s: Settings) -> Tokenizer:

@@ -101,7 +101,7 @@ class Checkpointer:
         process, from a background thread.
 
     Raises:
-      ValueError: an argument is out of range, or `directory` is a URL that cannot be used.
+      ValueError: an argument is out of range, or `directory` cannot be used (see `check_path`).
     """
 
     def __init__(
@@ -116,6 +116,7 @@ class Checkpointer:
         counts = {"every_steps": every_steps, "keep_last": keep_last, "keep_every": keep_every}
         schema.check_arguments(Checkpointer.__init__, **counts)
         self.directory = files.local_path(directory, "directory")
+        check_path(self.directory, "directory")
         self._every_steps = every_steps
         self._keep_last = keep_last
         self._keep_every = keep_every
@@ -323,6 +324,18 @@ class Checkpointer:
             else:
                 self._path(step).rename(self._path(step, ".removed"))
                 files.remove(self._path(step, ".removed"))
+
+
+def check_path(path: Path, name: str) -> None:
+    """Raises a ValueError for a folder whose checkpoints could be saved, but perhaps not read.
+
+    Orbax searches for the files of a checkpoint with a pattern that begins with its path.
+    """
+    if found := next((character for character in files.shown(path) if character in "[]*?\\"), None):
+        raise ValueError(
+            f"{name}={path} contains {found}, and Orbax, which reads checkpoints, takes their path for a "
+            "pattern; choose a path without [ ] * ? \\"
+        )
 
 
 @functools.cache

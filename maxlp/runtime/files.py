@@ -84,12 +84,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 _TEMPORARY = ".tmp"
+_LEFTOVER = re.compile(rf"\..+\.[0-9a-f]{{8}}{re.escape(_TEMPORARY)}")  # the names that `replacing` gives
 
 
 def remove_temporaries(directory: Path) -> None:
     """Deletes what kills in `replacing` left in a directory into which no other process writes."""
-    for leftover in directory.glob(f".*{_TEMPORARY}"):
-        remove(leftover)
+    for path in directory.glob(f".*{_TEMPORARY}"):
+        if _LEFTOVER.fullmatch(path.name) and path.is_file():
+            remove(path)
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -321,6 +321,21 @@ def test_class_names_and_templates(tmp_path):
         make(source=f"tar:{tmp_path}/a.tar?split=all", classes=str(tmp_path / "no.txt"))
 
 
+def test_classes_without_an_image_that_has_one_of_them_are_refused_when_the_data_opens(tmp_path):
+    names = tmp_path / "names.txt"
+    names.write_text("cat\ndog\n")
+    captions = dict(source=write_pictures(tmp_path / "a.tar", 24), classes=str(names))
+    make("train", **captions)
+    with pytest.raises(ValueError, match=r"^data.classes='.*': none of the first 24 .* has a label among"):
+        make("validation", **captions)
+    labels = [
+        (f"{n}.{kind}", data) for n in range(9) for kind, data in (("png", picture(n)), ("cls", b"8"))
+    ]
+    write_files(tmp_path / "b.tar", labels)
+    with pytest.raises(ValueError, match=r"none of the first 9 .* among these 2 classes"):
+        make("validation", **captions | dict(validation_source=f"tar:{tmp_path}/b.tar?split=all"))
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [

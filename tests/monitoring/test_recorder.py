@@ -104,6 +104,22 @@ def test_flush_takes_the_metrics_of_the_last_step_without_a_record_of_its_own():
     assert recorder.meta()["interval"] == {"sums": {"loss": 15 / 8}, "steps": 2}
 
 
+@pytest.mark.parametrize("waits", [(), (8,)])
+def test_the_end_of_the_data_has_a_record_of_the_steps_since_the_last_one(waits):
+    writer = Writer()
+    recorder = Recorder(Throughput(), Observer(), writer, Batches(), Path("unused"), 3, {})
+    for step in range(1, 9):
+        recorder.push(step, {"loss": jnp.float32(step / 8)}, wait=step in waits, last=False)
+    for _ in range(2):  # once
+        recorder.finish()
+    assert list(writer.records) == [3, 6, 8]
+    assert writer.records[8]["train/loss"] == 15 / 16 and recorder.meta()["interval"]["steps"] == 0
+    recorder.push(9, {"loss": jnp.float32(1)}, wait=True, last=False)
+    written = dict(writer.records)
+    recorder.finish()
+    assert writer.records == written, "step 9 has one"
+
+
 def test_a_checkpoint_without_sums_begins_an_interval():
     rest, _ = records((4,), {"watch": records(range(1, 4), {})[1]["watch"]})
     assert rest[4]["train/loss"] == 0.25

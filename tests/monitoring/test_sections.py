@@ -69,6 +69,16 @@ def test_a_run_in_progress_with_damaged_files(tmp_path):
     assert set(text) == {"Run", "Loss", "Speed"}
 
 
+def test_a_run_whose_data_has_ended_is_finished_until_it_goes_on(tmp_path):
+    run_dir.save_config(tmp_path, ConfigDict({"train": {"total_steps": 100}}))
+    records = [{"step": 27, "train/loss": 1.0}, {"step": 27, "eval_full/loss": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    assert shown(tmp_path)["Run"]["state"] == "finished, 27 steps"
+    records.append({"step": 28, "time": time.time(), "train/loss": 1.0})
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    assert shown(tmp_path)["Run"]["state"].startswith("at step 28 of 100")
+
+
 def test_a_run_whose_steps_count_as_more_than_one(tmp_path):
     run_dir.save_config(tmp_path, ConfigDict({"train": {"total_steps": 100}}))
     records = [{"step": 10, "time": time.time(), "train/tau": 40.0}, {"step": 10, "time": time.time()}]

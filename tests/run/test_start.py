@@ -118,6 +118,15 @@ def test_a_workdir_that_cannot_be_written_to_is_refused(tmp_path, corpus, monkey
         run_dir.check_workdir(tmp_path / "new" / "run")
 
 
+@pytest.mark.parametrize("name", ["run[1]", "run]", "run\\1", "run*", "run?"])
+def test_a_workdir_whose_checkpoints_orbax_could_not_read_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=rf"^--workdir={re.escape(str(tmp_path / name))}/a contains "):
+        run_dir.check_workdir(tmp_path / name / "a")
+    with pytest.raises(ValueError, match=r"^directory=.* contains "):
+        Checkpointer(tmp_path / name, every_steps=1)
+    assert not list(tmp_path.iterdir())
+
+
 def save(folder: Path, values: dict[str, Any]) -> None:
     """A checkpoint of step 3 of the tiny Llama with these changes."""
     run, _, abstract = prepared(folder, values)

@@ -72,6 +72,7 @@ def test_the_tokenizer_of_a_start_without_a_checkpoint_is_made_anew(tmp_path):
     workdir, given = tmp_path / "run", tmp_path / "given.json"
     workdir.mkdir()
     prepare_tokenizer(settings("bpe:261", source=wrong), workdir)
+    (workdir / "run.json").touch()
     kept = workdir / "tokenizer.json"
     learned_from_wrong = kept.read_bytes()
     prepare_tokenizer(settings("bpe:261", source=right), workdir)
@@ -81,7 +82,26 @@ def test_the_tokenizer_of_a_start_without_a_checkpoint_is_made_anew(tmp_path):
     assert kept.read_bytes() == given.read_bytes()
     (workdir / "tokenizer.json").rename(workdir / "tokenizer.model")
     prepare_tokenizer(settings(str(given)), workdir)
-    assert [each.name for each in workdir.iterdir()] == ["tokenizer.json"], "one tokenizer, of this start"
+    assert {each.name for each in workdir.iterdir()} == {"tokenizer.json", "run.json"}, "of this start"
+
+
+@pytest.mark.parametrize("config", ["", '{"model_type": "llama"}'])
+def test_the_tokenizer_of_a_folder_that_is_no_run_is_not_replaced(tmp_path, config):
+    """As in the output of `prepare`, or a folder of Hugging Face, given by mistake."""
+    given, workdir = tmp_path / "given.json", tmp_path / "data"
+    given.write_bytes(train_bpe(["cdcd"], 260).files["tokenizer.json"])
+    workdir.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (workdir / name).write_text("theirs")
+        if config:
+            (workdir / "config.json").write_text(config)
+        for spec in (str(given), "bytes"):
+            with pytest.raises(ConfigError, match=rf"^--workdir={workdir} holds no run, .* {name} "):
+                prepare_tokenizer(settings(spec), workdir)
+        assert (workdir / name).read_text() == "theirs"
+        (workdir / name).unlink()
+    (workdir / "tokenizer.json").write_bytes(given.read_bytes())
+    assert prepare_tokenizer(settings(str(given)), workdir) == str(workdir / "tokenizer.json")
 
 
 def test_a_failed_start_leaves_nothing(tmp_path):
@@ -144,6 +164,7 @@ def test_the_run_keeps_the_chat_template_of_its_tokenizer(tmp_path):
     assert "Assistant" in (workdir / "chat_template.jinja").read_text()
     assert (workdir / "tokenizer_config.json").read_text() == '{"bos_token": null}'
     (tmp_path / "tokenizer_config.json").unlink()
+    (workdir / "run.json").touch()
     assert prepare_tokenizer(settings(str(given)), workdir) == f"{workdir}/tokenizer.json"
     assert {path.name for path in workdir.iterdir()} & {
         "chat_template.jinja",

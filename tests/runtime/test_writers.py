@@ -229,6 +229,12 @@ def test_tensorboard_gets_the_scalars_and_hides_what_a_resume_repeats(tmp_path):
     assert ("purged from", 2) in read_events(tmp_path / "tensorboard")
 
 
+def test_tensorboard_hides_what_a_start_without_a_checkpoint_has_left(tmp_path):
+    with writer(tmp_path, tensorboard=True) as w:
+        w.write(0, {"eval/loss": 2.0})
+    assert ("purged from", 0) in read_events(tmp_path / "tensorboard")
+
+
 @pytest.mark.parametrize(
     ("module", "changes", "message"),
     [
