@@ -267,7 +267,9 @@ class TextDataset:
 
 
 def estimate_tokens(source: Any, tokenizer: Tokenizer) -> float | None:
-    """About how many tokens the documents of a source have, from some that are spread over it evenly.
+    """About how many tokens the documents of a source have, bos and eos included.
+
+    Estimated from documents that are spread over the source evenly.
 
     Returns:
       The number; None if reading documents takes long, as over a network.
@@ -289,7 +291,8 @@ def estimate_tokens(source: Any, tokenizer: Tokenizer) -> float | None:
         if time.monotonic() - began > SAMPLE_SECONDS:
             return None
     tokens_per_unit = encoded_tokens / encoded_size if encoded_size else 1.0
-    return len(source) * size / len(indices) * tokens_per_unit
+    num_specials = sum(special is not None for special in (tokenizer.bos_id, tokenizer.eos_id))
+    return len(source) * (size / len(indices) * tokens_per_unit + num_specials)
 
 
 class TextIterator:

@@ -365,14 +365,14 @@ def test_errors_are_one_line(kwargs, message):
 
 @pytest.mark.parametrize("tokens", [False, True], ids=["text", "tokens"])
 def test_the_start_tells_documents_tokens_and_epochs(tokens, tmp_path, monkeypatch):
-    """A mixture of 2,000 and 3,000 documents, of 10 and 40 bytes on average, each byte a token."""
+    """A mixture of 2,000 and 3,000 documents, of 10 and 40 bytes on average, each byte a token, with bos and eos."""
     rng = np.random.default_rng(0)
     specs, sizes = [], []
     for name, count, most in (("a", 2000, 20), ("b", 3000, 80)):
         lengths = rng.integers(1, most, count)
         path = write_jsonl(tmp_path / f"{name}.jsonl", ["x" * n for n in lengths])
         specs.append(f"jsonl:{path}?split=all")
-        sizes.append(lengths.sum() / 1e6)
+        sizes.append((lengths + 2).sum() / 1e6)
         if tokens:
             prepare_text(f"jsonl:{path}", str(tmp_path / name), tokenizer="bytes")
             specs[-1] = f"array_record:{tmp_path / name}?split=all"
@@ -393,14 +393,15 @@ def test_the_start_tells_documents_tokens_and_epochs(tokens, tmp_path, monkeypat
 
 
 def test_the_start_warns_of_data_that_end_early(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", ["x" * 64] * 1000)  # 125 steps of 8 · 64 tokens
+    path = write_jsonl(tmp_path / "a.jsonl", ["x" * 30] * 1000)  # with bos and eos, 62.5 steps of 8 · 64 tokens
     config = text.TextDataConfig(
         source=f"jsonl:{path}?split=all", tokenizer="bytes", seq_len=64, batch_size=8, num_epochs=2
     )
     dataset = text.make_data(config, split="train")
-    assert "warning" not in dataset.describe(steps=250)
-    assert dataset.describe(steps=251).endswith(
-        "epochs\nwarning: data.num_epochs=2 ends the data after about 250 of 251 steps; raise it, or lower "
+    assert sum(1 for _ in dataset) == 125
+    assert "warning" not in dataset.describe(steps=125)
+    assert dataset.describe(steps=126).endswith(
+        "epochs\nwarning: data.num_epochs=2 ends the data after about 125 of 126 steps; raise it, or lower "
         "train.total_steps"
     )
 
