@@ -406,9 +406,9 @@ class TextIterator:
     def _open_blocks(self) -> grain.DatasetIterator:
         feeds = [_Feed(stream, rows, self._cursors[stream]) for stream, rows in self._rows]
         first, workers = self._step // self._plan.steps_per_block, self._dataset.num_workers
-        count = max(1, common.largest_divisor(len(feeds), workers))
+        count = min(max(1, workers), len(feeds))
         parts = [_Blocks(self._dataset, self._plan, feeds[i::count], first) for i in range(count)]
-        made = resolve_name("maxlp.data.in_workers:InWorkers")(parts) if workers else parts[0]
+        made = resolve_name("maxlp.data.in_workers:InWorkers")(parts, len(feeds)) if workers else parts[0]
         return iter(grain.experimental.ThreadPrefetchIterDataset(made, prefetch_buffer_size=len(feeds)))
 
 

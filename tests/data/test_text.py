@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import json
+import multiprocessing
 
 import numpy as np
 import pytest
@@ -123,11 +124,12 @@ def test_global_batch_and_resume_do_not_depend_on_workers(monkeypatch):
     monkeypatch.setattr(text, "DOCUMENTS_PER_STREAM", 100)
     documents = [{"text": f"{i} " * (i % 9)} for i in range(400)]
     plain, resumed, busy = (
-        iter(make([documents], tokenizer=ByteTokenizer(), num_workers=workers)) for workers in (0, 0, 2)
+        iter(make([documents], tokenizer=ByteTokenizer(), num_workers=workers)) for workers in (0, 0, 3)
     )
     take(plain, 7)
     busy.set_state(json.loads(json.dumps(plain.get_state())))
     assert_equal(take(busy, 20), take(plain, 20))
+    assert len(multiprocessing.active_children()) == 3, "for four streams"
     assert busy.get_state() == plain.get_state()
     resumed.set_state(busy.get_state())
     busy.close()
