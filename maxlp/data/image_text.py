@@ -545,7 +545,7 @@ class EncodedExamples:
 def _lines(key: str, path: str, what: str) -> list[str]:
     """The lines of a text file that are not empty."""
     try:
-        with open(os.path.expanduser(path), encoding="utf-8-sig") as file:  # Windows writes a mark
+        with open(os.path.expanduser(path), encoding="utf-8-sig") as file:  # without a mark
             names = [line.strip() for line in file if line.strip()]
     except (OSError, ValueError) as error:  # not text, or not a path
         raise ValueError(
