@@ -193,7 +193,7 @@ def make_dataset(
     dict of arrays [B/process_count, S]: `tokens`, `targets`, `segment_ids`, `positions` (int32) and
     `loss_mask` (bool); see `packing`. The global batch of a step depends only on the documents, the
     tokenizer, the seed and `config` without `num_workers`. A document is `[bos] tokens [eos]`, with
-    those special tokens that the tokenizer has.
+    those special tokens that the tokenizer has; one without tokens is left out.
 
     Args:
       sources: each has `len(source)` > 0 and `source[i]`, a dict with "text" (str or bytes) or "tokens"
@@ -279,11 +279,11 @@ def estimate_tokens(source: Any, tokenizer: Tokenizer) -> float | None:
     """
     began = time.monotonic()
     indices = np.unique(np.linspace(0, len(source) - 1, SAMPLED_DOCUMENTS).astype(np.int64)).tolist()
-    size = encoded_size = encoded_tokens = 0  # of texts in bytes, of documents of tokens in tokens
+    num_texts = size = encoded_size = encoded_tokens = 0  # of texts in bytes, of documents of tokens in tokens
     for index in indices:
         document = source[index]  # a broken one ends the run before it trains, not when it comes to it
         content = document["tokens"] if "tokens" in document else as_bytes(document["text"])
-        size += len(content)
+        num_texts, size = num_texts + bool(len(content)), size + len(content)
         if "text" in document and encoded_size < ENCODED_BYTES:
             piece = content[:ENCODED_PIECE]
             encoded_size += len(piece)
@@ -292,7 +292,7 @@ def estimate_tokens(source: Any, tokenizer: Tokenizer) -> float | None:
             return None
     tokens_per_unit = encoded_tokens / encoded_size if encoded_size else 1.0
     num_specials = sum(special is not None for special in (tokenizer.bos_id, tokenizer.eos_id))
-    return len(source) * (size / len(indices) * tokens_per_unit + num_specials)
+    return len(source) / len(indices) * (size * tokens_per_unit + num_texts * num_specials)
 
 
 class TextIterator:
@@ -576,7 +576,7 @@ class _DocumentQueue:
             for document, counts in self._pool.map(self._documents.__getitem__, next_own):
                 self._ahead.append(document)
                 self.conversations.update(counts)
-                self._empty = 0 if len(document) > self._documents.num_specials else self._empty + 1
+                self._empty = 0 if len(document) else self._empty + 1
             # In two epochs a stream that is alone meets every document, whatever their orders. One of
             # several may miss the few with text of a small source until another order has them.
             if self._empty > 2 * self._documents.per_epoch and not self._documents.have_text_later:
@@ -607,12 +607,11 @@ class _Documents:
             np.array([] if special is None else [special], np.int32)
             for special in (tokenizer.bos_id, tokenizer.eos_id)
         )
-        self.num_specials = len(self._bos) + len(self._eos)
 
     @functools.cached_property
     def have_text_later(self) -> bool:
         """Whether each stream meets a document with text at some time: one has some, and orders change."""
-        return self._shuffle and any(len(self[i][0]) > self.num_specials for i in range(self.per_epoch))
+        return self._shuffle and any(len(self[i][0]) for i in range(self.per_epoch))
 
     def __len__(self) -> int:
         return self._len
@@ -625,4 +624,6 @@ class _Documents:
         if "conversation" in document:  # with the special tokens of its template
             return document["conversation"], document["counts"]
         tokens = document["tokens"] if "tokens" in document else self._encode(document["text"])
+        if not len(tokens):  # `maxlp.prepare` leaves it out
+            return np.empty(0, np.int32), ()
         return np.concatenate([self._bos, tokens, self._eos], dtype=np.int32, casting="unsafe"), ()

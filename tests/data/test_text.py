@@ -278,7 +278,7 @@ def test_validation_counts_each_token_once_for_any_process_count(tmp_path):
     texts = [[text.tobytes().decode() for text in part] for part in texts]
     paths = [write_jsonl(tmp_path / f"{name}.jsonl", part) for name, part in zip("ab", texts, strict=True)]
     expected = collections.Counter()
-    for document in texts[0] + texts[1]:
+    for document in filter(None, texts[0] + texts[1]):
         expected.update([*document.encode(), ByteTokenizer.eos_id])
     source = ";".join(f"jsonl:{path}?split=all" for path in paths)
     unused = dict(packing="first_fit", num_workers=3)
@@ -333,6 +333,18 @@ def test_a_single_text_among_empty_ones_is_read(tmp_path):
     for seed in range(9):
         batches = take(iter(make([texts], seed=seed)), 20)
         assert (batches["tokens"] == 7).sum() > 1
+
+
+@pytest.mark.parametrize("packing", ["concat", "first_fit"])
+def test_empty_documents_are_left_out_of_raw_data_as_of_prepared(tmp_path, packing):
+    path = write_jsonl(tmp_path / "a.jsonl", ["", "one", "", "", "four and", "", "more"] * 9)
+    prepare_text(f"jsonl:{path}", str(tmp_path / "out"), tokenizer="bytes")
+    how = dict(tokenizer="bytes", seq_len=8, batch_size=2, packing=packing, max_documents=2)
+    raw, prepared = (
+        text.make_data(text.TextDataConfig(source=f"{spec}?split=all", shuffle=False, num_epochs=2, **how), split="train")
+        for spec in (f"jsonl:{path}", f"array_record:{tmp_path}/out")
+    )
+    assert_equal(take(iter(raw)), take(iter(prepared)))
 
 
 def test_empty_files_are_refused_at_the_start(tmp_path):
