@@ -5,10 +5,10 @@ A global batch [B, S] is built as follows:
 * The B rows are fed by V *streams*, where V divides B: stream v feeds the rows v·B/V … (v+1)·B/V - 1,
   and reads the documents v, v+V, v+2V, … of each shuffled epoch. V depends only on B and the number
   of documents: it is B for a large corpus, so that processes share the work of tokenizing, and 1 for
-  a small one, so that every document is read once before any is read again.
+  a small one, so that every document is packed once before any is packed again.
 * Each stream is cut into *blocks*. A block packs the stream's next documents into just enough windows
   for a fixed number of steps, and shuffles the windows, so that a batch is not one long document. The
-  blocks of all streams together hold about `shuffle_tokens` tokens.
+  blocks of all streams together hold about `shuffle_tokens` tokens, of a smaller corpus several epochs.
 * A block is a pure function of (seed, stream, number of the block, document and offset where it
   begins).
 
@@ -364,7 +364,9 @@ class TextIterator:
 
         Args:
           allow_change: whether the state may be of other data. The same documents in the same order go on
-            at their current block, divided anew for another number of streams; others begin anew.
+            at their current block, divided anew for another number of streams; others begin anew. With
+            another size or number of windows, also one that `num_epochs` gives the last block, the block
+            is mixed anew: some of its windows may come twice, others never.
 
         Raises:
           ValueError: the state has other data settings, or lacks streams of this process.
@@ -383,6 +385,8 @@ class TextIterator:
             streams = {str(stream): [(0, 0)] * len(self._dataset.documents) for stream in own}
         elif not same:
             streams = self._divide_anew(list(streams.values()))
+        if changed.intersection(SETTINGS) and not changed & ORDER:
+            logging.warning("the last data.shuffle_tokens are mixed anew: some may come twice, others never")
         self.close()
         self._step = state["step"]
         same_text = not changed & {common.FINGERPRINTS, CHAT_TEMPLATE}

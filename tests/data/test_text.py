@@ -240,7 +240,10 @@ def test_another_batch_size_goes_on_with_unread_documents(monkeypatch, before, a
     assert len({*new}) == len(new)
 
 
-def test_a_run_goes_on_with_more_epochs():
+def test_a_run_goes_on_with_more_epochs(monkeypatch):
+    """Exactly, if a block is a single step; larger ones are mixed anew, which is said."""
+    warned = []
+    monkeypatch.setattr(text.logging, "warning", lambda message, *_: warned.append(message))
     one, two, resumed = (
         iter(make([corpus(20, 30)], num_epochs=epochs, shuffle_tokens=0)) for epochs in (1, 2, 2)
     )
@@ -248,6 +251,7 @@ def test_a_run_goes_on_with_more_epochs():
     assert_equal(seen, take(two, 3))
     resumed.set_state(one.get_state(), allow_change=True)
     assert_equal(take(resumed), take(two))
+    assert warned[1:] == ["the last data.shuffle_tokens are mixed anew: some may come twice, others never"]
 
 
 def test_state_of_other_data_or_too_few_processes_is_refused(monkeypatch):
