@@ -110,7 +110,7 @@ def prepare_text(
         )
     with shards_lib.destination(output, names) as folder, shards_lib.no_partial_files(folder):
         written = shards_lib.write_shards(folder, documents, make_record, shards, num_workers)
-        manifest = _text_manifest(documents, split, written, encoder, dtype, split_options(tokenizer)[1])
+        manifest = _text_manifest(documents, written, encoder, dtype, split_options(tokenizer)[1])
         shards_lib.commit(folder, manifest, encoder.files if encoder else {}, names)
     return manifest
 
@@ -146,7 +146,7 @@ def prepare_image_text(
         manifest = {
             "format": FORMATS["image_text"],
             "source": source,
-            "split": split,
+            "split": examples.split,
             "classes": list(examples.classes),
             "broken_examples": len(examples) - totals["documents"],
             **totals,
@@ -242,7 +242,6 @@ def _token_dtype(encoder: Tokenizer) -> np.dtype:
 
 def _text_manifest(
     documents: Source,
-    split: str,
     written: list[dict[str, Any]],
     encoder: Tokenizer | None,
     dtype: np.dtype | None,
@@ -256,7 +255,7 @@ def _text_manifest(
         "kind": "tokens" if encoder else "text",
         "dtype": dtype and dtype.name,
         "source": documents.name,
-        "split": split,
+        "split": documents.split,
         "empty_documents": len(documents) - totals["documents"],
         **totals,
         "tokenizer": encoder

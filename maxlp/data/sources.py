@@ -396,6 +396,8 @@ def _parse_mixture(spec: str) -> dict[str, float]:
         rest = "&".join(f"{key}={value}" for key, value in options.items())
         source = f"{head}?{rest}" if rest else head
         weighted[source] = weighted.get(source, 0.0) + weight
+    if sum(weighted.values()) == float("inf"):
+        raise ValueError(f"source {spec!r}: the sum of its weights must be finite")
     if not weighted:
         raise ValueError(f"source {spec!r} is empty; try 'stdlib'")
     return weighted

@@ -37,7 +37,7 @@ def test_an_example_that_cannot_be_read_is_left_out(tmp_path):
     captions = (b"one", b"caf\xe9", b"two")
     files = [(f"{n}.{k}", v) for n, c in enumerate(captions) for k, v in (("png", picture(9)), ("txt", c))]
     made = prepare_image_text(f"tar:{write_files(tmp_path / 'a.tar', files)}", str(tmp_path / "out"))
-    assert (made["documents"], made["broken_examples"]) == (2, 1)
+    assert (made["documents"], made["broken_examples"], made["split"]) == (2, 1, "all")
     prepared = open_images(tmp_path / "out")
     assert [prepared[i]["text"] for i in range(2)] == ["one", "two"]
     spec = f"tar:{write_files(tmp_path / 'b.tar', files[2:4])}"
