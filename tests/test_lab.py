@@ -73,8 +73,9 @@ def test_flags_of_another_tool_are_refused(tmp_path, tool, word, message):
 
 def test_recording_has_no_results_of_a_comparison(tmp_path):
     words = ("--config=llama/debug", f"--record={tmp_path}/a", "--top=3")
-    done = subprocess.run([sys.executable, "-m", "maxlp.lab", "diff", *words], capture_output=True, text=True)
-    assert done.returncode == 2 and "--record compares nothing and writes to its FOLDER; leave" in done.stderr
+    command = [sys.executable, "-m", "maxlp.lab", "diff", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "--record compares nothing, and writes to FOLDER; leave" in done.stderr
 
 
 def test_steps_without_a_batch(tmp_path):

@@ -267,9 +267,7 @@ class TextDataset:
 
 
 def estimate_tokens(source: Any, tokenizer: Tokenizer) -> float | None:
-    """About how many tokens the documents of a source have, bos and eos included.
-
-    Estimated from documents that are spread over the source evenly.
+    """About how many tokens, bos and eos included, a source has, from documents spread over it evenly.
 
     Returns:
       The number; None if reading documents takes long, as over a network.
@@ -279,7 +277,7 @@ def estimate_tokens(source: Any, tokenizer: Tokenizer) -> float | None:
     """
     began = time.monotonic()
     indices = np.unique(np.linspace(0, len(source) - 1, SAMPLED_DOCUMENTS).astype(np.int64)).tolist()
-    num_texts = size = encoded_size = encoded_tokens = 0  # of texts in bytes, of documents of tokens in tokens
+    num_texts = size = encoded_size = encoded_tokens = 0  # of texts in bytes, of tokens in tokens
     for index in indices:
         document = source[index]  # a broken one ends the run before it trains, not when it comes to it
         content = document["tokens"] if "tokens" in document else as_bytes(document["text"])
@@ -291,8 +289,7 @@ def estimate_tokens(source: Any, tokenizer: Tokenizer) -> float | None:
         if time.monotonic() - began > SAMPLE_SECONDS:
             return None
     tokens_per_unit = encoded_tokens / encoded_size if encoded_size else 1.0
-    num_specials = sum(special is not None for special in (tokenizer.bos_id, tokenizer.eos_id))
-    return len(source) / len(indices) * (size * tokens_per_unit + num_texts * num_specials)
+    return len(source) / len(indices) * (size * tokens_per_unit + 2 * num_texts)
 
 
 class TextIterator:
@@ -364,9 +361,8 @@ class TextIterator:
 
         Args:
           allow_change: whether the state may be of other data. The same documents in the same order go on
-            at their current block, divided anew for another number of streams; others begin anew. With
-            another size or number of windows, also one that `num_epochs` gives the last block, the block
-            is mixed anew: some of its windows may come twice, others never.
+            at their current block, divided anew for another number of streams, and mixed anew if the
+            settings or the end of the last epoch give it other windows; others begin anew.
 
         Raises:
           ValueError: the state has other data settings, or lacks streams of this process.
@@ -386,7 +382,7 @@ class TextIterator:
         elif not same:
             streams = self._divide_anew(list(streams.values()))
         if changed.intersection(SETTINGS) and not changed & ORDER:
-            logging.warning("the last data.shuffle_tokens are mixed anew: some may come twice, others never")
+            logging.warning("the last data.shuffle_tokens are mixed anew: some may come twice, some never")
         self.close()
         self._step = state["step"]
         same_text = not changed & {common.FINGERPRINTS, CHAT_TEMPLATE}

@@ -259,7 +259,7 @@ def outputs_are_made(s: Settings, machine: Machine) -> str | None:
     labels = [key for key in ("wandb_group", "wandb_tags") if metrics.get(key)]
     if not labels or metrics.get("wandb_project"):
         return None
-    return f"metrics.{labels[0]}={metrics[labels[0]]} needs metrics.wandb_project; set it, or unset the label"
+    return f"metrics.{labels[0]}={metrics[labels[0]]} needs metrics.wandb_project; set it, or unset this"
 
 
 RULES = (

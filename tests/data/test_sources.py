@@ -188,7 +188,7 @@ def test_a_source_of_tokens_cannot_be_sampled(tmp_path):
         ("stdlib?split=heldout", ["split 'heldout' was renamed; write 'validation'"]),
         ("tfds:c4?split=heldout", ["split 'heldout' was renamed; write 'validation'"]),
         ("stdlib?weight=-1", ["'stdlib?weight=-1': weight -1"]),
-        ("stdlib?weight=1e308;digits?weight=1e308", ["the sum of its weights must be finite"]),
+        ("stdlib?weight=1e308;text:/x?weight=1e308", ["weight 1e+308 must be positive and at most 1e300"]),
         ("stdlib?weight=x", ["'stdlib?weight=x': weight='x' is not a number"]),
         ("tar:/x", ["kind 'tar' is unknown; kinds: "]),
         ("jsonl:/nowhere/a.jsonl", ["/nowhere/a.jsonl"]),

@@ -251,7 +251,7 @@ def test_a_run_goes_on_with_more_epochs(monkeypatch):
     assert_equal(seen, take(two, 3))
     resumed.set_state(one.get_state(), allow_change=True)
     assert_equal(take(resumed), take(two))
-    assert warned[1:] == ["the last data.shuffle_tokens are mixed anew: some may come twice, others never"]
+    assert warned[1:] == ["the last data.shuffle_tokens are mixed anew: some may come twice, some never"]
 
 
 def test_state_of_other_data_or_too_few_processes_is_refused(monkeypatch):
@@ -344,8 +344,9 @@ def test_empty_documents_are_left_out_of_raw_data_as_of_prepared(tmp_path, packi
     path = write_jsonl(tmp_path / "a.jsonl", ["", "one", "", "", "four and", "", "more"] * 9)
     prepare_text(f"jsonl:{path}", str(tmp_path / "out"), tokenizer="bytes")
     how = dict(tokenizer="bytes", seq_len=8, batch_size=2, packing=packing, max_documents=2)
+    how |= dict(shuffle=False, num_epochs=2)
     raw, prepared = (
-        text.make_data(text.TextDataConfig(source=f"{spec}?split=all", shuffle=False, num_epochs=2, **how), split="train")
+        text.make_data(text.TextDataConfig(source=f"{spec}?split=all", **how), split="train")
         for spec in (f"jsonl:{path}", f"array_record:{tmp_path}/out")
     )
     assert_equal(take(iter(raw)), take(iter(prepared)))
@@ -383,7 +384,7 @@ def test_errors_are_one_line(kwargs, message):
 
 @pytest.mark.parametrize("tokens", [False, True], ids=["text", "tokens"])
 def test_the_start_tells_documents_tokens_and_epochs(tokens, tmp_path, monkeypatch):
-    """A mixture of 2,000 and 3,000 documents, of 10 and 40 bytes on average, each byte a token, with bos and eos."""
+    """A mixture of 2,000 and 3,000 documents, of 10 and 40 bytes on average, and bos and eos."""
     rng = np.random.default_rng(0)
     specs, sizes = [], []
     for name, count, most in (("a", 2000, 20), ("b", 3000, 80)):
@@ -411,7 +412,7 @@ def test_the_start_tells_documents_tokens_and_epochs(tokens, tmp_path, monkeypat
 
 
 def test_the_start_warns_of_data_that_end_early(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", ["x" * 30] * 1000)  # with bos and eos, 62.5 steps of 8 · 64 tokens
+    path = write_jsonl(tmp_path / "a.jsonl", ["x" * 30] * 1000)  # 62.5 steps of 8 · 64 tokens
     config = text.TextDataConfig(
         source=f"jsonl:{path}?split=all", tokenizer="bytes", seq_len=64, batch_size=8, num_epochs=2
     )

@@ -245,7 +245,7 @@ REFUSED = {
     ],
     "outputs_are_made": [
         ({"profile.start": 500, "train.total_steps": 400}, 1, "cpu", "lower it, or set 0"),
-        ({"metrics.wandb_tags": ("a",)}, 1, "cpu", "needs metrics.wandb_project; set it, or unset the label"),
+        ({"metrics.wandb_tags": ("a",)}, 1, "cpu", "needs metrics.wandb_project; set it, or unset this"),
     ],
 }
 ACCEPTED = [

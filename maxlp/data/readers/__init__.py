@@ -69,10 +69,8 @@ def of_kind(paths: Iterable[str], suffix: str) -> list[str]:
 
 
 def walk(root: str, skip: Sequence[str] = (), above: Sequence[str] = ()) -> Iterator[str]:
-    """Paths of all files below `root`, except hidden ones and those in folders named in `skip`.
-
-    Links are followed, but not to a folder that they are in, of which `above` has the real paths.
-    """
+    """Paths of all files below `root`, except hidden ones and those in folders named in `skip`."""
+    # Links are followed, but not back to a folder that they are in.
     above = (*above, os.path.realpath(root))
     _, subfolders, files = next(os.walk(root), (root, [], []))
     yield from (os.path.join(root, name) for name in files if name[0] != ".")

@@ -73,7 +73,7 @@ def open_jsonl(
 def content_key(text_key: str, messages_key: str) -> str:
     """The key of the text or of the conversation in each record; raises a `ValueError` for two of them."""
     if messages_key and text_key != "text":
-        raise ValueError(f"text_key={text_key} and messages_key={messages_key} exclude each other; give one")
+        raise ValueError(f"text_key={text_key} excludes messages_key={messages_key}; give one of them")
     return messages_key or text_key
 
 

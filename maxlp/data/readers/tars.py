@@ -207,7 +207,7 @@ def scan_tar(path: str, text_type: str) -> np.ndarray:
         values = path, images - len(rows), images, text_type
         logging.log_first_n(logging.WARNING, message, MAX_WARNINGS, *values)
     if repeated:
-        message = "%s: %d files have the key and type of another one of their sample and take its place"
+        message = "%s: %d files take the place of another with the same key and type"
         logging.log_first_n(logging.WARNING, message, MAX_WARNINGS, path, repeated)
     return np.array(rows, INDEX_DTYPE)
 

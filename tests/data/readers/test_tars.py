@@ -65,7 +65,7 @@ def test_files_that_no_sample_uses_are_warned_of(tmp_path, monkeypatch):
     assert len(logged) == 1 and logged[0].endswith(left_out)
     write_files(tmp_path / "b.tar", [("x.jpg", b"1"), ("x.txt", b"a"), ("x.jpg", b"2"), ("x.txt", b"b")])
     assert tars.Tars(str(tmp_path / "b.tar"))[0] == {"image": b"2", "text": "b", "label": -1}
-    assert logged[1].endswith("b.tar: 2 files have the key and type of another one of their sample and take its place")
+    assert logged[1].endswith("b.tar: 2 files take the place of another with the same key and type")
 
 
 def test_captions_may_be_in_json(tmp_path):
