@@ -64,6 +64,10 @@ from maxlp.runtime.safetensors import write_tensors
 PRECISION = dict(  # of an imported model: all matmuls in model.dtype
     recipe="bf16", options={}, rules=(), first_blocks=0, last_blocks=0, min_dim=0, smooth_swiglu="none"
 )
+COMMANDS = {  # the flags of each, besides those of both
+    "import": ("input", "image_size"),
+    "export": ("workdir", "step", "quantize", "calibration_sequences"),
+}
 TOKENIZER_FILES = (*tokenizers.FILES, *tokenizers.COMPANIONS, "vocab.json", "merges.txt", "spiece.model")
 
 
@@ -93,13 +97,19 @@ def define_flags() -> None:
 def main(command: str = "") -> None:
     jax.config.update("jax_platforms", "cpu")
     values = flags.FLAGS
+    if command not in COMMANDS:
+        raise ValueError(f"the first argument must be import or export, not {command!r}")
+    for other in COMMANDS.keys() - {command}:
+        for name in COMMANDS[other]:
+            if values[name].present:
+                raise ValueError(f"--{name} is for {other}, not for {command}; drop it")
     if command == "import":
         source, workdir = hub.as_id(str(flags.FLAGS.input or "")), _required("output")
         if not hub.is_id(source):
             source = str(_required("input"))
         import_weights(source, workdir, values.format, values.dtype, values.image_size)
         print_primary(f"{workdir} is a run at step 0; training starts from it with --from={workdir}")
-    elif command == "export":
+    else:
         workdir, output = _required("workdir"), _required("output")
         export_weights(
             workdir,
@@ -111,8 +121,6 @@ def main(command: str = "") -> None:
             values.calibration_sequences,
         )
         print_primary(f"{output} holds {', '.join(sorted(path.name for path in output.iterdir()))}")
-    else:
-        raise ValueError(f"the first argument must be import or export, not {command!r}")
 
 
 def _required(flag: str) -> Path:

@@ -126,6 +126,8 @@ def diff(config: dict[str, Any], workdir: Path | None, second: str, out: Path) -
         )
     a = read(ConfigDict(config))
     if f.record:
+        if f["out"].present or f["top"].present:
+            raise ValueError("--record compares nothing, and writes to FOLDER; leave out --out and --top")
         folder = local_path(f.record, "--record")
         for path in recorded_steps.record(a, config, workdir, f.step, f.steps, folder):
             _wrote(path)

@@ -18,7 +18,8 @@ Shards hold UTF-8 text, or with a tokenizer its ids (uint16, or uint32 for
 vocabularies above 65,536) without beginning- and end-of-document ids, which
 training adds. Empty documents are left out. Conversations (`?messages_key=`)
 need the tokenizer with its chat template, and are written as int32. Images stay
-encoded as they are, even broken ones, each with its caption, label and origin.
+encoded as they are, even broken ones, each with its caption, label and origin;
+an example that cannot be read, as if its caption is not UTF-8, is left out.
 
 Beside the shards are the tokenizer and `dataset.json`, which is written last. A
 run that is killed leaves no `dataset.json`, and a folder without one is refused
@@ -35,11 +36,12 @@ from collections.abc import Collection
 from typing import Any
 
 import numpy as np
-from absl import flags
+from absl import flags, logging
 
 from maxlp import schema
 from maxlp.data import shards as shards_lib
 from maxlp.data.chat import Chat, Conversations, make_chat
+from maxlp.data.readers import BrokenExample
 from maxlp.data.readers.array_record import FORMATS, MANIFEST, pack_example
 from maxlp.data.sources import Mixture, Source, make_source, open_source, parse_spec, sample_texts
 from maxlp.data.specs import split_options
@@ -108,7 +110,7 @@ def prepare_text(
         )
     with shards_lib.destination(output, names) as folder, shards_lib.no_partial_files(folder):
         written = shards_lib.write_shards(folder, documents, make_record, shards, num_workers)
-        manifest = _text_manifest(documents, split, written, encoder, dtype, split_options(tokenizer)[1])
+        manifest = _text_manifest(documents, written, encoder, dtype, split_options(tokenizer)[1])
         shards_lib.commit(folder, manifest, encoder.files if encoder else {}, names)
     return manifest
 
@@ -138,12 +140,16 @@ def prepare_image_text(
     examples = open_source(parse_spec(source, split, "image_text"))
     with shards_lib.destination(output) as folder, shards_lib.no_partial_files(folder):
         written = shards_lib.write_shards(folder, examples, _image_text_record, shards, num_workers)
+        totals = shards_lib.totals(written)
+        if not totals["documents"]:
+            raise ValueError(f"source {examples.name!r}: none of its {len(examples)} examples can be read")
         manifest = {
             "format": FORMATS["image_text"],
             "source": source,
-            "split": split,
+            "split": examples.split,
             "classes": list(examples.classes),
-            **shards_lib.totals(written),
+            "broken_examples": len(examples) - totals["documents"],
+            **totals,
             "shards": written,
         }
         shards_lib.commit(folder, manifest, {})
@@ -216,7 +222,11 @@ def _conversation_record(documents: Source, index: int, chat: Chat) -> tuple[byt
 
 
 def _image_text_record(examples: Source, index: int) -> tuple[bytes, dict[str, int]]:
-    example = examples[index]
+    try:
+        example = examples[index]
+    except BrokenExample as error:
+        logging.warning("left out a broken example: %s", error)
+        return b"", {"bytes": 0}
     image = example["image"]
     if isinstance(image, np.ndarray):
         from maxlp.data.images import encode_png
@@ -232,7 +242,6 @@ def _token_dtype(encoder: Tokenizer) -> np.dtype:
 
 def _text_manifest(
     documents: Source,
-    split: str,
     written: list[dict[str, Any]],
     encoder: Tokenizer | None,
     dtype: np.dtype | None,
@@ -246,7 +255,7 @@ def _text_manifest(
         "kind": "tokens" if encoder else "text",
         "dtype": dtype and dtype.name,
         "source": documents.name,
-        "split": split,
+        "split": documents.split,
         "empty_documents": len(documents) - totals["documents"],
         **totals,
         "tokenizer": encoder
@@ -292,7 +301,8 @@ def image_text_command() -> str:
             raise ValueError(f"--{name} is for text; captions are stored as they are, so remove it")
     image_flags = ("source", "output", "split", "shards", "num_workers")
     made = prepare_image_text(**_flag_values(*image_flags, "overwrite"))
-    return f"{made['documents']:,} images, {made['bytes']:,} bytes in {len(made['shards'])} shards"
+    broken = f", {made['broken_examples']:,} left out" if made["broken_examples"] else ""
+    return f"{made['documents']:,} images{broken}, {made['bytes']:,} bytes in {len(made['shards'])} shards"
 
 
 def _flag_values(*names: str) -> dict[str, Any]:

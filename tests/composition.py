@@ -305,7 +305,7 @@ def is_slow(family: str, pair: Row) -> bool:
         return True
     if "optimizer" in dimensions and ("precision" in dimensions or OF_GRADIENTS & set(pair)):
         return True
-    return family == "clip" and not dimensions & OF_CLIP
+    return family == "clip" and ("optimizer" in dimensions or not dimensions & OF_CLIP)
 
 
 @functools.cache

@@ -452,6 +452,18 @@ def test_the_command(llama, tmp_path):
     assert done.stderr.startswith("error: --workdir is missing")
 
 
+@pytest.mark.parametrize(
+    ("name", "flag", "message"),
+    [
+        ("import", "--quantize=int8", "--quantize is for export, not for import; drop it"),
+        ("export", "--image_size=336", "--image_size is for import, not for export; drop it"),
+    ],
+)
+def test_a_flag_of_the_other_command_is_refused(name, flag, message):
+    done = command("convert", name, flag)
+    assert done.returncode == 2 and done.stderr == f"error: {message}\n"
+
+
 def test_importing_a_llama_loads_nothing_of_clip(llama, tmp_path):
     program = (
         "import sys, pathlib; from maxlp import convert; "

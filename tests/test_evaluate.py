@@ -96,6 +96,7 @@ def test_other_data_is_evaluated_with_the_recipe_average_and_adapters_of_the_run
         (["--lm_eval=a", "--linear_probe"], "--linear_probe has no effect with --lm_eval; drop it"),
         (["--lm_eval=a", "--config=llama/debug"], "--config has no effect with --lm_eval; drop it"),
         (["--lm_eval_limit=3"], "--lm_eval_limit has no effect without --lm_eval; drop it"),
+        (["--l2=5"], "--l2 has no effect without --linear_probe; drop it"),
     ],
 )
 def test_a_flag_without_effect_is_refused(arguments, message, tmp_path):

@@ -72,6 +72,13 @@ def test_flags_of_another_tool_are_refused(tmp_path, tool, word, message):
     assert done.returncode == 2 and done.stderr.startswith(f"error: {message}"), done.stderr
 
 
+def test_recording_has_no_results_of_a_comparison(tmp_path):
+    words = ("--config=llama/debug", f"--record={tmp_path}/a", "--top=3")
+    command = [sys.executable, "-m", "maxlp.lab", "diff", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "--record compares nothing, and writes to FOLDER; leave" in done.stderr
+
+
 def test_steps_without_a_batch(tmp_path):
     write_run(tmp_path)
     saved = tmp_path / "checkpoints" / "405"

@@ -55,6 +55,7 @@ def test_text_round_trip(corpus, tmp_path, shards):
     assert len(manifest["shards"]) == min(shards, 100)
     for shard in manifest["shards"]:
         assert os.path.getsize(os.path.join(output, shard["file"])) == shard["file_size"]
+    assert prepare_text(f"{corpus}?split=train", f"{output}/train")["split"] == "train"
     train, validation = documents(output, "train"), documents(output, "validation")
     assert train + validation == [*expected[:49], *expected[50:], expected[49]]
 

@@ -1705,7 +1705,7 @@ DATA = [
     *_in(
         "data/common.py",
         "data/test_common.py",
-        ("number % d == 0), default=0)", "number % d == 0), default=1)", "data/test_text.py"),
+        ("if number % d == 0)", "if True)"),
         (
             "if saved.get(key) != value",
             "if key in saved and saved[key] is value",

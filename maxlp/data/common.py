@@ -38,8 +38,8 @@ def check_process(batch_size: int, seed: int, process_index: int, process_count:
 
 
 def largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of `number` that is at most `limit`; 0 if `limit` is 0."""
-    return max((d for d in range(1, min(number, limit) + 1) if number % d == 0), default=0)
+    """The largest divisor of `number` that is at most `limit`."""
+    return max(d for d in range(1, min(number, limit) + 1) if number % d == 0)
 
 
 def shuffled(index: int, size: int, seeds: Seeds) -> int:

@@ -5,7 +5,8 @@ batches. The few examples that remain are left out of that epoch. No batch spans
 example occurs twice in a batch. How an example is cropped or drawn depends on the seed, the epoch and
 the example. So the state is just the step, and any number of processes and workers can restore it.
 
-A broken example is replaced by the one that has its row in the next batch of the epoch.
+A broken example is replaced by the one that has its row in the next batch of the epoch; after the last
+batch by one from the beginning of the epoch, which with a single batch may be in it already.
 
 Letters: B batch, H and W height and width, S text length, N number of texts.
 """
@@ -562,7 +563,7 @@ class EncodedExamples:
 def _lines(key: str, path: str, what: str) -> list[str]:
     """The lines of a text file that are not empty."""
     try:
-        with open(os.path.expanduser(path), encoding="utf-8") as file:
+        with open(os.path.expanduser(path), encoding="utf-8-sig") as file:  # without a mark
             names = [line.strip() for line in file if line.strip()]
     except (OSError, ValueError) as error:  # not text, or not a path
         raise ValueError(

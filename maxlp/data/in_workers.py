@@ -22,20 +22,23 @@ class InWorkers(grain.IterDataset):
     """The elements of several datasets in turn, up to the end of one; each is computed by a process.
 
     Elements come through pipes: the shared memory of a container is often smaller than a few of them.
+
+    Args:
+      per_round: after how many elements the first part has its turn again; by default one of each part.
     """
 
-    def __init__(self, parts: Sequence[Iterable]):
+    def __init__(self, parts: Sequence[Iterable], per_round: int | None = None):
         super().__init__()
-        self._parts = parts
+        self._parts, self._per_round = parts, per_round or len(parts)
 
     def __iter__(self) -> grain.DatasetIterator:
-        return _FromWorkers(self._parts)
+        return _FromWorkers(self._parts, self._per_round)
 
 
 class _FromWorkers(grain.DatasetIterator):
-    def __init__(self, parts: Sequence[Iterable]):
+    def __init__(self, parts: Sequence[Iterable], per_round: int):
         super().__init__()
-        self._parts, self._turn = parts, 0
+        self._parts, self._per_round, self._turn = parts, per_round, 0
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._kill = util.Finalize(self, _kill, (self._workers,), exitpriority=1)
 
@@ -43,14 +46,14 @@ class _FromWorkers(grain.DatasetIterator):
         try:
             if not self._workers:
                 self._start()
-            element, error = self._workers[self._turn][1].recv()
+            element, error = self._workers[self._turn % len(self._workers)][1].recv()
         except (EOFError, OSError):
             raise ChildProcessError(
                 "a data worker died (out of memory?); start again, or with a lower data.num_workers"
             ) from None
         if error is not None:
             raise error
-        self._turn = (self._turn + 1) % len(self._workers)
+        self._turn = (self._turn + 1) % self._per_round
         return element
 
     def _start(self) -> None:

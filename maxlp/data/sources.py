@@ -175,6 +175,9 @@ class Source:
         self.classes, self.templates = classes, templates
         total = len(reader)
         self._every = round(1 / validation) if validation else 0  # spacing of validation records
+        if validation and abs(validation * self._every - 1) > 0.06:
+            near = " or ".join(f"{1 / (int(1 / validation) + more):.3g}" for more in (0, 1))
+            raise ValueError(f"validation={validation} is not 1/N, and takes every N-th record; set {near}")
         chosen = total // self._every if self._every else 0
         sizes = {} if validation is None else {"train": total - chosen, "validation": chosen}
         self._len = sizes.get(spec.split, total)
@@ -377,8 +380,8 @@ def _parse_options(kind: Kind, name: str, texts: Mapping[str, str]) -> dict[str,
             raise ValueError(f"unknown option {key!r}; {name} takes {', '.join([*known, *also])}")
         options[key] = _number(key, text) if known[key] is float else text
     fraction = options.get("validation", 0.0)
-    if isinstance(fraction, float) and not 0 <= fraction <= 0.5:
-        raise ValueError(f"validation={fraction} must be a fraction from 0 to 0.5")
+    if isinstance(fraction, float) and fraction and not 1e-9 <= fraction <= 0.5:
+        raise ValueError(f"validation={fraction} must be 0 or a fraction from 1e-9 to 0.5")
     return options
 
 
@@ -388,8 +391,8 @@ def _parse_mixture(spec: str) -> dict[str, float]:
     for part in filter(None, (part.strip() for part in spec.split(";"))):
         head, options = split_options(part)
         weight = _number(f"source {part!r}: weight", options.pop("weight", "1"))
-        if not 0 < weight < float("inf"):
-            raise ValueError(f"source {part!r}: weight {weight} must be positive and finite")
+        if not 0 < weight <= 1e300:  # so that their sum is finite
+            raise ValueError(f"source {part!r}: weight {weight} must be positive and at most 1e300")
         rest = "&".join(f"{key}={value}" for key, value in options.items())
         source = f"{head}?{rest}" if rest else head
         weighted[source] = weighted.get(source, 0.0) + weight

@@ -5,10 +5,10 @@ A global batch [B, S] is built as follows:
 * The B rows are fed by V *streams*, where V divides B: stream v feeds the rows v·B/V … (v+1)·B/V - 1,
   and reads the documents v, v+V, v+2V, … of each shuffled epoch. V depends only on B and the number
   of documents: it is B for a large corpus, so that processes share the work of tokenizing, and 1 for
-  a small one, so that every document is read once before any is read again.
+  a small one, so that every document is packed once before any is packed again.
 * Each stream is cut into *blocks*. A block packs the stream's next documents into just enough windows
   for a fixed number of steps, and shuffles the windows, so that a batch is not one long document. The
-  blocks of all streams together hold about `shuffle_tokens` tokens.
+  blocks of all streams together hold about `shuffle_tokens` tokens, of a smaller corpus several epochs.
 * A block is a pure function of (seed, stream, number of the block, document and offset where it
   begins).
 
@@ -193,7 +193,7 @@ def make_dataset(
     dict of arrays [B/process_count, S]: `tokens`, `targets`, `segment_ids`, `positions` (int32) and
     `loss_mask` (bool); see `packing`. The global batch of a step depends only on the documents, the
     tokenizer, the seed and `config` without `num_workers`. A document is `[bos] tokens [eos]`, with
-    those special tokens that the tokenizer has.
+    those special tokens that the tokenizer has; one without tokens is left out.
 
     Args:
       sources: each has `len(source)` > 0 and `source[i]`, a dict with "text" (str or bytes) or "tokens"
@@ -267,7 +267,7 @@ class TextDataset:
 
 
 def estimate_tokens(source: Any, tokenizer: Tokenizer) -> float | None:
-    """About how many tokens the documents of a source have, from some that are spread over it evenly.
+    """About how many tokens, bos and eos included, a source has, from documents spread over it evenly.
 
     Returns:
       The number; None if reading documents takes long, as over a network.
@@ -277,11 +277,11 @@ def estimate_tokens(source: Any, tokenizer: Tokenizer) -> float | None:
     """
     began = time.monotonic()
     indices = np.unique(np.linspace(0, len(source) - 1, SAMPLED_DOCUMENTS).astype(np.int64)).tolist()
-    size = encoded_size = encoded_tokens = 0  # of texts in bytes, of documents of tokens in tokens
+    num_texts = size = encoded_size = encoded_tokens = 0  # of texts in bytes, of tokens in tokens
     for index in indices:
         document = source[index]  # a broken one ends the run before it trains, not when it comes to it
         content = document["tokens"] if "tokens" in document else as_bytes(document["text"])
-        size += len(content)
+        num_texts, size = num_texts + bool(len(content)), size + len(content)
         if "text" in document and encoded_size < ENCODED_BYTES:
             piece = content[:ENCODED_PIECE]
             encoded_size += len(piece)
@@ -289,7 +289,7 @@ def estimate_tokens(source: Any, tokenizer: Tokenizer) -> float | None:
         if time.monotonic() - began > SAMPLE_SECONDS:
             return None
     tokens_per_unit = encoded_tokens / encoded_size if encoded_size else 1.0
-    return len(source) * size / len(indices) * tokens_per_unit
+    return len(source) / len(indices) * (size * tokens_per_unit + 2 * num_texts)
 
 
 class TextIterator:
@@ -361,7 +361,8 @@ class TextIterator:
 
         Args:
           allow_change: whether the state may be of other data. The same documents in the same order go on
-            at their current block, divided anew for another number of streams; others begin anew.
+            at their current block, divided anew for another number of streams, and mixed anew if the
+            settings or the end of the last epoch give it other windows; others begin anew.
 
         Raises:
           ValueError: the state has other data settings, or lacks streams of this process.
@@ -380,6 +381,8 @@ class TextIterator:
             streams = {str(stream): [(0, 0)] * len(self._dataset.documents) for stream in own}
         elif not same:
             streams = self._divide_anew(list(streams.values()))
+        if changed.intersection(SETTINGS) and not changed & ORDER:
+            logging.warning("the last data.shuffle_tokens are mixed anew: some may come twice, some never")
         self.close()
         self._step = state["step"]
         same_text = not changed & {common.FINGERPRINTS, CHAT_TEMPLATE}
@@ -403,9 +406,9 @@ class TextIterator:
     def _open_blocks(self) -> grain.DatasetIterator:
         feeds = [_Feed(stream, rows, self._cursors[stream]) for stream, rows in self._rows]
         first, workers = self._step // self._plan.steps_per_block, self._dataset.num_workers
-        count = max(1, common.largest_divisor(len(feeds), workers))
+        count = min(max(1, workers), len(feeds))
         parts = [_Blocks(self._dataset, self._plan, feeds[i::count], first) for i in range(count)]
-        made = resolve_name("maxlp.data.in_workers:InWorkers")(parts) if workers else parts[0]
+        made = resolve_name("maxlp.data.in_workers:InWorkers")(parts, len(feeds)) if workers else parts[0]
         return iter(grain.experimental.ThreadPrefetchIterDataset(made, prefetch_buffer_size=len(feeds)))
 
 
@@ -573,7 +576,7 @@ class _DocumentQueue:
             for document, counts in self._pool.map(self._documents.__getitem__, next_own):
                 self._ahead.append(document)
                 self.conversations.update(counts)
-                self._empty = 0 if len(document) > self._documents.num_specials else self._empty + 1
+                self._empty = 0 if len(document) else self._empty + 1
             # In two epochs a stream that is alone meets every document, whatever their orders. One of
             # several may miss the few with text of a small source until another order has them.
             if self._empty > 2 * self._documents.per_epoch and not self._documents.have_text_later:
@@ -604,12 +607,11 @@ class _Documents:
             np.array([] if special is None else [special], np.int32)
             for special in (tokenizer.bos_id, tokenizer.eos_id)
         )
-        self.num_specials = len(self._bos) + len(self._eos)
 
     @functools.cached_property
     def have_text_later(self) -> bool:
         """Whether each stream meets a document with text at some time: one has some, and orders change."""
-        return self._shuffle and any(len(self[i][0]) > self.num_specials for i in range(self.per_epoch))
+        return self._shuffle and any(len(self[i][0]) for i in range(self.per_epoch))
 
     def __len__(self) -> int:
         return self._len
@@ -622,4 +624,6 @@ class _Documents:
         if "conversation" in document:  # with the special tokens of its template
             return document["conversation"], document["counts"]
         tokens = document["tokens"] if "tokens" in document else self._encode(document["text"])
+        if not len(tokens):  # `maxlp.prepare` leaves it out
+            return np.empty(0, np.int32), ()
         return np.concatenate([self._bos, tokens, self._eos], dtype=np.int32, casting="unsafe"), ()

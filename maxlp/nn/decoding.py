@@ -49,7 +49,7 @@ def generate(
 
     Args:
       prompts: token ids, at least one each; they may differ in length.
-      seed: row i draws with its own key, so its text does not depend on other rows.
+      seed: modulo 2**32; row i draws with its own key, so its text does not depend on other rows.
       first: bool allowed_BV for the first new token; None allows all tokens.
     """
     lengths_B = np.array([len(p) for p in prompts], np.int32)
@@ -65,7 +65,7 @@ def generate(
         tokens_BS,
         lengths_B,
         first,
-        seed,
+        np.uint32(seed % 2**32),
         stop,
         sampling=sampling,
         max_new_tokens=max_new_tokens,
@@ -81,7 +81,7 @@ def _generate(
     tokens_BS: jax.Array,
     lengths_B: jax.Array,
     first_BV: jax.Array | None,
-    seed: int,
+    seed: np.uint32,
     stop: int,
     *,
     sampling: Sampling,

@@ -17,6 +17,7 @@ from maxlp.run import run_dir
 from maxlp.run.experiment import make_data
 from maxlp.run.settings import Machine, Settings
 from maxlp.run.tokenizer import saved_tokenizer
+from maxlp.runtime.distributed import print_primary
 
 
 def calibrated_params(s: Settings, workdir: Path, params: State, sequences: int, mesh: Mesh) -> State:
@@ -25,7 +26,7 @@ def calibrated_params(s: Settings, workdir: Path, params: State, sequences: int,
     Args:
       s: of the run.
       params: those that the run publishes; its model computes with them unquantized, in ``model.dtype``.
-      sequences: number of sequences of validation data to measure the gated products on.
+      sequences: number of sequences of validation data to measure the gated products on; at most all.
     """
     s = _of_one_sequence(s, mesh)
     paths: list[str] = []
@@ -48,8 +49,10 @@ def calibrated_params(s: Settings, workdir: Path, params: State, sequences: int,
     run_dir.use_hub_commits(workdir, s.data)
     data = make_data(s, saved_tokenizer(s.data.tokenizer, workdir), "validation", mesh)
     with jax.set_mesh(mesh):
+        used = 0
         for batch, _ in device_batches(iter(data), mesh, limit=sequences):
-            state = observe(params, state, batch)
+            state, used = observe(params, state, batch), used + 1
+    print_primary(f"measured the gated products on {used} sequence{'s' * (used > 1)} of validation data")
     return folded(params, state, paths)
 
 

@@ -251,6 +251,17 @@ def released_gradients_let_states_offload(s: Settings, machine: Machine) -> str 
     )
 
 
+def outputs_are_made(s: Settings, machine: Machine) -> str | None:
+    """A trace that no step starts, or a label that W&B does not get, would be silently left out."""
+    start, steps, metrics = s.profile.keywords.get("start", 0), s.train.total_steps, s.metrics.keywords
+    if start > steps:
+        return f"profile.start={start} is after train.total_steps={steps}; lower it, or set 0 for no trace"
+    labels = [key for key in ("wandb_group", "wandb_tags") if metrics.get(key)]
+    if not labels or metrics.get("wandb_project"):
+        return None
+    return f"metrics.{labels[0]}={metrics[labels[0]]} needs metrics.wandb_project; set it, or unset this"
+
+
 RULES = (
     batch_divides,
     attention_runs,
@@ -274,4 +285,5 @@ RULES = (
     swapped_vocabularies_are_trained,
     adapters_are_few_numbers,
     targets_are_matrices,
+    outputs_are_made,
 )

@@ -294,7 +294,7 @@ def test_class_names_and_templates(tmp_path):
     assert batch["mask"].tolist() == [True, True, False, True, True, False, False, False]
     np.testing.assert_array_equal(batch["text"][:2], data.encode(["one cat", "one dog"]))
     assert data.templates == ["one {}", "{}!"]
-    names.write_text("cat\ndog\nbird\n")
+    names.write_text("cat\ndog\nbird\n", encoding="utf-8-sig")
     labelled = dict(source=f"tar:{tmp_path}/a.tar?split=all", classes=str(names), batch_size=2)
     batch = take(make("validation", **labelled, text_len=24), 1)[0]
     assert decoded(batch) == ["a photo of a cat.", "a photo of a dog."], "the default template"

@@ -45,6 +45,14 @@ def test_elements_come_in_turn_and_errors_arrive():
     iterator.close()
 
 
+def test_a_round_may_leave_some_workers_fewer_elements():
+    """Five elements a round by three workers."""
+    elements = [[0, 3, 5, 8], [1, 4, 6, 9], [2, 7]]
+    iterator = iter(InWorkers(elements, per_round=5))
+    assert list(iterator) == [*range(10)]
+    iterator.close()
+
+
 @pytest.mark.full
 def test_workers_end_with_a_killed_process():
     """They wait for somebody to read."""

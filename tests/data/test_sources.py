@@ -89,6 +89,13 @@ def test_record_split_takes_every_record_once(tmp_path, fraction, every, total):
     assert train == [str(i) for i in range(total) if i % every != every - 1]
 
 
+def test_a_fraction_that_no_spacing_gives_is_refused(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    for fraction, others in ((0.4, "0.5 or 0.333"), (0.3, "0.333 or 0.25"), (0.22, "0.25 or 0.2")):
+        message = f"validation={fraction} is not 1/N, and takes every N-th record; set {others}"
+        assert message in error_of(f"jsonl:{path}?validation={fraction}")
+
+
 def test_a_split_in_the_spec_overrides_the_requested_one(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     assert texts_of(make_source(f"jsonl:{path}?split=all", "validation")) == TEXTS
@@ -106,7 +113,7 @@ def test_an_empty_split_is_an_error(tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "option", "fraction"),
-    [(45, "?validation=0", 0.1), (3, "", 0.5), (2, "?validation=0.3", 0.5)],
+    [(45, "?validation=0", 0.1), (3, "", 0.5), (2, "?validation=0.33", 0.5)],
 )
 def test_an_empty_split_names_a_fraction_that_works(tmp_path, number, option, fraction):
     path = write_jsonl(tmp_path / "a.jsonl", ["text"] * number)
@@ -173,13 +180,15 @@ def test_a_source_of_tokens_cannot_be_sampled(tmp_path):
         ("jsonl:", ["jsonl:PATH"]),
         ("stdlib:/x", ["no path", "text, jsonl"]),
         ("stdlib?validation=a", ["validation='a'"]),
-        ("stdlib?validation=0.9", ["0 to 0.5"]),
+        ("stdlib?validation=0.9", ["1e-9 to 0.5"]),
+        ("stdlib?validation=1e-320", ["1e-9 to 0.5"]),
         ("stdlib?holdout=0.1", ["'holdout'", "validation, split, weight"]),
         ("stdlib?heldout=0.1", ["option 'heldout' was renamed; write 'validation'"]),
         ("stdlib?split=test", ["'test'", "train, validation, all"]),
         ("stdlib?split=heldout", ["split 'heldout' was renamed; write 'validation'"]),
         ("tfds:c4?split=heldout", ["split 'heldout' was renamed; write 'validation'"]),
         ("stdlib?weight=-1", ["'stdlib?weight=-1': weight -1"]),
+        ("stdlib?weight=1e308;text:/x?weight=1e308", ["weight 1e+308 must be positive and at most 1e300"]),
         ("stdlib?weight=x", ["'stdlib?weight=x': weight='x' is not a number"]),
         ("tar:/x", ["kind 'tar' is unknown; kinds: "]),
         ("jsonl:/nowhere/a.jsonl", ["/nowhere/a.jsonl"]),

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import json
+import multiprocessing
 
 import numpy as np
 import pytest
@@ -123,11 +124,12 @@ def test_global_batch_and_resume_do_not_depend_on_workers(monkeypatch):
     monkeypatch.setattr(text, "DOCUMENTS_PER_STREAM", 100)
     documents = [{"text": f"{i} " * (i % 9)} for i in range(400)]
     plain, resumed, busy = (
-        iter(make([documents], tokenizer=ByteTokenizer(), num_workers=workers)) for workers in (0, 0, 2)
+        iter(make([documents], tokenizer=ByteTokenizer(), num_workers=workers)) for workers in (0, 0, 3)
     )
     take(plain, 7)
     busy.set_state(json.loads(json.dumps(plain.get_state())))
     assert_equal(take(busy, 20), take(plain, 20))
+    assert len(multiprocessing.active_children()) == 3, "for four streams"
     assert busy.get_state() == plain.get_state()
     resumed.set_state(busy.get_state())
     busy.close()
@@ -238,7 +240,10 @@ def test_another_batch_size_goes_on_with_unread_documents(monkeypatch, before, a
     assert len({*new}) == len(new)
 
 
-def test_a_run_goes_on_with_more_epochs():
+def test_a_run_goes_on_with_more_epochs(monkeypatch):
+    """Exactly, if a block is a single step; larger ones are mixed anew, which is said."""
+    warned = []
+    monkeypatch.setattr(text.logging, "warning", lambda message, *_: warned.append(message))
     one, two, resumed = (
         iter(make([corpus(20, 30)], num_epochs=epochs, shuffle_tokens=0)) for epochs in (1, 2, 2)
     )
@@ -246,6 +251,7 @@ def test_a_run_goes_on_with_more_epochs():
     assert_equal(seen, take(two, 3))
     resumed.set_state(one.get_state(), allow_change=True)
     assert_equal(take(resumed), take(two))
+    assert warned[1:] == ["the last data.shuffle_tokens are mixed anew: some may come twice, some never"]
 
 
 def test_state_of_other_data_or_too_few_processes_is_refused(monkeypatch):
@@ -276,7 +282,7 @@ def test_validation_counts_each_token_once_for_any_process_count(tmp_path):
     texts = [[text.tobytes().decode() for text in part] for part in texts]
     paths = [write_jsonl(tmp_path / f"{name}.jsonl", part) for name, part in zip("ab", texts, strict=True)]
     expected = collections.Counter()
-    for document in texts[0] + texts[1]:
+    for document in filter(None, texts[0] + texts[1]):
         expected.update([*document.encode(), ByteTokenizer.eos_id])
     source = ";".join(f"jsonl:{path}?split=all" for path in paths)
     unused = dict(packing="first_fit", num_workers=3)
@@ -333,6 +339,19 @@ def test_a_single_text_among_empty_ones_is_read(tmp_path):
         assert (batches["tokens"] == 7).sum() > 1
 
 
+@pytest.mark.parametrize("packing", ["concat", "first_fit"])
+def test_empty_documents_are_left_out_of_raw_data_as_of_prepared(tmp_path, packing):
+    path = write_jsonl(tmp_path / "a.jsonl", ["", "one", "", "", "four and", "", "more"] * 9)
+    prepare_text(f"jsonl:{path}", str(tmp_path / "out"), tokenizer="bytes")
+    how = dict(tokenizer="bytes", seq_len=8, batch_size=2, packing=packing, max_documents=2)
+    how |= dict(shuffle=False, num_epochs=2)
+    raw, prepared = (
+        text.make_data(text.TextDataConfig(source=f"{spec}?split=all", **how), split="train")
+        for spec in (f"jsonl:{path}", f"array_record:{tmp_path}/out")
+    )
+    assert_equal(take(iter(raw)), take(iter(prepared)))
+
+
 def test_empty_files_are_refused_at_the_start(tmp_path):
     with pytest.raises(ValueError, match=r"all of its 3 documents are empty$"):
         text_files(tmp_path / "a", ["", " ", "\n\n"])
@@ -365,14 +384,14 @@ def test_errors_are_one_line(kwargs, message):
 
 @pytest.mark.parametrize("tokens", [False, True], ids=["text", "tokens"])
 def test_the_start_tells_documents_tokens_and_epochs(tokens, tmp_path, monkeypatch):
-    """A mixture of 2,000 and 3,000 documents, of 10 and 40 bytes on average, each byte a token."""
+    """A mixture of 2,000 and 3,000 documents, of 10 and 40 bytes on average, and bos and eos."""
     rng = np.random.default_rng(0)
     specs, sizes = [], []
     for name, count, most in (("a", 2000, 20), ("b", 3000, 80)):
         lengths = rng.integers(1, most, count)
         path = write_jsonl(tmp_path / f"{name}.jsonl", ["x" * n for n in lengths])
         specs.append(f"jsonl:{path}?split=all")
-        sizes.append(lengths.sum() / 1e6)
+        sizes.append((lengths + 2).sum() / 1e6)
         if tokens:
             prepare_text(f"jsonl:{path}", str(tmp_path / name), tokenizer="bytes")
             specs[-1] = f"array_record:{tmp_path / name}?split=all"
@@ -393,14 +412,15 @@ def test_the_start_tells_documents_tokens_and_epochs(tokens, tmp_path, monkeypat
 
 
 def test_the_start_warns_of_data_that_end_early(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", ["x" * 64] * 1000)  # 125 steps of 8 · 64 tokens
+    path = write_jsonl(tmp_path / "a.jsonl", ["x" * 30] * 1000)  # 62.5 steps of 8 · 64 tokens
     config = text.TextDataConfig(
         source=f"jsonl:{path}?split=all", tokenizer="bytes", seq_len=64, batch_size=8, num_epochs=2
     )
     dataset = text.make_data(config, split="train")
-    assert "warning" not in dataset.describe(steps=250)
-    assert dataset.describe(steps=251).endswith(
-        "epochs\nwarning: data.num_epochs=2 ends the data after about 250 of 251 steps; raise it, or lower "
+    assert sum(1 for _ in dataset) == 125
+    assert "warning" not in dataset.describe(steps=125)
+    assert dataset.describe(steps=126).endswith(
+        "epochs\nwarning: data.num_epochs=2 ends the data after about 125 of 126 steps; raise it, or lower "
         "train.total_steps"
     )
 

@@ -35,7 +35,7 @@ def corpus(num_documents, longest, seed=0, first=0):
 def with_specials(document, tokenizer):
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    return bos + document["tokens"].tolist() + eos
+    return bos + document["tokens"].tolist() + eos if len(document["tokens"]) else []
 
 
 def make(sources, weights=None, tokenizer=None, seed=0, process_index=0, process_count=1, **config):

@@ -70,6 +70,8 @@ def test_the_text_of_a_row_depends_on_the_seed_and_not_on_other_rows(model):
     assert texts(PROMPTS, 1) == texts(PROMPTS, 1)
     assert texts(PROMPTS, 1) != texts(PROMPTS, 2)
     assert texts(PROMPTS[:1], 1) == texts(PROMPTS, 1)[:1]
+    assert texts(PROMPTS, 2**32 - 1) != texts(PROMPTS, 2**31)
+    assert texts(PROMPTS, 2**32 + 1) == texts(PROMPTS, 1)
     same = texts([[5]] * 3, 1)
     assert same[0] != same[1] != same[2], "rows with equal prompts get different texts"
 

@@ -258,6 +258,8 @@ COMMON: dict[str, list[Changes]] = {
         *each("precision.health_every", 2, precision__recipe="fp8_delayed"),
         *each("precision.sharpness_every", 2),
         *each("precision.magnitudes_every", 2),
+        *each("profile.start", 10, 11),
+        *each("metrics.wandb_group", "a"),
     ],
 }
 
@@ -415,6 +417,7 @@ CLIP: dict[str, list[Changes]] = {
         *each("model.visual.patch_size", 8, 16, 2),
         *each("data.image_size", 32),
         *each("model.visual.image_size", 32),
+        *each("data.crop_scale", (0.5, 1.0), data__source="glyphs"),
     ],
     "towers": [
         *each("model.embed_dim", 16, 36, 48),

@@ -114,10 +114,13 @@ def test_an_outlier_costs_nothing_in_int8_once_its_factor_is_in_the_weights(expo
     assert error("outlier", 0) > 5 * error("outlier", 4)
 
 
-def test_more_sequences_never_make_the_measured_channels_smaller(runs, tmp_path):
+def test_more_sequences_never_make_the_measured_channels_smaller(runs, tmp_path, capsys):
+    """The text has 8,602 tokens with bos and eos, hence 135 sequences of 64."""
     few, many = tmp_path / "few", tmp_path / "many"
     convert.export_weights(runs["even"], few, calibration_sequences=1)
-    convert.export_weights(runs["even"], many, calibration_sequences=40)
+    convert.export_weights(runs["even"], many, calibration_sequences=10_000)
+    used = [line.split(" on ")[1] for line in capsys.readouterr().out.splitlines() if "measured" in line]
+    assert used == ["1 sequence of validation data", "135 sequences of validation data"]
     name = "model.layers.0.mlp.down_proj.weight"
     ratio = np.abs(Tensors(many)[name]) / np.abs(Tensors(few)[name])
     assert (ratio >= 1).all() and (ratio > 1).any()

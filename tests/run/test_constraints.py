@@ -282,8 +282,13 @@ REFUSED = {
     "released_gradients_let_states_offload": [
         ({"optimizer.offload": True}, 1, "cpu", "set train.release_gradients=True")
     ],
+    "outputs_are_made": [
+        ({"profile.start": 500, "train.total_steps": 400}, 1, "cpu", "lower it, or set 0"),
+        ({"metrics.wandb_tags": ("a",)}, 1, "cpu", "needs metrics.wandb_project; set it, or unset this"),
+    ],
 }
 ACCEPTED = [
+    {"profile.start": 20, "metrics.wandb_project": "a", "metrics.wandb_tags": ("b",)},
     {
         "precision.recipe": "fp8_current",
         "precision.smooth_swiglu": "balanced",

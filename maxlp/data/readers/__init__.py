@@ -68,11 +68,16 @@ def of_kind(paths: Iterable[str], suffix: str) -> list[str]:
     return plain or [path for path in paths if path.endswith(compressed)]
 
 
-def walk(root: str, skip: Sequence[str] = ()) -> Iterator[str]:
+def walk(root: str, skip: Sequence[str] = (), above: Sequence[str] = ()) -> Iterator[str]:
     """Paths of all files below `root`, except hidden ones and those in folders named in `skip`."""
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in skip and name[0] != "."]
-        yield from (os.path.join(folder, name) for name in files if name[0] != ".")
+    # Links are followed, but not back to a folder that they are in.
+    above = (*above, os.path.realpath(root))
+    _, subfolders, files = next(os.walk(root), (root, [], []))
+    yield from (os.path.join(root, name) for name in files if name[0] != ".")
+    for name in subfolders:
+        folder = os.path.join(root, name)
+        if name not in skip and name[0] != "." and os.path.realpath(folder) not in above:
+            yield from walk(folder, skip, above)
 
 
 def read_whole(path: str) -> bytes:

@@ -41,6 +41,8 @@ def expand_braces(pattern: str) -> list[str]:
         return [pattern]
     bounds = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
     if bounds:
+        if int(bounds[1]) > int(bounds[2]):
+            raise ValueError(f"the range {match[0]} is empty; write {{{bounds[2]}..{bounds[1]}}}")
         width = len(bounds[1]) if len(bounds[1]) == len(bounds[2]) or bounds[1][0] == "0" else 0
         middles = [f"{number:0{width}d}" for number in range(int(bounds[1]), int(bounds[2]) + 1)]
     else:

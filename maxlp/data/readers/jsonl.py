@@ -23,7 +23,7 @@ class JsonLines:
     """One document per line. Keeps the offsets of lines in memory, 8 bytes each, and no file open."""
 
     def __init__(self, paths: list[str], text_key: str, messages_key: str = ""):
-        self._paths, self._key = paths, messages_key or text_key
+        self._paths, self._key = paths, content_key(text_key, messages_key)
         self._content = "messages" if messages_key else "text"
         self._parse = resolve_name("maxlp.data.chat:as_messages") if messages_key else as_text
         self._files = uncompressed(paths)
@@ -68,6 +68,13 @@ def open_jsonl(
     conversation."""
     _, paths = find_files(spec.path, ".jsonl")
     return Source(spec, JsonLines(paths, text_key, messages_key), validation=validation)
+
+
+def content_key(text_key: str, messages_key: str) -> str:
+    """The key of the text or of the conversation in each record; raises a `ValueError` for two of them."""
+    if messages_key and text_key != "text":
+        raise ValueError(f"text_key={text_key} excludes messages_key={messages_key}; give one of them")
+    return messages_key or text_key
 
 
 def _line_bounds(path: str) -> np.ndarray:

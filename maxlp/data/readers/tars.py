@@ -166,10 +166,10 @@ def index_tar(path: str, text_type: str) -> str | np.ndarray:
         for old in glob.glob(f"{glob.escape(path)}.{text_type}-*.index.npy"):
             if not old.endswith(f".{stamp}.index.npy"):  # which another process may have made meanwhile
                 os.remove(old)
-        with tempfile.NamedTemporaryFile(dir=os.path.dirname(path) or ".", delete=False) as file:
+        with tempfile.TemporaryDirectory(dir=os.path.dirname(path) or ".") as folder:
+            file = os.path.join(folder, "index.npy")
             np.save(file, index)
-        os.chmod(file.name, 0o644)  # temporary files are private by default
-        os.replace(file.name, index_path)
+            os.replace(file, index_path)
         return index_path
     return index
 
@@ -183,13 +183,14 @@ def scan_tar(path: str, text_type: str) -> np.ndarray:
     Raises:
       ValueError: the tar is truncated, damaged, not a tar or without samples.
     """
-    rows, images = [], 0
+    rows, images, repeated = [], 0, 0
     try:
         with open_file(path) as file:
             for members in _samples(file):
                 by_type = {_split(member.name)[1]: member for member in members}
                 row = _row(by_type, text_type, file)
                 rows += [row] if row else []
+                repeated += len(members) - len(by_type)
                 images += any(each in by_type for each in IMAGE_TYPES)
     except tarfile.TarError as error:
         raise ValueError(
@@ -205,6 +206,9 @@ def scan_tar(path: str, text_type: str) -> np.ndarray:
         message = "%s: %d of %d images have neither a .%s nor a .cls and are left out"
         values = path, images - len(rows), images, text_type
         logging.log_first_n(logging.WARNING, message, MAX_WARNINGS, *values)
+    if repeated:
+        message = "%s: %d files take the place of another with the same key and type"
+        logging.log_first_n(logging.WARNING, message, MAX_WARNINGS, path, repeated)
     return np.array(rows, INDEX_DTYPE)
 
 

@@ -1,6 +1,12 @@
 """Constraints on a CLIP's settings beyond the rules of `run.constraints`."""
 
+import dataclasses
+
+from maxlp.data.sources import KINDS
+from maxlp.data.specs import split_options
 from maxlp.run.settings import Machine, Settings
+
+OF_FILES = ("classes", "templates", "templates_file", "crop_scale", "max_pixels")  # keys of `data`
 
 
 def stages_are_not_used(s: Settings, machine: Machine) -> str | None:
@@ -93,6 +99,16 @@ def sharpness_is_not_measured(s: Settings, machine: Machine) -> str | None:
     )
 
 
+def drawn_images_are_complete(s: Settings, machine: Machine) -> str | None:
+    """Drawn images have their size, names and sentences; what is for image files would be ignored."""
+    data, defaults = s.data, {field.name: field.default for field in dataclasses.fields(s.data)}
+    heads = [split_options(spec)[0] for spec in (data.source, data.validation_source or data.source)]
+    if not all(head in KINDS and KINDS[head].drawn for head in heads):
+        return None
+    key = next((key for key in OF_FILES if getattr(data, key) != defaults[key]), None)
+    return key and f"data.{key}={getattr(data, key)} has no effect on data.source={data.source}; unset it"
+
+
 RULES = (
     stages_are_not_used,
     context_is_not_used,
@@ -103,4 +119,5 @@ RULES = (
     sigmoid_has_bias,
     pairs_are_compared,
     sharpness_is_not_measured,
+    drawn_images_are_complete,
 )

@@ -33,6 +33,18 @@ def test_an_image_without_a_caption_is_prepared_as_it_is(tmp_path):
     assert [prepared[i]["text"] for i in range(2)] == ["one", None]
 
 
+def test_an_example_that_cannot_be_read_is_left_out(tmp_path):
+    captions = (b"one", b"caf\xe9", b"two")
+    files = [(f"{n}.{k}", v) for n, c in enumerate(captions) for k, v in (("png", picture(9)), ("txt", c))]
+    made = prepare_image_text(f"tar:{write_files(tmp_path / 'a.tar', files)}", str(tmp_path / "out"))
+    assert (made["documents"], made["broken_examples"], made["split"]) == (2, 1, "all")
+    prepared = open_images(tmp_path / "out")
+    assert [prepared[i]["text"] for i in range(2)] == ["one", "two"]
+    spec = f"tar:{write_files(tmp_path / 'b.tar', files[2:4])}"
+    with pytest.raises(ValueError, match=r"b.tar': none of its 1 examples can be read"):
+        prepare_image_text(spec, str(tmp_path / "none"))
+
+
 def test_examples_are_those_that_were_prepared(tmp_path):
     spec = write_pictures(tmp_path / "a.tar", 20, {4})
     prepare_image_text(spec, str(tmp_path / "out"), shards=3)

@@ -1,6 +1,7 @@
 import os
 import zlib
 
+from maxlp.data.readers import walk
 from maxlp.data.readers.files import choose_files
 from maxlp.data.sources import make_source
 from tests.data.corpora import error_of, texts_of
@@ -17,6 +18,18 @@ def test_text_files_are_read_byte_for_byte(tmp_path):
     assert texts_of(make_source(f"text:{tmp_path}/**/*.txt", "all", any_bytes=True)) == expected
     os.remove(tmp_path / "0/other.md")
     assert texts_of(make_source(f"text:{tmp_path}", "all", any_bytes=True)) == expected
+
+
+def test_links_to_folders_are_followed_but_not_in_circles(tmp_path):
+    for name in ("data/a/1.txt", "elsewhere/2.txt"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "data/a/up").symlink_to(tmp_path / "data")
+    (tmp_path / "data/b").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/back").symlink_to(tmp_path / "data/a")
+    names = [os.path.relpath(path, tmp_path / "data") for path in sorted(walk(str(tmp_path / "data")))]
+    assert names == ["a/1.txt", "b/2.txt", "b/back/1.txt"]
+    assert len(make_source(f"text:{tmp_path}/data", "all")) == 3
 
 
 def test_braces_name_files_and_folders_in_their_order(tmp_path):

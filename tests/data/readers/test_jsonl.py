@@ -19,6 +19,12 @@ def test_lines_are_found_across_blocks(tmp_path, monkeypatch):
     assert texts_of(make_source(f"jsonl:{path}", "all")) == TEXTS
 
 
+def test_a_text_and_a_conversation_exclude_each_other(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    spec = f"jsonl:{path}?text_key=a&messages_key=b"
+    assert "text_key=a excludes messages_key=b; give one of them" in error_of(spec)
+
+
 def test_errors_name_file_and_line(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n\n{"body": "b", "id": 1}\n{"text": 3}\n[1]\n{"text": "trunc')

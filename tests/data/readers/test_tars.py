@@ -1,5 +1,6 @@
 """Samples of tars against tarfile, the index, and truncated tars."""
 
+import errno
 import io
 import json
 import os
@@ -53,7 +54,7 @@ def test_samples_are_those_of_the_files(tmp_path, format):
         assert found.where(row) == f"{tmp_path}/{name}.tar: {stem}"
 
 
-def test_images_without_a_caption_are_left_out_with_a_warning(tmp_path, monkeypatch):
+def test_files_that_no_sample_uses_are_warned_of(tmp_path, monkeypatch):
     logged = []
     monkeypatch.setattr(
         tars.logging, "log_first_n", lambda _, text, n, *values: logged.append(text % values)
@@ -62,6 +63,9 @@ def test_images_without_a_caption_are_left_out_with_a_warning(tmp_path, monkeypa
     assert len(tars.Tars(str(tmp_path))) == len(tars.Tars(str(tmp_path))) == 3
     left_out = "a.tar: 2 of 5 images have neither a .txt nor a .cls and are left out"
     assert len(logged) == 1 and logged[0].endswith(left_out)
+    write_files(tmp_path / "b.tar", [("x.jpg", b"1"), ("x.txt", b"a"), ("x.jpg", b"2"), ("x.txt", b"b")])
+    assert tars.Tars(str(tmp_path / "b.tar"))[0] == {"image": b"2", "text": "b", "label": -1}
+    assert logged[1].endswith("b.tar: 2 files take the place of another with the same key and type")
 
 
 def test_captions_may_be_in_json(tmp_path):
@@ -193,10 +197,12 @@ def test_files_of_gigabytes_are_broken_examples(tmp_path):
 def test_index_stays_in_memory_where_it_cannot_be_written(tmp_path, monkeypatch):
     write_files(tmp_path / "a.tar", samples(5))
 
-    def refuse(**_):
-        raise PermissionError
+    def fill_the_disk(path, index):
+        with open(path, "wb") as file:
+            file.write(index.tobytes()[:10])
+        raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr(tars.tempfile, "NamedTemporaryFile", refuse)
+    monkeypatch.setattr(tars.np, "save", fill_the_disk)
     found = tars.Tars(str(tmp_path / "a.tar"))
     assert found[4]["text"] == "caption 0 4 é" and os.listdir(tmp_path) == ["a.tar"]
 
