@@ -65,7 +65,8 @@ def main() -> None:
         return run_lm_eval(workdir)
     c = run_dir.load_config(workdir)
     if flags.FLAGS.config is not None:
-        c = of_same_model(flags.FLAGS.config, cli.overrides(), c, workdir)
+        given = flags.FLAGS.config.to_dict()
+        c = ConfigDict(of_same_model(given, cli.overrides(), c.to_dict(), workdir))
     elif "mesh" not in c:
         raise ConfigError(
             f"{workdir} holds imported weights and names no data; give --config=FILE with the same model"
@@ -86,18 +87,18 @@ def main() -> None:
 
 
 def of_same_model(
-    c: ConfigDict, overrides: Mapping[str, Any], of_run: ConfigDict, workdir: Path
-) -> ConfigDict:
+    given: Mapping[str, Any], overrides: Mapping[str, Any], of_run: Mapping[str, Any], workdir: Path
+) -> dict[str, Any]:
     """The config of --config, with what else determines the results of the model in the workdir.
 
     Args:
-      overrides: keys of ``c`` and values that were set on the command line.
+      overrides: keys of ``given`` and values that were set on the command line.
       of_run: the config in the workdir; that of imported weights has only the section ``model``.
 
     Raises:
       ConfigError: a config of another model, or a flag that would have no effect.
     """
-    if others := same_model.other_model(of_run.model.to_dict(), c.model.to_dict()):
+    if others := same_model.other_model(of_run["model"], given["model"]):
         lines = others.get("model.name") or "; ".join(others.values())  # all differ in another family
         raise ConfigError(
             f"{workdir} holds the weights of another model ({lines}); give one with that model"
@@ -110,7 +111,7 @@ def of_same_model(
                 f"config.{key}={value!r} has no effect: {workdir} is evaluated as it was trained; drop the "
                 "flag"
             )
-    return ConfigDict(c.to_dict() | {name: section.to_dict() for name, section in sections.items()})
+    return {**given, **sections}
 
 
 def formatted(value: float) -> str:

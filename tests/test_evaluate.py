@@ -77,17 +77,17 @@ def test_a_run_is_evaluated_on_any_number_of_devices_and_a_given_mesh_is_kept():
 def test_other_data_is_evaluated_with_the_recipe_average_and_adapters_of_the_run(tmp_path):
     trained = {"precision.recipe": "mxfp8", "optimizer.name": "schedule_free_adamw"}
     trained |= {"train.lora.alpha": 4.0}
-    of_run, given = changed(load("debug"), trained), changed(load("debug"), {"data.source": "text:books"})
-    c = of_same_model(given, {"data.source": "text:books"}, of_run, tmp_path)
-    assert c.data.source == "text:books" and {k: c[k] for k in ("precision", "optimizer", "train")} == {
-        k: of_run[k] for k in ("precision", "optimizer", "train")
+    books = {"data.source": "text:books"}
+    of_run, given = (changed(load("debug"), keys).to_dict() for keys in (trained, books))
+    assert of_same_model(given, books, of_run, tmp_path) == given | {
+        section: of_run[section] for section in ("precision", "optimizer", "train")
     }
     with pytest.raises(ConfigError, match=r"config\.train\.lora\.alpha=200\.0 has no effect"):
         of_same_model(given, {"train.lora.alpha": 200.0}, of_run, tmp_path)
     with pytest.raises(ConfigError, match=r"another model \(.*num_layers"):
-        of_same_model(changed(load("debug"), {"model.num_layers": 2}), {}, of_run, tmp_path)
-    imported = {"model": of_run.model}  # names no recipe
-    assert of_same_model(given, {"precision.recipe": "mxfp8"}, type(given)(imported), tmp_path) == given
+        of_same_model(given | {"model": given["model"] | {"num_layers": 2}}, {}, of_run, tmp_path)
+    imported = {"model": of_run["model"]}  # names no recipe
+    assert of_same_model(given, {"precision.recipe": "mxfp8"}, imported, tmp_path) == given
 
 
 @pytest.mark.parametrize(

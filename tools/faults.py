@@ -445,7 +445,7 @@ OPTIM = [
         ("jax.random.fold_in(jax.random.key(config.seed), count)", "jax.random.key(config.seed)"),
         ('f"{moment}/{name_of(path)}"', "name_of(path)"),
         ('f"{moment}/{name_of(path)}"', "moment"),
-        ("layer_axes(path), getattr(config, moment)", 'layer_axes(path), config.mu'),
+        ("layer_axes(path), getattr(config, moment)", "layer_axes(path), config.mu"),
         ("math.prod(x.shape[axes:]) < max(", "math.prod(x.shape) < max("),
         (
             "signed=signed, block_size=config.block_size, layer_axes=axes",

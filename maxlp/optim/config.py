@@ -230,7 +230,7 @@ class OptimizerConfig:
             reason = "its steps are normalized, so they grow with the batch already; set name='sgd'"
             conflicts.append(("adascale", self.adascale, reason))
         if not self.decay_with_clip and self.kind.last_rms is None:
-            conflicts.append(("decay_with_clip", False, "only stable_adamw has it; set decay_with_clip=True"))
+            conflicts.append(("decay_with_clip", False, "only stable_adamw has it; set it to True"))
         for key, value, reason in conflicts:
             raise ValueError(f"{key}={value!r} cannot be combined with name={self.name!r}: {reason}")
 

@@ -129,7 +129,7 @@ FREE = dict(name="schedule_free_adamw", schedule="constant")
         ),
         (
             {"decay_with_clip": False},
-            r"^decay_with_clip=False cannot be combined with name='adamw': .* set decay_with_clip=True",
+            r"^decay_with_clip=False cannot be combined with name='adamw': .* set it to True",
         ),
         (
             {"name": "lion", "options": {"smooth_beta": 2.0, "mode": "refined"}},
