@@ -79,10 +79,9 @@ def _state(run: Run) -> str:
     if not run.records:
         return "no metrics yet"
     done = run.progress
-    data_ended = any(
-        name.startswith("eval_full/") for name in run.records[-1]
-    )  # else only the last step has it
-    if data_ended or (total and done >= total):
+    # Only the last step has this, also of a run that ended with its data.
+    ended = any(name.startswith("eval_full/") for name in run.records[-1])
+    if ended or (total and done >= total):
         return f"finished, {run.step:,} steps"
     counted = "" if done == run.step else f", which count as {done:,.0f}"  # AdaScale
     of_total = f"{counted} of {total:,} ({done / total:.1%})" if total else ""
