@@ -296,8 +296,8 @@ def is_slow(family: str, pair: Row) -> bool:
     """Whether a pair is left to the slow tier: those of slow features, and two kinds of others.
 
     What an optimizer gets is gradients, in whichever format they were computed and whether or not replicas
-    train alone for some steps; these pairs alone would be half of the rows. And the full tier runs with Llama
-    what CLIP does in the same code.
+    train alone for some steps; these pairs alone would be half of the rows. And the full tier runs with
+    Llama what CLIP does in the same code.
     Features that share most of their code with one of the full tier are slow themselves, and those that
     few runs use.
     """
