@@ -201,9 +201,9 @@ def test_the_same_tokenizer_from_another_file_or_learned_again_is_accepted(folde
         (tmp_path / "corpus" / f"{i}.txt").write_text(text)
     again = tmp_path / "again.json"
     again.write_text(json.dumps(json.loads((folder / "tokenizer.json").read_text()), indent=1))
-    workdir = tmp_path / "new"
-    workdir.mkdir()
-    for spec in (f"bpe:{TOKENS}", str(again), f"{folder}/tokenizer.json?eos=<|end_of_text|>"):
+    for i, spec in enumerate((f"bpe:{TOKENS}", str(again), f"{folder}/tokenizer.json?eos=<|end_of_text|>")):
+        workdir = tmp_path / f"run{i}"
+        workdir.mkdir()
         prepare_tokenizer(settings(tmp_path, folder, spec), workdir)
 
 
