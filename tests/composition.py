@@ -295,16 +295,15 @@ OF_GRADIENTS = {"fp16", "scalify_fp16"}
 def is_slow(family: str, pair: Row) -> bool:
     """Whether a pair is left to the slow tier: those of slow features, and two kinds of others.
 
-    What an optimizer gets is gradients, in whichever format they were computed and whether or not replicas
-    train alone for some steps; these pairs alone would be half of the rows. And the full tier runs with
-    Llama what CLIP does in the same code.
+    What an optimizer gets is gradients, in whichever format they were computed; these pairs alone would be
+    half of the rows. And the full tier runs with Llama what CLIP does in the same code.
     Features that share most of their code with one of the full tier are slow themselves, and those that
     few runs use.
     """
     dimensions = {feature(name).dimension for name in pair}
     if any(feature(name).slow for name in pair):
         return True
-    if "optimizer" in dimensions and (dimensions & {"precision", "local"} or OF_GRADIENTS & set(pair)):
+    if "optimizer" in dimensions and ("precision" in dimensions or OF_GRADIENTS & set(pair)):
         return True
     return family == "clip" and ("optimizer" in dimensions or not dimensions & OF_CLIP)
 
