@@ -19,6 +19,7 @@ devices may differ from the run's.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -173,11 +174,15 @@ def make_mesh(s: Settings, fixed: bool) -> Mesh:
       ConfigError: settings that do not fit.
     """
     devices = jax.devices()
-    s = dataclasses.replace(  # devices exchange no gradients, and need not be several; batches stay whole
+    # Nothing is trained: devices exchange no gradients and need not be several, batches stay whole, and
+    # traces and labels of the run do not matter.
+    s = dataclasses.replace(
         s,
         precision=dataclasses.replace(s.precision, exchange="none", scatter="none"),
         optimizer=dataclasses.replace(s.optimizer, adascale=None),
         train=dataclasses.replace(s.train, local=None, microbatches=1),
+        metrics=functools.partial(s.metrics.func),
+        profile=functools.partial(s.profile.func),
     )
     try:
         machine = s.machine_of(devices)

@@ -289,7 +289,8 @@ def estimate_tokens(source: Any, tokenizer: Tokenizer) -> float | None:
         if time.monotonic() - began > SAMPLE_SECONDS:
             return None
     tokens_per_unit = encoded_tokens / encoded_size if encoded_size else 1.0
-    return len(source) / len(indices) * (size * tokens_per_unit + 2 * num_texts)
+    specials = sum(special is not None for special in (tokenizer.bos_id, tokenizer.eos_id))
+    return len(source) / len(indices) * (size * tokens_per_unit + specials * num_texts)
 
 
 class TextIterator:
