@@ -316,7 +316,7 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     * fsdp: weights gathered for each pass, gradients scattered, for every microbatch; the looked-up
       embeddings, and their gradient (adapters' gradients are neglected);
     * tensor: the residual stream gathered before and scattered after attention and MLP;
-    * data: gradients summed;
+    * data: gradients summed, those of the embeddings in float32;
     * all axes: the features of the texts gathered or sent around the ring, and their gradients.
     """
     axes, M = machine.axes, settings.train.microbatches
@@ -339,6 +339,8 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
         ledger.add("reduce-scatter", ("tensor",), tower.x, (2 * forward + 2 + again) * tower.L * M)
         ledger.add("all-reduce", ("data",), tower.L * weights / tower.shards, summed)
     ledger.add("all-to-all", ("fsdp",), text.x, (forward + (not text.frozen)) * M)
+    embeddings = settings.model.text.vocab_size * text.D * 4 / text.t
+    ledger.add("all-reduce", ("data",), embeddings / text.shards, 0 if text.frozen else M)
     every, B, E = tuple(axes), settings.data.batch_size, settings.model.embed_dim
     devices = math.prod(axes.values())
     if settings.loss.method == "tiled":

@@ -492,7 +492,7 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
       gradient, also over tensor;
     * context: the ring. Keys and values in every pass (the first turns of the backward pass share them with
       what is recomputed), their gradients in float32, rounded on the last hop; after the blocks the
-      residual stream back into its natural order;
+      residual stream back into its natural order; for QK-clip all keys in the forward pass;
     * tensor: the residual stream gathered before and scattered after attention and MLP;
     * data: gradients summed, in 8 bits with scales once a step instead of for every microbatch; those of
       adapters are neglected. With local steps outer gradients, as a share of a step;
@@ -523,6 +523,8 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     keys = passes * turns - (passes == 3) + 1 if turns else 0
     ledger.add("collective-permute", ("context",), k * s.a, 2 * keys * runs)
     ledger.add("collective-permute", ("context",), k * 4, 2 * turns * runs)
+    if settings.model.qk_clip is not None:
+        ledger.add("all-gather", ("context",), k * s.context * s.a, runs)
     ledger.add("collective-permute", ("context", "tensor") if turns else (), whole_x / s.t / 2, 4 * m)
     ledger.add("all-gather", ("tensor",), x, (4 + 2 * again) * runs)
     ledger.add("reduce-scatter", ("tensor",), x, (4 + again) * runs)
