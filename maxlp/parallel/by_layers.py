@@ -14,6 +14,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from maxlp.parallel.opt_state import OfLayers
 
+# `context` splits the parts into which `fsdp` splits a dim, and has to leave it first.
+ORDER = ("stage", "tensor", "context", "fsdp")
+
 
 class LikeParams(NamedTuple):
     """What `OfLayers` holds, split like the parameters."""
@@ -108,7 +111,7 @@ def _split(shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> tuple[tuple, tu
     *layers, _, last = shape
     dims = (*layers, 1)[0], last
     axes: list[tuple] = [(), ()]
-    for axis in (a for a in mesh.axis_names if a != "data" and mesh.shape[a] > 1):
+    for axis in (a for a in ORDER if mesh.shape.get(a, 1) > 1):
         for i, dim in enumerate(dims):
             if dim % math.prod(mesh.shape[a] for a in (*axes[i], axis)) == 0:
                 axes[i] += (axis,)
