@@ -1759,7 +1759,7 @@ DATA = [
         ("row is not None for row in rows", "True for row in rows"),
         ("place += config.batch_size", "place += 1"),
         (
-            "return images.eval_crop(image, size)",
+            "return images.eval_crop(image, size, self._how)",
             "return images.random_crop(image, size, np.random.default_rng(0))",
         ),
         ("[self._step * per_step :]", "[self._step :]"),
@@ -1769,7 +1769,12 @@ DATA = [
         "data/test_images.py",
         ("size * long / short)", "size * short / long)"),
         ("round((width - size) / 2), round((height - size) / 2)", "(width - size) // 2, 0"),
-        ("Image.Resampling.BICUBIC)\n        return", "Image.Resampling.BILINEAR)\n        return"),
+        (
+            "(width, height), INTERPOLATIONS[how.interpolation]",
+            "(width, height), INTERPOLATIONS['bilinear']",
+        ),
+        ("(size, size), INTERPOLATIONS[how.interpolation]", "(size, size), INTERPOLATIONS['bilinear']"),
+        ("ratio[0] * full_width / full_height", "ratio[0]"),
         (
             "image.width * image.height > max_pixels",
             "image.width * image.height > MAX_PIXELS",

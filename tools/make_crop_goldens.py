@@ -3,11 +3,13 @@
     pip install torch torchvision open_clip_torch numpy pillow
     python tools/make_crop_goldens.py tests/goldens
 
-For each image the file holds ``NAME``, the uint8 crop (size, size, 3), and ``NAME.file``, the image file.
+For each image the file holds ``NAME``, the uint8 crop (size, size, 3), and ``NAME.file``, the image file;
+for some also ``NAME.RESIZE.INTERPOLATION``, the crop with other settings than open_clip's defaults.
 """
 
 import io
 import sys
+from collections.abc import Callable
 
 import numpy as np
 from open_clip.transform import image_transform
@@ -15,6 +17,7 @@ from PIL import Image
 
 # (width, height, size of the crop): shrunk, enlarged, odd, square, unchanged, long and narrow
 SIZES = [(37, 23, 8), (23, 38, 12), (21, 20, 20), (16, 16, 16), (9, 7, 20), (4, 29, 6), (48, 5, 5)]
+OTHER_SETTINGS = [("shortest", "bilinear"), ("squash", "bicubic"), ("squash", "bilinear")]
 
 
 def picture(width: int, height: int) -> Image.Image:
@@ -58,15 +61,24 @@ def versions(width: int, height: int) -> dict[str, bytes]:
     }
 
 
+def pixels(transform: Callable, data: bytes) -> np.ndarray:
+    crop_CHW = transform(Image.open(io.BytesIO(data))).numpy()
+    return np.rint(crop_CHW.transpose(1, 2, 0) * 255).astype(np.uint8)
+
+
 def main(folder: str) -> None:
     found = {}
     for width, height, size in SIZES:
         transform = image_transform(size, is_train=False, mean=(0, 0, 0), std=(1, 1, 1))
         for name, data in versions(width, height).items():
             name = f"{name}_{width}x{height}"
-            crop_CHW = transform(Image.open(io.BytesIO(data))).numpy()
-            found[name] = np.rint(crop_CHW.transpose(1, 2, 0) * 255).astype(np.uint8)
+            found[name] = pixels(transform, data)
             found[f"{name}.file"] = np.frombuffer(data, np.uint8)
+        for resize, interpolation in OTHER_SETTINGS:
+            other = dict(resize_mode=resize, interpolation=interpolation)
+            transform = image_transform(size, is_train=False, mean=(0, 0, 0), std=(1, 1, 1), **other)
+            name = f"rgb_{width}x{height}"
+            found[f"{name}.{resize}.{interpolation}"] = pixels(transform, found[f"{name}.file"].tobytes())
     np.savez_compressed(f"{folder}/eval_crops.npz", **found)
 
 

@@ -117,6 +117,7 @@ def make_data(
     seed: int = 0,
     process_index: int = 0,
     process_count: int = 1,
+    preprocessing: images.Preprocessing = images.AS_OPEN_CLIP,
 ) -> ImageTextDataset:
     """Opens the source and the tokenizer of `config`, and makes batches of one split.
 
@@ -130,6 +131,7 @@ def make_data(
       seed: determines the order and the augmentation.
       process_index: index of this process among those that share the global batch.
       process_count: number of these processes.
+      preprocessing: of images that are not drawn.
 
     Raises:
       ValueError: a value out of range, or a source or tokenizer that cannot be read.
@@ -140,7 +142,7 @@ def make_data(
     spec = getattr(config, key)
     with of_key(f"data.{key}"):
         opened = _open(parse_spec(spec, split, "image_text"), config.image_size)
-    examples = EncodedExamples(opened, config) if isinstance(opened, Source) else opened
+    examples = EncodedExamples(opened, config, preprocessing) if isinstance(opened, Source) else opened
     if split == "validation" and config.classes and isinstance(opened, Source):
         _check_labels(opened, config.classes, len(examples.classes))
     if split == "train" and len(examples) < config.batch_size:
@@ -508,8 +510,8 @@ def _open(spec: Spec, image_size: int) -> Examples | Source:
 class EncodedExamples:
     """The examples of a source, decoded and cropped to the size of `config`."""
 
-    def __init__(self, source: Source, config: ImageTextDataConfig):
-        self._source, self._config = source, config
+    def __init__(self, source: Source, config: ImageTextDataConfig, preprocessing: images.Preprocessing):
+        self._source, self._config, self._how = source, config, preprocessing
         self.classes = source.classes
         if config.classes:
             self.classes = _lines("classes", config.classes, "class name")
@@ -542,8 +544,9 @@ class EncodedExamples:
         else:
             image = images.open_image(data, config.max_pixels)
         if rng is None:
-            return images.eval_crop(image, size)
-        return images.random_crop(image, size, rng, (config.crop_scale[0], config.crop_scale[1]))
+            return images.eval_crop(image, size, self._how)
+        scale = (config.crop_scale[0], config.crop_scale[1])
+        return images.random_crop(image, size, rng, scale, how=self._how)
 
     def _text(self, record: dict[str, Any], rng: np.random.Generator | None) -> str:
         label = record["label"]

@@ -1,8 +1,8 @@
 """From encoded images to uint8 pixels: decoding within limits, and the crops for training and
 evaluation.
 
-Resampling is Pillow's bicubic with antialiasing, and sizes are computed as in torchvision, so that
-evaluation crops are byte for byte equal to those of open_clip. As in open_clip, EXIF orientation is
+Resampling is Pillow's with antialiasing, and sizes are computed as in torchvision, so that evaluation
+crops are byte for byte equal to those of open_clip. As in open_clip, EXIF orientation is
 not applied, transparency is dropped, and 16-bit grey is not scaled: what is above 255 is white. For
 evaluation, images are converted to RGB only after resizing, as there: Pillow resizes palette and 1-bit
 images without a filter, and weights colours by their opacity. For training they are converted first.
@@ -27,6 +27,24 @@ MAX_PIXELS = 50_000_000
 CROP_SCALE = (0.9, 1.0)  # fraction of the area, as in open_clip
 CROP_RATIO = (3 / 4, 4 / 3)  # width over height
 CROP_ATTEMPTS = 10
+RESIZE_MODES = ("shortest", "squash")  # names of open_clip
+INTERPOLATIONS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+
+
+class Preprocessing(NamedTuple):
+    """How an image becomes a square.
+
+    Attributes:
+      resize: "shortest" keeps the proportions and cuts off what is beyond the square; "squash" keeps all of
+        the image and stretches it to the square.
+      interpolation: a key of `INTERPOLATIONS`.
+    """
+
+    resize: str = "shortest"
+    interpolation: str = "bicubic"
+
+
+AS_OPEN_CLIP = Preprocessing()
 
 
 class Example(NamedTuple):
@@ -55,8 +73,8 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     return image
 
 
-def eval_crop(image: Image.Image, size: int) -> np.ndarray:
-    """Resizes the shorter side to `size` and takes the central square, uint8 [size, size, 3].
+def eval_crop(image: Image.Image, size: int, how: Preprocessing = AS_OPEN_CLIP) -> np.ndarray:
+    """Resizes the shorter side to `size` and takes the central square, or squashes: uint8 [size, size, 3].
 
     Raises:
       BrokenExample: the pixels cannot be decoded, or the image is so narrow that it would be resized
@@ -65,12 +83,14 @@ def eval_crop(image: Image.Image, size: int) -> np.ndarray:
     short, long = sorted(image.size)
     resized = size, int(size * long / short)
     width, height = resized if image.width <= image.height else resized[::-1]
+    if how.resize == "squash":
+        width = height = size
     if width * height > MAX_PIXELS:
         raise BrokenExample(f"{image.width} × {image.height} pixels are too narrow to be resized to {size}")
     left, top = round((width - size) / 2), round((height - size) / 2)
     with _decoding(image):
         if image.size != (width, height):
-            image = image.resize((width, height), Image.Resampling.BICUBIC)
+            image = image.resize((width, height), INTERPOLATIONS[how.interpolation])
         return np.asarray(image.crop((left, top, left + size, top + size)).convert("RGB"))
 
 
@@ -80,6 +100,7 @@ def random_crop(
     rng: np.random.Generator,
     scale: tuple[float, float] = CROP_SCALE,
     ratio: tuple[float, float] = CROP_RATIO,
+    how: Preprocessing = AS_OPEN_CLIP,
 ) -> np.ndarray:
     """Resizes a random part of the image to uint8 [size, size, 3]: RandomResizedCrop of Inception.
 
@@ -89,18 +110,21 @@ def random_crop(
     Args:
       image: from `open_image`, not yet decoded.
       scale: smallest and largest fraction of the area.
-      ratio: smallest and largest width over height.
+      ratio: smallest and largest width over height, of the squashed image if images are squashed.
 
     Raises:
       BrokenExample: the pixels cannot be decoded.
     """
     full_width, full_height = image.size
+    if how.resize == "squash":
+        ratio = ratio[0] * full_width / full_height, ratio[1] * full_width / full_height
     left, top, width, height = _crop_box(image.size, rng, scale, ratio)
     image.draft(None, (math.ceil(full_width * size / width), math.ceil(full_height * size / height)))
     x, y = image.width / full_width, image.height / full_height
     box = (left * x, top * y, (left + width) * x, (top + height) * y)
     with _decoding(image):
-        return np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC, box=box))
+        rgb = image.convert("RGB")
+        return np.asarray(rgb.resize((size, size), INTERPOLATIONS[how.interpolation], box=box))
 
 
 def encode_png(pixels_HWC: np.ndarray) -> bytes:

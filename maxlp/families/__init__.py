@@ -45,7 +45,8 @@ class Family:
     Attributes:
       Model, Data, Loss: classes of the config's sections ``model``, ``data`` and ``loss``.
       make_model: (model, rngs=) to the NNX module.
-      make_data: (data, split=, seed=, process_index=, process_count=) to the batches of this process.
+      make_data: (model, data, split=, seed=, process_index=, process_count=) to the batches of this
+        process.
       loss: (loss, seed) to the loss of a batch in one pass.
       gradients: (loss, seed, microbatches, measure_noise) to the gradients of that loss, in that number of
         passes; measure_noise is for AdaScale, see `core.gradients.token_gradients`. Families whose loss is

@@ -206,9 +206,8 @@ def make_data(settings: Settings, tokenizer: str, split: str, mesh: Mesh) -> Any
     """
     index, count = batch_part(mesh)
     data = dataclasses.replace(settings.data, tokenizer=tokenizer)
-    return settings.family.make_data(
-        data, split=split, seed=settings.train.seed, process_index=index, process_count=count
-    )
+    how = dict(split=split, seed=settings.train.seed, process_index=index, process_count=count)
+    return settings.family.make_data(settings.model, data, **how)
 
 
 # --- summary --------------------------------------------------------------------------------------------

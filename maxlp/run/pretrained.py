@@ -33,7 +33,10 @@ from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import checkpoint, distributed, files, hub, tree_spec
 from maxlp.runtime.safetensors import Tensors, index_of
 
-SMALL_FILES = ("config.json", "open_clip_config.json", *tokenizers.FILES, *tokenizers.COMPANIONS)
+SMALL_FILES = (
+    *("config.json", "processor_config.json", "preprocessor_config.json", "open_clip_config.json"),
+    *(*tokenizers.FILES, *tokenizers.COMPANIONS),
+)
 VOCABULARY_MULTIPLE = 128  # rows of a swapped vocabulary, so that meshes divide it
 
 

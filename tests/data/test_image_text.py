@@ -432,7 +432,7 @@ def test_captions_for_a_tokenizer(tmp_path):
 @pytest.mark.parametrize(("split", "other"), [("train", "eval_crop"), ("validation", "random_crop")])
 def test_only_training_images_are_cropped_at_random(split, other, tmp_path, monkeypatch):
     spec = write_pictures(tmp_path / "a.tar", 8, set())
-    monkeypatch.setattr(image_text.images, other, lambda *_: pytest.fail(other))
+    monkeypatch.setattr(image_text.images, other, lambda *_, **__: pytest.fail(other))
     assert len(take(make(split, source=spec, validation_source=spec), 1)) == 1
 
 

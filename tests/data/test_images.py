@@ -89,6 +89,17 @@ def test_random_crop_shows_the_box_it_drew():
     assert abs(np.mean(np.log(ratios))) < 0.05  # wide and tall crops are equally frequent
 
 
+@pytest.mark.parametrize("interpolation", images.INTERPOLATIONS)
+def test_a_squashed_image_is_seen_whole_in_training_too(interpolation):
+    how, whole = images.Preprocessing("squash", interpolation), ((1.0, 1.0), (1.0, 1.0))
+    for width, height in ((90, 30), (20, 50)):
+        image = images.open_image(encoded(photo(width, height)))
+        found = images.random_crop(image, 16, np.random.default_rng(0), *whole, how)
+        np.testing.assert_array_equal(found, images.eval_crop(image, 16, how))
+        smaller = images.random_crop(image, 16, np.random.default_rng(0), (0.5, 0.6), how=how)
+        assert not np.array_equal(smaller, found)
+
+
 def test_reduced_jpeg_shows_the_same_crop():
     """A large JPEG is decoded at half or a quarter of its size, which does not move the crop."""
     smooth = np.asarray(Image.fromarray(photo(20, 15)).resize((800, 600), Image.Resampling.BICUBIC))
@@ -114,10 +125,11 @@ def test_eval_crop_is_that_of_open_clip():
     """Every mode and format, byte for byte; tools/make_crop_goldens.py makes the file."""
     golden = np.load(GOLDENS / "eval_crops.npz")
     names = [name for name in golden if not name.endswith(".file")]
-    assert len(names) == 77
+    assert len(names) == 77 + 21
     for name in names:
-        image = Image.open(io.BytesIO(golden[f"{name}.file"].tobytes()))  # some in formats that are refused
-        found = images.eval_crop(image, len(golden[name]))
+        file, *how = name.split(".")
+        image = Image.open(io.BytesIO(golden[f"{file}.file"].tobytes()))  # some in formats that are refused
+        found = images.eval_crop(image, len(golden[name]), images.Preprocessing(*how))
         np.testing.assert_array_equal(found, golden[name], err_msg=name)
 
 

@@ -301,6 +301,8 @@ CLIP: dict[str, Kind] = {
     "model.logit_bias": Float(),
     "model.image_mean": Group(((0.5, 0.5), (0.5, 0.5, math.nan), 0.5, ("a", "b", "c"), ())),
     "model.image_std": Group(((0.5, 0.5), (0.5, 0.5, 0.0), (1.0, 1.0, -1.0), (1.0, math.inf, 1.0), 0.5)),
+    "model.image_resize": Name(),
+    "model.image_interpolation": Name(),
     "data.source": Text((*(each.replace("text:", "tar:") for each in SOURCES), "tar:pictures/a.tar")),
     "data.validation_source": Text(SOURCES),
     "data.classes": Text(("nowhere.txt", "pictures", "a\0b")),

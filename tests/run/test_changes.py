@@ -18,7 +18,7 @@ FIXED = {
     "llama model": "vocab_size embed_dim num_layers num_heads num_kv_heads head_dim mlp_dim max_seq_len "
     "rope_theta rope_scaling norm_eps qk_norm logit_soft_cap qk_clip tie_embeddings init_std name",
     "clip model": "embed_dim visual text act norm_eps layer_scale qk_norm init logit_scale logit_bias "
-    "image_mean image_std name",
+    "image_mean image_std image_resize image_interpolation name",
     "llama data": "source tokenizer seq_len batch_size packing max_documents shuffle "
     "shuffle_tokens num_epochs",
     "clip data": "source tokenizer text_len lowercase image_size batch_size crop_scale classes templates "

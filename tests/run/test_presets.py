@@ -109,6 +109,7 @@ def test_clip_and_siglip_have_the_statistics_and_the_temperature_of_their_papers
     assert (tuple(c.model.image_mean), tuple(c.model.image_std)) == (OPENAI_MEAN, OPENAI_STD)
     assert math.exp(c.model.logit_scale) == pytest.approx(1 / 0.07) and c.model.logit_bias is None
     assert tuple(s.model.image_mean) == tuple(s.model.image_std) == (0.5, 0.5, 0.5)
+    assert (c.model.image_resize, s.model.image_resize) == ("shortest", "squash")
     assert math.exp(s.model.logit_scale) == pytest.approx(10) and s.model.logit_bias == -10.0
     assert (c.optimizer.b2, s.optimizer.b2, c.loss.kind, s.loss.kind) == (0.98, 0.95, "softmax", "sigmoid")
     assert c.model.text.mlp_dim == 4 * c.model.text.width

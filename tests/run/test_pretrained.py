@@ -18,6 +18,7 @@ from maxlp import convert
 from maxlp.core.train_state import abstract_state
 from maxlp.data.tokenizers import make_tokenizer
 from maxlp.data.tokenizers.training import train_bpe
+from maxlp.families.clip import hf
 from maxlp.run import changes, cli, pretrained, run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import resolve, resolve_settings
@@ -28,6 +29,7 @@ from maxlp.run.tokenizer import prepare_tokenizer
 from maxlp.runtime import hub
 from maxlp.runtime.checkpoint import Checkpointer
 from maxlp.runtime.safetensors import Tensors, write_tensors
+from tests.families.clip import goldens
 from tests.pretrained import TEXTS, TOKENS, write_llama
 from tests.run.fixtures import changed, load
 
@@ -376,3 +378,15 @@ def test_import_takes_a_hub_id(folder, tmp_path, fake_hub):
     convert.import_weights("hf:org/tiny", tmp_path / "a")
     convert.import_weights(folder, tmp_path / "b")
     assert_same(*(initial_params(configured(tmp_path, tmp_path / name), tmp_path) for name in "ab"))
+
+
+def test_the_image_processor_of_a_hub_id_is_taken(tmp_path, fake_hub):
+    """It is a file of its own, and says how pixels are normalized."""
+    folder = tmp_path / "clip"
+    folder.mkdir()
+    config, preprocessor = hf.config_to_hf(goldens.load("clip_hf_gelu").config)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor | dict(image_std=[0.25] * 3)))
+    write_tensors(folder, {"visual_projection.weight": np.zeros((2, 2), np.float32)}, dtype="float32")
+    fake_hub.push("org/clip", folder)
+    assert pretrained.find("hf:org/clip").model["image_std"] == (0.25,) * 3

@@ -49,7 +49,8 @@ def test_seed_and_microbatches_reach_the_gradients_and_the_data(monkeypatch):
     def gradients(loss, seed, microbatches, square_norms):
         made.append((seed, microbatches))
 
-    def make_data(data, **how):
+    def make_data(model, data, **how):
+        assert model is settings.model
         made.append((data.tokenizer, how))
 
     run = resolved(train__seed=3, train__microbatches=4)

@@ -7,17 +7,25 @@ from typing import Any
 
 from maxlp.families.clip import hf, open_clip, weights
 from maxlp.families.clip.model import CLIPConfig
-from maxlp.families.weights import Layout, WeightFormat, read_config
+from maxlp.families.weights import Layout, Section, WeightFormat, read_config
 from maxlp.nn.layers import DTYPES
 from maxlp.runtime import safetensors
 
-PREPROCESSOR = "preprocessor_config.json"
+PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 
 
 def _read_hf(source: Path, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    preprocessor = source / PREPROCESSOR
-    statistics = read_config(preprocessor) if preprocessor.exists() else None
-    return hf.config_from_hf(read_config(source / "config.json"), statistics), _dtype(tensors)
+    return hf.config_from_hf(read_config(source / "config.json"), _preprocessor(source)), _dtype(tensors)
+
+
+def _preprocessor(source: Path) -> Section:
+    """The image processor's settings; in a file of transformers 5 they precede those of another file."""
+    if (source / PROCESSOR).exists():
+        processor = Section(f"{PROCESSOR}: ", read_config(source / PROCESSOR))
+        if (found := processor.section("image_processor", None)).values:
+            return found
+    path = source / PREPROCESSOR
+    return Section(f"{PREPROCESSOR}: ", read_config(path) if path.exists() else {})
 
 
 def _read_open_clip(source: Path, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], str]:

@@ -14,7 +14,9 @@ from maxlp.families.weights import Section
 from maxlp.schema import Count, CountOrZero, Positive
 
 OPENAI_MEAN, OPENAI_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-MEAN, STD = (schema.annotations(CLIPConfig)[key] for key in ("image_mean", "image_std"))
+MEAN, STD, RESIZE = (schema.annotations(CLIPConfig)[f"image_{key}"] for key in ("mean", "std", "resize"))
+NO_SETTINGS = Section("", {})
+RESAMPLE = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
 ACTS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "quick_gelu": "quick_gelu"}
 # Newer files contain only the values that differ from these.
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -76,14 +78,14 @@ _SIZES = dict(
 )
 
 
-def config_from_hf(hf: Mapping[str, Any], preprocessor: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The keywords of `CLIPConfig` that the two JSON files determine.
+def config_from_hf(hf: Mapping[str, Any], preprocessor: Section = NO_SETTINGS) -> dict[str, Any]:
+    """The keywords of `CLIPConfig` that the JSON files determine.
 
     (``dtype``, ``param_dtype``, ``attention``, ``scan_layers`` and ``remat`` are the caller's choice.)
 
     Args:
       hf: content of ``config.json``.
-      preprocessor: content of ``preprocessor_config.json``, if there is one.
+      preprocessor: settings of the image processor; those that are missing are the library's.
 
     Raises:
       ValueError: an architecture that `CLIP` does not implement, a missing key or an invalid value.
@@ -102,11 +104,13 @@ def config_from_hf(hf: Mapping[str, Any], preprocessor: Mapping[str, Any] | None
         raise vision.refusal("hidden_act", ", ".join(ACTS.values()))
     shared_value("layer_norm_eps", vision, text)
     width = vision.read("hidden_size", Count)
-    statistics = Section("preprocessor_config.json: ", preprocessor or {})
-    if statistics.values.get("do_normalize", True) is not True:
-        raise statistics.refusal("do_normalize", "True")
-    if not math.isclose(statistics.values.get("rescale_factor", 1 / 255), 1 / 255, rel_tol=1e-3):
-        raise statistics.refusal("rescale_factor", "1/255")
+    if preprocessor.values.get("do_normalize", True) is not True:
+        raise preprocessor.refusal("do_normalize", "True")
+    if not math.isclose(preprocessor.values.get("rescale_factor", 1 / 255), 1 / 255, rel_tol=1e-3):
+        raise preprocessor.refusal("rescale_factor", "1/255")
+    resample = preprocessor.read("resample", int, RESAMPLE["bicubic"])
+    if resample not in RESAMPLE.values():
+        raise preprocessor.refusal("resample", "2 (bilinear) and 3 (bicubic)")
     return dict(
         embed_dim=c.read("projection_dim", Count, 512) if is_clip else width,
         visual=VisualConfig(
@@ -127,9 +131,33 @@ def config_from_hf(hf: Mapping[str, Any], preprocessor: Mapping[str, Any] | None
         init=kind,
         logit_scale=float(c.read("logit_scale_init_value", float, 2.6592)) if is_clip else math.log(10),
         logit_bias=None if is_clip else -10.0,
-        image_mean=statistics.read("image_mean", MEAN, OPENAI_MEAN if is_clip else (0.5,) * 3),
-        image_std=statistics.read("image_std", STD, OPENAI_STD if is_clip else (0.5,) * 3),
+        image_mean=preprocessor.read("image_mean", MEAN, OPENAI_MEAN if is_clip else (0.5,) * 3),
+        image_std=preprocessor.read("image_std", STD, OPENAI_STD if is_clip else (0.5,) * 3),
+        image_resize=_resize_mode(preprocessor, is_clip),
+        image_interpolation=next(name for name, number in RESAMPLE.items() if number == resample),
     )
+
+
+def _resize_mode(preprocessor: Section, is_clip: bool) -> str:
+    """How the image processor makes an image square.
+
+    Raises:
+      ValueError: it makes none, or crops another size than it resizes to.
+    """
+    values = preprocessor.values
+    size, crop = values.get("size"), values.get("crop_size")
+    if size is None or isinstance(size, int):
+        return "shortest" if is_clip else "squash"
+    if set(size) == {"height", "width"} and size["height"] == size["width"]:
+        return "squash"
+    if set(size) != {"shortest_edge"}:
+        raise preprocessor.refusal("size", "shortest_edge, or the same height and width")
+    if values.get("do_center_crop", True) is not True:
+        raise preprocessor.refusal("do_center_crop", "True after a resize of the shortest edge")
+    short = size["shortest_edge"]
+    if crop not in (None, short, {"height": short, "width": short}):
+        raise preprocessor.refusal("crop_size", f"that of size, {short}")
+    return "shortest"
 
 
 def _tower(c: Section, key: str, defaults: dict[str, Any]) -> Section:
@@ -189,14 +217,16 @@ def config_to_hf(config: CLIPConfig) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _preprocessor(config: CLIPConfig, kind: str) -> dict[str, Any]:
-    size, is_clip = config.visual.image_size, kind == "CLIP"
+    size, crops = config.visual.image_size, config.image_resize == "shortest"
     exact = dict(height=size, width=size)
     return dict(
-        image_processor_type=f"{kind}ImageProcessor",
+        image_processor_type=f"{'CLIP' if crops else kind}ImageProcessor",  # SigLIP's only squashes
         do_resize=True,
-        size=dict(shortest_edge=size) if is_clip else exact,
-        resample=3,  # bicubic
-        **(dict(do_center_crop=True, crop_size=exact, do_convert_rgb=True) if is_clip else {}),
+        size=dict(shortest_edge=size) if crops else exact,
+        resample=RESAMPLE[config.image_interpolation],
+        do_center_crop=crops,
+        crop_size=exact,
+        do_convert_rgb=True,
         do_rescale=True,
         rescale_factor=1 / 255,
         do_normalize=True,

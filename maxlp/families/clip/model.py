@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlp import schema
+from maxlp.data import images
 from maxlp.families.clip.encoder import ACTIVATIONS, INITS, Encoder, check_tower
 from maxlp.families.clip.vit import ImageTower, VisualConfig
 from maxlp.nn import attention, layers, stack
@@ -77,6 +78,8 @@ class CLIPConfig:
         factor never exceeds 100.
       logit_bias: initial bias of the logits; None omits it.
       image_mean, image_std: of each channel, for pixels in [0, 1].
+      image_resize, image_interpolation: how images become square, in training and evaluation; see
+        `images.Preprocessing`.
       dtype: of activations and matmuls, one of `layers.DTYPES`.
       param_dtype: of the stored parameters, one of `layers.DTYPES`; float16 trains with `scalify` only.
       attention: a key of `attention.KERNELS`; "auto" is the platform's, see `attention.choose`.
@@ -99,6 +102,8 @@ class CLIPConfig:
     logit_bias: float | None
     image_mean: tuple[Fraction, Fraction, Fraction]
     image_std: tuple[ChannelStd, ChannelStd, ChannelStd]
+    image_resize: Annotated[str, OneOf(images.RESIZE_MODES)] = "shortest"
+    image_interpolation: Annotated[str, OneOf(images.INTERPOLATIONS)] = "bicubic"
     dtype: Annotated[str, OneOf(layers.DTYPES)]
     param_dtype: Annotated[str, OneOf(layers.DTYPES)]
     attention: Annotated[str, OneOf(attention.KERNELS)]
@@ -112,6 +117,10 @@ class CLIPConfig:
                 f"visual.proj=False needs visual.width={self.visual.width} to equal "
                 f"embed_dim={self.embed_dim}"
             )
+
+    @property
+    def preprocessing(self) -> images.Preprocessing:
+        return images.Preprocessing(self.image_resize, self.image_interpolation)
 
     def encoder(self, tower: str, sizes: VisualConfig | TextConfig, causal: bool) -> Encoder:
         """The blocks of a tower, "visual" or "text"."""

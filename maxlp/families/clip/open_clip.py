@@ -5,15 +5,17 @@ An architecture that `CLIP` does not implement is refused, never approximated.
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from maxlp.families.clip.hf import MEAN, OPENAI_MEAN, OPENAI_STD, STD, shared_value
+from maxlp.data import images
+from maxlp.families.clip.hf import MEAN, OPENAI_MEAN, OPENAI_STD, RESIZE, STD, shared_value
 from maxlp.families.clip.model import CLIPConfig, TextConfig
 from maxlp.families.clip.vit import VisualConfig
 from maxlp.families.weights import Section
-from maxlp.schema import Count, CountOrZero, Positive
+from maxlp.schema import Count, CountOrZero, OneOf, Positive
 
 CONFIG = "open_clip_config.json"
+INTERPOLATION = Annotated[str, OneOf((*images.INTERPOLATIONS, "random"))]  # random in training alone
 
 _VISION_DEFAULTS = dict(
     layers=12,
@@ -71,6 +73,7 @@ def config_from_open_clip(open_clip: Mapping[str, Any]) -> dict[str, Any]:
     file = Section(f"{CONFIG}: ", open_clip)
     c, vision, text = _read_towers(file)
     preprocess = file.section("preprocess_cfg", None)
+    interpolation = preprocess.read("interpolation", INTERPOLATION, "bicubic")
     act = "quick_gelu" if c.read("quick_gelu", bool, False) else "gelu"
     if shared_value("act_kwargs", vision, text):
         act = "gelu_tanh"
@@ -117,6 +120,8 @@ def config_from_open_clip(open_clip: Mapping[str, Any]) -> dict[str, Any]:
         logit_bias=c.read("init_logit_bias", float, None),
         image_mean=preprocess.read("mean", MEAN, OPENAI_MEAN),
         image_std=preprocess.read("std", STD, OPENAI_STD),
+        image_resize=preprocess.read("resize_mode", RESIZE, "shortest"),
+        image_interpolation="bicubic" if interpolation == "random" else interpolation,
     )
 
 
@@ -206,8 +211,13 @@ def config_to_open_clip(config: CLIPConfig) -> dict[str, Any]:
     )
     if config.logit_bias is not None:
         model_cfg["init_logit_bias"] = config.logit_bias
-    statistics = dict(mean=list(config.image_mean), std=list(config.image_std))
-    return dict(model_cfg=model_cfg, preprocess_cfg=statistics)
+    preprocess = dict(
+        mean=list(config.image_mean),
+        std=list(config.image_std),
+        interpolation=config.image_interpolation,
+        resize_mode=config.image_resize,
+    )
+    return dict(model_cfg=model_cfg, preprocess_cfg=preprocess)
 
 
 def _ratio(width: int, mlp_dim: int) -> float:

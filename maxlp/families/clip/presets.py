@@ -64,6 +64,8 @@ def clip(**sizes) -> ConfigDict:
             logit_bias=config_dict.placeholder(float),
             image_mean=(0.48145466, 0.4578275, 0.40821073),  # OpenAI's
             image_std=(0.26862954, 0.26130258, 0.27577711),
+            image_resize="shortest",  # or "squash": the whole image, without its proportions
+            image_interpolation="bicubic",
             dtype="bfloat16",
             param_dtype="float32",
             attention="auto",  # the platform's kernel: nn.attention.choose
@@ -133,6 +135,7 @@ def siglip(**sizes) -> ConfigDict:
         logit_bias=-10.0,
         image_mean=(0.5, 0.5, 0.5),
         image_std=(0.5, 0.5, 0.5),
+        image_resize="squash",
     )
     c.model.update(sizes)
     c.optimizer.update(dict(learning_rate=1e-3, weight_decay=1e-4, decay_embeddings=False, b2=0.95))

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -165,6 +166,10 @@ def tokenizer_texts(data: ImageTextDataConfig, seed: int) -> Iterator[str]:
     return image_text.captions(data.source)
 
 
+def make_data(model: CLIPConfig, data: ImageTextDataConfig, **how: Any) -> image_text.ImageTextDataset:
+    return image_text.make_data(data, preprocessing=model.preprocessing, **how)
+
+
 def describe_batch(data: ImageTextDataConfig) -> str:
     return f"{data.batch_size:,} pairs of {data.image_size}² pixels and {data.text_len} tokens"
 
@@ -175,7 +180,7 @@ FAMILY = Family(
     Data=ImageTextDataConfig,
     Loss=ContrastiveConfig,
     make_model=CLIP,
-    make_data=image_text.make_data,
+    make_data=make_data,
     loss=batch_loss,
     gradients=loss_gradients,
     evaluator=evaluator,

@@ -4,6 +4,8 @@ import json
 import pytest
 
 from maxlp.families.clip import hf
+from maxlp.families.clip.export import FORMATS
+from maxlp.families.weights import Section
 from tests.families.clip import goldens
 
 
@@ -12,7 +14,7 @@ def test_configs_survive_the_round_trip(name):
     config = goldens.load(name).config
     files = json.loads(json.dumps(hf.config_to_hf(config)))
     assert files[1]["do_rescale"] and files[1]["rescale_factor"] == 1 / 255  # as `CLIP.encode_image`
-    assert hf.config_from_hf(*files) == {
+    assert hf.config_from_hf(files[0], Section("", files[1])) == {
         key: value for key, value in vars(config).items() if key not in goldens.RUN
     }
 
@@ -57,7 +59,65 @@ def test_other_architectures_are_refused(changes, message):
 @pytest.mark.parametrize("preprocessor", [dict(do_normalize=False), dict(rescale_factor=1 / 127.5)])
 def test_pixels_of_another_range_are_refused(preprocessor):
     with pytest.raises(ValueError, match=r"preprocessor_config.json: .* not supported, only (True|1/255)"):
-        hf.config_from_hf(dict(model_type="clip"), preprocessor)
+        hf.config_from_hf(dict(model_type="clip"), Section("preprocessor_config.json: ", preprocessor))
+
+
+SQUARE = dict(height=32, width=32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "preprocessor", "expected"),
+    [
+        ("clip", {}, ("shortest", "bicubic")),
+        ("siglip", {}, ("squash", "bicubic")),
+        ("clip", dict(size=32, crop_size=32, resample=3), ("shortest", "bicubic")),
+        ("siglip", dict(size=SQUARE, resample=2), ("squash", "bilinear")),
+        ("clip", dict(size=SQUARE, do_center_crop=False), ("squash", "bicubic")),
+        ("siglip", dict(size=dict(shortest_edge=32), crop_size=SQUARE), ("shortest", "bicubic")),
+    ],
+)
+def test_images_are_resized_as_the_image_processor_does(kind, preprocessor, expected):
+    config = hf.config_from_hf(dict(model_type=kind), Section("", preprocessor))
+    assert (config["image_resize"], config["image_interpolation"]) == expected
+
+
+@pytest.mark.parametrize("name", ["clip_hf_gelu", "clip_hf_siglip"])
+@pytest.mark.parametrize("how", [("shortest", "bilinear"), ("squash", "bicubic")])
+def test_an_image_processor_is_exported(name, how):
+    config = dataclasses.replace(goldens.load(name).config, image_resize=how[0], image_interpolation=how[1])
+    hf_config, preprocessor = hf.config_to_hf(config)
+    found = hf.config_from_hf(hf_config, Section("", preprocessor))
+    assert (found["image_resize"], found["image_interpolation"]) == how
+
+
+@pytest.mark.parametrize(
+    ("preprocessor", "message"),
+    [
+        (dict(size=dict(shortest_edge=36), crop_size=SQUARE), "crop_size=.* only that of size, 36"),
+        (dict(size=dict(shortest_edge=32), do_center_crop=False), "do_center_crop=False"),
+        (
+            dict(size=dict(longest_edge=32)),
+            "size={'longest_edge': 32} is not supported, only short",
+        ),
+        (dict(size=dict(height=32, width=16)), "size={'height': 32, 'width': 16} is not supported"),
+        (dict(resample=0), r"resample=0 is not supported, only 2 \(bilinear\) and 3 \(bicubic\)"),
+    ],
+)
+def test_other_image_processors_are_refused(preprocessor, message):
+    with pytest.raises(ValueError, match=f"preprocessor_config.json: {message}"):
+        hf.config_from_hf(dict(model_type="clip"), Section("preprocessor_config.json: ", preprocessor))
+
+
+def test_the_image_processor_of_transformers_5_is_read(tmp_path):
+    """Its CLIPProcessor writes this file; an image processor alone, that of earlier versions."""
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="clip")))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(dict(image_std=[0.25] * 3)))
+    assert FORMATS["hf_clip"].read_model(tmp_path, {})[0]["image_std"] == (0.25,) * 3
+    processor = dict(image_processor=dict(image_mean=[0.1, 0.2, 0.3], size=SQUARE, do_center_crop=False))
+    (tmp_path / "processor_config.json").write_text(json.dumps(processor))
+    config = FORMATS["hf_clip"].read_model(tmp_path, {})[0]
+    assert (config["image_mean"], config["image_resize"]) == ((0.1, 0.2, 0.3), "squash")
+    assert config["image_std"] == hf.OPENAI_STD
 
 
 def test_models_without_a_counterpart_are_refused():

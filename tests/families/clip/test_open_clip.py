@@ -28,6 +28,25 @@ def test_config_of_g14():
     assert config_from_open_clip(again) == config
 
 
+@pytest.mark.parametrize(
+    ("preprocess", "expected"),
+    [
+        ({}, ("shortest", "bicubic")),
+        (dict(resize_mode="squash", interpolation="bilinear"), ("squash", "bilinear")),
+        (dict(resize_mode="shortest", interpolation="random"), ("shortest", "bicubic")),
+    ],
+)
+def test_images_are_resized_as_in_open_clip(preprocess, expected):
+    config = goldens.load("clip_open_clip").config
+    file = config_to_open_clip(config) | dict(preprocess_cfg=preprocess)
+    found = config_from_open_clip(file)
+    assert (found["image_resize"], found["image_interpolation"]) == expected
+    again = config_from_open_clip(config_to_open_clip(CLIPConfig(**found, **goldens.RUN)))
+    assert again == found
+    with pytest.raises(ValueError, match=r"preprocess_cfg\.resize_mode='longest' is unknown; one of sh"):
+        config_from_open_clip(file | dict(preprocess_cfg=dict(resize_mode="longest")))
+
+
 def read(tower="vision_cfg", top=None, **changes):
     model_cfg = dict(embed_dim=16, vision_cfg={}, text_cfg={}, **(top or {}))
     model_cfg[tower] = changes

@@ -1,5 +1,6 @@
 """The functions of CLIP's `families.Family`."""
 
+import dataclasses
 import types
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from flax import nnx
 
 from maxlp.data.image_text import ImageTextDataConfig, encode_texts, make_data
+from maxlp.data.images import encode_png
 from maxlp.data.tokenizers import make_tokenizer
 from maxlp.families.clip import task
 from maxlp.families.clip.contrastive import ContrastiveConfig
@@ -17,6 +19,7 @@ from maxlp.families.clip.evals.retrieval import retrieval
 from maxlp.families.clip.model import CLIP
 from maxlp.nn.attention import Use
 from maxlp.run.config import ConfigError
+from tests.data.corpora import write_files
 from tests.families.clip.fixtures import TEXT, VISUAL, make_batch, tiny_clip
 
 DATA = ImageTextDataConfig(source="glyphs", tokenizer="bytes", text_len=12, image_size=16, batch_size=8)
@@ -30,6 +33,20 @@ def test_batch_shapes_are_those_of_the_data():
         key: (s.shape, s.dtype) for key, s in shapes.items()
     }
     assert task.describe_batch(DATA) == "8 pairs of 16² pixels and 12 tokens"
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_images_are_resized_as_the_model_asks(split, tmp_path):
+    """A picture that is red, green and blue from left to right: of its middle, all is green."""
+    colours = 255 * np.eye(3, dtype=np.uint8)[None, [0, 1, 1, 1, 2]]
+    png = encode_png(colours.repeat(8, axis=0).repeat(8, axis=1))
+    pairs = [(f"{i}.{kind}", x) for i in range(8) for kind, x in (("png", png), ("txt", b"a"))]
+    source = f"tar:{write_files(tmp_path / 'a.tar', pairs)}?split=all"
+    data = dataclasses.replace(DATA, source=source, validation_source=source, crop_scale=(1.0, 1.0))
+    for resize, edge in (("shortest", (0, 255, 0)), ("squash", (255, 0, 0))):
+        model = tiny_clip(image_resize=resize)
+        image_BHWC = next(iter(task.FAMILY.make_data(model, data, split=split)))["image"]
+        np.testing.assert_array_equal(image_BHWC[:, 8, 1], [edge] * 8)
 
 
 def test_attention_is_used_once_in_each_tower():
