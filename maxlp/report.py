@@ -13,6 +13,7 @@ from absl import flags, logging
 from maxlp.monitoring.curves import plot_curves
 from maxlp.monitoring.run_record import Run, load_run
 from maxlp.monitoring.sections import report_text
+from maxlp.monitoring.spike_records import read_record
 from maxlp.run import cli
 from maxlp.runtime.files import mirrored, shown
 
@@ -64,7 +65,8 @@ def show(workdir: str, spike: int | None = None, precision: str = "recipe") -> N
 
 
 def replay_spike(run: Run, spike: int, precision: str) -> None:
-    if spike > run.step + (run.setting("train", "log_every") or 0):
+    recorded = read_record(run.workdir, spike)  # of steps that were undone since, for one
+    if spike > run.step + (run.setting("train", "log_every") or 0) and not recorded:
         raise ValueError(f"--spike={spike} is beyond the run, whose last record is of step {run.step}")
     from maxlp.run.replay import replay  # imports the training code
 

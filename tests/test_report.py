@@ -38,6 +38,10 @@ def test_errors_are_one_line(tmp_path):
         report.show(str(tmp_path / "missing"))
     with pytest.raises(ValueError, match="--spike=999 is beyond the run, whose last record is of step 400"):
         report.show(str(tmp_path), spike=999)
+    (tmp_path / "spikes").mkdir()
+    (tmp_path / "spikes" / "998.json").write_text('{"step": 998}')
+    with pytest.raises(ValueError, match="--precision=fp4 is unknown"):  # of steps that were rolled back
+        report.show(str(tmp_path), spike=998, precision="fp4")
     with pytest.raises(ValueError, match="--precision=float32 applies to a replay only; add --spike=STEP"):
         report.show(str(tmp_path), precision="float32")
     (tmp_path / "empty").mkdir()

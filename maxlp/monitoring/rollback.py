@@ -5,6 +5,7 @@ section 5.1) restarted from a checkpoint about 100 steps earlier and skipped the
 spike; the same batches did not cause a spike when training reached them from another state.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,10 @@ def roll_back(workdir: Path, spike: Spike, config: SpikeConfig) -> str:
     infos = [info for info in checkpoint.list_steps(workdir / "checkpoints") if info.status == "complete"]
     target = rollback_target([info.step for info in infos], spike.step, config.rewind_steps)
     begin = batches_drawn(workdir, target, rollbacks)
-    end = begin + max(config.skip_batches, spike.step - target)
+    # An earlier rollback to a step between the two has moved the batch of the spike further from `begin`.
+    newest = max((info.step for info in infos if info.step < spike.step), default=0)
+    of_spike = batches_drawn(workdir, newest, rollbacks) + spike.step - newest
+    end = max(begin + config.skip_batches, of_spike)
     distributed.barrier("before rollback")  # all processes have read what the primary one changes below
     if distributed.is_primary():
         for info in infos:
@@ -76,13 +80,21 @@ def rollback_target(steps: Sequence[int], spike_step: int, rewind_steps: int) ->
     return max(old_enough) if old_enough else min(earlier, default=0)
 
 
-def skip_excluded_batches(workdir: Path, step: int, batches: Iterator[Any]) -> int:
+def kept_checkpoints(workdir: Path, rollbacks: int) -> Path:
+    """The folder of checkpoints kept for spikes after this many rollbacks, each of which repeats steps."""
+    return workdir / "spikes" / (f"checkpoints-{rollbacks}" if rollbacks else "checkpoints")
+
+
+def skip_excluded_batches(
+    workdir: Path, step: int, batches: Iterator[Any], before: int = sys.maxsize
+) -> int:
     """Draws and drops the batches that rollbacks to this step, or to an earlier one, exclude.
 
     Args:
       workdir: of the run.
       step: of the restored state, 0 for a fresh one.
       batches: the data iterator, restored with that state; ``get_state()["step"]`` counts its batches.
+      before: a number of batches; a rollback that excludes later ones has not happened yet.
 
     Returns:
       The number of batches that were dropped.
@@ -90,8 +102,8 @@ def skip_excluded_batches(workdir: Path, step: int, batches: Iterator[Any]) -> i
     Raises:
       ValueError: the data end with an excluded batch.
     """
-    end = max((entry["batches"][1] for entry in read_rollbacks(workdir) if entry["to"] <= step), default=0)
-    count = 0
+    ends = [entry["batches"][1] for entry in read_rollbacks(workdir) if entry["to"] <= step]
+    end, count = max((end for end in ends if end <= before), default=0), 0
     while batches.get_state()["step"] < end:
         if next(batches, None) is None:
             raise ValueError(

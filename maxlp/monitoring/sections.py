@@ -222,9 +222,10 @@ def spike_lines(run: Run, at_most: int = 10) -> Lines:
 
 
 def _lead_lines(run: Run, spikes: Sequence[Spike]) -> Lines:
-    """How often RMS_t rose before the loss did; only of a run that logged every step."""
+    """How often RMS_t rose before the loss did; only of a run whose records have every step."""
     steps, rms = run.series("train/rms/max")
-    if not spikes or not len(steps) or run.setting("train", "log_every") != 1:
+    whole = run.setting("train", "log_every") == 1 and not read_rollbacks(run.workdir)  # which undo steps
+    if not spikes or not len(steps) or not whole:
         return []
     policy = run.spike_config
     rms_spikes = find_rms_spikes(steps, rms, policy)

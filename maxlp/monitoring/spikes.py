@@ -36,7 +36,7 @@ class SpikeConfig:
       rms_threshold: a tensor spikes when its RMS_t is above this.
       lead: number of steps before a loss spike in which an RMS_t spike predicts it.
       guard_threshold: the guard acts at this many standard deviations; by default far above `threshold`,
-        so that it does not act on noise.
+        so that it does not act on noise. "rollback" acts only on spikes, so never below `threshold`.
       rewind_steps: "rollback" returns to a checkpoint at least this much older than the spike, if there
         is one.
       skip_batches: "rollback" skips this many batches, and at least those up to the spike. (PaLM,

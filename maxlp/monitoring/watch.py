@@ -4,6 +4,7 @@
                              tensor above the threshold, the data position just before that batch, the
                              checkpoint to start from
     spikes/checkpoints/2000  that checkpoint, as hard links: it stays when the run deletes its own copy
+                             (checkpoints-1 after a rollback)
 
 `python -m maxlp.report DIR --spike=2300` replays it.
 """
@@ -19,7 +20,7 @@ from typing import Any
 
 from maxlp.data import merge_states
 from maxlp.monitoring import statistics
-from maxlp.monitoring.rollback import RollbackRequested
+from maxlp.monitoring.rollback import RollbackRequested, kept_checkpoints, read_rollbacks
 from maxlp.monitoring.spikes import Detector, Spike, SpikeConfig
 from maxlp.runtime import checkpoint, distributed
 from maxlp.runtime.files import mirrored, write_json
@@ -159,7 +160,7 @@ def keep_checkpoint(workdir: Path, spike_step: int, lead: int) -> Path | None:
     chosen = checkpoint_before(checkpoint.list_steps(workdir / "checkpoints"), spike_step, lead)
     if chosen is None:
         return None
-    kept = workdir / "spikes" / "checkpoints" / chosen.path.name
+    kept = kept_checkpoints(workdir, len(read_rollbacks(workdir))) / chosen.path.name
     if not kept.exists():
         part = kept.with_name(f"{kept.name}.unfinished")
         shutil.rmtree(part, ignore_errors=True)  # of a run that was killed here

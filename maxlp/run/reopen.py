@@ -36,6 +36,31 @@ class Opened(NamedTuple):
     batches: Any
 
 
+class _Repeated:
+    """The batches that a run has drawn, from a position on, without those that rollbacks left out.
+
+    Args:
+      batches: at the position after the step ``start``.
+      last: a step; of a spike, only those rollbacks count that had happened before it.
+    """
+
+    def __init__(self, batches: Any, workdir: Path, start: int, last: int | None):
+        self.batches, self.workdir, self.step = batches, workdir, start
+        record = None if last is None else read_record(workdir, last)
+        self.before = record["data_state"]["step"] if record else sys.maxsize
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        rollback.skip_excluded_batches(self.workdir, self.step, self.batches, self.before)
+        self.step += 1
+        return next(self.batches)
+
+    def get_state(self) -> dict[str, Any]:
+        return self.batches.get_state()
+
+
 @contextlib.contextmanager
 def opened(
     s: Settings, workdir: Path, step: int | None, lead: int = 0, *, same_precision: bool = True
@@ -68,7 +93,7 @@ def opened(
                 f"{s.precision.high_precision_from}), and the checkpoint to start from is of step {start}; "
                 f"use step {last} or an earlier one (report also takes --precision=bf16 or float32)"
             )
-        rollback.skip_excluded_batches(workdir, start, batches)
+        batches = _Repeated(batches, workdir, start, step)
         yield Opened(run, graphdef, abstract, state, start, batches)
 
 
@@ -93,7 +118,7 @@ def reopened(
 def _check_step(workdir: Path, step: int | None) -> None:
     run = load_run(workdir)
     last = max([run.step, *(saved.step for saved in run.checkpoints if saved.status == "complete")])
-    if step is not None and step > last + 1:
+    if step is not None and step > last + 1 and not read_record(workdir, step):
         raise ValueError(f"--step={step} has no batch in {workdir}, which has taken {last} steps")
 
 
@@ -124,16 +149,20 @@ def find_checkpoint(workdir: Path, spike_step: int, lead: int) -> Path | None:
     """The checkpoint that the spike's record names if it exists, or else the best of all of them.
 
     Returns:
-      None if the run has no checkpoint: the replay starts from the beginning.
+      None if the run has no checkpoint, or had none at its spike: the replay starts from the beginning.
 
     Raises:
       ValueError: all checkpoints are from the step of the spike or later.
     """
-    named = (read_record(workdir, spike_step) or {}).get("checkpoint")
-    if named and (workdir / named).is_dir():
-        return workdir / named
-    folders = (workdir / "checkpoints", workdir / "spikes" / "checkpoints")
-    infos = [info for folder in folders for info in checkpoint.list_steps(folder)]
+    record = read_record(workdir, spike_step)
+    if record and record["checkpoint"] is None:
+        return None
+    if record and (workdir / record["checkpoint"]).is_dir():
+        return workdir / record["checkpoint"]
+    infos, rollbacks = checkpoint.list_steps(workdir / "checkpoints"), rollback.read_rollbacks(workdir)
+    for number in range(len(rollbacks) + 1):
+        kept = checkpoint.list_steps(rollback.kept_checkpoints(workdir, number))
+        infos += [info for info in kept if all(info.step <= later["to"] for later in rollbacks[number:])]
     if chosen := checkpoint_before(infos, spike_step, lead):
         return chosen.path
     oldest = min((info.step for info in infos if info.status == "complete"), default=None)

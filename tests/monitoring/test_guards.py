@@ -123,6 +123,14 @@ def test_a_kill_between_rollback_and_the_next_checkpoint_changes_nothing(tmp_pat
     assert [(r["to"], r["batches"]) for r in rollbacks] == [(8, [8, 14]), (12, [18, 22])]
 
 
+def test_a_rollback_past_an_earlier_one_skips_the_batches_of_both_spikes(tmp_path):
+    (_, _, drawn), _ = train_to_the_end(tmp_path, ROLLBACK, {14: math.nan, 16: math.nan})
+    # From step 8 the run goes on with batch 15. Batch 16 is that of step 10; three steps earlier is 4.
+    rollbacks = rollback.read_rollbacks(tmp_path)
+    assert [(r["to"], r["batches"]) for r in rollbacks] == [(8, [8, 14]), (4, [4, 16])]
+    assert drawn == list(range(5, 33))
+
+
 def test_a_spike_before_the_first_checkpoint_goes_back_to_the_beginning(tmp_path):
     (_, drawn), _ = train_to_the_end(tmp_path, ROLLBACK, {2: math.nan}, total=3)
     assert drawn == [1, 2, 3, 4, 5]

@@ -195,6 +195,11 @@ def test_how_often_rms_rose_before_the_loss_is_counted_if_every_step_is_logged(t
     assert shown(tmp_path)["Spikes"]["led by RMS_t"].startswith("0 of 3 spikes came 1 to 4 steps")
     write_json(tmp_path / "config.json", config | {"train": {"log_every": 10}})
     assert "led by RMS_t" not in shown(tmp_path)["Spikes"]
+    write_json(tmp_path / "config.json", config)
+    (tmp_path / "spikes").mkdir()
+    rollback = {"spike": {"step": 91}, "to": 50, "batches": [50, 91]}
+    write_json(tmp_path / "spikes" / "rollbacks.json", [rollback])
+    assert "led by RMS_t" not in shown(tmp_path)["Spikes"], "of other steps than the records"
 
 
 def test_recorded_spikes_and_rollbacks(tmp_path):

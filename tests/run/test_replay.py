@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxlp.monitoring.spike_records import Crossing
+from maxlp.monitoring.rollback import read_rollbacks
+from maxlp.monitoring.spike_records import Crossing, read_record
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.run import late_phase, reopen, replay
 from maxlp.run.settings import read
+from maxlp.runtime import manifest
 from maxlp.runtime.checkpoint import StepInfo
 from maxlp.runtime.writers import read_jsonl
 from tests.run.fixtures import changed, load
@@ -62,6 +64,23 @@ def test_the_checkpoint_to_start_from(tmp_path, monkeypatch):
     kept.mkdir(parents=True)
     (tmp_path / "spikes" / "25.json").write_text('{"step": 25, "checkpoint": "spikes/checkpoints/5"}')
     assert reopen.find_checkpoint(tmp_path, 25, lead=2) == kept
+    (tmp_path / "spikes" / "25.json").write_text('{"step": 25, "checkpoint": null}')
+    assert reopen.find_checkpoint(tmp_path, 25, lead=2) is None, "that of step 20 is of later steps"
+
+
+def test_checkpoints_of_steps_that_a_rollback_has_undone_start_no_replay(tmp_path):
+    def save(folder, step):
+        path = tmp_path / folder / str(step)
+        path.mkdir(parents=True)
+        manifest.write(path, {"a": ("0", 0)})
+        return path
+
+    before, _ = save("spikes/checkpoints", 20), save("spikes/checkpoints", 32)
+    again, after = save("spikes/checkpoints-1", 33), save("checkpoints", 30)
+    (tmp_path / "spikes" / "rollbacks.json").write_text('[{"to": 20, "batches": [20, 37]}]')
+    assert reopen.find_checkpoint(tmp_path, 29, lead=2) == before
+    assert reopen.find_checkpoint(tmp_path, 35, lead=2) == after
+    assert reopen.find_checkpoint(tmp_path, 36, lead=2) == again
 
 
 def test_an_unknown_precision_is_refused(tmp_path):
@@ -115,6 +134,20 @@ STEPS = (
     *("--config.train.total_steps=6", "--config.train.eval_every=6"),
     *("--config.checkpoint.every_steps=2", "--config.checkpoint.keep_last=9"),
 )
+
+
+@pytest.mark.slow
+def test_spikes_that_were_rolled_back_are_replayed_on_their_own_batches(tmp_path):
+    """With a threshold so low that noise counts as spikes; the second is beyond the run's last record."""
+    values = {"threshold": 0.5, "guard_threshold": 0.5, "min_history": 4, "window": 8, "merge_steps": 0}
+    values |= {"rewind_steps": 4, "skip_batches": 7, "lead": 3, "max_actions": 2, "guard": "rollback"}
+    options = [f"--config.spikes.{key}={value}" for key, value in values.items()]
+    options += ["--config.train.total_steps=60", "--config.checkpoint.every_steps=4"]
+    finish(start(tmp_path, *options, "--config.optimizer.learning_rate=0.02"), code=2)
+    for entry in read_rollbacks(tmp_path):
+        record = read_record(tmp_path, entry["spike"]["step"])
+        found = replayed(tmp_path, f"--spike={record['step']}")
+        assert found.items() >= {one["step"]: round(one["loss"], 4) for one in record["steps"][1:]}.items()
 
 
 @pytest.mark.full
