@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.accelerator import report
-from benchmarks.accelerator.results import FAILED, INTERRUPTED, RUNNING, load, path
+from benchmarks.accelerator.results import FAILED, INTERRUPTED, RUNNING, is_of, load, path
 from maxlp.runtime.files import write_json
 
 ROOT = Path(__file__).parents[2]
@@ -90,8 +90,8 @@ def main() -> int:
         for piece in PIECES:
             print(f"{piece.name:16} {piece.minutes:4.1f} min  {piece.what}")
         return 0
-    results = {piece.name: load(path(args.out, piece.name)) for piece in PIECES}
     if args.report:
+        results = {piece.name: load(path(args.out, piece.name)) for piece in PIECES}
         print(report.render({name: result for name, result in results.items() if result}))
         return 0
     return run(args)
@@ -126,7 +126,9 @@ def parse_args() -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the pieces that are not done; returns the exit code."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the piece at work ends too
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that the piece at work ends too
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     end = time.monotonic() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
     device = find_device(args.tiny)
@@ -165,9 +167,8 @@ def table_of(name: str, result: dict[str, Any]) -> str:
 
 def is_finished(result: dict[str, Any], device: dict[str, Any]) -> bool:
     """Whether a piece need not run: its file is complete, and of this device and these sizes."""
-    same = ("platform", "kind", "tiny")
     ended = result.get("status", RUNNING) not in (RUNNING, INTERRUPTED)
-    return ended and all(result["device"][k] == device[k] for k in same)
+    return ended and is_of(result, device)
 
 
 def find_device(tiny: bool) -> dict[str, Any]:

@@ -75,3 +75,8 @@ def path(folder: Path, name: str) -> Path:
 def load(file: Path) -> dict[str, Any]:
     """A result; {} if there is none."""
     return read_json(file, remedy="delete it") or {}
+
+
+def is_of(result: dict[str, Any], device: dict[str, Any]) -> bool:
+    """Whether a result is of such a device and of these sizes."""
+    return all(result["device"][key] == device[key] for key in ("platform", "kind", "tiny"))

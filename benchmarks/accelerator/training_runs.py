@@ -18,7 +18,7 @@ import jax
 from ml_collections import ConfigDict
 from training import RANDOM_TEXT, CompiledRun, changed, matmul_types, random_pairs, random_text
 
-from benchmarks.accelerator.results import LeftOut, Result, load, path
+from benchmarks.accelerator.results import LeftOut, Result, is_of, load, path
 from maxlp.families.llama.presets import LLAMA_3_2_ROPE, llama
 from maxlp.planning import search, topologies
 from maxlp.planning.compiled import read_memory
@@ -153,7 +153,8 @@ def topology(device: dict[str, Any]) -> topologies.Topology:
 
 def train(out: Result) -> None:
     """Times the train step of `RUNS` with the name of the piece, as `maxlp.train` compiles it."""
-    rows = load(path(out.folder, "predict")).get("rows", [])
+    found = load(path(out.folder, "predict"))
+    rows = found["rows"] if found and is_of(found, out.device) else []
     predicted = next((row["candidates"] for row in rows if row["run"] == out.name), [])
     others = itertools.islice(candidates(out.name, out), len(predicted), None)
     s = read(make_config(RUNS[out.name], out.tiny))
@@ -177,6 +178,7 @@ def train(out: Result) -> None:
 def measure(s: Settings) -> dict[str, Any]:
     """The time and memory of a step; {"refused": why} if its program needs more memory than there is."""
     device = jax.devices()[0]
+    before = peak_bytes(device)
     compiled = CompiledRun(resolve_settings(s, [device]))
     memories = (read_memory(program, device.platform) for program in compiled.programs)
     memory = max(memories, key=lambda one: one.peak)
@@ -201,13 +203,19 @@ def measure(s: Settings) -> dict[str, Any]:
         "flops_per_unit": flops,
         "mfu": [rate * one / peak for one in flops] if peak else None,
         "compiled_peak": memory.peak,
-        "peak": (device.memory_stats() or {}).get("peak_bytes_in_use"),
+        "peak": peak_bytes(device, before),
         "attention": compiled.run.settings.model.attention,
         "matmuls": dict(matmuls),
         "f8_matmuls": sum(n for types, n in matmuls.items() if types.count("f8") == 2),
         "int8_matmuls": matmuls["s8·s8"],
         "loss": float(metrics["loss"]),
     }
+
+
+def peak_bytes(device: jax.Device, before: int | None = None) -> int | None:
+    """The most memory that was in use; None if that is unknown, or was so before, by a run that failed."""
+    peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    return None if peak == before else peak
 
 
 # --- PyTorch --------------------------------------------------------------------------------------------

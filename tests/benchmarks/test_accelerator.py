@@ -3,8 +3,11 @@
 import json
 import math
 import re
+import signal
 import subprocess
 import sys
+import time
+import types
 from pathlib import Path
 
 import jax
@@ -92,6 +95,72 @@ def test_a_report_of_a_part_names_what_is_missing_and_why():
     told = report.render(of_device(CPU, **{"8b_fp8": steps(7.0)}) | {"torch_8b_fp8": failed})
     assert "### Llama 8B, and PyTorch" in told and "### Quantizers" not in told
     assert "| torch_8b_fp8 | failed | ValueError: no |" in told
+
+
+def test_results_of_another_device_are_not_mixed_in():
+    of_h100 = of_device(H200 | {"kind": "NVIDIA H100 80GB HBM3"}, **{"8b_bf16": steps(5_000.0)})
+    of_h200 = of_device(H200, **{"8b_fp8": steps(11_000.0)})
+    of_h100["8b_bf16"]["start"], of_h200["8b_fp8"]["start"] = "2026-11-01", "2026-11-02"
+    for results in (of_h100 | of_h200, of_h200 | of_h100):
+        told = report.render(results)
+        assert "2026-11-02, NVIDIA H200" in told and "| 8B FP8 ÷ bfloat16 | at least 1.35 |  | not" in told
+        assert "| 8b_bf16 | left out | of another device, NVIDIA H100 80GB HBM3 |" in told
+        assert "5,000" not in told
+
+
+def test_the_worst_of_a_part_is_no_target_that_is_met():
+    for target, piece, row in [
+        ("resumed runs", "smoke", {"equal": True}),
+        ("error against", "kernels", {"error": 1e-3}),
+        ("slowest quantizer", "quantizers", {"share": 0.9}),
+    ]:
+        results = of_device(H200, **{piece: [row]})
+        assert outcome(results, target)[2] == "met"
+        for status in (RUNNING, INTERRUPTED, FAILED):
+            results[piece]["status"] = status
+            assert outcome(results, target)[2] == "met so far"
+
+
+def test_recipes_are_compared_with_bfloat16_alone():
+    row = {"what": "layer", "layer": "down", "flops": 1e12, "share": 0.5, "matmuls": ""}
+    fp8, refused = row | {"recipe": "fp8", "ms": 2.0}, row | {"recipe": "bf16", "error": "out of memory"}
+    assert "| fp8 | 1 (50%) |  |  |" in report.matmuls(of_device(H200, matmuls=[refused, fp8]))
+    bf16 = row | {"recipe": "bf16", "ms": 3.0}
+    assert "| fp8 | 1 (50%) | 1.50 |  |" in report.matmuls(of_device(H200, matmuls=[bf16, fp8]))
+
+
+def test_the_memory_of_a_run_that_failed_is_not_that_of_the_next(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from benchmarks.accelerator.training_runs import peak_bytes
+
+    device = types.SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 7})
+    assert [peak_bytes(device, before) for before in (None, 5, 7)] == [7, 7, None]
+    assert peak_bytes(types.SimpleNamespace(memory_stats=lambda: None)) is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_end_of_the_campaign_ends_its_piece(tmp_path, number):
+    """A lost connection too, after which a piece would keep the device."""
+    code = "; ".join(
+        (
+            "import sys; from benchmarks.accelerator import __main__ as campaign",
+            'campaign.PIECES = [campaign.Piece("hangs", "pieces:hangs", 1, 8, "hangs")]',
+            f'campaign.PACKAGE = "tests.benchmarks"; campaign.find_device = lambda tiny: {CPU}',
+            f'sys.argv[1:] = ["--out={tmp_path}"]; campaign.main()',
+        )
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, start_new_session=True)
+    while not (path(tmp_path, "hangs").exists() and load(path(tmp_path, "hangs"))["rows"]):
+        assert process.poll() is None
+        time.sleep(0.05)
+    pieces = children(process.pid)
+    process.send_signal(number)
+    assert process.wait(30) == 128 + number and pieces
+    assert not any(Path(f"/proc/{piece}").exists() for piece in pieces)
+
+
+def children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 def test_every_piece_has_a_section():
