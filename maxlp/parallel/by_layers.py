@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from maxlp.parallel.opt_state import OfLayers
 
 # `context` splits the parts into which `fsdp` splits a dim, and has to leave it first.
-ORDER = ("stage", "tensor", "context", "fsdp")
+ORDER = ("stage", "context", "fsdp", "tensor")
 
 
 class LikeParams(NamedTuple):

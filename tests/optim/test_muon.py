@@ -113,6 +113,8 @@ def test_the_state_is_that_of_earlier_checkpoints():
     ("mesh", "layers", "most"),
     [
         (dict(fsdp=4, tensor=2), 8, 1.1),
+        (dict(fsdp=2, context=4), 8, 1.1),  # both split the same dim
+        (dict(fsdp=2, context=2, tensor=2), 8, 1.1),
         (dict(fsdp=2, tensor=2, data=2), 2, 1.3),  # two axes split the long side: each device squares a
         (dict(fsdp=4), 1, 1.6),  # whole Gram matrix, an eighth of the work of an iteration
     ],

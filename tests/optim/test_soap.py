@@ -124,10 +124,11 @@ def test_in_replicas_of_their_own_devices_share_layers_and_columns():
     assert_trees_close(jax.device_get(got), jax.device_get(want), atol=5e-4)  # as above
 
 
-def test_devices_share_the_layers():
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+def test_devices_share_the_layers(axis):
     """Each one decomposes and rotates whole matrices of its own layers, and gathers none of others."""
     shapes = {"layers": {"mlp": {"up_proj": {"kernel": (4, 8, 16)}}}}
-    mesh, spec = sharding.make_mesh(fsdp=2, tensor=2, data=2), ("layers", "embed", "mlp")
+    mesh, spec = sharding.make_mesh(**{"fsdp": 2, axis: 2, "data": 2}), ("layers", "embed", "mlp")
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x, jnp.float32, sharding=NamedSharding(mesh, sharding.spec(*spec))),
         shapes,

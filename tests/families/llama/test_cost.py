@@ -75,6 +75,18 @@ def test_qk_clip_computes_every_logit_once_more():
     assert clipped.flops["bfloat16"] - plain.flops["bfloat16"] == pytest.approx(product)
 
 
+def test_qk_clip_gathers_the_keys_of_the_context():
+    def gathered(**changes):
+        s, _ = work(mesh__fsdp=2, mesh__context=4, **changes)
+        found = COST.collectives(s, s.machine(8, "cuda"))
+        return s, sum(one.sent for one in found if one.kind == "all-gather" and one.axes == ("context",))
+
+    (s, clipped), (_, plain) = gathered(model__qk_clip=100.0), gathered()
+    m, tokens = s.model, s.family.units_per_step(s.data)
+    keys = 2 * tokens / 2 * m.num_kv_heads * m.head_dim  # bytes, in bfloat16
+    assert clipped - plain == pytest.approx(m.num_layers * keys * 3 / 4)
+
+
 def test_replicas_send_8_bits_and_a_scale_for_256_values_once_a_step():
     def sent(**changes):
         s, _ = work(mesh__data=2, model__param_dtype="float32", **changes)
