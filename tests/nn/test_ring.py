@@ -116,6 +116,22 @@ def test_output_and_gradients_equal_dense_attention(name, causal, packed, monkey
     assert_close(actual, out_and_grads(dense, *args), atol=1e-5)
 
 
+def test_replicas_that_compute_their_own_gradients_attend_to_their_own_rows():
+    """As in `core.replicas` and `core.local_steps`, where the axis ``data`` is split already."""
+    *args, ids = inputs(8, 64, 4, 2, 16)
+    rows = jax.P("data")
+    with jax.set_mesh(sharding.make_mesh(data=2, fsdp=2, tensor=2)):
+        of_replica = jax.shard_map(
+            lambda *args: out_and_grads(ring.ring, *args),
+            in_specs=(rows,) * 5,
+            out_specs=(rows,) * 4,
+            axis_names={"data"},
+            check_vma=False,
+        )
+        actual = jax.jit(of_replica)(*args, ids)
+    assert_close(actual, out_and_grads(dense, *args, ids), atol=1e-5)
+
+
 def test_products_of_bfloat16_tiles_are_summed_in_float32():
     q, k, v, *_ = inputs(1, 64, 2, 1, 16, "bfloat16")
 

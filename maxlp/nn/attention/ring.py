@@ -129,7 +129,8 @@ def _axis_sizes(mesh: Any) -> tuple[int, int]:
 
 def _batch_axes(mesh: Any, batch_size: int) -> Any:
     """The mesh axes of the batch dim; none if they do not divide it (one prompt on eight devices)."""
-    return sharding.RULES["batch"] if batch_size % sharding.batch_shards(mesh) == 0 else None
+    rows = sharding.spec("batch")[0]  # a replica that computes its own gradient has only its rows
+    return rows if batch_size % sharding.axes_size(mesh, rows) == 0 else None
 
 
 # --- attention ------------------------------------------------------------------------------------------
