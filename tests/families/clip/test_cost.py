@@ -41,7 +41,8 @@ def test_block_params_are_the_kernels_of_a_block():
 
 def test_replicas_add_the_gradients_that_a_compiled_step_adds():
     """In float32 here; those of the text's embeddings are a sixth of them."""
-    s = peaks.settings_of(clip(**CLIP_SIZES["b32"]), {"mesh.data": 8, "model.dtype": "float32", "data.batch_size": 64})
+    changes = {"mesh.data": 8, "model.dtype": "float32", "data.batch_size": 64}
+    s = peaks.settings_of(clip(**CLIP_SIZES["b32"]), changes)
     mesh = sharding.make_mesh(**s.mesh)
     machine = s.machine_of(jax.devices())
     program = compiled.compile_step(assemble(s, machine, mesh)).collectives
