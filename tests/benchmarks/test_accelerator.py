@@ -143,7 +143,9 @@ def test_the_end_of_the_campaign_ends_its_piece(tmp_path, number):
     """A lost connection too, after which a piece would keep the device."""
     code = "; ".join(
         (
-            "import sys; from benchmarks.accelerator import __main__ as campaign",
+            "import signal, sys; from benchmarks.accelerator import __main__ as campaign",
+            # Tests under nohup pass on that SIGHUP is ignored.
+            f"signal.signal({int(number)}, signal.SIG_DFL)",
             'campaign.PIECES = [campaign.Piece("hangs", "pieces:hangs", 1, 8, "hangs")]',
             f'campaign.PACKAGE = "tests.benchmarks"; campaign.find_device = lambda tiny: {CPU}',
             f'sys.argv[1:] = ["--out={tmp_path}"]; campaign.main()',
