@@ -70,7 +70,8 @@ def main() -> None:
         c = ConfigDict(of_same_model(given, cli.overrides(), c.to_dict(), workdir))
     elif "mesh" not in c:
         raise ConfigError(
-            f"{workdir} holds imported weights and names no data; give --config=FILE with the same model"
+            f"{workdir} holds imported weights and names no data; give --config=FILE, such as "
+            f"--config={c.model.name}/debug --config.data.validation_source=SOURCE"
         )
     s = read(c)
     mesh = make_mesh(s, fixed=flags.FLAGS.config is not None)
@@ -92,14 +93,21 @@ def of_same_model(
 ) -> dict[str, Any]:
     """The config of --config, with what else determines the results of the model in the workdir.
 
+    The model's sizes are those of the weights if they were imported, for which there need be no preset.
+
     Args:
       overrides: keys of ``given`` and values that were set on the command line.
-      of_run: the config in the workdir; that of imported weights has only the section ``model``.
+      of_run: the config in the workdir; that of imported weights has no section ``mesh``.
 
     Raises:
       ConfigError: a config of another model, or a flag that would have no effect.
     """
-    if others := same_model.other_model(of_run["model"], given["model"]):
+    model = given["model"]
+    if "mesh" not in of_run:
+        from maxlp.run import pretrained  # evaluations of runs do not need it
+
+        model = pretrained.joined_model(of_run["model"], model, overrides, f"--workdir={workdir}")
+    if others := same_model.other_model(of_run["model"], model):
         lines = others.get("model.name") or "; ".join(others.values())  # all differ in another family
         raise ConfigError(
             f"{workdir} holds the weights of another model ({lines}); give one with that model"
@@ -112,7 +120,10 @@ def of_same_model(
                 f"config.{key}={value!r} has no effect: {workdir} is evaluated as it was trained; drop the "
                 "flag"
             )
-    return {**given, **sections}
+    data = given["data"]
+    if (tokenizer := of_run.get("data", {}).get("tokenizer")) and "data.tokenizer" not in overrides:
+        data = data | {"tokenizer": tokenizer}
+    return {**given, **sections, "model": model, "data": data}
 
 
 def formatted(value: float) -> str:

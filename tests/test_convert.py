@@ -477,4 +477,5 @@ def test_importing_a_llama_loads_nothing_of_clip(llama, tmp_path):
 
 def test_an_import_names_no_data_to_evaluate(llama):
     done = command("evaluate", f"--workdir={llama[1]}")
-    assert done.returncode == 2 and "imported weights and names no data; give --config=FILE" in done.stderr
+    assert done.returncode == 2
+    assert "imported weights and names no data; give --config=FILE, such as --config=llama/" in done.stderr

@@ -92,6 +92,25 @@ def test_other_data_is_evaluated_with_the_recipe_average_and_adapters_of_the_run
     assert of_same_model(given, {"precision.recipe": "mxfp8"}, imported, tmp_path) == given
 
 
+def test_imported_weights_need_no_preset_of_their_size(tmp_path):
+    """The vocabulary is theirs too: a preset's is of another one."""
+    given, imported = load("debug").to_dict(), changed(load("debug"), {"model.num_layers": 7}).to_dict()
+    imported = {"model": imported["model"], "data": {"tokenizer": "tokenizer.json?eos=[EOS]"}}
+    kernel = {"model.attention": "cudnn"}  # does not depend on weights
+    given["model"]["attention"] = "cudnn"
+    got = of_same_model(given, kernel, imported, tmp_path)
+    assert got["model"] == given["model"] | {"num_layers": 7}
+    assert got["data"] == given["data"] | {"tokenizer": "tokenizer.json?eos=[EOS]"}
+    given["data"]["tokenizer"] = "tokenizer.json?eos=b"
+    own = {"data.tokenizer": "tokenizer.json?eos=b"}
+    assert of_same_model(given, own, imported, tmp_path)["data"] == given["data"]
+    with pytest.raises(ConfigError, match=r"num_layers=4 contradicts --workdir=.*, which has 7; drop"):
+        of_same_model(given, {"model.num_layers": 4}, imported, tmp_path)
+    clip = load("debug", family="clip").to_dict()
+    with pytest.raises(ConfigError, match=r"--workdir=.* holds a llama, but config.model.name=clip;"):
+        of_same_model(clip, {}, imported, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -7,8 +7,9 @@ r"""Measures maxlp on the accelerator at hand, the most valuable numbers first.
 
 Each piece runs in a process of its own with a time limit, and writes PIECE.json to --out with its rows, the
 versions, the device, its clocks, the command and the commit (without git: $GIT_COMMIT). A piece whose file
-is there is not repeated (--again does), even if it failed; one that was interrupted is. What the pieces
-print is in PIECE.log. Compiled programs are kept in JAX_COMPILATION_CACHE_DIR (~/.cache/maxlp/xla).
+is there is not repeated (--again does), even if it failed; one that was interrupted goes on after its last
+row. What the pieces print is in PIECE.log. Compiled programs are kept in JAX_COMPILATION_CACHE_DIR
+(~/.cache/maxlp/xla).
 
 Works on one device of a GPU or TPU, with PyTorch beside it for the comparison if it can be imported. On a
 CPU, or with --tiny, the sizes are tiny and only show that every piece runs: 4 minutes of CPU time.
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.accelerator import report
-from benchmarks.accelerator.results import FAILED, INTERRUPTED, RUNNING, is_of, load, path
+from benchmarks.accelerator.results import FAILED, INTERRUPTED, RUNNING, is_of, is_unfinished, load, path
 from maxlp.runtime.files import write_json
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +145,8 @@ def run(args: argparse.Namespace) -> int:
             later.append(piece.name)
         else:
             print(f"\n{piece.name}: {piece.what}", flush=True)
+            if args.again or not (is_unfinished(result) and is_of(result, device)):
+                path(args.out, piece.name).unlink(missing_ok=True)
             result = run_piece(piece, args.out, min(left, 60 * piece.limit))
             outcome = f"{result['status']} after {result['seconds']:.0f} s"
             print(": ".join(filter(None, [outcome, result.get("error")])))
@@ -167,8 +170,7 @@ def table_of(name: str, result: dict[str, Any]) -> str:
 
 def is_finished(result: dict[str, Any], device: dict[str, Any]) -> bool:
     """Whether a piece need not run: its file is complete, and of this device and these sizes."""
-    ended = result.get("status", RUNNING) not in (RUNNING, INTERRUPTED)
-    return ended and is_of(result, device)
+    return bool(result) and not is_unfinished(result) and is_of(result, device)
 
 
 def find_device(tiny: bool) -> dict[str, Any]:
@@ -209,7 +211,6 @@ def run_piece(piece: Piece, folder: Path, seconds: float) -> dict[str, Any]:
     arguments = [piece.name, f"{PACKAGE}.{piece.function}", str(folder.absolute()), f"{seconds:.0f}"]
     command = [sys.executable, "-m", "benchmarks.accelerator.piece", *arguments]
     file, log = path(folder, piece.name), folder / f"{piece.name}.log"
-    file.unlink(missing_ok=True)
     start, clocks = time.monotonic(), []
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -225,10 +226,11 @@ def run_piece(piece: Piece, folder: Path, seconds: float) -> dict[str, Any]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    result = load(file) or {"piece": piece.name, "device": load(folder / "device.json"), "rows": []}
+    nothing = {"status": RUNNING, "piece": piece.name, "device": load(folder / "device.json"), "rows": []}
+    result = load(file) or nothing
     if stopped and seconds < 60 * piece.limit:
         result |= {"status": INTERRUPTED, "error": "no time was left"}
-    elif stopped or process.returncode < 0 or result.get("status", RUNNING) == RUNNING:
+    elif stopped or process.returncode < 0 or is_unfinished(result):
         error = f"stopped after {seconds:.0f} s" if stopped else f"exit code {process.returncode}"
         result |= {"status": FAILED, "error": error}
     if result["status"] == FAILED:

@@ -3,6 +3,7 @@
 Many of the variants are those of benchmarks/fidelity.py, which trains models of 344,000 parameters.
 """
 
+import functools
 import importlib
 import tempfile
 import time
@@ -48,7 +49,7 @@ def fidelity(out: Result) -> None:
                 out.add(variant=name, error="left out, for lack of time")
                 continue
             start = time.monotonic()
-            out.add(variant=name, **train(changes, data))
+            out.measure(functools.partial(train, changes, data), variant=name)
             longest = max(longest, time.monotonic() - start)
 
 

@@ -20,6 +20,10 @@ def main() -> int:
         traceback.print_exc()
         result.write(FAILED, error=f"{type(error).__name__}: {error}"[:2000])
         return 1
+    errors = [row["error"] for row in result.rows if isinstance(row.get("error"), str)]
+    if errors and len(errors) == len(result.rows):
+        result.write(FAILED, error=f"every row failed: {errors[0]}")
+        return 1
     result.write(DONE)
     return 0
 

@@ -113,7 +113,7 @@ def render(results: Results) -> str:
         return "nothing is measured yet"
     everything, newest = results, max(results.values(), key=lambda result: result.get("start", ""))
     results = {name: r for name, r in results.items() if is_of(r, newest["device"])}
-    parts = [f"{header(newest)}\n\n{targets(results)}"]
+    parts = [f"{header(newest, commits(results))}\n\n{targets(results)}"]
     for title, (names, make) in SECTIONS.items():
         measured = {name: results[name] for name in names if name in results}
         if any(result["rows"] for result in measured.values()):
@@ -144,12 +144,17 @@ def section(name: str, results: Results) -> str:
     return make(results) if results[name]["rows"] else ""
 
 
-def header(result: dict[str, Any]) -> str:
+def commits(results: Results) -> str:
+    """Of all results, which several calls may have measured; the first digits of each, and -dirty."""
+    found = dict.fromkeys(result.get("commit") or "unknown" for result in results.values())
+    return ", ".join(re.sub(r"^(\w{12})\w+", r"\1", commit) for commit in found)
+
+
+def header(result: dict[str, Any], commits: str) -> str:
     device, versions = result["device"], result.get("versions", {})
     named = ", ".join(f"{name} {versions[name]}" for name in ("jax", "flax", "maxlp") if name in versions)
     sizes = " Tiny sizes: these numbers say only that everything runs." if device["tiny"] else ""
-    commit = re.sub(r"^(\w{12})\w+", r"\1", result.get("commit") or "unknown")  # -dirty stays
-    return f"{result.get('start', '')[:10]}, {device['kind']}, {named}, commit {commit}.{sizes}"
+    return f"{result.get('start', '')[:10]}, {device['kind']}, {named}, commit {commits}.{sizes}"
 
 
 def smoke(results: Results) -> str:
@@ -218,10 +223,12 @@ def quantizers(results: Results) -> str:
     lines = [
         (
             r.get("recipe", r["what"]),
-            f"{r.get('ms', 0):.3f}",
+            f"{r['ms']:.3f}" if "ms" in r else "",
             f"{r['bytes_per_second'] / 1e12:.3g}",
             percent(r),
         )
+        if "error" not in r
+        else (r["recipe"], "refused", r["error"][:40], "")
         for r in rows(results, "quantizers")
     ]
     return table(("input quantized for", "ms", "TB/s", "of a copy"), lines)
@@ -261,24 +268,26 @@ def matmuls(results: Results) -> str:
 
 
 def contrastive(results: Results) -> str:
-    lines = [
-        (f"{r['pairs']:,}", str(r["width"]), r["method"], f"{r['ms']:.1f}", f"{r['temporaries'] / GIB:.2f}")
-        for r in rows(results, "contrastive")
-    ]
+    lines = []
+    for r in rows(results, "contrastive"):
+        case = f"{r['pairs']:,}", str(r["width"]), r["method"]
+        if "error" in r:
+            lines.append((*case, "refused", r["error"][:40]))
+        else:
+            lines.append((*case, f"{r['ms']:.1f}", f"{r['temporaries'] / GIB:.2f}"))
     return table(("pairs", "width", "method", "ms", "temporaries, GiB"), lines)
 
 
 def fidelity(results: Results) -> str:
     lines = []
     for name in results:
-        base = None
+        losses = {r["variant"]: r.get("validation_loss") for r in rows(results, name)}
+        base = losses.get("bf16")
         for r in rows(results, name):
-            if "error" in r:
-                lines.append((name, r["variant"], r["error"], ""))
-                continue
-            base = base or r["validation_loss"]
-            loss = r["validation_loss"]
-            lines.append((name, r["variant"], f"{loss:.4f}", f"{loss - base:+.4f}"))
+            loss = losses[r["variant"]]
+            measured = r["error"][:40] if loss is None else f"{loss:.4f}"
+            difference = "" if loss is None or base is None else f"{loss - base:+.4f}"
+            lines.append((name, r["variant"], measured, difference))
     return table(("model", "variant", "validation loss", "- bf16"), lines)
 
 

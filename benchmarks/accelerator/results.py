@@ -7,6 +7,8 @@ import datetime
 import os
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,9 @@ class Result:
             "start": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
         self._started = time.monotonic()
-        self.write(RUNNING)
+        self._earlier = rows_of_the_same(load(path(folder, name)), self._header)
+        if not self._earlier:
+            self.write(RUNNING)
 
     @property
     def seconds_left(self) -> float:
@@ -59,6 +63,21 @@ class Result:
         self.rows.append(values)
         self.write(RUNNING)
         print({key: value for key, value in values.items() if not isinstance(value, list)}, flush=True)
+
+    def measure(self, function: Callable[[], dict[str, Any]], **names: Any) -> dict[str, Any]:
+        """Adds and returns a row: its names and what a function measures, or else the function's error.
+
+        An error leaves the other rows. A row of these names that an interrupted attempt has is taken over.
+        """
+        row = next((row for row in self._earlier if row.items() >= names.items()), None)
+        if row is None:
+            try:
+                row = names | function()
+            except Exception as error:  # such as a kernel that this device refuses, or no memory left
+                traceback.print_exception(error)
+                row = names | {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
+        self.add(**row)
+        return row
 
     def write(self, status: str, **more: Any) -> None:
         taken = round(time.monotonic() - self._started, 1)
@@ -75,6 +94,19 @@ def path(folder: Path, name: str) -> Path:
 def load(file: Path) -> dict[str, Any]:
     """A result; {} if there is none."""
     return read_json(file, remedy="delete it") or {}
+
+
+def is_unfinished(result: dict[str, Any]) -> bool:
+    """Whether a result is of an attempt that was interrupted."""
+    return result.get("status") in (RUNNING, INTERRUPTED)
+
+
+def rows_of_the_same(result: dict[str, Any], header: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of an interrupted attempt, if it was of the same code, versions and device."""
+    same = all(result.get(key) == header[key] for key in ("commit", "versions", "device"))
+    if not same or not header["commit"] or header["commit"].endswith("-dirty"):
+        return []
+    return result["rows"] if is_unfinished(result) else []
 
 
 def is_of(result: dict[str, Any], device: dict[str, Any]) -> bool:

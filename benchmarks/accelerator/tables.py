@@ -70,17 +70,22 @@ def normal(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
 # --- what the device reaches ----------------------------------------------------------------------------
 
 
-def copy_bandwidth(tiny: bool) -> float:
-    """Bytes per second of a copy, read and written."""
+def copy_bandwidth(tiny: bool) -> dict[str, float]:
+    """Of a copy, read and written."""
     x = normal(2**16 if tiny else 2**29)  # 1 GiB
-    return 2 * x.nbytes / median_seconds(compiled(jnp.negative, x), x)
+    return {"bytes_per_second": 2 * x.nbytes / median_seconds(compiled(jnp.negative, x), x)}
 
 
-def matmul_rate(tiny: bool) -> float:
+def measure_square(out: Result) -> float:
     """FLOP/s of a square matmul."""
+    return out.measure(functools.partial(matmul_rate, out.tiny), what="matmul 8192³, bfloat16")["flops"]
+
+
+def matmul_rate(tiny: bool) -> dict[str, float]:
     n = 128 if tiny else 8192
     a, b = (normal(n, n) for _ in range(2))
-    return 2 * n**3 / median_seconds(compiled(functools.partial(multiply, dtype=jnp.bfloat16), a, b), a, b)
+    multiply_both = functools.partial(multiply, dtype=jnp.bfloat16)
+    return {"flops": 2 * n**3 / median_seconds(compiled(multiply_both, a, b), a, b)}
 
 
 def multiply(a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
@@ -92,19 +97,19 @@ def multiply(a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
 
 def quantizers(out: Result) -> None:
     """Each kind of scale on an activation: bytes that must move at least, over time."""
-    bandwidth = copy_bandwidth(out.tiny)
-    out.add(what="copy", bytes_per_second=bandwidth)
+    bandwidth = out.measure(functools.partial(copy_bandwidth, out.tiny), what="copy")["bytes_per_second"]
     tokens, width = (256, 128) if out.tiny else (16384, 14336)
     x, history = normal(tokens, width), jnp.float32(4.0)
     for name in ("fp8_delayed", "fp8_current", "fp8_rowwise", "int8_all", "mxfp8"):
-        recipe = in_training(name)
-        assert recipe.fwd is not None
-        function = functools.partial(quantize_input, recipe)
-        seconds = median_seconds(compiled(function, x, history), x, history)
-        needed = x.nbytes + x.size  # 16 bits read and 8 written
-        rate = needed / seconds
-        row = dict(recipe=name, ms=1e3 * seconds, bytes_per_second=rate, share=rate / bandwidth)
-        out.add(what="quantize", shape=[tokens, width], **row)
+        measure = functools.partial(quantizer, name, x, history, bandwidth)
+        out.measure(measure, what="quantize", shape=[tokens, width], recipe=name)
+
+
+def quantizer(name: str, x: jax.Array, history: jax.Array, bandwidth: float) -> dict[str, Any]:
+    function = functools.partial(quantize_input, in_training(name))
+    seconds = median_seconds(compiled(function, x, history), x, history)
+    rate = (x.nbytes + x.size) / seconds  # 16 bits read and 8 written
+    return dict(ms=1e3 * seconds, bytes_per_second=rate, share=rate / bandwidth)
 
 
 def in_training(name: str) -> Recipe:
@@ -187,32 +192,28 @@ def attention_flops(case: Case) -> float:
 
 def time_attention(out: Result) -> None:
     """Every kernel that takes a case: forward, and forward with backward."""
-    rate = matmul_rate(out.tiny)
-    out.add(what="matmul 8192³, bfloat16", flops=rate)
+    rate = measure_square(out)
     for case in attention_cases(out.tiny):
         for name in attention_kernels(case):
-            out.add(**attention_row(name, case, rate))
+            measure = functools.partial(measure_attention, name, case, rate)
+            out.measure(measure, what="attention", kernel=name, case=case.name)
 
 
-def attention_row(name: str, case: Case, rate: float) -> dict[str, Any]:
+def measure_attention(name: str, case: Case, rate: float) -> dict[str, Any]:
     shapes = [
         (case.batch, case.length, heads, case.head_dim) for heads in (case.heads, *[case.kv_heads] * 2)
     ]
     inputs = [normal(*shape) for shape in (shapes[0], *shapes)]  # the first is the gradient of the output
     ids = segment_ids(case) if case.documents else None
     attend = functools.partial(attention.kernel(name), causal=case.causal, segment_ids_BS=ids)
-    row: dict[str, Any] = dict(what="attention", kernel=name, case=case.name)
     with jax.set_mesh(sharding.make_mesh(devices=jax.devices()[:1])):
-        try:
-            forward, whole = compiled(attend, *inputs[1:]), compiled(with_gradients(attend), *inputs)
-            seconds = [median_seconds(forward, *inputs[1:]), median_seconds(whole, *inputs)]
-        except Exception as error:  # a kernel that this device refuses leaves the others
-            return row | {"error": f"{type(error).__name__}: {error}"[:300]}
+        forward, whole = compiled(attend, *inputs[1:]), compiled(with_gradients(attend), *inputs)
+        seconds = [median_seconds(forward, *inputs[1:]), median_seconds(whole, *inputs)]
     flops = attention_flops(case)  # the backward pass does 2.5 times as much
     rates = flops / seconds[0], 3.5 * flops / seconds[1]
     shares = [one / rate for one in rates]
     temporaries = whole.memory_analysis().temp_size_in_bytes
-    return row | dict(ms=[1e3 * s for s in seconds], flops=rates, shares=shares, temporaries=temporaries)
+    return dict(ms=[1e3 * s for s in seconds], flops=rates, shares=shares, temporaries=temporaries)
 
 
 # --- matmuls --------------------------------------------------------------------------------------------
@@ -232,38 +233,41 @@ GEMM_RECIPES = "bf16", "fp8_current", "int8_all"  # one of each kind of operands
 
 def matmuls(out: Result) -> None:
     """The three matmuls of each layer alone; then layers and SwiGLU blocks with their quantization."""
-    rates = {"bf16": matmul_rate(out.tiny)}
-    out.add(what="matmul 8192³, bfloat16", flops=rates["bf16"])
+    rate = measure_square(out)
     shapes = TINY_SHAPES if out.tiny else SHAPES
     for where, size in shapes.items():
         for name in GEMM_RECIPES:
             for which in ("fwd", "dlhs", "drhs"):
-                add(out, rates["bf16"], which, where, name, gemm(precision.make_recipe(name), which, *size))
+                recipe = precision.make_recipe(name)
+                measure = functools.partial(measure_matmuls, rate, gemm, recipe, which, *size)
+                out.measure(measure, what=which, layer=where, recipe=name)
     recipes = [name for name in precision.RECIPES if name != "simulate"]
     for name in recipes[:3] if out.tiny else recipes:
         recipe = in_training(name)
-        for where in shapes.keys() & set(LAYERS):
-            add(out, rates["bf16"], "layer", where, name, layer(recipe, *shapes[where]))
+        for where in filter(shapes.__contains__, LAYERS):
+            measure = functools.partial(measure_matmuls, rate, layer, recipe, *shapes[where])
+            out.measure(measure, what="layer", layer=where, recipe=name)
         block = (256, 128, 256) if out.tiny else SHAPES["gate, up"]
-        add(out, rates["bf16"], "block", "SwiGLU", name, swiglu(recipe, *block))
+        measure = functools.partial(measure_matmuls, rate, swiglu, recipe, *block)
+        out.measure(measure, what="block", layer="SwiGLU", recipe=name)
 
 
 Work = tuple[Callable[..., Any], tuple, float]  # a function, its arguments and its FLOPs
 
 
-def add(out: Result, rate: float, what: str, where: str, recipe: str, work: Work) -> None:
-    function, args, flops = work
-    row = dict(what=what, layer=where, recipe=recipe)
-    try:
-        with jax.set_mesh(sharding.make_mesh(devices=jax.devices()[:1])):
-            done = compiled(function, *args)
-        seconds = median_seconds(done, *args)
-    except Exception as error:  # a matmul that this device refuses leaves the others
-        out.add(**row, error=f"{type(error).__name__}: {error}"[:300])
-        return
+def measure_matmuls(rate: float, make: Callable[..., Work], *args: Any) -> dict[str, Any]:
+    function, operands, flops = make(*args)
+    with jax.set_mesh(sharding.make_mesh(devices=jax.devices()[:1])):
+        done = compiled(function, *operands)
+    seconds = median_seconds(done, *operands)
     types = " ".join(f"{n}×{kind}" for kind, n in sorted(matmul_types(done.as_text() or "").items()))
-    row |= dict(ms=1e3 * seconds, flops=flops / seconds, share=flops / seconds / rate)
-    out.add(**row, matmuls=types or "in fusions", temporaries=done.memory_analysis().temp_size_in_bytes)
+    return dict(
+        ms=1e3 * seconds,
+        flops=flops / seconds,
+        share=flops / seconds / rate,
+        matmuls=types or "in fusions",
+        temporaries=done.memory_analysis().temp_size_in_bytes,
+    )
 
 
 def gemm(recipe: Recipe, which: str, tokens: int, inputs: int, outputs: int) -> Work:
@@ -325,10 +329,11 @@ def contrastive(out: Result) -> None:
     for pairs in (256,) if out.tiny else (32768, 131072):
         for width in (64,) if out.tiny else (512, 1024):
             for method in ("plain", "tiled") if pairs <= 32768 else ("tiled",):
-                out.add(**contrastive_row(pairs, width, method))
+                measure = functools.partial(measure_contrastive, pairs, width, method)
+                out.measure(measure, pairs=pairs, width=width, method=method)
 
 
-def contrastive_row(pairs: int, width: int, method: str) -> dict[str, Any]:
+def measure_contrastive(pairs: int, width: int, method: str) -> dict[str, Any]:
     config = ContrastiveConfig(kind="softmax", method=method)
     image, text = (
         x / jnp.linalg.norm(x, axis=1, keepdims=True) for x in normal(2, pairs, width, dtype=jnp.float32)
@@ -342,7 +347,4 @@ def contrastive_row(pairs: int, width: int, method: str) -> dict[str, Any]:
         done = compiled(jax.value_and_grad(loss, argnums=(0, 1, 2)), *args)
         seconds = median_seconds(done, *args, rounds=3)
     temporaries = done.memory_analysis().temp_size_in_bytes
-    value = float(done(*args)[0])
-    return dict(
-        pairs=pairs, width=width, method=method, ms=1e3 * seconds, temporaries=temporaries, loss=value
-    )
+    return dict(ms=1e3 * seconds, temporaries=temporaries, loss=float(done(*args)[0]))

@@ -28,7 +28,7 @@ from maxlp.data import fingerprint
 from maxlp.data.readers import BrokenExample
 from maxlp.data.sources import Source
 from maxlp.data.specs import import_extra, one_line
-from maxlp.data.tokenizers import CHAT_TEMPLATE, TOKENIZER_CONFIG, Tokenizer, as_str
+from maxlp.data.tokenizers import CHAT_TEMPLATE, Tokenizer, as_str, read_config, special_names
 
 if TYPE_CHECKING:
     from maxlp.data.text import TextDataConfig
@@ -345,18 +345,10 @@ def _read_template(tokenizer: Tokenizer) -> tuple[str, dict[str, str]]:
     """The template of a tokenizer, and the special tokens that it uses by name (`bos_token`, …)."""
     names = {i: name for name, i in tokenizer.specials.items()}
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
-    variables: dict[str, Any] = {key: names.get(i) for key, i in ids.items()}
-    template: Any = None
-    if data := tokenizer.files.get(TOKENIZER_CONFIG):
-        try:
-            config = dict(json.loads(data))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"its {TOKENIZER_CONFIG} is damaged ({one_line(error)})") from None
-        tokens = {key: value for key, value in config.items() if key.endswith("_token")}
-        variables |= {key: v.get("content") if isinstance(v, dict) else v for key, v in tokens.items()}
-        template = config.get("chat_template")
-        if isinstance(template, list):
-            template = {each.get("name"): each.get("template") for each in template}.get("default")
+    config = read_config(tokenizer.files)
+    template: Any = config.get("chat_template")
+    if isinstance(template, list):
+        template = {each.get("name"): each.get("template") for each in template}.get("default")
     if data := tokenizer.files.get(CHAT_TEMPLATE):
         template = data.decode(errors="replace")
     if not isinstance(template, str):
@@ -364,7 +356,8 @@ def _read_template(tokenizer: Tokenizer) -> tuple[str, dict[str, str]]:
             f"it has no chat template; put a {CHAT_TEMPLATE} beside it, or add ?chat_template=FILE, or"
             " ?chat_template=plain for a simple one, to data.tokenizer"
         )
-    return template, {key: value for key, value in variables.items() if isinstance(value, str)}
+    own = {key: names[i] for key, i in ids.items() if i in names and key not in config}
+    return template, own | special_names(config)  # a token that is null there has no name
 
 
 @functools.lru_cache(maxsize=8)

@@ -273,7 +273,7 @@ def configure(
             )
         if recorded is None:
             model = _with_vocabulary(model, swap, overrides)
-    section = _joined(model, c.model.to_dict(), overrides, source)
+    section = joined_model(model, c.model.to_dict(), overrides, f"--from={source}")
     c = c.copy_and_resolve_references()
     with c.unlocked():
         c.model, c.train.init_from = ConfigDict(section), spec
@@ -291,11 +291,22 @@ def _recorded(workdir: Path) -> ConfigDict | None:
     return c if c.get("train", {}).get("init_from") else None
 
 
-def _joined(theirs: dict, given: dict, overrides: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The model of the weights, with those keys of a config that do not depend on weights."""
+def joined_model(
+    theirs: Mapping[str, Any], given: Mapping[str, Any], overrides: Mapping[str, Any], source: str
+) -> dict[str, Any]:
+    """The model of weights, with those keys of a config that do not depend on weights.
+
+    Args:
+      theirs, given: sections ``model``.
+      overrides: keys and values that were set on the command line.
+      source: the flag that names the weights, and its value.
+
+    Raises:
+      ConfigError: a model of another family, or a flag that contradicts the weights.
+    """
     if theirs["name"] != given["name"]:
         raise ConfigError(
-            f"--from={source} holds a {theirs['name']}, but config.model.name={given['name']}; choose one "
+            f"{source} holds a {theirs['name']}, but config.model.name={given['name']}; choose one "
             f"with --config={theirs['name']}/..."
         )
     config = {"model": given}
@@ -307,7 +318,7 @@ def _joined(theirs: dict, given: dict, overrides: Mapping[str, Any], source: str
             continue
         if fixed.get(key) != values.get(key):
             raise ConfigError(
-                f"config.{key}={values.get(key)!r} contradicts --from={source}, which has "
+                f"config.{key}={values.get(key)!r} contradicts {source}, which has "
                 f"{fixed.get(key)!r}; drop the flag"
             )
     joined = {k: v for k, v in theirs.items() if changes.is_fixed(f"model.{k}", config)}

@@ -86,14 +86,14 @@ def saved_tokenizer(spec: str, workdir: Path) -> str:
     path, _, options = spec.partition("?")
     state = saved_data_state(workdir)
     trained_with = (state or {}).get("settings", {}).get("tokenizer")  # none in imported weights
+    found = [p for p in (workdir / name for name in FILES) if p.exists()]
     if path == "bytes":
-        if trained_with not in (None, "bytes"):
+        if trained_with not in (None, "bytes") or (trained_with is None and found):
             raise ConfigError(
                 f"config.data.tokenizer=bytes is not the tokenizer that {workdir} was trained with; give "
                 "the run's own"
             )
         return "bytes"
-    found = [p for p in (workdir / name for name in FILES) if p.exists()]
     if not found:
         missing = f"{workdir} has no {' or '.join(FILES)}"
         reason = "it holds no run" if state is None else "put back the file that the run was trained with"

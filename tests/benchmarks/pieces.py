@@ -24,5 +24,10 @@ def hangs(out: Result) -> None:
     time.sleep(600)
 
 
+def every_row_fails(out: Result) -> None:
+    for n in range(2):
+        out.measure(lambda: 1 / 0, n=n)
+
+
 def dies(out: Result) -> None:
     os.abort()

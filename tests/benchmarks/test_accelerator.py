@@ -18,7 +18,7 @@ import pytest
 from benchmarks.accelerator import __main__ as campaign
 from benchmarks.accelerator import report
 from benchmarks.accelerator.__main__ import Piece
-from benchmarks.accelerator.results import DONE, FAILED, INTERRUPTED, LEFT_OUT, RUNNING, load, path
+from benchmarks.accelerator.results import DONE, FAILED, INTERRUPTED, LEFT_OUT, RUNNING, Result, load, path
 from maxlp.parallel import sharding
 from maxlp.planning import search, topologies
 from maxlp.run.settings import read
@@ -92,7 +92,10 @@ def test_predictions_are_compared_with_what_was_measured():
 def test_a_report_of_a_part_names_what_is_missing_and_why():
     assert report.render({}) == "nothing is measured yet"
     failed = {"status": FAILED, "device": CPU, "rows": [], "error": "ValueError: no"}
-    told = report.render(of_device(CPU, **{"8b_fp8": steps(7.0)}) | {"torch_8b_fp8": failed})
+    measured = of_device(CPU, **{"8b_fp8": steps(7.0)})
+    measured["8b_fp8"]["commit"] = 40 * "a"
+    told = report.render(measured | {"torch_8b_fp8": failed})
+    assert "commit aaaaaaaaaaaa, unknown." in told.splitlines()[0]
     assert "### Llama 8B, and PyTorch" in told and "### Quantizers" not in told
     assert "| torch_8b_fp8 | failed | ValueError: no |" in told
 
@@ -163,6 +166,43 @@ def test_the_end_of_the_campaign_ends_its_piece(tmp_path, number):
 
 def children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def test_an_interrupted_piece_goes_on_after_its_last_row(tmp_path, monkeypatch):
+    (tmp_path / "device.json").write_text(json.dumps(H200))
+    calls = []
+
+    def attempt(limit: int, commit: str = "1234567890abcdef") -> Result:
+        """Measures rows until this many are there; the file stays as an interruption leaves it."""
+        monkeypatch.setattr("benchmarks.accelerator.results.git_revision", lambda: commit)
+        out = Result("piece", tmp_path, 60)
+        for n in range(limit):
+            out.measure(lambda n=n: calls.append(n) or {"value": 1 / (n - 1)}, shape=[n, 1], n=n)
+        return out
+
+    attempt(2)
+    Result("piece", tmp_path, 60)  # stopped before it came to its first row
+    out = attempt(3)
+    assert calls == [0, 1, 2] and out.rows[1]["error"] == "ZeroDivisionError: division by zero"
+    assert load(path(tmp_path, "piece"))["rows"] == out.rows and [row["n"] for row in out.rows] == [0, 1, 2]
+    attempt(1, "of other code")
+    assert calls.pop() == 0
+    for _ in range(2):
+        attempt(1, "1234567890abcdef-dirty")
+    assert calls == [0, 1, 2, 0, 0]
+    attempt(1).write(DONE)
+    attempt(1)  # --again
+    assert calls == [0, 1, 2, 0, 0, 0, 0]
+
+
+def test_a_piece_without_a_measurement_has_failed(tmp_path):
+    (tmp_path / "device.json").write_text(json.dumps(H200))
+    command = [sys.executable, "-m", "benchmarks.accelerator.piece", "piece"]
+    command += ["tests.benchmarks.pieces:every_row_fails", str(tmp_path), "60"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 1
+    failed = load(path(tmp_path, "piece"))
+    assert failed["status"] == FAILED and len(failed["rows"]) == 2
+    assert failed["error"] == "every row failed: ZeroDivisionError: division by zero"
 
 
 def test_every_piece_has_a_section():
@@ -269,7 +309,6 @@ def test_a_piece_that_the_end_of_the_minutes_stops_is_repeated(tmp_path, monkeyp
 def test_other_settings_are_searched_only_for_a_run_that_does_not_fit(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from benchmarks.accelerator import training_runs
-    from benchmarks.accelerator.results import Result
 
     memories, measured = [], []
 
@@ -310,7 +349,6 @@ def test_a_gpu_that_jax_does_not_find_is_no_cpu_run(monkeypatch):
 def test_kernels_and_runs_that_fail_leave_the_others(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from benchmarks.accelerator import checks
-    from benchmarks.accelerator.results import Result
 
     def refuses(*_):
         raise NotImplementedError("not on\nthis device")

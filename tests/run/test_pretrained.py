@@ -158,7 +158,7 @@ def test_what_acts_in_training_comes_from_the_config_file(folder, tmp_path):
     assert model.qk_clip == 100.0 and model.init_std != 0.5
     images = changed(load("debug", family="clip"), {"model.visual.patch_dropout": 0.5})
     weights = load("debug", family="clip").model.to_dict()
-    joined = pretrained._joined(weights, images.model.to_dict(), {}, "weights")
+    joined = pretrained.joined_model(weights, images.model.to_dict(), {}, "weights")
     assert joined["visual"] == weights["visual"] | {"patch_dropout": 0.5}
 
 

@@ -9,7 +9,8 @@
     hf:ORG/NAME, hf:ORG/NAME@REVISION      the same files of a repository of the Hugging Face Hub
 
 The ids of the beginning-of-document, end-of-document and padding tokens are found by their usual
-names; other names are given as `tokenizer.json?bos=<start>&eos=<stop>&pad=<pad>`.
+names, or else by those in the `tokenizer_config.json` beside the file; others are given as
+`tokenizer.json?bos=<start>&eos=<stop>&pad=<pad>`.
 
 What is beside a file, `tokenizer_config.json` and `chat_template.jinja`, belongs to the tokenizer;
 `tokenizer.json?chat_template=FILE` names another chat template, and `?chat_template=plain` a simple one.
@@ -19,11 +20,14 @@ become ordinary tokens. Bytes that are not UTF-8 become U+FFFD, except in the by
 keeps every byte; so that nothing is lost in silence, `data.sources` refuses such texts for the others.
 """
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pkgutil import resolve_name
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -131,11 +135,13 @@ def make_tokenizer(spec: str) -> Tokenizer:
         if path.startswith("bpe:"):
             hint += "; train a BPE with `python -m maxlp.prepare text --train_tokenizer=VOCAB`"
         raise ValueError(f"tokenizer {spec!r}: no such file; give {hint}")
+    beside = _files_beside(path, template)
     try:
-        made: Tokenizer = resolve_name(KINDS[_kind(path, data)])(data, **options)
+        named = special_names(read_config(beside))
+        made: Tokenizer = resolve_name(KINDS[_kind(path, data)])(data, **options, named=named)
     except ValueError as error:
         raise ValueError(f"tokenizer {path}: {one_line(error)}") from None
-    made.files |= _files_beside(path, template)
+    made.files |= beside
     return made
 
 
@@ -148,6 +154,25 @@ def _files_beside(path: str, template: str | None) -> dict[str, bytes]:
         with open(os.path.expanduser(template), "rb") as file:
             beside[CHAT_TEMPLATE] = file.read()
     return {name: data for name, data in beside.items() if data is not None}
+
+
+def read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """The `tokenizer_config.json` among the files of a tokenizer; {} if there is none.
+
+    Raises:
+      ValueError: it is damaged.
+    """
+    try:
+        return dict(json.loads(files.get(TOKENIZER_CONFIG, b"{}")))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"its {TOKENIZER_CONFIG} is damaged ({one_line(error)})") from None
+
+
+def special_names(config: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens that a `tokenizer_config.json` names, as in `bos_token` -> `<s>`."""
+    values = {key: value for key, value in config.items() if key.endswith("_token")}
+    names = {key: v.get("content") if isinstance(v, dict) else v for key, v in values.items()}
+    return {key: name for key, name in names.items() if isinstance(name, str)}
 
 
 def _read(path: str) -> bytes | None:
@@ -197,8 +222,9 @@ def find_specials(
     bos: str | None,
     eos: str | None,
     pad: str | None,
+    named: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[int, int, int]:
-    """The ids of bos, eos and pad; where a name is None, the usual names are tried.
+    """The ids of bos, eos and pad; where a name is None, the usual names are tried, then `special_names`.
 
     Raises:
       ValueError: there is no token of a given name, or no eos.
@@ -208,7 +234,10 @@ def find_specials(
         if given is not None:
             found = token_to_id(given)
         else:
-            found = next((specials[name] for name in usual if name in specials), default)
+            found = next((specials[name] for name in usual if name in specials), None)
+            if found is None and f"{key}_token" in named:
+                found = token_to_id(named[f"{key}_token"])
+            found = default if found is None else found
         if found is None:
             missing = f"no token {given!r} for {key}" if given else f"no {key} token of a usual name"
             names = ", ".join(list(specials)[:8]) or "none"

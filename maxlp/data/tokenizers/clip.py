@@ -8,6 +8,7 @@ a text exactly. `?pad=!` pads as OpenAI and open_clip do, with id 0.
 import gzip
 import html
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -38,11 +39,13 @@ class ClipTokenizer(HuggingFaceTokenizer):
         raise ValueError("bits per byte need a tokenizer that keeps white space and case, not CLIP's")
 
 
-def from_merges(
-    data: bytes, bos: str | None = None, eos: str | None = None, pad: str | None = None
-) -> ClipTokenizer:
-    """The tokenizer of OpenAI's list of merges, `bpe_simple_vocab_16e6.txt.gz` or unpacked."""
-    return ClipTokenizer(tokenizer_json(data), bos, eos, pad)
+def from_merges(data: bytes, **names: Any) -> ClipTokenizer:
+    """The tokenizer of OpenAI's list of merges, `bpe_simple_vocab_16e6.txt.gz` or unpacked.
+
+    Args:
+      names: `bos`, `eos`, `pad` and `named` of `find_specials`.
+    """
+    return ClipTokenizer(tokenizer_json(data), **names)
 
 
 def tokenizer_json(data: bytes) -> bytes:

@@ -3,8 +3,9 @@
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,15 @@ from maxlp.data.tokenizers import Tokenizer, as_str, find_specials, ids_below, p
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json`. It has `byte_lengths` if it is byte-level or its tokens are `▁` pieces."""
 
-    def __init__(self, data: bytes, bos: str | None = None, eos: str | None = None, pad: str | None = None):
-        """Reads the bytes of a `tokenizer.json`; `bos`, `eos`, `pad` as in `find_specials`."""
+    def __init__(
+        self,
+        data: bytes,
+        bos: str | None = None,
+        eos: str | None = None,
+        pad: str | None = None,
+        named: Mapping[str, str] = MappingProxyType({}),
+    ):
+        """Reads the bytes of a `tokenizer.json`; the other arguments as in `find_specials`."""
         try:
             tok = tokenizers.Tokenizer.from_str(data.decode())
         except Exception as error:  # the library raises plain Exception
@@ -27,11 +35,12 @@ class HuggingFaceTokenizer(Tokenizer):
         tok.no_padding()
         tok.encode_special_tokens = True  # names of special tokens in a text are encoded as text
         self._tok = tok
-        self._args = (data, bos, eos, pad)
+        self._args = (data, bos, eos, pad, dict(named))
         self._added = tok.get_added_tokens_decoder()
         self.vocab_size = max(tok.get_vocab(with_added_tokens=True).values()) + 1
         self.specials = {token.content: i for i, token in self._added.items() if token.special}
-        self.bos_id, self.eos_id, self.pad_id = find_specials(self.specials, tok.token_to_id, bos, eos, pad)
+        ids = find_specials(self.specials, tok.token_to_id, bos, eos, pad, named)
+        self.bos_id, self.eos_id, self.pad_id = ids
         if bos is None and tok.encode("").ids == [self.eos_id]:
             self.bos_id = self.eos_id  # the file's own form of a text has no bos, as that of SigLIP 2
         self.fingerprint = hashlib.sha256(data).hexdigest()

@@ -1,8 +1,9 @@
 """SentencePiece `.model` files."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,15 @@ from maxlp.data.tokenizers import Tokenizer, as_str, find_specials, ids_below, p
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model. The character `▁` (U+2581) in a text is read as a space."""
 
-    def __init__(self, data: bytes, bos: str | None = None, eos: str | None = None, pad: str | None = None):
-        """Reads the bytes of a model; `bos`, `eos`, `pad` as in `find_specials`."""
+    def __init__(
+        self,
+        data: bytes,
+        bos: str | None = None,
+        eos: str | None = None,
+        pad: str | None = None,
+        named: Mapping[str, str] = MappingProxyType({}),
+    ):
+        """Reads the bytes of a model; the other arguments as in `find_specials`."""
         sentencepiece = import_extra("sentencepiece")
         if not data:  # SentencePiece takes it for a model without pieces
             raise ValueError("not a SentencePiece model (the file is empty)")
@@ -23,11 +31,12 @@ class SentencePieceTokenizer(Tokenizer):
             self._model = sentencepiece.SentencePieceProcessor(model_proto=data)
         except RuntimeError as error:
             raise ValueError(f"not a SentencePiece model ({one_line(error)})") from None
-        self._args = (data, bos, eos, pad)
+        self._args = (data, bos, eos, pad, dict(named))
         self.vocab_size = self._model.get_piece_size()
         pieces = {self._model.id_to_piece(i): i for i in range(self.vocab_size)}
         self.specials = {piece: i for piece, i in pieces.items() if self._model.is_control(i)}
-        self.bos_id, self.eos_id, self.pad_id = find_specials(self.specials, pieces.get, bos, eos, pad)
+        ids = find_specials(self.specials, pieces.get, bos, eos, pad, named)
+        self.bos_id, self.eos_id, self.pad_id = ids
         self.fingerprint = hashlib.sha256(data).hexdigest()
         self.files = {"tokenizer.model": data}
 

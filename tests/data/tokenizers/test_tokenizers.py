@@ -1,5 +1,6 @@
 """Properties of all tokenizers, and `make_tokenizer`."""
 
+import json
 import pickle
 
 import pytest
@@ -72,3 +73,22 @@ def test_a_file_without_special_tokens_needs_options(tmp_path):
     with pytest.raises(ValueError, match=r"no eos token of a usual name; .* none; set \?eos=TOKEN"):
         make_tokenizer(path)
     assert make_tokenizer(path + "?eos=b").bos_id == 1
+
+
+def test_unusual_special_tokens_are_those_of_the_tokenizer_config(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    path = str(tmp_path / "tokenizer.json")
+    tok = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    tok.add_special_tokens(["[EOS]", "[BOS]", "<pad>", "[PAD]"])
+    tok.save(path)
+    config = {"eos_token": {"content": "[EOS]"}, "bos_token": "[BOS]", "pad_token": "[PAD]"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    for made in (make_tokenizer(path), pickle.loads(pickle.dumps(make_tokenizer(path)))):
+        assert (made.eos_id, made.bos_id, made.pad_id) == (2, 3, 4)  # <pad> is a usual name
+    assert make_tokenizer(path + "?eos=b&pad=[PAD]").eos_id == 1
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": None}))
+    assert make_tokenizer(path).bos_id == 2
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer.json: its tokenizer_config.json is damaged"):
+        make_tokenizer(path)
