@@ -70,9 +70,7 @@ def define_flags() -> None:
     flags.DEFINE_float("budget", 0.1, "choose: share of the blocks' matmul FLOPs in high precision.")
     flags.DEFINE_string("out", None, "Folder of the results; DIR/lab by default.")
     flags.DEFINE_integer("top", 20, "All but predict: operands or tensors to print.", lower_bound=1)
-    flags.DEFINE_multi_string(
-        "other", [], "diff: SECTION.KEY=VALUE in which B differs from A."
-    )
+    flags.DEFINE_multi_string("other", [], "diff: SECTION.KEY=VALUE in which B differs from A.")
     flags.DEFINE_string("record", None, "diff: folder to write steps to, for --against.")
     flags.DEFINE_string("against", None, "diff: folder of steps that another version has recorded.")
     flags.DEFINE_integer("steps", 3, "diff: steps to compare; it ends at a difference.", lower_bound=1)

@@ -199,19 +199,23 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def gather_sequence(x_BSD: jax.Array) -> jax.Array:
-    """The residual stream as matmuls read it: every device of the tensor axis holds all positions."""
+    """A norm's output as matmuls read it: every device of the tensor axis holds all positions.
+
+    Where a norm is recomputed, XLA would gather its float32 values before they are rounded.
+    """
+    x_BSD = constrain(x_BSD, "batch", "act_seq", "act_embed")
     return constrain(x_BSD, "batch", "seq", "act_embed")
 
 
 def split_sequence(x_BSD: jax.Array) -> jax.Array:
     """The residual stream as norms and residuals use it: the tensor axis splits the positions.
 
-    With a context axis it is constrained like `gather_sequence` before, and so is its gradient. By default
-    XLA gathers positions over context: those of a matmul's input, because context also splits the dim of
-    its kernel that becomes the residual stream's, and both operands of a weight's gradient.
+    With a context axis it is constrained to "seq" before, and so is its gradient. By default XLA gathers
+    positions over context: those of a matmul's input, because context also splits the dim of its kernel
+    that becomes the residual stream's, and both operands of a weight's gradient.
     """
     if jax.sharding.get_abstract_mesh().shape.get("context", 1) > 1:
-        x_BSD = gather_sequence(x_BSD)
+        x_BSD = constrain(x_BSD, "batch", "seq", "act_embed")
     return constrain(x_BSD, "batch", "act_seq", "act_embed")
 
 
