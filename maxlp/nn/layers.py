@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlp.parallel.sharding import constrain, lookup
+from maxlp.parallel.sharding import constrain, lookup, split_gradient
 
 Axes = tuple[str | None, ...]
 Draw = Callable[[jax.Array, tuple[int, ...]], jax.Array]
@@ -175,7 +175,7 @@ class Linear(nnx.Module):
 def of_same_input(x: jax.Array, *linears: Linear) -> list[jax.Array]:
     """The output of each layer for the same ``x``, which quantizing ``dot_general``s quantize only once."""
     shared: dict = {}
-    return [linear(x, shared=shared) for linear in linears]
+    return [linear(split_gradient(x), shared=shared) for linear in linears]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -219,6 +219,27 @@ def split_sequence(x_BSD: jax.Array) -> jax.Array:
     return constrain(x_BSD, "batch", "act_seq", "act_embed")
 
 
+def split_gradient(x_BSD: jax.Array) -> jax.Array:
+    """What one of several matmuls reads: the tensor axis splits the positions of its part of the gradient.
+
+    The scales of quantized products keep XLA from adding the parts first; it would all-reduce each of them.
+    It does with a context axis too, beside which this constraint would gather positions.
+    """
+    axes = jax.sharding.get_abstract_mesh().shape
+    alone = axes.get("tensor", 1) > 1 and axes.get("context", 1) == 1
+    return _split_gradient(x_BSD) if alone else x_BSD
+
+
+@jax.custom_vjp
+def _split_gradient(x_BSD: jax.Array) -> jax.Array:
+    return x_BSD
+
+
+_split_gradient.defvjp(
+    lambda x_BSD: (x_BSD, None), lambda _, g_BSD: (constrain(g_BSD, "batch", "act_seq", "act_embed"),)
+)
+
+
 def split_chunks(x: jax.Array, n: int) -> jax.Array:
     """(B, S, …) in ``n`` chunks of the sequence, (n, P, B/b, S/s/n, …), of which each device has a part.
 

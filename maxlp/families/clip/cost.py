@@ -28,6 +28,7 @@ from maxlp.planning.cost_model import (
     matmul_flops,
     saves_attention,
     scatter_of_gradients,
+    scattered_itemsize,
     unsampled,
 )
 from maxlp.planning.hlo import Collective
@@ -164,8 +165,6 @@ def towers(settings: Settings, machine: Machine) -> tuple[Tower, Tower]:
     m, axes = settings.on(machine).model, machine.axes
 
     def tower(name: str, sizes: VisualConfig | TextConfig, positions: int, causal: bool) -> Tower:
-        attn, mlp = f"{name}/layers/attn", f"{name}/layers/mlp"
-        qkv = (f"{attn}/q_proj", f"{attn}/k_proj", f"{attn}/v_proj")
         return Tower(
             R=settings.device_rows(machine),
             S=positions,
@@ -183,9 +182,7 @@ def towers(settings: Settings, machine: Machine) -> tuple[Tower, Tower]:
             remat="block" if settings.train.release_gradients else m.remat,
             tile=TILES[machine.platform],
             frozen=settings.train.lora is not None,
-            unsampled=unsampled(
-                settings, qkv, (f"{attn}/o_proj",), (f"{mlp}/up_proj",), (f"{mlp}/down_proj",)
-            ),
+            unsampled=unsampled(settings, *_readers(name)),
         )
 
     return (
@@ -304,6 +301,13 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     return Work({dtype: n / devices for dtype, n in flops.items() if n}, moved, host)
 
 
+def _readers(name: str) -> list[tuple[str, ...]]:
+    """For each input of the matmuls of a block, the paths of those that read it."""
+    attn, mlp = f"{name}/layers/attn", f"{name}/layers/mlp"
+    qkv = tuple(f"{attn}/{one}_proj" for one in "qkv")
+    return [qkv, (f"{attn}/o_proj",), (f"{mlp}/up_proj",), (f"{mlp}/down_proj",)]
+
+
 def _matmul_widths(name: str, tower: Tower) -> dict[str, int]:
     """Path of each matmul of a block -> its dim besides D."""
     attn = {f"{name}/layers/attn/{one}_proj": tower.D for one in "qkvo"}
@@ -336,7 +340,10 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
         kind, size = scatter_of_gradients(settings, tower.D, widths, tower.a)
         ledger.add(kind, ("fsdp",), size, tower.L * summed)
         ledger.add("all-gather", ("tensor",), tower.x, (2 * forward + 2 + 2 * again) * tower.L * M)
-        ledger.add("reduce-scatter", ("tensor",), tower.x, (2 * forward + 2 + again) * tower.L * M)
+        qkv, out, up, down = _readers(name)
+        outputs = {out[0]: forward + again, down[0]: forward}
+        scattered = scattered_itemsize(settings, outputs, (qkv, up), tower.a)
+        ledger.add("reduce-scatter", ("tensor",), tower.x / tower.a * scattered, tower.L * M)
         ledger.add("all-reduce", ("data",), tower.L * weights / tower.shards, summed)
     ledger.add("all-to-all", ("fsdp",), text.x, (forward + (not text.frozen)) * M)
     embeddings = settings.model.text.vocab_size * text.D * 4 / text.t

@@ -31,10 +31,16 @@ from maxlp.planning.cost_model import (
     of_matrices,
     saves_attention,
     scatter_of_gradients,
+    scattered_itemsize,
     unsampled,
 )
 from maxlp.planning.hlo import Collective
 from maxlp.run.settings import Machine, Settings
+
+# Paths of the matmuls of a block, those that read the same input together.
+QKV = ("layers/attn/q_proj", "layers/attn/k_proj", "layers/attn/v_proj")
+GATE_UP = ("layers/mlp/gate_proj", "layers/mlp/up_proj")
+O, DOWN = "layers/attn/o_proj", "layers/mlp/down_proj"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,13 +156,7 @@ def sizes(s: Settings, machine: Machine) -> Sizes:
         schedule=m.pipeline.schedule(stages) if stages > 1 else Schedule(1, 1, 1),
         released=s.train.release_gradients,
         frozen=s.train.lora is not None,
-        unsampled=unsampled(
-            s,
-            ("layers/attn/q_proj", "layers/attn/k_proj", "layers/attn/v_proj"),
-            ("layers/attn/o_proj",),
-            ("layers/mlp/gate_proj", "layers/mlp/up_proj"),
-            ("layers/mlp/down_proj",),
-        ),
+        unsampled=unsampled(s, QKV, (O,), GATE_UP, (DOWN,)),
         qk_norm=m.qk_norm,
         # Released gradients keep the inputs of the blocks and recompute the rest.
         remat="block" if s.train.release_gradients else m.remat,
@@ -454,11 +454,9 @@ def offloaded(s: Sizes) -> float:
 
 def matmul_widths(s: Sizes) -> dict[str, int]:
     """Path of each matmul of a block -> its dim beside D."""
-    attn = {"q": s.N * s.H, "k": s.K * s.H, "v": s.K * s.H, "o": s.N * s.H}
-    mlp = {"gate": s.F, "up": s.F, "down": s.F}
-    return {f"layers/attn/{name}_proj": width for name, width in attn.items()} | {
-        f"layers/mlp/{name}_proj": width for name, width in mlp.items()
-    }
+    q, kv = s.N * s.H, s.K * s.H
+    paths = [*QKV, O, *GATE_UP, DOWN]
+    return dict(zip(paths, [q, kv, kv, q, s.F, s.F, s.F], strict=True))
 
 
 def traffic(s: Sizes, params: float, opt_state: float, again: int, square: float) -> float:
@@ -527,7 +525,8 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
         ledger.add("all-gather", ("context",), k * s.context * s.a, runs)
     ledger.add("collective-permute", ("context", "tensor") if turns else (), whole_x / s.t / 2, 4 * m)
     ledger.add("all-gather", ("tensor",), x, (4 + 2 * again) * runs)
-    ledger.add("reduce-scatter", ("tensor",), x, (4 + again) * runs)
+    scattered = scattered_itemsize(settings, {O: 1 + again, DOWN: 1}, (QKV, GATE_UP), s.a)
+    ledger.add("reduce-scatter", ("tensor",), x / s.a * scattered, runs)
     summed, exchange = (of_stage.L * weights + 2 * head) / s.shards, settings.precision.exchange
     local = settings.train.local
     steps = 1 if local is None else local.steps
