@@ -66,7 +66,9 @@ def show(workdir: str, spike: int | None = None, precision: str = "recipe") -> N
 
 def replay_spike(run: Run, spike: int, precision: str) -> None:
     recorded = read_record(run.workdir, spike)  # of steps that were undone since, for one
-    if spike > run.step + (run.setting("train", "log_every") or 0) and not recorded:
+    newest = run.step + (run.setting("train", "log_every") or 0)  # steps after the last record
+    newest = max(run.step, min(newest, run.setting("train", "total_steps") or newest))
+    if spike > newest and not recorded:
         raise ValueError(f"--spike={spike} is beyond the run, whose last record is of step {run.step}")
     from maxlp.run.replay import replay  # imports the training code
 

@@ -38,6 +38,8 @@ def test_errors_are_one_line(tmp_path):
         report.show(str(tmp_path / "missing"))
     with pytest.raises(ValueError, match="--spike=999 is beyond the run, whose last record is of step 400"):
         report.show(str(tmp_path), spike=999)
+    with pytest.raises(ValueError, match="--spike=401 is beyond the run, whose last record is of step 400"):
+        report.show(str(tmp_path), spike=401)  # within `log_every`, but the run ends at 400
     (tmp_path / "spikes").mkdir()
     (tmp_path / "spikes" / "998.json").write_text('{"step": 998}')
     with pytest.raises(ValueError, match="--precision=fp4 is unknown"):  # of steps that were rolled back

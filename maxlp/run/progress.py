@@ -19,11 +19,11 @@ class Progress:
     """
 
     def __init__(self, total_steps: int, step: int, done: float, *, fastest: float = 1.0) -> None:
-        self.total_steps, self.done = total_steps, done
-        self._step, self._fastest = step, fastest
+        self.total_steps, self.done, self._step, self._fastest = total_steps, done, step, fastest
 
     def __str__(self) -> str:
-        return f"{self.done:.0f} of {self.total_steps}"
+        counted = "" if self.done == self._step else f"{self._step}, which counts as "
+        return f"{counted}{self.done:.0f} of {self.total_steps}"
 
     @property
     def finished(self) -> bool:

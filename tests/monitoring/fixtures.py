@@ -159,7 +159,7 @@ def train_to_the_end(workdir: Path, config, bad=(), total=TOTAL_STEPS):
 CONFIG = {
     "model": {"name": "llama", "embed_dim": 128, "rope_scaling": None},
     "data": {"batch_size": 8, "seq_len": 256},
-    "train": {"total_steps": 400, "eval_batches": 10},
+    "train": {"total_steps": 400, "log_every": 10, "eval_batches": 10},
 }
 
 

@@ -27,6 +27,11 @@ def test_a_run_without_adascale_ends_after_its_steps():
     assert Progress(10, 10, 10.0).finished and not Progress(10, 9, 9.0).finished
 
 
+def test_a_count_that_is_not_the_step_is_named_beside_it():
+    assert str(Progress(10, 10, 10.0)) == "10 of 10"
+    assert str(Progress(6, 3, 8.7, fastest=4.0)) == "3, which counts as 9 of 6"
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_first_step_whose_count_reaches_the_total_is_the_last(seed):
     """With any gains in [1, S]; a resumed run ends at the same step; few steps wait for the device."""
