@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from maxlp.families import FAMILIES
 from maxlp.optim import OPTIMIZERS
 from tests.fixtures import Trainer, batch
 
@@ -36,7 +37,6 @@ ALLOWED: dict[str, set[str]] = {
     "planning": {"core", "families", "nn", "optim", "parallel", "precision", "run", "runtime"},
 }
 ALLOWED_IN_FAMILIES = {*ALLOWED} - {"monitoring", "optim"}
-FAMILIES = ("llama", "qwen3", "clip")
 BUILDS_ON = {"qwen3": {"llama"}}  # a family that holds only what differs from another one
 
 MAX_CLOSURE_LINES = 10_000  # of our code that `train` imports
@@ -189,6 +189,13 @@ assert train.main() == 0
 found = [m.__file__ for name, m in sys.modules.items() if name.startswith("maxlp") and m.__file__]
 print(json.dumps(found))
 """
+
+
+def test_the_documentation_gives_these_limits():
+    text = " ".join((ROOT / "docs" / "architecture.md").read_text().split())
+    assert f"imports about {round(MAX_LLAMA_LINES, -2):,} lines" in text
+    assert f"at most {MAX_FILES_TO_GRADIENT} files" in text
+    assert f"no function is longer than {MAX_FUNCTION_LINES} lines" in text
 
 
 def test_a_batch_reaches_the_gradient_through_few_files():

@@ -23,6 +23,7 @@ COMMANDS = {name for page in PAGES for name in re.findall(r"python -m maxlp\.(\w
 FOLDERS = "maxlp|configs|tests|tools|benchmarks|launch|docs"
 FILE = re.compile(rf"(?<![\w/])(?:{FOLDERS})/[\w/]+(?:\.(?:py|md|sh|json|yaml|txt|svg)\b|/(?=`))")
 TEST = re.compile(r"\b(test_\w+\.py)(?:::(\w+)(…?))?")
+DEFINED_IN = re.compile(r"`(\w+)`\s(?:of|in)\s`((?:maxlp|tests|tools)/[\w/]+\.py)`")
 NAME = re.compile(r"`(maxlp(?:\.\w+)+)`")
 
 
@@ -39,6 +40,17 @@ def test_what_a_page_names_exists(page):
         assert any(definition in one for one in found), f"{file}::{test}"
     for name in NAME.findall(text):
         pkgutil.resolve_name(name)  # raises if there is no such module or attribute
+
+
+def test_tables_that_take_an_entry_exist():
+    """`NAME` of `FILE`, and in CONTRIBUTING every other name in capitals."""
+    for page in PAGES:
+        for name, file in DEFINED_IN.findall(page.read_text()):
+            definition = re.compile(rf"^(?:def |class )?{name}\b", re.MULTILINE)
+            assert definition.search((ROOT / file).read_text()), f"{page.name}: {name} of {file}"
+    names = set(re.findall(r"`([A-Z_]{4,})`", (ROOT / "CONTRIBUTING.md").read_text()))
+    code = "\n".join(path.read_text() for path in [*ROOT.glob("maxlp/**/*.py"), *ROOT.glob("tests/*.py")])
+    assert names <= set(re.findall(r"^([A-Z_]{4,})\b", code, re.MULTILINE))
 
 
 def test_lists_of_configs_are_complete():
