@@ -12,6 +12,7 @@ from maxlp.data import sources
 from maxlp.families.clip.presets import CLIP_SIZES
 from maxlp.families.llama.presets import llama
 from maxlp.run import settings
+from maxlp.run.config import load_file
 from maxlp.run.presets import LOW_BIT, choose
 
 ROOT = Path(__file__).parent.parent
@@ -69,6 +70,13 @@ def test_sections_and_their_classes_are_those_of_the_code():
     for _, classes in rows:
         for name in re.findall(r"[\w.]+", classes):
             assert callable(pkgutil.resolve_name(f"maxlp.{name}"))
+
+
+def test_the_example_of_a_config_takes_choices(tmp_path):
+    (example,) = re.findall(r"^```python\n(.*?)^```", CONFIGS, re.MULTILINE | re.DOTALL)
+    (tmp_path / "mine.py").write_text(example)
+    s = settings.read(load_file(f"{tmp_path}/mine.py:optimizer=lion,precision=fp8_delayed"))
+    assert (s.optimizer.name, s.precision.recipe, s.model.embed_dim) == ("lion", "fp8_delayed", 512)
 
 
 def test_choices_and_sources_are_those_of_the_code():
