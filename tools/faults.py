@@ -2708,7 +2708,8 @@ COMMANDS = [
     *_in(
         "report.py",
         "test_report.py",
-        ("if spike > run.step + ", "if spike < run.step + "),
+        ("if spike > newest and", "if spike < newest and"),
+        ("min(newest, run.setting", "max(newest, run.setting"),
     ),
 ]
 
