@@ -26,6 +26,7 @@ class Run:
       info: `run.json`, which lists every start of the run.
       records: the records of `metrics.jsonl`, in order.
       checkpoints: what the directory of checkpoints holds, oldest step first.
+      spike_records: those of the spikes that the run recorded, in order.
     """
 
     workdir: Path
@@ -33,6 +34,7 @@ class Run:
     info: Mapping[str, Any]
     records: list[dict[str, Any]]
     checkpoints: list[checkpoint.StepInfo]
+    spike_records: list[dict[str, Any]]
 
     @property
     def starts(self) -> list[dict[str, Any]]:
@@ -93,9 +95,8 @@ class Run:
     @property
     def spikes(self) -> list[Spike]:
         """The spikes that the run recorded, or else those among its logged losses."""
-        recorded = recorded_spikes(self.workdir)
-        if recorded:
-            return [Spike(*(record[key] for key in Spike._fields)) for record in recorded]
+        if self.spike_records:
+            return [Spike(*(record[key] for key in Spike._fields)) for record in self.spike_records]
         return find_spikes(*self.series("train/loss"), self.spike_config)
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -124,6 +125,7 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
         info=_read_json(workdir / "run.json", starts=list),
         records=read_jsonl(workdir / "metrics.jsonl"),
         checkpoints=checkpoint.list_steps(workdir / "checkpoints"),
+        spike_records=recorded_spikes(workdir),
     )
 
 

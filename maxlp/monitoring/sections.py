@@ -16,7 +16,7 @@ import numpy as np
 
 from maxlp.monitoring.rollback import read_rollbacks
 from maxlp.monitoring.run_record import Run, counted, tail
-from maxlp.monitoring.spike_records import recorded_spikes, suspect
+from maxlp.monitoring.spike_records import suspect
 from maxlp.monitoring.spikes import Spike, count_predicted, find_rms_spikes
 from maxlp.runtime.writers import format_seconds
 
@@ -210,7 +210,7 @@ def _mfu_lines(run: Run) -> Lines:
 def spike_lines(run: Run, at_most: int = 10) -> Lines:
     """The spikes of the run, with the tensors behind them, and the rollbacks."""
     spikes = run.spikes
-    tensors = {record["step"]: _first_tensor(record) for record in recorded_spikes(run.workdir)}
+    tensors = {record["step"]: _first_tensor(record) for record in run.spike_records}
     lines = [(f"step {s.step:,}", _spike_text(s) + tensors.get(s.step, "")) for s in spikes[:at_most]]
     lines += [("", f"and {len(spikes) - at_most} more")] if len(spikes) > at_most else []
     lines += _lead_lines(run, spikes)

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from absl import logging
+
 from maxlp.monitoring import statistics
 from maxlp.runtime.files import read_json
 
@@ -63,6 +65,12 @@ def read_record(workdir: Path, step: int) -> dict[str, Any] | None:
 
 
 def recorded_spikes(workdir: Path) -> list[dict[str, Any]]:
-    """All spike records of a run, in the order of their steps."""
+    """The spike records of a run in the order of their steps; a damaged one is named and left out."""
     steps = sorted(int(path.stem) for path in (workdir / "spikes").glob("*.json") if path.stem.isdigit())
-    return [record for step in steps if (record := read_record(workdir, step))]
+    found = []
+    for step in steps:
+        try:
+            found.append(read_record(workdir, step))
+        except ValueError as error:
+            logging.warning("%s", error)
+    return [record for record in found if record]

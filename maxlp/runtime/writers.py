@@ -156,7 +156,7 @@ def _parse_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             record = json.loads(line)
         except ValueError:
             continue
-        if isinstance(record, dict) and "step" in record:
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
             yield line, record
 
 

@@ -5,9 +5,11 @@ import re
 import time
 
 import numpy as np
+from absl import logging
 from ml_collections import ConfigDict
 
 from maxlp.monitoring import sections
+from maxlp.monitoring.curves import plot_curves
 from maxlp.monitoring.run_record import load_run
 from maxlp.monitoring.spikes import Spike
 from maxlp.run import run_dir
@@ -215,6 +217,20 @@ def test_recorded_spikes_and_rollbacks(tmp_path):
         "first tensor layers/mlp/up_proj/kernel/3, RMS_t 4.20, 4 steps earlier",
         "rolled back": "from step 210 to step 100, skipping batches 101 to 300",
     }
+
+
+def test_a_damaged_record_of_a_spike_is_named_and_the_others_are_shown(tmp_path, monkeypatch):
+    """So a run ends as usual: it draws its spikes after the last step."""
+    write_run(tmp_path, steps=10)
+    (tmp_path / "spikes").mkdir()
+    (tmp_path / "spikes" / "5.json").write_text('{"step": 5, "lo')
+    write_json(tmp_path / "spikes" / "7.json", Spike(7, 3.0, 2.0, 5.0)._asdict() | {"first": None})
+    named = []
+    monkeypatch.setattr(logging, "warning", lambda *words: named.append(words[0] % words[1:]))
+    assert list(shown(tmp_path)["Spikes"]) == ["step 7"]
+    [line] = named
+    assert "spikes/5.json is damaged (" in line and "or delete it: only this spike" in line
+    assert plot_curves(tmp_path)
 
 
 def test_lines_are_as_long_as_the_terminal_is_wide(tmp_path, monkeypatch):

@@ -69,7 +69,7 @@ def test_reading_skips_lines_that_are_not_records_and_keeps_nan(tmp_path):
     assert writers.read_jsonl(path) == []
     with writer(tmp_path) as w:
         w.write(1, {"train/loss": jnp.nan, "train/grad_norm": np.inf})
-    path.write_bytes(path.read_bytes() + b'7\n\x00\x00\n{"no": 1}\n{"step": 2, "train/lo')
+    path.write_bytes(path.read_bytes() + b'7\n\x00\x00\n{"no": 1}\n{"step": "2"}\n{"step": 2, "train/lo')
     (record,) = writers.read_jsonl(path)
     assert math.isnan(record["train/loss"]) and record["train/grad_norm"] == math.inf
 
