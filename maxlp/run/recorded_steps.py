@@ -7,6 +7,7 @@ of dtypes that NumPy does not know are stored as unsigned integers of the same b
 import io
 import json
 import re
+import tokenize
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -148,7 +149,10 @@ def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
             arrays = dict(file)
         info = json.loads(arrays.pop(INFO).tobytes())
         return {name: _decoded(x, info["dtypes"].get(name)) for name, x in arrays.items()}, info
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (
+        *(ValueError, KeyError, EOFError, NotImplementedError),
+        *(zipfile.BadZipFile, tokenize.TokenError),
+    ) as error:
         raise ConfigError(f"{path} is damaged; record the steps again") from error
 
 

@@ -60,7 +60,10 @@ def test_damaged_files_are_named(tmp_path):
     whole = path.read_bytes()
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
-    for damaged in (b"", whole[: len(whole) // 2], bytes(flipped), b"text"):
+    header = whole.replace(b"{'descr'", b"{{descr'", 1)  # NumPy: EOF in multi-line statement
+    packed = bytearray(whole)
+    packed[whole.index(b"PK\x01\x02") + 10] ^= 64  # zipfile: that compression method is not supported
+    for damaged in (b"", whole[: len(whole) // 2], bytes(flipped), b"text", header, bytes(packed)):
         path.write_bytes(damaged)
         with pytest.raises(ConfigError, match=r"step_1.npz is damaged; record the steps again"):
             recorded_steps.check(tmp_path, CONFIG)
