@@ -37,7 +37,7 @@ from ml_collections import ConfigDict
 
 from maxlp import schema
 from maxlp.precision import RecipeName
-from maxlp.run import cli, late_phase
+from maxlp.run import cli, late_phase, run_dir
 from maxlp.run.settings import Settings, read
 from maxlp.runtime.files import local_path, mirrored, shown
 
@@ -92,7 +92,9 @@ def main(tool: str = "", directory: str = "", second: str = "") -> None:
             raise ValueError(f"--{name} is not for {tool}, which takes {own}; leave it out")
     workdir = local_path(directory, "DIR") if directory else None
     c = f.config if workdir is None else late_phase.config_at(workdir, f.step)
-    out = local_path(f.out or f"{directory}/lab", "--out")
+    name, folder = ("--record", f.record) if f.record else ("--out", f.out or f"{directory}/lab")
+    out = local_path(folder, name)
+    run_dir.check_writable(out, name)  # before anything is measured
     if tool == "diff":
         diff(json.loads(c.to_json_best_effort()), workdir, second, out)
         return
@@ -126,8 +128,7 @@ def diff(config: dict[str, Any], workdir: Path | None, second: str, out: Path) -
     if f.record:
         if f["out"].present or f["top"].present:
             raise ValueError("--record compares nothing, and writes to FOLDER; leave out --out and --top")
-        folder = local_path(f.record, "--record")
-        for path in recorded_steps.record(a, config, workdir, f.step, f.steps, folder):
+        for path in recorded_steps.record(a, config, workdir, f.step, f.steps, out):
             _wrote(path)
         return
     if f.against:

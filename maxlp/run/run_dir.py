@@ -57,14 +57,19 @@ def save_config(workdir: Path, c: ConfigDict) -> None:
 def check_workdir(workdir: Path) -> None:
     """Raises a ValueError for a workdir that cannot be created, written to or resumed; writes nothing."""
     check_path(workdir, "--workdir")
-    folder = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
-    if not folder.is_dir():
-        raise ValueError(f"--workdir={workdir}: {folder} is a file; give a folder")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"--workdir={workdir}: {folder} is not writable; give another folder")
+    check_writable(workdir, "--workdir")
     for path in (workdir / name for name in ("config.json", "run.json", "metrics.jsonl")):
         if os.path.lexists(path) and not path.is_file():
             raise ValueError(f"{path} is not a file; put back the file, or move it away")
+
+
+def check_writable(directory: Path, name: str) -> None:
+    """Raises a ValueError, with the flag's name, unless a folder can be written to or created."""
+    folder = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not folder.is_dir():
+        raise ValueError(f"{name}={directory}: {folder} is a file; give a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{name}={directory}: {folder} is not writable; give another folder")
 
 
 @contextlib.contextmanager

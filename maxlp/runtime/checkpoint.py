@@ -410,7 +410,7 @@ def _find(path: str | os.PathLike[str], verify: bool = True) -> Path:
         root /= "checkpoints"
     if root.name.isdigit() and root.is_dir() and not verification.list_numbered(root):
         if faults := verify and verification.verify(root):
-            raise CheckpointError(f"{root} is damaged: {faults[0]}")
+            raise CheckpointError(f"{root} is damaged: {faults[0]}; put back a good copy, or move it away")
         return root
     if not verify and (complete := [i.path for i in list_steps(root) if i.status == "complete"]):
         return complete[-1]
