@@ -83,7 +83,8 @@ def block_scales_for(amax: jax.Array, to: Format, rule: str) -> tuple[jax.Array,
         return jnp.where(amax == 0, 1.0, _floor_power_of_two(amax, to.max)), None
     if rule != "e4m3":
         return scale_for(amax, to, power_of_two=rule == "up"), None
-    of_tensor = scale_for(jnp.max(amax) / _E4M3.max, to)
+    # The scale of its smallest blocks, 2^-9 times as large, must be a normal number too.
+    of_tensor = jnp.maximum(scale_for(jnp.max(amax) / _E4M3.max, to), _TINY * 2.0**9)
     # Blocks too small for an E4M3 number get its smallest one; NaN and infinity are in the tensor's scale.
     exact = jnp.nan_to_num(amax / (to.max * of_tensor), nan=1.0)
     rounded = exact.astype(_E4M3.dtype).astype(jnp.float32)

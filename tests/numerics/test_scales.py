@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from maxlp.numerics import formats
+from maxlp.numerics.quantized import dequantize, quantize
 from maxlp.numerics.scales import amax, block_scales_for, ceil_power_of_two, scale_for
 
 
@@ -87,3 +88,15 @@ def test_scales_of_nvfp4_against_numpy():
     assert of_zeros == 1 and (zero > 0).all()
     _, infinite = block_scales_for(np.float32([1, np.inf]), formats.FORMATS["float4_e2m1fn"], "e4m3")
     assert np.isinf(infinite)
+
+
+@pytest.mark.parametrize("largest", [1e-31, 1e-33, 1e-34, 1e-44])
+def test_blocks_of_zeros_in_a_tiny_tensor_have_a_scale_that_can_be_a_divisor(largest):
+    """Zeros divided by a product of scales that is flushed to zero would be NaN."""
+    x = np.zeros((3, 16), np.float32)
+    x[0], x[1] = largest, largest / 2
+    to, how = formats.get("float4_e2m1fn"), dict(block_size=16, block_scales="e4m3")
+    q = jax.jit(lambda x: quantize(x, to, "block", (1,), **how))(x)
+    assert np.all(np.asarray(q.scale * q.tensor_scale) >= np.finfo(np.float32).tiny)
+    # A step of the scale and one of the code; numbers that the backends flush to zero become zero.
+    np.testing.assert_allclose(dequantize(q, jnp.float32), x, rtol=2.0**-4, atol=np.finfo(np.float32).tiny)
