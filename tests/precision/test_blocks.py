@@ -131,6 +131,16 @@ def test_matmuls_are_those_of_the_dequantized_operands(name, options):
         np.testing.assert_allclose(actual, product, rtol=0, atol=256 * 2.0**-24 * np.abs(product).max())
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_blocks", "nvfp4"])
+def test_only_nvfp4_rounds_a_row_by_the_other_rows_of_its_microbatch(name):
+    rng = np.random.default_rng(6)
+    x, kernel, g = (rng.normal(size=s).astype(np.float32) for s in ((4, 128), (128, 128), (4, 128)))
+    x[3] *= 3
+    layer = Layer(make_recipe(name))
+    step = jax.jit(lambda x: layer.step(layer.state, x, kernel, g[: len(x)])[0])
+    assert np.array_equal(step(x)[:2], step(x[:2])) == (name != "nvfp4")
+
+
 def test_a_rotation_changes_no_product():
     """Both operands of the weight gradient are rotated, in a format that rounds nothing; 40 tokens."""
     rng = np.random.default_rng(3)
