@@ -1840,8 +1840,8 @@ DATA = [
         "data/tokenizers/__init__.py",
         "data/tokenizers/test_hugging_face.py",
         (
-            'find("bos", bos, BOS, eos_id), eos_id, find("pad", pad, PAD, eos_id)',
-            'find("bos", bos, EOS, eos_id), eos_id, find("pad", pad, PAD, eos_id)',
+            'find("bos", BOS, eos_id), eos_id, find("pad", PAD, eos_id)',
+            'find("bos", EOS, eos_id), eos_id, find("pad", PAD, eos_id)',
         ),
         (
             "(ids >= 0) & (ids < limit)",

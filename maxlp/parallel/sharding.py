@@ -227,17 +227,15 @@ def split_gradient(x_BSD: jax.Array) -> jax.Array:
     """
     axes = jax.sharding.get_abstract_mesh().shape
     alone = axes.get("tensor", 1) > 1 and axes.get("context", 1) == 1
-    return _split_gradient(x_BSD) if alone else x_BSD
+    return _constrained_backward(x_BSD, ("batch", "act_seq", "act_embed")) if alone else x_BSD
 
 
-@jax.custom_vjp
-def _split_gradient(x_BSD: jax.Array) -> jax.Array:
-    return x_BSD
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _constrained_backward(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
+    return x
 
 
-_split_gradient.defvjp(
-    lambda x_BSD: (x_BSD, None), lambda _, g_BSD: (constrain(g_BSD, "batch", "act_seq", "act_embed"),)
-)
+_constrained_backward.defvjp(lambda x, _: (x, None), lambda names, _, g: (constrain(g, *names),))
 
 
 def split_chunks(x: jax.Array, n: int) -> jax.Array:

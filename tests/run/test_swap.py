@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from maxlp.data.tokenizers import SpecialNames
 from maxlp.data.tokenizers.byte import ByteTokenizer
 from maxlp.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from maxlp.data.tokenizers.training import train_bpe
@@ -34,7 +35,7 @@ def sentence_piece(tokens: list[str]) -> HuggingFaceTokenizer:
     tok.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tok.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tok.add_special_tokens(specials)
-    return HuggingFaceTokenizer(tok.to_str().encode())
+    return HuggingFaceTokenizer(tok.to_str().encode(), SpecialNames())
 
 
 PIECES = sentence_piece(["▁", "a", "b", "c", "t", "at", "cat", "▁cat"])

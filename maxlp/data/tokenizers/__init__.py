@@ -20,13 +20,13 @@ become ordinary tokens. Bytes that are not UTF-8 become U+FFFD, except in the by
 keeps every byte; so that nothing is lost in silence, `data.sources` refuses such texts for the others.
 """
 
+import dataclasses
 import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pkgutil import resolve_name
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,46 @@ TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 # What other libraries keep beside it: names of special tokens, the chat template. Written by export.
 COMPANIONS = (TOKENIZER_CONFIG, "special_tokens_map.json", CHAT_TEMPLATE)
 CLIP_SETTING = b'"</w>"'  # occurs in a tokenizer.json only as CLIP's `end_of_word_suffix`
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecialNames:
+    """Names of the special tokens of a file, beside the usual ones.
+
+    Attributes:
+      given: those that the user gives for `bos`, `eos` and `pad`.
+      saved: the `special_names` that are used where there is no token of a usual name.
+    """
+
+    given: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    saved: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def find(
+        self, specials: Mapping[str, int], token_to_id: Callable[[str], int | None]
+    ) -> tuple[int, int, int]:
+        """The ids of bos, eos and pad.
+
+        Raises:
+          ValueError: there is no token of a given name, or no eos.
+        """
+
+        def find(key: str, usual: Sequence[str], default: int | None) -> int:
+            given = self.given.get(key)
+            if given is not None:
+                found = token_to_id(given)
+            else:
+                found = next((specials[name] for name in usual if name in specials), None)
+                if found is None and (saved := self.saved.get(f"{key}_token")):
+                    found = token_to_id(saved)
+                found = default if found is None else found
+            if found is None:
+                missing = f"no token {given!r} for {key}" if given else f"no {key} token of a usual name"
+                names = ", ".join(list(specials)[:8]) or "none"
+                raise ValueError(f"{missing}; special tokens in the file: {names}; set ?{key}=TOKEN")
+            return found
+
+        eos_id = find("eos", EOS, None)
+        return find("bos", BOS, eos_id), eos_id, find("pad", PAD, eos_id)
 
 
 class Tokenizer:
@@ -126,9 +166,8 @@ def make_tokenizer(spec: str) -> Tokenizer:
         path = str(hub.fetch(path, (*FILES, *COMPANIONS)))
     path = os.path.expanduser(path)
     if os.path.isdir(path):
-        model = os.path.join(path, "tokenizer.model")
-        json = os.path.join(path, "tokenizer.json")
-        path = model if os.path.isfile(model) and not os.path.isfile(json) else json
+        whole, model = (os.path.join(path, name) for name in FILES)
+        path = model if os.path.isfile(model) and not os.path.isfile(whole) else whole
     data = _read(path)
     if data is None:
         hint = "'bytes', a tokenizer.json, a SentencePiece .model or CLIP's bpe_simple_vocab_16e6.txt.gz"
@@ -137,8 +176,8 @@ def make_tokenizer(spec: str) -> Tokenizer:
         raise ValueError(f"tokenizer {spec!r}: no such file; give {hint}")
     beside = _files_beside(path, template)
     try:
-        named = special_names(read_config(beside))
-        made: Tokenizer = resolve_name(KINDS[_kind(path, data)])(data, **options, named=named)
+        names = SpecialNames(options, special_names(read_config(beside)))
+        made: Tokenizer = resolve_name(KINDS[_kind(path, data)])(data, names)
     except ValueError as error:
         raise ValueError(f"tokenizer {path}: {one_line(error)}") from None
     made.files |= beside
@@ -214,35 +253,3 @@ def piece_bytes(piece: str) -> bytes:
     if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", piece):
         return bytes([int(piece[1:-1], 16)])
     return piece.replace("▁", " ").encode()
-
-
-def find_specials(
-    specials: dict[str, int],
-    token_to_id: Callable[[str], int | None],
-    bos: str | None,
-    eos: str | None,
-    pad: str | None,
-    named: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[int, int, int]:
-    """The ids of bos, eos and pad; where a name is None, the usual names are tried, then `special_names`.
-
-    Raises:
-      ValueError: there is no token of a given name, or no eos.
-    """
-
-    def find(key: str, given: str | None, usual: Sequence[str], default: int | None) -> int:
-        if given is not None:
-            found = token_to_id(given)
-        else:
-            found = next((specials[name] for name in usual if name in specials), None)
-            if found is None and f"{key}_token" in named:
-                found = token_to_id(named[f"{key}_token"])
-            found = default if found is None else found
-        if found is None:
-            missing = f"no token {given!r} for {key}" if given else f"no {key} token of a usual name"
-            names = ", ".join(list(specials)[:8]) or "none"
-            raise ValueError(f"{missing}; special tokens in the file: {names}; set ?{key}=TOKEN")
-        return found
-
-    eos_id = find("eos", eos, EOS, None)
-    return find("bos", bos, BOS, eos_id), eos_id, find("pad", pad, PAD, eos_id)

@@ -8,14 +8,13 @@ a text exactly. `?pad=!` pads as OpenAI and open_clip do, with id 0.
 import gzip
 import html
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from maxlp.data.specs import one_line
-from maxlp.data.tokenizers import as_str
+from maxlp.data.tokenizers import SpecialNames, as_str
 from maxlp.data.tokenizers.hugging_face import HuggingFaceTokenizer
 
 # Merges stay within one of these: the end of a contraction, a run of letters, a digit, a run of other
@@ -39,13 +38,9 @@ class ClipTokenizer(HuggingFaceTokenizer):
         raise ValueError("bits per byte need a tokenizer that keeps white space and case, not CLIP's")
 
 
-def from_merges(data: bytes, **names: Any) -> ClipTokenizer:
-    """The tokenizer of OpenAI's list of merges, `bpe_simple_vocab_16e6.txt.gz` or unpacked.
-
-    Args:
-      names: `bos`, `eos`, `pad` and `named` of `find_specials`.
-    """
-    return ClipTokenizer(tokenizer_json(data), **names)
+def from_merges(data: bytes, names: SpecialNames) -> ClipTokenizer:
+    """The tokenizer of OpenAI's list of merges, `bpe_simple_vocab_16e6.txt.gz` or unpacked."""
+    return ClipTokenizer(tokenizer_json(data), names)
 
 
 def tokenizer_json(data: bytes) -> bytes:

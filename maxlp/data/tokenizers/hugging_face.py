@@ -3,30 +3,22 @@
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import tokenizers
 
 from maxlp.data.specs import one_line
-from maxlp.data.tokenizers import Tokenizer, as_str, find_specials, ids_below, piece_bytes
+from maxlp.data.tokenizers import SpecialNames, Tokenizer, as_str, ids_below, piece_bytes
 
 
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json`. It has `byte_lengths` if it is byte-level or its tokens are `▁` pieces."""
 
-    def __init__(
-        self,
-        data: bytes,
-        bos: str | None = None,
-        eos: str | None = None,
-        pad: str | None = None,
-        named: Mapping[str, str] = MappingProxyType({}),
-    ):
-        """Reads the bytes of a `tokenizer.json`; the other arguments as in `find_specials`."""
+    def __init__(self, data: bytes, names: SpecialNames):
+        """Reads the bytes of a `tokenizer.json`."""
         try:
             tok = tokenizers.Tokenizer.from_str(data.decode())
         except Exception as error:  # the library raises plain Exception
@@ -35,13 +27,12 @@ class HuggingFaceTokenizer(Tokenizer):
         tok.no_padding()
         tok.encode_special_tokens = True  # names of special tokens in a text are encoded as text
         self._tok = tok
-        self._args = (data, bos, eos, pad, dict(named))
+        self._args = (data, names)
         self._added = tok.get_added_tokens_decoder()
         self.vocab_size = max(tok.get_vocab(with_added_tokens=True).values()) + 1
         self.specials = {token.content: i for i, token in self._added.items() if token.special}
-        ids = find_specials(self.specials, tok.token_to_id, bos, eos, pad, named)
-        self.bos_id, self.eos_id, self.pad_id = ids
-        if bos is None and tok.encode("").ids == [self.eos_id]:
+        self.bos_id, self.eos_id, self.pad_id = names.find(self.specials, tok.token_to_id)
+        if "bos" not in names.given and tok.encode("").ids == [self.eos_id]:
             self.bos_id = self.eos_id  # the file's own form of a text has no bos, as that of SigLIP 2
         self.fingerprint = hashlib.sha256(data).hexdigest()
         self.files = {"tokenizer.json": data}

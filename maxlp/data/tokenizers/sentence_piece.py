@@ -1,29 +1,21 @@
 """SentencePiece `.model` files."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from maxlp.data.specs import import_extra, one_line
-from maxlp.data.tokenizers import Tokenizer, as_str, find_specials, ids_below, piece_bytes
+from maxlp.data.tokenizers import SpecialNames, Tokenizer, as_str, ids_below, piece_bytes
 
 
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model. The character `▁` (U+2581) in a text is read as a space."""
 
-    def __init__(
-        self,
-        data: bytes,
-        bos: str | None = None,
-        eos: str | None = None,
-        pad: str | None = None,
-        named: Mapping[str, str] = MappingProxyType({}),
-    ):
-        """Reads the bytes of a model; the other arguments as in `find_specials`."""
+    def __init__(self, data: bytes, names: SpecialNames):
+        """Reads the bytes of a model."""
         sentencepiece = import_extra("sentencepiece")
         if not data:  # SentencePiece takes it for a model without pieces
             raise ValueError("not a SentencePiece model (the file is empty)")
@@ -31,12 +23,11 @@ class SentencePieceTokenizer(Tokenizer):
             self._model = sentencepiece.SentencePieceProcessor(model_proto=data)
         except RuntimeError as error:
             raise ValueError(f"not a SentencePiece model ({one_line(error)})") from None
-        self._args = (data, bos, eos, pad, dict(named))
+        self._args = (data, names)
         self.vocab_size = self._model.get_piece_size()
         pieces = {self._model.id_to_piece(i): i for i in range(self.vocab_size)}
         self.specials = {piece: i for piece, i in pieces.items() if self._model.is_control(i)}
-        ids = find_specials(self.specials, pieces.get, bos, eos, pad, named)
-        self.bos_id, self.eos_id, self.pad_id = ids
+        self.bos_id, self.eos_id, self.pad_id = names.find(self.specials, pieces.get)
         self.fingerprint = hashlib.sha256(data).hexdigest()
         self.files = {"tokenizer.model": data}
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from maxlp.data.tokenizers import Tokenizer, as_str
+from maxlp.data.tokenizers import SpecialNames, Tokenizer, as_str
 from maxlp.data.tokenizers.hugging_face import HuggingFaceTokenizer
 
 SPECIALS = ("<|begin_of_text|>", "<|end_of_text|>", "<|pad|>")
@@ -67,7 +67,7 @@ def train_bpe(texts: Iterable[str | bytes], vocab_size: int) -> Tokenizer:
             f"a BPE of {vocab_size} tokens was requested, but the texts gave only {learned} tokens;"
             f" write bpe:{learned} (--train_tokenizer={learned}) or train on more text"
         )
-    return HuggingFaceTokenizer(tok.to_str().encode())
+    return HuggingFaceTokenizer(tok.to_str().encode(), SpecialNames())
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ from maxlp.run.settings import Machine, Settings
 # Paths of the matmuls of a block, those that read the same input together.
 QKV = ("layers/attn/q_proj", "layers/attn/k_proj", "layers/attn/v_proj")
 GATE_UP = ("layers/mlp/gate_proj", "layers/mlp/up_proj")
-O, DOWN = "layers/attn/o_proj", "layers/mlp/down_proj"
+OUT, DOWN = "layers/attn/o_proj", "layers/mlp/down_proj"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +156,7 @@ def sizes(s: Settings, machine: Machine) -> Sizes:
         schedule=m.pipeline.schedule(stages) if stages > 1 else Schedule(1, 1, 1),
         released=s.train.release_gradients,
         frozen=s.train.lora is not None,
-        unsampled=unsampled(s, QKV, (O,), GATE_UP, (DOWN,)),
+        unsampled=unsampled(s, QKV, (OUT,), GATE_UP, (DOWN,)),
         qk_norm=m.qk_norm,
         # Released gradients keep the inputs of the blocks and recompute the rest.
         remat="block" if s.train.release_gradients else m.remat,
@@ -455,7 +455,7 @@ def offloaded(s: Sizes) -> float:
 def matmul_widths(s: Sizes) -> dict[str, int]:
     """Path of each matmul of a block -> its dim beside D."""
     q, kv = s.N * s.H, s.K * s.H
-    paths = [*QKV, O, *GATE_UP, DOWN]
+    paths = [*QKV, OUT, *GATE_UP, DOWN]
     return dict(zip(paths, [q, kv, kv, q, s.F, s.F, s.F], strict=True))
 
 
@@ -525,7 +525,7 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
         ledger.add("all-gather", ("context",), k * s.context * s.a, runs)
     ledger.add("collective-permute", ("context", "tensor") if turns else (), whole_x / s.t / 2, 4 * m)
     ledger.add("all-gather", ("tensor",), x, (4 + 2 * again) * runs)
-    scattered = scattered_itemsize(settings, {O: 1 + again, DOWN: 1}, (QKV, GATE_UP), s.a)
+    scattered = scattered_itemsize(settings, {OUT: 1 + again, DOWN: 1}, (QKV, GATE_UP), s.a)
     ledger.add("reduce-scatter", ("tensor",), x / s.a * scattered, runs)
     summed, exchange = (of_stage.L * weights + 2 * head) / s.shards, settings.precision.exchange
     local = settings.train.local
