@@ -47,9 +47,11 @@ def spec_of_layers(shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Partiti
 def spread(x: jax.Array) -> jax.Array:
     """Splits (*layers, m, n) by layers.
 
-    The axes of the mesh move one after the other, since XLA would gather an array to move two at once.
+    The axes of the mesh move one after the other, since XLA would gather an array to move two at once. How
+    the array is split before is left to XLA: otherwise it would add a gradient by layers, on all devices.
     """
-    return keep_spread(_constrained(x, _stages(x)))
+    as_it_is = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * x.ndim)
+    return keep_spread(_constrained(x, [as_it_is, *_stages(x)]))
 
 
 def gather_back(x: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ from tests.planning import peaks
 SMALL = dict(
     embed_dim=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=1024, vocab_size=2048
 )
+KINDS = "all-gather", "reduce-scatter", "all-reduce"
 RUN = {"data.seq_len": 256, "data.batch_size": 64, "model.dtype": "float32", "loss.num_chunks": 4}
 
 
@@ -88,14 +89,27 @@ def test_tensor_sends_each_residual_stream_once(recipe):
     collectives = compiled.compile_step(assemble(s, machine, mesh)).collectives
 
     def sent(found) -> dict[str, float]:
-        kinds = "all-gather", "reduce-scatter", "all-reduce"
-        return {k: sum(c.sent for c in found if (c.kind, c.axes) == (k, ("tensor",))) for k in kinds}
+        return {k: sum(c.sent for c in found if (c.kind, c.axes) == (k, ("tensor",))) for k in KINDS}
 
     ours, theirs = sent(COST.collectives(s, machine)), sent(collectives)
     assert ours["reduce-scatter"] == pytest.approx(theirs["reduce-scatter"], rel=0.01)
     # Row-wise scales are gathered too, and the embedding's and the head's sums are counted once.
     assert ours["all-gather"] == pytest.approx(theirs["all-gather"], rel=0.15)
     assert theirs["all-reduce"] - ours["all-reduce"] < 0.1 * theirs["reduce-scatter"]
+
+
+@pytest.mark.aot("jax_cuda13_plugin")
+@pytest.mark.parametrize("optimizer", ["muon", "soap"])
+def test_gradients_are_scattered_before_they_are_spread_by_layers(optimizer):
+    changes = {"data.batch_size": 8, "mesh.fsdp": 8, "optimizer.name": optimizer}
+    s = peaks.settings_of(llama(**peaks.LLAMA_SIZES), changes)
+    topology = topologies.parse("h100:1x8")
+    mesh = sharding.make_mesh(**s.mesh, devices=topologies.devices(topology))
+    found = compiled.compile_step(assemble(s, topology.machine(s), mesh)).collectives
+    largest = {kind: max(one.bytes for one in found if one.kind == kind) for kind in KINDS}
+    sizes = peaks.LLAMA_SIZES
+    assert largest["reduce-scatter"] >= 2 * sizes["embed_dim"] * sizes["mlp_dim"]
+    assert largest["all-reduce"] <= 4 * sizes["num_layers"] * sizes["embed_dim"]  # of all norms at most
 
 
 @functools.cache
