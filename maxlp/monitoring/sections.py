@@ -168,6 +168,12 @@ def data_lines(run: Run) -> Lines:
     _, truncated = run.series("data/texts_cut")
     if len(skipped):
         lines.append(("skipped", counted(int(skipped[-1]), "broken example")))
+    for name, done in (("cut", "longer than"), ("skipped", "no answer within")):
+        _, fractions = run.series(f"data/conversations_{name}")
+        if len(fractions):
+            limit = run.setting("data", "seq_len")
+            text = f"{fractions[-1]:.1%} since the last start ({done} data.seq_len={limit})"
+            lines.append((f"conversations {name}", text))
     if len(truncated):
         limit = run.setting("data", "text_len")
         text = f"{truncated[-1]:.1%} since the last start (longer than data.text_len={limit})"

@@ -112,6 +112,16 @@ def test_skipped_and_truncated_examples_and_recalls(tmp_path):
     assert text["Loss"]["eval/recall_5"] == "50.00% at step 2 on all validation data"
 
 
+def test_conversations_that_do_not_fit(tmp_path):
+    run_dir.save_config(tmp_path, ConfigDict({"data": {"seq_len": 64}}))
+    fractions = {"data/conversations_cut": 0.25, "data/conversations_skipped": 0.031}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1} | fractions))
+    assert shown(tmp_path)["Data"] == {
+        "conversations cut": "25.0% since the last start (longer than data.seq_len=64)",
+        "conversations skipped": "3.1% since the last start (no answer within data.seq_len=64)",
+    }
+
+
 def test_the_best_evaluation_is_one_that_covers_as_much_text_as_the_last(tmp_path):
     evals = [(1, 1.0, 10), (2, 3.0, 99), (3, 4.0, 99)]
     records = [{"step": n, "eval/loss": loss, "eval/tokens": tokens} for n, loss, tokens in evals]
