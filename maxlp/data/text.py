@@ -44,7 +44,8 @@ from absl import logging
 from maxlp import schema
 from maxlp.data import common
 from maxlp.data.common import Batch, Seeds, require
-from maxlp.data.packing import PACKERS
+from maxlp.data.packing import PACKERS, count_windows
+from maxlp.data.readers import locate
 from maxlp.data.sources import Mixture, check_split, make_source
 from maxlp.data.specs import of_key
 from maxlp.data.tokenizers import Tokenizer, as_bytes, make_tokenizer
@@ -63,7 +64,7 @@ DOCUMENTS, WINDOWS = 0, 1  # part of the seeds, so that the two kinds of permuta
 SETTINGS = ("batch_size", "seq_len", "packing", "max_documents", "shuffle", "shuffle_tokens", "num_epochs")
 ORDER = {"documents", "weights", "seed", "shuffle"}  # settings that determine the documents of a stream
 # To estimate the tokens of a source. With fewer documents, a few long ones among them would matter.
-SAMPLED_DOCUMENTS, SAMPLE_SECONDS = 1024, 0.5
+SAMPLED_DOCUMENTS, ENOUGH_DOCUMENTS, SAMPLE_SECONDS = 1024, 128, 0.5
 ENCODED_BYTES, ENCODED_PIECE = 200_000, 4_000
 CHAT_TEMPLATE = "chat_template"  # in the settings of a state: the fingerprint of that of conversations
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
@@ -119,11 +120,11 @@ def make_data(
 ) -> TextDataset:
     """Opens the source and the tokenizer of `config`, and makes batches of one split.
 
-    Validation is one pass over the documents in order, one source after another, packed by "concat",
-    or "first_fit" if there are conversations; of `config` it uses only the source, the tokenizer and the
-    sizes. Every token that has a predecessor in its document is a target exactly once; in conversations,
-    every token of an answer. The last batch is padded. All processes end at the same step, and each
-    tokenizes all documents.
+    Validation is one pass over the documents, packed by "concat", or "first_fit" if there are
+    conversations; of `config` it uses only the source, the tokenizer and the sizes. Each source of a
+    mixture is in order and spread evenly over the pass, whatever its weight. Every token that has a
+    predecessor in its document is a target exactly once; in conversations, every token of an answer. The
+    last batch is padded. All processes end at the same step, and each tokenizes all documents.
 
     Args:
       split: "train" or "validation".
@@ -151,12 +152,11 @@ def make_data(
             sources, chats, tokenizer, config
         )
     if split == "validation":
-        in_order = [grain.MapDataset.source(part) for part in documents]
-        documents, weights, seed = [grain.MapDataset.concatenate(in_order)], [1.0], 0
+        weights, seed = [1.0], 0
         packing = "first_fit" if any(chats) else "concat"
         config = dataclasses.replace(config, packing=packing, shuffle=False, num_epochs=1, num_workers=0)
     made = make_dataset(
-        documents,
+        [_Interleaved(documents)] if split == "validation" else documents,
         weights,
         tokenizer,
         config,
@@ -168,7 +168,24 @@ def make_data(
         made.settings[common.FINGERPRINTS] = [part.fingerprint for part in sources]
         if any(chats):
             made.settings[CHAT_TEMPLATE] = template
-    return made if any(chats) else dataclasses.replace(made, sources=sources)
+    return dataclasses.replace(made, sources=documents)
+
+
+class _Interleaved:
+    """The documents of several sources, each once and spread evenly over the others."""
+
+    def __init__(self, sources: Sequence[Any]):
+        self._sources = sources
+        self._ends = list(itertools.accumulate(map(len, sources)))
+        places = [(np.arange(len(source)) + 0.5) / len(source) for source in sources]
+        self._order = np.argsort(np.concatenate(places), kind="stable")
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number, row = locate(self._ends, int(self._order[index]))
+        return self._sources[number][row]
 
 
 def _is_conversation(document: dict[str, Any]) -> bool:
@@ -252,45 +269,64 @@ class TextDataset:
         """
         noun = "document" if self.settings["documents"] == [1] else "documents"
         documents = f"{' + '.join(f'{count:,}' for count in self.settings['documents'])} {noun}"
-        found = [estimate_tokens(source, self.tokenizer) for source in self.sources]
-        tokens = [count for count in found if count is not None]
-        if not tokens or len(tokens) < len(found):
+        found = [sample_lengths(source, self.tokenizer) for source in self.sources]
+        lengths = [sample for sample in found if sample is not None and sample.any()]
+        if not lengths or len(lengths) < len(found):
             return documents
+        tokens = [len(source) * float(n.mean()) for source, n in zip(self.sources, lengths, strict=True)]
         documents += f", about {' + '.join(f'{n / 1e6:,.2g}' for n in tokens)} M tokens"
         if not steps:
             return documents
-        settings, per_step = self.settings, self.settings["batch_size"] * self.settings["seq_len"]
-        shares = zip(settings["weights"], tokens, strict=True)
-        epochs = " + ".join(f"{weight * steps * per_step / n:.2g}" for weight, n in shares)
-        ends = common.early_end(settings["num_epochs"], tokens[0] / per_step, steps)
+        per_window = [self._tokens_per_window(sample) for sample in lengths]
+        shares = zip(self.settings["weights"], per_window, tokens, strict=True)
+        rows = steps * self.settings["batch_size"]
+        epochs = " + ".join(f"{weight * rows * size / n:.2g}" for weight, size, n in shares)
+        steps_per_epoch = tokens[0] / per_window[0] / self.settings["batch_size"]
+        ends = common.early_end(self.settings["num_epochs"], steps_per_epoch, steps)
         return f"{documents}; {steps:,} steps read {epochs} epochs{ends}"
 
+    def _tokens_per_window(self, lengths: np.ndarray) -> float:
+        seq_len, most = self.settings["seq_len"], self.settings["max_documents"]
+        if self.settings["packing"] == "concat":
+            return seq_len
+        return float(lengths.sum()) / max(1, count_windows(lengths, seq_len, most))
 
-def estimate_tokens(source: Any, tokenizer: Tokenizer) -> float | None:
-    """About how many tokens, bos and eos included, a source has, from documents spread over it evenly.
+
+def sample_lengths(source: Any, tokenizer: Tokenizer) -> np.ndarray | None:
+    """About how many tokens, bos and eos included, each of some documents has, spread over a source.
 
     Returns:
-      The number; None if reading documents takes long, as over a network.
+      int64 [documents]; None if reading them takes long, as over a network.
 
     Raises:
       ValueError: one of them cannot be used.
     """
     began = time.monotonic()
-    indices = np.unique(np.linspace(0, len(source) - 1, SAMPLED_DOCUMENTS).astype(np.int64)).tolist()
-    num_texts = size = encoded_size = encoded_tokens = 0  # of texts in bytes, of tokens in tokens
-    for index in indices:
-        document = source[index]  # a broken one ends the run before it trains, not when it comes to it
-        content = document["tokens"] if "tokens" in document else as_bytes(document["text"])
-        num_texts, size = num_texts + bool(len(content)), size + len(content)
-        if "text" in document and encoded_size < ENCODED_BYTES:
-            piece = content[:ENCODED_PIECE]
-            encoded_size += len(piece)
-            encoded_tokens += len(tokenizer.encode(piece))
-        if time.monotonic() - began > SAMPLE_SECONDS:
-            return None
-    tokens_per_unit = encoded_tokens / encoded_size if encoded_size else 1.0
+    indices = np.unique(np.linspace(0, len(source) - 1, SAMPLED_DOCUMENTS).astype(np.int64))
+    texts, lengths = [], []  # in bytes, in tokens
+    encoded_size = encoded_tokens = 0
     specials = sum(special is not None for special in (tokenizer.bos_id, tokenizer.eos_id))
-    return len(source) / len(indices) * (size * tokens_per_unit + specials * num_texts)
+    # In another order, so that the first of them are spread over the source, too.
+    for number, index in enumerate(common.permutation(len(indices), (0,))):
+        if time.monotonic() - began > SAMPLE_SECONDS:
+            if number < ENOUGH_DOCUMENTS:
+                return None
+            break
+        document = source[int(indices[index])]  # a broken one ends the run before it trains
+        if "conversation" in document:
+            lengths.append(len(document["conversation"]))
+        elif "tokens" in document:
+            lengths.append(len(document["tokens"]) and len(document["tokens"]) + specials)
+        else:
+            content = as_bytes(document["text"])
+            texts.append(len(content))
+            if encoded_size < ENCODED_BYTES:
+                piece = content[:ENCODED_PIECE]
+                encoded_size += len(piece)
+                encoded_tokens += len(tokenizer.encode(piece))
+    tokens_per_byte = encoded_tokens / max(1, encoded_size)
+    of_texts = (size and round(size * tokens_per_byte) + specials for size in texts)
+    return np.array([*lengths, *of_texts], np.int64)
 
 
 class TextIterator:

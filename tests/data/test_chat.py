@@ -361,6 +361,26 @@ def test_what_does_not_fit_is_cut_or_skipped_and_counted(tmp_path, caplog):
     assert len(messages) == 2 and all("do not fit data.seq_len" in each for each in messages)
 
 
+def test_the_start_tells_tokens_and_warns_of_conversations_that_end_early(tmp_path):
+    spec, source = write_tokenizer(tmp_path / "tok"), write_chats(tmp_path / "a.jsonl", numbered(400))
+    dataset = data(source, spec, num_epochs=2, seq_len=64)
+    steps = sum(1 for _ in dataset)
+    chat = Chat(make_tokenizer(spec))
+    tokens = sum(len(chat.encode(messages)[:65]) for messages in numbered(400))
+    assert dataset.describe(steps).startswith(f"400 documents, about {tokens / 1e6:.2g} M tokens; {steps} ")
+    # Blocks of 32 windows leave more room than all windows at once.
+    assert "ends the data after about" not in dataset.describe(int(steps * 0.9))
+    assert "\nwarning: data.num_epochs=2 ends the data after about" in dataset.describe(steps + 1)
+
+
+def test_a_broken_conversation_is_found_before_training(tmp_path):
+    spec, path = write_tokenizer(tmp_path / "tok"), tmp_path / "a.jsonl"
+    source = write_chats(path, [GOOD] * 50)
+    path.write_text(path.read_text() + '{"messages": [{"role": "human", "content": "a"}]}\n')
+    with pytest.raises(ValueError, match=r"a.jsonl:51: message 1 of 'messages': role 'human' is unknown"):
+        data(source, spec).describe(steps=1)
+
+
 def test_conversations_without_answers_are_an_error(tmp_path):
     source = write_chats(tmp_path / "a.jsonl", [[{"role": "user", "content": "a"}]] * 3)
     with pytest.raises(ValueError, match=r"none of the 3 documents has an answer within data\.seq_len"):

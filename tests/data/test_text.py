@@ -297,6 +297,20 @@ def test_validation_counts_each_token_once_for_any_process_count(tmp_path):
         assert batches["tokens"][0, 0, : len(first)].tolist() == first[:16], "in order"
 
 
+def test_the_sources_of_a_mixture_are_spread_over_validation(tmp_path):
+    for name, count in (("a", 30), ("b", 60), ("c", 1)):
+        write_jsonl(tmp_path / f"{name}.jsonl", [f"{name}{i:02d}" for i in range(count)])
+    source = ";".join(f"jsonl:{tmp_path}/{name}.jsonl?split=all" for name in "abc")
+    config = text.TextDataConfig(source=source, tokenizer="bytes", seq_len=64, batch_size=1)
+    batches = take(iter(text.make_data(config, split="validation")))
+    found = bytes(batches["tokens"][batches["tokens"] < 256].tolist()).decode()
+    names = [found[i : i + 3] for i in range(0, len(found), 3)]
+    for name, count in (("a", 30), ("b", 60), ("c", 1)):
+        assert [each for each in names if each[0] == name] == [f"{name}{i:02d}" for i in range(count)]
+    for stop in range(0, 90, 9):
+        assert abs(sum(each[0] == "a" for each in names[:stop]) - stop / 3) <= 1
+
+
 @pytest.mark.parametrize("packing", ["concat", "first_fit"])
 def test_mixture_shares_are_of_windows_and_windows_are_not_mixed(packing, monkeypatch):
     monkeypatch.setattr(text, "DOCUMENTS_PER_STREAM", 100)
@@ -423,6 +437,31 @@ def test_the_start_warns_of_data_that_end_early(tmp_path):
         "epochs\nwarning: data.num_epochs=2 ends the data after about 125 of 126 steps; raise it, or lower "
         "train.total_steps"
     )
+
+
+def test_the_start_counts_windows_that_are_not_full(tmp_path):
+    """Documents of 41 tokens with eos leave room in windows of 64, so that each needs its own."""
+    path = write_jsonl(tmp_path / "a.jsonl", ["x" * 40] * 400)
+    config = text.TextDataConfig(
+        source=f"jsonl:{path}?split=all",
+        tokenizer="bytes",
+        seq_len=64,
+        batch_size=8,
+        num_epochs=1,
+        packing="first_fit",
+    )
+    dataset = text.make_data(config, split="train")
+    assert sum(1 for _ in dataset) == 50
+    assert "; 50 steps read 1 epochs" in dataset.describe(steps=50)
+    assert "\nwarning: data.num_epochs=1 ends the data after about 50 of 51" in dataset.describe(steps=51)
+
+
+def test_a_source_whose_sampled_documents_are_empty_is_described(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["", "x", *[""] * 2998])
+    config = text.TextDataConfig(
+        source=f"jsonl:{path}?split=all", tokenizer="bytes", seq_len=8, batch_size=1
+    )
+    assert text.make_data(config, split="train").describe(steps=9) == "3,000 documents"
 
 
 def test_a_broken_document_among_the_sampled_ones_is_found_before_training(tmp_path):
