@@ -37,6 +37,7 @@ from maxlp.schema import INT32, Count, CountOrZero, PositiveFraction, Range
 TEMPLATES = ("a photo of a {}.",)
 CHUNK_ROWS = 32  # rows that one thread makes at a time
 LABELS_READ = 1024  # validation images among which one must have a label
+EXAMPLES_READ = 64  # among which one must be usable
 ROWS_PER_WORKER = 256  # a process starts in the time in which another one makes about so many
 ORDER, AUGMENT = 0, 1  # part of the seeds, so that the two uses of random numbers are independent
 
@@ -145,6 +146,8 @@ def make_data(
     examples = EncodedExamples(opened, config, preprocessing) if isinstance(opened, Source) else opened
     if split == "validation" and config.classes and isinstance(opened, Source):
         _check_labels(opened, config.classes, len(examples.classes))
+    with of_key(f"data.{key}"):
+        _check_usable(examples, spec)
     if split == "train" and len(examples) < config.batch_size:
         raise ValueError(
             f"data.batch_size={config.batch_size} is more than the {len(examples)} examples of "
@@ -179,28 +182,40 @@ def _check_labels(source: Source, path: str, num_classes: int) -> None:
     )
 
 
-def captions(spec: str) -> Iterator[str]:
-    """The training captions of a source, each once and in order, to train a tokenizer on.
+def _check_usable(examples: Examples, spec: str) -> None:
+    """Raises a ValueError for a source of which training, once it is compiled, could use nothing."""
+    errors: list[BrokenExample] = []
+    for index in range(min(len(examples), EXAMPLES_READ)):
+        try:
+            examples.example(index, None)
+            return
+        except BrokenExample as error:
+            errors.append(error)
+    raise ValueError(f"none of the first {len(errors)} examples of {spec!r} can be used: {errors[0]}")
 
-    For a source of labelled images these are its templates, filled with the names of its classes. Broken
-    examples are left out here; training counts them.
+
+def captions(config: ImageTextDataConfig) -> Iterator[str]:
+    """The training captions of a config's source, each once and in order, to train a tokenizer on.
+
+    For a source with classes these are the templates, filled with the names of all classes; for an image
+    that has only a label, one of them. Broken examples are left out here; training counts them.
 
     Raises:
       ValueError: all examples are broken.
     """
-    opened = _open(parse_spec(spec, "train", "image_text"), image_size=32)
+    opened = _open(parse_spec(config.source, "train", "image_text"), config.image_size)
     if not isinstance(opened, Source):
         return iter(opened.classes)
-    templates = opened.templates or TEMPLATES
-    labels = (template.format(name) for name in opened.classes for template in templates)
-    return labels if opened.classes else _own_captions(opened)
+    examples = EncodedExamples(opened, config, images.AS_OPEN_CLIP)
+    labels = (template.format(name) for name in examples.classes for template in examples.templates)
+    return labels if opened.classes else _own_captions(opened, examples)
 
 
-def _own_captions(source: Source) -> Iterator[str]:
-    num_broken, last = 0, ""
+def _own_captions(source: Source, examples: EncodedExamples) -> Iterator[str]:
+    num_broken, last, rng = 0, "", np.random.Generator(np.random.PCG64(0))
     for index in range(len(source)):
         try:
-            yield source[index]["text"] or ""
+            yield examples.caption(source[index], rng)
         except BrokenExample as error:
             num_broken, last = num_broken + 1, str(error)
     if num_broken == len(source):
@@ -533,7 +548,7 @@ class EncodedExamples:
     def example(self, index: int, rng: np.random.Generator | None) -> Example:
         record = self._source[index]
         try:
-            return Example(self._pixels(record["image"], rng), self._text(record, rng), record["label"])
+            return Example(self._pixels(record["image"], rng), self.caption(record, rng), record["label"])
         except BrokenExample as error:
             raise BrokenExample(f"{self._source.where(index)}: {error}") from None
 
@@ -548,7 +563,12 @@ class EncodedExamples:
         scale = (config.crop_scale[0], config.crop_scale[1])
         return images.random_crop(image, size, rng, scale, how=self._how)
 
-    def _text(self, record: dict[str, Any], rng: np.random.Generator | None) -> str:
+    def caption(self, record: dict[str, Any], rng: np.random.Generator | None) -> str:
+        """The caption of a record, or a template with its class: a random one if there is an `rng`.
+
+        Raises:
+          BrokenExample: it has neither a caption nor the label of a class.
+        """
         label = record["label"]
         if record["text"] is not None:
             return record["text"]

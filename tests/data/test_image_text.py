@@ -30,6 +30,10 @@ def take(dataset_or_iterator, steps=None):
     return batches
 
 
+def captions(**config):
+    return list(image_text.captions(image_text.ImageTextDataConfig(**(SMALL | config))))
+
+
 def decoded(batch):
     return [bytes(int(i) for i in ids if i < 256).decode() for ids in batch["text"]]
 
@@ -251,6 +255,21 @@ def test_too_many_broken_examples_stop_the_run(tmp_path, split, caplog):
     iterator.close()
 
 
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_source_that_cannot_be_used_is_refused_when_the_data_opens(tmp_path, split):
+    pictures = [(f"{n}.{kind}", data) for n in range(9) for kind, data in (("jpg", b"x"), ("txt", b"a"))]
+    write_files(tmp_path / "a.tar", pictures)
+    labels = [
+        (f"{n}.{kind}", data) for n in range(9) for kind, data in (("png", picture(n)), ("cls", b"1"))
+    ]
+    write_files(tmp_path / "b.tar", labels)
+    for name, message in (("a", "1 bytes are not a JPEG"), ("b", "no caption, and its label 1 is not")):
+        with pytest.raises(
+            ValueError, match=rf"^data\.source: none of the first 9 .*{name}\.tar: 0: {message}"
+        ):
+            make(split, source=f"tar:{tmp_path}/{name}.tar?split=all")
+
+
 def test_large_images_are_broken(tmp_path):
     spec = write_pictures(tmp_path / "a.tar", 24)
     with pytest.raises(ValueError, match="20 × 16 pixels are more than max_pixels=300"):
@@ -264,11 +283,11 @@ def test_broken_captions_are_left_out_for_a_tokenizer_unless_all_are(tmp_path):
     ]
     write_files(tmp_path / "a.tar", files)
     write_files(tmp_path / "b.tar", files[2:6])
-    assert list(image_text.captions(f"tar:{tmp_path}/a.tar?text=json:alt&split=all")) == ["one", "two"]
+    assert captions(source=f"tar:{tmp_path}/a.tar?text=json:alt&split=all") == ["one", "two"]
     with pytest.raises(
         ValueError, match=r"all 2 examples of .*b.tar.* are broken, the last of them .*b.tar: 2: "
     ):
-        list(image_text.captions(f"tar:{tmp_path}/b.tar?text=json:alt&split=all"))
+        captions(source=f"tar:{tmp_path}/b.tar?text=json:alt&split=all")
 
 
 # --- sources --------------------------------------------------------------------------------------
@@ -423,17 +442,27 @@ def test_texts_that_are_cut_are_counted_with_one_warning(tmp_path, monkeypatch):
 
 
 def test_captions_for_a_tokenizer(tmp_path):
-    names = list(image_text.captions("glyphs"))
-    assert names == make().classes
+    assert captions() == make().classes
     spec = write_pictures(tmp_path / "a.tar", 5)
-    assert list(image_text.captions(spec)) == [f"number {i}" for i in range(5)]
+    assert captions(source=spec) == [f"number {i}" for i in range(5)]
+    files = [
+        (f"{n}.{kind}", data) for n in range(40) for kind, data in (("png", b""), ("cls", b"%d" % (n % 3)))
+    ]
+    files += [("40.png", b""), ("40.txt", b"its own")]
+    spec = f"tar:{write_files(tmp_path / 'b.tar', files)}?split=all"
+    names = tmp_path / "names.txt"
+    names.write_text("cat\ndog\n")
+    found = captions(source=spec, classes=str(names), templates=("one {}", "two {}"))
+    assert len(found) == 28, "label 2 is not one of the two classes"
+    assert set(found) == {"one cat", "two cat", "one dog", "two dog", "its own"}
 
 
 @pytest.mark.parametrize(("split", "other"), [("train", "eval_crop"), ("validation", "random_crop")])
 def test_only_training_images_are_cropped_at_random(split, other, tmp_path, monkeypatch):
     spec = write_pictures(tmp_path / "a.tar", 8, set())
+    data = make(split, source=spec, validation_source=spec)
     monkeypatch.setattr(image_text.images, other, lambda *_, **__: pytest.fail(other))
-    assert len(take(make(split, source=spec, validation_source=spec), 1)) == 1
+    assert len(take(data, 1)) == 1
 
 
 def test_the_start_warns_of_data_that_end_early():

@@ -163,7 +163,7 @@ def attention_uses(model: CLIPConfig, data: ImageTextDataConfig) -> tuple[Use, .
 
 def tokenizer_texts(data: ImageTextDataConfig, seed: int) -> Iterator[str]:
     """The training captions."""
-    return image_text.captions(data.source)
+    return image_text.captions(data)
 
 
 def make_data(model: CLIPConfig, data: ImageTextDataConfig, **how: Any) -> image_text.ImageTextDataset:

@@ -39,4 +39,4 @@ def test_digits(tmp_path, monkeypatch):
     captions = [source.templates[0].format(source.classes[source[i]["label"]]) for i in range(10)]
     np.testing.assert_array_equal(next(iter(data))["text"], data.encode(captions))
     expected = [template.format(name) for name in source.classes for template in source.templates]
-    assert list(image_text.captions("digits")) == expected and len(expected) == 40
+    assert list(image_text.captions(config)) == expected and len(expected) == 40
