@@ -8,7 +8,7 @@ of documents in a window; a window with that many is closed, and the rest of it 
 Letters: W windows, S sequence length.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -100,19 +100,6 @@ def pack_first_fit(
         "loss_mask": (owner_WS >= 0) & (targets_WS >= 0),
         **_segments(owner_WS),
     }
-
-
-def count_windows(lengths: Sequence[int], seq_len: int, max_documents: int | None) -> int:
-    """How many windows `pack_first_fit` fills with documents of these lengths, if it may fill any."""
-    whole, free_W, held_W = 0, np.full(len(lengths), seq_len), np.zeros(len(lengths), int)
-    for length in lengths:
-        pieces, size = divmod(max(0, int(length) - 1), seq_len)
-        whole += pieces
-        if size:
-            window = int(np.argmax(free_W >= size))
-            held_W[window] += 1
-            free_W[window] = free_W[window] - size if held_W[window] != max_documents else 0
-    return whole + int(np.count_nonzero(held_W))
 
 
 PACKERS: dict[str, Callable[[Documents, int, int, int, int | None], Batch]] = {

@@ -30,7 +30,6 @@ import functools
 import itertools
 import math
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,11 +43,11 @@ from absl import logging
 from maxlp import schema
 from maxlp.data import common
 from maxlp.data.common import Batch, Seeds, require
-from maxlp.data.packing import PACKERS, count_windows
+from maxlp.data.packing import PACKERS
 from maxlp.data.readers import locate
 from maxlp.data.sources import Mixture, check_split, make_source
 from maxlp.data.specs import of_key
-from maxlp.data.tokenizers import Tokenizer, as_bytes, make_tokenizer
+from maxlp.data.tokenizers import Tokenizer, make_tokenizer
 from maxlp.schema import INT32, Count, OneOf, Range
 
 Cursor = tuple[int, int]  # (document of the stream, offset in its tokens)
@@ -63,9 +62,6 @@ DOCUMENTS, WINDOWS = 0, 1  # part of the seeds, so that the two kinds of permuta
 # Fields of `TextDataConfig` that determine the batches; the state of an iterator records them.
 SETTINGS = ("batch_size", "seq_len", "packing", "max_documents", "shuffle", "shuffle_tokens", "num_epochs")
 ORDER = {"documents", "weights", "seed", "shuffle"}  # settings that determine the documents of a stream
-# To estimate the tokens of a source. With fewer documents, a few long ones among them would matter.
-SAMPLED_DOCUMENTS, ENOUGH_DOCUMENTS, SAMPLE_SECONDS = 1024, 128, 0.5
-ENCODED_BYTES, ENCODED_PIECE = 200_000, 4_000
 CHAT_TEMPLATE = "chat_template"  # in the settings of a state: the fingerprint of that of conversations
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
@@ -267,9 +263,11 @@ class TextDataset:
         Args:
           steps: of training, for which the epochs are counted; 0 for validation data.
         """
+        from maxlp.data import estimates  # only a start needs them
+
         noun = "document" if self.settings["documents"] == [1] else "documents"
         documents = f"{' + '.join(f'{count:,}' for count in self.settings['documents'])} {noun}"
-        found = [sample_lengths(source, self.tokenizer) for source in self.sources]
+        found = [estimates.sample_lengths(source, self.tokenizer) for source in self.sources]
         lengths = [sample for sample in found if sample is not None and sample.any()]
         if not lengths or len(lengths) < len(found):
             return documents
@@ -277,56 +275,13 @@ class TextDataset:
         documents += f", about {' + '.join(f'{n / 1e6:,.2g}' for n in tokens)} M tokens"
         if not steps:
             return documents
-        per_window = [self._tokens_per_window(sample) for sample in lengths]
+        per_window = [estimates.tokens_per_window(sample, self.settings) for sample in lengths]
         shares = zip(self.settings["weights"], per_window, tokens, strict=True)
         rows = steps * self.settings["batch_size"]
         epochs = " + ".join(f"{weight * rows * size / n:.2g}" for weight, size, n in shares)
         steps_per_epoch = tokens[0] / per_window[0] / self.settings["batch_size"]
         ends = common.early_end(self.settings["num_epochs"], steps_per_epoch, steps)
         return f"{documents}; {steps:,} steps read {epochs} epochs{ends}"
-
-    def _tokens_per_window(self, lengths: np.ndarray) -> float:
-        seq_len, most = self.settings["seq_len"], self.settings["max_documents"]
-        if self.settings["packing"] == "concat":
-            return seq_len
-        return float(lengths.sum()) / max(1, count_windows(lengths, seq_len, most))
-
-
-def sample_lengths(source: Any, tokenizer: Tokenizer) -> np.ndarray | None:
-    """About how many tokens, bos and eos included, each of some documents has, spread over a source.
-
-    Returns:
-      int64 [documents]; None if reading them takes long, as over a network.
-
-    Raises:
-      ValueError: one of them cannot be used.
-    """
-    began = time.monotonic()
-    indices = np.unique(np.linspace(0, len(source) - 1, SAMPLED_DOCUMENTS).astype(np.int64))
-    texts, lengths = [], []  # in bytes, in tokens
-    encoded_size = encoded_tokens = 0
-    specials = sum(special is not None for special in (tokenizer.bos_id, tokenizer.eos_id))
-    # In another order, so that the first of them are spread over the source, too.
-    for number, index in enumerate(common.permutation(len(indices), (0,))):
-        if time.monotonic() - began > SAMPLE_SECONDS:
-            if number < ENOUGH_DOCUMENTS:
-                return None
-            break
-        document = source[int(indices[index])]  # a broken one ends the run before it trains
-        if "conversation" in document:
-            lengths.append(len(document["conversation"]))
-        elif "tokens" in document:
-            lengths.append(len(document["tokens"]) and len(document["tokens"]) + specials)
-        else:
-            content = as_bytes(document["text"])
-            texts.append(len(content))
-            if encoded_size < ENCODED_BYTES:
-                piece = content[:ENCODED_PIECE]
-                encoded_size += len(piece)
-                encoded_tokens += len(tokenizer.encode(piece))
-    tokens_per_byte = encoded_tokens / max(1, encoded_size)
-    of_texts = (size and round(size * tokens_per_byte) + specials for size in texts)
-    return np.array([*lengths, *of_texts], np.int64)
 
 
 class TextIterator:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from maxlp.data import text
-from maxlp.data.packing import count_windows
+from maxlp.data.estimates import count_windows
 from tests.data.windows import BOS, EOS, PAD, Specials, assert_equal, corpus, make, take, with_specials
 
 

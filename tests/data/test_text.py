@@ -8,7 +8,7 @@ import multiprocessing
 import numpy as np
 import pytest
 
-from maxlp.data import merge_states, text
+from maxlp.data import estimates, merge_states, text
 from maxlp.data.tokenizers.byte import ByteTokenizer
 from maxlp.data.tokenizers.training import train_bpe
 from maxlp.prepare import prepare_text
@@ -419,7 +419,7 @@ def test_the_start_tells_documents_tokens_and_epochs(tokens, tmp_path, monkeypat
     np.testing.assert_allclose(about, sizes, rtol=0.08)  # and two digits are shown
     np.testing.assert_allclose(read, 100 * 8 * 64 / 2 / 1e6 / np.array(sizes), rtol=0.08)
     assert "epochs" not in dataset.describe()
-    monkeypatch.setattr(text, "SAMPLE_SECONDS", -1.0)  # reading takes too long
+    monkeypatch.setattr(estimates, "SAMPLE_SECONDS", -1.0)  # reading takes too long
     assert dataset.describe(steps=100) == "2,000 + 3,000 documents"
     dataset.settings["documents"] = [1]
     assert dataset.describe() == "1 document"

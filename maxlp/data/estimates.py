@@ -1,0 +1,72 @@
+"""About how many tokens and windows the documents of a source give, from a sample of them."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from maxlp.data import common
+from maxlp.data.tokenizers import Tokenizer, as_bytes
+
+# With fewer documents, a few long ones among them would matter.
+SAMPLED_DOCUMENTS, ENOUGH_DOCUMENTS, SAMPLE_SECONDS = 1024, 128, 0.5
+ENCODED_BYTES, ENCODED_PIECE = 200_000, 4_000
+
+
+def sample_lengths(source: Any, tokenizer: Tokenizer) -> np.ndarray | None:
+    """About how many tokens, bos and eos included, each of some documents has, spread over a source.
+
+    Returns:
+      int64 [documents]; None if reading them takes long, as over a network.
+
+    Raises:
+      ValueError: one of them cannot be used.
+    """
+    began = time.monotonic()
+    indices = np.unique(np.linspace(0, len(source) - 1, SAMPLED_DOCUMENTS).astype(np.int64))
+    texts, lengths = [], []  # in bytes, in tokens
+    encoded_size = encoded_tokens = 0
+    specials = sum(special is not None for special in (tokenizer.bos_id, tokenizer.eos_id))
+    # In another order, so that the first of them are spread over the source, too.
+    for number, index in enumerate(common.permutation(len(indices), (0,))):
+        if time.monotonic() - began > SAMPLE_SECONDS:
+            if number < ENOUGH_DOCUMENTS:
+                return None
+            break
+        document = source[int(indices[index])]  # a broken one ends the run before it trains
+        if "conversation" in document:
+            lengths.append(len(document["conversation"]))
+        elif "tokens" in document:
+            lengths.append(len(document["tokens"]) and len(document["tokens"]) + specials)
+        else:
+            content = as_bytes(document["text"])
+            texts.append(len(content))
+            if encoded_size < ENCODED_BYTES:
+                piece = content[:ENCODED_PIECE]
+                encoded_size += len(piece)
+                encoded_tokens += len(tokenizer.encode(piece))
+    tokens_per_byte = encoded_tokens / max(1, encoded_size)
+    of_texts = (size and round(size * tokens_per_byte) + specials for size in texts)
+    return np.array([*lengths, *of_texts], np.int64)
+
+
+def tokens_per_window(lengths: np.ndarray, settings: Mapping[str, Any]) -> float:
+    """How many tokens of documents of these lengths come in a window, on average."""
+    seq_len, most = settings["seq_len"], settings["max_documents"]
+    if settings["packing"] == "concat":
+        return seq_len
+    return float(lengths.sum()) / max(1, count_windows(lengths, seq_len, most))
+
+
+def count_windows(lengths: Sequence[int], seq_len: int, max_documents: int | None) -> int:
+    """How many windows `pack_first_fit` fills with documents of these lengths, if it may fill any."""
+    whole, free_W, held_W = 0, np.full(len(lengths), seq_len), np.zeros(len(lengths), int)
+    for length in lengths:
+        pieces, size = divmod(max(0, int(length) - 1), seq_len)
+        whole += pieces
+        if size:
+            window = int(np.argmax(free_W >= size))
+            held_W[window] += 1
+            free_W[window] = free_W[window] - size if held_W[window] != max_documents else 0
+    return whole + int(np.count_nonzero(held_W))
