@@ -11,6 +11,8 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pkgutil import resolve_name
 
+from absl import logging
+
 from maxlp.runtime.files import is_url
 
 COMPRESSED = (".gz", ".tgz", ".zst")
@@ -65,7 +67,11 @@ def of_kind(paths: Iterable[str], suffix: str) -> list[str]:
     paths = list(paths)
     compressed = tuple(suffix + each for each in COMPRESSED)
     plain = [path for path in paths if path.endswith(suffix)]
-    return plain or [path for path in paths if path.endswith(compressed)]
+    others = [path for path in paths if path.endswith(compressed)] if suffix else []
+    if plain and others:
+        message = "compressed files are left out beside those that are not compressed: %d, such as %s"
+        logging.warning(message, len(others), min(others))
+    return plain or others
 
 
 def walk(root: str, skip: Sequence[str] = (), above: Sequence[str] = ()) -> Iterator[str]:
@@ -97,7 +103,8 @@ def locate(ends: Sequence[int], row: int) -> tuple[int, int]:
 def as_text(value: object, key: str) -> str | bytes:
     """Returns `value` if it is text; raises a `BrokenExample` otherwise."""
     if not isinstance(value, str | bytes):
-        raise BrokenExample(f"{key!r} is {type(value).__name__}, not text")
+        found = "null" if value is None else type(value).__name__
+        raise BrokenExample(f"{key!r} is {found}, not text; remove the record, or set ?text_key=")
     return value
 
 

@@ -110,7 +110,7 @@ class Tars:
             return None
         check_utf8(data)
         if self._type != "json":
-            return data.decode().strip()
+            return data.decode("utf-8-sig").strip()  # without a mark
         try:
             value = json.loads(data)[self._key]
         except (ValueError, LookupError, TypeError, RecursionError):
@@ -231,7 +231,8 @@ def _samples(file: BinaryIO) -> Iterator[list[tarfile.TarInfo]]:
 def _files(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     while (member := tar.next()) is not None:
         tar.members.clear()  # tarfile would keep every header it has read
-        if member.isfile():
+        # Hidden files, which macOS adds beside each, would divide samples.
+        if member.isfile() and not os.path.basename(member.name).startswith("."):
             yield member
 
 

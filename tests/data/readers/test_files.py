@@ -1,7 +1,7 @@
 import os
 import zlib
 
-from maxlp.data.readers import walk
+from maxlp.data.readers import find_files, walk
 from maxlp.data.readers.files import choose_files
 from maxlp.data.sources import make_source
 from tests.data.corpora import error_of, texts_of
@@ -46,6 +46,16 @@ def test_braces_name_files_and_folders_in_their_order(tmp_path):
         assert texts_of(make_source(f"text:{tmp_path}/{pattern}", "all")) == expected
     assert f"no file or folder {tmp_path}/a/3.txt" in error_of(f"text:{tmp_path}/a/{{1..3}}.txt")
     assert f"no file matches {tmp_path}/d/*.txt" in error_of(f"text:{tmp_path}/{{a,d}}/*.txt")
+
+
+def test_compressed_files_beside_others_are_warned_of(tmp_path, caplog):
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.txt.gz"):
+        (tmp_path / name).write_text("{}")
+    assert find_files(str(tmp_path), ".jsonl")[1] == [f"{tmp_path}/a.jsonl"]
+    (record,) = caplog.records
+    assert record.getMessage().endswith(f"not compressed: 2, such as {tmp_path}/b.jsonl.gz")
+    (tmp_path / "a.jsonl").unlink()
+    assert len(find_files(str(tmp_path), ".jsonl")[1]) == 2 and len(caplog.records) == 1
 
 
 def test_a_file_in_another_encoding_is_named(tmp_path):

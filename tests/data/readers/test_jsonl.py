@@ -31,6 +31,8 @@ def test_errors_name_file_and_line(tmp_path):
     for index, line, word in ((1, 3, "body, id"), (2, 4, "int"), (3, 5, "list"), (4, 6, "JSON")):
         message = error_of(f"jsonl:{path}", "all", index)
         assert f"{path}:{line}: " in message and word in message
+    path.write_text('{"text": null}\n')
+    assert "'text' is null, not text; remove the record" in error_of(f"jsonl:{path}", "all", 0)
     path.write_text('{"text": "a"}\n' + "[" * 100_000)
     assert f"{path}:2: not a complete JSON object (maximum recursion" in error_of(f"jsonl:{path}", "all", 1)
     path.write_bytes(b'{"text": "a"}\n{"text": "\xf6"}\n')

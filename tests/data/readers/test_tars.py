@@ -68,6 +68,17 @@ def test_files_that_no_sample_uses_are_warned_of(tmp_path, monkeypatch):
     assert logged[1].endswith("b.tar: 2 files take the place of another with the same key and type")
 
 
+def test_hidden_files_and_marks_are_left_out(tmp_path):
+    files = [("x.jpg", b"1"), ("x.txt", b"\xef\xbb\xbfa cat\r\n"), ("y.jpg", b"2"), ("y.txt", b"b")]
+    hidden = [each for name, data in files for each in ((f"./._{name}", b"mac"), (f"./{name}", data))]
+    write_files(tmp_path / "a.tar", hidden)
+    found = tars.Tars(str(tmp_path / "a.tar"))
+    assert [(found[row]["image"], found[row]["text"]) for row in range(len(found))] == [
+        (b"1", "a cat"),
+        (b"2", "b"),
+    ]
+
+
 def test_captions_may_be_in_json(tmp_path):
     others = [("x.jpg", b"1"), ("x.json", b'{"alt": 3}'), ("y.jpg", b"1"), ("y.json", b'{"alt": null}')]
     write_files(tmp_path / "a.tar", [*samples(3), *others])
