@@ -164,7 +164,7 @@ def make_data(
         made.settings[common.FINGERPRINTS] = [part.fingerprint for part in sources]
         if any(chats):
             made.settings[CHAT_TEMPLATE] = template
-    return dataclasses.replace(made, sources=documents)
+    return dataclasses.replace(made, sources=documents, is_train=split == "train")
 
 
 class _Interleaved:
@@ -244,6 +244,7 @@ class TextDataset:
 
     Attributes:
       sources: of the documents, to estimate their tokens.
+      is_train: whether there are metrics, of which a warning tells.
     """
 
     tokenizer: Tokenizer
@@ -253,6 +254,7 @@ class TextDataset:
     process_index: int
     process_count: int
     sources: Sequence[Any] = ()
+    is_train: bool = True
 
     def __iter__(self) -> TextIterator:
         return TextIterator(self)
@@ -341,7 +343,7 @@ class TextIterator:
     def _count_conversations(self) -> None:
         before = self.metrics()
         self._counts |= {block["stream"]: block["conversations"] for block in self._blocks}
-        for name in self.metrics().keys() - before:
+        for name in self.metrics().keys() - before if self._dataset.is_train else ():
             logging.warning("there are conversations that do not fit data.seq_len; see the metric %s", name)
 
     def get_state(self) -> dict[str, Any]:

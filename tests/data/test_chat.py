@@ -359,6 +359,8 @@ def test_what_does_not_fit_is_cut_or_skipped_and_counted(tmp_path, caplog):
     np.testing.assert_allclose([*found.values()], [0.25, 0.5], atol=0.05)
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2 and all("do not fit data.seq_len" in each for each in messages)
+    take(iter(data(f"jsonl:{tmp_path}/a.jsonl?messages_key=messages&split=all", spec, "validation")))
+    assert len(caplog.records) == 2, "validation has no such metrics"
 
 
 def test_the_start_tells_tokens_and_warns_of_conversations_that_end_early(tmp_path):
