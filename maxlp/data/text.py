@@ -152,7 +152,7 @@ def make_data(
         packing = "first_fit" if any(chats) else "concat"
         config = dataclasses.replace(config, packing=packing, shuffle=False, num_epochs=1, num_workers=0)
     made = make_dataset(
-        [_Interleaved(documents)] if split == "validation" else documents,
+        [_Interleaved(documents)] if split == "validation" and len(documents) > 1 else documents,
         weights,
         tokenizer,
         config,
