@@ -16,6 +16,7 @@ from absl import logging
 from maxlp.runtime.files import is_url
 
 COMPRESSED = (".gz", ".tgz", ".zst")
+NOT_READ = (".bz2", ".xz", ".lz4", ".zip", ".7z", ".rar")  # bytes would pass for text
 
 
 class BrokenExample(ValueError):
@@ -59,6 +60,8 @@ def _find(pattern: str, suffix: str) -> list[str]:
         missing = "no file matches" if glob.has_magic(pattern) else "no file or folder"
     if not paths:
         raise ValueError(f"{missing} {pattern}; check the path")
+    if other := next((path for path in paths if path.endswith(NOT_READ)), None):
+        raise ValueError(f"{other} cannot be read; decompress it, or compress it with gzip or zstd")
     return sorted(paths)
 
 

@@ -1,6 +1,8 @@
 import os
 import zlib
 
+import pytest
+
 from maxlp.data.readers import find_files, walk
 from maxlp.data.readers.files import choose_files
 from maxlp.data.sources import make_source
@@ -56,6 +58,16 @@ def test_compressed_files_beside_others_are_warned_of(tmp_path, caplog):
     assert record.getMessage().endswith(f"not compressed: 2, such as {tmp_path}/b.jsonl.gz")
     (tmp_path / "a.jsonl").unlink()
     assert len(find_files(str(tmp_path), ".jsonl")[1]) == 2 and len(caplog.records) == 1
+
+
+def test_other_compressed_files_are_refused(tmp_path):
+    for name in ("a.txt", "b.txt.xz"):
+        (tmp_path / name).write_text("a")
+    for pattern in (tmp_path, f"{tmp_path}/*", f"{tmp_path}/b.txt.xz", f"{tmp_path}/{{a.txt,b.txt.xz}}"):
+        with pytest.raises(
+            ValueError, match=r"b\.txt\.xz cannot be read; decompress it, or compress it with"
+        ):
+            make_source(f"text:{pattern}", "all", any_bytes=True)
 
 
 def test_a_file_in_another_encoding_is_named(tmp_path):

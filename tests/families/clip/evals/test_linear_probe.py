@@ -91,5 +91,5 @@ def test_max_steps_ends_the_optimization():
 
 def test_labels_must_be_below_the_number_of_classes():
     x, label = problem(N, seed=0)
-    with pytest.raises(ValueError, match="num_classes=2 must be larger than the label 2"):
+    with pytest.raises(ValueError, match="an image has the label 2, of 2 classes; list all of them in"):
         linear_probe(jnp.asarray, batches(x, label), batches(x, label), num_classes=2, l2=L2)
