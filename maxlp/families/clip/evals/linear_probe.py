@@ -67,8 +67,8 @@ def _labelled(
         raise ValueError("the data has no image with a label; a linear probe needs labelled images")
     if label_N.max() >= num_classes:
         raise ValueError(
-            f"an image has the label {label_N.max()}, of {num_classes} classes; list all of them in the file "
-            "data.classes"
+            f"an image has the label {label_N.max()}, of {num_classes} classes; list all of them in the "
+            "file data.classes"
         )
     return x_NE.astype(np.float32), label_N
 
