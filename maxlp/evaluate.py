@@ -71,7 +71,7 @@ def main() -> None:
     elif "mesh" not in c:
         raise ConfigError(
             f"{workdir} holds imported weights and names no data; give --config=FILE, such as "
-            f"--config={c.model.name}/debug --config.data.validation_source=SOURCE"
+            f"--config={c.model.name}/debug --config.data.source='SOURCE?split=all'"
         )
     s = read(c)
     mesh = make_mesh(s, fixed=flags.FLAGS.config is not None)

@@ -1,15 +1,18 @@
 """What `evaluate` makes of a run's settings. (Its numbers are those of the families' evaluators.)"""
 
 import dataclasses
+import re
 import subprocess
 import sys
 
 import jax
 import pytest
+from ml_collections import ConfigDict
 
 from maxlp.data.image_text import make_data
 from maxlp.evaluate import formatted, make_mesh, of_same_model, on_training_data, probe_data
 from maxlp.parallel import sharding
+from maxlp.run import run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import read
 from tests.run.fixtures import changed, load
@@ -109,6 +112,14 @@ def test_imported_weights_need_no_preset_of_their_size(tmp_path):
     clip = load("debug", family="clip").to_dict()
     with pytest.raises(ConfigError, match=r"--workdir=.* holds a llama, but config.model.name=clip;"):
         of_same_model(clip, {}, imported, tmp_path)
+
+
+def test_the_error_for_imported_weights_names_keys_that_exist(tmp_path):
+    run_dir.save_config(tmp_path, ConfigDict({"model": load("debug").model}))
+    command = [sys.executable, "-m", "maxlp.evaluate", f"--workdir={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    named = re.fullmatch(r"error: .* names no data; .*--config\.data\.(\w+)='.*'\n", done.stderr)
+    assert named and all(named[1] in load("debug", family=each).data for each in ("llama", "clip"))
 
 
 @pytest.mark.parametrize(
