@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pkgutil import resolve_name
@@ -452,14 +453,17 @@ class _Chunks:
     def _train_example(self, epoch: int, place: int, broken: list[tuple[int, str]]) -> Example:
         examples, config = self._dataset.examples, self._dataset.config
         seed = self._dataset.settings["seed"]
-        for _ in range(config.max_broken + 1):
-            index = common.shuffled(place % len(examples), len(examples), (seed, ORDER, epoch))
+        cycle = len(examples) // math.gcd(
+            len(examples), config.batch_size
+        )  # batches until a row comes again
+        for number in range(config.max_broken + 1):
+            other = (place + number * config.batch_size + number // cycle) % len(examples)
+            index = common.shuffled(other, len(examples), (seed, ORDER, epoch))
             rng = np.random.Generator(np.random.PCG64((seed, AUGMENT, epoch, index)))
             try:
                 return examples.example(index, rng)
             except BrokenExample as error:
                 broken.append((index, str(error)))
-                place += config.batch_size
         raise _too_many_broken(config.max_broken, broken[-1][1])
 
     def _validation_example(self, _: int, place: int, broken: list[tuple[int, str]]) -> Example | None:

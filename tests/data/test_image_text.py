@@ -207,6 +207,15 @@ def test_broken_examples_are_replaced_and_counted(tmp_path):
     whole.close()
 
 
+@pytest.mark.parametrize("count", [12, 24])
+def test_broken_examples_that_fill_a_row_of_all_batches_are_replaced(tmp_path, count):
+    spec = write_pictures(tmp_path / "a.tar", count)
+    rows = [numbers(batch)[5] for batch in take(make(source=spec, batch_size=12), count // 12)]
+    spec = write_pictures(tmp_path / "a.tar", count, set(rows))
+    for batch in take(make(source=spec, batch_size=12, max_broken=9), count // 12):
+        assert numbers(batch)[5] == numbers(batch)[6]
+
+
 def test_an_example_with_neither_caption_nor_label_is_broken(tmp_path):
     files = [("1.png", picture((1, 0, 0))), ("1.json", b'{"alt": null}')]
     source = f"tar:{write_files(tmp_path / 'a.tar', files)}?text=json:alt&split=all"
