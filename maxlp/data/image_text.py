@@ -13,6 +13,7 @@ Letters: B batch, H and W height and width, S text length, N number of texts.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -146,7 +147,7 @@ def make_data(
         opened = _open(parse_spec(spec, split, "image_text"), config.image_size)
     examples = EncodedExamples(opened, config, preprocessing) if isinstance(opened, Source) else opened
     if split == "validation" and config.classes and isinstance(opened, Source):
-        _check_labels(opened, config.classes, len(examples.classes))
+        _check_labels(opened, config.classes, examples.classes)
     with of_key(f"data.{key}"):
         _check_usable(examples, spec)
     if split == "train" and len(examples) < config.batch_size:
@@ -170,8 +171,14 @@ def make_data(
     )
 
 
-def _check_labels(source: Source, path: str, num_classes: int) -> None:
+def _check_labels(source: Source, path: str, classes: Sequence[str]) -> None:
     """Raises a ValueError for images of which zero-shot classification, hours later, could count none."""
+    num_classes = len(classes)
+    if twice := [name for name, count in collections.Counter(classes).items() if count > 1]:
+        message = (
+            "data.classes=%r: images of %d names that occur more than once, such as %r, count as wrong"
+        )
+        logging.warning(message, path, len(twice), twice[0])
     first = range(min(len(source), LABELS_READ))
     for index in first:
         with contextlib.suppress(BrokenExample):

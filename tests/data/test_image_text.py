@@ -349,6 +349,17 @@ def test_class_names_and_templates(tmp_path):
         make(source=f"tar:{tmp_path}/a.tar?split=all", classes=str(tmp_path / "no.txt"))
 
 
+def test_classes_of_the_same_name_are_warned_of(tmp_path, caplog):
+    files = [(f"{n}.{kind}", data) for n in range(9) for kind, data in (("png", picture(n)), ("cls", b"1"))]
+    source = f"tar:{write_files(tmp_path / 'a.tar', files)}?split=all"
+    names = tmp_path / "names.txt"
+    for lines, number in (("cat\ndog\n", 0), ("crane\ndog\ncrane\n", 1)):
+        names.write_text(lines)
+        make("validation", source=source, classes=str(names))
+        assert len(caplog.records) == number
+    assert "images of 1 names that occur more than once, such as 'crane'" in caplog.messages[0]
+
+
 def test_classes_without_an_image_that_has_one_of_them_are_refused_when_the_data_opens(tmp_path):
     names = tmp_path / "names.txt"
     names.write_text("cat\ndog\n")
