@@ -101,6 +101,9 @@ class Tars:
     def paths(self) -> list[str]:
         return self._tars
 
+    def has_captions(self) -> bool:
+        return any(_index(each)["text"].any() for each in self._indices)
+
     def _entry(self, row: int) -> tuple[int, np.void]:
         number, row = locate(self._ends, row)
         return number, _index(self._indices[number])[row]
@@ -122,7 +125,13 @@ class Tars:
 
 def open_tars(spec: Spec, *, text: str = "txt", validation: float = VALIDATION) -> Source:
     """Opens WebDataset tars; see `Tars` for `text`."""
-    return Source(spec, Tars(spec.path, text), validation=validation)
+    found = Tars(spec.path, text)
+    if text != "txt" and not found.has_captions():
+        kind = text.partition(":")[0]
+        raise ValueError(
+            f"no sample has a .{kind}; correct ?text={text}, or drop it for images with labels"
+        )
+    return Source(spec, found, validation=validation)
 
 
 def find_tars(pattern: str) -> list[str]:

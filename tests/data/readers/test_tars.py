@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from maxlp.data.readers import BrokenExample, tars
+from maxlp.data.sources import open_source, parse_spec
 from tests.data.corpora import write_files
 
 
@@ -89,6 +90,13 @@ def test_captions_may_be_in_json(tmp_path):
     assert found[4] == {"image": b"1", "text": None, "label": -1}
     with pytest.raises(BrokenExample, match="no 'title'"):
         tars.Tars(str(tmp_path), "json:title")[0]
+
+
+def test_a_wrong_type_of_captions_is_refused_where_images_have_labels(tmp_path):
+    spec = f"tar:{write_files(tmp_path / 'a.tar', samples(3))}?split=all"
+    assert open_source(parse_spec(f"{spec}&text=json:alt", "all", "image_text"))[0]["text"] == "alt 0"
+    with pytest.raises(ValueError, match=r"no sample has a \.caption; correct \?text=caption, or drop it"):
+        open_source(parse_spec(f"{spec}&text=caption", "all", "image_text"))
 
 
 @pytest.mark.parametrize(("kind", "text"), [("txt", b"caf\xe9"), ("json:alt", b'{"alt": "caf\xe9"}')])
