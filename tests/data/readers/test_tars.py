@@ -265,11 +265,13 @@ def test_unusable_tars_are_named(tmp_path):
     write_files(tmp_path / "a.tar", [("a.npy", b"1")])
     (tmp_path / "b.tar").write_bytes(b"<html>" * 200)
     (tmp_path / "c.zip").write_bytes(b"")
+    (tmp_path / "c.jpg").write_bytes(b"")
     write_files(tmp_path / "e.tar", [("7.jpg", b"1"), ("7.cls", b"cat")])
     for name, message in {
         "a.tar": r"a\.tar has no sample with an image \(\.jpg/.*set \?text=",
         "b.tar": r"b\.tar is not a complete tar",
-        "c.zip": r"c\.zip is not a \.tar",
+        "c.zip": r"c\.zip cannot be read",
+        "c.jpg": r"c\.jpg is not a \.tar",
         "e.tar": r"e\.tar: 7\.cls contains b'cat', not the number of a class",
         "{0..3}.tar": r"no file .*0\.tar",
         "d*.tar": r"no file .*d\*\.tar",
