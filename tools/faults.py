@@ -1690,6 +1690,8 @@ DATA = [
             "self._step % self._plan.steps_per_block == 0",
             "(self._step + 1) % self._plan.steps_per_block == 0",
         ),
+        # Validation that covers mainly the first source of a mixture.
+        ("(np.arange(len(source)) + 0.5) / len(source)", "np.arange(len(source)) + 0.0"),
     ),
     *_in(
         "data/in_workers.py",
@@ -1757,7 +1759,8 @@ DATA = [
             "examples // batch_size",
         ),
         ("row is not None for row in rows", "True for row in rows"),
-        ("place += config.batch_size", "place += 1"),
+        ("place + number * config.batch_size", "place + number"),
+        ("+ number // cycle) %", ") %"),
         (
             "return images.eval_crop(image, size, self._how)",
             "return images.random_crop(image, size, np.random.default_rng(0))",

@@ -1,7 +1,7 @@
 """About how many tokens and windows the documents of a source give, from a sample of them."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,7 @@ def tokens_per_window(lengths: np.ndarray, settings: Mapping[str, Any]) -> float
     return float(lengths.sum()) / max(1, count_windows(lengths, seq_len, most))
 
 
-def count_windows(lengths: Sequence[int], seq_len: int, max_documents: int | None) -> int:
+def count_windows(lengths: np.ndarray, seq_len: int, max_documents: int | None) -> int:
     """How many windows `pack_first_fit` fills with documents of these lengths, if it may fill any."""
     whole, free_W, held_W = 0, np.full(len(lengths), seq_len), np.zeros(len(lengths), int)
     for length in lengths:

@@ -118,7 +118,7 @@ def test_shuffled_epochs_contain_each_token_once(packing):
 def test_windows_are_counted_as_they_are_filled(most):
     rng = np.random.default_rng(0)
     documents = [{"tokens": np.arange(n, dtype=np.uint32)} for n in rng.integers(0, 40, 300)]
-    lengths = [len(with_specials(document, Specials())) for document in documents]
+    lengths = np.array([len(with_specials(document, Specials())) for document in documents])
     how = dict(packing="first_fit", max_documents=most, shuffle=False, num_epochs=1, seq_len=16)
     batches = take(iter(make([documents], batch_size=1, shuffle_tokens=0, **how)))
     blocks = int((batches["segment_ids"][..., 0] > 0).sum())
