@@ -8,6 +8,10 @@ die() { # MESSAGE: reports a user error, exit code 2
   exit 2
 }
 
+whole_number() { # NAME=VALUE: refuses others, and those with a zero in front, which would be octal
+  [[ ${1#*=} =~ ^(0|[1-9][0-9]*)$ ]] || die "$1 is not a whole number"
+}
+
 usage() { sed -n '2,/^[^#]/{ /^# shellcheck/d; s/^#$//p; s/^# //p; }' "$1"; } # SCRIPT: prints the comment at its top
 
 # Whether a run that ended with this exit code is to be restarted. 0 is success, 2 a user error that would
@@ -25,13 +29,10 @@ flags_of() { # FILE: prints its flags on one line
   grep -v '^#' "$1" | xargs
 }
 
-load_flags() { # FILE: puts its flags before those of the environment, which take precedence
+load_flags() { # VARIABLE FILE: puts its flags before those of the environment, which take precedence
   local flags
-  flags=$(flags_of "$1") || exit
-  case ${1##*/} in
-    tpu*) export LIBTPU_INIT_ARGS="$flags ${LIBTPU_INIT_ARGS:-}" ;;
-    *) export XLA_FLAGS="$flags ${XLA_FLAGS:-}" ;;
-  esac
+  flags=$(flags_of "$2") || exit
+  export "$1=$flags ${!1:-}"
 }
 
 print_flags() { # prints what load_flags set, for a dry run

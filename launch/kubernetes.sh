@@ -19,9 +19,13 @@ case $kind in tpu | gpu) ;; --help) usage launch/kubernetes.sh && exit ;; *) die
 [[ $name =~ ^[a-z][a-z0-9-]{0,39}$ ]] || die "NAME '$name' must start with a letter and have at most 40 characters from a-z, 0-9 and -"
 shift 2
 while (($#)) && [[ $1 != -- ]]; do
+  case $kind$1 in
+    tpu--hosts=* | tpu--gpus=* | tpu--volume=* | gpu--type=* | gpu--topology=* | gpu--slices=*)
+      die "$1 is not an option of $kind" ;;
+    *--slices=* | *--hosts=* | *--gpus=* | *--restarts=*) whole_number "$1" ;;
+  esac
   case $1 in
-    --slices=*[!0-9]* | --hosts=*[!0-9]* | --gpus=*[!0-9]* | --restarts=*[!0-9]*) die "$1 is not a whole number" ;;
-    --slices= | --gpus= | --restarts=) die "$1 is not a whole number" ;;
+    --slices=0 | --hosts=0 | --gpus=0) die "$1 is not a positive number" ;;
     --image=* | --type=* | --topology=* | --slices=* | --hosts=* | --gpus=* | --restarts=* | --volume=* | --xla_flags=*)
       option=${1%%=*} && printf -v "${option#--}" %s "${1#*=}" ;;
     --dry_run) dry_run=1 ;;
@@ -35,15 +39,16 @@ shift
 # shellcheck disable=SC2034
 if [[ $kind == tpu ]]; then
   case $type in
-    v4) accelerator=tpu-v4-podslice ;;
-    v5e) accelerator=tpu-v5-lite-podslice ;;
-    v5p) accelerator=tpu-v5p-slice ;;
-    v6e) accelerator=tpu-v6e-slice ;;
+    v4) accelerator=tpu-v4-podslice dimensions=3 example=4x4x8 ;;
+    v5e) accelerator=tpu-v5-lite-podslice dimensions=2 example=4x8 ;;
+    v5p) accelerator=tpu-v5p-slice dimensions=3 example=4x4x8 ;;
+    v6e) accelerator=tpu-v6e-slice dimensions=2 example=4x8 ;;
     *) die "--type=$type is unknown: use v4, v5e, v5p or v6e" ;;
   esac
-  [[ $topology =~ ^[0-9]+(x[0-9]+){1,2}$ ]] || die "--topology=$topology is not the topology of a slice, such as 4x4 or 4x4x8"
+  [[ x$topology =~ ^(x[1-9][0-9]*){$dimensions}$ ]] || die "--topology=$topology is not that of a slice of $type, such as $example"
   chips=$((${topology//x/*}))
   per_host=$((chips < 4 ? chips : 4)) # hosts of slices have 4 chips
+  ((chips % per_host == 0)) || die "--topology=$topology has $chips chips, but hosts have 4; use another, such as $example"
   hosts=$((chips / per_host)) flags=launch/xla_flags/tpu_$type.txt
 elif [[ -z $hosts ]]; then
   die "--hosts=N is needed: how many hosts of $gpus GPUs"
@@ -52,7 +57,8 @@ if [[ -z ${xla_flags+set} && -r $flags ]]; then xla_flags=$flags; fi # v4 and GP
 flags=$(if [[ -n ${xla_flags-} ]]; then flags_of "$xla_flags"; fi) || exit
 args=''
 for arg; do
-  arg=${arg//\\/\\\\}
+  arg=${arg//\\/\\\\} arg=${arg//$'\n'/\\n} arg=${arg//$'\t'/\\t}
+  arg=${arg//\$/\$\$} # Kubernetes replaces $(NAME), and $$ by $
   args+="${args:+, }\"${arg//\"/\\\"}\""
 done
 

@@ -14,13 +14,13 @@
 source "$(dirname "$0")/common.sh"
 n='' restarts=0 logs='' dry_run='' grace=${MAXLP_GRACE:-300}
 gpus=$(if [[ ${CUDA_VISIBLE_DEVICES+set} ]]; then tr , '\n' <<<"$CUDA_VISIBLE_DEVICES"; else nvidia-smi -L; fi 2>/dev/null | wc -l)
+whole_number "MAXLP_GRACE=$grace"
 while (($#)) && [[ $1 != -- ]]; do
   case $1 in
     --help) usage "$0" && exit ;;
-    --restarts=*[!0-9]* | --restarts=) die "$1 is not a whole number" ;;
-    --restarts=*) restarts=${1#*=} ;;
+    --restarts=*) restarts=${1#*=} && whole_number "$1" ;;
     --logs=*) logs=${1#*=} ;;
-    --xla_flags=*) load_flags "${1#*=}" ;;
+    --xla_flags=*) load_flags "$([[ ${1##*[=/]} == tpu* ]] && echo LIBTPU_INIT_ARGS || echo XLA_FLAGS)" "${1#*=}" ;;
     --dry_run) dry_run=1 ;;
     *[!0-9]* | 0* | '') die "$1 is not a known option" ;;
     *) n=$1 ;;

@@ -29,6 +29,7 @@ cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}" || exit
 source launch/common.sh
 
 dry_run='' restarts=${MAXLP_RESTARTS:-3}
+whole_number "MAXLP_RESTARTS=$restarts"
 python=${MAXLP_PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}
 if [[ ${1:-} == --dry_run ]]; then dry_run=1 && shift; fi
 case " $*" in *" --workdir="*) ;; *) die "--workdir=DIR is needed, on a file system that all nodes share" ;; esac

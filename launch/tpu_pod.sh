@@ -10,7 +10,7 @@
 # times (default 10), when it fails or has saved because of SIGTERM. A failed process ends the others after
 # MAXLP_HEARTBEAT_TIMEOUT seconds (default 100); at a restart they wait for each other MAXLP_INIT_TIMEOUT
 # seconds (default 300).
-# FILE: compiler flags, such as launch/xla_flags/tpu_v5p.txt. --dry_run prints the commands without running them.
+# FILE: compiler flags (default none), such as launch/xla_flags/tpu_v5p.txt. --dry_run prints the commands without running them.
 # Create the slice first (gcloud compute tpus tpu-vm create). The workdir must be shared by all hosts.
 cd "$(dirname "$0")/.." || exit
 source launch/common.sh
@@ -26,9 +26,8 @@ shift 2
 while (($#)) && [[ $1 != -- ]]; do
   case $1 in
     --zone=* | --project=*) gcloud+=("$1") ;;
-    --restarts=*[!0-9]* | --restarts=) die "$1 is not a whole number" ;;
-    --restarts=*) restarts=${1#*=} ;;
-    --xla_flags=*) load_flags "${1#*=}" ;;
+    --restarts=*) restarts=${1#*=} && whole_number "$1" ;;
+    --xla_flags=*) load_flags LIBTPU_INIT_ARGS "${1#*=}" ;;
     --dry_run) dry_run=1 ;;
     *) die "$1 is not a known option" ;;
   esac

@@ -226,6 +226,19 @@ def test_an_empty_number_of_restarts_is_refused(script):
     assert "--restarts= is not a whole number" in out
 
 
+@pytest.mark.parametrize(
+    ("script", "arguments", "env"),
+    [
+        ("local_multiprocess.sh", [1, "--restarts=08", "--", "true"], {}),
+        ("local_multiprocess.sh", [1, "--", "true"], {"MAXLP_GRACE": "5m"}),
+        ("slurm.sh", ["--dry_run", "--workdir=a"], {"MAXLP_RESTARTS": "x"}),
+    ],
+)
+def test_what_bash_cannot_count_with_is_refused(script, arguments, env):
+    """Otherwise nothing would be started, or a hanging process never be killed."""
+    assert "is not a whole number" in run(script, *arguments, code=2, **env)
+
+
 @pytest.mark.parametrize(("code", "starts"), [(0, 1), (1, 2), (2, 1), (75, 2), (130, 1)])
 def test_which_exit_codes_restart(tmp_path, code, starts):
     script = f"echo >> {tmp_path}/started; exit {code}"
@@ -595,12 +608,13 @@ def test_tpu_pod_runs_on_all_hosts_and_stops_them(tmp_path):
     assert len(lines(tmp_path / "gcloud")) == 3
 
 
+ARGUMENTS = ['--config=a"b\\c', "--workdir=gs://r é'", "--x=$HOME $(NAME) ${name} $$", "--y=a\n\tb"]
+
+
 def manifest(*arguments):
     yaml = pytest.importorskip("yaml")
-    text = run(
-        "kubernetes.sh", *arguments, "--image=i", "--dry_run", "--", '--config=a"b\\c', "--workdir=gs://r"
-    )
-    assert "${" not in re.sub("(?m)#.*", "", text)
+    text = run("kubernetes.sh", *arguments, "--image=i", "--dry_run", "--", *ARGUMENTS)
+    assert "${" not in re.sub("(?m)#.*", "", text).replace("$${", "")
     jobset = yaml.safe_load(text)
     [job] = jobset["spec"]["replicatedJobs"]
     pod = job["template"]["spec"]["template"]["spec"]
@@ -629,7 +643,8 @@ def test_tpu_jobset(type_, topology, hosts, chips, accelerator):
     assert container["resources"]["limits"] == {"google.com/tpu": chips}
     assert math.prod(map(int, topology.split("x"))) == hosts * chips
     assert set(pod["nodeSelector"].values()) == {accelerator, topology}
-    assert container["args"] == ['--config=a"b\\c', "--workdir=gs://r"]
+    assert [word.replace("$$", "$") for word in container["args"]] == ARGUMENTS  # as Kubernetes does
+    assert container["args"][2] == "--x=$$HOME $$(NAME) $${name} $$$$"
     env = {e["name"]: e["value"] for e in container["env"]}
     assert env["MAXLP_DISTRIBUTED"] == "1"
     assert env["LIBTPU_INIT_ARGS"].startswith("--xla_") or type_ == "v4"
@@ -658,6 +673,29 @@ def test_a_jobset_without_the_compiler_flags_that_it_was_given_is_refused(kind):
         "kubernetes.sh", *kind, "--xla_flags=/nowhere.txt", *end, code=2
     )
     assert 'value: ""' in run("kubernetes.sh", *kind, "--xla_flags=", *end)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gpu", "run", "--hosts=2", "--slices=2"], "--slices=2 is not an option of gpu"),
+        (["tpu", "run", "--type=v5e", "--topology=4x4", "--hosts=2"], "--hosts=2 is not an option of tpu"),
+        (["gpu", "run", "--hosts=0"], "--hosts=0 is not a positive number"),
+        (["tpu", "run", "--type=v5e", "--topology=4x4x4"], "is not that of a slice of v5e, such as 4x8"),
+        (["tpu", "run", "--type=v5p", "--topology=4x4"], "is not that of a slice of v5p, such as 4x4x8"),
+        (["tpu", "run", "--type=v6e", "--topology=3x3"], "has 9 chips, but hosts have 4"),
+    ],
+)
+def test_a_jobset_that_could_not_be_what_was_asked_for_is_refused(arguments, message):
+    end = ["--image=i", "--dry_run", "--", "--config=a", "--workdir=b"]
+    assert message in run("kubernetes.sh", *arguments, *end, code=2)
+
+
+def test_flags_of_any_file_reach_the_hosts_of_a_tpu_pod(tmp_path):
+    """libtpu reads LIBTPU_INIT_ARGS alone."""
+    (tmp_path / "mine.txt").write_text("# A sentence.\n--file=1\n")
+    end = [f"--xla_flags={tmp_path}/mine.txt", "--dry_run", "--", "--config=a"]
+    assert "LIBTPU_INIT_ARGS=" in (out := run("tpu_pod.sh", "run", "pod", *end)) and "--file=1" in out
 
 
 # --- Compiler flags ------------------------------------------------------------------------------------
