@@ -338,6 +338,15 @@ def one(tiny, tmp_path_factory):
 
 
 @pytest.mark.full
+def test_processes_with_different_configs_are_refused(tiny, tmp_path):
+    command = " ".join([*train(*tiny), f"--workdir={tmp_path}/run", "--config.train.total_steps=3"])
+    inner = f"exec {command} --config.optimizer.learning_rate=0.00$(($MAXLP_PROCESS_ID + 1))"
+    arguments = [2, f"--logs={tmp_path}", "--", "bash", "-c", inner]
+    out = run("local_multiprocess.sh", *arguments, code=2, **FAST_COMPILATION)
+    assert "config.optimizer.learning_rate: 0.001 -> 0.002" in out and not (tmp_path / "run").exists()
+
+
+@pytest.mark.full
 def test_two_local_processes_train_as_one(one, tiny, tmp_path):
     options = [*tiny, f"--workdir={tmp_path}/run", "--config.train.total_steps=3"]
     launch = [2, f"--logs={tmp_path}", "--", *train(*options)]
