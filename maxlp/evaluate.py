@@ -186,12 +186,13 @@ def make_mesh(s: Settings, fixed: bool) -> Mesh:
     """
     devices = jax.devices()
     # Nothing is trained: devices exchange no gradients and need not be several, batches stay whole, and
-    # traces and labels of the run do not matter.
+    # traces, labels and checkpoints to keep do not matter.
     s = dataclasses.replace(
         s,
         precision=dataclasses.replace(s.precision, exchange="none", scatter="none"),
-        optimizer=dataclasses.replace(s.optimizer, adascale=None),
-        train=dataclasses.replace(s.train, local=None, microbatches=1),
+        optimizer=dataclasses.replace(s.optimizer, adascale=None, offload=False),
+        train=dataclasses.replace(s.train, local=None, microbatches=1, release_gradients=False),
+        checkpoint=functools.partial(s.checkpoint.func),
         metrics=functools.partial(s.metrics.func),
         profile=functools.partial(s.profile.func),
     )

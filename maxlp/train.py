@@ -188,7 +188,9 @@ def report_config(s: Settings, workdir: Path, c: ConfigDict) -> dict[str, str]:
     if flags.FLAGS.dry_run:
         print_primary(c)  # before the summary, which then remains in sight in a terminal
     if jax.process_count() > 1:
-        changes.check_processes(c, flags.FLAGS.workdir)
+        from maxlp.run import processes  # a single process needs none
+
+        processes.check(c, flags.FLAGS.workdir)
     changed = changes.check_config(workdir, c, flags.FLAGS.allow_change)
     for line in changed.values():
         print_primary(f"changed since the last start: {line}")

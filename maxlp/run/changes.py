@@ -19,7 +19,7 @@ from maxlp import families
 from maxlp.optim import OPTIMIZERS
 from maxlp.run import run_dir
 from maxlp.run.config import ConfigError
-from maxlp.runtime import checkpoint, distributed
+from maxlp.runtime import checkpoint
 from maxlp.runtime.files import read_json
 
 # Sections and keys that decide what the model computes or what it learns from …
@@ -75,30 +75,6 @@ def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> dict[str,
             "change, use a new workdir, or add --allow_change"
         )
     return changes
-
-
-def check_processes(c: ConfigDict, workdir: str) -> None:
-    """Checks that all processes have the same config, workdir and code, or they would train a mixture.
-
-    A collective.
-
-    Raises:
-      ConfigError: in all processes, with what differs.
-    """
-    revision = run_dir.git_revision()
-    code = {"--workdir": workdir} | run_dir.versions() | ({"git": revision} if revision else {})
-    first, *others = distributed.gather_json([json.loads(c.to_json_best_effort()), code])
-    for number, (config, versions) in enumerate(others, 1):
-        differing = [*differences(first[0], config).values()] or [
-            f"{name}: {first[1][name]} -> {versions[name]}"
-            for name in sorted(first[1].keys() & versions.keys())
-            if first[1][name] != versions[name]
-        ]
-        if differing:
-            raise ConfigError(
-                f"process {number} is not of the run of process 0 ({'; '.join(differing)}); start all "
-                "processes with the same command and the same code"
-            )
 
 
 def repeats_the_last_start(workdir: Path, changed: Iterable[str]) -> bool:

@@ -86,6 +86,11 @@ def load_file(path: str) -> ConfigDict:
         raise ConfigError(
             f"{path}: get_config returns {type(c).__name__}, not a ConfigDict; return the config"
         )
+    if any(arguments):
+        from maxlp.run import presets
+
+        if not presets.reads_argument(get_config):
+            raise ConfigError(f"--config={path}:{arguments[0]}: get_config {presets.UNREAD}")
     return c.lock()
 
 

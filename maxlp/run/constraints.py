@@ -252,10 +252,14 @@ def released_gradients_let_states_offload(s: Settings, machine: Machine) -> str 
 
 
 def outputs_are_made(s: Settings, machine: Machine) -> str | None:
-    """A trace that no step starts, or a label that W&B does not get, would be silently left out."""
+    """A trace, checkpoint or label that cannot be made would be silently left out."""
     start, steps, metrics = s.profile.keywords.get("start", 0), s.train.total_steps, s.metrics.keywords
     if start > steps:
         return f"profile.start={start} is after train.total_steps={steps}; lower it, or set 0 for no trace"
+    saves = s.checkpoint.keywords
+    if (kept := saves.get("keep_every")) and kept % saves["every_steps"]:
+        every = f"checkpoint.every_steps={saves['every_steps']}"
+        return f"checkpoint.keep_every={kept} is not a multiple of {every}; change one of them"
     labels = [key for key in ("wandb_group", "wandb_tags") if metrics.get(key)]
     if not labels or metrics.get("wandb_project"):
         return None

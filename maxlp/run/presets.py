@@ -1,5 +1,8 @@
 """What the config files of all families share: sections of a config, and argument strings."""
 
+import dis
+from collections.abc import Callable
+
 from ml_collections import ConfigDict, config_dict
 
 
@@ -26,6 +29,21 @@ def parse_arg(arg: str, **defaults):
             except ValueError:
                 raise ValueError(f"config argument {name}={text!r}: expected {kind.__name__}") from None
     return values
+
+
+UNREAD = (
+    "does not use its argument, so the text after the colon would have no effect; return "
+    "maxlp.run.presets.choose(arg, c), or leave the text out"
+)
+
+
+def reads_argument(get_config: Callable) -> bool:
+    """False for a Python function whose code never loads its first argument."""
+    if not (code := getattr(get_config, "__code__", None)) or not code.co_argcount:
+        return True  # unknown
+    loads = (i for i in dis.get_instructions(code) if "LOAD_" in i.opname)
+    names = (i.argval if isinstance(i.argval, tuple) else (i.argval,) for i in loads)
+    return any(code.co_varnames[0] in loaded for loaded in names)
 
 
 LOW_BIT = {

@@ -1,6 +1,8 @@
 """A run in the state before one of its steps, from a checkpoint or from its seed. Nothing is written."""
 
 import contextlib
+import dataclasses
+import functools
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -77,7 +79,8 @@ def opened(
       ValueError: no run in the workdir, no checkpoint from before the step that fits the precision, or one
         from before the late phase, whose steps were taken in another precision.
     """
-    run = resolve_settings(s)
+    # Nothing is saved, so that which checkpoints are kept does not matter.
+    run = resolve_settings(dataclasses.replace(s, checkpoint=functools.partial(s.checkpoint.func)))
     tokenizer = saved_tokenizer(s.data.tokenizer, workdir)
     batches = iter(make_data(s, tokenizer, "train", run.mesh))
     with jax.set_mesh(run.mesh), contextlib.closing(batches):

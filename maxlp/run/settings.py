@@ -93,8 +93,9 @@ class TrainConfig:
         or ``hf:ORG/NAME``; "" draws them at random.
       swap_tokenizer: exchange the tokenizer of these weights for ``data.tokenizer``, see `run.swap`.
       release_gradients: update each layer in the backward pass, so that the gradients of all layers never
-        exist together; see `core.fused_backward`. Each layer is computed again there, whatever the model's
-        ``remat``, and no statistics of tensors are recorded.
+        exist together; see `core.fused_backward`. Each layer is computed again there, and layers are
+        scanned over, whatever the model's ``remat`` and ``scan_layers``; no statistics of tensors are
+        recorded.
       lora: trains low-rank adapters and freezes the weights; None trains the weights.
       local: replicas train alone for some steps at a time; None adds their gradients in every step.
     """

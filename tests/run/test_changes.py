@@ -248,32 +248,3 @@ def test_keys_that_only_one_of_two_versions_has_are_changes(run):
     assert set(changes.check_config(run, c, allow=True)) == {"loss.z_loss", "model.gone"}
     with pytest.raises(ConfigError, match=r"config\.loss\.z_loss: 0\.0 -> 0\.0001"):
         changes.check_config(run, c)
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ({"values": {"optimizer.learning_rate": 0.5}}, "config.optimizer.learning_rate: 0.004 -> 0.5"),
-        ({"workdir": "b"}, "--workdir: a -> b"),
-        ({"versions": {"jax": "0.1"}}, f"jax: {run_dir.versions()['jax']} -> 0.1"),
-        ({"values": {}}, None),
-    ],
-)
-def test_processes_of_different_commands_do_not_train_together(other, message, monkeypatch):
-    """Each would train its part of the state with its own settings."""
-    monkeypatch.setattr(run_dir, "git_revision", lambda: None)  # unknown in one of them: not compared
-    sent = []
-    monkeypatch.setattr(changes.distributed, "gather_json", lambda own: sent.append(own) or sent)
-    changes.check_processes(load("debug"), "a")
-    with monkeypatch.context() as patch:
-        if versions := other.get("versions"):
-            patch.setattr(run_dir, "versions", lambda: versions)
-        patch.setattr(run_dir, "git_revision", lambda: "c0ffee")
-        c = changed(load("debug"), other.get("values", {}))
-        if message is None:
-            changes.check_processes(c, "a")
-            return
-        with pytest.raises(
-            ConfigError, match=re.escape(f"process 1 is not of the run of process 0 ({message})")
-        ):
-            changes.check_processes(c, other.get("workdir", "a"))

@@ -116,6 +116,16 @@ def test_a_config_file_is_run_with_its_argument_and_locked(tmp_path):
     assert load_file(str(path)).is_locked
 
 
+def test_text_after_the_colon_that_a_config_file_does_not_read_is_refused(tmp_path):
+    path = tmp_path / "c.py"
+    path.write_text(GOOD.replace("arg=arg", "a=1"), encoding="utf-8")
+    assert load_file(str(path)).a == load_file(f"{path}:").a == 1
+    with pytest.raises(ConfigError, match=r"c.py:precision=mxfp8: get_config does not use its argument"):
+        load_file(f"{path}:precision=mxfp8")
+    path.write_text(GOOD.replace("arg=arg", "a=[arg for _ in range(2)][0], b=(lambda: arg)()"))
+    assert load_file(f"{path}:x").a == load_file(f"{path}:x").b == "x"
+
+
 def test_a_config_file_that_was_rewritten_within_a_second_is_read_again(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     path = tmp_path / "c.py"

@@ -284,10 +284,17 @@ REFUSED = {
     ],
     "outputs_are_made": [
         ({"profile.start": 500, "train.total_steps": 400}, 1, "cpu", "lower it, or set 0"),
+        (
+            {"checkpoint.every_steps": 300, "checkpoint.keep_every": 500},
+            1,
+            "cpu",
+            "checkpoint.keep_every=500 is not a multiple of checkpoint.every_steps=300",
+        ),
         ({"metrics.wandb_tags": ("a",)}, 1, "cpu", "needs metrics.wandb_project; set it, or unset this"),
     ],
 }
 ACCEPTED = [
+    {"checkpoint.every_steps": 300, "checkpoint.keep_every": 600},
     {"profile.start": 20, "metrics.wandb_project": "a", "metrics.wandb_tags": ("b",)},
     {
         "precision.recipe": "fp8_current",

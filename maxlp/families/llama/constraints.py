@@ -1,5 +1,6 @@
 """What a Llama's settings must fulfil beyond the rules of `run.constraints`."""
 
+from maxlp.parallel.schedule import PipelineConfig
 from maxlp.run.settings import Machine, Settings
 
 
@@ -56,6 +57,16 @@ def sampled_sequences_are_whole(s: Settings, machine: Machine) -> str | None:
         f"mesh.context={machine.axes['context']} splits the sequences of which precision.recipe="
         f"{s.precision.recipe} samples tokens; use mesh.context=1 or another recipe"
     )
+
+
+def pipelines_have_stages(s: Settings, machine: Machine) -> str | None:
+    """The schedule of a pipeline would be silently ignored where nothing passes through stages."""
+    if s.mesh.get("stage") != 1 or s.model.pipeline == PipelineConfig():  # `evaluate` may choose a mesh
+        return None
+    key, value = next(
+        item for item in vars(s.model.pipeline).items() if item not in vars(PipelineConfig()).items()
+    )
+    return f"model.pipeline.{key}={value} has no effect with mesh.stage=1; unset it, or set more stages"
 
 
 def stages_divide_layers(s: Settings, machine: Machine) -> str | None:
@@ -128,6 +139,7 @@ RULES = (
     blocks_split_sequence,
     chunked_head_is_not_delayed,
     sampled_sequences_are_whole,
+    pipelines_have_stages,
     stages_divide_layers,
     stages_divide_microbatches,
     pipeline_divides_rows,

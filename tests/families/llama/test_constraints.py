@@ -60,6 +60,10 @@ BROKEN = {
         CONTEXT | {"precision.recipe": "wta_crs"},
         "mesh.context=2 splits the sequences of which precision.recipe=wta_crs samples tokens",
     ),
+    "pipelines_have_stages": (
+        {"model.pipeline.rounds": 2},
+        "model.pipeline.rounds=2 has no effect with mesh.stage=1; unset it, or set more stages",
+    ),
     "stages_divide_layers": (
         STAGES | {"model.pipeline.rounds": 2},
         "model.num_layers=4 is not a multiple of mesh.stage=4 × model.pipeline.rounds=2",
