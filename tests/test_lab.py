@@ -13,7 +13,7 @@ from maxlp.run import attribution, reopen, run_dir, two_runs
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import read
 from maxlp.runtime import manifest
-from tests.monitoring.fixtures import write_run
+from tests.monitoring.fixtures import write_run, write_spike
 from tests.run.fixtures import changed, load
 
 
@@ -100,8 +100,7 @@ def test_steps_without_a_batch(tmp_path):
     manifest.write(saved, {"a": ("0", 0)})
     assert "which has taken 405 steps" in refused(tmp_path, "fp8_current", tmp_path, 407)
     reopen._check_step(tmp_path, 406)
-    (tmp_path / "spikes").mkdir()
-    (tmp_path / "spikes" / "407.json").write_text('{"step": 407}')
+    write_spike(tmp_path, 407)
     reopen._check_step(tmp_path, 407)  # of steps that were rolled back
     ended = types.SimpleNamespace(batches=iter(()), start=3, run=types.SimpleNamespace(mesh=None), state={})
     with pytest.raises(ValueError, match="--step=5 has no batch: the data ends before it"):

@@ -1,7 +1,7 @@
 import pytest
 
 from maxlp import report
-from tests.monitoring.fixtures import write_run
+from tests.monitoring.fixtures import write_run, write_spike
 
 
 def test_the_command_prints_a_text_and_draws_the_curves(tmp_path, capsys):
@@ -40,8 +40,7 @@ def test_errors_are_one_line(tmp_path):
         report.show(str(tmp_path), spike=999)
     with pytest.raises(ValueError, match="--spike=401 is beyond the run, whose last record is of step 400"):
         report.show(str(tmp_path), spike=401)  # within `log_every`, but the run ends at 400
-    (tmp_path / "spikes").mkdir()
-    (tmp_path / "spikes" / "998.json").write_text('{"step": 998}')
+    write_spike(tmp_path, 998)
     with pytest.raises(ValueError, match="--precision=fp4 is unknown"):  # of steps that were rolled back
         report.show(str(tmp_path), spike=998, precision="fp4")
     with pytest.raises(ValueError, match="--precision=float32 applies to a replay only; add --spike=STEP"):

@@ -27,7 +27,7 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if state[key] != states[0][key]:
                 raise ValueError(
                     f"data states have different {key}: {_difference(states[0][key], state[key])};"
-                    " merge states of one checkpoint, from processes that read the same data"
+                    " all processes must read the same data: give every host the same files"
                 )
     streams = {name: part for state in states for name, part in state["streams"].items()}
     return {**states[0], "streams": streams}

@@ -131,13 +131,15 @@ def read_rollbacks(workdir: Path) -> list[dict[str, Any]]:
     """All rollbacks of a run: the spike, the step it returned to, and the range of excluded batches."""
     path = _rollbacks_path(workdir)
     remedy = "put back a good copy, or delete it: the run may then train on batches that it had excluded"
-    return read_json(path, [], kind=list, fields={"to": int, "batches": list}, remedy=remedy)
+    fields = {"to": int, "batches": [int, int], "spike": {"step": int}}
+    return read_json(path, [], kind=list, fields=fields, remedy=remedy)
 
 
 def batches_drawn(workdir: Path, step: int, rollbacks: list[dict[str, Any]]) -> int:
     """How many batches a run that restarts at this step has drawn or skipped before its first update."""
     record = workdir / "checkpoints" / str(step) / "checkpoint.json"
-    drawn = read_json(record, fields={"data_state": dict})["data_state"]["step"] if record.exists() else 0
+    fields = {"data_state": {"step": int}}
+    drawn = read_json(record, fields=fields)["data_state"]["step"] if record.exists() else 0
     return max([drawn, *(entry["batches"][1] for entry in rollbacks if entry["to"] <= step)])
 
 

@@ -15,6 +15,16 @@ from maxlp.runtime import checkpoint
 from maxlp.runtime.files import local_path, read_json
 from maxlp.runtime.writers import read_jsonl
 
+_NONE = type(None)
+_NUMBERS = {  # those that a report computes with, by section of the config
+    "data": ("batch_size", "seq_len"),
+    "train": ("total_steps", "log_every", "eval_batches"),
+    "spikes": (),
+}
+_CONFIG = {name: (dict.fromkeys(keys, (int, _NONE)), _NONE) for name, keys in _NUMBERS.items()}
+_START = dict.fromkeys(("step", "num_params", "units_per_step", "num_processes"), (int, _NONE))
+_START |= {"versions": (dict, _NONE)}
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -121,15 +131,15 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
         raise ValueError(f"{workdir} is not a directory; give the --workdir of a run")
     return Run(
         workdir=workdir,
-        config=_read_json(workdir / "config.json"),
-        info=_read_json(workdir / "run.json", starts=list),
+        config=_read_json(workdir / "config.json", _CONFIG),
+        info=_read_json(workdir / "run.json", {"starts": [_START]}),
         records=read_jsonl(workdir / "metrics.jsonl"),
         checkpoints=checkpoint.list_steps(workdir / "checkpoints"),
         spike_records=recorded_spikes(workdir),
     )
 
 
-def _read_json(path: Path, **fields: type) -> dict[str, Any]:
+def _read_json(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return read_json(path, {}, fields=fields) if path.exists() else {}
     except (OSError, ValueError) as error:

@@ -10,6 +10,18 @@ from absl import logging
 from maxlp.monitoring import statistics
 from maxlp.runtime.files import read_json
 
+_NUMBER, _NONE = (int, float), type(None)
+_FIELDS = {  # of a record; see `watch.Watch.save`
+    "step": int,
+    **dict.fromkeys(("loss", "mean", "sigmas"), _NUMBER),
+    "begins": bool,
+    "policy": {"rms_threshold": _NUMBER},
+    "checkpoint": (str, _NONE),
+    "data_state": {"step": int},
+    "first": ({"tensor": str, "step": int, "value": _NUMBER}, _NONE),
+    "steps": [{"step": int, "rms": (dict, _NONE), "grad_norms": (dict, _NONE)}],
+}
+
 
 class Crossing(NamedTuple):
     """The first tensor above a threshold in the steps before a spike."""
@@ -61,7 +73,7 @@ def suspect(steps: Sequence[dict[str, Any]], threshold: float) -> str:
 def read_record(workdir: Path, step: int) -> dict[str, Any] | None:
     """What `Watch.save` wrote about the spike at a step; None if there was no spike."""
     remedy = "put back a good copy, or delete it: only this spike can then not be replayed"
-    return read_json(workdir / "spikes" / f"{step}.json", fields={"step": int}, remedy=remedy)
+    return read_json(workdir / "spikes" / f"{step}.json", fields=_FIELDS, remedy=remedy)
 
 
 def recorded_spikes(workdir: Path) -> list[dict[str, Any]]:

@@ -185,7 +185,9 @@ def check_checkpoints(workdir: Path) -> None:
 
 def _read_record(workdir: Path) -> dict[str, Any]:
     remedy = "put back a good copy, or delete it: only the history of starts is lost"
-    return read_json(workdir / "run.json", {"starts": []}, fields={"starts": list}, remedy=remedy)
+    number = (int, type(None))
+    fields = {"starts": [{"step": number}], "last_checkpoint": number, "hub_commits": (dict, type(None))}
+    return read_json(workdir / "run.json", {"starts": []}, fields=fields, remedy=remedy)
 
 
 def versions() -> dict[str, str]:

@@ -115,14 +115,16 @@ def read_json(
     default: Any = None,
     *,
     kind: type = dict,
-    fields: Mapping[str, type | tuple[type, ...]] | None = None,
+    fields: Mapping[str, Any] | None = None,
     remedy: str = "put back a good copy",
 ) -> Any:
     """Returns the content of a JSON file, or `default` if the file does not exist.
 
     Args:
       kind: type of the content, `dict` or `list`.
-      fields: keys that the object, or each object of the list, must have, with their types.
+      fields: keys that the object, or each object of the list, must have, with their shapes: a type, a
+        dict of keys and shapes, [shape] for a list of any length, several shapes in a list for a list of
+        that length, and a tuple for one of several. A key whose shape includes None may be missing.
       remedy: what the user can do about a damaged file without losing the run.
 
     Raises:
@@ -144,9 +146,20 @@ def read_json(
         raise ValueError(f"{path} is damaged ({found}); {remedy}")
     for item in value if isinstance(value, list) else [value]:
         for key, expected in (fields or {}).items():
-            if not isinstance(item, dict) or not isinstance(item.get(key), expected):
+            if not isinstance(item, dict) or not _has_shape(item.get(key), expected):
                 raise ValueError(f"{path} is damaged (no valid {key!r}); {remedy}")
     return value
+
+
+def _has_shape(value: Any, shape: Any) -> bool:
+    if isinstance(shape, tuple):
+        return any(_has_shape(value, each) for each in shape)
+    if isinstance(shape, dict):
+        return isinstance(value, dict) and all(_has_shape(value.get(k), s) for k, s in shape.items())
+    if isinstance(shape, list):
+        shapes = shape * len(value) if isinstance(value, list) and len(shape) == 1 else shape
+        return isinstance(value, list) and len(value) == len(shapes) and all(map(_has_shape, value, shapes))
+    return isinstance(value, shape)
 
 
 _JSON_NAMES = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}

@@ -14,10 +14,11 @@ from ml_collections import ConfigDict
 from maxlp.core import train_step as step
 from maxlp.monitoring import rollback, statistics
 from maxlp.monitoring.skip_guard import SkipGuard
-from maxlp.monitoring.spikes import SpikeConfig
+from maxlp.monitoring.spikes import Spike, SpikeConfig
 from maxlp.monitoring.watch import Watch
 from maxlp.run import run_dir
 from maxlp.runtime.checkpoint import Checkpointer
+from maxlp.runtime.files import write_json
 from maxlp.runtime.writers import MetricWriter
 
 
@@ -32,6 +33,21 @@ def noisy(steps=300, seed=0):
 
 def trees_equal(a, b):
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def write_spike(workdir, step, **values):
+    """The record of a spike, with these values."""
+    record = Spike(step, 3.0, 2.0, 5.0)._asdict() | {"policy": vars(SpikeConfig()), "checkpoint": None}
+    record |= {"data_state": {"step": step - 1}, "first": None, "steps": []} | values
+    (workdir / "spikes").mkdir(exist_ok=True)
+    write_json(workdir / "spikes" / f"{step}.json", record)
+
+
+def write_rollback(workdir, spike, to, batches):
+    (workdir / "spikes").mkdir(exist_ok=True)
+    entry = {"spike": {"step": spike}, "to": to, "batches": batches}
+    path = workdir / "spikes" / "rollbacks.json"
+    write_json(path, [*(json.loads(path.read_text()) if path.exists() else []), entry])
 
 
 # --- A toy run ----------------------------------------------------------------------------------------

@@ -7,9 +7,7 @@ from matplotlib.image import imread
 
 from maxlp.monitoring import curves
 from maxlp.monitoring.run_record import load_run
-from maxlp.monitoring.spikes import Spike
-from maxlp.runtime.files import write_json
-from tests.monitoring.fixtures import write_run
+from tests.monitoring.fixtures import write_run, write_spike
 
 
 def pixels(path, color):
@@ -107,9 +105,8 @@ def test_the_title_counts_what_was_seen_with_every_batch_size(tmp_path):
 def test_recorded_spikes_are_shaded_also_where_the_loss_is_not_finite(tmp_path):
     """The logged losses are means, in which a spike of a few steps need not stand out."""
     write_run(tmp_path, losses=[2.0] * 40)
-    (tmp_path / "spikes").mkdir()
     for step, loss in ((210, 4.5), (310, math.nan)):
-        write_json(tmp_path / "spikes" / f"{step}.json", Spike(step, loss, 2.0, 8.0)._asdict())
+        write_spike(tmp_path, step, loss=loss)
     axes = drawn(tmp_path)
     assert [(patch.get_x(), patch.get_width()) for patch in axes.patches] == [(210, 10), (310, 10)]
     assert "2 spikes (shaded: 10 steps each)" in axes.get_legend_handles_labels()[1]

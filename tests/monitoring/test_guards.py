@@ -1,6 +1,5 @@
 """Guards skip a step or roll the run back; where they do not act, nothing changes."""
 
-import json
 import math
 
 import jax
@@ -16,7 +15,16 @@ from maxlp.monitoring.spikes import Detector, SpikeConfig
 from maxlp.runtime.checkpoint import list_steps
 from tests.fixtures import Trainer, batches
 from tests.monitoring import fixtures
-from tests.monitoring.fixtures import TOY, Batches, noisy, train, train_step, train_to_the_end, trees_equal
+from tests.monitoring.fixtures import (
+    TOY,
+    Batches,
+    noisy,
+    train,
+    train_step,
+    train_to_the_end,
+    trees_equal,
+    write_rollback,
+)
 
 # --- Skip ---------------------------------------------------------------------------------------------
 
@@ -167,9 +175,8 @@ def test_a_rollback_keeps_the_checkpoints_of_earlier_rollbacks(tmp_path):
 
 
 def test_excluded_batches_are_those_of_rollbacks_to_this_step_or_before(tmp_path):
-    (tmp_path / "spikes").mkdir()
-    entries = [{"to": 4, "batches": [4, 9]}, {"to": 12, "batches": [18, 22]}]
-    (tmp_path / "spikes" / "rollbacks.json").write_text(json.dumps(entries))
+    write_rollback(tmp_path, spike=8, to=4, batches=[4, 9])
+    write_rollback(tmp_path, spike=16, to=12, batches=[18, 22])
     for step_number, position, dropped in [(0, 0, 0), (4, 4, 5), (8, 13, 0), (12, 18, 4), (16, 22, 0)]:
         data = Batches()
         data.at = position
@@ -183,8 +190,7 @@ def test_data_that_end_within_the_excluded_batches_are_named(tmp_path):
                 raise StopIteration
             return super().__next__()
 
-    (tmp_path / "spikes").mkdir()
-    (tmp_path / "spikes" / "rollbacks.json").write_text(json.dumps([{"to": 0, "batches": [4, 5000]}]))
+    write_rollback(tmp_path, spike=5, to=0, batches=[4, 5000])
     with pytest.raises(
         ValueError, match=r"rollbacks\.json .* up to 5000, .* raise config\.data\.num_epochs"
     ):
@@ -194,15 +200,16 @@ def test_data_that_end_within_the_excluded_batches_are_named(tmp_path):
 def test_another_run_in_the_workdir_starts_without_the_rollbacks_of_the_earlier(tmp_path):
     rollback.set_spikes_aside(tmp_path)
     for name in ("spikes.old", "spikes.old-2"):
-        (tmp_path / "spikes").mkdir()
-        (tmp_path / "spikes" / "rollbacks.json").write_text(json.dumps([{"to": 0, "batches": [0, 600]}]))
+        write_rollback(tmp_path, spike=5, to=0, batches=[0, 600])
         assert rollback.skip_excluded_batches(tmp_path, 0, Batches()) == 600
         rollback.set_spikes_aside(tmp_path)
         assert rollback.skip_excluded_batches(tmp_path, 0, Batches()) == 0
         assert (tmp_path / name / "rollbacks.json").exists()
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[3]", '[{"to": 0}]'])
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[3]", '[{"to": 0}]', '[{"to": 4, "spike": {"step": 5}, "batches": []}]']
+)
 def test_damaged_rollbacks_are_named_with_the_way_out(tmp_path, content):
     (tmp_path / "spikes").mkdir()
     (tmp_path / "spikes" / "rollbacks.json").write_text(content)

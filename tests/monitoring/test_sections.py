@@ -11,11 +11,10 @@ from ml_collections import ConfigDict
 from maxlp.monitoring import sections
 from maxlp.monitoring.curves import plot_curves
 from maxlp.monitoring.run_record import load_run
-from maxlp.monitoring.spikes import Spike
 from maxlp.run import run_dir
 from maxlp.runtime.checkpoint import StepInfo
 from maxlp.runtime.files import write_json
-from tests.monitoring.fixtures import write_run
+from tests.monitoring.fixtures import write_run, write_spike
 
 
 def shown(path):
@@ -64,9 +63,11 @@ def test_a_run_in_progress_with_damaged_files(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as f:
         f.write('{"step": 130, "train/lo')
     assert shown(tmp_path)["Run"]["state"].startswith("at step 120 of 400 (30.0%), last record 0:0")
-    (tmp_path / "config.json").write_text('{"model": {"na')
-    (tmp_path / "run.json").unlink()
-    text = shown(tmp_path)
+    for wrong in ('{"starts": [3]}', '{"starts": [{"step": "a"}]}', None):
+        (tmp_path / "run.json").write_text(wrong) if wrong else (tmp_path / "run.json").unlink()
+        for config in ('{"model": 3, "train": []}', '{"data": {"batch_size": "a"}}', '{"model": {"na'):
+            (tmp_path / "config.json").write_text(config)
+            text = shown(tmp_path)
     assert text["Run"]["state"].startswith("at step 120, last record 0:0")
     assert set(text) == {"Run", "Loss", "Speed"}
 
@@ -216,10 +217,8 @@ def test_how_often_rms_rose_before_the_loss_is_counted_if_every_step_is_logged(t
 
 def test_recorded_spikes_and_rollbacks(tmp_path):
     write_run(tmp_path, steps=10)
-    (tmp_path / "spikes").mkdir()
     first = {"tensor": "layers/mlp/up_proj/kernel/3", "step": 206, "value": 4.2}
-    record = Spike(210, 3.0, 2.0, 5.0)._asdict() | {"first": first}
-    write_json(tmp_path / "spikes" / "210.json", record)
+    write_spike(tmp_path, 210, first=first)
     rollback = {"spike": {"step": 210}, "to": 100, "batches": [100, 300]}
     write_json(tmp_path / "spikes" / "rollbacks.json", [rollback])
     assert shown(tmp_path)["Spikes"] == {
@@ -234,12 +233,15 @@ def test_a_damaged_record_of_a_spike_is_named_and_the_others_are_shown(tmp_path,
     write_run(tmp_path, steps=10)
     (tmp_path / "spikes").mkdir()
     (tmp_path / "spikes" / "5.json").write_text('{"step": 5, "lo')
-    write_json(tmp_path / "spikes" / "7.json", Spike(7, 3.0, 2.0, 5.0)._asdict() | {"first": None})
+    (tmp_path / "spikes" / "6.json").write_text('{"step": 6}')
+    write_spike(tmp_path, 7)
     named = []
     monkeypatch.setattr(logging, "warning", lambda *words: named.append(words[0] % words[1:]))
     assert list(shown(tmp_path)["Spikes"]) == ["step 7"]
-    [line] = named
-    assert "spikes/5.json is damaged (" in line and "or delete it: only this spike" in line
+    assert ["spikes/5.json is damaged (" in named[0], "spikes/6.json is damaged (no" in named[1]] == [
+        True
+    ] * 2
+    assert all("or delete it: only this spike" in line for line in named) and len(named) == 2
     assert plot_curves(tmp_path)
 
 

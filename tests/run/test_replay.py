@@ -16,6 +16,7 @@ from maxlp.run.settings import read
 from maxlp.runtime import manifest
 from maxlp.runtime.checkpoint import StepInfo
 from maxlp.runtime.writers import read_jsonl
+from tests.monitoring.fixtures import write_rollback, write_spike
 from tests.run.fixtures import changed, load
 from tests.run_outputs import losses
 from tests.training_runs import finish, start
@@ -62,9 +63,9 @@ def test_the_checkpoint_to_start_from(tmp_path, monkeypatch):
         reopen.find_checkpoint(tmp_path, 9, lead=2)
     kept = tmp_path / "spikes" / "checkpoints" / "5"
     kept.mkdir(parents=True)
-    (tmp_path / "spikes" / "25.json").write_text('{"step": 25, "checkpoint": "spikes/checkpoints/5"}')
+    write_spike(tmp_path, 25, checkpoint="spikes/checkpoints/5")
     assert reopen.find_checkpoint(tmp_path, 25, lead=2) == kept
-    (tmp_path / "spikes" / "25.json").write_text('{"step": 25, "checkpoint": null}')
+    write_spike(tmp_path, 25, checkpoint=None)
     assert reopen.find_checkpoint(tmp_path, 25, lead=2) is None, "that of step 20 is of later steps"
 
 
@@ -77,7 +78,7 @@ def test_checkpoints_of_steps_that_a_rollback_has_undone_start_no_replay(tmp_pat
 
     before, _ = save("spikes/checkpoints", 20), save("spikes/checkpoints", 32)
     again, after = save("spikes/checkpoints-1", 33), save("checkpoints", 30)
-    (tmp_path / "spikes" / "rollbacks.json").write_text('[{"to": 20, "batches": [20, 37]}]')
+    write_rollback(tmp_path, spike=30, to=20, batches=[20, 37])
     assert reopen.find_checkpoint(tmp_path, 29, lead=2) == before
     assert reopen.find_checkpoint(tmp_path, 35, lead=2) == after
     assert reopen.find_checkpoint(tmp_path, 36, lead=2) == again

@@ -83,7 +83,7 @@ def test_another_config_or_no_record_is_another_run(tmp_path):
     assert not continues(tmp_path, CONFIG)
 
 
-@pytest.mark.parametrize("content", ["", '{"starts": [', "[]", "{}"])
+@pytest.mark.parametrize("content", ["", '{"starts": [', "[]", "{}", '{"starts": [3], "model": 3}'])
 @pytest.mark.parametrize(
     ("name", "read"),
     [

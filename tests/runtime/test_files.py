@@ -77,6 +77,24 @@ def test_damage_is_one_line_with_the_file_and_the_remedy(tmp_path, content, foun
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("shape", "good", "bad"),
+    [
+        ([int], [[], [1, 2]], [[1, "a"], 3, None]),
+        ([int, str], [[1, "a"]], [[1], [1, "a", 2], []]),
+        ({"b": int}, [{"b": 1}, {"b": 1, "c": 2}], [{}, {"b": "a"}, 3]),
+        ([{"b": (int, type(None))}], [[{}], [{"b": 1}]], [[3], [{"b": "a"}]]),
+        (({"b": int}, type(None)), [None, {"b": 1}], [{}, 3]),
+    ],
+)
+def test_shapes_of_fields(tmp_path, shape, good, bad):
+    path = tmp_path / "a.json"
+    for value, fine in [*((each, True) for each in good), *((each, False) for each in bad)]:
+        files.write_json(path, {"a": value})
+        with contextlib.nullcontext() if fine else pytest.raises(ValueError, match="no valid 'a'"):
+            files.read_json(path, fields={"a": shape})
+
+
 def test_the_fields_of_every_object_of_a_list_are_checked(tmp_path):
     path = tmp_path / "a.json"
     for content, fine in (([{"to": 1}], True), ([{"to": 1}, {}], False), ([3], False)):
