@@ -18,9 +18,12 @@ Without --config the run's own config names the validation data; the number of
 devices may differ from the run's.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import functools
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,12 +170,25 @@ def run_lm_eval(workdir: Path) -> None:
             limit=f.lm_eval_limit,
         )
     path = workdir / "lm_eval.json"
-    every_step = files.read_json(path, {}, remedy="delete it, and evaluate again")
-    at_step = every_step.setdefault(str(language.step), {})
-    for key, value in results.items():
-        at_step[key] = at_step.get(key, {}) | value
-    files.write_json(path, every_step)
+    with locked(workdir):  # of two evaluations at once, both keep their results
+        every_step = files.read_json(path, {}, remedy="delete it, and evaluate again")
+        at_step = every_step.setdefault(str(language.step), {})
+        for key, value in results.items():
+            at_step[key] = at_step.get(key, {}) | value
+        files.write_json(path, every_step)
     print_primary(f"{workdir} at step {language.step}; written to {path}\n{table}")
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Waits until no other process of this machine is in such a block for the directory."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def make_mesh(s: Settings, fixed: bool) -> Mesh:

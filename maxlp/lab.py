@@ -38,6 +38,7 @@ from ml_collections import ConfigDict
 from maxlp import schema
 from maxlp.precision import RecipeName
 from maxlp.run import cli, late_phase, run_dir
+from maxlp.run.config import ConfigError
 from maxlp.run.settings import Settings, read
 from maxlp.runtime.files import local_path, mirrored, shown
 
@@ -183,6 +184,15 @@ def attribute(
     if recipe is not None:
         schema.check_value("--recipe", recipe, RecipeName)
         s = prediction.with_recipe(s, recipe)
+        try:
+            _ = s.matmuls
+        except ConfigError as error:
+            if workdir is None:
+                raise
+            raise ValueError(
+                f"--recipe={recipe} does not fit this run, whose other settings stay ({error}); "
+                "give another recipe, or --config=NAME with these keys instead of the workdir"
+            ) from error
     same = s.precision == own
     if budget is not None:
         s = choice.check(s, budget)

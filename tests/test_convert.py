@@ -323,6 +323,11 @@ def test_folders_without_a_model_or_a_run_are_named(tmp_path):
             {},
             "model_type='blip' is not supported; one of llama, qwen3, clip, siglip",
         ),
+        (
+            '{"model": {"name": "llama"}}',
+            {},
+            "source holds a run or imported weights already; train --from=",
+        ),
         ('{"model_type": "clip"', {}, "source/config.json is not JSON .Expecting"),
         ('{"model_type": "clip"}', {}, "neither model.safetensors nor"),  # pickles are not read
         (

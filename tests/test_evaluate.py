@@ -4,13 +4,15 @@ import dataclasses
 import re
 import subprocess
 import sys
+import threading
+import time
 
 import jax
 import pytest
 from ml_collections import ConfigDict
 
 from maxlp.data.image_text import make_data
-from maxlp.evaluate import formatted, make_mesh, of_same_model, on_training_data, probe_data
+from maxlp.evaluate import formatted, locked, make_mesh, of_same_model, on_training_data, probe_data
 from maxlp.parallel import sharding
 from maxlp.run import run_dir
 from maxlp.run.config import ConfigError
@@ -135,3 +137,22 @@ def test_a_flag_without_effect_is_refused(arguments, message, tmp_path):
     command = [sys.executable, "-m", "maxlp.evaluate", f"--workdir={tmp_path}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and f"error: {message}\n" in done.stderr
+
+
+def test_two_evaluations_at_once_wait_for_each_other(tmp_path):
+    """What one adds to lm_eval.json must not replace what the other adds."""
+    order, entered = [], threading.Event()
+
+    def other():
+        entered.set()
+        with locked(tmp_path):
+            order.append("other")
+
+    thread = threading.Thread(target=other)
+    with locked(tmp_path):
+        thread.start()
+        entered.wait(10)
+        time.sleep(0.2)
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "other"]

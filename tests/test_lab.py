@@ -53,6 +53,8 @@ def test_recipes_that_do_not_fit(tmp_path):
     assert "recipe=bf16 quantizes no matmul of this run; choose" in refused(tmp_path)
     assert refused(tmp_path, scalify="fp8").startswith("config.precision.scalify=fp8 propagates scales")
     assert "leave none of the 4 blocks" in refused(tmp_path, "fp8_current", first_blocks=4)
+    message = refused(tmp_path, "fp8_current", tmp_path, first_blocks=4)
+    assert message.startswith("--recipe=fp8_current does not fit this run, whose other settings stay")
 
 
 @pytest.mark.parametrize(

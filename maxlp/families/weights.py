@@ -199,7 +199,12 @@ def find_format(source: Path, name: str | None = None) -> tuple[Family, WeightFo
         raise ValueError(f"--format={name} is unknown; one of {', '.join(tried)}")
     for file in dict.fromkeys(one.config_file for one in tried.values()):
         if (source / file).exists():
-            found = read_config(source / file).get("model_type")
+            if "model_type" not in (config := read_config(source / file)) and "model" in config:
+                raise ValueError(
+                    f"{source} holds a run or imported weights already; train --from={source} in another "
+                    "--workdir, or write them for other libraries with python -m maxlp.convert export"
+                )
+            found = config.get("model_type")
             known = [kind for one in tried.values() if one.config_file == file for kind in one.model_types]
             raise ValueError(
                 f"{source / file}: model_type={found!r} is not supported; one of {', '.join(known)}"

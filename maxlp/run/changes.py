@@ -107,7 +107,7 @@ def saved_data_state(workdir: Path) -> dict[str, Any] | None:
     infos = [i for i in checkpoint.list_steps(workdir / "checkpoints") if i.status != "unfinished"]
     for info in reversed(infos):
         try:
-            return read_json(info.path / "checkpoint.json", {})["data_state"]
+            return read_json(info.path / "checkpoint.json", {}, fields={"data_state": dict})["data_state"]
         except (ValueError, KeyError):  # damaged: reported when the run is restored
             continue
     return {} if infos else None

@@ -244,7 +244,7 @@ def describe(e: Experiment, state: State) -> str:
     if warmup != s.optimizer.warmup_steps:
         lines.append(
             f"warning: optimizer.warmup_steps={s.optimizer.warmup_steps} is not below "
-            f"train.total_steps={s.train.total_steps}; the warm-up takes {warmup} steps"
+            f"train.total_steps={s.train.total_steps}; the warm-up takes {warmup} step{'s' * (warmup != 1)}"
         )
     adagc = s.optimizer.adagc
     if adagc is not None and (steps := adagc.warmup_steps) >= s.train.total_steps:

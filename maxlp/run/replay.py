@@ -19,6 +19,7 @@ import numpy as np
 
 from maxlp.core.train_state import State
 from maxlp.monitoring import statistics
+from maxlp.monitoring.run_record import counted
 from maxlp.monitoring.spike_records import Crossing, first_to_cross
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.parallel.batches import device_batches
@@ -154,21 +155,25 @@ def examine(records: list[dict[str, Any]], config: SpikeConfig) -> Finding:
 
 
 def first_to_stand_out(records: list[dict[str, Any]], config: SpikeConfig) -> Crossing | None:
-    """The first tensor whose gradient norm spikes, by the definition used for the loss.
+    """The first tensor whose gradient norm spikes, by the definition used for the loss, or is not finite.
 
     Searches the last `lead` + 1 steps. Of several tensors in one step it takes the one with the most
     standard deviations, which are the value of the `Crossing`.
     """
     names = list(records[0]["grad_norms"]) if records else []
     norms = np.array([[record["grad_norms"][name] for name in names] for record in records])
-    for i in range(max(config.min_history, len(records) - config.lead - 1), len(records)):
-        before = norms[max(0, i - config.window) : i]
-        std = before.std(axis=0)
-        sigmas = (norms[i] - before.mean(axis=0)) / np.where(std > 0, std, np.inf)
+    for i in range(max(0, len(records) - config.lead - 1), len(records)):
+        sigmas = np.zeros(len(names))
+        if i >= config.min_history:
+            before = norms[max(0, i - config.window) : i]
+            std = before.std(axis=0)
+            sigmas = (norms[i] - before.mean(axis=0)) / np.where(std > 0, std, np.inf)
         sigmas = np.where(np.isfinite(norms[i]), sigmas, np.inf)
         if (sigmas > config.threshold).any():
             worst = int(np.argmax(sigmas))
-            return Crossing(names[worst], records[i]["step"], float(sigmas[worst]))
+            others = int(np.isinf(sigmas).sum()) - 1  # not finite either
+            tensor = names[worst] + (f" and {counted(others, 'other')}" if others > 0 else "")
+            return Crossing(tensor, records[i]["step"], float(sigmas[worst]))
     return None
 
 
@@ -184,4 +189,5 @@ def finding_lines(finding: Finding, spike_step: int, config: SpikeConfig) -> Ite
             yield f"first by {name}: no tensor was {rule} in the {config.lead} steps before the spike"
         else:
             when = f"step {first.step}, {spike_step - first.step} before the spike"
-            yield f"first by {name}: {first.tensor} at {when} ({form.format(first.value)})"
+            value = form.format(first.value) if np.isfinite(first.value) else "not finite"
+            yield f"first by {name}: {first.tensor} at {when} ({value})"

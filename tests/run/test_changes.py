@@ -52,6 +52,14 @@ for _table in (FIXED, FREE):  # a Qwen3 has the sections of a Llama
     _table |= {f"qwen3 {section}": _table[f"llama {section}"] for section in ("model", "data", "loss")}
 
 
+def test_a_record_without_a_state_of_the_data_is_passed_over(tmp_path):
+    for step, state in ((3, {"step": 3}), (6, 3)):
+        folder = tmp_path / "checkpoints" / str(step)
+        folder.mkdir(parents=True)
+        (folder / "checkpoint.json").write_text(json.dumps({"step": step, "data_state": state}))
+    assert changes.saved_data_state(tmp_path) == {"step": 3}
+
+
 def schema() -> dict[str, set[str]]:
     """The keys of every section, by the class or function that the section configures."""
     later = dict(

@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -31,6 +32,16 @@ def test_the_first_gradient_to_stand_out():
     first = replay.first_to_stand_out(steps, SpikeConfig())
     assert (first.tensor, first.step) == ("a", 36) and first.value > 10
     assert replay.first_to_stand_out(steps[:20], SpikeConfig(lead=2)) is None
+
+
+def test_gradients_that_are_not_finite_stand_out_however_short_the_replay():
+    steps = [{"step": i, "grad_norms": {"a": 1.0, "b": 1.0, "c": 1.0}} for i in range(1, 4)]
+    assert replay.first_to_stand_out(steps, SpikeConfig()) is None
+    steps[2]["grad_norms"] = {"a": 1.0, "b": math.nan, "c": math.inf}
+    first = replay.first_to_stand_out(steps, SpikeConfig())
+    assert first == Crossing("b and 1 other", 3, math.inf)
+    lines = [*replay.finding_lines(replay.Finding({}, by_rms=None, by_grad_norm=first), 3, SpikeConfig())]
+    assert lines[1] == "first by gradient norm: b and 1 other at step 3, 0 before the spike (not finite)"
 
 
 def test_only_the_last_steps_are_examined():
