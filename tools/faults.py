@@ -1524,8 +1524,8 @@ CLIP = [
             "x_BSD + (h_BSD if self.mlp_scale is None else self.attn_scale(h_BSD))",
         ),
         (
-            "self.heads(k_BSD, self.k_norm)",
-            "self.heads(k_BSD)",
+            "self.heads(k_BSD, S, self.k_norm)",
+            "self.heads(k_BSD, S)",
             "families/clip/test_model.py",
         ),
         (

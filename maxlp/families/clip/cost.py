@@ -111,7 +111,7 @@ class Tower:
     def saved(self) -> float:
         """Bytes that one block's forward pass saves for its backward pass.
 
-        XLA splits the positions over the tensor axis, or the rows if it does not divide the positions.
+        The tensor axis splits the positions, of joined rows where it does not divide those of one row.
         """
         if self.remat == "offload":
             return 0.0

@@ -14,7 +14,7 @@ from flax import nnx
 
 from maxlp import schema
 from maxlp.nn import attention, layers, stack
-from maxlp.parallel.sharding import constrain, gather_sequence, split_sequence
+from maxlp.parallel.sharding import constrain, gather_sequence, join_rows, split_sequence
 
 
 def quick_gelu(x: jax.Array) -> jax.Array:
@@ -126,15 +126,17 @@ class Encoder:
         return stack.stack(lambda rngs: Block(self, rngs), self.num_layers, rngs)
 
     def run(self, blocks: "Block", x_BSD: jax.Array) -> jax.Array:
+        S = x_BSD.shape[1]
         with jax.named_scope("layers"):
-            return stack.apply_stack(
+            y_BSD = stack.apply_stack(
                 blocks,
-                split_sequence(x_BSD),
-                lambda block, x_BSD, *_: (block(x_BSD), None),
+                split_sequence(join_rows(x_BSD)),
+                lambda block, x_BSD, *_: (block(x_BSD, S), None),
                 num_layers=self.num_layers,
                 scan=self.scan_layers,
                 remat=self.remat,
             )[0]
+            return y_BSD.reshape(x_BSD.shape)
 
 
 def check_tower(config: Any) -> None:
@@ -169,17 +171,18 @@ class Attention(nnx.Module):
         self.causal = c.causal
         self.attend = attention.kernel(c.attention)
 
-    def heads(self, y_BSD: jax.Array, norm: layers.LayerNorm | None = None) -> jax.Array:
-        """(B, S, N · H) to (B, S, N, H), normed if there is a norm."""
-        y_BSNH = y_BSD.reshape(*y_BSD.shape[:2], self.num_heads, -1)
+    def heads(self, y_BSD: jax.Array, S: int, norm: layers.LayerNorm | None = None) -> jax.Array:
+        """N · H features of B rows, possibly joined, to (B, S, N, H), normed if there is a norm."""
+        y_BSNH = y_BSD.reshape(-1, S, self.num_heads, y_BSD.shape[-1] // self.num_heads)
         y_BSNH = y_BSNH if norm is None else norm(y_BSNH)
         return constrain(y_BSNH, "batch", "seq", "act_heads", None)
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+    def __call__(self, x_BSD: jax.Array, S: int) -> jax.Array:
+        """The output for rows of S positions, which `sharding.join_rows` may have joined."""
         q_BSD, k_BSD, v_BSD = layers.of_same_input(x_BSD, self.q_proj, self.k_proj, self.v_proj)
-        q_BSNH = self.heads(q_BSD, self.q_norm)
-        k_BSNH = self.heads(k_BSD, self.k_norm)
-        v_BSNH = self.heads(v_BSD)
+        q_BSNH = self.heads(q_BSD, S, self.q_norm)
+        k_BSNH = self.heads(k_BSD, S, self.k_norm)
+        v_BSNH = self.heads(v_BSD, S)
         o_BSNH = self.attend(q_BSNH, k_BSNH, v_BSNH, causal=self.causal, segment_ids_BS=None)
         return self.o_proj(o_BSNH.reshape(x_BSD.shape))
 
@@ -210,9 +213,9 @@ class Block(stack.Block):
         self.attn_scale = c.branch_scale()
         self.mlp_scale = c.branch_scale()
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+    def __call__(self, x_BSD: jax.Array, S: int) -> jax.Array:
         with jax.named_scope("attn"):
-            h_BSD = split_sequence(self.attn(gather_sequence(self.attn_norm(x_BSD))))
+            h_BSD = split_sequence(self.attn(gather_sequence(self.attn_norm(x_BSD)), S))
             x_BSD += h_BSD if self.attn_scale is None else self.attn_scale(h_BSD)
         with jax.named_scope("mlp"):
             h_BSD = split_sequence(self.mlp(gather_sequence(self.mlp_norm(x_BSD))))

@@ -154,13 +154,13 @@ class MapPool(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """The pooled vectors x_BD."""
-        B, _, D = x_BSD.shape
+        B, S, D = x_BSD.shape
         attn = self.attn
         # Rounded after the copies are made, so that their gradients are summed in float32.
         probe_B1D = jnp.broadcast_to(self.probe[...].astype(jnp.float32), (B, 1, D)).astype(x_BSD.dtype)
-        q_B1NH = attn.heads(attn.q_proj(probe_B1D), attn.q_norm)
-        k_BSNH = attn.heads(attn.k_proj(x_BSD), attn.k_norm)
-        v_BSNH = attn.heads(attn.v_proj(x_BSD))
+        q_B1NH = attn.heads(attn.q_proj(probe_B1D), 1, attn.q_norm)
+        k_BSNH = attn.heads(attn.k_proj(x_BSD), S, attn.k_norm)
+        v_BSNH = attn.heads(attn.v_proj(x_BSD), S)
         o_B1NH = dense(q_B1NH, k_BSNH, v_BSNH, causal=False, segment_ids_BS=None)
         h_B1D = attn.o_proj(o_B1NH.reshape(B, 1, D))
         return (h_B1D + self.mlp(self.mlp_norm(h_B1D)))[:, 0]
