@@ -222,8 +222,8 @@ def split_sequence(x_BSD: jax.Array) -> jax.Array:
 def join_rows(x_BSD: jax.Array) -> jax.Array:
     """(B, S, D) to (B/n, n · S, D), with the least n that lets the tensor axis split the n · S positions.
 
-    Without it, matmuls add their outputs with all-reduces, which send twice as much: the towers of a CLIP have
-    77, 50 or 257 positions. n is 1 where it does not divide the rows of a device.
+    Without it, matmuls add their outputs with all-reduces, which send twice as much: the towers of a CLIP
+    have 77, 50 or 257 positions. n is 1 where it does not divide the rows of a device.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -308,7 +308,8 @@ def all_gather_params(variables: nnx.State) -> nnx.State:
     """Gathers every parameter, with one copy for each of the P parts of `split_chunks` as first axis.
 
     A copy is split by the tensor axis only. Each parameter is gathered once, and its gradient, the sum
-    over the copies, is scattered once to the parameter's shards.
+    over the copies, is scattered once to the parameter's shards. Only then are shards added between
+    replicas or stages, whose network is slower.
     """
     mesh = jax.sharding.get_abstract_mesh()
 
@@ -317,8 +318,12 @@ def all_gather_params(variables: nnx.State) -> nnx.State:
             return variable.replace(variable[...][None])
         axes = spec(*variable.get_metadata("out_sharding"))
         split = [(dim, axis) for dim, axis in enumerate(axes) if axis not in (None, "tensor")]
+        gathered = {name for _, axis in split for name in axis_names(axis)}
+        replicas = tuple(name for name in axis_names(spec("batch_seq")[0]) if name not in gathered)
 
         def gather(shard: jax.Array) -> jax.Array:
+            # Here, because the gradients of replicas are added where the value begins to vary.
+            shard = jax.lax.pcast(shard, replicas, to="varying")
             for dim, axis in split:
                 shard = _all_gather(shard, axis, dim)
             return shard[None]

@@ -8,7 +8,9 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from maxlp.families.llama.task import NextTokenConfig
 from maxlp.nn.layers import Embed
+from maxlp.parallel.schedule import PipelineConfig
 from maxlp.parallel.sharding import constrain, spec
 from maxlp.planning import hlo
 from tests.fixtures import LLAMA, Trainer, batch, make_mesh
@@ -41,6 +43,20 @@ def test_data_gathers_no_weights_between_replicas():
     over_data = [one for one in found if "data" in one.axes]
     assert over_data
     assert all(one.kind in ("all-reduce", "reduce-scatter") for one in over_data)
+
+
+@pytest.mark.parametrize("replicas", ["data", "stage"])
+def test_the_heads_gradient_is_scattered_before_replicas_add_it(replicas):
+    """Over ``data`` and ``stage``, a device sends the gradients of its own part of embedding and head."""
+    model = dict(vocab_size=1024, remat="block", pipeline=PipelineConfig(microbatches=2))
+    trainer = Trainer(make_mesh(**{replicas: 2}, fsdp=4), loss=NextTokenConfig(num_chunks=4), **model)
+    found = hlo.collectives(trainer.compile(batch(0, ROWS, LENGTH)).as_text(), dict(trainer.mesh.shape))
+    ours = [one for one in found if one.kind == "all-reduce" and one.axes == (replicas,)]
+    added = sum(one.bytes * one.times for one in ours)
+    tables = 2 * 4 * model["vocab_size"] * LLAMA["embed_dim"]  # of the embedding and the head, in float32
+    blocks = 4 * LLAMA["num_layers"] * LLAMA["embed_dim"] * (3 * LLAMA["mlp_dim"] + 3 * LLAMA["embed_dim"])
+    expected = tables / 4 + (blocks / 4 if replicas == "data" else 0)
+    assert added == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize("axes", [dict(context=4, tensor=2), dict(fsdp=2, context=2, tensor=2)], ids=str)

@@ -492,10 +492,12 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
       what is recomputed), their gradients in float32, rounded on the last hop; after the blocks the
       residual stream back into its natural order; for QK-clip all keys in the forward pass;
     * tensor: the residual stream gathered before and scattered after attention and MLP;
-    * data: gradients summed, in 8 bits with scales once a step instead of for every microbatch; those of
-      adapters are neglected. With local steps outer gradients, as a share of a step;
+    * data: gradients summed, that of the embedding in float32; in 8 bits with scales once a step instead of
+      for every microbatch; those of adapters are neglected. With local steps outer gradients, as a share of
+      a step;
     * stage: in each tick, in both directions, a microbatch's activations, one that waits and one that is
-      done; with several rounds the weights to where they run, and their gradients.
+      done; with several rounds the weights to where they run, and their gradients; and the gradients of
+      embedding and head, summed.
     """
     s, ledger = sizes(settings, machine), Ledger(machine.axes)
     of_stage, (stages, _, rounds) = s.of_stage, s.schedule
@@ -528,6 +530,7 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     scattered = scattered_itemsize(settings, {OUT: 1 + again, DOWN: 1}, (QKV, GATE_UP), s.a)
     ledger.add("reduce-scatter", ("tensor",), x / s.a * scattered, runs)
     summed, exchange = (of_stage.L * weights + 2 * head) / s.shards, settings.precision.exchange
+    tables = (head + head / s.a * 4) / s.shards
     local = settings.train.local
     steps = 1 if local is None else local.steps
     if exchange != "none":
@@ -536,7 +539,8 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     elif local is not None:
         ledger.add("all-reduce", ("data",), summed / s.a * 4 / steps, 1)
     else:
-        ledger.add("all-reduce", ("data",), summed, 0 if s.frozen else m)
+        ledger.add("all-reduce", ("data",), of_stage.L * weights / s.shards + tables, 0 if s.frozen else m)
+    ledger.add("all-reduce", ("stage",), tables, 0 if s.frozen else m)
     ledger.add("collective-permute", ("stage",), x / s.t, 2 * 3 * s.schedule.ticks * m)
     if rounds > 1:
         share = of_stage.L * s.block_params * s.param / (s.shards * s.t)
