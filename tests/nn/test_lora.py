@@ -6,7 +6,9 @@ import pytest
 from flax import nnx
 
 from maxlp.core.train_state import MakeModel, State
+from maxlp.families.llama.task import NextTokenConfig
 from maxlp.nn import lora
+from maxlp.planning import hlo
 from maxlp.precision import PrecisionConfig
 from tests import fixtures
 from tests.fixtures import Trainer
@@ -119,13 +121,24 @@ def test_no_gradient_of_a_frozen_kernel_is_computed(trainer):
     ids=str,
 )
 def test_adapters_train_alike_on_every_mesh(trainer, sizes):
+    """There with a loss in chunks, which share a gathered head."""
     changes = {"attention": "ring"} if "context" in sizes else {}
-    other = Trainer(fixtures.make_mesh(**sizes), make_model=with_adapters(**changes))
+    loss = NextTokenConfig(num_chunks=4)
+    other = Trainer(fixtures.make_mesh(**sizes), make_model=with_adapters(**changes), loss=loss)
     found = []
     for one in (trainer, other):
         before, after, _ = step(one, with_random_b(one.init()))
         found.append({name: before[name] - after[name] for name in before})
     assert_close(*found, rtol=1e-4)  # as above
+
+
+def test_the_chunks_of_the_loss_share_a_gathered_head():
+    make_model, loss = with_adapters(vocab_size=1024), NextTokenConfig(num_chunks=4)
+    trainer = Trainer(fixtures.make_mesh(fsdp=4, tensor=2), make_model=make_model, loss=loss)
+    found = hlo.collectives(trainer.compile(fixtures.batch(0)).as_text(), dict(trainer.mesh.shape))
+    gathers = [one for one in found if one.kind == "all-gather" and one.axes == ("fsdp",)]
+    head = 4 * 64 * 1024 / 2
+    assert [one.times for one in gathers if one.bytes >= head] == [1]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from flax import nnx
 from maxlp import schema
 from maxlp.nn import attention, layers, stack
 from maxlp.parallel.schedule import PipelineConfig
-from maxlp.parallel.sharding import constrain, gather_sequence, split_sequence
+from maxlp.parallel.sharding import constrain, constrain_params, gather_sequence, split_sequence
 from maxlp.schema import Count, OneOf, Positive, PositiveFraction, Range
 
 
@@ -309,11 +309,14 @@ class Llama(nnx.Module):
 
     def head(self) -> tuple[Callable[[nnx.State, jax.Array], jax.Array], nnx.State]:
         """Uncapped `logits` as a function of (weights, hidden states) without sharding constraints, and the
-        weights in ``dtype``. The head records nothing here, such as its health."""
-        graphdef, params, rest = nnx.split(self._head_module(), nnx.Param, ...)
-        rest = jax.lax.stop_gradient(rest)
-        weights = jax.tree.map(lambda p: p.astype(self.config.dtype), params)
-        return lambda weights, x: _product(nnx.merge(graphdef, weights, rest, copy=True), x), weights
+        weights in ``dtype``. The head records nothing here, such as its health.
+
+        Frozen weights are gathered here: inside of the function every chunk of the loss would gather them.
+        """
+        graphdef, params, frozen, rest = nnx.split(self._head_module(), nnx.Param, layers.Frozen, ...)
+        weights, frozen = jax.tree.map(lambda p: p.astype(self.config.dtype), (params, frozen))
+        rest = jax.lax.stop_gradient((constrain_params(frozen, gathered=True), rest))
+        return lambda weights, x: _product(nnx.merge(graphdef, weights, *rest, copy=True), x), weights
 
     @property
     def has_plain_head(self) -> bool:
