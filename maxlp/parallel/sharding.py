@@ -219,22 +219,8 @@ def split_sequence(x_BSD: jax.Array) -> jax.Array:
     return constrain(x_BSD, "batch", "act_seq", "act_embed")
 
 
-def join_rows(x_BSD: jax.Array) -> jax.Array:
-    """(B, S, D) to (B/n, n · S, D), with the least n that lets the tensor axis split the n · S positions.
-
-    Without it, matmuls add their outputs with all-reduces, which send twice as much: the towers of a CLIP
-    have 77, 50 or 257 positions. n is 1 where it does not divide the rows of a device.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return x_BSD
-    (B, S, D), parts = x_BSD.shape, axes_size(mesh, spec("act_seq")[0])
-    n = parts // math.gcd(S, parts)
-    return x_BSD if B % (n * axes_size(mesh, spec("batch")[0])) else x_BSD.reshape(B // n, n * S, D)
-
-
 def split_gradient(x_BSD: jax.Array) -> jax.Array:
-    """What one of several matmuls reads: the tensor axis splits the positions of its part of the gradient.
+    """What one or several matmuls read: the tensor axis splits the positions of each part of its gradient.
 
     The scales of quantized products keep XLA from adding the parts first; it would all-reduce each of them.
     It does with a context axis too, beside which this constraint would gather positions.

@@ -119,25 +119,6 @@ def test_a_constraint_leaves_dims_whole_that_do_not_divide():
     assert y.addressable_shards[0].data.shape == (2, 6, 2)
 
 
-@pytest.mark.parametrize(
-    ("shape", "joined"),
-    [
-        ((8, 7, 2), (2, 28, 2)),
-        ((8, 6, 2), (4, 12, 2)),  # 2 rows of 6 are enough for 4 devices
-        ((8, 4, 2), (8, 4, 2)),
-        ((4, 7, 2), (4, 7, 2)),  # a device has 2 rows, and would need 4
-    ],
-)
-def test_rows_are_joined_until_the_tensor_axis_splits_the_positions(shape, joined):
-    x = jnp.arange(float(np.prod(shape))).reshape(shape)
-    assert sharding.join_rows(x) is x  # without a mesh
-    with jax.set_mesh(sharding.make_mesh(fsdp=2, tensor=4)):
-        y = jax.jit(lambda x: sharding.split_sequence(sharding.join_rows(x)))(x)
-    np.testing.assert_array_equal(y, x.reshape(joined))
-    parts = 4 if joined[1] % 4 == 0 else 1
-    assert y.addressable_shards[0].data.shape == (joined[0] // 2, joined[1] // parts, 2)
-
-
 def test_chunks_take_a_part_of_every_device():
     """Each chunk holds tokens of all parts of batch and sequence, so that splitting moves nothing."""
     B, S, n = 4, 16, 2

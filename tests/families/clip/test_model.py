@@ -8,6 +8,8 @@ import pytest
 from flax import nnx
 
 from configs.clip import low_precision, open_clip
+from maxlp.families.clip.encoder import join_rows
+from maxlp.parallel import sharding
 from maxlp.run.settings import make_model, read, read_model
 from tests.families.clip.fixtures import TINY, make_batch, make_clip, tiny_clip
 
@@ -203,3 +205,22 @@ def test_initial_values_are_those_of_open_clip():
     assert not np.any(visual["layers"]["attn"]["q_proj"]["bias"])
     first, second = text["layers"]["attn"]["q_proj"]["kernel"]
     assert jnp.abs(first - second).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("shape", "joined"),
+    [
+        ((8, 7, 2), (2, 28, 2)),
+        ((8, 6, 2), (4, 12, 2)),  # 2 rows of 6 are enough for 4 devices
+        ((8, 4, 2), (8, 4, 2)),
+        ((4, 7, 2), (4, 7, 2)),  # a device has 2 rows, and would need 4
+    ],
+)
+def test_rows_are_joined_until_the_tensor_axis_splits_the_positions(shape, joined):
+    x = jnp.arange(float(np.prod(shape))).reshape(shape)
+    assert join_rows(x) is x  # without a mesh
+    with jax.set_mesh(sharding.make_mesh(fsdp=2, tensor=4)):
+        y = jax.jit(lambda x: sharding.split_sequence(join_rows(x)))(x)
+    np.testing.assert_array_equal(y, x.reshape(joined))
+    parts = 4 if joined[1] % 4 == 0 else 1
+    assert y.addressable_shards[0].data.shape == (joined[0] // 2, joined[1] // parts, 2)
