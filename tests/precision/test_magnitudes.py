@@ -101,7 +101,9 @@ class OneByOne:
         graphdef, variables = nnx.split(blocks)
         self.sizes = []
         for i in range(2):
-            x_BSD = nnx.merge(graphdef, jax.tree.map(lambda leaf, i=i: leaf[i], variables))(x_BSD)
+            x_BSD = nnx.merge(graphdef, jax.tree.map(lambda leaf, i=i: leaf[i], variables))(
+                x_BSD, x_BSD.shape[1]
+            )
             self.sizes.append(np.mean(np.abs(np.float64(x_BSD))))
         return x_BSD
 
