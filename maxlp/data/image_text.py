@@ -460,9 +460,8 @@ class _Chunks:
     def _train_example(self, epoch: int, place: int, broken: list[tuple[int, str]]) -> Example:
         examples, config = self._dataset.examples, self._dataset.config
         seed = self._dataset.settings["seed"]
-        cycle = len(examples) // math.gcd(
-            len(examples), config.batch_size
-        )  # batches until a row comes again
+        # Batches until a row comes to the same place again.
+        cycle = len(examples) // math.gcd(len(examples), config.batch_size)
         for number in range(config.max_broken + 1):
             other = (place + number * config.batch_size + number // cycle) % len(examples)
             index = common.shuffled(other, len(examples), (seed, ORDER, epoch))

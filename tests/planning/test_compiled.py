@@ -10,9 +10,10 @@ from maxlp.families.clip.presets import CLIP_SIZES, clip
 from maxlp.families.llama.cost import COST
 from maxlp.families.llama.presets import llama
 from maxlp.parallel import sharding
-from maxlp.planning import compiled, topologies
+from maxlp.planning import compiled, hlo, topologies
 from maxlp.planning.cost_model import cost_of, state_shapes
 from maxlp.run.experiment import assemble
+from maxlp.run.settings import Settings
 from tests.planning import peaks
 
 SMALL = dict(
@@ -78,11 +79,17 @@ def test_the_closed_form_gathers_kernels_as_the_program_does(family, recipe):
     """In 8 bits where a tensor has one scale; the first and the last block are not quantized."""
     config = llama(**peaks.LLAMA_SIZES) if family == "llama" else clip(**CLIP_SIZES["b32"])
     s = peaks.settings_of(config, {"data.batch_size": 32, "mesh.fsdp": 8, "precision.recipe": recipe})
-    topology = topologies.parse("h100:1x8")
+    ours, theirs = collectives_on(s, "h100:1x8")
+    assert gathered(ours) == pytest.approx(gathered(theirs), rel=0.1)
+
+
+def collectives_on(s: Settings, name: str) -> tuple[list[hlo.Collective], list[hlo.Collective]]:
+    """Those of the closed form and of the compiled step on a topology."""
+    topology = topologies.parse(name)
     machine = topology.machine(s)
     mesh = sharding.make_mesh(**s.mesh, devices=topologies.devices(topology))
-    found = compiled.compile_step(assemble(s, machine, mesh)).collectives
-    assert gathered(cost_of(s).collectives(s, machine)) == pytest.approx(gathered(found), rel=0.1)
+    theirs = compiled.compile_step(assemble(s, machine, mesh)).collectives
+    return cost_of(s).collectives(s, machine), theirs
 
 
 @pytest.mark.aot("jax_cuda13_plugin")
@@ -106,16 +113,11 @@ def test_tensor_sends_each_residual_stream_once(family, recipe):
     config = llama(**peaks.LLAMA_SIZES)
     if family == "clip":
         config, changes = clip(**CLIP_SIZES["l14"]), changes | {"data.batch_size": 512}
-    s = peaks.settings_of(config, changes)
-    topology = topologies.parse("h100:1x4")
-    machine = topology.machine(s)
-    mesh = sharding.make_mesh(**s.mesh, devices=topologies.devices(topology))
-    collectives = compiled.compile_step(assemble(s, machine, mesh)).collectives
 
     def sent(found) -> dict[str, float]:
         return {k: sum(c.sent for c in found if (c.kind, c.axes) == (k, ("tensor",))) for k in KINDS}
 
-    ours, theirs = sent(cost_of(s).collectives(s, machine)), sent(collectives)
+    ours, theirs = map(sent, collectives_on(peaks.settings_of(config, changes), "h100:1x4"))
     assert ours["reduce-scatter"] == pytest.approx(theirs["reduce-scatter"], rel=0.01)
     # Row-wise scales are gathered too, and the embedding's and the head's sums are counted once.
     assert ours["all-gather"] == pytest.approx(theirs["all-gather"], rel=0.15)
@@ -126,10 +128,7 @@ def test_tensor_sends_each_residual_stream_once(family, recipe):
 @pytest.mark.parametrize("optimizer", ["muon", "soap"])
 def test_gradients_are_scattered_before_they_are_spread_by_layers(optimizer):
     changes = {"data.batch_size": 8, "mesh.fsdp": 8, "optimizer.name": optimizer}
-    s = peaks.settings_of(llama(**peaks.LLAMA_SIZES), changes)
-    topology = topologies.parse("h100:1x8")
-    mesh = sharding.make_mesh(**s.mesh, devices=topologies.devices(topology))
-    found = compiled.compile_step(assemble(s, topology.machine(s), mesh)).collectives
+    _, found = collectives_on(peaks.settings_of(llama(**peaks.LLAMA_SIZES), changes), "h100:1x8")
     largest = {kind: max(one.bytes for one in found if one.kind == kind) for kind in KINDS}
     sizes = peaks.LLAMA_SIZES
     assert largest["reduce-scatter"] >= 2 * sizes["embed_dim"] * sizes["mlp_dim"]
