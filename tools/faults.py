@@ -708,7 +708,7 @@ PRECISION = [
         ("jnp.bfloat16 if narrow else jnp.float32", "jnp.bfloat16"),
         ("jnp.bfloat16 if narrow else jnp.float32", "jnp.float32"),
         (" and not operand.is_emulated", ""),
-        ("y * math.prod(tensor_scales) if tensor_scales else y", "y"),
+        ("(y if scale is None else y * scale)", "y"),
         ("and operand.block_size == self.block_size", ""),
         (
             "preferred_element_type=jnp.float32,\n            out_sharding",
@@ -717,6 +717,19 @@ PRECISION = [
         ("dequantize(b, _exact_dtype(b, pair[1]))", "b.codes.astype(_exact_dtype(b, pair[1]))"),
         ('"int": "int8"}', '"int": "float8"}', "planning/test_cost_model.py"),
         ("if pair[0].in_blocks:", "if _instruction(pair):", "planning/test_cost_model.py"),
+    ),
+    *_in(
+        "precision/scaled_matmul.py",
+        "precision/test_scaled_matmul.py",
+        ("y = (y * scale.reshape(-1, 1, 1)).astype(product.dtype)", "pass"),
+        ("scale.shape[axis], axis=axis)", "scale.shape[axis], axis=axis)[::-1]"),
+        ("if of_result[dim][: len(local)] == local else ()", ""),
+        ("names if _in_whole_blocks(mesh, q, i, names) else ()", "names"),
+        ("if not _in_whole_blocks(mesh, operands[n], i, of_result[dim])", "if False"),
+        ("taken.isdisjoint(splits[n][i])", "True"),
+        ("return jax.lax.psum(y, everywhere) if everywhere else y", "return y"),
+        ("y = jax.lax.psum_scatter(y, axes, scatter_dimension=dim, tiled=True)", "pass"),
+        ("tuple(i + 1 for i in axes)", "tuple(axes)"),
     ),
     *_in(
         "precision/delayed.py",

@@ -197,7 +197,7 @@ def scattered_itemsize(
 ) -> float:
     """Bytes of a number of the residual stream in all sums of a block that ``tensor`` adds and scatters.
 
-    Gradients of an input that several matmuls read are added before, except those of quantized products,
+    Gradients of an input that several matmuls read are added before, except those of int8 and FP8 products,
     which still have scales; products of int8 are int32 until then. An average over the layers of a stack.
 
     Args:
@@ -209,7 +209,7 @@ def scattered_itemsize(
     def sizes(paths: Sequence[str], gemm: str) -> list[float]:
         """Of the sums of these products, where the layer is quantized."""
         dtypes = [matmul_dtypes(s, path)[gemm] for path in paths]
-        scaled = [4 if dtype == "int8" else itemsize for dtype in dtypes if dtype != "bfloat16"]
+        scaled = [4 if dtype == "int8" else itemsize for dtype in dtypes if dtype in ("int8", "float8")]
         return [*scaled, itemsize] if len(scaled) < len(paths) else scaled
 
     sums = [(path, "fwd", [path], runs) for path, runs in outputs.items()]

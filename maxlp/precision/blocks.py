@@ -6,7 +6,7 @@ holds the 4 significant bits of E4M3 times a power of two, and the 2 of E2M1 tim
 Blocks with float32 scales have no such instruction, and are dequantized to float32. All sum in float32.
 """
 
-import math
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from maxlp.numerics import formats
 from maxlp.numerics.formats import MX_BLOCK, Quantized
 from maxlp.numerics.quantized import dequantize
 from maxlp.precision.recipes import Operand
+from maxlp.precision.scaled_matmul import Product, scaled_matmul
 
 
 class _Instruction(NamedTuple):
@@ -49,38 +50,37 @@ _INSTRUCTIONS = (
 
 
 def dot_general(
-    a: Quantized, b: Quantized, pair: tuple[Operand, Operand], dimension_numbers: Any, out_sharding: Any
+    a: Quantized,
+    b: Quantized,
+    pair: tuple[Operand, Operand],
+    dimension_numbers: Any,
+    dtype: Any,
+    out_sharding: Any,
 ) -> jax.Array:
-    """float32 product of two arrays in blocks along the last of their contracted axes, or in tiles."""
-    tensor_scales = [q.tensor_scale for q in (a, b) if q.tensor_scale is not None]
+    """Product in ``dtype`` of two arrays in blocks along the last of their contracted axes, or in tiles."""
+    scale = None
+    for q in (a, b):
+        if q.tensor_scale is not None:
+            scale = q.tensor_scale if scale is None else scale * q.tensor_scale
     a, b = a._replace(tensor_scale=None), b._replace(tensor_scale=None)
 
-    def emulated(a: Quantized, b: Quantized) -> jax.Array:
-        return jax.lax.dot_general(
+    def emulated(a: Quantized, b: Quantized, scale: jax.Array | None) -> jax.Array:
+        y = jax.lax.dot_general(
             dequantize(a, _exact_dtype(a, pair[0])),
             dequantize(b, _exact_dtype(b, pair[1])),
             dimension_numbers,
             preferred_element_type=jnp.float32,
             out_sharding=out_sharding,
         )
-
-    def hardware(a: Quantized, b: Quantized) -> jax.Array:
-        assert instruction is not None
-        (axes_a, axes_b), _ = dimension_numbers
-        free = [a.codes.shape[i] for i in _free(a, axes_a)] + [b.codes.shape[i] for i in _free(b, axes_b)]
-        a, b = (
-            _blocks_last(q, axes, jnp.dtype(operand.format), instruction.scale)
-            for q, axes, operand in ((a, axes_a, pair[0]), (b, axes_b, pair[1]))
-        )
-        y = jax.nn.scaled_matmul(a.codes, b.codes, a.scale, b.scale, preferred_element_type=jnp.float32)
-        return y.reshape(free)
+        return (y if scale is None else y * scale).astype(dtype)
 
     instruction = _instruction(pair) if out_sharding is None else None
     if instruction is None:
-        y = emulated(a, b)
-    else:
-        y = jax.lax.platform_dependent(a, b, cuda=hardware, default=emulated)
-    return y * math.prod(tensor_scales) if tensor_scales else y
+        return emulated(a, b, scale)
+    formats = jnp.dtype(pair[0].format), jnp.dtype(pair[1].format)
+    product = Product(dimension_numbers[0], formats, instruction.scale, dtype)
+    hardware = functools.partial(scaled_matmul, product)
+    return jax.lax.platform_dependent(a, b, scale, cuda=hardware, default=emulated)
 
 
 def _instruction(pair: tuple[Operand, Operand]) -> _Instruction | None:
@@ -97,24 +97,6 @@ def rate(pair: tuple[Operand, Operand]) -> str:
         instruction = _instruction(pair)
         return "bfloat16" if instruction is None else instruction.name
     return {"float": "float8", "int": "int8"}.get(formats.get(pair[0].format).kind, "bfloat16")
-
-
-def _free(q: Quantized, contracted: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(i for i in range(q.codes.ndim) if i not in contracted)
-
-
-def _blocks_last(q: Quantized, contracted: tuple[int, ...], dtype: Any, scale_dtype: Any) -> Quantized:
-    """(1, rows, contracted), and a scale for each block of a row: the layout of `jax.nn.scaled_matmul`."""
-    free = _free(q, contracted)
-    rows = math.prod(q.codes.shape[i] for i in free)
-    scale = q.scale
-    for axis in free:  # a tile has one scale for several rows
-        scale = jnp.repeat(scale, q.codes.shape[axis] // scale.shape[axis], axis=axis)
-
-    def flat(x: jax.Array) -> jax.Array:
-        return x.transpose(*free, *contracted).reshape(1, rows, -1)
-
-    return Quantized(flat(q.codes.astype(dtype)), flat(scale.astype(scale_dtype)))
 
 
 def _exact_dtype(q: Quantized, operand: Operand) -> Any:

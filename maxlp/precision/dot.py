@@ -367,7 +367,7 @@ def _gemm(
     """``a · b`` over the contracted axes in ``dtype``."""
     numbers = _numbers(contract_a, contract_b, a.codes)
     if pair[0].in_blocks:
-        return blocks.dot_general(a, b, pair, numbers, out_sharding).astype(dtype)
+        return blocks.dot_general(a, b, pair, numbers, dtype, out_sharding)
     kind = formats.get(pair[0].format).kind
     exact_scales = all(operand.power_of_two for operand in pair)
     narrow = kind == "float" and dtype == jnp.bfloat16 and (exact_scales or summed_over_devices)

@@ -94,16 +94,17 @@ def collectives_on(s: Settings, name: str) -> tuple[list[hlo.Collective], list[h
 
 @pytest.mark.aot("jax_cuda13_plugin")
 @pytest.mark.parametrize(
-    ("family", "recipe"),
+    ("family", "recipe", "chip"),
     [
-        ("llama", "bf16"),
-        ("llama", "fp8_delayed"),
-        ("llama", "int8_switchback"),
-        ("clip", "bf16"),
-        pytest.param("clip", "fp8_delayed", marks=pytest.mark.slow),
+        ("llama", "bf16", "h100"),
+        ("llama", "fp8_delayed", "h100"),
+        ("llama", "int8_switchback", "h100"),
+        ("llama", "mxfp8", "b200"),
+        ("clip", "bf16", "h100"),
+        pytest.param("clip", "fp8_delayed", "h100", marks=pytest.mark.slow),
     ],
 )
-def test_tensor_sends_each_residual_stream_once(family, recipe):
+def test_tensor_sends_each_residual_stream_once(family, recipe, chip):
     """A norm's output in the dtype of activations where it is recomputed too, and half of an all-reduce
     for each gradient of an input that quantized matmuls share; sums of int8 products are of 32 bits.
 
@@ -117,7 +118,7 @@ def test_tensor_sends_each_residual_stream_once(family, recipe):
     def sent(found) -> dict[str, float]:
         return {k: sum(c.sent for c in found if (c.kind, c.axes) == (k, ("tensor",))) for k in KINDS}
 
-    ours, theirs = map(sent, collectives_on(peaks.settings_of(config, changes), "h100:1x4"))
+    ours, theirs = map(sent, collectives_on(peaks.settings_of(config, changes), f"{chip}:1x4"))
     assert ours["reduce-scatter"] == pytest.approx(theirs["reduce-scatter"], rel=0.01)
     # Row-wise scales are gathered too, and the embedding's and the head's sums are counted once.
     assert ours["all-gather"] == pytest.approx(theirs["all-gather"], rel=0.15)
