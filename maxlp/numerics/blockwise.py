@@ -98,8 +98,8 @@ def _to_codes(y: jax.Array, to: Format, signed: bool, key: jax.Array | None) -> 
         return _dynamic_codes(y, signed)
     if to.kind == "companded":
         return _companded_codes(y, signed)
-    if to.prefix_of is not None:
-        return _stochastic(y, to, key).astype(to.dtype)
+    if to.stochastic:
+        return _stochastic(y, to, key)
     codes = cast(y, to)
     return _pack(codes) if to.bits == 4 else codes
 
@@ -126,12 +126,12 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _stochastic(y: jax.Array, to: Format, key: jax.Array | None) -> jax.Array:
-    """To one of the two neighbours in the format, still in the dtype whose leading bits the format is."""
+    """To one of the two neighbours in the format, from float32: any rounding before it would be to nearest."""
     assert key is not None, f"{to.name} rounds stochastically and needs a key"
-    wide = y.astype(to.prefix_of)
-    drop = 8 * wide.dtype.itemsize - to.bits
-    noise = jax.random.bits(key, y.shape, jnp.uint8 if drop == 8 else jnp.uint32)
-    return drop_bits(wide, drop, "stochastic", noise & (2**drop - 1))
+    if to.needs_scale:
+        return cast(y, to, "stochastic", key)
+    noise = jax.random.bits(key, y.shape, jnp.uint32)  # infinity stays, where `cast` would saturate
+    return drop_bits(y, 16, "stochastic", noise & 0xFFFF).astype(to.dtype)
 
 
 def _pack(codes: jax.Array) -> jax.Array:

@@ -30,9 +30,8 @@ class Format:
       max: the largest finite magnitude.
       dtype: dtype that holds the values; of int4 before two of them are packed into a byte.
       uses: ``states`` of optimizers (`blockwise`), ``matmuls`` (`quantized`).
-      prefix_of: the wider float dtype whose leading bits are this format. Optimizer states are then
-        rounded stochastically, because their change in a step is often less than half the distance
-        of two values.
+      stochastic: whether optimizer states are rounded stochastically, because their change in a step is
+        often less than half the distance of two values.
       odd: only odd integers are values: a mid-rise grid, which has no zero.
       clip: the multiple of the root mean square at which clipping Gaussian data has the least squared
         error on this grid; 0 if unknown.
@@ -45,7 +44,7 @@ class Format:
     max: float
     dtype: Any
     uses: tuple[str, ...] = ("matmuls",)
-    prefix_of: Any = None
+    stochastic: bool = False
     odd: bool = False
     clip: float = 0.0
 
@@ -70,9 +69,9 @@ FORMATS = {
     f.name: f
     for f in (
         Format("float8_e4m3fn", "float", 4, 3, 448.0, jnp.float8_e4m3fn, _BOTH),  # steps of 6–12 %
-        Format("float8_e5m2", "float", 5, 2, 57344.0, jnp.float8_e5m2, _BOTH, prefix_of=jnp.float16),
+        Format("float8_e5m2", "float", 5, 2, 57344.0, jnp.float8_e5m2, _BOTH, stochastic=True),
         Format("float16", "float", 5, 10, 65504.0, jnp.float16, _STATES),
-        Format("bfloat16", "float", 8, 7, 2.0**128 - 2**120, jnp.bfloat16, _STATES, prefix_of=jnp.float32),
+        Format("bfloat16", "float", 8, 7, 2.0**128 - 2**120, jnp.bfloat16, _STATES, stochastic=True),
         # 7 decades: the top one in steps of 1.4 %, each lower one twice as coarse
         Format("dynamic8", "dynamic", 0, 7, 1.0, jnp.uint8, _STATES),
         # 2x / (1 + |x|) of signed numbers, √x of others, in equal steps: 0.4 to 1.6 %, 0.8 % of the largest
