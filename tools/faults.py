@@ -618,6 +618,11 @@ PRECISION = [
             'for gemm, tensor, operand in (("dlhs", "kernel", recipe.fwd[1]),):',
         ),
         ("jnp.where(is_on, trusted(a, q, formats.get(o.format)), a)", "a"),
+        (
+            "difference / jnp.where(size == 0, 1.0, size)",
+            "difference / size",
+            "::test_a_gradient_of_zeros_has_no_error",
+        ),
     ),
     *_in(
         "precision/dot.py",
@@ -863,6 +868,11 @@ PRECISION = [
         ("_count(saturated) / x.size", "_count(saturated)"),
         ("_count(vanished) / jnp.maximum(_count(nonzero), 1)", "_count(vanished) / x.size"),
         ("jnp.argmax(history) + 1.0, 0.0)", "jnp.argmax(history), 0.0)"),
+        (
+            "jnp.where(x == 0, jnp.finfo(jnp.float32).tiny, scales)",
+            "scales",
+            "::test_zeros_have_no_scale",
+        ),
         ("return (0,) if recipe.fwd else (1,)", "return (1,) if recipe.fwd else (0,)"),
         ('worst[f"health/{tensor}/{name}"] = max(value', 'worst[f"health/{tensor}/{name}"] = min(value'),
     ),

@@ -7,7 +7,8 @@ few hundred steps. A head that computes its logits in chunks is not measured.
 For each input, kernel and output gradient, in the format of the first matmul that uses it:
 
 * ``amax``: the largest magnitude.
-* ``scale``: the one in use; the largest, if rows or blocks have their own.
+* ``scale``: the one in use; the largest, if rows or blocks have their own. Zeros, whose scale is 1, do not
+  count.
 * ``age``: steps since the amax that a delayed scale comes from; 0 for a current scale.
 * ``saturated``: share of the elements beyond the largest number. More than a few in a million means
   that the history is too short, or that the tensor grows: a channel aligns, the learning rate is
@@ -123,7 +124,8 @@ def statistics(recipe: Recipe, tensor: str, x: jax.Array, history: jax.Array | N
         age = jnp.where(jnp.max(history) > 0, jnp.argmax(history) + 1.0, 0.0)
     q = quantize(recipe, operand, x, _contracted(recipe, tensor, x), delayed_amax)
     scales = dequantize(q._replace(codes=jnp.ones_like(x, jnp.float32)), jnp.float32)
-    return jnp.stack([current, jnp.max(scales), age, *shares(operand, x, q.codes, scales)])
+    largest = jnp.max(jnp.where(x == 0, jnp.finfo(jnp.float32).tiny, scales))
+    return jnp.stack([current, largest, age, *shares(operand, x, q.codes, scales)])
 
 
 def shares(operand: Operand, x: jax.Array, values: jax.Array, scales: jax.Array) -> list[jax.Array]:

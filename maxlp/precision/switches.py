@@ -240,7 +240,9 @@ def _switched(recipe, gemm, on, high, low, quantized, exact, how) -> tuple[jax.A
             *((x, jnp.where(on[i], q, x)) for i, (q, x, _) in enumerate(forms)), strict=True
         )
         y0, y = multiply(a0, b0), multiply(a, b)
-        error = jnp.linalg.norm((y - y0).ravel()) / jnp.linalg.norm(y0.ravel())
+        difference, size = (jnp.linalg.norm(a.ravel()) for a in (y - y0, y0))
+        # Zeros have no error: an idle stage of a pipeline has no gradient, nor a microbatch without targets.
+        error = difference / jnp.where(size == 0, 1.0, size)
         return y.astype(dtype), statistics(forms, error)
 
     which = jnp.where(jnp.all(on | np.array([o is None for o in operands])), 2, jnp.any(on).astype(int))

@@ -144,6 +144,27 @@ def test_a_trust_mask_belongs_to_its_operand(index):
     assert not found[1 - index].any()
 
 
+@pytest.mark.parametrize("name", ["fp8_current", "mxfp8"])
+def test_a_gradient_of_zeros_has_no_error(name):
+    """As an idle stage of a pipeline has it, beside other microbatches whose errors count."""
+    dot = switches.SwitchDot(QuantDot(make_recipe(name)), ())
+    dot.on[...] = jnp.array([[1, 0], [1, 0], [0, 1]], bool)
+    structure, state = nnx.split(dot)
+    x, kernel, g = operands()
+
+    @jax.jit
+    def statistics(state, g):
+        def product(state):
+            numbers = (((x.ndim - 1,), (0,)), ((), ()))
+            return jnp.vdot(nnx.merge(structure, state, copy=True)(x, kernel, numbers), g)
+
+        return jax.grad(product, allow_int=True)(state)["backward_statistics"][...]
+
+    error = switches.STATISTICS.index("error")
+    of_g, of_zeros = (np.asarray(statistics(state, a))[:, 0, error] for a in (g, 0 * g))
+    assert (of_g > 0).all() and (of_zeros == 0).all()
+
+
 def test_the_operands_of_a_recipe():
     def kinds(name, **options):
         return set(switches.switchable(make_recipe(name, **options)))
