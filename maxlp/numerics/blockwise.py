@@ -126,7 +126,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _stochastic(y: jax.Array, to: Format, key: jax.Array | None) -> jax.Array:
-    """To one of the two neighbours in the format, from float32: any rounding before it would be to nearest."""
+    """To one of the two neighbours in the format, from float32: no rounding to nearest precedes it."""
     assert key is not None, f"{to.name} rounds stochastically and needs a key"
     if to.needs_scale:
         return cast(y, to, "stochastic", key)

@@ -241,7 +241,7 @@ def _switched(recipe, gemm, on, high, low, quantized, exact, how) -> tuple[jax.A
         )
         y0, y = multiply(a0, b0), multiply(a, b)
         difference, size = (jnp.linalg.norm(a.ravel()) for a in (y - y0, y0))
-        # Zeros have no error: an idle stage of a pipeline has no gradient, nor a microbatch without targets.
+        # Zeros have no error: an idle stage has no gradient, nor has a microbatch without targets.
         error = difference / jnp.where(size == 0, 1.0, size)
         return y.astype(dtype), statistics(forms, error)
 

@@ -180,7 +180,7 @@ def test_a_second_moment_in_e5m2_decays():
 
 
 def test_e5m2_keeps_what_float16_rounds_away_in_expectation():
-    """A decay by 1e-4, less than half the distance to the next float16: b2=0.9999 would never lower a moment."""
+    """A decay by 1e-4, below half the distance to the next float16: with b2=0.9999 no moment would fall."""
     x = np.full((1, 2**20), 1 - 1e-4, np.float32)
     lost = 1 - recoded(x, "float8_e5m2", signed=False).astype(np.float64).mean()
     np.testing.assert_allclose(lost, 1e-4, rtol=0.18)  # 5 σ of the 839 numbers that become 0.875
