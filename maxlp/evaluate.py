@@ -206,7 +206,7 @@ def make_mesh(s: Settings, fixed: bool) -> Mesh:
     s = dataclasses.replace(
         s,
         precision=dataclasses.replace(s.precision, exchange="none", scatter="none"),
-        optimizer=dataclasses.replace(s.optimizer, adascale=None, offload=False),
+        optimizer=dataclasses.replace(s.optimizer, adascale=None, offload=False, low_bit=None),
         train=dataclasses.replace(s.train, local=None, microbatches=1, release_gradients=False),
         checkpoint=functools.partial(s.checkpoint.func),
         metrics=functools.partial(s.metrics.func),

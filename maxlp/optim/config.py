@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import optax
 
 from maxlp import schema
-from maxlp.numerics.formats import STATES
+from maxlp.numerics.formats import FORMATS, STATES
 from maxlp.optim.schedules import SCHEDULES
 from maxlp.optim.tree_utils import HIDDEN_KERNELS
 from maxlp.schema import (
@@ -138,6 +138,11 @@ class LowBitConfig:
 
     def __post_init__(self) -> None:
         schema.check(self)
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether the format of any moment has scales."""
+        return any(name != "float32" and FORMATS[name].needs_scale for name in (self.mu, self.nu))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

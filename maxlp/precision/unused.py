@@ -18,6 +18,16 @@ def refusal(p: PrecisionConfig, matmuls: Mapping[str, str]) -> str | None:
             f"precision.options.{key}={getattr(p.options, key)!r} has no effect with precision.recipe="
             f"{p.recipe}: {reason} (and precision.rules take none); leave it unset or choose another recipe"
         )
+    if p.recipe == "bf16" and p.min_dim:
+        return (
+            f"precision.min_dim={p.min_dim} has no effect with precision.recipe=bf16; set it to 0 or "
+            "choose another recipe"
+        )
+    if p.recipe == "bf16" and p.rules and all(p.make(name).is_plain for _, name in p.rules):
+        return (
+            f"precision.rules={p.rules} have no effect: they and precision.recipe=bf16 keep every matmul "
+            "in the model's dtype; set them to () or choose another recipe"
+        )
     used = {name.split(", ")[0] for name in matmuls.values()}
     if p.recipe not in used and not p.make(p.recipe).is_plain:
         return (

@@ -13,6 +13,7 @@ with a config key, names the values, and ends with the fix. The rule's docstring
 from flax import nnx
 
 from maxlp import precision
+from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.nn.attention import refusal
 from maxlp.parallel import sharding
 from maxlp.run.config import ConfigError, errors_of
@@ -131,7 +132,8 @@ def precision_fits_model(s: Settings, machine: Machine) -> str | None:
 def recipe_uses_its_options(s: Settings, machine: Machine) -> str | None:
     """A recipe or an option that changes nothing would be silently ignored."""
     p = s.precision
-    if p.recipe == "bf16" and p.options == precision.RecipeOptions() and p.smooth_swiglu == "none":
+    unset = p.options == precision.RecipeOptions() and not p.min_dim and not p.rules
+    if p.recipe == "bf16" and unset and p.smooth_swiglu == "none":
         return None
     from maxlp.precision import unused  # runs without a recipe do not need it
 
@@ -193,6 +195,17 @@ def adascale_has_batches(s: Settings, machine: Machine) -> str | None:
     return adascale.refusal(s.optimizer.adascale, s.data.batch_size, s.train.microbatches)
 
 
+def moments_have_blocks(s: Settings, machine: Machine) -> str | None:
+    """A block is what shares a scale: without scales its size would be silently ignored."""
+    low_bit = s.optimizer.low_bit
+    if low_bit is None or not low_bit.block_size or low_bit.has_scales:
+        return None
+    return (
+        f"optimizer.low_bit.block_size={low_bit.block_size} has no effect with mu={low_bit.mu} and "
+        f"nu={low_bit.nu}, which have no scales; set it to 0"
+    )
+
+
 # --- adapters -------------------------------------------------------------------------------------------
 
 
@@ -251,6 +264,18 @@ def released_gradients_let_states_offload(s: Settings, machine: Machine) -> str 
     )
 
 
+def guard_uses_its_settings(s: Settings, machine: Machine) -> str | None:
+    """What a guard would do at a spike is silently left out where another one, or none, is set."""
+    c = s.spikes
+    for key in () if c.guard == "rollback" else ("rewind_steps", "skip_batches"):
+        if (value := getattr(c, key)) != getattr(SpikeConfig, key):
+            return (
+                f"spikes.{key}={value} has no effect with spikes.guard={c.guard}; set "
+                f"spikes.guard=rollback, or leave spikes.{key} unset"
+            )
+    return None
+
+
 def outputs_are_made(s: Settings, machine: Machine) -> str | None:
     """A trace, checkpoint or label that cannot be made would be silently left out."""
     start, steps, metrics = s.profile.keywords.get("start", 0), s.train.total_steps, s.metrics.keywords
@@ -289,5 +314,7 @@ RULES = (
     swapped_vocabularies_are_trained,
     adapters_are_few_numbers,
     targets_are_matrices,
+    moments_have_blocks,
+    guard_uses_its_settings,
     outputs_are_made,
 )

@@ -35,6 +35,15 @@ def upgraded(config: dict[str, Any]) -> dict[str, Any]:
     low_bit = optimizer.get("low_bit")
     if low_bit is not None and "mu" not in low_bit:
         low_bit |= {"mu": "float8_e4m3fn", "nu": "float8_e5m2"}  # what an empty section meant
+    # Keys that had no effect, which are refused today.
+    recipes, spikes = config.get("precision", {}), config.get("spikes", {})
+    if recipes.get("recipe") == "bf16" and "min_dim" in recipes:
+        recipes["min_dim"] = 0
+        if all(name == "bf16" for _, name in recipes.get("rules") or ()):
+            recipes["rules"] = ()
+    if spikes.get("guard") != "rollback":
+        for key in ("rewind_steps", "skip_batches"):
+            spikes.pop(key, None)
     data.pop("name", None)  # the family determines the kind of data
     for key in ("source", "validation_source"):
         if data.get(key):

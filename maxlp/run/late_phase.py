@@ -32,7 +32,7 @@ def config_now(values: dict[str, Any], workdir: Path | None) -> dict[str, Any]:
     first = p["high_precision_from"]
     if max((i.step for i in infos if i.status == "complete"), default=0) >= first:
         options = dict.fromkeys(p["options"])
-        p |= dict(recipe="bf16", options=options, rules=(), smooth_swiglu="none", health_every=0)
+        p |= dict(recipe="bf16", options=options, rules=(), min_dim=0, smooth_swiglu="none", health_every=0)
     elif p["recipe"] == "bf16" and not p["rules"]:
         raise ConfigError(
             f"config.precision.high_precision_from={first} changes nothing with recipe=bf16; set it to 0, "

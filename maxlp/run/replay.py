@@ -101,6 +101,7 @@ def without_recipe(s: Settings) -> Settings:
         recipe="bf16",
         options=RecipeOptions(),
         rules=(),
+        min_dim=0,
         smooth_swiglu="none",
         high_precision_from=0,
         scalify="none",

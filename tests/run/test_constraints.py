@@ -24,6 +24,7 @@ AVERAGED = {"optimizer.name": "schedule_free_adamw", "optimizer.schedule": "cons
 LOCAL = {"train.local.steps": 10, "train.total_steps": 300, "mesh.data": 2}
 SAMPLED = {"precision.recipe": "wta_crs"}
 NOT_LOW_BIT = {"optimizer.low_bit.mu": "float32", "optimizer.low_bit.nu": "float32"}
+BFLOAT16_MOMENTS = NOT_LOW_BIT | {"optimizer.low_bit.mu": "bfloat16", "optimizer.low_bit.block_size": 256}
 REFUSED = {
     "batch_divides": [
         ({"data.batch_size": 12}, 8, "cpu", "use a multiple of 8"),
@@ -204,6 +205,13 @@ REFUSED = {
             "cpu",
             "no scales of tensors or rows",
         ),
+        (
+            {"precision.min_dim": 64},
+            1,
+            "cpu",
+            "precision.min_dim=64 has no effect with precision.recipe=bf16",
+        ),
+        ({"precision.rules": (("*", "bf16"),)}, 1, "cpu", "keep every matmul in the model's dtype"),
         ({"precision.smooth_swiglu": "channel"}, 1, "cpu", "no matmul of a gated product"),
         (SAMPLED | {"precision.smooth_swiglu": "balanced"}, 1, "cpu", "no matmul of a gated product"),
         (SAMPLED | {"precision.options.format": "int8"}, 1, "cpu", "quantizes no matmul"),
@@ -282,6 +290,18 @@ REFUSED = {
     "released_gradients_let_states_offload": [
         ({"optimizer.offload": True}, 1, "cpu", "set train.release_gradients=True")
     ],
+    "moments_have_blocks": [
+        (BFLOAT16_MOMENTS, 1, "cpu", "with mu=bfloat16 and nu=float32, which have no scales; set it to 0")
+    ],
+    "guard_uses_its_settings": [
+        (
+            {"spikes.rewind_steps": 50},
+            1,
+            "cpu",
+            "spikes.rewind_steps=50 has no effect with spikes.guard=off",
+        ),
+        ({"spikes.guard": "skip", "spikes.skip_batches": 9}, 1, "cpu", "set spikes.guard=rollback"),
+    ],
     "outputs_are_made": [
         ({"profile.start": 500, "train.total_steps": 400}, 1, "cpu", "lower it, or set 0"),
         (
@@ -294,6 +314,8 @@ REFUSED = {
     ],
 }
 ACCEPTED = [
+    BFLOAT16_MOMENTS | {"optimizer.low_bit.nu": "float16"},  # which has scales
+    {"spikes.guard": "rollback", "spikes.rewind_steps": 50, "spikes.skip_batches": 0},
     {"checkpoint.every_steps": 300, "checkpoint.keep_every": 600},
     {"profile.start": 20, "metrics.wandb_project": "a", "metrics.wandb_tags": ("b",)},
     {

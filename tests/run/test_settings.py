@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from maxlp import schema
 from maxlp.core.train_state import abstract_state, num_params
+from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.optim.config import OPTIMIZERS
 from maxlp.optim.make_tx import options_of
 from maxlp.run import constraints, run_dir
@@ -190,7 +191,8 @@ def test_a_config_of_version_0_1_still_loads(tmp_path):
     for key in ("shuffle",):
         del old["data"][key]
     old["optimizer"] |= {"galore": {"rank": 8}, "low_bit": {}, "decay_with_clip": False}
-    old["precision"] |= {"loss_scale": None, "options": {}}
+    old["precision"] |= {"loss_scale": None, "options": {}, "min_dim": 64, "rules": [["*", "bf16"]]}
+    old["spikes"] |= {"rewind_steps": 50, "skip_batches": 9}
     old["model"]["rope_scaling"] = None
     (tmp_path / "config.json").write_text(json.dumps(old))
     s = read(run_dir.load_config(tmp_path))
@@ -198,6 +200,8 @@ def test_a_config_of_version_0_1_still_loads(tmp_path):
     assert (s.optimizer.galore.rank, s.optimizer.low_bit.mu) == (8, "float8_e4m3fn")
     assert (s.optimizer.name, s.optimizer.decay_with_clip) == ("adamw", True)
     assert s.precision.loss_scale is None and s.model.rope_scaling is None
+    # What had no effect, and is refused today.
+    assert (s.precision.min_dim, s.precision.rules, s.spikes) == (0, (), SpikeConfig())
 
 
 LOWEST = dict(total_steps=1, microbatches=1, log_every=1, eval_every=0, eval_batches=0, seed=0)
