@@ -16,6 +16,7 @@ from maxlp.runtime.files import is_url
 
 BLOCK_BYTES = 2**24  # read at a time to find the lines of a file
 INDEX_THREADS = 8
+OF_AN_ARRAY = "write one object per line, as `jq -c '.[]' FILE` does of a file with an array"
 NEWLINE, BLANK = b"\n", b" \t\r\n"  # all other bytes of a text are higher
 
 
@@ -37,14 +38,16 @@ class JsonLines:
     def __getitem__(self, row: int) -> dict[str, Any]:
         number, line = locate(self._ends, row)
         start, end = self._bounds[number][line : line + 2].tolist()
+        data = read_range(self._files[number], start, end)
         try:
-            value = json.loads(read_range(self._files[number], start, end))
+            value = json.loads(data)
         except UnicodeDecodeError as error:
             raise BrokenExample(not_utf8(error, start)) from None
         except (ValueError, RecursionError) as error:
-            raise BrokenExample(
-                f"not a complete JSON object ({one_line(error)}); correct the line"
-            ) from None
+            fix = OF_AN_ARRAY if data.lstrip().startswith(b"[") else "correct the line"
+            raise BrokenExample(f"not a complete JSON object ({one_line(error)}); {fix}") from None
+        if isinstance(value, list):
+            raise BrokenExample(f"an array, not a JSON object; {OF_AN_ARRAY}")
         if not isinstance(value, dict) or self._key not in value:
             found = ", ".join(value) if isinstance(value, dict) else type(value).__name__
             raise BrokenExample(missing(self._key, found))

@@ -28,7 +28,12 @@ def test_a_text_and_a_conversation_exclude_each_other(tmp_path):
 def test_errors_name_file_and_line(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n\n{"body": "b", "id": 1}\n{"text": 3}\n[1]\n{"text": "trunc')
-    for index, line, word in ((1, 3, "body, id"), (2, 4, "int"), (3, 5, "list"), (4, 6, "JSON")):
+    for index, line, word in (
+        (1, 3, "body, id"),
+        (2, 4, "int"),
+        (3, 5, "an array, not"),
+        (4, 6, "JSON"),
+    ):
         message = error_of(f"jsonl:{path}", "all", index)
         assert f"{path}:{line}: " in message and word in message
     path.write_text('{"text": null}\n')
@@ -37,5 +42,8 @@ def test_errors_name_file_and_line(tmp_path):
     assert f"{path}:2: not a complete JSON object (maximum recursion" in error_of(f"jsonl:{path}", "all", 1)
     path.write_bytes(b'{"text": "a"}\n{"text": "\xf6"}\n')
     assert f"{path}:2: byte 24 (0xf6) is not UTF-8; convert" in error_of(f"jsonl:{path}", "all", 1)
+    path.write_text('[{"text": "a"},\n{"text": "b"}\n]\n')  # an array over several lines
+    assert f"{path}:1: not a complete JSON object" in (message := error_of(f"jsonl:{path}", "all", 0))
+    assert "as `jq -c '.[]' FILE` does of a file with an array" in message
     write_jsonl(path, TEXTS, key="body")
     assert "text_key" in error_of(f"jsonl:{path}")  # when it is opened, not when training reads it
