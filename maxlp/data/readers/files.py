@@ -1,5 +1,6 @@
 """The standard library, and text files: one document per file."""
 
+import codecs
 import functools
 import os
 import platform
@@ -15,7 +16,7 @@ NOT_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
 
 
 class TextFiles:
-    """One document per file, as bytes."""
+    """One document per file, as bytes without a byte order mark."""
 
     def __init__(self, root: str, names: Sequence[str]):
         self.root, self.names = root, list(names)
@@ -24,7 +25,7 @@ class TextFiles:
         return len(self.names)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return {"text": read_whole(self.where(row))}
+        return {"text": read_whole(self.where(row)).removeprefix(codecs.BOM_UTF8)}
 
     def where(self, row: int) -> str:
         return os.path.join(self.root, self.names[row])

@@ -22,6 +22,11 @@ def test_text_files_are_read_byte_for_byte(tmp_path):
     assert texts_of(make_source(f"text:{tmp_path}", "all", any_bytes=True)) == expected
 
 
+def test_a_byte_order_mark_is_not_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufeffaé".encode())
+    assert texts_of(make_source(f"text:{tmp_path}", "all")) == ["aé".encode()]
+
+
 def test_links_to_folders_are_followed_but_not_in_circles(tmp_path):
     for name in ("data/a/1.txt", "elsewhere/2.txt"):
         (tmp_path / name).parent.mkdir(parents=True)
