@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from absl import logging
 
-from maxlp.data.readers import COMPRESSED, BrokenExample, check_utf8, find_files, locate, of_kind
+from maxlp.data.readers import COMPRESSED, BrokenExample, check_utf8, find_files, locate
 from maxlp.data.readers.access import open_file, read_range, uncompressed
 from maxlp.data.sources import VALIDATION, Source, Spec
 from maxlp.data.specs import one_line
@@ -135,17 +135,12 @@ def open_tars(spec: Spec, *, text: str = "txt", validation: float = VALIDATION) 
 
 
 def find_tars(pattern: str) -> list[str]:
-    """The tars of a folder, or of a pattern with braces or wildcards, in order.
+    """The tars of a folder and its subfolders, or of a pattern with braces or wildcards, in order.
 
     Raises:
       ValueError: no tar is found, or one that the braces name is missing.
     """
-    folder = os.path.expanduser(pattern)
-    if os.path.isdir(folder):  # without its subfolders
-        if not (paths := of_kind(sorted(glob.glob(os.path.join(glob.escape(folder), "*"))), ".tar")):
-            raise ValueError(f"no .tar in the folder {folder}; check the path")
-    else:
-        _, paths = find_files(pattern, ".tar")
+    _, paths = find_files(pattern, ".tar")
     for path in paths:
         if not path.endswith((".tar", *(f".tar{each}" for each in COMPRESSED), ".tgz")):
             raise ValueError(f"{path} is not a .tar, nor a compressed one")

@@ -286,7 +286,14 @@ def test_names_are_split_at_the_first_dot_of_the_base_name():
     assert tars._split("1.txt") == ("1", "txt")
 
 
+def test_a_folder_is_searched_with_its_subfolders(tmp_path):
+    for name in ("b.tar", "a/c.tar", ".hidden/d.tar", "a/notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert tars.find_tars(str(tmp_path)) == [f"{tmp_path}/a/c.tar", f"{tmp_path}/b.tar"]
+
+
 def test_a_folder_without_tars_is_refused(tmp_path):
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(ValueError, match=r"no \.tar in the folder"):
+    with pytest.raises(ValueError, match=r"no \.tar file in the folder"):
         tars.find_tars(str(tmp_path))
