@@ -144,8 +144,17 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Reads the records of a ``metrics.jsonl`` in order.
 
     Lines truncated by a crash are skipped; a missing file has no records.
+
+    Raises:
+      ValueError: a value that is not a number.
     """
-    return [record for _, record in _parse_lines(Path(path))]
+    records = [record for _, record in _parse_lines(Path(path))]
+    for record in records:
+        for name, value in record.items():
+            if not isinstance(value, int | float):
+                found = f"{name} of step {record['step']} is {value!r}, not a number"
+                raise ValueError(f"{path}: {found}; correct or delete the line")
+    return records
 
 
 def _parse_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -74,6 +74,13 @@ def test_reading_skips_lines_that_are_not_records_and_keeps_nan(tmp_path):
     assert math.isnan(record["train/loss"]) and record["train/grad_norm"] == math.inf
 
 
+def test_a_value_that_is_no_number_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 3, "train/loss": "abc"}\n')
+    with pytest.raises(ValueError, match=rf"^{path}: train/loss of step 3 is 'abc', not a number; correct"):
+        writers.read_jsonl(path)
+
+
 def test_each_record_is_on_disk_immediately(tmp_path):
     with writer(tmp_path) as w:
         w.write(1, {"train/loss": 2.0})
