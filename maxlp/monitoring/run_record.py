@@ -90,9 +90,16 @@ class Run:
     def validation_part(self, prefix: str) -> str:
         """What the metrics ``eval/…`` or ``eval_full/…`` were measured on."""
         batches = self.setting("train", "eval_batches")
-        if prefix == "eval" and batches:
+        if prefix == "eval" and batches and not self._evaluated_all:
             return f"the first {counted(batches, 'validation batch', 'validation batches')}"
         return "all validation data"
+
+    @property
+    def _evaluated_all(self) -> bool:
+        """Whether the last ``eval/…`` are those of all validation data, as where it is shorter."""
+        *_, part, whole = ({}, {}, *self.records)
+        names = [name for name in whole if name.startswith("eval_full/")]
+        return bool(names) and all(part.get(n.replace("_full", "", 1)) == whole[n] for n in names)
 
     @property
     def spike_config(self) -> SpikeConfig:

@@ -62,6 +62,20 @@ def test_a_series_holds_the_records_that_have_it(tmp_path):
     assert steps.tolist() == [1, 3] and values.tolist() == [0.5, 0.25]
 
 
+@pytest.mark.parametrize(
+    ("full", "part"), [(2.5, "the first 20 validation batches"), (2.0, "all validation data")]
+)
+def test_an_evaluation_of_no_more_than_there_is_covers_all(tmp_path, full, part):
+    (tmp_path / "config.json").write_text(json.dumps({"train": {"eval_batches": 20}}))
+    records = [{"step": 3, "eval/loss": 2.0}]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(records[0]))
+    assert load_run(tmp_path).validation_part("eval") == "the first 20 validation batches"
+    records.append({"step": 3, "eval_full/loss": full})
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    run = load_run(tmp_path)
+    assert (run.validation_part("eval"), run.validation_part("eval_full")) == (part, "all validation data")
+
+
 @pytest.mark.parametrize(("records", "used"), [(1, 1), (9, 1), (40, 4), (1000, 10)])
 def test_the_tail_is_a_tenth_and_at_most_ten(records, used):
     losses = np.arange(records)
