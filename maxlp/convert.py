@@ -235,7 +235,7 @@ def export_weights(
             raise ValueError(
                 f"--{flag}={value} is for language models, not for {format_name}; drop the flag"
             )
-    if calibration_sequences and "mesh" not in c:
+    if calibration_sequences and run_dir.is_imported(c):
         raise ValueError(
             f"{workdir} holds imported weights and names no data; drop --calibration_sequences"
         )

@@ -71,7 +71,7 @@ def main() -> None:
     if flags.FLAGS.config is not None:
         given = flags.FLAGS.config.to_dict()
         c = ConfigDict(of_same_model(given, cli.overrides(), c.to_dict(), workdir))
-    elif "mesh" not in c:
+    elif run_dir.is_imported(c):
         raise ConfigError(
             f"{workdir} holds imported weights and names no data; give --config=FILE, such as "
             f"--config={c.model.name}/debug --config.data.source='SOURCE?split=all'"
@@ -100,13 +100,13 @@ def of_same_model(
 
     Args:
       overrides: keys of ``given`` and values that were set on the command line.
-      of_run: the config in the workdir; that of imported weights has no section ``mesh``.
+      of_run: the config in the workdir; see also `run_dir.is_imported`.
 
     Raises:
       ConfigError: a config of another model, or a flag that would have no effect.
     """
     model = given["model"]
-    if "mesh" not in of_run:
+    if run_dir.is_imported(of_run):
         from maxlp.run import pretrained  # evaluations of runs do not need it
 
         model = pretrained.joined_model(of_run["model"], model, overrides, f"--workdir={workdir}")

@@ -124,6 +124,12 @@ def test_the_error_for_imported_weights_names_keys_that_exist(tmp_path):
     assert named and all(named[1] in load("debug", family=each).data for each in ("llama", "clip"))
 
 
+def test_a_damaged_config_of_a_run_is_not_taken_for_imported_weights():
+    assert run_dir.is_imported(ConfigDict({"model": {}, "precision": {}, "data": {"tokenizer": "bytes"}}))
+    assert not run_dir.is_imported(ConfigDict({"model": {}, "train": []}))
+    assert not run_dir.is_imported(ConfigDict({"model": {}, "mesh": {}}))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

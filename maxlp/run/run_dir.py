@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,11 @@ def load_config(workdir: Path) -> ConfigDict:
     from maxlp.run import earlier_versions  # new runs do not need it
 
     return ConfigDict(earlier_versions.upgraded(config))
+
+
+def is_imported(config: Container[str]) -> bool:
+    """Whether a config is that of imported weights, which has no sections about training."""
+    return "mesh" not in config and "train" not in config
 
 
 def record_start(workdir: Path, c: ConfigDict, step: int, num_params: int, units_per_step: int = 0) -> None:
