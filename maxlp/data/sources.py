@@ -281,7 +281,8 @@ def open_source(spec: Spec) -> Source:
     """Opens the records that a parsed spec names.
 
     Raises:
-      ValueError: nothing is found, an option has no valid value, or the kind has no records.
+      ValueError: nothing is found, an option has no valid value, the kind has no records, or its reader
+        lacks a key.
     """
     kind = KINDS[spec.kind]
     try:
@@ -290,6 +291,9 @@ def open_source(spec: Spec) -> Source:
         return resolve_name(kind.opener)(spec, **spec.options)
     except ValueError as error:
         raise ValueError(f"source {spec.text!r}: {one_line(error)}") from None
+    except LookupError as error:  # whose text is a key alone
+        reason = f"{type(error).__name__}: {one_line(error)} (MAXLP_TRACEBACK=1 shows where)"
+        raise ValueError(f"source {spec.text!r}: {kind.opener} fails with {reason}") from error
 
 
 def sample_texts(source: Source | Mixture, max_bytes: int, seed: int) -> Iterator[bytes]:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from maxlp.data.sources import make_source, open_source, parse_spec, sample_texts
+from maxlp.data.sources import KINDS, Kind, make_source, open_source, parse_spec, sample_texts
 from maxlp.prepare import prepare_image_text, prepare_text
 from tests.data.corpora import (
     TEXTS,
@@ -19,6 +19,16 @@ from tests.data.corpora import (
     write_pictures,
     write_tfds,
 )
+
+
+def open_without_a_key(spec):
+    return {}["columns"]
+
+
+def test_a_reader_that_lacks_a_key_is_named(monkeypatch):
+    monkeypatch.setitem(KINDS, "own", Kind(f"{__name__}:open_without_a_key", ("text",)))
+    message = f"source 'own:a': {__name__}:open_without_a_key fails with KeyError: 'columns' (MAXLP_TRACE"
+    assert message in error_of("own:a")
 
 
 def open_all(folder):
