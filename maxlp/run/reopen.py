@@ -16,11 +16,12 @@ from maxlp.core.gradients import Batch
 from maxlp.core.local_steps import LocalState
 from maxlp.core.train_state import State, abstract_state
 from maxlp.monitoring import rollback
-from maxlp.monitoring.run_record import load_run
+from maxlp.monitoring.run_record import counted, load_run
 from maxlp.monitoring.spike_records import read_record
 from maxlp.monitoring.watch import checkpoint_before
 from maxlp.parallel.batches import device_batches
 from maxlp.run import late_phase
+from maxlp.run.config import ConfigError
 from maxlp.run.experiment import Experiment, make_data, resolve_settings
 from maxlp.run.settings import Settings
 from maxlp.run.tokenizer import prepare_tokenizer, saved_tokenizer
@@ -76,11 +77,14 @@ def opened(
       same_precision: whether matmuls have the recipe of the run.
 
     Raises:
-      ValueError: no run in the workdir, no checkpoint from before the step that fits the precision, or one
-        from before the late phase, whose steps were taken in another precision.
+      ValueError: no run in the workdir, devices that its mesh does not fit, no checkpoint from before the
+        step that fits the precision, or one from before the late phase, whose steps were taken in another
+        precision.
     """
     # Nothing is saved, so that which checkpoints are kept does not matter.
-    run = resolve_settings(dataclasses.replace(s, checkpoint=functools.partial(s.checkpoint.func)))
+    s = dataclasses.replace(s, checkpoint=functools.partial(s.checkpoint.func))
+    _check_devices(s, workdir)
+    run = resolve_settings(s)
     tokenizer = saved_tokenizer(s.data.tokenizer, workdir)
     batches = iter(make_data(s, tokenizer, "train", run.mesh))
     with jax.set_mesh(run.mesh), contextlib.closing(batches):
@@ -116,6 +120,22 @@ def reopened(
         else:
             _check_step(workdir, step)
         yield stack.enter_context(opened(s, workdir, step, same_precision=same_precision))
+
+
+def _check_devices(s: Settings, workdir: Path) -> None:
+    """Raises a ValueError unless the mesh fits the devices here; that of a run cannot be changed."""
+    starts = load_run(workdir).starts
+    try:
+        s.machine_of(jax.devices())
+    except ConfigError as error:
+        if not starts or not (needed := starts[-1].get("num_devices")):
+            raise
+        simulated = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
+        raise ValueError(
+            f"{workdir} ran on {counted(needed, 'device')}, and its steps are repeated on the same mesh, "
+            f"which does not fit the {jax.device_count()} here; start on {needed}, which a CPU simulates "
+            f"with {simulated}"
+        ) from error
 
 
 def _check_step(workdir: Path, step: int | None) -> None:

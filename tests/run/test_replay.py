@@ -13,6 +13,7 @@ from maxlp.monitoring.rollback import read_rollbacks
 from maxlp.monitoring.spike_records import Crossing, read_record
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.run import late_phase, reopen, replay
+from maxlp.run.config import ConfigError
 from maxlp.run.settings import read
 from maxlp.runtime import manifest
 from maxlp.runtime.checkpoint import StepInfo
@@ -93,6 +94,16 @@ def test_checkpoints_of_steps_that_a_rollback_has_undone_start_no_replay(tmp_pat
     assert reopen.find_checkpoint(tmp_path, 29, lead=2) == before
     assert reopen.find_checkpoint(tmp_path, 35, lead=2) == after
     assert reopen.find_checkpoint(tmp_path, 36, lead=2) == again
+
+
+def test_a_mesh_that_does_not_fit_the_devices_names_those_of_the_run(tmp_path):
+    s = read(changed(load("debug"), {"mesh.stage": 16}))
+    with pytest.raises(ConfigError, match="change the sizes or the number of devices"):
+        reopen._check_devices(s, tmp_path)  # of a config, whose mesh can be changed
+    (tmp_path / "run.json").write_text('{"starts": [{"step": 0, "num_devices": 16}]}')
+    message = "ran on 16 devices, and .* which does not fit the 8 here; start on 16, .*device_count=16$"
+    with pytest.raises(ValueError, match=message):
+        reopen._check_devices(s, tmp_path)
 
 
 def test_an_unknown_precision_is_refused(tmp_path):
