@@ -2,10 +2,10 @@
 
     value = scale · decode(code)
 
-Codes are numbers in one of the `formats.STATES`. float8_e4m3fn, float16, dynamic8, companded8, int8
-and int4 are rounded to nearest, float8_e5m2 and bfloat16 stochastically: a second moment decays by
-1 - b2 in a step, and rounded to nearest it would stay where that is less than half the distance to
-the next value.
+Codes are numbers in one of the `formats.STATES`. bfloat16 and float8_e5m2 are rounded stochastically, and
+so are numbers that are never negative in float8_e4m3fn and float16: a second moment decays by 1 - b2 in a
+step, and rounded to nearest it would stay where that is less than half the distance to the next value.
+Signed numbers in these two, and numbers in dynamic8, companded8, int8 and int4, are rounded to nearest.
 
 Scales are float32. Those of floats are powers of two (Fishman et al. 2024, arXiv:2409.12517, for
 float8; Balança et al. 2024, arXiv:2407.17353, for float16), so that encoding a decoded array again
@@ -46,7 +46,7 @@ def encode(
         range), because an update is divided by the root of a second moment.
       block_size: entries of the last dim that share a scale; 0: all of a tensor.
       layer_axes: number of leading axes that count tensors.
-      key: random key, for the formats that round stochastically (bfloat16, float8_e5m2).
+      key: random key, for what is rounded stochastically.
     """
     to, x = FORMATS[name], x.astype(jnp.float32)
     scale = _scale(_amax(x, block_size, layer_axes), to)
@@ -98,7 +98,7 @@ def _to_codes(y: jax.Array, to: Format, signed: bool, key: jax.Array | None) -> 
         return _dynamic_codes(y, signed)
     if to.kind == "companded":
         return _companded_codes(y, signed)
-    if to.stochastic:
+    if to.stochastic or (to.kind == "float" and not signed):
         return _stochastic(y, to, key)
     codes = cast(y, to)
     return _pack(codes) if to.bits == 4 else codes
@@ -127,7 +127,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 def _stochastic(y: jax.Array, to: Format, key: jax.Array | None) -> jax.Array:
     """To one of the two neighbours in the format, from float32: no rounding to nearest precedes it."""
-    assert key is not None, f"{to.name} rounds stochastically and needs a key"
+    assert key is not None, f"{to.name} is rounded stochastically and needs a key"
     if to.needs_scale:
         return cast(y, to, "stochastic", key)
     noise = jax.random.bits(key, y.shape, jnp.uint32)  # infinity stays, where `cast` would saturate

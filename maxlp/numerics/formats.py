@@ -30,8 +30,8 @@ class Format:
       max: the largest finite magnitude.
       dtype: dtype that holds the values; of int4 before two of them are packed into a byte.
       uses: ``states`` of optimizers (`blockwise`), ``matmuls`` (`quantized`).
-      stochastic: whether optimizer states are rounded stochastically, because their change in a step is
-        often less than half the distance of two values.
+      stochastic: whether all optimizer states are rounded stochastically, because their change in a step
+        is often less than half the distance of two values; second moments in floats always are.
       odd: only odd integers are values: a mid-rise grid, which has no zero.
       clip: the multiple of the root mean square at which clipping Gaussian data has the least squared
         error on this grid; 0 if unknown.
