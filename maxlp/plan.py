@@ -200,17 +200,21 @@ def compile_for(
 def timing(
     plan: dict[str, Any], work: Work, found: Sequence[Collective], topology: Topology, dcn: int
 ) -> dict[str, Any]:
-    """Collectives by kind and axes, the seconds of a step, and the MFU.
+    """Collectives by kind and axes, those that are rare apart; the seconds of a step, and the MFU.
 
     Args:
       dcn: ``mesh.dcn_data`` of the config.
     """
-    groups = group(list(found), topology, plan["mesh"], dcn)
+    groups, rare = (
+        group([one for one in found if one.rare == is_rare], topology, plan["mesh"], dcn)
+        for is_rare in (False, True)
+    )
     step = roofline(work, groups, topology)
     seconds_per_flop = plan["units_per_step"] / plan["devices"] / topology.chip.peak()
     return {
         "work": dataclasses.asdict(work),
         "collectives": [dataclasses.asdict(row) for row in groups],
+        "rare_collectives": [dataclasses.asdict(row) for row in rare],
         "time": dataclasses.asdict(step)
         | {"least": step.least, "expected": step.expected, "limit": step.limit},
         "mfu": {
@@ -314,6 +318,9 @@ def _collective_lines(plan: dict[str, Any], source: str) -> list[str]:
             f"  {row['kind']:18} {'+'.join(row['axes']):14} {row['times']:8,} {row['sent'] / GIB:9.3g} "
             f" {overlapped} {row['seconds']:8.3g}"
         )
+    if rare := plan[source]["rare_collectives"]:
+        sent, seconds = (sum(row[name] for row in rare) for name in ("sent", "seconds"))
+        lines.append(f"  not in every step, and not counted below:{sent / GIB:15.3g} {seconds:21.3g}")
     return lines
 
 

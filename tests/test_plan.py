@@ -282,3 +282,14 @@ def test_the_expected_mfu_counts_exposed_collectives():
     assert timed["mfu"]["full"] == pytest.approx(0.3 / 0.6)
     values = described | {"chip": {"peak_bfloat16": 1e15, "hbm": 1e12}, "compiled": timed}
     assert plan._time_lines(values, "compiled")[-1].startswith("  at most 13 tokens/s, MFU 50.0%")
+
+
+def test_what_does_not_run_in_every_step_is_apart():
+    h100 = topologies.parse("h100:1x8")
+    usual = Collective("all-gather", ("fsdp",), 8, 2**33, 1, overlapped=True)
+    found = [usual, dataclasses.replace(usual, bytes=2**34, rare=True)]
+    described = dict(mesh={"fsdp": 8}, devices=8, units_per_step=8, flops_per_unit={"full": 1, "causal": 1})
+    timed = plan.timing(described, Work({"bfloat16": 1.0}, 0.0), found, h100, 1)
+    assert timed["time"] == plan.timing(described, Work({"bfloat16": 1.0}, 0.0), [usual], h100, 1)["time"]
+    row, last = plan._collective_lines({"compiled": timed}, "compiled")[2:]
+    assert row.split()[3] == "7" and last.startswith("  not in every step") and last.split()[-2] == "14"

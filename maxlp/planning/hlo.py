@@ -12,6 +12,7 @@ A collective is overlapped if a matmul or a kernel runs while it does. There are
 """
 
 import dataclasses
+import itertools
 import math
 import re
 
@@ -49,6 +50,8 @@ class Collective:
       bytes: the size of its result on one device (for a reduce-scatter, of its operand), per execution.
       times: executions per step.
       overlapped: whether a matmul or a kernel runs between its start and its end.
+      rare: whether it is in a branch that does not run in every step, such as a refresh of an optimizer's
+        bases. Of a condition's branches, the one that sends least is taken to run.
     """
 
     kind: str
@@ -57,6 +60,7 @@ class Collective:
     bytes: int
     times: int
     overlapped: bool
+    rare: bool = False
 
     @property
     def sent(self) -> float:
@@ -89,9 +93,9 @@ def collectives(text: str, mesh: dict[str, int]) -> list[Collective]:
     program, entry = computations(text)
     works = _computations_with_matmuls(program)
     fused = _fused_with_work(program, works)
-    found: list[Collective] = []
 
-    def visit(name: str, times: int, overlapped: bool) -> None:
+    def visit(name: str, times: int, overlapped: bool) -> list[Collective]:
+        found: list[Collective] = []
         body = program.get(name, [])
         for index, i in enumerate(body):
             kind = i.opcode.removesuffix("-start")
@@ -105,11 +109,17 @@ def collectives(text: str, mesh: dict[str, int]) -> list[Collective]:
             else:
                 hidden = overlapped or overlaps_work(body, index, works)
                 inner = times * trip_count(i, program) if i.opcode == "while" else times
-                for computation in called(i):
-                    visit(computation, inner, hidden)
+                parts = [visit(computation, inner, hidden) for computation in called(i)]
+                found += _of_condition(parts) if i.opcode == "conditional" else itertools.chain(*parts)
+        return found
 
-    visit(entry, 1, False)
-    return found
+    return visit(entry, 1, False)
+
+
+def _of_condition(branches: list[list[Collective]]) -> list[Collective]:
+    """All collectives of a condition; those of branches that send more than another one are rare."""
+    least, *others = sorted(branches, key=lambda found: sum(one.sent for one in found if not one.rare))
+    return least + [dataclasses.replace(one, rare=True) for found in others for one in found]
 
 
 def _computations_with_matmuls(program: dict[str, list[Instruction]]) -> set[str]:

@@ -136,6 +136,16 @@ def test_gradients_are_scattered_before_they_are_spread_by_layers(optimizer):
     assert largest["all-reduce"] <= 4 * sizes["num_layers"] * sizes["embed_dim"]  # of all norms at most
 
 
+@pytest.mark.aot("jax_cuda13_plugin")
+def test_galore_gathers_gradients_at_a_refresh_alone():
+    """In all other steps what is gathered are the weights."""
+    changes = {"data.batch_size": 8, "mesh.fsdp": 8} | peaks.GALORE
+    ours, found = collectives_on(peaks.settings_of(llama(**peaks.LLAMA_SIZES), changes), "h100:1x8")
+    usual = [one for one in found if not one.rare]
+    assert gathered(usual) == pytest.approx(gathered(ours), rel=0.1)  # and the projectors
+    assert gathered(found) > 1.2 * gathered(ours)
+
+
 @functools.cache
 def temporaries_of_adamw() -> float:
     return compiled_for("h100:1x1", {}).temporaries

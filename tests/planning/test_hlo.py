@@ -40,6 +40,27 @@ def test_a_loop_in_a_loop_runs_their_product():
     assert [one.times for one in found] == [3 * 32, 3 * 32, 1, 1]
 
 
+def test_the_branch_that_sends_least_is_taken_to_run():
+    """Of a refresh every few steps, or of none, which is a condition in a condition."""
+
+    def sum_of(n: int) -> str:
+        return f"  %r{n} = f32[{n}]{{0}} all-reduce(%x), replica_groups={{{{0,1}}}}, to_apply=%add\n"
+
+    def condition(first: str, second: str) -> str:
+        return f"  ROOT %c = f32[] conditional(%p, %x, %x), branch_computations={{%{first}, %{second}}}\n"
+
+    parts = {
+        "idle": "  ROOT %t = f32[] parameter(0)\n",
+        "refresh": sum_of(8) + condition("idle", "first"),
+        "first": sum_of(4),
+        "ENTRY main": sum_of(2) + condition("refresh", "idle"),
+    }
+    text = "".join(f"{name} () -> f32[] {{\n{body}}}\n\n" for name, body in parts.items())
+    text = re.sub(r"^(?=\w)(?!ENTRY)", "%", text, flags=re.MULTILINE)
+    found = hlo.collectives(text, {"fsdp": 2})
+    assert {one.bytes: one.rare for one in found} == {2 * 4: False, 8 * 4: True, 4 * 4: True}
+
+
 def test_tpu_gathers_in_pieces_count_once_and_trip_counts_come_from_conditions():
     """And a SparseCore runs a reduce-scatter beside a matmul."""
     assert hlo.collectives(TPU, MESH) == [
