@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlp.parallel.sharding import constrain, lookup, split_gradient
+from maxlp.parallel.sharding import constrain, lookup
 
 Axes = tuple[str | None, ...]
 Draw = Callable[[jax.Array, tuple[int, ...]], jax.Array]
@@ -151,9 +151,17 @@ class Linear(nnx.Module):
         self.sum_over_rows: SumOverRows | None = None
 
     def __call__(
-        self, x: jax.Array, preferred_element_type: Any = None, shared: dict | None = None
+        self,
+        x: jax.Array,
+        preferred_element_type: Any = None,
+        shared: dict | None = None,
+        for_adapter: jax.Array | None = None,
     ) -> jax.Array:
-        """``(..., in) -> (..., out)`` in ``dtype``, or in ``preferred_element_type``."""
+        """``(..., in) -> (..., out)`` in ``dtype``, or in ``preferred_element_type``.
+
+        Args:
+          shared, for_adapter: see `of_same_input`.
+        """
         dot_general = self.dot_general
         if isinstance(dot_general, nnx.Module):
             dot_general = functools.partial(dot_general, shared=shared)
@@ -168,14 +176,28 @@ class Linear(nnx.Module):
         if self.bias is not None:
             y = add_parameter(y, self.bias[...])
         if self.adapter is not None:
-            y += self.adapter(x).astype(y.dtype)
+            y += self.adapter(x if for_adapter is None else for_adapter).astype(y.dtype)
         return checkpoint_name(y, LINEAR_OUTPUT)
 
 
 def of_same_input(x: jax.Array, *linears: Linear) -> list[jax.Array]:
-    """The output of each layer for the same ``x``, which quantizing ``dot_general``s quantize only once."""
+    """The output of each layer for the same ``x``, which quantizing ``dot_general``s quantize only once.
+
+    The gradients of all adapters are added first, and then to those of the kernels. XLA adds the devices'
+    parts of a sum of the latter at once, but not with an adapter's gradient, which is whole, in between.
+    """
     shared: dict = {}
-    return [linear(split_gradient(x), shared=shared) for linear in linears]
+    for_adapter = _with_own_gradient(x)
+    return [linear(x, shared=shared, for_adapter=for_adapter) for linear in linears]
+
+
+@jax.custom_vjp
+def _with_own_gradient(x: jax.Array) -> jax.Array:
+    """x; the gradients of all that reads it are added before they are added to others of ``x``."""
+    return x
+
+
+_with_own_gradient.defvjp(lambda x: (x, None), lambda _, g: (g,))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

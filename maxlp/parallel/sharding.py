@@ -201,10 +201,14 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 def gather_sequence(x_BSD: jax.Array) -> jax.Array:
     """A norm's output as matmuls read it: every device of the tensor axis holds all positions.
 
-    Where a norm is recomputed, XLA would gather its float32 values before they are rounded.
+    Where a norm is recomputed, XLA would gather its float32 values before they are rounded. Of the gradient
+    only the split is constrained: XLA would gather what is split already (the sum of an input's adapters),
+    to split it again. With a context axis all is constrained; else XLA would gather positions over context.
     """
     x_BSD = constrain(x_BSD, "batch", "act_seq", "act_embed")
-    return constrain(x_BSD, "batch", "seq", "act_embed")
+    if jax.sharding.get_abstract_mesh().shape.get("context", 1) > 1:
+        return constrain(x_BSD, "batch", "seq", "act_embed")
+    return _constrained_forward(x_BSD, ("batch", "seq", "act_embed"))
 
 
 def split_sequence(x_BSD: jax.Array) -> jax.Array:
@@ -219,23 +223,12 @@ def split_sequence(x_BSD: jax.Array) -> jax.Array:
     return constrain(x_BSD, "batch", "act_seq", "act_embed")
 
 
-def split_gradient(x_BSD: jax.Array) -> jax.Array:
-    """What one or several matmuls read: the tensor axis splits the positions of each part of its gradient.
-
-    The scales of quantized products keep XLA from adding the parts first; it would all-reduce each of them.
-    It does with a context axis too, beside which this constraint would gather positions.
-    """
-    axes = jax.sharding.get_abstract_mesh().shape
-    alone = axes.get("tensor", 1) > 1 and axes.get("context", 1) == 1
-    return _constrained_backward(x_BSD, ("batch", "act_seq", "act_embed")) if alone else x_BSD
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _constrained_backward(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
-    return x
+def _constrained_forward(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
+    return constrain(x, *names)
 
 
-_constrained_backward.defvjp(lambda x, _: (x, None), lambda names, _, g: (constrain(g, *names),))
+_constrained_forward.defvjp(lambda x, names: (constrain(x, *names), None), lambda names, _, g: (g,))
 
 
 def split_chunks(x: jax.Array, n: int) -> jax.Array:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -190,35 +190,6 @@ def gathered_itemsize(s: Settings, path: str, itemsize: int) -> float:
         return itemsize
     plain = _plain_share(s, path)
     return plain * itemsize + (1 - plain)
-
-
-def scattered_itemsize(
-    s: Settings, outputs: Mapping[str, int], inputs: Sequence[Sequence[str]], itemsize: float
-) -> float:
-    """Bytes of a number of the residual stream in all sums of a block that ``tensor`` adds and scatters.
-
-    Gradients of an input that several matmuls read are added before, except those of int8 and FP8 products,
-    which still have scales; products of int8 are int32 until then. An average over the layers of a stack.
-
-    Args:
-      outputs: path of each matmul whose output is added -> its forward passes.
-      inputs: for each input whose gradient is added, the paths of the matmuls that read it.
-      itemsize: of the dtype of the matmuls.
-    """
-
-    def sizes(paths: Sequence[str], gemm: str) -> list[float]:
-        """Of the sums of these products, where the layer is quantized."""
-        dtypes = [matmul_dtypes(s, path)[gemm] for path in paths]
-        scaled = [4 if dtype == "int8" else itemsize for dtype in dtypes if dtype in ("int8", "float8")]
-        return [*scaled, itemsize] if len(scaled) < len(paths) else scaled
-
-    sums = [(path, "fwd", [path], runs) for path, runs in outputs.items()]
-    sums += [(readers[0], "dlhs", readers, 1) for readers in inputs]
-    found = 0.0
-    for path, gemm, paths, runs in sums:
-        plain = _plain_share(s, path)
-        found += runs * (plain * itemsize + (1 - plain) * sum(sizes(paths, gemm)))
-    return found
 
 
 @dataclasses.dataclass(frozen=True)

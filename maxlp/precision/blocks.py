@@ -6,7 +6,7 @@ holds the 4 significant bits of E4M3 times a power of two, and the 2 of E2M1 tim
 Blocks with float32 scales have no such instruction, and are dequantized to float32. All sum in float32.
 """
 
-import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from maxlp.numerics import formats
 from maxlp.numerics.formats import MX_BLOCK, Quantized
 from maxlp.numerics.quantized import dequantize
+from maxlp.precision.mesh_product import Product
 from maxlp.precision.recipes import Operand
-from maxlp.precision.scaled_matmul import Product, scaled_matmul
 
 
 class _Instruction(NamedTuple):
@@ -74,13 +74,47 @@ def dot_general(
         )
         return (y if scale is None else y * scale).astype(dtype)
 
+    contracted, _ = dimension_numbers
     instruction = _instruction(pair) if out_sharding is None else None
-    if instruction is None:
-        return emulated(a, b, scale)
-    formats = jnp.dtype(pair[0].format), jnp.dtype(pair[1].format)
-    product = Product(dimension_numbers[0], formats, instruction.scale, dtype)
-    hardware = functools.partial(scaled_matmul, product)
-    return jax.lax.platform_dependent(a, b, scale, cuda=hardware, default=emulated)
+
+    def hardware(a: Quantized, b: Quantized, scale: jax.Array | None) -> jax.Array:
+        assert instruction is not None
+        (a_codes, a_scale), (b_codes, b_scale) = (
+            _blocks_last(q, axes, jnp.dtype(operand.format), instruction.scale)
+            for q, axes, operand in zip((a, b), contracted, pair, strict=True)
+        )
+        result = dtype if scale is None else jnp.float32
+        y = jax.nn.scaled_matmul(a_codes, b_codes, a_scale, b_scale, preferred_element_type=result)
+        y = y if scale is None else (y * scale).astype(dtype)
+        pairs = zip((a, b), contracted, strict=True)
+        return y.reshape([q.codes.shape[i] for q, axes in pairs for i in _free(q, axes)])
+
+    def multiply(*operands: Any) -> jax.Array:
+        if instruction is None:
+            return emulated(*operands)
+        return jax.lax.platform_dependent(*operands, cuda=hardware, default=emulated)
+
+    return Product(multiply, contracted, in_blocks=True)(a, b, scale)
+
+
+def _free(q: Quantized, contracted: tuple[int, ...]) -> list[int]:
+    return [i for i in range(q.codes.ndim) if i not in contracted]
+
+
+def _blocks_last(
+    q: Quantized, contracted: tuple[int, ...], dtype: Any, scale_dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """(1, rows, contracted), and a scale for each block of a row: the layout of `jax.nn.scaled_matmul`."""
+    free = _free(q, contracted)
+    rows = math.prod(q.codes.shape[i] for i in free)
+    scale = q.scale
+    for axis in free:  # a tile has one scale for several rows
+        scale = jnp.repeat(scale, q.codes.shape[axis] // scale.shape[axis], axis=axis)
+
+    def flat(x: jax.Array) -> jax.Array:
+        return x.transpose(*free, *contracted).reshape(1, rows, -1)
+
+    return flat(q.codes.astype(dtype)), flat(scale.astype(scale_dtype))
 
 
 def _instruction(pair: tuple[Operand, Operand]) -> _Instruction | None:

@@ -29,6 +29,7 @@ from maxlp.numerics import formats, quantized
 from maxlp.numerics.formats import Quantized
 from maxlp.numerics.scales import amax
 from maxlp.precision import blocks, delayed, sampling, smooth_swiglu
+from maxlp.precision.mesh_product import Product
 from maxlp.precision.recipes import GEMMS, Operand, Recipe
 from maxlp.precision.sampling import Sampled
 
@@ -371,20 +372,24 @@ def _gemm(
     kind = formats.get(pair[0].format).kind
     exact_scales = all(operand.power_of_two for operand in pair)
     narrow = kind == "float" and dtype == jnp.bfloat16 and (exact_scales or summed_over_devices)
-    product = jax.lax.dot_general(
-        a.codes,
-        b.codes,
-        numbers,
-        precision=precision if kind == "float" else None,
-        preferred_element_type=jnp.int32 if kind == "int" else dtype if narrow else jnp.float32,
-        out_sharding=out_sharding,
-    )
-    (axes_a, axes_b), _ = numbers
-    free_a, free_b = a.codes.ndim - len(axes_a), b.codes.ndim - len(axes_b)
-    scale_a, scale_b = _free(a.scale, axes_a, 0, free_b), _free(b.scale, axes_b, free_a, 0)
-    scale = _like(scale_a, product) * _like(scale_b, product)
-    multiply_in = dtype if narrow and exact_scales else jnp.float32
-    return (product.astype(multiply_in) * scale.astype(multiply_in)).astype(dtype)
+
+    def multiply(a: Quantized, b: Quantized, _: None) -> jax.Array:
+        product = jax.lax.dot_general(
+            a.codes,
+            b.codes,
+            numbers,
+            precision=precision if kind == "float" else None,
+            preferred_element_type=jnp.int32 if kind == "int" else dtype if narrow else jnp.float32,
+            out_sharding=out_sharding,
+        )
+        (axes_a, axes_b), _ = numbers
+        free_a, free_b = a.codes.ndim - len(axes_a), b.codes.ndim - len(axes_b)
+        scale_a, scale_b = _free(a.scale, axes_a, 0, free_b), _free(b.scale, axes_b, free_a, 0)
+        scale = _like(scale_a, product) * _like(scale_b, product)
+        multiply_in = dtype if narrow and exact_scales else jnp.float32
+        return (product.astype(multiply_in) * scale.astype(multiply_in)).astype(dtype)
+
+    return Product(multiply, numbers[0], in_blocks=False)(a, b)
 
 
 def _free(scale: jax.Array, contracted, before: int, after: int) -> jax.Array:

@@ -180,7 +180,7 @@ def test_a_second_moment_in_e5m2_decays():
 
 @pytest.mark.parametrize("name", FLOATS)
 def test_second_moments_keep_what_would_round_away_in_expectation(name):
-    """A decay by 1e-4, below half the distance of two numbers in float16: with b2=0.9999 none would fall."""
+    """A decay by 1e-4 is below half the distance of numbers in float16: with b2=0.9999 none would fall."""
     x = np.full((1, 2**20), 1 - 1e-4, np.float32)
     lost = 1 - recoded(x, name, signed=False).astype(np.float64).mean()
     np.testing.assert_allclose(lost, 1e-4, rtol=0.18)  # 5 σ of the 839 numbers that become 0.875 in E5M2

@@ -94,23 +94,25 @@ def collectives_on(s: Settings, name: str) -> tuple[list[hlo.Collective], list[h
 
 @pytest.mark.aot("jax_cuda13_plugin")
 @pytest.mark.parametrize(
-    ("family", "recipe", "chip"),
+    ("family", "recipe", "changes"),
     [
-        ("llama", "bf16", "h100"),
-        ("llama", "fp8_delayed", "h100"),
-        ("llama", "int8_switchback", "h100"),
-        ("llama", "mxfp8", "b200"),
-        ("clip", "bf16", "h100"),
-        pytest.param("clip", "fp8_delayed", "h100", marks=pytest.mark.slow),
+        ("llama", "bf16", {}),
+        ("llama", "fp8_delayed", {}),
+        ("llama", "int8_switchback", {}),
+        ("llama", "mxfp8", {}),
+        ("clip", "bf16", {}),
+        ("llama", "bf16", peaks.LORA),
+        pytest.param("llama", "fp8_delayed", peaks.LORA, marks=pytest.mark.slow),
+        pytest.param("clip", "fp8_delayed", {}, marks=pytest.mark.slow),
     ],
 )
-def test_tensor_sends_each_residual_stream_once(family, recipe, chip):
-    """A norm's output in the dtype of activations where it is recomputed too, and half of an all-reduce
-    for each gradient of an input that quantized matmuls share; sums of int8 products are of 32 bits.
+def test_tensor_sends_each_residual_stream_once(family, recipe, changes):
+    """A norm's output in the dtype of activations where it is recomputed too, and one sum for the gradients
+    of an input that matmuls share, quantized or not.
 
     The towers of the CLIP have 77 and 257 positions, which tensor does not divide.
     """
-    changes = {"data.batch_size": 8, "mesh.tensor": 2, "mesh.fsdp": 2, "precision.recipe": recipe}
+    changes = changes | {"data.batch_size": 8, "mesh.tensor": 2, "mesh.fsdp": 2, "precision.recipe": recipe}
     config = llama(**peaks.LLAMA_SIZES)
     if family == "clip":
         config, changes = clip(**CLIP_SIZES["l14"]), changes | {"data.batch_size": 512}
@@ -118,8 +120,10 @@ def test_tensor_sends_each_residual_stream_once(family, recipe, chip):
     def sent(found) -> dict[str, float]:
         return {k: sum(c.sent for c in found if (c.kind, c.axes) == (k, ("tensor",))) for k in KINDS}
 
+    chip = "b200" if recipe == "mxfp8" else "h100"
     ours, theirs = map(sent, collectives_on(peaks.settings_of(config, changes), f"{chip}:1x4"))
-    assert ours["reduce-scatter"] == pytest.approx(theirs["reduce-scatter"], rel=0.01)
+    rel = 0.05 if "train.lora.rank" in changes else 0.01  # the sums of adapters are not counted
+    assert ours["reduce-scatter"] == pytest.approx(theirs["reduce-scatter"], rel=rel)
     # Row-wise scales are gathered too, and the embedding's and the head's sums are counted once.
     assert ours["all-gather"] == pytest.approx(theirs["all-gather"], rel=0.15)
     assert theirs["all-reduce"] - ours["all-reduce"] < 0.1 * theirs["reduce-scatter"]

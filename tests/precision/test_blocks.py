@@ -1,5 +1,7 @@
 """Recipes whose blocks share a scale."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -172,3 +174,34 @@ def test_what_a_gpu_multiplies_in_blocks(name, options, expected):
     assert len(calls) == (3 if expected else 0)
     for dtype in expected or ():
         assert any(dtype in line for line in calls)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_operands_of_the_hardware_are_laid_out_as_it_reads_them(name, monkeypatch):
+    """`jax.nn.scaled_matmul`, emulated here, takes codes (B, rows, K) and scales (B, rows, K / block)."""
+
+    def scaled_matmul(a, b, a_scale, b_scale, preferred_element_type):
+        def values(codes, scale):
+            block = codes.shape[2] // scale.shape[2]
+            return codes.astype(jnp.float32) * jnp.repeat(scale.astype(jnp.float32), block, axis=2)
+
+        y = jnp.einsum("brk,bck->brc", values(a, a_scale), values(b, b_scale))
+        return y.astype(preferred_element_type)
+
+    by_platform = jax.lax.platform_dependent
+
+    def as_on_gpus(*operands, default=None, **branches):
+        return branches.get("cuda", functools.partial(by_platform, default=default, **branches))(*operands)
+
+    rng = np.random.default_rng(3)
+    arrays = [
+        rng.normal(size=shape).astype(np.float32) for shape in ((2, 64, 128), (128, 256), (2, 64, 256))
+    ]
+    layer = Layer(make_recipe(name))
+    step = [jax.jit(lambda *arrays: layer.step(layer.state, *arrays)[:3]) for _ in range(2)]
+    expected = step[0](*arrays)
+    monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
+    monkeypatch.setattr(jax.lax, "platform_dependent", as_on_gpus)
+    for ours, theirs in zip(step[1](*arrays), expected, strict=True):
+        # Sums of up to 256 terms in float32.
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=256 * 2.0**-24 * np.abs(theirs).max())

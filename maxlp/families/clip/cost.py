@@ -28,7 +28,6 @@ from maxlp.planning.cost_model import (
     matmul_flops,
     saves_attention,
     scatter_of_gradients,
-    scattered_itemsize,
     unsampled,
 )
 from maxlp.planning.hlo import Collective
@@ -340,10 +339,7 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
         kind, size = scatter_of_gradients(settings, tower.D, widths, tower.a)
         ledger.add(kind, ("fsdp",), size, tower.L * summed)
         ledger.add("all-gather", ("tensor",), tower.x, (2 * forward + 2 + 2 * again) * tower.L * M)
-        qkv, out, up, down = _readers(name)
-        outputs = {out[0]: forward + again, down[0]: forward}
-        scattered = scattered_itemsize(settings, outputs, (qkv, up), tower.a)
-        ledger.add("reduce-scatter", ("tensor",), tower.x / tower.a * scattered, tower.L * M)
+        ledger.add("reduce-scatter", ("tensor",), tower.x, (2 * forward + 2 + again) * tower.L * M)
         ledger.add("all-reduce", ("data",), tower.L * weights / tower.shards, summed)
     ledger.add("all-to-all", ("fsdp",), text.x, (forward + (not text.frozen)) * M)
     embeddings = settings.model.text.vocab_size * text.D * 4 / text.t

@@ -16,7 +16,7 @@ from flax import nnx
 from maxlp import schema
 from maxlp.nn import attention, layers, stack
 from maxlp.parallel import sharding
-from maxlp.parallel.sharding import constrain, gather_sequence, split_gradient, split_sequence
+from maxlp.parallel.sharding import constrain, gather_sequence, split_sequence
 
 
 def quick_gelu(x: jax.Array) -> jax.Array:
@@ -216,7 +216,7 @@ class Mlp(nnx.Module):
         self.act = ACTIVATIONS[c.act]
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        up_BSF = self.up_proj(split_gradient(x_BSD))
+        up_BSF = self.up_proj(x_BSD)
         return self.down_proj(constrain(self.act(up_BSF), "batch", "seq", "act_mlp"))
 
 

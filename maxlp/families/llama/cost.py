@@ -31,7 +31,6 @@ from maxlp.planning.cost_model import (
     of_matrices,
     saves_attention,
     scatter_of_gradients,
-    scattered_itemsize,
     unsampled,
 )
 from maxlp.planning.hlo import Collective
@@ -527,8 +526,7 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
         ledger.add("all-gather", ("context",), k * s.context * s.a, runs)
     ledger.add("collective-permute", ("context", "tensor") if turns else (), whole_x / s.t / 2, 4 * m)
     ledger.add("all-gather", ("tensor",), x, (4 + 2 * again) * runs)
-    scattered = scattered_itemsize(settings, {OUT: 1 + again, DOWN: 1}, (QKV, GATE_UP), s.a)
-    ledger.add("reduce-scatter", ("tensor",), x / s.a * scattered, runs)
+    ledger.add("reduce-scatter", ("tensor",), x, (4 + again) * runs)
     summed, exchange = (of_stage.L * weights + 2 * head) / s.shards, settings.precision.exchange
     tables = (head + head / s.a * 4) / s.shards
     local = settings.train.local

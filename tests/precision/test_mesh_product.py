@@ -1,6 +1,5 @@
-"""The product in blocks on a mesh; `jax.nn.scaled_matmul`, which only GPUs have, is emulated."""
+"""Products of quantized arrays on a mesh, on CPUs computed as on GPUs."""
 
-import functools
 import math
 
 import jax
@@ -12,40 +11,37 @@ from jax.sharding import PartitionSpec as P
 
 from maxlp.numerics.formats import Quantized
 from maxlp.numerics.quantized import dequantize
-from maxlp.precision.scaled_matmul import Product, scaled_matmul
+from maxlp.precision import make_recipe
+from maxlp.precision.mesh_product import Product
 from tests.fixtures import exchanged_bytes, make_mesh
+from tests.precision.fixtures import Layer
 
 SIZES = {"b": 4, "s": 64, "k": 128, "n": 256, "j": 96}
 BLOCK = 32
 FORWARD, INPUT_GRADIENT, KERNEL_GRADIENT = "bsk,kn->bsn", "bsn,kn->bsk", "bsk,bsn->kn"
 
 
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch):
-    def multiply(a, b, a_scale, b_scale, preferred_element_type):
-        a, b = (
-            codes.astype(jnp.float32) * jnp.repeat(scale.astype(jnp.float32), BLOCK, axis=2)
-            for codes, scale in ((a, a_scale), (b, b_scale))
-        )
-        return jnp.einsum("brk,bck->brc", a, b, preferred_element_type=preferred_element_type)
-
-    monkeypatch.setattr(jax.nn, "scaled_matmul", multiply)
-
-
-def operands(equation: str, tile: bool = False) -> tuple[Product, list[Quantized]]:
+def operands(equation: str, scales: str = "blocks") -> tuple[Product, list[Quantized]]:
     """Small integers, so that sums are exact in any order, and powers of two as scales."""
     rng, quantized, contracted = np.random.default_rng(0), [], []
     inputs, result = equation.split("->")
     for axes in inputs.split(","):
-        contracted.append(tuple(i for i, axis in enumerate(axes) if axis not in result))
         shape = [SIZES[axis] for axis in axes]
-        in_blocks = range(len(axes)) if tile else contracted[-1][-1:]
-        scales = [n // BLOCK if i in in_blocks and n > BLOCK else n for i, n in enumerate(shape)]
+        contracted.append(tuple(i for i, axis in enumerate(axes) if axis not in result))
+        num = {
+            "blocks": [n // BLOCK if i == contracted[-1][-1] else n for i, n in enumerate(shape)],
+            "tiles": [n // BLOCK if n > BLOCK else n for n in shape],
+            "rows": [1 if i in contracted[-1] else n for i, n in enumerate(shape)],
+            "tensor": [1] * len(shape),
+        }
         codes = rng.integers(-3, 4, shape).astype(jnp.float8_e4m3fn)
-        scale = 2.0 ** rng.integers(-2, 3, scales)
+        scale = 2.0 ** rng.integers(-2, 3, num[scales])
         quantized.append(Quantized(jnp.asarray(codes), jnp.asarray(scale, jnp.float32)))
-    product = Product(tuple(contracted), (jnp.float8_e4m3fn,) * 2, jnp.float8_e8m0fnu, jnp.float32)
-    return product, quantized
+
+    def multiply(a, b, scale):
+        return scale * jnp.einsum(equation, dequantize(a, jnp.float32), dequantize(b, jnp.float32))
+
+    return Product(multiply, tuple(contracted), in_blocks=scales in ("blocks", "tiles")), quantized
 
 
 @pytest.mark.parametrize(
@@ -89,9 +85,10 @@ def operands(equation: str, tile: bool = False) -> tuple[Product, list[Quantized
         ),
     ],
 )
-def test_each_device_multiplies_its_part(equation, splits, result, collectives):
+@pytest.mark.parametrize("scales", ["blocks", "rows", "tensor"])
+def test_each_device_multiplies_its_part(equation, splits, result, collectives, scales):
     """And sends no more than shares of the result, in its dtype."""
-    program = check(equation, splits, result)
+    program = check(equation, splits, result, scales)
     num_bytes = 4 * math.prod(SIZES[axis] for axis in equation.split("->")[1])
     sent = {(kind, "f32"): share * num_bytes for kind, share in collectives.items()}
     assert exchanged_bytes(program) == sent
@@ -113,15 +110,15 @@ def test_each_device_multiplies_its_part(equation, splits, result, collectives):
         pytest.param(FORWARD, (P("tensor"), P(None, "tensor")), P(), id="one axis for both"),
     ],
 )
-@pytest.mark.parametrize("tile", [False, True], ids=["blocks", "tiles"])
-def test_any_split_gives_the_same_product(equation, splits, result, tile):
-    check(equation, splits, result, tile)
+@pytest.mark.parametrize("scales", ["blocks", "tiles", "rows"])
+def test_any_split_gives_the_same_product(equation, splits, result, scales):
+    check(equation, splits, result, scales)
 
 
-def check(equation, splits, result, tile=False) -> str:
-    product, arrays = operands(equation, tile)
+def check(equation, splits, result, scales) -> str:
+    product, arrays = operands(equation, scales)
     dequantized = (np.float64(dequantize(q, jnp.float32)) for q in arrays)
-    multiply, arrays = functools.partial(scaled_matmul, product), (*arrays, jnp.float32(0.5))
+    multiply, arrays = product.partitioned, (*arrays, jnp.float32(0.5))
     actual, program = on_a_mesh(multiply, arrays, (*splits, P()), result)
     np.testing.assert_array_equal(actual, 0.5 * np.einsum(equation, *dequantized))
     return program
@@ -132,7 +129,7 @@ def test_a_mapped_axis_is_split_too():
     product, (x, kernel) = operands(FORWARD)
     twice = jax.tree.map(lambda a: a + a, x)
     stages = jax.tree.map(lambda *both: jnp.stack(both), x, twice)
-    multiply = functools.partial(scaled_matmul, product)
+    multiply = product.partitioned
     expected = [jax.jit(multiply)(q, kernel, jnp.float32(i)) for i, q in enumerate((x, twice))]
     splits = P("fsdp", None, None, "tensor"), P("tensor"), P("fsdp")
     mapped = jax.vmap(multiply, (0, None, 0))
@@ -151,10 +148,48 @@ def on_a_mesh(multiply, arrays, splits, result):
             jax.tree.map(lambda x, split=split: place(mesh, x, split), array)
             for array, split in zip(arrays, splits, strict=True)
         ]
-        program = jax.jit(multiply, out_shardings=NamedSharding(mesh, result)).lower(*placed).compile()
+        out = None if result is None else NamedSharding(mesh, result)
+        program = jax.jit(multiply, out_shardings=out).lower(*placed).compile()
         return jax.device_get(program(*placed)), program.as_text()
 
 
 def place(mesh, x, split):
-    """Split like this, but for 3 scales on 2 devices."""
-    return jax.device_put(x, NamedSharding(mesh, P() if 3 in x.shape else split))
+    """Split like this, but for shared scales and the 3 of three blocks."""
+    axes = (*split, *[None] * (x.ndim - len(split)))
+    axes = [None if n in (1, 3) else axis for n, axis in zip(x.shape, axes, strict=True)]
+    return jax.device_put(x, NamedSharding(mesh, P(*axes)))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("fp8_delayed", {}),  # a scale for each tensor, a power of two
+        ("fp8_current", {}),
+        ("int8_switchback", {}),  # scales of rows
+        ("fp8_blocks", {}),
+        ("nvfp4", dict(grad_rounding="nearest")),
+    ],
+)
+@pytest.mark.parametrize(
+    "splits",
+    [
+        pytest.param((P("fsdp"), P("fsdp", "tensor"), P("fsdp", None, "tensor")), id="columns"),
+        pytest.param((P("fsdp", None, "tensor"), P("tensor", "fsdp"), P("fsdp", "tensor")), id="rows"),
+    ],
+)
+def test_a_layer_is_that_of_one_device(recipe, options, splits, monkeypatch):
+    """Output and both gradients, as far as no sum of 128 to 512 terms in float32 is in another order."""
+    monkeypatch.setattr(Product, "__call__", lambda self, a, b, scale=None: self.partitioned(a, b, scale))
+    rng = np.random.default_rng(0)
+    arrays = [
+        rng.normal(size=shape).astype(np.float32) for shape in ((4, 128, 256), (256, 512), (4, 128, 512))
+    ]
+    layer = Layer(make_recipe(recipe, **options))
+
+    def step(x, kernel, g):
+        return layer.step(layer.state, x, kernel, g)[:3]
+
+    expected = jax.jit(step)(*arrays)
+    actual, _ = on_a_mesh(step, arrays, splits, None)
+    for ours, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=512 * 2.0**-24 * np.abs(theirs).max())
