@@ -6,8 +6,8 @@ The dtype of a product before scales are applied: int8 gives int32, exactly. FP8
 where that is the result's dtype and the scales are powers of two: multiplying by them is exact, and
 XLA folds it into the matmul. Other scales are applied in float32, so that nothing rounds twice;
 except in ``drhs``, the one matmul whose result is summed over data-parallel devices: in float32
-that would move twice the bytes of bfloat16 training. (In float16 unscaled products could overflow,
-so they are never in float16.)
+that would move twice the bytes of bfloat16 training, where `mesh_product` does not scale it before.
+(In float16 unscaled products could overflow, so they are never in float16.)
 
 Precision: DEFAULT lets GPUs accumulate FP8 products fast (with fewer bits), HIGHEST does not;
 forward is fast and backward precise, as in Transformer Engine.
@@ -373,7 +373,7 @@ def _gemm(
     exact_scales = all(operand.power_of_two for operand in pair)
     narrow = kind == "float" and dtype == jnp.bfloat16 and (exact_scales or summed_over_devices)
 
-    def multiply(a: Quantized, b: Quantized, _: None) -> jax.Array:
+    def multiply(a: Quantized, b: Quantized, _: jax.Array | None) -> jax.Array:
         product = jax.lax.dot_general(
             a.codes,
             b.codes,
@@ -382,7 +382,7 @@ def _gemm(
             preferred_element_type=jnp.int32 if kind == "int" else dtype if narrow else jnp.float32,
             out_sharding=out_sharding,
         )
-        (axes_a, axes_b), _ = numbers
+        axes_a, axes_b = numbers[0]
         free_a, free_b = a.codes.ndim - len(axes_a), b.codes.ndim - len(axes_b)
         scale_a, scale_b = _free(a.scale, axes_a, 0, free_b), _free(b.scale, axes_b, free_a, 0)
         scale = _like(scale_a, product) * _like(scale_b, product)
