@@ -229,8 +229,9 @@ def cost_of(s: Settings) -> Cost:
 
 def matmul_dtypes(s: Settings, path: str) -> dict[str, str]:
     """The peak rate (`blocks.rate`) of each of the three matmuls of a layer (`recipes.GEMMS`)."""
-    quantized = s.recipe(path).gemms
-    return {gemm: blocks.rate(quantized[gemm]) if gemm in quantized else "bfloat16" for gemm in GEMMS}
+    quantized, apart = s.recipe(path).gemms, s.replicas_are_apart
+    rates = {gemm: blocks.rate(pair, replicas_are_apart=apart) for gemm, pair in quantized.items()}
+    return dict.fromkeys(GEMMS, "bfloat16") | rates
 
 
 def matmul_flops(s: Settings, path: str, once: float, recomputed: int) -> dict[str, float]:

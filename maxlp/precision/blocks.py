@@ -1,9 +1,11 @@
 """Matmuls of operands whose blocks share a scale, in hardware or emulated.
 
 GPUs from Blackwell on multiply MXFP8 and NVFP4 blocks directly (`jax.nn.scaled_matmul`, which XLA
-decomposes on older ones). Elsewhere the operands are dequantized first, to bfloat16 where that is exact: it
-holds the 4 significant bits of E4M3 times a power of two, and the 2 of E2M1 times the 4 of an E4M3 scale.
-Blocks with float32 scales have no such instruction, and are dequantized to float32. All sum in float32.
+decomposes on older ones), except where replicas are apart: in a `jax.shard_map` over some of the mesh axes
+XLA cannot split the product over the others. Elsewhere the operands are dequantized first, to bfloat16
+where that is exact: it holds the 4 significant bits of E4M3 times a power of two, and the 2 of E2M1 times
+the 4 of an E4M3 scale. Blocks with float32 scales have no such instruction, and are dequantized to float32.
+All sum in float32.
 """
 
 import math
@@ -75,7 +77,8 @@ def dot_general(
         return (y if scale is None else y * scale).astype(dtype)
 
     contracted, _ = dimension_numbers
-    instruction = _instruction(pair) if out_sharding is None else None
+    partitioned = out_sharding is not None or jax.sharding.get_abstract_mesh().manual_axes
+    instruction = None if partitioned else _instruction(pair)
 
     def hardware(a: Quantized, b: Quantized, scale: jax.Array | None) -> jax.Array:
         assert instruction is not None
@@ -122,13 +125,13 @@ def _instruction(pair: tuple[Operand, Operand]) -> _Instruction | None:
     return next((i for i in _INSTRUCTIONS if all(i.takes(operand) for operand in pair)), None)
 
 
-def rate(pair: tuple[Operand, Operand]) -> str:
+def rate(pair: tuple[Operand, Operand], *, replicas_are_apart: bool = False) -> str:
     """The key in `hardware.PEAK_TFLOPS` of the rate of a product, on a chip that has the operands' format.
 
-    "bfloat16" if no chip has it: the values are then 16 or 32 bits wide.
+    "bfloat16" if no chip has it, or where it is not used: the values are then 16 or 32 bits wide.
     """
     if pair[0].in_blocks:
-        instruction = _instruction(pair)
+        instruction = None if replicas_are_apart else _instruction(pair)
         return "bfloat16" if instruction is None else instruction.name
     return {"float": "float8", "int": "int8"}.get(formats.get(pair[0].format).kind, "bfloat16")
 

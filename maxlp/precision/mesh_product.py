@@ -37,12 +37,13 @@ class Product(NamedTuple):
     batch: int = 0
 
     def __call__(self, a: Quantized, b: Quantized, scale: jax.Array | None = None) -> jax.Array:
-        """What ``multiply`` gives; on GPUs with automatic mesh axes computed as described above.
+        """What ``multiply`` gives; on GPUs computed as described above, if all mesh axes are automatic.
 
-        XLA for TPUs knows no `custom_partitioning` when it compiles ahead of time.
+        XLA aborts on `custom_partitioning` in a `jax.shard_map` over some of the axes, and does not know it
+        when it compiles for TPUs ahead of time.
         """
         mesh = jax.sharding.get_abstract_mesh()
-        if mesh.size <= 1 or AxisType.Explicit in mesh.axis_types:
+        if mesh.size <= 1 or {*mesh.axis_types} != {AxisType.Auto}:
             return self.multiply(a, b, scale)
         return jax.lax.platform_dependent(a, b, scale, cuda=self.partitioned, default=self.multiply)
 

@@ -1,5 +1,7 @@
 """Formats that the devices of a run lack: their matmuls are emulated and gain no speed."""
 
+from collections.abc import Collection
+
 from maxlp.precision import blocks
 from maxlp.run.settings import Settings
 from maxlp.runtime import hardware
@@ -12,15 +14,27 @@ def warnings(s: Settings, device_kind: str) -> list[str]:
       device_kind: as in `jax.Device`. On one without published rates, such as a CPU, nothing gains speed.
     """
     peaks = hardware.published_peaks(device_kind)
+    if not peaks:
+        return []
+    effect = "multiplied in 16 or 32 bits, which is no faster than precision.recipe=bf16"
+    if lacked := _emulated(s, peaks, replicas_are_apart=False):
+        return [
+            f"{device_kind} does not multiply the formats of {lacked}: the quantized values are {effect}"
+        ]
+    if s.replicas_are_apart and (lacked := _emulated(s, peaks, replicas_are_apart=True)):
+        return [f"with precision.exchange or train.local the blocks of {lacked} are {effect}"]
+    return []
+
+
+def _emulated(s: Settings, peaks: Collection[str], *, replicas_are_apart: bool) -> str:
+    """The recipes with such matmuls, and which these are."""
     recipes = {s.recipe(path).name: s.recipe(path).gemms for path in s.matmuls}
     emulated = {
-        name: [gemm for gemm, pair in gemms.items() if blocks.rate(pair) not in peaks.keys() - {"bfloat16"}]
+        name: [
+            gemm
+            for gemm, pair in gemms.items()
+            if blocks.rate(pair, replicas_are_apart=replicas_are_apart) not in {*peaks} - {"bfloat16"}
+        ]
         for name, gemms in recipes.items()
     }
-    lacked = " and ".join(f"{name} ({', '.join(gemms)})" for name, gemms in emulated.items() if gemms)
-    if not peaks or not lacked:
-        return []
-    return [
-        f"{device_kind} does not multiply the formats of {lacked}: the quantized values are multiplied in "
-        "16 or 32 bits, which is no faster than precision.recipe=bf16"
-    ]
+    return " and ".join(f"{name} ({', '.join(gemms)})" for name, gemms in emulated.items() if gemms)

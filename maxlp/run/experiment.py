@@ -177,7 +177,7 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
             step = functools.partial(step, update_arguments=adascale.update_arguments)
     after_update = family.after_update(s.model)
     step = functools.partial(step, tx=optimizer.tx, optimizer_metrics=metrics, after_update=after_update)
-    if s.train.local is not None or s.precision.exchange != "none":
+    if s.replicas_are_apart:
         from maxlp.run import low_communication  # few runs need it
 
         model, optimizer, step = low_communication.between_replicas(s, machine, model, optimizer, step)

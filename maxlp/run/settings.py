@@ -232,6 +232,11 @@ class Settings:
         return _recipe(self.precision, name)
 
     @property
+    def replicas_are_apart(self) -> bool:
+        """Whether replicas compute gradients of their own, in a `jax.shard_map` over ``data``."""
+        return self.train.local is not None or self.precision.exchange != "none"
+
+    @property
     def starts_cold(self) -> bool:
         """Whether any delayed scale comes from the data while its history is empty."""
         return any((r := self.recipe(path)).delayed and r.cold_start for path in self.matmuls)

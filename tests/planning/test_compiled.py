@@ -141,6 +141,15 @@ def test_gradients_are_scattered_before_they_are_spread_by_layers(optimizer):
 
 
 @pytest.mark.aot("jax_cuda13_plugin")
+def test_blocks_of_replicas_that_are_apart_compile_for_a_b200():
+    """XLA cannot split the product of blocks in a `jax.shard_map` over ``data``."""
+    replicas = {"mesh.data": 2, "mesh.fsdp": 2, "data.batch_size": 4, "precision.exchange": "int8"}
+    s = peaks.settings_of(llama(**peaks.LLAMA_SIZES), replicas | {"precision.recipe": "mxfp8"})
+    _, found = collectives_on(s, "b200:1x4")
+    assert any((one.kind, one.axes) == ("all-to-all", ("data",)) for one in found)
+
+
+@pytest.mark.aot("jax_cuda13_plugin")
 def test_galore_gathers_gradients_at_a_refresh_alone():
     """In all other steps what is gathered are the weights."""
     changes = {"data.batch_size": 8, "mesh.fsdp": 8} | peaks.GALORE

@@ -57,6 +57,18 @@ def test_the_planner_counts_what_is_named_at_the_rate_of_bfloat16_and_nothing_el
     assert named == ([", ".join(slow)] if slow else [])
 
 
+def test_blocks_are_emulated_where_replicas_are_apart():
+    for recipe, gemms in (("mxfp8", "fwd, dlhs, drhs"), ("fp8_current", None)):
+        s, chip = (
+            settings(recipe, **{"mesh.data": 2, "precision.exchange": "int8"}),
+            topologies.CHIPS["b200"],
+        )
+        found = emulation.warnings(s, chip.kind)
+        assert [f"of {recipe} ({gemms})" in line for line in found] == ([True] if gemms else [])
+        rates = set(matmul_dtypes(s, "layers/mlp/up_proj").values())
+        assert rates == ({"bfloat16"} if gemms else {"float8"})
+
+
 def test_every_recipe_of_the_rules_is_named_once():
     rules = (("*/q_proj", "fp8_rowwise_with_gw_hp"), ("*/k_proj", "int8_switchback"))
     [line] = emulation.warnings(settings("nvfp4", **{"precision.rules": rules}), "TPU v5 lite")
