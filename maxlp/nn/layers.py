@@ -105,6 +105,9 @@ def over_last_dim(vector: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.expand_dims(vector, range(x.ndim - 1))
 
 
+FOR_ADAPTERS = "for adapters"  # what they read of an input that several layers share
+
+
 class Linear(nnx.Module):
     """``y = x @ kernel + bias``: every matmul with a weight goes through here.
 
@@ -151,16 +154,12 @@ class Linear(nnx.Module):
         self.sum_over_rows: SumOverRows | None = None
 
     def __call__(
-        self,
-        x: jax.Array,
-        preferred_element_type: Any = None,
-        shared: dict | None = None,
-        for_adapter: jax.Array | None = None,
+        self, x: jax.Array, preferred_element_type: Any = None, shared: dict | None = None
     ) -> jax.Array:
         """``(..., in) -> (..., out)`` in ``dtype``, or in ``preferred_element_type``.
 
         Args:
-          shared, for_adapter: see `of_same_input`.
+          shared: see `of_same_input`.
         """
         dot_general = self.dot_general
         if isinstance(dot_general, nnx.Module):
@@ -176,7 +175,7 @@ class Linear(nnx.Module):
         if self.bias is not None:
             y = add_parameter(y, self.bias[...])
         if self.adapter is not None:
-            y += self.adapter(x if for_adapter is None else for_adapter).astype(y.dtype)
+            y += self.adapter(x if shared is None else shared[FOR_ADAPTERS]).astype(y.dtype)
         return checkpoint_name(y, LINEAR_OUTPUT)
 
 
@@ -186,9 +185,9 @@ def of_same_input(x: jax.Array, *linears: Linear) -> list[jax.Array]:
     The gradients of all adapters are added first, and then to those of the kernels. XLA adds the devices'
     parts of a sum of the latter at once, but not with an adapter's gradient, which is whole, in between.
     """
-    shared: dict = {}
-    for_adapter = _with_own_gradient(x)
-    return [linear(x, shared=shared, for_adapter=for_adapter) for linear in linears]
+    # First, because gradients are added in reverse order.
+    shared: dict = {FOR_ADAPTERS: _with_own_gradient(x)}
+    return [linear(x, shared=shared) for linear in linears]
 
 
 @jax.custom_vjp
