@@ -67,7 +67,8 @@ CORE = [
         "run/emulation.py",
         "run/test_emulation.py",
         (' - {"bfloat16"}', ""),
-        ("if not peaks or not lacked:", "if not lacked:"),
+        ("if not peaks:", "if False:"),
+        ("if s.replicas_are_apart and (", "if ("),
     ),
     *_in(
         "run/warm_scales.py",
