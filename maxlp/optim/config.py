@@ -127,7 +127,7 @@ class LowBitConfig:
       mu, nu: formats of the first and second moment, of `MOMENT_FORMATS`; "float32" leaves one as it is.
       block_size: entries of a row that share a scale; 0 for one scale per tensor of a layer.
       min_size: tensors with fewer entries per layer (norms), and single numbers, keep their moments.
-      seed: of stochastic rounding: to bfloat16 and float8_e5m2, and of a second moment to any float.
+      seed: of the stochastic rounding of moments in bfloat16 and float8_e5m2, and of nu in all floats.
     """
 
     mu: Annotated[str, OneOf(MOMENT_FORMATS)]

@@ -77,8 +77,9 @@ def dot_general(
         return (y if scale is None else y * scale).astype(dtype)
 
     contracted, _ = dimension_numbers
-    partitioned = out_sharding is not None or jax.sharding.get_abstract_mesh().manual_axes
-    instruction = None if partitioned else _instruction(pair)
+    # XLA splits the hardware's product over automatic mesh axes alone.
+    automatic = out_sharding is None and not jax.sharding.get_abstract_mesh().manual_axes
+    instruction = _instruction(pair) if automatic else None
 
     def hardware(a: Quantized, b: Quantized, scale: jax.Array | None) -> jax.Array:
         assert instruction is not None

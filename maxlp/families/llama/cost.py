@@ -490,7 +490,8 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     * context: the ring. Keys and values in every pass (the first turns of the backward pass share them with
       what is recomputed), their gradients in float32, rounded on the last hop; after the blocks the
       residual stream back into its natural order; for QK-clip all keys in the forward pass;
-    * tensor: the residual stream gathered before and scattered after attention and MLP;
+    * tensor: the residual stream gathered before and scattered after attention and MLP, in the dtype of the
+      matmuls (XLA for TPUs adds quantized products as int32 or float32);
     * data: gradients summed, that of the embedding in float32; in 8 bits with scales once a step instead of
       for every microbatch; those of adapters are neglected. With local steps outer gradients, as a share of
       a step;
