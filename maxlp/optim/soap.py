@@ -118,7 +118,8 @@ def _soap(
             m = b1 * widened(m) + seen * (1 - b1) * widened(u)
             g = spread(widened(u))
             v = b2 * v + seen * (1 - b2) * _rotated(g, left, right) ** 2
-            m_hat = _rotated(spread(m), left, right) / (1 - b1**steps)
+            # Behind a barrier, as XLA takes what is spread for all later uses of it: it would gather m.
+            m_hat = _rotated(spread(jax.lax.optimization_barrier(m)), left, right) / (1 - b1**steps)
             scaled = m_hat / (jnp.sqrt(v / (1 - b2**steps)) + eps)
             u = gather_back(_rotated(scaled, left, right, back=True)).astype(u.dtype)
             # The bases turn in place, after the last use of the old ones.

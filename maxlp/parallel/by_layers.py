@@ -13,6 +13,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from maxlp.parallel.opt_state import OfLayers
+from maxlp.parallel.sharding import spec
 
 # `context` splits the parts into which `fsdp` splits a dim, and has to leave it first.
 ORDER = ("stage", "context", "fsdp", "tensor")
@@ -47,16 +48,14 @@ def spec_of_layers(shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Partiti
 def spread(x: jax.Array) -> jax.Array:
     """Splits (*layers, m, n) by layers.
 
-    The axes of the mesh move one after the other, since XLA would gather an array to move two at once. How
-    the array is split before is left to XLA: otherwise it would add a gradient by layers, on all devices.
+    The axes of the mesh move one after the other, since XLA would gather an array to move two at once.
     """
-    as_it_is = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * x.ndim)
-    return keep_spread(_constrained(x, [as_it_is, *_stages(x)]))
+    return keep_spread(_constrained(x, [_as_it_is(x), *_stages(x)]))
 
 
 def gather_back(x: jax.Array) -> jax.Array:
-    """The way back from `spread`, up to the last axis."""
-    return _constrained(keep_spread(x), _stages(x)[::-1])
+    """The way back from `spread`."""
+    return _constrained(keep_spread(x), [*_stages(x)[::-1], _as_it_is(x)])
 
 
 def keep_spread(x: jax.Array) -> jax.Array:
@@ -94,6 +93,16 @@ def _whole(x: jax.Array) -> jax.Array:
     return _constrained(x, [PartitionSpec(layers or None)])
 
 
+def _as_it_is(x: jax.Array) -> PartitionSpec:
+    """The split of a parameter, whose layers only stages share.
+
+    That of its matrices is left to XLA: otherwise it would add a gradient by layers, on all devices. With
+    that of the layers, XLA moves a sum; it would move each of its terms instead.
+    """
+    layers = spec("layers") if x.ndim > 2 else ()
+    return PartitionSpec(*layers, *[PartitionSpec.UNCONSTRAINED] * 2)
+
+
 def _stages(x: jax.Array) -> list[PartitionSpec]:
     """The constraints before the last axis moves."""
     layers, _ = _split(x.shape, jax.sharding.get_abstract_mesh())
@@ -103,8 +112,8 @@ def _stages(x: jax.Array) -> list[PartitionSpec]:
 
 def _constrained(x: jax.Array, specs: list[PartitionSpec]) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
-    for spec in [] if mesh.empty or mesh.size == 1 else specs:
-        x = jax.lax.with_sharding_constraint(x, spec)
+    for one in [] if mesh.empty or mesh.size == 1 else specs:
+        x = jax.lax.with_sharding_constraint(x, one)
     return x
 
 

@@ -110,17 +110,17 @@ def test_the_state_is_that_of_earlier_checkpoints():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "layers", "most"),
+    ("mesh", "layers", "most", "moves"),
     [
-        (dict(fsdp=4, tensor=2), 8, 1.1),
-        (dict(fsdp=2, context=4), 8, 1.1),  # both split the same dim
-        (dict(fsdp=2, context=2, tensor=2), 8, 1.1),
-        (dict(fsdp=2, tensor=2, data=2), 2, 1.3),  # two axes split the long side: each device squares a
-        (dict(fsdp=4), 1, 1.6),  # whole Gram matrix, an eighth of the work of an iteration
+        (dict(fsdp=4, tensor=2), 8, 1.1, 8),  # over each axis, one of each matrix and one of its step
+        (dict(fsdp=2, context=4), 8, 1.1, 8),  # both split the same dim
+        (dict(fsdp=2, context=2, tensor=2), 8, 1.1, 12),
+        (dict(fsdp=2, tensor=2, data=2), 2, 1.3, 4),  # two axes split the long side: each device squares a
+        (dict(fsdp=4), 1, 1.6, 6),  # whole Gram matrix, an eighth of the work of an iteration
     ],
     ids=str,
 )
-def test_a_mesh_shares_the_work_and_no_device_gathers_a_stack(mesh, layers, most):
+def test_a_mesh_shares_the_work_and_no_device_gathers_a_stack(mesh, layers, most, moves):
     shapes = {"up_proj": {"kernel": (layers, 32, 128)}, "down_proj": {"kernel": (layers, 128, 32)}}
     names = {"up_proj": {"kernel": ("layers", "embed", "mlp")}}
     names |= {"down_proj": {"kernel": ("layers", "mlp", "embed")}}
@@ -138,7 +138,7 @@ def test_a_mesh_shares_the_work_and_no_device_gathers_a_stack(mesh, layers, most
     moved = re.findall(r" = (.*?) all-(?:gather|reduce)(?:-start)?\(", step.as_text())
     shapes = [shape for result in moved for shape in re.findall(r"\w+\[([\d,]+)\]", result)]
     assert all(np.prod([int(n) for n in shape.split(",")]) < layers * 32 * 128 for shape in shapes)
-    assert "all-to-all" in step.as_text()
+    assert 0 < len(re.findall(r" all-to-all(?:-start)?\(", step.as_text())) <= moves
 
 
 def test_momentum_keeps_its_dtype():
