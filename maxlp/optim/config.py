@@ -60,6 +60,7 @@ class OptimizerKind:
       second_moment: the type of the state that has Adam's second moment as `nu`.
       like_params: whether all moments have the shapes of the parameters.
       matmuls: how an update multiplies matrices: "none", "once", or "iterated" as Muon does.
+      moves: how often an update sends whole matrices between the devices of an axis (`parallel.by_layers`).
       averages: whether an average of the parameters is evaluated (`optax.contrib.schedule_free`).
       galore_rates: whether the learning rates of GaLore's own runs, which used Adam, suit it too.
     """
@@ -71,6 +72,7 @@ class OptimizerKind:
     second_moment: type | None = None
     like_params: bool = False
     matmuls: Literal["none", "once", "iterated"] = "none"
+    moves: int = 0
     averages: bool = False
     galore_rates: bool = False
 

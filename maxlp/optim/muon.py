@@ -179,5 +179,7 @@ def _neurons_to_rms(b2: float, eps: float, rms: float) -> optax.GradientTransfor
     return optax.GradientTransformation(init, update)
 
 
-MUON = OptimizerKind(scale_by=scale_by_muon, second_moment=optax.ScaleByAdamState, matmuls="iterated")
-NORMUON = OptimizerKind(scale_by=scale_by_normuon, second_moment=optax.ScaleByAdamState, matmuls="iterated")
+MUON, NORMUON = (
+    OptimizerKind(scale_by=scale_by, second_moment=optax.ScaleByAdamState, matmuls="iterated", moves=2)
+    for scale_by in (scale_by_muon, scale_by_normuon)
+)

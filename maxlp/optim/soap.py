@@ -208,4 +208,5 @@ SOAP = OptimizerKind(
     conflicts=_conflicts,
     second_moment=optax.ScaleByAdamState,  # that of all other parameters
     matmuls="once",
+    moves=3,
 )

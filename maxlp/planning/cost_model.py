@@ -14,6 +14,7 @@ from maxlp import families
 from maxlp.core.train_state import State, abstract_state, num_params
 from maxlp.optim.muon import TOGETHER
 from maxlp.optim.soap import Side
+from maxlp.parallel.by_layers import ORDER
 from maxlp.parallel.opt_state import places
 from maxlp.parallel.sharding import abstract_mesh
 from maxlp.planning.hlo import Collective
@@ -295,3 +296,17 @@ class Ledger:
         if over and size and times:
             n = math.prod(self._axes[name] for name in over)
             self.collectives.append(Collective(kind, over, n, int(size), times, overlapped=True))
+
+    def add_moves(self, times: int, layers: int, size: float) -> None:
+        """Adds what spreads matrices by layers (`parallel.by_layers`), where axes divide their number.
+
+        Args:
+          times: how often.
+          layers: their number, in all stages.
+          size: bytes of a device's part of the matrices, in float32.
+        """
+        taken = self._axes["stage"]
+        for axis in ORDER[1:]:
+            if layers % (taken * self._axes[axis]) == 0:
+                taken *= self._axes[axis]
+                self.add("all-to-all", (axis,), size, times)

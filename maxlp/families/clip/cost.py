@@ -320,6 +320,7 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
       embeddings, and their gradient (adapters' gradients are neglected);
     * tensor: the residual stream gathered before and scattered after attention and MLP;
     * data: gradients summed, those of the embeddings in float32;
+    * fsdp and tensor: what optimizers such as Muon send, to have whole matrices;
     * all axes: the features of the texts gathered or sent around the ring, and their gradients.
     """
     axes, M = machine.axes, settings.train.microbatches
@@ -341,6 +342,9 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
         ledger.add("all-gather", ("tensor",), tower.x, (2 * forward + 2 + 2 * again) * tower.L * M)
         ledger.add("reduce-scatter", ("tensor",), tower.x, (2 * forward + 2 + again) * tower.L * M)
         ledger.add("all-reduce", ("data",), tower.L * weights / tower.shards, summed)
+        if summed and not settings.train.release_gradients:
+            matrices = tower.L * weights / tower.a * 4 / tower.shards
+            ledger.add_moves(settings.optimizer.kind.moves, tower.L, matrices)
     ledger.add("all-to-all", ("fsdp",), text.x, (forward + (not text.frozen)) * M)
     embeddings = settings.model.text.vocab_size * text.D * 4 / text.t
     ledger.add("all-reduce", ("data",), embeddings / text.shards, 0 if text.frozen else M)

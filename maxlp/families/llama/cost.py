@@ -495,6 +495,7 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     * data: gradients summed, that of the embedding in float32; in 8 bits with scales once a step instead of
       for every microbatch; those of adapters are neglected. With local steps outer gradients, as a share of
       a step;
+    * fsdp, context and tensor: what optimizers such as Muon send, to have whole matrices;
     * stage: in each tick, in both directions, a microbatch's activations, one that waits and one that is
       done; with several rounds the weights to where they run, and their gradients; and the gradients of
       embedding and head, summed.
@@ -539,6 +540,8 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
         ledger.add("all-reduce", ("data",), summed / s.a * 4 / steps, 1)
     else:
         ledger.add("all-reduce", ("data",), of_stage.L * weights / s.shards + tables, 0 if s.frozen else m)
+    if not (s.frozen or s.released):
+        ledger.add_moves(settings.optimizer.kind.moves, s.L, of_blocks(s) / s.param * 4)
     ledger.add("all-reduce", ("stage",), tables, 0 if s.frozen else m)
     ledger.add("collective-permute", ("stage",), x / s.t, 2 * 3 * s.schedule.ticks * m)
     if rounds > 1:
