@@ -5,11 +5,13 @@ the tokenizer, a Jinja program that runs as in `transformers`: in a sandbox, wit
 template is the file `chat_template.jinja` beside the tokenizer, or `chat_template` of its
 `tokenizer_config.json`.
 
-A model learns its answers: all that it has to write itself between the prompt and the end of its turn.
-An answer begins after the generation prompt, or with the content of the assistant's message if the template
-has no such prompt there, and ends with the first special token after that content, which ends the turn. A
-template that marks answers itself, with `{% generation %}`, is obeyed. A token with at least one character
-of an answer belongs to it, so that a token across the beginning of an answer is learned.
+A model learns its answers: all that it has to write itself between the prompt and the end of its turn. An
+answer begins after the generation prompt, or with the content of the assistant's message if the template
+has no such prompt there, and ends with the special token that ends the turn: the one that ends plain
+answers or, where that does not come before the next message, the first one after the content. (Others may
+begin calls of tools.) A template that marks answers itself, with `{% generation %}`, is obeyed. A token
+with at least one character of an answer belongs to it, so that a token across the beginning of an answer
+is learned.
 
 To find the contents in the text, they are rendered once more between marks.
 """
@@ -181,6 +183,7 @@ class Chat:
         self._marks_itself = ANSWER[0] in self._render(PROBE)
         before, behind = (self._render(PROBE[:1], prompt=prompt) for prompt in (False, True))
         self._generation_prompt = behind[len(before) :] if behind.startswith(before) else ""
+        self.end_id = -1  # not known yet
         tokens = self.encode(PROBE)
         ends = tokens[np.isin(tokens, self._special_ids)]
         if not len(ends):
@@ -210,9 +213,15 @@ class Chat:
             behind = np.flatnonzero(is_special_T & (begin_T >= end))
             has_end = self._marks_itself and (answer_T & is_special_T).any()
             if len(behind) and not has_end:
-                answer_T = (end_T > begin) & (begin_T < end_T[behind[0]])
+                ends = behind[(ids[behind] == self.end_id) & (begin_T[behind] < self._next(parts, end))]
+                answer_T = (end_T > begin) & (begin_T < end_T[(*ends, *behind)[0]])
             is_learned_T |= answer_T
         return np.where(is_learned_T, ids, ~ids)
+
+    def _next(self, parts: _Parts, end: int) -> int:
+        """Where the content of the message after an answer begins; what calls contain is no message."""
+        later = (b for b, e in parts.contents if b > end and not self._special.fullmatch(parts.text, b, e))
+        return min(later, default=len(parts.text))
 
     def _encode(self, parts: _Parts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids, and the offsets of the first and behind the last character of each, int32 [T]."""

@@ -243,6 +243,37 @@ def test_special_tokens_within_calls_and_thoughts_are_text(tmp_path):
     assert text == '<|im_end|> whyso{"a": "</s>"}' and learned[-1] and ids[-1] == chat.end_id
 
 
+CALLS = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == "user" %}
+        {{- "[INST]" + message.content + "[/INST]" }}
+    {%- elif message.role == "tool" %}
+        {{- "<|im_start|>" + message.content + eos_token }}
+    {%- else %}
+        {{- message.content }}
+        {%- for call in message.calls or [] %}{{ "<|eot|>" + call }}{% endfor %}
+        {{- "<|im_end|>" if message.asks else eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+
+@pytest.mark.parametrize("content", ["so", ""])
+def test_calls_behind_an_answer_are_learned_with_the_token_that_ends_the_turn(tmp_path, content):
+    chat, tok = chat_of(tmp_path, CALLS, **BOS_EOS), make_tokenizer(str(tmp_path))
+    names = {i: name for name, i in tok.specials.items()}
+    question, last = {"role": "user", "content": "why"}, {"role": "assistant", "content": "because"}
+    for more, rest in (
+        ({"calls": ["f(9)", "g('</s>')"]}, "<|eot|>f(9)<|eot|>g('</s>')</s>"),
+        ({"asks": True}, "<|im_end|>"),  # another token than in the end of other turns
+    ):
+        answer = {"role": "assistant", "content": content, **more}
+        ids, learned = decoded(chat.encode([question, answer, {"role": "tool", "content": "9"}, last]))
+        kept = np.array(ids)[learned].tolist()
+        assert "".join(names.get(i) or tok.decode([i]) for i in kept) == f"{content}{rest}because</s>"
+
+
 def test_a_template_may_depend_on_the_length_of_a_message(tmp_path):
     """Marks around a message make it longer, so that what is found in the marked text is elsewhere."""
     template = """\
