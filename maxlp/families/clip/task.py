@@ -127,16 +127,14 @@ def flops_per_unit(
 ) -> tuple[float, float]:
     """Training FLOPs per pair with (full, causal) attention: 6 for each weight that multiplies a token.
 
-    Frozen weights need 4. Includes the blocks and the patch embedding for all patches; excludes the loss.
+    Frozen weights need 4. The patch embedding has all patches, the blocks those that are kept; excludes the
+    loss.
     """
     visual, text = model.visual, model.text
     per_weight = 4.0 if frozen else 6.0
     full = per_weight * visual.num_patches * 3 * visual.patch_size**2 * visual.width
     causal = full
-    towers = (
-        (visual, visual.num_patches + visual.class_tokens, False),
-        (text, data.text_len, text.causal),
-    )
+    towers = (visual, visual.train_seq_len, False), (text, data.text_len, text.causal)
     for tower, tokens, is_causal in towers:
         weights = 4 * tower.width**2 + 2 * tower.width * tower.mlp_dim
         matmuls = per_weight * tokens * tower.num_layers * weights

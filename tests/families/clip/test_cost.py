@@ -26,6 +26,8 @@ def test_dropped_patches_shorten_the_image_tower():
     machine = whole.machine(8, "cuda")
     (a, text), (b, same) = (cost.towers(s, machine) for s in (whole, half))
     assert (a.S, b.S) == (257, 129) and text == same
+    shorter = 6 * (a.S - b.S) * a.L * a.block_params + 12 * (a.S**2 - b.S**2) * a.L * a.D
+    assert whole.flops_per_unit[0] - half.flops_per_unit[0] == shorter
 
 
 def test_block_params_are_the_kernels_of_a_block():
