@@ -55,8 +55,18 @@ def tokens_per_window(lengths: np.ndarray, settings: Mapping[str, Any]) -> float
     """How many tokens of documents of these lengths come in a window, on average."""
     seq_len, most = settings["seq_len"], settings["max_documents"]
     if settings["packing"] == "concat":
-        return seq_len
+        return float(lengths.sum()) / concat_windows(lengths, seq_len, most)
     return float(lengths.sum()) / max(1, count_windows(lengths, seq_len, most))
+
+
+def concat_windows(lengths: np.ndarray, seq_len: int, max_documents: int | None) -> float:
+    """How many windows `pack_concat` fills with documents of these lengths, the last one in part."""
+    end = held = 0
+    for length in lengths[lengths > 0].tolist():
+        begin = end + (-end % seq_len if held == max_documents else 0)
+        end = begin + length
+        held = held + 1 if begin % seq_len and begin // seq_len == end // seq_len else 1
+    return end / seq_len
 
 
 def count_windows(lengths: np.ndarray, seq_len: int, max_documents: int | None) -> int:

@@ -2,12 +2,13 @@
 
 import collections
 import itertools
+import math
 
 import numpy as np
 import pytest
 
 from maxlp.data import text
-from maxlp.data.estimates import count_windows
+from maxlp.data.estimates import concat_windows, count_windows
 from tests.data.windows import BOS, EOS, PAD, Specials, assert_equal, corpus, make, take, with_specials
 
 
@@ -114,13 +115,17 @@ def test_shuffled_epochs_contain_each_token_once(packing):
     assert not (batches["loss_mask"] & ~real).any()
 
 
+@pytest.mark.parametrize("packing", ["concat", "first_fit"])
 @pytest.mark.parametrize("most", [None, 1, 3])
-def test_windows_are_counted_as_they_are_filled(most):
+def test_windows_are_counted_as_they_are_filled(most, packing):
     rng = np.random.default_rng(0)
     documents = [{"tokens": np.arange(n, dtype=np.uint32)} for n in rng.integers(0, 40, 300)]
     lengths = np.array([len(with_specials(document, Specials())) for document in documents])
-    how = dict(packing="first_fit", max_documents=most, shuffle=False, num_epochs=1, seq_len=16)
+    how = dict(packing=packing, max_documents=most, shuffle=False, num_epochs=1, seq_len=16)
     batches = take(iter(make([documents], batch_size=1, shuffle_tokens=0, **how)))
     blocks = int((batches["segment_ids"][..., 0] > 0).sum())
+    if packing == "concat":
+        assert math.ceil(concat_windows(lengths, 16, most)) == blocks
+        return
     found = count_windows(lengths, 16, most)
     assert 0.95 * blocks <= found <= blocks  # blocks of 32 windows are closed with room left

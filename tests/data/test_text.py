@@ -439,7 +439,8 @@ def test_the_start_warns_of_data_that_end_early(tmp_path):
     )
 
 
-def test_the_start_counts_windows_that_are_not_full(tmp_path):
+@pytest.mark.parametrize("how", [dict(packing="first_fit"), dict(packing="concat", max_documents=1)])
+def test_the_start_counts_windows_that_are_not_full(tmp_path, how):
     """Documents of 41 tokens with eos leave room in windows of 64, so that each needs its own."""
     path = write_jsonl(tmp_path / "a.jsonl", ["x" * 40] * 400)
     config = text.TextDataConfig(
@@ -448,7 +449,7 @@ def test_the_start_counts_windows_that_are_not_full(tmp_path):
         seq_len=64,
         batch_size=8,
         num_epochs=1,
-        packing="first_fit",
+        **how,
     )
     dataset = text.make_data(config, split="train")
     assert sum(1 for _ in dataset) == 50
