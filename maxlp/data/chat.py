@@ -13,12 +13,14 @@ begin calls of tools.) A template that marks answers itself, with `{% generation
 with at least one character of an answer belongs to it, so that a token across the beginning of an answer
 is learned.
 
-To find the contents in the text, they are rendered once more between marks.
+To find the contents in the text, they are rendered once more between marks. Calls of tools without
+content, where marks would change the text, are what follows the messages before them.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -192,6 +194,7 @@ class Chat:
                 " its turn; name another one with ?chat_template=FILE"
             )
         self.end_id = int(ends[-1])
+        self._end = next(name for name, i in tokenizer.specials.items() if i == self.end_id)
         self.fingerprint = fingerprint.of_json(self._template, self._variables)
 
     def prompt(self, messages: Messages) -> list[int]:
@@ -213,15 +216,16 @@ class Chat:
             behind = np.flatnonzero(is_special_T & (begin_T >= end))
             has_end = self._marks_itself and (answer_T & is_special_T).any()
             if len(behind) and not has_end:
-                ends = behind[(ids[behind] == self.end_id) & (begin_T[behind] < self._next(parts, end))]
+                following = self._next(parts.text, parts.contents, end)
+                ends = behind[(ids[behind] == self.end_id) & (begin_T[behind] < following)]
                 answer_T = (end_T > begin) & (begin_T < end_T[(*ends, *behind)[0]])
             is_learned_T |= answer_T
         return np.where(is_learned_T, ids, ~ids)
 
-    def _next(self, parts: _Parts, end: int) -> int:
+    def _next(self, text: str, contents: Spans, end: int) -> int:
         """Where the content of the message after an answer begins; what calls contain is no message."""
-        later = (b for b, e in parts.contents if b > end and not self._special.fullmatch(parts.text, b, e))
-        return min(later, default=len(parts.text))
+        later = (b for b, e in contents if b > end and not self._special.fullmatch(text, b, e))
+        return min(later, default=len(text))
 
     def _encode(self, parts: _Parts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids, and the offsets of the first and behind the last character of each, int32 [T]."""
@@ -247,23 +251,45 @@ class Chat:
 
     def _render_parts(self, messages: Messages, prompt: bool = False) -> _Parts:
         """The text of a conversation, and where its answers and contents are."""
-        plain, marked = self._render(messages, prompt), self._render([*map(self._marked, messages)], prompt)
-        text, contents = _find_spans(marked, CONTENT)
-        plain_text, own_answers = _find_spans(plain, ANSWER)
+        text, own_answers = _find_spans(self._render(messages, prompt), ANSWER)
+        marked_text, found, contents = self._render_marked(messages, prompt)
         if self._marks_itself:
-            return _Parts(plain_text, own_answers, contents if plain_text == text else [])
-        _, found = _find_spans(marked, ANSWER)
+            return _Parts(text, own_answers, contents if marked_text == text else [])
+        num_answers, answers = sum(message["role"] == "assistant" for message in messages), found
+        if marked_text != text or len(found) < num_answers:
+            # Templates may ask whether there is content beside calls of tools, or leave it out.
+            marked_text, found, contents = self._render_marked(messages, prompt, also_empty=False)
+            answers = self._with_calls(messages, marked_text, found, contents)
         answers = [
             (self._answer_begin(text, begin, after, end), end)
-            for (begin, end), after in zip(found, [0, *(end for _, end in found)], strict=False)
+            for (begin, end), after in zip(answers, [0, *(end for _, end in answers)], strict=False)
         ]
-        num_answers = sum(message["role"] == "assistant" for message in messages)
-        if text != plain_text or [begin >= 0 for begin, _ in answers] != [True] * num_answers:
+        if text != marked_text or [begin >= 0 for begin, _ in answers] != [True] * num_answers:
             raise ValueError(
                 "the chat template changes the assistant's messages, so that they cannot be found in its"
                 " text; mark them in it with {% generation %}"
             )
         return _Parts(text, answers, sorted([*found, *contents]))
+
+    def _render_marked(
+        self, messages: Messages, prompt: bool, also_empty: bool = True
+    ) -> tuple[str, Spans, Spans]:
+        """The text without marks, and the contents of the assistant's messages and all others."""
+        marked = self._render([self._marked(message, also_empty) for message in messages], prompt)
+        text, contents = _find_spans(marked, CONTENT)
+        return text, _find_spans(marked, ANSWER)[1], contents
+
+    def _with_calls(self, messages: Messages, text: str, found: Spans, contents: Spans) -> Spans:
+        """The answers that are found, and those without content up to the end of their turns."""
+        others, answers = iter(found), []
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant" and message["content"].strip():
+                answers += [*itertools.islice(others, 1)]
+            elif message["role"] == "assistant":
+                before = self._render(messages[:number], prompt=True)
+                end = text.find(self._end, len(before), self._next(text, contents, len(before)))
+                answers += [(len(before), end)] if text.startswith(before) and end >= 0 else []
+        return answers
 
     def _answer_begin(self, text: str, begin: int, after: int, end: int) -> int:
         """Where an answer begins; -1 if that is not known.
@@ -276,8 +302,12 @@ class Chat:
         found = text.rfind(prompt, after, end if begin < 0 else begin) if prompt else -1
         return begin if found < 0 else found + len(prompt)
 
-    def _marked(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message with marks around its content, within white space that a template may strip."""
+    def _marked(self, message: dict[str, Any], also_empty: bool) -> dict[str, Any]:
+        """The message with marks around its content, within white space that a template may strip.
+
+        Args:
+          also_empty: whether an answer without content has marks; others never do.
+        """
         content, is_answer = message["content"], message["role"] == "assistant" and not self._marks_itself
         core = content.strip()
         before, _, behind = content.partition(core) if core else (content, "", "")
@@ -285,6 +315,8 @@ class Chat:
         # Templates may drop the reasoning of earlier turns, and the mark at its beginning with it.
         core = re.sub(r"(</think>\s*)", rf"\1{first}", core)
         others = {key: self._with_marks(value) for key, value in message.items() if key != "role"}
+        if not core and not (is_answer and also_empty):
+            return message | others
         return message | others | {"content": f"{before}{first}{core}{last}{behind}"}
 
     def _with_marks(self, value: Any) -> Any:

@@ -259,19 +259,48 @@ CALLS = """\
 """
 
 
-@pytest.mark.parametrize("content", ["so", ""])
-def test_calls_behind_an_answer_are_learned_with_the_token_that_ends_the_turn(tmp_path, content):
-    chat, tok = chat_of(tmp_path, CALLS, **BOS_EOS), make_tokenizer(str(tmp_path))
+def learned_text(folder, template, messages):
+    chat, tok = chat_of(folder, template, **BOS_EOS), make_tokenizer(str(folder))
     names = {i: name for name, i in tok.specials.items()}
-    question, last = {"role": "user", "content": "why"}, {"role": "assistant", "content": "because"}
-    for more, rest in (
+    ids, learned = decoded(chat.encode(messages))
+    return "".join(names.get(i) or tok.decode([i]) for i in np.array(ids)[learned].tolist())
+
+
+@pytest.mark.parametrize("content", ["so", ""])
+@pytest.mark.parametrize(
+    ("more", "rest"),
+    [
         ({"calls": ["f(9)", "g('</s>')"]}, "<|eot|>f(9)<|eot|>g('</s>')</s>"),
         ({"asks": True}, "<|im_end|>"),  # another token than in the end of other turns
-    ):
-        answer = {"role": "assistant", "content": content, **more}
-        ids, learned = decoded(chat.encode([question, answer, {"role": "tool", "content": "9"}, last]))
-        kept = np.array(ids)[learned].tolist()
-        assert "".join(names.get(i) or tok.decode([i]) for i in kept) == f"{content}{rest}because</s>"
+    ],
+    ids=["calls", "asks"],
+)
+def test_calls_behind_an_answer_are_learned_to_the_end_of_the_turn(tmp_path, content, more, rest):
+    answer, last = ({"role": "assistant", "content": text} for text in (content, "because"))
+    question, result = ({"role": role, "content": "9"} for role in ("user", "tool"))
+    messages = [question, answer | more, result, last]
+    assert learned_text(tmp_path, CALLS, messages) == f"{content}{rest}because</s>"
+
+
+@pytest.mark.parametrize(
+    "of_calls", ['"\n" + message.content if message.content else ""', '""'], ids=["asks", "leaves_out"]
+)
+def test_calls_without_content_are_learned(tmp_path, of_calls):
+    """As templates of Qwen, which ask for content beside calls, and of Llama 3.1, which leave it out."""
+    template = """\
+{%- for message in messages %}
+    {{- "<|im_start|>" + message.role }}
+    {%- if message.calls %}{{ CONTENT }}{% else %}{{ "\n" + message.content }}{% endif %}
+    {%- if message.calls %}{{ "\n" + message.calls | tojson }}{% endif %}
+    {{- "<|im_end|>\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\n" }}{% endif %}
+""".replace("CONTENT", of_calls)
+    turns = [("user", "why"), ("assistant", ""), ("tool", ""), ("assistant", "so"), ("assistant", "")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    messages[1]["calls"], messages[4]["calls"] = ["</s>"], ["<|im_end|>", "f"]
+    answers = '["</s>"]<|im_end|>', "so<|im_end|>", '["<|im_end|>", "f"]<|im_end|>'
+    assert learned_text(tmp_path, template, messages) == "".join(answers)
 
 
 def test_a_template_may_depend_on_the_length_of_a_message(tmp_path):
