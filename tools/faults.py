@@ -1740,13 +1740,15 @@ DATA = [
         "data/common.py",
         "data/test_common.py",
         ("if number % d == 0)", "if True)"),
+        ("(size - 1) | 1", "size - 1"),
+        (" >= size:\n        pass", " > size:\n        pass"),
+        ("ROUNDS = 16", "ROUNDS = 4"),
         (
             "if saved.get(key) != value",
             "if key in saved and saved[key] is value",
             "data/test_text.py",
             "data/test_image_text.py",
         ),
-        ("max_index=size - 1", "max_index=size"),
         ("batch_size % process_count == 0", "True", "data/test_text.py", "data/test_image_text.py"),
     ),
     *_in(

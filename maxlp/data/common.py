@@ -15,6 +15,7 @@ Batch = dict[str, np.ndarray]
 Seeds = tuple[int, ...]
 Workers = Annotated[int, Range(at_least=0, at_most=1024)]
 
+ROUNDS = 16  # of Grain's shuffle; after 4, its default, neighbours stay near each other at many sizes
 FINGERPRINTS = "fingerprints"  # in the settings of a state: those of the sources, see `data.fingerprint`
 
 
@@ -46,7 +47,10 @@ def shuffled(index: int, size: int, seeds: Seeds) -> int:
     """Element `index` of a random permutation of the numbers below `size`."""
     if size <= 2**16:  # Grain's shuffle needs no memory, but takes up to 25 ms at these sizes
         return int(_cached_permutation(size, seeds)[index])
-    return index_shuffle(index, max_index=size - 1, seed=_single_seed(seeds), rounds=4)
+    # The largest number is odd: where it is a power of 4, Grain never gives it, and another number twice.
+    while (index := index_shuffle(index, (size - 1) | 1, _single_seed(seeds), ROUNDS)) >= size:
+        pass
+    return index
 
 
 def permutation(size: int, seeds: Seeds) -> np.ndarray:
