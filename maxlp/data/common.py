@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import numpy as np
@@ -15,7 +15,9 @@ Batch = dict[str, np.ndarray]
 Seeds = tuple[int, ...]
 Workers = Annotated[int, Range(at_least=0, at_most=1024)]
 
+CACHED = 2**16  # at sizes up to here Grain's shuffle, which needs no memory, takes up to 25 ms
 ROUNDS = 16  # of Grain's shuffle; after 4, its default, neighbours stay near each other at many sizes
+SHUFFLE_ROUNDS = "shuffle_rounds"  # in the settings of a state
 FINGERPRINTS = "fingerprints"  # in the settings of a state: those of the sources, see `data.fingerprint`
 
 
@@ -45,12 +47,17 @@ def largest_divisor(number: int, limit: int) -> int:
 
 def shuffled(index: int, size: int, seeds: Seeds) -> int:
     """Element `index` of a random permutation of the numbers below `size`."""
-    if size <= 2**16:  # Grain's shuffle needs no memory, but takes up to 25 ms at these sizes
+    if size <= CACHED:
         return int(_cached_permutation(size, seeds)[index])
     # The largest number is odd: where it is a power of 4, Grain never gives it, and another number twice.
     while (index := index_shuffle(index, (size - 1) | 1, _single_seed(seeds), ROUNDS)) >= size:
         pass
     return index
+
+
+def shuffle_settings(sizes: Iterable[int]) -> dict[str, int]:
+    """What a state has to say about `shuffled` orders of these sizes."""
+    return {SHUFFLE_ROUNDS: ROUNDS} if max(sizes) > CACHED else {}
 
 
 def permutation(size: int, seeds: Seeds) -> np.ndarray:
@@ -86,6 +93,12 @@ def check_settings(saved: Mapping[str, Any], settings: Mapping[str, Any], allow_
     changed = {key: value for key, value in settings.items() if saved.get(key) != value}
     if FINGERPRINTS not in saved:  # by an earlier version
         changed.pop(FINGERPRINTS, None)
+    if changed.pop(SHUFFLE_ROUNDS, None):
+        logging.warning(
+            "the version that saved the run shuffled more than %s documents or examples less well: the rest of"
+            " the epoch comes in another order, so that some come twice and some never",
+            f"{CACHED:,}",
+        )
     if changed and not allow_change:
         key = next(iter(changed))
         raise ValueError(

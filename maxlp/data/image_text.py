@@ -166,6 +166,7 @@ def make_data(
     )
     if split == "train":
         settings[common.FINGERPRINTS] = [examples.fingerprint]
+        settings |= common.shuffle_settings([len(examples)])
     return ImageTextDataset(
         config, examples, tokenizer, settings, split == "train", process_index, process_count
     )

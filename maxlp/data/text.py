@@ -231,6 +231,8 @@ def make_dataset(
         documents=[len(source) for source in sources],
         weights=[weight / sum(weights) for weight in weights],
     )
+    if config.shuffle:
+        settings |= common.shuffle_settings(settings["documents"])
     documents = [
         _Documents(source, tokenizer, (seed, DOCUMENTS, number), config)
         for number, source in enumerate(sources)

@@ -21,3 +21,13 @@ def test_neighbours_in_an_order_are_unrelated(size):
 
 def test_the_largest_divisor_within_a_limit():
     assert [common.largest_divisor(12, limit) for limit in (1, 5, 11, 20)] == [1, 4, 6, 12]
+
+
+def test_a_state_with_an_order_of_an_earlier_version_goes_on_with_a_warning(caplog):
+    assert not common.shuffle_settings([5, 2**16])
+    settings = {"seed": 0} | common.shuffle_settings([5, 2**16 + 1])
+    assert not common.check_settings({"seed": 0}, settings, allow_change=False)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "some come twice and some never" in caplog.text
+    assert not common.check_settings(settings, settings, allow_change=False)
+    assert len(caplog.records) == 1
