@@ -95,8 +95,8 @@ def check_settings(saved: Mapping[str, Any], settings: Mapping[str, Any], allow_
         changed.pop(FINGERPRINTS, None)
     if changed.pop(SHUFFLE_ROUNDS, None):
         logging.warning(
-            "the version that saved the run shuffled more than %s documents or examples less well: the rest of"
-            " the epoch comes in another order, so that some come twice and some never",
+            "the version that saved the run shuffled more than %s documents or examples less well: the rest"
+            " of the epoch comes in another order, so that some come twice and some never",
             f"{CACHED:,}",
         )
     if changed and not allow_change:
