@@ -232,7 +232,7 @@ def make_dataset(
         weights=[weight / sum(weights) for weight in weights],
     )
     if config.shuffle:
-        settings |= common.shuffle_settings(settings["documents"])
+        settings |= common.shuffle_settings(map(len, sources))
     documents = [
         _Documents(source, tokenizer, (seed, DOCUMENTS, number), config)
         for number, source in enumerate(sources)
