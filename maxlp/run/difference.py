@@ -36,10 +36,12 @@ from jax.sharding import Mesh
 
 import maxlp
 from maxlp.core.gradients import Gradients
+from maxlp.core.local_steps import LocalState
 from maxlp.core.train_state import State
 from maxlp.core.train_step import Step, loss_scale_of
 from maxlp.nn.stack import path_name
 from maxlp.parallel.batches import global_batch
+from maxlp.parallel.opt_state import PerReplica
 from maxlp.precision import taps
 from maxlp.runtime import tree_spec
 
@@ -325,7 +327,7 @@ def record(
     rngs = [np.random.default_rng((seed, i)) for i in range(SEEDS)]
 
     def moved(bits: int) -> Iterator[State]:
-        return (state | {part: nudged(state[part], bits, rng) for part in WEIGHTS} for rng in rngs)
+        return (_moved(state, bits, rng) for rng in rngs)
 
     given, tensors, spread = {}, {}, {}
     if a.taps:
@@ -341,6 +343,16 @@ def record(
         bits = min(bits, FLIPPING_BITS)
     spread |= _at_least_the_quartile(_spread(trained, (a.as_trained(one, batch)[0] for one in moved(bits))))
     return Recorded(state, batch, given, tensors | trained, spread), new
+
+
+def _moved(state: State, bits: int, rng: np.random.Generator) -> State:
+    """The state with `nudged` weights; with local steps also those of each replica, which take the step."""
+    state = state | {part: nudged(state[part], bits, rng) for part in WEIGHTS}
+    if not isinstance(local := state["opt_state"], LocalState):
+        return state
+    own = local.replicas.state
+    replicas = PerReplica(own | {"params": nudged(own["params"], bits, rng)})
+    return state | {"opt_state": local._replace(replicas=replicas)}
 
 
 def nudged(tree: Any, bits: int, rng: np.random.Generator) -> Any:

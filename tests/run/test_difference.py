@@ -19,12 +19,14 @@ import pytest
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from maxlp.core import fused_backward, gradients, train_step
+from maxlp.core.local_steps import LocalState
 from maxlp.families.llama import model as llama
 from maxlp.families.llama import task
 from maxlp.families.llama.task import NextTokenConfig
 from maxlp.nn import layers
 from maxlp.numerics import formats, quantized
 from maxlp.numerics.scales import amax, scale_for
+from maxlp.parallel.opt_state import PerReplica
 from maxlp.precision import delayed, dot
 from maxlp.precision.loss_scale import DynamicLossScale
 from maxlp.run import difference
@@ -408,6 +410,16 @@ def test_a_move_by_one_unit(dtype):
         moved = difference.nudged(x, bits, np.random.default_rng(0)).astype(np.float64)
         unit = np.array([0, 1, 1, 2, 2.0**-10, np.nan]) * 2.0 ** -min(bits, nmant)
         np.testing.assert_array_equal(np.abs(moved - x.astype(np.float64)), unit)
+
+
+def test_local_steps_are_measured_with_the_parameters_of_the_replicas_moved():
+    params = {"kernel": np.ones((2, 2), np.float32)}
+    own = {"params": {"kernel": np.ones((3, 2, 2), np.float32)}, "opt_state": ()}
+    local = LocalState((), PerReplica(own), PerReplica({}))
+    state = {"params": params, "model_state": {}, "opt_state": local, "step": np.int32(1)}
+    moved = difference._moved(state, 23, np.random.default_rng(0))
+    for part in (moved["params"], moved["opt_state"].replicas.state["params"]):
+        np.testing.assert_array_equal(np.abs(part["kernel"] - 1), 2.0**-23)
 
 
 def test_the_spread_of_an_amax_history_is_at_least_the_lower_quartile_of_its_tensor():
