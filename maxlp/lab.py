@@ -40,6 +40,7 @@ from maxlp.precision import RecipeName
 from maxlp.run import cli, late_phase, run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import Settings, read
+from maxlp.runtime import cpu
 from maxlp.runtime.files import local_path, mirrored, shown
 
 TOOLS = {  # the flags of each, besides those of all
@@ -96,6 +97,7 @@ def main(tool: str = "", directory: str = "", second: str = "") -> None:
     name, folder = ("--record", f.record) if f.record else ("--out", f.out or f"{directory}/lab")
     out = local_path(folder, name)
     run_dir.check_writable(out, name)  # before anything is measured
+    cpu.configure_client(alone=True)
     if tool == "diff":
         diff(json.loads(c.to_json_best_effort()), workdir, second, out)
         return

@@ -71,7 +71,9 @@ def replay_spike(run: Run, spike: int, precision: str) -> None:
     if spike > newest and not recorded:
         raise ValueError(f"--spike={spike} is beyond the run, whose last record is of step {run.step}")
     from maxlp.run.replay import replay  # imports the training code
+    from maxlp.runtime import cpu
 
+    cpu.configure_client(alone=True)
     logging.set_verbosity(logging.WARNING)
     replay(run.workdir, spike, precision)
 

@@ -93,6 +93,27 @@ def test_a_folder_that_cannot_be_written_is_refused_first(tmp_path, tool, flag):
     assert done.stderr == f"error: {flag}={tmp_path}/file/lab: {tmp_path}/file is a file; give a folder\n"
 
 
+CONFIGURED = """
+import sys
+from maxlp import lab
+from maxlp.run import cli
+from maxlp.runtime import cpu
+
+def configured(alone):
+    raise ValueError(f"alone={alone}")
+
+cpu.configure_client = configured
+lab.define_flags()
+cli.run(lab.main, words=3)
+"""
+
+
+def test_simulated_devices_get_their_threads(tmp_path):
+    words = ["attribute", "--config=llama/debug:precision=fp8_current", f"--out={tmp_path}"]
+    done = subprocess.run([sys.executable, "-c", CONFIGURED, *words], capture_output=True, text=True)
+    assert "error: alone=True" in done.stderr
+
+
 def test_steps_without_a_batch(tmp_path):
     write_run(tmp_path)
     saved = tmp_path / "checkpoints" / "405"

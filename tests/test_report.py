@@ -1,6 +1,7 @@
 import pytest
 
 from maxlp import report
+from maxlp.runtime import cpu
 from tests.monitoring.fixtures import write_run, write_spike
 
 
@@ -50,3 +51,13 @@ def test_errors_are_one_line(tmp_path):
         report.show(str(tmp_path / "empty"))
     with pytest.raises(ValueError, match="--precision=fp4 is unknown"):
         report.show(str(tmp_path), spike=400, precision="fp4")
+
+
+def test_simulated_devices_of_a_replay_get_their_threads(tmp_path, monkeypatch):
+    def configured(alone):
+        raise ValueError(f"alone={alone}")
+
+    monkeypatch.setattr(cpu, "configure_client", configured)
+    write_run(tmp_path)
+    with pytest.raises(ValueError, match="alone=True"):
+        report.show(str(tmp_path), spike=400)
