@@ -222,7 +222,10 @@ class Source:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Changes with the files; see `data.fingerprint`."""
-        return resolve_name("maxlp.data.fingerprint:of_files")(self.reader.paths())
+        try:
+            return resolve_name("maxlp.data.fingerprint:of_files")(self.reader.paths())
+        except LookupError as error:  # of a reader of one's own; its text is a key alone
+            raise ValueError(f"source {self.name!r}: paths() fails with {error!r}") from error
 
     def __repr__(self) -> str:
         return f"Source({self.name!r}, split={self.split!r}, documents={self._len})"

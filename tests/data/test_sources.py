@@ -31,6 +31,20 @@ def test_a_reader_that_lacks_a_key_is_named(monkeypatch):
     assert message in error_of("own:a")
 
 
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (lambda _: [], r"^paths\(\) of a data source names no file$"),
+        (lambda _: {}["files"], r"^source 'stdlib .*': paths\(\) fails with KeyError\('files'\)$"),
+    ],
+)
+def test_a_reader_without_paths_is_named(monkeypatch, paths, message):
+    source = make_source("stdlib", "train")
+    monkeypatch.setattr(type(source.reader), "paths", paths)
+    with pytest.raises(ValueError, match=message):
+        _ = source.fingerprint
+
+
 def open_all(folder):
     """A source of each kind that reads files."""
     jsonl = write_jsonl(folder / "a.jsonl", TEXTS)
