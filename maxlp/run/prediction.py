@@ -141,7 +141,11 @@ def predictions(
             "combined with it; give a run or config without it"
         )
     if not specs:
-        raise ValueError("no recipe quantizes a matmul of this run; change config.precision.min_dim")
+        p = s.precision
+        raise ValueError(
+            "no recipe quantizes a matmul of this run with config.precision.first_blocks="
+            f"{p.first_blocks}, last_blocks={p.last_blocks} and min_dim={p.min_dim}; lower them"
+        )
     # What replicas and shards send loses the same under every recipe, and has no part in the comparison.
     exact = dataclasses.replace(s.precision, exchange="none", scatter="none", high_precision_from=0)
     s = dataclasses.replace(s, precision=exact)

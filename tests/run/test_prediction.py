@@ -40,8 +40,8 @@ def test_recipes_that_fit(tmp_path):
     config.model.mlp_dim = 96
     names = prediction.fitting(read(config))
     assert "fp8_current" in names and not {"bf16", "fp8_blocks"} & set(names)
-    config.precision.min_dim = 1024
-    with pytest.raises(ValueError, match=r"^no recipe quantizes .* change config.precision.min_dim"):
+    config.precision.first_blocks = config.model.num_layers
+    with pytest.raises(ValueError, match=r"first_blocks=4, last_blocks=1 and min_dim=0; lower them$"):
         lab.predict(read(config), None, None, [], 2, tmp_path)
 
 
