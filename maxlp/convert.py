@@ -246,7 +246,7 @@ def export_weights(
         )
 
     def run_tokenizer() -> Tokenizer | None:
-        if not any((workdir / name).exists() for name in TOKENIZER_FILES):
+        if not any((workdir / name).exists() for name in tokenizers.FILES):
             return None
         return make_tokenizer(saved_tokenizer(c.data.tokenizer, workdir))
 

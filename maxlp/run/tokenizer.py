@@ -63,7 +63,7 @@ def _make(s: Settings) -> Tokenizer:
         with of_key("config.data.source"):
             texts = s.family.tokenizer_texts(s.data, s.train.seed)
         try:
-            made = train_bpe(texts, int(spec.removeprefix("bpe:")))
+            made = train_bpe(texts, int(spec.removeprefix("bpe:")), ends=not s.family.generates_text)
         except ValueError as error:
             raise ConfigError(f"config.data.tokenizer={spec}: {error}") from error
     else:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Iterator
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from maxlp.data.tokenizers import SpecialNames, Tokenizer, as_str
 from maxlp.data.tokenizers.hugging_face import HuggingFaceTokenizer
@@ -25,7 +25,7 @@ SPLIT = (
 )
 
 
-def train_bpe(texts: Iterable[str | bytes], vocab_size: int) -> Tokenizer:
+def train_bpe(texts: Iterable[str | bytes], vocab_size: int, ends: bool = False) -> Tokenizer:
     """Trains a lossless byte-level BPE; its `files` hold the `tokenizer.json`.
 
     The three `SPECIALS` get the ids 0, 1, 2 and the bytes the next 256. The same texts in the same
@@ -34,6 +34,7 @@ def train_bpe(texts: Iterable[str | bytes], vocab_size: int) -> Tokenizer:
     Args:
       texts: documents.
       vocab_size: number of ids, including special tokens and bytes.
+      ends: whether other libraries put the end of the text behind it, and not only the beginning in front.
 
     Raises:
       ValueError: `vocab_size` is too small, or the texts are too few to learn that many tokens.
@@ -53,6 +54,9 @@ def train_bpe(texts: Iterable[str | bytes], vocab_size: int) -> Tokenizer:
         ]
     )
     tok.decoder = decoders.ByteLevel()
+    bos, eos, _ = SPECIALS
+    form = f"{bos} $A {eos}" if ends else f"{bos} $A"
+    tok.post_processor = processors.TemplateProcessing(form, special_tokens=[(bos, 0), (eos, 1)])
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         initial_alphabet=alphabet,

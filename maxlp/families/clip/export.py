@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from maxlp.data.tokenizers import Tokenizer
+from maxlp.families import hf_tokenizer
 from maxlp.families.clip import hf, open_clip, weights
 from maxlp.families.clip.model import CLIPConfig
 from maxlp.families.weights import Layout, Section, WeightFormat, read_config
@@ -74,12 +76,27 @@ def _hf_layout(config: CLIPConfig) -> Layout:
     return {"clip": weights.HF_CLIP, "siglip": weights.HF_SIGLIP}[hf.kind_in_hf(config)]
 
 
-def _hf_files(config: CLIPConfig, make_tokenizer: Callable[[], Any]) -> dict[str, dict[str, Any]]:
-    return _config_files("hf_clip", config)
+def _hf_files(
+    config: CLIPConfig, make_tokenizer: Callable[[], Tokenizer | None]
+) -> dict[str, dict[str, Any]]:
+    files = _config_files("hf_clip", config)
+    if (tokenizer := make_tokenizer()) is None:
+        return files
+    ids = dict(bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
+    text = files["config.json"]["text_config"]
+    text |= ids | text  # an eos_token_id of 2 stands for pooling at the highest id
+    return files | hf_tokenizer.config_files(tokenizer, model_max_length=config.text.max_len)
 
 
-def _open_clip_files(config: CLIPConfig, make_tokenizer: Callable[[], Any]) -> dict[str, dict[str, Any]]:
-    return _config_files("open_clip", config)
+def _open_clip_files(
+    config: CLIPConfig, make_tokenizer: Callable[[], Tokenizer | None]
+) -> dict[str, dict[str, Any]]:
+    files = _config_files("open_clip", config)
+    if (tokenizer := make_tokenizer()) is None or not (found := hf_tokenizer.config_files(tokenizer)):
+        return files
+    # With any name open_clip loads the tokenizer of the folder, without one its own.
+    files[open_clip.CONFIG]["model_cfg"]["text_cfg"]["hf_tokenizer_name"] = "tokenizer.json"
+    return files | found
 
 
 FORMATS = {

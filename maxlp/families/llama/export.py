@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlp.data.tokenizers import Tokenizer
+from maxlp.families import hf_tokenizer
 from maxlp.families.llama import hf
 from maxlp.families.llama.model import LlamaConfig
 from maxlp.families.weights import Layout, WeightFormat, read_config
@@ -42,14 +43,11 @@ def decoder_format(
 def config_files(
     config: dict[str, Any], make_tokenizer: Callable[[], Tokenizer | None]
 ) -> dict[str, dict[str, Any]]:
-    """See `WeightFormat`; transformers needs a ``tokenizer_config.json`` to load a ``tokenizer.json``."""
+    """See `WeightFormat`."""
     if (tokenizer := make_tokenizer()) is None:
         return {"config.json": config}
     config |= dict(bos_token_id=tokenizer.bos_id, eos_token_id=_end_ids(tokenizer))
-    files = {"config.json": config}
-    if "tokenizer.json" in tokenizer.files:
-        files["tokenizer_config.json"] = _tokenizer_config(tokenizer)
-    return files
+    return {"config.json": config} | hf_tokenizer.config_files(tokenizer)
 
 
 def _end_ids(tokenizer: Tokenizer) -> int | list[int]:
@@ -61,14 +59,6 @@ def _end_ids(tokenizer: Tokenizer) -> int | list[int]:
     except ValueError:  # no chat template, or none that works
         return tokenizer.eos_id
     return tokenizer.eos_id if end_of_turn == tokenizer.eos_id else [tokenizer.eos_id, end_of_turn]
-
-
-def _tokenizer_config(tokenizer: Tokenizer) -> dict[str, str | None]:
-    import tokenizers  # heavy
-
-    name_of = tokenizers.Tokenizer.from_str(tokenizer.files["tokenizer.json"].decode()).id_to_token
-    special = dict(bos_token=tokenizer.bos_id, eos_token=tokenizer.eos_id, pad_token=tokenizer.pad_id)
-    return dict(tokenizer_class="PreTrainedTokenizerFast") | {k: name_of(i) for k, i in special.items()}
 
 
 FORMATS = {

@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 import pytest
+import tokenizers
 
 from maxlp.data.sources import make_source, sample_texts
 from maxlp.data.tokenizers import make_tokenizer
@@ -17,6 +18,13 @@ def test_a_trained_bpe_is_exact(bpe_path):
     assert_exact(tokenizer, HOSTILE + stdlib_texts())
     texts = stdlib_texts()
     assert sum(map(len, texts)) > 2 * sum(len(tokenizer.encode(text)) for text in texts)
+
+
+@pytest.mark.parametrize(("ends", "form"), [(False, [0, 3]), (True, [0, 3, 1])])
+def test_other_libraries_add_the_special_tokens_of_training(ends, form):
+    """A model reads a text as a document, or as a caption, from its beginning on."""
+    file = train_bpe(["!"], 259, ends=ends).files["tokenizer.json"]
+    assert tokenizers.Tokenizer.from_str(file.decode()).encode("!").ids == form
 
 
 def test_byte_lengths_match_the_decoded_tokens(bpe_path):

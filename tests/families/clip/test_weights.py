@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from maxlp.core.train_state import abstract_model
+from maxlp.data.tokenizers.training import train_bpe
 from maxlp.families import weights
 from maxlp.families.clip import export
 from maxlp.families.clip.model import CLIP, CLIPConfig
@@ -172,3 +173,23 @@ def test_a_model_that_no_format_can_hold_is_refused_without_pointing_from_one_to
     with pytest.raises(ValueError, match=r"^model.visual.pool='gap' has .*train it with another") as error:
         export.FORMATS[name].config_files(config, lambda: None)
     assert "try --format" not in str(error.value)
+
+
+FORMS = [("hf_clip", "eos"), ("hf_clip", "argmax"), ("open_clip", "eos")]
+
+
+@pytest.mark.parametrize(("name", "pool"), FORMS)
+def test_other_libraries_load_the_tokenizer_of_the_run(name, pool):
+    """Without these files they take CLIP's own tokenizer, whose ids are above this vocabulary."""
+    config = goldens.load("clip_hf_gelu").config
+    eos_id = 1 if pool == "eos" else None
+    config = dataclasses.replace(config, text=dataclasses.replace(config.text, pool=pool, eos_id=eos_id))
+    files = export.FORMATS[name].config_files(config, lambda: train_bpe(["a b"], 259, ends=True))
+    special = files["tokenizer_config.json"]
+    assert (special["bos_token"], special["eos_token"]) == ("<|begin_of_text|>", "<|end_of_text|>")
+    if name == "open_clip":
+        assert files["open_clip_config.json"]["model_cfg"]["text_cfg"]["hf_tokenizer_name"]
+        return
+    text = files["config.json"]["text_config"]
+    ids = text["bos_token_id"], text["eos_token_id"], text["pad_token_id"]
+    assert ids == (0, 1 if pool == "eos" else 2, 2) and special["model_max_length"] == config.text.max_len
