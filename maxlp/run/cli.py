@@ -50,6 +50,7 @@ WORDINGS: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"^flag (--.*?): invalid literal for int\(\) with base 10: .*": r"\1 is not an integer",
     r"^flag (--.*?): could not convert string to float: .*": r"\1 is not a number",
     r"^flag (--.*?): .*Non-boolean argument to boolean flag.*": r"\1 is not true or false",
+    r"^flag (--[\w.]+)=.*: Failed to parse .* as a ConfigDict: .*": r"\1 is a section; set \1.KEY=VALUE",
     r"^flag (--.*?): (.*)": r"\1: \2",
     r"^The flag 'config\.(.+?)' is defined twice\..*": r"--config is given twice; give one",
 }

@@ -47,6 +47,8 @@ def train(*args: str) -> subprocess.CompletedProcess:
         ([DEBUG, DEBUG, "--config.train.seed=3"], "error: --config is given twice; give one"),
         (["--config=llama/debg"], "did you mean llama/debug? presets: clip/b16, "),
         ([DEBUG, "--config.train.total_steps=1.5"], "--config.train.total_steps=1.5 is not an integer"),
+        ([DEBUG, "--config.mesh=fsdp"], "error: --config.mesh is a section; set --config.mesh.KEY=VALUE"),
+        ([DEBUG, "--config.optimizer.galore=8"], "--config.optimizer.galore is a section; set"),
         ([DEBUG, "--config.optimizer.b1=nan"], "config.optimizer.b1=nan must be a finite number"),
         (["--config=configs/llama/debug.py:speed=fast"], f"{CHOICE}: config argument 'speed' is unknown"),
         (
