@@ -26,7 +26,7 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> Path:
       name: what names the path in a message, such as "--workdir".
 
     Raises:
-      ValueError: the path is empty, or a URL that cannot be used.
+      ValueError: the path is empty, not UTF-8, or a URL that cannot be used.
     """
     text = os.fspath(path)
     if not text.strip():
@@ -35,7 +35,12 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> Path:
         from maxlp.runtime import mirror
 
         return mirror.open_folder(text, name)
-    return Path(os.path.abspath(os.path.expanduser(text)))
+    text = os.path.abspath(os.path.expanduser(text))
+    if os.fsencode(text) != text.encode(errors="replace"):  # libraries in C++ take paths as UTF-8
+        raise ValueError(
+            f"{name}={text} is not UTF-8; choose another path, or set PYTHONUTF8=1 if the locale is not"
+        )
+    return Path(text)
 
 
 def mirrored(path: Path) -> Any:

@@ -124,6 +124,12 @@ def test_an_empty_path_is_refused_rather_than_taken_for_the_current_directory(pa
         files.local_path(path, "--workdir")
 
 
+def test_a_path_that_libraries_cannot_take_is_refused():
+    assert files.local_path("/run é") == Path("/run é")
+    with pytest.raises(ValueError, match=r"^--workdir=/run\udcff is not UTF-8; choose another path"):
+        files.local_path(os.fsdecode(b"/run\xff"), "--workdir")
+
+
 def test_paths_become_absolute_and_may_contain_colons(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
