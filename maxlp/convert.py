@@ -246,9 +246,10 @@ def export_weights(
         )
 
     def run_tokenizer() -> Tokenizer | None:
-        if not any((workdir / name).exists() for name in tokenizers.FILES):
+        spec = c.data.tokenizer
+        if spec != "bytes" and not any((workdir / name).exists() for name in tokenizers.FILES):
             return None
-        return make_tokenizer(saved_tokenizer(c.data.tokenizer, workdir))
+        return make_tokenizer(saved_tokenizer(spec, workdir))
 
     # Before any weights are read: these raise for a model that the format does not support.
     layout, texts = weight_format.layout(model), weight_format.config_files(model, run_tokenizer)

@@ -133,6 +133,17 @@ def test_a_llama_survives_the_round_trip_to_the_bit(llama, tmp_path):
     assert (special["bos_token"], special["eos_token"]) == ("<|begin_of_text|>", "<|end_of_text|>")
 
 
+def test_a_llama_of_bytes_is_exported_with_the_ids_of_its_special_tokens(llama, tmp_path):
+    run = shutil.copytree(llama[1], tmp_path / "run")
+    for path in run.glob("tokenizer*"):
+        path.unlink()
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"data": {"tokenizer": "bytes"}}))
+    convert.export_weights(run, tmp_path / "out")
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (exported["bos_token_id"], exported["eos_token_id"]) == (256, 257)
+
+
 def test_open_clip_to_hugging_face_in_bfloat16_for_larger_images(clip, tmp_path):
     source, run = clip
     refusal = r"model.layer_scale=0.1 has no counterpart in Hugging Face's CLIP.*; try --format=open_clip$"
