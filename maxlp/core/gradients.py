@@ -114,6 +114,22 @@ def token_gradients(
     return gradients
 
 
+def split_like_params(gradients: Gradients) -> Gradients:
+    """Gradients that the mesh splits like their parameters, for meshes with a tensor axis.
+
+    There XLA gathers the inputs of some matmuls to make a gradient as GaLore wants it. On others it scatters
+    gradients to where the optimizer wants them, which saves moving them.
+    """
+
+    def of_batch(graphdef: nnx.GraphDef, state: State, batch: Batch, loss_scale: jax.Array | None):
+        grads, model_state, metrics = gradients(graphdef, state, batch, loss_scale)
+        model = nnx.merge(graphdef, grads, state["model_state"])
+        grads = nnx.to_pure_dict(sharding.constrain_params(nnx.state(model, nnx.Param)))
+        return grads, model_state, metrics
+
+    return of_batch
+
+
 def _means(sums: Metrics, total: jax.Array) -> Metrics:
     return {"loss": sums["loss"] / total, "accuracy": sums["correct"] / total, "tokens": total}
 
