@@ -117,8 +117,8 @@ def token_gradients(
 def split_like_params(gradients: Gradients) -> Gradients:
     """Gradients that the mesh splits like their parameters, for meshes with a tensor axis.
 
-    There XLA gathers the inputs of some matmuls to make a gradient as GaLore wants it. On others it scatters
-    gradients to where the optimizer wants them, which saves moving them.
+    There XLA gathers the inputs of some matmuls to make a gradient as GaLore wants it. On others it
+    scatters gradients to where the optimizer wants them, which saves moving them.
     """
 
     def of_batch(graphdef: nnx.GraphDef, state: State, batch: Batch, loss_scale: jax.Array | None):
