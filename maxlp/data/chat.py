@@ -214,7 +214,9 @@ class Chat:
         for begin, end in parts.answers:
             answer_T = (end_T > begin) & (begin_T < end)
             behind = np.flatnonzero(is_special_T & (begin_T >= end))
-            has_end = self._marks_itself and (answer_T & is_special_T).any()
+            # A block may begin with the special tokens of a header, which end no turn.
+            last = np.searchsorted(begin_T, begin + len(parts.text[begin:end].rstrip())) - 1
+            has_end = self._marks_itself and begin_T[last] >= begin and is_special_T[last]
             if len(behind) and not has_end:
                 following = self._next(parts.text, parts.contents, end)
                 ends = behind[(ids[behind] == self.end_id) & (begin_T[behind] < following)]

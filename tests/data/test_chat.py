@@ -133,6 +133,27 @@ def generation(messages):
             yield message["content"] + "<|im_end|>", False
 
 
+GENERATION_WITH_HEADER = """\
+{%- for message in messages %}
+    {%- if message.role == "assistant" %}
+        {%- generation %}{{ "<|im_start|>assistant\n" + message.content + "." }}{% endgeneration %}
+    {%- else %}
+        {{- "<|im_start|>" + message.role + "\n" + message.content }}
+    {%- endif %}
+    {{- "<|im_end|>" }}
+{%- endfor %}
+"""
+
+
+def generation_with_header(messages):
+    """The special token in a block is not the end of the turn, which follows the block."""
+    for message in messages:
+        is_answer = message["role"] == "assistant"
+        content = message["content"] + "." * is_answer
+        yield f"<|im_start|>{message['role']}\n{content}", is_answer
+        yield "<|im_end|>", is_answer
+
+
 HIDDEN = """\
 {%- for message in messages %}
     {{- "<|im_start|>" + message.role + "\n" }}
@@ -160,6 +181,7 @@ TEMPLATES = {
     "instructions": (INSTRUCTIONS, instructions),
     "reasoning": (REASONING, reasoning),
     "generation": (GENERATION, generation),
+    "generation_with_header": (GENERATION_WITH_HEADER, generation_with_header),
 }
 THOUGHTS = "<think>\nthe why\n</think>\n\n"
 
