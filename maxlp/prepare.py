@@ -214,7 +214,7 @@ def _text_record(documents: Source, index: int, encoder: Tokenizer | None) -> tu
 
 
 def _conversation_record(documents: Source, index: int, chat: Chat) -> tuple[bytes, dict[str, int]]:
-    size = sum(len(as_bytes(message["content"])) for message in documents[index]["messages"])
+    size = sum(len(as_bytes(message["content"] or "")) for message in documents[index]["messages"])
     tokens = Conversations(documents, chat, seq_len=0).tokens(index)
     if not (tokens >= 0).any():
         return b"", {"bytes": size, "tokens": 0}

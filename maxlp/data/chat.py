@@ -74,6 +74,8 @@ def _as_message(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BrokenExample(f'{name} is {_kind(value)}; write {{"role": "user", "content": "…"}}')
     message = {key: field for key, field in value.items() if field is not None}
+    if message.get("tool_calls"):
+        message = {"content": None} | message  # templates may ask whether it is none
     for key in ("role", "content"):
         if key not in message:
             found = ", ".join(message) or "nothing"
@@ -83,6 +85,8 @@ def _as_message(value: Any, name: str) -> dict[str, Any]:
     role, content = message["role"], message["content"]
     if role not in ROLES:
         raise BrokenExample(f"{name}: role {role!r} is unknown; one of {', '.join(ROLES)}")
+    if content is None:
+        return message
     if not isinstance(content, str):
         raise BrokenExample(f"{name}: content is {_kind(content)}, not text")
     if set(content) & set(MARKS):
@@ -285,7 +289,7 @@ class Chat:
         """The answers that are found, and those without content up to the end of their turns."""
         others, answers = iter(found), []
         for number, message in enumerate(messages):
-            if message["role"] == "assistant" and message["content"].strip():
+            if message["role"] == "assistant" and (message["content"] or "").strip():
                 answers += [*itertools.islice(others, 1)]
             elif message["role"] == "assistant":
                 before = self._render(messages[:number], prompt=True)
@@ -310,7 +314,8 @@ class Chat:
         Args:
           also_empty: whether an answer without content has marks; others never do.
         """
-        content, is_answer = message["content"], message["role"] == "assistant" and not self._marks_itself
+        is_answer = message["role"] == "assistant" and not self._marks_itself
+        content = message["content"] or ""
         core = content.strip()
         before, _, behind = content.partition(core) if core else (content, "", "")
         first, last = ANSWER if is_answer else CONTENT

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 
 from maxlp.data import merge_states, text
-from maxlp.data.chat import Chat
+from maxlp.data.chat import Chat, as_messages
 from maxlp.data.tokenizers import make_tokenizer
 from maxlp.prepare import prepare_text
 from tests.data.chats import (
@@ -323,6 +323,20 @@ def test_calls_without_content_are_learned(tmp_path, of_calls):
     messages[1]["calls"], messages[4]["calls"] = ["</s>"], ["<|im_end|>", "f"]
     answers = '["</s>"]<|im_end|>', "so<|im_end|>", '["<|im_end|>", "f"]<|im_end|>'
     assert learned_text(tmp_path, template, messages) == "".join(answers)
+
+
+def test_content_may_be_null_beside_calls(tmp_path):
+    """As in OpenAI's format; templates of DeepSeek write calls only where it is."""
+    template = """\
+{%- for message in messages %}
+    {{- "<|im_start|>" + (message.tool_calls | tojson if message.content is none else message.content) }}
+    {{- "<|im_end|>" }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>" }}{% endif %}
+"""
+    call = {"role": "assistant", "content": None, "tool_calls": ["f"]}
+    messages = as_messages([{"role": "user", "content": "why"}, call, {"role": "tool", "content": "9"}], "")
+    assert learned_text(tmp_path, template, messages) == '["f"]<|im_end|>'
 
 
 def test_a_template_may_depend_on_the_length_of_a_message(tmp_path):
