@@ -87,7 +87,7 @@ class TextDataConfig:
       max_documents: the most documents in a window, which `nn.attention.cudnn` needs to know; None for any
         number. A window that holds this many is closed, and the rest of it is padding.
       shuffle: whether each epoch reads the documents in another order, and the windows of a block are
-        mixed; False keeps the order of the source.
+        mixed; False keeps the order of the source, in which later epochs may begin elsewhere.
       shuffle_tokens: about how many tokens are mixed, over the whole global batch. More tokens mix
         better, but take longer to read before the first step.
       num_epochs: None repeats forever. A number ends the data after that many passes, with a
@@ -233,8 +233,9 @@ def make_dataset(
     )
     if config.shuffle:
         settings |= common.shuffle_settings(map(len, sources))
+    num_streams = _Plan.make(settings).num_streams
     documents = [
-        _Documents(source, tokenizer, (seed, DOCUMENTS, number), config)
+        _Documents(source, tokenizer, (seed, DOCUMENTS, number), config, num_streams)
         for number, source in enumerate(sources)
     ]
     return TextDataset(tokenizer, documents, settings, config.num_workers, process_index, process_count)
@@ -594,10 +595,12 @@ class _Documents:
     Each is an int32 array of tokens, and what to count of it if it is a conversation.
     """
 
-    def __init__(self, source: Any, tokenizer: Tokenizer, seeds: Seeds, config: TextDataConfig):
+    def __init__(
+        self, source: Any, tokenizer: Tokenizer, seeds: Seeds, config: TextDataConfig, num_streams: int
+    ):
         self._source, self._encode = source, tokenizer.encode
         self._seeds, self._shuffle = seeds, config.shuffle
-        self.per_epoch = len(source)
+        self.per_epoch, self._num_streams = len(source), num_streams
         self._len = sys.maxsize if config.num_epochs is None else config.num_epochs * self.per_epoch
         self._bos, self._eos = (
             np.array([] if special is None else [special], np.int32)
@@ -613,10 +616,14 @@ class _Documents:
         return self._len
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, tuple[str, ...]]:
-        epoch, index = divmod(index, self.per_epoch)
+        epoch, place = divmod(index, self.per_epoch)
         if self._shuffle:
-            index = common.shuffled(index, self.per_epoch, (*self._seeds, epoch))
-        document = self._source[index]
+            place = common.shuffled(place, self.per_epoch, (*self._seeds, epoch))
+        else:
+            # A stream that has read all documents it comes to, one of `gcd`, goes on at their neighbours.
+            sizes = self.per_epoch, self._num_streams
+            place = (place + index // math.lcm(*sizes) % math.gcd(*sizes)) % self.per_epoch
+        document = self._source[place]
         if "conversation" in document:  # with the special tokens of its template
             return document["conversation"], document["counts"]
         tokens = document["tokens"] if "tokens" in document else self._encode(document["text"])

@@ -338,6 +338,16 @@ def test_documents_without_text_are_an_error(packing):
             next(iter(make([[{"text": ""}] * 3], tokenizer=specials, packing=packing)))
 
 
+def test_documents_of_a_small_source_come_equally_often_in_their_order(monkeypatch):
+    """A number of streams that divides that of documents would give each stream the same ones for ever."""
+    monkeypatch.setattr(text, "DOCUMENTS_PER_STREAM", 1)
+    small = [{"tokens": np.full(length, 10 + i)} for i, length in enumerate((3, 300, 3, 30))]
+    how = dict(shuffle=False, batch_size=8, seq_len=16)
+    tokens = take(iter(make([[{"text": "9"}] * 8, small], **how)), 600)["tokens"]
+    times = [np.count_nonzero(tokens == 10 + i) / len(each["tokens"]) for i, each in enumerate(small)]
+    assert max(times) < 1.2 * min(times)
+
+
 def test_each_stream_meets_the_only_text_of_a_small_source(monkeypatch):
     monkeypatch.setattr(text, "DOCUMENTS_PER_STREAM", 10)
     small = [{"text": "7"}, *[{"text": ""}] * 4]
