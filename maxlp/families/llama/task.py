@@ -32,7 +32,8 @@ class NextTokenConfig:
 
     Attributes:
       num_chunks: pieces of the sequence whose logits are computed one after another; divides its length.
-      z_loss: weight of the squared log-partition; 0 is off, 1e-4 is PaLM's.
+      z_loss: weight of the squared log-partition, which is a part of ``train/loss`` but not of
+        ``eval/loss``; 0 is off, 1e-4 is PaLM's.
     """
 
     num_chunks: Count = 1
