@@ -148,6 +148,7 @@ def prepare_image_text(
             "source": source,
             "split": examples.split,
             "classes": list(examples.classes),
+            "templates": list(examples.templates),
             "broken_examples": len(examples) - totals["documents"],
             **totals,
             "shards": written,

@@ -91,6 +91,7 @@ def open_array_record(spec: Spec, *, validation: float = VALIDATION) -> Source:
         validation=validation,
         tokenizer=tokenizer and _describe_tokenizer(folder, **tokenizer),
         classes=manifest.get("classes", ()),
+        templates=manifest.get("templates", ()),
     )
 
 

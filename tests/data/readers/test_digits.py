@@ -6,6 +6,7 @@ import pytest
 
 from maxlp.data import image_text
 from maxlp.data.sources import open_source, parse_spec
+from maxlp.prepare import prepare_image_text
 
 
 def open_digits(split):
@@ -40,3 +41,7 @@ def test_digits(tmp_path, monkeypatch):
     np.testing.assert_array_equal(next(iter(data))["text"], data.encode(captions))
     expected = [template.format(name) for name in source.classes for template in source.templates]
     assert list(image_text.captions(config)) == expected and len(expected) == 40
+    prepare_image_text("digits", str(tmp_path / "prepared"))
+    prepared = open_source(parse_spec(f"array_record:{tmp_path}/prepared", "all", "image_text"))
+    assert list(prepared.templates) == list(source.templates)
+    assert list(prepared.classes) == list(source.classes)
