@@ -188,8 +188,7 @@ def apply_stack(
 
 def _pipeline_schedule(pipeline: PipelineConfig | None, batch_size: int) -> Schedule | None:
     """The schedule on the current mesh; None without stages, or if it does not divide the batch."""
-    mesh = jax.sharding.get_abstract_mesh()
-    stages = 1 if mesh.empty else mesh.shape.get("stage", 1)
+    stages = jax.sharding.get_abstract_mesh().shape.get("stage", 1)
     if stages == 1:
         return None
     schedule = (pipeline or PipelineConfig()).schedule(stages)

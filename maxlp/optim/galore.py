@@ -325,7 +325,7 @@ def _unproject(p: jax.Array, u: jax.Array, dim: int) -> jax.Array:
 def _whole(x: jax.Array, dim: int | None = None) -> jax.Array:
     """Constrains one dim of an array, or all of them, to be unsharded; a no-op without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if mesh.size <= 1:
         return x
     axes: list[Any] = [None if dim is None else PartitionSpec.UNCONSTRAINED] * x.ndim
     axes[dim or 0] = None

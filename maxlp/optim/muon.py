@@ -130,7 +130,7 @@ def _by_layers(fn: Callable[..., jax.Array], *stacks: jax.Array) -> jax.Array:
     layers instead.
     """
     mesh, (*layers, m, n) = jax.sharding.get_abstract_mesh(), stacks[0].shape
-    if not layers or not (mesh.empty or mesh.size == 1):
+    if not layers or mesh.size > 1:
         return fn(*stacks)
     divisors = [d for d in range(1, layers[0] + 1) if layers[0] % d == 0]
     together = max((d for d in divisors if d * m * n <= TOGETHER), default=1)

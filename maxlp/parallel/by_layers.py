@@ -72,9 +72,10 @@ def by_layer(fn: Callable[..., Any], into: Any, *others: Any, alone: bool = True
       into: one or several arrays, of the shapes of the result.
     """
     mesh, shape = jax.sharding.get_abstract_mesh(), jax.tree.leaves(into)[0].shape
-    one_device = mesh.empty or mesh.size == 1
-    if len(shape) < 3 or (not alone if one_device else _split(shape, mesh)[0]):
-        if not (alone and mesh.manual_axes and len(shape) > 2):
+    if len(shape) < 3 or not (alone or mesh.size > 1):
+        return fn(into, *others)
+    if _split(shape, mesh)[0]:
+        if not (alone and mesh.manual_axes):
             return fn(into, *others)
         # In a `jax.shard_map`, XLA aborts where it splits a gather by layers and by columns.
         into, others = jax.tree.map(_whole, (into, others))
@@ -112,7 +113,7 @@ def _stages(x: jax.Array) -> list[PartitionSpec]:
 
 def _constrained(x: jax.Array, specs: list[PartitionSpec]) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
-    for one in [] if mesh.empty or mesh.size == 1 else specs:
+    for one in [] if mesh.size <= 1 else specs:
         x = jax.lax.with_sharding_constraint(x, one)
     return x
 

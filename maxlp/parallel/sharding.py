@@ -191,7 +191,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     A dim that its mesh axes do not divide is not split (a batch of one prompt on eight devices).
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if mesh.size <= 1:
         return x
     axes = spec(*names)
     fit = [a if dim % axes_size(mesh, a) == 0 else None for dim, a in zip(x.shape, axes, strict=True)]
@@ -293,7 +293,7 @@ def all_gather_params(variables: nnx.State) -> nnx.State:
     mesh = jax.sharding.get_abstract_mesh()
 
     def one(variable: nnx.Variable) -> nnx.Variable:
-        if mesh.empty or mesh.size == 1:
+        if mesh.size <= 1:
             return variable.replace(variable[...][None])
         axes = spec(*variable.get_metadata("out_sharding"))
         split = [(dim, axis) for dim, axis in enumerate(axes) if axis not in (None, "tensor")]

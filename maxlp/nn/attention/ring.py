@@ -180,7 +180,7 @@ def _on_each_device(functions: tuple, num_results: int, arrays: tuple, causal: b
     B, S = arrays[0].shape[:2]
     n = ring_size(S)
     function = functools.partial(_on_platform, functions, causal, n)
-    if mesh.empty or mesh.size == 1:
+    if mesh.size <= 1:
         return function(*arrays)
     rows, seq = _batch_axes(mesh, B), AXIS if n > 1 else None
     heads = PartitionSpec(rows, seq, "tensor")
