@@ -366,11 +366,11 @@ OPTIM = [
     *_in(
         "optim/targets.py",
         "optim/test_targets.py",
-        ("longest - config.has_galore", "longest"),
+        ("longest - has_galore", "longest"),
         ("if found.rank > most", "if found.rank >= most"),
         ("if side < found.rank", "if side <= found.rank"),
         ("min(p.shape[-2:])", "max(p.shape[-2:])"),
-        ('(config.has_galore or "rank" in config.options)', "config.has_galore"),
+        ('(has_galore or "rank" in config.options)', "has_galore"),
     ),
     *_in(
         "optim/soap.py",

@@ -109,7 +109,7 @@ def _transposed(tree: Any, like: Any, size: int) -> tuple:
 
 def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
     """The keys that Adafactor cannot work with."""
-    if config.galore is not None and config.has_galore and config.galore.moments != "keep":
+    if config.galore is not None and config.galore.moments != "keep":
         yield "galore.moments", config.galore.moments, "its moments are factored; set galore.moments='keep'"
     if config.mu_dtype is not None and not config.options.get("momentum"):
         reason = "without options.momentum it has no first moment; unset mu_dtype"

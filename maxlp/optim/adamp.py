@@ -90,7 +90,7 @@ def scale_by_adamp(
 
 def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
     """The keys that AdamP cannot work with."""
-    if config.galore is not None and config.has_galore:
+    if config.galore is not None:
         reason = "it compares whole gradients with weights; set galore.rank=0"
         yield "galore.rank", config.galore.rank, reason
 

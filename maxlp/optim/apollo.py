@@ -128,7 +128,7 @@ def scale_by_apollo_mini(
 
 def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
     """The keys that APOLLO cannot work with."""
-    if config.galore is not None and config.has_galore:
+    if config.galore is not None:
         yield "galore.rank", config.galore.rank, "it projects gradients itself; set galore.rank=0"
 
 

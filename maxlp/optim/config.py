@@ -188,7 +188,7 @@ class OptimizerConfig:
       mu_dtype: dtype of the first moment; None for the parameter's.
       options: keyword arguments of this optimizer alone. Of `b1, b2, eps, mu_dtype` it takes those that
         its function has (adafactor only `mu_dtype`, lion all but `eps`).
-      galore: projection of the gradients; None does not project.
+      galore: projection of the gradients; None, as also a rank of 0, does not project.
       low_bit: storage of the moments in few bits; None stores them as they are.
       adascale: S, the ratio of the batch to the small one that learning_rate, warmup_steps and
         train.total_steps are for: a step then counts as up to S of those steps (`maxlp.optim.adascale`, sgd
@@ -222,12 +222,14 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         schema.check(self)
+        if self.galore is not None and not self.galore.rank:
+            object.__setattr__(self, "galore", None)
         if self.schedule != "wsd" and self.decay_fraction != OptimizerConfig.decay_fraction:
             raise ValueError(
                 f"decay_fraction={self.decay_fraction} has no effect with schedule={self.schedule!r}; set "
                 "schedule='wsd', or leave it unset"
             )
-        if self.adascale is not None and self.galore is not None and self.has_galore:
+        if self.adascale is not None and self.galore is not None:
             raise ValueError(
                 f"galore.rank={self.galore.rank} cannot be combined with adascale={self.adascale}, which "
                 "measures the noise of whole gradients, not of projected ones; set galore.rank=0"
@@ -244,11 +246,6 @@ class OptimizerConfig:
     @property
     def kind(self) -> OptimizerKind:
         return pkgutil.resolve_name(OPTIMIZERS[self.name])
-
-    @property
-    def has_galore(self) -> bool:
-        """Whether gradients are projected."""
-        return self.galore is not None and self.galore.rank > 0
 
     @property
     def has_low_bit(self) -> bool:

@@ -48,7 +48,7 @@ LOWEST_RATE, HIGHEST_RATE = 0.0025 / 2, 0.0025 * 2
 
 def rate_warnings(config: OptimizerConfig) -> list[str]:
     """A line if projected kernels move much slower or faster than in GaLore's own pre-training."""
-    if config.galore is None or not config.has_galore or not config.kind.galore_rates:
+    if config.galore is None or not config.kind.galore_rates:
         return []
     rate = config.learning_rate * config.galore.scale
     if 0.999 * LOWEST_RATE < rate < 1.001 * HIGHEST_RATE:

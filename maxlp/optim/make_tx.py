@@ -142,7 +142,7 @@ def _rescale(config: OptimizerConfig) -> optax.GradientTransformation:
         )
     shared = {key: getattr(config, key) for key in SHARED if key in takes}
     rescale = scale_by(**shared, **config.options)
-    if config.galore is not None and config.has_galore:
+    if config.galore is not None:
         from maxlp.optim.galore import galore
 
         rescale = galore(rescale, config.galore)

@@ -26,7 +26,7 @@ def make_rms(config: OptimizerConfig) -> Rms:
     last_rms, state_type = config.kind.last_rms, config.kind.second_moment
     if last_rms is not None:
         return lambda grads, opt_state: by_name(last_rms(opt_state))
-    if state_type is None or config.has_galore or config.adagc is not None:
+    if state_type is None or config.galore is not None or config.adagc is not None:
         return lambda grads, opt_state: {}
     return functools.partial(_second_moment_rms, state_type=state_type, config=config)
 

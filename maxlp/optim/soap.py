@@ -94,7 +94,7 @@ def scale_by_soap(
 
 def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
     """The keys that SOAP cannot work with."""
-    if config.galore is not None and config.has_galore:
+    if config.galore is not None:
         yield "galore.rank", config.galore.rank, "its bases are those of whole gradients; set galore.rank=0"
 
 

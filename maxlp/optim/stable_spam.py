@@ -103,7 +103,7 @@ def _clip_spikes(g: jax.Array, largest: jax.Array, bound: jax.Array) -> jax.Arra
 
 def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
     """The keys that Stable-SPAM cannot work with."""
-    if config.galore is not None and config.has_galore and config.galore.moments == "reset":
+    if config.galore is not None and config.galore.moments == "reset":
         reason = "its moments are of normalized gradients; set galore.moments='keep' or 'reproject'"
         yield "galore.moments", config.galore.moments, reason
 

@@ -30,17 +30,18 @@ def check(params: optax.Params, config: OptimizerConfig) -> None:
     """
     if "targets" in config.options:
         check_matrices("options.targets", config.options["targets"], params)
-    if config.galore is not None and config.has_galore:
+    if config.galore is not None:
         galore.check_targets(params, config.galore)
     found = _projection(params, config)
-    if found is None or not (config.has_galore or "rank" in config.options):
+    has_galore = config.galore is not None
+    if found is None or not (has_galore or "rank" in config.options):
         return
     longest = max(found.sides.values())
-    most = longest - config.has_galore  # with all directions, GaLore is its optimizer in other coordinates
+    most = longest - has_galore  # with all directions, GaLore is its optimizer in other coordinates
     if found.rank > most:
         raise ValueError(
             f"{found.key}={found.rank} must be at most {most}, because no target has a short side above "
-            f"{longest}; lower it" + " or set galore.rank=0" * config.has_galore
+            f"{longest}; lower it" + " or set galore.rank=0" * has_galore
         )
 
 
@@ -64,7 +65,7 @@ def warnings(params: optax.Params, config: OptimizerConfig) -> list[str]:
 
 def _projection(params: optax.Params, config: OptimizerConfig) -> Projection | None:
     """None if no gradient is projected."""
-    if config.galore is not None and config.has_galore:
+    if config.galore is not None:
         key, rank, targets = "galore.rank", config.galore.rank, config.galore.targets
     elif "rank" in (parameters := _parameters(config)):
         key, rank = "options.rank", config.options.get("rank", parameters["rank"].default)

@@ -242,7 +242,7 @@ def _state_numerics(s: Settings) -> tuple[list, list, list]:
             moments.append(("mu_dtype=bfloat16", {"optimizer.mu_dtype": "bfloat16"}))
     if not optimizer.has_low_bit:
         moments.append(("low_bit=8bit", LOW_BIT))
-    if not optimizer.has_galore:
+    if optimizer.galore is None:
         rank = galore_rank(s)
         rate = optimizer.learning_rate / GaloreConfig.scale  # projected kernels keep theirs
         changes = {"optimizer.galore": {"rank": rank}, "optimizer.learning_rate": rate}

@@ -85,7 +85,7 @@ def adapter_refusal(s: Settings) -> str | None:
             f"train.lora.rank={s.train.lora.rank} freezes the kernels whose gradients precision.recipe="
             f"{s.precision.recipe} takes from a share of the tokens; unset one of them"
         )
-    if s.optimizer.has_galore:
+    if s.optimizer.galore is not None:
         return (
             "optimizer.galore does not apply to the low-rank matrices of train.lora; set one of them only"
         )
@@ -125,7 +125,7 @@ def _local_refusal(s: Settings, steps: int, machine: Machine) -> str | None:
         # Its average, which is evaluated, is that of one replica.
         (optimizer.kind.averages, f"optimizer.name={optimizer.name}", "optimizer.name=adamw"),
         # Not tried: each replica would choose subspaces of its own.
-        (optimizer.has_galore, "optimizer.galore", "optimizer.galore.rank=0"),
+        (optimizer.galore is not None, "optimizer.galore", "optimizer.galore.rank=0"),
     )
     if (message := first_refusal(f"train.local.steps={steps}", refused)) or total % steps == 0:
         return message

@@ -178,7 +178,7 @@ def too_many_tokens(s: Settings, size: int) -> str | None:
 
 def targets_are_matrices(s: Settings, machine: Machine) -> str | None:
     """GaLore, Muon, SOAP and APOLLO take matrices; a rank above all sides would be silently reduced."""
-    if {"targets", "rank"} & {*s.optimizer.options} or s.optimizer.has_galore:
+    if {"targets", "rank"} & {*s.optimizer.options} or s.optimizer.galore is not None:
         from maxlp.optim import targets
 
         with errors_of("optimizer"):
