@@ -571,8 +571,7 @@ class EncodedExamples:
             image = images.open_image(data, config.max_pixels)
         if rng is None:
             return images.eval_crop(image, size, self._how)
-        scale = (config.crop_scale[0], config.crop_scale[1])
-        return images.random_crop(image, size, rng, scale, how=self._how)
+        return images.random_crop(image, size, rng, config.crop_scale, how=self._how)
 
     def caption(self, record: dict[str, Any], rng: np.random.Generator | None) -> str:
         """The caption of a record, or a template with its class: a random one if there is an `rng`.

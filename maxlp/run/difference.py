@@ -237,11 +237,8 @@ class Compiled:
         """Each tapped module and layer, in the order of the forward pass."""
         for layers, group in itertools.groupby(self.taps.items(), lambda item: item[1].layers):
             modules = dict.fromkeys(path_name(path[:-1]) for path, _ in group)
-            yield from (
-                itertools.product(modules, [None])
-                if layers is None
-                else ((module, layer) for layer in range(layers) for module in modules)
-            )
+            for layer in [None] if layers is None else range(layers):
+                yield from ((module, layer) for module in modules)
 
 
 def shapes(tree: Any) -> Any:

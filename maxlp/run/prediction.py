@@ -163,8 +163,7 @@ def predictions(
         for n, (spec, low) in enumerate(chosen.items(), 1):
             grads, loss = _gradient(low, state, batches)
             numbers = {name: float(x) for name, x in jax.jit(distance)(grads, high).items()}
-            recipe = make_recipe(low.precision.recipe, **vars(low.precision.options))
-            change, mse = float(loss - high_loss), gaussian_mse(recipe)
+            change, mse = float(loss - high_loss), gaussian_mse(low.precision.make(low.precision.recipe))
             found.append(Prediction(spec, 1 - numbers["cosine"], numbers["error"], change, mse))
             note(n, len(chosen))
     return step, sorted(found, key=_by_angle)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from maxlp.core.train_state import State, abstract_state
 from maxlp.parallel.batches import device_batches
-from maxlp.precision import make_recipe
 from maxlp.run import changes, difference
 from maxlp.run.attribution import finite
 from maxlp.run.config import ConfigError
@@ -178,9 +177,8 @@ def _bits(s: Settings, other: Settings) -> int:
         getattr(s.precision, key) == getattr(other.precision, key) for key in ("recipe", "options", "rules")
     ):
         return bits
-    recipes = [make_recipe(s.precision.recipe, **vars(s.precision.options))]
-    recipes += [make_recipe(name) for _, name in s.precision.rules]
-    return min(bits, *(recipe.mantissa_bits for recipe in recipes))
+    names = (s.precision.recipe, *(name for _, name in s.precision.rules))
+    return min(bits, *(s.precision.make(name).mantissa_bits for name in names))
 
 
 def _check_states(a: Program, b: Program) -> None:
