@@ -339,7 +339,7 @@ def test_folders_without_a_model_or_a_run_are_named(tmp_path):
             {},
             "source holds a run or imported weights already; train --from=",
         ),
-        ('{"model_type": "clip"', {}, "source/config.json is not JSON .Expecting"),
+        ('{"model_type": "clip"', {}, "source/config.json is damaged .Expecting"),
         ('{"model_type": "clip"}', {}, "neither model.safetensors nor"),  # pickles are not read
         (
             '{"model_type": "clip"}',
@@ -408,7 +408,7 @@ def test_a_config_with_a_wrong_value_is_refused(llama, tmp_path, changes, messag
 @pytest.mark.parametrize("content", ["[]", "3", "null", '"llama"', "[" * 100_000])
 def test_a_config_that_is_no_object_is_refused(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"config.json is not (a )?JSON"):
+    with pytest.raises(ValueError, match=r"config\.json is damaged"):
         convert.import_weights(tmp_path, tmp_path / "run")
 
 

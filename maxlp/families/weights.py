@@ -8,7 +8,6 @@ keep the kernels of q, k and v in one tensor.
 import contextlib
 import dataclasses
 import fnmatch
-import json
 import math
 import pkgutil
 import re
@@ -22,6 +21,7 @@ from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 
 from maxlp import families, schema
 from maxlp.families import FAMILIES, Family
+from maxlp.runtime.files import read_json
 
 if TYPE_CHECKING:
     from maxlp.data.tokenizers import Tokenizer
@@ -170,13 +170,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist: {path.parent} holds no model")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); copy or download it again") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is not a JSON object with keys; copy or download it again")
-    return content
+    return read_json(path, remedy="copy or download it again")
 
 
 def find_format(source: Path, name: str | None = None) -> tuple[Family, WeightFormat]:

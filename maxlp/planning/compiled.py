@@ -20,8 +20,6 @@ from maxlp.planning import hlo
 from maxlp.run.experiment import Experiment
 from maxlp.runtime.hardware import host_peak
 
-PLATFORMS: dict[str, str] = {"gpu": "cuda"}  # JAX's lowering platform where it differs from the device's
-
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
@@ -86,7 +84,7 @@ def compile_step(run: Experiment, hlo_file: str | None = None) -> Compiled:
         function = jit_step(run.step, graphdef, abstract, run.mesh)
         start = time.perf_counter()
         traced = function.trace(abstract, run.abstract_batch())
-        lowered = traced.lower(lowering_platforms=(PLATFORMS.get(platform, platform),))
+        lowered = traced.lower(lowering_platforms=("cuda" if platform == "gpu" else platform,))
         try:
             done = _compile(lowered)
         except jax.errors.JaxRuntimeError as error:
