@@ -37,6 +37,11 @@ def with_memory(name: str, gib: float) -> topologies.Topology:
     )
 
 
+def layouts_of(s: Settings, topology: topologies.Topology) -> list[search.Candidate]:
+    """Those of `search.find`, which also searches other numerics."""
+    return search._Search(s, topology).fastest(search.Variant(), search.COUNT)
+
+
 def evaluated(s: Settings, topology: topologies.Topology, state) -> tuple[float, float] | None:
     """(peak, seconds) of settings, without anything of the search; None if they cannot run."""
     try:
@@ -83,7 +88,7 @@ def test_the_fastest_of_all_combinations_is_found(devices, clip_norm):
     least = min(peak for peak, _ in everything) / topologies.GIB
     for gib in (least * 0.99, least * 1.01, least * 1.3, least * 2, 70.0):
         topology = with_memory(f"h100:1x{devices}", gib)
-        layouts = search.find(s, topology).layouts
+        layouts = layouts_of(s, topology)
         fitting = [one for one in everything if one[0] <= gib * topologies.GIB]
         if not fitting:
             assert not layouts
@@ -179,10 +184,8 @@ def test_layouts_do_not_change_the_numerics():
         "train.release_gradients",
         "loss.num_chunks",
     }
-    found = search.find(small(), with_memory("h100:1x2", 2.0))
-    assert found.layouts and all(
-        key in layout or key.startswith("mesh.") for one in found.layouts for key in one.changes
-    )
+    found = layouts_of(small(), with_memory("h100:1x2", 2.0))
+    assert found and all(key in layout or key.startswith("mesh.") for one in found for key in one.changes)
 
 
 def test_layouts_keep_the_replicas_that_train_alone():
@@ -212,8 +215,8 @@ def test_free_stages_are_those_of_the_topology():
 def test_adascale_keeps_its_microbatches():
     changes = {"optimizer.name": "sgd", "optimizer.adascale": 2.0, "train.microbatches": 2}
     s = peaks.settings_of(llama(**peaks.LLAMA_SIZES), changes)
-    found = search.find(s, topologies.parse("h100:1x2"))
-    assert found.layouts and not any("train.microbatches" in one.changes for one in found.layouts)
+    found = layouts_of(s, topologies.parse("h100:1x2"))
+    assert found and not any("train.microbatches" in one.changes for one in found)
 
 
 def test_names_are_those_of_the_configs():
@@ -277,7 +280,7 @@ def test_state_that_a_mesh_splits_differently_is_that_of_the_mesh(changes):
     """The devices share the layers of SOAP; scales of blocks are split as far as there are blocks."""
     topology = topologies.parse("h100:1x8")
     s = peaks.settings_of(llama(**peaks.LLAMA_SIZES), {"data.batch_size": 8} | changes)
-    layouts = search.find(s, topology).layouts
+    layouts = layouts_of(s, topology)
     assert {"fsdp": 8}.items() <= layouts[0].layout["mesh"].items()
     for one in layouts:
         assert estimated_peak(search.changed(s, one.changes), topology) == pytest.approx(one.peak)
