@@ -21,8 +21,6 @@ and only the projector is gathered. `basis="randomized"` sums (m, r) blocks over
 gathers one layer's gradient at a time, at a refresh.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -237,7 +235,7 @@ def _new_projectors(
         )
 
     # One layer after the other: batched, the condition would become a selection and compute all layers.
-    return _over_layers(one, axes)((g, due))
+    return jax.lax.map(one, (g, due)) if axes else one((g, due))
 
 
 def _moved_moments(
@@ -343,13 +341,6 @@ def _unpacked(p: Any, dim: int, config: GaloreConfig) -> jax.Array:
     p = p if dim == -2 else jax.tree.map(lambda x: jnp.swapaxes(x, -2, -1), p)
     name = config.projector
     return p.astype(jnp.float32) if name in FLOATS else decode(p, name, block_size=BLOCK_SIZE)
-
-
-def _over_layers(fn: Callable[[Any], Any], axes: int) -> Callable[[Any], Any]:
-    """Maps `fn` sequentially over that many leading axes."""
-    for _ in range(axes):
-        fn = functools.partial(jax.lax.map, fn)
-    return fn
 
 
 # --- bases: r orthonormal columns (m, r) of a matrix (m, n), the directions of most energy first ---------

@@ -166,11 +166,7 @@ def predictions(
             change, mse = float(loss - high_loss), gaussian_mse(low.precision.make(low.precision.recipe))
             found.append(Prediction(spec, 1 - numbers["cosine"], numbers["error"], change, mse))
             note(n, len(chosen))
-    return step, sorted(found, key=_by_angle)
-
-
-def _by_angle(p: Prediction) -> float:
-    return p.angle if math.isfinite(p.angle) else math.inf
+    return step, sorted(found, key=lambda p: p.angle if math.isfinite(p.angle) else math.inf)
 
 
 def _gradient(s: Settings, state: State, batches: list[Any]) -> tuple[dict, jax.Array]:

@@ -103,7 +103,6 @@ class LlamaConfig:
             raise ValueError(
                 f"head_dim={self.head_dim} is odd, but the rotary embedding rotates pairs; use an even one"
             )
-
         if self.qk_clip is not None and self.qk_norm:
             raise ValueError(
                 f"qk_clip={self.qk_clip} has no effect with qk_norm=True, whose norms undo any scale of "

@@ -58,15 +58,11 @@ def scale(x: jax.Array) -> Scaled:
 
 def unscale(tree):
     """A tree with every `Scaled` as a float32 array."""
-    return jax.tree.map(_float32, tree, is_leaf=_is_scaled)
 
+    def is_scaled(x) -> bool:
+        return isinstance(x, Scaled)
 
-def _float32(x):
-    return value(x) if _is_scaled(x) else x
-
-
-def _is_scaled(x) -> bool:
-    return isinstance(x, Scaled)
+    return jax.tree.map(lambda x: value(x) if is_scaled(x) else x, tree, is_leaf=is_scaled)
 
 
 def rescale(x: Scaled) -> Scaled:
