@@ -87,7 +87,7 @@ def kept_checkpoints(workdir: Path, rollbacks: int) -> Path:
 
 def skip_excluded_batches(
     workdir: Path, step: int, batches: Iterator[Any], before: int = sys.maxsize
-) -> int:
+) -> None:
     """Draws and drops the batches that rollbacks to this step, or to an earlier one, exclude.
 
     Args:
@@ -96,22 +96,17 @@ def skip_excluded_batches(
       batches: the data iterator, restored with that state; ``get_state()["step"]`` counts its batches.
       before: a number of batches; a rollback that excludes later ones has not happened yet.
 
-    Returns:
-      The number of batches that were dropped.
-
     Raises:
       ValueError: the data end with an excluded batch.
     """
     ends = [entry["batches"][1] for entry in read_rollbacks(workdir) if entry["to"] <= step]
-    end, count = max((end for end in ends if end <= before), default=0), 0
+    end = max((end for end in ends if end <= before), default=0)
     while batches.get_state()["step"] < end:
         if next(batches, None) is None:
             raise ValueError(
                 f"{_rollbacks_path(workdir)} leaves out all batches up to {end}, more than the data have; "
                 "raise config.data.num_epochs, or lower spikes.skip_batches before the next rollback"
             )
-        count += 1
-    return count
 
 
 def set_spikes_aside(workdir: Path) -> None:

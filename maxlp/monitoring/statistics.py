@@ -32,15 +32,10 @@ def tensor_statistics(grads: optax.Updates, opt_state: optax.OptState, *, rms: R
     Returns:
       ``{"grad_norms": …}``, and ``{"rms": …}`` unless that is empty.
     """
-    found = {"grad_norms": tensor_norms(grads)}
+    found = {"grad_norms": by_name(jax.tree.map_with_path(tensor_norm, widened(grads)))}
     if measured := rms(grads, opt_state):
         found["rms"] = measured
     return found
-
-
-def tensor_norms(tree: Any) -> Tensors:
-    """L2 norm of each tensor, for each layer of a stack."""
-    return by_name(jax.tree.map_with_path(tensor_norm, widened(tree)))
 
 
 # --- on the host --------------------------------------------------------------------------------------

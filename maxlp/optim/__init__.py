@@ -6,17 +6,14 @@ it needs and its own options as keywords, and with its `config.OptimizerKind`, a
 """
 
 from maxlp.optim.config import OPTIMIZERS, AdaGCConfig, GaloreConfig, LowBitConfig, OptimizerConfig
-from maxlp.optim.make_tx import Optimizer, decay_mask, eval_params, make_tx
-from maxlp.optim.schedules import SCHEDULES
+from maxlp.optim.make_tx import decay_mask, eval_params, make_tx
 from maxlp.optim.tree_utils import state_bytes
 
 __all__ = [
     "OPTIMIZERS",
-    "SCHEDULES",
     "AdaGCConfig",
     "GaloreConfig",
     "LowBitConfig",
-    "Optimizer",
     "OptimizerConfig",
     "decay_mask",
     "eval_params",
