@@ -104,10 +104,8 @@ def prepare_text(
     if "messages" in documents[0]:
         if encoder is None:
             raise ValueError(f"source {source!r} holds conversations; give the --tokenizer of their model")
-        make_record, dtype = (
-            functools.partial(_conversation_record, chat=make_chat(encoder, tokenizer)),
-            CONVERSATION_DTYPE,
-        )
+        make_record = functools.partial(_conversation_record, chat=make_chat(encoder, tokenizer))
+        dtype = CONVERSATION_DTYPE
     with shards_lib.destination(output, names) as folder, shards_lib.no_partial_files(folder):
         written = shards_lib.write_shards(folder, documents, make_record, shards, num_workers)
         manifest = _text_manifest(documents, written, encoder, dtype, split_options(tokenizer)[1])

@@ -148,10 +148,8 @@ def fits(value: Any, hint: Any) -> bool:
     return _error("", value, hint) is None
 
 
-@functools.lru_cache(maxsize=10_000, typed=True)  # True is not 1
-def _scalar_fits(value: Any, hint: Any) -> bool:
-    """`fits`, remembered: the planner's search checks the same values in thousands of settings."""
-    return fits(value, hint)
+# Remembered: the planner's search checks the same values in thousands of settings. (True is not 1.)
+_scalar_fits = functools.lru_cache(maxsize=10_000, typed=True)(fits)
 
 
 @functools.cache
