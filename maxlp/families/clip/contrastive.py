@@ -335,10 +335,14 @@ def _add_exponentials(
     return new, total * jnp.exp(maximum - new) + jnp.sum(exponentials, axis=axis)
 
 
-def split_tiles(x: jax.Array, tile_size: int, fill: int = 0) -> jax.Array:
-    """(b, …) to tiles of equal size (n, t, …) with t at most ``tile_size``; the last one is padded."""
+def split_tiles(x: jax.Array, tile_size: int, fill: int = 0, multiple: int = 1) -> jax.Array:
+    """(b, …) to tiles of equal size (n, t, …) with t at most ``tile_size``; the last one is padded.
+
+    Args:
+      multiple: t is rounded up to a multiple of it.
+    """
     n = math.ceil(len(x) / tile_size)
-    t = math.ceil(len(x) / n)
+    t = math.ceil(len(x) / n / multiple) * multiple
     padding = [(0, n * t - len(x))] + [(0, 0)] * (x.ndim - 1)
     return jnp.pad(x, padding, constant_values=fill).reshape(n, t, *x.shape[1:])
 

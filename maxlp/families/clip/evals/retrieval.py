@@ -91,5 +91,9 @@ def _ranks(queries: tuple, own_Q: jax.Array, candidates: tuple, *, tile_size: in
 
         return jax.lax.scan(add, jnp.zeros(len(id_t), jnp.int32), candidate_tiles)[0]
 
-    rank_nt = jax.lax.map(rank, tuple(split_tiles(x, tile_size) for x in (query_QE, id_Q, own_Q)))
+    # Padded, because a tile whose queries the devices cannot divide would be computed on all of them.
+    mesh = jax.sharding.get_abstract_mesh()
+    multiple = 1 if mesh.empty else sharding.batch_shards(mesh)
+    query_tiles = tuple(split_tiles(x, tile_size, multiple=multiple) for x in (query_QE, id_Q, own_Q))
+    rank_nt = jax.lax.map(rank, query_tiles)
     return sharding.constrain(rank_nt.reshape(-1)[: len(id_Q)], None)

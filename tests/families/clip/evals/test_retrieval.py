@@ -1,11 +1,13 @@
 """Retrieval with the images and texts themselves as features, so that every score is known."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlp.families.clip.evals.retrieval import retrieval
+from maxlp.families.clip.evals.retrieval import _ranks, retrieval
 from maxlp.parallel import sharding
 from maxlp.parallel.batches import global_batch
 
@@ -104,6 +106,14 @@ def test_a_mesh_equals_one_device():
     with jax.set_mesh(mesh := sharding.make_mesh(fsdp=4, tensor=2)):
         placed = (global_batch(b, mesh) for b in batches(images, texts, size=8))
         assert retrieval(identity, identity, placed, tile_size=16) == want
+
+
+@pytest.mark.parametrize("size, t", [(1000, 10), (16, 4)])
+def test_each_device_ranks_its_part_of_any_number_of_queries(size, t):
+    queries = jnp.ones((37, 6)), jnp.arange(37)
+    with jax.set_mesh(sharding.make_mesh(fsdp=4, tensor=2)):
+        program = _ranks.lower(queries, jnp.ones(37), queries, tile_size=size).compile().as_text()
+    assert re.findall(r"= f32\[(\d+),\d+\]\S* dot\(", program) == [str(t)]
 
 
 def test_what_fills_up_a_tile_is_not_a_candidate():
