@@ -200,31 +200,53 @@ def _backward(static: Static, residuals, g):
         grad_amax = delayed.delayed_amax(history, current, static.recipe.cold_start)
         new_history = delayed.push(history, current)
     amaxes_and_grad = amaxes | {"output_grad": grad_amax, "output_grad_now": current}
-    dx = input_gradient(static, saved, g, amaxes_and_grad)
-    dkernel = kernel_gradient(static, saved, g, amaxes_and_grad)
+    q_g = _quantized_once(static.recipe, g, grad_amax)
+    dx = input_gradient(static, saved, g, amaxes_and_grad, q_g)
+    dkernel = kernel_gradient(static, saved, g, amaxes_and_grad, q_g)
     return dx, dkernel, None, None, None, new_history
 
 
 _dot.defvjp(forward, _backward)
 
 
-def input_gradient(static: Static, saved, g: jax.Array, amaxes) -> jax.Array:
-    """The matmul ``dlhs``: (…, N) · (K, N) to (…, K)."""
+def _quantized_once(recipe: Recipe, g: jax.Array, delayed_amax) -> Quantized | None:
+    """The output's gradient as both matmuls take it; None where they take different forms.
+
+    As one array, it is sent to the devices of a mesh once. XLA does not join two gathers of equal arrays.
+    """
+    if recipe.dlhs is None or recipe.drhs is None or recipe.hadamard:
+        return None
+    of_dlhs, of_drhs = recipe.dlhs[0], recipe.drhs[1]
+    if of_drhs.in_blocks or not _serves_both(of_dlhs, of_drhs):
+        return None
+    return quantize(recipe, of_dlhs, g, (g.ndim - 1,), delayed_amax)
+
+
+def input_gradient(static: Static, saved, g: jax.Array, amaxes, q_g: Quantized | None = None) -> jax.Array:
+    """The matmul ``dlhs``: (…, N) · (K, N) to (…, K).
+
+    Args:
+      q_g: of `_quantized_once`.
+    """
     pair, dtype, sharding = static.recipe.dlhs, static.in_dtype, _sharding(saved[0])
     if pair is None:
         return unquantized(g.astype(dtype), _as(saved[1], dtype), (-1,), (1,), dtype, sharding)
-    q_g, q_kernel = dlhs_operands(static.recipe, saved[1], g, amaxes)
+    q_g, q_kernel = dlhs_operands(static.recipe, saved[1], g, amaxes, q_g)
     return _gemm(q_g, q_kernel, (-1,), (1,), pair, dtype, Precision.HIGHEST, sharding)
 
 
-def dlhs_operands(recipe: Recipe, saved_kernel, g: jax.Array, amaxes) -> tuple[Quantized, Quantized]:
+def dlhs_operands(
+    recipe: Recipe, saved_kernel, g: jax.Array, amaxes, q_g: Quantized | None = None
+) -> tuple[Quantized, Quantized]:
     assert recipe.dlhs is not None
     q_kernel = _requantize(recipe, saved_kernel, 1, recipe.dlhs[1], (1,), amaxes["kernel"])
-    return quantize(recipe, recipe.dlhs[0], g, (g.ndim - 1,), amaxes["output_grad"]), q_kernel
+    if q_g is None:
+        q_g = quantize(recipe, recipe.dlhs[0], g, (g.ndim - 1,), amaxes["output_grad"])
+    return q_g, q_kernel
 
 
-def kernel_gradient(static: Static, saved, g: jax.Array, amaxes) -> jax.Array:
-    """The matmul ``drhs``: (…, K) · (…, N) to (K, N), summed over all tokens."""
+def kernel_gradient(static: Static, saved, g: jax.Array, amaxes, q_g: Quantized | None = None) -> jax.Array:
+    """The matmul ``drhs``: (…, K) · (…, N) to (K, N), summed over all tokens; see `input_gradient`."""
     pair, dtype, sharding = static.recipe.drhs, static.in_dtype, _sharding(saved[1])
     tokens = tuple(range(g.ndim - 1))
 
@@ -241,7 +263,7 @@ def kernel_gradient(static: Static, saved, g: jax.Array, amaxes) -> jax.Array:
     elif pair is None:
         operands = _as(saved[0], dtype), g.astype(dtype)
     else:
-        operands = drhs_operands(static.recipe, *over_tokens(static.recipe, saved[0], g), amaxes)
+        operands = drhs_operands(static.recipe, *over_tokens(static.recipe, saved[0], g), amaxes, q_g)
     if static.sum_over_rows is None:
         return product(*operands)
     return static.sum_over_rows(product, *operands)
@@ -259,11 +281,14 @@ def over_tokens(recipe: Recipe, saved_x, g: jax.Array) -> tuple[Any, jax.Array]:
     return saved_x, g
 
 
-def drhs_operands(recipe: Recipe, saved_x, g: jax.Array, amaxes) -> tuple[Quantized, Quantized]:
+def drhs_operands(
+    recipe: Recipe, saved_x, g: jax.Array, amaxes, q_g: Quantized | None = None
+) -> tuple[Quantized, Quantized]:
     assert recipe.drhs is not None
     tokens = tuple(range(g.ndim - 1))
     q_x = _requantize(recipe, saved_x, 0, recipe.drhs[0], tokens, amaxes["input"])
-    q_g = quantize(recipe, recipe.drhs[1], g, tokens, amaxes["output_grad"])
+    if q_g is None:
+        q_g = quantize(recipe, recipe.drhs[1], g, tokens, amaxes["output_grad"])
     if (current := amaxes["output_grad_now"]) is not None:
         # As in `quantize_forward`, but where NaN in its place would cost XLA for GPUs a pass over the data.
         q_g = q_g._replace(scale=jnp.where(jnp.isfinite(current), q_g.scale, current))

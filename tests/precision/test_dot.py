@@ -341,3 +341,11 @@ def test_a_shared_input_is_quantized_once(apply, casts):
 
     x = arrays()[0]
     assert conversions_of(jax.make_jaxpr(forward)(x).jaxpr, x.shape) == casts
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed"])
+def test_both_matmuls_take_the_same_quantized_gradient(name):
+    """Two equal arrays would be sent to the devices of a mesh twice."""
+    layer = Layer(make_recipe(name))
+    program = str(jax.make_jaxpr(layer.step)(layer.state, *arrays()))
+    assert program.count("new_dtype=float8_e5m2") == 1

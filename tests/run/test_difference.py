@@ -124,10 +124,10 @@ def scale_along_the_wrong_axis(patch):
 def swap_formats(patch):
     dlhs_operands = dot.dlhs_operands
 
-    def swapped(recipe, *args):
-        g, kernel = recipe.dlhs
-        pair = dataclasses.replace(g, format=kernel.format), dataclasses.replace(kernel, format=g.format)
-        return dlhs_operands(dataclasses.replace(recipe, dlhs=pair), *args)
+    def swapped(recipe, saved_kernel, g, amaxes, q_g=None):
+        a, b = recipe.dlhs
+        pair = dataclasses.replace(a, format=b.format), dataclasses.replace(b, format=a.format)
+        return dlhs_operands(dataclasses.replace(recipe, dlhs=pair), saved_kernel, g, amaxes)
 
     patch.setattr(dot, "dlhs_operands", swapped)
 
