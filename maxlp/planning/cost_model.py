@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from maxlp import families
 from maxlp.core.train_state import State, abstract_state, num_params
+from maxlp.numerics.formats import FORMATS
 from maxlp.optim.muon import TOGETHER
 from maxlp.optim.soap import Side
 from maxlp.parallel.by_layers import ORDER
@@ -191,6 +192,27 @@ def gathered_itemsize(s: Settings, path: str, itemsize: int) -> float:
         return itemsize
     plain = _plain_share(s, path)
     return plain * itemsize + (1 - plain)
+
+
+def gathered_gradient_itemsize(s: Settings, machine: Machine, path: str, itemsize: int) -> float:
+    """Bytes in which ``tensor`` gathers a number of an output's gradient, on average over the layers.
+
+    On GPUs each matmul gathers the form that it takes, and two that take the same one gather it once
+    (`precision.mesh_product`). Others, blocks and adapters count as in high precision.
+
+    Args:
+      itemsize: of the dtype of the matmuls.
+    """
+    gemms, on_gpu = s.recipe(path).gemms, machine.platform in ("cuda", "gpu")
+    forms = [gemms[gemm][n] if gemm in gemms else None for gemm, n in (("dlhs", 0), ("drhs", 1))]
+    in_blocks = any(form is not None and form.in_blocks for form in forms)
+    if not on_gpu or forms == [None, None] or in_blocks or s.train.lora or s.replicas_are_apart:
+        return itemsize
+    if forms[0] == forms[1] and forms[0].granularity == "tensor":
+        forms.pop()
+    plain = _plain_share(s, path)
+    sizes = [itemsize if form is None else FORMATS[form.format].bits / 8 for form in forms]
+    return plain * itemsize + (1 - plain) * sum(sizes)
 
 
 @dataclasses.dataclass(frozen=True)

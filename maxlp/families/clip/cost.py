@@ -23,6 +23,7 @@ from maxlp.planning.cost_model import (
     Ledger,
     StateShapes,
     Work,
+    gathered_gradient_itemsize,
     gathered_itemsize,
     held_state,
     matmul_flops,
@@ -339,7 +340,10 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
         widths = [width // tower.t for width in tower.widths]
         kind, size = scatter_of_gradients(settings, tower.D, widths, tower.a)
         ledger.add(kind, ("fsdp",), size, tower.L * summed)
-        ledger.add("all-gather", ("tensor",), tower.x, (2 * forward + 2 + 2 * again) * tower.L * M)
+        ledger.add("all-gather", ("tensor",), tower.x, (2 * forward + 2 * again) * tower.L * M)
+        for path in (f"{name}/layers/attn/o_proj", f"{name}/layers/mlp/down_proj"):
+            sent = gathered_gradient_itemsize(settings, machine, path, tower.a)
+            ledger.add("all-gather", ("tensor",), tower.x / tower.a * sent, tower.L * M)
         ledger.add("reduce-scatter", ("tensor",), tower.x, (2 * forward + 2 + again) * tower.L * M)
         ledger.add("all-reduce", ("data",), tower.L * weights / tower.shards, summed)
         if summed and not settings.train.release_gradients:

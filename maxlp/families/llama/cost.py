@@ -25,6 +25,7 @@ from maxlp.planning.cost_model import (
     Ledger,
     StateShapes,
     Work,
+    gathered_gradient_itemsize,
     gathered_itemsize,
     held_state,
     matmul_flops,
@@ -527,7 +528,10 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     if settings.model.qk_clip is not None:
         ledger.add("all-gather", ("context",), k * s.context * s.a, runs)
     ledger.add("collective-permute", ("context", "tensor") if turns else (), whole_x / s.t / 2, 4 * m)
-    ledger.add("all-gather", ("tensor",), x, (4 + 2 * again) * runs)
+    ledger.add("all-gather", ("tensor",), x, (2 + 2 * again) * runs)
+    for path in ("layers/attn/o_proj", "layers/mlp/down_proj"):
+        sent = gathered_gradient_itemsize(settings, machine, path, s.a)
+        ledger.add("all-gather", ("tensor",), x / s.a * sent, runs)
     ledger.add("reduce-scatter", ("tensor",), x, (4 + again) * runs)
     summed, exchange = (of_stage.L * weights + 2 * head) / s.shards, settings.precision.exchange
     tables = (head + head / s.a * 4) / s.shards
