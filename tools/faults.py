@@ -382,6 +382,7 @@ OPTIM = [
         ("return _transposed(q), jnp.take_along_axis(nu, along, axis=dim)", "return _transposed(q), nu"),
         ("dim != (-2 if m <= n else -1)", "dim != (-1 if m <= n else -2)"),
         ("p.shape[dim] > longest", "p.shape[dim] > 2 * longest"),
+        ("spread(jax.lax.optimization_barrier(m))", "spread(m)"),
     ),
     *_in(
         "optim/schedule_free.py",
@@ -1149,6 +1150,8 @@ PARALLEL = [
         "optim/test_muon.py",
         ("layers[: i + 1], *free) for i in range(len(layers) - 1)", "*free) for i in range(0)"),
         ("len(shape) < 3 or", "True or", "optim/test_soap.py"),
+        ("[_as_it_is(x), *_stages(x)]", "_stages(x)"),
+        ("[*_stages(x)[::-1], _as_it_is(x)]", "_stages(x)[::-1]"),
     ),
     *_in(
         "parallel/batches.py",
