@@ -1,7 +1,6 @@
 """What the two pipelines share: range checks, permutations, checks of states."""
 
 import functools
-import math
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
@@ -72,16 +71,6 @@ _cached_permutation = functools.lru_cache(maxsize=16)(permutation)
 @functools.lru_cache(maxsize=16)
 def _single_seed(seeds: Seeds) -> int:
     return int(np.random.SeedSequence(seeds).generate_state(1)[0])
-
-
-def early_end(num_epochs: int | None, steps_per_epoch: float, steps: int) -> str:
-    """The line that warns of data that end before so many steps; "" if they suffice."""
-    if num_epochs is None or (last := math.ceil(num_epochs * steps_per_epoch)) >= steps:
-        return ""
-    return (
-        f"\nwarning: data.num_epochs={num_epochs} ends the data after about {last:,} of {steps:,} steps; "
-        "raise it, or lower train.total_steps"
-    )
 
 
 def check_settings(saved: Mapping[str, Any], settings: Mapping[str, Any], allow_change: bool) -> set[str]:

@@ -1,7 +1,8 @@
 """About how many tokens and windows the documents of a source give, from a sample of them."""
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,37 @@ from maxlp.data.tokenizers import Tokenizer, as_bytes
 # With fewer documents, a few long ones among them would matter.
 SAMPLED_DOCUMENTS, ENOUGH_DOCUMENTS, SAMPLE_SECONDS = 1024, 128, 0.5
 ENCODED_BYTES, ENCODED_PIECE = 200_000, 4_000
+
+
+def describe(sources: Sequence[Any], tokenizer: Tokenizer, settings: Mapping[str, Any], steps: int) -> str:
+    """See `text.TextDataset.describe`."""
+    noun = "document" if settings["documents"] == [1] else "documents"
+    documents = f"{' + '.join(f'{count:,}' for count in settings['documents'])} {noun}"
+    found = [sample_lengths(source, tokenizer) for source in sources]
+    lengths = [sample for sample in found if sample is not None and sample.any()]
+    if not lengths or len(lengths) < len(found):
+        return documents
+    tokens = [len(source) * float(n.mean()) for source, n in zip(sources, lengths, strict=True)]
+    documents += f", about {' + '.join(f'{n / 1e6:,.2g}' for n in tokens)} M tokens"
+    if not steps:
+        return documents
+    per_window = [tokens_per_window(sample, settings) for sample in lengths]
+    shares = zip(settings["weights"], per_window, tokens, strict=True)
+    rows = steps * settings["batch_size"]
+    epochs = " + ".join(f"{weight * rows * size / n:.2g}" for weight, size, n in shares)
+    steps_per_epoch = tokens[0] / per_window[0] / settings["batch_size"]
+    ends = early_end(settings["num_epochs"], steps_per_epoch, steps)
+    return f"{documents}; {steps:,} steps read {epochs} epochs{ends}"
+
+
+def early_end(num_epochs: int | None, steps_per_epoch: float, steps: int) -> str:
+    """The line that warns of data that end before so many steps; "" if they suffice."""
+    if num_epochs is None or (last := math.ceil(num_epochs * steps_per_epoch)) >= steps:
+        return ""
+    return (
+        f"\nwarning: data.num_epochs={num_epochs} ends the data after about {last:,} of {steps:,} steps; "
+        "raise it, or lower train.total_steps"
+    )
 
 
 def sample_lengths(source: Any, tokenizer: Tokenizer) -> np.ndarray | None:

@@ -280,8 +280,10 @@ class ImageTextDataset:
         examples = f"{len(self.examples):,} example{'s' * (len(self.examples) > 1)}"
         if not steps:
             return examples
+        from maxlp.data import estimates  # only a start needs them
+
         epochs = steps * self.config.batch_size / len(self.examples)
-        ends = common.early_end(self.config.num_epochs, self.steps_per_epoch, steps)
+        ends = estimates.early_end(self.config.num_epochs, self.steps_per_epoch, steps)
         return f"{examples}; {steps:,} steps read {epochs:.2g} epochs{ends}"
 
     @property

@@ -270,23 +270,7 @@ class TextDataset:
         """
         from maxlp.data import estimates  # only a start needs them
 
-        noun = "document" if self.settings["documents"] == [1] else "documents"
-        documents = f"{' + '.join(f'{count:,}' for count in self.settings['documents'])} {noun}"
-        found = [estimates.sample_lengths(source, self.tokenizer) for source in self.sources]
-        lengths = [sample for sample in found if sample is not None and sample.any()]
-        if not lengths or len(lengths) < len(found):
-            return documents
-        tokens = [len(source) * float(n.mean()) for source, n in zip(self.sources, lengths, strict=True)]
-        documents += f", about {' + '.join(f'{n / 1e6:,.2g}' for n in tokens)} M tokens"
-        if not steps:
-            return documents
-        per_window = [estimates.tokens_per_window(sample, self.settings) for sample in lengths]
-        shares = zip(self.settings["weights"], per_window, tokens, strict=True)
-        rows = steps * self.settings["batch_size"]
-        epochs = " + ".join(f"{weight * rows * size / n:.2g}" for weight, size, n in shares)
-        steps_per_epoch = tokens[0] / per_window[0] / self.settings["batch_size"]
-        ends = common.early_end(self.settings["num_epochs"], steps_per_epoch, steps)
-        return f"{documents}; {steps:,} steps read {epochs} epochs{ends}"
+        return estimates.describe(self.sources, self.tokenizer, self.settings, steps)
 
 
 class TextIterator:

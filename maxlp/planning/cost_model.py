@@ -12,7 +12,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from maxlp import families
 from maxlp.core.train_state import State, abstract_state, num_params
-from maxlp.numerics.formats import FORMATS
 from maxlp.optim.muon import TOGETHER
 from maxlp.optim.soap import Side
 from maxlp.parallel.by_layers import ORDER
@@ -211,8 +210,8 @@ def gathered_gradient_itemsize(s: Settings, machine: Machine, path: str, itemsiz
     if forms[0] == forms[1] and forms[0].granularity == "tensor":
         forms.pop()
     plain = _plain_share(s, path)
-    sizes = [itemsize if form is None else FORMATS[form.format].bits / 8 for form in forms]
-    return plain * itemsize + (1 - plain) * sum(sizes)
+    sent = sum(itemsize if form is None else form.itemsize for form in forms)
+    return plain * itemsize + (1 - plain) * sent
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,8 @@ import dataclasses
 import itertools
 from typing import Annotated, Any, NamedTuple
 
+import jax.numpy as jnp
+
 from maxlp import schema
 from maxlp.numerics import formats
 from maxlp.numerics.formats import BLOCK_SCALES, GRANULARITIES, MX_BLOCK
@@ -71,6 +73,11 @@ class Operand:
     def in_blocks(self) -> bool:
         """Whether blocks or tiles share a scale."""
         return self.granularity in ("block", "tile")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes that hold a number, without scales."""
+        return jnp.dtype(formats.get(self.format).dtype).itemsize
 
     @property
     def is_emulated(self) -> bool:

@@ -286,6 +286,7 @@ def test_offloaded_state_passes_between_the_host_and_the_device_once_each_way():
         ("bf16", 1.0),
         ("fp8_delayed", 0.75),  # both matmuls take the same 8 bits
         ("int8_switchback", 1.25),  # one takes 8 bits, the other 16
+        ("simulate", 1.0),  # 8 bits, held in 16
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "clip"])
