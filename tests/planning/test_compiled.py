@@ -163,7 +163,8 @@ def test_galore_gathers_gradients_at_a_refresh_alone(tensor):
     ours, found = collectives_on(peaks.settings_of(llama(**peaks.LLAMA_SIZES), changes), "h100:1x8")
     usual = [one for one in found if not one.rare]
     assert gathered(usual) == pytest.approx(gathered(ours), rel=0.1)  # and the projectors
-    assert gathered(found) > 1.05 * gathered(ours)
+    at_refresh = sum(one.sent for one in found if one.rare and one.kind == "all-gather")
+    assert at_refresh > 0.2 * gathered(ours)  # over both axes
     of_tensor = ("all-gather", ("tensor",))
     sent = [sum(c.sent for c in each if (c.kind, c.axes) == of_tensor) for each in (usual, ours)]
     assert sent[0] <= 1.15 * sent[1]
