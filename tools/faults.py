@@ -646,7 +646,7 @@ PRECISION = [
             'quantize(recipe, recipe.drhs[0], g, tokens, amaxes["output_grad"])',
             "precision/test_delayed.py",
         ),
-        ("jnp.where(jnp.isfinite(current), q_g.scale, current)", "q_g.scale", "precision/test_delayed.py"),
+        ("jnp.where(jnp.isfinite(current), g.scale, current)", "g.scale", "precision/test_delayed.py"),
         ("x = jnp.where(jnp.isfinite(x), x, jnp.nan)", "pass", "precision/test_delayed.py"),
         ('(x.ndim - 1,) if tensor == "input" else (0,)', "(0,)"),
         ('(x.ndim - 1,) if tensor == "input" else (0,)', "(x.ndim - 1,)"),

@@ -121,3 +121,7 @@ class Quantized(NamedTuple):
     codes: jax.Array
     scale: jax.Array
     tensor_scale: jax.Array | None = None
+
+    @property
+    def ndim(self) -> int:
+        return self.codes.ndim

@@ -200,52 +200,50 @@ def _backward(static: Static, residuals, g):
         grad_amax = delayed.delayed_amax(history, current, static.recipe.cold_start)
         new_history = delayed.push(history, current)
     amaxes_and_grad = amaxes | {"output_grad": grad_amax, "output_grad_now": current}
-    q_g = _quantized_once(static.recipe, g, grad_amax)
-    dx = input_gradient(static, saved, g, amaxes_and_grad, q_g)
-    dkernel = kernel_gradient(static, saved, g, amaxes_and_grad, q_g)
+    g = _quantized_once(static.recipe, g, grad_amax)
+    dx = input_gradient(static, saved, g, amaxes_and_grad)
+    dkernel = kernel_gradient(static, saved, g, amaxes_and_grad)
     return dx, dkernel, None, None, None, new_history
 
 
 _dot.defvjp(forward, _backward)
 
 
-def _quantized_once(recipe: Recipe, g: jax.Array, delayed_amax) -> Quantized | None:
-    """The output's gradient as both matmuls take it; None where they take different forms.
+def _quantized_once(recipe: Recipe, g: jax.Array, delayed_amax) -> Any:
+    """The output's gradient as both matmuls take it; as it is where they take different forms.
 
     As one array, it is sent to the devices of a mesh once. XLA does not join two gathers of equal arrays.
     """
     if recipe.dlhs is None or recipe.drhs is None or recipe.hadamard:
-        return None
+        return g
     of_dlhs, of_drhs = recipe.dlhs[0], recipe.drhs[1]
     if of_drhs.in_blocks or not _serves_both(of_dlhs, of_drhs):
-        return None
+        return g
     return quantize(recipe, of_dlhs, g, (g.ndim - 1,), delayed_amax)
 
 
-def input_gradient(static: Static, saved, g: jax.Array, amaxes, q_g: Quantized | None = None) -> jax.Array:
+def input_gradient(static: Static, saved, g: Any, amaxes) -> jax.Array:
     """The matmul ``dlhs``: (…, N) · (K, N) to (…, K).
 
     Args:
-      q_g: of `_quantized_once`.
+      g: the output's gradient, an array or its quantized form.
     """
     pair, dtype, sharding = static.recipe.dlhs, static.in_dtype, _sharding(saved[0])
     if pair is None:
         return unquantized(g.astype(dtype), _as(saved[1], dtype), (-1,), (1,), dtype, sharding)
-    q_g, q_kernel = dlhs_operands(static.recipe, saved[1], g, amaxes, q_g)
+    q_g, q_kernel = dlhs_operands(static.recipe, saved[1], g, amaxes)
     return _gemm(q_g, q_kernel, (-1,), (1,), pair, dtype, Precision.HIGHEST, sharding)
 
 
-def dlhs_operands(
-    recipe: Recipe, saved_kernel, g: jax.Array, amaxes, q_g: Quantized | None = None
-) -> tuple[Quantized, Quantized]:
+def dlhs_operands(recipe: Recipe, saved_kernel, g: Any, amaxes) -> tuple[Quantized, Quantized]:
     assert recipe.dlhs is not None
     q_kernel = _requantize(recipe, saved_kernel, 1, recipe.dlhs[1], (1,), amaxes["kernel"])
-    if q_g is None:
-        q_g = quantize(recipe, recipe.dlhs[0], g, (g.ndim - 1,), amaxes["output_grad"])
-    return q_g, q_kernel
+    if not isinstance(g, Quantized):
+        g = quantize(recipe, recipe.dlhs[0], g, (g.ndim - 1,), amaxes["output_grad"])
+    return g, q_kernel
 
 
-def kernel_gradient(static: Static, saved, g: jax.Array, amaxes, q_g: Quantized | None = None) -> jax.Array:
+def kernel_gradient(static: Static, saved, g: Any, amaxes) -> jax.Array:
     """The matmul ``drhs``: (…, K) · (…, N) to (K, N), summed over all tokens; see `input_gradient`."""
     pair, dtype, sharding = static.recipe.drhs, static.in_dtype, _sharding(saved[1])
     tokens = tuple(range(g.ndim - 1))
@@ -263,13 +261,13 @@ def kernel_gradient(static: Static, saved, g: jax.Array, amaxes, q_g: Quantized 
     elif pair is None:
         operands = _as(saved[0], dtype), g.astype(dtype)
     else:
-        operands = drhs_operands(static.recipe, *over_tokens(static.recipe, saved[0], g), amaxes, q_g)
+        operands = drhs_operands(static.recipe, *over_tokens(static.recipe, saved[0], g), amaxes)
     if static.sum_over_rows is None:
         return product(*operands)
     return static.sum_over_rows(product, *operands)
 
 
-def over_tokens(recipe: Recipe, saved_x, g: jax.Array) -> tuple[Any, jax.Array]:
+def over_tokens(recipe: Recipe, saved_x, g: Any) -> tuple[Any, Any]:
     """Input and output gradient in whole blocks of tokens, rotated if the recipe says so."""
     assert recipe.drhs is not None
     of_scales = recipe.drhs[0].block_size if recipe.drhs[0].in_blocks else 1
@@ -281,18 +279,16 @@ def over_tokens(recipe: Recipe, saved_x, g: jax.Array) -> tuple[Any, jax.Array]:
     return saved_x, g
 
 
-def drhs_operands(
-    recipe: Recipe, saved_x, g: jax.Array, amaxes, q_g: Quantized | None = None
-) -> tuple[Quantized, Quantized]:
+def drhs_operands(recipe: Recipe, saved_x, g: Any, amaxes) -> tuple[Quantized, Quantized]:
     assert recipe.drhs is not None
     tokens = tuple(range(g.ndim - 1))
     q_x = _requantize(recipe, saved_x, 0, recipe.drhs[0], tokens, amaxes["input"])
-    if q_g is None:
-        q_g = quantize(recipe, recipe.drhs[1], g, tokens, amaxes["output_grad"])
+    if not isinstance(g, Quantized):
+        g = quantize(recipe, recipe.drhs[1], g, tokens, amaxes["output_grad"])
     if (current := amaxes["output_grad_now"]) is not None:
         # As in `quantize_forward`, but where NaN in its place would cost XLA for GPUs a pass over the data.
-        q_g = q_g._replace(scale=jnp.where(jnp.isfinite(current), q_g.scale, current))
-    return q_x, q_g
+        g = g._replace(scale=jnp.where(jnp.isfinite(current), g.scale, current))
+    return q_x, g
 
 
 # --- parts --------------------------------------------------------------------------------------------

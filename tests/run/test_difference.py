@@ -124,7 +124,7 @@ def scale_along_the_wrong_axis(patch):
 def swap_formats(patch):
     dlhs_operands = dot.dlhs_operands
 
-    def swapped(recipe, saved_kernel, g, amaxes, q_g=None):
+    def swapped(recipe, saved_kernel, g, amaxes):
         a, b = recipe.dlhs
         pair = dataclasses.replace(a, format=b.format), dataclasses.replace(b, format=a.format)
         return dlhs_operands(dataclasses.replace(recipe, dlhs=pair), saved_kernel, g, amaxes)
