@@ -1725,6 +1725,10 @@ DATA = [
             "self._step % self._plan.steps_per_block == 0",
             "(self._step + 1) % self._plan.steps_per_block == 0",
         ),
+    ),
+    *_in(
+        "data/interleaved.py",
+        "data/test_text.py",
         # Validation that covers mainly the first source of a mixture.
         ("(np.arange(len(source)) + 0.5) / len(source)", "np.arange(len(source)) + 0.0"),
     ),

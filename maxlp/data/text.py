@@ -44,7 +44,6 @@ from maxlp import schema
 from maxlp.data import common
 from maxlp.data.common import Batch, Seeds, require
 from maxlp.data.packing import PACKERS
-from maxlp.data.readers import locate
 from maxlp.data.sources import Mixture, check_split, make_source
 from maxlp.data.specs import of_key
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
@@ -147,12 +146,15 @@ def make_data(
         documents, template = resolve_name("maxlp.data.chat:open_conversations")(
             sources, chats, tokenizer, config
         )
+    read = documents
     if split == "validation":
         weights, seed = [1.0], 0
         packing = "first_fit" if any(chats) else "concat"
         config = dataclasses.replace(config, packing=packing, shuffle=False, num_epochs=1, num_workers=0)
+        if len(documents) > 1:
+            read = [resolve_name("maxlp.data.interleaved:Interleaved")(documents)]
     made = make_dataset(
-        [_Interleaved(documents)] if split == "validation" and len(documents) > 1 else documents,
+        read,
         weights,
         tokenizer,
         config,
@@ -165,23 +167,6 @@ def make_data(
         if any(chats):
             made.settings[CHAT_TEMPLATE] = template
     return dataclasses.replace(made, sources=documents, is_train=split == "train")
-
-
-class _Interleaved:
-    """The documents of several sources, each once and spread evenly over the others."""
-
-    def __init__(self, sources: Sequence[Any]):
-        self._sources = sources
-        self._ends = list(itertools.accumulate(map(len, sources)))
-        places = [(np.arange(len(source)) + 0.5) / len(source) for source in sources]
-        self._order = np.argsort(np.concatenate(places), kind="stable")
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        number, row = locate(self._ends, int(self._order[index]))
-        return self._sources[number][row]
 
 
 def _is_conversation(document: dict[str, Any]) -> bool:
