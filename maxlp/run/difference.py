@@ -171,7 +171,11 @@ class Compiled:
         state = self._state(state)
         scale = loss_scale_of(state)
         scale = 1.0 if scale is None else float(scale)
-        given = {p: self._scaled(p, x, scale).astype(self.taps[p].dtype) for p, x in given.items()}
+        # Blocks of a CLIP see the same values as rows of other lengths on some meshes: `encoder.join_rows`.
+        given = {
+            path: self._scaled(path, given[path], scale).astype(tap.dtype).reshape(tap.shape)
+            for path, tap in self.taps.items()
+        }
         named, own = self._run(ON_INPUTS, state, batch, given)
         own = {path: self._scaled(path, x, 1 / scale) for path, x in own.items()}
         return self._in_order(ON_INPUTS, named, own), own
@@ -406,7 +410,7 @@ def differences(recorded: Recorded, b: Compiled) -> list[Difference]:
 def _differences(base: Tensors, other: Tensors, spread: Mapping[Site, np.ndarray]) -> list[Difference]:
     found = []
     for site in [site for site in base if site in other and site.kind != "parameter"]:
-        values = norms(base[site], other[site])
+        values = norms(base[site], other[site].reshape(base[site].shape))
         # An update is no more exact than the parameters between which it is the difference.
         whole = site._replace(kind="parameter") if site.kind == "update" else site
         units = [_unit(base[one], other[one], base[site]) for one in (site, whole)]
