@@ -93,6 +93,13 @@ def with_recipe(s: Settings, name: str, options: RecipeOptions | None = None) ->
     return dataclasses.replace(s, precision=precision)
 
 
+def with_spec(s: Settings, spec: str) -> Settings:
+    """The settings with the recipe of a spec, see `parse`; its delayed scales begin as current ones."""
+    name, options = parse(spec)
+    # Histories are empty here: with `cold_start=False` all scales would be 1, as in a run's first step.
+    return with_recipe(s, name, dataclasses.replace(options, cold_start=None))
+
+
 def fitting(s: Settings) -> list[str]:
     """The names of the recipes that fit the model's sizes."""
 
@@ -149,7 +156,7 @@ def predictions(
     # What replicas and shards send loses the same under every recipe, and has no part in the comparison.
     exact = dataclasses.replace(s.precision, exchange="none", scatter="none", high_precision_from=0)
     s = dataclasses.replace(s, precision=exact)
-    chosen = {spec: with_recipe(s, *parse(spec)) for spec in specs}
+    chosen = {spec: with_spec(s, spec) for spec in specs}
     for spec, low in chosen.items():
         if not low.is_quantized:
             raise ValueError(f"--recipes: {spec!r} quantizes no matmul of this run; leave it out")

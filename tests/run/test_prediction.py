@@ -17,6 +17,12 @@ def test_specs():
     assert prediction.parse(spec) == ("simulate", options)
 
 
+def test_delayed_scales_are_current_ones_without_a_cold_start_too():
+    s = read(load("debug"))
+    spec = "fp8_delayed:cold_start=False:history=4"
+    assert prediction.with_spec(s, spec).precision.options == RecipeOptions(history=4)
+
+
 @pytest.mark.parametrize(
     "spec, message",
     [
