@@ -15,7 +15,8 @@ Liu et al. 2023 (arXiv:2305.15265), with three choices of our own:
   norms of gradients differ much.
 * Each sequence is sampled by itself, and not the batch as one: no device needs tokens of another, and the
   sample of the same values depends neither on the mesh nor on the microbatches. (A last bit is enough to
-  change it: behind a norm with equal gains all ‖x_s‖ are equal but for rounding.)
+  change it: behind a norm with equal gains all ‖x_s‖ are equal but for rounding. And a tensor axis may join
+  the rows of a CLIP to longer ones, see `families.clip.encoder.join_rows`.)
 * One token is drawn from each of k - |C| intervals of equal probability (stratified sampling). The mean is
   the same, and the variance never larger than that of independent draws.
 
