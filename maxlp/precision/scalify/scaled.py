@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-ZERO = -10_000  # the exponent of constant zeros: below all others
+ZERO = -10_000  # the exponent of zeros: below all others
 MASK = 2.0**100  # constants beyond it stand for infinity, as in the logits of masked tokens
 
 
@@ -66,14 +66,17 @@ def unscale(tree):
 
 
 def rescale(x: Scaled) -> Scaled:
-    """The same values, with data whose root mean square is in [1, 2); zeros and infinities stay."""
+    """The same values, with data whose root mean square is in [1, 2); infinities stay.
+
+    Zeros get the exponent `ZERO`: with any other one a sum with them could lose what is added to them.
+    """
     wide = x.data.astype(jnp.float32)
     amax = jnp.max(jnp.abs(wide))  # first by this exponent, so that no square overflows or vanishes
     top = _floor_log2(amax)
     mean_square = jnp.mean(jnp.square(shift(wide, -top)))
     n = top + (_floor_log2(mean_square) >> 1)
     n = jnp.where(jnp.isfinite(amax) & (amax > 0), n, 0)
-    return Scaled(shift(x.data, -n), x.exponent + n)
+    return Scaled(shift(x.data, -n), jnp.where(amax == 0, ZERO, x.exponent + n))
 
 
 def shift(data: jax.Array, n: jax.Array | int) -> jax.Array:

@@ -175,6 +175,19 @@ def test_a_mean_starts_from_a_scale_of_its_own():
     np.testing.assert_array_equal(unscale(got), np.full(2**20, 2.0**-20, np.float32))
 
 
+@pytest.mark.parametrize("zeros", ["bias", "gradient of a branch"])
+def test_zeros_take_nothing_from_what_they_are_added_to(zeros):
+    """Under an exponent of 0, float16 rounds 2^-30 to 0. Biases and gains of branches often start at 0."""
+
+    def add(x, b):
+        return x + b if zeros == "bias" else x + jax.vjp(dynamic_rescale_l2_grad, x)[1](b)[0]
+
+    nothing = jnp.zeros(4, jnp.float16)
+    b = scale(nothing) if zeros == "bias" else Scaled(nothing, jnp.int32(0))
+    got = scalify(add)(Scaled(jnp.ones(4, jnp.float16), jnp.int32(-30)), b)
+    np.testing.assert_array_equal(unscale(got), jnp.full(4, 2.0**-30))
+
+
 def test_the_second_step_does_not_trace_again():
     traces = 0
 
