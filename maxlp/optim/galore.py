@@ -355,12 +355,13 @@ def _svd_basis(a: jax.Array, r: int, key: jax.Array) -> jax.Array:
 def _randomized_basis(a: jax.Array, r: int, key: jax.Array) -> jax.Array:
     """Halko et al. 2011, algorithms 4.4 and 5.1; the QR in between keeps float32 from losing directions."""
     m, n = a.shape
+    largest = jnp.max(jnp.abs(a))  # products are in this unit: the square of 1e-20 would be 0
     with jax.default_matmul_precision("highest"):
         y = a @ jax.random.normal(key, (n, min(r + OVERSAMPLING, m)), jnp.float32)
         for _ in range(POWER_ITERATIONS):
-            y = a @ (a.T @ jnp.linalg.qr(y)[0])
+            y = a @ (a.T @ jnp.linalg.qr(y)[0] / largest)
         q, _ = jnp.linalg.qr(y)
-        b = q.T @ a
+        b = q.T @ a / largest
         _, vectors = jnp.linalg.eigh(b @ b.T)
         return _signed(q @ vectors[:, : -r - 1 : -1])
 

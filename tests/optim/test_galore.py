@@ -139,6 +139,14 @@ def test_randomized_basis_is_that_of_the_svd():
     assert 0.97 * svd < randomized <= svd * 1.0001
 
 
+@pytest.mark.parametrize("name", BASES)
+def test_bases_do_not_depend_on_the_unit_of_the_gradient(name):
+    """2^±80 is about 10^±24."""
+    a = low_rank(24, 40, 6, 1e-3)
+    for exponent in (-80, 80):
+        np.testing.assert_allclose(basis_of(name, a * 2.0**exponent, 5), basis_of(name, a, 5), atol=1e-4)
+
+
 def test_refresh_happens_every_gap_and_only_then():
     shapes = kernel((2, 4, 8))
     tx = galore(ADAM, GaloreConfig(rank=2, update_proj_gap=3))
