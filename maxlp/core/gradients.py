@@ -60,8 +60,7 @@ def token_loss(
 
     def loss(model: nnx.Module, batch: Batch, step: jax.Array) -> tuple[jax.Array, Metrics]:
         del step
-        total = jnp.maximum(count(batch), 1.0)
-        metrics = _means(loss_sums(model, batch), total)
+        metrics = _means(loss_sums(model, batch), count(batch))
         return metrics["loss"], metrics
 
     return loss
@@ -88,7 +87,7 @@ def token_gradients(
         return batch_gradients(token_loss(loss_sums, count))
 
     def gradients(graphdef: nnx.GraphDef, state: State, batch: Batch, loss_scale: jax.Array | None):
-        total = jnp.maximum(count(batch), 1.0)
+        total = jnp.maximum(tokens := count(batch), 1.0)
         forward, backward = split_model_state(graphdef, state)
 
         def share(params: dict, backward: dict, part: Batch) -> tuple[jax.Array, tuple[Metrics, dict]]:
@@ -105,7 +104,7 @@ def token_gradients(
 
         grads, (sums, model_state) = accumulate(of_part, state["params"], split_batch(batch, microbatches))
         sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
-        metrics = _means(sums, total)
+        metrics = _means(sums, tokens)
         if measure_noise:
             norm = jnp.sqrt(microbatches * sums["squares"])
             metrics["microbatch_grad_norm"] = unscaled(norm, loss_scale)
@@ -130,8 +129,9 @@ def split_like_params(gradients: Gradients) -> Gradients:
     return of_batch
 
 
-def _means(sums: Metrics, total: jax.Array) -> Metrics:
-    return {"loss": sums["loss"] / total, "accuracy": sums["correct"] / total, "tokens": total}
+def _means(sums: Metrics, tokens: jax.Array) -> Metrics:
+    total = jnp.maximum(tokens, 1.0)
+    return {"loss": sums["loss"] / total, "accuracy": sums["correct"] / total, "tokens": tokens}
 
 
 def scaled(loss: jax.Array, loss_scale: jax.Array | None) -> jax.Array:

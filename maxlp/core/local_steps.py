@@ -154,7 +154,8 @@ def _of_all(metrics: Metrics) -> Metrics:
     tokens = metrics["tokens"]
     sums = {name: metrics[name] * tokens for name in MEANS} | {"tokens": tokens}
     means, sums = jax.lax.pmean(metrics, exchange.AXIS), jax.lax.psum(sums, exchange.AXIS)
-    return means | {name: sums[name] / sums["tokens"] for name in MEANS} | {"tokens": sums["tokens"]}
+    total = jnp.maximum(sums["tokens"], 1.0)
+    return means | {name: sums[name] / total for name in MEANS} | {"tokens": sums["tokens"]}
 
 
 def _outer_update(
