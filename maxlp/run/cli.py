@@ -10,6 +10,7 @@ import functools
 import os
 import re
 import select
+import signal
 import sys
 import traceback
 import typing
@@ -240,6 +241,9 @@ def _unknown_override(argv: list[str]) -> str | None:
 def _exit_on_error(main: Callable[..., Any], words: list[str]) -> None:
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set in `maxlp/__init__.py`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.unraisablehook = functools.partial(_end_if_interrupted, sys.unraisablehook)
     try:
         sys.exit(main(*words))
     except (ValueError, FloatingPointError, KeyboardInterrupt, OSError) as error:
@@ -249,6 +253,14 @@ def _exit_on_error(main: Callable[..., Any], words: list[str]) -> None:
             _fail("interrupted", EXIT_INTERRUPTED)
         hint = "" if _says_all(error) else " (MAXLP_TRACEBACK=1 shows where)"
         _fail(_reason(error) + hint, EXIT_FAILED if _may_pass(error) else 2)
+
+
+def _end_if_interrupted(report: Callable[[Any], Any], unraisable: Any) -> None:
+    """Ends a command whose Ctrl-C came where Python drops exceptions, as in JAX's garbage collection."""
+    if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+        return report(unraisable)
+    print("error: interrupted", file=sys.stderr)
+    hard_exit(EXIT_INTERRUPTED)
 
 
 def _says_all(error: BaseException) -> bool:

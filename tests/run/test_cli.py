@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -182,6 +183,29 @@ def test_exit_codes_distinguish_mistakes_from_failures(error, code, message):
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code and message in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+COLLECTING = f"""import gc, signal
+{HEAD}gc.callbacks.append(lambda phase, _: signal.raise_signal(signal.SIGINT))
+def main():
+  gc.collect()
+  print("goes on", flush=True)
+cli.run(main)"""
+IMPORTING = "import sys; sys.argv = ['-m']; import maxlp, signal; signal.raise_signal(signal.SIGINT)"
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "message"),
+    [
+        # As while JAX traces: Python ignores the exceptions of a callback of the garbage collector.
+        (COLLECTING, 130, "error: interrupted\n"),
+        # During the imports of a command, in the shell 130:
+        (IMPORTING, -signal.SIGINT, ""),
+    ],
+)
+def test_ctrl_c_is_neither_lost_nor_shown_as_a_traceback(program, code, message):
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code and (done.stdout, done.stderr) == ("", message)
 
 
 @pytest.mark.parametrize(
