@@ -23,16 +23,19 @@ def newest_intact(directory: Path) -> tuple[int | None, dict[int, list[str]]]:
     for step in reversed(distributed.gather_json(list_numbered(directory))[0]):
         faults = verify(directory / str(step))
         if not faults:
-            _log(directory, damaged)
+            _log(directory, damaged, step)
             return step, damaged
         damaged[step] = faults
     return None, damaged
 
 
-def _log(directory: Path, damaged: Mapping[int, list[str]]) -> None:
-    for step, faults in damaged.items() if distributed.is_primary() else ():
+def _log(directory: Path, damaged: Mapping[int, list[str]], intact: int) -> None:
+    if not damaged or not distributed.is_primary():
+        return
+    for step, faults in damaged.items():
         for fault in faults:
             logging.error("checkpoint %s is damaged: %s", directory / str(step), fault)
+    logging.error("step %d is read instead", intact)
 
 
 def verify(root: Path) -> list[str]:

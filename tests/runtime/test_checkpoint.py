@@ -282,6 +282,7 @@ def test_any_damage_is_detected_and_the_previous_step_is_restored(two_steps, tmp
     assert_same_bits(restored.state, small_state(10))
     assert (restored.step, restored.data_state) == (10, {"position": 10})
     assert f"{directory}/20 is damaged: {name} " in logged[0]
+    assert logged[1] == "step 10 is read instead"
     assert sorted(os.listdir(directory)) == ["10", "20.damaged"]
 
 
