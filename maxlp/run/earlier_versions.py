@@ -44,6 +44,12 @@ def upgraded(config: dict[str, Any]) -> dict[str, Any]:
     if spikes.get("guard") != "rollback":
         for key in ("rewind_steps", "skip_batches"):
             spikes.pop(key, None)
+    metrics, profile = config.get("metrics", {}), config.get("profile", {})
+    if not metrics.get("wandb_project"):
+        for key in ("wandb_group", "wandb_tags"):
+            metrics.pop(key, None)
+    if (profile.get("start") or 0) > (config.get("train", {}).get("total_steps") or 0):
+        profile.pop("start")
     data.pop("name", None)  # the family determines the kind of data
     for key in ("source", "validation_source"):
         if data.get(key):

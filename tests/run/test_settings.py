@@ -193,6 +193,8 @@ def test_a_config_of_version_0_1_still_loads(tmp_path):
     old["optimizer"] |= {"galore": {"rank": 8}, "low_bit": {}, "decay_with_clip": False}
     old["precision"] |= {"loss_scale": None, "options": {}, "min_dim": 64, "rules": [["*", "bf16"]]}
     old["spikes"] |= {"rewind_steps": 50, "skip_batches": 9}
+    old["metrics"] |= {"wandb_group": "a", "wandb_tags": ["b"]}
+    old["profile"]["start"] = old["train"]["total_steps"] + 1
     old["model"]["rope_scaling"] = None
     (tmp_path / "config.json").write_text(json.dumps(old))
     s = read(run_dir.load_config(tmp_path))
@@ -202,6 +204,8 @@ def test_a_config_of_version_0_1_still_loads(tmp_path):
     assert s.precision.loss_scale is None and s.model.rope_scaling is None
     # What had no effect, and is refused today.
     assert (s.precision.min_dim, s.precision.rules, s.spikes) == (0, (), SpikeConfig())
+    assert not s.metrics.keywords["wandb_group"] and not s.metrics.keywords["wandb_tags"]
+    assert not s.profile.keywords.get("start")
 
 
 LOWEST = dict(total_steps=1, microbatches=1, log_every=1, eval_every=0, eval_batches=0, seed=0)
