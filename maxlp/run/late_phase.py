@@ -70,9 +70,14 @@ def config_at(workdir: Path, step: int | None) -> ConfigDict:
     """The config with which a run took a step, or with which it goes on (None).
 
     Raises:
-      ConfigError: the step is from before the late phase, and nothing has kept its precision.
+      ConfigError: imported weights, or a step from before the late phase whose precision nothing has kept.
     """
     c = run_dir.load_config(workdir)
+    if run_dir.is_imported(c):
+        raise ConfigError(
+            f"{workdir} holds imported weights and names no data; give a run that started from them "
+            f"(train --from={workdir})"
+        )
     last = last_early_step(workdir, read(c))
     if step is None or step > last:
         return c

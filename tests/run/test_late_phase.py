@@ -4,7 +4,8 @@ import shutil
 
 import pytest
 
-from maxlp.run import run_dir
+from maxlp.run import late_phase, run_dir
+from maxlp.run.config import ConfigError
 from tests.run_outputs import checkpoint, losses
 from tests.training_runs import finish, start
 
@@ -50,3 +51,9 @@ def test_a_run_that_ends_in_high_precision(tmp_path):
 def test_a_run_without_low_precision_has_no_late_phase(tmp_path):
     message = finish(start(tmp_path, LATE, "--dry_run"), code=2)
     assert "config.precision.high_precision_from=4 changes nothing with recipe=bf16; set it to 0" in message
+
+
+def test_imported_weights_have_no_steps(tmp_path):
+    (tmp_path / "config.json").write_text('{"model": {"name": "llama"}, "precision": {"recipe": "bf16"}}')
+    with pytest.raises(ConfigError, match="holds imported weights and names no data; give a run that"):
+        late_phase.config_at(tmp_path, None)
