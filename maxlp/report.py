@@ -47,7 +47,7 @@ def show(workdir: str, spike: int | None = None, precision: str = "recipe") -> N
       ValueError: no run in the workdir, or nothing to replay.
     """
     run = load_run(workdir)
-    if not (run.config or run.info or run.records or run.checkpoints):
+    if not ("model" in run.config or run.info or run.records or run.checkpoints):
         raise ValueError(f"{run.workdir} holds no run; give the --workdir of one")
     if spike is not None:
         replay_spike(run, spike, precision)

@@ -47,8 +47,10 @@ def test_errors_are_one_line(tmp_path):
     with pytest.raises(ValueError, match="--precision=float32 applies to a replay only; add --spike=STEP"):
         report.show(str(tmp_path), precision="float32")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="empty holds no run; give the --workdir of one"):
-        report.show(str(tmp_path / "empty"))
+    for config in ("{}", '{"model_type": "llama"}'):  # of Hugging Face
+        (tmp_path / "empty" / "config.json").write_text(config)
+        with pytest.raises(ValueError, match="empty holds no run; give the --workdir of one"):
+            report.show(str(tmp_path / "empty"))
     with pytest.raises(ValueError, match="--precision=fp4 is unknown"):
         report.show(str(tmp_path), spike=400, precision="fp4")
 
