@@ -10,7 +10,6 @@ import functools
 import os
 import re
 import select
-import signal
 import sys
 import traceback
 import typing
@@ -241,8 +240,6 @@ def _unknown_override(argv: list[str]) -> str | None:
 def _exit_on_error(main: Callable[..., Any], words: list[str]) -> None:
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set in `maxlp/__init__.py`
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.unraisablehook = functools.partial(_end_if_interrupted, sys.unraisablehook)
     try:
         sys.exit(main(*words))
