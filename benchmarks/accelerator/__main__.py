@@ -127,9 +127,6 @@ def parse_args() -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the pieces that are not done; returns the exit code."""
-    for number in (signal.SIGTERM, signal.SIGHUP):  # so that the piece at work ends too
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
     end = time.monotonic() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
     device = find_device(args.tiny)

@@ -1,7 +1,11 @@
 """One piece of the campaign, in this process: `piece NAME MODULE:FUNCTION FOLDER SECONDS`."""
 
+import os
 import pkgutil
+import signal
 import sys
+import threading
+import time
 import traceback
 from pathlib import Path
 
@@ -28,5 +32,16 @@ def main() -> int:
     return 0
 
 
+def end_with(campaign: int) -> None:
+    """Ends this piece and what it has started once the process that started it has ended, however it did.
+
+    It would keep the device, and measure beside the next one.
+    """
+    while os.getppid() == campaign:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGKILL)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=end_with, args=[os.getppid()], daemon=True).start()
     sys.exit(main())
