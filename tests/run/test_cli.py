@@ -185,7 +185,8 @@ def test_exit_codes_distinguish_mistakes_from_failures(error, code, message):
 
 
 COLLECTING = f"""import gc, signal
-{HEAD}gc.callbacks.append(lambda phase, _: signal.raise_signal(signal.SIGINT))
+{HEAD}signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under nohup
+gc.callbacks.append(lambda phase, _: signal.raise_signal(signal.SIGINT))
 def main():
   gc.collect()
   print("goes on", flush=True)

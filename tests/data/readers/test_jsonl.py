@@ -39,7 +39,7 @@ def test_errors_name_file_and_line(tmp_path):
     path.write_text('{"text": null}\n')
     assert "'text' is null, not text; remove the record" in error_of(f"jsonl:{path}", "all", 0)
     path.write_text('{"text": "a"}\n' + "[" * 100_000)
-    assert f"{path}:2: not a complete JSON object (maximum recursion" in error_of(f"jsonl:{path}", "all", 1)
+    assert f"{path}:2: not a complete JSON object (" in error_of(f"jsonl:{path}", "all", 1)
     path.write_bytes(b'{"text": "a"}\n{"text": "\xf6"}\n')
     assert f"{path}:2: byte 24 (0xf6) is not UTF-8; convert" in error_of(f"jsonl:{path}", "all", 1)
     path.write_text('[{"text": "a"},\n{"text": "b"}\n]\n')  # an array over several lines
