@@ -2410,14 +2410,18 @@ RUNTIME = [
     *_in(
         "runtime/distributed.py",
         "runtime/test_distributed.py",
+        (
+            'env_int("SLURM_STEP_NUM_TASKS", 1, minimum=1) > 1',
+            'env_int("SLURM_STEP_NUM_TASKS", 1, minimum=1) >= 1',
+        ),
+    ),
+    *_in(
+        "runtime/cluster.py",
+        "runtime/test_distributed.py",
         ("process_id >= num_processes", "process_id > num_processes"),
         (
             "coordinator, num_processes, process_id, cluster",
             "coordinator, process_id, num_processes, cluster",
-        ),
-        (
-            '_env_int("SLURM_STEP_NUM_TASKS", 1, minimum=1) > 1',
-            '_env_int("SLURM_STEP_NUM_TASKS", 1, minimum=1) >= 1',
         ),
     ),
 ]

@@ -20,14 +20,10 @@ the job: its supervisor restarts it, and it resumes from the last checkpoint. Th
 `launch/` do not wait for the timeout.
 """
 
-import contextlib
 import importlib.util
 import json
 import os
-import socket
 import sys
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -37,9 +33,9 @@ from jax._src.distributed import global_state  # its store of keys and values ha
 from jax.experimental import multihost_utils
 
 from maxlp.runtime import cpu, files
-from maxlp.runtime.exits import EXIT_FAILED, EXIT_INTERRUPTED, hard_exit
+from maxlp.runtime.exits import EXIT_INTERRUPTED, hard_exit
 
-_EXPLICIT = ("MAXLP_COORDINATOR", "MAXLP_NUM_PROCESSES", "MAXLP_PROCESS_ID")
+EXPLICIT = ("MAXLP_COORDINATOR", "MAXLP_NUM_PROCESSES", "MAXLP_PROCESS_ID")
 
 
 def initialize() -> None:
@@ -59,102 +55,26 @@ def initialize() -> None:
 
 
 def _join() -> None:
-    timeout = _env_int("MAXLP_INIT_TIMEOUT", 300, minimum=1)
-    timeouts: dict[str, Any] = {
-        "initialization_timeout": timeout + 60,  # at its end JAX aborts, so `_ended_after` comes first
-        "heartbeat_timeout_seconds": _env_int("MAXLP_HEARTBEAT_TIMEOUT", 100, minimum=1),
-    }
+    timeout = env_int("MAXLP_INIT_TIMEOUT", 300, minimum=1)
+    heartbeat = env_int("MAXLP_HEARTBEAT_TIMEOUT", 100, minimum=1)
     mode = os.environ.get("MAXLP_DISTRIBUTED", "")
     if mode not in ("", "0", "1"):
         raise ValueError(f"MAXLP_DISTRIBUTED={mode!r}: set 1 (detect a cluster) or 0 (single process)")
     if mode == "0":
         return
-    jax.config.update("jax_enable_preemption_service", False)  # until `peers.begin_training`
-    with _ended_after(timeout):
-        if any(name in os.environ for name in _EXPLICIT):
-            _initialize_explicit(timeouts)
-        elif cluster := "MAXLP_DISTRIBUTED=1" if mode == "1" else _detect_cluster():
-            try:
-                jax.distributed.initialize(**timeouts)
-            except ValueError as error:
-                raise ValueError(
-                    f"{cluster}, but JAX finds no other processes ({error}); set {', '.join(_EXPLICIT)}, "
-                    "or MAXLP_DISTRIBUTED=0 for a single process"
-                ) from error
+    explicit = any(name in os.environ for name in EXPLICIT)
+    detected = None if explicit else "MAXLP_DISTRIBUTED=1" if mode == "1" else _detect_cluster()
+    if explicit or detected:
+        from maxlp.runtime import cluster  # a single process needs none
 
-
-@contextlib.contextmanager
-def _ended_after(timeout: int) -> Iterator[None]:
-    """Ends this process with one line if the processes do not find each other in time."""
-
-    def end() -> None:
-        coordinator = os.environ.get("MAXLP_COORDINATOR", "the coordinator that JAX detected")
-        first = os.environ.get("MAXLP_PROCESS_ID") == "0"
-        reason = "not all processes joined" if first or _answers(coordinator) else "nobody answers"
-        print(
-            f"error: {coordinator}: {reason} within MAXLP_INIT_TIMEOUT={timeout} s; start all "
-            f"{os.environ.get('MAXLP_NUM_PROCESSES', '')} processes at about the same time, and check the "
-            "address and that its port is open to all of them",
-            file=sys.stderr,
-        )
-        hard_exit(EXIT_FAILED)
-
-    timer = threading.Timer(timeout, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host, int(port)), timeout=1):
-            return True
-    except (OSError, ValueError):
-        return False
-
-
-def _initialize_explicit(timeouts: dict[str, Any]) -> None:
-    missing = [name for name in _EXPLICIT if not os.environ.get(name)]
-    if missing:
-        raise ValueError(f"{', '.join(missing)} not set: set all of {', '.join(_EXPLICIT)} or none")
-    coordinator = os.environ["MAXLP_COORDINATOR"]
-    host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"MAXLP_COORDINATOR={coordinator!r} is not host:port, for example 10.0.0.1:8476")
-    num_processes = _env_int("MAXLP_NUM_PROCESSES", minimum=1)
-    process_id = _env_int("MAXLP_PROCESS_ID", minimum=0)
-    if process_id >= num_processes:
-        raise ValueError(
-            f"MAXLP_PROCESS_ID={process_id} is out of range: MAXLP_NUM_PROCESSES={num_processes} "
-            f"allows 0 to {num_processes - 1}"
-        )
-    if num_processes > 1:
-        if process_id == 0:
-            _check_port(int(port))
-        jax.distributed.initialize(
-            coordinator, num_processes, process_id, cluster_detection_method="deactivate", **timeouts
-        )
-
-
-def _check_port(port: int) -> None:
-    """Raises OSError if process 0 cannot listen on the port: JAX's service would crash."""
-    try:
-        with socket.create_server(("", port)):
-            pass
-    except OSError as error:
-        name = f"MAXLP_COORDINATOR={os.environ['MAXLP_COORDINATOR']}"
-        raise OSError(error.errno, os.strerror(error.errno or 0), name) from error
+        cluster.join(detected, timeout, heartbeat)
 
 
 def _detect_cluster() -> str | None:
     """What in the environment indicates other processes; None if nothing does."""
     env = os.environ
     # Only srun sets SLURM_STEP_*: an interactive shell inside an allocation is a single process.
-    if "SLURM_STEP_NODELIST" in env and _env_int("SLURM_STEP_NUM_TASKS", 1, minimum=1) > 1:
+    if "SLURM_STEP_NODELIST" in env and env_int("SLURM_STEP_NUM_TASKS", 1, minimum=1) > 1:
         return "SLURM_STEP_NUM_TASKS is above 1"
     # `import jax` puts "tpu" here when it finds TPU chips and the TPU library.
     if "tpu" in (jax.config.jax_platforms or ""):  # type: ignore[attr-defined]
@@ -163,14 +83,15 @@ def _detect_cluster() -> str | None:
         if importlib.util.find_spec("kubernetes") is None:
             raise ValueError(
                 "JOB_COMPLETION_INDEX is set (an indexed Kubernetes job), but finding the other pods needs "
-                f"`pip install 'jax[k8s]'`; or set {', '.join(_EXPLICIT)}, or MAXLP_DISTRIBUTED=0 for a "
+                f"`pip install 'jax[k8s]'`; or set {', '.join(EXPLICIT)}, or MAXLP_DISTRIBUTED=0 for a "
                 "single process"
             )
         return "JOB_COMPLETION_INDEX is set"
     return None
 
 
-def _env_int(name: str, default: int | None = None, *, minimum: int) -> int:
+def env_int(name: str, default: int | None = None, *, minimum: int) -> int:
+    """An environment variable as an integer; a ValueError if it is another text or below ``minimum``."""
     text = os.environ.get(name, default)
     try:
         value = int(text)  # type: ignore[arg-type]

@@ -113,7 +113,7 @@ def test_processes_that_do_not_find_each_other_end_in_time_with_one_line(rank, r
 def test_a_port_in_use_is_named_before_jax_crashes(monkeypatch):
     with socket.create_server(("", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
-        for name, value in zip(distributed._EXPLICIT, (address, "2", "0"), strict=True):
+        for name, value in zip(distributed.EXPLICIT, (address, "2", "0"), strict=True):
             monkeypatch.setenv(name, value)
         with pytest.raises(OSError, match=f"in use.*MAXLP_COORDINATOR={address}"):
             distributed.initialize()
