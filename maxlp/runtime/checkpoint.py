@@ -445,7 +445,9 @@ def _load(root: Path, abstract_state: Any, *, exact: bool, optional: Collection[
     saved, wanted = tree_spec.entries(record["arrays"]), abstract_state.items()
     abstract_state = {part: tree for part, tree in wanted if part in saved or part not in optional}
     context = ocp.Context()
-    context.pytree.loading.partial_load = not exact or bool(saved - abstract_state.keys())
+    # The arrays have been compared. Orbax would also compare nodes without arrays, such as a field that is
+    # None and that an earlier version did not have.
+    context.pytree.loading.partial_load = True
     # By default all arrays are read at once, so that the host holds the whole state beside the devices'.
     largest = max(map(_num_bytes, record["arrays"].values()), default=0)
     context.memory.read_concurrent_bytes = max(_READ_AT_ONCE, largest) + 1  # at least what one array needs

@@ -10,6 +10,7 @@ import threading
 import time
 import tracemalloc
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ import tensorstore
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxlp.numerics.formats import Quantized
 from maxlp.runtime import checkpoint, files, manifest, tree_spec, verification
 from maxlp.runtime.checkpoint import Checkpointer, CheckpointError, NotWrittenError
 from tests.runtime import workers
@@ -536,6 +538,21 @@ def test_an_optional_entry_may_be_only_in_the_checkpoint_or_only_in_the_config(t
             assert_same_bits(found, {k: x for k, x in small_state(20).items() if k in state})
         with pytest.raises(CheckpointError, match=r"guard/seen is absent in the checkpoint"):
             checkpointer.restore_latest(more, ("opt_state",))
+
+
+class BlocksOf02(NamedTuple):
+    codes: jax.Array
+    scale: jax.Array
+
+
+def test_a_field_that_is_none_need_not_be_in_the_checkpoint(tmp_path):
+    """Version 0.2 saved moments in few bits without `tensor_scale`."""
+    codes, scale = jnp.arange(4, dtype=jnp.uint8), jnp.ones(1)
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        checkpointer.save(1, {"opt_state": (BlocksOf02(codes, scale),)}, {})
+    wanted = {"opt_state": (Quantized(codes, scale),)}
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        assert_same_bits(checkpointer.restore_latest(abstract(wanted)).state, wanted)
 
 
 def test_load_params_reads_only_weights_from_any_level_of_a_run(two_steps, tmp_path, logged):
