@@ -1162,7 +1162,7 @@ PARALLEL = [
             "            yield waiting.popleft()[0], batches.get_state()\n",
         ),
         ("islice(batches, limit)", "islice(batches, limit or None)"),
-        ("if len(waiting) > ahead", "if len(waiting) >= ahead"),
+        ("if len(waiting) > AHEAD", "if len(waiting) >= AHEAD"),
         ("    yield from waiting\n", ""),
         ("parts.index(tuple(sorted(held[jax.process_index()])))", "jax.process_index()"),
     ),

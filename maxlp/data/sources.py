@@ -224,7 +224,7 @@ class Source:
         """Changes with the files; see `data.fingerprint`."""
         try:
             return resolve_name("maxlp.data.fingerprint:of_files")(self.reader.paths())
-        except LookupError as error:  # of a reader of one's own; its text is a key alone
+        except LookupError as error:  # of a custom reader; its text is only the key
             raise ValueError(f"source {self.name!r}: paths() fails with {error!r}") from error
 
     def __repr__(self) -> str:
@@ -294,7 +294,7 @@ def open_source(spec: Spec) -> Source:
         return resolve_name(kind.opener)(spec, **spec.options)
     except ValueError as error:
         raise ValueError(f"source {spec.text!r}: {one_line(error)}") from None
-    except LookupError as error:  # whose text is a key alone
+    except LookupError as error:  # whose text is only the key
         reason = f"{type(error).__name__}: {one_line(error)} (MAXLP_TRACEBACK=1 shows where)"
         raise ValueError(f"source {spec.text!r}: {kind.opener} fails with {reason}") from error
 

@@ -231,8 +231,8 @@ class TextDataset:
     """Batches of packed text: `iter(dataset)` gives a `TextIterator`. See `make_data`.
 
     Attributes:
-      sources: of the documents, to estimate their tokens.
-      is_train: whether there are metrics, of which a warning tells.
+      sources: where the documents come from, to estimate their tokens.
+      is_train: whether a run records the metrics, so that a warning may refer to them.
     """
 
     tokenizer: Tokenizer

@@ -12,6 +12,8 @@ from jax.sharding import Mesh
 
 from maxlp.parallel.sharding import MESH_AXES, RULES, axis_names, batch_sharding, batch_shards
 
+AHEAD = 2  # batches that wait on the devices; `run.intact_batches` counts on this number
+
 
 def batch_part(mesh: Mesh) -> tuple[int, int]:
     """The part of the global batch that this process reads: (its index, the number of equal parts).
@@ -51,7 +53,7 @@ def one_pass(data: Any, mesh: Mesh, limit: int | None = None) -> Iterator[dict]:
 
 
 def device_batches(
-    batches: Iterable[dict], mesh: Mesh, limit: int | None = None, ahead: int = 2
+    batches: Iterable[dict], mesh: Mesh, limit: int | None = None
 ) -> Iterator[tuple[dict[str, jax.Array], dict]]:
     """Global device batches, transferred ahead of their use, each with the iterator's state after it.
 
@@ -60,11 +62,10 @@ def device_batches(
 
     Args:
       limit: number of batches to take; None for all.
-      ahead: number of batches that wait on the devices.
     """
     waiting: collections.deque = collections.deque()
     for batch in itertools.islice(batches, limit):
         waiting.append((global_batch(batch, mesh), batches.get_state()))
-        if len(waiting) > ahead:
+        if len(waiting) > AHEAD:
             yield waiting.popleft()
     yield from waiting

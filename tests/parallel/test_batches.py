@@ -70,7 +70,7 @@ def test_batches_are_transferred_ahead_and_keep_their_own_state():
     """A checkpoint must hold the state of the last batch used, not of the last one fetched."""
     mesh, source = sharding.make_mesh(), Batches()
     found = []
-    for batch, state in device_batches(source, mesh, ahead=2):
+    for batch, state in device_batches(source, mesh):
         assert batch["tokens"].sharding.is_equivalent_to(sharding.batch_sharding(mesh), 2)
         found.append((int(batch["tokens"][0, 0]), state["taken"]))
         if len(found) == 3:

@@ -17,7 +17,7 @@ What is beside a file, `tokenizer_config.json` and `chat_template.jinja`, belong
 
 `encode` adds no special tokens and recognizes none: the characters `<|end_of_text|>` in a document
 become ordinary tokens. Bytes that are not UTF-8 become U+FFFD, except in the byte tokenizer, which
-keeps every byte; so that nothing is lost in silence, `data.sources` refuses such texts for the others.
+keeps every byte; so that nothing is lost silently, `data.sources` refuses such texts for the others.
 """
 
 import dataclasses

@@ -34,7 +34,7 @@ def train_bpe(texts: Iterable[str | bytes], vocab_size: int, ends: bool = False)
     Args:
       texts: documents.
       vocab_size: number of ids, including special tokens and bytes.
-      ends: whether other libraries put the end of the text behind it, and not only the beginning in front.
+      ends: whether other libraries add the end token to a text, besides the beginning token.
 
     Raises:
       ValueError: `vocab_size` is too small, or the texts are too few to learn that many tokens.
