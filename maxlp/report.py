@@ -60,7 +60,7 @@ def show(workdir: str, spike: int | None = None, precision: str = "recipe") -> N
             if mirror := mirrored(path):
                 mirror.send(path)
             print(shown(f"\nCurves in {path}"))
-    except OSError as error:  # such as that of a run of somebody else
+    except OSError as error:  # such as for a run of another user
         print(shown(f"\nNo curves: {error}"))
 
 

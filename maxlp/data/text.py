@@ -195,7 +195,7 @@ def make_dataset(
 
     Args:
       sources: each has `len(source)` > 0 and `source[i]`, a dict with "text" (str or bytes) or "tokens"
-        (integers, without bos and eos), or as of `chat.Conversations`; picklable if there are workers.
+        (integers, without bos and eos), or as in `chat.Conversations`; picklable if there are workers.
       weights: relative shares of the *windows*, hence of the tokens, that come from each source. A
         window holds documents of one source only.
       tokenizer: `bos_id` and `eos_id` may be None.
@@ -358,7 +358,7 @@ class TextIterator:
         }
 
     def _divide_anew(self, cursors: list[list[Cursor]]) -> dict[str, list[Cursor]]:
-        """The cursors of today's streams after about as many documents as were read before."""
+        """Cursors of the current streams after about as many documents as the saved ones had read."""
         read = [sum(document for document, _ in of_source) for of_source in zip(*cursors, strict=True)]
         n = self._plan.num_streams  # stream s reads documents s, s + n, s + 2n, …
         return {str(s): [(max(0, -(-(count - s) // n)), 0) for count in read] for s, _ in self._rows}

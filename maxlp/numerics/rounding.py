@@ -47,7 +47,7 @@ def drop_bits(x: jax.Array, drop: int, rounding: str, noise: jax.Array | None = 
     Subnormals are rounded on the same grid of bits. A magnitude may be rounded up to infinity.
 
     Args:
-      rounding: as of `cast`.
+      rounding: as in `cast`.
       noise: for ``stochastic``, random integers of ``drop`` bits, in the shape of ``x``.
     """
     dtype = jnp.dtype(f"uint{8 * x.dtype.itemsize}")

@@ -29,7 +29,7 @@ REPORTED = ("learning_rate", "gain", "tau")  # fields of the state that are metr
 
 
 def refusal(gain: float, rows: int, microbatches: int) -> str | None:
-    """The message for a batch that AdaScale cannot scale by at most ``gain``, as of `run.constraints`."""
+    """The message for a batch that AdaScale cannot scale by at most ``gain``; see `run.constraints`."""
     if gain > rows:
         return f"optimizer.adascale={gain} divides data.batch_size={rows} to less than a row; lower it"
     if microbatches > 1:

@@ -87,7 +87,7 @@ def scale_by_normuon(
     adam_rate: Positive = 1.0,
     targets: Targets = HIDDEN_KERNELS,
 ) -> optax.GradientTransformation:
-    """NorMuon for the matrices of the layers; arguments as of `scale_by_muon`, with b2 and eps as above."""
+    """NorMuon for the matrices of the layers; arguments as in `scale_by_muon`, with b2 and eps as above."""
     neurons = _neurons_to_rms(b2, eps, rms)
     normuon = optax.chain(_orthogonal(beta, ns_steps, eps, mu_dtype), neurons)
     return by_target({"muon": normuon, "adam": _adam(b1, b2, eps, mu_dtype, adam_rate)}, targets)

@@ -48,7 +48,7 @@ def scale_by_stable_spam(
     Adam's, which makes them too large for a while.)
 
     Args:
-      b1, b2, eps, mu_dtype: as of `optax.scale_by_adam`.
+      b1, b2, eps, mu_dtype: as in `optax.scale_by_adam`.
       norm_decay, squared_norm_decay, largest_decay: g1, g2 and g3 above; the authors' γ₁, γ₂ and γ₃.
       reset_every: updates between resets of the moments; 0 never resets them.
     """

@@ -11,7 +11,7 @@ def refusal(p: PrecisionConfig, matmuls: Mapping[str, str]) -> str | None:
     """The message about the first setting of a recipe that changes nothing, if there is one.
 
     Args:
-      matmuls: path of each matmul of the model → its recipe, as of `apply`.
+      matmuls: path of each matmul of the model → its recipe, from `apply`.
     """
     for key, reason in unused_options(p.recipe, p.options).items():
         return (

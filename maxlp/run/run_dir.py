@@ -164,7 +164,7 @@ def use_hub_commits(workdir: Path, data: object) -> None:
 
 
 def holds_run(workdir: Path) -> bool:
-    """Whether a run has been started in a folder; the config.json of other libraries is none."""
+    """Whether a run has been started in a folder; a config.json of another library does not count."""
     return (workdir / "run.json").exists() or "model" in read_json(workdir / "config.json", {})
 
 

@@ -22,7 +22,7 @@ from maxlp.run.settings import TrainConfig
 
 
 def refusal(train: TrainConfig) -> str | None:
-    """The message for a run that cannot have its tokenizer swapped, as of `run.constraints`."""
+    """The message for a run that cannot have its tokenizer swapped; see `run.constraints`."""
     if not train.init_from:
         return "train.swap_tokenizer needs train.init_from, the weights to swap it of; give --from"
     if train.lora is None:

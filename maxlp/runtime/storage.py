@@ -232,7 +232,7 @@ def in_time(function: Callable[[], T]) -> T:
 
 
 def _protocol(url: str) -> str:
-    """The protocol of a URL, whose library is installed; errors as of `file_system`."""
+    """The protocol of a URL, whose library is installed; raises as `file_system` does."""
     protocol, _, rest = url.partition("://")
     if protocol not in EXTRAS:
         known = ", ".join(f"{known}://" for known in EXTRAS)

@@ -54,7 +54,7 @@ def choose_files(names: Sequence[str], split: str, validation: float) -> list[st
     """The names of one split.
 
     Files are assigned by the hash of their names: about the fraction `validation` of them is for
-    validation, of several at least one and never all. It is none if `validation` is 0.
+    validation; of several files at least one, and never all. If `validation` is 0, none is.
     """
     if split == "all":
         return list(names)

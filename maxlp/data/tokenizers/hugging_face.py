@@ -33,7 +33,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.specials = {token.content: i for i, token in self._added.items() if token.special}
         self.bos_id, self.eos_id, self.pad_id = names.find(self.specials, tok.token_to_id)
         if "bos" not in names.given and tok.encode("").ids == [self.eos_id]:
-            self.bos_id = self.eos_id  # the file's own form of a text has no bos, as that of SigLIP 2
+            self.bos_id = self.eos_id  # the file itself adds no bos to a text, as with SigLIP 2
         self.fingerprint = hashlib.sha256(data).hexdigest()
         self.files = {"tokenizer.json": data}
 

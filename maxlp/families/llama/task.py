@@ -60,7 +60,7 @@ def next_token_sums(model: nnx.Module, batch: dict, config: NextTokenConfig) -> 
 
 
 def own_targets(batch: dict) -> jax.Array:
-    """The number of tokens that the rows at hand predict, float32."""
+    """The number of tokens that these rows predict, float32."""
     return jnp.sum(batch["loss_mask"], dtype=jnp.float32)
 
 
