@@ -97,6 +97,17 @@ def test_other_data_is_evaluated_with_the_recipe_average_and_adapters_of_the_run
     assert of_same_model(given, {"precision.recipe": "mxfp8"}, imported, tmp_path) == given
 
 
+@pytest.mark.parametrize("own", [{}, {"data.text_len": 12, "data.lowercase": False}])
+def test_other_texts_become_tokens_as_in_training(own, tmp_path):
+    reads = {"data.tokenizer": "bpe:300", "data.lowercase": True, "data.text_len": 9}
+
+    def config(**keys):
+        return changed(load("debug", family="clip"), keys).to_dict()
+
+    of_run = config(**reads, **{"data.batch_size": 7})
+    assert of_same_model(config(**own), own, of_run, tmp_path) == config(**(reads | own))
+
+
 def test_imported_weights_need_no_preset_of_their_size(tmp_path):
     """The vocabulary is theirs too: a preset's is of another one."""
     given, imported = load("debug").to_dict(), changed(load("debug"), {"model.num_layers": 7}).to_dict()
