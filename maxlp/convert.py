@@ -51,7 +51,7 @@ from ml_collections import ConfigDict
 from maxlp.core.train_state import abstract_model, num_params
 from maxlp.data import tokenizers
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
-from maxlp.families import Family, compressed_tensors, weights
+from maxlp.families import Family, compressed_tensors, hf_tokenizer, weights
 from maxlp.parallel import sharding
 from maxlp.run import cli, run_dir
 from maxlp.run.pretrained import LibraryWeights, published_params
@@ -275,7 +275,7 @@ def export_weights(
             weights=weight_format.weights_file,
             max_shard_bytes=weight_format.max_shard_bytes,
         )
-        _copy_tokenizer(workdir, unfinished)
+        _copy_tokenizer(workdir, unfinished, c.data.get("lowercase", False))
         for name, content in texts.items():
             if not (unfinished / name).exists():  # the run's own tokenizer_config.json takes precedence
                 files.write_json(unfinished / name, content)
@@ -302,10 +302,12 @@ def _check_unused(directory: Path) -> None:
         raise ValueError(f"--output={directory} {found}; choose a new directory")
 
 
-def _copy_tokenizer(source: Path, target: Path) -> None:
+def _copy_tokenizer(source: Path, target: Path, lowercase: bool = False) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).exists():
             shutil.copyfile(source / name, target / name)
+    if lowercase and (target / "tokenizer.json").exists():
+        hf_tokenizer.lowercase(target / "tokenizer.json")
 
 
 if __name__ == "__main__":

@@ -284,6 +284,20 @@ def test_export_rounds_to_the_given_dtype(llama, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize("normalizer", [None, {"type": "NFC"}])
+def test_an_exported_tokenizer_makes_texts_lower_case_if_the_run_did(normalizer, clip, tmp_path):
+    run = shutil.copytree(clip[1], tmp_path / "run")
+    content = json.loads(train_bpe(["to be or not to be é"] * 10, 270).files["tokenizer.json"])
+    (run / "tokenizer.json").write_text(json.dumps(content | {"normalizer": normalizer}))
+    c = run_dir.load_config(run)
+    c.data.lowercase = True
+    run_dir.save_config(run, c)
+    convert.export_weights(run, tmp_path / "out", "open_clip")
+    of_run, exported = (make_tokenizer(str(folder)) for folder in (run, tmp_path / "out"))
+    text = "To BE, E\u0301 and É"
+    assert exported.encode(text).tolist() == of_run.encode(text.lower()).tolist()
+
+
 def test_export_takes_the_newest_or_the_given_step(tmp_path):
     source = write_source(tmp_path / "source", "llama_3_1")
     run = tmp_path / "run"

@@ -2731,7 +2731,7 @@ COMMANDS = [
             'directory.is_dir() and {path.name for path in directory.iterdir()} <= {".unfinished"}',
             "directory.is_dir()",
         ),
-        ("        _copy_tokenizer(workdir, unfinished)\n", ""),
+        ('        _copy_tokenizer(workdir, unfinished, c.data.get("lowercase", False))\n', ""),
         (
             "if scheme is None:  # else",
             "if True:  # else",

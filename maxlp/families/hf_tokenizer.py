@@ -1,6 +1,10 @@
-"""``tokenizer_config.json``, which tells transformers how to load a ``tokenizer.json``."""
+"""A ``tokenizer.json`` for other libraries, and ``tokenizer_config.json``, which tells how to load it."""
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from maxlp.runtime.files import write_text
 
 if TYPE_CHECKING:
     from maxlp.data.tokenizers import Tokenizer
@@ -16,3 +20,11 @@ def config_files(tokenizer: "Tokenizer", **settings: Any) -> dict[str, dict[str,
     special = dict(bos_token=tokenizer.bos_id, eos_token=tokenizer.eos_id, pad_token=tokenizer.pad_id)
     names = {key: name_of(i) for key, i in special.items()}
     return {"tokenizer_config.json": dict(tokenizer_class="PreTrainedTokenizerFast") | names | settings}
+
+
+def lowercase(file: Path) -> None:
+    """Makes a ``tokenizer.json`` turn texts into lower case before all else."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    steps = [{"type": "Lowercase"}, content.get("normalizer")]
+    content["normalizer"] = {"type": "Sequence", "normalizers": [step for step in steps if step]}
+    write_text(file, json.dumps(content, ensure_ascii=False))
