@@ -3,6 +3,10 @@ list of merges.
 
 The vocabulary has lower-case words without the white space between them, so `decode` does not restore
 a text exactly. `?pad=!` pads as OpenAI and open_clip do, with id 0.
+
+Ids are those of OpenAI and open_clip for texts that ftfy leaves unchanged. They run it first: it
+straightens curly quotes, narrows full-width characters and repairs wrongly decoded text. Here, as in
+Hugging Face's tokenizer, these stay as they are.
 """
 
 import gzip
