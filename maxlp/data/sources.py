@@ -273,7 +273,9 @@ def make_source(spec: str, split: str, any_bytes: bool = False) -> Source | Mixt
         documents = (source[index] for index in range(len(source)))
         # White space is no text to learn from.
         if not any(len(d["text"].strip() if "text" in d else next(iter(d.values()))) for d in documents):
-            raise ValueError(f"source {source.name!r}: all of its {len(source)} documents are empty")
+            found = f"{len(source)} documents of split {source.split!r}"
+            way_out = "" if source.split == "all" else "; change ?split="
+            raise ValueError(f"source {source.name!r}: all {found} are empty{way_out}")
     if len(sources) == 1:
         return sources[0]
     total = sum(weighted.values())
