@@ -29,7 +29,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.accelerator import report
-from benchmarks.accelerator.results import FAILED, INTERRUPTED, RUNNING, is_of, is_unfinished, load, path
+from benchmarks.accelerator.results import (
+    FAILED,
+    INTERRUPTED,
+    NO_TIME,
+    RUNNING,
+    is_of,
+    is_unfinished,
+    load,
+    path,
+)
 from maxlp.runtime.files import write_json
 
 ROOT = Path(__file__).parents[2]
@@ -226,8 +235,8 @@ def run_piece(piece: Piece, folder: Path, seconds: float) -> dict[str, Any]:
     nothing = {"status": RUNNING, "piece": piece.name, "device": load(folder / "device.json"), "rows": []}
     result = load(file) or nothing
     if stopped and seconds < 60 * piece.limit:
-        result |= {"status": INTERRUPTED, "error": "no time was left"}
-    elif stopped or process.returncode < 0 or is_unfinished(result):
+        result |= {"status": INTERRUPTED, "error": NO_TIME}
+    elif stopped or process.returncode < 0 or result["status"] == RUNNING:
         error = f"stopped after {seconds:.0f} s" if stopped else f"exit code {process.returncode}"
         result |= {"status": FAILED, "error": error}
     if result["status"] == FAILED:

@@ -9,7 +9,16 @@ import time
 import traceback
 from pathlib import Path
 
-from benchmarks.accelerator.results import DONE, FAILED, LEFT_OUT, LeftOut, Result
+from benchmarks.accelerator.results import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    LEFT_OUT,
+    NO_TIME,
+    LeftOut,
+    OutOfTime,
+    Result,
+)
 
 
 def main() -> int:
@@ -19,6 +28,9 @@ def main() -> int:
         pkgutil.resolve_name(function)(result)
     except LeftOut as reason:
         result.write(LEFT_OUT, error=str(reason))
+        return 0
+    except OutOfTime:
+        result.write(INTERRUPTED, error=NO_TIME)
         return 0
     except Exception as error:
         traceback.print_exc()

@@ -16,11 +16,16 @@ from maxlp.run.run_dir import git_revision, versions
 from maxlp.runtime.files import read_json, write_json
 
 RUNNING, DONE, LEFT_OUT, FAILED = "running", "done", "left out", "failed"
-INTERRUPTED = "interrupted"  # it was stopped before its own limit: the time for all pieces was over
+INTERRUPTED = "interrupted"  # for lack of time; another call goes on after its last row
+NO_TIME = "no time was left"  # why it was
 
 
 class LeftOut(Exception):
     """This machine cannot do the piece, such as PyTorch without PyTorch; that is no failure."""
+
+
+class OutOfTime(Exception):
+    """The next row would not be finished in time; another call goes on with it."""
 
 
 class Result:

@@ -3,7 +3,7 @@
 import os
 import time
 
-from benchmarks.accelerator.results import LeftOut, Result
+from benchmarks.accelerator.results import LeftOut, OutOfTime, Result
 
 
 def good(out: Result) -> None:
@@ -17,6 +17,11 @@ def fails(out: Result) -> None:
 
 def left_out(out: Result) -> None:
     raise LeftOut("no such library")
+
+
+def runs_out(out: Result) -> None:
+    out.add(run="half")
+    raise OutOfTime
 
 
 def hangs(out: Result) -> None:

@@ -18,7 +18,17 @@ import pytest
 from benchmarks.accelerator import __main__ as campaign
 from benchmarks.accelerator import report
 from benchmarks.accelerator.__main__ import Piece
-from benchmarks.accelerator.results import DONE, FAILED, INTERRUPTED, LEFT_OUT, RUNNING, Result, load, path
+from benchmarks.accelerator.results import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    LEFT_OUT,
+    RUNNING,
+    OutOfTime,
+    Result,
+    load,
+    path,
+)
 from maxlp.parallel import sharding
 from maxlp.planning import search, topologies
 from maxlp.run.settings import read
@@ -204,6 +214,26 @@ def test_an_interrupted_piece_goes_on_after_its_last_row(tmp_path, monkeypatch):
     assert calls == [0, 1, 2, 0, 0, 0, 0]
 
 
+def test_variants_for_which_no_time_is_left_are_for_another_call(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # whose files import each other
+    from benchmarks.accelerator import learning
+
+    (tmp_path / "device.json").write_text(json.dumps(H200 | {"tiny": True}))
+    clock = [0.0]
+
+    def train(changes: dict, data: None) -> dict[str, float]:
+        clock[0] += 25
+        return {"validation_loss": 3.0}
+
+    monkeypatch.setattr(learning, "train", train)
+    monkeypatch.setattr(learning, "Data", lambda *_: None)
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    out = Result("fidelity_60m", tmp_path, 60)
+    with pytest.raises(OutOfTime):
+        learning.fidelity(out)
+    assert [row["variant"] for row in out.rows] == ["bf16"]
+
+
 def test_a_piece_without_a_measurement_has_failed(tmp_path):
     (tmp_path / "device.json").write_text(json.dumps(H200))
     command = [sys.executable, "-m", "benchmarks.accelerator.piece", "piece"]
@@ -265,7 +295,7 @@ def test_every_run_of_full_size_fits_an_h200(monkeypatch):
 
 @pytest.mark.full
 def test_bad_pieces_leave_the_others(tmp_path, monkeypatch, capsys):
-    names = ("good", "fails", "left_out", "hangs", "dies")
+    names = ("good", "fails", "left_out", "runs_out", "hangs", "dies")
     pieces = [Piece(name, f"pieces:{name}", 0.1, 0.25, name) for name in names]
     monkeypatch.setattr(campaign, "PIECES", pieces)
     monkeypatch.setattr(campaign, "PACKAGE", "tests.benchmarks")
@@ -277,7 +307,9 @@ def test_bad_pieces_leave_the_others(tmp_path, monkeypatch, capsys):
         return {name: load(path(tmp_path, name))["status"] for name in names}
 
     assert campaign.main() == 1
-    assert statuses() == dict(good=DONE, fails=FAILED, left_out=LEFT_OUT, hangs=FAILED, dies=FAILED)
+    assert statuses() == dict(
+        good=DONE, fails=FAILED, left_out=LEFT_OUT, runs_out=INTERRUPTED, hangs=FAILED, dies=FAILED
+    )
     failed = load(path(tmp_path, "fails"))
     assert failed["error"] == "ValueError: two\nlines" and failed["rows"] == [{"run": "half"}]
     assert failed["log"][-2:] == ["ValueError: two", "lines"]
@@ -286,16 +318,16 @@ def test_bad_pieces_leave_the_others(tmp_path, monkeypatch, capsys):
     assert load(path(tmp_path, "dies"))["error"] == "exit code -6"
     good = load(path(tmp_path, "good"))
     assert good["versions"]["jax"] and good["device"] == CPU and good["command"] and "clocks" in good
-    assert "failed: fails, hangs, dies" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "failed: fails, hangs, dies" in told and "for lack of time: runs_out\n" in told
 
     before = {name: path(tmp_path, name).stat().st_mtime_ns for name in names}
     interrupted = json.loads(path(tmp_path, "good").read_text()) | {"status": RUNNING}
     path(tmp_path, "good").write_text(json.dumps(interrupted))
     assert campaign.main() == 1  # those that failed stay, and only what was interrupted is repeated
     after = {name: path(tmp_path, name).stat().st_mtime_ns for name in names}
-    assert {name for name in names if before[name] != after[name]} == {"good"} and statuses()[
-        "good"
-    ] == DONE
+    repeated = {name for name in names if before[name] != after[name]}
+    assert repeated == {"good", "runs_out"} and statuses()["good"] == DONE
 
 
 @pytest.mark.full
