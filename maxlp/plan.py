@@ -329,6 +329,12 @@ def _time_lines(plan: dict[str, Any], source: str) -> list[str]:
     flops = " + ".join(f"{n:.3g} {dtype}" for dtype, n in work["flops"].items())
     mfu = plan[source]["mfu"]
     rate = plan["units_per_step"] / t["expected"]
+    host = []
+    if work["host"]:
+        seconds, speed = f"{t['host']:8.3g}", f"at {chip['host'] / 1e9:.0f} GB/s"
+        if not chip["host"]:
+            seconds, speed = f"{'?':>8}", "at an unpublished speed, and not counted below"
+        host = [f"  host    {seconds}   {work['host'] / 1e9:.3g} GB from and to its memory, {speed}"]
     return [
         "seconds per step at published speeds",
         f"  compute {t['compute']:8.3g}   {flops} FLOPs, with recomputation",
@@ -336,6 +342,7 @@ def _time_lines(plan: dict[str, Any], source: str) -> list[str]:
         f"  memory  {t['memory']:8.3g}   about {work['bytes'] / 1e9:.3g} GB "
         f"at {chip['hbm'] / 1e9:.0f} GB/s",
         f"  network {t['network']:8.3g}   of which {t['exposed']:.3g} exposed",
+        *host,
         f"  step at least {t['least']:.3g} s ({t['limit']} bound), "
         f"{t['expected']:.3g} s with exposed collectives:",
         f"  at most {rate:,.0f} {unit}/s, "

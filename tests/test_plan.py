@@ -284,6 +284,23 @@ def test_the_expected_mfu_counts_exposed_collectives():
     assert plan._time_lines(values, "compiled")[-1].startswith("  at most 13 tokens/s, MFU 50.0%")
 
 
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("h100:1x8", "  host         0.5   32 GB from and to its memory, at 64 GB/s"),
+        ("v5p:2x2x2", "  host           ?   32 GB from and to its memory, at an unpublished speed"),
+    ],
+)
+def test_traffic_with_the_host_has_a_line(name, line):
+    """Without it, nothing would show what a "host bound" step waits for."""
+    topology = topologies.parse(name)
+    chip = dataclasses.asdict(topology.chip) | {"peak_bfloat16": topology.chip.peak()}
+    values = dict(mesh={"fsdp": 8}, devices=8, units_per_step=8, flops_per_unit={"full": 1, "causal": 1})
+    values |= {"chip": chip, "unit": "tokens"}
+    values["estimate"] = plan.timing(values, Work({"bfloat16": 1.0}, 1.0, host=32e9), [], topology, 1)
+    assert any(text.startswith(line) for text in plan._time_lines(values, "estimate"))
+
+
 def test_what_does_not_run_in_every_step_is_apart():
     h100 = topologies.parse("h100:1x8")
     usual = Collective("all-gather", ("fsdp",), 8, 2**33, 1, overlapped=True)

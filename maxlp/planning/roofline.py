@@ -37,7 +37,7 @@ class Roofline:
       memory: traffic at the bandwidth of the chip's memory.
       network: all collectives at the speed of their links.
       exposed: the collectives that nothing hides.
-      host: what remat offloads, at the bandwidth to the host; 0 where that is not published.
+      host: traffic with the host's memory at the bandwidth to it; 0 where that is not published.
     """
 
     compute: float
