@@ -2154,7 +2154,7 @@ RUN += [
         ('text not in ("false", "False", "0")', 'text in ("false", "False", "0")'),
         ("initial=2.0**15", "initial=2.0**16"),
         ('    recipe = "bf16"\n', "    recipe = c.precision.recipe\n"),
-        ('c.model.dtype = c.model.param_dtype = "bfloat16"', 'c.model.dtype = "bfloat16"'),
+        ('"model.param_dtype": "bfloat16",', ""),
         ("galore.rank = chosen.galore", "galore.rank = rank"),
         ("galore_rate or c.optimizer.learning_rate /", "c.optimizer.learning_rate /"),
         ("c.optimizer.learning_rate / GaloreConfig.scale", "c.optimizer.learning_rate"),

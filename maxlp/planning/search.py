@@ -41,7 +41,7 @@ from maxlp.planning.cost_model import StateShapes, cost_of, state_shapes
 from maxlp.planning.roofline import Roofline, group, roofline
 from maxlp.planning.topologies import Topology
 from maxlp.precision import HIGH_PRECISION
-from maxlp.run import constraints
+from maxlp.run import constraints, presets
 from maxlp.run.settings import Machine, Settings
 
 MARGIN = 0.95  # of the memory, because the closed form is not exact
@@ -49,12 +49,6 @@ COUNT = 4  # layouts to return
 FASTER = 1.03  # numerics are offered for speed if they are this much faster than every layout
 REMATS = ("none", "dots", "block", "offload")
 FREE_AXES = ("data", "fsdp", "context", "tensor")
-PURE_BF16 = {
-    "model.dtype": "bfloat16",
-    "model.param_dtype": "bfloat16",
-    "optimizer.param_rounding": "stochastic",
-}
-LOW_BIT = {"optimizer.low_bit": {"mu": "dynamic8", "nu": "dynamic8", "block_size": 256}}
 NUMERICS = ("pure_bf16", "bfloat16 or 8-bit moments", "GaLore", "clipping", "a smaller batch")
 SPED_UP = {"float8": "fp8_delayed", "int8": "int8_switchback"}  # dtype of the matmuls -> recipe
 NESTED = {"low_bit": LowBitConfig, "galore": GaloreConfig}  # options that are None if they are off
@@ -237,11 +231,11 @@ def _state_numerics(s: Settings) -> tuple[list, list, list]:
             parameters.append(("param_dtype=bfloat16", {"model.param_dtype": "bfloat16"}))
         return parameters, moments, projected
     if can_shrink:
-        parameters.append(("precision=pure_bf16", PURE_BF16))
+        parameters.append(("precision=pure_bf16", presets.PURE_BF16))
         if optimizer.mu_dtype is None:
             moments.append(("mu_dtype=bfloat16", {"optimizer.mu_dtype": "bfloat16"}))
     if not optimizer.has_low_bit:
-        moments.append(("low_bit=8bit", LOW_BIT))
+        moments.append(("low_bit=8bit", {"optimizer.low_bit": presets.LOW_BIT["8bit"]}))
     if optimizer.galore is None:
         rank = galore_rank(s)
         rate = optimizer.learning_rate / GaloreConfig.scale  # projected kernels keep theirs
@@ -304,7 +298,7 @@ class _Search:
     """
 
     def __init__(self, s: Settings, topology: Topology):
-        self._base, self._topology = s, topology
+        self._base, self._topology, self._cost = s, topology, cost_of(s)
         self._limit = MARGIN * topology.chip.memory
         self._states: dict[Any, StateShapes] = {}
         self.smallest: Candidate | None = None
@@ -375,8 +369,7 @@ class _Search:
 
     def _cells(self, variant: Variant) -> Iterator[Cell]:
         s = changed(self._base, variant.changes)
-        state, cost = self._state(s), cost_of(s)
-        rows = self._choices(s, variant)
+        state, rows = self._state(s), self._choices(s, variant)
         for mesh in meshes(s, self._topology):
             on_mesh, machine = dataclasses.replace(s, mesh=mesh), self._machine(s, mesh)
             if s.data.batch_size % machine.batch_shards:
@@ -385,7 +378,7 @@ class _Search:
             if held is None or (self.smallest and held > max(self._limit, self.smallest.peak)):
                 continue
             for row in _distinct_kernels(on_mesh, machine, rows):
-                if (cell := self._cell(on_mesh, machine, row, variant, cost)) is not None:
+                if (cell := self._cell(on_mesh, machine, row, variant)) is not None:
                     yield cell
 
     def _choices(self, s: Settings, variant: Variant) -> list[Changes]:
@@ -405,9 +398,7 @@ class _Search:
                     combinations.append(chosen | dict(zip(options, values, strict=True)))
         return combinations
 
-    def _cell(
-        self, s: Settings, machine: Machine, row: Changes, variant: Variant, cost: Any
-    ) -> Cell | None:
+    def _cell(self, s: Settings, machine: Machine, row: Changes, variant: Variant) -> Cell | None:
         """The cell of these choices; None if they cannot be combined."""
         released = row["train.release_gradients"]
         splits = _divisors(s.data.batch_size // machine.batch_shards)
@@ -419,21 +410,19 @@ class _Search:
             splits = splits[:1]
         if not splits:
             return None
-        first = _split(changed(s, row), splits[0], variant)
-        try:
-            constraints.check(first, machine)
-        except ValueError:
+        s = changed(s, row)
+        first = _split(s, splits[0], variant)
+        if not _accepted(first, machine):
             return None
         if machine.axes["stage"] > 1:
-            splits = [n for n in splits if _accepted(_split(changed(s, row), n, variant), machine)]
+            splits = [n for n in splits if _accepted(_split(s, n, variant), machine)]
         parts = s.family.loss_parts(s.data, machine.axes) if s.family.loss_parts else None
         if parts is not None:
             key, values = parts
             parts = key, list(dict.fromkeys((_value(s, key), *values)))
-        seconds = self._time(first, machine, self._state(first), cost).expected
-        bound = seconds / first.family.units_per_step(first.data)
+        bound = self._time(first, machine).expected / first.family.units_per_step(first.data)
         self.combinations += len(splits) * (len(parts[1]) if parts else 1)
-        return Cell(changed(s, row), machine, row, splits, parts, bound)
+        return Cell(s, machine, row, splits, parts, bound)
 
     def _fastest_of(self, cell: Cell, variant: Variant) -> Candidate | None:
         """The candidate of a cell with the fewest splits that fit; None if none does."""
@@ -455,8 +444,8 @@ class _Search:
 
     def _fitting(self, cell: Cell, n: int, variant: Variant) -> Candidate | None:
         """The candidate of a cell with n splits; the loss in the config's parts or the fewest that fit."""
-        s, changes = _split(cell.settings, n, variant), dict(cell.changes)
-        state, cost = self._state(s), cost_of(s)
+        s = _split(cell.settings, n, variant)
+        state = self._state(s)
         key, values = cell.parts or ("", [0])
         tried: list[tuple[float, Settings]] = []
 
@@ -464,7 +453,7 @@ class _Search:
             with_parts = changed(s, {key: value}) if key else s
             if value != values[0] and not _accepts_parts(cell, value):
                 return False
-            peak = sum(cost.memory(with_parts, cell.machine, state).values())
+            peak = sum(self._cost.memory(with_parts, cell.machine, state).values())
             tried.append((peak, with_parts))
             return peak <= self._limit
 
@@ -473,16 +462,16 @@ class _Search:
         if chosen is None:
             peak, with_parts = min(tried, key=lambda one: one[0])
             if self.smallest is None or peak < self.smallest.peak:
-                self.smallest = self._candidate(with_parts, cell, changes, variant, peak)
+                self.smallest = self._candidate(with_parts, cell, variant, peak)
             return None
         if chosen not in (values[0], min(values)):
             next(v for v in sorted(values[1:]) if fits(v))
         peak, with_parts = tried[-1]
-        return self._candidate(with_parts, cell, changes, variant, peak)
+        return self._candidate(with_parts, cell, variant, peak)
 
-    def _candidate(self, s: Settings, cell: Cell, row: Changes, variant: Variant, peak: float) -> Candidate:
-        time = self._time(s, cell.machine, self._state(s), cost_of(s))
-        keys = [*row, "train.microbatches", *([cell.parts[0]] if cell.parts else [])]
+    def _candidate(self, s: Settings, cell: Cell, variant: Variant, peak: float) -> Candidate:
+        time = self._time(s, cell.machine)
+        keys = [*cell.changes, "train.microbatches", *([cell.parts[0]] if cell.parts else [])]
         layout = {key: _value(s, key) for key in keys}
         changes = dict(variant.changes)
         names = variant.names
@@ -499,11 +488,10 @@ class _Search:
         busy = time.compute + time.memory + time.network + time.host
         return Candidate(changes, names, layout, peak, time.expected, busy, rate)
 
-    def _time(self, s: Settings, machine: Machine, state: StateShapes, cost: Any) -> Roofline:
-        groups = group(
-            cost.collectives(s, machine), self._topology, machine.axes, s.mesh.get("dcn_data", 1)
-        )
-        return roofline(cost.work(s, machine, state), groups, self._topology)
+    def _time(self, s: Settings, machine: Machine) -> Roofline:
+        found, dcn = self._cost.collectives(s, machine), s.mesh.get("dcn_data", 1)
+        groups = group(found, self._topology, machine.axes, dcn)
+        return roofline(self._cost.work(s, machine, self._state(s)), groups, self._topology)
 
     def _state(self, s: Settings) -> StateShapes:
         """The state as shapes, which depends on neither the layout nor clipping."""

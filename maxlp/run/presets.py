@@ -46,13 +46,16 @@ def reads_argument(get_config: Callable) -> bool:
     return any(code.co_varnames[0] in loaded for loaded in names)
 
 
+PURE_BF16 = {
+    "model.dtype": "bfloat16",
+    "model.param_dtype": "bfloat16",
+    "optimizer.param_rounding": "stochastic",
+}
 LOW_BIT = {
     "fp8": dict(mu="float8_e4m3fn", nu="float8_e5m2"),
     "8bit": dict(mu="dynamic8", nu="dynamic8", block_size=256),
     "companded": dict(mu="companded8", nu="companded8", block_size=32),
 }
-
-
 SCALIFY = {"scalify_fp16": "fp16", "scalify_fp16_params": "fp16", "scalify_fp8": "fp8"}
 
 
@@ -93,8 +96,7 @@ def choose(arg: str, c: ConfigDict, galore: tuple[int, float] | None = None) -> 
             c.model.param_dtype, c.optimizer.param_rounding = "float16", "nearest"
             c.optimizer.low_bit.update(mu="float16", nu="float16")
     elif chosen.precision == "pure_bf16":
-        c.model.dtype = c.model.param_dtype = "bfloat16"
-        c.optimizer.param_rounding = "stochastic"
+        c.update_from_flattened_dict(PURE_BF16)
     else:
         from maxlp.precision import RECIPES
 
