@@ -8,6 +8,7 @@ elements share a scale.
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
@@ -197,6 +198,14 @@ class Recipe:
                 uses[tensor] += (operand,)
         return uses
 
+    def with_operands(self, change: Callable[[str, Operand], Operand], **fields: Any) -> "Recipe":
+        """The recipe with ``change(tensor, operand)`` for each operand, and with other values of fields."""
+        gemms = {
+            gemm: tuple(change(tensor, operand) for tensor, operand in zip(GEMMS[gemm], pair, strict=True))
+            for gemm, pair in self.gemms.items()
+        }
+        return dataclasses.replace(self, **gemms, **fields)
+
     @property
     def mantissa_bits(self) -> int:
         """Mantissa bits of the coarsest format; 23, those of float32, if nothing is quantized."""
@@ -378,13 +387,9 @@ def make_recipe(name: str, **options: Any) -> Recipe:
       ValueError: an unknown recipe, or options that do not fit it.
     """
     schema.check_value("recipe", name, Annotated[str, OneOf(RECIPES)])
-    recipe, changes = RECIPES[name], RecipeOptions(**options)
+    changes = RecipeOptions(**options)
 
-    def changed(gemm: str, pair: tuple[Operand, Operand]) -> tuple[Operand, ...]:
-        operands = zip(GEMMS[gemm], pair, strict=True)
-        return tuple(
-            dataclasses.replace(operand, **changes.of_operand(tensor)) for tensor, operand in operands
-        )
+    def changed(tensor: str, operand: Operand) -> Operand:
+        return dataclasses.replace(operand, **changes.of_operand(tensor))
 
-    gemms = {gemm: changed(gemm, pair) for gemm, pair in recipe.gemms.items()}
-    return dataclasses.replace(recipe, **gemms, **changes.of_recipe)
+    return RECIPES[name].with_operands(changed, **changes.of_recipe)

@@ -41,7 +41,7 @@ import jax.numpy as jnp
 
 from maxlp import schema
 from maxlp.numerics.scales import amax, ceil_power_of_two
-from maxlp.precision.recipes import GEMMS, Operand, Recipe, SmoothForm
+from maxlp.precision.recipes import Operand, Recipe, SmoothForm
 
 # Each form, and the tensors whose scales must be current because they jump with the factors.
 _CURRENT = {"none": (), "channel": ("kernel",), "balanced": ("input", "kernel"), "token": ()}
@@ -55,14 +55,10 @@ def smooth(recipe: Recipe, form: str) -> Recipe:
     """
     schema.check_value("smooth_swiglu", form, SmoothForm)
 
-    def operand(tensor: str, o: Operand) -> Operand:
-        return dataclasses.replace(o, delayed=o.delayed and tensor not in _CURRENT[form])
+    def changed(tensor: str, operand: Operand) -> Operand:
+        return dataclasses.replace(operand, delayed=operand.delayed and tensor not in _CURRENT[form])
 
-    gemms = {
-        gemm: tuple(operand(tensor, o) for tensor, o in zip(GEMMS[gemm], pair, strict=True))
-        for gemm, pair in recipe.gemms.items()
-    }
-    return dataclasses.replace(recipe, smooth=form, **gemms)
+    return recipe.with_operands(changed, smooth=form)
 
 
 def factors(x: jax.Array, kernel: jax.Array, form: str) -> jax.Array:

@@ -75,11 +75,11 @@ class SwitchDot(QuantDot):
     ) -> jax.Array:
         histories = {tensor: history[...] for tensor, history in self.histories.items()}
         amaxes = {"input": self._amax("input", x)[0], "kernel": self._amax("kernel", kernel)[0]}
-        grad_history, on, shares = histories.get("output_grad"), self.on[...], self.backward_statistics[...]
+        grad_history, on = histories.get("output_grad"), self.on[...]
         if self.recipe.trust_mask and self.recipe.fwd:
             x, kernel = _trusted_where_on(self.recipe, x, kernel, amaxes, on[0])
         static = static._replace(sum_over_rows=None)  # the rounding of what devices send is not attributed
-        out = _dot(static, x, kernel, amaxes, grad_history, on, shares)
+        out = _dot(static, x, kernel, amaxes, grad_history, on, self.backward_statistics[...])
         y, of_forward = typing.cast(tuple, out)
         self.forward_statistics[...] = jax.lax.stop_gradient(of_forward)
         return y
@@ -232,7 +232,7 @@ def _switched(recipe, gemm, on, high, low, quantized, exact, how) -> tuple[jax.A
         return [_forms(*each) for each in zip(operands, quantized(), exact(), strict=True)]
 
     def statistics(forms, error: jax.Array) -> jax.Array:
-        return jnp.stack([jnp.append(shares, error) for _, _, shares in forms])
+        return jnp.stack([jnp.append(of_operand, error) for _, _, of_operand in forms])
 
     def mixed() -> tuple[jax.Array, jax.Array]:
         forms = both_forms()
