@@ -140,6 +140,17 @@ def recipe_uses_its_options(s: Settings, machine: Machine) -> str | None:
     return unused.refusal(p, s.matmuls)
 
 
+def magnitudes_are_not_pipelined(s: Settings, machine: Machine) -> str | None:
+    """The mean is over the whole batch, whose microbatches pass through a pipeline one by one."""
+    if not s.precision.magnitudes_every or machine.axes["stage"] == 1:
+        return None
+    every, stages = s.precision.magnitudes_every, machine.axes["stage"]
+    return f"precision.magnitudes_every={every} does not work with mesh.stage={stages}; set it to 0"
+
+
+# --- parameters and vocabulary --------------------------------------------------------------------------
+
+
 def mesh_divides_params(s: Settings, machine: Machine) -> str | None:
     """Every device holds an equal part of every parameter."""
     try:
@@ -234,14 +245,6 @@ def adapters_are_few_numbers(s: Settings, machine: Machine) -> str | None:
     return combinations.adapter_refusal(s)
 
 
-def magnitudes_are_not_pipelined(s: Settings, machine: Machine) -> str | None:
-    """The mean is over the whole batch, whose microbatches pass through a pipeline one by one."""
-    if not s.precision.magnitudes_every or machine.axes["stage"] == 1:
-        return None
-    every, stages = s.precision.magnitudes_every, machine.axes["stage"]
-    return f"precision.magnitudes_every={every} does not work with mesh.stage={stages}; set it to 0"
-
-
 # --- released gradients ---------------------------------------------------------------------------------
 
 
@@ -262,6 +265,9 @@ def released_gradients_let_states_offload(s: Settings, machine: Machine) -> str 
         "optimizer.offload=True saves memory only where one layer after the other is updated; set "
         "train.release_gradients=True"
     )
+
+
+# --- guard and outputs ----------------------------------------------------------------------------------
 
 
 def guard_uses_its_settings(s: Settings, machine: Machine) -> str | None:
