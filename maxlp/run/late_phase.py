@@ -19,6 +19,8 @@ from maxlp.runtime.distributed import is_primary
 from maxlp.runtime.files import read_json, write_json
 
 EARLY = "early_precision.json"
+# Values in the section precision with which all matmuls compute in the model's dtype, beside unset options.
+WITHOUT_RECIPE: dict[str, Any] = dict(recipe="bf16", rules=(), min_dim=0, smooth_swiglu="none")
 
 
 def config_now(values: dict[str, Any], workdir: Path | None) -> dict[str, Any]:
@@ -31,8 +33,7 @@ def config_now(values: dict[str, Any], workdir: Path | None) -> dict[str, Any]:
     p, infos = values["precision"], checkpoint.list_steps(workdir / "checkpoints") if workdir else []
     first = p["high_precision_from"]
     if max((i.step for i in infos if i.status == "complete"), default=0) >= first:
-        options = dict.fromkeys(p["options"])
-        p |= dict(recipe="bf16", options=options, rules=(), min_dim=0, smooth_swiglu="none", health_every=0)
+        p |= WITHOUT_RECIPE | dict(options=dict.fromkeys(p["options"]), health_every=0)
     elif p["recipe"] == "bf16" and not p["rules"]:
         raise ConfigError(
             f"config.precision.high_precision_from={first} changes nothing with recipe=bf16; set it to 0, "

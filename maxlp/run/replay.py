@@ -98,11 +98,8 @@ def without_recipe(s: Settings) -> Settings:
     """The settings with all matmuls in the model's own dtype, and all gradients sent in theirs."""
     plain = dataclasses.replace(
         s.precision,
-        recipe="bf16",
+        **late_phase.WITHOUT_RECIPE,
         options=RecipeOptions(),
-        rules=(),
-        min_dim=0,
-        smooth_swiglu="none",
         high_precision_from=0,
         scalify="none",
         exchange="none",
