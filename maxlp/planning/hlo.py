@@ -299,18 +299,13 @@ def device_groups(i: Instruction, mesh: dict[str, int]) -> tuple[tuple[str, ...]
     """
     sizes = tuple(mesh.values())
     if match := re.search(r"source_target_pairs=\{(.*?)\}\}", i.rest):
-        pairs = np.array([[int(n) for n in re.findall(r"\d+", pair)] for pair in match[1].split("},")])
-        a, b = (np.array(np.unravel_index(side, sizes)) for side in pairs.T)
-        moved = (a != b).any(axis=1)
+        members = np.array([[int(n) for n in re.findall(r"\d+", pair)] for pair in match[1].split("},")])
     else:
         members = _members(i.rest, math.prod(sizes))
-        coordinates = np.array(np.unravel_index(members, sizes))  # (axes, groups, members)
-        moved = (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
-        if members.shape[1] < 2:
-            return (), 1
-        return tuple(name for name, m in zip(mesh, moved, strict=True) if m), members.shape[1]
+    coordinates = np.array(np.unravel_index(members, sizes))  # (axes, groups, members)
+    moved = (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
     axes = tuple(name for name, m in zip(mesh, moved, strict=True) if m)
-    return axes, math.prod(mesh[a] for a in axes)
+    return axes, math.prod(mesh[a] for a in axes) if match else members.shape[1]
 
 
 def _members(rest: str, num_devices: int) -> np.ndarray:
