@@ -29,6 +29,8 @@ record steps on one with --record, and give them on the other with --against
 """
 
 import json
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +203,7 @@ def attribute(
         same &= s.precision.rules == own.rules
     with attribution.evaluator(s, workdir, step, same_precision=same) as (evaluate, step):
         out.mkdir(parents=True, exist_ok=True)
-        found = attribution.attribution(evaluate, step, attribution.Bar())
+        found = attribution.attribution(evaluate, step, Bar())
         print(f"step {step}: loss {found.loss:#.5g} in high precision")
         print("\n".join(attribution.table(found, top)))
         for path in attribution.write(found, out):
@@ -214,14 +216,29 @@ def predict(
     s: Settings, workdir: Path | None, step: int | None, specs: list[str] | None, batches: int, out: Path
 ) -> None:
     """Prints and writes the ranking of recipes; see `run.prediction.predictions` for the arguments."""
-    from maxlp.run import attribution, prediction  # imports the training code
+    from maxlp.run import prediction  # imports the training code
 
     specs = specs or prediction.fitting(s)
-    step, found = prediction.predictions(s, specs, workdir, step, batches, attribution.Bar())
+    step, found = prediction.predictions(s, specs, workdir, step, batches, Bar())
     out.mkdir(parents=True, exist_ok=True)
     print(f"step {step}: relative to high precision, {batches} batch{'es' * (batches > 1)}")
     print("\n".join(prediction.table(found)))
     _wrote(prediction.write(found, step, out))
+
+
+class Bar:
+    """A progress bar on stderr, if that is a terminal."""
+
+    def __init__(self) -> None:
+        self.start = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if not sys.stderr.isatty():
+            return
+        left = (time.monotonic() - self.start) * (total - done) / done
+        filled = 40 * done // total
+        line = f"{'█' * filled}{'·' * (40 - filled)} {done:,} of {total:,}, {left:,.0f} s left"
+        print(f"\r\x1b[K{line}", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
 def _wrote(path: Path) -> None:

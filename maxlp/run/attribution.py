@@ -10,8 +10,6 @@ are inputs of one compiled program (`precision.switches`), whose memory does not
 import contextlib
 import dataclasses
 import functools
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -189,7 +187,9 @@ def distance(grads: dict, reference: dict) -> dict[str, jax.Array]:
 # --- all sites ------------------------------------------------------------------------------------------
 
 
-def attribution(evaluate: Evaluate, step: int, note: Callable[[int, int], None] = lambda *_: None):
+def attribution(
+    evaluate: Evaluate, step: int, note: Callable[[int, int], None] = lambda *_: None
+) -> Attribution:
     """The effect of every site on the batch of a step.
 
     Args:
@@ -365,18 +365,3 @@ def write(found: Attribution, folder: Path) -> list[Path]:
     files.write_json(numbers, as_json(found))
     heat_map(found, picture)
     return [numbers, picture]
-
-
-class Bar:
-    """A progress bar on stderr, if that is a terminal."""
-
-    def __init__(self) -> None:
-        self.start = time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        if not sys.stderr.isatty():
-            return
-        left = (time.monotonic() - self.start) * (total - done) / done
-        filled = 40 * done // total
-        line = f"{'█' * filled}{'·' * (40 - filled)} {done:,} of {total:,}, {left:,.0f} s left"
-        print(f"\r\x1b[K{line}", end="\n" if done == total else "", file=sys.stderr, flush=True)
