@@ -10,7 +10,7 @@ import optax
 from maxlp import schema
 from maxlp.numerics.formats import FORMATS, STATES
 from maxlp.optim.schedules import SCHEDULES
-from maxlp.optim.tree_utils import HIDDEN_KERNELS
+from maxlp.optim.tree_utils import HIDDEN_KERNELS, Targets
 from maxlp.schema import (
     Count,
     CountOrZero,
@@ -20,7 +20,6 @@ from maxlp.schema import (
     OneOf,
     Positive,
     Range,
-    RegularExpression,
     Seed,
 )
 
@@ -112,7 +111,7 @@ class GaloreConfig:
     moments: Annotated[str, OneOf(("keep", "reset", "reproject"))] = "keep"
     projector: Annotated[str, OneOf(("float32", "bfloat16", "int8", "int4"))] = "float32"
     lazy_threshold: Fraction = 0.0
-    targets: tuple[Annotated[str, RegularExpression()], ...] = HIDDEN_KERNELS
+    targets: Targets = HIDDEN_KERNELS
     seed: Seed = 0
 
     def __post_init__(self) -> None:

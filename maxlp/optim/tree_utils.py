@@ -12,7 +12,7 @@ from maxlp.schema import RegularExpression
 
 Targets = tuple[Annotated[str, RegularExpression()], ...]
 
-# Default targets of GaLore and Muon: the matrices of the blocks, without embeddings, head and norms.
+# The default of all targets: the matrices of the blocks, without embeddings, head and norms.
 HIDDEN_KERNELS = ("(attn|mlp)/.*kernel$",)
 
 
