@@ -11,17 +11,7 @@ from maxlp import schema
 from maxlp.numerics.formats import FORMATS, STATES
 from maxlp.optim.schedules import SCHEDULES
 from maxlp.optim.tree_utils import HIDDEN_KERNELS, Targets
-from maxlp.schema import (
-    Count,
-    CountOrZero,
-    DecayRate,
-    Fraction,
-    NotNegative,
-    OneOf,
-    Positive,
-    Range,
-    Seed,
-)
+from maxlp.schema import Count, CountOrZero, DecayRate, Fraction, NotNegative, OneOf, Positive, Range, Seed
 
 # "module:NAME" of each `OptimizerKind`, imported only when a config names it.
 OPTIMIZERS = {
