@@ -345,10 +345,3 @@ def test_float32_parameters_are_refused():
     with pytest.raises(ValueError, match=message) as error:
         adamw("kahan").init(random_tree(SHAPES, 0))
     assert "\n" not in str(error.value)
-
-
-def test_each_parameter_has_its_own_noise():
-    p, u = jnp.ones(256, jnp.bfloat16), jnp.full(256, 2.0**-8, jnp.float32)
-    tx = pure_bf16(optax.identity(), method="stochastic")
-    updates, _ = tx.update({"a": u, "b": u}, tx.init({"a": p, "b": p}), {"a": p, "b": p})
-    assert not np.array_equal(updates["a"], updates["b"])
