@@ -103,7 +103,7 @@ def galore(inner: optax.GradientTransformation, config: GaloreConfig) -> optax.G
 
     def init(params: optax.Params) -> GaloreState:
         check_targets(params, config)
-        spaces = jax.tree.map_with_path(lambda k, p: _no_subspace(k, p, layer_axes(k), config), params)
+        spaces = jax.tree.map_with_path(lambda k, p: _no_subspace(k, p, config), params)
         seen = jax.tree.map(lambda p, space: _zeros_projected(p, space, config), params, spaces)
         return GaloreState(jnp.zeros([], jnp.int32), spaces, inner.init(seen))
 
@@ -112,9 +112,7 @@ def galore(inner: optax.GradientTransformation, config: GaloreConfig) -> optax.G
         count, old, inner_state = state.count, state.subspaces, state.inner
         with jax.named_scope("galore"):
             grads = jax.tree.map(lambda g, space: _side_whole(g, space, config), updates, old)
-            new = jax.tree.map_with_path(
-                lambda k, g, space: _current_subspace(g, space, count, layer_axes(k), config), grads, old
-            )
+            new = jax.tree.map(lambda g, space: _current_subspace(g, space, count, config), grads, old)
             low_rank = jax.tree.map(lambda g, space: _projected(g, space, config), grads, new)
             if config.moments != "keep":
                 inner_state = _moved_moments(inner_state, count, grads, low_rank, old, new, config)
@@ -146,13 +144,11 @@ def check_targets(params: optax.Params, config: GaloreConfig) -> None:
             )
 
 
-def _no_subspace(
-    path: KeyPath, p: jax.Array, axes: int, config: GaloreConfig
-) -> Subspace | optax.MaskedNode:
+def _no_subspace(path: KeyPath, p: jax.Array, config: GaloreConfig) -> Subspace | optax.MaskedNode:
     """The subspace of a targeted kernel before its first refresh."""
     if not matches(path, config.targets):
         return optax.MaskedNode()
-    layers = p.shape[:axes]
+    layers = p.shape[: layer_axes(path)]
     dim, m, r = _side(p.shape, config)
     return Subspace(
         projector=_packed(jnp.zeros((*layers, m, r), jnp.float32), dim, config),
@@ -175,7 +171,7 @@ def _zeros_projected(p: jax.Array, space: Any, config: GaloreConfig) -> jax.Arra
 # --- refreshes ------------------------------------------------------------------------------------------
 
 
-def _current_subspace(g: jax.Array, old: Any, count: jax.Array, axes: int, config: GaloreConfig) -> Any:
+def _current_subspace(g: jax.Array, old: Any, count: jax.Array, config: GaloreConfig) -> Any:
     """The subspace for this step: the last one, with a new basis for the layers that are due."""
     if not _is_subspace(old):
         return old
@@ -185,22 +181,16 @@ def _current_subspace(g: jax.Array, old: Any, count: jax.Array, axes: int, confi
     def refresh() -> Subspace:
         # Zeros, as behind a layer scale of 0, have no subspace. Only a step that is due looks for them.
         has_gradient = jnp.any(g != 0, axis=(-2, -1))
-        return _refreshed(g, old, due & has_gradient, count, key, axes, config)
+        return _refreshed(g, old, due & has_gradient, count, key, config)
 
     return jax.lax.cond(jnp.any(due), refresh, lambda: old)
 
 
 def _refreshed(
-    g: jax.Array,
-    old: Subspace,
-    due: jax.Array,
-    count: jax.Array,
-    key: jax.Array,
-    axes: int,
-    config: GaloreConfig,
+    g: jax.Array, old: Subspace, due: jax.Array, count: jax.Array, key: jax.Array, config: GaloreConfig
 ) -> Subspace:
     side = _side(g.shape, config)
-    p_new = _new_projectors(g, due, key, axes, side, config.basis)
+    p_new = _new_projectors(g, due, key, side, config.basis)
     done = due & jnp.isfinite(p_new).all(axis=(-2, -1))  # a NaN gradient postpones it to the next step
     p_old = _unpacked(old.projector, side.dim, config)
     cos = jnp.abs(jnp.sum(p_new[..., :1] * p_old[..., :1], axis=-2))
@@ -220,9 +210,7 @@ def _refreshed(
     )
 
 
-def _new_projectors(
-    g: jax.Array, due: jax.Array, key: jax.Array, axes: int, side: Side, basis: str
-) -> jax.Array:
+def _new_projectors(g: jax.Array, due: jax.Array, key: jax.Array, side: Side, basis: str) -> jax.Array:
     """Bases of the layers that are due, (*layers, m, r); zeros for the others."""
 
     def one(layer: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -235,7 +223,7 @@ def _new_projectors(
         )
 
     # One layer after the other: batched, the condition would become a selection and compute all layers.
-    return jax.lax.map(one, (g, due)) if axes else one((g, due))
+    return jax.lax.map(one, (g, due)) if due.ndim else one((g, due))
 
 
 def _moved_moments(
