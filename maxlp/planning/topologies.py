@@ -157,12 +157,6 @@ EXAMPLES = {
 }
 
 
-NOT_INSTALLED = (
-    "compiling for {name} needs {package}, which is not installed: pip install 'maxlp[aot]' (Linux), or "
-    "add --estimate_only"
-)
-
-
 @dataclasses.dataclass(frozen=True)
 class Topology:
     """A number of chips and how they are connected.
@@ -243,7 +237,10 @@ def devices(topology: Topology) -> list[jax.Device]:
         ("libtpu", "libtpu") if topology.chip.torus else ("jax-cuda13-plugin", "jax_cuda13_plugin")
     )
     if importlib.util.find_spec(find) is None:
-        raise ValueError(NOT_INSTALLED.format(name=topology.name, package=package))
+        raise ValueError(
+            f"compiling for {topology.name} needs {package}, which is not installed: pip install "
+            "'maxlp[aot]' (Linux), or add --estimate_only"
+        )
     try:
         return list((_tpu if topology.chip.torus else _gpu)(topology).devices)
     except jax.errors.JaxRuntimeError as error:

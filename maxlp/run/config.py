@@ -87,10 +87,10 @@ def load_file(path: str) -> ConfigDict:
             f"{path}: get_config returns {type(c).__name__}, not a ConfigDict; return the config"
         )
     if any(arguments):
-        from maxlp.run import presets
+        from maxlp.run.presets import UNREAD, reads_argument
 
-        if not presets.reads_argument(get_config):
-            raise ConfigError(f"--config={path}:{arguments[0]}: get_config {presets.UNREAD}")
+        if not reads_argument(get_config):
+            raise ConfigError(f"--config={path}:{arguments[0]}: get_config {UNREAD}")
     return c.lock()
 
 

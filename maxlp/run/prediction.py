@@ -63,10 +63,9 @@ def parse(spec: str) -> tuple[str, RecipeOptions]:
       ValueError: an unknown recipe or option, or a value that does not fit.
     """
     name, *pairs = spec.split(":")
-    values = {}
+    names, values = [field.name for field in dataclasses.fields(RecipeOptions)], {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
-        names = [field.name for field in dataclasses.fields(RecipeOptions)]
         if not equals or key not in names:
             raise ValueError(
                 f"--recipes: {pair!r} of {spec!r} is not OPTION=VALUE; options are {', '.join(names)}"
