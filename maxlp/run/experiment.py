@@ -216,10 +216,16 @@ def make_data(settings: Settings, tokenizer: str, split: str, mesh: Mesh) -> Any
 
 
 def _memory(s: Settings, state: State) -> str:
+    def gib(tree: Any) -> float:
+        shards = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(tree))
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shards) / 2**30
+
     names = {"params": "parameters", "opt_state": "optimizer"}
     if s.train.lora is not None:
         names |= {"params": "adapters", "model_state": "frozen parameters"}
-    return ", ".join(f"{name} {_device_gib(state[part]):.3g} GiB" for part, name in names.items())
+    sizes = {part: f"{name} {gib(state[part]):.3g} GiB" for part, name in names.items()}
+    sizes["opt_state"] += " on the host" * s.optimizer.offload
+    return ", ".join(sizes.values())
 
 
 def describe(e: Experiment, state: State) -> str:
@@ -265,8 +271,3 @@ def describe(e: Experiment, state: State) -> str:
         lines.append(f"precision ({blocks} stay in {s.model.dtype}):")
         lines += [f"  {path}: {recipe}" for path, recipe in s.matmuls.items()]
     return "\n".join(lines)
-
-
-def _device_gib(tree: Any) -> float:
-    shards = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(tree))
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shards) / 2**30

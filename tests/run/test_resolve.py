@@ -81,13 +81,15 @@ def test_both_gates_are_used():
     assert resolved().gates == {}
 
 
-def test_the_description_counts_bytes_in_gib():
-    run = resolved()
+@pytest.mark.parametrize(("offload", "place"), [(False, ""), (True, " on the host")])
+def test_the_description_counts_bytes_in_gib(offload, place):
+    released = dict(train__release_gradients=True, optimizer__clip_norm=0.0)
+    run = resolved(optimizer__offload=offload, **released)
     abstract = abstract_state(run.make_model, run.tx, run.mesh)[1]
     count = sum(leaf.size for leaf in jax.tree.leaves(abstract["params"]))
     text = describe(run, abstract)
     assert f"{count:,} parameters in float32" in text
-    assert f"parameters {4 * count / 2**30:.3g} GiB, optimizer {8 * count / 2**30:.3g} GiB" in text
+    assert f"parameters {4 * count / 2**30:.3g} GiB, optimizer {8 * count / 2**30:.3g} GiB{place}\n" in text
 
 
 @pytest.mark.parametrize(("steps", "warns"), [(100, True), (101, False)])
