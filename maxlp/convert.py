@@ -57,7 +57,7 @@ from maxlp.run import cli, run_dir
 from maxlp.run.pretrained import LibraryWeights, published_params
 from maxlp.run.settings import read, read_model
 from maxlp.run.tokenizer import saved_tokenizer
-from maxlp.runtime import checkpoint, files, hub
+from maxlp.runtime import checkpoint, files, hub, new_folder
 from maxlp.runtime.distributed import print_primary
 from maxlp.runtime.safetensors import write_tensors
 
@@ -162,7 +162,7 @@ def import_weights(
     model = dataclasses.replace(found.config, param_dtype=dtype or found.config.dtype)
     with found.naming_config():
         abstract = _abstract_params(found.family, model)
-    with files.unfinished(workdir) as unfinished:
+    with new_folder.unfinished(workdir) as unfinished:
         with weights.naming(found.folder):
             params = weights.to_maxlp(found.tensors, abstract, found.format.layout(model))
         if found.format.resize is not None and image_size is not None:
@@ -256,7 +256,7 @@ def export_weights(
     scheme = None if quantize is None else compressed_tensors.SCHEMES[quantize]
     if scheme is not None:
         texts[weight_format.config_file]["quantization_config"] = scheme.config()
-    with files.unfinished(output) as unfinished:
+    with new_folder.unfinished(output) as unfinished:
         params = published_params(workdir, step, _cpu_mesh())
         if calibration_sequences:
             from maxlp.run.calibration import calibrated_params  # few exports need it
@@ -296,7 +296,7 @@ def _cpu_mesh() -> Mesh:
 
 def _check_unused(directory: Path) -> None:
     if directory.is_dir() and {path.name for path in directory.iterdir()} <= {".unfinished"}:
-        return  # `files.unfinished` refuses what another process is writing
+        return  # `new_folder.unfinished` refuses what another process is writing
     if os.path.lexists(directory):
         found = "is not empty" if directory.is_dir() else "is not a directory"
         raise ValueError(f"--output={directory} {found}; choose a new directory")

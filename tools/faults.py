@@ -2283,6 +2283,10 @@ RUNTIME = [
         ("            raise\n        sync(path.parent)", "            raise"),
         ("    unfinished.rename(final)\n    sync(final.parent)", "    unfinished.rename(final)"),
         ("candidate, count = path, 1", "candidate, count = path, 0"),
+    ),
+    *_in(
+        "runtime/new_folder.py",
+        "runtime/test_new_folder.py",
         ("temporary.mkdir(parents=True)", "temporary.mkdir(parents=True, exist_ok=True)"),
         ("if any(path != temporary for path in folder.iterdir()):", "if False:"),
         ("            undo.callback(_remove_empty, missing)", "            pass"),

@@ -148,26 +148,3 @@ def test_a_folder_is_on_disk_before_it_gets_its_name_and_then_so_is_the_name(tmp
     assert {p for p, named in synced if not named} == before
     assert [p for p, named in synced if named] == [tmp_path]
     assert (tmp_path / "3" / "state" / "a").read_text() == "content"
-
-
-def test_of_two_processes_that_write_a_folder_one_is_refused(tmp_path):
-    target = tmp_path / "a" / "b"
-    with files.unfinished(target) as first:
-        (first / "weights").write_text("first")
-        with (
-            pytest.raises(ValueError, match=rf"^{target} is being written by another process.*delete"),
-            files.unfinished(target),
-        ):
-            pass
-        assert (first / "weights").read_text() == "first"
-    assert [path.name for path in target.iterdir()] == ["weights"]
-    with pytest.raises(ValueError, match="is not empty"), files.unfinished(target):
-        pass
-    assert [path.name for path in target.iterdir()] == ["weights"]
-
-
-def test_an_unfinished_folder_that_fails_leaves_nothing(tmp_path):
-    with pytest.raises(KeyError), files.unfinished(tmp_path / "a" / "b") as folder:
-        (folder / "weights").write_text("x")
-        raise KeyError
-    assert not list(tmp_path.iterdir())
