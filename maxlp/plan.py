@@ -333,8 +333,8 @@ def _time_lines(plan: dict[str, Any], source: str) -> list[str]:
     if work["host"]:
         seconds, speed = f"{t['host']:8.3g}", f"at {chip['host'] / 1e9:.0f} GB/s"
         if not chip["host"]:
-            seconds, speed = f"{'?':>8}", "at an unpublished speed, and not counted below"
-        host = [f"  host    {seconds}   {work['host'] / 1e9:.3g} GB from and to its memory, {speed}"]
+            seconds, speed = f"{'?':>8}", "at an unpublished speed"
+        host = [f"  host    {seconds}   {work['host'] / 1e9:.3g} GB from and to its memory {speed}"]
     return [
         "seconds per step at published speeds",
         f"  compute {t['compute']:8.3g}   {flops} FLOPs, with recomputation",

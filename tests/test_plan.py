@@ -287,8 +287,8 @@ def test_the_expected_mfu_counts_exposed_collectives():
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("h100:1x8", "  host         0.5   32 GB from and to its memory, at 64 GB/s"),
-        ("v5p:2x2x2", "  host           ?   32 GB from and to its memory, at an unpublished speed"),
+        ("h100:1x8", "  host         0.5   32 GB from and to its memory at 64 GB/s"),
+        ("v5p:2x2x2", "  host           ?   32 GB from and to its memory at an unpublished speed"),
     ],
 )
 def test_traffic_with_the_host_has_a_line(name, line):

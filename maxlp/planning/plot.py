@@ -50,16 +50,19 @@ def _memory(axes: Any, plan: dict[str, Any]) -> None:
 
 def _seconds(axes: Any, values: dict[str, Any], source: str) -> None:
     time = values["time"]
-    names = ["compute", "memory"]
-    lengths = [time["compute"], time["memory"]]
-    hidden = [0.0, 0.0]
+    colors = {"compute": "tab:blue", "memory": "tab:green"}
+    if time["host"]:
+        colors["host"] = "tab:purple"
+    names = list(colors)
+    lengths = [time[name] for name in names]
+    hidden = [0.0] * len(names)
     for row in values["collectives"]:
         if row["seconds"] < 0.01 * time["network"]:
             continue
         names.append(f"{row['kind']}\n{' + '.join(row['axes'])}")
         lengths.append(row["seconds"])
         hidden.append(row["seconds"] * row["overlapped"] / row["sent"] if row["sent"] else 0.0)
-    axes.barh(names, lengths, color=["tab:blue", "tab:green"] + ["tab:red"] * (len(names) - 2))
+    axes.barh(names, lengths, color=[colors.get(name, "tab:red") for name in names])
     axes.barh(names, hidden, color="lightsalmon")
     axes.axvline(time["expected"], color="black", linestyle="--", linewidth=1)
     axes.invert_yaxis()
