@@ -29,6 +29,7 @@ class _Instruction(NamedTuple):
       formats: names of the codes' formats, which are also those of the dtypes that it takes.
       block_scales: rules of their scales, see `scales.block_scales_for`.
       scale: dtype of the scales.
+      block_size: neighbours that share a scale.
     """
 
     name: str

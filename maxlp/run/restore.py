@@ -1,4 +1,4 @@
-"""The model of a finished or running run, for the commands that use one."""
+"""The model of a run, for the commands that use one; and the checks before a start."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,7 +5,7 @@ run.json      every start of the run: time, step, command, git revision, version
               last checkpoint that was completed; the commit of each repository of the Hub
 tokenizer.*   the tokenizer's own file, if it has one
 lock          names the process that trains here, see `runtime.lock`
-metrics.jsonl, tensorboard/, loss.png, checkpoints/, spikes/
+metrics.jsonl, tensorboard/, loss.png, checkpoints/, spikes/, profile/, early_precision.json, wandb_id
 
 Only a process that holds the lock writes to a workdir.
 """
