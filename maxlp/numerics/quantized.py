@@ -57,6 +57,7 @@ def quantize(
         return _quantize_blocks(x, to, axes, rounding, block_size, block_scales)
     if granularity == "unscaled":
         scale = jnp.ones((1,) * x.ndim, jnp.float32)
+        x = jnp.where(jnp.isfinite(x), x, jnp.nan)  # infinity would saturate, and no scale marks it
     else:
         axes = tuple(range(x.ndim)) if granularity == "tensor" else tuple(contract)
         largest = amax(x, axes) if delayed_amax is None else delayed_amax.reshape((1,) * x.ndim)

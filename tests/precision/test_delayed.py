@@ -162,10 +162,20 @@ def test_in_the_first_step_non_finite_data_gives_a_non_finite_result():
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 @pytest.mark.parametrize("cold_start", [True, False])
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_gaudi"])
-def test_with_older_scales_non_finite_data_gives_a_non_finite_product(recipe, cold_start, value):
+@pytest.mark.parametrize(
+    "recipe, granularity",
+    [
+        ("fp8_delayed", "tensor"),
+        ("fp8_gaudi", "tensor"),
+        ("fp8_current", "unscaled"),
+        ("simulate", "unscaled"),
+    ],
+)
+def test_with_older_scales_or_none_non_finite_data_gives_a_non_finite_product(
+    recipe, granularity, cold_start, value
+):
     """It saturates in the cast, and neither a gate nor the loss scale would see it."""
-    layer = fixtures.Layer(make_recipe(recipe, history=4, cold_start=cold_start))
+    layer = fixtures.Layer(make_recipe(recipe, history=4, cold_start=cold_start, granularity=granularity))
     step = jax.jit(layer.step)
     *_, state = step(layer.state, *data(0))
     assert all(np.all(np.isfinite(result)) for result in step(state, *data(1))[:3])
