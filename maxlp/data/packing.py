@@ -76,16 +76,21 @@ def pack_first_fit(
     """
     tokens_WS, targets_WS = np.full((2, num_windows, seq_len), pad_id, np.int32)
     owner_WS = np.full((num_windows, seq_len), -1, np.int32)
-    free_W, held_W = np.full(num_windows, seq_len), np.zeros(num_windows, int)
+    free_W, held_W = [seq_len] * num_windows, [0] * num_windows
+    # Room only shrinks, so the search for a size goes on where the last one of that size ended.
+    first: dict[int, int] = {}
     index, offset = 0, documents.offset
     while (document := documents.peek(index)) is not None:
         size = min(seq_len, len(document) - 1 - offset)
         if size <= 0:
             index, offset = index + 1, 0
             continue
-        window = int(np.argmax(free_W >= size))
-        if free_W[window] < size:
+        window = first.get(size, 0)
+        while window < num_windows and free_W[window] < size:
+            window += 1
+        if window == num_windows:
             break
+        first[size] = window
         begin = seq_len - free_W[window]
         held_W[window] += 1
         free_W[window] = free_W[window] - size if held_W[window] != max_documents else 0
