@@ -47,9 +47,6 @@ from maxlp.runtime import distributed, files
 from maxlp.runtime.distributed import print_primary
 from maxlp.schema import NotNegative
 
-# Keys of the section ``data`` that decide which tokens a text becomes: the model knows no others.
-READS_TEXTS = ("tokenizer", "lowercase", "text_len")
-
 
 def define_flags() -> None:
     cli.define_flags("Directory of the run.", config_required=False)
@@ -126,11 +123,7 @@ def of_same_model(
                 f"config.{key}={value!r} has no effect: {workdir} is evaluated as it was trained; drop the "
                 "flag"
             )
-    of_texts = {
-        key: value
-        for key, value in of_run.get("data", {}).items()
-        if key in READS_TEXTS and value is not None and f"data.{key}" not in overrides
-    }
+    of_texts = same_model.reads_texts(of_run.get("data", {}), overrides)
     return {**given, **sections, "model": model, "data": given["data"] | of_texts}
 
 

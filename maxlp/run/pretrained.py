@@ -58,6 +58,7 @@ class RunWeights:
 
     Attributes:
       model: the section ``model`` of the run's config; None for a checkpoint without a run.
+      data: the section ``data`` of the run's config.
       tokenizer: the spec of the run's tokenizer; None if it has none.
     """
 
@@ -66,6 +67,7 @@ class RunWeights:
         self.workdir = next((p for p in (path, *path.parents[:2]) if (p / "config.json").exists()), None)
         self.config = None if self.workdir is None else run_dir.load_config(self.workdir)
         self.model = None if self.config is None else _section(*read_model(self.config)[:2])
+        self.data: dict[str, Any] = {} if self.config is None else self.config.to_dict().get("data", {})
 
     @cached_property
     def tokenizer(self) -> str | None:
@@ -112,6 +114,7 @@ class LibraryWeights:
       tensors: by name; the files are downloaded and opened when the first one is asked for.
       config: of the model, with activations and parameters in the dtype of the files.
       model: the section ``model`` of a config for these weights.
+      data: what is known of a section ``data``: nothing.
       tokenizer: the spec of their tokenizer; None if there is none beside them.
     """
 
@@ -126,6 +129,7 @@ class LibraryWeights:
                 **keywords, dtype=dtype, param_dtype=dtype, attention="xla", scan_layers=True, remat="none"
             )
         self.model: dict[str, Any] | None = _section(self.family, self.config)
+        self.data: dict[str, Any] = {}
         has_tokenizer = any((self.folder / name).exists() for name in tokenizers.FILES)
         self.tokenizer = spec if has_tokenizer else None
 
@@ -229,7 +233,7 @@ def configure(
     swap: str | None = None,
     overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> ConfigDict:
-    """A config with the model and the tokenizer of the weights ``--from``.
+    """A config with the model and the tokenizer of the weights ``--from``, and what a run did with texts.
 
     A run that has a checkpoint no longer needs the weights: its own config holds what was taken from them.
     Nor does it need the two flags, without which the config stays as it is if the run had none.
@@ -258,9 +262,10 @@ def configure(
         agree_on_commits(workdir, spec, swap or "")
     if recorded is not None and recorded.train.init_from == spec:
         model, their_tokenizer = recorded.model.to_dict(), recorded.data.tokenizer
+        data = recorded.data.to_dict()
     else:
         recorded, found = None, find(spec, "--from")
-        model, their_tokenizer = found.model, found.tokenizer
+        model, their_tokenizer, data = found.model, found.tokenizer, found.data
     if model is None:
         raise ConfigError(f"--from={source} has no config.json beside it; give the folder of the run")
     if (other := overrides.get("train.init_from", spec)) != spec:
@@ -277,6 +282,7 @@ def configure(
     c = c.copy_and_resolve_references()
     with c.unlocked():
         c.model, c.train.init_from = ConfigDict(section), spec
+        c.data.update(same_model.reads_texts(data, overrides))
         c.data.tokenizer = swap or tokenizer or their_tokenizer or c.data.get("tokenizer")
         if swap is not None:
             c.train.swap_tokenizer = True

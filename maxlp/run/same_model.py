@@ -5,6 +5,9 @@ from typing import Any
 
 from maxlp.run import changes
 
+# Keys of the section ``data`` that decide which tokens a text becomes: the model knows no others.
+READS_TEXTS = ("tokenizer", "lowercase", "text_len")
+
 
 def other_model(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
     """Each key with which one model computes something else than another -> a line with both values.
@@ -18,6 +21,19 @@ def other_model(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str
         key: line
         for key, line in found.items()
         if changes.is_fixed(key, *configs) and not (is_initial(key, *configs) or is_training(key, *configs))
+    }
+
+
+def reads_texts(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a section ``data`` by which the texts that a model was trained on became tokens.
+
+    Args:
+      overrides: keys and values that were set on the command line, which are not among them.
+    """
+    return {
+        key: value
+        for key, value in data.items()
+        if key in READS_TEXTS and value is not None and f"data.{key}" not in overrides
     }
 
 

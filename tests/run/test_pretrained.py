@@ -304,6 +304,20 @@ def test_a_run_with_adapters_passes_on_the_merged_weights(folder, tmp_path, devi
     assert not np.array_equal(kernel, untrained["layers"]["attn"]["q_proj"]["kernel"])
 
 
+@pytest.mark.parametrize("own", [{}, {"data.text_len": 12, "data.lowercase": False}])
+def test_texts_become_tokens_as_in_the_run_that_weights_come_from(own, tmp_path):
+    base, workdir = tmp_path / "base", tmp_path / "run"
+    reads = {"data.text_len": 9, "data.lowercase": True}
+    (base / "checkpoints").mkdir(parents=True)
+    run_dir.save_config(base, changed(load("debug", family="clip"), reads))
+    c = pretrained.configure(changed(load("debug", family="clip"), own), workdir, str(base), None, own)
+    assert {key: c.data[key.removeprefix("data.")] for key in reads} == reads | own
+    (workdir / "checkpoints" / "3").mkdir(parents=True)
+    run_dir.save_config(workdir, c)
+    again = pretrained.configure(load("debug", family="clip"), workdir, str(base))
+    assert changes.check_config(workdir, again) == {}
+
+
 # --- a run that is started again --------------------------------------------------------------------------
 
 
