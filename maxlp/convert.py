@@ -229,6 +229,7 @@ def export_weights(
             f"{', '.join(known)}"
         )
     weight_format = known[format_name]
+    model = weight_format.as_trained(model, c.to_dict().get("data", {}))
     for_language = dict(quantize=quantize, calibration_sequences=calibration_sequences)
     for flag, value in for_language.items():
         if value and not weight_format.quantizable:

@@ -298,6 +298,28 @@ def test_an_exported_tokenizer_makes_texts_lower_case_if_the_run_did(normalizer,
     assert exported.encode(text).tolist() == of_run.encode(text.lower()).tolist()
 
 
+@pytest.mark.parametrize(
+    ("name", "table", "exported"),
+    [
+        ("clip_hf_siglip", "text_model.embeddings.position_embedding.weight", 5),
+        ("clip_hf_quick_gelu", "text_model.embeddings.position_embedding.weight", None),
+    ],
+)
+def test_texts_are_padded_as_in_training(name, table, exported, tmp_path):
+    """A SigLIP pools the last position, which other libraries take at the end of the longest text."""
+    source = write_source(tmp_path / "source", name)
+    convert.import_weights(source, tmp_path / "run")
+    c = run_dir.load_config(tmp_path / "run")
+    c.data.text_len = 5
+    run_dir.save_config(tmp_path / "run", c)
+    convert.export_weights(tmp_path / "run", tmp_path / "out", SOURCES[name][1])
+    rows = Tensors(source)[table][:exported]
+    np.testing.assert_array_equal(Tensors(tmp_path / "out")[table], rows)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["text_config"]["max_position_embeddings"] == len(rows)
+    convert.import_weights(tmp_path / "out", tmp_path / "again")
+
+
 def test_export_takes_the_newest_or_the_given_step(tmp_path):
     source = write_source(tmp_path / "source", "llama_3_1")
     run = tmp_path / "run"

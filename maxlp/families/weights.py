@@ -137,6 +137,7 @@ class WeightFormat:
         `families.compressed_tensors`.
       resize: (params, model, image_size) to the params and the model for images of that size; None for
         models without images.
+      as_trained: (model, section ``data``) to the model to write.
     """
 
     config_file: str
@@ -148,6 +149,7 @@ class WeightFormat:
     model_types: tuple[str, ...] = ()
     quantizable: tuple[str, ...] = ()
     resize: Callable[[dict, Any, int], tuple[dict, Any]] | None = None
+    as_trained: Callable[[Any, Mapping[str, Any]], Any] = lambda model, data: model
 
     def matches(self, folder: Path) -> bool:
         """Whether a folder holds a model in this format."""

@@ -1,5 +1,6 @@
 """Weight formats of CLIP: Hugging Face's (CLIP and SigLIP) and open_clip's."""
 
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -71,9 +72,21 @@ def _advice(other: str, config: CLIPConfig) -> str:
     return f"try --format={other}"
 
 
+def _as_trained(config: CLIPConfig, data: Mapping[str, Any]) -> CLIPConfig:
+    """A text tower whose features depend on the number of padding tokens, for texts as long as in training.
+
+    Other libraries pad to the longest text that the model reads.
+    """
+    text = config.text
+    if "text_len" not in data or (text.causal and text.pool != "last"):
+        return config
+    return dataclasses.replace(config, text=dataclasses.replace(text, max_len=data["text_len"]))
+
+
 def _hf_layout(config: CLIPConfig) -> Layout:
     _config_files("hf_clip", config)  # refuses what the format cannot hold
-    return {"clip": weights.HF_CLIP, "siglip": weights.HF_SIGLIP}[hf.kind_in_hf(config)]
+    layout = {"clip": weights.HF_CLIP, "siglip": weights.HF_SIGLIP}[hf.kind_in_hf(config)]
+    return weights.of_text_len(layout, config.text.max_len)
 
 
 def _hf_files(
@@ -109,14 +122,16 @@ FORMATS = {
         weights_file=safetensors.WEIGHTS,
         max_shard_bytes=safetensors.SHARD_BYTES,
         resize=weights.resize,
+        as_trained=_as_trained,
     ),
     "open_clip": WeightFormat(
         config_file=open_clip.CONFIG,
         weights_file="open_clip_model.safetensors",
         max_shard_bytes=sys.maxsize,  # open_clip does not read shards
         read_model=_read_open_clip,
-        layout=lambda config: weights.OPEN_CLIP,
+        layout=lambda config: weights.of_text_len(weights.OPEN_CLIP, config.text.max_len),
         config_files=_open_clip_files,
         resize=weights.resize,
+        as_trained=_as_trained,
     ),
 }

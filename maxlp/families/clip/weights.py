@@ -7,7 +7,17 @@ import numpy as np
 
 from maxlp.families.clip.model import CLIPConfig
 from maxlp.families.clip.vit import resize_pos_embed
-from maxlp.families.weights import PATCH_CONV, ROW, SAME, SCALAR, TRANSPOSED, VECTOR_OF_ONE, Layout, Place
+from maxlp.families.weights import (
+    PATCH_CONV,
+    ROW,
+    SAME,
+    SCALAR,
+    TRANSPOSED,
+    VECTOR_OF_ONE,
+    Layout,
+    Place,
+    Transform,
+)
 
 
 def _blocks(path: str, name: str, table: dict[str, str]) -> dict[str, str]:
@@ -116,6 +126,13 @@ OPEN_CLIP = Layout(
     optional_prefix="text.",  # of the text tower in models with "custom_text"
     ignored=("attn_mask", "*.position_ids"),
 )
+
+
+def of_text_len(layout: Layout, text_len: int) -> Layout:
+    """A layout that leaves out the text positions from ``text_len`` on."""
+    place = layout.leaves["text/pos_embed"]
+    first = place._replace(transform=Transform(lambda x: x, lambda x: x[:text_len]))
+    return layout._replace(leaves={**layout.leaves, "text/pos_embed": first})
 
 
 def resize(params: dict, config: CLIPConfig, image_size: int) -> tuple[dict, CLIPConfig]:
