@@ -5,8 +5,8 @@
 Two CPU cores: about half an hour for all.
 """
 
+import argparse
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -15,8 +15,9 @@ import nbformat
 
 
 def main() -> None:
-    for name in sys.argv[1:]:
-        path = Path(name)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("notebooks", nargs="+", type=Path)
+    for path in parser.parse_args().notebooks:
         earlier_runs = Path(tempfile.gettempdir()) / f"maxlp_{path.stem}"
         shutil.rmtree(earlier_runs, ignore_errors=True)
         notebook = nbformat.read(path, as_version=4)
