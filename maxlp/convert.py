@@ -276,7 +276,13 @@ def export_weights(
             weights=weight_format.weights_file,
             max_shard_bytes=weight_format.max_shard_bytes,
         )
-        _copy_tokenizer(workdir, unfinished, c.data.get("lowercase", False))
+        _copy_tokenizer(workdir, unfinished)
+        if (file := unfinished / "tokenizer.json").exists():
+            if c.data.get("lowercase"):
+                hf_tokenizer.lowercase(file)
+            if not (run_dir.is_imported(c) or c.get("train", {}).get("init_from")):  # trained here alone
+                made = make_tokenizer(saved_tokenizer(c.data.tokenizer, workdir))
+                hf_tokenizer.add_specials(file, made, ends=not family.generates_text)
         for name, content in texts.items():
             if not (unfinished / name).exists():  # the run's own tokenizer_config.json takes precedence
                 files.write_json(unfinished / name, content)
@@ -303,12 +309,10 @@ def _check_unused(directory: Path) -> None:
         raise ValueError(f"--output={directory} {found}; choose a new directory")
 
 
-def _copy_tokenizer(source: Path, target: Path, lowercase: bool = False) -> None:
+def _copy_tokenizer(source: Path, target: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).exists():
             shutil.copyfile(source / name, target / name)
-    if lowercase and (target / "tokenizer.json").exists():
-        hf_tokenizer.lowercase(target / "tokenizer.json")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 
 from maxlp import convert
@@ -296,6 +297,24 @@ def test_an_exported_tokenizer_makes_texts_lower_case_if_the_run_did(normalizer,
     of_run, exported = (make_tokenizer(str(folder)) for folder in (run, tmp_path / "out"))
     text = "To BE, E\u0301 and É"
     assert exported.encode(text).tolist() == of_run.encode(text.lower()).tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_imported", "before", "behind"),
+    [("llama_3_1", True, [], []), ("llama_3_1", False, [0], []), ("clip_hf_siglip", False, [0], [1])],
+)
+def test_an_exported_tokenizer_adds_the_special_tokens_of_training(
+    name, is_imported, before, behind, tmp_path, monkeypatch
+):
+    source = write_source(tmp_path / "source", name)
+    content = json.loads(train_bpe(["to be or not to be"] * 10, 265).files["tokenizer.json"])
+    (source / "tokenizer.json").write_text(json.dumps(content | {"post_processor": None}))
+    convert.import_weights(source, tmp_path / "run")
+    monkeypatch.setattr(run_dir, "is_imported", lambda config: is_imported)
+    convert.export_weights(tmp_path / "run", tmp_path / "out", SOURCES[name][1])
+    made = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    text = made.encode("to be", add_special_tokens=False).ids
+    assert made.encode("to be").ids == [*before, *text, *behind]
 
 
 @pytest.mark.parametrize(

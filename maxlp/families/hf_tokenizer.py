@@ -28,3 +28,29 @@ def lowercase(file: Path) -> None:
     steps = [{"type": "Lowercase"}, content.get("normalizer")]
     content["normalizer"] = {"type": "Sequence", "normalizers": [step for step in steps if step]}
     write_text(file, json.dumps(content, ensure_ascii=False))
+
+
+def add_specials(file: Path, tokenizer: "Tokenizer", ends: bool) -> None:
+    """Makes a ``tokenizer.json`` that adds nothing to a text add the special tokens of training.
+
+    A file with a post-processor stays as it is: its author has decided what is added.
+
+    Args:
+      tokenizer: that of the file.
+      ends: whether texts end with the end token.
+    """
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if content.get("post_processor"):
+        return
+    import tokenizers  # heavy
+
+    made = tokenizers.Tokenizer.from_str(json.dumps(content))
+    ids = {made.id_to_token(i): i for i in (tokenizer.bos_id, tokenizer.eos_id)}
+    bos, eos = next(iter(ids)), [*ids][-1]
+    # A bos that is the eos would end a text, see `image_text.encode_texts`.
+    begins = not ends or bos != eos
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        [*[bos] * begins, "$A", *[eos] * ends], special_tokens=[*ids.items()]
+    )
+    content["post_processor"] = json.loads(made.to_str())["post_processor"]
+    write_text(file, json.dumps(content, ensure_ascii=False))
