@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +12,9 @@ import pyarrow
 import pytest
 
 from maxlp.data import local_cache
+from maxlp.data.readers.tars import Tars
 from maxlp.data.sources import make_source, open_source, parse_spec
-from tests.data.corpora import TEXTS, error_of, texts_of, write_jsonl, write_pictures
+from tests.data.corpora import TEXTS, error_of, texts_of, write_files, write_jsonl, write_pictures
 
 
 def compress(path, kind):
@@ -65,6 +67,16 @@ def test_truncated_and_damaged_files_are_named(tmp_path, cache, kind):
         assert not list(cache.rglob("*.tmp")), "nothing is left of it"
     path.write_bytes(whole)
     assert texts_of(make_source(f"jsonl:{path}", "all")) == TEXTS
+
+
+def test_an_unusable_tar_is_named_and_not_its_copy(tmp_path, cache):
+    (tmp_path / "a.tar").write_bytes(b"<html>" * 200)
+    for number, files in enumerate(([("a.npy", b"1")], [("7.jpg", b"1"), ("7.cls", b"cat")])):
+        write_files(tmp_path / f"{number}.tar", files)
+    for name in ("a.tar", "0.tar", "1.tar"):
+        path = compress(tmp_path / name, ".gz")
+        with pytest.raises(ValueError, match=f"^{re.escape(str(path))}"):
+            Tars(str(path))
 
 
 def test_a_changed_file_replaces_its_copy(tmp_path, cache):

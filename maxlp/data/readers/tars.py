@@ -68,7 +68,8 @@ class Tars:
         self._type, _, self._key = text.partition(":")
         with ThreadPoolExecutor(INDEX_THREADS) as pool:
             # Paths where possible, so that worker processes map the files instead of receiving copies.
-            self._indices = list(pool.map(lambda path: index_tar(path, self._type), self._files))
+            texts = itertools.repeat(self._type)
+            self._indices = list(pool.map(index_tar, self._files, texts, self._tars))
         self._ends = list(itertools.accumulate(len(_index(each)) for each in self._indices))
 
     def __len__(self) -> int:
@@ -147,8 +148,11 @@ def find_tars(pattern: str) -> list[str]:
     return paths
 
 
-def index_tar(path: str, text_type: str) -> str | np.ndarray:
+def index_tar(path: str, text_type: str, name: str = "") -> str | np.ndarray:
     """Makes the index of a tar unless it exists already.
+
+    Args:
+      name: of the tar in messages, if not `path`; that of a compressed one is in the cache.
 
     Returns:
       The path of the saved index, or the index itself if it cannot be saved.
@@ -157,7 +161,7 @@ def index_tar(path: str, text_type: str) -> str | np.ndarray:
       ValueError: the tar is truncated, damaged, not a tar or without samples.
     """
     if is_url(path):
-        scan = functools.partial(scan_tar, text_type=text_type)
+        scan = functools.partial(scan_tar, text_type=text_type, name=name)
         return resolve_name("maxlp.data.local_cache:array")(path, f"index of {text_type}", scan)
     # The file name contains all that the index depends on, so a stale index is never read.
     stat = os.stat(path)
@@ -165,7 +169,7 @@ def index_tar(path: str, text_type: str) -> str | np.ndarray:
     index_path = f"{path}.{stamp}.index.npy"
     if _is_index(index_path):
         return index_path
-    index = scan_tar(path, text_type)
+    index = scan_tar(path, text_type, name)
     with contextlib.suppress(OSError):
         for old in glob.glob(f"{glob.escape(path)}.{text_type}-*.index.npy"):
             if not old.endswith(f".{stamp}.index.npy"):  # which another process may have made meanwhile
@@ -178,8 +182,8 @@ def index_tar(path: str, text_type: str) -> str | np.ndarray:
     return index
 
 
-def scan_tar(path: str, text_type: str) -> np.ndarray:
-    """Reads the headers of a tar.
+def scan_tar(path: str, text_type: str, name: str = "") -> np.ndarray:
+    """Reads the headers of a tar; for `name` see `index_tar`.
 
     Returns:
       `INDEX_DTYPE` [N], one row for each sample that has an image and a caption or label.
@@ -187,32 +191,33 @@ def scan_tar(path: str, text_type: str) -> np.ndarray:
     Raises:
       ValueError: the tar is truncated, damaged, not a tar or without samples.
     """
+    name = name or path
     rows, images, repeated = [], 0, 0
     try:
         with open_file(path) as file:
             for members in _samples(file):
                 by_type = {_split(member.name)[1]: member for member in members}
-                row = _row(by_type, text_type, file)
+                row = _row(by_type, text_type, file, name)
                 rows += [row] if row else []
                 repeated += len(members) - len(by_type)
                 images += any(each in by_type for each in IMAGE_TYPES)
     except tarfile.TarError as error:
         raise ValueError(
-            f"{path} is not a complete tar ({one_line(error)}); download it again or leave it out"
+            f"{name} is not a complete tar ({one_line(error)}); download it again or leave it out"
         ) from None
     if not rows:
         suffixes = f".{'/.'.join(IMAGE_TYPES)}"
         raise ValueError(
-            f"{path} has no sample with an image ({suffixes}) and a .{text_type} or .cls; set ?text= to the"
+            f"{name} has no sample with an image ({suffixes}) and a .{text_type} or .cls; set ?text= to the"
             " extension of its captions"
         )
     if len(rows) < images:
         message = "%s: %d of %d images have neither a .%s nor a .cls and are left out"
-        values = path, images - len(rows), images, text_type
+        values = name, images - len(rows), images, text_type
         logging.log_first_n(logging.WARNING, message, MAX_WARNINGS, *values)
     if repeated:
         message = "%s: %d files take the place of another with the same key and type"
-        logging.log_first_n(logging.WARNING, message, MAX_WARNINGS, path, repeated)
+        logging.log_first_n(logging.WARNING, message, MAX_WARNINGS, name, repeated)
     return np.array(rows, INDEX_DTYPE)
 
 
@@ -240,7 +245,9 @@ def _files(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
             yield member
 
 
-def _row(by_type: dict[str, tarfile.TarInfo], text_type: str, file: Any) -> tuple[int, ...] | None:
+def _row(
+    by_type: dict[str, tarfile.TarInfo], text_type: str, file: BinaryIO, name: str
+) -> tuple[int, ...] | None:
     image = next((by_type[each] for each in IMAGE_TYPES if each in by_type), None)
     text, label = by_type.get(text_type), by_type.get("cls")
     if image is None or (text is None and label is None):
@@ -248,18 +255,18 @@ def _row(by_type: dict[str, tarfile.TarInfo], text_type: str, file: Any) -> tupl
     # A size that is too large is stored as one that fits in the index and is still too large.
     image_size, text_size = (min(each.size, MAX_FILE_BYTES + 1) if each else 0 for each in (image, text))
     text_start = text.offset_data if text else 0
-    number = _label(label, file) if label else -1
+    number = _label(label, file, name) if label else -1
     return image.offset, image.offset_data, image_size, text_start, text_size, number
 
 
-def _label(member: tarfile.TarInfo, file: Any) -> int:
+def _label(member: tarfile.TarInfo, file: BinaryIO, name: str) -> int:
     file.seek(member.offset_data)
     data = file.read(min(member.size, 100))
     try:
         return int(np.int32(int(data)))
     except (ValueError, OverflowError):
         raise ValueError(
-            f"{file.name}: {member.name} contains {data[:20]!r}, not the number of a class; repair the tar"
+            f"{name}: {member.name} contains {data[:20]!r}, not the number of a class; repair the tar"
         ) from None
 
 

@@ -130,10 +130,10 @@ def test_an_index_that_another_process_made_meanwhile_is_never_missing(tmp_path,
     path, scan, removed = str(tmp_path / "a.tar"), tars.scan_tar, []
     write_files(path, samples(3))
 
-    def scan_while_another_does(path, text_type):
+    def scan_while_another_does(path, text_type, name):
         monkeypatch.setattr(tars, "scan_tar", scan)
         tars.index_tar(path, text_type)
-        return scan(path, text_type)
+        return scan(path, text_type, name)
 
     monkeypatch.setattr(tars, "scan_tar", scan_while_another_does)
     monkeypatch.setattr(os, "remove", removed.append)
