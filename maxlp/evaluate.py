@@ -167,6 +167,7 @@ def run_lm_eval(workdir: Path) -> None:
             num_fewshot=f.lm_eval_num_fewshot,
             limit=f.lm_eval_limit,
         )
+    print_primary(f"{workdir} at step {language.step}\n{table}")  # before it may be impossible to write
     path = workdir / "lm_eval.json"
     with locked(workdir):  # of two evaluations at once, both keep their results
         every_step = files.read_json(path, {}, remedy="delete it, and evaluate again")
@@ -174,7 +175,7 @@ def run_lm_eval(workdir: Path) -> None:
         for key, value in results.items():
             at_step[key] = at_step.get(key, {}) | value
         files.write_json(path, every_step)
-    print_primary(f"{workdir} at step {language.step}; written to {path}\n{table}")
+    print_primary(f"written to {path}")
 
 
 @contextlib.contextmanager

@@ -6,13 +6,16 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import pytest
 from ml_collections import ConfigDict
 
+from maxlp import evaluate
 from maxlp.data.image_text import make_data
 from maxlp.evaluate import formatted, locked, make_mesh, of_same_model, on_training_data, probe_data
+from maxlp.families.llama import harness
 from maxlp.parallel import sharding
 from maxlp.run import run_dir
 from maxlp.run.config import ConfigError
@@ -173,3 +176,17 @@ def test_two_evaluations_at_once_wait_for_each_other(tmp_path):
         order.append("first")
     thread.join(10)
     assert order == ["first", "other"]
+
+
+def test_results_that_cannot_be_saved_are_printed(tmp_path, monkeypatch, capsys):
+    (tmp_path / "lm_eval.json").write_text("{")
+    names = ("step", "lm_eval", "lm_eval_include", "lm_eval_num_fewshot", "lm_eval_limit")
+    monkeypatch.setattr(evaluate.flags, "FLAGS", SimpleNamespace(**dict.fromkeys(names)))
+    language = SimpleNamespace(
+        restore=lambda *_: None, tokenizer=None, model=SimpleNamespace(max_seq_len=8), step=3
+    )
+    monkeypatch.setattr(evaluate, "Language", lambda _: language)
+    monkeypatch.setattr(harness, "evaluate", lambda *_, **__: ({}, "the table"))
+    with pytest.raises(ValueError, match="delete it, and evaluate again"):
+        evaluate.run_lm_eval(tmp_path)
+    assert capsys.readouterr().out == f"{tmp_path} at step 3\nthe table\n"
