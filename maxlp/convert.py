@@ -276,16 +276,22 @@ def export_weights(
             weights=weight_format.weights_file,
             max_shard_bytes=weight_format.max_shard_bytes,
         )
-        _copy_tokenizer(workdir, unfinished)
-        if (file := unfinished / "tokenizer.json").exists():
-            if c.data.get("lowercase"):
-                hf_tokenizer.lowercase(file)
-            if not (run_dir.is_imported(c) or c.get("train", {}).get("init_from")):  # trained here alone
-                made = make_tokenizer(saved_tokenizer(c.data.tokenizer, workdir))
-                hf_tokenizer.add_specials(file, made, ends=not family.generates_text)
+        _export_tokenizer(workdir, unfinished, c.to_dict(), ends=not family.generates_text)
         for name, content in texts.items():
             if not (unfinished / name).exists():  # the run's own tokenizer_config.json takes precedence
                 files.write_json(unfinished / name, content)
+
+
+def _export_tokenizer(workdir: Path, target: Path, config: dict[str, Any], ends: bool) -> None:
+    """Copies the tokenizer of a run with this config, for texts that become what they were in training."""
+    _copy_tokenizer(workdir, target)
+    if not (file := target / "tokenizer.json").exists():
+        return
+    if config["data"].get("lowercase"):
+        hf_tokenizer.lowercase(file)
+    if not (run_dir.is_imported(config) or config.get("train", {}).get("init_from")):  # trained here alone
+        made = make_tokenizer(saved_tokenizer(config["data"]["tokenizer"], workdir))
+        hf_tokenizer.add_specials(file, made, ends)
 
 
 # --- both -----------------------------------------------------------------------------------------------

@@ -2737,7 +2737,8 @@ COMMANDS = [
             'directory.is_dir() and {path.name for path in directory.iterdir()} <= {".unfinished"}',
             "directory.is_dir()",
         ),
-        ('        _copy_tokenizer(workdir, unfinished, c.data.get("lowercase", False))\n', ""),
+        ("    _copy_tokenizer(workdir, target)\n", ""),
+        ("ends=not family.generates_text", "ends=family.generates_text"),
         (
             "if scheme is None:  # else",
             "if True:  # else",
