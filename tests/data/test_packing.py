@@ -3,7 +3,6 @@
 import collections
 import itertools
 import math
-import time
 
 import numpy as np
 import pytest
@@ -130,12 +129,3 @@ def test_windows_are_counted_as_they_are_filled(most, packing):
         return
     found = count_windows(lengths, 16, most)
     assert 0.95 * blocks <= found <= blocks  # blocks of 32 windows are closed with room left
-
-
-def test_first_fit_packs_many_short_documents_fast():
-    """Searching all windows for each document takes half a minute."""
-    documents = [{"tokens": np.arange(n, dtype=np.uint32)} for n in np.arange(1000) % 40]
-    how = dict(packing="first_fit", seq_len=2, batch_size=1, shuffle_tokens=2**19)
-    start = time.process_time()
-    take(iter(make([documents], **how)), 1)
-    assert time.process_time() - start < 8
