@@ -273,7 +273,8 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     B, E = settings.data.batch_size, settings.model.embed_dim
     flops: dict[str, float] = collections.defaultdict(float)
     moved = host = 0.0
-    for tower, name in zip(towers(settings, machine), ("visual", "text"), strict=True):
+    image, text = towers(settings, machine)
+    for tower, name in ((image, "visual"), (text, "text")):
         again = (tower.remat in ("block", "offload")) + (M > 1)
         tokens = B * tower.S
         square = tower.computed_part if tower.attention == "xla" else 1 / 2 if tower.causal else 1.0
@@ -292,6 +293,9 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     visual = settings.model.visual
     pixels = B * visual.num_patches * 3 * visual.patch_size**2
     flops["bfloat16"] += (4 + 2 * (M > 1)) * pixels * visual.width
+    by_weights, scores = visual.pool_products
+    runs = 3 + (M > 1)
+    flops["bfloat16"] += 2 * B * ((runs - image.frozen) * by_weights + runs * scores)
     products = 6 * 2 * B**2 * E
     flops["bfloat16"] += (4 if settings.loss.method == "tiled" else 3) * products
     mesh = abstract_mesh(machine.axes)

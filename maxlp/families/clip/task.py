@@ -127,12 +127,14 @@ def flops_per_unit(
 ) -> tuple[float, float]:
     """Training FLOPs per pair with (full, causal) attention: 6 for each weight that multiplies a token.
 
-    Frozen weights need 4. The patch embedding has all patches, the blocks those that are kept; excludes the
-    loss.
+    Frozen weights need 4. The patch embedding has all patches, the blocks and the pooling those that are
+    kept; excludes projections and the loss.
     """
     visual, text = model.visual, model.text
     per_weight = 4.0 if frozen else 6.0
     full = per_weight * visual.num_patches * 3 * visual.patch_size**2 * visual.width
+    weights, scores = visual.pool_products
+    full += per_weight * weights + 6 * scores
     causal = full
     towers = (visual, visual.train_seq_len, False), (text, data.text_len, text.causal)
     for tower, tokens, is_causal in towers:

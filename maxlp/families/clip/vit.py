@@ -75,6 +75,14 @@ class VisualConfig:
         """Positions in the blocks during training."""
         return self.class_tokens + num_kept(self.num_patches, self.patch_dropout)
 
+    @property
+    def pool_products(self) -> tuple[int, int]:
+        """Multiplications by weights, and those of attention, that `MapPool` needs for an image."""
+        if self.pool != "map":
+            return 0, 0
+        tokens, D = self.train_seq_len, self.width
+        return 2 * D * ((tokens + 1) * D + self.mlp_dim), 2 * tokens * D
+
 
 class ImageTower(nnx.Module):
     """Normalized images to joint features."""

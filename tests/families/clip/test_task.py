@@ -57,10 +57,10 @@ def test_attention_is_used_once_in_each_tower():
     )
 
 
-@pytest.mark.full
-def test_flops_count_every_matmul_of_the_forward_pass_three_times():
-    """Against the FLOPs of the dots in the compiled forward pass of unrolled towers."""
-    config = tiny_clip(scan_layers=False)
+@pytest.mark.parametrize("pool", [pytest.param("cls", marks=pytest.mark.full), "map"])
+def test_flops_count_every_matmul_of_the_forward_pass_three_times(pool):
+    """Against the FLOPs of the dots in the forward pass of unrolled towers."""
+    config = tiny_clip(scan_layers=False, visual=dict(pool=pool))
     graphdef, state = nnx.split(CLIP(config, rngs=nnx.Rngs(0)))
 
     def forward(state, image, text):
