@@ -97,7 +97,9 @@ class Run:
     @property
     def _evaluated_all(self) -> bool:
         """Whether the last ``eval/…`` are those of all validation data, as where it is shorter."""
-        *_, part, whole = ({}, {}, *self.records)
+        # Those of `run.probes` may follow.
+        evaluations = [r for r in self.records if any(name.startswith("eval") for name in r)]
+        *_, part, whole = ({}, {}, *evaluations)
         names = [name for name in whole if name.startswith("eval_full/")]
         return bool(names) and all(part.get(n.replace("_full", "", 1)) == whole[n] for n in names)
 

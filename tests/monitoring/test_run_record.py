@@ -70,7 +70,7 @@ def test_an_evaluation_of_no_more_than_there_is_covers_all(tmp_path, full, part)
     records = [{"step": 3, "eval/loss": 2.0}]
     (tmp_path / "metrics.jsonl").write_text(json.dumps(records[0]))
     assert load_run(tmp_path).validation_part("eval") == "the first 20 validation batches"
-    records.append({"step": 3, "eval_full/loss": full})
+    records += [{"step": 3, "eval_full/loss": full}, {"step": 3, "magnitude/layers/0": 1.0}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     run = load_run(tmp_path)
     assert (run.validation_part("eval"), run.validation_part("eval_full")) == (part, "all validation data")
