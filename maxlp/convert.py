@@ -54,7 +54,7 @@ from maxlp.data.tokenizers import Tokenizer, make_tokenizer
 from maxlp.families import Family, compressed_tensors, hf_tokenizer, weights
 from maxlp.parallel import sharding
 from maxlp.run import cli, run_dir
-from maxlp.run.pretrained import LibraryWeights, published_params
+from maxlp.run.pretrained import LibraryWeights, check_written, published_params
 from maxlp.run.settings import read, read_model
 from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import checkpoint, files, hub, new_folder
@@ -258,6 +258,11 @@ def export_weights(
     if scheme is not None:
         texts[weight_format.config_file]["quantization_config"] = scheme.config()
     with new_folder.unfinished(output) as unfinished:
+        _export_tokenizer(workdir, unfinished, c.to_dict(), ends=not family.generates_text)
+        for name, content in texts.items():
+            if not (unfinished / name).exists():  # the run's own tokenizer_config.json takes precedence
+                files.write_json(unfinished / name, content)
+        check_written(family, model, weight_format, unfinished)
         params = published_params(workdir, step, _cpu_mesh())
         if calibration_sequences:
             from maxlp.run.calibration import calibrated_params  # few exports need it
@@ -276,10 +281,6 @@ def export_weights(
             weights=weight_format.weights_file,
             max_shard_bytes=weight_format.max_shard_bytes,
         )
-        _export_tokenizer(workdir, unfinished, c.to_dict(), ends=not family.generates_text)
-        for name, content in texts.items():
-            if not (unfinished / name).exists():  # the run's own tokenizer_config.json takes precedence
-                files.write_json(unfinished / name, content)
 
 
 def _export_tokenizer(workdir: Path, target: Path, config: dict[str, Any], ends: bool) -> None:

@@ -1,5 +1,6 @@
 """`convert`: folders of other libraries become runs, and runs become such folders."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -19,6 +20,7 @@ from maxlp import convert
 from maxlp.core.train_state import abstract_model
 from maxlp.data.tokenizers import make_tokenizer
 from maxlp.data.tokenizers.training import train_bpe
+from maxlp.families import weights
 from maxlp.families.llama.hf import config_from_hf
 from maxlp.families.weights import formats
 from maxlp.parallel import sharding
@@ -132,6 +134,24 @@ def test_a_llama_survives_the_round_trip_to_the_bit(llama, tmp_path):
     assert (config["bos_token_id"], config["eos_token_id"]) == (0, 1)
     special = json.loads((out / "tokenizer_config.json").read_text())
     assert (special["bos_token"], special["eos_token"]) == ("<|begin_of_text|>", "<|end_of_text|>")
+
+
+def test_files_that_would_describe_another_model_are_not_written(llama, tmp_path, monkeypatch):
+    """As those of a format that does not know a setting of the model."""
+    known = weights.formats("llama")["hf_llama"]
+
+    def config_files(model, make_tokenizer):
+        return known.config_files(dataclasses.replace(model, logit_soft_cap=None), make_tokenizer)
+
+    forgetful = dataclasses.replace(known, config_files=config_files)
+    monkeypatch.setattr(weights, "formats", lambda family: {"hf_llama": forgetful})
+    run = shutil.copytree(llama[1], tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    config["model"]["logit_soft_cap"] = 30.0
+    (run / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"another model \(config.model.logit_soft_cap: 30.0 -> None\)"):
+        convert.export_weights(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_llama_of_bytes_is_exported_with_the_ids_of_its_special_tokens(llama, tmp_path):

@@ -24,6 +24,7 @@ from maxlp.core.train_state import State, abstract_model
 from maxlp.data import tokenizers
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
 from maxlp.families import Family, compressed_tensors, weights
+from maxlp.families.weights import WeightFormat
 from maxlp.nn.lora import merged_params
 from maxlp.run import changes, run_dir, same_model
 from maxlp.run.config import ConfigError
@@ -124,10 +125,7 @@ class LibraryWeights:
         self.family, self.format = weights.find_format(self.folder, format_name)
         self.tensors = _Later(self._open)
         with self.naming_config():
-            keywords, dtype = self.format.read_model(self.folder, self.tensors)
-            self.config: Any = self.family.Model(
-                **keywords, dtype=dtype, param_dtype=dtype, attention="xla", scan_layers=True, remat="none"
-            )
+            self.config: Any = _model(self.family, self.format, self.folder, self.tensors)
         self.model: dict[str, Any] | None = _section(self.family, self.config)
         self.data: dict[str, Any] = {}
         has_tokenizer = any((self.folder / name).exists() for name in tokenizers.FILES)
@@ -189,6 +187,24 @@ class _Later(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._open())
+
+
+def check_written(family: Family, model: Any, weight_format: WeightFormat, folder: Path) -> None:
+    """Raises a ValueError if the config files of a model, read again, describe another one."""
+    written = _model(family, weight_format, folder, {})
+    if lost := same_model.other_model(_section(family, model), _section(family, written)):
+        raise ValueError(
+            f"the files of this format would describe another model ({'; '.join(lost.values())}); choose "
+            "another --format, or train with the values that it can hold"
+        )
+
+
+def _model(family: Family, weight_format: WeightFormat, folder: Path, tensors: Mapping[str, Any]) -> Any:
+    """The model of another library's files, with activations and parameters in the dtype of the tensors."""
+    keywords, dtype = weight_format.read_model(folder, tensors)
+    return family.Model(
+        **keywords, dtype=dtype, param_dtype=dtype, attention="xla", scan_layers=True, remat="none"
+    )
 
 
 def _section(family: Family, model: Any) -> dict[str, Any]:

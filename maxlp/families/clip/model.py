@@ -35,7 +35,7 @@ class TextConfig:
       causal: a token attends only to itself and to those before it.
       pool: the token whose output represents the text: "argmax" (the highest id, the end of a text in
         OpenAI's vocabulary), "eos" (the first with eos_id) or "last".
-      eos_id: the token id that ends a text, for pool="eos".
+      eos_id: the token id that ends a text, for pool="eos"; no effect with others.
       proj_bias: a bias in the projection to the joint features.
 
     Raises:
@@ -59,6 +59,8 @@ class TextConfig:
             raise ValueError(f"eos_id={self.eos_id} must be below vocab_size={self.vocab_size}")
         if self.pool == "eos" and self.eos_id is None:
             raise ValueError("pool='eos' needs eos_id, the token id that ends a text")
+        if self.pool != "eos":  # no effect; as formats of weights, which then have no such id
+            object.__setattr__(self, "eos_id", None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
