@@ -50,13 +50,13 @@ def decoder_from_hf(hf: Mapping[str, Any], supported: Mapping[str, Any]) -> dict
     """The keywords of `LlamaConfig` that follow from keys which many kinds of models share.
 
     Args:
-      supported: keys, and the only value that each may have if it is there.
+      supported: keys, and the only value that each may have if it is there; hidden_act="silu" unless named.
 
     Raises:
       ValueError: another value, a missing key or an invalid value.
     """
     c = Section("config.json: ", hf)
-    for key, value in {**supported, "hidden_act": "silu"}.items():
+    for key, value in {"hidden_act": "silu", **supported}.items():
         if c.values.get(key, value) != value:
             raise c.refusal(key, repr(value))
     hidden_size, num_heads = c.read("hidden_size", Count), c.read("num_attention_heads", Count)

@@ -238,6 +238,14 @@ def test_configs_of_other_architectures_are_refused(change, message):
         hf.config_from_hf(LLAMA_3_1_8B | change)
 
 
+def test_another_family_may_have_another_activation():
+    """The only value of a key is that which the family supports, also where Llama has one of its own."""
+    supported = dict(model_type="gemma", hidden_act="gelu_pytorch_tanh")
+    assert hf.decoder_from_hf(LLAMA_3_1_8B | supported, supported)["embed_dim"] == 4096
+    with pytest.raises(ValueError, match="hidden_act='silu' is not supported, only 'gelu_pytorch_tanh'"):
+        hf.decoder_from_hf(LLAMA_3_1_8B | dict(model_type="gemma"), supported)
+
+
 def test_capped_logits_are_refused():
     with pytest.raises(ValueError, match=r"model.logit_soft_cap=30.0 has no counterpart in transformers'"):
         hf.config_to_hf(dataclasses.replace(CONFIG, logit_soft_cap=30.0))
