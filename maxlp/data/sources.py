@@ -25,8 +25,9 @@ braces as in `jsonl:https://host/c4/{000..127}.jsonl.gz`. Files in .gz and .zst 
 are decompressed into the local cache (`data.local_cache`).
 
 Options follow a `?` and are joined by `&`; they are the keyword-only parameters of the function that
-opens the kind (see `KINDS`). Several text sources joined by `;`, each with a `weight`, form a
-mixture: `stdlib?weight=1;jsonl:/data/c4/*.jsonl?weight=3`.
+opens the kind (see `KINDS`): text, numbers, and `true` or `false`, by their annotations. Several text
+sources joined by `;`, each with a `weight`, form a mixture:
+`stdlib?weight=1;jsonl:/data/c4/*.jsonl?weight=3`.
 
 `split` is `train`, `validation` or `all`; an option `?split=` overrides the split that the caller
 requests. Files (stdlib, text) are assigned to a split by a hash of their relative path, and of
@@ -41,8 +42,10 @@ decodes a whole row group for one document): convert such a corpus to ArrayRecor
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pkgutil import resolve_name
+from types import NoneType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -53,6 +56,12 @@ from maxlp.data.specs import one_line, split_options
 from maxlp.data.tokenizers import as_bytes
 
 VALIDATION = 0.02
+TYPES: dict[type, tuple[Callable[[str], Any], str]] = {  # of options: what reads them, and what they are
+    str: (str, "text"),
+    int: (int, "an integer"),
+    float: (float, "a number"),
+    bool: ({"true": True, "false": False}.__getitem__, "true or false"),
+}
 SPLITS = ("train", "validation", "all")
 SINGLE_DOCUMENT = (
     "a single document cannot be divided into training and validation; cut it into several, or add "
@@ -387,7 +396,7 @@ def _parse_options(kind: Kind, name: str, texts: Mapping[str, str]) -> dict[str,
         if key not in known:
             also = ["split", "weight"] if "text" in kind.contents else ["split"]
             raise ValueError(f"unknown option {key!r}; {name} takes {', '.join([*known, *also])}")
-        options[key] = _number(key, text) if known[key] is float else text
+        options[key] = _parsed(key, text, known[key])
     fraction = options.get("validation", 0.0)
     if isinstance(fraction, float) and fraction and not 1e-9 <= fraction <= 0.5:
         raise ValueError(f"validation={fraction} must be 0 or a fraction from 1e-9 to 0.5")
@@ -399,7 +408,7 @@ def _parse_mixture(spec: str) -> dict[str, float]:
     weighted: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in spec.split(";"))):
         head, options = split_options(part)
-        weight = _number(f"source {part!r}: weight", options.pop("weight", "1"))
+        weight = _parsed(f"source {part!r}: weight", options.pop("weight", "1"), float)
         if not 0 < weight <= 1e300:  # so that their sum is finite
             raise ValueError(f"source {part!r}: weight {weight} must be positive and at most 1e300")
         rest = "&".join(f"{key}={value}" for key, value in options.items())
@@ -410,8 +419,11 @@ def _parse_mixture(spec: str) -> dict[str, float]:
     return weighted
 
 
-def _number(key: str, text: str) -> float:
+def _parsed(key: str, text: str, hint: Any) -> Any:
+    """The value of an option whose annotation is one of `TYPES`, with or without None."""
+    [kind] = {*(typing.get_args(hint) or [hint])} - {NoneType}
+    parse, description = TYPES[kind]
     try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{key}={text!r} is not a number") from None
+        return parse(text)
+    except (ValueError, KeyError):
+        raise ValueError(f"{key}={text!r} is not {description}") from None

@@ -31,6 +31,24 @@ def test_a_reader_that_lacks_a_key_is_named(monkeypatch):
     assert message in error_of("own:a")
 
 
+def open_column(spec, *, column: int = 0, header: bool = True, name: str | None = None, share: float = 1):
+    raise ValueError(f"{column!r} {header!r} {name!r} {share!r}")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("column=2&header=false&name=1&share=2", "2 False '1' 2.0"),
+        ("column=two", "column='two' is not an integer"),
+        ("header=0", "header='0' is not true or false"),
+        ("share=all", "share='all' is not a number"),
+    ],
+)
+def test_options_have_the_types_of_their_annotations(options, message, monkeypatch):
+    monkeypatch.setitem(KINDS, "own", Kind(f"{__name__}:open_column", ("text",)))
+    assert error_of(f"own:a?{options}") == f"source 'own:a?{options}': {message}"
+
+
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
