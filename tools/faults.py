@@ -286,7 +286,7 @@ OPTIM = [
             "optax.linear_schedule(first, learning_rate, warmup_steps)",
             "optax.linear_schedule(0.0, learning_rate, warmup_steps)",
         ),
-        ("total_steps - warmup_steps, decay_steps", "total_steps, decay_steps"),
+        ("steps=total_steps - warmup_steps", "steps=total_steps"),
         ("[steps - decay_steps]", "[steps - decay_steps - 1]"),
         ("alpha=final / peak", "alpha=final"),
         ("round(decay_fraction * total_steps)", "round(decay_fraction * (total_steps - warmup_steps))"),

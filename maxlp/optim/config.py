@@ -9,7 +9,7 @@ import optax
 
 from maxlp import schema
 from maxlp.numerics.formats import FORMATS, STATES
-from maxlp.optim.schedules import SCHEDULES
+from maxlp.optim.schedules import SCHEDULES, has_decay
 from maxlp.optim.tree_utils import HIDDEN_KERNELS, Targets
 from maxlp.schema import Count, CountOrZero, DecayRate, Fraction, NotNegative, OneOf, Positive, Range, Seed
 
@@ -213,10 +213,11 @@ class OptimizerConfig:
         schema.check(self)
         if self.galore is not None and not self.galore.rank:
             object.__setattr__(self, "galore", None)
-        if self.schedule != "wsd" and self.decay_fraction != OptimizerConfig.decay_fraction:
+        if not has_decay(self.schedule) and self.decay_fraction != OptimizerConfig.decay_fraction:
+            others = " or ".join(repr(name) for name in SCHEDULES if has_decay(name))
             raise ValueError(
                 f"decay_fraction={self.decay_fraction} has no effect with schedule={self.schedule!r}; set "
-                "schedule='wsd', or leave it unset"
+                f"schedule={others}, or leave it unset"
             )
         if self.adascale is not None and self.galore is not None:
             raise ValueError(

@@ -6,18 +6,19 @@ that no update has a rate of zero and the peak is reached at `warmup_steps`. In 
 than its warm-up, the warm-up is shortened (`fitting_warmup`).
 """
 
+from collections.abc import Callable
+from inspect import signature
+
 import optax
 
 
-def cosine(peak: float, final: float, steps: int, decay_steps: int) -> optax.Schedule:
+def cosine(peak: float, final: float, steps: int) -> optax.Schedule:
     """Half a cosine from `peak` to `final` over all `steps` (SGDR, arXiv:1608.03983, eq. 5)."""
-    del decay_steps
     return optax.cosine_decay_schedule(peak, steps, alpha=final / peak)
 
 
-def linear(peak: float, final: float, steps: int, decay_steps: int) -> optax.Schedule:
+def linear(peak: float, final: float, steps: int) -> optax.Schedule:
     """A straight line from `peak` to `final` over all `steps`."""
-    del decay_steps
     return optax.linear_schedule(peak, final, steps)
 
 
@@ -31,13 +32,22 @@ def wsd(peak: float, final: float, steps: int, decay_steps: int) -> optax.Schedu
     return optax.join_schedules([stable, decay], [steps - decay_steps])
 
 
-def constant(peak: float, final: float, steps: int, decay_steps: int) -> optax.Schedule:
+def constant(peak: float) -> optax.Schedule:
     """`peak` at every step."""
-    del final, steps, decay_steps
     return optax.constant_schedule(peak)
 
 
-SCHEDULES = {"cosine": cosine, "linear": linear, "wsd": wsd, "constant": constant}
+SCHEDULES: dict[str, Callable[..., optax.Schedule]] = {
+    "cosine": cosine,
+    "linear": linear,
+    "wsd": wsd,
+    "constant": constant,
+}
+
+
+def has_decay(name: str) -> bool:
+    """Whether `decay_fraction` sets the length of this schedule's decay."""
+    return "decay_steps" in signature(SCHEDULES[name]).parameters
 
 
 def fitting_warmup(warmup_steps: int, total_steps: int) -> int:
@@ -64,15 +74,19 @@ def make_schedule(
     """
     given, warmup_steps = warmup_steps, fitting_warmup(warmup_steps, total_steps)
     decay_steps = round(decay_fraction * total_steps)
-    if name == "wsd" and not 0 < decay_steps <= total_steps - warmup_steps:
+    if has_decay(name) and not 0 < decay_steps <= total_steps - warmup_steps:
         shortened = f" (shortened to {warmup_steps})" if warmup_steps < given else ""
         raise ValueError(
             f"{decay_fraction=} is {decay_steps} steps of decay, which must be at least 1 and "
             f"fit between warmup_steps={given}{shortened} and {total_steps=}"
         )
-    body = SCHEDULES[name](
-        learning_rate, final_lr_fraction * learning_rate, total_steps - warmup_steps, decay_steps
+    known = dict(
+        peak=learning_rate,
+        final=final_lr_fraction * learning_rate,
+        steps=total_steps - warmup_steps,
+        decay_steps=decay_steps,
     )
+    body = SCHEDULES[name](**{key: known[key] for key in signature(SCHEDULES[name]).parameters})
     if warmup_steps == 0:
         return body
     first = learning_rate / (warmup_steps + 1)
