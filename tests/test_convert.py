@@ -407,7 +407,7 @@ def test_folders_without_a_model_or_a_run_are_named(tmp_path):
         (
             '{"model_type": "blip"}',
             {},
-            "model_type='blip' is not supported; one of llama, qwen3, clip, siglip",
+            "model_type='blip' is not supported; one of llama, qwen3",
         ),
         (
             '{"model": {"name": "llama"}}',

@@ -110,7 +110,7 @@ BAD_VALUES = [
     ({"model.head_dim": 33}, "config.model.head_dim=33 is odd"),
     ({"model.num_layers": 0}, "config.model.num_layers=0 must be at least 1"),
     ({"model.embed_dim": -64}, "config.model.embed_dim=-64 must be at least 1"),
-    ({"model.name": "gpt"}, "config.model.name='gpt' is unknown; one of llama, qwen3, clip"),
+    ({"model.name": "gpt"}, "config.model.name='gpt' is unknown; one of llama, qwen3"),
     ({"model.pipeline.rounds": 0}, "config.model.pipeline.rounds=0 must be at least 1"),
     (
         {"mesh.dta": 3},

@@ -213,7 +213,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("llama", {"model.remat": "all"}, "model.remat='all' is unknown; one of none, block, dots, offload"),
     ("llama", {"model.attention": "flsh"}, "model.attention='flsh' is unknown; one of auto, xla, fla"),
-    ("llama", {"model.name": "gpt"}, "model.name='gpt' is unknown; one of llama, qwen3, clip"),
+    ("llama", {"model.name": "gpt"}, "model.name='gpt' is unknown; one of llama, qwen3"),
     (
         "llama",
         {"optimizer.mu_dtype": "int8"},
