@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 @runtime_checkable
 class Gated(Protocol):
-    """A module that multiplies by ``silu(gate_proj(x))``."""
+    """A module that multiplies by ``silu(gate_proj(x))``, where another activation may take its place."""
 
     gate_proj: Callable[..., jax.Array]
     silu: Callable[[jax.Array], jax.Array]

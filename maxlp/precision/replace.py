@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 from flax import nnx
 
 from maxlp.nn.layers import Linear
@@ -102,7 +103,7 @@ def set_silu(model: nnx.Module, recipes: Mapping[str, Recipe]) -> None:
     for path, module in gates:
         recipe = recipes.get(path_name((*path, "gate_proj")), Recipe("bf16"))
         kinds = {(o.granularity, formats.get(o.format).kind) for o in recipe.operands["output_grad"]}
-        if kinds == {("tensor", "float")}:
+        if kinds == {("tensor", "float")} and module.silu is jax.nn.silu:  # not the GELU of a GeGLU
             module.silu = nnx.static(gated.silu)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from maxlp.families.llama.model import Mlp
 from maxlp.precision import gated
 from tests.fixtures import NO_EXCESS_PRECISION, make_llama, precision_config
 
@@ -44,3 +45,9 @@ def test_the_gradient_is_that_of_jax_to_the_bit(options):
 def test_gates_whose_gradient_is_fp8_with_one_scale_have_it(config, silu):
     made = nnx.eval_shape(lambda: make_llama(config, num_layers=3)(nnx.Rngs(0)))
     assert made.layers.mlp.silu is silu
+
+
+def test_another_activation_stays(monkeypatch):
+    monkeypatch.setattr(Mlp, "silu", staticmethod(jax.nn.gelu))
+    made = nnx.eval_shape(lambda: make_llama(precision_config("fp8_delayed"), num_layers=3)(nnx.Rngs(0)))
+    assert made.layers.mlp.silu is jax.nn.gelu
