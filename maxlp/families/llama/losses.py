@@ -64,8 +64,8 @@ def next_token_in_chunks(
     mask_BS: jax.Array,
     *,
     num_chunks: int,
-    z_loss: float,
     cap: Callable[[jax.Array], jax.Array] = lambda logits: logits,
+    **terms: float,
 ) -> Sums:
     """`next_token` in ``num_chunks`` chunks of the sequence, so that memory never holds all logits.
 
@@ -86,10 +86,11 @@ def next_token_in_chunks(
       weights: the weights of ``product``, in the dtype to gather, with their logical axes.
       num_chunks: divides S.
       cap: applied to the logits.
+      terms: the keywords of `next_token`.
     """
 
     def loss(logits: jax.Array, *labels: jax.Array) -> tuple[jax.Array, Sums]:
-        sums = next_token(cap(logits), *labels, z_loss=z_loss)
+        sums = next_token(cap(logits), *labels, **terms)
         return sums.pop("loss"), sums
 
     n, keep = (PIECES, True) if num_chunks == 1 else (num_chunks, False)

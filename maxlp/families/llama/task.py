@@ -42,6 +42,11 @@ class NextTokenConfig:
     def __post_init__(self):
         schema.check(self)
 
+    @property
+    def terms(self) -> dict[str, float]:
+        """The keywords of `losses.next_token`: all fields but the number of chunks."""
+        return {key: value for key, value in vars(self).items() if key != "num_chunks"}
+
 
 # --- the loss -------------------------------------------------------------------------------------------
 
@@ -52,10 +57,17 @@ def next_token_sums(model: nnx.Module, batch: dict, config: NextTokenConfig) -> 
     targets_BS, mask_BS = batch["targets"], batch["loss_mask"]
     with jax.named_scope("head"):
         if config.num_chunks == 1 and not model.has_plain_head:
-            return losses.next_token(model.logits(x_BSD), targets_BS, mask_BS, z_loss=config.z_loss)
+            return losses.next_token(model.logits(x_BSD), targets_BS, mask_BS, **config.terms)
         product, weights = model.head()
         return losses.next_token_in_chunks(
-            product, weights, x_BSD, targets_BS, mask_BS, cap=model.cap, **vars(config)
+            product,
+            weights,
+            x_BSD,
+            targets_BS,
+            mask_BS,
+            num_chunks=config.num_chunks,
+            cap=model.cap,
+            **config.terms,
         )
 
 

@@ -88,6 +88,27 @@ def test_one_chunk_has_the_loss_and_gradients_of_all_logits(tied):
     assert found[0][1]["correct"] == expected[0][1]["correct"]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Smoothed(NextTokenConfig):
+    smoothing: float = 0.25
+
+
+@pytest.mark.parametrize(("dtype", "num_chunks"), [("float32", 1), ("float32", 2), ("float16", 1)])
+def test_a_new_term_of_the_loss_is_a_key_and_an_argument(dtype, num_chunks, monkeypatch):
+    """However the logits are computed."""
+    given, without = [], losses.next_token
+
+    def with_smoothing(*arrays, z_loss, **new):
+        given.append(new)
+        return without(*arrays, z_loss=z_loss)
+
+    monkeypatch.setattr(losses, "next_token", with_smoothing)
+    model = nnx.eval_shape(lambda: Llama(dataclasses.replace(CONFIG, dtype=dtype), rngs=nnx.Rngs(0)))
+    rows = jax.tree.map(jnp.asarray, batch(0))
+    nnx.eval_shape(lambda m: next_token_sums(m, rows, Smoothed(num_chunks=num_chunks))["loss"], model)
+    assert given and all(new == {"smoothing": 0.25} for new in given)
+
+
 def test_heads_that_are_not_plain():
     """Float16, frozen weights, and a recipe, which may have state."""
     assert not Llama(dataclasses.replace(CONFIG, dtype="float16"), rngs=nnx.Rngs(0)).has_plain_head
