@@ -46,7 +46,8 @@ class OptimizerKind:
       conflicts: the keys of an `OptimizerConfig` that it cannot work with.
       decay: turns (config, rescale, decay) into what `make_tx` chains, one if decay depends on rescaling.
       last_rms: gives RMS_t of the last update from the state of an optimizer that measures it.
-      second_moment: the type of the state that has Adam's second moment as `nu`.
+      second_moment: the type of the state that has Adam's second moment as `nu`, with decay rate
+        `OptimizerConfig.b2`, and the number of updates as `count`.
       like_params: whether all moments have the shapes of the parameters.
       matmuls: how an update multiplies matrices: "none", "once", or "iterated" as Muon does.
       moves: how often an update sends whole matrices between the devices of an axis (`parallel.by_layers`).
