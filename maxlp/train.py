@@ -303,8 +303,7 @@ def make_throughput(run: Experiment) -> Throughput:
 
 def make_probes(run: Experiment, graphdef: nnx.GraphDef) -> list[tuple[int, Measure]]:
     """Measurements on the batch of a step, each with the number of steps between them."""
-    config = run.settings.precision
-    if not (config.health_every or config.sharpness_every or config.magnitudes_every):
+    if not run.settings.precision.measures:
         return []
     from maxlp.run import probes  # few runs measure
 

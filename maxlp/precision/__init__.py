@@ -75,6 +75,11 @@ class PrecisionConfig:
         schema.check(self)
         self.make(self.recipe)  # raises a ValueError
 
+    @property
+    def measures(self) -> bool:
+        """Whether a run makes any of the measurements of `run.probes`."""
+        return any((self.health_every, self.sharpness_every, self.magnitudes_every))
+
     def make(self, name: str) -> Recipe:
         """The recipe of this name, with `options` wherever it is the one of the run, in rules too."""
         return make_recipe(name, **(vars(self.options) if name == self.recipe else {}))

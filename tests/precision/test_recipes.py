@@ -110,6 +110,15 @@ def test_options_replace_data():
     assert not make_recipe("fp8_current", power_of_two=False).fwd[0].power_of_two
 
 
+INTERVALS = [f.name for f in dataclasses.fields(PrecisionConfig) if f.name.endswith("_every")]
+
+
+@pytest.mark.parametrize("key", INTERVALS)
+def test_each_interval_makes_a_run_measure(key):
+    assert PrecisionConfig(**SECTION, **{key: 10}).measures
+    assert not PrecisionConfig(**SECTION).measures
+
+
 def test_a_section_is_hashable_and_compares_by_value():
     config = PrecisionConfig(**SECTION, loss_scale=DynamicLossScale(), health_every=10)
     assert hash(config) == hash(dataclasses.replace(config)) and config == dataclasses.replace(config)
