@@ -12,12 +12,12 @@ Other precisions: int8_switchback (the default), fp8_current (of whole tensors),
 optimizer=adamw. No layer-scale: --config.model.layer_scale=None.
 """
 
-from maxlp.families.clip.presets import clip, clip_size
-from maxlp.run.presets import choose
+from maxlp.families.clip.presets import CLIP_SIZES, clip
+from maxlp.run.presets import choose, own_choice
 
 
 def get_config(arg: str = ""):
-    size, arg = clip_size(arg, "h14")
+    size, arg = own_choice(arg, "size", CLIP_SIZES, "h14")
     c = clip(**size)
     c.model.visual.patch_dropout = 0.5
     c.model.layer_scale = 0.0

@@ -4,10 +4,10 @@ python -m maxlp.train --config=configs/clip/open_clip.py:size=g14 --workdir=/tmp
     --config.data.source='tar:/data/laion/*.tar' --config.data.tokenizer=/data/tokenizer.json
 """
 
-from maxlp.families.clip.presets import clip, clip_size
-from maxlp.run.presets import choose
+from maxlp.families.clip.presets import CLIP_SIZES, clip
+from maxlp.run.presets import choose, own_choice
 
 
 def get_config(arg: str = ""):
-    size, arg = clip_size(arg, "b32")
+    size, arg = own_choice(arg, "size", CLIP_SIZES, "b32")
     return choose(arg, clip(**size))

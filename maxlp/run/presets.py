@@ -1,9 +1,12 @@
 """What the config files of all families share: sections of a config, and argument strings."""
 
 import dis
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from ml_collections import ConfigDict, config_dict
+
+T = TypeVar("T")
 
 
 def parse_arg(arg: str, **defaults):
@@ -29,6 +32,19 @@ def parse_arg(arg: str, **defaults):
             except ValueError:
                 raise ValueError(f"config argument {name}={text!r}: expected {kind.__name__}") from None
     return values
+
+
+def own_choice(arg: str, name: str, values: Mapping[str, T], default: str) -> tuple[T, str]:
+    """The value that ``name=KEY`` in an argument string asks for, and the string's rest, for `choose`.
+
+    Raises ValueError for an unknown key.
+    """
+    items = (arg or "").split(",")
+    keys = [item.removeprefix(f"{name}=") for item in items if item.startswith(f"{name}=")]
+    key = keys[-1] if keys else default
+    if key not in values:
+        raise ValueError(f"config argument {name}={key!r}: one of {', '.join(values)}")
+    return values[key], ",".join(item for item in items if not item.startswith(f"{name}="))
 
 
 UNREAD = (

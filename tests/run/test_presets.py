@@ -21,7 +21,7 @@ from maxlp.precision import RECIPES, DynamicLossScale, PrecisionConfig
 from maxlp.precision.recipes import RecipeOptions
 from maxlp.run import changes, constraints
 from maxlp.run.config import PRESETS, load_file
-from maxlp.run.presets import SCALIFY, parse_arg, sections
+from maxlp.run.presets import SCALIFY, own_choice, parse_arg, sections
 from maxlp.run.settings import LocalConfig, LoraConfig, TrainConfig, read
 from maxlp.runtime.checkpoint import Checkpointer
 from maxlp.runtime.profiler import Profiler
@@ -187,3 +187,11 @@ def test_arguments_have_the_type_of_their_default():
         with pytest.raises(ValueError, match=r"config argument .*"):
             parse_arg(arg, n=1, on=False)
     assert np.all([parse_arg(arg, n=1).n == 1 for arg in ("", ",", None)])
+
+
+def test_a_choice_of_a_preset_leaves_the_others():
+    values = {"s": 1, "m": 2}
+    assert own_choice("galore,size=m,low_bit=8bit", "size", values, "s") == (2, "galore,low_bit=8bit")
+    assert own_choice("", "size", values, "s") == (1, "")
+    with pytest.raises(ValueError, match=r"^config argument size='x': one of s, m$"):
+        own_choice("size=x", "size", values, "s")

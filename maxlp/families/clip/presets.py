@@ -110,19 +110,6 @@ def clip(**sizes) -> ConfigDict:
     return c
 
 
-def clip_size(arg: str, default: str) -> tuple[dict, str]:
-    """The entry of `CLIP_SIZES` that ``size=NAME`` in an argument string asks for, and the string's rest.
-
-    Raises ValueError for an unknown name.
-    """
-    items = (arg or "").split(",")
-    names = [item.removeprefix("size=") for item in items if item.startswith("size=")]
-    name = names[-1] if names else default
-    if name not in CLIP_SIZES:
-        raise ValueError(f"config argument size={name!r}: one of {', '.join(CLIP_SIZES)}")
-    return CLIP_SIZES[name], ",".join(item for item in items if not item.startswith("size="))
-
-
 def siglip(**sizes) -> ConfigDict:
     """As `clip`, for a SigLIP (Zhai et al. 2023, arXiv:2303.15343): a sigmoid loss over single pairs."""
     c = clip(
