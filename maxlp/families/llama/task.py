@@ -60,14 +60,7 @@ def next_token_sums(model: nnx.Module, batch: dict, config: NextTokenConfig) -> 
             return losses.next_token(model.logits(x_BSD), targets_BS, mask_BS, **config.terms)
         product, weights = model.head()
         return losses.next_token_in_chunks(
-            product,
-            weights,
-            x_BSD,
-            targets_BS,
-            mask_BS,
-            num_chunks=config.num_chunks,
-            cap=model.cap,
-            **config.terms,
+            product, weights, x_BSD, targets_BS, mask_BS, cap=model.cap, **vars(config)
         )
 
 
