@@ -259,9 +259,7 @@ def export_weights(
         texts[weight_format.config_file]["quantization_config"] = scheme.config()
     with new_folder.unfinished(output) as unfinished:
         _export_tokenizer(workdir, unfinished, c.to_dict(), ends=not family.generates_text)
-        for name, content in texts.items():
-            if not (unfinished / name).exists():  # the run's own tokenizer_config.json takes precedence
-                files.write_json(unfinished / name, content)
+        _write_missing(unfinished, texts)  # the run's own tokenizer_config.json takes precedence
         check_written(family, model, weight_format, unfinished)
         params = published_params(workdir, step, _cpu_mesh())
         if calibration_sequences:
@@ -293,6 +291,12 @@ def _export_tokenizer(workdir: Path, target: Path, config: dict[str, Any], ends:
     if not (run_dir.is_imported(config) or config.get("train", {}).get("init_from")):  # trained here alone
         made = make_tokenizer(saved_tokenizer(config["data"]["tokenizer"], workdir))
         hf_tokenizer.add_specials(file, made, ends)
+
+
+def _write_missing(folder: Path, contents: dict[str, Any]) -> None:
+    for name, content in contents.items():
+        if not (folder / name).exists():
+            files.write_json(folder / name, content)
 
 
 # --- both -----------------------------------------------------------------------------------------------

@@ -1695,7 +1695,7 @@ DATA = [
         ("offset += size - begin", "offset += size + 1 - begin"),
         ("(column_S - start_WS) * is_text_WS", "column_S * is_text_WS"),
         ("dtype=np.int32) + 1) * is_text_WS", "dtype=np.int32)) * is_text_WS"),
-        ("free_W[window] < size:", "free_W[window] <= size:"),
+        ("free_W[w] >= size", "free_W[w] > size"),
         ("documents.advance(index, offset)\n    is_target", "documents.advance(index, 0)\n    is_target"),
     ),
     *_in(

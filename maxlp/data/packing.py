@@ -85,10 +85,8 @@ def pack_first_fit(
         if size <= 0:
             index, offset = index + 1, 0
             continue
-        window = first.get(size, 0)
-        while window < num_windows and free_W[window] < size:
-            window += 1
-        if window == num_windows:
+        window = next((w for w in range(first.get(size, 0), num_windows) if free_W[w] >= size), None)
+        if window is None:
             break
         first[size] = window
         begin = seq_len - free_W[window]

@@ -25,9 +25,8 @@ braces as in `jsonl:https://host/c4/{000..127}.jsonl.gz`. Files in .gz and .zst 
 are decompressed into the local cache (`data.local_cache`).
 
 Options follow a `?` and are joined by `&`; they are the keyword-only parameters of the function that
-opens the kind (see `KINDS`): text, numbers, and `true` or `false`, by their annotations. Several text
-sources joined by `;`, each with a `weight`, form a mixture:
-`stdlib?weight=1;jsonl:/data/c4/*.jsonl?weight=3`.
+opens the kind (see `KINDS`), a bool as `true` or `false`. Several text sources joined by `;`, each with
+a `weight`, form a mixture: `stdlib?weight=1;jsonl:/data/c4/*.jsonl?weight=3`.
 
 `split` is `train`, `validation` or `all`; an option `?split=` overrides the split that the caller
 requests. Files (stdlib, text) are assigned to a split by a hash of their relative path, and of
