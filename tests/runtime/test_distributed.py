@@ -42,11 +42,13 @@ def test_a_single_process_does_not_join_a_cluster(calls):
 
 
 def test_explicit_environment_is_passed_on(calls, monkeypatch):
+    with socket.create_server(("", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"  # process 0 tries whether it can listen there
     environment = {"MAXLP_INIT_TIMEOUT": "7", "MAXLP_HEARTBEAT_TIMEOUT": "11"}
-    set_environment(monkeypatch, EXPLICIT | environment)
+    set_environment(monkeypatch, EXPLICIT | environment | {"MAXLP_COORDINATOR": address})
     distributed.initialize()
     [(args, kwargs)] = calls
-    assert args == ("localhost:1", 2, 0)
+    assert args == (address, 2, 0)
     assert kwargs["initialization_timeout"] > 7  # the process ends itself after 7 s, before JAX aborts it
     assert kwargs["heartbeat_timeout_seconds"] == 11
 
