@@ -152,9 +152,9 @@ def magnitudes_are_not_pipelined(s: Settings, machine: Machine) -> str | None:
 
 
 def mesh_divides_params(s: Settings, machine: Machine) -> str | None:
-    """Every device holds an equal part of every parameter."""
+    """Every device holds an equal part of every parameter, also of frozen ones."""
     try:
-        sharding.param_shardings(s.params, sharding.abstract_mesh(machine.axes))
+        sharding.param_shardings(s.weights, sharding.abstract_mesh(machine.axes))
     except ValueError as error:
         return str(error)
     return None

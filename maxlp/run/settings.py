@@ -247,6 +247,11 @@ class Settings:
         return any(self.recipe(path).keep < 1 for path in self.matmuls)
 
     @property
+    def weights(self) -> nnx.State:
+        """The parameters of the model as shapes, without adapters."""
+        return self._traced.weights
+
+    @property
     def params(self) -> nnx.State:
         """The trained parameters as shapes."""
         return self._traced.params
@@ -304,6 +309,7 @@ _recipe = functools.cache(PrecisionConfig.make)
 class _TracedModel(NamedTuple):
     matmuls: dict[str, str]
     parts: dict[str, tuple[Part, ...]]
+    weights: nnx.State
     params: nnx.State
     num_params: int
 
@@ -333,7 +339,7 @@ def _traced_model(
         return weights, nnx.state(made, nnx.Param)
 
     weights, trained = jax.eval_shape(make)
-    return _TracedModel(table, parts, trained, num_params(nnx.to_pure_dict(weights)))
+    return _TracedModel(table, parts, weights, trained, num_params(nnx.to_pure_dict(weights)))
 
 
 def read(c: ConfigDict) -> Settings:

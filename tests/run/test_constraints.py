@@ -227,7 +227,10 @@ REFUSED = {
         ({"data.tokenizer": "bpe:512?chat_template=plain"}, 1, "cpu", "without options"),
         ({"data.tokenizer": "bpe:512", "model.vocab_size": 256}, 1, "cpu", "model.vocab_size=512"),
     ],
-    "mesh_divides_params": [({"model.embed_dim": 100}, 8, "cpu", "mesh.fsdp=8")],
+    "mesh_divides_params": [
+        ({"model.embed_dim": 100}, 8, "cpu", "mesh.fsdp=8"),
+        ({**LORA, "model.vocab_size": 4097, "mesh.tensor": 2}, 2, "cpu", "mesh.tensor=2"),  # frozen
+    ],
     "targets_are_matrices": [
         *(
             (
