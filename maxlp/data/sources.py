@@ -41,11 +41,10 @@ decodes a whole row group for one document): convert such a corpus to ArrayRecor
 
 import functools
 import inspect
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pkgutil import resolve_name
 from types import NoneType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, get_args
 
 import numpy as np
 
@@ -420,7 +419,7 @@ def _parse_mixture(spec: str) -> dict[str, float]:
 
 def _parsed(key: str, text: str, hint: Any) -> Any:
     """The value of an option whose annotation is one of `TYPES`, with or without None."""
-    [kind] = {*(typing.get_args(hint) or [hint])} - {NoneType}
+    [kind] = {*(get_args(hint) or [hint])} - {NoneType}
     parse, description = TYPES[kind]
     try:
         return parse(text)
