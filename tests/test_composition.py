@@ -48,3 +48,7 @@ def test_every_feature_is_in_the_table():
 @pytest.mark.full
 def test_the_page_is_printed_from_the_tables():
     assert composition.PAGE.read_text() == page.text(rows_on_page)
+
+
+def test_the_page_has_the_rules_and_their_reasons():
+    assert "\n".join(page.rules()) in composition.PAGE.read_text()
