@@ -250,6 +250,12 @@ def _exit_on_error(main: Callable[..., Any], words: list[str]) -> None:
             _fail("interrupted", EXIT_INTERRUPTED)
         hint = "" if _says_all(error) else " (MAXLP_TRACEBACK=1 shows where)"
         _fail(_reason(error) + hint, EXIT_FAILED if _may_pass(error) else 2)
+    except (RuntimeError, AssertionError) as error:
+        if os.environ.get("MAXLP_TRACEBACK") or not _is_without_devices(error):
+            raise
+        reason = _reason(error) or "JAX could initialize none of these platforms"
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        _fail(f"JAX_PLATFORMS={platforms}: {reason}; check the driver and JAX's plugin", EXIT_FAILED)
 
 
 def _end_if_interrupted(report: Callable[[Any], Any], unraisable: Any) -> None:
@@ -265,6 +271,11 @@ def _says_all(error: BaseException) -> bool:
     place = traceback.extract_tb(error.__traceback__)[-1]
     is_ours = Path(__file__).parents[1] in Path(place.filename).parents
     return isinstance(error, PATH_ERRORS) or (is_ours and f"{place.line}".startswith("raise"))
+
+
+def _is_without_devices(error: BaseException) -> bool:
+    """Whether JAX found no device; it raises a RuntimeError, or asserts that there is a backend."""
+    return traceback.extract_tb(error.__traceback__)[-1].filename.endswith("xla_bridge.py")
 
 
 def _may_pass(error: BaseException) -> bool:

@@ -184,6 +184,17 @@ def test_exit_codes_distinguish_mistakes_from_failures(error, code, message):
     assert "Traceback" not in done.stderr
 
 
+def test_without_devices_a_command_ends_with_one_line():
+    platform = "gpuu"
+    program = f"import jax\n{HEAD}cli.run(lambda: print(jax.devices()))"
+    environment = os.environ | {"JAX_PLATFORMS": platform}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and last.startswith(f"error: JAX_PLATFORMS={platform}: ")
+    assert last.endswith("; check the driver and JAX's plugin") and "Traceback" not in done.stderr
+
+
 COLLECTING = f"""import gc, signal
 {HEAD}signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under nohup
 gc.callbacks.append(lambda phase, _: signal.raise_signal(signal.SIGINT))
