@@ -85,7 +85,7 @@ def prepare_text(
       The contents of `dataset.json`.
 
     Raises:
-      ValueError: `output` already holds a dataset or such files, or an argument is wrong.
+      ValueError: `output` already holds a dataset or such files, or a run, or an argument is wrong.
     """
     if tokenizer and train_tokenizer:
         raise ValueError(f"give tokenizer={tokenizer!r} or train_tokenizer={train_tokenizer}, not both")
@@ -171,6 +171,8 @@ def _check_output(
     else:
         output = str(local_path(output, "--output"))
         found = os.listdir(output) if os.path.isdir(output) else []
+    if "run.json" in found:  # a run's own tokenizer would be replaced, even if --overwrite means the shards
+        raise ValueError(f"--output={output} is the workdir of a run; choose another folder")
     if overwrite:
         return output
     if MANIFEST in found:

@@ -154,6 +154,13 @@ def test_files_of_others_are_replaced_only_if_asked(corpus, tmp_path, name, kwar
     prepare_text(corpus, str(tmp_path / "out"), overwrite=True)
 
 
+def test_the_workdir_of_a_run_is_refused(corpus, tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("precious")
+    with pytest.raises(ValueError, match="is the workdir of a run; choose another folder"):
+        prepare_text(corpus, str(tmp_path), train_tokenizer=300, overwrite=True)
+
+
 def test_a_new_tokenizer_does_not_take_over_the_chat_template_of_the_old_one(corpus, tmp_path):
     old, new = (
         write_tokenizer(tmp_path / name, template) for name, template in (("old", CHATML), ("new", None))
