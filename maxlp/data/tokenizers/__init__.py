@@ -165,15 +165,19 @@ def make_tokenizer(spec: str) -> Tokenizer:
 
         path = str(hub.fetch(path, (*FILES, *COMPANIONS)))
     path = os.path.expanduser(path)
-    if os.path.isdir(path):
+    if is_folder := os.path.isdir(path):
         whole, model = (os.path.join(path, name) for name in FILES)
         path = model if os.path.isfile(model) and not os.path.isfile(whole) else whole
     data = _read(path)
     if data is None:
-        hint = "'bytes', a tokenizer.json, a SentencePiece .model or CLIP's bpe_simple_vocab_16e6.txt.gz"
+        hint = (
+            "'bytes', hf:ORG/NAME, or the path of a tokenizer.json, of a SentencePiece .model or of CLIP's "
+            "bpe_simple_vocab_16e6.txt.gz"
+        )
         if path.startswith("bpe:"):
             hint += "; train a BPE with `python -m maxlp.prepare text --train_tokenizer=VOCAB`"
-        raise ValueError(f"tokenizer {spec!r}: no such file; give {hint}")
+        missing = f"no {' or '.join(FILES)} in this folder" if is_folder else "no such file"
+        raise ValueError(f"tokenizer {spec!r}: {missing}; give {hint}")
     beside = _files_beside(path, template)
     try:
         names = SpecialNames(options, special_names(read_config(beside)))

@@ -47,6 +47,8 @@ def test_the_files_reproduce_the_tokenizer(tmp_path, bpe_path, sentencepiece_pat
     [
         ("/nowhere/tokenizer.json", ["/nowhere/tokenizer.json", "'bytes'"]),
         ("bpe:2048", ["--train_tokenizer"]),
+        ("gpt2", ["no such file; give 'bytes', hf:ORG/NAME,"]),
+        ("{}", ["no tokenizer.json or tokenizer.model in this folder"]),
         ("bytes?bos=a", ["no such file"]),
         ("{}/no.json", ["not a tokenizer.json"]),
         ("{}/no.model", ["not a SentencePiece model"]),
