@@ -31,7 +31,7 @@ from maxlp.planning.hlo import Collective
 from maxlp.planning.roofline import group, roofline
 from maxlp.planning.topologies import GIB, Topology
 from maxlp.run import cli, constraints, emulation
-from maxlp.run.config import ConfigError
+from maxlp.run.config import ConfigError, choices
 from maxlp.run.experiment import assemble
 from maxlp.run.settings import Machine, Settings, read
 
@@ -56,9 +56,9 @@ def main() -> int:
     if flags.FLAGS.list_topologies:
         print(topologies.listing())
         return 0
-    for name in ("config", "topology"):
+    for name, hint in (("config", choices()), ("topology", "see --list_topologies")):
         if flags.FLAGS[name].value is None:
-            raise ValueError(f"--{name} is missing; see --list_topologies and the folder configs/")
+            raise ValueError(f"--{name} is missing; {hint}")
     topology, compiles = topologies.parse(flags.FLAGS.topology), not flags.FLAGS.estimate_only
     check_files({name: flags.FLAGS[name].value for name in ("json", "hlo", "plot")}, compiles)
     s = read(with_placeholder_data(cli.read_config(None)))

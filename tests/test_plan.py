@@ -78,9 +78,14 @@ def test_a_plan_from_weights_has_their_sizes(tmp_path):
 
 
 def test_errors_are_one_line():
-    done = run("--config=configs/llama/8b.py", "--topology=v9:4x4", "--estimate_only")
-    assert done.returncode == 2 and "'v9' is unknown; one of v4, v5e" in done.stderr
-    assert done.stderr.count("\n") == 1
+    for args, message in (
+        (["--config=llama/8b", "--topology=v9:4x4"], "'v9' is unknown; one of v4, v5e"),
+        (["--config=llama/8b"], "--topology is missing; see --list_topologies\n"),
+        (["--topology=v5e:4x4"], "--config is missing; presets: clip/b16, "),
+    ):
+        done = run(*args, "--estimate_only")
+        assert done.returncode == 2 and message in done.stderr
+        assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
