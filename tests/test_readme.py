@@ -98,3 +98,11 @@ def test_command_has_help(command):
     assert done.returncode == 0 and not done.stderr
     assert f"python -m maxlp.{command}" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("tool", ["architecture", "composition", "record_peaks", "source_links"])
+def test_a_tool_asked_for_help_does_nothing_else(tool):
+    done = subprocess.run(
+        [sys.executable, "-m", f"tools.{tool}", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and f"python -m tools.{tool}" in done.stdout

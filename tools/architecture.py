@@ -6,6 +6,7 @@ Packages stand above what they import, in an order with few crossings (Sugiyama 
 follows from others is left out, and imports inside functions do not count.
 """
 
+import argparse
 import ast
 import dataclasses
 import functools
@@ -248,5 +249,6 @@ def _box(item: Item, y: float) -> list[str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
     FIGURE.write_text(svg())
     print(FIGURE.relative_to(ROOT))

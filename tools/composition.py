@@ -3,6 +3,7 @@
 python -m tools.composition > docs/composition.md
 """
 
+import argparse
 import os
 import re
 import textwrap
@@ -25,9 +26,9 @@ table, with which the pair is refused. An empty cell is a pair of alternatives, 
 For a ✓, `tests/matrix.py` trains a small model with both features on up to eight simulated devices,
 compares losses, gradient norms and quantization state with the same run on one device, saves a checkpoint,
 and resumes from it bit for bit. A run of the tests combines as many features as possible, so more than two
-are tested together; [the last section](#what-the-tests-run) lists these runs. The slow tier has the pairs
-of an optimizer and what only changes gradients (a recipe, {GRADIENTS}), those of CLIP that
-run the same code as Llama's, and those of
+are tested together; [the last section](#what-the-tests-run) lists these runs. Only the slow tier tests an
+optimizer with a feature that changes nothing but gradients (a recipe, {GRADIENTS}), pairs of
+CLIP that run the same code as Llama's, and pairs with
 {SLOW}
 
 `train`, `train --dry_run`, `plan` and the planner's search refuse the same configs with the same messages:
@@ -99,4 +100,5 @@ def text(rows: Rows = composition.rows) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
     print(text(), end="")

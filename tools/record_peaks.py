@@ -6,8 +6,8 @@ Takes a topology and names of runs in `tests/planning/peaks.py`; without names, 
 pip install 'maxlp[aot]'. Each run takes 15 seconds (GPU) to a minute (TPU) on 2 cores.
 """
 
+import argparse
 import json
-import sys
 
 from maxlp.parallel import sharding
 from maxlp.planning import compiled, topologies
@@ -16,11 +16,14 @@ from tests.planning import peaks
 
 
 def main() -> None:
-    topology_name, *names = sys.argv[1:]
-    topology = topologies.parse(topology_name)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("topology")
+    parser.add_argument("names", nargs="*")
+    args = parser.parse_args()
+    topology_name, topology = args.topology, topologies.parse(args.topology)
     platform = topology.chip.platform
     found: dict = peaks.peaks()
-    for name in names or peaks.LLAMA:
+    for name in args.names or peaks.LLAMA:
         s = peaks.recorded(name, platform)
         mesh = sharding.make_mesh(**s.mesh, devices=topologies.devices(topology))
         done = compiled.compile_step(assemble(s, topology.machine(s), mesh))

@@ -7,6 +7,7 @@ writes the current line numbers into docs/from_batch_to_gradient.md. A link name
     [`Llama.hidden`](../maxlp/families/llama/model.py#L188)
 """
 
+import argparse
 import ast
 import re
 from pathlib import Path
@@ -51,4 +52,5 @@ def updated(text: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
     PAGE.write_text(updated(PAGE.read_text()))
