@@ -20,7 +20,8 @@ open_clip open_clip_config.json,             open_clip.create_model(
 --quantize=int8 or fp8 exports the kernels in the blocks of a language model in
 8 bits, for vLLM and transformers (compressed-tensors), and the rest in
 bfloat16; an import reads such folders too. Such a model also rounds the inputs
-of its matmuls, which outlier channels of the gated products (SwiGLU) spoil.
+of its matmuls, in which outlier channels of the gated products (SwiGLU) cause
+large errors.
 --calibration_sequences=64 measures these products on 64 sequences of the run's
 validation data and scales the outliers down, with factors in the weights that
 change nothing without quantization (Smooth-SwiGLU).
@@ -80,7 +81,7 @@ def define_flags() -> None:
     )
     flags.DEFINE_string("workdir", None, "export: directory of a run.")
     flags.DEFINE_integer("step", None, "export: checkpoint; by default the newest.", lower_bound=0)
-    flags.DEFINE_string("output", None, "Folder to write; new or empty.")
+    flags.DEFINE_string("output", None, "Folder to write to; new or empty.")
     dtypes = ["float32", "bfloat16", "float16"]
     flags.DEFINE_enum("dtype", None, dtypes, "Dtype of the written weights; by default that of the input.")
     schemes = [*compressed_tensors.SCHEMES]

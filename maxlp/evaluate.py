@@ -53,7 +53,7 @@ def define_flags() -> None:
     flags.adopt_module_key_flags(cli)
     flags.DEFINE_bool("linear_probe", False, "CLIP: also fit a linear classifier to the image features.")
     flags.DEFINE_float("l2", 1e-4, "Weight decay of the linear probe.", lower_bound=0.0)
-    flags.DEFINE_list("lm_eval", [], "Llama: tasks of lm-eval (pip install 'maxlp[lm_eval]') to run.")
+    flags.DEFINE_list("lm_eval", [], "Llama, Qwen3: tasks of lm-eval (pip install 'maxlp[lm_eval]').")
     flags.DEFINE_string("lm_eval_include", None, "Folder with further tasks of lm-eval, as YAML files.")
     flags.DEFINE_integer("lm_eval_num_fewshot", None, "Examples per prompt; by default the task's own.")
     flags.DEFINE_integer("lm_eval_limit", None, "Use only this many examples of each task.", lower_bound=1)

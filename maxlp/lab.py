@@ -59,7 +59,7 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "step",
         None,
-        "Step whose batch is taken; that after the newest checkpoint by default.",
+        "Step whose batch is used; by default the one after the newest checkpoint.",
         lower_bound=1,
     )
     flags.DEFINE_string(
@@ -72,12 +72,16 @@ def define_flags() -> None:
     )
     flags.DEFINE_integer("batches", 8, "predict: how many batches to measure.", lower_bound=1)
     flags.DEFINE_float("budget", 0.1, "choose: share of the blocks' matmul FLOPs in high precision.")
-    flags.DEFINE_string("out", None, "Folder of the results; DIR/lab by default.")
-    flags.DEFINE_integer("top", 20, "All but predict: operands or tensors to print.", lower_bound=1)
+    flags.DEFINE_string("out", None, "Folder for the results; DIR/lab by default.")
+    flags.DEFINE_integer(
+        "top", 20, "attribute, choose, diff: number of operands or tensors to print.", lower_bound=1
+    )
     flags.DEFINE_multi_string("other", [], "diff: SECTION.KEY=VALUE in which B differs from A.")
-    flags.DEFINE_string("record", None, "diff: folder to write steps to, for --against.")
+    flags.DEFINE_string("record", None, "diff: folder to record steps in, for a later --against.")
     flags.DEFINE_string("against", None, "diff: folder of steps that another version has recorded.")
-    flags.DEFINE_integer("steps", 3, "diff: steps to compare; it ends at a difference.", lower_bound=1)
+    flags.DEFINE_integer(
+        "steps", 3, "diff: number of steps to compare; it stops at the first difference.", lower_bound=1
+    )
 
 
 def main(tool: str = "", directory: str = "", second: str = "") -> None:

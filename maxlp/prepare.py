@@ -17,9 +17,10 @@ maxlp/data/sources.py and maxlp/data/tokenizers/__init__.py.
 Shards hold UTF-8 text, or with a tokenizer its ids (uint16, or uint32 for
 vocabularies above 65,536) without beginning- and end-of-document ids, which
 training adds. Empty documents are left out. Conversations (`?messages_key=`)
-need the tokenizer with its chat template, and are written as int32. Images stay
-encoded as they are, even broken ones, each with its caption, label and origin;
-an example that cannot be read, as if its caption is not UTF-8, is left out.
+need the tokenizer with its chat template, and are written as int32. Encoded
+images are copied as they are, even broken ones, each with its caption, label
+and origin. Examples that cannot be read, such as those whose caption is not
+UTF-8, are left out.
 
 Beside the shards are the tokenizer and `dataset.json`, which is written last. A
 run that is killed leaves no `dataset.json`, and a folder without one is refused

@@ -19,7 +19,7 @@ from maxlp.runtime.files import mirrored, shown
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("workdir", None, "An alternative to DIR, as in the other commands.")
+    flags.DEFINE_string("workdir", None, "The run's directory; the same as DIR without a flag.")
     flags.DEFINE_integer(
         "spike", None, "Step to replay up to, from the checkpoint before it.", lower_bound=1
     )

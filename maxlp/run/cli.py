@@ -89,7 +89,7 @@ def define_from() -> None:
         "Weights to start from: a Hugging Face folder, ORG/NAME[@REVISION] on the Hub, or another run. The "
         "model's sizes and the tokenizer come from them; --config is llama/finetune by default.",
     )
-    flags.DEFINE_string("swap_tokenizer", None, "With --from: a tokenizer to use instead of theirs.")
+    flags.DEFINE_string("swap_tokenizer", None, "With --from: a tokenizer to use instead of its own.")
     flags.declare_key_flag("from")
     flags.declare_key_flag("swap_tokenizer")
 
