@@ -359,6 +359,11 @@ def parse_spec(text: str, split: str, content: str) -> Spec:
     name, colon, path = head.partition(":")
     kinds = {name: kind for name, kind in KINDS.items() if content in kind.contents}
     if name not in kinds:
+        if name in KINDS:
+            needed = {"text": "text", "image_text": "images with texts"}[content]
+            raise ValueError(
+                f"source {text!r} has no {needed}; kinds that have: {', '.join(sorted(kinds))}"
+            )
         likely = name if colon else name.rpartition(".")[2]  # a path alone may end in its kind
         unknown = schema.unknown_key(likely, kinds, "kinds")
         raise ValueError(f"source {text!r}: kind {name!r} {unknown}; write KIND:PATH")
