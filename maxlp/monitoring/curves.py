@@ -52,7 +52,7 @@ def loss_panel(axes: "Axes", run: Run) -> None:
     steps, losses = run.series("train/loss")
     label = f"train, {tail(losses).mean():#.4g} at the end"
     _plot_smoothed(axes, steps, losses, linewidth=1.8, label=label)
-    for prefix, style in (("eval", "o-"), ("eval_full", "D")):
+    for prefix, style in zip(run.evaluations, ("o-", "D"), strict=False):
         eval_steps, evals = run.series(f"{prefix}/loss")
         if len(evals):
             label = f"{prefix} ({run.validation_part(prefix)}), {evals[-1]:#.4g} at the end"

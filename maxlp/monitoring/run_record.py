@@ -87,6 +87,11 @@ class Run:
             end = begin
         return seen + end * self.units_per_step
 
+    @property
+    def evaluations(self) -> tuple[str, ...]:
+        """Prefixes of the evaluations to show: not ``eval_full`` if it repeats the numbers of ``eval``."""
+        return ("eval",) if self._evaluated_all else ("eval", "eval_full")
+
     def validation_part(self, prefix: str) -> str:
         """What the metrics ``eval/…`` or ``eval_full/…`` were measured on."""
         batches = self.setting("train", "eval_batches")

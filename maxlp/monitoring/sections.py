@@ -119,7 +119,7 @@ def loss_lines(run: Run) -> Lines:
         lines.append(("train/loss", f"{last.mean():#.5g}, mean of the last {counted(len(last), 'record')}"))
         if bad := steps[~np.isfinite(losses)].tolist():
             lines.append(("not finite", f"{counted(len(bad), 'record')}, the first at step {bad[0]:,}"))
-    for prefix in ("eval", "eval_full"):
+    for prefix in run.evaluations:
         lines += _evaluation_lines(run, prefix)
     return lines
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from maxlp.monitoring.run_record import counted, load_run, tail
+from maxlp.monitoring.sections import loss_lines
 from maxlp.monitoring.spikes import SpikeConfig
 
 
@@ -74,6 +75,8 @@ def test_an_evaluation_of_no_more_than_there_is_covers_all(tmp_path, full, part)
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     run = load_run(tmp_path)
     assert (run.validation_part("eval"), run.validation_part("eval_full")) == (part, "all validation data")
+    shown = [name for name, _ in loss_lines(run) if name.startswith("eval")]
+    assert shown == ["eval/loss", "eval_full/loss"][: 2 if full == 2.5 else 1], "numbers are listed once"
 
 
 @pytest.mark.parametrize(("records", "used"), [(1, 1), (9, 1), (40, 4), (1000, 10)])
