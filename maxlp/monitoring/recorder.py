@@ -14,7 +14,7 @@ AVERAGED = ("loss", "accuracy")  # of a batch, and therefore noisy
 
 
 class IntervalMeans:
-    """Means over the steps since the last record; steps that a guard skipped do not count.
+    """Means over the steps since the last record; steps that a gate skipped are only counted.
 
     The losses of all steps reach the host for the spike watch, so that the means cost the device nothing.
     Their sums are part of a checkpoint: a run that stops within an interval and resumes writes the record
@@ -23,35 +23,39 @@ class IntervalMeans:
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
-        self._steps = 0
+        self._steps = self._skipped = 0
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         """Adds the metrics of a step."""
         if metrics.get("skipped", 0):
+            self._skipped += 1
             return
         values = {name: float(metrics[name]) for name in AVERAGED if name in metrics}
         self._sums = {name: self._sums.get(name, 0.0) + value for name, value in values.items()}
         self._steps += 1
 
     def take(self) -> dict[str, float]:
-        """The means, for a record; {} if all steps were skipped. Begins the next interval."""
-        means = {name: value / self._steps for name, value in self._sums.items()}
-        self._sums, self._steps = {}, 0
-        return means
+        """The means, and the number of skipped steps if there were any. Begins the next interval."""
+        found = {name: value / self._steps for name, value in self._sums.items()}
+        found |= {"skipped": float(self._skipped)} if self._skipped else {}
+        self._sums, self._steps, self._skipped = {}, 0, 0
+        return found
 
     def get_state(self) -> dict[str, Any]:
         """The state, ready for JSON."""
-        return {"sums": self._sums, "steps": self._steps}
+        return {"sums": self._sums, "steps": self._steps, "skipped": self._skipped}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         self._sums, self._steps = dict(state["sums"]), state["steps"]
+        self._skipped = state.get("skipped", 0)  # not in checkpoints of earlier versions
 
 
 class Recorder:
     """Watches every step for spikes and writes a record at intervals.
 
     The metrics of a step are read when the next step is already queued, so that the device never waits. A
-    record has the mean loss and accuracy since the last one; its other metrics are those of its step.
+    record has the mean loss and accuracy since the last one, and the number of skipped steps; its other
+    metrics are those of its step.
 
     Args:
       batches: the data iterator, whose ``metrics()`` are part of a record.

@@ -119,6 +119,8 @@ def loss_lines(run: Run) -> Lines:
         lines.append(("train/loss", f"{last.mean():#.5g}, mean of the last {counted(len(last), 'record')}"))
         if bad := steps[~np.isfinite(losses)].tolist():
             lines.append(("not finite", f"{counted(len(bad), 'record')}, the first at step {bad[0]:,}"))
+    if skipped := int(run.series("train/skipped")[1].sum()):
+        lines.append(("skipped", counted(skipped, "step")))
     for prefix in run.evaluations:
         lines += _evaluation_lines(run, prefix)
     return lines

@@ -101,7 +101,7 @@ def test_flush_takes_the_metrics_of_the_last_step_without_a_record_of_its_own():
     assert list(writer.records) == [3, 6]
     recorder.flush()
     assert watch.seen == {step: step / 8 for step in range(1, 9)}
-    assert recorder.meta()["interval"] == {"sums": {"loss": 15 / 8}, "steps": 2}
+    assert recorder.meta()["interval"] == {"sums": {"loss": 15 / 8}, "steps": 2, "skipped": 0}
 
 
 @pytest.mark.parametrize("waits", [(), (8,)])
@@ -125,7 +125,11 @@ def test_a_checkpoint_without_sums_begins_an_interval():
     assert rest[4]["train/loss"] == 0.25
 
 
-def test_a_skipped_step_does_not_count_in_the_mean():
-    found, _ = records(range(1, 9), {}, skipped={2, 4, 5, 6, 7, 8})
-    assert found[4]["train/loss"] == np.mean([np.float32(1), np.float32(1 / 3)], dtype=np.float64)
+def test_skipped_steps_are_counted_and_not_part_of_the_mean():
+    skipped = {2, 3, 5, 6, 7, 8}
+    found, meta = records(range(1, 3), {}, skipped)
+    rest, _ = records(range(3, 13), meta, skipped)  # resumed within an interval
+    found |= rest
+    assert found[4]["train/loss"] == np.mean([np.float32(1), np.float32(1 / 4)], dtype=np.float64)
     assert found[8]["train/loss"] == 100  # all steps of the interval were skipped
+    assert [found[step]["train/skipped"] for step in (4, 8, 12)] == [2, 4, 0]

@@ -58,6 +58,13 @@ def test_the_losses_of_a_diverged_run_are_short(tmp_path):
     assert text["train/loss"].startswith("1.0000e+30, ") and text["eval/loss"].startswith("1.0000e+30 at ")
 
 
+def test_skipped_steps_are_added_up(tmp_path):
+    counts = {10: 3.0, 20: 0.0, 30: 1.0}
+    records = [{"step": n, "train/loss": 1.0, "train/skipped": count} for n, count in counts.items()]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    assert dict(sections.loss_lines(load_run(tmp_path)))["skipped"] == "4 steps"
+
+
 def test_a_run_in_progress_with_damaged_files(tmp_path):
     write_run(tmp_path, steps=120)
     with (tmp_path / "metrics.jsonl").open("a") as f:
