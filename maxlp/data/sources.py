@@ -44,7 +44,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pkgutil import resolve_name
 from types import NoneType
-from typing import Any, NamedTuple, Protocol, get_args
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -424,7 +424,10 @@ def _parse_mixture(spec: str) -> dict[str, float]:
 
 def _parsed(key: str, text: str, hint: Any) -> Any:
     """The value of an option whose annotation is one of `TYPES`, with or without None."""
-    [kind] = {*(get_args(hint) or [hint])} - {NoneType}
+    kind, *others = [member for member in schema.options(hint) if member is not NoneType]
+    if others or kind not in TYPES:
+        types = ", ".join(known.__name__ for known in TYPES)
+        raise ValueError(f"option {key!r} has the annotation {hint!r}; its reader must use one of {types}")
     parse, description = TYPES[kind]
     try:
         return parse(text)

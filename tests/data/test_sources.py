@@ -31,7 +31,19 @@ def test_a_reader_that_lacks_a_key_is_named(monkeypatch):
     assert message in error_of("own:a")
 
 
-def open_column(spec, *, column: int = 0, header: bool = True, name: str | None = None, share: float = 1):
+REQUIRED = "its reader must use one of str, int, float, bool"
+
+
+def open_column(
+    spec,
+    *,
+    column: int = 0,
+    header: bool = True,
+    name: str | None = None,
+    share: float = 1,
+    columns: list[str] = (),
+    untyped=0,
+):
     raise ValueError(f"{column!r} {header!r} {name!r} {share!r}")
 
 
@@ -42,6 +54,8 @@ def open_column(spec, *, column: int = 0, header: bool = True, name: str | None 
         ("column=two", "column='two' is not an integer"),
         ("header=0", "header='0' is not true or false"),
         ("share=all", "share='all' is not a number"),
+        ("columns=a", f"option 'columns' has the annotation list[str]; {REQUIRED}"),
+        ("untyped=1", f"option 'untyped' has the annotation <class 'inspect._empty'>; {REQUIRED}"),
     ],
 )
 def test_options_have_the_types_of_their_annotations(options, message, monkeypatch):
