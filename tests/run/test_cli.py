@@ -37,7 +37,7 @@ def train(*args: str) -> subprocess.CompletedProcess:
         ),
         (
             ["--config.train.seed=3"],
-            "--config.train.seed is unknown without --config=PRESET",
+            "--config.train.seed is unknown without --config=PRESET; that of a run, and the --config.mod",
         ),
         ([DEBUG, "--config.train.steps=3"], "config.train.steps is unknown (did you mean total_steps?)"),
         ([DEBUG, "--train.steps=3"], "train.steps is unknown; did you mean --config.train.total_steps="),
