@@ -3,15 +3,18 @@
 The command's own steps run here in this process: `train` calls the same functions in both cases.
 """
 
+import contextlib
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import pytest
 
 from maxlp import train
+from maxlp.core import train_step
 from maxlp.core.train_state import abstract_state
 from maxlp.run import run_dir
 from maxlp.run.experiment import resolve
@@ -65,6 +68,22 @@ def test_a_good_start_is_accepted_and_leaves_nothing(family, tmp_path, corpus):
     values = {"data.source": f"text:{corpus}"} if family == "llama" else {}
     dry_run(tmp_path / "run", values, family)
     assert set(tmp_path.iterdir()) == {corpus}
+
+
+def test_a_dry_run_traces_the_step(tmp_path, corpus, monkeypatch):
+    """So that it refuses what only the program of the step can find."""
+    given = {"dry_run": True, "allow_change": False, "workdir": str(tmp_path / "run")}
+    monkeypatch.setattr(train.flags, "FLAGS", SimpleNamespace(**given))
+    monkeypatch.setattr(train, "open_data", pytest.fail)
+
+    def fail(*_):
+        raise ValueError("of the program")
+
+    monkeypatch.setattr(train_step, "global_norm", fail)
+    c = changed(load("debug"), TINY["llama"] | {"data.source": f"text:{corpus}"})
+    lock = SimpleNamespace(workdir=tmp_path / "run")
+    with contextlib.ExitStack() as stack, pytest.raises(ValueError, match=r"^of the program"):
+        train.train(c, lock, stack, train.Startup(0.0))
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
