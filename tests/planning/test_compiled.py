@@ -10,7 +10,7 @@ from maxlp.families.clip.presets import CLIP_SIZES, clip
 from maxlp.families.llama.cost import COST
 from maxlp.families.llama.presets import llama
 from maxlp.parallel import sharding
-from maxlp.planning import compiled, hlo, topologies
+from maxlp.planning import compiled, hlo, hlo_flops, topologies
 from maxlp.planning.cost_model import cost_of, state_shapes
 from maxlp.run.experiment import assemble
 from maxlp.run.settings import Settings
@@ -44,7 +44,7 @@ def added(found) -> float:
     ],
 )
 def test_the_closed_form_agrees_with_a_compilation_here(changes, tmp_path):
-    """The bytes of the state, the peak within a tenth, and the bytes that fsdp gathers and replicas add.
+    """The state, the peak within a tenth, FLOPs, and the bytes that fsdp gathers and replicas add.
 
     The new state is in the memory of the old one, so that metrics are the only further results.
     """
@@ -52,9 +52,13 @@ def test_the_closed_form_agrees_with_a_compilation_here(changes, tmp_path):
     machine = s.machine_of(jax.devices())
     mesh = sharding.make_mesh(**s.mesh)
     done = compiled.compile_step(assemble(s, machine, mesh), str(tmp_path / "step.txt"))
-    assert done.memory is not None and "ENTRY" in (tmp_path / "step.txt").read_text()
+    text = (tmp_path / "step.txt").read_text()
+    assert done.memory is not None and "ENTRY" in text
     assert done.memory.outputs < 1e-3 * done.memory.arguments
-    parts = COST.memory(s, machine, state_shapes(s, machine))
+    state = state_shapes(s, machine)
+    flops = sum(COST.work(s, machine, state).flops.values())
+    assert flops == pytest.approx(hlo_flops.matmul_flops(text), rel=0.04)
+    parts = COST.memory(s, machine, state)
     held = sum(parts[name] for name in ("parameters", "optimizer", "batch"))
     assert held == pytest.approx(done.memory.arguments, rel=1e-3)
     assert sum(parts.values()) == pytest.approx(done.peak, rel=0.10)

@@ -275,12 +275,16 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     moved = host = 0.0
     image, text = towers(settings, machine)
     for tower, name in ((image, "visual"), (text, "text")):
-        again = (tower.remat in ("block", "offload")) + (M > 1)
+        recomputes = tower.remat in ("block", "offload")
+        again = recomputes + (M > 1)
         tokens = B * tower.S
         square = tower.computed_part if tower.attention == "xla" else 1 / 2 if tower.causal else 1.0
         for path, width in _matmul_widths(name, tower).items():
             once = 2 * tokens * tower.L * tower.D * width
-            for dtype, n in matmul_flops(settings, path, once, again).items():
+            # The backward pass needs the output of a branch only for the gradient of its gain.
+            unused = path.endswith("/down_proj") and settings.model.layer_scale is None
+            repeats = again - recomputes if unused else again
+            for dtype, n in matmul_flops(settings, path, once, repeats).items():
                 flops[dtype] += n
         passes = (3 if tower.attention == "xla" else 3.5) + (not tower.saves_attention) + (M > 1)
         flops["bfloat16"] += square * passes * 4 * tokens * tower.S * tower.L * tower.D

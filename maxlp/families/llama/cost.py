@@ -420,7 +420,8 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     again = {"none": 0, "dots": 0}.get(s.remat, 1)  # forward passes that run again
     flops: dict[str, float] = collections.defaultdict(float)
     for path, width in matmul_widths(s).items():
-        for dtype, n in matmul_flops(settings, path, 2 * tokens * s.L * s.D * width, again).items():
+        repeats = again if path != DOWN else 0  # the backward pass does not need the output of a block
+        for dtype, n in matmul_flops(settings, path, 2 * tokens * s.L * s.D * width, repeats).items():
             flops[dtype] += n
     logits_again = settings.model.dtype == "float16" and s.chunks > 1  # see `losses`
     for dtype, n in matmul_flops(settings, "lm_head", 2 * tokens * s.D * s.V, logits_again).items():

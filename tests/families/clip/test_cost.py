@@ -8,7 +8,8 @@ from maxlp.families.clip import cost
 from maxlp.families.clip.model import CLIP
 from maxlp.families.clip.presets import CLIP_SIZES, clip
 from maxlp.parallel import sharding
-from maxlp.planning import compiled
+from maxlp.planning import compiled, hlo_flops
+from maxlp.planning.cost_model import state_shapes
 from maxlp.run.experiment import assemble
 from maxlp.run.settings import read
 from tests.planning import peaks
@@ -41,18 +42,23 @@ def test_block_params_are_the_kernels_of_a_block():
     assert sizes == {"image": image.L * image.block_params, "text": text.L * text.block_params}
 
 
-def test_replicas_add_the_gradients_that_a_compiled_step_adds():
+@pytest.mark.parametrize("layer_scale", [None, 0.1])
+def test_work_and_the_gradients_that_replicas_add_are_those_of_a_compiled_step(layer_scale, tmp_path):
     """In float32 here; those of the text's embeddings are a sixth of them."""
     changes = {"mesh.data": 8, "model.dtype": "float32", "data.batch_size": 64}
+    changes["model.layer_scale"] = layer_scale
     s = peaks.settings_of(clip(**CLIP_SIZES["b32"]), changes)
     mesh = sharding.make_mesh(**s.mesh)
     machine = s.machine_of(jax.devices())
-    program = compiled.compile_step(assemble(s, machine, mesh)).collectives
+    program = compiled.compile_step(assemble(s, machine, mesh), str(tmp_path / "step.txt")).collectives
 
     def added(found):
         return sum(one.sent for one in found if one.kind == "all-reduce" and one.axes == ("data",))
 
     assert added(cost.collectives(s, machine)) == pytest.approx(added(program), rel=0.1)
+    flops = sum(cost.work(s, machine, state_shapes(s, machine)).flops.values())
+    compiled_flops = hlo_flops.matmul_flops((tmp_path / "step.txt").read_text())
+    assert flops == pytest.approx(compiled_flops, rel=0.01)
 
 
 def test_tiles_of_the_loss_do_not_grow_with_the_square_of_the_batch():
