@@ -11,11 +11,19 @@ def split_options(spec: str) -> tuple[str, dict[str, str]]:
     """Splits `name?key=value&key=value` into the name and the options.
 
     A `?` that is not followed by `key=` is part of the name, so wildcards stay as they are.
+
+    Raises:
+      ValueError: an option is given twice.
     """
     match = re.fullmatch(r"(.*?)\?(\w+=[^&?]*(?:&\w+=[^&?]*)*)", spec)
     if not match:
         return spec, {}
-    return match[1], dict(part.split("=", 1) for part in match[2].split("&"))
+    options: dict[str, str] = {}
+    for key, value in (part.split("=", 1) for part in match[2].split("&")):
+        if key in options:
+            raise ValueError(f"{spec!r} gives the option {key!r} twice")
+        options[key] = value
+    return match[1], options
 
 
 def import_extra(module: str, extra: str = "data") -> Any:

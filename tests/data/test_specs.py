@@ -11,6 +11,11 @@ def test_split_options_keeps_wildcards():
     assert split_options("tfds:c4?split=train[:9%]+test") == ("tfds:c4", {"split": "train[:9%]+test"})
 
 
+def test_an_option_that_is_given_twice_is_refused():
+    with pytest.raises(ValueError, match="'a[?]x=1&x=2' gives the option 'x' twice"):
+        split_options("a?x=1&x=2")
+
+
 def test_a_missing_library_is_named_with_its_installation(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(ValueError, match=r"pyarrow.* is not installed; run pip install 'maxlp\[data\]'"):
