@@ -37,7 +37,7 @@ from maxlp.runtime.files import is_url
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp")
 INDEX_THREADS = 16
 MAX_FILE_BYTES = 2**30  # of an image or a caption; larger ones count as broken
-MAX_WARNINGS = 5  # about images without captions
+MAX_WARNINGS = 5  # of a kind
 INDEX_DTYPE = np.dtype(
     [
         ("header", "<u8"),  # offset of the image's tar header, which contains its name
@@ -192,28 +192,30 @@ def scan_tar(path: str, text_type: str, name: str = "") -> np.ndarray:
       ValueError: the tar is truncated, damaged, not a tar or without samples.
     """
     name = name or path
-    rows, images, repeated = [], 0, 0
+    rows, left_out, repeated = [], [], 0
     try:
         with open_file(path) as file:
             for members in _samples(file):
                 by_type = {_split(member.name)[1]: member for member in members}
                 row = _row(by_type, text_type, file, name)
-                rows += [row] if row else []
+                if row:
+                    rows.append(row)
+                else:
+                    left_out.append(members[0].name)
                 repeated += len(members) - len(by_type)
-                images += any(each in by_type for each in IMAGE_TYPES)
     except tarfile.TarError as error:
         raise ValueError(
             f"{name} is not a complete tar ({one_line(error)}); download it again or leave it out"
         ) from None
+    needed = f"an image (.{'/.'.join(IMAGE_TYPES)}) and a .{text_type} or .cls"
     if not rows:
-        suffixes = f".{'/.'.join(IMAGE_TYPES)}"
+        such_as = f", alike up to the first dot (its first file: {left_out[0]})" if left_out else ""
         raise ValueError(
-            f"{name} has no sample with an image ({suffixes}) and a .{text_type} or .cls; set ?text= to the"
-            " extension of its captions"
+            f"{name} has no sample with {needed}{such_as}; set ?text= to the extension of its captions"
         )
-    if len(rows) < images:
-        message = "%s: %d of %d images have neither a .%s nor a .cls and are left out"
-        values = name, images - len(rows), images, text_type
+    if left_out:
+        message = "%s: %d of %d samples are left out, such as %s: one needs %s, alike up to the first dot"
+        values = name, len(left_out), len(rows) + len(left_out), left_out[0], needed
         logging.log_first_n(logging.WARNING, message, MAX_WARNINGS, *values)
     if repeated:
         message = "%s: %d files take the place of another with the same key and type"
