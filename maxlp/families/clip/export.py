@@ -86,7 +86,7 @@ def _as_trained(config: CLIPConfig, data: Mapping[str, Any]) -> CLIPConfig:
 def _hf_layout(config: CLIPConfig) -> Layout:
     _config_files("hf_clip", config)  # refuses what the format cannot hold
     layout = {"clip": weights.HF_CLIP, "siglip": weights.HF_SIGLIP}[hf.kind_in_hf(config)]
-    return weights.of_text_len(layout, config.text.max_len)
+    return weights.of_model(layout, config)
 
 
 def _hf_files(
@@ -129,7 +129,7 @@ FORMATS = {
         weights_file="open_clip_model.safetensors",
         max_shard_bytes=sys.maxsize,  # open_clip does not read shards
         read_model=_read_open_clip,
-        layout=lambda config: weights.of_text_len(weights.OPEN_CLIP, config.text.max_len),
+        layout=lambda config: weights.of_model(weights.OPEN_CLIP, config),
         config_files=_open_clip_files,
         resize=weights.resize,
         as_trained=_as_trained,

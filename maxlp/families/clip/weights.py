@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from maxlp.families.clip.model import CLIPConfig
+from maxlp.families.clip.model import MAX_LOGIT_SCALE, CLIPConfig
 from maxlp.families.clip.vit import resize_pos_embed
 from maxlp.families.weights import (
     PATCH_CONV,
@@ -128,11 +128,19 @@ OPEN_CLIP = Layout(
 )
 
 
-def of_text_len(layout: Layout, text_len: int) -> Layout:
-    """A layout that leaves out the text positions from ``text_len`` on."""
-    place = layout.leaves["text/pos_embed"]
-    first = place._replace(transform=Transform(lambda x: x, lambda x: x[:text_len]))
-    return layout._replace(leaves={**layout.leaves, "text/pos_embed": first})
+def of_model(layout: Layout, config: CLIPConfig) -> Layout:
+    """A layout that leaves out the text positions from ``max_len`` on, and caps the scale of the logits.
+
+    Other libraries do not cap it when they compute logits, as `CLIP.temperature` does without a bias.
+    """
+    leaves = dict(layout.leaves)
+    text_len = config.text.max_len
+    positions = Transform(lambda x: x, lambda x: x[:text_len])
+    leaves["text/pos_embed"] = leaves["text/pos_embed"]._replace(transform=positions)
+    if config.logit_bias is None:
+        capped = Transform(SCALAR.to_maxlp, lambda x: np.minimum(x, MAX_LOGIT_SCALE))
+        leaves["logit_scale"] = leaves["logit_scale"]._replace(transform=capped)
+    return layout._replace(leaves=leaves)
 
 
 def resize(params: dict, config: CLIPConfig, image_size: int) -> tuple[dict, CLIPConfig]:

@@ -76,6 +76,25 @@ def test_tensors_survive_the_round_trip_to_the_bit(name):
 
 
 @pytest.mark.parametrize(
+    "name, format_name, scale",
+    [
+        ("clip_hf_gelu", "hf_clip", 100),
+        ("clip_hf_siglip", "hf_clip", 150),
+        ("clip_open_clip", "open_clip", 100),
+    ],
+)
+def test_the_written_scale_of_logits_is_that_of_the_model(name, format_name, scale):
+    """Other libraries do not cap it; momentum carries the parameter beyond the cap."""
+    golden = goldens.load(name)
+    params = to_maxlp(golden) | {"logit_scale": np.log(np.float32(150))}
+    layout = export.FORMATS[format_name].layout(golden.config)
+    written = np.exp(weights.to_other(params, layout)["logit_scale"])
+    np.testing.assert_allclose(written.item(), scale, rtol=1e-6)
+    model = nnx.merge(abstract(golden.config)[0], params)
+    np.testing.assert_allclose(model.temperature()[0], scale, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
     "name, change",
     [
         ("clip_hf_quick_gelu", lambda c: dataclasses.replace(c, act="gelu")),
