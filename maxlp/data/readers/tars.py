@@ -208,13 +208,15 @@ def scan_tar(path: str, text_type: str, name: str = "") -> np.ndarray:
             f"{name} is not a complete tar ({one_line(error)}); download it again or leave it out"
         ) from None
     needed = f"an image (.{'/.'.join(IMAGE_TYPES)}) and a .{text_type} or .cls"
+    alike = "side by side and named alike up to the first dot"
     if not rows:
-        such_as = f", alike up to the first dot (its first file: {left_out[0]})" if left_out else ""
+        first = f" (its first file: {left_out[0]})" if left_out else ""
         raise ValueError(
-            f"{name} has no sample with {needed}{such_as}; set ?text= to the extension of its captions"
+            f"{name} has no sample with {needed}{first}; set ?text= to the extension of its captions, and "
+            f"put the files of a sample {alike}, as tar --sort=name does"
         )
     if left_out:
-        message = "%s: %d of %d samples are left out, such as %s: one needs %s, alike up to the first dot"
+        message = f"%s: %d of %d samples are left out, such as %s: one needs %s, {alike}"
         values = name, len(left_out), len(rows) + len(left_out), left_out[0], needed
         logging.log_first_n(logging.WARNING, message, MAX_WARNINGS, *values)
     if repeated:

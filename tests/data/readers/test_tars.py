@@ -267,12 +267,14 @@ def test_unusable_tars_are_named(tmp_path):
     (tmp_path / "c.zip").write_bytes(b"")
     (tmp_path / "c.jpg").write_bytes(b"")
     write_files(tmp_path / "e.tar", [("7.jpg", b"1"), ("7.cls", b"cat")])
+    write_files(tmp_path / "f.tar", [("7.jpg", b"1"), ("8.jpg", b"1"), ("7.txt", b"a"), ("8.txt", b"a")])
     for name, message in {
         "a.tar": r"a\.tar has no sample with an image \(\.jpg/.*: a\.npy\).*set \?text=",
         "b.tar": r"b\.tar is not a complete tar",
         "c.zip": r"c\.zip cannot be read",
         "c.jpg": r"c\.jpg is not a \.tar",
         "e.tar": r"e\.tar: 7\.cls contains b'cat', not the number of a class",
+        "f.tar": r"f\.tar has no sample .* side by side .*, as tar --sort=name does",
         "{0..3}.tar": r"no file .*0\.tar",
         "d*.tar": r"no file .*d\*\.tar",
     }.items():
