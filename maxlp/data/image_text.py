@@ -302,8 +302,12 @@ class ImageTextDataset:
         return examples // batch_size if self.is_train else -(-examples // batch_size)
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """Tokens, int32 [N, S], of N texts; see `encode_texts`."""
-        return self.encode_and_count(texts)[0]
+        """Tokens, int32 [N, S], of N prompts, see `encode_texts`; warns once if any are cut."""
+        ids_NS, num_cut = self.encode_and_count(texts)
+        if num_cut:
+            message = "prompts are longer than text_len=%d tokens and are cut; shorten data.templates"
+            logging.log_first_n(logging.WARNING, message, 1, self.config.text_len)
+        return ids_NS
 
     def encode_and_count(self, texts: Sequence[str]) -> tuple[np.ndarray, int]:
         """See `encode_texts`."""

@@ -439,13 +439,17 @@ def test_rows_of_siglip_2_equal_those_of_its_own_tokenizer(tmp_path):
     assert data.encode(texts).tolist() == [tok.encode(text.lower()).ids for text in texts]
 
 
-def test_texts_keep_their_end():
-    data = make(text_len=6)
+def test_texts_keep_their_end(monkeypatch):
+    data, logged = make(text_len=6), []
+    monkeypatch.setattr(image_text.logging, "log_first_n", lambda *args: logged.append(args))
+    data.encode(["abcd"])
+    assert not logged
     assert data.encode(["ab", "abcdefgh", ""]).tolist() == [
         [256, 97, 98, 257, 258, 258],
         [256, 97, 98, 99, 100, 257],
         [256, 257, 258, 258, 258, 258],
     ]
+    assert len(logged) == 1 and "prompts are longer than text_len" in logged[0][1]
 
 
 def test_texts_that_are_cut_are_counted_with_one_warning(tmp_path, monkeypatch):
