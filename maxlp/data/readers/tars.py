@@ -65,7 +65,8 @@ class Tars:
         """
         self._tars = find_tars(pattern)
         self._files = uncompressed(self._tars)
-        self._type, _, self._key = text.partition(":")
+        kind, _, self._key = text.partition(":")
+        self._type = kind.lower()  # as those of the files
         with ThreadPoolExecutor(INDEX_THREADS) as pool:
             # Paths where possible, so that worker processes map the files instead of receiving copies.
             texts = itertools.repeat(self._type)

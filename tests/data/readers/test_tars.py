@@ -99,6 +99,12 @@ def test_a_wrong_type_of_captions_is_refused_where_images_have_labels(tmp_path):
         open_source(parse_spec(f"{spec}&text=caption", "all", "image_text"))
 
 
+def test_the_case_of_extensions_is_irrelevant(tmp_path):
+    write_files(tmp_path / "a.tar", [("x.JPG", b"1"), ("x.CAPTION", b"a cat")])
+    for text in ("caption", "CAPTION"):
+        assert tars.Tars(str(tmp_path), text)[0] == {"image": b"1", "text": "a cat", "label": -1}
+
+
 @pytest.mark.parametrize(("kind", "text"), [("txt", b"caf\xe9"), ("json:alt", b'{"alt": "caf\xe9"}')])
 def test_a_caption_that_is_not_utf8_is_broken(kind, text, tmp_path):
     write_files(tmp_path / "a.tar", [("x.jpg", b"1"), (f"x.{kind.partition(':')[0]}", text)])
