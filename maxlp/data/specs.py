@@ -18,11 +18,10 @@ def split_options(spec: str) -> tuple[str, dict[str, str]]:
     match = re.fullmatch(r"(.*?)\?(\w+=[^&?]*(?:&\w+=[^&?]*)*)", spec)
     if not match:
         return spec, {}
-    options: dict[str, str] = {}
-    for key, value in (part.split("=", 1) for part in match[2].split("&")):
-        if key in options:
-            raise ValueError(f"{spec!r} gives the option {key!r} twice")
-        options[key] = value
+    parts = [part.split("=", 1) for part in match[2].split("&")]
+    options = dict(parts)
+    if len(options) < len(parts):
+        raise ValueError(f"{spec!r} gives an option twice")
     return match[1], options
 
 

@@ -12,7 +12,7 @@ def test_split_options_keeps_wildcards():
 
 
 def test_an_option_that_is_given_twice_is_refused():
-    with pytest.raises(ValueError, match="'a[?]x=1&x=2' gives the option 'x' twice"):
+    with pytest.raises(ValueError, match=r"'a\?x=1&x=2' gives an option twice"):
         split_options("a?x=1&x=2")
 
 
