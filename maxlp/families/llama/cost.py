@@ -417,23 +417,23 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     s = sizes(settings, machine)
     axes = machine.axes
     tokens, devices = settings.data.batch_size * s.S, math.prod(axes.values())
+    passed = tokens / (1 - s.schedule.bubble)  # through the blocks
     again = {"none": 0, "dots": 0}.get(s.remat, 1)  # forward passes that run again
     flops: dict[str, float] = collections.defaultdict(float)
     for path, width in matmul_widths(s).items():
         repeats = again if path != DOWN else 0  # the backward pass does not need the output of a block
-        for dtype, n in matmul_flops(settings, path, 2 * tokens * s.L * s.D * width, repeats).items():
+        for dtype, n in matmul_flops(settings, path, 2 * passed * s.L * s.D * width, repeats).items():
             flops[dtype] += n
     logits_again = settings.model.dtype == "float16" and s.chunks > 1  # see `losses`
     for dtype, n in matmul_flops(settings, "lm_head", 2 * tokens * s.D * s.V, logits_again).items():
         flops[dtype] += n
     square = 5 / 8 if s.attention == "xla" else 1 / 2
     passes = 1 + (2 if s.attention == "xla" else 2.5) + (not s.saves_attention)
-    flops["bfloat16"] += square * passes * 4 * tokens * s.S * s.L * s.N * s.H
+    flops["bfloat16"] += square * passes * 4 * passed * s.S * s.L * s.N * s.H
     if settings.model.qk_clip is not None:  # all logits once more, see `qk_clip.max_logits`
-        flops["bfloat16"] += 2 * tokens * s.S * s.L * s.N * s.H
-    busy = 1 - s.schedule.bubble
+        flops["bfloat16"] += 2 * passed * s.S * s.L * s.N * s.H
     return Work(
-        {dtype: n / devices / busy for dtype, n in flops.items() if n},
+        {dtype: n / devices for dtype, n in flops.items() if n},
         traffic(
             s,
             state.bytes_on(abstract_mesh(axes), "params"),
