@@ -130,9 +130,10 @@ def test_squares_pass_through_memory_unless_a_kernel_holds_them():
     assert moved("cuda") == moved("tpu") and moved("cuda", **wide) == moved("cpu", **wide)
 
 
-def test_the_bubbles_of_a_pipeline_count_as_work():
-    def flops(**mesh):
-        return work("tpu", **mesh)[1].flops["bfloat16"]
+def test_the_bubbles_of_a_pipeline_count_as_work_of_the_blocks():
+    def flops(num_layers=8, **mesh):
+        return work("tpu", model__num_layers=num_layers, **mesh)[1].flops["bfloat16"]
 
+    blocks = flops(16) - flops(8)
     # 4 stages and 4 microbatches: 7 ticks, of which each stage works in 4.
-    assert flops(mesh__stage=4, mesh__fsdp=2) == pytest.approx(flops() * 7 / 4)
+    assert flops(mesh__stage=4, mesh__fsdp=2) == pytest.approx(flops() + blocks * 3 / 4)
