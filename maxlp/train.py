@@ -32,8 +32,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import maxlp
-from maxlp.core import gates
-from maxlp.core.train_state import State, abstract_state
+from maxlp.core.train_state import CORE, State, abstract_state
 from maxlp.data import merge_states
 from maxlp.families import Evaluate, Measure
 from maxlp.monitoring import rollback
@@ -265,7 +264,7 @@ def restore_or_init(
     changed: dict[str, str],
 ) -> tuple[State, int, dict[str, Any]]:
     """The newest intact checkpoint, or a fresh state: state, number of finished steps, `Recorder.meta`."""
-    if (restored := checkpoints.restore_latest(abstract, gates.NAMES)) is None:
+    if (restored := checkpoints.restore_latest(abstract, CORE)) is None:
         if not changes.repeats_the_last_start(workdir, changed):
             rollback.set_spikes_aside(workdir)
         return run.initial_state(abstract, workdir), 0, {}

@@ -2189,7 +2189,10 @@ RUNTIME = [
     *_in(
         "runtime/checkpoint.py",
         "runtime/test_checkpoint.py",
-        ("if part in saved or part not in optional}", "if part}"),
+        (
+            "for part, tree in abstract_state.items() if part in shared}",
+            "for part, tree in abstract_state.items()}",
+        ),
         ("partial_load = True", "partial_load = not exact"),
         (
             "    sys.unraisablehook = report_others",
@@ -2227,8 +2230,8 @@ RUNTIME = [
             "::test_restoring_holds_no_more_on_the_host_than_the_largest_array",
         ),
         (
-            "abstract_state, exact=True, optional=optional)",
-            "abstract_state, exact=False, optional=optional)",
+            "abstract_state, exact=True, required=required)",
+            "abstract_state, exact=False, required=required)",
             "::test_a_leaf_that_does_not_fit_is_named",
         ),
         (

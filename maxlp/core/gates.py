@@ -31,7 +31,6 @@ class Gate(Protocol):
 
 Gates = Mapping[str, Gate]
 NO_GATES: Gates = {}
-NAMES = ("loss_scale", "guard")  # of all gates: their entries in the training state
 
 
 def accept_all(

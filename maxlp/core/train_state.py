@@ -24,6 +24,7 @@ from maxlp.parallel import sharding
 from maxlp.parallel.opt_state import opt_state_shardings
 
 State = dict[str, Any]
+CORE = ("params", "model_state", "opt_state", "step")  # entries of every state; others are those of gates
 MakeModel = Callable[[nnx.Rngs], nnx.Module]
 
 

@@ -37,7 +37,7 @@ from jax.sharding import Mesh
 import maxlp
 from maxlp.core.gradients import Gradients
 from maxlp.core.local_steps import LocalState
-from maxlp.core.train_state import State
+from maxlp.core.train_state import CORE, State
 from maxlp.core.train_step import Step, loss_scale_of
 from maxlp.nn.stack import path_name
 from maxlp.parallel.batches import global_batch
@@ -279,7 +279,7 @@ def _as_trained(program: Program, state: State, batch: Any) -> tuple[dict, State
     named |= _named("optimizer state", new["opt_state"])
     named |= _named("update", jax.tree.map(change, new["params"], state["params"]))
     named |= _named("parameter", new["params"])
-    gates = {name: new[name] for name in new.keys() - {"params", "model_state", "opt_state", "step"}}
+    gates = {name: new[name] for name in new.keys() - {*CORE}}
     return named | _named("gate", gates), new
 
 

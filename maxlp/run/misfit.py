@@ -9,8 +9,7 @@ import fnmatch
 from collections.abc import Mapping
 from pathlib import Path
 
-from maxlp.core import gates
-from maxlp.core.train_state import State
+from maxlp.core.train_state import CORE, State
 from maxlp.run.changes import is_in
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import Experiment
@@ -52,9 +51,9 @@ def check(run: Experiment, abstract: State, workdir: Path, changed: Mapping[str,
             f"({reason}); resume with config.mesh.data={before}, {way_out}"
         )
     try:
-        checkpoint.fitting_record(newest, abstract, exact=True, optional=gates.NAMES)
+        checkpoint.fitting_record(newest, abstract, exact=True, required=CORE)
     except checkpoint.CheckpointError as error:
-        path, *_ = tree_spec.find_misfit(saved, abstract, exact=True, optional=gates.NAMES) or ("",)
+        path, *_ = tree_spec.find_misfit(saved, abstract, exact=True, required=CORE) or ("",)
         keys = DECIDING.get(path.partition("/")[0], ())
         if not (reasons := [line for key, line in changed.items() if is_in(keys, key)]):
             raise

@@ -23,7 +23,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
@@ -34,6 +34,7 @@ from absl import logging
 
 from maxlp import schema
 from maxlp.runtime import distributed, files, manifest, tree_spec, verification
+from maxlp.runtime.tree_spec import Names
 from maxlp.schema import Count
 
 _RECORD = "checkpoint.json"
@@ -195,7 +196,7 @@ class Checkpointer:
             self._finish, step, arrays_written, json.dumps(record, indent=1)
         )
 
-    def restore_latest(self, abstract_state: Any, optional: Collection[str] = ()) -> Restored | None:
+    def restore_latest(self, abstract_state: Any, required: Names = None) -> Restored | None:
         """Restores the newest checkpoint whose files all match their checksums.
 
         Newer, damaged ones are logged, one line per fault, and renamed to ``<step>.damaged``, so that
@@ -204,7 +205,8 @@ class Checkpointer:
         Args:
           abstract_state: the state as `jax.ShapeDtypeStruct`s with the shardings of the restored arrays;
             mesh and number of processes may differ from those that saved.
-          optional: top-level entries that need not be in both; what only the checkpoint has is not read.
+          required: top-level entries that must be in both, None for all; of others, what only the
+            checkpoint has is not read.
 
         Returns:
           The checkpoint, or None if the directory never held one.
@@ -223,7 +225,7 @@ class Checkpointer:
                 f"no intact checkpoint in {self.directory}: {found}; put back a good copy, or delete "
                 "these to start from the beginning"
             )
-        restored = _load(self._path(step), abstract_state, exact=True, optional=optional)
+        restored = _load(self._path(step), abstract_state, exact=True, required=required)
         if distributed.is_primary():
             for bad in damaged:
                 target = files.unused_path(self._path(bad, ".damaged"))
@@ -424,11 +426,11 @@ def _find(path: str | os.PathLike[str], verify: bool = True) -> Path:
 
 
 def fitting_record(
-    root: Path, abstract_state: Any, *, exact: bool, optional: Collection[str] = ()
+    root: Path, abstract_state: Any, *, exact: bool, required: Names = None
 ) -> dict[str, Any]:
     """The record of a step directory; a CheckpointError if its arrays differ (`tree_spec.find_misfit`)."""
     record = files.read_json(root / _RECORD)
-    if misfit := tree_spec.find_misfit(record["arrays"], abstract_state, exact=exact, optional=optional):
+    if misfit := tree_spec.find_misfit(record["arrays"], abstract_state, exact=exact, required=required):
         path, saved, wanted = misfit
         raise CheckpointError(
             f"{root} does not fit this config: {path} is {saved} in the checkpoint and {wanted} in the "
@@ -437,13 +439,14 @@ def fitting_record(
     return record
 
 
-def _load(root: Path, abstract_state: Any, *, exact: bool, optional: Collection[str] = ()) -> Restored:
+def _load(root: Path, abstract_state: Any, *, exact: bool, required: Names = None) -> Restored:
     """Loads a verified step directory; with `exact`, structure and dtypes must be those saved."""
     from orbax.checkpoint import v1 as ocp
 
-    record = fitting_record(root, abstract_state, exact=exact, optional=optional)
-    saved, wanted = tree_spec.entries(record["arrays"]), abstract_state.items()
-    abstract_state = {part: tree for part, tree in wanted if part in saved or part not in optional}
+    record = fitting_record(root, abstract_state, exact=exact, required=required)
+    if required is not None:
+        shared = tree_spec.entries(record["arrays"]).union(required)
+        abstract_state = {part: tree for part, tree in abstract_state.items() if part in shared}
     context = ocp.Context()
     # The arrays have been compared. Orbax would also compare nodes without arrays, such as a field that is
     # None and that an earlier version did not have.

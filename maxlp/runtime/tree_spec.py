@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+Names = Collection[str] | None
+
 
 def leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yields every leaf with its path, such as ``params/layers/kernel``."""
@@ -24,7 +26,7 @@ def describe_leaf(leaf: Any) -> str:
 
 
 def find_misfit(
-    saved: Mapping[str, str], wanted: Any, *, exact: bool, optional: Collection[str] = ()
+    saved: Mapping[str, str], wanted: Any, *, exact: bool, required: Names = None
 ) -> tuple[str, str, str] | None:
     """Compares a saved structure with a requested one.
 
@@ -33,7 +35,7 @@ def find_misfit(
       wanted: a pytree of arrays or `jax.ShapeDtypeStruct`s.
       exact: require the same leaves and dtypes. Otherwise `saved` may have more leaves, and
         floating-point leaves may differ in dtype.
-      optional: top-level entries that either side may lack as a whole.
+      required: top-level entries; either side may lack others as a whole. None requires all.
 
     Returns:
       Path of the first leaf that does not fit, parameters first, and what it is in `saved` and in
@@ -41,8 +43,9 @@ def find_misfit(
     """
     described = describe(wanted)
     paths = described.keys() | saved.keys() if exact else described.keys()
-    lacking = {part for part in optional for side in (saved, described) if part not in entries(side)}
-    paths = {path for path in paths if path.partition("/")[0] not in lacking}
+    if required is not None:
+        compared = (entries(saved) & entries(described)).union(required)
+        paths = {path for path in paths if path.partition("/")[0] in compared}
     for path in sorted(paths, key=lambda path: (not path.startswith("params/"), path)):
         old, new = saved.get(path, "absent"), described.get(path, "absent")
         if old != new and (exact or not _castable(old, new)):
