@@ -1,5 +1,6 @@
 """What the hardware can do and what a process uses of it: peak FLOP/s and memory."""
 
+import re
 import resource
 import sys
 
@@ -34,10 +35,15 @@ PEAK_TFLOPS = {
     "RTX 5090": {"bfloat16": 209.5, "float8": 419, "mxfp8": 419, "nvfp4": 1676, "int8": 838},
     "RTX 6000 Ada": {"bfloat16": 364.2, "float8": 728.5, "int8": 728.5},
 }
+# Words in the `device_kind` of a device that is slower than the one whose name it has.
+SLOWER = re.compile(r"\b(Laptop|Max-Q|MIG|D)\b")
 
 
 def published_peaks(device_kind: str) -> dict[str, float]:
-    """The row of `PEAK_TFLOPS` for a kind of device, as JAX names it; empty for others, such as a CPU."""
+    """The row of `PEAK_TFLOPS` for a kind of device, as JAX names it; empty for others, such as a CPU.
+
+    A device with one of the words in `SLOWER` multiplies the same formats, at lower rates.
+    """
     return next((peaks for kind, peaks in PEAK_TFLOPS.items() if kind in device_kind), {})
 
 
@@ -50,9 +56,9 @@ def published_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
         bfloat16, in which such a device multiplies.
 
     Returns:
-      The rate, or None if `PEAK_TFLOPS` has no row for the device, such as a CPU.
+      The rate, or None if `PEAK_TFLOPS` does not have it, as that of a CPU.
     """
-    peaks = published_peaks(device_kind)
+    peaks = {} if SLOWER.search(device_kind) else published_peaks(device_kind)
     return 1e12 * peaks.get(dtype, peaks["bfloat16"]) if peaks else None
 
 

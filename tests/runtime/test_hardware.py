@@ -34,6 +34,18 @@ def test_device_kinds_find_their_published_peak(kind, dtype, tflops):
     assert hardware.published_flops(kind, dtype) == 1e12 * tflops
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 5090 D",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+    ],
+)
+def test_a_slower_device_has_the_formats_but_not_the_peaks_of_the_one_it_is_named_after(kind):
+    assert hardware.published_flops(kind) is None and hardware.published_peaks(kind)
+
+
 def test_an_unknown_device_has_no_published_peak():
     assert hardware.published_flops("cpu") is None and hardware.published_peaks("cpu") == {}
 
