@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from maxlp import families
 from maxlp.families.clip.hf import OPENAI_MEAN, OPENAI_STD
 from maxlp.families.clip.presets import CLIP_SIZES, clip, siglip
 from maxlp.families.llama.presets import LLAMA_3_1_ROPE, LLAMA_3_2_ROPE, llama_c4
@@ -172,7 +173,12 @@ def test_every_key_can_be_set_on_the_command_line():
                 yield f"{prefix}{name}"
 
     for path in sorted(PRESETS.glob("*/*.py")):
-        assert not list(keys(load_file(str(path)))), path
+        c = load_file(str(path))
+        assert not list(keys(c)), path
+        family = families.get(c.model.name)
+        for name, kind in (("model", family.Model), ("data", family.Data), ("loss", family.Loss)):
+            missing = set(inspect.signature(kind).parameters) - set(c[name])
+            assert not missing, f"{path}: add them to presets.py of the family"
 
 
 def test_an_unknown_precision_lists_recipes_and_what_else_the_argument_takes():
