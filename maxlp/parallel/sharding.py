@@ -39,7 +39,7 @@ _AXIS_TYPES = (AxisType.Auto,) * len(MESH_AXES)
 
 RULES: dict[str, str | tuple[str, ...] | None] = {
     # parameters
-    "vocab": "tensor",
+    "vocab": "tensor",  # and no other axis: `lookup` and `all_gather_params` count on it
     "embed": ("fsdp", "context"),
     "q_heads": "tensor",
     "kv_heads": "tensor",
