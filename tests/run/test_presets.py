@@ -178,7 +178,7 @@ def test_every_key_can_be_set_on_the_command_line():
         family = families.get(c.model.name)
         for name, kind in (("model", family.Model), ("data", family.Data), ("loss", family.Loss)):
             missing = set(inspect.signature(kind).parameters) - set(c[name])
-            assert not missing, f"{path}: add them to presets.py of the family"
+            assert not missing, f"{path}: add {missing} to the presets.py of its family"
 
 
 def test_an_unknown_precision_lists_recipes_and_what_else_the_argument_takes():
