@@ -199,7 +199,8 @@ def multiply(recipe: precision.Recipe, device: jax.Device) -> list[np.ndarray]:
     function, state = linear(recipe)
     with jax.default_device(device):
         compute = jax.jit(function, compiler_options=BY_CUBLAS)
-        return [np.float64(x) for x in compute(*jax.device_put((state, *arrays), device))]
+        results, _ = compute(*jax.device_put((state, *arrays), device))
+        return [np.float64(x) for x in results]
 
 
 def error(got: list[np.ndarray], reference: list[np.ndarray]) -> float:

@@ -284,14 +284,19 @@ def gemm(recipe: Recipe, which: str, tokens: int, inputs: int, outputs: int) -> 
 
 
 def linear(recipe: Recipe) -> tuple[Callable[..., Any], nnx.State]:
-    """Forward and backward of one linear layer, from (state, gradient, input, kernel); and the state."""
+    """Forward and backward of one linear layer, (state, gradient, input, kernel) to (results, new state).
+
+    And the state. Without the new one XLA would leave out the amaxes that delayed scales keep.
+    """
     structure, state = nnx.split(QuantDot(recipe))
 
     def both(state, g, x, w):
         def product(x, w):
-            return nnx.merge(structure, state, copy=True)(x, w.astype(x.dtype), KERNEL_AXIS)
+            dot = nnx.merge(structure, state, copy=True)
+            return dot(x, w.astype(x.dtype), KERNEL_AXIS), nnx.state(dot)
 
-        return with_gradients(product)(g, x, w)
+        y, pull, new_state = jax.vjp(product, x, w, has_aux=True)
+        return (y, *pull(g)), new_state
 
     return both, state
 
@@ -313,10 +318,11 @@ def swiglu(recipe: Recipe, tokens: int, width: int, hidden: int) -> Work:
 
     def both(params, state, x):
         def loss(params, x):
-            y = nnx.merge(structure, params, state, copy=True)(x)
-            return jnp.sum(jnp.square(y.astype(jnp.float32)))
+            model = nnx.merge(structure, params, state, copy=True)
+            value = jnp.sum(jnp.square(model(x).astype(jnp.float32)))
+            return value, nnx.split(model, nnx.Param, ...)[2]
 
-        return jax.grad(loss, argnums=(0, 1))(params, x)
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
 
     return both, (params, state, normal(1, tokens, width)), 18.0 * tokens * width * hidden
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from benchmarks.accelerator import __main__ as campaign
 from benchmarks.accelerator import report
@@ -419,6 +420,18 @@ def test_the_measured_block_is_that_of_the_model(monkeypatch):
     function, args, _ = tables.swiglu(tables.in_training("fp8_delayed"), 32, 16, 48)
     text = str(jax.make_jaxpr(function)(*args))
     assert len(re.findall(r":f8_e4m3fn\[1,32,16\] = convert_element_type", text)) == 1
+
+
+@pytest.mark.parametrize(("make", "sizes"), [("layer", (32, 16, 8)), ("swiglu", (32, 16, 48))])
+def test_the_measured_layers_keep_the_amaxes_of_delayed_scales(make, sizes, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from benchmarks.accelerator import tables
+
+    function, args, _ = getattr(tables, make)(tables.in_training("fp8_delayed"), *sizes)
+    _, state = jax.jit(function)(*args)
+    histories = {path[-1]: value for path, value in nnx.to_flat_state(state) if "grad" not in path[-1]}
+    assert set(histories) == {"input_amax_history", "kernel_amax_history"}
+    assert all(jnp.max(history[...]) > 0 for history in histories.values())
 
 
 @pytest.mark.aot("jax_cuda13_plugin")
