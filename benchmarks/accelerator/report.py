@@ -228,7 +228,7 @@ def quantizers(results: Results) -> str:
             percent(r),
         )
         if "error" not in r
-        else (r["recipe"], "refused", r["error"][:40], "")
+        else (r.get("recipe", r["what"]), "refused", r["error"][:40], "")
         for r in rows(results, "quantizers")
     ]
     return table(("input quantized for", "ms", "TB/s", "of a copy"), lines)
@@ -238,7 +238,8 @@ def attention(results: Results) -> str:
     lines = []
     for r in rows(results, "attention"):
         if "error" in r:
-            lines.append((r["kernel"], r["case"], "refused", r["error"][:40], "", ""))
+            named = r.get("kernel", r["what"]), r.get("case", "")
+            lines.append((*named, "refused", r["error"][:40], "", ""))
         elif "case" in r:
             speed = [
                 f"{flops / 1e12:.0f} ({share:.0%})"
@@ -257,7 +258,8 @@ def matmuls(results: Results) -> str:
     lines = []
     for r in found:
         if "error" in r:
-            lines.append((r["layer"], r["what"], r["recipe"], "refused", "", r["error"][:40]))
+            named = r.get("layer", ""), r["what"], r.get("recipe", "")
+            lines.append((*named, "refused", "", r["error"][:40]))
         elif "layer" in r:
             first = base.get((r["layer"], r["what"]))
             times = f"{first / r['ms']:.2f}" if first else ""

@@ -78,7 +78,15 @@ def copy_bandwidth(tiny: bool) -> dict[str, float]:
 
 def measure_square(out: Result) -> float:
     """FLOP/s of a square matmul."""
-    return out.measure(functools.partial(matmul_rate, out.tiny), what="matmul 8192³, bfloat16")["flops"]
+    return reference(out, matmul_rate, "matmul 8192³, bfloat16")["flops"]
+
+
+def reference(out: Result, measure: Callable[[bool], dict[str, float]], what: str) -> dict[str, Any]:
+    """The row that the others of a piece are compared with, and without which it fails."""
+    row = out.measure(functools.partial(measure, out.tiny), what=what)
+    if "error" in row:
+        raise RuntimeError(f"{what}: {row['error']}")
+    return row
 
 
 def matmul_rate(tiny: bool) -> dict[str, float]:
@@ -97,7 +105,7 @@ def multiply(a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
 
 def quantizers(out: Result) -> None:
     """Each kind of scale on an activation: bytes that must move at least, over time."""
-    bandwidth = out.measure(functools.partial(copy_bandwidth, out.tiny), what="copy")["bytes_per_second"]
+    bandwidth = reference(out, copy_bandwidth, "copy")["bytes_per_second"]
     tokens, width = (256, 128) if out.tiny else (16384, 14336)
     x, history = normal(tokens, width), jnp.float32(4.0)
     for name in ("fp8_delayed", "fp8_current", "fp8_rowwise", "int8_all", "mxfp8"):

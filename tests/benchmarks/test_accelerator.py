@@ -412,6 +412,26 @@ def test_kernels_and_runs_that_fail_leave_the_others(tmp_path, monkeypatch):
     assert [(row["run"], row["equal"]) for row in out.rows] == [("llama", False), ("clip", True)]
 
 
+@pytest.mark.parametrize(
+    ("name", "function", "first"),
+    [
+        ("quantizers", "quantizers", "copy_bandwidth"),
+        ("attention", "time_attention", "matmul_rate"),
+        ("matmuls", "matmuls", "matmul_rate"),
+    ],
+)
+def test_a_piece_whose_reference_fails_says_why(name, function, first, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from benchmarks.accelerator import tables
+
+    (tmp_path / "device.json").write_text(json.dumps(CPU))
+    monkeypatch.setattr(tables, first, lambda tiny: 1 / 0)
+    out = Result(name, tmp_path, 60)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: division by zero"):
+        getattr(tables, function)(out)
+    assert "refused" in report.render({name: load(path(tmp_path, name))})
+
+
 def test_the_measured_block_is_that_of_the_model(monkeypatch):
     """It quantizes the input of both of its first layers once."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
