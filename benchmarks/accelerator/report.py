@@ -49,7 +49,9 @@ def mfu_bf16(results: Results) -> float | None:
 
 
 def slowest_quantizer(results: Results) -> float | None:
-    return min((row["share"] for row in rows(results, "quantizers") if "share" in row), default=None)
+    """One that is refused reaches nothing."""
+    found = (row.get("share", 0.0) for row in rows(results, "quantizers") if "recipe" in row)
+    return min(found, default=None)
 
 
 def memory_error(results: Results) -> float | None:

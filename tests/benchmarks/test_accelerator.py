@@ -85,6 +85,9 @@ def test_what_fails_on_a_device_is_wrong_and_says_why():
     }
     for rows in ([refused], [refused | {"error": 1e-3}, {**refused, "error": math.nan}]):
         assert outcome(of_device(CPU, kernels=rows), "error against the CPU")[1:] == ["inf", "**missed**"]
+    quantizers = [{"recipe": "fp8", "share": 0.9}, {"recipe": "mxfp8", "error": "no"}]
+    quantized = outcome(of_device(H200, quantizers=quantizers), "slowest quantizer")
+    assert quantized[1:] == ["0%", "**missed**"]
     failed = {"run": "llama", "equal": False, "error": "no GPU"}
     told = report.render(of_device(CPU, kernels=[refused], smoke=[failed]))
     assert "| recipe | fp8 |  | JaxRuntimeError: no |" in told and "| llama | **failed** | no GPU |" in told
@@ -126,7 +129,7 @@ def test_the_worst_of_a_part_is_no_target_that_is_met():
     for target, piece, row in [
         ("resumed runs", "smoke", {"equal": True}),
         ("error against", "kernels", {"error": 1e-3}),
-        ("slowest quantizer", "quantizers", {"share": 0.9}),
+        ("slowest quantizer", "quantizers", {"recipe": "mxfp8", "share": 0.9}),
     ]:
         results = of_device(H200, **{piece: [row]})
         assert outcome(results, target)[2] == "met"
