@@ -366,6 +366,12 @@ def main() -> None:
         "--draw", action="store_true", help="train nothing; tables and figures of the recorded results"
     )
     args = parser.parse_args()
+    variants = VARIANTS | {"smooth_swiglu": FORMS}
+    chosen = {name for experiment in args.experiments for name in variants.get(experiment, {})}
+    if unknown := sorted({*args.only} - chosen):
+        parser.error(
+            f"--only {unknown[0]!r} is no variant of these experiments: {', '.join(sorted(chosen))}"
+        )
     with tempfile.TemporaryDirectory() as folder:
         data = None if args.draw else Data(tiny.get_config(), Path(folder), VALIDATION_BATCHES)
         for experiment in args.experiments:

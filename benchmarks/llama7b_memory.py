@@ -29,6 +29,7 @@ from maxlp.families.llama.presets import llama
 from maxlp.planning import compiled, topologies
 from maxlp.run.experiment import Experiment, resolve
 
+MODES = "not", "released"
 DYNAMIC8 = {"low_bit.mu": "dynamic8", "low_bit.nu": "dynamic8", "low_bit.block_size": 256}
 
 
@@ -59,7 +60,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--param_rounding", help="stochastic or kahan; to the nearest by default")
     parser.add_argument("--only", default="", help="comma-separated names of optimizers; released, not")
     parser.add_argument("--state_only", action="store_true", help="do not compile")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.only = set(filter(None, args.only.split(",")))
+    known = [*optimizers(args.rank), *MODES]
+    if unknown := sorted(args.only - {*known}):
+        parser.error(f"--only={unknown[0]} is unknown; the names: {', '.join(known)}")
+    return args
 
 
 def experiment(args: argparse.Namespace, optimizer: dict[str, Any], released: bool, device) -> Experiment:
@@ -102,9 +108,8 @@ def main() -> None:
     devices = jax.devices() if args.state_only else topologies.devices(topologies.parse(args.topology))
     device = devices[0]
     chosen = optimizers(args.rank)
-    only = set(filter(None, args.only.split(",")))
-    names = [name for name in chosen if not only & chosen.keys() or name in only]
-    modes = [mode for mode in ("not", "released") if not only & {"not", "released"} or mode in only]
+    names = [name for name in chosen if not args.only & chosen.keys() or name in args.only]
+    modes = [mode for mode in MODES if not args.only & {*MODES} or mode in args.only]
 
     print("| optimizer | released | state GB | of AdamW | peak GB | arguments | temporaries | compile s |")
     print("|---|---|---|---|---|---|---|---|")

@@ -1,4 +1,4 @@
-"""The planner's search for every preset on every machine: what fits, and how long the search takes.
+"""The planner's search for presets of Llama and CLIP on many machines: what fits, and how long it takes.
 
 python benchmarks/plan_search.py                              # twenty minutes on 2 cores
 python benchmarks/plan_search.py --presets llama/8b --machines h100:1x8 v5p:2x4x4

@@ -119,3 +119,16 @@ def test_arguments_of_the_library_exist(path):
 def test_files_named_exist(path):
     named = re.findall(r"\b(?:maxlp|configs|benchmarks|tests|tools)/[\w/]+\.py\b", path.read_text())
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [("fidelity", ["precision", "--only", "fp8"]), ("llama7b_memory", ["--only=galore9,released"])],
+)
+def test_a_name_that_does_not_exist_is_refused(script, arguments, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # whose files import each other
+    monkeypatch.setattr("sys.argv", [script, *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module(script).main()
+    wrong = arguments[-1].removeprefix("--only=").partition(",")[0]
+    assert re.search(rf"--only\W+{wrong}\W+is ", capsys.readouterr().err)
