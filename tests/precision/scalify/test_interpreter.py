@@ -160,6 +160,8 @@ def test_float16_keeps_magnitudes_that_it_cannot_hold():
 
     got = scalify(product)(small)
     assert got.data.dtype == jnp.float16
+    # A sum of 64 products is 8 times as large as one of them; that is in the exponent.
+    assert 0.5 < np.sqrt(np.mean(np.square(np.float32(got.data)))) < 2
     # The same data, and far from float16's smallest number, 2^-24.
     np.testing.assert_array_equal(unscale(got), unscale(scalify(product)(unit)) * 2.0**-60)
     want = product(np.asarray(x, np.float64)) * 2.0**-60
