@@ -224,3 +224,23 @@ def test_what_does_not_depend_on_scaled_inputs_needs_no_rule():
 
     got = scalify(program)(scale(jnp.eye(3) * 1024.0), jnp.eye(3) * 4.0)
     np.testing.assert_array_equal(unscale(got), jnp.eye(3) * 2048.0)
+
+
+@pytest.mark.parametrize("spread", [0.0, 8.0])
+def test_scaled_data_has_a_root_mean_square_from_1_to_2(spread):
+    """Of values of one size, and of sizes over many powers of two, whose largest one is far above it."""
+    rng = np.random.default_rng(0)
+    sizes = np.exp2(rng.normal(size=(16, 64)) * spread)
+    for row, exponent in zip(rng.normal(size=sizes.shape) * sizes, range(-64, 64, 8), strict=True):
+        x = jnp.asarray(row * 2.0**exponent, F32)
+        got = scale(x)
+        assert 1 <= np.sqrt(np.mean(np.square(np.float64(got.data)))) < 2
+        np.testing.assert_array_equal(unscale(got), x)
+
+
+def test_a_decay_rate_changes_the_data_and_not_the_exponent():
+    """0.999 as 1.998 / 2 would double the data of a moving average in each step."""
+    x = scale(jnp.ones(4))
+    got = scalify(lambda x: 0.999 * x)(x)
+    assert got.exponent == x.exponent
+    np.testing.assert_array_equal(got.data, x.data * F32(0.999))
