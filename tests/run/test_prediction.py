@@ -1,5 +1,7 @@
 """Ranking recipes by their gradients: specs, the table, and an order that must come out."""
 
+import jax
+import numpy as np
 import pytest
 
 from maxlp import lab
@@ -68,6 +70,33 @@ def test_the_table_has_both_ranks():
     header, first, second = prediction.table(found)
     assert first.split() == ["a", "1", "1.0e-01", "2.0e-01", "+0.0e+00", "2", "5.0e-01"]
     assert len(header) == len(first) == len(second)
+
+
+def test_gradients_are_those_of_all_batches_and_losses_their_mean(monkeypatch):
+    gradient, calls = prediction._gradient, []
+
+    def checked(s, state, batches):
+        total, loss = gradient(s, state, batches)
+        if not calls:
+            grads, losses = zip(*(gradient(s, state, [batch]) for batch in batches), strict=True)
+            jax.tree.map(
+                lambda x, *parts: np.testing.assert_allclose(x, sum(parts), rtol=1e-5, atol=1e-6),
+                total,
+                *grads,
+            )
+            np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-6)
+            assert losses[0] != losses[1]
+        calls.append(len(batches))
+        return total, loss
+
+    monkeypatch.setattr(prediction, "_gradient", checked)
+    config = load("debug")
+    config.precision.update(first_blocks=0, last_blocks=0)
+    config.model.update(dtype="float32", num_layers=1, embed_dim=32, mlp_dim=32, vocab_size=512)
+    source = "stdlib?validation=0.002"
+    config.data.update(tokenizer="bytes", source=source, seq_len=16, batch_size=8, shuffle_tokens=1024)
+    _, [found] = prediction.predictions(read(config), ["int8_all"], None, 1, 2)
+    assert calls == [2, 2] and found.loss != 0
 
 
 @pytest.mark.slow
