@@ -1,6 +1,7 @@
 """Training never draws validation data, and captions name the characters that are drawn."""
 
 import os
+import types
 import unicodedata
 
 import matplotlib
@@ -55,6 +56,17 @@ def test_training_draws_no_validation_face(monkeypatch):
     assert 0.05 < len(seen["characters"][1]) / len(train.classes) < 0.15
 
 
+def test_words_of_many_excluded_names_occur_in_training():
+    options = {"validation": "characters", "validation_characters": 0.5}
+    train, characters = (Glyphs(split, 16, **options) for split in ("train", "validation"))
+    trained, excluded = (
+        {glyphs.caption_of(character) for character, _ in data._rows} for data in (train, characters)
+    )
+    words = {word for caption in trained for word in caption.split()}
+    assert len(excluded) > 100 and not excluded & trained
+    assert all(set(caption.split()) <= words for caption in excluded)
+
+
 def test_captions_are_unicode_names_of_what_is_drawn():
     data = Glyphs("validation", 32, validation="faces")
     path = os.path.join(matplotlib.get_data_path(), "fonts", "ttf", f"{EXCLUDED}.ttf")
@@ -104,6 +116,24 @@ def test_augmentation_depends_on_the_generator_alone():
     first, second, other = (train.example(5, rng(seed)).image for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, second)
     assert (first != other).any()
+
+
+@pytest.mark.parametrize("number", [0, 1, 4], ids=["rotation", "shear", "shift"])
+def test_augmentation_to_both_sides_is_the_same(number):
+    """Of a letter that is its own mirror image, by as much to the left as to the right."""
+
+    def draw(chance: float) -> np.ndarray:
+        chances = np.full(12, 0.5)
+        chances[number] = chance
+        fixed = types.SimpleNamespace(random=lambda _: chances)
+        return np.float64(glyphs.draw_varied("DejaVuSans", "A", 64, fixed, 1.0)).mean(-1)
+
+    left, middle, right = map(draw, (0.0, 0.5, 1.0))
+    moved = np.abs(left - middle).mean()
+    assert moved > 1
+    assert np.abs(left[:, ::-1] - right).mean() < moved / 10  # the font's A is not quite symmetric
+    if number == 1:  # about the centre
+        assert np.abs(left - middle)[31:33].mean() < moved / 2
 
 
 @pytest.mark.parametrize(
