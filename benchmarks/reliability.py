@@ -5,9 +5,9 @@
 Every case starts the real command on a small Llama, breaks something at a random moment, and starts the
 same command again if it ended. It holds if the run ends with exactly the weights, optimizer state, data
 position and training records of an undisturbed run, or if the command refused with one line. What does not
-hold is printed with its output and kept in --work. Full disks need root, to mount a small file system;
-clocks need a C compiler. One case in twenty (--scale=0.05) takes 5 minutes on two busy cores; each row says
-how long it took.
+hold is printed with its output and kept in --work, and the exit code is 1. Full disks need root, to mount a
+small file system; clocks need a C compiler. One case in twenty (--scale=0.05) takes 5 minutes on two busy
+cores; each row says how long it took.
 """
 
 import argparse
@@ -267,7 +267,8 @@ CASES: dict[str, tuple[Callable[[Campaign, Path, random.Random], str | Counter[s
 }
 
 
-def run_cases(campaign: Campaign, name: str, count: int, jobs: int, seed: int) -> None:
+def run_cases(campaign: Campaign, name: str, count: int, jobs: int, seed: int) -> bool:
+    """Prints a row of the table; returns whether all of its cases hold."""
     function, _, events = CASES[name]
     outcomes: Counter[str] = Counter()
 
@@ -289,6 +290,7 @@ def run_cases(campaign: Campaign, name: str, count: int, jobs: int, seed: int) -
     told = "; ".join(f"{n} × {outcome}" for outcome, n in outcomes.most_common() if n)
     minutes = (time.monotonic() - began) / 60
     print(f"| {name} | {count * events} | {held} of {count} | {told} | {minutes:.1f} |", flush=True)
+    return held == count
 
 
 def prepare(work: Path) -> Campaign:
@@ -316,7 +318,7 @@ def prepare(work: Path) -> Campaign:
     return campaign
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
         "--work", type=Path, default=Path("/dev/shm/reliability"), help="A folder, emptied first."
@@ -330,14 +332,17 @@ def main() -> None:
     campaign = prepare(args.work)
     print(f"an undisturbed run: {STEPS} steps, {campaign.seconds:.1f} s; seed {args.seed}", flush=True)
     print("| disturbance | number | hold | what happened | minutes |\n|---|---|---|---|---|", flush=True)
+    all_hold = True
     for name in args.only:
         if name.startswith("disk") and os.geteuid() != 0:
             print(f"| {name} | 0 | | needs root |  |")
         elif name.startswith("clock") and not (args.work / "clock.so").exists():
             print(f"| {name} | 0 | | needs a C compiler |  |")
         else:
-            run_cases(campaign, name, max(1, round(args.scale * CASES[name][1])), args.jobs, args.seed)
+            count = max(1, round(args.scale * CASES[name][1]))
+            all_hold &= run_cases(campaign, name, count, args.jobs, args.seed)
+    return int(not all_hold)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
