@@ -6,8 +6,9 @@
 
 No Flax, no Optax, no config, no mesh: a dict of arrays, `lax.scan` over stacked layers, AdamW in ten
 lines, one jitted function with donated state. The model is that of `maxlp/families/llama/model.py`
-(RMSNorm, rotary embeddings, grouped-query attention, SwiGLU), so the difference in speed is the cost of
-the stack. Trains on random tokens and prints one line of JSON.
+(RMSNorm, rotary embeddings, grouped-query attention, SwiGLU), so the difference in speed is that of the
+stack, and of its settings for CPUs (`maxlp.runtime.cpu`), which this file does without. Trains on random
+tokens and prints one line of JSON.
 
 Shape letters: B batch · S/T query/key length · D embed · F mlp · N query heads · K kv heads ·
 G = N/K · H head dim · V vocab · L layers.
