@@ -244,3 +244,14 @@ def test_a_decay_rate_changes_the_data_and_not_the_exponent():
     got = scalify(lambda x: 0.999 * x)(x)
     assert got.exponent == x.exponent
     np.testing.assert_array_equal(got.data, x.data * F32(0.999))
+
+
+def test_stacked_values_of_a_scan_lose_nothing_to_a_small_scale():
+    """Their common exponent is the largest one: under the smallest, float16 would overflow."""
+    rows = jnp.ones((3, 4), jnp.float16)
+
+    def shrinking(x):
+        return jax.lax.scan(lambda c, _: (c * c, c), x[0], None, length=3)[1]
+
+    got = scalify(shrinking)(Scaled(rows, jnp.int32(-6)))
+    np.testing.assert_array_equal(unscale(got), np.outer(2.0 ** np.array([-6, -12, -24]), np.ones(4)))
