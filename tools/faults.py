@@ -108,6 +108,22 @@ CORE = [
         ("(0, -n % (replicas * BLOCK))", "(0, -n % replicas * BLOCK)"),
     ),
     *_in(
+        "precision/scalify/rules.py",
+        "precision/scalify/test_interpreter.py",
+        ("bit_length() - 1) // 2", "bit_length() - 1)"),
+    ),
+    *_in(
+        "precision/scalify/scaled.py",
+        "precision/scalify/test_interpreter.py",
+        ("_floor_log2(mean_square) >> 1", "_floor_log2(mean_square)"),
+        ("round(math.log2(abs(number)))", "math.floor(math.log2(abs(number)))"),
+    ),
+    *_in(
+        "precision/scalify/interpreter.py",
+        "precision/scalify/test_interpreter.py",
+        ("exponent = jnp.max(y.exponent)", "exponent = jnp.min(y.exponent)"),
+    ),
+    *_in(
         "precision/scatter.py",
         "precision/test_scatter.py",
         ('rounding="stochastic"', 'rounding="nearest"'),
@@ -1920,6 +1936,9 @@ DATA = [
         "data/test_glyphs.py",
         ("np.repeat(255 - mask_HW", "np.repeat(mask_HW"),
         ("(face in excluded) == new_faces", "(face in excluded) != new_faces"),
+        ("words[word] > 1 for word", "words[word] > 0 for word"),
+        ("words.subtract(own)", "pass"),
+        ("canvas / 2 - a * x - b * y, d, e", "canvas / 2 - a * x + b * y, d, e"),
     ),
 ]
 
@@ -1950,6 +1969,12 @@ RUN = [
         "test_lab.py",
         ("options=options, rules=())", "rules=())"),
         ("options = RecipeOptions() if options is None else options", "options = s.precision.options"),
+    ),
+    *_in(
+        "run/prediction.py",
+        "run/test_prediction.py::test_gradients_are_those_of_all_batches_and_losses_their_mean",
+        ("total[1] / len(batches)", "total[1]"),
+        ("[first, *(batch for batch, _ in more)]", "[batch for batch, _ in more]"),
     ),
     *_in(
         "run/choice.py",
