@@ -199,7 +199,7 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
 
     Two moments compete: the loss, and the backward pass of a block. XLA may take either tower first, while
     the activations of the other one wait; this takes the one with the larger blocks. With several
-    microbatches the loss holds features only.
+    microbatches the loss holds features and a copy of the batch only.
     """
     image, text = towers(settings, machine)
     mesh, M = abstract_mesh(machine.axes), settings.train.microbatches
@@ -220,7 +220,9 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
         block["a layer's update"] = max(
             one.block_params * 4 / (one.shards * one.t) for one in (image, text)
         )
-    moments = [both | block, {"loss": loss(settings, machine)} | (both if M == 1 else {})]
+    # XLA copies the batch, so that the rows of each microbatch are together.
+    kept = both if M == 1 else {"microbatches": held["batch"]}
+    moments = [both | block, {"loss": loss(settings, machine)} | kept]
     return held | max(moments, key=lambda parts: sum(parts.values()))
 
 
@@ -257,7 +259,8 @@ def loss(settings: Settings, machine: Machine) -> float:
         tile = min(rows, settings.loss.tile_size)
         return 3 * tile**2 * 4 + 8 * rows * E * 4
     gathered = 2 * B * E * 4
-    return 3 * rows * B * 4 + gathered
+    logits = 3 if settings.loss.kind == "sigmoid" else 1  # XLA computes the softmax in place
+    return logits * rows * B * 4 + gathered
 
 
 # --- work and collectives -------------------------------------------------------------------------------

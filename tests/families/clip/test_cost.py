@@ -66,5 +66,27 @@ def test_tiles_of_the_loss_do_not_grow_with_the_square_of_the_batch():
         s = settings(loss__method=method, data__batch_size=65536)
         return cost.loss(s, s.machine(8, "cuda"))
 
-    assert loss("sharded") >= 65536**2 / 8 * 4 * 3
-    assert loss("tiled") < loss("sharded") / 10
+    assert loss("sharded") >= 65536**2 / 8 * 4
+    assert loss("tiled") < loss("sharded") / 3
+
+
+@pytest.mark.parametrize(("kind", "compiled_gib"), [("softmax", 17.0), ("sigmoid", 48.5)])
+def test_logits_of_the_loss_take_the_memory_that_the_compiler_reports(kind, compiled_gib):
+    """That of docs/contrastive.md, for 262,144 pairs on 16 H100."""
+    changes = {"loss__kind": kind, "loss__method": "sharded"}
+    changes |= {"model__logit_bias": -10.0} if kind == "sigmoid" else {}
+    s = settings(model__embed_dim=512, data__batch_size=262144, **changes)
+    assert cost.loss(s, s.machine(16, "cuda")) == pytest.approx(compiled_gib * 2**30, rel=0.02)
+
+
+def test_the_loss_of_many_microbatches_holds_the_batch_twice():
+    """The step of B/32 with 131,072 pairs on 8 H100 compiles to 13.54 GiB, of which 2.3 are such a copy."""
+    c = clip(**CLIP_SIZES["b32"])
+    c.data.update(source="unread", tokenizer="bytes", batch_size=131072)
+    c.update_from_flattened_dict(
+        {"loss.method": "sharded", "train.microbatches": 128, "model.remat": "block"}
+    )
+    s = read(c)
+    machine = s.machine(8, "cuda")
+    memory = cost.memory(s, machine, state_shapes(s, machine))
+    assert sum(memory.values()) == pytest.approx(13.54 * 2**30, rel=0.02)
