@@ -111,6 +111,8 @@ def load_config(workdir: Path) -> ConfigDict:
     config = read_json(path, fields={"model": dict}, remedy=remedy)
     if config is None:
         raise ValueError(f"{path} does not exist: {workdir} holds no run")
+    if others := [name for name, section in config.items() if not isinstance(section, dict)]:
+        raise ValueError(f"{path} is damaged ({others[0]} is not a section); {remedy}")
     from maxlp.run import earlier_versions  # new runs do not need it
 
     return ConfigDict(earlier_versions.upgraded(config))

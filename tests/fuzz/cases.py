@@ -58,6 +58,7 @@ DATA = {
     "clip": ("clip.py", "tokenizer.json", "pictures"),
 }
 RUN = {"llama": "run", "clip": "run_clip"}
+AS_TRAINED = {"precision", "optimizer", "train"}  # `evaluate` takes these sections from the run
 
 
 def _config_command(rng: random.Random, family: str, *flags: str) -> Command:
@@ -70,6 +71,11 @@ def _config_command(rng: random.Random, family: str, *flags: str) -> Command:
         Command("evaluate", (config, f"--workdir={RUN[family]}", *flags)),
     )
     return rng.choices(commands, (3, 3, 2, 1))[0]
+
+
+def _train(family: str, *flags: str) -> Command:
+    train = TRAIN if family == "llama" else TRAIN_CLIP
+    return train._replace(args=(*train.args, *flags))
 
 
 FILES_AND_FOLDERS = ("train.init_from", "data.source", "data.validation_source", "data.tokenizer")
@@ -92,9 +98,10 @@ def config_value(rng: random.Random) -> Case:
     flags = () if in_file else (f"--config.{key}={value}",)
     change = _insert(f"{family}.py", f"c.{key} = {_literal(value)}") if in_file else None
     command = _config_command(rng, family, *flags)
-    if command.module != "train" and key in FILES_AND_FOLDERS:
-        train = TRAIN if family == "llama" else TRAIN_CLIP  # others do not read all of them
-        command = train._replace(args=(*train.args, *flags))
+    if command.module != "train" and key in FILES_AND_FOLDERS:  # others do not read all of them
+        command = _train(family, *flags)
+    if command.module == "evaluate" and in_file and sections[0] in AS_TRAINED:
+        command = _train(family, *flags)
     needs = (*DATA[family], *([RUN[family]] if command.module == "evaluate" else []))
     return Case(what=what, command=command, needs=needs, names=names, damage=change)
 
@@ -128,6 +135,8 @@ def config_key(rng: random.Random) -> Case:
     )
     change = _insert(f"{family}.py", *lines) if lines else None
     command = _config_command(rng, family, *flags)
+    if command.module == "evaluate" and lines and {section, gone.split(".")[0]} & AS_TRAINED:
+        command = _train(family, *flags)
     needs = (*DATA[family], *([RUN[family]] if command.module == "evaluate" else []))
     return Case(what="; ".join((*lines, *flags)), command=command, needs=needs, names=names, damage=change)
 

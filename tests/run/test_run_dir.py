@@ -83,7 +83,12 @@ def test_another_config_or_no_record_is_another_run(tmp_path):
     assert not continues(tmp_path, CONFIG)
 
 
-@pytest.mark.parametrize("content", ["", '{"starts": [', "[]", "{}", '{"starts": [3], "model": 3}'])
+NO_SECTION = '{"starts": [3], "model": {"name": "llama"}, "precision": [1]}'
+
+
+@pytest.mark.parametrize(
+    "content", ["", '{"starts": [', "[]", "{}", '{"starts": [3], "model": 3}', NO_SECTION]
+)
 @pytest.mark.parametrize(
     ("name", "read"),
     [
