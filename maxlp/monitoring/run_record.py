@@ -148,7 +148,7 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
         config=_read_json(workdir / "config.json", _CONFIG),
         info=_read_json(workdir / "run.json", {"starts": [_START]}),
         records=read_jsonl(workdir / "metrics.jsonl"),
-        checkpoints=checkpoint.list_steps(workdir / "checkpoints"),
+        checkpoints=_list_checkpoints(workdir / "checkpoints"),
         spike_records=recorded_spikes(workdir),
     )
 
@@ -159,6 +159,14 @@ def _read_json(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         logging.warning("%s", error)
         return {}
+
+
+def _list_checkpoints(directory: Path) -> list[checkpoint.StepInfo]:
+    try:
+        return checkpoint.list_steps(directory)
+    except PermissionError as error:
+        logging.warning("%s", error)
+        return []
 
 
 def tail(losses: np.ndarray) -> np.ndarray:

@@ -388,7 +388,7 @@ def load_params(path: str | os.PathLike[str], abstract_params: Any) -> Any:
 def list_steps(directory: str | os.PathLike[str]) -> list[StepInfo]:
     """Lists a directory of checkpoints, oldest step first, from its manifests; reads no array."""
     infos = []
-    for path in files.local_path(directory).glob("[0-9]*"):
+    for path in files.entries(files.local_path(directory)):
         number, *suffixes = path.name.replace("-", ".").split(".")
         if not number.isdigit():
             continue
@@ -408,7 +408,7 @@ def list_steps(directory: str | os.PathLike[str]) -> list[StepInfo]:
 def _find(path: str | os.PathLike[str], verify: bool = True) -> Path:
     """Resolves `path` as in `restore` to a step directory, which is verified unless that takes too long."""
     root = files.local_path(path)
-    if (root / "checkpoints").is_dir():
+    if os.path.isdir(root / "checkpoints"):  # False, not an error, in a folder that may not be entered
         root /= "checkpoints"
     if root.name.isdigit() and root.is_dir() and not verification.list_numbered(root):
         if faults := verify and verification.verify(root):

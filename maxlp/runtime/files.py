@@ -201,6 +201,11 @@ def publish(unfinished: Path, final: Path) -> None:
     sync(final.parent)
 
 
+def entries(directory: Path) -> list[Path]:
+    """What is in a directory; nothing if there is none. Unlike `Path.glob`, fails if it may not be read."""
+    return list(directory.iterdir()) if directory.is_dir() else []
+
+
 def move(path: Path, target: Path) -> None:
     """Renames a folder of a run."""
     if mirror := mirrored(path):

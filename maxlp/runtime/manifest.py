@@ -96,9 +96,15 @@ def text_of(sums: Checksums) -> str:
 
 
 def read(root: Path) -> Checksums | None:
-    """Reads the manifest of a folder; None if it is missing or damaged."""
+    """Reads the manifest of a folder; None if it is missing or damaged.
+
+    Raises:
+      PermissionError: this user may not read it, which says nothing about its content.
+    """
     try:
         data = (root / NAME).read_bytes()
+    except PermissionError:
+        raise
     except OSError:
         return None
     body, own_crc = data[:-9], data[-9:]
@@ -119,6 +125,9 @@ def find_faults(root: Path, index: int = 0, count: int = 1) -> list[str]:
     Returns:
       One line for each file that is missing or differs, such as ``state/d/0a is missing``. A missing or
       damaged manifest is itself the only fault, found by the process of share 0.
+
+    Raises:
+      PermissionError: this user may not read one of the files, which may be intact.
     """
     sums = read(root)
     if sums is None:
@@ -139,6 +148,8 @@ def _fault(path: Path, checksum: str, size: int) -> str | None:
         return None if found == checksum else "does not match its checksum"
     except FileNotFoundError:
         return "is missing"
+    except PermissionError:
+        raise
     except OSError as error:
         return f"cannot be read ({error.strerror})"
 

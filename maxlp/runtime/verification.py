@@ -53,4 +53,4 @@ def list_damaged(directory: Path, damaged: Mapping[int, list[str]]) -> str:
 
 def list_numbered(directory: Path) -> list[int]:
     """The steps with a complete checkpoint, intact or not, in increasing order."""
-    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit())
+    return sorted(int(path.name) for path in files.entries(directory) if path.name.isdigit())

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pathlib
 import random
 import shutil
 import signal
@@ -286,6 +287,28 @@ def test_any_damage_is_detected_and_the_previous_step_is_restored(two_steps, tmp
     assert f"{directory}/20 is damaged: {name} " in logged[0]
     assert logged[1] == "step 10 is read instead"
     assert sorted(os.listdir(directory)) == ["10", "20.damaged"]
+
+
+@pytest.mark.parametrize("kind", [".", "20/manifest.txt", "20/state/d/*"])
+def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_a_damaged_one(two_steps, monkeypatch, kind):
+    denied = next(two_steps.glob(kind)) if kind != "." else two_steps
+
+    def checked(call):  # modes of files would not stop root
+        def wrapped(path, *args, **kwargs):
+            if path == denied:
+                raise PermissionError(13, "Permission denied", str(path))
+            return call(path, *args, **kwargs)
+
+        return wrapped
+
+    for name in ("iterdir", "open"):
+        monkeypatch.setattr(pathlib.Path, name, checked(getattr(pathlib.Path, name)))
+    with pytest.raises(PermissionError, match=str(denied)):
+        checkpoint.load_params(two_steps, {})
+    monkeypatch.setattr(pathlib.Path, "glob", lambda *_: [])  # it ignores such errors
+    with pytest.raises(PermissionError, match=str(denied)):
+        verification.newest_intact(two_steps)
+    assert sorted(os.listdir(two_steps)) == ["10", "20"]
 
 
 def test_a_damaged_step_can_be_saved_again(two_steps, tmp_path, logged):
