@@ -95,6 +95,8 @@ class Run:
     def validation_part(self, prefix: str) -> str:
         """What the metrics ``eval/…`` or ``eval_full/…`` were measured on."""
         batches = self.setting("train", "eval_batches")
+        if prefix == "eval" and batches is None and not self._evaluated_all:
+            return "validation data"  # config.json is missing or damaged: how much is unknown
         if prefix == "eval" and batches and not self._evaluated_all:
             return f"the first {counted(batches, 'validation batch', 'validation batches')}"
         return "all validation data"

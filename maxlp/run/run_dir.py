@@ -109,6 +109,8 @@ def load_config(workdir: Path) -> ConfigDict:
             f"python -m maxlp.convert import --input={workdir} --output=DIR"
         )
     config = read_json(path, fields={"model": dict}, remedy=remedy)
+    if config is None and (workdir / "run.json").exists():
+        raise ValueError(f"{path} is missing; put it back, or start the run again, which writes it")
     if config is None:
         raise ValueError(f"{path} does not exist: {workdir} holds no run")
     if others := [name for name, section in config.items() if not isinstance(section, dict)]:

@@ -70,7 +70,9 @@ def test_an_evaluation_of_no_more_than_there_is_covers_all(tmp_path, full, part)
     (tmp_path / "config.json").write_text(json.dumps({"train": {"eval_batches": 20}}))
     records = [{"step": 3, "eval/loss": 2.0}]
     (tmp_path / "metrics.jsonl").write_text(json.dumps(records[0]))
-    assert load_run(tmp_path).validation_part("eval") == "the first 20 validation batches"
+    run = load_run(tmp_path)
+    assert run.validation_part("eval") == "the first 20 validation batches"
+    assert dataclasses.replace(run, config={}).validation_part("eval") == "validation data"
     records += [{"step": 3, "eval_full/loss": full}, {"step": 3, "magnitude/layers/0": 1.0}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     run = load_run(tmp_path)

@@ -106,7 +106,7 @@ def test_an_empty_directory(tmp_path):
 
 
 def test_skipped_and_truncated_examples_and_recalls(tmp_path):
-    run_dir.save_config(tmp_path, ConfigDict({"data": {"text_len": 77}}))
+    run_dir.save_config(tmp_path, ConfigDict({"data": {"text_len": 77}, "train": {"eval_batches": 0}}))
     recalls = {f"eval/recall_{k}": k / 10 for k in (1, 5, 10)}
     records = [
         {"step": 1, "data/skipped": 1},

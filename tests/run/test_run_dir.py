@@ -49,6 +49,15 @@ def test_the_revision_is_that_of_the_code_and_not_of_a_project_that_holds_its_en
     assert run_dir.git_revision().endswith("-dirty")
 
 
+def test_a_deleted_config_does_not_make_a_run_no_run(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no run$"):
+        run_dir.load_config(tmp_path)
+    started(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match="is missing; put it back, or start the run again"):
+        run_dir.load_config(tmp_path)
+
+
 def test_lost_checkpoints_are_an_error_and_checkpoints_not_reached_are_not(tmp_path):
     run_dir.check_checkpoints(tmp_path)
     started(tmp_path)
