@@ -292,10 +292,12 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """The message; that of the operating system with the path first."""
+    """The message; that of the operating system with the path, or the flag that gave it, first."""
     if not isinstance(error, OSError) or not error.strerror:
         return " ".join(str(error).split())
-    path = f"{error.filename}: " if error.filename else ""
+    given = (name for name in flags.FLAGS if flags.FLAGS[name].present)
+    flag = next((f"--{name}=" for name in given if flags.FLAGS[name].value == error.filename), "")
+    path = f"{flag}{error.filename}: " if error.filename else ""
     advice = "; the same command resumes the run once this is solved" if _may_pass(error) else ""
     return f"{path}{error.strerror}{advice}"
 

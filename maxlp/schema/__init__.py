@@ -238,7 +238,11 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 def _wrong_type(key: str, value: Any, hint: Any) -> str:
-    return f"{key}={value!r} is of type {type(value).__name__}, expected {name(hint)}"
+    message = f"{key}={value!r} is of type {type(value).__name__}, expected {name(hint)}"
+    kinds = typing.get_args(hint)
+    if isinstance(value, str) and kinds[:1] == (str,) and Ellipsis not in kinds:
+        message += "; on a command line, \"(('a', 'b'), ('c', 'd'))\""
+    return message
 
 
 def name(hint: Any) -> str:

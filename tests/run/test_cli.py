@@ -166,6 +166,7 @@ NOT_WRITTEN = "pkgutil.resolve_name('maxlp.runtime.checkpoint:NotWrittenError')"
     [
         ("KeyboardInterrupt", 130, "error: interrupted"),
         ("PermissionError(13, 'Permission denied', '/w')", 2, "error: /w: Permission denied"),
+        ("FileNotFoundError(2, 'No such file or directory', '/proc/x')", 2, "error: --w=/proc/x: No such"),
         ("OSError(36, 'File name too long', '/w')", 2, "error: /w: File name too long"),
         ("OSError(30, 'Read-only file system', '/w')", 2, "error: /w: Read-only file system"),
         # Launchers start again:
@@ -178,8 +179,9 @@ NOT_WRITTEN = "pkgutil.resolve_name('maxlp.runtime.checkpoint:NotWrittenError')"
     ],
 )
 def test_exit_codes_distinguish_mistakes_from_failures(error, code, message):
-    program = f"{HEAD}def main():\n  raise {error}\ncli.run(main)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    program = f"{HEAD}cli.flags.DEFINE_string('w', None, '')\ndef main():\n  raise {error}\ncli.run(main)"
+    command = [sys.executable, "-c", program, "--w=/proc/x"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code and message in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 

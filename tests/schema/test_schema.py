@@ -62,7 +62,7 @@ def without_address(value: object) -> str:
         ("(", Annotated[str, RegularExpression()], "k='(' is not a regular expression: missing )"),
         ((1.0, 2.0), tuple[float, float, float], "k=(1.0, 2.0) must have 3 values, (float, float, float)"),
         ((1.0, math.nan), tuple[float, float], "k[1]=nan must be a finite number"),
-        (("a",), PAIRS, "k[0]='a' is of type str, expected (str, str)"),
+        (("a",), PAIRS, "k[0]='a' is of type str, expected (str, str); on a command line, \"(('a', "),
         ((("x", "c"),), PAIRS, "k[0][1]='c' is unknown; one of a, b"),
         (["a"], tuple[str, ...], "k=['a'] is of type list, expected (str, …)"),
         ("a", tuple[str, ...], "k='a' is of type str, expected (str, …)"),
