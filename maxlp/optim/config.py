@@ -1,6 +1,7 @@
 """The config's `optimizer` section: its keys, their ranges and the combinations that work."""
 
 import dataclasses
+import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal
@@ -29,6 +30,14 @@ OPTIMIZERS = {
     "adamp": "maxlp.optim.adamp:ADAMP",
     "sgd": "maxlp.optim.sgd:SGD",
 }
+SHARED = ("b1", "b2", "eps", "mu_dtype")  # keys of all optimizers that have such a parameter
+# Of the options of optimizers that optax has; ours have annotations with their rules.
+OPTAX_HINTS: dict[str, Any] = {
+    "eps_root": NotNegative,
+    "nesterov": bool,
+    "mode": Annotated[str, OneOf(("hard", "smooth", "refined"))],
+    "smooth_beta": Positive,
+}
 Conflict = tuple[str, Any, str]  # a key of the config, its value, and the reason with the fix
 MU_DTYPES = ("float32", "bfloat16", "float16")
 # int4 has too few values for a moment.
@@ -42,7 +51,7 @@ class OptimizerKind:
     """What other modules know about an optimizer.
 
     Attributes:
-      scale_by: its rescaling, which takes those of `make_tx.SHARED` that it needs, and its own options.
+      scale_by: its rescaling, which takes those of `SHARED` that it needs, and its own options.
       conflicts: the keys of an `OptimizerConfig` that it cannot work with.
       decay: turns (config, rescale, decay) into what `make_tx` chains, one if decay depends on rescaling.
       last_rms: gives RMS_t of the last update from the state of an optimizer that measures it.
@@ -212,6 +221,12 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         schema.check(self)
+        own = options_of(self.name)
+        for key, value in self.options.items():
+            if key not in own:
+                known = schema.unknown_key(key, own, f"options of name={self.name!r}")
+                raise ValueError(f"options.{key} {known}")
+            schema.check_value(f"options.{key}", value, own[key])
         if self.galore is not None and not self.galore.rank:
             object.__setattr__(self, "galore", None)
         if not has_decay(self.schedule) and self.decay_fraction != OptimizerConfig.decay_fraction:
@@ -242,3 +257,11 @@ class OptimizerConfig:
     def has_low_bit(self) -> bool:
         """Whether moments are encoded."""
         return self.low_bit is not None and {self.low_bit.mu, self.low_bit.nu} != {"float32"}
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """The options of this optimizer alone, with their annotations."""
+    scale_by = pkgutil.resolve_name(OPTIMIZERS[name]).scale_by
+    hints = schema.annotations(scale_by) | OPTAX_HINTS
+    parameters = inspect.signature(scale_by).parameters
+    return {key: hints[key] for key in parameters if key not in SHARED}

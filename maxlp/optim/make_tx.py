@@ -9,28 +9,16 @@ rescale = low_bit(galore(scale_by))              both wrappers optional
 import dataclasses
 import functools
 import inspect
-import pkgutil
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from maxlp import schema
-from maxlp.optim.config import OPTIMIZERS, OptimizerConfig
+from maxlp.optim.config import SHARED, OptimizerConfig
 from maxlp.optim.rms import Rms, make_rms
 from maxlp.optim.schedules import make_schedule
 from maxlp.optim.tree_utils import find_states, leaf_name, widened
-from maxlp.schema import NotNegative, OneOf, Positive
-
-SHARED = ("b1", "b2", "eps", "mu_dtype")  # keys of all optimizers that have such a parameter
-# Of the options of optimizers that optax has; ours have annotations with their rules.
-OPTAX_HINTS: dict[str, Any] = {
-    "eps_root": NotNegative,
-    "nesterov": bool,
-    "mode": Annotated[str, OneOf(("hard", "smooth", "refined"))],
-    "smooth_beta": Positive,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,12 +117,7 @@ def _rescale_and_decay(config: OptimizerConfig) -> tuple[optax.GradientTransform
 def _rescale(config: OptimizerConfig) -> optax.GradientTransformation:
     """The optimizer's rescaling, inside GaLore and low-bit moments if the config sets them."""
     scale_by = config.kind.scale_by
-    takes, own = inspect.signature(scale_by).parameters, options_of(config.name)
-    for key, value in config.options.items():
-        if key not in own:
-            known = schema.unknown_key(key, own, f"options of name={config.name!r}")
-            raise ValueError(f"options.{key} {known}")
-        schema.check_value(f"options.{key}", value, own[key])
+    takes = inspect.signature(scale_by).parameters
     if config.mu_dtype is not None and "mu_dtype" not in takes:
         raise ValueError(
             f"mu_dtype={config.mu_dtype!r} cannot be combined with name={config.name!r}, which has no "
@@ -151,14 +134,6 @@ def _rescale(config: OptimizerConfig) -> optax.GradientTransformation:
 
         rescale = low_bit(rescale, config.low_bit)
     return rescale
-
-
-def options_of(name: str) -> dict[str, Any]:
-    """The options of this optimizer alone, with their annotations."""
-    scale_by = pkgutil.resolve_name(OPTIMIZERS[name]).scale_by
-    hints = schema.annotations(scale_by) | OPTAX_HINTS
-    parameters = inspect.signature(scale_by).parameters
-    return {key: hints[key] for key in parameters if key not in SHARED}
 
 
 class AveragePart(NamedTuple):

@@ -25,7 +25,7 @@ from maxlp.core.train_state import MakeModel, State, init_state, num_params, sha
 from maxlp.core.train_step import Statistics, Step
 from maxlp.families import Family
 from maxlp.monitoring.statistics import tensor_statistics
-from maxlp.optim.make_tx import options_of
+from maxlp.optim.config import options_of
 from maxlp.optim.schedules import fitting_warmup
 from maxlp.parallel import sharding
 from maxlp.parallel.batches import batch_part

@@ -77,6 +77,7 @@ def get_config(arg=""):
     c.data.tokenizer = "tokenizer.json"
     c.data.image_size = 16
     c.data.text_len = 16
+    c.data.templates = ("{}",)
     c.data.batch_size = 8
     c.data.max_broken = 0
     c.loss.method = "plain"

@@ -165,6 +165,12 @@ def test_errors_are_one_line_with_key_value_and_way_out(changes, message):
     assert "\n" not in str(error.value)
 
 
+def test_options_are_checked_with_the_section():
+    """Rules about the targets of options need not expect numbers among them."""
+    with pytest.raises(ValueError, match=r"^options.targets\[0\]=7 is of type int"):
+        OptimizerConfig(**BASE, name="muon", options={"targets": (7,)})
+
+
 @pytest.mark.parametrize("name", ["adamp", "adafactor", "stable_spam"])
 def test_wrappers_that_are_off_go_with_everything(name):
     """rank=0 and float32 are how a command line or a file turns them off."""

@@ -11,8 +11,7 @@ from ml_collections import ConfigDict
 from maxlp import schema
 from maxlp.core.train_state import abstract_state
 from maxlp.monitoring.spikes import SpikeConfig
-from maxlp.optim.config import OPTIMIZERS
-from maxlp.optim.make_tx import options_of
+from maxlp.optim.config import OPTIMIZERS, options_of
 from maxlp.run import constraints, run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import resolve
