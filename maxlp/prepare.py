@@ -44,7 +44,7 @@ from maxlp.data import shards as shards_lib
 from maxlp.data.chat import Chat, Conversations, make_chat
 from maxlp.data.readers import BrokenExample
 from maxlp.data.readers.array_record import FORMATS, MANIFEST, pack_example
-from maxlp.data.sources import Mixture, Source, make_source, open_source, parse_spec, sample_texts
+from maxlp.data.sources import Mixture, Source, make_source, open_source, parse_spec
 from maxlp.data.specs import split_options
 from maxlp.data.tokenizers import COMPANIONS, FILES, Tokenizer, as_bytes, make_tokenizer
 from maxlp.run import cli
@@ -198,7 +198,7 @@ def _check_bucket(output: str) -> list[str]:
 
 
 def _train_tokenizer(documents: Source, vocab_size: int) -> Tokenizer:
-    from maxlp.data.tokenizers.training import train_bpe
+    from maxlp.data.tokenizers.training import sample_texts, train_bpe
 
     return train_bpe(sample_texts(documents, TOKENIZER_SAMPLE_BYTES, seed=0), vocab_size)
 

@@ -1783,6 +1783,10 @@ DATA = [
         ("index * self._every + self._every - 1", "index * self._every"),
         ('options.pop("split", split)', 'options.pop("split", "") and split or split'),
         ("weight / total for weight", "weight for weight"),
+    ),
+    *_in(
+        "data/tokenizers/training.py",
+        "data/tokenizers/test_training.py",
         ("np.random.default_rng(seed).permutation", "np.random.default_rng(0).permutation"),
         ("piece = data[start:stop][:max_bytes]", "piece = data[start:stop]"),
         ("longer, stop, 3 * stop", "longer, start, 3 * stop"),

@@ -41,17 +41,14 @@ decodes a whole row group for one document): convert such a corpus to ArrayRecor
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pkgutil import resolve_name
 from types import NoneType
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from maxlp import schema
 from maxlp.data.readers import BrokenExample, check_utf8
 from maxlp.data.specs import one_line, split_options
-from maxlp.data.tokenizers import as_bytes
 
 VALIDATION = 0.02
 TYPES: dict[type, tuple[Callable[[str], Any], str]] = {  # of options: what reads them, and what they are
@@ -306,43 +303,6 @@ def open_source(spec: Spec) -> Source:
     except LookupError as error:  # whose text is only the key
         reason = f"{type(error).__name__}: {one_line(error)} (MAXLP_TRACEBACK=1 shows where)"
         raise ValueError(f"source {spec.text!r}: {kind.opener} fails with {reason}") from error
-
-
-def sample_texts(source: Source | Mixture, max_bytes: int, seed: int) -> Iterator[bytes]:
-    """Yields pieces of randomly chosen documents, `max_bytes` bytes in total or as many as there are.
-
-    Every document contributes its first 10 kB before any contributes more, so that a few long ones do
-    not dominate (a tokenizer trained on 4 MB of the standard library then needs 3 % fewer tokens). The
-    sample depends only on the source, `max_bytes` and `seed`. Each source of a mixture contributes in
-    proportion to its weight.
-
-    Raises:
-      ValueError: the source holds tokens.
-    """
-    if isinstance(source, Mixture):
-        for part, weight in zip(source.sources, source.weights, strict=True):
-            yield from sample_texts(part, int(max_bytes * weight), seed)
-        return
-    if source.tokenizer:
-        raise ValueError(f"source {source.name!r} holds tokens; a tokenizer is trained on text")
-    start, stop = 0, 10_000
-    if "messages" in source[0]:
-        raise ValueError(
-            f"source {source.name!r} holds conversations, which need a tokenizer with a chat template"
-        )
-    indices = np.random.default_rng(seed).permutation(len(source)).tolist()
-    while indices:
-        longer = []
-        for index in indices:
-            if max_bytes <= 0:
-                return
-            data = as_bytes(source[index]["text"])
-            piece = data[start:stop][:max_bytes]
-            max_bytes -= len(piece)
-            yield piece
-            if len(data) > stop:
-                longer.append(index)
-        indices, start, stop = longer, stop, 3 * stop  # tripled, so that long documents take few passes
 
 
 def parse_spec(text: str, split: str, content: str) -> Spec:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from maxlp.data.sources import make_source, sample_texts
-from maxlp.data.tokenizers.training import train_bpe
+from maxlp.data.sources import make_source
+from maxlp.data.tokenizers.training import sample_texts, train_bpe
 
 DATA = Path(__file__).parents[2] / "maxlp" / "data"
 TEXT_RUN = """

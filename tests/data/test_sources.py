@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from maxlp.data.sources import KINDS, Kind, make_source, open_source, parse_spec, sample_texts
+from maxlp.data.sources import KINDS, Kind, make_source, open_source, parse_spec
 from maxlp.prepare import prepare_image_text, prepare_text
 from tests.data.corpora import (
     TEXTS,
@@ -196,31 +196,6 @@ def test_mixture(tmp_path):
     ]
     again = make_source(f"jsonl:{path}?text_key=body;stdlib;jsonl:{path}?text_key=body&weight=2", "train")
     assert again.weights == (0.75, 0.25)
-
-
-def test_sample_is_deterministic_and_has_the_requested_size():
-    source = make_source("stdlib", "train")
-    first, again, other = (b"".join(sample_texts(source, 300_000, seed)) for seed in (0, 0, 1))
-    assert first == again != other
-    assert len(first) == len(other) == 300_000
-    mixture = make_source("stdlib?weight=3;stdlib?validation=0.5&weight=1", "train")
-    assert len(b"".join(sample_texts(mixture, 400_000, 0))) == 400_000
-
-
-def test_sample_takes_a_whole_small_corpus_once(tmp_path):
-    contents = [b"a" * 123_456 + b"b" * 7, b"c" * 10_000, b"d" * 10_001, b""]
-    for i, data in enumerate(contents):
-        (tmp_path / str(i)).write_bytes(data)
-    pieces = list(sample_texts(make_source(f"text:{tmp_path}", "all"), 10**9, 0))
-    assert sorted(b"".join(pieces)) == sorted(b"".join(contents))
-    assert max(map(len, pieces[:4])) == 10_000
-
-
-def test_a_source_of_tokens_cannot_be_sampled(tmp_path):
-    (tmp_path / "a.txt").write_text("x")
-    prepare_text(f"text:{tmp_path}/a.txt", str(tmp_path / "out"), tokenizer="bytes")
-    with pytest.raises(ValueError, match="holds tokens; a tokenizer is trained on text"):
-        next(sample_texts(make_source(f"array_record:{tmp_path}/out", "all"), 100, 0))
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -166,7 +166,9 @@ def attention_uses(model: LlamaConfig, data: text.TextDataConfig) -> tuple[Use, 
 
 def tokenizer_texts(data: text.TextDataConfig, seed: int) -> Iterator[str | bytes]:
     """A random sample of the training text."""
-    return sources.sample_texts(sources.make_source(data.source, "train"), BPE_BYTES, seed)
+    from maxlp.data.tokenizers.training import sample_texts  # few runs train one
+
+    return sample_texts(sources.make_source(data.source, "train"), BPE_BYTES, seed)
 
 
 def describe_batch(data: text.TextDataConfig) -> str:

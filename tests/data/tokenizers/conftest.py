@@ -2,8 +2,8 @@
 
 import pytest
 
-from maxlp.data.sources import make_source, sample_texts
-from maxlp.data.tokenizers.training import train_bpe
+from maxlp.data.sources import make_source
+from maxlp.data.tokenizers.training import sample_texts, train_bpe
 from tests.data.tokenizers.texts import stdlib_texts
 
 

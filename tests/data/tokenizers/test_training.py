@@ -5,9 +5,10 @@ import sys
 import pytest
 import tokenizers
 
-from maxlp.data.sources import make_source, sample_texts
+from maxlp.data.sources import make_source
 from maxlp.data.tokenizers import make_tokenizer
-from maxlp.data.tokenizers.training import SPECIALS, train_bpe
+from maxlp.data.tokenizers.training import SPECIALS, sample_texts, train_bpe
+from maxlp.prepare import prepare_text
 from tests.data.tokenizers.texts import HOSTILE, assert_exact, stdlib_texts
 
 
@@ -44,7 +45,7 @@ def test_training_is_deterministic_and_a_fork_after_it_encodes_silently():
     code = (
         "import os, sys; from maxlp.data import sources; from maxlp.data.tokenizers import training;"
         "source = sources.make_source('stdlib', 'train');"
-        "made = training.train_bpe(sources.sample_texts(source, 100_000, 0), 600);"
+        "made = training.train_bpe(training.sample_texts(source, 100_000, 0), 600);"
         "pid = os.fork();"
         "pid and os.waitpid(pid, 0);"
         "print(made.encode('aab').tolist(), made.fingerprint, flush=True)"
@@ -73,3 +74,28 @@ def test_specials_in_a_text_are_text(bpe_path):
     tokenizer = make_tokenizer(bpe_path)
     for name in SPECIALS:
         assert len(tokenizer.encode(name)) > 1
+
+
+def test_sample_is_deterministic_and_has_the_requested_size():
+    source = make_source("stdlib", "train")
+    first, again, other = (b"".join(sample_texts(source, 300_000, seed)) for seed in (0, 0, 1))
+    assert first == again != other
+    assert len(first) == len(other) == 300_000
+    mixture = make_source("stdlib?weight=3;stdlib?validation=0.5&weight=1", "train")
+    assert len(b"".join(sample_texts(mixture, 400_000, 0))) == 400_000
+
+
+def test_sample_takes_a_whole_small_corpus_once(tmp_path):
+    contents = [b"a" * 123_456 + b"b" * 7, b"c" * 10_000, b"d" * 10_001, b""]
+    for i, data in enumerate(contents):
+        (tmp_path / str(i)).write_bytes(data)
+    pieces = list(sample_texts(make_source(f"text:{tmp_path}", "all"), 10**9, 0))
+    assert sorted(b"".join(pieces)) == sorted(b"".join(contents))
+    assert max(map(len, pieces[:4])) == 10_000
+
+
+def test_a_source_of_tokens_cannot_be_sampled(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    prepare_text(f"text:{tmp_path}/a.txt", str(tmp_path / "out"), tokenizer="bytes")
+    with pytest.raises(ValueError, match="holds tokens; a tokenizer is trained on text"):
+        next(sample_texts(make_source(f"array_record:{tmp_path}/out", "all"), 100, 0))
